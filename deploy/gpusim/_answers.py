@@ -21,19 +21,21 @@ _FIELDS = (
     *(1, 2, 3, 4, 5, 6, 29, 30, 31, 38, 52, 59, *range(74, 84), 90, 91, 94, *range(138, 146)),
     *(161, 162, 163, 164, 165, *range(185, 193), 197, 198, 202, 204, 269, 270, 271),
 )
+_PLAIN = """
+Name UUID Serial Index MinorNumber PciInfo VbiosVersion CudaComputeCapability Architecture Brand
+NumGpuCores MemoryBusWidth UtilizationRates EncoderUtilization DecoderUtilization JpgUtilization
+OfaUtilization MemoryInfo BAR1MemoryInfo PowerUsage FanSpeed TotalEnergyConsumption
+PowerManagementLimit EnforcedPowerLimit PowerManagementLimitConstraints EccMode PersistenceMode
+CurrentClocksEventReasons CurrentClocksThrottleReasons SupportedClocksEventReasons DisplayMode
+PerformanceState ComputeMode DisplayActive DriverModel PcieReplayCounter CurrPcieLinkGeneration
+MaxPcieLinkWidth MigMode MaxMigDeviceCount RemappedRows RetiredPagesPendingStatus NumaNodeId
+GpuInstanceId Attributes AccountingMode SupportedEventTypes""".split()
 _FUTURE = 1 << 62  # microseconds: no sample is newer
 
 
 def _raw(name: str, *arguments: Any) -> int:
     code: int = n._nvmlGetFunctionPointer(name)(*arguments)  # noqa: SLF001 - no public way
     return code
-
-
-def _binding(name: str) -> Callable[[Any], Any]:
-    def ask(handle: Any) -> Any:
-        return getattr(n, f"nvmlDeviceGet{name}")(handle)
-
-    return ask
 
 
 def _list_without_buffer(name: str, handle: Any) -> list[Any]:
@@ -73,22 +75,7 @@ def _old_memory(handle: Any) -> int:
 
 _COMPUTE = "nvmlDeviceGetComputeRunningProcesses"
 QUESTIONS: dict[str, Callable[[Any], Any]] = {
-    **{
-        f"nvmlDeviceGet{name}": _binding(name)
-        for name in (
-            *("Name", "UUID", "Serial", "Index", "MinorNumber", "PciInfo", "VbiosVersion"),
-            *("CudaComputeCapability", "Architecture", "Brand", "NumGpuCores", "MemoryBusWidth"),
-            *("UtilizationRates", "EncoderUtilization", "DecoderUtilization", "JpgUtilization"),
-            *("OfaUtilization", "MemoryInfo", "BAR1MemoryInfo", "PowerUsage", "FanSpeed"),
-            *("TotalEnergyConsumption", "PowerManagementLimit", "EnforcedPowerLimit"),
-            *("PowerManagementLimitConstraints", "CurrentClocksEventReasons", "EccMode"),
-            *("CurrentClocksThrottleReasons", "SupportedClocksEventReasons", "PerformanceState"),
-            *("PersistenceMode", "ComputeMode", "DisplayMode", "DisplayActive", "DriverModel"),
-            *("PcieReplayCounter", "CurrPcieLinkGeneration", "MaxPcieLinkWidth", "MigMode"),
-            *("MaxMigDeviceCount", "RemappedRows", "RetiredPagesPendingStatus", "NumaNodeId"),
-            *("GpuInstanceId", "Attributes", "AccountingMode", "SupportedEventTypes"),
-        )
-    },
+    **{f"nvmlDeviceGet{name}": getattr(n, f"nvmlDeviceGet{name}") for name in _PLAIN},
     "temperature": lambda h: n.nvmlDeviceGetTemperature(h, 0),
     "temperature, sensor 1": lambda h: n.nvmlDeviceGetTemperature(h, 1),
     "temperature, newer form": lambda h: n.nvmlDeviceGetTemperatureV(h, 0),

@@ -10,12 +10,12 @@ import subprocess
 import sys
 import tempfile
 import time
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from deploy.gpusim.gpusim import (
-    Gpu,
+    Curve,
+    Device,
     GpusimError,
     Process,
     Ramp,
@@ -36,62 +36,60 @@ __all__ = ["main"]
 _MODELS = {"a100": a100, "h100": h100}
 _GIB = 1 << 30
 _DIFFERENT = 3
+_MAX_GPUS = 31  # PCI addresses are made 8 apart
 
 
 def _arguments(words: Sequence[str] | None) -> argparse.Namespace:
+    node = argparse.ArgumentParser(add_help=False)
+    node.add_argument("--gpus", type=int, default=8, metavar="N", help="how many (default: 8)")
+    node.add_argument("--model", choices=sorted(_MODELS), default="h100")
+    node.add_argument("--mig", action="store_true", help="divide the last GPU: 1, 2 and 3 slices")
     parser = argparse.ArgumentParser(
-        prog="gpusim",
-        description="Simulated NVIDIA GPUs for machines without any.",
+        prog="gpusim", description="Simulated NVIDIA GPUs for machines without any."
     )
     commands = parser.add_subparsers(dest="command", required=True)
-    run = commands.add_parser("run", help="run a command that sees simulated GPUs")
-    run.add_argument("--gpus", type=int, default=8, metavar="N", help="how many (default: 8)")
-    run.add_argument("--model", choices=sorted(_MODELS), default="h100")
-    run.add_argument(
-        "--mig", action="store_true", help="divide the last GPU into 1, 2 and 3 slices"
-    )
+    run = commands.add_parser("run", parents=[node], help="run a command that sees simulated GPUs")
     run.add_argument("--state", type=Path, metavar="FILE", help="use this state file instead")
     run.add_argument("words", nargs="+", metavar="COMMAND", help="after --")
-    state = commands.add_parser("state", help="write a state file, to be changed by hand")
+    state = commands.add_parser(
+        "state", parents=[node], help="write a state file, to be changed by hand"
+    )
     state.add_argument("file", type=Path)
-    state.add_argument("--gpus", type=int, default=8, metavar="N")
-    state.add_argument("--model", choices=sorted(_MODELS), default="h100")
-    state.add_argument("--mig", action="store_true")
     compare = commands.add_parser("compare", help="how this machine's GPU answers otherwise")
     compare.add_argument("--model", choices=sorted(_MODELS), default="h100")
-    compare.set_defaults(gpus=1, mig=False)
     arguments = parser.parse_args(words)
-    if not 1 <= arguments.gpus <= 31:  # noqa: PLR2004 - PCI addresses are made 8 apart
-        parser.error("--gpus takes 1 to 31")
+    if not 1 <= getattr(arguments, "gpus", 1) <= _MAX_GPUS:
+        parser.error(f"--gpus takes 1 to {_MAX_GPUS}")
     return arguments
 
 
-def _busy(gpu: Gpu, number: int) -> Gpu:
+def _busy(gpu: Device, number: int) -> Device:
     """A GPU at work: every figure moves, each GPU in a rhythm of its own."""
-    work = Square(20 + 3 * number, 5, 95, 2 * number, 0.7)
-    moves = {
-        "util": work,
-        "mem_util": replace(work, low=2, high=60),
-        "power": replace(work, low=90, high=350 + 5 * number),
-        "temp": Sine(60, 40, 70 + number, 5 * number),
-        "clock_sm": replace(work, low=345, high=1755),
-        "clock_graphics": replace(work, low=345, high=1755),
-        "pcie_tx": replace(work, low=1e6, high=2e9),
-        "pcie_rx": replace(work, low=1e6, high=4e9),
-        "nvlink_tx": replace(work, low=0, high=5e9),
-        "nvlink_rx": replace(work, low=0, high=5e9),
-        "throttle_sw_power": Square(45, 0, 1, number, 0.1),
-        "ecc_vol_cor": Ramp(0, 0.01),
+    ranges = {
+        "util": (5, 95),
+        "mem_util": (2, 60),
+        "power": (90, 350 + 5 * number),
+        "clock_sm": (345, 1755),
+        "clock_graphics": (345, 1755),
+        "pcie_tx": (1e6, 2e9),
+        "pcie_rx": (1e6, 4e9),
+        "nvlink_tx": (0, 5e9),
+        "nvlink_rx": (0, 5e9),
+        "gpm_graphics": (5, 95),
+        "gpm_sm": (3, 80),
+        "gpm_occupancy": (1, 35),
+        "gpm_tensor": (0, 45),
+        "gpm_dram": (1, 55),
     }
-    if gpu.gpm:
-        moves |= {
-            "gpm_graphics": work,
-            "gpm_sm": replace(work, low=3, high=80),
-            "gpm_occupancy": replace(work, low=1, high=35),
-            "gpm_tensor": replace(work, low=0, high=45),
-            "gpm_dram": replace(work, low=1, high=55),
-        }
-    return replace(gpu, **moves)  # type: ignore[arg-type]
+    moves: dict[str, Curve] = {
+        name: Square(20 + 3 * number, low, high, 2 * number, 0.7)
+        for name, (low, high) in ranges.items()
+        if name in gpu.settings
+    }
+    moves["temp"] = Sine(60, 40, 70 + number, 5 * number)
+    moves["throttle_sw_power"] = Square(45, 0, 1, number, 0.1)
+    moves["ecc_vol_cor"] = Ramp(0, 0.01)
+    return gpu.changed(**moves)
 
 
 def _node(arguments: argparse.Namespace) -> State:

@@ -1,6 +1,6 @@
 """Curves of time for simulated GPUs: values, integrals and their text in a state file.
 
-Written from the definitions in STATE.md and apart from the C library, so that a test which
+Written from the definitions in README.md and apart from the C library, so that a test which
 computes a truth from them does not repeat what it tests.
 """
 
@@ -8,41 +8,9 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
+from typing import TypeAlias
 
-__all__ = [
-    "Constant",
-    "Curve",
-    "Number",
-    "Ramp",
-    "Sine",
-    "Square",
-    "integral",
-    "later",
-    "text",
-    "value",
-]
-
-
-@dataclass(frozen=True)
-class Constant:
-    """The same value at all times."""
-
-    level: float
-
-    def value(self, t: float) -> float:  # noqa: ARG002 - all curves have it
-        """The value `t` seconds after the epoch."""
-        return self.level
-
-    def integral(self, t: float) -> float:
-        """The integral from the epoch to `t`."""
-        return self.level * t
-
-    def later(self, t: float) -> Constant:  # noqa: ARG002 - all curves have it
-        """The same curve for an epoch that is `t` seconds later."""
-        return self
-
-    def __str__(self) -> str:
-        return _number(self.level)
+__all__ = ["Curve", "Number", "Ramp", "Sine", "Square", "integral", "later", "value"]
 
 
 @dataclass(frozen=True)
@@ -75,7 +43,7 @@ class Square:
         return self.duty * self.period * whole + min(rest, self.duty * self.period)
 
     def __str__(self) -> str:
-        return _curve("square", self.period, self.low, self.high, self.phase, self.duty)
+        return f"square:{self.period},{self.low},{self.high},{self.phase},{self.duty}"
 
 
 @dataclass(frozen=True)
@@ -89,22 +57,21 @@ class Sine:
 
     def value(self, t: float) -> float:
         """The value `t` seconds after the epoch."""
-        middle, swing = (self.low + self.high) / 2, (self.high - self.low) / 2
-        return middle + swing * math.sin(math.tau * (t + self.phase) / self.period)
+        swing = math.sin(math.tau * (t + self.phase) / self.period)
+        return (self.low + self.high + (self.high - self.low) * swing) / 2
 
     def integral(self, t: float) -> float:
         """The integral from the epoch to `t`."""
-        middle, swing = (self.low + self.high) / 2, (self.high - self.low) / 2
-        start = math.tau * self.phase / self.period
-        end = math.tau * (t + self.phase) / self.period
-        return middle * t + swing * self.period / math.tau * (math.cos(start) - math.cos(end))
+        start, end = (math.tau * (at + self.phase) / self.period for at in (0, t))
+        waves = self.period / math.tau * (math.cos(start) - math.cos(end))
+        return ((self.low + self.high) * t + (self.high - self.low) * waves) / 2
 
     def later(self, t: float) -> Sine:
         """The same curve for an epoch that is `t` seconds later."""
         return replace(self, phase=math.fmod(self.phase + t, self.period))
 
     def __str__(self) -> str:
-        return _curve("sine", self.period, self.low, self.high, self.phase)
+        return f"sine:{self.period},{self.low},{self.high},{self.phase}"
 
 
 @dataclass(frozen=True)
@@ -117,29 +84,29 @@ class Ramp:
 
     def value(self, t: float) -> float:
         """The value `t` seconds after the epoch."""
-        return self.start + self.rate * min(t, self._rising_seconds())
+        return self.start + self.rate * self._rising(t)
 
     def integral(self, t: float) -> float:
         """The integral from the epoch to `t`."""
-        rising = min(t, self._rising_seconds())
+        rising = self._rising(t)
         return self.start * rising + self.rate * rising**2 / 2 + self.value(t) * (t - rising)
 
     def later(self, t: float) -> Ramp:
         """The same curve for an epoch that is `t` seconds later."""
         return replace(self, start=self.value(t))
 
-    def _rising_seconds(self) -> float:
+    def _rising(self, t: float) -> float:
+        """Seconds until `t` or the limit."""
         if self.limit is None or self.rate == 0:
-            return math.inf if self.rate != 0 else 0.0
-        return max(0.0, (self.limit - self.start) / self.rate)
+            return t
+        return min(t, max(0.0, (self.limit - self.start) / self.rate))
 
     def __str__(self) -> str:
-        limit = () if self.limit is None else (self.limit,)
-        return _curve("ramp", self.start, self.rate, *limit)
+        return f"ramp:{self.start},{self.rate}" + ("" if self.limit is None else f",{self.limit}")
 
 
-Curve = Constant | Square | Sine | Ramp
-Number = float | Curve
+Curve: TypeAlias = Square | Sine | Ramp
+Number: TypeAlias = float | Curve
 
 
 def value(of: Number, t: float) -> float:
@@ -155,16 +122,3 @@ def integral(of: Number, t: float) -> float:
 def later(of: Number, t: float) -> Number:
     """The same number or curve for an epoch that is `t` seconds later."""
     return of if isinstance(of, int | float) else of.later(t)
-
-
-def text(of: Number) -> str:
-    """The form a state file has it in."""
-    return _number(of) if isinstance(of, int | float) else str(of)
-
-
-def _number(level: float) -> str:
-    return str(int(level)) if float(level).is_integer() else repr(float(level))
-
-
-def _curve(kind: str, *numbers: float) -> str:
-    return f"{kind}:{','.join(map(_number, numbers))}"

@@ -2,32 +2,18 @@
 
 from __future__ import annotations
 
-import dataclasses
 import time
+import uuid
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeAlias
 
-from deploy.gpusim._curves import Constant, Number, Ramp, Sine, Square, integral, later, text, value
+from deploy.gpusim._curves import Number, integral, later
 
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-__all__ = ["TOTALS", "XID", "Event", "Fault", "Gpu", "Mig", "Process", "State"]
+__all__ = ["XID", "Device", "Event", "Fault", "Process", "State", "a100", "divided", "h100"]
 
 XID = 8  # nvmlEventTypeXidCriticalError
-GIB = 1 << 30
-_T = TypeVar("_T", "Gpu", "Mig", "Process")
-
-# Rates whose integral is a counter; each has a `_base`, the counter's value at the epoch.
-TOTALS = (
-    *("power", "pcie_tx", "pcie_rx", "nvlink_tx", "nvlink_rx"),
-    *("throttle_idle", "throttle_app_clocks", "throttle_sw_power", "throttle_hw_slowdown"),
-    *("throttle_sync_boost", "throttle_sw_thermal", "throttle_hw_thermal"),
-    *("throttle_hw_power_brake", "throttle_display", "throttle_board_limit"),
-    *("throttle_low_util", "throttle_reliability", "throttle_base_clocks"),
-    *("gpm_graphics", "gpm_sm", "gpm_occupancy", "gpm_integer", "gpm_tensor", "gpm_dfma"),
-    *("gpm_hmma", "gpm_imma", "gpm_dram", "gpm_fp64", "gpm_fp32", "gpm_fp16"),
-)
+_GIB = 1 << 30
 
 
 @dataclass(frozen=True)
@@ -39,7 +25,7 @@ class Process:
     """
 
     pid: int
-    memory: Number = GIB
+    memory: Number = _GIB
     kind: str = "C"
     sm: Number = 50
     mem: Number = 10
@@ -51,16 +37,10 @@ class Process:
 
     def line(self) -> str:
         """The line of a state file."""
-        words = [f"process {self.pid} {self.kind}"]
-        words += [
-            f"{name}={text(getattr(self, name))}" for name in ("memory", "sm", "mem", "enc", "dec")
-        ]
-        words += [
-            f"{name}={getattr(self, name)}"
-            for name in ("gi", "ci")
-            if getattr(self, name) is not None
-        ]
-        return " ".join(words + ["ghost=1"] * self.ghost)
+        names = ("memory", "sm", "mem", "enc", "dec", "gi", "ci")
+        given = {name: getattr(self, name) for name in names} | {"ghost": int(self.ghost)}
+        words = [f"{name}={number}" for name, number in given.items() if number is not None]
+        return " ".join([f"process {self.pid} {self.kind}", *words])
 
 
 @dataclass(frozen=True)
@@ -94,228 +74,204 @@ class Fault:
 
     def line(self) -> str:
         """The line of a state file."""
-        where = "*" if self.gpu is None else self.gpu
-        return f"{self.kind} {self.function} {text(self.amount)} {where}"
+        return f"{self.kind} {self.function} {self.amount} {'*' if self.gpu is None else self.gpu}"
 
 
-@dataclass(frozen=True)
+Setting: TypeAlias = Number | str
+_GPM = "graphics sm occupancy integer tensor dfma hmma imma dram fp64 fp32 fp16".split()
+_THROTTLE = """
+idle app_clocks sw_power hw_slowdown sync_boost sw_thermal hw_thermal hw_power_brake display
+board_limit low_util reliability base_clocks""".split()
+_COUNTED = (
+    *("power", "pcie_tx", "pcie_rx", "nvlink_tx", "nvlink_rx"),
+    *(f"throttle_{reason}" for reason in _THROTTLE),
+    *(f"gpm_{metric}" for metric in _GPM),
+)
+"""Rates whose integral is a counter; each has a `_base`, the counter's value at the epoch."""
+
+
+def _table(text: str) -> dict[str, Setting]:
+    """Return settings of words NAME=VALUE."""
+    pairs = (word.split("=") for word in text.split())
+    return {name: int(number) if number.isdigit() else number for name, number in pairs}
+
+
+_A100 = dict.fromkeys([f"throttle_{reason}" for reason in _THROTTLE], 0) | _table("""
+name= uuid= serial= bus_id= cpus= numa= minor=0 pci_id=20B210DE pci_subsystem=147F10DE
+vbios=92.00.45.00.03 cc_major=8 cc_minor=0 arch=7 brand=14 cores=6912 bus_width=5120 compute_mode=0
+util=0 mem_util=0 enc_util=0 dec_util=0 jpg_util=0 ofa_util=0 temp=35 mem_temp=40 temp_shutdown=92
+temp_slowdown=89 temp_mem_max=95 temp_gpu_max=85 power=60 power_limit=400 power_default=400
+power_min=100 power_max=400 power_enforced=400 clock_graphics=210 clock_sm=210 clock_mem=1593
+clock_video=585 max_graphics=1410 max_sm=1410 max_mem=1593 max_video=1290 ecc_mode=1 ecc_vol_cor=0
+ecc_vol_unc=0 ecc_agg_cor=0 ecc_agg_unc=0 pcie_gen=4 pcie_width=16 pcie_max_gen=4 pcie_max_width=16
+pcie_replay=0 pcie_tx=0 pcie_rx=0 pcie_bits=32 nvlink_links=12 nvlink_speed=25000 nvlink_version=4
+nvlink_crc=0 nvlink_replay=0 nvlink_recovery=0 nvlink_tx=0 nvlink_rx=0 pstate=0 persistence=1
+display_active=0 display_mode=0 remapped_cor=0 remapped_unc=0 remapped_pending=0 remapped_failure=0
+mig_mode=0 mig_max=7 mem_total=85899345920 mem_reserved=629145600 mem_base=4194304
+bar1_total=137438953472 bar1_used=1048576""")
+_H100 = dict.fromkeys([f"gpm_{metric}" for metric in _GPM], 0) | _table("""
+pci_id=233010DE pci_subsystem=16C110DE cc_major=9 arch=9 cores=16896 power_limit=700
+power_default=700 power_min=200 power_max=700 power_enforced=700 power=75 clock_graphics=345
+clock_sm=345 clock_mem=2619 max_graphics=1980 max_sm=1980 max_mem=2619 pcie_gen=5 pcie_max_gen=5
+nvlink_links=18 gpm=1""")
+_OTHERS = """
+fan mem_used lost nvlink_counts retired_sbe retired_dbe retired_pending mig_pending gi ci gi_slices
+ci_slices sm_count copy_engines""".split()
+_KNOWN = frozenset([*_A100, *_H100, *_OTHERS, *(f"{rate}_base" for rate in _COUNTED)])
+
+
+@dataclass(frozen=True, init=False)
 class Device:
-    """What GPUs and MIG devices have in common; a value of None is not supported there."""
+    """A GPU or a MIG device; its settings are attributes: None is not supported there.
 
-    name: str = ""
-    uuid: str = ""
-    mem_total: Number | None = None
-    mem_reserved: Number | None = None
-    mem_used: Number | None = None  # None: mem_base and what the living processes hold
-    mem_base: Number | None = None
-    bar1_total: Number | None = None
-    bar1_used: Number | None = None
-    compute_mode: Number | None = 0
-    gpm_graphics: Number | None = None  # GPM: percent
-    gpm_sm: Number | None = None
-    gpm_occupancy: Number | None = None
-    gpm_integer: Number | None = None
-    gpm_tensor: Number | None = None
-    gpm_dfma: Number | None = None
-    gpm_hmma: Number | None = None
-    gpm_imma: Number | None = None
-    gpm_dram: Number | None = None
-    gpm_fp64: Number | None = None
-    gpm_fp32: Number | None = None
-    gpm_fp16: Number | None = None
-    bases: tuple[tuple[str, float], ...] = ()  # what counters of TOTALS had at the epoch
+    Units are percent, bytes, watts, degrees Celsius and MHz; the `throttle_` shares are 0 to 1, the
+    `nvlink_` counters those of one link, and of `pcie_bits` bits (32 or 64) fields 197 and 198.
+    """
+
+    settings: Mapping[str, Setting]
+    processes: tuple[Process, ...]
+    events: tuple[Event, ...]
+    mig: tuple[Device, ...]
+
+    def __init__(
+        self,
+        settings: Mapping[str, Setting] | None = None,
+        processes: tuple[Process, ...] = (),
+        events: tuple[Event, ...] = (),
+        mig: tuple[Device, ...] = (),
+        **changes: Setting | None,
+    ) -> None:
+        if unknown := changes.keys() - _KNOWN:
+            raise TypeError(f"a GPU has no {', '.join(sorted(unknown))}")
+        given = {**(settings or {}), **changes}
+        kept = {name: setting for name, setting in given.items() if setting is not None}
+        vars(self).update(settings=kept, processes=processes, events=events, mig=mig)
+
+    def __getattr__(self, name: str) -> Any:
+        """The setting of that name."""
+        if name not in _KNOWN:
+            raise AttributeError(name)
+        return self.settings.get(name)
+
+    def changed(self, **changes: Any) -> Device:
+        """The same device with other settings, processes, events or MIG devices."""
+        return replace(self, **changes)
 
     def total(self, rate: str, t: float) -> float:
-        """A counter of TOTALS `t` seconds after the epoch: joules, bytes, seconds."""
-        return dict(self.bases).get(rate, 0.0) + integral(getattr(self, rate) or 0, t)
+        """A counter `t` seconds after the epoch: joules, bytes, seconds."""
+        base: float = getattr(self, f"{rate}_base") or 0.0
+        return base + integral(getattr(self, rate) or 0, t)
+
+    def at(self, t: float) -> Device:
+        """The same device for an epoch that is `t` seconds later: curves and counters go on."""
+        curves = {
+            name: setting if isinstance(setting, str) else later(setting, t)
+            for name, setting in self.settings.items()
+        }
+        bases = {f"{rate}_base": self.total(rate, t) for rate in _COUNTED if rate in self.settings}
+        return Device(
+            curves | bases,
+            tuple(
+                replace(
+                    process,
+                    **{
+                        name: later(getattr(process, name), t)
+                        for name in ("memory", "sm", "mem", "enc", "dec")
+                    },
+                )
+                for process in self.processes
+            ),
+            self.events,
+            tuple(device.at(t) for device in self.mig),
+        )
 
     def lines(self) -> Iterator[str]:
-        """The lines of a state file, nested parts left out."""
-        for each in dataclasses.fields(self):
-            setting = getattr(self, each.name)
-            if isinstance(setting, str):
-                yield from [f"{each.name} {setting}"] * bool(setting)
-            elif isinstance(setting, int | float | Constant | Square | Sine | Ramp):
-                yield f"{each.name} {text(setting)}"
-        for rate, base in self.bases:
-            yield f"{rate}_base {text(base)}"
-
-    def moved(self, t: float) -> tuple[tuple[str, float], ...]:
-        """The bases for an epoch that is `t` seconds later, so that no counter jumps."""
-        rates = [rate for rate in TOTALS if getattr(self, rate, None) is not None]
-        return tuple((rate, self.total(rate, t)) for rate in rates)
+        """The lines of a state file."""
+        yield from (f"{name} {setting}" for name, setting in self.settings.items() if setting != "")
+        yield from (each.line() for each in (*self.processes, *self.events))
+        for device in self.mig:
+            yield from ("mig", *device.lines())
 
 
-@dataclass(frozen=True)
-class Mig(Device):
-    """A MIG device: an instance of a GPU with its own memory and processes."""
-
-    gi: int = 1
-    ci: int = 0
-    gi_slices: int = 1
-    ci_slices: int = 1
-    sm_count: int = 14
-    copy_engines: int = 1
-
-
-@dataclass(frozen=True)
-class Gpu(Device):
-    """One GPU, an idle A100 of 80 GB unless told otherwise; units as in keys.h."""
-
-    serial: str = ""
-    bus_id: str = ""
-    pci_id: str = "20B210DE"
-    pci_subsystem: str = "147F10DE"
-    vbios: str = "92.00.45.00.03"
-    part_number: str = "692-2G506-0212-002"
-    cpus: str = ""  # a list such as 0-15,64-79
-    numa: str = ""
-    minor: int = 0
-    cc_major: int = 8
-    cc_minor: int = 0
-    arch: int = 7
-    brand: int = 14
-    cores: int = 6912
-    bus_width: int = 5120
-    util: Number | None = 0
-    mem_util: Number | None = 0
-    enc_util: Number | None = 0
-    dec_util: Number | None = 0
-    jpg_util: Number | None = 0
-    ofa_util: Number | None = 0
-    temp: Number | None = 35
-    mem_temp: Number | None = 40
-    temp_shutdown: Number | None = 92
-    temp_slowdown: Number | None = 89
-    temp_mem_max: Number | None = 95
-    temp_gpu_max: Number | None = 85
-    power: Number | None = 60  # watts; its integral is the energy
-    power_limit: Number | None = 400
-    power_default: Number | None = 400
-    power_min: Number | None = 100
-    power_max: Number | None = 400
-    power_enforced: Number | None = 400
-    clock_graphics: Number | None = 210
-    clock_sm: Number | None = 210
-    clock_mem: Number | None = 1593
-    clock_video: Number | None = 585
-    max_graphics: Number | None = 1410
-    max_sm: Number | None = 1410
-    max_mem: Number | None = 1593
-    max_video: Number | None = 1290
-    ecc_mode: Number | None = 1
-    ecc_vol_cor: Number | None = 0
-    ecc_vol_unc: Number | None = 0
-    ecc_agg_cor: Number | None = 0
-    ecc_agg_unc: Number | None = 0
-    pcie_gen: Number | None = 4
-    pcie_width: Number | None = 16
-    pcie_max_gen: Number | None = 4
-    pcie_max_width: Number | None = 16
-    pcie_replay: Number | None = 0
-    pcie_tx: Number | None = 0  # bytes a second
-    pcie_rx: Number | None = 0
-    pcie_bits: Number | None = 32  # of the counters in fields 197 and 198, which wrap; or 64
-    nvlink_links: Number | None = 12
-    nvlink_speed: Number | None = 25000  # Mb/s of one link, in NVML's unit
-    nvlink_version: Number | None = 4
-    nvlink_crc: Number | None = 0  # of each link, as are the next ones
-    nvlink_replay: Number | None = 0
-    nvlink_recovery: Number | None = 0
-    nvlink_tx: Number | None = 0  # bytes a second
-    nvlink_rx: Number | None = 0
-    nvlink_counts: Number | None = None  # 1: has the fields 202 and 204
-    throttle_idle: Number | None = 0  # share of time for this reason, 0 to 1
-    throttle_app_clocks: Number | None = 0
-    throttle_sw_power: Number | None = 0
-    throttle_hw_slowdown: Number | None = 0
-    throttle_sync_boost: Number | None = 0
-    throttle_sw_thermal: Number | None = 0
-    throttle_hw_thermal: Number | None = 0
-    throttle_hw_power_brake: Number | None = 0
-    throttle_display: Number | None = 0
-    throttle_board_limit: Number | None = 0
-    throttle_low_util: Number | None = 0
-    throttle_reliability: Number | None = 0
-    throttle_base_clocks: Number | None = 0
-    fan: Number | None = None
-    pstate: Number | None = 0
-    persistence: Number | None = 1
-    display_active: Number | None = 0
-    display_mode: Number | None = 0
-    retired_sbe: Number | None = None
-    retired_dbe: Number | None = None
-    retired_pending: Number | None = None
-    remapped_cor: Number | None = 0
-    remapped_unc: Number | None = 0
-    remapped_pending: Number | None = 0
-    remapped_failure: Number | None = 0
-    gpm: Number | None = None  # 1 on Hopper and later
-    lost: Number | None = None  # 1 and more: fallen off the bus
-    mig_mode: Number | None = 0
-    mig_pending: Number | None = None
-    mig_max: Number | None = 7
-    processes: tuple[Process, ...] = ()
-    events: tuple[Event, ...] = ()
-    mig: tuple[Mig, ...] = ()
-
-    def memory_used(self, t: float) -> float:
-        """Bytes in use, if all processes live: NVML's second form, without what is reserved."""
-        if self.mem_used is not None:
-            return value(self.mem_used, t)
-        return value(self.mem_base or 0, t) + sum(value(each.memory, t) for each in self.processes)
-
-    def at(self, t: float) -> Gpu:
-        """The same GPU for an epoch that is `t` seconds later: curves and counters go on."""
-        mig = tuple(_later(each, t, bases=each.moved(t)) for each in self.mig)
-        processes = tuple(_later(each, t) for each in self.processes)
-        return _later(self, t, bases=self.moved(t), mig=mig, processes=processes)
-
-
-def _later(of: _T, t: float, **settings: Any) -> _T:
-    curves = {each.name: getattr(of, each.name) for each in dataclasses.fields(of)}
-    moved = {
-        name: later(curve, t)
-        for name, curve in curves.items()
-        if isinstance(curve, Square | Sine | Ramp)
+def a100(number: int, **settings: Any) -> Device:
+    """An A100 of 80 GB, idle; `number` makes its UUID, serial, PCI address and minor number."""
+    identity = {
+        "name": "NVIDIA A100-SXM4-80GB (simulated)",
+        "uuid": f"GPU-{uuid.uuid5(uuid.NAMESPACE_URL, f'hpml-gpusim/{number}')}",
+        "serial": f"132462200{number:04d}",
+        "bus_id": f"0000:{0x07 + 8 * number:02x}:00.0",
+        "minor": number,
     }
-    return replace(of, **moved, **settings)
+    return Device(_A100 | identity, **settings)
+
+
+def h100(number: int, **settings: Any) -> Device:
+    """An H100 of 80 GB, idle: it has GPM, and 18 NVLinks."""
+    return a100(number, **{**_H100, "name": "NVIDIA H100 80GB HBM3 (simulated)", **settings})
+
+
+def divided(gpu: Device, *slices: int) -> Device:
+    """The GPU in MIG mode with one MIG device per number of slices (of 7): 1, 2, 3, 4 or 7."""
+    model = gpu.name.removesuffix(" (simulated)")
+    gpm = {"gpm_sm", "gpm_tensor", "gpm_dram", "gpm_occupancy"} & gpu.settings.keys()
+    devices = []
+    for index, size in enumerate(slices):
+        memory = {1: 10, 2: 20, 3: 40, 4: 40, 7: 80}[size]
+        devices.append(
+            Device(
+                dict.fromkeys(sorted(gpm), 0),
+                name=f"{model} MIG {size}g.{memory}gb (simulated)",
+                uuid=f"MIG-{uuid.uuid5(uuid.NAMESPACE_URL, f'{gpu.uuid}/{index}')}",
+                mem_total=memory * _GIB,
+                mem_reserved=0,
+                mem_base=12 << 20,
+                bar1_total=16 * _GIB,
+                bar1_used=0,
+                compute_mode=0,
+                gi=7 + index,
+                ci=0,
+                gi_slices=size,
+                ci_slices=size,
+                sm_count=14 * size,
+                copy_engines=size,
+            )
+        )
+    return gpu.changed(mig_mode=1, mig=tuple(devices))
 
 
 @dataclass(frozen=True)
 class State:
-    """A node's driver and GPUs; their order is NVML's index."""
+    """A node's driver and GPUs; their order is NVML's index.
 
-    gpus: tuple[Gpu, ...]
-    epoch: float = field(
-        default_factory=time.time
-    )  # all curves count from here; seconds since 1970
+    Attributes:
+        epoch: from which all curves count, seconds since 1970.
+        generation: another one means that the driver was loaded again: clients must initialise.
+        lost: all GPUs at once.
+    """
+
+    gpus: tuple[Device, ...]
+    epoch: float = field(default_factory=time.time)
     driver: str = "550.90.07"
     nvml: str = "12.550.90.07"
     cuda: int = 12040
-    generation: int = (
-        1  # another one: the driver was loaded again, and clients must initialise again
-    )
-    lost: bool = False  # all GPUs at once
+    generation: int = 1
+    lost: bool = False
     faults: tuple[Fault, ...] = ()
 
     def text(self) -> str:
         """The state file."""
-        lines = ["hpml-gpusim 1", f"epoch {self.epoch!r}", f"generation {self.generation}"]
-        lines += [f"driver {self.driver}", f"nvml {self.nvml}", f"cuda {self.cuda}"]
-        lines += ["lost 1"] * self.lost + [fault.line() for fault in self.faults]
+        head = ("epoch", "generation", "driver", "nvml", "cuda")
+        lines = ["hpml-gpusim 1", *(f"{name} {getattr(self, name)}" for name in head)]
+        lines += [f"lost {int(self.lost)}", *(fault.line() for fault in self.faults)]
         for gpu in self.gpus:
             lines += ["gpu", *gpu.lines()]
-            lines += [process.line() for process in gpu.processes]
-            lines += [event.line() for event in gpu.events]
-            for mig in gpu.mig:
-                lines += ["mig", *mig.lines()]
         return "\n".join([*lines, ""])
 
-    def changed(self, index: int, **settings: object) -> State:
+    def changed(self, index: int, **settings: Any) -> State:
         """The state with other settings for one GPU, at the same epoch; curves go on."""
-        gpu = replace(self.gpus[index], **settings)  # type: ignore[arg-type]
-        return replace(self, gpus=(*self.gpus[:index], gpu, *self.gpus[index + 1 :]))
+        gpus = list(self.gpus)
+        gpus[index] = gpus[index].changed(**settings)
+        return replace(self, gpus=tuple(gpus))
 
     def at(self, now: float | None = None) -> State:
         """The state for a new epoch, now unless told: change power or other rates after this.

@@ -5,7 +5,7 @@
     simulator.write(state, path)
     subprocess.run(["nvitop", "-1"], env=os.environ | simulator.environment(path))
 
-Device names end in "(simulated)". STATE.md describes the state file.
+Device names end in "(simulated)". README.md describes the state file.
 """
 
 from __future__ import annotations
@@ -16,28 +16,21 @@ import os
 import shutil
 import subprocess
 import tempfile
-import uuid
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
 
-from deploy.gpusim._curves import Constant, Curve, Number, Ramp, Sine, Square, integral, value
-from deploy.gpusim._model import TOTALS, XID, Event, Fault, Gpu, Mig, Process, State
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
+from deploy.gpusim._curves import Curve, Number, Ramp, Sine, Square, integral, value
+from deploy.gpusim._model import XID, Device, Event, Fault, Process, State, a100, divided, h100
 
 __all__ = [
     "OLD_DRIVER",
-    "TOTALS",
     "XID",
-    "Constant",
     "Curve",
+    "Device",
     "Event",
     "Fault",
-    "Gpu",
     "GpusimError",
-    "Mig",
     "Number",
     "Process",
     "Ramp",
@@ -54,124 +47,22 @@ __all__ = [
 
 _SOURCES = Path(__file__).parent / "src"
 _LIBRARY = "libnvidia-ml.so.1"
-_FLAGS = (
-    "-std=gnu11",
-    "-O1",
-    "-fPIC",
-    "-shared",
-    "-fvisibility=hidden",
-    "-Wall",
-    "-Wextra",
-    "-Werror",
-)
-_GIB = 1 << 30
+_FLAGS = "-std=gnu11 -O1 -fPIC -shared -fvisibility=hidden -Wall -Wextra -Werror".split()
 
-# What drivers of the 450 series lack: with real ones the dynamic linker finds no such symbol.
-OLD_DRIVER = (
-    *(
-        "nvmlDeviceGetMemoryInfo_v2",
-        "nvmlDeviceGetTemperatureV",
-        "nvmlDeviceGetConfComputeMemSizeInfo",
-    ),
-    *("nvmlDeviceGetComputeRunningProcesses_v2", "nvmlDeviceGetComputeRunningProcesses_v3"),
-    *("nvmlDeviceGetGraphicsRunningProcesses_v2", "nvmlDeviceGetGraphicsRunningProcesses_v3"),
-    *("nvmlDeviceGetMPSComputeRunningProcesses_v2", "nvmlDeviceGetMPSComputeRunningProcesses_v3"),
-    *("nvmlDeviceGetRunningProcessDetailList", "nvmlDeviceGetProcessesUtilizationInfo"),
-    *("nvmlGpmQueryDeviceSupport", "nvmlGpmSampleAlloc", "nvmlGpmSampleGet", "nvmlGpmMigSampleGet"),
-    *("nvmlGpmMetricsGet", "nvmlGpmSampleFree", "nvmlDeviceGetCurrentClocksEventReasons"),
-    *("nvmlDeviceGetSupportedClocksEventReasons", "nvmlDeviceGetJpgUtilization"),
-    *("nvmlDeviceGetOfaUtilization", "nvmlDeviceGetMarginTemperature", "nvmlDeviceGetNumaNodeId"),
-)
+OLD_DRIVER = """
+nvmlDeviceGetMemoryInfo_v2 nvmlDeviceGetTemperatureV nvmlDeviceGetConfComputeMemSizeInfo
+nvmlDeviceGetComputeRunningProcesses_v2 nvmlDeviceGetComputeRunningProcesses_v3
+nvmlDeviceGetGraphicsRunningProcesses_v2 nvmlDeviceGetGraphicsRunningProcesses_v3
+nvmlDeviceGetMPSComputeRunningProcesses_v2 nvmlDeviceGetMPSComputeRunningProcesses_v3
+nvmlDeviceGetRunningProcessDetailList nvmlDeviceGetCurrentClocksEventReasons
+nvmlDeviceGetSupportedClocksEventReasons nvmlDeviceGetJpgUtilization nvmlDeviceGetOfaUtilization
+nvmlDeviceGetNumaNodeId nvmlGpmQueryDeviceSupport nvmlGpmSampleAlloc nvmlGpmSampleGet
+nvmlGpmMigSampleGet nvmlGpmMetricsGet nvmlGpmSampleFree""".split()
+"""What drivers of the 450 series lack: with real ones the dynamic linker finds no such symbol."""
 
 
 class GpusimError(Exception):
     """The library cannot be built here."""
-
-
-def _identity(number: int) -> dict[str, Any]:
-    made = uuid.uuid5(uuid.NAMESPACE_URL, f"hpml-gpusim/{number}")
-    return {
-        "uuid": f"GPU-{made}",
-        "serial": f"132462200{number:04d}",
-        "bus_id": f"0000:{0x07 + 8 * number:02x}:00.0",
-        "minor": number,
-    }
-
-
-def a100(number: int, **settings: Any) -> Gpu:
-    """An A100 of 80 GB, idle; `number` makes its UUID, serial, PCI address and minor number."""
-    settings = {
-        "name": "NVIDIA A100-SXM4-80GB (simulated)",
-        **_identity(number),
-        "mem_total": 80 * _GIB,
-        "mem_reserved": 600 << 20,
-        "mem_base": 4 << 20,
-        "bar1_total": 128 * _GIB,
-        "bar1_used": 1 << 20,
-        **settings,
-    }
-    return Gpu(**settings)
-
-
-def h100(number: int, **settings: Any) -> Gpu:
-    """An H100 of 80 GB, idle: it has GPM, and 18 NVLinks."""
-    hopper: dict[str, Any] = {
-        "name": "NVIDIA H100 80GB HBM3 (simulated)",
-        "pci_id": "233010DE",
-        "pci_subsystem": "16C110DE",
-        "cc_major": 9,
-        "arch": 9,
-        "cores": 16896,
-        "power_limit": 700,
-        "power_default": 700,
-        "power_min": 200,
-        "power_max": 700,
-        "power_enforced": 700,
-        "power": 75,
-        "clock_graphics": 345,
-        "clock_sm": 345,
-        "clock_mem": 2619,
-        "max_graphics": 1980,
-        "max_sm": 1980,
-        "max_mem": 2619,
-        "pcie_gen": 5,
-        "pcie_max_gen": 5,
-        "nvlink_links": 18,
-        "gpm": 1,
-    }
-    zero = dict.fromkeys((rate for rate in TOTALS if rate.startswith("gpm_")), 0)
-    return a100(number, **{**hopper, **zero, **settings})
-
-
-def divided(gpu: Gpu, *slices: int) -> Gpu:
-    """The GPU in MIG mode with one MIG device per number of slices (of 7): 1, 2, 3, 4 or 7."""
-    model = gpu.name.removesuffix(" (simulated)")
-    devices = []
-    for index, size in enumerate(slices):
-        memory = min(80, {1: 10, 2: 20, 3: 40, 4: 40, 7: 80}[size]) * _GIB
-        made = uuid.uuid5(uuid.NAMESPACE_URL, f"{gpu.uuid}/{index}")
-        devices.append(
-            Mig(
-                name=f"{model} MIG {size}g.{memory // _GIB}gb (simulated)",
-                uuid=f"MIG-{made}",
-                mem_total=memory,
-                mem_reserved=0,
-                mem_base=12 << 20,
-                bar1_total=16 * _GIB,
-                bar1_used=0,
-                gi=7 + index,
-                ci=0,
-                gi_slices=size,
-                ci_slices=size,
-                sm_count=14 * size,
-                copy_engines=min(size, 7),
-                gpm_sm=0 if gpu.gpm else None,
-                gpm_tensor=0 if gpu.gpm else None,
-                gpm_dram=0 if gpu.gpm else None,
-                gpm_occupancy=0 if gpu.gpm else None,
-            ),
-        )
-    return Gpu(**{**vars(gpu), "mig_mode": 1, "mig": tuple(devices)})
 
 
 def _cache() -> Path:
@@ -183,7 +74,7 @@ def _cache() -> Path:
 class Simulator:
     """The library, built once for each content of its sources and set of functions it lacks."""
 
-    without: tuple[str, ...] = ()  # functions that this driver does not have
+    without: Sequence[str] = ()  # functions that this driver does not have
     cache: Path = field(default_factory=_cache)
     compiler: str = "gcc"
 
@@ -260,8 +151,5 @@ class Simulator:
 
 
 def _library_path(directory: Path) -> str:
-    return ":".join([str(directory), *_others(os.environ.get("LD_LIBRARY_PATH", "").split(":"))])
-
-
-def _others(paths: Sequence[str]) -> list[str]:
-    return [path for path in paths if path]
+    others = os.environ.get("LD_LIBRARY_PATH", "").split(":")
+    return ":".join([str(directory), *(path for path in others if path)])

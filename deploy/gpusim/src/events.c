@@ -6,10 +6,10 @@
 
 #define SUPPORTED_TYPES 0x9FULL /* ECC, P-state, XID, clock, power source */
 
+static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER; /* of all sets */
+
 struct event_set { /* what one waiter wants, and how far it has read each GPU */
-    pthread_mutex_t lock;
-    u64 types[GPU_MAX];
-    u64 seen[GPU_MAX];
+    u64 types[GPU_MAX], seen[GPU_MAX];
     unsigned generation;
 };
 
@@ -21,82 +21,69 @@ struct event_data {
 
 API ret_t nvmlEventSetCreate(struct event_set **set) {
     OPEN(call, NULL, SYSTEM);
-    if (set == NULL)
-        return INVALID_ARGUMENT;
     *set = calloc(1, sizeof **set);
-    if (*set == NULL)
-        return MEMORY;
-    pthread_mutex_init(&(*set)->lock, NULL);
     (*set)->generation = call.state->generation;
     return OK;
 }
 
 API ret_t nvmlEventSetFree(struct event_set *set) {
     OPEN(call, NULL, SYSTEM);
-    if (set == NULL)
-        return INVALID_ARGUMENT;
-    pthread_mutex_destroy(&set->lock);
     free(set);
     return OK;
 }
 
 API ret_t nvmlDeviceGetSupportedEventTypes(handle_t device, u64 *types) {
     OPEN(call, device, GPU_ONLY);
-    if (types == NULL)
-        return INVALID_ARGUMENT;
     *types = SUPPORTED_TYPES;
     return OK;
+}
+
+/* The oldest event of a GPU that a set has not seen, of some types; NULL where there is none. */
+static const struct event *next_event(const struct gpu *gpu, u64 seen, u64 types) {
+    const struct event *next = NULL;
+    for (const struct event *event = gpu->events; event < gpu->events + gpu->event_count; event++)
+        if (event->id > seen && (event->type & types) != 0 && (next == NULL || event->id < next->id))
+            next = event;
+    return next;
 }
 
 /* Only what happens after the registration is delivered. */
 API ret_t nvmlDeviceRegisterEvents(handle_t device, u64 types, struct event_set *set) {
     OPEN(call, device, GPU_ONLY);
-    if (set == NULL)
-        return INVALID_ARGUMENT;
     if ((types & ~SUPPORTED_TYPES) != 0)
         return NOT_SUPPORTED;
-    pthread_mutex_lock(&set->lock);
+    pthread_mutex_lock(&lock);
     set->types[call.index] |= types;
-    for (unsigned i = 0; i < call.gpu->event_count; i++)
-        if (call.gpu->events[i].id > set->seen[call.index])
-            set->seen[call.index] = call.gpu->events[i].id;
-    pthread_mutex_unlock(&set->lock);
+    for (const struct event *event; (event = next_event(call.gpu, set->seen[call.index], ~0ULL)) != NULL;)
+        set->seen[call.index] = event->id;
+    pthread_mutex_unlock(&lock);
     return OK;
 }
 
-static bool next_event(const struct state *state, struct event_set *set, struct event_data *data) {
-    bool found = false;
-    pthread_mutex_lock(&set->lock);
-    for (unsigned gpu = 0; gpu < state->gpus && !found; gpu++) {
-        const struct event *next = NULL;
-        for (unsigned i = 0; i < state->gpu[gpu]->event_count; i++) {
-            const struct event *event = &state->gpu[gpu]->events[i];
-            if (event->id > set->seen[gpu] && (event->type & set->types[gpu]) != 0 &&
-                (next == NULL || event->id < next->id))
-                next = event;
-        }
+static bool deliver(const struct state *state, struct event_set *set, struct event_data *data) {
+    const struct event *next = NULL;
+    pthread_mutex_lock(&lock);
+    for (unsigned gpu = 0; gpu < state->gpus && next == NULL; gpu++) {
+        next = next_event(state->gpu[gpu], set->seen[gpu], set->types[gpu]);
         if (next != NULL) {
             set->seen[gpu] = next->id;
             *data = (struct event_data){handle_of(state, gpu, 0), next->type, next->data, next->gi, next->ci};
-            found = true;
         }
     }
-    pthread_mutex_unlock(&set->lock);
-    return found;
+    pthread_mutex_unlock(&lock);
+    return next != NULL;
 }
 
-static ret_t await(const char *function, struct event_set *set, struct event_data *data, unsigned milliseconds) {
+API ret_t nvmlEventSetWait_v2(struct event_set *set, struct event_data *data, unsigned milliseconds) {
     double end = clock_now() + milliseconds / 1000.0;
-    if (set == NULL || data == NULL)
-        return INVALID_ARGUMENT;
     for (bool first = true;; first = false) {
         struct call call __attribute__((cleanup(call_close))) = {0};
-        ret_t code = first ? call_open(&call, function, NULL, SYSTEM) : call_again(&call);
+        ret_t code = first ? call_open(&call, __func__, NULL, SYSTEM) : call_again(&call);
         if (code != OK)
             return code;
         if (set->generation != call.state->generation)
             return UNINITIALIZED;
-        if (next_event(call.state, set, data))
+        if (deliver(call.state, set, data))
             return OK;
         double left = end - clock_now();
         if (left <= 0)
@@ -104,11 +91,4 @@ static ret_t await(const char *function, struct event_set *set, struct event_dat
         sleep_seconds(left < 0.01 ? left : 0.01);
     }
 }
-
-API ret_t nvmlEventSetWait(struct event_set *set, struct event_data *data, unsigned milliseconds) {
-    return await(__func__, set, data, milliseconds);
-}
-
-API ret_t nvmlEventSetWait_v2(struct event_set *set, struct event_data *data, unsigned milliseconds) {
-    return await(__func__, set, data, milliseconds);
-}
+ALIAS(nvmlEventSetWait, nvmlEventSetWait_v2)

@@ -1,7 +1,136 @@
-/* Utilization, memory, temperature, power, clocks and their limits, ECC. */
-#include <stdlib.h>
+/* Numbers: utilization, memory, temperature, power, clocks and their limits, ECC, worn-out memory. */
+#include <stdio.h>
+#include <string.h>
 
 #include "sim.h"
+
+const char *text_of(const struct device *device, const char *name) {
+    const struct setting *setting = find(device, name);
+    return setting == NULL ? "" : setting->text;
+}
+
+bool number(const struct call *call, const char *name, double *value) {
+    const struct setting *setting = find(call->device, name);
+    if (setting != NULL)
+        *value = curve_value(&setting->curve, call->t);
+    return setting != NULL;
+}
+
+double number_or(const struct call *call, const char *name, double otherwise) {
+    number(call, name, &otherwise);
+    return otherwise;
+}
+
+ret_t number_unsigned(const struct call *call, const char *name, double scale, unsigned *value) {
+    double found;
+    if (!number(call, name, &found))
+        return NOT_SUPPORTED;
+    *value = (unsigned)(found * scale + 0.5);
+    return OK;
+}
+
+bool total(const struct call *call, const char *rate, double *value) {
+    char base[sizeof(((struct setting *)NULL)->name)];
+    const struct setting *setting = find(call->device, rate);
+    snprintf(base, sizeof base, "%s_base", rate);
+    if (setting != NULL)
+        *value = number_or(call, base, 0) + curve_integral(&setting->curve, call->t);
+    return setting != NULL;
+}
+
+bool mean(const struct call *call, const char *rate, double seconds, double *value) {
+    const struct setting *setting = find(call->device, rate);
+    double from = call->t > seconds ? call->t - seconds : 0;
+    if (setting != NULL)
+        *value = call->t - from < 1e-6 ? curve_value(&setting->curve, call->t)
+                                       : (curve_integral(&setting->curve, call->t) -
+                                          curve_integral(&setting->curve, from)) / (call->t - from);
+    return setting != NULL;
+}
+
+ret_t copy_text(const char *text, char *buffer, unsigned size) {
+    if (buffer == NULL)
+        return INVALID_ARGUMENT;
+    if (*text == '\0')
+        return NOT_SUPPORTED;
+    return snprintf(buffer, size, "%s", text) < (int)size ? OK : INSUFFICIENT_SIZE;
+}
+
+/* Functions that give one number, times what turns it into the driver's unit. */
+#define UNSIGNED(function, key, scale, scope) \
+    API ret_t function(handle_t device, unsigned *value) { \
+        OPEN(call, device, scope); \
+        return number_unsigned(&call, key, scale, value); \
+    }
+UNSIGNED(nvmlDeviceGetMinorNumber, "minor", 1, GPU_ONLY)
+UNSIGNED(nvmlDeviceGetArchitecture, "arch", 1, GPU_ONLY)
+UNSIGNED(nvmlDeviceGetBrand, "brand", 1, GPU_ONLY)
+UNSIGNED(nvmlDeviceGetNumGpuCores, "cores", 1, GPU_ONLY)
+UNSIGNED(nvmlDeviceGetMemoryBusWidth, "bus_width", 1, GPU_ONLY)
+UNSIGNED(nvmlDeviceGetPersistenceMode, "persistence", 1, GPU_ONLY)
+UNSIGNED(nvmlDeviceGetComputeMode, "compute_mode", 1, ANY_DEVICE)
+UNSIGNED(nvmlDeviceGetDisplayMode, "display_mode", 1, GPU_ONLY)
+UNSIGNED(nvmlDeviceGetDisplayActive, "display_active", 1, GPU_ONLY)
+UNSIGNED(nvmlDeviceGetPerformanceState, "pstate", 1, SENSOR)
+UNSIGNED(nvmlDeviceGetFanSpeed, "fan", 1, SENSOR)
+UNSIGNED(nvmlDeviceGetCurrPcieLinkGeneration, "pcie_gen", 1, SENSOR)
+UNSIGNED(nvmlDeviceGetCurrPcieLinkWidth, "pcie_width", 1, SENSOR)
+UNSIGNED(nvmlDeviceGetMaxPcieLinkGeneration, "pcie_max_gen", 1, SENSOR)
+UNSIGNED(nvmlDeviceGetGpuMaxPcieLinkGeneration, "pcie_max_gen", 1, SENSOR)
+UNSIGNED(nvmlDeviceGetMaxPcieLinkWidth, "pcie_max_width", 1, SENSOR)
+UNSIGNED(nvmlDeviceGetPcieReplayCounter, "pcie_replay", 1, SENSOR)
+UNSIGNED(nvmlDeviceGetRetiredPagesPendingStatus, "retired_pending", 1, SENSOR)
+UNSIGNED(nvmlDeviceGetPowerManagementLimit, "power_limit", 1000, SENSOR)
+UNSIGNED(nvmlDeviceGetPowerManagementDefaultLimit, "power_default", 1000, SENSOR)
+UNSIGNED(nvmlDeviceGetEnforcedPowerLimit, "power_enforced", 1000, SENSOR)
+UNSIGNED(nvmlDeviceGetGpuInstanceId, "gi", 1, ANY_DEVICE)
+UNSIGNED(nvmlDeviceGetComputeInstanceId, "ci", 1, ANY_DEVICE)
+
+/* Functions that give two numbers. */
+#define PAIR(function, key, other, scale, scope) \
+    API ret_t function(handle_t device, unsigned *one, unsigned *two) { \
+        OPEN(call, device, scope); \
+        ret_t code = number_unsigned(&call, key, scale, one); \
+        return code != OK ? code : number_unsigned(&call, other, scale, two); \
+    }
+PAIR(nvmlDeviceGetPowerManagementLimitConstraints, "power_min", "power_max", 1000, SENSOR)
+PAIR(nvmlDeviceGetEccMode, "ecc_mode", "ecc_mode", 1, GPU_ONLY)
+
+#define ENGINE(function, key) \
+    API ret_t function(handle_t device, unsigned *utilization, unsigned *microseconds) { \
+        OPEN(call, device, SENSOR); \
+        *microseconds = 166666; /* between two samples of the driver's */ \
+        return number_unsigned(&call, key, 1, utilization); \
+    }
+ENGINE(nvmlDeviceGetEncoderUtilization, "enc_util")
+ENGINE(nvmlDeviceGetDecoderUtilization, "dec_util")
+ENGINE(nvmlDeviceGetJpgUtilization, "jpg_util")
+ENGINE(nvmlDeviceGetOfaUtilization, "ofa_util")
+
+/* Functions with a choice of numbers; the driver knows those without a name, but has none for them. */
+#define CHOICE(function, ...) \
+    API ret_t function(handle_t device, unsigned which, unsigned *value) { \
+        OPEN(call, device, SENSOR); \
+        static const char *const keys[] = {__VA_ARGS__}; \
+        return which >= COUNT(keys) ? INVALID_ARGUMENT : number_unsigned(&call, keys[which], 1, value); \
+    }
+CHOICE(nvmlDeviceGetTemperature, "temp")
+CHOICE(nvmlDeviceGetTemperatureThreshold, "temp_shutdown", "temp_slowdown", "temp_mem_max", "temp_gpu_max", "", "", "", "")
+CHOICE(nvmlDeviceGetClockInfo, "clock_graphics", "clock_sm", "clock_mem", "clock_video")
+CHOICE(nvmlDeviceGetMaxClockInfo, "max_graphics", "max_sm", "max_mem", "max_video")
+
+struct temperature {
+    unsigned version, sensor;
+    int temperature;
+};
+
+API ret_t nvmlDeviceGetTemperatureV(handle_t device, struct temperature *temperature) {
+    OPEN(call, device, SENSOR);
+    if (temperature->version != VERSION(*temperature, 1))
+        return VERSION_MISMATCH;
+    return temperature->sensor != 0 ? INVALID_ARGUMENT
+                                    : number_unsigned(&call, "temp", 1, (unsigned *)&temperature->temperature);
+}
 
 struct utilization {
     unsigned gpu, memory;
@@ -9,29 +138,11 @@ struct utilization {
 
 API ret_t nvmlDeviceGetUtilizationRates(handle_t device, struct utilization *rates) {
     OPEN(call, device, SENSOR);
-    if (rates == NULL)
-        return INVALID_ARGUMENT;
-    if (number_or(&call, K_mig_mode, 0) >= 1)
+    if (number_or(&call, "mig_mode", 0) >= 1)
         return NOT_SUPPORTED; /* the driver has no such figure in MIG mode */
-    ret_t code = number_unsigned(&call, K_util, 1, &rates->gpu);
-    return code != OK ? code : number_unsigned(&call, K_mem_util, 1, &rates->memory);
+    ret_t code = number_unsigned(&call, "util", 1, &rates->gpu);
+    return code != OK ? code : number_unsigned(&call, "mem_util", 1, &rates->memory);
 }
-
-#define SAMPLING_MICROSECONDS 166666
-
-#define ENGINE(function, key) \
-    API ret_t function(handle_t device, unsigned *utilization, unsigned *period) { \
-        OPEN(call, device, SENSOR); \
-        if (period == NULL) \
-            return INVALID_ARGUMENT; \
-        *period = SAMPLING_MICROSECONDS; \
-        return number_unsigned(&call, key, 1, utilization); \
-    }
-
-ENGINE(nvmlDeviceGetEncoderUtilization, K_enc_util)
-ENGINE(nvmlDeviceGetDecoderUtilization, K_dec_util)
-ENGINE(nvmlDeviceGetJpgUtilization, K_jpg_util)
-ENGINE(nvmlDeviceGetOfaUtilization, K_ofa_util)
 
 struct memory {
     u64 total, free, used;
@@ -42,13 +153,16 @@ struct memory_v2 {
     u64 total, reserved, free, used;
 };
 
+/* mem_used where it is given; else what the device itself takes and what its processes hold. */
 static ret_t memory_info(const struct call *call, struct memory_v2 *memory) {
-    double size;
-    if (!number(call, K_mem_total, &size))
+    double size, used;
+    if (!number(call, "mem_total", &size))
         return NOT_SUPPORTED;
+    if (!number(call, "mem_used", &used))
+        used = number_or(call, "mem_base", 0) + processes_memory(call);
     memory->total = (u64)size;
-    memory->reserved = (u64)number_or(call, K_mem_reserved, 0);
-    memory->used = (u64)memory_used(call);
+    memory->reserved = (u64)number_or(call, "mem_reserved", 0);
+    memory->used = (u64)used;
     u64 taken = memory->reserved + memory->used;
     memory->free = taken < memory->total ? memory->total - taken : 0;
     return OK;
@@ -57,238 +171,108 @@ static ret_t memory_info(const struct call *call, struct memory_v2 *memory) {
 /* The first form counts what is reserved as used: total = used + free. */
 API ret_t nvmlDeviceGetMemoryInfo(handle_t device, struct memory *memory) {
     OPEN(call, device, ANY_DEVICE);
-    if (memory == NULL)
-        return INVALID_ARGUMENT;
-    struct memory_v2 info;
+    struct memory_v2 info = {0};
     ret_t code = memory_info(&call, &info);
-    if (code == OK)
-        *memory = (struct memory){.total = info.total, .free = info.free, .used = info.total - info.free};
+    *memory = (struct memory){.total = info.total, .free = info.free, .used = info.total - info.free};
     return code;
 }
 
 API ret_t nvmlDeviceGetMemoryInfo_v2(handle_t device, struct memory_v2 *memory) {
     OPEN(call, device, ANY_DEVICE);
-    if (memory == NULL)
-        return INVALID_ARGUMENT;
-    if (memory->version != (sizeof *memory | 2 << 24))
-        return VERSION_MISMATCH;
-    return memory_info(&call, memory);
+    return memory->version != VERSION(*memory, 2) ? VERSION_MISMATCH : memory_info(&call, memory);
 }
 
 API ret_t nvmlDeviceGetBAR1MemoryInfo(handle_t device, struct memory *memory) {
     OPEN(call, device, ANY_DEVICE);
-    double size;
-    if (memory == NULL)
-        return INVALID_ARGUMENT;
-    if (!number(&call, K_bar1_total, &size))
-        return NOT_SUPPORTED;
-    double used = number_or(&call, K_bar1_used, 0);
+    double size = 0, used = number_or(&call, "bar1_used", 0);
+    bool known = number(&call, "bar1_total", &size);
     *memory = (struct memory){.total = (u64)size, .free = (u64)(size - used), .used = (u64)used};
-    return OK;
-}
-
-API ret_t nvmlDeviceGetTemperature(handle_t device, unsigned sensor, unsigned *temperature) {
-    OPEN(call, device, SENSOR);
-    return sensor != 0 ? INVALID_ARGUMENT : number_unsigned(&call, K_temp, 1, temperature);
-}
-
-struct temperature {
-    unsigned version, sensor;
-    int temperature;
-};
-
-API ret_t nvmlDeviceGetTemperatureV(handle_t device, struct temperature *temperature) {
-    OPEN(call, device, SENSOR);
-    unsigned value;
-    if (temperature == NULL || temperature->sensor != 0)
-        return INVALID_ARGUMENT;
-    if (temperature->version != (sizeof *temperature | 1 << 24))
-        return VERSION_MISMATCH;
-    ret_t code = number_unsigned(&call, K_temp, 1, &value);
-    if (code == OK)
-        temperature->temperature = (int)value;
-    return code;
-}
-
-API ret_t nvmlDeviceGetTemperatureThreshold(handle_t device, unsigned which, unsigned *temperature) {
-    OPEN(call, device, SENSOR);
-    static const enum key keys[] = {K_temp_shutdown, K_temp_slowdown, K_temp_mem_max, K_temp_gpu_max};
-    if (which >= 8)
-        return INVALID_ARGUMENT;
-    return which >= 4 ? NOT_SUPPORTED : number_unsigned(&call, keys[which], 1, temperature);
-}
-
-struct margin {
-    unsigned version;
-    int margin;
-};
-
-API ret_t nvmlDeviceGetMarginTemperature(handle_t device, struct margin *margin) {
-    OPEN(call, device, SENSOR);
-    double limit, now;
-    if (margin == NULL)
-        return INVALID_ARGUMENT;
-    if (margin->version != (sizeof *margin | 1 << 24))
-        return VERSION_MISMATCH;
-    if (!number(&call, K_temp_gpu_max, &limit) || !number(&call, K_temp, &now))
-        return NOT_SUPPORTED;
-    margin->margin = (int)(limit - now);
-    return OK;
+    return known ? OK : NOT_SUPPORTED;
 }
 
 /* Since Ampere the driver gives the mean of the last second here; the instant is field 186. */
 API ret_t nvmlDeviceGetPowerUsage(handle_t device, unsigned *milliwatts) {
     OPEN(call, device, SENSOR);
-    double watts;
-    if (milliwatts == NULL)
-        return INVALID_ARGUMENT;
-    if (!mean(&call, K_power, 1, &watts))
-        return NOT_SUPPORTED;
+    double watts = 0;
+    bool known = mean(&call, "power", 1, &watts);
     *milliwatts = (unsigned)(watts * 1000 + 0.5);
-    return OK;
+    return known ? OK : NOT_SUPPORTED;
 }
 
 API ret_t nvmlDeviceGetTotalEnergyConsumption(handle_t device, u64 *millijoules) {
     OPEN(call, device, SENSOR);
-    double joules;
-    if (millijoules == NULL)
-        return INVALID_ARGUMENT;
-    if (!total(&call, K_power, &joules))
-        return NOT_SUPPORTED;
+    double joules = 0;
+    bool known = total(&call, "power", &joules);
     *millijoules = (u64)(joules * 1000);
-    return OK;
-}
-
-#define LIMIT(function, key) \
-    API ret_t function(handle_t device, unsigned *milliwatts) { \
-        OPEN(call, device, SENSOR); \
-        return number_unsigned(&call, key, 1000, milliwatts); \
-    }
-
-LIMIT(nvmlDeviceGetPowerManagementLimit, K_power_limit)
-LIMIT(nvmlDeviceGetPowerManagementDefaultLimit, K_power_default)
-LIMIT(nvmlDeviceGetEnforcedPowerLimit, K_power_enforced)
-
-API ret_t nvmlDeviceGetPowerManagementLimitConstraints(handle_t device, unsigned *least, unsigned *most) {
-    OPEN(call, device, SENSOR);
-    ret_t code = number_unsigned(&call, K_power_min, 1000, least);
-    return code != OK ? code : number_unsigned(&call, K_power_max, 1000, most);
-}
-
-API ret_t nvmlDeviceGetPowerManagementMode(handle_t device, unsigned *mode) {
-    OPEN(call, device, SENSOR);
-    if (mode == NULL)
-        return INVALID_ARGUMENT;
-    if (!call.k->given[K_power_limit])
-        return NOT_SUPPORTED;
-    *mode = 1;
-    return OK;
-}
-
-static const enum key clocks[] = {K_clock_graphics, K_clock_sm, K_clock_mem, K_clock_video};
-static const enum key max_clocks[] = {K_max_graphics, K_max_sm, K_max_mem, K_max_video};
-
-API ret_t nvmlDeviceGetClockInfo(handle_t device, unsigned type, unsigned *mhz) {
-    OPEN(call, device, SENSOR);
-    return type >= 4 ? INVALID_ARGUMENT : number_unsigned(&call, clocks[type], 1, mhz);
-}
-
-API ret_t nvmlDeviceGetMaxClockInfo(handle_t device, unsigned type, unsigned *mhz) {
-    OPEN(call, device, SENSOR);
-    return type >= 4 ? INVALID_ARGUMENT : number_unsigned(&call, max_clocks[type], 1, mhz);
-}
-
-API ret_t nvmlDeviceGetMaxCustomerBoostClock(handle_t device, unsigned type, unsigned *mhz) {
-    OPEN(call, device, SENSOR);
-    return type >= 4 ? INVALID_ARGUMENT : number_unsigned(&call, max_clocks[type], 1, mhz);
-}
-
-API ret_t nvmlDeviceGetApplicationsClock(handle_t device, unsigned type, unsigned *mhz) {
-    OPEN(call, device, SENSOR);
-    return type >= 4 ? INVALID_ARGUMENT : number_unsigned(&call, max_clocks[type], 1, mhz);
-}
-
-API ret_t nvmlDeviceGetClock(handle_t device, unsigned type, unsigned id, unsigned *mhz) {
-    OPEN(call, device, SENSOR);
-    if (type >= 4 || id >= 4)
-        return INVALID_ARGUMENT;
-    return number_unsigned(&call, id == 0 ? clocks[type] : max_clocks[type], 1, mhz);
+    return known ? OK : NOT_SUPPORTED;
 }
 
 /* Bit n of the reasons is the n-th of these; a reason is on where its share of time is 0.5 or more. */
-static const enum key reasons[] = {
-    K_throttle_idle,       K_throttle_app_clocks,  K_throttle_sw_power,   K_throttle_hw_slowdown,
-    K_throttle_sync_boost, K_throttle_sw_thermal,  K_throttle_hw_thermal, K_throttle_hw_power_brake,
-    K_throttle_display,
+static const char *const reasons[] = {
+    "throttle_idle",        "throttle_app_clocks", "throttle_sw_power",  "throttle_hw_slowdown",
+    "throttle_sync_boost",  "throttle_sw_thermal", "throttle_hw_thermal", "throttle_hw_power_brake",
+    "throttle_display",
 };
-#define REASONS (sizeof reasons / sizeof reasons[0])
 
-static ret_t event_reasons(const struct call *call, u64 *bits) {
-    if (bits == NULL)
-        return INVALID_ARGUMENT;
-    *bits = 0;
-    for (unsigned i = 0; i < REASONS; i++)
-        if (number_or(call, reasons[i], 0) >= 0.5)
-            *bits |= 1ULL << i;
-    return OK;
-}
-
-API ret_t nvmlDeviceGetCurrentClocksEventReasons(handle_t device, u64 *bits) {
-    OPEN(call, device, SENSOR);
-    return event_reasons(&call, bits);
-}
-
-API ret_t nvmlDeviceGetCurrentClocksThrottleReasons(handle_t device, u64 *bits) {
-    OPEN(call, device, SENSOR);
-    return event_reasons(&call, bits);
-}
-
-static ret_t supported_reasons(u64 *bits) {
-    if (bits == NULL)
-        return INVALID_ARGUMENT;
-    *bits = (1ULL << REASONS) - 1;
-    return OK;
-}
-
-API ret_t nvmlDeviceGetSupportedClocksEventReasons(handle_t device, u64 *bits) {
-    OPEN(call, device, SENSOR);
-    return supported_reasons(bits);
-}
-
-API ret_t nvmlDeviceGetSupportedClocksThrottleReasons(handle_t device, u64 *bits) {
-    OPEN(call, device, SENSOR);
-    return supported_reasons(bits);
-}
-
-API ret_t nvmlDeviceGetEccMode(handle_t device, unsigned *current, unsigned *pending) {
-    OPEN(call, device, GPU_ONLY);
-    ret_t code = number_unsigned(&call, K_ecc_mode, 1, current);
-    return code != OK ? code : number_unsigned(&call, K_ecc_mode, 1, pending);
-}
-
-static const enum key ecc[2][2] = {{K_ecc_vol_cor, K_ecc_agg_cor}, {K_ecc_vol_unc, K_ecc_agg_unc}};
-
-static ret_t ecc_count(const struct call *call, unsigned error, unsigned counter, u64 *count) {
-    double value;
-    if (count == NULL || error > 1 || counter > 1)
-        return INVALID_ARGUMENT;
-    if (number_or(call, K_ecc_mode, 0) < 1 || !number(call, ecc[error][counter], &value))
-        return NOT_SUPPORTED;
-    *count = (u64)value;
-    return OK;
-}
+#define REASONS(function, least) \
+    API ret_t function(handle_t device, u64 *bits) { \
+        OPEN(call, device, SENSOR); \
+        *bits = 0; \
+        for (unsigned i = 0; i < COUNT(reasons); i++) \
+            *bits |= (u64)(number_or(&call, reasons[i], 0) >= (least)) << i; \
+        return OK; \
+    }
+REASONS(nvmlDeviceGetCurrentClocksEventReasons, 0.5)
+REASONS(nvmlDeviceGetCurrentClocksThrottleReasons, 0.5)
+REASONS(nvmlDeviceGetSupportedClocksEventReasons, 0)
+REASONS(nvmlDeviceGetSupportedClocksThrottleReasons, 0)
 
 API ret_t nvmlDeviceGetTotalEccErrors(handle_t device, unsigned error, unsigned counter, u64 *count) {
     OPEN(call, device, SENSOR);
-    return ecc_count(&call, error, counter, count);
+    static const char *const keys[2][2] = {{"ecc_vol_cor", "ecc_agg_cor"}, {"ecc_vol_unc", "ecc_agg_unc"}};
+    double errors;
+    if (error > 1 || counter > 1)
+        return INVALID_ARGUMENT;
+    if (number_or(&call, "ecc_mode", 0) < 1 || !number(&call, keys[error][counter], &errors))
+        return NOT_SUPPORTED;
+    *count = (u64)errors;
+    return OK;
 }
 
-/* All simulated errors happen in device memory (location 2). */
-API ret_t nvmlDeviceGetMemoryErrorCounter(handle_t device, unsigned error, unsigned counter, unsigned location,
-                                          u64 *count) {
+/* Addresses are made up: one page of 64 KiB after the other. */
+API ret_t nvmlDeviceGetRetiredPages(handle_t device, unsigned cause, unsigned *count, u64 *addresses) {
     OPEN(call, device, SENSOR);
-    ret_t code = location > 7 ? INVALID_ARGUMENT : ecc_count(&call, error, counter, count);
-    if (code == OK && location != 2)
-        *count = 0;
+    unsigned room = *count;
+    if (cause > 1)
+        return INVALID_ARGUMENT;
+    ret_t code = number_unsigned(&call, cause == 0 ? "retired_sbe" : "retired_dbe", 1, count);
+    if (code == OK && *count > 0 && (addresses == NULL || room < *count))
+        return INSUFFICIENT_SIZE;
+    for (unsigned i = 0; code == OK && i < *count; i++)
+        addresses[i] = (u64)(2 * i + cause + 1) << 16;
     return code;
 }
+
+API ret_t nvmlDeviceGetRemappedRows(handle_t device, unsigned *corrected, unsigned *uncorrected, unsigned *pending,
+                                    unsigned *failed) {
+    OPEN(call, device, SENSOR);
+    unsigned *const into[] = {corrected, uncorrected, pending, failed};
+    static const char *const keys[] = {"remapped_cor", "remapped_unc", "remapped_pending", "remapped_failure"};
+    ret_t code = OK;
+    for (unsigned i = 0; i < COUNT(keys) && code == OK; i++)
+        code = number_unsigned(&call, keys[i], 1, into[i]);
+    return code;
+}
+
+/* Functions of the real library that no simulated device supports: they look at nothing but the device. */
+#define NEVER(function) \
+    API ret_t function(handle_t device) { \
+        OPEN(call, device, ANY_DEVICE); \
+        return NOT_SUPPORTED; \
+    }
+NEVER(nvmlDeviceGetDriverModel) /* Windows only */
+NEVER(nvmlDeviceGetDriverModel_v2)
+NEVER(nvmlDeviceGetAccountingMode)
+NEVER(nvmlDeviceGetNumaNodeId) /* of a GPU whose memory is a node of the host: Grace */
+NEVER(nvmlDeviceGetConfComputeMemSizeInfo)
+NEVER(nvmlDeviceGetFanSpeed_v2)

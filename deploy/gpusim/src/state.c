@@ -1,194 +1,154 @@
-/* Reads a state file (STATE.md) into memory. */
+/* Reads a state file (README.md) into memory. */
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 
 #include "sim.h"
 
-#define KEY_NAME(name) #name,
-#define KEY_NAME_AND_BASE(name) #name, #name "_base",
-static const char *const key_names[] = {NUMBER_KEYS(KEY_NAME) TOTAL_KEYS(KEY_NAME_AND_BASE)};
-static const char *const text_names[] = {TEXT_KEYS(KEY_NAME)};
+static const char *const texts[] = {"name", "uuid", "serial", "bus_id", "pci_id", "pci_subsystem", "vbios",
+                                    "cpus", "numa"};
 
-static int place(const char *name, const char *const *names, int count) {
-    for (int i = 0; i < count; i++)
-        if (strcmp(name, names[i]) == 0)
-            return i;
-    return -1;
-}
-
-static void keep_text(char *into, const char *text) {
-    snprintf(into, TEXT_SIZE, "%s", text);
-}
-
+/* The array with room for one more, which is zeroed; in steps of 16, so that thousands cost few copies. */
 static void *grown(void *array, unsigned count, size_t size) {
-    /* in steps of 16, so that thousands of processes cost few copies */
     if (count % 16 != 0)
         return array;
-    void *larger = realloc(array, (count + 16) * size);
-    if (larger == NULL)
+    array = realloc(array, (count + 16) * size);
+    if (array == NULL)
         abort();
-    memset((char *)larger + count * size, 0, 16 * size);
-    return larger;
+    memset((char *)array + count * size, 0, 16 * size);
+    return array;
 }
+#define ADD(array, count) ((array) = grown(array, count, sizeof *(array)), &(array)[(count)++])
 
-/* fault FUNCTION CODE GPU | slow FUNCTION MILLISECONDS GPU | stuck FUNCTION SECONDS GPU; GPU: * or index */
+/* FUNCTION AMOUNT GPU */
 static bool read_fault(struct state *state, enum fault_kind kind, const char *rest) {
     char gpu[16];
-    struct fault fault = {.kind = kind};
-    if (sscanf(rest, "%95s %lf %15s", fault.function, &fault.amount, gpu) != 3)
+    struct fault *fault = ADD(state->faults, state->fault_count);
+    if (sscanf(rest, "%95s %lf %15s", fault->function, &fault->amount, gpu) != 3)
         return false;
-    fault.gpu = strcmp(gpu, "*") == 0 ? -1 : atoi(gpu);
-    state->faults = grown(state->faults, state->fault_count, sizeof fault);
-    state->faults[state->fault_count++] = fault;
+    fault->kind = kind;
+    fault->gpu = strcmp(gpu, "*") == 0 ? -1 : atoi(gpu);
     return true;
 }
 
-/* process PID TYPE memory=CURVE sm=CURVE ... gi=N ci=N ghost=1 */
+/* PID TYPE memory=CURVE sm=CURVE ... gi=N ci=N ghost=1 */
 static bool read_process(struct gpu *gpu, char *rest) {
-    struct process process = {.gi = NO_INSTANCE, .ci = NO_INSTANCE};
-    char *next, *word = strtok_r(rest, " ", &next);
-    if (word == NULL)
+    struct process *process = ADD(gpu->processes, gpu->process_count);
+    const struct {
+        const char *name;
+        struct curve *curve;
+    } curves[] = {{"memory", &process->memory}, {"sm", &process->sm}, {"mem", &process->mem},
+                  {"enc", &process->enc}, {"dec", &process->dec}};
+    process->gi = process->ci = NO_INSTANCE;
+    int read = 0;
+    if (sscanf(rest, "%u %c %n", &process->pid, &process->type, &read) != 2 || strchr("CGM", process->type) == NULL)
         return false;
-    process.pid = (unsigned)strtoul(word, NULL, 10);
-    word = strtok_r(NULL, " ", &next);
-    if (word == NULL || strchr("CGM", word[0]) == NULL || word[1] != '\0')
-        return false;
-    process.type = word[0];
-    while ((word = strtok_r(NULL, " ", &next)) != NULL) {
-        char *value = strchr(word, '=');
-        if (value == NULL)
-            return false;
-        *value++ = '\0';
-        bool right = true;
-        if (strcmp(word, "memory") == 0)
-            right = curve_parse(value, &process.memory);
-        else if (strcmp(word, "sm") == 0)
-            right = curve_parse(value, &process.sm);
-        else if (strcmp(word, "mem") == 0)
-            right = curve_parse(value, &process.mem);
-        else if (strcmp(word, "enc") == 0)
-            right = curve_parse(value, &process.enc);
-        else if (strcmp(word, "dec") == 0)
-            right = curve_parse(value, &process.dec);
-        else if (strcmp(word, "gi") == 0)
-            process.gi = (unsigned)strtoul(value, NULL, 10);
-        else if (strcmp(word, "ci") == 0)
-            process.ci = (unsigned)strtoul(value, NULL, 10);
-        else if (strcmp(word, "ghost") == 0)
-            process.ghost = strcmp(value, "1") == 0;
-        else
-            right = false;
+    char *next, *word = strtok_r(rest + read, " ", &next);
+    for (; word != NULL; word = strtok_r(NULL, " ", &next)) {
+        unsigned ghost;
+        bool right = sscanf(word, "gi=%u", &process->gi) == 1 || sscanf(word, "ci=%u", &process->ci) == 1;
+        if (sscanf(word, "ghost=%u", &ghost) == 1)
+            process->ghost = ghost == 1, right = true;
+        for (unsigned i = 0; i < COUNT(curves) && !right; i++) {
+            size_t length = strlen(curves[i].name);
+            right = strncmp(word, curves[i].name, length) == 0 && word[length] == '=' &&
+                    curve_parse(word + length + 1, curves[i].curve);
+        }
         if (!right)
             return false;
     }
-    gpu->processes = grown(gpu->processes, gpu->process_count, sizeof process);
-    gpu->processes[gpu->process_count++] = process;
     return true;
 }
 
-/* event ID TYPE DATA [GI CI] */
+/* ID TYPE DATA [GI CI] */
 static bool read_event(struct gpu *gpu, const char *rest) {
-    struct event event = {.gi = NO_INSTANCE, .ci = NO_INSTANCE};
-    int count = sscanf(rest, "%llu %llu %llu %u %u", &event.id, &event.type, &event.data, &event.gi, &event.ci);
-    if (count != 3 && count != 5)
-        return false;
-    gpu->events = grown(gpu->events, gpu->event_count, sizeof event);
-    gpu->events[gpu->event_count++] = event;
-    return true;
+    struct event *event = ADD(gpu->events, gpu->event_count);
+    event->gi = event->ci = NO_INSTANCE;
+    return sscanf(rest, "%llu %llu %llu %u %u", &event->id, &event->type, &event->data, &event->gi, &event->ci) >= 3;
 }
 
-static bool read_value(struct values *values, const char *key, const char *rest) {
-    int text = place(key, text_names, TEXT_COUNT);
-    if (text >= 0) {
-        keep_text(values->text[text], rest);
-        return true;
-    }
-    int id = place(key, key_names, KEY_COUNT);
-    if (id < 0 || !curve_parse(rest, &values->number[id]))
-        return false;
-    values->given[id] = true;
-    return true;
+static bool read_setting(struct device *device, const char *name, const char *rest) {
+    struct setting *setting = ADD(device->settings, device->count);
+    bool right = curve_parse(rest, &setting->curve);
+    for (unsigned i = 0; i < COUNT(texts) && !right; i++)
+        right = strcmp(name, texts[i]) == 0;
+    snprintf(setting->name, sizeof setting->name, "%s", name);
+    snprintf(setting->text, sizeof setting->text, "%s", rest);
+    return right;
 }
 
-static bool read_head(struct state *state, const char *key, char *rest) {
-    if (strcmp(key, "epoch") == 0)
-        state->epoch = strtod(rest, NULL);
-    else if (strcmp(key, "generation") == 0)
-        state->generation = (unsigned)strtoul(rest, NULL, 10);
-    else if (strcmp(key, "driver") == 0)
-        keep_text(state->driver, rest);
-    else if (strcmp(key, "nvml") == 0)
-        keep_text(state->nvml, rest);
-    else if (strcmp(key, "cuda") == 0)
-        state->cuda = atoi(rest);
-    else if (strcmp(key, "lost") == 0)
-        state->lost = strcmp(rest, "1") == 0;
-    else if (strcmp(key, "fault") == 0)
-        return read_fault(state, FAULT_CODE, rest);
-    else if (strcmp(key, "slow") == 0)
-        return read_fault(state, FAULT_SLOW, rest);
-    else if (strcmp(key, "stuck") == 0)
-        return read_fault(state, FAULT_STUCK, rest);
-    else
-        return false;
-    return true;
+static bool read_head(struct state *state, const char *name, const char *rest) {
+    static const char *const faults[] = {[FAULT_CODE] = "fault", [FAULT_SLOW] = "slow", [FAULT_STUCK] = "stuck"};
+    for (unsigned kind = 0; kind < COUNT(faults); kind++)
+        if (strcmp(name, faults[kind]) == 0)
+            return read_fault(state, kind, rest);
+    char *text = strcmp(name, "driver") == 0 ? state->driver : strcmp(name, "nvml") == 0 ? state->nvml : NULL;
+    unsigned *value = strcmp(name, "generation") == 0 ? &state->generation
+                      : strcmp(name, "cuda") == 0     ? &state->cuda
+                      : strcmp(name, "lost") == 0     ? &state->lost
+                                                      : NULL;
+    if (text != NULL)
+        return snprintf(text, TEXT_SIZE, "%s", rest) > 0;
+    return value != NULL ? sscanf(rest, "%u", value) == 1
+                         : strcmp(name, "epoch") == 0 && sscanf(rest, "%lf", &state->epoch) == 1;
 }
 
-static void *zeroed(size_t size) {
-    void *memory = calloc(1, size);
-    if (memory == NULL)
-        abort();
-    return memory;
-}
-
-static bool read_line(struct state *state, struct values **current, const char *key, char *rest) {
+static bool read_line(struct state *state, struct device **current, const char *name, char *rest) {
     struct gpu *gpu = state->gpus > 0 ? state->gpu[state->gpus - 1] : NULL;
-    if (strcmp(key, "gpu") == 0) {
-        if (state->gpus == GPU_MAX)
-            return false;
-        gpu = state->gpu[state->gpus++] = zeroed(sizeof *gpu);
-        *current = &gpu->k;
+    if (strcmp(name, "gpu") == 0 && state->gpus < GPU_MAX) {
+        gpu = state->gpu[state->gpus++] = grown(NULL, 0, sizeof *gpu);
+        *current = &gpu->self;
         return true;
     }
     if (gpu == NULL)
-        return read_head(state, key, rest);
-    if (strcmp(key, "mig") == 0) {
-        if (gpu->migs == MIG_MAX)
-            return false;
-        *current = gpu->mig[gpu->migs++] = zeroed(sizeof **current);
+        return read_head(state, name, rest);
+    if (strcmp(name, "mig") == 0 && gpu->migs < MIG_MAX) {
+        *current = &gpu->mig[gpu->migs++];
         return true;
     }
-    if (strcmp(key, "process") == 0)
+    if (strcmp(name, "process") == 0)
         return read_process(gpu, rest);
-    if (strcmp(key, "event") == 0)
-        return read_event(gpu, rest);
-    return read_value(*current, key, rest);
+    return strcmp(name, "event") == 0 ? read_event(gpu, rest) : read_setting(*current, name, rest);
+}
+
+static int by_name(const void *one, const void *other) {
+    return strcmp(one, other); /* a setting begins with its name */
+}
+
+static void sort(struct device *device) {
+    if (device->count > 0)
+        qsort(device->settings, device->count, sizeof *device->settings, by_name);
+}
+
+const struct setting *find(const struct device *device, const char *name) {
+    return device->count == 0 ? NULL
+                              : bsearch(name, device->settings, device->count, sizeof *device->settings, by_name);
+}
+
+static struct state *refuse(struct state *state, const char *why, const char *line) {
+    fprintf(stderr, "gpusim: the state file %s%s\n", why, line);
+    state_free(state);
+    return NULL;
 }
 
 struct state *state_parse(char *text) {
-    struct state *state = zeroed(sizeof *state);
-    struct values *current = NULL;
+    struct state *state = grown(NULL, 0, sizeof *state);
+    struct device *current = NULL;
     char *next, *line = strtok_r(text, "\n", &next);
-    if (line == NULL || strcmp(line, "hpml-gpusim 1") != 0) {
-        fprintf(stderr, "gpusim: the state file does not begin with 'hpml-gpusim 1'\n");
-        state_free(state);
-        return NULL;
-    }
+    if (line == NULL || strcmp(line, "hpml-gpusim 1") != 0)
+        return refuse(state, "does not begin with ", "'hpml-gpusim 1'");
     while ((line = strtok_r(NULL, "\n", &next)) != NULL) {
         line += strspn(line, " ");
-        if (*line == '\0' || *line == '#')
-            continue;
-        char *rest = strchr(line, ' ');
-        if (rest == NULL)
-            rest = line + strlen(line);
-        else
-            *rest++ = '\0';
-        if (!read_line(state, &current, line, rest)) {
-            fprintf(stderr, "gpusim: the state file has a line that is not understood: %s ...\n", line);
-            state_free(state);
-            return NULL;
-        }
+        size_t length = strcspn(line, " ");
+        char *rest = line + length + (line[length] == ' ');
+        line[length] = '\0';
+        if (length > 0 && *line != '#' && !read_line(state, &current, line, rest))
+            return refuse(state, "has a line that is not understood: ", line);
+    }
+    for (unsigned i = 0; i < state->gpus; i++) {
+        sort(&state->gpu[i]->self);
+        for (unsigned m = 0; m < state->gpu[i]->migs; m++)
+            sort(&state->gpu[i]->mig[m]);
     }
     return state;
 }
@@ -197,7 +157,8 @@ void state_free(struct state *state) {
     for (unsigned i = 0; i < state->gpus; i++) {
         struct gpu *gpu = state->gpu[i];
         for (unsigned m = 0; m < gpu->migs; m++)
-            free(gpu->mig[m]);
+            free(gpu->mig[m].settings);
+        free(gpu->self.settings);
         free(gpu->processes);
         free(gpu->events);
         free(gpu);

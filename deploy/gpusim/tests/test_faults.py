@@ -23,14 +23,14 @@ from deploy.gpusim.gpusim import (
 from tests.monitoring.gpusim_support import Gpusim
 
 if TYPE_CHECKING:
-    from deploy.gpusim.gpusim import Gpu
+    from deploy.gpusim.gpusim import Device
 
 UNINITIALIZED, INVALID_ARGUMENT, NOT_SUPPORTED, DRIVER_NOT_LOADED = 1, 2, 3, 9
 TIMEOUT, LIBRARY_NOT_FOUND, FUNCTION_NOT_FOUND, GPU_IS_LOST, UNKNOWN = 10, 12, 13, 15, 999
 TEMPERATURE = "nvmlDeviceGetTemperature(h({}), 0)"
 
 
-def node(*gpus: Gpu, **settings: object) -> State:
+def node(*gpus: Device, **settings: object) -> State:
     """Two idle GPUs unless told otherwise."""
     return State(gpus=gpus or (a100(0), a100(1)), **settings)  # type: ignore[arg-type]
 

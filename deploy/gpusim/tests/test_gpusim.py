@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import subprocess
 import time
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -56,7 +55,7 @@ def area(of: Callable[[float], float], end: float, steps: int = 20_000) -> float
 
 
 CURVES: dict[str, tuple[Curve, Callable[[float], float]]] = {
-    # what STATE.md defines, written once more as plain functions
+    # what README.md defines, written once more as plain functions
     "square": (
         Square(3, 10, 90, 1.25, 0.25),
         lambda t: 90.0 if math.fmod(t + 1.25, 3) < 0.75 else 10.0,
@@ -387,8 +386,8 @@ def test_a_divided_gpu(
 def test_gpm_of_an_instance(gpusim: Gpusim) -> None:
     """Each instance of a Hopper GPU has its own activity."""
     gpu = divided(h100(0), 1, 2)
-    mig = (replace(gpu.mig[0], gpm_sm=25), replace(gpu.mig[1], gpm_sm=75))
-    gpusim.write(State(gpus=(replace(gpu, mig=mig, gpm_sm=40),)))
+    mig = (gpu.mig[0].changed(gpm_sm=25), gpu.mig[1].changed(gpm_sm=75))
+    gpusim.write(State(gpus=(gpu.changed(mig=mig, gpm_sm=40),)))
     with gpusim.probe() as ask:
         found = [ask(f"gpm(h(0), 0.05, 2, gi={gi})")[0][0] for gi in (7, 8)]
         assert found == [pytest.approx(25), pytest.approx(75)]

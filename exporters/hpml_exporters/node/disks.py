@@ -11,19 +11,66 @@ only such mounted on the way to them, because the way there would hang as well.
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from functools import partial
 
 from prometheus_client.core import Metric
 
 from hpml_exporters.core.collector import NotHereError
 from hpml_exporters.core.metric import MetricSpec, Row, families
-from hpml_exporters.node import metrics as node
-from hpml_exporters.node.files import mounted, plain_path, read
+from hpml_exporters.node.files import Mount, mounts, read
 from hpml_exporters.options import Context
 
-__all__ = ["Disks", "local_mounts", "make"]
+__all__ = ["SPECS", "Disks", "local_mounts", "make"]
 
-_SECTOR_BYTES = 512  # in diskstats always, whatever the disk's own
+_counter = partial(MetricSpec, type="counter", labels=("device",), source="/proc/diskstats")
+_space = partial(
+    MetricSpec,
+    type="gauge",
+    labels=("mountpoint", "fstype"),
+    unit="bytes",
+    source="/proc/self/mountinfo, statvfs(2) of local file systems",
+)
+_OPERATIONS = _counter(
+    name="hpml_disk_operations_total",
+    help="Operations that a local disk has completed since boot: read, write.",
+    labels=("device", "op"),
+)
+_READ = _counter(
+    name="hpml_disk_read_bytes_total", help="Bytes read from a local disk since boot.", unit="bytes"
+)
+_WRITTEN = _counter(
+    name="hpml_disk_written_bytes_total",
+    help="Bytes written to a local disk since boot.",
+    unit="bytes",
+)
+_BUSY = _counter(
+    name="hpml_disk_busy_seconds_total",
+    help="Time in which a local disk had operations to do.",
+    unit="seconds",
+)
+_WEIGHTED = _counter(
+    name="hpml_disk_io_weighted_seconds_total",
+    help="Time that operations spent in a disk and its queue, summed over operations: its rate is "
+    "how many are in flight on average.",
+    unit="seconds",
+)
+_SIZE = _space(name="hpml_filesystem_size_bytes", help="Size of a local file system.")
+_FREE = _space(
+    name="hpml_filesystem_free_bytes",
+    help="Space of a local file system that users can still take.",
+)
+SPECS = (_OPERATIONS, _READ, _WRITTEN, _BUSY, _WEIGHTED, _SIZE, _FREE)
+
+_COLUMNS: tuple[tuple[MetricSpec, tuple[str, ...], int, float], ...] = (
+    # metric, labels after the device, field of diskstats, unit of the field
+    (_OPERATIONS, ("read",), 3, 1),
+    (_OPERATIONS, ("write",), 7, 1),
+    (_READ, (), 5, 512),  # sectors have 512 bytes here, whatever the disk's own
+    (_WRITTEN, (), 9, 512),
+    (_BUSY, (), 12, 1e-3),
+    (_WEIGHTED, (), 13, 1e-3),
+)
 _FIELDS = 14
 _MAX_DISKS = 64
 _MAX_MOUNTS = 32
@@ -34,23 +81,11 @@ _PASSABLE = _SPACE | frozenset("rootfs ramfs devtmpfs overlay squashfs proc sysf
 _SYSTEM = ("/dev/", "/proc/", "/run/", "/sys/")  # RAM file systems of the system's own
 
 
-def make(context: Context) -> Disks:
-    """Return the collector of this machine's disks."""
-    return Disks(context)
-
-
 class Disks:
     """The collector `disks`."""
 
     name = "disks"
-    specs: Sequence[MetricSpec] = (
-        node.DISK_READ,
-        node.DISK_WRITTEN,
-        node.DISK_BUSY,
-        node.DISK_IO_TIME,
-        node.FS_SIZE,
-        node.FS_FREE,
-    )
+    specs: Sequence[MetricSpec] = SPECS
 
     def __init__(self, context: Context) -> None:
         roots = context.options.roots
@@ -58,81 +93,69 @@ class Disks:
         self._diskstats = f"{roots.proc}/diskstats"
         self._mountinfo = f"{roots.proc}/self/mountinfo"
         self._block = f"{roots.sys}/block"
-        self._is_disk: dict[str, bool] = {}
+        self._mountpoints: set[str] = set()
 
     def sample(self, now: float) -> list[Metric]:  # noqa: ARG002
         """Return the families as they are now; see `Collector.sample`."""
         try:
-            lines = read(self._diskstats).decode("ascii", "replace").splitlines()
+            lines = read(self._diskstats).splitlines()
         except FileNotFoundError as error:
             raise NotHereError("no /proc/diskstats") from error
-        return [*self._disks(lines), *self._spaces()]
+        rows: dict[MetricSpec, list[Row]] = {spec: [] for spec in SPECS}
+        disks = [fields for line in lines if self._is_disk(fields := line.split())]
+        for fields in disks[:_MAX_DISKS]:
+            for spec, labels, column, unit in _COLUMNS:
+                rows[spec].append(((fields[2], *labels), int(fields[column]) * unit))
+        for mount in local_mounts(mounts(read(self._mountinfo))):
+            self._add_space(mount, rows)
+        return families(rows)
 
     def close(self) -> None:
         """Nothing is open."""
 
-    def _disks(self, lines: list[str]) -> list[Metric]:
-        found: tuple[list[Row], ...] = ([], [], [], [])
-        before, self._is_disk = self._is_disk, {}
-        for line in lines:
-            fields = line.split()
-            if len(fields) < _FIELDS:
-                continue
-            name = fields[2]
-            known = before.get(name)
-            self._is_disk[name] = self._has_hardware(name) if known is None else known
-            if not self._is_disk[name] or len(found[0]) >= _MAX_DISKS:
-                continue
-            label = (name,)
-            found[0].append((label, int(fields[5]) * _SECTOR_BYTES))
-            found[1].append((label, int(fields[9]) * _SECTOR_BYTES))
-            found[2].append((label, int(fields[12]) / 1000))
-            found[3].append((label, int(fields[13]) / 1000))
-        specs: Sequence[MetricSpec] = self.specs[:4]
-        return families(dict(zip(specs, found, strict=True)))
-
-    def _has_hardware(self, name: str) -> bool:
-        if name.startswith(_NO_DISKS):
+    def _is_disk(self, fields: Sequence[str]) -> bool:
+        if len(fields) < _FIELDS or fields[2].startswith(_NO_DISKS):
             return False
-        return os.path.exists(f"{self._block}/{name.replace('/', '!')}/device")
+        return os.path.exists(f"{self._block}/{fields[2].replace('/', '!')}/device")
 
-    def _spaces(self) -> list[Metric]:
+    def _add_space(self, mount: Mount, rows: dict[MetricSpec, list[Row]]) -> None:
+        """Add the space of a file system, if it is among the first mount points ever seen.
+
+        Jobs and containers may mount at ever new places, which must not be new series for ever.
+        """
         try:
-            mountinfo = os.fsdecode(read(self._mountinfo))
-        except OSError:
-            return []
-        sizes: list[Row] = []
-        free: list[Row] = []
-        for path, kind in local_mounts(mountinfo):
-            try:
-                told = os.statvfs(path)
-            except OSError:  # not for this user, or gone
-                continue
-            if told.f_blocks * told.f_frsize >= _SMALLEST_BYTES:
-                label = (path, kind)
-                sizes.append((label, told.f_blocks * told.f_frsize))
-                free.append((label, told.f_bavail * told.f_frsize))
-        return families({node.FS_SIZE: sizes, node.FS_FREE: free})
+            space = os.statvfs(mount.path)
+        except OSError:  # not for this user, or gone
+            return
+        size = space.f_blocks * space.f_frsize
+        if size >= _SMALLEST_BYTES and len(self._mountpoints) < _MAX_MOUNTS:
+            self._mountpoints.add(mount.path)
+        if size >= _SMALLEST_BYTES and mount.path in self._mountpoints:
+            labels = mount.path, mount.fstype
+            rows[_SIZE].append((labels, size))
+            rows[_FREE].append((labels, space.f_bavail * space.f_frsize))
 
 
-def local_mounts(mountinfo: str) -> list[tuple[str, str]]:
-    """Return (mount point, type) of local file systems whose space can be asked without a wait.
+make = Disks
+
+
+def local_mounts(mounted: Iterable[Mount]) -> list[Mount]:
+    """Return the local file systems whose space can be asked without a wait.
 
     Each file system is in it once, where it is mounted at the shortest path.
-
-    Args:
-        mountinfo: text of /proc/self/mountinfo, see proc(5).
     """
-    found: list[tuple[str, str, str]] = []
+    local: list[Mount] = []
     barred: list[str] = []
-    for device, written, kind in mounted(mountinfo):
-        path = plain_path(written)
-        if kind not in _PASSABLE:
-            barred.append(path.rstrip("/") + "/")
-        elif kind in _SPACE and not (kind == "tmpfs" and f"{path}/".startswith(_SYSTEM)):
-            found.append((path, kind, device))
-    shortest: dict[str, tuple[str, str]] = {}
-    for path, kind, device in sorted(found, key=lambda one: len(one[0])):
-        if not f"{path}/".startswith(tuple(barred)):
-            shortest.setdefault(device, (path, kind))
-    return sorted(shortest.values())[:_MAX_MOUNTS]
+    for mount in mounted:
+        inside = mount.path.rstrip("/") + "/"
+        if mount.fstype not in _PASSABLE:
+            barred.append(inside)
+        elif mount.fstype in _SPACE and not (
+            mount.fstype == "tmpfs" and inside.startswith(_SYSTEM)
+        ):
+            local.append(mount)
+    shortest: dict[str, Mount] = {}
+    for mount in sorted(local, key=lambda mount: len(mount.path)):
+        if not f"{mount.path}/".startswith(tuple(barred)):
+            shortest.setdefault(mount.device, mount)
+    return sorted(shortest.values(), key=lambda mount: mount.path)

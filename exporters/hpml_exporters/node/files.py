@@ -1,75 +1,61 @@
-"""Small files of the kernel, read whole in one go, and the paths in them."""
+"""Small files of the kernel, and the mounts that /proc/self/mountinfo lists."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
 from typing import NamedTuple
 
-__all__ = ["MAX_BYTES", "Mounted", "mounted", "plain_path", "read"]
+__all__ = ["Mount", "mounts", "plain_path", "read"]
 
-MAX_BYTES = 4 * 1024**2
+_MAX_BYTES = 4 * 1024**2
 _ESCAPES = (("\\040", " "), ("\\011", "\t"), ("\\012", "\n"), ("\\134", "\\"))
-_FLAGS = os.O_RDONLY | os.O_CLOEXEC
 _MOUNT_FIELDS = 6  # at least, before the separator
 
 
-def read(path: str, most: int = MAX_BYTES) -> bytes:
-    """Return what a file holds, at most so many bytes of it.
-
-    Raises:
-        OSError: it cannot be read.
-    """
-    fd = os.open(path, _FLAGS)
-    try:
-        data = os.read(fd, min(most, 65536))
-        if not data:
-            return data
-        parts = [data]
-        size = len(data)
-        # procfs gives a page or so at a time: only an empty answer is the end.
-        while size < most and (data := os.read(fd, min(most - size, 65536))):
-            parts.append(data)
-            size += len(data)
-        return b"".join(parts)
-    finally:
-        os.close(fd)
-
-
-class Mounted(NamedTuple):
-    """A mount.
+class Mount(NamedTuple):
+    """A mounted file system.
 
     Attributes:
-        device: number of the file system's device, MAJOR:MINOR.
-        path: where it is mounted, as the file writes it: see `plain_path`.
-        kind: type of the file system.
+        device: number of its device, MAJOR:MINOR.
+        path: mount point.
+        fstype: type of the file system.
     """
 
     device: str
     path: str
-    kind: str
+    fstype: str
 
 
-def mounted(mountinfo: str) -> Iterator[Mounted]:
-    """Yield the mounts in the text of /proc/self/mountinfo (proc(5)), without torn lines.
+def read(path: str, most: int = _MAX_BYTES) -> str:
+    """Return the text of a file, at most so many bytes of it.
 
-    Of what ends a line elsewhere the kernel escapes the newline alone: users' mount points may have
-    carriage returns and line separators of Unicode.
+    Raises:
+        OSError: it cannot be read.
     """
+    with open(path, "rb") as stream:
+        return os.fsdecode(stream.read(most))
+
+
+def mounts(mountinfo: str) -> list[Mount]:
+    """Return the mounts in the text of /proc/self/mountinfo, see proc(5); torn lines are left out.
+
+    The kernel escapes newlines in paths but nothing else that `splitlines` would split at.
+    """
+    found = []
     for line in mountinfo.split("\n"):
         head, _, tail = line.partition(" - ")
         fields = head.split(" ")
         if len(fields) >= _MOUNT_FIELDS:
-            yield Mounted(fields[2], fields[4], tail.partition(" ")[0])
+            found.append(Mount(fields[2], plain_path(fields[4]), tail.partition(" ")[0]))
+    return found
 
 
 def plain_path(path: str) -> str:
-    r"""Return a path as mountinfo and mountstats write it, with octal numbers, as it is.
+    r"""Return a path of mountinfo or mountstats without its octal escapes.
 
     >>> plain_path(r"/data\040sets")
     '/data sets'
     """
-    if "\\" in path:
-        for escape, character in _ESCAPES:
-            path = path.replace(escape, character)
+    for escape, character in _ESCAPES:
+        path = path.replace(escape, character)
     return path

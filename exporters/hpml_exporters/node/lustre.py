@@ -8,27 +8,51 @@ is
     open          12 samples [usecs] 3 80 411 20011
 
 which is the number of calls, their unit, and minimum, maximum and sum of it (newer versions add the
-sum of squares; older ones count calls as [regs] or [reqs], without more). `read_bytes` counts what
-programs read, the client's cache included (Andreas Dilger, lustre-discuss, April 2018). The other
-files of a mount are left alone: some of them ask the servers, which may hang.
+sum of squares; older ones count calls as [regs] or [reqs], without more). The other files of a
+mount are left alone: some of them ask the servers, which may hang.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from functools import partial
 
 from prometheus_client.core import Metric
 
 from hpml_exporters.core.collector import NotHereError
-from hpml_exporters.core.metric import MetricSpec, Row, families
-from hpml_exporters.node import metrics as node
+from hpml_exporters.core.metric import MetricSpec, families
 from hpml_exporters.node.files import read
+from hpml_exporters.node.totals import Part, Totals
 from hpml_exporters.options import Context
 
-__all__ = ["Lustre", "make", "parse"]
+__all__ = ["SPECS", "Lustre", "make"]
+
+_counter = partial(
+    MetricSpec,
+    type="counter",
+    labels=("filesystem",),
+    source="llite/*/stats in /proc/fs/lustre, /sys/kernel/debug/lustre or /sys/fs/lustre",
+)
+_READ = _counter(
+    name="hpml_lustre_read_bytes_total",
+    help="Bytes that programs here have read from a Lustre file system, also from its cache.",
+    unit="bytes",
+)
+_WRITTEN = _counter(
+    name="hpml_lustre_written_bytes_total",
+    help="Bytes that programs here have written to a Lustre file system.",
+    unit="bytes",
+)
+_OPERATIONS = _counter(
+    name="hpml_lustre_operations_total",
+    help="Calls of programs here by operation: read, write, open, getattr, and other metadata.",
+    labels=("filesystem", "op"),
+)
+SPECS = (_READ, _WRITTEN, _OPERATIONS)
 
 _OPS = ("read", "write", "open", "getattr", "metadata")
+_COLUMNS = ((_READ, ()), (_WRITTEN, ()), *((_OPERATIONS, (op,)) for op in _OPS))
 _OP_OF = {
     "read_bytes": "read",
     "write_bytes": "write",
@@ -40,21 +64,14 @@ _OP_OF = {
         "metadata",
     ),
 }
-_MAX_FILE_SYSTEMS = 16
 _MAX_MOUNTS = 256
-_SUM = 6
-
-
-def make(context: Context) -> Lustre:
-    """Return the collector of this machine's Lustre mounts."""
-    return Lustre(context)
 
 
 class Lustre:
     """The collector `lustre`."""
 
     name = "lustre"
-    specs: Sequence[MetricSpec] = (node.LUSTRE_READ, node.LUSTRE_WRITTEN, node.LUSTRE_OPERATIONS)
+    specs: Sequence[MetricSpec] = SPECS
 
     def __init__(self, context: Context) -> None:
         roots = context.options.roots
@@ -64,64 +81,45 @@ class Lustre:
             f"{roots.sys}/kernel/debug/lustre/llite",
             f"{roots.sys}/fs/lustre/llite",
         )
+        self._totals = Totals(_COLUMNS)
 
     def sample(self, now: float) -> list[Metric]:  # noqa: ARG002
         """Return the families as they are now; see `Collector.sample`."""
-        totals: dict[str, dict[str, int]] = {}
-        for system, path in self._files():
-            try:
-                text = read(path).decode("ascii", "replace")
-            except (FileNotFoundError, PermissionError):  # unmounted a moment ago; not for us
-                continue
-            mine = totals.setdefault(system, {})
-            for name, value in parse(text).items():
-                mine[name] = mine.get(name, 0) + value
-        if not totals:
+        rows = self._totals.update(self._mounts())
+        if not rows:
             raise NotHereError("no Lustre file system is mounted, or its stats are not for us")
-        shown: dict[MetricSpec, list[Row]] = {spec: [] for spec in self.specs}
-        for system in sorted(totals)[:_MAX_FILE_SYSTEMS]:
-            told = totals[system]
-            shown[node.LUSTRE_READ].append(((system,), told.get("read_sum", 0)))
-            shown[node.LUSTRE_WRITTEN].append(((system,), told.get("write_sum", 0)))
-            for op in _OPS:
-                shown[node.LUSTRE_OPERATIONS].append(((system, op), told.get(op, 0)))
-        return families(shown)
+        return families(rows)
 
     def close(self) -> None:
         """Nothing is open."""
 
-    def _files(self) -> list[tuple[str, str]]:
-        """Return (file system, its stats) of all mounts, each once."""
-        found: dict[str, tuple[str, str]] = {}
+    def _mounts(self) -> Iterator[Part]:
+        """Yield what each mount counted, by the file system's name."""
         for place in self._places:
             try:
                 names = os.listdir(place)
             except OSError:  # not there, or debugfs, for another user than root
                 continue
             for name in sorted(names)[:_MAX_MOUNTS]:
-                system, dash, _ = name.rpartition("-")
-                path = f"{place}/{name}/stats"
-                # Opening it is the only way to find out whether we may read it: access(2) asks for
-                # the real user, and leaves capabilities (CAP_DAC_READ_SEARCH) out.
-                if dash and name not in found and os.path.lexists(path):
-                    found[name] = system, path
-        return list(found.values())
+                try:
+                    text = read(f"{place}/{name}/stats")
+                except OSError:  # in another place, unmounted a moment ago, or not for us
+                    continue
+                yield (name.rpartition("-")[0],), name, _counted(text)
 
 
-def parse(text: str) -> dict[str, int]:
-    """Return calls by operation, and `read_sum` and `write_sum` in bytes.
+make = Lustre
 
-    Lines of another form are passed over.
-    """
-    found: dict[str, int] = {}
+
+def _counted(text: str) -> list[int]:
+    """Return what a file of stats counts, in the order of the columns."""
+    calls = dict.fromkeys(_OPS, 0)
+    sums = {"read": 0, "write": 0}
     for line in text.splitlines():
-        fields = line.split()
-        if len(fields) < 4 or fields[2] != "samples" or not fields[1].isdecimal():  # noqa: PLR2004
-            continue
-        op = _OP_OF.get(fields[0])
-        if op is None:
-            continue
-        found[op] = found.get(op, 0) + int(fields[1])
-        if op in {"read", "write"} and len(fields) > _SUM and fields[_SUM].isdecimal():
-            found[f"{op}_sum"] = found.get(f"{op}_sum", 0) + int(fields[_SUM])
-    return found
+        match line.split():
+            case [name, number, "samples", _, *more] if name in _OP_OF and number.isdecimal():
+                op = _OP_OF[name]
+                calls[op] += int(number)
+                if op in sums and len(more) >= 3 and more[2].isdecimal():  # noqa: PLR2004
+                    sums[op] += int(more[2])
+    return [*sums.values(), *calls.values()]

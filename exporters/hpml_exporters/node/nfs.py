@@ -1,4 +1,4 @@
-"""NFS as its client sees it: bytes, requests, their round trips, retransmissions, by mount.
+"""NFS as its client sees it: bytes, requests, their round trips, retransmissions, by export.
 
 Read is /proc/self/mountstats, which the kernel answers without asking any server (format: the
 kernel's fs/nfs/super.c and net/sunrpc/stats.c; nfs-utils' mountstats(8) explains the columns):
@@ -9,173 +9,179 @@ kernel's fs/nfs/super.c and net/sunrpc/stats.c; nfs-utils' mountstats(8) explain
             READ: <requests> <transmissions> <time-outs> <sent> <received> <queue> <rtt> <total> ...
 
 Times there are in milliseconds. One file system of a server may be mounted at several places, also
-by parts of it (an automounter's homes): the kernel counts for all of them together, and says so at
-each. They have one device number in /proc/self/mountinfo, and are shown at the first place.
+by parts of it: the kernel counts for all of them together, and says so at each. They have one
+device number in /proc/self/mountinfo, and count once.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Sequence
+from functools import partial
 
 from prometheus_client.core import Metric
 
 from hpml_exporters.core.collector import NotHereError
-from hpml_exporters.core.metric import MetricSpec, Row, families
-from hpml_exporters.node import metrics as node
-from hpml_exporters.node.files import mounted, plain_path, read
+from hpml_exporters.core.metric import MetricSpec, families
+from hpml_exporters.node.files import mounts, plain_path, read
+from hpml_exporters.node.totals import Totals
 from hpml_exporters.options import Context
 
-__all__ = ["Mount", "Nfs", "devices", "make", "parse"]
+__all__ = ["SPECS", "Nfs", "make"]
 
-_OPS = ("read", "write", "getattr", "lookup", "open", "other")
-_OP_OF = {"READ": 0, "WRITE": 1, "GETATTR": 2, "LOOKUP": 3, "OPEN": 4, "OPEN_NOATTR": 4}
-_OTHER = 5
+_counter = partial(
+    MetricSpec, type="counter", labels=("server", "export"), source="/proc/self/mountstats"
+)
+_MOUNTS = MetricSpec(
+    "hpml_nfs_mounts",
+    "gauge",
+    "NFS file systems that are mounted here.",
+    source="/proc/self/mountstats",
+)
+_READ = _counter(
+    name="hpml_nfs_read_bytes_total",
+    help="Bytes that came from the server (reads from the page cache are not in).",
+    unit="bytes",
+)
+_WRITTEN = _counter(
+    name="hpml_nfs_written_bytes_total", help="Bytes that went to the server.", unit="bytes"
+)
+_OPERATIONS = _counter(
+    name="hpml_nfs_operations_total",
+    help="Requests to the server by operation: read, write, open, and the others.",
+    labels=("server", "export", "op"),
+)
+_ROUND_TRIP = _counter(
+    name="hpml_nfs_round_trip_seconds_total",
+    help="Time from requests to their replies; over the operations it is the mean round trip.",
+    labels=("server", "export", "op"),
+    unit="seconds",
+)
+_RETRANSMISSIONS = _counter(
+    name="hpml_nfs_retransmissions_total", help="Requests that had to be sent again."
+)
+_TIMEOUTS = _counter(
+    name="hpml_nfs_timeouts_total",
+    help="Requests that met a major time-out: the server did not answer any try.",
+)
+SPECS = (_MOUNTS, _READ, _WRITTEN, _OPERATIONS, _ROUND_TRIP, _RETRANSMISSIONS, _TIMEOUTS)
+
+_OPS = ("read", "write", "open", "other")
+_OP_OF = {"READ:": 0, "WRITE:": 1, "OPEN:": 2, "OPEN_NOATTR:": 2}
+_OTHER = 3
+_COLUMNS: tuple[tuple[MetricSpec, tuple[str, ...]], ...] = (
+    *((spec, ()) for spec in (_READ, _WRITTEN, _RETRANSMISSIONS, _TIMEOUTS)),
+    *((_OPERATIONS, (op,)) for op in _OPS),
+    *((_ROUND_TRIP, (op,)) for op in _OPS),
+)
 _TYPES = ("nfs", "nfs4")
-_MAX_MOUNTS = 32
-_SERVER_BYTES = slice(5, 7)  # "bytes:" is the field before
+_MAX_SIBLINGS = 8
+_MAX_EXPORTS = 32
 
 
-@dataclass
-class Mount:
-    """One NFS file system.
+class _Mount:
+    """One mount: its server, export, device, and counters in the order of the columns."""
 
-    Attributes:
-        path: where it is mounted.
-        read_bytes: from the server.
-        written_bytes: to the server.
-        operations: requests by operation, in the order read, write, getattr, lookup, open, others.
-        rtt_seconds: sums of their round trips.
-        retransmissions: requests that were sent again.
-        timeouts: of all tries of a request.
+    def __init__(self, server: str, export: str, device: str) -> None:
+        self.server, self.export, self.device = server, export, device
+        self.values = [0.0] * len(_COLUMNS)
+
+    def add(self, name: str, numbers: Sequence[str]) -> None:
+        """Add a line: the total of bytes, or an operation; any other is left out."""
+        if not all(text.isascii() and text.isdecimal() for text in numbers[:8]):
+            return
+        if name == "bytes:" and len(numbers) >= 6:  # noqa: PLR2004
+            self.values[:2] = map(int, numbers[4:6])
+        elif name.isupper() and name != "NULL:" and len(numbers) >= 8:  # noqa: PLR2004
+            requests, sent, timeouts, _, _, _, milliseconds = map(int, numbers[:7])
+            op = _OP_OF.get(name, _OTHER)
+            self.values[2] += max(0, sent - requests)
+            self.values[3] += timeouts
+            self.values[4 + op] += requests
+            self.values[4 + len(_OPS) + op] += milliseconds / 1000
+
+
+class _ExportNames:
+    """Chooses values of the label `export` such that their number stays bounded.
+
+    An automounter's homes are one series, `/home/*`: more than 8 exports of one directory are
+    summed up, from then on and for as long as the exporter runs. After 32 values all further
+    exports of a server are `*`.
     """
 
-    path: str
-    read_bytes: int = 0
-    written_bytes: int = 0
-    operations: list[int] = field(default_factory=lambda: [0] * len(_OPS))
-    rtt_seconds: list[float] = field(default_factory=lambda: [0.0] * len(_OPS))
-    retransmissions: int = 0
-    timeouts: int = 0
+    def __init__(self) -> None:
+        self._siblings: dict[tuple[str, str], set[str]] = {}
+        self._names: set[tuple[str, str]] = set()
 
-
-def make(context: Context) -> Nfs:
-    """Return the collector of this machine's NFS mounts."""
-    return Nfs(context)
+    def labels(self, exports: Sequence[tuple[str, str]]) -> Iterator[tuple[str, str]]:
+        """Yield the labels of each (server, export)."""
+        for server, export in exports:
+            siblings = self._siblings.setdefault((server, export.rpartition("/")[0]), set())
+            if len(siblings) <= _MAX_SIBLINGS:
+                siblings.add(export)
+        for server, export in exports:
+            parent = export.rpartition("/")[0]
+            many = len(self._siblings[server, parent]) > _MAX_SIBLINGS
+            name = server, f"{parent}/*" if many else export
+            if name not in self._names and len(self._names) >= _MAX_EXPORTS:
+                name = server, "*"
+            self._names.add(name)
+            yield name
 
 
 class Nfs:
     """The collector `nfs`."""
 
     name = "nfs"
-    specs: Sequence[MetricSpec] = (
-        node.NFS_MOUNTS,
-        node.NFS_READ,
-        node.NFS_WRITTEN,
-        node.NFS_OPERATIONS,
-        node.NFS_RTT,
-        node.NFS_RETRANSMISSIONS,
-        node.NFS_TIMEOUTS,
-    )
+    specs: Sequence[MetricSpec] = SPECS
 
     def __init__(self, context: Context) -> None:
         self.interval = context.options.node_interval
-        self._path = f"{context.options.roots.proc}/self/mountstats"
+        self._mountstats = f"{context.options.roots.proc}/self/mountstats"
         self._mountinfo = f"{context.options.roots.proc}/self/mountinfo"
+        self._names = _ExportNames()
+        self._totals = Totals(_COLUMNS)
 
     def sample(self, now: float) -> list[Metric]:  # noqa: ARG002
         """Return the families as they are now; see `Collector.sample`."""
         try:
-            text = read(self._path).decode("utf-8", "replace")
+            text = read(self._mountstats)
         except FileNotFoundError as error:
             raise NotHereError("no /proc/self/mountstats") from error
-        mounts = parse(text, self._devices()) if " with fstype nfs" in text else []
-        if not mounts:
+        mounted = _parse(text, read(self._mountinfo)) if " with fstype nfs" in text else []
+        if not mounted:
             raise NotHereError("no NFS file system is mounted")
-        shown: dict[MetricSpec, list[Row]] = {spec: [] for spec in self.specs}
-        shown[node.NFS_MOUNTS].append(((), len(mounts)))
-        for mount in mounts[:_MAX_MOUNTS]:
-            label = (mount.path,)
-            shown[node.NFS_READ].append((label, mount.read_bytes))
-            shown[node.NFS_WRITTEN].append((label, mount.written_bytes))
-            for number, op in enumerate(_OPS):
-                both = (mount.path, op)
-                shown[node.NFS_OPERATIONS].append((both, mount.operations[number]))
-                shown[node.NFS_RTT].append((both, mount.rtt_seconds[number]))
-            shown[node.NFS_RETRANSMISSIONS].append((label, mount.retransmissions))
-            shown[node.NFS_TIMEOUTS].append((label, mount.timeouts))
-        return families(shown)
+        names = self._names.labels([(mount.server, mount.export) for mount in mounted])
+        rows = self._totals.update(
+            (name, mount.device, mount.values) for name, mount in zip(names, mounted, strict=True)
+        )
+        rows[_MOUNTS] = [((), len({mount.device for mount in mounted}))]
+        return families(rows)
 
     def close(self) -> None:
         """Nothing is open."""
 
-    def _devices(self) -> dict[str, list[str]]:
-        try:
-            return devices(read(self._mountinfo).decode("utf-8", "replace"))
-        except OSError:
-            return {}
+
+make = Nfs
 
 
-def devices(mountinfo: str) -> dict[str, list[str]]:
-    """Return the device numbers of NFS file systems by mount point, as both files write it.
-
-    Several at one point cover each other; they stand in the same order in both files.
-
-    Args:
-        mountinfo: text of /proc/self/mountinfo, see proc(5).
-    """
-    found: dict[str, list[str]] = {}
-    for device, path, kind in mounted(mountinfo):
-        if kind in _TYPES:
-            found.setdefault(path, []).append(device)
-    return found
-
-
-def parse(text: str, numbers: Mapping[str, Sequence[str]] | None = None) -> list[Mount]:
-    """Return the NFS file systems in the text of mountstats, each once, without what is covered.
-
-    Lines that are torn or unknown are passed over.
-
-    Args:
-        text: of mountstats.
-        numbers: what `devices` says; of mounts that are not in it, those of one export are one.
-    """
-    left = {path: list(each) for path, each in (numbers or {}).items()}
-    found: dict[str, Mount] = {}
-    mount: Mount | None = None
-    in_ops = False
-    for line in text.split("\n"):  # alone: see `mounted`
+def _parse(mountstats: str, mountinfo: str) -> list[_Mount]:
+    """Return the NFS mounts; lines that are torn or unknown are passed over."""
+    devices: dict[str, list[str]] = {}  # several at one path stand in one order in both files
+    for info in mounts(mountinfo):
+        if info.fstype in _TYPES:
+            devices.setdefault(info.path, []).append(info.device)
+    found: list[_Mount] = []
+    mount: _Mount | None = None
+    for line in mountstats.split("\n"):  # as in `mounts`
         if line.startswith("device "):
-            mount, in_ops = None, False
+            mount = None
             device, _, rest = line[7:].partition(" mounted on ")
-            path, _, kind = rest.rpartition(" with fstype ")
-            if kind.partition(" ")[0] not in _TYPES:
-                continue
-            key = left[path].pop(0) if left.get(path) else device
-            if key not in found:
-                mount = found[key] = Mount(plain_path(path))
-        elif mount is None:
-            continue
-        elif in_ops:
-            _add_operation(mount, line.split())
-        elif line.lstrip().startswith("bytes:"):
-            fields = line.split()[_SERVER_BYTES]
-            if len(fields) == 2 and all(map(str.isdecimal, fields)):  # noqa: PLR2004
-                mount.read_bytes, mount.written_bytes = map(int, fields)
-        elif line.strip() == "per-op statistics":
-            in_ops = True
-    return list({one.path: one for one in found.values()}.values())
-
-
-def _add_operation(mount: Mount, fields: list[str]) -> None:
-    if len(fields) < 9 or not all(map(str.isdecimal, fields[1:9])):  # noqa: PLR2004
-        return
-    name = fields[0].rstrip(":")
-    if name == "NULL":
-        return
-    requests, sent, timeouts, _, _, _, rtt_ms = map(int, fields[1:8])
-    number = _OP_OF.get(name, _OTHER)
-    mount.operations[number] += requests
-    mount.rtt_seconds[number] += rtt_ms / 1000
-    mount.retransmissions += max(0, sent - requests)
-    mount.timeouts += timeouts
+            path, _, fstype = rest.rpartition(" with fstype ")
+            if fstype.partition(" ")[0] in _TYPES:
+                device, known = plain_path(device), devices.get(plain_path(path))
+                server, _, export = device.partition(":/")
+                mount = _Mount(server, f"/{export}", known.pop(0) if known else device)
+                found.append(mount)
+        elif mount is not None and (fields := line.split()):
+            mount.add(fields[0], fields[1:])
+    return found

@@ -1,53 +1,33 @@
 """A walk through /dev/shm, where users put anything they like.
 
-Nothing is followed, no file is opened that might wait, and no other file system is touched: each
-entry is held first, then asked for its mount, and only then looked at (see `Held`), so that no file
-system of a user's that never answers can hold the exporter, whenever it is mounted.
+A user may mount a FUSE file system on a directory or file there whose server never answers: looking
+at it by name (lstat, open) then waits for ever. So each entry is opened with O_PATH, which reaches
+no file system (open(2)); the kernel's own record of that descriptor (/proc/PID/fdinfo, proc(5))
+names the mount it is on; and only what is on the mount of /dev/shm is looked at, through that
+descriptor, so that no mount or renaming meanwhile can come between. Links are not followed.
 
-A file of several names is counted with each by its share, so that all of them make it once, with
-no list of what was seen; a name in a place that the exporter cannot read takes its share with it.
+Staged data are `hpml-{uid}/{cluster}-{job id}/{name}`, a directory beside its manifest or a link to
+`hpml-{uid}/.cache/{key}/data`. They count by the size in the manifest: a million files cost one
+read.
 """
 
 from __future__ import annotations
 
-import contextlib
+import errno
 import json
 import os
 import stat
+from collections import Counter
 from collections.abc import Generator, Iterator
-from dataclasses import dataclass, field
-from typing import NamedTuple
+from contextlib import contextmanager, suppress
+from itertools import islice
 
-from hpml_exporters.node.held import Held
+__all__ = ["Walk"]
 
-__all__ = ["Found", "Walk"]
-
+_HELD = os.O_PATH | os.O_NOFOLLOW | os.O_CLOEXEC
 _BLOCK_BYTES = 512  # of st_blocks, whatever the file system's own
 _MAX_DEPTH = 32
 _MANIFEST_BYTES = 65536
-_ROOT = "hpml-"
-_CACHED = "../.cache/"
-_CACHED_DEPTH = 4  # ../.cache/{key}/data
-
-
-@dataclass
-class Found:
-    """Bytes of jobs, by job id, and of other files, by user."""
-
-    of_job: dict[tuple[int, str], int] = field(default_factory=dict)
-    of_user: dict[int, int] = field(default_factory=dict)
-
-
-class _Seen(NamedTuple):
-    """What lies at a name.
-
-    Attributes:
-        told: its inode.
-        fd: of a directory, to read it; -1 of everything else.
-    """
-
-    told: os.stat_result
-    fd: int
 
 
 class Walk:
@@ -56,186 +36,130 @@ class Walk:
     Args:
         root: where it is.
         size: bytes that no manifest can exceed.
-        staged_only: leave out what hpml did not stage.
 
-    Raises:
-        OSError: no descriptor is left.
+    Attributes:
+        bytes: found so far, by user and job id; what no job staged is under the empty one.
     """
 
-    def __init__(self, root: str, size: int, *, staged_only: bool = False) -> None:
-        self.found = Found()
-        self._staged_only = staged_only
+    def __init__(self, root: str, size: int) -> None:
+        self.bytes: Counter[tuple[int, str]] = Counter()
         self._size = size
-        self._held = Held()
         self._mount = b""
-        self._steps = self._top(root)
+        self._steps = self._walk(root)
 
     def go_on(self, entries: int) -> bool:
-        """Look at so many entries; True once all were looked at."""
-        return any(next(self._steps, self) is self for _ in range(entries))
+        """Look at so many entries; returns whether all were looked at.
+
+        Raises:
+            OSError: /dev/shm or procfs cannot be read.
+        """
+        return sum(1 for _ in islice(self._steps, entries)) < entries
 
     def close(self) -> None:
         """Close the directories that are open."""
         self._steps.close()
-        self._held.close()
 
-    def _top(self, root: str) -> Generator[None, None, None]:
+    def _walk(self, root: str) -> Generator[None, None, None]:
+        top = os.open(root, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
         try:
-            top = os.open(root, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-        except OSError:
-            return
-        try:
-            self._held.hold(".", top)
-            self._mount = self._held.mount()
-        except OSError:
+            self._mount = _mount_of(top)
+            for name in _names(top):
+                yield from self._count(name, top)
+        finally:
             os.close(top)
-            raise
-        for entry in _entries(top):
-            yield
-            seen = self._look(entry.name, top)
-            if seen is None:
-                continue
-            uid = seen.told.st_uid
-            if seen.fd >= 0 and entry.name == f"{_ROOT}{uid}":
-                yield from self._staged(seen.fd, uid)
-            elif not self._staged_only:
-                yield from self._other(seen, 1)
-            elif seen.fd >= 0:
-                os.close(seen.fd)
 
-    def _staged(self, user: int, uid: int) -> Iterator[None]:
-        """Look at the directory of a user, which holds one of each job."""
-        for entry in _entries(user):
-            yield
-            jobid = entry.name.rpartition("-")[2]
-            if entry.name.startswith(".") or not (jobid.isascii() and jobid.isdigit()):
-                continue
-            job = self._look(entry.name, user)
-            if job is None or job.fd < 0:
-                continue
-            key = uid, jobid
-            for one in _entries(job.fd):
-                yield
-                amount = self._published(one, job.fd, user)
-                if amount is None:
-                    amount = yield from self._tree(one.name, job.fd, 3)
-                self.found.of_job[key] = self.found.of_job.get(key, 0) + amount
+    def _count(
+        self, name: str, parent: int, depth: int = 1, job: tuple[int, str] | None = None
+    ) -> Iterator[None]:
+        """Count an entry, and all that a directory holds, as a job's or else as its user's."""
+        yield
+        with suppress(OSError), self._held(name, parent) as (fd, info):
+            is_directory = stat.S_ISDIR(info.st_mode)
+            if depth == 1 and is_directory and name == f"hpml-{info.st_uid}":
+                yield from self._count_jobs(fd, info.st_uid)
+                return
+            # Of a file of several names each stands for its share, so that it counts once.
+            names = 1 if is_directory else max(1, info.st_nlink)
+            self.bytes[job or (info.st_uid, "")] += info.st_blocks * _BLOCK_BYTES // names
+            if is_directory and depth < _MAX_DEPTH:
+                for inner in _names(fd):
+                    yield from self._count(inner, fd, depth + 1, job)
 
-    def _published(self, entry: os.DirEntry[str], job: int, user: int) -> int | None:
+    def _count_jobs(self, user: int, uid: int) -> Iterator[None]:
+        """Count what was staged for each job of a user."""
+        for name in _names(user):
+            yield
+            jobid = name.rpartition("-")[2]
+            if name.startswith(".") or not (jobid.isascii() and jobid.isdigit()):
+                continue
+            with suppress(OSError), self._held(name, user) as (folder, _):
+                for data in _names(folder):
+                    size = None if data.startswith(".") else self._staged_bytes(data, folder, user)
+                    if size is None:
+                        yield from self._count(data, folder, 3, (uid, jobid))
+                    else:
+                        yield
+                        self.bytes[uid, jobid] += min(size, self._size)
+
+    def _staged_bytes(self, name: str, job: int, user: int) -> int | None:
         """Return the size of published data; None of what is none, or not published yet."""
-        name = entry.name
-        if name.startswith("."):
+        try:
+            target = os.readlink(name, dir_fd=job).split("/")
+        except OSError:
+            return self._manifest_bytes(f".{name}.manifest", job)
+        if len(target) != 4 or target[:2] != ["..", ".cache"]:  # noqa: PLR2004
             return None
-        if entry.is_symlink():
-            try:
-                target = os.readlink(name, dir_fd=job)
-            except OSError:
-                return 0
-            if not target.startswith(_CACHED) or target.count("/") + 1 != _CACHED_DEPTH:
-                return 0
-            amount = self._cached_bytes(target.split("/")[2], user)
-        else:
-            amount = self._manifest_bytes(f".{name}.manifest", job)
-        return None if amount is None else min(amount, self._size)
-
-    def _cached_bytes(self, key: str, user: int) -> int | None:
-        """Return the size of a cached dataset in the directory of a user."""
-        if key in {"", ".", ".."}:
+        try:
+            with (
+                self._held(".cache", user) as (cache, _),
+                self._held(target[2], cache) as (data, _),
+            ):
+                return self._manifest_bytes(".data.manifest", data)
+        except OSError:
             return None
-        folder = user
-        with contextlib.ExitStack() as opened:
-            for name in (".cache", key):
-                seen = self._look(name, folder)
-                if seen is None or seen.fd < 0:
-                    return None
-                folder = seen.fd
-                opened.callback(os.close, folder)
-            return self._manifest_bytes(".data.manifest", folder)
 
     def _manifest_bytes(self, name: str, parent: int) -> int | None:
         """Return the size in a manifest's first line; None where there is none."""
-        if not self._hold(name, parent):
-            return None
         try:
-            if not stat.S_ISREG(os.fstat(self._held.fd).st_mode):
-                return None
-            fd = self._held.file()
-            try:
-                line = os.read(fd, _MANIFEST_BYTES).partition(b"\n")[0]
-            finally:
-                os.close(fd)
-        except OSError:
+            with self._held(name, parent) as (fd, info):
+                if not stat.S_ISREG(info.st_mode):
+                    return None
+                with open(f"/proc/self/fd/{fd}", "rb") as stream:
+                    size = json.loads(stream.readline(_MANIFEST_BYTES))["bytes"]
+        except (OSError, ValueError, KeyError, TypeError, RecursionError):
             return None
-        with contextlib.suppress(ValueError, RecursionError):
-            told = json.loads(line)
-            amount = told.get("bytes") if isinstance(told, dict) else None
-            if type(amount) is int and amount >= 0:
-                return amount
-        return None
+        return size if type(size) is int and size >= 0 else None
 
-    def _other(self, seen: _Seen, depth: int) -> Iterator[None]:
-        """Add what no job staged to its user's."""
-        mine = self.found.of_user
-        uid = seen.told.st_uid
-        mine[uid] = mine.get(uid, 0) + _share(seen.told)
-        if seen.fd < 0:
-            return
-        for entry in _entries(seen.fd):
-            yield
-            inner = self._look(entry.name, seen.fd, depth + 1)
-            if inner is not None:
-                yield from self._other(inner, depth + 1)
+    @contextmanager
+    def _held(self, name: str, parent: int) -> Iterator[tuple[int, os.stat_result]]:
+        """Give a descriptor (O_PATH) and the inode of what lies at a name on our mount.
 
-    def _tree(self, name: str, parent: int, depth: int) -> Generator[None, None, int]:
-        """Return the size of a file, or of all that a directory holds."""
-        seen = self._look(name, parent, depth)
-        if seen is None:
-            return 0
-        size = _share(seen.told)
-        if seen.fd >= 0:
-            for entry in _entries(seen.fd):
-                yield
-                size += yield from self._tree(entry.name, seen.fd, depth + 1)
-        return size
-
-    def _look(self, name: str, parent: int, depth: int = 1) -> _Seen | None:
-        """Return what an entry is, unless it is another file system, or gone.
-
-        A directory that is not too deep is open then, for the caller to close.
+        Raises:
+            OSError: nothing does, it is not for us, or another file system.
         """
-        if not self._hold(name, parent):
-            return None
+        fd = os.open(name, _HELD, dir_fd=parent)
         try:
-            told = os.fstat(self._held.fd)
-        except OSError:
-            return None
-        fd = -1
-        if stat.S_ISDIR(told.st_mode) and depth < _MAX_DEPTH:
-            with contextlib.suppress(OSError):  # not for us
-                fd = self._held.directory()
-        return _Seen(told, fd)
+            if _mount_of(fd) != self._mount:
+                raise OSError(errno.EXDEV, "is another file system")
+            yield fd, os.fstat(fd)
+        finally:
+            os.close(fd)
 
-    def _hold(self, name: str, parent: int) -> bool:
-        """Hold what lies there; False where nothing does, or another file system."""
+
+def _mount_of(fd: int) -> bytes:
+    """Return the number of the mount that a descriptor is on."""
+    with open(f"/proc/self/fdinfo/{fd}", "rb", buffering=0) as stream:
+        return stream.read(512).partition(b"mnt_id:")[2].partition(b"\n")[0]
+
+
+def _names(directory: int) -> Iterator[str]:
+    """Yield the names in a directory; none where it cannot be read."""
+    with suppress(OSError):
+        # "." stays below what may be mounted there by now.
+        fd = os.open(".", os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC, dir_fd=directory)
         try:
-            self._held.hold(name, parent)
-            return self._held.mount() == self._mount
-        except OSError:
-            return False
-
-
-def _entries(fd: int) -> Iterator[os.DirEntry[str]]:
-    """Yield a directory's entries, and close it; none where it cannot be read."""
-    try:
-        with os.scandir(fd) as entries:
-            yield from entries
-    except OSError:
-        return
-    finally:
-        os.close(fd)
-
-
-def _share(told: os.stat_result) -> int:
-    """Return the bytes of a file that one of its names stands for."""
-    taken = told.st_blocks * _BLOCK_BYTES
-    return taken if stat.S_ISDIR(told.st_mode) else taken // max(1, told.st_nlink)
+            entries = os.scandir(fd)
+        finally:
+            os.close(fd)
+        with entries:
+            yield from (entry.name for entry in entries)
