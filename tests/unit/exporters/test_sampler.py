@@ -12,10 +12,10 @@ import pytest
 from hpml_exporters.core import sampler as sampler_module
 from hpml_exporters.core import slot as slot_module
 from hpml_exporters.core.collector import DriverLostError, NotHereError
-from hpml_exporters.metric import Family, MetricSpec, Sample
 from hpml_exporters.core.sampler import Sampler, next_due
 from hpml_exporters.core.slot import Pauses, Slot, Source, checked
 from hpml_exporters.core.snapshot import Snapshot
+from hpml_exporters.metric import Family, MetricSpec, Sample
 
 from tests.patience import eventually
 from tests.unit.exporters.collecting import Probe, Turned, family, figures

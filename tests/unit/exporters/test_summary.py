@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from hpml_exporters.catalogue import ALL
 from hpml_exporters.jobs.board import JobFacts
 from hpml_exporters.metric import Family, MetricSpec, Sample
-from hpml_exporters.catalogue import ALL
 from hpml_exporters.options import NodeOptions
 from hpml_exporters.summary import GPU_METRICS, JOB_LEVELS, JOB_METRICS, TRAIN_METRICS, Summary
 

@@ -11,10 +11,9 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import pytest
-from hpml_exporters.jobs.board import JobFacts
 from hpml_exporters.core.collector import NotHereError
-from hpml_exporters.node import held
-from hpml_exporters.node import shm
+from hpml_exporters.jobs.board import JobFacts
+from hpml_exporters.node import held, shm
 from hpml_exporters.node.shm import make
 
 from hpml_orchestrator.staging import CopyStager, StageRequest
