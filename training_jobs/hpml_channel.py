@@ -46,6 +46,7 @@ CLOSE_WAIT_SECONDS = 0.5
 UNSENT_EVENTS = 64
 STEP_BOUNDS_SECONDS = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 60.0)
 MOST_STEPS = 1_000_000_000  # in one count; more is a mistake, and no histogram
+MOST_AMOUNT = 1e18  # in one count of anything; NaN and infinity are no amounts either
 
 
 class Channel:
@@ -61,7 +62,7 @@ class Channel:
     Attributes:
         sent: datagrams handed to the socket.
         dropped: datagrams that were lost: reader gone or too slow, too long, no JSON; and
-            counts that are no numbers.
+            counts that are negative, NaN or no numbers.
     """
 
     def __init__(
@@ -136,15 +137,14 @@ class Channel:
         """
         if self._socket is None:
             return
-        try:
-            for name, increment in increments.items():
-                total = name + "_total"
-                self._totals[total] = self._totals.get(total, 0) + increment
-            steps, seconds = increments.get("steps", 0), increments.get("step_seconds", -1.0)
-            if 0 < steps < MOST_STEPS and seconds >= 0:
-                self._buckets[bisect_left(STEP_BOUNDS_SECONDS, seconds / steps)] += int(steps)
-        except Exception:  # noqa: BLE001 - what is no number is no reason to end a training
-            self.dropped += 1
+        amounts = {name: value for name, value in increments.items() if _is_amount(value)}
+        self.dropped += len(increments) - len(amounts)
+        for name, amount in amounts.items():
+            total = name + "_total"
+            self._totals[total] = self._totals.get(total, 0) + amount
+        steps, seconds = amounts.get("steps", 0), amounts.get("step_seconds")
+        if 0 < steps < MOST_STEPS and seconds is not None:
+            self._buckets[bisect_left(STEP_BOUNDS_SECONDS, seconds / steps)] += int(steps)
         self._counted_at, self._news = time.time(), True
         now = time.monotonic()
         if self._first or now >= self._step_due:
@@ -274,6 +274,14 @@ def _plain(value: Any) -> Any:
     """Return what JSON can hold of a tensor, a NumPy scalar or anything else."""
     item = getattr(value, "item", None)
     return item() if callable(item) else str(value)
+
+
+def _is_amount(value: Any) -> bool:
+    """Return whether a counter can grow by a value; what cannot is no reason to end a training."""
+    try:
+        return bool(0 <= value < MOST_AMOUNT)
+    except Exception:  # noqa: BLE001 - a value of the user's own type may raise anything
+        return False
 
 
 def _env_int(name: str, default: int) -> int:

@@ -1,4 +1,4 @@
-r"""What the ranks of this node report, handed on to exporters: of this job, and of the whole node.
+"""What the ranks of this node report, handed on to exporters: of this job, and of the whole node.
 
 The agent keeps each rank's counters, summed over the processes that have been that rank (torchrun
 starts ranks again), and sends all of them once a second when some are new, and every ten seconds
@@ -6,22 +6,12 @@ at least, so that an exporter which starts again knows everything soon. Nothing 
 exporter: what its queue has no room for is left out, and the next message holds it too.
 
 An exporter is reached by a socket that it inherited from the agent, or by `{run}/exporter.sock`
-(SOCK_SEQPACKET: every agent has a queue of its own there). One message, of at most 32 KiB:
-
-    hpml-feed 1 <part>\n
-    {"pid": 4242, "binding": [7, 1] or null, "ranks": [
-        {"r": 0, "age": 0.4, "t": [samples, steps, data wait s, steps s, communication s],
-         "b": [steps by duration, 11 numbers] or null, "m": method of communication or null,
-         "g": {"loss": 0.1, "accuracy": 0.97, "mfu": 0.41}}, ...]}
-
-A rank always travels in the same part; each part is complete. `binding` counts ranks that are bound
-as planned, and others.
+(SOCK_SEQPACKET: every agent has a queue of its own there). Messages are those of `records/feed.py`.
 """
 
 from __future__ import annotations
 
 import errno
-import json
 import math
 import os
 import socket
@@ -29,6 +19,8 @@ import struct
 import threading
 import time
 from typing import TYPE_CHECKING, Any
+
+from hpml_orchestrator.records.feed import BUCKETS, COUNTERS, GAUGES, RankFigures, encode, is_number
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -38,21 +30,11 @@ __all__ = ["EXPORTER_SOCKET", "Feed", "exporter_sockets"]
 EXPORTER_SOCKET = "/run/hpml/exporter.sock"
 _VARIABLE = "HPML_EXPORTER_SOCKET"
 
-_COUNTERS = (
-    "samples_total",
-    "steps_total",
-    "data_wait_seconds_total",
-    "step_seconds_total",
-    "comm_seconds_total",
-)
-_GAUGES = ("loss", "accuracy", "mfu")
-_BUCKETS = 11  # of the durations of steps, see hpml_channel.py
+_PROGRESS = 2  # samples and steps, the first counters
 _EVERY_SECONDS = 1.0
 _BEAT_SECONDS = 10.0
 _LOOK_SECONDS = 10.0
-_RANKS_PER_PART = 40  # of at most 800 bytes: a part stays under 32 KiB
 _METHOD_CHARACTERS = 64
-_HIGHEST = 1e18
 _CONNECT_TIMEOUT = struct.pack("@ll", 0, 200_000)  # a timeval: seconds and microseconds
 _FULL = (errno.EAGAIN, errno.ENOBUFS, errno.EMSGSIZE, errno.EINTR)
 
@@ -72,31 +54,31 @@ class _Rank:
 
     def __init__(self) -> None:
         self.processes: dict[int, list[float]] = {}
-        self.ended = [0.0] * (len(_COUNTERS) + _BUCKETS)  # of processes whose pid came again
+        self.ended = [0.0] * (len(COUNTERS) + BUCKETS)  # of channels that began anew
         self.has_buckets = False
         self.gauges: dict[str, float] = {}
-        self.method: str | None = None
+        self.method = ""
         self.heard = 0.0
 
     def take(self, pid: int, values: list[float | None]) -> None:
-        """Note the values of a process, None where it reports none."""
-        before = self.processes.get(pid, [0.0] * len(values))
-        now = [old if new is None else new for new, old in zip(values, before)]
-        if any(new < old for new, old in zip(now, before)):  # another process of the same pid
-            self.ended = [sum(pair) for pair in zip(self.ended, before)]
-        self.processes[pid] = now
+        """Note the values of a process, None where it reports none.
 
-    def message(self, rank: int, now: float) -> dict[str, Any]:
+        One that falls keeps its value, unless the process begins anew, with another channel.
+        """
+        before = self.processes.get(pid, [0.0] * len(values))
+        progress = [(old, new) for old, new in zip(before, values[:_PROGRESS]) if old]
+        if progress and all(new is not None and new < old for old, new in progress):
+            self.ended = [sum(pair) for pair in zip(self.ended, before)]
+            before = [0.0] * len(values)
+        self.processes[pid] = [max(old, new or 0.0) for new, old in zip(values, before)]
+
+    def figures(self, rank: int, now: float) -> RankFigures:
+        """Return its sums over all processes."""
         sums = [sum(column) for column in zip(self.ended, *self.processes.values())]
-        counters, buckets = sums[: len(_COUNTERS)], sums[len(_COUNTERS) :]
-        return {
-            "r": rank,
-            "age": round(max(0.0, now - self.heard), 3),
-            "t": [round(total, 6) for total in counters],
-            "b": [int(count) for count in buckets] if self.has_buckets else None,
-            "m": self.method,
-            "g": self.gauges,
-        }
+        buckets = tuple(map(int, sums[len(COUNTERS) :])) if self.has_buckets else None
+        totals = tuple(sums[: len(COUNTERS)])
+        age = max(0.0, now - self.heard)
+        return RankFigures(rank, age, totals, buckets, self.method, self.gauges)
 
 
 class Feed:
@@ -149,14 +131,15 @@ class Feed:
         """
         with self._lock:
             state = self._ranks.setdefault(rank, _Rank())
-            counts: list[float | None] = [None] * _BUCKETS
+            counts: list[float | None] = [None] * BUCKETS
             if isinstance(buckets, dict) and buckets:
                 state.has_buckets = True
-                counts = [_amount(buckets.get(str(place))) or 0.0 for place in range(_BUCKETS)]
-            state.take(pid, [*(_amount(data.get(name)) for name in _COUNTERS), *counts])
-            state.gauges = {name: data[name] for name in _GAUGES if _is_number(data.get(name))}
+                counts = [_amount(buckets.get(str(place))) or 0.0 for place in range(BUCKETS)]
+            totals = [_amount(data.get(f"{name}_total")) for name in COUNTERS]
+            state.take(pid, [*totals, *counts])
+            state.gauges = {name: data[name] for name in GAUGES if is_number(data.get(name))}
             method = data.get("comm_method")
-            state.method = method[:_METHOD_CHARACTERS] if isinstance(method, str) else None
+            state.method = method[:_METHOD_CHARACTERS] if isinstance(method, str) else ""
             state.heard = self._clock()
             self._news = True
 
@@ -223,29 +206,15 @@ class Feed:
         return True
 
     def _messages(self, now: float) -> list[bytes]:
-        ranks = [state.message(rank, now) for rank, state in self._ranks.items()]
+        ranks = [state.figures(rank, now) for rank, state in self._ranks.items()]
         if not ranks and self._binding is None:
             return []
-        messages = []
-        for part, first in enumerate(range(0, max(1, len(ranks)), _RANKS_PER_PART)):
-            content = {
-                "pid": os.getpid(),
-                "binding": self._binding,
-                "ranks": ranks[first : first + _RANKS_PER_PART],
-            }
-            text = json.dumps(content, separators=(",", ":"), allow_nan=False)
-            messages.append(f"hpml-feed 1 {part}\n{text}".encode("ascii"))
-        return messages
+        return encode(os.getpid(), self._binding, ranks)
 
 
 def _amount(value: Any) -> float | None:
     """Return a counter; None where it is not reported, or is none."""
-    return float(value) if _is_number(value) and value >= 0 else None
-
-
-def _is_number(value: Any) -> bool:
-    # Below the limit it is not infinite, and not NaN either.
-    return type(value) in {int, float} and abs(value) < _HIGHEST
+    return float(value) if is_number(value) and value >= 0 else None
 
 
 def _connect(path: str) -> socket.socket | None:

@@ -36,6 +36,8 @@ if TYPE_CHECKING:
 __all__ = ["Monitor", "Timing", "allocated_gpus", "free_cpus", "job_facts", "target_address"]
 
 _NICE = 10
+_OF_THE_NODE = ("disks", "infiniband", "nfs", "lustre")
+"""Collectors of what all jobs of the node share: two jobs would both claim it."""
 _TLS = re.compile(r"^[^#]*\btls_server_config\b", re.MULTILINE)
 
 
@@ -206,7 +208,7 @@ class Monitor:
             "listen": listen,
             "any_port": True,  # other jobs of this node may want the same one
             "web_config": self.options.web_config,
-            "without": ["gpu"] if self._facts["gpus"] == [] else [],
+            "without": [*_OF_THE_NODE, *(["gpu"] if self._facts["gpus"] == [] else [])],
             "gpu_interval": interval,
             "job_interval": 5 * interval,
             "process_interval": 5 * interval,  # one job has few
@@ -284,13 +286,18 @@ def job_facts(
         gpus: names of the job's GPUs on this node; None where they are unknown.
     """
     uid = environment.get("SLURM_JOB_UID", "")
+    start = environment.get("SLURM_JOB_START_TIME", "")
     return {
         "jobid": environment.get("SLURM_JOB_ID", ""),
         "uid": int(uid) if uid.isdecimal() else os.getuid(),
         "user": environment.get("SLURM_JOB_USER") or environment.get("USER", ""),
         "account": environment.get("SLURM_JOB_ACCOUNT", ""),
         "partition": environment.get("SLURM_JOB_PARTITION", ""),
+        "qos": environment.get("SLURM_JOB_QOS", ""),
         "name": environment.get("SLURM_JOB_NAME", ""),
+        "array_job": environment.get("SLURM_ARRAY_JOB_ID", ""),
+        "array_task": environment.get("SLURM_ARRAY_TASK_ID", ""),
+        "start": int(start) if start.isdecimal() else 0,
         "gpus": gpus,
         "run": run,
         "sweep": environment.get("HPML_SWEEP", ""),

@@ -28,6 +28,14 @@ string() {
     printf '"%s"' "$value"
 }
 
+# Prints a number as JSON; what is none is the second argument.
+number() {
+    case $1 in
+    '' | *[!0-9]* | ???????????*) printf '%s' "$2" ;;
+    *) printf '%s' "$1" ;;
+    esac
+}
+
 # Prints the name of the GPU at a position of Slurm's list, as /etc/hpml/gpus says.
 gpu_at() {
     [ -r "$GPUS" ] || { printf '%s' "$1"; return 0; }
@@ -69,10 +77,6 @@ job=${SLURM_JOB_ID-}
 case $job in
 '' | *[!0-9]* | ???????????*) exit 0 ;;
 esac
-uid=${SLURM_JOB_UID-}
-case $uid in
-'' | *[!0-9]* | ???????????*) uid=-1 ;;
-esac
 
 umask 022
 [ -d "$RUN/jobs" ] || mkdir -p "$RUN/jobs" || exit 0
@@ -83,11 +87,16 @@ draft=$RUN/jobs/.$job.$$
 rm -f "$draft"
 set -C # never write through what lies there
 if {
-    printf '{"schema_version": 1, "jobid": "%s", "uid": %s, "user": ' "$job" "$uid" &&
-        string "${SLURM_JOB_USER-}" &&
+    printf '{"schema_version": 1, "jobid": "%s", "uid": ' "$job" &&
+        number "${SLURM_JOB_UID-}" -1 &&
+        printf ', "user": ' && string "${SLURM_JOB_USER-}" &&
         printf ', "account": ' && string "${SLURM_JOB_ACCOUNT-}" &&
         printf ', "partition": ' && string "${SLURM_JOB_PARTITION-}" &&
+        printf ', "qos": ' && string "${SLURM_JOB_QOS-}" &&
         printf ', "name": ' && string "${SLURM_JOB_NAME-}" &&
+        printf ', "array_job": ' && string "${SLURM_ARRAY_JOB_ID-}" &&
+        printf ', "array_task": ' && string "${SLURM_ARRAY_TASK_ID-}" &&
+        printf ', "start": ' && number "${SLURM_JOB_START_TIME-}" "$(date +%s)" &&
         printf ', "gpus": ' && gpus &&
         printf '}\n'
 } >"$draft" && mv -fT "$draft" "$RUN/jobs/$job.json"; then

@@ -177,10 +177,12 @@ def test_without_a_reader_nothing_is_raised(monkeypatch: pytest.MonkeyPatch, nam
         {"steps": 1, "step_seconds": None},
         {"steps": 10**400, "samples": 1.5},
         {"steps": float("nan"), "step_seconds": float("inf")},
+        {"data_wait_seconds": float("nan")},
+        {"data_wait_seconds": -1.0},
     ],
 )
 def test_a_count_that_is_no_number_ends_no_training(counts: dict[str, object]) -> None:
-    """It is left out, and what comes after it counts."""
+    """It is left out, and what comes after it counts, of the same counters too."""
     name = f"hpml-test-{uuid.uuid4().hex}"
     with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as listener:
         listener.bind("\0" + name)

@@ -1,26 +1,38 @@
-"""The jobs of this node as one immutable view, and the holder that all collectors look at."""
+"""The jobs of this node as one immutable view, and the board where all collectors look it up."""
 
 from __future__ import annotations
 
 import threading
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from types import MappingProxyType
 from typing import Any
 
 __all__ = ["JobFacts", "JobSeen", "Jobs", "JobsBoard", "facts_of"]
 
+_LONGEST_TEXT = 256
+
 
 @dataclass(frozen=True)
 class JobFacts:
-    """What the prolog's map, or the node agent for its own job, says of a job.
+    """What the prolog's map, the job's environment or its node agent says of a job.
+
+    An unknown text is empty and an unknown number is 0, unless the field says otherwise.
 
     Attributes:
         jobid: Slurm's number of the job (of an array task: its own, not the array's).
         uid: numeric user, -1 unknown.
-        user: name of the user, empty unknown; so are the next three.
+        user: name of the user.
+        account: Slurm's account.
+        partition: Slurm's partition.
+        qos: quality of service.
+        name: name of the job.
+        array_job: job id of the array, empty for other jobs.
+        array_task: index in the array, empty for other jobs.
+        start: when the job started, seconds since the epoch.
+        ranks: world size.
         gpus: allocated GPUs as they were named: minor numbers ("0"), UUIDs ("GPU-…", "MIG-…") or
-            PCI addresses; None: not known, an empty tuple: the job has none.
+            PCI addresses; None: unknown, an empty tuple: the job has none.
         run: hpml's run identifier, empty for others' jobs.
         sweep: name of the sweep the run belongs to, empty for none.
         point: the sweep's point, empty for none.
@@ -31,7 +43,12 @@ class JobFacts:
     user: str = ""
     account: str = ""
     partition: str = ""
+    qos: str = ""
     name: str = ""
+    array_job: str = ""
+    array_task: str = ""
+    start: int = 0
+    ranks: int = 0
     gpus: tuple[str, ...] | None = None
     run: str = ""
     sweep: str = ""
@@ -44,19 +61,17 @@ class JobSeen:
 
     Attributes:
         facts: who and what, as far as known.
-        groups: directories of its control groups, one per controller in version 1
-            (`{"memory": …, "cpuacct": …}`), one under `""` in version 2; empty without.
+        groups: its control groups, a mapping per slurmd of this machine that has the job: one
+            directory per controller in version 1 (`{"memory": …, "cpuacct": …}`), one under `""`
+            in version 2; empty without control groups.
         steps: process ids by step: "batch", "extern", "0", …
         pids: process ids of all steps.
-        whose: tells apart jobs of one number that follow each other, as local ones of two
-            directories of records; empty in control groups, where a number is Slurm's.
     """
 
     facts: JobFacts
-    groups: Mapping[str, str] = field(default_factory=dict)
+    groups: tuple[Mapping[str, str], ...] = ()
     steps: Mapping[str, frozenset[int]] = field(default_factory=dict)
     pids: frozenset[int] = frozenset()
-    whose: str = ""
 
 
 class Jobs:
@@ -76,9 +91,9 @@ class Jobs:
 
 
 class JobsBoard:
-    """The latest view; one collector posts, all others look.
+    """The latest view of the jobs. One collector posts it, all others read it.
 
-    A view is never changed, only replaced, so that looking takes no lock.
+    A view is never changed, only replaced, so reading takes no lock.
     """
 
     def __init__(self) -> None:
@@ -101,24 +116,21 @@ class JobsBoard:
 
 
 def facts_of(data: Mapping[str, Any]) -> JobFacts:
-    """Return the facts in a parsed JSON object, with what is wrong or unknown left out.
+    """Return the facts in a parsed JSON object; fields of the wrong type count as unknown.
 
     Raises:
         ValueError: it names no job.
     """
     jobid = str(data.get("jobid", ""))
     if not jobid.isascii() or not jobid.isdigit():
-        raise ValueError("jobid: a number is wanted")
-    texts = {
-        name: str(data[name])[:256]
-        for name in ("user", "account", "partition", "name", "run", "sweep", "point")
-        if isinstance(data.get(name), str)
-    }
-    uid = data.get("uid", -1)
-    gpus = data.get("gpus")
-    return JobFacts(
-        jobid=jobid,
-        uid=uid if isinstance(uid, int) and not isinstance(uid, bool) else -1,
-        gpus=tuple(map(str, gpus)) if isinstance(gpus, list) else None,
-        **texts,
-    )
+        raise ValueError("jobid: must be a number")
+    known: dict[str, Any] = {}
+    for one in fields(JobFacts):
+        value = data.get(one.name)
+        if one.name == "gpus" and isinstance(value, list):
+            known["gpus"] = tuple(map(str, value))
+        elif isinstance(one.default, str) and isinstance(value, str):
+            known[one.name] = value[:_LONGEST_TEXT]
+        elif type(value) is type(one.default):
+            known[one.name] = value
+    return JobFacts(jobid, **known)

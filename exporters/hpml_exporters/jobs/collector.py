@@ -2,32 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Sequence
 
 from prometheus_client.core import Metric
 
 from hpml_exporters.core.metric import MetricSpec, Row, families
 from hpml_exporters.jobs import metrics
-from hpml_exporters.jobs.board import JobFacts
+from hpml_exporters.jobs.board import JobFacts, JobSeen
 from hpml_exporters.jobs.finder import JobFinder
-from hpml_exporters.jobs.raw import Kept
-from hpml_exporters.jobs.usage import Usage, UsageReader
+from hpml_exporters.jobs.procfs import OpenFiles
+from hpml_exporters.jobs.usage import Usage, read_usage
 from hpml_exporters.options import Context
 
 __all__ = ["JobsCollector", "make"]
 
-_SPECS = (
-    metrics.INFO,
-    metrics.RUN,
-    metrics.CPUS,
-    metrics.CPU_SECONDS,
-    metrics.MEMORY,
-    metrics.MEMORY_LIMIT,
-    metrics.MEMORY_PEAK,
-    metrics.OOM_EVENTS,
-    metrics.PRESSURE,
-    metrics.PROCESSES,
-)
+Rows = dict[MetricSpec, list[Row]]
+Counters = dict[tuple[str, str, str], float]
 
 
 class JobsCollector:
@@ -38,14 +28,21 @@ class JobsCollector:
     """
 
     name = "jobs"
-    specs: Sequence[MetricSpec] = _SPECS
+    specs: Sequence[MetricSpec] = metrics.GROUP_SPECS
 
     def __init__(self, context: Context) -> None:
         self.interval = context.options.job_interval
+        self._cluster = context.options.cluster
         self._board = context.jobs
         self._finder = JobFinder(context.options)
-        self._counted: dict[str, _Counted] = {}
-        self._files = Kept()
+        self._groups: dict[str, set[str]] = {}
+        self._counters: dict[str, Counters] = {}
+        self._files = OpenFiles()
+
+    @property
+    def open_files(self) -> int:
+        """How many files of control groups are kept open."""
+        return len(self._files)
 
     def sample(self, now: float) -> list[Metric]:
         """Look for jobs, post them, and read their groups.
@@ -55,55 +52,39 @@ class JobsCollector:
         """
         jobs = self._finder.look(now)
         self._board.post(jobs)
-        rows: dict[MetricSpec, list[Row]] = {spec: [] for spec in _SPECS}
+        rows: Rows = {spec: [] for spec in self.specs}
         for jobid, seen in jobs.by_id.items():
-            _identity(rows, seen.facts)
-            rows[metrics.PROCESSES].append(((jobid,), len(seen.pids)))
-            counted = self._counted.get(jobid)
-            if counted is None:
-                counted = self._counted[jobid] = _Counted(UsageReader(self._files))
-            read = counted.read(self._finder.groups(jobid))
-            _figures(rows, jobid, list(read.values()), counted.add(read))
-        for jobid in self._counted.keys() - jobs.by_id.keys():
-            self._counted.pop(jobid).read(())
+            label = (self._cluster, jobid)
+            _identify(rows, label, seen.facts)
+            rows[metrics.PROCESSES].append((label, len(seen.pids)))
+            self._close_gone(jobid, seen)
+            _measure(rows, label, *self._usage(jobid, seen))
+        for jobid in self._groups.keys() - jobs.by_id.keys():
+            self._close_gone(jobid)
+            self._counters.pop(jobid, None)
         return families(rows)
 
     def close(self) -> None:
         """Close the files that were kept open."""
         self._files.close()
 
+    def _close_gone(self, jobid: str, seen: JobSeen | None = None) -> None:
+        """Close the files of a job's groups that are gone; of all of them without the job."""
+        now = {path for groups in seen.groups for path in groups.values()} if seen else set()
+        for path in self._groups.pop(jobid, set()) - now:
+            self._files.forget(path)
+        if seen:
+            self._groups[jobid] = now
 
-class _Counted:
-    """Counters of a job, whose groups (one per slurmd of this machine) may end one by one."""
-
-    def __init__(self, reader: UsageReader) -> None:
-        self._reader = reader
-        self._groups: dict[str, Mapping[str, str]] = {}
-        self._ended: dict[tuple[str, str], float] = {}
-        self._last: dict[str, dict[tuple[str, str], float]] = {}
-
-    def read(self, groups: Iterable[Mapping[str, str]]) -> dict[str, Usage]:
-        """Return what each of the job's groups counted, by its directory; forget the others."""
-        now = {min(one.values()): one for one in groups}
-        for path in self._groups.keys() - now.keys():
-            self._reader.forget(self._groups[path])
-        self._groups = now
-        return {path: self._reader.usage(one) for path, one in now.items()}
-
-    def add(self, read: Mapping[str, Usage]) -> dict[tuple[str, str], float]:
-        """Return the counters by what they count and its label, groups that ended included."""
-        now = {path: _counters(usage) for path, usage in read.items()}
-        for path in self._last.keys() - now.keys():
-            _sum_into(self._ended, self._last[path])
-        for path, before in self._last.items():
-            # Read while it was being removed: what was seen last still holds.
-            for key, value in before.items() if path in now else ():
-                now[path][key] = max(value, now[path].get(key, 0.0))
-        self._last = now
-        total = dict(self._ended)
-        for counters in now.values():
-            _sum_into(total, counters)
-        return total
+    def _usage(self, jobid: str, seen: JobSeen) -> tuple[list[Usage], Counters]:
+        """Return what each slurmd's groups of a job show now, and all that they ever counted."""
+        usages = [read_usage(groups, self._files) for groups in seen.groups]
+        counters = self._counters.setdefault(jobid, {})
+        for usage in usages:
+            for key, value in usage.counters.items():
+                # A group that is being removed may show less than before.
+                counters[key] = max(value, counters.get(key, 0.0))
+        return usages, counters
 
 
 def make(context: Context) -> JobsCollector:
@@ -111,49 +92,35 @@ def make(context: Context) -> JobsCollector:
     return JobsCollector(context)
 
 
-def _counters(usage: Usage) -> dict[tuple[str, str], float]:
-    found = {("cpu", mode): seconds for mode, seconds in usage.cpu_seconds.items()}
-    found |= {("pressure", resource): value for resource, value in usage.pressure.items()}
-    found |= {("oom", path): float(kills) for path, kills in usage.oom_kills.items()}
-    return found
-
-
-def _sum_into(total: dict[tuple[str, str], float], more: Mapping[tuple[str, str], float]) -> None:
-    for key, value in more.items():
-        total[key] = total.get(key, 0.0) + value
-
-
-def _identity(rows: dict[MetricSpec, list[Row]], facts: JobFacts) -> None:
-    who = (facts.jobid, facts.user, facts.account, facts.partition, facts.name)
-    rows[metrics.INFO].append((who, 1.0))
+def _identify(rows: Rows, label: Sequence[str], facts: JobFacts) -> None:
+    """Add who the job is."""
+    names = metrics.INFO.labels[2:]
+    rows[metrics.INFO].append(((*label, *(getattr(facts, name) for name in names)), 1.0))
     if facts.run:
-        run = (facts.jobid, facts.run, facts.sweep, facts.point)
-        rows[metrics.RUN].append((run, 1.0))
+        rows[metrics.RUN].append(((*label, facts.run, facts.sweep, facts.point), 1.0))
+    for spec, value in ((metrics.START, facts.start), (metrics.RANKS, facts.ranks)):
+        if value:
+            rows[spec].append((label, value))
 
 
-def _figures(
-    rows: dict[MetricSpec, list[Row]],
-    jobid: str,
-    read: list[Usage],
-    counters: Mapping[tuple[str, str], float],
-) -> None:
-    by_kind = {"cpu": metrics.CPU_SECONDS, "pressure": metrics.PRESSURE}
-    for (kind, label), value in counters.items():
-        if kind in by_kind:
-            rows[by_kind[kind]].append(((jobid, label), value))
-    kills = [value for (kind, _), value in counters.items() if kind == "oom"]
-    if kills:
-        rows[metrics.OOM_EVENTS].append(((jobid,), sum(kills)))
+def _measure(rows: Rows, label: Sequence[str], usages: list[Usage], counters: Counters) -> None:
+    """Add what the job's groups show; groups that ended count in the counters."""
+    totals: dict[tuple[str, str], float] = {}
+    for (_, what, mode), value in counters.items():
+        totals[what, mode] = totals.get((what, mode), 0.0) + value
+    for (what, mode), value in totals.items():
+        more = (mode,) if mode else ()
+        rows[metrics.OF_GROUPS[what]].append(((*label, *more), value))
     for kind in ("rss", "cache", "shmem"):
-        found = [usage.memory[kind] for usage in read if kind in usage.memory]
-        if found:
-            rows[metrics.MEMORY].append(((jobid, kind), sum(found)))
+        sizes = [usage.memory[kind] for usage in usages if kind in usage.memory]
+        if sizes:
+            rows[metrics.MEMORY].append(((*label, kind), sum(sizes)))
     for spec, values in (
-        (metrics.CPUS, [usage.cpus for usage in read]),
-        (metrics.MEMORY_LIMIT, [usage.limit for usage in read]),
-        # Peaks of two groups need not have been at the same time: one group only.
-        (metrics.MEMORY_PEAK, [usage.peak for usage in read] if len(read) == 1 else []),
+        (metrics.CPUS, [usage.cpus for usage in usages]),
+        (metrics.MEMORY_LIMIT, [usage.limit for usage in usages]),
+        # Peaks of two groups may have been at different times.
+        (metrics.MEMORY_PEAK, [usage.peak for usage in usages] if len(usages) == 1 else []),
     ):
         known = [value for value in values if value is not None]
-        if known and len(known) == len(read):
-            rows[spec].append(((jobid,), sum(known)))
+        if known and len(known) == len(usages):
+            rows[spec].append((label, sum(known)))

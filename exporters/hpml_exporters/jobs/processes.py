@@ -1,4 +1,4 @@
-"""I/O and threads of the jobs' processes, kept when they end; CPU time where no group counts it.
+"""I/O and threads of the jobs' processes; CPU time and memory where no control group counts them.
 
 The I/O controller of version 2 is no source here: Slurm enables cpuset, cpu and memory for its
 jobs and not io, so their io.stat is missing; and it would not know of network file systems.
@@ -8,81 +8,72 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
 
 from prometheus_client.core import Metric
 
 from hpml_exporters.core.metric import MetricSpec, Row, families
-from hpml_exporters.jobs import metrics, process, raw
-from hpml_exporters.jobs.board import JobsBoard, JobSeen
-from hpml_exporters.jobs.inherit import Inherited
-from hpml_exporters.jobs.process import Stat
-from hpml_exporters.jobs.shared import SharedPages
+from hpml_exporters.jobs import metrics, procfs
+from hpml_exporters.jobs.board import JobSeen
+from hpml_exporters.jobs.totals import ProcessTotals
 from hpml_exporters.jobs.usage import counts_cpu, counts_memory
 from hpml_exporters.options import Context
 
 __all__ = ["ProcessesCollector", "make"]
 
-_SPECS = (
-    metrics.IO_READ,
-    metrics.IO_WRITE,
-    metrics.IO_SYSCALL_READ,
-    metrics.IO_SYSCALL_WRITE,
-    metrics.THREADS,
-    metrics.UNREADABLE,
-    metrics.CPU_SECONDS,
-    metrics.MEMORY,
-)
 _IO_NAMES = (b"rchar:", b"wchar:", b"syscr:", b"syscw:", b"read_bytes:", b"write_bytes:")
 _IO = (metrics.IO_SYSCALL_READ, metrics.IO_SYSCALL_WRITE, metrics.IO_READ, metrics.IO_WRITE)
 _TICKS = os.sysconf("SC_CLK_TCK")
 _PAGE = os.sysconf("SC_PAGE_SIZE")
-_GRACE_SECONDS = 60.0  # a job that was missed once must not begin again at zero
-_BUDGET_SECONDS = 0.05  # of CPU time: some 3,000 processes
+_GRACE_SECONDS = 60.0  # a job whose groups were missed once must not begin again at zero
+_BUDGET_SECONDS = 0.05  # of CPU time per look: some 3,000 processes
 _AT_ONCE = 100  # processes between two looks at the clock, which is a system call
 _FIRST_WAIT_SECONDS = 5.0
-_STAT_LOOKS = 3  # its parent and its threads are read anew only now and then
+_STAT_LOOKS = 3  # after which parent and threads of a process are read again
+_LARGE = 8 << 20  # bytes; the pages of smaller processes are not worth a walk
+_WALK_SHARE = 0.005  # of a core
+_WALK_BURST_SECONDS = 0.5  # of CPU time, at first and after a rest
 
 
 @dataclass(slots=True)
 class _Process:
-    """What was seen of one process."""
+    """What was seen of one process.
 
-    start: int
-    parent: int
-    threads: int
-    rss: int | None
-    readable: bool
-    looked: float
+    Attributes:
+        stat: of one of the last looks.
+        looked: when it was looked at, monotonic seconds.
+        readable: whether its I/O may be read.
+        anonymous: bytes; None where the job's group counts memory.
+        own_share: part of them that counts for this process, see `_Pages`.
+        shared_at: when that was read; 0: never.
+    """
+
+    stat: procfs.Stat
+    looked: float = 0.0
+    readable: bool = True
+    anonymous: int | None = None
+    own_share: float = 1.0
+    shared_at: float = 0.0
 
 
 @dataclass
 class _Job:
     """What is kept of one job."""
 
-    whose: str = ""
     seen: float = 0.0
-    io: Inherited = field(default_factory=lambda: Inherited(len(_IO)))
-    cpu: Inherited = field(default_factory=lambda: Inherited(2))
+    io: ProcessTotals = field(default_factory=lambda: ProcessTotals(len(_IO)))
+    cpu: ProcessTotals = field(default_factory=lambda: ProcessTotals(2))
     processes: dict[int, _Process] = field(default_factory=dict)
-    ticks: bool = False  # CPU time is counted here, since no group does
-    pages: bool = False  # so is memory
+    has_cpu: bool = False  # no group counts CPU time
+    has_memory: bool = False  # no group counts memory
 
-
-class _Reading(NamedTuple):
-    """One process at one moment.
-
-    Attributes:
-        stat: None: as it was, for all that is of interest.
-        io: counters in the order of `_IO`; None: not for us.
-        rss: anonymous bytes; None where the job's group counts them.
-    """
-
-    stat: Stat | None
-    io: tuple[int, ...] | None
-    rss: int | None
+    def keep(self, pids: frozenset[int]) -> None:
+        """Note that all processes but these are gone."""
+        for pid in self.processes.keys() - pids:
+            del self.processes[pid]
+        self.io.keep(pids)
+        self.cpu.keep(pids)
 
 
 class ProcessesCollector:
@@ -90,20 +81,20 @@ class ProcessesCollector:
 
     Args:
         context: the exporter's.
-        budget: seconds of CPU time for one look; what is left over comes first the next time.
+        budget: CPU seconds for one look; what is left over comes first in the next one.
     """
 
     name = "processes"
-    specs: Sequence[MetricSpec] = _SPECS
+    specs: Sequence[MetricSpec] = metrics.PROCESS_SPECS
 
     def __init__(self, context: Context, budget: float = _BUDGET_SECONDS) -> None:
         self.interval = context.options.process_interval
+        self._cluster = context.options.cluster
         self._proc = context.options.roots.proc
-        self._board: JobsBoard = context.jobs
+        self._board = context.jobs
         self._budget = budget
-        self._shared = SharedPages(self._proc)
+        self._pages = _Pages(self._proc)
         self._jobs: dict[str, _Job] = {}
-        self._waited = False
         self._looks = 0
 
     def sample(self, now: float) -> list[Metric]:
@@ -112,73 +103,85 @@ class ProcessesCollector:
         Args:
             now: monotonic seconds.
         """
-        if not self._waited:
+        if not self._looks:
             self._board.wait(_FIRST_WAIT_SECONDS)
-            self._waited = True
+        self._looks += 1
         jobs = self._board.now.by_id
-        here = self._here()
+        here = procfs.process_ids(self._proc)
         for jobid, kept in list(self._jobs.items()):
-            self._forget_gone(kept, here)
-            if jobid not in jobs and now - kept.seen > _GRACE_SECONDS:
+            kept.keep(here)
+            # Without control groups the next job of this number may be another one.
+            grace = 0.0 if kept.has_cpu else _GRACE_SECONDS
+            if jobid not in jobs and now - kept.seen > grace:
                 del self._jobs[jobid]
         for jobid, seen in jobs.items():
-            if jobid not in self._jobs or self._jobs[jobid].whose != seen.whose:
-                self._jobs[jobid] = _Job(seen.whose)  # perhaps after another of that number
-            kept = self._jobs[jobid]
+            kept = self._jobs.setdefault(jobid, _Job())
             kept.seen = now
-            kept.ticks = not counts_cpu(seen.groups)
-            kept.pages = not counts_memory(seen.groups)
-        self._looks += 1
-        self._look(jobs, here, now)
-        rows: dict[MetricSpec, list[Row]] = {spec: [] for spec in _SPECS}
+            kept.has_cpu = not any(map(counts_cpu, seen.groups))
+            kept.has_memory = not any(map(counts_memory, seen.groups))
+        self._read(jobs, here, now)
+        rows: dict[MetricSpec, list[Row]] = {spec: [] for spec in self.specs}
         for jobid, seen in jobs.items():
-            _figures(rows, seen, self._jobs[jobid])
+            _measure(rows, (self._cluster, jobid), seen, self._jobs[jobid])
         return families(rows)
 
     def close(self) -> None:
         """Nothing is kept open."""
 
-    def _here(self) -> frozenset[int]:
-        return frozenset(int(name) for name in os.listdir(self._proc) if name.isdigit())
-
-    @staticmethod
-    def _forget_gone(kept: _Job, here: frozenset[int]) -> None:
-        gone = kept.processes.keys() - here
-        for pid in gone:
-            del kept.processes[pid]
-        kept.io.gone(*gone)
-        kept.cpu.gone(*gone)
-
-    def _look(self, jobs: Mapping[str, JobSeen], here: frozenset[int], now: float) -> None:
-        """Read, then add up: who is found gone must be known before its parent's growth counts."""
-        readings: list[tuple[str, int, _Reading | None]] = []
+    def _read(self, jobs: Mapping[str, JobSeen], here: frozenset[int], now: float) -> None:
+        """Read processes, then add them up: one that ended must be known before its parent."""
+        readings: list[tuple[_Job, int, procfs.Stat, tuple[int, ...] | None]] = []
+        ended: set[int] = set()
         end = time.thread_time() + self._budget
         for count, (jobid, pid) in enumerate(self._order(jobs, here)):
             if count % _AT_ONCE == _AT_ONCE - 1 and time.thread_time() > end:
                 break
-            readings.append((jobid, pid, self._read(pid, self._jobs[jobid], here)))
-        self._divide(readings, now)
-        ended = {pid for _, pid, reading in readings if reading is None}
-        for jobid in {jobid for jobid, _, reading in readings if reading is None}:
-            self._forget_gone(self._jobs[jobid], here - ended)
-        for jobid, pid, reading in readings:
-            if reading is not None:
-                self._add(self._jobs[jobid], pid, reading, now)
+            job = self._jobs[jobid]
+            try:
+                readings.append((job, pid, *self._read_one(job, pid, here, now)))
+            except ProcessLookupError:
+                ended.add(pid)
+        for job in self._jobs.values():
+            job.keep(here - ended)
+            self._pages.divide(job.processes, now)
+        for job, pid, stat, counts in readings:
+            if job.has_cpu:
+                job.cpu.seen(pid, stat.parent, stat.start, (stat.user, stat.system))
+            if counts is not None:
+                job.io.seen(pid, stat.parent, stat.start, counts)
 
-    def _divide(self, readings: list[tuple[str, int, _Reading | None]], now: float) -> None:
-        """Count memory that processes of a job share once."""
-        sizes: dict[str, dict[int, int]] = {}
-        for jobid, pid, reading in readings:
-            if reading is not None and reading.rss is not None:
-                sizes.setdefault(jobid, {})[pid] = reading.rss
-        self._shared.keep(pid for of_job in sizes.values() for pid in of_job)
-        parts = {jobid: self._shared.parts(of_job, now) for jobid, of_job in sizes.items()}
-        for place, (jobid, pid, reading) in enumerate(readings):
-            if reading is not None and reading.rss is not None:
-                readings[place] = (jobid, pid, reading._replace(rss=parts[jobid][pid]))
+    def _read_one(
+        self, job: _Job, pid: int, here: frozenset[int], now: float
+    ) -> tuple[procfs.Stat, tuple[int, ...] | None]:
+        """Return what a process shows, and its I/O if that may be read.
 
-    def _order(self, jobs: Mapping[str, JobSeen], here: frozenset[int]) -> list[tuple[str, int]]:
-        """Return what to read: the longest not looked at, and among those parents first.
+        Raises:
+            ProcessLookupError: it is gone.
+        """
+        known = job.processes.get(pid)
+        # One that lost its parent has got another, which may soon have its counts.
+        is_due = (pid + self._looks) % _STAT_LOOKS == 0
+        stat = known.stat if known else None
+        if stat is None or is_due or job.has_cpu or stat.parent not in here:
+            stat = procfs.stat(self._proc, pid)
+        if stat is None:
+            raise ProcessLookupError
+        try:
+            counts = _parse_io(procfs.read(f"{self._proc}/{pid}/io"))
+        except PermissionError:
+            counts = None
+        except OSError as error:
+            raise ProcessLookupError from error
+        if known is None or known.stat.start != stat.start:
+            known = job.processes[pid] = _Process(stat)
+        known.stat, known.looked, known.readable = stat, now, counts is not None
+        known.anonymous = self._pages.anonymous(pid) if job.has_memory else None
+        return stat, counts
+
+    def _order(
+        self, jobs: Mapping[str, JobSeen], here: frozenset[int]
+    ) -> Iterator[tuple[str, int]]:
+        """Yield what to read: the longest not looked at, and among those parents first.
 
         A child that is read after its parent cannot have gone over into the parent's counts.
         """
@@ -187,55 +190,66 @@ class ProcessesCollector:
             known = self._jobs[jobid].processes
             for pid in seen.pids & here:
                 one = known.get(pid)
-                found.append((one.looked, one.start, jobid, pid) if one else (0.0, 0, jobid, pid))
-        found.sort()
-        return [(jobid, pid) for _, _, jobid, pid in found]
+                place = (one.looked, one.stat.start) if one else (0.0, 0)
+                found.append((*place, jobid, pid))
+        yield from ((jobid, pid) for *_, jobid, pid in sorted(found))
 
-    def _read(self, pid: int, kept: _Job, here: frozenset[int]) -> _Reading | None:
-        stat = None
-        known = kept.processes.get(pid)
-        # Who lost its parent has another by now (a subreaper), which may inherit from it soon.
-        lost = known is None or known.parent not in here
-        if kept.ticks or lost or (pid + self._looks) % _STAT_LOOKS == 0:
-            stat = process.stat(self._proc, pid)
-            if stat is None:
-                return None
-        try:
-            data = raw.read_once(f"{self._proc}/{pid}/io")
-            if data is None:
-                return None
-            io = _parse_io(data)
-        except PermissionError:
-            io = None
-        return _Reading(stat, io, self._rss(pid) if kept.pages else None)
 
-    def _rss(self, pid: int) -> int | None:
+class _Pages:
+    """Anonymous memory of processes, of which each part counts once however many share it.
+
+    A fork has its parent's pages until one of them writes: of a training with eight forked loaders
+    the sum of sizes would be nine times the memory. /proc/PID/smaps_rollup divides each page by
+    those who share it (Pss_Anon, since Linux 5.4), but makes the kernel walk through all of them,
+    some 25 ms per GiB. So walks are rationed, and until its next one a process keeps its share.
+
+    Args:
+        proc: mount point of procfs.
+    """
+
+    def __init__(self, proc: str) -> None:
+        self._proc = proc
+        self._walk_at = 0.0
+
+    def anonymous(self, pid: int) -> int | None:
+        """Return the anonymous bytes of a process, shared ones in full; None if it is gone."""
         try:
-            words = (raw.read_once(f"{self._proc}/{pid}/statm") or b"").split()
-        except PermissionError:
+            words = procfs.read(f"{self._proc}/{pid}/statm").split()
+        except OSError:
             return None
-        # Resident less what is shared with files and shared memory: the anonymous part.
-        return max(0, int(words[1]) - int(words[2])) * _PAGE if len(words) > 2 else None  # noqa: PLR2004
+        # Resident pages less those of files and shared memory.
+        return max(0, int(words[1]) - int(words[2])) * _PAGE if words else None
 
-    @staticmethod
-    def _add(kept: _Job, pid: int, reading: _Reading, now: float) -> None:
-        stat, io = reading.stat, reading.io
-        known = kept.processes.get(pid)
-        if stat is not None:
-            known = kept.processes[pid] = _Process(
-                stat.start, stat.parent, stat.threads, reading.rss, io is not None, now
-            )
-            if kept.ticks:
-                kept.cpu.seen(pid, stat.parent, stat.start, (stat.user, stat.system))
-        elif known is not None:
-            known.rss, known.readable, known.looked = reading.rss, io is not None, now
-        if io is not None and known is not None:
-            kept.io.seen(pid, known.parent, known.start, io)
+    def divide(self, processes: Mapping[int, _Process], now: float) -> None:
+        """Bring the shares of a job's processes up to date, as far as the ration allows."""
+        large = [(one.shared_at, pid) for pid, one in processes.items() if _is_large(one)]
+        if len(large) == 1:  # it has nobody to share with
+            return
+        for _, pid in sorted(large):
+            self._walk_at = max(self._walk_at, now - _WALK_BURST_SECONDS / _WALK_SHARE)
+            if self._walk_at > now:
+                return
+            began = time.thread_time()
+            processes[pid].own_share, processes[pid].shared_at = self._share(pid), now
+            self._walk_at += (time.thread_time() - began) / _WALK_SHARE
+
+    def _share(self, pid: int) -> float:
+        """Return the part of a process's anonymous memory that counts for it; 1 if unknown."""
+        pss = {}
+        for line in procfs.text(f"{self._proc}/{pid}/smaps_rollup").splitlines():
+            name, _, size = line.partition(":")
+            if name in {"Pss_Anon", "Anonymous"}:
+                pss[name] = int(size.split()[0])
+        return min(1.0, pss.get("Pss_Anon", 1) / (pss.get("Anonymous") or 1))
 
 
 def make(context: Context) -> ProcessesCollector:
     """Return the collector."""
     return ProcessesCollector(context)
+
+
+def _is_large(process: _Process) -> bool:
+    return process.anonymous is not None and process.anonymous >= _LARGE
 
 
 def _parse_io(data: bytes) -> tuple[int, ...] | None:
@@ -245,22 +259,25 @@ def _parse_io(data: bytes) -> tuple[int, ...] | None:
     return int(words[1]), int(words[3]), int(words[9]), int(words[11])
 
 
-def _figures(rows: dict[MetricSpec, list[Row]], seen: JobSeen, kept: _Job) -> None:
-    label = (seen.facts.jobid,)
-    known = {pid: kept.processes[pid] for pid in seen.pids & kept.processes.keys()}
+def _measure(
+    rows: dict[MetricSpec, list[Row]], label: Sequence[str], seen: JobSeen, job: _Job
+) -> None:
+    """Add what the processes of a job used."""
+    known = {pid: job.processes[pid] for pid in seen.pids & job.processes.keys()}
     # Slurm's own sleep in the extern step is root's: no part of what the user's processes do.
     extern = seen.steps.get("extern", frozenset())
     unreadable = sum(not one.readable for pid, one in known.items() if pid not in extern)
     if unreadable:
         rows[metrics.UNREADABLE].append((label, unreadable))
-    if not unreadable and (any(kept.io.total) or kept.io.processes):
-        for spec, value in zip(_IO, kept.io.total, strict=True):
+    elif job.io:
+        for spec, value in zip(_IO, job.io.total(), strict=True):
             rows[spec].append((label, value))
     if known:
-        rows[metrics.THREADS].append((label, sum(one.threads for one in known.values())))
-    if kept.ticks:
-        for mode, ticks in zip(("user", "system"), kept.cpu.total, strict=True):
+        threads = sum(one.stat.threads for one in known.values())
+        rows[metrics.THREADS].append((label, threads))
+    if job.has_cpu:
+        for mode, ticks in zip(("user", "system"), job.cpu.total(), strict=True):
             rows[metrics.CPU_SECONDS].append(((*label, mode), ticks / _TICKS))
-    rss = [one.rss for one in known.values() if one.rss is not None]
-    if rss:
-        rows[metrics.MEMORY].append(((*label, "rss"), sum(rss)))
+    sizes = [one.anonymous * one.own_share for one in known.values() if one.anonymous is not None]
+    if sizes:
+        rows[metrics.MEMORY].append(((*label, "rss"), round(sum(sizes))))

@@ -14,113 +14,102 @@ from prometheus_client.core import Metric
 from hpml_exporters.core.collector import NotHereError
 from hpml_exporters.core.metric import Histogram, MetricSpec, Row, families
 from hpml_exporters.options import Context
-from hpml_exporters.training import metrics as train
-from hpml_exporters.training.message import parse
-from hpml_exporters.training.sockets import Inherited, Listener, Refused
-from hpml_exporters.training.totals import Figures, JobTotals
+from hpml_exporters.training import metrics
+from hpml_exporters.training.feed import FeedSource, InheritedFeed, ListeningFeed
+from hpml_exporters.training.totals import JobTotals
+from hpml_orchestrator.records.feed import STEP_BOUNDS_SECONDS
 
-__all__ = ["STEP_BOUNDS_SECONDS", "Training", "make"]
-
-STEP_BOUNDS_SECONDS = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 60.0)
-"""Bounds of the steps' histogram; the same as in training_jobs/hpml_channel.py."""
+__all__ = ["TrainingCollector", "make"]
 
 
-def make(context: Context) -> Training:
+def make(context: Context) -> TrainingCollector:
     """Return the collector of this exporter's options.
 
     Raises:
         NotHereError: nobody can reach this exporter.
     """
-    return Training(context)
+    return TrainingCollector(context)
 
 
-class Training:
+class TrainingCollector:
     """The collector `training`."""
 
     name = "training"
-    specs: Sequence[MetricSpec] = train.SPECS
+    specs: Sequence[MetricSpec] = metrics.SPECS
 
     def __init__(self, context: Context) -> None:
         options = context.options
         self.interval = options.job_interval
+        self._cluster = options.cluster
         self._board = context.jobs
         self._own = options.job.jobid if options.job is not None else None
-        self._refused = Refused()
         self._jobs: dict[str, JobTotals] = {}
-        self._source: Inherited | Listener
+        self._feed: FeedSource
         if options.job is None:
-            self._source = Listener(options.roots.run, context.jobs)
+            self._feed = ListeningFeed(options.roots.run, context.jobs)
         elif options.feed_fd >= 0:
-            self._source = Inherited(options.feed_fd, options.job.jobid)
+            self._feed = InheritedFeed(options.feed_fd, options.job.jobid)
         else:
             raise NotHereError("the job's agent gave no feed")
 
     def sample(self, now: float) -> list[Metric]:
         """Return the families as they are now; see `Collector.sample`."""
-        for connection in self._source.read(self._refused):
-            for datagram in connection.take():
-                try:
-                    message = parse(datagram)
-                except ValueError:
-                    self._refused.malformed += 1
-                    continue
-                agent = message.pid if connection.agent < 0 else connection.agent
-                job = self._jobs.setdefault(connection.jobid, JobTotals())
-                job.add(message, agent, now)
+        for said in self._feed.read():
+            job = self._jobs.setdefault(said.jobid, JobTotals())
+            for message in said.messages:
+                job.add(message, said.agent, now)
         if self._own is None:
             there = self._board.now.by_id
             self._jobs = {jobid: job for jobid, job in self._jobs.items() if jobid in there}
-        shown: dict[MetricSpec, list[Row]] = {spec: [] for spec in self.specs}
+        rows: dict[MetricSpec, list[Row]] = {spec: [] for spec in self.specs}
         for jobid, job in self._jobs.items():
-            figures = job.figures(now)
-            if figures is not None:
-                for spec, sample in _samples(jobid, figures):
-                    shown[spec].append(sample)
-        for reason, count in vars(self._refused).items():
-            shown[train.FEED_REFUSED].append(((reason,), count))
-        return families(shown)
+            if not job.is_silent(now):
+                for spec, labels, value in _series(job, now):
+                    rows[spec].append(((self._cluster, jobid, *labels), value))
+        rows[metrics.FEED_REFUSED] += [((why,), n) for why, n in self._feed.refused.items()]
+        return families(rows)
 
     def close(self) -> None:
         """Close the sockets."""
-        self._source.close()
+        self._feed.close()
 
 
-def _samples(jobid: str, of: Figures) -> Iterator[tuple[MetricSpec, Row]]:
-    """Yield the series of one job."""
-    job = (jobid,)
-    if of.totals[1]:  # before, its ranks have counted nothing: there may be no channel at all
-        yield train.SAMPLES, (job, of.totals[0])
-        yield train.STEPS, (job, of.totals[1])
-        yield train.DATA_WAIT_SECONDS, (job, of.totals[2])
-        yield train.RANKS, (job, of.ranks)
-    for method, seconds in of.comm:
-        yield train.COMM_SECONDS, ((jobid, method), seconds)
-    if of.buckets is not None:
-        yield train.STEP_DURATION, (job, _histogram(of.buckets, of.bucket_seconds))
-    yield from _spread(jobid, of)
-    for spec, value in (
-        (train.LOSS, of.loss),
-        (train.ACCURACY, of.accuracy),
-        (train.MFU, of.mfu),
-    ):
-        if value is not None:
-            yield spec, (job, value)
-    if of.binding is not None:
-        yield train.BINDING_OK, (job, float(of.binding[1] == 0))
-        yield train.BINDING_WRONG, (job, of.binding[1])
+def _series(
+    job: JobTotals, now: float
+) -> Iterator[tuple[MetricSpec, tuple[str, ...], float | Histogram]]:
+    """Yield the series of one job: metric, labels after the job's, value."""
+    if job.totals["steps"]:  # before, its ranks have counted nothing: there may be no channel
+        for name, spec in metrics.OF_COUNTERS.items():
+            yield spec, (), job.totals[name]
+        yield metrics.RANKS, (), len(job.ranks(now))
+    for method, seconds in sorted(job.comm.items()):
+        yield metrics.COMM_SECONDS, (method,), seconds
+    if job.buckets is not None:
+        steps = Histogram(STEP_BOUNDS_SECONDS, tuple(job.buckets), job.bucket_seconds)
+        yield metrics.STEP_DURATION, (), steps
+    for gauge, spec in metrics.OF_GAUGES.items():
+        if (mean := job.mean(gauge, now)) is not None:
+            yield spec, (), mean
+    if (binding := job.binding(now)) is not None:
+        yield metrics.BINDING_OK, (), binding[1] == 0
+        yield metrics.BINDING_WRONG, (), binding[1]
+    yield from _spread(job, now)
 
 
-def _spread(jobid: str, of: Figures) -> Iterator[tuple[MetricSpec, Row]]:
+def _spread(job: JobTotals, now: float) -> Iterator[tuple[MetricSpec, tuple[str, ...], float]]:
     """Yield what tells ranks apart, in as many series whatever their number."""
-    for spec, names, figures in (
-        (train.RANK_STEP_SECONDS, ("fastest", "slowest"), of.step_seconds),
-        (train.RANK_DATA_WAIT_SECONDS, ("shortest", "longest"), of.data_wait),
-    ):
-        for name, seconds in zip(names, figures or (), strict=False):
-            yield spec, ((jobid, name), seconds)
-    if of.longest_wait is not None:
-        yield train.LONGEST_DATA_WAIT, ((jobid, str(of.longest_wait)), 1.0)
-
-
-def _histogram(buckets: tuple[int, ...], seconds: float) -> Histogram:
-    return Histogram(STEP_BOUNDS_SECONDS, buckets, seconds)
+    each = [(rank, rank.per_step("step_seconds")) for rank in job.ranks(now)]
+    steps = [seconds for _, seconds in each if seconds is not None]
+    if steps:
+        yield metrics.RANK_STEP_SECONDS, ("fastest",), min(steps)
+        yield metrics.RANK_STEP_SECONDS, ("slowest",), max(steps)
+    if steps and job.totals["data_wait_seconds"]:  # else the training does not measure it
+        # Of ranks that wait alike the lowest counts as the longest, so that the series stays.
+        waits = [
+            (rank.per_step("data_wait_seconds") or 0.0, -rank.number)
+            for rank, seconds in each
+            if seconds is not None
+        ]
+        yield metrics.RANK_DATA_WAIT_SECONDS, ("shortest",), min(waits)[0]
+        yield metrics.RANK_DATA_WAIT_SECONDS, ("longest",), max(waits)[0]
+        yield metrics.LONGEST_DATA_WAIT, (str(-max(waits)[1]),), 1.0

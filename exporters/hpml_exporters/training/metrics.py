@@ -4,47 +4,29 @@ from __future__ import annotations
 
 from hpml_exporters.core.metric import MetricSpec
 
-__all__ = [
-    "ACCURACY",
-    "BINDING_OK",
-    "BINDING_WRONG",
-    "COMM_SECONDS",
-    "DATA_WAIT_SECONDS",
-    "FEED_REFUSED",
-    "LONGEST_DATA_WAIT",
-    "LOSS",
-    "MFU",
-    "RANKS",
-    "RANK_DATA_WAIT_SECONDS",
-    "RANK_STEP_SECONDS",
-    "SAMPLES",
-    "SPECS",
-    "STEPS",
-    "STEP_DURATION",
-]
-
+_JOB = ("cluster", "jobid")
 _CHANNEL = "training channel (training_jobs/hpml_channel.py), through the job's node agent"
-_WATCH = "the node agent's watch over the ranks' live processes"
+_VERIFIED = "the node agent's look at the ranks' live processes"
 
 SAMPLES = MetricSpec(
     "hpml_train_samples_total",
     "counter",
     "Samples that the ranks on this node have trained on since the job began.",
-    ("jobid",),
+    _JOB,
     source=_CHANNEL,
 )
 STEPS = MetricSpec(
     "hpml_train_steps_total",
     "counter",
     "Steps that the ranks on this node have taken, each rank's counted.",
-    ("jobid",),
+    _JOB,
     source=_CHANNEL,
 )
 DATA_WAIT_SECONDS = MetricSpec(
     "hpml_train_data_wait_seconds_total",
     "counter",
     "Time that the ranks on this node have waited for their next batch, summed over ranks.",
-    ("jobid",),
+    _JOB,
     "seconds",
     _CHANNEL,
 )
@@ -52,7 +34,7 @@ COMM_SECONDS = MetricSpec(
     "hpml_train_comm_seconds_total",
     "counter",
     "Time spent in communication, summed over ranks, as measured by the named method.",
-    ("jobid", "method"),
+    (*_JOB, "method"),
     "seconds",
     f"{_CHANNEL}; only when the training names its method",
 )
@@ -60,7 +42,7 @@ STEP_DURATION = MetricSpec(
     "hpml_train_step_duration_seconds",
     "histogram",
     "Duration of a step with its wait for data, over all ranks on this node.",
-    ("jobid",),
+    _JOB,
     "seconds",
     _CHANNEL,
 )
@@ -69,7 +51,7 @@ RANK_STEP_SECONDS = MetricSpec(
     "gauge",
     "Mean duration of a step over the last minute, of the fastest and the slowest rank here; "
     "alike where ranks wait for each other in every step.",
-    ("jobid", "rank"),
+    (*_JOB, "which"),
     "seconds",
     _CHANNEL,
 )
@@ -78,7 +60,7 @@ RANK_DATA_WAIT_SECONDS = MetricSpec(
     "gauge",
     "Mean wait for data in a step over the last minute, of the rank here that waits shortest and "
     "of the one that waits longest.",
-    ("jobid", "rank"),
+    (*_JOB, "which"),
     "seconds",
     f"{_CHANNEL}; only when the training measures it",
 )
@@ -86,28 +68,28 @@ LONGEST_DATA_WAIT = MetricSpec(
     "hpml_train_longest_data_wait_info",
     "info",
     "The global rank here that waited longest for data in a step of the last minute.",
-    ("jobid", "rank"),
+    (*_JOB, "rank"),
     source=f"{_CHANNEL}; only when the training measures it",
 )
 RANKS = MetricSpec(
     "hpml_train_ranks",
     "gauge",
     "Ranks on this node that have reported in the last minute.",
-    ("jobid",),
+    _JOB,
     source=_CHANNEL,
 )
 LOSS = MetricSpec(
     "hpml_train_loss",
     "gauge",
     "Training loss that was reported last, the mean over the ranks on this node.",
-    ("jobid",),
+    _JOB,
     source=_CHANNEL,
 )
 ACCURACY = MetricSpec(
     "hpml_train_accuracy_ratio",
     "gauge",
     "Accuracy of the last evaluation, the mean over the ranks on this node.",
-    ("jobid",),
+    _JOB,
     "ratio",
     _CHANNEL,
 )
@@ -115,7 +97,7 @@ MFU = MetricSpec(
     "hpml_train_mfu_ratio",
     "gauge",
     "Model FLOP/s over the peak of the devices, the mean over the ranks on this node.",
-    ("jobid",),
+    _JOB,
     "ratio",
     f"{_CHANNEL}; only when the training reports it",
 )
@@ -123,15 +105,15 @@ BINDING_OK = MetricSpec(
     "hpml_rank_binding_ok",
     "gauge",
     "Whether every rank on this node runs on the CPUs, memory and devices planned for it.",
-    ("jobid",),
-    source=_WATCH,
+    _JOB,
+    source=_VERIFIED,
 )
 BINDING_WRONG = MetricSpec(
     "hpml_rank_binding_wrong_ranks",
     "gauge",
     "Ranks on this node that do not run where they should.",
-    ("jobid",),
-    source=_WATCH,
+    _JOB,
+    source=_VERIFIED,
 )
 FEED_REFUSED = MetricSpec(
     "hpml_train_feed_refused_total",
@@ -141,20 +123,17 @@ FEED_REFUSED = MetricSpec(
     source="the exporter itself",
 )
 
-SPECS: tuple[MetricSpec, ...] = (
-    SAMPLES,
-    STEPS,
-    DATA_WAIT_SECONDS,
-    COMM_SECONDS,
-    STEP_DURATION,
-    RANK_STEP_SECONDS,
-    RANK_DATA_WAIT_SECONDS,
-    LONGEST_DATA_WAIT,
+OF_COUNTERS = {"samples": SAMPLES, "steps": STEPS, "data_wait_seconds": DATA_WAIT_SECONDS}
+"""By the names in `records.feed.COUNTERS`."""
+
+OF_GAUGES = {"loss": LOSS, "accuracy": ACCURACY, "mfu": MFU}
+"""By the names in `records.feed.GAUGES`."""
+
+SPECS = (
+    *OF_COUNTERS.values(),
+    *(COMM_SECONDS, STEP_DURATION, RANK_STEP_SECONDS, RANK_DATA_WAIT_SECONDS, LONGEST_DATA_WAIT),
     RANKS,
-    LOSS,
-    ACCURACY,
-    MFU,
-    BINDING_OK,
-    BINDING_WRONG,
-    FEED_REFUSED,
+    *OF_GAUGES.values(),
+    *(BINDING_OK, BINDING_WRONG, FEED_REFUSED),
 )
+"""All of them."""

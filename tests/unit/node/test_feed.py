@@ -111,7 +111,7 @@ def test_counters_go_out_once_a_second(clocked: Clocked) -> None:
 def test_a_rank_is_the_sum_of_its_processes(
     clocked: Clocked, reports: list[tuple[int, int, int]], totals: list[int], buckets: int
 ) -> None:
-    """A new process begins at zero, and so does one whose counters fall."""
+    """A new process begins at zero, and so does one whose samples and steps both fall."""
     end = clocked.exporter()
     for pid, samples, steps in reports:
         clocked.feed.take(0, pid, counters(samples, steps), {"4": steps})
@@ -119,6 +119,29 @@ def test_a_rank_is_the_sum_of_its_processes(
     rank = ranks(end)[0]
     assert rank["t"][:2] == totals
     assert rank["b"] == [0, 0, 0, 0, buckets, 0, 0, 0, 0, 0, 0]
+
+
+@pytest.mark.parametrize(
+    "report",
+    [
+        counters(100, 9, data_wait_seconds_total=2.0),
+        counters(90, 10, data_wait_seconds_total=2.0),
+        counters(100, 10, data_wait_seconds_total=1.5),
+        counters(100, 10, data_wait_seconds_total=float("nan")),
+        counters(100, 10, data_wait_seconds_total=-1.0),
+    ],
+    ids=["steps fall", "samples fall", "wait falls", "wait is NaN", "wait is negative"],
+)
+def test_one_figure_that_makes_no_sense(clocked: Clocked, report: dict[str, Any]) -> None:
+    """It is refused: it neither doubles the others nor stops what comes after it."""
+    end = clocked.exporter()
+    clocked.feed.take(0, 11, counters(100, 10, data_wait_seconds_total=2.0))
+    clocked.feed.take(0, 11, report)
+    clocked.act()
+    assert ranks(end)[0]["t"][:3] == [100, 10, 2.0]
+    clocked.feed.take(0, 11, counters(110, 11, data_wait_seconds_total=2.5))
+    clocked.act(1)
+    assert ranks(end)[0]["t"][:3] == [110, 11, 2.5]
 
 
 def test_many_ranks_are_several_messages(clocked: Clocked) -> None:

@@ -8,11 +8,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from hpml_exporters.jobs.board import JobFacts, Jobs, JobsBoard, JobSeen
 from hpml_exporters.core.collector import Collector
-from hpml_exporters.options import Context
-from hpml_exporters.options import NodeOptions
-from hpml_exporters.options import Roots
+from hpml_exporters.jobs.board import JobFacts, Jobs, JobsBoard, JobSeen
+from hpml_exporters.options import Context, NodeOptions, Roots
 
 Series = tuple[str, ...]
 

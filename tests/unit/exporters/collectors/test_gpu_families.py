@@ -5,12 +5,11 @@ from __future__ import annotations
 import subprocess
 import sys
 
-from hpml_exporters.gpu.collector import make
 from hpml_exporters.gpu.calls import FIELDS, REASONS
+from hpml_exporters.gpu.collector import make
 from hpml_exporters.gpu.families import SERIES
-from hpml_exporters.options import Context
 from hpml_exporters.gpu.metrics import SPECS
-from hpml_exporters.options import NodeOptions
+from hpml_exporters.options import Context, NodeOptions
 
 
 def test_every_series_has_its_labels() -> None:

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import pytest
-from hpml_exporters.jobs.board import JobFacts, Jobs, JobSeen
 from hpml_exporters.gpu.devices import Place, pci_address
 from hpml_exporters.gpu.jobs import job_families, resolve
+from hpml_exporters.jobs.board import JobFacts, Jobs, JobSeen
 from hpml_exporters.metric import Family
 
 # NVML's order is that of PCI addresses; the minor numbers are another, as on real machines where a

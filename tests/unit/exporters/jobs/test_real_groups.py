@@ -11,8 +11,7 @@ from pathlib import Path
 import pytest
 from hpml_exporters.jobs import collector as jobs
 from hpml_exporters.jobs import processes
-from hpml_exporters.options import Context
-from hpml_exporters.options import NodeOptions
+from hpml_exporters.options import Context, NodeOptions
 
 from tests.patience import eventually
 from tests.storage import in_memory, stored_folder
@@ -82,20 +81,20 @@ def test_what_a_job_was_told_to_use(job: str) -> None:
         assert worker.stdout is not None
         try:
             enter(job, worker.pid)
-            context = Context(NodeOptions())
+            context = Context(NodeOptions(cluster="c"))
             collectors = (jobs.make(context), processes.make(context))
 
             def look(now: float) -> dict[tuple[str, ...], float]:
                 found: dict[tuple[str, ...], float] = {}
                 for one in collectors:
                     found |= values(one.sample(now))
-                return {key: value for key, value in found.items() if key[1] == job}
+                return {key: value for key, value in found.items() if key[2] == job}
 
             first = look(0.0)
             worker.stdin.write("go\n")
             worker.stdin.flush()
             assert worker.stdout.readline() == "done\n"
-            rss = ("hpml_job_memory_bytes", job, "rss")
+            rss = ("hpml_job_memory_bytes", "c", job, "rss")
             looks = iter(range(10, 5000, 10))
             # the kernel brings memory.stat up to date every 2 s, or later where it is busy
             eventually(lambda: look(next(looks))[rss] - first[rss] >= 296 * MIB)
@@ -103,29 +102,29 @@ def test_what_a_job_was_told_to_use(job: str) -> None:
         finally:
             worker.kill()
             worker.communicate()
-        assert first["hpml_job_info", job, "root", "", "", ""] == 1
+        assert first["hpml_job_info", "c", job, "root", *[""] * 6] == 1
         assert context.jobs.now.job_of(worker.pid) == job
 
         def grown(*key: str) -> float:
-            return second[key[0], job, *key[1:]] - first[key[0], job, *key[1:]]
+            return second[key[0], "c", job, *key[1:]] - first[key[0], "c", job, *key[1:]]
 
         assert grown("hpml_job_memory_bytes", "rss") / MIB == pytest.approx(300, abs=4)
         assert in_memory() or grown("hpml_job_memory_bytes", "shmem") / MIB == pytest.approx(
             32, abs=1
         )
         assert in_memory() or 60 <= grown("hpml_job_memory_bytes", "cache") / MIB <= 70
-        assert second["hpml_job_memory_peak_bytes", job] >= 390 * MIB
+        assert second["hpml_job_memory_peak_bytes", "c", job] >= 390 * MIB
         burnt = sum(grown("hpml_job_cpu_seconds_total", mode) for mode in ("user", "system"))
         assert 0.95 <= burnt <= 3
         written = grown("hpml_job_io_syscall_write_bytes_total")
         assert written / MIB == pytest.approx(64, abs=0.1)
         stored = grown("hpml_job_io_write_bytes_total") / MIB
         assert in_memory() or stored == pytest.approx(64, abs=0.5)
-        assert second["hpml_job_processes", job] == 1
+        assert second["hpml_job_processes", "c", job] == 1
         third = look(next(looks))
         assert (
-            third["hpml_job_io_write_bytes_total", job]
-            == second["hpml_job_io_write_bytes_total", job]
+            third["hpml_job_io_write_bytes_total", "c", job]
+            == second["hpml_job_io_write_bytes_total", "c", job]
         )
 
 
@@ -136,11 +135,11 @@ def test_a_job_that_the_kernel_ends_for_want_of_memory(job: str) -> None:
     eater = "import sys; sys.stdin.readline(); x = bytearray(200 << 20)"
     worker = subprocess.Popen([sys.executable, "-S", "-c", eater], stdin=subprocess.PIPE)
     enter(job, worker.pid)
-    collector = jobs.make(Context(NodeOptions()))
+    collector = jobs.make(Context(NodeOptions(cluster="c")))
     before = values(collector.sample(0.0))
     worker.communicate(b"go\n")
     assert worker.returncode == -9
     after = values(collector.sample(5.0))
-    assert before["hpml_job_memory_limit_bytes", job] == 48 * MIB
-    assert before["hpml_job_oom_events_total", job] == 0
-    assert after["hpml_job_oom_events_total", job] == 1
+    assert before["hpml_job_memory_limit_bytes", "c", job] == 48 * MIB
+    assert before["hpml_job_oom_events_total", "c", job] == 0
+    assert after["hpml_job_oom_events_total", "c", job] == 1

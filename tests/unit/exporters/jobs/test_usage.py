@@ -6,10 +6,10 @@ import os
 from pathlib import Path
 
 import pytest
-from hpml_exporters.jobs.raw import Kept
-from hpml_exporters.jobs.usage import Usage, UsageReader, count_cpus
+from hpml_exporters.jobs.procfs import OpenFiles
+from hpml_exporters.jobs.usage import Usage, count_cpus, read_usage
 
-from tests.unit.exporters.attribution.trees import V1_MEMORY_STAT, Machine
+from tests.unit.exporters.jobs.machine import V1_MEMORY_STAT, Machine
 
 
 @pytest.fixture
@@ -25,21 +25,24 @@ def version_2(machine: Machine) -> Path:
 
 
 def usage(groups: dict[str, str]) -> Usage:
-    return UsageReader(Kept()).usage(groups)
+    return read_usage(groups, OpenFiles())
+
+
+def counted(found: Usage) -> dict[tuple[str, str], float]:
+    """What is counted, by what and mode, over all groups."""
+    sums: dict[tuple[str, str], float] = {}
+    for (_, what, mode), value in found.counters.items():
+        sums[what, mode] = sums.get((what, mode), 0) + value
+    return sums
 
 
 def test_version_2(machine: Machine) -> None:
     """Microseconds, bytes, and kinds of memory that do not overlap."""
     found = usage({"": str(version_2(machine))})
-    assert found.cpu_seconds == {"user": 1.5, "system": 0.25}
+    assert counted(found) == {("cpu", "user"): 1.5, ("cpu", "system"): 0.25, ("oom", ""): 1}
     assert found.memory == {"rss": 300 << 20, "cache": 48 << 20, "shmem": 16 << 20}
-    assert list(found.oom_kills.values()) == [1]
-
-
-def test_what_version_2_does_not_say_is_absent(machine: Machine) -> None:
-    """No limit, no CPUs set by Slurm, an old kernel without peak and pressure: never 0."""
-    found = usage({"": str(version_2(machine))})
-    assert (found.limit, found.peak, found.cpus, found.pressure) == (None, None, None, {})
+    # Not said are a limit, CPUs that Slurm set, and what old kernels do not count: never 0.
+    assert (found.limit, found.peak, found.cpus) == (None, None, None)
 
 
 def test_the_rest_of_version_2(machine: Machine) -> None:
@@ -55,7 +58,8 @@ def test_the_rest_of_version_2(machine: Machine) -> None:
         )
     found = usage({"": str(path)})
     assert (found.limit, found.peak, found.cpus) == (8 << 30, 400_000_000, 8)
-    assert found.pressure == {"cpu": 1.5, "memory": 0.0, "io": 0.000042}
+    pressure = {key[1]: value for key, value in counted(found).items() if key[0] == "pressure"}
+    assert pressure == {"cpu": 1.5, "memory": 0.0, "io": 0.000042}
 
 
 def test_memory_not_counted(machine: Machine) -> None:
@@ -64,8 +68,8 @@ def test_memory_not_counted(machine: Machine) -> None:
     for name in ("memory.stat", "memory.max", "memory.events"):
         path.joinpath(name).unlink()
     found = usage({"": str(path)})
-    assert (found.memory, found.limit, found.oom_kills) == ({}, None, {})
-    assert found.cpu_seconds["user"] == 1.5
+    assert (found.memory, found.limit) == ({}, None)
+    assert counted(found) == {("cpu", "user"): 1.5, ("cpu", "system"): 0.25}
 
 
 def version_1(machine: Machine) -> dict[str, str]:
@@ -90,15 +94,10 @@ def test_version_1(machine: Machine) -> None:
     """Ticks, hierarchical memory, and kills counted at the task."""
     found = usage(version_1(machine))
     ticks = os.sysconf("SC_CLK_TCK")
-    assert found.cpu_seconds == {"user": 250 / ticks, "system": 50 / ticks}
+    cpu = {("cpu", "user"): 250 / ticks, ("cpu", "system"): 50 / ticks}
+    assert counted(found) == {**cpu, ("oom", ""): 1}
     assert found.memory == {"rss": 300 << 20, "cache": 48 << 20, "shmem": 16 << 20}
     assert (found.limit, found.peak, found.cpus) == (None, 12345, 2)
-    assert sum(found.oom_kills.values()) == 1
-    assert found.pressure == {}
-
-
-def test_a_limit_of_version_1(machine: Machine) -> None:
-    """A number like any other, unless it is the largest one."""
     groups = version_1(machine)
     Path(groups["memory"], "memory.limit_in_bytes").write_text("4194304000\n")
     assert usage(groups).limit == 4194304000
@@ -112,7 +111,7 @@ def test_groups_that_are_gone() -> None:
 
 def test_files_kept_open_show_what_is_new(tmp_path: Path) -> None:
     """And no more of them are kept open than allowed; the others are read as well."""
-    kept = Kept(most=2)
+    kept = OpenFiles(most=2)
     for name in "abc":
         tmp_path.joinpath(name).write_text(f"{name} 1")
     before = len(os.listdir("/proc/self/fd"))

@@ -12,7 +12,6 @@ from pathlib import Path
 import pytest
 from hpml_exporters.jobs.board import JobFacts
 from hpml_exporters.training.collector import make
-from hpml_exporters.metric import Histogram, Value
 
 from hpml_orchestrator.node.agent import Agent
 from hpml_orchestrator.node.channel import attempt_channel
@@ -43,14 +42,14 @@ def slow(self, index):
 ddp_images.Images.__getitem__ = slow
 ddp_images.run(ddp_images.parse(None))
 """
-Figures = dict[Series, Value]
+Figures = dict[Series, float]
 
 
 def trained(tmp_path: Path, *command: object) -> list[Figures]:
     """What the collector of a whole node shows from time to time of two ranks, and at the end."""
     run = Path("/tmp") / f"hpml-{uuid.uuid4().hex[:12]}"
     run.mkdir()
-    told = context(run=run)
+    told = context(run=run, cluster="c")
     collector = make(told)
     node = Node(tmp_path)
     status, attempt, _ = node.claim("1")
@@ -94,19 +93,22 @@ def test_a_training_of_two_ranks(tmp_path: Path, few: Path, slow: str, epochs: i
     more = ["--warm-up-steps", 1, "--eval-every", epochs, "--output", tmp_path, slow]
     series = trained(tmp_path, tmp_path / "slow.py", *options, *more)[-1]
     result = result_of(tmp_path)
-    assert series["hpml_train_ranks", "1"] == result["world_size"] == RANKS
-    assert series["hpml_train_samples_total", "1"] == result["train_images"] * epochs
-    assert series["hpml_train_accuracy_ratio", "1"] == result["test_accuracy"]
-    assert isinstance(series["hpml_train_loss", "1"], float)
-    durations = series["hpml_train_step_duration_seconds", "1"]
-    assert isinstance(durations, Histogram)
-    steps = series["hpml_train_steps_total", "1"]
-    assert durations.total == durations.counts[-1] == steps, "none took a minute"
+    assert series["hpml_train_ranks", "c", "1"] == result["world_size"] == RANKS
+    assert series["hpml_train_samples_total", "c", "1"] == result["train_images"] * epochs
+    assert series["hpml_train_accuracy_ratio", "c", "1"] == result["test_accuracy"]
+    assert isinstance(series["hpml_train_loss", "c", "1"], float)
+    steps = series["hpml_train_steps_total", "c", "1"]
+    durations = "hpml_train_step_duration_seconds"
+    assert (
+        series[f"{durations}_count", "c", "1"]
+        == series[f"{durations}_bucket", "c", "1", "60.0"]
+        == steps
+    )
     taken = result["step_seconds"] * RANKS  # of rank 0; that of both is about twice as much
-    assert durations.sum == pytest.approx(taken, rel=0.5)
+    assert series[f"{durations}_sum", "c", "1"] == pytest.approx(taken, rel=0.5)
 
     def figure(name: str, rank: str) -> float:
-        value = series[f"hpml_train_rank_{name}_seconds", "1", rank]
+        value = series[f"hpml_train_rank_{name}_seconds", "c", "1", rank]
         assert isinstance(value, float)
         return value
 
@@ -114,7 +116,7 @@ def test_a_training_of_two_ranks(tmp_path: Path, few: Path, slow: str, epochs: i
     fastest, slowest = (figure("step_duration", rank) for rank in ("fastest", "slowest"))
     assert shortest < PER_BATCH / 2
     assert slowest - fastest < PER_BATCH / 2, "their steps do not tell"
-    ranks = [key[2] for key in series if key[0] == "hpml_train_longest_data_wait_info"]
+    ranks = [key[3] for key in series if key[0] == "hpml_train_longest_data_wait_info"]
     if slow == "none":
         assert longest < PER_BATCH / 2
         assert len(ranks) == 1
@@ -132,12 +134,12 @@ def test_the_agent_hands_over_a_socket(tmp_path: Path, monkeypatch: pytest.Monke
     for key, value in node.environment("1", HPML_EXPORTER_SOCKET="").items():
         monkeypatch.setenv(key, value)
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    collector = make(context(job=JobFacts("1"), feed_fd=theirs.fileno()))
+    collector = make(context(cluster="c", job=JobFacts("1"), feed_fd=theirs.fileno()))
     agent = Agent(parse_options([attempt.strip()]), node="n1")
     agent._feed.add_socket(ours)
     agent._feed.take(0, 11, {"samples_total": 32, "steps_total": 4})
     (Path(attempt.strip()) / "over").touch()
     assert agent.run() == 0
-    assert sampled(collector)["hpml_train_samples_total", "1"] == 32
+    assert sampled(collector)["hpml_train_samples_total", "c", "1"] == 32
     collector.close()
     theirs.close()

@@ -10,10 +10,10 @@ import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from hpml_exporters.jobs.board import JobFacts
-from hpml_exporters.options import NodeOptions
-from hpml_exporters.options import Roots
+from hpml_exporters.options import NodeOptions, Roots
 
 __all__ = ["Machine", "Task"]
 
@@ -72,14 +72,14 @@ class Machine:
     def __init__(self, root: Path) -> None:
         self.proc, self.cgroup, self.run = root / "proc", root / "cgroup", root / "run"
         for path in (self.proc, self.cgroup, self.run):
-            path.mkdir()
+            path.mkdir(parents=True)
         (self.proc / "stat").write_text("cpu  1 2 3\nbtime 1000000000\n")
         roots = Roots(proc=str(self.proc), cgroup=str(self.cgroup), run=str(self.run))
-        self.options = NodeOptions(roots=roots)
+        self.options = NodeOptions(roots=roots, cluster="c")
 
-    def only(self, jobid: str, **facts: object) -> NodeOptions:
-        """The options of an exporter inside of a job."""
-        return replace(self.options, job=JobFacts(jobid, **facts))  # type: ignore[arg-type]
+    def only(self, *facts: Any, **more: Any) -> NodeOptions:
+        """The options of an exporter inside of a job with these facts, its id first."""
+        return replace(self.options, job=JobFacts(*facts, **more))
 
     def process(self, task: Task) -> None:
         """Show a process in /proc."""

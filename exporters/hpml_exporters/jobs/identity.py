@@ -1,0 +1,247 @@
+"""Whose a job is: the prolog's map, the user of its processes, and their environment."""
+
+from __future__ import annotations
+
+import json
+import os
+import pwd
+import re
+import stat
+import threading
+from collections.abc import Callable, Collection, Iterable, Mapping
+from dataclasses import dataclass, fields, replace
+from typing import Any
+
+from hpml_exporters.jobs import procfs
+from hpml_exporters.jobs.board import JobFacts, facts_of
+from hpml_exporters.jobs.cgroups import FoundJob
+from hpml_exporters.options import Roots
+
+__all__ = ["LARGEST_MAP", "Identities", "UserNames", "read_map"]
+
+LARGEST_MAP = 16384  # bytes; templates/prolog writes less than 4 KiB
+_MAP_FLAGS = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
+_OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH
+_SCHEMA = 1
+_VARIABLES = {
+    "account": "SLURM_JOB_ACCOUNT",
+    "partition": "SLURM_JOB_PARTITION",
+    "qos": "SLURM_JOB_QOS",
+    "name": "SLURM_JOB_NAME",
+    "array_job": "SLURM_ARRAY_JOB_ID",
+    "array_task": "SLURM_ARRAY_TASK_ID",
+    "sweep": "HPML_SWEEP",
+    "point": "HPML_POINT",
+}
+_NAME_WAIT_SECONDS = 0.2
+_NAME_RETRY_SECONDS = 600.0
+
+
+@dataclass
+class _Known:
+    """What is kept of a job from one look to the next.
+
+    Attributes:
+        whose: user and cluster as it was found: jobs of the local backend may have one number.
+        uid: of its user as its processes show it; -1 unknown.
+        looks: since this user was known.
+        told: what the environment of its processes says.
+    """
+
+    whose: tuple[int, str]
+    uid: int = -1
+    looks: int = 0
+    told: JobFacts | None = None
+
+
+class Identities:
+    """Says of each job who and what it is, and remembers it.
+
+    Args:
+        roots: where procfs and the prolog's maps are.
+        own: what the node agent says of the only job that is looked at; None: all jobs.
+        names: names of users; by default the system's.
+    """
+
+    def __init__(
+        self, roots: Roots, own: JobFacts | None = None, names: UserNames | None = None
+    ) -> None:
+        self._roots, self._own = roots, own
+        self._names = names or UserNames()
+        self._known: dict[str, _Known] = {}
+        self._maps: dict[str, tuple[object, JobFacts | None]] = {}
+
+    def keep(self, jobids: Collection[str]) -> None:
+        """Forget all jobs but these."""
+        for kept in (self._known, self._maps):
+            for jobid in kept.keys() - set(jobids):
+                del kept[jobid]
+
+    def facts(self, job: FoundJob, now: float) -> JobFacts:
+        """Return what is known of a job.
+
+        The environment, which users can change, only completes what the map or the agent says.
+
+        Args:
+            job: as it was found, of all slurmd of this machine.
+            now: monotonic seconds.
+        """
+        known = self._known.get(job.jobid)
+        if known is None or known.whose != (job.uid, job.cluster or known.whose[1]):
+            known = self._known[job.jobid] = _Known((job.uid, job.cluster), job.uid)
+        is_certain = job.uid >= 0
+        if not is_certain and known.uid <= 0:
+            self._find_user(job, known)
+        known.looks += 1
+        # A rank may begin long after its job: look again after 1, 2, 4, 8, … looks.
+        if known.uid >= 0 and known.looks & (known.looks - 1) == 0:
+            self._ask(job, known)
+        facts = self._own or self._map(job.jobid)
+        is_settled = is_certain or known.uid > 0
+        if facts is not None and is_settled and facts.uid not in {-1, known.uid}:
+            facts = None  # left behind by another job of this number
+        facts = facts or JobFacts(job.jobid)
+        uid = known.uid if is_settled or facts.uid < 0 else facts.uid
+        facts = _completed(facts, known.told)
+        return replace(facts, uid=uid, user=facts.user or self._names.name(uid, now))
+
+    def _map(self, jobid: str) -> JobFacts | None:
+        """Return what the prolog's map says; it is parsed once per change."""
+        path = f"{self._roots.run}/jobs/{jobid}.json"
+        try:
+            about = os.lstat(path)
+        except OSError:
+            self._maps.pop(jobid, None)
+            return None
+        mark = (about.st_ino, about.st_mtime_ns, about.st_size, about.st_mode)
+        if self._maps.get(jobid, (None,))[0] != mark:
+            self._maps[jobid] = (mark, read_map(self._roots, jobid))
+        return self._maps[jobid][1]
+
+    def _find_user(self, job: FoundJob, known: _Known) -> None:
+        """Take the user from the job's processes.
+
+        A task is root's until slurmstepd's child becomes its user, and Slurm's own process in the
+        extern step always is: so root counts only as long as nobody else is seen.
+        """
+        users = [(step, procfs.uid(self._roots.proc, pid)) for step, pid in _first(job)]
+        root = 0 if any(uid == 0 and step != "extern" for step, uid in users) else -1
+        uid = next((uid for _, uid in users if uid > 0), root)
+        if uid != known.uid:
+            known.uid, known.looks, known.told = uid, 0, None
+
+    def _ask(self, job: FoundJob, known: _Known) -> None:
+        """Read what the environment of the job's processes says."""
+        for _, pid in _first(job):
+            if procfs.uid(self._roots.proc, pid) == known.uid:
+                values = procfs.environment(self._roots.proc, pid)
+                if values.get("SLURM_JOB_ID") == job.jobid:
+                    told = _told(job.jobid, values)
+                    known.told = _completed(known.told or told, told)
+
+
+class UserNames:
+    """Names of users, which may come from a directory service that is slow or down.
+
+    A thread of its own looks them up, and is waited for only a moment.
+
+    Args:
+        lookup: name by number; raises KeyError if there is no such user, OSError if unknown now.
+    """
+
+    def __init__(self, lookup: Callable[[int], str] | None = None) -> None:
+        self._lookup = lookup or _system_name
+        self._known: dict[int, str] = {}
+        self._retry_at: dict[int, float] = {}
+        self._thread: threading.Thread | None = None
+
+    def name(self, uid: int, now: float) -> str:
+        """Return the name of a user; empty as long as it is unknown.
+
+        Args:
+            uid: of the user; negative: unknown.
+            now: monotonic seconds.
+        """
+        if uid < 0 or uid in self._known or now < self._retry_at.get(uid, now):
+            return self._known.get(uid, "")
+        if self._thread is None or not self._thread.is_alive():
+            self._retry_at[uid] = now + _NAME_RETRY_SECONDS
+            self._thread = threading.Thread(target=self._ask, args=(uid,), daemon=True)
+            self._thread.start()
+            self._thread.join(_NAME_WAIT_SECONDS)
+        return self._known.get(uid, "")
+
+    def _ask(self, uid: int) -> None:
+        try:
+            self._known[uid] = self._lookup(uid)
+        except KeyError:
+            self._known[uid] = str(uid)
+        except OSError:
+            pass  # asked again after `_NAME_RETRY_SECONDS`
+
+
+def _system_name(uid: int) -> str:
+    return pwd.getpwuid(uid).pw_name
+
+
+def read_map(roots: Roots, jobid: str) -> JobFacts | None:
+    """Return what the prolog's map `{run}/jobs/<jobid>.json` says; None if it is not trusted.
+
+    It is trusted if it and its directory belong to root or to this process's user, nobody else may
+    write to them, it is a small regular file, was written since boot, and is about that job.
+    """
+    directory = f"{roots.run}/jobs"
+    try:
+        descriptor = os.open(f"{directory}/{jobid}.json", _MAP_FLAGS)
+    except OSError:
+        return None
+    with open(descriptor, "rb") as stream:
+        about = os.fstat(descriptor)
+        is_trusted = stat.S_ISREG(about.st_mode) and all(
+            one.st_uid in {0, os.geteuid()} and not one.st_mode & _OTHERS_WRITE
+            for one in (about, os.stat(directory))
+        )
+        if not is_trusted or about.st_size > LARGEST_MAP or about.st_mtime < _boot_time(roots) - 1:
+            return None
+        # A name that was cut may end within a character.
+        text = stream.read(LARGEST_MAP).decode("utf-8", "replace")
+    try:
+        values = json.loads(text)
+        facts = facts_of(values) if values["schema_version"] == _SCHEMA else None
+    except (ValueError, LookupError, TypeError, AttributeError, RecursionError):
+        return None
+    return facts if facts and facts.jobid == jobid else None
+
+
+def _boot_time(roots: Roots) -> float:
+    """Return when the machine started, seconds since the epoch; 0 if unknown."""
+    _, _, rest = procfs.text(f"{roots.proc}/stat").partition("\nbtime ")
+    return float(rest.split(None, 1)[0]) if rest else 0.0
+
+
+def _first(job: FoundJob) -> Iterable[tuple[str, int]]:
+    """Return two processes of each step with its name; those of the extern step, Slurm's, last."""
+    for step, pids in sorted(job.steps.items(), key=lambda one: one[0] == "extern"):
+        yield from ((step, pid) for pid in sorted(pids)[:2])
+
+
+def _told(jobid: str, values: Mapping[str, str]) -> JobFacts:
+    """Return the facts in the environment of a process."""
+    known: dict[str, Any] = {
+        field: values[name] for field, name in _VARIABLES.items() if name in values
+    }
+    known["run"] = os.path.basename(values.get("HPML_RUN_DIR", "").rstrip("/"))
+    for field, name in (("start", "SLURM_JOB_START_TIME"), ("ranks", "WORLD_SIZE")):
+        if re.fullmatch(r"[0-9]{1,10}", values.get(name, "")):
+            known[field] = int(values[name])
+    gpus = values.get("SLURM_JOB_GPUS", "").split(",")
+    # Numbers of GPUs are places in Slurm's list, which only the prolog can translate.
+    if all(gpus) and not any(gpu.isdigit() for gpu in gpus):
+        known["gpus"] = gpus
+    return facts_of({"jobid": jobid, **known})
+
+
+def _completed(facts: JobFacts, more: JobFacts | None) -> JobFacts:
+    """Return the facts with what is unknown in them taken from others of the same job."""
+    unknown = [one.name for one in fields(facts) if getattr(facts, one.name) == one.default]
+    return replace(facts, **{name: getattr(more, name) for name in unknown}) if more else facts

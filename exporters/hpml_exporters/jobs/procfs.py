@@ -1,0 +1,203 @@
+"""Small files of procfs and cgroupfs, and processes as they show them."""
+
+from __future__ import annotations
+
+import os
+import resource
+from typing import NamedTuple
+
+__all__ = [
+    "OpenFiles",
+    "Stat",
+    "environment",
+    "parse_stat",
+    "process_ids",
+    "processes_in",
+    "read",
+    "stat",
+    "stepd_job",
+    "subdirectories",
+    "text",
+    "uid",
+]
+
+_SIZE = 1 << 16
+_FLAGS = os.O_RDONLY | os.O_CLOEXEC
+_STEPD = b"slurmstepd: ["
+_LONGEST = 1 << 20
+
+
+def read(path: str) -> bytes:
+    """Return the content of a file, up to 1 MiB.
+
+    Raises:
+        PermissionError: the file exists, but this user may not read it.
+        OSError: the file, or the process or group behind it, is gone.
+    """
+    descriptor = os.open(path, _FLAGS)
+    try:
+        data = part = os.read(descriptor, _SIZE)
+        # The kernel may return a long file in pieces, page by page.
+        while part and len(data) < _LONGEST:
+            part = os.read(descriptor, _SIZE)
+            data += part
+        return data
+    finally:
+        os.close(descriptor)
+
+
+def text(path: str) -> str:
+    """Return the content of a file without white space around it; empty if it cannot be read."""
+    try:
+        return read(path).decode("utf-8", "replace").strip()
+    except OSError:
+        return ""
+
+
+def processes_in(group: str) -> list[int] | None:
+    """Return the process ids in a control group; None if it is gone.
+
+    A process outside of the reader's process-id namespace is 0.
+    """
+    try:
+        return [int(word) for word in read(f"{group}/cgroup.procs").split()]
+    except OSError:
+        return None
+
+
+def subdirectories(path: str) -> list[str]:
+    """Return the names of the directories in a directory; empty if it cannot be read."""
+    try:
+        with os.scandir(path) as entries:
+            return sorted(one.name for one in entries if one.is_dir(follow_symlinks=False))
+    except OSError:
+        return []
+
+
+class OpenFiles:
+    """Files that are read again and again, kept open: that halves the cost of a reading.
+
+    Args:
+        most: files that are kept open at once; further ones are opened each time.
+    """
+
+    def __init__(self, most: int = 400) -> None:
+        self._most = min(most, resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 3)
+        self._open: dict[str, int] = {}
+
+    def __len__(self) -> int:
+        """Return how many files are open."""
+        return len(self._open)
+
+    def read(self, path: str) -> bytes:
+        """Return the content of a file of cgroupfs; empty if it is gone or may not be read."""
+        descriptor = self._open.get(path)
+        try:
+            if descriptor is None:
+                if len(self._open) >= self._most:
+                    return read(path)
+                descriptor = self._open[path] = os.open(path, _FLAGS)
+            return os.pread(descriptor, _SIZE, 0)
+        except OSError:
+            self._close(path)
+            return b""
+
+    def forget(self, directory: str) -> None:
+        """Close the files in a directory and below it."""
+        for path in [path for path in self._open if path.startswith(f"{directory}/")]:
+            self._close(path)
+
+    def close(self) -> None:
+        """Close all files."""
+        for path in list(self._open):
+            self._close(path)
+
+    def _close(self, path: str) -> None:
+        descriptor = self._open.pop(path, None)
+        if descriptor is not None:
+            os.close(descriptor)
+
+
+class Stat(NamedTuple):
+    """Fields of /proc/PID/stat; times in clock ticks (`os.sysconf("SC_CLK_TCK")` per second).
+
+    Attributes:
+        parent: process id of the parent.
+        user: time in user mode, with that of ended children that were waited for.
+        system: the same in the kernel.
+        threads: number of threads.
+        start: time between boot and start; with the process id it names one process.
+    """
+
+    parent: int
+    user: int
+    system: int
+    threads: int
+    start: int
+
+
+def parse_stat(data: bytes) -> Stat:
+    """Return the fields of /proc/PID/stat, whose second one may hold blanks and brackets.
+
+    Raises:
+        ValueError: this is no such line.
+    """
+    fields = data[data.rindex(b")") + 2 :].split(None, 20)
+    # proc(5) numbers the fields from 1 and has the parent as the fourth.
+    return Stat(
+        parent=int(fields[1]),
+        user=int(fields[11]) + int(fields[13]),
+        system=int(fields[12]) + int(fields[14]),
+        threads=int(fields[17]),
+        start=int(fields[19]),
+    )
+
+
+def stat(proc: str, pid: int) -> Stat | None:
+    """Return the fields of /proc/PID/stat of a process; None if it is gone or hidden."""
+    try:
+        return parse_stat(read(f"{proc}/{pid}/stat"))
+    except (OSError, ValueError, IndexError):
+        return None
+
+
+def uid(proc: str, pid: int) -> int:
+    """Return the real user of a process; -1 if it is gone.
+
+    The owner of /proc/PID is no answer: it is root for a process that may not dump core.
+    """
+    _, _, rest = text(f"{proc}/{pid}/status").partition("\nUid:")
+    words = rest.split(None, 1)
+    return int(words[0]) if words else -1
+
+
+def stepd_job(proc: str, pid: int) -> str:
+    """Return the job id in the title of a slurmstepd; empty for any other process.
+
+    The title is `slurmstepd: [<jobid>.<step>]`, with the job's number also where its control group
+    is named by SLUID (Slurm 26.05 and later).
+    """
+    try:
+        title = read(f"{proc}/{pid}/cmdline")
+    except OSError:
+        return ""
+    jobid = title[len(_STEPD) :].partition(b".")[0]
+    return jobid.decode() if title.startswith(_STEPD) and jobid.isdigit() else ""
+
+
+def environment(proc: str, pid: int) -> dict[str, str]:
+    """Return the environment a process was started with; empty if it may not be read."""
+    try:
+        data = read(f"{proc}/{pid}/environ").decode("utf-8", "replace")
+    except OSError:
+        return {}
+    pairs = (one.partition("=") for one in data.split("\0"))
+    return {name: value for name, equals, value in pairs if equals}
+
+
+def process_ids(proc: str) -> frozenset[int]:
+    """Return the ids of all processes; empty without procfs."""
+    try:
+        return frozenset(int(name) for name in os.listdir(proc) if name.isdigit())
+    except OSError:
+        return frozenset()

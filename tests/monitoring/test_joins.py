@@ -1,0 +1,201 @@
+"""The recording rules, and the queries of docs/monitoring.md, give the answers they promise."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+if TYPE_CHECKING:
+    from tests.monitoring.prometheus_support import Promtool
+
+ROOT = Path(__file__).parents[2]
+RULES = ROOT / "deploy/prometheus/rules/hpml.yml"
+BY_USER, GPUS, THREADS, HELD_UP, WHO = re.findall(
+    r"^```text promql\n(.*?)^```$",
+    (ROOT / "docs/monitoring.md").read_text("utf-8"),
+    re.DOTALL | re.MULTILINE,
+)
+Labels = dict[str, str]
+Series = dict[str, str]  # series as they are written -> values as promtool expands them
+
+
+def written(name: str, labels: Labels) -> str:
+    return name + "{" + ",".join(f'{key}="{value}"' for key, value in labels.items()) + "}"
+
+
+def exporter(
+    cluster: str, node: str, jobs: dict[str, Labels], *, scope: str = "node", **gpus: Labels
+) -> Series:
+    """What an exporter shows: its jobs by id with their further labels, and GPUs by UUID.
+
+    Each job has 7 threads, writes 100 B/s and trains on 10 samples/s; each GPU takes 100 W and is
+    busy for a half of the time.
+    """
+    instance = f"{cluster}-{node}:{scope}" + (f":{'-'.join(jobs)}" if scope == "job" else "")
+    own = {"instance": instance, "job": f"hpml-{scope}"}
+    series = {
+        written("hpml_node_info", {**own, "cluster": cluster, "node": node, "scope": scope}): "1x20"
+    }
+    for jobid, more in jobs.items():
+        labels = {**own, "cluster": cluster, "jobid": jobid}
+        series[written("hpml_job_info", {**labels, **more})] = "1x20"
+        series[written("hpml_job_threads", labels)] = "7x20"
+        series[written("hpml_job_io_write_bytes_total", labels)] = "0+6000x20"
+        series[written("hpml_train_samples_total", labels)] = "0+600x20"
+        for mode in ("user", "system"):
+            series[written("hpml_job_cpu_seconds_total", {**labels, "mode": mode})] = "0+30x20"
+        for kind in ("rss", "shmem", "cache"):
+            series[written("hpml_job_memory_bytes", {**labels, "kind": kind})] = "5x20"
+    for uuid, owners in gpus.items():
+        series[written("hpml_gpu_power_watts", {**own, "uuid": uuid})] = "100x20"
+        series[written("hpml_gpu_busy_seconds_total", {**own, "uuid": uuid})] = "0+30x20"
+        for jobid, owner in owners.items():
+            labels = {**own, "cluster": cluster, "jobid": jobid, "uuid": uuid}
+            more = {"allocated": "1", "owner": owner}
+            series[written("hpml_job_gpu_info", {**labels, **more})] = "1x20"
+    return series
+
+
+def ask(
+    promtool: Promtool, tmp_path: Path, series: Series, query: str, answers: dict[str, float]
+) -> None:
+    """Have promtool evaluate a query after 15 minutes; answers are by their labels as written."""
+    test = {
+        "interval": "1m",
+        "input_series": [{"series": name, "values": values} for name, values in series.items()],
+        "promql_expr_test": [
+            {
+                "expr": query,
+                "eval_time": "15m",
+                "exp_samples": [
+                    {"labels": labels, "value": value} for labels, value in answers.items()
+                ],
+            }
+        ],
+    }
+    path = tmp_path / "test.yml"
+    path.write_text(json.dumps({"rule_files": [str(RULES)], "tests": [test]}))  # JSON is YAML
+    done = promtool("test", "rules", path)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+ADA, BOB = {"user": "ada", "name": "train"}, {"user": "bob", "name": "tune"}
+SHARED = exporter("main", "n1", {"7": ADA, "8": BOB}, G1={"7": "1", "8": "0"}, G2={"8": "1"})
+TWICE = exporter("main", "n1", {"7": ADA}, G1={"7": "1"}) | exporter(
+    "main", "n1", {"7": {**ADA, "account": "vision"}}, scope="job", G1={"7": "1"}
+)
+JOBS_ONLY = exporter("main", "n1", {"7": ADA}, scope="job", G1={"7": "1"}) | exporter(
+    "main", "n1", {"8": BOB}, scope="job", G1={"8": "1"}, G2={"8": "1"}
+)
+TWO_NODES = exporter("main", "n1", {"7": ADA}, G1={"7": "1"}) | exporter(
+    "main", "n2", {"7": {**ADA, "account": "vision"}}, G2={"7": "1"}
+)
+TWO_CLUSTERS = exporter("main", "n1", {"7": ADA}, G1={"7": "1"}) | exporter(
+    "test", "n1", {"7": BOB}, G2={"7": "1"}
+)
+MAIN_7 = '{cluster="main",jobid="7"}'
+MAIN_8 = '{cluster="main",jobid="8"}'
+TEST_7 = '{cluster="test",jobid="7"}'
+ON_N1 = '{cluster="main",node="n1",jobid="7"}'
+SCENES: dict[str, tuple[Series, str, dict[str, float]]] = {
+    "busy GPUs where jobs share one": (SHARED, BY_USER, {'{user="ada"}': 0.5, '{user="bob"}': 0.5}),
+    "power where jobs share a GPU": (
+        SHARED,
+        GPUS,
+        {
+            '{uuid="G1",cluster="main",jobid="7",name="train"}': 100,
+            '{uuid="G2",cluster="main",jobid="8",name="tune"}': 100,
+        },
+    ),
+    "busy GPUs of a node with two exporters": (TWICE, BY_USER, {'{user="ada"}': 0.5}),
+    "threads of a node with two exporters": (TWICE, THREADS, {MAIN_7: 7}),
+    "samples of a node with two exporters": (
+        TWICE,
+        "hpml:train_samples:rate5m",
+        {f"hpml:train_samples:rate5m{ON_N1}": 10},
+    ),
+    "CPUs of a node with two exporters": (TWICE, "sum(hpml:job_cpus_busy:rate5m)", {"{}": 1}),
+    "memory of a node with two exporters": (TWICE, "sum(hpml:job_memory_bytes:sum)", {"{}": 10}),
+    "writes of a node with two exporters": (
+        TWICE,
+        "sum(hpml:job_io_write_bytes:rate5m)",
+        {"{}": 100},
+    ),
+    "power of a node with two exporters": (
+        TWICE,
+        "sum(hpml:job_gpu_power_watts:sum)",
+        {"{}": 100},
+    ),
+    "threads of jobs with exporters of their own": (JOBS_ONLY, THREADS, {MAIN_7: 7, MAIN_8: 7}),
+    "GPUs of jobs with exporters of their own": (
+        JOBS_ONLY,
+        "sum(hpml:job_gpus:count)",
+        {"{}": 2},
+    ),
+    "threads of a job on two nodes": (TWO_NODES, THREADS, {MAIN_7: 14}),
+    "busy GPUs of a job on two nodes": (TWO_NODES, BY_USER, {'{user="ada"}': 1}),
+    "one information on a job on two nodes": (TWO_NODES, "count(hpml:job_info)", {"{}": 1}),
+    "threads in two clusters": (TWO_CLUSTERS, THREADS, {MAIN_7: 7, TEST_7: 7}),
+    "busy GPUs in two clusters": (
+        TWO_CLUSTERS,
+        BY_USER,
+        {'{user="ada"}': 0.5, '{user="bob"}': 0.5},
+    ),
+}
+
+
+@pytest.mark.parametrize(("series", "query", "answers"), SCENES.values(), ids=SCENES)
+def test_joins(
+    promtool: Promtool, tmp_path: Path, series: Series, query: str, answers: dict[str, float]
+) -> None:
+    """Nothing is counted twice, nothing is left out, and no join is many-to-many."""
+    ask(promtool, tmp_path, series, query, answers)
+
+
+def waits() -> Series:
+    """Two jobs of four ranks on two nodes: in job 7, rank 3 waits 0.4 s of each second."""
+    series = {}
+    for node, jobid, shortest, longest, rank in (
+        ("n1", "7", 0.01, 0.02, 1),
+        ("n2", "7", 0.02, 0.4, 3),
+        ("n1", "8", 0.01, 0.05, 0),
+        ("n2", "8", 0.03, 0.04, 2),
+    ):
+        labels = {"instance": node, "job": "hpml", "cluster": "main", "jobid": jobid}
+        for name, which, value in (
+            ("hpml_train_rank_data_wait_seconds", "shortest", shortest),
+            ("hpml_train_rank_data_wait_seconds", "longest", longest),
+            ("hpml_train_rank_step_duration_seconds", "fastest", 1.0),
+            ("hpml_train_rank_step_duration_seconds", "slowest", 1.0),
+        ):
+            series[written(name, {**labels, "which": which})] = f"{value}x20"
+        info = {**labels, "rank": str(rank)}
+        series[written("hpml_train_longest_data_wait_info", info)] = "1x20"
+    return series
+
+
+SLOWEST: dict[str, Any] = {
+    '{instance="n2",job="hpml",cluster="main",jobid="7",which="longest",rank="3"}': 0.4,
+    '{instance="n1",job="hpml",cluster="main",jobid="8",which="longest",rank="0"}': 0.05,
+}
+
+
+@pytest.mark.parametrize(
+    ("query", "answers"), [(HELD_UP, {MAIN_7: 0.39}), (WHO, SLOWEST)], ids=["jobs", "ranks"]
+)
+def test_the_slowest_reader(
+    promtool: Promtool, tmp_path: Path, query: str, answers: dict[str, float]
+) -> None:
+    """The job that one rank holds up, over both of its nodes; in each job the rank that waits."""
+    ask(promtool, tmp_path, waits(), query, answers)
+
+
+def test_the_example_loads_the_rules(promtool: Promtool) -> None:
+    """Prometheus' own check of both files."""
+    done = promtool("check", "config", ROOT / "deploy/prometheus/prometheus.yml")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "11 rules found" in done.stdout

@@ -1,0 +1,246 @@
+"""Whose a job is: the prolog's map where it can be trusted, its processes and what they say."""
+
+from __future__ import annotations
+
+import json
+import os
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hpml_exporters.jobs.board import JobFacts
+from hpml_exporters.jobs.finder import JobFinder
+from hpml_exporters.jobs.identity import LARGEST_MAP, UserNames
+
+from tests.patience import eventually
+from tests.unit.exporters.jobs.machine import SCOPE, Machine, Task
+
+needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root gives files away")
+JOB = f"{SCOPE}/job_77"
+OF_77 = {"SLURM_JOB_ID": "77"}
+MAP = {
+    "schema_version": 1,
+    "jobid": "77",
+    "uid": 1000,
+    "user": "alice",
+    "account": "vision",
+    "partition": "gpu",
+    "qos": "normal",
+    "name": "",
+    "array_job": "70",
+    "array_task": "7",
+    "start": 1790000000,
+    "gpus": ["1", "3"],
+}
+
+
+@pytest.fixture
+def machine(tmp_path: Path) -> Machine:
+    """A node with job 77 of user 1000, and an environment that the user has changed."""
+    made = Machine(tmp_path)
+    made.unified()
+    (made.run / "jobs").mkdir(mode=0o755)
+    values = {**OF_77, "SLURM_JOB_ACCOUNT": "forged", "SLURM_JOB_NAME": "mine"}
+    begin(made, Task(71, environment=values))
+    return made
+
+
+def begin(machine: Machine, *tasks: Task) -> None:
+    machine.step_2(JOB, "0", machine.stepd(70, "77", "0"), {0: tuple(one.pid for one in tasks)})
+    for one in tasks:
+        machine.process(one)
+
+
+def write(machine: Machine, value: Any = None, **changes: Any) -> Path:
+    path = machine.run / "jobs" / "77.json"
+    draft = path.with_suffix(".new")
+    draft.write_text(json.dumps({**MAP, **changes} if value is None else value))
+    draft.chmod(0o644)
+    draft.replace(path)
+    return path
+
+
+def facts(machine: Machine, finder: JobFinder | None = None, now: float = 0) -> JobFacts:
+    return (finder or JobFinder(machine.options)).look(now).by_id["77"].facts
+
+
+def test_what_the_prolog_says_wins(machine: Machine) -> None:
+    """The environment, which the user can change, only fills in; a requeued job is read anew."""
+    write(machine)
+    machine.run.joinpath("jobs/78.json").write_text(json.dumps({**MAP, "jobid": "78"}))
+    finder = JobFinder(machine.options)
+    assert set(finder.look(0).by_id) == {"77"}, "a map alone makes no job"
+    given = {key: value for key, value in MAP.items() if key != "schema_version"}
+    assert facts(machine) == JobFacts(**{**given, "name": "mine", "gpus": ("1", "3")})
+    for gpus in (["2"], [], None):
+        write(machine, gpus=gpus)
+        assert facts(machine, finder).gpus == (None if gpus is None else tuple(gpus))
+
+
+def rename(path: Path) -> None:
+    target = path.with_name("elsewhere")
+    path.rename(target)
+    path.symlink_to(target)
+
+
+def make_pipe(path: Path) -> None:
+    path.unlink()
+    os.mkfifo(path, 0o644)
+
+
+SPOILT: dict[str, Callable[[Path], object]] = {
+    "writable for the group": lambda path: path.chmod(0o664),
+    "writable for all": lambda path: path.chmod(0o646),
+    "in a directory that is": lambda path: path.parent.chmod(0o777),
+    "a link": rename,
+    "a pipe": make_pipe,
+    "too large": lambda path: path.write_text(path.read_text() + " " * LARGEST_MAP),
+    "older than the machine's start": lambda path: os.utime(path, (999_999_000, 999_999_000)),
+    "empty": lambda path: path.write_bytes(b""),
+    "half": lambda path: path.write_bytes(b"{"),
+    "no text": lambda path: path.write_bytes(b"\xff\xfe"),
+    "nested": lambda path: path.write_bytes(b"[" * 10000),
+    "null": lambda path: path.write_bytes(b"null"),
+}
+
+
+@pytest.mark.parametrize("spoil", SPOILT.values(), ids=SPOILT)
+def test_maps_that_are_not_trusted(machine: Machine, spoil: Callable[[Path], object]) -> None:
+    """Anybody may have written them, or they are of another time; there is no error."""
+    path = write(machine)
+    assert facts(machine).account == "vision"
+    spoil(path)
+    assert facts(machine).account == "forged"
+
+
+@needs_root
+@pytest.mark.parametrize("place", ["77.json", "."])
+def test_a_map_of_another_user_s(machine: Machine, place: str) -> None:
+    """Neither root nor we own the file, or the directory."""
+    os.chown(write(machine).parent / place, 12345, 0)
+    assert facts(machine).account == "forged"
+
+
+@pytest.mark.parametrize(
+    "value",
+    [[], "x", 7, {}, {**MAP, "schema_version": 2}, {**MAP, "uid": 1001}, {**MAP, "jobid": "78"}],
+)
+def test_maps_of_other_jobs(machine: Machine, value: Any) -> None:
+    """Of another user, number or form."""
+    write(machine, value)
+    assert (facts(machine).uid, facts(machine).account) == (1000, "forged")
+
+
+def test_fields_that_make_no_sense(machine: Machine) -> None:
+    """They are unknown, the others are known."""
+    write(machine, uid=[], user=7, gpus="0", start=None, array_job={})
+    found = facts(machine)
+    assert (found.uid, found.account, found.gpus, found.start) == (1000, "vision", None, 0)
+
+
+def test_the_environment_fills_in(machine: Machine) -> None:
+    """What Slurm and hpml told the job; of a process that is of that job and that user."""
+    values = {
+        **OF_77,
+        "SLURM_JOB_ACCOUNT": "vision",
+        "SLURM_JOB_PARTITION": "gpu",
+        "SLURM_JOB_QOS": "long",
+        "SLURM_JOB_NAME": "train",
+        "SLURM_ARRAY_JOB_ID": "70",
+        "SLURM_ARRAY_TASK_ID": "7",
+        "SLURM_JOB_START_TIME": "1790000000",
+        "SLURM_JOB_GPUS": "GPU-1a,GPU-3c",
+    }
+    begin(
+        machine,
+        Task(71, environment={**values, "SLURM_JOB_ID": "76", "SLURM_JOB_NAME": "no"}),
+        Task(72, environment=values),
+    )
+    finder = JobFinder(machine.options)
+    found = facts(machine, finder)
+    assert (found.account, found.partition, found.qos, found.name) == (
+        *("vision", "gpu", "long", "train"),
+    )
+    assert (found.array_job, found.array_task, found.start) == ("70", "7", 1790000000)
+    assert (found.gpus, found.run, found.ranks) == (("GPU-1a", "GPU-3c"), "", 0)
+    # The ranks begin later, when the data are staged; hpml's variables are theirs alone.
+    more = {"HPML_RUN_DIR": "/r/runs/r-x7/", "HPML_SWEEP": "s", "HPML_POINT": "4"}
+    begin(machine, Task(72, environment={**values, **more, "WORLD_SIZE": "8"}))
+    for now in range(5, 100, 5):
+        found = facts(machine, finder, now)
+    assert (found.run, found.sweep, found.point, found.ranks) == ("r-x7", "s", "4", 8)
+
+
+@pytest.mark.parametrize(
+    "values",
+    [{"SLURM_JOB_GPUS": "1,3"}, {"WORLD_SIZE": "9" * 40}, {"SLURM_JOB_START_TIME": "-1e300"}],
+    ids=str,
+)
+def test_what_an_environment_cannot_say(machine: Machine, values: dict[str, str]) -> None:
+    """Numbers of GPUs are places in gres.conf; the others are no numbers of ranks and times."""
+    begin(machine, Task(71, environment={**OF_77, **values}))
+    found = facts(machine)
+    assert (found.gpus, found.ranks, found.start) == (None, 0, 0)
+
+
+def test_a_task_that_is_still_root_s(machine: Machine) -> None:
+    """Slurmstepd's child becomes the user a moment later: until then the map says who."""
+    finder = JobFinder(machine.options)
+    begin(machine, Task(71, uid=0, environment={**OF_77, "SLURM_JOB_NAME": "stepd's"}))
+    assert facts(machine, finder).uid == 0, "nobody else is seen"
+    write(machine)
+    found = facts(machine, finder, 5)
+    assert (found.uid, found.user, found.account) == (1000, "alice", "vision")
+    begin(machine, Task(71, environment={**OF_77, "SLURM_JOB_NAME": "train"}))
+    found = facts(machine, finder, 10)
+    assert (found.uid, found.user, found.name) == (1000, "alice", "train")
+    write(machine, uid=1001)
+    assert facts(machine, finder, 15).account == "", "it is another job's"
+
+
+def test_a_user_in_the_path_is_certain(machine: Machine) -> None:
+    """In version 1 a job of root's stays that, and another user's map is another job's."""
+    other = Machine(machine.proc.parent / "other")
+    other.step_1("slurm/uid_0/job_77", "0", 80, (81,))
+    other.process(Task(81))
+    (other.run / "jobs").mkdir(mode=0o755)
+    write(other)
+    assert (facts(other).uid, facts(other).account) == (0, "")
+
+
+def test_user_names() -> None:
+    """Of the system, and the number where there is none; a slow directory service stops nothing."""
+    names = UserNames()
+    for uid, name in ((0, "root"), (3999999, "3999999"), (-1, "")):
+        eventually(lambda uid=uid, name=name: names.name(uid, 0.0) == name)
+    answer, asked = threading.Event(), []
+
+    def lookup(uid: int) -> str:
+        asked.append(uid)
+        answer.wait(120)
+        return f"user{uid}"
+
+    slow = UserNames(lookup)
+    assert [slow.name(uid, 0.0) for uid in (1, 2, 1)] == [""] * 3
+    assert asked == [1], "one question at a time"
+    answer.set()
+    eventually(lambda: slow.name(1, 1.0) == "user1")
+
+
+def test_a_directory_service_that_is_down() -> None:
+    """It is asked again after ten minutes, and a name is asked for once."""
+    asked: list[int] = []
+
+    def lookup(uid: int) -> str:
+        asked.append(uid)
+        if len(asked) == 1:
+            raise OSError("down")
+        return "alice"
+
+    names = UserNames(lookup)
+    assert [names.name(7, now) for now in (0.0, 5.0)] == ["", ""]
+    eventually(lambda: names.name(7, 601.0) == "alice")
+    assert names.name(7, 9999.0) == "alice"
+    assert asked == [7, 7]
