@@ -25,29 +25,23 @@ def attempts_of(records: Path, sweep: str) -> list[tuple[dict[str, Any], Path]]:
 
 def recomputed(records: Path, sweep: str) -> dict[int, dict[str, Any]]:
     """By scale: how many runs, and the medians of their seconds, throughput and accuracy."""
-    figures: dict[int, dict[str, list[Any]]] = defaultdict(lambda: defaultdict(list))
+    figures: dict[int, list[dict[str, Any]]] = defaultdict(list)
     for point, run in attempts_of(records, sweep):
         result = json.loads((run / "result.json").read_text())
         (attempt,) = (run / "attempts").iterdir()
-        events = [
-            json.loads(line) for line in (attempt / "events/batch.jsonl").read_text().splitlines()
-        ]
+        events = map(json.loads, (attempt / "events/batch.jsonl").read_text().splitlines())
         started = next(event["time"] for event in events if event["event"] == "started")
         ended = json.loads((attempt / "ended.json").read_text())
         assert ended["exit_code"] == 0
-        scale = figures[point["scale"]]
-        scale["seconds"].append(ended["time"] - started)
-        scale["samples_per_second"].append(result["samples_per_second"])
-        scale["accuracy"].append(result["test_accuracy"])
-        scale["batch"].append((result["batch_size_per_rank"], result["world_size"]))
-        scale["learning_rate"].append(result["learning_rate"])
-    medians = ("seconds", "samples_per_second", "accuracy")
+        figures[point["scale"]].append(result | {"seconds": ended["time"] - started})
     return {
-        size: {
-            "runs": len(scale["seconds"]),
-            **{name: median(scale[name]) for name in medians},
-            "batch": set(scale["batch"]),
-            "learning_rate": {round(rate, 9) for rate in scale["learning_rate"]},
+        scale: {
+            "runs": len(runs),
+            "seconds": median(run["seconds"] for run in runs),
+            "samples_per_second": median(run["samples_per_second"] for run in runs),
+            "accuracy": median(run["test_accuracy"] for run in runs),
+            "batch": {(run["batch_size_per_rank"], run["world_size"]) for run in runs},
+            "learning_rate": {round(run["learning_rate"], 9) for run in runs},
         }
-        for size, scale in figures.items()
+        for scale, runs in figures.items()
     }

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
 
 from hpml_orchestrator.errors import counted
 from hpml_orchestrator.records.texts import first_few
 from hpml_orchestrator.sweeps import statistics
-from hpml_orchestrator.sweeps.facts import MEASURED, Costs, Notice, Report, Setting
-from hpml_orchestrator.sweeps.statistics import Estimate, Speedup
-from hpml_orchestrator.sweeps.wording import estimate_text, number
+from hpml_orchestrator.sweeps.facts import Costs, Notice, Report, Setting
+from hpml_orchestrator.sweeps.statistics import MIN_REPEATS, Speedup
+from hpml_orchestrator.sweeps.wording import estimate_text
 
 __all__ = ["Comparison", "Pair", "compare"]
 
@@ -19,21 +20,18 @@ _CONDITIONS = ("base job", "scheduler", "code", "environment", "hardware", "devi
 
 @dataclass(frozen=True)
 class Pair:
-    """One setting that both sweeps measured.
+    """One setting as two sweeps measured it; None where a sweep has no complete run of it.
 
     Attributes:
-        before, after: total seconds. speedup: before / after, above 1 where `after` is faster.
-        distinguishable: whether the medians differ; None with fewer than 6 runs of one.
-        accuracy_before, accuracy_after: test accuracy.
+        speedup: seconds before / seconds after, above 1 where `after` is faster.
+        verdict: `faster`, `slower`, `not distinguishable` or, with too few runs, `unknown`.
     """
 
     label: str
-    before: Estimate
-    after: Estimate
-    speedup: Speedup
-    distinguishable: bool | None
-    accuracy_before: Estimate | None
-    accuracy_after: Estimate | None
+    before: Setting | None
+    after: Setting | None
+    speedup: Speedup | None
+    verdict: str
 
 
 @dataclass(frozen=True)
@@ -42,7 +40,6 @@ class Comparison:
 
     Attributes:
         notices: what differs besides the change, or restricts the comparison.
-        only_before, only_after: settings that one of them measured.
         costs: of all attempts, before and after.
     """
 
@@ -52,72 +49,57 @@ class Comparison:
     answer: tuple[str, ...]
     notices: tuple[Notice, ...]
     pairs: tuple[Pair, ...]
-    only_before: tuple[str, ...]
-    only_after: tuple[str, ...]
     costs: tuple[Costs, Costs]
 
 
 def compare(before: Report, after: Report) -> Comparison:
     """Compare two reports setting by setting: equal scales and values of the axes."""
-    old, new = _measured(before), _measured(after)
-    pairs = tuple(_pair(*old[key], *new[key]) for key in old if key in new)
+    old, new = (
+        {repr((one.scale, one.values)): one for one in report.settings if one.runs}
+        for report in (before, after)
+    )
+    pairs = [_pair(old.get(key), new.get(key)) for key in {**old, **new}]
     return Comparison(
         version=1,
         name=f"{before.name} and {after.name}",
         question=f"What changed from {before.id} to {after.id}?",
         answer=tuple(_answer(pairs)),
         notices=tuple(_notices(before, after)),
-        pairs=pairs,
-        only_before=tuple(old[key][0].label for key in old if key not in new),
-        only_after=tuple(new[key][0].label for key in new if key not in old),
+        pairs=tuple(pairs),
         costs=(before.costs, after.costs),
     )
 
 
-def _measured(report: Report) -> dict[str, tuple[Setting, list[float]]]:
-    """Return settings with the total seconds of their complete runs, by scale and values."""
-    found: dict[str, tuple[Setting, list[float]]] = {}
-    for attempt in report.attempts:
-        if attempt.row.state == MEASURED and attempt.row.total_seconds:
-            setting = report.settings[attempt.setting]
-            key = repr((setting.scale, setting.values))
-            found.setdefault(key, (setting, []))[1].append(attempt.row.total_seconds)
-    return found
+def _pair(before: Setting | None, after: Setting | None) -> Pair:
+    if before and after:
+        seconds = before.samples["total_seconds"], after.samples["total_seconds"]
+        speedup = statistics.speedup(*seconds)
+        verdicts = {None: "unknown", False: "not distinguishable"}
+        verdict = verdicts.get(speedup.distinguishable, "faster" if speedup.value > 1 else "slower")
+        return Pair(before.label, before, after, speedup, verdict)
+    label = "".join(one.label for one in (before, after) if one)
+    return Pair(label, before, after, None, "unknown")
 
 
-def _pair(before: Setting, old: list[float], after: Setting, new: list[float]) -> Pair:
-    return Pair(
-        label=before.label,
-        before=statistics.median_estimate(old),
-        after=statistics.median_estimate(new),
-        speedup=statistics.speedup(old, new),
-        distinguishable=statistics.distinguishable(old, new),
-        accuracy_before=before.accuracy,
-        accuracy_after=after.accuracy,
-    )
-
-
-def _answer(pairs: tuple[Pair, ...]) -> Iterable[str]:
-    if not pairs:
+def _answer(pairs: Sequence[Pair]) -> Iterable[str]:
+    compared = {pair.label: pair.speedup for pair in pairs if pair.speedup}
+    if not compared:
         yield "No setting is complete in both sweeps, so there is nothing to compare."
         return
-    differing = [pair for pair in pairs if pair.distinguishable]
-    faster = sum(pair.speedup.value > 1 for pair in differing)
-    equal = sum(pair.distinguishable is False for pair in pairs)
-    unknown = len(pairs) - len(differing) - equal
-    few = f"; {unknown} cannot be judged with fewer than {statistics.MIN_REPEATS} runs on a side"
+    verdicts = Counter(pair.verdict for pair in pairs if pair.speedup)
+    few = f"; {verdicts['unknown']} cannot be judged with fewer than {MIN_REPEATS} runs on a side"
     yield (
-        f"Of {counted(len(pairs), 'setting')} complete in both sweeps, the second is faster in "
-        f"{faster}, slower in {len(differing) - faster}, and not distinguishable in {equal}"
-        f"{few if unknown else ''}."
+        f"Of {counted(len(compared), 'setting')} complete in both sweeps, the second is faster in "
+        f"{verdicts['faster']}, slower in {verdicts['slower']}, and not distinguishable in "
+        f"{verdicts['not distinguishable']}{few if verdicts['unknown'] else ''}."
     )
-    largest = max(
-        differing or pairs, key=lambda pair: max(pair.speedup.value, 1 / pair.speedup.value)
+    sure = {label: one for label, one in compared.items() if one.distinguishable}
+    label, largest = max(
+        (sure or compared).items(), key=lambda pair: max(pair[1].value, 1 / pair[1].value)
     )
     yield (
-        f"The largest {'' if differing else 'apparent '}change is at {largest.label}: "
-        f"{number(largest.before.value)} s before, {number(largest.after.value)} s after, "
-        f"{estimate_text(largest.speedup)} times as fast."
+        f"The largest {'' if sure else 'apparent '}change is at {label}: the second is "
+        f"{estimate_text(largest)} times as fast."
     )
 
 
@@ -133,11 +115,11 @@ def _notices(before: Report, after: Report) -> Iterable[Notice]:
         if old.get(name) != new.get(name) and name not in {"sweep file, name", "sweep file, base"}
     )
     if details:
-        text = "What differs between the sweeps besides their times."
-        yield Notice("Different conditions", text, loud=True, details=details)
+        text = "The sweeps differ in more than their times."
+        yield Notice("Different conditions", text, "loud", details)
     for when, report in (("before", before), ("after", after)):
         for notice in report.notices:
-            yield Notice(f"{notice.title} ({when})", notice.text)
+            yield replace(notice, title=f"{notice.title} ({when})", status="")
 
 
 def _text(value: object) -> str:

@@ -12,9 +12,9 @@ from hpml_orchestrator.sweeps.statistics import Estimate, Speedup
 
 __all__ = [
     "MEASURED",
+    "NOT_ATTEMPTED",
     "PARTS",
     "Attempt",
-    "Check",
     "Costs",
     "Figure",
     "FittedModel",
@@ -27,26 +27,24 @@ __all__ = [
 MEASURED = "COMPLETED"
 """State of the attempts that enter medians."""
 
-PARTS = (
-    "staging",
-    "start-up",
-    "rendezvous",
-    "warm-up",
-    "steps",
-    "data wait",
-    "evaluation",
-    "checkpoint",
-    "end",
-    "not divided",
+NOT_ATTEMPTED = ("WAITING", "EXCLUDED")
+"""States of planned points that were never submitted."""
+
+PARTS = tuple(
+    "staging, start-up, rendezvous, warm-up, steps, data wait, evaluation, checkpoint, end, "
+    "not divided".split(", ")
 )
 """What the total time of a run is divided into, in order; the queue is not part of it."""
 
 
 @dataclass(frozen=True)
 class Attempt:
-    """One start of a point: the row, with what the plan says about the point."""
+    """One start of a point, or a point that was never started: its row, and its place in the plan.
 
-    label: str
+    Attributes:
+        setting: number of its setting.
+    """
+
     setting: int
     repeat: int
     seed: int
@@ -59,25 +57,20 @@ class Target:
 
     Attributes:
         every_epochs: interval of the evaluations, the resolution of the time.
-        runs, reached: complete runs and timeouts, and how many of them reached the target.
-        seconds: median (Kaplan-Meier), None where too few runs reached it.
-        low, high: its 95 % interval; None where unknown, high also where it is open.
+        reached: how many of the complete runs and timeouts reached the target.
+        seconds: median of all of these, infinite where too few reached it.
     """
 
     accuracy: float
     every_epochs: float | None
-    runs: int
     reached: int
-    seconds: float | None
-    low: float | None
-    high: float | None
+    seconds: Estimate
 
 
 @dataclass(frozen=True)
 class Costs:
-    """What attempts cost; `energy_kwh` is None if it was never measured."""
+    """What attempts cost; `energy_kwh` is None if it was measured for none of them."""
 
-    attempts: int
     gpu_hours: float
     core_hours: float
     node_hours: float
@@ -90,19 +83,24 @@ class Setting:
     """What was measured with one scale and one combination of the axes' values.
 
     Attributes:
+        number: its place in `Report.settings`.
         label: scale and values in one line. series: the values alone, empty without axes.
-        planned, runs: runs that the plan has, and how many of them are complete.
+        planned, runs: runs that the plan has and no rule excludes; how many of them are complete.
         seconds: total time of a run, staging included; None where no run is complete.
-        figure: what settings are ranked by (`Report.figure`); figures: of each complete run.
-        batch_global, batch_per_rank, learning_rate, steps, epochs: every value that runs reported.
-        phases: mean seconds by `PARTS`. queue_seconds: mean seconds in the queue.
+        figure: what settings are ranked by (`Report.figure`).
+        samples: the values of the complete runs: `total_seconds`, `accuracy`, `figure`.
+        ran: every `batch_global`, `batch_per_rank`, `learning_rate`, `steps` and `epochs` that runs
+            reported, by these names.
+        means: of complete runs: `work` (samples trained with), `queue_seconds`, `data_wait_ratio`
+            and `gpu_active`, where known.
+        phases: mean seconds by `PARTS`.
         costs: of all attempts.
         oversubscribed, unverified: complete runs with more ranks than cores, and those whose
             binding is not verified.
-        speedup: over the baseline of the same series; efficiency: in percent.
+        speedup: over the baseline of the same series.
         serial_fraction: of Karp and Flatt.
         lost: mean seconds more than with ideal scaling from the baseline, by `PARTS`.
-        distinguishable: from the best setting; None: unknown.
+        distinguishable: from the setting with the best figure; None: unknown.
     """
 
     number: int
@@ -117,22 +115,15 @@ class Setting:
     samples_per_second: Estimate | None
     accuracy: Estimate | None
     figure: Estimate | None
-    figures: tuple[float, ...]
+    samples: Mapping[str, tuple[float, ...]]
     target: Target | None
-    batch_global: tuple[int, ...]
-    batch_per_rank: tuple[int, ...]
-    learning_rate: tuple[float, ...]
-    steps: tuple[int, ...]
-    epochs: tuple[int, ...]
+    ran: Mapping[str, tuple[float, ...]]
+    means: Mapping[str, float]
     phases: Mapping[str, float]
-    queue_seconds: float | None
-    data_wait_ratio: float | None
-    gpu_active: float | None
     costs: Costs
     oversubscribed: int
     unverified: int
     speedup: Speedup | None = None
-    efficiency: Estimate | None = None
     serial_fraction: Estimate | None = None
     lost: Mapping[str, float] = field(default_factory=dict)
     distinguishable: bool | None = None
@@ -159,7 +150,7 @@ class FittedModel:
     Attributes:
         parameters: by the formula's names; scales count in units of the smallest one.
         residual: typical relative distance of a run from the curve.
-        scales, speedups: the curve, at the measured scales.
+        speedups: the curve, by the measured scales.
         note: what the model says beyond its parameters.
     """
 
@@ -167,34 +158,24 @@ class FittedModel:
     formula: str
     series: str
     parameters: Mapping[str, Estimate]
-    runs: int
     residual: float
-    scales: tuple[int, ...]
-    speedups: tuple[float, ...]
+    speedups: Mapping[int, float]
     note: str
 
 
 @dataclass(frozen=True)
 class Notice:
-    """What a reader has to know before believing the figures; a loud one may change the answer."""
+    """What a reader has to know before believing the figures.
+
+    Attributes:
+        status: `loud` if it may change the answer; of the twelve ways to fool the masses whether
+            the report answers them: `ok`, `not answered` or `does not apply`.
+    """
 
     title: str
     text: str
-    loud: bool = False
+    status: str = ""
     details: tuple[str, ...] = ()
-
-
-@dataclass(frozen=True)
-class Check:
-    """One of the twelve ways to fool the masses, and how this report answers it.
-
-    Attributes:
-        status: `ok`, `not answered` or `does not apply`.
-    """
-
-    way: str
-    status: str
-    answer: str
 
 
 @dataclass(frozen=True)
@@ -203,7 +184,8 @@ class Report:
 
     Attributes:
         mixed: why no speedups are given, by rule 1 (equal batches), or empty.
-        states: attempts by state. failed: costs of those that are neither complete nor pruned.
+        states: attempts, and points that were never attempted, by state.
+        failed: costs of attempts that are neither complete nor pruned.
         best: number of the best setting, None where nothing can be recommended.
         provenance: where the figures come from, by heading.
     """
@@ -227,7 +209,7 @@ class Report:
     best: int | None = None
     notices: tuple[Notice, ...] = ()
     fits: tuple[FittedModel, ...] = ()
-    checks: tuple[Check, ...] = ()
+    checks: tuple[Notice, ...] = ()
 
     @property
     def scaling(self) -> bool:

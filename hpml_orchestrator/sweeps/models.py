@@ -9,27 +9,20 @@ InputError, which names the argument.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Literal, TypeAlias
+from typing import Literal, TypeAlias
 
 import numpy as np
 from scipy import optimize, stats
 
 from hpml_orchestrator.errors import InputError
-from hpml_orchestrator.sweeps.statistics import CONFIDENCE, Estimate, Interval, sample
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-
-    from hpml_orchestrator.sweeps.statistics import Array
-
-    Number: TypeAlias = float | Array
+from hpml_orchestrator.sweeps.statistics import CONFIDENCE, Array, Estimate, Interval, sample
 
 __all__ = [
     "Algorithm",
     "Collective",
     "Fit",
-    "Mfu",
     "allreduce_crossover",
     "allreduce_seconds",
     "amdahl_speedup",
@@ -41,11 +34,13 @@ __all__ = [
     "gustafson_speedup",
     "karp_flatt",
     "memory_advice",
+    "mfu",
     "roofline_flops",
     "roofline_ridge",
     "usl_peak",
 ]
 
+Number: TypeAlias = float | Array
 Algorithm = Literal["ring", "tree", "pipelined tree", "parameter server"]
 Collective = Literal[
     "allreduce", "reduce-scatter", "all-gather", "all-to-all", "broadcast", "reduce"
@@ -253,9 +248,7 @@ def _fit(
     margins = stats.t.ppf((1 + CONFIDENCE) / 2, freedom) * errors
     bounds = np.maximum(values - margins, 0), np.minimum(values + margins, highest)
     parameters = {
-        name: Estimate(
-            value, len(logs), Interval(low, high, CONFIDENCE, "Student's t"), statistic="fit"
-        )
+        name: Estimate(value, len(logs), Interval(low, high, "Student's t"))
         for name, value, low, high in zip(
             starts, *np.array([values, *bounds]).tolist(), strict=True
         )
@@ -359,29 +352,21 @@ def roofline_flops(intensity: float, peak_flops: float, bandwidth: float) -> flo
     return min(peak_flops, intensity * bandwidth)
 
 
-@dataclass(frozen=True)
-class Mfu:
-    """Model flops utilisation of a transformer's training, without attention's flop.
+def mfu(
+    parameters: float, tokens_per_second: float, gpus: int, peak_flops: float, dtype: str
+) -> tuple[float, str]:
+    """Return model flops utilisation of a transformer's training, and the line that says it.
+
+    It is the share of the peak that is used, without attention's flop. `tokens_per_second` are of
+    all GPUs together, `peak_flops` the dense flop/s of one GPU in the dtype.
 
     Source: Chowdhery et al. 2022, "PaLM", appendix B; Kaplan et al. 2020 for the 6 N.
     """
-
-    parameters: float
-    tokens_per_second: float  # of all GPUs together
-    gpus: int
-    peak_flops: float  # dense flop/s of one GPU in the dtype
-    dtype: str
-
-    @property
-    def value(self) -> float:
-        """The share of the peak that is used."""
-        _check(gpus=self.gpus, peak_flops=self.peak_flops)
-        return 6 * self.parameters * self.tokens_per_second / (self.gpus * self.peak_flops)
-
-    def __str__(self) -> str:
-        terms = f"N = {self.parameters:.4g}, {self.tokens_per_second:.4g} tokens/s, P = {self.gpus}"
-        peak = f"peak {self.peak_flops / 1e12:.4g} Tflop/s {self.dtype}"
-        return f"{100 * self.value:.1f} % = 6 N tokens/s / (P peak), {terms}, {peak}"
+    _check(gpus=gpus, peak_flops=peak_flops)
+    share = 6 * parameters * tokens_per_second / (gpus * peak_flops)
+    terms = f"N = {parameters:.4g}, {tokens_per_second:.4g} tokens/s, P = {gpus}"
+    peak = f"peak {peak_flops / 1e12:.4g} Tflop/s {dtype}"
+    return share, f"{100 * share:.1f} % = 6 N tokens/s / (P peak), {terms}, {peak}"
 
 
 def memory_advice(

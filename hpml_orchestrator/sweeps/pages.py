@@ -5,6 +5,7 @@ The HTML is one file: its plots are in it, it needs no scripts and fetches nothi
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Sequence
 from typing import Any
@@ -39,13 +40,15 @@ def to_markdown(document: Report | Comparison) -> str:
 
 def to_json(document: Report | Comparison) -> dict[str, Any]:
     """Return all facts as JSON values; `json_schema` describes them."""
-    facts: dict[str, Any] = TypeAdapter(type(document)).dump_python(document, mode="json")
-    return facts
+    facts: dict[str, Any] = json.loads(TypeAdapter(type(document)).dump_json(document))
+    return facts  # an infinite number is null
 
 
 def json_schema() -> dict[str, Any]:
     """Return the JSON Schema (2020-12) of what `to_json` returns."""
     schema = TypeAdapter(Report | Comparison).json_schema(mode="serialization")
+    for kind, name in (("Estimate", "value"), ("Interval", "high")):
+        schema["$defs"][kind]["properties"][name]["type"] = ["number", "null"]  # null: infinite
     dialect = "https://json-schema.org/draft/2020-12/schema"
     return {"$schema": dialect, "title": "hpml sweep report or comparison", **schema}
 

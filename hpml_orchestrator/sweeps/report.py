@@ -17,7 +17,8 @@ from typing import Any
 
 from hpml_orchestrator import __version__
 from hpml_orchestrator.records.texts import clock_text
-from hpml_orchestrator.sweeps import claims, models, statistics, wording
+from hpml_orchestrator.spec.sweep import SEARCHES, Search
+from hpml_orchestrator.sweeps import models, statistics, wording
 from hpml_orchestrator.sweeps.facts import (
     MEASURED,
     PARTS,
@@ -31,13 +32,14 @@ from hpml_orchestrator.sweeps.facts import (
 )
 from hpml_orchestrator.sweeps.plan import Point, SweepPlan
 from hpml_orchestrator.sweeps.rows import Row
-from hpml_orchestrator.sweeps.statistics import Estimate, Speedup
+from hpml_orchestrator.sweeps.statistics import Estimate, Interval, Speedup
 
 __all__ = ["build"]
 
 _ROUNDING_SECONDS = 1e-3  # phases that are shorter come from sums of floats
 _SCALES_OF_A_LAW = 3  # fewest that Amdahl's or Gustafson's law is fitted to
 _SCALES_OF_USL = 5
+_POOR_FIT = 0.1  # relative distance of a typical run from the curve
 
 
 def build(plan: SweepPlan, rows: Sequence[Row]) -> Report:
@@ -51,24 +53,23 @@ def build(plan: SweepPlan, rows: Sequence[Row]) -> Report:
     waiting = [Row(number) for number in points.keys() - {row.point for row in rows}]
     ordered = sorted([*rows, *waiting], key=lambda row: (row.point, row.start))
     series: dict[str, int] = {}
-    grouped: dict[tuple[int, int], list[tuple[Point, Row]]] = defaultdict(list)
+    groups: dict[tuple[int, int], list[tuple[Point, Row]]] = defaultdict(list)
     for row in ordered:  # a search may have rows of batches that the caller does not know
         point = points.get(row.point) or Point(row.point, 0, values={"trial": row.point})
         place = series.setdefault(repr(point.values), len(series))
         # a member of a population goes on from a checkpoint, so it repeats no other
         within = point.number if plan.mode == "pbt" else point.scale or 0
-        grouped[place, within].append((point, row))
-    groups = [grouped[key] for key in sorted(grouped)]
-    attempts = [
-        Attempt(_label(plan.unit, point), number, point.repeat, point.seed, row)
-        for number, pairs in enumerate(groups)
-        for point, row in pairs
-    ]
+        groups[place, within].append((point, row))
     figure = _figure(plan, rows)
-    settings = [_setting(plan, number, pairs, figure) for number, pairs in enumerate(groups)]
-    mixed = claims.mixed_batches(plan.mode, settings)
+    settings: list[Setting] = []
+    attempts: list[Attempt] = []
+    for number, key in enumerate(sorted(groups)):
+        settings.append(_setting(plan, number, groups[key], figure))
+        attempts += [Attempt(number, point.repeat, point.seed, row) for point, row in groups[key]]
+    mixed = wording.mixed_batches(plan.mode, settings)
     if plan.baseline is not None and not mixed:
-        settings = [_compared(setting, settings, groups, plan) for setting in settings]
+        bases = {one.series: one for one in settings if one.scale == plan.baseline}
+        settings = [_compared(one, bases.get(one.series), plan) for one in settings]
     report = Report(
         version=1,
         id=plan.id,
@@ -89,102 +90,105 @@ def build(plan: SweepPlan, rows: Sequence[Row]) -> Report:
     report = replace(
         report,
         fits=tuple(_fits(report)),
-        notices=tuple(claims.notices(plan, report)),
-        question=claims.question(report),
-        answer=tuple(claims.answer(report)),
+        notices=tuple(wording.notices(plan, report)),
+        question=wording.question(report),
+        answer=tuple(wording.answer(report)),
     )
-    return replace(report, checks=claims.checklist(report))
+    return replace(report, checks=wording.checklist(report))
 
 
-def _label(unit: str, point: Point) -> str:
-    values = wording.values_text(point.values)
-    if point.scale is None:
-        return values or "as the base job"
-    return wording.scale_text(point.scale, unit) + (f", {values}" if values else "")
-
-
-def _measured(rows: Iterable[Row]) -> list[Row]:
-    return [row for row in rows if row.state == MEASURED and row.total_seconds]
+def _complete(row: Row) -> bool:
+    return row.state == MEASURED and bool(row.total_seconds)
 
 
 def _figure(plan: SweepPlan, rows: Sequence[Row]) -> Figure:
-    """Return what ranks settings: of a scaling sweep the time or the rate, else the metric."""
-    search = plan.sweep.get("search") or {}
+    """Return what ranks settings: of a scaling sweep the time or the rate, else the metric.
+
+    A grid whose file names no metric, and whose runs reported none, is ranked by accuracy or time.
+    """
+    complete = [row for row in rows if _complete(row)]
+    time = Figure("total_seconds", "total time", "s", maximize=False)
+    if plan.mode == "strong":
+        return time
     if plan.mode == "weak":
-        if all(_work(row) for row in _measured(rows)):
+        if all(_work(row) for row in complete):
             name = "samples per second of the total time"
             return Figure("rate", name, "samples/s", maximize=True)
         return Figure("samples_per_second", "steady samples per second", "samples/s", maximize=True)
-    if plan.mode != "strong" and any(row.metric is not None for row in rows):
-        maximize = search.get("direction", "maximize") == "maximize"
-        return Figure("metric", search.get("metric", "metric"), "", maximize=maximize)
-    if plan.mode != "strong" and any(row.accuracy is not None for row in rows):
+    search = Search.model_validate(plan.sweep.get("search", {}))
+    chosen = plan.mode in SEARCHES or search.metric != Search().metric or not complete
+    if chosen or any(row.metric is not None for row in complete):
+        maximize = search.direction == "maximize"
+        return Figure("metric", search.metric, "", maximize=maximize)
+    if any(row.accuracy is not None for row in complete):
         return Figure("accuracy", "test accuracy", "", maximize=True)
-    return Figure("total_seconds", "total time", "s", maximize=False)
+    return time
 
 
 def _setting(
     plan: SweepPlan, number: int, pairs: Sequence[tuple[Point, Row]], figure: Figure
 ) -> Setting:
     point, rows = pairs[0][0], [row for _, row in pairs]
-    runs = _measured(rows)
-    figures = tuple(_figures(runs, figure))
+    complete = [(point, row) for point, row in pairs if _complete(row)]
+    runs = [row for _, row in complete]
+    samples = {
+        "total_seconds": _known(row.total_seconds for row in runs),
+        "accuracy": _known(row.accuracy for row in runs),
+        "figure": _known(_values(runs, figure)),
+    }
+    values = wording.values_text(point.values)
+    scale = wording.scale_text(point.scale, plan.unit) if point.scale is not None else ""
+    means = {
+        "work": _mean(_work(row) for row in runs),
+        "queue_seconds": _mean(row.phases.get("queue") for row in runs),
+        "data_wait_ratio": _mean(row.data_wait_ratio for row in runs),
+        "gpu_active": _mean(row.gpu_active for row in runs),
+    }
     return Setting(
         number=number,
-        label=_label(plan.unit, point),
-        series=wording.values_text(point.values) if point.scale is not None else "",
+        label=", ".join(filter(None, (scale, values))) or "as the base job",
+        series=values if scale else "",
         scale=point.scale,
         values=point.values,
-        planned=len({point.number for point, _ in pairs}),
+        planned=len({row.point for row in rows if row.state != "EXCLUDED"}),
         runs=len(runs),
-        seconds=_estimate(row.total_seconds for row in runs),
+        seconds=_estimate(samples["total_seconds"]),
         seconds_without_staging=_estimate(
             (row.total_seconds or 0) - row.phases.get("staging", 0) for row in runs
         ),
         samples_per_second=_estimate(row.samples_per_second for row in runs),
-        accuracy=_estimate(row.accuracy for row in runs),
-        figure=_estimate(figures),
-        figures=figures,
+        accuracy=_estimate(samples["accuracy"]),
+        figure=_estimate(samples["figure"]),
+        samples=samples,
         target=_target(plan, rows),
-        batch_global=_distinct(row.batch_global or point.batch_global for point, row in pairs),
-        batch_per_rank=_distinct(
-            row.batch_per_rank or point.batch_per_rank for point, row in pairs
-        ),
-        learning_rate=_distinct(row.learning_rate or point.learning_rate for point, row in pairs),
-        steps=_distinct(row.steps for row in runs),
-        epochs=_distinct(row.epochs for row in runs),
+        ran=_ran(complete or pairs),
+        means={name: mean for name, mean in means.items() if mean is not None},
         phases=_mean_phases(runs),
-        queue_seconds=_mean(row.phases.get("queue") for row in runs),
-        data_wait_ratio=_mean(row.data_wait_ratio for row in runs),
-        gpu_active=_mean(row.gpu_active for row in runs),
         costs=_costs(rows),
         oversubscribed=sum(row.oversubscribed for row in runs),
         unverified=sum(row.verified is not True for row in runs),
     )
 
 
-def _figures(runs: Sequence[Row], figure: Figure) -> list[float]:
-    """Return what settings are ranked by, for each run that has it."""
+def _values(runs: Sequence[Row], figure: Figure) -> Iterable[float | None]:
+    """Return what settings are ranked by, for each run."""
     if figure.source == "rate":
         return [(_work(row) or 0) / (row.total_seconds or 1) for row in runs]
-    values = [getattr(row, figure.source) for row in runs]
-    return [value for value in values if value is not None]
+    return [getattr(row, figure.source) for row in runs]
+
+
+def _known(values: Iterable[float | None]) -> tuple[float, ...]:
+    return tuple(value for value in values if value is not None)
 
 
 def _estimate(values: Iterable[float | None]) -> Estimate | None:
-    known = [value for value in values if value is not None]
-    if len(known) == 1:
-        return Estimate(known[0], 1, None)
+    known = _known(values)
     return statistics.median_estimate(known) if known else None
 
 
 def _mean(values: Iterable[float | None]) -> float | None:
-    known = [value for value in values if value is not None]
+    known = _known(values)
     return fmean(known) if known else None
-
-
-def _distinct(values: Iterable[Any]) -> tuple[Any, ...]:
-    return tuple(sorted({value for value in values if value is not None}))
 
 
 def _work(row: Row) -> float | None:
@@ -193,6 +197,16 @@ def _work(row: Row) -> float | None:
         return row.steps * row.batch_global
     images = row.result.get("train_images")
     return images * row.epochs if images and row.epochs else None
+
+
+def _ran(pairs: Sequence[tuple[Point, Row]]) -> dict[str, tuple[float, ...]]:
+    """Return the batch sizes, learning rates and lengths of runs: as reported, else as planned."""
+    names = ("batch_global", "batch_per_rank", "learning_rate", "steps", "epochs")
+    found: dict[str, set[float]] = {name: set() for name in names}
+    for point, row in pairs:
+        for name in names:
+            found[name] |= {*_known([getattr(row, name) or getattr(point, name, None)])}
+    return {name: tuple(sorted(values)) for name, values in found.items()}
 
 
 def _target(plan: SweepPlan, rows: Sequence[Row]) -> Target | None:
@@ -209,19 +223,19 @@ def _target(plan: SweepPlan, rows: Sequence[Row]) -> Target | None:
         or max(1.0, (row.ended or 0.0) - (row.started or 0.0))
         for row in tried
     ]
-    time = statistics.time_to_accuracy(
-        ended, [row.seconds_to_accuracy is not None for row in tried]
-    )
-    low, high = (time.interval.low, time.interval.high) if time.interval else (None, None)
+    reached = [row.seconds_to_accuracy is not None for row in tried]
     return Target(
         accuracy=accuracy,
         every_epochs=next((row.evaluation_every for row in tried if row.evaluation_every), None),
-        runs=time.n,
-        reached=time.reached,
-        seconds=time.median_seconds,
-        low=low,
-        high=None if high == math.inf else high,
+        reached=sum(reached),
+        seconds=statistics.time_to_accuracy(ended, reached),
     )
+
+
+def _mean_phases(runs: Sequence[Row]) -> dict[str, float]:
+    divided = [_parts(row) for row in runs]
+    names = [name for name in PARTS if any(name in parts for parts in divided)]
+    return {name: fmean(parts.get(name, 0.0) for parts in divided) for name in names}
 
 
 def _parts(row: Row) -> dict[str, float]:
@@ -237,63 +251,37 @@ def _parts(row: Row) -> dict[str, float]:
     return {name: seconds for name, seconds in parts.items() if seconds > _ROUNDING_SECONDS}
 
 
-def _mean_phases(runs: Sequence[Row]) -> dict[str, float]:
-    divided = [_parts(row) for row in runs]
-    names = [name for name in PARTS if any(name in parts for parts in divided)]
-    return {name: fmean(parts.get(name, 0.0) for parts in divided) for name in names}
-
-
-def _compared(
-    setting: Setting,
-    settings: Sequence[Setting],
-    groups: Sequence[Sequence[tuple[Point, Row]]],
-    plan: SweepPlan,
-) -> Setting:
+def _compared(setting: Setting, baseline: Setting | None, plan: SweepPlan) -> Setting:
     """Return the setting with its speedup over the baseline of its series, and what was lost."""
-    bases = [one for one in settings if (one.series, one.scale) == (setting.series, plan.baseline)]
-    baseline = bases[0] if bases and bases[0].figures else None
-    if baseline is None or not (setting.figures and setting.scale and plan.baseline):
+    if not (baseline and baseline.figure and setting.figure and setting.scale and baseline.scale):
         return setting
     if setting is baseline:
-        return replace(
-            setting,
-            speedup=Speedup(1, None, 1, None, 1, setting.runs, setting.runs),
-            efficiency=Estimate(100, setting.runs, None),
-        )
-    scale, growth = setting.scale / plan.baseline, 1.0
+        itself = Estimate(1, setting.runs, None)
+        return replace(setting, speedup=Speedup(1, setting.runs, None, 1, itself))
+    scale, growth = setting.scale / baseline.scale, 1.0
+    old, new = baseline.samples["figure"], setting.samples["figure"]
     if plan.mode == "strong":
-        speedup = statistics.speedup(baseline.figures, setting.figures, scale=scale)
+        speedup = statistics.speedup(old, new, scale=scale)
     else:
-        speedup = statistics.speedup(setting.figures, baseline.figures, scale=scale)
-        before, after = (
-            _mean(_work(row) for row in _measured(row for _, row in groups[one.number]))
-            for one in (baseline, setting)
-        )
-        growth = after / before if before and after else math.nan
+        speedup = statistics.speedup(new, old, scale=scale)
+        work = [one.means.get("work", math.nan) for one in (setting, baseline)]
+        growth = work[0] / work[1]
     lost = {
         name: setting.phases.get(name, 0.0) - baseline.phases.get(name, 0.0) * growth / scale
         for name in PARTS
         if name in {**setting.phases, **baseline.phases} and math.isfinite(growth)
     }
-    share = speedup.efficiency_interval
-    return replace(
-        setting,
-        speedup=speedup,
-        efficiency=Estimate(100 * speedup.efficiency, speedup.n, share and share.scaled(100)),
-        serial_fraction=_serial_fraction(speedup) if scale > 1 else None,
-        lost=lost,
-    )
+    serial = _serial_fraction(speedup) if scale > 1 else None
+    return replace(setting, speedup=speedup, serial_fraction=serial, lost=lost)
 
 
 def _serial_fraction(speedup: Speedup) -> Estimate:
     """Return Karp and Flatt's serial fraction; it falls as the speedup grows."""
-    ends = speedup.interval
-    interval = ends and replace(
-        ends,
-        low=models.karp_flatt(ends.high, speedup.scale),
-        high=models.karp_flatt(ends.low, speedup.scale),
+    ends, scale = speedup.interval, speedup.scale
+    interval = ends and Interval(
+        models.karp_flatt(ends.high, scale), models.karp_flatt(ends.low, scale), ends.method
     )
-    return Estimate(models.karp_flatt(speedup.value, speedup.scale), speedup.n, interval)
+    return Estimate(models.karp_flatt(speedup.value, scale), speedup.n, interval)
 
 
 def _ranked(report: Report) -> Report:
@@ -301,78 +289,77 @@ def _ranked(report: Report) -> Report:
     if not report.ranked:
         return report
     top = report.ranked[0]
-    settings = {
-        one.number: replace(one, distinguishable=_differ(top, one)) for one in report.ranked
-    }
-    best = top.number
-    if report.scaling:  # the cheapest of those that may be the fastest
-        equal = [one for one in settings.values() if one.distinguishable is False]
-        best = min(equal, key=lambda one: (one.scale or 0, one.number)).number if equal else best
-    ordered = tuple(settings.get(one.number, one) for one in report.settings)
-    return replace(report, settings=ordered, best=best)
+    differ = {one.number: _differ(top, one) for one in report.ranked}
+    best = top
+    if report.scaling:  # the smallest of those that may be the fastest
+        equal = [one for one in report.ranked if differ[one.number] is False]
+        best = min(equal, key=lambda one: one.scale or 0, default=top)
+    settings = [replace(one, distinguishable=differ.get(one.number)) for one in report.settings]
+    return replace(report, settings=tuple(settings), best=best.number)
 
 
 def _differ(best: Setting, other: Setting) -> bool | None:
     """Return whether the medians of two settings differ; None with fewer than 6 runs of one."""
-    ends = [one.figure.interval if one.figure else None for one in (best, other)]
-    if ends[0] is None or ends[1] is None:
+    first, second = (one.figure.interval if one.figure else None for one in (best, other))
+    if first is None or second is None:
         return None
-    if min(*best.figures, *other.figures) > 0:
-        return statistics.distinguishable(best.figures, other.figures)
-    return not ends[0].overlaps(ends[1])
+    values = best.samples["figure"], other.samples["figure"]
+    if min(map(min, values)) > 0:
+        return statistics.speedup(*values).distinguishable
+    return first.high < second.low or second.high < first.low  # there is no ratio
 
 
 def _fits(report: Report) -> Iterable[FittedModel]:
     """Fit the laws of scaling to each series with speedups at three scales or more, USL at five."""
     strong = report.mode == "strong"
     for series, settings in report.series.items():
-        compared = [
-            (one.scale, one.figures)
+        compared = {
+            one.scale: one.samples["figure"]
             for one in settings
             if one.speedup and one.scale and not one.oversubscribed
-        ]
+        }
         if len(compared) < _SCALES_OF_A_LAW or not report.baseline:
             continue
-        scales = [scale for scale, _ in compared]
-        unit = min(scales)
-        units = [scale / unit for scale, figures in compared for _ in figures]
-        values = [value for _, figures in compared for value in figures]
-        law = models.fit_amdahl if strong else models.fit_gustafson
-        found = [("Amdahl" if strong else "Gustafson", law(units, values))]
-        notes = [
-            f"P counts in units of {wording.scale_text(unit, report.unit)}" if unit > 1 else ""
-        ]
+        unit = min(compared)
+        units = [scale / unit for scale, runs in compared.items() for _ in runs]
+        values = [value for runs in compared.values() for value in runs]
+        rates = [1 / value for value in values] if strong else values
+        notes = [f"scales count in units of {wording.scale_text(unit, report.unit)}"] * (unit > 1)
+        if strong:
+            fits = {"Amdahl": models.fit_amdahl(units, values)}
+        else:
+            fits = {"Gustafson": models.fit_gustafson(units, rates)}
         if len(compared) >= _SCALES_OF_USL:
-            rates = [1 / value for value in values] if strong else values
-            usl = models.fit_usl(units, rates)
-            found.append(("Universal Scalability Law", usl))
-            peak = unit * models.usl_peak(usl.parameters["a"].value, usl.parameters["b"].value)
-            limit = 2 * max(scales)
-            notes.append(
-                f"highest throughput at about {peak:.0f} {report.unit}"
-                if peak <= limit
-                else f"no peak up to {limit} {report.unit}, twice the largest measured scale"
-            )
-        for (name, fit), note in zip(found, notes, strict=True):
+            fits["Universal Scalability Law"] = models.fit_usl(units, rates)
+        for name, fit in fits.items():
             base = fit.predict(report.baseline / unit)
             power = -1 if name == "Amdahl" else 1  # Amdahl's law gives seconds, the others rates
+            poor = ["fits poorly: do not build on it"] * (fit.residual > _POOR_FIT)
             yield FittedModel(
                 model=name,
                 formula=fit.formula,
                 series=series,
                 parameters=fit.parameters,
-                runs=fit.n,
                 residual=fit.residual,
-                scales=tuple(scales),
-                speedups=tuple((fit.predict(scale / unit) / base) ** power for scale in scales),
-                note=note,
+                speedups={scale: (fit.predict(scale / unit) / base) ** power for scale in compared},
+                note="; ".join([*notes, *_peak(fit, unit, report.unit), *poor]),
             )
+
+
+def _peak(fit: models.Fit, unit: int, noun: str) -> Iterable[str]:
+    """Say where the Universal Scalability Law has its peak."""
+    if "b" in fit.parameters:
+        peak = models.usl_peak(fit.parameters["a"].value, fit.parameters["b"].value)
+        limit = 2 * fit.largest_scale
+        if peak <= limit:
+            yield f"highest throughput at about {unit * peak:.0f} {noun}"
+        else:
+            yield f"no peak up to {unit * limit:.0f} {noun}, twice the largest measured scale"
 
 
 def _costs(rows: Sequence[Row]) -> Costs:
     energies = [row.energy_kwh for row in rows if row.energy_kwh is not None]
     return Costs(
-        attempts=sum(row.started is not None or row.total_seconds is not None for row in rows),
         gpu_hours=math.fsum(row.gpu_hours for row in rows),
         core_hours=math.fsum(row.core_hours for row in rows),
         node_hours=math.fsum(row.node_hours for row in rows),

@@ -16,31 +16,25 @@ and mitigating data stalls in DNN training", VLDB 14(5), 2021.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TypeAlias
 
 import numpy as np
+from numpy.typing import NDArray
 from scipy import stats
 
 from hpml_orchestrator.errors import InputError
 
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from numpy.typing import NDArray
-
-    Array: TypeAlias = NDArray[np.float64]
-
 __all__ = [
     "CONFIDENCE",
     "MIN_REPEATS",
+    "Array",
     "Estimate",
     "Interval",
     "Speedup",
-    "TimeToAccuracy",
     "data_stall",
-    "distinguishable",
     "imbalance",
     "loader_wait_share",
     "median_estimate",
@@ -49,6 +43,7 @@ __all__ = [
     "time_to_accuracy",
 ]
 
+Array: TypeAlias = NDArray[np.float64]
 CONFIDENCE = 0.95
 MIN_REPEATS = 6  # of 5 values, even [min, max] covers the median at 93.75 % only
 _TOO_WIDE = 0.97  # an interval that covers more than this is narrowed by interpolation
@@ -58,20 +53,11 @@ _GRID = 200  # quantiles of each sample's median: 40,000 ratios
 
 @dataclass(frozen=True)
 class Interval:
-    """A confidence interval, in the unit of its estimate."""
+    """A 95 % confidence interval, in the unit of its estimate."""
 
     low: float
     high: float  # infinite where runs that never ended allow no bound
-    confidence: float  # probability that such an interval covers the true value
     method: str  # how it was computed, in words for a report
-
-    def overlaps(self, other: Interval) -> bool:
-        """Return whether some value lies in both."""
-        return self.low <= other.high and other.low <= self.high
-
-    def scaled(self, factor: float) -> Interval:
-        """Return the interval of `factor` times the value; `factor` is positive."""
-        return Interval(self.low * factor, self.high * factor, self.confidence, self.method)
 
 
 @dataclass(frozen=True)
@@ -81,30 +67,29 @@ class Estimate:
     value: float
     n: int
     interval: Interval | None
-    statistic: str = "median"
 
 
 @dataclass(frozen=True)
-class Speedup:
-    """How many times faster than the baseline, and what share of the ideal that is."""
+class Speedup(Estimate):
+    """How many times faster than the baseline: median(baseline seconds) / median(seconds).
 
-    value: float  # median(baseline seconds) / median(seconds)
-    interval: Interval | None  # None with fewer than 6 repeats on either side
-    efficiency: float  # value / scale
-    efficiency_interval: Interval | None  # interval / scale
+    `n` are the runs of the side that has fewer.
+    """
+
     scale: float  # how many times the baseline's resources were used
-    n_baseline: int  # repeats of the baseline
-    n: int  # repeats of this point
+    efficiency: Estimate  # value / scale: the share of the ideal
 
+    @property
+    def distinguishable(self) -> bool | None:
+        """Whether the CI excludes 1, so that the two differ; None with fewer than 6 repeats of one.
 
-@dataclass(frozen=True)
-class TimeToAccuracy:
-    """Seconds until a target accuracy, over runs of which some never reached it."""
+        The overlap of the two medians' CIs would miss many true differences: for equally noisy
+        points it tests at a level of 0.6 % instead of 5 %.
 
-    median_seconds: float | None  # Kaplan-Meier; None unless more than half reached the target
-    interval: Interval | None  # None with fewer than 6 runs
-    reached: int  # runs that reached the target
-    n: int  # all runs
+        Source: Schenker & Gentleman.
+        """
+        ends = self.interval
+        return None if ends is None else not ends.low <= 1 <= ends.high
 
 
 def median_estimate(values: Sequence[float]) -> Estimate:
@@ -140,35 +125,23 @@ def speedup(
     point = sample(seconds, "seconds", above=0)
     sample([scale], "scale", above=0)
     value = float(np.median(baseline) / np.median(point))
-    interval = None
-    if min(len(baseline), len(point)) >= MIN_REPEATS:
+    n, interval, share = min(len(baseline), len(point)), None, None
+    if n >= MIN_REPEATS:
         ratios = _log_medians(baseline)[:, None] - _log_medians(point)
         tail = (1 - CONFIDENCE) / 2
-        low, high = np.exp(np.quantile(ratios, [tail, 1 - tail]))
-        interval = Interval(float(low), float(high), CONFIDENCE, "smoothed bootstrap")
-    efficiency_interval = interval and interval.scaled(1 / scale)
-    repeats = len(baseline), len(point)
-    return Speedup(value, interval, value / scale, efficiency_interval, scale, *repeats)
+        low, high = np.exp(np.quantile(ratios, [tail, 1 - tail])).tolist()
+        interval = Interval(low, high, "smoothed bootstrap")
+        share = Interval(low / scale, high / scale, interval.method)
+    return Speedup(value, n, interval, scale, Estimate(value / scale, n, share))
 
 
-def distinguishable(a_seconds: Sequence[float], b_seconds: Sequence[float]) -> bool | None:
-    """Return whether two points differ: the 95 % CI of the ratio of their medians excludes 1.
-
-    The overlap of the two medians' CIs would miss many true differences: for equally noisy points
-    it tests at a level of 0.6 % instead of 5 %. None with fewer than 6 repeats on either side.
-
-    Source: Schenker & Gentleman.
-    """
-    interval = speedup(a_seconds, b_seconds).interval
-    return None if interval is None else not interval.low <= 1 <= interval.high
-
-
-def time_to_accuracy(seconds: Sequence[float], reached: Sequence[bool]) -> TimeToAccuracy:
+def time_to_accuracy(seconds: Sequence[float], reached: Sequence[bool]) -> Estimate:
     """Return the median time to the target accuracy; runs that missed it count as censored.
 
-    The CI consists of order statistics. For its low end a censored run counts with the time at
-    which it ended, for its high end as never: it holds whatever the censored runs would have
-    become, and equals that of `median_estimate` where all runs reached the target.
+    It is infinite unless more than half of the runs reached the target. The CI consists of order
+    statistics. For its low end a censored run counts with the time at which it ended, for its high
+    end as never: it holds whatever the censored runs would have become, and equals that of
+    `median_estimate` where all runs reached the target.
 
     Args:
         seconds: until the target was reached, or until the run ended without.
@@ -183,9 +156,9 @@ def time_to_accuracy(seconds: Sequence[float], reached: Sequence[bool]) -> TimeT
     survival = stats.ecdf(stats.CensoredData(times[events], right=times[~events])).sf
     # a survival of exactly one half lasts from the first of these times to the second
     until = [survival.quantiles[survival.probabilities <= half] for half in (_HALF, 1 - _HALF)]
-    median = float(np.mean([until[0][0], until[1][0]])) if len(until[1]) else None
+    median = float(np.mean([until[0][0], until[1][0]])) if len(until[1]) else math.inf
     interval = _order_interval(np.sort(times), np.sort(np.where(events, times, math.inf)))
-    return TimeToAccuracy(median, interval, int(events.sum()), len(times))
+    return Estimate(median, len(times), interval)
 
 
 def imbalance(rank_seconds: Sequence[float]) -> float:
@@ -250,7 +223,7 @@ def _order_interval(lows: Array, highs: Array) -> Interval | None:
     position, method = _order_position(n)
     low = np.interp(position, range(n), lows)
     high = np.interp(n - 1 - position, range(n), highs)
-    return Interval(float(low), float(high), CONFIDENCE, method)
+    return Interval(float(low), float(high), method)
 
 
 @lru_cache(maxsize=256)
