@@ -116,8 +116,8 @@ def batch_of(sweep: Sweep, ranks: int, values: Mapping[str, Any]) -> tuple[int |
             f"a global batch of {size} cannot be divided over {ranks} ranks",
             field="batch.size",
             value=size,
-            hint=f"{' and '.join(map(str, near))} can be; the global batch of a strong sweep must "
-            "be a multiple of every number of ranks",
+            hint=f"{' and '.join(map(str, near))} can be: a strong sweep keeps the global batch; "
+            "set batch.size to a multiple of every number of ranks",
         )
     return None if size % ranks else size // ranks, size
 

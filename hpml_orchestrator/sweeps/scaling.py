@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from hpml_orchestrator.errors import InputError, nearest
+from hpml_orchestrator.errors import InputError, did_you_mean
 from hpml_orchestrator.spec.job import Job
 
 if TYPE_CHECKING:
@@ -23,34 +23,32 @@ class Arguments:
     def __init__(self, words: Sequence[str]) -> None:
         self.words = list(words)
 
+    def _place(self, name: str) -> tuple[int, str] | None:
+        """Return the index of the word with an argument's value, and what precedes it there."""
+        prefix = name if name.endswith("=") else f"{name}="
+        for index, word in enumerate(self.words):
+            if word.startswith(prefix):
+                return index, prefix
+            if word == name and index + 1 < len(self.words):
+                return index + 1, ""
+        return None
+
     def value(self, name: str) -> str | None:
         """Return the value of an argument, None where it is not given."""
-        for index, word in enumerate(self.words):
-            if word.startswith(self._prefix(name)):
-                return word.removeprefix(self._prefix(name))
-            if word == name and index + 1 < len(self.words):
-                return self.words[index + 1]
-        return None
+        place = self._place(name)
+        return self.words[place[0]].removeprefix(place[1]) if place else None
 
     def set(self, name: str, value: str) -> None:
         """Replace an argument's value, or append it."""
-        prefix = self._prefix(name)
-        for index, word in enumerate(self.words):
-            if word.startswith(prefix):
-                self.words[index] = prefix + value
-                return
-            if word == name and index + 1 < len(self.words):
-                self.words[index + 1] = value
-                return
-        self.words.append(prefix + value)
+        place = self._place(name)
+        if place:
+            self.words[place[0]] = place[1] + value
+        else:
+            self.words.append(f"{name.removesuffix('=')}={value}")
 
     def flag(self, name: str, *, on: bool) -> None:
         """Give an argument without a value, or leave it out."""
         self.words = [word for word in self.words if word != name] + [name] * on
-
-    @staticmethod
-    def _prefix(name: str) -> str:
-        return name if name.endswith("=") else f"{name}="
 
     def first(self, names: Sequence[str]) -> str | None:
         """Return the first of some arguments that is given."""
@@ -133,19 +131,12 @@ def check_function(sweep: Sweep) -> None:
     if name not in functions:
         if any(isinstance(node, ast.ImportFrom) for node in tree.body) or "." in name:
             return  # perhaps it is imported, or a method
-        near = nearest(name, functions)
-        hint = f"did you mean {place}:{near}?" if near else ""
-        raise InputError(
-            f"{place} has no function {name}", field="function", value=sweep.function, hint=hint
-        )
+        message, hint = f"{place} has no function {name}", did_you_mean(name, functions)
+        raise InputError(message, field="function", value=sweep.function, hint=hint)
     arguments = functions[name].args
     given = [argument.arg for argument in (*arguments.args, *arguments.kwonlyargs)]
     for axis in sweep.axes:
         if "." not in axis and axis not in (*given, *Job.model_fields) and not arguments.kwarg:
-            near = nearest(axis, given)
-            raise InputError(
-                f"{name} has no argument of that name",
-                field=f"axes.{axis}",
-                value=axis,
-                hint=f"did you mean {near}?" if near else f"it takes {', '.join(given)}",
-            )
+            message = f"{name} has no argument of that name"
+            hint = did_you_mean(axis, given) or f"it takes {', '.join(given)}"
+            raise InputError(message, field=f"axes.{axis}", value=axis, hint=hint)

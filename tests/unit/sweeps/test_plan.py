@@ -47,9 +47,9 @@ def test_a_strong_sweep_keeps_the_global_batch(tmp_path: Path) -> None:
     assert {p.seed for p in planned.points} == {1, 2, 3, 4, 5, 6}
     four = next(p for p in planned.points if p.scale == 4)
     args = planned.shapes[four.shape].job["args"]
-    assert args[0] == "--batch-size={point.batch_size}"
+    assert args[0] == "--batch-size={point.batch}"
     assert "--seed={point.seed}" in args
-    assert four.variables["batch_size"] == "16"
+    assert four.variables["batch"] == "16"
     assert planned.baseline == 1
     assert planned.estimate.core_hours == pytest.approx(6 * (1 + 2 + 4) / 2)
 
@@ -190,6 +190,15 @@ def test_a_members_checkpoint_selects_its_shape(tmp_path: Path) -> None:
         ),
         ({"mode": "grid", "axes": {"resources.nods": [1]}}, {}, "resources.nods", "no such field"),
         ({"mode": "grid", "axes": {"resources.time": ["x"]}}, {}, "resources.time", "time"),
+        ({"mode": "grid", "axes": {"--lr": [[1], 2]}}, {}, "axes.--lr.0", "a number, a text, true"),
+        (
+            {"mode": "grid", "axes": {"--lr": {"low": 1, "hih": 2, "high": 3}}},
+            {},
+            "axes.--lr.hih",
+            r"mean axes.--lr.high\?",
+        ),
+        ({**STRONG, "search": {"metric": "a b"}}, {}, "search.metric", "must match the regular"),
+        ({"mode": "weak", "scale": {"nodes": [1, 200_000]}}, {}, "resources.nodes", "at most"),
         ({"mode": "grid", "axes": {"array": [1]}}, {}, "axes.array", "the sweep sets it"),
         ({**STRONG, "repeats": 0}, {}, "repeats", "at least 1"),
         ({**STRONG, "version": 2}, {}, "version", "must be 1"),
