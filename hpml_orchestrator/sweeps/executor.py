@@ -187,10 +187,9 @@ class HpmlExecutor(core.Executor):
             InputError: there is no such parameter, or no job can have this value.
         """
         known = {*_FIELDS, *_OPTIONS}
-        for name in kwargs:
-            if name not in known:
-                hint = did_you_mean(name, known) or f"there are: {', '.join(sorted(known))}"
-                raise InputError("is no parameter of this executor", field=name, hint=hint)
+        for name in kwargs.keys() - known:  # AutoExecutor has checked the names of its own calls
+            hint = did_you_mean(name, known) or f"there are: {', '.join(sorted(known))}"
+            raise InputError("is no parameter of this executor", field=name, hint=hint)
         parameters = {**self.parameters, **kwargs}
         with _hints():
             self._load(parameters, choose(parameters.get("backend", "auto")))
@@ -216,10 +215,8 @@ class HpmlExecutor(core.Executor):
             limit = max(1, together // len(chunks))
             try:
                 for chunk in chunks:
-                    job = self._job_of(chunk, resolved.job, backend, limit)
-                    rendered = render_job(
-                        replace(resolved, job=job), site=site, here=backend == "local"
-                    )
+                    job = replace(resolved, job=self._job_of(chunk, resolved.job, backend, limit))
+                    rendered = render_job(job, site=site, here=backend == "local")
                     jobs += self._submit(chunk, rendered, backend)
             except BaseException:
                 for submitted in jobs:

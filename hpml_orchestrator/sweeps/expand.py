@@ -18,7 +18,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Literal
 
 from hpml_orchestrator.check.paths import is_one_machine
-from hpml_orchestrator.errors import InputError, did_you_mean, nearest
+from hpml_orchestrator.errors import InputError, did_you_mean
 from hpml_orchestrator.records.ids import new_id
 from hpml_orchestrator.scheduler.local.resources import cpu_ids
 from hpml_orchestrator.spec import load_job
@@ -27,14 +27,15 @@ from hpml_orchestrator.spec.load import read_fields
 from hpml_orchestrator.spec.sweep import MAX_POINTS, Range, Sweep
 from hpml_orchestrator.spec.values import parse_time
 from hpml_orchestrator.sweeps import call
-from hpml_orchestrator.sweeps.batchsize import (
+from hpml_orchestrator.sweeps.plan import RESUMED, Estimate, Point, Shape, SweepPlan, point_of
+from hpml_orchestrator.sweeps.scaling import (
+    Arguments,
     base_batch,
     base_learning_rate,
-    batch_note,
+    check_function,
+    scaled,
     with_batch,
 )
-from hpml_orchestrator.sweeps.plan import RESUMED, Estimate, Point, Shape, SweepPlan, point_of
-from hpml_orchestrator.sweeps.scaling import Arguments, check_function, scaled
 
 if TYPE_CHECKING:
     from hpml_orchestrator.spec.site import ResolvedSite
@@ -152,13 +153,11 @@ class _Planner:
         for name in (axis for axis, kind in self.kinds.items() if kind in ("field", "variable")):
             axis, place, top = sweep.axes[name], f"axes.{name}", name.partition(".")[0]
             if top not in Job.model_fields:
-                given = [word.partition("=")[0] for word in self.base.args]
-                argument = nearest(f"--{name}", [*given, f"--{name}"])
                 raise InputError(
                     "is neither an argument nor a field of the job",
                     field=place,
                     value=name,
-                    hint=f"an argument is written with its dashes, such as {argument}; "
+                    hint=f"an argument is written with its dashes, such as --{name}; "
                     "`hpml schema job` prints every field of a job",
                 )
             if top in ("array", "after", "name", "args"):
@@ -174,7 +173,12 @@ class _Planner:
         """Return the sweep with its batch, seed and parallel runs, and note what was decided."""
         sweep = with_batch(sweep, self.arguments, self.base_ranks)
         if sweep.scale is not None and sweep.batch is not None:
-            self.notes.append(batch_note(sweep.mode, sweep.batch))
+            whose = "one rank" if sweep.batch.per == "rank" else "all ranks"
+            kept = "global batch" if sweep.mode == "strong" else "batch of a rank"
+            self.notes.append(
+                f"{sweep.batch.argument} is the batch of {whose}; the {kept} stays "
+                f"{sweep.batch.size}"
+            )
         seed = "seed=" if sweep.function else sweep.seeds.argument or self.arguments.first(_SEEDS)
         if seed is None and sweep.count > 1:
             self.notes.append(

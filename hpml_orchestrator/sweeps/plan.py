@@ -27,7 +27,7 @@ from hpml_orchestrator.site.profile import site_for
 from hpml_orchestrator.spec.job import Job
 from hpml_orchestrator.spec.load import ResolvedJob, leaves
 from hpml_orchestrator.spec.sweep import Sweep
-from hpml_orchestrator.sweeps.batchsize import batch_of, learning_rate_of
+from hpml_orchestrator.sweeps.scaling import batch_of, learning_rate_of
 
 if TYPE_CHECKING:
     from hpml_orchestrator.records.store import Store
