@@ -44,15 +44,15 @@ _TORCH_VARIABLES = "MASTER_ADDR MASTER_PORT RANK WORLD_SIZE LOCAL_RANK LOCAL_WOR
 _SIGNALS = {getattr(signal, f"SIG{name}") for name in "HUP INT TERM USR1 USR2".split()}
 
 
-def local_job_id(sid: str) -> str:
+def local_job_id(rid: str) -> str:
     """Return submitit's id of a job of this machine: the end of the run's id, which is unique.
 
     The local backend's own numbers begin at 1 in each directory of records.
 
-    >>> local_job_id("my_job-20261122-213015-k3x9qa")
-    '20261122-213015-k3x9qa'
+    >>> local_job_id("my_job-20261122-213015-k3x9qa"), local_job_id("a-20261122-213015-k3x9qa.7")
+    ('20261122-213015-k3x9qa', '20261122-213015-k3x9qa')
     """
-    return "-".join(sid.rsplit("-", 3)[1:])
+    return "-".join(rid.rsplit("-", 3)[1:]).partition(".")[0]
 
 
 def call_pickle(folder: str | Path, rid: str) -> Path:
@@ -169,10 +169,7 @@ def _run() -> Path:
 
 def _local_id() -> str:
     """Return the id of a job of this machine; empty in a job of Slurm."""
-    if "HPML_LOCAL_SUPERVISOR_PID" not in os.environ:
-        return ""
-    rid = _run().name
-    return local_job_id(rid.rpartition(".")[0] if "SLURM_ARRAY_TASK_ID" in os.environ else rid)
+    return local_job_id(_run().name) if "HPML_LOCAL_SUPERVISOR_PID" in os.environ else ""
 
 
 if __name__ == "__main__":
