@@ -145,7 +145,7 @@ class _Planner:
             check_function(sweep)
         self.notes: list[str] = []
         self.sweep = self._completed(sweep)
-        self._targets = self._values_targets()
+        self._targets = self._value_targets()
         self.placeholders = _placeholders(self._targets)
 
     def _check_fields(self, sweep: Sweep) -> None:
@@ -209,7 +209,7 @@ class _Planner:
         seeds = sweep.seeds.model_copy(update={"argument": seed})
         return sweep.model_copy(update={"budget": budget, "seeds": seeds})
 
-    def _values_targets(self) -> dict[str, str]:
+    def _value_targets(self) -> dict[str, str]:
         """Return the argument or variable of each value that a point has, by axis or role."""
         sweep = self.sweep
         kinds = ("argument", "variable")
@@ -222,9 +222,8 @@ class _Planner:
             targets["seed"] = sweep.seeds.argument
         if sweep.mode == "pbt":
             targets["checkpoint"] = sweep.search.resume_argument
-        if sweep.function:  # which is given its arguments by name
-            named = {key: f"{name}=" for key, name in targets.items() if name.isidentifier()}
-            targets |= named
+        if sweep.function:  # its arguments are written `name=value`
+            targets |= {key: f"{name}=" for key, name in targets.items() if name.isidentifier()}
         return targets
 
     def shapes(self) -> Iterator[Shape]:
