@@ -69,6 +69,7 @@ _MESSAGES = {
     "invalid_key": "a field's name must be text",
     "greater_than_equal": "must be at least {ge}",
     "less_than_equal": "must be at most {le}",
+    "string_pattern_mismatch": "must match the regular expression {pattern}",
     "too_short": "must have {min_length} or more entries",
     "too_long": "must have at most {max_length} entries",
 }
@@ -91,8 +92,10 @@ def problems_of(
     problems = []
     for finding in error.errors(include_url=False):
         is_unknown = finding["type"] == "extra_forbidden"
-        # pydantic puts names of its own between the user's
-        parts = [part for part in finding["loc"] if is_unknown or not _is_internal(part)]
+        # pydantic puts names of its own between the user's; an unknown field ends with the user's
+        *inner, last = finding["loc"] or ("",)
+        parts = [part for part in inner if not _is_internal(part)]
+        parts += [last] * (is_unknown or not _is_internal(last))
         place = [_printable(str(part)) for part in parts]
         value = finding.get("input")
         if is_unknown:

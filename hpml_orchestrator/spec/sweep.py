@@ -9,6 +9,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import (
     AfterValidator,
+    BeforeValidator,
     Discriminator,
     Field,
     StrictBool,
@@ -48,7 +49,15 @@ MAX_POINTS = 100_000
 
 _Number = StrictInt | StrictFloat
 _Positive = Annotated[_Number, Field(gt=0)]
-_Scalar = StrictBool | StrictInt | StrictFloat | str
+
+
+def _plain(value: Any) -> Any:
+    if not isinstance(value, (bool, int, float, str)):
+        raise ValueError("must be a number, a text, true or false")  # noqa: TRY004 - for pydantic
+    return value
+
+
+_Scalar = Annotated[StrictBool | StrictInt | StrictFloat | str, BeforeValidator(_plain)]
 
 
 class Range(Model):

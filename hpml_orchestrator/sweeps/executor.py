@@ -18,14 +18,15 @@ import sys
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from submitit import AutoExecutor
 from submitit.core import core
 from submitit.core.utils import DelayedSubmission, JobPaths
 
 from hpml_orchestrator.errors import HpmlError, InputError, SchedulerUnavailable, did_you_mean
-from hpml_orchestrator.records.files import write_text
 from hpml_orchestrator.records.ids import new_id
 from hpml_orchestrator.records.store import Store, Submission, default_root
 from hpml_orchestrator.runs.after import outstanding
@@ -36,10 +37,16 @@ from hpml_orchestrator.runs.status import states
 from hpml_orchestrator.runs.submit import submit
 from hpml_orchestrator.site.profile import site_for
 from hpml_orchestrator.spec import ResolvedJob, load_job
+from hpml_orchestrator.spec.job import Job
 from hpml_orchestrator.spec.load import make_absolute
 from hpml_orchestrator.spec.values import format_time, parse_time
 from hpml_orchestrator.sweeps.limits import max_array_size
-from hpml_orchestrator.sweeps.submitit_rank import HpmlJobEnvironment, call_pickle, local_job_id
+from hpml_orchestrator.sweeps.submitit_rank import (
+    SIGNAL_AFTER,
+    HpmlJobEnvironment,
+    call_pickle,
+    local_job_id,
+)
 
 if TYPE_CHECKING:
     from hpml_orchestrator.spec.site import ResolvedSite
@@ -47,12 +54,8 @@ if TYPE_CHECKING:
 __all__ = ["HpmlExecutor", "HpmlInfoWatcher", "HpmlJob", "HpmlJobEnvironment"]
 
 _MODULE = "hpml_orchestrator.sweeps.submitit_rank"
-_JOB_FILE = "hpml_job.yaml"
-_JOB = """\
-# The job of functions that are submitted with submitit; their parameters are put on top of it.
-name: submitit
-resources: {time: 5, ranks_per_node: 1}
-"""
+_DEFAULTS = {"name": "submitit", "resources": {"time": "5", "ranks_per_node": 1}}
+"""The job without `job_file`; parameters are put on top of it."""
 _FIELDS = {
     "tasks_per_node": "resources.ranks_per_node",
     "cpus_per_task": "resources.cpus_per_rank",
@@ -71,7 +74,6 @@ _OPTIONS = (
     "additional_parameters array_parallelism backend job_file records set signal_delay_s site "
     "stderr_to_stdout"
 ).split()
-_GENERIC = "name nodes tasks_per_node cpus_per_task gpus_per_node mem_gb timeout_min".split()
 _AS_WRITTEN: dict[str, Callable[[Any], Any]] = {
     "after": lambda jobs: [_run_name(job) for job in ([jobs] if isinstance(jobs, str) else jobs)],
     "mem_gb": lambda size: f"{math.ceil(size * 1024)}M",
@@ -136,6 +138,14 @@ class HpmlJob(core.Job[core.R]):
         if not self._tasks[0]:  # all ranks of a job share one state
             self.watcher.watch(self.job_id, self.paths)
 
+    def wait(self) -> None:
+        """Wait until the results are there, or the job is over without them.
+
+        The job ends a moment after its results: the next look at its state asks for it again.
+        """
+        super().wait()
+        self.watcher.register_job(self.job_id)
+
     def cancel(self, check: bool = True) -> None:
         """Cancel the job; raise HpmlError if the scheduler does not, unless `check` is false."""
         with _hints() if check else contextlib.suppress(HpmlError):
@@ -168,7 +178,7 @@ class HpmlExecutor(core.Executor):
 
     @classmethod
     def _valid_parameters(cls) -> set[str]:
-        return {*_FIELDS, *_OPTIONS}.difference(_GENERIC, ["stderr_to_stdout"])
+        return {*_FIELDS, *_OPTIONS} - AutoExecutor._valid_parameters()  # noqa: SLF001 - for plugins
 
     def _internal_update_parameters(self, **kwargs: Any) -> None:
         """Change parameters, all or none.
@@ -177,12 +187,12 @@ class HpmlExecutor(core.Executor):
             InputError: there is no such parameter, or no job can have this value.
         """
         known = {*_FIELDS, *_OPTIONS}
-        for name in kwargs:
-            if name not in known:
-                hint = did_you_mean(name, known) or f"there are: {', '.join(sorted(known))}"
-                raise InputError("is no parameter of this executor", field=name, hint=hint)
+        for name in kwargs.keys() - known:  # AutoExecutor has checked the names of its own calls
+            hint = did_you_mean(name, known) or f"there are: {', '.join(sorted(known))}"
+            raise InputError("is no parameter of this executor", field=name, hint=hint)
+        parameters = {**self.parameters, **kwargs}
         with _hints():
-            self._load({**self.parameters, **kwargs})
+            self._load(parameters, choose(parameters.get("backend", "auto")))
         self.parameters.update(kwargs)
 
     def _internal_process_submissions(
@@ -195,35 +205,101 @@ class HpmlExecutor(core.Executor):
                 before is cancelled.
         """
         calls = list(delayed_submissions)
-        backend = choose(self.parameters.get("backend", "auto"))
         jobs: list[core.Job[Any]] = []
         with _hints():
+            backend = choose(self.parameters.get("backend", "auto"))
+            resolved, site = self._load(self.parameters, backend)
             size = max_array_size(backend, os.environ) if len(calls) > 1 else 1
             chunks = [calls[start : start + size] for start in range(0, len(calls), size)]
             together = self.parameters.get("array_parallelism", _PARALLEL_TASKS)
             limit = max(1, together // len(chunks))
             try:
                 for chunk in chunks:
-                    jobs += self._submit(chunk, backend, limit)
+                    job = replace(resolved, job=self._job_of(chunk, resolved.job, backend, limit))
+                    rendered = render_job(job, site=site, here=backend == "local")
+                    jobs += self._submit(chunk, rendered, backend)
             except BaseException:
-                for job in jobs:
-                    job.cancel(check=False)
+                for submitted in jobs:
+                    submitted.cancel(check=False)
                 raise
         return jobs
 
+    def _load(
+        self, parameters: Mapping[str, Any], backend: str
+    ) -> tuple[ResolvedJob, ResolvedSite | None]:
+        """Return the job that parameters describe, and the site profile in use."""
+        path = parameters.get("job_file") or Path.cwd() / "submitit.yaml"
+        chosen = parameters.get("site") or os.environ.get("HPML_SITE", "")
+        site = site_for(path, os.environ, chosen=chosen, backend=backend)
+        fields: dict[str, Any] = {
+            "launcher": "srun",
+            "script": None,
+            "module": None,
+            "command": [*shlex.split(self.python), "-u", "-m", _MODULE, str(self.folder)],
+            "args": ["--merge-output"] if parameters.get("stderr_to_stdout") else [],
+            "array": None,
+            "workdir": os.getcwd(),
+            "environment.variables.SUBMITIT_EXECUTOR": HpmlExecutor.name(),
+        }
+        for name, field in _FIELDS.items():
+            if parameters.get(name) is not None:
+                fields[field] = _AS_WRITTEN.get(name, copy.deepcopy)(parameters[name])
+        make_absolute(fields, Path.cwd())
+        settings = [*fields.items(), *(parameters.get("set") or {}).items()]
+        base = None if parameters.get("job_file") else _DEFAULTS
+        resolved = load_job(path, settings, site, fields=base)
+        if more := parameters.get("additional_parameters"):
+            options = [_directive(name, value) for name, value in more.items()]
+            extra = [*resolved.job.resources.extra, *options]
+            resolved = load_job(path, [*settings, ("resources.extra", extra)], site, fields=base)
+        return resolved, site
+
+    def _job_of(
+        self, calls: Sequence[DelayedSubmission], base: Job, backend: str, limit: int
+    ) -> Job:
+        """Return the job of some calls, of which at most `limit` run at the same time.
+
+        It is given the time limit of the calls, and its parts that depend on them.
+        """
+        resources, environment = base.resources, base.environment
+        seconds, extra = parse_time(resources.time), resources.extra
+        for call in calls:
+            call.set_timeout(math.ceil(seconds / 60), self.max_num_timeout)
+        delay = int(self.parameters.get("signal_delay_s", _SIGNAL_SECONDS))
+        delay = min(delay, seconds // 2)
+        if backend == "local":
+            # Its ranks start again in the same job, each time with a time limit of their own.
+            again = any(hasattr(call.function, "checkpoint") for call in calls)
+            starts = 1 + self.max_num_timeout if again else 1
+            limits: dict[str, Any] = {"time": format_time(starts * (seconds + _START_SECONDS))}
+            variables = {**environment.variables, SIGNAL_AFTER: str(seconds - delay)}
+            environment = environment.model_copy(update={"variables": variables})
+        elif not any(option.startswith("--signal=") for option in extra):
+            limits = {"extra": [*extra, f"--signal={HpmlJobEnvironment.USR_SIG}@{delay}"]}
+        else:
+            limits = {}
+        return base.model_copy(
+            update={
+                "array": f"0-{len(calls) - 1}%{min(limit, len(calls))}" if len(calls) > 1 else None,
+                "environment": environment,
+                "resources": resources.model_copy(update=limits),
+            }
+        )
+
     def _submit(
-        self, calls: Sequence[DelayedSubmission], backend: str, limit: int
+        self, calls: Sequence[DelayedSubmission], rendered: Rendered, backend: str
     ) -> list[core.Job[Any]]:
-        """Submit calls as one job or array, of which at most `limit` run at the same time."""
-        rendered, seconds = self._render(calls, backend, limit)
+        """Submit calls as one job or array."""
         job = rendered.resolved.job
         sid = new_id(job.name)
         suffixes = [f".{index}" for index in range(len(calls))] if job.array else [""]
         pickles = [call_pickle(self.folder, f"{sid}{suffix}") for suffix in suffixes]
-        store = self._store()
+        records = self.parameters.get("records")
+        home = {"HPML_HOME": str(records)} if records else {}
+        store = Store(default_root({**os.environ, **home}))
         try:
+            pickles[0].parent.mkdir(parents=True, exist_ok=True)
             for call, pickle in zip(calls, pickles, strict=True):
-                call.set_timeout(math.ceil(seconds / 60), self.max_num_timeout)
                 call.dump(pickle)
             submission = prepare(
                 store,
@@ -253,73 +329,6 @@ class HpmlExecutor(core.Executor):
                 pickle.rename(paths.submitted_pickle)
             jobs.append(HpmlJob(self.folder, str(paths.job_id), tasks=ranks))
         return jobs
-
-    def _render(
-        self, calls: Sequence[DelayedSubmission], backend: str, limit: int
-    ) -> tuple[Rendered, int]:
-        """Return the job of some calls and the seconds that each of them may take."""
-        parameters = self.parameters
-        asked = self._load(parameters).job.resources
-        seconds = parse_time(asked.time)
-        delay = min(int(parameters.get("signal_delay_s", _SIGNAL_SECONDS)), seconds // 2)
-        more = parameters.get("additional_parameters") or {}
-        extra = [*asked.extra, *(_directive(name, value) for name, value in more.items())]
-        array = f"0-{len(calls) - 1}%{min(limit, len(calls))}" if len(calls) > 1 else None
-        settings: list[tuple[str, Any]] = [("array", array)]
-        options = ["--merge-output"] if parameters.get("stderr_to_stdout") else []
-        if backend == "local":
-            # Its ranks start again in the same job, each time with a time limit of their own.
-            again = any(hasattr(call.function, "checkpoint") for call in calls)
-            starts = 1 + self.max_num_timeout if again else 1
-            settings.append(("resources.time", format_time(starts * (seconds + _START_SECONDS))))
-            options += ["--signal-after", str(seconds - delay)]
-        elif not any(option.startswith("--signal=") for option in extra):
-            extra.append(f"--signal={HpmlJobEnvironment.USR_SIG}@{delay}")
-        settings += [("resources.extra", extra), ("args", options)]
-        resolved = self._load(parameters, settings)
-        site = self._site(parameters, backend)
-        return render_job(resolved, site=site, here=backend == "local"), seconds
-
-    def _load(
-        self, parameters: Mapping[str, Any], settings: Sequence[tuple[str, Any]] = ()
-    ) -> ResolvedJob:
-        """Return the job that parameters describe, with settings on top."""
-        path = parameters.get("job_file") or self._default_job_file()
-        command = [*shlex.split(self.python), "-u", "-m", _MODULE, str(self.folder)]
-        fields: dict[str, Any] = {
-            "launcher": "srun",
-            "script": None,
-            "module": None,
-            "command": command,
-            "args": [],
-            "workdir": os.getcwd(),
-            "environment.variables.SUBMITIT_EXECUTOR": HpmlExecutor.name(),
-        }
-        for name, field in _FIELDS.items():
-            if parameters.get(name) is not None:
-                fields[field] = _AS_WRITTEN.get(name, copy.deepcopy)(parameters[name])
-        make_absolute(fields, Path.cwd())
-        values = [*fields.items(), *(parameters.get("set") or {}).items(), *settings]
-        backend = choose(parameters.get("backend", "auto"))
-        return load_job(path, values, self._site(parameters, backend))
-
-    def _default_job_file(self) -> Path:
-        folder = JobPaths.get_first_id_independent_folder(self.folder)
-        path = folder / _JOB_FILE
-        if not path.exists():
-            folder.mkdir(parents=True, exist_ok=True)
-            write_text(path, _JOB)
-        return path
-
-    def _site(self, parameters: Mapping[str, Any], backend: str) -> ResolvedSite | None:
-        beside = parameters.get("job_file") or Path.cwd() / _JOB_FILE
-        chosen = parameters.get("site") or os.environ.get("HPML_SITE", "")
-        return site_for(beside, os.environ, chosen=chosen, backend=backend)
-
-    def _store(self) -> Store:
-        records = self.parameters.get("records")
-        home = {"HPML_HOME": str(records)} if records else {}
-        return Store(default_root({**os.environ, **home}))
 
 
 def _run_name(job_id: str) -> str:

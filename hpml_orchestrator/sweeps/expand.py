@@ -13,12 +13,12 @@ import os
 import random
 import re
 import socket
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from hpml_orchestrator.check.paths import is_one_machine
-from hpml_orchestrator.errors import InputError, nearest
+from hpml_orchestrator.errors import InputError, did_you_mean
 from hpml_orchestrator.records.ids import new_id
 from hpml_orchestrator.scheduler.local.resources import cpu_ids
 from hpml_orchestrator.spec import load_job
@@ -27,20 +27,15 @@ from hpml_orchestrator.spec.load import read_fields
 from hpml_orchestrator.spec.sweep import MAX_POINTS, Range, Sweep
 from hpml_orchestrator.spec.values import parse_time
 from hpml_orchestrator.sweeps import call
-from hpml_orchestrator.sweeps.batchsize import (
+from hpml_orchestrator.sweeps.plan import RESUMED, Estimate, Point, Shape, SweepPlan, point_of
+from hpml_orchestrator.sweeps.scaling import (
+    Arguments,
     base_batch,
     base_learning_rate,
-    batch_note,
+    check_function,
+    scaled,
     with_batch,
 )
-from hpml_orchestrator.sweeps.plan import (
-    Estimate,
-    Point,
-    Shape,
-    SweepPlan,
-    point_of,
-)
-from hpml_orchestrator.sweeps.scaling import Arguments, check_function, scaled
 
 if TYPE_CHECKING:
     from hpml_orchestrator.spec.site import ResolvedSite
@@ -48,6 +43,7 @@ if TYPE_CHECKING:
 __all__ = ["make_plan"]
 
 _SEEDS = "--seed --random-seed --random_seed".split()
+_VARIABLES = "environment.variables."
 _MOST_SUBMISSIONS = 60
 _SECONDS_PER_HOUR = 3600
 
@@ -75,23 +71,65 @@ def make_plan(
         InputError: something in the sweep is wrong; names the field, the value and what would be
             right.
     """
-    return _Expansion(sweep, backend, site).plan(chosen_site, argv, now)
+    planner = _Planner(sweep, backend, site)
+    sweep = planner.sweep
+    name = sweep.name or f"{planner.base.name}-{sweep.mode}"
+    plan = SweepPlan(
+        id=new_id(name, now=now),
+        name=name,
+        mode=sweep.mode,
+        sweep=sweep.model_dump(mode="json"),
+        backend=backend,
+        host=socket.gethostname() if backend == "local" else "",
+        site=chosen_site,
+        argv=tuple(argv),
+        created=now,
+        unit=sweep.scale.unit if sweep.scale else "",
+        baseline=(sweep.baseline or sweep.scale.sizes[0]) if sweep.scale else None,
+        base_batch=base_batch(sweep, planner.base_ranks),
+        base_learning_rate=base_learning_rate(sweep, planner.arguments, planner.base_ranks),
+        placeholders=planner.placeholders,
+        shapes=tuple(planner.shapes()),
+        points=(),
+        blocks=(),
+        estimate=Estimate(0, 0, 0, 0),
+    )
+    if not sweep.searches:
+        plan = planner.with_points(plan)
+    estimate = planner.estimate(plan)
+    return replace(plan, estimate=estimate, notes=tuple(dict.fromkeys(planner.notes)))
 
 
-class _Expansion:
-    """What the steps from a sweep to its plan have in common."""
+def _kind(sweep: Sweep, axis: str) -> Literal["argument", "flag", "variable", "field"]:
+    """Return what an axis sets: arguments and variables differ between points of one job."""
+    values = sweep.axes[axis]
+    if axis.startswith("-") and isinstance(values, list):
+        return "flag" if any(isinstance(value, bool) for value in values) else "argument"
+    of_function = sweep.function and axis.isidentifier() and axis not in Job.model_fields
+    if axis.startswith("-") or axis.endswith("=") or of_function:
+        return "argument"
+    return "variable" if axis.startswith(_VARIABLES) else "field"
+
+
+class _Planner:
+    """The base job of a sweep and what each axis sets in it, for the steps of planning.
+
+    Attributes:
+        sweep: the sweep with what counts where its file leaves it open: batch, seed, parallel runs.
+        base: the base job; base_ranks: how many it has; arguments: its own.
+        kinds: what each axis sets.
+        placeholders: the placeholder of each value that goes into arguments or variables.
+        notes: what a reader has to know.
+    """
 
     def __init__(self, sweep: Sweep, backend: str, site: ResolvedSite | None) -> None:
-        self.backend, self.site = backend, site
-        self.settings = list(sweep.set.items())
+        self._backend, self._site = backend, site
+        self._settings = list(sweep.set.items())
         if sweep.function:
             program = {"script": call.__file__, "module": None, "command": None}
-            words = [sweep.function, sweep.search.metric]
-            self.settings += [*program.items(), ("args", words)]
-        self.fields = read_fields(sweep.base)  # once, however many shapes there are
-        self.base = load_job(sweep.base, self.settings, site, fields=self.fields).job
-        self.arguments = Arguments(self.base.args)
-        self.notes: list[str] = []
+            self._settings += [*program.items(), ("args", [sweep.function, sweep.search.metric])]
+        self._fields = read_fields(sweep.base)  # once, however many shapes there are
+        self.base = load_job(sweep.base, self._settings, site, fields=self._fields).job
         if self.base.array is not None:
             raise InputError(
                 "a sweep makes arrays of its own; the base job must be a single one",
@@ -99,182 +137,145 @@ class _Expansion:
                 value=self.base.array,
                 hint=f"remove `array` from {sweep.base}",
             )
+        self.arguments = Arguments(self.base.args)
         self.base_ranks = self.base.resources.nodes * self.base.resources.ranks
-        self._check_axes(sweep)
+        self.kinds = {axis: _kind(sweep, axis) for axis in sweep.axes}
+        self._check_fields(sweep)
         if sweep.function:
             check_function(sweep)
-        self.sweep = with_batch(sweep, self.arguments, self.base_ranks)
-        if sweep.scale is not None and self.sweep.batch is not None:
-            self.notes.append(batch_note(sweep.mode, self.sweep.batch))
-        self.seed = sweep.seeds.argument or self.arguments.first(_SEEDS)
-        if sweep.function:
-            self.seed = "seed"
-        if self.seed is None and self.sweep.count > 1:
-            self.notes.append(
-                "no argument for the random seed is known: repeats differ in timing alone; "
-                "name it with seeds.argument"
-            )
-        self.placeholders = self._placeholders()
-        self._note_arguments()
-        if backend == "local" and sweep.scale is not None and sweep.budget.parallel is None:
-            alone = sweep.budget.model_copy(update={"parallel": 1})
-            self.sweep = self.sweep.model_copy(update={"budget": alone})
-            self.notes.append("one run at a time, so that none disturbs another's timing")
+        self.notes: list[str] = []
+        self.sweep = self._completed(sweep)
+        self._targets = self._value_targets()
+        self.placeholders = _placeholders(self._targets)
 
-    def _note_arguments(self) -> None:
-        """Note what the sweep gives to a program that the base job does not, and what it keeps."""
-        named = [axis for axis in self.sweep.axes if axis.startswith("-")]
-        named += [self.sweep.seeds.argument] if self.sweep.seeds.argument else []
-        new = [
-            name
-            for name in named
-            if name not in self.base.args and self.arguments.value(name) is None
-        ]
-        if new and not self.sweep.function:
-            self.notes.append(f"not among the job's arguments, and appended: {', '.join(new)}")
-        if self.sweep.scale is not None and self.sweep.learning_rate is None:
-            self.notes.append(
-                "the learning rate is left as it is: where the program multiplies it by the ranks, "
-                "it differs between scales (see learning_rate in the sweep file)"
-            )
-        if self.backend == "local" and self.sweep.scale is None and self.sweep.parallel != 1:
-            self.notes.append(
-                "runs side by side disturb each other's times: budget.parallel: 1 prevents that"
-            )
-
-    def plan(self, chosen_site: str, argv: Sequence[str], now: float) -> SweepPlan:
-        sweep = self.sweep
-        name = sweep.name or f"{self.base.name}-{sweep.mode}"
-        scales: Sequence[int | None] = sweep.scale.sizes if sweep.scale else [None]
-        empty = SweepPlan(
-            id=new_id(name, now=now),
-            name=name,
-            mode=sweep.mode,
-            sweep=sweep.model_dump(mode="json"),
-            backend=self.backend,
-            host=socket.gethostname() if self.backend == "local" else "",
-            site=chosen_site,
-            argv=tuple(argv),
-            created=now,
-            unit=sweep.scale.unit if sweep.scale else "",
-            baseline=(sweep.baseline or sweep.scale.sizes[0]) if sweep.scale else None,
-            base_batch=base_batch(sweep, self.base_ranks),
-            base_learning_rate=base_learning_rate(sweep, self.arguments, self.base_ranks),
-            placeholders=self.placeholders,
-            shapes=tuple(self._shapes(scales)),
-            points=(),
-            blocks=(),
-            estimate=Estimate(0, 0, 0, 0),
-        )
-        points = [] if sweep.searches else [*self._points(empty, scales)]
-        blocks = self._blocks(points, len(empty.shapes))
-        order = list(itertools.chain.from_iterable(blocks))
-        order += [index for index, point in enumerate(points) if point.excluded]
-        place = {index: number for number, index in enumerate(order)}
-        whole = replace(
-            empty,
-            points=tuple(replace(points[index], number=place[index]) for index in order),
-            blocks=tuple(tuple(place[index] for index in block) for block in blocks),
-        )
-        if not sweep.searches and not blocks:
-            raise InputError("leave nothing to run", field="exclude", value=sweep.exclude)
-        estimate = self._estimate(whole)
-        return replace(whole, estimate=estimate, notes=tuple(self.notes))
-
-    def _check_axes(self, sweep: Sweep) -> None:
-        for name, axis in sweep.axes.items():
-            place = f"axes.{name}"
-            if not self._is_field(sweep, name):
-                continue
+    def _check_fields(self, sweep: Sweep) -> None:
+        """Check that axes which are no arguments are fields of the job that may vary."""
+        for name in (axis for axis, kind in self.kinds.items() if kind in ("field", "variable")):
+            axis, place, top = sweep.axes[name], f"axes.{name}", name.partition(".")[0]
+            if top not in Job.model_fields:
+                raise InputError(
+                    "is neither an argument nor a field of the job",
+                    field=place,
+                    value=name,
+                    hint=f"an argument is written with its dashes, such as --{name}; "
+                    "`hpml schema job` prints every field of a job",
+                )
+            if top in ("array", "after", "name", "args"):
+                raise InputError("cannot be varied: the sweep sets it", field=place, value=name)
             if isinstance(axis, Range):
                 raise InputError(
                     "a field of the job needs a list of values",
                     field=place,
                     hint=f"{name}: [{axis.low}, {axis.high}]",
                 )
-            top = name.partition(".")[0]
-            if top not in Job.model_fields:
-                given = [word.partition("=")[0] for word in self.base.args]
-                argument = nearest(f"--{name}", [*given, f"--{name}"])
-                raise InputError(
-                    "is neither an argument nor a field of the job",
-                    field=place,
-                    value=name,
-                    hint=f"an argument is written with its dashes, such as {argument}; "
-                    "`hpml schema job` prints every field of a job",
-                )
-            if top in ("array", "after", "name", "args"):
-                raise InputError("cannot be varied: the sweep sets it", field=place, value=name)
 
-    @staticmethod
-    def _is_field(sweep: Sweep, name: str) -> bool:
-        """Whether an axis is a field of the job, and not an argument of program or function."""
-        if name.startswith("-") or name.endswith("="):
-            return False
-        return not (sweep.function and name.isidentifier() and name not in Job.model_fields)
+    def _completed(self, sweep: Sweep) -> Sweep:
+        """Return the sweep with its batch, seed and parallel runs, and note what was decided."""
+        sweep = with_batch(sweep, self.arguments, self.base_ranks)
+        if sweep.scale is not None and sweep.batch is not None:
+            whose = "one rank" if sweep.batch.per == "rank" else "all ranks"
+            kept = "global batch" if sweep.mode == "strong" else "batch of a rank"
+            self.notes.append(
+                f"{sweep.batch.argument} is the batch of {whose}; the {kept} stays "
+                f"{sweep.batch.size}"
+            )
+        seed = "seed=" if sweep.function else sweep.seeds.argument or self.arguments.first(_SEEDS)
+        if seed is None and sweep.count > 1:
+            self.notes.append(
+                "no argument for the random seed is known: repeats differ in timing alone; "
+                "name it with seeds.argument"
+            )
+        named = [axis for axis in sweep.axes if axis.startswith("-")] + [seed] * bool(seed)
+        new = [
+            name
+            for name in named
+            if name and name not in self.base.args and self.arguments.value(name) is None
+        ]
+        if new and not sweep.function:
+            self.notes.append(f"not among the job's arguments, and appended: {', '.join(new)}")
+        if sweep.scale is not None and sweep.learning_rate is None:
+            self.notes.append(
+                "the learning rate is left as it is: where the program multiplies it by the ranks, "
+                "it differs between scales (see learning_rate in the sweep file)"
+            )
+        budget = sweep.budget
+        if self._backend == "local" and sweep.scale is not None and budget.parallel is None:
+            budget = budget.model_copy(update={"parallel": 1})
+            self.notes.append("one run at a time, so that none disturbs another's timing")
+        if self._backend == "local" and sweep.scale is None and sweep.parallel != 1:
+            self.notes.append(
+                "runs side by side disturb each other's times: budget.parallel: 1 prevents that"
+            )
+        seeds = sweep.seeds.model_copy(update={"argument": seed})
+        return sweep.model_copy(update={"budget": budget, "seeds": seeds})
 
-    def _placeholders(self) -> dict[str, str]:
-        """Return the placeholder of each value that goes into arguments or variables."""
-        wanted: dict[str, str] = {}
-        for axis, values in self.sweep.axes.items():
-            if axis.startswith("environment.variables."):
-                wanted[axis] = axis.rpartition(".")[2]
-            elif not self._is_field(self.sweep, axis) and not _is_flag(axis, values):
-                wanted[axis] = axis
-        if self.sweep.learning_rate is not None:
-            wanted[self.sweep.learning_rate.argument] = self.sweep.learning_rate.argument
-        if self.sweep.batch is not None and self.sweep.scale is not None:
-            wanted["batch"] = self.sweep.batch.argument
-        if self.seed is not None:
-            wanted["seed"] = "seed"
-        if self.sweep.mode == "pbt":
-            wanted["checkpoint"] = "checkpoint"
-        names: dict[str, str] = {}
-        for key, text in wanted.items():
-            word = re.sub(r"[^A-Za-z0-9]+", "_", text).strip("_").lower() or "value"
-            spare = (f"{word}_{number}" for number in itertools.count(2))
-            while word in names.values():
-                word = next(spare)
-            names[key] = word
-        return names
-
-    def _shapes(self, scales: Sequence[int | None]) -> Iterator[Shape]:
-        """Yield a shape for each scale and combination of fields and flags."""
+    def _value_targets(self) -> dict[str, str]:
+        """Return the argument or variable of each value that a point has, by axis or role."""
         sweep = self.sweep
+        kinds = ("argument", "variable")
+        targets = {axis: axis for axis, kind in self.kinds.items() if kind in kinds}
+        if sweep.learning_rate is not None:
+            targets[sweep.learning_rate.argument] = sweep.learning_rate.argument
+        if sweep.batch is not None and sweep.scale is not None:
+            targets["batch"] = sweep.batch.argument
+        if sweep.seeds.argument is not None:
+            targets["seed"] = sweep.seeds.argument
+        if sweep.mode == "pbt":
+            targets["checkpoint"] = sweep.search.resume_argument
+        if sweep.function:  # its arguments are written `name=value`
+            targets |= {key: f"{name}=" for key, name in targets.items() if name.isidentifier()}
+        return targets
+
+    def shapes(self) -> Iterator[Shape]:
+        """Yield a shape for each scale and combination of fields and flags."""
+        scale = self.sweep.scale
         varied = {
-            name: axis
-            for name, axis in sweep.axes.items()
-            if not isinstance(axis, Range)
-            and name not in self.placeholders
-            and (self._is_field(sweep, name) or _is_flag(name, axis))
+            axis: values
+            for axis, values in self.sweep.axes.items()
+            if self.kinds[axis] in ("field", "flag") and not isinstance(values, Range)
         }
-        resumes = (False, True) if sweep.mode == "pbt" else (False,)
-        number = itertools.count()
-        for scale, resumed in itertools.product(scales, resumes):
-            for chosen in itertools.product(*varied.values()):
-                values = dict(zip(varied, chosen, strict=True))
-                yield self._shape(next(number), scale, values, resumed=resumed)
+        if self.sweep.mode == "pbt":
+            varied[RESUMED] = [False, True]
+        sizes: Sequence[int | None] = scale.sizes if scale else [None]
+        combinations = itertools.product(sizes, itertools.product(*varied.values()))
+        for number, (size, chosen) in enumerate(combinations):
+            fixed: dict[str, Any] = dict(zip(varied, chosen, strict=True))
+            settings = self._shape_settings(fixed)
+            if scale is not None and size is not None:
+                settings += scaled(self.base.resources, scale.unit, size)
+                fixed[scale.unit] = size
+            yield self._shape(number, settings, fixed)
+
+    def _shape_settings(self, fixed: Mapping[str, Any]) -> list[tuple[str, Any]]:
+        """Return the fields of a shape's job that differ from the base job's."""
+        settings, arguments = list(self._settings), Arguments(self.base.args)
+        for axis, value in fixed.items():
+            if self.kinds.get(axis) == "field":
+                settings.append((axis, value))
+            elif axis != RESUMED:
+                arguments.flag(axis, on=bool(value))
+        for key, target in self._targets.items():
+            word = f"{{point.{self.placeholders[key]}}}"
+            if target.startswith(_VARIABLES):
+                settings.append((target, word))
+            elif key != "checkpoint" or fixed.get(RESUMED):
+                arguments.set(target, word)
+        return [*settings, ("args", arguments.words)]
 
     def _shape(
-        self, number: int, scale: int | None, values: Mapping[str, Any], *, resumed: bool
+        self, number: int, settings: list[tuple[str, Any]], fixed: Mapping[str, Any]
     ) -> Shape:
-        settings = self._settings(values, resumed=resumed)
-        fixed = {**values, **({"": resumed} if self.sweep.mode == "pbt" else {})}
-        if scale is not None and self.sweep.scale is not None:
-            settings += scaled(self.base.resources, self.sweep.scale.unit, scale)
-            fixed[self.sweep.scale.unit] = scale
         job = self._load(settings, fixed)
         resources = job.resources
         ranks = resources.nodes * resources.ranks
-        cores = ranks * resources.cpus_per_rank
-        here = self.backend == "local" or is_one_machine(os.environ)
-        crowded = here and cores > len(cpu_ids())
-        if crowded and self.backend == "local" and resources.nodes == 1:
-            settings.append(("resources.extra", [*resources.extra, "--overcommit"]))
-            job = self._load(settings, fixed)
+        cores, here = ranks * resources.cpus_per_rank, len(cpu_ids())
+        crowded = cores > here and (self._backend == "local" or is_one_machine(os.environ))
+        if crowded and self._backend == "local" and resources.nodes == 1:
+            overcommit = ("resources.extra", [*resources.extra, "--overcommit"])
+            job = self._load([*settings, overcommit], fixed)
         if crowded:
             self.notes.append(
-                f"{ranks} ranks share the {len(cpu_ids())} cores of this machine: such rows are "
+                f"{ranks} ranks share the {here} cores of this machine: such rows are "
                 "marked as oversubscribed, and their speedup means nothing"
             )
         return Shape(
@@ -284,93 +285,73 @@ class _Expansion:
             nodes=resources.nodes,
             ranks=ranks,
             gpus=resources.nodes * resources.gpu_count,
-            cores=min(cores, len(cpu_ids())) if crowded else cores,
+            cores=min(cores, here) if crowded else cores,
             seconds=parse_time(resources.time),
             oversubscribed=crowded,
         )
 
-    def _settings(self, values: Mapping[str, Any], *, resumed: bool) -> list[tuple[str, Any]]:
-        """Return the fields of a shape's job that differ from the base job's."""
-        sweep, arguments = self.sweep, Arguments(self.base.args)
-        settings = list(self.settings)
-        for name, value in values.items():
-            if self._is_field(sweep, name):
-                settings.append((name, value))
-            else:
-                arguments.flag(name, on=bool(value))
-        of_role = {
-            "batch": sweep.batch.argument if sweep.batch else "",
-            "seed": self.seed or "",
-            "checkpoint": sweep.search.resume_argument if resumed else "",
-        }
-        for axis, placeholder in self.placeholders.items():
-            word, argument = f"{{point.{placeholder}}}", of_role.get(axis, axis)
-            if axis.startswith("environment.variables."):
-                settings.append((axis, word))
-            elif sweep.function:
-                arguments.set(f"{argument}=", word)
-            elif argument.startswith("-") or argument.endswith("="):
-                arguments.set(argument, word)
-        return [*settings, ("args", arguments.words)]
-
-    def _load(self, settings: Collection[tuple[str, Any]], fixed: Mapping[str, Any]) -> Job:
+    def _load(self, settings: list[tuple[str, Any]], fixed: Mapping[str, Any]) -> Job:
         """Return the job of a shape; its errors name the axis or the scale."""
+        names = self.placeholders.values()
+        base = self.sweep.base
         try:
-            return load_job(
-                self.sweep.base,
-                list(settings),
-                self.site,
-                points=self.placeholders.values(),
-                fields=self.fields,
-            ).job
+            return load_job(base, settings, self._site, points=names, fields=self._fields).job
         except InputError as error:
             axis = next((name for name in fixed if error.field and name in error.field), None)
             if axis is not None:
-                error.hint = f"axes.{axis} has {fixed[axis]!r}: {error.hint}"
+                place = "axes" if axis in self.kinds else "scale"
+                error.hint = (
+                    f"from {place}.{axis}: {fixed[axis]} of the sweep; `hpml schema job` prints "
+                    "every field of a job"
+                )
             raise
 
-    def _points(self, plan: SweepPlan, scales: Sequence[int | None]) -> Iterator[Point]:
+    def with_points(self, plan: SweepPlan) -> SweepPlan:
+        """Return the plan with its points in order, and the blocks that they are submitted in."""
+        points = [*self._points(plan)]
+        blocks = self._blocks(points, len(plan.shapes))
+        if not blocks:
+            raise InputError("leave nothing to run", field="exclude", value=self.sweep.exclude)
+        order = list(itertools.chain.from_iterable(blocks))
+        order += [index for index, point in enumerate(points) if point.excluded]
+        place = {index: number for number, index in enumerate(order)}
+        return replace(
+            plan,
+            points=tuple(replace(points[index], number=place[index]) for index in order),
+            blocks=tuple(tuple(place[index] for index in block) for block in blocks),
+        )
+
+    def _points(self, plan: SweepPlan) -> Iterator[Point]:
         """Yield all points as the file has them: repeats of a combination after one another."""
         sweep = self.sweep
-        axes = {name: axis for name, axis in sweep.axes.items() if not isinstance(axis, Range)}
-        count = math.prod(map(len, axes.values())) * len(scales) * sweep.count
+        scales: Sequence[int | None] = sweep.scale.sizes if sweep.scale else [None]
+        axes = [axis for axis in sweep.axes.values() if not isinstance(axis, Range)]
+        count = math.prod(map(len, axes)) * len(scales) * sweep.count
         if count > MAX_POINTS:
             raise InputError(
                 f"has {count} points, and at most {MAX_POINTS} are possible",
                 field="axes",
                 hint="fewer values or repeats, or a search: mode: random",
             )
-        seeds = sweep.seeds.values or range(1, sweep.count + 1)
-        for scale in scales:
-            for chosen in itertools.product(*axes.values()):
-                values = dict(zip(axes, chosen, strict=True))
-                for repeat in range(sweep.count):
-                    point = point_of(
-                        plan,
-                        0,
-                        values,
-                        repeat=repeat,
-                        seed=seeds[repeat],
-                        scale=scale,
-                        sweep=sweep,
-                    )
-                    excluded = self._excluded(plan.unit, point)
-                    yield replace(point, excluded=excluded) if excluded else point
+        for scale, chosen in itertools.product(scales, itertools.product(*axes)):
+            values = dict(zip(sweep.axes, chosen, strict=True))
+            for repeat in range(sweep.count):
+                point = point_of(plan, 0, values, repeat=repeat, scale=scale)
+                rule = self._excluding_rule(plan.unit, point)
+                yield replace(point, excluded=rule) if rule else point
 
-    def _excluded(self, unit: str, point: Point) -> str:
+    def _excluding_rule(self, unit: str, point: Point) -> str:
         """Return the rule that leaves a point out; empty where it is to run."""
-        known = {**point.values, "repeat": point.repeat, "seed": point.seed}
-        if unit:
-            known[unit] = point.scale
+        known = {**point.values, "repeat": point.repeat, "seed": point.seed, unit: point.scale}
         for number, rule in enumerate(self.sweep.exclude):
             for name in rule:
                 if name not in known:
-                    near = nearest(name, known)
                     raise InputError(
                         "is no axis of this sweep",
                         field=f"exclude.{number}.{name}",
                         value=name,
-                        hint=f"did you mean {near}?" if near else f"use {', '.join(known)}",
+                        hint=did_you_mean(name, known)
+                        or f"use {', '.join(name for name in known if name)}",
                     )
             if all(
                 known[name] in (value if isinstance(value, list) else [value])
@@ -381,83 +362,73 @@ class _Expansion:
 
     def _blocks(self, points: Sequence[Point], shapes: int) -> list[list[int]]:
         """Return the points' indices in the order of submission; excluded ones are in none."""
-        sweep = self.sweep
-        kept = [index for index, point in enumerate(points) if not point.excluded]
+        order, count = self.sweep.order, self.sweep.count
         shuffler = random.Random(0)  # the plan has to be the same for the same file
-        if sweep.order == "random":
+        kept = [index for index, point in enumerate(points) if not point.excluded]
+        size = -(-len(kept) // count)
+        if order == "random":
             shuffler.shuffle(kept)
-        by_repeat = []
-        if sweep.order == "interleaved":
-            for repeat in range(sweep.count):
-                block = [index for index in kept if points[index].repeat == repeat]
+        blocks = [kept[start : start + size] for start in range(0, len(kept), size or 1)]
+        if order == "interleaved":
+            blocks = [[index for index in kept if points[index].repeat == n] for n in range(count)]
+            for block in blocks:
                 shuffler.shuffle(block)
-                by_repeat.append(block)
-            kept = list(itertools.chain.from_iterable(by_repeat))
-        if sweep.order == "written" or shapes == 1 or not kept:
-            return [kept] if kept else []
-        if shapes * sweep.count > _MOST_SUBMISSIONS:
+        blocks = [block for block in blocks if block]
+        if order != "written" and 1 < shapes <= _MOST_SUBMISSIONS // count:
+            return blocks
+        if order != "written" and shapes > 1:
             self.notes.append(
                 f"{shapes} different jobs: their repeats are not interleaved, since each job "
                 "array has to be of one kind"
             )
-            return [kept]
-        if sweep.order == "interleaved":
-            return [block for block in by_repeat if block]
-        size = -(-len(kept) // sweep.count)
-        return [kept[start : start + size] for start in range(0, len(kept), size)]
+        whole = list(itertools.chain.from_iterable(blocks))
+        return [whole] if whole else []
 
-    def _estimate(self, plan: SweepPlan) -> Estimate:
+    def estimate(self, plan: SweepPlan) -> Estimate:
         """Return what the sweep costs at most.
 
         Raises:
             InputError: the budget does not suffice for one point.
         """
-        sweep = self.sweep
+        sweep, budget = self.sweep, self.sweep.budget
+        shapes = [plan.shapes[point.shape] for point in plan.points if not point.excluded]
         if sweep.searches:
             largest = max(plan.shapes, key=lambda shape: (shape.gpus, shape.cores))
             shapes = [largest] * (sweep.search.trials * sweep.count)
-        else:
-            runs = (point for point in plan.points if not point.excluded)
-            shapes = [plan.shapes[point.shape] for point in runs]
-
-        def hours(noun: str) -> float:
-            seconds = sum(int(getattr(shape, noun)) * shape.seconds for shape in shapes)
-            return seconds / _SECONDS_PER_HOUR
-
-        estimate = Estimate(len(shapes), hours("nodes"), hours("cores"), hours("gpus"))
-        for name, most in (
-            ("gpu_hours", sweep.budget.gpu_hours),
-            ("core_hours", sweep.budget.core_hours),
-        ):
-            noun = name.partition("_")[0] + "s"
-            needed = max(getattr(shape, noun) * shape.seconds for shape in shapes)
-            if most is not None and needed / _SECONDS_PER_HOUR > most:
+        hours = {
+            name: [getattr(shape, name) * shape.seconds / _SECONDS_PER_HOUR for shape in shapes]
+            for name in ("nodes", "cores", "gpus")
+        }
+        for name, most in (("gpus", budget.gpu_hours), ("cores", budget.core_hours)):
+            unit, whole, largest_point = f"{name[:-1]}-hours", sum(hours[name]), max(hours[name])
+            if most is not None and largest_point > most:
                 raise InputError(
-                    "does not suffice for one point, which may take "
-                    f"{needed / _SECONDS_PER_HOUR:.3g} {name.replace('_', '-')} until its time "
-                    "limit",
-                    field=f"budget.{name}",
+                    f"does not suffice for one point, which may take {largest_point:.3g} {unit} "
+                    "until its time limit",
+                    field=f"budget.{name[:-1]}_hours",
                     value=most,
                     hint="raise the budget, or lower resources.time",
                 )
-            if most is not None and getattr(estimate, name) > most:
+            if most is not None and whole > most:
                 self.notes.append(
-                    f"the budget of {most:g} {name.replace('_', '-')} is less than the "
-                    f"{getattr(estimate, name):.3g} that all points may take: what goes beyond "
-                    "it is not submitted"
+                    f"the budget of {most:g} {unit} is less than the {whole:.3g} that all points "
+                    "may take: what goes beyond it is not submitted"
                 )
         if sweep.seconds is not None and sweep.seconds < min(shape.seconds for shape in shapes):
             raise InputError(
                 "is shorter than the time limit of one point",
                 field="budget.time",
-                value=sweep.budget.time,
+                value=budget.time,
                 hint="raise it, or lower resources.time",
             )
-        self.notes = list(dict.fromkeys(self.notes))
-        return estimate
+        return Estimate(len(shapes), *map(sum, hours.values()))
 
 
-def _is_flag(name: str, axis: object) -> bool:
-    """Whether an axis is an argument that is given or not, without a value."""
-    has_bool = isinstance(axis, list) and any(isinstance(value, bool) for value in axis)
-    return name.startswith("-") and has_bool
+def _placeholders(keys: Mapping[str, str]) -> dict[str, str]:
+    """Return a placeholder for each value: a word that the shell takes as a variable's name."""
+    names: dict[str, str] = {}
+    for key in keys:
+        plain = re.sub(r"[^A-Za-z0-9]+", "_", key.removeprefix(_VARIABLES)).strip("_").lower()
+        words = itertools.chain([plain or "value"], (f"{plain}_{n}" for n in itertools.count(2)))
+        names[key] = next(word for word in words if word not in names.values())
+    return names

@@ -12,12 +12,14 @@ import json
 import os
 import shutil
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, fields, replace
+from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from hpml_orchestrator.errors import InputError, NotFoundError, RecordError, nearest
+from pydantic import TypeAdapter
+
+from hpml_orchestrator.errors import InputError, NotFoundError, RecordError, did_you_mean
 from hpml_orchestrator.records.files import read_json, read_lines, write_json, write_text
 from hpml_orchestrator.records.store import ids_in
 from hpml_orchestrator.records.texts import examples
@@ -25,13 +27,14 @@ from hpml_orchestrator.site.profile import site_for
 from hpml_orchestrator.spec.job import Job
 from hpml_orchestrator.spec.load import ResolvedJob, leaves
 from hpml_orchestrator.spec.sweep import Sweep
-from hpml_orchestrator.sweeps.batchsize import batch_of, learning_rate_of
+from hpml_orchestrator.sweeps.scaling import batch_of, learning_rate_of
 
 if TYPE_CHECKING:
     from hpml_orchestrator.records.store import Store
     from hpml_orchestrator.spec.site import ResolvedSite
 
 __all__ = [
+    "RESUMED",
     "Estimate",
     "Point",
     "Shape",
@@ -43,9 +46,11 @@ __all__ = [
     "resolve",
     "site_of",
     "sweeps",
-    "text_of",
     "write",
 ]
+
+RESUMED = "resumed"
+"""What tells shapes of a population apart: whether a member goes on from a checkpoint."""
 
 _POINTS, _PLAN = "points.jsonl", "plan.json"
 
@@ -171,21 +176,14 @@ class SweepPlan:
         return {tuple(shape.fixed.values()): shape for shape in self.shapes}
 
 
-def text_of(value: Any) -> str:
-    """Return a value as an argument has it."""
-    return str(value).lower() if isinstance(value, bool) else str(value)
-
-
 def point_of(
     plan: SweepPlan,
     number: int,
     values: Mapping[str, Any],
     *,
     repeat: int = 0,
-    seed: int = 1,
     scale: int | None = None,
     checkpoint: str = "",
-    sweep: Sweep | None = None,
 ) -> Point:
     """Return the point of an axes' values: its shape, what `points.sh` sets, its batch.
 
@@ -194,29 +192,28 @@ def point_of(
         number: the point's number.
         values: by the axes' names.
         repeat: as in `Point`.
-        seed: as in `Point`.
         scale: as in `Point`.
         checkpoint: what a member of a population goes on from.
-        sweep: `plan.spec`, where the caller has it.
 
     Raises:
         InputError: the global batch cannot be divided over the ranks.
     """
-    sweep = sweep or plan.spec
-    known = {**values, **({plan.unit: scale} if scale else {}), "": bool(checkpoint)}
-    fixed = tuple(known.get(name, False) for name in plan.shapes[0].fixed)
-    shape = plan.shapes_by_values[fixed]
+    sweep = plan.spec
+    seed = sweep.seeds.values[repeat] if sweep.seeds.values else repeat + 1
+    known = {**values, plan.unit: scale, RESUMED: bool(checkpoint)}
+    shape = plan.shapes_by_values[tuple(known[name] for name in plan.shapes[0].fixed)]
     per_rank, whole = batch_of(sweep, shape.ranks, values)
     rate = learning_rate_of(sweep, plan.base_learning_rate, plan.base_batch, whole, values)
-    write_value = json.dumps if sweep.function else text_of
-    texts = {name: write_value(value) for name, value in values.items()} | {"seed": str(seed)}
-    if checkpoint:
-        texts["checkpoint"] = checkpoint
-    if sweep.batch is not None and whole is not None:
+    texts = {
+        name: json.dumps(value) if sweep.function or isinstance(value, bool) else str(value)
+        for name, value in values.items()
+    } | {"seed": str(seed), "checkpoint": checkpoint}
+    if sweep.batch is not None:
         texts["batch"] = str(whole if sweep.batch.per == "global" else per_rank)
     if sweep.learning_rate is not None and rate is not None:
         given = rate / shape.ranks if sweep.learning_rate.times_ranks else rate
         texts[sweep.learning_rate.argument] = f"{given:.12g}"
+    wanted = [axis for axis in plan.placeholders if checkpoint or axis != "checkpoint"]
     return Point(
         number=number,
         shape=shape.number,
@@ -224,7 +221,7 @@ def point_of(
         values=dict(values),
         repeat=repeat,
         seed=seed,
-        variables={name: texts[axis] for axis, name in plan.placeholders.items() if axis in texts},
+        variables={plan.placeholders[axis]: texts[axis] for axis in wanted},
         batch_global=whole,
         batch_per_rank=per_rank,
         learning_rate=rate,
@@ -284,22 +281,10 @@ def read(directory: Path) -> SweepPlan:
     """
     record = read_json(directory / _PLAN)
     try:
-        points = tuple(Point(**json.loads(line)) for line in read_lines(directory / _POINTS))
-        known = {name.name: record[name.name] for name in fields(SweepPlan)}
-        shapes = tuple(Shape(**shape) for shape in record["shapes"])
-        lists = {name: tuple(known[name]) for name in ("argv", "notes")}
-        return SweepPlan(
-            **{
-                **known,
-                **lists,
-                "shapes": shapes,
-                "points": points,
-                "blocks": tuple(map(tuple, record["blocks"])),
-                "estimate": Estimate(**record["estimate"]),
-            }
-        )
-    except (KeyError, TypeError, ValueError) as error:
-        raise RecordError(f"{directory / _PLAN} is damaged: {error!r}") from error
+        points = [json.loads(line) for line in read_lines(directory / _POINTS)]
+        return TypeAdapter(SweepPlan).validate_python({**record, "points": points})
+    except ValueError as error:
+        raise RecordError(f"{directory / _PLAN} is damaged: {error}") from error
 
 
 def sweeps(store: Store) -> list[str]:
@@ -318,9 +303,8 @@ def resolve(store: Store, word: str) -> SweepPlan:
     matches = known[:1] if word == "last" else [name for name in known if name == word]
     matches = matches or [name for name in known if name.startswith(word) or name.endswith(word)]
     if not matches or not word:
-        near = nearest(word, [*known, *["last"][: len(known)]])
         start = "`hpml sweep status` lists all" if known else "start one with `hpml sweep run`"
-        hint = f"did you mean {near}?" if near else start
+        hint = did_you_mean(word, [*known, *["last"][: len(known)]]) or start
         raise NotFoundError(f"no sweep {word!r} under {store.root / 'sweeps'}", hint=hint)
     if len(matches) > 1:
         raise InputError(

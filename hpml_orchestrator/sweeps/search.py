@@ -211,19 +211,12 @@ class Searcher:
         return self._storage.get_trial_id_from_study_id_trial_number(self._study_id, trial.number)
 
     def _points(self, trial: FrozenTrial) -> list[Point]:
-        count = self._sweep.count
-        seeds = self._sweep.seeds.values or range(1, count + 1)
+        count, checkpoint = self._sweep.count, trial.user_attrs.get("checkpoint", "")
         return [
             point_of(
-                self._plan,
-                trial.number * count + repeat,
-                trial.params,
-                repeat=repeat,
-                seed=seeds[repeat],
-                checkpoint=trial.user_attrs.get("checkpoint", ""),
-                sweep=self._sweep,
+                self._plan, trial.number * count + n, trial.params, repeat=n, checkpoint=checkpoint
             )
-            for repeat in range(count)
+            for n in range(count)
         ]
 
     def _tell(self, rows: Sequence[Row]) -> None:

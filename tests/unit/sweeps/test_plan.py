@@ -11,7 +11,7 @@ from typing import Any
 import jsonschema
 import pytest
 
-from hpml_orchestrator.errors import InputError
+from hpml_orchestrator.errors import HpmlError, InputError
 from hpml_orchestrator.records.store import Store
 from hpml_orchestrator.spec import load_sweep, sweep_schema
 from hpml_orchestrator.sweeps import plan
@@ -47,9 +47,9 @@ def test_a_strong_sweep_keeps_the_global_batch(tmp_path: Path) -> None:
     assert {p.seed for p in planned.points} == {1, 2, 3, 4, 5, 6}
     four = next(p for p in planned.points if p.scale == 4)
     args = planned.shapes[four.shape].job["args"]
-    assert args[0] == "--batch-size={point.batch_size}"
+    assert args[0] == "--batch-size={point.batch}"
     assert "--seed={point.seed}" in args
-    assert four.variables["batch_size"] == "16"
+    assert four.variables["batch"] == "16"
     assert planned.baseline == 1
     assert planned.estimate.core_hours == pytest.approx(6 * (1 + 2 + 4) / 2)
 
@@ -146,7 +146,7 @@ def test_a_plan_on_disk_is_the_same_plan(tmp_path: Path) -> None:
     planned = made(tmp_path, STRONG)
     plan.write(store, planned)
     assert plan.resolve(store, "last") == plan.resolve(store, planned.id[:12]) == planned
-    plan.write(store, replace(planned, id=planned.id[:-1] + "!"[:0] + "0"))
+    plan.write(store, replace(planned, id=f"{planned.id[:-6]}abcdef"))
     with pytest.raises(InputError, match="names 2 sweeps"):
         plan.resolve(store, "toy-strong")
 
@@ -162,60 +162,50 @@ def test_a_members_checkpoint_selects_its_shape(tmp_path: Path) -> None:
     assert later.variables["checkpoint"] == "/runs/a/checkpoint.pt"
 
 
+def grid(values: Any, axis: str = "--lr", mode: str = "grid") -> dict[str, Any]:
+    """The fields of a sweep of one axis."""
+    return {"mode": mode, "axes": {axis: values}}
+
+
 @pytest.mark.parametrize(
     ("fields", "job", "field", "message"),
     [
         ({"mode": "strong"}, {}, "", "scale: must be given"),
-        ({**STRONG, "mode": "grid"}, {}, "", "scale: belongs to"),
+        (STRONG | {"mode": "grid"}, {}, "", "scale: belongs to"),
         ({"mode": "grid"}, {}, "", "axes: must name what varies"),
-        ({"mode": "grid", "axes": {"--lr": []}}, {}, "axes.--lr", "1 or more entries"),
-        ({"mode": "grid", "axes": {"--lr": [1, 1]}}, {}, "axes.--lr", "names 1 twice"),
-        (
-            {"mode": "grid", "axes": {"lr": [1, 2]}},
-            {},
-            "axes.lr",
-            "neither an argument nor a field",
-        ),
-        (
-            {"mode": "grid", "axes": {"--lr": {"low": 1, "high": 2}}},
-            {},
-            "",
-            "a range needs a search",
-        ),
-        (
-            {"mode": "grid", "axes": {"--lr": {"low": 2, "high": 1}}},
-            {},
-            "axes.--lr",
-            "low below high",
-        ),
-        ({"mode": "grid", "axes": {"resources.nods": [1]}}, {}, "resources.nods", "no such field"),
-        ({"mode": "grid", "axes": {"resources.time": ["x"]}}, {}, "resources.time", "time"),
-        ({"mode": "grid", "axes": {"array": [1]}}, {}, "axes.array", "the sweep sets it"),
-        ({**STRONG, "repeats": 0}, {}, "repeats", "at least 1"),
-        ({**STRONG, "version": 2}, {}, "version", "must be 1"),
-        ({**STRONG, "nonsense": 2}, {}, "nonsense", "no such field"),
-        ({**STRONG, "baseline": 3}, {}, "", "none of the scales"),
-        ({**STRONG, "scale": {"ranks": [1], "nodes": [1]}}, {}, "scale", "one of nodes, ranks"),
-        ({**STRONG, "scale": {"ranks": [3]}}, {}, "batch.size", "cannot be divided over 3"),
+        (grid([]), {}, "axes.--lr", "1 or more entries"),
+        (grid([1, 1]), {}, "axes.--lr", "names 1 twice"),
+        (grid([[1], 2]), {}, "axes.--lr.0", "a number, a text, true or false"),
+        (grid([1, 2], "lr"), {}, "axes.lr", "neither an argument nor a field"),
+        (grid({"low": 1, "high": 2}), {}, "", "a range needs a search"),
+        (grid({"low": 2, "high": 1}), {}, "axes.--lr", "low below high"),
+        (grid({"low": 1, "hih": 2, "high": 3}), {}, "axes.--lr.hih", "did you mean axes.--lr.high"),
+        (grid([1], "resources.nods"), {}, "resources.nods", "no such field"),
+        (grid(["x"], "resources.time"), {}, "resources.time", "time"),
+        (grid([1], "array"), {}, "axes.array", "the sweep sets it"),
+        (grid({"low": 1, "high": 2}, "mpi", "bayes"), {}, "axes.mpi", "needs a list"),
+        (STRONG | {"repeats": 0}, {}, "repeats", "at least 1"),
+        (STRONG | {"version": 2}, {}, "version", "must be 1"),
+        (STRONG | {"nonsense": 2}, {}, "nonsense", "no such field"),
+        (STRONG | {"baseline": 3}, {}, "", "none of the scales"),
+        (STRONG | {"search": {"metric": "a b"}}, {}, "search.metric", "must match the regular"),
+        (STRONG | {"scale": {"ranks": [1], "nodes": [1]}}, {}, "scale", "one of nodes, ranks"),
+        (STRONG | {"scale": {"ranks": [3]}}, {}, "batch.size", "cannot be divided over 3"),
+        ({"mode": "weak", "scale": {"nodes": [200_000]}}, {}, "resources.nodes", "at most"),
         (STRONG, {"args": []}, "batch", "has to know the batch size"),
-        ({**STRONG, "axes": {"--batch-size": [1]}}, {}, "axes.--batch-size", "keeps the batch"),
-        ({**STRONG, "scale": {"gpus": [1]}}, {}, "scale.gpus", "has no GPUs"),
-        ({**STRONG, "scale": {"gpus": [6]}}, GPUS, "scale.gpus", "whole nodes of 4"),
-        ({**STRONG, "scale": {"ranks": [2]}}, GPUS, "scale.ranks", "would stay the same"),
+        (STRONG | {"axes": {"--batch-size": [1]}}, {}, "axes.--batch-size", "keeps the batch"),
+        (STRONG | {"scale": {"gpus": [1]}}, {}, "scale.gpus", "has no GPUs"),
+        (STRONG | {"scale": {"gpus": [6]}}, GPUS, "scale.gpus", "whole nodes of 4"),
+        (STRONG | {"scale": {"ranks": [2]}}, GPUS, "scale.ranks", "would stay the same"),
         (STRONG, {"array": "0-3"}, "array", "a single one"),
-        ({**STRONG, "exclude": [{"--lr": 1}]}, {}, "exclude.0.--lr", "is no axis"),
-        ({**STRONG, "exclude": [{"ranks": [1, 2, 4]}]}, {}, "exclude", "leave nothing to run"),
-        ({**STRONG, "budget": {"core_hours": 1}}, {}, "budget.core_hours", "suffice for one point"),
-        ({**STRONG, "budget": {"time": "5"}}, {}, "budget.time", "shorter than the time limit"),
-        (
-            {**STRONG, "learning_rate": {"argument": "--eta"}},
-            {},
-            "learning_rate.argument",
-            "number",
-        ),
-        ({**STRONG, "seeds": {"values": [1, 2]}}, {}, "", "a seed for each of 6"),
-        ({**STRONG, "base": "nowhere.yaml"}, {}, None, "no such job file"),
-        ({**STRONG, "base": "sweep.yaml"}, {}, "", "is a sweep file"),
+        (STRONG | {"exclude": [{"--lr": 1}]}, {}, "exclude.0.--lr", "is no axis"),
+        (STRONG | {"exclude": [{"ranks": [1, 2, 4]}]}, {}, "exclude", "leave nothing to run"),
+        (STRONG | {"budget": {"core_hours": 1}}, {}, "budget.core_hours", "suffice for one point"),
+        (STRONG | {"budget": {"time": "5"}}, {}, "budget.time", "shorter than the time limit"),
+        (STRONG | {"learning_rate": {"argument": "--eta"}}, {}, "learning_rate.argument", "number"),
+        (STRONG | {"seeds": {"values": [1, 2]}}, {}, "", "a seed for each of 6"),
+        (STRONG | {"base": "nowhere.yaml"}, {}, None, "no such job file"),
+        (STRONG | {"base": "sweep.yaml"}, {}, "", "is a sweep file"),
         (FUNCTION | {"axes": {"--lr": [1]}}, {}, "axes.--lr", "no argument of a function"),
         (FUNCTION | {"axes": {"rate": [1]}}, {}, "axes.rate", "no argument of that name"),
         (FUNCTION | {"function": "train.py:tran"}, {}, "function", "has no function tran"),
@@ -225,11 +215,12 @@ def test_a_members_checkpoint_selects_its_shape(tmp_path: Path) -> None:
 def test_bad_sweep_files_are_refused(
     tmp_path: Path, fields: dict[str, Any], job: dict[str, Any], field: str | None, message: str
 ) -> None:
-    """One clear error each, before anything is written."""
-    with pytest.raises(Exception, match=message) as caught:
+    """One clear error each, before anything is written; one in the job names axis or scale."""
+    with pytest.raises(HpmlError, match=message) as caught:
         made(tmp_path, fields, **job)
     assert getattr(caught.value, "field", None) == field
-    assert not (tmp_path / "records").exists()
+    assert caught.value.hint or field
+    assert "of the sweep" in caught.value.hint or not (field or "").startswith("resources.")
 
 
 def test_the_schema_accepts_what_is_accepted(tmp_path: Path) -> None:
