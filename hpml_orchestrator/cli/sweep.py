@@ -44,13 +44,13 @@ from hpml_orchestrator.errors import InputError, JobFailedError, counted
 from hpml_orchestrator.records.files import write_text
 from hpml_orchestrator.sweeps import controller, plan
 from hpml_orchestrator.sweeps.batches import read_batches
-from hpml_orchestrator.sweeps.rows import rows as rows_of
+from hpml_orchestrator.sweeps.table import Table
 
 if TYPE_CHECKING:
     from hpml_orchestrator.records.store import Store
-    from hpml_orchestrator.sweeps.controller import Progress
     from hpml_orchestrator.sweeps.plan import SweepPlan
     from hpml_orchestrator.sweeps.rows import Row
+    from hpml_orchestrator.sweeps.table import Progress
 
 __all__ = ["group"]
 
@@ -159,7 +159,7 @@ def tick(context: typer.Context, sweep: SweepWord = "last", as_json: JsonOption 
     """
     store = store_of(context)
     planned = plan.resolve(store, sweep)
-    progress = controller.tick(store, planned)
+    progress = controller.Controller(store, planned).tick()
     if as_json:
         print_json(asdict(progress))
     else:
@@ -185,8 +185,8 @@ def status(
         return
     planned = plan.resolve(store, sweep)
     while True:
-        rows = rows_of(store, planned)
-        progress = controller.progress(store, planned, rows)
+        rows = Table(store, planned).rows()
+        progress = Table(store, planned).progress()
         if as_json:
             print_json({**asdict(progress), "rows": [vars(row) for row in rows]})
         else:
@@ -234,7 +234,7 @@ def report(
     reports = _reports()
     store = store_of(context)
     planned = _with_trials(store, plan.resolve(store, sweep))
-    built = reports.build(planned, rows_of(store, planned))
+    built = reports.build(planned, Table(store, planned).rows())
     if as_json:
         print_json(reports.pages.to_json(built))
     elif markdown:
@@ -274,7 +274,7 @@ def compare(
                 value=after,
                 hint="compare two sweeps of one kind, such as before and after a change",
             )
-    compared = reports.compare(*(reports.build(one, rows_of(store, one)) for one in both))
+    compared = reports.compare(*(reports.build(one, Table(store, one).rows()) for one in both))
     if as_json:
         print_json(reports.pages.to_json(compared))
     elif output:
@@ -342,7 +342,7 @@ def _go_on(store: Store, planned: SweepPlan, *, detach: bool, as_json: bool) -> 
             f"`hpml sweep cancel {planned.id}` cancels it"
         )
         raise typer.Exit(EXIT_INTERRUPTED) from None
-    rows = rows_of(store, planned)
+    rows = Table(store, planned).rows()
     planned = _with_trials(store, planned)
     reports = _reports()
     built = reports.build(planned, rows)
@@ -395,7 +395,7 @@ def _list(store: Store, *, as_json: bool) -> None:
     entries = []
     for name in plan.sweeps(store):
         planned = plan.read(plan.directory_of(store, name))
-        progress = controller.progress(store, planned)
+        progress = Table(store, planned).progress()
         entries.append((planned, progress))
     if as_json:
         print_json([{"id": one.id, **asdict(progress)} for one, progress in entries])

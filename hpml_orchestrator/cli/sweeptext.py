@@ -14,9 +14,9 @@ from hpml_orchestrator.errors import counted
 from hpml_orchestrator.records.texts import first_few, seconds_text
 
 if TYPE_CHECKING:
-    from hpml_orchestrator.sweeps.controller import Progress
     from hpml_orchestrator.sweeps.plan import Point, SweepPlan
     from hpml_orchestrator.sweeps.rows import Row
+    from hpml_orchestrator.sweeps.table import Progress
 
 __all__ = ["print_plan", "print_status", "progress_line"]
 

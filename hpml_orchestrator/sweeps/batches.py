@@ -8,7 +8,7 @@ submission itself is made exactly once by `runs/`.
 from __future__ import annotations
 
 import shlex
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
@@ -20,7 +20,8 @@ from hpml_orchestrator.runs.after import outstanding
 from hpml_orchestrator.runs.prepare import prepare, render_job
 from hpml_orchestrator.runs.submit import resume, submit
 from hpml_orchestrator.script.template import variable
-from hpml_orchestrator.sweeps.plan import Point, job_of, site_of
+from hpml_orchestrator.sweeps.plan import Point, directory_of, job_of, site_of
+from hpml_orchestrator.sweeps.rows import Row
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -28,9 +29,10 @@ if TYPE_CHECKING:
     from hpml_orchestrator.scheduler.model import Scheduler
     from hpml_orchestrator.sweeps.plan import SweepPlan
 
-__all__ = ["Batch", "Task", "create_batch", "read_batches", "send"]
+__all__ = ["Batch", "Task", "create_batch", "read_batches", "send", "with_trials"]
 
 _POINTS_FILE = "points.sh"
+_RECORDED = ("sid", "shape", "throttle", "created")
 
 
 @dataclass(frozen=True)
@@ -46,29 +48,43 @@ class Task:
         return self.point.number, self.start
 
 
-@dataclass(frozen=True)
+@dataclass
 class Batch:
-    """Tasks that are submitted together, by array index.
+    """Tasks that are submitted together, by array index from 0.
 
-    Attributes:
-        number: its place among the sweep's batches, from 0.
-        sid: id of its submission, which need not exist yet.
-        shape: number of the shape of all its points.
-        throttle: how many of its tasks may run at once; None for as many as fit.
-        created: seconds since the epoch.
-        tasks: by array index, from 0.
+    The scheduler's answer, `job_id` or `refusal`, is empty while it is not known.
     """
 
-    number: int
-    sid: str
-    shape: int
-    throttle: int | None
-    created: float
+    number: int  # its place among the sweep's batches, from 0
+    sid: str  # id of its submission, which need not exist yet
+    shape: int  # number of the shape of all its points
+    throttle: int | None  # how many of its tasks may run at once; None for as many as fit
+    created: float  # seconds since the epoch
     tasks: tuple[Task, ...]
+    job_id: str = ""  # of the array
+    refusal: str = ""  # why the scheduler refused it
 
-    def submission(self, store: Store) -> Submission:
-        """Return its submission, whose directory need not exist."""
-        return Submission(store.submissions_dir / self.sid)
+    def submission(self, store: Store, index: int | None = None) -> Submission:
+        """Return its submission, or one task of it; the directory need not exist."""
+        return Submission(store.submissions_dir / self.sid, index)
+
+    def read_answer(self, store: Store) -> None:
+        """Read the scheduler's answer, where it is recorded."""
+        submission = self.submission(store)
+        self.job_id = str((submission.job() or {}).get("job_id", ""))
+        if not self.job_id:
+            self.refusal = str((submission.refused() or {}).get("reason", ""))
+
+    def row(self, index: int) -> Row:
+        """Return the row of a task that is submitted, or about to be."""
+        job_id = f"{self.job_id}_{index}" if self.job_id else ""
+        return Row(
+            *self.tasks[index].key,
+            run=f"{self.sid}.{index}",
+            job_id=job_id,
+            state="PENDING" if job_id else "WAITING",
+            queued=self.created,
+        )
 
 
 def read_batches(directory: Path, plan: SweepPlan, start: int = 0) -> list[Batch]:
@@ -81,9 +97,18 @@ def read_batches(directory: Path, plan: SweepPlan, start: int = 0) -> list[Batch
         tasks = tuple(
             Task(chosen.get(point) or plan.points[point], start) for point, start in record["tasks"]
         )
-        known = {name: record[name] for name in ("sid", "shape", "throttle", "created")}
+        known = {name: record[name] for name in _RECORDED}
         batches.append(Batch(number, tasks=tasks, **known))
     return batches
+
+
+def with_trials(store: Store, plan: SweepPlan) -> SweepPlan:
+    """Return the plan with the points that a search has chosen so far, which are in its batches."""
+    if not plan.spec.searches:
+        return plan
+    batches = read_batches(directory_of(store, plan.id), plan)
+    points = {task.point.number: task.point for batch in batches for task in batch.tasks}
+    return replace(plan, points=tuple(points[number] for number in sorted(points)))
 
 
 def create_batch(
@@ -101,21 +126,18 @@ def create_batch(
         None where another controller has made a batch of that number: what was decided from the
         earlier ones has to be decided again.
     """
-    sid, shape = new_id(plan.name, now=now), tasks[0].point.shape
-    path = directory / "batches" / f"{number}.json"
-    path.parent.mkdir(exist_ok=True)
+    batch = Batch(
+        number, new_id(plan.name, now=now), tasks[0].point.shape, throttle, now, tuple(tasks)
+    )
     record = {
-        "sid": sid,
-        "shape": shape,
-        "throttle": throttle,
-        "created": now,
+        **{name: getattr(batch, name) for name in _RECORDED},
         "tasks": [task.key for task in tasks],
         # The plan has all points but those of a search.
         "chosen": [] if plan.points else [asdict(task.point) for task in tasks],
     }
-    if not create_json(path, record):
-        return None
-    return Batch(number, sid, shape, throttle, now, tuple(tasks))
+    path = directory / "batches" / f"{number}.json"
+    path.parent.mkdir(exist_ok=True)
+    return batch if create_json(path, record) else None
 
 
 def send(
@@ -126,11 +148,8 @@ def send(
     *,
     environment: Mapping[str, str],
     clock: Callable[[], float],
-) -> str | None:
-    """Submit a batch, or find out what became of its submission; never waits.
-
-    Returns:
-        The id of its array; None where the scheduler refused it, as its submission records.
+) -> None:
+    """Submit a batch, or find out what became of its submission, and read the answer.
 
     Raises:
         InputError: its job cannot be rendered.
@@ -141,21 +160,22 @@ def send(
     try:
         if not submission.directory.is_dir():
             _prepare(store, plan, batch, environment, now=clock())
-            return submit(submission, scheduler, environment=environment, clock=clock)
-        return resume(
-            store,
-            submission,
-            scheduler,
-            environment=environment,
-            clock=clock,
-            notice=_do_not_wait,
-        )
+            submit(submission, scheduler, environment=environment, clock=clock)
+        else:
+            resume(
+                store,
+                submission,
+                scheduler,
+                environment=environment,
+                clock=clock,
+                notice=_do_not_wait,
+            )
     except SchedulerUnavailable:
         raise
     except (InputError, SchedulerError):
         if submission.refused() is None:
             raise
-        return None
+    batch.read_answer(store)
 
 
 def _do_not_wait(reason: str) -> NoReturn:

@@ -51,30 +51,29 @@ def pause_seconds(backend: str, out: int) -> float:
     return max(_LOOK_SECONDS[backend], min(out / _LOOKS_PER_SECOND, _QUERY_SECONDS["slurm"]))
 
 
-def completed(
-    store: Store, batch: Batch, indices: Collection[int], job_id: str
-) -> Iterator[tuple[int, State]]:
+def completed(store: Store, batch: Batch, indices: Collection[int]) -> Iterator[tuple[int, State]]:
     """Yield index and state of the tasks whose own record says that they completed."""
-    submission = batch.submission(store)
-    record = submission.record()
+    record = batch.submission(store).record()
     for index in indices:
-        task = replace(submission, index=index)
+        task = batch.submission(store, index)
         attempt = run_of(task).newest()
         end = attempt.ended if attempt else None
         if attempt is None or end is None or end.get("state") != JobState.COMPLETED:
             continue
         begun = attempt.started
-        state = State.of(
-            task,
-            record,
-            job_id=f"{job_id}_{index}",
-            state=JobState.COMPLETED.value,
-            nodes=str(begun.data.get("nodes", "")) if begun else "",
-            started=begun.time if begun else None,
-            ended=float(end["time"]),
-            over=True,
+        yield (
+            index,
+            State.of(
+                task,
+                record,
+                job_id=f"{batch.job_id}_{index}",
+                state=JobState.COMPLETED.value,
+                nodes=attempt.nodes,
+                started=begun.time if begun else None,
+                ended=float(end["time"]),
+                over=True,
+            ),
         )
-        yield index, state
 
 
 def query(
@@ -85,10 +84,9 @@ def query(
     A task that nobody has known for ten minutes is over.
     """
     submissions = [batch.submission(store) for batch in batches]
-    for batch, whole in zip(
-        batches, states(store, submissions, backends=backends, now=now), strict=True
-    ):
-        for state in whole.tasks:
+    arrays = states(store, submissions, backends=backends, now=now)
+    for batch, array in zip(batches, arrays, strict=True):
+        for state in array.tasks:
             index = state.submission.index
             if index is None or state.state == UNREADABLE:
                 continue

@@ -19,10 +19,10 @@ from hpml_orchestrator.scheduler.model import JobState, JobStatus, SubmitRequest
 from hpml_orchestrator.spec.array import parse_array
 from hpml_orchestrator.spec.sweep import make_sweep
 from hpml_orchestrator.sweeps import plan as plans
-from hpml_orchestrator.sweeps.controller import Controller, Progress
+from hpml_orchestrator.sweeps.controller import Controller
 from hpml_orchestrator.sweeps.expand import make_plan
-from hpml_orchestrator.sweeps.limits import Limits
-from hpml_orchestrator.sweeps.rows import Row, SchedulerState, rows
+from hpml_orchestrator.sweeps.rows import Row
+from hpml_orchestrator.sweeps.table import Progress, Table
 from hpml_orchestrator.testing import FakeScheduler, Killed
 
 JOB: dict[str, Any] = {
@@ -130,8 +130,9 @@ class SweepFolder:
         grid = {"mode": "grid", "axes": {"--lr": [0.1, 0.2, 0.3]}, "repeats": 2}
         planned = self.local_plan(job, backend="slurm", now=self.slurm.clock.now, **grid | fields)
         # As if scontrol had told the usual MaxArraySize: there is no scontrol here.
-        state = SchedulerState(limits=Limits(array=1000)).to_text()
-        (plans.directory_of(self.store, planned.id) / "state.json").write_text(state)
+        table = Table(self.store, planned)
+        table.limits.array = 1000
+        table.save()
         return planned
 
     def local_plan(
@@ -182,7 +183,7 @@ class SweepFolder:
 
     def rows(self, planned: plans.SweepPlan) -> list[Row]:
         """Return the sweep's rows."""
-        return rows(self.store, planned)
+        return Table(self.store, planned).rows()
 
     def attempt(self, job_id: str) -> Path:
         """Return the directory of the first attempt of a task's run, made on demand."""

@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from hpml_orchestrator.sweeps.controller import Controller, progress
+from hpml_orchestrator.sweeps.controller import Controller
+from hpml_orchestrator.sweeps.table import Table
 from tests.patience import eventually
 
 if TYPE_CHECKING:
@@ -41,7 +42,7 @@ def test_a_local_sweep(folder: SweepFolder) -> None:
     environment = {"PATH": os.environ["PATH"], "HOME": str(folder.root)}
     controller = Controller(folder.store, plan, environment=environment)
     eventually(lambda: controller.tick().finished, pause=0.1)
-    found = progress(folder.store, plan)
+    found = Table(folder.store, plan).progress()
     assert (found.done, found.counts) == (4, {"COMPLETED": 2, "FAILED": 2})
     assert found.finished
     rows = folder.rows(plan)
