@@ -8,11 +8,11 @@ submitted twice and none is lost.
 from __future__ import annotations
 
 import contextlib
-import math
 import os
 import socket
 import time
 from dataclasses import asdict, replace
+from functools import cached_property
 from typing import TYPE_CHECKING
 
 from hpml_orchestrator.errors import SchedulerUnavailable
@@ -22,7 +22,7 @@ from hpml_orchestrator.runs.backend import backends_of
 from hpml_orchestrator.runs.cancel import cancel as cancel_runs
 from hpml_orchestrator.runs.submit import settle
 from hpml_orchestrator.scheduler.recovery import Undecided
-from hpml_orchestrator.sweeps import watch
+from hpml_orchestrator.sweeps import batches
 from hpml_orchestrator.sweeps.batches import Batch, Task, create_batch, read_batches, send
 from hpml_orchestrator.sweeps.limits import allowance, is_limit, max_array_size
 from hpml_orchestrator.sweeps.plan import directory_of
@@ -41,29 +41,20 @@ if TYPE_CHECKING:
 
 __all__ = ["Controller", "cancel", "resume"]
 
-_LEASE_SECONDS, _RENEW_SECONDS = 90.0, 15.0
-"""After how long without a sign of life another process may carry the sweep on; how often the one
-that does gives such a sign."""
-
-_FIRST_POINTS = 4
-"""A sweep stops if so many points have ended first, and all of them failed."""
-
-_STOP_SECONDS = 60.0
-"""A trial that was asked to stop, and has not after so long, is cancelled."""
-
-_KNOWN = ("job_id", "state", "reason", "started", "nodes")
-"""What the row of a task that is not over has of its state."""
+_LEASE_SECONDS = 90.0  # after so long without a sign of life another process may carry on
+_RENEW_SECONDS = 15.0  # how often the one that does gives such a sign
+_QUERY_SECONDS = {"slurm": 30.0, "local": 1.0}  # how often the scheduler is asked at most
+_LOOK_SECONDS = {"slurm": 5.0, "local": 1.0}  # how often the tasks' own records are looked at
+_LOOKS_PER_SECOND = 100
+_FIRST_POINTS = 4  # a sweep stops if so many points have ended first, and all of them failed
+_STOP_SECONDS = 60.0  # a trial that was asked to stop, and has not after so long, is cancelled
 
 
 class Controller:
     """Carries a sweep on, one `tick` after the other.
 
-    Args:
-        store: where records live.
-        plan: the sweep's plan, on disk already.
-        backends: opens schedulers.
-        environment: of the submitting process; `os.environ` when left out.
-        clock: seconds since the epoch.
+    `environment` is the submitting process's, by default `os.environ`; `clock` returns seconds
+    since the epoch.
     """
 
     def __init__(
@@ -83,7 +74,7 @@ class Controller:
         self._directory = self._table.directory
         self._points = {point.number: point for point in plan.points}
         self._batches: list[Batch] = []
-        self._searcher: Searcher | None = None
+        self._undecided: list[str] = []  # why, of each batch that may have a job
 
     def tick(self) -> Progress:
         """Do one round: nothing waits, so that a round takes seconds.
@@ -97,9 +88,7 @@ class Controller:
         holder = holder or _take_lease(self._directory, self._clock())
         self._table.read()
         if holder:
-            seen = self._table.progress(now=self._clock(), waits_for=holder)
-            pause = watch.pause_seconds(self._plan.backend, seen.total)
-            return replace(seen, next_tick_seconds=pause)
+            return self._progress(holder)
         self._begin()
         self._settle()
         self._collect()
@@ -110,7 +99,7 @@ class Controller:
             self._stop_early()
             self._submit()
         self._table.save()
-        return self._progress()
+        return self._progress(self._waits_for or "".join(self._undecided[-1:]))
 
     def _begin(self) -> None:
         """Begin a round: read the batches that are not known yet, and what came of the others."""
@@ -119,20 +108,20 @@ class Controller:
         for batch in self._batches:
             if not batch.job_id and not batch.refusal:
                 batch.read_answer(self._store)
-            self._add(batch, known)
-        self._may_ask = watch.may_ask(self._plan.backend, self._table.asked, self._clock())
+            self._add(batch)
+        self._table.out |= {
+            key: row for key, row in known.items() if row.job_id and key in self._table.out
+        }
+        since = self._clock() - self._table.asked
+        self._may_ask = not 0 <= since < _QUERY_SECONDS[self._plan.backend]
         self._ended: dict[int, Submission] = {}  # tasks by point
-        self._undecided: list[str] = []  # why, of each batch that may have a job
-        self._waits_for, self._wake_at = "", math.inf
+        self._undecided, self._waits_for = [], ""
 
-    def _add(self, batch: Batch, known: Mapping[tuple[int, int], Row]) -> None:
-        """Make the rows of a batch's tasks that are not over, unless they are known."""
-        for index, task in enumerate(batch.tasks):
-            self._points[task.point.number] = task.point
-            if task.key in self._table.over or is_limit(batch.refusal, len(batch.tasks)):
-                continue
-            row = known.get(task.key)
-            self._table.out[task.key] = row if row and row.job_id else batch.row(index)
+    def _add(self, batch: Batch) -> None:
+        """Make the rows of a batch's tasks that are not over; of a refused one there are none."""
+        self._points |= {task.point.number: task.point for task in batch.tasks}
+        rows = batch.rows().items()
+        self._table.out |= {key: row for key, row in rows if key not in self._table.over}
 
     def _is_cancelled(self) -> bool:
         return bool(read_mark(self._directory / "stopped.json").get("cancel"))
@@ -152,6 +141,7 @@ class Controller:
                 continue
             if begun:
                 self._table.asked = self._clock()
+                self._table.save()  # who follows a killed controller does not ask again at once
             if not cancelled:
                 self._send(batch)
             elif begun:
@@ -159,27 +149,20 @@ class Controller:
                 if isinstance(outcome, Undecided):
                     self._undecided.append(outcome.reason)
                 batch.read_answer(self._store)
-                self._add(batch, {})
+                self._add(batch)
 
     def _send(self, batch: Batch) -> None:
         """Submit a batch and record what came of it."""
         limits, tasks = self._table.limits, len(batch.tasks)
         out = len(self._table.out) - tasks
         try:
-            send(
-                self._store,
-                self._plan,
-                batch,
-                self._scheduler,
-                environment=self._environment,
-                clock=self._clock,
-            )
+            send(self._store, self._plan, batch, self._scheduler, self._environment, self._clock)
         except SchedulerUnavailable as error:
             self._undecided.append(str(error))
             return
         if batch.job_id:
             limits.accepted(out=out)
-            self._add(batch, {})
+            self._add(batch)
             return
         limits.refused(tasks, batch.refusal, out=out, now=self._clock())
         for task in batch.tasks:
@@ -196,29 +179,20 @@ class Controller:
         for key in keys:
             self._table.end(Row(*key, state="REFUSED", reason=batch.refusal, over=True))
 
-    def _unfinished(self) -> list[tuple[Batch, list[int]]]:
-        """Return the batches with tasks that are out, and the array indices of those."""
-        found = []
-        for batch in self._batches:
-            keys = (task.key for task in batch.tasks)
-            indices = [index for index, key in enumerate(keys) if key in self._table.out]
-            if indices and not batch.refusal:
-                found.append((batch, indices))
-        return found
-
     def _running(self) -> list[tuple[Batch, list[int]]]:
-        """Return those that have a job."""
-        return [(batch, indices) for batch, indices in self._unfinished() if batch.job_id]
+        """Return the batches with tasks that are out and have a job, and the indices of those."""
+        found = [(batch, batch.indices(self._table.out)) for batch in self._batches if batch.job_id]
+        return [(batch, indices) for batch, indices in found if indices]
 
     def _collect(self) -> None:
         """Write the rows of the tasks that are over."""
         for batch, indices in self._running():
-            for index, state in watch.completed(self._store, batch, indices):
+            for index, state in batches.completed(self._store, batch, indices):
                 self._keep(batch, index, state)
         asked = [batch for batch, _ in self._running()]
         if asked and self._may_ask:
             self._table.asked = self._clock()
-            answer = watch.query(self._store, asked, backends=self._backends, now=self._clock)
+            answer = batches.query(self._store, asked, self._backends, self._clock)
             for batch, index, state in answer:
                 if batch.tasks[index].key in self._table.out:
                     self._keep(batch, index, state)
@@ -227,12 +201,13 @@ class Controller:
         """Keep the state of a task that is out."""
         task = batch.tasks[index]
         if not state.over:
-            known = {name: getattr(state, name) for name in _KNOWN}
-            self._table.out[task.key] = replace(batch.row(index), **known)
+            names = ("job_id", "state", "reason", "started", "nodes")
+            known = {name: getattr(state, name) for name in names}
+            self._table.out[task.key] = replace(self._table.out[task.key], **known)
             return
         row = row_of(self._plan, self._plan.shapes[batch.shape], task.key, state)
         ended = row.state in ("COMPLETED", "CANCELLED") and self._plan.spec.searches
-        if ended and watch.stop_asked_at(state.submission) is not None:
+        if ended and batches.stop_asked_at(state.submission) is not None:
             row = replace(row, state="PRUNED", reason="stopped early by the search")
         self._table.end(row)
         self._ended[task.point.number] = state.submission
@@ -253,34 +228,31 @@ class Controller:
             )
             self._stop(f"the first {_FIRST_POINTS} points failed{reason}; {hint}", cancel=True)
 
-    def _open_search(self) -> Searcher:
-        if self._searcher is None:
-            from hpml_orchestrator.sweeps.search import open_search  # noqa: PLC0415 - loads Optuna
+    @cached_property
+    def _search(self) -> Searcher:
+        from hpml_orchestrator.sweeps.search import open_search  # noqa: PLC0415 - loads Optuna
 
-            self._searcher = open_search(self._directory, self._plan)
-        return self._searcher
+        return open_search(self._directory, self._plan)
 
     def _stop_early(self) -> None:
         """Ask the runs to stop that the search gives up; cancel those that do not."""
-        search = self._plan.spec.search
+        search, now = self._plan.spec.search, self._clock()
         if not self._plan.spec.searches or search.pruner == "none":
             return
         running = {
-            batch.tasks[index].point.number: (batch, index)
+            batch.tasks[index].point.number: batch.submission(self._store, index)
             for batch, indices in self._running()
             for index in indices
         }
-        tasks = {number: batch.submission(self._store, i) for number, (batch, i) in running.items()}
         # What has just ended counts too: others are compared with it.
-        seen = self._ended | tasks
-        values = {number: watch.evaluations(task, search.metric) for number, task in seen.items()}
-        late = []
-        for number in self._open_search().to_stop(self._table.rows(), values) & tasks.keys():
-            watch.ask_to_stop(tasks[number], self._clock())
-            asked_at = watch.stop_asked_at(tasks[number])
-            if asked_at is not None and self._clock() - asked_at > _STOP_SECONDS:
-                batch, index = running[number]
-                late.append(f"{batch.job_id}_{index}")
+        seen = self._ended | running
+        values = {number: batches.evaluations(task, search.metric) for number, task in seen.items()}
+        hopeless = self._search.to_stop(self._table.rows(), values) & running.keys()
+        asked = {
+            running[number].label: batches.ask_to_stop(running[number], now) for number in hopeless
+        }
+        rows = [row for row in self._table.out.values() if row.run in asked]
+        late = [row.job_id for row in rows if now - asked[row.run] > _STOP_SECONDS]
         if late:
             with contextlib.suppress(SchedulerUnavailable):  # the next round tries again
                 self._scheduler.cancel(late)
@@ -290,7 +262,7 @@ class Controller:
         tasks = [(-1, Task(self._points[point], start)) for point, start in self._table.retries()]
         if self._plan.spec.searches:
             free = max(0, (self._plan.spec.parallel or 0) - len(self._table.out))
-            points = self._open_search().propose(self._table.rows(), free)
+            points = self._search.propose(self._table.rows(), free)
             tasks += [(0, Task(point, 0)) for point in points]
         for block, numbers in enumerate(self._plan.blocks):
             tasks += [(block, Task(self._points[number], 0)) for number in numbers]
@@ -308,44 +280,24 @@ class Controller:
         # One batch in doubt does not hold up the others; more look like a scheduler in trouble.
         doubts = min(1, len(self._undecided))
         while not self._table.stopped() and len(self._undecided) <= doubts:
-            groups = self._waiting()
+            groups, now = self._waiting(), self._clock()
             if not groups:
                 return
-            allowed = allowance(
-                self._plan,
-                limits,
-                groups=groups,
-                out={batch.number: len(indices) for batch, indices in self._unfinished()},
-                batches=self._batches,
-                rows=self._table.over.values(),
-                now=self._clock(),
-            )
+            allowed = allowance(self._plan, self._table, self._batches, groups=groups, now=now)
             if allowed.over:
                 self._stop(allowed.reason)
-                return
             if not allowed.tasks:
-                self._wait(allowed.reason, allowed.seconds)
+                self._waits_for = allowed.reason
                 return
-            batch = create_batch(
-                self._directory,
-                self._plan,
-                len(self._batches),
-                groups[0][: allowed.tasks],
-                throttle=allowed.throttle,
-                now=self._clock(),
-            )
+            number, tasks = len(self._batches), groups[0][: allowed.tasks]
+            batch = create_batch(self._directory, self._plan, number, tasks, allowed.throttle, now)
             if batch is None:
-                self._wait("another process has just submitted for this sweep")
+                self._waits_for = "another process has just submitted for this sweep"
                 return
             _take_lease(self._directory, self._clock())
             self._batches.append(batch)
-            self._add(batch, {})
+            self._add(batch)
             self._send(batch)
-
-    def _wait(self, reason: str, seconds: float = math.inf) -> None:
-        """Note what the sweep waits for, and when to try again at the latest."""
-        self._waits_for = reason
-        self._wake_at = min(self._wake_at, self._clock() + seconds)
 
     def _stop(self, reason: str, *, cancel: bool = False) -> None:
         create_json(self._directory / "stopped.json", {"reason": reason, "cancel": cancel})
@@ -357,15 +309,14 @@ class Controller:
             if ids and self._may_ask:
                 self._scheduler.cancel(ids)
         except SchedulerUnavailable as error:
-            self._wait(str(error))
+            self._waits_for = str(error)
 
-    def _progress(self) -> Progress:
-        now, waits_for = self._clock(), self._waits_for or "".join(self._undecided[-1:])
-        seen = self._table.progress(now=now, waits_for=waits_for)
+    def _progress(self, waits_for: str) -> Progress:
+        """Return how far the sweep is; on a cluster the next tick is due after 5 to 30 s."""
+        seen, least = self._table.progress(waits_for), _LOOK_SECONDS[self._plan.backend]
         finished = seen.finished and not self._undecided
-        pause = watch.pause_seconds(self._plan.backend, len(self._table.out))
-        wait = 0.0 if finished else max(0.0, min(self._wake_at - now, pause))
-        return replace(seen, finished=finished, next_tick_seconds=wait)
+        pause = max(least, min(len(self._table.out) / _LOOKS_PER_SECOND, 30.0))
+        return replace(seen, finished=finished, next_tick_seconds=0.0 if finished else pause)
 
 
 def _take_lease(directory: Path, now: float) -> str:
@@ -394,8 +345,10 @@ def _take_lease(directory: Path, now: float) -> str:
     return ""
 
 
-def cancel(store: Store, plan: SweepPlan, *, backends: Backends | None = None) -> list[str]:
-    """Cancel a sweep and return what came of each of its submissions that was not over.
+def cancel(
+    store: Store, plan: SweepPlan, *, backends: Backends | None = None
+) -> list[dict[str, str]]:
+    """Cancel a sweep and return what came of each of its submissions, as `runs.cancel` does.
 
     The mark is durable and comes first: nothing is submitted any more, by nobody, until `resume`.
 
@@ -406,8 +359,7 @@ def cancel(store: Store, plan: SweepPlan, *, backends: Backends | None = None) -
     write_json(directory / "stopped.json", {"reason": "the sweep was cancelled", "cancel": True})
     submissions = [batch.submission(store) for batch in read_batches(directory, plan)]
     made = [submission for submission in submissions if submission.directory.is_dir()]
-    outcomes = cancel_runs(store, made, backends=backends)
-    return [f"{outcome['id']}: {outcome['outcome']}" for outcome in outcomes]
+    return cancel_runs(store, made, backends=backends)
 
 
 def resume(store: Store, plan: SweepPlan, *, now: float | None = None) -> None:

@@ -1,13 +1,11 @@
 """How much may be submitted now: by the sweep's budget, and by what the scheduler takes.
 
-Arrays have a largest size, and sites limit the jobs that a user may have submitted. Slurm does not
-tell the second beforehand. So a refused array is halved until it fits; one task more is tried when
-tasks have ended, or after five minutes.
+Slurm tells the largest size of an array, but not how many jobs a user may have submitted. So a
+refused array is halved until it fits; one task more is tried after five minutes.
 """
 
 from __future__ import annotations
 
-import math
 import re
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -24,6 +22,7 @@ if TYPE_CHECKING:
     from hpml_orchestrator.sweeps.batches import Batch, Task
     from hpml_orchestrator.sweeps.plan import SweepPlan
     from hpml_orchestrator.sweeps.rows import Row
+    from hpml_orchestrator.sweeps.table import Table
 
 __all__ = ["MAX_TASKS", "Allowance", "Limits", "allowance", "is_limit", "max_array_size"]
 
@@ -93,56 +92,42 @@ class Allowance:
     tasks: int = 0  # of the first group; 0 for none
     throttle: int | None = None  # how many of them may run at once; None for as many as fit
     reason: str = ""  # why none may be
-    seconds: float = math.inf  # when to ask again at the latest
     over: bool = False  # whether none ever will be: the budget is used up
 
 
 def allowance(
     plan: SweepPlan,
-    limits: Limits,
+    table: Table,
+    batches: Sequence[Batch],
     *,
     groups: Sequence[Sequence[Task]],
-    out: Mapping[int, int],
-    batches: Sequence[Batch],
-    rows: Collection[Row],
     now: float,
 ) -> Allowance:
-    """Return how many tasks of the first group may be submitted.
+    """Return how many tasks of the first group may be submitted, while some of `batches` are out.
 
-    Args:
-        plan: the sweep's.
-        limits: the scheduler's.
-        groups: the tasks of each array that could be next, in order.
-        out: how many tasks of each batch are submitted and not over, by the batch's number.
-        batches: all so far, by number.
-        rows: of what is over.
-        now: seconds since the epoch.
+    `groups` are the tasks of each array that could be next, in order.
     """
     sweep, size = plan.spec, len(groups[0])
-    most, recent = (
-        sweep.budget.submits_per_minute,
-        [b.created for b in batches if b.created > now - 60],
-    )
-    if plan.backend == "slurm" and len(recent) >= most:
-        reason = f"at most {counted(most, 'submission')} per minute"
-        return Allowance(reason=reason, seconds=min(recent) + 60 - now)
+    recent = sum(batch.created > now - 60 for batch in batches)
+    if plan.backend == "slurm" and recent >= sweep.budget.submits_per_minute:
+        most = counted(sweep.budget.submits_per_minute, "submission")
+        return Allowance(reason=f"at most {most} per minute")
     if sweep.seconds is not None and now - plan.created > sweep.seconds:
         return Allowance(reason=f"budget: {seconds_text(sweep.seconds)} are over", over=True)
+    out = [(batch, len(batch.indices(table.out))) for batch in batches]
     for unit in ("gpu", "core"):
-        affordable, reason = _affordable(plan, unit, groups[0][0], out, batches, rows)
+        affordable, reason = _affordable(plan, unit, groups[0][0], out, table.over.values())
         if affordable < 1:
-            return Allowance(reason=reason, over=not out)
+            return Allowance(reason=reason, over=not table.out)
         size = min(size, affordable)
-    room = limits.room(sum(out.values()), now)
+    room = table.limits.room(len(table.out), now)
     if not room:
-        left = max(0.0, limits.retry_at - now)
-        reason = f"{limits.reason}; next try in {seconds_text(left)}"
-        return Allowance(reason=reason, seconds=left)
+        left = seconds_text(max(0.0, table.limits.retry_at - now))
+        return Allowance(reason=f"{table.limits.reason}; next try in {left}")
     size = min(size, room)
     if sweep.parallel is None:
         return Allowance(size)
-    running = sum(min(count, batches[key].throttle or count) for key, count in out.items())
-    free = sweep.parallel - running
+    free = sweep.parallel - sum(min(count, batch.throttle or count) for batch, count in out)
     if free < 1:
         return Allowance(reason=f"{sweep.parallel} at a time")
     if sweep.searches:
@@ -154,8 +139,7 @@ def _affordable(
     plan: SweepPlan,
     unit: str,
     task: Task,
-    out: Mapping[int, int],
-    batches: Sequence[Batch],
+    out: Sequence[tuple[Batch, int]],
     rows: Collection[Row],
 ) -> tuple[int, str]:
     """Return how many such tasks the budget of GPU- or core-hours allows, and why no more."""
@@ -165,9 +149,9 @@ def _affordable(
     if budget is None or not cost:
         return MAX_TASKS, ""
     spent = sum(getattr(row, f"{unit}_hours") for row in rows)
-    promised = sum(hours[batches[number].shape] * count for number, count in out.items())
-    reason = f"budget: {spent:.3g} of {budget:g} {unit}-hours are spent"
-    if out:
-        reason += f", {promised:.3g} are promised to what is out"
-    reason += f", and the next point may take {cost:.3g}"
+    promised = sum(hours[batch.shape] * count for batch, count in out)
+    reason = (
+        f"budget: of {budget:g} {unit}-hours {spent:.3g} are spent and {promised:.3g} promised to "
+        f"what is out; the next point may take {cost:.3g}"
+    )
     return int((budget - spent - promised) / cost + _ROUNDING), reason

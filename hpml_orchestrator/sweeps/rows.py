@@ -86,13 +86,9 @@ class Row:
 
 
 def row_of(plan: SweepPlan, shape: Shape, key: tuple[int, int], state: State) -> Row:
-    """Return the row of a start that is over, from its run's records.
+    """Return the row of a start that is over, from its run's records and its task's last state.
 
-    Args:
-        plan: the sweep's.
-        shape: of the point.
-        key: numbers of the point and of the start.
-        state: the last state of its task.
+    `key` has the numbers of the point and of the start.
     """
     try:
         summary, attempts = summarise(state), state.run.attempts()

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import time
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
@@ -40,7 +39,8 @@ class Progress:
     total: int = 0  # all that are not excluded
     gpu_hours: float = 0.0  # spent so far, by what is over
     core_hours: float = 0.0
-    eta_seconds: float | None = None  # until all points are over; None where not known
+    # Until all points are over, at the rate so far; None where not known.
+    eta_seconds: float | None = None
     waits_for: str = ""  # in a sentence; empty where nothing holds the sweep up
     finished: bool = False  # whether nothing more will happen by itself
     next_tick_seconds: float = 0.0  # when to look again
@@ -141,40 +141,35 @@ class Table:
         stopped = self.stopped()
         found = {key: row for key, row in self.out.items() if row.job_id or not stopped}
         found |= self.over
-        begun = {point for point, _ in found}
         if not stopped:
             found |= {key: Row(*key) for key in self.retries()}
         for point in self._plan.points:
-            if point.number not in begun:
-                reason = point.excluded or stopped
+            key, reason = (point.number, 0), point.excluded or stopped
+            if key not in found:
                 state = "EXCLUDED" if reason else "WAITING"
-                found[point.number, 0] = Row(
-                    point.number, state=state, reason=reason, over=bool(reason)
-                )
+                found[key] = Row(*key, state=state, reason=reason, over=bool(reason))
         return [found[key] for key in sorted(found)]
 
-    def progress(self, *, now: float | None = None, waits_for: str = "") -> Progress:
+    def progress(self, waits_for: str = "") -> Progress:
         """Return how far the sweep is, as of the last tick; `waits_for` as in `Progress`."""
         rows, stopped = self.rows(), self.stopped()
         last = {row.point: row for row in rows}
         planned = [row for row in last.values() if row.state != "EXCLUDED"]
+        out = any(row.job_id and not row.over for row in rows)
         spec = self._plan.spec
         trials = spec.search.trials * spec.count if spec.searches else 0
         done, total = sum(row.over for row in planned), max(trials, len(planned))
-        begun = min((row.started for row in rows if row.over and row.started), default=None)
-        eta = None
-        if begun is not None and done:  # the rest at the rate so far
-            eta = max(0.0, (time.time() if now is None else now) - begun) * (total - done) / done
+        ran = [(row.started, row.ended) for row in planned if row.started and row.ended]
+        took = max(end for _, end in ran) - min(start for start, _ in ran) if ran else None
         return Progress(
             counts=dict(Counter(row.state for row in last.values())),
             done=done,
             total=total,
             gpu_hours=sum(row.gpu_hours for row in rows),
             core_hours=sum(row.core_hours for row in rows),
-            eta_seconds=0.0 if done == total else eta,
+            eta_seconds=None if took is None else took / len(ran) * (total - done),
             waits_for=stopped or waits_for,
-            finished=done == total
-            or bool(stopped and not any(r.job_id for r in self.out.values())),
+            finished=done == total or bool(stopped and not out),
         )
 
 

@@ -325,10 +325,7 @@ def test_cancel_and_resume(folder: SweepFolder) -> None:
     folder.controller(plan).tick()
     folder.slurm.run()
     outcomes = cancel(folder.store, plan, backends=lambda _name, _host: folder.slurm)
-    assert [outcome.partition(": ")[2] for outcome in outcomes] == [
-        "cancelled job 1",
-        "cancelled job 2",
-    ]
+    assert [one["outcome"] for one in outcomes] == ["cancelled job 1", "cancelled job 2"]
     calls = folder.slurm.calls["sbatch"]
     folder.slurm.clock.sleep(60)
     progress = folder.carry_on(plan)
