@@ -25,7 +25,10 @@ if TYPE_CHECKING:
     from hpml_orchestrator.records.store import Store
     from hpml_orchestrator.sweeps.plan import SweepPlan
 
-__all__ = ["Progress", "Table", "read_mark"]
+__all__ = ["FINE", "Progress", "Table", "read_mark"]
+
+FINE = ("COMPLETED", "PRUNED")
+"""The states of points that ended well."""
 
 _EMPTY = vars(Row(-1))
 
@@ -44,6 +47,11 @@ class Progress:
     waits_for: str = ""  # in a sentence; empty where nothing holds the sweep up
     finished: bool = False  # whether nothing more will happen by itself
     next_tick_seconds: float = 0.0  # when to look again
+
+    @property
+    def failed(self) -> int:
+        """Points that are over, or never will be, and did not end well."""
+        return self.total - sum(self.counts.get(state, 0) for state in FINE)
 
 
 class Table:
