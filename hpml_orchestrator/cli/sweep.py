@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 import subprocess
 import sys
@@ -10,7 +11,6 @@ import webbrowser
 from dataclasses import asdict, replace
 from importlib.util import find_spec
 from pathlib import Path
-from types import SimpleNamespace
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -35,8 +35,7 @@ from hpml_orchestrator.cli.sweeptext import (
 )
 from hpml_orchestrator.errors import InputError, JobFailedError, counted
 from hpml_orchestrator.records.files import write_text
-from hpml_orchestrator.sweeps import controller, plan
-from hpml_orchestrator.sweeps.batches import with_trials
+from hpml_orchestrator.sweeps import plan
 from hpml_orchestrator.sweeps.table import FINE, Table
 
 if TYPE_CHECKING:
@@ -128,7 +127,7 @@ def plan_(
     Nothing is written or submitted.
     """
     options = (strong, weak, grid, repeats, batch, settings)
-    planned = _planned(context, file, options, backend, local=local)
+    planned = _load("cli.sweepfile").plan_sweep(context, file, options, backend, local=local)
     if as_json:
         # asdict would copy every value of every point
         points = [vars(point) for point in planned.points]
@@ -160,19 +159,14 @@ def run(
     """
     _check_extra()
     options, store = (strong, weak, grid, repeats, batch, settings), store_of(context)
-    checked_in = None if no_check else store
-    planned = _planned(context, file, options, backend, local=local, checked_in=checked_in)
+    planner, checked_in = _load("cli.sweepfile"), None if no_check else store
+    planned = planner.plan_sweep(
+        context, file, options, backend, local=local, checked_in=checked_in
+    )
     directory = plan.write(store, planned)
     print_summary(planned, error=True)
     notice(f"planned {planned.id} in {directory}")
     _go_on(store, planned, detach=detach, as_json=as_json)
-
-
-def _planned(context: typer.Context, *arguments: Any, **options: Any) -> SweepPlan:
-    """Plan a sweep, as `plan_sweep` does; only here the checks and the planner are loaded."""
-    from hpml_orchestrator.cli.sweepfile import plan_sweep  # noqa: PLC0415
-
-    return plan_sweep(context, *arguments, **options)
 
 
 @group.command()
@@ -189,7 +183,7 @@ def resume(
     _check_extra()
     store = store_of(context)
     planned = plan.resolve(store, sweep)
-    controller.resume(store, planned)
+    _load("sweeps.controller").resume(store, planned)
     _go_on(store, planned, detach=detach, as_json=as_json)
 
 
@@ -201,7 +195,7 @@ def tick(context: typer.Context, sweep: SweepWord = "last", as_json: JsonOption 
     """
     _check_extra()
     store = store_of(context)
-    progress = controller.Controller(store, plan.resolve(store, sweep)).tick()
+    progress = _load("sweeps.controller").Controller(store, plan.resolve(store, sweep)).tick()
     if as_json:
         print_json(asdict(progress))
     else:
@@ -260,7 +254,8 @@ def cancel(context: typer.Context, sweep: SweepWord) -> None:
     """
     store = store_of(context)
     planned = plan.resolve(store, sweep)
-    number = counted(len(controller.cancel(store, planned)), "submission")
+    ended = _load("sweeps.controller").cancel(store, planned)
+    number = counted(len(ended), "submission")
     typer.echo(f"{planned.id}: cancelled {number}; nothing more is submitted")
 
 
@@ -283,16 +278,17 @@ def report(
         option = "--json" if as_json else "--markdown"
         others = {"--open": open_, "--output": output, "--markdown": as_json and markdown}
         refuse_with(option, others)
-    reports, store = _reports(), store_of(context)
+    _check_extra()
+    store, pages = store_of(context), _load("sweeps.pages")
     planned = plan.resolve(store, sweep)
-    built = _report(reports, store, planned)
+    built = _report(store, planned)
     if as_json:
-        print_json(reports.pages.to_json(built))
+        print_json(pages.to_json(built))
     elif markdown:
-        typer.echo(reports.pages.to_markdown(built))
+        typer.echo(pages.to_markdown(built))
     else:
         path = _path(output) if output else plan.directory_of(store, planned.id) / _REPORT
-        write_text(path, reports.pages.to_html(built))
+        write_text(path, pages.to_html(built))
         typer.echo(str(path))
         if open_ and not webbrowser.open(path.as_uri()):
             notice("no browser here; open the file on your own machine")
@@ -312,22 +308,23 @@ def compare(
 
     Prints Markdown, which says which differences can be distinguished from noise.
     """
-    reports, store = _reports(), store_of(context)
+    _check_extra()
+    store, pages = store_of(context), _load("sweeps.pages")
     both = [plan.resolve(store, word) for word in (before, after)]
     kinds = [f"a {planned.mode} sweep {planned.unit}".rstrip() for planned in both]
     if kinds[0] != kinds[1]:
         hint = "compare two sweeps of one kind, such as before and after a change"
         message = f"is {kinds[1]}, and {before} is {kinds[0]}"
         raise InputError(message, field="SWEEP", value=after, hint=hint)
-    compared = reports.compare(*(_report(reports, store, planned) for planned in both))
+    compared = _load("sweeps.compare").compare(*(_report(store, planned) for planned in both))
     if as_json:
-        print_json(reports.pages.to_json(compared))
+        print_json(pages.to_json(compared))
     elif output:
         path = _path(output)
-        write_text(path, reports.pages.to_html(compared))
+        write_text(path, pages.to_html(compared))
         typer.echo(str(path))
     else:
-        typer.echo(reports.pages.to_markdown(compared))
+        typer.echo(pages.to_markdown(compared))
 
 
 def _check_extra() -> None:
@@ -340,16 +337,15 @@ def _check_extra() -> None:
         )
 
 
-def _reports() -> Any:
-    """Import what makes the reports: `build`, `compare` and the `pages` of both."""
-    _check_extra()
-    from hpml_orchestrator.sweeps import compare, pages, report  # noqa: PLC0415 - matplotlib
-
-    return SimpleNamespace(build=report.build, compare=compare.compare, pages=pages)
+def _load(module: str) -> Any:
+    """Import a module that few of the commands need: it loads the checks, or matplotlib."""
+    return importlib.import_module(f"hpml_orchestrator.{module}")
 
 
-def _report(reports: Any, store: Store, planned: SweepPlan) -> Any:
-    return reports.build(with_trials(store, planned), Table(store, planned).rows())
+def _report(store: Store, planned: SweepPlan) -> Any:
+    """Make the report of a sweep, with the trials that a search has chosen so far."""
+    complete = _load("sweeps.batches").with_trials(store, planned)
+    return _load("sweeps.report").build(complete, Table(store, planned).rows())
 
 
 def _path(output: str) -> Path:
@@ -379,11 +375,11 @@ def _go_on(store: Store, planned: SweepPlan, *, detach: bool, as_json: bool) -> 
             f"`hpml sweep cancel {planned.id}` cancels it"
         )
         raise typer.Exit(EXIT_INTERRUPTED) from None
-    reports, rows = _reports(), Table(store, planned).rows()
-    built, path = _report(reports, store, planned), plan.directory_of(store, planned.id) / _REPORT
-    write_text(path, reports.pages.to_html(built))
+    rows, pages = Table(store, planned).rows(), _load("sweeps.pages")
+    built, path = _report(store, planned), plan.directory_of(store, planned.id) / _REPORT
+    write_text(path, pages.to_html(built))
     if as_json:
-        print_json(reports.pages.to_json(built))
+        print_json(pages.to_json(built))
     else:
         print_status(planned, progress, rows)
         for sentence in built.answer:
@@ -403,10 +399,10 @@ def _follow(store: Store, planned: SweepPlan) -> Progress:
         from hpml_orchestrator.cli.terminal import sweep_bar  # noqa: PLC0415
 
         bar = sweep_bar()
-    carried = controller.Controller(store, planned)
+    carried = _load("sweeps.controller").Controller(store, planned)
     try:
         while True:
-            progress = carried.tick()
+            progress: Progress = carried.tick()
             line = progress_line(progress)
             if bar is not None:
                 bar(progress.done, progress.total, line)
