@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import os
 import random
 import subprocess
@@ -26,6 +27,14 @@ if TYPE_CHECKING:
     from tests.unit.sweeps.conftest import SweepFolder
 
 TWO_SHAPES = {"axes": {"--lr": [0.1, 0.2], "resources.cpus_per_rank": [1, 2]}}
+TWO_TWICE = {"axes": {"--lr": [0.1], "resources.cpus_per_rank": [1, 2]}}
+FOUR = {"axes": {"--lr": [0.1, 0.2, 0.3, 0.4]}, "repeats": 1}
+TWENTY = {"axes": {"--lr": [index / 100 for index in range(20)]}, "repeats": 1}
+ENDS = [JobState[end] for end in "FAILED TIMEOUT FAILED PREEMPTED FAILED".split()]
+INVALID = "Batch job submission failed: Invalid qos"
+WALL = "QOSMaxWallDurationPerJobLimit; Batch job submission failed: Job violates accounting"
+UNNAMED = "Batch job submission failed: Job violates accounting/QOS policy"
+FIRST = "the scheduler refused the first jobs: "
 SUBMIT_FAULTS = [
     Fault.NONE,
     Fault.UNAVAILABLE,
@@ -35,12 +44,6 @@ SUBMIT_FAULTS = [
     Fault.BOTH_KILLED,
     Fault.KILLED_AFTER,
 ]
-
-
-def arrays(folder: SweepFolder) -> list[str]:
-    """The arrays of all submissions, in the order of submission."""
-    records = [submission.record() for submission in folder.store.submissions()]
-    return [record["job"]["array"] for record in sorted(records, key=lambda one: one["created"])]
 
 
 def states(folder: SweepFolder, plan: SweepPlan) -> Counter[str]:
@@ -132,15 +135,45 @@ def test_a_batch_in_doubt_holds_up_no_other(folder: SweepFolder) -> None:
     assert folder.carry_on(plan).counts == {"COMPLETED": 4}
 
 
-@pytest.mark.parametrize("limit", ["array_limit", "submit_limit"])
-def test_a_batch_is_halved_until_it_fits(folder: SweepFolder, limit: str) -> None:
-    """MaxArraySize bounds the index, so arrays begin at 0; more go out as tasks end."""
-    plan = folder.plan(axes={"--lr": [index / 100 for index in range(20)]}, repeats=1)
-    setattr(folder.slurm, limit, 8)
-    folder.carry_on(plan)
-    assert max(folder.slurm.sizes) <= 8
-    assert folder.started() == list(range(20))
-    assert states(folder, plan) == {"COMPLETED": 20}
+@pytest.mark.parametrize(
+    ("fields", "slurm", "rows", "waits_for"),
+    [
+        pytest.param(TWENTY, {"array_limit": 8}, "20 COMPLETED", "", id="MaxArraySize"),
+        pytest.param(TWENTY, {"submit_limit": 8}, "20 COMPLETED", "", id="submit limit"),
+        pytest.param(TWO_TWICE, {"refusals": [INVALID]}, "3 EXCLUDED, 1 REFUSED", FIRST,
+                     id="first refused"),
+        pytest.param(TWO_TWICE, {"refusals": ["", INVALID]}, "3 COMPLETED, 1 REFUSED", "",
+                     id="later refused"),
+        pytest.param(TWO_TWICE, {"refusals": [WALL]}, "3 EXCLUDED, 1 REFUSED", FIRST,
+                     id="other limit"),
+        pytest.param(TWO_TWICE, {"refusals": [UNNAMED]}, "4 COMPLETED", "", id="unnamed limit"),
+        # Every start has its row; what fails too often, or in another way, is left as it is.
+        pytest.param(FOUR | {"retry": {"FAILED": 1}}, {"ends": ENDS},
+                     "2 COMPLETED, 3 FAILED, 1 PREEMPTED, 1 TIMEOUT", "", id="retries"),
+        # A point is promised all of its time limit; what it did not use is free again.
+        pytest.param({"budget": {"core_hours": 5.0}}, {}, "8 COMPLETED", "", id="enough"),
+        pytest.param({"budget": {"core_hours": 1.1}}, {}, "2 COMPLETED, 6 EXCLUDED",
+                     "budget: of 1.1 core-hours", id="core-hours"),
+        pytest.param({"budget": {"gpu_hours": 0.1}}, {}, "8 COMPLETED", "", id="no GPUs"),
+        pytest.param({"budget": {"time": "30:00", "parallel": 1}}, {},
+                     "4 COMPLETED, 4 EXCLUDED", "budget: 30", id="time"),
+    ],
+)  # fmt: skip
+def test_how_sweeps_end(
+    folder: SweepFolder, fields: dict[str, Any], slurm: dict[str, Any], rows: str, waits_for: str
+) -> None:
+    """Limits make batches smaller, other refusals are final; budgets and retries are kept."""
+    plan = folder.plan(**TWO_SHAPES | fields)
+    vars(folder.slurm).update(copy.deepcopy(slurm))
+    progress = folder.carry_on(plan, task_seconds=1000.0)
+    states = Counter(row.state for row in folder.rows(plan))
+    assert ", ".join(f"{number} {state}" for state, number in sorted(states.items())) == rows
+    assert progress.waits_for.startswith(waits_for)
+    assert bool(progress.waits_for) == bool(waits_for)
+    assert max(folder.slurm.sizes, default=0) <= 8
+    calls = folder.slurm.calls["sbatch"]
+    assert folder.controller(plan).tick().finished
+    assert folder.slurm.calls["sbatch"] == calls
 
 
 def test_a_full_queue_is_tried_again_every_five_minutes(folder: SweepFolder) -> None:
@@ -157,55 +190,6 @@ def test_a_full_queue_is_tried_again_every_five_minutes(folder: SweepFolder) -> 
     assert [tried[1] - tried[0], tried[2] - tried[1]] == pytest.approx([300, 300], abs=2)
     folder.slurm.submit_limit = None
     assert folder.carry_on(plan).counts == {"COMPLETED": 1}
-
-
-@pytest.mark.parametrize(
-    ("refusals", "rows", "stopped"),
-    [
-        (["Batch job submission failed: Invalid account"], {"REFUSED": 1, "EXCLUDED": 3}, True),
-        (["", "Batch job submission failed: Invalid qos"], {"COMPLETED": 3, "REFUSED": 1}, False),
-        (["QOSMaxWallDurationPerJobLimit; Batch job submission failed: Job violates accounting"],
-         {"REFUSED": 1, "EXCLUDED": 3}, True),
-        (["Batch job submission failed: Job violates accounting/QOS policy"],
-         {"COMPLETED": 4}, False),
-    ],
-    ids=["first", "later", "other limit", "unnamed limit"],
-)  # fmt: skip
-def test_a_refusal_is_final_but_for_limits(
-    folder: SweepFolder, refusals: list[str], rows: dict[str, int], *, stopped: bool
-) -> None:
-    """The row has Slurm's reason; a sweep whose first batch is refused stops."""
-    plan = folder.plan(axes={"--lr": [0.1], "resources.cpus_per_rank": [1, 2]})
-    folder.slurm.refusals = list(refusals)
-    progress = folder.carry_on(plan)
-    assert states(folder, plan) == rows
-    assert ("refused the first jobs" in progress.waits_for) == stopped
-    if "REFUSED" in rows:
-        row = next(row for row in folder.rows(plan) if row.state == "REFUSED")
-        assert row.reason == refusals[-1]
-    calls = folder.slurm.calls["sbatch"]
-    assert folder.controller(plan).tick().finished
-    assert folder.slurm.calls["sbatch"] == calls
-
-
-def test_points_are_started_again_as_the_sweep_says(folder: SweepFolder) -> None:
-    """Every start has its row; what fails too often, or in another way, is left as it is."""
-    plan = folder.plan(axes={"--lr": [0.1, 0.2, 0.3, 0.4]}, repeats=1, retry={"FAILED": 1})
-    folder.slurm.ends = [
-        *(JobState.FAILED, JobState.TIMEOUT, JobState.FAILED, JobState.PREEMPTED, JobState.FAILED)
-    ]
-    progress = folder.carry_on(plan)
-    rows = [(row.point, row.start, row.state) for row in folder.rows(plan)]
-    assert rows == [
-        (0, 0, "FAILED"),
-        (0, 1, "FAILED"),
-        (1, 0, "TIMEOUT"),
-        (2, 0, "FAILED"),
-        (2, 1, "COMPLETED"),
-        (3, 0, "PREEMPTED"),
-        (3, 1, "COMPLETED"),
-    ]
-    assert progress.counts == {"FAILED": 1, "TIMEOUT": 1, "COMPLETED": 2}
 
 
 def test_a_retry_that_has_to_wait_is_not_forgotten(folder: SweepFolder) -> None:
@@ -245,33 +229,13 @@ def test_a_sweep_whose_first_points_fail_stops(folder: SweepFolder) -> None:
     assert folder.carry_on(plan).counts == {"FAILED": 4, "COMPLETED": 8}
 
 
-@pytest.mark.parametrize(
-    ("budget", "rows"),
-    [
-        ({"core_hours": 3.0}, {"COMPLETED": 8}),
-        ({"core_hours": 1.1}, {"COMPLETED": 2, "EXCLUDED": 6}),
-        ({"gpu_hours": 0.1}, {"COMPLETED": 8}),
-        ({"time": "30:00", "parallel": 2}, {"COMPLETED": 4, "EXCLUDED": 4}),
-    ],
-    ids=["enough", "spent", "no gpus", "time"],
-)
-def test_a_budget_is_kept(
-    folder: SweepFolder, budget: dict[str, Any], rows: dict[str, int]
-) -> None:
-    """A point is promised all of its time limit; what it did not use is free again."""
-    plan = folder.plan(budget=budget, **TWO_SHAPES)
-    progress = folder.carry_on(plan, task_seconds=2000.0 if "time" in budget else 600.0)
-    assert states(folder, plan) == rows
-    assert progress.finished
-    if "EXCLUDED" in rows:
-        assert progress.waits_for.startswith("budget: ")
-
-
 def test_points_in_parallel(folder: SweepFolder) -> None:
     """The throttles of the arrays that are out never allow more than the sweep says."""
     plan = folder.plan(**TWO_SHAPES, repeats=3, budget={"parallel": 3})
     folder.carry_on(plan)
-    throttles = [parse_array(array).limit for array in arrays(folder)]
+    records = [submission.record() for submission in folder.store.submissions()]
+    records.sort(key=lambda record: float(record["created"]))
+    throttles = [parse_array(record["job"]["array"]).limit for record in records]
     assert sum(filter(None, throttles[:2])) <= 3
     assert None not in throttles
     assert folder.started() == list(range(12))
@@ -281,14 +245,11 @@ def test_calls_of_sbatch_are_spaced(folder: SweepFolder) -> None:
     """So many per minute, of whatever process."""
     axes = {"resources.cpus_per_rank": list(range(1, 9))}
     plan = folder.plan(axes=axes, repeats=1, budget={"submits_per_minute": 3})
-    for calls in (3, 3, 6):
+    for seconds, calls in ((0, 3), (30.5, 3), (30.5, 6)):
+        folder.slurm.clock.sleep(seconds)
         progress = folder.controller(plan).tick()
         assert folder.slurm.calls["sbatch"] == calls
-        if calls == 3:
-            assert progress.waits_for == "at most 3 submissions per minute"
-            folder.slurm.clock.sleep(30.5)
-    folder.carry_on(plan)
-    assert folder.started() == list(range(8))
+        assert progress.waits_for == "at most 3 submissions per minute"
 
 
 def test_only_one_controller_works(folder: SweepFolder) -> None:
