@@ -126,10 +126,10 @@ def plan_(
 
     Nothing is written or submitted.
     """
+    _check_extra()
     options = (strong, weak, grid, repeats, batch, settings)
     planned = _load("cli.sweepfile").plan_sweep(context, file, options, backend, local=local)
-    if as_json:
-        # asdict would copy every value of every point
+    if as_json:  # asdict would copy every value of every point
         points = [vars(point) for point in planned.points]
         print_json({**asdict(replace(planned, points=())), "points": points})
     else:
@@ -159,10 +159,10 @@ def run(
     """
     _check_extra()
     options, store = (strong, weak, grid, repeats, batch, settings), store_of(context)
-    planner, checked_in = _load("cli.sweepfile"), None if no_check else store
-    planned = planner.plan_sweep(
-        context, file, options, backend, local=local, checked_in=checked_in
-    )
+    planner = _load("cli.sweepfile")
+    planned = planner.plan_sweep(context, file, options, backend, local=local)
+    if not no_check:
+        planner.check_plan(planned, store)
     directory = plan.write(store, planned)
     print_summary(planned, error=True)
     notice(f"planned {planned.id} in {directory}")

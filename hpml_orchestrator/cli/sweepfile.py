@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from hpml_orchestrator.records.store import Store
     from hpml_orchestrator.sweeps.plan import SweepPlan
 
-__all__ = ["plan_sweep"]
+__all__ = ["check_plan", "plan_sweep"]
 
 _CHECKED_SHAPES = 16
 
@@ -40,15 +40,10 @@ def plan_sweep(
     backend: str,
     *,
     local: bool,
-    checked_in: Store | None = None,
 ) -> SweepPlan:
     """Plan the sweep of a file, or of a job file and the options; nothing is written.
 
-    `options` are `--strong`, `--weak`, `--grid`, `--repeats`, `--batch` and `--set`. With a store
-    the jobs of the plan are checked as well.
-
-    Raises:
-        InputError: the sweep or one of its jobs is wrong.
+    `options` are `--strong`, `--weak`, `--grid`, `--repeats`, `--batch` and `--set`.
     """
     name, chosen = backend_name(backend, local=local), chosen_site(context)
     sweep = _sweep(file, *options)
@@ -56,7 +51,7 @@ def plan_sweep(
         from hpml_orchestrator.sweeps.search import check_search  # noqa: PLC0415 - loads Optuna
 
         check_search(sweep)
-    planned = make_plan(
+    return make_plan(
         sweep,
         backend=name,
         site=site_for(sweep.base, os.environ, chosen=chosen, backend=name),
@@ -64,9 +59,6 @@ def plan_sweep(
         argv=sys.argv,
         now=time.time(),
     )
-    if checked_in is not None:
-        _check(planned, checked_in)
-    return planned
 
 
 def _sweep(
@@ -127,7 +119,7 @@ def _axis(text: str) -> tuple[str, list[Any]]:
     return f"--{name}" if plain else name, values
 
 
-def _check(planned: SweepPlan, store: Store) -> None:
+def check_plan(planned: SweepPlan, store: Store) -> None:
     """Check the job of every shape, of many the largest ones; nothing is submitted.
 
     Raises:
@@ -136,15 +128,13 @@ def _check(planned: SweepPlan, store: Store) -> None:
     site = plan.site_of(planned, os.environ)
     shapes = sorted(planned.shapes, key=lambda shape: (shape.nodes, shape.gpus, shape.cores))
     for shape in reversed(shapes[-_CHECKED_SHAPES:]):
-        rendered = render_job(
-            plan.job_of(planned, shape, "0"), site=site, here=planned.backend == "local"
-        )
+        resolved = plan.job_of(planned, shape, "0")
+        rendered = render_job(resolved, site=site, here=planned.backend == "local")
         found = check_rendered(rendered, planned.backend, store, walk_seconds=1.0)
         if found.errors:
             fault = refusal(found.errors)
-            where = ", ".join(
-                f"{name or 'resumed'} = {value}" for name, value in shape.fixed.items()
-            )
+            values = [f"{name or 'resumed'} = {value}" for name, value in shape.fixed.items()]
+            where = ", ".join(values)
             fault.hint = f"at {where}; {fault.hint}" if where else fault.hint
             raise fault
         if found.not_asked:

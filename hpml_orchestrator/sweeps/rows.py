@@ -107,8 +107,9 @@ def row_of(plan: SweepPlan, shape: Shape, key: tuple[int, int], state: State) ->
     hours = (_earlier_seconds(attempts) + max(0.0, took or 0.0)) / _HOUR_SECONDS
     # The script's own clock is finer than the scheduler's.
     own = math.fsum(phase.seconds for phase in summary.phases if phase.name != "queue")
-    per_rank = _whole(told, "batch_size_per_rank")
-    world = _whole(told, "world_size") or summary.world_size or None
+    whole = {name: int(value) for name, value in {**numbers(summary.last_step), **told}.items()}
+    per_rank = whole.get("batch_size_per_rank")
+    world = whole.get("world_size") or summary.world_size or None
     row = Row(
         *key,
         run=state.submission.label,
@@ -132,8 +133,8 @@ def row_of(plan: SweepPlan, shape: Shape, key: tuple[int, int], state: State) ->
         batch_per_rank=per_rank,
         batch_global=per_rank * world if per_rank and world else None,
         learning_rate=told.get("learning_rate"),
-        steps=_whole(told, "steps") or _whole(numbers(summary.last_step), "steps_total"),
-        epochs=_whole(told, "epochs"),
+        steps=whole.get("steps") or whole.get("steps_total"),
+        epochs=whole.get("epochs"),
         world_size=world,
         nodes=state.nodes,
         gpu_hours=hours * shape.gpus,
@@ -146,10 +147,6 @@ def row_of(plan: SweepPlan, shape: Shape, key: tuple[int, int], state: State) ->
     return replace(
         row, **placed, **_monitored(summary), **_described(replace(state.submission, index=None))
     )
-
-
-def _whole(figures: Mapping[str, float], name: str) -> int | None:
-    return int(figures[name]) if name in figures else None
 
 
 def _result_file(state: State) -> dict[str, Any]:

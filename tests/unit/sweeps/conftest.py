@@ -40,25 +40,16 @@ ARRAY_LIMIT = "Batch job submission failed: Invalid job array specification"
 
 
 class SmallSlurm(FakeScheduler):
-    """A Slurm in memory that refuses what is too much, and runs what it took.
-
-    Attributes:
-        submit_limit: most tasks in the queue; None for no limit.
-        array_limit: MaxArraySize.
-        refusals: what the next calls of sbatch are refused with.
-        ends: the state that each new task ends in, in turn; then COMPLETED.
-        sizes: of the arrays that were accepted.
-        calls: how often each command was run.
-    """
+    """A Slurm in memory that refuses what is too much, and runs what it took."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.submit_limit: int | None = None
-        self.array_limit = 1001
-        self.refusals: list[str] = []
-        self.ends: list[JobState] = []
-        self.sizes: list[int] = []
-        self.calls: Counter[str] = Counter()
+        self.submit_limit = 10**6  # most tasks in the queue
+        self.array_limit = 1001  # MaxArraySize
+        self.refusals: list[str] = []  # what the next calls of sbatch are refused with
+        self.ends: list[JobState] = []  # the end of each new task, in turn; then COMPLETED
+        self.sizes: list[int] = []  # of the arrays that were accepted
+        self.calls: Counter[str] = Counter()  # of each command
 
     def submit(self, request: SubmitRequest) -> str:
         """Refuse it, or take it."""
@@ -69,7 +60,7 @@ class SmallSlurm(FakeScheduler):
         words = self.refusals.pop(0) if self.refusals else ""
         if array.max_index >= self.array_limit:
             words = ARRAY_LIMIT
-        elif self.submit_limit is not None and self.queued + len(array.indices) > self.submit_limit:
+        elif self.queued + len(array.indices) > self.submit_limit:
             words = QOS_LIMIT
         if words:
             lines = "".join(f"sbatch: error: {line}\n" for line in words.split("; "))
@@ -93,14 +84,9 @@ class SmallSlurm(FakeScheduler):
     @property
     def queued(self) -> int:
         """Tasks that are not over."""
-        now = self.clock.time()
+        ages = [(self.clock.now - (job.status.submitted or 0), job) for job in self.jobs.values()]
         return sum(
-            all(
-                now < (job.status.submitted or 0) + after
-                for after, state in job.states
-                if state.over
-            )
-            for job in self.jobs.values()
+            not any(state.over and age >= after for after, state in job.states) for age, job in ages
         )
 
     def run(self, seconds: float = 60.0) -> None:

@@ -95,15 +95,16 @@ def test_a_kill_at_any_write_harms_nothing(
     folder: SweepFolder, monkeypatch: pytest.MonkeyPatch, *, late: bool
 ) -> None:
     """Before and after each rename and link of a whole sweep, in turn."""
-    calls = Counter(left=0)
+    left = -1
 
     def killing(real: Callable[..., Any]) -> Callable[..., Any]:
         def call(*arguments: Any, **named: Any) -> Any:
-            calls["left"] -= 1
-            if calls["left"] == 0 and not late:
+            nonlocal left
+            left -= 1
+            if left == 0 and not late:
                 raise Killed
             result = real(*arguments, **named)
-            if calls["left"] == 0:
+            if left == 0:
                 raise Killed
             return result
 
@@ -112,11 +113,11 @@ def test_a_kill_at_any_write_harms_nothing(
     for name in ("rename", "replace", "link"):
         monkeypatch.setattr(os, name, killing(getattr(os, name)))
     steps = 0
-    while calls["left"] <= 0:
+    while left <= 0:
         steps += 1
         plan = folder.plan(axes={"--lr": [0.1]})
         folder.slurm.jobs.clear()
-        calls["left"] = steps
+        left = steps
         folder.carry_on(plan)
         assert folder.started() == [0, 1], steps
         assert states(folder, plan) == {"COMPLETED": 2}
@@ -180,7 +181,8 @@ def test_a_full_queue_is_tried_again_every_five_minutes(folder: SweepFolder) -> 
     """While other jobs of the user fill it."""
     plan = folder.plan(axes={"--lr": [0.1]}, repeats=1)
     folder.slurm.submit_limit = 0
-    controller, tried = folder.controller(plan), []
+    tried: list[float] = []
+    controller = folder.controller(plan)
     while len(tried) < 3:
         progress = controller.tick()
         assert progress.waits_for.startswith("QOSMaxSubmitJobPerUserLimit; next try in ")
@@ -188,7 +190,7 @@ def test_a_full_queue_is_tried_again_every_five_minutes(folder: SweepFolder) -> 
             tried.append(folder.slurm.clock.now)
         folder.slurm.clock.sleep(max(1.0, progress.next_tick_seconds))
     assert [tried[1] - tried[0], tried[2] - tried[1]] == pytest.approx([300, 300], abs=2)
-    folder.slurm.submit_limit = None
+    folder.slurm.submit_limit = 10
     assert folder.carry_on(plan).counts == {"COMPLETED": 1}
 
 
@@ -252,25 +254,29 @@ def test_calls_of_sbatch_are_spaced(folder: SweepFolder) -> None:
         assert progress.waits_for == "at most 3 submissions per minute"
 
 
-def test_only_one_controller_works(folder: SweepFolder) -> None:
+@pytest.mark.parametrize(
+    ("owner", "seconds", "works"),
+    [
+        ({}, 0, False),
+        ({"hostname": "other"}, 60, False),
+        ({"hostname": "other"}, 100, True),
+        ({"start_ticks": 1}, 0, True),
+    ],
+    ids=["alive", "other host", "silent", "dead"],
+)
+def test_only_one_controller_works(
+    folder: SweepFolder, owner: dict[str, Any], seconds: float, *, works: bool
+) -> None:
     """Another one reads, until the first is dead or has given no sign of life for 90 s."""
     plan = folder.plan()
-    now = folder.slurm.clock.now
-    alive = asdict(this_owner(plan.id, pid=1))
-    for number, (owner, renewed, works) in enumerate(
-        [
-            (alive, now, False),
-            (alive | {"hostname": "other"}, now - 60, False),
-            (alive | {"hostname": "other"}, now - 100, True),
-            (alive | {"start_ticks": 1}, now, True),
-        ]
-    ):
-        lease = directory_of(folder.store, plan.id) / f"controller.{9 * number}.json"
-        write_json(lease, owner | {"renewed": renewed})
-        progress = folder.controller(plan).tick()
-        assert (progress.waits_for == "") == works
-        assert works or (progress.next_tick_seconds > 0 and f"{owner['pid']}" in progress.waits_for)
-        assert (folder.slurm.calls["sbatch"] > 0) == works
+    lease = asdict(this_owner(plan.id, pid=1)) | owner
+    renewed = folder.slurm.clock.now - seconds
+    path = directory_of(folder.store, plan.id) / "controller.9.json"
+    write_json(path, lease | {"renewed": renewed})
+    progress = folder.controller(plan).tick()
+    assert ("process 1 on" not in progress.waits_for) == works
+    assert progress.next_tick_seconds > 0
+    assert folder.slurm.calls["sbatch"] == works
 
 
 def test_a_local_sweep_stays_on_its_machine(folder: SweepFolder) -> None:
@@ -354,7 +360,8 @@ def test_a_search_is_carried_on_by_the_next_controller(folder: SweepFolder) -> N
             continue
         if progress.finished:
             break
-        running = [job_id for job_id in folder.slurm.jobs if not done(folder, job_id)]
+        jobs = {job_id: folder.attempt(job_id) / "ended.json" for job_id in folder.slurm.jobs}
+        running = [job_id for job_id, end in jobs.items() if not end.exists()]
         assert len(running) <= 3
         for number, job_id in enumerate(running[:2]):
             folder.report(job_id, test_accuracy=0.1 * number)
@@ -362,11 +369,6 @@ def test_a_search_is_carried_on_by_the_next_controller(folder: SweepFolder) -> N
     assert folder.started() == list(range(7))
     assert progress.counts == {"COMPLETED": 7}
     assert {row.metric for row in folder.rows(plan)} <= {0.0, 0.1}
-
-
-def done(folder: SweepFolder, job_id: str) -> bool:
-    """Whether a task has recorded its end."""
-    return (folder.attempt(job_id) / "ended.json").exists()
 
 
 def test_a_hopeless_trial_is_asked_to_stop(folder: SweepFolder) -> None:
