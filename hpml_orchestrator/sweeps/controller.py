@@ -264,12 +264,13 @@ class Controller:
             free = max(0, (self._plan.spec.parallel or 0) - len(self._table.out))
             points = self._search.propose(self._table.rows(), free)
             tasks += [(0, Task(point, 0)) for point in points]
+        out, over = self._table.out, self._table.over
         for block, numbers in enumerate(self._plan.blocks):
-            tasks += [(block, Task(self._points[number], 0)) for number in numbers]
+            fresh = [n for n in numbers if (n, 0) not in out and (n, 0) not in over]
+            tasks += [(block, Task(self._points[number], 0)) for number in fresh]
         groups: dict[tuple[int, int], list[Task]] = {}
         for block, task in tasks:
-            if task.key not in self._table.out and task.key not in self._table.over:
-                groups.setdefault((block, task.point.shape), []).append(task)
+            groups.setdefault((block, task.point.shape), []).append(task)
         return list(groups.values())
 
     def _submit(self) -> None:
