@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 import subprocess
 import sys
 import time
 import webbrowser
-from collections.abc import Sequence
 from dataclasses import asdict, replace
+from importlib.util import find_spec
 from pathlib import Path
-from types import SimpleNamespace
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -22,41 +22,75 @@ from hpml_orchestrator.cli.common import (
     SetOption,
     completion,
     print_json,
-    print_table,
     refuse_with,
     store_of,
 )
 from hpml_orchestrator.cli.process import EXIT_INTERRUPTED, notice
-from hpml_orchestrator.cli.sweepfile import (
-    BatchOption,
-    GridOption,
-    RepeatsOption,
-    StrongOption,
-    SweepFile,
-    WeakOption,
-    check_plan,
-    extra_needed,
-    planned_of,
-    sweep_of,
+from hpml_orchestrator.cli.sweeptext import (
+    print_plan,
+    print_status,
+    print_summary,
+    print_sweeps,
+    progress_line,
 )
-from hpml_orchestrator.cli.sweeptext import print_plan, print_status, progress_line
 from hpml_orchestrator.errors import InputError, JobFailedError, counted
 from hpml_orchestrator.records.files import write_text
-from hpml_orchestrator.sweeps import controller, plan
-from hpml_orchestrator.sweeps.batches import read_batches
-from hpml_orchestrator.sweeps.rows import rows as rows_of
+from hpml_orchestrator.sweeps import plan
+from hpml_orchestrator.sweeps.table import FINE, Table
 
 if TYPE_CHECKING:
     from hpml_orchestrator.records.store import Store
-    from hpml_orchestrator.sweeps.controller import Progress
     from hpml_orchestrator.sweeps.plan import SweepPlan
-    from hpml_orchestrator.sweeps.rows import Row
+    from hpml_orchestrator.sweeps.table import Progress
 
 __all__ = ["group"]
 
+_EXTRA = ("matplotlib", "numpy", "optuna", "scipy")  # what searches and reports load
 _LINE_SECONDS = 60.0
+_WATCH_SECONDS = 2.0
+_REPORT = "report.html"
 
-
+SweepFile = Annotated[
+    str,
+    typer.Argument(
+        metavar="FILE", help="Sweep file, or with --strong, --weak or --grid a job file."
+    ),
+]
+StrongOption = Annotated[
+    str,
+    typer.Option(
+        "--strong",
+        metavar="UNIT=N,N,…",
+        help="Strong scaling over nodes, ranks or gpus: the global batch stays the same.",
+    ),
+]
+WeakOption = Annotated[
+    str,
+    typer.Option(
+        "--weak", metavar="UNIT=N,N,…", help="Weak scaling: the batch of each rank stays the same."
+    ),
+]
+GridOption = Annotated[
+    list[str],
+    typer.Option(
+        "--grid",
+        metavar="NAME=V,V,…",
+        help="All values of an argument (lr=0.1,0.2) or a field of the job "
+        "(resources.cpus_per_rank=1,2); may be repeated.",
+    ),
+]
+RepeatsOption = Annotated[
+    int | None,
+    typer.Option("--repeats", min=1, help="Runs of each combination.", show_default="6"),
+]
+BatchOption = Annotated[
+    str,
+    typer.Option(
+        "--batch",
+        metavar="ARGUMENT[:global]",
+        help="The argument that is the batch size of a rank, or of all ranks with :global.",
+    ),
+]
 SweepWord = Annotated[
     str,
     typer.Argument(
@@ -74,7 +108,7 @@ MarkdownOption = Annotated[bool, typer.Option("--markdown", help="Print Markdown
 group = typer.Typer(no_args_is_help=True)
 
 
-@group.command("plan", help="Show every point, the order and the cost of a sweep.")
+@group.command("plan")
 def plan_(
     context: typer.Context,
     file: SweepFile,
@@ -92,17 +126,17 @@ def plan_(
 
     Nothing is written or submitted.
     """
-    sweep = sweep_of(file, strong, weak, grid, repeats, batch, settings)
-    planned = planned_of(context, sweep, backend, local=local)
-    if as_json:
-        # asdict would copy every value of every point
+    _check_extra()
+    options = (strong, weak, grid, repeats, batch, settings)
+    planned = _load("cli.sweepfile").plan_sweep(context, file, options, backend, local=local)
+    if as_json:  # asdict would copy every value of every point
         points = [vars(point) for point in planned.points]
         print_json({**asdict(replace(planned, points=())), "points": points})
     else:
-        print_plan(planned, terminal=sys.stdout.isatty())
+        print_plan(planned)
 
 
-@group.command(help="Plan a sweep, check it, run it and write its report.")
+@group.command()
 def run(
     context: typer.Context,
     file: SweepFile,
@@ -123,18 +157,19 @@ def run(
     Closing it loses nothing: submitted points go on, and `hpml sweep resume last` continues, on
     this login node or another. Exit status 6 if points failed.
     """
-    sweep = sweep_of(file, strong, weak, grid, repeats, batch, settings)
-    planned = planned_of(context, sweep, backend, local=local)
-    store = store_of(context)
+    _check_extra()
+    options, store = (strong, weak, grid, repeats, batch, settings), store_of(context)
+    planner = _load("cli.sweepfile")
+    planned = planner.plan_sweep(context, file, options, backend, local=local)
     if not no_check:
-        check_plan(planned, store)
+        planner.check_plan(planned, store)
     directory = plan.write(store, planned)
-    print_plan(planned, error=True)
+    print_summary(planned, error=True)
     notice(f"planned {planned.id} in {directory}")
     _go_on(store, planned, detach=detach, as_json=as_json)
 
 
-@group.command(help="Continue a sweep that was interrupted or cancelled.")
+@group.command()
 def resume(
     context: typer.Context,
     sweep: SweepWord = "last",
@@ -145,28 +180,29 @@ def resume(
 
     No point is run twice.
     """
+    _check_extra()
     store = store_of(context)
     planned = plan.resolve(store, sweep)
-    controller.resume(store, planned)
+    _load("sweeps.controller").resume(store, planned)
     _go_on(store, planned, detach=detach, as_json=as_json)
 
 
-@group.command(help="Do what is due for a sweep, once, and return.")
+@group.command()
 def tick(context: typer.Context, sweep: SweepWord = "last", as_json: JsonOption = False) -> None:
     """Do what is due for a sweep, once, and return.
 
     For cron or scrontab: it may be called from anywhere, at any time, by several at once.
     """
+    _check_extra()
     store = store_of(context)
-    planned = plan.resolve(store, sweep)
-    progress = controller.tick(store, planned)
+    progress = _load("sweeps.controller").Controller(store, plan.resolve(store, sweep)).tick()
     if as_json:
         print_json(asdict(progress))
     else:
         typer.echo(progress_line(progress))
 
 
-@group.command(help="Show how far a sweep is, and what it cost so far.")
+@group.command()
 def status(
     context: typer.Context,
     sweep: SweepWord = "",
@@ -185,8 +221,8 @@ def status(
         return
     planned = plan.resolve(store, sweep)
     while True:
-        rows = rows_of(store, planned)
-        progress = controller.progress(store, planned, rows)
+        table = Table(store, planned)
+        progress, rows = table.progress(), table.rows()
         if as_json:
             print_json({**asdict(progress), "rows": [vars(row) for row in rows]})
         else:
@@ -195,10 +231,22 @@ def status(
             print_status(planned, progress, rows)
         if not watch or progress.finished:
             return
-        time.sleep(max(2.0, min(progress.next_tick_seconds, 30.0)))
+        time.sleep(_WATCH_SECONDS)
 
 
-@group.command(help="Cancel the unfinished points of a sweep.")
+def _list(store: Store, *, as_json: bool) -> None:
+    """Print all sweeps, newest first."""
+    plans = [plan.read(plan.directory_of(store, name)) for name in plan.sweeps(store)]
+    entries = [(planned, Table(store, planned).progress()) for planned in plans]
+    if as_json:
+        print_json([{"id": planned.id, **asdict(progress)} for planned, progress in entries])
+    elif not entries:
+        typer.echo("no sweeps; start one with `hpml sweep run`", err=True)
+    else:
+        print_sweeps(entries)
+
+
+@group.command()
 def cancel(context: typer.Context, sweep: SweepWord) -> None:
     """Cancel the unfinished points of a sweep.
 
@@ -206,12 +254,12 @@ def cancel(context: typer.Context, sweep: SweepWord) -> None:
     """
     store = store_of(context)
     planned = plan.resolve(store, sweep)
-    ended = controller.cancel(store, planned)
+    ended = _load("sweeps.controller").cancel(store, planned)
     number = counted(len(ended), "submission")
     typer.echo(f"{planned.id}: cancelled {number}; nothing more is submitted")
 
 
-@group.command(help="Write or print the report of a sweep.")
+@group.command()
 def report(
     context: typer.Context,
     sweep: SweepWord = "last",
@@ -228,26 +276,25 @@ def report(
     """
     if as_json or markdown:
         option = "--json" if as_json else "--markdown"
-        refuse_with(
-            option, {"--open": open_, "--output": output, "--markdown": as_json and markdown}
-        )
-    reports = _reports()
-    store = store_of(context)
-    planned = _with_trials(store, plan.resolve(store, sweep))
-    built = reports.build(planned, rows_of(store, planned))
+        others = {"--open": open_, "--output": output, "--markdown": as_json and markdown}
+        refuse_with(option, others)
+    _check_extra()
+    store, pages = store_of(context), _load("sweeps.pages")
+    planned = plan.resolve(store, sweep)
+    built = _report(store, planned)
     if as_json:
-        print_json(reports.pages.to_json(built))
+        print_json(pages.to_json(built))
     elif markdown:
-        typer.echo(reports.pages.to_markdown(built))
+        typer.echo(pages.to_markdown(built))
     else:
-        path = _path(output) if output else _report_path(store, planned)
-        write_text(path, reports.pages.to_html(built))
+        path = _path(output) if output else plan.directory_of(store, planned.id) / _REPORT
+        write_text(path, pages.to_html(built))
         typer.echo(str(path))
         if open_ and not webbrowser.open(path.as_uri()):
             notice("no browser here; open the file on your own machine")
 
 
-@group.command(help="Compare two sweeps, such as before and after a change.")
+@group.command()
 def compare(
     context: typer.Context,
     before: SweepWord,
@@ -261,49 +308,44 @@ def compare(
 
     Prints Markdown, which says which differences can be distinguished from noise.
     """
-    reports = _reports()
-    store = store_of(context)
-    both = [_with_trials(store, plan.resolve(store, word)) for word in (before, after)]
-    for name in ("mode", "unit"):
-        values = [getattr(planned, name) for planned in both]
-        if values[0] != values[1]:
-            raise InputError(
-                f"is a sweep with {name} {values[1] or 'none'}, and {before} with "
-                f"{values[0] or 'none'}",
-                field="SWEEP",
-                value=after,
-                hint="compare two sweeps of one kind, such as before and after a change",
-            )
-    compared = reports.compare(*(reports.build(one, rows_of(store, one)) for one in both))
+    _check_extra()
+    store, pages = store_of(context), _load("sweeps.pages")
+    both = [plan.resolve(store, word) for word in (before, after)]
+    kinds = [f"a {planned.mode} sweep {planned.unit}".rstrip() for planned in both]
+    if kinds[0] != kinds[1]:
+        hint = "compare two sweeps of one kind, such as before and after a change"
+        message = f"is {kinds[1]}, and {before} is {kinds[0]}"
+        raise InputError(message, field="SWEEP", value=after, hint=hint)
+    compared = _load("sweeps.compare").compare(*(_report(store, planned) for planned in both))
     if as_json:
-        print_json(reports.pages.to_json(compared))
+        print_json(pages.to_json(compared))
     elif output:
         path = _path(output)
-        write_text(path, reports.pages.to_html(compared))
+        write_text(path, pages.to_html(compared))
         typer.echo(str(path))
     else:
-        typer.echo(reports.pages.to_markdown(compared))
+        typer.echo(pages.to_markdown(compared))
 
 
-def _reports() -> Any:
-    """Import what makes the reports: `build`, `compare` and the `pages` of both."""
-    with extra_needed():
-        from hpml_orchestrator.sweeps import compare, pages, report  # noqa: PLC0415 - matplotlib
-
-        return SimpleNamespace(build=report.build, compare=compare.compare, pages=pages)
-
-
-def _with_trials(store: Store, planned: SweepPlan) -> SweepPlan:
-    """Return the plan with the points that a search has chosen so far, which are in its batches."""
-    if not planned.spec.searches:
-        return planned
-    batches = read_batches(plan.directory_of(store, planned.id), planned)
-    points = {task.point.number: task.point for batch in batches for task in batch.tasks}
-    return replace(planned, points=tuple(points[number] for number in sorted(points)))
+def _check_extra() -> None:
+    """Refuse to start what would need a package of the extra `sweep` that is not installed."""
+    missing = [name for name in _EXTRA if find_spec(name) is None]
+    if missing:
+        raise InputError(
+            f"sweeps need {' and '.join(missing)}, which this Python does not have",
+            hint="pip install 'hpml-orchestrator[sweep]'",
+        )
 
 
-def _report_path(store: Store, planned: SweepPlan) -> Path:
-    return plan.directory_of(store, planned.id) / "report.html"
+def _load(module: str) -> Any:
+    """Import a module that few of the commands need: it loads the checks, or matplotlib."""
+    return importlib.import_module(f"hpml_orchestrator.{module}")
+
+
+def _report(store: Store, planned: SweepPlan) -> Any:
+    """Make the report of a sweep, with the trials that a search has chosen so far."""
+    complete = _load("sweeps.batches").with_trials(store, planned)
+    return _load("sweeps.report").build(complete, Table(store, planned).rows())
 
 
 def _path(output: str) -> Path:
@@ -313,22 +355,13 @@ def _path(output: str) -> Path:
 def _go_on(store: Store, planned: SweepPlan, *, detach: bool, as_json: bool) -> None:
     """Tick until the sweep has ended, and print its report; or let another process do it."""
     if detach:
-        log = plan.directory_of(store, planned.id) / "controller.log"
-        with log.open("ab") as stream:
+        hpml = [sys.executable, "-m", "hpml_orchestrator.cli", "--records", str(store.root)]
+        with (plan.directory_of(store, planned.id) / "controller.log").open("ab") as log:
             subprocess.Popen(
-                [
-                    sys.executable,
-                    "-m",
-                    "hpml_orchestrator.cli",
-                    "--records",
-                    str(store.root),
-                    "sweep",
-                    "resume",
-                    planned.id,
-                ],
+                [*hpml, "sweep", "resume", planned.id],
                 stdin=subprocess.DEVNULL,
-                stdout=stream,
-                stderr=stream,
+                stdout=log,
+                stderr=log,
                 start_new_session=True,
             )
         typer.echo(planned.id)
@@ -342,40 +375,34 @@ def _go_on(store: Store, planned: SweepPlan, *, detach: bool, as_json: bool) -> 
             f"`hpml sweep cancel {planned.id}` cancels it"
         )
         raise typer.Exit(EXIT_INTERRUPTED) from None
-    rows = rows_of(store, planned)
-    planned = _with_trials(store, planned)
-    reports = _reports()
-    built = reports.build(planned, rows)
-    path = _report_path(store, planned)
-    write_text(path, reports.pages.to_html(built))
+    rows, pages = Table(store, planned).rows(), _load("sweeps.pages")
+    built, path = _report(store, planned), plan.directory_of(store, planned.id) / _REPORT
+    write_text(path, pages.to_html(built))
     if as_json:
-        print_json(reports.pages.to_json(built))
+        print_json(pages.to_json(built))
     else:
         print_status(planned, progress, rows)
         for sentence in built.answer:
             typer.echo(sentence)
         typer.echo(f"report  {path}")
-    fine = ("COMPLETED", "PRUNED")
-    failed = progress.total - sum(progress.counts.get(state, 0) for state in fine)
-    if failed:
-        raise JobFailedError(
-            f"{counted(failed, 'point')} of {progress.total} did not complete",
-            hint=_why(planned, rows),
-        )
+    if progress.failed:
+        runs = [row.run for row in rows if row.run and row.over and row.state not in FINE]
+        shows = f"`hpml logs {runs[-1]}` shows the output of one" if runs else ""
+        number = counted(progress.failed, "point")
+        raise JobFailedError(f"{number} of {progress.total} did not complete", hint=shows)
 
 
 def _follow(store: Store, planned: SweepPlan) -> Progress:
     """Tick until the sweep has ended; a bar on a terminal, a line a minute elsewhere."""
-    bar = None
+    bar, shown, due = None, "", 0.0
     if sys.stderr.isatty():
         from hpml_orchestrator.cli.terminal import sweep_bar  # noqa: PLC0415
 
         bar = sweep_bar()
-    shown, due = "", 0.0
-    carried = controller.Controller(store, planned)
+    carried = _load("sweeps.controller").Controller(store, planned)
     try:
         while True:
-            progress = carried.tick()
+            progress: Progress = carried.tick()
             line = progress_line(progress)
             if bar is not None:
                 bar(progress.done, progress.total, line)
@@ -388,40 +415,3 @@ def _follow(store: Store, planned: SweepPlan) -> Progress:
     finally:
         if bar is not None:
             bar(0, None, "")
-
-
-def _list(store: Store, *, as_json: bool) -> None:
-    """Print all sweeps, newest first."""
-    entries = []
-    for name in plan.sweeps(store):
-        planned = plan.read(plan.directory_of(store, name))
-        progress = controller.progress(store, planned)
-        entries.append((planned, progress))
-    if as_json:
-        print_json([{"id": one.id, **asdict(progress)} for one, progress in entries])
-    elif not entries:
-        typer.echo("no sweeps; start one with `hpml sweep run`", err=True)
-    else:
-        print_table(
-            ("SWEEP", "MODE", "DONE", "STATE"),
-            [
-                (
-                    one.id,
-                    one.mode,
-                    f"{progress.done}/{progress.total}",
-                    progress.waits_for
-                    or ", ".join(f"{number} {state}" for state, number in progress.counts.items()),
-                )
-                for one, progress in entries
-            ],
-        )
-
-
-def _why(planned: SweepPlan, rows: Sequence[Row]) -> str:
-    """Return where to look for the reason of points that did not complete."""
-    failed = [row for row in rows if row.run and row.over and row.state != "COMPLETED"]
-    if not failed:
-        return f"hpml sweep status {planned.id}"
-    last = failed[-1]
-    reason = f" ({last.reason})" if last.reason else ""
-    return f"hpml logs {last.run} shows the output of one: {last.state}{reason}"

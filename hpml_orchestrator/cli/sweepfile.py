@@ -1,14 +1,12 @@
-"""From the command line to a sweep's plan: options, the sweep that they describe, its check."""
+"""From the command line to a sweep's plan: the sweep that its options describe, and its check."""
 
 from __future__ import annotations
 
-import contextlib
 import os
 import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 
 import typer
 
@@ -30,65 +28,40 @@ if TYPE_CHECKING:
     from hpml_orchestrator.records.store import Store
     from hpml_orchestrator.sweeps.plan import SweepPlan
 
-__all__ = [
-    "BatchOption",
-    "GridOption",
-    "RepeatsOption",
-    "StrongOption",
-    "SweepFile",
-    "WeakOption",
-    "check_plan",
-    "extra_needed",
-    "planned_of",
-    "sweep_of",
-]
+__all__ = ["check_plan", "plan_sweep"]
 
 _CHECKED_SHAPES = 16
 
-SweepFile = Annotated[
-    str,
-    typer.Argument(
-        metavar="FILE", help="Sweep file, or with --strong, --weak or --grid a job file."
-    ),
-]
-StrongOption = Annotated[
-    str,
-    typer.Option(
-        "--strong",
-        metavar="UNIT=N,N,…",
-        help="Strong scaling over nodes, ranks or gpus: the global batch stays the same.",
-    ),
-]
-WeakOption = Annotated[
-    str,
-    typer.Option(
-        "--weak", metavar="UNIT=N,N,…", help="Weak scaling: the batch of each rank stays the same."
-    ),
-]
-GridOption = Annotated[
-    list[str],
-    typer.Option(
-        "--grid",
-        metavar="NAME=V,V,…",
-        help="All values of an argument (lr=0.1,0.2) or a field of the job "
-        "(resources.cpus_per_rank=1,2); may be repeated.",
-    ),
-]
-RepeatsOption = Annotated[
-    int | None,
-    typer.Option("--repeats", min=1, help="Runs of each combination.", show_default="6"),
-]
-BatchOption = Annotated[
-    str,
-    typer.Option(
-        "--batch",
-        metavar="ARGUMENT[:global]",
-        help="The argument that is the batch size of a rank, or of all ranks with :global.",
-    ),
-]
+
+def plan_sweep(
+    context: typer.Context,
+    file: str,
+    options: tuple[str, str, list[str], int | None, str, list[str]],
+    backend: str,
+    *,
+    local: bool,
+) -> SweepPlan:
+    """Plan the sweep of a file, or of a job file and the options; nothing is written.
+
+    `options` are `--strong`, `--weak`, `--grid`, `--repeats`, `--batch` and `--set`.
+    """
+    name, chosen = backend_name(backend, local=local), chosen_site(context)
+    sweep = _sweep(file, *options)
+    if sweep.searches:
+        from hpml_orchestrator.sweeps.search import check_search  # noqa: PLC0415 - loads Optuna
+
+        check_search(sweep)
+    return make_plan(
+        sweep,
+        backend=name,
+        site=site_for(sweep.base, os.environ, chosen=chosen, backend=name),
+        chosen_site=chosen,
+        argv=sys.argv,
+        now=time.time(),
+    )
 
 
-def sweep_of(
+def _sweep(
     file: str,
     strong: str,
     weak: str,
@@ -97,7 +70,6 @@ def sweep_of(
     batch: str,
     settings: list[str],
 ) -> Sweep:
-    """Return the sweep of a file, or of a job file and the options."""
     if strong:
         refuse_with("--strong", {"--weak": weak})
     fields: dict[str, Any] = dict(map(parse_setting, settings))
@@ -147,41 +119,6 @@ def _axis(text: str) -> tuple[str, list[Any]]:
     return f"--{name}" if plain else name, values
 
 
-def planned_of(context: typer.Context, sweep: Sweep, backend: str, *, local: bool) -> SweepPlan:
-    """Return the plan of a sweep for the scheduler and the site profile in use."""
-    name = backend_name(backend, local=local)
-    chosen = chosen_site(context)
-    if sweep.searches:
-        with extra_needed():
-            from hpml_orchestrator.sweeps.search import check_search  # noqa: PLC0415 - loads Optuna
-
-            check_search(sweep)
-    return make_plan(
-        sweep,
-        backend=name,
-        site=site_for(sweep.base, os.environ, chosen=chosen, backend=name),
-        chosen_site=chosen,
-        argv=sys.argv,
-        now=time.time(),
-    )
-
-
-@contextlib.contextmanager
-def extra_needed() -> Iterator[None]:
-    """Refuse what needs a package of the extra `sweep` that is not installed.
-
-    Raises:
-        InputError: names the package and how to install it.
-    """
-    try:
-        yield
-    except ModuleNotFoundError as error:
-        raise InputError(
-            f"this needs the package {error.name}, which is not installed",
-            hint="pip install 'hpml-orchestrator[sweep]'",
-        ) from error
-
-
 def check_plan(planned: SweepPlan, store: Store) -> None:
     """Check the job of every shape, of many the largest ones; nothing is submitted.
 
@@ -191,15 +128,13 @@ def check_plan(planned: SweepPlan, store: Store) -> None:
     site = plan.site_of(planned, os.environ)
     shapes = sorted(planned.shapes, key=lambda shape: (shape.nodes, shape.gpus, shape.cores))
     for shape in reversed(shapes[-_CHECKED_SHAPES:]):
-        rendered = render_job(
-            plan.job_of(planned, shape, "0"), site=site, here=planned.backend == "local"
-        )
+        resolved = plan.job_of(planned, shape, "0")
+        rendered = render_job(resolved, site=site, here=planned.backend == "local")
         found = check_rendered(rendered, planned.backend, store, walk_seconds=1.0)
         if found.errors:
             fault = refusal(found.errors)
-            where = ", ".join(
-                f"{name or 'resumed'} = {value}" for name, value in shape.fixed.items()
-            )
+            values = [f"{name or 'resumed'} = {value}" for name, value in shape.fixed.items()]
+            where = ", ".join(values)
             fault.hint = f"at {where}; {fault.hint}" if where else fault.hint
             raise fault
         if found.not_asked:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import sys
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from statistics import median
 from typing import TYPE_CHECKING, Any
 
@@ -14,11 +15,11 @@ from hpml_orchestrator.errors import counted
 from hpml_orchestrator.records.texts import first_few, seconds_text
 
 if TYPE_CHECKING:
-    from hpml_orchestrator.sweeps.controller import Progress
-    from hpml_orchestrator.sweeps.plan import Point, SweepPlan
+    from hpml_orchestrator.sweeps.plan import SweepPlan
     from hpml_orchestrator.sweeps.rows import Row
+    from hpml_orchestrator.sweeps.table import Progress
 
-__all__ = ["print_plan", "print_status", "progress_line"]
+__all__ = ["print_plan", "print_status", "print_summary", "print_sweeps", "progress_line"]
 
 _SHOWN_POINTS = 12
 _SHOWN_COMBINATIONS = 24
@@ -26,42 +27,44 @@ _SHOWN_COMBINATIONS = 24
 
 def progress_line(progress: Progress) -> str:
     """Return how far a sweep is, in one line."""
-    parts = [f"{progress.done} of {progress.total} done"]
-    parts += [f"{number} {state}" for state, number in progress.counts.items() if number]
+    parts = [f"{progress.done} of {progress.total} done", *_states(progress.counts)]
     if progress.gpu_hours:
         parts.append(f"{progress.gpu_hours:.2f} GPU-hours")
     if progress.eta_seconds is not None and not progress.finished:
         parts.append(f"about {seconds_text(progress.eta_seconds)} left")
-    if progress.waits_for:
-        parts.append(progress.waits_for)
-    return ", ".join(parts)
+    return ", ".join([*parts, progress.waits_for]).removesuffix(", ")
 
 
-def print_plan(planned: SweepPlan, *, terminal: bool = False, error: bool = False) -> None:
-    """Print what a sweep will do."""
+def _states(counts: Mapping[str, int]) -> list[str]:
+    return [f"{number} {state}" for state, number in counts.items()]
 
-    def say(text: str) -> None:
-        typer.echo(text, err=error)
 
-    estimate, count = planned.estimate, planned.spec.count
+def print_summary(planned: SweepPlan, *, error: bool = False) -> None:
+    """Print what a sweep will do and what it may cost, without its points."""
+    estimate, searches = planned.estimate, planned.spec.searches
     varied = [planned.unit] * bool(planned.unit) + list(planned.spec.axes)
-    say(f"{planned.name}: {planned.mode} sweep over {', '.join(varied)} on {planned.backend}")
+    points = counted(estimate.points, "trial" if searches else "point")
     excluded = len(planned.points) - sum(map(len, planned.blocks))
-    points = counted(estimate.points, "trial" if planned.spec.searches else "point")
     left = f", {excluded} excluded" if excluded else ""
-    say(f"points    {points} ({counted(count, 'repeat')} of each){left}")
-    if not planned.spec.searches:
-        say(f"order     {planned.spec.order}: {_order(planned)}")
-    costs = f"{estimate.core_hours:.3g} core-hours"
-    if estimate.gpu_hours:
-        costs = f"{estimate.gpu_hours:.3g} GPU-hours, {costs}"
-    say(f"cost      at most {costs}, if every run needs its whole time limit")
-    for note in planned.notes:
-        say(f"note      {note}")
-    if error:
-        return
-    if planned.points:
-        shown = planned.points if not terminal else planned.points[:_SHOWN_COMBINATIONS]
+    lines = [
+        f"{planned.name}: {planned.mode} sweep over {', '.join(varied)} on {planned.backend}",
+        f"points    {points} ({counted(planned.spec.count, 'repeat')} of each){left}",
+    ]
+    if not searches:
+        labels = [str(p.scale or _values(p.values)) for p in planned.points if not p.excluded]
+        lines.append(f"order     {planned.spec.order}: {first_few(labels, _SHOWN_POINTS)}")
+    gpus = f"{estimate.gpu_hours:.3g} GPU-hours, " if estimate.gpu_hours else ""
+    costs = f"{gpus}{estimate.core_hours:.3g} core-hours"
+    lines.append(f"cost      at most {costs}, if every run needs its whole time limit")
+    lines += [f"note      {note}" for note in planned.notes]
+    typer.echo("\n".join(lines), err=error)
+
+
+def print_plan(planned: SweepPlan) -> None:
+    """Print what a sweep will do, with its points; on a terminal only the first of many."""
+    print_summary(planned)
+    shown = planned.points[: _SHOWN_COMBINATIONS if sys.stdout.isatty() else None]
+    if shown:
         print_table(
             ("POINT", "SCALE", "VALUES", "REPEAT", "SEED", "BATCH", "PER RANK"),
             [
@@ -77,16 +80,8 @@ def print_plan(planned: SweepPlan, *, terminal: bool = False, error: bool = Fals
                 for point in shown
             ],
         )
-        if len(shown) < len(planned.points):
-            say(f"… {len(planned.points) - len(shown)} more; --json prints all")
-
-
-def _order(planned: SweepPlan) -> str:
-    """Return the first points in the order of the plan."""
-    labels = [
-        str(point.scale or _values(point.values)) for point in planned.points if not point.excluded
-    ]
-    return first_few(labels, _SHOWN_POINTS)
+    if len(shown) < len(planned.points):
+        typer.echo(f"… {len(planned.points) - len(shown)} more; --json prints all")
 
 
 def _values(values: Mapping[str, Any]) -> str:
@@ -97,42 +92,51 @@ def _values(values: Mapping[str, Any]) -> str:
     return " ".join(f"{name}={text}" for name, text in texts.items())
 
 
+def print_sweeps(entries: Sequence[tuple[SweepPlan, Progress]]) -> None:
+    """Print a table of sweeps and how far they are."""
+    rows = [
+        (
+            planned.id,
+            planned.mode,
+            f"{progress.done}/{progress.total}",
+            progress.waits_for or ", ".join(_states(progress.counts)),
+        )
+        for planned, progress in entries
+    ]
+    print_table(("SWEEP", "MODE", "DONE", "STATE"), rows)
+
+
 def print_status(planned: SweepPlan, progress: Progress, rows: Sequence[Row]) -> None:
     """Print a line about the sweep and a table of its combinations."""
     typer.echo(f"{planned.id}: {progress_line(progress)}")
     points = {point.number: point for point in planned.points}
     groups: dict[tuple[int, str], list[Row]] = {}
-    for row in rows:
+    for row in {row.point: row for row in rows}.values():  # the last start of each point
         point = points.get(row.point)
         label = (row.point, f"trial {row.point}")
         if point is not None:
-            label = (point.scale or 0, _label(planned, point))
+            scale = f"{planned.unit}={point.scale} " if point.scale else ""
+            label = (point.scale or 0, f"{scale}{_values(point.values)}".rstrip())
         groups.setdefault(label, []).append(row)
     shown = sorted(groups)[-_SHOWN_COMBINATIONS:]
     if len(shown) < len(groups):
         typer.echo(f"the last {len(shown)} of {len(groups)} combinations; --json prints all")
     header = ("POINTS", "DONE", "STATES", "MEDIAN TIME", "SAMPLES/S", "ACCURACY")
-    print_table(header, [(label[1], *_group(groups[label])) for label in shown])
+    print_table(header, [(label[1], *_cells(groups[label])) for label in shown])
 
 
-def _label(planned: SweepPlan, point: Point) -> str:
-    scale = f"{planned.unit}={point.scale}" if point.scale else ""
-    return " ".join(filter(None, [scale, _values(point.values)]))
-
-
-def _group(rows: Sequence[Row]) -> tuple[str, ...]:
-    """Return the cells of some rows: how many are done, their other states, their medians."""
-    states = Counter(row.state for row in rows)
-    done = states.pop("COMPLETED", 0)
-
+def _cells(rows: Sequence[Row]) -> tuple[str, ...]:
+    """Return how many of some points are done, the states of the others, and their medians."""
     completed = [row for row in rows if row.state == "COMPLETED"]
-    seconds = [row.total_seconds for row in completed if row.total_seconds is not None]
-    rates = [row.samples_per_second for row in completed if row.samples_per_second is not None]
-    accuracies = [row.accuracy for row in completed if row.accuracy is not None]
+
+    def middle(name: str, text: Callable[[float], str]) -> str:
+        values = [value for row in completed if (value := getattr(row, name)) is not None]
+        return text(median(values)) if values else "-"
+
     return (
-        f"{done}/{len({row.point for row in rows})}",
-        ", ".join(f"{number} {state}" for state, number in states.items()) or "-",
-        seconds_text(median(seconds)) if seconds else "-",
-        f"{median(rates):.4g}" if rates else "-",
-        f"{median(accuracies):.4f}" if accuracies else "-",
+        f"{len(completed)}/{len(rows)}",
+        ", ".join(_states(Counter(row.state for row in rows if row.state != "COMPLETED"))) or "-",
+        middle("total_seconds", seconds_text),
+        middle("samples_per_second", "{:.4g}".format),
+        middle("accuracy", "{:.4f}".format),
     )

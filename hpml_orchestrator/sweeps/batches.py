@@ -1,36 +1,56 @@
-"""A batch: points of one shape that go out as one job array, with one call of sbatch.
+"""A batch: points of one shape that go out as one job array, and what becomes of its tasks.
 
 `batches/<number>.json` names its points and the id of its submission before anything else happens.
 It is created exclusively, so whoever continues a sweep after a kill continues that very batch; the
-submission itself is made exactly once by `runs/`.
+submission itself is made exactly once by `runs/`. Afterwards a task whose own record says COMPLETED
+is over without asking; for the rest there is one question for all.
 """
 
 from __future__ import annotations
 
+import contextlib
 import shlex
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
 from hpml_orchestrator.errors import InputError, SchedulerError, SchedulerUnavailable
-from hpml_orchestrator.records.files import create_json, read_json, write_text
+from hpml_orchestrator.records.files import create_json, read_json, read_text_or_nothing, write_text
 from hpml_orchestrator.records.ids import new_id
 from hpml_orchestrator.records.store import Store, Submission
 from hpml_orchestrator.runs.after import outstanding
 from hpml_orchestrator.runs.prepare import prepare, render_job
+from hpml_orchestrator.runs.state import State, run_of
+from hpml_orchestrator.runs.status import UNREADABLE, states
 from hpml_orchestrator.runs.submit import resume, submit
+from hpml_orchestrator.scheduler.model import JobState
 from hpml_orchestrator.script.template import variable
-from hpml_orchestrator.sweeps.plan import Point, job_of, site_of
+from hpml_orchestrator.sweeps.plan import Point, directory_of, job_of, site_of
+from hpml_orchestrator.sweeps.rows import Row
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable, Collection, Container, Iterator, Mapping, Sequence
 
+    from hpml_orchestrator.runs.backend import Backends
     from hpml_orchestrator.scheduler.model import Scheduler
     from hpml_orchestrator.sweeps.plan import SweepPlan
 
-__all__ = ["Batch", "Task", "create_batch", "read_batches", "send"]
+__all__ = [
+    "Batch",
+    "Task",
+    "ask_to_stop",
+    "completed",
+    "create_batch",
+    "evaluations",
+    "query",
+    "read_batches",
+    "send",
+    "stop_asked_at",
+    "with_trials",
+]
 
-_POINTS_FILE = "points.sh"
+_LOST_SECONDS = 600.0
+_RECORDED = ("sid", "shape", "throttle", "created")
 
 
 @dataclass(frozen=True)
@@ -46,29 +66,48 @@ class Task:
         return self.point.number, self.start
 
 
-@dataclass(frozen=True)
+@dataclass
 class Batch:
-    """Tasks that are submitted together, by array index.
+    """Tasks that are submitted together, by array index from 0.
 
-    Attributes:
-        number: its place among the sweep's batches, from 0.
-        sid: id of its submission, which need not exist yet.
-        shape: number of the shape of all its points.
-        throttle: how many of its tasks may run at once; None for as many as fit.
-        created: seconds since the epoch.
-        tasks: by array index, from 0.
+    The scheduler's answer, `job_id` or `refusal`, is empty while it is not known.
     """
 
-    number: int
-    sid: str
-    shape: int
-    throttle: int | None
-    created: float
+    number: int  # its place among the sweep's batches, from 0
+    sid: str  # id of its submission, which need not exist yet
+    shape: int  # number of the shape of all its points
+    throttle: int | None  # how many of its tasks may run at once; None for as many as fit
+    created: float  # seconds since the epoch
     tasks: tuple[Task, ...]
+    job_id: str = ""  # of the array
+    refusal: str = ""  # why the scheduler refused it
 
-    def submission(self, store: Store) -> Submission:
-        """Return its submission, whose directory need not exist."""
-        return Submission(store.submissions_dir / self.sid)
+    def submission(self, store: Store, index: int | None = None) -> Submission:
+        """Return its submission, or one task of it; the directory need not exist."""
+        return Submission(store.submissions_dir / self.sid, index)
+
+    def read_answer(self, store: Store) -> None:
+        """Read the scheduler's answer, where it is recorded."""
+        submission = self.submission(store)
+        self.job_id = str((submission.job() or {}).get("job_id", ""))
+        if not self.job_id:
+            self.refusal = str((submission.refused() or {}).get("reason", ""))
+
+    def indices(self, keys: Container[tuple[int, int]]) -> list[int]:
+        """Return the array indices of its tasks that are among these; none if it was refused."""
+        if self.refusal:
+            return []
+        return [index for index, task in enumerate(self.tasks) if task.key in keys]
+
+    def rows(self) -> dict[tuple[int, int], Row]:
+        """Return the rows of its tasks before anything is known of them; none if it was refused."""
+        state, job = ("PENDING", f"{self.job_id}_{{}}") if self.job_id else ("WAITING", "")
+        return {
+            task.key: Row(
+                *task.key, f"{self.sid}.{index}", job.format(index), state, queued=self.created
+            )
+            for index, task in enumerate(() if self.refusal else self.tasks)
+        }
 
 
 def read_batches(directory: Path, plan: SweepPlan, start: int = 0) -> list[Batch]:
@@ -81,9 +120,18 @@ def read_batches(directory: Path, plan: SweepPlan, start: int = 0) -> list[Batch
         tasks = tuple(
             Task(chosen.get(point) or plan.points[point], start) for point, start in record["tasks"]
         )
-        known = {name: record[name] for name in ("sid", "shape", "throttle", "created")}
+        known = {name: record[name] for name in _RECORDED}
         batches.append(Batch(number, tasks=tasks, **known))
     return batches
+
+
+def with_trials(store: Store, plan: SweepPlan) -> SweepPlan:
+    """Return the plan with the points that a search has chosen so far, which are in its batches."""
+    if not plan.spec.searches:
+        return plan
+    batches = read_batches(directory_of(store, plan.id), plan)
+    points = {task.point.number: task.point for batch in batches for task in batch.tasks}
+    return replace(plan, points=tuple(points[number] for number in sorted(points)))
 
 
 def create_batch(
@@ -91,7 +139,6 @@ def create_batch(
     plan: SweepPlan,
     number: int,
     tasks: Sequence[Task],
-    *,
     throttle: int | None,
     now: float,
 ) -> Batch | None:
@@ -102,20 +149,16 @@ def create_batch(
         earlier ones has to be decided again.
     """
     sid, shape = new_id(plan.name, now=now), tasks[0].point.shape
-    path = directory / "batches" / f"{number}.json"
-    path.parent.mkdir(exist_ok=True)
+    batch = Batch(number, sid, shape, throttle, now, tuple(tasks))
     record = {
-        "sid": sid,
-        "shape": shape,
-        "throttle": throttle,
-        "created": now,
+        **{name: getattr(batch, name) for name in _RECORDED},
         "tasks": [task.key for task in tasks],
         # The plan has all points but those of a search.
         "chosen": [] if plan.points else [asdict(task.point) for task in tasks],
     }
-    if not create_json(path, record):
-        return None
-    return Batch(number, sid, shape, throttle, now, tuple(tasks))
+    path = directory / "batches" / f"{number}.json"
+    path.parent.mkdir(exist_ok=True)
+    return batch if create_json(path, record) else None
 
 
 def send(
@@ -123,14 +166,10 @@ def send(
     plan: SweepPlan,
     batch: Batch,
     scheduler: Scheduler,
-    *,
     environment: Mapping[str, str],
     clock: Callable[[], float],
-) -> str | None:
-    """Submit a batch, or find out what became of its submission; never waits.
-
-    Returns:
-        The id of its array; None where the scheduler refused it, as its submission records.
+) -> None:
+    """Submit a batch, or find out what became of its submission, and read the answer.
 
     Raises:
         InputError: its job cannot be rendered.
@@ -141,21 +180,20 @@ def send(
     try:
         if not submission.directory.is_dir():
             _prepare(store, plan, batch, environment, now=clock())
-            return submit(submission, scheduler, environment=environment, clock=clock)
-        return resume(
-            store,
-            submission,
-            scheduler,
-            environment=environment,
-            clock=clock,
-            notice=_do_not_wait,
-        )
-    except SchedulerUnavailable:
-        raise
+            submit(submission, scheduler, environment=environment, clock=clock)
+        else:
+            resume(
+                store,
+                submission,
+                scheduler,
+                environment=environment,
+                clock=clock,
+                notice=_do_not_wait,
+            )
     except (InputError, SchedulerError):
         if submission.refused() is None:
             raise
-        return None
+    batch.read_answer(store)
 
 
 def _do_not_wait(reason: str) -> NoReturn:
@@ -179,7 +217,7 @@ def _prepare(
         after=outstanding(store, resolved.job.after, backend=plan.backend),
         now=now,
         sid=batch.sid,
-        fill=lambda directory: write_text(directory / _POINTS_FILE, script),
+        fill=lambda directory: write_text(directory / "points.sh", script),
         record={"sweep": plan.id, "points": [task.point.number for task in batch.tasks]},
     )
 
@@ -194,3 +232,73 @@ def _points_script(plan: SweepPlan, batch: Batch) -> str:
         words = " ".join(f"{name}={shlex.quote(value)}" for name, value in values.items())
         lines.append(f"{index}) export {words} ;;")
     return "\n".join([*lines, "esac", ""])
+
+
+def completed(store: Store, batch: Batch, indices: Collection[int]) -> Iterator[tuple[int, State]]:
+    """Yield index and state of the tasks whose own record says that they completed."""
+    record = batch.submission(store).record()
+    for index in indices:
+        task = batch.submission(store, index)
+        attempt = run_of(task).newest()
+        end = attempt.ended if attempt else None
+        if attempt and end and end.get("state") == JobState.COMPLETED:
+            begun = attempt.started
+            job = {"job_id": f"{batch.job_id}_{index}", "state": "COMPLETED", "over": True}
+            times = {"started": begun.time if begun else None, "ended": float(end["time"])}
+            yield index, State.of(task, record, nodes=attempt.nodes, **job, **times)
+
+
+def query(
+    store: Store, batches: Collection[Batch], backends: Backends, now: Callable[[], float]
+) -> Iterator[tuple[Batch, int, State]]:
+    """Ask the scheduler once and yield the state of every task of the batches.
+
+    A task that nobody has known for ten minutes is over.
+    """
+    submissions = [batch.submission(store) for batch in batches]
+    arrays = states(store, submissions, backends=backends, now=now)
+    for batch, array in zip(batches, arrays, strict=True):
+        for state in array.tasks:
+            index = state.submission.index
+            if index is None or state.state == UNREADABLE:
+                continue
+            over = state.over
+            if state.lost:
+                attempt = state.run.newest()
+                seen = max(batch.created, (attempt.last_written if attempt else None) or 0.0)
+                over = now() - seen > _LOST_SECONDS
+            yield batch, index, replace(state, over=over)
+
+
+def evaluations(task: Submission, metric: str) -> list[tuple[int, float]]:
+    """Return step (the epoch, where it is told) and value of a run's evaluations so far.
+
+    Args:
+        task: one task of an array.
+        metric: a figure of the result; evaluations may call `test_accuracy` just `accuracy`.
+    """
+    attempt = run_of(task).newest()
+    values: dict[int, float] = {}
+    for event in attempt.milestones() if attempt else ():
+        data = event.data
+        value = data.get(metric, data.get(metric.removeprefix("test_")))
+        if event.event == "evaluation" and not data.get("final") and value is not None:
+            step = data.get("epoch", data.get("step", len(values) + 1))
+            values[int(step)] = float(value)
+    return sorted(values.items())
+
+
+def ask_to_stop(task: Submission, now: float) -> float:
+    """Ask a run to stop at its next step, by a file that says since when; return that."""
+    attempt, asked_at = run_of(task).newest(), stop_asked_at(task)
+    if attempt is not None and asked_at is None:
+        write_text(attempt.directory / "stop", f"{now}\n")
+    return now if asked_at is None else asked_at
+
+
+def stop_asked_at(task: Submission) -> float | None:
+    """Return when the search asked a run to stop; None where it did not, even if a user did."""
+    attempt = run_of(task).newest()
+    with contextlib.suppress(ValueError):
+        return float(read_text_or_nothing(attempt.directory / "stop") if attempt else "")
+    return None

@@ -8,33 +8,24 @@ import hashlib
 import json
 import math
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from hpml_orchestrator.errors import NotFoundError, RecordError, counted
-from hpml_orchestrator.records.files import (
-    SCHEMA_VERSION,
-    append_line,
-    read_json,
-    read_text_or_nothing,
-)
+from hpml_orchestrator.records.files import read_json, read_text_or_nothing
 from hpml_orchestrator.runs.bound import node_topology
 from hpml_orchestrator.runs.monitored import JOULES_PER_KWH, numbers
 from hpml_orchestrator.runs.summary import Summary, binding_of, summarise
-from hpml_orchestrator.sweeps.batches import read_batches
-from hpml_orchestrator.sweeps.limits import Limits
-from hpml_orchestrator.sweeps.plan import directory_of
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
-    from pathlib import Path
 
-    from hpml_orchestrator.records.store import Attempt, Store, Submission
+    from hpml_orchestrator.records.store import Attempt, Submission
     from hpml_orchestrator.runs.state import State
     from hpml_orchestrator.sweeps.plan import Shape, SweepPlan
 
-__all__ = ["Row", "RowLog", "SchedulerState", "row_of", "rows", "table", "why_stopped"]
+__all__ = ["Row", "row_of"]
 
 _HOUR_SECONDS = 3600.0
 
@@ -43,210 +34,61 @@ _HOUR_SECONDS = 3600.0
 class Row:
     """One start of a point; a retry makes another row. None and empty mean: not known.
 
-    Attributes:
-        point: the point's number in the plan; of a search the trial's.
-        start: 0 for the first start of the point, 1 for its first retry, …
-        run: id of the run, `<sid>.<index>`; job_id: the scheduler's.
-        state: a scheduler's state, or `WAITING` (not submitted yet), `REFUSED`, `PRUNED` (stopped
-            early by the search), `EXCLUDED` (left out by a rule of the sweep).
-        reason: why, in a few words. over: whether nothing more will happen to this start.
-        attempts: starts of the job by Slurm itself (requeues) within this start.
-        queued, started, ended: seconds since the epoch.
-        phases: seconds by name: `queue`, `start-up`, `staging`, `launch`, `rendezvous`, `warm-up`,
-            `training`, `end`, without gaps; `evaluation` and `checkpoint` lie within training.
-        total_seconds: from start to end without the queue: the headline, staging and I/O included.
-        training_seconds: warm-up and training as the program reports them (`train_seconds`).
-        samples_per_second: of all ranks, steady state.
-        data_wait_ratio: share of the step time spent waiting for data.
-        accuracy: on the test set. seconds_to_accuracy: None where the target was not reached.
-        target_accuracy, evaluation_every: the target, and the interval of evaluations (epochs).
-        metric: of a search, the figure that it optimises.
-        batch_per_rank, batch_global, learning_rate, steps, epochs: as the training reported them.
-        world_size: ranks that trained. nodes: node list.
-        gpu_hours, core_hours, node_hours: allocated, over the wall-clock time.
-        energy_kwh: of the GPUs, where measured.
-        gpu_active: mean share of the time in which the GPUs computed, where monitored.
-        binding: its verdict in one line; verified: whether all ranks were bound as planned.
-        oversubscribed: whether there were more ranks than cores of this machine.
-        device: what it computed on. result: all figures that the training reported at its end.
-        code: commit of the code, with `+dirty-<digest>` for uncommitted changes; environment:
-            digest of interpreter, modules and variables. hardware: CPU and GPU model of the nodes.
+    Times are seconds since the epoch. Hours are allocated, over the wall-clock time.
     """
 
-    point: int
-    start: int = 0
-    run: str = ""
-    job_id: str = ""
+    point: int  # the point's number in the plan
+    start: int = 0  # 0 for the first start of the point, 1 for its first retry, …
+    run: str = ""  # id of the run, `<sid>.<index>`
+    job_id: str = ""  # the scheduler's
+    # A scheduler's state, or `WAITING` (not submitted yet), `REFUSED`, `PRUNED` (stopped early by
+    # the search), `EXCLUDED` (left out by a rule of the sweep).
     state: str = "WAITING"
-    reason: str = ""
-    over: bool = False
-    attempts: int = 0
+    reason: str = ""  # why, in a few words
+    over: bool = False  # whether nothing more will happen to this start
+    attempts: int = 0  # starts of the job by Slurm itself (requeues) within this start
     queued: float | None = None
     started: float | None = None
     ended: float | None = None
+    # Seconds by name: the phases of `runs.summary.Phase` without gaps; `evaluation` and
+    # `checkpoint` lie within training.
     phases: Mapping[str, float] = field(default_factory=dict)
+    # From start to end without the queue: the headline, staging and I/O included.
     total_seconds: float | None = None
-    training_seconds: float | None = None
-    samples_per_second: float | None = None
-    data_wait_ratio: float | None = None
-    accuracy: float | None = None
-    seconds_to_accuracy: float | None = None
+    training_seconds: float | None = None  # warm-up and training, as the program reports them
+    samples_per_second: float | None = None  # of all ranks, steady state
+    data_wait_ratio: float | None = None  # share of the step time spent waiting for data
+    accuracy: float | None = None  # on the test set
+    seconds_to_accuracy: float | None = None  # None where the target was not reached
     target_accuracy: float | None = None
-    evaluation_every: float | None = None
-    metric: float | None = None
-    batch_per_rank: int | None = None
+    evaluation_every: float | None = None  # epochs
+    metric: float | None = None  # of a search, the figure that it optimises
+    batch_per_rank: int | None = None  # this and the next four as the training reported them
     batch_global: int | None = None
     learning_rate: float | None = None
     steps: int | None = None
     epochs: int | None = None
-    world_size: int | None = None
-    nodes: str = ""
+    world_size: int | None = None  # ranks that trained
+    nodes: str = ""  # node list
     gpu_hours: float = 0.0
     core_hours: float = 0.0
     node_hours: float = 0.0
-    energy_kwh: float | None = None
-    gpu_active: float | None = None
-    binding: str = ""
-    verified: bool | None = None
-    oversubscribed: bool = False
-    device: str = ""
-    result: Mapping[str, Any] = field(default_factory=dict)
-    code: str = ""
-    environment: str = ""
-    hardware: str = ""
-
-
-_EMPTY = vars(Row(-1))
-
-
-class RowLog:
-    """The rows of what is over, in `rows.jsonl`: each is collected once and never changes.
-
-    Reading goes on where it stopped, so that looking at it often costs little.
-    """
-
-    def __init__(self, path: Path) -> None:
-        self.rows: dict[tuple[int, int], Row] = {}
-        self._path = path
-        self._offset = 0
-        self._torn = False
-
-    def read(self) -> None:
-        """Read what was appended since the last time; a torn line is collected again."""
-        try:
-            with self._path.open("rb") as stream:
-                stream.seek(self._offset)
-                text = stream.read()
-        except FileNotFoundError:
-            return
-        end = text.rfind(b"\n") + 1
-        self._offset += end
-        self._torn = end < len(text)
-        for line in text[:end].splitlines():
-            with contextlib.suppress(ValueError):
-                row = Row(**json.loads(line))
-                self.rows[row.point, row.start] = row
-
-    def append(self, row: Row) -> None:
-        """Add the row of a start that is over."""
-        line = json.dumps(vars(row), separators=(",", ":"), default=str)
-        append_line(self._path, f"\n{line}" if self._torn else line)
-        self._torn = False
-        self.rows[row.point, row.start] = row
-
-
-@dataclass
-class SchedulerState:
-    """What the scheduler said last, in `state.json`.
-
-    Attributes:
-        asked: when it was last asked for the state of jobs, seconds since the epoch.
-        out: rows of what is submitted and not over, by point and start.
-        limits: what it takes at once.
-    """
-
-    asked: float = 0.0
-    out: dict[tuple[int, int], Row] = field(default_factory=dict)
-    limits: Limits = field(default_factory=Limits)
-
-    @classmethod
-    def read(cls, directory: Path) -> SchedulerState:
-        """Read the file; without one nothing is known."""
-        try:
-            record: dict[str, Any] = read_json(directory / "state.json")
-        except NotFoundError:
-            return cls()
-        rows = [Row(**row) for row in record["out"]]
-        out = {(row.point, row.start): row for row in rows}
-        return cls(record["asked"], out, Limits(**record["limits"]))
-
-    def to_text(self) -> str:
-        """Return the file's text, on one line: there may be ten thousand rows."""
-        out = [
-            {name: value for name, value in vars(row).items() if value != _EMPTY[name]}
-            for row in self.out.values()
-        ]
-        record = {"asked": self.asked, "limits": vars(self.limits), "out": out}
-        return json.dumps({"schema_version": SCHEMA_VERSION, **record})
-
-
-def rows(store: Store, plan: SweepPlan) -> list[Row]:
-    """Return the rows of a sweep, by point and start; a point that waits has one too.
-
-    Only the sweep's own files are read: what is not over is as of the last tick.
-    """
-    directory = directory_of(store, plan.id)
-    log = RowLog(directory / "rows.jsonl")
-    log.read()
-    tasks = [task.key for batch in read_batches(directory, plan) for task in batch.tasks]
-    out = SchedulerState.read(directory).out
-    return table(plan, log, out, tasks, why_stopped(directory))
-
-
-def table(
-    plan: SweepPlan,
-    log: RowLog,
-    out: Mapping[tuple[int, int], Row],
-    tasks: Iterable[tuple[int, int]],
-    stopped: str,
-) -> list[Row]:
-    """Return the rows of what is over, of what is out and of what waits, by point and start.
-
-    Args:
-        plan: the sweep's.
-        log: what is over.
-        out: rows of what is out.
-        tasks: point and start of all tasks of all batches.
-        stopped: why nothing more is submitted; empty where the sweep goes on.
-    """
-    found = {**out, **log.rows}
-    begun = {point for point, _ in (*found, *tasks)}
-    waiting = [point for point in plan.points if point.number not in begun]
-    keys = [*(key for key in tasks if key not in found), *((point.number, 0) for point in waiting)]
-    excluded = {point.number: point.excluded for point in waiting if point.excluded}
-    for key in keys:
-        reason = excluded.get(key[0], stopped)
-        state = "EXCLUDED" if reason else "WAITING"
-        found[key] = Row(*key, state=state, reason=reason, over=bool(reason))
-    return [found[key] for key in sorted(found)]
-
-
-def why_stopped(directory: Path) -> str:
-    """Return why nothing more of a sweep is submitted; empty where it goes on."""
-    try:
-        return str(read_json(directory / "stopped.json")["reason"])
-    except NotFoundError:
-        return ""
+    energy_kwh: float | None = None  # of the GPUs, where measured
+    gpu_active: float | None = None  # mean share of the time in which the GPUs computed
+    binding: str = ""  # its verdict in one line
+    verified: bool | None = None  # whether all ranks were bound as planned
+    oversubscribed: bool = False  # whether there were more ranks than cores of a machine
+    device: str = ""  # what it computed on
+    result: Mapping[str, Any] = field(default_factory=dict)  # all that the training reported
+    code: str = ""  # commit, with `+dirty-<digest>` for uncommitted changes
+    environment: str = ""  # digest of interpreter, modules and variables
+    hardware: str = ""  # CPU and GPU models of the nodes
 
 
 def row_of(plan: SweepPlan, shape: Shape, key: tuple[int, int], state: State) -> Row:
-    """Return the row of a start that is over, from its run's records.
+    """Return the row of a start that is over, from its run's records and its task's last state.
 
-    Args:
-        plan: the sweep's.
-        shape: of the point.
-        key: numbers of the point and of the start.
-        state: the last state of its task.
+    `key` has the numbers of the point and of the start.
     """
     try:
         summary, attempts = summarise(state), state.run.attempts()
@@ -265,8 +107,9 @@ def row_of(plan: SweepPlan, shape: Shape, key: tuple[int, int], state: State) ->
     hours = (_earlier_seconds(attempts) + max(0.0, took or 0.0)) / _HOUR_SECONDS
     # The script's own clock is finer than the scheduler's.
     own = math.fsum(phase.seconds for phase in summary.phases if phase.name != "queue")
-    per_rank = _whole(told, "batch_size_per_rank")
-    world = _whole(told, "world_size") or summary.world_size or None
+    whole = {name: int(value) for name, value in {**numbers(summary.last_step), **told}.items()}
+    per_rank = whole.get("batch_size_per_rank")
+    world = whole.get("world_size") or summary.world_size or None
     row = Row(
         *key,
         run=state.submission.label,
@@ -290,8 +133,8 @@ def row_of(plan: SweepPlan, shape: Shape, key: tuple[int, int], state: State) ->
         batch_per_rank=per_rank,
         batch_global=per_rank * world if per_rank and world else None,
         learning_rate=told.get("learning_rate"),
-        steps=_whole(told, "steps") or _whole(numbers(summary.last_step), "steps_total"),
-        epochs=_whole(told, "epochs"),
+        steps=whole.get("steps") or whole.get("steps_total"),
+        epochs=whole.get("epochs"),
         world_size=world,
         nodes=state.nodes,
         gpu_hours=hours * shape.gpus,
@@ -304,10 +147,6 @@ def row_of(plan: SweepPlan, shape: Shape, key: tuple[int, int], state: State) ->
     return replace(
         row, **placed, **_monitored(summary), **_described(replace(state.submission, index=None))
     )
-
-
-def _whole(figures: Mapping[str, float], name: str) -> int | None:
-    return int(figures[name]) if name in figures else None
 
 
 def _result_file(state: State) -> dict[str, Any]:

@@ -93,6 +93,8 @@ def loaded_by(shell: Shell, *words: str) -> set[str]:
         ("--help", "pydantic jinja2 ruamel hpml_orchestrator.records hpml_orchestrator.spec"),
         ("list", "jinja2 ruamel rich.table hpml_orchestrator.spec.job hpml_orchestrator.staging"),
         ("status", "jinja2 ruamel rich.table hpml_orchestrator.spec.job hpml_orchestrator.staging"),
+        ("sweep --help", "jinja2 hpml_orchestrator.check hpml_orchestrator.runs.prepare"),
+        ("sweep status", "jinja2 hpml_orchestrator.check hpml_orchestrator.runs.prepare"),
         ("render {job}", "hpml_orchestrator.node.agent hpml_orchestrator.staging"),
         ("run --local {job}", "hpml_orchestrator.node.agent hpml_orchestrator.staging"),
     ],

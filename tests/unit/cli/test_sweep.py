@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -74,6 +75,41 @@ def test_a_detached_sweep_goes_on_by_itself(shell: Shell, job: str) -> None:
     name = started.out.strip()
     shown = shell.hpml("sweep", "status", name, "--watch")
     assert "2 of 2 done" in shown.out
+
+
+def test_a_point_counts_by_its_last_start(shell: Shell) -> None:
+    """It failed, was started again and completed."""
+    command = ["bash", "-c", "[[ -e again ]] || { touch again; exit 3; }"]
+    shell.job("fails", command=command, args=["lr=1"], resources=RESOURCES)
+    sweep = {"base": "fails.yaml", "mode": "grid", "axes": {"lr=": [1]}, "retry": {"FAILED": 1}}
+    (shell.root / "again.yaml").write_text(json.dumps(sweep | {"repeats": 1}))
+    done = shell.hpml("sweep", "run", "again.yaml", "--local")
+    assert done.code == 0, done.err
+    assert "lr=1\t1/1\t-\t" in done.out
+
+
+@pytest.mark.parametrize("command", ["run toy.yaml --grid lr=1,2", "resume", "tick", "report"])
+def test_a_missing_package_is_named_at_once(
+    command: str, swept: list[str], hpml: Hpml, shell: Shell, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not after hours, when the report is due; nothing is planned."""
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    before = sorted((shell.records / "sweeps").iterdir())
+    done = hpml("sweep", *command.split())
+    assert done.refuses(2, "matplotlib", "pip install 'hpml-orchestrator[sweep]'")
+    assert sorted((shell.records / "sweeps").iterdir()) == before
+    assert swept
+
+
+def test_a_full_disk_leaves_no_plan_behind(swept: list[str], shell: Shell) -> None:
+    """Not even a hidden directory: files of this shell may have 4 KiB."""
+    values = ",".join(map(str, range(200)))
+    words = ["sweep", "run", "toy.yaml", "--grid", f"lr={values}", "--local", "--no-check"]
+    before = sorted((shell.records / "sweeps").iterdir())
+    done = shell.bash('ulimit -f 4; "$@"', *words)
+    assert done.refuses(7, "cannot write", "File too large")
+    assert sorted((shell.records / "sweeps").iterdir()) == before
+    assert swept
 
 
 @pytest.mark.parametrize(

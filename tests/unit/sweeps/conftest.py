@@ -19,10 +19,10 @@ from hpml_orchestrator.scheduler.model import JobState, JobStatus, SubmitRequest
 from hpml_orchestrator.spec.array import parse_array
 from hpml_orchestrator.spec.sweep import make_sweep
 from hpml_orchestrator.sweeps import plan as plans
-from hpml_orchestrator.sweeps.controller import Controller, Progress
+from hpml_orchestrator.sweeps.controller import Controller
 from hpml_orchestrator.sweeps.expand import make_plan
-from hpml_orchestrator.sweeps.limits import Limits
-from hpml_orchestrator.sweeps.rows import Row, SchedulerState, rows
+from hpml_orchestrator.sweeps.rows import Row
+from hpml_orchestrator.sweeps.table import Progress, Table
 from hpml_orchestrator.testing import FakeScheduler, Killed
 
 JOB: dict[str, Any] = {
@@ -40,25 +40,16 @@ ARRAY_LIMIT = "Batch job submission failed: Invalid job array specification"
 
 
 class SmallSlurm(FakeScheduler):
-    """A Slurm in memory that refuses what is too much, and runs what it took.
-
-    Attributes:
-        submit_limit: most tasks in the queue; None for no limit.
-        array_limit: MaxArraySize.
-        refusals: what the next calls of sbatch are refused with.
-        ends: the state that each new task ends in, in turn; then COMPLETED.
-        sizes: of the arrays that were accepted.
-        calls: how often each command was run.
-    """
+    """A Slurm in memory that refuses what is too much, and runs what it took."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.submit_limit: int | None = None
-        self.array_limit = 1001
-        self.refusals: list[str] = []
-        self.ends: list[JobState] = []
-        self.sizes: list[int] = []
-        self.calls: Counter[str] = Counter()
+        self.submit_limit = 10**6  # most tasks in the queue
+        self.array_limit = 1001  # MaxArraySize
+        self.refusals: list[str] = []  # what the next calls of sbatch are refused with
+        self.ends: list[JobState] = []  # the end of each new task, in turn; then COMPLETED
+        self.sizes: list[int] = []  # of the arrays that were accepted
+        self.calls: Counter[str] = Counter()  # of each command
 
     def submit(self, request: SubmitRequest) -> str:
         """Refuse it, or take it."""
@@ -69,7 +60,7 @@ class SmallSlurm(FakeScheduler):
         words = self.refusals.pop(0) if self.refusals else ""
         if array.max_index >= self.array_limit:
             words = ARRAY_LIMIT
-        elif self.submit_limit is not None and self.queued + len(array.indices) > self.submit_limit:
+        elif self.queued + len(array.indices) > self.submit_limit:
             words = QOS_LIMIT
         if words:
             lines = "".join(f"sbatch: error: {line}\n" for line in words.split("; "))
@@ -93,14 +84,9 @@ class SmallSlurm(FakeScheduler):
     @property
     def queued(self) -> int:
         """Tasks that are not over."""
-        now = self.clock.time()
+        ages = [(self.clock.now - (job.status.submitted or 0), job) for job in self.jobs.values()]
         return sum(
-            all(
-                now < (job.status.submitted or 0) + after
-                for after, state in job.states
-                if state.over
-            )
-            for job in self.jobs.values()
+            not any(state.over and age >= after for after, state in job.states) for age, job in ages
         )
 
     def run(self, seconds: float = 60.0) -> None:
@@ -130,8 +116,9 @@ class SweepFolder:
         grid = {"mode": "grid", "axes": {"--lr": [0.1, 0.2, 0.3]}, "repeats": 2}
         planned = self.local_plan(job, backend="slurm", now=self.slurm.clock.now, **grid | fields)
         # As if scontrol had told the usual MaxArraySize: there is no scontrol here.
-        state = SchedulerState(limits=Limits(array=1000)).to_text()
-        (plans.directory_of(self.store, planned.id) / "state.json").write_text(state)
+        table = Table(self.store, planned)
+        table.limits.array = 1000
+        table.save()
         return planned
 
     def local_plan(
@@ -182,7 +169,7 @@ class SweepFolder:
 
     def rows(self, planned: plans.SweepPlan) -> list[Row]:
         """Return the sweep's rows."""
-        return rows(self.store, planned)
+        return Table(self.store, planned).rows()
 
     def attempt(self, job_id: str) -> Path:
         """Return the directory of the first attempt of a task's run, made on demand."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import itertools
+import copy
 import os
 import random
 import subprocess
@@ -27,6 +27,14 @@ if TYPE_CHECKING:
     from tests.unit.sweeps.conftest import SweepFolder
 
 TWO_SHAPES = {"axes": {"--lr": [0.1, 0.2], "resources.cpus_per_rank": [1, 2]}}
+TWO_TWICE = {"axes": {"--lr": [0.1], "resources.cpus_per_rank": [1, 2]}}
+FOUR = {"axes": {"--lr": [0.1, 0.2, 0.3, 0.4]}, "repeats": 1}
+TWENTY = {"axes": {"--lr": [index / 100 for index in range(20)]}, "repeats": 1}
+ENDS = [JobState[end] for end in "FAILED TIMEOUT FAILED PREEMPTED FAILED".split()]
+INVALID = "Batch job submission failed: Invalid qos"
+WALL = "QOSMaxWallDurationPerJobLimit; Batch job submission failed: Job violates accounting"
+UNNAMED = "Batch job submission failed: Job violates accounting/QOS policy"
+FIRST = "the scheduler refused the first jobs: "
 SUBMIT_FAULTS = [
     Fault.NONE,
     Fault.UNAVAILABLE,
@@ -36,12 +44,6 @@ SUBMIT_FAULTS = [
     Fault.BOTH_KILLED,
     Fault.KILLED_AFTER,
 ]
-
-
-def arrays(folder: SweepFolder) -> list[str]:
-    """The arrays of all submissions, in the order of submission."""
-    records = [submission.record() for submission in folder.store.submissions()]
-    return [record["job"]["array"] for record in sorted(records, key=lambda one: one["created"])]
 
 
 def states(folder: SweepFolder, plan: SweepPlan) -> Counter[str]:
@@ -93,15 +95,16 @@ def test_a_kill_at_any_write_harms_nothing(
     folder: SweepFolder, monkeypatch: pytest.MonkeyPatch, *, late: bool
 ) -> None:
     """Before and after each rename and link of a whole sweep, in turn."""
-    calls = Counter(left=0)
+    left = -1
 
     def killing(real: Callable[..., Any]) -> Callable[..., Any]:
         def call(*arguments: Any, **named: Any) -> Any:
-            calls["left"] -= 1
-            if calls["left"] == 0 and not late:
+            nonlocal left
+            left -= 1
+            if left == 0 and not late:
                 raise Killed
             result = real(*arguments, **named)
-            if calls["left"] == 0:
+            if left == 0:
                 raise Killed
             return result
 
@@ -110,11 +113,11 @@ def test_a_kill_at_any_write_harms_nothing(
     for name in ("rename", "replace", "link"):
         monkeypatch.setattr(os, name, killing(getattr(os, name)))
     steps = 0
-    while calls["left"] <= 0:
+    while left <= 0:
         steps += 1
         plan = folder.plan(axes={"--lr": [0.1]})
         folder.slurm.jobs.clear()
-        calls["left"] = steps
+        left = steps
         folder.carry_on(plan)
         assert folder.started() == [0, 1], steps
         assert states(folder, plan) == {"COMPLETED": 2}
@@ -133,83 +136,77 @@ def test_a_batch_in_doubt_holds_up_no_other(folder: SweepFolder) -> None:
     assert folder.carry_on(plan).counts == {"COMPLETED": 4}
 
 
-@pytest.mark.parametrize("limit", ["array_limit", "submit_limit"])
-def test_a_batch_is_halved_until_it_fits(folder: SweepFolder, limit: str) -> None:
-    """MaxArraySize bounds the index, so arrays begin at 0; more go out as tasks end."""
-    plan = folder.plan(axes={"--lr": [index / 100 for index in range(20)]}, repeats=1)
-    setattr(folder.slurm, limit, 8)
-    folder.carry_on(plan)
-    assert max(folder.slurm.sizes) <= 8
-    assert folder.started() == list(range(20))
-    assert states(folder, plan) == {"COMPLETED": 20}
-
-
-def test_the_waits_for_a_limit_grow(folder: SweepFolder) -> None:
-    """30 s, 60 s, … and at most 10 minutes, while others of the user fill the queue."""
-    plan = folder.plan(axes={"--lr": [0.1]}, repeats=1)
-    folder.slurm.submit_limit = 0
-    controller, tried = folder.controller(plan), 0
-    waits: list[float] = []
-    while len(waits) < 7:
-        progress = controller.tick()
-        if folder.slurm.calls["sbatch"] > tried:
-            waits.append(folder.slurm.clock.now)
-            tried = folder.slurm.calls["sbatch"]
-            assert progress.waits_for.startswith("QOSMaxSubmitJobPerUserLimit; next try in ")
-        folder.slurm.clock.sleep(max(1.0, progress.next_tick_seconds))
-    gaps = [later - sooner for sooner, later in itertools.pairwise(waits)]
-    assert gaps == pytest.approx([30, 60, 120, 240, 480, 600], abs=2)
-    folder.slurm.submit_limit = None
-    assert folder.carry_on(plan).counts == {"COMPLETED": 1}
-
-
 @pytest.mark.parametrize(
-    ("refusals", "rows", "stopped"),
+    ("fields", "slurm", "rows", "waits_for"),
     [
-        (["Batch job submission failed: Invalid account"], {"REFUSED": 1, "EXCLUDED": 3}, True),
-        (["", "Batch job submission failed: Invalid qos"], {"COMPLETED": 3, "REFUSED": 1}, False),
-        (["QOSMaxWallDurationPerJobLimit; Batch job submission failed: Job violates accounting"],
-         {"REFUSED": 1, "EXCLUDED": 3}, True),
-        (["Batch job submission failed: Job violates accounting/QOS policy"],
-         {"COMPLETED": 4}, False),
+        pytest.param(TWENTY, {"array_limit": 8}, "20 COMPLETED", "", id="MaxArraySize"),
+        pytest.param(TWENTY, {"submit_limit": 8}, "20 COMPLETED", "", id="submit limit"),
+        pytest.param(TWO_TWICE, {"refusals": [INVALID]}, "3 EXCLUDED, 1 REFUSED", FIRST,
+                     id="first refused"),
+        pytest.param(TWO_TWICE, {"refusals": ["", INVALID]}, "3 COMPLETED, 1 REFUSED", "",
+                     id="later refused"),
+        pytest.param(TWO_TWICE, {"refusals": [WALL]}, "3 EXCLUDED, 1 REFUSED", FIRST,
+                     id="other limit"),
+        pytest.param(TWO_TWICE, {"refusals": [UNNAMED]}, "4 COMPLETED", "", id="unnamed limit"),
+        # Every start has its row; what fails too often, or in another way, is left as it is.
+        pytest.param(FOUR | {"retry": {"FAILED": 1}}, {"ends": ENDS},
+                     "2 COMPLETED, 3 FAILED, 1 PREEMPTED, 1 TIMEOUT", "", id="retries"),
+        # A point is promised all of its time limit; what it did not use is free again.
+        pytest.param({"budget": {"core_hours": 5.0}}, {}, "8 COMPLETED", "", id="enough"),
+        pytest.param({"budget": {"core_hours": 1.1}}, {}, "2 COMPLETED, 6 EXCLUDED",
+                     "budget: of 1.1 core-hours", id="core-hours"),
+        pytest.param({"budget": {"gpu_hours": 0.1}}, {}, "8 COMPLETED", "", id="no GPUs"),
+        pytest.param({"budget": {"time": "30:00", "parallel": 1}}, {},
+                     "4 COMPLETED, 4 EXCLUDED", "budget: 30", id="time"),
     ],
-    ids=["first", "later", "other limit", "unnamed limit"],
 )  # fmt: skip
-def test_a_refusal_is_final_but_for_limits(
-    folder: SweepFolder, refusals: list[str], rows: dict[str, int], *, stopped: bool
+def test_how_sweeps_end(
+    folder: SweepFolder, fields: dict[str, Any], slurm: dict[str, Any], rows: str, waits_for: str
 ) -> None:
-    """The row has Slurm's reason; a sweep whose first batch is refused stops."""
-    plan = folder.plan(axes={"--lr": [0.1], "resources.cpus_per_rank": [1, 2]})
-    folder.slurm.refusals = list(refusals)
-    progress = folder.carry_on(plan)
-    assert states(folder, plan) == rows
-    assert ("refused the first jobs" in progress.waits_for) == stopped
-    if "REFUSED" in rows:
-        row = next(row for row in folder.rows(plan) if row.state == "REFUSED")
-        assert row.reason == refusals[-1]
+    """Limits make batches smaller, other refusals are final; budgets and retries are kept."""
+    plan = folder.plan(**TWO_SHAPES | fields)
+    vars(folder.slurm).update(copy.deepcopy(slurm))
+    progress = folder.carry_on(plan, task_seconds=1000.0)
+    states = Counter(row.state for row in folder.rows(plan))
+    assert ", ".join(f"{number} {state}" for state, number in sorted(states.items())) == rows
+    assert progress.waits_for.startswith(waits_for)
+    assert bool(progress.waits_for) == bool(waits_for)
+    assert max(folder.slurm.sizes, default=0) <= 8
     calls = folder.slurm.calls["sbatch"]
     assert folder.controller(plan).tick().finished
     assert folder.slurm.calls["sbatch"] == calls
 
 
-def test_points_are_started_again_as_the_sweep_says(folder: SweepFolder) -> None:
-    """Every start has its row; what fails too often, or in another way, is left as it is."""
-    plan = folder.plan(axes={"--lr": [0.1, 0.2, 0.3, 0.4]}, repeats=1, retry={"FAILED": 1})
-    folder.slurm.ends = [
-        *(JobState.FAILED, JobState.TIMEOUT, JobState.FAILED, JobState.PREEMPTED, JobState.FAILED)
-    ]
-    progress = folder.carry_on(plan)
-    rows = [(row.point, row.start, row.state) for row in folder.rows(plan)]
-    assert rows == [
-        (0, 0, "FAILED"),
-        (0, 1, "FAILED"),
-        (1, 0, "TIMEOUT"),
-        (2, 0, "FAILED"),
-        (2, 1, "COMPLETED"),
-        (3, 0, "PREEMPTED"),
-        (3, 1, "COMPLETED"),
-    ]
-    assert progress.counts == {"FAILED": 1, "TIMEOUT": 1, "COMPLETED": 2}
+def test_a_full_queue_is_tried_again_every_five_minutes(folder: SweepFolder) -> None:
+    """While other jobs of the user fill it."""
+    plan = folder.plan(axes={"--lr": [0.1]}, repeats=1)
+    folder.slurm.submit_limit = 0
+    tried: list[float] = []
+    controller = folder.controller(plan)
+    while len(tried) < 3:
+        progress = controller.tick()
+        assert progress.waits_for.startswith("QOSMaxSubmitJobPerUserLimit; next try in ")
+        if folder.slurm.calls["sbatch"] > len(tried):
+            tried.append(folder.slurm.clock.now)
+        folder.slurm.clock.sleep(max(1.0, progress.next_tick_seconds))
+    assert [tried[1] - tried[0], tried[2] - tried[1]] == pytest.approx([300, 300], abs=2)
+    folder.slurm.submit_limit = 10
+    assert folder.carry_on(plan).counts == {"COMPLETED": 1}
+
+
+def test_a_retry_that_has_to_wait_is_not_forgotten(folder: SweepFolder) -> None:
+    """All points have ended, one is due again, and sbatch may not be called this minute."""
+    budget = {"submits_per_minute": 1}
+    plan = folder.plan(axes={"--lr": [0.1]}, repeats=1, retry={"FAILED": 1}, budget=budget)
+    folder.slurm.ends = [JobState.FAILED]
+    controller = folder.controller(plan)
+    controller.tick()
+    folder.slurm.run(1.0)
+    folder.slurm.clock.sleep(40)
+    progress = controller.tick()
+    assert (progress.done, progress.finished) == (0, False)
+    assert progress.waits_for == "at most 1 submission per minute"
+    assert folder.carry_on(plan).counts == {"COMPLETED": 1}
 
 
 def test_a_sweep_whose_first_points_fail_stops(folder: SweepFolder) -> None:
@@ -234,33 +231,13 @@ def test_a_sweep_whose_first_points_fail_stops(folder: SweepFolder) -> None:
     assert folder.carry_on(plan).counts == {"FAILED": 4, "COMPLETED": 8}
 
 
-@pytest.mark.parametrize(
-    ("budget", "rows"),
-    [
-        ({"core_hours": 3.0}, {"COMPLETED": 8}),
-        ({"core_hours": 1.1}, {"COMPLETED": 2, "EXCLUDED": 6}),
-        ({"gpu_hours": 0.1}, {"COMPLETED": 8}),
-        ({"time": "30:00", "parallel": 2}, {"COMPLETED": 4, "EXCLUDED": 4}),
-    ],
-    ids=["enough", "spent", "no gpus", "time"],
-)
-def test_a_budget_is_kept(
-    folder: SweepFolder, budget: dict[str, Any], rows: dict[str, int]
-) -> None:
-    """A point is promised all of its time limit; what it did not use is free again."""
-    plan = folder.plan(budget=budget, **TWO_SHAPES)
-    progress = folder.carry_on(plan, task_seconds=2000.0 if "time" in budget else 600.0)
-    assert states(folder, plan) == rows
-    assert progress.finished
-    if "EXCLUDED" in rows:
-        assert progress.waits_for.startswith("budget: ")
-
-
 def test_points_in_parallel(folder: SweepFolder) -> None:
     """The throttles of the arrays that are out never allow more than the sweep says."""
     plan = folder.plan(**TWO_SHAPES, repeats=3, budget={"parallel": 3})
     folder.carry_on(plan)
-    throttles = [parse_array(array).limit for array in arrays(folder)]
+    records = [submission.record() for submission in folder.store.submissions()]
+    records.sort(key=lambda record: float(record["created"]))
+    throttles = [parse_array(record["job"]["array"]).limit for record in records]
     assert sum(filter(None, throttles[:2])) <= 3
     assert None not in throttles
     assert folder.started() == list(range(12))
@@ -270,35 +247,36 @@ def test_calls_of_sbatch_are_spaced(folder: SweepFolder) -> None:
     """So many per minute, of whatever process."""
     axes = {"resources.cpus_per_rank": list(range(1, 9))}
     plan = folder.plan(axes=axes, repeats=1, budget={"submits_per_minute": 3})
-    for calls in (3, 3, 6):
+    for seconds, calls in ((0, 3), (30.5, 3), (30.5, 6)):
+        folder.slurm.clock.sleep(seconds)
         progress = folder.controller(plan).tick()
         assert folder.slurm.calls["sbatch"] == calls
-        if calls == 3:
-            assert progress.waits_for == "at most 3 submissions per minute"
-            folder.slurm.clock.sleep(30.5)
-    folder.carry_on(plan)
-    assert folder.started() == list(range(8))
+        assert progress.waits_for == "at most 3 submissions per minute"
 
 
-def test_only_one_controller_works(folder: SweepFolder) -> None:
+@pytest.mark.parametrize(
+    ("owner", "seconds", "works"),
+    [
+        ({}, 0, False),
+        ({"hostname": "other"}, 60, False),
+        ({"hostname": "other"}, 100, True),
+        ({"start_ticks": 1}, 0, True),
+    ],
+    ids=["alive", "other host", "silent", "dead"],
+)
+def test_only_one_controller_works(
+    folder: SweepFolder, owner: dict[str, Any], seconds: float, *, works: bool
+) -> None:
     """Another one reads, until the first is dead or has given no sign of life for 90 s."""
     plan = folder.plan()
-    now = folder.slurm.clock.now
-    alive = asdict(this_owner(plan.id, pid=1))
-    for number, (owner, renewed, works) in enumerate(
-        [
-            (alive, now, False),
-            (alive | {"hostname": "other"}, now - 60, False),
-            (alive | {"hostname": "other"}, now - 100, True),
-            (alive | {"start_ticks": 1}, now, True),
-        ]
-    ):
-        lease = directory_of(folder.store, plan.id) / f"controller.{9 * number}.json"
-        write_json(lease, owner | {"renewed": renewed})
-        progress = folder.controller(plan).tick()
-        assert (progress.waits_for == "") == works
-        assert works or (progress.next_tick_seconds > 0 and f"{owner['pid']}" in progress.waits_for)
-        assert (folder.slurm.calls["sbatch"] > 0) == works
+    lease = asdict(this_owner(plan.id, pid=1)) | owner
+    renewed = folder.slurm.clock.now - seconds
+    path = directory_of(folder.store, plan.id) / "controller.9.json"
+    write_json(path, lease | {"renewed": renewed})
+    progress = folder.controller(plan).tick()
+    assert ("process 1 on" not in progress.waits_for) == works
+    assert progress.next_tick_seconds > 0
+    assert folder.slurm.calls["sbatch"] == works
 
 
 def test_a_local_sweep_stays_on_its_machine(folder: SweepFolder) -> None:
@@ -314,10 +292,7 @@ def test_cancel_and_resume(folder: SweepFolder) -> None:
     folder.controller(plan).tick()
     folder.slurm.run()
     outcomes = cancel(folder.store, plan, backends=lambda _name, _host: folder.slurm)
-    assert [outcome.partition(": ")[2] for outcome in outcomes] == [
-        "cancelled job 1",
-        "cancelled job 2",
-    ]
+    assert [one["outcome"] for one in outcomes] == ["cancelled job 1", "cancelled job 2"]
     calls = folder.slurm.calls["sbatch"]
     folder.slurm.clock.sleep(60)
     progress = folder.carry_on(plan)
@@ -385,7 +360,8 @@ def test_a_search_is_carried_on_by_the_next_controller(folder: SweepFolder) -> N
             continue
         if progress.finished:
             break
-        running = [job_id for job_id in folder.slurm.jobs if not done(folder, job_id)]
+        jobs = {job_id: folder.attempt(job_id) / "ended.json" for job_id in folder.slurm.jobs}
+        running = [job_id for job_id, end in jobs.items() if not end.exists()]
         assert len(running) <= 3
         for number, job_id in enumerate(running[:2]):
             folder.report(job_id, test_accuracy=0.1 * number)
@@ -393,11 +369,6 @@ def test_a_search_is_carried_on_by_the_next_controller(folder: SweepFolder) -> N
     assert folder.started() == list(range(7))
     assert progress.counts == {"COMPLETED": 7}
     assert {row.metric for row in folder.rows(plan)} <= {0.0, 0.1}
-
-
-def done(folder: SweepFolder, job_id: str) -> bool:
-    """Whether a task has recorded its end."""
-    return (folder.attempt(job_id) / "ended.json").exists()
 
 
 def test_a_hopeless_trial_is_asked_to_stop(folder: SweepFolder) -> None:

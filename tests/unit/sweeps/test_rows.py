@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from hpml_orchestrator.sweeps.controller import Controller, progress
+from hpml_orchestrator.sweeps.controller import Controller
+from hpml_orchestrator.sweeps.table import Table
 from tests.patience import eventually
 
 if TYPE_CHECKING:
@@ -41,7 +42,7 @@ def test_a_local_sweep(folder: SweepFolder) -> None:
     environment = {"PATH": os.environ["PATH"], "HOME": str(folder.root)}
     controller = Controller(folder.store, plan, environment=environment)
     eventually(lambda: controller.tick().finished, pause=0.1)
-    found = progress(folder.store, plan)
+    found = Table(folder.store, plan).progress()
     assert (found.done, found.counts) == (4, {"COMPLETED": 2, "FAILED": 2})
     assert found.finished
     rows = folder.rows(plan)
@@ -108,19 +109,18 @@ def test_a_row_is_collected_once(folder: SweepFolder) -> None:
 
 
 def test_rows_of_what_is_not_over(folder: SweepFolder) -> None:
-    """Excluded, waiting, pending and running points, as of the last tick."""
-    rules = [{"--lr": 0.3}]
-    plan = folder.plan(exclude=rules, budget={"parallel": 2}, repeats=1)
-    excluded = [row for row in folder.rows(plan) if row.state == "EXCLUDED"]
-    assert len(excluded) == 1
-    assert excluded[0].reason
-    assert excluded[0].over
+    """Excluded, pending and running points, as of the last tick."""
+    plan = folder.plan(exclude=[{"--lr": 0.3}], budget={"parallel": 2}, repeats=1)
     controller = folder.controller(plan)
-    controller.tick()
-    assert {row.state for row in folder.rows(plan)} == {"EXCLUDED", "PENDING"}
-    folder.slurm.run(1000.0)
-    folder.slurm.clock.sleep(40)
-    controller.tick()
-    running = [row for row in folder.rows(plan) if row.state == "RUNNING"]
-    assert [row.job_id for row in running] == ["1_0", "1_1"]
-    assert all(row.started and not row.over for row in running)
+    for state in ("WAITING", "PENDING", "RUNNING"):
+        rows = {row.point: row for row in folder.rows(plan)}
+        excluded = [rows.pop(point.number) for point in plan.points if point.excluded]
+        assert [(row.state, row.over, bool(row.reason)) for row in excluded] == [
+            ("EXCLUDED", True, True)
+        ]
+        assert {row.state for row in rows.values()} == {state}
+        controller.tick()
+        folder.slurm.run(1000.0)
+        folder.slurm.clock.sleep(40)
+    assert sorted(row.job_id for row in rows.values()) == ["1_0", "1_1"]
+    assert all(row.started and not row.over for row in rows.values())

@@ -1,0 +1,190 @@
+"""The table of a sweep: a row for each start of each point, and how far the sweep is.
+
+What is over is in `rows.jsonl`: each row is collected once and never changes. What is submitted is
+in `state.json` as the scheduler answered last, and what waits follows from the plan.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from hpml_orchestrator.errors import NotFoundError
+from hpml_orchestrator.records.files import SCHEMA_VERSION, append_line, read_json, write_text
+from hpml_orchestrator.sweeps.limits import Limits
+from hpml_orchestrator.sweeps.plan import directory_of
+from hpml_orchestrator.sweeps.rows import Row
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from hpml_orchestrator.records.store import Store
+    from hpml_orchestrator.sweeps.plan import SweepPlan
+
+__all__ = ["FINE", "Progress", "Table", "read_mark"]
+
+FINE = ("COMPLETED", "PRUNED")
+"""The states of points that ended well."""
+
+_EMPTY = vars(Row(-1))
+
+
+@dataclass(frozen=True)
+class Progress:
+    """How far a sweep is."""
+
+    counts: Mapping[str, int] = field(default_factory=dict)  # points by state of their last start
+    done: int = 0  # points that are over
+    total: int = 0  # all that are not excluded
+    gpu_hours: float = 0.0  # spent so far, by what is over
+    core_hours: float = 0.0
+    # Until all points are over, at the rate so far; None where not known.
+    eta_seconds: float | None = None
+    waits_for: str = ""  # in a sentence; empty where nothing holds the sweep up
+    finished: bool = False  # whether nothing more will happen by itself
+    next_tick_seconds: float = 0.0  # when to look again
+
+    @property
+    def failed(self) -> int:
+        """Points that are over, or never will be, and did not end well."""
+        return self.total - sum(self.counts.get(state, 0) for state in FINE)
+
+
+class Table:
+    """The rows of a sweep, and what its scheduler said last.
+
+    Attributes:
+        directory: of the sweep's records.
+        over: the starts that are over, by point and start.
+        out: those that are submitted, or about to be, and not over.
+        limits: what the scheduler takes at once.
+        asked: when it was last asked for the state of jobs, seconds since the epoch.
+    """
+
+    def __init__(self, store: Store, plan: SweepPlan) -> None:
+        self.directory = directory_of(store, plan.id)
+        self.over: dict[tuple[int, int], Row] = {}
+        self.out: dict[tuple[int, int], Row] = {}
+        self.limits, self.asked = Limits(), 0.0
+        self._plan, self._saved = plan, self._state()
+        self._offset, self._torn = 0, False
+        self.read()
+
+    def read(self) -> None:
+        """Read what was written since the last time."""
+        self._read_rows()
+        state: Mapping[str, Any] = read_mark(self.directory / "state.json")
+        if state:
+            self.limits, self.asked = Limits(**state["limits"]), state["asked"]
+            rows = [Row(**row) for row in state["out"]]
+            self.out = {(row.point, row.start): row for row in rows}
+            self._saved = state
+
+    def _read_rows(self) -> None:
+        """Read the lines after those that are known; a torn one is collected again."""
+        try:
+            with (self.directory / "rows.jsonl").open("rb") as stream:
+                stream.seek(self._offset)
+                text = stream.read()
+        except FileNotFoundError:
+            return
+        end = text.rfind(b"\n") + 1
+        self._offset += end
+        self._torn = end < len(text)
+        for line in text[:end].splitlines():
+            with contextlib.suppress(ValueError):
+                row = Row(**json.loads(line))
+                self.over[row.point, row.start] = row
+
+    def _state(self) -> Mapping[str, Any]:
+        out = [
+            {name: value for name, value in vars(row).items() if value != _EMPTY[name]}
+            for row in self.out.values()
+        ]
+        known = {"asked": self.asked, "limits": asdict(self.limits), "out": out}
+        return {"schema_version": SCHEMA_VERSION, **known}
+
+    def save(self) -> None:
+        """Write `state.json` if it has changed: on one line, there may be ten thousand rows."""
+        state = self._state()
+        if state != self._saved:
+            write_text(self.directory / "state.json", json.dumps(state))
+            self._saved = state
+
+    def end(self, row: Row) -> None:
+        """Add the row of a start that is over."""
+        line = json.dumps(vars(row), separators=(",", ":"), default=str)
+        append_line(self.directory / "rows.jsonl", f"\n{line}" if self._torn else line)
+        self._torn = False
+        self.over[row.point, row.start] = row
+        self.out.pop((row.point, row.start), None)
+
+    def stopped(self) -> str:
+        """Return why nothing more is submitted; empty where the sweep goes on."""
+        return str(read_mark(self.directory / "stopped.json").get("reason", ""))
+
+    def resumed(self) -> float:
+        """Return when the sweep was resumed after a stop, seconds since the epoch; 0: never."""
+        return float(read_mark(self.directory / "resumed.json").get("time", 0.0))
+
+    def retries(self) -> list[tuple[int, int]]:
+        """Return the starts that are due of points that ended: numbers of point and start."""
+        retry, resumed = self._plan.sweep["retry"], self.resumed()
+        counts = Counter((row.point, row.state) for row in self.over.values())
+        last = {point: row for (point, _), row in sorted(self.over.items())}
+        due = []
+        for point, row in last.items():
+            allowed = counts[point, row.state] <= retry.get(row.state, 0)
+            with_sweep = row.state == "CANCELLED" and (row.queued or 0.0) < resumed
+            if (allowed or with_sweep) and (point, row.start + 1) not in self.out:
+                due.append((point, row.start + 1))
+        return due
+
+    def rows(self) -> list[Row]:
+        """Return the rows of what is over, out or waiting, by point and start."""
+        stopped = self.stopped()
+        found = {key: row for key, row in self.out.items() if row.job_id or not stopped}
+        found |= self.over
+        if not stopped:
+            found |= {key: Row(*key) for key in self.retries()}
+        for point in self._plan.points:
+            key, reason = (point.number, 0), point.excluded or stopped
+            if key not in found:
+                state = "EXCLUDED" if reason else "WAITING"
+                found[key] = Row(*key, state=state, reason=reason, over=bool(reason))
+        return [found[key] for key in sorted(found)]
+
+    def progress(self, waits_for: str = "") -> Progress:
+        """Return how far the sweep is, as of the last tick; `waits_for` as in `Progress`."""
+        rows, stopped = self.rows(), self.stopped()
+        last = {row.point: row for row in rows}
+        planned = [row for row in last.values() if row.state != "EXCLUDED"]
+        out = any(row.job_id and not row.over for row in rows)
+        spec = self._plan.spec
+        trials = spec.search.trials * spec.count if spec.searches else 0
+        done, total = sum(row.over for row in planned), max(trials, len(planned))
+        ran = [(row.started, row.ended) for row in planned if row.started and row.ended]
+        took = max(end for _, end in ran) - min(start for start, _ in ran) if ran else None
+        return Progress(
+            counts=dict(Counter(row.state for row in last.values())),
+            done=done,
+            total=total,
+            gpu_hours=sum(row.gpu_hours for row in rows),
+            core_hours=sum(row.core_hours for row in rows),
+            eta_seconds=None if took is None else took / len(ran) * (total - done),
+            waits_for=stopped or waits_for,
+            finished=done == total or bool(stopped and not out),
+        )
+
+
+def read_mark(path: Path) -> Mapping[str, Any]:
+    """Read a record that need not be there; empty where it is not."""
+    try:
+        record: Mapping[str, Any] = read_json(path)
+    except NotFoundError:
+        return {}
+    return record
