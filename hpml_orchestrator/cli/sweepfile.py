@@ -133,7 +133,7 @@ def check_plan(planned: SweepPlan, store: Store) -> None:
         found = check_rendered(rendered, planned.backend, store, walk_seconds=1.0)
         if found.errors:
             fault = refusal(found.errors)
-            values = [f"{name or 'resumed'} = {value}" for name, value in shape.fixed.items()]
+            values = [f"{name} = {value}" for name, value in shape.fixed.items()]
             where = ", ".join(values)
             fault.hint = f"at {where}; {fault.hint}" if where else fault.hint
             raise fault
