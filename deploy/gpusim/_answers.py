@@ -33,9 +33,21 @@ GpuInstanceId Attributes AccountingMode SupportedEventTypes""".split()
 _FUTURE = 1 << 62  # microseconds: no sample is newer
 
 
+_WITH_ARGUMENTS = f"""
+Temperature:0 Temperature:1 TemperatureV:0 TemperatureThreshold:1 ClockInfo:1 ClockInfo:9
+TotalEccErrors:1:0 ViolationStatus:0 ViolationStatus:7 PcieThroughput:0 CpuAffinity:4
+MemoryAffinity:1:0 NvLinkState:0 NvLinkState:17 Samples:1:{_FUTURE} ProcessUtilization:{_FUTURE}
+MigDeviceHandleByIndex:0 DeviceHandleFromMigDeviceHandle""".split()
+
+
 def _raw(name: str, *arguments: Any) -> int:
     code: int = n._nvmlGetFunctionPointer(name)(*arguments)  # noqa: SLF001 - no public way
     return code
+
+
+def _getter(call: str) -> Callable[[Any], Any]:
+    name, *arguments = call.split(":")
+    return lambda handle: getattr(n, f"nvmlDeviceGet{name}")(handle, *map(int, arguments))
 
 
 def _list_without_buffer(name: str, handle: Any) -> list[Any]:
@@ -75,30 +87,12 @@ def _old_memory(handle: Any) -> int:
 
 _COMPUTE = "nvmlDeviceGetComputeRunningProcesses"
 QUESTIONS: dict[str, Callable[[Any], Any]] = {
-    **{f"nvmlDeviceGet{name}": getattr(n, f"nvmlDeviceGet{name}") for name in _PLAIN},
-    "temperature": lambda h: n.nvmlDeviceGetTemperature(h, 0),
-    "temperature, sensor 1": lambda h: n.nvmlDeviceGetTemperature(h, 1),
-    "temperature, newer form": lambda h: n.nvmlDeviceGetTemperatureV(h, 0),
-    "slowdown threshold": lambda h: n.nvmlDeviceGetTemperatureThreshold(h, 1),
-    "SM clock": lambda h: n.nvmlDeviceGetClockInfo(h, 1),
-    "clock 9": lambda h: n.nvmlDeviceGetClockInfo(h, 9),
+    **{f"nvmlDeviceGet{call}": _getter(call) for call in _PLAIN + _WITH_ARGUMENTS},
     "memory, second form": lambda h: n.nvmlDeviceGetMemoryInfo(h, n.nvmlMemory_v2),
     "memory, wrong version": _old_memory,
-    "ECC errors": lambda h: n.nvmlDeviceGetTotalEccErrors(h, 1, 0),
-    "violation, power": lambda h: n.nvmlDeviceGetViolationStatus(h, 0),
-    "violation, policy 7": lambda h: n.nvmlDeviceGetViolationStatus(h, 7),
-    "PCIe throughput": lambda h: n.nvmlDeviceGetPcieThroughput(h, 0),
-    "CPU affinity": lambda h: n.nvmlDeviceGetCpuAffinity(h, 4),
-    "memory affinity": lambda h: n.nvmlDeviceGetMemoryAffinity(h, 1, 0),
-    "NVLink state": lambda h: n.nvmlDeviceGetNvLinkState(h, 0),
-    "NVLink state, link 17": lambda h: n.nvmlDeviceGetNvLinkState(h, 17),
     "processes without a buffer": lambda h: _list_without_buffer(f"{_COMPUTE}_v3", h),
     "samples": lambda h: n.nvmlDeviceGetSamples(h, 1, 0)[0],
-    "samples of the future": lambda h: n.nvmlDeviceGetSamples(h, 1, _FUTURE),
-    "shares of the future": lambda h: n.nvmlDeviceGetProcessUtilization(h, _FUTURE),
-    "first MIG device": lambda h: n.nvmlDeviceGetMigDeviceHandleByIndex(h, 0),
     "MIG handle": lambda h: n.nvmlDeviceIsMigDeviceHandle(h).value,
-    "parent of a GPU": n.nvmlDeviceGetDeviceHandleFromMigDeviceHandle,
     "event within 10 ms": _wait,
     "GPM support": lambda h: n.nvmlGpmQueryDeviceSupport(h).isSupportedDevice,
     "GPM metrics": _gpm,

@@ -26,68 +26,41 @@ static const struct rule {
     double scale;
     enum value_type type;
 } rules[] = {
-    {1, VALUE, "ecc_mode", 1, UNSIGNED_INT},
-    {2, VALUE, "ecc_mode", 1, UNSIGNED_INT},
-    {3, ECC, "ecc_vol_cor", 1, UNSIGNED_LONG_LONG},
-    {4, ECC, "ecc_vol_unc", 1, UNSIGNED_LONG_LONG},
-    {5, ECC, "ecc_agg_cor", 1, UNSIGNED_LONG_LONG},
-    {6, ECC, "ecc_agg_unc", 1, UNSIGNED_LONG_LONG},
-    {29, VALUE, "retired_sbe", 1, UNSIGNED_LONG_LONG},
-    {30, VALUE, "retired_dbe", 1, UNSIGNED_LONG_LONG},
-    {31, VALUE, "retired_pending", 1, UNSIGNED_LONG_LONG},
-    {38, LINKS_VALUE, "nvlink_crc", 1, UNSIGNED_LONG_LONG},
-    {52, LINKS_VALUE, "nvlink_replay", 1, UNSIGNED_LONG_LONG},
-    {59, LINKS_VALUE, "nvlink_recovery", 1, UNSIGNED_LONG_LONG},
-    /* counters of time below a limit: nanoseconds */
-    {74, TOTAL, "throttle_sw_power", 1e9, UNSIGNED_LONG_LONG},
-    {75, TOTAL, "throttle_sw_thermal", 1e9, UNSIGNED_LONG_LONG}, /* and that of the hardware */
-    {76, TOTAL, "throttle_sync_boost", 1e9, UNSIGNED_LONG_LONG},
-    {77, TOTAL, "throttle_board_limit", 1e9, UNSIGNED_LONG_LONG},
-    {78, TOTAL, "throttle_low_util", 1e9, UNSIGNED_LONG_LONG},
-    {79, TOTAL, "throttle_reliability", 1e9, UNSIGNED_LONG_LONG},
-    {80, TOTAL, "throttle_app_clocks", 1e9, UNSIGNED_LONG_LONG},
-    {81, TOTAL, "throttle_base_clocks", 1e9, UNSIGNED_LONG_LONG},
-    {82, VALUE, "mem_temp", 1, UNSIGNED_INT},
-    {83, TOTAL, "power", 1000, UNSIGNED_LONG_LONG},
-    {90, VALUE, "nvlink_speed", 1, UNSIGNED_INT},
-    {91, VALUE, "nvlink_links", 1, UNSIGNED_INT},
-    {94, VALUE, "pcie_replay", 1, UNSIGNED_INT},
-    /* data of links in KiB, alone and with the protocol */
-    {138, LINK_TOTAL, "nvlink_tx", 1.0 / 1024, UNSIGNED_LONG_LONG},
-    {139, LINK_TOTAL, "nvlink_rx", 1.0 / 1024, UNSIGNED_LONG_LONG},
-    {140, LINK_TOTAL, "nvlink_tx", 1.0 / 1024, UNSIGNED_LONG_LONG},
-    {141, LINK_TOTAL, "nvlink_rx", 1.0 / 1024, UNSIGNED_LONG_LONG},
-    {142, VALUE, "remapped_cor", 1, UNSIGNED_INT},
-    {143, VALUE, "remapped_unc", 1, UNSIGNED_INT},
-    {144, VALUE, "remapped_pending", 1, UNSIGNED_INT},
-    {145, VALUE, "remapped_failure", 1, UNSIGNED_INT},
-    {161, LINK_VALUE, "nvlink_replay", 1, UNSIGNED_LONG_LONG},
-    {162, LINK_VALUE, "nvlink_recovery", 1, UNSIGNED_LONG_LONG},
-    {163, LINK_VALUE, "nvlink_crc", 1, UNSIGNED_LONG_LONG},
-    {164, LINK_SPEED, "nvlink_speed", 1, UNSIGNED_INT},
-    {165, LINK_STATE, "nvlink_links", 1, UNSIGNED_INT},
-    {185, MEAN, "power", 1000, UNSIGNED_INT},
-    {186, VALUE, "power", 1000, UNSIGNED_INT},
-    {187, VALUE, "power_min", 1000, UNSIGNED_INT},
-    {188, VALUE, "power_max", 1000, UNSIGNED_INT},
-    {189, VALUE, "power_default", 1000, UNSIGNED_INT},
-    {190, VALUE, "power_enforced", 1000, UNSIGNED_INT},
-    {192, VALUE, "power_limit", 1000, UNSIGNED_INT},
-    {197, TOTAL, "pcie_tx", 1, UNSIGNED_LONG_LONG},
-    {198, TOTAL, "pcie_rx", 1, UNSIGNED_LONG_LONG},
-    {202, LINK_TOTAL, "nvlink_tx", 1, UNSIGNED_LONG_LONG}, /* bytes: Blackwell and later */
-    {204, LINK_TOTAL, "nvlink_rx", 1, UNSIGNED_LONG_LONG},
-    {269, TOTAL, "throttle_sw_thermal", 1e9, UNSIGNED_LONG_LONG},
-    {270, TOTAL, "throttle_hw_thermal", 1e9, UNSIGNED_LONG_LONG},
-    {271, TOTAL, "throttle_hw_power_brake", 1e9, UNSIGNED_LONG_LONG},
+#define WORD(field, key, scale) {field, VALUE, key, scale, UNSIGNED_INT}
+#define LONG(field, source, key, scale) {field, source, key, scale, UNSIGNED_LONG_LONG}
+    WORD(1, "ecc_mode", 1), WORD(2, "ecc_mode", 1), WORD(82, "mem_temp", 1), WORD(94, "pcie_replay", 1),
+    WORD(90, "nvlink_speed", 1), WORD(91, "nvlink_links", 1),
+    WORD(142, "remapped_cor", 1), WORD(143, "remapped_unc", 1),
+    WORD(144, "remapped_pending", 1), WORD(145, "remapped_failure", 1),
+    {185, MEAN, "power", 1000, UNSIGNED_INT}, WORD(186, "power", 1000), WORD(187, "power_min", 1000),
+    WORD(188, "power_max", 1000), WORD(189, "power_default", 1000), WORD(190, "power_enforced", 1000),
+    WORD(192, "power_limit", 1000), LONG(83, TOTAL, "power", 1000),
+    LONG(3, ECC, "ecc_vol_cor", 1), LONG(4, ECC, "ecc_vol_unc", 1),
+    LONG(5, ECC, "ecc_agg_cor", 1), LONG(6, ECC, "ecc_agg_unc", 1),
+    LONG(29, VALUE, "retired_sbe", 1), LONG(30, VALUE, "retired_dbe", 1), LONG(31, VALUE, "retired_pending", 1),
+    LONG(197, TOTAL, "pcie_tx", 1), LONG(198, TOTAL, "pcie_rx", 1),
+    /* time below a limit in nanoseconds; 75 is that of software and hardware */
+    LONG(74, TOTAL, "throttle_sw_power", 1e9), LONG(75, TOTAL, "throttle_sw_thermal", 1e9),
+    LONG(76, TOTAL, "throttle_sync_boost", 1e9), LONG(77, TOTAL, "throttle_board_limit", 1e9),
+    LONG(78, TOTAL, "throttle_low_util", 1e9), LONG(79, TOTAL, "throttle_reliability", 1e9),
+    LONG(80, TOTAL, "throttle_app_clocks", 1e9), LONG(81, TOTAL, "throttle_base_clocks", 1e9),
+    LONG(269, TOTAL, "throttle_sw_thermal", 1e9), LONG(270, TOTAL, "throttle_hw_thermal", 1e9),
+    LONG(271, TOTAL, "throttle_hw_power_brake", 1e9),
+    /* data of links in KiB, alone and with the protocol; in bytes with Blackwell and later; errors; speed and state */
+    LONG(138, LINK_TOTAL, "nvlink_tx", 1.0 / 1024), LONG(139, LINK_TOTAL, "nvlink_rx", 1.0 / 1024),
+    LONG(140, LINK_TOTAL, "nvlink_tx", 1.0 / 1024), LONG(141, LINK_TOTAL, "nvlink_rx", 1.0 / 1024),
+    LONG(202, LINK_TOTAL, "nvlink_tx", 1), LONG(204, LINK_TOTAL, "nvlink_rx", 1),
+    LONG(38, LINKS_VALUE, "nvlink_crc", 1), LONG(163, LINK_VALUE, "nvlink_crc", 1),
+    LONG(52, LINKS_VALUE, "nvlink_replay", 1), LONG(161, LINK_VALUE, "nvlink_replay", 1),
+    LONG(59, LINKS_VALUE, "nvlink_recovery", 1), LONG(162, LINK_VALUE, "nvlink_recovery", 1),
+    {164, LINK_SPEED, "nvlink_speed", 1, UNSIGNED_INT}, {165, LINK_STATE, "nvlink_links", 1, UNSIGNED_INT},
 };
 
 static ret_t by_rule(const struct call *call, const struct rule *rule, unsigned link, double *value) {
     enum source source = rule->source;
     double links = number_or(call, "nvlink_links", 0), hardware = 0;
-    if (call->is_mig || (source == ECC && number_or(call, "ecc_mode", 0) < 1) ||
-        (source >= LINK_VALUE && links == 0) || (rule->field >= 202 && rule->field <= 204 &&
-         number_or(call, "nvlink_counts", 0) < 1))
+    if (call->is_mig || (source == ECC && number_or(call, "ecc_mode", 0) < 1) || (source >= LINK_VALUE && links == 0) ||
+        ((rule->field == 202 || rule->field == 204) && number_or(call, "nvlink_counts", 0) < 1))
         return NOT_SUPPORTED;
     if (source >= LINK_VALUE && source != LINKS_VALUE && link != NO_INSTANCE && link >= links)
         return INVALID_ARGUMENT;

@@ -7,27 +7,14 @@
 enum { GPM_VERSION = 1 };
 static const double MEBIBYTES = 1.0 / 1048576;
 
-/* Metric id, the rate in the state, and its name. Rates of PCIe and NVLink are bytes, the others percent. */
+/* Metric id and the rate in the state: bytes of PCIe (20 and later) and of each link (60 and later), else percent. */
 static const struct {
     unsigned id;
-    const char *rate, *name;
+    const char *rate;
 } metrics[] = {
-    {1, "gpm_graphics", "GRAPHICS_UTIL"},
-    {2, "gpm_sm", "SM_UTIL"},
-    {3, "gpm_occupancy", "SM_OCCUPANCY"},
-    {4, "gpm_integer", "INTEGER_UTIL"},
-    {5, "gpm_tensor", "ANY_TENSOR_UTIL"},
-    {6, "gpm_dfma", "DFMA_TENSOR_UTIL"},
-    {7, "gpm_hmma", "HMMA_TENSOR_UTIL"},
-    {9, "gpm_imma", "IMMA_TENSOR_UTIL"},
-    {10, "gpm_dram", "DRAM_BW_UTIL"},
-    {11, "gpm_fp64", "FP64_UTIL"},
-    {12, "gpm_fp32", "FP32_UTIL"},
-    {13, "gpm_fp16", "FP16_UTIL"},
-    {20, "pcie_tx", "PCIE_TX_PER_SEC"},
-    {21, "pcie_rx", "PCIE_RX_PER_SEC"},
-    {60, "nvlink_rx", "NVLINK_TOTAL_RX_PER_SEC"},
-    {61, "nvlink_tx", "NVLINK_TOTAL_TX_PER_SEC"},
+    {1, "gpm_graphics"}, {2, "gpm_sm"}, {3, "gpm_occupancy"}, {4, "gpm_integer"}, {5, "gpm_tensor"}, {6, "gpm_dfma"},
+    {7, "gpm_hmma"}, {9, "gpm_imma"}, {10, "gpm_dram"}, {11, "gpm_fp64"}, {12, "gpm_fp32"}, {13, "gpm_fp16"},
+    {20, "pcie_tx"}, {21, "pcie_rx"}, {60, "nvlink_rx"}, {61, "nvlink_tx"},
 };
 
 struct gpm_sample {
@@ -126,7 +113,7 @@ API ret_t nvmlGpmMetricsGet(struct gpm_query *query) {
                 continue;
             metric->code = two->when > one->when ? OK : INVALID_ARGUMENT;
             metric->value = (two->total[m] - one->total[m]) / (two->when - one->when);
-            metric->info.short_name = metric->info.long_name = metrics[m].name;
+            metric->info.short_name = metric->info.long_name = metrics[m].rate;
             metric->info.unit = metric->id >= 20 ? "MiB/s" : "%";
         }
     }

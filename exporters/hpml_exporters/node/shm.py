@@ -39,7 +39,7 @@ _OF_JOB = MetricSpec(
 )
 SPECS = (_SIZE, _USED, _OF_JOB)
 
-ENTRIES = 1000
+ENTRIES = 500
 """Entries that a sample looks at, about 10 ms: there may be millions, the next one goes on there.
 
 Shown is the last walk that came to its end.

@@ -19,7 +19,7 @@ import os
 import stat
 from collections import Counter
 from collections.abc import Generator, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from itertools import islice
 
 __all__ = ["Walk"]
@@ -45,6 +45,7 @@ class Walk:
         self.bytes: Counter[tuple[int, str]] = Counter()
         self._size = size
         self._mount = b""
+        self._probe = self._info = -1  # descriptors: of the entry looked at, of its fdinfo
         self._steps = self._walk(root)
 
     def go_on(self, entries: int) -> bool:
@@ -60,13 +61,16 @@ class Walk:
         self._steps.close()
 
     def _walk(self, root: str) -> Generator[None, None, None]:
-        top = os.open(root, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
-        try:
-            self._mount = _mount_of(top)
+        with ExitStack() as opened:
+            top = os.open(root, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
+            opened.callback(os.close, top)
+            self._probe = os.dup(top)
+            opened.callback(os.close, self._probe)
+            self._info = os.open(f"/proc/self/fdinfo/{self._probe}", os.O_RDONLY | os.O_CLOEXEC)
+            opened.callback(os.close, self._info)
+            self._mount = self._mount_of(top)
             for name in _names(top):
                 yield from self._count(name, top)
-        finally:
-            os.close(top)
 
     def _count(
         self, name: str, parent: int, depth: int = 1, job: tuple[int, str] | None = None
@@ -130,6 +134,11 @@ class Walk:
             return None
         return size if type(size) is int and size >= 0 else None
 
+    def _mount_of(self, fd: int) -> bytes:
+        """Return the number of the mount that a descriptor is on."""
+        os.dup2(fd, self._probe, inheritable=False)  # its fdinfo is open: half the cost
+        return os.pread(self._info, 512, 0).partition(b"mnt_id:")[2].partition(b"\n")[0]
+
     @contextmanager
     def _held(self, name: str, parent: int) -> Iterator[tuple[int, os.stat_result]]:
         """Give a descriptor (O_PATH) and the inode of what lies at a name on our mount.
@@ -139,17 +148,11 @@ class Walk:
         """
         fd = os.open(name, _HELD, dir_fd=parent)
         try:
-            if _mount_of(fd) != self._mount:
+            if self._mount_of(fd) != self._mount:
                 raise OSError(errno.EXDEV, "is another file system")
             yield fd, os.fstat(fd)
         finally:
             os.close(fd)
-
-
-def _mount_of(fd: int) -> bytes:
-    """Return the number of the mount that a descriptor is on."""
-    with open(f"/proc/self/fdinfo/{fd}", "rb", buffering=0) as stream:
-        return stream.read(512).partition(b"mnt_id:")[2].partition(b"\n")[0]
 
 
 def _names(directory: int) -> Iterator[str]:
