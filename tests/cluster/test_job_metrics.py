@@ -164,10 +164,13 @@ def test_array_tasks_are_jobs_of_their_own(grouped: Site) -> None:
         exporter.sample()
         return ids if len(ids) == 3 and {*ids} <= {*exporter.context.jobs.now.by_id} else []
 
+    def tasks() -> set[tuple[str, str]]:
+        exporter.sample()
+        facts = [exporter.context.jobs.now.by_id[jobid].facts for jobid in ids]
+        return {(one.array_job, one.array_task) for one in facts}
+
     ids = eventually(running)
-    facts = [exporter.context.jobs.now.by_id[jobid].facts for jobid in ids]
-    assert {one.array_job for one in facts} == {array}
-    assert {one.array_task for one in facts} == {"1", "2", "3"}
+    eventually(lambda: tasks() == {(array, task) for task in "123"})
     grouped.cancel(*ids)
 
 

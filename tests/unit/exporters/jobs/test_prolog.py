@@ -15,7 +15,6 @@ from typing import Any
 import pytest
 from hpml_exporters.jobs.board import JobFacts
 from hpml_exporters.jobs.identity import LARGEST_MAP, read_map
-from hpml_exporters.options import Roots
 
 from hpml_orchestrator import assets
 
@@ -56,7 +55,7 @@ def run(script: Path, where: Path, shell: str = "", **values: str) -> None:
 
 def facts(where: Path) -> JobFacts:
     """What the exporter reads of the job's map."""
-    found = read_map(Roots(run=str(where)), "77")
+    found = read_map(str(where), "77")
     assert found is not None
     return found
 
