@@ -24,6 +24,7 @@ _SIZE = 1 << 16
 _FLAGS = os.O_RDONLY | os.O_CLOEXEC
 _STEPD = b"slurmstepd: ["
 _LONGEST = 1 << 20
+_PIECE = 4000
 
 
 def read(path: str) -> bytes:
@@ -36,8 +37,8 @@ def read(path: str) -> bytes:
     descriptor = os.open(path, _FLAGS)
     try:
         data = part = os.read(descriptor, _SIZE)
-        # The kernel may return a long file in pieces, page by page.
-        while part and len(data) < _LONGEST:
+        # The kernel returns a long file in pieces, each filling a page up to the last record.
+        while len(part) >= _PIECE and len(data) < _LONGEST:
             part = os.read(descriptor, _SIZE)
             data += part
         return data

@@ -104,9 +104,9 @@ def test_counters_do_not_go_back_when_a_part_ends(tmp_path: Path) -> None:
 
 
 def test_series_per_job_are_few(machine: Machine) -> None:
-    """At most 27 with everything known, with those of its processes."""
+    """At most 25 with everything known, with those of its processes."""
     names = [spec.name for spec in SPECS]
     assert len(names) == len(set(names))
     doubled = {"hpml_job_cpu_seconds_total": 2, "hpml_job_memory_bytes": 3}
     doubled["hpml_job_pressure_seconds_total"] = 3
-    assert sum(doubled.get(name, 1) for name in names) <= 27
+    assert sum(doubled.get(name, 1) for name in names) <= 25
