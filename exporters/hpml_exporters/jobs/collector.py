@@ -10,7 +10,6 @@ from hpml_exporters.core.metric import MetricSpec, Row, families
 from hpml_exporters.jobs import metrics
 from hpml_exporters.jobs.board import JobFacts, JobSeen
 from hpml_exporters.jobs.finder import JobFinder
-from hpml_exporters.jobs.procfs import OpenFiles
 from hpml_exporters.jobs.usage import Usage, read_usage
 from hpml_exporters.options import Context
 
@@ -35,14 +34,7 @@ class JobsCollector:
         self._cluster = context.options.cluster
         self._board = context.jobs
         self._finder = JobFinder(context.options)
-        self._groups: dict[str, set[str]] = {}
         self._counters: dict[str, Counters] = {}
-        self._files = OpenFiles()
-
-    @property
-    def open_files(self) -> int:
-        """How many files of control groups are kept open."""
-        return len(self._files)
 
     def sample(self, now: float) -> list[Metric]:
         """Look for jobs, post them, and read their groups.
@@ -57,28 +49,17 @@ class JobsCollector:
             label = (self._cluster, jobid)
             _identify(rows, label, seen.facts)
             rows[metrics.PROCESSES].append((label, len(seen.pids)))
-            self._close_gone(jobid, seen)
             _measure(rows, label, *self._usage(jobid, seen))
-        for jobid in self._groups.keys() - jobs.by_id.keys():
-            self._close_gone(jobid)
-            self._counters.pop(jobid, None)
+        for jobid in self._counters.keys() - jobs.by_id.keys():
+            del self._counters[jobid]
         return families(rows)
 
     def close(self) -> None:
-        """Close the files that were kept open."""
-        self._files.close()
-
-    def _close_gone(self, jobid: str, seen: JobSeen | None = None) -> None:
-        """Close the files of a job's groups that are gone; of all of them without the job."""
-        now = {path for groups in seen.groups for path in groups.values()} if seen else set()
-        for path in self._groups.pop(jobid, set()) - now:
-            self._files.forget(path)
-        if seen:
-            self._groups[jobid] = now
+        """Nothing is kept open."""
 
     def _usage(self, jobid: str, seen: JobSeen) -> tuple[list[Usage], Counters]:
         """Return what each slurmd's groups of a job show now, and all that they ever counted."""
-        usages = [read_usage(groups, self._files) for groups in seen.groups]
+        usages = [read_usage(groups) for groups in seen.groups]
         counters = self._counters.setdefault(jobid, {})
         for usage in usages:
             for key, value in usage.counters.items():

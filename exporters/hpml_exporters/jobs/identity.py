@@ -8,6 +8,7 @@ import pwd
 import re
 import stat
 import threading
+import time
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, fields, replace
 from typing import Any
@@ -69,13 +70,11 @@ class Identities:
         self._roots, self._own = roots, own
         self._names = names or UserNames()
         self._known: dict[str, _Known] = {}
-        self._maps: dict[str, tuple[object, JobFacts | None]] = {}
 
     def keep(self, jobids: Collection[str]) -> None:
         """Forget all jobs but these."""
-        for kept in (self._known, self._maps):
-            for jobid in kept.keys() - set(jobids):
-                del kept[jobid]
+        for jobid in self._known.keys() - set(jobids):
+            del self._known[jobid]
 
     def facts(self, job: FoundJob, now: float) -> JobFacts:
         """Return what is known of a job.
@@ -96,7 +95,7 @@ class Identities:
         # A rank may begin long after its job: look again after 1, 2, 4, 8, … looks.
         if known.uid >= 0 and known.looks & (known.looks - 1) == 0:
             self._ask(job, known)
-        facts = self._own or self._map(job.jobid)
+        facts = self._own or read_map(self._roots.run, job.jobid)
         is_settled = is_certain or known.uid > 0
         if facts is not None and is_settled and facts.uid not in {-1, known.uid}:
             facts = None  # left behind by another job of this number
@@ -104,19 +103,6 @@ class Identities:
         uid = known.uid if is_settled or facts.uid < 0 else facts.uid
         facts = _completed(facts, known.told)
         return replace(facts, uid=uid, user=facts.user or self._names.name(uid, now))
-
-    def _map(self, jobid: str) -> JobFacts | None:
-        """Return what the prolog's map says; it is parsed once per change."""
-        path = f"{self._roots.run}/jobs/{jobid}.json"
-        try:
-            about = os.lstat(path)
-        except OSError:
-            self._maps.pop(jobid, None)
-            return None
-        mark = (about.st_ino, about.st_mtime_ns, about.st_size, about.st_mode)
-        if self._maps.get(jobid, (None,))[0] != mark:
-            self._maps[jobid] = (mark, read_map(self._roots, jobid))
-        return self._maps[jobid][1]
 
     def _find_user(self, job: FoundJob, known: _Known) -> None:
         """Take the user from the job's processes.
@@ -184,13 +170,13 @@ def _system_name(uid: int) -> str:
     return pwd.getpwuid(uid).pw_name
 
 
-def read_map(roots: Roots, jobid: str) -> JobFacts | None:
+def read_map(run: str, jobid: str) -> JobFacts | None:
     """Return what the prolog's map `{run}/jobs/<jobid>.json` says; None if it is not trusted.
 
     It is trusted if it and its directory belong to root or to this process's user, nobody else may
     write to them, it is a small regular file, was written since boot, and is about that job.
     """
-    directory = f"{roots.run}/jobs"
+    directory = f"{run}/jobs"
     try:
         descriptor = os.open(f"{directory}/{jobid}.json", _MAP_FLAGS)
     except OSError:
@@ -201,7 +187,9 @@ def read_map(roots: Roots, jobid: str) -> JobFacts | None:
             one.st_uid in {0, os.geteuid()} and not one.st_mode & _OTHERS_WRITE
             for one in (about, os.stat(directory))
         )
-        if not is_trusted or about.st_size > LARGEST_MAP or about.st_mtime < _boot_time(roots) - 1:
+        # Job numbers may begin again, and /run is not in memory everywhere.
+        is_old = about.st_mtime < time.time() - time.clock_gettime(time.CLOCK_BOOTTIME) - 1
+        if not is_trusted or is_old or about.st_size > LARGEST_MAP:
             return None
         # A name that was cut may end within a character.
         text = stream.read(LARGEST_MAP).decode("utf-8", "replace")
@@ -211,12 +199,6 @@ def read_map(roots: Roots, jobid: str) -> JobFacts | None:
     except (ValueError, LookupError, TypeError, AttributeError, RecursionError):
         return None
     return facts if facts and facts.jobid == jobid else None
-
-
-def _boot_time(roots: Roots) -> float:
-    """Return when the machine started, seconds since the epoch; 0 if unknown."""
-    _, _, rest = procfs.text(f"{roots.proc}/stat").partition("\nbtime ")
-    return float(rest.split(None, 1)[0]) if rest else 0.0
 
 
 def _first(job: FoundJob) -> Iterable[tuple[str, int]]:

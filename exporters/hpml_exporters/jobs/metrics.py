@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from hpml_exporters.core.metric import MetricSpec
 
+__all__ = ["GROUP_SPECS", "OF_GROUPS", "PROCESS_SPECS", "SPECS"]
+
 _JOB = ("cluster", "jobid")
 _INHERITED = "ended ones' included; a new exporter begins with those that live then, each in full"
 

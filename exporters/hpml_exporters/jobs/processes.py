@@ -28,7 +28,6 @@ _TICKS = os.sysconf("SC_CLK_TCK")
 _PAGE = os.sysconf("SC_PAGE_SIZE")
 _GRACE_SECONDS = 60.0  # a job whose groups were missed once must not begin again at zero
 _BUDGET_SECONDS = 0.05  # of CPU time per look: some 3,000 processes
-_AT_ONCE = 100  # processes between two looks at the clock, which is a system call
 _FIRST_WAIT_SECONDS = 5.0
 _STAT_LOOKS = 3  # after which parent and threads of a process are read again
 _LARGE = 8 << 20  # bytes; the pages of smaller processes are not worth a walk
@@ -133,14 +132,14 @@ class ProcessesCollector:
         readings: list[tuple[_Job, int, procfs.Stat, tuple[int, ...] | None]] = []
         ended: set[int] = set()
         end = time.thread_time() + self._budget
-        for count, (jobid, pid) in enumerate(self._order(jobs, here)):
-            if count % _AT_ONCE == _AT_ONCE - 1 and time.thread_time() > end:
-                break
+        for jobid, pid in self._order(jobs, here):
             job = self._jobs[jobid]
             try:
                 readings.append((job, pid, *self._read_one(job, pid, here, now)))
             except ProcessLookupError:
                 ended.add(pid)
+            if time.thread_time() > end:
+                break
         for job in self._jobs.values():
             job.keep(here - ended)
             self._pages.divide(job.processes, now)
@@ -213,10 +212,7 @@ class _Pages:
 
     def anonymous(self, pid: int) -> int | None:
         """Return the anonymous bytes of a process, shared ones in full; None if it is gone."""
-        try:
-            words = procfs.read(f"{self._proc}/{pid}/statm").split()
-        except OSError:
-            return None
+        words = procfs.read_or_empty(f"{self._proc}/{pid}/statm").split()
         # Resident pages less those of files and shared memory.
         return max(0, int(words[1]) - int(words[2])) * _PAGE if words else None
 

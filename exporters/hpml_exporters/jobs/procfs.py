@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import os
-import resource
 from typing import NamedTuple
 
 __all__ = [
-    "OpenFiles",
     "Stat",
     "environment",
     "parse_stat",
     "process_ids",
     "processes_in",
     "read",
+    "read_or_empty",
     "stat",
     "stepd_job",
     "subdirectories",
@@ -25,6 +24,7 @@ _SIZE = 1 << 16
 _FLAGS = os.O_RDONLY | os.O_CLOEXEC
 _STEPD = b"slurmstepd: ["
 _LONGEST = 1 << 20
+_PIECE = 4000
 
 
 def read(path: str) -> bytes:
@@ -37,8 +37,8 @@ def read(path: str) -> bytes:
     descriptor = os.open(path, _FLAGS)
     try:
         data = part = os.read(descriptor, _SIZE)
-        # The kernel may return a long file in pieces, page by page.
-        while part and len(data) < _LONGEST:
+        # The kernel returns a long file in pieces, each filling a page up to the last record.
+        while len(part) >= _PIECE and len(data) < _LONGEST:
             part = os.read(descriptor, _SIZE)
             data += part
         return data
@@ -46,12 +46,17 @@ def read(path: str) -> bytes:
         os.close(descriptor)
 
 
+def read_or_empty(path: str) -> bytes:
+    """Return the content of a file; empty if it is gone or may not be read."""
+    try:
+        return read(path)
+    except OSError:
+        return b""
+
+
 def text(path: str) -> str:
     """Return the content of a file without white space around it; empty if it cannot be read."""
-    try:
-        return read(path).decode("utf-8", "replace").strip()
-    except OSError:
-        return ""
+    return read_or_empty(path).decode("utf-8", "replace").strip()
 
 
 def processes_in(group: str) -> list[int] | None:
@@ -72,50 +77,6 @@ def subdirectories(path: str) -> list[str]:
             return sorted(one.name for one in entries if one.is_dir(follow_symlinks=False))
     except OSError:
         return []
-
-
-class OpenFiles:
-    """Files that are read again and again, kept open: that halves the cost of a reading.
-
-    Args:
-        most: files that are kept open at once; further ones are opened each time.
-    """
-
-    def __init__(self, most: int = 400) -> None:
-        self._most = min(most, resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 3)
-        self._open: dict[str, int] = {}
-
-    def __len__(self) -> int:
-        """Return how many files are open."""
-        return len(self._open)
-
-    def read(self, path: str) -> bytes:
-        """Return the content of a file of cgroupfs; empty if it is gone or may not be read."""
-        descriptor = self._open.get(path)
-        try:
-            if descriptor is None:
-                if len(self._open) >= self._most:
-                    return read(path)
-                descriptor = self._open[path] = os.open(path, _FLAGS)
-            return os.pread(descriptor, _SIZE, 0)
-        except OSError:
-            self._close(path)
-            return b""
-
-    def forget(self, directory: str) -> None:
-        """Close the files in a directory and below it."""
-        for path in [path for path in self._open if path.startswith(f"{directory}/")]:
-            self._close(path)
-
-    def close(self) -> None:
-        """Close all files."""
-        for path in list(self._open):
-            self._close(path)
-
-    def _close(self, path: str) -> None:
-        descriptor = self._open.pop(path, None)
-        if descriptor is not None:
-            os.close(descriptor)
 
 
 class Stat(NamedTuple):
@@ -177,20 +138,14 @@ def stepd_job(proc: str, pid: int) -> str:
     The title is `slurmstepd: [<jobid>.<step>]`, with the job's number also where its control group
     is named by SLUID (Slurm 26.05 and later).
     """
-    try:
-        title = read(f"{proc}/{pid}/cmdline")
-    except OSError:
-        return ""
+    title = read_or_empty(f"{proc}/{pid}/cmdline")
     jobid = title[len(_STEPD) :].partition(b".")[0]
     return jobid.decode() if title.startswith(_STEPD) and jobid.isdigit() else ""
 
 
 def environment(proc: str, pid: int) -> dict[str, str]:
     """Return the environment a process was started with; empty if it may not be read."""
-    try:
-        data = read(f"{proc}/{pid}/environ").decode("utf-8", "replace")
-    except OSError:
-        return {}
+    data = read_or_empty(f"{proc}/{pid}/environ").decode("utf-8", "replace")
     pairs = (one.partition("=") for one in data.split("\0"))
     return {name: value for name, equals, value in pairs if equals}
 

@@ -35,10 +35,13 @@ class ProcessTotals:
     def seen(self, pid: int, parent: int, start: int, counts: tuple[int, ...]) -> None:
         """Note the counters of a process, with those of its ended children."""
         known = self._processes.get(pid)
+        process = _Process(parent, start, counts)
+        if known == process:
+            return
         if known is not None and known.start != start:
             self.keep(self._processes.keys() - {pid})
             known = None
-        self._processes[pid] = _Process(parent, start, counts)
+        self._processes[pid] = process
         for place, count in enumerate(counts):
             self._sums[place] += count - (known.counts[place] if known else 0)
 

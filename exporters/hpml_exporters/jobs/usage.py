@@ -6,7 +6,7 @@ import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
-from hpml_exporters.jobs import procfs
+from hpml_exporters.jobs.procfs import read_or_empty, subdirectories
 
 __all__ = ["Usage", "count_cpus", "counts_cpu", "counts_memory", "read_usage"]
 
@@ -35,14 +35,13 @@ class Usage:
     cpus: int | None = None
 
 
-def read_usage(groups: Mapping[str, str], files: procfs.OpenFiles) -> Usage:
+def read_usage(groups: Mapping[str, str]) -> Usage:
     """Return what the groups of a job counted.
 
     Args:
         groups: one of `JobSeen.groups`.
-        files: keeps the files open that are read.
     """
-    return _version_2(groups[""], files) if "" in groups else _version_1(groups, files)
+    return _version_2(groups[""]) if "" in groups else _version_1(groups)
 
 
 def counts_cpu(groups: Mapping[str, str]) -> bool:
@@ -72,49 +71,49 @@ def count_cpus(text: str) -> int | None:
     return total
 
 
-def _version_2(path: str, files: procfs.OpenFiles) -> Usage:
-    cpu = _pairs(files.read(f"{path}/cpu.stat"))
+def _version_2(path: str) -> Usage:
+    cpu = _pairs(read_or_empty(f"{path}/cpu.stat"))
     usage = Usage(
         # Empty unless Slurm set it; what is in effect would be all CPUs of the machine.
-        cpus=count_cpus(files.read(f"{path}/cpuset.cpus").decode()),
+        cpus=count_cpus(read_or_empty(f"{path}/cpuset.cpus").decode()),
         # `file` contains shmem.
-        memory=_kinds(_pairs(files.read(f"{path}/memory.stat")), b"anon", b"file", b"shmem"),
+        memory=_kinds(_pairs(read_or_empty(f"{path}/memory.stat")), b"anon", b"file", b"shmem"),
     )
     for mode in ("user", "system"):
         if (counted := cpu.get(f"{mode}_usec".encode())) is not None:
             usage.counters[path, "cpu", mode] = int(counted) / 1e6
     if usage.memory:
-        usage.limit = _number(files.read(f"{path}/memory.max"))
-        usage.peak = _number(files.read(f"{path}/memory.peak"))
-        kills = _pairs(files.read(f"{path}/memory.events")).get(b"oom_kill")
+        usage.limit = _number(read_or_empty(f"{path}/memory.max"))
+        usage.peak = _number(read_or_empty(f"{path}/memory.peak"))
+        kills = _pairs(read_or_empty(f"{path}/memory.events")).get(b"oom_kill")
         if kills is not None:
             usage.counters[path, "oom", ""] = int(kills)
     for resource in _PRESSURES:
         # The first line is `some avg10=… total=<microseconds>`.
-        line = files.read(f"{path}/{resource}.pressure").partition(b"\n")[0]
+        line = read_or_empty(f"{path}/{resource}.pressure").partition(b"\n")[0]
         stalled = _number(line.rpartition(b"total=")[2])
         if stalled is not None:
             usage.counters[path, "pressure", resource] = stalled / 1e6
     return usage
 
 
-def _version_1(groups: Mapping[str, str], files: procfs.OpenFiles) -> Usage:
+def _version_1(groups: Mapping[str, str]) -> Usage:
     usage = Usage()
     if path := groups.get("cpuacct", ""):
-        cpu = _pairs(files.read(f"{path}/cpuacct.stat"))
+        cpu = _pairs(read_or_empty(f"{path}/cpuacct.stat"))
         for mode in ("user", "system"):
             if (counted := cpu.get(mode.encode())) is not None:
                 usage.counters[path, "cpu", mode] = int(counted) / _TICKS
     if path := groups.get("cpuset", ""):
-        usage.cpus = count_cpus(files.read(f"{path}/cpuset.cpus").decode())
+        usage.cpus = count_cpus(read_or_empty(f"{path}/cpuset.cpus").decode())
     if path := groups.get("memory", ""):
-        memory = _pairs(files.read(f"{path}/memory.stat"))
+        memory = _pairs(read_or_empty(f"{path}/memory.stat"))
         usage.memory = _kinds(memory, b"total_rss", b"total_cache", b"total_shmem")
-        limit = _number(files.read(f"{path}/memory.limit_in_bytes"))
+        limit = _number(read_or_empty(f"{path}/memory.limit_in_bytes"))
         usage.limit = limit if limit is not None and limit < _NO_LIMIT else None
-        usage.peak = _number(files.read(f"{path}/memory.max_usage_in_bytes"))
+        usage.peak = _number(read_or_empty(f"{path}/memory.max_usage_in_bytes"))
         for group in _leaves(path):
-            kills = _pairs(files.read(f"{group}/memory.oom_control")).get(b"oom_kill")
+            kills = _pairs(read_or_empty(f"{group}/memory.oom_control")).get(b"oom_kill")
             if kills is not None:  # since Linux 4.13
                 usage.counters[group, "oom", ""] = int(kills)
     return usage
@@ -122,7 +121,7 @@ def _version_1(groups: Mapping[str, str], files: procfs.OpenFiles) -> Usage:
 
 def _leaves(group: str) -> Iterator[str]:
     """Yield the groups without others in them: version 1 counts kills where the process was."""
-    children = procfs.subdirectories(group)
+    children = subdirectories(group)
     if not children:
         yield group
     for name in children:

@@ -15,7 +15,7 @@ from hpml_exporters.core.collector import NotHereError
 from hpml_exporters.core.metric import Histogram, MetricSpec, Row, families
 from hpml_exporters.options import Context
 from hpml_exporters.training import metrics
-from hpml_exporters.training.feed import FeedSource, InheritedFeed, ListeningFeed
+from hpml_exporters.training.feed import InheritedFeed, ListeningFeed
 from hpml_exporters.training.totals import JobTotals
 from hpml_orchestrator.records.feed import STEP_BOUNDS_SECONDS
 
@@ -44,7 +44,7 @@ class TrainingCollector:
         self._board = context.jobs
         self._own = options.job.jobid if options.job is not None else None
         self._jobs: dict[str, JobTotals] = {}
-        self._feed: FeedSource
+        self._feed: InheritedFeed | ListeningFeed
         if options.job is None:
             self._feed = ListeningFeed(options.roots.run, context.jobs)
         elif options.feed_fd >= 0:

@@ -18,13 +18,13 @@ import struct
 import threading
 from collections import Counter
 from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple
 
 from hpml_exporters.core.collector import NotHereError
 from hpml_exporters.jobs.board import JobsBoard
 from hpml_orchestrator.records.feed import MAX_MESSAGE_BYTES, FeedMessage, decode, part_of
 
-__all__ = ["FeedSource", "InheritedFeed", "ListeningFeed", "Said"]
+__all__ = ["InheritedFeed", "ListeningFeed", "Said"]
 
 SOCKET_NAME = "exporter.sock"
 _BACKLOG = 512
@@ -37,35 +37,12 @@ _WAIT_SAMPLES = 4
 _UCRED = struct.Struct("=iII")  # pid, uid, gid
 
 
-@dataclass
-class Said:
-    """What came by one connection.
-
-    Attributes:
-        jobid: the job that it belongs to.
-        agent: the agent's process id.
-        messages: the latest of each part.
-    """
+class Said(NamedTuple):
+    """What came by one connection: the latest message of each part."""
 
     jobid: str
     agent: int
     messages: list[FeedMessage]
-
-
-class FeedSource(Protocol):
-    """Where messages come from.
-
-    Attributes:
-        refused: connections and messages that were not taken, by reason.
-    """
-
-    refused: Counter[str]
-
-    def read(self) -> list[Said]:
-        """Return what has come since the last call."""
-
-    def close(self) -> None:
-        """Close all sockets."""
 
 
 @dataclass
@@ -118,6 +95,9 @@ class InheritedFeed:
         fd: descriptor of a socket.
         jobid: the job.
 
+    Attributes:
+        refused: messages that were not taken, by reason.
+
     Raises:
         NotHereError: it is no socket.
     """
@@ -152,6 +132,9 @@ class ListeningFeed:
     Args:
         directory: where it is made, as `exporter.sock`; made too where that is allowed.
         jobs: which processes belong to which job.
+
+    Attributes:
+        refused: connections and messages that were not taken, by reason.
 
     Raises:
         NotHereError: this user may not make it, or another exporter listens there.

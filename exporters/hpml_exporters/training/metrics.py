@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from hpml_exporters.core.metric import MetricSpec
 
+__all__ = ["OF_COUNTERS", "OF_GAUGES", "SPECS"]
+
 _JOB = ("cluster", "jobid")
 _CHANNEL = "training channel (training_jobs/hpml_channel.py), through the job's node agent"
 _VERIFIED = "the node agent's look at the ranks' live processes"

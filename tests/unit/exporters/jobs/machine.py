@@ -73,7 +73,6 @@ class Machine:
         self.proc, self.cgroup, self.run = root / "proc", root / "cgroup", root / "run"
         for path in (self.proc, self.cgroup, self.run):
             path.mkdir(parents=True)
-        (self.proc / "stat").write_text("cpu  1 2 3\nbtime 1000000000\n")
         roots = Roots(proc=str(self.proc), cgroup=str(self.cgroup), run=str(self.run))
         self.options = NodeOptions(roots=roots, cluster="c")
 

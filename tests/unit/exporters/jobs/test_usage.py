@@ -6,7 +6,6 @@ import os
 from pathlib import Path
 
 import pytest
-from hpml_exporters.jobs.procfs import OpenFiles
 from hpml_exporters.jobs.usage import Usage, count_cpus, read_usage
 
 from tests.unit.exporters.jobs.machine import V1_MEMORY_STAT, Machine
@@ -25,7 +24,7 @@ def version_2(machine: Machine) -> Path:
 
 
 def usage(groups: dict[str, str]) -> Usage:
-    return read_usage(groups, OpenFiles())
+    return read_usage(groups)
 
 
 def counted(found: Usage) -> dict[tuple[str, str], float]:
@@ -107,21 +106,6 @@ def test_groups_that_are_gone() -> None:
     """Nothing, and no error."""
     assert usage({"": "/nonexistent/job_1"}) == Usage()
     assert usage({"memory": "/nonexistent/m", "cpuacct": "/nonexistent/c"}) == Usage()
-
-
-def test_files_kept_open_show_what_is_new(tmp_path: Path) -> None:
-    """And no more of them are kept open than allowed; the others are read as well."""
-    kept = OpenFiles(most=2)
-    for name in "abc":
-        tmp_path.joinpath(name).write_text(f"{name} 1")
-    before = len(os.listdir("/proc/self/fd"))
-    assert [kept.read(f"{tmp_path}/{name}") for name in "abc"] == [b"a 1", b"b 1", b"c 1"]
-    assert len(os.listdir("/proc/self/fd")) == before + 2
-    for name in "abc":
-        tmp_path.joinpath(name).write_text(f"{name} 2")
-    assert [kept.read(f"{tmp_path}/{name}") for name in "abc"] == [b"a 2", b"b 2", b"c 2"]
-    kept.forget(str(tmp_path))
-    assert len(os.listdir("/proc/self/fd")) == before
 
 
 @pytest.mark.parametrize(

@@ -113,15 +113,11 @@ def test_a_job_s_ranks_are_added_up(training: Training) -> None:
     bounds = (*map(str, STEP_BOUNDS_SECONDS), "+Inf")
     counts = (0, 0, 0, 0, 19, 19, 29, 29, 29, 29, 30)
     duration = "hpml_train_step_duration_seconds"
-    assert training.shown() == {
+    expected: dict[Series, float] = {
         SAMPLES: 960,
         ("hpml_train_steps_total", *JOB): 30,
         ("hpml_train_data_wait_seconds_total", *JOB): 2.0,
         ("hpml_train_comm_seconds_total", *JOB, "hook"): 1.0,
-        **{
-            (f"{duration}_bucket", *JOB, *pair[:1]): pair[1]
-            for pair in zip(bounds, counts, strict=True)
-        },
         (f"{duration}_count", *JOB): 30,
         (f"{duration}_sum", *JOB): 8.0,
         ("hpml_train_ranks", *JOB): 2,
@@ -130,6 +126,9 @@ def test_a_job_s_ranks_are_added_up(training: Training) -> None:
         ("hpml_rank_binding_ok", *JOB): 0.0,
         ("hpml_rank_binding_wrong_ranks", *JOB): 1,
     }
+    for bound, count in zip(bounds, counts, strict=True):
+        expected[f"{duration}_bucket", *JOB, bound] = count
+    assert training.shown() == expected
 
 
 def test_what_is_not_told_is_no_series(training: Training) -> None:
@@ -159,8 +158,8 @@ def test_the_spread_between_ranks(training: Training) -> None:
         wait, step = "hpml_train_rank_data_wait_seconds", "hpml_train_rank_step_duration_seconds"
     del seen[0]["hpml_train_data_wait_seconds_total", *JOB]
     assert seen[0] == {}
-    for place, rank in ((19, "5"), (-1, "6")):
-        assert seen[place]["hpml_train_longest_data_wait_info", *JOB, rank] == 1
+    for place, slowest in ((19, "5"), (-1, "6")):
+        assert seen[place]["hpml_train_longest_data_wait_info", *JOB, slowest] == 1
         assert seen[place][wait, *JOB, "shortest"] == 0.0625
         assert seen[place][wait, *JOB, "longest"] == 0.25
     assert (found[step, *JOB, "fastest"], found[step, *JOB, "slowest"]) == (0.5, 0.5)
@@ -238,7 +237,6 @@ def test_labels_and_series_have_a_bound(training: Training) -> None:
 
 BAD = [
     b"garbage",
-    b"hpml-feed 2 0\n{}",
     b"hpml-feed 1 -\n{}",
     b"hpml-feed 1 0\n[]",
     b"hpml-feed 1 0\n\xff",
@@ -247,14 +245,12 @@ BAD = [
         encode(1, None, [figures(7, 7)])[0].replace(old, new)
         for old, new in (
             (b"[7,", b"[NaN,"),
-            (b"[7,", b"[Infinity,"),
             (b"[7,", b"[-1,"),
             (b"[7,", b"["),
             (b'"b":[0,', b'"b":['),
             (b'"r":0', b'"r":true'),
             (b'"g":{}', b'"g":{"loss":"x"}'),
             (b'"g":{}', b'"g":{"loss":NaN}'),
-            (b'"g":{}', b'"g":3'),
             (b'"pid":1', b'"pid":' + b"9" * 5000),
             (b'"ranks"', b'"rank"'),
             (b'"binding":null', b'"binding":[1]'),
@@ -273,10 +269,11 @@ def test_what_is_no_message_is_refused(training: Training, datagram: bytes) -> N
     assert training.shown()[SAMPLES] == 5
 
 
-def test_without_a_feed_nothing_is_here() -> None:
-    """An exporter of a job whose agent gave it no socket, or something else."""
-    with pytest.raises(NotHereError):
-        make(context(job=JobFacts("7")))
+def test_without_a_feed_nothing_is_here(tmp_path: Path) -> None:
+    """A user's own exporter has no /run/hpml; an agent may give it no socket, or something else."""
+    for told in (context(job=JobFacts("7")), context(run=tmp_path / "none" / "hpml")):
+        with pytest.raises(NotHereError):
+            make(told)
     with open(os.devnull) as stream:
         told = context(job=JobFacts("7"), feed_fd=stream.fileno())
         before = len(os.listdir("/proc/self/fd"))
@@ -334,9 +331,6 @@ class Agent:
         self.process.stdin.write(f"{(text, times, int(flags))!r}\n")
         self.process.stdin.flush()
         return int(self.process.stdout.readline())
-
-    def close(self) -> None:
-        self.process.communicate()
 
 
 @pytest.fixture
@@ -512,25 +506,3 @@ def test_the_socket_is_open_to_all_users(run: Path) -> None:
     assert (run / "new").stat().st_mode & 0o777 == 0o755
     assert (run / "new" / "exporter.sock").stat().st_mode & 0o777 == 0o666
     collector.close()
-
-
-def test_where_no_socket_may_be_made(run: Path) -> None:
-    """A user's own exporter has no /run/hpml: no trainings, and no failure."""
-    with pytest.raises(NotHereError):
-        make(context(run=run / "none" / "hpml"))
-    if os.getuid() == 0:
-        code = (
-            "import os, sys; sys.path[:0] = sys.argv[2].split(':');"
-            "from tests.unit.exporters.collectors.reading import context;"
-            "from hpml_exporters.core.collector import NotHereError;"
-            "from hpml_exporters.training.collector import make\n"
-            "os.setuid(65534)\ntry:\n make(context(run=sys.argv[1]))\n"
-            "except NotHereError as error:\n print(error)"
-        )
-        done = subprocess.run(
-            [sys.executable, "-c", code, str(run), ":".join(sys.path)],
-            check=True,
-            capture_output=True,
-            text=True,
-        )
-        assert "Permission denied" in done.stdout
