@@ -25,6 +25,8 @@ __all__ = ["EXIT_STUCK", "Observer", "block_signals", "run", "sources_of", "writ
 EXIT_STUCK = 75
 """A driver call does not return: start me again."""
 
+_TEXT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+_OPENMETRICS_TYPE = "application/openmetrics-text; version=1.0.0; charset=utf-8"
 _LOOK_SECONDS = 1.0
 _OBSERVE_SECONDS = (1.0, 5.0)  # as often as GPUs are read, within these bounds
 _WRITE_SECONDS = 30.0
@@ -102,6 +104,20 @@ class _Observers:
                 tell(f"{type(one).__name__}: {type(error).__name__}: {error}")
 
 
+class _Pages:
+    """What the server serves of a sampler."""
+
+    def __init__(self, sampler: Sampler) -> None:
+        self._sampler = sampler
+        self.health = sampler.health
+
+    def metrics(self, accept: str, names: Sequence[str], *, gzip: bool) -> tuple[bytes, str]:  # noqa: ARG002 - all series are shown
+        """Return all series in the format of the header Accept."""
+        openmetrics = "application/openmetrics-text" in accept
+        kind = _OPENMETRICS_TYPE if openmetrics else _TEXT_TYPE
+        return self._sampler.metrics(openmetrics=openmetrics, gzip=gzip), kind
+
+
 def observe_seconds(options: NodeOptions) -> float:
     """Return how often observers look: whoever looks less often misses levels, and peaks most."""
     least, most = _OBSERVE_SECONDS
@@ -138,7 +154,7 @@ def run(
     Raises:
         HpmlError: the server cannot be started, or its address not be written.
     """
-    from hpml_exporters.server import Server  # noqa: PLC0415 - the largest import, after the rest
+    from hpml_exporters.web import Server  # noqa: PLC0415 - the largest import, after the rest
 
     ending = block_signals()  # before there are threads to inherit it
     watching: list[Observer] = list(observers)
@@ -156,7 +172,7 @@ def run(
         exit_seconds=options.exit_seconds,
         give_up=give_up,
     )
-    server = Server(options.listen, options.web_config, sampler, any_port=options.any_port)
+    server = Server(options.listen, options.web_config, _Pages(sampler), any_port=options.any_port)
     sampler.show_server(server.counters)
     group = _Observers(watching, sampler.snapshot, observe_seconds(options))
     host, port = server.start()

@@ -16,7 +16,7 @@ from hpml_exporters.slot import Pauses, Slot, Source, State, tell
 from hpml_exporters.snapshot import Snapshot
 
 if TYPE_CHECKING:
-    from hpml_exporters.server.counters import Counters
+    from hpml_exporters.web.limits import Counters
 
 __all__ = ["Sampler", "next_due"]
 

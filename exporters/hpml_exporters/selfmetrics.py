@@ -14,7 +14,7 @@ from hpml_exporters.slot import State
 from hpml_orchestrator import __version__
 
 if TYPE_CHECKING:
-    from hpml_exporters.server.counters import Counters
+    from hpml_exporters.web.limits import Counters
 
 __all__ = ["SelfMetrics"]
 
@@ -70,19 +70,13 @@ class SelfMetrics:
 
 
 def _server_families(server: Counters) -> list[Family]:
-    closed = {
-        "place": server.refused,
-        "timeout": server.timeouts,
-        "tls": server.handshakes_failed,
-        "error": server.errors,
-    }
     return [
         _one(specs.CONNECTIONS, server.connections),
         Family(
             specs.RESPONSES,
-            tuple(Sample((str(code),), count) for code, count in server.requests.items()),
+            tuple(Sample((str(code),), count) for code, count in server.responses.items()),
         ),
-        Family(specs.CLOSED, tuple(Sample((why,), count) for why, count in closed.items())),
+        Family(specs.CLOSED, tuple(Sample((why,), count) for why, count in server.closed.items())),
         _one(specs.RELOAD_FAILURES, server.reload_failures),
     ]
 

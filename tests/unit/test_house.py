@@ -36,7 +36,7 @@ EXPORTER_ARROWS: dict[str, set[str]] = {
     "metric": set(),
     "roots": set(),
     "metrics": {"metric"},
-    "server": set(),
+    "web": set(),
     "attribution": {"roots", "options"},
     "feed": {"attribution", "collector", "metric", "metrics", "options"},
     "collectors": {*"attribution collector context feed metric metrics options roots".split()},
@@ -192,7 +192,7 @@ def test_exporters_stay_small() -> None:
         # GPUs' modules are imported by their own thread, and nvitop brings logging anyway.
         late = {"nvitop", "pynvml", "logging"} if path.name.startswith("gpu_") else set()
         assert at_once <= {*sys.stdlib_module_names, NAME, EXPORTER} | late, path
-        assert not at_once & (HEAVY_AT_IMPORT - late) or path.parent.name == "server", path
+        assert not at_once & (HEAVY_AT_IMPORT - late) or path.parent.name == "web", path
 
 
 def test_parts_of_the_exporters_keep_to_themselves() -> None:

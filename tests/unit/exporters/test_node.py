@@ -20,7 +20,7 @@ from hpml_exporters.options import COLLECTORS, NodeOptions
 from hpml_orchestrator.errors import InputError
 from tests.patience import eventually
 from tests.unit.exporters.collecting import figures
-from tests.unit.exporters.server.support import make_certificates
+from tests.unit.exporters.web.support import make_certificates
 
 Start = Callable[..., subprocess.Popen[str]]
 NOTHING = list(COLLECTORS)
@@ -182,9 +182,9 @@ def test_wrong_options_are_told(words: list[str], message: str) -> None:
 
 def test_it_says_when_it_speaks_tls(start: Start, tmp_path: Path) -> None:
     """The line on standard error is what a browser or curl can be given."""
-    made = make_certificates(tmp_path)
+    make_certificates(tmp_path)
     config = tmp_path / "web.yml"
-    config.write_text(f"tls_server_config: {{cert_file: {made.cert}, key_file: {made.key}}}\n")
+    config.write_text("tls_server_config: {cert_file: server.crt, key_file: server.key}\n")
     process = start({"without": NOTHING, "web_config": str(config)})
     where = address(tmp_path)
     process.terminate()
@@ -283,7 +283,7 @@ def test_an_address_is_there_whole_or_not_at_all(tmp_path: Path) -> None:
 def test_it_imports_nothing_heavy() -> None:
     """What stays in memory for as long as a node runs has only what is used."""
     code = (
-        "import sys, hpml_exporters.__main__, hpml_exporters.node, hpml_exporters.server\n"
+        "import sys, hpml_exporters.__main__, hpml_exporters.node\n"
         "import hpml_exporters.checks, hpml_exporters.options\n"
         "print(*sorted(sys.modules))"
     )
