@@ -158,8 +158,14 @@ def test_what_the_caller_ignores_goes_on_being_ignored(start: Start, tmp_path: P
         (['{"frob": 1}'], "unknown: frob"),
         (['{"job": 5}'], "error: the options are no JSON object of NodeOptions"),
         (['{"listen": 9445}'], "error: listen: must be a text (got 9445)"),
-        (['{"listen": "localhost"}'], "error: listen: no address with a port (got 'localhost')"),
-        (['{"listen": "127.0.0.1:99999"}'], "error: listen: no port (got '127.0.0.1:99999')"),
+        (
+            ['{"listen": "localhost"}'],
+            "error: listen: not an address with a port (got 'localhost')",
+        ),
+        (
+            ['{"listen": "127.0.0.1:99999"}'],
+            "error: listen: not an address with a port (got '127.0.0.1:99999')",
+        ),
         (['{"gpu_interval": 0}'], "error: gpu_interval: must be 0.1 to 3600 seconds (got 0)"),
         (['{"gpu_interval": true}'], "error: gpu_interval: must be 0.1 to 3600 seconds"),
         (['{"node_interval": NaN}'], "error: node_interval: must be 0.1 to 3600 seconds"),
@@ -197,9 +203,7 @@ def test_a_port_that_is_taken_is_told(start: Start, tmp_path: Path) -> None:
     where = address(tmp_path)
     code, err = ended(start({"without": NOTHING, "listen": where}))
     assert code == 2
-    assert err.startswith(
-        f"hpml: error: listen: something else listens there already (got '{where}')\n"
-    )
+    assert err.startswith(f"hpml: error: listen: Address already in use (got '{where}')\n")
 
 
 def test_a_stuck_driver_ends_the_process(start: Start, tmp_path: Path) -> None:
