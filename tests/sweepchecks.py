@@ -59,5 +59,5 @@ def _rate(report: dict[str, Any], setting: int, mode: str) -> float:
     """What speedups compare: 1 / median time of equal work, or the median samples per second."""
     rows = [one["row"] for one in report["attempts"] if one["setting"] == setting]
     if mode == "strong":
-        return 1 / median(row["total_seconds"] for row in rows)
-    return median(row["steps"] * row["batch_global"] / row["total_seconds"] for row in rows)
+        return 1.0 / float(median(row["total_seconds"] for row in rows))
+    return float(median(row["steps"] * row["batch_global"] / row["total_seconds"] for row in rows))

@@ -21,7 +21,7 @@ from hpml_exporters.core.collector import Collector
 from hpml_exporters.core.sampler import Sampler, Snapshot, Source, tell
 from hpml_exporters.core.selfmetrics import ServerCounts, node_families, server_families
 from hpml_exporters.options import COLLECTORS, Context, NodeOptions
-from hpml_exporters.server.counters import Counters
+from hpml_exporters.web.limits import Counters
 from hpml_orchestrator.errors import InputError
 
 __all__ = ["EXIT_STUCK", "NodeCollector", "Pages", "block_signals", "run", "sources_of"]
@@ -101,14 +101,8 @@ class _ServerCollector:
 
     def collect(self) -> Iterable[Metric]:
         now = self._counters
-        dropped = {
-            "place": now.refused,
-            "timeout": now.timeouts,
-            "tls": now.handshakes_failed,
-            "error": now.errors,
-        }
-        counts = ServerCounts(now.connections, now.requests, dropped, now.reload_failures)
-        return server_families(counts)
+        counts = now.connections, now.responses, now.closed, now.reload_failures
+        return server_families(ServerCounts(*counts))
 
 
 class _SummaryWriter:
@@ -182,7 +176,7 @@ def run(options: NodeOptions, sources: Iterable[Source] | None = None) -> int:
     Raises:
         HpmlError: the server cannot be started, or its address not be written.
     """
-    from hpml_exporters.server import Server  # noqa: PLC0415 - the largest import, after the rest
+    from hpml_exporters.web import Server  # noqa: PLC0415 - the largest import, after the rest
 
     ending = block_signals()  # before there are threads to inherit it
 

@@ -198,7 +198,7 @@ def is_loopback(host: str) -> bool:
 
 
 def _check_listen(listen: str) -> None:
-    from hpml_exporters.server.address import split  # noqa: PLC0415 - after the cheap ones
+    from hpml_exporters.web.address import split  # noqa: PLC0415 - after the cheap ones
 
     split(listen)
 

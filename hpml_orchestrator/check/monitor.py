@@ -104,7 +104,7 @@ def _read(path: str) -> dict[str, Any]:
 
     It is a process, isolated as the job's exporter will be: no room imports the exporters.
     """
-    argv = [sys.executable, "-I", "-m", "hpml_exporters.locks", path]
+    argv = [sys.executable, "-I", "-m", "hpml_exporters.web.config", path]
     try:
         process = subprocess.run(
             argv, stdin=subprocess.DEVNULL, capture_output=True, timeout=_READ_SECONDS, check=False

@@ -11,8 +11,8 @@ from typing import Annotated, Any
 import typer
 from hpml_exporters.catalogue import ALL
 from hpml_exporters.options import NodeOptions, Roots, check, is_loopback
-from hpml_exporters.server import web_config as web_config_file
-from hpml_exporters.server.address import split
+from hpml_exporters.web import config as web_config_file
+from hpml_exporters.web.address import split
 
 from hpml_orchestrator.cli.common import JsonOption, print_json, print_table, refuse_empty
 from hpml_orchestrator.cli.process import refuse_gone_directory

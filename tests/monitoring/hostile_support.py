@@ -3,20 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-import datetime as dt
 import socket
 import threading
 import time
 from typing import TYPE_CHECKING, NamedTuple
 
-from cryptography import x509
-from cryptography.hazmat.primitives import hashes, serialization
-from cryptography.hazmat.primitives.asymmetric import ec
-from cryptography.x509.oid import NameOID
-
 if TYPE_CHECKING:
     from collections.abc import Iterator
-    from pathlib import Path
 
 # The first bytes of a TLS record: a handshake of 512 bytes, which never come.
 HALF_A_HELLO = b"\x16\x03\x01\x02\x00\x01"
@@ -99,30 +92,3 @@ def answer_to(address: str, request: bytes, seconds: float = 60.0) -> bytes:
             while time.monotonic() < end and (part := one.recv(65536)):
                 answer += part
     return answer
-
-
-def certificate(folder: Path) -> tuple[Path, Path]:
-    """Make a certificate of 127.0.0.1 that signs itself; returns the files of it and its key."""
-    key = ec.generate_private_key(ec.SECP256R1())
-    name = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, "node")])
-    now = dt.datetime.now(dt.UTC)
-    made = (
-        x509.CertificateBuilder()
-        .subject_name(name)
-        .issuer_name(name)
-        .public_key(key.public_key())
-        .serial_number(x509.random_serial_number())
-        .not_valid_before(now - dt.timedelta(hours=1))
-        .not_valid_after(now + dt.timedelta(days=1))
-        .add_extension(x509.SubjectAlternativeName([x509.DNSName("node")]), critical=False)
-        .sign(key, hashes.SHA256())
-    )
-    (folder / "node.crt").write_bytes(made.public_bytes(serialization.Encoding.PEM))
-    (folder / "node.key").write_bytes(
-        key.private_bytes(
-            serialization.Encoding.PEM,
-            serialization.PrivateFormat.PKCS8,
-            serialization.NoEncryption(),
-        )
-    )
-    return folder / "node.crt", folder / "node.key"

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from tests.monitoring.prometheus_support import static
-from tests.unit.exporters.attribution.trees import SCOPE, Machine, Task
+from tests.unit.exporters.jobs.machine import SCOPE, Machine, Task
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -19,12 +19,11 @@ from tests.monitoring.hostile_support import (
     SILENT,
     SLOW_LORIS,
     answer_to,
-    certificate,
     crowded,
 )
 from tests.monitoring.prometheus_support import static
 from tests.patience import eventually
-from tests.unit.exporters.server.support import held_port
+from tests.unit.exporters.web.support import held_port, make_certificates
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -220,12 +219,12 @@ def test_hostile_clients_of_tls_do_not_stop_the_scrapes_of_others(
 ) -> None:
     """The same where each connection begins with a handshake, which these never end."""
     gpusim.write(two_gpus())
-    public, secret = certificate(tmp_path)
+    make_certificates(tmp_path)
     word = "opensesame"
     digest = bcrypt.hashpw(word.encode(), bcrypt.gensalt(5)).decode()
     config = tmp_path / "web.yml"
     config.write_text(
-        f"tls_server_config: {{cert_file: {public}, key_file: {secret}}}\n"
+        "tls_server_config: {cert_file: server.crt, key_file: server.key}\n"
         f"basic_auth_users: {{prometheus: '{digest}'}}\n",
         encoding="utf-8",
     )
@@ -233,7 +232,7 @@ def test_hostile_clients_of_tls_do_not_stop_the_scrapes_of_others(
     allowed = static(
         *("node", here.address),
         scheme="https",
-        tls_config={"ca_file": str(public), "server_name": "node"},
+        tls_config={"ca_file": str(tmp_path / "ca.crt")},
         basic_auth={"username": "prometheus", "password": word},
     )
     refused = {**allowed, "job_name": "stranger", "basic_auth": {"username": "p", "password": "x"}}

@@ -16,7 +16,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from tests.patience import eventually
-from tests.unit.exporters.server.support import held_port
+from tests.unit.exporters.web.support import held_port
 from tests.unit.local_runs import Desk
 
 ROOT = Path(__file__).parents[2]

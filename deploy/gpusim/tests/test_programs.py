@@ -18,7 +18,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from deploy.gpusim.gpusim import OLD_DRIVER, Fault, Process, Simulator, State, a100, divided, h100
 from tests.monitoring.gpusim_support import Gpusim
-from tests.unit.exporters.server.support import held_port
+from tests.unit.exporters.web.support import held_port
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

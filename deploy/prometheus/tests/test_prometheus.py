@@ -15,7 +15,7 @@ import pytest
 
 from tests.monitoring import prometheus_support
 from tests.monitoring.prometheus_support import files, program, static
-from tests.unit.exporters.server.support import held_port
+from tests.unit.exporters.web.support import held_port
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

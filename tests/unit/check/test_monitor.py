@@ -61,9 +61,9 @@ def test_loopback_is_for_the_node_alone() -> None:
         (None, "monitor.open"),
         ("", "monitor.open"),
         (TLS, "monitor.open"),
-        (f"{TLS}, client_auth_type: RequireAnyClientCert", "monitor.open"),
-        (f"{TLS}, client_auth_type: VerifyClientCertIfGiven, client_ca: c", "monitor.open"),
-        (f"{TLS}, client_auth_type: RequireAndVerifyClientCert, client_ca: c", ""),
+        (f"{TLS}, client_auth_type: RequestClientCert", "monitor.open"),
+        (f"{TLS}, client_auth_type: VerifyClientCertIfGiven, client_ca_file: c", "monitor.open"),
+        (f"{TLS}, client_auth_type: RequireAndVerifyClientCert, client_ca_file: c", ""),
         (USERS, "monitor.unencrypted"),
         (f"{USERS}\n{TLS}", ""),
     ],
@@ -80,7 +80,7 @@ def test_an_open_door_is_told(tmp_path: Path, text: str | None, code: str) -> No
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        ("basic_auth_users: {a: geheim-geheim}", "basic_auth_users.a: this is no hash of bcrypt"),
+        ("basic_auth_users: {a: geheim-geheim}", "basic_auth_users.a: not a bcrypt hash"),
         ("[unclosed", "line 1"),
     ],
 )

@@ -75,10 +75,10 @@ TLS = "tls_server_config: {cert_file: a.crt, key_file: a.key%s}\n"
         ("[::1]:9445", "", ""),
         ("0.0.0.0:9445", None, "anyone who can reach 0.0.0.0:9445 can read job metrics, unencry"),
         (":9445", TLS % "", "anyone who can reach :9445 can read job metrics, without a pass"),
-        (":9445", TLS % ", client_auth_type: RequireAnyClientCert", "anyone who can reach"),
+        (":9445", TLS % ", client_auth_type: RequestClientCert", "anyone who can reach"),
         (":9445", USERS, "passwords for :9445 are sent unencrypted"),
         (":9445", USERS + TLS % "", ""),
-        (":9445", TLS % ", client_auth_type: RequireAndVerifyClientCert", ""),
+        (":9445", TLS % ", client_ca_file: ca, client_auth_type: RequireAndVerifyClientCert", ""),
     ],
 )
 def test_an_unprotected_address_is_warned_of(

@@ -65,7 +65,7 @@ LINES = [
     ("stage verify directory", 3, "", "hpml stage ls"),
     ("stage clean --older soon", 2, "--older: must be a number with a unit", ""),
     ("stage clean nowhere", 3, "no such directory: ", "DIR is shm, local or a directory"),
-    ("export node --listen localhost", 2, "--listen: no address with a port", "9445"),
+    ("export node --listen localhost", 2, "--listen: not an address with a port", "9445"),
     ("export node --web-config none.yml", 2, "--web-config: cannot be read: No such file", ""),
     ("export node --root dev=/x", 2, "--root: must be NAME=DIR (got 'dev=/x')", "NAME is one of"),
 ]

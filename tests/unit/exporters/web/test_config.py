@@ -1,0 +1,271 @@
+"""The web-config file: what it may say, and what its changes do to a running server."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import bcrypt
+import pytest
+from hpml_exporters.web import Server
+
+from hpml_orchestrator.errors import InputError
+from tests.patience import eventually
+from tests.unit.exporters.web.support import (
+    RELOADING,
+    Certificates,
+    StaticPages,
+    basic,
+    connect,
+    make_certificates,
+    read_to_end,
+    scrape,
+    serving,
+    status,
+    statuses,
+)
+
+HASH = bcrypt.hashpw(b"right", bcrypt.gensalt(4)).decode()
+USERS = f"basic_auth_users: {{bob: {HASH}}}\n"
+TLS = "tls_server_config:\n  cert_file: server.crt\n  key_file: server.key\n"
+VERIFY = "  client_ca_file: ca.crt\n  client_auth_type: RequireAndVerifyClientCert\n"
+HEADERS = "http_server_config: {headers: {X-Frame-Options: deny}}\n"
+
+GOOD = ["", "{}", USERS, USERS.replace("$2b$", "$2y$"), TLS, TLS + VERIFY, TLS + USERS, HEADERS]
+GOOD += ["http_server_config: {http2: false}", f"{TLS}  min_version: TLS13\n"]
+GOOD += ["# a comment\nbasic_auth_users:\n", f"{TLS}  max_version: TLS12\n"]
+
+BAD = [
+    ("users: {bob: x}", "users"),
+    ("[a, b]", "web_config"),
+    ("{", "web_config"),
+    ("basic_auth_users: {bob: a, bob: b}", "web_config"),
+    ("basic_auth_users: {bob: secret}", "basic_auth_users.bob"),
+    ("basic_auth_users: {bob: {x: y}}", "basic_auth_users.bob"),
+    ("http_server_config: {http3: true}", "http_server_config.http3"),
+    ("http_server_config: {headers: {X-Other: a}}", "http_server_config.headers.X-Other"),
+    ("tls_server_config: {cert_file: server.crt}", "tls_server_config.key_file"),
+    ("tls_server_config: {cert_file: none, key_file: server.key}", "tls_server_config.cert_file"),
+    (
+        "tls_server_config: {cert_file: server.crt, key_file: client.key}",
+        "tls_server_config.key_file",
+    ),
+    (
+        "tls_server_config: {cert_file: server.key, key_file: server.key}",
+        "tls_server_config.cert_file",
+    ),
+    (f"{TLS}  min_version: TLS9\n", "tls_server_config.min_version"),
+    (f"{TLS}  client_auth_type: Require\n", "tls_server_config.client_auth_type"),
+    (f"{TLS}  client_ca_file: ca.crt\n", "tls_server_config.client_ca_file"),
+]
+"""Files that Prometheus' own tool refuses too, and the field that is named."""
+
+UNSUPPORTED = [
+    ("http_server_config: {http2: true}", "http_server_config.http2"),
+    ("rate_limit: {interval: 1s, burst: 3}", "rate_limit"),
+    (f"{TLS}  min_version: TLS10\n", "tls_server_config.min_version"),
+    (f"{TLS}  cipher_suites: [TLS_AES_128_GCM_SHA256]\n", "tls_server_config.cipher_suites"),
+    (f"{TLS}  curve_preferences: [X25519]\n", "tls_server_config.curve_preferences"),
+    ("tls_server_config: {cert: a, key: b}", "tls_server_config.cert"),
+    (f"{TLS}  client_auth_type: RequireAnyClientCert\n", "tls_server_config.client_auth_type"),
+    (
+        f"{TLS}  client_auth_type: RequireAndVerifyClientCert\n",
+        "tls_server_config.client_ca_file",
+    ),
+    (f"{TLS}  client_allowed_sans: [a]\n", "tls_server_config.client_allowed_sans"),
+    (f"{TLS}  min_version: TLS13\n  max_version: TLS12\n", "tls_server_config.min_version"),
+]
+"""Files of Prometheus' format that are refused here."""
+
+
+@pytest.mark.skipif(shutil.which("promtool") is None, reason="no promtool")
+@pytest.mark.parametrize("text", [*GOOD, *(text for text, _ in BAD)], ids=range(len(GOOD + BAD)))
+def test_promtool_agrees(certificates: Certificates, text: str) -> None:
+    """The same file serves node_exporter and this exporter."""
+    path = certificates.write("web.yml", text)
+    command = ["promtool", "check", "web-config", str(path)]
+    good = subprocess.run(command, capture_output=True, check=False).returncode == 0
+    assert good == (text in GOOD)
+
+
+@pytest.mark.parametrize("text", GOOD, ids=range(len(GOOD)))
+def test_good_files(certificates: Certificates, text: str) -> None:
+    with serving(certificates.write("web.yml", text)) as (server, address):
+        assert server.scheme == ("https" if TLS in text else "http")
+        context = certificates.context("client") if TLS in text else None
+        assert status(address, context, Authorization=basic("bob", "right")) == 200
+
+
+@pytest.mark.parametrize(("text", "field"), BAD + UNSUPPORTED, ids=range(len(BAD + UNSUPPORTED)))
+def test_bad_files(certificates: Certificates, text: str, field: str) -> None:
+    """The field is named, and what would be right; nothing is silently ignored."""
+    path = certificates.write("web.yml", text)
+    with pytest.raises(InputError) as caught:
+        Server("127.0.0.1:0", str(path), StaticPages()).start()
+    assert caught.value.field == field
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "basic_auth_users: {bob: Secret-1}",
+        "basic_auth_users: {bob: [Secret-1]}",
+        "basic_auth_users: {bob: Secret-1, bob: Secret-1}",
+        "basic_auth_users: {bob: Secret-1",
+        "basic_auth_users:\n  bob: *Secret-1",
+    ],
+)
+def test_secrets_are_never_shown(tmp_path: Path, text: str) -> None:
+    """A wrong hash may be the password itself."""
+    path = tmp_path / "web.yml"
+    path.write_text(text)
+    with pytest.raises(InputError) as caught:
+        Server("127.0.0.1:0", str(path), StaticPages()).start()
+    assert "Secret" not in f"{caught.value} {caught.value.hint} {caught.value.value}"
+
+
+@pytest.mark.parametrize(
+    ("more", "expected"),
+    [
+        ("", {"": 200, "client": 200, "stranger": 200}),
+        ("  client_auth_type: RequestClientCert\n", {"": 200, "client": 200, "stranger": 200}),
+        (
+            "  client_ca_file: ca.crt\n  client_auth_type: VerifyClientCertIfGiven\n",
+            {"": 200, "client": 200, "stranger": 0},
+        ),
+        (VERIFY, {"": 0, "client": 200, "stranger": 0}),
+        (f"{VERIFY}  client_allowed_sans: [prometheus.example]\n", {"": 0, "client": 200}),
+        (f"{VERIFY}  client_allowed_sans: [other.example]\n", {"": 0, "client": 0}),
+    ],
+    ids=["none", "request", "if-given", "verify", "san", "other-san"],
+)
+def test_client_certificates(
+    certificates: Certificates, more: str, expected: dict[str, int]
+) -> None:
+    """Who gets in: without a certificate, with ours, with one that signs itself."""
+    with serving(certificates.write("web.yml", TLS + more)) as (_, address):
+        got = {name: status(address, certificates.context(name)) for name in expected}
+    assert got == expected
+
+
+def test_plain_http_to_a_tls_port_is_told(certificates: Certificates) -> None:
+    with serving(certificates.write("web.yml", TLS)) as (_, address), connect(address) as client:
+        client.sendall(b"GET / HTTP/1.0\r\n\r\n")
+        answer = read_to_end(client)
+        assert statuses(answer) == [400]
+        assert b"https://" in answer
+
+
+def test_headers_are_added_to_every_response(certificates: Certificates) -> None:
+    with serving(certificates.write("web.yml", HEADERS)) as (_, address):
+        for page in ("/metrics", "/nothing"):
+            assert scrape(address, page).headers["x-frame-options"] == "deny"
+
+
+def replace(path: Path, text: str) -> None:
+    """Replace a file in one step, as tools do."""
+    new = path.with_suffix(".new")
+    new.write_text(text)
+    os.replace(new, path)
+
+
+STRICT = f"{TLS}{VERIFY}  client_allowed_sans: [prometheus.example]\n  min_version: TLS13\n{USERS}"
+
+
+@pytest.mark.parametrize(
+    "cut",
+    ["", "tls_server", TLS, f"{TLS}  client_ca_file", f"{TLS}  client_auth_type:", TLS + VERIFY]
+    + [STRICT.partition(field)[0] for field in ("  client_allowed", "  min_v", "basic_auth")]
+    + [STRICT.replace("RequireAnd", ""), "{", "users: {}", USERS],
+    ids=range(13),
+)
+def test_a_truncated_file_opens_no_door(certificates: Certificates, cut: str) -> None:
+    """Each is counted, and the settings before it are kept: who had to log in still has to."""
+    path = certificates.write("web.yml", STRICT)
+    with serving(path, RELOADING) as (server, address):
+        path.write_text(cut)
+        eventually(lambda: server.counters.reload_failures > 0)
+        assert status(address, certificates.context()) == 0
+        assert status(address, certificates.context("client")) == 401
+        bob = basic("bob", "right")
+        assert status(address, certificates.context("client"), Authorization=bob) == 200
+
+
+@pytest.mark.parametrize(
+    "broken",
+    [
+        'tls_server_config: {cert_file: "a\\0b", key_file: b}',
+        "basic_auth_users: {bob: x}",
+        "[" * 400,
+    ],
+    ids=["nul", "hash", "deep"],
+)
+def test_reloading_goes_on_after_any_failure(
+    certificates: Certificates, broken: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Also after exceptions that are no InputError; each is printed once."""
+    path = certificates.write("web.yml", USERS)
+    with serving(path, RELOADING) as (server, address):
+        replace(path, broken)
+        eventually(lambda: server.counters.reload_failures > 1)  # it is tried again
+        assert status(address, Authorization=basic("bob", "right")) == 200
+        path.unlink()
+        eventually(lambda: server.counters.reload_failures > 2)
+        replace(path, USERS.replace("bob", "eve"))
+        eventually(lambda: status(address, Authorization=basic("eve", "right")) == 200)
+    lines = capfd.readouterr().err.splitlines()
+    assert len(lines) == 2
+    assert all("the previous settings are kept" in line for line in lines)
+
+
+def test_a_removed_user_is_out_at_once(certificates: Certificates) -> None:
+    """Remembered or not, and his open connection ends."""
+    path = certificates.write("web.yml", USERS)
+    bob, eve = basic("bob", "right"), basic("eve", "right")
+    with serving(path, RELOADING) as (_, address), connect(address) as kept:
+        request = f"GET /healthz HTTP/1.1\r\nHost: x\r\nAuthorization: {bob}\r\n\r\n"
+        kept.sendall(request.encode())
+        assert kept.recv(12) == b"HTTP/1.1 200"
+        replace(path, USERS.replace("bob", "eve"))
+        eventually(lambda: status(address, Authorization=eve) == 200)
+        assert status(address, Authorization=bob) == 401
+        assert read_to_end(kept).endswith(b"ok\n")
+
+
+def test_a_renewed_certificate_is_used(certificates: Certificates, tmp_path: Path) -> None:
+    """Once both its files are there; until then the old one is."""
+    new = make_certificates(tmp_path, serial=" 2")
+    folder, old_context = certificates.folder, certificates.context()
+    with serving(certificates.write("web.yml", TLS), RELOADING) as (server, address):
+        os.replace(new.folder / "server.crt", folder / "server.crt")
+        eventually(lambda: server.counters.reload_failures > 0)
+        assert status(address, old_context) == 200
+        os.replace(new.folder / "server.key", folder / "server.key")
+        eventually(lambda: status(address, new.context()) == 200)
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("", {"locked": False, "tls": False}),
+        (USERS, {"locked": True, "tls": False}),
+        (TLS, {"locked": False, "tls": True}),
+        (TLS + VERIFY, {"locked": True, "tls": True}),
+        ("rate_limit: {}", {"error": "rate_limit: not supported"}),
+    ],
+    ids=["nothing", "users", "tls", "verify", "refused"],
+)
+def test_the_command_says_what_a_file_asks_for(
+    tmp_path: Path, text: str, expected: dict[str, object]
+) -> None:
+    """For `hpml check`: without the certificates, which are on the nodes."""
+    (tmp_path / "web.yml").write_text(text)
+    argv = [sys.executable, "-I", "-m", "hpml_exporters.web.config", str(tmp_path / "web.yml")]
+    done = subprocess.run(argv, capture_output=True, text=True, check=True)
+    found = json.loads(done.stdout)
+    found.pop("hint", None)
+    assert found == expected

@@ -1,0 +1,244 @@
+"""Whatever bad clients do, another client's scrape is answered, and nothing piles up.
+
+Bad clients come from 127.0.0.2 where their address matters.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+import resource
+import socket
+import ssl
+import struct
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
+from pathlib import Path
+
+import bcrypt
+import pytest
+from hpml_exporters.web import Limits
+
+from tests.patience import eventually
+from tests.unit.exporters.web.support import (
+    GET,
+    PATIENT,
+    Address,
+    Certificates,
+    Process,
+    StaticPages,
+    basic,
+    connect,
+    read_to_end,
+    scrape,
+    serving,
+    status,
+    statuses,
+)
+
+TLS = "tls_server_config: {cert_file: server.crt, key_file: server.key}"
+BODY = StaticPages().body
+STRANGER = "127.0.0.2"
+
+
+@contextmanager
+def clients(address: Address, count: int, sent: bytes = b"") -> Iterator[list[socket.socket]]:
+    with ExitStack() as stack:
+        found = [stack.enter_context(connect(address, STRANGER)) for _ in range(count)]
+        for client in found:
+            client.sendall(sent)
+        yield found
+
+
+@contextmanager
+def repeated(step: Callable[[], None]) -> Iterator[None]:
+    """Repeat a step in a thread while something else is done."""
+    ended = threading.Event()
+
+    def repeat() -> None:
+        while not ended.is_set():
+            try:
+                step()
+            except OSError:
+                time.sleep(0.001)
+
+    thread = threading.Thread(target=repeat)
+    thread.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        thread.join()
+
+
+def test_200_silent_tls_clients(certificates: Certificates) -> None:
+    """What stops prometheus_client's server for good; no memory is spent on them."""
+    with Process(certificates.write("web.yml", TLS)) as made:
+        context = certificates.context()
+        for _ in range(20):
+            assert status(made.address, context) == 200
+        before = made.memory_kib()
+        with clients(made.address, 200):
+            for _ in range(20):
+                assert status(made.address, context) == 200
+            assert made.memory_kib() - before < 1024
+            assert made.counters()["connections"] >= 200
+
+
+HALF_HELLO = b"\x16\x03\x01\x40\x00\x01" + b"\x00" * 100
+
+
+@pytest.mark.parametrize(
+    ("count", "sent"),
+    [
+        (200, b""),
+        (1000, b""),
+        (100, b"GET /metrics HTTP/1.1\r\nX-Slow: "),
+        (100, GET * 40),
+        (50, GET + b"\x00\x01\x02" * 500),
+        (100, HALF_HELLO),
+    ],
+    ids=["idle", "too-many", "half-a-head", "reads-nothing", "pipelined-garbage", "tls"],
+)
+def test_bad_clients_hold_nobody_up(count: int, sent: bytes, certificates: Certificates) -> None:
+    """The server bears with them for ten minutes; scrapes go on, and one more connection fits."""
+    path = certificates.write("web.yml", TLS) if sent == HALF_HELLO else ""
+    context = certificates.context() if path else None
+    with Process(path) as made:
+        assert scrape(made.address, context=context).body == BODY
+        with clients(made.address, count, sent):
+            for _ in range(10):
+                assert scrape(made.address, context=context).body == BODY
+            counters = made.counters()
+            assert counters["connections"] <= Limits().connections
+            assert (counters["closed"]["crowded"] > 700) == (count == 1000)
+            assert counters["closed"]["error"] == 0
+
+
+def test_floods_hold_nobody_up() -> None:
+    """Resets, endless lines and garbage as fast as one client can; nothing stays of them."""
+    dice = random.Random(6)
+    abort = struct.pack("ii", 1, 0)
+
+    def flood() -> None:
+        for sent in (b"", GET[:9], GET * 50, b"GET /" + b"a" * 1_000_000, dice.randbytes(2000)):
+            with connect(made.address) as client:
+                client.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, abort)
+                client.sendall(sent)
+
+    with Process() as made:
+        for _ in range(100):
+            assert status(made.address) == 200
+        before = made.memory_kib()
+        with repeated(flood):
+            for _ in range(50):
+                assert scrape(made.address).body == BODY
+        eventually(lambda: not made.counters()["connections"])
+        assert made.memory_kib() - before < 4096
+        assert made.counters()["closed"]["error"] == 0
+
+
+def test_one_address_does_not_displace_the_others() -> None:
+    """When there are too many connections, those of the most crowded address are closed."""
+    limits = replace(PATIENT, connections=20)
+    with serving(limits=limits) as (_, address), connect(address) as one, clients(address, 60):
+        one.sendall(GET)
+        assert one.recv(12) == b"HTTP/1.1 200"
+
+
+def test_without_descriptors_scrapes_go_on() -> None:
+    with Process() as made:
+        resource.prlimit(made.pid, resource.RLIMIT_NOFILE, (40, 40))
+        with clients(made.address, 100):
+            for _ in range(10):
+                assert status(made.address) == 200
+
+
+def hello() -> bytes:
+    """The first bytes of a TLS client."""
+    sent = ssl.MemoryBIO()
+    client = ssl.create_default_context().wrap_bio(ssl.MemoryBIO(), sent, server_hostname="node")
+    with pytest.raises(ssl.SSLWantReadError):
+        client.do_handshake()
+    return sent.read()
+
+
+def test_handshakes_have_a_budget(certificates: Certificates) -> None:
+    """Strangers share one, so that a flood of hellos costs little; known addresses come first."""
+    limits = replace(PATIENT, handshakes=10, handshakes_at_once=10)
+    path = certificates.write("web.yml", TLS)
+    with serving(path, limits) as (server, address):
+        context = certificates.context()
+        assert status(address, context) == 200
+        with clients(address, 150) as strangers:
+            begun, first_bytes = time.monotonic(), hello()
+            for client in strangers:
+                client.sendall(first_bytes)
+            assert [status(address, context) for _ in range(5)] == [200] * 5
+            eventually(lambda: server.counters.closed["handshakes"] > 0)
+            for client in strangers:
+                client.shutdown(socket.SHUT_WR)
+            answered = sum(b"\x16\x03" in read_to_end(client)[:2] for client in strangers)
+        seconds = time.monotonic() - begun
+        assert answered <= 10 + 10 * seconds + 1
+        assert answered + server.counters.closed["handshakes"] >= 150
+
+
+def users(folder: Path, cost: int) -> Path:
+    hashed = bcrypt.hashpw(b"right", bcrypt.gensalt(cost)).decode()
+    path = folder / "users.yml"
+    path.write_text(json.dumps({"basic_auth_users": {"bob": hashed}}))
+    return path
+
+
+@pytest.mark.parametrize(
+    ("authorization", "expected"),
+    [
+        (basic("bob", "right"), 200),
+        (basic("bob", "wrong"), 401),
+        (basic("bob", ""), 401),
+        (basic("eve", "right"), 401),
+        (basic("bob", "right" + "x" * 100), 401),
+        (basic("bob", "\0"), 401),
+        ("Basic ####", 401),
+        ("Bearer right", 401),
+        ("", 401),
+    ],
+    ids=range(9),
+)
+def test_who_gets_in(tmp_path: Path, authorization: str, expected: int) -> None:
+    """The right password of a user, and nothing else; it is asked for."""
+    with serving(users(tmp_path, 4)) as (_, address):
+        for _ in range(2):  # checked, and remembered
+            answer = scrape(address, "/healthz", Authorization=authorization)
+            assert answer.status == expected
+            assert ("www-authenticate" in answer.headers) == (expected == 401)
+
+
+def test_guessing_has_a_budget_and_slows_nobody_known(tmp_path: Path) -> None:
+    """Guesses take a small share of a core; who is known is answered without a check."""
+    number = iter(range(1_000_000))
+
+    def guess() -> None:
+        with clients(made.address, 8) as guessers:
+            for client in guessers:
+                password = basic("bob", str(next(number)))
+                client.sendall(f"GET / HTTP/1.0\r\nAuthorization: {password}\r\n\r\n".encode())
+            answers = [statuses(read_to_end(client)) for client in guessers]
+            assert all(answer in ([401], [503]) for answer in answers)
+
+    with Process(users(tmp_path, 8), replace(PATIENT, password_burst=0.1)) as made:
+        good = basic("bob", "right")
+        assert status(made.address, Authorization=good) == 200
+        with repeated(guess):
+            eventually(lambda: made.counters()["responses"]["401"] > 0)
+            wall, cpu = time.monotonic(), made.cpu_seconds()
+            while time.monotonic() < wall + 2:
+                assert status(made.address, Authorization=good) == 200
+                time.sleep(0.05)
+            wall, cpu = time.monotonic() - wall, made.cpu_seconds() - cpu
+        assert made.counters()["responses"]["503"] > 0
+    assert cpu < 0.4 * wall + 0.2, (cpu, wall)
