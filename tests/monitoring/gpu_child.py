@@ -67,13 +67,9 @@ class Child:
             "began": began,
             "ended": time.time(),
             "series": [
-                [
-                    one.spec.name,
-                    dict(zip(one.spec.labels, sample.labels, strict=True)),
-                    sample.value,
-                ]
-                for one in families
-                for sample in one.samples
+                [sample.name, sample.labels, sample.value]
+                for family in families
+                for sample in family.samples
             ],
         }
 
