@@ -76,7 +76,6 @@ class Child:
     def repeat(self, times: int, pause: float) -> dict[str, Any]:
         """Many samples, one a second by the collector's clock, in less time."""
         base = time.monotonic()
-        calls = self.collector.calls
         costs = []
         for number in range(times):
             before = time.thread_time()
@@ -86,7 +85,6 @@ class Child:
         return {
             "cpu": sum(costs) / times,
             "most": max(costs),
-            "calls": (self.collector.calls - calls) / times,
             "rss": resident(),
         }
 
