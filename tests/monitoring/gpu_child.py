@@ -14,10 +14,9 @@ import time
 from pathlib import Path
 from typing import Any
 
-from hpml_exporters.jobs.board import JobFacts, Jobs, JobSeen
 from hpml_exporters.gpu.collector import GpuCollector
-from hpml_exporters.options import Context
-from hpml_exporters.options import NodeOptions
+from hpml_exporters.jobs.board import JobFacts, Jobs, JobSeen
+from hpml_exporters.options import Context, NodeOptions
 
 
 def resident() -> int:

@@ -178,10 +178,14 @@ class GpuCollector:
             return self._families
         session = self._current(now)
         wall, cpu = time.perf_counter(), time.thread_time()
+        lost: set[str] = set()
         for reader in tuple(session.readers):
+            gpu_uuid = reader.device.parent or reader.device.uuid
             try:
-                reader.read(now)
+                if gpu_uuid not in lost:  # else it was closed with its GPU
+                    reader.read(now)
             except GpuLostError:
+                lost.add(gpu_uuid)
                 self._lose(session, reader.device, now)
         # A call that sleeps costs no CPU time, but all others wait for it.
         self._pace.spend(time.thread_time() - cpu + (time.perf_counter() - wall) / 20)

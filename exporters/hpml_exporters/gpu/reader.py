@@ -114,7 +114,8 @@ class Reader:
         phase = zlib.crc32(device.uuid.encode())
         self._plan: list[tuple[int, int, Question]] = []
         for period in sorted({row.period for row in wanted}):
-            every = max(1, round(period / history.interval))
+            # What is wanted every second is wanted at each reading.
+            every = max(1, round(period / history.interval)) if period > 1 else 1
             same = [row for row in wanted if row.period == period]
             for index, question in enumerate(questions(nvml, device, same, self._gpm)):
                 self._plan.append((every, (index + phase) % every, question))
