@@ -129,6 +129,7 @@ class GpuCollector:
         self._jobs: Jobs | None = None
         self._job_families: list[Metric] = []
         self._families: list[Metric] = []
+        self._shown: dict[str, tuple[list[Row], Metric]] = {}
 
     def sample(self, now: float) -> list[Metric]:
         """Read all GPUs that answer.
@@ -203,7 +204,7 @@ class GpuCollector:
         shown |= {device.parent for device in session.shown}
         self._families = [
             *self._identity(session),
-            *_numbers(session.readers),
+            *self._numbers(session.readers),
             *self._log.families(shown),
             *self._job_families,
         ]
@@ -327,6 +328,18 @@ class GpuCollector:
             gpu.GPUS.family(counts),
         ]
 
+    def _numbers(self, readers: Sequence[Reader]) -> list[Metric]:
+        """Return what the readers know now; families that did not change are used again."""
+        rows: dict[str, list[Row]] = {name: [] for name in _SPECS}
+        for reader in readers:
+            for (name, labels), number in reader.history.values.items():
+                rows[name].append(((reader.device.uuid, *labels), number))
+        rows[gpu.UTILIZATION.name] += _of_split(readers)
+        for name, samples in rows.items():
+            if name not in self._shown or self._shown[name][0] != samples:
+                self._shown[name] = (samples, _SPECS[name].family(samples))
+        return [family for samples, family in self._shown.values() if samples]
+
     def _of_jobs(self, session: Session, jobs: Jobs) -> list[Metric]:
         options = self._context.options
         if not self._context.jobs.wait(0) and "jobs" not in options.without:
@@ -344,16 +357,6 @@ def _leaves(shown: Iterable[Device], devices: Iterable[Device]) -> list[Device]:
     """Return what processes can be on: instances, and GPUs that have none."""
     split = {device.parent for device in devices}
     return [device for device in shown if device.uuid not in split]
-
-
-def _numbers(readers: Sequence[Reader]) -> list[Metric]:
-    """Return what the readers know now."""
-    rows: dict[str, list[Row]] = {name: [] for name in _SPECS}
-    for reader in readers:
-        for (name, labels), number in reader.history.values.items():
-            rows[name].append(((reader.device.uuid, *labels), number))
-    rows[gpu.UTILIZATION.name] += _of_split(readers)
-    return [_SPECS[name].family(samples) for name, samples in rows.items() if samples]
 
 
 def _of_split(readers: Sequence[Reader]) -> list[Row]:

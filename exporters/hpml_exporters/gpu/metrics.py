@@ -119,18 +119,10 @@ DRAM_ACTIVE = _gpu(
     _GPM.format(10),
 )
 POWER = _gpu(
-    "gauge",
-    "power",
-    "watts",
-    "Power drawn.",
-    _FIELD.format(186) + ", or nvmlDeviceGetPowerUsage",
+    "gauge", "power", "watts", "Power drawn.", _FIELD.format(186) + ", or nvmlDeviceGetPowerUsage"
 )
 POWER_LIMIT = _gpu(
-    "gauge",
-    "power_limit",
-    "watts",
-    "Power limit in force.",
-    "nvmlDeviceGetEnforcedPowerLimit",
+    "gauge", "power_limit", "watts", "Power limit in force.", "nvmlDeviceGetEnforcedPowerLimit"
 )
 ENERGY = _gpu(
     "counter",

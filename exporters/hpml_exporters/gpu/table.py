@@ -8,6 +8,7 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cache, cached_property
 from typing import Literal
 
 from hpml_exporters.core.metric import MetricSpec
@@ -110,7 +111,7 @@ class Row:
     labels: tuple[str, ...] = ()
     total: Literal["", "rate", "wraps"] = ""
 
-    @property
+    @cached_property
     def series(self) -> Series:
         """What the alternatives have in common."""
         return (self.spec.name, self.labels)
@@ -130,6 +131,7 @@ _REASONS = {
 together with each of the two before it."""
 
 
+@cache
 def throttle_reason(bits: int) -> str:
     """Return the strongest reason that holds the clocks down, empty for none.
 
@@ -140,10 +142,7 @@ def throttle_reason(bits: int) -> str:
 
 
 def _throttled(reason: str) -> Row:
-    names = (
-        "nvmlDeviceGetCurrentClocksEventReasons",
-        "nvmlDeviceGetCurrentClocksThrottleReasons",
-    )
+    names = ("nvmlDeviceGetCurrentClocksEventReasons", "nvmlDeviceGetCurrentClocksThrottleReasons")
 
     def convert(bits: int) -> float:
         return float(throttle_reason(bits) == reason)
