@@ -66,20 +66,15 @@ class Child:
             "began": began,
             "ended": time.time(),
             "series": [
-                [
-                    one.spec.name,
-                    dict(zip(one.spec.labels, sample.labels, strict=True)),
-                    sample.value,
-                ]
-                for one in families
-                for sample in one.samples
+                [sample.name, sample.labels, sample.value]
+                for family in families
+                for sample in family.samples
             ],
         }
 
     def repeat(self, times: int, pause: float) -> dict[str, Any]:
         """Many samples, one a second by the collector's clock, in less time."""
         base = time.monotonic()
-        calls = self.collector.calls
         costs = []
         for number in range(times):
             before = time.thread_time()
@@ -89,7 +84,6 @@ class Child:
         return {
             "cpu": sum(costs) / times,
             "most": max(costs),
-            "calls": (self.collector.calls - calls) / times,
             "rss": resident(),
         }
 

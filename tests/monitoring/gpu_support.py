@@ -15,7 +15,7 @@ import pytest
 
 from deploy.gpusim.gpusim import Simulator, State, h100
 
-__all__ = ["ALL", "GIB", "UP", "Answer", "Running", "Start", "gpu_collector"]
+__all__ = ["ALL", "GIB", "UP", "Answer", "Running", "Start", "gpu_collector", "pci_device"]
 
 GIB = 1 << 30
 UP = "hpml_gpu_up"
@@ -56,6 +56,19 @@ ALL = h100(
     gpm_occupancy=33,
     gpm_tensor=22,
     gpm_dram=11,
+    serial="1320000000001",
+    pstate=2,
+    pcie_gen=3,
+    pcie_width=8,
+    pcie_max_gen=5,
+    enc_util=15,
+    dec_util=16,
+    retired_sbe=3,
+    retired_dbe=2,
+    retired_pending=1,
+    nvlink_crc=1,
+    nvlink_replay=2,
+    nvlink_recovery=3,
 )
 """A Hopper GPU on which every number is another."""
 
@@ -132,6 +145,17 @@ class Running:
         return said
 
 
+def pci_device(sys: Path, address: str, *, driver: str = "") -> None:
+    """Put an NVIDIA GPU into a tree of sysfs."""
+    path = sys / "bus/pci/devices" / address
+    path.mkdir(parents=True)
+    (path / "vendor").write_text("0x10de\n")
+    (path / "class").write_text("0x030200\n")
+    if driver:
+        (sys / "drivers" / driver).mkdir(parents=True)
+        (path / "driver").symlink_to(sys / "drivers" / driver)
+
+
 Start = Callable[..., Running]
 
 
@@ -149,7 +173,8 @@ def gpu_collector(tmp_path: Path, gpusim_library: Simulator) -> Iterator[Start]:
             environment = {**os.environ, **driver.environment(path, calls=calls)}
             if settings.pop("driverless", False):
                 environment = {**os.environ, **driver.missing()}
-            running = Running(path, environment, calls, **settings)
+            options = {"roots": {"sys": str(tmp_path / "sys")}, **settings.pop("options", {})}
+            running = Running(path, environment, calls, options=options, **settings)
             stack.callback(running.stop)
             return running
 

@@ -41,15 +41,30 @@ def test_gauges_are_what_the_state_says(gpu_collector: Start) -> None:
         ("hpml_gpu_clock_hertz", "memory"): 2.6e9,
         ("hpml_gpu_clock_max_hertz", "sm"): 1.98e9,
         ("hpml_gpu_clock_max_hertz", "memory"): 2.619e9,
-        ("hpml_gpu_ecc_errors_total", "corrected volatile"): 11,
-        ("hpml_gpu_ecc_errors_total", "uncorrected volatile"): 2,
-        ("hpml_gpu_ecc_errors_total", "corrected aggregate"): 31,
-        ("hpml_gpu_ecc_errors_total", "uncorrected aggregate"): 4,
+        ("hpml_gpu_ecc_errors_total", "corrected"): 11,
+        ("hpml_gpu_ecc_errors_total", "uncorrected"): 2,
+        ("hpml_gpu_ecc_errors_lifetime_total", "corrected"): 31,
+        ("hpml_gpu_ecc_errors_lifetime_total", "uncorrected"): 4,
         ("hpml_gpu_remapped_rows", "correctable"): 5,
         ("hpml_gpu_remapped_rows", "uncorrectable"): 6,
         ("hpml_gpu_remapped_rows_pending", ""): 1,
         ("hpml_gpu_remapped_rows_failed", ""): 0,
         ("hpml_gpu_pcie_replays_total", ""): 9,
+        ("hpml_gpu_pcie_link_width", ""): 8,
+        ("hpml_gpu_pcie_link_width_max", ""): 16,
+        ("hpml_gpu_pcie_link_generation", ""): 3,
+        ("hpml_gpu_pcie_link_generation_max", ""): 5,
+        ("hpml_gpu_performance_state", ""): 2,
+        ("hpml_gpu_encoder_utilization_ratio", ""): 0.15,
+        ("hpml_gpu_decoder_utilization_ratio", ""): 0.16,
+        ("hpml_gpu_retired_pages", "corrected"): 3,
+        ("hpml_gpu_retired_pages", "uncorrected"): 2,
+        ("hpml_gpu_retired_pages_pending", ""): 1,
+        ("hpml_gpu_nvlink_links", ""): 18,
+        ("hpml_gpu_nvlink_links_active", ""): 18,
+        ("hpml_gpu_nvlink_errors_total", "crc"): 18 * 1,
+        ("hpml_gpu_nvlink_errors_total", "replay"): 18 * 2,
+        ("hpml_gpu_nvlink_errors_total", "recovery"): 18 * 3,
     }
     have = {
         (name, " ".join(value for key, value in labels.items() if key != "uuid")): number
@@ -60,29 +75,32 @@ def test_gauges_are_what_the_state_says(gpu_collector: Start) -> None:
     assert [labels for labels, _ in seen.all("hpml_gpu_info")] == [
         {
             "uuid": ALL.uuid,
+            "index": "0",
             "name": ALL.name,
             "pci_bus_id": f"0000{ALL.bus_id}".lower(),
             "minor": "5",
+            "serial": ALL.serial,
             "mig": "",
+            "parent": "",
+            "instance": "",
         }
     ]
+    assert seen.one("hpml_gpu_driver_info", version="550.90.07") == 1
     assert (seen.one("hpml_gpus", state="up"), seen.one("hpml_gpus", state="lost")) == (1, 0)
 
 
 def test_counters_grow_as_their_rates_say(gpu_collector: Start) -> None:
     """Energy, throttled time, PCIe and NVLink between two readings: rate times time."""
     running = gpu_collector(State(gpus=(ALL,)), options={"gpu_interval": NO_GAP_SECONDS})
+    running.sample()
     first = running.sample()
     for _ in range(5):
         time.sleep(0.2)
         last = running.sample()
     rates = {
         ("hpml_gpu_energy_joules_total", ""): 333,
-        ("hpml_gpu_throttled_seconds_total", "power"): 0.25,
-        ("hpml_gpu_throttled_seconds_total", "thermal"): 0.5,
-        ("hpml_gpu_throttled_seconds_total", "sync_boost"): 0,
         ("hpml_gpu_throttled_seconds_total", "power_brake"): 1,
-        ("hpml_gpu_throttled_seconds_total", "hw_thermal"): 0,
+        ("hpml_gpu_throttled_seconds_total", "sw_thermal"): 0,
         ("hpml_gpu_pcie_bytes_total", "transmit"): 3e9,
         ("hpml_gpu_pcie_bytes_total", "receive"): 5e9,
         ("hpml_gpu_nvlink_bytes_total", "transmit"): 18 * 1e9,
@@ -141,15 +159,33 @@ def test_busy_time_is_the_integral_of_utilization(
     assert last.one(name) - began == pytest.approx(seconds, rel=0.05)
 
 
-def test_a_gap_adds_only_what_one_reading_can_stand_for(gpu_collector: Start) -> None:
-    """A sampler that slept for an hour does not make an hour of busy GPU."""
+@pytest.mark.parametrize(("gap", "added"), [(60, 60), (3600, 120)])
+def test_a_gap_is_filled_for_two_minutes(gpu_collector: Start, gap: int, added: int) -> None:
+    """A call that stalls for a minute must not look idle; nobody knows about an hour."""
     running = gpu_collector(State(gpus=(a100(0, util=100),)))
-    first = running.sample()
+    running.sample()
     second = running.sample(ahead=1)
-    before = second.one("hpml_gpu_busy_seconds_total")
-    after = running.sample(ahead=3600).one("hpml_gpu_busy_seconds_total")
-    assert 1 <= before <= 1 + second.ended - first.began
-    assert after - before == pytest.approx(2.5, abs=0.01)
+    after = running.sample(ahead=1 + gap)
+    name = "hpml_gpu_busy_seconds_total"
+    more = after.ended - second.began
+    assert added <= after.one(name) - second.one(name) + 0.01 <= added + more + 0.01
+
+
+def test_throttled_time_has_one_reason_at_a_time(gpu_collector: Start) -> None:
+    """The strongest of those at once, so that their sum is the time in which clocks were down."""
+    cases = {
+        "hw_slowdown": {"throttle_hw_slowdown": 1, "throttle_sw_power": 1},
+        "hw_thermal": {"throttle_hw_slowdown": 1, "throttle_hw_thermal": 1},
+        "sw_thermal": {"throttle_sw_thermal": 1, "throttle_sw_power": 1},
+        "power": {"throttle_sw_power": 1, "throttle_idle": 1},
+    }
+    gpus = [a100(index, **settings) for index, settings in enumerate(cases.values())]
+    running = gpu_collector(State(gpus=tuple(gpus)))
+    running.sample()
+    seen = running.sample(ahead=10)
+    for gpu, reason in zip(gpus, cases, strict=True):
+        counted = seen.all("hpml_gpu_throttled_seconds_total", uuid=gpu.uuid)
+        assert [labels["reason"] for labels, number in counted if number] == [reason]
 
 
 def test_utilization_follows_a_curve(gpu_collector: Start) -> None:

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from deploy.gpusim.gpusim import Event, Fault, Simulator, State, a100, divided, h100
-from tests.monitoring.gpu_support import UP, Start
+from tests.monitoring.gpu_support import ALL, UP, Answer, Start, pci_device
 
 
 def test_a_lost_gpu_takes_no_other_down_and_comes_back(
@@ -154,11 +154,49 @@ def test_all_gpus_lost_and_back(gpu_collector: Start, gpusim_library: Simulator)
     assert [number for _, number in running.sample().all(UP)] == [1, 1]
 
 
-def test_gpus_that_are_lost_from_the_beginning_are_counted(gpu_collector: Start) -> None:
-    """They have no name yet, but they are not nothing."""
-    running = gpu_collector(State(gpus=(a100(0), a100(1, lost=1))))
+@pytest.mark.parametrize("named", [True, False])
+def test_gpus_that_are_lost_from_the_beginning(
+    gpu_collector: Start, gpusim_library: Simulator, tmp_path: Path, *, named: bool
+) -> None:
+    """They have no UUID yet, but sysfs knows where they are; later they have both."""
+    state = State(gpus=(a100(0), a100(1)))
+    addresses = [f"0000{gpu.bus_id}".lower() for gpu in state.gpus]
+    for gpu in state.gpus if named else ():
+        pci_device(tmp_path / "sys", gpu.bus_id.lower())
+    running = gpu_collector(state.changed(1, lost=1), retry=(0.0, 0.0))
     seen = running.sample()
     assert (seen.one("hpml_gpus", state="up"), seen.one("hpml_gpus", state="lost")) == (1, 1)
+    up = {labels["uuid"]: number for labels, number in seen.all(UP)}
+    assert up == {state.gpus[0].uuid: 1, **({addresses[1]: 0} if named else {})}
+    gpusim_library.write(state, running.path)
+    seen = running.sample()
+    up = {labels["uuid"]: number for labels, number in seen.all(UP)}
+    assert up == dict.fromkeys([gpu.uuid for gpu in state.gpus], 1)
+    assert seen.one("hpml_gpus", state="lost") == 0
+
+
+def test_looking_for_a_lost_gpu_hides_nothing_of_the_others(
+    gpu_collector: Start, gpusim_library: Simulator
+) -> None:
+    """The driver is opened anew for it; GPM, PCIe and instances of healthy GPUs go on."""
+    state = State(gpus=(ALL, divided(h100(1, minor=1), 3), a100(2, minor=2)))
+    running = gpu_collector(state, retry=(2.0, 2.0))
+    for ahead in range(3):
+        before = running.sample(ahead=ahead)
+    lost = state.gpus[2].uuid
+    healthy = {
+        (name, *labels.values())
+        for name, labels, _ in before.series
+        if labels.get("uuid", lost) != lost
+    }
+    assert ("hpml_gpu_sm_active_ratio", ALL.uuid) in healthy
+    gpusim_library.write(state.changed(2, lost=1), running.path)
+    for ahead in range(3, 9):
+        seen = running.sample(ahead=ahead)
+        assert healthy <= {(name, *labels.values()) for name, labels, _ in seen.series}
+    name = "hpml_gpu_pcie_bytes_total"
+    grown = [one.one(name, uuid=ALL.uuid, direction="transmit") for one in (before, seen)]
+    assert grown[1] - grown[0] >= 5.8 * 3e9, "nothing of the time between is missing"
 
 
 def test_xid_errors_are_counted_with_their_time(
@@ -195,7 +233,8 @@ def test_what_fails_in_the_beginning_is_tried_again(
     assert not seen.all("hpml_gpu_memory_temperature_celsius")
     assert not seen.all("hpml_gpu_utilization_ratio")
     gpusim_library.write(state, running.path)
-    seen = running.sample()
+    for _ in range(5):  # temperatures are read at every fifth tick
+        seen = running.sample()
     assert seen.one("hpml_gpu_memory_temperature_celsius") == 66
     assert seen.one("hpml_gpu_utilization_ratio") == 0.12
 
@@ -283,6 +322,27 @@ def test_nothing_to_read_is_no_failure(gpu_collector: Start, why: str) -> None:
         loaded = set(running.do("modules")["modules"])
         assert not loaded & {"nvitop", "pynvml", "psutil"}, "heavy, and for nothing"
     assert running.end() == ""
+
+
+@pytest.mark.parametrize("why", ["driverless", "unloaded", "no gpu"])
+def test_a_gpu_without_a_driver_is_a_failure(
+    gpu_collector: Start, tmp_path: Path, why: str
+) -> None:
+    """The kernel sees the hardware: `up` has to be 0, unless it was given to a virtual machine."""
+    pci_device(tmp_path / "sys", "0000:3b:00.0", driver="vfio-pci")
+
+    def start(**settings: object) -> Answer:
+        state = State(gpus=()) if why == "no gpu" else None
+        return gpu_collector(state, driverless=why == "driverless", **settings).sample()
+
+    assert start().error == "NotHereError"
+    pci_device(tmp_path / "sys", "0000:af:00.0")
+    seen = start()
+    assert (seen.error, "00000000:af:00.0" in seen.text) == ("DriverLostError", True)
+    in_job = {"job": {"jobid": "1", "gpus": []}}
+    assert start(options={**in_job, "roots": {"sys": str(tmp_path / "sys")}}).error == (
+        "NotHereError"
+    )
 
 
 def test_closing_does_not_wait_for_a_stuck_driver(

@@ -93,7 +93,7 @@ def test_jobs_that_share_a_gpu_each_have_their_own_part(gpu_collector: Start) ->
 def test_instances_of_a_split_gpu_have_memory_activity_and_jobs(gpu_collector: Start) -> None:
     """MIG: series by the instance's UUID, the parent's sensors by the parent's."""
     whole = divided(h100(0, minor=1, power=200), 1, 2)
-    small, large = whole.mig
+    small, large = replace(whole.mig[0], gpm_graphics=10), whole.mig[1]
     large = replace(large, gpm_sm=60, gpm_graphics=80, mem_base=0)
     gpu = replace(
         whole,
@@ -116,7 +116,10 @@ def test_instances_of_a_split_gpu_have_memory_activity_and_jobs(gpu_collector: S
     assert seen.one("hpml_gpu_memory_used_bytes", uuid=large.uuid) == 5 * GIB
     assert seen.one("hpml_gpu_sm_active_ratio", uuid=large.uuid) == pytest.approx(0.6, rel=0.01)
     assert seen.one("hpml_gpu_utilization_ratio", uuid=large.uuid) == pytest.approx(0.8, rel=0.01)
-    assert not seen.all("hpml_gpu_utilization_ratio", uuid=gpu.uuid), "a split GPU has none"
+    share = seen.one("hpml_gpu_utilization_ratio", uuid=gpu.uuid)
+    assert share == pytest.approx((0.8 * 2 + 0.1) / 7, rel=0.02), "2 and 1 of 7 slices"
+    assert [info[each.uuid]["parent"] for each in (gpu, small)] == ["", gpu.uuid]
+    assert info[large.uuid]["instance"] == str(large.gi)
     assert [labels["uuid"] for labels, _ in seen.all("hpml_gpu_power_watts")] == [gpu.uuid]
     assert [labels["uuid"] for labels, _ in seen.all(UP)] == [gpu.uuid]
     assert seen.one("hpml_job_gpus_allocated", jobid="4") == 2
@@ -162,6 +165,16 @@ def test_in_a_job_only_its_own_gpus_are_shown(gpu_collector: Start) -> None:
     assert {labels["jobid"] for _, labels, _ in seen.series if "jobid" in labels} == {"5"}
     assert seen.one("hpml_job_gpus_allocated") == 2
     assert seen.one("hpml_job_gpus_used") == 1
+
+
+def test_a_job_whose_gpus_are_not_known_claims_those_it_uses(gpu_collector: Start) -> None:
+    """Nothing is told of the node's other GPUs."""
+    gpus = (a100(0), a100(1, processes=(Process(51, GIB, ghost=True),)))
+    running = gpu_collector(State(gpus=gpus), options={"job": {"jobid": "5"}})
+    assert not [labels for _, labels, _ in running.sample().series if "uuid" in labels]
+    running.do("jobs", jobs=[{"jobid": "5", "gpus": None, "pids": [51]}])
+    seen = running.sample(ahead=11)
+    assert {labels["uuid"] for _, labels, _ in seen.series if "uuid" in labels} == {gpus[1].uuid}
 
 
 def test_process_lists_that_grow_while_they_are_read(

@@ -27,9 +27,11 @@ GOES = {
     "nvmlDeviceGetFanSpeed": {"fan_speed_ratio"},
     "nvmlDeviceGetPowerUsage": set(),
     "nvmlDeviceGetTotalEnergyConsumption": set(),
-    "nvmlDeviceGetCurrentClocks*": set(),
-    "nvmlDeviceGetComputeRunningProcesses*": set(),
-    "nvmlDeviceGet*RunningProcesses*": set(),
+    "nvmlDeviceGetCurrentClocks*": {"throttled_seconds_total"},
+    "nvmlDeviceGetPerformanceState": {"performance_state"},
+    "nvmlDeviceGetEncoderUtilization": {"encoder_utilization_ratio"},
+    "nvmlDeviceGetComputeRunningProcesses*": {"processes"},
+    "nvmlDeviceGet*RunningProcesses*": {"processes"},
     "nvmlDeviceGetMinorNumber": set(),
     "nvmlDeviceGetMigMode": set(),
     "nvmlDeviceGetPciInfo*": set(),
@@ -37,15 +39,16 @@ GOES = {
     "nvmlDeviceRegisterEvents": set(),
     "nvmlEventSetWait*": set(),
     "nvmlDeviceGetFieldValues": {  # GPM has the rest
-        "memory_temperature_celsius", "ecc_errors_total", "pcie_replays_total",
+        "memory_temperature_celsius", "ecc_errors_total", "ecc_errors_lifetime_total",
+        "retired_pages", "retired_pages_pending", "pcie_replays_total",
+        "nvlink_links", "nvlink_links_active", "nvlink_errors_total",
         "remapped_rows", "remapped_rows_pending", "remapped_rows_failed",
     },
     "field:186": set(),
     "field:83": set(),
     "field:82": {"memory_temperature_celsius"},
-    "field:74": set(),
-    "field:7[4-9]": set(),
     "field:3": set(),
+    "field:[34]": {"ecc_errors_total"},
     "field:94": {"pcie_replays_total"},
     "field:14[23]": {"remapped_rows"},
     "field:197": set(),
@@ -95,19 +98,64 @@ def test_a_rate_that_gpm_does_not_have_is_counted_otherwise(gpu_collector: Start
         assert rate * seconds[0] * 0.99 <= grown[1] - grown[0] <= rate * seconds[1] * 1.01
 
 
-def test_an_unknown_error_at_every_call_is_a_lost_gpu(
-    gpu_collector: Start, gpusim_library: Simulator
+@pytest.mark.parametrize("code", [4, 999])
+def test_a_gpu_that_answers_nothing_but_errors_is_not_up(
+    gpu_collector: Start, gpusim_library: Simulator, code: int
 ) -> None:
-    """What some drivers say of a GPU that is gone."""
+    """No permission, or what some drivers say of a GPU that is gone: no old values are shown."""
     state = State(gpus=(a100(0), a100(1)))
     running = gpu_collector(state)
     running.sample()
-    gpusim_library.write(replace(state, faults=(Fault("nvmlDevice*", 999, gpu=0),)), running.path)
-    answers = [running.sample(ahead=number) for number in range(5)]
-    assert {labels["uuid"]: number for labels, number in answers[-1].all(UP)} == {
-        state.gpus[0].uuid: 0,
-        state.gpus[1].uuid: 1,
-    }
+    silent = state.gpus[0].uuid
+    gpusim_library.write(replace(state, faults=(Fault("nvmlDevice*", code, gpu=0),)), running.path)
+    for ahead in range(1, 4):
+        seen = running.sample(ahead=ahead)
+        up = {labels["uuid"]: number for labels, number in seen.all(UP)}
+        assert up == {silent: 0, state.gpus[1].uuid: 1}
+        assert {name for name, labels, _ in seen.series if labels.get("uuid") == silent} <= {
+            *("hpml_gpu_info", "hpml_gpu_processes", UP)
+        }
+        assert seen.one("hpml_gpus", state="lost") == 1
+    gpusim_library.write(state, running.path)
+    assert running.sample(ahead=4).one(UP, uuid=silent) == 1
+
+
+def test_a_field_without_data_rebuilds_nothing(gpu_collector: Start) -> None:
+    """It is asked again at its period; GPM's samples and the other readings stay as they are."""
+    state = State(gpus=(ALL,), faults=(Fault("field:82", 21),))
+    running = gpu_collector(state, look=0.0)
+    running.sample()
+    running.calls.write_text("")
+    for ahead in range(1, 8):
+        assert not running.sample(ahead=ahead).all("hpml_gpu_memory_temperature_celsius")
+    assert "nvmlGpmSampleAlloc" not in running.calls.read_text()
+
+
+@pytest.mark.parametrize("code", [3, 4, 15, 999])
+def test_processes_that_cannot_be_read_are_not_zero(
+    gpu_collector: Start, gpusim_library: Simulator, code: int
+) -> None:
+    """Neither of the GPU nor of its job; they are back as soon as the driver tells them again."""
+    gpus = (a100(0, processes=(Process(5, GIB, ghost=True),)), a100(1))
+    state = State(gpus=gpus)
+    running = gpu_collector(state, options={"process_interval": 10})
+    running.do("jobs", jobs=[{"jobid": "1", "gpus": [gpus[0].uuid], "pids": [5]}])
+    names = {"hpml_gpu_processes", "hpml_job_gpu_processes", "hpml_job_gpu_memory_used_bytes"}
+
+    def shown(ahead: float) -> set[str]:
+        seen = running.sample(ahead=ahead)
+        assert seen.one("hpml_job_gpus_allocated", jobid="1") == 1
+        used = {"used"} if seen.all("hpml_job_gpus_used", jobid="1") else set()
+        of_gpu = {name for name in names if seen.all(name, uuid=gpus[0].uuid)}
+        assert seen.one("hpml_gpu_processes", uuid=gpus[1].uuid, owner="job") == 0
+        return of_gpu | used
+
+    assert shown(0) == names | {"used"}
+    fault = Fault("nvmlDeviceGet*RunningProcesses*", code, gpu=0)
+    gpusim_library.write(replace(state, faults=(fault,)), running.path)
+    assert shown(11) == set()
+    gpusim_library.write(state, running.path)
+    assert shown(22) == names | {"used"}
 
 
 def test_an_old_driver(gpu_collector: Start) -> None:
@@ -135,10 +183,7 @@ def test_a_consumer_gpu_counts_energy_from_its_power(gpu_collector: Start) -> No
         remapped_pending=None, remapped_failure=None, mig_mode=None, mig_max=None, mem_temp=None,
         power=200, throttle_sw_power=1, fan=30,
     )  # fmt: skip
-    faults = (
-        *(Fault("field:83", 3), Fault("field:7[4-9]", 3)),
-        *(Fault("nvmlDeviceGetTotalEnergyConsumption", 3), Fault("nvmlDeviceGetViolation*", 3)),
-    )
+    faults = (Fault("field:83", 3), Fault("nvmlDeviceGetTotalEnergyConsumption", 3))
     running = gpu_collector(State(gpus=(gpu,), faults=faults))
     first = running.sample()
     last = [running.sample(ahead=number) for number in range(1, 11)][-1]

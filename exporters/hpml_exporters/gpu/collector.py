@@ -5,20 +5,19 @@ from __future__ import annotations
 import threading
 import time
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
 from prometheus_client.core import Metric
 
 from hpml_exporters.core.collector import DriverLostError, NotHereError
-from hpml_exporters.core.metric import MetricSpec
-from hpml_exporters.gpu.devices import Place
+from hpml_exporters.core.metric import MetricSpec, Row
+from hpml_exporters.gpu import metrics as gpu
+from hpml_exporters.gpu.devices import Device, gpus_on_bus
 from hpml_exporters.gpu.events import XidLog
-from hpml_exporters.gpu.families import identity, numbers
 from hpml_exporters.gpu.jobs import Processes, job_families, process_families, resolve
-from hpml_exporters.gpu.metrics import SPECS
 from hpml_exporters.gpu.nvml import GpuLostError
-from hpml_exporters.gpu.reader import Totals
+from hpml_exporters.gpu.reader import History, Reader
 from hpml_exporters.gpu.session import Session
 from hpml_exporters.jobs.board import Jobs, JobsBoard
 from hpml_exporters.options import Context
@@ -29,7 +28,12 @@ LOOK_SECONDS = 30.0
 """Between two looks for GPUs and MIG instances that came or went."""
 RETRY_SECONDS = (5.0, 300.0)
 """After a GPU was lost: the first attempt to find it again, and the longest wait between two."""
+BUDGET_SECONDS = 0.01
+"""What one reading of all GPUs may cost, as a mean of ten, before readings become rarer."""
+_WINDOW = 10
+_RAREST = 16
 _SHUTDOWN_SECONDS = 2.0
+_SPECS = {spec.name: spec for spec in gpu.SPECS}
 
 
 @dataclass
@@ -38,15 +42,40 @@ class _Kept:
 
     Attributes:
         log: XID errors: what ended a driver is asked for after it was loaded again.
-        totals: of each GPU, by UUID.
+        histories: of each GPU, by UUID.
     """
 
     log: XidLog = field(default_factory=XidLog)
-    totals: dict[str, Totals] = field(default_factory=dict)
+    histories: dict[str, History] = field(default_factory=dict)
 
 
 _KEPT: weakref.WeakKeyDictionary[JobsBoard, _Kept] = weakref.WeakKeyDictionary()
 """By exporter, for which its board stands: a collector is made anew when the driver is lost."""
+
+
+class _Pace:
+    """How many ticks lie between two readings: twice as many when ten have cost too much."""
+
+    def __init__(self) -> None:
+        self._every = 1
+        self._ticks = self._readings = 0
+        self._spent = 0.0
+
+    def due(self) -> bool:
+        self._ticks += 1
+        return self._ticks % self._every == 0
+
+    def spend(self, seconds: float) -> None:
+        self._spent += seconds
+        self._readings += 1
+        if self._readings < _WINDOW:
+            return
+        allowed = BUDGET_SECONDS * self._readings * self._every
+        if self._spent > allowed:
+            self._every = min(2 * self._every, _RAREST)
+        elif self._spent < allowed / 4:
+            self._every = max(1, self._every // 2)
+        self._readings, self._spent = 0, 0.0
 
 
 class GpuCollector:
@@ -59,7 +88,7 @@ class GpuCollector:
     """
 
     name = "gpu"
-    specs: Sequence[MetricSpec] = SPECS
+    specs: Sequence[MetricSpec] = gpu.SPECS
 
     def __init__(
         self,
@@ -86,22 +115,21 @@ class GpuCollector:
         self._lock = threading.Lock()
         self._closing = False
         self._session: Session | None = None
-        self._known: dict[str, Place] = {}
-        self._down: dict[str, Place] = {}
+        self._pace = _Pace()
+        self._known: dict[str, Device] = {}
+        self._down: dict[str, Device] = {}
+        self._nameless = 0
         self._restarted = float("-inf")
         kept = _KEPT.setdefault(context.jobs, _Kept())
-        self._log, self._totals = kept.log, kept.totals
-        for totals in self._totals.values():
-            totals.pause()  # nobody saw what was between
+        self._log, self._histories = kept.log, kept.histories
+        for history in self._histories.values():
+            history.pause()  # nobody saw what was between
         self._next_look = self._next_retry = self._next_processes = 0.0
         self._processes: Processes = {}
         self._jobs: Jobs | None = None
         self._job_families: list[Metric] = []
-
-    @property
-    def calls(self) -> int:
-        """How many readings were made, each one call of the driver or two."""
-        return 0 if self._session is None else self._session.calls
+        self._families: list[Metric] = []
+        self._shown: dict[str, tuple[list[Row], Metric]] = {}
 
     def sample(self, now: float) -> list[Metric]:
         """Read all GPUs that answer.
@@ -147,111 +175,210 @@ class GpuCollector:
             session.close()
 
     def _sample(self, now: float) -> list[Metric]:
+        if self._session is not None and not self._pace.due():
+            return self._families
         session = self._current(now)
+        wall, cpu = time.perf_counter(), time.thread_time()
+        lost: set[str] = set()
         for reader in tuple(session.readers):
+            gpu_uuid = reader.device.parent or reader.device.uuid
             try:
-                reader.read(now)
+                if gpu_uuid not in lost:  # else it was closed with its GPU
+                    reader.read(now)
             except GpuLostError:
-                self._lose(session, reader.place, now)
-        session.watch.poll(self._log, self._clock())
+                lost.add(gpu_uuid)
+                self._lose(session, reader.device, now)
+        # A call that sleeps costs no CPU time, but all others wait for it.
+        self._pace.spend(time.thread_time() - cpu + (time.perf_counter() - wall) / 20)
+        session.events.poll(self._log, self._clock())
         jobs = self._context.jobs.now
         if now >= self._next_processes:
             self._next_processes = now + self._context.options.process_interval
-            self._processes = self._look_at_processes(session, now)
+            leaves = _leaves(session.shown, session.devices)
+            self._processes = {leaf.uuid: session.processes(leaf) for leaf in leaves}
             self._jobs = None
         if jobs is not self._jobs:
             self._jobs = jobs
             self._job_families = self._of_jobs(session, jobs)
-        shown = {one.uuid: one for one in (*session.shown, *self._down.values())}
-        shown |= {one.parent: one for one in session.shown if one.parent}
-        return [
-            *identity(session.shown, self._down, session.nameless),
-            *numbers(session.readers),
+        shown = {device.uuid for device in (*session.shown, *self._down.values())}
+        shown |= {device.parent for device in session.shown}
+        self._families = [
+            *self._identity(session),
+            *self._numbers(session.readers),
             *self._log.families(shown),
             *self._job_families,
         ]
+        return self._families
 
     # Which GPUs ------------------------------------------------------------------------------
 
     def _current(self, now: float) -> Session:
         """Return the session, made anew or looked through again where it is time to."""
         session = self._session
-        if session is not None and self._down and now >= self._next_retry:
+        if session is not None and (self._down or self._nameless) and now >= self._next_retry:
             # A driver forgets that a GPU was lost only when nobody has it open any more.
-            session.watch.poll(self._log, self._clock())
+            session.events.poll(self._log, self._clock())
             self._drop()
             session = None
             self._wait = min(self._wait * 2, self._retry[1])
             self._restarted, self._next_retry = now, now + self._wait
         if session is None:
-            session = self._session = Session(self._context.options.gpu_interval, self._totals)
-            self._look_for_gpus(session, now)
-            if not session.places and not self._down and not session.nameless:
-                raise NotHereError("the NVIDIA driver has no GPU")
+            session = self._open(now)
         elif now >= self._next_look:
             self._look_for_gpus(session, now)
+        return session
+
+    def _open(self, now: float) -> Session:
+        options = self._context.options
+        try:
+            session = Session(options.gpu_interval, self._histories, options.roots.sys)
+            self._session = session
+            self._look_for_gpus(session, now)
+            if not session.devices and not self._down and not self._nameless:
+                raise NotHereError("the NVIDIA driver has no GPU")
+        except NotHereError as error:
+            present = gpus_on_bus(options.roots.sys)
+            if present and options.job is None:  # a job need not be allowed to see them
+                raise DriverLostError(f"{error}; but there is a GPU at {present[0]}") from None
+            raise
         return session
 
     def _look_for_gpus(self, session: Session, now: float) -> None:
         self._next_look = now + self._look
         before = self._known
-        session.discover(now, self._select)
-        self._known = {one.uuid: one for one in session.roots}
-        if before and not self._known and not session.nameless and not self._down:
+        session.discover(lambda devices: self._select(session, devices))
+        self._known = {device.uuid: device for device in session.roots}
+        nameless = sum(not device.uuid for device in session.lost)
+        if before and not self._known and not session.lost and not self._down:
             raise DriverLostError("the NVIDIA driver lists no GPU any more")
-        self._take_down({**before, **session.dead}, now)
+        named = {device.uuid: device for device in session.lost if device.uuid}
+        if self._context.options.job is not None:  # of those that do not answer, which are ours?
+            named = {uuid: device for uuid, device in named.items() if uuid in before}
+        self._note_missing({**named, **before}, now)
+        fresh = max(0, nameless - len(self._down))
+        if fresh > self._nameless and not self._down:
+            self._next_retry = now + self._wait
+        self._nameless = fresh
         self._jobs = None
         self._next_processes = now
 
-    def _lose(self, session: Session, place: Place, now: float) -> None:
+    def _lose(self, session: Session, device: Device, now: float) -> None:
         """Take a GPU out; the others go on."""
-        session.watch.poll(self._log, self._clock())
+        session.events.poll(self._log, self._clock())
         before = self._known
-        session.remove(place.parent or place.uuid)
-        self._known = {one.uuid: one for one in session.roots}
-        self._take_down(before, now)
+        session.remove(device.parent or device.uuid)
+        self._known = {device.uuid: device for device in session.roots}
+        self._note_missing(before, now)
         self._next_processes = now
 
-    def _take_down(self, were: Mapping[str, Place], now: float) -> None:
-        """Note which of these are missing, and when to look for them."""
-        missing = {uuid: one for uuid, one in were.items() if uuid not in self._known}
-        if missing.keys() - self._down.keys():
+    def _note_missing(self, were: dict[str, Device], now: float) -> None:
+        """Note which of these do not answer, and when to look for them."""
+        up = {device.pci for device in self._known.values() if device.pci}
+        down: dict[str, Device] = {}
+        for uuid, device in {**self._down, **were}.items():
+            # Once its UUID is known, a GPU is called by it, and no more by its address.
+            called_by_address = uuid == device.pci
+            others = {other.pci for other in {**self._down, **were}.values() if other.uuid != uuid}
+            if uuid in self._known or (called_by_address and uuid in up | others):
+                continue
+            down[uuid] = device
+        if down.keys() - self._down.keys():
             if now - self._restarted > 2 * self._wait:  # else it is one that comes and goes
                 self._wait = self._retry[0]
             self._next_retry = now + self._wait
-        back = self._known.keys()
-        self._down = {
-            uuid: one for uuid, one in {**self._down, **missing}.items() if uuid not in back
-        }
+        self._down = down
 
-    def _select(self, places: Sequence[Place]) -> Sequence[Place]:
-        """Return the GPUs that are shown: all, or those that the exporter's own job was given."""
+    def _select(self, session: Session, devices: Sequence[Device]) -> Sequence[Device]:
+        """Return the GPUs that are shown: all, or those of the exporter's own job.
+
+        Where the job's are not known they are those on which it has a process.
+        """
         job = self._context.options.job
-        if job is None or job.gpus is None:
-            return places
-        own, _ = resolve(job.gpus, places)
-        return [one for one in places if one.uuid in own]
+        if job is None:
+            return devices
+        if job.gpus is not None:
+            own, _ = resolve(job.gpus, devices)
+        else:
+            jobs = self._context.jobs.now
+            own = [
+                leaf.uuid
+                for leaf in _leaves(devices, devices)
+                if any(jobs.job_of(pid) == job.jobid for pid in session.processes(leaf) or ())
+            ]
+            self._next_look = min(
+                self._next_look,
+                self._next_look - self._look + self._context.options.process_interval,
+            )
+        return [device for device in devices if device.uuid in own]
 
-    # Whose -----------------------------------------------------------------------------------
+    # What is shown ---------------------------------------------------------------------------
 
-    def _look_at_processes(self, session: Session, now: float) -> Processes:
-        found = {}
-        for place in session.leaves:
-            try:
-                found[place.uuid] = session.lists.of(place)
-            except GpuLostError:
-                self._lose(session, place, now)
-        return found
+    def _identity(self, session: Session) -> list[Metric]:
+        """Return which GPUs there are and whether they answer."""
+        states = {
+            reader.device.uuid: reader.up for reader in session.readers if not reader.device.parent
+        }
+        states |= dict.fromkeys(self._down, False)
+        up = sum(states.values())
+        counts = [(("up",), up), (("lost",), len(states) - up + self._nameless)]
+        return [
+            gpu.INFO.family((one.info, 1) for one in (*session.shown, *self._down.values())),
+            gpu.DRIVER.family([((session.driver,), 1)] if session.driver else ()),
+            gpu.UP.family(((uuid,), float(state)) for uuid, state in states.items()),
+            gpu.GPUS.family(counts),
+        ]
+
+    def _numbers(self, readers: Sequence[Reader]) -> list[Metric]:
+        """Return what the readers know now; families that did not change are used again."""
+        rows: dict[str, list[Row]] = {name: [] for name in _SPECS}
+        for reader in readers:
+            for (name, labels), number in reader.history.values.items():
+                rows[name].append(((reader.device.uuid, *labels), number))
+        rows[gpu.UTILIZATION.name] += _of_split(readers)
+        for name, samples in rows.items():
+            if name not in self._shown or self._shown[name][0] != samples:
+                self._shown[name] = (samples, _SPECS[name].family(samples))
+        return [family for samples, family in self._shown.values() if samples]
 
     def _of_jobs(self, session: Session, jobs: Jobs) -> list[Metric]:
         options = self._context.options
         if not self._context.jobs.wait(0) and "jobs" not in options.without:
             return []  # nobody has said yet whose the processes are
-        places = [*session.places, *self._down.values()]
+        devices = [*session.devices, *self._down.values()]
         return [
             *process_families(self._processes, jobs),
-            *job_families(jobs, places, self._processes, options.job),
+            *job_families(
+                jobs, devices, self._processes, cluster=options.cluster, only=options.job
+            ),
         ]
+
+
+def _leaves(shown: Iterable[Device], devices: Iterable[Device]) -> list[Device]:
+    """Return what processes can be on: instances, and GPUs that have none."""
+    split = {device.parent for device in devices}
+    return [device for device in shown if device.uuid not in split]
+
+
+def _of_split(readers: Sequence[Reader]) -> list[Row]:
+    """Return the utilization of each split GPU out of that of its instances.
+
+    Slices that belong to no instance are idle. Compute instances of one GPU instance share it.
+    """
+    series = (gpu.UTILIZATION.name, ())
+    found: list[Row] = []
+    for parent in (reader.device for reader in readers if reader.device.mig == "enabled"):
+        busy: dict[int, float | None] = {}
+        for reader in readers:
+            if reader.device.parent == parent.uuid:
+                ratio = reader.history.values.get(series)
+                slices = reader.device.slices
+                busy[reader.device.instance] = (
+                    ratio * slices if slices and ratio is not None else None
+                )
+        known_busy = [value for value in busy.values() if value is not None]
+        if parent.slices and len(known_busy) == len(busy):
+            found.append(((parent.uuid,), min(sum(known_busy) / parent.slices, 1.0)))
+    return found
 
 
 def make(context: Context) -> GpuCollector:

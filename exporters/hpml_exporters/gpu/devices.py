@@ -6,39 +6,49 @@ import contextlib
 import ctypes
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from hpml_exporters.gpu.nvml import NO_PERMISSION, GpuLostError, Nvml, check, code_of
 
-__all__ = ["Place", "discover", "pci_address"]
+__all__ = ["Device", "discover", "gpus_on_bus", "pci_address"]
+
+_NVIDIA = "0x10de"
+_DISPLAY = "0x03"
 
 
 @dataclass(frozen=True)
-class Place:
+class Device:
     """A GPU or MIG instance: what it is called, and how NVML is asked for it.
 
     Attributes:
-        uuid: "GPU-…" or "MIG-…".
+        uuid: "GPU-…" or "MIG-…"; of a GPU that was lost before it told it, the PCI address.
+        index: NVML's number of the GPU, of an instance its GPU's; -1 unknown.
         name: product name.
         pci: PCI address with eight digits of domain and small letters ("00000000:3b:00.0"), of an
             instance its GPU's; empty unknown.
         minor: number of the device file (/dev/nvidia<minor>), of an instance its GPU's; -1 unknown.
             It is no index: NVML orders GPUs by PCI address, the kernel by when they came up.
+        serial: number on the board, of an instance its GPU's; empty unknown.
         mig: "" for a whole GPU, "enabled" for a GPU that is split, else the instance's profile
             ("1g.10gb").
         parent: UUID of the GPU that an instance belongs to, else empty.
         instance: number of the GPU instance, -1 for a GPU.
+        slices: of an instance; of a split GPU how many there are; 0 unknown.
         handle: NVML's handle, 0 when lost.
         parent_handle: NVML's handle of the parent, 0 for a GPU.
     """
 
     uuid: str
+    index: int = -1
     name: str = ""
     pci: str = ""
     minor: int = -1
+    serial: str = ""
     mig: str = ""
     parent: str = ""
     instance: int = -1
+    slices: int = 0
     handle: int = 0
     parent_handle: int = 0
 
@@ -46,6 +56,15 @@ class Place:
     def key(self) -> tuple[str, str, int, int]:
         """What must be the same for cached handles to be right still."""
         return (self.uuid, self.mig, self.handle, self.instance)
+
+    @property
+    def info(self) -> tuple[str, ...]:
+        """Values of the labels of hpml_gpu_info."""
+        numbers = [str(n) if n >= 0 else "" for n in (self.index, self.minor, self.instance)]
+        return (
+            *(self.uuid, numbers[0], self.name, self.pci, numbers[1]),
+            *(self.serial, self.mig, self.parent, numbers[2]),
+        )
 
 
 def pci_address(text: str) -> str:
@@ -60,40 +79,69 @@ def pci_address(text: str) -> str:
     return f"{domain:0>8}:{rest}"
 
 
-def discover(nvml: Nvml, devices: dict[int, Any]) -> tuple[Sequence[Place], int]:
-    """Return all GPUs and MIG instances that answer, and the number of GPUs that do not.
+def gpus_on_bus(sys: str) -> list[str]:
+    """Return PCI addresses of NVIDIA GPUs that the kernel sees, with or without a driver.
+
+    Those that were given to virtual machines (vfio-pci) are left out.
+
+    Args:
+        sys: mount point of sysfs.
+    """
+    addresses = []
+    for path in sorted(Path(sys, "bus/pci/devices").glob("*")):
+        try:
+            ours = (path / "vendor").read_text().startswith(_NVIDIA)
+            display = (path / "class").read_text().startswith(_DISPLAY)
+        except OSError:
+            continue
+        driver = path / "driver"
+        if ours and display and not (driver.exists() and driver.resolve().name == "vfio-pci"):
+            addresses.append(pci_address(path.name))
+    return addresses
+
+
+def discover(nvml: Nvml, known: dict[int, Any], sys: str) -> tuple[Sequence[Device], list[Device]]:
+    """Return all GPUs and MIG instances that answer, and the GPUs that do not.
 
     nvitop's objects of lost GPUs have no handle, and each of its answers may be NA. Its own loops
     over all GPUs and instances are not used: they end at the first that gives an error.
 
     Args:
         nvml: the library.
-        devices: nvitop's objects of this driver by index, to use again and to add to: a handle
+        known: nvitop's objects of this driver by index, to use again and to add to: a handle
             takes milliseconds to get on some drivers.
+        sys: mount point of sysfs, which knows the PCI addresses of GPUs that do not answer. The
+            name and UUID of such a device are empty where it does not tell which one it is.
 
     Raises:
         DriverLostError: nothing answers.
     """
-    places: list[Place] = []
-    lost = 0
+    found: list[Device] = []
+    lost: list[int] = []
     count = nvml.nvitop.Device.count()
-    if any(index >= count for index in devices):  # one is gone, and indexes are others now
-        devices.clear()
+    if any(index >= count for index in known):  # one is gone, and indexes are others now
+        known.clear()
     for index in range(count):
         try:
-            device = devices.get(index) or nvml.nvitop.PhysicalDevice(index)
+            device = known.get(index) or nvml.nvitop.PhysicalDevice(index)
         except nvml.error as error:
-            lost += _is_lost(error)
+            if _is_lost(error):
+                lost.append(index)
             continue
-        gpu = None if device.handle is None else _gpu(nvml, device)
+        gpu = None if device.handle is None else _gpu(nvml, index, device)
         if gpu is None:
-            lost += 1
-            devices.pop(index, None)
+            lost.append(index)
+            known.pop(index, None)
             continue
-        devices[index] = device
-        places.append(gpu)
-        places.extend(_instances(nvml, gpu, device))
-    return places, lost
+        known[index] = device
+        found.append(gpu)
+        found.extend(_instances(nvml, gpu, device))
+    silent = sorted(set(gpus_on_bus(sys)) - {gpu.pci for gpu in found}) if lost else []
+    if len(silent) != len(lost):  # others may be none of ours
+        silent = [""] * len(lost)
+    # NVML orders GPUs by PCI address.
+    pairs = zip(lost, silent, strict=True)
+    return found, [Device(pci, index if pci else -1, pci=pci) for index, pci in pairs]
 
 
 def _is_lost(error: Exception) -> bool:
@@ -108,7 +156,7 @@ def _is_lost(error: Exception) -> bool:
     return code != NO_PERMISSION  # one that a job's devices do not include
 
 
-def _instances(nvml: Nvml, gpu: Place, device: Any) -> Iterator[Place]:
+def _instances(nvml: Nvml, gpu: Device, device: Any) -> Iterator[Device]:
     if not gpu.mig:
         return
     for index in range(device.max_mig_device_count()):
@@ -120,35 +168,44 @@ def _instances(nvml: Nvml, gpu: Place, device: Any) -> Iterator[Place]:
             yield one
 
 
-def _gpu(nvml: Nvml, device: Any) -> Place | None:
+def _gpu(nvml: Nvml, index: int, device: Any) -> Device | None:
     uuid = _text(device.uuid())
     if not uuid:
         return None
     minor = nvml.nvitop.libnvml.nvmlQuery("nvmlDeviceGetMinorNumber", device.handle)
     pci = _text(device.bus_id())
-    return Place(
+    split = device.is_mig_mode_enabled()
+    return Device(
         uuid=uuid,
+        index=index,
         name=_text(device.name()),
         pci=pci_address(pci) if pci else "",
         minor=minor if isinstance(minor, int) else -1,
-        mig="enabled" if device.is_mig_mode_enabled() else "",
+        serial=_text(device.serial()),
+        mig="enabled" if split else "",
+        slices=device.max_mig_device_count() if split else 0,
         handle=_address(device.handle),
     )
 
 
-def _instance(gpu: Place, device: Any) -> Place | None:
+def _instance(gpu: Device, device: Any) -> Device | None:
     uuid = _text(device.uuid())
     if device.handle is None or not uuid:
         return None
     number = device.gpu_instance_id()
     name = _text(device.name())
-    return Place(
+    profile = name.rpartition("MIG ")[2].split(" ")[0]
+    slices = profile.rpartition("g.")[0].rpartition(".")[2]  # "1c.2g.20gb" has two
+    return Device(
         uuid=uuid,
+        index=gpu.index,
         name=name,
         pci=gpu.pci,
         minor=gpu.minor,
-        mig=name.rpartition("MIG ")[2].split(" ")[0] or "unknown",
+        serial=gpu.serial,
+        mig=profile or "unknown",
         parent=gpu.uuid,
+        slices=int(slices) if slices.isdigit() else 0,
         instance=number if isinstance(number, int) else -1,
         handle=_address(device.handle),
         parent_handle=gpu.handle,

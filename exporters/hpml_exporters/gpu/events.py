@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Sequence
 
 from prometheus_client.core import Metric
 
-from hpml_exporters.gpu.devices import Place
+from hpml_exporters.gpu.devices import Device
 from hpml_exporters.gpu.metrics import XID_ERRORS, XID_LAST
 from hpml_exporters.gpu.nvml import SUCCESS, Nvml
 
-__all__ = ["Watch", "XidLog"]
+__all__ = ["XidEvents", "XidLog"]
 
 _XID = 8  # nvmlEventTypeXidCriticalError
 _AT_ONCE = 64
@@ -51,11 +51,11 @@ class XidLog:
         count, _ = self._seen.get((uuid, name), (0, 0.0))
         self._seen[uuid, name] = (count + 1, when)
 
-    def families(self, shown: Mapping[str, Place]) -> list[Metric]:
+    def families(self, shown: Collection[str]) -> list[Metric]:
         """Return all of them, those of GPUs that are lost too: they say why.
 
         Args:
-            shown: GPUs that may be shown, by UUID.
+            shown: UUIDs of GPUs that may be shown.
         """
         seen = [(key, value) for key, value in self._seen.items() if key[0] in shown]
         return [
@@ -64,14 +64,14 @@ class XidLog:
         ]
 
 
-class Watch:
+class XidEvents:
     """An event set of the driver, asked without waiting.
 
     A thread that waits in the driver could not be ended when the driver is stuck; asking once per
     reading costs some microseconds for all GPUs together.
     """
 
-    def __init__(self, nvml: Nvml, gpus: Sequence[Place]) -> None:
+    def __init__(self, nvml: Nvml, gpus: Sequence[Device]) -> None:
         """Register for the XID errors of these GPUs, as far as they report any."""
         self._free = nvml.call("nvmlEventSetFree")
         self._wait = nvml.call("nvmlEventSetWait_v2", "nvmlEventSetWait")

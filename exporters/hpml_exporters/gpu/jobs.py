@@ -1,31 +1,78 @@
-"""Whose GPUs: names of allocated GPUs to UUIDs, and each job's allocated against its used GPUs."""
+"""Whose GPUs: processes, names of allocated GPUs to UUIDs, and what each job has and uses."""
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Set as AbstractSet
+from typing import Any
 
 from prometheus_client.core import Metric
 
-from hpml_exporters.core.metric import Row
-from hpml_exporters.gpu.devices import Place, pci_address
-from hpml_exporters.gpu.metrics import (
-    JOB_GPU_INFO,
-    JOB_GPU_MEMORY_USED,
-    JOB_GPU_PROCESSES,
-    JOB_GPUS_ALLOCATED,
-    JOB_GPUS_FOREIGN,
-    JOB_GPUS_USED,
-    PROCESSES,
-)
+from hpml_exporters.core.metric import MetricSpec, Row
+from hpml_exporters.gpu import metrics as gpu
+from hpml_exporters.gpu.devices import Device, pci_address
+from hpml_exporters.gpu.nvml import INSUFFICIENT_SIZE, UNSUPPORTED, Nvml, check, code_of
 from hpml_exporters.jobs.board import JobFacts, Jobs
 
-__all__ = ["Processes", "job_families", "process_families", "resolve"]
+__all__ = ["Processes", "job_families", "process_families", "processes_of", "resolve"]
 
-Processes = Mapping[str, Mapping[int, int | None]]
-"""Bytes of GPU memory by process id, by UUID of the GPU or instance."""
+Processes = Mapping[str, Mapping[int, int | None] | None]
+"""Bytes of GPU memory by process id (None: not told), by UUID of the GPU or instance; None for one
+whose list cannot be read."""
+
+_JOB_SPECS = (
+    gpu.JOB_GPU_INFO,
+    gpu.JOB_GPUS_ALLOCATED,
+    gpu.JOB_GPUS_USED,
+    gpu.JOB_GPUS_FOREIGN,
+    gpu.JOB_GPU_PROCESSES,
+    gpu.JOB_GPU_MEMORY_USED,
+)
+_KINDS = ("Compute", "MPSCompute", "Graphics")
+_TRIES = 4
 
 
-def resolve(names: Iterable[str], places: Sequence[Place]) -> tuple[list[str], list[str]]:
+def processes_of(nvml: Nvml, device: Device) -> dict[int, int | None] | None:
+    """Return bytes of GPU memory by process id, or None while the lists cannot be read.
+
+    A process that computes and draws, or is a client of MPS, stands in several lists with the same
+    memory. nvitop knows which of the five layouts of nvmlProcessInfo_t the driver has; its objects
+    of processes are not used: they read /proc for names and times that are shown nowhere.
+
+    Raises:
+        GpuLostError: the GPU does not answer.
+        DriverLostError: nothing does.
+    """
+    found: dict[int, int | None] = {}
+    handle = ctypes.c_void_p(device.handle)
+    for kind in _KINDS:
+        code, processes = _list(nvml, kind, handle)
+        if kind != "Compute" and code in UNSUPPORTED:  # neither MPS nor graphics here
+            continue
+        if not check(code):
+            return None
+        for process in processes:
+            memory = process.usedGpuMemory if isinstance(process.usedGpuMemory, int) else None
+            before = found.get(process.pid)
+            found[process.pid] = memory if before is None else max(before, memory or 0)
+    return found
+
+
+def _list(nvml: Nvml, kind: str, handle: ctypes.c_void_p) -> tuple[int, list[Any]]:
+    ask = getattr(nvml.nvitop.libnvml, f"nvmlDeviceGet{kind}RunningProcesses")
+    code = INSUFFICIENT_SIZE
+    for _ in range(_TRIES):
+        try:
+            return 0, ask(handle)
+        except nvml.error as error:
+            code = code_of(error)
+            if code != INSUFFICIENT_SIZE:  # else more came between the size and the list
+                break
+    return code, []
+
+
+def resolve(names: Iterable[str], devices: Sequence[Device]) -> tuple[list[str], list[str]]:
     """Return the UUIDs of the GPUs that an allocation names, and the names that mean none.
 
     A number is the minor number of the device file, never an index. A GPU that is split stands
@@ -33,16 +80,16 @@ def resolve(names: Iterable[str], places: Sequence[Place]) -> tuple[list[str], l
 
     Args:
         names: minor numbers, device files, UUIDs or PCI addresses.
-        places: GPUs and instances of this node, lost ones too.
+        devices: GPUs and instances of this node, lost ones too.
     """
     found: dict[str, None] = {}
     unknown: list[str] = []
     for name in names:
-        matches = [one for one in places if _means(name.strip(), one)]
+        matches = [device for device in devices if _means(name.strip(), device)]
         uuids = [
             each.uuid
-            for one in matches
-            for each in ([child for child in places if child.parent == one.uuid] or [one])
+            for match in matches
+            for each in ([child for child in devices if child.parent == match.uuid] or [match])
         ]
         found.update(dict.fromkeys(uuids))
         if not uuids:
@@ -50,90 +97,127 @@ def resolve(names: Iterable[str], places: Sequence[Place]) -> tuple[list[str], l
     return list(found), unknown
 
 
-def _means(name: str, place: Place) -> bool:
+def _means(name: str, device: Device) -> bool:
     if name.startswith("MIG-"):
-        return name == place.uuid
-    if place.parent:  # other names are those of whole GPUs
+        return name == device.uuid
+    if device.parent:  # other names are those of whole GPUs
         return False
     if name.startswith("GPU-"):
-        return name == place.uuid
+        return name == device.uuid
     digits = name.removeprefix("/dev/nvidia")
     if digits.isascii() and digits.isdigit():
-        return int(digits) == place.minor
-    return ":" in name and pci_address(name) == place.pci
+        return int(digits) == device.minor
+    return ":" in name and pci_address(name) == device.pci
 
 
 def process_families(processes: Processes, jobs: Jobs) -> list[Metric]:
     """Return how many processes of jobs, and of no job, have each GPU open."""
     samples = []
     for uuid, pids in processes.items():
-        owned = sum(jobs.job_of(pid) is not None for pid in pids)
-        samples.append(((uuid, "job"), float(owned)))
-        samples.append(((uuid, "none"), float(len(pids) - owned)))
-    return [PROCESSES.family(samples)]
+        if pids is not None:
+            owned = sum(jobs.job_of(pid) is not None for pid in pids)
+            samples.append(((uuid, "job"), float(owned)))
+            samples.append(((uuid, "none"), float(len(pids) - owned)))
+    return [gpu.PROCESSES.family(samples)]
 
 
 def job_families(
-    jobs: Jobs, places: Sequence[Place], processes: Processes, only: JobFacts | None = None
+    jobs: Jobs,
+    devices: Sequence[Device],
+    processes: Processes,
+    *,
+    cluster: str = "",
+    only: JobFacts | None = None,
 ) -> list[Metric]:
     """Return each job's GPUs: which, how many allocated, used and used without being allocated.
 
     Args:
         jobs: all jobs of the node.
-        places: GPUs and instances of the node, lost ones too.
+        devices: GPUs and instances of the node, lost ones too.
         processes: who has which GPU open.
+        cluster: value of the label.
         only: the job that alone is shown; its allocation is taken from here.
     """
-    used: dict[str, dict[str, list[int | None]]] = {}
-    for uuid, pids in processes.items():
-        for pid, memory in pids.items():
-            jobid = jobs.job_of(pid)
-            if jobid is not None:
-                used.setdefault(jobid, {}).setdefault(uuid, []).append(memory)
     facts = {jobid: job.facts for jobid, job in jobs.by_id.items()}
     if only is not None:
         known = facts.get(only.jobid, only)
         facts = {only.jobid: only if only.gpus is not None else known}
-    found: dict[str, list[Row]] = {}
-    for jobid, one in facts.items():
-        for name, sample in _of_job(jobid, one, places, used.get(jobid, {})):
-            found.setdefault(name, []).append(sample)
-    return [
-        spec.family(found.get(spec.name, ()))
-        for spec in (
-            JOB_GPU_INFO,
-            JOB_GPUS_ALLOCATED,
-            JOB_GPUS_USED,
-            JOB_GPUS_FOREIGN,
-            JOB_GPU_PROCESSES,
-            JOB_GPU_MEMORY_USED,
-        )
-    ]
+    used = _used(facts, jobs, processes)
+    allocated, missing = {}, {}
+    for jobid, job in facts.items():
+        allocated[jobid], missing[jobid] = resolve(job.gpus or (), devices)
+    owners = _owners(allocated, used)
+    split = {device.parent for device in devices}
+    leaves = {device.uuid for device in devices} - split
+    unread = {uuid for uuid in leaves if processes.get(uuid) is None}
+    rows: dict[MetricSpec, list[Row]] = {spec: [] for spec in _JOB_SPECS}
+    for jobid, job in facts.items():
+        own, mine = set(allocated[jobid]), used[jobid]
+        if own or missing[jobid] or mine:
+            counts = _counts(job, own, len(missing[jobid]), mine.keys(), unread)
+            for spec, count in counts.items():
+                rows[spec].append(((cluster, jobid), count))
+        for uuid in dict.fromkeys((*allocated[jobid], *mine)):
+            which = (cluster, jobid, uuid)
+            flags = [str(int(flag)) for flag in (uuid in own, owners[uuid] == jobid)]
+            rows[gpu.JOB_GPU_INFO].append(((*which, *flags), 1))
+            if uuid not in unread:
+                sizes = mine.get(uuid, [])
+                told = [size for size in sizes if size is not None]
+                rows[gpu.JOB_GPU_PROCESSES].append((which, len(sizes)))
+                if told or not sizes:
+                    rows[gpu.JOB_GPU_MEMORY_USED].append((which, sum(told)))
+    return [spec.family(samples) for spec, samples in rows.items()]
 
 
-def _of_job(
-    jobid: str, facts: JobFacts, places: Sequence[Place], used: Mapping[str, Sequence[int | None]]
-) -> list[tuple[str, Row]]:
-    allocated, unknown = resolve(facts.gpus or (), places)
-    if not (allocated or unknown or used):
-        return []
-    samples: list[tuple[str, Row]] = []
-    if facts.gpus is None:
-        samples.append((JOB_GPUS_USED.name, ((jobid,), float(len(used)))))
-    else:
-        own = [uuid for uuid in allocated if uuid in used]
-        # A name that means no GPU here is one that was lost before it was seen: allocated still.
-        count = len(allocated) + len(unknown)
-        samples += [
-            (JOB_GPUS_ALLOCATED.name, ((jobid,), float(count))),
-            (JOB_GPUS_USED.name, ((jobid,), float(len(own)))),
-            (JOB_GPUS_FOREIGN.name, ((jobid,), float(len(used) - len(own)))),
-        ]
-    for uuid in dict.fromkeys((*allocated, *used)):
-        pids = used.get(uuid, ())
-        known = [memory for memory in pids if memory is not None]
-        samples.append((JOB_GPU_INFO.name, ((jobid, uuid), 1.0)))
-        samples.append((JOB_GPU_PROCESSES.name, ((jobid, uuid), float(len(pids)))))
-        if known or not pids:
-            samples.append((JOB_GPU_MEMORY_USED.name, ((jobid, uuid), float(sum(known)))))
-    return samples
+def _used(
+    shown: Iterable[str], jobs: Jobs, processes: Processes
+) -> dict[str, dict[str, list[int | None]]]:
+    """Return the memory of each process by GPU, by job."""
+    used: dict[str, dict[str, list[int | None]]] = {jobid: {} for jobid in shown}
+    for uuid, pids in processes.items():
+        for pid, memory in (pids or {}).items():
+            jobid = jobs.job_of(pid)
+            if jobid in used:
+                used[jobid].setdefault(uuid, []).append(memory)
+    return used
+
+
+def _counts(
+    job: JobFacts,
+    own: AbstractSet[str],
+    missing: int,
+    used: AbstractSet[str],
+    unread: AbstractSet[str],
+) -> dict[MetricSpec, int]:
+    """Return a job's numbers of GPUs, without those that hang on a list that cannot be read.
+
+    Args:
+        job: whose allocation may be unknown.
+        own: GPUs that it was allocated.
+        missing: number of allocated GPUs that were lost before they were seen.
+        used: GPUs on which it has a process.
+        unread: GPUs whose processes are not known.
+    """
+    if job.gpus is None:
+        return {} if unread else {gpu.JOB_GPUS_USED: len(used)}
+    counts = {gpu.JOB_GPUS_ALLOCATED: len(own) + missing}
+    if not missing and not own & unread:
+        counts[gpu.JOB_GPUS_USED] = len(own & used)
+    if not unread - own:
+        counts[gpu.JOB_GPUS_FOREIGN] = len(used - own)
+    return counts
+
+
+def _owners(
+    allocated: Mapping[str, Iterable[str]], used: Mapping[str, Iterable[str]]
+) -> dict[str, str]:
+    """Return the one job of each GPU: the lowest number of those that have it, or else use it."""
+    owners: dict[str, str] = {}
+    for jobs in (allocated, used):
+        fresh: dict[str, str] = {}
+        for jobid in sorted(jobs, key=lambda jobid: (len(jobid), jobid)):
+            for uuid in jobs[jobid]:
+                fresh.setdefault(uuid, jobid)
+        owners = {**fresh, **owners}
+    return owners

@@ -7,46 +7,7 @@ from __future__ import annotations
 
 from hpml_exporters.core.metric import MetricSpec
 
-__all__ = [
-    "BUSY",
-    "CLOCK",
-    "CLOCK_MAX",
-    "DRAM_ACTIVE",
-    "ECC_ERRORS",
-    "ENERGY",
-    "FAN",
-    "GPUS",
-    "INFO",
-    "JOB_GPUS_ALLOCATED",
-    "JOB_GPUS_FOREIGN",
-    "JOB_GPUS_USED",
-    "JOB_GPU_INFO",
-    "JOB_GPU_MEMORY_USED",
-    "JOB_GPU_PROCESSES",
-    "MEMORY_TEMPERATURE",
-    "MEMORY_TOTAL",
-    "MEMORY_USED",
-    "MEMORY_UTILIZATION",
-    "NVLINK",
-    "PCIE",
-    "PCIE_REPLAYS",
-    "POWER",
-    "POWER_LIMIT",
-    "PROCESSES",
-    "REMAPPED_FAILED",
-    "REMAPPED_PENDING",
-    "REMAPPED_ROWS",
-    "SM_ACTIVE",
-    "SM_OCCUPANCY",
-    "SPECS",
-    "TEMPERATURE",
-    "TENSOR_ACTIVE",
-    "THROTTLED",
-    "UP",
-    "UTILIZATION",
-    "XID_ERRORS",
-    "XID_LAST",
-]
+__all__ = ["SPECS"]
 
 _GPM = "nvmlGpmMetricsGet, metric {} (Hopper and later)"
 _FIELD = "nvmlDeviceGetFieldValues, field {}"
@@ -66,12 +27,24 @@ INFO = MetricSpec(
     "hpml_gpu_info",
     "info",
     "A GPU or MIG instance; mig is empty, enabled for a GPU that is split, or the profile of the"
-    " instance.",
-    ("uuid", "name", "pci_bus_id", "minor", "mig"),
-    source="nvitop: nvmlDeviceGetUUID, GetName, GetPciInfo, GetMinorNumber, GetMigMode",
+    " instance, parent the UUID of its GPU, instance the number of its GPU instance.",
+    ("uuid", "index", "name", "pci_bus_id", "minor", "serial", "mig", "parent", "instance"),
+    source="nvitop: nvmlDeviceGetUUID, GetName, GetPciInfo, GetMinorNumber, GetSerial, GetMigMode",
+)
+DRIVER = MetricSpec(
+    "hpml_gpu_driver_info",
+    "info",
+    "Version of the NVIDIA driver.",
+    ("version",),
+    source="nvmlSystemGetDriverVersion",
 )
 UP = _gpu(
-    "gauge", "up", "", "Whether the GPU answers; 0 when it is lost.", "errors of NVML's calls"
+    "gauge",
+    "up",
+    "",
+    "Whether the GPU answers; 0 when it is lost. One that was lost before its UUID was known has"
+    " its PCI address as uuid.",
+    "errors of NVML's calls; /sys/bus/pci/devices",
 )
 GPUS = MetricSpec(
     "hpml_gpus",
@@ -85,7 +58,7 @@ BUSY = _gpu(
     "busy",
     "seconds",
     "Time in which some kernel was resident, integrated over all readings since the exporter"
-    " started.",
+    " started; up to two minutes without a reading count as the reading after them.",
     "nvmlDeviceGetUtilizationRates; of MIG instances nvmlGpmMetricsGet, metric 1",
 )
 UTILIZATION = _gpu(
@@ -93,7 +66,7 @@ UTILIZATION = _gpu(
     "utilization",
     "ratio",
     "Share of the last second or less in which some kernel was resident; a spinning kernel counts"
-    " as 1.",
+    " as 1. Of a split GPU: the mean of its instances by their slices.",
     "nvmlDeviceGetUtilizationRates; of MIG instances nvmlGpmMetricsGet, metric 1",
 )
 MEMORY_UTILIZATION = _gpu(
@@ -146,18 +119,10 @@ DRAM_ACTIVE = _gpu(
     _GPM.format(10),
 )
 POWER = _gpu(
-    "gauge",
-    "power",
-    "watts",
-    "Power drawn.",
-    _FIELD.format(186) + ", or nvmlDeviceGetPowerUsage",
+    "gauge", "power", "watts", "Power drawn.", _FIELD.format(186) + ", or nvmlDeviceGetPowerUsage"
 )
 POWER_LIMIT = _gpu(
-    "gauge",
-    "power_limit",
-    "watts",
-    "Power limit in force.",
-    "nvmlDeviceGetEnforcedPowerLimit",
+    "gauge", "power_limit", "watts", "Power limit in force.", "nvmlDeviceGetEnforcedPowerLimit"
 )
 ENERGY = _gpu(
     "counter",
@@ -200,24 +165,67 @@ CLOCK_MAX = _gpu(
     "nvmlDeviceGetMaxClockInfo",
     "type",
 )
+PSTATE = _gpu(
+    "gauge",
+    "performance_state",
+    "",
+    "Performance state (P-state), from 0 for the highest to 15.",
+    "nvmlDeviceGetPerformanceState",
+)
 THROTTLED = _gpu(
     "counter",
     "throttled",
     "seconds",
-    "Time in which clocks were held down, by reason; reasons overlap.",
-    "nvmlDeviceGetFieldValues, fields 74-77 and 79, or nvmlDeviceGetViolationStatus; else the bits"
-    " of nvmlDeviceGetCurrentClocksEventReasons integrated",
+    "Time in which clocks were held down, by the strongest reason: hw_thermal, power_brake,"
+    " hw_slowdown (for another reason), sw_thermal, power (the power cap), sync_boost, board_limit,"
+    " reliability. Reasons never overlap.",
+    "bits of nvmlDeviceGetCurrentClocksEventReasons, integrated",
     "reason",
+)
+ENCODER = _gpu(
+    "gauge",
+    "encoder_utilization",
+    "ratio",
+    "Use of the video encoder.",
+    "nvmlDeviceGetEncoderUtilization",
+)
+DECODER = _gpu(
+    "gauge",
+    "decoder_utilization",
+    "ratio",
+    "Use of the video decoder.",
+    "nvmlDeviceGetDecoderUtilization",
 )
 ECC_ERRORS = _gpu(
     "counter",
     "ecc_errors",
     "",
-    "Memory errors, corrected or uncorrected, since the driver was loaded (volatile) or ever"
-    " (aggregate).",
-    "nvmlDeviceGetFieldValues, fields 3-6",
+    "Memory errors since the driver was loaded, corrected or uncorrected.",
+    "nvmlDeviceGetFieldValues, fields 3 and 4",
     "error",
+)
+ECC_LIFETIME = _gpu(
     "counter",
+    "ecc_errors_lifetime",
+    "",
+    "Memory errors in the life of the GPU, those of hpml_gpu_ecc_errors_total included.",
+    "nvmlDeviceGetFieldValues, fields 5 and 6",
+    "error",
+)
+RETIRED_PAGES = _gpu(
+    "gauge",
+    "retired_pages",
+    "",
+    "Pages of GPU memory out of use, by the kind of error; newer GPUs remap rows instead.",
+    "nvmlDeviceGetFieldValues, fields 29 and 30",
+    "error",
+)
+RETIRED_PENDING = _gpu(
+    "gauge",
+    "retired_pages_pending",
+    "",
+    "Whether a page waits for the next start of the driver to be taken out of use.",
+    _FIELD.format(31),
 )
 REMAPPED_ROWS = _gpu(
     "gauge",
@@ -270,6 +278,30 @@ PCIE = _gpu(
 PCIE_REPLAYS = _gpu(
     "counter", "pcie_replays", "", "PCIe packets that had to be sent again.", _FIELD.format(94)
 )
+PCIE_WIDTH = _gpu(
+    "gauge", "pcie_link_width", "", "PCIe lanes in use.", "nvmlDeviceGetCurrPcieLinkWidth"
+)
+PCIE_WIDTH_MAX = _gpu(
+    "gauge",
+    "pcie_link_width_max",
+    "",
+    "PCIe lanes that GPU and slot can use.",
+    "nvmlDeviceGetMaxPcieLinkWidth",
+)
+PCIE_GENERATION = _gpu(
+    "gauge",
+    "pcie_link_generation",
+    "",
+    "PCIe generation in use; an idle GPU may lower it.",
+    "nvmlDeviceGetCurrPcieLinkGeneration",
+)
+PCIE_GENERATION_MAX = _gpu(
+    "gauge",
+    "pcie_link_generation_max",
+    "",
+    "PCIe generation that GPU and slot can use.",
+    "nvmlDeviceGetMaxPcieLinkGeneration",
+)
 NVLINK = _gpu(
     "counter",
     "nvlink",
@@ -278,6 +310,18 @@ NVLINK = _gpu(
     "nvmlDeviceGetFieldValues, fields 138 and 139; else nvmlGpmMetricsGet, metrics 60 and 61,"
     " integrated",
     "direction",
+)
+NVLINK_LINKS = _gpu("gauge", "nvlink_links", "", "NVLinks that the GPU has.", _FIELD.format(91))
+NVLINK_ACTIVE = _gpu(
+    "gauge", "nvlink_links_active", "", "NVLinks that are up.", _FIELD.format("165, of each link")
+)
+NVLINK_ERRORS = _gpu(
+    "counter",
+    "nvlink_errors",
+    "",
+    "Errors of all NVLinks: crc (of flow control), replay, recovery.",
+    "nvmlDeviceGetFieldValues, fields 38, 52 and 59",
+    "type",
 )
 PROCESSES = _gpu(
     "gauge",
@@ -290,44 +334,45 @@ PROCESSES = _gpu(
 JOB_GPU_INFO = MetricSpec(
     "hpml_job_gpu_info",
     "info",
-    "A GPU that the job was allocated, or has a process on; to join metrics of GPUs with jobs.",
-    ("jobid", "uuid"),
+    "A GPU that the job was allocated (allocated=1) or has a process on. At most one series per GPU"
+    " has owner=1, of several jobs that with the allocation and the lowest number: join with that.",
+    ("cluster", "jobid", "uuid", "allocated", "owner"),
     source="the prolog's map or Slurm's environment, and the processes of NVML",
 )
 JOB_GPUS_ALLOCATED = MetricSpec(
     "hpml_job_gpus_allocated",
     "gauge",
-    "GPUs of this node that the job was allocated; missing where that is not known.",
-    ("jobid",),
+    "GPUs of this node that the job was allocated; absent where that is not known.",
+    ("cluster", "jobid"),
     source="the prolog's map or Slurm's environment; by UUID, PCI address and minor number",
 )
 JOB_GPUS_USED = MetricSpec(
     "hpml_job_gpus_used",
     "gauge",
     "Allocated GPUs on which the job has a process; all that it uses where the allocation is not"
-    " known.",
-    ("jobid",),
+    " known. Absent while the processes of one of them cannot be read.",
+    ("cluster", "jobid"),
     source="nvmlDeviceGet{Compute,Graphics,MPSCompute}RunningProcesses",
 )
 JOB_GPUS_FOREIGN = MetricSpec(
     "hpml_job_gpus_foreign",
     "gauge",
     "GPUs on which the job has a process although they were not allocated to it.",
-    ("jobid",),
+    ("cluster", "jobid"),
     source="nvmlDeviceGet{Compute,Graphics,MPSCompute}RunningProcesses",
 )
 JOB_GPU_PROCESSES = MetricSpec(
     "hpml_job_gpu_processes",
     "gauge",
     "Processes of the job that have the GPU open; 0 for an allocated GPU that it does not use.",
-    ("jobid", "uuid"),
+    ("cluster", "jobid", "uuid"),
     source="nvmlDeviceGet{Compute,Graphics,MPSCompute}RunningProcesses",
 )
 JOB_GPU_MEMORY_USED = MetricSpec(
     "hpml_job_gpu_memory_used_bytes",
     "gauge",
     "GPU memory that the job's processes hold.",
-    ("jobid", "uuid"),
+    ("cluster", "jobid", "uuid"),
     "bytes",
     source="nvmlDeviceGet{Compute,Graphics,MPSCompute}RunningProcesses",
 )

@@ -13,11 +13,10 @@ from typing import Any
 from hpml_exporters.core.collector import DriverLostError, NotHereError
 
 __all__ = [
-    "GPU_LOST",
     "INSUFFICIENT_SIZE",
+    "NOT_SUPPORTED",
     "NO_PERMISSION",
     "SUCCESS",
-    "TIMEOUT",
     "UNSUPPORTED",
     "Code",
     "GpuLostError",
@@ -28,15 +27,15 @@ __all__ = [
 
 LIBRARY = "libnvidia-ml.so.1"
 SUCCESS = 0
+NOT_SUPPORTED = 3
 NO_PERMISSION = 4
 INSUFFICIENT_SIZE = 7
-TIMEOUT = 10
 FUNCTION_NOT_FOUND = 13
 GPU_LOST = frozenset({15, 16, 28})
 """NVML_ERROR_GPU_IS_LOST, _RESET_REQUIRED, _GPU_NOT_FOUND."""
-UNSUPPORTED = frozenset({2, 3, 4, 13, 22, 25, 26})
+UNSUPPORTED = frozenset({2, 3, 13, 22, 25, 26})
 """Codes with which a call says that it will never work here: NVML_ERROR_INVALID_ARGUMENT,
-_NOT_SUPPORTED, _NO_PERMISSION, _FUNCTION_NOT_FOUND, _VGPU_ECC_NOT_SUPPORTED,
+_NOT_SUPPORTED, _FUNCTION_NOT_FOUND, _VGPU_ECC_NOT_SUPPORTED,
 _ARGUMENT_VERSION_MISMATCH, _DEPRECATED."""
 _DRIVER_GONE = {1: "not initialised", 9: "not loaded", 12: "library not found", 18: "other version"}
 _ABSENT = frozenset({NO_PERMISSION, 9, 12})
@@ -121,9 +120,12 @@ class Nvml:
                 return found
         return _missing
 
-    def has(self, name: str) -> bool:
-        """Tell whether the driver has a function."""
-        return getattr(self._library, name, None) is not None
+    def driver_version(self) -> str:
+        """Return the version of the driver, empty unknown."""
+        try:
+            return str(self._nvml.nvmlSystemGetDriverVersion())
+        except self.error:
+            return ""
 
     def shutdown(self) -> None:
         """Give everything back to the driver; it may block for as long as the driver is stuck."""

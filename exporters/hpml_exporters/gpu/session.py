@@ -5,150 +5,130 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from hpml_exporters.gpu.devices import Place, discover
-from hpml_exporters.gpu.events import Watch
+from hpml_exporters.gpu.devices import Device, discover
+from hpml_exporters.gpu.events import XidEvents
+from hpml_exporters.gpu.jobs import processes_of
 from hpml_exporters.gpu.nvml import GpuLostError, Nvml
-from hpml_exporters.gpu.processes import ProcessLists
-from hpml_exporters.gpu.reader import Pace, Reader, Totals
+from hpml_exporters.gpu.reader import History, Reader
 
 __all__ = ["Session"]
 
-BUDGET = 2.5e-3
-"""CPU seconds per second that the readings of all GPUs may cost together."""
-_TRIES = 5
 
-
-def _roots(places: Sequence[Place]) -> Sequence[Place]:
-    names = {one.uuid for one in places}
-    return [one for one in places if one.parent not in names]
+def _roots(devices: Sequence[Device]) -> Sequence[Device]:
+    names = {device.uuid for device in devices}
+    return [device for device in devices if device.parent not in names]
 
 
 class Session:
     """An initialised driver and all readers on it.
 
     Attributes:
+        driver: its version, empty unknown.
         readers: of the GPUs and instances that are shown and answer.
-        places: all GPUs and instances that answer.
+        devices: all GPUs and instances that answer.
         shown: those of them that are shown.
-        nameless: number of GPUs that did not even tell their name.
-        dead: what told its name in the last look and nothing more, by UUID.
-        watch: for XID errors.
-        lists: of processes.
+        lost: what does not answer, as of the last `discover`.
+        events: XID errors.
     """
 
-    def __init__(self, interval: float, totals: dict[str, Totals]) -> None:
+    def __init__(self, interval: float, histories: dict[str, History], sys: str) -> None:
         """Initialise the driver.
 
         Args:
             interval: seconds between two readings.
-            totals: what has come together, by UUID; it outlives this object.
+            histories: what is known by UUID; it outlives this object.
+            sys: mount point of sysfs.
 
         Raises:
             NotHereError: there is no driver.
             DriverLostError: it does not work.
         """
         self._nvml = Nvml()
-        self._interval = interval
-        self._totals = totals
+        self._interval, self._histories, self._sys = interval, histories, sys
+        self.driver = self._nvml.driver_version()
         self.readers: list[Reader] = []
-        self.places: Sequence[Place] = ()
-        self.shown: Sequence[Place] = ()
-        self.nameless = 0
-        self.dead: dict[str, Place] = {}
-        self.watch = Watch(self._nvml, ())
-        self.lists = ProcessLists(self._nvml)
-        self._devices: dict[int, Any] = {}
-        self._spent = 0
-        self._tries: dict[str, int] = {}
+        self.devices: Sequence[Device] = ()
+        self.shown: Sequence[Device] = ()
+        self.lost: list[Device] = []
+        self.events = XidEvents(self._nvml, ())
+        self._known: dict[int, Any] = {}
 
     @property
-    def calls(self) -> int:
-        """How many readings were made."""
-        return self._spent + self.lists.calls + sum(one.calls for one in self.readers)
-
-    @property
-    def leaves(self) -> Sequence[Place]:
-        """What processes can be on: instances, and GPUs that have none."""
-        split = {one.parent for one in self.places}
-        return [one for one in self.shown if one.uuid not in split]
-
-    @property
-    def roots(self) -> Sequence[Place]:
+    def roots(self) -> Sequence[Device]:
         """What is shown and can be lost by itself: GPUs, and instances whose GPU is not shown."""
         return _roots(self.shown)
 
-    def discover(self, now: float, select: Callable[[Sequence[Place]], Sequence[Place]]) -> None:
+    def discover(self, select: Callable[[Sequence[Device]], Sequence[Device]]) -> None:
         """Look which GPUs and instances there are, and keep readers of what is as it was.
 
         Args:
-            now: seconds, monotonic.
             select: which are to be shown.
 
         Raises:
             DriverLostError: nothing answers.
         """
-        before = [one.handle for one in self.shown]
-        places, self.nameless = discover(self._nvml, self._devices)
-        shown = select(places)
-        wanted = {one.key for one in shown}
-        kept: dict[object, Reader] = {}
-        for reader in self.readers:
-            if reader.place.key in wanted and not self._try_again(reader):
-                kept[reader.place.key] = reader
-            else:
-                self._close(reader)
-        pace = Pace(self._interval, BUDGET / max(1, len(shown)))
+        before = [device.handle for device in self.shown]
+        devices, self.lost = discover(self._nvml, self._known, self._sys)
+        shown = select(devices)
+        wanted = {device.key for device in shown}
+        kept = {reader.device.key: reader for reader in self.readers}
+        for key in kept.keys() - wanted:
+            kept.pop(key).close()
         self.readers = []
         bad: set[str] = set()
-        for place in shown:
+        for device in shown:
             try:
-                self.readers.append(kept.get(place.key) or self._reader(place, pace, now))
+                self.readers.append(kept.get(device.key) or self._reader(device))
             except GpuLostError:
-                bad.add(place.parent or place.uuid)
-        self.places, self.shown = places, shown
-        self.dead = {one.uuid: one for one in _roots(shown) if {one.uuid, one.parent} & bad}
+                bad.add(device.parent or device.uuid)
+        self.devices, self.shown = devices, shown
+        self.lost += [root for root in _roots(shown) if {root.uuid, root.parent} & bad]
         for uuid in bad:
             self._take_out(uuid)
-        if [one.handle for one in self.shown] != before:
-            self._watch_again()
+        if [device.handle for device in self.shown] != before:
+            self._register()
 
     def remove(self, uuid: str) -> None:
         """Take a GPU with all its instances out."""
         self._take_out(uuid)
-        self._watch_again()
+        self._register()
+
+    def processes(self, device: Device) -> dict[int, int | None] | None:
+        """Return bytes of GPU memory by process id; None while the list cannot be read.
+
+        Raises:
+            DriverLostError: nothing answers.
+        """
+        try:
+            return processes_of(self._nvml, device)
+        except GpuLostError:  # the next reading finds that out too
+            return None
 
     def close(self) -> None:
         """Give everything back; it may block for as long as the driver is stuck."""
-        self.watch.close()
+        self.events.close()
         for reader in self.readers:
-            self._close(reader)
+            reader.close()
         self.readers = []
         self._nvml.shutdown()
 
-    def _try_again(self, reader: Reader) -> bool:
-        """Whether another reader of the same GPU may find more; asking costs, so not for ever."""
-        if not reader.unsure:
-            return False
-        tries = self._tries[reader.place.uuid] = self._tries.get(reader.place.uuid, 0) + 1
-        return tries <= _TRIES
-
-    def _reader(self, place: Place, pace: Pace, now: float) -> Reader:
-        totals = self._totals.setdefault(place.uuid, Totals())
-        return Reader(self._nvml, place, totals, pace, now)
+    def _reader(self, device: Device) -> Reader:
+        history = self._histories.setdefault(device.uuid, History(self._interval))
+        return Reader(self._nvml, device, history)
 
     def _take_out(self, uuid: str) -> None:
         for reader in self.readers:
-            if uuid in {reader.place.uuid, reader.place.parent}:
-                self._close(reader)
-                self._totals[reader.place.uuid].pause()
-        self.readers = [one for one in self.readers if one.place.uuid != uuid != one.place.parent]
-        self.places = [one for one in self.places if one.uuid != uuid != one.parent]
-        self.shown = [one for one in self.shown if one.uuid != uuid != one.parent]
+            if _belongs(reader.device, uuid):
+                reader.close()
+                reader.history.pause()
+        self.readers = [each for each in self.readers if not _belongs(each.device, uuid)]
+        self.devices = [each for each in self.devices if not _belongs(each, uuid)]
+        self.shown = [each for each in self.shown if not _belongs(each, uuid)]
 
-    def _close(self, reader: Reader) -> None:
-        self._spent += reader.calls
-        reader.close()
+    def _register(self) -> None:
+        self.events.close()
+        self.events = XidEvents(self._nvml, [each for each in self.shown if not each.parent])
 
-    def _watch_again(self) -> None:
-        self.watch.close()
-        self.watch = Watch(self._nvml, [one for one in self.shown if not one.parent])
+
+def _belongs(device: Device, uuid: str) -> bool:
+    return uuid in {device.uuid, device.parent}

@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 import pytest
-from hpml_exporters.gpu.devices import Place, pci_address
-from hpml_exporters.gpu.jobs import job_families, resolve
+from hpml_exporters.gpu.devices import Device, pci_address
+from hpml_exporters.gpu.jobs import Processes, job_families, resolve
 from hpml_exporters.jobs.board import JobFacts, Jobs, JobSeen
-from hpml_exporters.metric import Family
+
+from tests.unit.exporters.collectors.families import values
 
 # NVML's order is that of PCI addresses; the minor numbers are another, as on real machines where a
 # slower card comes up later.
 NODE = (
-    Place("GPU-aa", pci="00000000:07:00.0", minor=2),
-    Place("GPU-bb", pci="00000000:0f:00.0", minor=0),
-    Place("GPU-cc", pci="00000000:b7:00.0", minor=1, mig="enabled"),
-    Place("MIG-c1", pci="00000000:b7:00.0", minor=1, mig="1g.10gb", parent="GPU-cc"),
-    Place("MIG-c2", pci="00000000:b7:00.0", minor=1, mig="2g.20gb", parent="GPU-cc"),
+    Device("GPU-aa", pci="00000000:07:00.0", minor=2),
+    Device("GPU-bb", pci="00000000:0f:00.0", minor=0),
+    Device("GPU-cc", pci="00000000:b7:00.0", minor=1, mig="enabled"),
+    Device("MIG-c1", pci="00000000:b7:00.0", minor=1, mig="1g.10gb", parent="GPU-cc"),
+    Device("MIG-c2", pci="00000000:b7:00.0", minor=1, mig="2g.20gb", parent="GPU-cc"),
 )
 
 
@@ -58,29 +59,33 @@ def test_addresses_have_one_form() -> None:
     assert pci_address("10000:3b:00.0") == "00010000:3b:00.0"
 
 
-def jobs(*seen: JobSeen) -> Jobs:
-    """A node's jobs."""
-    return Jobs({one.facts.jobid: one for one in seen})
+def shown(
+    seen: list[JobSeen], processes: Processes, only: JobFacts | None = None
+) -> dict[tuple[str, ...], float]:
+    """Numbers by name (without hpml_job_) and labels after the cluster."""
+    jobs = Jobs({job.facts.jobid: job for job in seen})
+    families = job_families(jobs, NODE, processes, cluster="c1", only=only)
+    found = values(families)
+    assert {cluster for _, cluster, *_ in found} <= {"c1"}
+    return {
+        (name.removeprefix("hpml_job_"), *labels): number
+        for (name, _, *labels), number in found.items()
+    }
 
 
-def shown(families: object) -> dict[tuple[str, ...], object]:
-    """Numbers by name (without hpml_job_) and labels."""
-    assert isinstance(families, tuple)
-    found: dict[tuple[str, ...], object] = {}
-    for family in families:
-        assert isinstance(family, Family)
-        for sample in family.samples:
-            found[family.spec.name.removeprefix("hpml_job_"), *sample.labels] = sample.value
-    return found
+def everywhere(**pids: dict[int, int | None] | None) -> Processes:
+    """Process lists: those of the GPUs that are named, and empty ones of all others."""
+    leaves = ("GPU-aa", "GPU-bb", "MIG-c1", "MIG-c2")
+    return {uuid: pids.get(uuid.replace("-", "_"), {}) for uuid in leaves}
 
 
 def test_the_gap_between_allocated_and_used() -> None:
     """Two allocated, one used; the unused one has a series that says 0."""
-    view = jobs(JobSeen(JobFacts("5", gpus=("0", "2")), pids=frozenset({70, 71})))
-    processes = {"GPU-aa": {70: 100, 71: 200}, "GPU-bb": {99: 5}}
-    assert shown(job_families(view, NODE, processes)) == {
-        ("gpu_info", "5", "GPU-bb"): 1,
-        ("gpu_info", "5", "GPU-aa"): 1,
+    job = JobSeen(JobFacts("5", gpus=("0", "2")), pids=frozenset({70, 71}))
+    processes = everywhere(GPU_aa={70: 100, 71: 200}, GPU_bb={99: 5})
+    assert shown([job], processes) == {
+        ("gpu_info", "5", "GPU-bb", "1", "1"): 1,
+        ("gpu_info", "5", "GPU-aa", "1", "1"): 1,
         ("gpus_allocated", "5"): 2,
         ("gpus_used", "5"): 1,
         ("gpus_foreign", "5"): 0,
@@ -93,38 +98,66 @@ def test_the_gap_between_allocated_and_used() -> None:
 
 def test_using_a_foreign_gpu_does_not_close_the_gap() -> None:
     """A job on the wrong GPU uses none of its own."""
-    view = jobs(JobSeen(JobFacts("5", gpus=("0",)), pids=frozenset({70})))
-    told = shown(job_families(view, NODE, {"GPU-aa": {70: 1}}))
-    assert (told["gpus_allocated", "5"], told["gpus_used", "5"], told["gpus_foreign", "5"]) == (
-        1,
-        0,
-        1,
-    )
+    job = JobSeen(JobFacts("5", gpus=("0",)), pids=frozenset({70}))
+    found = shown([job], everywhere(GPU_aa={70: 1}))
+    counts = [found[f"gpus_{what}", "5"] for what in ("allocated", "used", "foreign")]
+    assert counts == [1, 0, 1]
+
+
+@pytest.mark.parametrize(
+    ("allocations", "flags"),
+    [
+        ({"9": ("2",), "10": ("2",)}, {"9": ("1", "1"), "10": ("1", "0")}),
+        ({"9": None, "10": ("2",)}, {"9": ("0", "0"), "10": ("1", "1")}),
+        ({"9": (), "10": None}, {"9": ("0", "1"), "10": ("0", "0")}),
+    ],
+)
+def test_a_shared_gpu_has_one_owner(
+    allocations: dict[str, tuple[str, ...] | None], flags: dict[str, tuple[str, str]]
+) -> None:
+    """Of those that were allocated it, else of those on it, the lowest number; 9 is below 10."""
+    seen = [
+        JobSeen(JobFacts(jobid, gpus=gpus), pids=frozenset({int(jobid)}))
+        for jobid, gpus in allocations.items()
+    ]
+    found = shown(seen, everywhere(GPU_aa={9: 1, 10: 1}))
+    info = {key[1]: key[3:] for key in found if key[0] == "gpu_info" and key[2] == "GPU-aa"}
+    assert info == flags
+
+
+def test_what_cannot_be_read_is_absent() -> None:
+    """One list of its own: no number of used GPUs; a neighbour's: no number of foreign ones."""
+    job = JobSeen(JobFacts("5", gpus=("0", "2")), pids=frozenset({70}))
+    own = shown([job], everywhere(GPU_aa=None, GPU_bb={70: 1}))
+    assert not {("gpus_used", "5"), ("gpu_processes", "5", "GPU-aa")} & own.keys()
+    assert (own["gpus_allocated", "5"], own["gpus_foreign", "5"]) == (2, 0)
+    other = shown([job], everywhere(MIG_c1=None, GPU_bb={70: 1}))
+    assert ("gpus_foreign", "5") not in other
+    assert other["gpus_used", "5"] == 1
 
 
 def test_a_gpu_that_nobody_can_see_is_allocated_still() -> None:
-    """It was lost before the exporter began."""
-    view = jobs(JobSeen(JobFacts("5", gpus=("0", "9"))))
-    assert shown(job_families(view, NODE, {}))["gpus_allocated", "5"] == 2
+    """It was lost before the exporter began; whether it is used is not known."""
+    found = shown([JobSeen(JobFacts("5", gpus=("0", "9")))], everywhere())
+    assert found["gpus_allocated", "5"] == 2
+    assert ("gpus_used", "5") not in found
 
 
 def test_memory_that_the_driver_does_not_tell_is_not_zero() -> None:
     """Without rights on a split GPU there is no figure, and so no series."""
-    view = jobs(JobSeen(JobFacts("5", gpus=("MIG-c1",)), pids=frozenset({70})))
-    told = shown(job_families(view, NODE, {"MIG-c1": {70: None}}))
-    assert told["gpu_processes", "5", "MIG-c1"] == 1
-    assert ("gpu_memory_used_bytes", "5", "MIG-c1") not in told
+    job = JobSeen(JobFacts("5", gpus=("MIG-c1",)), pids=frozenset({70}))
+    found = shown([job], everywhere(MIG_c1={70: None}))
+    assert found["gpu_processes", "5", "MIG-c1"] == 1
+    assert ("gpu_memory_used_bytes", "5", "MIG-c1") not in found
 
 
 def test_a_job_without_gpus_has_no_series() -> None:
     """Most jobs of a mixed node."""
-    view = jobs(JobSeen(JobFacts("5", gpus=())), JobSeen(JobFacts("6")))
-    assert shown(job_families(view, NODE, {"GPU-aa": {1: 1}})) == {}
+    seen = [JobSeen(JobFacts("5", gpus=())), JobSeen(JobFacts("6"))]
+    assert shown(seen, everywhere(GPU_aa={1: 1})) == {}
 
 
 def test_the_own_job_is_shown_before_its_control_group_was_found() -> None:
     """In a job the allocation is known from the start."""
-    own = JobFacts("5", gpus=("0",))
-    told = shown(job_families(jobs(), NODE, {}, own))
-    assert told["gpus_allocated", "5"] == 1
-    assert told["gpus_used", "5"] == 0
+    found = shown([], everywhere(), only=JobFacts("5", gpus=("0",)))
+    assert (found["gpus_allocated", "5"], found["gpus_used", "5"]) == (1, 0)

@@ -1,0 +1,261 @@
+"""What is read of a GPU: one row per series and source, with how often it is read.
+
+Rows of one series are alternatives, best first; a reader takes the first that its GPU answers.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cache, cached_property
+from typing import Literal
+
+from hpml_exporters.core.metric import MetricSpec
+from hpml_exporters.gpu import metrics as gpu
+
+__all__ = ["GPU", "INSTANCE", "Call", "Field", "GpmMetric", "Row", "Series", "throttle_reason"]
+
+Series = tuple[str, tuple[str, ...]]
+"""Name of the metric, and values of its labels after `uuid`."""
+
+_ALL_LINKS = (0xFFFFFFFF,)
+_LINKS = tuple(range(18))
+_MIB = 1024.0**2
+_PSTATE_UNKNOWN = 32
+
+
+def _percent(number: float) -> float:
+    return min(number / 100, 1.0)
+
+
+def _thousandths(number: float) -> float:
+    return number / 1000
+
+
+def _mega(number: float) -> float:
+    return number * 1e6
+
+
+def _kibi(number: float) -> float:
+    return number * 1024
+
+
+@dataclass(frozen=True)
+class Field:
+    """A field of nvmlDeviceGetFieldValues.
+
+    Attributes:
+        number: NVML_FI_DEV_... of nvml.h.
+        convert: from NVML's unit to ours.
+        scopes: links whose values are added up.
+    """
+
+    number: int
+    convert: Callable[[float], float | None] = float
+    scopes: tuple[int, ...] = (0,)
+
+
+@dataclass(frozen=True)
+class Call:
+    """A call `f(handle, [selector,] &answer)` that gives unsigned integers.
+
+    Attributes:
+        names: of the function, newest first.
+        convert: from NVML's unit to ours; None where the number means that it is unknown.
+        selector: second argument (kind of clock, sensor).
+        layout: type of the answer.
+        pick: which of its integers is meant.
+        version: of a structure whose first integer says its version and size; 0 for others.
+        pointers: how many arguments point to an integer each.
+    """
+
+    names: tuple[str, ...]
+    convert: Callable[[int], float | None] = float
+    selector: int | None = None
+    layout: type[ctypes.Array[ctypes.c_uint] | ctypes.Array[ctypes.c_ulonglong]] = ctypes.c_uint * 1
+    pick: int = 0
+    version: int = 0
+    pointers: int = 1
+
+    @property
+    def question(self) -> object:
+        """What is the same for rows that one call answers."""
+        return (self.names, self.selector)
+
+
+@dataclass(frozen=True)
+class GpmMetric:
+    """A metric of nvmlGpmMetricsGet (Hopper and later): its number, and how it is converted."""
+
+    number: int
+    convert: Callable[[float], float] = _percent
+
+
+@dataclass(frozen=True)
+class Row:
+    """A series of each GPU and where it is read.
+
+    Attributes:
+        spec: the metric.
+        labels: values of its labels after `uuid`.
+        source: of the value.
+        period: seconds between two readings.
+        total: "rate": the value is integrated over time; "wraps": a counter of 32 bits, whose
+            differences are added up.
+    """
+
+    spec: MetricSpec
+    source: Field | Call | GpmMetric
+    period: float = 30.0
+    labels: tuple[str, ...] = ()
+    total: Literal["", "rate", "wraps"] = ""
+
+    @cached_property
+    def series(self) -> Series:
+        """What the alternatives have in common."""
+        return (self.spec.name, self.labels)
+
+
+_REASONS = {
+    "hw_thermal": 0x40,
+    "power_brake": 0x80,
+    "hw_slowdown": 0x8,
+    "sw_thermal": 0x20,
+    "power": 0x4,
+    "sync_boost": 0x10,
+    "board_limit": 0x200,
+    "reliability": 0x400,
+}
+"""Bits of nvmlDeviceGetCurrentClocksEventReasons, the strongest first: the GPU sets HwSlowdown
+together with each of the two before it."""
+
+
+@cache
+def throttle_reason(bits: int) -> str:
+    """Return the strongest reason that holds the clocks down, empty for none.
+
+    >>> throttle_reason(0x40 | 0x8 | 0x4), throttle_reason(0x8), throttle_reason(0x1)
+    ('hw_thermal', 'hw_slowdown', '')
+    """
+    return next((reason for reason, bit in _REASONS.items() if bits & bit), "")
+
+
+def _throttled(reason: str) -> Row:
+    names = ("nvmlDeviceGetCurrentClocksEventReasons", "nvmlDeviceGetCurrentClocksThrottleReasons")
+
+    def convert(bits: int) -> float:
+        return float(throttle_reason(bits) == reason)
+
+    source = Call(names, convert, layout=ctypes.c_ulonglong * 1)
+    return Row(gpu.THROTTLED, source, 1, (reason,), "rate")
+
+
+def _memory(spec: MetricSpec, second: int, first: int) -> Sequence[Row]:
+    """Version 2 does not count what the driver keeps for itself as used."""
+    # version 2: version, total, reserved, free, used; version 1: total, free, used
+    newer = Call(
+        ("nvmlDeviceGetMemoryInfo_v2",), layout=ctypes.c_ulonglong * 5, pick=second, version=2
+    )
+    older = Call(("nvmlDeviceGetMemoryInfo",), layout=ctypes.c_ulonglong * 3, pick=first)
+    return (Row(spec, newer, 1), Row(spec, older, 1))
+
+
+def _utilization(pick: int) -> Call:
+    return Call(("nvmlDeviceGetUtilizationRates",), _percent, layout=ctypes.c_uint * 2, pick=pick)
+
+
+def _call(name: str, convert: Callable[[int], float | None] = float, **more: int) -> Call:
+    return Call((name,), convert, **more)  # type: ignore[arg-type]
+
+
+def _known_state(number: int) -> float | None:
+    return None if number == _PSTATE_UNKNOWN else float(number)
+
+
+_MEMORY = (*_memory(gpu.MEMORY_USED, 4, 2), *_memory(gpu.MEMORY_TOTAL, 1, 0))
+_ACTIVITY = (
+    Row(gpu.SM_ACTIVE, GpmMetric(2), 1),
+    Row(gpu.SM_OCCUPANCY, GpmMetric(3), 1),
+    Row(gpu.TENSOR_ACTIVE, GpmMetric(5), 1),
+    Row(gpu.DRAM_ACTIVE, GpmMetric(10), 1),
+)
+_POWER = (Field(186, _thousandths), _call("nvmlDeviceGetPowerUsage", _thousandths))  # mW
+
+
+def _mebi(number: float) -> float:
+    return number * _MIB
+
+
+INSTANCE: Sequence[Row] = (
+    *_MEMORY,
+    *_ACTIVITY,
+    Row(gpu.UTILIZATION, GpmMetric(1), 1),
+    Row(gpu.BUSY, GpmMetric(1), 1, total="rate"),
+)
+"""Of an instance of a split GPU."""
+
+GPU: Sequence[Row] = (
+    Row(gpu.UTILIZATION, _utilization(0), 1),
+    Row(gpu.BUSY, _utilization(0), 1, total="rate"),
+    Row(gpu.MEMORY_UTILIZATION, _utilization(1), 1),
+    *_MEMORY,
+    *_ACTIVITY,
+    *(Row(gpu.POWER, source, 1) for source in _POWER),
+    Row(gpu.POWER_LIMIT, _call("nvmlDeviceGetEnforcedPowerLimit", _thousandths)),
+    Row(gpu.ENERGY, Field(83, _thousandths), 1),  # mJ
+    Row(
+        gpu.ENERGY,
+        Call(("nvmlDeviceGetTotalEnergyConsumption",), _thousandths, layout=ctypes.c_ulonglong * 1),
+        1,
+    ),
+    *(Row(gpu.ENERGY, source, 1, total="rate") for source in _POWER),
+    # nvmlTemperature_v1_t: version, sensor (0: the core), degrees
+    Row(
+        gpu.TEMPERATURE,
+        Call(("nvmlDeviceGetTemperatureV",), layout=ctypes.c_uint * 3, pick=2, version=1),
+        5,
+    ),
+    Row(gpu.TEMPERATURE, _call("nvmlDeviceGetTemperature", selector=0), 5),
+    Row(gpu.MEMORY_TEMPERATURE, Field(82), 5),
+    Row(gpu.FAN, _call("nvmlDeviceGetFanSpeed", _percent)),
+    Row(gpu.CLOCK, _call("nvmlDeviceGetClockInfo", _mega, selector=1), 5, ("sm",)),
+    Row(gpu.CLOCK, _call("nvmlDeviceGetClockInfo", _mega, selector=2), 5, ("memory",)),
+    Row(gpu.CLOCK_MAX, _call("nvmlDeviceGetMaxClockInfo", _mega, selector=1), 300, ("sm",)),
+    Row(gpu.CLOCK_MAX, _call("nvmlDeviceGetMaxClockInfo", _mega, selector=2), 300, ("memory",)),
+    Row(gpu.PSTATE, _call("nvmlDeviceGetPerformanceState", _known_state), 5),
+    *(_throttled(reason) for reason in _REASONS),
+    Row(gpu.ENCODER, _call("nvmlDeviceGetEncoderUtilization", _percent, pointers=2), 5),
+    Row(gpu.DECODER, _call("nvmlDeviceGetDecoderUtilization", _percent, pointers=2), 5),
+    Row(gpu.ECC_ERRORS, Field(3), labels=("corrected",)),
+    Row(gpu.ECC_ERRORS, Field(4), labels=("uncorrected",)),
+    Row(gpu.ECC_LIFETIME, Field(5), labels=("corrected",)),
+    Row(gpu.ECC_LIFETIME, Field(6), labels=("uncorrected",)),
+    Row(gpu.REMAPPED_ROWS, Field(142), labels=("correctable",)),
+    Row(gpu.REMAPPED_ROWS, Field(143), labels=("uncorrectable",)),
+    Row(gpu.REMAPPED_PENDING, Field(144)),
+    Row(gpu.REMAPPED_FAILED, Field(145)),
+    Row(gpu.RETIRED_PAGES, Field(29), labels=("corrected",)),
+    Row(gpu.RETIRED_PAGES, Field(30), labels=("uncorrected",)),
+    Row(gpu.RETIRED_PENDING, Field(31)),
+    Row(gpu.PCIE, GpmMetric(20, _mebi), 1, ("transmit",), "rate"),
+    Row(gpu.PCIE, Field(197), 1, ("transmit",), "wraps"),
+    Row(gpu.PCIE, GpmMetric(21, _mebi), 1, ("receive",), "rate"),
+    Row(gpu.PCIE, Field(198), 1, ("receive",), "wraps"),
+    Row(gpu.PCIE_REPLAYS, Field(94)),
+    Row(gpu.PCIE_WIDTH, _call("nvmlDeviceGetCurrPcieLinkWidth")),
+    Row(gpu.PCIE_WIDTH_MAX, _call("nvmlDeviceGetMaxPcieLinkWidth"), 300),
+    Row(gpu.PCIE_GENERATION, _call("nvmlDeviceGetCurrPcieLinkGeneration")),
+    Row(gpu.PCIE_GENERATION_MAX, _call("nvmlDeviceGetMaxPcieLinkGeneration"), 300),
+    Row(gpu.NVLINK, Field(138, _kibi, _ALL_LINKS), 1, ("transmit",)),
+    Row(gpu.NVLINK, GpmMetric(61, _mebi), 1, ("transmit",), "rate"),
+    Row(gpu.NVLINK, Field(139, _kibi, _ALL_LINKS), 1, ("receive",)),
+    Row(gpu.NVLINK, GpmMetric(60, _mebi), 1, ("receive",), "rate"),
+    Row(gpu.NVLINK_LINKS, Field(91), 300),
+    Row(gpu.NVLINK_ACTIVE, Field(165, scopes=_LINKS)),
+    Row(gpu.NVLINK_ERRORS, Field(38), labels=("crc",)),
+    Row(gpu.NVLINK_ERRORS, Field(52), labels=("replay",)),
+    Row(gpu.NVLINK_ERRORS, Field(59), labels=("recovery",)),
+)
+"""Of a GPU. The fields of clock event reasons are not used: they overlap, and their numbers changed
+between releases of the driver (251-253, then 269-271)."""
