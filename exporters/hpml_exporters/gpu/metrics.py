@@ -13,14 +13,23 @@ _GPM = "nvmlGpmMetricsGet, metric {} (Hopper and later)"
 _FIELD = "nvmlDeviceGetFieldValues, field {}"
 
 
-def _gpu(kind: str, name: str, unit: str, help_: str, source: str, *labels: str) -> MetricSpec:
-    """Return the description of a metric that has one series per GPU, or per GPU and label."""
-    ending = f"_{unit}" if unit else ""
-    if kind == "counter":
-        return MetricSpec(
-            f"hpml_gpu_{name}{ending}_total", "counter", help_, ("uuid", *labels), unit, source
-        )
-    return MetricSpec(f"hpml_gpu_{name}{ending}", "gauge", help_, ("uuid", *labels), unit, source)
+_UNITS = {"seconds", "ratio", "bytes", "watts", "joules", "celsius", "hertz"}
+
+
+def _gauge(name: str, help_: str, source: str, *labels: str) -> MetricSpec:
+    """Return the description of a gauge with one series per GPU, or per GPU and label."""
+    return MetricSpec(f"hpml_gpu_{name}", "gauge", help_, ("uuid", *labels), _unit_of(name), source)
+
+
+def _counter(name: str, help_: str, source: str, *labels: str) -> MetricSpec:
+    """Return the description of a counter with one series per GPU, or per GPU and label."""
+    full = f"hpml_gpu_{name}_total"
+    return MetricSpec(full, "counter", help_, ("uuid", *labels), _unit_of(name), source)
+
+
+def _unit_of(name: str) -> str:
+    word = name.rpartition("_")[2]
+    return word if word in _UNITS else ""
 
 
 INFO = MetricSpec(
@@ -38,10 +47,8 @@ DRIVER = MetricSpec(
     ("version",),
     source="nvmlSystemGetDriverVersion",
 )
-UP = _gpu(
-    "gauge",
+UP = _gauge(
     "up",
-    "",
     "Whether the GPU answers; 0 when it is lost. One that was lost before its UUID was known has"
     " its PCI address as uuid.",
     "errors of NVML's calls; /sys/bus/pci/devices",
@@ -53,280 +60,208 @@ GPUS = MetricSpec(
     ("state",),
     source="nvmlDeviceGetCount and errors of NVML's calls",
 )
-BUSY = _gpu(
-    "counter",
-    "busy",
-    "seconds",
+BUSY = _counter(
+    "busy_seconds",
     "Time in which some kernel was resident, integrated over all readings since the exporter"
     " started; up to two minutes without a reading count as the reading after them.",
     "nvmlDeviceGetUtilizationRates; of MIG instances nvmlGpmMetricsGet, metric 1",
 )
-UTILIZATION = _gpu(
-    "gauge",
-    "utilization",
-    "ratio",
+UTILIZATION = _gauge(
+    "utilization_ratio",
     "Share of the last second or less in which some kernel was resident; a spinning kernel counts"
     " as 1. Of a split GPU: the mean of its instances by their slices.",
     "nvmlDeviceGetUtilizationRates; of MIG instances nvmlGpmMetricsGet, metric 1",
 )
-MEMORY_UTILIZATION = _gpu(
-    "gauge",
-    "memory_utilization",
-    "ratio",
+MEMORY_UTILIZATION = _gauge(
+    "memory_utilization_ratio",
     "Share of the last second or less in which GPU memory was read or written.",
     "nvmlDeviceGetUtilizationRates",
 )
-MEMORY_USED = _gpu(
-    "gauge",
-    "memory_used",
-    "bytes",
+MEMORY_USED = _gauge(
+    "memory_used_bytes",
     "GPU memory in use, without what the driver keeps for itself where it says so.",
     "nvmlDeviceGetMemoryInfo_v2, or nvmlDeviceGetMemoryInfo",
 )
-MEMORY_TOTAL = _gpu(
-    "gauge",
-    "memory_total",
-    "bytes",
+MEMORY_TOTAL = _gauge(
+    "memory_total_bytes",
     "GPU memory there is.",
     "nvmlDeviceGetMemoryInfo_v2, or nvmlDeviceGetMemoryInfo",
 )
-SM_ACTIVE = _gpu(
-    "gauge",
-    "sm_active",
-    "ratio",
+SM_ACTIVE = _gauge(
+    "sm_active_ratio",
     "Share of the multiprocessors that were busy, mean since the reading before.",
     _GPM.format(2),
 )
-SM_OCCUPANCY = _gpu(
-    "gauge",
-    "sm_occupancy",
-    "ratio",
+SM_OCCUPANCY = _gauge(
+    "sm_occupancy_ratio",
     "Resident warps against the most that fit, mean since the reading before.",
     _GPM.format(3),
 )
-TENSOR_ACTIVE = _gpu(
-    "gauge",
-    "tensor_active",
-    "ratio",
+TENSOR_ACTIVE = _gauge(
+    "tensor_active_ratio",
     "Share of time in which tensor cores worked, mean since the reading before.",
     _GPM.format(5),
 )
-DRAM_ACTIVE = _gpu(
-    "gauge",
-    "dram_active",
-    "ratio",
+DRAM_ACTIVE = _gauge(
+    "dram_active_ratio",
     "Bandwidth of GPU memory in use against its peak, mean since the reading before.",
     _GPM.format(10),
 )
-POWER = _gpu(
-    "gauge", "power", "watts", "Power drawn.", _FIELD.format(186) + ", or nvmlDeviceGetPowerUsage"
+POWER = _gauge("power_watts", "Power drawn.", _FIELD.format(186) + ", or nvmlDeviceGetPowerUsage")
+POWER_LIMIT = _gauge(
+    "power_limit_watts", "Power limit in force.", "nvmlDeviceGetEnforcedPowerLimit"
 )
-POWER_LIMIT = _gpu(
-    "gauge", "power_limit", "watts", "Power limit in force.", "nvmlDeviceGetEnforcedPowerLimit"
-)
-ENERGY = _gpu(
-    "counter",
-    "energy",
-    "joules",
+ENERGY = _counter(
+    "energy_joules",
     "Energy used since the driver was loaded, or since the exporter started where the GPU does not"
     " count.",
     _FIELD.format(83) + ", nvmlDeviceGetTotalEnergyConsumption, or power integrated",
 )
-TEMPERATURE = _gpu(
-    "gauge",
-    "temperature",
-    "celsius",
+TEMPERATURE = _gauge(
+    "temperature_celsius",
     "Temperature of the GPU's core.",
     "nvmlDeviceGetTemperatureV, or nvmlDeviceGetTemperature",
 )
-MEMORY_TEMPERATURE = _gpu(
-    "gauge", "memory_temperature", "celsius", "Temperature of GPU memory.", _FIELD.format(82)
+MEMORY_TEMPERATURE = _gauge(
+    "memory_temperature_celsius", "Temperature of GPU memory.", _FIELD.format(82)
 )
-FAN = _gpu(
-    "gauge",
-    "fan_speed",
-    "ratio",
+FAN = _gauge(
+    "fan_speed_ratio",
     "Speed that the fan is told, against its highest.",
     "nvmlDeviceGetFanSpeed",
 )
-CLOCK = _gpu(
-    "gauge",
-    "clock",
-    "hertz",
+CLOCK = _gauge(
+    "clock_hertz",
     "Clock rate now, of the multiprocessors (sm) and of memory.",
     "nvmlDeviceGetClockInfo",
     "type",
 )
-CLOCK_MAX = _gpu(
-    "gauge",
-    "clock_max",
-    "hertz",
+CLOCK_MAX = _gauge(
+    "clock_max_hertz",
     "Highest clock rate, of the multiprocessors (sm) and of memory.",
     "nvmlDeviceGetMaxClockInfo",
     "type",
 )
-PSTATE = _gpu(
-    "gauge",
+PSTATE = _gauge(
     "performance_state",
-    "",
     "Performance state (P-state), from 0 for the highest to 15.",
     "nvmlDeviceGetPerformanceState",
 )
-THROTTLED = _gpu(
-    "counter",
-    "throttled",
-    "seconds",
+THROTTLED = _counter(
+    "throttled_seconds",
     "Time in which clocks were held down, by the strongest reason: hw_thermal, power_brake,"
     " hw_slowdown (for another reason), sw_thermal, power (the power cap), sync_boost, board_limit,"
     " reliability. Reasons never overlap.",
     "bits of nvmlDeviceGetCurrentClocksEventReasons, integrated",
     "reason",
 )
-ENCODER = _gpu(
-    "gauge",
-    "encoder_utilization",
-    "ratio",
+ENCODER = _gauge(
+    "encoder_utilization_ratio",
     "Use of the video encoder.",
     "nvmlDeviceGetEncoderUtilization",
 )
-DECODER = _gpu(
-    "gauge",
-    "decoder_utilization",
-    "ratio",
+DECODER = _gauge(
+    "decoder_utilization_ratio",
     "Use of the video decoder.",
     "nvmlDeviceGetDecoderUtilization",
 )
-ECC_ERRORS = _gpu(
-    "counter",
+ECC_ERRORS = _counter(
     "ecc_errors",
-    "",
     "Memory errors since the driver was loaded, corrected or uncorrected.",
     "nvmlDeviceGetFieldValues, fields 3 and 4",
     "error",
 )
-ECC_LIFETIME = _gpu(
-    "counter",
+ECC_LIFETIME = _counter(
     "ecc_errors_lifetime",
-    "",
     "Memory errors in the life of the GPU, those of hpml_gpu_ecc_errors_total included.",
     "nvmlDeviceGetFieldValues, fields 5 and 6",
     "error",
 )
-RETIRED_PAGES = _gpu(
-    "gauge",
+RETIRED_PAGES = _gauge(
     "retired_pages",
-    "",
     "Pages of GPU memory out of use, by the kind of error; newer GPUs remap rows instead.",
     "nvmlDeviceGetFieldValues, fields 29 and 30",
     "error",
 )
-RETIRED_PENDING = _gpu(
-    "gauge",
+RETIRED_PENDING = _gauge(
     "retired_pages_pending",
-    "",
     "Whether a page waits for the next start of the driver to be taken out of use.",
     _FIELD.format(31),
 )
-REMAPPED_ROWS = _gpu(
-    "gauge",
+REMAPPED_ROWS = _gauge(
     "remapped_rows",
-    "",
     "Rows of GPU memory that were replaced by spare ones, by the kind of error.",
     "nvmlDeviceGetFieldValues, fields 142 and 143",
     "error",
 )
-REMAPPED_PENDING = _gpu(
-    "gauge",
+REMAPPED_PENDING = _gauge(
     "remapped_rows_pending",
-    "",
     "Whether a row waits for the next reset of the GPU to be replaced.",
     _FIELD.format(144),
 )
-REMAPPED_FAILED = _gpu(
-    "gauge",
+REMAPPED_FAILED = _gauge(
     "remapped_rows_failed",
-    "",
     "Whether a row could not be replaced; the GPU has to be exchanged then.",
     _FIELD.format(145),
 )
-XID_ERRORS = _gpu(
-    "counter",
+XID_ERRORS = _counter(
     "xid_errors",
-    "",
     "Errors that the driver reported (XID) since the exporter started.",
     "nvmlEventSetWait_v2",
     "xid",
 )
-XID_LAST = _gpu(
-    "gauge",
-    "xid_last_timestamp",
-    "seconds",
+XID_LAST = _gauge(
+    "xid_last_timestamp_seconds",
     "Unix time at which this XID was last reported.",
     "nvmlEventSetWait_v2",
     "xid",
 )
-PCIE = _gpu(
-    "counter",
-    "pcie",
-    "bytes",
+PCIE = _counter(
+    "pcie_bytes",
     "Bytes over PCIe since the exporter started; without GPM what is above 4 GiB between two"
     " readings is missed.",
     "nvmlGpmMetricsGet, metrics 20 and 21, integrated; else nvmlDeviceGetFieldValues, fields 197"
     " and 198",
     "direction",
 )
-PCIE_REPLAYS = _gpu(
-    "counter", "pcie_replays", "", "PCIe packets that had to be sent again.", _FIELD.format(94)
+PCIE_REPLAYS = _counter(
+    "pcie_replays", "PCIe packets that had to be sent again.", _FIELD.format(94)
 )
-PCIE_WIDTH = _gpu(
-    "gauge", "pcie_link_width", "", "PCIe lanes in use.", "nvmlDeviceGetCurrPcieLinkWidth"
-)
-PCIE_WIDTH_MAX = _gpu(
-    "gauge",
+PCIE_WIDTH = _gauge("pcie_link_width", "PCIe lanes in use.", "nvmlDeviceGetCurrPcieLinkWidth")
+PCIE_WIDTH_MAX = _gauge(
     "pcie_link_width_max",
-    "",
     "PCIe lanes that GPU and slot can use.",
     "nvmlDeviceGetMaxPcieLinkWidth",
 )
-PCIE_GENERATION = _gpu(
-    "gauge",
+PCIE_GENERATION = _gauge(
     "pcie_link_generation",
-    "",
     "PCIe generation in use; an idle GPU may lower it.",
     "nvmlDeviceGetCurrPcieLinkGeneration",
 )
-PCIE_GENERATION_MAX = _gpu(
-    "gauge",
+PCIE_GENERATION_MAX = _gauge(
     "pcie_link_generation_max",
-    "",
     "PCIe generation that GPU and slot can use.",
     "nvmlDeviceGetMaxPcieLinkGeneration",
 )
-NVLINK = _gpu(
-    "counter",
-    "nvlink",
-    "bytes",
+NVLINK = _counter(
+    "nvlink_bytes",
     "Payload over all NVLinks, as seen from the GPU.",
     "nvmlDeviceGetFieldValues, fields 138 and 139; else nvmlGpmMetricsGet, metrics 60 and 61,"
     " integrated",
     "direction",
 )
-NVLINK_LINKS = _gpu("gauge", "nvlink_links", "", "NVLinks that the GPU has.", _FIELD.format(91))
-NVLINK_ACTIVE = _gpu(
-    "gauge", "nvlink_links_active", "", "NVLinks that are up.", _FIELD.format("165, of each link")
+NVLINK_LINKS = _gauge("nvlink_links", "NVLinks that the GPU has.", _FIELD.format(91))
+NVLINK_ACTIVE = _gauge(
+    "nvlink_links_active", "NVLinks that are up.", _FIELD.format("165, of each link")
 )
-NVLINK_ERRORS = _gpu(
-    "counter",
+NVLINK_ERRORS = _counter(
     "nvlink_errors",
-    "",
     "Errors of all NVLinks: crc (of flow control), replay, recovery.",
     "nvmlDeviceGetFieldValues, fields 38, 52 and 59",
     "type",
 )
-PROCESSES = _gpu(
-    "gauge",
+PROCESSES = _gauge(
     "processes",
-    "",
     "Processes that have the GPU open, of jobs and of no job (owner=none).",
     "nvmlDeviceGet{Compute,Graphics,MPSCompute}RunningProcesses",
     "owner",
