@@ -93,8 +93,8 @@ def test_jobs_that_share_a_gpu_each_have_their_own_part(gpu_collector: Start) ->
 def test_instances_of_a_split_gpu_have_memory_activity_and_jobs(gpu_collector: Start) -> None:
     """MIG: series by the instance's UUID, the parent's sensors by the parent's."""
     whole = divided(h100(0, minor=1, power=200), 1, 2)
-    small, large = replace(whole.mig[0], gpm_graphics=10), whole.mig[1]
-    large = replace(large, gpm_sm=60, gpm_graphics=80, mem_base=0)
+    small, large = whole.mig[0].changed(gpm_graphics=10), whole.mig[1]
+    large = large.changed(gpm_sm=60, gpm_graphics=80, mem_base=0)
     gpu = replace(
         whole,
         mig=(small, large),

@@ -81,7 +81,7 @@ def test_each_call_may_be_missing(gpu_collector: Start, gpusim_library: Simulato
 
 def test_a_rate_that_gpm_does_not_have_is_counted_otherwise(gpu_collector: Start) -> None:
     """GPM is there, its metrics of PCIe are not: the counters of 32 bits are left."""
-    slow = replace(ALL, pcie_tx=3_000_000, pcie_rx=5_000_000)  # they wrap after 14 minutes
+    slow = ALL.changed(pcie_tx=3_000_000, pcie_rx=5_000_000)  # they wrap after 14 minutes
     state = State(gpus=(slow,), faults=(Fault("gpm:2[01]", 3),))
     running = gpu_collector(state, look=0.0, options={"gpu_interval": 60.0})
     running.sample()
