@@ -120,6 +120,9 @@ hpml export
 hpml export node
     On localhost only: hpml export node
     For a remote Prometheus, with TLS: hpml export node --listen :9445 --web-config web.yml
+hpml export slurm
+    Export the cluster's queue and nodes: hpml export slurm
+    Jobs by user and account, too: hpml export slurm --users --accounts
 hpml export metrics
     The whole catalogue as JSON: hpml export metrics --json
 hpml man

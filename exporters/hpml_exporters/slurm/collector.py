@@ -1,11 +1,11 @@
-"""Refreshes the cluster's figures in the background, and keeps the last ones while Slurm is away."""
+"""The collector: refreshes the figures, and keeps the last ones while Slurm does not answer."""
 
 from __future__ import annotations
 
 import time
 from bisect import bisect_left
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from prometheus_client.core import Metric
@@ -34,7 +34,7 @@ class SlurmCollector:
     """The cluster as a collector: `sample` asks Slurm, a scrape shows what it read last."""
 
     name = "slurm"
-    specs = m.SPECS
+    specs: Sequence[MetricSpec] = m.SPECS
 
     def __init__(
         self,

@@ -282,7 +282,7 @@ def _reservations(text: str) -> tuple[Reservation, ...]:
 def _fairshares(text: str) -> dict[tuple[str, str], float]:
     shares = {}
     for line in text.splitlines():
-        account, user, share = (line.split("|") + ["", ""])[:3]
+        account, user, share = [*line.split("|"), "", ""][:3]
         if user.strip() and re.fullmatch(r"\d+(\.\d+)?", share.strip(), re.ASCII):
             shares[account.strip(), user.strip()] = float(share)
     return shares

@@ -1,10 +1,9 @@
-"""Options of the Slurm exporter, which travel as JSON to its process, and the source they choose."""
+"""Options of the Slurm exporter, as JSON for its process, and the source that they choose."""
 
 from __future__ import annotations
 
 import json
 from dataclasses import asdict, dataclass
-from functools import partial
 from typing import TYPE_CHECKING
 
 from hpml_exporters.core.sampler import Source as CollectorSource
@@ -70,7 +69,7 @@ class SlurmOptions:
 
     def sources(self) -> list[CollectorSource]:
         """Return the collector for the sampler."""
-        return [CollectorSource("slurm", partial(self.collector))]
+        return [CollectorSource("slurm", self.collector)]
 
     def collector(self) -> SlurmCollector:
         """Make the collector.

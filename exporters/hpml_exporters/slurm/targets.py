@@ -50,7 +50,9 @@ class TargetServer(ThreadingHTTPServer):
 
     daemon_threads = True
 
-    def __init__(self, address: tuple[str, int], source: Commands, port: int, *, only_up: bool):
+    def __init__(
+        self, address: tuple[str, int], source: Commands, port: int, *, only_up: bool
+    ) -> None:
         """Listen; see `targets` for the arguments."""
         super().__init__(address, _Handler)
         self._source, self._port, self._only_up = source, port, only_up
@@ -80,7 +82,7 @@ class _Handler(BaseHTTPRequestHandler):
     server: TargetServer
     timeout = _CLIENT_SECONDS
 
-    def do_GET(self) -> None:  # noqa: N802 - the name that http.server calls
+    def do_GET(self) -> None:
         if self.path.partition("?")[0] != "/targets":
             self.send_error(HTTPStatus.NOT_FOUND)
             return
