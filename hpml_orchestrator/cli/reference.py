@@ -125,6 +125,9 @@ hpml export slurm
     Jobs by user and account, too: hpml export slurm --users --accounts
 hpml export metrics
     The whole catalogue as JSON: hpml export metrics --json
+hpml targets
+    Print the node exporters of a cluster: hpml targets
+    Serve them to Prometheus: hpml targets --only-up --serve 127.0.0.1:9447
 hpml man
     Read about a command: hpml man submit
     Install all pages: hpml man --output /usr/local/share/man
