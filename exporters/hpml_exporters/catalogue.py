@@ -10,6 +10,7 @@ from hpml_exporters.core.metric import MetricSpec
 from hpml_exporters.gpu import metrics as gpu
 from hpml_exporters.jobs import metrics as jobs
 from hpml_exporters.node import metrics as node
+from hpml_exporters.slurm import metrics as slurm
 from hpml_exporters.training import metrics as training
 
 __all__ = ["ALL", "SUBJECTS", "page"]
@@ -19,6 +20,7 @@ SUBJECTS = {
     "Jobs": jobs.SPECS,
     "Node": node.SPECS,
     "Training": training.SPECS,
+    "Slurm": slurm.SPECS,
     "The exporter itself": selfmetrics.SPECS,
 }
 """Metrics by the headings of the documentation."""

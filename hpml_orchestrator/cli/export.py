@@ -16,11 +16,13 @@ from hpml_exporters.web.address import split
 
 from hpml_orchestrator.cli.common import JsonOption, print_json, print_table, refuse_empty
 from hpml_orchestrator.cli.process import refuse_gone_directory
+from hpml_orchestrator.cli.slurm_export import slurm
 from hpml_orchestrator.errors import InputError
 
 __all__ = ["group"]
 
 group = typer.Typer(no_args_is_help=True)
+group.command()(slurm)
 _SECONDS = "SECONDS"
 _SWITCHES = "gpu jobs processes shm disks infiniband nfs lustre training".split()
 

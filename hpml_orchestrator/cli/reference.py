@@ -120,8 +120,14 @@ hpml export
 hpml export node
     On localhost only: hpml export node
     For a remote Prometheus, with TLS: hpml export node --listen :9445 --web-config web.yml
+hpml export slurm
+    Export the cluster's queue and nodes: hpml export slurm
+    Jobs by user and account, too: hpml export slurm --users --accounts
 hpml export metrics
     The whole catalogue as JSON: hpml export metrics --json
+hpml targets
+    Print the node exporters of a cluster: hpml targets
+    Serve them to Prometheus: hpml targets --only-up --serve 127.0.0.1:9447
 hpml man
     Read about a command: hpml man submit
     Install all pages: hpml man --output /usr/local/share/man

@@ -30,7 +30,7 @@ SOURCES = sorted(PACKAGE.rglob("*.py"))
 EXPORTERS = Path(hpml_exporters.__file__).parent
 EXPORTED = sorted(EXPORTERS.rglob("*.py"))
 EXPORTER = "hpml_exporters"
-OURS_FOR_EXPORTERS = {"", "errors", "records", "topology"}
+OURS_FOR_EXPORTERS = {"", "errors", "records", "scheduler", "spec", "topology"}
 EXPORTER_ARROWS: dict[str, set[str]] = {
     # parts of the exporters' package that keep to themselves; what is not here may know all
     "core": set(),
@@ -39,6 +39,7 @@ EXPORTER_ARROWS: dict[str, set[str]] = {
     "gpu": {"core", "jobs", "options"},
     "node": {"core", "options"},
     "training": {"core", "jobs", "options"},
+    "slurm": {"app", "core", "options"},
 }
 TOO_HEAVY = {"typer", "rich", "pydantic", "jinja2", "torch", "numpy", "pandas", "requests"}
 HEAVY_AT_IMPORT = {"asyncio", "ssl", "concurrent", "multiprocessing", "subprocess", "logging"}

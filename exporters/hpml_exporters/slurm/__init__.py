@@ -1,0 +1,1 @@
+"""The cluster as Slurm sees it: queue, nodes, resources and scheduler (`hpml export slurm`)."""

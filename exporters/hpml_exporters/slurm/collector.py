@@ -1,0 +1,248 @@
+"""The collector: refreshes the figures, and keeps the last ones while Slurm does not answer."""
+
+from __future__ import annotations
+
+import time
+from bisect import bisect_left
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING
+
+from prometheus_client.core import Metric
+
+from hpml_exporters.core.metric import Histogram, MetricSpec, families
+from hpml_exporters.slurm import metrics as m
+from hpml_exporters.slurm.view import ENDED, Job, Node, View
+from hpml_orchestrator.errors import SchedulerUnavailable
+
+if TYPE_CHECKING:
+    from hpml_exporters.slurm.openmetrics import Relay
+    from hpml_exporters.slurm.view import Source
+
+__all__ = ["INTERVAL_MIN", "SlurmCollector"]
+
+INTERVAL_MIN = 30.0
+"""Seconds between two refreshes, at least: each asks the controller for the whole queue."""
+
+_BACK_OFF_MAX = 600.0
+_BOUNDS = (1.0, 10.0, 60.0, 300.0, 900.0, 3600.0, 4 * 3600.0, 12 * 3600.0, 86400.0, 7 * 86400.0)
+_LABELS_MAX = 200
+OTHER = "other"
+
+
+class SlurmCollector:
+    """The cluster as a collector: `sample` asks Slurm, a scrape shows what it read last."""
+
+    name = "slurm"
+    specs: Sequence[MetricSpec] = m.SPECS
+
+    def __init__(
+        self,
+        source: Source | Relay,
+        *,
+        interval: float = INTERVAL_MIN,
+        users: bool = False,
+        accounts: bool = False,
+    ) -> None:
+        """Prepare; see SlurmOptions for the arguments."""
+        self.interval = max(interval, INTERVAL_MIN)
+        self._source = source
+        self._users, self._accounts = users, accounts
+        self._history = _History()
+        self._last: list[Metric] = []
+        self._refreshed = self._duration = 0.0
+        self._failures = self._in_a_row = 0
+        self._due = 0.0
+
+    def sample(self, now: float) -> Iterable[Metric]:
+        """Refresh if it is time; see core.Collector."""
+        if now >= self._due:
+            try:
+                self._refresh()
+                self._in_a_row = 0
+            except SchedulerUnavailable:
+                self._failures += 1
+                self._in_a_row += 1
+                pause = min(self.interval * 2**self._in_a_row, _BACK_OFF_MAX)
+                self._due = now + pause - self.interval / 2
+        return [*self._last, *self._own()]
+
+    def close(self) -> None:
+        """Nothing is open between two refreshes."""
+
+    def _refresh(self) -> None:
+        began = time.monotonic()
+        view = self._source.read()
+        if isinstance(view, View):
+            jobs = list(view.jobs)
+            self._history.note(jobs)
+            rows = {**self._job_rows(jobs), **self._history.rows(), **_node_rows(view.nodes)}
+            self._last = families({**rows, **_other_rows(view)})
+        else:
+            self._last = list(view)
+        self._refreshed, self._duration = time.time(), time.monotonic() - began
+
+    def _own(self) -> list[Metric]:
+        rows: dict[MetricSpec, list[tuple[tuple[str, ...], float]]] = {
+            m.UP: [((), float(self._in_a_row == 0))],
+            m.FAILURES: [((), self._failures)],
+            m.SOURCE: [((self._source.name,), 1)],
+        }
+        if self._refreshed:
+            rows[m.AGE] = [((), self._refreshed)]
+            rows[m.DURATION] = [((), self._duration)]
+        return families(rows)
+
+    def _job_rows(
+        self, jobs: list[Job]
+    ) -> Mapping[MetricSpec, Iterable[tuple[tuple[str, ...], float]]]:
+        states: Counter[tuple[str, ...]] = Counter()
+        reasons: Counter[tuple[str, ...]] = Counter()
+        users: Counter[tuple[str, ...]] = Counter()
+        accounts: Counter[tuple[str, ...]] = Counter()
+        for job in jobs:
+            if job.state in ENDED:
+                continue
+            state = job.state.lower()
+            states[state, job.partition, job.qos] += job.tasks
+            if job.reason:
+                reasons[job.partition, job.reason] += job.tasks
+            users[job.user, state] += job.tasks
+            accounts[job.account, state] += job.tasks
+        rows = {m.JOBS: states.items(), m.REASONS: reasons.items()}
+        if self._users:
+            rows[m.USER_JOBS] = _capped(users).items()
+        if self._accounts:
+            rows[m.ACCOUNT_JOBS] = _capped(accounts).items()
+        return rows
+
+
+class _History:
+    """Counts jobs that started and ended between two refreshes."""
+
+    def __init__(self) -> None:
+        self._started: set[tuple[str, int]] | None = None
+        self._ended_before: set[tuple[str, int]] = set()
+        self._ended: Counter[tuple[str, ...]] = Counter()
+        self._waited: dict[str, _Times] = defaultdict(_Times)
+        self._ran: dict[str, _Times] = defaultdict(_Times)
+
+    def note(self, jobs: Iterable[Job]) -> None:
+        """Compare the queue with that of the last refresh; the first one only sets the scene."""
+        first = self._started is None
+        before, now, ended = self._started or set(), set(), set()
+        for job in jobs:
+            if job.start:
+                key = job.id, job.start
+                now.add(key)
+                if not first and key not in before and job.eligible:
+                    self._waited[job.partition].add(job.start - job.eligible)
+            if job.state in ENDED:
+                over = job.id, job.end
+                ended.add(over)
+                if not first and over not in self._ended_before:
+                    self._ended[job.partition, job.state.lower()] += job.tasks
+                    if 0 < job.start <= job.end:
+                        self._ran[job.partition].add(job.end - job.start)
+        self._started, self._ended_before = now, ended
+
+    def rows(self) -> Mapping[MetricSpec, Iterable[tuple[tuple[str, ...], float | Histogram]]]:
+        """Return what was counted since the exporter's start."""
+        return {
+            m.ENDED_JOBS: self._ended.items(),
+            m.WAIT: [((name,), times.histogram()) for name, times in self._waited.items()],
+            m.RUN: [((name,), times.histogram()) for name, times in self._ran.items()],
+        }
+
+
+class _Times:
+    """Durations in buckets."""
+
+    def __init__(self) -> None:
+        self._counts = [0] * (len(_BOUNDS) + 1)
+        self._sum = 0.0
+
+    def add(self, seconds: float) -> None:
+        seconds = max(seconds, 0.0)
+        self._counts[bisect_left(_BOUNDS, seconds)] += 1
+        self._sum += seconds
+
+    def histogram(self) -> Histogram:
+        return Histogram(_BOUNDS, tuple(self._counts), self._sum)
+
+
+def _capped(counts: Counter[tuple[str, ...]]) -> Counter[tuple[str, ...]]:
+    """Keep the names with most jobs; the rest are one name, `other`."""
+    totals: Counter[str] = Counter()
+    for (name, _), count in counts.items():
+        totals[name] += count
+    kept = {name for name, _ in totals.most_common(_LABELS_MAX)}
+    capped: Counter[tuple[str, ...]] = Counter()
+    for (name, state), count in counts.items():
+        capped[name if name in kept else OTHER, state] += count
+    return capped
+
+
+def _node_rows(
+    nodes: Iterable[Node],
+) -> Mapping[MetricSpec, Iterable[tuple[tuple[str, ...], float]]]:
+    rows: dict[MetricSpec, Counter[tuple[str, ...]]] = defaultdict(Counter)
+    reasons = []
+    for node in nodes:
+        rows[m.NODES][(node.state,)] += 1
+        cpus = _split(node, node.cpus, node.cpus_allocated)
+        memory = _split(node, node.memory, node.memory_allocated)
+        gpus = {
+            kind: _split(node, total, _allocated(node, kind)) for kind, total in node.gpus.items()
+        }
+        _add(rows, (m.CPUS, m.MEMORY, m.GPUS), (), (cpus, memory, gpus))
+        partition_specs = m.PARTITION_CPUS, m.PARTITION_MEMORY, m.PARTITION_GPUS
+        for partition in node.partitions:
+            rows[m.PARTITION_NODES][partition, node.state] += 1
+            _add(rows, partition_specs, (partition,), (cpus, memory, gpus))
+        if node.reason:
+            reasons.append(((node.name, node.state, node.reason), 1.0))
+    return {**{spec: counter.items() for spec, counter in rows.items()}, m.REASON: reasons}
+
+
+def _allocated(node: Node, kind: str) -> int:
+    """Return allocated GPUs of a type; Slurm may give them without one."""
+    if kind in node.gpus_allocated:
+        return node.gpus_allocated[kind]
+    return node.gpus_allocated.get("", 0) if len(node.gpus) == 1 else 0
+
+
+def _split(node: Node, total: int, allocated: int) -> dict[str, int]:
+    rest = "idle" if node.usable else "down"
+    return {"allocated": allocated, rest: max(total - allocated, 0)}
+
+
+def _add(
+    rows: dict[MetricSpec, Counter[tuple[str, ...]]],
+    specs: tuple[MetricSpec, MetricSpec, MetricSpec],
+    labels: tuple[str, ...],
+    amounts: tuple[dict[str, int], dict[str, int], dict[str, dict[str, int]]],
+) -> None:
+    cpus, memory, gpus = amounts
+    for state, count in cpus.items():
+        rows[specs[0]][(*labels, state)] += count
+    for state, count in memory.items():
+        rows[specs[1]][(*labels, state)] += count
+    for kind, by_state in gpus.items():
+        for state, count in by_state.items():
+            rows[specs[2]][(*labels, kind, state)] += count
+
+
+def _other_rows(view: View) -> Mapping[MetricSpec, Iterable[tuple[tuple[str, ...], float]]]:
+    rows: dict[MetricSpec, list[tuple[tuple[str, ...], float]]] = {
+        m.LICENSES: [((name,), total) for name, (total, _) in view.licenses.items()],
+        m.LICENSES_USED: [((name,), used) for name, (_, used) in view.licenses.items()],
+        m.RESERVATION_NODES: [((one.name, one.state), one.nodes) for one in view.reservations],
+        m.RESERVATION_START: [((one.name,), one.start) for one in view.reservations],
+        m.RESERVATION_END: [((one.name,), one.end) for one in view.reservations],
+        m.FAIRSHARE: list(view.user_shares.items()),
+    }
+    for name, (spec, factor) in m.STATISTICS.items():
+        if name in view.statistics:
+            rows[spec] = [((), view.statistics[name] * factor)]
+    return rows

@@ -1,0 +1,288 @@
+"""A cluster as squeue, sinfo and sdiag show it: explicit fields, separated by control characters.
+
+No field of free text but a node's reason is read, which comes last.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from functools import lru_cache
+
+from hpml_exporters.slurm.view import Job, Node, Reservation, View, node_state
+from hpml_orchestrator.errors import SchedulerUnavailable
+from hpml_orchestrator.scheduler.command import Runner, SubprocessRunner
+from hpml_orchestrator.scheduler.slurm.ask import ask, unusable
+from hpml_orchestrator.scheduler.slurm.parse import parse_time
+from hpml_orchestrator.scheduler.slurm.records import node_states
+from hpml_orchestrator.spec.values import MIB, read_gres
+
+__all__ = ["Commands", "count_tasks", "head_of_reason", "parse_jobs", "parse_nodes", "parse_sdiag"]
+
+_UNIT, _RECORD = "\x1f", "\x1e"
+_JOB_FIELDS = (
+    "JobArrayID State Reason Partition QOS UserName Account EligibleTime StartTime EndTime".split()
+)
+_NODE_FIELDS = (
+    "NodeHost NodeAddr StateComplete Partition CPUsState AllocMem Memory Gres GresUsed "
+    "Reason".split()
+)
+_TIMEOUT_SECONDS = 60.0
+_RARE = 10  # refreshes between two looks at licences, reservations and fairshare
+
+_RANGE = re.compile(r"(\d+)(?:-(\d+))?(?::(\d+))?", re.ASCII)
+_HEX = re.compile(r"0x([0-9A-Fa-f]+)", re.ASCII)
+_SDIAG = {
+    "Server thread count": "server_thread_count",
+    "Agent queue size": "agent_queue_size",
+    "DBD Agent queue size": "dbd_agent_queue_size",
+    "Jobs submitted": "jobs_submitted",
+    "Jobs started": "jobs_started",
+    "main Last cycle": "schedule_cycle_last",
+    "main Mean cycle": "schedule_cycle_mean",
+    "main Total cycles": "schedule_cycle_counter",
+    "main Last queue length": "schedule_queue_length",
+    "backfill Total backfilled jobs (since last slurm start)": "backfilled_jobs",
+    "backfill Last cycle": "backfill_cycle_last",
+    "backfill Mean cycle": "backfill_cycle_mean",
+    "backfill Total cycles": "backfill_cycle_counter",
+    "backfill Last depth cycle": "backfill_last_depth",
+}
+_SDIAG_LINE = re.compile(r"^\s*([A-Z][^:]*):\s+(\d+)\s*$", re.ASCII)
+
+
+def _format(names: list[str]) -> str:
+    return f":0{_UNIT},".join(names) + f":0{_RECORD}"
+
+
+class Commands:
+    """Reads a cluster by Slurm's commands: three a refresh, two to three more every tenth."""
+
+    name = "commands"
+
+    def __init__(self, runner: Runner | None = None, *, shares: bool = False) -> None:
+        """Prepare.
+
+        Args:
+            runner: starts the commands.
+            shares: read the fairshare of users and accounts, too.
+        """
+        self._runner = runner or SubprocessRunner()
+        self._shares = shares
+        self._refreshes = 0
+        self._rare: tuple[
+            dict[str, tuple[int, int]],
+            tuple[Reservation, ...],
+            dict[tuple[str, str], float],
+        ] = ({}, (), {})
+
+    def read(self) -> View:
+        """Ask Slurm once; see `view.Source`."""
+        jobs = parse_jobs(
+            self._output(
+                "squeue", "--all", "--noheader", "--states=all", "-O", _format(_JOB_FIELDS)
+            )
+        )
+        nodes = self.nodes()
+        statistics = parse_sdiag(self._optional("sdiag"))
+        licenses, reservations, shares = self.rare()
+        return View(list(jobs), nodes, statistics, licenses, reservations, shares)
+
+    def nodes(self) -> list[Node]:
+        """Return the nodes alone."""
+        return parse_nodes(
+            self._output("sinfo", "--all", "--noheader", "--Node", "-O", _format(_NODE_FIELDS))
+        )
+
+    def rare(
+        self,
+    ) -> tuple[dict[str, tuple[int, int]], tuple[Reservation, ...], dict[tuple[str, str], float]]:
+        """Return licences, reservations and fairshares, which are asked for now and then."""
+        if self._refreshes % _RARE == 0:
+            licenses = _licenses(self._optional("scontrol", "--oneliner", "show", "licenses"))
+            reservations = _reservations(
+                self._optional("scontrol", "--oneliner", "show", "reservations")
+            )
+            columns = ("sshare", "-a", "-P", "-h", "-o", "Account,User,FairShare")
+            shares = _fairshares(self._optional(*columns)) if self._shares else {}
+            self._rare = licenses, reservations, shares
+        self._refreshes += 1
+        return self._rare
+
+    def _output(self, *argv: str) -> str:
+        done = ask(self._runner, argv, timeout=_TIMEOUT_SECONDS)
+        if done.returncode != 0:
+            raise unusable(argv[0], done)
+        return done.stdout
+
+    def _optional(self, *argv: str) -> str:
+        """Return the output of a command that a site may lack or deny."""
+        try:
+            return self._output(*argv)
+        except SchedulerUnavailable:
+            return ""
+
+
+def parse_jobs(text: str) -> Iterator[Job]:
+    """Yield the rows of squeue.
+
+    Raises:
+        SchedulerUnavailable: the last row is cut off.
+    """
+    for fields in _rows(text, len(_JOB_FIELDS), "squeue"):
+        job_id, state, reason, partition, qos, user, account, eligible, start, end = fields
+        pending = state == "PENDING"
+        yield Job(
+            job_id,
+            state.partition(" ")[0],
+            head_of_reason(reason) if pending else "",
+            partition,
+            qos,
+            user,
+            account,
+            count_tasks(job_id) if "[" in job_id else 1,
+            _seconds(eligible),
+            0 if pending else _seconds(start),
+            _seconds(end),
+        )
+
+
+def parse_nodes(text: str) -> list[Node]:
+    """Return the nodes of sinfo, which has a row per node and partition.
+
+    Raises:
+        SchedulerUnavailable: the last row is cut off.
+    """
+    partitions: dict[str, list[str]] = {}
+    first: dict[str, list[str]] = {}
+    for fields in _rows(text, len(_NODE_FIELDS), "sinfo"):
+        partitions.setdefault(fields[0], []).append(fields[3].rstrip("*"))
+        first.setdefault(fields[0], fields)
+    nodes = []
+    for name, row in first.items():
+        _, address, states, _, cpus, allocated, memory, gres, used, reason = row
+        counts = [_number(part) for part in cpus.split("/")]  # allocated/idle/other/total
+        nodes.append(
+            Node(
+                name=name,
+                address=address,
+                state=node_state(node_states(states)),
+                reason="" if reason in {"none", "(null)"} else reason,
+                partitions=tuple(dict.fromkeys(filter(None, partitions[name]))),
+                cpus=counts[-1],
+                cpus_allocated=counts[0],
+                memory=_number(memory) * MIB,
+                memory_allocated=_number(allocated) * MIB,
+                gpus=_gpus(gres),
+                gpus_allocated=_gpus(used),
+            )
+        )
+    return nodes
+
+
+def parse_sdiag(text: str) -> dict[str, float]:
+    """Return the numbers of sdiag by the names that pyslurm has for them."""
+    statistics: dict[str, float] = {}
+    section = ""
+    for line in text.splitlines():
+        if line.startswith(("Main schedule", "Backfilling")):
+            section = "main " if line[0] == "M" else "backfill "
+        elif line.startswith("Remote Procedure"):
+            break
+        elif match := _SDIAG_LINE.match(line):
+            name = _SDIAG.get(section + match[1])
+            if name:
+                statistics[name] = int(match[2])
+    return statistics
+
+
+def head_of_reason(text: str) -> str:
+    """Return a job's reason without its details; empty for none.
+
+    >>> head_of_reason("ReqNodeNotAvail, UnavailableNodes:node[1-4]"), head_of_reason("None")
+    ('ReqNodeNotAvail', '')
+    """
+    match = re.match(r"\(?(\w+)", text, re.ASCII)
+    return "" if match is None or match[1].lower() in {"none", "null"} else match[1]
+
+
+def count_tasks(job_id: str) -> int:
+    """Return how many tasks an array's row stands for.
+
+    >>> count_tasks("3_[2-3%2]"), count_tasks("3_[1,5-9:2]"), count_tasks("10_[0x248%1]")
+    (2, 4, 3)
+    """
+    tasks = job_id.partition("[")[2].partition("]")[0].partition("%")[0]
+    bits = _HEX.fullmatch(tasks)
+    if bits:
+        return int(bits[1], 16).bit_count()
+    total = 0
+    for part in tasks.split(","):
+        match = _RANGE.fullmatch(part)
+        if match:
+            first, last, step = int(match[1]), int(match[2] or match[1]), int(match[3] or 1)
+            total += len(range(first, last + 1, step or 1))
+    return max(total, 1)
+
+
+def _rows(text: str, width: int, command: str) -> Iterator[list[str]]:
+    rows = text.split(_RECORD)
+    if rows.pop().strip():
+        raise SchedulerUnavailable(f"{command}: its answer is cut off")
+    for row in rows:
+        fields = [field.strip() for field in row.split(_UNIT, width - 1)]
+        if len(fields) == width:
+            yield fields
+
+
+def _seconds(text: str) -> int:
+    return int(text) if text.isascii() and text.isdigit() else int(parse_time(text) or 0)
+
+
+def _number(text: str) -> int:
+    return int(text) if text.isascii() and text.isdigit() else 0
+
+
+@lru_cache(maxsize=1024)
+def _gpus(text: str) -> Mapping[str, int]:
+    counts: dict[str, int] = {}
+    for name, kind, count in read_gres(text):
+        if name == "gpu":
+            counts[kind] = counts.get(kind, 0) + count
+    return counts
+
+
+def _pairs(text: str) -> Iterator[dict[str, str]]:
+    for line in text.splitlines():
+        yield dict(word.partition("=")[::2] for word in line.split() if "=" in word)
+
+
+def _licenses(text: str) -> dict[str, tuple[int, int]]:
+    return {
+        row["LicenseName"]: (_number(row.get("Total", "")), _number(row.get("Used", "")))
+        for row in _pairs(text)
+        if "LicenseName" in row
+    }
+
+
+def _reservations(text: str) -> tuple[Reservation, ...]:
+    return tuple(
+        Reservation(
+            row["ReservationName"],
+            row.get("State", "").lower(),
+            _number(row.get("NodeCnt", "")),
+            _seconds(row.get("StartTime", "")),
+            _seconds(row.get("EndTime", "")),
+        )
+        for row in _pairs(text)
+        if "ReservationName" in row
+    )
+
+
+def _fairshares(text: str) -> dict[tuple[str, str], float]:
+    shares = {}
+    for line in text.splitlines():
+        account, user, share = [*line.split("|"), "", ""][:3]
+        if user.strip() and re.fullmatch(r"\d+(\.\d+)?", share.strip(), re.ASCII):
+            shares[account.strip(), user.strip()] = float(share)
+    return shares

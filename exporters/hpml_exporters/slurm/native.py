@@ -1,0 +1,94 @@
+"""A cluster through pyslurm: no process per query. Needs a pyslurm built for the site's Slurm."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from importlib import import_module
+from typing import Any
+
+from hpml_exporters.slurm.commands import Commands, count_tasks, head_of_reason
+from hpml_exporters.slurm.metrics import STATISTICS
+from hpml_exporters.slurm.view import Job, Node, View, node_state
+from hpml_orchestrator.errors import SchedulerUnavailable
+from hpml_orchestrator.scheduler.command import check_configuration
+from hpml_orchestrator.scheduler.slurm.records import node_states
+from hpml_orchestrator.spec.values import MIB
+
+__all__ = ["Native", "job_of", "node_of"]
+
+
+class Native:
+    """Reads jobs, nodes and statistics by pyslurm, and what it has no object for by commands."""
+
+    name = "pyslurm"
+
+    def __init__(self, *, shares: bool = False) -> None:
+        """Import pyslurm.
+
+        Raises:
+            SchedulerUnavailable: there is no slurm.conf, without which libslurm ends the process.
+            ImportError: pyslurm is not installed, or was built for another Slurm.
+        """
+        check_configuration("squeue", os.environ)
+        self._pyslurm: Any = import_module("pyslurm")
+        self._commands = Commands(shares=shares)
+
+    def read(self) -> View:
+        """Ask Slurm once; see `view.Source`."""
+        try:
+            jobs = [job_of(job) for job in self._pyslurm.Jobs.load().values()]
+            nodes = [node_of(node) for node in self._pyslurm.Nodes.load().values()]
+            statistics = self._pyslurm.slurmctld.Statistics.load()
+        except Exception as error:
+            raise SchedulerUnavailable(f"pyslurm: {error}") from error
+        numbers = {name: float(getattr(statistics, name, None) or 0) for name in STATISTICS}
+        return View(jobs, nodes, numbers, *self._commands.rare())
+
+
+def job_of(job: Any) -> Job:
+    """Return a pyslurm.Job as the command line shows it."""
+    waiting = job.array_tasks_waiting
+    job_id = str(job.id)
+    if waiting:
+        job_id = f"{job.array_id}_[{waiting}]"
+    elif job.array_id is not None and job.array_task_id is not None:
+        job_id = f"{job.array_id}_{job.array_task_id}"
+    pending = job.state == "PENDING"
+    return Job(
+        id=job_id,
+        state=str(job.state),
+        reason=head_of_reason(job.state_reason or "") if pending else "",
+        partition=job.partition or "",
+        qos=job.qos or "",
+        user=job.user_name or "",
+        account=job.account or "",
+        tasks=count_tasks(job_id) if waiting else 1,
+        eligible=job.eligible_time or 0,
+        start=0 if pending else job.start_time or 0,
+        end=job.end_time or 0,
+    )
+
+
+def node_of(node: Any) -> Node:
+    """Return a pyslurm.Node as the command line shows it."""
+    return Node(
+        name=node.name,
+        address=node.address or node.name,
+        state=node_state(node_states(node.state)),
+        reason=node.reason or "",
+        partitions=tuple(node.partitions),
+        cpus=node.total_cpus,
+        cpus_allocated=node.allocated_cpus or 0,
+        memory=(node.real_memory or 0) * MIB,
+        memory_allocated=(node.allocated_memory or 0) * MIB,
+        gpus=_gpus(node.configured_gres),
+        gpus_allocated=_gpus(node.allocated_gres),
+    )
+
+
+def _gpus(resources: Mapping[str, int]) -> dict[str, int]:
+    """Return GPUs by type; an entry without type is the sum, if there are others."""
+    names = (name.partition(":") for name in resources if name.partition(":")[0] == "gpu")
+    counts = {kind: resources[f"gpu{colon}{kind}"] for _, colon, kind in names}
+    return {kind: count for kind, count in counts.items() if kind or len(counts) == 1}

@@ -1,0 +1,101 @@
+"""Options of the Slurm exporter, as JSON for its process, and the source that they choose."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING
+
+from hpml_exporters.core.sampler import Source as CollectorSource
+from hpml_exporters.options import NodeOptions
+from hpml_exporters.slurm.collector import INTERVAL_MIN, SlurmCollector
+from hpml_orchestrator.errors import InputError, SchedulerUnavailable
+
+if TYPE_CHECKING:
+    from hpml_exporters.slurm.openmetrics import Relay
+    from hpml_exporters.slurm.view import Source
+
+__all__ = ["SOURCES", "SlurmOptions"]
+
+SOURCES = ("auto", "pyslurm", "commands", "openmetrics")
+_STUCK_SECONDS = 600.0  # several commands of up to a minute each
+
+
+@dataclass(frozen=True)
+class SlurmOptions:
+    """How a cluster is exported.
+
+    Attributes:
+        listen, web_config, address_file: as of a node's exporter.
+        source: one of SOURCES; auto is pyslurm where it can be imported, else commands.
+        url: of the controller's OpenMetrics, for the source of that name.
+        interval: seconds between two refreshes, 30 at least.
+        users, accounts: show jobs by user, by account.
+    """
+
+    listen: str = "127.0.0.1:9446"
+    web_config: str = ""
+    address_file: str = ""
+    source: str = "auto"
+    url: str = "http://127.0.0.1:6817"
+    interval: float = INTERVAL_MIN
+    users: bool = False
+    accounts: bool = False
+
+    def __post_init__(self) -> None:
+        """Refuse wrong values."""
+        if self.source not in SOURCES:
+            hint = f"one of {', '.join(SOURCES)}"
+            raise InputError("no such source", field="source", value=self.source, hint=hint)
+        if not INTERVAL_MIN <= self.interval <= 3600:  # noqa: PLR2004 - an hour
+            raise InputError("must be 30 to 3600 seconds", field="interval", value=self.interval)
+        if not self.url.startswith(("http://", "https://")):
+            hint = "http://HOST:6817"
+            raise InputError("must be a URL", field="url", value=self.url, hint=hint)
+
+    def to_json(self) -> str:
+        """Return the options as a JSON object."""
+        return json.dumps(asdict(self))
+
+    def server(self) -> NodeOptions:
+        """Return the options of the web server and the watchdog."""
+        return NodeOptions(
+            listen=self.listen,
+            web_config=self.web_config,
+            address_file=self.address_file,
+            stuck_seconds=_STUCK_SECONDS,
+            exit_seconds=2 * _STUCK_SECONDS,
+        )
+
+    def sources(self) -> list[CollectorSource]:
+        """Return the collector for the sampler."""
+        return [CollectorSource("slurm", self.collector)]
+
+    def collector(self) -> SlurmCollector:
+        """Make the collector.
+
+        Raises:
+            ImportError: pyslurm was asked for and cannot be imported.
+            SchedulerUnavailable: it needs a slurm.conf that is not there.
+        """
+        return SlurmCollector(
+            self._source(), interval=self.interval, users=self.users, accounts=self.accounts
+        )
+
+    def _source(self) -> Source | Relay:
+        # Each source is imported where it is chosen: the exporter stays small.
+        from hpml_exporters.slurm.commands import Commands  # noqa: PLC0415
+
+        if self.source == "openmetrics":
+            from hpml_exporters.slurm.openmetrics import Relay  # noqa: PLC0415
+
+            return Relay(self.url, people=self.users and self.accounts)
+        if self.source != "commands":
+            from hpml_exporters.slurm.native import Native  # noqa: PLC0415
+
+            try:
+                return Native(shares=self.users)
+            except (ImportError, SchedulerUnavailable):
+                if self.source == "pyslurm":
+                    raise
+        return Commands(shares=self.users)

@@ -1,0 +1,194 @@
+"""The Slurm exporter on captured answers and on broken ones; no Slurm is needed."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+from hpml_exporters.slurm.collector import SlurmCollector
+from hpml_exporters.slurm.commands import Commands, count_tasks, head_of_reason
+from hpml_exporters.slurm.native import job_of, node_of
+from hpml_exporters.slurm.options import SlurmOptions
+from hpml_exporters.slurm.targets import targets
+from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client.core import Metric
+from prometheus_client.parser import text_string_to_metric_families
+
+from hpml_orchestrator.errors import InputError, SchedulerUnavailable
+from hpml_orchestrator.scheduler.command import Completed
+
+DATA = Path(__file__).parent / "data"
+NAMES = ("squeue", "sinfo", "sdiag")
+CAPTURED = {name: (DATA / "22.05.8" / f"{name}.txt").read_text("utf-8") for name in NAMES}
+Values = dict[str, float]
+
+
+class FakeRunner:
+    """Canned answers by command, in place of Slurm's commands; an exception is raised."""
+
+    def __init__(self, answers: Mapping[str, str | Exception] = CAPTURED) -> None:
+        self.answers = dict(answers)
+        self.calls: Counter[str] = Counter()
+
+    def run(self, argv: Sequence[str], *, env: Mapping[str, str], timeout: float) -> Completed:
+        """Answer as the command would."""
+        assert env["SLURM_TIME_FORMAT"] == "%s"
+        assert timeout > 0
+        self.calls[argv[0]] += 1
+        answer = self.answers.get(argv[0], "")
+        if isinstance(answer, Exception):
+            raise answer
+        return Completed(0, answer)
+
+    def run_detached(self, *_arguments: object, **_options: object) -> int:
+        """Nothing here outlives the exporter."""
+        raise NotImplementedError
+
+
+class Families:
+    """The families of one refresh, for a registry."""
+
+    def __init__(self, families: Sequence[Metric]) -> None:
+        self._families = families
+
+    def collect(self) -> Sequence[Metric]:
+        """Return them."""
+        return self._families
+
+
+def values(collector: SlurmCollector, now: float = 0.0) -> Values:
+    """Refresh, and read the exposition again: series as `name{a="b"}`, and their values."""
+    registry = CollectorRegistry()
+    registry.register(Families(list(collector.sample(now))))
+    text = generate_latest(registry).decode()
+    return {
+        f"{sample.name}{sorted(sample.labels.values())}": sample.value
+        for family in text_string_to_metric_families(text)
+        for sample in family.samples
+    }
+
+
+def row(job: str, state: str, start: int = 0, end: int = 0, **other: str) -> str:
+    """A row of squeue as the exporter asks for it."""
+    fields = [job, state, other.get("reason", "None"), other.get("partition", "main"), "normal"]
+    fields += [other.get("user", "ada"), "lab", "100", str(start), str(end)]
+    return "\x1f".join(fields) + "\x1e\n"
+
+
+def test_a_captured_cluster() -> None:
+    """Every task of an array counts; what is left of a drained node is down, not idle."""
+    shown = values(SlurmCollector(Commands(FakeRunner())))
+    assert shown["hpml_slurm_jobs['main', 'normal', 'running']"] == 2
+    assert shown["hpml_slurm_jobs['main', 'normal', 'pending']"] == 12
+    assert shown["hpml_slurm_jobs_pending['JobArrayTaskLimit', 'main']"] == 9
+    assert shown["hpml_slurm_nodes['drained']"] == shown["hpml_slurm_nodes['mixed']"] == 1
+    assert [shown[f"hpml_slurm_cpus['{state}']"] for state in ("allocated", "idle", "down")] == [
+        *(2, 2, 4)
+    ]
+    assert shown["hpml_slurm_gpus['a100', 'down']"] == 2
+    assert shown["hpml_slurm_partition_gpus['a100', 'allocated', 'low']"] == 1
+    assert shown["hpml_slurm_up[]"] == 1
+    assert not [name for name in shown if "user" in name or "account_" in name]
+
+
+def test_pyslurm_and_the_commands_show_the_same() -> None:
+    """Jobs by state and reason, and nodes, of one cluster at one moment (Slurm 25.11.7)."""
+    captured = json.loads((DATA / "25.11.7/pyslurm-25.11.2.json").read_text("utf-8"))
+    jobs = [job_of(SimpleNamespace(**job)) for job in captured["jobs"]]
+    waiting = ("PENDING", "RUNNING")
+    native = [
+        (job.state, job.reason) for job in jobs if job.state in waiting for _ in range(job.tasks)
+    ]
+    text = []
+    for line in (DATA / "25.11.7/squeue.txt").read_text("utf-8").splitlines():
+        job, _, state, reason, *_ = line.split("|")
+        text += [(state, head_of_reason(reason))] * (count_tasks(job) if "[" in job else 1)
+    assert Counter(native) == Counter(text)
+    nodes = {node["name"]: node_of(SimpleNamespace(**node)) for node in captured["nodes"]}
+    for shown in json.loads((DATA / "25.11.7/nodes.json").read_text("utf-8"))["nodes"]:
+        node = nodes[shown["name"]]
+        assert node.state == shown["state"][0].lower()
+        assert (node.cpus, node.cpus_allocated) == (shown["cpus"], shown["alloc_cpus"])
+        assert node.memory_allocated == shown["alloc_memory"] << 20
+        assert set(node.partitions) == set(shown["partitions"])
+    assert nodes["node1"].gpus_allocated == {"a100": 2}
+
+
+def test_a_job_that_ends_is_counted_once() -> None:
+    """Ends, waits and runs count from the exporter's start."""
+    runner = FakeRunner({**CAPTURED, "squeue": row("1", "FAILED", 110, 120) + row("2", "PENDING")})
+    collector = SlurmCollector(Commands(runner))
+    assert "hpml_slurm_jobs_ended_total['failed', 'main']" not in values(collector)
+    runner.answers["squeue"] = row("1", "FAILED", 110, 120) + row("2", "TIMEOUT", 160, 1060)
+    for now in (100.0, 200.0):
+        shown = values(collector, now)
+        assert shown["hpml_slurm_jobs_ended_total['main', 'timeout']"] == 1
+        assert shown["hpml_slurm_job_wait_seconds_sum['main']"] == 60
+        assert shown["hpml_slurm_job_run_seconds_sum['main']"] == 900
+        assert shown["hpml_slurm_job_run_seconds_bucket['3600.0', 'main']"] == 1
+        assert shown["hpml_slurm_job_run_seconds_bucket['900.0', 'main']"] == 1
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [SchedulerUnavailable("no answer in 60 s"), CAPTURED["squeue"][:-40]],
+    ids=["silent", "half an answer"],
+)
+def test_while_slurm_does_not_answer(answer: str | Exception) -> None:
+    """The last figures are kept and marked, and Slurm is asked less and less often."""
+    runner = FakeRunner()
+    collector = SlurmCollector(Commands(runner))
+    before = values(collector)
+    runner.answers["squeue"] = answer
+    for step in range(1, 41):
+        shown = values(collector, 30.0 * step)
+    assert shown["hpml_slurm_up[]"] == 0
+    assert shown["hpml_slurm_refresh_failures_total[]"] < 8
+    jobs = "hpml_slurm_jobs['main', 'normal', 'running']"
+    stamp = "hpml_slurm_last_refresh_timestamp_seconds[]"
+    assert (shown[jobs], shown[stamp]) == (before[jobs], before[stamp])
+    runner.answers["squeue"] = CAPTURED["squeue"]
+    assert values(collector, 9000.0)["hpml_slurm_up[]"] == 1
+
+
+def test_names_that_nobody_expects() -> None:
+    """Unknown states, other bytes, quotes and braces arrive as values of labels."""
+    odd = ['a"} 1\nhpml_slurm_up 0', "b\udcff", "c\\"]
+    rows = "".join(row("7", "NEW_STATE", partition=name, user=name) for name in odd)
+    runner = FakeRunner({**CAPTURED, "squeue": rows + "no row\x1e"})
+    shown = values(SlurmCollector(Commands(runner), users=True))
+    assert shown["hpml_slurm_up[]"] == 1
+    assert sum(v for name, v in shown.items() if name.startswith("hpml_slurm_jobs[")) == 3
+    assert len([name for name in shown if name.startswith("hpml_slurm_user_jobs[")]) == 3
+
+
+def test_users_are_capped() -> None:
+    """Beyond two hundred names the rest is one."""
+    rows = "".join(row(str(user), "PENDING", user=f"u{user}") for user in range(300))
+    runner = FakeRunner({**CAPTURED, "squeue": rows})
+    shown = values(SlurmCollector(Commands(runner), users=True))
+    assert shown["hpml_slurm_user_jobs['other', 'pending']"] == 100
+
+
+@pytest.mark.parametrize(("only_up", "names"), [(False, ["node1", "node2"]), (True, ["node1"])])
+def test_targets(*, only_up: bool, names: list[str]) -> None:
+    """A target per node, with labels; a drained one on request only."""
+    groups = json.loads(targets(Commands(FakeRunner()).nodes(), 9445, only_up=only_up))
+    assert [group["labels"]["node"] for group in groups] == names
+    assert groups[0]["targets"][0].endswith(":9445")
+    assert groups[0]["labels"]["__meta_slurm_partitions"] == ",main,low,"
+    assert groups[-1]["labels"]["__meta_slurm_state"] == ("mixed" if only_up else "drained")
+
+
+@pytest.mark.parametrize(
+    "wrong", [{"source": "sql"}, {"interval": 5.0}, {"url": "file:///etc/passwd"}], ids=str
+)
+def test_wrong_options(wrong: dict[str, object]) -> None:
+    """They are refused by name."""
+    with pytest.raises(InputError) as told:
+        SlurmOptions(**wrong)  # type: ignore[arg-type]
+    assert told.value.field in wrong
