@@ -189,7 +189,7 @@ def run(options: NodeOptions, sources: Iterable[Source] | None = None) -> int:
     sampler = Sampler(
         sources_of(options) if sources is None else sources,
         specs=ALL,
-        constant=_node(options),
+        constant=_node(options) if sources is None else (),
         stuck_seconds=options.stuck_seconds,
         exit_seconds=options.exit_seconds,
         give_up=give_up,

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from hpml_exporters.server.address import split
+from hpml_exporters.web.address import split
 from hpml_exporters.slurm.commands import Commands
 from hpml_exporters.slurm.options import SlurmOptions
 from hpml_exporters.slurm.targets import TargetServer
