@@ -175,6 +175,8 @@ def test_a_job_whose_gpus_are_not_known_claims_those_it_uses(gpu_collector: Star
     running.do("jobs", jobs=[{"jobid": "5", "gpus": None, "pids": [51]}])
     seen = running.sample(ahead=11)
     assert {labels["uuid"] for _, labels, _ in seen.series if "uuid" in labels} == {gpus[1].uuid}
+    running.do("jobs", jobs=[{"jobid": "5", "gpus": None, "pids": []}])
+    assert running.sample(ahead=22).one(UP, uuid=gpus[1].uuid) == 1, "its process ended"
 
 
 def test_process_lists_that_grow_while_they_are_read(

@@ -118,6 +118,7 @@ class GpuCollector:
         self._pace = _Pace()
         self._known: dict[str, Device] = {}
         self._down: dict[str, Device] = {}
+        self._used: set[str] = set()
         self._nameless = 0
         self._restarted = float("-inf")
         kept = _KEPT.setdefault(context.jobs, _Kept())
@@ -291,7 +292,7 @@ class GpuCollector:
     def _select(self, session: Session, devices: Sequence[Device]) -> Sequence[Device]:
         """Return the GPUs that are shown: all, or those of the exporter's own job.
 
-        Where the job's are not known they are those on which it has a process.
+        Where the job's are not known they are those on which it has had a process.
         """
         job = self._context.options.job
         if job is None:
@@ -300,11 +301,12 @@ class GpuCollector:
             own, _ = resolve(job.gpus, devices)
         else:
             jobs = self._context.jobs.now
-            own = [
+            self._used |= {
                 leaf.uuid
                 for leaf in _leaves(devices, devices)
                 if any(jobs.job_of(pid) == job.jobid for pid in session.processes(leaf) or ())
-            ]
+            }
+            own = list(self._used)
             self._next_look = min(
                 self._next_look,
                 self._next_look - self._look + self._context.options.process_interval,
