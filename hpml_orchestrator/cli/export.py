@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import re
 import sys
 from dataclasses import asdict, fields
 from importlib.util import find_spec
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -24,6 +27,7 @@ __all__ = ["group"]
 group = typer.Typer(no_args_is_help=True)
 group.command()(slurm)
 _SECONDS = "SECONDS"
+_SLURM_CONFS = ("/run/slurm/conf/slurm.conf", "/etc/slurm/slurm.conf")
 _SWITCHES = "gpu jobs processes shm disks infiniband nfs lustre training".split()
 
 
@@ -83,7 +87,10 @@ def node(
         ),
     ] = 60.0,
     cluster: Annotated[
-        str, typer.Option("--cluster", metavar="NAME", help="Name of the cluster, for its label.")
+        str,
+        typer.Option(
+            "--cluster", metavar="NAME", help="Label of this cluster.", show_default="ClusterName"
+        ),
     ] = "",
     address_file: Annotated[
         str | None,
@@ -113,7 +120,7 @@ def node(
         node_interval=node_interval,
         stuck_seconds=stuck_seconds,
         exit_seconds=exit_seconds,
-        cluster=cluster,
+        cluster=cluster or _cluster_name(),
         address_file=os.path.abspath(address_file) if address_file else "",
         roots=_roots(roots),
     )
@@ -136,6 +143,17 @@ def metrics(as_json: JsonOption = False) -> None:
         ("METRIC", "TYPE", "LABELS", "MEANING"),
         [(metric.name, metric.type, " ".join(metric.labels) or "-", metric.help) for metric in ALL],
     )
+
+
+def _cluster_name() -> str:
+    """Return the name in this node's slurm.conf, as jobs have it in SLURM_CLUSTER_NAME."""
+    for path in (os.environ.get("SLURM_CONF"), *_SLURM_CONFS):
+        with contextlib.suppress(OSError):
+            text = Path(path or "").read_text("utf-8", "replace")
+            match = re.search(r"^\s*ClusterName\s*=\s*(\S+)", text, re.MULTILINE | re.IGNORECASE)
+            if match:
+                return match[1].lower()
+    return ""
 
 
 def _roots(words: list[str]) -> Roots:

@@ -8,11 +8,11 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from hpml_exporters.web.address import split
 from hpml_exporters.slurm.commands import Commands
 from hpml_exporters.slurm.options import SlurmOptions
 from hpml_exporters.slurm.targets import TargetServer
 from hpml_exporters.slurm.targets import targets as targets_of
+from hpml_exporters.web.address import split
 
 from hpml_orchestrator.errors import InputError
 from hpml_orchestrator.records.files import write_text

@@ -34,6 +34,17 @@ def handed_over(
     return json.loads(command[4]), ended.err
 
 
+def test_the_clusters_name_is_that_of_slurm_conf(
+    hpml: Hpml, shell: Shell, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As in the jobs' own exporters, so that both have the same label; an option overrides it."""
+    conf = shell.root / "slurm.conf"
+    conf.write_text("# ClusterName=old\nclustername = Main # ours\n")
+    monkeypatch.setenv("SLURM_CONF", str(conf))
+    assert handed_over(hpml, monkeypatch)[0]["cluster"] == "main"
+    assert handed_over(hpml, monkeypatch, "--cluster", "other")[0]["cluster"] == "other"
+
+
 def test_every_option_arrives(hpml: Hpml, shell: Shell, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each switch and each value, with paths made absolute."""
     monkeypatch.chdir(shell.root)
@@ -45,7 +56,7 @@ def test_every_option_arrives(hpml: Hpml, shell: Shell, monkeypatch: pytest.Monk
         *("--listen", ":1", "--web-config", "web.yml", "--address-file", "a"),
         *("--gpu-interval", "2", "--job-interval", "3", "--process-interval", "4"),
         *("--node-interval", "5", "--stuck-seconds", "6", "--exit-seconds", "7"),
-        *("--root", "proc=/p", "--root", "sys=/s"),
+        *("--root", "proc=/p", "--root", "sys=/s", "--cluster", "c1"),
     )
     options = NodeOptions(
         listen=":1",
@@ -57,6 +68,7 @@ def test_every_option_arrives(hpml: Hpml, shell: Shell, monkeypatch: pytest.Monk
         node_interval=5.0,
         stuck_seconds=6.0,
         exit_seconds=7.0,
+        cluster="c1",
         address_file=str(shell.root / "a"),
         roots=Roots(proc="/p", sys="/s"),
     )
