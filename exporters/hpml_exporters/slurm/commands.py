@@ -166,7 +166,7 @@ def parse_nodes(text: str) -> list[Node]:
             Node(
                 name=name,
                 address=address,
-                state=node_state(node_states(states)),
+                state=_node_state(states),
                 reason="" if reason in {"none", "(null)"} else reason,
                 partitions=tuple(dict.fromkeys(filter(None, partitions[name]))),
                 cpus=counts[-1],
@@ -196,6 +196,7 @@ def parse_sdiag(text: str) -> dict[str, float]:
     return statistics
 
 
+@lru_cache(maxsize=1024)
 def head_of_reason(text: str) -> str:
     """Return a job's reason without its details; empty for none.
 
@@ -250,6 +251,11 @@ def _gpus(text: str) -> Mapping[str, int]:
         if name == "gpu":
             counts[kind] = counts.get(kind, 0) + count
     return counts
+
+
+@lru_cache(maxsize=1024)
+def _node_state(text: str) -> str:
+    return node_state(node_states(text))
 
 
 def _pairs(text: str) -> Iterator[dict[str, str]]:

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import json
+import threading
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import SimpleNamespace
+from urllib.error import HTTPError
+from urllib.request import urlopen
 
 import pytest
 from hpml_exporters.slurm.collector import SlurmCollector
 from hpml_exporters.slurm.commands import Commands, count_tasks, head_of_reason
 from hpml_exporters.slurm.native import job_of, node_of
 from hpml_exporters.slurm.options import SlurmOptions
-from hpml_exporters.slurm.targets import targets
+from hpml_exporters.slurm.targets import TargetServer, targets
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import Metric
 from prometheus_client.parser import text_string_to_metric_families
@@ -182,6 +185,27 @@ def test_targets(*, only_up: bool, names: list[str]) -> None:
     assert groups[0]["targets"][0].endswith(":9445")
     assert groups[0]["labels"]["__meta_slurm_partitions"] == ",main,low,"
     assert groups[-1]["labels"]["__meta_slurm_state"] == ("mixed" if only_up else "drained")
+
+
+def test_targets_are_served_while_slurm_is_away() -> None:
+    """Slurm is asked once a minute at most; without any list the answer is 503."""
+    runner = FakeRunner({"sinfo": SchedulerUnavailable("no answer in 60 s")})
+    with TargetServer(("127.0.0.1", 0), Commands(runner), 9445, only_up=False) as server:
+        thread = threading.Thread(target=server.serve_forever, args=(0.01,))
+        thread.start()
+        url = f"http://127.0.0.1:{server.server_port}/targets"
+        try:
+            with pytest.raises(HTTPError, match="503") as told:
+                urlopen(url)
+            told.value.close()
+            runner.answers = dict(CAPTURED)
+            for _ in range(2):
+                with urlopen(url) as answer:
+                    assert len(json.load(answer)) == 2
+        finally:
+            server.shutdown()
+            thread.join()
+    assert runner.calls["sinfo"] == 2
 
 
 @pytest.mark.parametrize(
