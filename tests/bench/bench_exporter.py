@@ -240,12 +240,12 @@ def report(load: Load, mine: Exporter, other: Exporter) -> None:
         one, two = figure(mine), figure(other)
         missed = " MISSED" if most is not None and one >= most else ""
         print(f"| {name} | {one:.2f} | {two:.2f} | {one / two:.3f} | {goal}{missed} |")
-    for name, ratio, goal in (
+    for what, ratio, limit in (
         ("CPU", mine.percent() / other.percent(), GOALS["share"]),
         ("scrape p99", mine.quantile(0.99) / other.quantile(0.99), GOALS["scrape"]),
     ):
-        missed = " MISSED" if ratio >= goal else ""
-        print(f"\n{name} against nvitop-exporter: {ratio:.3f} (goal: < {goal}{missed})")
+        missed = " MISSED" if ratio >= limit else ""
+        print(f"\n{what} against nvitop-exporter: {ratio:.3f} (goal: < {limit}{missed})")
     budget = 800 + 25 * load.jobs
     print(f"series: {mine.series} (goal: <= {budget}{' MISSED' if mine.series > budget else ''})")
 

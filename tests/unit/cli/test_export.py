@@ -40,7 +40,7 @@ def test_the_clusters_name_is_that_of_slurm_conf(
     """As in the jobs' own exporters, so that both have the same label; an option overrides it."""
     conf = shell.root / "slurm.conf"
     conf.write_text("# ClusterName=old\nclustername = Main # ours\n")
-    monkeypatch.setenv("SLURM_CONF", str(conf))
+    monkeypatch.setitem(shell.variables, "SLURM_CONF", str(conf))
     assert handed_over(hpml, monkeypatch)[0]["cluster"] == "main"
     assert handed_over(hpml, monkeypatch, "--cluster", "other")[0]["cluster"] == "other"
 
