@@ -33,7 +33,7 @@ _OF_JOB = MetricSpec(
     "gauge",
     "Memory of files in /dev/shm that are a job's: what hpml staged for it,"
     " and files of its user where that user has no other job here.",
-    ("jobid",),
+    ("cluster", "jobid"),
     "bytes",
     "a bounded walk of /dev/shm, manifests of hpml's staged data",
 )
@@ -55,7 +55,7 @@ class Shm:
     def __init__(self, context: Context) -> None:
         self.interval = context.options.node_interval
         self._root = context.options.roots.shm
-        self._jobs = context.jobs
+        self._jobs, self._cluster = context.jobs, context.options.cluster
         self._own = context.options.job is not None
         self._walk: Walk | None = None
         self._found: Mapping[tuple[int, str], int] | None = None
@@ -93,7 +93,7 @@ class Shm:
             if uid >= 0:
                 alone = jobs_of[uid] == 1 and not self._own
                 others = self._found.get((uid, ""), 0) if alone else 0
-                yield (jobid,), self._found.get((uid, jobid), 0) + others
+                yield (self._cluster, jobid), self._found.get((uid, jobid), 0) + others
 
 
 make = Shm

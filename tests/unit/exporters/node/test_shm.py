@@ -44,7 +44,7 @@ def job_bytes(place: Path, *users: int, samples: int = 1, **options: object) -> 
     for _ in range(samples):
         found = sampled(collector)
     collector.close()
-    return {series[1]: n for series, n in found.items() if series[0] == "hpml_job_shm_bytes"}
+    return {series[2]: n for series, n in found.items() if series[0] == "hpml_job_shm_bytes"}
 
 
 def put(path: Path, size: int = MIB, owner: int = UID) -> None:
@@ -254,7 +254,7 @@ mount(f"{place}/{folder}/{name}2")
 for _ in range(20):
     found = sampled(collector)
 sampled(disks.make(context()))
-print(found["hpml_job_shm_bytes", "41"])
+print(found["hpml_job_shm_bytes", "", "41"])
 """
 WHEN = ("before", "meanwhile", "renamed")
 
