@@ -82,7 +82,7 @@ def test_gauges_are_what_the_state_says(gpu_collector: Start) -> None:
             "serial": ALL.serial,
             "mig": "",
             "parent": "",
-            "instance": "",
+            "gpu_instance": "",
         }
     ]
     assert seen.one("hpml_gpu_driver_info", version="550.90.07") == 1

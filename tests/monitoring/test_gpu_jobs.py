@@ -119,7 +119,7 @@ def test_instances_of_a_split_gpu_have_memory_activity_and_jobs(gpu_collector: S
     share = seen.one("hpml_gpu_utilization_ratio", uuid=gpu.uuid)
     assert share == pytest.approx((0.8 * 2 + 0.1) / 7, rel=0.02), "2 and 1 of 7 slices"
     assert [info[each.uuid]["parent"] for each in (gpu, small)] == ["", gpu.uuid]
-    assert info[large.uuid]["instance"] == str(large.gi)
+    assert info[large.uuid]["gpu_instance"] == str(large.gi)
     assert [labels["uuid"] for labels, _ in seen.all("hpml_gpu_power_watts")] == [gpu.uuid]
     assert [labels["uuid"] for labels, _ in seen.all(UP)] == [gpu.uuid]
     assert seen.one("hpml_job_gpus_allocated", jobid="4") == 2

@@ -346,7 +346,10 @@ class GpuCollector:
         options = self._context.options
         if not self._context.jobs.wait(0) and "jobs" not in options.without:
             return []  # nobody has said yet whose the processes are
-        devices = [*session.devices, *self._down.values()]
+        # Of a job that may have any GPU, those that it did not use are no concern.
+        unknown = options.job is not None and options.job.gpus is None
+        there = session.shown if unknown else session.devices
+        devices = [*there, *self._down.values()]
         return [
             *process_families(self._processes, jobs),
             *job_families(

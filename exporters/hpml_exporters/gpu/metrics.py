@@ -36,8 +36,8 @@ INFO = MetricSpec(
     "hpml_gpu_info",
     "info",
     "A GPU or MIG instance; mig is empty, enabled for a GPU that is split, or the profile of the"
-    " instance, parent the UUID of its GPU, instance the number of its GPU instance.",
-    ("uuid", "index", "name", "pci_bus_id", "minor", "serial", "mig", "parent", "instance"),
+    " instance, parent the UUID of its GPU, gpu_instance the number of its GPU instance.",
+    ("uuid", "index", "name", "pci_bus_id", "minor", "serial", "mig", "parent", "gpu_instance"),
     source="nvitop: nvmlDeviceGetUUID, GetName, GetPciInfo, GetMinorNumber, GetSerial, GetMigMode",
 )
 DRIVER = MetricSpec(

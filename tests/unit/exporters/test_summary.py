@@ -57,7 +57,7 @@ def gpus(info: Iterable[str], **values: float) -> list[Metric]:
     uuids = list(info)
     return [
         family("hpml_job_gpu_info", *(("17", uuid, 1.0) for uuid in uuids)),
-        family("hpml_gpu_info", *((uuid, "A100", "0000:01:00.0", "0", "", 1.0) for uuid in uuids)),
+        family("hpml_gpu_info", *((uuid, "0", "A100", "0000:01:00.0", "0", 1.0) for uuid in uuids)),
         *(family(f"hpml_gpu_{name}", *((u, v) for u in uuids)) for name, v in values.items()),
     ]
 
