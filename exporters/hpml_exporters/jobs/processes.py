@@ -219,7 +219,8 @@ class _Pages:
     def divide(self, processes: Mapping[int, _Process], now: float) -> None:
         """Bring the shares of a job's processes up to date, as far as the ration allows."""
         large = [(one.shared_at, pid) for pid, one in processes.items() if _is_large(one)]
-        if len(large) == 1:  # it has nobody to share with
+        if len(large) == 1:  # it has nobody to share with (any more)
+            processes[large[0][1]].own_share = 1.0
             return
         for _, pid in sorted(large):
             self._walk_at = max(self._walk_at, now - _WALK_BURST_SECONDS / _WALK_SHARE)
