@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 from prometheus_client.core import Metric
 
 from hpml_exporters.core.metric import Histogram, MetricSpec, families
+from hpml_exporters.core.sampler import tell
 from hpml_exporters.slurm import metrics as m
 from hpml_exporters.slurm.view import ENDED, Job, Node, View
 from hpml_orchestrator.errors import SchedulerUnavailable
@@ -53,6 +54,7 @@ class SlurmCollector:
         self._refreshed = self._duration = 0.0
         self._failures = self._in_a_row = 0
         self._due = 0.0
+        self._told: set[str] = set()
 
     def sample(self, now: float) -> Iterable[Metric]:
         """Refresh if it is time; see core.Collector."""
@@ -60,15 +62,23 @@ class SlurmCollector:
             try:
                 self._refresh()
                 self._in_a_row = 0
-            except SchedulerUnavailable:
+                self._told.clear()
+            except SchedulerUnavailable as error:
                 self._failures += 1
                 self._in_a_row += 1
+                self._tell_once(error)
                 pause = min(self.interval * 2**self._in_a_row, _BACK_OFF_MAX)
                 self._due = now + pause - self.interval / 2
         return [*self._last, *self._own()]
 
     def close(self) -> None:
         """Nothing is open between two refreshes."""
+
+    def _tell_once(self, error: SchedulerUnavailable) -> None:
+        """Print why a refresh failed, each reason once until one succeeds."""
+        if error.message not in self._told:
+            self._told.add(error.message)
+            tell(f"refresh failed, keeping the last figures: {error}")
 
     def _refresh(self) -> None:
         began = time.monotonic()

@@ -158,6 +158,24 @@ def test_while_slurm_does_not_answer(answer: str | Exception) -> None:
     assert values(collector, 9000.0)["hpml_slurm_up[]"] == 1
 
 
+def test_reasons_of_failures_are_printed_once(capsys: pytest.CaptureFixture[str]) -> None:
+    """A refresh that fails names its reason again after one that succeeds; sdiag never does."""
+    denied, silent = SchedulerUnavailable("sdiag: access denied"), SchedulerUnavailable("no answer")
+    runner = FakeRunner({**CAPTURED, "sdiag": denied})
+    collector = SlurmCollector(Commands(runner))
+    values(collector)
+    assert capsys.readouterr().err == "hpml: metrics left out: sdiag: access denied\n"
+    line = "hpml: refresh failed, keeping the last figures: no answer\n"
+    for begin in (10_000.0, 20_000.0):
+        runner.answers["squeue"] = silent
+        for step in range(3):
+            values(collector, begin + 1000 * step)
+        assert capsys.readouterr().err == line
+        runner.answers["squeue"] = CAPTURED["squeue"]
+        assert values(collector, begin + 5000)["hpml_slurm_up[]"] == 1
+    assert capsys.readouterr().err == ""
+
+
 def test_names_that_nobody_expects() -> None:
     """Unknown states, other bytes, quotes and braces arrive as values of labels."""
     odd = ['a"} 1\nhpml_slurm_up 0', "b\udcff", "c\\"]
