@@ -28,6 +28,7 @@ INTERVAL_MIN = 30.0
 _BACK_OFF_MAX = 600.0
 _BOUNDS = (1.0, 10.0, 60.0, 300.0, 900.0, 3600.0, 4 * 3600.0, 12 * 3600.0, 86400.0, 7 * 86400.0)
 _LABELS_MAX = 200
+_WITHDRAWN = frozenset({"CANCELLED", "DEADLINE", "REVOKED"})
 OTHER = "other"
 
 
@@ -142,7 +143,9 @@ class _History:
         first = self._started is None
         before, now, ended = self._started or set(), set(), set()
         for job in jobs:
-            if job.start:
+            # Cancelled while pending: Slurm sets its start to the time of its end.
+            has_run = job.start and not (job.state in _WITHDRAWN and job.start == job.end)
+            if has_run:
                 key = job.id, job.start
                 now.add(key)
                 if not first and key not in before and job.eligible:
@@ -152,7 +155,7 @@ class _History:
                 ended.add(over)
                 if not first and over not in self._ended_before:
                     self._ended[job.partition, job.state.lower()] += job.tasks
-                    if 0 < job.start <= job.end:
+                    if has_run:
                         self._ran[job.partition].add(job.end - job.start)
         self._started, self._ended_before = now, ended
 
