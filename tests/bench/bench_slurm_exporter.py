@@ -1,27 +1,35 @@
-"""A refresh of the Slurm exporter with 100,000 jobs and 10,000 nodes: CPU time, peak memory.
+"""What the Slurm exporter costs: a large cluster's refresh, and a minute beside a naive exporter.
 
     python tests/bench/bench_slurm_exporter.py [JOBS] [NODES]
+    SLURM_CONF=... python tests/bench/bench_slurm_exporter.py --naive
 
-The answers of squeue and sinfo are generated. Also printed: RPCs that the controller gets in a
-minute from the exporter, and from one that runs squeue, sinfo and sdiag for every scrape.
+The first prints CPU time and peak memory of a refresh with 100,000 jobs and 10,000 nodes, whose
+answers are generated. The second takes a cluster that nobody else uses, as root: for a minute each,
+our exporter and one that runs squeue, sinfo and sdiag for every scrape are scraped every 15 s.
 """
 
 from __future__ import annotations
 
 import platform
+import re
 import resource
+import subprocess
 import sys
+import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from urllib.request import urlopen
 
 from hpml_exporters.slurm.collector import INTERVAL_MIN, SlurmCollector
 from hpml_exporters.slurm.commands import Commands
+from hpml_exporters.slurm.options import SlurmOptions
 
 from hpml_orchestrator.scheduler.command import Completed
 
 SCRAPE_SECONDS = 15
-# sinfo asks for nodes and partitions; squeue and sdiag are one RPC each.
-RPCS_PER_REFRESH = 4
+MINUTE_SECONDS = 60
 REASONS = ("Priority", "Resources", "Dependency", "QOSMaxJobsPerUserLimit")
 
 
@@ -63,6 +71,9 @@ def _nodes(nodes: int) -> str:
 
 def main() -> None:
     """Measure and print."""
+    if sys.argv[1:] == ["--naive"]:
+        beside_naive()
+        return
     jobs, nodes = (int(word) for word in (*sys.argv[1:3], "100000", "10000")[:2])
     print(f"host: {platform.platform()}, Python {platform.python_version()}")
     runner = GeneratedRunner(jobs, nodes)
@@ -74,8 +85,59 @@ def main() -> None:
         print(f"refresh {refresh + 1}: {time.process_time() - began:.2f} s CPU")
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss >> 10
     print(f"{jobs} jobs, {nodes} nodes: peak {peak} MiB ({before} MiB of it the answers)")
-    ours, naive = 60 / INTERVAL_MIN * RPCS_PER_REFRESH, 60 / SCRAPE_SECONDS * RPCS_PER_REFRESH
-    print(f"RPCs a minute: {ours:g} whoever scrapes, naive {naive:g} for each Prometheus")
+
+
+def naive_scrape() -> None:
+    """Do for one scrape what a naive exporter does."""
+    commands = (["squeue", "--all", "-h", "-o", "%T"], ["sinfo", "--all", "-hNo", "%T"], ["sdiag"])
+    for argv in commands:
+        text = subprocess.run(argv, capture_output=True, check=True, text=True).stdout
+        Counter(text.splitlines())
+
+
+def rpcs() -> int:
+    """Return how many requests the controller has had, but those of sdiag and its own nodes."""
+    text = subprocess.run(["sdiag"], capture_output=True, check=True, text=True).stdout
+    rows = re.findall(r"^\s*REQUEST_(\w+)\s+\(\s*\d+\)\s+count:(\d+)", text, re.MULTILINE)
+    return sum(int(count) for name, count in rows if name != "STATS_INFO")
+
+
+def cpu_seconds(which: int) -> float:
+    """Return user and system time of RUSAGE_CHILDREN or RUSAGE_SELF."""
+    usage = resource.getrusage(which)
+    return usage.ru_utime + usage.ru_stime
+
+
+def minute(scrape: Callable[[], object]) -> int:
+    """Scrape for a minute; returns the controller's requests meanwhile."""
+    before, end = rpcs(), time.monotonic() + MINUTE_SECONDS
+    while time.monotonic() < end:
+        scrape()
+        time.sleep(SCRAPE_SECONDS)
+    return rpcs() - before
+
+
+def beside_naive() -> None:
+    """Measure both on a real cluster, and print CPU time and requests as ratios."""
+    began = cpu_seconds(resource.RUSAGE_CHILDREN) + cpu_seconds(resource.RUSAGE_SELF)
+    naive = minute(naive_scrape)
+    naive_cpu = cpu_seconds(resource.RUSAGE_CHILDREN) + cpu_seconds(resource.RUSAGE_SELF) - began
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / "address"
+        options = SlurmOptions("127.0.0.1:0", address_file=str(file), source="commands")
+        argv = [sys.executable, "-m", "hpml_exporters.slurm", options.to_json()]
+        began = cpu_seconds(resource.RUSAGE_CHILDREN)
+        with subprocess.Popen(argv) as exporter:
+            while not file.exists():
+                time.sleep(0.1)
+            url = f"http://{file.read_text('utf-8').strip()}/metrics"
+            ours = minute(lambda: urlopen(url).close())
+            exporter.terminate()
+        ours_cpu = cpu_seconds(resource.RUSAGE_CHILDREN) - began
+    print(f"CPU of a minute: {ours_cpu:.2f} s, start included; naive {naive_cpu:.2f} s")
+    print(f"ratio of CPU: {naive_cpu / ours_cpu:.1f}")
+    print(f"RPCs of a minute, sdiag's apart: {ours}; naive {naive}, for each Prometheus")
+    print(f"ratio of RPCs: {naive / ours:.1f}")
 
 
 if __name__ == "__main__":
