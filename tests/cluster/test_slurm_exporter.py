@@ -10,6 +10,7 @@ import signal
 import subprocess
 from collections import Counter, defaultdict
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from urllib.request import urlopen
 
@@ -100,6 +101,10 @@ def test_how_jobs_end(desk: Desk, collector: SlurmCollector) -> None:
     def submit(*options: str, wrap: str = "sleep 600") -> str:
         return desk.call(*BATCH, *options, f"--wrap={wrap}").stdout.strip()
 
+    def has_run(job: str) -> bool:
+        command = ("squeue", "--noheader", "--format=%T %M", "--jobs", job)
+        return bool(re.match(r"RUNNING +0:\d*[1-9]", desk.slurm(*command)))
+
     series(collector)
     jobs = {
         "failed": submit(wrap="exit 3"),
@@ -109,9 +114,9 @@ def test_how_jobs_end(desk: Desk, collector: SlurmCollector) -> None:
         "stubborn": submit("--nodelist=node1", wrap="trap '' TERM; while :; do sleep 0.1; done"),
         "withdrawn": submit("--nodes=2", "--exclusive"),
     }
-    state = ("squeue", "--noheader", "--states=all", "--format=%T", "--jobs")
-    for name in ("late", "lost", "stubborn"):
-        eventually(lambda job=jobs[name]: "RUNNING" in desk.slurm(*state, job))
+    for job in (jobs["late"], jobs["lost"], jobs["stubborn"]):
+        # A second at least: Slurm says of one that never ran that it ended as it started.
+        eventually(partial(has_run, job))
     desk.slurm("scancel", jobs["withdrawn"], jobs["stubborn"])
     eventually(lambda: series(collector)["hpml_slurm_jobs"]["main", "normal", "completing"])
     desk.slurm("scontrol", "update", f"job={jobs['late']}", "EndTime=now")
@@ -131,7 +136,6 @@ def test_how_jobs_end(desk: Desk, collector: SlurmCollector) -> None:
         shown = series(collector)
         if shown["hpml_slurm_jobs_ended_total"] != ends:
             return False
-        # Slurm says of a job that was cancelled while pending that it started, and ended, then.
         started = [tuple(map(int, row[3:])) for row in rows if row[0] != jobs["withdrawn"]]
         waits = [start - eligible for eligible, start, _ in started]
         runs = [end - start for _, start, end in started]
@@ -140,7 +144,7 @@ def test_how_jobs_end(desk: Desk, collector: SlurmCollector) -> None:
             assert shown[f"hpml_slurm_job_{name}_seconds_count"]["main",] == len(seconds), name
         return True
 
-    eventually(agree)
+    eventually(agree, 60)
 
 
 def test_a_user_of_a_cluster_lists_its_targets(desk: Desk) -> None:
