@@ -67,19 +67,15 @@ class SlurmCollector:
             except SchedulerUnavailable as error:
                 self._failures += 1
                 self._in_a_row += 1
-                self._tell_once(error)
+                if error.message not in self._told:  # each reason once, until one succeeds
+                    self._told.add(error.message)
+                    tell(f"refresh failed, keeping the last figures: {error}")
                 pause = min(self.interval * 2**self._in_a_row, _BACK_OFF_MAX)
                 self._due = now + pause - self.interval / 2
         return [*self._last, *self._own()]
 
     def close(self) -> None:
         """Nothing is open between two refreshes."""
-
-    def _tell_once(self, error: SchedulerUnavailable) -> None:
-        """Print why a refresh failed, each reason once until one succeeds."""
-        if error.message not in self._told:
-            self._told.add(error.message)
-            tell(f"refresh failed, keeping the last figures: {error}")
 
     def _refresh(self) -> None:
         began = time.monotonic()
