@@ -8,11 +8,12 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
+from hpml_exporters.options import is_loopback
 from hpml_exporters.slurm.commands import Commands
 from hpml_exporters.slurm.options import SlurmOptions
 from hpml_exporters.slurm.targets import TargetServer
 from hpml_exporters.slurm.targets import targets as targets_of
-from hpml_exporters.web.address import split
+from hpml_exporters.web.address import listen_on, split
 
 from hpml_orchestrator.errors import InputError
 from hpml_orchestrator.records.files import write_text
@@ -65,6 +66,8 @@ def slurm(
         accounts=accounts,
     )
     split(listen)
+    if not web_config:
+        _warn(listen, "metrics of the cluster", "use --web-config FILE")
     sys.stdout.flush()
     sys.stderr.flush()
     # A process of its own, which has loaded nothing of the command line.
@@ -92,10 +95,9 @@ def targets(
     if output and serve:
         raise InputError("--output and --serve exclude each other")
     if serve:
-        host, _, number = serve.rpartition(":")
-        if not number.isdigit():
-            raise InputError("must be ADDRESS:PORT", field="--serve", value=serve)
-        with TargetServer((host, int(number)), Commands(), port, only_up=only_up) as server:
+        with TargetServer(listen_on(serve), Commands(), port, only_up=only_up) as server:
+            _warn(serve, "the list of nodes", "listen on 127.0.0.1, behind an authenticating proxy")
+            host = serve.rpartition(":")[0]
             typer.echo(f"http://{host}:{server.server_port}/targets", err=True)
             server.serve_forever()
     text = targets_of(Commands().nodes(), port, only_up=only_up)
@@ -103,3 +105,13 @@ def targets(
         write_text(Path(output), text)
     else:
         typer.echo(text, nl=False)
+
+
+def _warn(listen: str, content: str, remedy: str) -> None:
+    """Warn of an address that other machines reach without a password."""
+    if not is_loopback(split(listen)[0]):
+        typer.echo(
+            f"hpml: warning: anyone who can reach {listen} can read {content}, without a password\n"
+            f"hint: {remedy}, see docs/slurm-exporter.md",
+            err=True,
+        )

@@ -1,27 +1,37 @@
-"""A refresh of the Slurm exporter with 100,000 jobs and 10,000 nodes: CPU time, peak memory.
+"""What the Slurm exporter costs: a large cluster's refresh, and a minute beside a naive exporter.
 
     python tests/bench/bench_slurm_exporter.py [JOBS] [NODES]
+    SLURM_CONF=... python tests/bench/bench_slurm_exporter.py --naive
 
-The answers of squeue and sinfo are generated. Also printed: RPCs that the controller gets in a
-minute from the exporter, and from one that runs squeue, sinfo and sdiag for every scrape.
+The first prints CPU time and peak memory of a refresh with 100,000 jobs and 10,000 nodes, whose
+answers are generated. The second takes a cluster that nobody else uses, as root: for a minute each,
+our exporter and one that runs squeue, sinfo and sdiag for every scrape are scraped every 15 s.
 """
 
 from __future__ import annotations
 
+import os
 import platform
+import re
 import resource
+import subprocess
 import sys
+import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from urllib.request import urlopen
 
 from hpml_exporters.slurm.collector import INTERVAL_MIN, SlurmCollector
 from hpml_exporters.slurm.commands import Commands
+from hpml_exporters.slurm.options import SlurmOptions
 
 from hpml_orchestrator.scheduler.command import Completed
 
 SCRAPE_SECONDS = 15
-# sinfo asks for nodes and partitions; squeue and sdiag are one RPC each.
-RPCS_PER_REFRESH = 4
+MINUTE_SECONDS = 60
+START_SECONDS = 5
 REASONS = ("Priority", "Resources", "Dependency", "QOSMaxJobsPerUserLimit")
 
 
@@ -61,8 +71,59 @@ def _nodes(nodes: int) -> str:
     return "".join(rows)
 
 
+def naive_scrape() -> None:
+    """Do for one scrape what a naive exporter does."""
+    commands = (["squeue", "--all", "-h", "-o", "%T"], ["sinfo", "--all", "-hNo", "%T"], ["sdiag"])
+    for argv in commands:
+        text = subprocess.run(argv, capture_output=True, check=True, text=True).stdout
+        Counter(text.splitlines())
+
+
+def rpcs() -> int:
+    """Return how many requests the controller has had, but those of sdiag and its own nodes."""
+    text = subprocess.run(["sdiag"], capture_output=True, check=True, text=True).stdout
+    rows = re.findall(r"^\s*REQUEST_(\w+)\s+\(\s*\d+\)\s+count:(\d+)", text, re.MULTILINE)
+    return sum(int(count) for name, count in rows if name != "STATS_INFO")
+
+
+def cpu_seconds(pid: int) -> float:
+    """Return the CPU time of a process and of those that it has waited for."""
+    fields = Path(f"/proc/{pid}/stat").read_text("utf-8").rpartition(")")[2].split()
+    return sum(map(int, fields[11:15])) / os.sysconf("SC_CLK_TCK")
+
+
+def minute(pid: int, scrape: Callable[[], object]) -> tuple[float, int]:
+    """Scrape for a minute; returns CPU seconds of a process and the controller's requests."""
+    cpu, requests, end = cpu_seconds(pid), rpcs(), time.monotonic() + MINUTE_SECONDS
+    while time.monotonic() < end:
+        scrape()
+        time.sleep(SCRAPE_SECONDS)
+    return cpu_seconds(pid) - cpu, rpcs() - requests
+
+
+def beside_naive() -> None:
+    """Measure both on a real cluster, and print CPU time and requests as ratios."""
+    naive_cpu, naive = minute(os.getpid(), naive_scrape)
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / "address"
+        options = SlurmOptions("127.0.0.1:0", address_file=str(file), source="commands")
+        argv = [sys.executable, "-m", "hpml_exporters.slurm", options.to_json()]
+        with subprocess.Popen(argv) as exporter:
+            time.sleep(START_SECONDS)  # the first refresh is over
+            url = f"http://{file.read_text('utf-8').strip()}/metrics"
+            ours_cpu, ours = minute(exporter.pid, lambda: urlopen(url).close())
+            exporter.terminate()
+    print(f"CPU of a minute: {ours_cpu:.2f} s; naive {naive_cpu:.2f} s for each Prometheus")
+    print(f"ratio of CPU: {naive_cpu / ours_cpu:.1f}")
+    print(f"RPCs of a minute, sdiag's apart: {ours}; naive {naive} for each Prometheus")
+    print(f"ratio of RPCs: {naive / ours:.1f}")
+
+
 def main() -> None:
     """Measure and print."""
+    if sys.argv[1:] == ["--naive"]:
+        beside_naive()
+        return
     jobs, nodes = (int(word) for word in (*sys.argv[1:3], "100000", "10000")[:2])
     print(f"host: {platform.platform()}, Python {platform.python_version()}")
     runner = GeneratedRunner(jobs, nodes)
@@ -74,8 +135,6 @@ def main() -> None:
         print(f"refresh {refresh + 1}: {time.process_time() - began:.2f} s CPU")
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss >> 10
     print(f"{jobs} jobs, {nodes} nodes: peak {peak} MiB ({before} MiB of it the answers)")
-    ours, naive = 60 / INTERVAL_MIN * RPCS_PER_REFRESH, 60 / SCRAPE_SECONDS * RPCS_PER_REFRESH
-    print(f"RPCs a minute: {ours:g} whoever scrapes, naive {naive:g} for each Prometheus")
 
 
 if __name__ == "__main__":

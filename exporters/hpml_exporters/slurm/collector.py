@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 from prometheus_client.core import Metric
 
 from hpml_exporters.core.metric import Histogram, MetricSpec, families
+from hpml_exporters.core.sampler import tell
 from hpml_exporters.slurm import metrics as m
 from hpml_exporters.slurm.view import ENDED, Job, Node, View
 from hpml_orchestrator.errors import SchedulerUnavailable
@@ -27,6 +28,7 @@ INTERVAL_MIN = 30.0
 _BACK_OFF_MAX = 600.0
 _BOUNDS = (1.0, 10.0, 60.0, 300.0, 900.0, 3600.0, 4 * 3600.0, 12 * 3600.0, 86400.0, 7 * 86400.0)
 _LABELS_MAX = 200
+_WITHDRAWN = frozenset({"CANCELLED", "DEADLINE", "REVOKED"})
 OTHER = "other"
 
 
@@ -53,6 +55,7 @@ class SlurmCollector:
         self._refreshed = self._duration = 0.0
         self._failures = self._in_a_row = 0
         self._due = 0.0
+        self._told: set[str] = set()
 
     def sample(self, now: float) -> Iterable[Metric]:
         """Refresh if it is time; see core.Collector."""
@@ -60,9 +63,13 @@ class SlurmCollector:
             try:
                 self._refresh()
                 self._in_a_row = 0
-            except SchedulerUnavailable:
+                self._told.clear()
+            except SchedulerUnavailable as error:
                 self._failures += 1
                 self._in_a_row += 1
+                if error.message not in self._told:  # each reason once, until one succeeds
+                    self._told.add(error.message)
+                    tell(f"refresh failed, keeping the last figures: {error}")
                 pause = min(self.interval * 2**self._in_a_row, _BACK_OFF_MAX)
                 self._due = now + pause - self.interval / 2
         return [*self._last, *self._own()]
@@ -132,7 +139,9 @@ class _History:
         first = self._started is None
         before, now, ended = self._started or set(), set(), set()
         for job in jobs:
-            if job.start:
+            # Cancelled while pending: Slurm sets its start to the time of its end.
+            has_run = job.start and not (job.state in _WITHDRAWN and job.start == job.end)
+            if has_run:
                 key = job.id, job.start
                 now.add(key)
                 if not first and key not in before and job.eligible:
@@ -142,7 +151,7 @@ class _History:
                 ended.add(over)
                 if not first and over not in self._ended_before:
                     self._ended[job.partition, job.state.lower()] += job.tasks
-                    if 0 < job.start <= job.end:
+                    if has_run:
                         self._ran[job.partition].add(job.end - job.start)
         self._started, self._ended_before = now, ended
 

@@ -9,6 +9,7 @@ import re
 from collections.abc import Iterator, Mapping
 from functools import lru_cache
 
+from hpml_exporters.core.sampler import tell
 from hpml_exporters.slurm.view import Job, Node, Reservation, View, node_state
 from hpml_orchestrator.errors import SchedulerUnavailable
 from hpml_orchestrator.scheduler.command import Runner, SubprocessRunner
@@ -70,6 +71,7 @@ class Commands:
         self._runner = runner or SubprocessRunner()
         self._shares = shares
         self._refreshes = 0
+        self._told: set[str] = set()
         self._rare: tuple[
             dict[str, tuple[int, int]],
             tuple[Reservation, ...],
@@ -116,10 +118,13 @@ class Commands:
         return done.stdout
 
     def _optional(self, *argv: str) -> str:
-        """Return the output of a command that a site may lack or deny."""
+        """Return the output of a command that a site may lack or deny; say so once."""
         try:
             return self._output(*argv)
-        except SchedulerUnavailable:
+        except SchedulerUnavailable as error:
+            if argv[0] not in self._told:
+                self._told.add(argv[0])
+                tell(f"metrics left out: {error}")
             return ""
 
 

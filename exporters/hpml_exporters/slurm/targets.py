@@ -7,6 +7,7 @@ import time
 from collections.abc import Iterable
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from socket import socket
 from threading import Lock
 
 from hpml_exporters.slurm.commands import Commands
@@ -50,11 +51,12 @@ class TargetServer(ThreadingHTTPServer):
 
     daemon_threads = True
 
-    def __init__(
-        self, address: tuple[str, int], source: Commands, port: int, *, only_up: bool
-    ) -> None:
-        """Listen; see `targets` for the arguments."""
-        super().__init__(address, _Handler)
+    def __init__(self, listener: socket, source: Commands, port: int, *, only_up: bool) -> None:
+        """Serve on a socket that listens; see `targets` for the other arguments."""
+        super().__init__(("", 0), _Handler, bind_and_activate=False)
+        self.socket.close()
+        self.socket = listener
+        self.server_name, self.server_port = self.socket.getsockname()[:2]
         self._source, self._port, self._only_up = source, port, only_up
         self._lock = Lock()
         self._body = b""

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 import threading
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from itertools import takewhile
 from pathlib import Path
 from types import SimpleNamespace
 from urllib.error import HTTPError
@@ -17,6 +20,7 @@ from hpml_exporters.slurm.commands import Commands, count_tasks, head_of_reason
 from hpml_exporters.slurm.native import job_of, node_of
 from hpml_exporters.slurm.options import SlurmOptions
 from hpml_exporters.slurm.targets import TargetServer, targets
+from hpml_exporters.web.address import listen_on
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import Metric
 from prometheus_client.parser import text_string_to_metric_families
@@ -158,6 +162,24 @@ def test_while_slurm_does_not_answer(answer: str | Exception) -> None:
     assert values(collector, 9000.0)["hpml_slurm_up[]"] == 1
 
 
+def test_reasons_of_failures_are_printed_once(capsys: pytest.CaptureFixture[str]) -> None:
+    """A refresh that fails names its reason again after one that succeeds; sdiag never does."""
+    denied, silent = SchedulerUnavailable("sdiag: access denied"), SchedulerUnavailable("no answer")
+    runner = FakeRunner({**CAPTURED, "sdiag": denied})
+    collector = SlurmCollector(Commands(runner))
+    values(collector)
+    assert capsys.readouterr().err == "hpml: metrics left out: sdiag: access denied\n"
+    line = "hpml: refresh failed, keeping the last figures: no answer\n"
+    for begin in (10_000.0, 20_000.0):
+        runner.answers["squeue"] = silent
+        for step in range(3):
+            values(collector, begin + 1000 * step)
+        assert capsys.readouterr().err == line
+        runner.answers["squeue"] = CAPTURED["squeue"]
+        assert values(collector, begin + 5000)["hpml_slurm_up[]"] == 1
+    assert capsys.readouterr().err == ""
+
+
 def test_names_that_nobody_expects() -> None:
     """Unknown states, other bytes, quotes and braces arrive as values of labels."""
     odd = ['a"} 1\nhpml_slurm_up 0', "b\udcff", "c\\"]
@@ -190,7 +212,7 @@ def test_targets(*, only_up: bool, names: list[str]) -> None:
 def test_targets_are_served_while_slurm_is_away() -> None:
     """Slurm is asked once a minute at most; without any list the answer is 503."""
     runner = FakeRunner({"sinfo": SchedulerUnavailable("no answer in 60 s")})
-    with TargetServer(("127.0.0.1", 0), Commands(runner), 9445, only_up=False) as server:
+    with TargetServer(listen_on("127.0.0.1:0"), Commands(runner), 9445, only_up=False) as server:
         thread = threading.Thread(target=server.serve_forever, args=(0.01,))
         thread.start()
         url = f"http://127.0.0.1:{server.server_port}/targets"
@@ -206,6 +228,21 @@ def test_targets_are_served_while_slurm_is_away() -> None:
             server.shutdown()
             thread.join()
     assert runner.calls["sinfo"] == 2
+
+
+@pytest.mark.parametrize(("listen", "warned"), [("127.0.0.1:0", False), ("0.0.0.0:0", True)])
+@pytest.mark.parametrize("command", [("targets", "--serve"), ("export", "slurm", "--listen")])
+def test_an_address_without_a_password(
+    command: tuple[str, ...], listen: str, *, warned: bool
+) -> None:
+    """A warning comes before the address where other machines can reach it."""
+    argv = [sys.executable, "-m", "hpml_orchestrator.cli", *command, listen]
+    with subprocess.Popen(argv, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stderr is not None
+        lines = iter(process.stderr.readline, "")
+        told = list(takewhile(lambda line: "http://" not in line, lines))
+        process.terminate()
+    assert any("without a password" in line for line in told) == warned
 
 
 @pytest.mark.parametrize(
