@@ -18,7 +18,9 @@ def _spec(
     return MetricSpec(f"hpml_slurm_{name}", kind, text, tuple(labels.split()), unit, source)
 
 
-UP = _spec("up", "Whether the last refresh succeeded; if not, older figures are shown.", source="exporter")
+UP = _spec(
+    "up", "Whether the last refresh succeeded; if not, older figures are shown.", source="exporter"
+)
 AGE = _spec(
     "last_refresh_timestamp_seconds",
     "When the figures shown here were read.",
