@@ -18,6 +18,8 @@ def main() -> int:
         return run(options.server(), options.sources())
     except HpmlError as error:
         tell(f"error: {error}")
+        if error.hint:
+            tell(f"hint: {error.hint}")
         return error.exit_code
 
 

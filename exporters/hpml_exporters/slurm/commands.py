@@ -236,9 +236,13 @@ def _rows(text: str, width: int, command: str) -> Iterator[list[str]]:
     if rows.pop().strip():
         raise SchedulerUnavailable(f"{command}: its answer is cut off")
     for row in rows:
-        fields = [field.strip() for field in row.split(_UNIT, width - 1)]
+        fields = [_known(field.strip()) for field in row.split(_UNIT, width - 1)]
         if len(fields) == width:
             yield fields
+
+
+def _known(field: str) -> str:
+    return "" if field in {"(null)", "N/A"} else field
 
 
 def _seconds(text: str) -> int:

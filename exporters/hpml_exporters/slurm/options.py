@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import asdict, dataclass
+from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
 from hpml_exporters.core.sampler import Source as CollectorSource
@@ -68,7 +69,14 @@ class SlurmOptions:
         )
 
     def sources(self) -> list[CollectorSource]:
-        """Return the collector for the sampler."""
+        """Return the collector for the sampler.
+
+        Raises:
+            InputError: pyslurm was asked for and is not installed.
+        """
+        if self.source == "pyslurm" and find_spec("pyslurm") is None:
+            hint = "build it for this Slurm, see docs/slurm-exporter.md; or use --source commands"
+            raise InputError("pyslurm is not installed", field="source", value="pyslurm", hint=hint)
         return [CollectorSource("slurm", self.collector)]
 
     def collector(self) -> SlurmCollector:
