@@ -23,6 +23,7 @@ OUTSIDE = (
     "deploy/devcluster/README.md",
     "deploy/gpusim/README.md",
     "deploy/prometheus/prometheus.yml",
+    "deploy/prometheus/rules/hpml.yml",
     "exporters/README.md",
     "deploy/systemd/hpml-exporter-node.service",
 )

@@ -16,7 +16,7 @@ from tests.pages import ROOT
 OUTSIDE = """\
 README.md CHANGELOG.md CONTRIBUTING.md LICENSE mkdocs.yml training_jobs/README.md
 deploy/devcluster/README.md deploy/gpusim/README.md deploy/prometheus/prometheus.yml
-exporters/README.md deploy/systemd/hpml-exporter-node.service
+deploy/prometheus/rules/hpml.yml exporters/README.md deploy/systemd/hpml-exporter-node.service
 """.split()
 
 
