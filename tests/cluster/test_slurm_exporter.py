@@ -105,6 +105,9 @@ def test_how_jobs_end(desk: Desk, collector: SlurmCollector) -> None:
         command = ("squeue", "--noheader", "--format=%T %M", "--jobs", job)
         return bool(re.match(r"RUNNING +0:\d*[1-9]", desk.slurm(*command)))
 
+    # Jobs of other tests that are being cancelled must not end after the first look.
+    ending = ("squeue", "--noheader", "--states=RUNNING,COMPLETING")
+    eventually(lambda: not desk.cluster.run(*ending).stdout)
     series(collector)
     jobs = {
         "failed": submit(wrap="exit 3"),
