@@ -254,6 +254,9 @@ def cancel(context: typer.Context, sweep: SweepWord) -> None:
     """
     store = store_of(context)
     planned = plan.resolve(store, sweep)
+    if Table(store, planned).progress().finished:
+        typer.echo(f"{planned.id}: has ended; there is nothing to cancel")
+        return
     ended = _load("sweeps.controller").cancel(store, planned)
     number = counted(len(ended), "submission")
     typer.echo(f"{planned.id}: cancelled {number}; nothing more is submitted")

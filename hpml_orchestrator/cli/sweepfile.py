@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sys
 import time
+from collections import Counter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -86,11 +87,16 @@ def _sweep(
         sweep = make_sweep(data, source)
         update: dict[str, Any] = {"set": {**sweep.set, **fields}}
         return sweep.model_copy(update=update | ({"repeats": repeats} if repeats else {}))
+    axes = [_axis(text) for text in grid]
+    twice = [name for name, count in Counter(name for name, _ in axes).items() if count > 1]
+    if twice:
+        hint = "give all of its values at once: --grid lr=0.1,0.2"
+        raise InputError("is given twice", field="--grid", value=twice[0], hint=hint)
     data = {
         "base": str(source),
         "mode": "strong" if strong else "weak" if weak else "grid",
         "set": fields,
-        "axes": dict(_axis(text) for text in grid),
+        "axes": dict(axes),
     }
     if strong or weak:
         option = "--strong" if strong else "--weak"

@@ -48,6 +48,7 @@ def test_a_sweep_with_failed_points_says_where_to_look(swept: list[str], hpml: H
     again = hpml("sweep", "resume", "last")
     assert again.code == 6
     assert "hpml logs " in again.err
+    assert "nothing to cancel" in hpml("sweep", "cancel", "last").out
 
 
 def test_two_sweeps_of_one_kind_compare(swept: list[str], hpml: Hpml, tmp_path: Path) -> None:
@@ -124,6 +125,7 @@ def test_a_full_disk_leaves_no_plan_behind(swept: list[str], shell: Shell) -> No
         ("plan toy.yaml --strong ranks=1 --weak ranks=1", 2, ["--weak", "only one"]),
         ("plan toy.yaml --grid nods.x=1,2", 2, ["axes.nods.x", "neither an argument nor a field"]),
         ("plan toy.yaml --grid lr=", 2, ["--grid: must be written"]),
+        ("plan toy.yaml --grid lr=1 --grid lr=2", 2, ["--grid: is given twice (got '--lr')"]),
         ("plan toy.yaml --grid lr=1,2 --repeats 0", 2, ["--repeats"]),
         ("run toy.yaml --grid resources.time=1-0,nonsense --local", 2, ["resources.time"]),
         ("run toy.yaml --weak nodes=1,2 --local", 2, ["resources.nodes", "at nodes = 2"]),
