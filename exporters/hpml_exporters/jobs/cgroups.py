@@ -247,7 +247,11 @@ def _candidates(root: _Root) -> Iterator[tuple[str, int]]:
 def _controllers(cgroup: str) -> dict[str, str]:
     """Return the mount points of the controllers of version 1 by name; several may share one."""
     found = {}
-    for name in procfs.subdirectories(cgroup):
+    try:
+        names = sorted(os.listdir(cgroup))  # with links, as distributions have for joined ones
+    except OSError:
+        return {}
+    for name in names:
         for controller in name.split(","):
             path = f"{cgroup}/{name}"
             if controller in _CONTROLLERS and os.path.exists(f"{path}/cgroup.procs"):

@@ -64,10 +64,19 @@ def only_slurmstepd_knows(machine: Machine) -> None:
     (machine.proc / "80/cgroup").write_text(path)
 
 
+def linked(machine: Machine) -> None:
+    version_1(machine)
+    for controller in list(machine.cgroup.iterdir()):
+        real = machine.cgroup.with_name(f"real-{controller.name}")
+        controller.rename(real)
+        controller.symlink_to(real)
+
+
 LAYOUTS: dict[str, Callable[[Machine], None]] = {
     "version 1": version_1,
     "one of several slurmd": lambda m: version_1(m, "slurm_node1/uid_1000/job_77"),
     "controllers share a mount": lambda m: version_1(m, freezer="freezer", cpuacct="cpu,cpuacct"),
+    "controllers are links": linked,
     "no freezer": lambda m: version_1(m, memory="memory"),
     "CgroupPrepend": prepended,
     "hybrid": hybrid,
