@@ -9,33 +9,52 @@ from __future__ import annotations
 import contextlib
 import os
 import sys
+from collections.abc import Callable
+from typing import TYPE_CHECKING, NoReturn
 
-__all__ = ["main"]
+if TYPE_CHECKING:
+    from hpml_exporters.core.sampler import Source
+    from hpml_exporters.options import NodeOptions
+
+    Load = Callable[[str], tuple[NodeOptions, list[Source] | None]]
+
+__all__ = ["main", "program"]
 
 _WRONG_OPTIONS = 2
 _STANDARD_ERROR = 2
 
 
-def main(words: list[str]) -> int:
-    """Run the exporter with options as one JSON object; returns the exit status."""
+def _load_node(text: str) -> tuple[NodeOptions, list[Source] | None]:
+    from hpml_exporters.options import NodeOptions  # noqa: PLC0415 - signals first
+
+    return NodeOptions.from_json(text), None
+
+
+def main(words: list[str], load: Load = _load_node) -> int:
+    """Run an exporter with options as one JSON object; returns the exit status.
+
+    Args:
+        words: the arguments.
+        load: returns the options, and collectors other than a node's.
+    """
     from hpml_exporters.app import block_signals, run  # noqa: PLC0415 - signals first
 
     block_signals()
     from hpml_exporters.core.sampler import tell  # noqa: PLC0415
-    from hpml_exporters.options import NodeOptions, check  # noqa: PLC0415
+    from hpml_exporters.options import check  # noqa: PLC0415
     from hpml_orchestrator.errors import HpmlError  # noqa: PLC0415
 
     if len(words) != 1:
         tell("error: one argument is wanted: options as JSON, see hpml_exporters/options.py")
         return _WRONG_OPTIONS
     try:
-        options = NodeOptions.from_json(words[0])
-    except (ValueError, TypeError, AttributeError) as error:
-        tell(f"error: the options are no JSON object of NodeOptions: {error}")
-        return _WRONG_OPTIONS
-    try:
+        try:
+            options, sources = load(words[0])
+        except (ValueError, TypeError, AttributeError) as error:
+            tell(f"error: the options are no JSON object of NodeOptions: {error}")
+            return _WRONG_OPTIONS
         check(options)
-        return run(options)
+        return run(options, sources)
     except HpmlError as error:
         tell(f"error: {error}")
         if error.hint:
@@ -54,11 +73,16 @@ def _open_standard_descriptors() -> None:
     os.close(last)
 
 
-if __name__ == "__main__":
+def program(load: Load = _load_node) -> NoReturn:
+    """Be the process of an exporter, from its arguments to its exit status."""
     _open_standard_descriptors()
-    status = main(sys.argv[1:])
+    status = main(sys.argv[1:], load)
     for stream in (sys.stdout, sys.stderr):
         # It is None where the caller closed it; and whoever read it may be gone.
         with contextlib.suppress(AttributeError, OSError, ValueError):
             stream.flush()
     os._exit(status)  # threads that wait in a driver or for a client keep nobody
+
+
+if __name__ == "__main__":
+    program()

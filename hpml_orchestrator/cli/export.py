@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import os
 import re
-import sys
 from dataclasses import asdict, fields
 from importlib.util import find_spec
 from pathlib import Path
@@ -18,7 +17,7 @@ from hpml_exporters.web import config as web_config_file
 from hpml_exporters.web.address import split
 
 from hpml_orchestrator.cli.common import JsonOption, print_json, print_table, refuse_empty
-from hpml_orchestrator.cli.process import refuse_gone_directory
+from hpml_orchestrator.cli.process import become_exporter, refuse_gone_directory
 from hpml_orchestrator.cli.slurm_export import slurm
 from hpml_orchestrator.errors import InputError
 
@@ -126,11 +125,7 @@ def node(
     )
     _check(options)
     _warn(options)
-    sys.stdout.flush()
-    sys.stderr.flush()
-    # A process of its own, which has loaded nothing of the command line.
-    argv = [sys.executable, "-P", "-m", "hpml_exporters", options.to_json()]
-    os.execve(sys.executable, argv, {"MALLOC_ARENA_MAX": "2", **os.environ})  # noqa: S606
+    become_exporter("hpml_exporters", options.to_json())
 
 
 @group.command()

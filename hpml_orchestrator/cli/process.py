@@ -23,6 +23,7 @@ __all__ = [
     "EXIT_STUCK",
     "EXIT_TERMINATED",
     "Stop",
+    "become_exporter",
     "notice",
     "refuse_gone_directory",
     "report_unwritable_output",
@@ -38,6 +39,19 @@ EXIT_TERMINATED = 128 + signal.SIGTERM
 def notice(text: str) -> None:
     """Print a line of progress on standard error."""
     typer.echo(f"hpml: {text}", err=True)
+
+
+def become_exporter(module: str, options: str) -> None:
+    """Replace this process by an exporter's, which has loaded nothing of the command line.
+
+    Args:
+        module: that Python runs.
+        options: its one argument.
+    """
+    sys.stdout.flush()
+    sys.stderr.flush()
+    argv = [sys.executable, "-P", "-m", module, options]
+    os.execve(sys.executable, argv, {"MALLOC_ARENA_MAX": "2", **os.environ})  # noqa: S606
 
 
 def refuse_gone_directory() -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import sys
 from pathlib import Path
 from typing import Annotated
 
@@ -15,6 +14,7 @@ from hpml_exporters.slurm.targets import TargetServer
 from hpml_exporters.slurm.targets import targets as targets_of
 from hpml_exporters.web.address import listen_on, split
 
+from hpml_orchestrator.cli.process import become_exporter
 from hpml_orchestrator.errors import InputError
 from hpml_orchestrator.records.files import write_text
 
@@ -68,11 +68,7 @@ def slurm(
     split(listen)
     if not web_config:
         _warn(listen, "metrics of the cluster", "use --web-config FILE")
-    sys.stdout.flush()
-    sys.stderr.flush()
-    # A process of its own, which has loaded nothing of the command line.
-    argv = [sys.executable, "-P", "-m", "hpml_exporters.slurm", options.to_json()]
-    os.execve(sys.executable, argv, {"MALLOC_ARENA_MAX": "2", **os.environ})  # noqa: S606
+    become_exporter("hpml_exporters.slurm", options.to_json())
 
 
 def targets(

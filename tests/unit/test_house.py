@@ -39,7 +39,7 @@ EXPORTER_ARROWS: dict[str, set[str]] = {
     "gpu": {"core", "jobs", "options"},
     "node": {"core", "options"},
     "training": {"core", "jobs", "options"},
-    "slurm": {"app", "core", "options"},
+    "slurm": {"__main__", "core", "options"},
 }
 TOO_HEAVY = {"typer", "rich", "pydantic", "jinja2", "torch", "numpy", "pandas", "requests"}
 HEAVY_AT_IMPORT = {"asyncio", "ssl", "concurrent", "multiprocessing", "subprocess", "logging"}

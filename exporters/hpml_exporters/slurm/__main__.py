@@ -3,25 +3,21 @@
 from __future__ import annotations
 
 import json
-import sys
+from typing import TYPE_CHECKING
 
-from hpml_exporters.app import run
-from hpml_exporters.core.sampler import tell
-from hpml_exporters.slurm.options import SlurmOptions
-from hpml_orchestrator.errors import HpmlError
+from hpml_exporters.__main__ import program
+
+if TYPE_CHECKING:
+    from hpml_exporters.core.sampler import Source
+    from hpml_exporters.options import NodeOptions
 
 
-def main() -> int:
-    """Run the exporter; returns the exit status."""
-    try:
-        options = SlurmOptions(**json.loads(sys.argv[1]))
-        return run(options.server(), options.sources())
-    except HpmlError as error:
-        tell(f"error: {error}")
-        if error.hint:
-            tell(f"hint: {error.hint}")
-        return error.exit_code
+def _load(text: str) -> tuple[NodeOptions, list[Source]]:
+    from hpml_exporters.slurm.options import SlurmOptions  # noqa: PLC0415 - signals first
+
+    options = SlurmOptions(**json.loads(text))
+    return options.server(), options.sources()
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    program(_load)
