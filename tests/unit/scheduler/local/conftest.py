@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import time
@@ -85,8 +86,12 @@ class Bench:
 
     def processes(self) -> list[str]:
         """Return the command lines of all processes that belong to a job of this bench."""
-        pids = [who.pid for who in marked(["MINE=yes", f"HPML_TEST={self.path}"])]
-        return [Path(f"/proc/{pid}/cmdline").read_text() for pid in pids if read_stat(pid)]
+        lines = []
+        for who in marked(["MINE=yes", f"HPML_TEST={self.path}"]):
+            with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # ended meanwhile
+                if read_stat(who.pid):
+                    lines.append(Path(f"/proc/{who.pid}/cmdline").read_text())
+        return lines
 
 
 @pytest.fixture

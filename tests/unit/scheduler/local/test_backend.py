@@ -342,7 +342,7 @@ def test_a_reboot_is_a_node_failure(bench: Bench) -> None:
     supervisor = {"pid": os.getpid(), "start": 1, "boot": "another"}
     state = {"state": "RUNNING", "started": 1.0, "supervisor": supervisor}
     write_json(bench.path / "home" / "jobs" / job_id / "0.json", state)
-    status = bench.status(job_id)
+    status = bench.over(job_id)  # later, while the job's own supervisor still holds the lock
     assert status.state is JobState.NODE_FAIL
     assert "restarted" in status.reason
 
