@@ -1,4 +1,4 @@
-"""Find the files that are not Python modules: templates, dashboards, training jobs."""
+"""Find the files that are not Python modules: templates, training jobs, manual pages."""
 
 from __future__ import annotations
 

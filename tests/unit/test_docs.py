@@ -44,7 +44,6 @@ PAGES = [
     *RUN_PAGES,
     "CHANGELOG.md",
     "CONTRIBUTING.md",
-    "dashboards/README.md",
     "exporters/README.md",
     "training_jobs/README.md",
     "deploy/devcluster/README.md",
