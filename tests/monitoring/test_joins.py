@@ -198,4 +198,4 @@ def test_the_example_loads_the_rules(promtool: Promtool) -> None:
     """Prometheus' own check of both files."""
     done = promtool("check", "config", ROOT / "deploy/prometheus/prometheus.yml")
     assert done.returncode == 0, done.stdout + done.stderr
-    assert "11 rules found" in done.stdout
+    assert done.stdout.count("rules found") == 2
