@@ -1,0 +1,280 @@
+"""Jobs while they run: their figures, from Prometheus or else from records, and bottlenecks."""
+
+from __future__ import annotations
+
+import time
+from collections import defaultdict
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, NamedTuple
+
+from hpml_orchestrator.errors import HpmlError
+from hpml_orchestrator.records.events import read_recent
+from hpml_orchestrator.records.run import owner_name
+from hpml_orchestrator.runs.dashboard import cluster_job, job_dashboard
+from hpml_orchestrator.runs.monitored import monitored_nodes, numbers, together
+from hpml_orchestrator.runs.prometheus import PrometheusError
+from hpml_orchestrator.runs.status import states
+from hpml_orchestrator.spec.values import parse_time
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Mapping, Sequence
+
+    from hpml_orchestrator.records.events import Event
+    from hpml_orchestrator.records.store import Attempt, Store, Submission
+    from hpml_orchestrator.runs.backend import Backends
+    from hpml_orchestrator.runs.prometheus import MeasuredJob, Prometheus
+    from hpml_orchestrator.runs.state import State
+
+__all__ = ["RULES", "LiveJob", "LiveJobs", "Rule"]
+
+SCHEDULER_SECONDS = 30.0
+"""Least time between two questions to a scheduler."""
+
+_RETRY_SECONDS = 30.0
+_SCRAPED_SECONDS = 120.0  # after its start at the latest, a job is seen by Prometheus
+_NO_JOBS = "no running jobs: are hpml's exporters scraped, its recording rules loaded?"
+_WINDOW_SECONDS = 30.0
+_STALE_SECONDS = 1200.0  # twice the longest time between two counters of a rank
+
+
+class Rule(NamedTuple):
+    """A figure that shows a bottleneck when it passes a limit."""
+
+    figure: str
+    limit: float
+    text: str  # `{}` is the figure
+    below: bool = False  # whether figures below the limit are the bad ones
+    after_seconds: float = 0.0  # since the job's start: before, jobs load and copy
+
+    def holds(self, figures: Mapping[str, float], age: float) -> bool:
+        """Return whether a job with these figures, `age` seconds old, has this bottleneck."""
+        value = figures.get(self.figure)
+        if value is None or age < self.after_seconds:
+            return False
+        return value < self.limit if self.below else value > self.limit
+
+
+RULES = (
+    Rule("gpus_unused", 0.5, "GPU unused: {:.0f} without a process", after_seconds=300),
+    Rule("samples_per_second", 1e-9, "stalled: no samples in 5 min", below=True),
+    Rule("memory_ratio", 0.9, "memory: {:.0%} of the limit"),
+    Rule("gpu_throttled_ratio", 0.05, "throttled: {:.0%} of the time"),
+    Rule("data_wait_ratio", 0.6, "input-bound: waits {:.0%} of the time for data"),
+    Rule("wait_spread_ratio", 0.2, "slow rank: waits {:.0%} of a step longer for data"),
+    Rule("step_spread_ratio", 0.2, "slow rank: the fastest takes {:.0%} less time"),
+    Rule("gpu_busy_ratio", 0.1, "GPU idle: {:.0%} busy", below=True, after_seconds=300),
+    Rule("cpu_busy_ratio", 0.95, "CPU-bound: {:.0%} of the CPUs busy"),
+)
+"""What is reported as a bottleneck, the worst first."""
+
+
+@dataclass
+class LiveJob:
+    """A job that has not ended; times are in seconds."""
+
+    job_id: str
+    name: str
+    user: str
+    state: str
+    run: str  # `<id>.<index>` of an array's task; empty where it is no run of hpml
+    reason: str = ""  # why it waits
+    started: float | None = None  # since the epoch
+    elapsed_seconds: float | None = None
+    left_seconds: float | None = None  # of its time limit
+    source: str = ""  # of its figures: `prometheus` or `records`
+    figures: dict[str, float] = field(default_factory=dict)  # by the names in docs/top.md
+    bottlenecks: list[str] = field(default_factory=list)  # the worst first
+    dashboard: str | None = None
+
+    def add(self, figures: Mapping[str, float], source: str, now: float) -> LiveJob:
+        """Add its figures, what follows from them, and its bottlenecks; returns the job."""
+        self.source = source if figures else ""
+        every = self.figures = dict(figures)
+        self.started = self.started or every.pop("started", None)
+        if self.started is not None and self.elapsed_seconds is None:
+            self.elapsed_seconds = max(0.0, now - self.started)
+        if every.get("gpus") and "gpus_busy" in every:
+            every["gpu_busy_ratio"] = every["gpus_busy"] / every["gpus"]
+        if every.get("cpus") and "cpus_busy" in every:
+            every["cpu_busy_ratio"] = every["cpus_busy"] / every["cpus"]
+        if "gpus_allocated" in every and "gpus_used" in every:
+            every["gpus_unused"] = every["gpus_allocated"] - every["gpus_used"]
+        found = [rule for rule in RULES if rule.holds(every, self.elapsed_seconds or 0.0)]
+        self.bottlenecks = [rule.text.format(every[rule.figure]) for rule in found]
+        return self
+
+
+@dataclass
+class LiveJobs:
+    """Looks at jobs again and again, and asks no scheduler more often than every 30 seconds.
+
+    Attributes:
+        store: where records live.
+        runs: the runs to look at; all that have not ended when empty.
+        prometheus: where figures come from; records alone without one.
+        user: whose jobs Prometheus is asked for; those of everybody when empty.
+        site: the value of `--site` or `HPML_SITE`.
+        backends: opens schedulers.
+        now: seconds since the epoch.
+        problem: why Prometheus gives no figures; empty where it does, or is not asked.
+    """
+
+    store: Store
+    runs: Sequence[Submission] = ()
+    prometheus: Prometheus | None = None
+    user: str = ""
+    site: str = ""
+    backends: Backends | None = None
+    now: Callable[[], float] = time.time
+    problem: str = field(default="", init=False)
+
+    def __post_init__(self) -> None:
+        self._states: list[State] = []
+        self._over: set[str] = set()  # ids of submissions
+        self._ask_at = self._retry_at = 0.0
+
+    def look(self) -> list[LiveJob]:
+        """Return the jobs as they are now."""
+        now = self.now()
+        if now >= self._ask_at:
+            self._states, self._ask_at = self._ask(), now + SCHEDULER_SECONDS
+        measured = self._measure(now)
+        by_key = {(job.cluster, job.job_id): job for job in measured}
+        by_run = {job.run: job for job in measured if job.run}
+        jobs = []
+        for state in self._states:
+            attempt = _attempt(state)
+            job = self._job(state, attempt, now)
+            key = ("", "") if attempt is None else cluster_job(attempt)
+            known = by_run.get(job.run) or by_key.get(key)
+            if known is not None:
+                by_key.pop((known.cluster, known.job_id), None)
+                job.add(known.figures, "prometheus", now)
+            elif attempt is not None and state.state == "RUNNING":
+                job.add(_recorded(attempt, now), "records", now)
+            jobs.append(job)
+        for known in by_key.values() if not self.runs else ():
+            if not {known.run, known.run.rpartition(".")[0]} & self._over:
+                job = LiveJob(known.job_id, known.name, known.user, "RUNNING", known.run)
+                jobs.append(job.add(known.figures, "prometheus", now))
+        return jobs
+
+    def _ask(self) -> list[State]:
+        """Return the runs and running tasks to look at; of an array without any, the array."""
+        chosen = self.runs or [run for run in self.store.submissions() if run.sid not in self._over]
+        every = states(self.store, chosen, backends=self.backends, now=self.now)
+        if not self.runs:
+            self._over |= {state.submission.sid for state in every if state.over}
+        shown: list[State] = []
+        for state in every:
+            running = [task for task in state.tasks if task.state == "RUNNING"]
+            shown += running or ([state] if self.runs or not state.over else [])
+        return shown
+
+    def _measure(self, now: float) -> list[MeasuredJob]:
+        if self.prometheus is None or now < self._retry_at:
+            return []
+        try:
+            measured, self.problem = self.prometheus.jobs(self.user), ""
+        except PrometheusError as error:
+            self.problem, self._retry_at = str(error), now + _RETRY_SECONDS
+            return []
+        old = [state for state in self._states if now - (state.started or now) > _SCRAPED_SECONDS]
+        if not measured and any(state.state == "RUNNING" for state in old):
+            self.problem = f"{self.prometheus.url}: {_NO_JOBS}"
+        return measured
+
+    def _job(self, state: State, attempt: Attempt | None, now: float) -> LiveJob:
+        """Return what records and scheduler know of a run."""
+        age = left = None
+        if attempt is not None and state.started:
+            age = max(0.0, (state.ended or now) - state.started)
+            limit = parse_time(state.submission.record()["job"]["resources"]["time"])
+            left = None if state.over else max(0.0, limit - age)
+        return LiveJob(
+            job_id=state.job_id,
+            name=state.name,
+            user=owner_name(state.submission.directory),
+            state=state.state,
+            run=state.submission.label,
+            reason=state.reason,
+            started=state.started if age is not None else None,
+            elapsed_seconds=age,
+            left_seconds=left,
+            dashboard=job_dashboard(state, chosen=self.site),
+        )
+
+
+def _attempt(state: State) -> Attempt | None:
+    try:
+        return None if state.tasks else state.run.newest()
+    except HpmlError:  # another user's
+        return None
+
+
+def _recorded(attempt: Attempt, now: float) -> dict[str, float]:
+    """Return the figures in the records of an attempt: means and peaks since its start.
+
+    Those of the training are about its last 30 seconds, or its last counters.
+    """
+    figures = _trained(read_recent(attempt.directory / "events"), now)
+    whole = together(monitored_nodes(attempt))
+    if whole is None:
+        return figures
+    gpus, seconds = whole.gpus, max(whole.seconds, 1.0)
+    known = whole.figures
+    if gpus:
+        figures["gpus"] = float(len(gpus))
+        figures["gpus_busy"] = sum(gpu.figures.get("utilization_ratio", 0.0) for gpu in gpus)
+        memory = [gpu.figures.get("memory_peak_bytes", 0.0) for gpu in gpus]
+        figures["gpu_memory_used_bytes"] = sum(memory)
+        figures["gpu_throttled_ratio"] = max(_hot(gpu.throttled_seconds) for gpu in gpus) / seconds
+    names = {"mean_cpus": "cpus_busy", "memory_peak_bytes": "memory_bytes"}
+    for name in ("gpus_allocated", "gpus_used", "cpus", *names):
+        if name in known:
+            figures[names.get(name, name)] = known[name]
+    for name in ("read", "write"):
+        if f"io_{name}_bytes" in known:
+            figures[f"{name}_bytes_per_second"] = known[f"io_{name}_bytes"] / seconds
+    if known.get("memory_limit_bytes") and "memory_bytes" in figures:
+        figures["memory_ratio"] = figures["memory_bytes"] / known["memory_limit_bytes"]
+    return figures
+
+
+def _hot(throttled: Mapping[str, float]) -> float:
+    """Return the seconds that clocks were held down by heat or a brake, not by the power cap."""
+    hot = ("hw_", "sw_thermal", "power_brake")
+    return sum(seconds for reason, seconds in throttled.items() if reason.startswith(hot))
+
+
+def _trained(events: Iterable[Event], now: float) -> dict[str, float]:
+    """Return the figures that the last counters of the ranks give."""
+    steps: dict[int | None, list[Event]] = defaultdict(list)
+    for event in events:
+        if event.event == "step" and now - event.time < _STALE_SECONDS:
+            steps[event.rank].append(event)
+    rate, waited, stepped = 0.0, 0.0, 0.0
+    waits, durations = [], []
+    for counters in steps.values():
+        last = counters[-1]
+        earlier = [step for step in counters if step.time <= last.time - _WINDOW_SECONDS]
+        first = (earlier[-1:] or counters)[0]
+        before, after = numbers(first.data), numbers(last.data)
+        grown = {name: after[name] - before.get(name, 0.0) for name in after}
+        count, seconds = grown.get("steps_total", 0.0), last.time - first.time
+        if count <= 0 or seconds <= 0:
+            continue
+        rate += grown.get("samples_total", 0.0) / seconds
+        if grown.get("step_seconds_total", 0.0) > 0:
+            stepped += grown["step_seconds_total"]
+            durations.append(grown["step_seconds_total"] / count)
+            if "data_wait_seconds_total" in grown:
+                waited += grown["data_wait_seconds_total"]
+                waits.append(grown["data_wait_seconds_total"] / count)
+    figures = {"samples_per_second": rate} if rate else {}
+    if durations:
+        figures["step_spread_ratio"] = 1 - min(durations) / max(durations)
+    if waits:
+        figures["data_wait_ratio"] = waited / stepped
+        figures["wait_spread_ratio"] = (max(waits) - min(waits)) / max(durations)
+    return figures
