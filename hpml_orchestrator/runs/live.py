@@ -30,6 +30,10 @@ __all__ = ["RULES", "LiveJob", "LiveJobs", "Rule"]
 SCHEDULER_SECONDS = 30.0
 """Least time between two questions to a scheduler."""
 
+RATE_SECONDS = 300.0
+"""What rates in Prometheus' recording rules are taken over."""
+
+_RATES = {"cpus_busy", "read_bytes_per_second", "write_bytes_per_second", "samples_per_second"}
 _RETRY_SECONDS = 30.0
 _SCRAPED_SECONDS = 120.0  # after its start at the latest, a job is seen by Prometheus
 _NO_JOBS = "no running jobs: are hpml's exporters scraped, its recording rules loaded?"
@@ -55,14 +59,14 @@ class Rule(NamedTuple):
 
 
 RULES = (
-    Rule("gpus_unused", 0.5, "GPU unused: {:.0f} without a process", after_seconds=300),
-    Rule("samples_per_second", 1e-9, "stalled: no samples in 5 min", below=True),
+    Rule("gpus_unused", 0.5, "GPU unused: {:.0f} without a process", after_seconds=RATE_SECONDS),
+    Rule("samples_per_second", 1e-9, "stalled: no samples in 5 min", True, RATE_SECONDS),
     Rule("memory_ratio", 0.9, "memory: {:.0%} of the limit"),
-    Rule("gpu_throttled_ratio", 0.05, "throttled: {:.0%} of the time"),
+    Rule("gpu_throttled_ratio", 0.05, "throttled: {:.0%} of the time", after_seconds=RATE_SECONDS),
     Rule("data_wait_ratio", 0.6, "input-bound: waits {:.0%} of the time for data"),
     Rule("wait_spread_ratio", 0.2, "slow rank: waits {:.0%} of a step longer for data"),
     Rule("step_spread_ratio", 0.2, "slow rank: the fastest takes {:.0%} less time"),
-    Rule("gpu_busy_ratio", 0.1, "GPU idle: {:.0%} busy", below=True, after_seconds=300),
+    Rule("gpu_busy_ratio", 0.1, "GPU idle: {:.0%} busy", below=True, after_seconds=RATE_SECONDS),
     Rule("cpu_busy_ratio", 0.95, "CPU-bound: {:.0%} of the CPUs busy"),
 )
 """What is reported as a bottleneck, the worst first."""
@@ -90,9 +94,16 @@ class LiveJob:
         """Add its figures, what follows from them, and its bottlenecks; returns the job."""
         self.source = source if figures else ""
         every = self.figures = dict(figures)
-        self.started = self.started or every.pop("started", None)
+        started, busy_now = every.pop("started", None), every.pop("gpus_busy_now", None)
+        self.started = self.started or started
         if self.started is not None and self.elapsed_seconds is None:
             self.elapsed_seconds = max(0.0, now - self.started)
+        if source == "prometheus" and 0 < (age := self.elapsed_seconds or 0.0) < RATE_SECONDS:
+            # Rates of five minutes: most of that time the job did not exist.
+            for name in _RATES & every.keys():
+                every[name] *= RATE_SECONDS / age
+            if busy_now is not None:  # the GPUs' counters go on from job to job
+                every["gpus_busy"] = busy_now
         if every.get("gpus") and "gpus_busy" in every:
             every["gpu_busy_ratio"] = every["gpus_busy"] / every["gpus"]
         if every.get("cpus") and "cpus_busy" in every:

@@ -62,6 +62,7 @@ _FIGURES = {
     "gpus_allocated": _on_nodes("hpml_job_gpus_allocated"),
     "gpus_used": _on_nodes("hpml_job_gpus_used"),
     "gpus_busy": "hpml:job_gpus_busy:rate5m{$jobs}",
+    "gpus_busy_now": _of_gpus("sum", "max by (uuid) (hpml_gpu_utilization_ratio{$gpus})"),
     "gpu_memory_used_bytes": _of_gpus("sum", "max by (uuid) (hpml_gpu_memory_used_bytes{$gpus})"),
     "gpu_memory_total_bytes": _of_gpus("sum", "max by (uuid) (hpml_gpu_memory_total_bytes{$gpus})"),
     "gpu_throttled_ratio": _of_gpus("max", _THROTTLED),
