@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import re
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -45,16 +44,16 @@ while True:
 
 
 def node(
-    name: str, jobid: str, scope: str = "node", memory: int = 50, **gpus: float
+    name: str, jobid: str, gpus: Mapping[str, float], scope: str = "node", memory: int = 50
 ) -> dict[str, tuple[float, float]]:
     """What an exporter shows of one job on a node: value now and growth per second, by series.
 
     Args:
         name: of the node.
         jobid: of the job.
+        gpus: how busy each of the job's GPUs is, by UUID; one that is not has no process.
         scope: `node`, or `job` for the exporter of the job alone.
         memory: of the job, in GiB; its limit is 100.
-        gpus: how busy each of the job's GPUs is, by UUID; one that is not has no process.
     """
     own = f'instance="{name}:{scope}",job="hpml",cluster="main"'
     job = f'{own},jobid="{jobid}"'
@@ -102,13 +101,11 @@ def node(
 def server(tmp_path: Path, promtool: Promtool) -> Iterator[Prometheus]:
     """A Prometheus of three jobs: 17 is on two nodes, one of which is scraped twice."""
     n1 = {"G1": 0.9, "G2": 0.9}
-    series = (
-        node("n1", "17", **n1) | node("n1", "17", "job", **n1) | node("n2", "17", memory=95, G3=0)
-    )
-    series |= node("n3", "18", G4=1.0) | node("n4", "19")
+    series = node("n1", "17", n1) | node("n1", "17", n1, "job") | node("n3", "18", {"G4": 1.0})
+    series |= node("n2", "17", {"G3": 0.0}, memory=95) | node("n4", "19", {})
     now, lines = time.time(), list[str]()
     for name, (value, growth) in sorted(series.items()):
-        assert re.match(r"\w+", name)[0] in KNOWN  # type: ignore[index]
+        assert name.partition("{")[0] in KNOWN
         lines += [
             f"{name} {value + growth * offset} {now + offset:.3f}"
             for offset in range(-PAST, FUTURE, STEP)
@@ -127,11 +124,7 @@ def test_figures_and_bottlenecks_of_jobs(server: Prometheus, tmp_path: Path) -> 
 
     def complete() -> dict[str, Any]:
         found = {job.job_id: job for job in jobs.look()}
-        return (
-            found
-            if found.keys() == {"17", "19"} and len(found["17"].figures) > 19 or print(found)
-            else {}
-        )
+        return found if found.keys() == {"17", "19"} and len(found["17"].figures) > 19 else {}
 
     found = eventually(complete, pause=0.2)
     assert jobs.problem == ""
@@ -185,7 +178,7 @@ def test_a_real_job_until_prometheus_is_gone(prometheus: BootPrometheus, tmp_pat
 
         def shown(source: str, url: str) -> dict[str, Any]:
             (job,) = desk.json("top", "--prometheus", url)["jobs"]
-            return job if job["source"] == source and "samples_per_second" in job["figures"] else {}
+            return job if job["source"] == source and job["bottlenecks"] else {}
 
         job = eventually(lambda: shown("prometheus", server.url), pause=0.5)
         assert (job["run"], job["state"], job["name"]) == (made["id"], "RUNNING", "train")
