@@ -23,9 +23,11 @@ from hpml_orchestrator.errors import InputError
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-__all__ = ["MeasuredJob", "Prometheus", "PrometheusError"]
+__all__ = ["TIMEOUT_SECONDS", "MeasuredJob", "Prometheus", "PrometheusError"]
 
-_TIMEOUT_SECONDS = 5.0
+TIMEOUT_SECONDS = 5.0
+"""Longest wait for an answer."""
+
 _MOST_BYTES = 32 << 20
 
 _JOB = "by (cluster, jobid)"
@@ -169,12 +171,12 @@ class Prometheus:
 
     def _query(self, promql: str) -> list[tuple[dict[str, str], float]]:
         """Return labels and value of each finite sample of an instant query."""
-        data = urlencode({"query": promql, "timeout": f"{_TIMEOUT_SECONDS:g}s"}).encode()
+        data = urlencode({"query": promql, "timeout": f"{TIMEOUT_SECONDS:g}s"}).encode()
         request = Request(f"{self.url}/api/v1/query", data)  # noqa: S310 - http or https
         if self._authorization:  # which a redirection must not take to another host
             request.add_unredirected_header("Authorization", self._authorization)
         try:
-            with urlopen(request, timeout=_TIMEOUT_SECONDS) as answer:  # noqa: S310 - as above
+            with urlopen(request, timeout=TIMEOUT_SECONDS) as answer:  # noqa: S310 - as above
                 result = json.loads(answer.read(_MOST_BYTES))["data"]["result"]
             samples = [(series["metric"], float(series["value"][1])) for series in result]
         except HTTPError as error:
