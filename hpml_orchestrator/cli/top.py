@@ -12,7 +12,7 @@ import termios
 import time
 import tty
 from dataclasses import asdict
-from typing import TYPE_CHECKING, Annotated, NamedTuple
+from typing import TYPE_CHECKING, Annotated, Literal, NamedTuple
 
 import typer
 from rich.console import Console, Group, RenderableType
@@ -45,7 +45,8 @@ __all__ = ["draw", "top"]
 
 _KEY_SECONDS = 0.2
 _HEADER_LINES = 4
-_BOTTLENECK_CHARACTERS = 44
+_BOTTLENECK_CHARACTERS = 36
+_GAP = 2  # between columns
 
 
 def top(
@@ -96,7 +97,7 @@ def top(
         shown = [asdict(job) for job in found]
         print_json({"time": jobs.now(), "problem": jobs.problem, "jobs": shown})
     elif sys.stdout.isatty():
-        Console().print(draw(found, "", Console()))
+        Console().print(draw(found, width=Console().width))
     elif found:
         rows = [[column.text(job) or "-" for column in COLUMNS] for job in _sorted(found)]
         print_table([column.name for column in COLUMNS], rows)
@@ -125,7 +126,8 @@ def _watch(jobs: LiveJobs, interval: float) -> None:
                 look_at = time.monotonic() + interval
             if is_due or console.size != size:
                 size = console.size
-                live.update(draw(found, jobs.problem, console), refresh=True)
+                screen = draw(found, jobs.problem, width=size.width, height=size.height)
+                live.update(screen, refresh=True)
 
 
 @contextlib.contextmanager
@@ -164,6 +166,10 @@ def _rate(value: float) -> str:
     return f"{human_bytes(value)}/s"
 
 
+def _gibibytes(value: float) -> str:
+    return f"{value / (1 << 30):.0f}"
+
+
 def _time(seconds: float | None) -> str:
     return "" if seconds is None else seconds_text(seconds)
 
@@ -177,9 +183,9 @@ COLUMNS = (
     Column("LEFT", 5, lambda job: _time(job.left_seconds)),
     Column("GPUS", 4, _show("{:.0f}".format, "gpus_used", "gpus_allocated")),
     Column("BUSY", 0, _show("{:.0%}".format, "gpu_busy_ratio")),
-    Column("GPU MEMORY", 8, _show(human_bytes, "gpu_memory_used_bytes", "gpu_memory_total_bytes")),
-    Column("CPUS", 7, _show("{:.3g}".format, "cpus_busy", "cpus")),
-    Column("MEMORY", 6, _show(human_bytes, "memory_bytes")),
+    Column("GPU GiB", 6, _show(_gibibytes, "gpu_memory_used_bytes", "gpu_memory_total_bytes")),
+    Column("CPUS", 7, _show("{:.1f}".format, "cpus_busy", "cpus")),
+    Column("MEMORY", 8, _show(human_bytes, "memory_bytes")),
     Column("READ", 9, _show(_rate, "read_bytes_per_second")),
     Column("WRITE", 9, _show(_rate, "write_bytes_per_second")),
     Column("SAMPLES/S", 1, _show("{:,.0f}".format, "samples_per_second")),
@@ -194,24 +200,33 @@ def _sorted(jobs: Sequence[LiveJob]) -> list[LiveJob]:
     )
 
 
-def draw(jobs: Sequence[LiveJob], problem: str, console: Console) -> RenderableType:
-    """Return a table of the jobs that fits the console, below a line about all of them."""
+def draw(
+    jobs: Sequence[LiveJob], problem: str = "", *, width: int, height: int | None = None
+) -> RenderableType:
+    """Return a table of the jobs, below a line about all of them.
+
+    Args:
+        jobs: to show.
+        problem: why Prometheus gives no figures.
+        width: of the terminal; columns that do not fit are left out.
+        height: of the terminal; jobs that do not fit are counted. None shows all.
+    """
     running = [job for job in jobs if job.state == "RUNNING"]
     gpus, busy = (
         sum(job.figures.get(name, 0.0) for job in running) for name in ("gpus", "gpus_busy")
     )
-    sources = " and ".join(sorted({job.source for job in jobs if job.source}))
+    sources = " and ".join(sorted({job.source.capitalize() for job in jobs if job.source}))
     head = f"{time.strftime('%H:%M:%S')}   {counted(len(jobs), 'job')}, {len(running)} running"
     head += f"   {busy:.1f} of {gpus:.0f} GPUs busy" if gpus else ""
-    head += f"   figures from {sources}" if sources else ""
+    head += f"   figures: {sources}" if sources else ""
     lines: list[RenderableType] = [Text(head, style="bold", overflow="ellipsis", no_wrap=True)]
     if problem:
         lines.append(Text(f"{problem}; figures are from records", style="yellow"))
     shown = _sorted(jobs)
-    if console.is_terminal:
-        shown = shown[: max(1, console.height - _HEADER_LINES - bool(problem))]
+    if height is not None:
+        shown = shown[: max(1, height - _HEADER_LINES - bool(problem))]
     if jobs:
-        lines += [Text(""), _table(shown, console.width)]
+        lines += [Text(""), _table(shown, width)]
     if len(shown) < len(jobs):
         lines.append(Text(f"… and {len(jobs) - len(shown)} more", style="dim"))
     return Group(*lines)
@@ -221,7 +236,7 @@ def _table(jobs: Sequence[LiveJob], width: int) -> Table:
     """Return the table with as many columns as there is room for; the last one may be cut."""
     last = COLUMNS[-1]
     cells = {column: [column.text(job) for job in jobs] for column in COLUMNS}
-    room = {column: max(map(len, [column.name, *cells[column]])) + 2 for column in COLUMNS}
+    room = {column: max(map(len, [column.name, *cells[column]])) + _GAP for column in COLUMNS}
     room[last] = min(room[last], _BOTTLENECK_CHARACTERS)
     several = len({job.user for job in jobs}) > 1
     left = [
@@ -231,10 +246,12 @@ def _table(jobs: Sequence[LiveJob], width: int) -> Table:
     ]
     while sum(map(room.__getitem__, left)) > width and any(column.rank for column in left):
         left.remove(max(left, key=lambda column: column.rank))
-    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
+    room[last] = max(_GAP + 1, width - sum(map(room.__getitem__, left[:-1])))
+    table = Table(box=None, pad_edge=False, padding=(0, _GAP, 0, 0))
     for column in left:
-        right = column.name not in ("JOB", "NAME", "USER", "STATE", last.name)
-        table.add_column(column.name, justify="right" if right else "left", no_wrap=True)
+        is_text = column.name in ("JOB", "NAME", "USER", "STATE", last.name)
+        justify: Literal["left", "right"] = "left" if is_text else "right"
+        table.add_column(column.name, justify=justify, width=room[column] - _GAP, no_wrap=True)
     for row, job in enumerate(jobs):
         styles = {
             "STATE": {"RUNNING": "green", "PENDING": "yellow"}.get(job.state, ""),

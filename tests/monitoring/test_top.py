@@ -157,8 +157,8 @@ def test_figures_and_bottlenecks_of_jobs(server: Prometheus, tmp_path: Path) -> 
         "GPU unused: 1 without a process",
         "memory: 95% of the limit",
         "throttled: 10% of the time",
-        "input-bound: waits 70% of the time for data",
-        "slow rank: waits 30% of a step longer for data",
+        "input-bound: 70% waiting for data",
+        "slow rank: waits 30% of a step longer",
     ]
     assert (found["17"].run, found["17"].name, found["17"].user) == ("run-17", "train", "ada")
     everybody = LiveJobs(Store(tmp_path), prometheus=server)
@@ -183,9 +183,9 @@ def test_a_real_job_until_prometheus_is_gone(prometheus: BootPrometheus, tmp_pat
         job = eventually(lambda: shown("prometheus", server.url), pause=0.5)
         assert (job["run"], job["state"], job["name"]) == (made["id"], "RUNNING", "train")
         assert 3500 < job["left_seconds"] < 3600
-        assert job["bottlenecks"] == ["input-bound: waits 80% of the time for data"]
+        assert job["bottlenecks"] == ["input-bound: 80% waiting for data"]
         job = eventually(lambda: shown("records", "http://127.0.0.1:1"), pause=0.5)
         assert job["figures"]["samples_per_second"] == pytest.approx(100, rel=0.3)
-        assert job["bottlenecks"] == ["input-bound: waits 80% of the time for data"]
+        assert job["bottlenecks"] == ["input-bound: 80% waiting for data"]
     finally:
         desk.hpml("cancel", made["id"])
