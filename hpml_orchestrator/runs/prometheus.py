@@ -201,5 +201,5 @@ def _refusal(error: HTTPError) -> str:
 
 
 def _any_of(values: Iterable[str]) -> str:
-    """Return values as a regular expression in quotes, as PromQL has them; none matches nothing."""
-    return json.dumps("|".join(sorted({re.escape(value) for value in values})) or "-")
+    """Return a regular expression that matches any of some values, in quotes as PromQL has it."""
+    return json.dumps("|".join(sorted({re.escape(value) for value in values})))
