@@ -45,38 +45,25 @@ def job_dashboard(state: State, *, chosen: str = "") -> str | None:
         state: of the run.
         chosen: the value of `--site` or `HPML_SITE`.
     """
-    if not state.started or state.tasks or state.state in _WAITING:
-        return None
-    try:
-        if chosen:
-            profiles = list(map(str, find_profiles(None, {}, chosen=chosen)))
-        else:
-            profiles = state.submission.record().get("site", [])
-        site = _site(tuple(profiles))
-        attempt = state.run.newest()
-    except HpmlError:  # `hpml check` reports what is wrong with a profile
-        return None
-    if site is None or site.monitoring.dashboards is None or attempt is None or not attempt.job_id:
-        return None
-    cluster, job_id = cluster_job(attempt)
-    cluster = cluster or site.cluster or ""
-    parameters = {
-        **({"var-cluster": cluster} if cluster else {}),
-        "var-jobid": job_id,
-        "from": math.floor(state.started * 1000),
-        "to": math.ceil(state.ended * 1000) if state.ended else "now",
-    }
-    return f"{site.monitoring.dashboards.rstrip('/')}/d/hpml-job?{urlencode(parameters)}"
+    return _address(state, _site_of(state, chosen)) if state.started else None
 
 
 def state_json(state: State, *, chosen: str = "") -> dict[str, Any]:
     """Return a state for programs, with the address of its dashboard and of each task's."""
+    site = _site_of(state, chosen) if state.started else None
     shown = state.to_json()
-    tasks = zip(shown["tasks"], state.tasks, strict=True)
-    shown["tasks"] = [
-        {**row, "dashboard": job_dashboard(task, chosen=chosen)} for row, task in tasks
-    ]
-    return {**shown, "dashboard": job_dashboard(state, chosen=chosen)}
+    for row, task in zip(shown["tasks"], state.tasks, strict=True):
+        row["dashboard"] = _address(task, site)
+    return {**shown, "dashboard": _address(state, site)}
+
+
+def _site_of(state: State, chosen: str) -> Site | None:
+    try:
+        if chosen:
+            return _site(tuple(map(str, find_profiles(None, {}, chosen=chosen))))
+        return _site(tuple(state.submission.record().get("site", ())))
+    except HpmlError:  # `hpml check` reports what is wrong with a profile
+        return None
 
 
 @cache
@@ -86,3 +73,25 @@ def _site(paths: tuple[str, ...]) -> Site | None:
     from hpml_orchestrator.spec.site import load_site  # noqa: PLC0415 - where there is one
 
     return load_site([*map(Path, paths)]).site
+
+
+def _address(state: State, site: Site | None) -> str | None:
+    if site is None or site.monitoring.dashboards is None:
+        return None
+    if not state.started or state.tasks or state.state in _WAITING:
+        return None
+    try:
+        attempt = state.run.newest()
+    except HpmlError:  # another user's
+        return None
+    if attempt is None or not attempt.job_id:
+        return None
+    cluster, job_id = cluster_job(attempt)
+    parameters = {
+        "var-cluster": cluster or site.cluster or "",
+        "var-jobid": job_id,
+        "from": math.floor(state.started * 1000),
+        "to": math.ceil(state.ended * 1000) if state.ended else "now",
+    }
+    query = urlencode({name: value for name, value in parameters.items() if value != ""})
+    return f"{site.monitoring.dashboards.rstrip('/')}/d/hpml-job?{query}"
