@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import time
@@ -116,9 +117,9 @@ def read_milestones(directory: Path) -> Iterator[Event]:
 
 
 def read_recent(directory: Path, size: int = 1 << 15) -> Iterator[Event]:
-    """Yield the events in the last `size` bytes of each of an attempt's files."""
+    """Yield the events in the last `size` bytes of each of an attempt's files that can be read."""
     for path in _files(directory):
-        with path.open("rb") as stream:
+        with contextlib.suppress(OSError), path.open("rb") as stream:
             stream.seek(max(0, stream.seek(0, os.SEEK_END) - size))
             # The first and the last line may be torn, and then are no JSON.
             yield from filter(None, map(_event_of, stream.read(size).splitlines()))

@@ -3,23 +3,20 @@
 from __future__ import annotations
 
 import time
-from collections import defaultdict
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple
 
 from hpml_orchestrator.errors import HpmlError
-from hpml_orchestrator.records.events import read_recent
 from hpml_orchestrator.records.run import owner_name
 from hpml_orchestrator.runs.dashboard import cluster_job, job_dashboard
-from hpml_orchestrator.runs.monitored import monitored_nodes, numbers, together
 from hpml_orchestrator.runs.prometheus import PrometheusError
+from hpml_orchestrator.runs.recorded import recorded_figures
 from hpml_orchestrator.runs.status import states
 from hpml_orchestrator.spec.values import parse_time
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
-    from hpml_orchestrator.records.events import Event
     from hpml_orchestrator.records.store import Attempt, Store, Submission
     from hpml_orchestrator.runs.backend import Backends
     from hpml_orchestrator.runs.prometheus import MeasuredJob, Prometheus
@@ -37,8 +34,6 @@ _RATES = {"cpus_busy", "read_bytes_per_second", "write_bytes_per_second", "sampl
 _RETRY_SECONDS = 30.0
 _SCRAPED_SECONDS = 120.0  # after its start at the latest, a job is seen by Prometheus
 _NO_JOBS = "no running jobs: are hpml's exporters scraped, its recording rules loaded?"
-_WINDOW_SECONDS = 30.0
-_STALE_SECONDS = 1200.0  # twice the longest time between two counters of a rank
 
 
 class Rule(NamedTuple):
@@ -162,7 +157,7 @@ class LiveJobs:
                 by_key.pop((known.cluster, known.job_id), None)
                 job.add(known.figures, "prometheus", now)
             elif attempt is not None and state.state == "RUNNING":
-                job.add(_recorded(attempt, now), "records", now)
+                job.add(recorded_figures(attempt, now), "records", now)
             jobs.append(job)
         for known in by_key.values() if not self.runs else ():
             if not {known.run, known.run.rpartition(".")[0]} & self._over:
@@ -221,71 +216,3 @@ def _attempt(state: State) -> Attempt | None:
         return None if state.tasks else state.run.newest()
     except HpmlError:  # another user's
         return None
-
-
-def _recorded(attempt: Attempt, now: float) -> dict[str, float]:
-    """Return the figures in the records of an attempt: means and peaks since its start.
-
-    Those of the training are about its last 30 seconds, or its last counters.
-    """
-    figures = _trained(read_recent(attempt.directory / "events"), now)
-    whole = together(monitored_nodes(attempt))
-    if whole is None:
-        return figures
-    gpus, seconds = whole.gpus, max(whole.seconds, 1.0)
-    known = whole.figures
-    if gpus:
-        figures["gpus"] = float(len(gpus))
-        figures["gpus_busy"] = sum(gpu.figures.get("utilization_ratio", 0.0) for gpu in gpus)
-        memory = [gpu.figures.get("memory_peak_bytes", 0.0) for gpu in gpus]
-        figures["gpu_memory_used_bytes"] = sum(memory)
-        figures["gpu_throttled_ratio"] = max(_hot(gpu.throttled_seconds) for gpu in gpus) / seconds
-    names = {"mean_cpus": "cpus_busy", "memory_peak_bytes": "memory_bytes"}
-    for name in ("gpus_allocated", "gpus_used", "cpus", *names):
-        if name in known:
-            figures[names.get(name, name)] = known[name]
-    for name in ("read", "write"):
-        if f"io_{name}_bytes" in known:
-            figures[f"{name}_bytes_per_second"] = known[f"io_{name}_bytes"] / seconds
-    if known.get("memory_limit_bytes") and "memory_bytes" in figures:
-        figures["memory_ratio"] = figures["memory_bytes"] / known["memory_limit_bytes"]
-    return figures
-
-
-def _hot(throttled: Mapping[str, float]) -> float:
-    """Return the seconds that clocks were held down by heat or a brake, not by the power cap."""
-    hot = ("hw_", "sw_thermal", "power_brake")
-    return sum(seconds for reason, seconds in throttled.items() if reason.startswith(hot))
-
-
-def _trained(events: Iterable[Event], now: float) -> dict[str, float]:
-    """Return the figures that the last counters of the ranks give."""
-    steps: dict[int | None, list[Event]] = defaultdict(list)
-    for event in events:
-        if event.event == "step" and now - event.time < _STALE_SECONDS:
-            steps[event.rank].append(event)
-    rate, waited, stepped = 0.0, 0.0, 0.0
-    waits, durations = [], []
-    for counters in steps.values():
-        last = counters[-1]
-        earlier = [step for step in counters if step.time <= last.time - _WINDOW_SECONDS]
-        first = (earlier[-1:] or counters)[0]
-        before, after = numbers(first.data), numbers(last.data)
-        grown = {name: after[name] - before.get(name, 0.0) for name in after}
-        count, seconds = grown.get("steps_total", 0.0), last.time - first.time
-        if count <= 0 or seconds <= 0:
-            continue
-        rate += grown.get("samples_total", 0.0) / seconds
-        if grown.get("step_seconds_total", 0.0) > 0:
-            stepped += grown["step_seconds_total"]
-            durations.append(grown["step_seconds_total"] / count)
-            if "data_wait_seconds_total" in grown:
-                waited += grown["data_wait_seconds_total"]
-                waits.append(grown["data_wait_seconds_total"] / count)
-    figures = {"samples_per_second": rate} if rate else {}
-    if durations:
-        figures["step_spread_ratio"] = 1 - min(durations) / max(durations)
-    if waits:
-        figures["data_wait_ratio"] = waited / stepped
-        figures["wait_spread_ratio"] = (max(waits) - min(waits)) / max(durations)
-    return figures

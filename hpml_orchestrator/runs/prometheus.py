@@ -148,7 +148,7 @@ class Prometheus:
             key = labels.get("cluster", ""), labels["jobid"]
             job = jobs.setdefault(key, MeasuredJob(*key))
             job.user = labels.get("user", job.user)
-            job.name = labels.get("name", job.name)
+            job.name = _plain(labels.get("name", job.name))
             job.run = labels.get("run", job.run)
             job.gpus |= {labels["uuid"]} if "uuid" in labels else set()
         if not jobs:
@@ -195,9 +195,14 @@ def _refusal(error: HTTPError) -> str:
     if error.code in (HTTPStatus.UNAUTHORIZED, HTTPStatus.FORBIDDEN):
         return f"HTTP {error.code}: set PROMETHEUS_URL to http(s)://USER:PASSWORD@HOST:PORT"
     try:
-        return " ".join(json.loads(error.read(_MOST_BYTES))["error"].split())
-    except (OSError, ValueError, LookupError, TypeError, AttributeError):
+        return _plain(str(json.loads(error.read(_MOST_BYTES))["error"]))
+    except (OSError, ValueError, LookupError, TypeError):
         return f"not a Prometheus: HTTP {error.code}"
+
+
+def _plain(text: str) -> str:
+    """Return text on one line, without what a terminal would obey: others choose their names."""
+    return "".join(letter if letter.isprintable() else " " for letter in text).strip()
 
 
 def _any_of(values: Iterable[str]) -> str:
