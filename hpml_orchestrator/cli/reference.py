@@ -56,6 +56,10 @@ hpml list
 hpml status
     All unfinished runs: hpml status
     One run as JSON: hpml status last --json
+hpml top
+    Your jobs, live: hpml top
+    Figures from a Prometheus: hpml top --prometheus http://prometheus.example.org:9090
+    Once, for a script: hpml top --json
 hpml logs
     Follow the output of the newest run: hpml logs -f
     Print the last 50 lines: hpml logs digits-20260102-030405-abcdef -n 50
