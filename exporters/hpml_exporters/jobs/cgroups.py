@@ -16,7 +16,7 @@ from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
 from itertools import islice
 
-from hpml_exporters.jobs import procfs
+from hpml_exporters.core import procfs
 
 __all__ = ["FoundJob", "GroupJobs"]
 
@@ -27,6 +27,7 @@ _SCOPE = "slurmstepd.scope"
 _SCOPE_DEPTH = 5
 _NOT_SLURMS = ("user.slice", "machine.slice", "init.scope")
 _SEARCH_SECONDS = 30.0  # between two searches for the directories that hold jobs
+_STEPD = b"slurmstepd: ["
 _STEPDS = 8  # processes of slurmstepd that are asked for theirs
 _MOST_GROUPS = 2000  # of one step: a job may make groups of its own
 _RELIST_LOOKS = 6  # after which the groups of a job are listed again in any case
@@ -41,6 +42,7 @@ class FoundJob:
         jobid: Slurm's number of it.
         uid: its user; -1 unknown.
         cluster: SLURM_CLUSTER_NAME in its environment; empty unknown.
+        local: the same of another cluster than this node's: a run of hpml's local backend.
         groups: its directories by controller, one under `""` in version 2; empty without.
         steps: process ids by step, without Slurm's own.
     """
@@ -48,8 +50,14 @@ class FoundJob:
     jobid: str
     uid: int = -1
     cluster: str = ""
+    local: str = ""
     groups: dict[str, str] = field(default_factory=dict)
     steps: Mapping[str, AbstractSet[int]] = field(default_factory=dict)
+
+    @property
+    def key(self) -> str:
+        """What names it on this node, see `Jobs.by_id`."""
+        return f"{self.local}-{self.jobid}" if self.local else self.jobid
 
 
 @dataclass(frozen=True)
@@ -182,7 +190,7 @@ class GroupJobs:
         if not steps or self._looks - known.alive_at >= _EMPTY_LOOKS:
             return None
         if not known.jobid:
-            names = (procfs.stepd_job(self._proc, pid) for pid in sorted(daemons))
+            names = (self._stepd_job(pid) for pid in sorted(daemons))
             known.jobid = next(filter(None, names), "")
         if not known.jobid or self._only not in {"", known.jobid}:
             return None
@@ -194,6 +202,16 @@ class GroupJobs:
             if mount == root.mount or os.path.isdir(mount + below)
         }
         return FoundJob(known.jobid, uid, groups=groups, steps=steps)
+
+    def _stepd_job(self, pid: int) -> str:
+        """Return the job id in the title of a slurmstepd; empty for any other process.
+
+        The title is `slurmstepd: [<jobid>.<step>]`, with the job's number also where its control
+        group is named by SLUID (Slurm 26.05 and later).
+        """
+        title = procfs.read_or_empty(f"{self._proc}/{pid}/cmdline")
+        jobid = title[len(_STEPD) :].partition(b".")[0]
+        return jobid.decode() if title.startswith(_STEPD) and jobid.isdigit() else ""
 
     def _members(self, root: _Root, path: str, known: _Known) -> list[tuple[str, list[int]]]:
         """Return the processes of a job's groups, each with the step."""

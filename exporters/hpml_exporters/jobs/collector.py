@@ -45,26 +45,26 @@ class JobsCollector:
         jobs = self._finder.look(now)
         self._board.post(jobs)
         rows: Rows = {spec: [] for spec in self.specs}
-        for jobid, seen in jobs.by_id.items():
-            label = (self._cluster, jobid)
+        for key, seen in jobs.by_id.items():
+            label = seen.labels(self._cluster)
             _identify(rows, label, seen.facts)
             rows[metrics.PROCESSES].append((label, len(seen.pids)))
-            _measure(rows, label, *self._usage(jobid, seen))
-        for jobid in self._counters.keys() - jobs.by_id.keys():
-            del self._counters[jobid]
+            _measure(rows, label, *self._usage(key, seen))
+        for key in self._counters.keys() - jobs.by_id.keys():
+            del self._counters[key]
         return families(rows)
 
     def close(self) -> None:
         """Nothing is kept open."""
 
-    def _usage(self, jobid: str, seen: JobSeen) -> tuple[list[Usage], Counters]:
+    def _usage(self, key: str, seen: JobSeen) -> tuple[list[Usage], Counters]:
         """Return what each slurmd's groups of a job show now, and all that they ever counted."""
         usages = [read_usage(groups) for groups in seen.groups]
-        counters = self._counters.setdefault(jobid, {})
+        counters = self._counters.setdefault(key, {})
         for usage in usages:
-            for key, value in usage.counters.items():
+            for counter, value in usage.counters.items():
                 # A group that is being removed may show less than before.
-                counters[key] = max(value, counters.get(key, 0.0))
+                counters[counter] = max(value, counters.get(counter, 0.0))
         return usages, counters
 
 

@@ -8,19 +8,20 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from prometheus_client.core import Metric
 
+from hpml_exporters.core import procfs
 from hpml_exporters.core.metric import MetricSpec, Row, families
-from hpml_exporters.jobs import metrics, procfs
+from hpml_exporters.jobs import metrics
 from hpml_exporters.jobs.board import JobSeen
-from hpml_exporters.jobs.totals import ProcessTotals
 from hpml_exporters.jobs.usage import counts_cpu, counts_memory
 from hpml_exporters.options import Context
 
-__all__ = ["ProcessesCollector", "make"]
+__all__ = ["ProcessTotals", "ProcessesCollector", "make"]
 
 _IO_NAMES = (b"rchar:", b"wchar:", b"syscr:", b"syscw:", b"read_bytes:", b"write_bytes:")
 _IO = (metrics.IO_SYSCALL_READ, metrics.IO_SYSCALL_WRITE, metrics.IO_READ, metrics.IO_WRITE)
@@ -33,6 +34,63 @@ _STAT_LOOKS = 3  # after which parent and threads of a process are read again
 _LARGE = 8 << 20  # bytes; the pages of smaller processes are not worth a walk
 _WALK_SHARE = 0.005  # of a core
 _WALK_BURST_SECONDS = 0.5  # of CPU time, at first and after a rest
+
+
+class _Counted(NamedTuple):
+    parent: int
+    start: int
+    counts: tuple[int, ...]
+
+
+class ProcessTotals:
+    """Counters of a job's processes, added up so that nothing is lost or counted twice.
+
+    The kernel adds the I/O and the CPU time of a child that ended to its parent's once the parent
+    has waited for it (`wait_task_zombie` in kernel/exit.c; /proc/PID/io shows both as one). So when
+    a process is gone, its counts come back with those of its parent. Only if that is no process of
+    the job, as slurmstepd, they are added here.
+
+    Args:
+        width: how many counters a process has.
+    """
+
+    def __init__(self, width: int) -> None:
+        self._sums = [0] * width
+        self._shown = [0] * width
+        self._processes: dict[int, _Counted] = {}
+
+    def seen(self, pid: int, parent: int, start: int, counts: tuple[int, ...]) -> None:
+        """Note the counters of a process, with those of its ended children."""
+        known = self._processes.get(pid)
+        process = _Counted(parent, start, counts)
+        if known == process:
+            return
+        if known is not None and known.start != start:
+            self.keep(self._processes.keys() - {pid})
+            known = None
+        self._processes[pid] = process
+        for place, count in enumerate(counts):
+            self._sums[place] += count - (known.counts[place] if known else 0)
+
+    def keep(self, pids: Collection[int]) -> None:
+        """Note that all processes but these are gone."""
+        gone = {pid: self._processes.pop(pid) for pid in self._processes.keys() - set(pids)}
+        for process in gone.values():
+            heir = process.parent
+            while heir in gone:
+                heir = gone[heir].parent
+            if heir in self._processes:  # whose counts will have these, too
+                for place, count in enumerate(process.counts):
+                    self._sums[place] -= count
+
+    def total(self) -> tuple[int, ...]:
+        """Return the counters of the job, which never fall: an heir may be a moment late."""
+        self._shown = list(map(max, self._shown, self._sums))
+        return tuple(self._shown)
+
+    def __bool__(self) -> bool:
+        """Return whether any process was ever seen."""
+        return bool(self._processes) or any(self._shown)
 
 
 @dataclass(slots=True)
@@ -121,7 +179,7 @@ class ProcessesCollector:
         self._read(jobs, here, now)
         rows: dict[MetricSpec, list[Row]] = {spec: [] for spec in self.specs}
         for jobid, seen in jobs.items():
-            _measure(rows, (self._cluster, jobid), seen, self._jobs[jobid])
+            _measure(rows, seen.labels(self._cluster), seen, self._jobs[jobid])
         return families(rows)
 
     def close(self) -> None:

@@ -6,7 +6,7 @@ import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
-from hpml_exporters.jobs.procfs import read_or_empty, subdirectories
+from hpml_exporters.core.procfs import read_or_empty, subdirectories
 
 __all__ = ["Usage", "count_cpus", "counts_cpu", "counts_memory", "read_usage"]
 

@@ -18,7 +18,7 @@ from prometheus_client.core import Metric
 
 from hpml_exporters.core.collector import NotHereError
 from hpml_exporters.core.metric import MetricSpec, Row, families
-from hpml_exporters.node.files import Mount, mounts, read
+from hpml_exporters.core.procfs import Mount, mounts, read
 from hpml_exporters.options import Context
 
 __all__ = ["SPECS", "Disks", "local_mounts", "make"]
@@ -98,7 +98,7 @@ class Disks:
     def sample(self, now: float) -> list[Metric]:  # noqa: ARG002
         """Return the families as they are now; see `Collector.sample`."""
         try:
-            lines = read(self._diskstats).splitlines()
+            lines = os.fsdecode(read(self._diskstats)).splitlines()
         except FileNotFoundError as error:
             raise NotHereError("no /proc/diskstats") from error
         rows: dict[MetricSpec, list[Row]] = {spec: [] for spec in SPECS}
@@ -106,7 +106,7 @@ class Disks:
         for fields in disks[:_MAX_DISKS]:
             for spec, labels, column, unit in _COLUMNS:
                 rows[spec].append(((fields[2], *labels), int(fields[column]) * unit))
-        for mount in local_mounts(mounts(read(self._mountinfo))):
+        for mount in local_mounts(mounts(os.fsdecode(read(self._mountinfo)))):
             self._add_space(mount, rows)
         return families(rows)
 

@@ -17,7 +17,7 @@ from prometheus_client.core import Metric
 
 from hpml_exporters.core.collector import NotHereError
 from hpml_exporters.core.metric import MetricSpec, Row, families
-from hpml_exporters.node.files import read
+from hpml_exporters.core.procfs import text
 from hpml_exporters.options import Context
 
 __all__ = ["SPECS", "Infiniband", "make"]
@@ -118,17 +118,17 @@ make = Infiniband
 def _read_port(directory: str, port: tuple[str, str], rows: dict[MetricSpec, list[Row]]) -> None:
     for spec, labels, files in _COUNTERS:
         for file, unit in files:
-            text = _text(f"{directory}/{file}")
-            if text.isdecimal():
-                rows[spec].append(((*port, *labels), int(text) * unit))
+            count = text(f"{directory}/{file}")
+            if count.isdecimal():
+                rows[spec].append(((*port, *labels), int(count) * unit))
                 break
-    if state := _text(f"{directory}/state"):
+    if state := text(f"{directory}/state"):
         rows[_UP].append((port, state.startswith(_ACTIVE)))
-    rate = _text(f"{directory}/rate")
+    rate = text(f"{directory}/rate")
     gigabits, _, unit_text = rate.partition(" ")
     if unit_text.startswith("Gb/sec"):  # "100 Gb/sec (4X EDR)"
         rows[_RATE].append((port, float(gigabits) * 1e9 / 8))
-    rows[_INFO].append(((*port, _text(f"{directory}/link_layer"), rate), 1))
+    rows[_INFO].append(((*port, text(f"{directory}/link_layer"), rate), 1))
 
 
 def _names(directory: str) -> list[str]:
@@ -136,10 +136,3 @@ def _names(directory: str) -> list[str]:
         return sorted(os.listdir(directory))
     except OSError:
         return []
-
-
-def _text(path: str) -> str:
-    try:
-        return read(path, 256).strip()
-    except OSError:
-        return ""

@@ -22,7 +22,7 @@ from prometheus_client.core import Metric
 
 from hpml_exporters.core.collector import NotHereError
 from hpml_exporters.core.metric import MetricSpec, families
-from hpml_exporters.node.files import read
+from hpml_exporters.core.procfs import read
 from hpml_exporters.node.totals import Part, Totals
 from hpml_exporters.options import Context
 
@@ -102,7 +102,7 @@ class Lustre:
                 continue
             for name in sorted(names)[:_MAX_MOUNTS]:
                 try:
-                    text = read(f"{place}/{name}/stats")
+                    text = os.fsdecode(read(f"{place}/{name}/stats"))
                 except OSError:  # in another place, unmounted a moment ago, or not for us
                     continue
                 yield (name.rpartition("-")[0],), name, _counted(text)

@@ -15,6 +15,7 @@ device number in /proc/self/mountinfo, and count once.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator, Sequence
 from functools import partial
 
@@ -22,7 +23,7 @@ from prometheus_client.core import Metric
 
 from hpml_exporters.core.collector import NotHereError
 from hpml_exporters.core.metric import MetricSpec, families
-from hpml_exporters.node.files import mounts, plain_path, read
+from hpml_exporters.core.procfs import mounts, plain_path, read
 from hpml_exporters.node.totals import Totals
 from hpml_exporters.options import Context
 
@@ -144,10 +145,12 @@ class Nfs:
     def sample(self, now: float) -> list[Metric]:  # noqa: ARG002
         """Return the families as they are now; see `Collector.sample`."""
         try:
-            text = read(self._mountstats)
+            text = os.fsdecode(read(self._mountstats))
         except FileNotFoundError as error:
             raise NotHereError("no /proc/self/mountstats") from error
-        mounted = _parse(text, read(self._mountinfo)) if " with fstype nfs" in text else []
+        mounted = (
+            _parse(text, os.fsdecode(read(self._mountinfo))) if " with fstype nfs" in text else []
+        )
         if not mounted:
             raise NotHereError("no NFS file system is mounted")
         names = self._names.labels([(mount.server, mount.export) for mount in mounted])

@@ -108,14 +108,17 @@ def test_using_a_foreign_gpu_does_not_close_the_gap() -> None:
     ("allocations", "flags"),
     [
         ({"9": ("2",), "10": ("2",)}, {"9": ("1", "1"), "10": ("1", "0")}),
-        ({"9": None, "10": ("2",)}, {"9": ("0", "0"), "10": ("1", "1")}),
-        ({"9": (), "10": None}, {"9": ("0", "1"), "10": ("0", "0")}),
+        ({"9": None, "10": ("2",)}, {"9": ("", "0"), "10": ("1", "1")}),
+        ({"9": (), "10": None}, {"9": ("0", "1"), "10": ("", "0")}),
     ],
 )
 def test_a_shared_gpu_has_one_owner(
     allocations: dict[str, tuple[str, ...] | None], flags: dict[str, tuple[str, str]]
 ) -> None:
-    """Of those that were allocated it, else of those on it, the lowest number; 9 is below 10."""
+    """Of those that were allocated it, else of those on it, the lowest number; 9 is below 10.
+
+    Where the allocation of a job is unknown, the label says neither 1 nor 0.
+    """
     seen = [
         JobSeen(JobFacts(jobid, gpus=gpus), pids=frozenset({int(jobid)}))
         for jobid, gpus in allocations.items()

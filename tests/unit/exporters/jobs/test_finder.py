@@ -5,12 +5,12 @@ from __future__ import annotations
 import shutil
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from hpml_exporters.jobs.board import Jobs
-from hpml_exporters.jobs.environments import MOST_PER_USER
-from hpml_exporters.jobs.finder import JobFinder
+from hpml_exporters.jobs.finder import MOST_PER_USER, JobFinder
 
 from tests.unit.exporters.jobs.machine import SCOPE, Machine, Task
 
@@ -225,20 +225,55 @@ def test_processes_change(machine: Machine) -> None:
     assert pids(finder.look(10)) == {"78": {50}}
 
 
-def test_local_jobs_of_one_number(machine: Machine) -> None:
-    """Nothing of an earlier one is said of the next: another user's, or of other records."""
+def test_jobs_of_one_number(machine: Machine) -> None:
+    """Nothing of an earlier job is said of the next one, which is another user's."""
     finder = JobFinder(machine.options)
-    first = {"SLURM_JOB_ID": "1", "SLURM_CLUSTER_NAME": "local-1", "SLURM_JOB_NAME": "secret"}
-    for now, environment, uid, name in (
-        (0, first, 1000, "secret"),
-        (5, {"SLURM_JOB_ID": "1"}, 1001, ""),
-        (10, {**first, "SLURM_JOB_NAME": "first"}, 1001, "first"),
-        (15, {"SLURM_JOB_ID": "1", "SLURM_CLUSTER_NAME": "local-2"}, 1001, ""),
-    ):
+    for now, uid, name in ((0, 1000, "secret"), (5, 1001, ""), (10, 1001, "mine")):
+        environment = {"SLURM_JOB_ID": "1", **({"SLURM_JOB_NAME": name} if name else {})}
         machine.process(Task(50 + now, uid=uid, start=now, environment=environment))
         facts = finder.look(now).by_id["1"].facts
         assert (facts.uid, facts.name) == (uid, name)
         machine.ended(50 + now)
+
+
+def local(pid: int, cluster: str = "local-3fa9c1", **more: str) -> Task:
+    return Task(pid, environment={**OF_77, "SLURM_CLUSTER_NAME": cluster, **more})
+
+
+def test_local_runs(machine: Machine) -> None:
+    """They have their own cluster, beside a job of Slurm and each other; the map is not theirs."""
+    version_2(machine)
+    (machine.run / "jobs").mkdir(mode=0o755)
+    (machine.run / "jobs/77.json").write_text(
+        '{"schema_version": 1, "jobid": "77", "account": "vision"}'
+    )
+    machine.process(local(50, SLURM_JOB_NAME="train"))
+    machine.process(local(51, "local-000000"))
+    machine.process(local(71))  # started inside of the job
+    machine.process(Task(53, environment={"SLURM_JOB_ID": "78", "SLURM_CLUSTER_NAME": "local-x"}))
+    finder = JobFinder(machine.options)
+    for now in (0, 5):
+        jobs = finder.look(now)
+        found = {key: (job.labels("c"), set(job.pids)) for key, job in jobs.by_id.items()}
+        assert found == {
+            "77": (("c", "77"), {71, 72, 81, 82}),
+            "local-3fa9c1-77": (("local-3fa9c1", "77"), {50}),
+            "local-000000-77": (("local-000000", "77"), {51}),
+        }
+        assert jobs.job_of(50) == "local-3fa9c1-77"
+    facts = jobs.by_id["local-3fa9c1-77"].facts
+    assert (facts.name, facts.account) == ("train", "")
+    assert jobs.by_id["77"].facts.account == "vision"
+
+
+def test_a_local_run_s_own_exporter(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Slurm's job of the same number is none of it."""
+    version_2(machine)
+    machine.process(local(50))
+    monkeypatch.setenv("SLURM_CLUSTER_NAME", "local-3fa9c1")
+    jobs = JobFinder(replace(machine.only("77"), cluster="local-3fa9c1")).look(0)
+    assert pids(jobs) == {"77": {50}}
+    assert jobs.by_id["77"].labels("local-3fa9c1") == ("local-3fa9c1", "77")
 
 
 @pytest.mark.parametrize(
@@ -277,18 +312,25 @@ def test_prologs(machine: Machine, program: str) -> None:
     assert set(look(machine).by_id) == ({"77"} if program.endswith("task") else set())
 
 
-def test_jobs_in_groups_end_the_look_at_environments(machine: Machine) -> None:
-    """What names a job in its environment, or outlived it, is none, also when the group is gone."""
+def test_jobs_in_groups_end_the_look_at_environments(
+    machine: Machine, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """What names a job in its environment, or outlived it, is none: that is said, once."""
     finder = JobFinder(machine.options)
     machine.unified()
     machine.group(f"{SCOPE}/system")
     machine.process(Task(50, uid=0, environment={**OF_77, "SLURM_JOB_NAME": "prolog's"}))
     assert [set(finder.look(now).by_id) for now in (0, 60)] == [{"77"}] * 2
     version_2(machine)
-    job = finder.look(65).by_id["77"]
-    assert (job.facts.uid, job.facts.name, set(job.pids)) == (1000, "", {71, 72, 81, 82})
+    for now in (65, 70, 75):
+        job = finder.look(now).by_id["77"]
+        assert (job.facts.uid, job.facts.name, set(job.pids)) == (1000, "", {71, 72, 81, 82})
+    assert capsys.readouterr().err == "", "its job is shown"
+    machine.process(Task(51, environment={"SLURM_JOB_ID": "78"}))
+    assert [set(finder.look(now).by_id) for now in (80, 85, 90)] == [{"77"}] * 3
+    assert capsys.readouterr().err.count("processes of job 78 are in no control group") == 1
     shutil.rmtree(machine.cgroup / V2)
-    assert set(finder.look(70).by_id) == set()
+    assert set(finder.look(95).by_id) == set()
 
 
 def test_jobs_of_one_number_inside_of_a_job(

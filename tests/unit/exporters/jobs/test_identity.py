@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -152,6 +153,7 @@ def test_the_environment_fills_in(machine: Machine) -> None:
         "SLURM_ARRAY_TASK_ID": "7",
         "SLURM_JOB_START_TIME": "1790000000",
         "SLURM_JOB_GPUS": "GPU-1a,GPU-3c",
+        "SLURM_NNODES": "1",
     }
     begin(
         machine,
@@ -173,15 +175,49 @@ def test_the_environment_fills_in(machine: Machine) -> None:
 
 
 @pytest.mark.parametrize(
-    "values",
-    [{"SLURM_JOB_GPUS": "1,3"}, {"WORLD_SIZE": "9" * 40}, {"SLURM_JOB_START_TIME": "-1e300"}],
-    ids=str,
+    "values", [{"WORLD_SIZE": "9" * 40}, {"SLURM_JOB_START_TIME": "-1e300"}], ids=str
 )
 def test_what_an_environment_cannot_say(machine: Machine, values: dict[str, str]) -> None:
-    """Numbers of GPUs are places in gres.conf; the others are no numbers of ranks and times."""
+    """No numbers of ranks and times."""
     begin(machine, Task(71, environment={**OF_77, **values}))
     found = facts(machine)
-    assert (found.gpus, found.ranks, found.start) == (None, 0, 0)
+    assert (found.ranks, found.start) == (0, 0)
+
+
+ONE, TWO = {"SLURM_NNODES": "1"}, {"SLURM_NNODES": "2"}
+
+
+@pytest.mark.parametrize(
+    ("values", "step", "table", "gpus"),
+    [
+        ({**ONE, "SLURM_JOB_GPUS": "GPU-1a,MIG-2b"}, "0", "", ("GPU-1a", "MIG-2b")),
+        ({**ONE, "SLURM_JOB_GPUS": "1,3"}, "0", "", ("1", "3")),
+        ({"SLURM_JOB_GPUS": "1,3"}, "batch", "", ("1", "3")),
+        ({**TWO, "SLURM_JOB_GPUS": "1,3"}, "0", "", None),  # those of the first node
+        ({**ONE, "SLURM_JOB_GPUS": "1,0"}, "0", "# a\n\n5 x\nGPU-1a\n", ("GPU-1a", "5")),
+        ({**ONE, "SLURM_JOB_GPUS": "2"}, "0", "5\n2\n", None),
+        ({**ONE, "SLURM_JOB_GPUS": "gpu:2"}, "0", "", None),
+        (ONE, "0", "", None),
+    ],
+)
+def test_gpus_of_the_environment(
+    machine: Machine,
+    monkeypatch: pytest.MonkeyPatch,
+    values: dict[str, str],
+    step: str,
+    table: str,
+    gpus: tuple[str, ...] | None,
+) -> None:
+    """Numbers are translated as by the prolog; what is inherited of another node is not told."""
+    (machine.run / "gpus").write_text(table)
+    monkeypatch.setenv("HPML_GPUS", str(machine.run / "gpus"))
+    machine.ended(71)
+    shutil.rmtree(machine.cgroup / JOB)
+    machine.step_2(JOB, step, machine.stepd(70, "77", step), {0: (71,)})
+    machine.process(Task(71, environment={**OF_77, **values}))
+    assert facts(machine).gpus == gpus
+    own = JobFinder(machine.only("77")).look(0).by_id["77"].facts
+    assert own.gpus is None, "the agent has looked at the devices"
 
 
 def test_a_task_that_is_still_root_s(machine: Machine) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from hpml_exporters.jobs.totals import ProcessTotals
+from hpml_exporters.jobs.processes import ProcessTotals
 
 Seen = tuple[int, int, int, int]  # pid, parent, start, count
 
