@@ -68,9 +68,7 @@ class JobsCollector:
         return usages, counters
 
 
-def make(context: Context) -> JobsCollector:
-    """Return the collector."""
-    return JobsCollector(context)
+make = JobsCollector
 
 
 def _identify(rows: Rows, label: Sequence[str], facts: JobFacts) -> None:

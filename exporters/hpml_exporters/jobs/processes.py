@@ -298,9 +298,7 @@ class _Pages:
         return min(1.0, pss.get("Pss_Anon", 1) / (pss.get("Anonymous") or 1))
 
 
-def make(context: Context) -> ProcessesCollector:
-    """Return the collector."""
-    return ProcessesCollector(context)
+make = ProcessesCollector
 
 
 def _is_large(process: _Process) -> bool:

@@ -16,53 +16,45 @@ from functools import partial
 from prometheus_client.core import Metric
 
 from hpml_exporters.core.collector import NotHereError
-from hpml_exporters.core.metric import MetricSpec, Row, families
+from hpml_exporters.core.metric import MetricSpec, Row, families, metric
 from hpml_exporters.core.procfs import text
 from hpml_exporters.options import Context
 
 __all__ = ["SPECS", "Infiniband", "make"]
 
 _SOURCE = "/sys/class/infiniband/*/ports/*"
-_PORT = ("device", "port")
-_counter = partial(MetricSpec, type="counter", labels=_PORT)
-_RECEIVED = _counter(
-    name="hpml_infiniband_received_bytes_total",
-    help="Bytes that a port has received (InfiniBand, or RDMA over Ethernet).",
-    unit="bytes",
+_of_port = partial(metric, labels="device port")
+_RECEIVED = _of_port(
+    "hpml_infiniband_received_bytes_total",
+    "Bytes that a port has received (InfiniBand, or RDMA over Ethernet).",
     source=f"{_SOURCE}/counters/port_rcv_data, in words of 4 bytes",
 )
-_TRANSMITTED = _counter(
-    name="hpml_infiniband_transmitted_bytes_total",
-    help="Bytes that a port has sent (InfiniBand, or RDMA over Ethernet).",
-    unit="bytes",
+_TRANSMITTED = _of_port(
+    "hpml_infiniband_transmitted_bytes_total",
+    "Bytes that a port has sent (InfiniBand, or RDMA over Ethernet).",
     source=f"{_SOURCE}/counters/port_xmit_data, in words of 4 bytes",
 )
-_WAIT = _counter(
-    name="hpml_infiniband_transmit_wait_ticks_total",
-    help="Ticks of the port's clock in which it had data to send but could not: congestion.",
+_WAIT = _of_port(
+    "hpml_infiniband_transmit_wait_ticks_total",
+    "Ticks of the port's clock in which it had data to send but could not: congestion.",
     source=f"{_SOURCE}/counters/port_xmit_wait",
 )
-_EVENTS = _counter(
-    name="hpml_infiniband_events_total",
-    help="Errors, retries and congestion notices at a port, by the kernel's name of the counter.",
-    labels=(*_PORT, "event"),
+_EVENTS = _of_port(
+    "hpml_infiniband_events_total",
+    "Errors, retries and congestion notices at a port, by the kernel's name of the counter.",
+    labels="device port event",
     source=f"{_SOURCE}/counters and hw_counters",
 )
-_UP = MetricSpec(
-    "hpml_infiniband_up", "gauge", "Whether a port is ACTIVE.", _PORT, source=f"{_SOURCE}/state"
-)
-_RATE = MetricSpec(
+_UP = _of_port("hpml_infiniband_up", "Whether a port is ACTIVE.", source=f"{_SOURCE}/state")
+_RATE = _of_port(
     "hpml_infiniband_link_rate_bytes_per_second",
-    "gauge",
     "What a port's link can carry in each direction.",
-    _PORT,
     source=f"{_SOURCE}/rate",
 )
-_INFO = MetricSpec(
+_INFO = metric(
     "hpml_infiniband_info",
-    "info",
     "What a port is: its link layer, and the rate in the kernel's words.",
-    (*_PORT, "link_layer", "rate"),
+    "device port link_layer rate",
     source=f"{_SOURCE}/link_layer",
 )
 SPECS = (_RECEIVED, _TRANSMITTED, _WAIT, _EVENTS, _UP, _RATE, _INFO)

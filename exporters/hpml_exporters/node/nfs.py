@@ -22,47 +22,37 @@ from functools import partial
 from prometheus_client.core import Metric
 
 from hpml_exporters.core.collector import NotHereError
-from hpml_exporters.core.metric import MetricSpec, families
+from hpml_exporters.core.metric import MetricSpec, families, metric
 from hpml_exporters.core.procfs import mounts, plain_path, read
 from hpml_exporters.node.totals import Totals
 from hpml_exporters.options import Context
 
 __all__ = ["SPECS", "Nfs", "make"]
 
-_counter = partial(
-    MetricSpec, type="counter", labels=("server", "export"), source="/proc/self/mountstats"
+_SOURCE = "/proc/self/mountstats"
+_of_export = partial(metric, labels="server export", source=_SOURCE)
+_MOUNTS = metric("hpml_nfs_mounts", "NFS file systems that are mounted here.", source=_SOURCE)
+_READ = _of_export(
+    "hpml_nfs_read_bytes_total",
+    "Bytes that came from the server (reads from the page cache are not in).",
 )
-_MOUNTS = MetricSpec(
-    "hpml_nfs_mounts",
-    "gauge",
-    "NFS file systems that are mounted here.",
-    source="/proc/self/mountstats",
+_WRITTEN = _of_export("hpml_nfs_written_bytes_total", "Bytes that went to the server.")
+_OPERATIONS = _of_export(
+    "hpml_nfs_operations_total",
+    "Requests to the server by operation: read, write, open, and the others.",
+    labels="server export op",
 )
-_READ = _counter(
-    name="hpml_nfs_read_bytes_total",
-    help="Bytes that came from the server (reads from the page cache are not in).",
-    unit="bytes",
+_ROUND_TRIP = _of_export(
+    "hpml_nfs_round_trip_seconds_total",
+    "Time from requests to their replies; over the operations it is the mean round trip.",
+    labels="server export op",
 )
-_WRITTEN = _counter(
-    name="hpml_nfs_written_bytes_total", help="Bytes that went to the server.", unit="bytes"
+_RETRANSMISSIONS = _of_export(
+    "hpml_nfs_retransmissions_total", "Requests that had to be sent again."
 )
-_OPERATIONS = _counter(
-    name="hpml_nfs_operations_total",
-    help="Requests to the server by operation: read, write, open, and the others.",
-    labels=("server", "export", "op"),
-)
-_ROUND_TRIP = _counter(
-    name="hpml_nfs_round_trip_seconds_total",
-    help="Time from requests to their replies; over the operations it is the mean round trip.",
-    labels=("server", "export", "op"),
-    unit="seconds",
-)
-_RETRANSMISSIONS = _counter(
-    name="hpml_nfs_retransmissions_total", help="Requests that had to be sent again."
-)
-_TIMEOUTS = _counter(
-    name="hpml_nfs_timeouts_total",
-    help="Requests that met a major time-out: the server did not answer any try.",
+_TIMEOUTS = _of_export(
+    "hpml_nfs_timeouts_total",
+    "Requests that met a major time-out: the server did not answer any try.",
 )
 SPECS = (_MOUNTS, _READ, _WRITTEN, _OPERATIONS, _ROUND_TRIP, _RETRANSMISSIONS, _TIMEOUTS)
 

@@ -33,24 +33,20 @@ from itertools import islice
 from prometheus_client.core import Metric
 
 from hpml_exporters.core.collector import NotHereError
-from hpml_exporters.core.metric import MetricSpec, Row, families
+from hpml_exporters.core.metric import MetricSpec, Row, families, metric
 from hpml_exporters.options import Context
 
 __all__ = ["ENTRIES", "SPECS", "Shm", "make"]
 
 _STATVFS = "statvfs(2) of /dev/shm"
-_SIZE = MetricSpec("hpml_shm_size_bytes", "gauge", "Size of /dev/shm.", (), "bytes", _STATVFS)
-_USED = MetricSpec(
-    "hpml_shm_used_bytes", "gauge", "Memory that files in /dev/shm take.", (), "bytes", _STATVFS
-)
-_OF_JOB = MetricSpec(
+_SIZE = metric("hpml_shm_size_bytes", "Size of /dev/shm.", source=_STATVFS)
+_USED = metric("hpml_shm_used_bytes", "Memory that files in /dev/shm take.", source=_STATVFS)
+_OF_JOB = metric(
     "hpml_job_shm_bytes",
-    "gauge",
     "Memory of files in /dev/shm that are a job's: what hpml staged for it,"
     " and files of its user where that user has no other job here.",
-    ("cluster", "jobid"),
-    "bytes",
-    "a bounded walk of /dev/shm, manifests of hpml's staged data",
+    "cluster jobid",
+    source="a bounded walk of /dev/shm, manifests of hpml's staged data",
 )
 SPECS = (_SIZE, _USED, _OF_JOB)
 

@@ -41,17 +41,12 @@ _MAX_RANKS = 4096
 _MAX_METHODS = 4
 
 
-def make(context: Context) -> TrainingCollector:
-    """Return the collector of this exporter's options.
+class TrainingCollector:
+    """The collector `training`.
 
     Raises:
         NotHereError: nobody can reach this exporter.
     """
-    return TrainingCollector(context)
-
-
-class TrainingCollector:
-    """The collector `training`."""
 
     name = "training"
     specs: Sequence[MetricSpec] = metrics.SPECS
@@ -92,6 +87,9 @@ class TrainingCollector:
     def close(self) -> None:
         """Close the sockets."""
         self._feed.close()
+
+
+make = TrainingCollector
 
 
 def _series(
