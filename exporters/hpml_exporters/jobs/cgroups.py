@@ -11,7 +11,7 @@ may be a SLUID, without the job id.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
 from itertools import islice
@@ -24,11 +24,9 @@ _CONTROLLERS = ("freezer", "memory", "cpuacct", "cpuset", "devices", "cpu", "pid
 """Of version 1, in the order in which jobs are looked for: proctrack/cgroup uses the freezer."""
 
 _SCOPE = "slurmstepd.scope"
-_SCOPE_DEPTH = 5
-_NOT_SLURMS = ("user.slice", "machine.slice", "init.scope")
 _SEARCH_SECONDS = 30.0  # between two searches for the directories that hold jobs
 _STEPD = b"slurmstepd: ["
-_STEPDS = 8  # processes of slurmstepd that are asked for theirs
+_STEPDS = 32  # processes of slurmstepd that are asked for theirs
 _MOST_GROUPS = 2000  # of one step: a job may make groups of its own
 _RELIST_LOOKS = 6  # after which the groups of a job are listed again in any case
 _EMPTY_LOOKS = 3  # between two steps a job may have no process; later its groups are left-overs
@@ -147,16 +145,14 @@ class GroupJobs:
         self._mounts = _controllers(self._cgroup)
         roots = list(_named_roots(self._cgroup, self._mounts))
         # Names of the site's own and the groups of containers are known by a process in them.
-        if self._only:
-            roots += self._roots_of(os.getpid())
-        elif not roots:
-            stepds = (
-                pid
-                for pid in sorted(procfs.process_ids(self._proc))
-                if procfs.text(f"{self._proc}/{pid}/comm") == "slurmstepd"
-            )
-            roots += [root for pid in islice(stepds, _STEPDS) for root in self._roots_of(pid)]
+        pids = [os.getpid()] if self._only else islice(self._stepds(), _STEPDS)
+        roots += [root for pid in pids for root in self._roots_of(pid)]
         self._roots = list(dict.fromkeys(roots))
+
+    def _stepds(self) -> Iterator[int]:
+        for pid in sorted(procfs.process_ids(self._proc)):
+            if procfs.text(f"{self._proc}/{pid}/comm") == "slurmstepd":
+                yield pid
 
     def _roots_of(self, pid: int) -> Iterator[_Root]:
         """Yield the directories that hold the job of a process, by its /proc/PID/cgroup."""
@@ -283,46 +279,18 @@ def _unified(cgroup: str) -> list[str]:
     return [path for path in found if os.path.exists(f"{path}/cgroup.controllers")]
 
 
-def _named_roots(cgroup: str, mounts: dict[str, str]) -> Iterator[_Root]:
-    """Yield the directories that hold jobs, as far as their names tell."""
+def _named_roots(cgroup: str, mounts: Mapping[str, str]) -> Iterator[_Root]:
+    """Yield the directories that hold jobs, where they have Slurm's usual names."""
     for mount in _unified(cgroup):
-        yield from (_Root(mount, below) for below in _scopes(mount, "", _SCOPE_DEPTH))
+        for top in procfs.subdirectories(mount):
+            if top.endswith(".slice"):
+                for name in procfs.subdirectories(f"{mount}/{top}"):
+                    if name.endswith(_SCOPE):
+                        yield _Root(mount, f"/{top}/{name}")
     for controller, mount in mounts.items():
-        for below in _version_1(mount, "", 2):
-            yield _Root(mount, below, controller)
-
-
-def _scopes(mount: str, below: str, depth: int) -> Iterable[str]:
-    for name in procfs.subdirectories(mount + below):
-        inside = f"{below}/{name}"
-        if name == _SCOPE or name.endswith(f"_{_SCOPE}"):
-            yield inside
-        elif depth and name not in _NOT_SLURMS and _may_hold_slurm(name):
-            yield from _scopes(mount, inside, depth - 1)
-
-
-def _may_hold_slurm(name: str) -> bool:
-    """Return whether to look into a group: slices and the groups of containers hold others."""
-    return name.endswith((".slice", ".scope")) or (
-        ("docker" in name or "slurm" in name)
-        and not name.endswith((".service", ".mount", ".socket", ".swap"))
-    )
-
-
-def _version_1(mount: str, below: str, depth: int) -> Iterable[str]:
-    for name in procfs.subdirectories(mount + below):
-        inside = f"{below}/{name}"
-        if name in _NOT_SLURMS:
-            continue
-        # A root of Slurm's own name stays for good, users in it come and go.
-        if (
-            name == "slurm"
-            or name.startswith("slurm_")
-            or any(map(_is_user, procfs.subdirectories(mount + inside)))
-        ):
-            yield inside
-        elif depth > 1 and not name.endswith((".slice", ".service", ".scope")):
-            yield from _version_1(mount, inside, depth - 1)
+        for name in procfs.subdirectories(mount):
+            if name == "slurm" or name.startswith("slurm_"):
+                yield _Root(mount, f"/{name}", controller)
 
 
 def _is_user(name: str) -> bool:

@@ -56,12 +56,8 @@ def hybrid(machine: Machine) -> None:
 def prepended(machine: Machine) -> None:
     machine.group("freezer/user.slice/uid_1000/job_1/step_0", (5,))
     version_1(machine, "batchsystem/main/uid_1000/job_77")
-
-
-def only_slurmstepd_knows(machine: Machine) -> None:
-    version_2(machine, "payload/odd.service/jobs/job_77")
-    path = "0::/payload/odd.service/jobs/job_77/step_0/slurm\n"
-    (machine.proc / "80/cgroup").write_text(path)
+    machine.stepd(80, "77", "0")
+    (machine.proc / "80/cgroup").write_text("9:freezer:/batchsystem/main/uid_1000/job_77\n")
 
 
 def linked(machine: Machine) -> None:
@@ -89,7 +85,7 @@ LAYOUTS: dict[str, Callable[[Machine], None]] = {
         m, "docker.slice/docker-0a1b.scope/system.slice/slurmstepd.scope/job_77"
     ),
     "SLUID": lambda m: version_2(m, f"{SCOPE}/s5K1KKYAYG5D00"),
-    "only slurmstepd knows": only_slurmstepd_knows,
+    "only slurmstepd knows": lambda m: version_2(m, "payload/odd.service/jobs/job_77"),
 }
 
 
