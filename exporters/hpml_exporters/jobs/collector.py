@@ -16,7 +16,7 @@ from hpml_exporters.options import Context
 __all__ = ["JobsCollector", "make"]
 
 Rows = dict[MetricSpec, list[Row]]
-Counters = dict[tuple[str, str, str], float]
+Counters = dict[tuple[str, MetricSpec, str], float]
 
 
 class JobsCollector:
@@ -84,22 +84,18 @@ def _identify(rows: Rows, label: Sequence[str], facts: JobFacts) -> None:
 
 def _measure(rows: Rows, label: Sequence[str], usages: list[Usage], counters: Counters) -> None:
     """Add what the job's groups show; groups that ended count in the counters."""
-    totals: dict[tuple[str, str], float] = {}
-    for (_, what, mode), value in counters.items():
-        totals[what, mode] = totals.get((what, mode), 0.0) + value
-    for (what, mode), value in totals.items():
-        more = (mode,) if mode else ()
-        rows[metrics.OF_GROUPS[what]].append(((*label, *more), value))
+    totals: dict[tuple[MetricSpec, str], float] = {}
+    for (_, spec, more), value in counters.items():
+        totals[spec, more] = totals.get((spec, more), 0.0) + value
+    for (spec, more), value in totals.items():
+        rows[spec].append(((*label, more) if more else label, value))
     for kind in ("rss", "cache", "shmem"):
         sizes = [usage.memory[kind] for usage in usages if kind in usage.memory]
         if sizes:
             rows[metrics.MEMORY].append(((*label, kind), sum(sizes)))
-    for spec, values in (
-        (metrics.CPUS, [usage.cpus for usage in usages]),
-        (metrics.MEMORY_LIMIT, [usage.limit for usage in usages]),
+    for spec in (metrics.CPUS, metrics.MEMORY_LIMIT, metrics.MEMORY_PEAK):
+        levels = [usage.levels[spec] for usage in usages if spec in usage.levels]
         # Peaks of two groups may have been at different times.
-        (metrics.MEMORY_PEAK, [usage.peak for usage in usages] if len(usages) == 1 else []),
-    ):
-        known = [value for value in values if value is not None]
-        if known and len(known) == len(usages):
-            rows[spec].append((label, sum(known)))
+        most = 1 if spec is metrics.MEMORY_PEAK else len(levels)
+        if levels and len(usages) == len(levels) == most:
+            rows[spec].append((label, sum(levels)))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from hpml_exporters.core.metric import MetricSpec, metric
 
-__all__ = ["GROUP_SPECS", "OF_GROUPS", "PROCESS_SPECS", "SPECS"]
+__all__ = ["GROUP_SPECS", "PROCESS_SPECS", "SPECS"]
 
 _INHERITED = "ended ones' included; a new exporter begins with those that live then, each in full"
 
@@ -104,9 +104,6 @@ UNREADABLE = _of_job(
     "Processes whose I/O the exporter may not read; the job's I/O is absent while there are any.",
     source="/proc/PID/io; CAP_SYS_PTRACE with CAP_DAC_READ_SEARCH opens it",
 )
-
-OF_GROUPS = {"cpu": CPU_SECONDS, "pressure": PRESSURE, "oom": OOM_EVENTS}
-"""By what `Usage.counters` count."""
 
 GROUP_SPECS = (
     *(INFO, RUN, START, RANKS, PROCESSES, CPUS, CPU_SECONDS, MEMORY, MEMORY_LIMIT, MEMORY_PEAK),
