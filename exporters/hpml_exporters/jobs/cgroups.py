@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Mapping
-from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
 from itertools import islice
 
@@ -50,7 +49,7 @@ class FoundJob:
     cluster: str = ""
     local: str = ""
     groups: dict[str, str] = field(default_factory=dict)
-    steps: Mapping[str, AbstractSet[int]] = field(default_factory=dict)
+    steps: dict[str, set[int]] = field(default_factory=dict)
 
     @property
     def key(self) -> str:

@@ -84,9 +84,9 @@ class JobFinder:
         covered = {pid for job in in_groups for pids in job.steps.values() for pid in pids}
         processes = self._environments.look(covered, now)
         if self._has_groups:
-            known = {job.jobid for job in in_groups}
             before = self._left_out
-            self._left_out = {one.jobid for one in processes.values() if not one.local} - known
+            self._left_out = {one.jobid for one in processes.values() if not one.local}
+            self._left_out -= {job.jobid for job in in_groups}
             for jobid in sorted(before & self._left_out)[:1]:  # not one that is just beginning
                 self._tell(
                     "groups",
@@ -95,25 +95,22 @@ class JobFinder:
                 )
             processes = {pid: one for pid, one in processes.items() if one.local}
         jobs: dict[str, FoundJob] = {}
-        steps: dict[str, dict[str, set[int]]] = {}
         of_user = Counter[int]()
         refused = set()
-        for pid, process in sorted(processes.items(), key=lambda item: item[1].start):
-            if self._only not in {"", process.jobid}:
+        for pid, one in sorted(processes.items(), key=lambda item: item[1].start):
+            local = "" if self._is_own else one.local
+            job = FoundJob(one.jobid, one.uid, cluster=one.cluster, local=local)
+            if self._only not in {"", one.jobid}:
                 continue
-            local = "" if self._is_own else process.local
-            made = FoundJob(process.jobid, process.uid, local=local, cluster=process.cluster)
-            job = jobs.get(made.key)
-            if job is None:
-                if of_user[made.uid] >= MOST_PER_USER or len(jobs) >= _MOST:
-                    refused.add(made.key)
+            if job.key not in jobs:
+                if of_user[one.uid] >= MOST_PER_USER or len(jobs) >= _MOST:
+                    refused.add(job.key)
                     continue
-                made.steps = steps[made.key] = {}
-                job = jobs[made.key] = made
-                of_user[made.uid] += 1
-            if job.uid == process.uid:
-                job.cluster = job.cluster or process.cluster
-                steps[made.key].setdefault(process.step, set()).add(pid)
+                of_user[one.uid] += 1
+            job = jobs.setdefault(job.key, job)
+            if job.uid == one.uid:
+                job.cluster = job.cluster or one.cluster
+                job.steps.setdefault(one.step, set()).add(pid)
         if refused:
             self._tell(
                 "limit",
@@ -130,15 +127,15 @@ class JobFinder:
 
     def _merged(self, parts: Sequence[FoundJob], now: float) -> JobSeen:
         """Join what several slurmd of this machine have of a job."""
-        steps: dict[str, frozenset[int]] = {}
+        steps: dict[str, set[int]] = {}
         for part in parts:
             for step, pids in part.steps.items():
-                steps[step] = steps.get(step, frozenset()) | pids
+                steps.setdefault(step, set()).update(pids)
         facts = self._identities.facts(replace(parts[0], steps=steps), now)
         return JobSeen(
             replace(facts, cluster=parts[0].local),
             tuple(part.groups for part in parts if part.groups),
-            steps,
+            {step: frozenset(pids) for step, pids in steps.items()},
             frozenset[int]().union(*steps.values()),
         )
 
