@@ -25,6 +25,7 @@ __all__ = ["ProcessTotals", "ProcessesCollector", "make"]
 
 _IO_NAMES = (b"rchar:", b"wchar:", b"syscr:", b"syscw:", b"read_bytes:", b"write_bytes:")
 _IO = (metrics.IO_SYSCALL_READ, metrics.IO_SYSCALL_WRITE, metrics.IO_READ, metrics.IO_WRITE)
+_NO_IO = (0,) * len(_IO)
 _TICKS = os.sysconf("SC_CLK_TCK")
 _PAGE = os.sysconf("SC_PAGE_SIZE")
 _GRACE_SECONDS = 60.0  # a job whose groups were missed once must not begin again at zero
@@ -88,10 +89,6 @@ class ProcessTotals:
         self._shown = list(map(max, self._shown, self._sums))
         return tuple(self._shown)
 
-    def __bool__(self) -> bool:
-        """Return whether any process was ever seen."""
-        return bool(self._processes) or any(self._shown)
-
 
 @dataclass(slots=True)
 class _Process:
@@ -119,9 +116,9 @@ class _Job:
     """What is kept of one job."""
 
     seen: float = 0.0
-    io: ProcessTotals = field(default_factory=lambda: ProcessTotals(len(_IO)))
-    cpu: ProcessTotals = field(default_factory=lambda: ProcessTotals(2))
+    totals: ProcessTotals = field(default_factory=lambda: ProcessTotals(2 + len(_IO)))
     processes: dict[int, _Process] = field(default_factory=dict)
+    has_io: bool = False  # some of it could be read
     has_cpu: bool = False  # no group counts CPU time
     has_memory: bool = False  # no group counts memory
 
@@ -129,8 +126,7 @@ class _Job:
         """Note that all processes but these are gone."""
         for pid in self.processes.keys() - pids:
             del self.processes[pid]
-        self.io.keep(pids)
-        self.cpu.keep(pids)
+        self.totals.keep(pids)
 
 
 class ProcessesCollector:
@@ -202,10 +198,9 @@ class ProcessesCollector:
             job.keep(here - ended)
             self._pages.divide(job.processes, now)
         for job, pid, stat, counts in readings:
-            if job.has_cpu:
-                job.cpu.seen(pid, stat.parent, stat.start, (stat.user, stat.system))
-            if counts is not None:
-                job.io.seen(pid, stat.parent, stat.start, counts)
+            job.has_io |= counts is not None
+            all_counts = stat.user, stat.system, *(counts or _NO_IO)
+            job.totals.seen(pid, stat.parent, stat.start, all_counts)
 
     def _read_one(
         self, job: _Job, pid: int, here: frozenset[int], now: float
@@ -316,20 +311,21 @@ def _measure(
     rows: dict[MetricSpec, list[Row]], label: Sequence[str], seen: JobSeen, job: _Job
 ) -> None:
     """Add what the processes of a job used."""
+    user, system, *io = job.totals.total()
     known = {pid: job.processes[pid] for pid in seen.pids & job.processes.keys()}
     # Slurm's own sleep in the extern step is root's: no part of what the user's processes do.
     extern = seen.steps.get("extern", frozenset())
     unreadable = sum(not one.readable for pid, one in known.items() if pid not in extern)
     if unreadable:
         rows[metrics.UNREADABLE].append((label, unreadable))
-    elif job.io:
-        for spec, value in zip(_IO, job.io.total(), strict=True):
+    elif job.has_io:
+        for spec, value in zip(_IO, io, strict=True):
             rows[spec].append((label, value))
     if known:
         threads = sum(one.stat.threads for one in known.values())
         rows[metrics.THREADS].append((label, threads))
     if job.has_cpu:
-        for mode, ticks in zip(("user", "system"), job.cpu.total(), strict=True):
+        for mode, ticks in (("user", user), ("system", system)):
             rows[metrics.CPU_SECONDS].append(((*label, mode), ticks / _TICKS))
     sizes = [one.anonymous * one.own_share for one in known.values() if one.anonymous is not None]
     if sizes:
