@@ -128,6 +128,18 @@ def test_a_shared_gpu_has_one_owner(
     assert info == flags
 
 
+def test_a_local_run_of_the_same_number() -> None:
+    """It has its own cluster, and GPUs of its own."""
+    jobs = {
+        "5": JobSeen(JobFacts("5", gpus=("0",)), pids=frozenset({70})),
+        "local-3fa9c1-5": JobSeen(JobFacts("5", cluster="local-3fa9c1"), pids=frozenset({71})),
+    }
+    processes = everywhere(GPU_bb={70: 1}, GPU_aa={71: 1})
+    found = values(job_families(Jobs(jobs), NODE, processes, cluster="c1"))
+    info = {key[1:] for key in found if key[0] == "hpml_job_gpu_info"}
+    assert info == {("c1", "5", "GPU-bb", "1", "1"), ("local-3fa9c1", "5", "GPU-aa", "", "1")}
+
+
 def test_what_cannot_be_read_is_absent() -> None:
     """One list of its own: no number of used GPUs; a neighbour's: no number of foreign ones."""
     job = JobSeen(JobFacts("5", gpus=("0", "2")), pids=frozenset({70}))

@@ -150,6 +150,16 @@ def test_whose_it_is(
     assert [size // MIB for size in job_bytes(place, *users).values()] == list(mebibytes)
 
 
+def test_a_local_run_has_its_own_data(place: Path) -> None:
+    """Not those of a job of Slurm of the same user and number."""
+    stage(place, "local-3fa9c1-41")
+    told = context(shm=place, cluster="main")
+    post(told.jobs, {"41": (UID, []), "local-3fa9c1-41": (UID, [])})
+    found = sampled(make(told))
+    sizes = {series[1:]: n // MIB for series, n in found.items() if "job" in series[0]}
+    assert sizes == {("main", "41"): 0, ("local-3fa9c1", "41"): 3}
+
+
 def test_jobs_that_are_not_fully_known(place: Path) -> None:
     """No figure where the user is unknown; a job's own exporter counts only what was staged."""
     put(place / "loose", 5 * MIB)

@@ -349,17 +349,20 @@ def message(samples: int, pid: int = 1) -> bytes:
 def test_a_job_is_known_by_its_process(
     node: tuple[Context, TrainingCollector], agent: Callable[..., Agent]
 ) -> None:
-    """Users of all jobs may speak, each for the own job, whatever the messages say."""
+    """Users of all jobs may speak, each for the own job, whatever the messages say.
+
+    A local run of the same number is another one.
+    """
     told, collector = node
     ours, theirs = agent(), agent(NOBODY if os.getuid() == 0 else 0)
-    post(told.jobs, {"7": (0, [ours.pid]), "8": (NOBODY, [theirs.pid])})
+    post(told.jobs, {"7": (0, [ours.pid]), "local-3fa9c1-7": (NOBODY, [theirs.pid])})
     ours.send(message(100, pid=theirs.pid))
     theirs.send(message(30, pid=ours.pid))
     found = shown(collector)
     assert found["hpml_train_samples_total", *JOB] == 100
-    assert found["hpml_train_samples_total", "c", "8"] == 30
+    assert found["hpml_train_samples_total", "local-3fa9c1", "7"] == 30
     post(told.jobs, {"7": (0, [ours.pid])})
-    assert {series[2] for series in shown(collector)} == {"7"}, "job 8 has ended"
+    assert {series[1] for series in shown(collector)} == {"c"}, "the local run has ended"
     assert theirs.send(message(40), flags=socket.MSG_NOSIGNAL) == 0
 
 
