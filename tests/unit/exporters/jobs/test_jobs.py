@@ -63,14 +63,15 @@ def pressure(total: int) -> str:
     return f"some {avg} total={total}\nfull {avg} total=7\n"
 
 
-INFO = ("info", "3999999", *[""] * 6)
-CPU = {("cpu_seconds_total", "user"): 2.0, ("cpu_seconds_total", "system"): 0.5}
-MEMORY = {
+Shown = dict[tuple[str, ...], float]
+INFO: tuple[str, ...] = ("info", "3999999", *[""] * 6)
+CPU: Shown = {("cpu_seconds_total", "user"): 2.0, ("cpu_seconds_total", "system"): 0.5}
+MEMORY: Shown = {
     ("memory_bytes", "rss"): 300 * MIB,
     ("memory_bytes", "cache"): 2 * MIB,
     ("memory_bytes", "shmem"): MIB,
 }
-USUAL = {INFO: 1, ("processes",): 2, **CPU, **MEMORY, ("oom_events_total",): 1}
+USUAL: Shown = {INFO: 1, ("processes",): 2, **CPU, **MEMORY, ("oom_events_total",): 1}
 LIMIT, PEAK, CPUS = ("memory_limit_bytes",), ("memory_peak_bytes",), ("cpus",)
 V2_REST: Files = {
     "memory.max": "8589934592\n",
@@ -87,7 +88,6 @@ V1_REST: Files = {
     "memory/job_77/memory.max_usage_in_bytes": "12345\n",
 }
 NO_MEMORY: Files = dict.fromkeys(("memory.stat", "memory.max", "memory.events"))
-Shown = dict[tuple[str, ...], float]
 GROUPS: dict[str, tuple[Callable[[Machine, Files], None], Files, Shown]] = {
     # how groups lie, files in them that are not as usual, series without hpml_job_ and the job
     # What is not said (a limit, CPUs that Slurm set, what old kernels do not count) is no zero.
@@ -96,7 +96,10 @@ GROUPS: dict[str, tuple[Callable[[Machine, Files], None], Files, Shown]] = {
         version_2,
         V2_REST,
         {
-            **(USUAL | {LIMIT: 8 << 30, PEAK: 400_000_000, CPUS: 8}),
+            **USUAL,
+            LIMIT: 8 << 30,
+            PEAK: 400_000_000,
+            CPUS: 8,
             **{("pressure_seconds_total", name): value for name, value in WAITED.items()},
         },
     ),
