@@ -139,7 +139,7 @@ class Summary:
 
     def _note_gpus(self, families: Mapping[str, Metric], step: float) -> None:
         own = self._own_gpus(families)
-        for uuid in own:
+        for uuid in sorted(own):
             self._facts["gpus"].setdefault(uuid, "")
         for uuid, name in _by_uuid(families.get("hpml_gpu_info"), "name"):
             if uuid in own:
