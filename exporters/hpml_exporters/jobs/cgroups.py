@@ -38,8 +38,7 @@ class FoundJob:
     Attributes:
         jobid: Slurm's number of it.
         uid: its user; -1 unknown.
-        cluster: SLURM_CLUSTER_NAME in its environment; empty unknown.
-        local: the same of another cluster than this node's: a run of hpml's local backend.
+        cluster: that of a run of hpml's local backend; empty: the node's.
         groups: its directories by controller, one under `""` in version 2; empty without.
         steps: process ids by step, without Slurm's own.
     """
@@ -47,14 +46,13 @@ class FoundJob:
     jobid: str
     uid: int = -1
     cluster: str = ""
-    local: str = ""
     groups: dict[str, str] = field(default_factory=dict)
     steps: dict[str, set[int]] = field(default_factory=dict)
 
     @property
     def key(self) -> str:
         """What names it on this node, see `Jobs.by_id`."""
-        return f"{self.local}-{self.jobid}" if self.local else self.jobid
+        return f"{self.cluster}-{self.jobid}" if self.cluster else self.jobid
 
 
 @dataclass(frozen=True)

@@ -85,7 +85,7 @@ class JobFinder:
         processes = self._environments.look(covered, now)
         if self._has_groups:
             before = self._left_out
-            self._left_out = {one.jobid for one in processes.values() if not one.local}
+            self._left_out = {one.jobid for one in processes.values() if not one.cluster}
             self._left_out -= {job.jobid for job in in_groups}
             for jobid in sorted(before & self._left_out)[:1]:  # not one that is just beginning
                 self._tell(
@@ -93,13 +93,12 @@ class JobFinder:
                     f"processes of job {jobid} are in no control group, unlike those of other jobs"
                     " of this node: they are not counted",
                 )
-            processes = {pid: one for pid, one in processes.items() if one.local}
+            processes = {pid: one for pid, one in processes.items() if one.cluster}
         jobs: dict[str, FoundJob] = {}
         of_user = Counter[int]()
         refused = set()
         for pid, one in sorted(processes.items(), key=lambda item: item[1].start):
-            local = "" if self._is_own else one.local
-            job = FoundJob(one.jobid, one.uid, cluster=one.cluster, local=local)
+            job = FoundJob(one.jobid, one.uid, "" if self._is_own else one.cluster)
             if self._only not in {"", one.jobid}:
                 continue
             if job.key not in jobs:
@@ -109,7 +108,6 @@ class JobFinder:
                 of_user[one.uid] += 1
             job = jobs.setdefault(job.key, job)
             if job.uid == one.uid:
-                job.cluster = job.cluster or one.cluster
                 job.steps.setdefault(one.step, set()).add(pid)
         if refused:
             self._tell(
@@ -133,7 +131,7 @@ class JobFinder:
                 steps.setdefault(step, set()).update(pids)
         facts = self._identities.facts(replace(parts[0], steps=steps), now)
         return JobSeen(
-            replace(facts, cluster=parts[0].local),
+            replace(facts, cluster=parts[0].cluster),
             tuple(part.groups for part in parts if part.groups),
             {step: frozenset(pids) for step, pids in steps.items()},
             frozenset[int]().union(*steps.values()),
@@ -142,17 +140,13 @@ class JobFinder:
 
 @dataclass(frozen=True)
 class _Process:
-    """What the environment of a process says; `local` is the cluster of a local run."""
+    """What the environment of a process says; `cluster` is empty but for a local run."""
 
     start: int
     jobid: str
     step: str
     uid: int
     cluster: str
-
-    @property
-    def local(self) -> str:
-        return self.cluster if _LOCAL_CLUSTER.fullmatch(self.cluster) else ""
 
 
 class _Environments:
@@ -202,6 +196,7 @@ class _Environments:
             self._jobless.setdefault(pid, now)
             return
         self._jobless.pop(pid, None)
+        cluster = values.get("SLURM_CLUSTER_NAME", "")
         # A batch script has no step id.
         step = values.get("SLURM_STEP_ID", values.get("SLURM_STEPID", ""))
         self._known[pid] = _Process(
@@ -209,5 +204,5 @@ class _Environments:
             jobid,
             step if _STEP.fullmatch(step) else "batch",
             procfs.uid(self._proc, pid),
-            values.get("SLURM_CLUSTER_NAME", ""),
+            cluster if _LOCAL_CLUSTER.fullmatch(cluster) else "",
         )

@@ -43,13 +43,14 @@ class _Known:
     """What is kept of a job from one look to the next.
 
     Attributes:
-        whose: user and cluster as it was found: jobs of the local backend may have one number.
+        whose: its user as it was found: without control groups the next job of this number may be
+            another's.
         uid: of its user as its processes show it; -1 unknown.
         looks: since this user was known.
         told: what the environment of its processes says.
     """
 
-    whose: tuple[int, str]
+    whose: int
     uid: int = -1
     looks: int = 0
     told: JobFacts | None = None
@@ -86,8 +87,8 @@ class Identities:
             now: monotonic seconds.
         """
         known = self._known.get(job.key)
-        if known is None or known.whose != (job.uid, job.cluster or known.whose[1]):
-            known = self._known[job.key] = _Known((job.uid, job.cluster), job.uid)
+        if known is None or known.whose != job.uid:
+            known = self._known[job.key] = _Known(job.uid, job.uid)
         is_certain = job.uid >= 0
         if not is_certain and known.uid <= 0:
             self._find_user(job, known)
@@ -96,7 +97,7 @@ class Identities:
         if known.uid >= 0 and known.looks & (known.looks - 1) == 0:
             self._ask(job, known)
         facts = self._own
-        if facts is None and not job.local:
+        if facts is None and not job.cluster:
             facts = read_map(self._roots.run, job.jobid)
         is_settled = is_certain or known.uid > 0
         if facts is not None and is_settled and facts.uid not in {-1, known.uid}:
