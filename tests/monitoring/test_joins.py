@@ -97,6 +97,13 @@ TWO_NODES = exporter("main", "n1", {"7": ADA}, G1={"7": "1"}) | exporter(
 TWO_CLUSTERS = exporter("main", "n1", {"7": ADA}, G1={"7": "1"}) | exporter(
     "test", "n1", {"7": BOB}, G2={"7": "1"}
 )
+LOCAL_RUN = {  # job 7 of the local backend, whose GPUs nobody allocated
+    name.replace('cluster="main",jobid', 'cluster="local-3fa9c1",jobid')
+    .replace('allocated="1"', 'allocated=""')
+    .replace("G1", "G2"): shown
+    for name, shown in exporter("main", "n1", {"7": BOB}, G1={"7": "1"}).items()
+}
+BESIDE = exporter("main", "n1", {"7": ADA}, G1={"7": "1"}) | LOCAL_RUN
 MAIN_7 = '{cluster="main",jobid="7"}'
 MAIN_8 = '{cluster="main",jobid="8"}'
 TEST_7 = '{cluster="test",jobid="7"}'
@@ -140,6 +147,16 @@ SCENES: dict[str, tuple[Series, str, dict[str, float]]] = {
     "busy GPUs of a job on two nodes": (TWO_NODES, BY_USER, {'{user="ada"}': 1}),
     "one information on a job on two nodes": (TWO_NODES, "count(hpml:job_info)", {"{}": 1}),
     "threads in two clusters": (TWO_CLUSTERS, THREADS, {MAIN_7: 7, TEST_7: 7}),
+    "threads of a local run of the same number": (
+        BESIDE,
+        THREADS,
+        {MAIN_7: 7, '{cluster="local-3fa9c1",jobid="7"}': 7},
+    ),
+    "busy GPUs of a local run of the same number": (
+        BESIDE,
+        BY_USER,
+        {'{user="ada"}': 0.5, '{user="bob"}': 0.5},
+    ),
     "busy GPUs in two clusters": (
         TWO_CLUSTERS,
         BY_USER,
