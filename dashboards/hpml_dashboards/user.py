@@ -5,158 +5,147 @@ from __future__ import annotations
 from grafana_foundation_sdk.models.dashboard import Dashboard
 
 from hpml_dashboards.panels import (
-    HIGH_IS_BAD,
-    HIGH_IS_GOOD,
-    LOW_IS_GOOD,
-    PLAIN,
-    Column,
+    COUNT,
+    FULL,
+    SHARE,
+    USE,
+    WAIT,
     build_dashboard,
     each,
     figure,
     lines,
-    link,
     listing,
+    select,
     variable,
 )
 
 __all__ = ["user"]
 
 _MINE = 'hpml:job_info{cluster="$cluster", user="$user"}'
-_ACCOUNT = 'cluster=~"$cluster|", user="$user"'
+_NAMED = "{{jobid}} {{name}}"
 
 
-def _mine(series: str, keep: str = "") -> str:
-    """Return series of each of the user's jobs."""
-    return f"({series}) * on (cluster, jobid) group_left ({keep}) {_MINE}"
+def _mine(series: str) -> str:
+    """Return series of each of the user's jobs, with its name."""
+    return f"({series}) * on (cluster, jobid) group_left (name) {_MINE}"
 
+
+def _slurm(metric: str, **labels: str) -> str:
+    return select(metric, cluster="~$cluster|", user="$user", **labels)
+
+
+_GPUS = _mine("hpml:job_gpus:count")
+_BUSY = _mine("hpml:job_gpus_busy:rate5m")
+_SHARE = _mine("hpml:job_gpus_busy:rate5m / hpml:job_gpus:count")
+_WAITS = _mine("hpml:job_data_wait:ratio")
+_MEMORY = _mine("hpml:job_memory_used:ratio")
+_SWEEPS = f"hpml:run_info * on (cluster, jobid) group_left () {_MINE}"
 
 _CONTENT = [
     figure(
-        "Jobs running", "Jobs of the user that run now.", "short", f"count({_MINE}) or vector(0)"
+        "Jobs running",
+        COUNT,
+        f"count({_MINE}) or vector(0)",
+        "Jobs of the user that run on nodes with an exporter. Fewer than squeue shows: see Exporters.",
     ),
     figure(
         "Jobs pending",
-        "Jobs of the user that wait (from Slurm's exporter with --users).",
-        "short",
-        f'sum(hpml_slurm_user_jobs{{{_ACCOUNT}, state="pending"}})',
+        COUNT,
+        f"sum({_slurm('hpml_slurm_user_jobs', state='pending')})",
+        "Jobs of the user that wait. hpml export slurm shows them with --users.",
         none="not exported",
     ),
     figure(
         "GPUs",
-        "GPUs that the user's jobs have.",
-        "short",
-        f"sum({_mine('hpml:job_gpus:count')}) or vector(0)",
+        COUNT,
+        f"sum({_GPUS}) or vector(0)",
+        "GPUs that the user's jobs have. Those of idle notebooks count too: end them.",
     ),
     figure(
         "GPU active",
-        "Share of time in which these GPUs ran a kernel. Good: above 60 %.",
-        "percentunit",
-        f"sum({_mine('hpml:job_gpus_busy:rate5m')}) / sum({_mine('hpml:job_gpus:count')})",
-        steps=HIGH_IS_GOOD,
+        USE,
+        f"sum({_BUSY}) / sum({_GPUS})",
+        "Share of time with a kernel on these GPUs. Good: above 60 %. If lower, open the red jobs.",
     ),
     figure(
         "GPUs wasted",
-        "GPUs that the user's jobs have less those that are busy. Good: near 0: others wait for "
-        "them, and fair share counts them.",
-        "short",
+        COUNT,
         f"sum({_mine('hpml:job_gpus_wasted:sum')})",
+        "GPUs of the user's jobs less busy ones. Good: near 0: fair share counts them too.",
     ),
     figure(
-        "Largest data wait",
-        "Of all jobs. Good: below 20 % of a step. If higher, stage the job's data.",
-        "percentunit",
-        f"max({_mine('hpml:job_data_wait:ratio')})",
-        steps=LOW_IS_GOOD,
+        "Data wait",
+        WAIT,
+        f"max({_WAITS})",
+        "Of the job that waits most, as a share of a step. Good: below 20 %. Else stage its data.",
+        none="not reported",
     ),
     figure(
-        "Closest to memory limit",
-        "Of all jobs. Above 95 % the kernel ends processes: ask for more memory.",
-        "percentunit",
-        f"max({_mine('hpml:job_memory_used:ratio')})",
-        steps=HIGH_IS_BAD,
+        "Memory",
+        FULL,
+        f"max({_MEMORY})",
+        "Of the job nearest to its limit. Above 95 % the kernel soon ends processes: ask for more.",
         none="no limit",
     ),
     figure(
         "Fair share",
-        "Slurm's factor from 0 to 1 (exported with --users). Near 0: pending jobs of others go "
-        "first, as much was used lately.",
-        "percentunit",
-        f"max(hpml_slurm_user_fairshare_ratio{{{_ACCOUNT}}})",
-        steps=PLAIN,
+        SHARE,
+        f"max({_slurm('hpml_slurm_user_fairshare_ratio')})",
+        "Slurm's factor (shown with --users). Near 0, much was used lately: others' jobs go first.",
         none="not exported",
     ),
     listing(
         "Jobs",
-        "The user's jobs, the largest first. Open one that is not green.",
-        [
-            f"max by (jobid, name, partition, account) ({_MINE})",
-            f"max by (jobid) ({_mine('hpml:job_gpus:count')})",
-            f"max by (jobid) ({_mine('hpml:job_gpus_busy:rate5m / hpml:job_gpus:count')})",
-            f"max by (jobid) ({_mine('hpml:job_data_wait:ratio')})",
-            f"sum by (jobid) ({_mine('hpml:job_cpus_busy:rate5m')})",
-            f"max by (jobid) ({_mine('hpml:job_memory_used:ratio')})",
-            f"sum by (jobid) ({_mine('hpml:train_samples:rate5m')})",
-            "max by (jobid, sweep) (hpml:run_info * on (cluster, jobid) group_left () "
-            + _MINE
-            + ")",
-        ],
-        [
-            Column("jobid", "Job", link=link("hpml-job", jobid="${__value.raw}"), width=90),
-            Column("name", "Name"),
-            Column("partition", "Partition"),
-            Column("account", "Account"),
-            Column("sweep", "Sweep", link=link("hpml-sweep", sweep="${__value.raw}")),
-            Column("B", "GPUs", width=70),
-            Column("C", "GPU active", "percentunit", HIGH_IS_GOOD, bar=True),
-            Column("D", "Data wait", "percentunit", LOW_IS_GOOD, width=100),
-            Column("E", "CPUs busy", width=100),
-            Column("F", "Memory", "percentunit", HIGH_IS_BAD, width=90),
-            Column("G", "Samples/s", "samples/s", width=130),
-        ],
+        "jobid name partition sweep",
+        {
+            "": (COUNT, f"max by (jobid, name, partition) ({_MINE})"),
+            "-": (COUNT, f"max by (jobid, sweep) ({_SWEEPS})"),
+            "GPU active": (USE, f"max by (jobid) ({_SHARE})"),
+            "Data wait": (WAIT, f"max by (jobid) ({_WAITS})"),
+            "CPUs busy": (COUNT, f"sum by (jobid) ({_mine('hpml:job_cpus_busy:rate5m')})"),
+            "Memory": (FULL, f"max by (jobid) ({_MEMORY})"),
+            "Samples/s": (COUNT, f"sum by (jobid) ({_mine('hpml:train_samples:rate5m')})"),
+            "GPUs": (COUNT, f"max by (jobid) ({_GPUS})"),
+        },
+        "The user's jobs, the largest first. Open one that is not green to see what it waits for.",
+        width=24,
         height=9,
         sort="GPUs",
         none="No job of this user runs",
     ),
     lines(
         "GPU active",
-        "Share of time in which the GPUs of each job ran a kernel. Good: above 60 %.",
-        "percentunit",
-        {
-            "{{jobid}} {{name}}": each(
-                _mine("hpml:job_gpus_busy:rate5m / hpml:job_gpus:count", "name"), "jobid"
-            )
-        },
-        height=8,
+        SHARE,
+        {_NAMED: each(_SHARE, "jobid")},
+        "Share of time with a kernel on the GPUs of each job. Good: above 60 %.",
+        height=9,
         top=1,
     ),
     lines(
         "Data wait",
-        "Share of a step that each job waits for data. Good: below 20 %.",
-        "percentunit",
-        {"{{jobid}} {{name}}": each(_mine("hpml:job_data_wait:ratio", "name"), "jobid")},
-        height=8,
+        SHARE,
+        {_NAMED: each(_WAITS, "jobid")},
+        "Share of a step that each job waits for data. Good: below 20 %. Otherwise stage it.",
+        height=9,
         none="No training reports it",
     ),
     lines(
         "GPUs",
-        "GPUs that the user's jobs have, and how many of these are busy.",
-        "short",
-        {
-            "allocated": f"sum({_mine('hpml:job_gpus:count')})",
-            "busy": f"sum({_mine('hpml:job_gpus_busy:rate5m')})",
-        },
-        height=8,
+        COUNT,
+        {"allocated": f"sum({_GPUS})", "busy": f"sum({_BUSY})"},
+        "GPUs that the user's jobs have, and how many of these are busy. Good: close together.",
+        height=9,
     ),
 ]
 
 
 def user() -> Dashboard:
     """Return the dashboard."""
+    users = 'label_values(hpml:job_info{cluster="$cluster"}, user)'
     return build_dashboard(
         "hpml-user",
-        "User",
         "The jobs of one user: which run, which wait, and which could do better.",
-        [variable("user", "User", 'label_values(hpml:job_info{cluster="$cluster"}, user)')],
+        [variable("user", "User", users)],
         _CONTENT,
         since="now-3h",
     )
