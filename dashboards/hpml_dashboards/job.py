@@ -4,34 +4,12 @@ from __future__ import annotations
 
 from grafana_foundation_sdk.models.dashboard import Dashboard
 
-from hpml_dashboards.panels import (
-    BYTES,
-    COUNT,
-    FAULTS,
-    FULL,
-    RATE,
-    SECONDS,
-    SHARE,
-    TIME,
-    USE,
-    WAIT,
-    WATTS,
-    Kind,
-    build_dashboard,
-    each,
-    figure,
-    lines,
-    listing,
-    select,
-    variable,
-)
+from hpml_dashboards.panels import build_dashboard, each, figure, lines, listing, select, variable
 
 __all__ = ["job"]
 
 _JOB = '{cluster="$cluster", jobid="$jobid"}'
 _GPU = "{{node}} {{index}}"
-_TENSOR = Kind("percentunit", ((None, "red"), (0.05, "orange"), (0.2, "green")))
-_SILENT = "The training does not report it"
 
 
 def _this(metric: str, **labels: str) -> str:
@@ -72,237 +50,195 @@ _LONGEST = (
     "group_left () " + _this("hpml_train_rank_data_wait_seconds", which="longest")
 )
 
+_ABOUT = """
+Job $jobid: What the job is. Open the sweep to compare its runs, the user for their other jobs.
+GPU active: Share of time with a kernel on the GPUs, mean of the time range. Good: above 60 %. If
+    lower, look at data wait and CPU first, then at the batch size.
+Tensor active: Share of time with tensor cores at work, mean of the time range (Hopper and later).
+    Good: above 20 %. If low while GPUs are active: mixed precision, larger batches.
+GPUs: GPUs that the job was allocated, and those without a process of it. Good: none unused.
+    Otherwise ask for fewer, or check that a rank starts for each.
+Data wait: Share of a step in which ranks wait for a batch, mean of the time range. Good: below 20
+    %. Otherwise stage the data, pack small files, use more loader workers.
+CPU: Share of the job's CPUs that are busy, mean of the time range. High is good unless data wait
+    is high too: then ask for more CPUs per GPU.
+Memory: Most memory used on a node against its limit, without the page cache. Above 95 % the
+    kernel soon ends processes: ask for more, or use fewer loader workers.
+Samples/s: Samples that all ranks train on in a second. Compare with other runs of the sweep.
+Faults: Processes ended for want of memory, GPU errors (XID) since the job's start, and ranks on
+    wrong CPUs or GPUs. Good: 0. Otherwise see the tables of nodes and errors below.
+Tensor cores active: Share of time with tensor cores at work (Hopper and later). GPUs that are
+    active without them compute in full precision, copy data or wait in communication.
+Samples per second: Speed of the training on each node. Good: steady and alike. Dips are
+    checkpoints, evaluation, or storage that others use too.
+Step time: Mean step of the fastest and the slowest rank. Good: alike. A gap above 20 % means that
+    all wait for one: look at its node, GPU clock and binding.
+Data wait per step: Mean wait for a batch of the ranks that wait least and most. Good: near 0 and
+    alike. If all wait, storage or loader are slow; if one does, its node is.
+GPU memory: Memory in use on each GPU. Much free memory allows larger batches; above 95 % a
+    slightly larger model or batch fails.
+GPU power: Power drawn by each GPU. GPUs at work draw near their limit; active but cool ones
+    mostly wait in communication.
+Multiprocessors active: Share of multiprocessors at work (Hopper and later). If much lower than
+    GPU active, kernels are too small: larger batches, fused kernels, CUDA graphs.
+CPUs busy: CPUs at work on each node, and those that the job is bound to. All busy with data wait:
+    ask for more CPUs. Few busy: others could use them.
+Memory by kind: Memory of processes, of /dev/shm and the like, and the page cache, which the
+    kernel gives back when needed. The first two together must stay below the limit.
+Waiting for resources: Share of time in which a task waited for a CPU, memory or I/O. Good: below
+    10 %. CPU: ask for more; memory: near the limit; I/O: stage the data.
+Storage: Bytes from and to storage. Reads in every epoch: no cache holds the data, stage it. High
+    writes are checkpoints.
+Staged data, /dev/shm: The job's files in memory, such as what hpml staged for it. They count as
+    its memory; a full /dev/shm ends loader workers.
+Network of the nodes: InfiniBand and RoCE of the job's nodes, with other jobs there. Compare with
+    the link rate on the Node dashboard: near it, communication limits the job.
+NVLink and PCIe: Bytes between GPUs over NVLink, and to the host over PCIe. Gradients over PCIe
+    although there is NVLink: check NCCL's settings.
+Nodes of the job: The job on each of its nodes: the one that differs is the one to look at.
+    Misbound are ranks on other CPUs or GPUs than planned; good: 0, else see hpml show.
+Clocks held down: Share of time in which a GPU had to run slower. The power limit is normal under
+    full load; for heat and power brakes, see the node and tell the administrators.
+Learning: Loss as reported last, mean over ranks. Good: falling. A jump after a change of scale:
+    learning rate and warm-up.
+GPU errors (XID): Errors of the job's GPUs, also from before it. 13, 31 and 43 come from programs;
+    48, 62, 64, 74, 79, 95, 119 and 120 from hardware: tell the administrators.
+Slowest readers: The rank of each node that waits longest for data. Always the same one: look at
+    its node's storage and CPUs.
+MFU, communication, accuracy: Model FLOP/s against the peak (good: above 30 %), the share of time
+    in communication, and the last accuracy. Much communication: larger batches, fewer nodes.
+"""
+
 _CONTENT = [
     listing(
         "Job $jobid",
         "name user account partition qos run sweep point",
         {
-            "": (COUNT, _ever("hpml:job_info", "user, account, partition, qos, name")),
-            "-": (COUNT, _ever("hpml:run_info", "run, sweep, point")),
-            "Ranks": (COUNT, f"max by (jobid) (last_over_time(hpml_job_ranks{_JOB}[$__range]))"),
+            "-": ("count", _ever("hpml:job_info", "user, account, partition, qos, name")),
+            "-run": ("count", _ever("hpml:run_info", "run, sweep, point")),
+            "Ranks": ("count", f"max by (jobid) (last_over_time(hpml_job_ranks{_JOB}[$__range]))"),
             "Nodes": (
-                COUNT,
+                "count",
                 f"count by (jobid) (last_over_time(hpml:job_exporter{_JOB}[$__range]))",
             ),
-            "Started": (TIME, f"1000 * max by (jobid) ({_STARTED})"),
+            "Started": ("time", f"1000 * max by (jobid) ({_STARTED})"),
         },
-        "What the job is. Open the sweep to compare its runs, the user for their other jobs.",
         width=24,
-        height=3,
+        height=4,
         none="No such job in this time range",
     ),
-    figure(
-        "GPU active",
-        USE,
-        f"avg(hpml:gpu_busy:rate2m{_JOB})",
-        "Share of time with a kernel on the GPUs, mean of the time range. Good: above 60 %. "
-        "If lower, look at data wait and CPU first, then at the batch size.",
-        calc="mean",
-    ),
-    figure(
-        "Tensor active",
-        _TENSOR,
-        f"avg(hpml:gpu_tensor_active:ratio{_JOB})",
-        "Share of time with tensor cores at work, mean of the time range (Hopper and later). Good: "
-        "above 20 %. If low while GPUs are active: mixed precision, larger batches.",
-        calc="mean",
-    ),
+    figure("GPU active", "use", f"avg(hpml:gpu_busy:rate2m{_JOB})", calc="mean"),
+    figure("Tensor active", "tensor", f"avg(hpml:gpu_tensor_active:ratio{_JOB})", calc="mean"),
     figure(
         "GPUs",
-        COUNT,
+        "count",
         {
             "allocated": f"sum({_once(f'hpml_job_gpus_allocated{_JOB}')}) "
             f"or max(hpml:job_gpus:count{_JOB})",
             "unused": f"sum({_UNUSED})",
         },
-        "GPUs that the job was allocated, and those without a process of it. Good: none unused. "
-        "Otherwise ask for fewer, or check that a rank starts for each.",
     ),
-    figure(
-        "Data wait",
-        WAIT,
-        f"max(hpml:job_data_wait:ratio{_JOB})",
-        "Share of a step in which ranks wait for a batch, mean of the time range. Good: below 20 %. "
-        "Otherwise stage the data, pack small files, use more loader workers.",
-        calc="mean",
-    ),
+    figure("Data wait", "wait", f"max(hpml:job_data_wait:ratio{_JOB})", calc="mean"),
     figure(
         "CPU",
-        SHARE,
+        "share",
         f"sum(hpml:job_cpus_busy:rate5m{_JOB}) / sum({_once(f'hpml_job_cpus{_JOB}')})",
-        "Share of the job's CPUs that are busy, mean of the time range. High is good unless data "
-        "wait is high too: then ask for more CPUs per GPU.",
         calc="mean",
     ),
-    figure(
-        "Memory",
-        FULL,
-        f"max(hpml:job_memory_used:ratio{_JOB})",
-        "Most memory used on a node against its limit, without the page cache. Above 95 % the "
-        "kernel soon ends processes: ask for more, or use fewer loader workers.",
-        calc="max",
-        none="no limit",
-    ),
-    figure(
-        "Samples/s",
-        COUNT,
-        f"sum(hpml:train_samples:rate5m{_JOB})",
-        "Samples that all ranks train on in a second. Compare with other runs of the sweep.",
-        none="not reported",
-    ),
-    figure(
-        "Faults",
-        FAULTS,
-        f"{_OOM} + {_XID} + (sum({_UNBOUND}) or vector(0))",
-        "Processes ended for want of memory, GPU errors (XID) since the job's start, and ranks on "
-        "wrong CPUs or GPUs. Good: 0. Otherwise see the tables of nodes and errors below.",
-    ),
-    lines(
-        "GPU active",
-        SHARE,
-        {_GPU: each(f"hpml:gpu_busy:rate2m{_JOB}")},
-        "Share of time with a kernel on each GPU. Good: above 60 % and alike. One low line is a "
-        "slow or unused rank; all low together wait for data or for each other.",
-        width=12,
-        top=1,
-    ),
+    figure("Memory", "full", f"max(hpml:job_memory_used:ratio{_JOB})", calc="max", none="no limit"),
+    figure("Samples/s", "count", f"sum(hpml:train_samples:rate5m{_JOB})", none="not reported"),
+    figure("Faults", "faults", f"{_OOM} + {_XID} + (sum({_UNBOUND}) or vector(0))"),
+    lines("GPU active", "share", {_GPU: each(f"hpml:gpu_busy:rate2m{_JOB}")}, width=12),
     lines(
         "Tensor cores active",
-        SHARE,
+        "share",
         {_GPU: each(f"hpml:gpu_tensor_active:ratio{_JOB}")},
-        "Share of time with tensor cores at work (Hopper and later). GPUs that are active without "
-        "them compute in full precision, copy data or wait in communication.",
         width=12,
-        top=1,
-        none="These GPUs do not report it",
     ),
     lines(
         "Samples per second",
-        COUNT,
+        "count",
         {"{{node}}": each(f"hpml:train_samples:rate5m{_JOB}")},
-        "Speed of the training on each node. Good: steady and alike. Dips are checkpoints, "
-        "evaluation, or storage that others use too.",
-        none=_SILENT,
+        height=6,
     ),
     lines(
         "Step time",
-        SECONDS,
+        "seconds",
         {
             "fastest": f"min({_this('hpml_train_rank_step_duration_seconds', which='fastest')})",
             "slowest": f"max({_this('hpml_train_rank_step_duration_seconds', which='slowest')})",
         },
-        "Mean step of the fastest and the slowest rank. Good: alike. A gap above 20 % means that "
-        "all wait for one: look at its node, GPU clock and binding.",
-        none=_SILENT,
+        height=6,
     ),
     lines(
         "Data wait per step",
-        SECONDS,
+        "seconds",
         {
             "shortest": f"min({_this('hpml_train_rank_data_wait_seconds', which='shortest')})",
             "longest": f"max({_this('hpml_train_rank_data_wait_seconds', which='longest')})",
         },
-        "Mean wait for a batch of the ranks that wait least and most. Good: near 0 and alike. If "
-        "all wait, storage or loader are slow; if one does, its node is.",
-        none=_SILENT,
+        height=6,
     ),
     "GPU memory and power",
-    lines(
-        "GPU memory",
-        SHARE,
-        {_GPU: each(f"hpml:gpu_memory_used:ratio{_JOB}")},
-        "Memory in use on each GPU. Much free memory allows larger batches; above 95 % a slightly "
-        "larger model or batch fails.",
-        top=1,
-    ),
-    lines(
-        "GPU power",
-        WATTS,
-        {_GPU: each(f"hpml:gpu_power_watts:max{_JOB}")},
-        "Power drawn by each GPU. GPUs at work draw near their limit; active but cool ones mostly "
-        "wait in communication.",
-    ),
-    lines(
-        "Multiprocessors active",
-        SHARE,
-        {_GPU: each(f"hpml:gpu_sm_active:ratio{_JOB}")},
-        "Share of multiprocessors at work (Hopper and later). If much lower than GPU active, "
-        "kernels are too small: larger batches, fused kernels, CUDA graphs.",
-        top=1,
-        none="These GPUs do not report it",
-    ),
+    lines("GPU memory", "share", {_GPU: each(f"hpml:gpu_memory_used:ratio{_JOB}")}),
+    lines("GPU power", "watts", {_GPU: each(f"hpml:gpu_power_watts:max{_JOB}")}),
+    lines("Multiprocessors active", "share", {_GPU: each(f"hpml:gpu_sm_active:ratio{_JOB}")}),
     "CPU and memory",
     lines(
         "CPUs busy",
-        COUNT,
+        "count",
         {
             "{{node}}": each(f"hpml:job_cpus_busy:rate5m{_JOB}"),
             "allocated": f"max({_once(f'hpml_job_cpus{_JOB}')})",
         },
-        "CPUs at work on each node, and those that the job is bound to. All busy with data wait: "
-        "ask for more CPUs. Few busy: others could use them.",
     ),
     lines(
         "Memory by kind",
-        BYTES,
+        "bytes",
         {
             "processes": f"sum({_once(_this('hpml_job_memory_bytes', kind='rss'))})",
             "shmem": f"sum({_once(_this('hpml_job_memory_bytes', kind='shmem'))})",
             "cache": f"sum({_once(_this('hpml_job_memory_bytes', kind='cache'))})",
             "limit": f"sum({_once(f'hpml_job_memory_limit_bytes{_JOB}')})",
         },
-        "Memory of processes, of /dev/shm and the like, and the page cache, which the kernel gives "
-        "back when needed. The first two together must stay below the limit.",
     ),
     lines(
         "Waiting for resources",
-        SHARE,
+        "share",
         {
             "{{resource}}": "max by (resource) "
             f"(rate(hpml_job_pressure_seconds_total{_JOB}[$__rate_interval]))"
         },
-        "Share of time in which a task waited for a CPU, memory or I/O. Good: below 10 %. CPU: ask "
-        "for more; memory: near the limit; I/O: stage the data.",
-        none="Needs control groups of version 2",
     ),
     "Input, output and network",
     lines(
         "Storage",
-        RATE,
+        "rate",
         {
             "read": f"sum(hpml:job_io_read_bytes:rate5m{_JOB})",
             "written": f"sum(hpml:job_io_write_bytes:rate5m{_JOB})",
         },
-        "Bytes from and to storage. Reads in every epoch: no cache holds the data, stage it. High "
-        "writes are checkpoints.",
         width=6,
     ),
     lines(
         "Staged data, /dev/shm",
-        BYTES,
+        "bytes",
         {"{{node}}": each(_once(f"hpml_job_shm_bytes{_JOB}"))},
-        "The job's files in memory, such as what hpml staged for it. They count as its memory; a "
-        "full /dev/shm ends loader workers.",
         width=6,
     ),
     lines(
         "Network of the nodes",
-        RATE,
+        "rate",
         {
             "received": f"sum({_of_nodes('hpml:node_network_received_bytes:rate5m')})",
             "sent": f"sum({_of_nodes('hpml:node_network_transmitted_bytes:rate5m')})",
         },
-        "InfiniBand and RoCE of the job's nodes, with other jobs there. Compare with the link rate "
-        "on the Node dashboard: near it, communication limits the job.",
         width=6,
-        none="No InfiniBand on these nodes",
     ),
     lines(
         "NVLink and PCIe",
-        RATE,
+        "rate",
         {"{{link}}": f"sum by (link) (hpml:gpu_link_bytes:rate2m{_JOB})"},
-        "Bytes between GPUs over NVLink, and to the host over PCIe. Gradients over PCIe although "
-        "there is NVLink: check NCCL's settings.",
         width=6,
     ),
     "Nodes, binding and events",
@@ -310,60 +246,38 @@ _CONTENT = [
         "Nodes of the job",
         "node",
         {
-            "": (COUNT, f"max by (node) (hpml:job_exporter{_JOB})"),
-            "GPU active": (USE, f"avg by (node) (hpml:gpu_busy:rate2m{_JOB})"),
-            "CPUs busy": (COUNT, f"sum by (node) (hpml:job_cpus_busy:rate5m{_JOB})"),
-            "Memory": (BYTES, f"sum by (node) (hpml:job_memory_bytes:sum{_JOB})"),
-            "/dev/shm": (FULL, f"max by (node) ({_of_nodes('hpml:node_shm_used:ratio')})"),
-            "Misbound": (FAULTS, f"max by (node) ({_UNBOUND})"),
+            "-": ("count", f"max by (node) (hpml:job_exporter{_JOB})"),
+            "GPU active": ("use", f"avg by (node) (hpml:gpu_busy:rate2m{_JOB})"),
+            "CPUs busy": ("count", f"sum by (node) (hpml:job_cpus_busy:rate5m{_JOB})"),
+            "Memory": ("bytes", f"sum by (node) (hpml:job_memory_bytes:sum{_JOB})"),
+            "/dev/shm": ("full", f"max by (node) ({_of_nodes('hpml:node_shm_used:ratio')})"),
+            "Misbound": ("faults", f"max by (node) ({_UNBOUND})"),
         },
-        "The job on each of its nodes: the one that differs is the one to look at. Misbound are "
-        "ranks on other CPUs or GPUs than planned; good: 0, else see hpml show.",
     ),
-    lines(
-        "Clocks held down",
-        SHARE,
-        {_GPU: each(f"hpml:gpu_throttled:rate2m{_JOB}")},
-        "Share of time in which a GPU had to run slower. The power limit is normal under full "
-        "load; for heat and power brakes, see the node and tell the administrators.",
-        width=6,
-    ),
-    lines(
-        "Learning",
-        COUNT,
-        {"loss": f"avg(hpml_train_loss{_JOB})"},
-        "Loss as reported last, mean over ranks. Good: falling. A jump after a change of scale: "
-        "learning rate and warm-up.",
-        width=6,
-        none=_SILENT,
-    ),
+    lines("Clocks held down", "share", {_GPU: each(f"hpml:gpu_throttled:rate2m{_JOB}")}, width=6),
+    lines("Learning", "count", {"loss": f"avg(hpml_train_loss{_JOB})"}, width=6),
     listing(
         "GPU errors (XID)",
         "node index xid",
         {
             "Last": (
-                TIME,
+                "time",
                 f"1000 * {_of_gpus('hpml_gpu_xid_last_timestamp_seconds', 'uuid, xid')}",
             ),
-            "Errors": (COUNT, _of_gpus("hpml_gpu_xid_errors_total", "uuid, xid")),
+            "Errors": ("count", _of_gpus("hpml_gpu_xid_errors_total", "uuid, xid")),
         },
-        "Errors of the job's GPUs, also from before it. 13, 31 and 43 come from programs; 48, 62, "
-        "64, 74, 79, 95, 119 and 120 from hardware: tell the administrators.",
         none="No GPU errors",
     ),
     listing(
         "Slowest readers",
         "node rank",
-        {"Wait per step": (SECONDS, _once(_LONGEST))},
-        "The rank of each node that waits longest for data. Always the same one: look at its "
-        "node's storage and CPUs.",
+        {"Wait per step": ("seconds", _once(_LONGEST))},
         width=6,
         sort="Wait per step",
-        none=_SILENT,
     ),
     lines(
         "MFU, communication, accuracy",
-        SHARE,
+        "share",
         {
             "MFU": f"avg(hpml_train_mfu_ratio{_JOB})",
             "communication ({{method}})": "sum by (method) "
@@ -371,10 +285,7 @@ _CONTENT = [
             f"/ on () group_left () sum(hpml_train_ranks{_JOB})",
             "accuracy": f"avg(hpml_train_accuracy_ratio{_JOB})",
         },
-        "Model FLOP/s against the peak (good: above 30 %), the share of time in communication, and "
-        "the last accuracy. Much communication: larger batches, fewer nodes.",
         width=6,
-        none=_SILENT,
     ),
 ]
 
@@ -385,6 +296,7 @@ def job() -> Dashboard:
     return build_dashboard(
         "hpml-job",
         "One job over its nodes: how well it uses what it was allocated, and what holds it up.",
+        _ABOUT,
         [variable("jobid", "Job", jobs, newest=True)],
         _CONTENT,
     )

@@ -6,6 +6,7 @@ All lengths are in units of that grid, of which a screen of 1400x900 shows 21 in
 
 from __future__ import annotations
 
+import re
 import string
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple, TypeVar
@@ -18,21 +19,6 @@ from grafana_foundation_sdk.models import dashboard as models
 from grafana_foundation_sdk.models.prometheus import PromQueryFormat
 
 __all__ = [
-    "AGE",
-    "BYTES",
-    "COUNT",
-    "FAULTS",
-    "FULL",
-    "HEAT",
-    "RATE",
-    "SECONDS",
-    "SHARE",
-    "TIME",
-    "USE",
-    "WAIT",
-    "WATTS",
-    "WHOLE",
-    "Kind",
     "Panel",
     "bars",
     "build_dashboard",
@@ -48,28 +34,39 @@ Panel = Builder[models.Panel]
 _P = TypeVar("_P", timeseries.Panel, stat.Panel, bargauge.Panel, table.Panel)
 
 
-class Kind(NamedTuple):
-    """A kind of figure: Grafana's unit, and colours from each value on, the lowest without one."""
+class _Kind(NamedTuple):
+    """A kind of figure: Grafana's unit, colours from each value on, and the highest value."""
 
     unit: str
     steps: Sequence[tuple[float | None, str]] = ((None, "text"),)
+    top: float | None = None
 
 
-COUNT = Kind("short")
-FAULTS = Kind("short", ((None, "green"), (1, "red")))
-SHARE = Kind("percentunit")
-USE = Kind("percentunit", ((None, "red"), (0.3, "orange"), (0.6, "green")))
-WAIT = Kind("percentunit", ((None, "green"), (0.2, "orange"), (0.6, "red")))
-FULL = Kind("percentunit", ((None, "green"), (0.8, "orange"), (0.95, "red")))
-WHOLE = Kind("percentunit", ((None, "red"), (1, "green")))
-BYTES = Kind("bytes")
-RATE = Kind("Bps")
-SECONDS = Kind("s")
-AGE = Kind("s", ((None, "green"), (120, "orange"), (600, "red")))
-TIME = Kind("dateTimeAsIso")
-WATTS = Kind("watt")
-HEAT = Kind("celsius", ((None, "green"), (75, "orange"), (84, "red")))
-
+_GREEN, _RED = (None, "green"), (None, "red")
+_KINDS = {
+    "count": _Kind("short"),
+    "faults": _Kind("short", (_GREEN, (1, "red"))),
+    "share": _Kind("percentunit", top=1),
+    "ratio": _Kind("percentunit"),
+    "use": _Kind("percentunit", (_RED, (0.3, "orange"), (0.6, "green")), 1),
+    "scaling": _Kind("percentunit", (_RED, (0.5, "orange"), (0.8, "green")), 1),
+    "tensor": _Kind("percentunit", (_RED, (0.05, "orange"), (0.2, "green")), 1),
+    "wait": _Kind("percentunit", (_GREEN, (0.2, "orange"), (0.6, "red")), 1),
+    "full": _Kind("percentunit", (_GREEN, (0.8, "orange"), (0.95, "red")), 1),
+    "whole": _Kind("percentunit", (_RED, (1, "green")), 1),
+    "cost": _Kind("percentunit", (_GREEN, (0.03, "orange"), (0.1, "red"))),
+    "times": _Kind("x", ((None, "blue"),)),
+    "bytes": _Kind("bytes"),
+    "process": _Kind("bytes", (_GREEN, (100 << 20, "orange"), (300 << 20, "red"))),
+    "rate": _Kind("Bps"),
+    "seconds": _Kind("s"),
+    "age": _Kind("s", (_GREEN, (120, "orange"), (600, "red"))),
+    "time": _Kind("dateTimeAsIso"),
+    "watts": _Kind("watt"),
+    "hertz": _Kind("hertz"),
+    "heat": _Kind("celsius", (_GREEN, (75, "orange"), (84, "red"))),
+    "label": _Kind("string"),
+}
 _COLOURS = {
     "blue": "read received allocated running",
     "orange": "written sent pending longest",
@@ -92,8 +89,8 @@ _DASHBOARDS = {
 _TITLES = {"jobid": "Job", "index": "GPU", "xid": "XID", "mig": "MIG", "qos": "QOS"}
 _LINKED = {"jobid": "job", "node": "node", "sweep": "sweep", "user": "user"}
 """Labels whose values are links to the dashboard of what they name."""
-_WIDTHS = {"jobid": 90, "index": 60, "xid": 70, "port": 60, "rank": 80, "state": 120}
-_WIDTH, _BAR_WIDTH, _TIME_WIDTH = 100, 170, 165  # pixels
+_WIDTHS = {"jobid": 90, "user": 100, "partition": 110, "index": 60, "xid": 60, "port": 60}
+_BAR_WIDTH, _TIME_WIDTH = 150, 165  # pixels
 _MOST_LINES = 32
 _DATASOURCE = shapes.DataSourceRef(type_val="prometheus", uid="${datasource}")
 
@@ -124,9 +121,8 @@ def each(series: str, label: str = "node") -> str:
 
 def figure(
     title: str,
-    kind: Kind,
+    kind: str,
     queries: str | Mapping[str, str],
-    about: str,
     *,
     calc: str = "lastNotNull",
     width: int = 3,
@@ -134,10 +130,10 @@ def figure(
 ) -> Panel:
     """Return a panel of large figures, one for each query, reduced over time by `calc`."""
     queries = {"": queries} if isinstance(queries, str) else queries
-    panel = _panel(stat.Panel(), title, kind, queries, about, (width, 3))
+    panel = _panel(stat.Panel(), title, kind, queries, (width, 4))
     for name in queries:
         if name in _BAD:
-            panel = panel.override_by_name(name, _properties(thresholds=_steps(FAULTS)))
+            panel = panel.override_by_name(name, _properties(thresholds=_steps(_KINDS["faults"])))
     mode = shapes.BigValueGraphMode
     return (
         panel.no_value(none)
@@ -149,85 +145,64 @@ def figure(
 
 def lines(
     title: str,
-    kind: Kind,
+    kind: str,
     queries: Mapping[str, str],
-    about: str,
     *,
     width: int = 8,
     height: int = 7,
     stacked: bool = False,
-    top: float | None = None,
-    none: str = "No data in this time range",
 ) -> Panel:
-    """Return a panel of lines over time.
+    """Return a panel of lines over time, with thresholds as dashed lines.
 
-    Args:
-        title: title.
-        kind: what is shown; its thresholds are dashed lines.
-        queries: PromQL by name of the line, with labels as in `{{node}}`.
-        about: description.
-        width: columns.
-        height: rows.
-        stacked: draw areas on top of each other.
-        top: end of the axis.
-        none: what stands there without data.
+    The names of the queries are those of the lines, with labels as in `{{node}}`.
     """
-    panel = _panel(timeseries.Panel(), title, kind, queries, about, (width, height))
+    panel = _panel(timeseries.Panel(), title, kind, queries, (width, height))
     for name in queries:
         if name in _COLOUR_OF:
             colour = {"mode": "fixed", "fixedColor": _COLOUR_OF[name]}
             panel = panel.override_by_name(name, _properties(color=colour))
-    many = any(name.startswith("{{node}}") for name in queries)
+    many = any("{{" in name for name in queries)
+    by_node = any(name.startswith("{{node}}") for name in queries)
     placement = shapes.LegendPlacement
     legend = common.VizLegendOptions().display_mode(shapes.LegendDisplayMode.LIST).calcs([])
-    legend.placement(placement.RIGHT if many else placement.BOTTOM).show_legend(show_legend=True)
+    legend.placement(placement.RIGHT if by_node else placement.BOTTOM).show_legend(show_legend=True)
     tooltip = common.VizTooltipOptions().mode(shapes.TooltipDisplayMode.MULTI)
     panel = (
         panel.min(0)
-        .no_value(none)
         .line_width(0 if stacked else 1.5)
-        .fill_opacity(70 if stacked else 6)
+        .fill_opacity(70 if stacked else 0 if many else 10)
         .show_points(shapes.VisibilityMode.NEVER)
         .legend(legend)
         .tooltip(tooltip.sort(shapes.SortOrder.DESCENDING))
     )
-    if top is not None:
-        panel = panel.max(top)
     if stacked:
         panel = panel.stacking(common.StackingConfig().mode(shapes.StackingMode.NORMAL).group("A"))
-    if len(kind.steps) > 1:
+    if len(_KINDS[kind].steps) > 1:
         style = common.GraphThresholdsStyleConfig().mode(shapes.GraphThresholdsStyleMode.DASHED)
         panel = panel.thresholds_style(style)
     return panel
 
 
 def bars(
-    title: str,
-    kind: Kind,
-    queries: Mapping[str, str],
-    about: str,
-    *,
-    width: int = 8,
-    height: int = 7,
-    top: float | None = None,
+    title: str, kind: str, queries: Mapping[str, str], *, width: int = 8, height: int = 7
 ) -> Panel:
     """Return a panel of horizontal bars, one for each series, as they are now."""
-    panel = _panel(bargauge.Panel(), title, kind, queries, about, (width, height), now=True)
-    panel = (
+    panel = _panel(bargauge.Panel(), title, kind, queries, (width, height), now=True)
+    return (
         panel.min(0)
         .no_value("-")
         .display_mode(shapes.BarGaugeDisplayMode.BASIC)
+        .text(common.VizTextDisplayOptions().title_size(14).value_size(18))
+        .max_viz_height(48)
         .orientation(shapes.VizOrientation.HORIZONTAL)
         .reduce_options(common.ReduceDataOptions().calcs(["lastNotNull"]))
     )
-    return panel if top is None else panel.max(top)
 
 
 def listing(
     title: str,
     labels: str,
-    values: Mapping[str, tuple[Kind, str]],
-    about: str,
+    values: Mapping[str, tuple[str, str]],
     *,
     width: int = 12,
     height: int = 7,
@@ -239,25 +214,21 @@ def listing(
     Args:
         title: title.
         labels: names of the labels to show, first.
-        values: kind and PromQL of the other columns, by title; without title: not shown.
-        about: description.
+        values: kind and PromQL of the other columns, by title; not shown if that begins with -.
         width: columns of the grid.
         height: rows of the grid.
         sort: title of the column with the largest values on top.
         none: what stands there without rows.
     """
-    queries = {name or "-": query for name, (_, query) in values.items()}
-    strings = Kind("string")
-    panel = _panel(
-        table.Panel(), title, strings, queries, about, (width, height), now=True, rows=True
-    )
+    queries = {name: query for name, (_, query) in values.items()}
+    panel = _panel(table.Panel(), title, "label", queries, (width, height), now=True, rows=True)
     shown: dict[str, tuple[str, dict[str, Any]]] = {}  # title and properties by name of the field
     for label in labels.split():
         shown[label] = (_TITLES.get(label, label.capitalize()), _label_properties(label))
     for letter, (name, (kind, _)) in zip(string.ascii_uppercase, values.items(), strict=False):
         field = f"Value #{letter}" if len(values) > 1 else "Value"  # as Grafana calls them
-        if name:
-            shown[field] = (name, _value_properties(kind))
+        if not name.startswith("-"):
+            shown[field] = (name, _value_properties(name, kind))
     organized = {
         "excludeByName": {},
         "indexByName": {field: place for place, field in enumerate(shown)},
@@ -303,6 +274,7 @@ def variable(name: str, label: str, values: str, *, newest: bool = False) -> Any
 def build_dashboard(
     uid: str,
     about: str,
+    descriptions: str,
     variables: Sequence[Any],
     content: Sequence[Panel | str],
     *,
@@ -312,7 +284,8 @@ def build_dashboard(
 
     Args:
         uid: last part of its address.
-        about: description.
+        about: description of the dashboard.
+        descriptions: of all panels, as lines `title: text`; further lines of a text are indented.
         variables: those after `datasource` and `cluster`.
         content: panels in reading order; a text begins a row with that title.
         since: begin of the time range.
@@ -335,11 +308,15 @@ def build_dashboard(
         if other != uid:
             link = builders.DashboardLink(title).url(f"/d/{other}").keep_time(keep_time=True)
             built = built.link(link.include_vars(include_vars=True))
+    texts = re.findall(r"^(\S.*?): (.*(?:\n .*)*)", descriptions, re.MULTILINE)
+    described = {title: " ".join(text.split()) for title, text in texts}
     for number, piece in enumerate(content, start=1):
         if isinstance(piece, str):
             built = built.with_row(builders.Row(piece).id(number))
         else:
-            piece.build().id_val = number
+            panel = piece.build()
+            panel.id_val = number
+            panel.description = described[panel.title or ""]
             built = built.with_panel(piece)
     return built.build()
 
@@ -347,26 +324,25 @@ def build_dashboard(
 def _panel(
     panel: _P,
     title: str,
-    kind: Kind,
+    kind: str,
     queries: Mapping[str, str],
-    about: str,
     size: tuple[int, int],
     *,
     now: bool = False,
     rows: bool = False,
 ) -> _P:
+    unit, steps, top = _KINDS[kind]
     thresholds = builders.ThresholdsConfig().mode(models.ThresholdsMode.ABSOLUTE)
     panel = (
         panel.title(title)
-        .description(about)
         .datasource(_DATASOURCE)
         .span(size[0])
         .height(size[1])
-        .unit(kind.unit)
-        .thresholds(
-            thresholds.steps([models.Threshold(value, colour) for value, colour in kind.steps])
-        )
+        .unit(unit)
+        .thresholds(thresholds.steps([models.Threshold(value, colour) for value, colour in steps]))
     )
+    if top is not None:
+        panel = panel.max(top)
     for letter, (legend, expression) in zip(string.ascii_uppercase, queries.items(), strict=False):
         query = prometheus.Dataquery().ref_id(letter).expr(expression)
         query = query.instant() if now else query.range()
@@ -386,20 +362,20 @@ def _label_properties(label: str) -> dict[str, Any]:
     return properties
 
 
-def _value_properties(kind: Kind) -> dict[str, Any]:
-    properties: dict[str, Any] = {"unit": kind.unit, "custom.width": _WIDTH}
-    if kind is TIME:
-        properties["custom.width"] = _TIME_WIDTH
-    if len(kind.steps) > 1:
-        properties["thresholds"] = _steps(kind)
+def _value_properties(title: str, kind: str) -> dict[str, Any]:
+    unit, steps, _ = _KINDS[kind]
+    width = _TIME_WIDTH if kind == "time" else max(64, 22 + 8 * len(title))
+    properties: dict[str, Any] = {"unit": unit, "custom.width": width}
+    if len(steps) > 1:
+        properties["thresholds"] = _steps(_KINDS[kind])
         properties["custom.cellOptions"] = {"type": "color-text"}
-    if kind is USE:
+    if kind in ("use", "scaling"):
         properties["custom.cellOptions"] = {"type": "gauge", "mode": "basic"}
         properties |= {"min": 0, "max": 1, "custom.width": _BAR_WIDTH}
     return properties
 
 
-def _steps(kind: Kind) -> dict[str, Any]:
+def _steps(kind: _Kind) -> dict[str, Any]:
     steps = [{"value": value, "color": colour} for value, colour in kind.steps]
     return {"mode": "absolute", "steps": steps}
 

@@ -4,26 +4,11 @@ from __future__ import annotations
 
 from grafana_foundation_sdk.models.dashboard import Dashboard
 
-from hpml_dashboards.panels import (
-    COUNT,
-    SHARE,
-    USE,
-    WAIT,
-    Kind,
-    bars,
-    build_dashboard,
-    each,
-    figure,
-    lines,
-    listing,
-    variable,
-)
+from hpml_dashboards.panels import bars, build_dashboard, each, figure, lines, listing, variable
 
 __all__ = ["sweep"]
 
 _RUNS = '{cluster="$cluster", sweep="$sweep"}'
-_TIMES = Kind("x")
-_SCALING = Kind("percentunit", ((None, "red"), (0.5, "orange"), (0.8, "green")))
 
 _SPEED = f"max by (jobid, point) (avg_over_time(hpml:run_samples:rate5m{_RUNS}[$__range]))"
 _RANKS = f"max by (jobid, point) (max_over_time(hpml:run_ranks:max{_RUNS}[$__range]))"
@@ -42,114 +27,65 @@ _BUSY = _of_runs("hpml:job_gpus_busy:rate5m / hpml:job_gpus:count")
 _WAITS = _of_runs("hpml:job_data_wait:ratio")
 _LOSS = _of_runs('avg by (cluster, jobid) (hpml_train_loss{cluster="$cluster"})')
 
+_ABOUT = """
+Runs: Runs that are running, and all that ran in the time range. Widen it to compare all.
+Most samples/s: Mean speed of the fastest run, while it ran in the time range.
+Largest speedup: Speed of the fastest run against the run with the fewest ranks. Good: as many
+    times as it has more ranks.
+Lowest efficiency: Speedup against the number of ranks, of the run that scales worst. Good: above
+    80 %. If lower, look at its data wait and network.
+GPU active: Mean over the running runs. Good: above 60 %. If lower, see which run differs.
+Largest data wait: Largest share of a step that a running run waits for data. Good: below 20 %.
+    Otherwise stage the data.
+Runs side by side: Means of the time range, GPU active and data wait as they are now. Speedup is
+    against the run with the fewest ranks. Good: efficiency above 80 %. Open a run where it drops.
+Samples per second: Speed of each run. Runs should lie apart as their numbers of ranks do.
+Speedup: Speed against the run with the fewest ranks. Good: as many times as there are more ranks.
+Data wait: Share of a step that each run waits for data. Rising with the number of ranks: too many
+    share the storage, stage the data.
+Loss: Training loss, mean over ranks. Worse with more ranks: learning rate and warm-up.
+"""
+
 _CONTENT = [
     figure(
         "Runs",
-        COUNT,
-        {
-            "running": f"count(hpml:run_info{_RUNS}) or vector(0)",
-            "seen": f"count({_RANKS})",
-        },
-        "Runs that are running, and all that ran in the time range. Widen it to compare all.",
+        "count",
+        {"running": f"count(hpml:run_info{_RUNS}) or vector(0)", "seen": f"count({_RANKS})"},
     ),
-    figure(
-        "Most samples/s",
-        COUNT,
-        f"max({_SPEED})",
-        "Mean speed of the fastest run, while it ran in the time range.",
-        width=4,
-        none="not reported",
-    ),
-    figure(
-        "Largest speedup",
-        _TIMES,
-        f"max({_SPEEDUP})",
-        "Speed of the fastest run against the run with the fewest ranks. Good: as many times as "
-        "it has more ranks.",
-        width=4,
-    ),
-    figure(
-        "Lowest efficiency",
-        _SCALING,
-        f"min({_EFFICIENCY})",
-        "Speedup against the number of ranks, of the run that scales worst. Good: above 80 %. If "
-        "lower, look at its data wait and network.",
-        width=4,
-    ),
-    figure(
-        "GPU active",
-        USE,
-        f"avg({_BUSY})",
-        "Mean over the running runs. Good: above 60 %. If lower, see which run differs.",
-        width=4,
-    ),
-    figure(
-        "Largest data wait",
-        WAIT,
-        f"max({_WAITS})",
-        "Largest share of a step that a running run waits for data. Good: below 20 %. Otherwise "
-        "stage the data.",
-        width=5,
-        none="not reported",
-    ),
+    figure("Most samples/s", "count", f"max({_SPEED})", width=4, none="not reported"),
+    figure("Largest speedup", "times", f"max({_SPEEDUP})", width=4),
+    figure("Lowest efficiency", "scaling", f"min({_EFFICIENCY})", width=4),
+    figure("GPU active", "use", f"avg({_BUSY})", width=4),
+    figure("Largest data wait", "wait", f"max({_WAITS})", width=5, none="not reported"),
     listing(
         "Runs side by side",
         "point jobid",
         {
-            "Ranks": (COUNT, _RANKS),
-            "Speedup": (_TIMES, _SPEEDUP),
-            "Efficiency": (USE, _EFFICIENCY),
-            "GPU active": (USE, f"max by (jobid, point) ({_BUSY})"),
-            "Data wait": (WAIT, f"max by (jobid, point) ({_WAITS})"),
-            "Samples/s": (COUNT, _SPEED),
+            "Ranks": ("count", _RANKS),
+            "Speedup": ("times", _SPEEDUP),
+            "Efficiency": ("use", _EFFICIENCY),
+            "GPU active": ("use", f"max by (jobid, point) ({_BUSY})"),
+            "Data wait": ("wait", f"max by (jobid, point) ({_WAITS})"),
+            "Samples/s": ("count", _SPEED),
         },
-        "Means of the time range, GPU active and data wait as they are now. Speedup is against the "
-        "run with the fewest ranks. Good: efficiency above 80 %. Open a run where it drops.",
         width=24,
         sort="Samples/s",
         none="No run of this sweep in this time range",
     ),
     lines(
         "Samples per second",
-        COUNT,
+        "count",
         {"{{point}} ({{jobid}})": each(f"hpml:run_samples:rate5m{_RUNS}", "point")},
-        "Speed of each run. Runs should lie apart as their numbers of ranks do.",
         width=12,
         height=10,
-        none="No training reports samples",
     ),
     bars(
-        "Speedup",
-        _TIMES,
-        {"{{point}} ({{jobid}})": f"topk(25, {_SPEEDUP})"},
-        "Speed against the run with the fewest ranks. Good: as many times as there are more ranks.",
-        width=12,
-        height=10,
+        "Speedup", "times", {"{{point}} ({{jobid}})": f"topk(25, {_SPEEDUP})"}, width=12, height=10
     ),
     "What differs",
-    lines(
-        "GPU active",
-        SHARE,
-        {"{{point}} ({{jobid}})": each(_BUSY, "point")},
-        "Share of time with a kernel on the GPUs of each run. Lower with more ranks: communication "
-        "or data, see data wait.",
-        top=1,
-    ),
-    lines(
-        "Data wait",
-        SHARE,
-        {"{{point}} ({{jobid}})": each(_WAITS, "point")},
-        "Share of a step that each run waits for data. Rising with the number of ranks: too many "
-        "share the storage, stage the data.",
-        none="No training reports it",
-    ),
-    lines(
-        "Loss",
-        COUNT,
-        {"{{point}} ({{jobid}})": each(_LOSS, "point")},
-        "Training loss, mean over ranks. Worse with more ranks: learning rate and warm-up.",
-        none="No training reports it",
-    ),
+    lines("GPU active", "share", {"{{point}} ({{jobid}})": each(_BUSY, "point")}),
+    lines("Data wait", "share", {"{{point}} ({{jobid}})": each(_WAITS, "point")}),
+    lines("Loss", "count", {"{{point}} ({{jobid}})": each(_LOSS, "point")}),
 ]
 
 
@@ -159,6 +95,7 @@ def sweep() -> Dashboard:
     return build_dashboard(
         "hpml-sweep",
         "The runs of a sweep side by side: speed, speedup, and what holds the slow ones up.",
+        _ABOUT,
         [variable("sweep", "Sweep", sweeps)],
         _CONTENT,
         since="now-6h",

@@ -4,20 +4,7 @@ from __future__ import annotations
 
 from grafana_foundation_sdk.models.dashboard import Dashboard
 
-from hpml_dashboards.panels import (
-    COUNT,
-    FULL,
-    SHARE,
-    USE,
-    WAIT,
-    build_dashboard,
-    each,
-    figure,
-    lines,
-    listing,
-    select,
-    variable,
-)
+from hpml_dashboards.panels import build_dashboard, each, figure, lines, listing, select, variable
 
 __all__ = ["user"]
 
@@ -41,101 +28,62 @@ _WAITS = _mine("hpml:job_data_wait:ratio")
 _MEMORY = _mine("hpml:job_memory_used:ratio")
 _SWEEPS = f"hpml:run_info * on (cluster, jobid) group_left () {_MINE}"
 
+_ABOUT = """
+Jobs running: Jobs of the user that run on nodes with an exporter. Fewer than squeue shows: see
+    Exporters.
+Jobs pending: Jobs of the user that wait. hpml export slurm shows them with --users.
+GPUs: GPUs that the user's jobs have. Those of idle notebooks count too: end them.
+GPU active: Share of time with a kernel on these GPUs. Good: above 60 %. If lower, open the red
+    jobs.
+GPUs wasted: GPUs of the user's jobs less busy ones. Good: near 0: fair share counts them too.
+Data wait: Of the job that waits most, as a share of a step. Good: below 20 %. Else stage its
+    data.
+Memory: Of the job nearest to its limit. Above 95 % the kernel soon ends processes: ask for more.
+Fair share: Slurm's factor (shown with --users). Near 0, much was used lately: others' jobs go
+    first.
+Jobs: The user's jobs, the largest first. Open one that is not green to see what it waits for.
+"""
+
 _CONTENT = [
-    figure(
-        "Jobs running",
-        COUNT,
-        f"count({_MINE}) or vector(0)",
-        "Jobs of the user that run on nodes with an exporter. Fewer than squeue shows: see Exporters.",
-    ),
+    figure("Jobs running", "count", f"count({_MINE}) or vector(0)"),
     figure(
         "Jobs pending",
-        COUNT,
+        "count",
         f"sum({_slurm('hpml_slurm_user_jobs', state='pending')})",
-        "Jobs of the user that wait. hpml export slurm shows them with --users.",
         none="not exported",
     ),
-    figure(
-        "GPUs",
-        COUNT,
-        f"sum({_GPUS}) or vector(0)",
-        "GPUs that the user's jobs have. Those of idle notebooks count too: end them.",
-    ),
-    figure(
-        "GPU active",
-        USE,
-        f"sum({_BUSY}) / sum({_GPUS})",
-        "Share of time with a kernel on these GPUs. Good: above 60 %. If lower, open the red jobs.",
-    ),
-    figure(
-        "GPUs wasted",
-        COUNT,
-        f"sum({_mine('hpml:job_gpus_wasted:sum')})",
-        "GPUs of the user's jobs less busy ones. Good: near 0: fair share counts them too.",
-    ),
-    figure(
-        "Data wait",
-        WAIT,
-        f"max({_WAITS})",
-        "Of the job that waits most, as a share of a step. Good: below 20 %. Else stage its data.",
-        none="not reported",
-    ),
-    figure(
-        "Memory",
-        FULL,
-        f"max({_MEMORY})",
-        "Of the job nearest to its limit. Above 95 % the kernel soon ends processes: ask for more.",
-        none="no limit",
-    ),
+    figure("GPUs", "count", f"sum({_GPUS}) or vector(0)"),
+    figure("GPU active", "use", f"sum({_BUSY}) / sum({_GPUS})"),
+    figure("GPUs wasted", "count", f"sum({_mine('hpml:job_gpus_wasted:sum')})"),
+    figure("Data wait", "wait", f"max({_WAITS})", none="not reported"),
+    figure("Memory", "full", f"max({_MEMORY})", none="no limit"),
     figure(
         "Fair share",
-        SHARE,
+        "share",
         f"max({_slurm('hpml_slurm_user_fairshare_ratio')})",
-        "Slurm's factor (shown with --users). Near 0, much was used lately: others' jobs go first.",
         none="not exported",
     ),
     listing(
         "Jobs",
         "jobid name partition sweep",
         {
-            "": (COUNT, f"max by (jobid, name, partition) ({_MINE})"),
-            "-": (COUNT, f"max by (jobid, sweep) ({_SWEEPS})"),
-            "GPU active": (USE, f"max by (jobid) ({_SHARE})"),
-            "Data wait": (WAIT, f"max by (jobid) ({_WAITS})"),
-            "CPUs busy": (COUNT, f"sum by (jobid) ({_mine('hpml:job_cpus_busy:rate5m')})"),
-            "Memory": (FULL, f"max by (jobid) ({_MEMORY})"),
-            "Samples/s": (COUNT, f"sum by (jobid) ({_mine('hpml:train_samples:rate5m')})"),
-            "GPUs": (COUNT, f"max by (jobid) ({_GPUS})"),
+            "-": ("count", f"max by (jobid, name, partition) ({_MINE})"),
+            "-run": ("count", f"max by (jobid, sweep) ({_SWEEPS})"),
+            "GPU active": ("use", f"max by (jobid) ({_SHARE})"),
+            "Data wait": ("wait", f"max by (jobid) ({_WAITS})"),
+            "CPUs busy": ("count", f"sum by (jobid) ({_mine('hpml:job_cpus_busy:rate5m')})"),
+            "Memory": ("full", f"max by (jobid) ({_MEMORY})"),
+            "Samples/s": ("count", f"sum by (jobid) ({_mine('hpml:train_samples:rate5m')})"),
+            "GPUs": ("count", f"max by (jobid) ({_GPUS})"),
         },
-        "The user's jobs, the largest first. Open one that is not green to see what it waits for.",
         width=24,
-        height=9,
+        height=8,
         sort="GPUs",
         none="No job of this user runs",
     ),
-    lines(
-        "GPU active",
-        SHARE,
-        {_NAMED: each(_SHARE, "jobid")},
-        "Share of time with a kernel on the GPUs of each job. Good: above 60 %.",
-        height=9,
-        top=1,
-    ),
-    lines(
-        "Data wait",
-        SHARE,
-        {_NAMED: each(_WAITS, "jobid")},
-        "Share of a step that each job waits for data. Good: below 20 %. Otherwise stage it.",
-        height=9,
-        none="No training reports it",
-    ),
-    lines(
-        "GPUs",
-        COUNT,
-        {"allocated": f"sum({_GPUS})", "busy": f"sum({_BUSY})"},
-        "GPUs that the user's jobs have, and how many of these are busy. Good: close together.",
-        height=9,
-    ),
+    lines("GPU active", "share", {_NAMED: each(_SHARE, "jobid")}, height=8),
+    lines("Data wait", "share", {_NAMED: each(_WAITS, "jobid")}, height=8),
+    lines("GPUs", "count", {"allocated": f"sum({_GPUS})", "busy": f"sum({_BUSY})"}, height=8),
 ]
 
 
@@ -145,6 +93,7 @@ def user() -> Dashboard:
     return build_dashboard(
         "hpml-user",
         "The jobs of one user: which run, which wait, and which could do better.",
+        _ABOUT,
         [variable("user", "User", users)],
         _CONTENT,
         since="now-3h",
