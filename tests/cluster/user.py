@@ -64,7 +64,7 @@ def install() -> Path:
     (HOME / "src").mkdir()
     for name in _SOURCES:
         _link(ROOT / name, HOME / "src")
-    (target / "hpml.pth").write_text(f"{HOME}/src\n{HOME}/src/exporters\n")
+    (target / "hpml.pth").write_text(f"{HOME}/src\n{HOME}/src/exporters\n{HOME}/src/dashboards\n")
     for script in Path(sys.executable).parent.iterdir():
         if script.is_symlink() or (VENV / "bin" / script.name).exists():
             continue

@@ -27,7 +27,7 @@ class JobFinder:
     def __init__(self, options: NodeOptions) -> None:
         roots = options.roots
         only = options.job.jobid if options.job else ""
-        own = own_variables() if options.job else None
+        own = own_variables()
         self._groups = GroupJobs(roots.proc, roots.cgroup, only)
         self._environments: EnvironmentJobs | None = EnvironmentJobs(roots.proc, only, own)
         self._identities = Identities(roots, options.job)

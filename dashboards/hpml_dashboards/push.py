@@ -1,0 +1,425 @@
+"""Push the dashboards and alert rules to a Grafana through its HTTP API.
+
+A push can be repeated: what is there already is left alone, and so is what a person changed in
+Grafana. For dashboards Grafana's own history tells the two apart: each version has a message, and
+ours holds a digest of what was pushed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import difflib
+import hashlib
+import json
+import os
+import stat
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+from urllib.parse import urlsplit
+
+import niquests
+from grafana_client.api import GrafanaApi
+from grafana_client.client import GrafanaException
+from ruamel.yaml import YAML
+
+from hpml_dashboards import JSON
+from hpml_orchestrator import assets
+from hpml_orchestrator.errors import HpmlError, InputError
+
+__all__ = ["Outcome", "Push", "alert_groups", "push", "read_token"]
+
+Json = dict[str, Any]
+
+_MESSAGE = "hpml dashboards push "
+_FOLDER = "hpml"
+_DATASOURCE = "hpml-prometheus"
+_TIMEOUT_SECONDS = 15.0
+_EVALUATION_SECONDS = 60
+_UID_LENGTH = 40  # the most that Grafana takes
+_NO_SUCH = 404
+_UNAUTHORIZED = 401
+_FORBIDDEN = 403
+_PRECONDITION_FAILED = 412
+
+
+@dataclass(frozen=True)
+class Push:
+    """What to push where.
+
+    Attributes:
+        url: Grafana's address, with its path if it has one.
+        token: a service account's, with the rights to edit folders, data sources, alert rules.
+        folder: title of the folder, made if there is none.
+        prometheus: address of a Prometheus, as Grafana reaches it: a data source is made for it.
+        datasource: uid of the data source that alert rules ask; empty for `prometheus`, else for
+            the only or default one.
+        alerts: whether to push alert rules too.
+        overwrite: whether to replace what a person changed.
+        dry_run: whether to change nothing.
+    """
+
+    url: str
+    token: str
+    folder: str = "hpml"
+    prometheus: str = ""
+    datasource: str = ""
+    alerts: bool = True
+    overwrite: bool = False
+    dry_run: bool = False
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What became of one thing: created, updated, unchanged, kept (a person's) or failed."""
+
+    action: str
+    kind: str
+    name: str
+    reason: str = ""
+    diff: str = ""
+
+
+def read_token(path: str) -> str:
+    """Return the token in a file, or without a path that in $GRAFANA_TOKEN.
+
+    Raises:
+        InputError: there is none, or others may read the file.
+    """
+    if not path:
+        if token := os.environ.get("GRAFANA_TOKEN", "").strip():
+            return token
+        raise InputError(
+            "no token for Grafana",
+            field="--token-file",
+            hint="put a service account's token into a file of mode 600 or into $GRAFANA_TOKEN",
+        )
+    try:
+        with open(path, encoding="utf-8") as file:
+            mode = stat.S_IMODE(os.fstat(file.fileno()).st_mode)
+            token = file.read().strip()
+    except (OSError, UnicodeDecodeError) as error:
+        raise InputError(f"cannot read it: {error}", field="--token-file", value=path) from error
+    if mode & 0o077:
+        raise InputError(
+            f"others may use the token: its mode is {mode:o}",
+            field="--token-file",
+            value=path,
+            hint=f"chmod 600 {path}",
+        )
+    if not token:
+        raise InputError("the file is empty", field="--token-file", value=path)
+    return token
+
+
+def push(options: Push) -> Iterator[Outcome]:
+    """Push all, and yield what became of each thing as soon as it is known.
+
+    One thing that fails keeps no other from being pushed, except the folder.
+
+    Raises:
+        InputError: the address is none.
+        HpmlError: there is no Grafana, or it refuses the token or the folder.
+    """
+    grafana = _Grafana(options)
+    grafana.check()
+    yield grafana.folder()
+    if options.prometheus:
+        yield grafana.datasource()
+    for path in sorted(JSON.glob("*.json")):
+        dashboard = json.loads(path.read_text("utf-8"))
+        yield grafana.dashboard(dashboard)
+    if options.alerts:
+        yield from grafana.alerts()
+
+
+def alert_groups(folder: str, datasource: str) -> Iterator[Json]:
+    """Yield Prometheus' alert rules as groups of rules that Grafana evaluates itself.
+
+    Args:
+        folder: uid of their folder.
+        datasource: uid of the Prometheus that they ask.
+    """
+    for path in sorted(assets.path("deploy/prometheus/rules").glob("*.yml")):
+        for group in YAML(typ="safe").load(path)["groups"]:
+            if rules := [rule for rule in group["rules"] if "alert" in rule]:
+                name = group["name"]
+                yield {
+                    "title": name,
+                    "folderUid": folder,
+                    "interval": _EVALUATION_SECONDS,
+                    "rules": [_alert_rule(rule, name, folder, datasource) for rule in rules],
+                }
+
+
+def _alert_rule(rule: Json, group: str, folder: str, datasource: str) -> Json:
+    query = {"refId": "A", "expr": rule["expr"].strip(), "instant": True, "range": False}
+    # Prometheus fires for each series that the expression returns, whatever its value.
+    any_value = {"evaluator": {"type": "gt", "params": [-1e308]}}
+    threshold = {"refId": "C", "type": "threshold", "expression": "A", "conditions": [any_value]}
+    annotations = rule.get("annotations", {})
+    return {
+        "uid": f"hpml-{rule['alert']}"[:_UID_LENGTH],
+        "title": rule["alert"],
+        "ruleGroup": group,
+        "folderUID": folder,
+        "condition": "C",
+        "data": [
+            {
+                "refId": ref,
+                "datasourceUid": uid,
+                "relativeTimeRange": {"from": 600, "to": 0},
+                "model": model,
+            }
+            for ref, uid, model in (("A", datasource, query), ("C", "__expr__", threshold))
+        ],
+        "noDataState": "OK",
+        "execErrState": "Error",
+        "for": rule.get("for", "0s"),
+        "labels": rule.get("labels", {}),
+        "annotations": {
+            name: text.replace("$value", "$values.A.Value") for name, text in annotations.items()
+        },
+    }
+
+
+class _Grafana:
+    """A Grafana, and what is wanted of it."""
+
+    def __init__(self, options: Push) -> None:
+        parts = urlsplit(options.url)
+        if parts.scheme not in {"http", "https"} or not parts.hostname or "@" in parts.netloc:
+            raise InputError(
+                "not the address of a Grafana",
+                field="--url",
+                value=f"{parts.scheme}://{parts.hostname}" if "@" in options.url else options.url,
+                hint="write it like https://grafana.example.org; the token does not belong in it",
+            )
+        self._options = options
+        path = parts.path.rstrip("/")
+        url = f"{parts.scheme}://{parts.netloc}{path}{'/' if path else ''}"
+        self._url = url
+        self._api = GrafanaApi.from_url(url, credential=options.token, timeout=_TIMEOUT_SECONDS)
+        self._folder = _FOLDER
+        self._there = False  # whether the folder is
+        self._asked = options.datasource or (_DATASOURCE if options.prometheus else "")
+
+    def check(self) -> None:
+        """Refuse to start where no Grafana answers, or not to this token."""
+        health = self._ask(self._api.client.GET, "/health")
+        if not isinstance(health, dict) or "database" not in health:
+            raise HpmlError(f"{self._url} is no Grafana: /api/health says {str(health)[:60]!r}")
+        self._ask(self._api.client.GET, "/folders?limit=1")
+
+    def folder(self) -> Outcome:
+        """Find the folder, by its title too, or make it."""
+        title = self._options.folder
+        folders = self._ask(self._api.client.GET, "/folders?limit=1000")
+        for folder in sorted(folders, key=lambda folder: folder["uid"] != _FOLDER):
+            if folder["title"] == title:
+                self._folder, self._there = folder["uid"], True
+                return Outcome("unchanged", "folder", title)
+        if any(folder["uid"] == _FOLDER for folder in folders):
+            self._folder = f"hpml-{hashlib.sha256(title.encode()).hexdigest()[:12]}"
+        if not self._options.dry_run:
+            self._ask(self._api.folder.create_folder, title, self._folder)
+            self._there = True
+        return Outcome("created", "folder", title)
+
+    def datasource(self) -> Outcome:
+        """Make the data source of the Prometheus that was named."""
+        wanted: Json = {
+            "uid": _DATASOURCE,
+            "name": "hpml Prometheus",
+            "type": "prometheus",
+            "access": "proxy",
+            "url": self._options.prometheus,
+            "jsonData": {"httpMethod": "POST", "timeInterval": "10s"},
+        }
+
+        def work() -> Outcome:
+            current = self._find(self._api.datasource.get_datasource_by_uid, _DATASOURCE)
+            theirs = (
+                f"its address is {current['url']}"
+                if current and current.get("url") != wanted["url"]
+                else ""
+            )
+
+            def save() -> None:
+                if current is None:
+                    self._api.datasource.create_datasource(wanted)
+                else:
+                    merged = {**current, **wanted}
+                    self._api.datasource.update_datasource_by_uid(_DATASOURCE, merged)
+
+            return self._put("data source", wanted["name"], current, wanted, theirs, save)
+
+        return _attempt("data source", wanted["name"], work)
+
+    def dashboard(self, wanted: Json) -> Outcome:
+        """Save one dashboard, unless its last version is a person's."""
+        uid, title = wanted["uid"], wanted["title"]
+        message = _MESSAGE + hashlib.sha256(_text(wanted).encode()).hexdigest()[:16]
+
+        def work() -> Outcome:
+            found = self._find(self._api.dashboard.get_dashboard, uid)
+            current = found and found["dashboard"]
+            last = self._last_message(uid) if found else ""
+            if last == message:
+                return Outcome("unchanged", "dashboard", title)
+            if found and found["meta"].get("provisioned"):
+                raise HpmlError("it is provisioned from files, so only these can change it")
+            theirs = "" if last.startswith(_MESSAGE) else "a person changed it in Grafana"
+
+            def save() -> None:
+                version = found["dashboard"]["version"] if found else 0
+                self._api.dashboard.update_dashboard(
+                    {
+                        "dashboard": {**wanted, "id": None, "version": version},
+                        "folderUid": found["meta"]["folderUid"] if found else self._folder,
+                        "message": message,
+                        "overwrite": False,
+                    }
+                )
+
+            return self._put("dashboard", title, current, wanted, theirs, save)
+
+        return _attempt("dashboard", title, work)
+
+    def alerts(self) -> Iterator[Outcome]:
+        """Save the groups of alert rules; Grafana itself keeps people from changing them there."""
+        try:
+            datasource = self._asked or self._prometheus()
+        except (HpmlError, GrafanaException) as error:
+            yield Outcome("failed", "alert rules", "all", str(error))
+            return
+        for group in alert_groups(self._folder, datasource):
+            yield _attempt("alert rules", group["title"], partial(self._group, group))
+
+    def _group(self, wanted: Json) -> Outcome:
+        provisioning = self._api.alertingprovisioning
+        name = wanted["title"]
+        get = provisioning.get_rule_group
+        current = self._find(get, self._folder, name) if self._there else None
+        rules = current["rules"] if current else []
+        theirs = (
+            "" if all(rule.get("provenance") == "api" for rule in rules) else "a person made it"
+        )
+        return self._put(
+            "alert rules",
+            name,
+            current,
+            wanted,
+            theirs,
+            lambda: provisioning.update_rule_group(self._folder, name, wanted),
+        )
+
+    def _put(
+        self,
+        kind: str,
+        name: str,
+        current: Json | None,
+        wanted: Json,
+        theirs: str,
+        save: Callable[[], object],
+    ) -> Outcome:
+        """Save what differs from what is there, unless that is a person's."""
+        if current is not None and _contains(current, wanted):
+            return Outcome("unchanged", kind, name)
+        diff = _diff(current, wanted, name)
+        if current is not None and theirs and not self._options.overwrite:
+            return Outcome("kept", kind, name, theirs, diff)
+        if not self._options.dry_run:
+            save()
+        return Outcome("created" if current is None else "updated", kind, name, diff=diff)
+
+    def _last_message(self, uid: str) -> str:
+        answer = self._api.client.GET(f"/dashboards/uid/{uid}/versions?limit=1")
+        versions = answer["versions"] if isinstance(answer, dict) else answer  # before Grafana 11.5
+        return str(versions[0].get("message", "")) if versions else ""
+
+    def _prometheus(self) -> str:
+        """The uid of the data source to ask where none was named."""
+        sources = self._api.datasource.list_datasources()
+        sources = [source for source in sources if source["type"] == "prometheus"]
+        default = [source for source in sources if source.get("isDefault")]
+        if len(sources) == 1 or default:
+            return str((default or sources)[0]["uid"])
+        raise HpmlError(
+            f"Grafana has {len(sources) or 'no'} data sources for Prometheus"
+            f"{' and none is the default' if sources else ''}: use --datasource or --prometheus"
+        )
+
+    def _find(self, call: Callable[..., Any], *arguments: str) -> Json | None:
+        """What is there, or None."""
+        try:
+            found = call(*arguments)
+        except GrafanaException as error:
+            if error.status_code == _NO_SUCH:
+                return None
+            raise
+        return found if isinstance(found, dict) else None
+
+    def _ask(self, call: Callable[..., Any], *arguments: str) -> Any:
+        """Call what all the rest depends on."""
+        try:
+            return call(*arguments)
+        except GrafanaException as error:
+            hints = {
+                _UNAUTHORIZED: "is the token right, and not expired?",
+                _FORBIDDEN: "give the service account the role Editor, or Admin with --prometheus",
+                _NO_SUCH: "is a part of the path missing, as in https://example.org/grafana?",
+            }
+            raise HpmlError(
+                f"{self._url}: {_reason(error)}", hint=hints.get(error.status_code, "")
+            ) from error
+        except (niquests.RequestException, ValueError) as error:
+            raise HpmlError(
+                f"{self._url} does not answer as a Grafana: {_reason(error)}"
+            ) from error
+
+
+def _attempt(kind: str, name: str, work: Callable[[], Outcome]) -> Outcome:
+    try:
+        return work()
+    except (GrafanaException, HpmlError, niquests.RequestException, ValueError) as error:
+        return Outcome("failed", kind, name, _reason(error))
+
+
+def _reason(error: Exception) -> str:
+    if isinstance(error, GrafanaException) and error.status_code == _PRECONDITION_FAILED:
+        return "it was changed in Grafana at this moment; push again"
+    if isinstance(error, HpmlError | GrafanaException):
+        return str(error) or type(error).__name__
+    with contextlib.suppress(IndexError, AttributeError):
+        return str(error.args[0].reason)
+    return " ".join(str(error).split())[:200] or type(error).__name__
+
+
+def _contains(current: Any, wanted: Any) -> bool:
+    """Whether all that is wanted is there; Grafana adds fields of its own."""
+    if isinstance(wanted, dict):
+        return isinstance(current, dict) and all(
+            key in current and _contains(current[key], value) for key, value in wanted.items()
+        )
+    if isinstance(wanted, list):
+        return (
+            isinstance(current, list)
+            and len(current) == len(wanted)
+            and all(map(_contains, current, wanted))
+        )
+    return bool(current == wanted)
+
+
+def _text(value: Json) -> str:
+    return json.dumps(value, indent=1, sort_keys=True)
+
+
+def _diff(current: Json | None, wanted: Json, name: str) -> str:
+    if current is None:
+        return ""
+    current = {key: value for key, value in current.items() if key in wanted}  # not Grafana's own
+    lines = (_text(current).splitlines(), _text(wanted).splitlines())
+    names = (f"{name} in Grafana", f"{name} of hpml")
+    return "\n".join(difflib.unified_diff(*lines, *names, lineterm="", n=2))

@@ -1,0 +1,45 @@
+"""A training of known load, for the monitoring demo: it computes, waits for data, and says so.
+
+    python load.py --compute 0.2 --wait 0.05 --steps 1000
+
+Each step burns CPU for `--compute` seconds and sleeps for `--wait`, as a rank does that waits for
+its loader. Rank 0 takes `--slow` times as long. It stands in for a GPU training where there is no
+GPU: the demo's simulated GPUs are as busy as the ranks that have them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import time
+
+from hpml_channel import Channel
+
+
+def main() -> None:
+    """Step until told to stop."""
+    parser = argparse.ArgumentParser(description="A training of known load.")
+    parser.add_argument("--compute", type=float, default=0.2, help="seconds of each step")
+    parser.add_argument("--wait", type=float, default=0.02, help="for data, in each step")
+    parser.add_argument("--slow", type=float, default=1.0, help="factor for rank 0")
+    parser.add_argument("--steps", type=int, default=10_000)
+    options = parser.parse_args()
+    channel = Channel.from_env()
+    slower = options.slow if os.environ.get("RANK") == "0" else 1.0
+    for step in range(options.steps):
+        began = time.monotonic()
+        time.sleep(options.wait * slower)
+        waited = time.monotonic() - began
+        until = time.process_time() + options.compute * slower
+        while time.process_time() < until:
+            sum(range(20_000))
+        took = time.monotonic() - began
+        channel.count(samples=32, steps=1, data_wait_seconds=waited, step_seconds=took)
+        channel.gauge(loss=2.3 / (1 + step / 50))
+        if channel.stop_requested():
+            break
+    channel.close()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,86 @@
+"""`make demo-monitoring`: a monitored cluster on this machine, and its dashboards in a browser.
+
+    python -m deploy.demo.monitoring            # until Ctrl-C
+    python -m deploy.demo.monitoring --local    # without Slurm, as users without root get it
+
+Slurm (or hpml's local backend), exporters, Prometheus with the rules, and jobs: one that trains
+well, one that waits for data, one with a slow rank, one that leaves its GPUs idle, a sweep, and on
+Slurm jobs that wait. GPUs are simulated; see stack.py.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import shutil
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from deploy.demo.stack import GPUS, HPML, ROOT, Stack, missing
+
+__all__ = ["submit_jobs"]
+
+_NODES = 2
+_FATAL = ("prometheus", "gcc")
+
+
+def submit_jobs(stack: Stack, nodes: int) -> None:
+    """Submit the demo's jobs.
+
+    Args:
+        stack: where to.
+        nodes: of the cluster; 0 for the local backend, which has room for fewer jobs.
+    """
+    scripts = stack.directory / "jobs"
+    scripts.mkdir(exist_ok=True)
+    shutil.copy(ROOT / "deploy/demo/load.py", scripts)
+    for path in (ROOT / "training_jobs").glob("*.py"):
+        shutil.copy(path, scripts)
+
+    def load(name: str, *args: str, ranks: int = 1, gpus: int = 1, **more: int) -> None:
+        resources = {"ranks_per_node": ranks, "gpus": gpus, "cpus_per_rank": 1, "time": "2:00:00"}
+        job: dict[str, Any] = {"launcher": "srun", "script": "load.py", "args": list(args)}
+        stack.submit(name, {**job, "resources": {**resources, **more}})
+
+    load("train-well", "--compute=0.05", "--wait=0.005", nodes=max(1, nodes))
+    load("waits-for-data", "--compute=0.02", "--wait=0.1")
+    if nodes:
+        load("one-slow-rank", "--compute=0.02", "--wait=0.05", "--slow=3", nodes=nodes)
+        load("two-nodes-later", nodes=nodes, gpus=GPUS, ranks=GPUS)  # waits for resources
+        load("held-back", nodes=nodes, gpus=GPUS, ranks=GPUS)
+    idle = {"launcher": "srun", "command": ["sleep", "7200"]}
+    stack.submit("forgotten", {**idle, "resources": {"gpus": 1, "time": "2:00:00"}})
+
+
+def main() -> int:
+    """Start it all, print one address, and end it all at Ctrl-C."""
+    parser = argparse.ArgumentParser(description="A monitored cluster on this machine.")
+    parser.add_argument("--local", action="store_true", help="without Slurm")
+    options = parser.parse_args()
+    lacks = missing()
+    for name, remedy in lacks.items():
+        print(f"demo-monitoring: no {name}: {remedy}", file=sys.stderr)
+    if any(name in lacks for name in _FATAL):
+        return 1
+    nodes = 0 if options.local or lacks else _NODES
+    directory = Path(tempfile.mkdtemp(prefix="hpml-demo-"))
+    directory.chmod(0o755)
+    try:
+        where = f"Slurm with {nodes} nodes" if nodes else "this machine, without Slurm"
+        print(f"demo-monitoring: starting {where} …")
+        with Stack(directory, nodes) as stack, contextlib.suppress(KeyboardInterrupt):
+            submit_jobs(stack, nodes)
+            print(f"demo-monitoring: Prometheus is at {stack.prometheus}")
+            print("demo-monitoring: figures fill in within a minute; Ctrl-C ends everything")
+            show = [*HPML, "dashboards", "show", "--prometheus", stack.prometheus, "--no-open"]
+            return subprocess.call(show)
+        return 0
+    finally:
+        shutil.rmtree(directory, ignore_errors=True)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

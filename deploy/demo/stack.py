@@ -1,0 +1,334 @@
+"""A cluster that is monitored, all on this machine: Slurm's nodes or this one, GPUs, Prometheus.
+
+What is real: Slurm (deploy/devcluster) or hpml's local backend, hpml's exporters, Prometheus, the
+jobs and their processes. The GPUs are simulated (deploy/gpusim): each is as busy as the rank that
+has it keeps a core busy.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import shlex
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Self
+
+from deploy.gpusim.gpusim import Process, Simulator, State, h100
+
+__all__ = ["GPUS", "Node", "Stack", "missing", "prometheus_program"]
+
+ROOT = Path(__file__).parents[2]
+GPUS = 2  # of each node
+HPML = [str(Path(sys.executable).parent / "hpml")]
+_DEVCLUSTER = [str(ROOT / "deploy/devcluster/devcluster")]
+_PATIENCE_SECONDS = 120.0
+_TICK_SECONDS = 1.0
+_CLOCK_TICKS = os.sysconf("SC_CLK_TCK")
+_PAGE = os.sysconf("SC_PAGE_SIZE")
+
+
+def prometheus_program() -> str:
+    """Where Prometheus is; empty if it is not installed."""
+    return shutil.which("prometheus", path=f"{os.environ.get('PATH', '')}:/usr/sbin:/usr/bin") or ""
+
+
+def missing() -> dict[str, str]:
+    """What this machine lacks for all of the stack, and how to get it."""
+    lacks = {}
+    if not prometheus_program():
+        lacks["prometheus"] = "apt-get install prometheus, or a release from prometheus.io"
+    if not shutil.which("gcc"):
+        lacks["gcc"] = "apt-get install gcc (the simulated GPUs are a library in C)"
+    if os.geteuid() != 0:
+        lacks["root"] = "the development cluster needs it; without, jobs run on the local backend"
+    elif not shutil.which("slurmctld"):
+        lacks["slurmctld"] = "deploy/devcluster/devcluster install (Debian's Slurm)"
+    return lacks
+
+
+@dataclass
+class Node:
+    """A node with simulated GPUs.
+
+    Attributes:
+        name: its host name.
+        enter: what to write before a command to run it there.
+        state: file of the simulated GPUs.
+    """
+
+    name: str
+    enter: list[str]
+    state: Path
+    gpus: State = field(default_factory=lambda: State(gpus=()))
+
+
+@dataclass
+class _Seen:
+    """A rank's process at the last look."""
+
+    ticks: float
+    time: float
+    busy: float = 0.0
+
+
+class Stack:
+    """Starts it all below a directory, and ends it.
+
+    Args:
+        directory: for records, logs and data; on the cluster it is shared by all nodes.
+        nodes: of the development cluster; 0 for this machine alone and the local backend.
+        user: words before a command that make it the user's who submits jobs.
+    """
+
+    def __init__(self, directory: Path, nodes: int, user: Sequence[str] = ()) -> None:
+        self.directory = directory
+        self.prometheus = ""
+        self.nodes: list[Node] = []
+        self.environment = dict(os.environ)
+        self._wanted, self._user = nodes, list(user)
+        self._processes: list[subprocess.Popen[bytes]] = []
+        self._seen: dict[int, _Seen] = {}
+        self._stop = threading.Event()
+        self._follower = threading.Thread(target=self._follow, name="gpus")
+        self._box = directory / "box"
+
+    def __enter__(self) -> Self:
+        try:
+            self._start()
+        except BaseException:
+            self.__exit__()
+            raise
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stop.set()
+        if self._follower.is_alive():
+            self._follower.join()
+        for process in reversed(self._processes):
+            process.send_signal(signal.SIGTERM)
+        for process in self._processes:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(20)
+            if process.poll() is None:
+                process.kill()
+                process.wait()
+        if self._box.exists():
+            self._run([*_DEVCLUSTER, "down", "--box", str(self._box), "--purge"])
+
+    def hpml(self, *words: str | Path, **environment: str) -> subprocess.CompletedProcess[str]:
+        """Run hpml as the user, with its records in the directory."""
+        records = ["--records", str(self.directory / "records")]
+        command = [*self._user, *HPML, *records, *map(str, words)]
+        return self._run(command, environment=self.environment | environment)
+
+    def submit(
+        self, name: str, job: dict[str, Any], *options: str
+    ) -> subprocess.CompletedProcess[str]:
+        """Write a job file and submit it."""
+        path = self.directory / "jobs" / f"{name}.yaml"
+        path.parent.mkdir(exist_ok=True)
+        path.write_text(json.dumps({"name": name, **job}), encoding="utf-8")  # JSON is YAML
+        where = [] if self._wanted else ["--local"]
+        return self.hpml("submit", path, *where, *options)
+
+    def _start(self) -> None:
+        self.directory.mkdir(parents=True, exist_ok=True)
+        simulator = Simulator()
+        simulator.build()
+        if self._wanted:
+            self._boot()
+        else:
+            self.nodes = [Node(os.uname().nodename, [], self.directory / "gpus.txt")]
+        for number, node in enumerate(self.nodes):
+            first = number * GPUS
+            node.gpus = State(gpus=tuple(h100(n) for n in range(first, first + GPUS)))
+            simulator.write(node.gpus, node.state)
+        exporters = {node.name: self._exporter(node, simulator) for node in self.nodes}
+        targets: list[dict[str, Any]] = [
+            {"job_name": "hpml-node", "static_configs": [{"targets": list(exporters.values())}]}
+        ]
+        if self._wanted:
+            slurm = self._listen([*HPML, "export", "slurm"], "slurm", self.environment)
+            targets.append({"job_name": "hpml-slurm", "static_configs": [{"targets": [slurm]}]})
+        self._follower.start()
+        self.prometheus = self._prometheus(targets)
+
+    def _boot(self) -> None:
+        size = ["--nodes", str(self._wanted), "--cpus", "4", "--gpus", str(GPUS)]
+        box = ["--box", str(self._box)]
+        self._run([*_DEVCLUSTER, "up", *size, *box, "--share", str(self.directory), str(ROOT)])
+        line = self._run([*_DEVCLUSTER, "env", *box]).stdout
+        name, _, value = shlex.split(line)[-1].partition("=")
+        self.environment[name] = value
+        for number in range(1, self._wanted + 1):
+            node = f"node{number}"
+            enter = [*_DEVCLUSTER, "exec", *box, node, "--"]
+            # Each node has a /run/hpml of its own: there its exporter listens to the jobs' agents.
+            mount = "mkdir -p /run/hpml && mount -t tmpfs -o size=1M,mode=755 none /run/hpml"
+            self._run([*enter, "sh", "-c", mount])
+            self.nodes.append(Node(node, enter, self.directory / f"gpus-{node}.txt"))
+
+    def _exporter(self, node: Node, simulator: Simulator) -> str:
+        variables = simulator.environment(node.state)
+        if node.enter:
+            variables |= {
+                "SLURMD_NODENAME": node.name,
+                "SLURM_CONF": self.environment["SLURM_CONF"],
+            }
+        words = ["env", *(f"{name}={value}" for name, value in variables.items())]
+        command = [*node.enter, *words, *HPML, "export", "node"]
+        return self._listen(command, node.name, self.environment)
+
+    def _listen(self, command: list[str], name: str, environment: dict[str, str]) -> str:
+        """Start an exporter on a free port; returns its address."""
+        address = self.directory / f"{name}.address"
+        self._start_process(
+            [*command, "--listen", "127.0.0.1:0", "--address-file", str(address)], name, environment
+        )
+        return self._wait(lambda: address.read_text().strip() if address.exists() else "", name)
+
+    def _prometheus(self, targets: list[dict[str, Any]]) -> str:
+        rules = self.directory / "rules"
+        rules.mkdir()
+        for path in (ROOT / "deploy/prometheus/rules").glob("*.yml"):
+            # Rates over half a minute instead of five, so that they mean something after one.
+            text = path.read_text("utf-8").replace("[5m]", "[30s]")
+            (rules / path.name).write_text(text, encoding="utf-8")
+        config = {
+            "global": {"scrape_interval": "2s", "evaluation_interval": "2s"},
+            "rule_files": [str(rules / "*.yml")],
+            "scrape_configs": targets,
+        }
+        path = self.directory / "prometheus.yml"
+        path.write_text(json.dumps(config), encoding="utf-8")
+        data = f"--storage.tsdb.path={self.directory / 'prometheus'}"
+        command = [prometheus_program(), f"--config.file={path}", data]
+        log = self._start_process(
+            [*command, "--web.listen-address=127.0.0.1:0"], "prometheus", self.environment
+        )
+
+        def ready() -> str:
+            text = log.read_text("utf-8")
+            if "Server is ready" not in text:
+                return ""
+            return "http://" + text.partition('"Listening on" address=')[2].split()[0]
+
+        return self._wait(ready, "prometheus")
+
+    def _start_process(self, command: list[str], name: str, environment: dict[str, str]) -> Path:
+        path = self.directory / f"{name}.log"
+        with path.open("wb") as log:
+            process = subprocess.Popen(
+                command,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                env=environment,
+                start_new_session=True,  # Ctrl-C is for us alone, and ends it in order
+            )
+        self._processes.append(process)
+        return path
+
+    def _wait(self, good: Callable[[], str], name: str) -> str:
+        until = time.monotonic() + _PATIENCE_SECONDS
+        while not (value := good()):
+            if time.monotonic() > until or self._processes[-1].poll() is not None:
+                log = (self.directory / f"{name}.log").read_text("utf-8")
+                raise RuntimeError(f"{name} does not start:\n{log[-2000:]}")
+            time.sleep(0.1)
+        return value
+
+    def _run(
+        self, command: list[str], environment: dict[str, str] | None = None
+    ) -> subprocess.CompletedProcess[str]:
+        done = subprocess.run(
+            command, env=environment, capture_output=True, text=True, check=False, cwd="/"
+        )
+        if done.returncode != 0:
+            raise RuntimeError(f"{shlex.join(command)} failed:\n{done.stdout}{done.stderr}")
+        return done
+
+    def _follow(self) -> None:
+        """Make each GPU as busy as the processes that have it, once a second."""
+        simulator = Simulator()
+        while not self._stop.wait(_TICK_SECONDS):
+            ranks = list(_ranks())
+            for node in self.nodes:
+                on_node = [
+                    (pid, gpu) for pid, name, gpu in ranks if name in {"", node.name} and gpu < GPUS
+                ]
+                state = node.gpus.at()
+                for gpu in range(GPUS):
+                    pids = [pid for pid, number in on_node if number == gpu]
+                    state = state.changed(gpu, **self._settings(pids))
+                node.gpus = simulator.write(state, node.state)
+
+    def _settings(self, pids: list[int]) -> dict[str, Any]:
+        """What an H100 shows whose processes keep a core as busy as these."""
+        busy = {pid: self._busy(pid) for pid in pids}
+        share = min(1.0, sum(busy.values()))
+        return {
+            "util": round(100 * share),
+            "mem_util": round(60 * share),
+            "gpm_graphics": round(100 * share),
+            "gpm_sm": round(80 * share),
+            "gpm_occupancy": round(45 * share),
+            "gpm_tensor": round(50 * share),
+            "gpm_dram": round(40 * share),
+            "power": round(75 + 550 * share),
+            "temp": round(34 + 40 * share),
+            "clock_sm": 1980 if pids else 345,
+            "pcie_rx": round(2e9 * share),
+            "pcie_tx": round(1e9 * share),
+            "nvlink_tx": round(1e10 * share),
+            "nvlink_rx": round(1e10 * share),
+            "processes": tuple(
+                Process(pid, memory=20 * _resident(pid), sm=round(100 * share)) for pid in pids
+            ),
+        }
+
+    def _busy(self, pid: int) -> float:
+        """The share of a core that a process has kept busy for the last seconds."""
+        now, ticks = time.monotonic(), _ticks(pid)
+        seen = self._seen.setdefault(pid, _Seen(ticks, now))
+        if now > seen.time:
+            rate = (ticks - seen.ticks) / _CLOCK_TICKS / (now - seen.time)
+            seen.busy = 0.5 * seen.busy + 0.5 * max(0.0, rate)
+            seen.ticks, seen.time = ticks, now
+        return seen.busy
+
+
+def _ranks() -> Iterator[tuple[int, str, int]]:
+    """Yield pid, node and GPU of each rank that runs; the node is empty on the local backend."""
+    for entry in Path("/proc").iterdir():
+        if not entry.name.isdigit():
+            continue
+        with contextlib.suppress(OSError, ValueError):
+            pairs = (entry / "environ").read_bytes().decode("utf-8", "replace").split("\0")
+            variables = dict(pair.partition("=")[::2] for pair in pairs)
+            gpus = variables.get("CUDA_VISIBLE_DEVICES", "").split(",")
+            if "SLURM_JOB_ID" in variables and "LOCAL_RANK" in variables and gpus != [""]:
+                own = int(variables["LOCAL_RANK"]) if len(gpus) > 1 else 0
+                yield int(entry.name), variables.get("SLURMD_NODENAME", ""), int(gpus[own])
+
+
+def _ticks(pid: int) -> float:
+    with contextlib.suppress(OSError, IndexError):
+        words = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+        return float(int(words[11]) + int(words[12]))
+    return 0.0
+
+
+def _resident(pid: int) -> int:
+    with contextlib.suppress(OSError, IndexError):
+        return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * _PAGE
+    return 0

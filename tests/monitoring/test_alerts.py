@@ -1,0 +1,130 @@
+"""Every alert fires on what it is for, not on what is well, and not before its time."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from ruamel.yaml import YAML
+
+if TYPE_CHECKING:
+    from tests.monitoring.prometheus_support import Promtool
+
+RULES = Path(__file__).parents[2] / "deploy/prometheus/rules"
+GROUPS = YAML(typ="safe").load(RULES / "hpml-alerts.yml")["groups"]
+ALERTS = {rule["alert"]: rule for group in GROUPS for rule in group["rules"]}
+STEPS = 130  # minutes that the series below last
+ON = 'instance="n1:9445",job="hpml-node"'
+JOB = f'{ON},cluster="main",jobid="7"'
+GPU = f'{ON},uuid="G1"'
+CONSTANT = {  # what the others are joined with
+    f'hpml_node_info{{{ON},cluster="main",node="n1",scope="node"}}': "1",
+    f"hpml_job_info{{{JOB}}}": "1",
+    f'hpml_job_gpu_info{{{JOB},uuid="G1",allocated="1",owner="1"}}': "1",
+}
+# Alert -> series, with their values when it has to fire and when it must not. Values as promtool
+# expands them: "start+step" for each minute. The last item is what has to hold before it fires.
+CASES: dict[str, dict[str, tuple[str, str]]] = {
+    "GpuAllocatedWithoutProcess": {f'hpml_job_gpu_processes{{{JOB},uuid="G1"}}': ("0", "1")},
+    "JobGpusIdle": {f"hpml_gpu_busy_seconds_total{{{GPU}}}": ("5+0", "0+2")},
+    "JobGpusStillIdle": {f"hpml_gpu_busy_seconds_total{{{GPU}}}": ("5+0", "0+2")},
+    "JobGpusUnderused": {
+        f"hpml_gpu_sm_active_ratio{{{GPU}}}": ("0.1", "0.6"),
+        f"hpml_gpu_busy_seconds_total{{{GPU}}}": ("0+60", "0+60"),
+    },
+    "TrainingWaitsForData": {
+        f"hpml_train_data_wait_seconds_total{{{JOB}}}": ("0+42", "0+30"),
+        f"hpml_train_step_duration_seconds_sum{{{JOB}}}": ("0+60", "0+60"),
+    },
+    "TrainingRanksUneven": {
+        f'hpml_train_rank_data_wait_seconds{{{JOB},which="longest"}}': ("0.4", "0.1"),
+        f'hpml_train_rank_data_wait_seconds{{{JOB},which="shortest"}}': ("0.1", "0.05"),
+        f'hpml_train_rank_step_duration_seconds{{{JOB},which="slowest"}}': ("1", "1"),
+        f'hpml_train_rank_step_duration_seconds{{{JOB},which="fastest"}}': ("1", "1"),
+    },
+    "RankBindingWrong": {f"hpml_rank_binding_ok{{{JOB}}}": ("0", "1")},
+    "JobOutOfMemory": {f"hpml_job_oom_events_total{{{JOB}}}": ("0+1", "3+0")},
+    "JobMemoryNearLimit": {
+        f'hpml_job_memory_bytes{{{JOB},kind="rss"}}': ("96", "60"),
+        f'hpml_job_memory_bytes{{{JOB},kind="cache"}}': ("0", "40"),
+        f"hpml_job_memory_limit_bytes{{{JOB}}}": ("100", "100"),
+    },
+    "GpuLost": {f"hpml_gpu_up{{{GPU}}}": ("0", "1")},
+    "GpuXid": {
+        f'hpml_gpu_xid_last_timestamp_seconds{{{GPU},xid="79"}}': ("0+60", "60+0"),
+        f'hpml_gpu_xid_last_timestamp_seconds{{{GPU},xid="13"}}': ("0+60", "0+60"),
+    },
+    "GpuUncorrectedMemoryErrors": {
+        f'hpml_gpu_ecc_errors_total{{{GPU},error="uncorrected"}}': ("1", "0"),
+        f'hpml_gpu_ecc_errors_total{{{GPU},error="corrected"}}': ("9", "9"),
+    },
+    "GpuRowRemapFailed": {f"hpml_gpu_remapped_rows_failed{{{GPU}}}": ("1", "0")},
+    "GpuThrottled": {
+        f'hpml_gpu_throttled_seconds_total{{{GPU},reason="sw_thermal"}}': ("0+5", "0+1"),
+        f'hpml_gpu_throttled_seconds_total{{{GPU},reason="power"}}': ("0+50", "0+50"),
+    },
+    "GpuHot": {f"hpml_gpu_temperature_celsius{{{GPU}}}": ("87", "80")},
+    "ShmNearlyFull": {
+        f"hpml_shm_used_bytes{{{ON}}}": ("95", "50"),
+        f"hpml_shm_size_bytes{{{ON}}}": ("100", "100"),
+    },
+    "NodeUnavailable": {
+        'hpml_slurm_node_reason_info{node="n1",state="drained",reason="fan"}': ("1", "_"),
+        'hpml_slurm_node_reason_info{node="n2",state="maintenance",reason="plan"}': ("1", "1"),
+    },
+    "ManyJobsPending": {
+        'hpml_slurm_jobs{state="pending",partition="a",qos="q"}': ("600", "600"),
+        'hpml_slurm_jobs{state="pending",partition="b",qos="q"}': ("600", "300"),
+        'hpml_slurm_jobs{state="running",partition="b",qos="q"}': ("900", "900"),
+    },
+    "ExporterDown": {f"up{{{ON}}}": ("0", "1"), 'up{instance="x",job="other"}': ("0", "0")},
+    "CollectorFailing": {f'hpml_exporter_up{{{ON},collector="gpu"}}': ("0", "1")},
+    "SlurmFiguresOld": {"hpml_slurm_last_refresh_timestamp_seconds": ("0+0", "0+60")},
+}
+
+
+def minutes(duration: str) -> int:
+    return int(duration.removesuffix("m") or 0)
+
+
+def scene(alert: str, which: int) -> dict[str, Any]:
+    """One promtool test; each alert has to fire, or not, once, and all others are looked at too."""
+    values = CONSTANT | {name: pair[which] for name, pair in CASES[alert].items()}
+    wait = minutes(ALERTS[alert].get("for", "0m"))
+    firing = f'count(ALERTS{{alertname="{alert}",alertstate="firing"}}) or vector(0)'
+    times = {f"{wait + 15}m": 1 - which}
+    if wait > 5:
+        times[f"{wait - 5}m"] = 0
+    return {
+        "interval": "1m",
+        "input_series": [
+            {"series": name, "values": f"{value}x{STEPS}" if value != "_" else "_"}
+            for name, value in values.items()
+        ],
+        "promql_expr_test": [
+            {"expr": firing, "eval_time": time, "exp_samples": [{"labels": "{}", "value": count}]}
+            for time, count in times.items()
+        ],
+    }
+
+
+def test_alerts_fire_when_they_should(promtool: Promtool, tmp_path: Path) -> None:
+    """On a value that calls for somebody, after their time, and never on a good one."""
+    assert set(CASES) == set(ALERTS)
+    files = [str(path) for path in sorted(RULES.glob("hpml*.yml"))]
+    tests = [scene(alert, which) for alert in CASES for which in (0, 1)]
+    path = tmp_path / "test.yml"
+    path.write_text(json.dumps({"rule_files": files, "tests": tests}))
+    done = promtool("test", "rules", path)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+@pytest.mark.parametrize("alert", ALERTS)
+def test_an_alert_says_what_to_do(alert: str) -> None:
+    """Its severity, what happened in one sentence, and what to do first."""
+    rule = ALERTS[alert]
+    assert rule["labels"]["severity"] in {"critical", "warning", "info"}
+    assert set(rule["annotations"]) == {"summary", "runbook"}
+    assert all(text.endswith(".") for text in rule["annotations"].values())
