@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from grafana_foundation_sdk.models.dashboard import Dashboard
 
-from hpml_dashboards.panels import build_dashboard, figure, lines, listing, select
+from hpml_dashboards.panels import Panel, build_dashboard, figure, lines, listing, select
 
 __all__ = ["cluster"]
 
@@ -71,7 +71,7 @@ Scheduler cycles: How long the last cycles took. Good: seconds. Minutes: too man
     partitions, see bf_max_job_test.
 """
 
-_CONTENT = [
+_CONTENT: list[Panel | str] = [
     figure("Allocated", "share", f"{_ALLOCATED} / {_TOTAL}"),
     figure("GPU active", "use", f"{_BUSY} / sum(hpml:job_gpus:count{_ALL})"),
     figure("GPUs wasted", "count", f"sum(hpml:job_gpus_wasted:sum{_ALL})"),

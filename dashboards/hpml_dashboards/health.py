@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from grafana_foundation_sdk.models.dashboard import Dashboard
 
-from hpml_dashboards.panels import build_dashboard, figure, lines, listing
+from hpml_dashboards.panels import Panel, build_dashboard, figure, lines, listing
 
 __all__ = ["health"]
 
@@ -52,7 +52,7 @@ Web server: Answers and closed connections in each second, and open ones. Good: 
 Versions: Exporters by version. Good: one. Otherwise update the older ones.
 """
 
-_CONTENT = [
+_CONTENT: list[Panel | str] = [
     figure("Exporters", "count", f"count({_NODES})"),
     figure("Targets down", "faults", "count(up == 0) or vector(0)"),
     figure("Failing", "faults", f"count({_FAILING}) or vector(0)"),

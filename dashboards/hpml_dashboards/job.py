@@ -4,7 +4,16 @@ from __future__ import annotations
 
 from grafana_foundation_sdk.models.dashboard import Dashboard
 
-from hpml_dashboards.panels import build_dashboard, each, figure, lines, listing, select, variable
+from hpml_dashboards.panels import (
+    Panel,
+    build_dashboard,
+    each,
+    figure,
+    lines,
+    listing,
+    select,
+    variable,
+)
 
 __all__ = ["job"]
 
@@ -109,12 +118,12 @@ MFU, communication, accuracy: Model FLOP/s against the peak (good: above 30 %), 
     in communication, and the last accuracy. Much communication: larger batches, fewer nodes.
 """
 
-_CONTENT = [
+_CONTENT: list[Panel | str] = [
     listing(
         "Job $jobid",
-        "name user account partition qos run sweep point",
+        "name user account partition run sweep point",
         {
-            "-": ("count", _ever("hpml:job_info", "user, account, partition, qos, name")),
+            "-": ("count", _ever("hpml:job_info", "user, account, partition, name")),
             "-run": ("count", _ever("hpml:run_info", "run, sweep, point")),
             "Ranks": ("count", f"max by (jobid) (last_over_time(hpml_job_ranks{_JOB}[$__range]))"),
             "Nodes": (
@@ -250,7 +259,7 @@ _CONTENT = [
             "GPU active": ("use", f"avg by (node) (hpml:gpu_busy:rate2m{_JOB})"),
             "CPUs busy": ("count", f"sum by (node) (hpml:job_cpus_busy:rate5m{_JOB})"),
             "Memory": ("bytes", f"sum by (node) (hpml:job_memory_bytes:sum{_JOB})"),
-            "/dev/shm": ("full", f"max by (node) ({_of_nodes('hpml:node_shm_used:ratio')})"),
+            "Shm": ("full", f"max by (node) ({_of_nodes('hpml:node_shm_used:ratio')})"),
             "Misbound": ("faults", f"max by (node) ({_UNBOUND})"),
         },
     ),

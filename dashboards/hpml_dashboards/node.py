@@ -4,7 +4,16 @@ from __future__ import annotations
 
 from grafana_foundation_sdk.models.dashboard import Dashboard
 
-from hpml_dashboards.panels import bars, build_dashboard, figure, lines, listing, select, variable
+from hpml_dashboards.panels import (
+    Panel,
+    bars,
+    build_dashboard,
+    figure,
+    lines,
+    listing,
+    select,
+    variable,
+)
 
 __all__ = ["node"]
 
@@ -42,8 +51,8 @@ GPUs of jobs: GPUs that jobs have, and those without a process of their job. Goo
     Otherwise ask the owner of the job.
 Hottest GPU: Good: below 75 °C. From 84 °C on GPUs slow down: look at fans, filters and the inlet.
 GPU power: Power that all GPUs draw. Compare with what the rack may draw.
-/dev/shm: How full it is. Good: below 80 %. When full, loader workers die of bus errors: find the
-    job below; leftovers of ended jobs can be deleted.
+Shared memory: How full /dev/shm is. Good: below 80 %. When full, loader workers die of bus
+    errors: find the job below; leftovers of ended jobs can be deleted.
 Fullest disk: How full the fullest local file system is. Good: below 80 %. When full, jobs fail.
 GPU errors: XID and uncorrected memory errors since the exporter and the driver started. Good: 0.
     Otherwise see the tables below.
@@ -71,7 +80,7 @@ Ports: Good: all up at the same rate. One that is down or slower slows every job
     reseat or exchange its cable.
 """
 
-_CONTENT = [
+_CONTENT: list[Panel | str] = [
     figure(
         "GPUs",
         "count",
@@ -89,7 +98,7 @@ _CONTENT = [
     ),
     figure("Hottest GPU", "heat", f"max({_TEMPERATURE})"),
     figure("GPU power", "watts", f"sum(hpml:node_gpu_power_watts:sum{_NODE})"),
-    figure("/dev/shm", "full", f"max(hpml:node_shm_used:ratio{_NODE})"),
+    figure("Shared memory", "full", f"max(hpml:node_shm_used:ratio{_NODE})"),
     figure("Fullest disk", "full", f"1 - min({_FREE})"),
     figure(
         "GPU errors",
@@ -114,7 +123,7 @@ _CONTENT = [
             ),
             "CPUs busy": ("count", f"sum by (jobid) (hpml:job_cpus_busy:rate5m{_NODE})"),
             "Memory": ("bytes", f"sum by (jobid) (hpml:job_memory_bytes:sum{_NODE})"),
-            "/dev/shm": ("bytes", f"max by (jobid) ({_own('hpml_job_shm_bytes')})"),
+            "Shm": ("bytes", f"max by (jobid) ({_own('hpml_job_shm_bytes')})"),
             "Foreign GPUs": ("faults", f"max by (jobid) ({_own('hpml_job_gpus_foreign')})"),
         },
         width=24,

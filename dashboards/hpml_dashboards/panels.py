@@ -90,7 +90,6 @@ _TITLES = {"jobid": "Job", "index": "GPU", "xid": "XID", "mig": "MIG", "qos": "Q
 _LINKED = {"jobid": "job", "node": "node", "sweep": "sweep", "user": "user"}
 """Labels whose values are links to the dashboard of what they name."""
 _WIDTHS = {"jobid": 90, "user": 100, "partition": 110, "index": 60, "xid": 60, "port": 60}
-_BAR_WIDTH, _TIME_WIDTH = 150, 165  # pixels
 _MOST_LINES = 32
 _DATASOURCE = shapes.DataSourceRef(type_val="prometheus", uid="${datasource}")
 
@@ -364,14 +363,16 @@ def _label_properties(label: str) -> dict[str, Any]:
 
 def _value_properties(title: str, kind: str) -> dict[str, Any]:
     unit, steps, _ = _KINDS[kind]
-    width = _TIME_WIDTH if kind == "time" else max(64, 22 + 8 * len(title))
+    bar = kind in ("use", "scaling")
+    least = 165 if kind == "time" else 150 if bar else 64 if unit == "short" else 88
+    width = max(least, 26 + 8 * len(title))
     properties: dict[str, Any] = {"unit": unit, "custom.width": width}
     if len(steps) > 1:
         properties["thresholds"] = _steps(_KINDS[kind])
         properties["custom.cellOptions"] = {"type": "color-text"}
-    if kind in ("use", "scaling"):
+    if bar:
         properties["custom.cellOptions"] = {"type": "gauge", "mode": "basic"}
-        properties |= {"min": 0, "max": 1, "custom.width": _BAR_WIDTH}
+        properties |= {"min": 0, "max": 1}
     return properties
 
 

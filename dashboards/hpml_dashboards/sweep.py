@@ -4,7 +4,16 @@ from __future__ import annotations
 
 from grafana_foundation_sdk.models.dashboard import Dashboard
 
-from hpml_dashboards.panels import bars, build_dashboard, each, figure, lines, listing, variable
+from hpml_dashboards.panels import (
+    Panel,
+    bars,
+    build_dashboard,
+    each,
+    figure,
+    lines,
+    listing,
+    variable,
+)
 
 __all__ = ["sweep"]
 
@@ -46,7 +55,7 @@ Data wait: Share of a step that each run waits for data. Rising with the number 
 Loss: Training loss, mean over ranks. Worse with more ranks: learning rate and warm-up.
 """
 
-_CONTENT = [
+_CONTENT: list[Panel | str] = [
     figure(
         "Runs",
         "count",

@@ -4,7 +4,16 @@ from __future__ import annotations
 
 from grafana_foundation_sdk.models.dashboard import Dashboard
 
-from hpml_dashboards.panels import build_dashboard, each, figure, lines, listing, select, variable
+from hpml_dashboards.panels import (
+    Panel,
+    build_dashboard,
+    each,
+    figure,
+    lines,
+    listing,
+    select,
+    variable,
+)
 
 __all__ = ["user"]
 
@@ -44,7 +53,7 @@ Fair share: Slurm's factor (shown with --users). Near 0, much was used lately: o
 Jobs: The user's jobs, the largest first. Open one that is not green to see what it waits for.
 """
 
-_CONTENT = [
+_CONTENT: list[Panel | str] = [
     figure("Jobs running", "count", f"count({_MINE}) or vector(0)"),
     figure(
         "Jobs pending",
