@@ -104,7 +104,7 @@ def queries(uid: str, dashboard: Mapping[str, Any]) -> Iterator[Query]:
     """Yield the queries of a dashboard's variables and panels, with Grafana's ranges filled in."""
     for variable in dashboard["templating"]["list"]:
         if variable["type"] == "query":
-            asked = re.fullmatch(r"label_values\((.+), *\w+\)", variable["query"]["query"])
+            asked = re.fullmatch(r"label_values\((.+), *\w+\)", variable["query"])
             yield Query(uid, f"${variable['name']}", asked[1] if asked else "")
     for panel in _panels(dashboard):
         for target in panel.get("targets", ()):

@@ -262,7 +262,7 @@ def variable(name: str, label: str, values: str, *, newest: bool = False) -> Any
         builders.QueryVariable(name)
         .label(label or name)
         .datasource(_DATASOURCE)
-        .query({"query": values, "refId": name})
+        .query(values)
         .definition(values)
         .refresh(models.VariableRefresh.ON_TIME_RANGE_CHANGED)
         .sort(sort.NUMERICAL_DESC if newest else sort.NATURAL_ASC)
