@@ -30,7 +30,7 @@ Exporters: Exporters of nodes and jobs that answer. Good: one for each node, and
 Targets down: Targets that Prometheus cannot scrape. Good: 0. They stand below.
 Failing: Collectors whose readings fail, hang or are too old: their panels have gaps. Good: 0.
     They stand below.
-Oldest reading: Age of the oldest last good reading of a collector. Good: below two minutes.
+Last reading: Age of the last good reading of the collector that lags most. Good: below two minutes.
     Otherwise a driver or file system hangs.
 Slurm figures: Age of what Slurm's exporter shows. Good: below two minutes. Otherwise the
     controller does not answer.
@@ -57,7 +57,7 @@ _CONTENT: list[Panel | str] = [
     figure("Targets down", "faults", "count(up == 0) or vector(0)"),
     figure("Failing", "faults", f"count({_FAILING}) or vector(0)"),
     figure(
-        "Oldest reading",
+        "Last reading",
         "age",
         f"max({_of(f'time() - {_LAST} and hpml_exporter_collector_present == 1')})",
     ),

@@ -89,7 +89,15 @@ _DASHBOARDS = {
 _TITLES = {"jobid": "Job", "index": "GPU", "xid": "XID", "mig": "MIG", "qos": "QOS"}
 _LINKED = {"jobid": "job", "node": "node", "sweep": "sweep", "user": "user"}
 """Labels whose values are links to the dashboard of what they name."""
-_WIDTHS = {"jobid": 90, "user": 100, "partition": 110, "index": 60, "xid": 60, "port": 60}
+_WIDTHS = {
+    "jobid": 90,
+    "user": 100,
+    "partition": 100,
+    "rank": 70,
+    "index": 60,
+    "xid": 60,
+    "port": 60,
+}
 _MOST_LINES = 32
 _DATASOURCE = shapes.DataSourceRef(type_val="prometheus", uid="${datasource}")
 
@@ -227,7 +235,7 @@ def listing(
     for letter, (name, (kind, _)) in zip(string.ascii_uppercase, values.items(), strict=False):
         field = f"Value #{letter}" if len(values) > 1 else "Value"  # as Grafana calls them
         if not name.startswith("-"):
-            shown[field] = (name, _value_properties(name, kind))
+            shown[field] = (name, _value_properties(name, kind, is_sorted=name == sort))
     organized = {
         "excludeByName": {},
         "indexByName": {field: place for place, field in enumerate(shown)},
@@ -361,11 +369,11 @@ def _label_properties(label: str) -> dict[str, Any]:
     return properties
 
 
-def _value_properties(title: str, kind: str) -> dict[str, Any]:
+def _value_properties(title: str, kind: str, *, is_sorted: bool) -> dict[str, Any]:
     unit, steps, _ = _KINDS[kind]
     bar = kind in ("use", "scaling")
     least = 165 if kind == "time" else 150 if bar else 64 if unit == "short" else 88
-    width = max(least, 26 + 8 * len(title))
+    width = max(least, 20 + 8 * len(title) + (16 if is_sorted else 0))
     properties: dict[str, Any] = {"unit": unit, "custom.width": width}
     if len(steps) > 1:
         properties["thresholds"] = _steps(_KINDS[kind])
