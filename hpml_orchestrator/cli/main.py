@@ -76,6 +76,7 @@ COMMANDS = {
     "targets": Entry(
         "slurm_export", "targets", "List node exporters for Prometheus, from Slurm.", _SITE
     ),
+    "dashboards": Entry("dashboards", "group", "Build and check Grafana dashboards.", _SITE),
     "schema": Entry(
         "site", "schema", "Print the JSON Schema of job files, profiles or sweeps.", _MORE
     ),

@@ -132,6 +132,12 @@ hpml export metrics
 hpml targets
     Print the node exporters of a cluster: hpml targets
     Serve them to Prometheus: hpml targets --only-up --serve 127.0.0.1:9447
+hpml dashboards
+    Check that the built dashboards are current: hpml dashboards check
+hpml dashboards build
+    Write them for Grafana's provisioning: hpml dashboards build --output /var/lib/grafana/hpml
+hpml dashboards check
+    Check copies that were changed: hpml dashboards check /var/lib/grafana/hpml
 hpml man
     Read about a command: hpml man submit
     Install all pages: hpml man --output /usr/local/share/man

@@ -159,7 +159,9 @@ class _Environments:
 
     def __init__(self, proc: str, *, is_own: bool) -> None:
         self._proc = proc
-        self._own = {name: os.environ[name] for name in _DISTINCT if is_own and name in os.environ}
+        # A node's exporter whose machine is several nodes is told which of them it is.
+        names = _DISTINCT if is_own else ("SLURMD_NODENAME",)
+        self._own = {name: os.environ[name] for name in names if name in os.environ}
         self._known: dict[int, _Process] = {}
         self._jobless: dict[int, float] = {}  # when they were first seen
 
