@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 from hpml_dashboards import JSON
-from hpml_dashboards.build import queries
+from hpml_dashboards.check import queries
 from ruamel.yaml import YAML
 
 from deploy.demo.monitoring import submit_jobs
