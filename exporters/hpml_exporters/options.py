@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
+import os
+import re
 import socket
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, fields
+from pathlib import Path
 from typing import Any
 
 from hpml_exporters.jobs.board import JobFacts, JobsBoard, facts_of
@@ -20,6 +24,7 @@ __all__ = [
     "NodeOptions",
     "Roots",
     "check",
+    "cluster_name",
     "is_loopback",
 ]
 
@@ -40,6 +45,7 @@ SECONDS_MIN = 0.1
 """Between two readings: more often would cost more than it tells."""
 SECONDS_MAX = 3600.0
 
+_SLURM_CONFS = ("/run/slurm/conf/slurm.conf", "/etc/slurm/slurm.conf")
 _INTERVALS = ("gpu_interval", "job_interval", "process_interval", "node_interval")
 _TYPES: tuple[tuple[type, str, Sequence[str]], ...] = (
     (str, "must be a text", "listen web_config cluster node address_file summary_file".split()),
@@ -180,10 +186,21 @@ def check(options: NodeOptions) -> None:
     _check_seconds(options, "exit_seconds", 1.0, 24 * SECONDS_MAX)
     if options.exit_seconds <= options.stuck_seconds:
         raise InputError(
-            f"must be more than stuck_seconds, which is {options.stuck_seconds:g}",
+            f"must be more than the {options.stuck_seconds:g} s after which a reading is stuck",
             field="exit_seconds",
             value=options.exit_seconds,
         )
+
+
+def cluster_name() -> str:
+    """Return the name in this node's slurm.conf, as jobs have it in SLURM_CLUSTER_NAME."""
+    for path in (os.environ.get("SLURM_CONF"), *_SLURM_CONFS):
+        with contextlib.suppress(OSError):
+            text = Path(path or "").read_text("utf-8", "replace")
+            match = re.search(r"^\s*ClusterName\s*=\s*(\S+)", text, re.MULTILINE | re.IGNORECASE)
+            if match:
+                return match[1].lower()
+    return ""
 
 
 def is_loopback(host: str) -> bool:

@@ -13,7 +13,6 @@ from dataclasses import dataclass, field
 from typing import TypeAlias, TypeVar
 
 from hpml_exporters.web.auth import Authenticator, BusyError
-from hpml_exporters.web.config import Settings
 from hpml_exporters.web.http import (
     BadRequestError,
     Pages,
@@ -24,6 +23,7 @@ from hpml_exporters.web.http import (
     plain,
 )
 from hpml_exporters.web.limits import Counters, Limits, Pace
+from hpml_exporters.web.settings import Settings
 
 __all__ = ["Connection", "Service"]
 

@@ -16,10 +16,10 @@ from contextlib import suppress
 
 from hpml_exporters.web.address import listen_on
 from hpml_exporters.web.auth import Authenticator
-from hpml_exporters.web.config import Settings, Watcher, load
 from hpml_exporters.web.connection import Connection, Service
 from hpml_exporters.web.http import Pages
 from hpml_exporters.web.limits import Counters, Limits
+from hpml_exporters.web.settings import Settings, Watcher, load
 
 __all__ = ["Server"]
 

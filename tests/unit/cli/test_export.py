@@ -26,7 +26,7 @@ def handed_over(
     """The options that the lean process would get, and what was said before."""
     caught: list[tuple[str, list[str], dict[str, str]]] = []
     monkeypatch.setattr(os, "execve", lambda *given: caught.append(given))
-    ended = hpml("export", "node", *words)
+    ended = hpml("export", "node", "--listen", "127.0.0.1:0", *words)
     assert ended.code == 0, ended.err
     ((program, command, environment),) = caught
     assert [program, "-P", "-m", "hpml_exporters"] == command[:4]
@@ -53,13 +53,13 @@ def test_every_option_arrives(hpml: Hpml, shell: Shell, monkeypatch: pytest.Monk
         hpml,
         monkeypatch,
         *NOTHING,
-        *("--listen", ":1", "--web-config", "web.yml", "--address-file", "a"),
+        *("--listen", ":0", "--web-config", "web.yml", "--address-file", "a"),
         *("--gpu-interval", "2", "--job-interval", "3", "--process-interval", "4"),
         *("--node-interval", "5", "--stuck-seconds", "6", "--exit-seconds", "7"),
         *("--root", "proc=/p", "--root", "sys=/s", "--cluster", "c1"),
     )
     options = NodeOptions(
-        listen=":1",
+        listen=":0",
         web_config=str(shell.root / "web.yml"),
         without=tuple(SWITCHES),
         gpu_interval=2.0,
@@ -83,14 +83,14 @@ TLS = "tls_server_config: {cert_file: a.crt, key_file: a.key%s}\n"
 @pytest.mark.parametrize(
     ("listen", "config", "warning"),
     [
-        ("127.0.0.1:9445", None, ""),
-        ("[::1]:9445", "", ""),
-        ("0.0.0.0:9445", None, "anyone who can reach 0.0.0.0:9445 can read job metrics, unencry"),
-        (":9445", TLS % "", "anyone who can reach :9445 can read job metrics, without a pass"),
-        (":9445", TLS % ", client_auth_type: RequestClientCert", "anyone who can reach"),
-        (":9445", USERS, "passwords for :9445 are sent unencrypted"),
-        (":9445", USERS + TLS % "", ""),
-        (":9445", TLS % ", client_ca_file: ca, client_auth_type: RequireAndVerifyClientCert", ""),
+        ("127.0.0.1:0", None, ""),
+        ("[::1]:0", "", ""),
+        ("0.0.0.0:0", None, "anyone who can reach 0.0.0.0:0 can read job metrics, unencry"),
+        (":0", TLS % "", "anyone who can reach :0 can read job metrics, without a pass"),
+        (":0", TLS % ", client_auth_type: RequestClientCert", "anyone who can reach"),
+        (":0", USERS, "passwords for :0 are sent unencrypted"),
+        (":0", USERS + TLS % "", ""),
+        (":0", TLS % ", client_ca_file: ca, client_auth_type: RequireAndVerifyClientCert", ""),
     ],
 )
 def test_an_unprotected_address_is_warned_of(

@@ -164,7 +164,7 @@ def test_what_the_caller_ignores_goes_on_being_ignored(start: Start, tmp_path: P
         (['{"gpu_interval": 0}'], "error: gpu_interval: must be 0.1 to 3600 seconds (got 0)"),
         (['{"gpu_interval": true}'], "error: gpu_interval: must be 0.1 to 3600 seconds"),
         (['{"node_interval": NaN}'], "error: node_interval: must be 0.1 to 3600 seconds"),
-        (['{"exit_seconds": 5}'], "error: exit_seconds: must be more than stuck_seconds, which"),
+        (['{"exit_seconds": 5}'], "error: exit_seconds: must be more than the 10 s after which"),
         (['{"without": ["gpus"]}'], "error: without: there is no such collector (got 'gpus')"),
         (['{"roots": {"proc": 1}}'], "error: roots.proc: must be a directory"),
         (['{"roots": {"dev": "x"}}'], "error: the options are no JSON object of NodeOptions"),
