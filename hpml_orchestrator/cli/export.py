@@ -22,7 +22,7 @@ from hpml_exporters.web.config import WebConfig, read
 
 from hpml_orchestrator.cli.common import JsonOption, print_json, print_table, refuse_empty
 from hpml_orchestrator.cli.process import become_exporter, refuse_gone_directory
-from hpml_orchestrator.errors import InputError, SchedulerUnavailable
+from hpml_orchestrator.errors import InputError, RecordError, SchedulerUnavailable
 from hpml_orchestrator.records.files import write_text
 
 __all__ = ["group", "targets"]
@@ -30,6 +30,7 @@ __all__ = ["group", "targets"]
 group = typer.Typer(no_args_is_help=True)
 _PORT_MAX = 65535
 _SLURM_PAGE = "docs/slurm-exporter.md"
+_DIRECTORY_HINT = "use an existing directory that you may write to"
 _SLURM_HINT = "run it where sinfo works: load Slurm's module, or set SLURM_CONF"
 
 
@@ -215,7 +216,10 @@ def targets(
     except SchedulerUnavailable as error:
         raise SchedulerUnavailable(str(error), hint=_SLURM_HINT) from None
     if output:
-        write_text(Path(output), text)
+        try:
+            write_text(Path(output), text)
+        except RecordError as error:
+            raise InputError(str(error), field="--output", hint=_DIRECTORY_HINT) from None
     else:
         typer.echo(text, nl=False)
 
@@ -271,9 +275,9 @@ def _check_server(options: NodeOptions, content: str, page: str) -> None:
     """
     directory = os.path.dirname(options.address_file)
     if directory and not os.access(directory, os.W_OK):
-        hint = "use an existing directory that you may write to"
+        path = options.address_file
         raise InputError(
-            "cannot be written", field="address_file", value=options.address_file, hint=hint
+            "cannot be written", field="address_file", value=path, hint=_DIRECTORY_HINT
         )
     config = WebConfig()
     if options.web_config:

@@ -110,6 +110,52 @@ def test_an_unprotected_address_is_warned_of(
     assert err.startswith(f"hpml: warning: {warning}") if warning else err == ""
 
 
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("export node --listen 192.0.2.1:0", "--listen: Cannot assign requested address (got '19"),
+        ("export node --exit-seconds 5", "--exit-seconds: must be more than the 10 s after"),
+        ("export node --address-file /none/a", "--address-file: cannot be written (got '/none/a')"),
+        ("export slurm --listen x", "--listen: not an address with a port (got 'x')"),
+        ("export slurm --web-config /none", "--web-config: cannot be read: No such file"),
+        ("export slurm --source sql", "--source: no such source (got 'sql')"),
+        ("export slurm --interval 5", "--interval: must be 30 to 3600 seconds (got 5.0)"),
+        ("export node --web-config web.yml", "/web.yml: line 2: not valid YAML: expected FIELD: "),
+        ("targets --serve x", "--serve: not an address with a port (got 'x')"),
+        ("targets --output /none/targets.json", "--output: cannot "),
+    ],
+    ids=range(10),
+)
+def test_messages_name_what_was_typed(
+    hpml: Hpml, shell: Shell, monkeypatch: pytest.MonkeyPatch, line: str, message: str
+) -> None:
+    """The option, or the file and its line."""
+    (shell.root / "web.yml").write_text("basic_auth_users:\n  bob: x: y\n")
+    a_sinfo(shell, monkeypatch, "exit 0")
+    assert hpml(*line.split()).refuses(2, message)
+
+
+def a_sinfo(shell: Shell, monkeypatch: pytest.MonkeyPatch, text: str) -> None:
+    """Put a script in the place of sinfo."""
+    program = shell.root / "bin" / "sinfo"
+    program.parent.mkdir(exist_ok=True)
+    program.write_text(f"#!/bin/sh\n{text}\n")
+    program.chmod(0o755)
+    monkeypatch.setitem(shell.variables, "PATH", f"{program.parent}:{os.environ['PATH']}")
+
+
+def test_targets_where_there_is_no_slurm(
+    hpml: Hpml, shell: Shell, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The hint says what helps here: a job's options and records do not."""
+    a_sinfo(
+        shell, monkeypatch, "echo 'sinfo: fatal: Could not establish a configuration' >&2; exit 1"
+    )
+    ended = hpml("targets")
+    assert ended.refuses(5, "hint: run it where sinfo works")
+    assert "--local" not in ended.err
+
+
 def test_without_nvitop_gpus_are_left_out(hpml: Hpml, monkeypatch: pytest.MonkeyPatch) -> None:
     """It is said with what to install; with `--no-gpu` nobody misses it."""
     monkeypatch.setitem(sys.modules, "nvitop", None)
