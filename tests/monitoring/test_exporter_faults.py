@@ -2,22 +2,14 @@
 
 from __future__ import annotations
 
-import contextlib
-import subprocess
-import threading
 import time
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from deploy.gpusim.gpusim import XID, Event, Fault, State, a100
-from tests.monitoring.exporter_support import command, run_folder
 from tests.monitoring.prometheus_support import static
-from tests.patience import eventually
-from tests.unit.exporters.web.support import held_port
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-
     from tests.monitoring.exporter_support import Answer, StartExporter
     from tests.monitoring.gpusim_support import Gpusim
     from tests.monitoring.prometheus_support import BootPrometheus
@@ -76,40 +68,6 @@ def test_the_driver_goes_and_comes_back(exporter: StartExporter, gpusim: Gpusim)
     assert here.process.poll() is None
 
 
-@contextlib.contextmanager
-def supervised(
-    words: list[str], environment: dict[str, str], statuses: list[int]
-) -> Iterator[None]:
-    """Start a program again as long as it ends with 75, as systemd does with our unit."""
-    ending = threading.Event()
-    running: list[subprocess.Popen[bytes]] = []
-
-    def supervise() -> None:
-        while not ending.is_set():
-            process = subprocess.Popen(
-                words,
-                env=environment,
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.DEVNULL,
-                stderr=subprocess.DEVNULL,
-            )
-            running.append(process)
-            statuses.append(process.wait())
-            if statuses[-1] != EX_TEMPFAIL:
-                return
-
-    thread = threading.Thread(target=supervise)
-    thread.start()
-    try:
-        yield
-    finally:
-        ending.set()
-        if running and running[-1].poll() is None:
-            running[-1].terminate()
-        thread.join(240)
-        assert not thread.is_alive()
-
-
 def test_a_driver_call_that_hangs_takes_nothing_else_down(
     exporter: StartExporter, gpusim: Gpusim, prometheus: BootPrometheus
 ) -> None:
@@ -131,31 +89,14 @@ def test_a_driver_call_that_hangs_takes_nothing_else_down(
 
 
 def test_a_driver_call_that_hangs_ends_the_process_for_its_supervisor(
-    gpusim: Gpusim, prometheus: BootPrometheus
+    exporter: StartExporter, gpusim: Gpusim
 ) -> None:
-    """After the grace it ends with 75, and comes back well."""
+    """After the grace it ends with 75, whatever the thread in the driver does."""
     state = gpusim.write(two_gpus())
-    statuses: list[int] = []
-    with held_port() as port, run_folder() as run:
-        address = f"127.0.0.1:{port}"
-        words = command(
-            *(run, "--listen", address, "--process-interval", "1"),
-            *("--job-interval", "1", "--stuck-seconds", "2", "--exit-seconds", "6"),
-        )
-        server = prometheus([static("node", address)])
-        with supervised(words, gpusim.environment, statuses):
-            server.wait_for("hpml_gpu_power_watts", lambda found: len(found) == 2)
-            first = server.value("max_over_time(process_start_time_seconds[5m])")
-            gpusim.write(replace(state, faults=(Fault("nvmlDeviceGet*", 3000, kind="stuck"),)))
-            eventually(lambda: statuses, seconds=240)
-            gpusim.write(state)
-            later = f"(process_start_time_seconds > {first})"
-            found = server.wait_for(
-                f"hpml_gpu_power_watts and on () {later}", lambda found: len(found) == 2
-            )
-            assert sorted(one.value for one in found) == [200, 300]
-    assert statuses[0] == EX_TEMPFAIL
-    assert statuses[-1] == 0
+    here = exporter("--stuck-seconds", "2", "--exit-seconds", "3", gpus=gpusim)
+    here.wait_for(lambda answer: powers(answer) == [200.0, 300.0])
+    gpusim.write(replace(state, faults=(Fault("nvmlDeviceGet*", 3000, kind="stuck"),)))
+    assert here.process.wait(240) == EX_TEMPFAIL
 
 
 def test_without_nvml_everything_else_is_shown(

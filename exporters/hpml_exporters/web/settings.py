@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from hpml_exporters.web.config import WebConfig, read, tls_context
+from hpml_exporters.web.limits import Counters
 from hpml_orchestrator.errors import InputError
 
 __all__ = ["Settings", "Watcher", "load"]
@@ -65,7 +66,7 @@ class Watcher:
         settings: Settings,
         seconds: float,
         changed: Callable[[Settings], None],
-        failed: Callable[[], None],
+        counters: Counters,
     ) -> None:
         """Prepare.
 
@@ -73,12 +74,12 @@ class Watcher:
             settings: loaded at the start.
             seconds: between two looks.
             changed: gets new settings, in the watcher's thread.
-            failed: called for each change that could not be used, in the watcher's thread.
+            counters: of the server; changes that could not be used are counted there.
         """
         self._settings = settings
         self._seconds = seconds
         self._changed = changed
-        self._failed = failed
+        self._counters = counters
         self._seen = self._tried = settings.stamp
         self._retry_at = _NEVER
         self._message = ""
@@ -111,7 +112,7 @@ class Watcher:
             self._retry_at = time.monotonic() + _LOOKS_BEFORE_RETRY * self._seconds
             message = f"{error}; the previous settings are kept"
             if is_new:
-                self._failed()
+                self._counters.reload_failures += 1
             if message != self._message:
                 self._message = message
                 print(f"hpml export: {message}", file=sys.stderr, flush=True)  # noqa: T201
