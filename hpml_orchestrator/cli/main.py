@@ -73,10 +73,10 @@ COMMANDS = {
     "template": Entry("site", "group", "List script templates or write your own.", _SITE),
     "topo": Entry("topo", "topo", "Show a node's NUMA domains, cores, GPUs and NICs.", _SITE),
     "export": Entry("export", "group", "Export node and job metrics to Prometheus.", _SITE),
-    "targets": Entry(
-        "slurm_export", "targets", "List node exporters for Prometheus, from Slurm.", _SITE
+    "targets": Entry("export", "targets", "List node exporters for Prometheus, from Slurm.", _SITE),
+    "dashboards": Entry(
+        "dashboards", "group", "Show Grafana dashboards in a browser, or push them.", _SITE
     ),
-    "dashboards": Entry("dashboards", "group", "Build and check Grafana dashboards.", _SITE),
     "schema": Entry(
         "site", "schema", "Print the JSON Schema of job files, profiles or sweeps.", _MORE
     ),
