@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING
 
 from prometheus_client.core import Metric
 
+from hpml_exporters.core.collector import StaleError
 from hpml_exporters.core.metric import Histogram, MetricSpec, families
-from hpml_exporters.core.sampler import tell
 from hpml_exporters.slurm import metrics as m
 from hpml_exporters.slurm.view import ENDED, Job, Node, View
 from hpml_orchestrator.errors import SchedulerUnavailable
@@ -55,24 +55,28 @@ class SlurmCollector:
         self._refreshed = self._duration = 0.0
         self._failures = self._in_a_row = 0
         self._due = 0.0
-        self._told: set[str] = set()
+        self._reason = ""
 
     def sample(self, now: float) -> Iterable[Metric]:
-        """Refresh if it is time; see core.Collector."""
+        """Refresh if it is time; see core.Collector.
+
+        Raises:
+            StaleError: Slurm gave no usable answer; it has the figures of the last one.
+        """
         if now >= self._due:
             try:
                 self._refresh()
                 self._in_a_row = 0
-                self._told.clear()
             except SchedulerUnavailable as error:
+                self._reason = str(error)
                 self._failures += 1
                 self._in_a_row += 1
-                if error.message not in self._told:  # each reason once, until one succeeds
-                    self._told.add(error.message)
-                    tell(f"refresh failed, keeping the last figures: {error}")
                 pause = min(self.interval * 2**self._in_a_row, _BACK_OFF_MAX)
                 self._due = now + pause - self.interval / 2
-        return [*self._last, *self._own()]
+        shown = [*self._last, *self._own()]
+        if self._in_a_row:
+            raise StaleError(self._reason, shown)
+        return shown
 
     def close(self) -> None:
         """Nothing is open between two refreshes."""
