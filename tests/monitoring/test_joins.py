@@ -51,6 +51,8 @@ def exporter(
         for kind in ("rss", "shmem", "cache"):
             series[written("hpml_job_memory_bytes", {**labels, "kind": kind})] = "5x20"
     for uuid, owners in gpus.items():
+        info = {**own, "uuid": uuid, "index": uuid[1:], "name": "H100"}
+        series[written("hpml_gpu_info", info)] = "1x20"
         series[written("hpml_gpu_power_watts", {**own, "uuid": uuid})] = "100x20"
         series[written("hpml_gpu_busy_seconds_total", {**own, "uuid": uuid})] = "0+30x20"
         for jobid, owner in owners.items():
@@ -101,6 +103,11 @@ TWO_NODES = exporter("main", "n1", {"7": ADA}, G1={"7": "1"}) | exporter(
 TWO_CLUSTERS = exporter("main", "n1", {"7": ADA}, G1={"7": "1"}) | exporter(
     "test", "n1", {"7": BOB}, G2={"7": "1"}
 )
+# Each of two jobs' exporters takes the GPU that they share for its own.
+RIVALS = exporter("main", "n1", {"7": ADA}, scope="job", G1={"7": "1"}) | exporter(
+    "main", "n1", {"8": BOB}, scope="job", G1={"8": "1"}
+)
+RIVALS_ON_A_NODE = RIVALS | exporter("main", "n1", {"7": ADA, "8": BOB}, G1={"7": "0", "8": "1"})
 MAIN_7 = '{cluster="main",jobid="7"}'
 MAIN_8 = '{cluster="main",jobid="8"}'
 TEST_7 = '{cluster="test",jobid="7"}'
@@ -140,6 +147,17 @@ SCENES: dict[str, tuple[Series, str, dict[str, float]]] = {
         "sum(hpml:job_gpus:count)",
         {"{}": 2},
     ),
+    "power of a GPU with two owners": (RIVALS, "sum(hpml:job_gpu_power_watts:sum)", {"{}": 100}),
+    "owner by the node's exporter": (
+        RIVALS_ON_A_NODE,
+        "hpml:job_gpus:count",
+        {f"hpml:job_gpus:count{MAIN_8}": 1},
+    ),
+    "GPUs of a node with three exporters": (
+        RIVALS_ON_A_NODE,
+        "sum(hpml:gpu_busy:rate5m)",
+        {"{}": 0.5},
+    ),
     "threads of a job on two nodes": (TWO_NODES, THREADS, {MAIN_7: 14}),
     "busy GPUs of a job on two nodes": (TWO_NODES, BY_USER, {'{user="ada"}': 1}),
     "one information on a job on two nodes": (TWO_NODES, "count(hpml:job_info)", {"{}": 1}),
@@ -167,6 +185,10 @@ RECORDED: dict[str, dict[str, float]] = {  # of 7 on both nodes and 8 on one, G1
     "hpml:partition_gpus_busy:sum": {LOW_PART: 1, HIGH_PART: 0.5},
     "hpml:partition_gpus_wasted:sum": {LOW_PART: 1, HIGH_PART: 0.5},
     "hpml:partition_gpus_unopened:sum": {HIGH_PART: 1},
+    "hpml:node_gpus:count": {'node="n1"': 2, 'node="n2"': 1},
+    "hpml:node_gpus_allocated:count": {'node="n1"': 2, 'node="n2"': 1},
+    "hpml:node_gpus_busy:sum": {'node="n1"': 1, 'node="n2"': 0.5},
+    "hpml:node_gpu_power_watts:sum": {'node="n1"': 200, 'node="n2"': 100},
     "hpml:cluster_gpus_allocated:sum": {MAIN: 3},
     "hpml:cluster_gpus_busy:sum": {MAIN: 1.5},
     "hpml:cluster_gpus_wasted:sum": {MAIN: 1.5},
@@ -179,7 +201,7 @@ RECORDED: dict[str, dict[str, float]] = {  # of 7 on both nodes and 8 on one, G1
 def test_rules_of_whole_clusters(
     promtool: Promtool, tmp_path: Path, rule: str, answers: dict[str, float]
 ) -> None:
-    """Each sum over jobs, partitions and the cluster, where a node is scraped twice."""
+    """Each sum over jobs, partitions, nodes and the cluster, where a node is scraped twice."""
     exact = {
         rule + (labels if labels.startswith("{") else f'{{cluster="main",{labels}}}'): value
         for labels, value in answers.items()
