@@ -109,21 +109,27 @@ class SlurmCollector:
         return families(rows)
 
     def _job_rows(self, jobs: list[Job]) -> _Rows:
-        counts: dict[MetricSpec, _Counts] = defaultdict(Counter)
+        states: _Counts = Counter()
+        reasons: _Counts = Counter()
+        users: _Counts = Counter()
+        accounts: _Counts = Counter()
         for job in jobs:
             if job.state in ENDED:
                 continue
             state = job.state.lower()
-            counts[m.JOBS][state, job.partition, job.qos] += job.tasks
+            states[state, job.partition, job.qos] += job.tasks
             if job.reason:
-                counts[m.REASONS][job.partition, job.reason] += job.tasks
+                reasons[job.partition, job.reason] += job.tasks
             if self._users:
-                counts[m.USER_JOBS][job.user, state] += job.tasks
+                users[job.user, state] += job.tasks
             if self._accounts:
-                counts[m.ACCOUNT_JOBS][job.account, state] += job.tasks
-        for spec in (m.USER_JOBS, m.ACCOUNT_JOBS):
-            counts[spec] = _capped(counts[spec])
-        return {spec: found.items() for spec, found in counts.items()}
+                accounts[job.account, state] += job.tasks
+        return {
+            m.JOBS: states.items(),
+            m.REASONS: reasons.items(),
+            m.USER_JOBS: _capped(users).items(),
+            m.ACCOUNT_JOBS: _capped(accounts).items(),
+        }
 
 
 class _History:
