@@ -1,59 +1,21 @@
-"""Builds the dashboards from their code, and checks built ones."""
+"""Builds the dashboards from their code."""
 
 from __future__ import annotations
 
-import itertools
 import json
-import re
-from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
 
-import promql_parser
 from grafana_foundation_sdk.cog.encoder import JSONEncoder
-from hpml_exporters.catalogue import ALL
-from ruamel.yaml import YAML
 
-from hpml_dashboards import JSON
 from hpml_dashboards.cluster import cluster
 from hpml_dashboards.health import health
 from hpml_dashboards.job import job
 from hpml_dashboards.node import node
 from hpml_dashboards.sweep import sweep
 from hpml_dashboards.user import user
-from hpml_orchestrator.errors import InputError
-from hpml_orchestrator.records.files import read_json, write_text
+from hpml_orchestrator.records.files import write_text
 
-__all__ = ["RULES", "UNUSED", "Finding", "build", "check", "queries", "write"]
-
-RULES = Path(__file__).parents[2] / "deploy/prometheus/rules"
-"""Recording rules that the dashboards use, in a checkout."""
-
-UNUSED: Mapping[str, str] = {
-    "for accounting, not for looking at": "hpml_gpu_energy_joules_total hpml_slurm_job_run_seconds",
-}
-"""Exported metrics that no dashboard shows, by the reason."""
-
-_FOREIGN = {"up", "scrape_duration_seconds"}
-_FOREIGN |= {"process_cpu_seconds_total", "process_resident_memory_bytes"}
-_HISTOGRAM = ("_bucket", "_sum", "_count")
-_WITHOUT_UNIT = ("text", "row")
-
-
-class Finding(NamedTuple):
-    """Something wrong with a dashboard."""
-
-    dashboard: str
-    panel: str
-    message: str
-
-
-class Query(NamedTuple):
-    """A query of a panel or a variable."""
-
-    dashboard: str
-    panel: str
-    expression: str
+__all__ = ["build", "write"]
 
 
 def build() -> dict[str, str]:
@@ -75,125 +37,3 @@ def write(directory: Path) -> list[Path]:
         paths.append(directory / f"{uid}.json")
         write_text(paths[-1], text)
     return paths
-
-
-def check(directory: Path = JSON, rules: Path = RULES) -> list[Finding]:
-    """Return what is wrong with the dashboards in a directory, nothing if all is well.
-
-    Args:
-        directory: has `<uid>.json` of every dashboard.
-        rules: directory of Prometheus' rule files.
-
-    Raises:
-        InputError: there are no rule files.
-    """
-    findings: list[Finding] = []
-    found = {path.stem: read_json(path) for path in sorted(directory.glob("*.json"))}
-    built = build()
-    for uid in sorted(built.keys() | found.keys()):
-        if uid not in found:
-            findings.append(Finding(uid, "", "is missing; run hpml dashboards build"))
-        elif found[uid] != json.loads(built.get(uid, "{}")):
-            findings.append(Finding(uid, "", "differs from its code; run hpml dashboards build"))
-    for uid, dashboard in found.items():
-        findings += [Finding(uid, *finding) for finding in _panel_findings(dashboard)]
-    asked = [query for uid, dashboard in found.items() for query in queries(uid, dashboard)]
-    return findings + list(_query_findings(asked, _recorded(rules)))
-
-
-def queries(uid: str, dashboard: Mapping[str, Any]) -> Iterator[Query]:
-    """Yield the queries of a dashboard's variables and panels, with Grafana's ranges filled in."""
-    for variable in dashboard["templating"]["list"]:
-        if variable["type"] == "query":
-            asked = re.fullmatch(r"label_values\((.+), *\w+\)", variable["query"]["query"])
-            yield Query(uid, f"${variable['name']}", asked[1] if asked else "")
-    for panel in _panels(dashboard):
-        for target in panel.get("targets", ()):
-            expression = re.sub(r"\$__(rate_interval|range|interval)", "5m", target["expr"])
-            yield Query(uid, panel["title"], expression)
-
-
-def _panels(dashboard: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
-    for panel in dashboard["panels"]:
-        yield panel
-        yield from panel.get("panels", ())
-
-
-def _panel_findings(dashboard: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
-    panels = list(_panels(dashboard))
-    for panel in panels:
-        if panel["type"] != "row" and not panel.get("description"):
-            yield panel["title"], "has no description"
-        unit = panel.get("fieldConfig", {}).get("defaults", {}).get("unit")
-        if panel["type"] not in _WITHOUT_UNIT and not unit:
-            yield panel["title"], "has no unit"
-    for one, other in itertools.combinations(panels, 2):
-        a, b = one["gridPos"], other["gridPos"]
-        across = a["x"] < b["x"] + b["w"] and b["x"] < a["x"] + a["w"]
-        if across and a["y"] < b["y"] + b["h"] and b["y"] < a["y"] + a["h"]:
-            yield one["title"], f"overlaps {other['title']!r}"
-
-
-def _query_findings(asked: list[Query], recorded: Mapping[str, set[str]]) -> Iterator[Finding]:
-    exported = {spec.name for spec in ALL}
-    histograms = {
-        f"{spec.name}{end}": spec.name
-        for spec in ALL
-        if spec.type == "histogram"
-        for end in _HISTOGRAM
-    }
-    used: set[str] = set()
-    for query in asked:
-        try:
-            metrics = _metrics(query.expression)
-        except ValueError as error:
-            yield Finding(query.dashboard, query.panel, f"{error}: {query.expression}")
-            continue
-        for metric in metrics:
-            name = histograms.get(metric, metric)
-            if name not in exported | recorded.keys() | _FOREIGN:
-                yield Finding(query.dashboard, query.panel, f"nothing exports {metric}")
-            used.add(name)
-    pending = [name for name in used if name in recorded]
-    while pending:
-        for metric in recorded[pending.pop()]:
-            name = histograms.get(metric, metric)
-            if name not in used:
-                used.add(name)
-                pending += [name] if name in recorded else []
-    listed = {name for names in UNUSED.values() for name in names.split()}
-    for name in sorted(exported - used - listed):
-        yield Finding("", "", f"no dashboard uses {name}, and UNUSED does not say why")
-    for name in sorted(listed & used | listed - exported):
-        yield Finding("", "", f"UNUSED names {name}, which is used or not exported")
-
-
-def _recorded(rules: Path) -> dict[str, set[str]]:
-    """Return the metrics that each recording rule uses, by the name that it records."""
-    files = sorted(rules.glob("*.yml"))
-    if not files:
-        raise InputError("has no rule files", field="rules", value=str(rules))
-    groups = [group for file in files for group in YAML(typ="safe").load(file)["groups"]]
-    return {
-        rule["record"]: _metrics(rule["expr"])
-        for group in groups
-        for rule in group["rules"]
-        if "record" in rule
-    }
-
-
-def _metrics(expression: str) -> set[str]:
-    """Return the metrics that an expression names.
-
-    Raises:
-        ValueError: it is no PromQL.
-    """
-    names: set[str] = set()
-
-    def visit(node: object) -> bool:
-        if isinstance(node, promql_parser.VectorSelector):
-            names.add(node.name)
-        return True
-
-    promql_parser.walk(promql_parser.parse(expression), visit)
-    return names

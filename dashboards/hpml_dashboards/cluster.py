@@ -4,22 +4,11 @@ from __future__ import annotations
 
 from grafana_foundation_sdk.models.dashboard import Dashboard
 
-from hpml_dashboards.panels import (
-    FAULTS,
-    HIGH_IS_GOOD,
-    Column,
-    build_dashboard,
-    figure,
-    lines,
-    link,
-    listing,
-    select,
-)
+from hpml_dashboards.panels import Panel, build_dashboard, figure, lines, listing, select
 
 __all__ = ["cluster"]
 
 _ALL = '{cluster="$cluster"}'
-_WORST = f"topk(25, hpml:job_gpus_wasted:sum{_ALL} > 0.5)"
 _NOT_IN_USE = "~down|drained|draining|fail.*|error|maint|reboot.*|unknown|no_respond.*"
 
 
@@ -28,120 +17,94 @@ def _slurm(metric: str, **labels: str) -> str:
     return select(metric, cluster="~$cluster|", **labels)
 
 
+def _sum(metric: str, by: str = "", **labels: str) -> str:
+    return f"sum by ({by}) ({_slurm(metric, **labels)})"
+
+
 def _wait(share: float, by: str = "le") -> str:
     """Return the wait that this share of the jobs stayed below, of those that started lately."""
-    return f"histogram_quantile({share}, sum by ({by}) (rate({_slurm('hpml_slurm_job_wait_seconds_bucket')}[30m])))"
+    waits = _slurm("hpml_slurm_job_wait_seconds_bucket")
+    return f"histogram_quantile({share}, sum by ({by}) (rate({waits}[30m])))"
 
 
-_FIRST_SCREEN = [
-    figure(
-        "GPUs allocated",
-        "Share of the GPUs that jobs have. High is good. Low with pending jobs: look at the "
-        "reasons for pending and at nodes that are down.",
-        "percentunit",
-        f"sum(hpml:node_gpus_allocated:count{_ALL}) / sum(hpml:node_gpus:count{_ALL})",
-    ),
-    figure(
-        "Allocated GPUs active",
-        "Share of time in which GPUs that jobs have ran a kernel. Good: above 60 %. If lower, ask "
-        "the owners of the jobs below, the largest waste first.",
-        "percentunit",
-        f"sum(hpml:job_gpus_busy:rate5m{_ALL}) / sum(hpml:job_gpus:count{_ALL})",
-        steps=HIGH_IS_GOOD,
-    ),
-    figure(
-        "GPUs wasted",
-        "Allocated GPUs less those that are busy, in whole GPUs. Good: near 0.",
-        "short",
-        f"sum(hpml:job_gpus_wasted:sum{_ALL})",
-        steps=((None, "text"),),
-    ),
-    figure(
-        "Jobs running",
-        "Jobs that run now, in all partitions.",
-        "short",
-        f"sum({_slurm('hpml_slurm_jobs', state='~running|completing')})",
-    ),
-    figure(
-        "Jobs pending",
-        "Jobs that wait. Some are healthy; a growing number with idle GPUs is not.",
-        "short",
-        f"sum({_slurm('hpml_slurm_jobs', state='pending')}) or vector(0)",
-    ),
-    figure(
-        "Median wait",
-        "Half of the jobs that started in the last 30 minutes waited less than this.",
-        "s",
-        _wait(0.5),
-        none="none started",
-    ),
-    figure(
-        "Nodes out of use",
-        "Nodes that are down or drained. Good: 0. The reasons stand below.",
-        "short",
-        f"sum({_slurm('hpml_slurm_nodes', state=_NOT_IN_USE)}) or vector(0)",
-        steps=FAULTS,
-    ),
-    figure(
-        "GPU power",
-        "Power that all GPUs draw.",
-        "watt",
-        f"sum(hpml:node_gpu_power_watts:sum{_ALL})",
-    ),
+_RUNNING = _sum("hpml_slurm_jobs", state="~running|completing")
+_PENDING = f"{_sum('hpml_slurm_jobs', state='pending')} or vector(0)"
+_JOB_BUSY = f"hpml:job_gpus_busy:rate5m{_ALL} / hpml:job_gpus:count{_ALL}"
+_BUSY = f"sum(hpml:job_gpus_busy:rate5m{_ALL})"
+_ALLOCATED = f"sum(hpml:node_gpus_allocated:count{_ALL})"
+_TOTAL = f"sum(hpml:node_gpus:count{_ALL})"
+_WORST = f"topk(25, hpml:job_gpus_wasted:sum{_ALL} > 0.5)"
+_OF_WORST = f"and on (cluster, jobid) {_WORST}"
+_NODE_WASTE = f"hpml:node_gpus_allocated:count{_ALL} - hpml:node_gpus_busy:sum{_ALL}"
+_OF_NODES = f"and on (cluster, node) topk(25, {_NODE_WASTE})"
+
+_ABOUT = """
+Allocated: Share of the GPUs that jobs have. High is good. Low with pending jobs: look at the
+    reasons for pending and at nodes that are down.
+GPU active: Share of time with a kernel on the GPUs that jobs have. Good: above 60 %. If lower,
+    ask the owners of the jobs below, the largest waste first.
+GPUs wasted: Allocated GPUs less busy ones, in whole GPUs. Good: near 0. The table has the jobs.
+Jobs running: Jobs that run, in all partitions. A sudden drop: a file system or a switch.
+Jobs pending: Jobs that wait. Some are healthy; a growing number beside idle GPUs is not.
+Median wait: Half of the jobs that started in the last 30 minutes waited less. Rising: see the
+    queue.
+Nodes down: Nodes that are down or drained. Good: 0. The reasons stand below.
+GPU power: Power that all GPUs draw. Compare with what cooling and supply allow.
+GPUs: GPUs that are busy, allocated but unused, and idle. Good: mostly busy. Much unused: see the
+    table. Much idle beside pending jobs: see the reasons for pending.
+Queue: Jobs that run and that wait. Pending rises while running stays: the cluster is full.
+Wait for the start: Waits that half and nine tenths of the jobs stayed below, of those that
+    started in the last 30 minutes. Rising beside idle GPUs: look at limits and priorities.
+Jobs that waste most GPUs: Running jobs by GPUs that they have but keep idle. Open one to see what
+    it waits for.
+Partitions: GPUs of each partition, and its pending jobs. A node in several partitions counts in
+    each. Idle beside pending: look at limits; much wasted: at its jobs.
+Nodes with the most waste: Allocated GPUs less busy ones, on each node. Open one to see its jobs.
+Nodes that need somebody: Why nodes are down or drained, in the words of whoever drained them.
+    Good: none.
+Nodes by state: Nodes as Slurm sees them. Good: allocated, mixed or idle.
+Pending by reason: Why jobs wait. Resources and Priority are normal; others are limits,
+    dependencies or mistakes.
+Jobs ended: Jobs that ended in each minute. Many failed or timed out at once: a file system or
+    node.
+Scheduler cycles: How long the last cycles took. Good: seconds. Minutes: too many pending jobs or
+    partitions, see bf_max_job_test.
+"""
+
+_CONTENT: list[Panel | str] = [
+    figure("Allocated", "share", f"{_ALLOCATED} / {_TOTAL}"),
+    figure("GPU active", "use", f"{_BUSY} / sum(hpml:job_gpus:count{_ALL})"),
+    figure("GPUs wasted", "count", f"sum(hpml:job_gpus_wasted:sum{_ALL})"),
+    figure("Jobs running", "count", _RUNNING, none="no exporter"),
+    figure("Jobs pending", "count", _PENDING),
+    figure("Median wait", "seconds", _wait(0.5), none="none started"),
+    figure("Nodes down", "faults", f"{_sum('hpml_slurm_nodes', state=_NOT_IN_USE)} or vector(0)"),
+    figure("GPU power", "watts", f"sum(hpml:node_gpu_power_watts:sum{_ALL})"),
     lines(
         "GPUs",
-        "GPUs that are busy, allocated but not busy, and idle. Good: mostly busy. Much unused: see "
-        "the table; much idle with pending jobs: see the reasons.",
-        "short",
+        "count",
         {
-            "busy": f"sum(hpml:job_gpus_busy:rate5m{_ALL})",
+            "busy": _BUSY,
             "unused": f"sum(hpml:job_gpus_wasted:sum{_ALL})",
-            "idle": f"sum(hpml:node_gpus:count{_ALL}) - sum(hpml:node_gpus_allocated:count{_ALL})",
+            "idle": f"{_TOTAL} - {_ALLOCATED}",
         },
         width=12,
         stacked=True,
     ),
-    lines(
-        "Queue",
-        "Jobs that run and that wait.",
-        "short",
-        {
-            "running": f"sum({_slurm('hpml_slurm_jobs', state='~running|completing')})",
-            "pending": f"sum({_slurm('hpml_slurm_jobs', state='pending')}) or vector(0)",
-        },
-        width=6,
-    ),
-    lines(
-        "Wait for the start",
-        "Waits that 50 % and 90 % of the jobs stayed below, of those that started in the last 30 "
-        "minutes. Rising waits with idle GPUs: look at limits and priorities.",
-        "s",
-        {"50 %": _wait(0.5), "90 %": _wait(0.9)},
-        width=6,
-        none="No job started",
-    ),
+    lines("Queue", "count", {"running": _RUNNING, "pending": _PENDING}, width=6),
+    lines("Wait for the start", "seconds", {"50 %": _wait(0.5), "90 %": _wait(0.9)}, width=6),
     listing(
         "Jobs that waste most GPUs",
-        "Running jobs by the GPUs that they have but keep idle. Open one to see what it waits for.",
-        [
-            f"{_WORST} * on (cluster, jobid) group_left (user, account, partition, name) "
-            "hpml:job_info",
-            f"hpml:job_gpus:count{_ALL} and on (cluster, jobid) {_WORST}",
-            f"hpml:job_gpus_busy:rate5m{_ALL} / hpml:job_gpus:count{_ALL} "
-            f"and on (cluster, jobid) {_WORST}",
-            f"hpml:job_data_wait:ratio{_ALL} and on (cluster, jobid) {_WORST}",
-        ],
-        [
-            Column("jobid", "Job", link=link("hpml-job", jobid="${__value.raw}"), width=90),
-            Column("user", "User", link=link("hpml-user", user="${__value.raw}")),
-            Column("account", "Account"),
-            Column("partition", "Partition"),
-            Column("name", "Name"),
-            Column("B", "GPUs", width=70),
-            Column("C", "GPU active", "percentunit", HIGH_IS_GOOD, bar=True),
-            Column("D", "Data wait", "percentunit", width=100),
-            Column("A", "Wasted", width=90),
-        ],
+        "jobid user partition name",
+        {
+            "GPUs": ("count", f"hpml:job_gpus:count{_ALL} {_OF_WORST}"),
+            "GPU active": ("use", f"{_JOB_BUSY} {_OF_WORST}"),
+            "Data wait": ("wait", f"hpml:job_data_wait:ratio{_ALL} {_OF_WORST}"),
+            "Wasted": (
+                "count",
+                f"{_WORST} * on (cluster, jobid) group_left (user, partition, name) hpml:job_info",
+            ),
+        },
         width=16,
         height=10,
         sort="Wasted",
@@ -149,163 +112,67 @@ _FIRST_SCREEN = [
     ),
     listing(
         "Partitions",
-        "GPUs of each partition. A node may be in several partitions, which all count it.",
-        [
-            f"sum by (partition) ({_slurm('hpml_slurm_partition_gpus', state='allocated')})",
-            f"sum by (partition) ({_slurm('hpml_slurm_partition_gpus', state='idle')})",
-            f"sum by (partition) ({_slurm('hpml_slurm_partition_gpus', state='down')})",
-            f"sum by (partition) (hpml:partition_gpus_wasted:sum{_ALL})",
-            f"sum by (partition) ({_slurm('hpml_slurm_jobs', state='pending')})",
-        ],
-        [
-            Column("partition", "Partition"),
-            Column("A", "Allocated", width=90),
-            Column("B", "Idle", width=60),
-            Column("C", "Down", steps=FAULTS, width=70),
-            Column("D", "Wasted", width=80),
-            Column("E", "Pending jobs", width=100),
-        ],
+        "partition",
+        {
+            "Used": (
+                "count",
+                _sum("hpml_slurm_partition_gpus", "partition", state="allocated"),
+            ),
+            "Idle": ("count", _sum("hpml_slurm_partition_gpus", "partition", state="idle")),
+            "Down": ("faults", _sum("hpml_slurm_partition_gpus", "partition", state="down")),
+            "Wasted": ("count", f"sum by (partition) (hpml:partition_gpus_wasted:sum{_ALL})"),
+            "Pending": ("count", _sum("hpml_slurm_jobs", "partition", state="pending")),
+        },
         width=8,
         height=10,
+        sort="Used",
     ),
-]
-
-_NODES = [
-    "Nodes",
+    "Nodes and queue",
     listing(
-        "Nodes with the most idle GPUs",
-        "Allocated GPUs less busy ones, on each node. Open one to see its jobs.",
-        [
-            f"topk(25, hpml:node_gpus_allocated:count{_ALL} - hpml:node_gpus_busy:sum{_ALL})",
-            f"hpml:node_gpus_allocated:count{_ALL}",
-            f"hpml:node_gpus:count{_ALL}",
-            f"hpml:node_gpus_busy:sum{_ALL} / hpml:node_gpus:count{_ALL}",
-            f"hpml:node_gpu_power_watts:sum{_ALL}",
-        ],
-        [
-            Column("node", "Node", link=link("hpml-node", node="${__value.raw}")),
-            Column("C", "GPUs", width=70),
-            Column("B", "Allocated", width=100),
-            Column("D", "GPU active", "percentunit", HIGH_IS_GOOD, bar=True),
-            Column("E", "GPU power", "watt", width=110),
-            Column("A", "Wasted", width=90),
-        ],
-        width=12,
-        height=8,
+        "Nodes with the most waste",
+        "node",
+        {
+            "GPUs": ("count", f"hpml:node_gpus:count{_ALL} {_OF_NODES}"),
+            "Allocated": ("count", f"hpml:node_gpus_allocated:count{_ALL} {_OF_NODES}"),
+            "GPU active": (
+                "use",
+                f"hpml:node_gpus_busy:sum{_ALL} / hpml:node_gpus:count{_ALL} {_OF_NODES}",
+            ),
+            "GPU power": ("watts", f"hpml:node_gpu_power_watts:sum{_ALL} {_OF_NODES}"),
+            "Wasted": ("count", f"topk(25, {_NODE_WASTE})"),
+        },
         sort="Wasted",
     ),
     listing(
         "Nodes that need somebody",
-        "Why nodes are down or drained, in the words of whoever drained them.",
-        [_slurm("hpml_slurm_node_reason_info")],
-        [
-            Column("node", "Node", link=link("hpml-node", node="${__value.raw}"), width=140),
-            Column("state", "State", width=120),
-            Column("reason", "Reason"),
-        ],
-        width=12,
-        height=8,
+        "node state reason",
+        {"-": ("count", _slurm("hpml_slurm_node_reason_info"))},
         none="No node is down or drained",
     ),
-    lines(
-        "Nodes by state",
-        "Nodes as Slurm sees them. Good: allocated, mixed or idle.",
-        "short",
-        {"{{state}}": f"sum by (state) ({_slurm('hpml_slurm_nodes')})"},
-    ),
-    lines(
-        "CPUs",
-        "CPUs that are allocated, idle, and down with their node.",
-        "short",
-        {
-            name: f"sum({_slurm('hpml_slurm_cpus', state=name)})"
-            for name in ("allocated", "idle", "down")
-        },
-        stacked=True,
-    ),
-    lines(
-        "Memory",
-        "Memory that is allocated, idle, and down with its node.",
-        "bytes",
-        {
-            name: f"sum({_slurm('hpml_slurm_memory_bytes', state=name)})"
-            for name in ("allocated", "idle", "down")
-        },
-        stacked=True,
-    ),
-]
-
-_QUEUE = [
-    "Queue and scheduler",
+    lines("Nodes by state", "count", {"{{state}}": _sum("hpml_slurm_nodes", "state")}, width=6),
     lines(
         "Pending by reason",
-        "Why jobs wait. Resources and Priority are normal; others are limits, dependencies or "
-        "mistakes of the users.",
-        "short",
-        {"{{reason}}": f"sum by (reason) ({_slurm('hpml_slurm_jobs_pending')})"},
-        none="No job is pending",
-    ),
-    lines(
-        "Wait by partition",
-        "Wait that 90 % of the jobs stayed below, of those that started in the last 30 minutes.",
-        "s",
-        {"{{partition}}": _wait(0.9, "le, partition")},
-        none="No job started",
+        "count",
+        {"{{reason}}": _sum("hpml_slurm_jobs_pending", "reason")},
+        width=6,
     ),
     lines(
         "Jobs ended",
-        "Jobs that ended in each minute, by how. Many failed or timed out at once: a file system "
-        "or a node is ill.",
-        "short",
+        "count",
         {
-            "{{state}}": "60 * sum by (state) (rate("
-            + _slurm("hpml_slurm_jobs_ended_total")
-            + "[$__rate_interval]))"
+            "{{state}}": "60 * sum by (state) "
+            f"(rate({_slurm('hpml_slurm_jobs_ended_total')}[$__rate_interval]))"
         },
+        width=6,
     ),
     lines(
         "Scheduler cycles",
-        "How long the last main and backfill cycles took. Good: seconds. Minutes: too many pending "
-        "jobs or partitions, see bf_max_job_test.",
-        "s",
+        "seconds",
         {
             "main": _slurm("hpml_slurm_scheduler_cycle_seconds"),
             "backfill": _slurm("hpml_slurm_scheduler_backfill_cycle_seconds"),
         },
-    ),
-    lines(
-        "Controller load",
-        "Threads of slurmctld and messages that wait, also for slurmdbd. Good: small and steady.",
-        "short",
-        {
-            "threads": _slurm("hpml_slurm_scheduler_threads"),
-            "messages": _slurm("hpml_slurm_scheduler_agent_queue"),
-            "for slurmdbd": _slurm("hpml_slurm_scheduler_dbd_queue"),
-        },
-    ),
-    listing(
-        "Licences and reservations",
-        "Licences in use, and reservations with their nodes.",
-        [
-            f"sum by (license) ({_slurm('hpml_slurm_licenses_used')})",
-            f"sum by (license) ({_slurm('hpml_slurm_licenses')})",
-            f"sum by (reservation) ({_slurm('hpml_slurm_reservation_nodes')})",
-            f"1000 * max by (reservation) "
-            f"({_slurm('hpml_slurm_reservation_start_timestamp_seconds')})",
-            f"1000 * max by (reservation) "
-            f"({_slurm('hpml_slurm_reservation_end_timestamp_seconds')})",
-        ],
-        [
-            Column("license", "Licence"),
-            Column("A", "Used"),
-            Column("B", "Of"),
-            Column("reservation", "Reservation"),
-            Column("C", "Nodes"),
-            Column("D", "From", "dateTimeAsIso"),
-            Column("E", "To", "dateTimeAsIso"),
-        ],
-        width=8,
-        none="No licences or reservations",
+        width=6,
     ),
 ]
 
@@ -314,9 +181,9 @@ def cluster() -> Dashboard:
     """Return the dashboard."""
     return build_dashboard(
         "hpml-cluster",
-        "Cluster",
         "The whole cluster: GPUs allocated, busy and wasted, the queue, and nodes in trouble.",
+        _ABOUT,
         [],
-        [*_FIRST_SCREEN, *_NODES, *_QUEUE],
+        _CONTENT,
         since="now-3h",
     )

@@ -5,16 +5,11 @@ from __future__ import annotations
 from grafana_foundation_sdk.models.dashboard import Dashboard
 
 from hpml_dashboards.panels import (
-    FAULTS,
-    HIGH_IS_BAD,
-    HIGH_IS_GOOD,
-    LOW_IS_GOOD,
-    Column,
+    Panel,
     build_dashboard,
     each,
     figure,
     lines,
-    link,
     listing,
     select,
     variable,
@@ -22,414 +17,295 @@ from hpml_dashboards.panels import (
 
 __all__ = ["job"]
 
-_THIS = '{cluster="$cluster", jobid="$jobid"}'
+_JOB = '{cluster="$cluster", jobid="$jobid"}'
 _GPU = "{{node}} {{index}}"
-_RATE = "[$__rate_interval]"
-
-
-def _here(series: str, keep: str = "node") -> str:
-    """Return series of the job's exporters, one of two where both the node's and its own count."""
-    join = f"on (instance, job, cluster, jobid) group_left ({keep}) hpml:job_exporter{_THIS}"
-    return f"{series} * {join}"
-
-
-def _of_gpus(metric: str, by: str) -> str:
-    """Return a metric of the job's GPUs, each once."""
-    return f"max by ({by}) ({metric}) * on (uuid) group_left (node, index) hpml:gpu_info{_THIS}"
-
-
-def _of_nodes(rule: str) -> str:
-    """Return a recorded figure of the job's nodes."""
-    nodes = f"max by (cluster, node) (hpml:job_exporter{_THIS})"
-    return f'{rule}{{cluster="$cluster"}} and on (cluster, node) {nodes}'
 
 
 def _this(metric: str, **labels: str) -> str:
     return select(metric, cluster="$cluster", jobid="$jobid", **labels)
 
 
-def _named(series: str) -> str:
-    return f"max by (jobid, user, account, partition, qos, name) ({series})"
+def _once(series: str) -> str:
+    """Return series of the job's exporters with their node; where two show the job, of one."""
+    join = f"on (instance, job, cluster, jobid) group_left (node) hpml:job_exporter{_JOB}"
+    return f"{series} * {join}"
 
 
-_WHAT = [
+def _of_gpus(metric: str, by: str) -> str:
+    return f"max by ({by}) ({metric}) * on (uuid) group_left (node, index) hpml:gpu_info{_JOB}"
+
+
+def _of_nodes(rule: str) -> str:
+    """Return a recorded figure of the job's nodes."""
+    nodes = f"max by (cluster, node) (hpml:job_exporter{_JOB})"
+    return f'{rule}{{cluster="$cluster"}} and on (cluster, node) {nodes}'
+
+
+def _ever(series: str, by: str) -> str:
+    """Return what was last known in the time range, so that ended jobs are described too."""
+    return f"max by (jobid, {by}) (last_over_time({series}{_JOB}[$__range]))"
+
+
+_OOM = f"(sum(max by (jobid) (hpml_job_oom_events_total{_JOB})) or vector(0))"
+_XID = (
+    f"(count({_of_gpus('hpml_gpu_xid_last_timestamp_seconds', 'uuid, xid')} "
+    f"> on () group_left () min(hpml_job_start_timestamp_seconds{_JOB})) or vector(0))"
+)
+_UNBOUND = _once(f"hpml_rank_binding_wrong_ranks{_JOB}")
+_UNUSED = _once(f"(hpml_job_gpus_allocated{_JOB} - hpml_job_gpus_used{_JOB})")
+_STARTED = _ever("hpml_job_start_timestamp_seconds", "cluster")
+_LONGEST = (
+    f"hpml_train_longest_data_wait_info{_JOB} * on (cluster, jobid, instance, job) "
+    "group_left () " + _this("hpml_train_rank_data_wait_seconds", which="longest")
+)
+
+_ABOUT = """
+Job $jobid: What the job is. Open the sweep to compare its runs, the user for their other jobs.
+GPU active: Share of time with a kernel on the GPUs, mean of the time range. Good: above 60 %. If
+    lower, look at data wait and CPU first, then at the batch size.
+Tensor active: Share of time with tensor cores at work, mean of the time range (Hopper and later).
+    Good: above 20 %. If low while GPUs are active: mixed precision, larger batches.
+GPUs: GPUs that the job was allocated, and those without a process of it. Good: none unused.
+    Otherwise ask for fewer, or check that a rank starts for each.
+Data wait: Share of a step in which ranks wait for a batch, mean of the time range. Good: below 20
+    %. Otherwise stage the data, pack small files, use more loader workers.
+CPU: Share of the job's CPUs that are busy, mean of the time range. High is good unless data wait
+    is high too: then ask for more CPUs per GPU.
+Memory: Most memory used on a node against its limit, without the page cache. Above 95 % the
+    kernel soon ends processes: ask for more, or use fewer loader workers.
+Samples/s: Samples that all ranks train on in a second. Compare with other runs of the sweep.
+Faults: Processes ended for want of memory, GPU errors (XID) since the job's start, and ranks on
+    wrong CPUs or GPUs. Good: 0. Otherwise see the tables of nodes and errors below.
+Tensor cores active: Share of time with tensor cores at work (Hopper and later). GPUs that are
+    active without them compute in full precision, copy data or wait in communication.
+Samples per second: Speed of the training on each node. Good: steady and alike. Dips are
+    checkpoints, evaluation, or storage that others use too.
+Step time: Mean step of the fastest and the slowest rank. Good: alike. A gap above 20 % means that
+    all wait for one: look at its node, GPU clock and binding.
+Data wait per step: Mean wait for a batch of the ranks that wait least and most. Good: near 0 and
+    alike. If all wait, storage or loader are slow; if one does, its node is.
+GPU memory: Memory in use on each GPU. Much free memory allows larger batches; above 95 % a
+    slightly larger model or batch fails.
+GPU power: Power drawn by each GPU. GPUs at work draw near their limit; active but cool ones
+    mostly wait in communication.
+Multiprocessors active: Share of multiprocessors at work (Hopper and later). If much lower than
+    GPU active, kernels are too small: larger batches, fused kernels, CUDA graphs.
+CPUs busy: CPUs at work on each node, and those that the job is bound to. All busy with data wait:
+    ask for more CPUs. Few busy: others could use them.
+Memory by kind: Memory of processes, of /dev/shm and the like, and the page cache, which the
+    kernel gives back when needed. The first two together must stay below the limit.
+Waiting for resources: Share of time in which a task waited for a CPU, memory or I/O. Good: below
+    10 %. CPU: ask for more; memory: near the limit; I/O: stage the data.
+Storage: Bytes from and to storage. Reads in every epoch: no cache holds the data, stage it. High
+    writes are checkpoints.
+Staged data, /dev/shm: The job's files in memory, such as what hpml staged for it. They count as
+    its memory; a full /dev/shm ends loader workers.
+Network of the nodes: InfiniBand and RoCE of the job's nodes, with other jobs there. Compare with
+    the link rate on the Node dashboard: near it, communication limits the job.
+NVLink and PCIe: Bytes between GPUs over NVLink, and to the host over PCIe. Gradients over PCIe
+    although there is NVLink: check NCCL's settings.
+Nodes of the job: The job on each of its nodes: the one that differs is the one to look at.
+    Misbound are ranks on other CPUs or GPUs than planned; good: 0, else see hpml show.
+Clocks held down: Share of time in which a GPU had to run slower. The power limit is normal under
+    full load; for heat and power brakes, see the node and tell the administrators.
+Learning: Loss as reported last, mean over ranks. Good: falling. A jump after a change of scale:
+    learning rate and warm-up.
+GPU errors (XID): Errors of the job's GPUs, also from before it. 13, 31 and 43 come from programs;
+    48, 62, 64, 74, 79, 95, 119 and 120 from hardware: tell the administrators.
+Slowest readers: The rank of each node that waits longest for data. Always the same one: look at
+    its node's storage and CPUs.
+MFU, communication, accuracy: Model FLOP/s against the peak (good: above 30 %), the share of time
+    in communication, and the last accuracy. Much communication: larger batches, fewer nodes.
+"""
+
+_CONTENT: list[Panel | str] = [
     listing(
         "Job $jobid",
-        "What the job is. Follow the sweep to compare its runs, the user to see their other jobs.",
-        [
-            _named(f"last_over_time(hpml:job_info{_THIS}[$__range])"),
-            f"max by (jobid, run, sweep, point) (last_over_time(hpml:run_info{_THIS}[$__range]))",
-            f"1000 * min by (jobid) (last_over_time(hpml_job_start_timestamp_seconds{_THIS}[$__range]))",
-            f"max by (jobid) (last_over_time(hpml_job_ranks{_THIS}[$__range]))",
-            f"count by (jobid) (last_over_time(hpml:job_exporter{_THIS}[$__range]))",
-        ],
-        [
-            Column("name", "Name"),
-            Column("user", "User", link=link("hpml-user", user="${__value.raw}")),
-            Column("account", "Account"),
-            Column("partition", "Partition"),
-            Column("qos", "QOS"),
-            Column("C", "Started", unit="dateTimeAsIso"),
-            Column("E", "Nodes"),
-            Column("D", "Ranks"),
-            Column("run", "Run"),
-            Column("sweep", "Sweep", link=link("hpml-sweep", sweep="${__value.raw}")),
-            Column("point", "Point"),
-        ],
-        height=3,
+        "name user account partition run sweep point",
+        {
+            "-": ("count", _ever("hpml:job_info", "user, account, partition, name")),
+            "-run": ("count", _ever("hpml:run_info", "run, sweep, point")),
+            "Ranks": ("count", f"max by (jobid) (last_over_time(hpml_job_ranks{_JOB}[$__range]))"),
+            "Nodes": (
+                "count",
+                f"count by (jobid) (last_over_time(hpml:job_exporter{_JOB}[$__range]))",
+            ),
+            "Started": ("time", f"1000 * max by (jobid) ({_STARTED})"),
+        },
+        width=24,
+        height=4,
         none="No such job in this time range",
     ),
+    figure("GPU active", "use", f"avg(hpml:gpu_busy:rate2m{_JOB})", calc="mean"),
+    figure("Tensor active", "tensor", f"avg(hpml:gpu_tensor_active:ratio{_JOB})", calc="mean"),
     figure(
-        "GPU active",
-        "Share of time in which the job's GPUs ran a kernel, mean over the time range. Good: above "
-        "60 %. If lower, look at data wait and CPU first, then at the batch size.",
-        "percentunit",
-        f"avg(hpml:gpu_busy:rate5m{_THIS})",
-        steps=HIGH_IS_GOOD,
-        calc="mean",
-    ),
-    figure(
-        "Tensor active",
-        "Share of time in which tensor cores worked, mean over the time range (Hopper and later). "
-        "Good: above 20 %. If low while GPUs are active: mixed precision, larger batches.",
-        "percentunit",
-        f"avg(hpml:gpu_tensor_active:ratio{_THIS})",
-        steps=((None, "red"), (0.05, "orange"), (0.2, "green")),
-        calc="mean",
-    ),
-    figure(
-        "GPUs allocated",
-        "GPUs that the job was allocated, and those of them without a process of it. Good: none "
-        "unused. If some are, ask for fewer, or check that one rank per GPU starts.",
-        "short",
+        "GPUs",
+        "count",
         {
-            "allocated": f"sum({_here(f'hpml_job_gpus_allocated{_THIS}')}) "
-            f"or max(hpml:job_gpus:count{_THIS})",
-            "unused": f"sum({_here(f'(hpml_job_gpus_allocated{_THIS} - hpml_job_gpus_used{_THIS})')})",
+            "allocated": f"sum({_once(f'hpml_job_gpus_allocated{_JOB}')}) "
+            f"or max(hpml:job_gpus:count{_JOB})",
+            "unused": f"sum({_UNUSED})",
         },
-        spark=False,
     ),
-    figure(
-        "Data wait",
-        "Share of a step in which ranks wait for their next batch, mean over the time range. Good: "
-        "below 20 %. If higher: stage the data, use more loader workers, pack small files.",
-        "percentunit",
-        f"max(hpml:job_data_wait:ratio{_THIS})",
-        steps=LOW_IS_GOOD,
-        calc="mean",
-    ),
+    figure("Data wait", "wait", f"max(hpml:job_data_wait:ratio{_JOB})", calc="mean"),
     figure(
         "CPU",
-        "CPUs that are busy, of those that the job is bound to, mean over the time range. High is "
-        "good unless data wait is high too: then ask for more CPUs per GPU.",
-        "percentunit",
-        f"sum(hpml:job_cpus_busy:rate5m{_THIS}) / sum({_here(f'hpml_job_cpus{_THIS}')})",
+        "share",
+        f"sum(hpml:job_cpus_busy:rate5m{_JOB}) / sum({_once(f'hpml_job_cpus{_JOB}')})",
         calc="mean",
     ),
-    figure(
-        "Memory",
-        "Most memory used on a node against its limit, without the page cache. Above 95 % the "
-        "kernel ends processes: ask for more memory or use fewer loader workers.",
-        "percentunit",
-        f"max(hpml:job_memory_used:ratio{_THIS})",
-        steps=HIGH_IS_BAD,
-        calc="max",
-        none="no limit",
-    ),
-    figure(
-        "Speed",
-        "Samples that all ranks train on in a second, now. Compare with other runs of the sweep.",
-        "samples/s",
-        f"sum(hpml:train_samples:rate5m{_THIS})",
-        none="not reported",
-    ),
-    figure(
-        "Faults",
-        "Processes ended for want of memory, GPU errors (XID) since the job began, and ranks that "
-        "do not run where planned. Good: 0. Otherwise see Events below.",
-        "short",
-        f"(sum(max by (jobid) (hpml_job_oom_events_total{_THIS})) or vector(0)) + "
-        f"(count({_of_gpus('hpml_gpu_xid_last_timestamp_seconds', 'uuid, xid')} "
-        f"> on () group_left () min(hpml_job_start_timestamp_seconds{_THIS})) or vector(0)) + "
-        f"(sum({_here(f'hpml_rank_binding_wrong_ranks{_THIS}')}) or vector(0))",
-        steps=FAULTS,
-        spark=False,
-    ),
-]
-
-_FIRST_SCREEN = [
-    lines(
-        "GPU active",
-        "Share of time in which each GPU ran a kernel. Good: above 60 % and alike. One low line is "
-        "a slow or unused rank; all low together wait for data or for each other.",
-        "percentunit",
-        {_GPU: each(f"hpml:gpu_busy:rate5m{_THIS}")},
-        width=12,
-        top=1,
-    ),
+    figure("Memory", "full", f"max(hpml:job_memory_used:ratio{_JOB})", calc="max", none="no limit"),
+    figure("Samples/s", "count", f"sum(hpml:train_samples:rate5m{_JOB})", none="not reported"),
+    figure("Faults", "faults", f"{_OOM} + {_XID} + (sum({_UNBOUND}) or vector(0))"),
+    lines("GPU active", "share", {_GPU: each(f"hpml:gpu_busy:rate2m{_JOB}")}, width=12),
     lines(
         "Tensor cores active",
-        "Share of time in which tensor cores worked (Hopper and later). GPUs that are active "
-        "without them compute in full precision, copy data or wait in communication.",
-        "percentunit",
-        {_GPU: each(f"hpml:gpu_tensor_active:ratio{_THIS}")},
+        "share",
+        {_GPU: each(f"hpml:gpu_tensor_active:ratio{_JOB}")},
         width=12,
-        top=1,
-        none="These GPUs do not report it",
     ),
     lines(
         "Samples per second",
-        "Speed of the training on each node. Good: steady. Dips are checkpoints, evaluation, or "
-        "storage that others use too.",
-        "samples/s",
-        {"{{node}}": each(f"hpml:train_samples:rate5m{_THIS}")},
-        none="The training does not report samples",
+        "count",
+        {"{{node}}": each(f"hpml:train_samples:rate5m{_JOB}")},
+        height=6,
     ),
     lines(
         "Step time",
-        "Mean time of a step on the fastest and the slowest rank. Good: alike. A gap of more than "
-        "20 % means that ranks wait for one: look at its node, GPU clock and binding.",
-        "s",
+        "seconds",
         {
             "fastest": f"min({_this('hpml_train_rank_step_duration_seconds', which='fastest')})",
             "slowest": f"max({_this('hpml_train_rank_step_duration_seconds', which='slowest')})",
         },
-        none="The training does not report steps",
+        height=6,
     ),
     lines(
         "Data wait per step",
-        "Mean time that ranks wait for a batch. Good: near 0 and alike. If all wait, the storage or "
-        "the loader is slow; if one does, it is that rank's node.",
-        "s",
+        "seconds",
         {
             "shortest": f"min({_this('hpml_train_rank_data_wait_seconds', which='shortest')})",
             "longest": f"max({_this('hpml_train_rank_data_wait_seconds', which='longest')})",
         },
-        none="The training does not report data wait",
+        height=6,
     ),
-]
-
-_RESOURCES = [
     "GPU memory and power",
-    lines(
-        "GPU memory",
-        "Memory in use on each GPU. Much free memory allows larger batches; above 95 % a slightly "
-        "larger model or batch fails.",
-        "percentunit",
-        {_GPU: each(f"hpml:gpu_memory_used:ratio{_THIS}")},
-        top=1,
-    ),
-    lines(
-        "GPU power",
-        "Power drawn by each GPU. Busy GPUs draw near their limit; active but cool ones mostly wait "
-        "in communication.",
-        "watt",
-        {_GPU: each(f"hpml:gpu_power_watts:max{_THIS}")},
-    ),
-    lines(
-        "Multiprocessors active",
-        "Share of multiprocessors that were busy (Hopper and later). If much lower than GPU active, "
-        "kernels are too small: larger batches, fused kernels, CUDA graphs.",
-        "percentunit",
-        {_GPU: each(f"hpml:gpu_sm_active:ratio{_THIS}")},
-        top=1,
-        none="These GPUs do not report it",
-    ),
+    lines("GPU memory", "share", {_GPU: each(f"hpml:gpu_memory_used:ratio{_JOB}")}),
+    lines("GPU power", "watts", {_GPU: each(f"hpml:gpu_power_watts:max{_JOB}")}),
+    lines("Multiprocessors active", "share", {_GPU: each(f"hpml:gpu_sm_active:ratio{_JOB}")}),
     "CPU and memory",
     lines(
         "CPUs busy",
-        "CPUs that work for the job on each node, and those it is bound to.",
-        "short",
+        "count",
         {
-            "{{node}}": each(f"hpml:job_cpus_busy:rate5m{_THIS}"),
-            "allocated": f"max({_here(f'hpml_job_cpus{_THIS}')})",
+            "{{node}}": each(f"hpml:job_cpus_busy:rate5m{_JOB}"),
+            "allocated": f"max({_once(f'hpml_job_cpus{_JOB}')})",
         },
     ),
     lines(
         "Memory by kind",
-        "Memory on all nodes: of processes, of /dev/shm and the like, and the page cache, which the "
-        "kernel gives back when needed. The first two must stay below the limit.",
         "bytes",
         {
-            "processes": f"sum({_here(_this('hpml_job_memory_bytes', kind='rss'))})",
-            "shmem": f"sum({_here(_this('hpml_job_memory_bytes', kind='shmem'))})",
-            "cache": f"sum({_here(_this('hpml_job_memory_bytes', kind='cache'))})",
-            "limit": f"sum({_here(f'hpml_job_memory_limit_bytes{_THIS}')})",
+            "processes": f"sum({_once(_this('hpml_job_memory_bytes', kind='rss'))})",
+            "shmem": f"sum({_once(_this('hpml_job_memory_bytes', kind='shmem'))})",
+            "cache": f"sum({_once(_this('hpml_job_memory_bytes', kind='cache'))})",
+            "limit": f"sum({_once(f'hpml_job_memory_limit_bytes{_JOB}')})",
         },
     ),
     lines(
         "Waiting for resources",
-        "Share of time in which some task of the job waited for a CPU, memory or I/O. Good: below "
-        "10 %. CPU: ask for more; memory: near the limit; I/O: stage the data.",
-        "percentunit",
+        "share",
         {
             "{{resource}}": "max by (resource) "
-            f"(rate(hpml_job_pressure_seconds_total{_THIS}{_RATE}))"
+            f"(rate(hpml_job_pressure_seconds_total{_JOB}[$__rate_interval]))"
         },
     ),
     "Input, output and network",
     lines(
         "Storage",
-        "Bytes that the job reads from and writes to storage. Reads in every epoch mean that the "
-        "data fits in no cache: stage it. High writes: checkpoints.",
-        "Bps",
+        "rate",
         {
-            "read": f"sum(hpml:job_io_read_bytes:rate5m{_THIS})",
-            "written": f"sum(hpml:job_io_write_bytes:rate5m{_THIS})",
+            "read": f"sum(hpml:job_io_read_bytes:rate5m{_JOB})",
+            "written": f"sum(hpml:job_io_write_bytes:rate5m{_JOB})",
         },
         width=6,
     ),
     lines(
-        "Staged data and /dev/shm",
-        "Files in memory that are the job's, such as what hpml staged, and how full /dev/shm of its "
-        "nodes is at most. They count as the job's memory; a full /dev/shm kills loader workers.",
+        "Staged data, /dev/shm",
         "bytes",
-        {"{{node}}": each(_here(f"hpml_job_shm_bytes{_THIS}"))},
+        {"{{node}}": each(_once(f"hpml_job_shm_bytes{_JOB}"))},
         width=6,
     ),
     lines(
         "Network of the nodes",
-        "InfiniBand or RoCE traffic of the job's nodes, with that of other jobs there. Steady "
-        "traffic is gradients; compare with the link rate on the Node dashboard.",
-        "Bps",
+        "rate",
         {
             "received": f"sum({_of_nodes('hpml:node_network_received_bytes:rate5m')})",
             "sent": f"sum({_of_nodes('hpml:node_network_transmitted_bytes:rate5m')})",
         },
         width=6,
-        none="No InfiniBand on these nodes",
     ),
     lines(
         "NVLink and PCIe",
-        "Bytes between the job's GPUs over NVLink, and to the host over PCIe. Gradients over PCIe "
-        "although there is NVLink point at a wrong NCCL setting.",
-        "Bps",
-        {"{{link}}": f"sum by (link) (hpml:gpu_link_bytes:rate5m{_THIS})"},
+        "rate",
+        {"{{link}}": f"sum by (link) (hpml:gpu_link_bytes:rate2m{_JOB})"},
         width=6,
     ),
-]
-
-_EVENTS = [
     "Nodes, binding and events",
     listing(
         "Nodes of the job",
-        "What the job does on each of its nodes. One that differs is the one to look at.",
-        [
-            f"max by (node) (hpml:job_exporter{_THIS})",
-            f"avg by (node) (hpml:gpu_busy:rate5m{_THIS})",
-            f"sum by (node) (hpml:job_cpus_busy:rate5m{_THIS})",
-            f"sum by (node) (hpml:job_memory_bytes:sum{_THIS})",
-            f"max by (node) ({_here(f'hpml_rank_binding_wrong_ranks{_THIS}')})",
-            f"max by (node) ({_of_nodes('hpml:node_shm_used:ratio')})",
-        ],
-        [
-            Column("node", "Node", link=link("hpml-node", node="${__value.raw}")),
-            Column("B", "GPU active", "percentunit", HIGH_IS_GOOD, bar=True),
-            Column("C", "CPUs busy"),
-            Column("D", "Memory", "bytes"),
-            Column("F", "/dev/shm full", "percentunit", HIGH_IS_BAD),
-            Column("E", "Ranks bound wrongly", steps=FAULTS),
-        ],
-        width=12,
+        "node",
+        {
+            "-": ("count", f"max by (node) (hpml:job_exporter{_JOB})"),
+            "GPU active": ("use", f"avg by (node) (hpml:gpu_busy:rate2m{_JOB})"),
+            "CPUs busy": ("count", f"sum by (node) (hpml:job_cpus_busy:rate5m{_JOB})"),
+            "Memory": ("bytes", f"sum by (node) (hpml:job_memory_bytes:sum{_JOB})"),
+            "Shm": ("full", f"max by (node) ({_of_nodes('hpml:node_shm_used:ratio')})"),
+            "Misbound": ("faults", f"max by (node) ({_UNBOUND})"),
+        },
     ),
-    lines(
-        "Clocks held down",
-        "Share of time in which a GPU had to run slower, by its node. Good: 0; the power limit "
-        "alone is normal under full load. Heat or power brakes: tell the administrators.",
-        "percentunit",
-        {_GPU: each(f"hpml:gpu_throttled:rate5m{_THIS}")},
-        width=6,
-    ),
-    lines(
-        "Memory events",
-        "Processes that the kernel ended for want of memory. Good: 0. Otherwise ask for more "
-        "memory, or use fewer loader workers.",
-        "short",
-        {"OOM": f"sum({_here(f'hpml_job_oom_events_total{_THIS}')})"},
-        width=6,
-    ),
+    lines("Clocks held down", "share", {_GPU: each(f"hpml:gpu_throttled:rate2m{_JOB}")}, width=6),
+    lines("Learning", "count", {"loss": f"avg(hpml_train_loss{_JOB})"}, width=6),
     listing(
         "GPU errors (XID)",
-        "Errors that the driver reported for the job's GPUs. 13, 31 and 43 come from the program; "
-        "48, 62, 64, 74, 79, 95, 119 and 120 from the hardware: tell the administrators.",
-        [
-            "1000 * " + _of_gpus("hpml_gpu_xid_last_timestamp_seconds", "uuid, xid"),
-            _of_gpus("hpml_gpu_xid_errors_total", "uuid, xid"),
-        ],
-        [
-            Column("node", "Node"),
-            Column("index", "GPU"),
-            Column("xid", "XID"),
-            Column("A", "Last", "dateTimeAsIso"),
-            Column("B", "Errors"),
-        ],
-        width=12,
+        "node index xid",
+        {
+            "Last": (
+                "time",
+                f"1000 * {_of_gpus('hpml_gpu_xid_last_timestamp_seconds', 'uuid, xid')}",
+            ),
+            "Errors": ("count", _of_gpus("hpml_gpu_xid_errors_total", "uuid, xid")),
+        },
         none="No GPU errors",
     ),
     listing(
-        "Slowest reader",
-        "On each node, the rank that waits longest for data. The same rank again and again: look at "
-        "its node's storage and at its CPUs.",
-        [
-            _here(
-                f"hpml_train_longest_data_wait_info{_THIS} * on (cluster, jobid, instance, job) "
-                'group_left () hpml_train_rank_data_wait_seconds{which="longest"}'
-            )
-        ],
-        [
-            Column("node", "Node"),
-            Column("rank", "Rank"),
-            Column("A", "Wait per step", "s"),
-        ],
-        width=12,
+        "Slowest readers",
+        "node rank",
+        {"Wait per step": ("seconds", _once(_LONGEST))},
+        width=6,
         sort="Wait per step",
-        none="The training does not report data wait",
-    ),
-    "Learning",
-    lines(
-        "Loss",
-        "Training loss as it was reported last, mean over ranks. Good: falling. A jump or NaN after "
-        "a change of scale: learning rate and warm-up.",
-        "short",
-        {"loss": f"avg(hpml_train_loss{_THIS})"},
-        none="The training does not report it",
     ),
     lines(
-        "Accuracy",
-        "Accuracy of the last evaluation, mean over ranks.",
-        "percentunit",
-        {"accuracy": f"avg(hpml_train_accuracy_ratio{_THIS})"},
-        none="The training does not report it",
-    ),
-    lines(
-        "Model FLOP/s and communication",
-        "Model FLOP/s against the GPUs' peak (MFU), and the share of time in communication where "
-        "the training measures it. Good: MFU above 30 %.",
-        "percentunit",
+        "MFU, communication, accuracy",
+        "share",
         {
-            "MFU": f"avg(hpml_train_mfu_ratio{_THIS})",
+            "MFU": f"avg(hpml_train_mfu_ratio{_JOB})",
             "communication ({{method}})": "sum by (method) "
-            f"(rate(hpml_train_comm_seconds_total{_THIS}{_RATE})) / on () group_left () "
-            f"sum(hpml_train_ranks{_THIS})",
+            f"(rate(hpml_train_comm_seconds_total{_JOB}[$__rate_interval])) "
+            f"/ on () group_left () sum(hpml_train_ranks{_JOB})",
+            "accuracy": f"avg(hpml_train_accuracy_ratio{_JOB})",
         },
-        none="The training does not report it",
+        width=6,
     ),
 ]
 
 
 def job() -> Dashboard:
     """Return the dashboard."""
+    jobs = 'label_values(hpml:job_info{cluster="$cluster"}, jobid)'
     return build_dashboard(
         "hpml-job",
-        "Job",
         "One job over its nodes: how well it uses what it was allocated, and what holds it up.",
-        [
-            variable(
-                "jobid",
-                "Job",
-                'label_values(hpml:job_info{cluster="$cluster"}, jobid)',
-                newest=True,
-            )
-        ],
-        [*_WHAT, *_FIRST_SCREEN, *_RESOURCES, *_EVENTS],
+        _ABOUT,
+        [variable("jobid", "Job", jobs, newest=True)],
+        _CONTENT,
     )

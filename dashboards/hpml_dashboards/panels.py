@@ -1,87 +1,105 @@
 """The pieces that all dashboards are made of: panels, queries, variables, links, colours.
 
 A panel is drawn on a grid of 24 columns; panels follow each other from left to right and wrap.
-All lengths are in units of that grid, of which a screen of 1400x900 shows about 21 in height.
+All lengths are in units of that grid, of which a screen of 1400x900 shows 21 in height.
 """
 
 from __future__ import annotations
 
+import re
 import string
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple, TypeVar
 
-from grafana_foundation_sdk.builders import (
-    bargauge,
-    common,
-    dashboard,
-    prometheus,
-    stat,
-    table,
-    timeseries,
-)
+from grafana_foundation_sdk.builders import bargauge, common, prometheus, stat, table, timeseries
+from grafana_foundation_sdk.builders import dashboard as builders
 from grafana_foundation_sdk.cog.builder import Builder
-from grafana_foundation_sdk.models import common as models
-from grafana_foundation_sdk.models import dashboard as dashboard_models
+from grafana_foundation_sdk.models import common as shapes
+from grafana_foundation_sdk.models import dashboard as models
 from grafana_foundation_sdk.models.prometheus import PromQueryFormat
 
 __all__ = [
-    "FAULTS",
-    "HIGH_IS_BAD",
-    "HIGH_IS_GOOD",
-    "LOW_IS_GOOD",
-    "PLAIN",
-    "Column",
     "Panel",
-    "Steps",
     "bars",
     "build_dashboard",
     "each",
     "figure",
     "lines",
-    "link",
     "listing",
     "select",
     "variable",
 ]
 
-Panel = Builder[dashboard_models.Panel]
-Steps = Sequence[tuple[float | None, str]]
-"""Thresholds: from each value on, the lowest is None, a figure has this colour."""
-
-PLAIN: Steps = ((None, "text"),)
-HIGH_IS_GOOD: Steps = ((None, "red"), (0.3, "orange"), (0.6, "green"))
-LOW_IS_GOOD: Steps = ((None, "green"), (0.2, "orange"), (0.6, "red"))
-HIGH_IS_BAD: Steps = ((None, "green"), (0.8, "orange"), (0.95, "red"))
-FAULTS: Steps = ((None, "green"), (1, "red"))
-
-_COLOURS = {
-    "blue": "read received allocated running",
-    "orange": "written sent pending longest",
-    "green": "busy fastest shortest used processes",
-    "red": "unused slowest limit down failed OOM",
-    "yellow": "idle cache",
-    "purple": "shmem",
-}
-"""A series with such a name has the same colour in every panel."""
-_COLOUR_OF = {name: colour for colour, names in _COLOURS.items() for name in names.split()}
-
-_DATASOURCE = models.DataSourceRef(type_val="prometheus", uid="${datasource}")
-_MOST_LINES = 32
-
+Panel = Builder[models.Panel]
 _P = TypeVar("_P", timeseries.Panel, stat.Panel, bargauge.Panel, table.Panel)
 
 
-class Column(NamedTuple):
-    """A column of a table: a label, or the letter of the query whose value it shows."""
+class _Kind(NamedTuple):
+    """A kind of figure: Grafana's unit, colours from each value on, and the highest value."""
 
-    field: str
-    title: str
-    unit: str = ""
-    steps: Steps = ()
-    bar: bool = False
-    """Draw the value, a share, as a bar."""
-    link: str = ""
-    width: int = 0
+    unit: str
+    steps: Sequence[tuple[float | None, str]] = ((None, "text"),)
+    top: float | None = None
+
+
+_GREEN, _RED = (None, "green"), (None, "red")
+_KINDS = {
+    "count": _Kind("short"),
+    "faults": _Kind("short", (_GREEN, (1, "red"))),
+    "share": _Kind("percentunit", top=1),
+    "ratio": _Kind("percentunit"),
+    "use": _Kind("percentunit", (_RED, (0.3, "orange"), (0.6, "green")), 1),
+    "scaling": _Kind("percentunit", (_RED, (0.5, "orange"), (0.8, "green")), 1),
+    "tensor": _Kind("percentunit", (_RED, (0.05, "orange"), (0.2, "green")), 1),
+    "wait": _Kind("percentunit", (_GREEN, (0.2, "orange"), (0.6, "red")), 1),
+    "full": _Kind("percentunit", (_GREEN, (0.8, "orange"), (0.95, "red")), 1),
+    "whole": _Kind("percentunit", (_RED, (1, "green")), 1),
+    "cost": _Kind("percentunit", (_GREEN, (0.03, "orange"), (0.1, "red"))),
+    "times": _Kind("x", ((None, "blue"),)),
+    "bytes": _Kind("bytes"),
+    "process": _Kind("bytes", (_GREEN, (100 << 20, "orange"), (300 << 20, "red"))),
+    "rate": _Kind("Bps"),
+    "seconds": _Kind("s"),
+    "age": _Kind("s", (_GREEN, (120, "orange"), (600, "red"))),
+    "time": _Kind("dateTimeAsIso"),
+    "watts": _Kind("watt"),
+    "hertz": _Kind("hertz"),
+    "heat": _Kind("celsius", (_GREEN, (75, "orange"), (84, "red"))),
+    "label": _Kind("string"),
+}
+_COLOURS = {
+    "blue": "read received allocated running",
+    "orange": "written sent pending longest",
+    "green": "busy fastest shortest processes",
+    "red": "unused slowest limit down failed",
+    "yellow": "idle cache",
+    "purple": "shmem",
+}
+_COLOUR_OF = {name: colour for colour, names in _COLOURS.items() for name in names.split()}
+"""A line with such a name has the same colour in every panel."""
+_BAD = ("unused", "lost")  # figures that should be 0
+_DASHBOARDS = {
+    "hpml-cluster": "Cluster",
+    "hpml-node": "Node",
+    "hpml-job": "Job",
+    "hpml-sweep": "Sweep",
+    "hpml-user": "User",
+    "hpml-health": "Exporters",
+}
+_TITLES = {"jobid": "Job", "index": "GPU", "xid": "XID", "mig": "MIG", "qos": "QOS"}
+_LINKED = {"jobid": "job", "node": "node", "sweep": "sweep", "user": "user"}
+"""Labels whose values are links to the dashboard of what they name."""
+_WIDTHS = {
+    "jobid": 90,
+    "user": 100,
+    "partition": 100,
+    "rank": 70,
+    "index": 60,
+    "xid": 60,
+    "port": 60,
+}
+_MOST_LINES = 32
+_DATASOURCE = shapes.DataSourceRef(type_val="prometheus", uid="${datasource}")
 
 
 def select(metric: str, **labels: str) -> str:
@@ -93,17 +111,12 @@ def select(metric: str, **labels: str) -> str:
     return f"{metric}{{{', '.join(matchers)}}}"
 
 
-def each(series: str, node: str = "node") -> str:
-    """Return series as they are up to a number that can be read, above it their spread.
-
-    Args:
-        series: PromQL.
-        node: label that says lowest, median or highest instead of a name.
-    """
+def each(series: str, label: str = "node") -> str:
+    """Return series as they are if they can be told apart, else their spread, named in a label."""
     few = f"{series} and on () (count({series}) <= {_MOST_LINES})"
     spread = (
-        f'label_replace({value}, "{node}", "{name}", "", "") and on () '
-        f"(count({series}) > {_MOST_LINES})"
+        f'label_replace({value}, "{label}", "{name}", "", "") '
+        f"and on () (count({series}) > {_MOST_LINES})"
         for name, value in {
             "lowest": f"min({series})",
             "median": f"quantile(0.5, {series})",
@@ -113,168 +126,134 @@ def each(series: str, node: str = "node") -> str:
     return " or ".join([few, *spread])
 
 
-def link(uid: str, **variables: str) -> str:
-    """Return the address of a dashboard with the time range, the cluster and these variables."""
-    kept = "${__url_time_range}&${datasource:queryparam}&${cluster:queryparam}"
-    return f"/d/{uid}?{kept}" + "".join(f"&var-{name}={text}" for name, text in variables.items())
-
-
 def figure(
     title: str,
-    about: str,
-    unit: str,
+    kind: str,
     queries: str | Mapping[str, str],
     *,
-    steps: Steps = PLAIN,
     calc: str = "lastNotNull",
     width: int = 3,
-    height: int = 4,
     none: str = "-",
-    spark: bool = True,
 ) -> Panel:
-    """Return a panel of large figures, one for each query, with its course behind it."""
+    """Return a panel of large figures, one for each query, reduced over time by `calc`."""
     queries = {"": queries} if isinstance(queries, str) else queries
-    panel = _common(stat.Panel(), title, about, unit, (width, height), steps, queries)
+    panel = _panel(stat.Panel(), title, kind, queries, (width, 4))
+    for name in queries:
+        if name in _BAD:
+            panel = panel.override_by_name(name, _properties(thresholds=_steps(_KINDS["faults"])))
+    mode = shapes.BigValueGraphMode
     return (
         panel.no_value(none)
-        .graph_mode(models.BigValueGraphMode.AREA if spark else models.BigValueGraphMode.NONE)
-        .color_mode(models.BigValueColorMode.VALUE)
+        .graph_mode(mode.NONE if len(queries) > 1 else mode.AREA)
+        .color_mode(shapes.BigValueColorMode.VALUE)
         .reduce_options(common.ReduceDataOptions().calcs([calc]))
-        .orientation(models.VizOrientation.VERTICAL)
     )
 
 
 def lines(
     title: str,
-    about: str,
-    unit: str,
+    kind: str,
     queries: Mapping[str, str],
     *,
     width: int = 8,
     height: int = 7,
-    steps: Steps = PLAIN,
     stacked: bool = False,
-    top: float | None = None,
-    none: str = "No data in this time range",
 ) -> Panel:
-    """Return a panel of lines over time.
+    """Return a panel of lines over time, with thresholds as dashed lines.
 
-    Args:
-        title: title.
-        about: description.
-        unit: Grafana's name of the unit.
-        queries: PromQL by name of the line, with labels as in `{{node}}`.
-        width: columns.
-        height: rows.
-        steps: thresholds, drawn as dashed lines.
-        stacked: draw areas on top of each other.
-        top: end of the axis.
-        none: what stands there without data.
+    The names of the queries are those of the lines, with labels as in `{{node}}`.
     """
-    panel = _common(timeseries.Panel(), title, about, unit, (width, height), steps, queries)
+    panel = _panel(timeseries.Panel(), title, kind, queries, (width, height))
+    for name in queries:
+        if name in _COLOUR_OF:
+            colour = {"mode": "fixed", "fixedColor": _COLOUR_OF[name]}
+            panel = panel.override_by_name(name, _properties(color=colour))
+    many = any("{{" in name for name in queries)
+    by_node = any(name.startswith("{{node}}") for name in queries)
+    placement = shapes.LegendPlacement
+    legend = common.VizLegendOptions().display_mode(shapes.LegendDisplayMode.LIST).calcs([])
+    legend.placement(placement.RIGHT if by_node else placement.BOTTOM).show_legend(show_legend=True)
+    tooltip = common.VizTooltipOptions().mode(shapes.TooltipDisplayMode.MULTI)
     panel = (
         panel.min(0)
-        .no_value(none)
-        .line_width(1.5)
-        .fill_opacity(70 if stacked else 8)
-        .show_points(models.VisibilityMode.NEVER)
-        .legend(
-            common.VizLegendOptions()
-            .show_legend(show_legend=True)
-            .display_mode(models.LegendDisplayMode.LIST)
-            .placement(models.LegendPlacement.BOTTOM)
-            .calcs([])
-        )
-        .tooltip(
-            common.VizTooltipOptions()
-            .mode(models.TooltipDisplayMode.MULTI)
-            .sort(models.SortOrder.DESCENDING)
-        )
+        .line_width(0 if stacked else 1.5)
+        .fill_opacity(70 if stacked else 0 if many else 10)
+        .show_points(shapes.VisibilityMode.NEVER)
+        .legend(legend)
+        .tooltip(tooltip.sort(shapes.SortOrder.DESCENDING))
     )
-    if top is not None:
-        panel = panel.max(top)
     if stacked:
-        panel = panel.stacking(
-            common.StackingConfig().mode(models.StackingMode.NORMAL).group("A")
-        ).line_width(0)
-    if len(steps) > 1:
-        style = common.GraphThresholdsStyleConfig()
-        panel = panel.thresholds_style(style.mode(models.GraphThresholdsStyleMode.DASHED))
+        panel = panel.stacking(common.StackingConfig().mode(shapes.StackingMode.NORMAL).group("A"))
+    if len(_KINDS[kind].steps) > 1:
+        style = common.GraphThresholdsStyleConfig().mode(shapes.GraphThresholdsStyleMode.DASHED)
+        panel = panel.thresholds_style(style)
     return panel
 
 
 def bars(
-    title: str,
-    about: str,
-    unit: str,
-    queries: Mapping[str, str],
-    *,
-    width: int = 8,
-    height: int = 7,
-    steps: Steps = HIGH_IS_GOOD,
-    top: float | None = 1,
+    title: str, kind: str, queries: Mapping[str, str], *, width: int = 8, height: int = 7
 ) -> Panel:
     """Return a panel of horizontal bars, one for each series, as they are now."""
-    panel = _common(
-        bargauge.Panel(), title, about, unit, (width, height), steps, queries, instant=True
-    )
-    panel = (
+    panel = _panel(bargauge.Panel(), title, kind, queries, (width, height), now=True)
+    return (
         panel.min(0)
         .no_value("-")
-        .display_mode(models.BarGaugeDisplayMode.BASIC)
-        .orientation(models.VizOrientation.HORIZONTAL)
+        .display_mode(shapes.BarGaugeDisplayMode.BASIC)
+        .text(common.VizTextDisplayOptions().title_size(14).value_size(18))
+        .max_viz_height(48)
+        .orientation(shapes.VizOrientation.HORIZONTAL)
         .reduce_options(common.ReduceDataOptions().calcs(["lastNotNull"]))
     )
-    return panel if top is None else panel.max(top)
 
 
 def listing(
     title: str,
-    about: str,
-    queries: Sequence[str],
-    columns: Sequence[Column],
+    labels: str,
+    values: Mapping[str, tuple[str, str]],
     *,
-    width: int = 24,
+    width: int = 12,
     height: int = 7,
     sort: str = "",
-    none: str = "Nothing in this time range",
+    none: str = "None",
 ) -> Panel:
-    """Return a table: series of all queries with equal labels are one row.
+    """Return a table as of now: series of all queries with equal labels are one row.
 
     Args:
         title: title.
-        about: description.
-        queries: PromQL; the values of the first are called A, of the second B, ...
-        columns: what to show, from left to right.
+        labels: names of the labels to show, first.
+        values: kind and PromQL of the other columns, by title; not shown if that begins with -.
         width: columns of the grid.
         height: rows of the grid.
         sort: title of the column with the largest values on top.
         none: what stands there without rows.
     """
-    named = {str(number): query for number, query in enumerate(queries)}
-    panel = _common(
-        table.Panel(), title, about, "short", (width, height), PLAIN, named, instant=True, rows=True
-    )
-    names = [_field(column.field, alone=len(queries) == 1) for column in columns]
+    queries = {name: query for name, (_, query) in values.items()}
+    panel = _panel(table.Panel(), title, "label", queries, (width, height), now=True, rows=True)
+    shown: dict[str, tuple[str, dict[str, Any]]] = {}  # title and properties by name of the field
+    for label in labels.split():
+        shown[label] = (_TITLES.get(label, label.capitalize()), _label_properties(label))
+    for letter, (name, (kind, _)) in zip(string.ascii_uppercase, values.items(), strict=False):
+        field = f"Value #{letter}" if len(values) > 1 else "Value"  # as Grafana calls them
+        if not name.startswith("-"):
+            shown[field] = (name, _value_properties(name, kind, is_sorted=name == sort))
+    organized = {
+        "excludeByName": {},
+        "indexByName": {field: place for place, field in enumerate(shown)},
+        "renameByName": {field: name for field, (name, _) in shown.items()},
+    }
     for identity, options in {
         "merge": {},
-        "filterFieldsByName": {"include": {"names": names}},
-        "organize": {
-            "excludeByName": {},
-            "indexByName": {name: place for place, name in enumerate(names)},
-            "renameByName": {
-                name: column.title for name, column in zip(names, columns, strict=True)
-            },
-        },
+        "filterFieldsByName": {"include": {"names": list(shown)}},
+        "organize": organized,
     }.items():
         panel = panel.with_transformation(
-            dashboard_models.DataTransformerConfig(id_val=identity, options=options)
+            models.DataTransformerConfig(id_val=identity, options=options)
         )
-    for column in columns:
-        panel = panel.override_by_name(column.title, list(_column_properties(column)))
+    for name, properties in shown.values():
+        panel = panel.override_by_name(name, _properties(noValue="-", **properties))
     if sort:
         panel = panel.sort_by([common.TableSortByFieldState().display_name(sort).desc(desc=True)])
-    return panel.no_value(none).cell_height(models.TableCellHeight.SM)
+    return panel.no_value(none).cell_height(shapes.TableCellHeight.SM)
 
 
 def variable(name: str, label: str, values: str, *, newest: bool = False) -> Any:
@@ -286,153 +265,129 @@ def variable(name: str, label: str, values: str, *, newest: bool = False) -> Any
         values: the query.
         newest: largest number first.
     """
-    sort = dashboard_models.VariableSort
+    sort = models.VariableSort
     built = (
-        dashboard.QueryVariable(name)
+        builders.QueryVariable(name)
         .label(label or name)
         .datasource(_DATASOURCE)
-        .query({"query": values, "refId": name})
+        .query(values)
         .definition(values)
-        .refresh(dashboard_models.VariableRefresh.ON_TIME_RANGE_CHANGED)
+        .refresh(models.VariableRefresh.ON_TIME_RANGE_CHANGED)
         .sort(sort.NUMERICAL_DESC if newest else sort.NATURAL_ASC)
     )
-    return built if label else built.hide(dashboard_models.VariableHide.HIDE_VARIABLE)
+    return built if label else built.hide(models.VariableHide.HIDE_VARIABLE)
 
 
 def build_dashboard(
     uid: str,
-    title: str,
     about: str,
+    descriptions: str,
     variables: Sequence[Any],
     content: Sequence[Panel | str],
     *,
     since: str = "now-1h",
-) -> dashboard_models.Dashboard:
+) -> models.Dashboard:
     """Return a dashboard.
 
     Args:
         uid: last part of its address.
-        title: title.
-        about: description.
+        about: description of the dashboard.
+        descriptions: of all panels, as lines `title: text`; further lines of a text are indented.
         variables: those after `datasource` and `cluster`.
         content: panels in reading order; a text begins a row with that title.
         since: begin of the time range.
     """
-    cluster = variable("cluster", "Cluster", "label_values(hpml_node_info, cluster)")
     built = (
-        dashboard.Dashboard(title)
+        builders.Dashboard(_DASHBOARDS[uid])
         .uid(uid)
         .description(about)
         .tags(["hpml"])
         .timezone("browser")
         .refresh("30s")
         .time(since, "now")
-        .tooltip(dashboard_models.DashboardCursorSync.CROSSHAIR)
-        .with_variable(dashboard.DatasourceVariable("datasource").label("Data").type("prometheus"))
-        .with_variable(cluster)
+        .tooltip(models.DashboardCursorSync.CROSSHAIR)
+        .with_variable(builders.DatasourceVariable("datasource").label("Data").type("prometheus"))
+        .with_variable(variable("cluster", "Cluster", "label_values(hpml_node_info, cluster)"))
     )
     for further in variables:
         built = built.with_variable(further)
-    for other, name in _DASHBOARDS.items():
+    for other, title in _DASHBOARDS.items():
         if other != uid:
-            built = built.link(
-                dashboard.DashboardLink(name)
-                .url(f"/d/{other}")
-                .keep_time(keep_time=True)
-                .include_vars(include_vars=True)
-            )
+            link = builders.DashboardLink(title).url(f"/d/{other}").keep_time(keep_time=True)
+            built = built.link(link.include_vars(include_vars=True))
+    texts = re.findall(r"^(\S.*?): (.*(?:\n .*)*)", descriptions, re.MULTILINE)
+    described = {title: " ".join(text.split()) for title, text in texts}
     for number, piece in enumerate(content, start=1):
         if isinstance(piece, str):
-            built = built.with_row(dashboard.Row(piece).id(number))
+            built = built.with_row(builders.Row(piece).id(number))
         else:
             panel = piece.build()
             panel.id_val = number
+            panel.description = described[panel.title or ""]
             built = built.with_panel(piece)
     return built.build()
 
 
-_DASHBOARDS = {
-    "hpml-cluster": "Cluster",
-    "hpml-node": "Node",
-    "hpml-job": "Job",
-    "hpml-sweep": "Sweep",
-    "hpml-user": "User",
-    "hpml-health": "Exporters",
-}
-
-
-def _common(
+def _panel(
     panel: _P,
     title: str,
-    about: str,
-    unit: str,
-    size: tuple[int, int],
-    steps: Steps,
+    kind: str,
     queries: Mapping[str, str],
+    size: tuple[int, int],
     *,
-    instant: bool = False,
+    now: bool = False,
     rows: bool = False,
 ) -> _P:
+    unit, steps, top = _KINDS[kind]
+    thresholds = builders.ThresholdsConfig().mode(models.ThresholdsMode.ABSOLUTE)
     panel = (
         panel.title(title)
-        .description(about)
         .datasource(_DATASOURCE)
         .span(size[0])
         .height(size[1])
         .unit(unit)
-        .thresholds(_thresholds(steps))
+        .thresholds(thresholds.steps([models.Threshold(value, colour) for value, colour in steps]))
     )
+    if top is not None:
+        panel = panel.max(top)
     for letter, (legend, expression) in zip(string.ascii_uppercase, queries.items(), strict=False):
         query = prometheus.Dataquery().ref_id(letter).expr(expression)
-        query = query.instant() if instant else query.range()
+        query = query.instant() if now else query.range()
         query = query.format(PromQueryFormat.TABLE) if rows else query.legend_format(legend)
         panel = panel.with_target(query)
-    if not rows:
-        for legend in queries:
-            if legend in _COLOUR_OF:
-                panel = panel.override_by_name(legend, [_fixed_colour(_COLOUR_OF[legend])])
     return panel
 
 
-def _field(name: str, *, alone: bool) -> str:
-    if name not in string.ascii_uppercase:
-        return name
-    return "Value" if alone else f"Value #{name}"  # as Grafana calls values of queries
-
-
-def _thresholds(steps: Steps) -> dashboard.ThresholdsConfig:
-    return (
-        dashboard.ThresholdsConfig()
-        .mode(dashboard_models.ThresholdsMode.ABSOLUTE)
-        .steps([dashboard_models.Threshold(value=value, color=colour) for value, colour in steps])
-    )
-
-
-def _fixed_colour(colour: str) -> dashboard_models.DynamicConfigValue:
-    return dashboard_models.DynamicConfigValue(
-        id_val="color", value={"mode": "fixed", "fixedColor": colour}
-    )
-
-
-def _column_properties(column: Column) -> list[dashboard_models.DynamicConfigValue]:
-    thresholds = {
-        "mode": "absolute",
-        "steps": [{"value": value, "color": colour} for value, colour in column.steps],
-    }
+def _label_properties(label: str) -> dict[str, Any]:
     properties: dict[str, Any] = {}
-    if column.unit:
-        properties["unit"] = column.unit
-    if column.steps:
-        properties["thresholds"] = thresholds
+    if label in _LINKED:
+        kept = "${__url_time_range}&${datasource:queryparam}&${cluster:queryparam}"
+        url = f"/d/hpml-{_LINKED[label]}?{kept}&var-{label}=${{__value.raw}}"
+        properties["links"] = [{"title": f"Open this {_LINKED[label]}", "url": url}]
+    if label in _WIDTHS:
+        properties["custom.width"] = _WIDTHS[label]
+    return properties
+
+
+def _value_properties(title: str, kind: str, *, is_sorted: bool) -> dict[str, Any]:
+    unit, steps, _ = _KINDS[kind]
+    bar = kind in ("use", "scaling")
+    least = 165 if kind == "time" else 150 if bar else 64 if unit == "short" else 88
+    width = max(least, 20 + 8 * len(title) + (16 if is_sorted else 0))
+    properties: dict[str, Any] = {"unit": unit, "custom.width": width}
+    if len(steps) > 1:
+        properties["thresholds"] = _steps(_KINDS[kind])
         properties["custom.cellOptions"] = {"type": "color-text"}
-    if column.bar:
-        properties |= {"min": 0, "max": 1}
+    if bar:
         properties["custom.cellOptions"] = {"type": "gauge", "mode": "basic"}
-    if column.link:
-        properties["links"] = [{"title": f"Open {column.title}", "url": column.link}]
-    if column.width:
-        properties["custom.width"] = column.width
-    return [
-        dashboard_models.DynamicConfigValue(id_val=name, value=value)
-        for name, value in properties.items()
-    ]
+        properties |= {"min": 0, "max": 1}
+    return properties
+
+
+def _steps(kind: _Kind) -> dict[str, Any]:
+    steps = [{"value": value, "color": colour} for value, colour in kind.steps]
+    return {"mode": "absolute", "steps": steps}
+
+
+def _properties(**properties: Any) -> list[models.DynamicConfigValue]:
+    return [models.DynamicConfigValue(id_val=name, value=it) for name, it in properties.items()]

@@ -5,15 +5,12 @@ from __future__ import annotations
 from grafana_foundation_sdk.models.dashboard import Dashboard
 
 from hpml_dashboards.panels import (
-    HIGH_IS_GOOD,
-    LOW_IS_GOOD,
-    Column,
+    Panel,
     bars,
     build_dashboard,
     each,
     figure,
     lines,
-    link,
     listing,
     variable,
 )
@@ -21,161 +18,94 @@ from hpml_dashboards.panels import (
 __all__ = ["sweep"]
 
 _RUNS = '{cluster="$cluster", sweep="$sweep"}'
-_RANGE = "[$__range]"
-_BY_POINT = "max by (jobid, point)"
 
-_SPEED = f"max by (cluster, jobid, point) (avg_over_time(hpml:run_samples:rate5m{_RUNS}{_RANGE}))"
-_RANKS = f"max by (cluster, jobid, point) (max_over_time(hpml:run_ranks:max{_RUNS}{_RANGE}))"
-_SMALLEST = f"max({_SPEED} and on (cluster, jobid) ({_RANKS} == on () group_left () min({_RANKS})))"
-_SPEEDUP = f"{_SPEED} / on () group_left () {_SMALLEST}"
-_EFFICIENCY = f"{_SPEEDUP} / ({_RANKS} / on () group_left () min({_RANKS}))"
-
-
-def _of_runs(rule: str) -> str:
-    """Return a recorded figure of each job of the sweep, with its point."""
-    return f"{rule} * on (cluster, jobid) group_left (point) hpml:run_info{_RUNS}"
+_SPEED = f"max by (jobid, point) (avg_over_time(hpml:run_samples:rate5m{_RUNS}[$__range]))"
+_RANKS = f"max by (jobid, point) (max_over_time(hpml:run_ranks:max{_RUNS}[$__range]))"
+_FEWEST = f"on () group_left () min({_RANKS})"
+_BASE = f"on () group_left () max({_SPEED} and on (jobid) ({_RANKS} == {_FEWEST}))"
+_SPEEDUP = f"{_SPEED} / {_BASE}"
+_EFFICIENCY = f"{_SPEEDUP} / ({_RANKS} / {_FEWEST})"
 
 
-_CONTENT = [
+def _of_runs(series: str) -> str:
+    """Return a figure of each running job of the sweep, with its point."""
+    return f"{series} * on (cluster, jobid) group_left (point) hpml:run_info{_RUNS}"
+
+
+_BUSY = _of_runs("hpml:job_gpus_busy:rate5m / hpml:job_gpus:count")
+_WAITS = _of_runs("hpml:job_data_wait:ratio")
+_LOSS = _of_runs('avg by (cluster, jobid) (hpml_train_loss{cluster="$cluster"})')
+
+_ABOUT = """
+Runs: Runs that are running, and all that ran in the time range. Widen it to compare all.
+Most samples/s: Mean speed of the fastest run, while it ran in the time range.
+Largest speedup: Speed of the fastest run against the run with the fewest ranks. Good: as many
+    times as it has more ranks.
+Lowest efficiency: Speedup against the number of ranks, of the run that scales worst. Good: above
+    80 %. If lower, look at its data wait and network.
+GPU active: Mean over the running runs. Good: above 60 %. If lower, see which run differs.
+Largest data wait: Largest share of a step that a running run waits for data. Good: below 20 %.
+    Otherwise stage the data.
+Runs side by side: Means of the time range, GPU active and data wait as they are now. Speedup is
+    against the run with the fewest ranks. Good: efficiency above 80 %. Open a run where it drops.
+Samples per second: Speed of each run. Runs should lie apart as their numbers of ranks do.
+Speedup: Speed against the run with the fewest ranks. Good: as many times as there are more ranks.
+Data wait: Share of a step that each run waits for data. Rising with the number of ranks: too many
+    share the storage, stage the data.
+Loss: Training loss, mean over ranks. Worse with more ranks: learning rate and warm-up.
+"""
+
+_CONTENT: list[Panel | str] = [
     figure(
-        "Runs now",
-        "Runs of the sweep that are running.",
-        "short",
-        f"count(hpml:run_info{_RUNS}) or vector(0)",
+        "Runs",
+        "count",
+        {"running": f"count(hpml:run_info{_RUNS}) or vector(0)", "seen": f"count({_RANKS})"},
     ),
-    figure(
-        "Runs seen",
-        "Runs of the sweep that ran in the time range. Widen it to compare all of them.",
-        "short",
-        f"count(max by (jobid) (last_over_time(hpml:run_info{_RUNS}{_RANGE})))",
-        spark=False,
-    ),
-    figure(
-        "Fastest run",
-        "Mean samples per second of the fastest run, while it ran in the time range.",
-        "samples/s",
-        f"max({_SPEED})",
-        width=4,
-        spark=False,
-    ),
-    figure(
-        "Largest speedup",
-        "Speed of the fastest run against the run with the fewest ranks.",
-        "x",
-        f"max({_SPEEDUP})",
-        width=4,
-        spark=False,
-    ),
-    figure(
-        "Lowest efficiency",
-        "Speedup against the number of ranks, of the run that scales worst. Good: above 80 %. If "
-        "lower, look at its data wait and its network.",
-        "percentunit",
-        f"min({_EFFICIENCY})",
-        width=4,
-        steps=((None, "red"), (0.5, "orange"), (0.8, "green")),
-        spark=False,
-    ),
-    figure(
-        "GPU active",
-        "Mean over the GPUs of the runs that are running.",
-        "percentunit",
-        f"avg({_of_runs('hpml:job_gpus_busy:rate5m / hpml:job_gpus:count')})",
-        width=3,
-        steps=HIGH_IS_GOOD,
-    ),
-    figure(
-        "Data wait",
-        "Largest share of a step that a running run waits for data. Good: below 20 %.",
-        "percentunit",
-        f"max({_of_runs('hpml:job_data_wait:ratio')})",
-        width=3,
-        steps=LOW_IS_GOOD,
-    ),
+    figure("Most samples/s", "count", f"max({_SPEED})", width=4, none="not reported"),
+    figure("Largest speedup", "times", f"max({_SPEEDUP})", width=4),
+    figure("Lowest efficiency", "scaling", f"min({_EFFICIENCY})", width=4),
+    figure("GPU active", "use", f"avg({_BUSY})", width=4),
+    figure("Largest data wait", "wait", f"max({_WAITS})", width=5, none="not reported"),
     listing(
         "Runs side by side",
-        "Means over the time range. Speedup and efficiency are against the run with the fewest "
-        "ranks. Good: efficiency above 80 %. Open a run where it drops.",
-        [
-            _SPEED,
-            _RANKS,
-            _SPEEDUP,
-            _EFFICIENCY,
-            f"{_BY_POINT} ({_of_runs(f'avg_over_time(hpml:job_data_wait:ratio{_RANGE})')})",
-            f"{_BY_POINT} ("
-            + _of_runs(f"avg_over_time(hpml:job_gpus_busy:rate5m{_RANGE}) / hpml:job_gpus:count")
-            + ")",
-        ],
-        [
-            Column("point", "Point"),
-            Column("jobid", "Job", link=link("hpml-job", jobid="${__value.raw}"), width=90),
-            Column("B", "Ranks", width=80),
-            Column("A", "Samples/s", "samples/s", width=130),
-            Column("C", "Speedup", "x", width=100),
-            Column("D", "Efficiency", "percentunit", HIGH_IS_GOOD, bar=True),
-            Column("E", "Data wait", "percentunit", width=100),
-            Column("F", "GPU active", "percentunit", HIGH_IS_GOOD, bar=True),
-        ],
+        "point jobid",
+        {
+            "Ranks": ("count", _RANKS),
+            "Speedup": ("times", _SPEEDUP),
+            "Efficiency": ("use", _EFFICIENCY),
+            "GPU active": ("use", f"max by (jobid, point) ({_BUSY})"),
+            "Data wait": ("wait", f"max by (jobid, point) ({_WAITS})"),
+            "Samples/s": ("count", _SPEED),
+        },
         width=24,
-        height=8,
         sort="Samples/s",
         none="No run of this sweep in this time range",
     ),
     lines(
         "Samples per second",
-        "Speed of each run. Runs of a scaling sweep should lie apart as their numbers of ranks do.",
-        "samples/s",
-        {"{{point}}": each(f"hpml:run_samples:rate5m{_RUNS}", "point")},
+        "count",
+        {"{{point}} ({{jobid}})": each(f"hpml:run_samples:rate5m{_RUNS}", "point")},
         width=12,
-        height=9,
+        height=10,
     ),
     bars(
-        "Speedup",
-        "Speed of each run against the run with the fewest ranks. Good: as many times as it has "
-        "more ranks.",
-        "x",
-        {"{{point}}": f"topk(25, {_SPEEDUP})"},
-        width=12,
-        height=9,
-        top=None,
-        steps=((None, "blue"),),
+        "Speedup", "times", {"{{point}} ({{jobid}})": f"topk(25, {_SPEEDUP})"}, width=12, height=10
     ),
     "What differs",
-    lines(
-        "GPU active",
-        "Share of time in which the GPUs of each run ran a kernel.",
-        "percentunit",
-        {"{{point}}": each(_of_runs("hpml:job_gpus_busy:rate5m / hpml:job_gpus:count"), "point")},
-        top=1,
-    ),
-    lines(
-        "Data wait",
-        "Share of a step that each run waits for data. Rising with the number of ranks: the storage "
-        "is shared by too many, stage the data.",
-        "percentunit",
-        {"{{point}}": each(_of_runs("hpml:job_data_wait:ratio"), "point")},
-    ),
-    lines(
-        "Loss",
-        "Training loss of each run, mean over its ranks.",
-        "short",
-        {
-            "{{point}}": each(
-                _of_runs('avg by (cluster, jobid) (hpml_train_loss{cluster="$cluster"})'), "point"
-            )
-        },
-        none="The training does not report it",
-    ),
+    lines("GPU active", "share", {"{{point}} ({{jobid}})": each(_BUSY, "point")}),
+    lines("Data wait", "share", {"{{point}} ({{jobid}})": each(_WAITS, "point")}),
+    lines("Loss", "count", {"{{point}} ({{jobid}})": each(_LOSS, "point")}),
 ]
 
 
 def sweep() -> Dashboard:
     """Return the dashboard."""
+    sweeps = 'label_values(hpml:run_info{cluster="$cluster"}, sweep)'
     return build_dashboard(
         "hpml-sweep",
-        "Sweep",
         "The runs of a sweep side by side: speed, speedup, and what holds the slow ones up.",
-        [variable("sweep", "Sweep", 'label_values(hpml:run_info{cluster="$cluster"}, sweep)')],
+        _ABOUT,
+        [variable("sweep", "Sweep", sweeps)],
         _CONTENT,
         since="now-6h",
     )

@@ -55,6 +55,12 @@ COMMANDS = {
     "sweep": Entry("sweep", "group", "Run a job many times: scaling, grids, searches.", _JOBS),
     "list": Entry("runs", "list_", "List runs, newest first.", _RUNS),
     "status": Entry("runs", "status", "Show the state of unfinished or given runs.", _RUNS),
+    "top": Entry(
+        "top",
+        "top",
+        "Show running jobs live: GPUs, memory, I/O, samples/s, time left, bottlenecks.",
+        _RUNS,
+    ),
     "show": Entry("show", "show", "Show a run's phases, staging, results and binding.", _RUNS),
     "logs": Entry("follow", "logs", "Print the output of a run.", _RUNS),
     "wait": Entry("follow", "wait", "Wait until a run has ended.", _RUNS),
@@ -70,6 +76,7 @@ COMMANDS = {
     "targets": Entry(
         "slurm_export", "targets", "List node exporters for Prometheus, from Slurm.", _SITE
     ),
+    "dashboards": Entry("dashboards", "group", "Build and check Grafana dashboards.", _SITE),
     "schema": Entry(
         "site", "schema", "Print the JSON Schema of job files, profiles or sweeps.", _MORE
     ),

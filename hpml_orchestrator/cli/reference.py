@@ -56,6 +56,10 @@ hpml list
 hpml status
     All unfinished runs: hpml status
     One run as JSON: hpml status last --json
+hpml top
+    Your jobs, live: hpml top
+    Figures from a Prometheus: hpml top --prometheus http://prometheus.example.org:9090
+    Once, for a script: hpml top --json
 hpml logs
     Follow the output of the newest run: hpml logs -f
     Print the last 50 lines: hpml logs digits-20260102-030405-abcdef -n 50
@@ -128,6 +132,12 @@ hpml export metrics
 hpml targets
     Print the node exporters of a cluster: hpml targets
     Serve them to Prometheus: hpml targets --only-up --serve 127.0.0.1:9447
+hpml dashboards
+    Check that the built dashboards are current: hpml dashboards check
+hpml dashboards build
+    Write them for Grafana's provisioning: hpml dashboards build --output /var/lib/grafana/hpml
+hpml dashboards check
+    Check copies that were changed: hpml dashboards check /var/lib/grafana/hpml
 hpml man
     Read about a command: hpml man submit
     Install all pages: hpml man --output /usr/local/share/man

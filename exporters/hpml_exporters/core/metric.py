@@ -9,9 +9,10 @@ from typing import Literal, TypeAlias
 from prometheus_client.core import Metric
 from prometheus_client.samples import Sample
 
-__all__ = ["Histogram", "MetricSpec", "MetricType", "Row", "families", "shown_name"]
+__all__ = ["Histogram", "MetricSpec", "MetricType", "Row", "families", "metric", "shown_name"]
 
 MetricType = Literal["counter", "gauge", "info", "histogram"]
+_UNITS = frozenset("seconds bytes ratio joules watts celsius hertz".split())
 _SUFFIX = {"counter": "_total", "info": "_info"}
 
 
@@ -106,3 +107,25 @@ def _shown(value: str) -> str:
     if value.isascii():
         return value.replace("\0", "\ufffd") if "\0" in value else value
     return value.encode("utf-8", "replace").decode().replace("\0", "\ufffd")
+
+
+def metric(name: str, help_: str, labels: str = "", *, source: str = "") -> MetricSpec:
+    """Return a metric whose type and unit stand in its name: no histogram.
+
+    Args:
+        name: see `MetricSpec`.
+        help_: see `MetricSpec.help`.
+        labels: names of its labels, separated by blanks.
+        source: see `MetricSpec`.
+    """
+    suffix = name.rpartition("_")[2]
+    kinds: dict[str, MetricType] = {"total": "counter", "info": "info"}
+    unit = name.removesuffix("_total").rpartition("_")[2]
+    return MetricSpec(
+        name,
+        kinds.get(suffix, "gauge"),
+        help_,
+        tuple(labels.split()),
+        unit if unit in _UNITS else "",
+        source,
+    )

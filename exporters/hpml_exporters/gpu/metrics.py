@@ -269,8 +269,9 @@ PROCESSES = _gauge(
 JOB_GPU_INFO = MetricSpec(
     "hpml_job_gpu_info",
     "info",
-    "A GPU that the job was allocated (allocated=1) or has a process on. At most one series per GPU"
-    " has owner=1, of several jobs that with the allocation and the lowest number: join with that.",
+    "A GPU that the job was allocated (allocated=1) or has a process on; allocated is empty where"
+    " the allocation is unknown. At most one series per GPU has owner=1, of several jobs that with"
+    " the allocation and the lowest number: join with that.",
     ("cluster", "jobid", "uuid", "allocated", "owner"),
     source="the prolog's map or Slurm's environment, and the processes of NVML",
 )

@@ -43,12 +43,9 @@ def sampled(collector: Collector, now: float | None = None) -> dict[Series, floa
 
 
 def post(board: JobsBoard, jobs: Mapping[str, tuple[int, list[int]]]) -> None:
-    """Put jobs on the board: job id -> (uid, process ids)."""
-    board.post(
-        Jobs(
-            {
-                jobid: JobSeen(JobFacts(jobid, uid=uid), pids=frozenset(pids))
-                for jobid, (uid, pids) in jobs.items()
-            }
-        )
-    )
+    """Put jobs on the board: job id, or `local-3fa9c1-7` of a local run -> (uid, process ids)."""
+    seen = {}
+    for key, (uid, pids) in jobs.items():
+        cluster, _, jobid = key.rpartition("-")
+        seen[key] = JobSeen(JobFacts(jobid, uid=uid, cluster=cluster), pids=frozenset(pids))
+    board.post(Jobs(seen))

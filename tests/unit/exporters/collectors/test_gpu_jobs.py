@@ -108,14 +108,17 @@ def test_using_a_foreign_gpu_does_not_close_the_gap() -> None:
     ("allocations", "flags"),
     [
         ({"9": ("2",), "10": ("2",)}, {"9": ("1", "1"), "10": ("1", "0")}),
-        ({"9": None, "10": ("2",)}, {"9": ("0", "0"), "10": ("1", "1")}),
-        ({"9": (), "10": None}, {"9": ("0", "1"), "10": ("0", "0")}),
+        ({"9": None, "10": ("2",)}, {"9": ("", "0"), "10": ("1", "1")}),
+        ({"9": (), "10": None}, {"9": ("0", "1"), "10": ("", "0")}),
     ],
 )
 def test_a_shared_gpu_has_one_owner(
     allocations: dict[str, tuple[str, ...] | None], flags: dict[str, tuple[str, str]]
 ) -> None:
-    """Of those that were allocated it, else of those on it, the lowest number; 9 is below 10."""
+    """Of those that were allocated it, else of those on it, the lowest number; 9 is below 10.
+
+    Where the allocation of a job is unknown, the label says neither 1 nor 0.
+    """
     seen = [
         JobSeen(JobFacts(jobid, gpus=gpus), pids=frozenset({int(jobid)}))
         for jobid, gpus in allocations.items()
@@ -123,6 +126,18 @@ def test_a_shared_gpu_has_one_owner(
     found = shown(seen, everywhere(GPU_aa={9: 1, 10: 1}))
     info = {key[1]: key[3:] for key in found if key[0] == "gpu_info" and key[2] == "GPU-aa"}
     assert info == flags
+
+
+def test_a_local_run_of_the_same_number() -> None:
+    """It has its own cluster, and GPUs of its own."""
+    jobs = {
+        "5": JobSeen(JobFacts("5", gpus=("0",)), pids=frozenset({70})),
+        "local-3fa9c1-5": JobSeen(JobFacts("5", cluster="local-3fa9c1"), pids=frozenset({71})),
+    }
+    processes = everywhere(GPU_bb={70: 1}, GPU_aa={71: 1})
+    found = values(job_families(Jobs(jobs), NODE, processes, cluster="c1"))
+    info = {key[1:] for key in found if key[0] == "hpml_job_gpu_info"}
+    assert info == {("c1", "5", "GPU-bb", "1", "1"), ("local-3fa9c1", "5", "GPU-aa", "", "1")}
 
 
 def test_what_cannot_be_read_is_absent() -> None:

@@ -1,0 +1,198 @@
+"""Checks built dashboards: against their code, against what is exported, and each panel."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import re
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import promql_parser
+from hpml_exporters.catalogue import ALL
+from ruamel.yaml import YAML
+
+from hpml_dashboards import JSON
+from hpml_dashboards.build import build
+from hpml_orchestrator.errors import InputError
+from hpml_orchestrator.records.files import read_json
+
+__all__ = ["RULES", "UNUSED", "Finding", "Query", "check", "queries"]
+
+RULES = Path(__file__).parents[2] / "deploy/prometheus/rules"
+"""Recording rules that the dashboards use, in a clone of the repository."""
+
+UNUSED: Mapping[str, str] = {
+    "for accounting": "hpml_gpu_energy_joules_total hpml_slurm_job_run_seconds "
+    "hpml_slurm_account_jobs hpml_job_memory_peak_bytes",
+    "says less than what is shown instead": "hpml_gpu_utilization_ratio hpml_gpu_up "
+    "hpml_gpu_memory_utilization_ratio hpml_gpu_clock_max_hertz hpml_gpu_performance_state "
+    "hpml_gpu_ecc_errors_lifetime_total hpml_gpu_retired_pages hpml_gpu_retired_pages_pending "
+    "hpml_gpu_remapped_rows hpml_rank_binding_ok hpml_train_steps_total hpml_slurm_up "
+    "hpml_slurm_gpus hpml_job_io_syscall_read_bytes_total hpml_job_io_syscall_write_bytes_total "
+    "hpml_infiniband_info hpml_slurm_partition_nodes",
+    "for a closer look in Explore": "hpml_gpu_dram_active_ratio hpml_gpu_sm_occupancy_ratio "
+    "hpml_gpu_pcie_link_generation hpml_gpu_pcie_link_generation_max hpml_gpu_fan_speed_ratio "
+    "hpml_gpu_encoder_utilization_ratio hpml_gpu_decoder_utilization_ratio hpml_gpu_driver_info "
+    "hpml_job_gpu_memory_used_bytes hpml_job_gpu_processes hpml_job_processes hpml_job_threads "
+    "hpml_job_unreadable_processes hpml_disk_operations_total hpml_nfs_mounts "
+    "hpml_disk_io_weighted_seconds_total hpml_nfs_retransmissions_total hpml_nfs_timeouts_total "
+    "hpml_lustre_operations_total hpml_train_feed_refused_total "
+    "hpml_exporter_web_config_failures_total",
+    "for administrators of Slurm": "hpml_slurm_cpus hpml_slurm_memory_bytes "
+    "hpml_slurm_partition_cpus hpml_slurm_partition_memory_bytes hpml_slurm_source_info "
+    "hpml_slurm_refresh_duration_seconds hpml_slurm_refresh_failures_total hpml_slurm_licenses "
+    "hpml_slurm_licenses_used hpml_slurm_reservation_nodes "
+    "hpml_slurm_reservation_start_timestamp_seconds hpml_slurm_reservation_end_timestamp_seconds "
+    "hpml_slurm_scheduler_threads hpml_slurm_scheduler_agent_queue hpml_slurm_scheduler_dbd_queue "
+    "hpml_slurm_scheduler_jobs_submitted_total hpml_slurm_scheduler_jobs_started_total "
+    "hpml_slurm_scheduler_cycles_total hpml_slurm_scheduler_cycle_mean_seconds "
+    "hpml_slurm_scheduler_queue_length hpml_slurm_scheduler_backfilled_jobs_total "
+    "hpml_slurm_scheduler_backfill_cycles_total hpml_slurm_scheduler_backfill_cycle_mean_seconds "
+    "hpml_slurm_scheduler_backfill_depth",
+}
+"""Exported metrics that no dashboard shows, by the reason."""
+
+_FOREIGN = {"up", "scrape_duration_seconds"}
+_FOREIGN |= {"process_cpu_seconds_total", "process_resident_memory_bytes"}
+_HISTOGRAM = ("_bucket", "_sum", "_count")
+_WITHOUT_UNIT = ("text", "row")
+
+
+class Finding(NamedTuple):
+    """Something wrong with a dashboard."""
+
+    dashboard: str
+    panel: str
+    message: str
+
+
+class Query(NamedTuple):
+    """A query of a panel or a variable."""
+
+    dashboard: str
+    panel: str
+    expression: str
+
+
+def check(directory: Path = JSON, rules: Path = RULES) -> list[Finding]:
+    """Return what is wrong with the dashboards in a directory, nothing if all is well.
+
+    Args:
+        directory: has `<uid>.json` of every dashboard.
+        rules: directory of Prometheus' rule files.
+
+    Raises:
+        InputError: there are no rule files.
+    """
+    findings: list[Finding] = []
+    found = {path.stem: read_json(path) for path in sorted(directory.glob("*.json"))}
+    built = build()
+    for uid in sorted(built.keys() | found.keys()):
+        if uid not in found:
+            findings.append(Finding(uid, "", "is missing; run hpml dashboards build"))
+        elif found[uid] != json.loads(built.get(uid, "{}")):
+            findings.append(Finding(uid, "", "differs from its code; run hpml dashboards build"))
+    for uid, dashboard in found.items():
+        findings += [Finding(uid, *finding) for finding in _panel_findings(dashboard)]
+    asked = [query for uid, dashboard in found.items() for query in queries(uid, dashboard)]
+    return findings + list(_query_findings(asked, _recorded(rules)))
+
+
+def queries(uid: str, dashboard: Mapping[str, Any]) -> Iterator[Query]:
+    """Yield the queries of a dashboard's variables and panels, with Grafana's ranges filled in."""
+    for variable in dashboard["templating"]["list"]:
+        if variable["type"] == "query":
+            asked = re.fullmatch(r"label_values\((.+), *\w+\)", variable["query"])
+            yield Query(uid, f"${variable['name']}", asked[1] if asked else "")
+    for panel in _panels(dashboard):
+        for target in panel.get("targets", ()):
+            expression = re.sub(r"\$__(rate_interval|range|interval)", "5m", target["expr"])
+            yield Query(uid, panel["title"], expression)
+
+
+def _panels(dashboard: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+    for panel in dashboard["panels"]:
+        yield panel
+        yield from panel.get("panels", ())
+
+
+def _panel_findings(dashboard: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    panels = list(_panels(dashboard))
+    for panel in panels:
+        if panel["type"] != "row" and not panel.get("description"):
+            yield panel["title"], "has no description"
+        unit = panel.get("fieldConfig", {}).get("defaults", {}).get("unit")
+        if panel["type"] not in _WITHOUT_UNIT and not unit:
+            yield panel["title"], "has no unit"
+    for one, other in itertools.combinations(panels, 2):
+        a, b = one["gridPos"], other["gridPos"]
+        across = a["x"] < b["x"] + b["w"] and b["x"] < a["x"] + a["w"]
+        if across and a["y"] < b["y"] + b["h"] and b["y"] < a["y"] + a["h"]:
+            yield one["title"], f"overlaps {other['title']!r}"
+
+
+def _query_findings(asked: list[Query], recorded: Mapping[str, set[str]]) -> Iterator[Finding]:
+    exported = {spec.name for spec in ALL}
+    histograms = {
+        f"{spec.name}{end}": spec.name
+        for spec in ALL
+        if spec.type == "histogram"
+        for end in _HISTOGRAM
+    }
+    used: set[str] = set()
+    for query in asked:
+        try:
+            metrics = _metrics(query.expression)
+        except ValueError as error:
+            yield Finding(query.dashboard, query.panel, f"{error}: {query.expression}")
+            continue
+        for metric in metrics:
+            name = histograms.get(metric, metric)
+            if name not in exported | recorded.keys() | _FOREIGN:
+                yield Finding(query.dashboard, query.panel, f"nothing exports {metric}")
+            used.add(name)
+    pending = [name for name in used if name in recorded]
+    while pending:
+        for metric in recorded[pending.pop()]:
+            name = histograms.get(metric, metric)
+            if name not in used:
+                used.add(name)
+                pending += [name] if name in recorded else []
+    listed = {name for names in UNUSED.values() for name in names.split()}
+    for name in sorted(exported - used - listed):
+        yield Finding("", "", f"no dashboard uses {name}, and UNUSED does not say why")
+    for name in sorted(listed & used | listed - exported):
+        yield Finding("", "", f"UNUSED names {name}, which is used or not exported")
+
+
+def _recorded(rules: Path) -> dict[str, set[str]]:
+    """Return the metrics that each recording rule uses, by the name that it records."""
+    files = sorted(rules.glob("*.yml"))
+    if not files:
+        raise InputError("has no rule files", field="rules", value=str(rules))
+    groups = [group for file in files for group in YAML(typ="safe").load(file)["groups"]]
+    return {
+        rule["record"]: _metrics(rule["expr"])
+        for group in groups
+        for rule in group["rules"]
+        if "record" in rule
+    }
+
+
+def _metrics(expression: str) -> set[str]:
+    """Return the metrics that an expression names.
+
+    Raises:
+        ValueError: it is no PromQL.
+    """
+    names: set[str] = set()
+
+    def visit(node: object) -> bool:
+        if isinstance(node, promql_parser.VectorSelector):
+            names.add(str(node.name))
+        return True
+
+    promql_parser.walk(promql_parser.parse(expression), visit)
+    return names
