@@ -9,7 +9,7 @@ from prometheus_client.core import Metric
 
 from hpml_exporters.core.metric import MetricSpec
 
-__all__ = ["Collector", "DriverLostError", "NotHereError"]
+__all__ = ["Collector", "DriverLostError", "NotHereError", "StaleError"]
 
 
 class NotHereError(Exception):
@@ -21,6 +21,19 @@ class NotHereError(Exception):
 
 class DriverLostError(Exception):
     """What was read is gone (a GPU off the bus, a driver reloaded): make the collector anew."""
+
+
+class StaleError(Exception):
+    """This reading failed, and older families are still worth showing.
+
+    Attributes:
+        families: what to show until the next reading; the collector counts as failed.
+    """
+
+    def __init__(self, message: str, families: Sequence[Metric]) -> None:
+        """Say why, and what to show."""
+        super().__init__(message)
+        self.families = families
 
 
 class Collector(Protocol):
@@ -45,6 +58,7 @@ class Collector(Protocol):
         Raises:
             NotHereError: there is nothing to read.
             DriverLostError: the collector has to be made anew.
+            StaleError: this reading failed; its families are shown.
             Exception: this reading failed; the families of the last one are dropped, the next
                 reading is tried at its time.
         """

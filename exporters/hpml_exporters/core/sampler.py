@@ -16,7 +16,7 @@ from functools import partial
 
 from prometheus_client.core import Metric
 
-from hpml_exporters.core.collector import Collector, DriverLostError, NotHereError
+from hpml_exporters.core.collector import Collector, DriverLostError, NotHereError, StaleError
 from hpml_exporters.core.metric import MetricSpec
 from hpml_exporters.core.selfmetrics import Outcome, State, self_families
 
@@ -121,6 +121,9 @@ class _Slot:
             outcome, pause = "absent", self._pauses.absent
             if str(error):
                 self._tell_once(str(error), f"nothing to read: {error}")
+        except StaleError as error:
+            found = tuple(error.families)
+            self._tell_once(str(error), f"old figures are shown: {error}")
         except Exception as error:  # noqa: BLE001 - whatever it is, the others go on
             self._tell_error(error)
             if self._collector is None or isinstance(error, DriverLostError):
@@ -267,11 +270,17 @@ class Sampler:
             return self._snapshot
 
     def health(self) -> tuple[bool, str]:
-        """Return whether all goes on, and in words what does not."""
+        """Return whether the exporter works, and in words which collectors do not.
+
+        A collector whose reading failed makes no unhealthy exporter: a restart would not help.
+        """
         if time.monotonic() - self._ticked > 10 * _TICK_SECONDS:
             return False, "the watchdog does not run"
         stuck = [slot.name for slot in self._slots if slot.state.stuck]
-        return not stuck, f"stuck: {', '.join(stuck)}" if stuck else "ok"
+        if stuck:
+            return False, f"stuck: {', '.join(stuck)}"
+        failed = [slot.name for slot in self._slots if slot.state.outcome == "failed"]
+        return True, f"failed: {', '.join(failed)}" if failed else "ok"
 
     def _begin(self, name: str, work: Callable[[], None]) -> None:
         thread = threading.Thread(target=work, name=name, daemon=True)
