@@ -35,7 +35,7 @@ Row: TypeAlias = tuple[Sequence[str], Value]
 """One series: values of the labels, and the number."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)  # a key of many dicts: hashed by identity
 class MetricSpec:
     """One metric as it is documented and shown.
 

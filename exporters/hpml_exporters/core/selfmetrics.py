@@ -31,7 +31,7 @@ class State:
 
     Attributes:
         outcome: of the last reading.
-        families: what it read; empty unless the outcome is good.
+        families: what is shown of it.
         posted: when it ended, by time.monotonic().
         duration: how long it took, seconds.
         last_success: when the last good one ended, seconds since the epoch; 0: never.
@@ -41,7 +41,7 @@ class State:
     """
 
     outcome: Outcome = "new"
-    families: tuple[Metric, ...] = ()
+    families: Iterable[Metric] = ()
     posted: float = 0.0
     duration: float = 0.0
     last_success: float = 0.0
