@@ -20,7 +20,7 @@ from prometheus_client.registry import Collector as Families
 from hpml_exporters.catalogue import ALL
 from hpml_exporters.core.collector import Collector
 from hpml_exporters.core.sampler import Sampler, Snapshot, Source, tell
-from hpml_exporters.core.selfmetrics import ServerCounts, node_families, server_families
+from hpml_exporters.core.selfmetrics import node_families, server_families
 from hpml_exporters.options import COLLECTORS, Context, NodeOptions
 from hpml_exporters.web.limits import Counters
 from hpml_orchestrator.errors import InputError
@@ -131,8 +131,7 @@ class _ServerCollector:
 
     def collect(self) -> Iterable[Metric]:
         now = self._counters
-        counts = now.connections, now.responses, now.closed, now.reload_failures
-        return server_families(ServerCounts(*counts))
+        return server_families(now.connections, now.responses, now.closed, now.reload_failures)
 
 
 class _SummaryWriter:
