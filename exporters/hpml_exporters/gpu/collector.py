@@ -134,6 +134,7 @@ class GpuCollector:
         self._processes: Processes = {}
         self._jobs: Jobs | None = None
         self._job_families: list[Metric] = []
+        self._made: dict[str, tuple[list[Row], Metric]] = {}
 
     def sample(self, now: float) -> Iterable[Metric]:
         """Read all GPUs that answer.
@@ -316,7 +317,7 @@ class GpuCollector:
         shown |= {device.parent for device in session.shown}
         others = [*self._identity(session), *self._log.families(shown), *self._job_families]
         values = [(each.device, dict(each.history.values)) for each in session.readers]
-        return chain(others, _numbers(values))
+        return chain(others, _numbers(values, self._made))
 
     def _identity(self, session: Session) -> list[Metric]:
         """Return which GPUs there are and whether they answer."""
@@ -355,8 +356,13 @@ def _leaves(shown: Iterable[Device], devices: Iterable[Device]) -> list[Device]:
     return [device for device in shown if device.uuid not in split]
 
 
-def _numbers(values: Values) -> Iterator[Metric]:
-    """Yield the families of all numbers that were read."""
+def _numbers(values: Values, made: dict[str, tuple[list[Row], Metric]]) -> Iterator[Metric]:
+    """Yield the families of all numbers that were read.
+
+    Args:
+        values: the numbers.
+        made: families by name, with what they were made of: most are the same at the next scrape.
+    """
     rows: dict[str, list[Row]] = {name: [] for name in _SPECS}
     for device, numbers in values:
         for (name, labels), number in numbers.items():
@@ -364,7 +370,9 @@ def _numbers(values: Values) -> Iterator[Metric]:
     rows[gpu.UTILIZATION.name] += _of_split(values)
     for name, samples in rows.items():
         if samples:
-            yield _SPECS[name].family(samples)
+            if name not in made or made[name][0] != samples:
+                made[name] = samples, _SPECS[name].family(samples)
+            yield made[name][1]
 
 
 def _of_split(values: Values) -> list[Row]:

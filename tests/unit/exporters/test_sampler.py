@@ -156,7 +156,7 @@ def test_a_collector_that_recovers_is_shown_again() -> None:
         ("gauge", ("a",), Histogram((), (1,), 1), TypeError),
         ("histogram", ("a",), 1, TypeError),
         ("histogram", ("a",), Histogram((1.0,), (1,), 1), ValueError),
-        ("gauge", (1,), 1, AttributeError),
+        ("gauge", (1,), 1, TypeError),
     ],
 )
 def test_a_family_that_cannot_be_rendered_is_a_failed_reading(
