@@ -7,11 +7,8 @@ process; so every test of the collector has a process of its own.
 from __future__ import annotations
 
 import json
-import os
 import sys
-import threading
 import time
-from pathlib import Path
 from typing import Any
 
 from hpml_exporters.gpu.collector import GpuCollector
@@ -87,25 +84,9 @@ class Child:
             "rss": resident(),
         }
 
-    def stuck(self, call: str) -> dict[str, Any]:
-        """Sample in a thread until it is in a call, which hangs, and close meanwhile."""
-        calls = Path(os.environ["HPML_GPUSIM_CALLS"])
-        calls.write_text("")
-        self.thread = threading.Thread(target=self.sample, daemon=True)
-        self.thread.start()
-        while call not in calls.read_text():
-            time.sleep(0.01)
-        hung = self.thread.is_alive()
-        return {"hung": hung, **self.close()}
-
-    def ended(self, within: float) -> dict[str, Any]:
-        self.thread.join(within)
-        return {"ended": not self.thread.is_alive()}
-
     def close(self) -> dict[str, Any]:
-        began = time.monotonic()
         self.collector.close()
-        return {"seconds": time.monotonic() - began}
+        return {}
 
     def libraries(self) -> dict[str, Any]:
         """Files of NVML that are mapped."""

@@ -1,4 +1,4 @@
-"""Simulated GPUs and drivers that are lost, stuck, reloaded or missing."""
+"""Simulated GPUs and drivers that are lost, reloaded or missing."""
 
 from __future__ import annotations
 
@@ -343,33 +343,3 @@ def test_a_gpu_without_a_driver_is_a_failure(
     assert start(options={**in_job, "roots": {"sys": str(tmp_path / "sys")}}).error == (
         "NotHereError"
     )
-
-
-def test_closing_does_not_wait_for_a_stuck_driver(
-    gpu_collector: Start, gpusim_library: Simulator
-) -> None:
-    """A call that hangs for a minute; the collector is given up at once and cleans up later."""
-    state = State(gpus=(a100(0),))
-    running = gpu_collector(state)
-    running.sample()
-    stuck = Fault("nvmlDeviceGetUtilizationRates", 60, kind="stuck")
-    gpusim_library.write(replace(state, faults=(stuck,)), running.path)
-    answer = running.do("stuck", call="nvmlDeviceGetUtilizationRates")
-    assert answer["hung"]
-    assert answer["seconds"] < 30
-    gpusim_library.write(state, running.path)
-    assert running.do("ended", within=240)["ended"]
-    running.do("make")
-    assert running.sample().one(UP) == 1
-
-
-def test_ending_does_not_wait_for_a_stuck_shutdown(
-    gpu_collector: Start, gpusim_library: Simulator
-) -> None:
-    """Giving back is a call of the driver too."""
-    state = State(gpus=(a100(0),))
-    running = gpu_collector(state)
-    running.sample()
-    stuck = Fault("nvmlShutdown", 60, kind="stuck")
-    gpusim_library.write(replace(state, faults=(stuck,)), running.path)
-    assert running.do("close")["seconds"] < 30

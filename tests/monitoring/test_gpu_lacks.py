@@ -171,7 +171,7 @@ def test_an_old_driver(gpu_collector: Start) -> None:
     throttled = seen.one("hpml_gpu_throttled_seconds_total", reason="power_brake")
     assert 1 <= throttled <= 1 + seen.ended - first.began
     assert seen.one("hpml_gpu_processes", owner="none") == 1
-    assert running.do("close")
+    running.do("close")
     assert running.end() == "", "nvitop tells of each missing function"
 
 

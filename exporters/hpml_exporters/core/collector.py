@@ -62,4 +62,4 @@ class Collector(Protocol):
         """
 
     def close(self) -> None:
-        """Give back what was opened; may be called while a reading hangs in another thread."""
+        """Give back what was opened; called by the thread that reads."""

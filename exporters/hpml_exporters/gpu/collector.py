@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 import time
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -34,7 +33,6 @@ BUDGET_SECONDS = 0.01
 """What one reading of all GPUs may cost, as a mean of ten, before readings become rarer."""
 _WINDOW = 10
 _RAREST = 16
-_SHUTDOWN_SECONDS = 2.0
 _SPECS = {spec.name: spec for spec in gpu.SPECS}
 
 Values = Sequence[tuple[Device, Mapping[Series, float]]]
@@ -117,8 +115,6 @@ class GpuCollector:
         self._look = look
         self._retry = retry
         self._wait = retry[0]
-        self._lock = threading.Lock()
-        self._closing = False
         self._session: Session | None = None
         self._pace = _Pace()
         self._known: dict[str, Device] = {}
@@ -146,35 +142,14 @@ class GpuCollector:
             NotHereError: no driver, no GPU, or no nvitop.
             DriverLostError: the driver went away.
         """
-        with self._lock:
-            if self._closing:
-                raise DriverLostError("closed")
-            try:
-                return self._sample(now)
-            except Exception:
-                self._drop()
-                raise
-            finally:
-                if self._closing:  # somebody gave up waiting for us
-                    self._drop()
+        try:
+            return self._sample(now)
+        except Exception:
+            self.close()
+            raise
 
     def close(self) -> None:
-        """Give everything back, without waiting for a driver that is stuck."""
-        self._closing = True
-        if not self._lock.acquire(timeout=0.1):
-            return  # a reading is under way, in this moment or for ever; it cleans up itself
-        # Giving back is a call too, and may be stuck: it must not hold up the one who asks for it.
-        helper = threading.Thread(target=self._drop_and_release, daemon=True, name="gpu-close")
-        helper.start()
-        helper.join(_SHUTDOWN_SECONDS)
-
-    def _drop_and_release(self) -> None:
-        try:
-            self._drop()
-        finally:
-            self._lock.release()
-
-    def _drop(self) -> None:
+        """Give everything back to the driver."""
         session, self._session = self._session, None
         if session is not None:
             session.close()
@@ -215,7 +190,7 @@ class GpuCollector:
         if session is not None and (self._down or self._nameless) and now >= self._next_retry:
             # A driver forgets that a GPU was lost only when nobody has it open any more.
             session.events.poll(self._log, self._clock())
-            self._drop()
+            self.close()
             session = None
             self._wait = min(self._wait * 2, self._retry[1])
             self._restarted, self._next_retry = now, now + self._wait
