@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import gzip as gzip_module
 import os
 import signal
@@ -23,7 +22,7 @@ from hpml_exporters.core.sampler import Sampler, Snapshot, Source, tell
 from hpml_exporters.core.selfmetrics import node_families, server_families
 from hpml_exporters.options import COLLECTORS, Context, NodeOptions
 from hpml_exporters.web.limits import Counters
-from hpml_orchestrator.errors import InputError
+from hpml_orchestrator.errors import InputError, RecordError
 
 __all__ = ["EXIT_STUCK", "NodeCollector", "Pages", "block_signals", "run", "sources_of"]
 
@@ -234,7 +233,7 @@ def run(options: NodeOptions, sources: Iterable[Source] | None = None) -> int:
             summary = _SummaryWriter(options, sampler)
         shown = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
         if options.address_file:
-            write_address(options.address_file, shown)
+            _publish_address(options.address_file, shown)
         tell(f"{server.scheme}://{shown}/metrics")
         _wait_for_end(ending, options.parent_pid)
     finally:
@@ -245,22 +244,13 @@ def run(options: NodeOptions, sources: Iterable[Source] | None = None) -> int:
     return 0
 
 
-def write_address(path: str, address: str) -> None:
-    """Write where the exporter listens, as one line that is there whole or not at all.
+def _publish_address(path: str, address: str) -> None:
+    from hpml_orchestrator.records.files import write_text  # noqa: PLC0415 - in jobs alone
 
-    Raises:
-        InputError: it cannot be written.
-    """
-    partial_path = f"{path}.{os.getpid()}"
     try:
-        with open(partial_path, "w", encoding="utf-8") as stream:
-            stream.write(address + "\n")
-        os.replace(partial_path, path)
-    except OSError as error:
-        with contextlib.suppress(OSError):
-            os.unlink(partial_path)
-        why = f"cannot be written: {error.strerror}"
-        raise InputError(why, field="address_file", value=path) from None
+        write_text(path, f"{address}\n")
+    except RecordError as error:
+        raise InputError(error.message, field="address_file", value=path) from None
 
 
 def block_signals() -> set[signal.Signals]:

@@ -152,10 +152,7 @@ def node_families(cluster: str, node: str, scope: str) -> list[Metric]:
 
 
 def server_families(
-    connections: int,
-    responses: Mapping[int, int],
-    dropped: Mapping[str, int],
-    reload_failures: int,
+    connections: int, responses: Mapping[int, int], dropped: Mapping[str, int], reload_failures: int
 ) -> list[Metric]:
     """Return how a web server does.
 

@@ -134,9 +134,7 @@ MEMORY_TEMPERATURE = _gauge(
     "memory_temperature_celsius", "Temperature of GPU memory.", _FIELD.format(82)
 )
 FAN = _gauge(
-    "fan_speed_ratio",
-    "Speed that the fan is told, against its highest.",
-    "nvmlDeviceGetFanSpeed",
+    "fan_speed_ratio", "Speed that the fan is told, against its highest.", "nvmlDeviceGetFanSpeed"
 )
 CLOCK = _gauge(
     "clock_hertz",
@@ -164,14 +162,10 @@ THROTTLED = _counter(
     "reason",
 )
 ENCODER = _gauge(
-    "encoder_utilization_ratio",
-    "Use of the video encoder.",
-    "nvmlDeviceGetEncoderUtilization",
+    "encoder_utilization_ratio", "Use of the video encoder.", "nvmlDeviceGetEncoderUtilization"
 )
 DECODER = _gauge(
-    "decoder_utilization_ratio",
-    "Use of the video decoder.",
-    "nvmlDeviceGetDecoderUtilization",
+    "decoder_utilization_ratio", "Use of the video decoder.", "nvmlDeviceGetDecoderUtilization"
 )
 ECC_ERRORS = _counter(
     "ecc_errors",
@@ -237,9 +231,7 @@ PCIE_REPLAYS = _counter(
 )
 PCIE_WIDTH = _gauge("pcie_link_width", "PCIe lanes in use.", "nvmlDeviceGetCurrPcieLinkWidth")
 PCIE_WIDTH_MAX = _gauge(
-    "pcie_link_width_max",
-    "PCIe lanes that GPU and slot can use.",
-    "nvmlDeviceGetMaxPcieLinkWidth",
+    "pcie_link_width_max", "PCIe lanes that GPU and slot can use.", "nvmlDeviceGetMaxPcieLinkWidth"
 )
 PCIE_GENERATION = _gauge(
     "pcie_link_generation",
