@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from hpml_exporters.gpu.devices import Device, pci_address
+from hpml_exporters.gpu.devices import Device
 from hpml_exporters.gpu.jobs import Processes, job_families, resolve
 from hpml_exporters.jobs.board import JobFacts, Jobs, JobSeen
 
@@ -30,6 +30,7 @@ NODE = (
         ("0000:0f:00.0", ["GPU-bb"]),
         ("00000000:0F:00.0", ["GPU-bb"]),
         ("0f:00.0", ["GPU-bb"]),
+        ("2,GPU-aa", ["GPU-aa"]),  # named twice
         ("MIG-c2", ["MIG-c2"]),
         ("1", ["MIG-c1", "MIG-c2"]),
         ("GPU-cc", ["MIG-c1", "MIG-c2"]),
@@ -37,26 +38,13 @@ NODE = (
 )
 def test_every_way_to_name_a_gpu(name: str, uuids: list[str]) -> None:
     """A number is the device file's; a split GPU stands for its instances."""
-    assert resolve([name], NODE) == (uuids, [])
+    assert resolve(name.split(","), NODE) == (uuids, [])
 
 
 @pytest.mark.parametrize("name", ["7", "GPU-zz", "MIG-zz", "0000:99:00.0", "", "gpu", "-1", "²"])
 def test_names_that_mean_no_gpu_are_told_apart(name: str) -> None:
     """They are allocated all the same, and never guessed."""
     assert resolve([name, "2"], NODE) == (["GPU-aa"], [name])
-
-
-def test_a_gpu_named_twice_is_one() -> None:
-    """By its number and by its UUID."""
-    assert resolve(["2", "GPU-aa"], NODE) == (["GPU-aa"], [])
-
-
-def test_addresses_have_one_form() -> None:
-    """NVML writes eight digits of domain, sysfs four, lspci none."""
-    assert {pci_address(one) for one in ("00000000:3B:00.0", "0000:3b:00.0", "3b:00.0")} == {
-        "00000000:3b:00.0"
-    }
-    assert pci_address("10000:3b:00.0") == "00010000:3b:00.0"
 
 
 def shown(
