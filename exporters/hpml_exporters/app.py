@@ -34,6 +34,7 @@ _SUMMARY_SECONDS = (1.0, 5.0)  # looks as often as GPUs are read, within these b
 _WRITE_SECONDS = 30.0
 _END_SECONDS = 5.0
 _END = b"# EOF\n"  # of OpenMetrics
+_FORMATS = 4  # a client may make up any number of them: versions of OpenMetrics
 _GZIP_LEVEL = 1  # the answer travels once, and is a tenth of its size already
 
 
@@ -89,13 +90,18 @@ class Pages:
             names: of the only series that are wanted; empty: all.
             gzip: compressed.
         """
-        encode, content_type = choose_encoder(accept)
+        try:
+            encode, content_type = choose_encoder(accept)
+        except TypeError:  # the version that the client wants is no number
+            encode, content_type = choose_encoder("")
         if names:
             body = encode(self._registry.restricted_registry(names))
             return gzip_module.compress(body, _GZIP_LEVEL) if gzip else body, content_type
         snapshot = self._sampler.snapshot()
         if snapshot is not self._shown:
             self._shown, self._bodies = snapshot, {}
+        if content_type not in self._texts and len(self._texts) >= _FORMATS:
+            self._texts, self._bodies = {}, {}
         key = content_type, gzip
         if key not in self._bodies:
             body = self._bodies.get((content_type, False)) or self._rendered(encode, content_type)

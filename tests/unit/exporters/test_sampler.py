@@ -343,6 +343,9 @@ def test_a_snapshot_is_rendered_once_per_format() -> None:
     assert (figures(first)["hpml_one_level"], second["hpml_one_level"]) == (1, 2)
     assert second["hpml_two_level"] == 1
     assert pages.metrics(wanted, gzip=False)[0].count(b"# EOF\n") == 1
+    for version in [*range(2, 9), "x"]:  # formats that a client makes up
+        made_up = f"application/openmetrics-text;version={version}"
+        assert b"\nhpml_one_level 2.0\n" in pages.metrics(made_up, gzip=False)[0]
 
 
 def test_some_series_alone_and_any_registry() -> None:
