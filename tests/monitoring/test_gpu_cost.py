@@ -34,11 +34,6 @@ def test_series_per_gpu_and_per_job(gpu_collector: Start) -> None:
     assert len({json.dumps([name, labels]) for name, labels, _ in seen.series}) == len(seen.series)
     assert len(per_gpu) <= 8 * 60 + 3
     assert len(per_job) <= 20 * 6
-    assert {key for _, labels, _ in seen.series for key in labels} <= {
-        "uuid", "index", "name", "pci_bus_id", "minor", "serial", "mig", "parent", "gpu_instance",
-        "version", "state", "type", "reason", "error", "direction", "owner", "xid", "jobid",
-        "cluster", "allocated",
-    }  # fmt: skip
 
 
 def test_the_hot_path_makes_few_calls_and_no_slow_one(gpu_collector: Start) -> None:
