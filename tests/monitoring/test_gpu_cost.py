@@ -42,7 +42,7 @@ def test_the_hot_path_makes_few_calls_and_no_slow_one(gpu_collector: Start) -> N
     running.do("jobs", jobs=[])
     running.sample()
     running.calls.write_text("")
-    told = running.do("repeat", times=20, pause=0.0)
+    told = running.do("repeat", times=20)
     made = running.calls.read_text().split()
     print(f"8 GPUs: {told['cpu'] * 1e3:.3f} ms of CPU and {len(made) / 20:.1f} calls per sample")
     never = {"nvmlDeviceGetPcieThroughput", "nvmlDeviceGetName", "nvmlDeviceGetUUID", "nvmlInit"}
@@ -58,7 +58,7 @@ def test_handles_are_got_once(gpu_collector: Start) -> None:
     running = gpu_collector(State(gpus=(a100(0), divided(h100(1), 1, 2))), look=0.0)
     running.sample()
     running.calls.write_text("")
-    running.do("repeat", times=20, pause=0.0)
+    running.do("repeat", times=20)
     made = running.calls.read_text()
     assert "nvmlDeviceGetHandleBy" not in made
     assert made.split().count("nvmlDeviceGetMigMode") >= 20
@@ -70,7 +70,7 @@ def test_readings_over_the_budget_become_rarer(gpu_collector: Start) -> None:
     running = gpu_collector(State(gpus=(a100(0),), faults=(slow,)))
     running.sample()
     running.calls.write_text("")
-    running.do("repeat", times=20, pause=0.0)
+    running.do("repeat", times=20)
     made = running.calls.read_text().split()
     assert made.count("nvmlDeviceGetUtilizationRates") <= 16
 
