@@ -128,7 +128,7 @@ class _Slot:
                 self._tell_once(str(error), f"nothing to read: {error}")
         except StaleError as error:
             found = error.families
-            self._tell_error(error)
+            self._tell_once(str(error), str(error))
         except Exception as error:  # noqa: BLE001 - whatever it is, the others go on
             self._tell_error(error)
             if self._collector is None or isinstance(error, DriverLostError):
@@ -200,9 +200,10 @@ class _Slot:
         self._tell_once((type(error), where), f"{type(error).__name__}: {error}")
 
     def _tell_once(self, kind: object, message: str) -> None:
-        now = time.monotonic()
-        if now - self._told.get(kind, -_TOLD_AGAIN_SECONDS) >= _TOLD_AGAIN_SECONDS:
-            self._told[kind] = now
+        since = time.monotonic() - _TOLD_AGAIN_SECONDS
+        self._told = {each: when for each, when in self._told.items() if when > since}
+        if kind not in self._told:
+            self._told[kind] = time.monotonic()
             tell(f"collector {self.name}: {message}")
 
 

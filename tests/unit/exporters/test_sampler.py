@@ -167,7 +167,7 @@ def test_a_family_that_cannot_be_rendered_is_a_failed_reading(
     assert shown(sampler)["hpml_exporter_errors_total{collector=late}"] == 1
 
 
-def test_a_failed_reading_may_keep_the_last_figures() -> None:
+def test_a_failed_reading_may_keep_the_last_figures(capfd: pytest.CaptureFixture[str]) -> None:
     """As the cluster's, while Slurm does not answer: shown, and told to be down."""
 
     def act(turn: int) -> list[Metric] | None:
@@ -183,6 +183,7 @@ def test_a_failed_reading_may_keep_the_last_figures() -> None:
         assert now["hpml_exporter_errors_total{collector=slurm}"] == errors
         assert now["hpml_exporter_up{collector=slurm}"] == (errors == 0)
     assert sampler.health() == (True, "failed: slurm")
+    assert capfd.readouterr().err == "hpml: collector slurm: Slurm does not answer\n"
 
 
 def test_values_that_are_none_and_names_of_any_bytes() -> None:
