@@ -24,14 +24,9 @@ class DriverLostError(Exception):
 
 
 class StaleError(Exception):
-    """This reading failed, and older families are still worth showing.
+    """This reading failed, and the families of an earlier one are to be shown all the same."""
 
-    Attributes:
-        families: what to show until the next reading; the collector counts as failed.
-    """
-
-    def __init__(self, message: str, families: Sequence[Metric]) -> None:
-        """Say why, and what to show."""
+    def __init__(self, message: str, families: Iterable[Metric]) -> None:
         super().__init__(message)
         self.families = families
 
@@ -52,16 +47,19 @@ class Collector(Protocol):
     def sample(self, now: float) -> Iterable[Metric]:
         """Read once and return all families as they are now.
 
+        They are iterated once, when a scrape first wants them: a generator can leave until then
+        what is expensive to put together. An error of it is one of this reading.
+
         Args:
             now: time.monotonic() of this reading, seconds.
 
         Raises:
             NotHereError: there is nothing to read.
             DriverLostError: the collector has to be made anew.
-            StaleError: this reading failed; its families are shown.
+            StaleError: this reading failed; the families that it brings are shown.
             Exception: this reading failed; the families of the last one are dropped, the next
                 reading is tried at its time.
         """
 
     def close(self) -> None:
-        """Give back what was opened; may be called while a reading hangs in another thread."""
+        """Give back what was opened; called by the thread that reads."""

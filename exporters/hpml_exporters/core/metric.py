@@ -36,7 +36,7 @@ Row: TypeAlias = tuple[Sequence[str], Value]
 """One series: values of the labels, and the number."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)  # a key of many dicts: hashed by identity
 class MetricSpec:
     """One metric as it is documented and shown.
 
@@ -67,11 +67,15 @@ class MetricSpec:
 
         Raises:
             ValueError: a sample has not the labels of this metric.
-            TypeError: a value is not a number, or no histogram where one is wanted.
+            TypeError: a label is no text, a value is not a number, or no histogram where one is
+                wanted.
         """
         found = Metric(self.family_name, self.help, self.type, self.unit)
         for values, value in samples:
-            labels = dict(zip(self.labels, map(_shown, values), strict=True))
+            text = "".join(values)
+            plain = text.isascii() and "\0" not in text
+            sent = values if plain else map(_sendable, values)
+            labels = dict(zip(self.labels, sent, strict=True))
             if isinstance(value, Histogram) != (self.type == "histogram"):
                 raise TypeError(f"{self.name} cannot have the value {value!r}")
             if isinstance(value, Histogram):
@@ -102,10 +106,8 @@ def _buckets(name: str, labels: dict[str, str], value: Histogram) -> Iterable[Sa
     yield Sample(f"{name}_sum", labels, value.sum)
 
 
-def _shown(value: str) -> str:
+def _sendable(value: str) -> str:
     """Return a label's value as text that can be sent: names of files may be any bytes."""
-    if value.isascii():
-        return value.replace("\0", "\ufffd") if "\0" in value else value
     return value.encode("utf-8", "replace").decode().replace("\0", "\ufffd")
 
 
