@@ -20,7 +20,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from deploy.gpusim._curves import Curve, Number, Ramp, Sine, Square, integral, value
+from deploy.gpusim._curves import Curve, Number, Ramp, Square, integral, value
 from deploy.gpusim._model import XID, Device, Event, Fault, Process, State, a100, divided, h100
 
 __all__ = [
@@ -35,7 +35,6 @@ __all__ = [
     "Process",
     "Ramp",
     "Simulator",
-    "Sine",
     "Square",
     "State",
     "a100",
@@ -55,8 +54,7 @@ nvmlDeviceGetComputeRunningProcesses_v2 nvmlDeviceGetComputeRunningProcesses_v3
 nvmlDeviceGetGraphicsRunningProcesses_v2 nvmlDeviceGetGraphicsRunningProcesses_v3
 nvmlDeviceGetMPSComputeRunningProcesses_v2 nvmlDeviceGetMPSComputeRunningProcesses_v3
 nvmlDeviceGetRunningProcessDetailList nvmlDeviceGetCurrentClocksEventReasons
-nvmlDeviceGetSupportedClocksEventReasons nvmlDeviceGetJpgUtilization nvmlDeviceGetOfaUtilization
-nvmlDeviceGetNumaNodeId nvmlGpmQueryDeviceSupport nvmlGpmSampleAlloc nvmlGpmSampleGet
+nvmlGpmQueryDeviceSupport nvmlGpmSampleAlloc nvmlGpmSampleGet
 nvmlGpmMigSampleGet nvmlGpmMetricsGet nvmlGpmSampleFree""".split()
 """What drivers of the 450 series lack: with real ones the dynamic linker finds no such symbol."""
 

@@ -32,12 +32,6 @@ API ret_t nvmlEventSetFree(struct event_set *set) {
     return OK;
 }
 
-API ret_t nvmlDeviceGetSupportedEventTypes(handle_t device, u64 *types) {
-    OPEN(call, device, GPU_ONLY);
-    *types = SUPPORTED_TYPES;
-    return OK;
-}
-
 /* The oldest event of a GPU that a set has not seen, of some types; NULL where there is none. */
 static const struct event *next_event(const struct gpu *gpu, u64 seen, u64 types) {
     const struct event *next = NULL;

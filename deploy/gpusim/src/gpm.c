@@ -12,8 +12,7 @@ static const struct {
     unsigned id;
     const char *rate;
 } metrics[] = {
-    {1, "gpm_graphics"}, {2, "gpm_sm"}, {3, "gpm_occupancy"}, {4, "gpm_integer"}, {5, "gpm_tensor"}, {6, "gpm_dfma"},
-    {7, "gpm_hmma"}, {9, "gpm_imma"}, {10, "gpm_dram"}, {11, "gpm_fp64"}, {12, "gpm_fp32"}, {13, "gpm_fp16"},
+    {1, "gpm_graphics"}, {2, "gpm_sm"}, {3, "gpm_occupancy"}, {5, "gpm_tensor"}, {10, "gpm_dram"},
     {20, "pcie_tx"}, {21, "pcie_rx"}, {60, "nvlink_rx"}, {61, "nvlink_tx"},
 };
 

@@ -16,13 +16,6 @@ struct process_v2 { /* _v3 has the same layout */
     unsigned gi, ci;
 };
 
-struct process_detail {
-    unsigned pid;
-    u64 memory;
-    unsigned gi, ci;
-    u64 protected_memory;
-};
-
 /* The next process of a type ('\0': any) on the call's device, or NULL. The driver forgets a process at its end, so
    that a killed one vanishes without a new state file. */
 static const struct process *next_process(const struct call *call, char type, const struct process *process) {
@@ -79,28 +72,6 @@ static ret_t running(const struct call *call, char type, unsigned version, unsig
 RUNNING(nvmlDeviceGetComputeRunningProcesses, 'C')
 RUNNING(nvmlDeviceGetGraphicsRunningProcesses, 'G')
 RUNNING(nvmlDeviceGetMPSComputeRunningProcesses, 'M')
-
-struct detail_list {
-    unsigned version, mode, count;
-    struct process_detail *details;
-};
-
-API ret_t nvmlDeviceGetRunningProcessDetailList(handle_t device, struct detail_list *list) {
-    OPEN(call, device, ANY_DEVICE);
-    if (list->version != VERSION(*list, 1))
-        return VERSION_MISMATCH;
-    if (list->mode > 3)
-        return INVALID_ARGUMENT;
-    unsigned room = list->details == NULL ? 0 : list->count, all = 0;
-    for (EACH(process, &call, "CGM"[list->mode]) /* 3, all types, is the text's end */) {
-        if (all < room)
-            list->details[all] = (struct process_detail){
-                process->pid, (u64)curve_value(&process->memory, call.t), process->gi, process->ci, 0};
-        all++;
-    }
-    list->count = all;
-    return all > room ? INSUFFICIENT_SIZE : OK;
-}
 
 struct share {
     unsigned pid;

@@ -31,7 +31,7 @@ enum { /* nvmlReturn_t */
 };
 
 /* A value as a function of the seconds since the state's epoch. */
-enum curve_kind { CONSTANT, SQUARE, SINE, RAMP };
+enum curve_kind { CONSTANT, SQUARE, RAMP };
 struct curve {
     enum curve_kind kind;
     double p[5];
@@ -87,7 +87,7 @@ struct state {
     int users;
     double epoch;
     unsigned generation, cuda, lost, gpus, fault_count;
-    char driver[TEXT_SIZE], nvml[TEXT_SIZE];
+    char driver[TEXT_SIZE];
     struct gpu *gpu[GPU_MAX];
     struct fault *faults;
 };

@@ -5,8 +5,7 @@
 
 #include "sim.h"
 
-static const char *const texts[] = {"name", "uuid", "serial", "bus_id", "pci_id", "pci_subsystem", "vbios",
-                                    "cpus", "numa"};
+static const char *const texts[] = {"name", "uuid", "serial", "bus_id", "pci_id", "pci_subsystem"};
 
 /* The array with room for one more, which is zeroed; in steps of 16, so that thousands cost few copies. */
 static void *grown(void *array, unsigned count, size_t size) {
@@ -82,13 +81,12 @@ static bool read_head(struct state *state, const char *name, const char *rest) {
     for (unsigned kind = 0; kind < COUNT(faults); kind++)
         if (strcmp(name, faults[kind]) == 0)
             return read_fault(state, kind, rest);
-    char *text = strcmp(name, "driver") == 0 ? state->driver : strcmp(name, "nvml") == 0 ? state->nvml : NULL;
     unsigned *value = strcmp(name, "generation") == 0 ? &state->generation
                       : strcmp(name, "cuda") == 0     ? &state->cuda
                       : strcmp(name, "lost") == 0     ? &state->lost
                                                       : NULL;
-    if (text != NULL)
-        return snprintf(text, TEXT_SIZE, "%s", rest) > 0;
+    if (strcmp(name, "driver") == 0)
+        return snprintf(state->driver, TEXT_SIZE, "%s", rest) > 0;
     return value != NULL ? sscanf(rest, "%u", value) == 1
                          : strcmp(name, "epoch") == 0 && sscanf(rest, "%lf", &state->epoch) == 1;
 }

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from deploy.gpusim.gpusim import OLD_DRIVER, Fault, Process, Simulator, State, a100, divided, h100
+from deploy.gpusim.gpusim import OLD_DRIVER, Process, Simulator, State, a100, divided, h100
 from tests.monitoring.gpusim_support import Gpusim
 from tests.unit.exporters.web.support import held_port
 
@@ -257,20 +257,6 @@ def test_a_signal_ends_the_commands_child(gpusim_library: Simulator) -> None:
         assert child.wait(timeout=240) == 128 + 15
 
 
-def test_two_drivers_are_compared(gpusim: Gpusim) -> None:
-    """Questions that a driver answers in another way than the simulated H100 are listed."""
-    odd = (Fault("nvmlDeviceGetFanSpeed", 999), Fault("field:83", 3))
-    settings: dict[str, Any] = {"epoch": time.time() - 60}
-    gpusim.write(State(gpus=(h100(0),), faults=odd, **settings))
-    done = command("compare", env=gpusim.environment)
-    assert done.returncode == 3, done.stderr
-    assert ", 2 answered in different ways" in done.stdout
-    assert "| nvmlDeviceGetFanSpeed | error 999 | error 3 |" in done.stdout
-    assert "| field 83 | error 3 | type 3 |" in done.stdout
-    gpusim.write(State(gpus=(h100(0),), **settings))
-    assert command("compare", env=gpusim.environment).returncode == 0
-
-
 def test_a_state_file_to_play_with(gpusim_library: Simulator, tmp_path: Path) -> None:
     """It is plain text, and what is changed by hand is seen."""
     path = tmp_path / "node.txt"
@@ -282,3 +268,55 @@ def test_a_state_file_to_play_with(gpusim_library: Simulator, tmp_path: Path) ->
     words = ("run", "--state", os.path.relpath(path, tmp_path), "--", sys.executable, "-c", code)
     done = command(*words, cwd=tmp_path)
     assert done.stdout == "NVIDIA of my own (simulated)\n"
+
+
+def test_a_running_node_is_changed(gpusim: Gpusim) -> None:
+    """Activity, processes, an error and a lost GPU are seen with the next call; counters go on."""
+    path = gpusim.path
+    made = command("state", path, "--gpus", "2", "--mig", "--idle", "--node", "n1")
+    assert made.returncode == 0, made.stderr
+
+    def change(*words: str) -> None:
+        done = command("set", path, *words)
+        assert done.returncode == 0, done.stderr
+
+    energy = "nvmlDeviceGetTotalEnergyConsumption(h(0))"
+    with gpusim.probe() as ask:
+        assert ask("nvmlDeviceGetUUID(h(0))") != h100(0).uuid
+        ask("event_set(0, 1)")
+        before = ask(energy)
+        change("--gpu", "0", "--xid", "79", "--pid", str(os.getpid()), "util=90", "power=1e6")
+        assert ask("nvmlDeviceGetUtilizationRates(h(0)).gpu") == 90
+        assert [p["pid"] for p in ask("nvmlDeviceGetComputeRunningProcesses(h(0))")] == [
+            os.getpid()
+        ]
+        assert ask("wait(1000)") == [0, 79]
+        change("--gpu", "0", "power=0")
+        assert before < ask(energy) < before + 1e9 * 600
+        change("--mig", "2", "--gpu", "1", "gpm_tensor=45", "--pid", str(os.getpid()))
+        assert ask("gpm(h(1), 0.05, 5, gi=9)")[0] == [pytest.approx(45)]
+        assert [p["pid"] for p in ask("nvmlDeviceGetComputeRunningProcesses(m(1, 2))")]
+        change("--gpu", "0", "lost=1")
+        assert ask("nvmlDeviceGetUtilizationRates(h(0))") == {"error": 15}
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["utli=3"], "a GPU has no utli"),
+        (["util"], "util: write NAME=CURVE, such as util=90"),
+        (["util=lots"], "no number and no curve: lots"),
+        (["--gpu", "2", "util=3"], "--gpu 2: there are 2 GPUs, 0 is the first"),
+        (["--mig", "0", "util=3"], "--mig 0: there are 0, 0 is the first"),
+    ],
+)
+def test_a_wrong_change_changes_nothing(
+    gpusim_library: Simulator, tmp_path: Path, words: list[str], message: str
+) -> None:
+    """It says what is wrong."""
+    path = tmp_path / "node.txt"
+    gpusim_library.write(State(gpus=(h100(0), h100(1))), path)
+    text = path.read_text()
+    done = command("set", path, *words)
+    assert (done.returncode, done.stderr) == (1, f"gpusim: {message}\n")
+    assert path.read_text() == text
