@@ -34,23 +34,11 @@ __all__ = ["main"]
 _MODELS = {"a100": a100, "h100": h100}
 _GIB = 1 << 30
 _MAX_GPUS = 31  # PCI addresses are made 8 apart
-_RANGES = {  # of a busy GPU
-    "util": (5, 95),
-    "mem_util": (2, 60),
-    "power": (90, 350),
-    "clock_sm": (345, 1755),
-    "clock_graphics": (345, 1755),
-    "pcie_tx": (1e6, 2e9),
-    "pcie_rx": (1e6, 4e9),
-    "nvlink_tx": (0, 5e9),
-    "nvlink_rx": (0, 5e9),
-    "gpm_graphics": (5, 95),
-    "gpm_sm": (3, 80),
-    "gpm_occupancy": (1, 35),
-    "gpm_tensor": (0, 45),
-    "gpm_dram": (1, 55),
-    "temp": (40, 70),
-}
+_RANGES = """
+util=5,95 mem_util=2,60 power=90,350 temp=40,70 clock_sm=345,1755 clock_graphics=345,1755
+pcie_tx=1e6,2e9 pcie_rx=1e6,4e9 nvlink_tx=0,5e9 nvlink_rx=0,5e9 gpm_graphics=5,95 gpm_sm=3,80
+gpm_occupancy=1,35 gpm_tensor=0,45 gpm_dram=1,55""".split()
+"""Low and high of the figures of a busy GPU."""
 
 
 def _arguments(words: Sequence[str] | None) -> argparse.Namespace:
@@ -87,11 +75,11 @@ def _arguments(words: Sequence[str] | None) -> argparse.Namespace:
 
 def _busy(gpu: Device, number: int) -> Device:
     """Return a GPU at work: every figure moves, each GPU in a rhythm of its own."""
-    moves: dict[str, Any] = {
-        name: Square(20 + 3 * number, low, high, 2 * number, 0.7)
-        for name, (low, high) in _RANGES.items()
-        if name in gpu.settings
-    }
+    moves: dict[str, Any] = {}
+    for name, _, limits in (word.partition("=") for word in _RANGES):
+        if name in gpu.settings:
+            low, high = map(float, limits.split(","))
+            moves[name] = Square(20 + 3 * number, low, high, 2 * number, 0.7)
     if "temp" in moves:  # a whole GPU
         moves |= {"throttle_sw_power": Square(45, 0, 1, number, 0.1), "ecc_vol_cor": Ramp(0, 0.01)}
     mig = tuple(_busy(each, number + index) for index, each in enumerate(gpu.mig))

@@ -70,8 +70,8 @@ class Event:
 class Fault:
     """What goes wrong with a function of NVML (pattern, `*` for all), a `field:186` or a `gpm:20`.
 
-    `kind` is fault (`amount` is the code that it returns), slow (milliseconds that each call takes
-    longer) or stuck (seconds that each call hangs, at most as long as the state file says so).
+    `kind` is fault (`amount` is the code that it returns) or stuck (seconds that each call hangs,
+    at most as long as the state file says so).
     """
 
     function: str
@@ -200,7 +200,7 @@ def h100(number: int, node: str = "", **settings: Any) -> Device:
 def divided(gpu: Device, *slices: int) -> Device:
     """The GPU in MIG mode with one MIG device per number of slices (of 7): 1, 2, 3, 4 or 7."""
     model = gpu.name.removesuffix(" (simulated)")
-    gpm = {"gpm_sm", "gpm_tensor", "gpm_dram", "gpm_occupancy"} & gpu.settings.keys()
+    gpm = {f"gpm_{metric}" for metric in _GPM} & gpu.settings.keys()
     devices = []
     for index, size in enumerate(slices):
         memory = {1: 10, 2: 20, 3: 40, 4: 40, 7: 80}[size]
@@ -274,7 +274,7 @@ class State:
                 case "event":
                     number, kind, data, *where = map(int, rest.split())
                     gpus[-1]["events"].append(Event(number, data, kind, *where))
-                case "fault" | "slow" | "stuck":
+                case "fault" | "stuck":
                     function, amount, gpu = rest.split()
                     index = None if gpu == "*" else int(gpu)
                     faults.append(Fault(function, float(amount), name, index))

@@ -55,27 +55,6 @@ API ret_t nvmlDeviceGetHandleByUUID(const char *uuid, handle_t *handle) {
     return NOT_FOUND;
 }
 
-struct address {
-    unsigned domain, bus, device, function;
-};
-
-static bool address_of(const char *text, struct address *address) {
-    return sscanf(text, "%x:%x:%x.%x", &address->domain, &address->bus, &address->device, &address->function) == 4;
-}
-
-API ret_t nvmlDeviceGetHandleByPciBusId_v2(const char *bus_id, handle_t *handle) {
-    OPEN(call, NULL, SYSTEM);
-    struct address wanted, found;
-    if (!address_of(bus_id, &wanted))
-        return INVALID_ARGUMENT;
-    for (unsigned i = 0; i < call.state->gpus; i++)
-        if (address_of(text_of(&call.state->gpu[i]->self, "bus_id"), &found) &&
-            memcmp(&wanted, &found, sizeof wanted) == 0)
-            return hand_out(&call, i, 0, handle);
-    return NOT_FOUND;
-}
-ALIAS(nvmlDeviceGetHandleByPciBusId, nvmlDeviceGetHandleByPciBusId_v2)
-
 API ret_t nvmlDeviceGetIndex(handle_t device, unsigned *index) {
     OPEN(call, device, GPU_ONLY);
     *index = call.index;
@@ -99,19 +78,19 @@ struct pci_info { /* nvmlPciInfo_t since _v3 */
 
 API ret_t nvmlDeviceGetPciInfo_v3(handle_t device, struct pci_info *info) {
     OPEN(call, device, GPU_ONLY);
-    struct address at;
-    if (!address_of(text_of(call.device, "bus_id"), &at))
+    unsigned domain, bus, slot, function;
+    if (sscanf(text_of(call.device, "bus_id"), "%x:%x:%x.%x", &domain, &bus, &slot, &function) != 4)
         return NOT_SUPPORTED;
     *info = (struct pci_info){
-        .domain = at.domain,
-        .bus = at.bus,
-        .device = at.device,
+        .domain = domain,
+        .bus = bus,
+        .device = slot,
         .pci_id = (unsigned)strtoul(text_of(call.device, "pci_id"), NULL, 16),
         .pci_subsystem = (unsigned)strtoul(text_of(call.device, "pci_subsystem"), NULL, 16),
     };
     const char *form = "%0*X:%02X:%02X.%X";
-    snprintf(info->bus_id, sizeof info->bus_id, form, 8, at.domain, at.bus, at.device, at.function);
-    snprintf(info->bus_id_legacy, sizeof info->bus_id_legacy, form, 4, at.domain, at.bus, at.device, at.function);
+    snprintf(info->bus_id, sizeof info->bus_id, form, 8, domain, bus, slot, function);
+    snprintf(info->bus_id_legacy, sizeof info->bus_id_legacy, form, 4, domain, bus, slot, function);
     return OK;
 }
 ALIAS(nvmlDeviceGetPciInfo_v2, nvmlDeviceGetPciInfo_v3)

@@ -93,12 +93,8 @@ API ret_t nvmlDeviceGetFieldValues(handle_t device, int count, struct field_valu
 /* The driver counts bytes for 20 ms, and the call lasts as long. */
 API ret_t nvmlDeviceGetPcieThroughput(handle_t device, unsigned counter, unsigned *kibibytes) {
     OPEN(call, device, SENSOR);
-    double bytes = 0;
     if (counter > 1)
         return INVALID_ARGUMENT;
     sleep_seconds(0.02);
-    call.t += 0.02;
-    bool known = mean(&call, counter == 0 ? "pcie_tx" : "pcie_rx", 0.02, &bytes);
-    *kibibytes = (unsigned)(bytes / 1024 + 0.5);
-    return known ? OK : NOT_SUPPORTED;
+    return number_unsigned(&call, counter == 0 ? "pcie_tx" : "pcie_rx", 1.0 / 1024, kibibytes);
 }

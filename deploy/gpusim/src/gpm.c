@@ -28,9 +28,7 @@ struct gpm_metric {
     unsigned id;
     ret_t code;
     double value;
-    struct {
-        const char *short_name, *long_name, *unit;
-    } info;
+    const char *short_name, *long_name, *unit;
 };
 
 struct gpm_query {
@@ -112,8 +110,6 @@ API ret_t nvmlGpmMetricsGet(struct gpm_query *query) {
                 continue;
             metric->code = two->when > one->when ? OK : INVALID_ARGUMENT;
             metric->value = (two->total[m] - one->total[m]) / (two->when - one->when);
-            metric->info.short_name = metric->info.long_name = metrics[m].rate;
-            metric->info.unit = metric->id >= 20 ? "MiB/s" : "%";
         }
     }
     return OK;

@@ -39,16 +39,6 @@ bool total(const struct call *call, const char *rate, double *value) {
     return setting != NULL;
 }
 
-bool mean(const struct call *call, const char *rate, double seconds, double *value) {
-    const struct setting *setting = find(call->device, rate);
-    double from = call->t > seconds ? call->t - seconds : 0;
-    if (setting != NULL)
-        *value = call->t - from < 1e-6 ? curve_value(&setting->curve, call->t)
-                                       : (curve_integral(&setting->curve, call->t) -
-                                          curve_integral(&setting->curve, from)) / (call->t - from);
-    return setting != NULL;
-}
-
 ret_t copy_text(const char *text, char *buffer, unsigned size) {
     if (buffer == NULL)
         return INVALID_ARGUMENT;
@@ -74,6 +64,7 @@ UNSIGNED(nvmlDeviceGetCurrPcieLinkGeneration, "pcie_gen", 1, SENSOR)
 UNSIGNED(nvmlDeviceGetCurrPcieLinkWidth, "pcie_width", 1, SENSOR)
 UNSIGNED(nvmlDeviceGetMaxPcieLinkGeneration, "pcie_max_gen", 1, SENSOR)
 UNSIGNED(nvmlDeviceGetMaxPcieLinkWidth, "pcie_max_width", 1, SENSOR)
+UNSIGNED(nvmlDeviceGetPowerUsage, "power", 1000, SENSOR)
 UNSIGNED(nvmlDeviceGetPowerManagementLimit, "power_limit", 1000, SENSOR)
 UNSIGNED(nvmlDeviceGetEnforcedPowerLimit, "power_enforced", 1000, SENSOR)
 UNSIGNED(nvmlDeviceGetGpuInstanceId, "gi", 1, ANY_DEVICE)
@@ -167,15 +158,6 @@ API ret_t nvmlDeviceGetBAR1MemoryInfo(handle_t device, struct memory *memory) {
     double size = 0, used = number_or(&call, "bar1_used", 0);
     bool known = number(&call, "bar1_total", &size);
     *memory = (struct memory){.total = (u64)size, .free = (u64)(size - used), .used = (u64)used};
-    return known ? OK : NOT_SUPPORTED;
-}
-
-/* Since Ampere the driver gives the mean of the last second here; the instant is field 186. */
-API ret_t nvmlDeviceGetPowerUsage(handle_t device, unsigned *milliwatts) {
-    OPEN(call, device, SENSOR);
-    double watts = 0;
-    bool known = mean(&call, "power", 1, &watts);
-    *milliwatts = (unsigned)(watts * 1000 + 0.5);
     return known ? OK : NOT_SUPPORTED;
 }
 

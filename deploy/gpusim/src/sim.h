@@ -45,7 +45,7 @@ struct setting { /* one line of the state file: a number or a curve, or a text a
     struct curve curve;
 };
 
-struct device { /* a GPU or a MIG device: its settings, sorted by name */
+struct device { /* a GPU or a MIG device */
     struct setting *settings;
     unsigned count;
 };
@@ -75,11 +75,10 @@ struct gpu {
     unsigned event_count;
 };
 
-enum fault_kind { FAULT_CODE, FAULT_SLOW, FAULT_STUCK };
 struct fault {
-    enum fault_kind kind;
+    bool stuck;
     char function[TEXT_SIZE]; /* a pattern of fnmatch */
-    double amount;            /* the code, milliseconds or seconds */
+    double amount;            /* the code, or the seconds that a call is stuck */
     int gpu;                  /* -1: every one, and calls without a device */
 };
 
@@ -130,8 +129,6 @@ double number_or(const struct call *call, const char *name, double otherwise);
 ret_t number_unsigned(const struct call *call, const char *name, double scale, unsigned *value);
 /* The counter of a rate: its total at the epoch (NAME_base) and the integral since then. */
 bool total(const struct call *call, const char *rate, double *value);
-/* The mean of a rate over the last seconds, of the time since the epoch only. */
-bool mean(const struct call *call, const char *rate, double seconds, double *value);
 ret_t copy_text(const char *text, char *buffer, unsigned size);
 double processes_memory(const struct call *call); /* of those on the call's device */
 void sleep_seconds(double seconds);

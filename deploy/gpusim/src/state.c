@@ -20,12 +20,12 @@ static void *grown(void *array, unsigned count, size_t size) {
 #define ADD(array, count) ((array) = grown(array, count, sizeof *(array)), &(array)[(count)++])
 
 /* FUNCTION AMOUNT GPU */
-static bool read_fault(struct state *state, enum fault_kind kind, const char *rest) {
+static bool read_fault(struct state *state, bool stuck, const char *rest) {
     char gpu[16];
     struct fault *fault = ADD(state->faults, state->fault_count);
     if (sscanf(rest, "%95s %lf %15s", fault->function, &fault->amount, gpu) != 3)
         return false;
-    fault->kind = kind;
+    fault->stuck = stuck;
     fault->gpu = strcmp(gpu, "*") == 0 ? -1 : atoi(gpu);
     return true;
 }
@@ -77,10 +77,10 @@ static bool read_setting(struct device *device, const char *name, const char *re
 }
 
 static bool read_head(struct state *state, const char *name, const char *rest) {
-    static const char *const faults[] = {[FAULT_CODE] = "fault", [FAULT_SLOW] = "slow", [FAULT_STUCK] = "stuck"};
-    for (unsigned kind = 0; kind < COUNT(faults); kind++)
-        if (strcmp(name, faults[kind]) == 0)
-            return read_fault(state, kind, rest);
+    if (strcmp(name, "fault") == 0 || strcmp(name, "stuck") == 0)
+        return read_fault(state, *name == 's', rest);
+    if (strcmp(name, "driver") == 0)
+        return snprintf(state->driver, TEXT_SIZE, "%s", rest) > 0;
     unsigned *value = strcmp(name, "generation") == 0 ? &state->generation
                       : strcmp(name, "cuda") == 0     ? &state->cuda
                       : strcmp(name, "lost") == 0     ? &state->lost
@@ -109,18 +109,11 @@ static bool read_line(struct state *state, struct device **current, const char *
     return strcmp(name, "event") == 0 ? read_event(gpu, rest) : read_setting(*current, name, rest);
 }
 
-static int by_name(const void *one, const void *other) {
-    return strcmp(one, other); /* a setting begins with its name */
-}
-
-static void sort(struct device *device) {
-    if (device->count > 0)
-        qsort(device->settings, device->count, sizeof *device->settings, by_name);
-}
-
 const struct setting *find(const struct device *device, const char *name) {
-    return device->count == 0 ? NULL
-                              : bsearch(name, device->settings, device->count, sizeof *device->settings, by_name);
+    const struct setting *setting = device->settings, *end = setting + device->count;
+    while (setting < end && strcmp(setting->name, name) != 0)
+        setting++;
+    return setting < end ? setting : NULL;
 }
 
 static struct state *refuse(struct state *state, const char *why, const char *line) {
@@ -142,11 +135,6 @@ struct state *state_parse(char *text) {
         line[length] = '\0';
         if (length > 0 && *line != '#' && !read_line(state, &current, line, rest))
             return refuse(state, "has a line that is not understood: ", line);
-    }
-    for (unsigned i = 0; i < state->gpus; i++) {
-        sort(&state->gpu[i]->self);
-        for (unsigned m = 0; m < state->gpu[i]->migs; m++)
-            sort(&state->gpu[i]->mig[m]);
     }
     return state;
 }

@@ -118,7 +118,6 @@ ANSWERS: dict[str, tuple[tuple[Device, ...], dict[str, Any]]] = {
             "nvmlDeviceGetPciInfo(h(0)).busId": "00000000:1F:00.0",
             "nvmlDeviceGetPciInfo(h(0)).busIdLegacy": "0000:1F:00.0",
             f"nvmlDeviceGetIndex(nvmlDeviceGetHandleByUUID({NAMES[1].uuid!r}))": 1,
-            "nvmlDeviceGetIndex(nvmlDeviceGetHandleByPciBusId('0000:0f:00.0'))": 1,
             "nvmlDeviceGetHandleByUUID('GPU-none')": NOT_FOUND,
             "h(2)": INVALID_ARGUMENT,
             "nvmlDeviceGetCudaComputeCapability(h(1))": [9, 0],
@@ -192,15 +191,6 @@ ANSWERS: dict[str, tuple[tuple[Device, ...], dict[str, Any]]] = {
             NOT_SUPPORTED,
         ),
     ),
-    "what it gives": (
-        (a100(0, fan=40, clock_sm=7),),
-        {
-            "nvmlDeviceGetFanSpeed(h(0))": 40,
-            "nvmlDeviceGetClockInfo(h(0), 1)": 7,
-            "nvmlDeviceGetPowerUsage(h(0))": 60000,
-            "nvmlGpmQueryDeviceSupport(h(0)).isSupportedDevice": 0,
-        },
-    ),
 }
 
 
@@ -211,30 +201,6 @@ def test_answers(gpusim: Gpusim, gpus: tuple[Device, ...], answers: dict[str, An
     gpusim.write(State(gpus=gpus, driver="535.1.2", cuda=12020, epoch=epoch))
     with gpusim.probe() as ask:
         assert {call: ask(call) for call in answers} == answers
-
-
-def test_a_setting_that_no_gpu_has_is_refused() -> None:
-    """A slip of the pen in a test would be a GPU that lacks something."""
-    with pytest.raises(TypeError, match="utli"):
-        a100(0, utli=3)
-
-
-def test_processes_need_room(gpusim: Gpusim) -> None:
-    """No buffer or a small one says how many; the forms differ in what they tell."""
-    pids = [101, 102, 103]
-    processes = tuple(Process(pid, (1 + n) * GIB, ghost=True) for n, pid in enumerate(pids))
-    gpusim.write(State(gpus=(a100(0, processes=processes), a100(1))))
-    compute = "nvmlDeviceGetComputeRunningProcesses"
-    with gpusim.probe() as ask:
-        for form in ("", "_v2", "_v3"):
-            asked = [(0, 0), (0, 2), (0, 5), (1, 0)]
-            found = [ask(f"listed({compute + form!r}, h({gpu}), {room})") for gpu, room in asked]
-            assert found == [[7, 3], [7, 3], [0, 3], [0, 0]]
-        for form in ("_v2", "_v3"):
-            found = ask(f"{compute}{form}(h(0))")
-            told = [(each["pid"], each["usedGpuMemory"]) for each in found]
-            assert told == [(pid, (1 + n) * GIB) for n, pid in enumerate(pids)]
-            assert {each["gpuInstanceId"] for each in found} in ({None}, {0xFFFFFFFF})
 
 
 def test_a_process_that_ends_leaves_the_list(gpusim: Gpusim, sleeper: Sleeper) -> None:
@@ -258,40 +224,6 @@ def test_a_process_that_ends_leaves_the_list(gpusim: Gpusim, sleeper: Sleeper) -
             each.wait()
         assert ask(pids) == [living.pid, living.pid, ghost.pid]
         assert ask(used) == 4 * GIB
-
-
-def test_shares_of_processes_have_a_time(gpusim: Gpusim) -> None:
-    """One new sample of each process that works; none newer than the last seen is an error."""
-    processes = (Process(1, sm=70, mem=20, ghost=True), Process(2, sm=0, mem=0, ghost=True))
-    gpusim.write(State(gpus=(a100(0, processes=processes),)))
-    with gpusim.probe() as ask:
-        began = time.time()
-        (sample,) = ask("nvmlDeviceGetProcessUtilization(h(0), 0)")
-        assert (sample["pid"], sample["smUtil"], sample["memUtil"]) == (1, 70, 20)
-        assert began - 1 < sample["timeStamp"] / 1e6 <= time.time()
-        assert ask(f"nvmlDeviceGetProcessUtilization(h(0), {10**17})") == NOT_FOUND
-
-
-def test_bytes_are_counted(gpusim: Gpusim) -> None:
-    """PCIe at once and for 20 ms, its counter may wrap at 32 bits; NVLink in KiB by link."""
-    rate = 1 << 22
-    gpus = (
-        a100(0, pcie_tx=rate, pcie_rx=1 << 30, nvlink_links=4, nvlink_tx=1 << 30),
-        a100(1, pcie_tx=rate, pcie_bits=64),
-    )
-    state = gpusim.write(State(gpus=gpus, epoch=time.time() - 1500))
-    with gpusim.probe() as ask:
-        kib, before, after = ask("timed(lambda: nvmlDeviceGetPcieThroughput(h(0), 1))")
-        assert kib == pytest.approx(1 << 20, rel=0.01)
-        assert after - before >= 0.02
-        call = "timed(lambda: fields(h(0), 197) + fields(h(1), 197) + fields(h(0), (138, 0)))"
-        (wrapped, sent, link), before, after = ask(call)
-        least, most = (moment - state.epoch for moment in (before, after))
-        assert rate * least - 1 <= sent <= rate * most + 1
-        assert rate * least - (1 << 32) - 1 <= wrapped <= rate * most - (1 << 32) + 1
-        assert least * (1 << 20) - 1 <= link <= most * (1 << 20) + 1
-        one, every = ask("fields(h(0), (138, 0), (138, NO_LINK))")
-        assert every == pytest.approx(4 * one, rel=1e-6)
 
 
 def test_gpm_is_the_mean_between_two_samples(gpusim: Gpusim) -> None:

@@ -2,23 +2,17 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
-import math
 import os
 import subprocess
 import sys
-import time
-import urllib.request
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from prometheus_client.parser import text_string_to_metric_families
 
-from deploy.gpusim.gpusim import OLD_DRIVER, Process, Simulator, State, a100, divided, h100
+from deploy.gpusim.gpusim import Process, Simulator, State, a100, divided, h100
 from tests.monitoring.gpusim_support import Gpusim
-from tests.unit.exporters.web.support import held_port
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -129,72 +123,11 @@ def test_nvitop_sees_what_the_state_says(
     assert instances[1]["processes"][str(worker.pid)][:2] == ["C", 2 * GIB]
 
 
-def test_nvitop_falls_back_on_an_old_driver(
-    gpusim: Gpusim,
-    node: State,
-    worker: subprocess.Popen[bytes],
-) -> None:
-    """With the first forms of the calls it finds the same memory and processes."""
-    old = Gpusim(gpusim.path, Simulator(without=OLD_DRIVER))
-    old.write(node)
-    devices, _ = nvitop(old)
-    first = devices[0][0]
-    reserved = 600 << 20  # the first form counts it as used
-    assert first["memory_used"] == 5 * GIB + reserved
-    assert first["temperature"] == 61
-    assert first["processes"][str(worker.pid)][:2] == ["C", 5 * GIB]
-
-
 def test_nvitop_survives_a_lost_gpu(gpusim: Gpusim, node: State) -> None:
     """It lists the device without figures."""
     gpusim.write(node.changed(1, lost=1))
     devices, _ = nvitop(gpusim)
     assert [device["gpu_utilization"] for device, _ in devices] == [77, "N/A", 0, "N/A"]
-
-
-def test_nvitops_exporter_shows_the_devices(gpusim: Gpusim, node: State) -> None:
-    """What our own exporter is compared with runs on the same simulated driver."""
-    pytest.importorskip("nvitop_exporter")
-    gpusim.write(node)
-    wanted = {node.gpus[0].uuid: 77.0, node.gpus[1].uuid: 0.0, node.gpus[2].uuid: 0.0}
-    with held_port() as port:
-        nvitops_exporter_shows(gpusim, port, wanted)
-
-
-def nvitops_exporter_shows(gpusim: Gpusim, port: int, wanted: dict[str, float]) -> None:
-    """Run it until it does: it reads its devices in threads, one after the other."""
-    command = [sys.executable, "-m", "nvitop_exporter", "--port", str(port), "--hostname", "here"]
-    with subprocess.Popen(
-        command,
-        env=gpusim.environment,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-    ) as exporter:
-        try:
-            found: dict[str, float] = {}
-            end = time.monotonic() + 240
-            while found != wanted:
-                assert exporter.poll() is None, exporter.stdout and exporter.stdout.read()
-                assert time.monotonic() < end, found
-                time.sleep(0.2)
-                with contextlib.suppress(OSError):
-                    found = utilizations(f"http://127.0.0.1:{port}/metrics")
-        finally:
-            exporter.kill()
-
-
-def utilizations(url: str) -> dict[str, float]:
-    """What nvitop-exporter says about GPUs that have a utilization, by UUID."""
-    with urllib.request.urlopen(url, timeout=60) as answer:  # noqa: S310 - http on this machine
-        text = answer.read().decode()
-    return {
-        sample.labels["uuid"]: sample.value
-        for family in text_string_to_metric_families(text)
-        if family.name == "gpu_utilization_Percentage"
-        for sample in family.samples
-        if not math.isnan(sample.value)
-    }
 
 
 def command(*words: str | Path, **options: Any) -> subprocess.CompletedProcess[str]:
