@@ -29,15 +29,13 @@ class Process:
     kind: str = "C"
     sm: Number = 50
     mem: Number = 10
-    enc: Number = 0
-    dec: Number = 0
     gi: int | None = None
     ci: int | None = None
     ghost: bool = False
 
     def line(self) -> str:
         """The line of a state file."""
-        names = ("memory", "sm", "mem", "enc", "dec", "gi", "ci")
+        names = ("memory", "sm", "mem", "gi", "ci")
         given = {name: getattr(self, name) for name in names} | {"ghost": int(self.ghost)}
         words = [f"{name}={number}" for name, number in given.items() if number is not None]
         return " ".join([f"process {self.pid} {self.kind}", *words])
@@ -57,13 +55,10 @@ class Event:
     number: int
     data: int
     kind: int = XID
-    gi: int | None = None
-    ci: int | None = None
 
     def line(self) -> str:
         """The line of a state file."""
-        where = "" if self.gi is None else f" {self.gi} {self.ci or 0}"
-        return f"event {self.number} {self.kind} {self.data}{where}"
+        return f"event {self.number} {self.kind} {self.data}"
 
 
 @dataclass(frozen=True)
@@ -272,8 +267,8 @@ class State:
                 case "process":
                     gpus[-1]["processes"].append(Process.parse(rest))
                 case "event":
-                    number, kind, data, *where = map(int, rest.split())
-                    gpus[-1]["events"].append(Event(number, data, kind, *where))
+                    number, kind, data = map(int, rest.split())
+                    gpus[-1]["events"].append(Event(number, data, kind))
                 case "fault" | "stuck":
                     function, amount, gpu = rest.split()
                     index = None if gpu == "*" else int(gpu)

@@ -10,7 +10,6 @@ Device names end in "(simulated)". README.md describes the state file.
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import os
 import shutil
@@ -116,16 +115,10 @@ class Simulator:
     def write(self, state: State, path: str | os.PathLike[str]) -> State:
         """Puts a state in place of what the path held, at once and whole; gives the state back."""
         target = Path(path)
-        descriptor, scratch = tempfile.mkstemp(dir=target.parent, prefix=f".{target.name}.")
-        try:
-            with os.fdopen(descriptor, "w") as file:
-                file.write(state.text())
-            os.chmod(scratch, 0o644)  # other users' programs read it, too
-            os.replace(scratch, target)
-        except BaseException:
-            with contextlib.suppress(OSError):
-                os.unlink(scratch)
-            raise
+        scratch = target.with_name(f".{target.name}.{os.getpid()}")
+        scratch.write_text(state.text())
+        scratch.chmod(0o644)  # other users' programs read it, too
+        scratch.replace(target)
         return state
 
     def environment(

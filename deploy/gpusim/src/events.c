@@ -61,7 +61,7 @@ static bool deliver(const struct state *state, struct event_set *set, struct eve
         next = next_event(state->gpu[gpu], set->seen[gpu], set->types[gpu]);
         if (next != NULL) {
             set->seen[gpu] = next->id;
-            *data = (struct event_data){handle_of(state, gpu, 0), next->type, next->data, next->gi, next->ci};
+            *data = (struct event_data){handle_of(state, gpu, 0), next->type, next->data, NO_INSTANCE, NO_INSTANCE};
         }
     }
     pthread_mutex_unlock(&lock);

@@ -61,14 +61,11 @@ static ret_t running(const struct call *call, char type, unsigned version, unsig
         OPEN(call, device, ANY_DEVICE); \
         return running(&call, type, 1, count, infos); \
     } \
-    API ret_t function##_v2(handle_t device, unsigned *count, void *infos) { \
-        OPEN(call, device, ANY_DEVICE); \
-        return running(&call, type, 2, count, infos); \
-    } \
     API ret_t function##_v3(handle_t device, unsigned *count, void *infos) { \
         OPEN(call, device, ANY_DEVICE); \
         return running(&call, type, 3, count, infos); \
-    }
+    } \
+    ALIAS(function##_v2, function##_v3) /* the layout is the same */
 RUNNING(nvmlDeviceGetComputeRunningProcesses, 'C')
 RUNNING(nvmlDeviceGetGraphicsRunningProcesses, 'G')
 RUNNING(nvmlDeviceGetMPSComputeRunningProcesses, 'M')
@@ -90,8 +87,8 @@ API ret_t nvmlDeviceGetProcessUtilization(handle_t device, struct share *shares,
     t = t < 0 ? 0 : t;
     for (EACH(process, &call, '\0')) {
 #define PERCENT(curve) (unsigned)(curve_value(&process->curve, t) + 0.5)
-        struct share share = {process->pid, newest, PERCENT(sm), PERCENT(mem), PERCENT(enc), PERCENT(dec)};
-        if (newest <= since || share.sm + share.mem + share.enc + share.dec == 0)
+        struct share share = {process->pid, newest, PERCENT(sm), PERCENT(mem), 0, 0};
+        if (newest <= since || share.sm + share.mem == 0)
             continue;
         if (all < room)
             shares[all] = share;

@@ -55,12 +55,11 @@ struct process {
     char type;  /* C compute, G graphics, M client of MPS */
     bool ghost; /* listed although no such process lives */
     unsigned gi, ci;
-    struct curve memory, sm, mem, enc, dec;
+    struct curve memory, sm, mem;
 };
 
 struct event {
     u64 id, type, data;
-    unsigned gi, ci;
 };
 
 #define MIG_MAX 16

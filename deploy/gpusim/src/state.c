@@ -36,8 +36,7 @@ static bool read_process(struct gpu *gpu, char *rest) {
     const struct {
         const char *name;
         struct curve *curve;
-    } curves[] = {{"memory", &process->memory}, {"sm", &process->sm}, {"mem", &process->mem},
-                  {"enc", &process->enc}, {"dec", &process->dec}};
+    } curves[] = {{"memory", &process->memory}, {"sm", &process->sm}, {"mem", &process->mem}};
     process->gi = process->ci = NO_INSTANCE;
     int read = 0;
     if (sscanf(rest, "%u %c %n", &process->pid, &process->type, &read) != 2 || strchr("CGM", process->type) == NULL)
@@ -59,11 +58,10 @@ static bool read_process(struct gpu *gpu, char *rest) {
     return true;
 }
 
-/* ID TYPE DATA [GI CI] */
+/* ID TYPE DATA */
 static bool read_event(struct gpu *gpu, const char *rest) {
     struct event *event = ADD(gpu->events, gpu->event_count);
-    event->gi = event->ci = NO_INSTANCE;
-    return sscanf(rest, "%llu %llu %llu %u %u", &event->id, &event->type, &event->data, &event->gi, &event->ci) >= 3;
+    return sscanf(rest, "%llu %llu %llu", &event->id, &event->type, &event->data) == 3;
 }
 
 static bool read_setting(struct device *device, const char *name, const char *rest) {

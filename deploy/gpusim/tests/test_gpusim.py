@@ -84,21 +84,6 @@ def test_curves(gpusim: Gpusim, name: str) -> None:
         assert min(possible) - 0.5 <= instant / 1000 <= max(possible) + 0.5
 
 
-def test_counters_do_not_jump_when_the_state_changes(gpusim: Gpusim) -> None:
-    """With a new power energy goes on from where it was."""
-    state = gpusim.write(State(gpus=(a100(0, power=100),), epoch=time.time() - 100))
-    energy = "nvmlDeviceGetTotalEnergyConsumption(h(0))"
-    with gpusim.probe() as ask:
-        first, before, after = ask(f"timed(lambda: {energy})")
-        watts = 100 * 1000  # in the driver's mW and mJ
-        assert watts * (before - state.epoch) - 1 <= first <= watts * (after - state.epoch) + 1
-        gpusim.write(state.changed(0, power=0))
-        changed = time.time()
-        second = ask(energy)
-        assert first <= second <= watts * (changed - state.epoch) + 1
-        assert [ask(energy), *ask("fields(h(0), 83)")] == [second, second]
-
-
 NAMES = (a100(3, minor=1), h100(1, minor=0))
 MEMORY = a100(0, mem_total=80 * GIB, mem_reserved=GIB, mem_used=3 * GIB)
 ECC = a100(0, ecc_vol_cor=1, ecc_vol_unc=2, ecc_agg_cor=30, ecc_agg_unc=40, retired_dbe=2)

@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -123,13 +124,6 @@ def test_nvitop_sees_what_the_state_says(
     assert instances[1]["processes"][str(worker.pid)][:2] == ["C", 2 * GIB]
 
 
-def test_nvitop_survives_a_lost_gpu(gpusim: Gpusim, node: State) -> None:
-    """It lists the device without figures."""
-    gpusim.write(node.changed(1, lost=1))
-    devices, _ = nvitop(gpusim)
-    assert [device["gpu_utilization"] for device, _ in devices] == [77, "N/A", 0, "N/A"]
-
-
 def command(*words: str | Path, **options: Any) -> subprocess.CompletedProcess[str]:
     """Runs the command gpusim."""
     return subprocess.run(
@@ -176,31 +170,22 @@ def test_the_command_says_what_is_wrong(gpusim_library: Simulator) -> None:
     assert "--gpus takes 1 to 31" in done.stderr
 
 
-def test_a_signal_ends_the_commands_child(gpusim_library: Simulator) -> None:
-    """SIGTERM is passed on; the status is that of a shell."""
-    script = "echo ready; exec sleep 600"
+def test_a_signal_ends_the_commands_child(gpusim_library: Simulator, tmp_path: Path) -> None:
+    """SIGTERM is passed on to it; the status is that of a shell, and the state file stays."""
+    path = tmp_path / "node.txt"
+    gpusim_library.write(State(gpus=(h100(0),)), path)
+    script = "echo $HPML_GPUSIM; exec sleep 600"
     with subprocess.Popen(
-        [sys.executable, str(GPUSIM), "run", "--", "sh", "-c", script],
+        [sys.executable, str(GPUSIM), "run", "--state", path.name, "--", "sh", "-c", script],
         stdout=subprocess.PIPE,
         text=True,
+        cwd=tmp_path,
     ) as child:
         assert child.stdout is not None
-        assert child.stdout.readline() == "ready\n"
+        assert child.stdout.readline() == f"{path.resolve()}\n"
         child.terminate()
         assert child.wait(timeout=240) == 128 + 15
-
-
-def test_a_state_file_to_play_with(gpusim_library: Simulator, tmp_path: Path) -> None:
-    """It is plain text, and what is changed by hand is seen."""
-    path = tmp_path / "node.txt"
-    assert command("state", path, "--gpus", "2").returncode == 0
-    text = path.read_text()
-    assert text.count("\ngpu\n") == 2
-    path.write_text(text.replace("H100 80GB HBM3", "of my own"))
-    code = "import nvitop; print(nvitop.Device(1).name())"
-    words = ("run", "--state", os.path.relpath(path, tmp_path), "--", sys.executable, "-c", code)
-    done = command(*words, cwd=tmp_path)
-    assert done.stdout == "NVIDIA of my own (simulated)\n"
+    assert path.exists()
 
 
 def test_a_running_node_is_changed(gpusim: Gpusim) -> None:
@@ -217,7 +202,7 @@ def test_a_running_node_is_changed(gpusim: Gpusim) -> None:
     with gpusim.probe() as ask:
         assert ask("nvmlDeviceGetUUID(h(0))") != h100(0).uuid
         ask("event_set(0, 1)")
-        before = ask(energy)
+        began = time.time()
         change("--gpu", "0", "--xid", "79", "--pid", str(os.getpid()), "util=90", "power=1e6")
         assert ask("nvmlDeviceGetUtilizationRates(h(0)).gpu") == 90
         assert [p["pid"] for p in ask("nvmlDeviceGetComputeRunningProcesses(h(0))")] == [
@@ -225,7 +210,9 @@ def test_a_running_node_is_changed(gpusim: Gpusim) -> None:
         ]
         assert ask("wait(1000)") == [0, 79]
         change("--gpu", "0", "power=0")
-        assert before < ask(energy) < before + 1e9 * 600
+        seen = ask(energy)  # mJ: at most 1 MW since the first change
+        assert 1e3 < seen <= (time.time() - began) * 1e9 + 1e6
+        assert ask(energy) == seen
         change("--mig", "2", "--gpu", "1", "gpm_tensor=45", "--pid", str(os.getpid()))
         assert ask("gpm(h(1), 0.05, 5, gi=9)")[0] == [pytest.approx(45)]
         assert [p["pid"] for p in ask("nvmlDeviceGetComputeRunningProcesses(m(1, 2))")]
