@@ -28,8 +28,8 @@ if TYPE_CHECKING:
     from tests.monitoring.gpusim_support import Gpusim
 
 GIB = 1 << 30
-INVALID_ARGUMENT, NOT_SUPPORTED, NOT_FOUND, INSUFFICIENT_SIZE, VERSION_MISMATCH = (
-    {"error": code} for code in (2, 3, 6, 7, 25)
+INVALID_ARGUMENT, NOT_SUPPORTED, NOT_FOUND, VERSION_MISMATCH = (
+    {"error": code} for code in (2, 3, 6, 25)
 )
 US = os.getpid()
 Sleeper = Callable[[], subprocess.Popen[bytes]]
