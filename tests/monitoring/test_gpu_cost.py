@@ -66,7 +66,7 @@ def test_handles_are_got_once(gpu_collector: Start) -> None:
 
 def test_readings_over_the_budget_become_rarer(gpu_collector: Start) -> None:
     """A driver that takes 300 ms for a call is asked at every second tick, after ten readings."""
-    slow = Fault("nvmlDeviceGetUtilizationRates", 300, kind="slow")
+    slow = Fault("nvmlDeviceGetUtilizationRates", 0.3, kind="stuck")
     running = gpu_collector(State(gpus=(a100(0),), faults=(slow,)))
     running.sample()
     running.calls.write_text("")
