@@ -112,7 +112,7 @@ Learning: Loss as reported last, mean over ranks. Good: falling. A jump after a 
     learning rate and warm-up.
 GPU errors (XID): Errors of the job's GPUs, also from before it. 13, 31 and 43 come from programs;
     48, 62, 64, 74, 79, 95, 119 and 120 from hardware: tell the administrators.
-Slowest readers: The rank of each node that waits longest for data. Always the same one: look at
+Slowest readers: The rank of each node that waits longest for data in a step. Always the same one: look at
     its node's storage and CPUs.
 MFU, communication, accuracy: Model FLOP/s against the peak (good: above 30 %), the share of time
     in communication, and the last accuracy. Much communication: larger batches, fewer nodes.
@@ -274,9 +274,9 @@ _CONTENT: list[Panel | str] = [
     listing(
         "Slowest readers",
         "node rank",
-        {"Wait per step": _once(_LONGEST)},
+        {"Wait": _once(_LONGEST)},
         width=6,
-        sort="Wait per step",
+        sort="Wait",
     ),
     lines(
         "MFU, communication, accuracy",

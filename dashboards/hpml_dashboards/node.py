@@ -52,7 +52,7 @@ GPUs of jobs: GPUs that jobs have, and those without a process of their job. Goo
     Otherwise ask the owner of the job.
 Hottest GPU: Good: below 75 °C. From 84 °C on GPUs slow down: look at fans, filters and the inlet.
 GPU power: Power that all GPUs draw. Compare with what the rack may draw.
-Shared memory: How full /dev/shm is. Good: below 80 %. When full, loader workers die of bus
+Shm full: How full /dev/shm is. Good: below 80 %. When full, loader workers die of bus
     errors: find the job below; leftovers of ended jobs can be deleted.
 Fullest disk: How full the fullest local file system is. Good: below 80 %. When full, jobs fail.
 GPU errors: XID and uncorrected memory errors since the exporter and the driver started. Good: 0.
@@ -99,7 +99,7 @@ _CONTENT: list[Panel | str] = [
     ),
     figure("Hottest GPU", "heat", f"max({_TEMPERATURE})"),
     figure("GPU power", "watts", f"sum(hpml:node_gpu_power_watts:sum{_NODE})"),
-    figure("Shared memory", "full", f"max(hpml:node_shm_used:ratio{_NODE})"),
+    figure("Shm full", "full", f"max(hpml:node_shm_used:ratio{_NODE})"),
     figure("Fullest disk", "full", f"1 - min({_FREE})"),
     figure(
         "GPU errors",
@@ -107,8 +107,13 @@ _CONTENT: list[Panel | str] = [
         f"(sum({_own('hpml_gpu_xid_errors_total')}) or vector(0)) + "
         f"(sum({_UNCORRECTED}) or vector(0))",
     ),
-    lines("GPU active", "share", {_GPU: f"hpml:gpu_busy:rate2m{_NODE}"}, width=12),
-    lines("GPU memory", "share", {_GPU: f"hpml:gpu_memory_used:ratio{_NODE}"}, width=12),
+    lines("GPU active", "share", {_GPU: f"max by (index) (hpml:gpu_busy:rate2m{_NODE})"}, width=12),
+    lines(
+        "GPU memory",
+        "share",
+        {_GPU: f"max by (index) (hpml:gpu_memory_used:ratio{_NODE})"},
+        width=12,
+    ),
     listing(
         "Jobs on this node",
         "jobid user name partition",

@@ -78,7 +78,7 @@ _COLUMNS = {
     "heat": ["Core", "HBM"],
     "hertz": ["Clock"],
     "rate": ["Rate"],
-    "seconds": ["Wait per step", "Last good"],
+    "seconds": ["Wait", "Last good"],
     "time": ["Started", "Last"],
     "times": ["Speedup"],
 }
