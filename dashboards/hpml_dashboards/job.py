@@ -112,8 +112,8 @@ Learning: Loss as reported last, mean over ranks. Good: falling. A jump after a 
     learning rate and warm-up.
 GPU errors (XID): Errors of the job's GPUs, also from before it. 13, 31 and 43 come from programs;
     48, 62, 64, 74, 79, 95, 119 and 120 from hardware: tell the administrators.
-Slowest readers: The rank of each node that waits longest for data in a step. Always the same one: look at
-    its node's storage and CPUs.
+Slowest readers: The rank of each node that waits longest for data in a step. Always the same one:
+    look at its node's storage and CPUs.
 MFU, communication, accuracy: Model FLOP/s against the peak (good: above 30 %), the share of time
     in communication, and the last accuracy. Much communication: larger batches, fewer nodes.
 """
