@@ -35,6 +35,7 @@ _ALLOCATED = f"sum(hpml:node_gpus_allocated:count{_ALL})"
 _TOTAL = f"sum(hpml:node_gpus:count{_ALL})"
 _WORST = f"topk(25, hpml:job_gpus_wasted:sum{_ALL} > 0.5)"
 _OF_WORST = f"and on (cluster, jobid) {_WORST}"
+_WHOSE = "* on (cluster, jobid) group_left (user, partition, name) hpml:job_info"
 _NODE_WASTE = f"hpml:node_gpus_allocated:count{_ALL} - hpml:node_gpus_busy:sum{_ALL}"
 _OF_NODES = f"and on (cluster, node) topk(25, {_NODE_WASTE})"
 
@@ -97,13 +98,10 @@ _CONTENT: list[Panel | str] = [
         "Jobs that waste most GPUs",
         "jobid user partition name",
         {
-            "GPUs": ("count", f"hpml:job_gpus:count{_ALL} {_OF_WORST}"),
-            "GPU active": ("use", f"{_JOB_BUSY} {_OF_WORST}"),
-            "Data wait": ("wait", f"hpml:job_data_wait:ratio{_ALL} {_OF_WORST}"),
-            "Wasted": (
-                "count",
-                f"{_WORST} * on (cluster, jobid) group_left (user, partition, name) hpml:job_info",
-            ),
+            "GPUs": f"hpml:job_gpus:count{_ALL} {_OF_WORST}",
+            "GPU active": f"{_JOB_BUSY} {_OF_WORST}",
+            "Data wait": f"hpml:job_data_wait:ratio{_ALL} {_OF_WORST}",
+            "Wasted": f"{_WORST} {_WHOSE}",
         },
         width=16,
         height=10,
@@ -114,14 +112,11 @@ _CONTENT: list[Panel | str] = [
         "Partitions",
         "partition",
         {
-            "Used": (
-                "count",
-                _sum("hpml_slurm_partition_gpus", "partition", state="allocated"),
-            ),
-            "Idle": ("count", _sum("hpml_slurm_partition_gpus", "partition", state="idle")),
-            "Down": ("faults", _sum("hpml_slurm_partition_gpus", "partition", state="down")),
-            "Wasted": ("count", f"sum by (partition) (hpml:partition_gpus_wasted:sum{_ALL})"),
-            "Pending": ("count", _sum("hpml_slurm_jobs", "partition", state="pending")),
+            "Used": _sum("hpml_slurm_partition_gpus", "partition", state="allocated"),
+            "Idle": _sum("hpml_slurm_partition_gpus", "partition", state="idle"),
+            "Down": _sum("hpml_slurm_partition_gpus", "partition", state="down"),
+            "Wasted": f"sum by (partition) (hpml:partition_gpus_wasted:sum{_ALL})",
+            "Pending": _sum("hpml_slurm_jobs", "partition", state="pending"),
         },
         width=8,
         height=10,
@@ -132,21 +127,18 @@ _CONTENT: list[Panel | str] = [
         "Nodes with the most waste",
         "node",
         {
-            "GPUs": ("count", f"hpml:node_gpus:count{_ALL} {_OF_NODES}"),
-            "Allocated": ("count", f"hpml:node_gpus_allocated:count{_ALL} {_OF_NODES}"),
-            "GPU active": (
-                "use",
-                f"hpml:node_gpus_busy:sum{_ALL} / hpml:node_gpus:count{_ALL} {_OF_NODES}",
-            ),
-            "GPU power": ("watts", f"hpml:node_gpu_power_watts:sum{_ALL} {_OF_NODES}"),
-            "Wasted": ("count", f"topk(25, {_NODE_WASTE})"),
+            "GPUs": f"hpml:node_gpus:count{_ALL} {_OF_NODES}",
+            "Allocated": f"hpml:node_gpus_allocated:count{_ALL} {_OF_NODES}",
+            "GPU active": f"hpml:node_gpus_busy:sum{_ALL} / hpml:node_gpus:count{_ALL} {_OF_NODES}",
+            "GPU power": f"hpml:node_gpu_power_watts:sum{_ALL} {_OF_NODES}",
+            "Wasted": f"topk(25, {_NODE_WASTE})",
         },
         sort="Wasted",
     ),
     listing(
         "Nodes that need somebody",
         "node state reason",
-        {"-": ("count", _slurm("hpml_slurm_node_reason_info"))},
+        {"-": _slurm("hpml_slurm_node_reason_info")},
         none="No node is down or drained",
     ),
     lines("Nodes by state", "count", {"{{state}}": _sum("hpml_slurm_nodes", "state")}, width=6),

@@ -74,9 +74,9 @@ _CONTENT: list[Panel | str] = [
         "Failing collectors",
         "node instance collector",
         {
-            "-": ("count", f"topk(50, {_FAILING})"),
-            "Last good": ("seconds", f"{_of(f'time() - {_LAST}')} {_WHERE_FAILING}"),
-            "Errors": ("count", f"{_of('hpml_exporter_errors_total')} {_WHERE_FAILING}"),
+            "-": f"topk(50, {_FAILING})",
+            "Last good": f"{_of(f'time() - {_LAST}')} {_WHERE_FAILING}",
+            "Errors": f"{_of('hpml_exporter_errors_total')} {_WHERE_FAILING}",
         },
         height=8,
         none="All collectors work",
@@ -84,7 +84,7 @@ _CONTENT: list[Panel | str] = [
     listing(
         "Targets that do not answer",
         "job instance",
-        {"-": ("count", "up == 0")},
+        {"-": "up == 0"},
         height=8,
         none="All targets answer",
     ),
@@ -101,7 +101,7 @@ _CONTENT: list[Panel | str] = [
         {
             "{{collector}}": "sum by (collector) "
             f"({_rate('hpml_exporter_errors_total')} + "
-            f"{_rate('hpml_exporter_stuck_readings_total')})",
+            f"{_rate('hpml_exporter_stuck_readings_total')})"
         },
         width=12,
         height=9,
@@ -128,7 +128,7 @@ _CONTENT: list[Panel | str] = [
     listing(
         "Versions",
         "version python",
-        {"Exporters": ("count", f"count by (version, python) ({_of('hpml_exporter_build_info')})")},
+        {"Exporters": f"count by (version, python) ({_of('hpml_exporter_build_info')})"},
         width=8,
     ),
 ]

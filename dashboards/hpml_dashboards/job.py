@@ -112,8 +112,8 @@ Learning: Loss as reported last, mean over ranks. Good: falling. A jump after a 
     learning rate and warm-up.
 GPU errors (XID): Errors of the job's GPUs, also from before it. 13, 31 and 43 come from programs;
     48, 62, 64, 74, 79, 95, 119 and 120 from hardware: tell the administrators.
-Slowest readers: The rank of each node that waits longest for data. Always the same one: look at
-    its node's storage and CPUs.
+Slowest readers: The rank of each node that waits longest for data in a step. Always the same one:
+    look at its node's storage and CPUs.
 MFU, communication, accuracy: Model FLOP/s against the peak (good: above 30 %), the share of time
     in communication, and the last accuracy. Much communication: larger batches, fewer nodes.
 """
@@ -123,14 +123,11 @@ _CONTENT: list[Panel | str] = [
         "Job $jobid",
         "name user account partition run sweep point",
         {
-            "-": ("count", _ever("hpml:job_info", "user, account, partition, name")),
-            "-run": ("count", _ever("hpml:run_info", "run, sweep, point")),
-            "Ranks": ("count", f"max by (jobid) (last_over_time(hpml_job_ranks{_JOB}[$__range]))"),
-            "Nodes": (
-                "count",
-                f"count by (jobid) (last_over_time(hpml:job_exporter{_JOB}[$__range]))",
-            ),
-            "Started": ("time", f"1000 * max by (jobid) ({_STARTED})"),
+            "-": _ever("hpml:job_info", "user, account, partition, name"),
+            "-run": _ever("hpml:run_info", "run, sweep, point"),
+            "Ranks": f"max by (jobid) (last_over_time(hpml_job_ranks{_JOB}[$__range]))",
+            "Nodes": f"count by (jobid) (last_over_time(hpml:job_exporter{_JOB}[$__range]))",
+            "Started": f"1000 * max by (jobid) ({_STARTED})",
         },
         width=24,
         height=4,
@@ -255,12 +252,12 @@ _CONTENT: list[Panel | str] = [
         "Nodes of the job",
         "node",
         {
-            "-": ("count", f"max by (node) (hpml:job_exporter{_JOB})"),
-            "GPU active": ("use", f"avg by (node) (hpml:gpu_busy:rate2m{_JOB})"),
-            "CPUs busy": ("count", f"sum by (node) (hpml:job_cpus_busy:rate5m{_JOB})"),
-            "Memory": ("bytes", f"sum by (node) (hpml:job_memory_bytes:sum{_JOB})"),
-            "Shm": ("full", f"max by (node) ({_of_nodes('hpml:node_shm_used:ratio')})"),
-            "Misbound": ("faults", f"max by (node) ({_UNBOUND})"),
+            "-": f"max by (node) (hpml:job_exporter{_JOB})",
+            "GPU active": f"avg by (node) (hpml:gpu_busy:rate2m{_JOB})",
+            "CPUs busy": f"sum by (node) (hpml:job_cpus_busy:rate5m{_JOB})",
+            "Memory": f"sum by (node) (hpml:job_memory_bytes:sum{_JOB})",
+            "Shm full": f"max by (node) ({_of_nodes('hpml:node_shm_used:ratio')})",
+            "Misbound": f"max by (node) ({_UNBOUND})",
         },
     ),
     lines("Clocks held down", "share", {_GPU: each(f"hpml:gpu_throttled:rate2m{_JOB}")}, width=6),
@@ -269,20 +266,17 @@ _CONTENT: list[Panel | str] = [
         "GPU errors (XID)",
         "node index xid",
         {
-            "Last": (
-                "time",
-                f"1000 * {_of_gpus('hpml_gpu_xid_last_timestamp_seconds', 'uuid, xid')}",
-            ),
-            "Errors": ("count", _of_gpus("hpml_gpu_xid_errors_total", "uuid, xid")),
+            "Last": f"1000 * {_of_gpus('hpml_gpu_xid_last_timestamp_seconds', 'uuid, xid')}",
+            "Errors": _of_gpus("hpml_gpu_xid_errors_total", "uuid, xid"),
         },
         none="No GPU errors",
     ),
     listing(
         "Slowest readers",
         "node rank",
-        {"Wait per step": ("seconds", _once(_LONGEST))},
+        {"Wait": _once(_LONGEST)},
         width=6,
-        sort="Wait per step",
+        sort="Wait",
     ),
     lines(
         "MFU, communication, accuracy",

@@ -36,6 +36,7 @@ def _gpu(metric: str, **labels: str) -> str:
 
 _JOBS = "hpml:job_info * on (cluster, jobid) group_left () max by (cluster, jobid) "
 _TEMPERATURE = _own("hpml_gpu_temperature_celsius")
+_NVLINK = f"{_gpu('hpml_gpu_nvlink_links_active')} / ({_gpu('hpml_gpu_nvlink_links')} > 0)"
 _XID_LAST = _own("hpml_gpu_xid_last_timestamp_seconds")
 _INDEX = f" * on (uuid) group_left (index) hpml:gpu_info{_NODE}"
 _FREE = f"{_own('hpml_filesystem_free_bytes')} / ({_own('hpml_filesystem_size_bytes')} > 0)"
@@ -51,7 +52,7 @@ GPUs of jobs: GPUs that jobs have, and those without a process of their job. Goo
     Otherwise ask the owner of the job.
 Hottest GPU: Good: below 75 °C. From 84 °C on GPUs slow down: look at fans, filters and the inlet.
 GPU power: Power that all GPUs draw. Compare with what the rack may draw.
-Shared memory: How full /dev/shm is. Good: below 80 %. When full, loader workers die of bus
+Shm full: How full /dev/shm is. Good: below 80 %. When full, loader workers die of bus
     errors: find the job below; leftovers of ended jobs can be deleted.
 Fullest disk: How full the fullest local file system is. Good: below 80 %. When full, jobs fail.
 GPU errors: XID and uncorrected memory errors since the exporter and the driver started. Good: 0.
@@ -98,7 +99,7 @@ _CONTENT: list[Panel | str] = [
     ),
     figure("Hottest GPU", "heat", f"max({_TEMPERATURE})"),
     figure("GPU power", "watts", f"sum(hpml:node_gpu_power_watts:sum{_NODE})"),
-    figure("Shared memory", "full", f"max(hpml:node_shm_used:ratio{_NODE})"),
+    figure("Shm full", "full", f"max(hpml:node_shm_used:ratio{_NODE})"),
     figure("Fullest disk", "full", f"1 - min({_FREE})"),
     figure(
         "GPU errors",
@@ -106,25 +107,24 @@ _CONTENT: list[Panel | str] = [
         f"(sum({_own('hpml_gpu_xid_errors_total')}) or vector(0)) + "
         f"(sum({_UNCORRECTED}) or vector(0))",
     ),
-    lines("GPU active", "share", {_GPU: f"hpml:gpu_busy:rate2m{_NODE}"}, width=12),
-    lines("GPU memory", "share", {_GPU: f"hpml:gpu_memory_used:ratio{_NODE}"}, width=12),
+    lines("GPU active", "share", {_GPU: f"max by (index) (hpml:gpu_busy:rate2m{_NODE})"}, width=12),
+    lines(
+        "GPU memory",
+        "share",
+        {_GPU: f"max by (index) (hpml:gpu_memory_used:ratio{_NODE})"},
+        width=12,
+    ),
     listing(
         "Jobs on this node",
         "jobid user name partition",
         {
-            "-": (
-                "count",
-                f"max by (jobid, user, name, partition) ({_JOBS}(hpml:job_exporter{_NODE}))",
-            ),
-            "GPUs": ("count", f'count by (jobid) (hpml:gpu_info{_NODE[:-1]}, jobid!=""}})'),
-            "GPU active": (
-                "use",
-                f'avg by (jobid) (hpml:gpu_busy:rate2m{_NODE[:-1]}, jobid!=""}})',
-            ),
-            "CPUs busy": ("count", f"sum by (jobid) (hpml:job_cpus_busy:rate5m{_NODE})"),
-            "Memory": ("bytes", f"sum by (jobid) (hpml:job_memory_bytes:sum{_NODE})"),
-            "Shm": ("bytes", f"max by (jobid) ({_own('hpml_job_shm_bytes')})"),
-            "Foreign GPUs": ("faults", f"max by (jobid) ({_own('hpml_job_gpus_foreign')})"),
+            "-": f"max by (jobid, user, name, partition) ({_JOBS}(hpml:job_exporter{_NODE}))",
+            "GPUs": f'count by (jobid) (hpml:gpu_info{_NODE[:-1]}, jobid!=""}})',
+            "GPU active": f'avg by (jobid) (hpml:gpu_busy:rate2m{_NODE[:-1]}, jobid!=""}})',
+            "CPUs busy": f"sum by (jobid) (hpml:job_cpus_busy:rate5m{_NODE})",
+            "Memory": f"sum by (jobid) (hpml:job_memory_bytes:sum{_NODE})",
+            "Shm": f"max by (jobid) ({_own('hpml_job_shm_bytes')})",
+            "Foreign GPUs": f"max by (jobid) ({_own('hpml_job_gpus_foreign')})",
         },
         width=24,
         sort="GPUs",
@@ -135,23 +135,17 @@ _CONTENT: list[Panel | str] = [
         "GPUs",
         "index name mig",
         {
-            "-": ("count", f"max by (uuid, index, name, mig) ({_own('hpml_gpu_info')})"),
-            "Core": ("heat", _gpu("hpml_gpu_temperature_celsius")),
-            "HBM": ("heat", _gpu("hpml_gpu_memory_temperature_celsius")),
-            "Power": ("watts", _gpu("hpml_gpu_power_watts")),
-            "Power limit": ("watts", _gpu("hpml_gpu_power_limit_watts")),
-            "Clock": ("hertz", _gpu("hpml_gpu_clock_hertz", type="sm")),
-            "Processes": ("count", f"sum by (uuid) ({_own('hpml_gpu_processes')})"),
-            "ECC errors": ("faults", f"max by (uuid) ({_UNCORRECTED})"),
-            "Bad rows": ("faults", f"max by (uuid) ({' + '.join(map(_own, _BAD_ROWS))})"),
-            "PCIe": (
-                "whole",
-                f"{_gpu('hpml_gpu_pcie_link_width')} / " + _gpu("hpml_gpu_pcie_link_width_max"),
-            ),
-            "NVLink": (
-                "whole",
-                f"{_gpu('hpml_gpu_nvlink_links_active')} / ({_gpu('hpml_gpu_nvlink_links')} > 0)",
-            ),
+            "-": f"max by (uuid, index, name, mig) ({_own('hpml_gpu_info')})",
+            "Core": _gpu("hpml_gpu_temperature_celsius"),
+            "HBM": _gpu("hpml_gpu_memory_temperature_celsius"),
+            "Power": _gpu("hpml_gpu_power_watts"),
+            "Power limit": _gpu("hpml_gpu_power_limit_watts"),
+            "Clock": _gpu("hpml_gpu_clock_hertz", type="sm"),
+            "Processes": f"sum by (uuid) ({_own('hpml_gpu_processes')})",
+            "ECC errors": f"max by (uuid) ({_UNCORRECTED})",
+            "Bad rows": f"max by (uuid) ({' + '.join(map(_own, _BAD_ROWS))})",
+            "PCIe": f"{_gpu('hpml_gpu_pcie_link_width')} / " + _gpu("hpml_gpu_pcie_link_width_max"),
+            "NVLink": _NVLINK,
         },
         width=24,
         height=10,
@@ -181,8 +175,8 @@ _CONTENT: list[Panel | str] = [
         "GPU errors (XID)",
         "index xid",
         {
-            "Last": ("time", f"1000 * {_XID_LAST}{_INDEX}"),
-            "Errors": ("count", f"{_own('hpml_gpu_xid_errors_total')}{_INDEX}"),
+            "Last": f"1000 * {_XID_LAST}{_INDEX}",
+            "Errors": f"{_own('hpml_gpu_xid_errors_total')}{_INDEX}",
         },
         width=8,
         none="No GPU errors",
@@ -238,12 +232,9 @@ _CONTENT: list[Panel | str] = [
         "Ports",
         "device port",
         {
-            "Up": ("whole", f"max by (device, port) ({_own('hpml_infiniband_up')})"),
-            "Rate": (
-                "rate",
-                f"max by (device, port) ({_own('hpml_infiniband_link_rate_bytes_per_second')})",
-            ),
-            "Errors/s": ("count", _rate("hpml_infiniband_events_total", "device, port")),
+            "Up": f"max by (device, port) ({_own('hpml_infiniband_up')})",
+            "Rate": f"max by (device, port) ({_own('hpml_infiniband_link_rate_bytes_per_second')})",
+            "Errors/s": _rate("hpml_infiniband_events_total", "device, port"),
         },
         width=8,
     ),

@@ -67,6 +67,23 @@ _KINDS = {
     "heat": _Kind("celsius", (_GREEN, (75, "orange"), (84, "red"))),
     "label": _Kind("string"),
 }
+_COLUMNS = {
+    "use": ["GPU active", "Efficiency"],
+    "wait": ["Data wait"],
+    "full": ["Of limit", "Shm full"],
+    "whole": ["PCIe", "NVLink", "Up"],
+    "faults": ["Misbound", "Foreign GPUs", "ECC errors", "Bad rows", "Down"],
+    "bytes": ["Memory", "Shm"],
+    "watts": ["GPU power", "Power", "Power limit"],
+    "heat": ["Core", "HBM"],
+    "hertz": ["Clock"],
+    "rate": ["Rate"],
+    "seconds": ["Wait", "Last good"],
+    "time": ["Started", "Last"],
+    "times": ["Speedup"],
+}
+_KIND_OF = {title: kind for kind, titles in _COLUMNS.items() for title in titles}
+"""Kinds of values by the titles of their columns; other columns are counts."""
 _COLOURS = {
     "blue": "read received allocated running",
     "orange": "written sent pending longest",
@@ -209,7 +226,7 @@ def bars(
 def listing(
     title: str,
     labels: str,
-    values: Mapping[str, tuple[str, str]],
+    values: Mapping[str, str],
     *,
     width: int = 12,
     height: int = 7,
@@ -221,21 +238,21 @@ def listing(
     Args:
         title: title.
         labels: names of the labels to show, first.
-        values: kind and PromQL of the other columns, by title; not shown if that begins with -.
+        values: PromQL of the other columns by title, which says their kind, too; titles that begin
+            with - are not shown.
         width: columns of the grid.
         height: rows of the grid.
         sort: title of the column with the largest values on top.
         none: what stands there without rows.
     """
-    queries = {name: query for name, (_, query) in values.items()}
-    panel = _panel(table.Panel(), title, "label", queries, (width, height), now=True, rows=True)
+    panel = _panel(table.Panel(), title, "label", values, (width, height), now=True, rows=True)
     shown: dict[str, tuple[str, dict[str, Any]]] = {}  # title and properties by name of the field
     for label in labels.split():
         shown[label] = (_TITLES.get(label, label.capitalize()), _label_properties(label))
-    for letter, (name, (kind, _)) in zip(string.ascii_uppercase, values.items(), strict=False):
+    for letter, name in zip(string.ascii_uppercase, values, strict=False):
         field = f"Value #{letter}" if len(values) > 1 else "Value"  # as Grafana calls them
         if not name.startswith("-"):
-            shown[field] = (name, _value_properties(name, kind, is_sorted=name == sort))
+            shown[field] = (name, _value_properties(name, is_sorted=name == sort))
     organized = {
         "excludeByName": {},
         "indexByName": {field: place for place, field in enumerate(shown)},
@@ -369,7 +386,8 @@ def _label_properties(label: str) -> dict[str, Any]:
     return properties
 
 
-def _value_properties(title: str, kind: str, *, is_sorted: bool) -> dict[str, Any]:
+def _value_properties(title: str, *, is_sorted: bool) -> dict[str, Any]:
+    kind = _KIND_OF.get(title, "count")
     unit, steps, _ = _KINDS[kind]
     bar = kind in ("use", "scaling")
     least = 165 if kind == "time" else 150 if bar else 64 if unit == "short" else 88
