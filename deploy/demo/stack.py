@@ -169,9 +169,8 @@ class Stack:
             self.nodes = [Node(os.uname().nodename, [], self.directory / "gpus.txt")]
             # The local backend takes these for the machine's GPUs.
             self.environment["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, range(GPUS)))
-        for number, node in enumerate(self.nodes):
-            first = number * GPUS
-            node.gpus = State(gpus=tuple(h100(n) for n in range(first, first + GPUS)))
+        for node in self.nodes:
+            node.gpus = State(gpus=tuple(h100(n, node=node.name) for n in range(GPUS)))
             simulator.write(node.gpus, node.state)
         exporters = {node.name: self._exporter(node, simulator) for node in self.nodes}
         targets: list[dict[str, Any]] = [
@@ -291,7 +290,7 @@ class Stack:
                 on_node = [
                     (pid, gpu) for pid, name, gpu in ranks if name in {"", node.name} and gpu < GPUS
                 ]
-                state = node.gpus.at()
+                state = node.gpus
                 for gpu in range(GPUS):
                     pids = [pid for pid, number in on_node if number == gpu]
                     state = state.changed(gpu, **self._settings(pids))

@@ -29,9 +29,15 @@ NOT_HERE = {
     r"hpml_lustre": "no Lustre mount",
     r"hpml_disk|hpml_filesystem": "a container may have no disk of its own",
     r"xid|hpml_gpu_up\S* == 0|lost": "no GPU has failed",
-    r"cgroup|_limit_bytes|pressure|oom_events|memory_peak|job_memory_used:ratio|hpml_job_cpus\b": (
-        "this cluster's jobs are in no control group"
+    r"hpml_exporter_up == 0|^up == 0|code!=|dropped_total|_failures_total|errors_total|stuck": (
+        "nothing has failed"
     ),
+    r'state="down"': "no node is down",
+    r"_limit_bytes|pressure|oom_events|memory_peak|job_memory_used:ratio|hpml_job_cpus\b": (
+        "jobs of this cluster are in no control group"
+    ),
+    r'kind="(cache|shmem)"': "the same",
+    r"job_start_timestamp": "Slurm 22.05 does not tell its jobs",
     r"reservation|licenses|user_jobs|account_jobs|fairshare|node_reason": "Slurm has none",
     r"jobs_ended|job_run_seconds|job_wait": "needs jobs that end",
     r"train_accuracy|train_mfu|comm_seconds|train_feed_refused": "the training reports none",

@@ -179,7 +179,7 @@ def test_throttled_time_has_one_reason_at_a_time(gpu_collector: Start) -> None:
         "sw_thermal": {"throttle_sw_thermal": 1, "throttle_sw_power": 1},
         "power": {"throttle_sw_power": 1, "throttle_idle": 1},
     }
-    gpus = [a100(index, **settings) for index, settings in enumerate(cases.values())]
+    gpus = [a100(index, "", **settings) for index, settings in enumerate(cases.values())]
     running = gpu_collector(State(gpus=tuple(gpus)))
     running.sample()
     seen = running.sample(ahead=10)

@@ -236,7 +236,7 @@ def test_a_reason_is_on_in_its_share_of_the_seconds(gpusim: Gpusim) -> None:
     with gpusim.probe(start=False) as ask:
         seen = []
         for second in range(40):
-            gpusim.write(State(gpus=(a100(0, **shares),), epoch=time.time() - second - 0.1))
+            gpusim.write(State(gpus=(a100(0, "", **shares),), epoch=time.time() - second - 0.1))
             if not second:
                 ask("nvmlInit()")
             one, other = (ask(f"nvmlDeviceGet{name}(h(0))") for name in names)
