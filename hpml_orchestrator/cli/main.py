@@ -70,6 +70,7 @@ COMMANDS = {
     "targets": Entry(
         "slurm_export", "targets", "List node exporters for Prometheus, from Slurm.", _SITE
     ),
+    "dashboards": Entry("dashboards", "group", "Show dashboards without Grafana.", _SITE),
     "schema": Entry(
         "site", "schema", "Print the JSON Schema of job files, profiles or sweeps.", _MORE
     ),

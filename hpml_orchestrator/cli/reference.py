@@ -128,6 +128,11 @@ hpml export metrics
 hpml targets
     Print the node exporters of a cluster: hpml targets
     Serve them to Prometheus: hpml targets --only-up --serve 127.0.0.1:9447
+hpml dashboards
+    Show them in the browser: hpml dashboards show
+hpml dashboards show
+    Of a Prometheus elsewhere: hpml dashboards show --prometheus http://prometheus.cluster:9090
+    On a login node, through an SSH tunnel: hpml dashboards show --listen 127.0.0.1:8080 --no-open
 hpml man
     Read about a command: hpml man submit
     Install all pages: hpml man --output /usr/local/share/man
