@@ -79,8 +79,9 @@ function Bars(props) {
 
 function Table({ panel, frames, width, height, range, title }) {
   const { options, fieldConfig } = panel;
+  const data = frames[options.frameIndex ?? 0] ?? frames[0];
   return (
-    <TableNG ariaLabel={title} data={frames[options.frameIndex ?? 0] ?? frames[0]} width={width}
+    <TableNG ariaLabel={title} data={data} width={width} enableVirtualization={data.length > 200}
       height={height} cellHeight={options.cellHeight ?? 'sm'} showTypeIcons={options.showTypeIcons ?? false}
       noHeader={options.showHeader === false} sortBy={options.sortBy} timeRange={range}
       enablePagination={options.enablePagination} fieldConfig={fieldConfig} noValue={fieldConfig.defaults.noValue} />
