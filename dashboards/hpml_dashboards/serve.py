@@ -32,7 +32,7 @@ DEFAULT_URL = "http://127.0.0.1:9090"
 VIEWER = Path(__file__).parent / "viewer"
 
 _MAX_POINTS = 11_000  # of a series; Prometheus' own limit
-_MAX_BYTES = 64 * 1024 * 1024
+_MAX_BYTES = 32 * 1024 * 1024
 _QUERY_SECONDS = 30
 _CLIENT_SECONDS = 60
 _NAMES = ("127.0.0.1", "localhost")  # another Host is a page that rebound its name to this machine

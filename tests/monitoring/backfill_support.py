@@ -1,4 +1,4 @@
-"""Known data for every query of a dashboard: what its selectors want, for three jobs on three nodes.
+"""Known data for every query of a dashboard: what its selectors want, of three jobs and nodes.
 
 Each job has a node, a user and a GPU of its own, so that joins on any of these labels find one
 partner.
@@ -104,7 +104,7 @@ def _value(name: str, key: str, second: int) -> float:
     """A number of the metric's kind: a wave for gauges, always more for counters."""
     seed = zlib.crc32(f"{name}{key}".encode()) % 97
     wave = 0.55 + 0.25 * math.sin((second + 40 * seed) / 400) + seed / 500
-    if name.endswith("_info") or name.endswith(":info"):
+    if name.endswith(("_info", ":info")):
         return 1
     if "timestamp" in name:
         return END - SECONDS + 10 * seed

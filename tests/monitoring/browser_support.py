@@ -72,7 +72,7 @@ class Browser:
     def wait(self, expression: str) -> Any:
         """Wait until an expression is true; returns its value."""
         try:
-            return eventually(lambda: self.evaluate(expression), expression, 15, pause=0.1)
+            return eventually(lambda: self.evaluate(expression), expression, 60, pause=0.1)
         except AssertionError as error:
             text = self.evaluate("document.body.innerText")
             raise AssertionError(f"{error}\n{self.problems}\n{text}") from None

@@ -8,4 +8,12 @@ from tests.monitoring.gpu_support import gpu_collector
 from tests.monitoring.gpusim_support import gpusim, gpusim_library
 from tests.monitoring.prometheus_support import prometheus, promtool
 
-__all__ = ["browser", "exporter", "gpu_collector", "gpusim", "gpusim_library", "prometheus", "promtool"]
+__all__ = [
+    "browser",
+    "exporter",
+    "gpu_collector",
+    "gpusim",
+    "gpusim_library",
+    "prometheus",
+    "promtool",
+]

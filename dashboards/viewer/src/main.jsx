@@ -2,13 +2,14 @@
 import { createTheme, dateTime, dateTimeForTimeZone, locationUtil, rangeUtil, ThemeContext } from '@grafana/data';
 import { initPluginTranslations } from '@grafana/i18n';
 import { Alert, GlobalStyles, Icon } from '@grafana/ui';
-import { useCallback, useEffect, useMemo, useRef, useState } from 'react';
+import { useCallback, useEffect, useMemo, useState } from 'react';
 import { createRoot } from 'react-dom/client';
+import { useInterval, useLocalStorage, useMeasure } from 'react-use';
 import { rowsOf } from './layout.js';
 import { Panel } from './panel.jsx';
 import { get } from './prometheus.js';
 import { resolveVariables, timeScope } from './template.js';
-import { refreshMs, TimeControls, Toolbar } from './toolbar.jsx';
+import { TimeControls, Toolbar } from './toolbar.jsx';
 import './viewer.css';
 
 const HOME = 'hpml-cluster';
@@ -49,15 +50,9 @@ function useAddress() {
 }
 
 function useTheme() {
-  const [mode, setMode] = useState(() => new URLSearchParams(location.search).get('theme')
-    ?? localStorage.getItem('theme') ?? (matchMedia('(prefers-color-scheme: light)').matches ? 'light' : 'dark'));
-  const theme = useMemo(() => createTheme({ colors: { mode } }), [mode]);
-  const toggle = () => {
-    const next = mode === 'dark' ? 'light' : 'dark';
-    localStorage.setItem('theme', next);
-    setMode(next);
-  };
-  return [theme, toggle];
+  const [stored, setStored] = useLocalStorage('theme', matchMedia('(prefers-color-scheme: light)').matches ? 'light' : 'dark');
+  const mode = new URLSearchParams(location.search).get('theme') ?? stored;
+  return [useMemo(() => createTheme({ colors: { mode } }), [mode]), setStored];
 }
 
 function rangeOf(parameters, dashboard, timeZone) {
@@ -78,7 +73,6 @@ function useView(dashboard, search, tick) {
   const [view, setView] = useState(null);
   useEffect(() => {
     if (!dashboard) {
-      setView(null);
       return undefined;
     }
     let isOld = false;
@@ -128,25 +122,14 @@ function Row({ row, width, view, onZoom, sync }) {
   );
 }
 
-function useWidth() {
-  const ref = useRef(null);
-  const [width, setWidth] = useState(0);
-  useEffect(() => {
-    const observer = new ResizeObserver(([entry]) => setWidth(Math.floor(entry.contentRect.width)));
-    observer.observe(ref.current);
-    return () => observer.disconnect();
-  }, []);
-  return [width, ref];
-}
-
 function App() {
   const [{ uid, search }, go] = useAddress();
-  const [theme, toggleTheme] = useTheme();
+  const [theme, setTheme] = useTheme();
   const [dashboards, setDashboards] = useState([]);
   const [dashboard, setDashboard] = useState(null);
   const [error, setError] = useState('');
   const [tick, setTick] = useState(0);
-  const [width, ref] = useWidth();
+  const [ref, { width }] = useMeasure();
   const view = useView(dashboard, search, tick);
   const parameters = new URLSearchParams(search);
   const refresh = parameters.get('refresh') ?? dashboard?.refresh ?? '';
@@ -160,11 +143,7 @@ function App() {
       setDashboard(json);
     }, ({ message }) => setError(message));
   }, [uid]);
-  useEffect(() => {
-    const every = refreshMs(refresh);
-    const timer = every && setInterval(() => document.hidden || setTick((count) => count + 1), every);
-    return () => clearInterval(timer);
-  }, [refresh]);
+  useInterval(() => document.hidden || setTick(tick + 1), /^\d/.test(refresh) ? rangeUtil.intervalToMs(refresh) : null);
 
   const setParameters = (changes) => {
     for (const [name, values] of Object.entries(changes)) {
@@ -181,7 +160,7 @@ function App() {
   return (
     <ThemeContext.Provider value={theme}>
       <GlobalStyles />
-      <Toolbar dashboard={dashboard} dashboards={dashboards} view={view} setParameters={setParameters} onTheme={toggleTheme}>
+      <Toolbar dashboard={dashboard} dashboards={dashboards} view={view} setParameters={setParameters} onTheme={(mode) => { setTheme(mode); setParameters({ theme: mode }); }}>
         {view && (
           <TimeControls view={view} onTime={onTime} refresh={refresh} onRefreshNow={() => setTick(tick + 1)}
             onRefresh={(value) => setParameters({ refresh: value })} onTimeZone={(timezone) => setParameters({ timezone })} />

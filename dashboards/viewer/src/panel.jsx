@@ -6,11 +6,13 @@ import { BarGauge, BigValue, DataLinksContextMenu, Dropdown, ErrorBoundaryAlert,
   ZoomPlugin } from '@grafana/ui';
 import { TableNG } from '@grafana/ui/unstable';
 import { useEffect, useMemo, useRef, useState } from 'react';
+import { useIntersection } from 'react-use';
 import { framesFor, withDefaults } from './prometheus.js';
 import { expand } from './template.js';
 
 const eventBus = new EventBusSrv(); // one for all: crosshairs move together
 const MAX_DESCRIBED = 50;
+const NEAR = { rootMargin: '300px' };
 
 function Chart({ panel, frames, width, height, range, timeZone, onZoom, sync }) {
   const { legend, tooltip } = panel.options;
@@ -115,18 +117,6 @@ function isolate(frames, name) {
     } } })) }));
 }
 
-function useVisible() {
-  const [visible, setVisible] = useState(false);
-  const ref = useRef(null);
-  useEffect(() => {
-    const observer = new IntersectionObserver((entries) => setVisible(entries.at(-1).isIntersecting),
-      { rootMargin: '300px' });
-    observer.observe(ref.current);
-    return () => observer.disconnect();
-  }, []);
-  return [visible, ref];
-}
-
 /** Run the panel's queries when it is on the screen and the view is new; keeps the last frames meanwhile. */
 function useFrames({ panel, scope, view, width, theme, visible }) {
   const [state, setState] = useState({});
@@ -169,7 +159,8 @@ function PanelLinks({ links, scope }) {
 export function Panel({ json, scope, view, width, height, onZoom, sync }) {
   const theme = useTheme2();
   const panel = useMemo(() => withDefaults(json), [json]);
-  const [visible, ref] = useVisible();
+  const ref = useRef(null);
+  const visible = useIntersection(ref, NEAR)?.isIntersecting;
   const [only, setOnly] = useState(null);
   const { frames, range, error, loading } = useFrames({ panel, scope, view, width, theme, visible });
   const drawn = useMemo(() => frames && isolate(frames, only), [frames, only]);

@@ -2,8 +2,7 @@
 //
 // A scope maps a name to a text, to a variable ({value, text, options, multi, all, ...}) or to a
 // function (path, format) -> text.
-import { dateTime, escapeRegex, formattedValueToString, getFieldDisplayName,
-  getFieldDisplayValuesProxy } from '@grafana/data';
+import { escapeRegex, formattedValueToString, getFieldDisplayName, getFieldDisplayValuesProxy } from '@grafana/data';
 import { labelValues, query } from './prometheus.js';
 
 export const ALL = '$__all';
@@ -18,32 +17,25 @@ export function chosen({ value, options = [] }) {
 
 /** As Grafana's Prometheus data source: alternatives of a regular expression where several can be. */
 function promql(variable) {
-  const values = chosen(variable);
   if (!variable.multi && !variable.includeAll) {
     return String(variable.value ?? '').replaceAll('\\', '\\\\').replaceAll('"', '\\"');
   }
-  const escaped = values.map((value) => escapeRegex(String(value)).replaceAll('\\', '\\\\'));
+  const escaped = chosen(variable).map((value) => escapeRegex(String(value)).replaceAll('\\', '\\\\'));
   return escaped.length === 1 ? escaped[0] : `(${escaped.join('|')})`;
 }
 
 const FORMATS = {
   promql,
-  csv: (variable) => chosen(variable).join(','),
-  doublequote: (variable) => chosen(variable).map((value) => JSON.stringify(value)).join(','),
   glob: (variable) => (chosen(variable).length === 1 ? chosen(variable)[0] : `{${chosen(variable)}}`),
-  json: (variable) => JSON.stringify(variable.value),
-  percentencode: (variable) => encodeURIComponent(chosen(variable).join(',')),
-  pipe: (variable) => chosen(variable).join('|'),
+  percentencode: (variable) => encodeURIComponent(chosen(variable)),
   queryparam: (variable) => list(variable.value)
     .map((value) => `var-${variable.name}=${encodeURIComponent(value)}`).join('&'),
   raw: (variable) => chosen(variable).join(','),
-  regex: (variable) => {
-    const escaped = chosen(variable).map((value) => escapeRegex(String(value)));
-    return escaped.length === 1 ? escaped[0] : `(${escaped.join('|')})`;
-  },
-  text: (variable) => (list(variable.value).includes(ALL) ? 'All' : list(variable.value).map((value) =>
-    variable.options?.find((option) => option.value === value)?.label ?? value).join(' + ')),
+  regex: (variable) => chosen(variable).map((value) => escapeRegex(String(value))).join('|'),
+  text: (variable) => list(variable.value).map((value) => (value === ALL ? 'All'
+    : variable.options?.find((option) => option.value === value)?.label ?? value)).join(' + '),
 };
+FORMATS.csv = FORMATS.raw;
 FORMATS.uriencode = FORMATS.percentencode;
 
 /** Replace the references to what the scope has; others stay as they are. */
@@ -53,61 +45,44 @@ export function expand(text, scope, format = 'glob') {
     if (entry === undefined) {
       return reference;
     }
-    if (typeof entry === 'function') {
-      return entry(path, own ?? format);
+    if (typeof entry === 'object') {
+      const isAll = entry.allValue && list(entry.value).includes(ALL) && own !== 'queryparam';
+      return isAll ? entry.allValue : (FORMATS[own ?? format] ?? FORMATS.glob)(entry);
     }
-    if (typeof entry === 'string') {
-      return entry;
-    }
-    if (entry.allValue && list(entry.value).includes(ALL) && (own ?? format) !== 'queryparam') {
-      return entry.allValue;
-    }
-    return (FORMATS[own ?? format] ?? FORMATS.glob)(entry);
+    return typeof entry === 'function' ? entry(path, own ?? format) : entry;
   });
 }
 
 /** `__from`, `__range` and the like of a time range, and what links pass on. */
 export function timeScope(range, variables) {
   const seconds = Math.round((range.to - range.from) / 1000);
-  const moment = (time) => (path, format) => (/^date/.test(format)
-    ? (format === 'date:seconds' ? String(time.unix()) : time.toISOString()) : String(time.valueOf()));
   const raw = (time) => (typeof time === 'string' ? time : String(time.valueOf()));
   return {
     __range: `${seconds}s`, __range_s: String(seconds), __range_ms: String(seconds * 1000),
-    __from: moment(range.from), __to: moment(range.to),
+    __from: String(range.from.valueOf()), __to: String(range.to.valueOf()),
     __url_time_range: () => `from=${raw(range.raw.from)}&to=${raw(range.raw.to)}`,
     __all_variables: () => Object.values(variables).map(FORMATS.queryparam).join('&'),
   };
 }
 
-/** `__value`, `__field`, `__series` and `__data` of a cell that has links. */
+/** `__value`, `__field` and `__data` of a value that has links. */
 export function cellScope({ frame, field, rowIndex, calculatedValue, data }) {
   const encode = (text, format) => (/encode$/.test(format) ? encodeURIComponent(text) : String(text));
-  const value = () => {
-    const shown = calculatedValue ?? field.display?.(field.values[rowIndex]) ?? {};
-    const raw = calculatedValue?.numeric ?? field.values[rowIndex];
-    return { raw, numeric: shown.numeric, text: formattedValueToString(shown) };
-  };
+  const shown = calculatedValue ?? field.display(field.values[rowIndex]);
+  const value = { raw: calculatedValue?.numeric ?? field.values[rowIndex], numeric: shown.numeric,
+    text: formattedValueToString(shown) };
   return {
-    __value: (path, format) => encode(value()[path] ?? value().text, format),
+    __value: (path, format) => encode(value[path] ?? value.text, format),
     __field: (path, format) => encode(path?.startsWith('labels.') ? field.labels?.[path.slice(7)] ?? ''
       : getFieldDisplayName(field, frame, data), format),
-    __series: (path, format) => encode(frame.name ?? getFieldDisplayName(field, frame, data), format),
     __data: (path = '', format) => {
-      const [, dotted, quoted, rest] = path.match(/^fields(?:\.([^.[]+)|\[["']?(.*?)["']?\])(?:\.(\w+))?$/) ?? [];
-      const cell = getFieldDisplayValuesProxy({ frame, rowIndex })[dotted ?? quoted];
-      return cell ? encode(rest ? cell[rest] : cell, format) : '';
+      const name = path.replace(/^fields(\.|\[["']?)/, '').replace(/["']?\]$/, '');
+      return encode(getFieldDisplayValuesProxy({ frame, rowIndex })[name] ?? '', format);
     },
   };
 }
 
-const COLLATOR = new Intl.Collator(undefined, { numeric: true });
-const SORTS = [ // of Grafana: a kind, rising and falling
-  (a, b) => (a < b ? -1 : a > b ? 1 : 0),
-  (a, b) => parseFloat(a) - parseFloat(b),
-  (a, b) => SORTS[0](a.toLowerCase(), b.toLowerCase()),
-  COLLATOR.compare,
-];
+const { compare } = new Intl.Collator(undefined, { numeric: true });
 
 async function fetchOptions(variable, scope, range) {
   const text = expand(variable.query?.query ?? variable.query ?? variable.definition, scope, 'promql');
@@ -128,9 +103,8 @@ async function fetchOptions(variable, scope, range) {
 
 async function optionsOf(variable, scope, range) {
   if (variable.type !== 'query') {
-    const words = String(variable.query ?? '').split(/(?<!\\),/).map((word) => word.trim());
-    return words.filter(Boolean).map((word) => {
-      const [label, value] = variable.type === 'custom' ? word.split(/\s+:\s+/) : [word];
+    return String(variable.query ?? '').split(',').map((word) => {
+      const [label, value] = word.trim().split(/\s+:\s+/);
       return { label, value: value ?? label };
     });
   }
@@ -142,11 +116,8 @@ async function optionsOf(variable, scope, range) {
       .map((match) => match.groups?.value ?? match.groups?.text ?? match[1] ?? match[0]);
   }
   values = [...new Set(values)];
-  if (variable.sort) {
-    values.sort(SORTS[Math.ceil(variable.sort / 2) - 1]);
-    if (variable.sort % 2 === 0) {
-      values.reverse();
-    }
+  if (variable.sort) { // odd numbers rise, even ones fall
+    values.sort(variable.sort % 2 ? compare : (a, b) => compare(b, a));
   }
   return values.map((value) => ({ label: value, value }));
 }
@@ -176,5 +147,3 @@ export async function resolveVariables(dashboard, address, range) {
   }
   return { variables, error };
 }
-
-export const toDateTime = (text) => dateTime(/^\d+$/.test(text) ? Number(text) : text);

@@ -1,13 +1,13 @@
 // Above the panels: dashboards, variables, links, time range, refresh, light or dark.
-import { dateMath, rangeUtil, textUtil, urlUtil } from '@grafana/data';
-import { Combobox, Dropdown, InlineField, Input, LinkButton, Menu, MultiCombobox, RefreshPicker,
+import { dateMath, textUtil, urlUtil } from '@grafana/data';
+import { Combobox, Dropdown, InlineField, LinkButton, Menu, MultiCombobox, RefreshPicker,
   TimeRangePicker, ToolbarButton, useTheme2 } from '@grafana/ui';
 import { ALL, expand } from './template.js';
 
 const textOf = (time) => (dateMath.isMathString(time) ? time : String(time.valueOf()));
 
 function Variable({ variable, onChange }) {
-  const { name, multi, includeAll, options, value, type } = variable;
+  const { name, multi, includeAll, options, value } = variable;
   const label = variable.label || name;
   const known = includeAll ? [{ label: 'All', value: ALL }, ...options] : options;
   const shared = { options: known, width: 'auto', minWidth: 12, maxWidth: 60, 'aria-label': label };
@@ -18,10 +18,8 @@ function Variable({ variable, onChange }) {
     onChange(all ? [includeAll ? ALL : options[0]?.value] : others);
   };
   return (
-    <InlineField label={variable.hide === 1 ? undefined : label} transparent={false} tooltip={variable.description}>
-      {type === 'textbox' ? (
-        <Input key={value} defaultValue={value} aria-label={label} onBlur={(event) => onChange([event.target.value])} />
-      ) : multi ? (
+    <InlineField label={label}>
+      {multi ? (
         <MultiCombobox {...shared} value={value} onChange={chooseMany} />
       ) : (
         <Combobox {...shared} value={value} onChange={(option) => onChange([option.value])} createCustomValue />
@@ -30,21 +28,16 @@ function Variable({ variable, onChange }) {
   );
 }
 
-function Links({ dashboard, dashboards, scope }) {
-  return (dashboard.links ?? []).flatMap((link) => {
-    const targets = link.type === 'dashboards'
-      ? dashboards.filter(({ tags, uid }) => uid !== dashboard.uid && link.tags.every((tag) => tags.includes(tag)))
-        .map(({ uid, title }) => ({ url: `/d/${uid}`, title }))
-      : [link];
-    const query = [link.keepTime && scope.__url_time_range(), link.includeVars && scope.__all_variables()];
-    return targets.map(({ url, title }) => (
-      <LinkButton key={`${title} ${url}`} variant="secondary" size="sm" tooltip={link.tooltip || undefined}
-        icon={link.type === 'dashboards' || url.startsWith('/d/') ? 'apps' : 'external-link-alt'}
-        target={link.targetBlank ? '_blank' : undefined}
-        href={textUtil.sanitizeUrl(query.filter(Boolean).reduce(urlUtil.appendQueryToUrl, expand(url, scope, 'uriencode')))}>
+function Links({ links = [], scope }) {
+  return links.map(({ title, url, keepTime, includeVars, targetBlank }) => {
+    const query = [keepTime && scope.__url_time_range(), includeVars && scope.__all_variables()];
+    const address = query.filter(Boolean).reduce(urlUtil.appendQueryToUrl, expand(url, scope, 'uriencode'));
+    return (
+      <LinkButton key={url} variant="secondary" size="sm" href={textUtil.sanitizeUrl(address)}
+        icon={url.startsWith('/d/') ? 'apps' : 'external-link-alt'} target={targetBlank ? '_blank' : undefined}>
         {expand(title, scope, 'text')}
       </LinkButton>
-    ));
+    );
   });
 }
 
@@ -67,6 +60,7 @@ export function TimeControls({ view, onTime, refresh, onRefresh, onRefreshNow, o
 
 export function Toolbar({ dashboard, dashboards, view, setParameters, onTheme, children }) {
   const theme = useTheme2();
+  const other = theme.isDark ? 'light' : 'dark';
   const menu = (
     <Menu ariaLabel="Dashboards">
       {dashboards.map(({ uid, title }) => (
@@ -84,19 +78,15 @@ export function Toolbar({ dashboard, dashboards, view, setParameters, onTheme, c
         </Dropdown>
         <h1 className="toolbar-title">{dashboard?.title}</h1>
         {children}
-        <ToolbarButton icon="palette" onClick={onTheme} aria-label={`Switch to ${theme.isDark ? 'light' : 'dark'} theme`}
-          tooltip={`Switch to ${theme.isDark ? 'light' : 'dark'} theme`} />
+        <ToolbarButton icon="palette" onClick={() => onTheme(other)} tooltip={`Switch to ${other} theme`} />
       </div>
       <div className="toolbar-line">
         {shown.map((variable) => (
           <Variable key={variable.name} variable={variable}
             onChange={(values) => setParameters({ [`var-${variable.name}`]: values })} />
         ))}
-        {view && <Links dashboard={dashboard} dashboards={dashboards} scope={view.scope} />}
+        {view && <Links links={dashboard.links} scope={view.scope} />}
       </div>
     </header>
   );
 }
-
-/** Milliseconds of a refresh interval such as 30s; undefined for none. */
-export const refreshMs = (text) => (text && text !== 'off' ? rangeUtil.intervalToMs(text) : undefined);
