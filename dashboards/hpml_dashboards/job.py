@@ -143,6 +143,7 @@ _CONTENT: list[Panel | str] = [
             f"or max(hpml:job_gpus:count{_JOB})",
             "unused": f"sum({_UNUSED})",
         },
+        calc="lastNotNull",
     ),
     figure("Data wait", "wait", f"max(hpml:job_data_wait:ratio{_JOB})", calc="mean"),
     figure(
@@ -152,8 +153,8 @@ _CONTENT: list[Panel | str] = [
         calc="mean",
     ),
     figure("Memory", "full", f"max(hpml:job_memory_used:ratio{_JOB})", calc="max", none="no limit"),
-    figure("Samples/s", "count", f"sum(hpml:train_samples:rate5m{_JOB})", none="not reported"),
-    figure("Faults", "faults", f"{_OOM} + {_XID} + (sum({_UNBOUND}) or vector(0))"),
+    figure("Samples/s", "count", f"sum(hpml:train_samples:rate5m{_JOB})", calc="lastNotNull"),
+    figure("Faults", "faults", f"{_OOM} + {_XID} + (sum({_UNBOUND}) or vector(0))", calc="max"),
     lines("GPU active", "share", {_GPU: each(f"hpml:gpu_busy:rate2m{_JOB}")}, width=12),
     lines(
         "Tensor cores active",
