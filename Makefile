@@ -7,7 +7,7 @@ TORCH ?= torch==2.13.0
 DEMO := .demo
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-long lint system horovod bench docs clean
+.PHONY: help demo test test-long lint system horovod bench docs viewer clean
 
 help:
 	@echo 'make demo       install, train a real model through the local backend, print the report'
@@ -15,6 +15,7 @@ help:
 	@echo 'make test-long  the full kill counts, soaks and repeats'
 	@echo 'make horovod    build Horovod (minutes, once) and install it for the tests'
 	@echo 'make bench      the benchmarks, as ratios against named peers'
+	@echo 'make viewer     build the dashboard viewer anew from dashboards/viewer (needs npm, 500 MB)'
 	@echo 'make docs       write the manual pages and the command reference anew from the commands'
 
 $(BIN)/pip:
@@ -97,6 +98,11 @@ docs: $(VENV)/.dev
 	$(BIN)/python docs/make_commands.py
 	$(BIN)/python docs/fields.py
 	$(BIN)/python -m hpml_exporters.catalogue > docs/metrics.md
+
+# Its result is kept in the repository, so that users need no node. The lockfile names no registry.
+viewer:
+	cd dashboards/viewer && npm ci --ignore-scripts --no-audit --no-fund --omit-lockfile-registry-resolved \
+	  && npm run build
 
 clean:
 	rm -rf $(VENV) $(DEMO) dist build

@@ -23,7 +23,11 @@ OUTSIDE = (
     "deploy/devcluster/README.md",
     "deploy/gpusim/README.md",
     "deploy/prometheus/prometheus.yml",
+    "deploy/grafana/README.md",
     "deploy/prometheus/rules/hpml.yml",
+    "deploy/prometheus/rules/hpml-alerts.yml",
+    "deploy/prometheus/rules/optional/dcgm-exporter.yml",
+    "deploy/prometheus/rules/optional/jobstats.yml",
     "exporters/README.md",
     "deploy/systemd/hpml-exporter-node.service",
 )

@@ -12,7 +12,6 @@ import difflib
 import hashlib
 import json
 import os
-import stat
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
@@ -24,7 +23,7 @@ from grafana_client.api import GrafanaApi
 from grafana_client.client import GrafanaException
 from ruamel.yaml import YAML
 
-from hpml_dashboards import JSON
+from hpml_dashboards import JSON, read_secret
 from hpml_orchestrator import assets
 from hpml_orchestrator.errors import HpmlError, InputError
 
@@ -95,22 +94,7 @@ def read_token(path: str) -> str:
             field="--token-file",
             hint="put a service account's token into a file of mode 600 or into $GRAFANA_TOKEN",
         )
-    try:
-        with open(path, encoding="utf-8") as file:
-            mode = stat.S_IMODE(os.fstat(file.fileno()).st_mode)
-            token = file.read().strip()
-    except (OSError, UnicodeDecodeError) as error:
-        raise InputError(f"cannot read it: {error}", field="--token-file", value=path) from error
-    if mode & 0o077:
-        raise InputError(
-            f"others may use the token: its mode is {mode:o}",
-            field="--token-file",
-            value=path,
-            hint=f"chmod 600 {path}",
-        )
-    if not token:
-        raise InputError("the file is empty", field="--token-file", value=path)
-    return token
+    return read_secret(path, "--token-file")
 
 
 def push(options: Push) -> Iterator[Outcome]:

@@ -27,32 +27,39 @@ _NODES = 2
 _FATAL = ("prometheus", "gcc")
 
 
-def submit_jobs(stack: Stack, nodes: int) -> None:
-    """Submit the demo's jobs.
+def submit_jobs(stack: Stack, nodes: int) -> dict[str, str]:
+    """Submit the demo's jobs; returns their job ids by name.
 
     Args:
         stack: where to.
         nodes: of the cluster; 0 for the local backend, which has room for fewer jobs.
     """
     scripts = stack.directory / "jobs"
-    scripts.mkdir(exist_ok=True)
     shutil.copy(ROOT / "deploy/demo/load.py", scripts)
     for path in (ROOT / "training_jobs").glob("*.py"):
         shutil.copy(path, scripts)
 
-    def load(name: str, *args: str, ranks: int = 1, gpus: int = 1, **more: int) -> None:
+    def load(*args: str, ranks: int = 1, gpus: int = 1, **more: int) -> dict[str, Any]:
         resources = {"ranks_per_node": ranks, "gpus": gpus, "cpus_per_rank": 1, "time": "2:00:00"}
-        job: dict[str, Any] = {"launcher": "srun", "script": "load.py", "args": list(args)}
-        stack.submit(name, {**job, "resources": {**resources, **more}})
+        job = {"launcher": "srun", "script": "load.py", "args": list(args)}
+        return {**job, "resources": {**resources, **more}}
 
-    load("train-well", "--compute=0.05", "--wait=0.005", nodes=max(1, nodes))
-    load("waits-for-data", "--compute=0.02", "--wait=0.1")
+    jobs = {
+        "train-well": load("--compute=0.05", "--wait=0.005", nodes=max(1, nodes)),
+        "waits-for-data": load("--compute=0.02", "--wait=0.1"),
+    }
     if nodes:
-        load("one-slow-rank", "--compute=0.02", "--wait=0.05", "--slow=3", nodes=nodes)
-        load("two-nodes-later", nodes=nodes, gpus=GPUS, ranks=GPUS)  # waits for resources
-        load("held-back", nodes=nodes, gpus=GPUS, ranks=GPUS)
-    idle = {"launcher": "srun", "command": ["sleep", "7200"]}
-    stack.submit("forgotten", {**idle, "resources": {"gpus": 1, "time": "2:00:00"}})
+        jobs["one-slow-rank"] = load("--compute=0.02", "--wait=0.05", "--slow=3", nodes=nodes)
+    resources = {"gpus": 1, "time": "2:00:00"}
+    jobs["forgotten"] = {"launcher": "srun", "command": ["sleep", "7200"], "resources": resources}
+    ids = {name: stack.submit(name, job) for name, job in jobs.items()}
+    if nodes:
+        sweep = stack.write("sweep", load("--compute=0.02", "--wait=0.02"))
+        grid = ["--grid", "compute=0.01,0.03", "--repeats", "1", "--detach"]
+        stack.hpml("sweep", "run", sweep, *grid)
+        for name in ("needs-all-gpus", "and-another"):  # waits for resources, and for its priority
+            ids[name] = stack.submit(name, load(nodes=nodes, gpus=GPUS, ranks=GPUS))
+    return ids
 
 
 def main() -> int:

@@ -27,7 +27,8 @@ from deploy.gpusim.gpusim import Process, Simulator, State, h100
 __all__ = ["GPUS", "Node", "Stack", "missing", "prometheus_program"]
 
 ROOT = Path(__file__).parents[2]
-GPUS = 2  # of each node
+GPUS = 4  # of each node
+_CPUS = 8
 HPML = [str(Path(sys.executable).parent / "hpml")]
 _DEVCLUSTER = [str(ROOT / "deploy/devcluster/devcluster")]
 _PATIENCE_SECONDS = 120.0
@@ -86,17 +87,28 @@ class Stack:
     Args:
         directory: for records, logs and data; on the cluster it is shared by all nodes.
         nodes: of the development cluster; 0 for this machine alone and the local backend.
-        user: words before a command that make it the user's who submits jobs.
+        hpml: the command that submits jobs, which makes them a user's.
+        python: what jobs run.
+        share: what nodes see of /tmp besides the directory.
     """
 
-    def __init__(self, directory: Path, nodes: int, user: Sequence[str] = ()) -> None:
+    def __init__(
+        self,
+        directory: Path,
+        nodes: int,
+        hpml: Sequence[str] = HPML,
+        python: str = sys.executable,
+        share: Path = ROOT,
+    ) -> None:
         self.directory = directory
         self.prometheus = ""
         self.nodes: list[Node] = []
         self.environment = dict(os.environ)
-        self._wanted, self._user = nodes, list(user)
+        self._wanted, self._hpml, self._python = nodes, list(hpml), python
+        self._share = share
         self._processes: list[subprocess.Popen[bytes]] = []
         self._seen: dict[int, _Seen] = {}
+        self._runs: list[str] = []
         self._stop = threading.Event()
         self._follower = threading.Thread(target=self._follow, name="gpus")
         self._box = directory / "box"
@@ -110,6 +122,8 @@ class Stack:
         return self
 
     def __exit__(self, *_: object) -> None:
+        if self._runs and not self._wanted:  # the cluster ends its jobs itself
+            self.hpml("cancel", *self._runs)
         self._stop.set()
         if self._follower.is_alive():
             self._follower.join()
@@ -127,30 +141,36 @@ class Stack:
     def hpml(self, *words: str | Path, **environment: str) -> subprocess.CompletedProcess[str]:
         """Run hpml as the user, with its records in the directory."""
         records = ["--records", str(self.directory / "records")]
-        command = [*self._user, *HPML, *records, *map(str, words)]
+        command = [*self._hpml, *records, *map(str, words)]
         return self._run(command, environment=self.environment | environment)
 
-    def submit(
-        self, name: str, job: dict[str, Any], *options: str
-    ) -> subprocess.CompletedProcess[str]:
-        """Write a job file and submit it."""
+    def write(self, name: str, job: dict[str, Any]) -> Path:
+        """Write a job file; returns its path."""
         path = self.directory / "jobs" / f"{name}.yaml"
-        path.parent.mkdir(exist_ok=True)
-        path.write_text(json.dumps({"name": name, **job}), encoding="utf-8")  # JSON is YAML
+        text = json.dumps({"name": name, "environment": {"python": self._python}, **job})
+        path.write_text(text, encoding="utf-8")  # JSON is YAML
+        return path
+
+    def submit(self, name: str, job: dict[str, Any], *options: str) -> str:
+        """Write a job file and submit it; returns the job id."""
+        path = self.write(name, job)
         where = [] if self._wanted else ["--local"]
-        return self.hpml("submit", path, *where, *options)
+        done = self.hpml("submit", path, "--json", *where, *options)
+        self._runs.append(json.loads(done.stdout)["id"])
+        return str(json.loads(done.stdout)["job_id"])
 
     def _start(self) -> None:
-        self.directory.mkdir(parents=True, exist_ok=True)
+        (self.directory / "jobs").mkdir(parents=True, exist_ok=True)
         simulator = Simulator()
         simulator.build()
         if self._wanted:
             self._boot()
         else:
             self.nodes = [Node(os.uname().nodename, [], self.directory / "gpus.txt")]
-        for number, node in enumerate(self.nodes):
-            first = number * GPUS
-            node.gpus = State(gpus=tuple(h100(n) for n in range(first, first + GPUS)))
+            # The local backend takes these for the machine's GPUs.
+            self.environment["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, range(GPUS)))
+        for node in self.nodes:
+            node.gpus = State(gpus=tuple(h100(n, node=node.name) for n in range(GPUS)))
             simulator.write(node.gpus, node.state)
         exporters = {node.name: self._exporter(node, simulator) for node in self.nodes}
         targets: list[dict[str, Any]] = [
@@ -163,9 +183,11 @@ class Stack:
         self.prometheus = self._prometheus(targets)
 
     def _boot(self) -> None:
-        size = ["--nodes", str(self._wanted), "--cpus", "4", "--gpus", str(GPUS)]
+        size = ["--nodes", str(self._wanted), "--cpus", str(_CPUS), "--gpus", str(GPUS)]
         box = ["--box", str(self._box)]
-        self._run([*_DEVCLUSTER, "up", *size, *box, "--share", str(self.directory), str(ROOT)])
+        self._run(
+            [*_DEVCLUSTER, "up", *size, *box, "--share", str(self.directory), str(self._share)]
+        )
         line = self._run([*_DEVCLUSTER, "env", *box]).stdout
         name, _, value = shlex.split(line)[-1].partition("=")
         self.environment[name] = value
@@ -173,8 +195,10 @@ class Stack:
             node = f"node{number}"
             enter = [*_DEVCLUSTER, "exec", *box, node, "--"]
             # Each node has a /run/hpml of its own: there its exporter listens to the jobs' agents.
-            mount = "mkdir -p /run/hpml && mount -t tmpfs -o size=1M,mode=755 none /run/hpml"
-            self._run([*enter, "sh", "-c", mount])
+            # This machine's control groups are not the node's: here Slurm uses none.
+            mount = "mount -t tmpfs -o size=1M,mode=755 none"
+            words = f"mkdir -p /run/hpml && {mount} /run/hpml && {mount} /sys/fs/cgroup"
+            self._run([*enter, "sh", "-c", words])
             self.nodes.append(Node(node, enter, self.directory / f"gpus-{node}.txt"))
 
     def _exporter(self, node: Node, simulator: Simulator) -> str:
@@ -266,7 +290,7 @@ class Stack:
                 on_node = [
                     (pid, gpu) for pid, name, gpu in ranks if name in {"", node.name} and gpu < GPUS
                 ]
-                state = node.gpus.at()
+                state = node.gpus
                 for gpu in range(GPUS):
                     pids = [pid for pid, number in on_node if number == gpu]
                     state = state.changed(gpu, **self._settings(pids))

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeAlias
 
-from deploy.gpusim._curves import Number, integral, later
+from deploy.gpusim._curves import Number, integral, parse
 
 __all__ = ["XID", "Device", "Event", "Fault", "Process", "State", "a100", "divided", "h100"]
 
@@ -29,18 +29,23 @@ class Process:
     kind: str = "C"
     sm: Number = 50
     mem: Number = 10
-    enc: Number = 0
-    dec: Number = 0
     gi: int | None = None
     ci: int | None = None
     ghost: bool = False
 
     def line(self) -> str:
         """The line of a state file."""
-        names = ("memory", "sm", "mem", "enc", "dec", "gi", "ci")
+        names = ("memory", "sm", "mem", "gi", "ci")
         given = {name: getattr(self, name) for name in names} | {"ghost": int(self.ghost)}
         words = [f"{name}={number}" for name, number in given.items() if number is not None]
         return " ".join([f"process {self.pid} {self.kind}", *words])
+
+    @classmethod
+    def parse(cls, rest: str) -> Process:
+        """Return the process of a line, without its first word."""
+        pid, kind, *words = rest.split()
+        given: Any = {name: parse(text) for name, text in (word.split("=") for word in words)}
+        return cls(int(pid), kind=kind, **given | {"ghost": given.get("ghost") == 1})
 
 
 @dataclass(frozen=True)
@@ -50,21 +55,18 @@ class Event:
     number: int
     data: int
     kind: int = XID
-    gi: int | None = None
-    ci: int | None = None
 
     def line(self) -> str:
         """The line of a state file."""
-        where = "" if self.gi is None else f" {self.gi} {self.ci or 0}"
-        return f"event {self.number} {self.kind} {self.data}{where}"
+        return f"event {self.number} {self.kind} {self.data}"
 
 
 @dataclass(frozen=True)
 class Fault:
     """What goes wrong with a function of NVML (pattern, `*` for all), a `field:186` or a `gpm:20`.
 
-    `kind` is fault (`amount` is the code that it returns), slow (milliseconds that each call takes
-    longer) or stuck (seconds that each call hangs, at most as long as the state file says so).
+    `kind` is fault (`amount` is the code that it returns) or stuck (seconds that each call hangs,
+    at most as long as the state file says so).
     """
 
     function: str
@@ -78,45 +80,40 @@ class Fault:
 
 
 Setting: TypeAlias = Number | str
-_GPM = "graphics sm occupancy integer tensor dfma hmma imma dram fp64 fp32 fp16".split()
+_GPM = "graphics sm occupancy tensor dram".split()
 _THROTTLE = """
-idle app_clocks sw_power hw_slowdown sync_boost sw_thermal hw_thermal hw_power_brake display
-board_limit low_util reliability base_clocks""".split()
+idle app_clocks sw_power hw_slowdown sync_boost sw_thermal hw_thermal hw_power_brake
+display""".split()
 _COUNTED = (
     *("power", "pcie_tx", "pcie_rx", "nvlink_tx", "nvlink_rx"),
-    *(f"throttle_{reason}" for reason in _THROTTLE),
     *(f"gpm_{metric}" for metric in _GPM),
 )
 """Rates whose integral is a counter; each has a `_base`, the counter's value at the epoch."""
+_TEXTS = frozenset("driver name uuid serial bus_id pci_id pci_subsystem".split())
 
 
-def _table(text: str) -> dict[str, Setting]:
+def _table(text: str) -> dict[str, Any]:
     """Return settings of words NAME=VALUE."""
     pairs = (word.split("=") for word in text.split())
     return {name: int(number) if number.isdigit() else number for name, number in pairs}
 
 
 _A100 = dict.fromkeys([f"throttle_{reason}" for reason in _THROTTLE], 0) | _table("""
-name= uuid= serial= bus_id= cpus= numa= minor=0 pci_id=20B210DE pci_subsystem=147F10DE
-vbios=92.00.45.00.03 cc_major=8 cc_minor=0 arch=7 brand=14 cores=6912 bus_width=5120 compute_mode=0
-util=0 mem_util=0 enc_util=0 dec_util=0 jpg_util=0 ofa_util=0 temp=35 mem_temp=40 temp_shutdown=92
-temp_slowdown=89 temp_mem_max=95 temp_gpu_max=85 power=60 power_limit=400 power_default=400
-power_min=100 power_max=400 power_enforced=400 clock_graphics=210 clock_sm=210 clock_mem=1593
-clock_video=585 max_graphics=1410 max_sm=1410 max_mem=1593 max_video=1290 ecc_mode=1 ecc_vol_cor=0
-ecc_vol_unc=0 ecc_agg_cor=0 ecc_agg_unc=0 pcie_gen=4 pcie_width=16 pcie_max_gen=4 pcie_max_width=16
-pcie_replay=0 pcie_tx=0 pcie_rx=0 pcie_bits=32 nvlink_links=12 nvlink_speed=25000 nvlink_version=4
-nvlink_crc=0 nvlink_replay=0 nvlink_recovery=0 nvlink_tx=0 nvlink_rx=0 pstate=0 persistence=1
-display_active=0 display_mode=0 remapped_cor=0 remapped_unc=0 remapped_pending=0 remapped_failure=0
-mig_mode=0 mig_max=7 mem_total=85899345920 mem_reserved=629145600 mem_base=4194304
-bar1_total=137438953472 bar1_used=1048576""")
+name= uuid= serial= bus_id= minor=0 pci_id=20B210DE pci_subsystem=147F10DE cc_major=8 cc_minor=0
+compute_mode=0 util=0 mem_util=0 enc_util=0 dec_util=0 temp=35 mem_temp=40 power=60 power_limit=400
+power_enforced=400 clock_graphics=210 clock_sm=210 clock_mem=1593 clock_video=585 max_graphics=1410
+max_sm=1410 max_mem=1593 max_video=1290 ecc_mode=1 ecc_vol_cor=0 ecc_vol_unc=0 ecc_agg_cor=0
+ecc_agg_unc=0 pcie_gen=4 pcie_width=16 pcie_max_gen=4 pcie_max_width=16 pcie_replay=0 pcie_tx=0
+pcie_rx=0 pcie_bits=32 nvlink_links=12 nvlink_speed=25000 nvlink_crc=0 nvlink_replay=0
+nvlink_recovery=0 nvlink_tx=0 nvlink_rx=0 pstate=0 persistence=1 display_active=0 display_mode=0
+remapped_cor=0 remapped_unc=0 remapped_pending=0 remapped_failure=0 mig_mode=0 mig_max=7
+mem_total=85899345920 mem_reserved=629145600 mem_base=4194304 bar1_total=137438953472
+bar1_used=1048576""")
 _H100 = dict.fromkeys([f"gpm_{metric}" for metric in _GPM], 0) | _table("""
-pci_id=233010DE pci_subsystem=16C110DE cc_major=9 arch=9 cores=16896 power_limit=700
-power_default=700 power_min=200 power_max=700 power_enforced=700 power=75 clock_graphics=345
-clock_sm=345 clock_mem=2619 max_graphics=1980 max_sm=1980 max_mem=2619 pcie_gen=5 pcie_max_gen=5
-nvlink_links=18 gpm=1""")
-_OTHERS = """
-fan mem_used lost nvlink_counts retired_sbe retired_dbe retired_pending mig_pending gi ci gi_slices
-ci_slices sm_count copy_engines""".split()
+pci_id=233010DE pci_subsystem=16C110DE cc_major=9 power_limit=700 power_enforced=700 power=75
+clock_graphics=345 clock_sm=345 clock_mem=2619 max_graphics=1980 max_sm=1980 max_mem=2619 pcie_gen=5
+pcie_max_gen=5 nvlink_links=18 gpm=1""")
+_OTHERS = "fan mem_used lost retired_sbe retired_dbe retired_pending gi ci".split()
 _KNOWN = frozenset([*_A100, *_H100, *_OTHERS, *(f"{rate}_base" for rate in _COUNTED)])
 
 
@@ -158,46 +155,31 @@ class Device:
         return replace(self, **changes)
 
     def total(self, rate: str, t: float) -> float:
-        """A counter `t` seconds after the epoch: joules, bytes, seconds."""
-        base: float = getattr(self, f"{rate}_base") or 0.0
-        return base + integral(getattr(self, rate) or 0, t)
+        """Return a counter `t` seconds after the epoch: joules, bytes, seconds."""
+        base: float = self.settings.get(f"{rate}_base", 0)  # type: ignore[assignment]
+        return base + integral(self.settings.get(rate, 0), t)  # type: ignore[arg-type]
 
-    def at(self, t: float) -> Device:
-        """The same device for an epoch that is `t` seconds later: curves and counters go on."""
-        curves = {
-            name: setting if isinstance(setting, str) else later(setting, t)
-            for name, setting in self.settings.items()
-        }
-        bases = {f"{rate}_base": self.total(rate, t) for rate in _COUNTED if rate in self.settings}
-        return Device(
-            curves | bases,
-            tuple(
-                replace(
-                    process,
-                    **{
-                        name: later(getattr(process, name), t)
-                        for name in ("memory", "sm", "mem", "enc", "dec")
-                    },
-                )
-                for process in self.processes
-            ),
-            self.events,
-            tuple(device.at(t) for device in self.mig),
-        )
+    def going_on(self, before: Device, t: float) -> Device:
+        """Return the same device with counters that are at `t` what they were before."""
+        rates = [rate for rate in _COUNTED if getattr(self, rate) != getattr(before, rate)]
+        unset = self.changed(**{f"{rate}_base": 0 for rate in rates})
+        jumps = {f"{rate}_base": before.total(rate, t) - unset.total(rate, t) for rate in rates}
+        return self.changed(**jumps)
 
     def lines(self) -> Iterator[str]:
         """The lines of a state file."""
         yield from (f"{name} {setting}" for name, setting in self.settings.items() if setting != "")
-        yield from (each.line() for each in (*self.processes, *self.events))
+        yield from (process.line() for process in self.processes)
+        yield from (event.line() for event in self.events)
         for device in self.mig:
             yield from ("mig", *device.lines())
 
 
-def a100(number: int, **settings: Any) -> Device:
-    """An A100 of 80 GB, idle; `number` makes its UUID, serial, PCI address and minor number."""
+def a100(number: int, node: str = "", **settings: Any) -> Device:
+    """An A100 of 80 GB, idle; `number` makes its UUID (with the node's name) and PCI address."""
     identity = {
         "name": "NVIDIA A100-SXM4-80GB (simulated)",
-        "uuid": f"GPU-{uuid.uuid5(uuid.NAMESPACE_URL, f'hpml-gpusim/{number}')}",
+        "uuid": f"GPU-{uuid.uuid5(uuid.NAMESPACE_URL, f'hpml-gpusim/{node}{number}')}",
         "serial": f"132462200{number:04d}",
         "bus_id": f"0000:{0x07 + 8 * number:02x}:00.0",
         "minor": number,
@@ -205,15 +187,15 @@ def a100(number: int, **settings: Any) -> Device:
     return Device(_A100 | identity, **settings)
 
 
-def h100(number: int, **settings: Any) -> Device:
+def h100(number: int, node: str = "", **settings: Any) -> Device:
     """An H100 of 80 GB, idle: it has GPM, and 18 NVLinks."""
-    return a100(number, **{**_H100, "name": "NVIDIA H100 80GB HBM3 (simulated)", **settings})
+    return a100(number, node, **{**_H100, "name": "NVIDIA H100 80GB HBM3 (simulated)", **settings})
 
 
 def divided(gpu: Device, *slices: int) -> Device:
     """The GPU in MIG mode with one MIG device per number of slices (of 7): 1, 2, 3, 4 or 7."""
     model = gpu.name.removesuffix(" (simulated)")
-    gpm = {"gpm_sm", "gpm_tensor", "gpm_dram", "gpm_occupancy"} & gpu.settings.keys()
+    gpm = {f"gpm_{metric}" for metric in _GPM} & gpu.settings.keys()
     devices = []
     for index, size in enumerate(slices):
         memory = {1: 10, 2: 20, 3: 40, 4: 40, 7: 80}[size]
@@ -230,10 +212,6 @@ def divided(gpu: Device, *slices: int) -> Device:
                 compute_mode=0,
                 gi=7 + index,
                 ci=0,
-                gi_slices=size,
-                ci_slices=size,
-                sm_count=14 * size,
-                copy_engines=size,
             )
         )
     return gpu.changed(mig_mode=1, mig=tuple(devices))
@@ -252,7 +230,6 @@ class State:
     gpus: tuple[Device, ...]
     epoch: float = field(default_factory=time.time)
     driver: str = "550.90.07"
-    nvml: str = "12.550.90.07"
     cuda: int = 12040
     generation: int = 1
     lost: bool = False
@@ -260,24 +237,64 @@ class State:
 
     def text(self) -> str:
         """The state file."""
-        head = ("epoch", "generation", "driver", "nvml", "cuda")
+        head = ("epoch", "generation", "driver", "cuda")
         lines = ["hpml-gpusim 1", *(f"{name} {getattr(self, name)}" for name in head)]
         lines += [f"lost {int(self.lost)}", *(fault.line() for fault in self.faults)]
         for gpu in self.gpus:
             lines += ["gpu", *gpu.lines()]
         return "\n".join([*lines, ""])
 
-    def changed(self, index: int, **settings: Any) -> State:
-        """The state with other settings for one GPU, at the same epoch; curves go on."""
-        gpus = list(self.gpus)
-        gpus[index] = gpus[index].changed(**settings)
-        return replace(self, gpus=tuple(gpus))
+    @classmethod
+    def parse(cls, text: str) -> State:
+        """Return the state of a state file.
 
-    def at(self, now: float | None = None) -> State:
-        """The state for a new epoch, now unless told: change power or other rates after this.
-
-        Curves and counters go on where they are in this state, so nothing jumps.
+        Raises:
+            ValueError: a line is not understood; the message has it.
         """
-        moment = time.time() if now is None else now
-        gpus = tuple(gpu.at(moment - self.epoch) for gpu in self.gpus)
-        return replace(self, epoch=moment, gpus=gpus)
+        head: dict[str, Any] = {}
+        faults: list[Fault] = []
+        gpus: list[dict[str, Any]] = []
+        settings = head
+        for line in text.splitlines()[1:]:
+            name, _, rest = line.strip().partition(" ")
+            match name:
+                case "gpu":
+                    settings = {}
+                    gpus.append({"settings": settings, "processes": [], "events": [], "mig": []})
+                case "mig":
+                    settings = {}
+                    gpus[-1]["mig"].append(settings)
+                case "process":
+                    gpus[-1]["processes"].append(Process.parse(rest))
+                case "event":
+                    number, kind, data = map(int, rest.split())
+                    gpus[-1]["events"].append(Event(number, data, kind))
+                case "fault" | "stuck":
+                    function, amount, gpu = rest.split()
+                    index = None if gpu == "*" else int(gpu)
+                    faults.append(Fault(function, float(amount), name, index))
+                case _ if name and not name.startswith("#"):
+                    settings[name] = rest if name in _TEXTS else parse(rest)
+        devices = [
+            Device(
+                each["settings"],
+                tuple(each["processes"]),
+                tuple(each["events"]),
+                tuple(Device(mig) for mig in each["mig"]),
+            )
+            for each in gpus
+        ]
+        return cls(tuple(devices), **head, faults=tuple(faults))
+
+    def changed(self, index: int, **settings: Any) -> State:
+        """Return the state with other settings for one GPU; its counters go on from here."""
+        return self.replaced(index, self.gpus[index].changed(**settings))
+
+    def replaced(self, index: int, gpu: Device) -> State:
+        """Return the state with another GPU in place of one; its counters go on from here."""
+        t = max(0.0, time.time() - self.epoch)
+        before = self.gpus[index]
+        pairs = zip(gpu.mig, before.mig, strict=False)
+        mig = tuple(each.going_on(old, t) for each, old in pairs)
+        gpu = gpu.changed(mig=mig or gpu.mig).going_on(before, t)
+        return replace(self, gpus=(*self.gpus[:index], gpu, *self.gpus[index + 1 :]))

@@ -10,7 +10,6 @@ Device names end in "(simulated)". README.md describes the state file.
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import os
 import shutil
@@ -20,7 +19,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from deploy.gpusim._curves import Curve, Number, Ramp, Sine, Square, integral, value
+from deploy.gpusim._curves import Curve, Number, Ramp, Square, integral, value
 from deploy.gpusim._model import XID, Device, Event, Fault, Process, State, a100, divided, h100
 
 __all__ = [
@@ -35,7 +34,6 @@ __all__ = [
     "Process",
     "Ramp",
     "Simulator",
-    "Sine",
     "Square",
     "State",
     "a100",
@@ -55,8 +53,7 @@ nvmlDeviceGetComputeRunningProcesses_v2 nvmlDeviceGetComputeRunningProcesses_v3
 nvmlDeviceGetGraphicsRunningProcesses_v2 nvmlDeviceGetGraphicsRunningProcesses_v3
 nvmlDeviceGetMPSComputeRunningProcesses_v2 nvmlDeviceGetMPSComputeRunningProcesses_v3
 nvmlDeviceGetRunningProcessDetailList nvmlDeviceGetCurrentClocksEventReasons
-nvmlDeviceGetSupportedClocksEventReasons nvmlDeviceGetJpgUtilization nvmlDeviceGetOfaUtilization
-nvmlDeviceGetNumaNodeId nvmlGpmQueryDeviceSupport nvmlGpmSampleAlloc nvmlGpmSampleGet
+nvmlGpmQueryDeviceSupport nvmlGpmSampleAlloc nvmlGpmSampleGet
 nvmlGpmMigSampleGet nvmlGpmMetricsGet nvmlGpmSampleFree""".split()
 """What drivers of the 450 series lack: with real ones the dynamic linker finds no such symbol."""
 
@@ -118,16 +115,10 @@ class Simulator:
     def write(self, state: State, path: str | os.PathLike[str]) -> State:
         """Puts a state in place of what the path held, at once and whole; gives the state back."""
         target = Path(path)
-        descriptor, scratch = tempfile.mkstemp(dir=target.parent, prefix=f".{target.name}.")
-        try:
-            with os.fdopen(descriptor, "w") as file:
-                file.write(state.text())
-            os.chmod(scratch, 0o644)  # other users' programs read it, too
-            os.replace(scratch, target)
-        except BaseException:
-            with contextlib.suppress(OSError):
-                os.unlink(scratch)
-            raise
+        scratch = target.with_name(f".{target.name}.{os.getpid()}")
+        scratch.write_text(state.text())
+        scratch.chmod(0o644)  # other users' programs read it, too
+        scratch.replace(target)
         return state
 
     def environment(

@@ -50,10 +50,10 @@ def main(words: list[str], load: Load = _load_node) -> int:
     try:
         try:
             options, sources = load(words[0])
+            check(options)
         except (ValueError, TypeError, AttributeError) as error:
             tell(f"error: the options are no JSON object of NodeOptions: {error}")
             return _WRONG_OPTIONS
-        check(options)
         return run(options, sources)
     except HpmlError as error:
         tell(f"error: {error}")

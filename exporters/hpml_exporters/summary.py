@@ -11,7 +11,7 @@ import math
 import os
 import time
 from collections.abc import Iterable, Mapping
-from typing import Any
+from typing import Any, TypeVar
 
 from prometheus_client.core import Metric
 
@@ -22,14 +22,10 @@ from hpml_orchestrator.records.files import write_json
 
 __all__ = ["GPU_METRICS", "JOB_LEVELS", "JOB_METRICS", "TRAIN_METRICS", "Summary"]
 
-JOB_METRICS = {
-    "hpml_job_cpu_seconds_total": "cpu_seconds",
-    "hpml_job_io_read_bytes_total": "io_read_bytes",
-    "hpml_job_io_write_bytes_total": "io_write_bytes",
-    "hpml_job_io_syscall_read_bytes_total": "io_syscall_read_bytes",
-    "hpml_job_io_syscall_write_bytes_total": "io_syscall_write_bytes",
-    "hpml_job_oom_events_total": "oom_events",
-}
+_T = TypeVar("_T")
+
+_JOB = "cpu_seconds io_read_bytes io_write_bytes io_syscall_read_bytes io_syscall_write_bytes"
+JOB_METRICS = {f"hpml_job_{name}_total": name for name in [*_JOB.split(), "oom_events"]}
 """Counters that began with the job, and their names here; modes are added up."""
 
 JOB_LEVELS = {
@@ -41,33 +37,24 @@ JOB_LEVELS = {
 }
 """Levels of which the highest is kept."""
 
-TRAIN_METRICS = {
-    "hpml_train_samples_total": "samples",
-    "hpml_train_steps_total": "steps",
-    "hpml_train_data_wait_seconds_total": "data_wait_seconds",
-    "hpml_train_comm_seconds_total": "comm_seconds",
-}
-"""The same of what the ranks tell."""
+_TRAIN = ("samples", "steps", "data_wait_seconds", "comm_seconds")
+TRAIN_METRICS = {f"hpml_train_{name}_total": name for name in _TRAIN}
+"""Counters of what the ranks tell."""
 
+_COUNTED = ("busy_seconds", "energy_joules", "throttled_seconds", "xid_errors")
+_MEANS = "utilization_ratio sm_active_ratio tensor_active_ratio dram_active_ratio power_watts"
+_SINCE_EXPORTER = ("busy_seconds", "xid_errors")  # the others count since the driver was loaded
+_PEAKS = ("memory_peak_bytes", "temperature_peak_celsius")
 GPU_METRICS = {
-    "hpml_gpu_busy_seconds_total": "busy_seconds",
-    "hpml_gpu_energy_joules_total": "energy_joules",
-    "hpml_gpu_throttled_seconds_total": "throttled_seconds",
-    "hpml_gpu_xid_errors_total": "xid_errors",
-    "hpml_gpu_utilization_ratio": "utilization_ratio",
-    "hpml_gpu_sm_active_ratio": "sm_active_ratio",
-    "hpml_gpu_tensor_active_ratio": "tensor_active_ratio",
-    "hpml_gpu_dram_active_ratio": "dram_active_ratio",
-    "hpml_gpu_power_watts": "power_watts",
-    "hpml_gpu_memory_used_bytes": "memory_peak_bytes",
-    "hpml_gpu_temperature_celsius": "temperature_peak_celsius",
+    **{f"hpml_gpu_{name}_total": name for name in _COUNTED},
+    **{f"hpml_gpu_{name}": name for name in _MEANS.split()},
+    "hpml_gpu_memory_used_bytes": _PEAKS[0],
+    "hpml_gpu_temperature_celsius": _PEAKS[1],
 }
 """Metrics of GPUs: counters, then those of which the mean over time is kept, then peaks."""
 
-_COUNTED = ("busy_seconds", "energy_joules", "throttled_seconds", "xid_errors")
-_SINCE_EXPORTER = ("busy_seconds", "xid_errors")  # the others count since the driver was loaded
-_PEAKS = ("memory_peak_bytes", "temperature_peak_celsius")
 _MEMORY = ("rss", "shmem")  # page cache is the kernel's to take back
+_BUSY_SHARE = "busy_seconds_share"
 _INSTANT_SECONDS = 1e-6  # weight of a single look
 _STEADY_SECONDS = 10.0
 _MAX_BYTES = 4 << 20
@@ -152,7 +139,7 @@ class Summary:
 
     def _note_gpus(self, families: Mapping[str, Metric], step: float) -> None:
         own = self._own_gpus(families)
-        for uuid in own:
+        for uuid in sorted(own):
             self._facts["gpus"].setdefault(uuid, "")
         for uuid, name in _by_uuid(families.get("hpml_gpu_info"), "name"):
             if uuid in own:
@@ -247,56 +234,35 @@ class Summary:
         self._peaks[key] = max(value, self._peaks.get(key, value))
 
     def _totals(self, group: str) -> dict[str, float]:
-        begin = f"{group}/"
-        found = {
-            key.removeprefix(begin): round(count[0], 6)
-            for key, count in self._counts.items()
-            if key.startswith(begin)
-        }
-        means = {
-            key.removeprefix(begin): mean
-            for key, (mean, _) in self._means.items()
-            if key.startswith(begin)
-        }
-        return {**found, **means}
+        counts = _below(f"{group}/", self._counts)
+        means = _below(f"{group}/", self._means)
+        totals = {name: round(total, 6) for name, (total, _) in counts.items()}
+        return totals | {name: mean for name, (mean, _) in means.items()}
 
     def _job_figures(self) -> dict[str, float]:
         figures = self._totals("job")
-        peaks = {
-            key.removeprefix("job/"): value
-            for key, value in self._peaks.items()
-            if key.startswith("job/")
-        }
         # CPU time counts since the job began, and its exporter began a moment later.
         seconds = self._updated - self._began
         if "cpu_seconds" in figures and seconds > 0:
             figures["mean_cpus"] = round(figures["cpu_seconds"] / seconds, 3)
-        return {**figures, **peaks}
+        return figures | _below("job/", self._peaks)
 
     def _gpu_figures(self, uuid: str) -> dict[str, Any]:
         begin = f"gpu/{uuid}/"
-        seconds = self._means.get(f"{begin}present", (1.0, 0.0))[1]
-        figures: dict[str, Any] = {
-            "uuid": uuid,
-            "name": self._facts["gpus"][uuid],
-            "seconds": round(seconds, 3),
-        }
-        for key, (mean, _) in self._means.items():
-            if key.startswith(begin) and not key.endswith(("/present", "_share")):
-                figures[key.removeprefix(begin)] = round(mean, 4)
-        for key, value in self._peaks.items():
-            if key.startswith(begin):
-                figures[key.removeprefix(begin)] = value
-        for key, (total, _) in self._counts.items():
-            if key.startswith(begin):
-                name, _, which = key.removeprefix(begin).partition("/")
-                if which:
-                    figures.setdefault(name, {})[which] = round(total, 3)
-                else:
-                    figures[name] = round(total, 3)
+        means = _below(begin, self._means)
+        _, seconds = means.pop("present", (1.0, 0.0))
+        name = self._facts["gpus"][uuid]
+        figures: dict[str, Any] = {"uuid": uuid, "name": name, "seconds": round(seconds, 3)}
+        figures |= {key: round(mean, 4) for key, (mean, _) in means.items() if key != _BUSY_SHARE}
+        figures |= _below(begin, self._peaks)
+        for key, (total, _) in _below(begin, self._counts).items():
+            counter, _, which = key.partition("/")
+            if which:
+                figures.setdefault(counter, {})[which] = round(total, 3)
+            else:
+                figures[counter] = round(total, 3)
         if "busy_seconds" in figures and seconds > _INSTANT_SECONDS:
-            share = min(1.0, figures["busy_seconds"] / seconds)
-            share, weight = self._means.get(f"{begin}busy_seconds_share", (share, 0.0))
+            share, weight = means.get(_BUSY_SHARE, (figures["busy_seconds"] / seconds, 0.0))
             # Of a few seconds the levels say more: a reading too many or too few is much of them.
             if weight >= _STEADY_SECONDS or "utilization_ratio" not in figures:
                 figures["utilization_ratio"] = round(min(1.0, share), 4)
@@ -325,14 +291,16 @@ class Summary:
         self._began, self._seconds, self._starts = began, seconds, starts + 1
 
 
-def _is_number(value: object) -> bool:
-    return isinstance(value, (int, float)) and math.isfinite(value)
-
-
 def _numbers(values: list[Any], length: int) -> list[float]:
-    if len(values) != length or not all(map(_is_number, values)):
+    numbers = [float(value) for value in values]
+    if len(numbers) != length or not all(map(math.isfinite, numbers)):
         raise ValueError("no numbers")
-    return [float(value) for value in values]
+    return numbers
+
+
+def _below(begin: str, kept: Mapping[str, _T]) -> dict[str, _T]:
+    """Return what is kept under keys that begin so, by the rest of the key."""
+    return {key[len(begin) :]: value for key, value in kept.items() if key.startswith(begin)}
 
 
 def _values(family: Metric | None) -> Iterable[tuple[tuple[str, ...], float]]:

@@ -1,19 +1,37 @@
-"""Commands for dashboards: dashboards build, dashboards check."""
+"""Commands for dashboards: dashboards build, check, push, show."""
 
 from __future__ import annotations
 
+import contextlib
 import importlib
+import os
+import sys
+import webbrowser
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 from hpml_dashboards import JSON
+from hpml_dashboards.serve import (
+    DEFAULT_URL,
+    Prometheus,
+    PrometheusError,
+    ViewerServer,
+    read_credentials,
+)
+from hpml_exporters.options import is_loopback
+from hpml_exporters.web.address import split
 
-from hpml_orchestrator.errors import HpmlError
+from hpml_orchestrator.errors import HpmlError, InputError
 
 __all__ = ["group"]
 
 group = typer.Typer(no_args_is_help=True)
+
+
+@group.callback()
+def _group() -> None:
+    """Show the dashboards of a Prometheus in the browser, or push them to Grafana."""
 
 
 @group.command()
@@ -51,6 +69,124 @@ def check(
     if findings:
         raise typer.Exit(1)
     typer.echo("all dashboards are as their code says, and every query can be answered")
+
+
+@group.command()
+def push(
+    url: Annotated[str, typer.Option("--url", metavar="URL", help="Address of the Grafana.")],
+    token_file: Annotated[
+        str,
+        typer.Option(
+            "--token-file",
+            metavar="FILE",
+            help="File of mode 600 with a service account's token; default: $GRAFANA_TOKEN.",
+        ),
+    ] = "",
+    folder: Annotated[
+        str, typer.Option("--folder", metavar="TITLE", help="Folder in Grafana.")
+    ] = "hpml",
+    prometheus: Annotated[
+        str,
+        typer.Option(
+            "--prometheus",
+            metavar="URL",
+            help="Make a data source for this Prometheus, as Grafana reaches it.",
+        ),
+    ] = "",
+    datasource: Annotated[
+        str,
+        typer.Option(
+            "--datasource",
+            metavar="UID",
+            help="Data source of the alert rules; default: the only or default Prometheus.",
+        ),
+    ] = "",
+    no_alerts: Annotated[bool, typer.Option("--no-alerts", help="Push no alert rules.")] = False,
+    overwrite: Annotated[
+        bool, typer.Option("--overwrite", help="Replace what a person changed in Grafana, too.")
+    ] = False,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Show what would change, and change nothing.")
+    ] = False,
+) -> None:
+    """Put dashboards and alert rules into a Grafana.
+
+    A push can be repeated. What a person changed in Grafana is kept and named; the exit status is
+    then 1, as after failures.
+    """
+    module = _module("push")
+    options = module.Push(
+        url=url,
+        token=module.read_token(token_file),
+        folder=folder,
+        prometheus=prometheus,
+        datasource=datasource,
+        alerts=not no_alerts,
+        overwrite=overwrite,
+        dry_run=dry_run,
+    )
+    left = 0
+    for outcome in module.push(options):
+        reason = f": {outcome.reason}" if outcome.reason else ""
+        typer.echo(f"{outcome.action:<9}  {outcome.kind} {outcome.name}{reason}")
+        if dry_run and outcome.diff:
+            typer.echo(outcome.diff)
+        left += outcome.action in {"kept", "failed"}
+    if left:
+        raise HpmlError(
+            f"{left} {'things were' if left > 1 else 'thing was'} not pushed",
+            hint="--overwrite replaces what a person changed; --dry-run shows the difference",
+        )
+
+
+@group.command()
+def show(
+    prometheus: Annotated[
+        str,
+        typer.Option("--prometheus", metavar="URL", envvar="PROMETHEUS_URL", help="Prometheus."),
+    ] = DEFAULT_URL,
+    prometheus_auth: Annotated[
+        str,
+        typer.Option(
+            "--prometheus-auth",
+            metavar="FILE",
+            help="File of mode 600 with user:password or a token for Prometheus.",
+        ),
+    ] = "",
+    listen: Annotated[
+        str,
+        typer.Option("--listen", metavar="127.0.0.1:PORT", help="Port; default: a free one."),
+    ] = "127.0.0.1:0",
+    no_open: Annotated[
+        bool, typer.Option("--no-open", help="Print the address without opening a browser.")
+    ] = False,
+) -> None:
+    """Show the dashboards of a running Prometheus in the browser, without Grafana.
+
+    The address has a token: nobody else on this machine can use it. From another machine, connect
+    with `ssh -L PORT:127.0.0.1:PORT`. Ctrl-C ends it.
+    """
+    host, port = split(listen)
+    if not is_loopback(host):
+        hint = f"use an SSH tunnel to reach it from elsewhere: ssh -L {port or 'PORT'}:127.0.0.1:…"
+        raise InputError("must be 127.0.0.1:PORT", field="--listen", value=listen, hint=hint)
+    authorization = read_credentials(prometheus_auth) if prometheus_auth else ""
+    source = Prometheus(prometheus, authorization)
+    try:
+        if not source.has_metrics():
+            typer.echo(
+                f"hpml: note: {source.url} has no metrics of hpml yet\n"
+                "hint: start `hpml export node` and add it to Prometheus, see docs/monitoring.md",
+                err=True,
+            )
+    except PrometheusError as error:
+        raise HpmlError(str(error), hint="--prometheus URL names another Prometheus") from None
+    with ViewerServer(source, port) as server, contextlib.suppress(KeyboardInterrupt):
+        typer.echo(server.address)
+        sys.stdout.flush()
+        if not no_open and (os.environ.get("DISPLAY") or os.environ.get("WAYLAND_DISPLAY")):
+            webbrowser.open(server.address)
+        server.serve_forever()
 
 
 def _module(name: str) -> Any:

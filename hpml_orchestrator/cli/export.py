@@ -1,61 +1,69 @@
-"""Commands that export metrics to Prometheus: export node, export metrics."""
+"""Commands about metrics for Prometheus: export node, export slurm, export metrics, targets."""
 
 from __future__ import annotations
 
 import contextlib
 import os
-import re
-from dataclasses import asdict, fields
+from collections.abc import Iterator
+from dataclasses import asdict
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 from hpml_exporters.catalogue import ALL
-from hpml_exporters.options import NodeOptions, Roots, check, is_loopback
-from hpml_exporters.web import config as web_config_file
-from hpml_exporters.web.address import split
+from hpml_exporters.options import COLLECTORS, NodeOptions, Roots, check, cluster_name, is_loopback
+from hpml_exporters.slurm.commands import Commands
+from hpml_exporters.slurm.options import SlurmOptions
+from hpml_exporters.slurm.targets import TargetServer
+from hpml_exporters.slurm.targets import targets as targets_of
+from hpml_exporters.web.address import listen_on, split
+from hpml_exporters.web.config import WebConfig, read
 
 from hpml_orchestrator.cli.common import JsonOption, print_json, print_table, refuse_empty
 from hpml_orchestrator.cli.process import become_exporter, refuse_gone_directory
-from hpml_orchestrator.cli.slurm_export import slurm
-from hpml_orchestrator.errors import InputError
+from hpml_orchestrator.errors import InputError, RecordError, SchedulerUnavailable
+from hpml_orchestrator.records.files import write_text
 
-__all__ = ["group"]
+__all__ = ["group", "targets"]
 
 group = typer.Typer(no_args_is_help=True)
-group.command()(slurm)
-_SECONDS = "SECONDS"
-_SLURM_CONFS = ("/run/slurm/conf/slurm.conf", "/etc/slurm/slurm.conf")
-_SWITCHES = "gpu jobs processes shm disks infiniband nfs lustre training".split()
+_PORT_MAX = 65535
+_SLURM_PAGE = "docs/slurm-exporter.md"
+_DIRECTORY_HINT = "use an existing directory that you may write to"
+_SLURM_HINT = "run it where sinfo works: load Slurm's module, or set SLURM_CONF"
 
 
 def _switch(name: str, what: str) -> Any:
     return typer.Option(f"--no-{name}", help=f"Skip {what}.")
 
 
-def _interval(name: str, what: str) -> Any:
-    return typer.Option(f"--{name}-interval", metavar=_SECONDS, help=f"Interval of {what}.")
+def _seconds(name: str, what: str) -> Any:
+    return typer.Option(f"--{name}", metavar="SECONDS", help=what)
+
+
+def _file(name: str, what: str) -> Any:
+    return typer.Option(name, metavar="FILE", help=what)
+
+
+def _address(name: str, what: str) -> Any:
+    return typer.Option(name, metavar="ADDRESS:PORT", help=what)
+
+
+_Listen = Annotated[str, _address("--listen", "Address to listen on; port 0 picks a free one.")]
+_WebConfig = Annotated[
+    str | None,
+    _file("--web-config", "TLS and passwords, a file in Prometheus' web-config format."),
+]
+_AddressFile = Annotated[
+    str | None, _file("--address-file", "Write the address to FILE once it listens.")
+]
 
 
 @group.command()
 def node(
-    listen: Annotated[
-        str,
-        typer.Option(
-            "--listen",
-            metavar="ADDRESS:PORT",
-            help="Address to listen on; port 0 picks a free one.",
-        ),
-    ] = "127.0.0.1:9445",
-    web_config: Annotated[
-        str | None,
-        typer.Option(
-            "--web-config",
-            metavar="FILE",
-            help="TLS and passwords, a file in Prometheus' web-config format.",
-        ),
-    ] = None,
+    listen: _Listen = "127.0.0.1:9445",
+    web_config: _WebConfig = None,
     no_gpu: Annotated[bool, _switch("gpu", "GPUs")] = False,
     no_jobs: Annotated[bool, _switch("jobs", "CPU, memory and GPUs of jobs")] = False,
     no_processes: Annotated[bool, _switch("processes", "I/O of jobs' processes")] = False,
@@ -65,24 +73,25 @@ def node(
     no_nfs: Annotated[bool, _switch("nfs", "NFS mounts")] = False,
     no_lustre: Annotated[bool, _switch("lustre", "Lustre mounts")] = False,
     no_training: Annotated[bool, _switch("training", "metrics sent by training jobs")] = False,
-    gpu_interval: Annotated[float, _interval("gpu", "GPU readings")] = 1.0,
-    job_interval: Annotated[float, _interval("job", "job readings")] = 5.0,
-    process_interval: Annotated[float, _interval("process", "process readings")] = 10.0,
-    node_interval: Annotated[float, _interval("node", "disk and network readings")] = 10.0,
+    gpu_interval: Annotated[float, _seconds("gpu-interval", "Interval of GPU readings.")] = 1.0,
+    job_interval: Annotated[float, _seconds("job-interval", "Interval of job readings.")] = 5.0,
+    process_interval: Annotated[
+        float, _seconds("process-interval", "Interval of process readings.")
+    ] = 10.0,
+    node_interval: Annotated[
+        float, _seconds("node-interval", "Interval of disk and network readings.")
+    ] = 10.0,
     stuck_seconds: Annotated[
         float,
-        typer.Option(
-            "--stuck-seconds",
-            metavar=_SECONDS,
-            help="A reading that takes longer counts as stuck; its series are dropped.",
+        _seconds(
+            "stuck-seconds",
+            "A reading that takes longer counts as stuck; its series are dropped.",
         ),
     ] = 10.0,
     exit_seconds: Annotated[
         float,
-        typer.Option(
-            "--exit-seconds",
-            metavar=_SECONDS,
-            help="After this time a stuck reading ends the exporter with status 75.",
+        _seconds(
+            "exit-seconds", "After this time a stuck reading ends the exporter with status 75."
         ),
     ] = 60.0,
     cluster: Annotated[
@@ -91,12 +100,7 @@ def node(
             "--cluster", metavar="NAME", help="Label of this cluster.", show_default="ClusterName"
         ),
     ] = "",
-    address_file: Annotated[
-        str | None,
-        typer.Option(
-            "--address-file", metavar="FILE", help="Write the address to FILE once it listens."
-        ),
-    ] = None,
+    address_file: _AddressFile = None,
     roots: Annotated[list[str], typer.Option("--root", metavar="NAME=DIR", hidden=True)] = [],
 ) -> None:
     """Export metrics of this node's GPUs, jobs, disks and networks.
@@ -104,28 +108,68 @@ def node(
     Serves /metrics and /healthz until SIGTERM or Ctrl-C. The address goes to stderr, and so do
     metrics that this node has no source for.
     """
-    refuse_empty({"--web-config": web_config, "--address-file": address_file})
-    if not all(os.path.isabs(path) for path in (web_config, address_file) if path):
-        refuse_gone_directory()
-    skipped = (no_gpu, no_jobs, no_processes, no_shm, no_disks, no_infiniband, no_nfs, no_lustre)
-    switches = zip(_SWITCHES, (*skipped, no_training), strict=True)
-    options = NodeOptions(
-        listen=listen,
-        web_config=os.path.abspath(web_config) if web_config else "",
-        without=tuple(name for name, skip in switches if skip),
-        gpu_interval=gpu_interval,
-        job_interval=job_interval,
-        process_interval=process_interval,
-        node_interval=node_interval,
-        stuck_seconds=stuck_seconds,
-        exit_seconds=exit_seconds,
-        cluster=cluster or _cluster_name(),
-        address_file=os.path.abspath(address_file) if address_file else "",
-        roots=_roots(roots),
-    )
-    _check(options)
-    _warn(options)
+    given = locals()
+    with _option_names():
+        options = NodeOptions(
+            listen=listen,
+            web_config=_absolute("--web-config", web_config),
+            without=tuple(name for name in COLLECTORS if given[f"no_{name}"]),
+            gpu_interval=gpu_interval,
+            job_interval=job_interval,
+            process_interval=process_interval,
+            node_interval=node_interval,
+            stuck_seconds=stuck_seconds,
+            exit_seconds=exit_seconds,
+            cluster=cluster or cluster_name(),
+            address_file=_absolute("--address-file", address_file),
+            roots=_roots(roots),
+        )
+        check(options)
+        if not no_gpu and find_spec("nvitop") is None:
+            typer.echo(
+                "hpml: note: no GPU metrics: nvitop is not installed\n"
+                "hint: pip install 'hpml-orchestrator[export]'",
+                err=True,
+            )
+        _check_server(options, "job metrics", "docs/monitoring.md")
     become_exporter("hpml_exporters", options.to_json())
+
+
+@group.command()
+def slurm(
+    listen: _Listen = "127.0.0.1:9446",
+    web_config: _WebConfig = None,
+    source: Annotated[
+        str,
+        typer.Option("--source", help="auto, pyslurm, commands or openmetrics (Slurm 25.11+)."),
+    ] = "auto",
+    url: Annotated[
+        str, typer.Option("--url", help="The controller, for --source openmetrics.")
+    ] = "http://127.0.0.1:6817",
+    interval: Annotated[float, _seconds("interval", "Between two refreshes, 30 at least.")] = 30.0,
+    users: Annotated[
+        bool, typer.Option("--users", help="Show jobs and fairshare by user.")
+    ] = False,
+    accounts: Annotated[bool, typer.Option("--accounts", help="Show jobs by account.")] = False,
+    address_file: _AddressFile = None,
+) -> None:
+    """Export the cluster's queue, nodes and resources as Slurm shows them.
+
+    Slurm is asked in the background; a scrape returns the last answer.
+    """
+    with _option_names():
+        options = SlurmOptions(
+            listen=listen,
+            web_config=_absolute("--web-config", web_config),
+            address_file=_absolute("--address-file", address_file),
+            source=source,
+            url=url,
+            interval=interval,
+            users=users,
+            accounts=accounts,
+        )
+        _check_server(options.server(), "metrics of the cluster", _SLURM_PAGE)
+    become_exporter("hpml_exporters.slurm", options.to_json())
 
 
 @group.command()
@@ -140,66 +184,118 @@ def metrics(as_json: JsonOption = False) -> None:
     )
 
 
-def _cluster_name() -> str:
-    """Return the name in this node's slurm.conf, as jobs have it in SLURM_CLUSTER_NAME."""
-    for path in (os.environ.get("SLURM_CONF"), *_SLURM_CONFS):
-        with contextlib.suppress(OSError):
-            text = Path(path or "").read_text("utf-8", "replace")
-            match = re.search(r"^\s*ClusterName\s*=\s*(\S+)", text, re.MULTILINE | re.IGNORECASE)
-            if match:
-                return match[1].lower()
-    return ""
+def targets(
+    port: Annotated[int, typer.Option("--port", help="Port of the node exporters.")] = 9445,
+    only_up: Annotated[
+        bool,
+        typer.Option("--only-up", help="Leave out nodes that are down, drained or powered down."),
+    ] = False,
+    output: Annotated[
+        str, typer.Option("--output", "-o", metavar="FILE", help="Write a file for file_sd.")
+    ] = "",
+    serve: Annotated[str, _address("--serve", "Serve /targets for http_sd.")] = "",
+) -> None:
+    """List the cluster's node exporters as JSON for Prometheus' file_sd or http_sd."""
+    if not 0 < port <= _PORT_MAX:
+        raise InputError(f"must be 1 to {_PORT_MAX}", field="--port", value=port)
+    if output and serve:
+        raise InputError("--output and --serve exclude each other")
+    if serve:
+        with _option_names(listen="--serve"):
+            listener = listen_on(serve)
+        with TargetServer(listener, Commands(), port, only_up=only_up) as server:
+            if not is_loopback(split(serve)[0]):
+                danger = f"anyone who can reach {serve} can read the list of nodes"
+                remedy = "listen on 127.0.0.1, behind an authenticating proxy"
+                _warn(f"{danger}, without a password", remedy, _SLURM_PAGE)
+            host = serve.rpartition(":")[0]
+            typer.echo(f"http://{host}:{server.server_port}/targets", err=True)
+            server.serve_forever()
+    try:
+        text = targets_of(Commands().nodes(), port, only_up=only_up)
+    except SchedulerUnavailable as error:
+        raise SchedulerUnavailable(str(error), hint=_SLURM_HINT) from None
+    if output:
+        try:
+            write_text(Path(output), text)
+        except RecordError as error:
+            raise InputError(str(error), field="--output", hint=_DIRECTORY_HINT) from None
+    else:
+        typer.echo(text, nl=False)
+
+
+@contextlib.contextmanager
+def _option_names(**others: str) -> Iterator[None]:
+    """Name the option in errors about a field.
+
+    Args:
+        others: options whose names are not those of their fields.
+
+    Raises:
+        InputError: the block raised one; its field is an option.
+    """
+    try:
+        yield
+    except InputError as error:
+        if not error.field.isidentifier():
+            raise  # an option already, or a field of a file
+        option = others.get(error.field) or f"--{error.field.replace('_', '-')}"
+        message = str(error).removeprefix(error.field)
+        raise InputError(f"{option}{message}", hint=error.hint) from None
+
+
+def _absolute(option: str, path: str | None) -> str:
+    """Return a path for the exporter's process; empty where none is given.
+
+    Raises:
+        InputError: it is empty.
+        NotFoundError: it is relative, and the current directory is gone.
+    """
+    refuse_empty({option: path})
+    if path and not os.path.isabs(path):
+        refuse_gone_directory()
+    return os.path.abspath(path) if path else ""
 
 
 def _roots(words: list[str]) -> Roots:
     """Return the kernel's file systems: the usual directories, replaced by those given."""
     given = dict(word.partition("=")[::2] for word in words)
-    names = {field.name for field in fields(Roots)}
-    if not set(given) <= names or not all(given.values()):
-        hint = f"NAME is one of {', '.join(sorted(names))}"
+    names = sorted(asdict(Roots()))
+    if not set(given) <= set(names) or not all(given.values()):
+        hint = f"NAME is one of {', '.join(names)}"
         raise InputError("must be NAME=DIR", field="--root", value=" ".join(words), hint=hint)
     return Roots(**given)
 
 
-def _check(options: NodeOptions) -> None:
-    """Refuse wrong values, naming the options of the command line."""
-    try:
-        check(options)
-        if options.web_config:
-            with open(options.web_config, "rb"):
-                pass
-    except InputError as error:
-        message = str(error).removeprefix(f"{error.field}: ")
-        message = message.replace("stuck_seconds", "--stuck-seconds")
-        option = f"--{error.field.replace('_', '-')}"
-        raise InputError(f"{option}: {message}", hint=error.hint) from None
-    except OSError as error:
+def _check_server(options: NodeOptions, content: str, page: str) -> None:
+    """Try the server's options, and warn of what anybody in the network can read.
+
+    Raises:
+        InputError: an option, or a field of the web-config file, is wrong.
+    """
+    directory = os.path.dirname(options.address_file)
+    if directory and not os.access(directory, os.W_OK):
+        path = options.address_file
         raise InputError(
-            f"cannot be read: {error.strerror}", field="--web-config", value=options.web_config
-        ) from None
-
-
-def _warn(options: NodeOptions) -> None:
-    """Warn of missing GPU metrics, and of metrics that anybody in the network can read."""
-    if "gpu" not in options.without and find_spec("nvitop") is None:
-        typer.echo(
-            "hpml: note: no GPU metrics: nvitop is not installed\n"
-            "hint: pip install 'hpml-orchestrator[export]'",
-            err=True,
+            "cannot be written", field="address_file", value=path, hint=_DIRECTORY_HINT
         )
-    locked = encrypted = False
+    config = WebConfig()
     if options.web_config:
-        config = web_config_file.read(options.web_config)
-        locked, encrypted = config.locked, config.tls is not None
-    if is_loopback(split(options.listen)[0]) or (locked and encrypted):
+        config = read(options.web_config)
+    listen_on(options.listen).close()
+    if is_loopback(split(options.listen)[0]) or (config.locked and config.tls):
         return
-    if locked:
+    if config.locked:
         danger = f"passwords for {options.listen} are sent unencrypted"
     else:
-        how = "without a password" if encrypted else "unencrypted and without a password"
-        danger = f"anyone who can reach {options.listen} can read job metrics, {how}"
+        how = "without a password" if config.tls else "unencrypted and without a password"
+        danger = f"anyone who can reach {options.listen} can read {content}, {how}"
     remedy = "use --web-config FILE"
     if options.web_config:
-        key = "tls_server_config" if locked else "basic_auth_users"
+        key = "tls_server_config" if config.locked else "basic_auth_users"
         remedy = f"set {key} in {options.web_config}"
-    typer.echo(f"hpml: warning: {danger}\nhint: {remedy}, see docs/monitoring.md", err=True)
+    _warn(danger, remedy, page)
+
+
+def _warn(danger: str, remedy: str, page: str) -> None:
+    typer.echo(f"hpml: warning: {danger}\nhint: {remedy}, see {page}", err=True)

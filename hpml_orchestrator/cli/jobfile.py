@@ -215,7 +215,7 @@ def run(
         end_line=True,
         summary=not as_json,
     )
-    print_summary(state, as_json=as_json)
+    print_summary(state, site=chosen_site(context), as_json=as_json)
 
 
 def _job_text(submission: Submission, job_id: str) -> str:

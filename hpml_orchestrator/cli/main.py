@@ -55,6 +55,12 @@ COMMANDS = {
     "sweep": Entry("sweep", "group", "Run a job many times: scaling, grids, searches.", _JOBS),
     "list": Entry("runs", "list_", "List runs, newest first.", _RUNS),
     "status": Entry("runs", "status", "Show the state of unfinished or given runs.", _RUNS),
+    "top": Entry(
+        "top",
+        "top",
+        "Show running jobs live: GPUs, memory, I/O, samples/s, time left, bottlenecks.",
+        _RUNS,
+    ),
     "show": Entry("show", "show", "Show a run's phases, staging, results and binding.", _RUNS),
     "logs": Entry("follow", "logs", "Print the output of a run.", _RUNS),
     "wait": Entry("follow", "wait", "Wait until a run has ended.", _RUNS),
@@ -67,10 +73,10 @@ COMMANDS = {
     "template": Entry("site", "group", "List script templates or write your own.", _SITE),
     "topo": Entry("topo", "topo", "Show a node's NUMA domains, cores, GPUs and NICs.", _SITE),
     "export": Entry("export", "group", "Export node and job metrics to Prometheus.", _SITE),
-    "targets": Entry(
-        "slurm_export", "targets", "List node exporters for Prometheus, from Slurm.", _SITE
+    "targets": Entry("export", "targets", "List node exporters for Prometheus, from Slurm.", _SITE),
+    "dashboards": Entry(
+        "dashboards", "group", "Show Grafana dashboards in a browser, or push them.", _SITE
     ),
-    "dashboards": Entry("dashboards", "group", "Build and check Grafana dashboards.", _SITE),
     "schema": Entry(
         "site", "schema", "Print the JSON Schema of job files, profiles or sweeps.", _MORE
     ),

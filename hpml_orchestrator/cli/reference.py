@@ -56,6 +56,10 @@ hpml list
 hpml status
     All unfinished runs: hpml status
     One run as JSON: hpml status last --json
+hpml top
+    Your jobs, live: hpml top
+    Figures from a Prometheus: hpml top --prometheus http://prometheus.example.org:9090
+    Once, for a script: hpml top --json
 hpml logs
     Follow the output of the newest run: hpml logs -f
     Print the last 50 lines: hpml logs digits-20260102-030405-abcdef -n 50
@@ -129,11 +133,18 @@ hpml targets
     Print the node exporters of a cluster: hpml targets
     Serve them to Prometheus: hpml targets --only-up --serve 127.0.0.1:9447
 hpml dashboards
-    Check that the built dashboards are current: hpml dashboards check
+    Show them in the browser: hpml dashboards show
+    Put them into a Grafana: hpml dashboards push --url https://grafana.example.org
 hpml dashboards build
     Write them for Grafana's provisioning: hpml dashboards build --output /var/lib/grafana/hpml
 hpml dashboards check
     Check copies that were changed: hpml dashboards check /var/lib/grafana/hpml
+hpml dashboards push
+    See what would change: hpml dashboards push --url https://grafana.example.org --dry-run
+    With a data source: hpml dashboards push --url https://grafana.example.org --prometheus http://prometheus:9090
+hpml dashboards show
+    Of a Prometheus elsewhere: hpml dashboards show --prometheus http://prometheus.cluster:9090
+    On a login node, through an SSH tunnel: hpml dashboards show --listen 127.0.0.1:8080 --no-open
 hpml man
     Read about a command: hpml man submit
     Install all pages: hpml man --output /usr/local/share/man

@@ -10,6 +10,7 @@ import typer
 from hpml_orchestrator.cli.common import (
     JsonOption,
     RunWords,
+    chosen_site,
     parse_age,
     print_json,
     print_table,
@@ -20,6 +21,7 @@ from hpml_orchestrator.errors import HpmlError, InputError, SchedulerUnavailable
 from hpml_orchestrator.records.texts import clock_text, elapsed_text, human_bytes
 from hpml_orchestrator.runs.cancel import NOT_CANCELLED
 from hpml_orchestrator.runs.cancel import cancel as cancel_runs
+from hpml_orchestrator.runs.dashboard import job_dashboard, state_json
 from hpml_orchestrator.runs.prune import OVER
 from hpml_orchestrator.runs.prune import prune as prune_runs
 from hpml_orchestrator.runs.status import states
@@ -42,7 +44,7 @@ def list_(
     """List runs, newest first."""
     store = store_of(context)
     chosen = list(islice(store.submissions(), None if everything else number))
-    _print_states(states(store, chosen), as_json=as_json)
+    _print_states(states(store, chosen), site=chosen_site(context), as_json=as_json)
 
 
 def status(
@@ -54,18 +56,21 @@ def status(
 
     Without RUN this shows all unfinished runs.
     """
-    store = store_of(context)
-    if runs:
-        _print_states(states(store, [store.resolve(word) for word in runs]), as_json=as_json)
-        return
-    every = states(store, store.submissions())
+    store, site = store_of(context), chosen_site(context)
+    every = states(store, [store.resolve(word) for word in runs] or store.submissions())
     empty = "no unfinished runs; `hpml list` shows all" if every else "no runs"
-    _print_states([state for state in every if not state.over], as_json=as_json, empty=empty)
+    shown = [state for state in every if runs or not state.over]
+    _print_states(shown, site=site, as_json=as_json, empty=empty)
+    links = {state.submission.label: job_dashboard(state, chosen=site) for state in shown}
+    rows = [(label, address) for label, address in links.items() if address]
+    if rows and not as_json:
+        typer.echo("")
+        print_table(("RUN", "DASHBOARD"), rows)
 
 
-def _print_states(shown: list[State], *, as_json: bool, empty: str = "no runs") -> None:
+def _print_states(shown: list[State], *, site: str, as_json: bool, empty: str = "no runs") -> None:
     if as_json:
-        print_json([state.to_json() for state in shown])
+        print_json([state_json(state, chosen=site) for state in shown])
     elif not shown:
         typer.echo(empty, err=True)
     else:

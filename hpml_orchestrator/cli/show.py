@@ -7,11 +7,19 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from hpml_orchestrator.cli.common import JsonOption, RunWord, print_json, print_table, store_of
+from hpml_orchestrator.cli.common import (
+    JsonOption,
+    RunWord,
+    chosen_site,
+    print_json,
+    print_table,
+    store_of,
+)
 from hpml_orchestrator.cli.follow import fail_unless_completed
 from hpml_orchestrator.errors import InputError, counted
 from hpml_orchestrator.placement.report import by_sentence
 from hpml_orchestrator.runs.bound import Bound
+from hpml_orchestrator.runs.dashboard import job_dashboard, state_json
 from hpml_orchestrator.runs.show import array_lines, attempt_reports, summary_lines, task_rows
 from hpml_orchestrator.runs.status import states
 from hpml_orchestrator.runs.summary import Summary, binding_of, summarise
@@ -58,7 +66,7 @@ def show(
     if as_json:
         print_json(
             {
-                **state.to_json(),
+                **state_json(state, chosen=chosen_site(context)),
                 "history": [report.to_json() for report in reports],
                 "summary": summary.to_json(),
                 **bound.to_json(),
@@ -67,7 +75,7 @@ def show(
             }
         )
     else:
-        lines = array_lines(state) if state.tasks else summary_lines(state, summary)
+        lines = _lines(state, summary, chosen_site(context))
         _print_lines([*lines, ("script", str(submission.script))])
         if state.tasks:
             typer.echo("")
@@ -80,16 +88,28 @@ def show(
         raise unreadable
 
 
-def print_summary(state: State, *, as_json: bool) -> None:
+def _lines(state: State, summary: Summary, site: str) -> list[tuple[str, str]]:
+    """Return name and text of each line of a summary, with the address of the run's dashboard."""
+    lines = array_lines(state) if state.tasks else summary_lines(state, summary)
+    dashboard = job_dashboard(state, chosen=site)
+    return [*lines, ("dashboard", dashboard)] if dashboard else lines
+
+
+def print_summary(state: State, *, site: str, as_json: bool) -> None:
     """Print the summary of a run that has ended.
+
+    Args:
+        state: of the run.
+        site: the value of `--site` or `HPML_SITE`.
+        as_json: whether to print JSON.
 
     Raises:
         JobFailedError: it did not complete.
     """
     summary = summarise(state)
-    lines = array_lines(state) if state.tasks else summary_lines(state, summary)
+    lines = _lines(state, summary, site)
     if as_json:
-        print_json({**state.to_json(), "summary": summary.to_json()})
+        print_json({**state_json(state, chosen=site), "summary": summary.to_json()})
     elif sys.stdout.isatty():
         from hpml_orchestrator.cli.terminal import draw_summary  # noqa: PLC0415
 

@@ -15,7 +15,9 @@ if TYPE_CHECKING:
 
 __all__ = ["draw_summary", "draw_table", "progress_bar", "sweep_bar"]
 
-_UNBROKEN_COLUMNS = frozenset({"RUN", "TASK", "JOB", "STATE", "TIME", "RANK", "STATUS"})
+_UNBROKEN_COLUMNS = frozenset(
+    {"RUN", "TASK", "JOB", "STATE", "TIME", "RANK", "STATUS", "DASHBOARD"}
+)
 """Columns that are never wrapped, because users copy from them."""
 
 _FAILED = ("FAILED", "TIMEOUT", "OUT_OF_MEMORY", "NODE_FAIL", "REFUSED", "NOT SUBMITTED")

@@ -104,7 +104,12 @@ def claim(submission: str) -> int:
     write_json(
         attempt.directory / "head.json",
         # the output grows with each attempt: here begins what this one's Slurm and launcher say
-        {"node": node, "names": names, "output_bytes": os.fstat(2).st_size},
+        {
+            "node": node,
+            "names": names,
+            "cluster": os.environ.get("SLURM_CLUSTER_NAME", ""),
+            "output_bytes": os.fstat(2).st_size,
+        },
     )
     log = attempt.directory / "events" / "batch.jsonl"
     queued = Submission(Path(submission)).started_at()

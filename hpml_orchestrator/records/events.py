@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import os
 import time
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -13,7 +15,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
     from pathlib import Path
 
-__all__ = ["VOCABULARY", "Event", "append", "read", "read_all", "read_milestones"]
+__all__ = ["VOCABULARY", "Event", "append", "read", "read_all", "read_milestones", "read_recent"]
 
 VOCABULARY = (
     "queued",  # handed to the scheduler
@@ -112,6 +114,15 @@ def read_milestones(directory: Path) -> Iterator[Event]:
                 first.add(event.rank)
             yield event
         yield from last.values()
+
+
+def read_recent(directory: Path, size: int = 1 << 15) -> Iterator[Event]:
+    """Yield the events in the last `size` bytes of each of an attempt's files that can be read."""
+    for path in _files(directory):
+        with contextlib.suppress(OSError), path.open("rb") as stream:
+            stream.seek(max(0, stream.seek(0, os.SEEK_END) - size))
+            # The first and the last line may be torn, and then are no JSON.
+            yield from filter(None, map(_event_of, stream.read(size).splitlines()))
 
 
 def _files(directory: Path) -> list[Path]:

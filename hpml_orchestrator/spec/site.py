@@ -31,6 +31,7 @@ __all__ = [
     "PER_JOB",
     "DirectiveRule",
     "Limits",
+    "Monitoring",
     "NodeType",
     "Partition",
     "Paths",
@@ -198,6 +199,16 @@ class Limits(Model):
     """Maximum size of a batch script in bytes."""
 
 
+class Monitoring(Model):
+    """Where the metrics of jobs are shown and stored."""
+
+    dashboards: text.WebAddress | None = None
+    """Address of the Grafana, or of the viewer, that has hpml's dashboards; `hpml show` prints a
+    link to each job there."""
+    prometheus: text.WebAddress | None = None
+    """Address of the Prometheus that scrapes the exporters, for `hpml top`."""
+
+
 class Site(Model):
     """A cluster, and the defaults of its jobs."""
 
@@ -211,6 +222,8 @@ class Site(Model):
     """Where data is staged on all nodes."""
     staging: Staging = Staging()
     """Speed and limits of the shared file system."""
+    monitoring: Monitoring = Monitoring()
+    """Where the metrics of jobs are shown and stored."""
     interfaces: Interfaces = Field(default=[])
     """Network interfaces between nodes, where node types name none."""
     modules: Annotated[list[text.ModuleName], Field(max_length=MAX_LIST)] = Field(default=[])

@@ -41,6 +41,7 @@ __all__ = [
     "StageName",
     "TimeText",
     "VariableName",
+    "WebAddress",
 ]
 
 MAX_LIST = 4096
@@ -230,6 +231,15 @@ InterfaceName = Annotated[
 NodePath = Annotated[
     str,
     _matching(r"(/|\$[A-Za-z_][A-Za-z0-9_]*(/|$))[^\x00-\x1f\x7f]*", _PATH_FORM, MAX_PATH_BYTES),
+]
+WebAddress = Annotated[
+    str,
+    _matching(
+        r"https?://[A-Za-z0-9.:\[\]-]+(/[A-Za-z0-9._~%/-]*)?",
+        "an http or https address without user, password or query, such as "
+        "https://grafana.example.org",
+        512,
+    ),
 ]
 VariableName = Annotated[
     str,

@@ -16,7 +16,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from deploy.gpusim.gpusim import Process, Simulator, Sine, Square, State, h100
+from deploy.gpusim.gpusim import Process, Simulator, Square, State, h100
 
 __all__ = ["Load", "loaded"]
 
@@ -119,7 +119,7 @@ def _node(load: Load, each: int) -> State:
         gpu = h100(
             number,
             util=work,
-            power=Sine(20, 90, 600, number),
+            power=Square(20, 90, 600, number),
             pcie_tx=1e9,
             pcie_rx=2e9,
             nvlink_tx=5e9,

@@ -78,6 +78,18 @@ class SlurmCluster:
         )
         return done
 
+    @contextlib.contextmanager
+    def configured(self, line: str) -> Iterator[None]:
+        """Have the controller read one more line of slurm.conf, for a while."""
+        before = self.slurm_conf.read_text()
+        self.slurm_conf.write_text(f"{before}{line}\n")
+        self.run("scontrol", "reconfigure")
+        try:
+            yield
+        finally:
+            self.slurm_conf.write_text(before)
+            self.run("scontrol", "reconfigure")
+
     def exec(self, node: str, *command: str | Path) -> subprocess.CompletedProcess[str]:
         """Runs a command on a node, outside of any job; the caller looks at its status."""
         return devcluster("exec", "--box", self.box, node, "--", *command)

@@ -154,3 +154,29 @@ def test_ranks_find_pmix(desk: Desk) -> None:
     for rank in range(4):
         told = Path(done["directory"], str(rank)).read_text()
         assert told == f"{rank} is {rank} of 4\n"
+
+
+def test_the_dashboards_of_tasks_and_their_time_left(desk: Desk) -> None:
+    """Each task's address has its own job id and the cluster's name; `top` shows both tasks."""
+    site = desk.directory / "dashboards.toml"
+    site.write_text('[monitoring]\ndashboards = "https://grafana.example.org"\n')
+    desk.more["HPML_SITE"] = str(site)
+    submitted = array(desk, "0-1")
+    sid, job_id = submitted["id"], submitted["job_id"]
+    eventually(lambda: started(desk, sid) == 2 and states(desk, sid) == ["RUNNING"] * 2)
+    shown = desk.json("top", sid)["jobs"]
+    assert [job["run"] for job in shown] == [f"{sid}.0", f"{sid}.1"]
+    assert all(200 < job["left_seconds"] <= 300 for job in shown)
+    cluster = re.search(r"ClusterName\s*=\s*(\S+)", desk.slurm("scontrol", "show", "config"))
+    assert cluster is not None
+    for index, task in enumerate(shown):
+        (run,) = desk.records.glob(f"runs/{sid}.{index}/attempts/0/started/job_id")
+        raw = run.read_text().strip()
+        labels = f"var-cluster={cluster[1]}&var-jobid={raw}&"
+        assert f"https://grafana.example.org/d/hpml-job?{labels}from=" in task["dashboard"]
+        assert task["dashboard"] in desk.hpml("show", f"{job_id}_{index}").stdout
+    (desk.directory / "release").touch()
+    desk.hpml("wait", sid)
+    (state,) = desk.json("status", sid)
+    ends = [task["ended"] * 1000 for task in state["tasks"]]
+    assert [int(task["dashboard"].rpartition("=")[2]) for task in state["tasks"]] == ends

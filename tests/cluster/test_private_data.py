@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -17,22 +18,8 @@ Hide = Callable[[str], None]
 @pytest.fixture
 def hide(slurm_cluster: SlurmCluster) -> Iterator[Hide]:
     """Set the cluster's PrivateData; unset again in the end."""
-    before = slurm_cluster.slurm_conf.read_text()
-
-    def private(kinds: str) -> None:
-        slurm_cluster.slurm_conf.write_text(f"{before}PrivateData={kinds}\n")
-        slurm_cluster.run("scontrol", "reconfigure")
-
-    yield private
-    slurm_cluster.slurm_conf.write_text(before)
-    slurm_cluster.run("scontrol", "reconfigure")
-
-
-@pytest.fixture
-def desk(slurm_cluster: SlurmCluster, tmp_path: Path) -> Desk:
-    """The desk of an ordinary user."""
-    (tmp_path / "user").mkdir()
-    return Desk(slurm_cluster, tmp_path / "user")
+    with contextlib.ExitStack() as stack:
+        yield lambda kinds: stack.enter_context(slurm_cluster.configured(f"PrivateData={kinds}"))
 
 
 @pytest.mark.parametrize(

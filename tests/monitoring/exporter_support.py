@@ -8,7 +8,7 @@ import signal
 import subprocess
 import sys
 import tempfile
-import time
+from contextlib import closing
 from http.client import HTTPConnection
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
@@ -36,11 +36,10 @@ Labels = tuple[tuple[str, str], ...]
 class Answer:
     """What a scrape gave."""
 
-    def __init__(self, status: int, kind: str, text: str, seconds: float) -> None:
+    def __init__(self, status: int, kind: str, text: str) -> None:
         self.status = status
         self.kind = kind
         self.text = text
-        self.seconds = seconds
 
     def values(self) -> dict[tuple[str, Labels], float]:
         """All samples by name and labels, as Prometheus' own Python library reads them."""
@@ -74,9 +73,13 @@ class Exporter:
         """Its process id: `hpml export node` becomes the lean process."""
         return self.process.pid
 
-    def scrape(self, path: str = "/metrics", *, accept: str = "", seconds: float = 60.0) -> Answer:
-        """Ask it once."""
-        return scrape(self.address, path, accept=accept, seconds=seconds)
+    def scrape(self, *, accept: str = "") -> Answer:
+        """Ask it once, by a connection of its own."""
+        with closing(HTTPConnection(self.address, timeout=60)) as connection:
+            connection.request("GET", "/metrics", headers={"Accept": accept} if accept else {})
+            response = connection.getresponse()
+            kind = response.getheader("Content-Type", "")
+            return Answer(response.status, kind, response.read().decode())
 
     def wait_for(
         self, good: Callable[[Answer], object], seconds: float = 240.0, *, accept: str = ""
@@ -133,33 +136,6 @@ class StartExporter(Protocol):
         """
 
 
-def scrape(address: str, path: str = "/metrics", *, accept: str = "", seconds: float) -> Answer:
-    """GET from ADDRESS:PORT by a connection of its own."""
-    begin = time.perf_counter()
-    connection = HTTPConnection(address, timeout=seconds)
-    try:
-        connection.request("GET", path, headers={"Accept": accept} if accept else {})
-        response = connection.getresponse()
-        text = response.read().decode()
-        kind = response.getheader("Content-Type", "")
-        return Answer(response.status, kind, text, time.perf_counter() - begin)
-    finally:
-        connection.close()
-
-
-@contextlib.contextmanager
-def run_folder() -> Iterator[Path]:
-    """An empty folder for maps and sockets: a socket's path has 107 bytes, a test's folder more."""
-    with tempfile.TemporaryDirectory(prefix="hpml-run-") as folder:
-        yield Path(folder)
-
-
-def command(run: Path, *options: str | Path) -> list[str]:
-    """The words that start an exporter, which looks for maps and sockets in a folder only."""
-    words = [HPML, "export", "node", "--root", f"run={run}", *options]
-    return [str(word) for word in words]
-
-
 @contextlib.contextmanager
 def running(
     folder: Path, *options: str | Path, environment: Mapping[str, str]
@@ -168,9 +144,11 @@ def running(
     folder.mkdir(parents=True)
     address = folder / "address"
     told = folder / "exporter.log"
-    with run_folder() as run, told.open("wb") as log:
+    # an empty folder for maps and sockets: a socket's path has 107 bytes, a test's folder more
+    with tempfile.TemporaryDirectory(prefix="hpml-run-") as run, told.open("wb") as log:
+        listen = ("--listen", "127.0.0.1:0", "--address-file", address)
         process = subprocess.Popen(
-            command(run, "--listen", "127.0.0.1:0", "--address-file", address, *options),
+            [HPML, "export", "node", "--root", f"run={run}", *listen, *options],
             env=dict(environment),
             stdin=subprocess.DEVNULL,
             stdout=log,

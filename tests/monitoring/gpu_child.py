@@ -7,22 +7,13 @@ process; so every test of the collector has a process of its own.
 from __future__ import annotations
 
 import json
-import os
 import sys
-import threading
 import time
-from pathlib import Path
 from typing import Any
 
 from hpml_exporters.gpu.collector import GpuCollector
 from hpml_exporters.jobs.board import JobFacts, Jobs, JobSeen
 from hpml_exporters.options import Context, NodeOptions
-
-
-def resident() -> int:
-    """KiB of this process; the peak of getrusage is that of whoever started it."""
-    with open("/proc/self/status") as stream:
-        return next(int(line.split()[1]) for line in stream if line.startswith("VmRSS"))
 
 
 class Child:
@@ -72,40 +63,17 @@ class Child:
             ],
         }
 
-    def repeat(self, times: int, pause: float) -> dict[str, Any]:
+    def repeat(self, times: int, pause: float = 0.0) -> dict[str, Any]:
         """Many samples, one a second by the collector's clock, in less time."""
-        base = time.monotonic()
-        costs = []
+        base, before = time.monotonic(), time.thread_time()
         for number in range(times):
-            before = time.thread_time()
             self.collector.sample(base + number + 1)
-            costs.append(time.thread_time() - before)
             time.sleep(pause)
-        return {
-            "cpu": sum(costs) / times,
-            "most": max(costs),
-            "rss": resident(),
-        }
-
-    def stuck(self, call: str) -> dict[str, Any]:
-        """Sample in a thread until it is in a call, which hangs, and close meanwhile."""
-        calls = Path(os.environ["HPML_GPUSIM_CALLS"])
-        calls.write_text("")
-        self.thread = threading.Thread(target=self.sample, daemon=True)
-        self.thread.start()
-        while call not in calls.read_text():
-            time.sleep(0.01)
-        hung = self.thread.is_alive()
-        return {"hung": hung, **self.close()}
-
-    def ended(self, within: float) -> dict[str, Any]:
-        self.thread.join(within)
-        return {"ended": not self.thread.is_alive()}
+        return {"cpu": (time.thread_time() - before) / times}
 
     def close(self) -> dict[str, Any]:
-        began = time.monotonic()
         self.collector.close()
-        return {"seconds": time.monotonic() - began}
+        return {}
 
     def libraries(self) -> dict[str, Any]:
         """Files of NVML that are mapped."""

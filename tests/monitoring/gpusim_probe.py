@@ -41,13 +41,6 @@ def raw(name: str, *arguments: Any) -> int:
     return code
 
 
-def listed(name: str, handle: Any, room: int) -> list[int]:
-    """Asks for processes with a buffer of so many entries (none for 0): code and count."""
-    count = ctypes.c_uint(room)
-    buffer = (ctypes.c_char * (24 * room))() if room else None
-    return [raw(name, handle, ctypes.byref(count), buffer), count.value]
-
-
 def fields(handle: Any, *ids: Any) -> list[Any]:
     """Field values, None where one is refused."""
     found = []

@@ -203,7 +203,7 @@ def booted_prometheus(
 ) -> Iterator[Prometheus]:
     """Boot one that keeps its data in a folder, and end it."""
     command = program("prometheus")
-    folder.mkdir(parents=True)
+    folder.mkdir(parents=True, exist_ok=True)
     # JSON is YAML
     config = {"global": {"scrape_interval": "1s"}} | more | {"scrape_configs": scrape_configs}
     (folder / "prometheus.yml").write_text(json.dumps(config), encoding="utf-8")

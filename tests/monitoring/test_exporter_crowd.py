@@ -25,7 +25,6 @@ if TYPE_CHECKING:
 JOBS = 20
 PROCESSES = 500  # of each job
 WRITTEN = 4096  # bytes by each process
-GENEROUS_SECONDS = 1.0  # of a scrape; one takes 5 ms, and a look at all processes some 100
 
 
 def pids_of(number: int) -> range:
@@ -55,7 +54,7 @@ def crowd() -> Iterator[Machine]:
 def test_ten_thousand_processes(
     crowd: Machine, exporter: StartExporter, prometheus: BootPrometheus
 ) -> None:
-    """Each is counted; scrapes do not wait for it; what ended stays in the sums."""
+    """Each is counted; what ended stays in the sums."""
     roots = [f"{name}={getattr(crowd, name)}" for name in ("proc", "cgroup", "run")]
     rhythm = ("--job-interval", "1", "--process-interval", "1")
     here = exporter(*rhythm, *(word for one in roots for word in ("--root", one)))
@@ -67,10 +66,6 @@ def test_ten_thousand_processes(
     written = server.query("hpml_job_io_write_bytes_total")
     assert [one.value for one in written] == [PROCESSES * WRITTEN] * JOBS
     assert server.value("sum(hpml_job_cpu_seconds_total)") == JOBS * 10
-    times = sorted(here.scrape().seconds for _ in range(50))
-    print(f"10,000 processes: median {times[len(times) // 2] * 1e3:.1f} ms")
-    assert times[len(times) // 2] < GENEROUS_SECONDS, times
-
     # one job ends as a whole, another loses every second process, while they are read
     for number, gone in ((3, list(pids_of(3))), (7, list(pids_of(7))[::2])):
         for pid in gone:

@@ -12,7 +12,6 @@ import pytest
 
 from deploy.gpusim.gpusim import XID, Event, Process, Square, State, divided, h100
 from tests.monitoring.exporter_support import OPENMETRICS
-from tests.monitoring.hostile_support import HALF_TLS, Crowd, crowded
 from tests.monitoring.prometheus_support import static
 
 if TYPE_CHECKING:
@@ -72,10 +71,13 @@ def weight(exporter: Exporter) -> tuple[int, int, int]:
     return exporter.status("RssAnon"), exporter.descriptors(), exporter.status("Threads")
 
 
-def soaked(
+@pytest.mark.slow
+@pytest.mark.timeout(4500)
+@pytest.mark.parametrize(("seconds", "turn"), [(120, 1), (3600, 2)], ids=["2min", "1h"])
+def test_nothing_grows(
     exporter: StartExporter, gpusim: Gpusim, prometheus: BootPrometheus, seconds: float, turn: float
 ) -> None:
-    """Scrape and churn for some seconds; what the last third took is held against the second."""
+    """Jobs come and go, GPUs have XID errors: the last third takes what the second took."""
     churn = Churn(gpusim)
     gpusim.write(node(churn.epoch))
     rhythm = ("--job-interval", "1", "--process-interval", "1", "--node-interval", "1")
@@ -85,15 +87,14 @@ def soaked(
     began = time.time()
     weights: list[tuple[float, tuple[int, int, int]]] = []
     try:
-        with crowded(here.address, Crowd(20), HALF_TLS):
-            for number in itertools.count():
-                churn.turn(number)
-                for accept in ("", OPENMETRICS):
-                    assert here.scrape(accept=accept).status == 200
-                weights.append((time.time() - began, weight(here)))
-                if time.time() - began > seconds:
-                    break
-                time.sleep(turn)
+        for number in itertools.count():
+            churn.turn(number)
+            for accept in ("", OPENMETRICS):
+                assert here.scrape(accept=accept).status == 200
+            weights.append((time.time() - began, weight(here)))
+            if time.time() - began > seconds:
+                break
+            time.sleep(turn)
     finally:
         churn.close()
     early = [one for when, one in weights if seconds / 3 <= when < 2 * seconds / 3]
@@ -102,8 +103,8 @@ def soaked(
     assert len(late) > 3
     grown = min(one[0] for one in late) - min(one[0] for one in early)
     assert grown <= GROWTH_KIB + GROWTH_KIB_PER_HOUR * seconds / 3600, weights
-    # the 20 of the crowd come and go by themselves
-    assert min(one[1] for one in late) <= min(one[1] for one in early) + 25, weights
+    # Prometheus' own connection may be open or not
+    assert min(one[1] for one in late) <= min(one[1] for one in early) + 1, weights
     assert min(one[2] for one in late) <= min(one[2] for one in early), weights
     window = f"{time.time() - began:.0f}s"
     assert server.counters_that_fell(window, "node", OURS) == []
@@ -113,16 +114,3 @@ def soaked(
     assert server.query("hpml_exporter_stuck_readings_total > 0") == []
     ours = f'{{job="node", jobid=~"|{OURS}", __name__=~"hpml_.+"}}'
     assert server.value(f"count({ours})") <= 800 + 25 * JOBS
-
-
-@pytest.mark.slow
-def test_two_minutes(exporter: StartExporter, gpusim: Gpusim, prometheus: BootPrometheus) -> None:
-    """With jobs that come and go every second, XID errors and clients that hang."""
-    soaked(exporter, gpusim, prometheus, seconds=120, turn=1)
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(4500)
-def test_an_hour(exporter: StartExporter, gpusim: Gpusim, prometheus: BootPrometheus) -> None:
-    """The same for an hour."""
-    soaked(exporter, gpusim, prometheus, seconds=3600, turn=2)

@@ -179,27 +179,10 @@ def test_throttled_time_has_one_reason_at_a_time(gpu_collector: Start) -> None:
         "sw_thermal": {"throttle_sw_thermal": 1, "throttle_sw_power": 1},
         "power": {"throttle_sw_power": 1, "throttle_idle": 1},
     }
-    gpus = [a100(index, **settings) for index, settings in enumerate(cases.values())]
+    gpus = [a100(index, "", **settings) for index, settings in enumerate(cases.values())]
     running = gpu_collector(State(gpus=tuple(gpus)))
     running.sample()
     seen = running.sample(ahead=10)
     for gpu, reason in zip(gpus, cases, strict=True):
         counted = seen.all("hpml_gpu_throttled_seconds_total", uuid=gpu.uuid)
         assert [labels["reason"] for labels, number in counted if number] == [reason]
-
-
-def test_utilization_follows_a_curve(gpu_collector: Start) -> None:
-    """The gauge is the curve's value at a moment of the reading."""
-    gpu = a100(0, util=Square(0.4, 10, 90))
-    assert gpu.util is not None
-    state = State(gpus=(gpu,))
-    running = gpu_collector(state)
-    ratios: list[float] = []
-    while len(ratios) < 10:
-        seen = running.sample()
-        at = [value(gpu.util, moment - state.epoch) / 100 for moment in (seen.began, seen.ended)]
-        # within one half of the period: else the curve may have been at both values meanwhile
-        if at[0] == at[1] and seen.ended - seen.began < 0.2:
-            ratios.append(seen.one("hpml_gpu_utilization_ratio"))
-            assert ratios[-1] == at[0]
-        time.sleep(0.07)

@@ -34,11 +34,6 @@ def test_series_per_gpu_and_per_job(gpu_collector: Start) -> None:
     assert len({json.dumps([name, labels]) for name, labels, _ in seen.series}) == len(seen.series)
     assert len(per_gpu) <= 8 * 60 + 3
     assert len(per_job) <= 20 * 6
-    assert {key for _, labels, _ in seen.series for key in labels} <= {
-        "uuid", "index", "name", "pci_bus_id", "minor", "serial", "mig", "parent", "gpu_instance",
-        "version", "state", "type", "reason", "error", "direction", "owner", "xid", "jobid",
-        "cluster", "allocated",
-    }  # fmt: skip
 
 
 def test_the_hot_path_makes_few_calls_and_no_slow_one(gpu_collector: Start) -> None:
@@ -47,7 +42,7 @@ def test_the_hot_path_makes_few_calls_and_no_slow_one(gpu_collector: Start) -> N
     running.do("jobs", jobs=[])
     running.sample()
     running.calls.write_text("")
-    told = running.do("repeat", times=20, pause=0.0)
+    told = running.do("repeat", times=20)
     made = running.calls.read_text().split()
     print(f"8 GPUs: {told['cpu'] * 1e3:.3f} ms of CPU and {len(made) / 20:.1f} calls per sample")
     never = {"nvmlDeviceGetPcieThroughput", "nvmlDeviceGetName", "nvmlDeviceGetUUID", "nvmlInit"}
@@ -63,7 +58,7 @@ def test_handles_are_got_once(gpu_collector: Start) -> None:
     running = gpu_collector(State(gpus=(a100(0), divided(h100(1), 1, 2))), look=0.0)
     running.sample()
     running.calls.write_text("")
-    running.do("repeat", times=20, pause=0.0)
+    running.do("repeat", times=20)
     made = running.calls.read_text()
     assert "nvmlDeviceGetHandleBy" not in made
     assert made.split().count("nvmlDeviceGetMigMode") >= 20
@@ -71,11 +66,11 @@ def test_handles_are_got_once(gpu_collector: Start) -> None:
 
 def test_readings_over_the_budget_become_rarer(gpu_collector: Start) -> None:
     """A driver that takes 300 ms for a call is asked at every second tick, after ten readings."""
-    slow = Fault("nvmlDeviceGetUtilizationRates", 300, kind="slow")
+    slow = Fault("nvmlDeviceGetUtilizationRates", 0.3, kind="stuck")
     running = gpu_collector(State(gpus=(a100(0),), faults=(slow,)))
     running.sample()
     running.calls.write_text("")
-    running.do("repeat", times=20, pause=0.0)
+    running.do("repeat", times=20)
     made = running.calls.read_text().split()
     assert made.count("nvmlDeviceGetUtilizationRates") <= 16
 

@@ -13,56 +13,6 @@ from deploy.gpusim.gpusim import Process, Simulator, State, a100, divided, h100
 from tests.monitoring.gpu_support import GIB, UP, Start
 
 
-def test_allocated_used_and_foreign_gpus_of_jobs(gpu_collector: Start) -> None:
-    """Minor numbers run against NVML's order; one job uses half of what it has, one trespasses."""
-    gpus = tuple(
-        a100(index, minor=3 - index, mem_base=0, processes=processes)
-        for index, processes in enumerate(
-            (
-                (Process(1001, 2 * GIB, ghost=True), Process(1002, GIB, ghost=True)),
-                (),
-                (Process(2001, 3 * GIB, ghost=True),),
-                (Process(9999, GIB, ghost=True), Process(2001, GIB, ghost=True)),
-            )
-        )
-    )
-    running = gpu_collector(State(gpus=gpus))
-    running.do(
-        "jobs",
-        jobs=[
-            {"jobid": "10", "gpus": ["3", "2"], "pids": [1001, 1002]},
-            {"jobid": "20", "gpus": [f"0000{gpus[2].bus_id}"], "pids": [2001]},
-            {"jobid": "30", "gpus": [], "pids": [3001]},
-        ],
-    )
-    seen = running.sample()
-    assert {labels["uuid"] for labels, _ in seen.all("hpml_job_gpu_info", jobid="10")} == {
-        gpus[0].uuid,
-        gpus[1].uuid,
-    }
-    assert seen.one("hpml_job_gpus_allocated", jobid="10") == 2
-    assert seen.one("hpml_job_gpus_used", jobid="10") == 1
-    assert seen.one("hpml_job_gpus_foreign", jobid="10") == 0
-    used = "hpml_job_gpu_memory_used_bytes"
-    assert seen.one(used, jobid="10", uuid=gpus[0].uuid) == 3 * GIB
-    assert seen.one(used, jobid="10", uuid=gpus[1].uuid) == 0
-    processes = "hpml_job_gpu_processes"
-    assert seen.one(processes, jobid="10", uuid=gpus[0].uuid) == 2
-    assert seen.one(processes, jobid="10", uuid=gpus[1].uuid) == 0
-    assert seen.one("hpml_job_gpus_used", jobid="20") == 1
-    assert seen.one("hpml_job_gpus_foreign", jobid="20") == 1
-    assert seen.one(used, jobid="20", uuid=gpus[3].uuid) == GIB
-    assert not [one for one in seen.series if one[1].get("jobid") == "30"]
-    owned = [
-        (
-            seen.one("hpml_gpu_processes", uuid=gpu.uuid, owner="job"),
-            seen.one("hpml_gpu_processes", uuid=gpu.uuid, owner="none"),
-        )
-        for gpu in gpus
-    ]
-    assert owned == [(2, 0), (0, 0), (1, 0), (1, 1)]
-
-
 def test_jobs_that_share_a_gpu_each_have_their_own_part(gpu_collector: Start) -> None:
     """Clients of MPS stand in two lists of the driver and count once."""
     gpu = a100(

@@ -78,7 +78,7 @@ def test_gpus_of_the_job_are_summed_up(
             lambda: busy_seconds(attempt) > before
         )  # it looks at the GPUs: events count from here
         watched = time.monotonic() - counted
-        gpusim.write(state.at().changed(0, events=(Event(1, 79),)))
+        gpusim.write(state.changed(0, events=(Event(1, 79),)))
         eventually(lambda: any(one.get("xid_errors") for one in told(attempt)["gpus"]))
     finally:
         monitor.stop()

@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from urllib.request import urlopen
 
 import pytest
 from hpml_exporters.app import Pages
 from hpml_exporters.core.sampler import Sampler, Source
 from hpml_exporters.slurm.collector import SlurmCollector
-from hpml_exporters.slurm.metrics import SPECS
-from hpml_exporters.slurm.view import Job, View
+from hpml_exporters.slurm.metrics import SPECS, STATISTICS
+from hpml_exporters.slurm.view import Job, Node, Reservation, View
 from hpml_exporters.web import Server
 
-from tests.monitoring.prometheus_support import BootPrometheus, static
+from tests.monitoring.prometheus_support import BootPrometheus, Promtool, static
+from tests.patience import eventually
 
 WAITS = (30, 240)  # seconds, one job each; in the buckets (10, 60] and (60, 300]
+NODE = Node("n1", "n1", "drained", "fan", ("main",), 8, 0, 1 << 30, 0, {"a100": 4}, {})
 
 
 class FakeSource:
@@ -33,7 +36,14 @@ class FakeSource:
             for look in range(self.looks)
             for state, start in (("FAILED", 1000 + WAITS[0]), ("COMPLETED", 1000 + WAITS[1]))
         ]
-        return View(ended, [])
+        return View(
+            ended,
+            [NODE],
+            statistics=dict.fromkeys(STATISTICS, 1.0),
+            licenses={"matlab": (7, 3)},
+            reservations=(Reservation("maint", "inactive", 1, 100, 200),),
+            user_shares={("lab", "ada"): 0.25},
+        )
 
 
 class FastCollector(SlurmCollector):
@@ -54,6 +64,22 @@ def address() -> Iterator[str]:
     yield f"{host}:{port}"
     sampler.stop()
     server.stop()
+
+
+def test_names_and_units(promtool: Promtool, address: str) -> None:
+    """Promtool finds nothing wrong with any metric but those of queued jobs."""
+
+    def page() -> bytes:
+        with urlopen(f"http://{address}/metrics") as answer:
+            text: bytes = answer.read()
+        return text if b"hpml_slurm_job_wait_seconds_bucket" in text else b""
+
+    text = eventually(page)
+    shown = {spec.name for spec in SPECS if f"# HELP {spec.name} ".encode() in text}
+    absent = {"jobs", "jobs_pending", "user_jobs", "account_jobs"}
+    assert {spec.name for spec in SPECS} - shown == {f"hpml_slurm_{name}" for name in absent}
+    done = promtool("check", "metrics", text=text)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
 
 
 def test_rates_and_quantiles(prometheus: BootPrometheus, address: str) -> None:

@@ -94,33 +94,29 @@ static void note(const char *function) {
     close(descriptor);
 }
 
-static const struct fault *find_fault(const struct state *state, enum fault_kind kind, const char *name, int gpu) {
+static const struct fault *find_fault(const struct state *state, bool stuck, const char *name, int gpu) {
     for (unsigned i = 0; state != NULL && i < state->fault_count; i++) {
         const struct fault *fault = &state->faults[i];
-        if (fault->kind == kind && (fault->gpu == -1 || fault->gpu == gpu) && fnmatch(fault->function, name, 0) == 0)
+        if (fault->stuck == stuck && (fault->gpu == -1 || fault->gpu == gpu) && fnmatch(fault->function, name, 0) == 0)
             return fault;
     }
     return NULL;
 }
 
 ret_t fault_code(const struct call *call, const char *name, int gpu) {
-    const struct fault *fault = find_fault(call->state, FAULT_CODE, name, gpu);
+    const struct fault *fault = find_fault(call->state, false, name, gpu);
     return fault == NULL ? OK : (ret_t)fault->amount;
 }
 
-/* Takes the time that faults make a call take; none is stuck for longer than the newest state says. */
+/* Takes the time that a fault makes a call take, which is no longer than the newest state says. */
 static void linger(const struct state *state, const char *function, int gpu) {
-    const struct fault *stuck = find_fault(state, FAULT_STUCK, function, gpu);
-    const struct fault *slow = find_fault(state, FAULT_SLOW, function, gpu);
+    const struct fault *stuck = find_fault(state, true, function, gpu);
     double end = stuck == NULL ? 0 : clock_now() + stuck->amount;
-    for (bool on = stuck != NULL; on && clock_now() < end;) {
-        struct call newer __attribute__((cleanup(call_close))) = {0};
-        sleep_seconds(0.02);
-        newer.state = state_use();
-        on = find_fault(newer.state, FAULT_STUCK, function, gpu) != NULL;
+    for (double left; stuck != NULL && (left = end - clock_now()) > 0;) {
+        sleep_seconds(left < 0.02 ? left : 0.02);
+        struct call newer __attribute__((cleanup(call_close))) = {.state = state_use()};
+        stuck = find_fault(newer.state, true, function, gpu);
     }
-    if (slow != NULL)
-        sleep_seconds(slow->amount / 1000);
 }
 
 #define HANDLE_TAG 0x6e766d6cULL /* "nvml" in the upper half of every handle */

@@ -14,11 +14,6 @@ API ret_t nvmlSystemGetDriverVersion(char *version, unsigned size) {
     return copy_text(call.state->driver, version, size);
 }
 
-API ret_t nvmlSystemGetNVMLVersion(char *version, unsigned size) {
-    OPEN(call, NULL, SYSTEM);
-    return copy_text(call.state->nvml, version, size);
-}
-
 API ret_t nvmlSystemGetCudaDriverVersion_v2(int *version) {
     OPEN(call, NULL, SYSTEM);
     *version = (int)call.state->cuda;
@@ -47,48 +42,18 @@ API ret_t nvmlDeviceGetHandleByIndex_v2(unsigned index, handle_t *handle) {
 }
 ALIAS(nvmlDeviceGetHandleByIndex, nvmlDeviceGetHandleByIndex_v2)
 
-static ret_t by_text(const struct call *call, const char *name, const char *text, handle_t *handle) {
-    for (unsigned i = 0; i < call->state->gpus; i++) {
-        const struct gpu *gpu = call->state->gpu[i];
-        if (strcmp(text_of(&gpu->self, name), text) == 0)
-            return hand_out(call, i, 0, handle);
+API ret_t nvmlDeviceGetHandleByUUID(const char *uuid, handle_t *handle) {
+    OPEN(call, NULL, SYSTEM);
+    for (unsigned i = 0; i < call.state->gpus; i++) {
+        const struct gpu *gpu = call.state->gpu[i];
+        if (strcmp(text_of(&gpu->self, "uuid"), uuid) == 0)
+            return hand_out(&call, i, 0, handle);
         for (unsigned m = 0; m < gpu->migs; m++)
-            if (strcmp(text_of(&gpu->mig[m], name), text) == 0)
-                return hand_out(call, i, m + 1, handle);
+            if (strcmp(text_of(&gpu->mig[m], "uuid"), uuid) == 0)
+                return hand_out(&call, i, m + 1, handle);
     }
     return NOT_FOUND;
 }
-
-API ret_t nvmlDeviceGetHandleByUUID(const char *uuid, handle_t *handle) {
-    OPEN(call, NULL, SYSTEM);
-    return by_text(&call, "uuid", uuid, handle);
-}
-
-API ret_t nvmlDeviceGetHandleBySerial(const char *serial, handle_t *handle) {
-    OPEN(call, NULL, SYSTEM);
-    return by_text(&call, "serial", serial, handle);
-}
-
-struct address {
-    unsigned domain, bus, device, function;
-};
-
-static bool address_of(const char *text, struct address *address) {
-    return sscanf(text, "%x:%x:%x.%x", &address->domain, &address->bus, &address->device, &address->function) == 4;
-}
-
-API ret_t nvmlDeviceGetHandleByPciBusId_v2(const char *bus_id, handle_t *handle) {
-    OPEN(call, NULL, SYSTEM);
-    struct address wanted, found;
-    if (!address_of(bus_id, &wanted))
-        return INVALID_ARGUMENT;
-    for (unsigned i = 0; i < call.state->gpus; i++)
-        if (address_of(text_of(&call.state->gpu[i]->self, "bus_id"), &found) &&
-            memcmp(&wanted, &found, sizeof wanted) == 0)
-            return hand_out(&call, i, 0, handle);
-    return NOT_FOUND;
-}
-ALIAS(nvmlDeviceGetHandleByPciBusId, nvmlDeviceGetHandleByPciBusId_v2)
 
 API ret_t nvmlDeviceGetIndex(handle_t device, unsigned *index) {
     OPEN(call, device, GPU_ONLY);
@@ -104,7 +69,6 @@ API ret_t nvmlDeviceGetIndex(handle_t device, unsigned *index) {
 TEXT(nvmlDeviceGetName, "name", ANY_DEVICE)
 TEXT(nvmlDeviceGetUUID, "uuid", ANY_DEVICE)
 TEXT(nvmlDeviceGetSerial, "serial", GPU_ONLY)
-TEXT(nvmlDeviceGetVbiosVersion, "vbios", GPU_ONLY)
 
 struct pci_info { /* nvmlPciInfo_t since _v3 */
     char bus_id_legacy[16];
@@ -114,46 +78,22 @@ struct pci_info { /* nvmlPciInfo_t since _v3 */
 
 API ret_t nvmlDeviceGetPciInfo_v3(handle_t device, struct pci_info *info) {
     OPEN(call, device, GPU_ONLY);
-    struct address at;
-    if (!address_of(text_of(call.device, "bus_id"), &at))
+    unsigned domain, bus, slot, function;
+    if (sscanf(text_of(call.device, "bus_id"), "%x:%x:%x.%x", &domain, &bus, &slot, &function) != 4)
         return NOT_SUPPORTED;
     *info = (struct pci_info){
-        .domain = at.domain,
-        .bus = at.bus,
-        .device = at.device,
+        .domain = domain,
+        .bus = bus,
+        .device = slot,
         .pci_id = (unsigned)strtoul(text_of(call.device, "pci_id"), NULL, 16),
         .pci_subsystem = (unsigned)strtoul(text_of(call.device, "pci_subsystem"), NULL, 16),
     };
     const char *form = "%0*X:%02X:%02X.%X";
-    snprintf(info->bus_id, sizeof info->bus_id, form, 8, at.domain, at.bus, at.device, at.function);
-    snprintf(info->bus_id_legacy, sizeof info->bus_id_legacy, form, 4, at.domain, at.bus, at.device, at.function);
+    snprintf(info->bus_id, sizeof info->bus_id, form, 8, domain, bus, slot, function);
+    snprintf(info->bus_id_legacy, sizeof info->bus_id_legacy, form, 4, domain, bus, slot, function);
     return OK;
 }
 ALIAS(nvmlDeviceGetPciInfo_v2, nvmlDeviceGetPciInfo_v3)
-
-/* The bits of a list such as 0-15,64-79. */
-static ret_t affinity(const char *list, unsigned size, unsigned long *mask) {
-    if (*list == '\0')
-        return NOT_SUPPORTED;
-    const unsigned bits = 8 * sizeof *mask;
-    memset(mask, 0, size * sizeof *mask);
-    for (char *end = (char *)list; *list != '\0'; list = end + (*end == ',')) {
-        unsigned long first = strtoul(list, &end, 10), last = *end == '-' ? strtoul(end + 1, &end, 10) : first;
-        for (unsigned long bit = first; bit <= last && bit < (unsigned long)size * bits; bit++)
-            mask[bit / bits] |= 1UL << (bit % bits);
-    }
-    return OK;
-}
-
-API ret_t nvmlDeviceGetCpuAffinity(handle_t device, unsigned size, unsigned long *mask) {
-    OPEN(call, device, GPU_ONLY);
-    return affinity(text_of(call.device, "cpus"), size, mask);
-}
-
-API ret_t nvmlDeviceGetMemoryAffinity(handle_t device, unsigned size, unsigned long *mask, unsigned scope) {
-    OPEN(call, device, GPU_ONLY);
-    return scope > 1 ? INVALID_ARGUMENT : affinity(text_of(call.device, "numa"), size, mask);
-}
 
 API ret_t nvmlDeviceGetCudaComputeCapability(handle_t device, unsigned *major, unsigned *minor) {
     OPEN(call, device, ANY_DEVICE);
@@ -165,8 +105,7 @@ API ret_t nvmlDeviceGetCudaComputeCapability(handle_t device, unsigned *major, u
 API ret_t nvmlDeviceGetMigMode(handle_t device, unsigned *current, unsigned *pending) {
     OPEN(call, device, GPU_ONLY);
     ret_t code = number_unsigned(&call, "mig_mode", 1, current);
-    if (code == OK)
-        *pending = (unsigned)number_or(&call, "mig_pending", *current);
+    *pending = *current;
     return code;
 }
 
@@ -197,21 +136,3 @@ API ret_t nvmlDeviceGetDeviceHandleFromMigDeviceHandle(handle_t mig, handle_t *d
     *device = handle_of(call.state, call.index, 0);
     return call.is_mig ? OK : INVALID_ARGUMENT;
 }
-
-struct attributes { /* nvmlDeviceAttributes_t */
-    unsigned multiprocessors, copy_engines, decoders, encoders, jpeg, ofa, gpu_slices, compute_slices;
-    u64 mebibytes;
-};
-
-API ret_t nvmlDeviceGetAttributes_v2(handle_t device, struct attributes *attributes) {
-    OPEN(call, device, ANY_DEVICE);
-    *attributes = (struct attributes){
-        .multiprocessors = (unsigned)number_or(&call, "sm_count", 0),
-        .copy_engines = (unsigned)number_or(&call, "copy_engines", 0),
-        .gpu_slices = (unsigned)number_or(&call, "gi_slices", 0),
-        .compute_slices = (unsigned)number_or(&call, "ci_slices", 0),
-        .mebibytes = (u64)(number_or(&call, "mem_total", 0) / 1048576),
-    };
-    return call.is_mig ? OK : NOT_SUPPORTED;
-}
-ALIAS(nvmlDeviceGetAttributes, nvmlDeviceGetAttributes_v2)

@@ -32,12 +32,6 @@ API ret_t nvmlEventSetFree(struct event_set *set) {
     return OK;
 }
 
-API ret_t nvmlDeviceGetSupportedEventTypes(handle_t device, u64 *types) {
-    OPEN(call, device, GPU_ONLY);
-    *types = SUPPORTED_TYPES;
-    return OK;
-}
-
 /* The oldest event of a GPU that a set has not seen, of some types; NULL where there is none. */
 static const struct event *next_event(const struct gpu *gpu, u64 seen, u64 types) {
     const struct event *next = NULL;
@@ -67,7 +61,7 @@ static bool deliver(const struct state *state, struct event_set *set, struct eve
         next = next_event(state->gpu[gpu], set->seen[gpu], set->types[gpu]);
         if (next != NULL) {
             set->seen[gpu] = next->id;
-            *data = (struct event_data){handle_of(state, gpu, 0), next->type, next->data, next->gi, next->ci};
+            *data = (struct event_data){handle_of(state, gpu, 0), next->type, next->data, NO_INSTANCE, NO_INSTANCE};
         }
     }
     pthread_mutex_unlock(&lock);

@@ -12,8 +12,7 @@ static const struct {
     unsigned id;
     const char *rate;
 } metrics[] = {
-    {1, "gpm_graphics"}, {2, "gpm_sm"}, {3, "gpm_occupancy"}, {4, "gpm_integer"}, {5, "gpm_tensor"}, {6, "gpm_dfma"},
-    {7, "gpm_hmma"}, {9, "gpm_imma"}, {10, "gpm_dram"}, {11, "gpm_fp64"}, {12, "gpm_fp32"}, {13, "gpm_fp16"},
+    {1, "gpm_graphics"}, {2, "gpm_sm"}, {3, "gpm_occupancy"}, {5, "gpm_tensor"}, {10, "gpm_dram"},
     {20, "pcie_tx"}, {21, "pcie_rx"}, {60, "nvlink_rx"}, {61, "nvlink_tx"},
 };
 
@@ -29,9 +28,7 @@ struct gpm_metric {
     unsigned id;
     ret_t code;
     double value;
-    struct {
-        const char *short_name, *long_name, *unit;
-    } info;
+    const char *short_name, *long_name, *unit;
 };
 
 struct gpm_query {
@@ -113,8 +110,6 @@ API ret_t nvmlGpmMetricsGet(struct gpm_query *query) {
                 continue;
             metric->code = two->when > one->when ? OK : INVALID_ARGUMENT;
             metric->value = (two->total[m] - one->total[m]) / (two->when - one->when);
-            metric->info.short_name = metric->info.long_name = metrics[m].rate;
-            metric->info.unit = metric->id >= 20 ? "MiB/s" : "%";
         }
     }
     return OK;

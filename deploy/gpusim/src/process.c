@@ -16,13 +16,6 @@ struct process_v2 { /* _v3 has the same layout */
     unsigned gi, ci;
 };
 
-struct process_detail {
-    unsigned pid;
-    u64 memory;
-    unsigned gi, ci;
-    u64 protected_memory;
-};
-
 /* The next process of a type ('\0': any) on the call's device, or NULL. The driver forgets a process at its end, so
    that a killed one vanishes without a new state file. */
 static const struct process *next_process(const struct call *call, char type, const struct process *process) {
@@ -68,39 +61,14 @@ static ret_t running(const struct call *call, char type, unsigned version, unsig
         OPEN(call, device, ANY_DEVICE); \
         return running(&call, type, 1, count, infos); \
     } \
-    API ret_t function##_v2(handle_t device, unsigned *count, void *infos) { \
-        OPEN(call, device, ANY_DEVICE); \
-        return running(&call, type, 2, count, infos); \
-    } \
     API ret_t function##_v3(handle_t device, unsigned *count, void *infos) { \
         OPEN(call, device, ANY_DEVICE); \
         return running(&call, type, 3, count, infos); \
-    }
+    } \
+    ALIAS(function##_v2, function##_v3) /* the layout is the same */
 RUNNING(nvmlDeviceGetComputeRunningProcesses, 'C')
 RUNNING(nvmlDeviceGetGraphicsRunningProcesses, 'G')
 RUNNING(nvmlDeviceGetMPSComputeRunningProcesses, 'M')
-
-struct detail_list {
-    unsigned version, mode, count;
-    struct process_detail *details;
-};
-
-API ret_t nvmlDeviceGetRunningProcessDetailList(handle_t device, struct detail_list *list) {
-    OPEN(call, device, ANY_DEVICE);
-    if (list->version != VERSION(*list, 1))
-        return VERSION_MISMATCH;
-    if (list->mode > 3)
-        return INVALID_ARGUMENT;
-    unsigned room = list->details == NULL ? 0 : list->count, all = 0;
-    for (EACH(process, &call, "CGM"[list->mode]) /* 3, all types, is the text's end */) {
-        if (all < room)
-            list->details[all] = (struct process_detail){
-                process->pid, (u64)curve_value(&process->memory, call.t), process->gi, process->ci, 0};
-        all++;
-    }
-    list->count = all;
-    return all > room ? INSUFFICIENT_SIZE : OK;
-}
 
 struct share {
     unsigned pid;
@@ -119,8 +87,8 @@ API ret_t nvmlDeviceGetProcessUtilization(handle_t device, struct share *shares,
     t = t < 0 ? 0 : t;
     for (EACH(process, &call, '\0')) {
 #define PERCENT(curve) (unsigned)(curve_value(&process->curve, t) + 0.5)
-        struct share share = {process->pid, newest, PERCENT(sm), PERCENT(mem), PERCENT(enc), PERCENT(dec)};
-        if (newest <= since || share.sm + share.mem + share.enc + share.dec == 0)
+        struct share share = {process->pid, newest, PERCENT(sm), PERCENT(mem), 0, 0};
+        if (newest <= since || share.sm + share.mem == 0)
             continue;
         if (all < room)
             shares[all] = share;

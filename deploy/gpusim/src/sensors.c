@@ -1,4 +1,5 @@
 /* Numbers: utilization, memory, temperature, power, clocks and their limits, ECC, worn-out memory. */
+#include <math.h>
 #include <stdio.h>
 #include <string.h>
 
@@ -38,16 +39,6 @@ bool total(const struct call *call, const char *rate, double *value) {
     return setting != NULL;
 }
 
-bool mean(const struct call *call, const char *rate, double seconds, double *value) {
-    const struct setting *setting = find(call->device, rate);
-    double from = call->t > seconds ? call->t - seconds : 0;
-    if (setting != NULL)
-        *value = call->t - from < 1e-6 ? curve_value(&setting->curve, call->t)
-                                       : (curve_integral(&setting->curve, call->t) -
-                                          curve_integral(&setting->curve, from)) / (call->t - from);
-    return setting != NULL;
-}
-
 ret_t copy_text(const char *text, char *buffer, unsigned size) {
     if (buffer == NULL)
         return INVALID_ARGUMENT;
@@ -63,10 +54,6 @@ ret_t copy_text(const char *text, char *buffer, unsigned size) {
         return number_unsigned(&call, key, scale, value); \
     }
 UNSIGNED(nvmlDeviceGetMinorNumber, "minor", 1, GPU_ONLY)
-UNSIGNED(nvmlDeviceGetArchitecture, "arch", 1, GPU_ONLY)
-UNSIGNED(nvmlDeviceGetBrand, "brand", 1, GPU_ONLY)
-UNSIGNED(nvmlDeviceGetNumGpuCores, "cores", 1, GPU_ONLY)
-UNSIGNED(nvmlDeviceGetMemoryBusWidth, "bus_width", 1, GPU_ONLY)
 UNSIGNED(nvmlDeviceGetPersistenceMode, "persistence", 1, GPU_ONLY)
 UNSIGNED(nvmlDeviceGetComputeMode, "compute_mode", 1, ANY_DEVICE)
 UNSIGNED(nvmlDeviceGetDisplayMode, "display_mode", 1, GPU_ONLY)
@@ -76,25 +63,12 @@ UNSIGNED(nvmlDeviceGetFanSpeed, "fan", 1, SENSOR)
 UNSIGNED(nvmlDeviceGetCurrPcieLinkGeneration, "pcie_gen", 1, SENSOR)
 UNSIGNED(nvmlDeviceGetCurrPcieLinkWidth, "pcie_width", 1, SENSOR)
 UNSIGNED(nvmlDeviceGetMaxPcieLinkGeneration, "pcie_max_gen", 1, SENSOR)
-UNSIGNED(nvmlDeviceGetGpuMaxPcieLinkGeneration, "pcie_max_gen", 1, SENSOR)
 UNSIGNED(nvmlDeviceGetMaxPcieLinkWidth, "pcie_max_width", 1, SENSOR)
-UNSIGNED(nvmlDeviceGetPcieReplayCounter, "pcie_replay", 1, SENSOR)
-UNSIGNED(nvmlDeviceGetRetiredPagesPendingStatus, "retired_pending", 1, SENSOR)
+UNSIGNED(nvmlDeviceGetPowerUsage, "power", 1000, SENSOR)
 UNSIGNED(nvmlDeviceGetPowerManagementLimit, "power_limit", 1000, SENSOR)
-UNSIGNED(nvmlDeviceGetPowerManagementDefaultLimit, "power_default", 1000, SENSOR)
 UNSIGNED(nvmlDeviceGetEnforcedPowerLimit, "power_enforced", 1000, SENSOR)
 UNSIGNED(nvmlDeviceGetGpuInstanceId, "gi", 1, ANY_DEVICE)
 UNSIGNED(nvmlDeviceGetComputeInstanceId, "ci", 1, ANY_DEVICE)
-
-/* Functions that give two numbers. */
-#define PAIR(function, key, other, scale, scope) \
-    API ret_t function(handle_t device, unsigned *one, unsigned *two) { \
-        OPEN(call, device, scope); \
-        ret_t code = number_unsigned(&call, key, scale, one); \
-        return code != OK ? code : number_unsigned(&call, other, scale, two); \
-    }
-PAIR(nvmlDeviceGetPowerManagementLimitConstraints, "power_min", "power_max", 1000, SENSOR)
-PAIR(nvmlDeviceGetEccMode, "ecc_mode", "ecc_mode", 1, GPU_ONLY)
 
 #define ENGINE(function, key) \
     API ret_t function(handle_t device, unsigned *utilization, unsigned *microseconds) { \
@@ -104,8 +78,6 @@ PAIR(nvmlDeviceGetEccMode, "ecc_mode", "ecc_mode", 1, GPU_ONLY)
     }
 ENGINE(nvmlDeviceGetEncoderUtilization, "enc_util")
 ENGINE(nvmlDeviceGetDecoderUtilization, "dec_util")
-ENGINE(nvmlDeviceGetJpgUtilization, "jpg_util")
-ENGINE(nvmlDeviceGetOfaUtilization, "ofa_util")
 
 /* Functions with a choice of numbers; the driver knows those without a name, but has none for them. */
 #define CHOICE(function, ...) \
@@ -115,7 +87,6 @@ ENGINE(nvmlDeviceGetOfaUtilization, "ofa_util")
         return which >= COUNT(keys) ? INVALID_ARGUMENT : number_unsigned(&call, keys[which], 1, value); \
     }
 CHOICE(nvmlDeviceGetTemperature, "temp")
-CHOICE(nvmlDeviceGetTemperatureThreshold, "temp_shutdown", "temp_slowdown", "temp_mem_max", "temp_gpu_max", "", "", "", "")
 CHOICE(nvmlDeviceGetClockInfo, "clock_graphics", "clock_sm", "clock_mem", "clock_video")
 CHOICE(nvmlDeviceGetMaxClockInfo, "max_graphics", "max_sm", "max_mem", "max_video")
 
@@ -190,15 +161,6 @@ API ret_t nvmlDeviceGetBAR1MemoryInfo(handle_t device, struct memory *memory) {
     return known ? OK : NOT_SUPPORTED;
 }
 
-/* Since Ampere the driver gives the mean of the last second here; the instant is field 186. */
-API ret_t nvmlDeviceGetPowerUsage(handle_t device, unsigned *milliwatts) {
-    OPEN(call, device, SENSOR);
-    double watts = 0;
-    bool known = mean(&call, "power", 1, &watts);
-    *milliwatts = (unsigned)(watts * 1000 + 0.5);
-    return known ? OK : NOT_SUPPORTED;
-}
-
 API ret_t nvmlDeviceGetTotalEnergyConsumption(handle_t device, u64 *millijoules) {
     OPEN(call, device, SENSOR);
     double joules = 0;
@@ -207,25 +169,22 @@ API ret_t nvmlDeviceGetTotalEnergyConsumption(handle_t device, u64 *millijoules)
     return known ? OK : NOT_SUPPORTED;
 }
 
-/* Bit n of the reasons is the n-th of these; a reason is on where its share of time is 0.5 or more. */
-static const char *const reasons[] = {
-    "throttle_idle",        "throttle_app_clocks", "throttle_sw_power",  "throttle_hw_slowdown",
-    "throttle_sync_boost",  "throttle_sw_thermal", "throttle_hw_thermal", "throttle_hw_power_brake",
-    "throttle_display",
-};
-
-#define REASONS(function, least) \
-    API ret_t function(handle_t device, u64 *bits) { \
-        OPEN(call, device, SENSOR); \
-        *bits = 0; \
-        for (unsigned i = 0; i < COUNT(reasons); i++) \
-            *bits |= (u64)(number_or(&call, reasons[i], 0) >= (least)) << i; \
-        return OK; \
-    }
-REASONS(nvmlDeviceGetCurrentClocksEventReasons, 0.5)
-REASONS(nvmlDeviceGetCurrentClocksThrottleReasons, 0.5)
-REASONS(nvmlDeviceGetSupportedClocksEventReasons, 0)
-REASONS(nvmlDeviceGetSupportedClocksThrottleReasons, 0)
+/* Bit n is the n-th reason. It is on in that share of the seconds: they are spread by the golden ratio, so that any
+   stretch of them has about that share. */
+API ret_t nvmlDeviceGetCurrentClocksEventReasons(handle_t device, u64 *bits) {
+    OPEN(call, device, SENSOR);
+    static const char *const reasons[] = {
+        "throttle_idle",        "throttle_app_clocks", "throttle_sw_power",   "throttle_hw_slowdown",
+        "throttle_sync_boost",  "throttle_sw_thermal", "throttle_hw_thermal", "throttle_hw_power_brake",
+        "throttle_display",
+    };
+    double spread = fmod(floor(call.t) * 0.6180339887498949, 1);
+    *bits = 0;
+    for (unsigned i = 0; i < COUNT(reasons); i++)
+        *bits |= (u64)(spread < number_or(&call, reasons[i], 0)) << i;
+    return OK;
+}
+ALIAS(nvmlDeviceGetCurrentClocksThrottleReasons, nvmlDeviceGetCurrentClocksEventReasons)
 
 API ret_t nvmlDeviceGetTotalEccErrors(handle_t device, unsigned error, unsigned counter, u64 *count) {
     OPEN(call, device, SENSOR);
@@ -239,31 +198,6 @@ API ret_t nvmlDeviceGetTotalEccErrors(handle_t device, unsigned error, unsigned 
     return OK;
 }
 
-/* Addresses are made up: one page of 64 KiB after the other. */
-API ret_t nvmlDeviceGetRetiredPages(handle_t device, unsigned cause, unsigned *count, u64 *addresses) {
-    OPEN(call, device, SENSOR);
-    unsigned room = *count;
-    if (cause > 1)
-        return INVALID_ARGUMENT;
-    ret_t code = number_unsigned(&call, cause == 0 ? "retired_sbe" : "retired_dbe", 1, count);
-    if (code == OK && *count > 0 && (addresses == NULL || room < *count))
-        return INSUFFICIENT_SIZE;
-    for (unsigned i = 0; code == OK && i < *count; i++)
-        addresses[i] = (u64)(2 * i + cause + 1) << 16;
-    return code;
-}
-
-API ret_t nvmlDeviceGetRemappedRows(handle_t device, unsigned *corrected, unsigned *uncorrected, unsigned *pending,
-                                    unsigned *failed) {
-    OPEN(call, device, SENSOR);
-    unsigned *const into[] = {corrected, uncorrected, pending, failed};
-    static const char *const keys[] = {"remapped_cor", "remapped_unc", "remapped_pending", "remapped_failure"};
-    ret_t code = OK;
-    for (unsigned i = 0; i < COUNT(keys) && code == OK; i++)
-        code = number_unsigned(&call, keys[i], 1, into[i]);
-    return code;
-}
-
 /* Functions of the real library that no simulated device supports: they look at nothing but the device. */
 #define NEVER(function) \
     API ret_t function(handle_t device) { \
@@ -272,7 +206,5 @@ API ret_t nvmlDeviceGetRemappedRows(handle_t device, unsigned *corrected, unsign
     }
 NEVER(nvmlDeviceGetDriverModel) /* Windows only */
 NEVER(nvmlDeviceGetDriverModel_v2)
-NEVER(nvmlDeviceGetAccountingMode)
-NEVER(nvmlDeviceGetNumaNodeId) /* of a GPU whose memory is a node of the host: Grace */
 NEVER(nvmlDeviceGetConfComputeMemSizeInfo)
-NEVER(nvmlDeviceGetFanSpeed_v2)
+NEVER(nvmlDeviceGetRunningProcessDetailList) /* nvitop only looks whether it is there */

@@ -31,7 +31,7 @@ enum { /* nvmlReturn_t */
 };
 
 /* A value as a function of the seconds since the state's epoch. */
-enum curve_kind { CONSTANT, SQUARE, SINE, RAMP };
+enum curve_kind { CONSTANT, SQUARE, RAMP };
 struct curve {
     enum curve_kind kind;
     double p[5];
@@ -45,7 +45,7 @@ struct setting { /* one line of the state file: a number or a curve, or a text a
     struct curve curve;
 };
 
-struct device { /* a GPU or a MIG device: its settings, sorted by name */
+struct device { /* a GPU or a MIG device */
     struct setting *settings;
     unsigned count;
 };
@@ -55,12 +55,11 @@ struct process {
     char type;  /* C compute, G graphics, M client of MPS */
     bool ghost; /* listed although no such process lives */
     unsigned gi, ci;
-    struct curve memory, sm, mem, enc, dec;
+    struct curve memory, sm, mem;
 };
 
 struct event {
     u64 id, type, data;
-    unsigned gi, ci;
 };
 
 #define MIG_MAX 16
@@ -75,11 +74,10 @@ struct gpu {
     unsigned event_count;
 };
 
-enum fault_kind { FAULT_CODE, FAULT_SLOW, FAULT_STUCK };
 struct fault {
-    enum fault_kind kind;
+    bool stuck;
     char function[TEXT_SIZE]; /* a pattern of fnmatch */
-    double amount;            /* the code, milliseconds or seconds */
+    double amount;            /* the code, or the seconds that a call is stuck */
     int gpu;                  /* -1: every one, and calls without a device */
 };
 
@@ -87,7 +85,7 @@ struct state {
     int users;
     double epoch;
     unsigned generation, cuda, lost, gpus, fault_count;
-    char driver[TEXT_SIZE], nvml[TEXT_SIZE];
+    char driver[TEXT_SIZE];
     struct gpu *gpu[GPU_MAX];
     struct fault *faults;
 };
@@ -130,8 +128,6 @@ double number_or(const struct call *call, const char *name, double otherwise);
 ret_t number_unsigned(const struct call *call, const char *name, double scale, unsigned *value);
 /* The counter of a rate: its total at the epoch (NAME_base) and the integral since then. */
 bool total(const struct call *call, const char *rate, double *value);
-/* The mean of a rate over the last seconds, of the time since the epoch only. */
-bool mean(const struct call *call, const char *rate, double seconds, double *value);
 ret_t copy_text(const char *text, char *buffer, unsigned size);
 double processes_memory(const struct call *call); /* of those on the call's device */
 void sleep_seconds(double seconds);

@@ -5,8 +5,7 @@
 
 #include "sim.h"
 
-static const char *const texts[] = {"name", "uuid", "serial", "bus_id", "pci_id", "pci_subsystem", "vbios",
-                                    "cpus", "numa"};
+static const char *const texts[] = {"name", "uuid", "serial", "bus_id", "pci_id", "pci_subsystem"};
 
 /* The array with room for one more, which is zeroed; in steps of 16, so that thousands cost few copies. */
 static void *grown(void *array, unsigned count, size_t size) {
@@ -21,12 +20,12 @@ static void *grown(void *array, unsigned count, size_t size) {
 #define ADD(array, count) ((array) = grown(array, count, sizeof *(array)), &(array)[(count)++])
 
 /* FUNCTION AMOUNT GPU */
-static bool read_fault(struct state *state, enum fault_kind kind, const char *rest) {
+static bool read_fault(struct state *state, bool stuck, const char *rest) {
     char gpu[16];
     struct fault *fault = ADD(state->faults, state->fault_count);
     if (sscanf(rest, "%95s %lf %15s", fault->function, &fault->amount, gpu) != 3)
         return false;
-    fault->kind = kind;
+    fault->stuck = stuck;
     fault->gpu = strcmp(gpu, "*") == 0 ? -1 : atoi(gpu);
     return true;
 }
@@ -37,8 +36,7 @@ static bool read_process(struct gpu *gpu, char *rest) {
     const struct {
         const char *name;
         struct curve *curve;
-    } curves[] = {{"memory", &process->memory}, {"sm", &process->sm}, {"mem", &process->mem},
-                  {"enc", &process->enc}, {"dec", &process->dec}};
+    } curves[] = {{"memory", &process->memory}, {"sm", &process->sm}, {"mem", &process->mem}};
     process->gi = process->ci = NO_INSTANCE;
     int read = 0;
     if (sscanf(rest, "%u %c %n", &process->pid, &process->type, &read) != 2 || strchr("CGM", process->type) == NULL)
@@ -60,11 +58,10 @@ static bool read_process(struct gpu *gpu, char *rest) {
     return true;
 }
 
-/* ID TYPE DATA [GI CI] */
+/* ID TYPE DATA */
 static bool read_event(struct gpu *gpu, const char *rest) {
     struct event *event = ADD(gpu->events, gpu->event_count);
-    event->gi = event->ci = NO_INSTANCE;
-    return sscanf(rest, "%llu %llu %llu %u %u", &event->id, &event->type, &event->data, &event->gi, &event->ci) >= 3;
+    return sscanf(rest, "%llu %llu %llu", &event->id, &event->type, &event->data) == 3;
 }
 
 static bool read_setting(struct device *device, const char *name, const char *rest) {
@@ -78,17 +75,16 @@ static bool read_setting(struct device *device, const char *name, const char *re
 }
 
 static bool read_head(struct state *state, const char *name, const char *rest) {
-    static const char *const faults[] = {[FAULT_CODE] = "fault", [FAULT_SLOW] = "slow", [FAULT_STUCK] = "stuck"};
-    for (unsigned kind = 0; kind < COUNT(faults); kind++)
-        if (strcmp(name, faults[kind]) == 0)
-            return read_fault(state, kind, rest);
-    char *text = strcmp(name, "driver") == 0 ? state->driver : strcmp(name, "nvml") == 0 ? state->nvml : NULL;
+    if (strcmp(name, "fault") == 0 || strcmp(name, "stuck") == 0)
+        return read_fault(state, *name == 's', rest);
+    if (strcmp(name, "driver") == 0)
+        return snprintf(state->driver, TEXT_SIZE, "%s", rest) > 0;
     unsigned *value = strcmp(name, "generation") == 0 ? &state->generation
                       : strcmp(name, "cuda") == 0     ? &state->cuda
                       : strcmp(name, "lost") == 0     ? &state->lost
                                                       : NULL;
-    if (text != NULL)
-        return snprintf(text, TEXT_SIZE, "%s", rest) > 0;
+    if (strcmp(name, "driver") == 0)
+        return snprintf(state->driver, TEXT_SIZE, "%s", rest) > 0;
     return value != NULL ? sscanf(rest, "%u", value) == 1
                          : strcmp(name, "epoch") == 0 && sscanf(rest, "%lf", &state->epoch) == 1;
 }
@@ -111,18 +107,11 @@ static bool read_line(struct state *state, struct device **current, const char *
     return strcmp(name, "event") == 0 ? read_event(gpu, rest) : read_setting(*current, name, rest);
 }
 
-static int by_name(const void *one, const void *other) {
-    return strcmp(one, other); /* a setting begins with its name */
-}
-
-static void sort(struct device *device) {
-    if (device->count > 0)
-        qsort(device->settings, device->count, sizeof *device->settings, by_name);
-}
-
 const struct setting *find(const struct device *device, const char *name) {
-    return device->count == 0 ? NULL
-                              : bsearch(name, device->settings, device->count, sizeof *device->settings, by_name);
+    const struct setting *setting = device->settings, *end = setting + device->count;
+    while (setting < end && strcmp(setting->name, name) != 0)
+        setting++;
+    return setting < end ? setting : NULL;
 }
 
 static struct state *refuse(struct state *state, const char *why, const char *line) {
@@ -144,11 +133,6 @@ struct state *state_parse(char *text) {
         line[length] = '\0';
         if (length > 0 && *line != '#' && !read_line(state, &current, line, rest))
             return refuse(state, "has a line that is not understood: ", line);
-    }
-    for (unsigned i = 0; i < state->gpus; i++) {
-        sort(&state->gpu[i]->self);
-        for (unsigned m = 0; m < state->gpu[i]->migs; m++)
-            sort(&state->gpu[i]->mig[m]);
     }
     return state;
 }

@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from deploy.gpusim.gpusim import (
-    OLD_DRIVER,
     Event,
     Fault,
     GpusimError,
@@ -26,7 +25,7 @@ if TYPE_CHECKING:
     from deploy.gpusim.gpusim import Device
 
 UNINITIALIZED, INVALID_ARGUMENT, NOT_SUPPORTED, DRIVER_NOT_LOADED = 1, 2, 3, 9
-TIMEOUT, LIBRARY_NOT_FOUND, FUNCTION_NOT_FOUND, GPU_IS_LOST, UNKNOWN = 10, 12, 13, 15, 999
+TIMEOUT, GPU_IS_LOST, UNKNOWN = 10, 15, 999
 TEMPERATURE = "nvmlDeviceGetTemperature(h({}), 0)"
 
 
@@ -89,35 +88,6 @@ def test_a_fault_and_its_end(
         assert [ask(call) for call in calls] == [35, 35, 35]
 
 
-def test_single_fields_and_the_start_can_fail(gpusim: Gpusim) -> None:
-    """For one GPU or for all, by name or pattern."""
-    gpusim.write(node(faults=(Fault("field:186", NOT_SUPPORTED, gpu=0),)))
-    with gpusim.probe() as ask:
-        assert ask("fields(h(0), 186, 185) + fields(h(1), 186)") == [None, 60000, 60000]
-        gpusim.write(node(faults=(Fault("nvmlInit*", DRIVER_NOT_LOADED),)))
-        assert ask("nvmlInit()") == {"error": DRIVER_NOT_LOADED}
-
-
-@pytest.mark.parametrize(
-    ("kind", "amount", "call", "answer"),
-    [
-        ("slow", 150, TEMPERATURE.format(0), 35),
-        ("stuck", 0.15, TEMPERATURE.format(0), 35),
-        ("slow", 150, "nvmlShutdown()", None),
-        ("stuck", 0.15, "nvmlShutdown()", None),
-    ],
-)
-def test_calls_can_take_long(
-    gpusim: Gpusim, kind: str, amount: float, call: str, answer: object
-) -> None:
-    """At least as long as they are told; then they answer as if nothing had been."""
-    gpusim.write(node(faults=(Fault(call.partition("(")[0], amount, kind=kind),)))
-    with gpusim.probe() as ask:
-        found, before, after = ask(f"timed(lambda: {call})")
-        assert found == answer
-        assert after - before >= 0.15
-
-
 def test_a_call_hangs_until_the_state_lets_it_go(gpusim: Gpusim) -> None:
     """So that a test of a minute's hang need not last a minute."""
     stuck = (Fault("nvmlDeviceGetTemperature", 3000, kind="stuck"),)
@@ -148,25 +118,6 @@ def test_a_wrong_state_file_is_no_driver(gpusim: Gpusim) -> None:
     done = gpusim.run("-c", "import pynvml; pynvml.nvmlInit()")
     assert "Driver Not Loaded" in done.stderr
     assert "line that is not understood: util" in done.stderr
-
-
-def test_there_is_no_library(gpusim: Gpusim) -> None:
-    """Also on a machine that has a real one."""
-    environment = gpusim.environment | gpusim.simulator.missing()
-    done = gpusim.run("-c", "import pynvml; pynvml.nvmlInit()", env=environment)
-    assert "NVMLError_LibraryNotFound" in done.stderr
-
-
-def test_an_old_driver_lacks_functions(gpusim: Gpusim) -> None:
-    """The dynamic linker finds no such symbol, and programs can fall back to older forms."""
-    old = Gpusim(gpusim.path, Simulator(without=OLD_DRIVER))
-    old.write(node(a100(0, processes=(Process(1, memory=1 << 30),))))
-    missing = "raw('nvmlDeviceGetMemoryInfo_v2', None)"
-    with old.probe() as ask, gpusim.probe() as ask_new:
-        assert ask(missing) == {"error": FUNCTION_NOT_FOUND}
-        assert ask_new(missing) == INVALID_ARGUMENT
-        assert ask("nvmlDeviceGetMemoryInfo(h(0)).total") == 80 << 30
-        assert ask(TEMPERATURE.format(0)) == 35
 
 
 def test_an_error_is_delivered_once(gpusim: Gpusim) -> None:
@@ -222,17 +173,6 @@ def test_many_threads_while_the_state_changes(gpusim: Gpusim) -> None:
     assert len(written) >= len(states)
 
 
-def test_every_call_can_be_seen(gpusim: Gpusim, tmp_path: Path) -> None:
-    """A file with the name of each function called, for tests of what a program asks."""
-    gpusim.write(node())
-    calls = tmp_path / "calls"
-    environment = gpusim.environment | gpusim.simulator.environment(gpusim.path, calls=calls)
-    code = "import pynvml as n; n.nvmlInit(); n.nvmlDeviceGetCount(); n.nvmlShutdown()"
-    assert gpusim.run("-c", code, env=environment).returncode == 0
-    called = ["nvmlInitWithFlags", "nvmlDeviceGetCount_v2", "nvmlShutdown"]
-    assert calls.read_text().split() == called
-
-
 def test_without_a_compiler_there_is_a_reason(tmp_path: Path) -> None:
     """And none of a failed build is kept."""
     with pytest.raises(GpusimError, match="no C compiler: no-such-gcc"):
@@ -244,21 +184,3 @@ def test_without_a_compiler_there_is_a_reason(tmp_path: Path) -> None:
     with pytest.raises(GpusimError, match="no memory for this"):
         simulator.build()
     assert list((tmp_path / "cache").glob("*/*")) == []
-
-
-def test_the_library_is_built_once(tmp_path: Path) -> None:
-    """The second time the same file is used; another set of functions is another library."""
-    fake = tmp_path / "fake-gcc"  # counts how often it is asked, which a real compiler does not
-    fake.write_text(
-        f"#!/bin/sh\necho run >> {tmp_path}/runs\n"
-        'while [ "$1" != -o ]; do shift; done\ntouch "$2"\n',
-    )
-    fake.chmod(0o755)
-    simulator = Simulator(cache=tmp_path / "cache", compiler=str(fake))
-    directory = simulator.build()
-    assert (directory / "libnvidia-ml.so.1").exists()
-    assert simulator.build() == directory
-    assert (tmp_path / "runs").read_text() == "run\n"
-    other = replace(simulator, without=("nvmlDeviceGetName",)).build()
-    assert other != directory
-    assert (tmp_path / "runs").read_text() == "run\nrun\n"

@@ -2,23 +2,18 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
-import math
 import os
 import subprocess
 import sys
 import time
-import urllib.request
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from prometheus_client.parser import text_string_to_metric_families
 
-from deploy.gpusim.gpusim import OLD_DRIVER, Fault, Process, Simulator, State, a100, divided, h100
+from deploy.gpusim.gpusim import Process, Simulator, State, a100, divided, h100
 from tests.monitoring.gpusim_support import Gpusim
-from tests.unit.exporters.web.support import held_port
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -129,74 +124,6 @@ def test_nvitop_sees_what_the_state_says(
     assert instances[1]["processes"][str(worker.pid)][:2] == ["C", 2 * GIB]
 
 
-def test_nvitop_falls_back_on_an_old_driver(
-    gpusim: Gpusim,
-    node: State,
-    worker: subprocess.Popen[bytes],
-) -> None:
-    """With the first forms of the calls it finds the same memory and processes."""
-    old = Gpusim(gpusim.path, Simulator(without=OLD_DRIVER))
-    old.write(node)
-    devices, _ = nvitop(old)
-    first = devices[0][0]
-    reserved = 600 << 20  # the first form counts it as used
-    assert first["memory_used"] == 5 * GIB + reserved
-    assert first["temperature"] == 61
-    assert first["processes"][str(worker.pid)][:2] == ["C", 5 * GIB]
-
-
-def test_nvitop_survives_a_lost_gpu(gpusim: Gpusim, node: State) -> None:
-    """It lists the device without figures."""
-    gpusim.write(node.changed(1, lost=1))
-    devices, _ = nvitop(gpusim)
-    assert [device["gpu_utilization"] for device, _ in devices] == [77, "N/A", 0, "N/A"]
-
-
-def test_nvitops_exporter_shows_the_devices(gpusim: Gpusim, node: State) -> None:
-    """What our own exporter is compared with runs on the same simulated driver."""
-    pytest.importorskip("nvitop_exporter")
-    gpusim.write(node)
-    wanted = {node.gpus[0].uuid: 77.0, node.gpus[1].uuid: 0.0, node.gpus[2].uuid: 0.0}
-    with held_port() as port:
-        nvitops_exporter_shows(gpusim, port, wanted)
-
-
-def nvitops_exporter_shows(gpusim: Gpusim, port: int, wanted: dict[str, float]) -> None:
-    """Run it until it does: it reads its devices in threads, one after the other."""
-    command = [sys.executable, "-m", "nvitop_exporter", "--port", str(port), "--hostname", "here"]
-    with subprocess.Popen(
-        command,
-        env=gpusim.environment,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-    ) as exporter:
-        try:
-            found: dict[str, float] = {}
-            end = time.monotonic() + 240
-            while found != wanted:
-                assert exporter.poll() is None, exporter.stdout and exporter.stdout.read()
-                assert time.monotonic() < end, found
-                time.sleep(0.2)
-                with contextlib.suppress(OSError):
-                    found = utilizations(f"http://127.0.0.1:{port}/metrics")
-        finally:
-            exporter.kill()
-
-
-def utilizations(url: str) -> dict[str, float]:
-    """What nvitop-exporter says about GPUs that have a utilization, by UUID."""
-    with urllib.request.urlopen(url, timeout=60) as answer:  # noqa: S310 - http on this machine
-        text = answer.read().decode()
-    return {
-        sample.labels["uuid"]: sample.value
-        for family in text_string_to_metric_families(text)
-        if family.name == "gpu_utilization_Percentage"
-        for sample in family.samples
-        if not math.isnan(sample.value)
-    }
-
-
 def command(*words: str | Path, **options: Any) -> subprocess.CompletedProcess[str]:
     """Runs the command gpusim."""
     return subprocess.run(
@@ -243,42 +170,73 @@ def test_the_command_says_what_is_wrong(gpusim_library: Simulator) -> None:
     assert "--gpus takes 1 to 31" in done.stderr
 
 
-def test_a_signal_ends_the_commands_child(gpusim_library: Simulator) -> None:
-    """SIGTERM is passed on; the status is that of a shell."""
-    script = "echo ready; exec sleep 600"
+def test_a_signal_ends_the_commands_child(gpusim_library: Simulator, tmp_path: Path) -> None:
+    """SIGTERM is passed on to it; the status is that of a shell, and the state file stays."""
+    path = tmp_path / "node.txt"
+    gpusim_library.write(State(gpus=(h100(0),)), path)
+    script = "echo $HPML_GPUSIM; exec sleep 600"
     with subprocess.Popen(
-        [sys.executable, str(GPUSIM), "run", "--", "sh", "-c", script],
+        [sys.executable, str(GPUSIM), "run", "--state", path.name, "--", "sh", "-c", script],
         stdout=subprocess.PIPE,
         text=True,
+        cwd=tmp_path,
     ) as child:
         assert child.stdout is not None
-        assert child.stdout.readline() == "ready\n"
+        assert child.stdout.readline() == f"{path.resolve()}\n"
         child.terminate()
         assert child.wait(timeout=240) == 128 + 15
+    assert path.exists()
 
 
-def test_two_drivers_are_compared(gpusim: Gpusim) -> None:
-    """Questions that a driver answers in another way than the simulated H100 are listed."""
-    odd = (Fault("nvmlDeviceGetFanSpeed", 999), Fault("field:83", 3))
-    settings: dict[str, Any] = {"epoch": time.time() - 60}
-    gpusim.write(State(gpus=(h100(0),), faults=odd, **settings))
-    done = command("compare", env=gpusim.environment)
-    assert done.returncode == 3, done.stderr
-    assert ", 2 answered in different ways" in done.stdout
-    assert "| nvmlDeviceGetFanSpeed | error 999 | error 3 |" in done.stdout
-    assert "| field 83 | error 3 | type 3 |" in done.stdout
-    gpusim.write(State(gpus=(h100(0),), **settings))
-    assert command("compare", env=gpusim.environment).returncode == 0
+def test_a_running_node_is_changed(gpusim: Gpusim) -> None:
+    """Activity, processes, an error and a lost GPU are seen with the next call; counters go on."""
+    path = gpusim.path
+    made = command("state", path, "--gpus", "2", "--mig", "--idle", "--node", "n1")
+    assert made.returncode == 0, made.stderr
+
+    def change(*words: str) -> None:
+        done = command("set", path, *words)
+        assert done.returncode == 0, done.stderr
+
+    energy = "nvmlDeviceGetTotalEnergyConsumption(h(0))"
+    with gpusim.probe() as ask:
+        assert ask("nvmlDeviceGetUUID(h(0))") != h100(0).uuid
+        ask("event_set(0, 1)")
+        began = time.time()
+        change("--gpu", "0", "--xid", "79", "--pid", str(os.getpid()), "util=90", "power=1e6")
+        assert ask("nvmlDeviceGetUtilizationRates(h(0)).gpu") == 90
+        assert [p["pid"] for p in ask("nvmlDeviceGetComputeRunningProcesses(h(0))")] == [
+            os.getpid()
+        ]
+        assert ask("wait(1000)") == [0, 79]
+        change("--gpu", "0", "power=0")
+        seen = ask(energy)  # mJ: at most 1 MW since the first change
+        assert 1e3 < seen <= (time.time() - began) * 1e9 + 1e6
+        assert ask(energy) == seen
+        change("--mig", "2", "--gpu", "1", "gpm_tensor=45", "--pid", str(os.getpid()))
+        assert ask("gpm(h(1), 0.05, 5, gi=9)")[0] == [pytest.approx(45)]
+        assert [p["pid"] for p in ask("nvmlDeviceGetComputeRunningProcesses(m(1, 2))")]
+        change("--gpu", "0", "lost=1")
+        assert ask("nvmlDeviceGetUtilizationRates(h(0))") == {"error": 15}
 
 
-def test_a_state_file_to_play_with(gpusim_library: Simulator, tmp_path: Path) -> None:
-    """It is plain text, and what is changed by hand is seen."""
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["utli=3"], "a GPU has no utli"),
+        (["util"], "util: write NAME=CURVE, such as util=90"),
+        (["util=lots"], "no number and no curve: lots"),
+        (["--gpu", "2", "util=3"], "--gpu 2: there are 2 GPUs, 0 is the first"),
+        (["--mig", "0", "util=3"], "--mig 0: there are 0, 0 is the first"),
+    ],
+)
+def test_a_wrong_change_changes_nothing(
+    gpusim_library: Simulator, tmp_path: Path, words: list[str], message: str
+) -> None:
+    """It says what is wrong."""
     path = tmp_path / "node.txt"
-    assert command("state", path, "--gpus", "2").returncode == 0
+    gpusim_library.write(State(gpus=(h100(0), h100(1))), path)
     text = path.read_text()
-    assert text.count("\ngpu\n") == 2
-    path.write_text(text.replace("H100 80GB HBM3", "of my own"))
-    code = "import nvitop; print(nvitop.Device(1).name())"
-    words = ("run", "--state", os.path.relpath(path, tmp_path), "--", sys.executable, "-c", code)
-    done = command(*words, cwd=tmp_path)
-    assert done.stdout == "NVIDIA of my own (simulated)\n"
+    done = command("set", path, *words)
+    assert (done.returncode, done.stderr) == (1, f"gpusim: {message}\n")
+    assert path.read_text() == text

@@ -9,7 +9,7 @@ from prometheus_client.core import Metric
 
 from hpml_exporters.core.metric import MetricSpec
 
-__all__ = ["Collector", "DriverLostError", "NotHereError"]
+__all__ = ["Collector", "DriverLostError", "NotHereError", "StaleError"]
 
 
 class NotHereError(Exception):
@@ -21,6 +21,14 @@ class NotHereError(Exception):
 
 class DriverLostError(Exception):
     """What was read is gone (a GPU off the bus, a driver reloaded): make the collector anew."""
+
+
+class StaleError(Exception):
+    """This reading failed, and the families of an earlier one are to be shown all the same."""
+
+    def __init__(self, message: str, families: Iterable[Metric]) -> None:
+        super().__init__(message)
+        self.families = families
 
 
 class Collector(Protocol):
@@ -39,15 +47,19 @@ class Collector(Protocol):
     def sample(self, now: float) -> Iterable[Metric]:
         """Read once and return all families as they are now.
 
+        They are iterated once, when a scrape first wants them: a generator can leave until then
+        what is expensive to put together. An error of it is one of this reading.
+
         Args:
             now: time.monotonic() of this reading, seconds.
 
         Raises:
             NotHereError: there is nothing to read.
             DriverLostError: the collector has to be made anew.
+            StaleError: this reading failed; the families that it brings are shown.
             Exception: this reading failed; the families of the last one are dropped, the next
                 reading is tried at its time.
         """
 
     def close(self) -> None:
-        """Give back what was opened; may be called while a reading hangs in another thread."""
+        """Give back what was opened; called by the thread that reads."""

@@ -9,9 +9,10 @@ from typing import Literal, TypeAlias
 from prometheus_client.core import Metric
 from prometheus_client.samples import Sample
 
-__all__ = ["Histogram", "MetricSpec", "MetricType", "Row", "families", "shown_name"]
+__all__ = ["Histogram", "MetricSpec", "MetricType", "Row", "families", "metric", "shown_name"]
 
 MetricType = Literal["counter", "gauge", "info", "histogram"]
+_UNITS = frozenset("seconds bytes ratio joules watts celsius hertz".split())
 _SUFFIX = {"counter": "_total", "info": "_info"}
 
 
@@ -35,7 +36,7 @@ Row: TypeAlias = tuple[Sequence[str], Value]
 """One series: values of the labels, and the number."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)  # a key of many dicts: hashed by identity
 class MetricSpec:
     """One metric as it is documented and shown.
 
@@ -66,11 +67,15 @@ class MetricSpec:
 
         Raises:
             ValueError: a sample has not the labels of this metric.
-            TypeError: a value is not a number, or no histogram where one is wanted.
+            TypeError: a label is no text, a value is not a number, or no histogram where one is
+                wanted.
         """
         found = Metric(self.family_name, self.help, self.type, self.unit)
         for values, value in samples:
-            labels = dict(zip(self.labels, map(_shown, values), strict=True))
+            text = "".join(values)
+            plain = text.isascii() and "\0" not in text
+            sent = values if plain else map(_sendable, values)
+            labels = dict(zip(self.labels, sent, strict=True))
             if isinstance(value, Histogram) != (self.type == "histogram"):
                 raise TypeError(f"{self.name} cannot have the value {value!r}")
             if isinstance(value, Histogram):
@@ -101,8 +106,28 @@ def _buckets(name: str, labels: dict[str, str], value: Histogram) -> Iterable[Sa
     yield Sample(f"{name}_sum", labels, value.sum)
 
 
-def _shown(value: str) -> str:
+def _sendable(value: str) -> str:
     """Return a label's value as text that can be sent: names of files may be any bytes."""
-    if value.isascii():
-        return value.replace("\0", "\ufffd") if "\0" in value else value
     return value.encode("utf-8", "replace").decode().replace("\0", "\ufffd")
+
+
+def metric(name: str, help_: str, labels: str = "", *, source: str = "") -> MetricSpec:
+    """Return a metric whose type and unit stand in its name: no histogram.
+
+    Args:
+        name: see `MetricSpec`.
+        help_: see `MetricSpec.help`.
+        labels: names of its labels, separated by blanks.
+        source: see `MetricSpec`.
+    """
+    suffix = name.rpartition("_")[2]
+    kinds: dict[str, MetricType] = {"total": "counter", "info": "info"}
+    unit = name.removesuffix("_total").rpartition("_")[2]
+    return MetricSpec(
+        name,
+        kinds.get(suffix, "gauge"),
+        help_,
+        tuple(labels.split()),
+        unit if unit in _UNITS else "",
+        source,
+    )

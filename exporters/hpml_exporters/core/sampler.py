@@ -16,7 +16,7 @@ from functools import partial
 
 from prometheus_client.core import Metric
 
-from hpml_exporters.core.collector import Collector, DriverLostError, NotHereError
+from hpml_exporters.core.collector import Collector, DriverLostError, NotHereError, StaleError
 from hpml_exporters.core.metric import MetricSpec
 from hpml_exporters.core.selfmetrics import Outcome, State, self_families
 
@@ -108,19 +108,22 @@ class _Slot:
         begun, self.thread = time.monotonic(), threading.get_native_id()
         self._readings += 1
         self.reading = self._readings
-        found: tuple[Metric, ...] = ()
+        found: Iterable[Metric] = ()
         outcome: Outcome = "failed"
         pause = 0.0
         try:
             if self._collector is None:
                 self._collector = self._make()
                 self.interval = max(self._collector.interval, _INTERVAL_MIN_SECONDS)
-            found = tuple(self._collector.sample(begun))
+            found = self._collector.sample(begun)
             outcome, self._lost = "good", 0
         except (NotHereError, ModuleNotFoundError) as error:
             outcome, pause = "absent", self._pauses.absent
             if str(error):
                 self._tell_once(str(error), f"nothing to read: {error}")
+        except StaleError as error:
+            found = error.families
+            self._tell_once(str(error), f"old figures are shown: {error}")
         except Exception as error:  # noqa: BLE001 - whatever it is, the others go on
             self._tell_error(error)
             if self._collector is None or isinstance(error, DriverLostError):
@@ -142,6 +145,19 @@ class _Slot:
             self.reading = 0
         self._changed()
         return pause
+
+    def shown(self) -> State:
+        """Return the state with its families put together."""
+        state = self.state
+        try:
+            shown = replace(state, families=tuple(state.families))
+        except Exception as error:  # noqa: BLE001 - a reading whose families cannot be made
+            self._tell_error(error)
+            shown = replace(state, families=(), outcome="failed", errors=state.errors + 1)
+        with self._lock:
+            if self.state is state:  # else something newer was read meanwhile
+                self.state = shown
+        return shown
 
     def mark_stuck(self, reading: int) -> None:
         """Drop what is shown: a reading has not ended in time."""
@@ -179,9 +195,10 @@ class _Slot:
         self._tell_once((type(error), where), f"{type(error).__name__}: {error}")
 
     def _tell_once(self, kind: object, message: str) -> None:
-        now = time.monotonic()
-        if now - self._told.get(kind, -_TOLD_AGAIN_SECONDS) >= _TOLD_AGAIN_SECONDS:
-            self._told[kind] = now
+        since = time.monotonic() - _TOLD_AGAIN_SECONDS
+        self._told = {each: when for each, when in self._told.items() if when > since}
+        if kind not in self._told:
+            self._told[kind] = time.monotonic()
             tell(f"collector {self.name}: {message}")
 
 
@@ -267,11 +284,17 @@ class Sampler:
             return self._snapshot
 
     def health(self) -> tuple[bool, str]:
-        """Return whether all goes on, and in words what does not."""
+        """Return whether the exporter works, and in words which collectors do not.
+
+        A collector whose reading failed makes no unhealthy exporter: a restart would not help.
+        """
         if time.monotonic() - self._ticked > 10 * _TICK_SECONDS:
             return False, "the watchdog does not run"
         stuck = [slot.name for slot in self._slots if slot.state.stuck]
-        return not stuck, f"stuck: {', '.join(stuck)}" if stuck else "ok"
+        if stuck:
+            return False, f"stuck: {', '.join(stuck)}"
+        failed = [slot.name for slot in self._slots if slot.state.outcome == "failed"]
+        return True, f"failed: {', '.join(failed)}" if failed else "ok"
 
     def _begin(self, name: str, work: Callable[[], None]) -> None:
         thread = threading.Thread(target=work, name=name, daemon=True)
@@ -320,8 +343,8 @@ class Sampler:
         states: list[tuple[str, State]] = []
         self._expires = now + _SELF_SECONDS
         for slot in self._slots:
-            state = slot.state
-            if state.outcome == "good":
+            state = slot.shown()
+            if state.families:
                 expires = state.posted + slot.stale_after
                 if now >= expires:
                     state = replace(state, outcome="failed", families=())

@@ -3,24 +3,16 @@
 from __future__ import annotations
 
 import platform
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Literal
 
 from prometheus_client.core import Metric
 
-from hpml_exporters.core.metric import MetricSpec, families
+from hpml_exporters.core.metric import MetricSpec, MetricType, families
 from hpml_orchestrator import __version__
 
-__all__ = [
-    "SPECS",
-    "Outcome",
-    "ServerCounts",
-    "State",
-    "node_families",
-    "self_families",
-    "server_families",
-]
+__all__ = ["SPECS", "Outcome", "State", "node_families", "self_families", "server_families"]
 
 Outcome = Literal["new", "good", "absent", "failed"]
 
@@ -31,7 +23,7 @@ class State:
 
     Attributes:
         outcome: of the last reading.
-        families: what it read; empty unless the outcome is good.
+        families: what is shown of it.
         posted: when it ended, by time.monotonic().
         duration: how long it took, seconds.
         last_success: when the last good one ended, seconds since the epoch; 0: never.
@@ -41,7 +33,7 @@ class State:
     """
 
     outcome: Outcome = "new"
-    families: tuple[Metric, ...] = ()
+    families: Iterable[Metric] = ()
     posted: float = 0.0
     duration: float = 0.0
     last_success: float = 0.0
@@ -50,64 +42,47 @@ class State:
     stuck: bool = False
 
 
-_EACH = ("collector",)
-_UP = MetricSpec(
-    "hpml_exporter_up",
+def _spec(
+    name: str,
+    type_: MetricType,
+    help_: str,
+    source: str = "the sampler",
+    labels: tuple[str, ...] = ("collector",),
+) -> MetricSpec:
+    unit = "seconds" if name.endswith("_seconds") else ""
+    return MetricSpec(f"hpml_exporter_{name}", type_, help_, labels, unit, source)
+
+
+_UP = _spec(
+    "up",
     "gauge",
     "Whether the collector works: 0 after a reading that failed, is stuck or is too old, else 1.",
-    _EACH,
-    source="the sampler",
 )
-_PRESENT = MetricSpec(
-    "hpml_exporter_collector_present",
+_PRESENT = _spec(
+    "collector_present",
     "gauge",
     "Whether there is something for the collector to read on this machine now.",
-    _EACH,
-    source="the sampler",
 )
-_DURATION = MetricSpec(
-    "hpml_exporter_collect_duration_seconds",
-    "gauge",
-    "How long the collector's last reading took.",
-    _EACH,
-    "seconds",
-    "the sampler",
+_DURATION = _spec(
+    "collect_duration_seconds", "gauge", "How long the collector's last reading took."
 )
-_LAST_SUCCESS = MetricSpec(
-    "hpml_exporter_last_success_timestamp_seconds",
+_LAST_SUCCESS = _spec(
+    "last_success_timestamp_seconds",
     "gauge",
     "When the collector's last good reading ended, since the epoch.",
-    _EACH,
-    "seconds",
-    "the sampler",
 )
-_ERRORS = MetricSpec(
-    "hpml_exporter_errors_total",
-    "counter",
-    "Readings of the collector that failed since the exporter's start.",
-    _EACH,
-    source="the sampler",
+_ERRORS = _spec(
+    "errors_total", "counter", "Readings of the collector that failed since the exporter's start."
 )
-_STUCK = MetricSpec(
-    "hpml_exporter_stuck_readings_total",
+_STUCK = _spec(
+    "stuck_readings_total",
     "counter",
     "Readings of the collector that did not end in time since the exporter's start.",
-    _EACH,
-    source="the watchdog",
+    "the watchdog",
 )
-_SERIES = MetricSpec(
-    "hpml_exporter_series",
-    "gauge",
-    "Series that the collector shows.",
-    _EACH,
-    source="the sampler",
-)
-_BUILD = MetricSpec(
-    "hpml_exporter_build_info",
-    "info",
-    "Which exporter this is.",
-    ("version", "python"),
-    source="the exporter",
+_SERIES = _spec("series", "gauge", "Series that the collector shows.")
+_BUILD = _spec(
+    "build_info", "info", "Which exporter this is.", "the exporter", ("version", "python")
 )
 _NODE = MetricSpec(
     "hpml_node_info",
@@ -116,49 +91,37 @@ _NODE = MetricSpec(
     ("cluster", "node", "scope"),
     source="options of the exporter, else the machine's name",
 )
-_CONNECTIONS = MetricSpec(
-    "hpml_exporter_open_connections",
+_CONNECTIONS = _spec(
+    "open_connections",
     "gauge",
     "Connections to the web server that are open.",
-    source="the web server",
+    "the web server",
+    (),
 )
-_RESPONSES = MetricSpec(
-    "hpml_exporter_http_responses_total",
+_RESPONSES = _spec(
+    "http_responses_total",
     "counter",
     "Answers of the web server since the exporter's start, of all pages.",
+    "the web server",
     ("code",),
-    source="the web server",
 )
-_DROPPED = MetricSpec(
-    "hpml_exporter_connections_dropped_total",
+_DROPPED = _spec(
+    "connections_dropped_total",
     "counter",
     "Connections that the web server closed by itself: to make place for others, because the "
     "client was too slow or its TLS failed, or by a fault.",
+    "the web server",
     ("reason",),
-    source="the web server",
 )
-_RELOAD_FAILURES = MetricSpec(
-    "hpml_exporter_web_config_failures_total",
+_RELOAD_FAILURES = _spec(
+    "web_config_failures_total",
     "counter",
     "Changed web-config files that could not be used; the settings before them stay.",
-    source="the web server",
+    "the web server",
+    (),
 )
 
-SPECS = (
-    _UP,
-    _PRESENT,
-    _DURATION,
-    _LAST_SUCCESS,
-    _ERRORS,
-    _STUCK,
-    _SERIES,
-    _BUILD,
-    _NODE,
-    _CONNECTIONS,
-    _RESPONSES,
-    _DROPPED,
-    _RELOAD_FAILURES,
-)
+SPECS = tuple(spec for spec in tuple(globals().values()) if isinstance(spec, MetricSpec))
 """All of them, in the order of the documentation."""
 
 
@@ -188,30 +151,22 @@ def node_families(cluster: str, node: str, scope: str) -> list[Metric]:
     return [_NODE.family([((cluster, node, scope), 1)])]
 
 
-@dataclass(frozen=True)
-class ServerCounts:
-    """What a web server counts.
+def server_families(
+    connections: int, responses: Mapping[int, int], dropped: Mapping[str, int], reload_failures: int
+) -> list[Metric]:
+    """Return how a web server does.
 
-    Attributes:
+    Args:
         connections: open now.
         responses: answers by code.
         dropped: connections that it closed by itself, by reason.
         reload_failures: changed web-config files that could not be used.
     """
-
-    connections: int
-    responses: dict[int, int]
-    dropped: dict[str, int]
-    reload_failures: int
-
-
-def server_families(counts: ServerCounts) -> list[Metric]:
-    """Return how a web server does."""
     return families(
         {
-            _CONNECTIONS: [((), counts.connections)],
-            _RESPONSES: [((str(code),), number) for code, number in counts.responses.items()],
-            _DROPPED: [((reason,), number) for reason, number in counts.dropped.items()],
-            _RELOAD_FAILURES: [((), counts.reload_failures)],
+            _CONNECTIONS: [((), connections)],
+            _RESPONSES: [((str(code),), number) for code, number in responses.items()],
+            _DROPPED: [((reason,), number) for reason, number in dropped.items()],
+            _RELOAD_FAILURES: [((), reload_failures)],
         }
     )

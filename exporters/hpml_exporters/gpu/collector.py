@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import threading
 import time
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 
 from prometheus_client.core import Metric
 
@@ -17,8 +17,9 @@ from hpml_exporters.gpu.devices import Device, gpus_on_bus
 from hpml_exporters.gpu.events import XidLog
 from hpml_exporters.gpu.jobs import Processes, job_families, process_families, resolve
 from hpml_exporters.gpu.nvml import GpuLostError
-from hpml_exporters.gpu.reader import History, Reader
+from hpml_exporters.gpu.reader import History
 from hpml_exporters.gpu.session import Session
+from hpml_exporters.gpu.table import Series
 from hpml_exporters.jobs.board import Jobs, JobsBoard
 from hpml_exporters.options import Context
 
@@ -32,8 +33,10 @@ BUDGET_SECONDS = 0.01
 """What one reading of all GPUs may cost, as a mean of ten, before readings become rarer."""
 _WINDOW = 10
 _RAREST = 16
-_SHUTDOWN_SECONDS = 2.0
 _SPECS = {spec.name: spec for spec in gpu.SPECS}
+
+Values = Sequence[tuple[Device, Mapping[Series, float]]]
+"""The latest numbers of each GPU and instance."""
 
 
 @dataclass
@@ -112,8 +115,6 @@ class GpuCollector:
         self._look = look
         self._retry = retry
         self._wait = retry[0]
-        self._lock = threading.Lock()
-        self._closing = False
         self._session: Session | None = None
         self._pace = _Pace()
         self._known: dict[str, Device] = {}
@@ -129,10 +130,9 @@ class GpuCollector:
         self._processes: Processes = {}
         self._jobs: Jobs | None = None
         self._job_families: list[Metric] = []
-        self._families: list[Metric] = []
-        self._shown: dict[str, tuple[list[Row], Metric]] = {}
+        self._made: dict[str, tuple[list[Row], Metric]] = {}
 
-    def sample(self, now: float) -> list[Metric]:
+    def sample(self, now: float) -> Iterable[Metric]:
         """Read all GPUs that answer.
 
         Args:
@@ -142,42 +142,21 @@ class GpuCollector:
             NotHereError: no driver, no GPU, or no nvitop.
             DriverLostError: the driver went away.
         """
-        with self._lock:
-            if self._closing:
-                raise DriverLostError("closed")
-            try:
-                return self._sample(now)
-            except Exception:
-                self._drop()
-                raise
-            finally:
-                if self._closing:  # somebody gave up waiting for us
-                    self._drop()
+        try:
+            return self._sample(now)
+        except Exception:
+            self.close()
+            raise
 
     def close(self) -> None:
-        """Give everything back, without waiting for a driver that is stuck."""
-        self._closing = True
-        if not self._lock.acquire(timeout=0.1):
-            return  # a reading is under way, in this moment or for ever; it cleans up itself
-        # Giving back is a call too, and may be stuck: it must not hold up the one who asks for it.
-        helper = threading.Thread(target=self._drop_and_release, daemon=True, name="gpu-close")
-        helper.start()
-        helper.join(_SHUTDOWN_SECONDS)
-
-    def _drop_and_release(self) -> None:
-        try:
-            self._drop()
-        finally:
-            self._lock.release()
-
-    def _drop(self) -> None:
+        """Give everything back to the driver."""
         session, self._session = self._session, None
         if session is not None:
             session.close()
 
-    def _sample(self, now: float) -> list[Metric]:
+    def _sample(self, now: float) -> Iterable[Metric]:
         if self._session is not None and not self._pace.due():
-            return self._families
+            return self._families(self._session)
         session = self._current(now)
         wall, cpu = time.perf_counter(), time.thread_time()
         lost: set[str] = set()
@@ -201,15 +180,7 @@ class GpuCollector:
         if jobs is not self._jobs:
             self._jobs = jobs
             self._job_families = self._of_jobs(session, jobs)
-        shown = {device.uuid for device in (*session.shown, *self._down.values())}
-        shown |= {device.parent for device in session.shown}
-        self._families = [
-            *self._identity(session),
-            *self._numbers(session.readers),
-            *self._log.families(shown),
-            *self._job_families,
-        ]
-        return self._families
+        return self._families(session)
 
     # Which GPUs ------------------------------------------------------------------------------
 
@@ -219,7 +190,7 @@ class GpuCollector:
         if session is not None and (self._down or self._nameless) and now >= self._next_retry:
             # A driver forgets that a GPU was lost only when nobody has it open any more.
             session.events.poll(self._log, self._clock())
-            self._drop()
+            self.close()
             session = None
             self._wait = min(self._wait * 2, self._retry[1])
             self._restarted, self._next_retry = now, now + self._wait
@@ -315,6 +286,14 @@ class GpuCollector:
 
     # What is shown ---------------------------------------------------------------------------
 
+    def _families(self, session: Session) -> Iterable[Metric]:
+        """Return what is known now; the families of numbers are made when a scrape wants them."""
+        shown = {device.uuid for device in (*session.shown, *self._down.values())}
+        shown |= {device.parent for device in session.shown}
+        others = [*self._identity(session), *self._log.families(shown), *self._job_families]
+        values = [(each.device, dict(each.history.values)) for each in session.readers]
+        return chain(others, _numbers(values, self._made))
+
     def _identity(self, session: Session) -> list[Metric]:
         """Return which GPUs there are and whether they answer."""
         states = {
@@ -329,18 +308,6 @@ class GpuCollector:
             gpu.UP.family(((uuid,), float(state)) for uuid, state in states.items()),
             gpu.GPUS.family(counts),
         ]
-
-    def _numbers(self, readers: Sequence[Reader]) -> list[Metric]:
-        """Return what the readers know now; families that did not change are used again."""
-        rows: dict[str, list[Row]] = {name: [] for name in _SPECS}
-        for reader in readers:
-            for (name, labels), number in reader.history.values.items():
-                rows[name].append(((reader.device.uuid, *labels), number))
-        rows[gpu.UTILIZATION.name] += _of_split(readers)
-        for name, samples in rows.items():
-            if name not in self._shown or self._shown[name][0] != samples:
-                self._shown[name] = (samples, _SPECS[name].family(samples))
-        return [family for samples, family in self._shown.values() if samples]
 
     def _of_jobs(self, session: Session, jobs: Jobs) -> list[Metric]:
         options = self._context.options
@@ -364,22 +331,38 @@ def _leaves(shown: Iterable[Device], devices: Iterable[Device]) -> list[Device]:
     return [device for device in shown if device.uuid not in split]
 
 
-def _of_split(readers: Sequence[Reader]) -> list[Row]:
+def _numbers(values: Values, made: dict[str, tuple[list[Row], Metric]]) -> Iterator[Metric]:
+    """Yield the families of all numbers that were read.
+
+    Args:
+        values: the numbers.
+        made: families by name, with what they were made of: most are the same at the next scrape.
+    """
+    rows: dict[str, list[Row]] = {name: [] for name in _SPECS}
+    for device, numbers in values:
+        for (name, labels), number in numbers.items():
+            rows[name].append(((device.uuid, *labels), number))
+    rows[gpu.UTILIZATION.name] += _of_split(values)
+    for name, samples in rows.items():
+        if samples:
+            if name not in made or made[name][0] != samples:
+                made[name] = samples, _SPECS[name].family(samples)
+            yield made[name][1]
+
+
+def _of_split(values: Values) -> list[Row]:
     """Return the utilization of each split GPU out of that of its instances.
 
     Slices that belong to no instance are idle. Compute instances of one GPU instance share it.
     """
     series = (gpu.UTILIZATION.name, ())
     found: list[Row] = []
-    for parent in (reader.device for reader in readers if reader.device.mig == "enabled"):
+    for parent in (device for device, _ in values if device.mig == "enabled"):
         busy: dict[int, float | None] = {}
-        for reader in readers:
-            if reader.device.parent == parent.uuid:
-                ratio = reader.history.values.get(series)
-                slices = reader.device.slices
-                busy[reader.device.instance] = (
-                    ratio * slices if slices and ratio is not None else None
-                )
+        for device, numbers in values:
+            if device.parent == parent.uuid:
+                ratio, slices = numbers.get(series), device.slices
+                busy[device.instance] = ratio * slices if slices and ratio is not None else None
         known_busy = [value for value in busy.values() if value is not None]
         if parent.slices and len(known_busy) == len(busy):
             found.append(((parent.uuid,), min(sum(known_busy) / parent.slices, 1.0)))

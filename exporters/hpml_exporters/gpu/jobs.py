@@ -152,15 +152,17 @@ def job_families(
     unread = {uuid for uuid in leaves if processes.get(uuid) is None}
     rows: dict[MetricSpec, list[Row]] = {spec: [] for spec in _JOB_SPECS}
     for jobid, job in facts.items():
+        where = job.cluster or cluster, job.jobid
         own, mine = set(allocated[jobid]), used[jobid]
         if own or missing[jobid] or mine:
             counts = _counts(job, own, len(missing[jobid]), mine.keys(), unread)
             for spec, count in counts.items():
-                rows[spec].append(((cluster, jobid), count))
+                rows[spec].append((where, count))
         for uuid in dict.fromkeys((*allocated[jobid], *mine)):
-            which = (cluster, jobid, uuid)
-            flags = [str(int(flag)) for flag in (uuid in own, owners[uuid] == jobid)]
-            rows[gpu.JOB_GPU_INFO].append(((*which, *flags), 1))
+            which = (*where, uuid)
+            is_allocated = "" if job.gpus is None else str(int(uuid in own))
+            owns = str(int(owners[uuid] == jobid))
+            rows[gpu.JOB_GPU_INFO].append(((*which, is_allocated, owns), 1))
             if uuid not in unread:
                 sizes = mine.get(uuid, [])
                 told = [size for size in sizes if size is not None]

@@ -5,13 +5,13 @@
 
 from __future__ import annotations
 
-from hpml_exporters.core.metric import MetricSpec
+from hpml_exporters.core.metric import MetricSpec, MetricType
 
 __all__ = ["SPECS"]
 
 _GPM = "nvmlGpmMetricsGet, metric {} (Hopper and later)"
 _FIELD = "nvmlDeviceGetFieldValues, field {}"
-
+_PROCESS_LISTS = "nvmlDeviceGet{Compute,Graphics,MPSCompute}RunningProcesses"
 
 _UNITS = {"seconds", "ratio", "bytes", "watts", "joules", "celsius", "hertz"}
 
@@ -25,6 +25,14 @@ def _counter(name: str, help_: str, source: str, *labels: str) -> MetricSpec:
     """Return the description of a counter with one series per GPU, or per GPU and label."""
     full = f"hpml_gpu_{name}_total"
     return MetricSpec(full, "counter", help_, ("uuid", *labels), _unit_of(name), source)
+
+
+def _of_job(name: str, help_: str, source: str, *labels: str) -> MetricSpec:
+    """Return the description of a metric of jobs."""
+    kind: MetricType = "info" if name.endswith("_info") else "gauge"
+    return MetricSpec(
+        f"hpml_job_{name}", kind, help_, ("cluster", "jobid", *labels), _unit_of(name), source
+    )
 
 
 def _unit_of(name: str) -> str:
@@ -126,9 +134,7 @@ MEMORY_TEMPERATURE = _gauge(
     "memory_temperature_celsius", "Temperature of GPU memory.", _FIELD.format(82)
 )
 FAN = _gauge(
-    "fan_speed_ratio",
-    "Speed that the fan is told, against its highest.",
-    "nvmlDeviceGetFanSpeed",
+    "fan_speed_ratio", "Speed that the fan is told, against its highest.", "nvmlDeviceGetFanSpeed"
 )
 CLOCK = _gauge(
     "clock_hertz",
@@ -156,14 +162,10 @@ THROTTLED = _counter(
     "reason",
 )
 ENCODER = _gauge(
-    "encoder_utilization_ratio",
-    "Use of the video encoder.",
-    "nvmlDeviceGetEncoderUtilization",
+    "encoder_utilization_ratio", "Use of the video encoder.", "nvmlDeviceGetEncoderUtilization"
 )
 DECODER = _gauge(
-    "decoder_utilization_ratio",
-    "Use of the video decoder.",
-    "nvmlDeviceGetDecoderUtilization",
+    "decoder_utilization_ratio", "Use of the video decoder.", "nvmlDeviceGetDecoderUtilization"
 )
 ECC_ERRORS = _counter(
     "ecc_errors",
@@ -229,9 +231,7 @@ PCIE_REPLAYS = _counter(
 )
 PCIE_WIDTH = _gauge("pcie_link_width", "PCIe lanes in use.", "nvmlDeviceGetCurrPcieLinkWidth")
 PCIE_WIDTH_MAX = _gauge(
-    "pcie_link_width_max",
-    "PCIe lanes that GPU and slot can use.",
-    "nvmlDeviceGetMaxPcieLinkWidth",
+    "pcie_link_width_max", "PCIe lanes that GPU and slot can use.", "nvmlDeviceGetMaxPcieLinkWidth"
 )
 PCIE_GENERATION = _gauge(
     "pcie_link_generation",
@@ -263,53 +263,41 @@ NVLINK_ERRORS = _counter(
 PROCESSES = _gauge(
     "processes",
     "Processes that have the GPU open, of jobs and of no job (owner=none).",
-    "nvmlDeviceGet{Compute,Graphics,MPSCompute}RunningProcesses",
+    _PROCESS_LISTS,
     "owner",
 )
-JOB_GPU_INFO = MetricSpec(
-    "hpml_job_gpu_info",
-    "info",
-    "A GPU that the job was allocated (allocated=1) or has a process on. At most one series per GPU"
-    " has owner=1, of several jobs that with the allocation and the lowest number: join with that.",
-    ("cluster", "jobid", "uuid", "allocated", "owner"),
-    source="the prolog's map or Slurm's environment, and the processes of NVML",
+JOB_GPU_INFO = _of_job(
+    "gpu_info",
+    "A GPU that the job was allocated (allocated=1) or has a process on; allocated is empty where"
+    " the allocation is unknown. At most one series per GPU has owner=1, of several jobs that with"
+    " the allocation and the lowest number: join with that.",
+    "the prolog's map or Slurm's environment, and the processes of NVML",
+    *("uuid", "allocated", "owner"),
 )
-JOB_GPUS_ALLOCATED = MetricSpec(
-    "hpml_job_gpus_allocated",
-    "gauge",
+JOB_GPUS_ALLOCATED = _of_job(
+    "gpus_allocated",
     "GPUs of this node that the job was allocated; absent where that is not known.",
-    ("cluster", "jobid"),
-    source="the prolog's map or Slurm's environment; by UUID, PCI address and minor number",
+    "the prolog's map or Slurm's environment; by UUID, PCI address and minor number",
 )
-JOB_GPUS_USED = MetricSpec(
-    "hpml_job_gpus_used",
-    "gauge",
+JOB_GPUS_USED = _of_job(
+    "gpus_used",
     "Allocated GPUs on which the job has a process; all that it uses where the allocation is not"
     " known. Absent while the processes of one of them cannot be read.",
-    ("cluster", "jobid"),
-    source="nvmlDeviceGet{Compute,Graphics,MPSCompute}RunningProcesses",
+    _PROCESS_LISTS,
 )
-JOB_GPUS_FOREIGN = MetricSpec(
-    "hpml_job_gpus_foreign",
-    "gauge",
+JOB_GPUS_FOREIGN = _of_job(
+    "gpus_foreign",
     "GPUs on which the job has a process although they were not allocated to it.",
-    ("cluster", "jobid"),
-    source="nvmlDeviceGet{Compute,Graphics,MPSCompute}RunningProcesses",
+    _PROCESS_LISTS,
 )
-JOB_GPU_PROCESSES = MetricSpec(
-    "hpml_job_gpu_processes",
-    "gauge",
+JOB_GPU_PROCESSES = _of_job(
+    "gpu_processes",
     "Processes of the job that have the GPU open; 0 for an allocated GPU that it does not use.",
-    ("cluster", "jobid", "uuid"),
-    source="nvmlDeviceGet{Compute,Graphics,MPSCompute}RunningProcesses",
+    _PROCESS_LISTS,
+    "uuid",
 )
-JOB_GPU_MEMORY_USED = MetricSpec(
-    "hpml_job_gpu_memory_used_bytes",
-    "gauge",
-    "GPU memory that the job's processes hold.",
-    ("cluster", "jobid", "uuid"),
-    "bytes",
-    source="nvmlDeviceGet{Compute,Graphics,MPSCompute}RunningProcesses",
+JOB_GPU_MEMORY_USED = _of_job(
+    "gpu_memory_used_bytes", "GPU memory that the job's processes hold.", _PROCESS_LISTS, "uuid"
 )
 
 SPECS: tuple[MetricSpec, ...] = tuple(

@@ -154,6 +154,6 @@ class _GpmMetrics:
             return [(code, None)] * len(self.rows)
         return [
             # NaN and negative numbers have been seen when a GPU wakes up
-            (result, source.convert(number) if number >= 0 else None)
+            (result, source.convert(number) if result == SUCCESS and number >= 0 else None)
             for source, (result, number) in zip(self._sources, numbers, strict=True)
         ]

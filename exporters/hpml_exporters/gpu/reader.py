@@ -5,11 +5,12 @@ from __future__ import annotations
 import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 
 from hpml_exporters.gpu.devices import Device
 from hpml_exporters.gpu.gpm import Gpm
 from hpml_exporters.gpu.nvml import SUCCESS, UNSUPPORTED, Nvml
-from hpml_exporters.gpu.questions import Answer, Question, questions
+from hpml_exporters.gpu.questions import Question, questions
 from hpml_exporters.gpu.table import GPU, INSTANCE, GpmMetric, Row, Series
 
 __all__ = ["History", "Reader"]
@@ -59,6 +60,11 @@ class History:
     chosen: dict[Series, Row] = field(default_factory=dict)
     totals: dict[Series, _Total] = field(default_factory=dict)
 
+    @cached_property
+    def gap(self) -> float:
+        """The longest time without a reading that a rate is still integrated over, in seconds."""
+        return max(_GAP_SECONDS, _GAP_INTERVALS * self.interval)
+
     def pause(self) -> None:
         """Show nothing, and let what happens until the next reading count for nothing."""
         self.values.clear()
@@ -68,11 +74,14 @@ class History:
     def note(self, row: Row, number: float, now: float) -> None:
         """Keep what a source answered."""
         series = row.series
+        if series not in self.chosen:
+            self.chosen[series] = row
         if row.total:
-            total = self.totals.setdefault(series, _Total())
-            most = max(_GAP_SECONDS, _GAP_INTERVALS * self.interval)
+            total = self.totals.get(series)
+            if total is None:
+                total = self.totals[series] = _Total()
             if row.total == "rate":
-                number = total.integrate(number, now, most)
+                number = total.integrate(number, now, self.gap)
             else:
                 number = total.unwrap(number)
         self.values[series] = number
@@ -131,12 +140,17 @@ class Reader:
             DriverLostError: nothing does.
         """
         asked = answered = False
+        history = self.history
         for every, offset, question in self._plan:
             if (self._tick + offset) % every and self._tick:
                 continue
             asked = True
-            for row, answer in zip(question.rows, question.ask(), strict=True):
-                answered |= self._note(row, answer, now)
+            for row, (code, number) in zip(question.rows, question.ask(), strict=True):
+                answered = answered or code == SUCCESS
+                if number is not None:
+                    history.note(row, number, now)
+                elif code != SUCCESS or not isinstance(row.source, GpmMetric):
+                    history.values.pop(row.series, None)
         self._tick += 1
         if asked:
             self.up = answered
@@ -147,17 +161,6 @@ class Reader:
         """Give back what the driver keeps for this reader."""
         if self._gpm is not None:
             self._gpm.close()
-
-    def _note(self, row: Row, answer: Answer, now: float) -> bool:
-        code, number = answer
-        if code != SUCCESS:
-            self.history.values.pop(row.series, None)
-        elif number is not None:
-            self.history.chosen.setdefault(row.series, row)
-            self.history.note(row, number, now)
-        elif not isinstance(row.source, GpmMetric):
-            self.history.values.pop(row.series, None)
-        return code == SUCCESS
 
     def _choose(self, rows: Sequence[Row], codes: dict[int, int]) -> list[Row]:
         """Return one source per series; what fails for now is asked again at its period."""

@@ -21,7 +21,6 @@ Series = tuple[str, tuple[str, ...]]
 
 _ALL_LINKS = (0xFFFFFFFF,)
 _LINKS = tuple(range(18))
-_MIB = 1024.0**2
 _PSTATE_UNKNOWN = 32
 
 
@@ -29,16 +28,11 @@ def _percent(number: float) -> float:
     return min(number / 100, 1.0)
 
 
-def _thousandths(number: float) -> float:
-    return number / 1000
+def _times(factor: float) -> Callable[[float], float]:
+    return lambda number: number * factor
 
 
-def _mega(number: float) -> float:
-    return number * 1e6
-
-
-def _kibi(number: float) -> float:
-    return number * 1024
+_THOUSANDTHS, _MEGA, _KIBI, _MEBI = _times(1e-3), _times(1e6), _times(1024.0), _times(1024.0**2)
 
 
 @dataclass(frozen=True)
@@ -180,11 +174,7 @@ _ACTIVITY = (
     Row(gpu.TENSOR_ACTIVE, GpmMetric(5), 1),
     Row(gpu.DRAM_ACTIVE, GpmMetric(10), 1),
 )
-_POWER = (Field(186, _thousandths), _call("nvmlDeviceGetPowerUsage", _thousandths))  # mW
-
-
-def _mebi(number: float) -> float:
-    return number * _MIB
+_POWER = (Field(186, _THOUSANDTHS), _call("nvmlDeviceGetPowerUsage", _THOUSANDTHS))  # mW
 
 
 INSTANCE: Sequence[Row] = (
@@ -202,11 +192,11 @@ GPU: Sequence[Row] = (
     *_MEMORY,
     *_ACTIVITY,
     *(Row(gpu.POWER, source, 1) for source in _POWER),
-    Row(gpu.POWER_LIMIT, _call("nvmlDeviceGetEnforcedPowerLimit", _thousandths)),
-    Row(gpu.ENERGY, Field(83, _thousandths), 1),  # mJ
+    Row(gpu.POWER_LIMIT, _call("nvmlDeviceGetEnforcedPowerLimit", _THOUSANDTHS)),
+    Row(gpu.ENERGY, Field(83, _THOUSANDTHS), 1),  # mJ
     Row(
         gpu.ENERGY,
-        Call(("nvmlDeviceGetTotalEnergyConsumption",), _thousandths, layout=ctypes.c_ulonglong * 1),
+        Call(("nvmlDeviceGetTotalEnergyConsumption",), _THOUSANDTHS, layout=ctypes.c_ulonglong * 1),
         1,
     ),
     *(Row(gpu.ENERGY, source, 1, total="rate") for source in _POWER),
@@ -219,10 +209,10 @@ GPU: Sequence[Row] = (
     Row(gpu.TEMPERATURE, _call("nvmlDeviceGetTemperature", selector=0), 5),
     Row(gpu.MEMORY_TEMPERATURE, Field(82), 5),
     Row(gpu.FAN, _call("nvmlDeviceGetFanSpeed", _percent)),
-    Row(gpu.CLOCK, _call("nvmlDeviceGetClockInfo", _mega, selector=1), 5, ("sm",)),
-    Row(gpu.CLOCK, _call("nvmlDeviceGetClockInfo", _mega, selector=2), 5, ("memory",)),
-    Row(gpu.CLOCK_MAX, _call("nvmlDeviceGetMaxClockInfo", _mega, selector=1), 300, ("sm",)),
-    Row(gpu.CLOCK_MAX, _call("nvmlDeviceGetMaxClockInfo", _mega, selector=2), 300, ("memory",)),
+    Row(gpu.CLOCK, _call("nvmlDeviceGetClockInfo", _MEGA, selector=1), 5, ("sm",)),
+    Row(gpu.CLOCK, _call("nvmlDeviceGetClockInfo", _MEGA, selector=2), 5, ("memory",)),
+    Row(gpu.CLOCK_MAX, _call("nvmlDeviceGetMaxClockInfo", _MEGA, selector=1), 300, ("sm",)),
+    Row(gpu.CLOCK_MAX, _call("nvmlDeviceGetMaxClockInfo", _MEGA, selector=2), 300, ("memory",)),
     Row(gpu.PSTATE, _call("nvmlDeviceGetPerformanceState", _known_state), 5),
     *(_throttled(reason) for reason in _REASONS),
     Row(gpu.ENCODER, _call("nvmlDeviceGetEncoderUtilization", _percent, pointers=2), 5),
@@ -238,19 +228,19 @@ GPU: Sequence[Row] = (
     Row(gpu.RETIRED_PAGES, Field(29), labels=("corrected",)),
     Row(gpu.RETIRED_PAGES, Field(30), labels=("uncorrected",)),
     Row(gpu.RETIRED_PENDING, Field(31)),
-    Row(gpu.PCIE, GpmMetric(20, _mebi), 1, ("transmit",), "rate"),
+    Row(gpu.PCIE, GpmMetric(20, _MEBI), 1, ("transmit",), "rate"),
     Row(gpu.PCIE, Field(197), 1, ("transmit",), "wraps"),
-    Row(gpu.PCIE, GpmMetric(21, _mebi), 1, ("receive",), "rate"),
+    Row(gpu.PCIE, GpmMetric(21, _MEBI), 1, ("receive",), "rate"),
     Row(gpu.PCIE, Field(198), 1, ("receive",), "wraps"),
     Row(gpu.PCIE_REPLAYS, Field(94)),
     Row(gpu.PCIE_WIDTH, _call("nvmlDeviceGetCurrPcieLinkWidth")),
     Row(gpu.PCIE_WIDTH_MAX, _call("nvmlDeviceGetMaxPcieLinkWidth"), 300),
     Row(gpu.PCIE_GENERATION, _call("nvmlDeviceGetCurrPcieLinkGeneration")),
     Row(gpu.PCIE_GENERATION_MAX, _call("nvmlDeviceGetMaxPcieLinkGeneration"), 300),
-    Row(gpu.NVLINK, Field(138, _kibi, _ALL_LINKS), 1, ("transmit",)),
-    Row(gpu.NVLINK, GpmMetric(61, _mebi), 1, ("transmit",), "rate"),
-    Row(gpu.NVLINK, Field(139, _kibi, _ALL_LINKS), 1, ("receive",)),
-    Row(gpu.NVLINK, GpmMetric(60, _mebi), 1, ("receive",), "rate"),
+    Row(gpu.NVLINK, Field(138, _KIBI, _ALL_LINKS), 1, ("transmit",)),
+    Row(gpu.NVLINK, GpmMetric(61, _MEBI), 1, ("transmit",), "rate"),
+    Row(gpu.NVLINK, Field(139, _KIBI, _ALL_LINKS), 1, ("receive",)),
+    Row(gpu.NVLINK, GpmMetric(60, _MEBI), 1, ("receive",), "rate"),
     Row(gpu.NVLINK_LINKS, Field(91), 300),
     Row(gpu.NVLINK_ACTIVE, Field(165, scopes=_LINKS)),
     Row(gpu.NVLINK_ERRORS, Field(38), labels=("crc",)),

@@ -36,6 +36,7 @@ class JobFacts:
         run: hpml's run identifier, empty for others' jobs.
         sweep: name of the sweep the run belongs to, empty for none.
         point: the sweep's point, empty for none.
+        cluster: that of a run of hpml's local backend; empty: the node's.
     """
 
     jobid: str
@@ -53,6 +54,7 @@ class JobFacts:
     run: str = ""
     sweep: str = ""
     point: str = ""
+    cluster: str = ""
 
 
 @dataclass(frozen=True)
@@ -73,12 +75,21 @@ class JobSeen:
     steps: Mapping[str, frozenset[int]] = field(default_factory=dict)
     pids: frozenset[int] = frozenset()
 
+    def labels(self, cluster: str) -> tuple[str, str]:
+        """Return the labels `cluster` and `jobid`.
+
+        Args:
+            cluster: the node's.
+        """
+        return self.facts.cluster or cluster, self.facts.jobid
+
 
 class Jobs:
     """All jobs of the node at one moment.
 
     Attributes:
-        by_id: the jobs by their job id.
+        by_id: the jobs by their job id; runs of the local backend, which have numbers of their
+            own, by cluster and number, as local-3fa9c1-7.
     """
 
     def __init__(self, by_id: Mapping[str, JobSeen]) -> None:
@@ -86,7 +97,7 @@ class Jobs:
         self._of_pid = {pid: jobid for jobid, job in self.by_id.items() for pid in job.pids}
 
     def job_of(self, pid: int) -> str | None:
-        """Return the id of the job that a process belongs to."""
+        """Return the key in `by_id` of the job that a process belongs to."""
         return self._of_pid.get(pid)
 
 

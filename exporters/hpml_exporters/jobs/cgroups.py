@@ -11,12 +11,11 @@ may be a SLUID, without the job id.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Iterator, Mapping
-from collections.abc import Set as AbstractSet
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from itertools import islice
 
-from hpml_exporters.jobs import procfs
+from hpml_exporters.core import procfs
 
 __all__ = ["FoundJob", "GroupJobs"]
 
@@ -24,10 +23,9 @@ _CONTROLLERS = ("freezer", "memory", "cpuacct", "cpuset", "devices", "cpu", "pid
 """Of version 1, in the order in which jobs are looked for: proctrack/cgroup uses the freezer."""
 
 _SCOPE = "slurmstepd.scope"
-_SCOPE_DEPTH = 5
-_NOT_SLURMS = ("user.slice", "machine.slice", "init.scope")
 _SEARCH_SECONDS = 30.0  # between two searches for the directories that hold jobs
-_STEPDS = 8  # processes of slurmstepd that are asked for theirs
+_STEPD = b"slurmstepd: ["
+_STEPDS = 32  # processes of slurmstepd that are asked for theirs
 _MOST_GROUPS = 2000  # of one step: a job may make groups of its own
 _RELIST_LOOKS = 6  # after which the groups of a job are listed again in any case
 _EMPTY_LOOKS = 3  # between two steps a job may have no process; later its groups are left-overs
@@ -40,7 +38,7 @@ class FoundJob:
     Attributes:
         jobid: Slurm's number of it.
         uid: its user; -1 unknown.
-        cluster: SLURM_CLUSTER_NAME in its environment; empty unknown.
+        cluster: that of a run of hpml's local backend; empty: the node's.
         groups: its directories by controller, one under `""` in version 2; empty without.
         steps: process ids by step, without Slurm's own.
     """
@@ -49,7 +47,12 @@ class FoundJob:
     uid: int = -1
     cluster: str = ""
     groups: dict[str, str] = field(default_factory=dict)
-    steps: Mapping[str, AbstractSet[int]] = field(default_factory=dict)
+    steps: dict[str, set[int]] = field(default_factory=dict)
+
+    @property
+    def key(self) -> str:
+        """What names it on this node, see `Jobs.by_id`."""
+        return f"{self.cluster}-{self.jobid}" if self.cluster else self.jobid
 
 
 @dataclass(frozen=True)
@@ -139,16 +142,14 @@ class GroupJobs:
         self._mounts = _controllers(self._cgroup)
         roots = list(_named_roots(self._cgroup, self._mounts))
         # Names of the site's own and the groups of containers are known by a process in them.
-        if self._only:
-            roots += self._roots_of(os.getpid())
-        elif not roots:
-            stepds = (
-                pid
-                for pid in sorted(procfs.process_ids(self._proc))
-                if procfs.text(f"{self._proc}/{pid}/comm") == "slurmstepd"
-            )
-            roots += [root for pid in islice(stepds, _STEPDS) for root in self._roots_of(pid)]
+        pids = [os.getpid()] if self._only else islice(self._stepds(), _STEPDS)
+        roots += [root for pid in pids for root in self._roots_of(pid)]
         self._roots = list(dict.fromkeys(roots))
+
+    def _stepds(self) -> Iterator[int]:
+        for pid in sorted(procfs.process_ids(self._proc)):
+            if procfs.text(f"{self._proc}/{pid}/comm") == "slurmstepd":
+                yield pid
 
     def _roots_of(self, pid: int) -> Iterator[_Root]:
         """Yield the directories that hold the job of a process, by its /proc/PID/cgroup."""
@@ -182,7 +183,7 @@ class GroupJobs:
         if not steps or self._looks - known.alive_at >= _EMPTY_LOOKS:
             return None
         if not known.jobid:
-            names = (procfs.stepd_job(self._proc, pid) for pid in sorted(daemons))
+            names = (self._stepd_job(pid) for pid in sorted(daemons))
             known.jobid = next(filter(None, names), "")
         if not known.jobid or self._only not in {"", known.jobid}:
             return None
@@ -194,6 +195,16 @@ class GroupJobs:
             if mount == root.mount or os.path.isdir(mount + below)
         }
         return FoundJob(known.jobid, uid, groups=groups, steps=steps)
+
+    def _stepd_job(self, pid: int) -> str:
+        """Return the job id in the title of a slurmstepd; empty for any other process.
+
+        The title is `slurmstepd: [<jobid>.<step>]`, with the job's number also where its control
+        group is named by SLUID (Slurm 26.05 and later).
+        """
+        title = procfs.read_or_empty(f"{self._proc}/{pid}/cmdline")
+        jobid = title[len(_STEPD) :].partition(b".")[0]
+        return jobid.decode() if title.startswith(_STEPD) and jobid.isdigit() else ""
 
     def _members(self, root: _Root, path: str, known: _Known) -> list[tuple[str, list[int]]]:
         """Return the processes of a job's groups, each with the step."""
@@ -265,46 +276,18 @@ def _unified(cgroup: str) -> list[str]:
     return [path for path in found if os.path.exists(f"{path}/cgroup.controllers")]
 
 
-def _named_roots(cgroup: str, mounts: dict[str, str]) -> Iterator[_Root]:
-    """Yield the directories that hold jobs, as far as their names tell."""
+def _named_roots(cgroup: str, mounts: Mapping[str, str]) -> Iterator[_Root]:
+    """Yield the directories that hold jobs, where they have Slurm's usual names."""
     for mount in _unified(cgroup):
-        yield from (_Root(mount, below) for below in _scopes(mount, "", _SCOPE_DEPTH))
+        for top in procfs.subdirectories(mount):
+            if top.endswith(".slice"):
+                for name in procfs.subdirectories(f"{mount}/{top}"):
+                    if name.endswith(_SCOPE):
+                        yield _Root(mount, f"/{top}/{name}")
     for controller, mount in mounts.items():
-        for below in _version_1(mount, "", 2):
-            yield _Root(mount, below, controller)
-
-
-def _scopes(mount: str, below: str, depth: int) -> Iterable[str]:
-    for name in procfs.subdirectories(mount + below):
-        inside = f"{below}/{name}"
-        if name == _SCOPE or name.endswith(f"_{_SCOPE}"):
-            yield inside
-        elif depth and name not in _NOT_SLURMS and _may_hold_slurm(name):
-            yield from _scopes(mount, inside, depth - 1)
-
-
-def _may_hold_slurm(name: str) -> bool:
-    """Return whether to look into a group: slices and the groups of containers hold others."""
-    return name.endswith((".slice", ".scope")) or (
-        ("docker" in name or "slurm" in name)
-        and not name.endswith((".service", ".mount", ".socket", ".swap"))
-    )
-
-
-def _version_1(mount: str, below: str, depth: int) -> Iterable[str]:
-    for name in procfs.subdirectories(mount + below):
-        inside = f"{below}/{name}"
-        if name in _NOT_SLURMS:
-            continue
-        # A root of Slurm's own name stays for good, users in it come and go.
-        if (
-            name == "slurm"
-            or name.startswith("slurm_")
-            or any(map(_is_user, procfs.subdirectories(mount + inside)))
-        ):
-            yield inside
-        elif depth > 1 and not name.endswith((".slice", ".service", ".scope")):
-            yield from _version_1(mount, inside, depth - 1)
+        for name in procfs.subdirectories(mount):
+            if name == "slurm" or name.startswith("slurm_"):
+                yield _Root(mount, f"/{name}", controller)
 
 
 def _is_user(name: str) -> bool:

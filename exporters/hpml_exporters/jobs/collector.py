@@ -16,7 +16,7 @@ from hpml_exporters.options import Context
 __all__ = ["JobsCollector", "make"]
 
 Rows = dict[MetricSpec, list[Row]]
-Counters = dict[tuple[str, str, str], float]
+Counters = dict[tuple[str, MetricSpec, str], float]
 
 
 class JobsCollector:
@@ -45,32 +45,30 @@ class JobsCollector:
         jobs = self._finder.look(now)
         self._board.post(jobs)
         rows: Rows = {spec: [] for spec in self.specs}
-        for jobid, seen in jobs.by_id.items():
-            label = (self._cluster, jobid)
+        for key, seen in jobs.by_id.items():
+            label = seen.labels(self._cluster)
             _identify(rows, label, seen.facts)
             rows[metrics.PROCESSES].append((label, len(seen.pids)))
-            _measure(rows, label, *self._usage(jobid, seen))
-        for jobid in self._counters.keys() - jobs.by_id.keys():
-            del self._counters[jobid]
+            _measure(rows, label, *self._usage(key, seen))
+        for key in self._counters.keys() - jobs.by_id.keys():
+            del self._counters[key]
         return families(rows)
 
     def close(self) -> None:
         """Nothing is kept open."""
 
-    def _usage(self, jobid: str, seen: JobSeen) -> tuple[list[Usage], Counters]:
+    def _usage(self, key: str, seen: JobSeen) -> tuple[list[Usage], Counters]:
         """Return what each slurmd's groups of a job show now, and all that they ever counted."""
         usages = [read_usage(groups) for groups in seen.groups]
-        counters = self._counters.setdefault(jobid, {})
+        counters = self._counters.setdefault(key, {})
         for usage in usages:
-            for key, value in usage.counters.items():
+            for counter, value in usage.counters.items():
                 # A group that is being removed may show less than before.
-                counters[key] = max(value, counters.get(key, 0.0))
+                counters[counter] = max(value, counters.get(counter, 0.0))
         return usages, counters
 
 
-def make(context: Context) -> JobsCollector:
-    """Return the collector."""
-    return JobsCollector(context)
+make = JobsCollector
 
 
 def _identify(rows: Rows, label: Sequence[str], facts: JobFacts) -> None:
@@ -86,22 +84,18 @@ def _identify(rows: Rows, label: Sequence[str], facts: JobFacts) -> None:
 
 def _measure(rows: Rows, label: Sequence[str], usages: list[Usage], counters: Counters) -> None:
     """Add what the job's groups show; groups that ended count in the counters."""
-    totals: dict[tuple[str, str], float] = {}
-    for (_, what, mode), value in counters.items():
-        totals[what, mode] = totals.get((what, mode), 0.0) + value
-    for (what, mode), value in totals.items():
-        more = (mode,) if mode else ()
-        rows[metrics.OF_GROUPS[what]].append(((*label, *more), value))
+    totals: dict[tuple[MetricSpec, str], float] = {}
+    for (_, spec, more), value in counters.items():
+        totals[spec, more] = totals.get((spec, more), 0.0) + value
+    for (spec, more), value in totals.items():
+        rows[spec].append(((*label, more) if more else label, value))
     for kind in ("rss", "cache", "shmem"):
         sizes = [usage.memory[kind] for usage in usages if kind in usage.memory]
         if sizes:
             rows[metrics.MEMORY].append(((*label, kind), sum(sizes)))
-    for spec, values in (
-        (metrics.CPUS, [usage.cpus for usage in usages]),
-        (metrics.MEMORY_LIMIT, [usage.limit for usage in usages]),
+    for spec in (metrics.CPUS, metrics.MEMORY_LIMIT, metrics.MEMORY_PEAK):
+        levels = [usage.levels[spec] for usage in usages if spec in usage.levels]
         # Peaks of two groups may have been at different times.
-        (metrics.MEMORY_PEAK, [usage.peak for usage in usages] if len(usages) == 1 else []),
-    ):
-        known = [value for value in values if value is not None]
-        if known and len(known) == len(usages):
-            rows[spec].append((label, sum(known)))
+        most = 1 if spec is metrics.MEMORY_PEAK else len(levels)
+        if levels and len(usages) == len(levels) == most:
+            rows[spec].append((label, sum(levels)))

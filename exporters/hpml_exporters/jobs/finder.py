@@ -1,24 +1,48 @@
-"""Finds the jobs of this node and says whose they are: the source of the jobs' board."""
+"""Finds the jobs of this node: in control groups, and by the environments of processes.
+
+`SLURM_JOB_ID` in an environment stands for a job where Slurm uses no control groups
+(proctrack/linuxproc), and always for a run of hpml's local backend, whose SLURM_CLUSTER_NAME is
+`local-` and six digits. Users can write anything into an environment: so a job has only the
+processes of the user who used its id first, and the jobs of a user have a limit.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import replace
+import os
+import re
+from collections import Counter
+from collections.abc import Container, Sequence
+from dataclasses import dataclass, replace
 
+from hpml_exporters.core import procfs
+from hpml_exporters.core.sampler import tell
 from hpml_exporters.jobs.board import Jobs, JobSeen
 from hpml_exporters.jobs.cgroups import FoundJob, GroupJobs
-from hpml_exporters.jobs.environments import EnvironmentJobs, own_variables
 from hpml_exporters.jobs.identity import Identities
 from hpml_exporters.options import NodeOptions
 
-__all__ = ["JobFinder"]
+__all__ = ["MOST_PER_USER", "JobFinder"]
+
+MOST_PER_USER = max(64, os.cpu_count() or 1)
+"""Jobs of one user that are shown, those that began first; four times as many of all users."""
+
+_MOST = 4 * MOST_PER_USER
+_JOBID = re.compile(r"[1-9][0-9]{0,9}")
+_STEP = re.compile(r"[0-9]{1,10}")
+_LOCAL_CLUSTER = re.compile(r"local-[0-9a-f]{6}")
+# The site's own programs, and what they leave running, are not the job's.
+_SITES = ("prolog_slurmd", "epilog_slurmd", "prolog_slurmctld", "epilog_slurmctld")
+# Those of one machine's jobs that may have the same number: local jobs count from 1 in every
+# directory of records, and a machine may be several nodes of a job.
+_DISTINCT = ("SLURM_CLUSTER_NAME", "SLURMD_NODENAME")
+_YOUNG_SECONDS = 30.0  # a process that was forked may still start its program
 
 
 class JobFinder:
-    """Looks at control groups, and at environments until the first job in a control group is seen.
+    """Looks at control groups and at environments.
 
-    After that, a process that only names a job in its environment, such as a prolog or what
-    outlived its job, is no job.
+    Once a job in a control group was seen, other processes that name a job in their environment,
+    such as what outlived it, are no job; only runs of the local backend still are.
 
     Args:
         options: where the file systems are, and the one job of an exporter inside of a job.
@@ -26,11 +50,16 @@ class JobFinder:
 
     def __init__(self, options: NodeOptions) -> None:
         roots = options.roots
-        only = options.job.jobid if options.job else ""
-        own = own_variables()
-        self._groups = GroupJobs(roots.proc, roots.cgroup, only)
-        self._environments: EnvironmentJobs | None = EnvironmentJobs(roots.proc, only, own)
+        self._is_own = options.job is not None
+        self._only = options.job.jobid if options.job else ""
+        # A job of Slurm may have the number of our own local run.
+        is_local = self._is_own and _LOCAL_CLUSTER.fullmatch(options.cluster)
+        self._groups = None if is_local else GroupJobs(roots.proc, roots.cgroup, self._only)
+        self._environments = _Environments(roots.proc, is_own=self._is_own)
         self._identities = Identities(roots, options.job)
+        self._has_groups = False
+        self._left_out: set[str] = set()
+        self._told: set[str] = set()
 
     def look(self, now: float) -> Jobs:
         """Return the jobs that are here.
@@ -38,29 +67,144 @@ class JobFinder:
         Args:
             now: monotonic seconds.
         """
-        found = self._groups.look(now)
-        if self._environments is not None:
-            if found:
-                # What was taken for jobs before, perhaps their prologs, says nothing of them.
-                self._environments = None
-                self._identities.keep(())
-            else:
-                found = self._environments.look(now)
+        found = [] if self._groups is None else self._groups.look(now)
+        if found and not self._has_groups:
+            self._has_groups = True
+            # What was taken for jobs before, perhaps their prologs, says nothing of them.
+            self._identities.keep(())
+        if not (self._is_own and self._has_groups):
+            found += self._in_environments(found, now)
         parts: dict[str, list[FoundJob]] = {}
         for job in found:
-            parts.setdefault(job.jobid, []).append(job)
+            parts.setdefault(job.key, []).append(job)
         self._identities.keep(parts)
-        return Jobs({jobid: self._merged(jobs, now) for jobid, jobs in parts.items()})
+        return Jobs({key: self._merged(jobs, now) for key, jobs in parts.items()})
+
+    def _in_environments(self, in_groups: Sequence[FoundJob], now: float) -> list[FoundJob]:
+        covered = {pid for job in in_groups for pids in job.steps.values() for pid in pids}
+        processes = self._environments.look(covered, now)
+        if self._has_groups:
+            before = self._left_out
+            self._left_out = {one.jobid for one in processes.values() if not one.cluster}
+            self._left_out -= {job.jobid for job in in_groups}
+            for jobid in sorted(before & self._left_out)[:1]:  # not one that is just beginning
+                self._tell(
+                    "groups",
+                    f"processes of job {jobid} are in no control group, unlike those of other jobs"
+                    " of this node: they are not counted",
+                )
+            processes = {pid: one for pid, one in processes.items() if one.cluster}
+        jobs: dict[str, FoundJob] = {}
+        of_user = Counter[int]()
+        refused = set()
+        for pid, one in sorted(processes.items(), key=lambda item: item[1].start):
+            job = FoundJob(one.jobid, one.uid, "" if self._is_own else one.cluster)
+            if self._only not in {"", one.jobid}:
+                continue
+            if job.key not in jobs:
+                if of_user[one.uid] >= MOST_PER_USER or len(jobs) >= _MOST:
+                    refused.add(job.key)
+                    continue
+                of_user[one.uid] += 1
+            job = jobs.setdefault(job.key, job)
+            if job.uid == one.uid:
+                job.steps.setdefault(one.step, set()).add(pid)
+        if refused:
+            self._tell(
+                "limit",
+                f"{len(refused)} jobs are not shown: the limit for jobs without control groups is"
+                f" {MOST_PER_USER} per user, {_MOST} in all",
+            )
+        return list(jobs.values())
+
+    def _tell(self, kind: str, message: str) -> None:
+        """Log the first message of its kind."""
+        if kind not in self._told:
+            self._told.add(kind)
+            tell(f"collector jobs: {message}")
 
     def _merged(self, parts: Sequence[FoundJob], now: float) -> JobSeen:
         """Join what several slurmd of this machine have of a job."""
-        steps: dict[str, frozenset[int]] = {}
+        steps: dict[str, set[int]] = {}
         for part in parts:
             for step, pids in part.steps.items():
-                steps[step] = steps.get(step, frozenset()) | pids
+                steps.setdefault(step, set()).update(pids)
+        facts = self._identities.facts(replace(parts[0], steps=steps), now)
         return JobSeen(
-            self._identities.facts(replace(parts[0], steps=steps), now),
+            replace(facts, cluster=parts[0].cluster),
             tuple(part.groups for part in parts if part.groups),
-            steps,
+            {step: frozenset(pids) for step, pids in steps.items()},
             frozenset[int]().union(*steps.values()),
+        )
+
+
+@dataclass(frozen=True)
+class _Process:
+    """What the environment of a process says; `cluster` is empty but for a local run."""
+
+    start: int
+    jobid: str
+    step: str
+    uid: int
+    cluster: str
+
+
+class _Environments:
+    """Reads the environment of each process once.
+
+    Args:
+        proc: mount point of procfs.
+        is_own: leave out processes of other jobs that may have our own job's number.
+    """
+
+    def __init__(self, proc: str, *, is_own: bool) -> None:
+        self._proc = proc
+        # A node's exporter whose machine is several nodes is told which of them it is.
+        names = _DISTINCT if is_own else ("SLURMD_NODENAME",)
+        self._own = {name: os.environ[name] for name in names if name in os.environ}
+        self._known: dict[int, _Process] = {}
+        self._jobless: dict[int, float] = {}  # when they were first seen
+
+    def look(self, covered: Container[int], now: float) -> dict[int, _Process]:
+        """Return the processes that name a job.
+
+        Args:
+            covered: processes that are left out.
+            now: monotonic seconds.
+        """
+        pids = procfs.process_ids(self._proc)
+        self._known = {pid: self._known[pid] for pid in self._known.keys() & pids}
+        self._jobless = {pid: self._jobless[pid] for pid in self._jobless.keys() & pids}
+        for pid in pids:
+            known = self._known.get(pid)
+            if pid in covered or now - self._jobless.get(pid, now) >= _YOUNG_SECONDS:
+                self._known.pop(pid, None)
+            elif known is None or not self._is_same(pid, known):
+                self._read(pid, now)
+        return self._known
+
+    def _is_same(self, pid: int, known: _Process) -> bool:
+        stat = procfs.stat(self._proc, pid)
+        return stat is not None and stat.start == known.start
+
+    def _read(self, pid: int, now: float) -> None:
+        self._known.pop(pid, None)
+        values = procfs.environment(self._proc, pid)
+        jobid = values.get("SLURM_JOB_ID", "")
+        is_others = any(values.get(name, value) != value for name, value in self._own.items())
+        is_sites = values.get("SLURM_SCRIPT_CONTEXT") in _SITES
+        stat = procfs.stat(self._proc, pid) if _JOBID.fullmatch(jobid) else None
+        if stat is None or is_others or is_sites:
+            self._jobless.setdefault(pid, now)
+            return
+        self._jobless.pop(pid, None)
+        cluster = values.get("SLURM_CLUSTER_NAME", "")
+        # A batch script has no step id.
+        step = values.get("SLURM_STEP_ID", values.get("SLURM_STEPID", ""))
+        self._known[pid] = _Process(
+            stat.start,
+            jobid,
+            step if _STEP.fullmatch(step) else "batch",
+            procfs.uid(self._proc, pid),
+            cluster if _LOCAL_CLUSTER.fullmatch(cluster) else "",
         )

@@ -13,7 +13,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
-from hpml_exporters.jobs import procfs
+from hpml_exporters.core import procfs
 from hpml_exporters.jobs.board import JobFacts, facts_of
 from hpml_exporters.jobs.cgroups import FoundJob
 from hpml_exporters.options import Roots
@@ -43,13 +43,14 @@ class _Known:
     """What is kept of a job from one look to the next.
 
     Attributes:
-        whose: user and cluster as it was found: jobs of the local backend may have one number.
+        whose: its user as it was found: without control groups the next job of this number may be
+            another's.
         uid: of its user as its processes show it; -1 unknown.
         looks: since this user was known.
         told: what the environment of its processes says.
     """
 
-    whose: tuple[int, str]
+    whose: int
     uid: int = -1
     looks: int = 0
     told: JobFacts | None = None
@@ -71,10 +72,10 @@ class Identities:
         self._names = names or UserNames()
         self._known: dict[str, _Known] = {}
 
-    def keep(self, jobids: Collection[str]) -> None:
-        """Forget all jobs but these."""
-        for jobid in self._known.keys() - set(jobids):
-            del self._known[jobid]
+    def keep(self, keys: Collection[str]) -> None:
+        """Forget all jobs but these, by their `FoundJob.key`."""
+        for key in self._known.keys() - set(keys):
+            del self._known[key]
 
     def facts(self, job: FoundJob, now: float) -> JobFacts:
         """Return what is known of a job.
@@ -85,9 +86,9 @@ class Identities:
             job: as it was found, of all slurmd of this machine.
             now: monotonic seconds.
         """
-        known = self._known.get(job.jobid)
-        if known is None or known.whose != (job.uid, job.cluster or known.whose[1]):
-            known = self._known[job.jobid] = _Known((job.uid, job.cluster), job.uid)
+        known = self._known.get(job.key)
+        if known is None or known.whose != job.uid:
+            known = self._known[job.key] = _Known(job.uid, job.uid)
         is_certain = job.uid >= 0
         if not is_certain and known.uid <= 0:
             self._find_user(job, known)
@@ -95,7 +96,9 @@ class Identities:
         # A rank may begin long after its job: look again after 1, 2, 4, 8, … looks.
         if known.uid >= 0 and known.looks & (known.looks - 1) == 0:
             self._ask(job, known)
-        facts = self._own or read_map(self._roots.run, job.jobid)
+        facts = self._own
+        if facts is None and not job.cluster:
+            facts = read_map(self._roots.run, job.jobid)
         is_settled = is_certain or known.uid > 0
         if facts is not None and is_settled and facts.uid not in {-1, known.uid}:
             facts = None  # left behind by another job of this number
@@ -118,11 +121,14 @@ class Identities:
 
     def _ask(self, job: FoundJob, known: _Known) -> None:
         """Read what the environment of the job's processes says."""
-        for _, pid in _first(job):
+        for step, pid in _first(job):
             if procfs.uid(self._roots.proc, pid) == known.uid:
                 values = procfs.environment(self._roots.proc, pid)
                 if values.get("SLURM_JOB_ID") == job.jobid:
                     told = _told(job.jobid, values)
+                    # The agent has looked at the node's devices; it knows better.
+                    if self._own is None:
+                        told = replace(told, gpus=_gpus(step, values))
                     known.told = _completed(known.told or told, told)
 
 
@@ -216,11 +222,29 @@ def _told(jobid: str, values: Mapping[str, str]) -> JobFacts:
     for field, name in (("start", "SLURM_JOB_START_TIME"), ("ranks", "WORLD_SIZE")):
         if re.fullmatch(r"[0-9]{1,10}", values.get(name, "")):
             known[field] = int(values[name])
-    gpus = values.get("SLURM_JOB_GPUS", "").split(",")
-    # Numbers of GPUs are places in Slurm's list, which only the prolog can translate.
-    if all(gpus) and not any(gpu.isdigit() for gpu in gpus):
-        known["gpus"] = gpus
     return facts_of({"jobid": jobid, **known})
+
+
+def _gpus(step: str, values: Mapping[str, str]) -> tuple[str, ...] | None:
+    """Return the names of this node's GPUs in the environment of a process; None: not told.
+
+    What a step inherited from the batch script are the GPUs of the job's first node. Numbers are
+    places in Slurm's list, which `/etc/hpml/gpus` translates, as for the prolog.
+    """
+    names = tuple(values.get("SLURM_JOB_GPUS", "").split(","))
+    nodes = values.get("SLURM_JOB_NUM_NODES") or values.get("SLURM_NNODES")
+    if step != "batch" and nodes != "1":
+        return None
+    if all(name.startswith(("GPU-", "MIG-")) for name in names):
+        return names
+    if not all(re.fullmatch(r"[0-9]{1,4}", name) for name in names):
+        return None
+    lines = procfs.text(os.environ.get("HPML_GPUS", "/etc/hpml/gpus")).splitlines()
+    table = [line.split()[0] for line in lines if line.strip() and line.lstrip()[0] != "#"]
+    places = tuple(map(int, names))
+    if not table:
+        return tuple(map(str, places))
+    return tuple(table[place] for place in places) if max(places) < len(table) else None
 
 
 def _completed(facts: JobFacts, more: JobFacts | None) -> JobFacts:

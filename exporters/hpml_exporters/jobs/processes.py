@@ -8,22 +8,24 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from prometheus_client.core import Metric
 
+from hpml_exporters.core import procfs
 from hpml_exporters.core.metric import MetricSpec, Row, families
-from hpml_exporters.jobs import metrics, procfs
+from hpml_exporters.jobs import metrics
 from hpml_exporters.jobs.board import JobSeen
-from hpml_exporters.jobs.totals import ProcessTotals
 from hpml_exporters.jobs.usage import counts_cpu, counts_memory
 from hpml_exporters.options import Context
 
-__all__ = ["ProcessesCollector", "make"]
+__all__ = ["ProcessTotals", "ProcessesCollector", "make"]
 
 _IO_NAMES = (b"rchar:", b"wchar:", b"syscr:", b"syscw:", b"read_bytes:", b"write_bytes:")
 _IO = (metrics.IO_SYSCALL_READ, metrics.IO_SYSCALL_WRITE, metrics.IO_READ, metrics.IO_WRITE)
+_NO_IO = (0,) * len(_IO)
 _TICKS = os.sysconf("SC_CLK_TCK")
 _PAGE = os.sysconf("SC_PAGE_SIZE")
 _GRACE_SECONDS = 60.0  # a job whose groups were missed once must not begin again at zero
@@ -33,6 +35,59 @@ _STAT_LOOKS = 3  # after which parent and threads of a process are read again
 _LARGE = 8 << 20  # bytes; the pages of smaller processes are not worth a walk
 _WALK_SHARE = 0.005  # of a core
 _WALK_BURST_SECONDS = 0.5  # of CPU time, at first and after a rest
+
+
+class _Counted(NamedTuple):
+    parent: int
+    start: int
+    counts: tuple[int, ...]
+
+
+class ProcessTotals:
+    """Counters of a job's processes, added up so that nothing is lost or counted twice.
+
+    The kernel adds the I/O and the CPU time of a child that ended to its parent's once the parent
+    has waited for it (`wait_task_zombie` in kernel/exit.c; /proc/PID/io shows both as one). So when
+    a process is gone, its counts come back with those of its parent. Only if that is no process of
+    the job, as slurmstepd, they are added here.
+
+    Args:
+        width: how many counters a process has.
+    """
+
+    def __init__(self, width: int) -> None:
+        self._sums = [0] * width
+        self._shown = [0] * width
+        self._processes: dict[int, _Counted] = {}
+
+    def seen(self, pid: int, parent: int, start: int, counts: tuple[int, ...]) -> None:
+        """Note the counters of a process, with those of its ended children."""
+        known = self._processes.get(pid)
+        process = _Counted(parent, start, counts)
+        if known == process:
+            return
+        if known is not None and known.start != start:
+            self.keep(self._processes.keys() - {pid})
+            known = None
+        self._processes[pid] = process
+        for place, count in enumerate(counts):
+            self._sums[place] += count - (known.counts[place] if known else 0)
+
+    def keep(self, pids: Collection[int]) -> None:
+        """Note that all processes but these are gone."""
+        gone = {pid: self._processes.pop(pid) for pid in self._processes.keys() - set(pids)}
+        for process in gone.values():
+            heir = process.parent
+            while heir in gone:
+                heir = gone[heir].parent
+            if heir in self._processes:  # whose counts will have these, too
+                for place, count in enumerate(process.counts):
+                    self._sums[place] -= count
+
+    def total(self) -> tuple[int, ...]:
+        """Return the counters of the job, which never fall: an heir may be a moment late."""
+        self._shown = list(map(max, self._shown, self._sums))
+        return tuple(self._shown)
 
 
 @dataclass(slots=True)
@@ -61,9 +116,9 @@ class _Job:
     """What is kept of one job."""
 
     seen: float = 0.0
-    io: ProcessTotals = field(default_factory=lambda: ProcessTotals(len(_IO)))
-    cpu: ProcessTotals = field(default_factory=lambda: ProcessTotals(2))
+    totals: ProcessTotals = field(default_factory=lambda: ProcessTotals(2 + len(_IO)))
     processes: dict[int, _Process] = field(default_factory=dict)
+    has_io: bool = False  # some of it could be read
     has_cpu: bool = False  # no group counts CPU time
     has_memory: bool = False  # no group counts memory
 
@@ -71,8 +126,7 @@ class _Job:
         """Note that all processes but these are gone."""
         for pid in self.processes.keys() - pids:
             del self.processes[pid]
-        self.io.keep(pids)
-        self.cpu.keep(pids)
+        self.totals.keep(pids)
 
 
 class ProcessesCollector:
@@ -121,7 +175,7 @@ class ProcessesCollector:
         self._read(jobs, here, now)
         rows: dict[MetricSpec, list[Row]] = {spec: [] for spec in self.specs}
         for jobid, seen in jobs.items():
-            _measure(rows, (self._cluster, jobid), seen, self._jobs[jobid])
+            _measure(rows, seen.labels(self._cluster), seen, self._jobs[jobid])
         return families(rows)
 
     def close(self) -> None:
@@ -144,10 +198,9 @@ class ProcessesCollector:
             job.keep(here - ended)
             self._pages.divide(job.processes, now)
         for job, pid, stat, counts in readings:
-            if job.has_cpu:
-                job.cpu.seen(pid, stat.parent, stat.start, (stat.user, stat.system))
-            if counts is not None:
-                job.io.seen(pid, stat.parent, stat.start, counts)
+            job.has_io |= counts is not None
+            all_counts = stat.user, stat.system, *(counts or _NO_IO)
+            job.totals.seen(pid, stat.parent, stat.start, all_counts)
 
     def _read_one(
         self, job: _Job, pid: int, here: frozenset[int], now: float
@@ -240,9 +293,7 @@ class _Pages:
         return min(1.0, pss.get("Pss_Anon", 1) / (pss.get("Anonymous") or 1))
 
 
-def make(context: Context) -> ProcessesCollector:
-    """Return the collector."""
-    return ProcessesCollector(context)
+make = ProcessesCollector
 
 
 def _is_large(process: _Process) -> bool:
@@ -260,20 +311,21 @@ def _measure(
     rows: dict[MetricSpec, list[Row]], label: Sequence[str], seen: JobSeen, job: _Job
 ) -> None:
     """Add what the processes of a job used."""
+    user, system, *io = job.totals.total()
     known = {pid: job.processes[pid] for pid in seen.pids & job.processes.keys()}
     # Slurm's own sleep in the extern step is root's: no part of what the user's processes do.
     extern = seen.steps.get("extern", frozenset())
     unreadable = sum(not one.readable for pid, one in known.items() if pid not in extern)
     if unreadable:
         rows[metrics.UNREADABLE].append((label, unreadable))
-    elif job.io:
-        for spec, value in zip(_IO, job.io.total(), strict=True):
+    elif job.has_io:
+        for spec, value in zip(_IO, io, strict=True):
             rows[spec].append((label, value))
     if known:
         threads = sum(one.stat.threads for one in known.values())
         rows[metrics.THREADS].append((label, threads))
     if job.has_cpu:
-        for mode, ticks in zip(("user", "system"), job.cpu.total(), strict=True):
+        for mode, ticks in (("user", user), ("system", system)):
             rows[metrics.CPU_SECONDS].append(((*label, mode), ticks / _TICKS))
     sizes = [one.anonymous * one.own_share for one in known.values() if one.anonymous is not None]
     if sizes:

@@ -6,9 +6,11 @@ import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
-from hpml_exporters.jobs.procfs import read_or_empty, subdirectories
+from hpml_exporters.core.metric import MetricSpec
+from hpml_exporters.core.procfs import read_or_empty, subdirectories
+from hpml_exporters.jobs import metrics
 
-__all__ = ["Usage", "count_cpus", "counts_cpu", "counts_memory", "read_usage"]
+__all__ = ["Usage", "counts_cpu", "counts_memory", "read_usage"]
 
 _TICKS = os.sysconf("SC_CLK_TCK")
 _NO_LIMIT = 1 << 60  # version 1 has no word for it, only a number near the largest one
@@ -17,22 +19,22 @@ _PRESSURES = ("cpu", "memory", "io")
 
 @dataclass
 class Usage:
-    """Figures of one job in one hierarchy; what is not counted is missing or None.
+    """Figures of one job in one hierarchy; what is not counted is missing.
 
     Attributes:
-        counters: by the group that counted, what is counted (cpu, pressure, oom) and its label
-            (mode or resource): seconds, or processes killed.
+        counters: by the group that counted, the metric, and its label or none.
         memory: bytes by kind: rss, cache, shmem, which do not overlap.
-        limit: bytes.
-        peak: bytes.
-        cpus: number of them.
+        levels: by metric: CPUs, limit and peak of memory.
     """
 
-    counters: dict[tuple[str, str, str], float] = field(default_factory=dict)
+    counters: dict[tuple[str, MetricSpec, str], float] = field(default_factory=dict)
     memory: dict[str, int] = field(default_factory=dict)
-    limit: int | None = None
-    peak: int | None = None
-    cpus: int | None = None
+    levels: dict[MetricSpec, int] = field(default_factory=dict)
+
+    def set(self, spec: MetricSpec, level: int | None) -> None:
+        """Note a level, if there is one."""
+        if level is not None:
+            self.levels[spec] = level
 
 
 def read_usage(groups: Mapping[str, str]) -> Usage:
@@ -56,67 +58,53 @@ def counts_memory(groups: Mapping[str, str]) -> bool:
     return "memory" in groups
 
 
-def count_cpus(text: str) -> int | None:
-    """Return how many CPUs a list like `0-3,8` names; None for an empty one.
-
-    >>> count_cpus("0-3,8")
-    5
-    """
-    total = 0
-    for part in text.split(","):
-        first, _, last = part.strip().partition("-")
-        if not first.isdigit() or (last and not last.isdigit()):
-            return None
-        total += int(last or first) - int(first) + 1
-    return total
-
-
 def _version_2(path: str) -> Usage:
-    cpu = _pairs(read_or_empty(f"{path}/cpu.stat"))
-    usage = Usage(
-        # Empty unless Slurm set it; what is in effect would be all CPUs of the machine.
-        cpus=count_cpus(read_or_empty(f"{path}/cpuset.cpus").decode()),
-        # `file` contains shmem.
-        memory=_kinds(_pairs(read_or_empty(f"{path}/memory.stat")), b"anon", b"file", b"shmem"),
-    )
+    cpu = _pairs(f"{path}/cpu.stat")
+    # `file` contains shmem.
+    usage = Usage(memory=_kinds(_pairs(f"{path}/memory.stat"), b"anon", b"file", b"shmem"))
+    # Empty unless Slurm set it; what is in effect would be all CPUs of the machine.
+    usage.set(metrics.CPUS, _cpus(f"{path}/cpuset.cpus"))
     for mode in ("user", "system"):
         if (counted := cpu.get(f"{mode}_usec".encode())) is not None:
-            usage.counters[path, "cpu", mode] = int(counted) / 1e6
+            usage.counters[path, metrics.CPU_SECONDS, mode] = int(counted) / 1e6
     if usage.memory:
-        usage.limit = _number(read_or_empty(f"{path}/memory.max"))
-        usage.peak = _number(read_or_empty(f"{path}/memory.peak"))
-        kills = _pairs(read_or_empty(f"{path}/memory.events")).get(b"oom_kill")
-        if kills is not None:
-            usage.counters[path, "oom", ""] = int(kills)
+        usage.set(metrics.MEMORY_LIMIT, _number(read_or_empty(f"{path}/memory.max")))
+        usage.set(metrics.MEMORY_PEAK, _number(read_or_empty(f"{path}/memory.peak")))
+        _add_kills(usage, path, "memory.events")
     for resource in _PRESSURES:
         # The first line is `some avg10=… total=<microseconds>`.
         line = read_or_empty(f"{path}/{resource}.pressure").partition(b"\n")[0]
         stalled = _number(line.rpartition(b"total=")[2])
         if stalled is not None:
-            usage.counters[path, "pressure", resource] = stalled / 1e6
+            usage.counters[path, metrics.PRESSURE, resource] = stalled / 1e6
     return usage
 
 
 def _version_1(groups: Mapping[str, str]) -> Usage:
     usage = Usage()
-    if path := groups.get("cpuacct", ""):
-        cpu = _pairs(read_or_empty(f"{path}/cpuacct.stat"))
+    if path := groups.get("cpuacct"):
+        cpu = _pairs(f"{path}/cpuacct.stat")
         for mode in ("user", "system"):
             if (counted := cpu.get(mode.encode())) is not None:
-                usage.counters[path, "cpu", mode] = int(counted) / _TICKS
-    if path := groups.get("cpuset", ""):
-        usage.cpus = count_cpus(read_or_empty(f"{path}/cpuset.cpus").decode())
-    if path := groups.get("memory", ""):
-        memory = _pairs(read_or_empty(f"{path}/memory.stat"))
+                usage.counters[path, metrics.CPU_SECONDS, mode] = int(counted) / _TICKS
+    if path := groups.get("cpuset"):
+        usage.set(metrics.CPUS, _cpus(f"{path}/cpuset.cpus"))
+    if path := groups.get("memory"):
+        memory = _pairs(f"{path}/memory.stat")
         usage.memory = _kinds(memory, b"total_rss", b"total_cache", b"total_shmem")
         limit = _number(read_or_empty(f"{path}/memory.limit_in_bytes"))
-        usage.limit = limit if limit is not None and limit < _NO_LIMIT else None
-        usage.peak = _number(read_or_empty(f"{path}/memory.max_usage_in_bytes"))
+        usage.set(metrics.MEMORY_LIMIT, limit if limit and limit < _NO_LIMIT else None)
+        peak = read_or_empty(f"{path}/memory.max_usage_in_bytes")
+        usage.set(metrics.MEMORY_PEAK, _number(peak))
         for group in _leaves(path):
-            kills = _pairs(read_or_empty(f"{group}/memory.oom_control")).get(b"oom_kill")
-            if kills is not None:  # since Linux 4.13
-                usage.counters[group, "oom", ""] = int(kills)
+            _add_kills(usage, group, "memory.oom_control")  # since Linux 4.13
     return usage
+
+
+def _add_kills(usage: Usage, group: str, name: str) -> None:
+    kills = _pairs(f"{group}/{name}").get(b"oom_kill")
+    if kills is not None:
+        usage.counters[group, metrics.OOM_EVENTS, ""] = int(kills)
 
 
 def _leaves(group: str) -> Iterator[str]:
@@ -128,9 +116,20 @@ def _leaves(group: str) -> Iterator[str]:
         yield from _leaves(f"{group}/{name}")
 
 
-def _pairs(data: bytes) -> dict[bytes, bytes]:
-    """Split lines of a name and a number."""
-    words = data.split()
+def _cpus(path: str) -> int | None:
+    """Return how many CPUs a list like `0-3,8` names; None for an empty one."""
+    total = 0
+    for part in read_or_empty(path).decode().split(","):
+        first, _, last = part.strip().partition("-")
+        if not first.isdigit() or (last and not last.isdigit()):
+            return None
+        total += int(last or first) - int(first) + 1
+    return total
+
+
+def _pairs(path: str) -> dict[bytes, bytes]:
+    """Return the lines of a file, each a name and a number."""
+    words = read_or_empty(path).split()
     return dict(zip(words[::2], words[1::2], strict=False))
 
 

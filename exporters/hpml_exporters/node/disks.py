@@ -17,48 +17,34 @@ from functools import partial
 from prometheus_client.core import Metric
 
 from hpml_exporters.core.collector import NotHereError
-from hpml_exporters.core.metric import MetricSpec, Row, families
-from hpml_exporters.node.files import Mount, mounts, read
+from hpml_exporters.core.metric import MetricSpec, Row, families, metric
+from hpml_exporters.core.procfs import Mount, mounts, read
 from hpml_exporters.options import Context
 
 __all__ = ["SPECS", "Disks", "local_mounts", "make"]
 
-_counter = partial(MetricSpec, type="counter", labels=("device",), source="/proc/diskstats")
+_of_disk = partial(metric, labels="device", source="/proc/diskstats")
+_OPERATIONS = _of_disk(
+    "hpml_disk_operations_total",
+    "Operations that a local disk has completed since boot: read, write.",
+    labels="device op",
+)
+_READ = _of_disk("hpml_disk_read_bytes_total", "Bytes read from a local disk since boot.")
+_WRITTEN = _of_disk("hpml_disk_written_bytes_total", "Bytes written to a local disk since boot.")
+_BUSY = _of_disk("hpml_disk_busy_seconds_total", "Time in which a local disk had operations to do.")
+_WEIGHTED = _of_disk(
+    "hpml_disk_io_weighted_seconds_total",
+    "Time that operations spent in a disk and its queue, summed over operations: its rate is "
+    "how many are in flight on average.",
+)
 _space = partial(
-    MetricSpec,
-    type="gauge",
-    labels=("mountpoint", "fstype"),
-    unit="bytes",
+    metric,
+    labels="mountpoint fstype",
     source="/proc/self/mountinfo, statvfs(2) of local file systems",
 )
-_OPERATIONS = _counter(
-    name="hpml_disk_operations_total",
-    help="Operations that a local disk has completed since boot: read, write.",
-    labels=("device", "op"),
-)
-_READ = _counter(
-    name="hpml_disk_read_bytes_total", help="Bytes read from a local disk since boot.", unit="bytes"
-)
-_WRITTEN = _counter(
-    name="hpml_disk_written_bytes_total",
-    help="Bytes written to a local disk since boot.",
-    unit="bytes",
-)
-_BUSY = _counter(
-    name="hpml_disk_busy_seconds_total",
-    help="Time in which a local disk had operations to do.",
-    unit="seconds",
-)
-_WEIGHTED = _counter(
-    name="hpml_disk_io_weighted_seconds_total",
-    help="Time that operations spent in a disk and its queue, summed over operations: its rate is "
-    "how many are in flight on average.",
-    unit="seconds",
-)
-_SIZE = _space(name="hpml_filesystem_size_bytes", help="Size of a local file system.")
+_SIZE = _space("hpml_filesystem_size_bytes", "Size of a local file system.")
 _FREE = _space(
-    name="hpml_filesystem_free_bytes",
-    help="Space of a local file system that users can still take.",
+    "hpml_filesystem_free_bytes", "Space of a local file system that users can still take."
 )
 SPECS = (_OPERATIONS, _READ, _WRITTEN, _BUSY, _WEIGHTED, _SIZE, _FREE)
 
@@ -98,7 +84,7 @@ class Disks:
     def sample(self, now: float) -> list[Metric]:  # noqa: ARG002
         """Return the families as they are now; see `Collector.sample`."""
         try:
-            lines = read(self._diskstats).splitlines()
+            lines = os.fsdecode(read(self._diskstats)).splitlines()
         except FileNotFoundError as error:
             raise NotHereError("no /proc/diskstats") from error
         rows: dict[MetricSpec, list[Row]] = {spec: [] for spec in SPECS}
@@ -106,7 +92,7 @@ class Disks:
         for fields in disks[:_MAX_DISKS]:
             for spec, labels, column, unit in _COLUMNS:
                 rows[spec].append(((fields[2], *labels), int(fields[column]) * unit))
-        for mount in local_mounts(mounts(read(self._mountinfo))):
+        for mount in local_mounts(mounts(os.fsdecode(read(self._mountinfo)))):
             self._add_space(mount, rows)
         return families(rows)
 

@@ -16,53 +16,45 @@ from functools import partial
 from prometheus_client.core import Metric
 
 from hpml_exporters.core.collector import NotHereError
-from hpml_exporters.core.metric import MetricSpec, Row, families
-from hpml_exporters.node.files import read
+from hpml_exporters.core.metric import MetricSpec, Row, families, metric
+from hpml_exporters.core.procfs import text
 from hpml_exporters.options import Context
 
 __all__ = ["SPECS", "Infiniband", "make"]
 
 _SOURCE = "/sys/class/infiniband/*/ports/*"
-_PORT = ("device", "port")
-_counter = partial(MetricSpec, type="counter", labels=_PORT)
-_RECEIVED = _counter(
-    name="hpml_infiniband_received_bytes_total",
-    help="Bytes that a port has received (InfiniBand, or RDMA over Ethernet).",
-    unit="bytes",
+_of_port = partial(metric, labels="device port")
+_RECEIVED = _of_port(
+    "hpml_infiniband_received_bytes_total",
+    "Bytes that a port has received (InfiniBand, or RDMA over Ethernet).",
     source=f"{_SOURCE}/counters/port_rcv_data, in words of 4 bytes",
 )
-_TRANSMITTED = _counter(
-    name="hpml_infiniband_transmitted_bytes_total",
-    help="Bytes that a port has sent (InfiniBand, or RDMA over Ethernet).",
-    unit="bytes",
+_TRANSMITTED = _of_port(
+    "hpml_infiniband_transmitted_bytes_total",
+    "Bytes that a port has sent (InfiniBand, or RDMA over Ethernet).",
     source=f"{_SOURCE}/counters/port_xmit_data, in words of 4 bytes",
 )
-_WAIT = _counter(
-    name="hpml_infiniband_transmit_wait_ticks_total",
-    help="Ticks of the port's clock in which it had data to send but could not: congestion.",
+_WAIT = _of_port(
+    "hpml_infiniband_transmit_wait_ticks_total",
+    "Ticks of the port's clock in which it had data to send but could not: congestion.",
     source=f"{_SOURCE}/counters/port_xmit_wait",
 )
-_EVENTS = _counter(
-    name="hpml_infiniband_events_total",
-    help="Errors, retries and congestion notices at a port, by the kernel's name of the counter.",
-    labels=(*_PORT, "event"),
+_EVENTS = _of_port(
+    "hpml_infiniband_events_total",
+    "Errors, retries and congestion notices at a port, by the kernel's name of the counter.",
+    labels="device port event",
     source=f"{_SOURCE}/counters and hw_counters",
 )
-_UP = MetricSpec(
-    "hpml_infiniband_up", "gauge", "Whether a port is ACTIVE.", _PORT, source=f"{_SOURCE}/state"
-)
-_RATE = MetricSpec(
+_UP = _of_port("hpml_infiniband_up", "Whether a port is ACTIVE.", source=f"{_SOURCE}/state")
+_RATE = _of_port(
     "hpml_infiniband_link_rate_bytes_per_second",
-    "gauge",
     "What a port's link can carry in each direction.",
-    _PORT,
     source=f"{_SOURCE}/rate",
 )
-_INFO = MetricSpec(
+_INFO = metric(
     "hpml_infiniband_info",
-    "info",
     "What a port is: its link layer, and the rate in the kernel's words.",
-    (*_PORT, "link_layer", "rate"),
+    "device port link_layer rate",
     source=f"{_SOURCE}/link_layer",
 )
 SPECS = (_RECEIVED, _TRANSMITTED, _WAIT, _EVENTS, _UP, _RATE, _INFO)
@@ -118,17 +110,17 @@ make = Infiniband
 def _read_port(directory: str, port: tuple[str, str], rows: dict[MetricSpec, list[Row]]) -> None:
     for spec, labels, files in _COUNTERS:
         for file, unit in files:
-            text = _text(f"{directory}/{file}")
-            if text.isdecimal():
-                rows[spec].append(((*port, *labels), int(text) * unit))
+            count = text(f"{directory}/{file}")
+            if count.isdecimal():
+                rows[spec].append(((*port, *labels), int(count) * unit))
                 break
-    if state := _text(f"{directory}/state"):
+    if state := text(f"{directory}/state"):
         rows[_UP].append((port, state.startswith(_ACTIVE)))
-    rate = _text(f"{directory}/rate")
+    rate = text(f"{directory}/rate")
     gigabits, _, unit_text = rate.partition(" ")
     if unit_text.startswith("Gb/sec"):  # "100 Gb/sec (4X EDR)"
         rows[_RATE].append((port, float(gigabits) * 1e9 / 8))
-    rows[_INFO].append(((*port, _text(f"{directory}/link_layer"), rate), 1))
+    rows[_INFO].append(((*port, text(f"{directory}/link_layer"), rate), 1))
 
 
 def _names(directory: str) -> list[str]:
@@ -136,10 +128,3 @@ def _names(directory: str) -> list[str]:
         return sorted(os.listdir(directory))
     except OSError:
         return []
-
-
-def _text(path: str) -> str:
-    try:
-        return read(path, 256).strip()
-    except OSError:
-        return ""

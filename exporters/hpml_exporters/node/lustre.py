@@ -21,33 +21,27 @@ from functools import partial
 from prometheus_client.core import Metric
 
 from hpml_exporters.core.collector import NotHereError
-from hpml_exporters.core.metric import MetricSpec, families
-from hpml_exporters.node.files import read
+from hpml_exporters.core.metric import MetricSpec, families, metric
+from hpml_exporters.core.procfs import read
 from hpml_exporters.node.totals import Part, Totals
 from hpml_exporters.options import Context
 
 __all__ = ["SPECS", "Lustre", "make"]
 
-_counter = partial(
-    MetricSpec,
-    type="counter",
-    labels=("filesystem",),
-    source="llite/*/stats in /proc/fs/lustre, /sys/kernel/debug/lustre or /sys/fs/lustre",
+_SOURCE = "llite/*/stats in /proc/fs/lustre, /sys/kernel/debug/lustre or /sys/fs/lustre"
+_of_system = partial(metric, labels="filesystem", source=_SOURCE)
+_READ = _of_system(
+    "hpml_lustre_read_bytes_total",
+    "Bytes that programs here have read from a Lustre file system, also from its cache.",
 )
-_READ = _counter(
-    name="hpml_lustre_read_bytes_total",
-    help="Bytes that programs here have read from a Lustre file system, also from its cache.",
-    unit="bytes",
+_WRITTEN = _of_system(
+    "hpml_lustre_written_bytes_total",
+    "Bytes that programs here have written to a Lustre file system.",
 )
-_WRITTEN = _counter(
-    name="hpml_lustre_written_bytes_total",
-    help="Bytes that programs here have written to a Lustre file system.",
-    unit="bytes",
-)
-_OPERATIONS = _counter(
-    name="hpml_lustre_operations_total",
-    help="Calls of programs here by operation: read, write, open, getattr, and other metadata.",
-    labels=("filesystem", "op"),
+_OPERATIONS = _of_system(
+    "hpml_lustre_operations_total",
+    "Calls of programs here by operation: read, write, open, getattr, and other metadata.",
+    labels="filesystem op",
 )
 SPECS = (_READ, _WRITTEN, _OPERATIONS)
 
@@ -102,7 +96,7 @@ class Lustre:
                 continue
             for name in sorted(names)[:_MAX_MOUNTS]:
                 try:
-                    text = read(f"{place}/{name}/stats")
+                    text = os.fsdecode(read(f"{place}/{name}/stats"))
                 except OSError:  # in another place, unmounted a moment ago, or not for us
                     continue
                 yield (name.rpartition("-")[0],), name, _counted(text)

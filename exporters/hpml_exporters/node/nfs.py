@@ -15,53 +15,44 @@ device number in /proc/self/mountinfo, and count once.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator, Sequence
 from functools import partial
 
 from prometheus_client.core import Metric
 
 from hpml_exporters.core.collector import NotHereError
-from hpml_exporters.core.metric import MetricSpec, families
-from hpml_exporters.node.files import mounts, plain_path, read
+from hpml_exporters.core.metric import MetricSpec, families, metric
+from hpml_exporters.core.procfs import mounts, plain_path, read
 from hpml_exporters.node.totals import Totals
 from hpml_exporters.options import Context
 
 __all__ = ["SPECS", "Nfs", "make"]
 
-_counter = partial(
-    MetricSpec, type="counter", labels=("server", "export"), source="/proc/self/mountstats"
+_SOURCE = "/proc/self/mountstats"
+_of_export = partial(metric, labels="server export", source=_SOURCE)
+_MOUNTS = metric("hpml_nfs_mounts", "NFS file systems that are mounted here.", source=_SOURCE)
+_READ = _of_export(
+    "hpml_nfs_read_bytes_total",
+    "Bytes that came from the server (reads from the page cache are not in).",
 )
-_MOUNTS = MetricSpec(
-    "hpml_nfs_mounts",
-    "gauge",
-    "NFS file systems that are mounted here.",
-    source="/proc/self/mountstats",
+_WRITTEN = _of_export("hpml_nfs_written_bytes_total", "Bytes that went to the server.")
+_OPERATIONS = _of_export(
+    "hpml_nfs_operations_total",
+    "Requests to the server by operation: read, write, open, and the others.",
+    labels="server export op",
 )
-_READ = _counter(
-    name="hpml_nfs_read_bytes_total",
-    help="Bytes that came from the server (reads from the page cache are not in).",
-    unit="bytes",
+_ROUND_TRIP = _of_export(
+    "hpml_nfs_round_trip_seconds_total",
+    "Time from requests to their replies; over the operations it is the mean round trip.",
+    labels="server export op",
 )
-_WRITTEN = _counter(
-    name="hpml_nfs_written_bytes_total", help="Bytes that went to the server.", unit="bytes"
+_RETRANSMISSIONS = _of_export(
+    "hpml_nfs_retransmissions_total", "Requests that had to be sent again."
 )
-_OPERATIONS = _counter(
-    name="hpml_nfs_operations_total",
-    help="Requests to the server by operation: read, write, open, and the others.",
-    labels=("server", "export", "op"),
-)
-_ROUND_TRIP = _counter(
-    name="hpml_nfs_round_trip_seconds_total",
-    help="Time from requests to their replies; over the operations it is the mean round trip.",
-    labels=("server", "export", "op"),
-    unit="seconds",
-)
-_RETRANSMISSIONS = _counter(
-    name="hpml_nfs_retransmissions_total", help="Requests that had to be sent again."
-)
-_TIMEOUTS = _counter(
-    name="hpml_nfs_timeouts_total",
-    help="Requests that met a major time-out: the server did not answer any try.",
+_TIMEOUTS = _of_export(
+    "hpml_nfs_timeouts_total",
+    "Requests that met a major time-out: the server did not answer any try.",
 )
 SPECS = (_MOUNTS, _READ, _WRITTEN, _OPERATIONS, _ROUND_TRIP, _RETRANSMISSIONS, _TIMEOUTS)
 
@@ -144,10 +135,12 @@ class Nfs:
     def sample(self, now: float) -> list[Metric]:  # noqa: ARG002
         """Return the families as they are now; see `Collector.sample`."""
         try:
-            text = read(self._mountstats)
+            text = os.fsdecode(read(self._mountstats))
         except FileNotFoundError as error:
             raise NotHereError("no /proc/self/mountstats") from error
-        mounted = _parse(text, read(self._mountinfo)) if " with fstype nfs" in text else []
+        mounted = (
+            _parse(text, os.fsdecode(read(self._mountinfo))) if " with fstype nfs" in text else []
+        )
         if not mounted:
             raise NotHereError("no NFS file system is mounted")
         names = self._names.labels([(mount.server, mount.export) for mount in mounted])

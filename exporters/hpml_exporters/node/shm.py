@@ -6,36 +6,47 @@ single job cannot know of others, and only counts what hpml staged. The kernel's
 `hpml_job_memory_bytes{kind="shmem"}`, of the job's control group: it includes files that are
 deleted but open, and leaves out a dataset that another job brought. Where Slurm gives each job a
 /dev/shm of its own (job_container/tmpfs), the exporter of the node sees none of them.
+
+Users put anything they like there. A FUSE file system that one mounts on a directory or file, and
+whose server never answers, would hold up who looks at it by name (lstat, open). So each entry is
+opened with O_PATH, which reaches no file system (open(2)); the kernel's own record of that
+descriptor (/proc/PID/fdinfo, proc(5)) names the mount it is on; and only what is on the mount of
+/dev/shm is looked at, through that descriptor, so that no mount or renaming meanwhile can come
+between. Links are not followed.
+
+Staged data are `hpml-{uid}/{cluster}-{job id}/{name}`, a directory beside its manifest or a link to
+`hpml-{uid}/.cache/{key}/data`. They count by the size in the manifest: a million files cost one
+read.
 """
 
 from __future__ import annotations
 
+import errno
+import json
 import os
+import stat
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, suppress
+from itertools import islice
 
 from prometheus_client.core import Metric
 
 from hpml_exporters.core.collector import NotHereError
-from hpml_exporters.core.metric import MetricSpec, Row, families
-from hpml_exporters.node.shm_walk import Walk
+from hpml_exporters.core.metric import MetricSpec, Row, families, metric
 from hpml_exporters.options import Context
 
 __all__ = ["ENTRIES", "SPECS", "Shm", "make"]
 
 _STATVFS = "statvfs(2) of /dev/shm"
-_SIZE = MetricSpec("hpml_shm_size_bytes", "gauge", "Size of /dev/shm.", (), "bytes", _STATVFS)
-_USED = MetricSpec(
-    "hpml_shm_used_bytes", "gauge", "Memory that files in /dev/shm take.", (), "bytes", _STATVFS
-)
-_OF_JOB = MetricSpec(
+_SIZE = metric("hpml_shm_size_bytes", "Size of /dev/shm.", source=_STATVFS)
+_USED = metric("hpml_shm_used_bytes", "Memory that files in /dev/shm take.", source=_STATVFS)
+_OF_JOB = metric(
     "hpml_job_shm_bytes",
-    "gauge",
     "Memory of files in /dev/shm that are a job's: what hpml staged for it,"
     " and files of its user where that user has no other job here.",
-    ("cluster", "jobid"),
-    "bytes",
-    "a bounded walk of /dev/shm, manifests of hpml's staged data",
+    "cluster jobid",
+    source="a bounded walk of /dev/shm, manifests of hpml's staged data",
 )
 SPECS = (_SIZE, _USED, _OF_JOB)
 
@@ -44,6 +55,11 @@ ENTRIES = 500
 
 Shown is the last walk that came to its end.
 """
+
+_HELD = os.O_PATH | os.O_NOFOLLOW | os.O_CLOEXEC
+_BLOCK_BYTES = 512  # of st_blocks, whatever the file system's own
+_MAX_DEPTH = 32
+_MANIFEST_BYTES = 65536
 
 
 class Shm:
@@ -57,7 +73,7 @@ class Shm:
         self._root = context.options.roots.shm
         self._jobs, self._cluster = context.jobs, context.options.cluster
         self._own = context.options.job is not None
-        self._walk: Walk | None = None
+        self._walk: _Walk | None = None
         self._found: Mapping[tuple[int, str], int] | None = None
 
     def sample(self, now: float) -> list[Metric]:  # noqa: ARG002
@@ -67,7 +83,8 @@ class Shm:
         except OSError as error:
             raise NotHereError(f"no {self._root}") from error
         size = space.f_blocks * space.f_frsize
-        walk, self._walk = self._walk or Walk(self._root, size), None  # one that fails is given up
+        walk = self._walk or _Walk(self._root, size, is_own=self._own)
+        self._walk = None  # one that fails is given up
         if walk.go_on(ENTRIES):
             self._found = walk.bytes
         else:
@@ -85,15 +102,156 @@ class Shm:
         """Yield what each job has, of those whose user is known."""
         if self._found is None:
             return
-        jobs = {jobid: job.facts.uid for jobid, job in self._jobs.now.by_id.items()}
+        jobs = self._jobs.now.by_id
+        users = {key: job.facts.uid for key, job in jobs.items()}
         if self._own:
-            jobs = {jobid: os.getuid() if uid < 0 else uid for jobid, uid in jobs.items()}
-        jobs_of = Counter(jobs.values())
-        for jobid, uid in jobs.items():
+            users = {key: os.getuid() if uid < 0 else uid for key, uid in users.items()}
+        jobs_of = Counter(users.values())
+        for key, uid in users.items():
             if uid >= 0:
                 alone = jobs_of[uid] == 1 and not self._own
                 others = self._found.get((uid, ""), 0) if alone else 0
-                yield (self._cluster, jobid), self._found.get((uid, jobid), 0) + others
+                yield jobs[key].labels(self._cluster), self._found.get((uid, key), 0) + others
 
 
 make = Shm
+
+
+class _Walk:
+    """One walk through /dev/shm, in pieces.
+
+    Args:
+        root: where it is.
+        size: bytes that no manifest can exceed.
+        is_own: take each job for that of the exporter, which is known by its number.
+
+    Attributes:
+        bytes: found so far, by user and key of the job in `Jobs`; empty: what no job staged.
+    """
+
+    def __init__(self, root: str, size: int, *, is_own: bool) -> None:
+        self.bytes: Counter[tuple[int, str]] = Counter()
+        self._size, self._is_own = size, is_own
+        self._mount = b""
+        self._probe = self._info = -1  # descriptors: of the entry looked at, of its fdinfo
+        self._steps = self._walk(root)
+
+    def go_on(self, entries: int) -> bool:
+        """Look at so many entries; returns whether all were looked at.
+
+        Raises:
+            OSError: /dev/shm or procfs cannot be read.
+        """
+        return sum(1 for _ in islice(self._steps, entries)) < entries
+
+    def close(self) -> None:
+        """Close the directories that are open."""
+        self._steps.close()
+
+    def _walk(self, root: str) -> Generator[None, None, None]:
+        with ExitStack() as opened:
+            top = os.open(root, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
+            opened.callback(os.close, top)
+            self._probe = os.dup(top)
+            opened.callback(os.close, self._probe)
+            self._info = os.open(f"/proc/self/fdinfo/{self._probe}", os.O_RDONLY | os.O_CLOEXEC)
+            opened.callback(os.close, self._info)
+            self._mount = self._mount_of(top)
+            for name in _names(top):
+                yield from self._count(name, top)
+
+    def _count(
+        self, name: str, parent: int, depth: int = 1, job: tuple[int, str] | None = None
+    ) -> Iterator[None]:
+        """Count an entry, and all that a directory holds, as a job's or else as its user's."""
+        yield
+        with suppress(OSError), self._held(name, parent) as (fd, info):
+            is_directory = stat.S_ISDIR(info.st_mode)
+            if depth == 1 and is_directory and name == f"hpml-{info.st_uid}":
+                yield from self._count_jobs(fd, info.st_uid)
+                return
+            # Of a file of several names each stands for its share, so that it counts once.
+            names = 1 if is_directory else max(1, info.st_nlink)
+            self.bytes[job or (info.st_uid, "")] += info.st_blocks * _BLOCK_BYTES // names
+            if is_directory and depth < _MAX_DEPTH:
+                for inner in _names(fd):
+                    yield from self._count(inner, fd, depth + 1, job)
+
+    def _count_jobs(self, user: int, uid: int) -> Iterator[None]:
+        """Count what was staged for each job of a user."""
+        for name in _names(user):
+            yield
+            jobid = name.rpartition("-")[2]
+            if name.startswith(".") or not (jobid.isascii() and jobid.isdigit()):
+                continue
+            key = name if name.startswith("local-") and not self._is_own else jobid
+            with suppress(OSError), self._held(name, user) as (folder, _):
+                for data in _names(folder):
+                    size = None if data.startswith(".") else self._staged_bytes(data, folder, user)
+                    if size is None:
+                        yield from self._count(data, folder, 3, (uid, key))
+                    else:
+                        yield
+                        self.bytes[uid, key] += min(size, self._size)
+
+    def _staged_bytes(self, name: str, job: int, user: int) -> int | None:
+        """Return the size of published data; None of what is none, or not published yet."""
+        try:
+            target = os.readlink(name, dir_fd=job).split("/")
+        except OSError:
+            return self._manifest_bytes(f".{name}.manifest", job)
+        if len(target) != 4 or target[:2] != ["..", ".cache"]:  # noqa: PLR2004
+            return None
+        try:
+            with (
+                self._held(".cache", user) as (cache, _),
+                self._held(target[2], cache) as (data, _),
+            ):
+                return self._manifest_bytes(".data.manifest", data)
+        except OSError:
+            return None
+
+    def _manifest_bytes(self, name: str, parent: int) -> int | None:
+        """Return the size in a manifest's first line; None where there is none."""
+        try:
+            with self._held(name, parent) as (fd, info):
+                if not stat.S_ISREG(info.st_mode):
+                    return None
+                with open(f"/proc/self/fd/{fd}", "rb") as stream:
+                    size = json.loads(stream.readline(_MANIFEST_BYTES))["bytes"]
+        except (OSError, ValueError, KeyError, TypeError, RecursionError):
+            return None
+        return size if type(size) is int and size >= 0 else None
+
+    def _mount_of(self, fd: int) -> bytes:
+        """Return the number of the mount that a descriptor is on."""
+        os.dup2(fd, self._probe, inheritable=False)  # its fdinfo is open: half the cost
+        return os.pread(self._info, 512, 0).partition(b"mnt_id:")[2].partition(b"\n")[0]
+
+    @contextmanager
+    def _held(self, name: str, parent: int) -> Iterator[tuple[int, os.stat_result]]:
+        """Give a descriptor (O_PATH) and the inode of what lies at a name on our mount.
+
+        Raises:
+            OSError: nothing does, it is not for us, or another file system.
+        """
+        fd = os.open(name, _HELD, dir_fd=parent)
+        try:
+            if self._mount_of(fd) != self._mount:
+                raise OSError(errno.EXDEV, "is another file system")
+            yield fd, os.fstat(fd)
+        finally:
+            os.close(fd)
+
+
+def _names(directory: int) -> Iterator[str]:
+    """Yield the names in a directory; none where it cannot be read."""
+    with suppress(OSError):
+        # "." stays below what may be mounted there by now.
+        fd = os.open(".", os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC, dir_fd=directory)
+        try:
+            entries = os.scandir(fd)
+        finally:
+            os.close(fd)
+        with entries:
+            yield from (entry.name for entry in entries)

@@ -5,13 +5,13 @@ from __future__ import annotations
 import time
 from bisect import bisect_left
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Iterable, Iterator, Sequence
+from typing import TYPE_CHECKING, TypeAlias
 
 from prometheus_client.core import Metric
 
-from hpml_exporters.core.metric import Histogram, MetricSpec, families
-from hpml_exporters.core.sampler import tell
+from hpml_exporters.core.collector import StaleError
+from hpml_exporters.core.metric import Histogram, MetricSpec, Row, families
 from hpml_exporters.slurm import metrics as m
 from hpml_exporters.slurm.view import ENDED, Job, Node, View
 from hpml_orchestrator.errors import SchedulerUnavailable
@@ -29,7 +29,11 @@ _BACK_OFF_MAX = 600.0
 _BOUNDS = (1.0, 10.0, 60.0, 300.0, 900.0, 3600.0, 4 * 3600.0, 12 * 3600.0, 86400.0, 7 * 86400.0)
 _LABELS_MAX = 200
 _WITHDRAWN = frozenset({"CANCELLED", "DEADLINE", "REVOKED"})
-OTHER = "other"
+_OTHER = "other"
+_MICROSECOND = 1e-6
+
+_Rows: TypeAlias = dict[MetricSpec, Iterable[Row]]
+_Counts: TypeAlias = Counter[tuple[str, ...]]
 
 
 class SlurmCollector:
@@ -55,24 +59,28 @@ class SlurmCollector:
         self._refreshed = self._duration = 0.0
         self._failures = self._in_a_row = 0
         self._due = 0.0
-        self._told: set[str] = set()
+        self._reason = ""
 
     def sample(self, now: float) -> Iterable[Metric]:
-        """Refresh if it is time; see core.Collector."""
+        """Refresh if it is time; see core.Collector.
+
+        Raises:
+            StaleError: Slurm gave no usable answer; it has the figures of the last one.
+        """
         if now >= self._due:
             try:
                 self._refresh()
                 self._in_a_row = 0
-                self._told.clear()
             except SchedulerUnavailable as error:
+                self._reason = str(error)
                 self._failures += 1
                 self._in_a_row += 1
-                if error.message not in self._told:  # each reason once, until one succeeds
-                    self._told.add(error.message)
-                    tell(f"refresh failed, keeping the last figures: {error}")
                 pause = min(self.interval * 2**self._in_a_row, _BACK_OFF_MAX)
                 self._due = now + pause - self.interval / 2
-        return [*self._last, *self._own()]
+        shown = [*self._last, *self._own()]
+        if self._in_a_row:
+            raise StaleError(self._reason, shown)
+        return shown
 
     def close(self) -> None:
         """Nothing is open between two refreshes."""
@@ -83,15 +91,15 @@ class SlurmCollector:
         if isinstance(view, View):
             jobs = list(view.jobs)
             self._history.note(jobs)
-            rows = {**self._job_rows(jobs), **self._history.rows(), **_node_rows(view.nodes)}
-            self._last = families({**rows, **_other_rows(view)})
+            rows = self._job_rows(jobs) | self._history.rows()
+            self._last = families(rows | _node_rows(view.nodes) | _other_rows(view))
         else:
             self._last = list(view)
         self._refreshed, self._duration = time.time(), time.monotonic() - began
 
     def _own(self) -> list[Metric]:
-        rows: dict[MetricSpec, list[tuple[tuple[str, ...], float]]] = {
-            m.UP: [((), float(self._in_a_row == 0))],
+        rows: _Rows = {
+            m.UP: [((), self._in_a_row == 0)],
             m.FAILURES: [((), self._failures)],
             m.SOURCE: [((self._source.name,), 1)],
         }
@@ -100,13 +108,11 @@ class SlurmCollector:
             rows[m.DURATION] = [((), self._duration)]
         return families(rows)
 
-    def _job_rows(
-        self, jobs: list[Job]
-    ) -> Mapping[MetricSpec, Iterable[tuple[tuple[str, ...], float]]]:
-        states: Counter[tuple[str, ...]] = Counter()
-        reasons: Counter[tuple[str, ...]] = Counter()
-        users: Counter[tuple[str, ...]] = Counter()
-        accounts: Counter[tuple[str, ...]] = Counter()
+    def _job_rows(self, jobs: list[Job]) -> _Rows:
+        states: _Counts = Counter()
+        reasons: _Counts = Counter()
+        users: _Counts = Counter()
+        accounts: _Counts = Counter()
         for job in jobs:
             if job.state in ENDED:
                 continue
@@ -114,14 +120,16 @@ class SlurmCollector:
             states[state, job.partition, job.qos] += job.tasks
             if job.reason:
                 reasons[job.partition, job.reason] += job.tasks
-            users[job.user, state] += job.tasks
-            accounts[job.account, state] += job.tasks
-        rows = {m.JOBS: states.items(), m.REASONS: reasons.items()}
-        if self._users:
-            rows[m.USER_JOBS] = _capped(users).items()
-        if self._accounts:
-            rows[m.ACCOUNT_JOBS] = _capped(accounts).items()
-        return rows
+            if self._users:
+                users[job.user, state] += job.tasks
+            if self._accounts:
+                accounts[job.account, state] += job.tasks
+        return {
+            m.JOBS: states.items(),
+            m.REASONS: reasons.items(),
+            m.USER_JOBS: _capped(users).items(),
+            m.ACCOUNT_JOBS: _capped(accounts).items(),
+        }
 
 
 class _History:
@@ -130,7 +138,7 @@ class _History:
     def __init__(self) -> None:
         self._started: set[tuple[str, int]] | None = None
         self._ended_before: set[tuple[str, int]] = set()
-        self._ended: Counter[tuple[str, ...]] = Counter()
+        self._ended: _Counts = Counter()
         self._waited: dict[str, _Times] = defaultdict(_Times)
         self._ran: dict[str, _Times] = defaultdict(_Times)
 
@@ -155,7 +163,7 @@ class _History:
                         self._ran[job.partition].add(job.end - job.start)
         self._started, self._ended_before = now, ended
 
-    def rows(self) -> Mapping[MetricSpec, Iterable[tuple[tuple[str, ...], float | Histogram]]]:
+    def rows(self) -> _Rows:
         """Return what was counted since the exporter's start."""
         return {
             m.ENDED_JOBS: self._ended.items(),
@@ -180,78 +188,57 @@ class _Times:
         return Histogram(_BOUNDS, tuple(self._counts), self._sum)
 
 
-def _capped(counts: Counter[tuple[str, ...]]) -> Counter[tuple[str, ...]]:
+def _capped(counts: _Counts) -> _Counts:
     """Keep the names with most jobs; the rest are one name, `other`."""
     totals: Counter[str] = Counter()
     for (name, _), count in counts.items():
         totals[name] += count
     kept = {name for name, _ in totals.most_common(_LABELS_MAX)}
-    capped: Counter[tuple[str, ...]] = Counter()
+    capped: _Counts = Counter()
     for (name, state), count in counts.items():
-        capped[name if name in kept else OTHER, state] += count
+        capped[name if name in kept else _OTHER, state] += count
     return capped
 
 
-def _node_rows(
-    nodes: Iterable[Node],
-) -> Mapping[MetricSpec, Iterable[tuple[tuple[str, ...], float]]]:
-    rows: dict[MetricSpec, Counter[tuple[str, ...]]] = defaultdict(Counter)
-    reasons = []
+def _node_rows(nodes: Iterable[Node]) -> _Rows:
+    counts: dict[MetricSpec, _Counts] = defaultdict(Counter)
+    reasons: list[Row] = []
     for node in nodes:
-        rows[m.NODES][(node.state,)] += 1
-        cpus = _split(node, node.cpus, node.cpus_allocated)
-        memory = _split(node, node.memory, node.memory_allocated)
-        gpus = {
-            kind: _split(node, total, _allocated(node, kind)) for kind, total in node.gpus.items()
-        }
-        _add(rows, (m.CPUS, m.MEMORY, m.GPUS), (), (cpus, memory, gpus))
-        partition_specs = m.PARTITION_CPUS, m.PARTITION_MEMORY, m.PARTITION_GPUS
+        counts[m.NODES][(node.state,)] += 1
         for partition in node.partitions:
-            rows[m.PARTITION_NODES][partition, node.state] += 1
-            _add(rows, partition_specs, (partition,), (cpus, memory, gpus))
+            counts[m.PARTITION_NODES][partition, node.state] += 1
+        for whole, parts, kind, total, allocated in _resources(node):
+            rest = "idle" if node.usable else "down"
+            for state, amount in (("allocated", allocated), (rest, max(total - allocated, 0))):
+                counts[whole][*kind, state] += amount
+                for partition in node.partitions:
+                    counts[parts][partition, *kind, state] += amount
         if node.reason:
-            reasons.append(((node.name, node.state, node.reason), 1.0))
-    return {**{spec: counter.items() for spec, counter in rows.items()}, m.REASON: reasons}
+            reasons.append(((node.name, node.state, node.reason), 1))
+    return {**{spec: found.items() for spec, found in counts.items()}, m.REASON: reasons}
 
 
-def _allocated(node: Node, kind: str) -> int:
-    """Return allocated GPUs of a type; Slurm may give them without one."""
-    if kind in node.gpus_allocated:
-        return node.gpus_allocated[kind]
-    return node.gpus_allocated.get("", 0) if len(node.gpus) == 1 else 0
+def _resources(node: Node) -> Iterator[tuple[MetricSpec, MetricSpec, tuple[str, ...], int, int]]:
+    """Yield metrics of cluster and partition, the GPU's type, total and allocated amounts."""
+    yield m.CPUS, m.PARTITION_CPUS, (), node.cpus, node.cpus_allocated
+    yield m.MEMORY, m.PARTITION_MEMORY, (), node.memory, node.memory_allocated
+    # Slurm may give allocated GPUs without their type.
+    untyped = node.gpus_allocated.get("", 0) if len(node.gpus) == 1 else 0
+    for kind, total in node.gpus.items():
+        allocated = node.gpus_allocated.get(kind, untyped)
+        yield m.GPUS, m.PARTITION_GPUS, (kind,), total, allocated
 
 
-def _split(node: Node, total: int, allocated: int) -> dict[str, int]:
-    rest = "idle" if node.usable else "down"
-    return {"allocated": allocated, rest: max(total - allocated, 0)}
-
-
-def _add(
-    rows: dict[MetricSpec, Counter[tuple[str, ...]]],
-    specs: tuple[MetricSpec, MetricSpec, MetricSpec],
-    labels: tuple[str, ...],
-    amounts: tuple[dict[str, int], dict[str, int], dict[str, dict[str, int]]],
-) -> None:
-    cpus, memory, gpus = amounts
-    for state, count in cpus.items():
-        rows[specs[0]][(*labels, state)] += count
-    for state, count in memory.items():
-        rows[specs[1]][(*labels, state)] += count
-    for kind, by_state in gpus.items():
-        for state, count in by_state.items():
-            rows[specs[2]][(*labels, kind, state)] += count
-
-
-def _other_rows(view: View) -> Mapping[MetricSpec, Iterable[tuple[tuple[str, ...], float]]]:
-    rows: dict[MetricSpec, list[tuple[tuple[str, ...], float]]] = {
+def _other_rows(view: View) -> _Rows:
+    rows: _Rows = {
         m.LICENSES: [((name,), total) for name, (total, _) in view.licenses.items()],
         m.LICENSES_USED: [((name,), used) for name, (_, used) in view.licenses.items()],
         m.RESERVATION_NODES: [((one.name, one.state), one.nodes) for one in view.reservations],
         m.RESERVATION_START: [((one.name,), one.start) for one in view.reservations],
         m.RESERVATION_END: [((one.name,), one.end) for one in view.reservations],
-        m.FAIRSHARE: list(view.user_shares.items()),
+        m.FAIRSHARE: view.user_shares.items(),
     }
-    for name, (spec, factor) in m.STATISTICS.items():
-        if name in view.statistics:
-            rows[spec] = [((), view.statistics[name] * factor)]
+    for name, value in view.statistics.items():
+        spec = m.STATISTICS[name]
+        rows[spec] = [((), value * _MICROSECOND if spec.unit == "seconds" else value)]
     return rows

@@ -8,6 +8,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping
 from functools import lru_cache
+from typing import TypeAlias
 
 from hpml_exporters.core.sampler import tell
 from hpml_exporters.slurm.view import Job, Node, Reservation, View, node_state
@@ -15,10 +16,10 @@ from hpml_orchestrator.errors import SchedulerUnavailable
 from hpml_orchestrator.scheduler.command import Runner, SubprocessRunner
 from hpml_orchestrator.scheduler.slurm.ask import ask, unusable
 from hpml_orchestrator.scheduler.slurm.parse import parse_time
-from hpml_orchestrator.scheduler.slurm.records import node_states
+from hpml_orchestrator.scheduler.slurm.records import node_states, parse_records, parse_rows
 from hpml_orchestrator.spec.values import MIB, read_gres
 
-__all__ = ["Commands", "count_tasks", "head_of_reason", "parse_jobs", "parse_nodes", "parse_sdiag"]
+__all__ = ["Commands", "count_tasks", "head_of_reason"]
 
 _UNIT, _RECORD = "\x1f", "\x1e"
 _JOB_FIELDS = (
@@ -28,10 +29,15 @@ _NODE_FIELDS = (
     "NodeHost NodeAddr StateComplete Partition CPUsState AllocMem Memory Gres GresUsed "
     "Reason".split()
 )
+_SHARE_FIELDS = "Account,User,FairShare"
 _TIMEOUT_SECONDS = 60.0
+Rare: TypeAlias = tuple[
+    dict[str, tuple[int, int]], tuple[Reservation, ...], dict[tuple[str, str], float]
+]
 _RARE = 10  # refreshes between two looks at licences, reservations and fairshare
 
 _RANGE = re.compile(r"(\d+)(?:-(\d+))?(?::(\d+))?", re.ASCII)
+_DECIMAL = re.compile(r"\d+(\.\d+)?", re.ASCII)
 _HEX = re.compile(r"0x([0-9A-Fa-f]+)", re.ASCII)
 _SDIAG = {
     "Server thread count": "server_thread_count",
@@ -72,41 +78,27 @@ class Commands:
         self._shares = shares
         self._refreshes = 0
         self._told: set[str] = set()
-        self._rare: tuple[
-            dict[str, tuple[int, int]],
-            tuple[Reservation, ...],
-            dict[tuple[str, str], float],
-        ] = ({}, (), {})
+        self._rare: Rare = ({}, (), {})
 
     def read(self) -> View:
         """Ask Slurm once; see `view.Source`."""
-        jobs = parse_jobs(
-            self._output(
-                "squeue", "--all", "--noheader", "--states=all", "-O", _format(_JOB_FIELDS)
-            )
-        )
-        nodes = self.nodes()
-        statistics = parse_sdiag(self._optional("sdiag"))
-        licenses, reservations, shares = self.rare()
-        return View(list(jobs), nodes, statistics, licenses, reservations, shares)
+        squeue = ("squeue", "--all", "--noheader", "--states=all", "-O", _format(_JOB_FIELDS))
+        jobs = list(_jobs_of(self._output(*squeue)))
+        return View(jobs, self.nodes(), _sdiag_of(self._optional("sdiag")), *self.rare())
 
     def nodes(self) -> list[Node]:
         """Return the nodes alone."""
-        return parse_nodes(
-            self._output("sinfo", "--all", "--noheader", "--Node", "-O", _format(_NODE_FIELDS))
-        )
+        sinfo = ("sinfo", "--all", "--noheader", "--Node", "-O", _format(_NODE_FIELDS))
+        return _nodes_of(self._output(*sinfo))
 
-    def rare(
-        self,
-    ) -> tuple[dict[str, tuple[int, int]], tuple[Reservation, ...], dict[tuple[str, str], float]]:
+    def rare(self) -> Rare:
         """Return licences, reservations and fairshares, which are asked for now and then."""
         if self._refreshes % _RARE == 0:
-            licenses = _licenses(self._optional("scontrol", "--oneliner", "show", "licenses"))
-            reservations = _reservations(
-                self._optional("scontrol", "--oneliner", "show", "reservations")
-            )
-            columns = ("sshare", "-a", "-P", "-h", "-o", "Account,User,FairShare")
-            shares = _fairshares(self._optional(*columns)) if self._shares else {}
+            show = ("scontrol", "--oneliner", "show")
+            licenses = _licenses(self._optional(*show, "licenses"))
+            reservations = _reservations(self._optional(*show, "reservations"))
+            sshare = ("sshare", "-a", "-P", "-h", "-o", _SHARE_FIELDS)
+            shares = _fairshares(self._optional(*sshare)) if self._shares else {}
             self._rare = licenses, reservations, shares
         self._refreshes += 1
         return self._rare
@@ -128,7 +120,7 @@ class Commands:
             return ""
 
 
-def parse_jobs(text: str) -> Iterator[Job]:
+def _jobs_of(text: str) -> Iterator[Job]:
     """Yield the rows of squeue.
 
     Raises:
@@ -152,7 +144,7 @@ def parse_jobs(text: str) -> Iterator[Job]:
         )
 
 
-def parse_nodes(text: str) -> list[Node]:
+def _nodes_of(text: str) -> list[Node]:
     """Return the nodes of sinfo, which has a row per node and partition.
 
     Raises:
@@ -185,7 +177,7 @@ def parse_nodes(text: str) -> list[Node]:
     return nodes
 
 
-def parse_sdiag(text: str) -> dict[str, float]:
+def _sdiag_of(text: str) -> dict[str, float]:
     """Return the numbers of sdiag by the names that pyslurm has for them."""
     statistics: dict[str, float] = {}
     section = ""
@@ -267,37 +259,28 @@ def _node_state(text: str) -> str:
     return node_state(node_states(text))
 
 
-def _pairs(text: str) -> Iterator[dict[str, str]]:
-    for line in text.splitlines():
-        yield dict(word.partition("=")[::2] for word in line.split() if "=" in word)
-
-
 def _licenses(text: str) -> dict[str, tuple[int, int]]:
-    return {
-        row["LicenseName"]: (_number(row.get("Total", "")), _number(row.get("Used", "")))
-        for row in _pairs(text)
-        if "LicenseName" in row
-    }
+    rows = parse_records(text)
+    return {row["LicenseName"]: (_number(row["Total"]), _number(row["Used"])) for row in rows}
 
 
 def _reservations(text: str) -> tuple[Reservation, ...]:
     return tuple(
         Reservation(
             row["ReservationName"],
-            row.get("State", "").lower(),
-            _number(row.get("NodeCnt", "")),
-            _seconds(row.get("StartTime", "")),
-            _seconds(row.get("EndTime", "")),
+            row["State"].lower(),
+            _number(row["NodeCnt"]),
+            _seconds(row["StartTime"]),
+            _seconds(row["EndTime"]),
         )
-        for row in _pairs(text)
-        if "ReservationName" in row
+        for row in parse_records(text)
     )
 
 
 def _fairshares(text: str) -> dict[tuple[str, str], float]:
-    shares = {}
-    for line in text.splitlines():
-        account, user, share = [*line.split("|"), "", ""][:3]
-        if user.strip() and re.fullmatch(r"\d+(\.\d+)?", share.strip(), re.ASCII):
-            shares[account.strip(), user.strip()] = float(share)
-    return shares
+    rows = parse_rows(text, _SHARE_FIELDS)
+    return {
+        (row["Account"], row["User"]): float(row["FairShare"])
+        for row in rows
+        if row["User"] and _DECIMAL.fullmatch(row["FairShare"])
+    }

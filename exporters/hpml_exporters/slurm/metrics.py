@@ -6,180 +6,108 @@ from hpml_exporters.core.metric import MetricSpec, MetricType
 
 __all__ = ["SPECS", "STATISTICS"]
 
+_UNITS = ("seconds", "bytes", "ratio")
+_TYPES: dict[str, MetricType] = {"total": "counter", "info": "info"}
+
 
 def _spec(
-    name: str,
-    text: str,
-    labels: str = "",
-    kind: MetricType = "gauge",
-    unit: str = "",
-    source: str = "squeue",
+    source: str, name: str, labels: str, text: str, kind: MetricType | None = None
 ) -> MetricSpec:
+    """Describe a metric; its type and unit follow from the end of its name."""
+    end = name.rpartition("_")[2]
+    unit = end if end in _UNITS else ""
+    kind = kind or _TYPES.get(end, "gauge")
     return MetricSpec(f"hpml_slurm_{name}", kind, text, tuple(labels.split()), unit, source)
 
 
-UP = _spec(
-    "up", "Whether the last refresh succeeded; if not, older figures are shown.", source="exporter"
-)
-AGE = _spec(
-    "last_refresh_timestamp_seconds",
-    "When the figures shown here were read.",
-    unit="seconds",
-    source="exporter",
-)
-DURATION = _spec(
-    "refresh_duration_seconds",
-    "How long the last successful refresh took.",
-    unit="seconds",
-    source="exporter",
-)
-FAILURES = _spec("refresh_failures_total", "Refreshes that failed.", "", "counter", "", "exporter")
-SOURCE = _spec("source_info", "Where the figures come from.", "source", "info", "", "exporter")
+_OWN, _SQUEUE, _SINFO, _SCONTROL = "exporter", "squeue", "sinfo", "scontrol"
 
-JOBS = _spec("jobs", "Jobs that have not ended.", "state partition qos")
-REASONS = _spec("jobs_pending", "Pending jobs by the reason that Slurm gives.", "partition reason")
-USER_JOBS = _spec("user_jobs", "Jobs of a user that have not ended (--users).", "user state")
-ACCOUNT_JOBS = _spec(
-    "account_jobs", "Jobs of an account that have not ended (--accounts).", "account state"
+UP = _spec(_OWN, "up", "", "Whether the last refresh succeeded; if not, older figures are shown.")
+AGE = _spec(_OWN, "last_refresh_timestamp_seconds", "", "When the figures shown here were read.")
+DURATION = _spec(_OWN, "refresh_duration_seconds", "", "How long the last successful refresh took.")
+FAILURES = _spec(_OWN, "refresh_failures_total", "", "Refreshes that failed.")
+SOURCE = _spec(_OWN, "source_info", "source", "Where the figures come from.")
+
+JOBS = _spec(_SQUEUE, "jobs", "state partition qos", "Jobs that have not ended.")
+REASONS = _spec(
+    _SQUEUE, "jobs_pending", "partition reason", "Pending jobs by the reason that Slurm gives."
 )
-ENDED_JOBS = _spec("jobs_ended_total", "Jobs that ended.", "partition state", "counter")
+USER_JOBS = _spec(
+    _SQUEUE, "user_jobs", "user state", "Jobs of a user that have not ended (--users)."
+)
+ACCOUNT_JOBS = _spec(
+    _SQUEUE, "account_jobs", "account state", "Jobs of an account that have not ended (--accounts)."
+)
+ENDED_JOBS = _spec(_SQUEUE, "jobs_ended_total", "partition state", "Jobs that ended.")
 WAIT = _spec(
-    "job_wait_seconds",
+    *(_SQUEUE, "job_wait_seconds", "partition"),
     "Time from being eligible to the start, of jobs that started.",
-    "partition",
     "histogram",
-    "seconds",
 )
 RUN = _spec(
-    "job_run_seconds",
+    *(_SQUEUE, "job_run_seconds", "partition"),
     "Time from the start to the end, of jobs that ended.",
-    "partition",
     "histogram",
-    "seconds",
 )
 
-_SINFO = "sinfo"
-NODES = _spec("nodes", "Nodes by state.", "state", source=_SINFO)
+NODES = _spec(_SINFO, "nodes", "state", "Nodes by state.")
 PARTITION_NODES = _spec(
-    "partition_nodes",
+    *(_SINFO, "partition_nodes", "partition state"),
     "Nodes of a partition by state; a node may be in several.",
-    "partition state",
-    source=_SINFO,
 )
-REASON = _spec(
-    "node_reason_info",
-    "Why a node is drained or down.",
-    "node state reason",
-    "info",
-    source=_SINFO,
-)
-CPUS = _spec("cpus", "CPUs: allocated, idle, or down with their node.", "state", source=_SINFO)
-PARTITION_CPUS = _spec(
-    "partition_cpus", "CPUs of a partition's nodes.", "partition state", source=_SINFO
-)
-MEMORY = _spec(
-    "memory_bytes", "Memory: allocated, idle or down.", "state", unit="bytes", source=_SINFO
-)
+REASON = _spec(_SINFO, "node_reason_info", "node state reason", "Why a node is drained or down.")
+CPUS = _spec(_SINFO, "cpus", "state", "CPUs: allocated, idle, or down with their node.")
+PARTITION_CPUS = _spec(_SINFO, "partition_cpus", "partition state", "CPUs of a partition's nodes.")
+MEMORY = _spec(_SINFO, "memory_bytes", "state", "Memory: allocated, idle or down.")
 PARTITION_MEMORY = _spec(
-    "partition_memory_bytes",
-    "Memory of a partition's nodes.",
-    "partition state",
-    unit="bytes",
-    source=_SINFO,
+    _SINFO, "partition_memory_bytes", "partition state", "Memory of a partition's nodes."
 )
-GPUS = _spec("gpus", "GPUs: allocated, idle, or down with their node.", "type state", source=_SINFO)
+GPUS = _spec(_SINFO, "gpus", "type state", "GPUs: allocated, idle, or down with their node.")
 PARTITION_GPUS = _spec(
-    "partition_gpus", "GPUs of a partition's nodes.", "partition type state", source=_SINFO
+    _SINFO, "partition_gpus", "partition type state", "GPUs of a partition's nodes."
 )
 
-_SCONTROL = "scontrol"
-LICENSES = _spec("licenses", "Licences that there are.", "license", source=_SCONTROL)
-LICENSES_USED = _spec("licenses_used", "Licences in use.", "license", source=_SCONTROL)
+LICENSES = _spec(_SCONTROL, "licenses", "license", "Licences that there are.")
+LICENSES_USED = _spec(_SCONTROL, "licenses_used", "license", "Licences in use.")
 RESERVATION_NODES = _spec(
-    "reservation_nodes", "Nodes of a reservation.", "reservation state", source=_SCONTROL
+    _SCONTROL, "reservation_nodes", "reservation state", "Nodes of a reservation."
 )
 RESERVATION_START = _spec(
-    "reservation_start_timestamp_seconds",
+    *(_SCONTROL, "reservation_start_timestamp_seconds", "reservation"),
     "When a reservation begins.",
-    "reservation",
-    unit="seconds",
-    source=_SCONTROL,
 )
 RESERVATION_END = _spec(
-    "reservation_end_timestamp_seconds",
-    "When a reservation ends.",
-    "reservation",
-    unit="seconds",
-    source=_SCONTROL,
+    _SCONTROL, "reservation_end_timestamp_seconds", "reservation", "When a reservation ends."
 )
 FAIRSHARE = _spec(
-    "user_fairshare_ratio",
+    *("sshare", "user_fairshare_ratio", "account user"),
     "Fairshare factor of a user, 0 to 1 (--users).",
-    "account user",
-    unit="ratio",
-    source="sshare",
 )
 
-
-def _statistic(name: str, text: str, kind: MetricType = "gauge", unit: str = "") -> MetricSpec:
-    return _spec(f"scheduler_{name}", text, "", kind, unit, "sdiag")
-
-
-_MICRO = 1e-6
-STATISTICS: dict[str, tuple[MetricSpec, float]] = {
-    "server_thread_count": (_statistic("threads", "Threads of slurmctld."), 1),
-    "agent_queue_size": (_statistic("agent_queue", "Messages that wait to be sent."), 1),
-    "dbd_agent_queue_size": (_statistic("dbd_queue", "Messages that wait for slurmdbd."), 1),
-    "jobs_submitted": (
-        _statistic("jobs_submitted_total", "Jobs submitted since sdiag's last reset.", "counter"),
-        1,
-    ),
-    "jobs_started": (
-        _statistic("jobs_started_total", "Jobs started since sdiag's last reset.", "counter"),
-        1,
-    ),
-    "schedule_cycle_counter": (
-        _statistic("cycles_total", "Cycles of the main scheduler since the reset.", "counter"),
-        1,
-    ),
-    "schedule_cycle_last": (
-        _statistic("cycle_seconds", "Length of the last main cycle.", unit="seconds"),
-        _MICRO,
-    ),
-    "schedule_cycle_mean": (
-        _statistic("cycle_mean_seconds", "Mean length of main cycles.", unit="seconds"),
-        _MICRO,
-    ),
-    "schedule_queue_length": (
-        _statistic("queue_length", "Jobs that the last main cycle looked at."),
-        1,
-    ),
-    "backfilled_jobs": (
-        _statistic("backfilled_jobs_total", "Jobs started by backfill.", "counter"),
-        1,
-    ),
-    "backfill_cycle_counter": (
-        _statistic("backfill_cycles_total", "Backfill cycles since the reset.", "counter"),
-        1,
-    ),
-    "backfill_cycle_last": (
-        _statistic("backfill_cycle_seconds", "Length of the last backfill.", unit="seconds"),
-        _MICRO,
-    ),
-    "backfill_cycle_mean": (
-        _statistic("backfill_cycle_mean_seconds", "Mean length of backfills.", unit="seconds"),
-        _MICRO,
-    ),
-    "backfill_last_depth": (
-        _statistic("backfill_depth", "Jobs that the last backfill considered."),
-        1,
-    ),
+STATISTICS = {
+    statistic: _spec("sdiag", f"scheduler_{name}", "", text)
+    for statistic, name, text in (
+        ("server_thread_count", "threads", "Threads of slurmctld."),
+        ("agent_queue_size", "agent_queue", "Messages that wait to be sent."),
+        ("dbd_agent_queue_size", "dbd_queue", "Messages that wait for slurmdbd."),
+        ("jobs_submitted", "jobs_submitted_total", "Jobs submitted since sdiag's last reset."),
+        ("jobs_started", "jobs_started_total", "Jobs started since sdiag's last reset."),
+        ("schedule_cycle_counter", "cycles_total", "Cycles of the main scheduler since the reset."),
+        ("schedule_cycle_last", "cycle_seconds", "Length of the last main cycle."),
+        ("schedule_cycle_mean", "cycle_mean_seconds", "Mean length of main cycles."),
+        ("schedule_queue_length", "queue_length", "Jobs that the last main cycle looked at."),
+        ("backfilled_jobs", "backfilled_jobs_total", "Jobs started by backfill."),
+        ("backfill_cycle_counter", "backfill_cycles_total", "Backfill cycles since the reset."),
+        ("backfill_cycle_last", "backfill_cycle_seconds", "Length of the last backfill."),
+        ("backfill_cycle_mean", "backfill_cycle_mean_seconds", "Mean length of backfills."),
+        ("backfill_last_depth", "backfill_depth", "Jobs that the last backfill considered."),
+    )
 }
-"""Metric and factor of each of Slurm's statistics, by the name that pyslurm has for it."""
+"""Metrics of Slurm's statistics by pyslurm's names; Slurm gives times in microseconds."""
 
 SPECS: tuple[MetricSpec, ...] = (
     *(UP, AGE, DURATION, FAILURES, SOURCE, JOBS, REASONS, USER_JOBS, ACCOUNT_JOBS, ENDED_JOBS),
     *(WAIT, RUN, NODES, PARTITION_NODES, REASON, CPUS, PARTITION_CPUS, MEMORY, PARTITION_MEMORY),
     *(GPUS, PARTITION_GPUS, LICENSES, LICENSES_USED, RESERVATION_NODES, RESERVATION_START),
-    *(RESERVATION_END, FAIRSHARE, *(spec for spec, _ in STATISTICS.values())),
+    *(RESERVATION_END, FAIRSHARE, *STATISTICS.values()),
 )

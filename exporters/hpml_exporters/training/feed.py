@@ -38,9 +38,9 @@ _UCRED = struct.Struct("=iII")  # pid, uid, gid
 
 
 class Said(NamedTuple):
-    """What came by one connection: the latest message of each part."""
+    """What came by one connection: the latest message of each part; `key` is that of `Jobs`."""
 
-    jobid: str
+    key: str
     agent: int
     messages: list[FeedMessage]
 

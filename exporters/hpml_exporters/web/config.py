@@ -1,4 +1,4 @@
-"""The web-config file of Prometheus' exporters: TLS, users and headers, reloaded when it changes.
+"""The web-config file of Prometheus' exporters: TLS, users and headers.
 
 `python -m hpml_exporters.web.config FILE` prints what a file asks of clients as one JSON object:
 `{"locked": BOOL, "tls": BOOL}`, or `{"error": TEXT, "hint": TEXT}`. `hpml check` runs it before a
@@ -12,17 +12,14 @@ import os
 import re
 import ssl
 import sys
-import threading
-import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 from hpml_orchestrator.errors import InputError, did_you_mean
 
-__all__ = ["Settings", "TlsConfig", "Watcher", "WebConfig", "load", "main", "read"]
+__all__ = ["TlsConfig", "WebConfig", "main", "read", "tls_context"]
 
-_TLS, _HTTP, _USERS = "tls_server_config", "http_server_config", "basic_auth_users"
 _CLIENT_AUTH = {
     "NoClientCert": ssl.CERT_NONE,
     "RequestClientCert": ssl.CERT_NONE,  # whoever shows any certificate, or none, may read
@@ -30,28 +27,41 @@ _CLIENT_AUTH = {
     "RequireAndVerifyClientCert": ssl.CERT_REQUIRED,
 }
 _VERSIONS = {"TLS12": ssl.TLSVersion.TLSv1_2, "TLS13": ssl.TLSVersion.TLSv1_3}
-_HEADERS = (
-    "Content-Security-Policy",
-    "Strict-Transport-Security",
-    "X-Content-Type-Options",
-    "X-Frame-Options",
-    "X-XSS-Protection",
-)
-# Fields of the format that are refused, and why they are not needed.
-_UNSUPPORTED = {
-    f"{_TLS}.cert": "use cert_file",
-    f"{_TLS}.key": "use key_file",
-    f"{_TLS}.client_ca": "use client_ca_file",
-    f"{_TLS}.cipher_suites": "leave it out: OpenSSL's defaults apply",
-    f"{_TLS}.curve_preferences": "leave it out: OpenSSL's defaults apply",
-    f"{_TLS}.prefer_server_cipher_suites": "leave it out: OpenSSL's defaults apply",
-    "rate_limit": "leave it out: the server limits connections and handshakes by itself",
-}
 _BCRYPT = re.compile(r"\$2[abxy]?\$(0[4-9]|[12][0-9]|3[01])\$[./A-Za-z0-9]{53}")
-_QUOTED = re.compile(r"'[^']*'|\"[^\"]*\"")
+_ONE_LINE = re.compile(r"[ -~]*")
+_ANY = ""  # any name
+# A mapping has these fields, a tuple lists the values of a text, and a pattern is that of a text.
+_FIELDS = {
+    "tls_server_config": {
+        "cert_file": str,
+        "key_file": str,
+        "client_ca_file": str,
+        "client_auth_type": tuple(_CLIENT_AUTH),
+        "client_allowed_sans": list,
+        "min_version": tuple(_VERSIONS),
+        "max_version": tuple(_VERSIONS),
+    },
+    "http_server_config": {
+        "http2": ("false",),
+        "headers": {
+            "Content-Security-Policy": _ONE_LINE,
+            "Strict-Transport-Security": _ONE_LINE,
+            "X-Content-Type-Options": _ONE_LINE,
+            "X-Frame-Options": _ONE_LINE,
+            "X-XSS-Protection": _ONE_LINE,
+        },
+    },
+    "basic_auth_users": {_ANY: _BCRYPT},
+}
+_NOT_A_TEXT = {
+    _BCRYPT: (
+        "not a bcrypt hash",
+        "`htpasswd -nBC 10 '' | tr -d ':\\n'` asks for the password and prints its hash",
+    ),
+    _ONE_LINE: ("must be one line of ASCII", ""),
+}
 _NULL = frozenset({"", "~", "null"})
-_MOST_BYTES = 1 << 20
-_LOOKS_BEFORE_RETRY = 15
+_MAX_BYTES = 1 << 20
 _EXIT_USAGE = 2
 
 
@@ -69,8 +79,8 @@ class TlsConfig:
         max_version: TLS12 or TLS13.
     """
 
-    cert_file: str
-    key_file: str
+    cert_file: str = ""
+    key_file: str = ""
     client_ca_file: str = ""
     client_auth_type: str = "NoClientCert"
     client_allowed_sans: tuple[str, ...] = ()
@@ -81,6 +91,12 @@ class TlsConfig:
     def verify_mode(self) -> ssl.VerifyMode:
         """Whether clients must show a certificate."""
         return _CLIENT_AUTH[self.client_auth_type]
+
+    @property
+    def files(self) -> dict[str, str]:
+        """The files that it names, by field."""
+        names = ("cert_file", "key_file", "client_ca_file")
+        return {name: getattr(self, name) for name in names if getattr(self, name)}
 
 
 @dataclass(frozen=True)
@@ -105,200 +121,135 @@ class WebConfig:
         )
 
 
-@dataclass(frozen=True)
-class Settings:
-    """What a server applies: a file, its TLS context, and the state of all files read."""
-
-    config: WebConfig = field(default_factory=WebConfig)
-    context: ssl.SSLContext | None = None
-    files: tuple[str, ...] = ()
-    stamp: Sequence[object] = ()
-
-
-def load(path: str) -> Settings:
-    """Return the settings of a file, with its certificates loaded.
-
-    Raises:
-        InputError: a value, or a file that it names, is wrong.
-    """
-    stamp = _stamp([path])  # before reading, so that a change meanwhile is seen as one
-    config = read(path)
-    tls = config.tls
-    named = [tls.cert_file, tls.key_file, tls.client_ca_file] if tls else []
-    named = [file for file in named if file]
-    stamp += _stamp(named)
-    context = _context(tls) if tls else None
-    return Settings(config, context, (path, *named), stamp)
-
-
 def read(path: str) -> WebConfig:
     """Return what a file says, without opening the certificates that it names.
 
     Raises:
-        InputError: a field is unknown or not supported, or its value is wrong.
+        InputError: a field is unknown or not supported, or its value is wrong; it names file and
+            field, and shows no value, which may be a password.
     """
-    data = _Section("", _parse(path))
-    data.refuse_unknown([_TLS, _HTTP, _USERS])
+    data = _mapping(_parse(path), _FIELDS, path, f"{path}: ")
+    http = data.get("http_server_config", {})
     return WebConfig(
-        tls=_tls(data.section(_TLS), os.path.dirname(path)),
-        users=_users(data.section(_USERS)),
-        headers=_headers(data.section(_HTTP)),
+        tls=_tls(data.get("tls_server_config"), path),
+        users={user: text.encode() for user, text in data.get("basic_auth_users", {}).items()},
+        headers=tuple(f"{name}: {text}" for name, text in http.get("headers", {}).items()),
     )
-
-
-class _Section:
-    """A mapping of the file; its errors name the whole field."""
-
-    def __init__(self, name: str, data: Any) -> None:
-        """Take a mapping.
-
-        Raises:
-            InputError: it is something else.
-        """
-        self.name = name
-        if isinstance(data, str) and data in _NULL:
-            data = {}
-        if not isinstance(data, dict) or not all(isinstance(key, str) for key in data):
-            raise InputError("must be a mapping", field=name or "web_config")
-        self.data: dict[str, Any] = data
-
-    def field(self, key: str) -> str:
-        return f"{self.name}.{key}" if self.name else key
-
-    def section(self, key: str) -> _Section:
-        return _Section(self.field(key), self.data.get(key, {}))
-
-    def text(self, key: str, default: str = "", choices: Sequence[str] = ()) -> str:
-        """Return a text.
-
-        Raises:
-            InputError: it is something else, or not one of the choices.
-        """
-        value = self.data.get(key, default)
-        if not isinstance(value, str):
-            raise InputError("must be a text", field=self.field(key))
-        value = default if value in _NULL else value
-        if choices and value not in choices:
-            hint = did_you_mean(value, choices) or f"one of {', '.join(choices)}"
-            raise InputError("not supported", field=self.field(key), value=value, hint=hint)
-        return value
-
-    def texts(self, key: str) -> tuple[str, ...]:
-        values = self.data.get(key, [])
-        if not isinstance(values, list) or not all(isinstance(value, str) for value in values):
-            raise InputError("must be a list of texts", field=self.field(key))
-        return tuple(values)
-
-    def refuse_unknown(self, known: Sequence[str]) -> None:
-        """Refuse fields that are unknown, or known and not supported.
-
-        Raises:
-            InputError: there is one.
-        """
-        for key in self.data:
-            where = self.field(key)
-            if where in _UNSUPPORTED:
-                raise InputError("not supported", field=where, hint=_UNSUPPORTED[where])
-            if key not in known:
-                hint = did_you_mean(key, known) or f"one of {', '.join(known)}"
-                raise InputError("unknown field", field=where, hint=hint)
 
 
 def _parse(path: str) -> Any:
     """Return the content of a YAML file, every scalar as text.
 
     Raises:
-        InputError: it cannot be read or parsed. Its text is not shown, as it holds secrets.
+        InputError: it cannot be read or parsed; its text is not shown.
     """
     from ruamel.yaml import YAML  # noqa: PLC0415 - only where there is a file
+    from ruamel.yaml.constructor import DuplicateKeyError  # noqa: PLC0415 - as above
     from ruamel.yaml.error import MarkedYAMLError, YAMLError  # noqa: PLC0415 - as above
 
     try:
         with open(path, "rb") as stream:
-            text = stream.read(_MOST_BYTES + 1)
+            text = stream.read(_MAX_BYTES + 1)
     except OSError as error:
-        why = error.strerror or "cannot be read"
-        raise InputError(why, field="web_config", value=path) from None
-    if len(text) > _MOST_BYTES:
-        raise InputError("longer than 1 MiB", field="web_config", value=path)
+        message = f"cannot be read: {error.strerror}"
+        raise InputError(message, field="web_config", value=path) from None
+    if len(text) > _MAX_BYTES:
+        raise InputError("longer than 1 MiB", field=path)
     try:
         return YAML(typ="base", pure=True).load(text) or {}
-    except MarkedYAMLError as error:
-        line = f"line {error.problem_mark.line + 1}: " if error.problem_mark else ""
-        message = line + _QUOTED.sub("…", (error.problem or "not YAML").splitlines()[0])
-    except (YAMLError, ValueError, RecursionError):
-        message = "not YAML"
-    raise InputError(message, field="web_config", value=path)
+    except (YAMLError, ValueError, RecursionError) as error:
+        mark = error.problem_mark if isinstance(error, MarkedYAMLError) else None
+        line = f"line {mark.line + 1}: " if mark else ""
+        repeated = isinstance(error, DuplicateKeyError)
+    message = "the same field twice" if repeated else "not valid YAML: expected FIELD: VALUE"
+    hint = "indent with spaces, and close every quote, bracket and brace"
+    raise InputError(f"{line}{message}", field=path, hint="" if repeated else hint)
 
 
-def _tls(section: _Section, folder: str) -> TlsConfig | None:
-    """Return the settings of TLS; None where the section is empty.
+def _mapping(data: Any, kinds: Mapping[str, Any], name: str, prefix: str) -> dict[str, Any]:
+    """Return the fields that have a value.
+
+    Args:
+        data: of the file.
+        kinds: of its fields.
+        name: of the mapping in messages.
+        prefix: of its fields' names.
 
     Raises:
-        InputError: a value is wrong or missing.
+        InputError: it is no mapping, or a field is unknown or wrong.
     """
-    section.refuse_unknown(list(TlsConfig.__dataclass_fields__))
-    if not section.data:
+    if not isinstance(data, dict) or not all(isinstance(key, str) for key in data):
+        raise InputError("must be a mapping", field=name, hint=f"fields: {', '.join(kinds)}")
+    values = {}
+    for key, value in data.items():
+        kind = kinds.get(_ANY, kinds.get(key))
+        if kind is None:
+            hint = did_you_mean(key, kinds) or f"supported: {', '.join(kinds)}"
+            raise InputError("unknown or not supported", field=prefix + key, hint=hint)
+        if kind is _BCRYPT or not (isinstance(value, str) and value in _NULL):
+            values[key] = _value(value, kind, prefix + key)
+    return values
+
+
+def _value(value: Any, kind: Any, name: str) -> Any:
+    """Return the value of one field.
+
+    Raises:
+        InputError: it is of another kind.
+    """
+    if isinstance(kind, dict):
+        return _mapping(value, kind, name, f"{name}.")
+    if kind is list:
+        if not isinstance(value, list) or not all(isinstance(item, str) for item in value):
+            raise InputError("must be a list of texts", field=name)
+        return tuple(value)
+    if isinstance(kind, re.Pattern) and not (isinstance(value, str) and kind.fullmatch(value)):
+        message, hint = _NOT_A_TEXT[kind]
+        raise InputError(message, field=name, hint=hint)
+    if not isinstance(value, str):
+        raise InputError("must be a text", field=name)
+    if isinstance(kind, tuple) and value not in kind:
+        hint = did_you_mean(value, kind) or f"supported: {', '.join(kind)}"
+        raise InputError("not supported", field=name, value=value, hint=hint)
+    return value
+
+
+def _tls(values: dict[str, Any] | None, path: str) -> TlsConfig | None:
+    """Return the settings of TLS; None where there are none.
+
+    Raises:
+        InputError: values are missing or contradict each other.
+    """
+    if not values:
         return None
-    files = {}
-    for key in ("cert_file", "key_file", "client_ca_file"):
-        file = section.text(key)
-        files[key] = os.path.join(folder, file) if file else ""
-    tls = TlsConfig(
-        **files,
-        client_auth_type=section.text("client_auth_type", "NoClientCert", list(_CLIENT_AUTH)),
-        client_allowed_sans=section.texts("client_allowed_sans"),
-        min_version=section.text("min_version", "TLS12", list(_VERSIONS)),
-        max_version=section.text("max_version", "TLS13", list(_VERSIONS)),
-    )
-    if tls.min_version > tls.max_version:
-        raise InputError("above max_version", field=section.field("min_version"), value="TLS13")
+    for key in TlsConfig(**values).files:
+        values[key] = os.path.join(os.path.dirname(path), values[key])
+    tls = TlsConfig(**values)
     verifies = tls.verify_mode is not ssl.CERT_NONE
-    missing = [key for key in ("cert_file", "key_file") if not files[key]]
-    if verifies and not tls.client_ca_file:
-        missing.append("client_ca_file")
-    if missing:
-        raise InputError("missing", field=section.field(missing[0]), hint="name a PEM file")
+    wanted = ["cert_file", "key_file"] + ["client_ca_file"] * verifies
+    for key in wanted:
+        if key not in values:
+            raise InputError("missing", field=_tls_field(path, key), hint="name a PEM file")
     strict = tls.verify_mode is ssl.CERT_REQUIRED
     for key, has_effect in (("client_ca_file", verifies), ("client_allowed_sans", strict)):
-        if key in section.data and not has_effect:
+        if key in values and not has_effect:
             hint = "client_auth_type: RequireAndVerifyClientCert"
-            raise InputError("needs a client_auth_type", field=section.field(key), hint=hint)
+            raise InputError("needs a client_auth_type", field=_tls_field(path, key), hint=hint)
+    if tls.min_version > tls.max_version:
+        raise InputError("above max_version", field=_tls_field(path, "min_version"))
     return tls
 
 
-def _users(section: _Section) -> dict[str, bytes]:
-    """Return bcrypt hashes by user.
-
-    Raises:
-        InputError: a value is not a hash. It is not shown: it may be the password itself.
-    """
-    for user, value in section.data.items():
-        if not isinstance(value, str) or not _BCRYPT.fullmatch(value):
-            hint = "`htpasswd -nBC 10 '' | tr -d ':\\n'` asks for the password and prints its hash"
-            raise InputError("not a bcrypt hash", field=section.field(user), hint=hint)
-    return {user: value.encode() for user, value in section.data.items()}
+def _tls_field(path: str, key: str) -> str:
+    return f"{path}: tls_server_config.{key}"
 
 
-def _headers(section: _Section) -> tuple[str, ...]:
-    """Return the lines that are added to every response.
-
-    Raises:
-        InputError: a header cannot be set, or HTTP/2 is asked for.
-    """
-    section.refuse_unknown(["http2", "headers"])
-    section.text("http2", "false", ["false"])
-    headers = section.section("headers")
-    headers.refuse_unknown(_HEADERS)
-    lines = {key: headers.text(key) for key in headers.data}
-    for key, value in lines.items():
-        if not (value.isascii() and value.isprintable()):
-            raise InputError("must be one line of ASCII", field=headers.field(key), value=value)
-    return tuple(f"{key}: {value}" for key, value in lines.items() if value)
-
-
-def _context(tls: TlsConfig) -> ssl.SSLContext:
+def tls_context(tls: TlsConfig, path: str) -> ssl.SSLContext:
     """Return a TLS context for connections of clients.
+
+    Args:
+        tls: what it is made of.
+        path: the web-config file, for messages.
 
     Raises:
         InputError: a file cannot be read, or is not what it should be.
@@ -310,149 +261,24 @@ def _context(tls: TlsConfig) -> ssl.SSLContext:
     context.num_tickets = 0
     context.options |= ssl.OP_NO_TICKET | ssl.OP_NO_RENEGOTIATION | ssl.OP_NO_COMPRESSION
     context.set_alpn_protocols(["http/1.1"])
-    for key in ("cert_file", "key_file", "client_ca_file"):
-        path = getattr(tls, key)
-        try:
-            if path:
-                with open(path, "rb"):
-                    pass
-        except OSError as error:
-            raise InputError(str(error.strerror), field=f"{_TLS}.{key}", value=path) from None
-    try:
-        context.load_cert_chain(tls.cert_file, tls.key_file, password=_no_password)
-    except (ssl.SSLError, _LockedKeyError) as error:
-        mismatch = getattr(error, "reason", "") == "KEY_VALUES_MISMATCH"
-        wrong_key = mismatch or isinstance(error, _LockedKeyError)
-        key = "key_file" if wrong_key else "cert_file"
-        message = "does not belong to cert_file" if mismatch else f"cannot be used: {error}"
-        value = getattr(tls, key)
-        raise InputError(message, field=f"{_TLS}.{key}", value=value) from None
     context.verify_mode = tls.verify_mode
-    if tls.client_ca_file:
+    for key, file in tls.files.items():
+        message = "not a PEM file of certificates"
         try:
-            context.load_verify_locations(tls.client_ca_file)
-        except ssl.SSLError as error:
-            message, value = f"cannot be used: {error}", tls.client_ca_file
-            raise InputError(message, field=f"{_TLS}.client_ca_file", value=value) from None
-    return context
-
-
-class _LockedKeyError(Exception):
-    """A private key has a password."""
-
-
-def _no_password() -> str:
-    """Refuse to ask a terminal for a password.
-
-    Raises:
-        _LockedKeyError: always.
-    """
-    raise _LockedKeyError("the private key has a password")
-
-
-class Watcher:
-    """Reloads a file when it, or a certificate that it names, changes; in a thread of its own.
-
-    A file system that hangs holds up the reload and nothing else. A file that cannot be used, or
-    that would let in clients that the settings before kept out, is counted and has no effect: a
-    file caught half-written looks like that.
-    """
-
-    def __init__(
-        self,
-        settings: Settings,
-        seconds: float,
-        changed: Callable[[Settings], None],
-        failed: Callable[[], None],
-    ) -> None:
-        """Prepare.
-
-        Args:
-            settings: loaded at the start.
-            seconds: between two looks.
-            changed: gets new settings, in the watcher's thread.
-            failed: called for each file that could not be used, in the watcher's thread.
-        """
-        self._settings = settings
-        self._seconds = seconds
-        self._changed = changed
-        self._failed = failed
-        self._seen = settings.stamp
-        self._retry_at = float("inf")
-        self._message = ""
-        self._stopped = threading.Event()
-
-    def start(self) -> None:
-        """Begin to watch."""
-        threading.Thread(target=self._run, name="web-config", daemon=True).start()
-
-    def stop(self) -> None:
-        """Stop watching."""
-        self._stopped.set()
-
-    def _run(self) -> None:
-        while not self._stopped.wait(self._seconds):
-            try:
-                self._look()
-            except Exception as error:  # noqa: BLE001 - the file may be mended next time
-                self._retry_at = time.monotonic() + _LOOKS_BEFORE_RETRY * self._seconds
-                self._failed()
-                message = f"{self._settings.files[0]}: {error}; the previous settings are kept"
-                if message != self._message:
-                    self._message = message
-                    print(f"hpml export: {message}", file=sys.stderr, flush=True)  # noqa: T201
-
-    def _look(self) -> None:
-        """Reload if something changed, or if it is time to try a refused file again.
-
-        Raises:
-            InputError: the file cannot be used.
-        """
-        stamp = _stamp(self._settings.files)
-        if stamp == self._seen and time.monotonic() < self._retry_at:
-            return
-        self._seen = stamp
-        settings = load(self._settings.files[0])
-        _refuse_weaker(self._settings.config, settings.config)
-        self._settings, self._seen = settings, settings.stamp
-        self._retry_at, self._message = float("inf"), ""
-        self._changed(settings)
-
-
-def _refuse_weaker(before: WebConfig, after: WebConfig) -> None:
-    """Refuse a change that lets in clients which were kept out before.
-
-    Raises:
-        InputError: it would.
-    """
-    weaker = []
-    if (before.tls is None) != (after.tls is None):
-        weaker.append(_TLS)
-    if before.users and not after.users:
-        weaker.append(_USERS)
-    if before.tls and after.tls:
-        if after.tls.verify_mode < before.tls.verify_mode:
-            weaker.append(f"{_TLS}.client_auth_type")
-        if before.tls.client_allowed_sans and not after.tls.client_allowed_sans:
-            weaker.append(f"{_TLS}.client_allowed_sans")
-        if after.tls.min_version < before.tls.min_version:
-            weaker.append(f"{_TLS}.min_version")
-    if weaker:
-        hint = "restart the exporter if this is intended"
-        raise InputError("cannot be relaxed while running", field=weaker[0], hint=hint)
-
-
-def _stamp(files: Sequence[str]) -> list[object]:
-    """Return what differs whenever one of the files was changed."""
-    stamp: list[object] = []
-    for file in files:
-        try:
-            found = os.stat(file)
+            if key == "cert_file":  # by itself, so that an error names the right file
+                ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_verify_locations(file)
+            elif key == "client_ca_file":
+                context.load_verify_locations(file)
+            else:
+                message = "not a private key of cert_file without a password"
+                # the empty text as password: the terminal is not asked for one
+                context.load_cert_chain(tls.cert_file, file, password=str)
+        except ssl.SSLError:
+            raise InputError(message, field=_tls_field(path, key), value=file) from None
         except OSError as error:
-            stamp.append(error.errno)
-        else:
-            stamp.append((found.st_ino, found.st_size, found.st_mtime_ns, found.st_ctime_ns))
-    return stamp
+            message = f"cannot be read: {error.strerror}"
+            raise InputError(message, field=_tls_field(path, key), value=file) from None
+    return context
 
 
 def main(argv: list[str]) -> int:
@@ -465,7 +291,8 @@ def main(argv: list[str]) -> int:
         config = read(argv[0])
         summary = {"locked": config.locked, "tls": config.tls is not None}
     except InputError as error:
-        summary = {"error": str(error), "hint": error.hint}
+        # `hpml check` names the file by itself
+        summary = {"error": str(error).removeprefix(f"{argv[0]}: "), "hint": error.hint}
     sys.stdout.write(json.dumps(summary) + "\n")
     return 0
 

@@ -13,7 +13,6 @@ from dataclasses import dataclass, field
 from typing import TypeAlias, TypeVar
 
 from hpml_exporters.web.auth import Authenticator, BusyError
-from hpml_exporters.web.config import Settings
 from hpml_exporters.web.http import (
     BadRequestError,
     Pages,
@@ -24,6 +23,7 @@ from hpml_exporters.web.http import (
     plain,
 )
 from hpml_exporters.web.limits import Counters, Limits, Pace
+from hpml_exporters.web.settings import Settings
 
 __all__ = ["Connection", "Service"]
 
@@ -117,7 +117,8 @@ class Connection:
         """Serve requests until the client or the server ends the connection."""
         limits, closed = self._service.limits, self._service.counters.closed
         try:
-            if self._settings.context is None or (yield from self._handshake()):
+            context = self._settings.context
+            if context is None or (yield from self._handshake(context)):
                 deadline = time.monotonic() + limits.request_seconds
                 while (yield from self._exchange(deadline)):
                     if not (yield from self._wait_for_request()):
@@ -129,34 +130,31 @@ class Connection:
         except OSError:
             return
 
-    def _handshake(self) -> Steps[bool]:
+    def _handshake(self, context: ssl.SSLContext) -> Steps[bool]:
         """Begin TLS; returns whether it succeeded."""
-        counters, context = self._service.counters, self._settings.context
+        closed = self._service.counters.closed
         deadline = self.opened + self._service.limits.handshake_seconds
         # A client that stays silent costs no TLS state.
         first = yield from self._retry(_READ, deadline, self._sock.recv, 1, socket.MSG_PEEK)
         if first != _TLS_HANDSHAKE:
-            counters.closed["tls"] += 1
+            closed["tls"] += 1
             if first:
                 yield from self._send(_NOT_TLS, keep_alive=False, head_only=False)
             return False
         if not (yield from self._handshake_turn()):
-            counters.closed["handshakes"] += 1
+            closed["handshakes"] += 1
             return False
-        assert context is not None  # noqa: S101 - the caller looked
         try:
-            secure = context.wrap_socket(
+            self._sock = secure = context.wrap_socket(
                 self._sock, server_side=True, do_handshake_on_connect=False
             )
-            self._sock = secure
             yield from self._retry(_READ, deadline, secure.do_handshake)
+            if self._has_allowed_name(secure):
+                return True
         except (OSError, ValueError):
-            counters.closed["tls"] += 1
-            return False
-        if not self._has_allowed_name(secure):
-            counters.closed["tls"] += 1
-            return False
-        return True
+            pass
+        closed["tls"] += 1
+        return False
 
     def _handshake_turn(self) -> Steps[bool]:
         """Wait until the budget of handshakes has room; returns False if that takes too long."""

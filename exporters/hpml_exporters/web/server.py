@@ -16,10 +16,10 @@ from contextlib import suppress
 
 from hpml_exporters.web.address import listen_on
 from hpml_exporters.web.auth import Authenticator
-from hpml_exporters.web.config import Settings, Watcher, load
 from hpml_exporters.web.connection import Connection, Service
 from hpml_exporters.web.http import Pages
 from hpml_exporters.web.limits import Counters, Limits
+from hpml_exporters.web.settings import Settings, Watcher, load
 
 __all__ = ["Server"]
 
@@ -35,6 +35,7 @@ class Server:
 
     Attributes:
         counters: numbers that any thread may read at any time.
+        scheme: http, or https once `start` has read a file with TLS.
     """
 
     def __init__(
@@ -56,23 +57,18 @@ class Server:
             any_port: if the port of `listen` is in use, take a free one.
         """
         self.counters = Counters()
+        self.scheme = "http"
         self._listen = listen
         self._any_port = any_port
         self._web_config = web_config
         self._pages = pages
         self._limits = limits or Limits()
-        self._scheme = "http"
         self._stopped = False
         self._changed: deque[Settings] = deque()
         self._connections: dict[int, Connection] = {}
         self._reported = -_FOREVER
         self._watcher: Watcher | None = None
         self._thread: threading.Thread | None = None
-
-    @property
-    def scheme(self) -> str:
-        """http, or https once `start` has read a file with TLS."""
-        return self._scheme
 
     def start(self) -> tuple[str, int]:
         """Serve in a thread of its own; returns the address that it listens on.
@@ -81,7 +77,7 @@ class Server:
             InputError: the address cannot be used, or the web-config file is wrong.
         """
         settings = load(self._web_config) if self._web_config else Settings()
-        self._scheme = "https" if settings.context else "http"
+        self.scheme = "https" if settings.context else "http"
         authenticator = Authenticator(self._limits, self._wake)
         self._listener = listen_on(self._listen, any_port=self._any_port)
         authenticator.use(settings.config.users)
@@ -94,9 +90,8 @@ class Server:
         self._thread = threading.Thread(target=self._run, name="server", daemon=True)
         self._thread.start()
         if self._web_config:
-            self._watcher = Watcher(
-                settings, self._limits.watch_seconds, self._change, self._count_reload_failure
-            )
+            seconds = self._limits.watch_seconds
+            self._watcher = Watcher(settings, seconds, self._change, self.counters)
             self._watcher.start()
         host, port = self._listener.getsockname()[:2]
         return str(host), int(port)
@@ -119,9 +114,6 @@ class Server:
         """Hand over changed settings; called by the watcher."""
         self._changed.append(settings)
         self._wake()
-
-    def _count_reload_failure(self) -> None:
-        self.counters.reload_failures += 1
 
     def _run(self) -> None:
         """Serve until stopped."""

@@ -63,7 +63,7 @@ QOS_FIELDS = (
 )
 """For `sacctmgr show qos format=…`."""
 
-_START = re.compile(r"(?:NodeName|PartitionName|ReservationName)=", re.ASCII)
+_START = re.compile(r"(?:License|Node|Partition|Reservation)Name=", re.ASCII)
 _KEY = re.compile(r"(?:(?<=\s)|^)([A-Za-z][A-Za-z0-9_/:.\-\[\]]*)=", re.ASCII)
 _FREE_TEXT = frozenset({"OS", "Reason", "Comment", "Extra"})  # each begins its line
 _NOTHING = frozenset(

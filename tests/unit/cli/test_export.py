@@ -26,7 +26,7 @@ def handed_over(
     """The options that the lean process would get, and what was said before."""
     caught: list[tuple[str, list[str], dict[str, str]]] = []
     monkeypatch.setattr(os, "execve", lambda *given: caught.append(given))
-    ended = hpml("export", "node", *words)
+    ended = hpml("export", "node", "--listen", "127.0.0.1:0", *words)
     assert ended.code == 0, ended.err
     ((program, command, environment),) = caught
     assert [program, "-P", "-m", "hpml_exporters"] == command[:4]
@@ -53,13 +53,13 @@ def test_every_option_arrives(hpml: Hpml, shell: Shell, monkeypatch: pytest.Monk
         hpml,
         monkeypatch,
         *NOTHING,
-        *("--listen", ":1", "--web-config", "web.yml", "--address-file", "a"),
+        *("--listen", ":0", "--web-config", "web.yml", "--address-file", "a"),
         *("--gpu-interval", "2", "--job-interval", "3", "--process-interval", "4"),
         *("--node-interval", "5", "--stuck-seconds", "6", "--exit-seconds", "7"),
         *("--root", "proc=/p", "--root", "sys=/s", "--cluster", "c1"),
     )
     options = NodeOptions(
-        listen=":1",
+        listen=":0",
         web_config=str(shell.root / "web.yml"),
         without=tuple(SWITCHES),
         gpu_interval=2.0,
@@ -83,14 +83,14 @@ TLS = "tls_server_config: {cert_file: a.crt, key_file: a.key%s}\n"
 @pytest.mark.parametrize(
     ("listen", "config", "warning"),
     [
-        ("127.0.0.1:9445", None, ""),
-        ("[::1]:9445", "", ""),
-        ("0.0.0.0:9445", None, "anyone who can reach 0.0.0.0:9445 can read job metrics, unencry"),
-        (":9445", TLS % "", "anyone who can reach :9445 can read job metrics, without a pass"),
-        (":9445", TLS % ", client_auth_type: RequestClientCert", "anyone who can reach"),
-        (":9445", USERS, "passwords for :9445 are sent unencrypted"),
-        (":9445", USERS + TLS % "", ""),
-        (":9445", TLS % ", client_ca_file: ca, client_auth_type: RequireAndVerifyClientCert", ""),
+        ("127.0.0.1:0", None, ""),
+        ("[::1]:0", "", ""),
+        ("0.0.0.0:0", None, "anyone who can reach 0.0.0.0:0 can read job metrics, unencry"),
+        (":0", TLS % "", "anyone who can reach :0 can read job metrics, without a pass"),
+        (":0", TLS % ", client_auth_type: RequestClientCert", "anyone who can reach"),
+        (":0", USERS, "passwords for :0 are sent unencrypted"),
+        (":0", USERS + TLS % "", ""),
+        (":0", TLS % ", client_ca_file: ca, client_auth_type: RequireAndVerifyClientCert", ""),
     ],
 )
 def test_an_unprotected_address_is_warned_of(
@@ -108,6 +108,52 @@ def test_an_unprotected_address_is_warned_of(
         words = ["--web-config", str(shell.root / "web.yml")]
     err = handed_over(hpml, monkeypatch, "--no-gpu", "--listen", listen, *words)[1]
     assert err.startswith(f"hpml: warning: {warning}") if warning else err == ""
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("export node --listen 192.0.2.1:0", "--listen: Cannot assign requested address (got '19"),
+        ("export node --exit-seconds 5", "--exit-seconds: must be more than the 10 s after"),
+        ("export node --address-file /none/a", "--address-file: cannot be written (got '/none/a')"),
+        ("export slurm --listen x", "--listen: not an address with a port (got 'x')"),
+        ("export slurm --web-config /none", "--web-config: cannot be read: No such file"),
+        ("export slurm --source sql", "--source: no such source (got 'sql')"),
+        ("export slurm --interval 5", "--interval: must be 30 to 3600 seconds (got 5.0)"),
+        ("export node --web-config web.yml", "/web.yml: line 2: not valid YAML: expected FIELD: "),
+        ("targets --serve x", "--serve: not an address with a port (got 'x')"),
+        ("targets --output /none/targets.json", "--output: cannot "),
+    ],
+    ids=range(10),
+)
+def test_messages_name_what_was_typed(
+    hpml: Hpml, shell: Shell, monkeypatch: pytest.MonkeyPatch, line: str, message: str
+) -> None:
+    """The option, or the file and its line."""
+    (shell.root / "web.yml").write_text("basic_auth_users:\n  bob: x: y\n")
+    a_sinfo(shell, monkeypatch, "exit 0")
+    assert hpml(*line.split()).refuses(2, message)
+
+
+def a_sinfo(shell: Shell, monkeypatch: pytest.MonkeyPatch, text: str) -> None:
+    """Put a script in the place of sinfo."""
+    program = shell.root / "bin" / "sinfo"
+    program.parent.mkdir(exist_ok=True)
+    program.write_text(f"#!/bin/sh\n{text}\n")
+    program.chmod(0o755)
+    monkeypatch.setitem(shell.variables, "PATH", f"{program.parent}:{os.environ['PATH']}")
+
+
+def test_targets_where_there_is_no_slurm(
+    hpml: Hpml, shell: Shell, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The hint says what helps here: a job's options and records do not."""
+    a_sinfo(
+        shell, monkeypatch, "echo 'sinfo: fatal: Could not establish a configuration' >&2; exit 1"
+    )
+    ended = hpml("targets")
+    assert ended.refuses(5, "hint: run it where sinfo works")
+    assert "--local" not in ended.err
 
 
 def test_without_nvitop_gpus_are_left_out(hpml: Hpml, monkeypatch: pytest.MonkeyPatch) -> None:

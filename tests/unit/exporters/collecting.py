@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
 from hpml_exporters.core.metric import MetricSpec
@@ -30,13 +30,13 @@ class Probe:
 
     name: str
     interval: float = 0.05
-    act: Callable[[int], Sequence[Metric] | None] = lambda _: None
+    act: Callable[[int], Iterable[Metric] | None] = lambda _: None
     specs: Sequence[MetricSpec] = ()
     times: list[float] = field(default_factory=list)
     made: int = 0
     closed: int = 0
 
-    def sample(self, now: float) -> Sequence[Metric]:
+    def sample(self, now: float) -> Iterable[Metric]:
         """Do what the test wants; what it returns by itself is the number of the call."""
         self.times.append(now)
         found = self.act(len(self.times))

@@ -48,49 +48,27 @@ def test_the_unit_has_no_more_rights_than_it_needs() -> None:
     assert values("PrivateDevices") == values("DevicePolicy") == values("ProtectProc") == []
 
 
-def test_prometheus_takes_the_example() -> None:
-    """As a whole, and with what is commented out put in place."""
-    promtool = shutil.which("promtool")
-    if promtool is None:
-        pytest.skip("NOT TESTED: promtool is not installed (apt-get install prometheus)")
-    example = ROOT / "deploy" / "prometheus" / "prometheus.yml"
-    done = subprocess.run(
-        [promtool, "check", "config", example],
-        capture_output=True,
-        text=True,
-        timeout=240,
-        check=False,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert "is valid prometheus config file syntax" in done.stdout
-
-
-def test_the_rest_of_the_example_is_right_too(tmp_path: Path) -> None:
-    """What stands there as a comment can be used as it stands."""
+@pytest.mark.parametrize("whole", [False, True], ids=["as-it-is", "with-its-comments"])
+def test_prometheus_takes_the_example(tmp_path: Path, *, whole: bool) -> None:
+    """Also with what is commented out put in place."""
     promtool = shutil.which("promtool")
     if promtool is None:
         pytest.skip("NOT TESTED: promtool is not installed (apt-get install prometheus)")
     text = (ROOT / "deploy" / "prometheus" / "prometheus.yml").read_text("utf-8")
-    whole = re.sub(
-        r"^    # (?=file_sd|  - files|scheme|tls_|basic_)", "    ", text, flags=re.MULTILINE
-    )
-    whole = re.sub(
-        r"^  # (?=- job_name|  (honor|file_sd)| {4}- files| {6}ref)",
-        "  ",
-        whole,
-        flags=re.MULTILINE,
-    )
-    assert text.count("# ") - whole.count("# ") == 10
-    (tmp_path / "prometheus.yml").write_text(whole)
+    if whole:
+        comments = text.count("# ")
+        fields = (
+            r"^(    )# (?=file_sd|  - files|scheme|tls_|basic_)",
+            r"^(  )# (?=- job_name|  (honor|file_sd)| {4}- files| {6}ref)",
+        )
+        for field in fields:
+            text = re.sub(field, r"\1", text, flags=re.MULTILINE)
+        assert comments - text.count("# ") == 10
+    (tmp_path / "prometheus.yml").write_text(text)
     for name in ("ca.crt", "password"):
         shutil.copy(ROOT / "LICENSE", tmp_path / name)
     (tmp_path / "nodes").mkdir()
     (tmp_path / "nodes" / "all.json").write_text('[{"targets": ["node1:9445", "node2:9445"]}]')
-    done = subprocess.run(
-        [promtool, "check", "config", "--syntax-only", tmp_path / "prometheus.yml"],
-        capture_output=True,
-        text=True,
-        timeout=240,
-        check=False,
-    )
+    argv = [promtool, "check", "config", "--syntax-only", f"{tmp_path}/prometheus.yml"]
+    done = subprocess.run(argv, capture_output=True, text=True, timeout=240, check=False)
     assert done.returncode == 0, done.stdout + done.stderr

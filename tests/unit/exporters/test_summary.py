@@ -78,107 +78,125 @@ def test_a_job_that_was_never_seen_has_no_figures(summary: Summary) -> None:
     assert (told["jobid"], told["run"], told["seconds"], told["starts"]) == ("17", "r-1", 5, 1)
 
 
-def test_cpu_time_io_and_training_count_from_the_jobs_beginning(summary: Summary) -> None:
-    """The first reading counts in full; modes are added up; other jobs are left out."""
-    for seconds, factor in ((5, 1.0), (10, 2.0)):
-        summary.note(
-            seen(
-                seconds,
-                family(
-                    "hpml_job_cpu_seconds_total",
-                    ("17", "user", 30 * factor),
-                    ("17", "system", 5 * factor),
-                    ("18", "user", 999.0),
-                ),
-                family("hpml_job_io_write_bytes_total", ("17", 1000 * factor)),
-                family("hpml_job_oom_events_total", ("17", 1.0)),
-                family("hpml_train_samples_total", ("17", 640 * factor)),
+Looks = list[tuple[float, list[Metric]]]
+CPU, IO = "hpml_job_cpu_seconds_total", "hpml_job_io_write_bytes_total"
+JOBS: dict[str, tuple[Looks, dict[str, float]]] = {
+    # seconds and what is seen then -> figures of the job
+    # The first reading counts in full; modes are added up; other jobs are left out.
+    "counters count from the job's beginning": (
+        [
+            (
+                5.0 * factor,
+                [
+                    family(CPU, ("17", "user", 30 * factor), ("17", "system", 5 * factor)),
+                    family(IO, ("17", 1000 * factor), ("18", 999.0)),
+                    family("hpml_job_oom_events_total", ("17", 1.0)),
+                ],
             )
-        )
-    told = summary.to_json()
-    assert told["job"]["cpu_seconds"] == 70
-    assert told["job"]["mean_cpus"] == 7
-    assert told["job"]["io_write_bytes"] == 2000
-    assert told["job"]["oom_events"] == 1
-    assert told["training"]["samples"] == 1280
-    assert "io_read_bytes" not in told["job"]
+            for factor in (1, 2)
+        ],
+        {"cpu_seconds": 70, "mean_cpus": 7, "io_write_bytes": 2000, "oom_events": 1},
+    ),
+    # What the kernel would give back counts in its own peak alone.
+    "memory is the highest level without the page cache": (
+        [
+            (
+                rss,
+                [
+                    family(
+                        "hpml_job_memory_bytes",
+                        *(("17", "rss", rss), ("17", "shmem", 7.0), ("17", "cache", 1e9)),
+                    ),
+                    family("hpml_job_memory_peak_bytes", ("17", 1e9 + 307)),
+                    family("hpml_job_memory_limit_bytes", ("17", 4e9)),
+                ],
+            )
+            for rss in (100.0, 300.0, 50.0)
+        ],
+        {
+            "memory_peak_bytes": 307,
+            "memory_with_cache_peak_bytes": 1e9 + 307,
+            "memory_limit_bytes": 4e9,
+        },
+    ),
+}
 
 
-def test_memory_is_the_highest_level_without_the_page_cache(summary: Summary) -> None:
-    """What the kernel would give back counts in its own peak alone."""
-    for rss in (100.0, 300.0, 50.0):
-        kinds = (("17", "rss", rss), ("17", "shmem", 7.0), ("17", "cache", 1e9))
-        peak = family("hpml_job_memory_peak_bytes", ("17", 1e9 + 307))
-        limit = family("hpml_job_memory_limit_bytes", ("17", 4e9))
-        summary.note(seen(rss, family("hpml_job_memory_bytes", *kinds), peak, limit))
-    job = summary.to_json()["job"]
-    assert job["memory_peak_bytes"] == 307
-    assert job["memory_with_cache_peak_bytes"] == 1e9 + 307
-    assert job["memory_limit_bytes"] == 4e9
+@pytest.mark.parametrize(("looks", "figures"), JOBS.values(), ids=JOBS)
+def test_figures_of_a_job(summary: Summary, looks: Looks, figures: dict[str, float]) -> None:
+    """All that was told of it, and nothing else."""
+    for seconds, families in looks:
+        summary.note(seen(seconds, *families))
+    assert summary.to_json()["job"] == figures
 
 
-def test_means_of_gpus_are_weighed_by_time(summary: Summary) -> None:
-    """10 s at 20 % and 30 s at 60 % are 50 %."""
-    summary.note(seen(10, *gpus(["a"], sm_active_ratio=0.2)))
-    summary.note(seen(40, *gpus(["a"], sm_active_ratio=0.6)))
+THROTTLED, XIDS = "hpml_gpu_throttled_seconds_total", "hpml_gpu_xid_errors_total"
+ENERGY = "energy_joules_total"
+BUSY = "busy_seconds_total"
+Readings = list[tuple[float, dict[str, float], list[Metric]]]
+GPUS: dict[str, tuple[Readings, dict[str, Any]]] = {
+    # seconds, values of the GPU and further families -> some of its figures
+    "means are weighed by time": (
+        [(10, {"sm_active_ratio": 0.2}, []), (40, {"sm_active_ratio": 0.6}, [])],
+        {"sm_active_ratio": 0.5, "uuid": "a", "name": "A100", "seconds": 40},
+    ),
+    # The first look came 5 s after the start, when the driver had been read for 2 s.
+    "utilisation is the busy share of the time that was watched": (
+        [(5, {BUSY: 2.0}, []), (15, {BUSY: 8.0}, []), (45, {BUSY: 23.0}, [])],
+        {"utilization_ratio": (23 - 2) / 40, "busy_seconds": 23},
+    ),
+    # A GPU that is always busy: two looks in one second, none in the next.
+    "looks beside the readings lose no time": (
+        [(n, {BUSY: busy}, []) for n, busy in ((1, 1), (2, 1), (3, 3), (4, 4), (5, 4), (6, 6))],
+        {"utilization_ratio": 1},
+    ),
+    # A job of a second: the one reading at its end counts.
+    "a single look": (
+        [(0.5, {"sm_active_ratio": 0.7, BUSY: 0.25}, [])],
+        {"sm_active_ratio": 0.7, "utilization_ratio": 0.5},
+    ),
+    # The driver counts since it was loaded; before the first reading the power tells.
+    "energy is what was used meanwhile": (
+        [
+            (5, {ENERGY: 1e9, "power_watts": 300.0}, []),
+            (15, {ENERGY: 1e9 + 4000, "power_watts": 500.0}, []),
+        ],
+        {"energy_joules": 5 * 300 + 4000, "power_watts": 433.3333},
+    ),
+    "a driver that was loaded again": (
+        [(1, {ENERGY: 100.0}, []), (2, {ENERGY: 150.0}, []), (3, {ENERGY: 20.0}, [])],
+        {"energy_joules": 50 + 20},
+    ),
+    # The driver counted throttling before the job; an XID is one since the exporter began.
+    "throttling and errors by kind": (
+        [
+            (1, {"memory_used_bytes": 5.0}, [family(THROTTLED, ("a", "sw_power", 90.0))]),
+            (
+                2,
+                {"memory_used_bytes": 4.0},
+                [family(THROTTLED, ("a", "sw_power", 92.5)), family(XIDS, ("a", "79", 1.0))],
+            ),
+        ],
+        {
+            "throttled_seconds": {"sw_power": 2.5},
+            "xid_errors": {"79": 1},
+            "memory_peak_bytes": 5,
+        },
+    ),
+    "numbers that are none": (
+        [(1, {"power_watts": 100.0}, []), (2, {"power_watts": float("nan")}, [])],
+        {"power_watts": 100},
+    ),
+}
+
+
+@pytest.mark.parametrize(("readings", "figures"), GPUS.values(), ids=GPUS)
+def test_figures_of_a_gpu(summary: Summary, readings: Readings, figures: dict[str, Any]) -> None:
+    """Means, peaks and what was counted while the job was watched."""
+    for seconds, levels, more in readings:
+        summary.note(seen(seconds, *gpus(["a"], **levels), *more))
     (gpu,) = summary.to_json()["gpus"]
-    assert gpu["sm_active_ratio"] == pytest.approx(0.5)
-    assert (gpu["uuid"], gpu["name"], gpu["seconds"]) == ("a", "A100", 40)
-
-
-def test_utilisation_is_the_busy_share_of_the_time_that_was_watched(summary: Summary) -> None:
-    """The first look came 5 s after the start, when the driver had been read for 2 s."""
-    for seconds, busy in ((5, 2.0), (15, 8.0), (45, 23.0)):
-        summary.note(seen(seconds, *gpus(["a"], busy_seconds_total=busy)))
-    (gpu,) = summary.to_json()["gpus"]
-    assert gpu["utilization_ratio"] == pytest.approx((23 - 2) / 40)
-    assert gpu["busy_seconds"] == 23
-
-
-def test_energy_is_what_was_used_meanwhile(summary: Summary) -> None:
-    """The driver counts since it was loaded; before the first reading the power tells."""
-    summary.note(seen(5, *gpus(["a"], energy_joules_total=1e9, power_watts=300.0)))
-    summary.note(seen(15, *gpus(["a"], energy_joules_total=1e9 + 4000, power_watts=500.0)))
-    (gpu,) = summary.to_json()["gpus"]
-    assert gpu["energy_joules"] == 5 * 300 + 4000
-    assert gpu["power_watts"] == pytest.approx((5 * 300 + 10 * 500) / 15)
-
-
-def test_a_counter_that_begins_anew_goes_on(summary: Summary) -> None:
-    """A driver that was loaded again counts from 0: what it counted since is added."""
-    for seconds, value in ((1, 100.0), (2, 150.0), (3, 20.0)):
-        summary.note(seen(seconds, *gpus(["a"], energy_joules_total=value)))
-    (gpu,) = summary.to_json()["gpus"]
-    assert gpu["energy_joules"] == 50 + 20
-
-
-def test_throttling_and_errors_by_kind(summary: Summary) -> None:
-    """The driver counted throttling before the job; an XID is one since the exporter began."""
-    throttled = "hpml_gpu_throttled_seconds_total"
-    xids = "hpml_gpu_xid_errors_total"
-    base = gpus(["a"], memory_used_bytes=5.0)
-    summary.note(seen(1, *base, family(throttled, ("a", "sw_power", 90.0))))
-    summary.note(
-        seen(2, *base, family(throttled, ("a", "sw_power", 92.5)), family(xids, ("a", "79", 1.0)))
-    )
-    (gpu,) = summary.to_json()["gpus"]
-    assert gpu["throttled_seconds"] == {"sw_power": 2.5}
-    assert gpu["xid_errors"] == {"79": 1}
-    assert gpu["memory_peak_bytes"] == 5
-
-
-def test_gpus_of_others_are_left_out(summary: Summary) -> None:
-    """On a shared node without a device cgroup all GPUs are seen, and only some are the job's."""
-    families = gpus(["a", "b"], utilization_ratio=1.0)[1:]
-    owners = family("hpml_job_gpu_info", ("17", "a", 1.0), ("18", "b", 1.0))
-    summary.note(seen(1, owners, *families))
-    assert [gpu["uuid"] for gpu in summary.to_json()["gpus"]] == ["a"]
-
-
-def test_without_anybodys_word_all_visible_gpus_count(summary: Summary) -> None:
-    """As inside of a device cgroup, which shows the job's alone."""
-    summary.note(seen(1, *gpus(["a", "b"], utilization_ratio=0.25)[1:]))
-    assert [gpu["utilization_ratio"] for gpu in summary.to_json()["gpus"]] == [0.25, 0.25]
+    assert {name: gpu[name] for name in figures} == figures
 
 
 @pytest.mark.parametrize("own", [["a"], []])
@@ -197,23 +215,6 @@ def test_gpus_of_others_that_are_seen_before_the_jobs_are(tmp_path: Path, own: l
     for one in (summary.to_json(), again.to_json()):
         assert [gpu["uuid"] for gpu in one["gpus"]] == own
         assert not [key for key in one["state"]["means"] if key.startswith("gpu/b")]
-
-
-def test_looks_that_fall_beside_the_readings_lose_no_time(summary: Summary) -> None:
-    """A GPU that is always busy: two looks in one second, none in the next."""
-    for seconds, busy in ((1, 1.0), (2, 1.0), (3, 3.0), (4, 4.0), (5, 4.0), (6, 6.0)):
-        summary.note(seen(seconds, *gpus(["a"], busy_seconds_total=busy)))
-    (gpu,) = summary.to_json()["gpus"]
-    assert gpu["utilization_ratio"] == 1
-
-
-def test_a_single_look_is_a_summary(summary: Summary, tmp_path: Path) -> None:
-    """A job of a second: the one reading at its end counts."""
-    summary.note(seen(0.5, *gpus(["a"], sm_active_ratio=0.7, busy_seconds_total=0.25)))
-    path = tmp_path / "n1.monitor.json"
-    summary.write(str(path))
-    (gpu,) = json.loads(path.read_text())["gpus"]
-    assert (gpu["sm_active_ratio"], gpu["utilization_ratio"]) == (0.7, 0.5)
 
 
 def told_twice(path: Path, first: float, second: float, name: str) -> dict[str, Any]:
@@ -236,33 +237,21 @@ def _labelled(spec: MetricSpec, value: float) -> list[tuple[Any, ...]]:
 @pytest.mark.parametrize(
     ("name", "first", "second", "total"),
     [
-        ("hpml_job_cpu_seconds_total", 100.0, 120.0, 120.0),  # of the control group, which lives on
+        (CPU, 100.0, 120.0, 120.0),  # of the control group, which lives on
         ("hpml_job_io_read_bytes_total", 500.0, 60.0, 500.0),  # of processes: some ended meanwhile
         ("hpml_train_samples_total", 64.0, 128.0, 128.0),
-    ],
-)
-def test_a_killed_exporter_loses_nothing_of_the_job(
-    tmp_path: Path, name: str, first: float, second: float, total: float
-) -> None:
-    """The next goes on from the file; nothing is counted twice."""
-    told = told_twice(tmp_path / "s.json", first, second, name)
-    assert {**told["job"], **told["training"]}[{**JOB_METRICS, **TRAIN_METRICS}[name]] == total
-
-
-@pytest.mark.parametrize(
-    ("name", "first", "second", "total"),
-    [
         ("hpml_gpu_busy_seconds_total", 8.0, 4.0, 12.0),  # each exporter integrates from 0
         ("hpml_gpu_busy_seconds_total", 3.0, 4.0, 7.0),  # which one that lives longer does, too
         ("hpml_gpu_energy_joules_total", 1000.0, 1400.0, 400.0),  # the driver's lives on
     ],
 )
-def test_a_killed_exporter_loses_nothing_of_the_gpus(
+def test_a_killed_exporter_loses_nothing(
     tmp_path: Path, name: str, first: float, second: float, total: float
 ) -> None:
-    """Busy time of both is added; energy grew while nobody looked."""
+    """The next goes on from the file; nothing is counted twice."""
     told = told_twice(tmp_path / "s.json", first, second, name)
-    assert told["gpus"][0][GPU_METRICS[name]] == total
+    figures = {**told["job"], **told["training"], **told["gpus"][0]}
+    assert figures[{**JOB_METRICS, **TRAIN_METRICS, **GPU_METRICS}[name]] == total
 
 
 def test_a_collector_that_comes_late_after_a_restart(tmp_path: Path) -> None:
@@ -294,11 +283,3 @@ def test_what_is_no_summary_of_this_job_is_not_gone_on_with(tmp_path: Path, text
     path.write_text(text)
     told = Summary(options(path), START).to_json()
     assert (told["starts"], told["job"]) == (1, {})
-
-
-def test_numbers_that_are_none_are_passed_over(summary: Summary) -> None:
-    """NaN of a driver spoils no sum."""
-    summary.note(seen(1, *gpus(["a"], power_watts=100.0)))
-    summary.note(seen(2, *gpus(["a"], power_watts=float("nan"))))
-    (gpu,) = summary.to_json()["gpus"]
-    assert gpu["power_watts"] == 100

@@ -12,6 +12,8 @@ from hpml_exporters.core.collector import Collector
 from hpml_exporters.jobs.board import JobFacts, Jobs, JobsBoard, JobSeen
 from hpml_exporters.options import Context, NodeOptions, Roots
 
+from tests.unit.exporters.collectors.families import values
+
 Series = tuple[str, ...]
 
 
@@ -31,24 +33,15 @@ def write(root: Path, files: Mapping[str, str]) -> None:
 
 def sampled(collector: Collector, now: float | None = None) -> dict[Series, float]:
     """One reading: (name, value of each label ...) -> value."""
-    found: dict[Series, float] = {}
-    known = {spec.family_name for spec in collector.specs}
-    for family in collector.sample(time.monotonic() if now is None else now):
-        assert family.name in known
-        for sample in family.samples:
-            series = (sample.name, *sample.labels.values())
-            assert series not in found
-            found[series] = sample.value
-    return found
+    families = list(collector.sample(time.monotonic() if now is None else now))
+    assert {family.name for family in families} <= {spec.family_name for spec in collector.specs}
+    return values(families)
 
 
 def post(board: JobsBoard, jobs: Mapping[str, tuple[int, list[int]]]) -> None:
-    """Put jobs on the board: job id -> (uid, process ids)."""
-    board.post(
-        Jobs(
-            {
-                jobid: JobSeen(JobFacts(jobid, uid=uid), pids=frozenset(pids))
-                for jobid, (uid, pids) in jobs.items()
-            }
-        )
-    )
+    """Put jobs on the board: job id, or `local-3fa9c1-7` of a local run -> (uid, process ids)."""
+    seen = {}
+    for key, (uid, pids) in jobs.items():
+        cluster, _, jobid = key.rpartition("-")
+        seen[key] = JobSeen(JobFacts(jobid, uid=uid, cluster=cluster), pids=frozenset(pids))
+    board.post(Jobs(seen))

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
-from hpml_exporters.gpu.devices import Device, pci_address
+from hpml_exporters.gpu.devices import Device
 from hpml_exporters.gpu.jobs import Processes, job_families, resolve
 from hpml_exporters.jobs.board import JobFacts, Jobs, JobSeen
 
@@ -30,6 +32,7 @@ NODE = (
         ("0000:0f:00.0", ["GPU-bb"]),
         ("00000000:0F:00.0", ["GPU-bb"]),
         ("0f:00.0", ["GPU-bb"]),
+        ("2,GPU-aa", ["GPU-aa"]),  # named twice
         ("MIG-c2", ["MIG-c2"]),
         ("1", ["MIG-c1", "MIG-c2"]),
         ("GPU-cc", ["MIG-c1", "MIG-c2"]),
@@ -37,26 +40,13 @@ NODE = (
 )
 def test_every_way_to_name_a_gpu(name: str, uuids: list[str]) -> None:
     """A number is the device file's; a split GPU stands for its instances."""
-    assert resolve([name], NODE) == (uuids, [])
+    assert resolve(name.split(","), NODE) == (uuids, [])
 
 
 @pytest.mark.parametrize("name", ["7", "GPU-zz", "MIG-zz", "0000:99:00.0", "", "gpu", "-1", "²"])
 def test_names_that_mean_no_gpu_are_told_apart(name: str) -> None:
     """They are allocated all the same, and never guessed."""
     assert resolve([name, "2"], NODE) == (["GPU-aa"], [name])
-
-
-def test_a_gpu_named_twice_is_one() -> None:
-    """By its number and by its UUID."""
-    assert resolve(["2", "GPU-aa"], NODE) == (["GPU-aa"], [])
-
-
-def test_addresses_have_one_form() -> None:
-    """NVML writes eight digits of domain, sysfs four, lspci none."""
-    assert {pci_address(one) for one in ("00000000:3B:00.0", "0000:3b:00.0", "3b:00.0")} == {
-        "00000000:3b:00.0"
-    }
-    assert pci_address("10000:3b:00.0") == "00010000:3b:00.0"
 
 
 def shown(
@@ -96,26 +86,53 @@ def test_the_gap_between_allocated_and_used() -> None:
     }
 
 
-def test_using_a_foreign_gpu_does_not_close_the_gap() -> None:
-    """A job on the wrong GPU uses none of its own."""
-    job = JobSeen(JobFacts("5", gpus=("0",)), pids=frozenset({70}))
-    found = shown([job], everywhere(GPU_aa={70: 1}))
-    counts = [found[f"gpus_{what}", "5"] for what in ("allocated", "used", "foreign")]
-    assert counts == [1, 0, 1]
+@pytest.mark.parametrize(
+    ("gpus", "processes", "expected"),
+    [
+        # on the wrong GPU it uses none of its own
+        (("0",), {"GPU_aa": {70: 1}}, {"allocated": 1, "used": 0, "foreign": 1}),
+        # a list that cannot be read: its own, a neighbour's
+        (("0", "2"), {"GPU_aa": None, "GPU_bb": {70: 1}}, {"allocated": 2, "foreign": 0}),
+        (("0", "2"), {"MIG_c1": None, "GPU_bb": {70: 1}}, {"allocated": 2, "used": 1}),
+        # lost before the exporter began
+        (("0", "9"), {"GPU_bb": {70: 1}}, {"allocated": 2, "foreign": 0}),
+        # without rights on a split GPU the driver tells no memory
+        (("MIG-c1",), {"MIG_c1": {70: None}}, {"allocated": 1, "used": 1, "foreign": 0}),
+        # most jobs of a mixed node
+        ((), {"GPU_aa": {1: 1}}, {}),
+        (None, {"GPU_aa": {1: 1}}, {}),
+    ],
+)
+def test_what_is_not_known_is_absent(
+    gpus: tuple[str, ...] | None, processes: Any, expected: dict[str, int]
+) -> None:
+    """Never 0; a GPU whose list cannot be read has no numbers, nor one without its memory."""
+    job = JobSeen(JobFacts("5", gpus=gpus), pids=frozenset({70}))
+    found = shown([job], everywhere(**processes))
+    assert {
+        key[0].removeprefix("gpus_"): number for key, number in found.items() if len(key) == 2
+    } == expected
+    unread = {uuid.replace("_", "-") for uuid, pids in processes.items() if pids is None}
+    assert not unread & {key[2] for key in found if key[0] == "gpu_processes"}
+    known = {key[2] for key in found if key[0] == "gpu_memory_used_bytes"}
+    assert not known & ({"MIG-c1"} if gpus == ("MIG-c1",) else unread)
 
 
 @pytest.mark.parametrize(
     ("allocations", "flags"),
     [
         ({"9": ("2",), "10": ("2",)}, {"9": ("1", "1"), "10": ("1", "0")}),
-        ({"9": None, "10": ("2",)}, {"9": ("0", "0"), "10": ("1", "1")}),
-        ({"9": (), "10": None}, {"9": ("0", "1"), "10": ("0", "0")}),
+        ({"9": None, "10": ("2",)}, {"9": ("", "0"), "10": ("1", "1")}),
+        ({"9": (), "10": None}, {"9": ("0", "1"), "10": ("", "0")}),
     ],
 )
 def test_a_shared_gpu_has_one_owner(
     allocations: dict[str, tuple[str, ...] | None], flags: dict[str, tuple[str, str]]
 ) -> None:
-    """Of those that were allocated it, else of those on it, the lowest number; 9 is below 10."""
+    """Of those that were allocated it, else of those on it, the lowest number; 9 is below 10.
+
+    Where the allocation of a job is unknown, the label says neither 1 nor 0.
+    """
     seen = [
         JobSeen(JobFacts(jobid, gpus=gpus), pids=frozenset({int(jobid)}))
         for jobid, gpus in allocations.items()
@@ -125,36 +142,16 @@ def test_a_shared_gpu_has_one_owner(
     assert info == flags
 
 
-def test_what_cannot_be_read_is_absent() -> None:
-    """One list of its own: no number of used GPUs; a neighbour's: no number of foreign ones."""
-    job = JobSeen(JobFacts("5", gpus=("0", "2")), pids=frozenset({70}))
-    own = shown([job], everywhere(GPU_aa=None, GPU_bb={70: 1}))
-    assert not {("gpus_used", "5"), ("gpu_processes", "5", "GPU-aa")} & own.keys()
-    assert (own["gpus_allocated", "5"], own["gpus_foreign", "5"]) == (2, 0)
-    other = shown([job], everywhere(MIG_c1=None, GPU_bb={70: 1}))
-    assert ("gpus_foreign", "5") not in other
-    assert other["gpus_used", "5"] == 1
-
-
-def test_a_gpu_that_nobody_can_see_is_allocated_still() -> None:
-    """It was lost before the exporter began; whether it is used is not known."""
-    found = shown([JobSeen(JobFacts("5", gpus=("0", "9")))], everywhere())
-    assert found["gpus_allocated", "5"] == 2
-    assert ("gpus_used", "5") not in found
-
-
-def test_memory_that_the_driver_does_not_tell_is_not_zero() -> None:
-    """Without rights on a split GPU there is no figure, and so no series."""
-    job = JobSeen(JobFacts("5", gpus=("MIG-c1",)), pids=frozenset({70}))
-    found = shown([job], everywhere(MIG_c1={70: None}))
-    assert found["gpu_processes", "5", "MIG-c1"] == 1
-    assert ("gpu_memory_used_bytes", "5", "MIG-c1") not in found
-
-
-def test_a_job_without_gpus_has_no_series() -> None:
-    """Most jobs of a mixed node."""
-    seen = [JobSeen(JobFacts("5", gpus=())), JobSeen(JobFacts("6"))]
-    assert shown(seen, everywhere(GPU_aa={1: 1})) == {}
+def test_a_local_run_of_the_same_number() -> None:
+    """It has its own cluster, and GPUs of its own."""
+    jobs = {
+        "5": JobSeen(JobFacts("5", gpus=("0",)), pids=frozenset({70})),
+        "local-3fa9c1-5": JobSeen(JobFacts("5", cluster="local-3fa9c1"), pids=frozenset({71})),
+    }
+    processes = everywhere(GPU_bb={70: 1}, GPU_aa={71: 1})
+    found = values(job_families(Jobs(jobs), NODE, processes, cluster="c1"))
+    info = {key[1:] for key in found if key[0] == "hpml_job_gpu_info"}
+    assert info == {("c1", "5", "GPU-bb", "1", "1"), ("local-3fa9c1", "5", "GPU-aa", "", "1")}
 
 
 def test_the_own_job_is_shown_before_its_control_group_was_found() -> None:

@@ -136,6 +136,8 @@ class Machine:
         """A step as cgroup/v2 lays it out, below the job's directory."""
         base = f"{job}/step_{step}"
         self.group(f"{base}/slurm", (stepd,))
+        if (self.proc / str(stepd)).exists():
+            (self.proc / str(stepd) / "cgroup").write_text(f"0::/{base}/slurm\n")
         for task, pids in tasks.items():
             self.group(f"{base}/user/task_{task}", pids)
 

@@ -5,13 +5,14 @@ from __future__ import annotations
 import shutil
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from hpml_exporters.jobs.board import Jobs
-from hpml_exporters.jobs.environments import MOST_PER_USER
-from hpml_exporters.jobs.finder import JobFinder
+from hpml_exporters.jobs.finder import MOST_PER_USER, JobFinder
 
+from hpml_orchestrator.scheduler.local.jobs import Home
 from tests.unit.exporters.jobs.machine import SCOPE, Machine, Task
 
 V1 = "slurm/uid_1000/job_77"
@@ -56,12 +57,8 @@ def hybrid(machine: Machine) -> None:
 def prepended(machine: Machine) -> None:
     machine.group("freezer/user.slice/uid_1000/job_1/step_0", (5,))
     version_1(machine, "batchsystem/main/uid_1000/job_77")
-
-
-def only_slurmstepd_knows(machine: Machine) -> None:
-    version_2(machine, "payload/odd.service/jobs/job_77")
-    path = "0::/payload/odd.service/jobs/job_77/step_0/slurm\n"
-    (machine.proc / "80/cgroup").write_text(path)
+    machine.stepd(80, "77", "0")
+    (machine.proc / "80/cgroup").write_text("9:freezer:/batchsystem/main/uid_1000/job_77\n")
 
 
 def linked(machine: Machine) -> None:
@@ -89,7 +86,7 @@ LAYOUTS: dict[str, Callable[[Machine], None]] = {
         m, "docker.slice/docker-0a1b.scope/system.slice/slurmstepd.scope/job_77"
     ),
     "SLUID": lambda m: version_2(m, f"{SCOPE}/s5K1KKYAYG5D00"),
-    "only slurmstepd knows": only_slurmstepd_knows,
+    "only slurmstepd knows": lambda m: version_2(m, "payload/odd.service/jobs/job_77"),
 }
 
 
@@ -215,44 +212,85 @@ def test_without_control_groups(machine: Machine) -> None:
 
 
 def test_processes_change(machine: Machine) -> None:
-    """One starts its program a moment after its fork; an id may come again."""
+    """One starts its program a moment after its fork; an id may come again, and a job's number.
+
+    Nothing of an earlier job is said of the next one of that number, which is another user's.
+    """
     machine.process(Task(50, environment={"PATH": "/bin"}))
     finder = JobFinder(machine.options)
     assert pids(finder.look(0)) == {}
-    machine.process(Task(50, environment=OF_77))
-    assert pids(finder.look(5)) == {"77": {50}}
+    machine.process(Task(50, environment={**OF_77, "SLURM_JOB_NAME": "secret"}))
+    jobs = finder.look(5)
+    assert (pids(jobs), jobs.by_id["77"].facts.name) == ({"77": {50}}, "secret")
     machine.process(Task(50, start=99, environment={"SLURM_JOB_ID": "78"}))
-    assert pids(finder.look(10)) == {"78": {50}}
+    machine.process(Task(51, uid=1001, environment=OF_77))
+    jobs = finder.look(10)
+    assert pids(jobs) == {"78": {50}, "77": {51}}
+    assert (jobs.by_id["77"].facts.uid, jobs.by_id["77"].facts.name) == (1001, "")
 
 
-def test_local_jobs_of_one_number(machine: Machine) -> None:
-    """Nothing of an earlier one is said of the next: another user's, or of other records."""
+RUNS = Home(Path("/home/alice/.hpml"), Path("/tmp")).cluster  # as the local backend names it
+
+
+def local(pid: int, cluster: str = RUNS, **more: str) -> Task:
+    return Task(pid, environment={**OF_77, "SLURM_CLUSTER_NAME": cluster, **more})
+
+
+def test_local_runs(machine: Machine) -> None:
+    """They have their own cluster, beside a job of Slurm and each other; the map is not theirs."""
+    version_2(machine)
+    (machine.run / "jobs").mkdir(mode=0o755)
+    (machine.run / "jobs/77.json").write_text(
+        '{"schema_version": 1, "jobid": "77", "account": "vision"}'
+    )
+    machine.process(local(50, SLURM_JOB_NAME="train"))
+    machine.process(local(51, "local-000000"))
+    machine.process(local(71))  # started inside of the job
+    machine.process(Task(53, environment={"SLURM_JOB_ID": "78", "SLURM_CLUSTER_NAME": "local-x"}))
     finder = JobFinder(machine.options)
-    first = {"SLURM_JOB_ID": "1", "SLURM_CLUSTER_NAME": "local-1", "SLURM_JOB_NAME": "secret"}
-    for now, environment, uid, name in (
-        (0, first, 1000, "secret"),
-        (5, {"SLURM_JOB_ID": "1"}, 1001, ""),
-        (10, {**first, "SLURM_JOB_NAME": "first"}, 1001, "first"),
-        (15, {"SLURM_JOB_ID": "1", "SLURM_CLUSTER_NAME": "local-2"}, 1001, ""),
-    ):
-        machine.process(Task(50 + now, uid=uid, start=now, environment=environment))
-        facts = finder.look(now).by_id["1"].facts
-        assert (facts.uid, facts.name) == (uid, name)
-        machine.ended(50 + now)
+    for now in (0, 5):
+        jobs = finder.look(now)
+        found = {key: (job.labels("c"), set(job.pids)) for key, job in jobs.by_id.items()}
+        assert found == {
+            "77": (("c", "77"), {71, 72, 81, 82}),
+            f"{RUNS}-77": ((RUNS, "77"), {50}),
+            "local-000000-77": (("local-000000", "77"), {51}),
+        }
+        assert jobs.job_of(50) == f"{RUNS}-77"
+    facts = jobs.by_id[f"{RUNS}-77"].facts
+    assert (facts.name, facts.account) == ("train", "")
+    assert jobs.by_id["77"].facts.account == "vision"
+
+
+def test_a_local_run_s_own_exporter(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Slurm's job of the same number is none of it."""
+    version_2(machine)
+    machine.process(local(50))
+    monkeypatch.setenv("SLURM_CLUSTER_NAME", RUNS)
+    jobs = JobFinder(replace(machine.only("77"), cluster=RUNS)).look(0)
+    assert pids(jobs) == {"77": {50}}
+    assert jobs.by_id["77"].labels(RUNS) == (RUNS, "77")
 
 
 @pytest.mark.parametrize(
-    ("number", "is_job"),
-    [("1", True), ("4294967295", True)]
-    + [(number, False) for number in ("", "0", "007", "-5", "7.0", "x", "1" * 11)],
+    ("number", "program", "is_job"),
+    [
+        *((number, "", True) for number in ("1", "4294967295")),
+        # Those that Slurm gives, up to 32 bits: others would be labels of any length.
+        *((number, "", False) for number in ("", "0", "007", "-5", "7.0", "x", "1" * 11)),
+        # The site's programs have the job's number, too; those of tasks are the job's.
+        *(("77", program, False) for program in ("prolog_slurmd", "epilog_slurmd")),
+        ("77", "prolog_task", True),
+    ],
 )
-def test_numbers_of_jobs(machine: Machine, number: str, is_job: bool) -> None:
-    """Those that Slurm gives, up to 32 bits: others would be labels of any length."""
-    environment = {"SLURM_JOB_ID": number, "SLURM_STEP_ID": "9" * 1000}
-    machine.process(Task(50, environment=environment))
-    jobs = look(machine).by_id
-    assert set(jobs) == ({number} if is_job else set())
-    assert all(set(job.steps) == {"batch"} for job in jobs.values())
+def test_what_an_environment_must_say(
+    machine: Machine, number: str, program: str, is_job: bool
+) -> None:
+    """A number of a job, in a process that is not the site's."""
+    values = {"SLURM_JOB_ID": number, "SLURM_SCRIPT_CONTEXT": program}
+    machine.process(Task(50, environment={**values, "SLURM_STEP_ID": "9" * 1000}))
+    steps = {jobid: set(job.steps) for jobid, job in look(machine).by_id.items()}
+    assert steps == ({number: {"batch"}} if is_job else {})
 
 
 def test_very_many_jobs(machine: Machine, capsys: pytest.CaptureFixture[str]) -> None:
@@ -270,25 +308,25 @@ def test_very_many_jobs(machine: Machine, capsys: pytest.CaptureFixture[str]) ->
     assert set(JobFinder(machine.only(last)).look(0).by_id) == {last}, "its own is always shown"
 
 
-@pytest.mark.parametrize("program", ["prolog_slurmd", "epilog_slurmd", "prolog_task"])
-def test_prologs(machine: Machine, program: str) -> None:
-    """The site's programs have the job's number in their environment; those of tasks are its."""
-    machine.process(Task(40, environment={**OF_77, "SLURM_SCRIPT_CONTEXT": program}))
-    assert set(look(machine).by_id) == ({"77"} if program.endswith("task") else set())
-
-
-def test_jobs_in_groups_end_the_look_at_environments(machine: Machine) -> None:
-    """What names a job in its environment, or outlived it, is none, also when the group is gone."""
+def test_jobs_in_groups_end_the_look_at_environments(
+    machine: Machine, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """What names a job in its environment, or outlived it, is none: that is said, once."""
     finder = JobFinder(machine.options)
     machine.unified()
     machine.group(f"{SCOPE}/system")
     machine.process(Task(50, uid=0, environment={**OF_77, "SLURM_JOB_NAME": "prolog's"}))
     assert [set(finder.look(now).by_id) for now in (0, 60)] == [{"77"}] * 2
     version_2(machine)
-    job = finder.look(65).by_id["77"]
-    assert (job.facts.uid, job.facts.name, set(job.pids)) == (1000, "", {71, 72, 81, 82})
+    for now in (65, 70, 75):
+        job = finder.look(now).by_id["77"]
+        assert (job.facts.uid, job.facts.name, set(job.pids)) == (1000, "", {71, 72, 81, 82})
+    assert capsys.readouterr().err == "", "its job is shown"
+    machine.process(Task(51, environment={"SLURM_JOB_ID": "78"}))
+    assert [set(finder.look(now).by_id) for now in (80, 85, 90)] == [{"77"}] * 3
+    assert capsys.readouterr().err.count("processes of job 78 are in no control group") == 1
     shutil.rmtree(machine.cgroup / V2)
-    assert set(finder.look(70).by_id) == set()
+    assert set(finder.look(95).by_id) == set()
 
 
 def test_jobs_of_one_number_inside_of_a_job(

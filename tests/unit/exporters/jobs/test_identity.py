@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -53,10 +54,10 @@ def begin(machine: Machine, *tasks: Task) -> None:
         machine.process(one)
 
 
-def write(machine: Machine, value: Any = None, **changes: Any) -> Path:
+def write(machine: Machine, **changes: Any) -> Path:
     path = machine.run / "jobs" / "77.json"
     draft = path.with_suffix(".new")
-    draft.write_text(json.dumps({**MAP, **changes} if value is None else value))
+    draft.write_text(json.dumps({**MAP, **changes}))
     draft.chmod(0o644)
     draft.replace(path)
     return path
@@ -90,6 +91,10 @@ def make_pipe(path: Path) -> None:
     os.mkfifo(path, 0o644)
 
 
+def change(path: Path, **changes: Any) -> None:
+    path.write_text(json.dumps({**MAP, **changes}))
+
+
 SPOILT: dict[str, Callable[[Path], object]] = {
     "writable for the group": lambda path: path.chmod(0o664),
     "writable for all": lambda path: path.chmod(0o646),
@@ -103,33 +108,30 @@ SPOILT: dict[str, Callable[[Path], object]] = {
     "no text": lambda path: path.write_bytes(b"\xff\xfe"),
     "nested": lambda path: path.write_bytes(b"[" * 10000),
     "null": lambda path: path.write_bytes(b"null"),
+    "a list": lambda path: path.write_bytes(b"[]"),
+    "of another form": lambda path: change(path, schema_version=2),
+    "without one": lambda path: path.write_bytes(b"{}"),
+    "of another user": lambda path: change(path, uid=1001),
+    "of another job": lambda path: change(path, jobid="78"),
+}
+AS_ROOT: dict[str, Callable[[Path], object]] = {
+    "another user's": lambda path: os.chown(path, 12345, 0),
+    "another user's directory": lambda path: os.chown(path.parent, 12345, 0),
 }
 
 
-@pytest.mark.parametrize("spoil", SPOILT.values(), ids=SPOILT)
+@pytest.mark.parametrize(
+    "spoil",
+    [
+        *(pytest.param(spoil, id=name) for name, spoil in SPOILT.items()),
+        *(pytest.param(spoil, id=name, marks=needs_root) for name, spoil in AS_ROOT.items()),
+    ],
+)
 def test_maps_that_are_not_trusted(machine: Machine, spoil: Callable[[Path], object]) -> None:
-    """Anybody may have written them, or they are of another time; there is no error."""
+    """Anybody may have written them, or they are of another job or time; there is no error."""
     path = write(machine)
     assert facts(machine).account == "vision"
     spoil(path)
-    assert facts(machine).account == "forged"
-
-
-@needs_root
-@pytest.mark.parametrize("place", ["77.json", "."])
-def test_a_map_of_another_user_s(machine: Machine, place: str) -> None:
-    """Neither root nor we own the file, or the directory."""
-    os.chown(write(machine).parent / place, 12345, 0)
-    assert facts(machine).account == "forged"
-
-
-@pytest.mark.parametrize(
-    "value",
-    [[], "x", 7, {}, {**MAP, "schema_version": 2}, {**MAP, "uid": 1001}, {**MAP, "jobid": "78"}],
-)
-def test_maps_of_other_jobs(machine: Machine, value: Any) -> None:
-    """Of another user, number or form."""
-    write(machine, value)
     assert (facts(machine).uid, facts(machine).account) == (1000, "forged")
 
 
@@ -152,6 +154,7 @@ def test_the_environment_fills_in(machine: Machine) -> None:
         "SLURM_ARRAY_TASK_ID": "7",
         "SLURM_JOB_START_TIME": "1790000000",
         "SLURM_JOB_GPUS": "GPU-1a,GPU-3c",
+        "SLURM_NNODES": "1",
     }
     begin(
         machine,
@@ -164,6 +167,10 @@ def test_the_environment_fills_in(machine: Machine) -> None:
     assert found.name == "train"
     assert (found.array_job, found.array_task, found.start) == ("70", "7", 1790000000)
     assert (found.gpus, found.run, found.ranks) == (("GPU-1a", "GPU-3c"), "", 0)
+    # What are no numbers of ranks and times.
+    odd = {**values, "WORLD_SIZE": "9" * 40, "SLURM_JOB_START_TIME": "-1e300"}
+    begin(machine, Task(72, environment=odd))
+    assert (facts(machine).ranks, facts(machine).start) == (0, 0)
     # The ranks begin later, when the data are staged; hpml's variables are theirs alone.
     more = {"HPML_RUN_DIR": "/r/runs/r-x7/", "HPML_SWEEP": "s", "HPML_POINT": "4"}
     begin(machine, Task(72, environment={**values, **more, "WORLD_SIZE": "8"}))
@@ -172,16 +179,40 @@ def test_the_environment_fills_in(machine: Machine) -> None:
     assert (found.run, found.sweep, found.point, found.ranks) == ("r-x7", "s", "4", 8)
 
 
+ONE, TWO = {"SLURM_NNODES": "1"}, {"SLURM_NNODES": "2"}
+
+
 @pytest.mark.parametrize(
-    "values",
-    [{"SLURM_JOB_GPUS": "1,3"}, {"WORLD_SIZE": "9" * 40}, {"SLURM_JOB_START_TIME": "-1e300"}],
-    ids=str,
+    ("values", "step", "table", "gpus"),
+    [
+        ({**ONE, "SLURM_JOB_GPUS": "GPU-1a,MIG-2b"}, "0", "", ("GPU-1a", "MIG-2b")),
+        ({**ONE, "SLURM_JOB_GPUS": "1,3"}, "0", "", ("1", "3")),
+        ({"SLURM_JOB_GPUS": "1,3"}, "batch", "", ("1", "3")),
+        ({**TWO, "SLURM_JOB_GPUS": "1,3"}, "0", "", None),  # those of the first node
+        ({**ONE, "SLURM_JOB_GPUS": "1,0"}, "0", "# a\n\n5 x\nGPU-1a\n", ("GPU-1a", "5")),
+        ({**ONE, "SLURM_JOB_GPUS": "2"}, "0", "5\n2\n", None),
+        ({**ONE, "SLURM_JOB_GPUS": "gpu:2"}, "0", "", None),
+        (ONE, "0", "", None),
+    ],
 )
-def test_what_an_environment_cannot_say(machine: Machine, values: dict[str, str]) -> None:
-    """Numbers of GPUs are places in gres.conf; the others are no numbers of ranks and times."""
-    begin(machine, Task(71, environment={**OF_77, **values}))
-    found = facts(machine)
-    assert (found.gpus, found.ranks, found.start) == (None, 0, 0)
+def test_gpus_of_the_environment(
+    machine: Machine,
+    monkeypatch: pytest.MonkeyPatch,
+    values: dict[str, str],
+    step: str,
+    table: str,
+    gpus: tuple[str, ...] | None,
+) -> None:
+    """Numbers are translated as by the prolog; what is inherited of another node is not told."""
+    (machine.run / "gpus").write_text(table)
+    monkeypatch.setenv("HPML_GPUS", str(machine.run / "gpus"))
+    machine.ended(71)
+    shutil.rmtree(machine.cgroup / JOB)
+    machine.step_2(JOB, step, machine.stepd(70, "77", step), {0: (71,)})
+    machine.process(Task(71, environment={**OF_77, **values}))
+    assert facts(machine).gpus == gpus
+    own = JobFinder(machine.only("77")).look(0).by_id["77"].facts
+    assert own.gpus is None, "the agent has looked at the devices"
 
 
 def test_a_task_that_is_still_root_s(machine: Machine) -> None:
@@ -215,32 +246,21 @@ def test_user_names() -> None:
     eventually(lambda: names.name(0, 0.0) == "root")
     eventually(lambda: names.name(3999999, 0.0) == "3999999")
     assert names.name(-1, 0.0) == ""
-    answer, asked = threading.Event(), []
+    answer = threading.Event()
+    asked: list[int] = []
 
     def lookup(uid: int) -> str:
         asked.append(uid)
         answer.wait(120)
+        if asked == [1]:
+            raise OSError("down")
         return f"user{uid}"
 
     slow = UserNames(lookup)
     assert [slow.name(uid, 0.0) for uid in (1, 2, 1)] == [""] * 3
     assert asked == [1], "one question at a time"
     answer.set()
-    eventually(lambda: slow.name(1, 1.0) == "user1")
-
-
-def test_a_directory_service_that_is_down() -> None:
-    """It is asked again after ten minutes, and a name is asked for once."""
-    asked: list[int] = []
-
-    def lookup(uid: int) -> str:
-        asked.append(uid)
-        if len(asked) == 1:
-            raise OSError("down")
-        return "alice"
-
-    names = UserNames(lookup)
-    assert [names.name(7, now) for now in (0.0, 5.0)] == ["", ""]
-    eventually(lambda: names.name(7, 601.0) == "alice")
-    assert names.name(7, 9999.0) == "alice"
-    assert asked == [7, 7]
+    eventually(lambda: slow.name(2, 1.0) == "user2")
+    assert slow.name(1, 1.0) == "", "asked again after ten minutes"
+    eventually(lambda: slow.name(1, 601.0) == "user1")
+    assert (slow.name(1, 9999.0), asked) == ("user1", [1, 2, 1])

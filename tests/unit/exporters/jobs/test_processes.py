@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 from hpml_exporters.jobs import processes
 from hpml_exporters.jobs.board import JobFacts, Jobs, JobSeen
+from hpml_exporters.jobs.processes import ProcessTotals
 from hpml_exporters.options import Context, NodeOptions
 
 from tests.patience import eventually
@@ -117,21 +118,22 @@ def grown(worker: Worker, before: float, *others: int) -> float:
     return (worker.look(*others)[WRITE] - before) / MIB
 
 
-def test_what_a_process_writes(worker: Worker) -> None:
-    """64 MiB, to storage as well, where /var/tmp is none in memory."""
+def test_what_processes_write(worker: Worker) -> None:
+    """Also one that nobody saw but its parent; it stays when all have ended."""
     first = worker.look()
     worker.tell("write", 64 * MIB)
     second = worker.look()
     assert (second[WRITE] - first[WRITE]) / MIB == pytest.approx(64, abs=0.1)
-    if not in_memory():
+    if not in_memory():  # where /var/tmp is none in memory
         assert (second[STORED] - first[STORED]) / MIB == pytest.approx(64, abs=0.5)
-
-
-def test_a_child_between_two_looks(worker: Worker) -> None:
-    """Nobody saw it; it was waited for, so its bytes are there."""
-    before = worker.look()[WRITE]
     worker.tell("child", 16 * MIB)
-    assert grown(worker, before) == pytest.approx(16, abs=0.1)
+    before = worker.look()[WRITE]
+    assert (before - second[WRITE]) / MIB == pytest.approx(16, abs=0.1)
+    worker.process.kill()
+    worker.process.wait()
+    after = worker.look()
+    assert after[WRITE] == before
+    assert ("hpml_job_threads", "c", "7") not in after
 
 
 def test_a_child_that_was_seen_and_waited_for(worker: Worker) -> None:
@@ -145,16 +147,6 @@ def test_a_child_that_was_seen_and_waited_for(worker: Worker) -> None:
     assert grown(worker, before) == pytest.approx(16, abs=0.1)
     worker.tell("write", 4 * MIB)
     assert grown(worker, before) == pytest.approx(20, abs=0.1)
-
-
-def test_all_processes_end(worker: Worker) -> None:
-    """The job is still there (its step is ending): its counters stay."""
-    worker.tell("write", 8 * MIB)
-    before = worker.look()[WRITE]
-    worker.process.kill()
-    worker.process.wait()
-    assert worker.look()[WRITE] == before
-    assert ("hpml_job_threads", "c", "7") not in worker.look()
 
 
 @pytest.mark.parametrize(("groups", "second"), [((), 30), (({"": "/none"},), 530)])
@@ -196,23 +188,21 @@ def test_cpu_time_and_memory_where_no_group_counts_them(worker: Worker) -> None:
         )
 
     assert 0.95 <= seconds(second) - seconds(first) <= 2.0
-    rss = RSS
-    assert (second[rss] - first[rss]) / MIB == pytest.approx(100, abs=5)
+    assert (second[RSS] - first[RSS]) / MIB == pytest.approx(100, abs=5)
 
 
-def test_threads(tmp_path: Path) -> None:
-    """Of all processes together."""
+def test_threads_and_a_kernel_without_io_accounting(tmp_path: Path) -> None:
+    """Threads of all processes together; no /proc/PID/io to speak of is no I/O of 0 bytes."""
     machine = Machine(tmp_path)
     for pid, threads in ((5, 3), (6, 4)):
         machine.process(Task(pid, threads=threads))
-    found = _look(machine, frozenset({5, 6}))
-    assert found["hpml_job_threads", "c", "7"] == 7
-
-
-def _look(machine: Machine, pids: frozenset[int]) -> dict[tuple[str, ...], float]:
+        (machine.proc / str(pid) / "io").write_text("")
     context = Context(machine.options)
+    pids = frozenset({5, 6})
     context.jobs.post(Jobs({"7": JobSeen(JobFacts("7"), (), {"0": pids}, pids)}))
-    return values(processes.make(context).sample(0.0))
+    found = values(processes.make(context).sample(0.0))
+    assert found["hpml_job_threads", "c", "7"] == 7
+    assert not [key for key in found if "_io_" in key[0]]
 
 
 OTHERS = """
@@ -298,15 +288,6 @@ def test_memory_that_forks_share_counts_once(worker: Worker) -> None:
     eventually(lambda: (worker.look()[RSS] - before) / MIB == pytest.approx(96, abs=12))
 
 
-def test_a_kernel_without_io_accounting(tmp_path: Path) -> None:
-    """No /proc/PID/io to speak of: absent."""
-    machine = Machine(tmp_path)
-    machine.process(Task(5))
-    (machine.proc / "5/io").write_text("")
-    found = _look(machine, frozenset({5}))
-    assert not [key for key in found if "_io_" in key[0]]
-
-
 def test_many_processes_share_the_looks(tmp_path: Path) -> None:
     """A look ends when its time is up; the next one goes on there, and none is left out."""
     machine = Machine(tmp_path)
@@ -320,3 +301,55 @@ def test_many_processes_share_the_looks(tmp_path: Path) -> None:
     collector = processes.ProcessesCollector(context, budget=0.0)
     found = [values(collector.sample(float(look)))[STORED] for look in range(1, 13)]
     assert found == [*range(7, 77, 7), 70, 70]
+
+
+Seen = tuple[int, int, int, int]  # pid, parent, start, count
+
+# Looks at the processes of a job, one after the other, and what they add up to.
+LIVES: dict[str, list[tuple[list[Seen], int]]] = {
+    "two that grow": [([(1, 0, 1, 10), (2, 1, 2, 5)], 15), ([(1, 0, 1, 20), (2, 1, 2, 6)], 26)],
+    "a child that is waited for": [
+        ([(1, 0, 1, 100), (2, 1, 2, 50)], 150),
+        ([(1, 0, 1, 150)], 150),
+        ([(1, 0, 1, 160)], 160),
+    ],
+    "a parent read a moment before it waits": [
+        ([(1, 0, 1, 100), (2, 1, 2, 50)], 150),
+        ([(1, 0, 1, 100)], 150),
+        ([(1, 0, 1, 150)], 150),
+        ([(1, 0, 1, 160)], 160),
+    ],
+    "one that nobody of the job waits for": [
+        ([(1, 0, 1, 100), (2, 9, 2, 50)], 150),
+        ([(1, 0, 1, 110)], 160),
+        ([(1, 0, 1, 110), (3, 9, 3, 7)], 167),
+        ([], 167),
+    ],
+    "a shell and its program end together": [
+        ([(1, 0, 1, 10), (2, 1, 2, 20), (3, 2, 3, 40)], 70),
+        ([(1, 0, 1, 70)], 70),
+    ],
+    "a shell waits for its program, and ends": [
+        ([(1, 0, 1, 10), (2, 1, 2, 20), (3, 2, 3, 40)], 70),
+        ([(1, 0, 1, 10), (2, 1, 2, 60)], 70),
+        ([(1, 0, 1, 75)], 75),
+    ],
+    "children that outlive their parent go to a subreaper": [
+        ([(1, 0, 1, 0), (2, 1, 2, 5), (3, 2, 3, 100), (4, 2, 4, 100)], 205),
+        ([(1, 0, 1, 5), (3, 1, 3, 100), (4, 1, 4, 100)], 205),
+        ([(1, 0, 1, 205)], 205),
+    ],
+    "an id that comes again": [([(2, 0, 5, 50)], 50), ([(2, 0, 9, 3)], 53), ([(2, 0, 9, 4)], 54)],
+    "counts that fall": [([(1, 0, 1, 100)], 100), ([(1, 0, 1, 60)], 100)],
+}
+
+
+@pytest.mark.parametrize("looks", LIVES.values(), ids=LIVES)
+def test_lives(looks: list[tuple[list[Seen], int]]) -> None:
+    """The total after each look."""
+    job = ProcessTotals(1)
+    for seen, total in looks:
+        job.keep([pid for pid, *_ in seen])
+        for pid, parent, start, count in seen:
+            job.seen(pid, parent, start, (count,))
+        assert job.total() == (total,)

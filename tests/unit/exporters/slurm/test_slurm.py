@@ -1,4 +1,4 @@
-"""The Slurm exporter on captured answers and on broken ones; no Slurm is needed."""
+"""The Slurm exporter and its sources on captured answers and broken ones; no Slurm is needed."""
 
 from __future__ import annotations
 
@@ -7,7 +7,8 @@ import subprocess
 import sys
 import threading
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from itertools import takewhile
 from pathlib import Path
 from types import SimpleNamespace
@@ -15,9 +16,12 @@ from urllib.error import HTTPError
 from urllib.request import urlopen
 
 import pytest
+from hpml_exporters.core.collector import StaleError
+from hpml_exporters.core.sampler import Sampler, Source
 from hpml_exporters.slurm.collector import SlurmCollector
 from hpml_exporters.slurm.commands import Commands, count_tasks, head_of_reason
-from hpml_exporters.slurm.native import job_of, node_of
+from hpml_exporters.slurm.native import Native, job_of, node_of
+from hpml_exporters.slurm.openmetrics import Relay
 from hpml_exporters.slurm.options import SlurmOptions
 from hpml_exporters.slurm.targets import TargetServer, targets
 from hpml_exporters.web.address import listen_on
@@ -27,15 +31,17 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from hpml_orchestrator.errors import InputError, SchedulerUnavailable
 from hpml_orchestrator.scheduler.command import Completed
+from tests.patience import eventually
 
 DATA = Path(__file__).parent / "data"
 NAMES = ("squeue", "sinfo", "sdiag")
 CAPTURED = {name: (DATA / "22.05.8" / f"{name}.txt").read_text("utf-8") for name in NAMES}
+PAGE = (DATA / "26.05.5" / "openmetrics.txt").read_text("utf-8")
 Values = dict[str, float]
 
 
 class FakeRunner:
-    """Canned answers by command, in place of Slurm's commands; an exception is raised."""
+    """Canned answers by a command's first or last word; an exception is raised."""
 
     def __init__(self, answers: Mapping[str, str | Exception] = CAPTURED) -> None:
         self.answers = dict(answers)
@@ -46,7 +52,7 @@ class FakeRunner:
         assert env["SLURM_TIME_FORMAT"] == "%s"
         assert timeout > 0
         self.calls[argv[0]] += 1
-        answer = self.answers.get(argv[0], "")
+        answer = self.answers.get(argv[-1], self.answers.get(argv[0], ""))
         if isinstance(answer, Exception):
             raise answer
         return Completed(0, answer)
@@ -57,25 +63,41 @@ class FakeRunner:
 
 
 class Families:
-    """The families of one refresh, for a registry."""
+    """Families, for a registry."""
 
-    def __init__(self, families: Sequence[Metric]) -> None:
-        self._families = families
+    def __init__(self, families: Iterable[Metric]) -> None:
+        self.families = list(families)
 
-    def collect(self) -> Sequence[Metric]:
+    def collect(self) -> list[Metric]:
         """Return them."""
-        return self._families
+        return self.families
+
+
+def exposed(families: Iterable[Metric]) -> str:
+    """The page that shows these families."""
+    registry = CollectorRegistry()
+    registry.register(Families(families))
+    return generate_latest(registry).decode()
+
+
+def samples(text: str) -> list[tuple[str, dict[str, str], float]]:
+    """All series of an exposition, sorted."""
+    families = text_string_to_metric_families(text)
+    return sorted(
+        ((one.name, one.labels, one.value) for family in families for one in family.samples),
+        key=str,
+    )
 
 
 def values(collector: SlurmCollector, now: float = 0.0) -> Values:
-    """Refresh, and read the exposition again: series as `name{a="b"}`, and their values."""
-    registry = CollectorRegistry()
-    registry.register(Families(list(collector.sample(now))))
-    text = generate_latest(registry).decode()
+    """Refresh, and read the exposition again: series as `name['b']`, and their values."""
+    try:
+        families = collector.sample(now)
+    except StaleError as error:
+        families = error.families
     return {
-        f"{sample.name}{sorted(sample.labels.values())}": sample.value
-        for family in text_string_to_metric_families(text)
-        for sample in family.samples
+        f"{name}{sorted(labels.values())}": value
+        for name, labels, value in samples(exposed(families))
     }
 
 
@@ -152,7 +174,9 @@ def test_while_slurm_does_not_answer(answer: str | Exception) -> None:
     before = values(collector)
     runner.answers["squeue"] = answer
     for step in range(1, 41):
-        shown = values(collector, 30.0 * step)
+        with pytest.raises(StaleError, match="no answer in 60 s|cut off"):
+            collector.sample(30.0 * step)
+    shown = values(collector, 1201.0)
     assert shown["hpml_slurm_up[]"] == 0
     assert shown["hpml_slurm_refresh_failures_total[]"] < 8
     jobs = "hpml_slurm_jobs['main', 'normal', 'running']"
@@ -162,22 +186,55 @@ def test_while_slurm_does_not_answer(answer: str | Exception) -> None:
     assert values(collector, 9000.0)["hpml_slurm_up[]"] == 1
 
 
-def test_reasons_of_failures_are_printed_once(capsys: pytest.CaptureFixture[str]) -> None:
-    """A refresh that fails names its reason again after one that succeeds; sdiag never does."""
-    denied, silent = SchedulerUnavailable("sdiag: access denied"), SchedulerUnavailable("no answer")
-    runner = FakeRunner({**CAPTURED, "sdiag": denied})
+def test_an_exporter_while_slurm_does_not_answer(capsys: pytest.CaptureFixture[str]) -> None:
+    """It shows the old figures, its collector counts as failed, and /healthz names it."""
+    runner = FakeRunner({**CAPTURED, "sdiag": SchedulerUnavailable("sdiag: access denied")})
     collector = SlurmCollector(Commands(runner))
-    values(collector)
-    assert capsys.readouterr().err == "hpml: metrics left out: sdiag: access denied\n"
-    line = "hpml: refresh failed, keeping the last figures: no answer\n"
-    for begin in (10_000.0, 20_000.0):
-        runner.answers["squeue"] = silent
-        for step in range(3):
-            values(collector, begin + 1000 * step)
-        assert capsys.readouterr().err == line
+    collector.sample(0.0)
+    runner.answers["squeue"] = SchedulerUnavailable("no answer")
+    collector.interval = 0.01
+    sampler = Sampler([Source("slurm", lambda: collector)])
+    sampler.start()
+    try:
+
+        def shown() -> dict[str, float]:
+            return {
+                name + str(labels): value
+                for name, labels, value in samples(exposed(sampler.collect()))
+            }
+
+        eventually(lambda: shown().get("hpml_exporter_errors_total{'collector': 'slurm'}", 0) > 3)
+        assert shown()["hpml_exporter_up{'collector': 'slurm'}"] == 0
+        assert shown()["hpml_slurm_nodes{'state': 'mixed'}"] == 1
+        assert sampler.health() == (True, "failed: slurm")
         runner.answers["squeue"] = CAPTURED["squeue"]
-        assert values(collector, begin + 5000)["hpml_slurm_up[]"] == 1
-    assert capsys.readouterr().err == ""
+        eventually(lambda: shown()["hpml_exporter_up{'collector': 'slurm'}"] == 1)
+        assert sampler.health() == (True, "ok")
+    finally:
+        sampler.stop()
+    denied, failed = capsys.readouterr().err.splitlines()  # each reason once
+    assert denied == "hpml: metrics left out: sdiag: access denied"
+    assert failed == "hpml: collector slurm: old figures are shown: no answer"
+
+
+def test_what_is_asked_for_now_and_then() -> None:
+    """Licences, reservations and, with --users, fairshares of users but not of accounts."""
+    answers = {
+        "licenses": "LicenseName=matlab Total=7 Used=3 Free=4\n",
+        "reservations": "ReservationName=maint StartTime=100 EndTime=200 NodeCnt=1 State=INACTIVE",
+        "sshare": "lab||0.5\nlab|ada|0.25\nlab|bob|nan\n",
+    }
+    runner = FakeRunner(CAPTURED | answers)
+    shown = values(SlurmCollector(Commands(runner, shares=True), users=True))
+    rare = ("hpml_slurm_license", "hpml_slurm_reservation", "hpml_slurm_user_fair")
+    assert {name: value for name, value in shown.items() if name.startswith(rare)} == {
+        "hpml_slurm_licenses['matlab']": 7,
+        "hpml_slurm_licenses_used['matlab']": 3,
+        "hpml_slurm_reservation_nodes['inactive', 'maint']": 1,
+        "hpml_slurm_reservation_start_timestamp_seconds['maint']": 100,
+        "hpml_slurm_reservation_end_timestamp_seconds['maint']": 200,
+        "hpml_slurm_user_fairshare_ratio['ada', 'lab']": 0.25,
+    }
 
 
 def test_names_that_nobody_expects() -> None:
@@ -253,3 +310,68 @@ def test_wrong_options(wrong: dict[str, object]) -> None:
     with pytest.raises(InputError) as told:
         SlurmOptions(**wrong)  # type: ignore[arg-type]
     assert told.value.field in wrong
+
+
+class FakeController(BaseHTTPRequestHandler):
+    """A captured page for jobs, nothing on the others."""
+
+    def do_GET(self) -> None:
+        """Answer."""
+        self.send_response(200)
+        self.end_headers()
+        self.wfile.write(PAGE.encode() if self.path == "/metrics/jobs" else b"")
+
+    def log_message(self, format: str, *args: object) -> None:  # noqa: A002 - as http.server's
+        """Say nothing."""
+
+
+@pytest.fixture
+def controller() -> Iterator[str]:
+    """The URL of a fake controller."""
+    with ThreadingHTTPServer(("127.0.0.1", 0), FakeController) as server:
+        thread = threading.Thread(target=server.serve_forever, args=(0.01,))
+        thread.start()
+        yield f"http://127.0.0.1:{server.server_port}"
+        server.shutdown()
+        thread.join()
+
+
+def test_slurms_own_metrics_are_relayed_unchanged(controller: str) -> None:
+    """Every series of a page of 26.05.5 arrives with its name, labels and value."""
+    shown = samples(exposed(Relay(controller).read()))
+    assert len(shown) > 100
+    assert shown == samples(PAGE)
+
+
+def test_a_controller_that_is_away() -> None:
+    """It is an error of the scheduler's, so the last figures are kept."""
+    with pytest.raises(SchedulerUnavailable, match="/metrics/jobs"):
+        Relay("http://127.0.0.1:9").read()
+
+
+def test_pyslurm_is_used_where_it_can_be_imported(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """A fake module returns what the real one returned; statistics have pyslurm's names."""
+    captured = json.loads((DATA / "25.11.7/pyslurm-25.11.2.json").read_text("utf-8"))
+    objects = {
+        kind: {number: SimpleNamespace(**one) for number, one in enumerate(captured[kind])}
+        for kind in ("jobs", "nodes")
+    }
+    numbers = SimpleNamespace(schedule_cycle_counter=61, jobs_submitted=11)
+    statistics = SimpleNamespace(load=lambda: numbers)
+    fake = SimpleNamespace(
+        Jobs=SimpleNamespace(load=lambda: objects["jobs"]),
+        Nodes=SimpleNamespace(load=lambda: objects["nodes"]),
+        slurmctld=SimpleNamespace(Statistics=statistics),
+    )
+    monkeypatch.setitem(sys.modules, "pyslurm", fake)
+    (tmp_path / "slurm.conf").touch()
+    monkeypatch.setenv("SLURM_CONF", str(tmp_path / "slurm.conf"))
+    monkeypatch.setenv("PATH", "")
+    view = Native().read()
+    assert len(list(view.jobs)) == len(captured["jobs"])
+    assert view.statistics["schedule_cycle_counter"] == 61
+    monkeypatch.setenv("SLURM_CONF", str(tmp_path / "none.conf"))
+    with pytest.raises(SchedulerUnavailable):
+        Native()

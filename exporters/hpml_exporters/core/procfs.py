@@ -1,4 +1,4 @@
-"""Small files of procfs and cgroupfs, and processes as they show them."""
+"""Small files of procfs, sysfs and cgroupfs, and what they say of processes and mounts."""
 
 from __future__ import annotations
 
@@ -6,29 +6,31 @@ import os
 from typing import NamedTuple
 
 __all__ = [
+    "Mount",
     "Stat",
     "environment",
-    "parse_stat",
+    "mounts",
+    "plain_path",
     "process_ids",
     "processes_in",
     "read",
     "read_or_empty",
     "stat",
-    "stepd_job",
     "subdirectories",
     "text",
     "uid",
 ]
 
-_SIZE = 1 << 16
 _FLAGS = os.O_RDONLY | os.O_CLOEXEC
-_STEPD = b"slurmstepd: ["
-_LONGEST = 1 << 20
+_READ_BYTES = 1 << 16
+_LONGEST = 4 << 20
 _PIECE = 4000
+_ESCAPES = (("\\040", " "), ("\\011", "\t"), ("\\012", "\n"), ("\\134", "\\"))
+_MOUNT_FIELDS = 6  # at least, before the separator
 
 
 def read(path: str) -> bytes:
-    """Return the content of a file, up to 1 MiB.
+    """Return the content of a file, up to 4 MiB.
 
     Raises:
         PermissionError: the file exists, but this user may not read it.
@@ -36,10 +38,10 @@ def read(path: str) -> bytes:
     """
     descriptor = os.open(path, _FLAGS)
     try:
-        data = part = os.read(descriptor, _SIZE)
+        data = part = os.read(descriptor, _READ_BYTES)
         # The kernel returns a long file in pieces, each filling a page up to the last record.
         while len(part) >= _PIECE and len(data) < _LONGEST:
-            part = os.read(descriptor, _SIZE)
+            part = os.read(descriptor, _READ_BYTES)
             data += part
         return data
     finally:
@@ -59,6 +61,23 @@ def text(path: str) -> str:
     return read_or_empty(path).decode("utf-8", "replace").strip()
 
 
+def subdirectories(path: str) -> list[str]:
+    """Return the names of the directories in a directory; empty if it cannot be read."""
+    try:
+        with os.scandir(path) as entries:
+            return sorted(one.name for one in entries if one.is_dir(follow_symlinks=False))
+    except OSError:
+        return []
+
+
+def process_ids(proc: str) -> frozenset[int]:
+    """Return the ids of all processes; empty without procfs."""
+    try:
+        return frozenset(int(name) for name in os.listdir(proc) if name.isdigit())
+    except OSError:
+        return frozenset()
+
+
 def processes_in(group: str) -> list[int] | None:
     """Return the process ids in a control group; None if it is gone.
 
@@ -68,15 +87,6 @@ def processes_in(group: str) -> list[int] | None:
         return [int(word) for word in read(f"{group}/cgroup.procs").split()]
     except OSError:
         return None
-
-
-def subdirectories(path: str) -> list[str]:
-    """Return the names of the directories in a directory; empty if it cannot be read."""
-    try:
-        with os.scandir(path) as entries:
-            return sorted(one.name for one in entries if one.is_dir(follow_symlinks=False))
-    except OSError:
-        return []
 
 
 class Stat(NamedTuple):
@@ -97,27 +107,20 @@ class Stat(NamedTuple):
     start: int
 
 
-def parse_stat(data: bytes) -> Stat:
-    """Return the fields of /proc/PID/stat, whose second one may hold blanks and brackets.
-
-    Raises:
-        ValueError: this is no such line.
-    """
-    fields = data[data.rindex(b")") + 2 :].split(None, 20)
-    # proc(5) numbers the fields from 1 and has the parent as the fourth.
-    return Stat(
-        parent=int(fields[1]),
-        user=int(fields[11]) + int(fields[13]),
-        system=int(fields[12]) + int(fields[14]),
-        threads=int(fields[17]),
-        start=int(fields[19]),
-    )
-
-
 def stat(proc: str, pid: int) -> Stat | None:
     """Return the fields of /proc/PID/stat of a process; None if it is gone or hidden."""
     try:
-        return parse_stat(read(f"{proc}/{pid}/stat"))
+        data = read(f"{proc}/{pid}/stat")
+        # The second field may hold blanks and brackets.
+        fields = data[data.rindex(b")") + 2 :].split(None, 20)
+        # proc(5) numbers the fields from 1 and has the parent as the fourth.
+        return Stat(
+            parent=int(fields[1]),
+            user=int(fields[11]) + int(fields[13]),
+            system=int(fields[12]) + int(fields[14]),
+            threads=int(fields[17]),
+            start=int(fields[19]),
+        )
     except (OSError, ValueError, IndexError):
         return None
 
@@ -132,17 +135,6 @@ def uid(proc: str, pid: int) -> int:
     return int(words[0]) if words else -1
 
 
-def stepd_job(proc: str, pid: int) -> str:
-    """Return the job id in the title of a slurmstepd; empty for any other process.
-
-    The title is `slurmstepd: [<jobid>.<step>]`, with the job's number also where its control group
-    is named by SLUID (Slurm 26.05 and later).
-    """
-    title = read_or_empty(f"{proc}/{pid}/cmdline")
-    jobid = title[len(_STEPD) :].partition(b".")[0]
-    return jobid.decode() if title.startswith(_STEPD) and jobid.isdigit() else ""
-
-
 def environment(proc: str, pid: int) -> dict[str, str]:
     """Return the environment a process was started with; empty if it may not be read."""
     data = read_or_empty(f"{proc}/{pid}/environ").decode("utf-8", "replace")
@@ -150,9 +142,40 @@ def environment(proc: str, pid: int) -> dict[str, str]:
     return {name: value for name, equals, value in pairs if equals}
 
 
-def process_ids(proc: str) -> frozenset[int]:
-    """Return the ids of all processes; empty without procfs."""
-    try:
-        return frozenset(int(name) for name in os.listdir(proc) if name.isdigit())
-    except OSError:
-        return frozenset()
+class Mount(NamedTuple):
+    """A mounted file system.
+
+    Attributes:
+        device: number of its device, MAJOR:MINOR.
+        path: mount point.
+        fstype: type of the file system.
+    """
+
+    device: str
+    path: str
+    fstype: str
+
+
+def mounts(mountinfo: str) -> list[Mount]:
+    """Return the mounts in the text of /proc/self/mountinfo, see proc(5); torn lines are left out.
+
+    The kernel escapes newlines in paths but nothing else that `splitlines` would split at.
+    """
+    found = []
+    for line in mountinfo.split("\n"):
+        head, _, tail = line.partition(" - ")
+        fields = head.split(" ")
+        if len(fields) >= _MOUNT_FIELDS:
+            found.append(Mount(fields[2], plain_path(fields[4]), tail.partition(" ")[0]))
+    return found
+
+
+def plain_path(path: str) -> str:
+    r"""Return a path of mountinfo or mountstats without its octal escapes.
+
+    >>> plain_path(r"/data\040sets")
+    '/data sets'
+    """
+    for escape, character in _ESCAPES:
+        path = path.replace(escape, character)
+    return path

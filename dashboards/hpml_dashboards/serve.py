@@ -1,0 +1,300 @@
+"""The viewer's web server: the page, the dashboards, and the query endpoints of one Prometheus.
+
+Only who has the token of the address sees anything. The server listens on this machine alone,
+answers GET, and passes on nothing but queries with a bounded number of points.
+"""
+
+from __future__ import annotations
+
+import base64
+import hmac
+import http.client
+import json
+import secrets
+import urllib.error
+import urllib.parse
+import urllib.request
+from collections.abc import Mapping
+from http import HTTPStatus
+from http.cookies import CookieError, SimpleCookie
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+from hpml_dashboards import JSON, read_secret
+from hpml_orchestrator.errors import InputError
+
+__all__ = ["DEFAULT_URL", "Prometheus", "PrometheusError", "ViewerServer", "read_credentials"]
+
+DEFAULT_URL = "http://127.0.0.1:9090"
+VIEWER = Path(__file__).parent / "viewer"
+
+_MAX_POINTS = 11_000  # of a series; Prometheus' own limit
+_MAX_BYTES = 32 * 1024 * 1024
+_QUERY_SECONDS = 30
+_CLIENT_SECONDS = 60
+_NAMES = ("127.0.0.1", "localhost")  # another Host is a page that rebound its name to this machine
+_PARAMETERS = {
+    "query": ("query", "time"),
+    "query_range": ("query", "start", "end", "step"),
+    "series": ("match[]", "start", "end"),
+    "labels": ("match[]", "start", "end"),
+    "values": ("match[]", "start", "end"),
+}
+_TYPES = {".html": "text/html", ".js": "text/javascript", ".css": "text/css", ".txt": "text/plain"}
+_HEADERS = {
+    "Content-Security-Policy": "default-src 'none'; script-src 'self'; connect-src 'self'; "
+    "style-src 'self' 'unsafe-inline'; img-src 'self' data:; font-src data:; base-uri 'none'; "
+    "form-action 'none'; frame-ancestors 'none'",
+    "Referrer-Policy": "no-referrer",
+    "X-Content-Type-Options": "nosniff",
+    "Cache-Control": "no-store",
+}
+
+
+class PrometheusError(Exception):
+    """Prometheus gave no usable answer; the message says what to do."""
+
+    def __init__(self, message: str, status: HTTPStatus = HTTPStatus.BAD_GATEWAY) -> None:
+        super().__init__(message)
+        self.status = status
+
+
+def read_credentials(path: str) -> str:
+    """Return the Authorization header for a file with `user:password` or a token.
+
+    Raises:
+        InputError: the file cannot be read, others may read it, or it has not one line.
+    """
+    text = read_secret(path, "--prometheus-auth")
+    if ":" in text:
+        return f"Basic {base64.b64encode(text.encode()).decode()}"
+    return f"Bearer {text}"
+
+
+class Prometheus:
+    """The query endpoints of a Prometheus.
+
+    Args:
+        url: its address, with a path if it has one.
+        authorization: the header that it wants, from `read_credentials`.
+
+    Raises:
+        InputError: it is no address of HTTP, or has a password in it.
+    """
+
+    def __init__(self, url: str, authorization: str = "") -> None:
+        parts = urllib.parse.urlsplit(url)
+        if parts.scheme not in ("http", "https") or not parts.hostname:
+            raise InputError(
+                "must be an address such as " + DEFAULT_URL, field="--prometheus", value=url
+            )
+        if "@" in parts.netloc:
+            hint = "write user:password into a file of mode 600 and use --prometheus-auth FILE"
+            raise InputError("must not contain a password", field="--prometheus", hint=hint)
+        self.url = url.rstrip("/")
+        self._authorization = authorization
+
+    def has_metrics(self) -> bool:
+        """Ask whether it scrapes an exporter of hpml.
+
+        Raises:
+            PrometheusError: it does not answer, or what answers is no Prometheus.
+        """
+        status, body = self.get("query", {"query": "count(hpml_exporter_up)"})
+        if status != HTTPStatus.OK:
+            raise PrometheusError(f"{self.url}: {json.loads(body).get('error', status)}")
+        return bool(json.loads(body)["data"]["result"])
+
+    def get(self, endpoint: str, parameters: Mapping[str, str | list[str]]) -> tuple[int, bytes]:
+        """Return status and JSON of `/api/v1/<endpoint>`, also where Prometheus refuses a query.
+
+        Raises:
+            PrometheusError: it does not answer in time, or what answers is no Prometheus.
+        """
+        query = urllib.parse.urlencode(parameters, doseq=True)
+        request = urllib.request.Request(f"{self.url}/api/v1/{endpoint}?{query}")  # noqa: S310 - http or https, see __init__
+        if self._authorization:
+            request.add_unredirected_header("Authorization", self._authorization)
+        try:
+            with urllib.request.urlopen(request, timeout=_QUERY_SECONDS) as answer:  # noqa: S310 - as above
+                return self._checked(answer.status, answer)
+        except urllib.error.HTTPError as error:
+            with error:
+                return self._checked(error.code, error)
+        except TimeoutError:
+            message = f"Prometheus at {self.url} did not answer within {_QUERY_SECONDS} s"
+            raise PrometheusError(message, HTTPStatus.GATEWAY_TIMEOUT) from None
+        except (OSError, http.client.HTTPException) as error:
+            reason = getattr(error, "reason", error)
+            if isinstance(reason, TimeoutError):
+                reason = f"no answer within {_QUERY_SECONDS} s"
+            why = getattr(reason, "strerror", None) or reason
+            raise PrometheusError(f"cannot reach Prometheus at {self.url}: {why}") from None
+
+    def _checked(self, status: int, answer: Any) -> tuple[int, bytes]:
+        """Read an answer that is Prometheus' JSON."""
+        if status in (HTTPStatus.UNAUTHORIZED, HTTPStatus.FORBIDDEN):
+            what = "refuses these credentials" if self._authorization else "asks for a password"
+            message = f"Prometheus at {self.url} {what}: use --prometheus-auth FILE"
+            raise PrometheusError(message)
+        body: bytes = answer.read(_MAX_BYTES + 1)
+        if len(body) > _MAX_BYTES:
+            raise PrometheusError(f"the answer is larger than {_MAX_BYTES >> 20} MiB: query less")
+        try:
+            is_prometheus = "status" in json.loads(body)
+        except (ValueError, TypeError):
+            is_prometheus = False
+        if not is_prometheus:
+            raise PrometheusError(f"{self.url} is not a Prometheus (HTTP status {status})")
+        return status, body
+
+
+def _check_points(parameters: Mapping[str, list[str]]) -> None:
+    """Refuse a range query with more points than Prometheus returns.
+
+    Raises:
+        PrometheusError: its start, end or step is no number, or there are too many points.
+    """
+    try:
+        start, end, step = (float(parameters[name][0]) for name in ("start", "end", "step"))
+        points = (end - start) / step + 1
+    except (KeyError, ValueError, ZeroDivisionError):
+        message = "start, end and step must be numbers of seconds"
+        raise PrometheusError(message, HTTPStatus.BAD_REQUEST) from None
+    if not 0 < points <= _MAX_POINTS:
+        message = (
+            f"{points:,.0f} points per series, of at most {_MAX_POINTS:,}: "
+            "choose a shorter time range or a longer step"
+        )
+        raise PrometheusError(message, HTTPStatus.BAD_REQUEST)
+
+
+class _Handler(BaseHTTPRequestHandler):
+    """Answers one connection."""
+
+    server: ViewerServer
+    protocol_version = "HTTP/1.1"
+    server_version, sys_version = "hpml", ""
+    timeout = _CLIENT_SECONDS
+
+    def do_GET(self) -> None:
+        """Answer by path; who comes without token or cookie learns nothing."""
+        url = urllib.parse.urlsplit(self.path)
+        parameters = urllib.parse.parse_qs(url.query)
+        if urllib.parse.urlsplit(f"//{self.headers['Host']}").hostname not in _NAMES:
+            self._refuse(HTTPStatus.FORBIDDEN, "this address is for 127.0.0.1 and localhost only")
+        elif self._is_token(parameters.pop("token", [""])[0]):
+            self._welcome(url.path, urllib.parse.urlencode(parameters, doseq=True))
+        elif not self._has_cookie():
+            message = "open the address that `hpml dashboards show` printed"
+            self._refuse(HTTPStatus.FORBIDDEN, message)
+        elif url.path.startswith("/api/v1/"):
+            self._query(url.path.removeprefix("/api/v1/"), parameters)
+        elif content := self.server.content(url.path):
+            self._send(HTTPStatus.OK, *content)
+        else:
+            self._refuse(HTTPStatus.NOT_FOUND, f"no such page: {url.path}")
+
+    def _is_token(self, given: str) -> bool:
+        return hmac.compare_digest(given.encode(), self.server.token.encode())
+
+    def _has_cookie(self) -> bool:
+        try:
+            morsel = SimpleCookie(self.headers["Cookie"] or "").get(self.server.cookie)
+        except CookieError:
+            return False
+        return morsel is not None and self._is_token(morsel.value)
+
+    def _welcome(self, path: str, query: str) -> None:
+        """Keep the token in a cookie and go on without it in the address.
+
+        By `Refresh`, as a redirect would be a step of the foreign page with a link to here, and
+        not bring a cookie of `SameSite=Strict`.
+        """
+        cookie = f"{self.server.cookie}={self.server.token}; Path=/; HttpOnly; SameSite=Strict"
+        location = f"/{path.lstrip('/')}" + (f"?{query}" if query else "")
+        more = {"Set-Cookie": cookie, "Refresh": f"0; url={location}"}
+        self._send(HTTPStatus.OK, b"", "text/html", more)
+
+    def _query(self, endpoint: str, parameters: Mapping[str, list[str]]) -> None:
+        label = endpoint.removeprefix("label/").removesuffix("/values")
+        is_label = endpoint == f"label/{label}/values" and "/" not in label
+        known = _PARAMETERS.get("values" if is_label else endpoint)
+        if known is None:
+            self._refuse(HTTPStatus.NOT_FOUND, f"not an endpoint for queries: {endpoint}")
+            return
+        passed = {name: parameters[name] for name in known if name in parameters}
+        try:
+            if endpoint == "query_range":
+                _check_points(passed)
+            if endpoint.startswith("query"):
+                passed["timeout"] = [f"{_QUERY_SECONDS}s"]
+            status, body = self.server.prometheus.get(endpoint, passed)
+            self._send(status, body, "application/json")
+        except PrometheusError as error:
+            self._refuse(error.status, str(error))
+
+    def _refuse(self, status: HTTPStatus, message: str) -> None:
+        body = json.dumps({"status": "error", "error": message}).encode()
+        self._send(status, body, "application/json")
+
+    def _send(
+        self, status: int, body: bytes, kind: str, more: Mapping[str, str] | None = None
+    ) -> None:
+        self.send_response(status)
+        for name, value in {**_HEADERS, **(more or {})}.items():
+            self.send_header(name, value)
+        self.send_header("Content-Type", f"{kind}; charset=utf-8")
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, format: str, *args: Any) -> None:  # noqa: A002 - as in the base class
+        """Print nothing: addresses have the token."""
+
+
+class ViewerServer(ThreadingHTTPServer):
+    """Shows dashboards with the data of a Prometheus, at `address`.
+
+    Args:
+        prometheus: answers the queries.
+        port: of 127.0.0.1; 0 for a free one.
+        dashboards: directory of their JSON files.
+
+    Raises:
+        InputError: the port is in use or not permitted.
+    """
+
+    daemon_threads = True
+
+    def __init__(self, prometheus: Prometheus, port: int = 0, dashboards: Path = JSON) -> None:
+        try:
+            super().__init__(("127.0.0.1", port), _Handler)
+        except OSError as error:
+            raise InputError(f"{error.strerror}", field="--listen", value=port) from None
+        self.prometheus = prometheus
+        self.token = secrets.token_urlsafe(24)
+        self.cookie = f"hpml-{self.server_port}"
+        self._files = {f"/viewer/{path.name}": path for path in VIEWER.iterdir()}
+        self._dashboards = {
+            path.stem: path.read_bytes() for path in sorted(dashboards.glob("*.json"))
+        }
+
+    @property
+    def address(self) -> str:
+        """Where the viewer is, with the token."""
+        return f"http://127.0.0.1:{self.server_port}/?token={self.token}"
+
+    def content(self, path: str) -> tuple[bytes, str] | None:
+        """Return body and type of what is shown at a path; None if there is nothing."""
+        if path == "/" or path.startswith("/d/"):
+            path = "/viewer/index.html"
+        if path == "/api/dashboards":
+            models = [json.loads(text) for text in self._dashboards.values()]
+            listed = [{key: model.get(key) for key in ("uid", "title", "tags")} for model in models]
+            return json.dumps(listed).encode(), "application/json"
+        if dashboard := self._dashboards.get(path.removeprefix("/api/dashboards/")):
+            return dashboard, "application/json"
+        file = self._files.get(path)
+        return (file.read_bytes(), _TYPES.get(file.suffix, "text/plain")) if file else None

@@ -1,0 +1,262 @@
+"""Command `top`: running jobs, what they use and what holds them up, live on a terminal."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import os
+import select
+import signal
+import sys
+import termios
+import time
+import tty
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Annotated, Literal, NamedTuple
+
+import typer
+from rich.console import Console, Group, RenderableType
+from rich.live import Live
+from rich.table import Table
+from rich.text import Text
+
+from hpml_orchestrator.cli.common import (
+    JsonOption,
+    RunWords,
+    chosen_site,
+    print_json,
+    print_table,
+    store_of,
+)
+from hpml_orchestrator.cli.process import Stop, notice
+from hpml_orchestrator.errors import InputError, counted
+from hpml_orchestrator.records.run import user_name
+from hpml_orchestrator.records.texts import human_bytes, seconds_text
+from hpml_orchestrator.runs.live import LiveJobs
+from hpml_orchestrator.runs.prometheus import Prometheus
+from hpml_orchestrator.site.profile import site_for
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Sequence
+
+    from hpml_orchestrator.runs.live import LiveJob
+
+__all__ = ["draw", "top"]
+
+_KEY_SECONDS = 0.2
+_HEADER_LINES = 4
+_BOTTLENECK_CHARACTERS = 36
+_GAP = 2  # between columns
+
+
+def top(
+    context: typer.Context,
+    runs: RunWords = [],
+    prometheus: Annotated[
+        str,
+        typer.Option(
+            "--prometheus",
+            metavar="URL",
+            help="Prometheus with hpml's metrics; `none` reads records only.",
+            envvar="PROMETHEUS_URL",
+            show_default="the site profile's",
+        ),
+    ] = "",
+    everybody: Annotated[
+        bool, typer.Option("--all-users", help="Show all users' jobs that Prometheus knows.")
+    ] = False,
+    interval: Annotated[
+        float, typer.Option("--interval", metavar="SECONDS", min=1, help="Time between updates.")
+    ] = 10.0,
+    once: Annotated[bool, typer.Option("--once", help="Print once instead of live.")] = False,
+    as_json: JsonOption = False,
+) -> None:
+    """Show running jobs live: GPUs, memory, I/O, samples/s, time left, bottlenecks.
+
+    Figures are Prometheus', if there is one, else those in the runs' records. Without RUN this
+    shows all of your jobs. q ends it; without a terminal it prints once.
+    """
+    store = store_of(context)
+    server = _prometheus(prometheus, chosen_site(context))
+    if everybody and server is None:
+        raise InputError("needs a Prometheus", field="--all-users", hint="--prometheus URL")
+    jobs = LiveJobs(
+        store,
+        [store.resolve(word) for word in runs],
+        server,
+        user="" if everybody else user_name(os.getuid()),
+        site=chosen_site(context),
+    )
+    if not (once or as_json) and sys.stdout.isatty():
+        _watch(jobs, interval)
+        return
+    found = jobs.look()
+    if jobs.problem:
+        notice(f"warning: {jobs.problem}; figures are from records")
+    if as_json:
+        shown = [asdict(job) for job in found]
+        print_json({"time": jobs.now(), "problem": jobs.problem, "jobs": shown})
+    elif sys.stdout.isatty():
+        Console().print(draw(found, width=Console().width))
+    elif found:
+        rows = [[column.text(job) or "-" for column in COLUMNS] for job in _sorted(found)]
+        print_table([column.name for column in COLUMNS], rows)
+    else:
+        typer.echo("no running jobs", err=True)
+
+
+def _prometheus(url: str, site: str) -> Prometheus | None:
+    """Return the Prometheus of the option or the variable, else the site profile's."""
+    if not url:
+        profile = site_for("job.yaml", os.environ, chosen=site)
+        url = (profile.site.monitoring.prometheus if profile else None) or "none"
+    return None if url == "none" else Prometheus(url)
+
+
+def _watch(jobs: LiveJobs, interval: float) -> None:
+    """Draw jobs on the whole terminal until q, Ctrl-C or a signal; a new size is drawn at once."""
+    console = Console()
+    stop = Stop(signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+    with stop, _keys() as pressed, Live(console=console, screen=True, auto_refresh=False) as live:
+        look_at, found, size = -math.inf, [], console.size
+        while not stop() and pressed() not in ("q", "Q"):
+            is_due = time.monotonic() >= look_at
+            if is_due:
+                found = jobs.look()
+                look_at = time.monotonic() + interval
+            if is_due or console.size != size:
+                size = console.size
+                screen = draw(found, jobs.problem, width=size.width, height=size.height)
+                live.update(screen, refresh=True)
+
+
+@contextlib.contextmanager
+def _keys() -> Iterator[Callable[[], str]]:
+    """Yield what returns the next key, or nothing after a moment; any terminal is set back."""
+    stream = sys.stdin.fileno()
+    before = termios.tcgetattr(stream) if sys.stdin.isatty() else None
+
+    def pressed() -> str:
+        ready, _, _ = select.select([stream] if before else [], [], [], _KEY_SECONDS)
+        return os.read(stream, 1).decode("ascii", "replace") if ready else ""
+
+    try:
+        if before:
+            tty.setcbreak(stream)
+        yield pressed
+    finally:
+        if before:
+            termios.tcsetattr(stream, termios.TCSADRAIN, before)
+
+
+class Column(NamedTuple):
+    """A column of the table; on a narrow terminal those of the highest rank are left out first."""
+
+    name: str
+    rank: int
+    text: Callable[[LiveJob], str]  # empty where not known
+
+
+def _show(form: Callable[[float], str], *names: str) -> Callable[[LiveJob], str]:
+    """Return what formats the known ones of a job's figures, such as 3/4."""
+    return lambda job: "/".join(form(job.figures[name]) for name in names if name in job.figures)
+
+
+def _rate(value: float) -> str:
+    return f"{human_bytes(value)}/s"
+
+
+def _gibibytes(value: float) -> str:
+    return f"{value / (1 << 30):.0f}"
+
+
+def _time(seconds: float | None) -> str:
+    return "" if seconds is None else seconds_text(seconds)
+
+
+COLUMNS = (
+    Column("JOB", 0, lambda job: job.job_id),
+    Column("NAME", 3, lambda job: job.name),
+    Column("USER", 2, lambda job: job.user),
+    Column("STATE", 4, lambda job: job.state),
+    Column("TIME", 10, lambda job: _time(job.elapsed_seconds)),
+    Column("LEFT", 5, lambda job: _time(job.left_seconds)),
+    Column("GPUS", 4, _show("{:.0f}".format, "gpus_used", "gpus_allocated")),
+    Column("BUSY", 0, _show("{:.0%}".format, "gpu_busy_ratio")),
+    Column("GPU GiB", 6, _show(_gibibytes, "gpu_memory_used_bytes", "gpu_memory_total_bytes")),
+    Column("CPUS", 7, _show("{:.1f}".format, "cpus_busy", "cpus")),
+    Column("MEMORY", 8, _show(human_bytes, "memory_bytes")),
+    Column("READ", 9, _show(_rate, "read_bytes_per_second")),
+    Column("WRITE", 9, _show(_rate, "write_bytes_per_second")),
+    Column("SAMPLES/S", 1, _show("{:,.0f}".format, "samples_per_second")),
+    Column("BOTTLENECK", 0, lambda job: "; ".join(job.bottlenecks) or job.reason),
+)
+
+
+def _sorted(jobs: Sequence[LiveJob]) -> list[LiveJob]:
+    """Return running jobs first, of these the ones with bottlenecks, then the newest."""
+    return sorted(
+        jobs, key=lambda job: (job.state != "RUNNING", not job.bottlenecks, -(job.started or 0.0))
+    )
+
+
+def draw(
+    jobs: Sequence[LiveJob], problem: str = "", *, width: int, height: int | None = None
+) -> RenderableType:
+    """Return a table of the jobs, below a line about all of them.
+
+    Args:
+        jobs: to show.
+        problem: why Prometheus gives no figures.
+        width: of the terminal; columns that do not fit are left out.
+        height: of the terminal; jobs that do not fit are counted. None shows all.
+    """
+    running = [job for job in jobs if job.state == "RUNNING"]
+    gpus, busy = (
+        sum(job.figures.get(name, 0.0) for job in running) for name in ("gpus", "gpus_busy")
+    )
+    sources = " and ".join(sorted({job.source.capitalize() for job in jobs if job.source}))
+    head = f"{time.strftime('%H:%M:%S')}   {counted(len(jobs), 'job')}, {len(running)} running"
+    head += f"   {busy:.1f} of {gpus:.0f} GPUs busy" if gpus else ""
+    head += f"   figures: {sources}" if sources else ""
+    lines: list[RenderableType] = [Text(head, style="bold", overflow="ellipsis", no_wrap=True)]
+    if problem:
+        lines.append(Text(f"{problem}; figures are from records", style="yellow"))
+    shown = _sorted(jobs)
+    if height is not None:
+        shown = shown[: max(1, height - _HEADER_LINES - bool(problem))]
+    if jobs:
+        lines += [Text(""), _table(shown, width)]
+    if len(shown) < len(jobs):
+        lines.append(Text(f"… and {len(jobs) - len(shown)} more", style="dim"))
+    return Group(*lines)
+
+
+def _table(jobs: Sequence[LiveJob], width: int) -> Table:
+    """Return the table with as many columns as there is room for; the last one may be cut."""
+    last = COLUMNS[-1]
+    cells = {column: [column.text(job) for job in jobs] for column in COLUMNS}
+    room = {column: max(map(len, [column.name, *cells[column]])) + _GAP for column in COLUMNS}
+    room[last] = min(room[last], _BOTTLENECK_CHARACTERS)
+    several = len({job.user for job in jobs}) > 1
+    left = [
+        column
+        for column in COLUMNS
+        if column is last or (any(cells[column]) and (several or column.name != "USER"))
+    ]
+    while sum(map(room.__getitem__, left)) > width and any(column.rank for column in left):
+        left.remove(max(left, key=lambda column: column.rank))
+    room[last] = max(_GAP + 1, width - sum(map(room.__getitem__, left[:-1])))
+    table = Table(box=None, pad_edge=False, padding=(0, _GAP, 0, 0))
+    for column in left:
+        is_text = column.name in ("JOB", "NAME", "USER", "STATE", last.name)
+        justify: Literal["left", "right"] = "left" if is_text else "right"
+        table.add_column(column.name, justify=justify, width=room[column] - _GAP, no_wrap=True)
+    for row, job in enumerate(jobs):
+        styles = {
+            "STATE": {"RUNNING": "green", "PENDING": "yellow"}.get(job.state, ""),
+            last.name: "bold red" if job.bottlenecks else "dim",
+        }
+        texts = [Text(cells[column][row] or "-", styles.get(column.name, "")) for column in left]
+        table.add_row(*texts)
+    return table

@@ -1,0 +1,218 @@
+"""Jobs while they run: their figures, from Prometheus or else from records, and bottlenecks."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, NamedTuple
+
+from hpml_orchestrator.errors import HpmlError
+from hpml_orchestrator.records.run import owner_name
+from hpml_orchestrator.runs.dashboard import cluster_job, job_dashboard
+from hpml_orchestrator.runs.prometheus import PrometheusError
+from hpml_orchestrator.runs.recorded import recorded_figures
+from hpml_orchestrator.runs.status import states
+from hpml_orchestrator.spec.values import parse_time
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping, Sequence
+
+    from hpml_orchestrator.records.store import Attempt, Store, Submission
+    from hpml_orchestrator.runs.backend import Backends
+    from hpml_orchestrator.runs.prometheus import MeasuredJob, Prometheus
+    from hpml_orchestrator.runs.state import State
+
+__all__ = ["RULES", "LiveJob", "LiveJobs", "Rule"]
+
+SCHEDULER_SECONDS = 30.0
+"""Least time between two questions to a scheduler."""
+
+RATE_SECONDS = 300.0
+"""What rates in Prometheus' recording rules are taken over."""
+
+_RATES = {"cpus_busy", "read_bytes_per_second", "write_bytes_per_second", "samples_per_second"}
+_RETRY_SECONDS = 30.0
+_SCRAPED_SECONDS = 120.0  # after its start at the latest, a job is seen by Prometheus
+_NO_JOBS = "no running jobs: are hpml's exporters scraped, its recording rules loaded?"
+
+
+class Rule(NamedTuple):
+    """A figure that shows a bottleneck when it passes a limit."""
+
+    figure: str
+    limit: float
+    text: str  # `{}` is the figure
+    below: bool = False  # whether figures below the limit are the bad ones
+    after_seconds: float = 0.0  # since the job's start: before, jobs load and copy
+
+    def holds(self, figures: Mapping[str, float], age: float) -> bool:
+        """Return whether a job with these figures, `age` seconds old, has this bottleneck."""
+        value = figures.get(self.figure)
+        if value is None or age < self.after_seconds:
+            return False
+        return value < self.limit if self.below else value > self.limit
+
+
+RULES = (
+    Rule("gpus_unused", 0.5, "GPU unused: {:.0f} without a process", after_seconds=RATE_SECONDS),
+    Rule("samples_per_second", 1e-9, "stalled: no samples in 5 min", True, RATE_SECONDS),
+    Rule("memory_ratio", 0.9, "memory: {:.0%} of the limit"),
+    Rule("gpu_throttled_ratio", 0.05, "throttled: {:.0%} of the time", after_seconds=RATE_SECONDS),
+    Rule("data_wait_ratio", 0.6, "input-bound: {:.0%} waiting for data"),
+    Rule("wait_spread_ratio", 0.2, "slow rank: waits {:.0%} of a step longer"),
+    Rule("step_spread_ratio", 0.2, "slow rank: the fastest takes {:.0%} less time"),
+    Rule("gpu_busy_ratio", 0.1, "GPU idle: {:.0%} busy", below=True, after_seconds=RATE_SECONDS),
+    Rule("cpu_busy_ratio", 0.95, "CPU-bound: {:.0%} of the CPUs busy"),
+)
+"""What is reported as a bottleneck, the worst first."""
+
+
+@dataclass
+class LiveJob:
+    """A job that has not ended; times are in seconds."""
+
+    job_id: str
+    name: str
+    user: str
+    state: str
+    run: str  # `<id>.<index>` of an array's task; empty where it is no run of hpml
+    reason: str = ""  # why it waits
+    started: float | None = None  # since the epoch
+    elapsed_seconds: float | None = None
+    left_seconds: float | None = None  # of its time limit
+    source: str = ""  # of its figures: `prometheus` or `records`
+    figures: dict[str, float] = field(default_factory=dict)  # by the names in docs/top.md
+    bottlenecks: list[str] = field(default_factory=list)  # the worst first
+    dashboard: str | None = None
+
+    def add(self, figures: Mapping[str, float], source: str, now: float) -> LiveJob:
+        """Add its figures, what follows from them, and its bottlenecks; returns the job."""
+        self.source = source if figures else ""
+        every = self.figures = dict(figures)
+        started, busy_now = every.pop("started", None), every.pop("gpus_busy_now", None)
+        self.started = self.started or started
+        if self.started is not None and self.elapsed_seconds is None:
+            self.elapsed_seconds = max(0.0, now - self.started)
+        if source == "prometheus" and 0 < (age := self.elapsed_seconds or 0.0) < RATE_SECONDS:
+            # Rates of five minutes: most of that time the job did not exist.
+            for name in _RATES & every.keys():
+                every[name] *= RATE_SECONDS / age
+            if busy_now is not None:  # the GPUs' counters go on from job to job
+                every["gpus_busy"] = busy_now
+        if every.get("gpus") and "gpus_busy" in every:
+            every["gpu_busy_ratio"] = every["gpus_busy"] / every["gpus"]
+        if every.get("cpus") and "cpus_busy" in every:
+            every["cpu_busy_ratio"] = every["cpus_busy"] / every["cpus"]
+        if "gpus_allocated" in every and "gpus_used" in every:
+            every["gpus_unused"] = every["gpus_allocated"] - every["gpus_used"]
+        found = [rule for rule in RULES if rule.holds(every, self.elapsed_seconds or 0.0)]
+        self.bottlenecks = [rule.text.format(every[rule.figure]) for rule in found]
+        return self
+
+
+@dataclass
+class LiveJobs:
+    """Looks at jobs again and again, and asks no scheduler more often than every 30 seconds.
+
+    Attributes:
+        store: where records live.
+        runs: the runs to look at; all that have not ended when empty.
+        prometheus: where figures come from; records alone without one.
+        user: whose jobs Prometheus is asked for; those of everybody when empty.
+        site: the value of `--site` or `HPML_SITE`.
+        backends: opens schedulers.
+        now: seconds since the epoch.
+        problem: why Prometheus gives no figures; empty where it does, or is not asked.
+    """
+
+    store: Store
+    runs: Sequence[Submission] = ()
+    prometheus: Prometheus | None = None
+    user: str = ""
+    site: str = ""
+    backends: Backends | None = None
+    now: Callable[[], float] = time.time
+    problem: str = field(default="", init=False)
+
+    def __post_init__(self) -> None:
+        self._states: list[State] = []
+        self._over: set[str] = set()  # ids of submissions
+        self._ask_at = self._retry_at = 0.0
+
+    def look(self) -> list[LiveJob]:
+        """Return the jobs as they are now."""
+        now = self.now()
+        if now >= self._ask_at:
+            self._states, self._ask_at = self._ask(), now + SCHEDULER_SECONDS
+        measured = self._measure(now)
+        by_key = {(job.cluster, job.job_id): job for job in measured}
+        by_run = {job.run: job for job in measured if job.run}
+        jobs = []
+        for state in self._states:
+            attempt = _attempt(state)
+            job = self._job(state, attempt, now)
+            key = ("", "") if attempt is None else cluster_job(attempt)
+            known = by_run.get(job.run) or by_key.get(key)
+            if known is not None:
+                by_key.pop((known.cluster, known.job_id), None)
+                job.add(known.figures, "prometheus", now)
+            elif attempt is not None and state.state == "RUNNING":
+                job.add(recorded_figures(attempt, now), "records", now)
+            jobs.append(job)
+        for known in by_key.values() if not self.runs else ():
+            if not {known.run, known.run.rpartition(".")[0]} & self._over:
+                job = LiveJob(known.job_id, known.name, known.user, "RUNNING", known.run)
+                jobs.append(job.add(known.figures, "prometheus", now))
+        return jobs
+
+    def _ask(self) -> list[State]:
+        """Return the runs and running tasks to look at; of an array without any, the array."""
+        chosen = self.runs or [run for run in self.store.submissions() if run.sid not in self._over]
+        every = states(self.store, chosen, backends=self.backends, now=self.now)
+        if not self.runs:
+            self._over |= {state.submission.sid for state in every if state.over}
+        shown: list[State] = []
+        for state in every:
+            running = [task for task in state.tasks if task.state == "RUNNING"]
+            shown += running or ([state] if self.runs or not state.over else [])
+        return shown
+
+    def _measure(self, now: float) -> list[MeasuredJob]:
+        if self.prometheus is None or now < self._retry_at:
+            return []
+        try:
+            measured, self.problem = self.prometheus.jobs(self.user), ""
+        except PrometheusError as error:
+            self.problem, self._retry_at = str(error), now + _RETRY_SECONDS
+            return []
+        old = [state for state in self._states if now - (state.started or now) > _SCRAPED_SECONDS]
+        if not measured and any(state.state == "RUNNING" for state in old):
+            self.problem = f"{self.prometheus.url}: {_NO_JOBS}"
+        return measured
+
+    def _job(self, state: State, attempt: Attempt | None, now: float) -> LiveJob:
+        """Return what records and scheduler know of a run."""
+        age = left = None
+        if attempt is not None and state.started:
+            age = max(0.0, (state.ended or now) - state.started)
+            limit = parse_time(state.submission.record()["job"]["resources"]["time"])
+            left = None if state.over else max(0.0, limit - age)
+        return LiveJob(
+            job_id=state.job_id,
+            name=state.name,
+            user=owner_name(state.submission.directory),
+            state=state.state,
+            run=state.submission.label,
+            reason=state.reason,
+            started=state.started if age is not None else None,
+            elapsed_seconds=age,
+            left_seconds=left,
+            dashboard=job_dashboard(state, chosen=self.site),
+        )
+
+
+def _attempt(state: State) -> Attempt | None:
+    try:
+        return None if state.tasks else state.run.newest()
+    except HpmlError:  # another user's
+        return None

@@ -1,0 +1,210 @@
+"""Jobs as a Prometheus with hpml's recording rules knows them: whose they are, and their figures.
+
+All of it are two instant queries, however many jobs there are.
+"""
+
+from __future__ import annotations
+
+import base64
+import json
+import math
+import re
+from dataclasses import dataclass, field
+from http import HTTPStatus
+from http.client import HTTPException
+from string import Template
+from typing import TYPE_CHECKING
+from urllib.error import HTTPError
+from urllib.parse import unquote, urlencode, urlsplit
+from urllib.request import Request, urlopen
+
+from hpml_orchestrator.errors import InputError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+__all__ = ["TIMEOUT_SECONDS", "MeasuredJob", "Prometheus", "PrometheusError"]
+
+TIMEOUT_SECONDS = 10.0
+"""Longest wait for an answer."""
+
+_MOST_BYTES = 32 << 20
+
+_JOB = "by (cluster, jobid)"
+_RATE = "[5m]"
+
+
+def _on_nodes(metric: str) -> str:
+    """Return the sum of a job's metric over its nodes, of one exporter on each."""
+    node = "on (instance, job, cluster, jobid) group_left () hpml:job_exporter{$jobs}"
+    return f"sum {_JOB} ({metric}{{$jobs}} * {node})"
+
+
+def _of_gpus(aggregation: str, figure: str) -> str:
+    """Return a figure by uuid, aggregated over the GPUs of each job."""
+    job = "on (uuid) group_left (cluster, jobid) hpml:gpu_job{$jobs}"
+    return f"{aggregation} {_JOB} ({figure} * {job})"
+
+
+_WAITS = "hpml_train_rank_data_wait_seconds{$jobs, which="
+_STEPS = "hpml_train_rank_step_duration_seconds{$jobs, which="
+_SLOWEST = f'max {_JOB} ({_STEPS}"slowest"}})'
+_LIMIT = (
+    "(hpml_job_memory_limit_bytes{$jobs}"
+    " * on (instance, job, cluster, jobid) group_left (node) hpml:job_exporter{$jobs})"
+)
+_THROTTLED = (
+    "sum by (uuid) (max by (uuid, reason) (rate(hpml_gpu_throttled_seconds_total"
+    f'{{$gpus, reason=~"hw_.*|sw_thermal|power_brake"}}{_RATE})))'
+)
+
+_FIGURES = {
+    "started": f"max {_JOB} (hpml_job_start_timestamp_seconds{{$jobs}})",
+    "gpus": "hpml:job_gpus:count{$jobs}",
+    "gpus_allocated": _on_nodes("hpml_job_gpus_allocated"),
+    "gpus_used": _on_nodes("hpml_job_gpus_used"),
+    "gpus_busy": "hpml:job_gpus_busy:rate5m{$jobs}",
+    "gpus_busy_now": _of_gpus("sum", "max by (uuid) (hpml_gpu_utilization_ratio{$gpus})"),
+    "gpu_memory_used_bytes": _of_gpus("sum", "max by (uuid) (hpml_gpu_memory_used_bytes{$gpus})"),
+    "gpu_memory_total_bytes": _of_gpus("sum", "max by (uuid) (hpml_gpu_memory_total_bytes{$gpus})"),
+    "gpu_throttled_ratio": _of_gpus("max", _THROTTLED),
+    "cpus": _on_nodes("hpml_job_cpus"),
+    "cpus_busy": f"sum {_JOB} (hpml:job_cpus_busy:rate5m{{$jobs}})",
+    "memory_bytes": f"max {_JOB} (hpml:job_memory_bytes:sum{{$jobs}})",
+    "memory_ratio": f"max {_JOB} (hpml:job_memory_bytes:sum{{$jobs}}"
+    f" / on (cluster, node, jobid) {_LIMIT})",
+    "read_bytes_per_second": f"sum {_JOB} (hpml:job_io_read_bytes:rate5m{{$jobs}})",
+    "write_bytes_per_second": f"sum {_JOB} (hpml:job_io_write_bytes:rate5m{{$jobs}})",
+    "samples_per_second": f"sum {_JOB} (hpml:train_samples:rate5m{{$jobs}})",
+    "data_wait_ratio": f"sum {_JOB} (rate(hpml_train_data_wait_seconds_total{{$jobs}}{_RATE}))"
+    f" / sum {_JOB} (rate(hpml_train_step_duration_seconds_sum{{$jobs}}{_RATE}))",
+    "wait_spread_ratio": f'(max {_JOB} ({_WAITS}"longest"}})'
+    f' - min {_JOB} ({_WAITS}"shortest"}})) / {_SLOWEST}',
+    "step_spread_ratio": f'1 - min {_JOB} ({_STEPS}"fastest"}}) / {_SLOWEST}',
+}
+"""Queries by the name of the figure, which docs/top.md explains; rates are over 5 min."""
+
+_WHO = """\
+max by (cluster, jobid, user, name) (hpml:job_info{$whose})
+or (max by (cluster, jobid, run) (hpml_run_info) or max by (cluster, jobid, uuid) (hpml:gpu_job))
+  and on (cluster, jobid) hpml:job_info{$whose}"""
+
+
+class PrometheusError(Exception):
+    """A Prometheus gave no usable answer; the message is one line."""
+
+
+@dataclass
+class MeasuredJob:
+    """A job that is running, as Prometheus knows it."""
+
+    cluster: str
+    job_id: str
+    user: str = ""
+    name: str = ""
+    run: str = ""  # id of its run; empty where it is none of hpml's
+    gpus: set[str] = field(default_factory=set)  # UUIDs
+    figures: dict[str, float] = field(default_factory=dict)
+
+
+class Prometheus:
+    """A Prometheus, or what answers its queries.
+
+    Args:
+        url: its address; user and password in it are sent as basic authentication.
+
+    Attributes:
+        url: the address without user and password, to be shown.
+
+    Raises:
+        InputError: it is no http or https address.
+    """
+
+    def __init__(self, url: str) -> None:
+        parts = urlsplit(url)
+        host = parts.netloc.rpartition("@")[2]
+        self.url = f"{parts.scheme}://{host}{parts.path}".rstrip("/")
+        if parts.scheme not in ("http", "https") or not host:
+            raise InputError(
+                "must be the http or https address of a Prometheus",
+                field="--prometheus",
+                value=None if "@" in url else url,
+                hint="for example http://prometheus.example.org:9090; `none` reads records only",
+            )
+        self._authorization = ""
+        if parts.username is not None:
+            login = f"{unquote(parts.username)}:{unquote(parts.password or '')}"
+            self._authorization = f"Basic {base64.b64encode(login.encode()).decode()}"
+
+    def jobs(self, user: str) -> list[MeasuredJob]:
+        """Return the running jobs of a user; of all users when empty.
+
+        Raises:
+            PrometheusError: it gives no usable answer.
+        """
+        whose = f"user={json.dumps(user)}" if user else ""
+        jobs: dict[tuple[str, str], MeasuredJob] = {}
+        for labels, _ in self._query(Template(_WHO).substitute(whose=whose)):
+            key = labels.get("cluster", ""), labels["jobid"]
+            job = jobs.setdefault(key, MeasuredJob(*key))
+            job.user = labels.get("user", job.user)
+            job.name = _plain(labels.get("name", job.name))
+            job.run = labels.get("run", job.run)
+            job.gpus |= {labels["uuid"]} if "uuid" in labels else set()
+        if not jobs:
+            return []
+        clusters, ids = zip(*jobs, strict=True)
+        uuids = {uuid for job in jobs.values() for uuid in job.gpus}
+        selectors = {
+            "jobs": f"cluster=~{_any_of(clusters)}, jobid=~{_any_of(ids)}",
+            "gpus": f"uuid=~{_any_of(uuids)}",
+        }
+        queries = [
+            f'label_replace({query}, "figure", "{name}", "", "")'
+            for name, query in _FIGURES.items()
+        ]
+        for labels, value in self._query(Template("\nor ".join(queries)).substitute(selectors)):
+            measured = jobs.get((labels.get("cluster", ""), labels["jobid"]))
+            if measured is not None:
+                measured.figures[labels["figure"]] = value
+        return list(jobs.values())
+
+    def _query(self, promql: str) -> list[tuple[dict[str, str], float]]:
+        """Return labels and value of each finite sample of an instant query."""
+        data = urlencode({"query": promql, "timeout": f"{TIMEOUT_SECONDS:g}s"}).encode()
+        request = Request(f"{self.url}/api/v1/query", data)  # noqa: S310 - http or https
+        if self._authorization:  # which a redirection must not take to another host
+            request.add_unredirected_header("Authorization", self._authorization)
+        try:
+            with urlopen(request, timeout=TIMEOUT_SECONDS) as answer:  # noqa: S310 - as above
+                result = json.loads(answer.read(_MOST_BYTES))["data"]["result"]
+            samples = [(series["metric"], float(series["value"][1])) for series in result]
+        except HTTPError as error:
+            raise PrometheusError(f"{self.url}: {_refusal(error)}") from error
+        except (OSError, HTTPException) as error:
+            reason = getattr(error, "reason", error)
+            text = getattr(reason, "strerror", None) or reason
+            raise PrometheusError(f"{self.url}: no answer: {text}") from error
+        except (ValueError, LookupError, TypeError) as error:
+            raise PrometheusError(f"{self.url}: not a Prometheus: the answer is no JSON") from error
+        return [sample for sample in samples if math.isfinite(sample[1])]
+
+
+def _refusal(error: HTTPError) -> str:
+    """Return what an answer other than 200 means."""
+    if error.code in (HTTPStatus.UNAUTHORIZED, HTTPStatus.FORBIDDEN):
+        return f"HTTP {error.code}: set PROMETHEUS_URL to http(s)://USER:PASSWORD@HOST:PORT"
+    try:
+        return _plain(str(json.loads(error.read(_MOST_BYTES))["error"]))
+    except (OSError, ValueError, LookupError, TypeError):
+        return f"not a Prometheus: HTTP {error.code}"
+
+
+def _plain(text: str) -> str:
+    """Return text on one line, without what a terminal would obey: others choose their names."""
+    return "".join(letter if letter.isprintable() else " " for letter in text).strip()
+
+
+def _any_of(values: Iterable[str]) -> str:
+    """Return a regular expression that matches any of some values, in quotes as PromQL has it."""
+    return json.dumps("|".join(sorted({re.escape(value) for value in values})))

@@ -1,0 +1,139 @@
+"""Every query of the dashboards and rules, on a real Prometheus of a real cluster with jobs."""
+
+from __future__ import annotations
+
+import contextlib
+import http.client
+import json
+import pwd
+import re
+import urllib.parse
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+from hpml_dashboards import JSON
+from hpml_dashboards.check import queries
+from ruamel.yaml import YAML
+
+from deploy.demo.monitoring import submit_jobs
+from deploy.demo.stack import ROOT, Stack, missing
+from tests.cluster.user import HPML, PYTHON, UID, hand_over, install
+from tests.patience import eventually
+
+NODES = 2
+NOT_HERE = {
+    r"infiniband|node_network": "no RDMA device",
+    r"hpml_nfs|node_nfs": "no NFS mount",
+    r"hpml_lustre": "no Lustre mount",
+    r"hpml_disk|hpml_filesystem": "a container may have no disk of its own",
+    r"xid|hpml_gpu_up\S* == 0|lost": "no GPU has failed",
+    r"hpml_exporter_up == 0|^up == 0|code!=|dropped_total|_failures_total|errors_total|stuck": (
+        "nothing has failed"
+    ),
+    r'state="down"': "no node is down",
+    r"_limit_bytes|pressure|oom_events|memory_peak|job_memory_used:ratio|hpml_job_cpus\b": (
+        "jobs of this cluster are in no control group"
+    ),
+    r'kind="(cache|shmem)"': "the same",
+    r"job_start_timestamp": "Slurm 22.05 does not tell its jobs",
+    r"reservation|licenses|user_jobs|account_jobs|fairshare|node_reason": "Slurm has none",
+    r"jobs_ended|job_run_seconds|job_wait": "needs jobs that end",
+    r"train_accuracy|train_mfu|comm_seconds|train_feed_refused": "the training reports none",
+    r"mig|parent": "no GPU is split",
+}
+"""What a query may name to be allowed to return nothing here, and why."""
+
+
+@dataclass
+class Live:
+    """The cluster, and what the dashboards' variables are here."""
+
+    stack: Stack
+    ids: dict[str, str]
+
+    def ask(self, query: str) -> list[dict[str, Any]]:
+        address = urllib.parse.urlsplit(self.stack.prometheus)
+        connection = http.client.HTTPConnection(address.netloc, timeout=30)
+        connection.request("GET", f"/api/v1/query?query={urllib.parse.quote(query)}")
+        answer = json.load(connection.getresponse())
+        connection.close()
+        assert answer["status"] == "success", (query, answer)
+        found: list[dict[str, Any]] = answer["data"]["result"]
+        return found
+
+    def value(self, query: str) -> float:
+        series = self.ask(query)
+        return float(series[0]["value"][1]) if series else float("nan")
+
+    def filled(self, query: str) -> str:
+        """A query as a dashboard would send it; empty while a variable has no value yet."""
+        values = {
+            "cluster": "devcluster",
+            "node": "node1",
+            "jobid": self.ids["train-well"],
+            "user": pwd.getpwuid(UID).pw_name,
+        }
+        for name, series in (
+            ("sweep", "hpml:run_info{sweep!=''}"),
+            ("instance", "hpml_node_info{node='node1'}"),
+        ):
+            if f"${name}" in query:
+                found = self.ask(series)
+                if not found:
+                    return ""
+                values[name] = found[0]["metric"][name]
+        return re.sub(r"\$\{?(\w+)(?::\w+)?\}?", lambda name: values[name[1]], query)
+
+
+@pytest.fixture(scope="module")
+def live() -> Iterator[Live]:
+    if lacks := missing():
+        pytest.skip(f"NO LIVE DASHBOARDS: {lacks}")
+    directory = install() / "live"
+    directory.mkdir()
+    hand_over(directory)
+    with Stack(directory, NODES, HPML, PYTHON, install()) as stack:
+        hand_over(directory)
+        yield Live(stack, submit_jobs(stack, NODES))
+
+
+def excused(expression: str) -> bool:
+    return any(re.search(pattern, expression) for pattern in NOT_HERE)
+
+
+def test_every_query_returns_data(live: Live) -> None:
+    """Those of panels and variables, and every recording rule; what is excused has a reason."""
+    rules = YAML(typ="safe").load(ROOT / "deploy/prometheus/rules/hpml.yml")["groups"]
+    wanted = {
+        query.expression: f"{query.dashboard}: {query.panel}"
+        for path in JSON.glob("*.json")
+        for query in queries(path.stem, json.loads(path.read_text("utf-8")))
+    }
+    wanted |= {rule["record"]: rule["record"] for group in rules for rule in group["rules"]}
+    empty = dict(wanted)
+
+    def unexplained() -> list[str]:
+        for expression in list(empty):
+            if (text := live.filled(expression)) and live.ask(text):
+                del empty[expression]
+        return sorted(f"{where}: {text}" for text, where in empty.items() if not excused(text))
+
+    with contextlib.suppress(AssertionError):  # what is left says more
+        eventually(lambda: not unexplained(), seconds=150, pause=0.2)
+    assert unexplained() == []
+
+
+def test_known_load_shows(live: Live) -> None:
+    """GPUs of the job that computes are busy, those of the forgotten one are not."""
+    busy = "avg by (jobid) (hpml:gpu_busy:rate5m{jobid='%s'})"
+    well, forgotten = live.ids["train-well"], live.ids["forgotten"]
+    eventually(lambda: live.value(busy % well) > 0.3, seconds=90)
+    eventually(lambda: live.value("sum(hpml_slurm_jobs{state='pending'})") == 2, seconds=90)
+    assert not live.value(busy % forgotten) > 0.05
+    wait = "hpml:job_data_wait:ratio{jobid='%s'}"
+    assert live.value(wait % live.ids["waits-for-data"]) > 0.5 > live.value(wait % well)
+    longest = "max by (rank) (hpml_train_longest_data_wait_info{jobid='%s'})"
+    slow = live.ask(longest % live.ids["one-slow-rank"])
+    assert "0" in {series["metric"]["rank"] for series in slow}
