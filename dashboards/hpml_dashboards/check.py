@@ -35,7 +35,7 @@ UNUSED: Mapping[str, str] = {
     "for a closer look in Explore": "hpml_gpu_dram_active_ratio hpml_gpu_sm_occupancy_ratio "
     "hpml_gpu_pcie_link_generation hpml_gpu_pcie_link_generation_max hpml_gpu_fan_speed_ratio "
     "hpml_gpu_encoder_utilization_ratio hpml_gpu_decoder_utilization_ratio hpml_gpu_driver_info "
-    "hpml_job_gpu_memory_used_bytes hpml_job_gpu_processes hpml_job_processes hpml_job_threads "
+    "hpml_job_gpu_memory_used_bytes hpml_job_processes hpml_job_threads "
     "hpml_job_unreadable_processes hpml_disk_operations_total hpml_nfs_mounts "
     "hpml_disk_io_weighted_seconds_total hpml_nfs_retransmissions_total hpml_nfs_timeouts_total "
     "hpml_lustre_operations_total hpml_train_feed_refused_total "

@@ -29,9 +29,9 @@ def _wait(share: float, by: str = "le") -> str:
 
 _RUNNING = _sum("hpml_slurm_jobs", state="~running|completing")
 _PENDING = f"{_sum('hpml_slurm_jobs', state='pending')} or vector(0)"
-_JOB_BUSY = f"hpml:job_gpus_busy:rate5m{_ALL} / hpml:job_gpus:count{_ALL}"
-_BUSY = f"sum(hpml:job_gpus_busy:rate5m{_ALL})"
-_ALLOCATED = f"sum(hpml:node_gpus_allocated:count{_ALL})"
+_BUSY = f"sum(hpml:cluster_gpus_busy:sum{_ALL})"
+_ALLOCATED = f"sum(hpml:cluster_gpus_allocated:sum{_ALL})"
+_WASTED = f"sum(hpml:cluster_gpus_wasted:sum{_ALL})"
 _TOTAL = f"sum(hpml:node_gpus:count{_ALL})"
 _WORST = f"topk(25, hpml:job_gpus_wasted:sum{_ALL} > 0.5)"
 _OF_WORST = f"and on (cluster, jobid) {_WORST}"
@@ -74,8 +74,8 @@ Scheduler cycles: How long the last cycles took. Good: seconds. Minutes: too man
 
 _CONTENT: list[Panel | str] = [
     figure("Allocated", "share", f"{_ALLOCATED} / {_TOTAL}"),
-    figure("GPU active", "use", f"{_BUSY} / sum(hpml:job_gpus:count{_ALL})"),
-    figure("GPUs wasted", "count", f"sum(hpml:job_gpus_wasted:sum{_ALL})"),
+    figure("GPU active", "use", f"{_BUSY} / {_ALLOCATED}"),
+    figure("GPUs wasted", "count", _WASTED),
     figure("Jobs running", "count", _RUNNING, none="no exporter"),
     figure("Jobs pending", "count", _PENDING),
     figure("Median wait", "seconds", _wait(0.5), none="none started"),
@@ -86,7 +86,7 @@ _CONTENT: list[Panel | str] = [
         "count",
         {
             "busy": _BUSY,
-            "unused": f"sum(hpml:job_gpus_wasted:sum{_ALL})",
+            "unused": _WASTED,
             "idle": f"{_TOTAL} - {_ALLOCATED}",
         },
         width=12,
@@ -98,9 +98,9 @@ _CONTENT: list[Panel | str] = [
         "Jobs that waste most GPUs",
         "jobid user partition name",
         {
-            "GPUs": f"hpml:job_gpus:count{_ALL} {_OF_WORST}",
-            "GPU active": f"{_JOB_BUSY} {_OF_WORST}",
-            "Data wait": f"hpml:job_data_wait:ratio{_ALL} {_OF_WORST}",
+            "GPUs": f"max by (jobid) (hpml:job_gpus:count{_ALL} {_OF_WORST})",
+            "GPU active": f"max by (jobid) (hpml:job_gpu_busy:avg{_ALL} {_OF_WORST})",
+            "Data wait": f"max by (jobid) (hpml:job_data_wait:ratio{_ALL} {_OF_WORST})",
             "Wasted": f"{_WORST} {_WHOSE}",
         },
         width=16,
@@ -115,7 +115,7 @@ _CONTENT: list[Panel | str] = [
             "Used": _sum("hpml_slurm_partition_gpus", "partition", state="allocated"),
             "Idle": _sum("hpml_slurm_partition_gpus", "partition", state="idle"),
             "Down": _sum("hpml_slurm_partition_gpus", "partition", state="down"),
-            "Wasted": f"sum by (partition) (hpml:partition_gpus_wasted:sum{_ALL})",
+            "Wasted": f"max by (partition) (hpml:partition_gpus_wasted:sum{_ALL})",
             "Pending": _sum("hpml_slurm_jobs", "partition", state="pending"),
         },
         width=8,
@@ -127,10 +127,10 @@ _CONTENT: list[Panel | str] = [
         "Nodes with the most waste",
         "node",
         {
-            "GPUs": f"hpml:node_gpus:count{_ALL} {_OF_NODES}",
-            "Allocated": f"hpml:node_gpus_allocated:count{_ALL} {_OF_NODES}",
+            "GPUs": f"max by (node) (hpml:node_gpus:count{_ALL} {_OF_NODES})",
+            "Allocated": f"max by (node) (hpml:node_gpus_allocated:count{_ALL} {_OF_NODES})",
             "GPU active": f"hpml:node_gpus_busy:sum{_ALL} / hpml:node_gpus:count{_ALL} {_OF_NODES}",
-            "GPU power": f"hpml:node_gpu_power_watts:sum{_ALL} {_OF_NODES}",
+            "GPU power": f"max by (node) (hpml:node_gpu_power_watts:sum{_ALL} {_OF_NODES})",
             "Wasted": f"topk(25, {_NODE_WASTE})",
         },
         sort="Wasted",

@@ -142,5 +142,4 @@ def health() -> Dashboard:
         _ABOUT,
         [],
         _CONTENT,
-        since="now-3h",
     )

@@ -52,7 +52,7 @@ _XID = (
     f"> on () group_left () min(hpml_job_start_timestamp_seconds{_JOB})) or vector(0))"
 )
 _UNBOUND = _once(f"hpml_rank_binding_wrong_ranks{_JOB}")
-_UNUSED = _once(f"(hpml_job_gpus_allocated{_JOB} - hpml_job_gpus_used{_JOB})")
+_NONE_UNUSED = f"0 * max(hpml:job_gpus:count{_JOB})"
 _STARTED = _ever("hpml_job_start_timestamp_seconds", "cluster")
 _LONGEST = (
     f"hpml_train_longest_data_wait_info{_JOB} * on (cluster, jobid, instance, job) "
@@ -141,8 +141,9 @@ _CONTENT: list[Panel | str] = [
         {
             "allocated": f"sum({_once(f'hpml_job_gpus_allocated{_JOB}')}) "
             f"or max(hpml:job_gpus:count{_JOB})",
-            "unused": f"sum({_UNUSED})",
+            "unused": f"sum(hpml:job_gpus_unopened:count{_JOB}) or {_NONE_UNUSED}",
         },
+        calc="lastNotNull",
     ),
     figure("Data wait", "wait", f"max(hpml:job_data_wait:ratio{_JOB})", calc="mean"),
     figure(
@@ -152,8 +153,8 @@ _CONTENT: list[Panel | str] = [
         calc="mean",
     ),
     figure("Memory", "full", f"max(hpml:job_memory_used:ratio{_JOB})", calc="max", none="no limit"),
-    figure("Samples/s", "count", f"sum(hpml:train_samples:rate5m{_JOB})", none="not reported"),
-    figure("Faults", "faults", f"{_OOM} + {_XID} + (sum({_UNBOUND}) or vector(0))"),
+    figure("Samples/s", "count", f"sum(hpml:job_samples:rate5m{_JOB})", calc="lastNotNull"),
+    figure("Faults", "faults", f"{_OOM} + {_XID} + (sum({_UNBOUND}) or vector(0))", calc="max"),
     lines("GPU active", "share", {_GPU: each(f"hpml:gpu_busy:rate2m{_JOB}")}, width=12),
     lines(
         "Tensor cores active",

@@ -148,22 +148,21 @@ def figure(
     kind: str,
     queries: str | Mapping[str, str],
     *,
-    calc: str = "lastNotNull",
+    calc: str = "",
     width: int = 3,
     none: str = "-",
 ) -> Panel:
-    """Return a panel of large figures, one for each query, reduced over time by `calc`."""
+    """Return a panel of large figures, one for each query: of now, or `calc` of the time range."""
     queries = {"": queries} if isinstance(queries, str) else queries
-    panel = _panel(stat.Panel(), title, kind, queries, (width, 4))
+    panel = _panel(stat.Panel(), title, kind, queries, (width, 4), now=not calc)
     for name in queries:
         if name in _BAD:
             panel = panel.override_by_name(name, _properties(thresholds=_steps(_KINDS["faults"])))
-    mode = shapes.BigValueGraphMode
     return (
         panel.no_value(none)
-        .graph_mode(mode.NONE if len(queries) > 1 else mode.AREA)
+        .graph_mode(shapes.BigValueGraphMode.NONE)
         .color_mode(shapes.BigValueColorMode.VALUE)
-        .reduce_options(common.ReduceDataOptions().calcs([calc]))
+        .reduce_options(common.ReduceDataOptions().calcs([calc or "lastNotNull"]))
     )
 
 

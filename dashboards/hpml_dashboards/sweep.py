@@ -32,7 +32,7 @@ def _of_runs(series: str) -> str:
     return f"{series} * on (cluster, jobid) group_left (point) hpml:run_info{_RUNS}"
 
 
-_BUSY = _of_runs("hpml:job_gpus_busy:rate5m / hpml:job_gpus:count")
+_BUSY = _of_runs("hpml:job_gpu_busy:avg")
 _WAITS = _of_runs("hpml:job_data_wait:ratio")
 _LOSS = _of_runs('avg by (cluster, jobid) (hpml_train_loss{cluster="$cluster"})')
 

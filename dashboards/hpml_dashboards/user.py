@@ -32,7 +32,7 @@ def _slurm(metric: str, **labels: str) -> str:
 
 _GPUS = _mine("hpml:job_gpus:count")
 _BUSY = _mine("hpml:job_gpus_busy:rate5m")
-_SHARE = _mine("hpml:job_gpus_busy:rate5m / hpml:job_gpus:count")
+_SHARE = _mine("hpml:job_gpu_busy:avg")
 _WAITS = _mine("hpml:job_data_wait:ratio")
 _MEMORY = _mine("hpml:job_memory_used:ratio")
 _SWEEPS = f"hpml:run_info * on (cluster, jobid) group_left () {_MINE}"
@@ -82,7 +82,7 @@ _CONTENT: list[Panel | str] = [
             "Data wait": f"max by (jobid) ({_WAITS})",
             "CPUs busy": f"sum by (jobid) ({_mine('hpml:job_cpus_busy:rate5m')})",
             "Of limit": f"max by (jobid) ({_MEMORY})",
-            "Samples/s": f"sum by (jobid) ({_mine('hpml:train_samples:rate5m')})",
+            "Samples/s": f"sum by (jobid) ({_mine('hpml:job_samples:rate5m')})",
             "GPUs": f"max by (jobid) ({_GPUS})",
         },
         width=24,

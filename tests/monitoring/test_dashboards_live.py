@@ -127,7 +127,7 @@ def test_every_query_returns_data(live: Live) -> None:
 
 def test_known_load_shows(live: Live) -> None:
     """GPUs of the job that computes are busy, those of the forgotten one are not."""
-    busy = "avg by (jobid) (hpml:gpu_busy:rate5m{jobid='%s'})"
+    busy = "avg by (jobid) (hpml:gpu_busy:rate2m{jobid='%s'})"
     well, forgotten = live.ids["train-well"], live.ids["forgotten"]
     eventually(lambda: live.value(busy % well) > 0.3, seconds=90)
     eventually(lambda: live.value("sum(hpml_slurm_jobs{state='pending'})") == 2, seconds=90)

@@ -162,7 +162,7 @@ SCENES: dict[str, tuple[Series, str, dict[str, float]]] = {
     ),
     "GPUs of a node with three exporters": (
         RIVALS_ON_A_NODE,
-        "sum(hpml:gpu_busy:rate5m)",
+        "sum(hpml:gpu_busy:rate2m)",
         {"{}": 0.5},
     ),
     "threads of a job on two nodes": (TWO_NODES, THREADS, {MAIN_7: 14}),
