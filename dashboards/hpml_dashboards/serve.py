@@ -228,7 +228,7 @@ class _Handler(BaseHTTPRequestHandler):
         cookie = f"{self.server.cookie}={self.server.token}; Path=/; HttpOnly; SameSite=Strict"
         location = f"/{path.lstrip('/')}" + (f"?{query}" if query else "")
         more = {"Set-Cookie": cookie, "Refresh": f"0; url={location}"}
-        self._send(HTTPStatus.OK, b"", "text/html", more)
+        self._send(HTTPStatus.OK, b'<link rel="icon" href="data:,">', "text/html", more)
 
     def _query(self, endpoint: str, parameters: Mapping[str, list[str]]) -> None:
         label = endpoint.removeprefix("label/").removesuffix("/values")

@@ -1,5 +1,5 @@
 // The page: an address such as /d/hpml-job?var-jobid=17&from=now-1h&to=now is all its state.
-import { createTheme, dateTime, dateTimeForTimeZone, locationUtil, rangeUtil, ThemeContext } from '@grafana/data';
+import { createTheme, dateTime, dateTimeForTimeZone, rangeUtil, ThemeContext } from '@grafana/data';
 import { initPluginTranslations } from '@grafana/i18n';
 import { Alert, GlobalStyles, Icon } from '@grafana/ui';
 import { useCallback, useEffect, useMemo, useState } from 'react';
@@ -15,9 +15,7 @@ import './viewer.css';
 const HOME = 'hpml-cluster';
 const PHONE_PIXELS = 769; // as Grafana: one column below
 const GAP = 8;
-const ROW_PIXELS = 30;
-
-locationUtil.initialize({ config: { appSubUrl: '' }, getVariablesUrlParams: () => ({}), getTimeRangeForUrl: () => ({}) });
+const STEP = 38; // pixels from one row of the grid to the next
 
 const addressNow = () => ({ uid: location.pathname.split('/')[2] || HOME, search: location.search });
 
@@ -50,7 +48,8 @@ function useAddress() {
 }
 
 function useTheme() {
-  const [stored, setStored] = useLocalStorage('theme', matchMedia('(prefers-color-scheme: light)').matches ? 'light' : 'dark');
+  const { matches: isLight } = matchMedia('(prefers-color-scheme: light)');
+  const [stored, setStored] = useLocalStorage('theme', isLight ? 'light' : 'dark');
   const mode = new URLSearchParams(location.search).get('theme') ?? stored;
   return [useMemo(() => createTheme({ colors: { mode } }), [mode]), setStored];
 }
@@ -92,9 +91,9 @@ function Row({ row, width, view, onZoom, sync }) {
   const [folded, setFolded] = useState(row.folded);
   const unit = (width - 23 * GAP) / 24;
   const isPhone = width < PHONE_PIXELS;
-  const box = ({ x, y, w, h }) => (isPhone ? { width, height: h * (ROW_PIXELS + GAP) - GAP } : {
-    position: 'absolute', left: x * (unit + GAP), top: y * (ROW_PIXELS + GAP),
-    width: w * (unit + GAP) - GAP, height: h * (ROW_PIXELS + GAP) - GAP });
+  const box = ({ x, y, w, h }) => (isPhone ? { width, height: h * STEP - GAP } : {
+    position: 'absolute', left: x * (unit + GAP), top: y * STEP,
+    width: w * (unit + GAP) - GAP, height: h * STEP - GAP });
   return (
     <section aria-label={row.title}>
       {row.title !== undefined && (
@@ -106,7 +105,7 @@ function Row({ row, width, view, onZoom, sync }) {
         </h2>
       )}
       {!folded && (
-        <div className={isPhone ? 'column' : 'grid'} style={isPhone ? {} : { height: row.height * (ROW_PIXELS + GAP) }}>
+        <div className={isPhone ? 'column' : 'grid'} style={{ height: isPhone ? 'auto' : row.height * STEP }}>
           {row.placed.map(({ panel, key, scope, ...place }) => {
             const style = box(place);
             return (
@@ -143,7 +142,8 @@ function App() {
       setDashboard(json);
     }, ({ message }) => setError(message));
   }, [uid]);
-  useInterval(() => document.hidden || setTick(tick + 1), /^\d/.test(refresh) ? rangeUtil.intervalToMs(refresh) : null);
+  useInterval(() => document.hidden || setTick(tick + 1),
+    /^\d/.test(refresh) ? rangeUtil.intervalToMs(refresh) : null);
 
   const setParameters = (changes) => {
     for (const [name, values] of Object.entries(changes)) {
@@ -151,6 +151,10 @@ function App() {
       [values].flat().forEach((value) => parameters.append(name, value));
     }
     go(`/d/${uid}?${parameters}`);
+  };
+  const onTheme = (mode) => {
+    setTheme(mode);
+    setParameters({ theme: [] });
   };
   const onTime = (from, to) => setParameters({ from, to });
   const onZoom = ({ from, to }) => onTime(String(Math.round(from)), String(Math.round(to)));
@@ -160,10 +164,11 @@ function App() {
   return (
     <ThemeContext.Provider value={theme}>
       <GlobalStyles />
-      <Toolbar dashboard={dashboard} dashboards={dashboards} view={view} setParameters={setParameters} onTheme={(mode) => { setTheme(mode); setParameters({ theme: mode }); }}>
+      <Toolbar {...{ dashboard, dashboards, view, setParameters, onTheme }}>
         {view && (
           <TimeControls view={view} onTime={onTime} refresh={refresh} onRefreshNow={() => setTick(tick + 1)}
-            onRefresh={(value) => setParameters({ refresh: value })} onTimeZone={(timezone) => setParameters({ timezone })} />
+            onRefresh={(value) => setParameters({ refresh: value })}
+            onTimeZone={(timezone) => setParameters({ timezone })} />
         )}
       </Toolbar>
       <main>
