@@ -1,10 +1,10 @@
 // The page: an address such as /d/hpml-job?var-jobid=17&from=now-1h&to=now is all its state.
 import { createTheme, dateTime, dateTimeForTimeZone, rangeUtil, ThemeContext } from '@grafana/data';
 import { initPluginTranslations } from '@grafana/i18n';
-import { Alert, GlobalStyles, Icon } from '@grafana/ui';
-import { useCallback, useEffect, useMemo, useState } from 'react';
+import { Alert, GlobalStyles, Icon, PortalContainer } from '@grafana/ui';
+import { useCallback, useMemo, useState } from 'react';
 import { createRoot } from 'react-dom/client';
-import { useInterval, useLocalStorage, useMeasure } from 'react-use';
+import { useAsync, useEvent, useInterval, useLocalStorage, useLocation, useMeasure, useTitle } from 'react-use';
 import { rowsOf } from './layout.js';
 import { Panel } from './panel.jsx';
 import { get } from './prometheus.js';
@@ -17,34 +17,16 @@ const PHONE_PIXELS = 769; // as Grafana: one column below
 const GAP = 8;
 const STEP = 38; // pixels from one row of the grid to the next
 
-const addressNow = () => ({ uid: location.pathname.split('/')[2] || HOME, search: location.search });
+const isPlain = ({ button, ctrlKey, metaKey, shiftKey }) => !(button || ctrlKey || metaKey || shiftKey);
 
-/** The dashboard and parameters in the address; links to dashboards change it without a reload. */
-function useAddress() {
-  const [address, setAddress] = useState(addressNow);
-  const go = useCallback((url) => {
-    history.pushState(null, '', url);
-    setAddress(addressNow());
-  }, []);
-  useEffect(() => {
-    const onClick = (event) => {
-      const link = event.target.closest?.('a[href^="/d/"]');
-      const plain = event.button === 0 && !event.ctrlKey && !event.metaKey && !event.shiftKey;
-      if (link && plain && link.target !== '_blank') {
-        event.preventDefault();
-        go(link.getAttribute('href'));
-        window.scrollTo(0, 0);
-      }
-    };
-    const onBack = () => setAddress(addressNow());
-    document.addEventListener('click', onClick);
-    window.addEventListener('popstate', onBack);
-    return () => {
-      document.removeEventListener('click', onClick);
-      window.removeEventListener('popstate', onBack);
-    };
-  }, [go]);
-  return [address, go];
+/** Links to dashboards change the address without a reload. */
+function followLink(event) {
+  const link = event.target.closest?.('a[href^="/d/"]:not([target=_blank])');
+  if (link && isPlain(event)) {
+    event.preventDefault();
+    history.pushState(null, '', link.getAttribute('href'));
+    window.scrollTo(0, 0);
+  }
 }
 
 function useTheme() {
@@ -67,24 +49,14 @@ function rangeOf(parameters, dashboard, timeZone) {
   return range.from.isValid() && range.to.isValid() && range.from < range.to ? range : of(own.from, own.to);
 }
 
-/** The dashboard with its time range and resolved variables; renewed with the address and each tick. */
-function useView(dashboard, search, tick) {
-  const [view, setView] = useState(null);
-  useEffect(() => {
-    if (!dashboard) {
-      return undefined;
-    }
-    let isOld = false;
-    const parameters = new URLSearchParams(search);
-    const timeZone = parameters.get('timezone') ?? (dashboard.timezone || 'browser');
-    const range = rangeOf(parameters, dashboard, timeZone);
-    resolveVariables(dashboard, parameters, range).then(({ variables, error }) => {
-      const scope = { ...timeScope(range, variables), ...variables, __dashboard: dashboard.title };
-      return isOld || setView({ dashboard, range, timeZone, variables, scope, error });
-    });
-    return () => { isOld = true; };
-  }, [dashboard, search, tick]);
-  return view?.dashboard === dashboard ? view : null;
+/** A dashboard with its time range and the values of its variables. */
+async function viewOf(dashboard, search) {
+  const parameters = new URLSearchParams(search);
+  const timeZone = parameters.get('timezone') ?? (dashboard.timezone || 'browser');
+  const range = rangeOf(parameters, dashboard, timeZone);
+  const { variables, error } = await resolveVariables(dashboard, parameters, range);
+  const scope = { ...timeScope(range, variables), ...variables, __dashboard: dashboard.title };
+  return { dashboard, range, timeZone, variables, scope, error };
 }
 
 function Row({ row, width, view, onZoom, sync }) {
@@ -122,26 +94,21 @@ function Row({ row, width, view, onZoom, sync }) {
 }
 
 function App() {
-  const [{ uid, search }, go] = useAddress();
+  const { pathname, search } = useLocation();
+  const uid = pathname.split('/')[2] || HOME;
   const [theme, setTheme] = useTheme();
-  const [dashboards, setDashboards] = useState([]);
-  const [dashboard, setDashboard] = useState(null);
-  const [error, setError] = useState('');
   const [tick, setTick] = useState(0);
   const [ref, { width }] = useMeasure();
-  const view = useView(dashboard, search, tick);
+  const { value: dashboards = [] } = useAsync(() => get('/api/dashboards'), []);
+  const loaded = useAsync(() => get(`/api/dashboards/${uid}`), [uid]);
+  const dashboard = loaded.loading ? undefined : loaded.value;
+  const viewed = useAsync(async () => dashboard && viewOf(dashboard, search), [dashboard, search, tick]);
+  const view = viewed.value?.dashboard === dashboard ? viewed.value : undefined;
   const parameters = new URLSearchParams(search);
   const refresh = parameters.get('refresh') ?? dashboard?.refresh ?? '';
 
-  useEffect(() => { get('/api/dashboards').then(setDashboards, ({ message }) => setError(message)); }, []);
-  useEffect(() => {
-    setDashboard(null);
-    setError('');
-    get(`/api/dashboards/${uid}`).then((json) => {
-      document.title = `${json.title} - hpml`;
-      setDashboard(json);
-    }, ({ message }) => setError(message));
-  }, [uid]);
+  useTitle(`${dashboard?.title ?? 'Dashboards'} - hpml`);
+  useEvent('click', followLink, document);
   useInterval(() => document.hidden || setTick(tick + 1),
     /^\d/.test(refresh) ? rangeUtil.intervalToMs(refresh) : null);
 
@@ -150,7 +117,7 @@ function App() {
       parameters.delete(name);
       [values].flat().forEach((value) => parameters.append(name, value));
     }
-    go(`/d/${uid}?${parameters}`);
+    history.pushState(null, '', `/d/${uid}?${parameters}`);
   };
   const onTheme = (mode) => {
     setTheme(mode);
@@ -159,11 +126,12 @@ function App() {
   const onTime = (from, to) => setParameters({ from, to });
   const onZoom = ({ from, to }) => onTime(String(Math.round(from)), String(Math.round(to)));
   const sync = useCallback(() => dashboard?.graphTooltip ?? 0, [dashboard]);
-  const problem = error || view?.error?.message;
+  const problem = loaded.error ?? view?.error;
 
   return (
     <ThemeContext.Provider value={theme}>
       <GlobalStyles />
+      <PortalContainer />
       <Toolbar {...{ dashboard, dashboards, view, setParameters, onTheme }}>
         {view && (
           <TimeControls view={view} onTime={onTime} refresh={refresh} onRefreshNow={() => setTick(tick + 1)}
@@ -172,7 +140,7 @@ function App() {
         )}
       </Toolbar>
       <main>
-        {problem && <Alert title={problem} severity="error" />}
+        {problem && <Alert title={problem.message} severity="error" />}
         <div ref={ref}>
           {view && width > 0 && rowsOf(dashboard, view.scope).map((row) => (
             <Row key={`${uid}/${row.key}`} {...{ row, width, view, onZoom, sync }} />

@@ -76,7 +76,9 @@ export function Toolbar({ dashboard, dashboards, view, setParameters, onTheme, c
     <header className="toolbar" style={{ background: theme.colors.background.canvas }}>
       <div className="toolbar-line" style={{ borderBottom: `1px solid ${theme.colors.border.weak}` }}>
         <Dropdown overlay={menu} placement="bottom-start">
-          <ToolbarButton icon="apps" variant="canvas" isOpen={false} aria-label="Dashboards">Dashboards</ToolbarButton>
+          <ToolbarButton icon="apps" variant="canvas" isOpen={false} aria-label="Dashboards">
+            Dashboards
+          </ToolbarButton>
         </Dropdown>
         <h1 className="toolbar-title">{dashboard?.title}</h1>
         {children}
