@@ -94,6 +94,9 @@ class Prometheus:
             raise InputError("must not contain a password", field="--prometheus", hint=hint)
         self.url = url.rstrip("/")
         self._authorization = authorization
+        # a proxy of the environment is for other machines
+        direct = [urllib.request.ProxyHandler({})] if parts.hostname in _NAMES else []
+        self._opener = urllib.request.build_opener(*direct)
 
     def has_metrics(self) -> bool:
         """Ask whether it scrapes an exporter of hpml.
@@ -117,7 +120,7 @@ class Prometheus:
         if self._authorization:
             request.add_unredirected_header("Authorization", self._authorization)
         try:
-            with urllib.request.urlopen(request, timeout=_QUERY_SECONDS) as answer:  # noqa: S310 - as above
+            with self._opener.open(request, timeout=_QUERY_SECONDS) as answer:
                 return self._checked(answer.status, answer)
         except urllib.error.HTTPError as error:
             with error:
@@ -215,7 +218,7 @@ class _Handler(BaseHTTPRequestHandler):
         cookie = f"{self.server.cookie}={self.server.token}; Path=/; HttpOnly; SameSite=Strict"
         location = f"/{path.lstrip('/')}" + (f"?{query}" if query else "")
         more = {"Set-Cookie": cookie, "Refresh": f"0; url={location}"}
-        self._send(HTTPStatus.OK, b"", "text/html", more)
+        self._send(HTTPStatus.OK, b'<link rel="icon" href="data:,">', "text/html", more)
 
     def _query(self, endpoint: str, parameters: Mapping[str, list[str]]) -> None:
         label = endpoint.removeprefix("label/").removesuffix("/values")

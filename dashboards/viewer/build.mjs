@@ -10,8 +10,8 @@ const text = (path) => readFileSync(path, 'utf8');
 const files = (folder) => readdirSync(folder).sort().map((name) => join(folder, name));
 
 // Parts of @grafana/ui that no panel needs: editors, maps, telemetry.
-const UNUSED =
-  /^(monaco-editor|react-monaco-editor|@monaco-editor\/|@codemirror\/|ol($|\/)|jquery|slate|@grafana\/slate-react|@grafana\/faro)/;
+const UNUSED = new RegExp('^(monaco-editor|react-monaco-editor|@monaco-editor/|@codemirror/|ol($|/)'
+  + '|jquery|slate|@grafana/slate-react|@grafana/faro)');
 
 const plugin = {
   name: 'viewer',
@@ -69,7 +69,8 @@ writeFileSync(join(OUT, 'LICENSES.txt'), licences(metafile.inputs));
 const sources = ['build.mjs', 'index.html', 'package.json', 'package-lock.json', ...files('src')];
 const built = files(OUT);
 const digest = (path) => createHash('sha256').update(readFileSync(path)).digest('hex');
-writeFileSync(join(OUT, 'SHA256SUMS'), [...sources, ...built].map((path) => `${digest(path)}  ${path}\n`).join(''));
+const sums = [...sources, ...built].map((path) => `${digest(path)}  ${path}\n`);
+writeFileSync(join(OUT, 'SHA256SUMS'), sums.join(''));
 for (const path of built) {
   console.log(`${basename(path)}: ${Math.round(readFileSync(path).length / 1024)} KiB`);
 }

@@ -96,7 +96,7 @@ def _series(dashboards: Iterable[dict[str, Any]]) -> dict[str, set[frozenset[tup
                 and matcher.op in (promql_parser.MatchOp.Equal, promql_parser.MatchOp.Re)
             ]
             choices = itertools.product(*[[(n, v) for v in vs] for n, vs in matchers])
-            wanted.setdefault(selector.name, set()).update(map(frozenset, choices))
+            wanted.setdefault(str(selector.name), set()).update(map(frozenset, choices))
     return {name: labels - {frozenset()} or labels for name, labels in wanted.items()}
 
 

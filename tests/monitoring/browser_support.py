@@ -37,8 +37,8 @@ class Browser:
     """One page; `problems` has its errors, those of the console too."""
 
     def __init__(self, commands: int, answers: int) -> None:
-        self._commands = open(commands, "wb", buffering=0)
-        self._answers = open(answers, "rb")
+        self._commands = os.fdopen(commands, "wb", buffering=0)
+        self._answers = os.fdopen(answers, "rb")
         self._count = 0
         self._session: dict[str, str] = {}
         self.problems: list[str] = []

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import operator
 import re
 import shutil
 import subprocess
@@ -78,7 +79,7 @@ def prometheus_with_data(tmp_path_factory: pytest.TempPathFactory) -> Iterator[P
     folder = tmp_path_factory.mktemp("prometheus")
     data = folder / "data.txt"
     data.write_text(openmetrics(json.loads(path.read_text()) for path in DASHBOARDS))
-    create = ["tsdb", "create-blocks-from", "openmetrics", data, folder / "data"]
+    create: list[str | Path] = ["tsdb", "create-blocks-from", "openmetrics", data, folder / "data"]
     subprocess.run([program("promtool"), *create], check=True, capture_output=True, timeout=300)
     with booted_prometheus(folder, []) as booted:
         yield booted
@@ -118,7 +119,7 @@ def answers(prometheus: Prometheus, panel: dict[str, Any]) -> list[tuple[str, li
     """(refId, values) of a panel's targets, asked for and reduced here."""
     found = []
     calculations = panel.get("options", {}).get("reduceOptions", {}).get("calcs", ["lastNotNull"])
-    reduce = REDUCERS.get(calculations[0], lambda values: values[-1])
+    reduce = REDUCERS.get(calculations[0], operator.itemgetter(-1))
     for target in panel.get("targets", []):
         expression = resolved(target["expr"], STEP)
         if target["instant"]:
@@ -204,12 +205,13 @@ def test_a_panel_says_why_it_is_empty(go: Any) -> None:
 def test_links_keep_time_range_and_variables(go: Any, browser: Browser) -> None:
     """A cell of a table leads to another dashboard, and Back leads back."""
     go("viewer-features")
-    browser.evaluate("document.querySelector('[data-panel=\"5\"] a[href]').click()")
+    browser.evaluate("document.querySelector('[role=gridcell] a[href]').click()")
     address = browser.wait("location.pathname == '/d/target' && location.search")
     assert address == f"?var-jobid=1201&{RANGE}&var-cluster=main"
     browser.wait("document.querySelector('h1').innerText == 'Features' || history.back()")
     links = "[...document.querySelectorAll('header a')].map(one => one.getAttribute('href'))"
-    assert browser.wait(links)[0].startswith(f"/d/target?{RANGE}&var-cluster=main")
+    kept = "var-datasource=prometheus&var-cluster=main&var-kind=$__all"
+    assert browser.wait(links)[0] == f"/d/target?{RANGE}&{kept}"
 
 
 def test_it_has_the_time_zone_of_the_browser(go: Any, browser: Browser) -> None:

@@ -1,14 +1,15 @@
 // One panel: its frame, its queries, and the visualisations, all drawn by Grafana's components.
-import { EventBusSrv, formattedValueToString, getDisplayProcessor, getDisplayValueAlignmentFactors,
+import { EventBusSrv, FieldType, formattedValueToString, getDisplayProcessor, getDisplayValueAlignmentFactors,
   getFieldDisplayName, getFieldDisplayValues, LoadingState, renderMarkdown, textUtil } from '@grafana/data';
-import { BarGauge, BigValue, DataLinksContextMenu, Dropdown, ErrorBoundaryAlert, Menu, PanelChrome,
-  PanelContextProvider, TimeSeries, ToolbarButton, TooltipPlugin, useTheme2, VizRepeater,
+import { BarGauge, BigValue, DataLinksContextMenu, ErrorBoundaryAlert, PanelChrome,
+  PanelContextProvider, TimeSeries, TooltipPlugin, useTheme2, VizRepeater,
   ZoomPlugin } from '@grafana/ui';
 import { TableNG } from '@grafana/ui/unstable';
 import { useEffect, useMemo, useRef, useState } from 'react';
 import { useIntersection } from 'react-use';
 import { framesFor, withDefaults } from './prometheus.js';
 import { expand } from './template.js';
+import { Links } from './toolbar.jsx';
 
 const eventBus = new EventBusSrv(); // one for all: crosshairs move together
 const MAX_DESCRIBED = 50;
@@ -86,7 +87,8 @@ function Table({ panel, frames, width, height, range, title }) {
     <TableNG ariaLabel={title} data={data} width={width} enableVirtualization={data.length > 200}
       height={height} cellHeight={options.cellHeight ?? 'sm'} showTypeIcons={options.showTypeIcons ?? false}
       noHeader={options.showHeader === false} sortBy={options.sortBy} timeRange={range}
-      enablePagination={options.enablePagination} fieldConfig={fieldConfig} noValue={fieldConfig.defaults.noValue} />
+      enablePagination={options.enablePagination} fieldConfig={fieldConfig}
+      noValue={fieldConfig.defaults.noValue} />
   );
 }
 
@@ -99,23 +101,26 @@ function Text({ panel: { options }, scope }) {
 const VISUALISATIONS = { timeseries: Chart, stat: Stat, bargauge: Bars, table: Table, text: Text };
 const SAYS_NO_DATA_ITSELF = new Set(['stat', 'bargauge', 'text']);
 
+const isNumber = ({ type }) => type === FieldType.number;
+
 /** The last value of each line of a chart, for those who cannot see it. */
 function LastValues({ frames }) {
-  const lines = frames.slice(0, MAX_DESCRIBED).map((frame) => {
-    const line = frame.fields[1];
-    const last = line.display(line.values.findLast((value) => value !== null));
-    return `${getFieldDisplayName(line, frame, frames)}: ${formattedValueToString(last)}`;
-  });
-  return <ul className="sr-only" aria-label="Last values">{lines.map((text) => <li key={text}>{text}</li>)}</ul>;
+  const lines = frames.flatMap((frame) => frame.fields.filter(isNumber).map((field) => {
+    const last = field.display(field.values.findLast((value) => value !== null));
+    return `${getFieldDisplayName(field, frame, frames)}: ${formattedValueToString(last)}`;
+  }));
+  return (
+    <ul className="sr-only" aria-label="Last values">
+      {lines.slice(0, MAX_DESCRIBED).map((line, index) => <li key={index}>{line}</li>)}
+    </ul>
+  );
 }
 
-/** Frames in which only one series is drawn; all of them without a name. */
-function isolate(frames, name) {
-  return !name ? frames : frames.map((frame) => ({ ...frame, fields: frame.fields.map((field, index) => (
-    index === 0 ? field : { ...field, config: { ...field.config, custom: { ...field.config.custom,
-      hideFrom: { viz: getFieldDisplayName(field, frame, frames) !== name, legend: false, tooltip: false },
-    } } })) }));
-}
+/** Frames of which only the series of a name is drawn. */
+const isolate = (frames, name) => frames.map((frame) => ({ ...frame, fields: frame.fields.map((field) => {
+  const hideFrom = { viz: isNumber(field) && getFieldDisplayName(field, frame, frames) !== name };
+  return { ...field, config: { ...field.config, custom: { ...field.config.custom, hideFrom } } };
+}) }));
 
 /** Run the panel's queries when it is on the screen and the view is new; keeps the last frames meanwhile. */
 function useFrames({ panel, scope, view, width, theme, visible }) {
@@ -127,8 +132,9 @@ function useFrames({ panel, scope, view, width, theme, visible }) {
     }
     const controller = new AbortController();
     setState((before) => ({ ...before, loading: true }));
-    framesFor({ panel, scope, range: view.range, width, theme, timeZone: view.timeZone, signal: controller.signal })
-      .then((frames) => ({ frames, range: view.range }), (error) => ({ error: error.message }))
+    const { range, timeZone } = view;
+    framesFor({ panel, scope, range, width, theme, timeZone, signal: controller.signal })
+      .then((frames) => ({ frames, range }), (error) => ({ error: error.message }))
       .then((next) => {
         if (!controller.signal.aborted) {
           shown.current = view;
@@ -140,22 +146,6 @@ function useFrames({ panel, scope, view, width, theme, visible }) {
   return state;
 }
 
-function PanelLinks({ links, scope }) {
-  const menu = (
-    <Menu>
-      {links.map(({ title, url, targetBlank }) => (
-        <Menu.Item key={url} label={expand(title, scope, 'text')} target={targetBlank ? '_blank' : undefined}
-          url={textUtil.sanitizeUrl(expand(url, scope, 'uriencode'))} />
-      ))}
-    </Menu>
-  );
-  return (
-    <Dropdown overlay={menu}>
-      <ToolbarButton icon="external-link-alt" iconSize="sm" aria-label="Links of this panel" />
-    </Dropdown>
-  );
-}
-
 export function Panel({ json, scope, view, width, height, onZoom, sync }) {
   const theme = useTheme2();
   const panel = useMemo(() => withDefaults(json), [json]);
@@ -163,40 +153,43 @@ export function Panel({ json, scope, view, width, height, onZoom, sync }) {
   const visible = useIntersection(ref, NEAR)?.isIntersecting;
   const [only, setOnly] = useState(null);
   const { frames, range, error, loading } = useFrames({ panel, scope, view, width, theme, visible });
-  const drawn = useMemo(() => frames && isolate(frames, only), [frames, only]);
+  const drawn = useMemo(() => (frames && only ? isolate(frames, only) : frames), [frames, only]);
   const title = expand(json.title, scope, 'text');
   const Visualisation = VISUALISATIONS[json.type];
   const context = useMemo(() => ({ eventBus, eventsScope: 'dashboard', sync,
     onToggleSeriesVisibility: (name) => setOnly((before) => (before === name ? null : name)) }), [sync]);
   const isEmpty = frames && !SAYS_NO_DATA_ITSELF.has(json.type) && !frames.some(({ length }) => length);
 
+  const description = json.description && (() => renderMarkdown(expand(json.description, scope, 'text')));
+
   const content = (innerWidth, innerHeight) => {
     if (!Visualisation) {
       return <p>This viewer does not draw panels of the type {json.type}.</p>;
     }
     if (error) {
-      return <p role="alert" style={{ color: theme.colors.error.text, overflow: 'auto', height: innerHeight }}>{error}</p>;
+      return <p role="alert" className="panel-error" style={{ color: theme.colors.error.text }}>{error}</p>;
     }
     if (isEmpty) {
       return <p className="panel-empty">{panel.fieldConfig.defaults.noValue ?? 'No data'}</p>;
     }
+    const shared = { panel, title, theme, scope, range, timeZone: view.timeZone, onZoom, sync };
     return drawn && (
       <ErrorBoundaryAlert dependencies={[drawn]}>
         {json.type === 'timeseries' && <LastValues frames={frames} />}
-        <Visualisation panel={panel} frames={drawn} width={innerWidth} height={innerHeight} range={range}
-          title={title} theme={theme} timeZone={view.timeZone} scope={scope} onZoom={onZoom} sync={sync} />
+        <Visualisation {...shared} frames={drawn} width={innerWidth} height={innerHeight} />
       </ErrorBoundaryAlert>
     );
   };
+  const state = error ? 'error' : isEmpty ? 'empty' : frames && 'drawn';
   return (
-    <div ref={ref} data-panel={json.id} data-type={json.type} data-state={error ? 'error' : isEmpty ? 'empty' : frames && 'drawn'}
-      style={{ width, height }}>
+    <div ref={ref} data-panel={json.id} data-state={state} style={{ width, height }}>
       <PanelContextProvider value={context}>
-        <PanelChrome title={title} description={json.description && (() => renderMarkdown(expand(json.description, scope, 'text')))}
-          width={width} height={height} statusMessage={error} hoverHeader={!title}
+        <PanelChrome title={title} description={description} width={width} height={height}
+          statusMessage={error} hoverHeader={!title}
           loadingState={loading ? LoadingState.Loading : LoadingState.Done}
-          displayMode={json.transparent ? 'transparent' : 'default'} padding={json.type === 'table' ? 'none' : 'md'}
-          titleItems={json.links?.length > 0 && <PanelLinks links={json.links} scope={scope} />}>
+          displayMode={json.transparent ? 'transparent' : 'default'}
+          padding={json.type === 'table' ? 'none' : 'md'}
+          titleItems={<Links links={json.links} scope={scope} fill="text" />}>
           {content}
         </PanelChrome>
       </PanelContextProvider>

@@ -41,30 +41,23 @@ export function stepSeconds(range, width, minimum) {
   return Math.max(intervalMs / 1000, Math.ceil((range.to - range.from) / 1000 / MAX_POINTS));
 }
 
-function labelled(labels) {
-  return `{${Object.entries(labels).map(([name, value]) => `${name}="${value}"`).join(', ')}}`;
-}
-
 function seriesName({ legendFormat, expr }, labels) {
-  if (legendFormat === '__auto') {
-    return Object.keys(labels).length ? undefined : expr; // Grafana names it by what tells it apart
-  }
-  if (legendFormat) {
+  if (legendFormat && legendFormat !== '__auto') {
     return legendFormat.replace(/\{\{\s*(.+?)\s*\}\}/g, (_, label) => labels[label] ?? '');
   }
-  return Object.keys(labels).length ? labelled(labels) : expr;
+  const pairs = Object.entries(labels).map(([name, value]) => `${name}="${value}"`);
+  return pairs.length && legendFormat ? undefined : pairs.length ? `{${pairs.join(', ')}}` : expr;
 }
 
 const field = (name, type, values, more = {}) => ({ name, type, values, config: {}, ...more });
 
 function tableFrame({ refId }, series, onlyTarget) {
-  const rows = series.flatMap(({ metric, value, values }) =>
-    (values ?? [value]).map(([time, number]) => ({ metric, time: time * 1000, number: Number(number) })));
+  const rows = series.map(({ metric, value, values }) => ({ metric, point: value ?? values.at(-1) }));
   const labels = [...new Set(series.flatMap(({ metric }) => Object.keys(metric)))].sort();
   return createDataFrame({ refId, fields: [
-    field('Time', FieldType.time, rows.map((row) => row.time)),
-    ...labels.map((label) => field(label, FieldType.string, rows.map((row) => row.metric[label] ?? ''))),
-    field(onlyTarget ? 'Value' : `Value #${refId}`, FieldType.number, rows.map((row) => row.number)),
+    field('Time', FieldType.time, rows.map(({ point }) => point[0] * 1000)),
+    ...labels.map((label) => field(label, FieldType.string, rows.map(({ metric }) => metric[label] ?? ''))),
+    field(onlyTarget ? 'Value' : `Value #${refId}`, FieldType.number, rows.map(({ point }) => Number(point[1]))),
   ] });
 }
 
@@ -103,14 +96,14 @@ const DEFAULTS = {
   table: { align: 'auto', cellOptions: { type: 'auto' }, inspect: false },
 };
 
-/** A copy of a panel with its plugin's defaults, and -Infinity where JSON has null for the lowest threshold. */
+/** A copy of a panel with its plugin's defaults; JSON has null where Grafana has -Infinity. */
 export function withDefaults(json) {
   const panel = structuredClone({ ...json, options: json.options ?? {},
     fieldConfig: { overrides: [], ...json.fieldConfig, defaults: { ...json.fieldConfig?.defaults } } });
   const { defaults, overrides } = panel.fieldConfig;
   defaults.custom = { ...DEFAULTS[panel.type], ...defaults.custom };
   defaults.color ??= { mode: panel.type === 'timeseries' ? 'palette-classic' : 'thresholds' };
-  defaults.thresholds ??= { mode: 'absolute', steps: [{ value: null, color: 'green' }, { value: 80, color: 'red' }] };
+  defaults.thresholds ??= { mode: 'absolute', steps: [{ color: 'green' }, { value: 80, color: 'red' }] };
   const ofOverrides = overrides.flatMap(({ properties }) => properties).filter(({ id }) => id === 'thresholds');
   for (const { steps } of [defaults.thresholds, ...ofOverrides.map(({ value }) => value)]) {
     steps.forEach((step) => { step.value ??= -Infinity; });

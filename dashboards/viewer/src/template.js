@@ -2,7 +2,8 @@
 //
 // A scope maps a name to a text, to a variable ({value, text, options, multi, all, ...}) or to a
 // function (path, format) -> text.
-import { escapeRegex, formattedValueToString, getFieldDisplayName, getFieldDisplayValuesProxy } from '@grafana/data';
+import { escapeRegex, formattedValueToString, getFieldDisplayName, getFieldDisplayValuesProxy }
+  from '@grafana/data';
 import { labelValues, query } from './prometheus.js';
 
 export const ALL = '$__all';

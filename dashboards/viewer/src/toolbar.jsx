@@ -22,18 +22,19 @@ function Variable({ variable, onChange }) {
       {multi ? (
         <MultiCombobox {...shared} value={value} onChange={chooseMany} />
       ) : (
-        <Combobox {...shared} value={value} onChange={(option) => onChange([option.value])} createCustomValue />
+        <Combobox {...shared} value={value} createCustomValue onChange={(option) => onChange([option.value])} />
       )}
     </InlineField>
   );
 }
 
-function Links({ links = [], scope }) {
+/** Links of a dashboard or panel, with the time range and variables that they keep. */
+export function Links({ links = [], scope, fill = 'solid' }) {
   return links.map(({ title, url, keepTime, includeVars, targetBlank }) => {
     const query = [keepTime && scope.__url_time_range(), includeVars && scope.__all_variables()];
     const address = query.filter(Boolean).reduce(urlUtil.appendQueryToUrl, expand(url, scope, 'uriencode'));
     return (
-      <LinkButton key={url} variant="secondary" size="sm" href={textUtil.sanitizeUrl(address)}
+      <LinkButton key={url} variant="secondary" size="sm" fill={fill} href={textUtil.sanitizeUrl(address)}
         icon={url.startsWith('/d/') ? 'apps' : 'external-link-alt'} target={targetBlank ? '_blank' : undefined}>
         {expand(title, scope, 'text')}
       </LinkButton>
@@ -69,12 +70,15 @@ export function Toolbar({ dashboard, dashboards, view, setParameters, onTheme, c
       ))}
     </Menu>
   );
-  const shown = Object.values(view?.variables ?? {}).filter(({ hide, type }) => hide !== 2 && type !== 'datasource');
+  const shown = Object.values(view?.variables ?? {})
+    .filter(({ hide, type }) => hide !== 2 && type !== 'datasource');
   return (
     <header className="toolbar" style={{ background: theme.colors.background.canvas }}>
       <div className="toolbar-line" style={{ borderBottom: `1px solid ${theme.colors.border.weak}` }}>
         <Dropdown overlay={menu} placement="bottom-start">
-          <ToolbarButton icon="apps" variant="canvas" isOpen={false} aria-label="All dashboards">Dashboards</ToolbarButton>
+          <ToolbarButton icon="apps" variant="canvas" isOpen={false} aria-label="Dashboards">
+            Dashboards
+          </ToolbarButton>
         </Dropdown>
         <h1 className="toolbar-title">{dashboard?.title}</h1>
         {children}

@@ -103,7 +103,7 @@ def ask(
     answer = connection.getresponse()
     body = answer.read().decode()
     connection.close()
-    return answer.status, body, answer.headers
+    return answer.status, body, dict(answer.headers)
 
 
 def test_the_address_gives_a_cookie_and_forgets_the_token(viewer: ViewerServer) -> None:
