@@ -7,16 +7,17 @@ TORCH ?= torch==2.13.0
 DEMO := .demo
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-long lint system horovod bench docs viewer clean
+.PHONY: help demo demo-monitoring test test-long lint system horovod bench docs viewer clean
 
 help:
-	@echo 'make demo       install, train a real model through the local backend, print the report'
-	@echo 'make test       install what tests need (Debian packages too, when root) and run them all'
-	@echo 'make test-long  the full kill counts, soaks and repeats'
-	@echo 'make horovod    build Horovod (minutes, once) and install it for the tests'
-	@echo 'make bench      the benchmarks, as ratios against named peers'
-	@echo 'make viewer     build the dashboard viewer anew from dashboards/viewer (needs npm, 500 MB)'
-	@echo 'make docs       write the manual pages and the command reference anew from the commands'
+	@echo 'make demo             install, train a real model through the local backend, print the report'
+	@echo 'make demo-monitoring  a cluster with simulated GPUs, Prometheus, jobs and live dashboards, until Ctrl-C'
+	@echo 'make test             install what tests need (Debian packages too, when root) and run them all'
+	@echo 'make test-long        the full kill counts, soaks and repeats'
+	@echo 'make horovod          build Horovod (minutes, once) and install it for the tests'
+	@echo 'make bench            the benchmarks, as ratios against named peers'
+	@echo 'make viewer           build the dashboard viewer anew from dashboards/viewer (needs npm, 500 MB)'
+	@echo 'make docs             write the manual pages and the command reference anew from the commands'
 
 $(BIN)/pip:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
@@ -48,6 +49,14 @@ demo: $(VENV)/.train
 	@cp training_jobs/*.py training_jobs/digits.yaml training_jobs/digits_sweep.yaml $(DEMO)/
 	$(BIN)/python $(DEMO)/make_digits.py $(DEMO)/digits
 	$(BIN)/hpml --records $(DEMO)/records run $(DEMO)/digits.yaml --local --set environment.venv=$(CURDIR)/$(VENV)
+
+# As root on Debian it installs Slurm, Prometheus and gcc; otherwise it does with what is there, and says what is missing.
+demo-monitoring: $(VENV)/.train
+	@$(BIN)/pip install --quiet --disable-pip-version-check -e '.[train,sweep,export]'
+	@if [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null; then \
+	  deploy/devcluster/devcluster install && deploy/prometheus/install.sh && \
+	  { command -v gcc >/dev/null || apt-get install -y -qq gcc libc6-dev; }; fi
+	@$(BIN)/python -m deploy.demo.monitoring
 
 # Real Slurm, MariaDB, Prometheus, Open MPI, Chromium, compilers, strace, archivers and readers of manual pages for the tests, from
 # Debian's packages; without root they skip, loudly.

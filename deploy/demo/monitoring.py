@@ -11,7 +11,6 @@ Slurm jobs that wait. GPUs are simulated; see stack.py.
 from __future__ import annotations
 
 import argparse
-import contextlib
 import shutil
 import subprocess
 import sys
@@ -69,24 +68,34 @@ def main() -> int:
     options = parser.parse_args()
     lacks = missing()
     for name, remedy in lacks.items():
-        print(f"demo-monitoring: no {name}: {remedy}", file=sys.stderr)
+        _say(f"no {name}: {remedy}")
     if any(name in lacks for name in _FATAL):
         return 1
     nodes = 0 if options.local or lacks else _NODES
     directory = Path(tempfile.mkdtemp(prefix="hpml-demo-"))
     directory.chmod(0o755)
     try:
-        where = f"Slurm with {nodes} nodes" if nodes else "this machine, without Slurm"
-        print(f"demo-monitoring: starting {where} …")
-        with Stack(directory, nodes) as stack, contextlib.suppress(KeyboardInterrupt):
-            submit_jobs(stack, nodes)
-            print(f"demo-monitoring: Prometheus is at {stack.prometheus}")
-            print("demo-monitoring: figures fill in within a minute; Ctrl-C ends everything")
-            show = [*HPML, "dashboards", "show", "--prometheus", stack.prometheus, "--no-open"]
-            return subprocess.call(show)
+        return _show(directory, nodes)
+    except KeyboardInterrupt:
         return 0
     finally:
         shutil.rmtree(directory, ignore_errors=True)
+
+
+def _show(directory: Path, nodes: int) -> int:
+    """Start the stack and show its dashboards; returns the status of `hpml dashboards show`."""
+    where = f"Slurm with {nodes} nodes" if nodes else "this machine, without Slurm"
+    _say(f"starting {where} …")
+    with Stack(directory, nodes) as stack:
+        submit_jobs(stack, nodes)
+        _say(f"Prometheus is at {stack.prometheus}")
+        _say("figures fill in within a minute; Ctrl-C ends everything")
+        show = [*HPML, "dashboards", "show", "--prometheus", stack.prometheus, "--no-open"]
+        return subprocess.call(show)
+
+
+def _say(text: str) -> None:
+    print(f"demo-monitoring: {text}", flush=True)
 
 
 if __name__ == "__main__":

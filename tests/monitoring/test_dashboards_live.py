@@ -5,11 +5,17 @@ from __future__ import annotations
 import contextlib
 import http.client
 import json
+import os
 import pwd
 import re
+import signal
+import subprocess
+import sys
 import urllib.parse
+import urllib.request
 from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -22,6 +28,7 @@ from deploy.demo.stack import ROOT, Stack, missing
 from tests.cluster.user import HPML, PYTHON, UID, hand_over, install
 from tests.patience import eventually
 
+pytestmark = pytest.mark.alone  # load that is known needs CPUs that nobody else takes
 NODES = 2
 NOT_HERE = {
     r"infiniband|node_network": "no RDMA device",
@@ -137,3 +144,26 @@ def test_known_load_shows(live: Live) -> None:
     longest = "max by (rank) (hpml_train_longest_data_wait_info{jobid='%s'})"
     slow = live.ask(longest % live.ids["one-slow-rank"])
     assert "0" in {series["metric"]["rank"] for series in slow}
+
+
+def test_the_demo_prints_one_address(tmp_path: Path) -> None:
+    """Without Slurm, as users without root get it; Ctrl-C ends all of it."""
+    if lacks := missing():
+        pytest.skip(f"NO LIVE DASHBOARDS: {lacks}")
+    with subprocess.Popen(
+        [sys.executable, "-m", "deploy.demo.monitoring", "--local"],
+        cwd=ROOT,
+        env=os.environ | {"TMPDIR": str(tmp_path)},
+        stdout=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    ) as demo:
+        assert demo.stdout is not None
+        lines = iter(demo.stdout)
+        address = next(line for line in lines if line.startswith("http://")).strip()
+        with urllib.request.urlopen(address, timeout=60) as page:  # noqa: S310 - our own
+            assert "<script" in page.read().decode()
+        assert list(tmp_path.iterdir())
+        os.killpg(demo.pid, signal.SIGINT)
+        assert demo.wait(60) == 0
+    assert list(tmp_path.iterdir()) == []
