@@ -75,13 +75,16 @@ def test_the_wheel_holds_what_is_no_module(wheel: Path) -> None:
         "templates/sbatch/base.sh.j2",
         "training_jobs/digits.yaml",
         "docs/man/man1/hpml.1",
+        "deploy/prometheus/rules/hpml-alerts.yml",
     ):
         assert f"{assets}/{name}" in names
     assert "hpml_exporters/__main__.py" in names
+    assert {"hpml_dashboards/json/hpml-job.json", "hpml_dashboards/viewer/viewer.js"} <= {*names}
     assert not [name for name in names if "__pycache__" in name or name.startswith("tests")]
     assert {name.split("/")[0].split("-")[0] for name in names} <= {
         "hpml_orchestrator",
         "hpml_exporters",
+        "hpml_dashboards",
     }
 
 
