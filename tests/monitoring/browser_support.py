@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import contextlib
 import json
 import os
 import shutil
@@ -63,6 +64,10 @@ class Browser:
             mobile=False,
         )
 
+    def live_in(self, zone: str) -> None:
+        """Change the time zone, such as Asia/Kolkata; empty is the machine's."""
+        self._call("Emulation.setTimezoneOverride", timezoneId=zone)
+
     def open(self, url: str, ready: str) -> None:
         """Go to an address, and wait until an expression is true there."""
         self.problems.clear()
@@ -71,8 +76,13 @@ class Browser:
 
     def wait(self, expression: str) -> Any:
         """Wait until an expression is true; returns its value."""
+
+        def value() -> Any:
+            with contextlib.suppress(AssertionError):  # the page may be on its way to another
+                return self.evaluate(expression)
+
         try:
-            return eventually(lambda: self.evaluate(expression), expression, 60, pause=0.1)
+            return eventually(value, expression, 60, pause=0.1)
         except AssertionError as error:
             text = self.evaluate("document.body.innerText")
             raise AssertionError(f"{error}\n{self.problems}\n{text}") from None

@@ -214,13 +214,23 @@ def test_links_keep_time_range_and_variables(go: Any, browser: Browser) -> None:
     assert browser.wait(links)[0] == f"/d/target?{RANGE}&{kept}"
 
 
-def test_it_has_the_time_zone_of_the_browser(go: Any, browser: Browser) -> None:
-    """Times are local ones, or those of the zone that the address names."""
+@pytest.mark.parametrize(
+    ("zone", "query", "shown"),
+    [
+        ("Asia/Kolkata", "", "2026-01-01 05:30:00"),
+        ("Asia/Kolkata", "timezone=utc", "2026-01-01 00:00:00"),
+        ("", "timezone=America/New_York", "2025-12-31 19:00:00"),
+    ],
+)
+def test_times_are_those_of_the_user(
+    zone: str, query: str, shown: str, go: Any, browser: Browser
+) -> None:
+    """In the browser's time zone, or the one that the address names."""
+    browser.live_in(zone)
+    go("viewer-features", query)
+    browser.live_in("")
     picker = "document.querySelector('[data-testid*=TimePicker][aria-label]').ariaLabel"
-    go("viewer-features", "timezone=Asia/Kolkata")
-    assert "2026-01-01 05:30:00" in browser.evaluate(picker)
-    go("viewer-features")
-    assert "2026-01-01 00:00:00" in browser.evaluate(picker)
+    assert shown in browser.evaluate(picker)
 
 
 @pytest.mark.parametrize("theme", ["light", "dark"])

@@ -8,8 +8,9 @@ import { useAsync, useEvent, useInterval, useLocalStorage, useLocation, useMeasu
 import { rowsOf } from './layout.js';
 import { Panel } from './panel.jsx';
 import { get } from './prometheus.js';
-import { resolveVariables, timeScope } from './template.js';
+import { timeScope } from './template.js';
 import { TimeControls, Toolbar } from './toolbar.jsx';
+import { resolveVariables } from './variables.js';
 import './viewer.css';
 
 const HOME = 'hpml-cluster';

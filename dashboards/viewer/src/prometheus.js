@@ -57,7 +57,8 @@ function tableFrame({ refId }, series, onlyTarget) {
   return createDataFrame({ refId, fields: [
     field('Time', FieldType.time, rows.map(({ point }) => point[0] * 1000)),
     ...labels.map((label) => field(label, FieldType.string, rows.map(({ metric }) => metric[label] ?? ''))),
-    field(onlyTarget ? 'Value' : `Value #${refId}`, FieldType.number, rows.map(({ point }) => Number(point[1]))),
+    field(onlyTarget ? 'Value' : `Value #${refId}`, FieldType.number,
+      rows.map(({ point }) => Number(point[1]))),
   ] });
 }
 
