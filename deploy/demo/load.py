@@ -2,9 +2,9 @@
 
     python load.py --compute 0.2 --wait 0.05 --steps 1000
 
-Each step burns CPU for `--compute` seconds and sleeps for `--wait`, as a rank does that waits for
-its loader. Rank 0 takes `--slow` times as long. It stands in for a GPU training where there is no
-GPU: the demo's simulated GPUs are as busy as the ranks that have them.
+Each step computes for `--compute` seconds, a tenth of it on the CPU and the rest asleep, as a rank
+does while its GPU works, and sleeps for `--wait`, as one that waits for its loader. Rank 0 takes
+`--slow` times as long. The demo's simulated GPUs are ten times as busy as the ranks' CPUs.
 """
 
 from __future__ import annotations
@@ -30,9 +30,10 @@ def main() -> None:
         began = time.monotonic()
         time.sleep(options.wait * slower)
         waited = time.monotonic() - began
-        until = time.process_time() + options.compute * slower
+        until = time.process_time() + 0.1 * options.compute * slower
         while time.process_time() < until:
-            sum(range(20_000))
+            sum(range(10_000))
+        time.sleep(0.9 * options.compute * slower)
         took = time.monotonic() - began
         channel.count(samples=32, steps=1, data_wait_seconds=waited, step_seconds=took)
         channel.gauge(loss=2.3 / (1 + step / 50))

@@ -44,17 +44,17 @@ def submit_jobs(stack: Stack, nodes: int) -> dict[str, str]:
         return {**job, "resources": {**resources, **more}}
 
     jobs = {
-        "train-well": load("--compute=0.05", "--wait=0.005", nodes=max(1, nodes)),
-        "waits-for-data": load("--compute=0.02", "--wait=0.1"),
+        "train-well": load("--compute=0.2", "--wait=0.02", nodes=max(1, nodes)),
+        "waits-for-data": load("--compute=0.1", "--wait=0.3"),
     }
     if nodes:
-        jobs["one-slow-rank"] = load("--compute=0.02", "--wait=0.05", "--slow=3", nodes=nodes)
+        jobs["one-slow-rank"] = load("--compute=0.1", "--wait=0.1", "--slow=3", nodes=nodes)
     resources = {"gpus": 1, "time": "2:00:00"}
     jobs["forgotten"] = {"launcher": "srun", "command": ["sleep", "7200"], "resources": resources}
     ids = {name: stack.submit(name, job) for name, job in jobs.items()}
     if nodes:
-        sweep = stack.write("sweep", load("--compute=0.02", "--wait=0.02"))
-        grid = ["--grid", "compute=0.01,0.03", "--repeats", "1", "--detach"]
+        sweep = stack.write("sweep", load("--compute=0.1", "--wait=0.02"))
+        grid = ["--grid", "compute=0.1,0.2", "--repeats", "1", "--detach"]
         stack.hpml("sweep", "run", sweep, *grid)
         for name in ("needs-all-gpus", "and-another"):  # waits for resources, and for its priority
             ids[name] = stack.submit(name, load(nodes=nodes, gpus=GPUS, ranks=GPUS))

@@ -1,8 +1,8 @@
 """A cluster that is monitored, all on this machine: Slurm's nodes or this one, GPUs, Prometheus.
 
 What is real: Slurm (deploy/devcluster) or hpml's local backend, hpml's exporters, Prometheus, the
-jobs and their processes. The GPUs are simulated (deploy/gpusim): each is as busy as the rank that
-has it keeps a core busy.
+jobs and their processes. The GPUs are simulated (deploy/gpusim): each is ten times as busy as the
+rank that has it keeps a core busy, so that a laptop has room for a cluster.
 """
 
 from __future__ import annotations
@@ -297,9 +297,8 @@ class Stack:
                 node.gpus = simulator.write(state, node.state)
 
     def _settings(self, pids: list[int]) -> dict[str, Any]:
-        """What an H100 shows whose processes keep a core as busy as these."""
-        busy = {pid: self._busy(pid) for pid in pids}
-        share = min(1.0, sum(busy.values()))
+        """What an H100 shows whose processes keep a core a tenth as busy."""
+        share = min(1.0, 10 * sum(map(self._busy, pids)))
         return {
             "util": round(100 * share),
             "mem_util": round(60 * share),
