@@ -139,8 +139,9 @@ _CONTENT: list[Panel | str] = [
         "GPUs",
         "count",
         {
-            "allocated": f"sum({_once(f'hpml_job_gpus_allocated{_JOB}')}) "
-            f"or max(hpml:job_gpus:count{_JOB})",
+            # A node without Slurm's prolog may not know what it gave to the job.
+            "allocated": f"(sum({_once(f'hpml_job_gpus_allocated{_JOB}')}) "
+            f"> max(hpml:job_gpus:count{_JOB})) or max(hpml:job_gpus:count{_JOB})",
             "unused": f"sum(hpml:job_gpus_unopened:count{_JOB}) or {_NONE_UNUSED}",
         },
         calc="lastNotNull",

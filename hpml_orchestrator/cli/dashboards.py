@@ -22,7 +22,9 @@ from hpml_dashboards.serve import (
 from hpml_exporters.options import is_loopback
 from hpml_exporters.web.address import split
 
+from hpml_orchestrator.cli.common import chosen_site
 from hpml_orchestrator.errors import HpmlError, InputError
+from hpml_orchestrator.site.profile import prometheus_of_site
 
 __all__ = ["group"]
 
@@ -141,10 +143,16 @@ def push(
 
 @group.command()
 def show(
+    context: typer.Context,
     prometheus: Annotated[
         str,
-        typer.Option("--prometheus", metavar="URL", envvar="PROMETHEUS_URL", help="Prometheus."),
-    ] = DEFAULT_URL,
+        typer.Option(
+            "--prometheus",
+            metavar="URL",
+            envvar="PROMETHEUS_URL",
+            help=f"Prometheus; default: the site profile's, else {DEFAULT_URL}.",
+        ),
+    ] = "",
     prometheus_auth: Annotated[
         str,
         typer.Option(
@@ -171,7 +179,8 @@ def show(
         hint = f"use an SSH tunnel to reach it from elsewhere: ssh -L {port or 'PORT'}:127.0.0.1:…"
         raise InputError("must be 127.0.0.1:PORT", field="--listen", value=listen, hint=hint)
     authorization = read_credentials(prometheus_auth) if prometheus_auth else ""
-    source = Prometheus(prometheus, authorization)
+    url = prometheus or prometheus_of_site(os.environ, chosen=chosen_site(context)) or DEFAULT_URL
+    source = Prometheus(url, authorization)
     try:
         if not source.has_metrics():
             typer.echo(

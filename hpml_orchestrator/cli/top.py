@@ -34,7 +34,7 @@ from hpml_orchestrator.records.run import user_name
 from hpml_orchestrator.records.texts import human_bytes, seconds_text
 from hpml_orchestrator.runs.live import LiveJobs
 from hpml_orchestrator.runs.prometheus import Prometheus
-from hpml_orchestrator.site.profile import site_for
+from hpml_orchestrator.site.profile import prometheus_of_site
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -107,9 +107,7 @@ def top(
 
 def _prometheus(url: str, site: str) -> Prometheus | None:
     """Return the Prometheus of the option or the variable, else the site profile's."""
-    if not url:
-        profile = site_for("job.yaml", os.environ, chosen=site)
-        url = (profile.site.monitoring.prometheus if profile else None) or "none"
+    url = url or prometheus_of_site(os.environ, chosen=site) or "none"
     return None if url == "none" else Prometheus(url)
 
 

@@ -20,6 +20,7 @@ __all__ = [
     "NodePaths",
     "kinds_for",
     "node_paths",
+    "prometheus_of_site",
     "site_for",
     "topologies_of",
     "topology_faults",
@@ -65,6 +66,20 @@ def site_for(
     from hpml_orchestrator.spec.site import load_site  # noqa: PLC0415 - where there is one
 
     return load_site(paths)
+
+
+def prometheus_of_site(environment: Mapping[str, str], *, chosen: str = "") -> str:
+    """Return the address of the site's Prometheus; empty where the profile has none.
+
+    Args:
+        environment: of the process.
+        chosen: the value of `--site` or `HPML_SITE`.
+
+    Raises:
+        As `site_for`.
+    """
+    site = site_for("job.yaml", environment, chosen=chosen)
+    return (site.site.monitoring.prometheus or "") if site else ""
 
 
 def kinds_for(job: Job, site: ResolvedSite) -> dict[str, NodeType]:
