@@ -3,9 +3,9 @@
     python tests/bench/bench_dashboards.py [--nodes N] [--minutes N] [--runs N]
 
 Makes the raw series of N nodes of 8 GPUs (cluster_series.py), puts them into a Prometheus with
-promtool, and has promtool write what hpml's recording rules would have recorded. Then every query of
-both dashboards is asked several times, with as many points as the default time range has; the Job
-dashboard shows the largest job. The peer is the same dashboard without recording rules: the rules'
+promtool, and has promtool write what hpml's recording rules would have recorded. Then every query
+of both dashboards is asked several times, with as many points as the default time range has; the
+Job dashboard shows the largest job. The peer: the same panels without recording rules. The rules'
 expressions stand in its queries, each is asked once and given up after 5 s.
 
 1,000 nodes (--nodes 1000) take about 10 GB of scratch space and a quarter of an hour.
@@ -21,6 +21,7 @@ import os
 import platform
 import re
 import statistics
+import string
 import subprocess
 import sys
 import tempfile
@@ -30,7 +31,6 @@ import urllib.error
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import promql_parser
 from hpml_dashboards import JSON
@@ -91,7 +91,9 @@ class Rules:
         left = dict(self.recorded)
         while left:
             level = {
-                name: text for name, text in left.items() if not names(text) & (left.keys() - {name})
+                name: text
+                for name, text in left.items()
+                if not names(text) & (left.keys() - {name})
             }
             yield level
             left = {name: text for name, text in left.items() if name not in level}
@@ -144,7 +146,7 @@ def read_queries(job: str) -> list[Query]:
                 Query(
                     uid,
                     panel["title"],
-                    re.sub(r"\$\{?(\w+)\}?", lambda match: values[match[1]], target["expr"]),
+                    string.Template(target["expr"]).substitute(values),
                     bool(target.get("instant")),
                     panel["gridPos"]["y"] < FIRST_SCREEN,
                 )
@@ -180,7 +182,9 @@ def run(argv: list[str]) -> None:
         raise SystemExit(f"{' '.join(argv)}\n{done.stderr}")
 
 
-def ask(server: Prometheus, query: Query, expression: str, begin: int, patience: int = 120) -> float:
+def ask(
+    server: Prometheus, query: Query, expression: str, begin: int, patience: int = 120
+) -> float:
     """Return the seconds that a query takes; infinite if Prometheus gives it up."""
     parameters = {"query": expression, "timeout": f"{patience}s"}
     if query.is_instant:
@@ -292,8 +296,8 @@ def print_size(cluster: Cluster, begin: int, folder: Path) -> None:
     index = sum(path.stat().st_size for path in folder.glob("data/*/index"))
     print(
         f"{cluster.nodes} nodes of 8 GPUs, {(END - begin) // 60} minutes at {INTERVAL} s: "
-        f"{cluster.series} raw series ({cluster.node_series / cluster.nodes:.0f} a node, those that "
-        f"these dashboards and the rules ask), {series - cluster.series} recorded; "
+        f"{cluster.series} raw series ({cluster.node_series / cluster.nodes:.0f} a node, those "
+        f"that these dashboards and the rules ask), {series - cluster.series} recorded; "
         f"{samples} samples, {chunks / samples:.2f} bytes each; "
         f"index: {index / series:.0f} bytes per series and block\n"
     )
@@ -318,7 +322,10 @@ def main() -> None:
     begin = END - 60 * options.minutes
     rules = read_rules()
     every = [expression for group in rules.groups.values() for expression in group]
-    with tempfile.TemporaryDirectory(prefix="hpml-bench-") as scratch, contextlib.ExitStack() as at_end:
+    with (
+        tempfile.TemporaryDirectory(prefix="hpml-bench-") as scratch,
+        contextlib.ExitStack() as at_end,
+    ):
         folder = Path(scratch)
         texts = [query.expression for query in read_queries("1")]
         cluster = Cluster(options.nodes, rules.metrics([*every, *texts]))

@@ -82,7 +82,7 @@ class Cluster:
 
     def openmetrics(self, begin: int, end: int) -> Iterator[str]:
         """Yield blocks of lines; counts the series meanwhile. Times are Unix seconds."""
-        chance = random.Random(1)  # noqa: S311 - makes no secret
+        chance = random.Random(1)
         times = range(begin, end, INTERVAL)
         for name, spec in self._specs.items():
             for labels, scale in self._labelled(name, spec):
@@ -90,7 +90,9 @@ class Cluster:
                 self.node_series += 'job="node"' in labels
                 yield "".join(
                     f"{name}{{{labels}}} {value} {second}\n"
-                    for second, value in zip(times, _values(name, scale, begin, chance), strict=False)
+                    for second, value in zip(
+                        times, _values(name, scale, begin, chance), strict=False
+                    )
                 )
         yield "# EOF\n"
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import contextlib
+import io
 import json
 import os
 import shutil
@@ -38,8 +39,8 @@ class Browser:
     """One page; `problems` has its errors, those of the console too."""
 
     def __init__(self, commands: int, answers: int) -> None:
-        self._commands = open(commands, "wb", buffering=0)
-        self._answers = open(answers, "rb")
+        self._commands = io.FileIO(commands, "w")
+        self._answers = io.BufferedReader(io.FileIO(answers))
         self._count = 0
         self._session: dict[str, str] = {}
         self.problems: list[str] = []
