@@ -167,7 +167,7 @@ def backfill(cluster: Cluster, rules: Rules, begin: int, folder: Path) -> None:
     for level in rules.levels():
         group = {"name": "level", "rules": [{"record": n, "expr": e} for n, e in level.items()]}
         (folder / "level.yml").write_text(json.dumps({"groups": [group]}))
-        with booted_prometheus(folder, []) as server:
+        with booted_prometheus(folder, [], options=["--query.timeout=30m"]) as server:
             span = [f"--start={begin}", f"--end={END - INTERVAL}", f"--eval-interval={INTERVAL}s"]
             output = [f"--output-dir={folder / 'level'}", f"--url={server.url}"]
             run([*create, "rules", *span, *output, str(folder / "level.yml")])
