@@ -30,9 +30,9 @@ def _wait(share: float, by: str = "le") -> str:
 _RUNNING = _sum("hpml_slurm_jobs", state="~running|completing")
 _PENDING = f"{_sum('hpml_slurm_jobs', state='pending')} or vector(0)"
 _JOB_BUSY = f"hpml:job_gpus_busy:rate5m{_ALL} / hpml:job_gpus:count{_ALL}"
-_BUSY = f"sum(hpml:job_gpus_busy:rate5m{_ALL})"
-_ALLOCATED = f"sum(hpml:node_gpus_allocated:count{_ALL})"
-_TOTAL = f"sum(hpml:node_gpus:count{_ALL})"
+_BUSY = f"sum(hpml:cluster_gpus_busy:sum{_ALL})"
+_ALLOCATED = f"sum(hpml:cluster_gpus_allocated:sum{_ALL})"
+_TOTAL = f"sum(hpml:cluster_gpus:count{_ALL})"
 _WORST = f"topk(25, hpml:job_gpus_wasted:sum{_ALL} > 0.5)"
 _OF_WORST = f"and on (cluster, jobid) {_WORST}"
 _WHOSE = "* on (cluster, jobid) group_left (user, partition, name) hpml:job_info"
@@ -74,19 +74,19 @@ Scheduler cycles: How long the last cycles took. Good: seconds. Minutes: too man
 
 _CONTENT: list[Panel | str] = [
     figure("Allocated", "share", f"{_ALLOCATED} / {_TOTAL}"),
-    figure("GPU active", "use", f"{_BUSY} / sum(hpml:job_gpus:count{_ALL})"),
-    figure("GPUs wasted", "count", f"sum(hpml:job_gpus_wasted:sum{_ALL})"),
+    figure("GPU active", "use", f"{_BUSY} / {_ALLOCATED}"),
+    figure("GPUs wasted", "count", f"sum(hpml:cluster_gpus_wasted:sum{_ALL})"),
     figure("Jobs running", "count", _RUNNING, none="no exporter"),
     figure("Jobs pending", "count", _PENDING),
     figure("Median wait", "seconds", _wait(0.5), none="none started"),
     figure("Nodes down", "faults", f"{_sum('hpml_slurm_nodes', state=_NOT_IN_USE)} or vector(0)"),
-    figure("GPU power", "watts", f"sum(hpml:node_gpu_power_watts:sum{_ALL})"),
+    figure("GPU power", "watts", f"sum(hpml:cluster_gpu_power_watts:sum{_ALL})"),
     lines(
         "GPUs",
         "count",
         {
             "busy": _BUSY,
-            "unused": f"sum(hpml:job_gpus_wasted:sum{_ALL})",
+            "unused": f"sum(hpml:cluster_gpus_wasted:sum{_ALL})",
             "idle": f"{_TOTAL} - {_ALLOCATED}",
         },
         width=12,
