@@ -8,7 +8,7 @@ of both dashboards is asked several times, with as many points as the default ti
 Job dashboard shows the largest job. The peer: the same panels without recording rules. The rules'
 expressions stand in its queries, each is asked once and given up after 5 s.
 
-1,000 nodes (--nodes 1000) take 3 GB of scratch space, 4 GB of memory and, on two busy CPUs, an hour.
+1,000 nodes (--nodes 1000) take 3 GB of scratch space, 4 GB of memory and an hour on two busy CPUs.
 """
 
 from __future__ import annotations
