@@ -32,7 +32,7 @@ _PENDING = f"{_sum('hpml_slurm_jobs', state='pending')} or vector(0)"
 _BUSY = f"sum(hpml:cluster_gpus_busy:sum{_ALL})"
 _ALLOCATED = f"sum(hpml:cluster_gpus_allocated:sum{_ALL})"
 _WASTED = f"sum(hpml:cluster_gpus_wasted:sum{_ALL})"
-_TOTAL = f"sum(hpml:node_gpus:count{_ALL})"
+_TOTAL = f"sum(hpml:cluster_gpus:count{_ALL})"
 _WORST = f"topk(25, hpml:job_gpus_wasted:sum{_ALL} > 0.5)"
 _OF_WORST = f"and on (cluster, jobid) {_WORST}"
 _WHOSE = "* on (cluster, jobid) group_left (user, partition, name) hpml:job_info"
@@ -80,7 +80,7 @@ _CONTENT: list[Panel | str] = [
     figure("Jobs pending", "count", _PENDING),
     figure("Median wait", "seconds", _wait(0.5), none="none started"),
     figure("Nodes down", "faults", f"{_sum('hpml_slurm_nodes', state=_NOT_IN_USE)} or vector(0)"),
-    figure("GPU power", "watts", f"sum(hpml:node_gpu_power_watts:sum{_ALL})"),
+    figure("GPU power", "watts", f"sum(hpml:cluster_gpu_power_watts:sum{_ALL})"),
     lines(
         "GPUs",
         "count",

@@ -11,6 +11,7 @@ import hmac
 import http.client
 import json
 import secrets
+import sys
 import urllib.error
 import urllib.parse
 import urllib.request
@@ -283,6 +284,11 @@ class ViewerServer(ThreadingHTTPServer):
         self._dashboards = {
             path.stem: path.read_bytes() for path in sorted(dashboards.glob("*.json"))
         }
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """Report faults, but not that a browser closed its connection."""
+        if not isinstance(sys.exception(), ConnectionError):
+            super().handle_error(request, client_address)
 
     @property
     def address(self) -> str:

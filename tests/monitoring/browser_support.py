@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
 
-__all__ = ["Browser", "browser"]
+__all__ = ["Browser", "browser", "chromium"]
 
 # Chromium reads commands from descriptor 3 and writes answers to 4.
 _LAUNCH = """
@@ -131,18 +131,17 @@ class Browser:
             self.problems.append(f"{entry['text']} {entry.get('url')}")
 
 
-@pytest.fixture(scope="module")
-def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
-    """A Chromium with an empty profile."""
+@contextlib.contextmanager
+def chromium(profile: Path) -> Iterator[Browser]:
+    """Starts a Chromium with a directory for its profile, and ends it."""
     program = shutil.which("chromium") or shutil.which("google-chrome")
     if program is None:
         pytest.skip("needs chromium: apt-get install chromium")
-    profile = f"--user-data-dir={tmp_path_factory.mktemp('profile')}"
     child_in, commands = os.pipe()
     answers, child_out = os.pipe()
     launch = [sys.executable, "-c", _LAUNCH, str(child_in), str(child_out)]
     process = subprocess.Popen(
-        [*launch, program, *_OPTIONS, profile],
+        [*launch, program, *_OPTIONS, f"--user-data-dir={profile}"],
         pass_fds=(child_in, child_out),
         stdin=subprocess.DEVNULL,
         stdout=subprocess.DEVNULL,
@@ -156,3 +155,10 @@ def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
     finally:
         opened.close()
         process.wait(60)
+
+
+@pytest.fixture(scope="module")
+def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
+    """A Chromium with an empty profile."""
+    with chromium(tmp_path_factory.mktemp("profile")) as opened:
+        yield opened

@@ -199,9 +199,13 @@ def program(name: str) -> str:
 
 @contextlib.contextmanager
 def booted_prometheus(
-    folder: Path, scrape_configs: Sequence[Mapping[str, Any]], **more: Any
+    folder: Path,
+    scrape_configs: Sequence[Mapping[str, Any]],
+    *,
+    options: Sequence[str] = (),
+    **more: Any,
 ) -> Iterator[Prometheus]:
-    """Boot one that keeps its data in a folder, and end it."""
+    """Boot one that keeps its data in a folder, and end it; `options` are of its command line."""
     command = program("prometheus")
     folder.mkdir(parents=True, exist_ok=True)
     # JSON is YAML
@@ -214,6 +218,7 @@ def booted_prometheus(
                 f"--config.file={folder / 'prometheus.yml'}",
                 f"--storage.tsdb.path={folder / 'data'}",
                 "--web.listen-address=127.0.0.1:0",
+                *options,
             ],
             stdin=subprocess.DEVNULL,
             stdout=log,

@@ -82,6 +82,8 @@ ANSWERS = {  # with labels as promtool writes them
     "hpml:node_gpus_allocated:count": {N1: 1.0, N2: 0.0},
     "hpml:node_gpus_busy:sum": {N1: 0.5},
     "hpml:node_gpu_power_watts:sum": {N1: 300.0},
+    "hpml:cluster_gpus:count": {'{cluster="main"}': 3.0},
+    "hpml:cluster_gpu_power_watts:sum": {'{cluster="main"}': 300.0},
     "hpml:node_shm_used:ratio": {f'{{{NODE}, cluster="main", node="n1"}}': 0.25},
     "hpml:node_network_received_bytes:rate5m": {N1: 200.0},
     "hpml:node_network_transmitted_bytes:rate5m": {N1: 1.0},
@@ -130,5 +132,5 @@ def test_what_is_seen_twice_counts_once(promtool: Promtool, tmp_path: Path) -> N
 
 def test_every_rule_of_the_group_is_tested() -> None:
     """But hpml:gpu_place, which hpml:gpu_info is made of."""
-    text = RULES.read_text("utf-8").partition("- name: hpml-dashboards")[2].partition("- name:")[0]
+    text = RULES.read_text("utf-8").partition("- name: hpml-dashboards")[2]
     assert set(re.findall(r"record: (\S+)", text)) == {*ANSWERS, "hpml:gpu_place"}

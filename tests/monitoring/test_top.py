@@ -22,13 +22,13 @@ if TYPE_CHECKING:
     from tests.monitoring.prometheus_support import BootPrometheus, Promtool
 
 ROOT = Path(__file__).parents[2]
-RULES = {
+RULES: dict[str, Any] = {
     "rule_files": [str(ROOT / "deploy/prometheus/rules/hpml.yml")],
     "global": {"scrape_interval": "1s", "evaluation_interval": "1s"},
 }
 GIB = 1 << 30
 # rules may write samples that are older than those made before
-LATE = {"storage": {"tsdb": {"out_of_order_time_window": "1h"}}}
+LATE: dict[str, Any] = {"storage": {"tsdb": {"out_of_order_time_window": "1h"}}}
 PAST, FUTURE, STEP = 900, 600, 15  # seconds of data before and after now, and between samples
 KNOWN = {spec.name for spec in ALL} | {"hpml_train_step_duration_seconds_sum"}
 

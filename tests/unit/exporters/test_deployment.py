@@ -10,23 +10,25 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[3]
-UNIT = ROOT / "deploy" / "systemd" / "hpml-exporter-node.service"
+SYSTEMD = ROOT / "deploy" / "systemd"
+UNITS = sorted(SYSTEMD.glob("*.service"))
 
 
-def values(name: str) -> list[str]:
-    """What the unit says of a setting."""
-    return re.findall(rf"^{name}=(.*)$", UNIT.read_text("utf-8"), re.MULTILINE)
+def values(unit: Path, name: str) -> list[str]:
+    """What a unit says of a setting."""
+    return re.findall(rf"^{name}=(.*)$", unit.read_text("utf-8"), re.MULTILINE)
 
 
-def test_systemd_takes_the_unit(tmp_path: Path) -> None:
-    """No setting is unknown to it, and none has a wrong value."""
+@pytest.mark.parametrize("unit", UNITS, ids=lambda unit: unit.stem)
+def test_systemd_accepts_the_unit(unit: Path, tmp_path: Path) -> None:
+    """It knows each setting and its value."""
     program = shutil.which("systemd-analyze")
     if program is None:
         pytest.skip("NOT TESTED: systemd-analyze is not installed (apt-get install systemd)")
-    unit = tmp_path / UNIT.name
-    unit.write_text(UNIT.read_text("utf-8").replace("/opt/hpml/bin/hpml", "/bin/true"))
+    copy = tmp_path / unit.name
+    copy.write_text(unit.read_text("utf-8").replace("/opt/hpml/bin/hpml", "/bin/true"))
     done = subprocess.run(
-        [program, "verify", "--man=no", unit],
+        [program, "verify", "--man=no", copy],
         capture_output=True,
         text=True,
         timeout=240,
@@ -37,15 +39,26 @@ def test_systemd_takes_the_unit(tmp_path: Path) -> None:
     assert (done.returncode, done.stderr) == (0, "")
 
 
-def test_the_unit_has_no_more_rights_than_it_needs() -> None:
-    """A user of its own with two capabilities, and devices of GPUs that stay within reach."""
-    rights = "CAP_SYS_PTRACE CAP_DAC_READ_SEARCH"
-    assert values("User") == ["hpml-exporter"]
-    assert values("AmbientCapabilities") == values("CapabilityBoundingSet") == [rights]
-    assert values("NoNewPrivileges") == ["yes"]
-    assert values("ProtectSystem") == ["strict"]
-    assert values("Restart") == ["on-failure"]
-    assert values("PrivateDevices") == values("DevicePolicy") == values("ProtectProc") == []
+@pytest.mark.parametrize(
+    ("name", "user", "capabilities", "hides"),
+    [
+        ("hpml-exporter-node", "hpml-exporter", "CAP_SYS_PTRACE CAP_DAC_READ_SEARCH", []),
+        ("hpml-exporter-slurm", "hpml-slurm", "", ["yes", "closed", "invisible"]),
+    ],
+)
+def test_a_unit_has_only_the_rights_that_it_needs(
+    name: str, user: str, capabilities: str, hides: list[str]
+) -> None:
+    """A user of its own; the node's exporter reaches GPUs and processes, that of Slurm does not."""
+    unit = SYSTEMD / f"{name}.service"
+    assert values(unit, "User") == values(unit, "Group") == [user]
+    assert values(unit, "AmbientCapabilities") == [capabilities]
+    assert values(unit, "CapabilityBoundingSet") == [capabilities]
+    assert values(unit, "NoNewPrivileges") == ["yes"]
+    assert values(unit, "ProtectSystem") == ["strict"]
+    assert values(unit, "Restart") == ["on-failure"]
+    settings = ("PrivateDevices", "DevicePolicy", "ProtectProc")
+    assert [value for setting in settings for value in values(unit, setting)] == hides
 
 
 @pytest.mark.parametrize("whole", [False, True], ids=["as-it-is", "with-its-comments"])
@@ -69,6 +82,22 @@ def test_prometheus_takes_the_example(tmp_path: Path, *, whole: bool) -> None:
         shutil.copy(ROOT / "LICENSE", tmp_path / name)
     (tmp_path / "nodes").mkdir()
     (tmp_path / "nodes" / "all.json").write_text('[{"targets": ["node1:9445", "node2:9445"]}]')
+    argv = [promtool, "check", "config", "--syntax-only", f"{tmp_path}/prometheus.yml"]
+    done = subprocess.run(argv, capture_output=True, text=True, timeout=240, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+@pytest.mark.parametrize("number", range(4))
+def test_prometheus_takes_what_docs_show(number: int, tmp_path: Path) -> None:
+    """Each prometheus.yml on the page about large clusters is valid as it stands."""
+    promtool = shutil.which("promtool")
+    if promtool is None:
+        pytest.skip("NOT TESTED: promtool is not installed (apt-get install prometheus)")
+    page = (ROOT / "docs" / "scale.md").read_text("utf-8")
+    shown = re.findall(r"^```text prometheus.yml\n(.*?)^```", page, re.MULTILINE | re.DOTALL)
+    assert len(shown) == 4
+    (tmp_path / "password").touch()
+    (tmp_path / "prometheus.yml").write_text(shown[number])
     argv = [promtool, "check", "config", "--syntax-only", f"{tmp_path}/prometheus.yml"]
     done = subprocess.run(argv, capture_output=True, text=True, timeout=240, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
