@@ -86,7 +86,7 @@ _CONTENT: list[Panel | str] = [
         "count",
         {
             "busy": _BUSY,
-            "unused": _WASTED,
+            "wasted": _WASTED,
             "idle": f"{_TOTAL} - {_ALLOCATED}",
         },
         width=12,

@@ -88,7 +88,7 @@ _COLOURS = {
     "blue": "read received allocated running",
     "orange": "written sent pending longest",
     "green": "busy fastest shortest processes",
-    "red": "unused slowest limit down failed",
+    "red": "unused wasted slowest limit down failed",
     "yellow": "idle cache",
     "purple": "shmem",
 }

@@ -7,7 +7,6 @@ ours holds a digest of what was pushed.
 
 from __future__ import annotations
 
-import contextlib
 import difflib
 import hashlib
 import json
@@ -371,14 +370,22 @@ def _attempt(kind: str, name: str, work: Callable[[], Outcome]) -> Outcome:
         return Outcome("failed", kind, name, _reason(error))
 
 
-def _reason(error: Exception) -> str:
-    if isinstance(error, GrafanaException) and error.status_code == _PRECONDITION_FAILED:
-        return "it was changed in Grafana at this moment; push again"
-    if isinstance(error, HpmlError | GrafanaException):
-        return str(error) or type(error).__name__
-    with contextlib.suppress(IndexError, AttributeError):
-        return str(error.args[0].reason)
-    return " ".join(str(error).split())[:200] or type(error).__name__
+def _reason(error: BaseException) -> str:
+    """Return in one line what went wrong, without the insides of a library or a page of HTML."""
+    if isinstance(error, GrafanaException):
+        if error.status_code == _PRECONDITION_FAILED:
+            return "it was changed in Grafana at this moment; push again"
+        return str(error) if "<" not in str(error) else f"HTTP {error.status_code}"
+    if isinstance(error, HpmlError):
+        return str(error)
+    if isinstance(error, niquests.Timeout):
+        return f"no answer within {_TIMEOUT_SECONDS:g} s"
+    cause: BaseException | None = error
+    while cause is not None:
+        if isinstance(cause, OSError) and cause.strerror:
+            return cause.strerror
+        cause = cause.__cause__ or cause.__context__
+    return "it speaks no HTTP" if isinstance(error, niquests.RequestException) else "no JSON"
 
 
 def _contains(current: Any, wanted: Any) -> bool:

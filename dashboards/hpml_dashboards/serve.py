@@ -24,6 +24,7 @@ from typing import Any
 
 from hpml_dashboards import JSON, read_secret
 from hpml_orchestrator.errors import InputError
+from hpml_orchestrator.spec.address import split_login
 
 __all__ = ["DEFAULT_URL", "Prometheus", "PrometheusError", "ViewerServer", "read_credentials"]
 
@@ -81,22 +82,15 @@ class Prometheus:
         authorization: the header that it wants, from `read_credentials`.
 
     Raises:
-        InputError: it is no address of HTTP, or has a password in it.
+        InputError: it is no address of HTTP.
     """
 
     def __init__(self, url: str, authorization: str = "") -> None:
-        parts = urllib.parse.urlsplit(url)
-        if parts.scheme not in ("http", "https") or not parts.hostname:
-            raise InputError(
-                "must be an address such as " + DEFAULT_URL, field="--prometheus", value=url
-            )
-        if "@" in parts.netloc:
-            hint = "write user:password into a file of mode 600 and use --prometheus-auth FILE"
-            raise InputError("must not contain a password", field="--prometheus", hint=hint)
-        self.url = url.rstrip("/")
-        self._authorization = authorization
+        self.url, login = split_login(url, field="--prometheus")
+        self._authorization = authorization or login
+        host = urllib.parse.urlsplit(self.url).hostname
         # a proxy of the environment is for other machines
-        direct = [urllib.request.ProxyHandler({})] if parts.hostname in _NAMES else []
+        direct = [urllib.request.ProxyHandler({})] if host in _NAMES else []
         self._opener = urllib.request.build_opener(*direct)
 
     def has_metrics(self) -> bool:

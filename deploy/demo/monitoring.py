@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -72,6 +73,8 @@ def main() -> int:
     if any(name in lacks for name in _FATAL):
         return 1
     nodes = 0 if options.local or lacks else _NODES
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):  # a closed terminal, too
+        signal.signal(number, signal.default_int_handler)
     directory = Path(tempfile.mkdtemp(prefix="hpml-demo-"))
     directory.chmod(0o755)
     try:
@@ -90,8 +93,17 @@ def _show(directory: Path, nodes: int) -> int:
         submit_jobs(stack, nodes)
         _say(f"Prometheus is at {stack.prometheus}")
         _say("figures fill in within a minute; Ctrl-C ends everything")
+        _say(f"in a terminal: {HPML[0]} top --all-users --prometheus {stack.prometheus}")
         show = [*HPML, "dashboards", "show", "--prometheus", stack.prometheus, "--no-open"]
-        return subprocess.call(show)
+        viewer = subprocess.Popen(show, stdout=subprocess.PIPE, text=True)
+        try:
+            address = viewer.stdout.readline() if viewer.stdout else ""
+            base, _, token = address.strip().partition("/?")
+            print(f"{base}/d/hpml-cluster?from=now-15m&to=now&{token}", flush=True)
+            return viewer.wait()
+        finally:
+            viewer.terminate()
+            viewer.wait()
 
 
 def _say(text: str) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import importlib
 import os
+import signal
 import sys
 import webbrowser
 from pathlib import Path
@@ -190,6 +191,7 @@ def show(
             )
     except PrometheusError as error:
         raise HpmlError(str(error), hint="--prometheus URL names another Prometheus") from None
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # in the background of a script, too
     with ViewerServer(source, port) as server, contextlib.suppress(KeyboardInterrupt):
         typer.echo(server.address)
         sys.stdout.flush()

@@ -103,6 +103,8 @@ def top(
         print_table([column.name for column in COLUMNS], rows)
     else:
         typer.echo("no running jobs", err=True)
+        if jobs.prometheus is None:
+            typer.echo("hint: jobs that hpml did not submit need --prometheus URL", err=True)
 
 
 def _prometheus(url: str, site: str) -> Prometheus | None:

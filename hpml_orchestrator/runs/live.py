@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple
@@ -104,8 +105,11 @@ class LiveJob:
         if every.get("cpus") and "cpus_busy" in every:
             every["cpu_busy_ratio"] = every["cpus_busy"] / every["cpus"]
         if "gpus_allocated" in every and "gpus_used" in every:
-            every["gpus_unused"] = every["gpus_allocated"] - every["gpus_used"]
-        found = [rule for rule in RULES if rule.holds(every, self.elapsed_seconds or 0.0)]
+            # A node without Slurm's prolog may not know what it gave to the job.
+            every["gpus_allocated"] = max(every["gpus_allocated"], every.get("gpus", 0.0))
+            every["gpus_unused"] = max(0.0, every["gpus_allocated"] - every["gpus_used"])
+        age = math.inf if self.elapsed_seconds is None else self.elapsed_seconds
+        found = [rule for rule in RULES if rule.holds(every, age)]
         self.bottlenecks = [rule.text.format(every[rule.figure]) for rule in found]
         return self
 

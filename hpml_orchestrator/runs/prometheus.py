@@ -5,7 +5,6 @@ All of it are two instant queries, however many jobs there are.
 
 from __future__ import annotations
 
-import base64
 import json
 import math
 import re
@@ -15,10 +14,10 @@ from http.client import HTTPException
 from string import Template
 from typing import TYPE_CHECKING
 from urllib.error import HTTPError
-from urllib.parse import unquote, urlencode, urlsplit
+from urllib.parse import urlencode
 from urllib.request import Request, urlopen
 
-from hpml_orchestrator.errors import InputError
+from hpml_orchestrator.spec.address import split_login
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -121,20 +120,7 @@ class Prometheus:
     """
 
     def __init__(self, url: str) -> None:
-        parts = urlsplit(url)
-        host = parts.netloc.rpartition("@")[2]
-        self.url = f"{parts.scheme}://{host}{parts.path}".rstrip("/")
-        if parts.scheme not in ("http", "https") or not host:
-            raise InputError(
-                "must be the http or https address of a Prometheus",
-                field="--prometheus",
-                value=None if "@" in url else url,
-                hint="for example http://prometheus.example.org:9090; `none` reads records only",
-            )
-        self._authorization = ""
-        if parts.username is not None:
-            login = f"{unquote(parts.username)}:{unquote(parts.password or '')}"
-            self._authorization = f"Basic {base64.b64encode(login.encode()).decode()}"
+        self.url, self._authorization = split_login(url, field="--prometheus")
 
     def jobs(self, user: str) -> list[MeasuredJob]:
         """Return the running jobs of a user; of all users when empty.

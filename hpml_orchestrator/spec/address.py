@@ -1,0 +1,34 @@
+"""Addresses of servers that may have user and password in them."""
+
+from __future__ import annotations
+
+import base64
+from urllib.parse import unquote, urlsplit
+
+from hpml_orchestrator.errors import InputError
+
+__all__ = ["split_login"]
+
+
+def split_login(url: str, *, field: str) -> tuple[str, str]:
+    """Return an http or https address without user and password, and their Authorization header.
+
+    The header is empty where the address has neither.
+
+    Raises:
+        InputError: it is no such address; the value is not shown if it may hold a password.
+    """
+    parts = urlsplit(url)
+    host = parts.netloc.rpartition("@")[2]
+    if parts.scheme not in ("http", "https") or not host:
+        raise InputError(
+            "must be an http or https address",
+            field=field,
+            value=None if "@" in url else url,
+            hint="for example http://prometheus.example.org:9090",
+        )
+    header = ""
+    if parts.username is not None:
+        login = f"{unquote(parts.username)}:{unquote(parts.password or '')}"
+        header = f"Basic {base64.b64encode(login.encode()).decode()}"
+    return f"{parts.scheme}://{host}{parts.path}".rstrip("/"), header
