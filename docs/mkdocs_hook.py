@@ -23,6 +23,7 @@ OUTSIDE = (
     "deploy/devcluster/README.md",
     "deploy/gpusim/README.md",
     "deploy/prometheus/prometheus.yml",
+    "deploy/README.md",
     "deploy/grafana/README.md",
     "deploy/prometheus/rules/hpml.yml",
     "deploy/prometheus/rules/hpml-alerts.yml",

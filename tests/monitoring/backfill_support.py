@@ -71,7 +71,8 @@ def expressions(dashboard: dict[str, Any]) -> Iterator[str]:
             yield resolved(target["expr"])
     for variable in dashboard["templating"]["list"]:
         if variable["type"] == "query":
-            text = variable["query"]["query"]
+            query = variable["query"]  # text, or as Grafana's own editor writes it
+            text = query["query"] if isinstance(query, dict) else query
             yield resolved(re.sub(r"^label_values\((.*),\s*\w+\)$", r"\1", text))
 
 

@@ -179,7 +179,8 @@ def test_calls_of_hpml_have_commands_and_options_that_exist() -> None:
 
 def test_the_readme_lists_every_command() -> None:
     """A command that is added is told of on the first page."""
-    listed = set(re.findall(r"^\| `hpml (\w+)", read("README.md"), re.MULTILINE))
+    first = re.findall(r"^\| (`hpml [^|]+)\|", read("README.md"), re.MULTILINE)
+    listed = set(re.findall(r"`hpml (\w+)", " ".join(first)))
     assert listed == set(COMMANDS)
 
 

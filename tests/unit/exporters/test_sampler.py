@@ -183,7 +183,10 @@ def test_a_failed_reading_may_keep_the_last_figures(capfd: pytest.CaptureFixture
         assert now["hpml_exporter_errors_total{collector=slurm}"] == errors
         assert now["hpml_exporter_up{collector=slurm}"] == (errors == 0)
     assert sampler.health() == (True, "failed: slurm")
-    assert capfd.readouterr().err == "hpml: collector slurm: Slurm does not answer\n"
+    assert (
+        capfd.readouterr().err
+        == "hpml: collector slurm: old figures are shown: Slurm does not answer\n"
+    )
 
 
 def test_values_that_are_none_and_names_of_any_bytes() -> None:
