@@ -18,7 +18,8 @@ README.md CHANGELOG.md CONTRIBUTING.md LICENSE mkdocs.yml training_jobs/README.m
 deploy/devcluster/README.md deploy/gpusim/README.md deploy/prometheus/prometheus.yml
 deploy/prometheus/rules/hpml.yml deploy/prometheus/rules/hpml-alerts.yml deploy/grafana/README.md
 deploy/README.md deploy/prometheus/rules/optional/dcgm-exporter.yml
-deploy/prometheus/rules/optional/jobstats.yml exporters/README.md deploy/systemd/hpml-exporter-node.service
+deploy/prometheus/rules/optional/jobstats.yml exporters/README.md
+deploy/systemd/hpml-exporter-node.service
 """.split()
 
 

@@ -329,7 +329,7 @@ def show(*options: str) -> list[str | Path]:
     ("options", "message"),
     [
         (["--prometheus", "http://127.0.0.1:1"], "cannot reach Prometheus at http://127.0.0.1:1"),
-        (["--prometheus", "x"], "--prometheus: must be an address"),
+        (["--prometheus", "x"], "--prometheus: must be an http or https address"),
         (["--listen", "0.0.0.0:8080"], "--listen: must be 127.0.0.1:PORT"),
     ],
 )

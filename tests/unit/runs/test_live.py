@@ -187,7 +187,7 @@ def test_a_prometheus_without_figures(
 @pytest.mark.parametrize("url", ["prom:9090", "file:///etc/passwd", "http://", "ftp://u:word@x"])
 def test_no_address_of_a_prometheus(url: str) -> None:
     """It is refused with an example, and a password is not repeated."""
-    with pytest.raises(InputError, match="must be the http or https address") as caught:
+    with pytest.raises(InputError, match="must be an http or https address") as caught:
         Prometheus(url)
     assert "word" not in str(caught.value) or "@" not in url
 
