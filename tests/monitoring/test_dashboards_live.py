@@ -150,20 +150,22 @@ def test_the_demo_prints_one_address(tmp_path: Path) -> None:
     """Without Slurm, as users without root get it; Ctrl-C ends all of it."""
     if lacks := missing():
         pytest.skip(f"NO LIVE DASHBOARDS: {lacks}")
-    with subprocess.Popen(
+    demo = subprocess.Popen(
         [sys.executable, "-m", "deploy.demo.monitoring", "--local"],
         cwd=ROOT,
         env=os.environ | {"TMPDIR": str(tmp_path)},
         stdout=subprocess.PIPE,
         text=True,
         start_new_session=True,
-    ) as demo:
-        assert demo.stdout is not None
-        lines = iter(demo.stdout)
+    )
+    try:
+        lines = iter(demo.stdout or [])
         address = next(line for line in lines if line.startswith("http://")).strip()
-        with urllib.request.urlopen(address, timeout=60) as page:  # noqa: S310 - our own
+        keeps_cookies = urllib.request.build_opener(urllib.request.HTTPCookieProcessor())
+        with keeps_cookies.open(address, timeout=60) as page:
             assert "<script" in page.read().decode()
         assert list(tmp_path.iterdir())
+    finally:
         os.killpg(demo.pid, signal.SIGINT)
-        assert demo.wait(60) == 0
+        assert demo.wait(120) == 0
     assert list(tmp_path.iterdir()) == []
