@@ -185,9 +185,8 @@ class Stack:
     def _boot(self) -> None:
         size = ["--nodes", str(self._wanted), "--cpus", str(_CPUS), "--gpus", str(GPUS)]
         box = ["--box", str(self._box)]
-        self._run(
-            [*_DEVCLUSTER, "up", *size, *box, "--share", str(self.directory), str(self._share)]
-        )
+        shared = dict.fromkeys(map(str, (self.directory, ROOT, self._share)))
+        self._run([*_DEVCLUSTER, "up", *size, *box, "--share", *shared])
         line = self._run([*_DEVCLUSTER, "env", *box]).stdout
         name, _, value = shlex.split(line)[-1].partition("=")
         self.environment[name] = value

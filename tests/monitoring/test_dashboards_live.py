@@ -158,14 +158,17 @@ def test_the_demo_prints_one_address(tmp_path: Path) -> None:
         text=True,
         start_new_session=True,
     )
+    lines = demo.stdout
+    assert lines is not None
     try:
-        lines = iter(demo.stdout or [])
         address = next(line for line in lines if line.startswith("http://")).strip()
         keeps_cookies = urllib.request.build_opener(urllib.request.HTTPCookieProcessor())
-        with keeps_cookies.open(address, timeout=60) as page:
+        keeps_cookies.open(address, timeout=60).close()  # turns the token into a cookie
+        with keeps_cookies.open(address.partition("?")[0], timeout=60) as page:
             assert "<script" in page.read().decode()
         assert list(tmp_path.iterdir())
     finally:
         os.killpg(demo.pid, signal.SIGINT)
         assert demo.wait(120) == 0
+        lines.close()
     assert list(tmp_path.iterdir()) == []
