@@ -78,7 +78,8 @@ def top(
     shows all of your jobs. q ends it; without a terminal it prints once.
     """
     store = store_of(context)
-    server = _prometheus(prometheus, chosen_site(context))
+    url = prometheus or prometheus_of_site(os.environ, chosen=chosen_site(context)) or "none"
+    server = None if url == "none" else Prometheus(url)
     if everybody and server is None:
         raise InputError("needs a Prometheus", field="--all-users", hint="--prometheus URL")
     jobs = LiveJobs(
@@ -106,12 +107,6 @@ def top(
         typer.echo("no running jobs", err=True)
         if jobs.prometheus is None:
             typer.echo("hint: jobs that hpml did not submit need --prometheus URL", err=True)
-
-
-def _prometheus(url: str, site: str) -> Prometheus | None:
-    """Return the Prometheus of the option or the variable, else the site profile's."""
-    url = url or prometheus_of_site(os.environ, chosen=site) or "none"
-    return None if url == "none" else Prometheus(url)
 
 
 def _watch(jobs: LiveJobs, interval: float) -> None:

@@ -147,10 +147,12 @@ class LiveJobs:
         self._ask_at = self._retry_at = 0.0
         self._job_ids = {word for word in self.words if self.prometheus and word.isdecimal()}
         self._runs: list[Submission] = []
+        self._words: dict[str, str] = {}  # that name runs, by the submission's id
         self._unknown: set[str] = set()  # job ids, until Prometheus knows them
         for word in self.words:
             try:
-                self._runs.append(self.store.resolve(word))
+                self._runs.append(run := self.store.resolve(word))
+                self._words[run.sid] = word
             except NotFoundError:
                 if word not in self._job_ids:
                     raise
@@ -169,11 +171,16 @@ class LiveJobs:
         by_key = {(job.cluster, job.job_id): job for job in measured}
         by_run = {job.run: job for job in measured if job.run}
         running = self._job_ids & {job.job_id for job in measured}
-        self._refuse_unknown(running)
+        self._unknown -= running
+        if self._unknown and self.prometheus:
+            raise NotFoundError(
+                f"no run or running job {min(self._unknown)!r} under {self.store.root}",
+                hint=self.problem or f"{self.prometheus.url} does not know it either",
+            )
         jobs = []
         for state in self._states:
-            if state.over and state.job_id in running:  # an old run, whose number is in use again
-                continue
+            if state.over and self._words.get(state.submission.sid) in running:
+                continue  # an old run; a job that goes on has its number now
             attempt = _attempt(state)
             job = self._job(state, attempt, now)
             key = ("", "") if attempt is None else cluster_job(attempt)
@@ -185,21 +192,12 @@ class LiveJobs:
                 job.add(recorded_figures(attempt, now), "records", now)
             jobs.append(job)
         for known in by_key.values():
-            chosen = known.job_id in running if self.words else True
-            if chosen and not {known.run, known.run.rpartition(".")[0]} & self._over:
+            if self.words and known.job_id not in running:
+                continue
+            if not {known.run, known.run.rpartition(".")[0]} & self._over:
                 job = LiveJob(known.job_id, known.name, known.user, "RUNNING", known.run)
                 jobs.append(job.add(known.figures, "prometheus", now))
         return jobs
-
-    def _refuse_unknown(self, running: set[str]) -> None:
-        """Raise NotFoundError if a job id was never known; one that has ended was."""
-        self._unknown -= running
-        if self._unknown and self.prometheus:
-            whose = f"running job of {self.user}" if self.user else "running job"
-            raise NotFoundError(
-                f"no run or job {min(self._unknown)!r} under {self.store.root}",
-                hint=self.problem or f"{self.prometheus.url} knows no such {whose} either",
-            )
 
     def _ask(self) -> list[State]:
         """Return the runs and running tasks to look at; of an array without any, the array."""
