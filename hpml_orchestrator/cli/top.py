@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import math
 import os
 import select
 import signal
@@ -15,6 +14,7 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING, Annotated, Literal, NamedTuple
 
 import typer
+from rich.cells import cell_len
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
 from rich.table import Table
@@ -45,8 +45,9 @@ __all__ = ["draw", "top"]
 
 _KEY_SECONDS = 0.2
 _HEADER_LINES = 4
-_BOTTLENECK_CHARACTERS = 36
 _GAP = 2  # between columns
+_TEXTS = ("JOB", "NAME", "USER", "STATE", "BOTTLENECK")
+_MOST_ROOM = {"NAME": 18, "BOTTLENECK": 13}  # longer text is cut; 13 has room for `input-bound:`
 
 
 def top(
@@ -77,12 +78,13 @@ def top(
     shows all of your jobs. q ends it; without a terminal it prints once.
     """
     store = store_of(context)
-    server = _prometheus(prometheus, chosen_site(context))
+    url = prometheus or prometheus_of_site(os.environ, chosen=chosen_site(context)) or "none"
+    server = None if url == "none" else Prometheus(url)
     if everybody and server is None:
         raise InputError("needs a Prometheus", field="--all-users", hint="--prometheus URL")
     jobs = LiveJobs(
         store,
-        [store.resolve(word) for word in runs],
+        runs,
         server,
         user="" if everybody else user_name(os.getuid()),
         site=chosen_site(context),
@@ -107,27 +109,22 @@ def top(
             typer.echo("hint: jobs that hpml did not submit need --prometheus URL", err=True)
 
 
-def _prometheus(url: str, site: str) -> Prometheus | None:
-    """Return the Prometheus of the option or the variable, else the site profile's."""
-    url = url or prometheus_of_site(os.environ, chosen=site) or "none"
-    return None if url == "none" else Prometheus(url)
-
-
 def _watch(jobs: LiveJobs, interval: float) -> None:
-    """Draw jobs on the whole terminal until q, Ctrl-C or a signal; a new size is drawn at once."""
-    console = Console()
-    stop = Stop(signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-    with stop, _keys() as pressed, Live(console=console, screen=True, auto_refresh=False) as live:
-        look_at, found, size = -math.inf, [], console.size
+    """Draw jobs on the whole terminal, at its size, until q, Ctrl-C or a signal."""
+    console, stop = Console(), Stop(signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+    found, look_at = jobs.look(), time.monotonic() + interval
+
+    def screen() -> RenderableType:
+        return draw(found, jobs.problem, width=console.width, height=console.height)
+
+    with (
+        stop,
+        _keys() as pressed,
+        Live(console=console, screen=True, get_renderable=screen, refresh_per_second=1),
+    ):
         while not stop() and pressed() not in ("q", "Q"):
-            is_due = time.monotonic() >= look_at
-            if is_due:
-                found = jobs.look()
-                look_at = time.monotonic() + interval
-            if is_due or console.size != size:
-                size = console.size
-                screen = draw(found, jobs.problem, width=size.width, height=size.height)
-                live.update(screen, refresh=True)
+            if time.monotonic() >= look_at:
+                found, look_at = jobs.look(), time.monotonic() + interval
 
 
 @contextlib.contextmanager
@@ -150,7 +147,7 @@ def _keys() -> Iterator[Callable[[], str]]:
 
 
 class Column(NamedTuple):
-    """A column of the table; on a narrow terminal those of the highest rank are left out first."""
+    """A column of the table; on a narrow terminal that of the highest rank is left out first."""
 
     name: str
     rank: int
@@ -176,20 +173,20 @@ def _time(seconds: float | None) -> str:
 
 COLUMNS = (
     Column("JOB", 0, lambda job: job.job_id),
-    Column("NAME", 3, lambda job: job.name),
-    Column("USER", 2, lambda job: job.user),
-    Column("STATE", 4, lambda job: job.state),
-    Column("TIME", 10, lambda job: _time(job.elapsed_seconds)),
-    Column("LEFT", 5, lambda job: _time(job.left_seconds)),
+    Column("NAME", 1, lambda job: job.name),
+    Column("USER", 6, lambda job: job.user),
+    Column("STATE", 3, lambda job: job.state),
+    Column("TIME", 14, lambda job: _time(job.elapsed_seconds)),
+    Column("LEFT", 7, lambda job: _time(job.left_seconds)),
     Column("GPUS", 4, _show("{:.0f}".format, "gpus_used", "gpus_allocated")),
-    Column("BUSY", 0, _show("{:.0%}".format, "gpu_busy_ratio")),
-    Column("GPU GiB", 6, _show(_gibibytes, "gpu_memory_used_bytes", "gpu_memory_total_bytes")),
-    Column("CPUS", 7, _show("{:.1f}".format, "cpus_busy", "cpus")),
-    Column("MEMORY", 8, _show(human_bytes, "memory_bytes")),
-    Column("READ", 9, _show(_rate, "read_bytes_per_second")),
-    Column("WRITE", 9, _show(_rate, "write_bytes_per_second")),
-    Column("SAMPLES/S", 1, _show("{:,.0f}".format, "samples_per_second")),
-    Column("BOTTLENECK", 0, lambda job: "; ".join(job.bottlenecks) or job.reason),
+    Column("BUSY", 5, _show("{:.0%}".format, "gpu_busy_ratio")),
+    Column("GPU GiB", 9, _show(_gibibytes, "gpu_memory_used_bytes", "gpu_memory_total_bytes")),
+    Column("CPUS", 10, _show("{:.1f}".format, "cpus_busy", "cpus")),
+    Column("MEMORY", 11, _show(human_bytes, "memory_bytes")),
+    Column("READ", 12, _show(_rate, "read_bytes_per_second")),
+    Column("WRITE", 13, _show(_rate, "write_bytes_per_second")),
+    Column("SAMPLES/S", 8, _show("{:,.0f}".format, "samples_per_second")),
+    Column("BOTTLENECK", 2, lambda job: "; ".join(job.bottlenecks) or job.reason),
 )
 
 
@@ -233,29 +230,31 @@ def draw(
 
 
 def _table(jobs: Sequence[LiveJob], width: int) -> Table:
-    """Return the table with as many columns as there is room for; the last one may be cut."""
-    last = COLUMNS[-1]
-    cells = {column: [column.text(job) for job in jobs] for column in COLUMNS}
-    room = {column: max(map(len, [column.name, *cells[column]])) + _GAP for column in COLUMNS}
-    room[last] = min(room[last], _BOTTLENECK_CHARACTERS)
+    """Return the table with as many columns as there is room for; of the last at least a flag."""
     several = len({job.user for job in jobs}) > 1
-    left = [
-        column
-        for column in COLUMNS
-        if column is last or (any(cells[column]) and (several or column.name != "USER"))
-    ]
-    while sum(map(room.__getitem__, left)) > width and any(column.rank for column in left):
+    cells = {column: [column.text(job) for job in jobs] for column in COLUMNS}
+    left = [column for column in COLUMNS if any(cells[column])]
+    left = [column for column in left if several or column.name != "USER"]
+    room = {
+        column: min(
+            _MOST_ROOM.get(column.name, width), max(map(cell_len, [column.name, *cells[column]]))
+        )
+        + _GAP
+        for column in left
+    }
+    while left[2:] and sum(room[column] for column in left) - _GAP > width:
         left.remove(max(left, key=lambda column: column.rank))
-    room[last] = max(_GAP + 1, width - sum(map(room.__getitem__, left[:-1])))
     table = Table(box=None, pad_edge=False, padding=(0, _GAP, 0, 0))
     for column in left:
-        is_text = column.name in ("JOB", "NAME", "USER", "STATE", last.name)
-        justify: Literal["left", "right"] = "left" if is_text else "right"
-        table.add_column(column.name, justify=justify, width=room[column] - _GAP, no_wrap=True)
+        justify: Literal["left", "right"] = "left" if column.name in _TEXTS else "right"
+        is_flag = column.name == "BOTTLENECK"
+        others = sum(room[other] for other in left if other is not column)
+        size = width - others if is_flag else room[column] - _GAP
+        table.add_column(column.name, justify=justify, width=size, no_wrap=True)
     for row, job in enumerate(jobs):
         styles = {
             "STATE": {"RUNNING": "green", "PENDING": "yellow"}.get(job.state, ""),
-            last.name: "bold red" if job.bottlenecks else "dim",
+            "BOTTLENECK": "bold red" if job.bottlenecks else "dim",
         }
         texts = [Text(cells[column][row] or "-", styles.get(column.name, "")) for column in left]
         table.add_row(*texts)

@@ -7,7 +7,7 @@ import time
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple
 
-from hpml_orchestrator.errors import HpmlError
+from hpml_orchestrator.errors import HpmlError, NotFoundError
 from hpml_orchestrator.records.run import owner_name
 from hpml_orchestrator.runs.dashboard import cluster_job, job_dashboard
 from hpml_orchestrator.runs.prometheus import PrometheusError
@@ -120,17 +120,20 @@ class LiveJobs:
 
     Attributes:
         store: where records live.
-        runs: the runs to look at; all that have not ended when empty.
+        words: name the runs, or jobs that Prometheus knows; all that have not ended when empty.
         prometheus: where figures come from; records alone without one.
         user: whose jobs Prometheus is asked for; those of everybody when empty.
         site: the value of `--site` or `HPML_SITE`.
         backends: opens schedulers.
         now: seconds since the epoch.
         problem: why Prometheus gives no figures; empty where it does, or is not asked.
+
+    Raises:
+        HpmlError: a word names no run, and cannot be a job that Prometheus knows.
     """
 
     store: Store
-    runs: Sequence[Submission] = ()
+    words: Sequence[str] = ()
     prometheus: Prometheus | None = None
     user: str = ""
     site: str = ""
@@ -142,28 +145,55 @@ class LiveJobs:
         self._states: list[State] = []
         self._over: set[str] = set()  # ids of submissions
         self._ask_at = self._retry_at = 0.0
+        self._job_ids = {word for word in self.words if self.prometheus and word.isdecimal()}
+        self._runs: list[Submission] = []
+        self._words: dict[str, str] = {}  # that name runs, by the submission's id
+        self._unknown: set[str] = set()  # job ids, until Prometheus knows them
+        for word in self.words:
+            try:
+                self._runs.append(run := self.store.resolve(word))
+                self._words[run.sid] = word
+            except NotFoundError:
+                if word not in self._job_ids:
+                    raise
+                self._unknown.add(word)
 
     def look(self) -> list[LiveJob]:
-        """Return the jobs as they are now."""
+        """Return the jobs as they are now.
+
+        Raises:
+            NotFoundError: neither records nor Prometheus know a job that was asked for.
+        """
         now = self.now()
         if now >= self._ask_at:
             self._states, self._ask_at = self._ask(), now + SCHEDULER_SECONDS
         measured = self._measure(now)
         by_key = {(job.cluster, job.job_id): job for job in measured}
         by_run = {job.run: job for job in measured if job.run}
+        running = self._job_ids & {job.job_id for job in measured}
+        self._unknown -= running
+        if self._unknown and self.prometheus:
+            raise NotFoundError(
+                f"no run or running job {min(self._unknown)!r} under {self.store.root}",
+                hint=self.problem or f"{self.prometheus.url} does not know it either",
+            )
         jobs = []
         for state in self._states:
+            if state.over and self._words.get(state.submission.sid) in running:
+                continue  # an old run; a job that goes on has its number now
             attempt = _attempt(state)
             job = self._job(state, attempt, now)
             key = ("", "") if attempt is None else cluster_job(attempt)
-            known = by_run.get(job.run) or by_key.get(key)
+            known = None if state.over else by_run.get(job.run) or by_key.get(key)
             if known is not None:
                 by_key.pop((known.cluster, known.job_id), None)
                 job.add(known.figures, "prometheus", now)
             elif attempt is not None and state.state == "RUNNING":
                 job.add(recorded_figures(attempt, now), "records", now)
             jobs.append(job)
-        for known in by_key.values() if not self.runs else ():
+        for known in by_key.values():
+            if self.words and known.job_id not in running:
+                continue
             if not {known.run, known.run.rpartition(".")[0]} & self._over:
                 job = LiveJob(known.job_id, known.name, known.user, "RUNNING", known.run)
                 jobs.append(job.add(known.figures, "prometheus", now))
@@ -171,14 +201,18 @@ class LiveJobs:
 
     def _ask(self) -> list[State]:
         """Return the runs and running tasks to look at; of an array without any, the array."""
-        chosen = self.runs or [run for run in self.store.submissions() if run.sid not in self._over]
+        chosen = (
+            self._runs
+            if self.words
+            else [run for run in self.store.submissions() if run.sid not in self._over]
+        )
         every = states(self.store, chosen, backends=self.backends, now=self.now)
-        if not self.runs:
+        if not self.words:
             self._over |= {state.submission.sid for state in every if state.over}
         shown: list[State] = []
         for state in every:
             running = [task for task in state.tasks if task.state == "RUNNING"]
-            shown += running or ([state] if self.runs or not state.over else [])
+            shown += running or ([state] if self.words or not state.over else [])
         return shown
 
     def _measure(self, now: float) -> list[MeasuredJob]:

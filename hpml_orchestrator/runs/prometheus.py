@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 __all__ = ["TIMEOUT_SECONDS", "MeasuredJob", "Prometheus", "PrometheusError"]
 
-TIMEOUT_SECONDS = 10.0
+TIMEOUT_SECONDS = 3.0
 """Longest wait for an answer."""
 
 _MOST_BYTES = 32 << 20

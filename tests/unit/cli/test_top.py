@@ -14,7 +14,10 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
+from rich.console import Console
 
+from hpml_orchestrator.cli.top import draw
+from hpml_orchestrator.runs.live import LiveJob
 from tests.patience import eventually
 from tests.unit.cli.support import HPML, Hpml, Shell
 
@@ -80,7 +83,7 @@ def test_the_screen(shell: Shell, job: str, end: str) -> None:
     assert job
     screen = Screen(shell, "top", "--prometheus", "none", "--interval", "600")
     eventually(lambda: screen.shows("1 job, 1 running", "LEFT", "endless", "RUNNING", "19:"))
-    screen.resize(28)
+    screen.resize(24)
     eventually(lambda: screen.shows("JOB", "NAME", "endless"))
     assert "LEFT" not in screen.last
     if end == "SIGTERM":
@@ -90,6 +93,29 @@ def test_the_screen(shell: Shell, job: str, end: str) -> None:
     else:
         os.killpg(screen.process.pid, signal.SIGINT)
     assert screen.end() == 0
+
+
+@pytest.mark.parametrize(
+    ("width", "left_out"),
+    [
+        pytest.param(80, "", id="all"),
+        pytest.param(76, "GPU GiB", id="one less"),
+        pytest.param(67, "GPU GiB SAMPLES/S", id="two less"),
+        pytest.param(47, "GPU GiB SAMPLES/S LEFT BUSY", id="the most important"),
+    ],
+)
+def test_columns(width: int, left_out: str) -> None:
+    """The least important ones are left out, one by one, and only as far as needed."""
+    figures = {"gpus": 4.0, "gpus_busy": 1.0, "gpus_allocated": 4.0, "gpus_used": 4.0}
+    figures |= {"samples_per_second": 1110.0, "gpu_memory_used_bytes": 2.0**40}
+    job = LiveJob("4711", "images", "ada", "RUNNING", "", left_seconds=14212)
+    job.add({**figures, "data_wait_ratio": 0.65}, "prometheus", 1.0)
+    with (console := Console(width=width)).capture() as screen:
+        console.print(draw([job], width=width))
+    header, row = screen.get().splitlines()[-2:]
+    names = ("JOB", "NAME", "STATE", "LEFT", "GPUS", "BUSY", "GPU GiB", "SAMPLES/S", "BOTTLENECK")
+    assert [name for name in names if name not in header] == [n for n in names if n in left_out]
+    assert "input-bound" in row
 
 
 def test_without_a_terminal(hpml: Hpml, job: str) -> None:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from hpml_orchestrator.errors import InputError
+from hpml_orchestrator.errors import InputError, NotFoundError
 from hpml_orchestrator.records.files import read_json, write_json
 from hpml_orchestrator.runs import prometheus
 from hpml_orchestrator.runs.dashboard import job_dashboard, state_json
@@ -182,6 +182,23 @@ def test_a_prometheus_without_figures(
     assert problem in jobs.problem
     assert "\n" not in jobs.problem
     assert "wor" not in jobs.problem
+
+
+def test_a_job_that_prometheus_knows(world: World, serve: Serve) -> None:
+    """It is shown by its id, rather than an ended run of that number; unknown ones are refused."""
+    labels = {"cluster": "main", "jobid": "1", "user": "ada", "name": "other", "figure": "gpus"}
+    series = {"metric": labels, "value": [0, "2"]}
+    server = serve(text=json.dumps({"data": {"result": [series]}}))
+    attempt = running(world)
+    world.ends(attempt)
+    world.scheduler.move("1", JobState.COMPLETED, exit_code=0)
+    (ended,) = live(world, words=["1"]).look()
+    assert (ended.name, ended.state) == ("probe", "COMPLETED")
+    (found,) = live(world, words=["1"], prometheus=server).look()
+    assert (found.name, found.state, found.source) == ("other", "RUNNING", "prometheus")
+    for words in ({"prometheus": server}, {}):
+        with pytest.raises(NotFoundError, match="no run .*'99'"):
+            live(world, words=["99"], **words).look()
 
 
 @pytest.mark.parametrize("url", ["prom:9090", "file:///etc/passwd", "http://", "ftp://u:word@x"])
