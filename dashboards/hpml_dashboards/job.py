@@ -53,6 +53,7 @@ _XID = (
 )
 _UNBOUND = _once(f"hpml_rank_binding_wrong_ranks{_JOB}")
 _NONE_UNUSED = f"0 * max(hpml:job_gpus:count{_JOB})"
+_BEGAN = f"on () group_left () max(hpml_job_start_timestamp_seconds{_JOB})"
 _STARTED = _ever("hpml_job_start_timestamp_seconds", "cluster")
 _LONGEST = (
     f"hpml_train_longest_data_wait_info{_JOB} * on (cluster, jobid, instance, job) "
@@ -73,7 +74,8 @@ CPU: Share of the job's CPUs that are busy, mean of the time range. High is good
     is high too: then ask for more CPUs per GPU.
 Memory: Most memory used on a node against its limit, without the page cache. Above 95 % the
     kernel soon ends processes: ask for more, or use fewer loader workers.
-Samples/s: Samples that all ranks train on in a second. Compare with other runs of the sweep.
+Time limit used: Time since the start against the job's time limit. Near 100 % Slurm ends the job:
+    see that it writes checkpoints. Far below at its end: ask for less, and wait less in the queue.
 Faults: Processes ended for want of memory, GPU errors (XID) since the job's start, and ranks on
     wrong CPUs or GPUs. Good: 0. Otherwise see the tables of nodes and errors below.
 Tensor cores active: Share of time with tensor cores at work (Hopper and later). GPUs that are
@@ -127,6 +129,7 @@ _CONTENT: list[Panel | str] = [
             "-run": _ever("hpml:run_info", "run, sweep, point"),
             "Ranks": f"max by (jobid) (last_over_time(hpml_job_ranks{_JOB}[$__range]))",
             "Nodes": f"count by (jobid) (last_over_time(hpml:job_exporter{_JOB}[$__range]))",
+            "Samples/s": f"sum by (jobid) (last_over_time(hpml:job_samples:rate5m{_JOB}[$__range]))",
             "Started": f"1000 * max by (jobid) ({_STARTED})",
         },
         width=24,
@@ -154,7 +157,14 @@ _CONTENT: list[Panel | str] = [
         calc="mean",
     ),
     figure("Memory", "full", f"max(hpml:job_memory_used:ratio{_JOB})", calc="max", none="no limit"),
-    figure("Samples/s", "count", f"sum(hpml:job_samples:rate5m{_JOB})", calc="lastNotNull"),
+    figure(
+        "Time limit used",
+        "full",
+        f"max(timestamp(hpml_job_end_timestamp_seconds{_JOB}) - {_BEGAN}) "
+        f"/ max(hpml_job_end_timestamp_seconds{_JOB} - {_BEGAN})",
+        calc="lastNotNull",
+        none="no limit",
+    ),
     figure("Faults", "faults", f"{_OOM} + {_XID} + (sum({_UNBOUND}) or vector(0))", calc="max"),
     lines("GPU active", "share", {_GPU: each(f"hpml:gpu_busy:rate2m{_JOB}")}, width=12),
     lines(

@@ -124,6 +124,8 @@ class Stack:
     def __exit__(self, *_: object) -> None:
         if self._runs and not self._wanted:  # the cluster ends its jobs itself
             self.hpml("cancel", *self._runs)
+            with contextlib.suppress(RuntimeError):  # says how they ended
+                self.hpml("wait", *self._runs)
         self._stop.set()
         if self._follower.is_alive():
             self._follower.join()
@@ -330,11 +332,16 @@ class Stack:
 
 
 def _ranks() -> Iterator[tuple[int, str, int]]:
-    """Yield pid, node and GPU of each rank that runs; the node is empty on the local backend."""
+    """Yield pid, node and GPU of each rank that trains; the node is empty on the local backend.
+
+    What is not Python, such as the `sleep` of a job that was forgotten, opens no GPU.
+    """
     for entry in Path("/proc").iterdir():
         if not entry.name.isdigit():
             continue
         with contextlib.suppress(OSError, ValueError):
+            if not (entry / "comm").read_text().startswith("python"):
+                continue
             pairs = (entry / "environ").read_bytes().decode("utf-8", "replace").split("\0")
             variables = dict(pair.partition("=")[::2] for pair in pairs)
             gpus = variables.get("CUDA_VISIBLE_DEVICES", "").split(",")

@@ -287,6 +287,7 @@ def job_facts(
     """
     uid = environment.get("SLURM_JOB_UID", "")
     start = environment.get("SLURM_JOB_START_TIME", "")
+    end = environment.get("SLURM_JOB_END_TIME", "")
     return {
         "jobid": environment.get("SLURM_JOB_ID", ""),
         "uid": int(uid) if uid.isdecimal() else os.getuid(),
@@ -298,6 +299,7 @@ def job_facts(
         "array_job": environment.get("SLURM_ARRAY_JOB_ID", ""),
         "array_task": environment.get("SLURM_ARRAY_TASK_ID", ""),
         "start": int(start) if start.isdecimal() else 0,
+        "end": int(end) if end.isdecimal() else 0,
         "gpus": gpus,
         "run": run,
         "sweep": environment.get("HPML_SWEEP", ""),

@@ -16,6 +16,7 @@ from hpml_orchestrator.script.archive import BIND_CODE
 from hpml_orchestrator.script.directives import directives
 from hpml_orchestrator.script.static_form import static_form
 from hpml_orchestrator.spec.text import PLACEHOLDER
+from hpml_orchestrator.spec.values import parse_time_limit
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -102,6 +103,7 @@ def render(
         "job": job,
         "directives": directives(job, site),
         "interpreter": capabilities.interpreter,
+        "time_limit": parse_time_limit(resources.time),
         "ranks_per_node": resources.ranks,
         "cpus_per_rank": resources.cpus_per_rank,
         "agent_argv": agent_argv(job, site),

@@ -97,6 +97,7 @@ if {
         printf ', "array_job": ' && string "${SLURM_ARRAY_JOB_ID-}" &&
         printf ', "array_task": ' && string "${SLURM_ARRAY_TASK_ID-}" &&
         printf ', "start": ' && number "${SLURM_JOB_START_TIME-}" "$(date +%s)" &&
+        printf ', "end": ' && number "${SLURM_JOB_END_TIME-}" 0 &&
         printf ', "gpus": ' && gpus &&
         printf '}\n'
 } >"$draft" && mv -fT "$draft" "$RUN/jobs/$job.json"; then

@@ -44,7 +44,6 @@ NOT_HERE = {
         "jobs of this cluster are in no control group"
     ),
     r'kind="(cache|shmem)"': "the same",
-    r"job_start_timestamp": "Slurm 22.05 does not tell its jobs",
     r"reservation|licenses|user_jobs|account_jobs|fairshare|node_reason": "Slurm has none",
     r"jobs_ended|job_run_seconds|job_wait": "needs jobs that end",
     r"train_accuracy|train_mfu|comm_seconds|train_feed_refused": "the training reports none",

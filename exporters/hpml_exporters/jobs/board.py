@@ -30,6 +30,7 @@ class JobFacts:
         array_job: job id of the array, empty for other jobs.
         array_task: index in the array, empty for other jobs.
         start: when the job started, seconds since the epoch.
+        end: when its time limit ends it, seconds since the epoch.
         ranks: world size.
         gpus: allocated GPUs as they were named: minor numbers ("0"), UUIDs ("GPU-…", "MIG-…") or
             PCI addresses; None: unknown, an empty tuple: the job has none.
@@ -49,6 +50,7 @@ class JobFacts:
     array_job: str = ""
     array_task: str = ""
     start: int = 0
+    end: int = 0
     ranks: int = 0
     gpus: tuple[str, ...] | None = None
     run: str = ""

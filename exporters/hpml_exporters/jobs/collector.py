@@ -77,7 +77,8 @@ def _identify(rows: Rows, label: Sequence[str], facts: JobFacts) -> None:
     rows[metrics.INFO].append(((*label, *(getattr(facts, name) for name in names)), 1.0))
     if facts.run:
         rows[metrics.RUN].append(((*label, facts.run, facts.sweep, facts.point), 1.0))
-    for spec, value in ((metrics.START, facts.start), (metrics.RANKS, facts.ranks)):
+    numbers = {metrics.START: facts.start, metrics.END: facts.end, metrics.RANKS: facts.ranks}
+    for spec, value in numbers.items():
         if value:
             rows[spec].append((label, value))
 

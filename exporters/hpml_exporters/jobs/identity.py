@@ -34,6 +34,7 @@ _VARIABLES = {
     "sweep": "HPML_SWEEP",
     "point": "HPML_POINT",
 }
+_NUMBERS = {"start": "SLURM_JOB_START_TIME", "end": "SLURM_JOB_END_TIME", "ranks": "WORLD_SIZE"}
 _NAME_WAIT_SECONDS = 0.2
 _NAME_RETRY_SECONDS = 600.0
 
@@ -219,7 +220,7 @@ def _told(jobid: str, values: Mapping[str, str]) -> JobFacts:
         field: values[name] for field, name in _VARIABLES.items() if name in values
     }
     known["run"] = os.path.basename(values.get("HPML_RUN_DIR", "").rstrip("/"))
-    for field, name in (("start", "SLURM_JOB_START_TIME"), ("ranks", "WORLD_SIZE")):
+    for field, name in _NUMBERS.items():
         if re.fullmatch(r"[0-9]{1,10}", values.get(name, "")):
             known[field] = int(values[name])
     return facts_of({"jobid": jobid, **known})

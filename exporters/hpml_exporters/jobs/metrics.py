@@ -24,6 +24,11 @@ START = _of_job(
     "When the job started, since the epoch.",
     source="prolog map; SLURM_JOB_START_TIME of the job's processes",
 )
+END = _of_job(
+    "hpml_job_end_timestamp_seconds",
+    "When the job's time limit ends it, since the epoch; absent without a limit.",
+    source="prolog map; SLURM_JOB_END_TIME of the job's processes",
+)
 RANKS = _of_job(
     "hpml_job_ranks",
     "World size of the job, over all of its nodes.",
@@ -106,7 +111,7 @@ UNREADABLE = _of_job(
 )
 
 GROUP_SPECS = (
-    *(INFO, RUN, START, RANKS, PROCESSES, CPUS, CPU_SECONDS, MEMORY, MEMORY_LIMIT, MEMORY_PEAK),
+    *(INFO, RUN, START, END, RANKS, PROCESSES, CPUS, CPU_SECONDS, MEMORY, MEMORY_LIMIT, MEMORY_PEAK),
     *(OOM_EVENTS, PRESSURE),
 )
 """Metrics of the collector `jobs`."""

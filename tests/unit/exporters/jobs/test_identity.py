@@ -153,6 +153,7 @@ def test_the_environment_fills_in(machine: Machine) -> None:
         "SLURM_ARRAY_JOB_ID": "70",
         "SLURM_ARRAY_TASK_ID": "7",
         "SLURM_JOB_START_TIME": "1790000000",
+        "SLURM_JOB_END_TIME": "1790003600",
         "SLURM_JOB_GPUS": "GPU-1a,GPU-3c",
         "SLURM_NNODES": "1",
     }
@@ -165,7 +166,8 @@ def test_the_environment_fills_in(machine: Machine) -> None:
     found = facts(machine, finder)
     assert (found.account, found.partition, found.qos) == ("vision", "gpu", "long")
     assert found.name == "train"
-    assert (found.array_job, found.array_task, found.start) == ("70", "7", 1790000000)
+    assert (found.array_job, found.array_task) == ("70", "7")
+    assert (found.start, found.end) == (1790000000, 1790003600)
     assert (found.gpus, found.run, found.ranks) == (("GPU-1a", "GPU-3c"), "", 0)
     # What are no numbers of ranks and times.
     odd = {**values, "WORLD_SIZE": "9" * 40, "SLURM_JOB_START_TIME": "-1e300"}

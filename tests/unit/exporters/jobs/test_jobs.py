@@ -145,7 +145,20 @@ def test_the_agents_facts_are_shown(machine: Machine) -> None:
     """An exporter inside of a job knows its run."""
     version_2(machine, {})
     options = machine.only(
-        *("77", 3999999, "alice", "vision", "gpu", "long", "train", "70", "7", 1790000000, 8, ()),
+        *(
+            "77",
+            3999999,
+            "alice",
+            "vision",
+            "gpu",
+            "long",
+            "train",
+            "70",
+            "7",
+            1790000000,
+            1790003600,
+        ),
+        *(8, ()),
         *("r1", "s", "4"),
     )
     found = values(jobs.make(Context(options)).sample(0.0))
@@ -153,6 +166,7 @@ def test_the_agents_facts_are_shown(machine: Machine) -> None:
     who = ("alice", "vision", "gpu", "long", "train", "70", "7")
     assert found["hpml_job_info", "c", "77", *who] == 1
     assert found["hpml_job_start_timestamp_seconds", "c", "77"] == 1790000000
+    assert found["hpml_job_end_timestamp_seconds", "c", "77"] == 1790003600
     assert found["hpml_job_ranks", "c", "77"] == 8
 
 

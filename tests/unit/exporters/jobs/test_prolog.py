@@ -79,12 +79,13 @@ def test_a_map_comes_and_goes(tmp_path: Path, shell: str) -> None:
         "SLURM_ARRAY_JOB_ID": "70",
         "SLURM_ARRAY_TASK_ID": "7",
         "SLURM_JOB_START_TIME": "1790000000",
+        "SLURM_JOB_END_TIME": "1790003600",
     }
     run(PROLOG, where, shell, **values)
     assert left(where)["schema_version"] == 1
     gpus = ("0", "3")
     known = JobFacts(
-        "77", 1000, "alice", "vision", "gpu", "long", "", "70", "7", 1790000000, 0, gpus
+        "77", 1000, "alice", "vision", "gpu", "long", "", "70", "7", 1790000000, 1790003600, 0, gpus
     )
     assert facts(where) == known
     path = where / "jobs" / "77.json"
@@ -162,9 +163,10 @@ def test_what_is_no_job_id(tmp_path: Path, jobid: str) -> None:
 
 def test_odd_numbers(tmp_path: Path) -> None:
     """A user that is none is unknown; a job without a start time starts with its prolog."""
-    run(PROLOG, tmp_path, SLURM_JOB_UID="0x10", SLURM_JOB_START_TIME="soon")
+    run(PROLOG, tmp_path, SLURM_JOB_UID="0x10", SLURM_JOB_START_TIME="soon", SLURM_JOB_END_TIME="-1")
     assert left(tmp_path)["uid"] == -1
     assert abs(facts(tmp_path).start - time.time()) < 120
+    assert facts(tmp_path).end == 0
 
 
 @pytest.mark.parametrize("shell", SHELLS)

@@ -42,6 +42,10 @@ hpml_attempt=$("${hpml_python[@]}" claim "$hpml_submission")
 hpml_run=${hpml_attempt%/attempts/*}
 hpml_key=${SLURM_CLUSTER_NAME:-slurm}-$SLURM_JOB_ID
 export HPML_ATTEMPT_DIR=$hpml_attempt HPML_RUN_DIR=$hpml_run HPML_JOB_KEY=$hpml_key
+# When the job began, and when its time limit ends it, where Slurm does not say so.
+: "${SLURM_JOB_START_TIME:=$(date +%s)}"
+: "${SLURM_JOB_END_TIME:=$((SLURM_JOB_START_TIME + 600))}"
+export SLURM_JOB_START_TIME SLURM_JOB_END_TIME
 
 # Last act, however it ends: stop the agents, which remove what they staged, and write the end down.
 hpml_agent='' hpml_ranks='' hpml_reason='' hpml_at_end=''
