@@ -163,7 +163,7 @@ def test_what_is_no_job_id(tmp_path: Path, jobid: str) -> None:
 
 def test_odd_numbers(tmp_path: Path) -> None:
     """A user that is none is unknown; a job without a start time starts with its prolog."""
-    run(PROLOG, tmp_path, SLURM_JOB_UID="0x10", SLURM_JOB_START_TIME="soon", SLURM_JOB_END_TIME="-1")
+    run(PROLOG, tmp_path, SLURM_JOB_UID="0x10", SLURM_JOB_START_TIME="soon", SLURM_JOB_END_TIME="-")
     assert left(tmp_path)["uid"] == -1
     assert abs(facts(tmp_path).start - time.time()) < 120
     assert facts(tmp_path).end == 0
