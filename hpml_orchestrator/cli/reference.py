@@ -117,8 +117,6 @@ hpml stage clean
     Remove what finished jobs left behind: hpml stage clean
     At the end of a script: hpml stage clean --mine
     Show what was unused for a week: hpml stage clean --older 7d --dry-run
-hpml stage bench
-    From the shared file system: hpml stage bench --from /scratch/ada
 hpml export
     Export metrics of this node's GPUs and jobs: hpml export node
 hpml export node

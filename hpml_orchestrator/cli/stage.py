@@ -89,7 +89,6 @@ group = typer.Typer(
 group.command("ls")(staged.ls)
 group.command("verify")(staged.verify)
 group.command("clean")(staged.clean)
-group.command("bench")(staged.bench)
 
 
 def _complete(ctx: typer.Context, incomplete: str) -> list[str]:

@@ -1,9 +1,8 @@
-"""Subcommands of `stage`: ls, verify, clean, bench."""
+"""Subcommands of `stage`: ls, verify, clean."""
 
 from __future__ import annotations
 
 import os
-import sys
 from dataclasses import asdict
 from datetime import datetime
 from pathlib import Path
@@ -19,10 +18,8 @@ from hpml_orchestrator.cli.common import (
     print_table,
     refuse_with,
 )
-from hpml_orchestrator.cli.copying import count_option, parse_size, stoppable
-from hpml_orchestrator.cli.process import notice
+from hpml_orchestrator.cli.copying import count_option, stoppable
 from hpml_orchestrator.errors import InputError, NotFoundError, StagingError, counted
-from hpml_orchestrator.packing.bench import Sizes, run_bench
 from hpml_orchestrator.records.texts import exact_bytes, human_bytes
 from hpml_orchestrator.site.profile import node_paths
 from hpml_orchestrator.staging import Bases, StagingArea
@@ -33,15 +30,12 @@ from hpml_orchestrator.staging.held import list_staged, shell_key
 from hpml_orchestrator.staging.verify import verify as verify_staged
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
 
-    from hpml_orchestrator.packing.bench import Bench
     from hpml_orchestrator.site.profile import NodePaths
     from hpml_orchestrator.staging.held import Cleaned, Staged
-    from hpml_orchestrator.staging.ladder import Rung
     from hpml_orchestrator.staging.verify import Report
 
-__all__ = ["bases_of", "bench", "clean", "ls", "paths_here", "verify"]
+__all__ = ["bases_of", "clean", "ls", "paths_here", "verify"]
 
 _Directories = Annotated[
     list[str] | None,
@@ -256,99 +250,3 @@ def _print_cleaned(done: Cleaned, *, dry_run: bool) -> None:
         typer.echo(f"kept: {shown(path)}: {shown(reason)}")
     if not (done.removed or done.leftovers or done.kept):
         typer.echo("nothing is staged", err=True)
-
-
-def bench(
-    context: typer.Context,
-    directories: Annotated[
-        list[str] | None,
-        typer.Argument(
-            metavar="DIR",
-            help="Where to copy to.",
-            show_default="local and shm: the node's disk and memory",
-        ),
-    ] = None,
-    origin: Annotated[
-        str,
-        typer.Option(
-            "--from",
-            metavar="DIR",
-            help="Where to copy from, such as a directory on the shared file system.",
-            show_default="the current directory",
-        ),
-    ] = ".",
-    files: Annotated[
-        int,
-        typer.Option(
-            "--files", metavar="N", min=1, max=10_000_000, help="At most this many small files."
-        ),
-    ] = 5000,
-    size: Annotated[
-        str, typer.Option("--size", metavar="SIZE", help="Size of each small file.")
-    ] = "16K",
-    large: Annotated[
-        str, typer.Option("--large", metavar="SIZE", help="Maximum size of the large file.")
-    ] = "256M",
-    runs: Annotated[
-        int,
-        typer.Option(
-            "--runs", metavar="N", min=1, max=100, help="Runs of each method; the median is shown."
-        ),
-    ] = 3,
-    as_json: JsonOption = False,
-) -> None:
-    """Measure how fast cp, rsync, tar and hpml copy data here.
-
-    Writes test files to --from, copies them to each DIR, and removes everything at the end. It
-    reads with a warm cache: the files were written a moment before.
-    """
-    sizes = Sizes(files, parse_size("--size", size), parse_size("--large", large), runs)
-    targets = [("DIR", directory) for directory in directories or []]
-    if not targets:
-        bases = bases_of(paths_here(chosen_site(context)))
-        targets = [("local", bases.local), ("shm", bases.shm)]
-    with stoppable(lambda: "the test files were removed") as stop:
-        say = notice if sys.stderr.isatty() else lambda _: None
-        bench = run_bench(origin, targets, sizes, stop, say=say)
-    if as_json:
-        print_json(_bench_json(bench))
-    else:
-        _print_bench(bench, sizes)
-
-
-def _print_bench(bench: Bench, sizes: Sizes) -> None:
-    data = bench.data
-    typer.echo(
-        f"from {shown(bench.origin)} ({bench.origin_type}): {data.files} files of "
-        f"{human_bytes(sizes.file_bytes)}, one of {human_bytes(data.large_bytes)}, packed in "
-        f"{bench.pack_seconds:.2f} s; {bench.machine}; warm cache"
-    )
-    typer.echo(
-        f"open, read, close: {bench.latency.median * 1e6:.0f} µs, "
-        f"slowest {bench.latency.worst * 1e6:.0f} µs"
-    )
-    rows = []
-    for target in bench.targets:
-        place = f"{shown(target.place)} ({target.type})"
-        rows += [(place, *_rung_row(rung)) for rung in target.rungs]
-    print_table(("TO", "WAY", "DIGESTS", "FILES/S", "MB/S", "SECONDS"), rows)
-    for place, reason in bench.skipped:
-        typer.echo(f"note: {shown(place)}: {reason}", err=True)
-
-
-def _rung_row(rung: Rung) -> Sequence[str]:
-    if rung.fault:
-        return (rung.way, "-", "-", "-", rung.fault)
-    files = f"{rung.files_per_second:.0f}" if rung.data == "small" else "-"
-    digests = "yes" if rung.checked else "no"
-    return (rung.way, digests, files, f"{rung.bytes_per_second / 1e6:.0f}", f"{rung.seconds:.3f}")
-
-
-def _bench_json(bench: Bench) -> dict[str, Any]:
-    document = asdict(bench)
-    document.update(data=bench.data._asdict(), latency=bench.latency._asdict())
-    for rows, target in zip(document["targets"], bench.targets, strict=True):
-        for row, rung in zip(rows["rungs"], target.rungs, strict=True):
-            row["files_per_second"] = round(rung.files_per_second, 1)
-            row["bytes_per_second"] = round(rung.bytes_per_second, 1)
-    return document

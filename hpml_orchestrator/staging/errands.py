@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 __all__ = ["AUTO", "Errand", "Outcome", "requests_for", "run_errand"]
 
 AUTO = "auto"
-_COMMANDS = ("ls", "verify", "clean", "bench")
+_COMMANDS = ("ls", "verify", "clean")
 _PATH_CHARACTERS = 4096
 _WORD_CHARACTERS = 40
 _WORDS = (AUTO, "shm", "local")
