@@ -132,7 +132,7 @@ class Copying(ABC):
                     copy(number, entry, batch, tally)
                 except OSError as error:
                     tally.bytes = before
-                    if self._task.ordered:
+                    if self._task.ordered or self._board.faulty:
                         raise
                     again = _Again(copy, number, entry, batch, tally)
                     self._retry.again(again, error)

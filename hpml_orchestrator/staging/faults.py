@@ -6,6 +6,7 @@ import errno
 import os
 import stat
 import threading
+import time
 from typing import TYPE_CHECKING, TypeVar
 
 from hpml_orchestrator.errors import StagingError
@@ -38,6 +39,7 @@ VERIFY_PACK = "`hpml pack --verify` tells all that is damaged; pack the tree aga
 _WRITTEN = "if the source is being written, stage it when it is complete"
 _FIRST_DELAY_SECONDS = 0.1
 _DELAYS = 6
+_GIVEN_UP_SECONDS = 60.0
 
 
 class SourceChangedError(Exception):
@@ -84,11 +86,16 @@ def is_directory(path: str) -> bool:
 
 
 class Retry:
-    """Calls again after faults that pass: EIO, ESTALE, EAGAIN, EINTR; 0.1 s to 3.2 s apart."""
+    """Calls again after faults that pass: EIO, ESTALE, EAGAIN, EINTR; 0.1 s to 3.2 s apart.
+
+    Once a fault did not pass, others are not waited for either, for a minute: a disk that fails has
+    many of them, and the copy is lost.
+    """
 
     def __init__(self, sleep: Callable[[float], None], should_stop: Callable[[], bool]) -> None:
         self._sleep = sleep
         self._should_stop = should_stop
+        self._given_up = float("-inf")
 
     def stops(self) -> bool:
         """Say whether staging was told to stop."""
@@ -110,7 +117,7 @@ class Retry:
         """Go on after a first fault of a call; raises it when it is none that passes."""
         delay = _FIRST_DELAY_SECONDS
         for _ in range(_DELAYS):
-            if fault.errno not in TRANSIENT:
+            if fault.errno not in TRANSIENT or time.monotonic() < self._given_up:
                 raise fault
             self.check_stop()
             self._sleep(delay)
@@ -120,6 +127,7 @@ class Retry:
                 return call()
             except OSError as error:
                 fault = error
+        self._given_up = time.monotonic() + _GIVEN_UP_SECONDS
         raise fault
 
     def stopped_by(self, should_stop: Callable[[], bool]) -> Retry:

@@ -8,12 +8,12 @@ MEMORY_TYPES = frozenset({"tmpfs", "devtmpfs", "ramfs"})
 """They keep their files in the node's memory."""
 
 SHARED_TYPES = frozenset(
-    "afs beegfs ceph cifs fhgfs fuse.glusterfs fuse.sshfs gpfs lustre ncpfs nfs nfs4 ocfs2 "
-    "orangefs panfs pvfs2 smb3 smbfs wekafs".split()
+    "9p afs beegfs beegfs_nodev ceph cifs fhgfs fuse.ceph-fuse fuse.dfuse fuse.glusterfs "
+    "fuse.juicefs fuse.sshfs gfs2 gpfs lustre ncpfs nfs nfs4 ocfs2 orangefs panfs pvfs2 smb3 smbfs "
+    "virtiofs wekafs".split()
 )
 """Nodes share them: nothing is staged to them."""
 
-_SERVED_TYPES = frozenset({"9p", "cvmfs2", "gfs2", "virtiofs"})
 _UNKNOWN_TYPES = frozenset({"", "autofs"})
 
 
@@ -23,7 +23,7 @@ def is_served_type(kind: str) -> bool:
     >>> is_served_type("lustre"), is_served_type("fuse.s3fs"), is_served_type("ext4")
     (True, True, False)
     """
-    return kind in SHARED_TYPES or kind in _SERVED_TYPES or kind.startswith("fuse.")
+    return kind in SHARED_TYPES or kind == "cvmfs2" or kind.startswith("fuse.")
 
 
 def is_own_type(kind: str) -> bool:

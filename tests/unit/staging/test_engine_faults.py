@@ -151,6 +151,32 @@ def test_what_cannot_be_read_is_listed(
     assert os.listdir(base) == []
 
 
+@pytest.mark.parametrize("processes", [1, 2])
+def test_a_disk_that_fails_is_not_waited_for_file_by_file(
+    base: Path, crowd: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, processes: int
+) -> None:
+    """Each worker waits once for a fault to pass: 6.3 s, not for each of a thousand files."""
+    real = os.open
+
+    def broken(path: str, flags: int, *arguments: int, dir_fd: int | None = None) -> int:
+        if flags & os.O_NONBLOCK and str(path).startswith("d"):
+            raise OSError(errno.EIO, os.strerror(errno.EIO), path)
+        return real(path, flags, *arguments, dir_fd=dir_fd)
+
+    monkeypatch.setattr(os, "open", broken)  # a fault that no disk here makes on demand
+    waited = tmp_path / "waited"  # by processes that are forked
+
+    def sleep(seconds: float) -> None:
+        with waited.open("a") as stream:
+            stream.write(f"{seconds}\n")
+
+    options = EngineOptions(processes=processes, threads=1)
+    stager = CopyStager("1", bases=Bases(shm=str(base)), options=options, sleep=sleep)
+    with pytest.raises(StagingError, match="1200 paths"):
+        stager.stage(StageRequest("data", str(crowd), target="shm"))
+    assert sum(map(float, waited.read_text().split())) < 7 * processes
+
+
 @pytest.mark.parametrize("code", [errno.EIO, errno.ESTALE, errno.EAGAIN])
 def test_faults_in_workers_that_pass_are_tried_again(
     base: Path, crowd: Path, monkeypatch: pytest.MonkeyPatch, code: int

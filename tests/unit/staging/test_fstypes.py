@@ -22,6 +22,14 @@ def test_types_are_known_as_mountinfo_names_them(kinds: str, served: bool, own: 
         assert (fstypes.is_served_type(kind), fstypes.is_own_type(kind)) == (served, own), kind
 
 
+@pytest.mark.parametrize(
+    "kind", "gfs2 virtiofs 9p beegfs_nodev fuse.ceph-fuse fuse.juicefs fuse.dfuse".split()
+)
+def test_nothing_is_staged_to_what_nodes_share(kind: str) -> None:
+    """Else a copy for each node would go to one place."""
+    assert kind in fstypes.SHARED_TYPES
+
+
 def test_a_type_that_is_not_known_is_neither() -> None:
     """Without mountinfo nothing is promised."""
     assert not fstypes.is_served_type("")
