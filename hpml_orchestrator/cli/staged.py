@@ -30,7 +30,6 @@ from hpml_orchestrator.staging.held import list_staged, shell_key
 from hpml_orchestrator.staging.verify import verify as verify_staged
 
 if TYPE_CHECKING:
-
     from hpml_orchestrator.site.profile import NodePaths
     from hpml_orchestrator.staging.held import Cleaned, Staged
     from hpml_orchestrator.staging.verify import Report

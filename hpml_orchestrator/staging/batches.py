@@ -85,7 +85,8 @@ def share_out(
     if ordered:
         return Shares([Batch(0, len(files))], pieces, slots)
     for number, held in pieces.items():
-        if plan.expected and plan.expected[number]:  # can only be compared from front to back
+        # a digest can only be compared, and a zip's member inflated, from front to back
+        if plan.whole or (plan.expected and plan.expected[number]):
             work.append(Batch(number, number + 1))
             continue
         size = files[number].size

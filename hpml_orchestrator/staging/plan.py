@@ -78,6 +78,7 @@ class Plan:
         origins: source name of an entry that changes its name.
         expected: XXH3-128 of each of the files, b"" where the source does not tell it; empty when
             it tells none.
+        whole: large files can only be read from front to back, each by one reader.
         at_least: scanning stopped early because it cannot fit.
         told: what the source is called in messages, where that is not `source_root`.
     """
@@ -90,6 +91,7 @@ class Plan:
     symlinks: list[Symlink] = field(default_factory=list)
     origins: dict[str, str] = field(default_factory=dict)
     expected: list[bytes] = field(default_factory=list)
+    whole: bool = False
     at_least: bool = False
     told: str = ""
 

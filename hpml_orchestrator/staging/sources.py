@@ -16,8 +16,7 @@ from hpml_orchestrator.staging.squash import check_start as check_squash_start
 from hpml_orchestrator.staging.streams import compression_of
 from hpml_orchestrator.staging.tarheaders import BLOCK, check_start
 from hpml_orchestrator.staging.tarplain import TarSource
-from hpml_orchestrator.staging.zipdirectory import check_end
-from hpml_orchestrator.staging.zipsource import ZipSource
+from hpml_orchestrator.staging.zipsource import ZipSource, check_end
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -82,7 +81,7 @@ def check_archive(path: str, kind: str) -> None:
         fd = stream.fileno()
         start = os.pread(fd, BLOCK, 0)
         if kind == "zip":
-            check_end(path, os.fstat(fd).st_size, lambda at, count: os.pread(fd, count, at))
+            check_end(path)
         elif kind == "squashfs":
             check_squash_start(path, start)
         elif not compression_of(start):
