@@ -175,7 +175,11 @@ def stage(
     processes: Annotated[int | None, count_option("--processes", "Copying processes.")] = None,
     threads: Annotated[
         int | None,
-        count_option("--threads", "Threads per process.", "from the latency of the source"),
+        count_option(
+            "--threads",
+            "Threads per process.",
+            "32 in all for a file server, else 1",
+        ),
     ] = None,
     opens_per_second: Annotated[
         float | None,

@@ -1,4 +1,4 @@
-"""Memory that the workers of a copy share: what stops them, how far they are, the digests."""
+"""Memory that the workers of a copy share: whether all is lost, how far they are, the digests."""
 
 from __future__ import annotations
 
@@ -11,13 +11,12 @@ from hpml_orchestrator.staging.hashing import DIGEST_BYTES
 if TYPE_CHECKING:
     from hpml_orchestrator.staging.progress import Progress
 
-__all__ = ["MOST_TALLIES", "Board", "Done", "Tally"]
+__all__ = ["Board", "Done", "Tally"]
 
-MOST_TALLIES = 128
 _TALLY = struct.Struct("=qqdd")
-_DIGESTS_AT = 8192
+_TALLIES_AT = 64
 _TOLD_TOGETHER = 15
-_FAULTY, _STOPPED = 0, 1
+_FAULTY = 0
 
 
 class Done:
@@ -35,10 +34,13 @@ class Board:
 
     Args:
         slots: digests at most.
+        tallies: at most.
     """
 
-    def __init__(self, slots: int) -> None:
-        self._memory = mmap.mmap(-1, _DIGESTS_AT + slots * DIGEST_BYTES)
+    def __init__(self, slots: int, tallies: int = 1) -> None:
+        self._tallies = tallies
+        self._digests = _TALLIES_AT + tallies * _TALLY.size
+        self._memory = mmap.mmap(-1, self._digests + slots * DIGEST_BYTES)
 
     @property
     def faulty(self) -> bool:
@@ -49,33 +51,25 @@ class Board:
         """Let all workers know that nothing will be published."""
         self._memory[_FAULTY] = 1
 
-    def stopped(self) -> bool:
-        """Say whether all workers shall end."""
-        return self._memory[_STOPPED] != 0
-
-    def stop(self) -> None:
-        """Let all workers end."""
-        self._memory[_STOPPED] = 1
-
     def put(self, slot: int, digest: bytes) -> None:
         """Keep a digest."""
-        at = _DIGESTS_AT + slot * DIGEST_BYTES
+        at = self._digests + slot * DIGEST_BYTES
         self._memory[at : at + DIGEST_BYTES] = digest
 
     def digest(self, slot: int) -> bytes:
         """Return a digest that was put."""
-        at = _DIGESTS_AT + slot * DIGEST_BYTES
+        at = self._digests + slot * DIGEST_BYTES
         return self._memory[at : at + DIGEST_BYTES]
 
     def tally(self, number: int, progress: Progress | None = None) -> Tally:
         """Return the tally of one thread; the progress is told at once, else by `done`."""
-        return Tally(self._memory, 64 + number * _TALLY.size, progress)
+        return Tally(self._memory, _TALLIES_AT + number * _TALLY.size, progress)
 
     def done(self) -> Done:
         """Return the sum over all tallies."""
         total = Done()
-        for number in range(MOST_TALLIES):
-            at = 64 + number * _TALLY.size
+        for number in range(self._tallies):
+            at = _TALLIES_AT + number * _TALLY.size
             some_bytes, files, read_seconds, write_seconds = _TALLY.unpack_from(self._memory, at)
             total.bytes += some_bytes
             total.files += files

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from hpml_orchestrator.errors import CapacityError
 from hpml_orchestrator.records.texts import human_bytes
 from hpml_orchestrator.staging.cgroup import memory_headroom
-from hpml_orchestrator.staging.fstypes import MEMORY_TYPES
+from hpml_orchestrator.staging.fstypes import MEMORY_TYPES, is_served_type
 from hpml_orchestrator.staging.mounts import read_mounts
 
 if TYPE_CHECKING:
@@ -22,12 +22,14 @@ __all__ = [
     "check_room",
     "file_system_type",
     "fits",
+    "readers_for",
     "room_at",
     "round_up",
 ]
 
 _FREE_SPACE = "free space"
 _UNLIMITED = 1 << 62
+_READERS_OF_A_SERVER = 32
 INODE_BYTES = 1024  # inode and name on a tmpfs: 957 measured in a memory cgroup, Linux 6.18
 
 
@@ -111,6 +113,11 @@ def file_system_type(path: str, *, proc_root: str = "/proc") -> str:
         if real.startswith(point) and len(point) >= longest:
             best, longest = mount.kind, len(point)
     return best
+
+
+def readers_for(path: str) -> int:
+    """Return how many readers at once are worth it: many where each waits for a server."""
+    return _READERS_OF_A_SERVER if is_served_type(file_system_type(path)) else 1
 
 
 def fits(need: Need, room: Room) -> bool:

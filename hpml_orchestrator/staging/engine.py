@@ -1,14 +1,15 @@
 """The staging engine: share a plan out, copy it with processes and threads, hash it on the way.
 
 Small jobs are done by the calling process. Larger ones are done by forked workers, one per CPU
-that this job really has; where the source makes them wait, each of them uses more threads for as
-long as that brings more files per second.
+that this job really has; where the source is served to this node, each of them has several threads,
+which wait for the server side by side.
 """
 
 from __future__ import annotations
 
+import collections
+import contextlib
 import functools
-import itertools
 import os
 import stat
 import threading
@@ -17,13 +18,11 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from hpml_orchestrator.staging.batches import share_out
-from hpml_orchestrator.staging.board import MOST_TALLIES, Board
-from hpml_orchestrator.staging.capacity import file_system_type
+from hpml_orchestrator.staging.board import Board
+from hpml_orchestrator.staging.capacity import readers_for
 from hpml_orchestrator.staging.copying import CREATE, Copying, Task
 from hpml_orchestrator.staging.crew import run_crew
-from hpml_orchestrator.staging.drain import Drain
 from hpml_orchestrator.staging.faults import Problems, SourceChangedError, why
-from hpml_orchestrator.staging.fstypes import is_served_type
 from hpml_orchestrator.staging.hashing import PIECE_BYTES, hashing
 from hpml_orchestrator.staging.manners import TokenBucket
 from hpml_orchestrator.staging.readercopying import ReaderCopying
@@ -34,7 +33,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from hpml_orchestrator.staging.batches import Batch
-    from hpml_orchestrator.staging.board import Tally
     from hpml_orchestrator.staging.faults import Retry
     from hpml_orchestrator.staging.plan import Entry, Plan
     from hpml_orchestrator.staging.progress import Progress
@@ -57,7 +55,7 @@ class EngineOptions:
     Attributes:
         hash: make a digest of every file while it is copied.
         processes: workers; None for as many as CPUs (at most 16).
-        threads: most threads of a worker; None for 64 among all of them.
+        threads: of each worker; None for 32 in all where the source is served to this node, else 1.
         opens_per_second: most source files opened per second, all workers together; 0 for any.
         drop_cache: let the source's pages leave the memory once they are read; None for where
             the source lies on a file system that is served to this node.
@@ -136,7 +134,6 @@ class _Copy:
         self._retry = retry
         self._progress = progress
         self._told = (0, 0)
-        self._threads = 1
         self._tree = source.kind in _TREES
         self._problems = Problems(f"cannot stage {plan.name}")
         self._processes = self._process_count()
@@ -147,10 +144,14 @@ class _Copy:
             ordered=source.ordered,
             streams=self._processes,
         )
+        readers = readers_for(plan.source_root)
+        self._threads = 1
+        if not source.ordered:
+            self._threads = options.threads or -(-readers // self._processes)
         drop_cache = options.drop_cache
         if drop_cache is None:
             # the node has its own copy then, and the source's pages would push out those of it
-            drop_cache = is_served_type(file_system_type(plan.source_root))
+            drop_cache = readers > 1
         self._task = Task(
             plan=plan,
             shares=shares,
@@ -161,7 +162,7 @@ class _Copy:
             ordered=source.ordered,
             take=None,
         )
-        self._board = Board(shares.slots)
+        self._board = Board(shares.slots, self._processes * self._threads)
 
     def _process_count(self) -> int:
         plan = self._plan
@@ -172,12 +173,6 @@ class _Copy:
         if small and self._options.processes is None:
             return 1
         return max(1, min(wanted, _MOST_PROCESSES))
-
-    @property
-    def _most_threads(self) -> int:
-        if self._source.ordered:
-            return 1
-        return self._options.threads or max(1, _MOST_WORKERS // self._processes)
 
     def run(self) -> Copied:
         begin = time.perf_counter()
@@ -236,25 +231,19 @@ class _Copy:
                 with lock:
                     return next(left, None)
 
-            self._threads = self._work(0, take, self._problem, self._retry, self._progress)
+            self._work(0, take, self._problem, self._retry, self._progress)
             return
         run_crew(
             self._processes,
             self._work_forked,
             range(len(batches)),
-            told=self._told_by_worker,
+            told=self._problems.add,
             heartbeat=self._heartbeat,
         )
         self._heartbeat()
 
     def _problem(self, path: str, reason: str, error: BaseException) -> None:
         self._problems.add(path, reason, error)
-
-    def _told_by_worker(self, kind: str, *values: object) -> None:
-        if kind == "threads":
-            self._threads = max(self._threads, int(str(values[0])))
-        else:
-            self._problems.add(str(values[0]), str(values[1]))
 
     def _heartbeat(self) -> None:
         self._retry.check_stop()
@@ -273,33 +262,42 @@ class _Copy:
             return None if found is None else batches[found]
 
         def problem(path: str, reason: str, _error: BaseException) -> None:
-            tell("problem", path, reason)
+            tell(path, reason)
 
-        retry = self._retry.stopped_by(self._board.stopped)
-        tell("threads", self._work(number, take_batch, problem, retry, None))
+        # the parent asks whether to stop, and kills its workers then
+        self._work(number, take_batch, problem, self._retry.stopped_by(lambda: False), None)
 
     def _work(
         self,
         number: int,
         take: Callable[[], Batch | None],
         problem: Callable[[str, str, BaseException], None],
-        retry: Retry,
+        whole: Retry,
         progress: Progress | None,
-    ) -> int:
+    ) -> None:
+        """Copy batches with the threads of one process until there are no more."""
+        failed: list[BaseException] = []
+        retry = whole.stopped_by(lambda: bool(failed) or whole.stops())
         rate = self._options.opens_per_second / self._processes
         task = self._task
         if rate > 0:
             task = task._replace(take=TokenBucket(rate, check_stop=retry.check_stop).take)
-        tallies = itertools.count(number, self._processes)
-
-        def tally() -> Tally:
-            return self._board.tally(next(tallies) % MOST_TALLIES, progress)
-
         copying = self._copying(task, retry, problem)
+
+        def drain(thread: int) -> None:
+            tally = self._board.tally(thread * self._processes + number, progress)
+            try:
+                while not failed and (batch := take()) is not None:
+                    copying.do(batch, tally)
+            except BaseException as error:  # noqa: BLE001 - raised again below
+                failed.append(error)
+
         try:
-            return Drain(copying, self._board, take, tally, most_threads=self._most_threads).run()
+            _in_threads(self._threads, drain)
         finally:
             copying.close()
+        if failed:
+            raise failed[0]
 
     def _copying(
         self, task: Task, retry: Retry, problem: Callable[[str, str, BaseException], None]
@@ -314,16 +312,14 @@ class _Copy:
         if not stat.S_ISDIR(self._plan.top.mode):
             return  # made up for a single file
         entries = [self._plan.top, *self._plan.directories]
-        if self._threads == 1:
-            for entry in entries:
-                self._check_directory(entry)
-            return
-        from concurrent.futures import ThreadPoolExecutor  # noqa: PLC0415 - 10 ms, seldom needed
+        left = collections.deque(entries)
 
-        threads = min(_MOST_WORKERS, self._threads * self._processes)  # so many could be had
-        with ThreadPoolExecutor(threads) as pool:  # the source has turned out to be slow
-            for _ in pool.map(self._check_directory, entries):
-                self._retry.check_stop()
+        def check(_thread: int) -> None:
+            with contextlib.suppress(IndexError):  # none left
+                while True:
+                    self._check_directory(left.popleft())
+
+        _in_threads(self._threads * self._processes, check)
 
     def _check_directory(self, entry: Entry) -> None:
         root = self._plan.source_root
@@ -335,3 +331,17 @@ class _Copy:
             return
         if info.st_mtime_ns != entry.mtime_ns:
             self._problems.add(entry.path or ".", str(SourceChangedError()))
+
+
+def _in_threads(count: int, work: Callable[[int], None]) -> None:
+    """Do work in so many threads, this one being number 0; in fewer where there may be no more."""
+    threads = [threading.Thread(target=work, args=(n,), daemon=True) for n in range(1, count)]
+    try:
+        with contextlib.suppress(RuntimeError):
+            for thread in threads:
+                thread.start()
+        work(0)
+    finally:
+        for thread in threads:
+            if thread.ident is not None:
+                thread.join()

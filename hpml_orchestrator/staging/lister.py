@@ -6,11 +6,10 @@ import contextlib
 import functools
 import os
 import queue
-import resource
 import threading
-import time
 from typing import TYPE_CHECKING
 
+from hpml_orchestrator.staging.capacity import readers_for
 from hpml_orchestrator.staging.faults import why
 
 if TYPE_CHECKING:
@@ -19,13 +18,10 @@ if TYPE_CHECKING:
     Row = tuple[str, os.stat_result | None, str]
     # (name, status, fault) of an entry; either the status or the fault is set
 
-__all__ = ["Lister"]
+__all__ = ["DEEPEST", "Lister"]
 
 DEEPEST = 256
-_THREADS = 32
 _NAMES_AT_ONCE = 512
-_WAITED_SECONDS = 0.01  # less is not worth threads
-_WAITS_PER_CPU = 2.0
 _DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
 _S_IFMT, _S_IFDIR = 0o170000, 0o040000
 
@@ -33,8 +29,8 @@ _S_IFMT, _S_IFDIR = 0o170000, 0o040000
 class Lister:
     """Lists directories below a root; entries come sorted by name.
 
-    Once listing turns out to be mostly waiting, as it is on a busy metadata server, all that is
-    left is listed by many threads.
+    On a file system that is served to this node, where each look waits for a server, the whole tree
+    is listed ahead by many threads.
 
     Args:
         root: the top.
@@ -44,17 +40,18 @@ class Lister:
     def __init__(self, root: str, retry: Retry) -> None:
         self._root = root
         self._retry = retry
+        self._threads = readers_for(root)
         self._ready: dict[str, list[Row]] = {}
-        self._since = _usage()
+        self._tasks: queue.SimpleQueue[tuple[str, list[str] | None] | None] = queue.SimpleQueue()
+        self._lock = threading.Lock()
+        self._open = 0
+        self._failed: list[BaseException] = []
 
-    def rows(self, directory: str, others: list[str]) -> list[Row]:
-        """Return the entries of a directory.
-
-        Args:
-            directory: relative to the root, "" for itself.
-            others: directories that will be asked for later.
-        """
+    def rows(self, directory: str) -> list[Row]:
+        """Return the entries of a directory, relative to the root; of the root itself first."""
         self._retry.check_stop()
+        if not directory and self._threads > 1:
+            self._list_ahead()
         ready = self._ready.pop(directory, None)
         if ready is not None:
             ready.sort(key=_name)  # once: its parts came one by one
@@ -62,11 +59,11 @@ class Lister:
         names = self._names(directory)
         if isinstance(names, str):
             return [(".", None, names)]
-        rows: list[Row] = []
         try:
             fd = os.open(f"{self._root}/{directory}", _DIRECTORY)
         except OSError:
             return self._rows_of(directory, names)
+        rows: list[Row] = []
         try:
             for start in range(0, len(names), _NAMES_AT_ONCE):
                 self._retry.check_stop()
@@ -77,22 +74,9 @@ class Lister:
                     ]
                 except OSError:
                     rows += self._rows_of(directory, some)
-                if self._waits():
-                    _Crowd(self, [directory, *others], self._ready).run()
-                    return self.rows(directory, others)
         finally:
             os.close(fd)
         return rows
-
-    def _waits(self) -> bool:
-        """Say whether most of the time since the last look was spent waiting."""
-        wall, cpu, waits = _usage()
-        then_wall, then_cpu, then_waits = self._since
-        used, waited = cpu - then_cpu, wall - then_wall - (cpu - then_cpu)
-        if waited < _WAITED_SECONDS and used < _WAITED_SECONDS:
-            return False  # too short to tell
-        self._since = (wall, cpu, waits)
-        return waited > max(_WAITED_SECONDS, used * _WAITS_PER_CPU) and waits - then_waits > 1
 
     def _names(self, directory: str) -> list[str] | str:
         """Return the sorted names in a directory, or what is wrong with it."""
@@ -115,24 +99,12 @@ class Lister:
                 rows.append((name, None, why(error)))
         return rows
 
-
-class _Crowd:
-    """Threads that list whole trees ahead."""
-
-    def __init__(self, lister: Lister, roots: list[str], ready: dict[str, list[Row]]) -> None:
-        self._lister = lister
-        self._ready = ready
-        self._tasks: queue.SimpleQueue[tuple[str, list[str] | None] | None] = queue.SimpleQueue()
-        self._lock = threading.Lock()
-        self._open = 0
-        self._failed: list[BaseException] = []
-        for root in roots:
-            self._put(root, None)
-
-    def run(self) -> None:
+    def _list_ahead(self) -> None:
+        """List everything with threads."""
+        self._put("", None)
         threads = []
         with contextlib.suppress(RuntimeError):  # the job may have no more: those that are do it
-            for _ in range(_THREADS):
+            for _ in range(self._threads):
                 one = threading.Thread(target=self._work, daemon=True)
                 one.start()
                 threads.append(one)
@@ -152,21 +124,21 @@ class _Crowd:
         while (task := self._tasks.get()) is not None:
             try:
                 if not self._failed:
-                    self._lister._retry.check_stop()  # noqa: SLF001 - the same module
-                    self._do(*task)
+                    self._retry.check_stop()
+                    self._list(*task)
             except BaseException as error:  # noqa: BLE001 - raised again by who runs this
                 self._failed.append(error)
             with self._lock:
                 self._open -= 1
                 last = self._open == 0
             if last:
-                for _ in range(_THREADS):
+                for _ in range(self._threads):
                     self._tasks.put(None)
 
-    def _do(self, directory: str, names: list[str] | None) -> None:
-        lister = self._lister
+    def _list(self, directory: str, names: list[str] | None) -> None:
+        """List a directory, or look at some of its names."""
         if names is None:
-            found = lister._names(directory)  # noqa: SLF001
+            found = self._names(directory)
             if isinstance(found, str):
                 self._ready[directory] = [(".", None, found)]
                 return
@@ -174,7 +146,7 @@ class _Crowd:
             for start in range(0, len(found), _NAMES_AT_ONCE):
                 self._put(directory, found[start : start + _NAMES_AT_ONCE])
             return
-        rows = lister._rows_of(directory, names)  # noqa: SLF001
+        rows = self._rows_of(directory, names)
         with self._lock:
             self._ready[directory] += rows
         for name, info, _ in rows:
@@ -184,8 +156,3 @@ class _Crowd:
 
 def _name(row: Row) -> str:
     return row[0]
-
-
-def _usage() -> tuple[float, float, int]:
-    used = resource.getrusage(resource.RUSAGE_THREAD)
-    return time.perf_counter(), used.ru_utime + used.ru_stime, used.ru_nvcsw

@@ -3,18 +3,18 @@
 Staging takes t_stage once; every epoch then takes t_local instead of t_remote to read. It has paid
 after the least whole number of epochs n with n * (t_remote - t_local) > t_stage, and never does
 where t_local >= t_remote. Both times are measured: t_remote by the staging itself, t_local by
-reading a sample of what was staged, and both with the same number of readers.
+reading a sample of what was staged, both as if by the same number of readers.
 """
 
 from __future__ import annotations
 
 import math
+import os
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any, Optional, Protocol
 
 from hpml_orchestrator.staging.delivery import COLLECTIVE
-from hpml_orchestrator.staging.reread import sample_staged
-from hpml_orchestrator.staging.sample import epoch_seconds
+from hpml_orchestrator.staging.sample import epoch_seconds, sample_staged
 
 if TYPE_CHECKING:
     from hpml_orchestrator.staging.request import StageResult
@@ -27,7 +27,7 @@ _LEAST_SECONDS = 0.02
 
 
 class _Reread(Protocol):
-    def __call__(self, path: str, *, readers: int, seconds: float) -> Sample: ...
+    def __call__(self, path: str, *, seconds: float) -> Sample: ...
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,7 @@ class Payback:
         stage_seconds: that it took, once.
         remote_seconds: that this node takes to read all of the source once, as it did while it
             staged: with as many workers as were busy on average.
-        local_seconds: that it takes to read all of the staged data once, with as many.
+        local_seconds: that it takes to read all of the staged data once, with as many, up to CPUs.
         epochs: after which staging has paid; None for never.
         warm: the staged data were read out of the page cache, as they are right after staging.
     """
@@ -77,20 +77,21 @@ def payback_of(result: StageResult, *, reread: _Reread = sample_staged) -> Optio
 
     Args:
         result: of one entry.
-        reread: reads some of what lies at a path, with so many readers at once.
+        reread: reads some of what lies at a path.
     """
     if result.reused or result.method in COLLECTIVE:
         return None
     if not result.bytes or result.read_seconds <= 0:
         return None
-    # of workers that were at work on average: threads come only as the source makes them wait
+    # of workers that were at work on average: those that wait for a batch read nothing
     busy = (result.read_seconds + result.write_seconds) / result.seconds if result.seconds else 1.0
     readers = min(max(1, result.workers), max(1.0, busy))
     # the ranks wait for it: a tenth of what they have waited at most
     seconds = min(_MOST_SECONDS, max(_LEAST_SECONDS, result.seconds / 10))
-    sample = reread(result.path, readers=math.ceil(readers), seconds=seconds)
-    local = epoch_seconds(sample, result.files, result.bytes)
-    if local is None:
+    sample = reread(result.path, seconds=seconds)
+    alone = epoch_seconds(sample, result.files, result.bytes)
+    if alone is None:
         return None
+    local = alone / min(readers, len(os.sched_getaffinity(0)))  # what waits for nobody needs a CPU
     remote = result.read_seconds / readers
     return Payback(result.seconds, remote, local, break_even(result.seconds, remote, local))

@@ -206,7 +206,7 @@ def scan_tree(
         directory = todo.pop()
         prefix = f"{directory}/" if directory else ""
         below = []
-        for name, found, fault in lister.rows(directory, todo):
+        for name, found, fault in lister.rows(directory):
             path = prefix + name
             if found is None:
                 problems.add(path, fault)

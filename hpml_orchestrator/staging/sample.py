@@ -1,4 +1,4 @@
-"""How long reading everything once will take, from a sample: of the source, and of a target."""
+"""How long reading everything once will take, from a sample: of a source, a target, a copy."""
 
 from __future__ import annotations
 
@@ -12,14 +12,15 @@ from typing import TYPE_CHECKING, NamedTuple
 from hpml_orchestrator.staging.files import remove_tree
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterable, Sequence
 
     from hpml_orchestrator.staging.plan import Entry, Plan
 
-__all__ = ["Sample", "epoch_seconds", "sample_source", "sample_target"]
+__all__ = ["Sample", "epoch_seconds", "sample_source", "sample_staged", "sample_target"]
 
 _PIECE_BYTES = 8 << 20
 _BLOCK_BYTES = 1 << 20
+_MOST_STAGED_BYTES = 1 << 40
 _READ = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
 _CREATE = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
 
@@ -75,6 +76,20 @@ def sample_source(
     return _read(paths, seconds, most_bytes, clock)
 
 
+def sample_staged(
+    path: str, *, seconds: float = 0.5, clock: Callable[[], float] = time.perf_counter
+) -> Sample:
+    """Read staged files for a while, out of the page cache, where they are; what cannot is left.
+
+    Args:
+        path: where the staged data lie.
+        seconds: stop after so long.
+        clock: seconds.
+    """
+    paths = (f"{top}/{name}" for top, _, names in os.walk(path) for name in names)
+    return _read(paths, seconds, _MOST_STAGED_BYTES, clock, drop=False)
+
+
 def sample_target(
     base: str,
     entries: Sequence[Entry],
@@ -98,7 +113,12 @@ def sample_target(
 
 
 def _read(
-    paths: Sequence[str], seconds: float, most_bytes: int, clock: Callable[[], float]
+    paths: Iterable[str],
+    seconds: float,
+    most_bytes: int,
+    clock: Callable[[], float],
+    *,
+    drop: bool = True,
 ) -> Sample:
     begin = clock()
     files = size = 0
@@ -113,8 +133,9 @@ def _read(
             continue
         opened = clock()
         try:
-            with contextlib.suppress(OSError):
-                os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
+            if drop:
+                with contextlib.suppress(OSError):
+                    os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
             before = clock()
             got = _drain(fd)
             done = clock()

@@ -17,7 +17,6 @@ from tests.patience import eventually
 from tests.unit.cli.support import HPML, Node, grow, in_terminal, same
 
 SLOWLY = ("--opens-per-second", "500")
-LITTLE = ("--files", "60", "--size", "1K", "--large", "1M", "--runs", "1")
 
 
 @pytest.fixture
@@ -280,31 +279,3 @@ def test_keep(node: Node, tree: Path) -> None:
     last = node.shell.bash(f"bash -c '{stage} {tree} --to shm --print path; {stage} clean --mine'")
     path, cleaned = last.out.splitlines()
     assert cleaned.startswith(f"removed {path} (copy of {tree})")
-
-
-def test_bench(node: Node) -> None:
-    """Every way has a figure, as JSON and as a table; wrong sizes are refused; nothing stays."""
-    words = ("bench", "--from", str(node.root), *LITTLE)
-    result = node.stage(*words, "--json").json()
-    assert [target["place"] for target in result["targets"]] == [str(node.disk), str(node.ram)]
-    for target in result["targets"]:
-        ways = {rung["way"]: rung for rung in target["rungs"]}
-        assert {"cp -r", "hpml stage", "hpml stage --no-hash", "hpml stage PACK"} <= set(ways)
-        assert all(rung["bytes_per_second"] > 0 and not rung["fault"] for rung in ways.values())
-    lines = node.stage(*words, str(node.ram)).out.splitlines()
-    assert "60 files of 1.0 KiB, one of 1.0 MiB, packed in " in lines[0]
-    assert lines[2] == "TO\tWAY\tDIGESTS\tFILES/S\tMB/S\tSECONDS"
-    for more, message in (
-        (["--from", f"{node.root}/none"], "--from: No such file or directory"),
-        ([f"{node.root}/none"], "DIR: No such file or directory"),
-        (["--size", "1Q"], "--size: must be a size"),
-        (["--large", "900T"], "--from: needs"),
-    ):
-        assert node.stage("bench", *more).refuses(2, message)
-    process = node.start("bench", "--from", str(node.root), "--runs", "50", start_new_session=True)
-    eventually(lambda: list(node.disk.glob(".hpml-bench-*/*/*")))
-    os.killpg(process.pid, signal.SIGINT)
-    out, err = process.communicate(timeout=120)
-    assert (process.returncode, out, "Traceback" in err) == (130, "", False)
-    assert os.listdir(node.ram) == os.listdir(node.disk) == []
-    assert not [name for name in os.listdir(node.root) if name.startswith(".hpml")]

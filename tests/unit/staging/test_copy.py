@@ -18,7 +18,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from hpml_orchestrator.errors import InputError, StagingError
-from hpml_orchestrator.staging import Bases, CopyStager, EngineOptions, StageRequest
+from hpml_orchestrator.staging import Bases, CopyStager, EngineOptions, StageRequest, engine
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -286,7 +286,8 @@ def test_without_sendfile_bytes_go_through_memory(
 def test_slow_sources_are_read_by_several_threads(
     stager: CopyStager, source: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Where files wait rather than work, threads are used and the result is the same."""
+    """Where a source is served to the node, threads wait for it, and the result is the same."""
+    monkeypatch.setattr(engine, "readers_for", lambda _path: 32)
     for number in range(200):
         (source / f"f{number}").write_bytes(b"%d" % number)
     seen = set()

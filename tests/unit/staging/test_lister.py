@@ -40,7 +40,8 @@ def retry() -> Retry:
 
 
 def slow_metadata(monkeypatch: pytest.MonkeyPatch, seconds: float) -> set[int]:
-    """Let directories be slow to list and entries slow to look at, and tell who looked."""
+    """Let a tree be served and slow to look at, and tell who looked."""
+    monkeypatch.setattr(lister, "readers_for", lambda _path: 32)
     threads: set[int] = set()
     for name, pause in (("listdir", 10 * seconds), ("stat", seconds), ("lstat", seconds)):
         real = getattr(os, name)
