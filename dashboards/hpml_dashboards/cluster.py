@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from grafana_foundation_sdk.models.dashboard import Dashboard
 
-from hpml_dashboards.panels import Panel, build_dashboard, figure, lines, listing, select
+from hpml_dashboards.panels import Panel, build_dashboard, figure, lines, listing, or_zero, select
 
 __all__ = ["cluster"]
 
@@ -27,15 +27,17 @@ def _wait(share: float, by: str = "le") -> str:
     return f"histogram_quantile({share}, sum by ({by}) (rate({waits}[30m])))"
 
 
-_RUNNING = _sum("hpml_slurm_jobs", state="~running|completing")
-_PENDING = f"{_sum('hpml_slurm_jobs', state='pending')} or vector(0)"
+_NODES = _slurm("hpml_slurm_nodes")
+_PENDING = or_zero(_sum("hpml_slurm_jobs", state="pending"), _NODES)
+_RUNNING = or_zero(_sum("hpml_slurm_jobs", state="~running|completing"), _NODES)
+_GPUS = f"hpml:cluster_gpus:count{_ALL}"
 _BUSY = f"sum(hpml:cluster_gpus_busy:sum{_ALL})"
-_ALLOCATED = f"sum(hpml:cluster_gpus_allocated:sum{_ALL})"
-_WASTED = f"sum(hpml:cluster_gpus_wasted:sum{_ALL})"
-_TOTAL = f"sum(hpml:cluster_gpus:count{_ALL})"
+_ALLOCATED = or_zero(f"sum(hpml:cluster_gpus_allocated:sum{_ALL})", _GPUS)
+_WASTED = or_zero(f"sum(hpml:cluster_gpus_wasted:sum{_ALL})", _GPUS)
+_TOTAL = f"sum({_GPUS})"
 _WORST = f"topk(25, hpml:job_gpus_wasted:sum{_ALL} > 0.5)"
 _OF_WORST = f"and on (cluster, jobid) {_WORST}"
-_WHOSE = "* on (cluster, jobid) group_left (user, partition, name) hpml:job_info"
+_WHOSE = "* on (cluster, jobid) group_left (array, user, partition, name) hpml:job_info"
 _NODE_WASTE = f"hpml:node_gpus_allocated:count{_ALL} - hpml:node_gpus_busy:sum{_ALL}"
 _OF_NODES = f"and on (cluster, node) topk(25, {_NODE_WASTE})"
 
@@ -79,7 +81,7 @@ _CONTENT: list[Panel | str] = [
     figure("Jobs running", "count", _RUNNING, none="no exporter"),
     figure("Jobs pending", "count", _PENDING),
     figure("Median wait", "seconds", _wait(0.5), none="none started"),
-    figure("Nodes down", "faults", f"{_sum('hpml_slurm_nodes', state=_NOT_IN_USE)} or vector(0)"),
+    figure("Nodes down", "faults", or_zero(_sum("hpml_slurm_nodes", state=_NOT_IN_USE), _NODES)),
     figure("GPU power", "watts", f"sum(hpml:cluster_gpu_power_watts:sum{_ALL})"),
     lines(
         "GPUs",
@@ -96,7 +98,7 @@ _CONTENT: list[Panel | str] = [
     lines("Wait for the start", "seconds", {"50 %": _wait(0.5), "90 %": _wait(0.9)}, width=6),
     listing(
         "Jobs that waste most GPUs",
-        "jobid user partition name",
+        "jobid array user partition name",
         {
             "GPUs": f"max by (jobid) (hpml:job_gpus:count{_ALL} {_OF_WORST})",
             "GPU active": f"max by (jobid) (hpml:job_gpu_busy:avg{_ALL} {_OF_WORST})",
@@ -106,7 +108,6 @@ _CONTENT: list[Panel | str] = [
         width=16,
         height=10,
         sort="Wasted",
-        none="No job wastes GPUs",
     ),
     listing(
         "Partitions",
@@ -139,7 +140,6 @@ _CONTENT: list[Panel | str] = [
         "Nodes that need somebody",
         "node state reason",
         {"-": _slurm("hpml_slurm_node_reason_info")},
-        none="No node is down or drained",
     ),
     lines("Nodes by state", "count", {"{{state}}": _sum("hpml_slurm_nodes", "state")}, width=6),
     lines(

@@ -54,8 +54,8 @@ Versions: Exporters by version. Good: one. Otherwise update the older ones.
 
 _CONTENT: list[Panel | str] = [
     figure("Exporters", "count", f"count({_NODES})"),
-    figure("Targets down", "faults", "count(up == 0) or vector(0)"),
-    figure("Failing", "faults", f"count({_FAILING}) or vector(0)"),
+    figure("Targets down", "faults", "sum(up == bool 0)"),
+    figure("Failing", "faults", f"sum({_of('hpml_exporter_up == bool 0')})"),
     figure(
         "Last reading",
         "age",
@@ -64,7 +64,7 @@ _CONTENT: list[Panel | str] = [
     figure(
         "Slurm figures",
         "age",
-        "time() - max(hpml_slurm_last_refresh_timestamp_seconds)",
+        "max(time() - hpml_slurm_last_refresh_timestamp_seconds)",
         none="no exporter",
     ),
     figure("CPU", "cost", f"avg({_rate('process_cpu_seconds_total')})"),
@@ -79,14 +79,12 @@ _CONTENT: list[Panel | str] = [
             "Errors": f"{_of('hpml_exporter_errors_total')} {_WHERE_FAILING}",
         },
         height=8,
-        none="All collectors work",
     ),
     listing(
         "Targets that do not answer",
         "job instance",
         {"-": "up == 0"},
         height=8,
-        none="All targets answer",
     ),
     lines(
         "Time of a reading",

@@ -11,6 +11,7 @@ from hpml_dashboards.panels import (
     figure,
     lines,
     listing,
+    or_zero,
     select,
     variable,
 )
@@ -46,13 +47,15 @@ def _ever(series: str, by: str) -> str:
     return f"max by (jobid, {by}) (last_over_time({series}{_JOB}[$__range]))"
 
 
-_OOM = f"(sum(max by (jobid) (hpml_job_oom_events_total{_JOB})) or vector(0))"
-_XID = (
-    f"(count({_of_gpus('hpml_gpu_xid_last_timestamp_seconds', 'uuid, xid')} "
-    f"> on () group_left () min(hpml_job_start_timestamp_seconds{_JOB})) or vector(0))"
-)
+_XID = _of_gpus("hpml_gpu_xid_last_timestamp_seconds", "uuid, xid")
 _UNBOUND = _once(f"hpml_rank_binding_wrong_ranks{_JOB}")
-_NONE_UNUSED = f"0 * max(hpml:job_gpus:count{_JOB})"
+_FAULTS = (
+    f"sum({_once(f'hpml_job_oom_events_total{_JOB}')})",
+    f"count({_XID} > on () group_left () min(hpml_job_start_timestamp_seconds{_JOB}))",
+    f"sum({_UNBOUND})",
+)
+_GPUS = f"hpml:job_gpus:count{_JOB}"
+_CPUS = _once(f"(hpml_job_cpus{_JOB} > 0)")
 _STARTED = _ever("hpml_job_start_timestamp_seconds", "cluster")
 _LONGEST = (
     f"hpml_train_longest_data_wait_info{_JOB} * on (cluster, jobid, instance, job) "
@@ -121,9 +124,9 @@ MFU, communication, accuracy: Model FLOP/s against the peak (good: above 30 %), 
 _CONTENT: list[Panel | str] = [
     listing(
         "Job $jobid",
-        "name user account partition run sweep point",
+        "name array user account partition run sweep point",
         {
-            "-": _ever("hpml:job_info", "user, account, partition, name"),
+            "-": _ever("hpml:job_info", "user, account, partition, name, array"),
             "-run": _ever("hpml:run_info", "run, sweep, point"),
             "Ranks": f"max by (jobid) (last_over_time(hpml_job_ranks{_JOB}[$__range]))",
             "Nodes": f"count by (jobid) (last_over_time(hpml:job_exporter{_JOB}[$__range]))",
@@ -140,9 +143,9 @@ _CONTENT: list[Panel | str] = [
         "count",
         {
             # A node without Slurm's prolog may not know what it gave to the job.
-            "allocated": f"(sum({_once(f'hpml_job_gpus_allocated{_JOB}')}) "
-            f"> max(hpml:job_gpus:count{_JOB})) or max(hpml:job_gpus:count{_JOB})",
-            "unused": f"sum(hpml:job_gpus_unopened:count{_JOB}) or {_NONE_UNUSED}",
+            "allocated": f"(sum({_once(f'hpml_job_gpus_allocated{_JOB}')}) > max({_GPUS})) "
+            f"or max({_GPUS})",
+            "unused": or_zero(f"sum(hpml:job_gpus_unopened:count{_JOB})", _GPUS),
         },
         calc="lastNotNull",
     ),
@@ -150,12 +153,17 @@ _CONTENT: list[Panel | str] = [
     figure(
         "CPU",
         "share",
-        f"sum(hpml:job_cpus_busy:rate5m{_JOB}) / sum({_once(f'hpml_job_cpus{_JOB}')})",
+        f"sum(hpml:job_cpus_busy:rate5m{_JOB} and on (node) {_CPUS}) / sum({_CPUS})",
         calc="mean",
     ),
-    figure("Memory", "full", f"max(hpml:job_memory_used:ratio{_JOB})", calc="max", none="no limit"),
+    figure("Memory", "full", f"max(hpml:job_memory_used:ratio{_JOB})", calc="max"),
     figure("Samples/s", "count", f"sum(hpml:job_samples:rate5m{_JOB})", calc="lastNotNull"),
-    figure("Faults", "faults", f"{_OOM} + {_XID} + (sum({_UNBOUND}) or vector(0))", calc="max"),
+    figure(
+        "Faults",
+        "faults",
+        " + ".join(or_zero(count, f"hpml:job_info{_JOB}") for count in _FAULTS),
+        calc="max",
+    ),
     lines("GPU active", "share", {_GPU: each(f"hpml:gpu_busy:rate2m{_JOB}")}, width=12),
     lines(
         "Tensor cores active",
@@ -197,7 +205,7 @@ _CONTENT: list[Panel | str] = [
         "count",
         {
             "{{node}}": each(f"hpml:job_cpus_busy:rate5m{_JOB}"),
-            "allocated": f"max({_once(f'hpml_job_cpus{_JOB}')})",
+            "allocated": f"max({_CPUS})",
         },
     ),
     lines(
@@ -268,10 +276,9 @@ _CONTENT: list[Panel | str] = [
         "GPU errors (XID)",
         "node index xid",
         {
-            "Last": f"1000 * {_of_gpus('hpml_gpu_xid_last_timestamp_seconds', 'uuid, xid')}",
+            "Last": f"1000 * {_XID}",
             "Errors": _of_gpus("hpml_gpu_xid_errors_total", "uuid, xid"),
         },
-        none="No GPU errors",
     ),
     listing(
         "Slowest readers",
@@ -302,6 +309,12 @@ def job() -> Dashboard:
         "hpml-job",
         "One job over its nodes: how well it uses what it was allocated, and what holds it up.",
         _ABOUT,
-        [variable("jobid", "Job", jobs, newest=True)],
+        [
+            variable("jobid", "Job", jobs, newest=True),
+            # What the links to other dashboards carry.
+            variable("user", "", f"label_values(hpml:job_info{_JOB}, user)"),
+            variable("sweep", "", f"label_values(hpml:run_info{_JOB}, sweep)"),
+            variable("node", "", f"label_values(hpml:job_exporter{_JOB}, node)"),
+        ],
         _CONTENT,
     )

@@ -11,6 +11,7 @@ from hpml_dashboards.panels import (
     figure,
     lines,
     listing,
+    or_zero,
     select,
     variable,
 )
@@ -93,8 +94,10 @@ _CONTENT: list[Panel | str] = [
         "count",
         {
             "allocated": f"max(hpml:node_gpus_allocated:count{_NODE})",
-            "unused": f"sum({_own('hpml_job_gpus_allocated')} - {_own('hpml_job_gpus_used')}) "
-            "or vector(0)",
+            "unused": or_zero(
+                f"sum({_own('hpml_job_gpus_allocated')} - {_own('hpml_job_gpus_used')})",
+                f"hpml:node_gpus_allocated:count{_NODE}",
+            ),
         },
     ),
     figure("Hottest GPU", "heat", f"max({_TEMPERATURE})"),
@@ -104,8 +107,10 @@ _CONTENT: list[Panel | str] = [
     figure(
         "GPU errors",
         "faults",
-        f"(sum({_own('hpml_gpu_xid_errors_total')}) or vector(0)) + "
-        f"(sum({_UNCORRECTED}) or vector(0))",
+        " + ".join(
+            or_zero(f"sum({errors})", _own("hpml_gpus"))
+            for errors in (_own("hpml_gpu_xid_errors_total"), _UNCORRECTED)
+        ),
     ),
     lines("GPU active", "share", {_GPU: f"max by (index) (hpml:gpu_busy:rate2m{_NODE})"}, width=12),
     lines(
@@ -116,9 +121,10 @@ _CONTENT: list[Panel | str] = [
     ),
     listing(
         "Jobs on this node",
-        "jobid user name partition",
+        "jobid array user name partition",
         {
-            "-": f"max by (jobid, user, name, partition) ({_JOBS}(hpml:job_exporter{_NODE}))",
+            "-": "max by (jobid, array, user, name, partition) "
+            f"({_JOBS}(hpml:job_exporter{_NODE}))",
             "GPUs": f'count by (jobid) (hpml:gpu_info{_NODE[:-1]}, jobid!=""}})',
             "GPU active": f'avg by (jobid) (hpml:gpu_busy:rate2m{_NODE[:-1]}, jobid!=""}})',
             "CPUs busy": f"sum by (jobid) (hpml:job_cpus_busy:rate5m{_NODE})",
@@ -128,7 +134,6 @@ _CONTENT: list[Panel | str] = [
         },
         width=24,
         sort="GPUs",
-        none="No job runs here",
     ),
     "GPU health",
     listing(
@@ -149,7 +154,6 @@ _CONTENT: list[Panel | str] = [
         },
         width=24,
         height=10,
-        none="No GPUs",
     ),
     lines(
         "Clocks held down",
@@ -179,7 +183,6 @@ _CONTENT: list[Panel | str] = [
             "Errors": f"{_own('hpml_gpu_xid_errors_total')}{_INDEX}",
         },
         width=8,
-        none="No GPU errors",
     ),
     "Storage",
     lines(
@@ -252,6 +255,7 @@ def node() -> Dashboard:
         [
             variable("node", "Node", nodes),
             variable("instance", "", f"label_values({own}, instance)"),
+            variable("jobid", "", f"label_values(hpml:job_exporter{_NODE}, jobid)", newest=True),
         ],
         _CONTENT,
     )
