@@ -24,7 +24,7 @@ def _sum(metric: str, by: str = "", **labels: str) -> str:
 def _wait(share: float, by: str = "le") -> str:
     """Return the wait that this share of the jobs stayed below, of those that started lately."""
     waits = _slurm("hpml_slurm_job_wait_seconds_bucket")
-    return f"histogram_quantile({share}, sum by ({by}) (rate({waits}[30m])))"
+    return f"histogram_quantile({share}, sum by ({by}) (rate({waits}[30m]))) >= 0"  # not NaN
 
 
 _NODES = _slurm("hpml_slurm_nodes")

@@ -25,7 +25,7 @@ _SEEN = f"max by (jobid, point, run) (last_over_time(hpml:run_info{_RUNS}[$__ran
 _JOBS = 'max by (jobid, array) (last_over_time(hpml:job_info{cluster="$cluster"}[$__range]))'
 _RANKS = f"max by (jobid, point) (max_over_time(hpml:run_ranks:max{_RUNS}[$__range]))"
 _FEWEST = f"on () group_left () min({_RANKS})"
-_BASE = f"on () group_left () max({_SPEED} and on (jobid) ({_RANKS} == {_FEWEST}))"
+_BASE = f"on () group_left () (max({_SPEED} and on (jobid) ({_RANKS} == {_FEWEST})) > 0)"
 _SPEEDUP = f"({_SPEED} / {_BASE} and on () (max({_RANKS}) > min({_RANKS})))"
 _EFFICIENCY = f"{_SPEEDUP} / ({_RANKS} / {_FEWEST})"
 

@@ -18,7 +18,7 @@ import promql_parser
 from tests.monitoring.prometheus_support import program
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
+    from collections.abc import Iterable, Iterator, Mapping
     from pathlib import Path
 
 __all__ = ["END", "SECONDS", "backfill", "expressions", "openmetrics", "panels", "resolved"]
@@ -58,13 +58,14 @@ def panels(dashboard: dict[str, Any]) -> Iterator[dict[str, Any]]:
             yield panel
 
 
-def resolved(expression: str, step: int = 15, **others: str) -> str:
+def resolved(expression: str, step: int = 15, others: Mapping[str, str] = VALUES) -> str:
     """An expression with the variables' values, or others, as a panel with that step has it."""
-    values = VALUES | {
+    values = {
+        **VALUES,
+        **others,
         "__interval": f"{step}s",
         "__rate_interval": f"{max(step + 15, 60)}s",
         "__range": f"{SECONDS}s",
-        **others,
     }
     return re.sub(r"\$\{?(\w+)\}?", lambda match: values[match[1]], expression)
 

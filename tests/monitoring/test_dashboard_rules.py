@@ -175,7 +175,7 @@ def figures(asked: Prometheus, **values: str) -> Figures:
     return {
         (uid, panel["title"], target["legendFormat"]): [
             line.points[-1][1]
-            for line in asked.query_range(resolved(target["expr"], **values), END, END)
+            for line in asked.query_range(resolved(target["expr"], others=values), END, END)
         ]
         for uid, dashboard in DASHBOARDS.items()
         for panel in panels(dashboard)
