@@ -43,8 +43,12 @@ def _of_nodes(rule: str) -> str:
 
 
 def _ever(series: str, by: str) -> str:
-    """Return what was last known in the time range, so that ended jobs are described too."""
-    return f"max by (jobid, {by}) (last_over_time({series}{_JOB}[$__range]))"
+    """Return what was known longest in the time range, so that ended jobs are described too."""
+    return f"topk by (jobid) (1, sum by (jobid, {by}) (count_over_time({series}{_JOB}[$__range])))"
+
+
+def _last(series: str) -> str:
+    return f"last_over_time({series}{_JOB}[$__range])"
 
 
 _XID = _of_gpus("hpml_gpu_xid_last_timestamp_seconds", "uuid, xid")
@@ -56,7 +60,6 @@ _FAULTS = (
 )
 _GPUS = f"hpml:job_gpus:count{_JOB}"
 _CPUS = _once(f"(hpml_job_cpus{_JOB} > 0)")
-_STARTED = _ever("hpml_job_start_timestamp_seconds", "cluster")
 _LONGEST = (
     f"hpml_train_longest_data_wait_info{_JOB} * on (cluster, jobid, instance, job) "
     "group_left () " + _this("hpml_train_rank_data_wait_seconds", which="longest")
@@ -128,9 +131,9 @@ _CONTENT: list[Panel | str] = [
         {
             "-": _ever("hpml:job_info", "user, account, partition, name, array"),
             "-run": _ever("hpml:run_info", "run, sweep, point"),
-            "Ranks": f"max by (jobid) (last_over_time(hpml_job_ranks{_JOB}[$__range]))",
-            "Nodes": f"count by (jobid) (last_over_time(hpml:job_exporter{_JOB}[$__range]))",
-            "Started": f"1000 * max by (jobid) ({_STARTED})",
+            "Ranks": f"max by (jobid) ({_last('hpml_job_ranks')})",
+            "Nodes": f"count by (jobid) (count by (jobid, node) ({_last('hpml:job_exporter')}))",
+            "Started": f"1000 * max by (jobid) ({_last('hpml_job_start_timestamp_seconds')})",
         },
         width=24,
         height=4,
