@@ -195,3 +195,37 @@ def test_figures_are_zero_of_what_is_known_only(healthy: Prometheus, tmp_path: P
     with booted_prometheus(tmp_path, []) as empty:
         shown = {name: values for name, values in figures(empty).items() if values}
     assert shown == {}
+
+
+@pytest.mark.parametrize(("ranks", "speedup"), [("16", 1.5), ("8", None)], ids=["more", "same"])
+def test_speeds_are_compared_where_ranks_differ(
+    promtool: Promtool, tmp_path: Path, ranks: str, speedup: float | None
+) -> None:
+    """Runs of a sweep of other parameters have no speedup."""
+    values = {"samples:rate5m": ("100", "150"), "ranks:max": ("8", ranks)}
+    run = '{{cluster="main",sweep="scaling",jobid="{}"}}'
+    queries = {
+        panel["title"]: resolved(panel["targets"][0]["expr"])
+        for panel in panels(DASHBOARDS["hpml-sweep"])
+    }
+    wanted = {"Largest speedup": speedup, "Lowest efficiency": speedup and 0.75}
+    test = {
+        "interval": "1m",
+        "input_series": [
+            {"series": f"hpml:run_{name}{run.format(jobid)}", "values": f"{value}x20"}
+            for name, pair in values.items()
+            for jobid, value in enumerate(pair)
+        ],
+        "promql_expr_test": [
+            {
+                "expr": queries[title],
+                "eval_time": "15m",
+                "exp_samples": [{"labels": "{}", "value": value}] if value else [],
+            }
+            for title, value in wanted.items()
+        ],
+    }
+    path = tmp_path / "test.yml"
+    path.write_text(json.dumps({"tests": [test]}), encoding="utf-8")
+    done = promtool("test", "rules", path)
+    assert done.returncode == 0, done.stdout + done.stderr
