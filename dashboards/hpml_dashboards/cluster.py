@@ -86,11 +86,7 @@ _CONTENT: list[Panel | str] = [
     lines(
         "GPUs",
         "count",
-        {
-            "busy": _BUSY,
-            "wasted": _WASTED,
-            "idle": f"{_TOTAL} - {_ALLOCATED}",
-        },
+        {"busy": _BUSY, "wasted": _WASTED, "idle": f"{_TOTAL} - {_ALLOCATED}"},
         width=12,
         stacked=True,
     ),

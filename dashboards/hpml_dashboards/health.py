@@ -80,12 +80,7 @@ _CONTENT: list[Panel | str] = [
         },
         height=8,
     ),
-    listing(
-        "Targets that do not answer",
-        "job instance",
-        {"-": "up == 0"},
-        height=8,
-    ),
+    listing("Targets that do not answer", "job instance", {"-": "up == 0"}, height=8),
     lines(
         "Time of a reading",
         "seconds",
@@ -135,9 +130,5 @@ _CONTENT: list[Panel | str] = [
 def health() -> Dashboard:
     """Return the dashboard."""
     return build_dashboard(
-        "hpml-health",
-        "Whether the exporters work, and what they cost.",
-        _ABOUT,
-        [],
-        _CONTENT,
+        "hpml-health", "Whether the exporters work, and what they cost.", _ABOUT, [], _CONTENT
     )

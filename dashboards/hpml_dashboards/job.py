@@ -42,6 +42,18 @@ def _of_nodes(rule: str) -> str:
     return f'{rule}{{cluster="$cluster"}} and on (cluster, node) {nodes}'
 
 
+def _each(rule: str) -> str:
+    return each(f"{rule}{_JOB}")
+
+
+def _ranks(metric: str, least: str, most: str) -> dict[str, str]:
+    """Return what a metric of ranks says of those that take least and most."""
+    return {
+        name: f"{of}({_this(f'hpml_train_rank_{metric}_seconds', which=name)})"
+        for name, of in ((least, "min"), (most, "max"))
+    }
+
+
 def _ever(series: str, by: str) -> str:
     """Return what was known longest in the time range, so that ended jobs are described too."""
     return f"topk by (jobid) (1, sum by (jobid, {by}) (count_over_time({series}{_JOB}[$__range])))"
@@ -167,49 +179,22 @@ _CONTENT: list[Panel | str] = [
         " + ".join(or_zero(count, f"hpml:job_info{_JOB}") for count in _FAULTS),
         calc="max",
     ),
-    lines("GPU active", "share", {_GPU: each(f"hpml:gpu_busy:rate2m{_JOB}")}, width=12),
+    lines("GPU active", "share", {_GPU: _each("hpml:gpu_busy:rate2m")}, width=12),
+    lines("Tensor cores active", "share", {_GPU: _each("hpml:gpu_tensor_active:ratio")}, width=12),
     lines(
-        "Tensor cores active",
-        "share",
-        {_GPU: each(f"hpml:gpu_tensor_active:ratio{_JOB}")},
-        width=12,
+        "Samples per second", "count", {"{{node}}": _each("hpml:train_samples:rate5m")}, height=6
     ),
-    lines(
-        "Samples per second",
-        "count",
-        {"{{node}}": each(f"hpml:train_samples:rate5m{_JOB}")},
-        height=6,
-    ),
-    lines(
-        "Step time",
-        "seconds",
-        {
-            "fastest": f"min({_this('hpml_train_rank_step_duration_seconds', which='fastest')})",
-            "slowest": f"max({_this('hpml_train_rank_step_duration_seconds', which='slowest')})",
-        },
-        height=6,
-    ),
-    lines(
-        "Data wait per step",
-        "seconds",
-        {
-            "shortest": f"min({_this('hpml_train_rank_data_wait_seconds', which='shortest')})",
-            "longest": f"max({_this('hpml_train_rank_data_wait_seconds', which='longest')})",
-        },
-        height=6,
-    ),
+    lines("Step time", "seconds", _ranks("step_duration", "fastest", "slowest"), height=6),
+    lines("Data wait per step", "seconds", _ranks("data_wait", "shortest", "longest"), height=6),
     "GPU memory and power",
-    lines("GPU memory", "share", {_GPU: each(f"hpml:gpu_memory_used:ratio{_JOB}")}),
-    lines("GPU power", "watts", {_GPU: each(f"hpml:gpu_power_watts:max{_JOB}")}),
-    lines("Multiprocessors active", "share", {_GPU: each(f"hpml:gpu_sm_active:ratio{_JOB}")}),
+    lines("GPU memory", "share", {_GPU: _each("hpml:gpu_memory_used:ratio")}),
+    lines("GPU power", "watts", {_GPU: _each("hpml:gpu_power_watts:max")}),
+    lines("Multiprocessors active", "share", {_GPU: _each("hpml:gpu_sm_active:ratio")}),
     "CPU and memory",
     lines(
         "CPUs busy",
         "count",
-        {
-            "{{node}}": each(f"hpml:job_cpus_busy:rate5m{_JOB}"),
-            "allocated": f"max({_CPUS})",
-        },
+        {"{{node}}": _each("hpml:job_cpus_busy:rate5m"), "allocated": f"max({_CPUS})"},
     ),
     lines(
         "Memory by kind",
@@ -273,23 +258,14 @@ _CONTENT: list[Panel | str] = [
             "Misbound": f"max by (node) ({_UNBOUND})",
         },
     ),
-    lines("Clocks held down", "share", {_GPU: each(f"hpml:gpu_throttled:rate2m{_JOB}")}, width=6),
+    lines("Clocks held down", "share", {_GPU: _each("hpml:gpu_throttled:rate2m")}, width=6),
     lines("Learning", "count", {"loss": f"avg(hpml_train_loss{_JOB})"}, width=6),
     listing(
         "GPU errors (XID)",
         "node index xid",
-        {
-            "Last": f"1000 * {_XID}",
-            "Errors": _of_gpus("hpml_gpu_xid_errors_total", "uuid, xid"),
-        },
+        {"Last": f"1000 * {_XID}", "Errors": _of_gpus("hpml_gpu_xid_errors_total", "uuid, xid")},
     ),
-    listing(
-        "Slowest readers",
-        "node rank",
-        {"Wait": _once(_LONGEST)},
-        width=6,
-        sort="Wait",
-    ),
+    listing("Slowest readers", "node rank", {"Wait": _once(_LONGEST)}, width=6, sort="Wait"),
     lines(
         "MFU, communication, accuracy",
         "share",

@@ -31,6 +31,14 @@ def _rate(metric: str, by: str, **labels: str) -> str:
     return f"sum by ({by}) (rate({_own(metric, **labels)}[$__rate_interval]))"
 
 
+def _both(metric: str, label: str) -> dict[str, str]:
+    """Return bytes in each second that were read and written."""
+    return {
+        f"{{{{{label}}}}} {way}": _rate(f"{metric}_{way}_bytes_total", label)
+        for way in ("read", "written")
+    }
+
+
 def _gpu(metric: str, **labels: str) -> str:
     return f"max by (uuid) ({_own(metric, **labels)})"
 
@@ -185,15 +193,7 @@ _CONTENT: list[Panel | str] = [
         width=8,
     ),
     "Storage",
-    lines(
-        "Local disks",
-        "rate",
-        {
-            "{{device}} read": _rate("hpml_disk_read_bytes_total", "device"),
-            "{{device}} written": _rate("hpml_disk_written_bytes_total", "device"),
-        },
-        width=6,
-    ),
+    lines("Local disks", "rate", _both("hpml_disk", "device"), width=6),
     lines(
         "Disks busy",
         "full",
@@ -204,12 +204,7 @@ _CONTENT: list[Panel | str] = [
     lines(
         "NFS and Lustre",
         "rate",
-        {
-            "{{server}} read": _rate("hpml_nfs_read_bytes_total", "server"),
-            "{{server}} written": _rate("hpml_nfs_written_bytes_total", "server"),
-            "{{filesystem}} read": _rate("hpml_lustre_read_bytes_total", "filesystem"),
-            "{{filesystem}} written": _rate("hpml_lustre_written_bytes_total", "filesystem"),
-        },
+        _both("hpml_nfs", "server") | _both("hpml_lustre", "filesystem"),
         width=6,
     ),
     lines(

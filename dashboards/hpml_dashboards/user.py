@@ -20,7 +20,11 @@ __all__ = ["user"]
 
 _MINE = 'hpml:job_info{cluster="$cluster", user="$user"}'
 _SEEN = f"last_over_time({_MINE}[$__range])"
-_SHOWN = 'hpml_slurm_user_jobs{cluster=~"$cluster|"}'
+_OTHERS = '{cluster=~"$cluster|"}'
+_SHOWN = (  # with --users; of anybody, as the queue may be empty
+    f"last_over_time(hpml_slurm_user_jobs{_OTHERS}[$__range]) "
+    f"or hpml_slurm_user_fairshare_ratio{_OTHERS}"
+)
 _NAMED = "{{jobid}} {{name}}"
 
 
