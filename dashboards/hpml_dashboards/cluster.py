@@ -49,8 +49,7 @@ GPU active: Share of time with a kernel on the GPUs that jobs have. Good: above 
 GPUs wasted: Allocated GPUs less busy ones, in whole GPUs. Good: near 0. The table has the jobs.
 Jobs running: Jobs that run, in all partitions. A sudden drop: a file system or a switch.
 Jobs pending: Jobs that wait. Some are healthy; a growing number beside idle GPUs is not.
-Median wait: Half of the jobs that started in the last 30 minutes waited less. Rising: see the
-    queue.
+Median wait: Half of the jobs started in the last 30 minutes waited less. Rising: see the queue.
 Nodes down: Nodes that are down or drained. Good: 0. The reasons stand below.
 GPU power: Power that all GPUs draw. Compare with what cooling and supply allow.
 GPUs: GPUs that are busy, allocated but unused, and idle. Good: mostly busy. Much unused: see the
@@ -58,20 +57,15 @@ GPUs: GPUs that are busy, allocated but unused, and idle. Good: mostly busy. Muc
 Queue: Jobs that run and that wait. Pending rises while running stays: the cluster is full.
 Wait for the start: Waits that half and nine tenths of the jobs stayed below, of those that
     started in the last 30 minutes. Rising beside idle GPUs: look at limits and priorities.
-Jobs that waste most GPUs: Running jobs by GPUs that they have but keep idle. Open one to see what
-    it waits for.
+Jobs that waste most GPUs: Running jobs by GPUs that they keep idle. Open one to see why.
 Partitions: GPUs of each partition, and its pending jobs. A node in several partitions counts in
     each. Idle beside pending: look at limits; much wasted: at its jobs.
 Nodes with the most waste: Allocated GPUs less busy ones, on each node. Open one to see its jobs.
-Nodes that need somebody: Why nodes are down or drained, in the words of whoever drained them.
-    Good: none.
+Nodes that need somebody: Why nodes are down, in the words of whoever drained them. Good: none.
 Nodes by state: Nodes as Slurm sees them. Good: allocated, mixed or idle.
-Pending by reason: Why jobs wait. Resources and Priority are normal; others are limits,
-    dependencies or mistakes.
-Jobs ended: Jobs that ended in each minute. Many failed or timed out at once: a file system or
-    node.
-Scheduler cycles: How long the last cycles took. Good: seconds. Minutes: too many pending jobs or
-    partitions, see bf_max_job_test.
+Pending by reason: Resources and Priority are normal; others are limits, dependencies, mistakes.
+Jobs ended: In each minute. Many failed or timed out at once: a file system or a node.
+Scheduler cycles: Good: seconds. Minutes: too many pending jobs, see bf_max_job_test.
 """
 
 _CONTENT: list[Panel | str] = [

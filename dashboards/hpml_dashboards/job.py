@@ -102,10 +102,8 @@ Step time: Mean step of the fastest and the slowest rank. Good: alike. A gap abo
     all wait for one: look at its node, GPU clock and binding.
 Data wait per step: Mean wait for a batch of the ranks that wait least and most. Good: near 0 and
     alike. If all wait, storage or loader are slow; if one does, its node is.
-GPU memory: Memory in use on each GPU. Much free memory allows larger batches; above 95 % a
-    slightly larger model or batch fails.
-GPU power: Power drawn by each GPU. GPUs at work draw near their limit; active but cool ones
-    mostly wait in communication.
+GPU memory: Much free memory allows larger batches; above 95 % a slightly larger batch fails.
+GPU power: GPUs at work draw near their limit; active but cool ones mostly communicate.
 Multiprocessors active: Share of multiprocessors at work (Hopper and later). If much lower than
     GPU active, kernels are too small: larger batches, fused kernels, CUDA graphs.
 CPUs busy: CPUs at work on each node, and those that the job is bound to. All busy with data wait:
@@ -114,8 +112,7 @@ Memory by kind: Memory of processes, of /dev/shm and the like, and the page cach
     kernel gives back when needed. The first two together must stay below the limit.
 Waiting for resources: Share of time in which a task waited for a CPU, memory or I/O. Good: below
     10 %. CPU: ask for more; memory: near the limit; I/O: stage the data.
-Storage: Bytes from and to storage. Reads in every epoch: no cache holds the data, stage it. High
-    writes are checkpoints.
+Storage: Bytes in each second. Reads in every epoch: stage the data. High writes: checkpoints.
 Staged data, /dev/shm: The job's files in memory, such as what hpml staged for it. They count as
     its memory; a full /dev/shm ends loader workers.
 Network of the nodes: InfiniBand and RoCE of the job's nodes, with other jobs there. Compare with
@@ -126,12 +123,10 @@ Nodes of the job: The job on each of its nodes: the one that differs is the one 
     Misbound are ranks on other CPUs or GPUs than planned; good: 0, else see hpml show.
 Clocks held down: Share of time in which a GPU had to run slower. The power limit is normal under
     full load; for heat and power brakes, see the node and tell the administrators.
-Learning: Loss as reported last, mean over ranks. Good: falling. A jump after a change of scale:
-    learning rate and warm-up.
+Learning: Last loss, mean over ranks. Good: falling. A jump after a change of scale: warm-up.
 GPU errors (XID): Errors of the job's GPUs, also from before it. 13, 31 and 43 come from programs;
     48, 62, 64, 74, 79, 95, 119 and 120 from hardware: tell the administrators.
-Slowest readers: The rank of each node that waits longest for data in a step. Always the same one:
-    look at its node's storage and CPUs.
+Slowest readers: Rank that waits longest on each node. Always the same: see its node's storage.
 MFU, communication, accuracy: Model FLOP/s against the peak (good: above 30 %), the share of time
     in communication, and the last accuracy. Much communication: larger batches, fewer nodes.
 """

@@ -53,41 +53,31 @@ _UNCORRECTED = _own("hpml_gpu_ecc_errors_total", error="uncorrected")
 _BAD_ROWS = "hpml_gpu_remapped_rows_failed", "hpml_gpu_remapped_rows_pending"
 
 _ABOUT = """
-GPUs: GPUs that answer, and lost ones. Good: none lost. Otherwise drain the node and look at the
-    XID errors below.
-GPU active: Share of time with a kernel on the GPUs. Good: above 60 % while jobs have GPUs here.
-    If lower, open the jobs below.
-GPUs of jobs: GPUs that jobs have, and those without a process of their job. Good: none unused.
-    Otherwise ask the owner of the job.
+GPUs: GPUs that answer, and lost ones. Good: none lost. Otherwise drain the node, see its XIDs.
+GPU active: Share of time with a kernel. Good: above 60 % with jobs here. Else open them below.
+GPUs of jobs: GPUs that jobs have, and those without a process. Good: none unused. Ask the owner.
 Hottest GPU: Good: below 75 °C. From 84 °C on GPUs slow down: look at fans, filters and the inlet.
 GPU power: Power that all GPUs draw. Compare with what the rack may draw.
 Shm full: How full /dev/shm is. Good: below 80 %. When full, loader workers die of bus
     errors: find the job below; leftovers of ended jobs can be deleted.
 Fullest disk: How full the fullest local file system is. Good: below 80 %. When full, jobs fail.
-GPU errors: XID and uncorrected memory errors since the exporter and the driver started. Good: 0.
-    Otherwise see the tables below.
+GPU errors: XID and uncorrected memory errors since the driver's start. Good: 0. Else see below.
 GPU memory: Memory in use on each GPU. Memory without activity is a hung or waiting process.
 Jobs on this node: Jobs that run here. Open one to see what it waits for. Foreign GPUs were
     allocated to somebody else: constrain devices in Slurm's cgroup.conf.
 Clocks held down: Time in which GPUs ran slower, by reason. power is the power limit, normal under
     full load; hw_thermal, hw_slowdown and power_brake are faults of cooling or supply.
-Link and memory errors: Errors in each second that were repaired. Good: 0. A rising rate announces
-    a failure.
+Link and memory errors: Repaired ones in each second. Good: 0. A rising rate announces a failure.
 GPU errors (XID): 48, 62, 64, 74, 79, 95, 119 and 120 come from hardware: drain the node. 13, 31
     and 43 mostly come from programs.
-Local disks: Bytes read from and written to local disks. Steady reads: the data is staged to disk
-    but fits into no cache.
-Disks busy: Share of time with something to do. Above 90 % a disk limits the jobs: stage into
-    memory, or read larger pieces.
+Local disks: Bytes in each second. Steady reads: the data staged to disk fits into no cache.
+Disks busy: Above 90 % a disk limits the jobs: stage into memory, or read larger pieces.
 Local file systems: How full each is. Good: below 80 %. Otherwise delete leftovers of ended jobs.
-NFS and Lustre: Bytes from and to network file systems. The same reads in each epoch: stage the
-    data.
-NFS answer time: Mean time from request to answer. Good: below 10 ms. Slow on all nodes: the
-    server; on this one: its network.
+NFS and Lustre: Bytes in each second. The same reads in each epoch: stage the data.
+NFS answer time: Good: below 10 ms. Slow on all nodes: the server; on this one: its network.
 InfiniBand: Bytes through each port, and ticks in which it had data but could not send. Compare
     with the rate of the link; many waits: other traffic fills the fabric.
-Ports: Good: all up at the same rate. One that is down or slower slows every job across nodes:
-    reseat or exchange its cable.
+Ports: Good: all up at the same rate. A slow one slows every job across nodes: see its cable.
 """
 
 _CONTENT: list[Panel | str] = [
