@@ -14,7 +14,7 @@ _NOT_IN_USE = "~down|drained|draining|fail.*|error|maint|reboot.*|unknown|no_res
 
 def _slurm(metric: str, **labels: str) -> str:
     """Return a metric of the Slurm exporter, whose targets may have no label for the cluster."""
-    return select(metric, cluster="~$cluster|", **labels)
+    return select(f"hpml_slurm_{metric}", cluster="~$cluster|", **labels)
 
 
 def _sum(metric: str, by: str = "", **labels: str) -> str:
@@ -23,13 +23,13 @@ def _sum(metric: str, by: str = "", **labels: str) -> str:
 
 def _wait(share: float, by: str = "le") -> str:
     """Return the wait that this share of the jobs stayed below, of those that started lately."""
-    waits = _slurm("hpml_slurm_job_wait_seconds_bucket")
+    waits = _slurm("job_wait_seconds_bucket")
     return f"histogram_quantile({share}, sum by ({by}) (rate({waits}[30m]))) >= 0"  # not NaN
 
 
-_NODES = _slurm("hpml_slurm_nodes")
-_PENDING = or_zero(_sum("hpml_slurm_jobs", state="pending"), _NODES)
-_RUNNING = or_zero(_sum("hpml_slurm_jobs", state="~running|completing"), _NODES)
+_NODES = _slurm("nodes")
+_PENDING = or_zero(_sum("jobs", state="pending"), _NODES)
+_RUNNING = or_zero(_sum("jobs", state="~running|completing"), _NODES)
 _GPUS = f"hpml:cluster_gpus:count{_ALL}"
 _BUSY = f"sum(hpml:cluster_gpus_busy:sum{_ALL})"
 _ALLOCATED = or_zero(f"sum(hpml:cluster_gpus_allocated:sum{_ALL})", _GPUS)
@@ -75,7 +75,7 @@ _CONTENT: list[Panel | str] = [
     figure("Jobs running", "count", _RUNNING, none="no exporter"),
     figure("Jobs pending", "count", _PENDING),
     figure("Median wait", "seconds", _wait(0.5), none="none started"),
-    figure("Nodes down", "faults", or_zero(_sum("hpml_slurm_nodes", state=_NOT_IN_USE), _NODES)),
+    figure("Nodes down", "faults", or_zero(_sum("nodes", state=_NOT_IN_USE), _NODES)),
     figure("GPU power", "watts", f"sum(hpml:cluster_gpu_power_watts:sum{_ALL})"),
     lines(
         "GPUs",
@@ -103,11 +103,11 @@ _CONTENT: list[Panel | str] = [
         "Partitions",
         "partition",
         {
-            "Used": _sum("hpml_slurm_partition_gpus", "partition", state="allocated"),
-            "Idle": _sum("hpml_slurm_partition_gpus", "partition", state="idle"),
-            "Down": _sum("hpml_slurm_partition_gpus", "partition", state="down"),
+            "Used": _sum("partition_gpus", "partition", state="allocated"),
+            "Idle": _sum("partition_gpus", "partition", state="idle"),
+            "Down": _sum("partition_gpus", "partition", state="down"),
             "Wasted": f"max by (partition) (hpml:partition_gpus_wasted:sum{_ALL})",
-            "Pending": _sum("hpml_slurm_jobs", "partition", state="pending"),
+            "Pending": _sum("jobs", "partition", state="pending"),
         },
         width=8,
         height=10,
@@ -126,24 +126,15 @@ _CONTENT: list[Panel | str] = [
         },
         sort="Wasted",
     ),
-    listing(
-        "Nodes that need somebody",
-        "node state reason",
-        {"-": _slurm("hpml_slurm_node_reason_info")},
-    ),
-    lines("Nodes by state", "count", {"{{state}}": _sum("hpml_slurm_nodes", "state")}, width=6),
-    lines(
-        "Pending by reason",
-        "count",
-        {"{{reason}}": _sum("hpml_slurm_jobs_pending", "reason")},
-        width=6,
-    ),
+    listing("Nodes that need somebody", "node state reason", {"-": _slurm("node_reason_info")}),
+    lines("Nodes by state", "count", {"{{state}}": _sum("nodes", "state")}, width=6),
+    lines("Pending by reason", "count", {"{{reason}}": _sum("jobs_pending", "reason")}, width=6),
     lines(
         "Jobs ended",
         "count",
         {
             "{{state}}": "60 * sum by (state) "
-            f"(rate({_slurm('hpml_slurm_jobs_ended_total')}[$__rate_interval]))"
+            f"(rate({_slurm('jobs_ended_total')}[$__rate_interval]))"
         },
         width=6,
     ),
@@ -151,8 +142,8 @@ _CONTENT: list[Panel | str] = [
         "Scheduler cycles",
         "seconds",
         {
-            "main": _slurm("hpml_slurm_scheduler_cycle_seconds"),
-            "backfill": _slurm("hpml_slurm_scheduler_backfill_cycle_seconds"),
+            "main": _slurm("scheduler_cycle_seconds"),
+            "backfill": _slurm("scheduler_backfill_cycle_seconds"),
         },
         width=6,
     ),

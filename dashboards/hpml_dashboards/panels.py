@@ -104,26 +104,11 @@ _DASHBOARDS = {
     "hpml-user": "User",
     "hpml-health": "Exporters",
 }
-_TITLES = {
-    "jobid": "Job",
-    "array": "Array task",
-    "index": "GPU",
-    "xid": "XID",
-    "mig": "MIG",
-    "qos": "QOS",
-}
+_TITLES = {"jobid": "Job", "array": "Array task", "index": "GPU", "xid": "XID", "mig": "MIG"}
 _LINKED = {"jobid": "job", "node": "node", "sweep": "sweep", "user": "user"}
 """Labels whose values are links to the dashboard of what they name."""
-_WIDTHS = {
-    "jobid": 90,
-    "array": 100,
-    "user": 100,
-    "partition": 100,
-    "rank": 70,
-    "index": 60,
-    "xid": 60,
-    "port": 60,
-}
+_WIDTHS = {"jobid": 90, "array": 100, "user": 100, "partition": 100, "rank": 70, "index": 60}
+_WIDTHS |= {"xid": 60, "port": 60}
 _MOST_LINES = 32
 _DATASOURCE = shapes.DataSourceRef(type_val="prometheus", uid="${datasource}")
 

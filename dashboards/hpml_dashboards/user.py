@@ -34,7 +34,7 @@ def _mine(series: str) -> str:
 
 
 def _slurm(metric: str, **labels: str) -> str:
-    return select(metric, cluster="~$cluster|", user="$user", **labels)
+    return select(f"hpml_slurm_{metric}", cluster="~$cluster|", user="$user", **labels)
 
 
 _GPUS = _mine("hpml:job_gpus:count")
@@ -61,7 +61,7 @@ _CONTENT: list[Panel | str] = [
     figure(
         "Jobs pending",
         "count",
-        or_zero(f"sum({_slurm('hpml_slurm_user_jobs', state='pending')})", _SHOWN),
+        or_zero(f"sum({_slurm('user_jobs', state='pending')})", _SHOWN),
         none="needs --users",
     ),
     figure("GPUs", "count", or_zero(f"sum({_GPUS})", _SEEN)),
@@ -69,12 +69,7 @@ _CONTENT: list[Panel | str] = [
     figure("GPUs wasted", "count", f"sum({_mine('hpml:job_gpus_wasted:sum')})"),
     figure("Data wait", "wait", f"max({_WAITS})", none="not reported"),
     figure("Memory", "full", f"max({_MEMORY})"),
-    figure(
-        "Fair share",
-        "share",
-        f"max({_slurm('hpml_slurm_user_fairshare_ratio')})",
-        none="needs --users",
-    ),
+    figure("Fair share", "share", f"max({_slurm('user_fairshare_ratio')})", none="needs --users"),
     listing(
         "Jobs",
         "jobid array name partition sweep",
