@@ -26,10 +26,10 @@ def _this(metric: str, **labels: str) -> str:
     return select(metric, cluster="$cluster", jobid="$jobid", **labels)
 
 
-def _once(series: str) -> str:
+def _once(metric: str, **labels: str) -> str:
     """Return series of the job's exporters with their node; where two show the job, of one."""
     join = f"on (instance, job, cluster, jobid) group_left (node) hpml:job_exporter{_JOB}"
-    return f"{series} * {join}"
+    return f"{_this(metric, **labels)} * {join}"
 
 
 def _of_gpus(metric: str, by: str) -> str:
@@ -64,17 +64,17 @@ def _last(series: str) -> str:
 
 
 _XID = _of_gpus("hpml_gpu_xid_last_timestamp_seconds", "uuid, xid")
-_UNBOUND = _once(f"hpml_rank_binding_wrong_ranks{_JOB}")
+_UNBOUND = _once("hpml_rank_binding_wrong_ranks")
 _FAULTS = (
-    f"sum({_once(f'hpml_job_oom_events_total{_JOB}')})",
+    f"sum({_once('hpml_job_oom_events_total')})",
     f"count({_XID} > on () group_left () min(hpml_job_start_timestamp_seconds{_JOB}))",
     f"sum({_UNBOUND})",
 )
 _GPUS = f"hpml:job_gpus:count{_JOB}"
-_CPUS = _once(f"(hpml_job_cpus{_JOB} > 0)")
+_CPUS = _once("hpml_job_cpus")
 _LONGEST = (
-    f"hpml_train_longest_data_wait_info{_JOB} * on (cluster, jobid, instance, job) "
-    "group_left () " + _this("hpml_train_rank_data_wait_seconds", which="longest")
+    f"{_once('hpml_train_longest_data_wait_info')} * on (cluster, jobid, instance, job) "
+    f"group_left () {_this('hpml_train_rank_data_wait_seconds', which='longest')}"
 )
 
 _ABOUT = """
@@ -153,7 +153,7 @@ _CONTENT: list[Panel | str] = [
         "count",
         {
             # A node without Slurm's prolog may not know what it gave to the job.
-            "allocated": f"(sum({_once(f'hpml_job_gpus_allocated{_JOB}')}) > max({_GPUS})) "
+            "allocated": f"(sum({_once('hpml_job_gpus_allocated')}) > max({_GPUS})) "
             f"or max({_GPUS})",
             "unused": or_zero(f"sum(hpml:job_gpus_unopened:count{_JOB})", _GPUS),
         },
@@ -163,7 +163,7 @@ _CONTENT: list[Panel | str] = [
     figure(
         "CPU",
         "share",
-        f"sum(hpml:job_cpus_busy:rate5m{_JOB} and on (node) {_CPUS}) / sum({_CPUS})",
+        f"sum(hpml:job_cpus_busy:rate5m{_JOB} and on (node) {_CPUS}) / (sum({_CPUS}) > 0)",
         calc="mean",
     ),
     figure("Memory", "full", f"max(hpml:job_memory_used:ratio{_JOB})", calc="max"),
@@ -195,10 +195,10 @@ _CONTENT: list[Panel | str] = [
         "Memory by kind",
         "bytes",
         {
-            "processes": f"sum({_once(_this('hpml_job_memory_bytes', kind='rss'))})",
-            "shmem": f"sum({_once(_this('hpml_job_memory_bytes', kind='shmem'))})",
-            "cache": f"sum({_once(_this('hpml_job_memory_bytes', kind='cache'))})",
-            "limit": f"sum({_once(f'hpml_job_memory_limit_bytes{_JOB}')})",
+            "processes": f"sum({_once('hpml_job_memory_bytes', kind='rss')})",
+            "shmem": f"sum({_once('hpml_job_memory_bytes', kind='shmem')})",
+            "cache": f"sum({_once('hpml_job_memory_bytes', kind='cache')})",
+            "limit": f"sum({_once('hpml_job_memory_limit_bytes')})",
         },
     ),
     lines(
@@ -220,10 +220,7 @@ _CONTENT: list[Panel | str] = [
         width=6,
     ),
     lines(
-        "Staged data, /dev/shm",
-        "bytes",
-        {"{{node}}": each(_once(f"hpml_job_shm_bytes{_JOB}"))},
-        width=6,
+        "Staged data, /dev/shm", "bytes", {"{{node}}": each(_once("hpml_job_shm_bytes"))}, width=6
     ),
     lines(
         "Network of the nodes",
@@ -260,7 +257,7 @@ _CONTENT: list[Panel | str] = [
         "node index xid",
         {"Last": f"1000 * {_XID}", "Errors": _of_gpus("hpml_gpu_xid_errors_total", "uuid, xid")},
     ),
-    listing("Slowest readers", "node rank", {"Wait": _once(_LONGEST)}, width=6, sort="Wait"),
+    listing("Slowest readers", "node rank", {"Wait": _LONGEST}, width=6, sort="Wait"),
     lines(
         "MFU, communication, accuracy",
         "share",

@@ -18,7 +18,7 @@ from hpml_dashboards.panels import (
 
 __all__ = ["sweep"]
 
-_RUNS = '{cluster="$cluster", sweep="$sweep"}'
+_RUNS = '{cluster="$cluster", sweep="$sweep", sweep!=""}'  # Job's link may have none
 
 _SPEED = f"max by (jobid, point) (avg_over_time(hpml:run_samples:rate5m{_RUNS}[$__range]))"
 _SEEN = f"max by (jobid, point, run) (last_over_time(hpml:run_info{_RUNS}[$__range]))"
