@@ -107,9 +107,14 @@ _DASHBOARDS = {
 _TITLES = {"jobid": "Job", "array": "Array task", "index": "GPU", "xid": "XID", "mig": "MIG"}
 _LINKED = {"jobid": "job", "node": "node", "sweep": "sweep", "user": "user"}
 """Labels whose values are links to the dashboard of what they name."""
-_WIDTHS = {"jobid": 90, "array": 100, "user": 100, "partition": 100, "rank": 70, "index": 60}
-_WIDTHS |= {"xid": 60, "port": 60}
+_WIDTHS = {"jobid": 90, "array": 100, "user": 100, "partition": 100, "point": 70}
+_WIDTHS |= {"rank": 70, "index": 60, "xid": 60, "port": 60}
 _MOST_LINES = 32
+_UNKNOWN = models.SpecialValueMap(  # has no colour: it is neither good nor bad
+    models.DashboardSpecialValueMapOptions(
+        models.SpecialValueMatch.NULL_AND_NAN, models.ValueMappingResult(color="text")
+    )
+)
 _DATASOURCE = shapes.DataSourceRef(type_val="prometheus", uid="${datasource}")
 
 
@@ -361,6 +366,7 @@ def _panel(
         .span(size[0])
         .height(size[1])
         .unit(unit)
+        .mappings([_UNKNOWN])
         .thresholds(thresholds.steps([models.Threshold(value, colour) for value, colour in steps]))
     )
     if top is not None:
