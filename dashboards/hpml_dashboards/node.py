@@ -27,14 +27,14 @@ def _own(metric: str, **labels: str) -> str:
     return select(metric, instance="$instance", **labels)
 
 
-def _rate(metric: str, by: str, **labels: str) -> str:
-    return f"sum by ({by}) (rate({_own(metric, **labels)}[$__rate_interval]))"
+def _rate(counter: str, by: str, of: str = "sum", **labels: str) -> str:
+    return f"{of} by ({by}) (rate({_own(f'hpml_{counter}_total', **labels)}[$__rate_interval]))"
 
 
 def _both(metric: str, label: str) -> dict[str, str]:
     """Return bytes in each second that were read and written."""
     return {
-        f"{{{{{label}}}}} {way}": _rate(f"{metric}_{way}_bytes_total", label)
+        f"{{{{{label}}}}} {way}": _rate(f"{metric}_{way}_bytes", label)
         for way in ("read", "written")
     }
 
@@ -156,20 +156,16 @@ _CONTENT: list[Panel | str] = [
     lines(
         "Clocks held down",
         "share",
-        {
-            "{{reason}}": _rate("hpml_gpu_throttled_seconds_total", "reason").replace(
-                "sum", "avg", 1
-            )
-        },
+        {"{{reason}}": _rate("gpu_throttled_seconds", "reason", "avg")},
         width=8,
     ),
     lines(
         "Link and memory errors",
         "count",
         {
-            "NVLink {{type}}": _rate("hpml_gpu_nvlink_errors_total", "type"),
-            "PCIe replays": _rate("hpml_gpu_pcie_replays_total", ""),
-            "ECC corrected": _rate("hpml_gpu_ecc_errors_total", "", error="corrected"),
+            "NVLink {{type}}": _rate("gpu_nvlink_errors", "type"),
+            "PCIe replays": _rate("gpu_pcie_replays", ""),
+            "ECC corrected": _rate("gpu_ecc_errors", "", error="corrected"),
         },
         width=8,
     ),
@@ -183,26 +179,18 @@ _CONTENT: list[Panel | str] = [
         width=8,
     ),
     "Storage",
-    lines("Local disks", "rate", _both("hpml_disk", "device"), width=6),
-    lines(
-        "Disks busy",
-        "full",
-        {"{{device}}": _rate("hpml_disk_busy_seconds_total", "device")},
-        width=6,
-    ),
+    lines("Local disks", "rate", _both("disk", "device"), width=6),
+    lines("Disks busy", "full", {"{{device}}": _rate("disk_busy_seconds", "device")}, width=6),
     bars("Local file systems", "full", {"{{mountpoint}}": f"1 - {_FREE}"}, width=6),
     lines(
-        "NFS and Lustre",
-        "rate",
-        _both("hpml_nfs", "server") | _both("hpml_lustre", "filesystem"),
-        width=6,
+        "NFS and Lustre", "rate", _both("nfs", "server") | _both("lustre", "filesystem"), width=6
     ),
     lines(
         "NFS answer time",
         "seconds",
         {
-            "{{server}}": f"{_rate('hpml_nfs_round_trip_seconds_total', 'server')} / "
-            f"({_rate('hpml_nfs_operations_total', 'server')} > 0)"
+            "{{server}}": f"{_rate('nfs_round_trip_seconds', 'server')} / "
+            f"({_rate('nfs_operations', 'server')} > 0)"
         },
         width=8,
     ),
@@ -210,9 +198,9 @@ _CONTENT: list[Panel | str] = [
         "InfiniBand",
         "rate",
         {
-            "{{device}} received": _rate("hpml_infiniband_received_bytes_total", "device"),
-            "{{device}} sent": _rate("hpml_infiniband_transmitted_bytes_total", "device"),
-            "{{device}} waits": _rate("hpml_infiniband_transmit_wait_ticks_total", "device"),
+            "{{device}} received": _rate("infiniband_received_bytes", "device"),
+            "{{device}} sent": _rate("infiniband_transmitted_bytes", "device"),
+            "{{device}} waits": _rate("infiniband_transmit_wait_ticks", "device"),
         },
         width=8,
     ),
@@ -222,7 +210,7 @@ _CONTENT: list[Panel | str] = [
         {
             "Up": f"max by (device, port) ({_own('hpml_infiniband_up')})",
             "Rate": f"max by (device, port) ({_own('hpml_infiniband_link_rate_bytes_per_second')})",
-            "Errors/s": _rate("hpml_infiniband_events_total", "device, port"),
+            "Errors/s": _rate("infiniband_events", "device, port"),
         },
         width=8,
     ),
