@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from grafana_foundation_sdk.models.dashboard import Dashboard
 
-from hpml_dashboards.panels import Panel, build_dashboard, figure, lines, listing, select
+from hpml_dashboards.panels import Panel, build_dashboard, figure, lines, listing, or_zero, select
 
 __all__ = ["cluster"]
 
@@ -14,7 +14,7 @@ _NOT_IN_USE = "~down|drained|draining|fail.*|error|maint|reboot.*|unknown|no_res
 
 def _slurm(metric: str, **labels: str) -> str:
     """Return a metric of the Slurm exporter, whose targets may have no label for the cluster."""
-    return select(metric, cluster="~$cluster|", **labels)
+    return select(f"hpml_slurm_{metric}", cluster="~$cluster|", **labels)
 
 
 def _sum(metric: str, by: str = "", **labels: str) -> str:
@@ -23,19 +23,21 @@ def _sum(metric: str, by: str = "", **labels: str) -> str:
 
 def _wait(share: float, by: str = "le") -> str:
     """Return the wait that this share of the jobs stayed below, of those that started lately."""
-    waits = _slurm("hpml_slurm_job_wait_seconds_bucket")
-    return f"histogram_quantile({share}, sum by ({by}) (rate({waits}[30m])))"
+    waits = _slurm("job_wait_seconds_bucket")
+    return f"histogram_quantile({share}, sum by ({by}) (rate({waits}[30m]))) >= 0"  # not NaN
 
 
-_RUNNING = _sum("hpml_slurm_jobs", state="~running|completing")
-_PENDING = f"{_sum('hpml_slurm_jobs', state='pending')} or vector(0)"
+_NODES = _slurm("nodes")
+_PENDING = or_zero(_sum("jobs", state="pending"), _NODES)
+_RUNNING = or_zero(_sum("jobs", state="~running|completing"), _NODES)
+_GPUS = f"hpml:cluster_gpus:count{_ALL}"
 _BUSY = f"sum(hpml:cluster_gpus_busy:sum{_ALL})"
-_ALLOCATED = f"sum(hpml:cluster_gpus_allocated:sum{_ALL})"
-_WASTED = f"sum(hpml:cluster_gpus_wasted:sum{_ALL})"
-_TOTAL = f"sum(hpml:cluster_gpus:count{_ALL})"
+_ALLOCATED = or_zero(f"sum(hpml:cluster_gpus_allocated:sum{_ALL})", _GPUS)
+_WASTED = or_zero(f"sum(hpml:cluster_gpus_wasted:sum{_ALL})", _GPUS)
+_TOTAL = f"sum({_GPUS})"
 _WORST = f"topk(25, hpml:job_gpus_wasted:sum{_ALL} > 0.5)"
 _OF_WORST = f"and on (cluster, jobid) {_WORST}"
-_WHOSE = "* on (cluster, jobid) group_left (user, partition, name) hpml:job_info"
+_WHOSE = "* on (cluster, jobid) group_left (array, user, partition, name) hpml:job_info"
 _NODE_WASTE = f"hpml:node_gpus_allocated:count{_ALL} - hpml:node_gpus_busy:sum{_ALL}"
 _OF_NODES = f"and on (cluster, node) topk(25, {_NODE_WASTE})"
 
@@ -47,8 +49,7 @@ GPU active: Share of time with a kernel on the GPUs that jobs have. Good: above 
 GPUs wasted: Allocated GPUs less busy ones, in whole GPUs. Good: near 0. The table has the jobs.
 Jobs running: Jobs that run, in all partitions. A sudden drop: a file system or a switch.
 Jobs pending: Jobs that wait. Some are healthy; a growing number beside idle GPUs is not.
-Median wait: Half of the jobs that started in the last 30 minutes waited less. Rising: see the
-    queue.
+Median wait: Half of the jobs started in the last 30 minutes waited less. Rising: see the queue.
 Nodes down: Nodes that are down or drained. Good: 0. The reasons stand below.
 GPU power: Power that all GPUs draw. Compare with what cooling and supply allow.
 GPUs: GPUs that are busy, allocated but unused, and idle. Good: mostly busy. Much unused: see the
@@ -56,20 +57,15 @@ GPUs: GPUs that are busy, allocated but unused, and idle. Good: mostly busy. Muc
 Queue: Jobs that run and that wait. Pending rises while running stays: the cluster is full.
 Wait for the start: Waits that half and nine tenths of the jobs stayed below, of those that
     started in the last 30 minutes. Rising beside idle GPUs: look at limits and priorities.
-Jobs that waste most GPUs: Running jobs by GPUs that they have but keep idle. Open one to see what
-    it waits for.
+Jobs that waste most GPUs: Running jobs by GPUs that they keep idle. Open one to see why.
 Partitions: GPUs of each partition, and its pending jobs. A node in several partitions counts in
     each. Idle beside pending: look at limits; much wasted: at its jobs.
 Nodes with the most waste: Allocated GPUs less busy ones, on each node. Open one to see its jobs.
-Nodes that need somebody: Why nodes are down or drained, in the words of whoever drained them.
-    Good: none.
+Nodes that need somebody: Why nodes are down, in the words of whoever drained them. Good: none.
 Nodes by state: Nodes as Slurm sees them. Good: allocated, mixed or idle.
-Pending by reason: Why jobs wait. Resources and Priority are normal; others are limits,
-    dependencies or mistakes.
-Jobs ended: Jobs that ended in each minute. Many failed or timed out at once: a file system or
-    node.
-Scheduler cycles: How long the last cycles took. Good: seconds. Minutes: too many pending jobs or
-    partitions, see bf_max_job_test.
+Pending by reason: Resources and Priority are normal; others are limits, dependencies, mistakes.
+Jobs ended: In each minute. Many failed or timed out at once: a file system or a node.
+Scheduler cycles: Good: seconds. Minutes: too many pending jobs, see bf_max_job_test.
 """
 
 _CONTENT: list[Panel | str] = [
@@ -79,16 +75,12 @@ _CONTENT: list[Panel | str] = [
     figure("Jobs running", "count", _RUNNING, none="no exporter"),
     figure("Jobs pending", "count", _PENDING),
     figure("Median wait", "seconds", _wait(0.5), none="none started"),
-    figure("Nodes down", "faults", f"{_sum('hpml_slurm_nodes', state=_NOT_IN_USE)} or vector(0)"),
+    figure("Nodes down", "faults", or_zero(_sum("nodes", state=_NOT_IN_USE), _NODES)),
     figure("GPU power", "watts", f"sum(hpml:cluster_gpu_power_watts:sum{_ALL})"),
     lines(
         "GPUs",
         "count",
-        {
-            "busy": _BUSY,
-            "wasted": _WASTED,
-            "idle": f"{_TOTAL} - {_ALLOCATED}",
-        },
+        {"busy": _BUSY, "wasted": _WASTED, "idle": f"{_TOTAL} - {_ALLOCATED}"},
         width=12,
         stacked=True,
     ),
@@ -96,7 +88,7 @@ _CONTENT: list[Panel | str] = [
     lines("Wait for the start", "seconds", {"50 %": _wait(0.5), "90 %": _wait(0.9)}, width=6),
     listing(
         "Jobs that waste most GPUs",
-        "jobid user partition name",
+        "jobid array user partition name",
         {
             "GPUs": f"max by (jobid) (hpml:job_gpus:count{_ALL} {_OF_WORST})",
             "GPU active": f"max by (jobid) (hpml:job_gpu_busy:avg{_ALL} {_OF_WORST})",
@@ -106,17 +98,16 @@ _CONTENT: list[Panel | str] = [
         width=16,
         height=10,
         sort="Wasted",
-        none="No job wastes GPUs",
     ),
     listing(
         "Partitions",
         "partition",
         {
-            "Used": _sum("hpml_slurm_partition_gpus", "partition", state="allocated"),
-            "Idle": _sum("hpml_slurm_partition_gpus", "partition", state="idle"),
-            "Down": _sum("hpml_slurm_partition_gpus", "partition", state="down"),
+            "Used": _sum("partition_gpus", "partition", state="allocated"),
+            "Idle": _sum("partition_gpus", "partition", state="idle"),
+            "Down": _sum("partition_gpus", "partition", state="down"),
             "Wasted": f"max by (partition) (hpml:partition_gpus_wasted:sum{_ALL})",
-            "Pending": _sum("hpml_slurm_jobs", "partition", state="pending"),
+            "Pending": _sum("jobs", "partition", state="pending"),
         },
         width=8,
         height=10,
@@ -135,25 +126,15 @@ _CONTENT: list[Panel | str] = [
         },
         sort="Wasted",
     ),
-    listing(
-        "Nodes that need somebody",
-        "node state reason",
-        {"-": _slurm("hpml_slurm_node_reason_info")},
-        none="No node is down or drained",
-    ),
-    lines("Nodes by state", "count", {"{{state}}": _sum("hpml_slurm_nodes", "state")}, width=6),
-    lines(
-        "Pending by reason",
-        "count",
-        {"{{reason}}": _sum("hpml_slurm_jobs_pending", "reason")},
-        width=6,
-    ),
+    listing("Nodes that need somebody", "node state reason", {"-": _slurm("node_reason_info")}),
+    lines("Nodes by state", "count", {"{{state}}": _sum("nodes", "state")}, width=6),
+    lines("Pending by reason", "count", {"{{reason}}": _sum("jobs_pending", "reason")}, width=6),
     lines(
         "Jobs ended",
         "count",
         {
             "{{state}}": "60 * sum by (state) "
-            f"(rate({_slurm('hpml_slurm_jobs_ended_total')}[$__rate_interval]))"
+            f"(rate({_slurm('jobs_ended_total')}[$__rate_interval]))"
         },
         width=6,
     ),
@@ -161,8 +142,8 @@ _CONTENT: list[Panel | str] = [
         "Scheduler cycles",
         "seconds",
         {
-            "main": _slurm("hpml_slurm_scheduler_cycle_seconds"),
-            "backfill": _slurm("hpml_slurm_scheduler_backfill_cycle_seconds"),
+            "main": _slurm("scheduler_cycle_seconds"),
+            "backfill": _slurm("scheduler_backfill_cycle_seconds"),
         },
         width=6,
     ),

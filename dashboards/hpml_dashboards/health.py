@@ -25,27 +25,20 @@ _WHERE_FAILING = "and on (instance, job, collector) (hpml_exporter_up == 0)"
 _LAST = "hpml_exporter_last_success_timestamp_seconds"
 
 _ABOUT = """
-Exporters: Exporters of nodes and jobs that answer. Good: one for each node, and for each job with
-    an exporter of its own.
+Exporters: Those that answer. Good: one for each node, and for each job that has its own.
 Targets down: Targets that Prometheus cannot scrape. Good: 0. They stand below.
-Failing: Collectors whose readings fail, hang or are too old: their panels have gaps. Good: 0.
-    They stand below.
-Last reading: Age of the last good reading of the collector that lags most. Good: below two minutes.
-    Otherwise a driver or file system hangs.
-Slurm figures: Age of what Slurm's exporter shows. Good: below two minutes. Otherwise the
-    controller does not answer.
-CPU: Mean CPU time of an exporter as a share of a core. Good: about 1 %. If more, raise the
-    intervals.
+Failing: Collectors that fail, hang or lag: panels have gaps. Good: 0. They stand below.
+Last reading: Age at the collector that lags most. Good: below 2 minutes. Else a driver hangs.
+Slurm figures: Their age. Good: below two minutes. Otherwise the controller does not answer.
+CPU: Mean share of a core that an exporter takes. Good: about 1 %. If more, raise the intervals.
 Memory: Most memory of an exporter. Good: about 40 MiB. If it grows, report it.
 Series: Series of all exporters. They decide what Prometheus costs: drop some if it is too much.
 Failing collectors: Where, and seconds since the last good reading. The reason stands in the
     exporter's log: journalctl -u hpml-exporter-node.
-Targets that do not answer: Scrape targets that are down. Start the exporter there, or remove the
-    target.
+Targets that do not answer: Start the exporter there, or remove the target.
 Time of a reading: The slowest node of each collector. Good: far below its interval, 1 s for GPUs.
     A rising line is a driver or file system that hangs.
-Failed and stuck readings: Readings in each second. Good: 0. Otherwise see the log of the
-    exporter.
+Failed and stuck readings: In each second. Good: 0. Otherwise see the exporter's log.
 Scrape time: Good: below 0.1 s. Slow on one node: it is overloaded.
 Web server: Answers and closed connections in each second, and open ones. Good: only 200. 401 is a
     wrong password, 503 a stuck collector; closed ones are scanners or broken clients.
@@ -54,8 +47,8 @@ Versions: Exporters by version. Good: one. Otherwise update the older ones.
 
 _CONTENT: list[Panel | str] = [
     figure("Exporters", "count", f"count({_NODES})"),
-    figure("Targets down", "faults", "count(up == 0) or vector(0)"),
-    figure("Failing", "faults", f"count({_FAILING}) or vector(0)"),
+    figure("Targets down", "faults", "sum(up == bool 0)"),
+    figure("Failing", "faults", f"sum({_of('hpml_exporter_up == bool 0')})"),
     figure(
         "Last reading",
         "age",
@@ -64,7 +57,7 @@ _CONTENT: list[Panel | str] = [
     figure(
         "Slurm figures",
         "age",
-        "time() - max(hpml_slurm_last_refresh_timestamp_seconds)",
+        "max(time() - hpml_slurm_last_refresh_timestamp_seconds)",
         none="no exporter",
     ),
     figure("CPU", "cost", f"avg({_rate('process_cpu_seconds_total')})"),
@@ -79,15 +72,8 @@ _CONTENT: list[Panel | str] = [
             "Errors": f"{_of('hpml_exporter_errors_total')} {_WHERE_FAILING}",
         },
         height=8,
-        none="All collectors work",
     ),
-    listing(
-        "Targets that do not answer",
-        "job instance",
-        {"-": "up == 0"},
-        height=8,
-        none="All targets answer",
-    ),
+    listing("Targets that do not answer", "job instance", {"-": "up == 0"}, height=8),
     lines(
         "Time of a reading",
         "seconds",
@@ -137,9 +123,5 @@ _CONTENT: list[Panel | str] = [
 def health() -> Dashboard:
     """Return the dashboard."""
     return build_dashboard(
-        "hpml-health",
-        "Whether the exporters work, and what they cost.",
-        _ABOUT,
-        [],
-        _CONTENT,
+        "hpml-health", "Whether the exporters work, and what they cost.", _ABOUT, [], _CONTENT
     )

@@ -11,6 +11,7 @@ from hpml_dashboards.panels import (
     figure,
     lines,
     listing,
+    or_zero,
     select,
     variable,
 )
@@ -25,10 +26,10 @@ def _this(metric: str, **labels: str) -> str:
     return select(metric, cluster="$cluster", jobid="$jobid", **labels)
 
 
-def _once(series: str) -> str:
+def _once(metric: str, **labels: str) -> str:
     """Return series of the job's exporters with their node; where two show the job, of one."""
     join = f"on (instance, job, cluster, jobid) group_left (node) hpml:job_exporter{_JOB}"
-    return f"{series} * {join}"
+    return f"{_this(metric, **labels)} * {join}"
 
 
 def _of_gpus(metric: str, by: str) -> str:
@@ -41,23 +42,40 @@ def _of_nodes(rule: str) -> str:
     return f'{rule}{{cluster="$cluster"}} and on (cluster, node) {nodes}'
 
 
+def _each(rule: str) -> str:
+    return each(f"{rule}{_JOB}")
+
+
+def _ranks(metric: str, least: str, most: str) -> dict[str, str]:
+    """Return what a metric of ranks says of those that take least and most."""
+    return {
+        name: f"{of}({_this(f'hpml_train_rank_{metric}_seconds', which=name)})"
+        for name, of in ((least, "min"), (most, "max"))
+    }
+
+
 def _ever(series: str, by: str) -> str:
-    """Return what was last known in the time range, so that ended jobs are described too."""
-    return f"max by (jobid, {by}) (last_over_time({series}{_JOB}[$__range]))"
+    """Return what was known longest in the time range, so that ended jobs are described too."""
+    return f"topk by (jobid) (1, sum by (jobid, {by}) (count_over_time({series}{_JOB}[$__range])))"
 
 
-_OOM = f"(sum(max by (jobid) (hpml_job_oom_events_total{_JOB})) or vector(0))"
-_XID = (
-    f"(count({_of_gpus('hpml_gpu_xid_last_timestamp_seconds', 'uuid, xid')} "
-    f"> on () group_left () min(hpml_job_start_timestamp_seconds{_JOB})) or vector(0))"
+def _last(series: str) -> str:
+    return f"last_over_time({series}{_JOB}[$__range])"
+
+
+_XID = _of_gpus("hpml_gpu_xid_last_timestamp_seconds", "uuid, xid")
+_UNBOUND = _once("hpml_rank_binding_wrong_ranks")
+_FAULTS = (
+    f"sum({_once('hpml_job_oom_events_total')})",
+    f"count({_XID} > on () group_left () min(hpml_job_start_timestamp_seconds{_JOB}))",
+    f"sum({_UNBOUND})",
 )
-_UNBOUND = _once(f"hpml_rank_binding_wrong_ranks{_JOB}")
-_NONE_UNUSED = f"0 * max(hpml:job_gpus:count{_JOB})"
 _BEGAN = f"on () group_left () max(hpml_job_start_timestamp_seconds{_JOB})"
-_STARTED = _ever("hpml_job_start_timestamp_seconds", "cluster")
+_GPUS = f"hpml:job_gpus:count{_JOB}"
+_CPUS = _once("hpml_job_cpus")
 _LONGEST = (
-    f"hpml_train_longest_data_wait_info{_JOB} * on (cluster, jobid, instance, job) "
-    "group_left () " + _this("hpml_train_rank_data_wait_seconds", which="longest")
+    f"{_once('hpml_train_longest_data_wait_info')} * on (cluster, jobid, instance, job) "
+    f"group_left () {_this('hpml_train_rank_data_wait_seconds', which='longest')}"
 )
 
 _ABOUT = """
@@ -86,10 +104,8 @@ Step time: Mean step of the fastest and the slowest rank. Good: alike. A gap abo
     all wait for one: look at its node, GPU clock and binding.
 Data wait per step: Mean wait for a batch of the ranks that wait least and most. Good: near 0 and
     alike. If all wait, storage or loader are slow; if one does, its node is.
-GPU memory: Memory in use on each GPU. Much free memory allows larger batches; above 95 % a
-    slightly larger model or batch fails.
-GPU power: Power drawn by each GPU. GPUs at work draw near their limit; active but cool ones
-    mostly wait in communication.
+GPU memory: Much free memory allows larger batches; above 95 % a slightly larger batch fails.
+GPU power: GPUs at work draw near their limit; active but cool ones mostly communicate.
 Multiprocessors active: Share of multiprocessors at work (Hopper and later). If much lower than
     GPU active, kernels are too small: larger batches, fused kernels, CUDA graphs.
 CPUs busy: CPUs at work on each node, and those that the job is bound to. All busy with data wait:
@@ -98,8 +114,7 @@ Memory by kind: Memory of processes, of /dev/shm and the like, and the page cach
     kernel gives back when needed. The first two together must stay below the limit.
 Waiting for resources: Share of time in which a task waited for a CPU, memory or I/O. Good: below
     10 %. CPU: ask for more; memory: near the limit; I/O: stage the data.
-Storage: Bytes from and to storage. Reads in every epoch: no cache holds the data, stage it. High
-    writes are checkpoints.
+Storage: Bytes in each second. Reads in every epoch: stage the data. High writes: checkpoints.
 Staged data, /dev/shm: The job's files in memory, such as what hpml staged for it. They count as
     its memory; a full /dev/shm ends loader workers.
 Network of the nodes: InfiniBand and RoCE of the job's nodes, with other jobs there. Compare with
@@ -110,12 +125,10 @@ Nodes of the job: The job on each of its nodes: the one that differs is the one 
     Misbound are ranks on other CPUs or GPUs than planned; good: 0, else see hpml show.
 Clocks held down: Share of time in which a GPU had to run slower. The power limit is normal under
     full load; for heat and power brakes, see the node and tell the administrators.
-Learning: Loss as reported last, mean over ranks. Good: falling. A jump after a change of scale:
-    learning rate and warm-up.
+Learning: Last loss, mean over ranks. Good: falling. A jump after a change of scale: warm-up.
 GPU errors (XID): Errors of the job's GPUs, also from before it. 13, 31 and 43 come from programs;
     48, 62, 64, 74, 79, 95, 119 and 120 from hardware: tell the administrators.
-Slowest readers: The rank of each node that waits longest for data in a step. Always the same one:
-    look at its node's storage and CPUs.
+Slowest readers: Rank that waits longest on each node. Always the same: see its node's storage.
 MFU, communication, accuracy: Model FLOP/s against the peak (good: above 30 %), the share of time
     in communication, and the last accuracy. Much communication: larger batches, fewer nodes.
 """
@@ -123,14 +136,14 @@ MFU, communication, accuracy: Model FLOP/s against the peak (good: above 30 %), 
 _CONTENT: list[Panel | str] = [
     listing(
         "Job $jobid",
-        "name user account partition run sweep point",
+        "name array user account partition run sweep point",
         {
-            "-": _ever("hpml:job_info", "user, account, partition, name"),
+            "-": _ever("hpml:job_info", "user, account, partition, name, array"),
             "-run": _ever("hpml:run_info", "run, sweep, point"),
-            "Ranks": f"max by (jobid) (last_over_time(hpml_job_ranks{_JOB}[$__range]))",
-            "Nodes": f"count by (jobid) (last_over_time(hpml:job_exporter{_JOB}[$__range]))",
-            "Samples/s": _ever("hpml:job_samples:rate5m", "cluster"),
-            "Started": f"1000 * {_STARTED}",
+            "Ranks": f"max by (jobid) ({_last('hpml_job_ranks')})",
+            "Nodes": f"count by (jobid) (count by (jobid, node) ({_last('hpml:job_exporter')}))",
+            "Samples/s": f"sum by (jobid) ({_last('hpml:job_samples:rate5m')})",
+            "Started": f"1000 * max by (jobid) ({_last('hpml_job_start_timestamp_seconds')})",
         },
         width=24,
         height=4,
@@ -143,9 +156,9 @@ _CONTENT: list[Panel | str] = [
         "count",
         {
             # A node without Slurm's prolog may not know what it gave to the job.
-            "allocated": f"(sum({_once(f'hpml_job_gpus_allocated{_JOB}')}) "
-            f"> max(hpml:job_gpus:count{_JOB})) or max(hpml:job_gpus:count{_JOB})",
-            "unused": f"sum(hpml:job_gpus_unopened:count{_JOB}) or {_NONE_UNUSED}",
+            "allocated": f"(sum({_once('hpml_job_gpus_allocated')}) > max({_GPUS})) "
+            f"or max({_GPUS})",
+            "unused": or_zero(f"sum(hpml:job_gpus_unopened:count{_JOB})", _GPUS),
         },
         calc="lastNotNull",
     ),
@@ -153,71 +166,48 @@ _CONTENT: list[Panel | str] = [
     figure(
         "CPU",
         "share",
-        f"sum(hpml:job_cpus_busy:rate5m{_JOB}) / sum({_once(f'hpml_job_cpus{_JOB}')})",
+        f"sum(hpml:job_cpus_busy:rate5m{_JOB} and on (node) {_CPUS}) / (sum({_CPUS}) > 0)",
         calc="mean",
     ),
-    figure("Memory", "full", f"max(hpml:job_memory_used:ratio{_JOB})", calc="max", none="no limit"),
+    figure("Memory", "full", f"max(hpml:job_memory_used:ratio{_JOB})", calc="max"),
     figure(
         "Time limit used",
         "full",
         f"max(timestamp(hpml_job_end_timestamp_seconds{_JOB}) - {_BEGAN}) "
         f"/ max(hpml_job_end_timestamp_seconds{_JOB} - {_BEGAN})",
         calc="lastNotNull",
-        none="no limit",
     ),
-    figure("Faults", "faults", f"{_OOM} + {_XID} + (sum({_UNBOUND}) or vector(0))", calc="max"),
-    lines("GPU active", "share", {_GPU: each(f"hpml:gpu_busy:rate2m{_JOB}")}, width=12),
+    figure(
+        "Faults",
+        "faults",
+        " + ".join(or_zero(count, f"hpml:job_info{_JOB}") for count in _FAULTS),
+        calc="max",
+    ),
+    lines("GPU active", "share", {_GPU: _each("hpml:gpu_busy:rate2m")}, width=12),
+    lines("Tensor cores active", "share", {_GPU: _each("hpml:gpu_tensor_active:ratio")}, width=12),
     lines(
-        "Tensor cores active",
-        "share",
-        {_GPU: each(f"hpml:gpu_tensor_active:ratio{_JOB}")},
-        width=12,
+        "Samples per second", "count", {"{{node}}": _each("hpml:train_samples:rate5m")}, height=6
     ),
-    lines(
-        "Samples per second",
-        "count",
-        {"{{node}}": each(f"hpml:train_samples:rate5m{_JOB}")},
-        height=6,
-    ),
-    lines(
-        "Step time",
-        "seconds",
-        {
-            "fastest": f"min({_this('hpml_train_rank_step_duration_seconds', which='fastest')})",
-            "slowest": f"max({_this('hpml_train_rank_step_duration_seconds', which='slowest')})",
-        },
-        height=6,
-    ),
-    lines(
-        "Data wait per step",
-        "seconds",
-        {
-            "shortest": f"min({_this('hpml_train_rank_data_wait_seconds', which='shortest')})",
-            "longest": f"max({_this('hpml_train_rank_data_wait_seconds', which='longest')})",
-        },
-        height=6,
-    ),
+    lines("Step time", "seconds", _ranks("step_duration", "fastest", "slowest"), height=6),
+    lines("Data wait per step", "seconds", _ranks("data_wait", "shortest", "longest"), height=6),
     "GPU memory and power",
-    lines("GPU memory", "share", {_GPU: each(f"hpml:gpu_memory_used:ratio{_JOB}")}),
-    lines("GPU power", "watts", {_GPU: each(f"hpml:gpu_power_watts:max{_JOB}")}),
-    lines("Multiprocessors active", "share", {_GPU: each(f"hpml:gpu_sm_active:ratio{_JOB}")}),
+    lines("GPU memory", "share", {_GPU: _each("hpml:gpu_memory_used:ratio")}),
+    lines("GPU power", "watts", {_GPU: _each("hpml:gpu_power_watts:max")}),
+    lines("Multiprocessors active", "share", {_GPU: _each("hpml:gpu_sm_active:ratio")}),
     "CPU and memory",
     lines(
         "CPUs busy",
         "count",
-        {
-            "{{node}}": each(f"hpml:job_cpus_busy:rate5m{_JOB}"),
-            "allocated": f"max({_once(f'hpml_job_cpus{_JOB}')})",
-        },
+        {"{{node}}": _each("hpml:job_cpus_busy:rate5m"), "allocated": f"max({_CPUS})"},
     ),
     lines(
         "Memory by kind",
         "bytes",
         {
-            "processes": f"sum({_once(_this('hpml_job_memory_bytes', kind='rss'))})",
-            "shmem": f"sum({_once(_this('hpml_job_memory_bytes', kind='shmem'))})",
-            "cache": f"sum({_once(_this('hpml_job_memory_bytes', kind='cache'))})",
-            "limit": f"sum({_once(f'hpml_job_memory_limit_bytes{_JOB}')})",
+            "processes": f"sum({_once('hpml_job_memory_bytes', kind='rss')})",
+            "shmem": f"sum({_once('hpml_job_memory_bytes', kind='shmem')})",
+            "cache": f"sum({_once('hpml_job_memory_bytes', kind='cache')})",
+            "limit": f"sum({_once('hpml_job_memory_limit_bytes')})",
         },
     ),
     lines(
@@ -239,10 +229,7 @@ _CONTENT: list[Panel | str] = [
         width=6,
     ),
     lines(
-        "Staged data, /dev/shm",
-        "bytes",
-        {"{{node}}": each(_once(f"hpml_job_shm_bytes{_JOB}"))},
-        width=6,
+        "Staged data, /dev/shm", "bytes", {"{{node}}": each(_once("hpml_job_shm_bytes"))}, width=6
     ),
     lines(
         "Network of the nodes",
@@ -272,24 +259,14 @@ _CONTENT: list[Panel | str] = [
             "Misbound": f"max by (node) ({_UNBOUND})",
         },
     ),
-    lines("Clocks held down", "share", {_GPU: each(f"hpml:gpu_throttled:rate2m{_JOB}")}, width=6),
+    lines("Clocks held down", "share", {_GPU: _each("hpml:gpu_throttled:rate2m")}, width=6),
     lines("Learning", "count", {"loss": f"avg(hpml_train_loss{_JOB})"}, width=6),
     listing(
         "GPU errors (XID)",
         "node index xid",
-        {
-            "Last": f"1000 * {_of_gpus('hpml_gpu_xid_last_timestamp_seconds', 'uuid, xid')}",
-            "Errors": _of_gpus("hpml_gpu_xid_errors_total", "uuid, xid"),
-        },
-        none="No GPU errors",
+        {"Last": f"1000 * {_XID}", "Errors": _of_gpus("hpml_gpu_xid_errors_total", "uuid, xid")},
     ),
-    listing(
-        "Slowest readers",
-        "node rank",
-        {"Wait": _once(_LONGEST)},
-        width=6,
-        sort="Wait",
-    ),
+    listing("Slowest readers", "node rank", {"Wait": _LONGEST}, width=6, sort="Wait"),
     lines(
         "MFU, communication, accuracy",
         "share",
@@ -312,6 +289,12 @@ def job() -> Dashboard:
         "hpml-job",
         "One job over its nodes: how well it uses what it was allocated, and what holds it up.",
         _ABOUT,
-        [variable("jobid", "Job", jobs, newest=True)],
+        [
+            variable("jobid", "Job", jobs, newest=True),
+            # What the links to other dashboards carry.
+            variable("user", "", f"label_values(hpml:job_info{_JOB}, user)"),
+            variable("sweep", "", f"label_values(hpml:run_info{_JOB}, sweep)"),
+            variable("node", "", f"label_values(hpml:job_exporter{_JOB}, node)"),
+        ],
         _CONTENT,
     )

@@ -11,6 +11,7 @@ from hpml_dashboards.panels import (
     figure,
     lines,
     listing,
+    or_zero,
     select,
     variable,
 )
@@ -26,8 +27,16 @@ def _own(metric: str, **labels: str) -> str:
     return select(metric, instance="$instance", **labels)
 
 
-def _rate(metric: str, by: str, **labels: str) -> str:
-    return f"sum by ({by}) (rate({_own(metric, **labels)}[$__rate_interval]))"
+def _rate(counter: str, by: str, of: str = "sum", **labels: str) -> str:
+    return f"{of} by ({by}) (rate({_own(f'hpml_{counter}_total', **labels)}[$__rate_interval]))"
+
+
+def _both(metric: str, label: str) -> dict[str, str]:
+    """Return bytes in each second that were read and written."""
+    return {
+        f"{{{{{label}}}}} {way}": _rate(f"{metric}_{way}_bytes", label)
+        for way in ("read", "written")
+    }
 
 
 def _gpu(metric: str, **labels: str) -> str:
@@ -44,41 +53,31 @@ _UNCORRECTED = _own("hpml_gpu_ecc_errors_total", error="uncorrected")
 _BAD_ROWS = "hpml_gpu_remapped_rows_failed", "hpml_gpu_remapped_rows_pending"
 
 _ABOUT = """
-GPUs: GPUs that answer, and lost ones. Good: none lost. Otherwise drain the node and look at the
-    XID errors below.
-GPU active: Share of time with a kernel on the GPUs. Good: above 60 % while jobs have GPUs here.
-    If lower, open the jobs below.
-GPUs of jobs: GPUs that jobs have, and those without a process of their job. Good: none unused.
-    Otherwise ask the owner of the job.
+GPUs: GPUs that answer, and lost ones. Good: none lost. Otherwise drain the node, see its XIDs.
+GPU active: Share of time with a kernel. Good: above 60 % with jobs here. Else open them below.
+GPUs of jobs: GPUs that jobs have, and those without a process. Good: none unused. Ask the owner.
 Hottest GPU: Good: below 75 °C. From 84 °C on GPUs slow down: look at fans, filters and the inlet.
 GPU power: Power that all GPUs draw. Compare with what the rack may draw.
 Shm full: How full /dev/shm is. Good: below 80 %. When full, loader workers die of bus
     errors: find the job below; leftovers of ended jobs can be deleted.
 Fullest disk: How full the fullest local file system is. Good: below 80 %. When full, jobs fail.
-GPU errors: XID and uncorrected memory errors since the exporter and the driver started. Good: 0.
-    Otherwise see the tables below.
+GPU errors: XID and uncorrected memory errors since the driver's start. Good: 0. Else see below.
 GPU memory: Memory in use on each GPU. Memory without activity is a hung or waiting process.
 Jobs on this node: Jobs that run here. Open one to see what it waits for. Foreign GPUs were
     allocated to somebody else: constrain devices in Slurm's cgroup.conf.
 Clocks held down: Time in which GPUs ran slower, by reason. power is the power limit, normal under
     full load; hw_thermal, hw_slowdown and power_brake are faults of cooling or supply.
-Link and memory errors: Errors in each second that were repaired. Good: 0. A rising rate announces
-    a failure.
+Link and memory errors: Repaired ones in each second. Good: 0. A rising rate announces a failure.
 GPU errors (XID): 48, 62, 64, 74, 79, 95, 119 and 120 come from hardware: drain the node. 13, 31
     and 43 mostly come from programs.
-Local disks: Bytes read from and written to local disks. Steady reads: the data is staged to disk
-    but fits into no cache.
-Disks busy: Share of time with something to do. Above 90 % a disk limits the jobs: stage into
-    memory, or read larger pieces.
+Local disks: Bytes in each second. Steady reads: the data staged to disk fits into no cache.
+Disks busy: Above 90 % a disk limits the jobs: stage into memory, or read larger pieces.
 Local file systems: How full each is. Good: below 80 %. Otherwise delete leftovers of ended jobs.
-NFS and Lustre: Bytes from and to network file systems. The same reads in each epoch: stage the
-    data.
-NFS answer time: Mean time from request to answer. Good: below 10 ms. Slow on all nodes: the
-    server; on this one: its network.
+NFS and Lustre: Bytes in each second. The same reads in each epoch: stage the data.
+NFS answer time: Good: below 10 ms. Slow on all nodes: the server; on this one: its network.
 InfiniBand: Bytes through each port, and ticks in which it had data but could not send. Compare
     with the rate of the link; many waits: other traffic fills the fabric.
-Ports: Good: all up at the same rate. One that is down or slower slows every job across nodes:
-    reseat or exchange its cable.
+Ports: Good: all up at the same rate. A slow one slows every job across nodes: see its cable.
 """
 
 _CONTENT: list[Panel | str] = [
@@ -93,8 +92,10 @@ _CONTENT: list[Panel | str] = [
         "count",
         {
             "allocated": f"max(hpml:node_gpus_allocated:count{_NODE})",
-            "unused": f"sum({_own('hpml_job_gpus_allocated')} - {_own('hpml_job_gpus_used')}) "
-            "or vector(0)",
+            "unused": or_zero(
+                f"sum({_own('hpml_job_gpus_allocated')} - {_own('hpml_job_gpus_used')})",
+                f"hpml:node_gpus_allocated:count{_NODE}",
+            ),
         },
     ),
     figure("Hottest GPU", "heat", f"max({_TEMPERATURE})"),
@@ -104,8 +105,10 @@ _CONTENT: list[Panel | str] = [
     figure(
         "GPU errors",
         "faults",
-        f"(sum({_own('hpml_gpu_xid_errors_total')}) or vector(0)) + "
-        f"(sum({_UNCORRECTED}) or vector(0))",
+        " + ".join(
+            or_zero(f"sum({errors})", _own("hpml_gpus"))
+            for errors in (_own("hpml_gpu_xid_errors_total"), _UNCORRECTED)
+        ),
     ),
     lines("GPU active", "share", {_GPU: f"max by (index) (hpml:gpu_busy:rate2m{_NODE})"}, width=12),
     lines(
@@ -116,9 +119,10 @@ _CONTENT: list[Panel | str] = [
     ),
     listing(
         "Jobs on this node",
-        "jobid user name partition",
+        "jobid array user name partition",
         {
-            "-": f"max by (jobid, user, name, partition) ({_JOBS}(hpml:job_exporter{_NODE}))",
+            "-": "max by (jobid, array, user, name, partition) "
+            f"({_JOBS}(hpml:job_exporter{_NODE}))",
             "GPUs": f'count by (jobid) (hpml:gpu_info{_NODE[:-1]}, jobid!=""}})',
             "GPU active": f'avg by (jobid) (hpml:gpu_busy:rate2m{_NODE[:-1]}, jobid!=""}})',
             "CPUs busy": f"sum by (jobid) (hpml:job_cpus_busy:rate5m{_NODE})",
@@ -128,7 +132,6 @@ _CONTENT: list[Panel | str] = [
         },
         width=24,
         sort="GPUs",
-        none="No job runs here",
     ),
     "GPU health",
     listing(
@@ -149,25 +152,20 @@ _CONTENT: list[Panel | str] = [
         },
         width=24,
         height=10,
-        none="No GPUs",
     ),
     lines(
         "Clocks held down",
         "share",
-        {
-            "{{reason}}": _rate("hpml_gpu_throttled_seconds_total", "reason").replace(
-                "sum", "avg", 1
-            )
-        },
+        {"{{reason}}": _rate("gpu_throttled_seconds", "reason", "avg")},
         width=8,
     ),
     lines(
         "Link and memory errors",
         "count",
         {
-            "NVLink {{type}}": _rate("hpml_gpu_nvlink_errors_total", "type"),
-            "PCIe replays": _rate("hpml_gpu_pcie_replays_total", ""),
-            "ECC corrected": _rate("hpml_gpu_ecc_errors_total", "", error="corrected"),
+            "NVLink {{type}}": _rate("gpu_nvlink_errors", "type"),
+            "PCIe replays": _rate("gpu_pcie_replays", ""),
+            "ECC corrected": _rate("gpu_ecc_errors", "", error="corrected"),
         },
         width=8,
     ),
@@ -179,42 +177,20 @@ _CONTENT: list[Panel | str] = [
             "Errors": f"{_own('hpml_gpu_xid_errors_total')}{_INDEX}",
         },
         width=8,
-        none="No GPU errors",
     ),
     "Storage",
-    lines(
-        "Local disks",
-        "rate",
-        {
-            "{{device}} read": _rate("hpml_disk_read_bytes_total", "device"),
-            "{{device}} written": _rate("hpml_disk_written_bytes_total", "device"),
-        },
-        width=6,
-    ),
-    lines(
-        "Disks busy",
-        "full",
-        {"{{device}}": _rate("hpml_disk_busy_seconds_total", "device")},
-        width=6,
-    ),
+    lines("Local disks", "rate", _both("disk", "device"), width=6),
+    lines("Disks busy", "full", {"{{device}}": _rate("disk_busy_seconds", "device")}, width=6),
     bars("Local file systems", "full", {"{{mountpoint}}": f"1 - {_FREE}"}, width=6),
     lines(
-        "NFS and Lustre",
-        "rate",
-        {
-            "{{server}} read": _rate("hpml_nfs_read_bytes_total", "server"),
-            "{{server}} written": _rate("hpml_nfs_written_bytes_total", "server"),
-            "{{filesystem}} read": _rate("hpml_lustre_read_bytes_total", "filesystem"),
-            "{{filesystem}} written": _rate("hpml_lustre_written_bytes_total", "filesystem"),
-        },
-        width=6,
+        "NFS and Lustre", "rate", _both("nfs", "server") | _both("lustre", "filesystem"), width=6
     ),
     lines(
         "NFS answer time",
         "seconds",
         {
-            "{{server}}": f"{_rate('hpml_nfs_round_trip_seconds_total', 'server')} / "
-            f"({_rate('hpml_nfs_operations_total', 'server')} > 0)"
+            "{{server}}": f"{_rate('nfs_round_trip_seconds', 'server')} / "
+            f"({_rate('nfs_operations', 'server')} > 0)"
         },
         width=8,
     ),
@@ -222,9 +198,9 @@ _CONTENT: list[Panel | str] = [
         "InfiniBand",
         "rate",
         {
-            "{{device}} received": _rate("hpml_infiniband_received_bytes_total", "device"),
-            "{{device}} sent": _rate("hpml_infiniband_transmitted_bytes_total", "device"),
-            "{{device}} waits": _rate("hpml_infiniband_transmit_wait_ticks_total", "device"),
+            "{{device}} received": _rate("infiniband_received_bytes", "device"),
+            "{{device}} sent": _rate("infiniband_transmitted_bytes", "device"),
+            "{{device}} waits": _rate("infiniband_transmit_wait_ticks", "device"),
         },
         width=8,
     ),
@@ -234,7 +210,7 @@ _CONTENT: list[Panel | str] = [
         {
             "Up": f"max by (device, port) ({_own('hpml_infiniband_up')})",
             "Rate": f"max by (device, port) ({_own('hpml_infiniband_link_rate_bytes_per_second')})",
-            "Errors/s": _rate("hpml_infiniband_events_total", "device, port"),
+            "Errors/s": _rate("infiniband_events", "device, port"),
         },
         width=8,
     ),
@@ -252,6 +228,7 @@ def node() -> Dashboard:
         [
             variable("node", "Node", nodes),
             variable("instance", "", f"label_values({own}, instance)"),
+            variable("jobid", "", f"label_values(hpml:job_exporter{_NODE}, jobid)", newest=True),
         ],
         _CONTENT,
     )

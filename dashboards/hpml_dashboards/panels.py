@@ -26,6 +26,7 @@ __all__ = [
     "figure",
     "lines",
     "listing",
+    "or_zero",
     "select",
     "variable",
 ]
@@ -103,19 +104,17 @@ _DASHBOARDS = {
     "hpml-user": "User",
     "hpml-health": "Exporters",
 }
-_TITLES = {"jobid": "Job", "index": "GPU", "xid": "XID", "mig": "MIG", "qos": "QOS"}
+_TITLES = {"jobid": "Job", "array": "Array task", "index": "GPU", "xid": "XID", "mig": "MIG"}
 _LINKED = {"jobid": "job", "node": "node", "sweep": "sweep", "user": "user"}
 """Labels whose values are links to the dashboard of what they name."""
-_WIDTHS = {
-    "jobid": 90,
-    "user": 100,
-    "partition": 100,
-    "rank": 70,
-    "index": 60,
-    "xid": 60,
-    "port": 60,
-}
+_WIDTHS = {"jobid": 90, "array": 100, "user": 100, "partition": 100, "point": 70}
+_WIDTHS |= {"rank": 70, "index": 60, "xid": 60, "port": 60}
 _MOST_LINES = 32
+_UNKNOWN = models.SpecialValueMap(  # has no colour: it is neither good nor bad
+    models.DashboardSpecialValueMapOptions(
+        models.SpecialValueMatch.NULL_AND_NAN, models.ValueMappingResult(color="text")
+    )
+)
 _DATASOURCE = shapes.DataSourceRef(type_val="prometheus", uid="${datasource}")
 
 
@@ -141,6 +140,11 @@ def each(series: str, label: str = "node") -> str:
         }.items()
     )
     return " or ".join([few, *spread])
+
+
+def or_zero(value: str, subject: str) -> str:
+    """Return a figure that is 0 where nothing is counted, but only of a subject that is known."""
+    return f"({value} or 0 * max({subject}))"
 
 
 def figure(
@@ -230,7 +234,7 @@ def listing(
     width: int = 12,
     height: int = 7,
     sort: str = "",
-    none: str = "None",
+    none: str = "None known",
 ) -> Panel:
     """Return a table as of now: series of all queries with equal labels are one row.
 
@@ -362,6 +366,7 @@ def _panel(
         .span(size[0])
         .height(size[1])
         .unit(unit)
+        .mappings([_UNKNOWN])
         .thresholds(thresholds.steps([models.Threshold(value, colour) for value, colour in steps]))
     )
     if top is not None:

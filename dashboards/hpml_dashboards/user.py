@@ -11,6 +11,7 @@ from hpml_dashboards.panels import (
     figure,
     lines,
     listing,
+    or_zero,
     select,
     variable,
 )
@@ -18,6 +19,12 @@ from hpml_dashboards.panels import (
 __all__ = ["user"]
 
 _MINE = 'hpml:job_info{cluster="$cluster", user="$user"}'
+_SEEN = f"last_over_time({_MINE}[$__range])"
+_OTHERS = '{cluster=~"$cluster|"}'
+_SHOWN = (  # with --users; of anybody, as the queue may be empty
+    f"last_over_time(hpml_slurm_user_jobs{_OTHERS}[$__range]) "
+    f"or hpml_slurm_user_fairshare_ratio{_OTHERS}"
+)
 _NAMED = "{{jobid}} {{name}}"
 
 
@@ -27,7 +34,7 @@ def _mine(series: str) -> str:
 
 
 def _slurm(metric: str, **labels: str) -> str:
-    return select(metric, cluster="~$cluster|", user="$user", **labels)
+    return select(f"hpml_slurm_{metric}", cluster="~$cluster|", user="$user", **labels)
 
 
 _GPUS = _mine("hpml:job_gpus:count")
@@ -38,45 +45,36 @@ _MEMORY = _mine("hpml:job_memory_used:ratio")
 _SWEEPS = f"hpml:run_info * on (cluster, jobid) group_left () {_MINE}"
 
 _ABOUT = """
-Jobs running: Jobs of the user that run on nodes with an exporter. Fewer than squeue shows: see
-    Exporters.
-Jobs pending: Jobs of the user that wait. hpml export slurm shows them with --users.
+Jobs running: On nodes with an exporter. Fewer than squeue shows: see Exporters.
+Jobs pending: Jobs of the user that wait. Needs hpml export slurm --users.
 GPUs: GPUs that the user's jobs have. Those of idle notebooks count too: end them.
-GPU active: Share of time with a kernel on these GPUs. Good: above 60 %. If lower, open the red
-    jobs.
+GPU active: Share of time with a kernel. Good: above 60 %. If lower, open the red jobs.
 GPUs wasted: GPUs of the user's jobs less busy ones. Good: near 0: fair share counts them too.
-Data wait: Of the job that waits most, as a share of a step. Good: below 20 %. Else stage its
-    data.
+Data wait: Of the job that waits most. Good: below 20 % of a step. Else stage its data.
 Memory: Of the job nearest to its limit. Above 95 % the kernel soon ends processes: ask for more.
-Fair share: Slurm's factor (shown with --users). Near 0, much was used lately: others' jobs go
-    first.
+Fair share: Slurm's factor. Near 0, others' jobs go first. Needs hpml export slurm --users.
 Jobs: The user's jobs, the largest first. Open one that is not green to see what it waits for.
 """
 
 _CONTENT: list[Panel | str] = [
-    figure("Jobs running", "count", f"count({_MINE}) or vector(0)"),
+    figure("Jobs running", "count", or_zero(f"count({_MINE})", _SEEN)),
     figure(
         "Jobs pending",
         "count",
-        f"sum({_slurm('hpml_slurm_user_jobs', state='pending')})",
-        none="not exported",
+        or_zero(f"sum({_slurm('user_jobs', state='pending')})", _SHOWN),
+        none="needs --users",
     ),
-    figure("GPUs", "count", f"sum({_GPUS}) or vector(0)"),
+    figure("GPUs", "count", or_zero(f"sum({_GPUS})", _SEEN)),
     figure("GPU active", "use", f"sum({_BUSY}) / sum({_GPUS})"),
     figure("GPUs wasted", "count", f"sum({_mine('hpml:job_gpus_wasted:sum')})"),
     figure("Data wait", "wait", f"max({_WAITS})", none="not reported"),
-    figure("Memory", "full", f"max({_MEMORY})", none="no limit"),
-    figure(
-        "Fair share",
-        "share",
-        f"max({_slurm('hpml_slurm_user_fairshare_ratio')})",
-        none="not exported",
-    ),
+    figure("Memory", "full", f"max({_MEMORY})"),
+    figure("Fair share", "share", f"max({_slurm('user_fairshare_ratio')})", none="needs --users"),
     listing(
         "Jobs",
-        "jobid name partition sweep",
+        "jobid array name partition sweep",
         {
-            "-": f"max by (jobid, name, partition) ({_MINE})",
+            "-": f"max by (jobid, array, name, partition) ({_MINE})",
             "-run": f"max by (jobid, sweep) ({_SWEEPS})",
             "GPU active": f"max by (jobid) ({_SHARE})",
             "Data wait": f"max by (jobid) ({_WAITS})",

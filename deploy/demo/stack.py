@@ -179,7 +179,7 @@ class Stack:
             {"job_name": "hpml-node", "static_configs": [{"targets": list(exporters.values())}]}
         ]
         if self._wanted:
-            slurm = self._listen([*HPML, "export", "slurm"], "slurm", self.environment)
+            slurm = self._listen([*HPML, "export", "slurm", "--users"], "slurm", self.environment)
             targets.append({"job_name": "hpml-slurm", "static_configs": [{"targets": [slurm]}]})
         self._follower.start()
         self.prometheus = self._prometheus(targets)

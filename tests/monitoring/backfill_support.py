@@ -9,15 +9,19 @@ from __future__ import annotations
 import itertools
 import math
 import re
+import subprocess
 import zlib
 from typing import TYPE_CHECKING, Any
 
 import promql_parser
 
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
+from tests.monitoring.prometheus_support import program
 
-__all__ = ["END", "SECONDS", "expressions", "openmetrics", "panels", "resolved"]
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator, Mapping
+    from pathlib import Path
+
+__all__ = ["END", "SECONDS", "backfill", "expressions", "openmetrics", "panels", "resolved"]
 
 END = 1_767_225_600
 """Unix seconds of the last sample."""
@@ -54,9 +58,11 @@ def panels(dashboard: dict[str, Any]) -> Iterator[dict[str, Any]]:
             yield panel
 
 
-def resolved(expression: str, step: int = 15) -> str:
-    """An expression with the variables' values, as a panel with that step has it."""
-    values = VALUES | {
+def resolved(expression: str, step: int = 15, others: Mapping[str, str] = VALUES) -> str:
+    """An expression with the variables' values, or others, as a panel with that step has it."""
+    values = {
+        **VALUES,
+        **others,
         "__interval": f"{step}s",
         "__rate_interval": f"{max(step + 15, 60)}s",
         "__range": f"{SECONDS}s",
@@ -105,7 +111,7 @@ def _value(name: str, key: str, second: int) -> float:
     """A number of the metric's kind: a wave for gauges, always more for counters."""
     seed = zlib.crc32(f"{name}{key}".encode()) % 97
     wave = 0.55 + 0.25 * math.sin((second + 40 * seed) / 400) + seed / 500
-    if name.endswith(("_info", ":info")):
+    if name.endswith(("_info", ":info", "_present")):
         return 1
     if "timestamp" in name:
         return END - SECONDS + 10 * seed
@@ -133,3 +139,12 @@ def openmetrics(dashboards: Iterable[dict[str, Any]]) -> str:
                     value = place * _value(name, f"{extra}{job['jobid']}", second)
                     lines.append(f"{name}{{{shown}}} {value:.6g} {END - SECONDS + second}")
     return "\n".join([*lines, "# EOF", ""])
+
+
+def backfill(folder: Path, text: str) -> None:
+    """Write data of this form where a Prometheus that is booted in the folder finds it."""
+    folder.mkdir(parents=True, exist_ok=True)
+    raw = folder / "data.txt"
+    raw.write_text(text)
+    create: list[str | Path] = ["tsdb", "create-blocks-from", "openmetrics", raw, folder / "data"]
+    subprocess.run([program("promtool"), *create], check=True, capture_output=True, timeout=300)

@@ -80,7 +80,15 @@ CASES: dict[str, dict[str, tuple[str, str]]] = {
         'hpml_slurm_jobs{state="running",partition="b",qos="q"}': ("900", "900"),
     },
     "ExporterDown": {f"up{{{ON}}}": ("0", "1"), 'up{instance="x",job="other"}': ("0", "0")},
-    "CollectorFailing": {f'hpml_exporter_up{{{ON},collector="gpu"}}': ("0", "1")},
+    "CollectorFailing": {
+        f'hpml_exporter_up{{{ON},collector="gpu"}}': ("0", "1"),
+        # A Slurm that does not answer is SlurmFiguresOld's.
+        'hpml_exporter_up{instance="s1",job="hpml-slurm",collector="slurm"}': ("1", "0"),
+        'hpml_slurm_last_refresh_timestamp_seconds{instance="s1",job="hpml-slurm"}': (
+            "0+60",
+            "0+0",
+        ),
+    },
     "SlurmFiguresOld": {"hpml_slurm_last_refresh_timestamp_seconds": ("0+0", "0+60")},
 }
 

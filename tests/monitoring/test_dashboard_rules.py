@@ -1,4 +1,4 @@
-"""The rules behind the dashboards count nothing twice: two exporters, a GPU that jobs share."""
+"""The rules behind the dashboards count nothing twice, and no figure is 0 of what is not known."""
 
 from __future__ import annotations
 
@@ -7,7 +7,15 @@ import re
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import pytest
+from hpml_dashboards import JSON
+
+from tests.monitoring.backfill_support import END, backfill, openmetrics, panels, resolved
+from tests.monitoring.prometheus_support import Prometheus, booted_prometheus
+
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     from tests.monitoring.prometheus_support import Promtool
 
 RULES = Path(__file__).parents[2] / "deploy/prometheus/rules/hpml.yml"
@@ -134,3 +142,90 @@ def test_every_rule_of_the_group_is_tested() -> None:
     """But hpml:gpu_place, which hpml:gpu_info is made of."""
     text = RULES.read_text("utf-8").partition("- name: hpml-dashboards")[2]
     assert set(re.findall(r"record: (\S+)", text)) == {*ANSWERS, "hpml:gpu_place"}
+
+
+DASHBOARDS = {path.stem: json.loads(path.read_text("utf-8")) for path in JSON.glob("*.json")}
+FAULTY = r"oom_events|xid|wrong_ranks|ecc_errors|unopened|slurm_jobs{|slurm_nodes.*state=\"(?!down)"
+ZERO = {  # where nothing is wrong and nothing waits
+    ("hpml-job", "Faults", ""),
+    ("hpml-job", "GPUs", "unused"),
+    ("hpml-node", "GPU errors", ""),
+    ("hpml-cluster", "Nodes down", ""),
+    ("hpml-cluster", "Jobs running", ""),
+    ("hpml-cluster", "Jobs pending", ""),
+    ("hpml-health", "Targets down", ""),
+    ("hpml-health", "Failing", ""),
+}
+Figures = dict[tuple[str, str, str], list[float]]
+
+
+@pytest.fixture(scope="module")
+def healthy(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Prometheus]:
+    """A Prometheus with all that the dashboards ask for, except faults and the queue."""
+    folder = tmp_path_factory.mktemp("healthy")
+    lines = openmetrics(DASHBOARDS.values()).splitlines()
+    kept = "\n".join(line for line in lines if not re.search(FAULTY, line))
+    backfill(folder, kept.replace('state="down"', 'state="idle"') + "\n")
+    with booted_prometheus(folder, []) as booted:
+        yield booted
+
+
+def figures(asked: Prometheus, **values: str) -> Figures:
+    """What the figures of all dashboards show: by dashboard, panel and name of the query."""
+    return {
+        (uid, panel["title"], target["legendFormat"]): [
+            line.points[-1][1]
+            for line in asked.query_range(resolved(target["expr"], others=values), END, END)
+        ]
+        for uid, dashboard in DASHBOARDS.items()
+        for panel in panels(dashboard)
+        if panel["type"] == "stat"
+        for target in panel["targets"]
+    }
+
+
+def test_figures_are_zero_of_what_is_known_only(healthy: Prometheus, tmp_path: Path) -> None:
+    """Every figure has one value; none of an unknown job or node, or of an empty Prometheus."""
+    known = figures(healthy)
+    assert [name for name, values in known.items() if len(values) != 1] == []
+    assert {name: known[name] for name in ZERO} == {name: [0.0] for name in ZERO}
+    unknown = figures(healthy, jobid="404", node="gpu404", instance="")
+    shown = {name: values for name, values in unknown.items() if values}
+    assert {uid for uid, *_ in shown} == set(DASHBOARDS) - {"hpml-job", "hpml-node"}
+    with booted_prometheus(tmp_path, []) as empty:
+        shown = {name: values for name, values in figures(empty).items() if values}
+    assert shown == {}
+
+
+@pytest.mark.parametrize(("ranks", "speedup"), [("16", 1.5), ("8", None)], ids=["more", "same"])
+def test_speeds_are_compared_where_ranks_differ(
+    promtool: Promtool, tmp_path: Path, ranks: str, speedup: float | None
+) -> None:
+    """Runs of a sweep of other parameters have no speedup."""
+    values = {"samples:rate5m": ("100", "150"), "ranks:max": ("8", ranks)}
+    run = '{{cluster="main",sweep="scaling",jobid="{}"}}'
+    queries = {
+        panel["title"]: resolved(panel["targets"][0]["expr"])
+        for panel in panels(DASHBOARDS["hpml-sweep"])
+    }
+    wanted = {"Largest speedup": speedup, "Lowest efficiency": speedup and 0.75}
+    test = {
+        "interval": "1m",
+        "input_series": [
+            {"series": f"hpml:run_{name}{run.format(jobid)}", "values": f"{value}x20"}
+            for name, pair in values.items()
+            for jobid, value in enumerate(pair)
+        ],
+        "promql_expr_test": [
+            {
+                "expr": queries[title],
+                "eval_time": "15m",
+                "exp_samples": [{"labels": "{}", "value": value}] if value else [],
+            }
+            for title, value in wanted.items()
+        ],
+    }
+    path = tmp_path / "test.yml"
+    path.write_text(json.dumps({"tests": [test]}), encoding="utf-8")
+    done = promtool("test", "rules", path)
+    assert done.returncode == 0, done.stdout + done.stderr

@@ -115,6 +115,12 @@ LOCAL_RUN = {  # job 7 of the local backend, whose GPUs nobody allocated
     for name, shown in exporter("main", "n1", {"7": BOB}, G1={"7": "1"}).items()
 }
 BESIDE = exporter("main", "n1", {"7": ADA}, G1={"7": "1"}) | LOCAL_RUN
+SPLIT = exporter("main", "n1", {"7": ADA}, G1={"7": "1"}, G2={}) | {
+    'hpml_gpu_info{instance="main-n1:node",job="hpml-node",'
+    f'uuid="{uuid}",index="1",name="H100",mig="1g.10gb",parent="G2"}}': "1x20"
+    for uuid in ("M1", "M2")
+}
+ARRAY = exporter("main", "n1", {"7": ADA, "19": {**ADA, "array_job": "17", "array_task": "2"}})
 MAIN_7 = '{cluster="main",jobid="7"}'
 MAIN_8 = '{cluster="main",jobid="8"}'
 TEST_7 = '{cluster="test",jobid="7"}'
@@ -178,6 +184,16 @@ SCENES: dict[str, tuple[Series, str, dict[str, float]]] = {
         BESIDE,
         BY_USER,
         {'{user="ada"}': 0.5, '{user="bob"}': 0.5},
+    ),
+    "GPUs of a node whose second GPU is split": (
+        SPLIT,
+        "hpml:node_gpus:count",
+        {'hpml:node_gpus:count{cluster="main",node="n1"}': 3},
+    ),
+    "name of a task of an array": (
+        ARRAY,
+        "sum by (jobid, array) (hpml:job_info)",
+        {'{jobid="7"}': 1, '{jobid="19",array="17_2"}': 1},
     ),
     "busy GPUs in two clusters": (
         TWO_CLUSTERS,

@@ -7,7 +7,6 @@ import math
 import operator
 import re
 import shutil
-import subprocess
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -19,8 +18,8 @@ from hpml_dashboards import JSON
 from hpml_dashboards.serve import Prometheus as Source
 from hpml_dashboards.serve import ViewerServer
 
-from tests.monitoring.backfill_support import END, SECONDS, openmetrics, panels, resolved
-from tests.monitoring.prometheus_support import Prometheus, booted_prometheus, program
+from tests.monitoring.backfill_support import END, SECONDS, backfill, openmetrics, panels, resolved
+from tests.monitoring.prometheus_support import Prometheus, booted_prometheus
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -77,10 +76,7 @@ def numbers(text: str) -> list[Shown]:
 def prometheus_with_data(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Prometheus]:
     """A Prometheus that knows what every dashboard asks for."""
     folder = tmp_path_factory.mktemp("prometheus")
-    data = folder / "data.txt"
-    data.write_text(openmetrics(json.loads(path.read_text()) for path in DASHBOARDS))
-    create: list[str | Path] = ["tsdb", "create-blocks-from", "openmetrics", data, folder / "data"]
-    subprocess.run([program("promtool"), *create], check=True, capture_output=True, timeout=300)
+    backfill(folder, openmetrics(json.loads(path.read_text()) for path in DASHBOARDS))
     with booted_prometheus(folder, []) as booted:
         yield booted
 

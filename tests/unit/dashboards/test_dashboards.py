@@ -97,6 +97,16 @@ def test_links_name_dashboards_and_variables_that_there_are(uid: str) -> None:
         assert bar["includeVars"]
 
 
+def test_a_job_carries_its_user_sweep_and_node_to_the_other_dashboards() -> None:
+    """In variables that are not shown, of which each knows this job alone; a node carries a job."""
+    for uid, names in (("hpml-job", {"user", "sweep", "node"}), ("hpml-node", {"jobid"})):
+        variables = dashboard(uid)["templating"]["list"]
+        hidden = {one["name"]: one["query"] for one in variables if one.get("hide")}
+        assert names <= set(hidden)
+        chosen = uid.replace("hpml-", "").replace("job", "jobid")
+        assert all(f'{chosen}="${chosen}"' in hidden[name] for name in names)
+
+
 def first_panel(kind: str) -> Callable[[dict[str, Any]], dict[str, Any]]:
     return lambda built: next(one for one in built["panels"] if one["type"] == kind)
 
