@@ -4,7 +4,8 @@ Files of one sample (all that has the same directory and the same name up to the
 together. Samples are dealt out in the order of their names, one node after the other, so that each
 part has some of every directory; where they do not come out even, the first samples are dealt out
 once more, as PyTorch's DistributedSampler does: all parts have equally many, and no rank waits
-for a batch that another does not have.
+for a batch that another does not have. A link to a file counts as a sample of its own, as it does
+for a data set, and becomes a file.
 """
 
 from __future__ import annotations
@@ -14,16 +15,17 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from hpml_orchestrator.errors import InputError
-from hpml_orchestrator.staging.plan import Plan
+from hpml_orchestrator.staging.faults import shown
 from hpml_orchestrator.staging.request import PACK_INDEX
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from hpml_orchestrator.staging.hashing import Buffer
+    from hpml_orchestrator.staging.plan import Plan
     from hpml_orchestrator.staging.source import Reader, Source
 
-__all__ = ["PartitionSource", "part_numbers", "part_of"]
+__all__ = ["PartitionSource", "part_numbers", "part_of", "without_links"]
 
 
 def part_numbers(names: list[str], part: int, parts: int) -> list[int]:
@@ -39,20 +41,66 @@ def part_numbers(names: list[str], part: int, parts: int) -> list[int]:
     return [number for number, key in enumerate(keys) if key in mine]
 
 
-def part_of(plan: Plan, numbers: list[int]) -> Plan:
-    """Return a plan of some of the files, with all directories and the links that still lead on."""
-    kept = [plan.files[number] for number in numbers]
-    names = {entry.path for entry in kept}
-    hard = [link for link in plan.hard_links if link.first in names]
-    there = names | {link.path for link in hard} | {entry.path for entry in plan.directories}
-    return replace(
+def without_links(plan: Plan) -> tuple[Plan, list[int]]:
+    """Return a plan whose links to its files are files, and whose contents each file then has.
+
+    So every name is dealt out once, and has its contents wherever it is dealt to.
+
+    Returns:
+        The plan, and for each of its files a number in `plan.files`.
+
+    Raises:
+        InputError: a link leads to a directory, whose samples would count where it is, too.
+    """
+    numbers = {entry.path: number for number, entry in enumerate(plan.files)}
+    directories = {entry.path for entry in plan.directories} | {"."}
+    leads = {link.path: _resolved(link.path, link.target) for link in plan.symlinks}
+    firsts = {link.path: link.first for link in plan.hard_links}
+    kept = []
+    for link in plan.symlinks:
+        target = link.path
+        for _ in leads:  # a link may lead to a link
+            target = leads.get(target, target)
+        if target in directories:
+            raise InputError(
+                f"partition deals out files, but {shown(link.path)} is a link to a directory",
+                field="distribution",
+                value="partition",
+                hint="stage the directories that have the files, or use chain",
+            )
+        if firsts.get(target, target) in numbers:
+            firsts[link.path] = target
+        else:
+            kept.append(link)
+    files, whose = list(plan.files), list(range(len(plan.files)))
+    origins = dict(plan.origins)
+    for path, first in firsts.items():
+        number = numbers[firsts.get(first, first)]
+        entry = plan.files[number]
+        files.append(entry._replace(path=path))
+        whose.append(number)
+        origins[path] = plan.origins.get(entry.path, entry.path)
+    expected = [plan.expected[number] for number in whose] if plan.expected else []
+    made = replace(plan, files=files, hard_links=[], symlinks=kept, origins=origins)
+    return replace(made, expected=expected), whose
+
+
+def part_of(plan: Plan, part: int, parts: int) -> tuple[Plan, list[int]]:
+    """Return a part of a plan with all of its directories, and the numbers of its files there.
+
+    Links that lead out of the tree are dealt out like files.
+    """
+    count = len(plan.files)
+    names = [*(entry.path for entry in plan.files), *(link.path for link in plan.symlinks)]
+    found = part_numbers(names, part, parts) if names else []
+    numbers = [number for number in found if number < count]
+    kept = replace(
         plan,
-        files=kept,
-        hard_links=hard,
-        symlinks=[link for link in plan.symlinks if _leads(link.path, link.target, there)],
-        origins={name: origin for name, origin in plan.origins.items() if name in names},
+        files=[plan.files[number] for number in numbers],
+        symlinks=[plan.symlinks[number - count] for number in found if number >= count],
         expected=[plan.expected[number] for number in numbers] if plan.expected else [],
     )
+    return kept, numbers
 
 
 class PartitionSource:
@@ -92,8 +140,10 @@ class PartitionSource:
             )
         if plan.at_least:
             return plan
-        self._numbers = part_numbers(names, self._part, self._parts) if names else []
-        return part_of(plan, self._numbers)
+        whole, whose = without_links(plan)
+        part, numbers = part_of(whole, self._part, self._parts)
+        self._numbers = [whose[number] for number in numbers]
+        return part
 
     def reader(self, plan: Plan) -> Reader:
         """Open the whole for reading; numbers are those of the part."""
@@ -122,8 +172,8 @@ def _sample(name: str) -> tuple[bytes, bytes]:
     return directory, base.partition(b".")[0]
 
 
-def _leads(path: str, target: str, there: set[str]) -> bool:
-    """Say whether a symbolic link leads to something of the part, or out of the tree."""
+def _resolved(path: str, target: str) -> str:
+    """Return what a symbolic link names, relative to the top; as it is where that is outside."""
     if target.startswith("/"):
-        return True
-    return os.path.normpath(os.path.join(os.path.dirname(path), target)) in there | {"."}
+        return target
+    return os.path.normpath(os.path.join(os.path.dirname(path), target))

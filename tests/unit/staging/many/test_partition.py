@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import stat
+import subprocess
 from collections import Counter
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -13,8 +13,7 @@ from hypothesis import strategies as some
 
 from hpml_orchestrator.errors import InputError
 from hpml_orchestrator.staging.faults import Retry
-from hpml_orchestrator.staging.many.partition import PartitionSource, part_numbers, part_of
-from hpml_orchestrator.staging.plan import Entry, HardLink, Plan, Symlink
+from hpml_orchestrator.staging.many.partition import PartitionSource, part_numbers
 from hpml_orchestrator.staging.sources import FileSource, TreeSource
 
 if TYPE_CHECKING:
@@ -45,18 +44,61 @@ def test_every_directory_is_in_every_part() -> None:
         assert labels == {"a": 10, "b": 10, "c": 10}
 
 
-def test_links_stay_where_they_lead_on() -> None:
-    """A link to a file of another part is not made."""
-    files = [Entry(name, stat.S_IFREG | 0o644, 0, 1, 1) for name in ("a", "b")]
-    plan = Plan("/s", Entry("", 0o755, 0), [Entry("d", 0o755, 0)], files)
-    plan.hard_links = [HardLink("d/a2", "a"), HardLink("b2", "b")]
-    plan.symlinks = [Symlink("d/to_a", "../a", 0), Symlink("to_b", "b", 0), Symlink("to_d", "d", 0)]
-    plan.expected = [b"A" * 16, b"B" * 16]
-    part = part_of(plan, [0])
-    assert [link.path for link in part.hard_links] == ["d/a2"]
-    assert [link.path for link in part.symlinks] == ["d/to_a", "to_d"]
-    assert part.expected == [b"A" * 16]
-    assert part.directories == plan.directories
+def linked(top: Path) -> Path:
+    """Seven names of four files: a data set that repeats some of its samples."""
+    (top / "sub").mkdir(parents=True)
+    for name in "abcd":
+        (top / name).write_text(name * 3)
+    (top / "sub" / "a2").hardlink_to(top / "a")
+    (top / "sub" / "to_a").symlink_to("../a")
+    (top / "e_to_to_a").symlink_to("sub/to_a")
+    return top
+
+
+def test_links_to_files_are_samples_too(tmp_path: Path) -> None:
+    """Else one part has five names and another two, and ranks wait for each other for ever."""
+    parts = [PartitionSource(TreeSource(str(linked(tmp_path / "s")), RETRY), 0, 2)]
+    parts.append(PartitionSource(TreeSource(str(tmp_path / "s"), RETRY), 1, 2))
+    plans = [part.plan() for part in parts]
+    assert [plan.file_count for plan in plans] == [4, 4]
+    assert all(not plan.symlinks and not plan.hard_links for plan in plans)
+    names = {entry.path for plan in plans for entry in plan.files}
+    assert names == {"a", "b", "c", "d", "sub/a2", "sub/to_a", "e_to_to_a"}
+    for source, plan in zip(parts, plans, strict=True):
+        reader = source.reader(plan)
+        for number, entry in enumerate(plan.files):
+            read = b"".join(map(bytes, reader.read(number, 0, entry.size)))
+            assert read == (tmp_path / "s" / entry.path).read_bytes()
+        reader.close()
+
+
+def test_links_of_an_archive(job: Callable[..., Nodes], root: Path) -> None:
+    """Their contents are read where the file's are."""
+    linked(root / "s")
+    subprocess.run(["tar", "-cf", root / "s.tar", "-C", root / "s", "."], check=True)
+    nodes = job(root / "s.tar", 2, method="partition")
+    nodes.start()
+    ends = nodes.ends()
+    assert [(end["status"], end["files"]) for end in ends] == [(0, 4), (0, 4)], ends
+    for index in range(2):
+        for path in nodes.data(index).rglob("*"):
+            relative = path.relative_to(nodes.data(index))
+            assert path.is_dir() or path.read_bytes() == (root / "s" / relative).read_bytes()
+
+
+def test_links_out_of_the_tree_are_dealt_out(tmp_path: Path) -> None:
+    """They stay links."""
+    for number in range(4):
+        (tmp_path / f"{number}").symlink_to(f"/elsewhere/{number}")
+    source = PartitionSource(TreeSource(str(tmp_path), RETRY, outside_links=True), 0, 2)
+    assert [link.path for link in source.plan().symlinks] == ["0", "2"]
+
+
+def test_a_link_to_a_directory_is_refused(tmp_path: Path) -> None:
+    """The files below it are dealt out where they are; through the link they would count twice."""
+    (linked(tmp_path) / "d2").symlink_to("sub")
+    with pytest.raises(InputError, match="d2 is a link to a directory"):
+        PartitionSource(TreeSource(str(tmp_path), RETRY), 0, 2).plan()
 
 
 def test_reads_the_files_of_its_part(tmp_path: Path) -> None:
