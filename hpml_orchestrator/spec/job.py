@@ -269,11 +269,10 @@ class Stage(Model):
                 f"distribution: sbcast copies one file, and kind is {self.kind}: use "
                 "`distribution: chain`, or make one archive of it"
             )
-        one_file = self.kind in ("file", "tar", "zip", "squashfs")
-        if self.distribution == "partition" and one_file:
+        if self.distribution == "partition" and self.kind == "file":
             raise ValueError(
-                f"distribution: partition divides the files of a directory, and kind is "
-                f"{self.kind}: use `kind: tree` or `kind: pack`"
+                "distribution: partition divides many files, and kind is file: use another "
+                "`distribution`"
             )
         return self
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 import json
 import os
@@ -66,7 +67,7 @@ class Head:
     def __init__(self, source: Source, member: Member, options: EngineOptions) -> None:
         self._source = source
         self._member = member
-        self._options = options
+        self._options = dataclasses.replace(options, hash=True)
         self._plan: Plan | None = None
         self._said: dict[int, bytes] = {}
         self._ticks = threading.Lock()

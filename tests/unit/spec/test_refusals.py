@@ -100,8 +100,8 @@ def message_of(load: Load, text: str) -> str:
             "stage.0: distribution: sbcast copies one file",
         ),
         (
-            "stage: [{name: d, source: s, kind: tar, distribution: partition}]",
-            "stage.0: distribution: partition divides the files of a directory",
+            "stage: [{name: d, source: s, kind: file, distribution: partition}]",
+            "stage.0: distribution: partition divides many files",
         ),
         ("stage: [{name: d, source: s, size: x}]", f"stage.0.size: {SIZE} (got 'x')"),
         (

@@ -75,6 +75,13 @@ def test_digest_is_that_of_a_plain_copy(job: Callable[..., Nodes], tree: Path) -
     assert alone.ends()[0]["digest"] == chained[0]["digest"] == chained[1]["digest"]
 
 
+def test_a_chain_without_hash(job: Callable[..., Nodes], tree: Path) -> None:
+    """hash: false asks for less of this node; what others get is compared in any case."""
+    nodes = job(tree, 2, options={"hash": False, "processes": 2})
+    nodes.start()
+    assert [end["status"] for end in nodes.ends()] == [0, 0]
+
+
 def test_files_larger_than_a_piece(job: Callable[..., Nodes], root: Path) -> None:
     """300 MiB come in two pieces, over several connections."""
     source = root / "one"
