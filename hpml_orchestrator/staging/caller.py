@@ -1,7 +1,8 @@
-"""Which process a command works for: the shell or script that called it, and not a helper of that.
+"""Which process a command works for: the job step, script or shell, and not a helper of that.
 
-`data=$(hpml stage …)` and `timeout 600 hpml stage …` put a process in between that is gone when
-the command is. What was staged shall last as long as the script does.
+`data=$(hpml stage …)`, `timeout 600 hpml stage …` and `sh -c "hpml stage …; true"` put a process in
+between that is gone when the command is. What was staged shall last as long as the script does, and
+the ranks of a Slurm step, each with a shell of its own, shall have it once.
 """
 
 from __future__ import annotations
@@ -11,36 +12,67 @@ import os
 __all__ = ["calling_process"]
 
 _SHELLS = frozenset({"ash", "bash", "busybox", "dash", "ksh", "mksh", "sh", "zsh"})
-_WRAPPERS = frozenset(
-    "chrt doas env find flock ionice nice nohup numactl runuser setsid stdbuf strace su sudo "
-    "taskset time timeout xargs".split()
+_RUNNERS = frozenset({"conda", "mamba", "micromamba"})  # with a shell script of their own
+_WRAPPERS = _RUNNERS | frozenset(
+    "chrt doas env find flock hatch ionice nice nohup numactl pdm pipenv pixi poetry runuser "
+    "stdbuf strace su sudo taskset time timeout uv uvx xargs".split()
 )
-_PARENT_AFTER_NAME = 1  # field 4 of /proc/<pid>/stat, counted after "pid (name)"
+_STEP = "slurmstepd"
+_PARENT, _SESSION = 1, 3  # fields 4 and 6 of /proc/<pid>/stat, counted after "pid (name)"
+_SIGHUP_BIT = 1
 
 
 def calling_process(pid: int | None = None, *, proc_root: str = "/proc") -> int:
     """Return the process that a process works for.
 
+    In a Slurm job that is the daemon of the step on this node, which is there for all its ranks.
+
     Args:
         pid: its parent; that of this process when left out.
         proc_root: where to look for processes.
     """
-    found = os.getppid() if pid is None else pid
-    while True:
-        above = _parent(found, proc_root)
-        if above <= 1:
-            return found
-        if not (_name(found, proc_root) in _WRAPPERS or _is_subshell(found, above, proc_root)):
-            return found
+    found = above = os.getppid() if pid is None else pid
+    while above > 1:
+        if _name(above, proc_root).startswith(_STEP):
+            return above
+        above = _field(above, _PARENT, proc_root)
+    while (above := _field(found, _PARENT, proc_root)) > 1 and _helps(found, above, proc_root):
         found = above
+    return found
 
 
-def _is_subshell(pid: int, above: int, proc_root: str) -> bool:
-    """Say whether a process is a fork of the shell above it: the same program and words."""
+def _helps(pid: int, above: int, proc_root: str) -> bool:
+    """Say whether a process only helps the one above it, and ends before that."""
+    if _tool(pid, proc_root) in _WRAPPERS:
+        return True
     if _name(pid, proc_root) not in _SHELLS:
         return False
-    words = _bytes(f"{proc_root}/{pid}/cmdline")
-    return bool(words) and words == _bytes(f"{proc_root}/{above}/cmdline")
+    words = _words(pid, proc_root)
+    if words and words == _words(above, proc_root):
+        return True  # a subshell: the same program and words
+    if _tool(above, proc_root) in _RUNNERS:
+        return True
+    is_command = len(words) > 1 and words[1][:1] == b"-" and words[1][-1:] == b"c"
+    return is_command and not _outlives(pid, proc_root)
+
+
+def _outlives(pid: int, proc_root: str) -> bool:
+    """Say whether a process was made to outlive its parent, by nohup, setsid, cron or sshd."""
+    if _field(pid, _SESSION, proc_root) == pid:
+        return True
+    for line in _bytes(f"{proc_root}/{pid}/status").splitlines():
+        if line.startswith(b"SigIgn:"):
+            return bool(int(line.split()[1], 16) & _SIGHUP_BIT)
+    return False
+
+
+def _tool(pid: int, proc_root: str) -> str:
+    """Return the name of a program; of one in Python the script's."""
+    name = _name(pid, proc_root)
+    words = _words(pid, proc_root)
+    if name.startswith("python") and len(words) > 1:
+        return os.fsdecode(os.path.basename(words[1]))
+    return name
 
 
 def _name(pid: int, proc_root: str) -> str:
@@ -50,11 +82,15 @@ def _name(pid: int, proc_root: str) -> str:
         return os.fsdecode(_bytes(f"{proc_root}/{pid}/comm").strip())
 
 
-def _parent(pid: int, proc_root: str) -> int:
+def _words(pid: int, proc_root: str) -> list[bytes]:
+    return _bytes(f"{proc_root}/{pid}/cmdline").split(b"\0")[:-1]
+
+
+def _field(pid: int, number: int, proc_root: str) -> int:
     _, _, rest = _bytes(f"{proc_root}/{pid}/stat").rpartition(b")")
     fields = rest.split()
     try:
-        return int(fields[_PARENT_AFTER_NAME])
+        return int(fields[number])
     except (IndexError, ValueError):
         return 0
 
