@@ -11,6 +11,7 @@ import pytest
 
 from tests.cluster.conftest import SlurmCluster
 from tests.cluster.hpml_on_slurm import UID, Desk, eventually
+from tests.cluster.user import PYTHON
 
 FILES = 60
 NODES = {"nodes": 2, "time": "10:00"}
@@ -54,6 +55,13 @@ def test_the_second_job_finds_what_the_first_kept(desk: Desk, data: Path) -> Non
     assert (stage["reused"], stage["kept"], stage["files"]) == (2, 2, 2 * FILES)
     assert log.splitlines().count(str(FILES)) == 2
     assert "on 2 nodes, there already (" in desk.hpml("show", "last").stdout
+
+
+def test_ranks_of_a_step_stage_once(desk: Desk, data: Path) -> None:
+    """Each has a shell of its own, which calls hpml stage; a later step stages anew."""
+    stage = f"{PYTHON} -m hpml_orchestrator.cli stage {data} --to shm --print reused; true"
+    told = [desk.slurm("srun", "-N1", "-n3", "sh", "-c", stage) for _ in range(2)]
+    assert [sorted(one.split()) for one in told] == [["no", "yes", "yes"]] * 2
 
 
 def test_a_chain_brings_it_to_both_nodes(desk: Desk, data: Path) -> None:
