@@ -25,7 +25,6 @@ import abc
 import bisect
 import hashlib
 import json
-import mmap
 import os
 import random
 import stat
@@ -173,34 +172,39 @@ class PackedData(Data):
         super().__init__(path)
         self._lock = threading.Lock()
         self._open: dict[int, int] = {}
-        index = os.path.join(self.path, INDEX_FILE)
+        self._index = index = os.path.join(self.path, INDEX_FILE)
         try:
-            with open(index, "rb") as stream:
-                if os.fstat(stream.fileno()).st_size < HEADER_AT:
-                    raise PackError(f"{index}: damaged, too short")
-                self._map = mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ)
+            self._index_fd = self._open[-1] = os.open(index, os.O_RDONLY | os.O_CLOEXEC)
         except OSError as error:
             raise PackError(f"{index}: {error.strerror or error}") from error
-        if self._map[: len(MAGIC)] != MAGIC:
+        if self._bytes(0, HEADER_AT)[: len(MAGIC)] != MAGIC:
             raise PackError(f"{index}: is no index of a pack")
         if check:
-            self._check(index)
-        version, length = struct.unpack_from("<II", self._map, BODY_AT)
+            self._check()
+        version, length = struct.unpack("<II", self._bytes(BODY_AT, HEADER_AT - BODY_AT))
         if version != VERSION:
             raise PackError(f"{index}: has version {version}, this reader knows {VERSION}")
-        told = json.loads(self._map[HEADER_AT : HEADER_AT + length])
+        told = json.loads(self._bytes(HEADER_AT, length))
         self._count: int = told["files"]
         self._names_bytes: int = told["names_bytes"]
         self._shards: list[str] = [one[0] for one in told["shards"]]
         self._records_at = HEADER_AT + length
         self._names_at = self._records_at + self._count * RECORD.size
 
-    def _check(self, index: str) -> None:
-        digest = hashlib.sha256()
-        for at in range(BODY_AT, len(self._map), PIECE_BYTES):
-            digest.update(self._map[at : at + PIECE_BYTES])
-        if digest.digest() != self._map[len(MAGIC) : BODY_AT]:
-            raise PackError(f"{index}: damaged, its digest is not that of its contents")
+    def _check(self) -> None:
+        digest, at = hashlib.sha256(), BODY_AT
+        while piece := os.pread(self._index_fd, PIECE_BYTES, at):
+            digest.update(piece)
+            at += len(piece)
+        if digest.digest() != self._bytes(len(MAGIC), BODY_AT - len(MAGIC)):
+            raise PackError(f"{self._index}: damaged, its digest is not that of its contents")
+
+    def _bytes(self, at: int, count: int) -> bytes:
+        """Read a part of the index: of a map, a file that was cut short would end the process."""
+        data = os.pread(self._index_fd, count, at)
+        if len(data) < count:
+            raise PackError(f"{self._index}: damaged, too short")
+        return data
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _reopened, (self.path,)
@@ -214,7 +218,7 @@ class PackedData(Data):
 
     def _record(self, number: int) -> tuple[int, int, int, int, int, bytes]:
         at = self._records_at + number * RECORD.size
-        found: tuple[int, int, int, int, int, bytes] = RECORD.unpack_from(self._map, at)
+        found: tuple[int, int, int, int, int, bytes] = RECORD.unpack(self._bytes(at, RECORD.size))
         return found
 
     def name(self, number: int) -> str:
@@ -223,7 +227,7 @@ class PackedData(Data):
         start, end = self._record(number)[2], self._names_bytes
         if number + 1 < self._count:
             end = self._record(number + 1)[2]
-        return os.fsdecode(self._map[self._names_at + start : self._names_at + end])
+        return os.fsdecode(self._bytes(self._names_at + start, end - start))
 
     def size(self, key: Key) -> int:
         """Return a file's size in bytes."""

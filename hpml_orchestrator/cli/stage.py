@@ -26,12 +26,12 @@ from hpml_orchestrator.errors import CapacityError, HpmlError, InputError, count
 from hpml_orchestrator.records.texts import exact_bytes, human_bytes
 from hpml_orchestrator.staging import CopyStager
 from hpml_orchestrator.staging.caller import calling_process
-from hpml_orchestrator.staging.choose import IN_PLACE
 from hpml_orchestrator.staging.engine import EngineOptions
 from hpml_orchestrator.staging.errands import requests_for, run_errand
 from hpml_orchestrator.staging.faults import Retry, shown
 from hpml_orchestrator.staging.held import shell_key
 from hpml_orchestrator.staging.manners import open_rate
+from hpml_orchestrator.staging.request import IN_PLACE
 from hpml_orchestrator.staging.sources import open_source
 from hpml_orchestrator.staging.supply import LocalSupply
 

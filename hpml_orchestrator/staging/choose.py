@@ -11,15 +11,15 @@ from typing import TYPE_CHECKING
 
 from hpml_orchestrator.errors import CapacityError, InputError, counted
 from hpml_orchestrator.records.texts import human_bytes
+from hpml_orchestrator.staging.request import IN_PLACE
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from hpml_orchestrator.staging.capacity import Need, Room
 
-__all__ = ["IN_PLACE", "Candidate", "Choice", "Origin", "choose", "room_for_data"]
+__all__ = ["Candidate", "Choice", "Origin", "choose", "room_for_data"]
 
-IN_PLACE = "in place"
 _MEMORY_SHARE = 2
 """The job keeps all but one part in so many of the memory that is free."""
 

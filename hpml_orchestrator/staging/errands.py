@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING
 
 from hpml_orchestrator.errors import InputError, NotFoundError, StagingError, nearest
 from hpml_orchestrator.staging.auto import NO_ROOM, choose_target
-from hpml_orchestrator.staging.choose import IN_PLACE, Choice
+from hpml_orchestrator.staging.choose import Choice
 from hpml_orchestrator.staging.faults import UNREADABLE, shown, why
 from hpml_orchestrator.staging.naming import names_of
-from hpml_orchestrator.staging.request import Bases, StageRequest, StageResult
+from hpml_orchestrator.staging.request import IN_PLACE, Bases, StageRequest, StageResult
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence

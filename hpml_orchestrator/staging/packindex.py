@@ -1,4 +1,4 @@
-"""Read the index of a pack: every file's name, shard, place, size and digest, ready to be mapped.
+"""Read the index of a pack: every file's name, shard, place, size and digest.
 
 `packing/index.py` writes it and tells the format.
 """
@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import mmap
 import os
 import struct
 from dataclasses import dataclass
@@ -46,7 +45,6 @@ INDEX_RECORD = struct.Struct("<QQQIB3x16s")
 
 _BODY_AT = len(INDEX_MAGIC) + hashlib.sha256().digest_size
 _HEADER_AT = _BODY_AT + INDEX_START.size
-_PIECE_BYTES = 1 << 20
 
 
 class Row(NamedTuple):
@@ -89,7 +87,7 @@ class Index:
     archives: Sequence[Archive]
     count: int
     digest: str
-    _body: mmap.mmap
+    _body: bytes
     _records_at: int
 
     def rows(self) -> Iterator[Row]:
@@ -136,14 +134,7 @@ def read_index(directory: str) -> Index:
     path = os.path.join(directory, INDEX_FILE)
     try:
         with open(path, "rb") as stream:
-            size = os.fstat(stream.fileno()).st_size
-            if size < _HEADER_AT:
-                raise _damaged(path, "too short")
-            body = mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ)
-            digest = hashlib.sha256()
-            stream.seek(_BODY_AT)
-            while piece := stream.read(_PIECE_BYTES):
-                digest.update(piece)
+            body = stream.read()
     except FileNotFoundError:
         raise NotFoundError(
             f"{shown(directory)} is no finished pack: it has no {INDEX_FILE}",
@@ -153,6 +144,9 @@ def read_index(directory: str) -> Index:
         raise NotFoundError(f"{shown(directory)} is no directory") from None
     except OSError as error:
         raise StagingError(f"cannot read {shown(path)}: {why(error)}") from error
+    if len(body) < _HEADER_AT:
+        raise _damaged(path, "too short")
+    digest = hashlib.sha256(memoryview(body)[_BODY_AT:])
     if body[: len(INDEX_MAGIC)] != INDEX_MAGIC:
         raise _damaged(path, "it does not begin as an index does")
     if body[len(INDEX_MAGIC) : _BODY_AT] != digest.digest():
@@ -166,7 +160,7 @@ def read_index(directory: str) -> Index:
     return _understood(directory, body, length, digest.hexdigest())
 
 
-def _understood(directory: str, body: mmap.mmap, length: int, digest: str) -> Index:
+def _understood(directory: str, body: bytes, length: int, digest: str) -> Index:
     """Return what an index says; its digest shows damage, not who wrote it.
 
     Raises:

@@ -10,6 +10,7 @@ from typing import Protocol
 from hpml_orchestrator.errors import InputError, StagingError
 
 __all__ = [
+    "IN_PLACE",
     "KINDS",
     "Bases",
     "StageRequest",
@@ -22,6 +23,9 @@ __all__ = [
 ]
 
 KINDS = ("auto", "file", "tree", "pack", "tar", "zip", "squashfs")
+IN_PLACE = "in place"
+"""The method of data that is left where it is."""
+
 PACK_INDEX = "pack.index"
 PACK_STATE = ".packing.json"
 TAR_SUFFIXES = tuple(
@@ -141,7 +145,8 @@ class StageResult:
     @property
     def rate(self) -> float:
         """Bytes per second of this call; 0 when nothing was copied."""
-        return 0.0 if self.reused or not self.seconds else self.bytes / self.seconds
+        copied = not self.reused and self.method != IN_PLACE
+        return self.bytes / self.seconds if copied and self.seconds else 0.0
 
 
 class Stager(Protocol):

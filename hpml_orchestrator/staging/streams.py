@@ -40,6 +40,7 @@ _NEAR_BYTES = 1 << 13
 _SLOW_NEAR_BYTES = 1 << 17
 _SLOW_SECONDS = 50e-6
 _HEADER_BYTES = 512
+_LARGEST_WINDOW_LOG = 31  # `zstd --long=31`: 2 GiB
 _DAMAGED = (EOFError, zlib.error, lzma.LZMAError, ValueError)
 
 
@@ -237,13 +238,16 @@ def _zstd(path: str, fd: int, retry: Retry) -> Any:
     """Return a reader of zstd: the program, which works beside this process, or a module."""
     program = shutil.which("zstd")
     if program is not None:
-        return _Program([program, "-dcq"], fd)
+        return _Program([program, "-dcq", f"--long={_LARGEST_WINDOW_LOG}"], fd)
     raw = io.BufferedReader(_Raw(fd, retry), BLOCK_BYTES)
     with contextlib.suppress(ImportError):
-        return importlib.import_module("compression.zstd").ZstdFile(raw)
+        module = importlib.import_module("compression.zstd")
+        window = {module.DecompressionParameter.window_log_max: _LARGEST_WINDOW_LOG}
+        return module.ZstdFile(raw, options=window)
     with contextlib.suppress(ImportError):
         module = importlib.import_module("zstandard")
-        return module.ZstdDecompressor().stream_reader(raw, read_across_frames=True)
+        zstd = module.ZstdDecompressor(max_window_size=1 << _LARGEST_WINDOW_LOG)
+        return zstd.stream_reader(raw, read_across_frames=True)
     raise StagingError(
         f"{shown(path)}: nothing here can decompress zstd",
         hint="install the program zstd on the nodes (package zstd), or the Python module zstandard",

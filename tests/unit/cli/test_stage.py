@@ -97,6 +97,7 @@ def test_auto_gives_its_reasons(node: Node, tree: Path) -> None:
     try:
         shown = node.stage(str(source)).out
         assert (" is used in place: 3 files" in shown, "\\xff" in shown) == (True, True)
+        assert node.stage(str(source), "--json").json()[0]["bytes_per_second"] == 0
         words: list[str | Path] = [HPML, *node.first, "stage", source, "--print", "path"]
         printed = subprocess.check_output(words, env=node.shell.environment())
         assert printed == os.fsencode(source) + b"\n"

@@ -9,13 +9,13 @@ from hypothesis import strategies as st
 from hpml_orchestrator.errors import CapacityError, InputError
 from hpml_orchestrator.staging.capacity import Need, Room
 from hpml_orchestrator.staging.choose import (
-    IN_PLACE,
     Candidate,
     Choice,
     Origin,
     choose,
     room_for_data,
 )
+from hpml_orchestrator.staging.request import IN_PLACE
 
 GIB = 1 << 30
 FAR = Origin("/scratch/data")

@@ -375,6 +375,14 @@ def test_a_shard_that_changes_is_an_error(
     refused(stager, path, "changed while")
 
 
+def test_zstd_with_a_long_window(stager: CopyStager, source: Path, tmp_path: Path) -> None:
+    """As `zstd --long=31` writes what comes through a pipe."""
+    path = tmp_path / "x.tar.zst"
+    line = f"tar -cf - -C {source} . | zstd -q --long=31 -o {path}"
+    subprocess.run(["sh", "-c", line], check=True)
+    assert stager.stage(StageRequest("data", str(path), target="shm")).files > 0
+
+
 def test_a_zstd_archive_needs_the_program(
     stager: CopyStager, source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
