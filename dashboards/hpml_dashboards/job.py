@@ -92,7 +92,7 @@ CPU: Share of the job's CPUs that are busy, mean of the time range. High is good
     is high too: then ask for more CPUs per GPU.
 Memory: Most memory used on a node against its limit, without the page cache. Above 95 % the
     kernel soon ends processes: ask for more, or use fewer loader workers.
-Time limit used: Time since the start against the job's time limit. Near 100 % Slurm ends the job:
+Time limit: Time since the start against the job's time limit. Near 100 % Slurm ends the job:
     see that it writes checkpoints. Far below at its end: ask for less, and wait less in the queue.
 Faults: Processes ended for want of memory, GPU errors (XID) since the job's start, and ranks on
     wrong CPUs or GPUs. Good: 0. Otherwise see the tables of nodes and errors below.
@@ -171,7 +171,7 @@ _CONTENT: list[Panel | str] = [
     ),
     figure("Memory", "full", f"max(hpml:job_memory_used:ratio{_JOB})", calc="max"),
     figure(
-        "Time limit used",
+        "Time limit",
         "full",
         f"max(timestamp(hpml_job_end_timestamp_seconds{_JOB}) - {_BEGAN}) "
         f"/ max(hpml_job_end_timestamp_seconds{_JOB} - {_BEGAN})",

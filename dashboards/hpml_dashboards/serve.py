@@ -7,6 +7,9 @@ answers GET, and passes on nothing but queries with a bounded number of points.
 from __future__ import annotations
 
 import base64
+import functools
+import gzip
+import hashlib
 import hmac
 import http.client
 import json
@@ -34,6 +37,7 @@ VIEWER = Path(__file__).parent / "viewer"
 _MAX_POINTS = 11_000  # of a series; Prometheus' own limit
 _MAX_BYTES = 32 * 1024 * 1024
 _QUERY_SECONDS = 30
+_FIRST_SECONDS = 5
 _CLIENT_SECONDS = 60
 _NAMES = ("127.0.0.1", "localhost")  # another Host is a page that rebound its name to this machine
 _PARAMETERS = {
@@ -99,12 +103,19 @@ class Prometheus:
         Raises:
             PrometheusError: it does not answer, or what answers is no Prometheus.
         """
-        status, body = self.get("query", {"query": "count(hpml_exporter_up)"})
+        query = {"query": "count(hpml_exporter_up)"}
+        status, body = self.get("query", query, seconds=_FIRST_SECONDS)
         if status != HTTPStatus.OK:
             raise PrometheusError(f"{self.url}: {json.loads(body).get('error', status)}")
         return bool(json.loads(body)["data"]["result"])
 
-    def get(self, endpoint: str, parameters: Mapping[str, str | list[str]]) -> tuple[int, bytes]:
+    def get(
+        self,
+        endpoint: str,
+        parameters: Mapping[str, str | list[str]],
+        *,
+        seconds: float = _QUERY_SECONDS,
+    ) -> tuple[int, bytes]:
         """Return status and JSON of `/api/v1/<endpoint>`, also where Prometheus refuses a query.
 
         Raises:
@@ -115,18 +126,18 @@ class Prometheus:
         if self._authorization:
             request.add_unredirected_header("Authorization", self._authorization)
         try:
-            with self._opener.open(request, timeout=_QUERY_SECONDS) as answer:
+            with self._opener.open(request, timeout=seconds) as answer:
                 return self._checked(answer.status, answer)
         except urllib.error.HTTPError as error:
             with error:
                 return self._checked(error.code, error)
         except TimeoutError:
-            message = f"Prometheus at {self.url} did not answer within {_QUERY_SECONDS} s"
+            message = f"Prometheus at {self.url} did not answer within {seconds:.0f} s"
             raise PrometheusError(message, HTTPStatus.GATEWAY_TIMEOUT) from None
         except (OSError, http.client.HTTPException) as error:
             reason = getattr(error, "reason", error)
             if isinstance(reason, TimeoutError):
-                reason = f"no answer within {_QUERY_SECONDS} s"
+                reason = f"no answer within {seconds:.0f} s"
             why = getattr(reason, "strerror", None) or reason
             raise PrometheusError(f"cannot reach Prometheus at {self.url}: {why}") from None
 
@@ -168,6 +179,11 @@ def _check_points(parameters: Mapping[str, list[str]]) -> None:
         raise PrometheusError(message, HTTPStatus.BAD_REQUEST)
 
 
+@functools.lru_cache(maxsize=16)
+def _packed(body: bytes) -> bytes:
+    return gzip.compress(body, mtime=0)
+
+
 class _Handler(BaseHTTPRequestHandler):
     """Answers one connection."""
 
@@ -190,7 +206,7 @@ class _Handler(BaseHTTPRequestHandler):
         elif url.path.startswith("/api/v1/"):
             self._query(url.path.removeprefix("/api/v1/"), parameters)
         elif content := self.server.content(url.path):
-            self._send(HTTPStatus.OK, *content)
+            self._send_file(*content)
         else:
             self._refuse(HTTPStatus.NOT_FOUND, f"no such page: {url.path}")
 
@@ -232,6 +248,17 @@ class _Handler(BaseHTTPRequestHandler):
             self._send(status, body, "application/json")
         except PrometheusError as error:
             self._refuse(error.status, str(error))
+
+    def _send_file(self, body: bytes, kind: str) -> None:
+        """Send what changes with hpml alone: packed, and again only when it has changed."""
+        tag = f'"{hashlib.sha256(body).hexdigest()[:32]}"'
+        more = {"Cache-Control": "private, no-cache", "ETag": tag}
+        if self.headers["If-None-Match"] == tag:
+            self._send(HTTPStatus.NOT_MODIFIED, b"", kind, more)
+        elif "gzip" in (self.headers["Accept-Encoding"] or ""):
+            self._send(HTTPStatus.OK, _packed(body), kind, {**more, "Content-Encoding": "gzip"})
+        else:
+            self._send(HTTPStatus.OK, body, kind, more)
 
     def _refuse(self, status: HTTPStatus, message: str) -> None:
         body = json.dumps({"status": "error", "error": message}).encode()

@@ -20,7 +20,6 @@ from hpml_dashboards.serve import (
     ViewerServer,
     read_credentials,
 )
-from hpml_exporters.options import is_loopback
 from hpml_exporters.web.address import split
 
 from hpml_orchestrator.cli.common import chosen_site
@@ -164,7 +163,7 @@ def show(
     ] = "",
     listen: Annotated[
         str,
-        typer.Option("--listen", metavar="127.0.0.1:PORT", help="Port; default: a free one."),
+        typer.Option("--listen", metavar="PORT", help="Port of 127.0.0.1; default: a free one."),
     ] = "127.0.0.1:0",
     no_open: Annotated[
         bool, typer.Option("--no-open", help="Print the address without opening a browser.")
@@ -175,10 +174,15 @@ def show(
     The address has a token: nobody else on this machine can use it. From another machine, connect
     with `ssh -L PORT:127.0.0.1:PORT`. Ctrl-C ends it.
     """
-    host, port = split(listen)
-    if not is_loopback(host):
-        hint = f"use an SSH tunnel to reach it from elsewhere: ssh -L {port or 'PORT'}:127.0.0.1:…"
-        raise InputError("must be 127.0.0.1:PORT", field="--listen", value=listen, hint=hint)
+    own = listen.removeprefix(":")
+    try:
+        host, port = split(f"127.0.0.1:{own}" if own.isdecimal() else listen)
+    except InputError:
+        host, port = "", 0
+    if host not in ("127.0.0.1", "localhost"):
+        hint = "--listen 9445; to reach it from elsewhere: ssh -L 9445:127.0.0.1:9445 THIS_MACHINE"
+        message = "must be a port, for it listens on this machine alone"
+        raise InputError(message, field="--listen", value=listen, hint=hint)
     authorization = read_credentials(prometheus_auth) if prometheus_auth else ""
     url = prometheus or prometheus_of_site(os.environ, chosen=chosen_site(context)) or DEFAULT_URL
     source = Prometheus(url, authorization)
@@ -190,7 +194,9 @@ def show(
                 err=True,
             )
     except PrometheusError as error:
-        raise HpmlError(str(error), hint="--prometheus URL names another Prometheus") from None
+        raise HpmlError(
+            str(error), hint="see that it runs, or name another: --prometheus URL"
+        ) from None
     signal.signal(signal.SIGINT, signal.default_int_handler)  # in the background of a script, too
     with ViewerServer(source, port) as server, contextlib.suppress(KeyboardInterrupt):
         typer.echo(server.address)

@@ -64,6 +64,11 @@ class Browser:
             mobile=False,
         )
 
+    def prefer(self, scheme: str) -> None:
+        """Prefer light or dark, as a user's desktop says; empty is Chromium's own."""
+        feature = {"name": "prefers-color-scheme", "value": scheme}
+        self._call("Emulation.setEmulatedMedia", features=[feature])
+
     def live_in(self, zone: str) -> None:
         """Change the time zone, such as Asia/Kolkata; empty is the machine's."""
         self._call("Emulation.setTimezoneOverride", timezoneId=zone)

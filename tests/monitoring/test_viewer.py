@@ -229,6 +229,37 @@ def test_times_are_those_of_the_user(
     assert shown in browser.evaluate(picker)
 
 
+def test_the_theme_is_that_of_the_desktop_until_one_is_chosen(go: Any, browser: Browser) -> None:
+    """After a switch every figure has the colour that a fresh load in that theme gives it."""
+    chosen = "document.querySelector('header button[aria-label^=Switch]')"
+    figure = """getComputedStyle([...document.querySelectorAll('[data-panel="2"] *')].find(
+        one => !one.children.length && one.textContent.includes('iB'))).color"""
+    shown, switched = {}, {}
+    go("viewer-features")
+    for scheme, other in (("light", "dark"), ("dark", "light")):
+        browser.evaluate("localStorage.clear()")
+        browser.prefer(scheme)
+        go("viewer-features")
+        assert browser.evaluate(f"{chosen}.ariaLabel") == f"Switch to {other} theme"
+        shown[scheme] = browser.evaluate(figure)
+        browser.evaluate(f"{chosen}.click()")
+        browser.wait(f"{figure} != '{shown[scheme]}'")
+        switched[other] = browser.evaluate(figure)
+        go("viewer-features")
+        assert browser.evaluate(f"{chosen}.ariaLabel") == f"Switch to {scheme} theme"
+    browser.evaluate("localStorage.clear()")
+    browser.prefer("")
+    assert switched == shown
+    assert shown["light"] != shown["dark"]
+
+
+def test_a_hidden_variable_is_never_stale(go: Any, browser: Browser) -> None:
+    """The user of another job, brought along by a link, gives way to this job's."""
+    go("hpml-job", "var-cluster=main&var-jobid=1201&var-user=nobody")
+    links = "[...document.querySelectorAll('header a')].map(one => one.getAttribute('href'))"
+    assert all("var-user=ada" in link for link in browser.evaluate(links))
+
+
 @pytest.mark.parametrize("theme", ["light", "dark"])
 @pytest.mark.parametrize("width", [390, 1400])
 def test_it_fits_and_everything_has_a_name(

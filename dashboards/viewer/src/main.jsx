@@ -4,7 +4,8 @@ import { initPluginTranslations } from '@grafana/i18n';
 import { Alert, GlobalStyles, Icon, PortalContainer } from '@grafana/ui';
 import { useCallback, useMemo, useState } from 'react';
 import { createRoot } from 'react-dom/client';
-import { useAsync, useEvent, useInterval, useLocalStorage, useLocation, useMeasure, useTitle } from 'react-use';
+import { useAsync, useEvent, useInterval, useLocalStorage, useLocation, useMeasure, useMedia,
+  useTitle } from 'react-use';
 import { rowsOf } from './layout.js';
 import { Panel } from './panel.jsx';
 import { get } from './prometheus.js';
@@ -31,9 +32,9 @@ function followLink(event) {
 }
 
 function useTheme() {
-  const { matches: isLight } = matchMedia('(prefers-color-scheme: light)');
-  const [stored, setStored] = useLocalStorage('theme', isLight ? 'light' : 'dark');
-  const mode = new URLSearchParams(location.search).get('theme') ?? stored;
+  const isLight = useMedia('(prefers-color-scheme: light)', false);
+  const [stored, setStored] = useLocalStorage('theme');
+  const mode = new URLSearchParams(location.search).get('theme') ?? stored ?? (isLight ? 'light' : 'dark');
   return [useMemo(() => createTheme({ colors: { mode } }), [mode]), setStored];
 }
 

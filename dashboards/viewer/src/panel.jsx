@@ -122,12 +122,13 @@ const isolate = (frames, name) => frames.map((frame) => ({ ...frame, fields: fra
   return { ...field, config: { ...field.config, custom: { ...field.config.custom, hideFrom } } };
 }) }));
 
-/** Run the panel's queries when it is on the screen and the view is new; keeps the last frames meanwhile. */
+/** Run the panel's queries when it is on the screen and view or colours are new; keeps the last frames meanwhile. */
 function useFrames({ panel, scope, view, width, theme, visible }) {
   const [state, setState] = useState({});
   const shown = useRef(null);
+  const wanted = useMemo(() => ({ view, theme }), [view, theme]);
   useEffect(() => {
-    if (!visible || shown.current === view) {
+    if (!visible || shown.current === wanted) {
       return undefined;
     }
     const controller = new AbortController();
@@ -137,12 +138,12 @@ function useFrames({ panel, scope, view, width, theme, visible }) {
       .then((frames) => ({ frames, range }), (error) => ({ error: error.message }))
       .then((next) => {
         if (!controller.signal.aborted) {
-          shown.current = view;
+          shown.current = wanted;
           setState(next);
         }
       });
     return () => controller.abort();
-  }, [visible, view]);
+  }, [visible, wanted]);
   return state;
 }
 

@@ -42,10 +42,10 @@ async function optionsOf(variable, scope, range) {
   return values.map((value) => ({ label: value, value }));
 }
 
-/** What is chosen: in the address, else in the dashboard, else the first option. */
+/** What is chosen: in the address, else in the dashboard, else the first option; hidden ones cannot be stale. */
 function valueOf(variable, options, address) {
   const wanted = address.getAll(`var-${variable.name}`);
-  if (wanted.length) {
+  if (wanted[0] && (variable.hide !== 2 || options.some(({ value }) => value === wanted[0]))) {
     return variable.multi ? wanted : wanted[0];
   }
   const known = list(variable.current?.value ?? []).filter((value) =>
