@@ -262,7 +262,8 @@ def _outcomes(
     retry = Retry(time.sleep, stop)
 
     def supply_of(request: StageRequest, room: Room) -> LocalSupply:
-        return LocalSupply(open_source(request, retry, room), options)
+        rate = options.opens_per_second
+        return LocalSupply(open_source(request, retry, room, opens_per_second=rate), options)
 
     caller = calling_process()
     for errand in errands:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 from hpml_orchestrator.staging.capacity import readers_for
 from hpml_orchestrator.staging.faults import why
+from hpml_orchestrator.staging.manners import TokenBucket
 
 if TYPE_CHECKING:
     from hpml_orchestrator.staging.faults import Retry
@@ -35,10 +36,12 @@ class Lister:
     Args:
         root: the top.
         retry: calls again after faults that pass.
+        rate: entries that may be looked at per second; 0 for any.
     """
 
-    def __init__(self, root: str, retry: Retry) -> None:
+    def __init__(self, root: str, retry: Retry, rate: float = 0.0) -> None:
         self._root = root
+        self._take = TokenBucket(rate, check_stop=retry.check_stop).take
         self._retry = retry
         self._threads = readers_for(root)
         self._ready: dict[str, list[Row]] = {}
@@ -68,6 +71,7 @@ class Lister:
             for start in range(0, len(names), _NAMES_AT_ONCE):
                 self._retry.check_stop()
                 some = names[start : start + _NAMES_AT_ONCE]
+                self._take(len(some))
                 try:
                     rows += [
                         (name, os.stat(name, dir_fd=fd, follow_symlinks=False), "") for name in some
@@ -146,6 +150,7 @@ class Lister:
             for start in range(0, len(found), _NAMES_AT_ONCE):
                 self._put(directory, found[start : start + _NAMES_AT_ONCE])
             return
+        self._take(len(names))
         rows = self._rows_of(directory, names)
         with self._lock:
             self._ready[directory] += rows

@@ -180,6 +180,7 @@ def scan_tree(
     verb: str = "stage",
     outside_links: bool = False,
     told: str = "",
+    rate: float = 0.0,
 ) -> Plan:
     """Plan a copy of everything below a directory.
 
@@ -189,6 +190,7 @@ def scan_tree(
         verb: what is to be done with the tree, for the error.
         outside_links: take symbolic links that leave the tree as they are.
         told: what the source is called in messages; its path when left out.
+        rate: entries that may be looked at per second; 0 for any.
 
     Raises:
         StagingError: something there cannot be read or is not copied: devices, fifos, sockets,
@@ -200,7 +202,7 @@ def scan_tree(
     plan = Plan(real, Entry("", info.st_mode, info.st_mtime_ns), told=told)
     problems = Problems(f"cannot {verb} {shown(told or source)}")
     first_names: dict[tuple[int, int], str] = {}
-    lister = Lister(real, retry)
+    lister = Lister(real, retry, rate)
     todo = [""]
     while todo:
         directory = todo.pop()

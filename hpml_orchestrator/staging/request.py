@@ -20,6 +20,7 @@ __all__ = [
     "kind_at",
     "kind_of",
     "target_path",
+    "unfinished_pack",
 ]
 
 KINDS = ("auto", "file", "tree", "pack", "tar", "zip", "squashfs")
@@ -225,6 +226,16 @@ def kind_of(request: StageRequest) -> str:
     return kind_at(request.source, request.kind)
 
 
+def unfinished_pack(path: str) -> InputError:
+    """Return the error for a directory in which `hpml pack` is at work, or was cut off."""
+    return InputError(
+        f"is no finished pack, but one that is being made or was cut off: it has no {PACK_INDEX}",
+        field="source",
+        value=path,
+        hint="`hpml pack --resume SOURCE DEST` completes it; kind: tree takes it as it is",
+    )
+
+
 def kind_at(source: str, kind: str) -> str:
     """Return the kind of a source, never "auto", by looking at it.
 
@@ -247,13 +258,7 @@ def kind_at(source: str, kind: str) -> str:
     is_begun = is_dir and os.path.lexists(f"{source}/{PACK_STATE}")  # first: it goes last
     is_pack = is_dir and os.path.isfile(f"{source}/{PACK_INDEX}")
     if is_begun and not is_pack and kind in {"auto", "pack"}:
-        raise InputError(
-            f"is no finished pack, but one that is being made or was cut off: it has no "
-            f"{PACK_INDEX}",
-            field="source",
-            value=source,
-            hint="`hpml pack --resume SOURCE DEST` completes it; kind: tree takes it as it is",
-        )
+        raise unfinished_pack(source)
     if kind == "auto":
         if is_dir:
             return "pack" if is_pack else "tree"

@@ -9,7 +9,7 @@ from hpml_orchestrator.staging.copying import READ, check_empty, check_same
 from hpml_orchestrator.staging.faults import SourceChangedError
 from hpml_orchestrator.staging.packsource import PackSource
 from hpml_orchestrator.staging.plan import scan_file, scan_tree
-from hpml_orchestrator.staging.request import kind_of
+from hpml_orchestrator.staging.request import PACK_INDEX, PACK_STATE, kind_of, unfinished_pack
 from hpml_orchestrator.staging.source import BLOCK_BYTES
 from hpml_orchestrator.staging.squash import SquashSource
 from hpml_orchestrator.staging.squash import check_start as check_squash_start
@@ -31,13 +31,16 @@ if TYPE_CHECKING:
 __all__ = ["FileSource", "TreeSource", "check_archive", "open_source"]
 
 
-def open_source(request: StageRequest, retry: Retry, room: Room) -> Source:
+def open_source(
+    request: StageRequest, retry: Retry, room: Room, *, opens_per_second: float = 0.0
+) -> Source:
     """Return the source that a request names.
 
     Args:
         request: what is to be staged.
         retry: calls again after faults that pass.
         room: what the target takes: scanning an archive stops when it holds more.
+        opens_per_second: most entries of a tree that are looked at per second; 0 for any.
 
     Raises:
         InputError: the source is not what the request says it is.
@@ -49,7 +52,9 @@ def open_source(request: StageRequest, retry: Retry, room: Room) -> Source:
 
     def tree(directory: str) -> TreeSource:
         told = "" if directory == path else path  # a mount point means nothing to anybody
-        return TreeSource(directory, retry, outside_links=outside_links, told=told)
+        found = TreeSource(directory, retry, outside_links=outside_links, told=told)
+        found.rate, found.has_whole_packs = opens_per_second, request.kind == "auto"
+        return found
 
     if kind == "tree":
         return tree(path)
@@ -89,10 +94,17 @@ def check_archive(path: str, kind: str) -> None:
 
 
 class TreeSource:
-    """A directory; the engine copies it by itself, others can use the reader."""
+    """A directory; the engine copies it by itself, others can use the reader.
+
+    Attributes:
+        rate: entries that are looked at per second at most; 0 for any.
+        has_whole_packs: a pack in it that is being made, or was cut off, is refused.
+    """
 
     kind = "tree"
     ordered = False
+    rate = 0.0
+    has_whole_packs = False
 
     def __init__(
         self, path: str, retry: Retry, *, outside_links: bool = False, told: str = ""
@@ -104,9 +116,14 @@ class TreeSource:
 
     def plan(self) -> Plan:
         """Look at the tree."""
-        return scan_tree(
-            self._path, self._retry, outside_links=self._outside_links, told=self._told
-        )
+        links, told = self._outside_links, self._told
+        plan = scan_tree(self._path, self._retry, outside_links=links, told=told, rate=self.rate)
+        if self.has_whole_packs:
+            paths = {entry.path for entry in plan.files}
+            for begun in sorted(path for path in paths if path.endswith(f"/{PACK_STATE}")):
+                if begun.replace(PACK_STATE, PACK_INDEX) not in paths:
+                    raise unfinished_pack(f"{self._path}/{os.path.dirname(begun)}")
+        return plan
 
     def reader(self, plan: Plan) -> Reader:
         """Open the tree for reading."""

@@ -218,7 +218,9 @@ class CopyStager:
             raise _cannot(request, error) from error
 
     def _local(self, request: StageRequest) -> Supply:
-        return LocalSupply(open_source(request, self._retry, self.most_room(request)), self.options)
+        room, rate = self.most_room(request), self.options.opens_per_second
+        source = open_source(request, self._retry, room, opens_per_second=rate)
+        return LocalSupply(source, self.options)
 
     def most_room(self, request: StageRequest) -> Room:
         """Return the room up to which a source is counted: without anything that hpml has there.

@@ -117,7 +117,7 @@ def supply_for(
         method = _hear(Pulse(notices, chain))
     else:
         beating = Retry(time.sleep, Pulse(notices, chain).beat)
-        opened = _Planned(_open(request, beating, most()))
+        opened = _Planned(_open(request, beating, most(), found))
         method = _decide(request, opened, notices, nodes, rates, tell)
     if method == "sbcast":
         if opened is not None:
@@ -130,14 +130,15 @@ def supply_for(
         if node_index:
             return Follower(request, member)
         try:
-            return Head(opened or _open(request, retry, most()), member, found)
+            return Head(opened or _open(request, retry, most(), found), member, found)
         except (HpmlError, OSError) as error:
             member.refuse(error)
             raise
-    source = opened or _open(request, retry, _share(most(), method, nodes))
+    found = options_of_all or found
+    source = opened or _open(request, retry, _share(most(), method, nodes), found)
     if method == "shared":
-        return LocalSupply(source, options_of_all or found)
-    supply = LocalSupply(PartitionSource(source, node_index, nodes), options_of_all or found)
+        return LocalSupply(source, found)
+    supply = LocalSupply(PartitionSource(source, node_index, nodes), found)
     supply.method = "partition"
     return supply
 
@@ -147,9 +148,9 @@ def _share(room: Room, method: str, nodes: int) -> Room:
     return dataclasses.replace(room, bytes=room.bytes * (nodes if method == "partition" else 1))
 
 
-def _open(request: StageRequest, retry: Retry, room: Room) -> Source:
+def _open(request: StageRequest, retry: Retry, room: Room, options: EngineOptions) -> Source:
     try:
-        return open_source(request, retry, room)
+        return open_source(request, retry, room, opens_per_second=options.opens_per_second)
     except OSError as error:
         raise StagingError(
             f"cannot stage {request.name} from {shown(request.source)}: {why(error)}"

@@ -133,6 +133,17 @@ def test_faults_that_pass_are_tried_again(leafy: Path, monkeypatch: pytest.Monke
     assert faults == []
 
 
+@pytest.mark.parametrize("readers", [1, 32])
+def test_no_more_entries_are_looked_at_than_allowed(
+    leafy: Path, monkeypatch: pytest.MonkeyPatch, readers: int
+) -> None:
+    """A scan of a thousand files asks the file server as often as opening them does."""
+    monkeypatch.setattr(lister, "readers_for", lambda _path: readers)
+    begin = time.monotonic()
+    assert len(scan_tree(str(leafy), retry(), rate=2000).files) == 1000
+    assert time.monotonic() - begin > 0.2  # 1,068 entries, a fifth of a second's at once
+
+
 def test_many_threads_heed_the_stop(leafy: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A stop while the threads list ends it."""
     threads = slow_metadata(monkeypatch, 0.001)

@@ -375,6 +375,15 @@ def test_a_shard_that_changes_is_an_error(
     refused(stager, path, "changed while")
 
 
+def test_a_pack_below_that_was_cut_off(stager: CopyStager, source: Path) -> None:
+    """It holds no file by its name; who says tree gets it as it is."""
+    (source / "packed").mkdir()
+    (source / "packed" / ".packing.json").write_text("{}")
+    with pytest.raises(InputError, match="is no finished pack"):
+        stager.stage(StageRequest("data", str(source), target="shm"))
+    assert stager.stage(StageRequest("data", str(source), "tree", target="shm")).files > 0
+
+
 def test_zstd_with_a_long_window(stager: CopyStager, source: Path, tmp_path: Path) -> None:
     """As `zstd --long=31` writes what comes through a pipe."""
     path = tmp_path / "x.tar.zst"
