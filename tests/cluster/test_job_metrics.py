@@ -120,6 +120,8 @@ def test_the_map_of_a_running_job(grouped: Site) -> None:
     new.unlink()  # raises where that was swept as well
     assert abs(value.pop("start") - time.time()) < 600
     assert value.pop("qos") in {"", "normal"}, "where this Slurm tells it"
+    end = value.pop("end")
+    assert end == 0 or end > time.time(), "likewise"
     assert value == {
         "schema_version": 1,
         "jobid": jobid,
