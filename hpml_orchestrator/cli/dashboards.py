@@ -47,7 +47,7 @@ def build(
 ) -> None:
     """Write Grafana dashboards as JSON, one file each.
 
-    Needs grafana-foundation-sdk: pip install 'hpml-orchestrator[dashboards]'.
+    Needs grafana-foundation-sdk, which hpml's extra `dashboards` installs.
     """
     for path in _module("build").write(Path(output) if output else JSON):
         typer.echo(path)
@@ -211,5 +211,5 @@ def _module(name: str) -> Any:
     try:
         return importlib.import_module(f"hpml_dashboards.{name}")
     except ModuleNotFoundError as error:
-        hint = "pip install 'hpml-orchestrator[dashboards,dev]'"
+        hint = "pip install 'hpml-orchestrator[dashboards]'"
         raise HpmlError(f"{error.name} is not installed", hint=hint) from None

@@ -91,6 +91,9 @@ class LiveJob:
         self.source = source if figures else ""
         every = self.figures = dict(figures)
         started, busy_now = every.pop("started", None), every.pop("gpus_busy_now", None)
+        ends = every.pop("ends", None)
+        if self.left_seconds is None and ends is not None:
+            self.left_seconds = max(0.0, ends - now)
         self.started = self.started or started
         if self.started is not None and self.elapsed_seconds is None:
             self.elapsed_seconds = max(0.0, now - self.started)

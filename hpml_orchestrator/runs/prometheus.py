@@ -59,6 +59,7 @@ _THROTTLED = (
 
 _FIGURES = {
     "started": f"max {_JOB} (hpml_job_start_timestamp_seconds{{$jobs}})",
+    "ends": f"max {_JOB} (hpml_job_end_timestamp_seconds{{$jobs}})",
     "gpus": "hpml:job_gpus:count{$jobs}",
     "gpus_allocated": _on_nodes("hpml_job_gpus_allocated"),
     "gpus_used": _on_nodes("hpml_job_gpus_used"),

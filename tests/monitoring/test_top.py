@@ -65,6 +65,7 @@ def node(
         f'hpml_job_info{{{job},user="{user}",name="train"}}': (1, 0),
         f'hpml_run_info{{{job},run="run-{jobid}"}}': (1, 0),
         f"hpml_job_start_timestamp_seconds{{{job}}}": (time.time() - PAST, 0),
+        f"hpml_job_end_timestamp_seconds{{{job}}}": (time.time() + 3600, 0),
         f'hpml_job_cpu_seconds_total{{{job},mode="user"}}': (3e3, 3),
         f'hpml_job_cpu_seconds_total{{{job},mode="system"}}': (1e3, 1),
         f"hpml_job_cpus{{{job}}}": (8, 0),
@@ -153,6 +154,7 @@ def test_figures_and_bottlenecks_of_jobs(server: Prometheus, tmp_path: Path) -> 
         },
         rel=0.02,
     )
+    assert 3500 < found["17"].left_seconds < 3600
     assert found["17"].bottlenecks == [
         "GPU unused: 1 without a process",
         "memory: 95% of the limit",
