@@ -308,7 +308,7 @@ class _Grafana:
         save: Callable[[], object],
     ) -> Outcome:
         """Save what differs from what is there, unless that is a person's."""
-        if current is not None and _contains(current, wanted):
+        if current is not None and _of_interest(current, wanted) == wanted:
             return Outcome("unchanged", kind, name)
         diff = _diff(current, wanted, name)
         if current is not None and theirs and not self._options.overwrite:
@@ -388,19 +388,14 @@ def _reason(error: BaseException) -> str:
     return "it speaks no HTTP" if isinstance(error, niquests.RequestException) else "no JSON"
 
 
-def _contains(current: Any, wanted: Any) -> bool:
-    """Whether all that is wanted is there; Grafana adds fields of its own."""
-    if isinstance(wanted, dict):
-        return isinstance(current, dict) and all(
-            key in current and _contains(current[key], value) for key, value in wanted.items()
-        )
-    if isinstance(wanted, list):
-        return (
-            isinstance(current, list)
-            and len(current) == len(wanted)
-            and all(map(_contains, current, wanted))
-        )
-    return bool(current == wanted)
+def _of_interest(current: Any, wanted: Any) -> Any:
+    """What is there, without the fields that Grafana added."""
+    if isinstance(current, dict) and isinstance(wanted, dict):
+        shared = current.keys() & wanted.keys()
+        return {key: _of_interest(current[key], wanted[key]) for key in shared}
+    if isinstance(current, list) and isinstance(wanted, list) and len(current) == len(wanted):
+        return list(map(_of_interest, current, wanted))
+    return current
 
 
 def _text(value: Json) -> str:
@@ -410,7 +405,6 @@ def _text(value: Json) -> str:
 def _diff(current: Json | None, wanted: Json, name: str) -> str:
     if current is None:
         return ""
-    current = {key: value for key, value in current.items() if key in wanted}  # not Grafana's own
-    lines = (_text(current).splitlines(), _text(wanted).splitlines())
+    lines = (_text(_of_interest(current, wanted)).splitlines(), _text(wanted).splitlines())
     names = (f"{name} in Grafana", f"{name} of hpml")
     return "\n".join(difflib.unified_diff(*lines, *names, lineterm="", n=2))

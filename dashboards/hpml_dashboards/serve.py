@@ -27,7 +27,7 @@ from typing import Any
 
 from hpml_dashboards import JSON, read_secret
 from hpml_orchestrator.errors import InputError
-from hpml_orchestrator.spec.address import split_login
+from hpml_orchestrator.spec.address import LOCAL_NAMES, opener_for, split_login
 
 __all__ = ["DEFAULT_URL", "Prometheus", "PrometheusError", "ViewerServer", "read_credentials"]
 
@@ -39,7 +39,6 @@ _MAX_BYTES = 32 * 1024 * 1024
 _QUERY_SECONDS = 30
 _FIRST_SECONDS = 5
 _CLIENT_SECONDS = 60
-_NAMES = ("127.0.0.1", "localhost")  # another Host is a page that rebound its name to this machine
 _PARAMETERS = {
     "query": ("query", "time"),
     "query_range": ("query", "start", "end", "step"),
@@ -92,10 +91,7 @@ class Prometheus:
     def __init__(self, url: str, authorization: str = "") -> None:
         self.url, login = split_login(url, field="--prometheus")
         self._authorization = authorization or login
-        host = urllib.parse.urlsplit(self.url).hostname
-        # a proxy of the environment is for other machines
-        direct = [urllib.request.ProxyHandler({})] if host in _NAMES else []
-        self._opener = urllib.request.build_opener(*direct)
+        self._opener = opener_for(self.url)
 
     def has_metrics(self) -> bool:
         """Ask whether it scrapes an exporter of hpml.
@@ -196,7 +192,8 @@ class _Handler(BaseHTTPRequestHandler):
         """Answer by path; who comes without token or cookie learns nothing."""
         url = urllib.parse.urlsplit(self.path)
         parameters = urllib.parse.parse_qs(url.query)
-        if urllib.parse.urlsplit(f"//{self.headers['Host']}").hostname not in _NAMES:
+        if urllib.parse.urlsplit(f"//{self.headers['Host']}").hostname not in LOCAL_NAMES:
+            # a page that rebound its name to this machine
             self._refuse(HTTPStatus.FORBIDDEN, "this address is for 127.0.0.1 and localhost only")
         elif self._is_token(parameters.pop("token", [""])[0]):
             self._welcome(url.path, urllib.parse.urlencode(parameters, doseq=True))

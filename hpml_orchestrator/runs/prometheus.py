@@ -15,9 +15,9 @@ from string import Template
 from typing import TYPE_CHECKING
 from urllib.error import HTTPError
 from urllib.parse import urlencode
-from urllib.request import Request, urlopen
+from urllib.request import Request
 
-from hpml_orchestrator.spec.address import split_login
+from hpml_orchestrator.spec.address import opener_for, split_login
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -122,6 +122,7 @@ class Prometheus:
 
     def __init__(self, url: str) -> None:
         self.url, self._authorization = split_login(url, field="--prometheus")
+        self._opener = opener_for(self.url)
 
     def jobs(self, user: str) -> list[MeasuredJob]:
         """Return the running jobs of a user; of all users when empty.
@@ -163,7 +164,7 @@ class Prometheus:
         if self._authorization:  # which a redirection must not take to another host
             request.add_unredirected_header("Authorization", self._authorization)
         try:
-            with urlopen(request, timeout=TIMEOUT_SECONDS) as answer:  # noqa: S310 - as above
+            with self._opener.open(request, timeout=TIMEOUT_SECONDS) as answer:
                 result = json.loads(answer.read(_MOST_BYTES))["data"]["result"]
             samples = [(series["metric"], float(series["value"][1])) for series in result]
         except HTTPError as error:

@@ -3,11 +3,17 @@
 from __future__ import annotations
 
 import base64
+from typing import TYPE_CHECKING
 from urllib.parse import unquote, urlsplit
 
 from hpml_orchestrator.errors import InputError
 
-__all__ = ["split_login"]
+if TYPE_CHECKING:
+    from urllib.request import OpenerDirector
+
+__all__ = ["LOCAL_NAMES", "opener_for", "split_login"]
+
+LOCAL_NAMES = ("127.0.0.1", "localhost")
 
 
 def split_login(url: str, *, field: str) -> tuple[str, str]:
@@ -32,3 +38,10 @@ def split_login(url: str, *, field: str) -> tuple[str, str]:
         login = f"{unquote(parts.username)}:{unquote(parts.password or '')}"
         header = f"Basic {base64.b64encode(login.encode()).decode()}"
     return f"{parts.scheme}://{host}{parts.path}".rstrip("/"), header
+
+
+def opener_for(url: str) -> OpenerDirector:
+    """Return what opens an address: a proxy of the environment is for other machines."""
+    from urllib.request import ProxyHandler, build_opener  # noqa: PLC0415 - few need it
+
+    return build_opener(*([ProxyHandler({})] if urlsplit(url).hostname in LOCAL_NAMES else []))

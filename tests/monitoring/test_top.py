@@ -119,6 +119,12 @@ def server(tmp_path: Path, promtool: Promtool) -> Iterator[Prometheus]:
         yield Prometheus(booted.url)
 
 
+def test_a_proxy_is_for_other_machines(server: Prometheus, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Login nodes name one in the environment; a Prometheus on this machine is asked directly."""
+    monkeypatch.setenv("http_proxy", "http://127.0.0.1:1")
+    eventually(lambda: Prometheus(server.url).jobs("ada"))
+
+
 def test_figures_and_bottlenecks_of_jobs(server: Prometheus, tmp_path: Path) -> None:
     """Nothing counts twice where a node is scraped twice, and other users' jobs are left out."""
     jobs = LiveJobs(Store(tmp_path), prometheus=server, user="ada")

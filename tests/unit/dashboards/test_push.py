@@ -73,6 +73,8 @@ def test_what_a_person_changed_stays_until_told_otherwise(grafana: Grafana) -> N
     group["rules"][0] |= {"provenance": "", "for": "99m"}
     grafana.writes.clear()
     kept = [outcome for outcome in pushed(grafana) if outcome.action == "kept"]
+    changed = [line for line in kept[-1].diff.splitlines()[2:] if line[0] in "+-"]
+    assert [line.split()[1] for line in changed] == ['"for":'] * 2, "not what Grafana added"
     assert [outcome.kind for outcome in kept] == ["data source", "dashboard", "alert rules"]
     assert all(outcome.reason for outcome in kept)
     assert grafana.writes == []
@@ -139,7 +141,7 @@ def test_a_wrong_token_changes_nothing(grafana: Grafana) -> None:
 def test_what_is_no_grafana_is_named(tmp_path: Path, grafana: Grafana) -> None:
     """Nothing listens, another program does, or a path is missing."""
     with pytest.raises(HpmlError, match=r"refused|answer"):
-        list(push(Push("http://127.0.0.1:9", TOKEN)))
+        list(push(Push("http://127.0.0.1:1", TOKEN)))
     with pytest.raises(HpmlError) as caught:
         list(push(Push(grafana.url.removesuffix("/grafana"), TOKEN)))
     assert "path" in caught.value.hint
