@@ -184,11 +184,11 @@ def test_told_to_end_while_it_stages(
     """SIGTERM in the middle of a copy ends it: no marker, no data."""
     source = tmp_path / "large"
     source.mkdir()
-    for number in range(1000):
+    for number in range(200):
         (source / str(number)).touch()
     target = tmp_path / "target"
     target.mkdir()
-    slowly = ("--site", '{"opens_per_second": 1}')
+    slowly = ("--site", '{"opens_per_second": 50}')
     running = start(*stage("data", source, target, kind="tree"), *slowly)
     until(lambda: list(target.glob("*/*/.data.partial-*")))
     running.process.send_signal(signal.SIGTERM)
