@@ -84,10 +84,12 @@ def check(directory: Path = JSON, rules: Path = RULES) -> list[Finding]:
         rules: directory of Prometheus' rule files.
 
     Raises:
-        InputError: there are no rule files.
+        InputError: there are no dashboards, or no rule files.
     """
     findings: list[Finding] = []
-    found = {path.stem: read_json(path) for path in sorted(directory.glob("*.json"))}
+    found = {path.stem: read_json(path) for path in sorted(directory.glob("hpml-*.json"))}
+    if not found:
+        raise InputError("has no dashboards of hpml", field="DIR", value=str(directory))
     built = build()
     for uid in sorted(built.keys() | found.keys()):
         if uid not in found:

@@ -49,8 +49,12 @@ def build(
 
     Needs grafana-foundation-sdk, which hpml's extra `dashboards` installs.
     """
-    for path in _module("build").write(Path(output) if output else JSON):
-        typer.echo(path)
+    try:
+        for path in _module("build").write(Path(output) if output else JSON):
+            typer.echo(path)
+    except OSError as error:
+        message = f"cannot be written: {error.strerror}"
+        raise InputError(message, field="--output", value=output) from None
 
 
 @group.command()
