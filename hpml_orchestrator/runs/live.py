@@ -176,9 +176,10 @@ class LiveJobs:
         running = self._job_ids & {job.job_id for job in measured}
         self._unknown -= running
         if self._unknown and self.prometheus:
+            others = "; --all-users asks for everybody's jobs" if self.user else ""
             raise NotFoundError(
                 f"no run or running job {min(self._unknown)!r} under {self.store.root}",
-                hint=self.problem or f"{self.prometheus.url} does not know it either",
+                hint=self.problem or f"{self.prometheus.url} does not know it either{others}",
             )
         jobs = []
         for state in self._states:
