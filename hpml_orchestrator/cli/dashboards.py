@@ -25,6 +25,7 @@ from hpml_exporters.web.address import split
 from hpml_orchestrator.cli.common import chosen_site
 from hpml_orchestrator.errors import HpmlError, InputError
 from hpml_orchestrator.site.profile import prometheus_of_site
+from hpml_orchestrator.spec.address import LOCAL_NAMES
 
 __all__ = ["group"]
 
@@ -183,7 +184,7 @@ def show(
         host, port = split(f"127.0.0.1:{own}" if own.isdecimal() else listen)
     except InputError:
         host, port = "", 0
-    if host not in ("127.0.0.1", "localhost"):
+    if host not in LOCAL_NAMES:
         hint = "--listen 9445; to reach it from elsewhere: ssh -L 9445:127.0.0.1:9445 THIS_MACHINE"
         message = "must be a port, for it listens on this machine alone"
         raise InputError(message, field="--listen", value=listen, hint=hint)

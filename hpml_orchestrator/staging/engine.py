@@ -231,7 +231,7 @@ class _Copy:
                 with lock:
                     return next(left, None)
 
-            self._work(0, take, self._problem, self._retry, self._progress)
+            self._work(0, take, self._problems.add, self._retry, self._progress)
             return
         run_crew(
             self._processes,
@@ -241,9 +241,6 @@ class _Copy:
             heartbeat=self._heartbeat,
         )
         self._heartbeat()
-
-    def _problem(self, path: str, reason: str, error: BaseException) -> None:
-        self._problems.add(path, reason, error)
 
     def _heartbeat(self) -> None:
         self._retry.check_stop()

@@ -58,9 +58,10 @@ def without_links(plan: Plan) -> tuple[Plan, list[int]]:
     firsts = {link.path: link.first for link in plan.hard_links}
     kept = []
     for link in plan.symlinks:
-        target = link.path
-        for _ in leads:  # a link may lead to a link
-            target = leads.get(target, target)
+        target, passed = link.path, set[str]()
+        while target in leads and target not in passed:  # a link may lead to a link, or in a circle
+            passed.add(target)
+            target = leads[target]
         if target in directories:
             raise InputError(
                 f"partition deals out files, but {shown(link.path)} is a link to a directory",
