@@ -13,6 +13,7 @@ from hpml_dashboards.job import job
 from hpml_dashboards.node import node
 from hpml_dashboards.sweep import sweep
 from hpml_dashboards.user import user
+from hpml_orchestrator.errors import InputError
 from hpml_orchestrator.records.files import write_text
 
 __all__ = ["build", "write"]
@@ -25,15 +26,23 @@ def build() -> dict[str, str]:
     return {json.loads(text)["uid"]: f"{text}\n" for text in texts}
 
 
-def write(directory: Path) -> list[Path]:
+def write(directory: Path, *, overwrite: bool) -> list[Path]:
     """Write each dashboard as `<uid>.json` into a directory, which is made, and return the paths.
 
+    Args:
+        directory: for the files.
+        overwrite: whether to replace files that say something else.
+
     Raises:
+        InputError: there are such files; nothing was written.
         RecordError: a file cannot be written.
     """
     directory.mkdir(parents=True, exist_ok=True)
-    paths = []
-    for uid, text in build().items():
-        paths.append(directory / f"{uid}.json")
-        write_text(paths[-1], text)
-    return paths
+    texts = {directory / f"{uid}.json": text for uid, text in build().items()}
+    for path, text in texts.items():
+        if not overwrite and path.exists() and path.read_text("utf-8") != text:
+            message = "is there already and differs from what would be written"
+            raise InputError(message, field="--output", value=path, hint="--overwrite replaces it")
+    for path, text in texts.items():
+        write_text(path, text)
+    return list(texts)

@@ -107,7 +107,7 @@ _DASHBOARDS = {
 _TITLES = {"jobid": "Job", "array": "Array task", "index": "GPU", "xid": "XID", "mig": "MIG"}
 _LINKED = {"jobid": "job", "node": "node", "sweep": "sweep", "user": "user"}
 """Labels whose values are links to the dashboard of what they name."""
-_WIDTHS = {"jobid": 90, "array": 100, "user": 100, "partition": 100, "point": 70}
+_WIDTHS = {"jobid": 124, "array": 124, "user": 100, "partition": 100, "point": 70}
 _WIDTHS |= {"rank": 70, "index": 60, "xid": 60, "port": 60}
 _MOST_LINES = 32
 _UNKNOWN = models.SpecialValueMap(  # has no colour: it is neither good nor bad

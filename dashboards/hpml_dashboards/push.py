@@ -11,6 +11,7 @@ import difflib
 import hashlib
 import json
 import os
+import socket
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
@@ -22,9 +23,10 @@ from grafana_client.api import GrafanaApi
 from grafana_client.client import GrafanaException
 from ruamel.yaml import YAML
 
-from hpml_dashboards import JSON, read_secret
+from hpml_dashboards import JSON
 from hpml_orchestrator import assets
 from hpml_orchestrator.errors import HpmlError, InputError
+from hpml_orchestrator.spec.address import read_secret, split_login
 
 __all__ = ["Outcome", "Push", "alert_groups", "push", "read_token"]
 
@@ -40,6 +42,11 @@ _NO_SUCH = 404
 _UNAUTHORIZED = 401
 _FORBIDDEN = 403
 _PRECONDITION_FAILED = 412
+_HINTS = {
+    _UNAUTHORIZED: "is the token right, and not expired?",
+    _FORBIDDEN: "give the service account the role Editor, or Admin with --prometheus",
+    _NO_SUCH: "is a part of the path missing, as in https://example.org/grafana?",
+}
 
 
 @dataclass(frozen=True)
@@ -106,6 +113,8 @@ def push(options: Push) -> Iterator[Outcome]:
         HpmlError: there is no Grafana, or it refuses the token or the folder.
     """
     grafana = _Grafana(options)
+    if options.prometheus:
+        split_login(options.prometheus, field="--prometheus")
     grafana.check()
     yield grafana.folder()
     if options.prometheus:
@@ -349,13 +358,8 @@ class _Grafana:
         try:
             return call(*arguments)
         except GrafanaException as error:
-            hints = {
-                _UNAUTHORIZED: "is the token right, and not expired?",
-                _FORBIDDEN: "give the service account the role Editor, or Admin with --prometheus",
-                _NO_SUCH: "is a part of the path missing, as in https://example.org/grafana?",
-            }
             raise HpmlError(
-                f"{self._url}: {_reason(error)}", hint=hints.get(error.status_code, "")
+                f"{self._url}: {_reason(error)}", hint=_HINTS.get(error.status_code, "")
             ) from error
         except (niquests.RequestException, ValueError) as error:
             raise HpmlError(
@@ -375,13 +379,16 @@ def _reason(error: BaseException) -> str:
     if isinstance(error, GrafanaException):
         if error.status_code == _PRECONDITION_FAILED:
             return "it was changed in Grafana at this moment; push again"
-        return str(error) if "<" not in str(error) else f"HTTP {error.status_code}"
+        text = str(error) if "<" not in str(error) else f"HTTP {error.status_code}"
+        return f"{text}: {_HINTS[_FORBIDDEN]}" if error.status_code == _FORBIDDEN else text
     if isinstance(error, HpmlError):
         return str(error)
     if isinstance(error, niquests.Timeout):
         return f"no answer within {_TIMEOUT_SECONDS:g} s"
     cause: BaseException | None = error
     while cause is not None:
+        if isinstance(cause, socket.gaierror):
+            return "no such host"
         if isinstance(cause, OSError) and cause.strerror:
             return cause.strerror
         cause = cause.__cause__ or cause.__context__

@@ -6,7 +6,6 @@ answers GET, and passes on nothing but queries with a bounded number of points.
 
 from __future__ import annotations
 
-import base64
 import functools
 import gzip
 import hashlib
@@ -25,11 +24,11 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
-from hpml_dashboards import JSON, read_secret
+from hpml_dashboards import JSON
 from hpml_orchestrator.errors import InputError
 from hpml_orchestrator.spec.address import LOCAL_NAMES, opener_for, split_login
 
-__all__ = ["DEFAULT_URL", "Prometheus", "PrometheusError", "ViewerServer", "read_credentials"]
+__all__ = ["DEFAULT_URL", "Prometheus", "PrometheusError", "ViewerServer"]
 
 DEFAULT_URL = "http://127.0.0.1:9090"
 VIEWER = Path(__file__).parent / "viewer"
@@ -65,24 +64,12 @@ class PrometheusError(Exception):
         self.status = status
 
 
-def read_credentials(path: str) -> str:
-    """Return the Authorization header for a file with `user:password` or a token.
-
-    Raises:
-        InputError: the file cannot be read, others may read it, or it has not one line.
-    """
-    text = read_secret(path, "--prometheus-auth")
-    if ":" in text:
-        return f"Basic {base64.b64encode(text.encode()).decode()}"
-    return f"Bearer {text}"
-
-
 class Prometheus:
     """The query endpoints of a Prometheus.
 
     Args:
         url: its address, with a path if it has one.
-        authorization: the header that it wants, from `read_credentials`.
+        authorization: the header that it wants, from `spec.address.read_credentials`.
 
     Raises:
         InputError: it is no address of HTTP.

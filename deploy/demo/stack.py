@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import shlex
 import shutil
 import signal
@@ -122,6 +123,9 @@ class Stack:
         return self
 
     def __exit__(self, *_: object) -> None:
+        if (self.directory / "records" / "sweeps").exists():
+            with contextlib.suppress(RuntimeError):  # they may have ended
+                self.hpml("sweep", "cancel", "last")
         if self._runs and not self._wanted:  # the cluster ends its jobs itself
             self.hpml("cancel", *self._runs)
             with contextlib.suppress(RuntimeError):  # says how they ended
@@ -225,8 +229,8 @@ class Stack:
         rules = self.directory / "rules"
         rules.mkdir()
         for path in (ROOT / "deploy/prometheus/rules").glob("*.yml"):
-            # Rates over half a minute instead of five, so that they mean something after one.
-            text = path.read_text("utf-8").replace("[5m]", "[30s]")
+            # Rates over half a minute instead of two or five, so that they mean something after one.
+            text = re.sub(r"\[[25]m]", "[30s]", path.read_text("utf-8"))
             (rules / path.name).write_text(text, encoding="utf-8")
         config = {
             "global": {"scrape_interval": "2s", "evaluation_interval": "2s"},

@@ -7,11 +7,11 @@ import json
 import os
 import re
 import socket
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
-from hpml_exporters.jobs.board import JobFacts, JobsBoard, facts_of
+from hpml_exporters.jobs.board import LOCAL_CLUSTER, JobFacts, JobsBoard, facts_of
 from hpml_orchestrator.errors import InputError, did_you_mean
 
 __all__ = [
@@ -136,6 +136,9 @@ class NodeOptions:
         data["roots"] = Roots(**data.get("roots", {}))
         if data.get("job") is not None:
             data["job"] = facts_of(data["job"])
+            if LOCAL_CLUSTER.fullmatch(data.get("cluster", "")):  # perhaps on a node of a real one
+                data["job"] = replace(data["job"], cluster=data["cluster"])
+                data["cluster"] = cluster_name()
         return cls(**data)
 
 

@@ -70,7 +70,7 @@ class Summary:
 
     def __init__(self, options: NodeOptions, now: float | None = None) -> None:
         facts = options.job
-        self._jobid = "" if facts is None else facts.jobid
+        self._jobid = "" if facts is None else facts.key
         self._run = "" if facts is None else facts.run
         self._last = time.monotonic() if now is None else now
         self._counts: dict[str, list[float]] = {}  # key -> all that was counted, the last reading

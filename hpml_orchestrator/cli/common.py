@@ -27,6 +27,7 @@ __all__ = [
     "JobFile",
     "JsonOption",
     "LocalOption",
+    "PrometheusAuthOption",
     "RunWord",
     "RunWords",
     "SetOption",
@@ -79,6 +80,14 @@ AfterOption = Annotated[
         metavar="RUN|any:RUN|notok:RUN",
         help="Start after that run has completed; with any: has ended, with notok: has failed. "
         "May be repeated; overrides `after` of the job file.",
+    ),
+]
+PrometheusAuthOption = Annotated[
+    str,
+    typer.Option(
+        "--prometheus-auth",
+        metavar="FILE",
+        help="File of mode 600 with user:password or a token for Prometheus.",
     ),
 ]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON.")]

@@ -10,6 +10,7 @@ import sys
 import webbrowser
 from pathlib import Path
 from typing import Annotated, Any
+from urllib.parse import urlsplit
 
 import typer
 from hpml_dashboards import JSON
@@ -18,14 +19,14 @@ from hpml_dashboards.serve import (
     Prometheus,
     PrometheusError,
     ViewerServer,
-    read_credentials,
 )
 from hpml_exporters.web.address import split
 
-from hpml_orchestrator.cli.common import chosen_site
+from hpml_orchestrator.cli.common import PrometheusAuthOption, chosen_site
+from hpml_orchestrator.cli.process import notice
 from hpml_orchestrator.errors import HpmlError, InputError
 from hpml_orchestrator.site.profile import prometheus_of_site
-from hpml_orchestrator.spec.address import LOCAL_NAMES
+from hpml_orchestrator.spec.address import LOCAL_NAMES, read_credentials
 
 __all__ = ["group"]
 
@@ -45,13 +46,17 @@ def build(
             "--output", metavar="DIR", help="Write into DIR.", show_default="hpml's own files"
         ),
     ] = None,
+    overwrite: Annotated[
+        bool, typer.Option("--overwrite", help="Replace files in DIR that were changed.")
+    ] = False,
 ) -> None:
     """Write Grafana dashboards as JSON, one file each.
 
     Needs grafana-foundation-sdk, which hpml's extra `dashboards` installs.
     """
+    module = _module("build")
     try:
-        for path in _module("build").write(Path(output) if output else JSON):
+        for path in module.write(Path(output or JSON), overwrite=overwrite or not output):
             typer.echo(path)
     except OSError as error:
         message = f"cannot be written: {error.strerror}"
@@ -122,6 +127,8 @@ def push(
     then 1, as after failures.
     """
     module = _module("push")
+    if urlsplit(url).scheme == "http" and urlsplit(url).hostname not in LOCAL_NAMES:
+        notice("warning: --url is http: the token crosses the network unencrypted")
     options = module.Push(
         url=url,
         token=module.read_token(token_file),
@@ -158,14 +165,7 @@ def show(
             help=f"Prometheus; default: the site profile's, else {DEFAULT_URL}.",
         ),
     ] = "",
-    prometheus_auth: Annotated[
-        str,
-        typer.Option(
-            "--prometheus-auth",
-            metavar="FILE",
-            help="File of mode 600 with user:password or a token for Prometheus.",
-        ),
-    ] = "",
+    prometheus_auth: PrometheusAuthOption = "",
     listen: Annotated[
         str,
         typer.Option("--listen", metavar="PORT", help="Port of 127.0.0.1; default: a free one."),
@@ -185,11 +185,12 @@ def show(
     except InputError:
         host, port = "", 0
     if host not in LOCAL_NAMES:
-        hint = "--listen 9445; to reach it from elsewhere: ssh -L 9445:127.0.0.1:9445 THIS_MACHINE"
+        hint = "--listen 8080; to reach it from elsewhere: ssh -L 8080:127.0.0.1:8080 THIS_MACHINE"
         message = "must be a port, for it listens on this machine alone"
         raise InputError(message, field="--listen", value=listen, hint=hint)
-    authorization = read_credentials(prometheus_auth) if prometheus_auth else ""
-    url = prometheus or prometheus_of_site(os.environ, chosen=chosen_site(context)) or DEFAULT_URL
+    authorization = read_credentials(prometheus_auth)
+    named = "" if prometheus == "none" else prometheus  # as $PROMETHEUS_URL may be for `hpml top`
+    url = named or prometheus_of_site(os.environ, chosen=chosen_site(context)) or DEFAULT_URL
     source = Prometheus(url, authorization)
     try:
         if not source.has_metrics():

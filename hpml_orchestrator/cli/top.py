@@ -22,6 +22,7 @@ from rich.text import Text
 
 from hpml_orchestrator.cli.common import (
     JsonOption,
+    PrometheusAuthOption,
     RunWords,
     chosen_site,
     print_json,
@@ -35,6 +36,7 @@ from hpml_orchestrator.records.texts import human_bytes, seconds_text
 from hpml_orchestrator.runs.live import LiveJobs
 from hpml_orchestrator.runs.prometheus import Prometheus
 from hpml_orchestrator.site.profile import prometheus_of_site
+from hpml_orchestrator.spec.address import read_credentials
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -46,7 +48,7 @@ __all__ = ["draw", "top"]
 _KEY_SECONDS = 0.2
 _HEADER_LINES = 4
 _GAP = 2  # between columns
-_TEXTS = ("JOB", "NAME", "USER", "STATE", "BOTTLENECK")
+_TEXTS = ("JOB", "CLUSTER", "NAME", "USER", "STATE", "BOTTLENECK")
 _MOST_ROOM = {"NAME": 18, "BOTTLENECK": 13}  # longer text is cut; 13 has room for `input-bound:`
 
 
@@ -63,6 +65,7 @@ def top(
             show_default="the site profile's",
         ),
     ] = "",
+    prometheus_auth: PrometheusAuthOption = "",
     everybody: Annotated[
         bool, typer.Option("--all-users", help="Show all users' jobs that Prometheus knows.")
     ] = False,
@@ -79,7 +82,8 @@ def top(
     """
     store = store_of(context)
     url = prometheus or prometheus_of_site(os.environ, chosen=chosen_site(context)) or "none"
-    server = None if url == "none" else Prometheus(url)
+    login = read_credentials(prometheus_auth)
+    server = None if url == "none" else Prometheus(url, login)
     if everybody and server is None:
         raise InputError("needs a Prometheus", field="--all-users", hint="--prometheus URL")
     jobs = LiveJobs(
@@ -94,7 +98,7 @@ def top(
         return
     found = jobs.look()
     if jobs.problem:
-        notice(f"warning: {jobs.problem}; figures are from records")
+        notice(f"warning: {jobs.problem}" + ("; figures are from records" if found else ""))
     if as_json:
         shown = [asdict(job) for job in found]
         print_json({"time": jobs.now(), "problem": jobs.problem, "jobs": shown})
@@ -103,10 +107,12 @@ def top(
     elif found:
         rows = [[column.text(job) or "-" for column in COLUMNS] for job in _sorted(found)]
         print_table([column.name for column in COLUMNS], rows)
-    else:
+    elif not jobs.problem:
         typer.echo("no running jobs", err=True)
         if jobs.prometheus is None:
             typer.echo("hint: jobs that hpml did not submit need --prometheus URL", err=True)
+    if jobs.problem and not found:
+        raise typer.Exit(1)  # nobody knows whether there are jobs
 
 
 def _watch(jobs: LiveJobs, interval: float) -> None:
@@ -173,6 +179,7 @@ def _time(seconds: float | None) -> str:
 
 COLUMNS = (
     Column("JOB", 0, lambda job: job.job_id),
+    Column("CLUSTER", 2, lambda job: job.cluster),
     Column("NAME", 1, lambda job: job.name),
     Column("USER", 6, lambda job: job.user),
     Column("STATE", 3, lambda job: job.state),
@@ -231,10 +238,12 @@ def draw(
 
 def _table(jobs: Sequence[LiveJob], width: int) -> Table:
     """Return the table with as many columns as there is room for; of the last at least a flag."""
-    several = len({job.user for job in jobs}) > 1
     cells = {column: [column.text(job) for job in jobs] for column in COLUMNS}
-    left = [column for column in COLUMNS if any(cells[column])]
-    left = [column for column in left if several or column.name != "USER"]
+    left = [
+        column
+        for column in COLUMNS
+        if len({*cells[column]} - {""}) > (column.name in ("CLUSTER", "USER"))
+    ]
     room = {
         column: min(
             _MOST_ROOM.get(column.name, width), max(map(cell_len, [column.name, *cells[column]]))

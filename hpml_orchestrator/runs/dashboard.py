@@ -26,12 +26,15 @@ _WAITING = {state.value for state in JobState if state.waiting}
 def cluster_job(attempt: Attempt) -> tuple[str, str]:
     """Return cluster and job id of an attempt, as metrics have them in their labels.
 
-    Of an array's task it is the job id of that task, not the array's. Empty where not known.
+    Of an array's task it is the job id of that task, not the array's. Empty where not known. A run
+    of the local backend, such as local-3fa9c1-7, has the cluster of its node, which is not known.
     """
     try:
         cluster = str(read_json(attempt.directory / "head.json").get("cluster", ""))
     except HpmlError:
         cluster = ""
+    if cluster.startswith("local-"):
+        return "", f"{cluster}-{attempt.job_id}"
     return cluster, attempt.job_id
 
 

@@ -77,6 +77,7 @@ class LiveJob:
     user: str
     state: str
     run: str  # `<id>.<index>` of an array's task; empty where it is no run of hpml
+    cluster: str = ""  # empty where not known
     reason: str = ""  # why it waits
     started: float | None = None  # since the epoch
     elapsed_seconds: float | None = None
@@ -171,7 +172,7 @@ class LiveJobs:
         if now >= self._ask_at:
             self._states, self._ask_at = self._ask(), now + SCHEDULER_SECONDS
         measured = self._measure(now)
-        by_key = {(job.cluster, job.job_id): job for job in measured}
+        by_key = {_key(job.cluster, job.job_id): job for job in measured}
         by_run = {job.run: job for job in measured if job.run}
         running = self._job_ids & {job.job_id for job in measured}
         self._unknown -= running
@@ -189,8 +190,9 @@ class LiveJobs:
             job = self._job(state, attempt, now)
             key = ("", "") if attempt is None else cluster_job(attempt)
             known = None if state.over else by_run.get(job.run) or by_key.get(key)
+            job.cluster = key[0] if known is None else known.cluster
             if known is not None:
-                by_key.pop((known.cluster, known.job_id), None)
+                by_key.pop(_key(known.cluster, known.job_id), None)
                 job.add(known.figures, "prometheus", now)
             elif attempt is not None and state.state == "RUNNING":
                 job.add(recorded_figures(attempt, now), "records", now)
@@ -200,6 +202,7 @@ class LiveJobs:
                 continue
             if not {known.run, known.run.rpartition(".")[0]} & self._over:
                 job = LiveJob(known.job_id, known.name, known.user, "RUNNING", known.run)
+                job.cluster = known.cluster
                 jobs.append(job.add(known.figures, "prometheus", now))
         return jobs
 
@@ -251,6 +254,11 @@ class LiveJobs:
             left_seconds=left,
             dashboard=job_dashboard(state, chosen=self.site),
         )
+
+
+def _key(cluster: str, job_id: str) -> tuple[str, str]:
+    """What tells jobs apart; the id of a local run does so alone."""
+    return ("" if job_id.startswith("local-") else cluster), job_id
 
 
 def _attempt(state: State) -> Attempt | None:

@@ -112,6 +112,7 @@ class Prometheus:
 
     Args:
         url: its address; user and password in it are sent as basic authentication.
+        authorization: the header that it wants, from `spec.address.read_credentials`.
 
     Attributes:
         url: the address without user and password, to be shown.
@@ -120,8 +121,9 @@ class Prometheus:
         InputError: it is no http or https address.
     """
 
-    def __init__(self, url: str) -> None:
-        self.url, self._authorization = split_login(url, field="--prometheus")
+    def __init__(self, url: str, authorization: str = "") -> None:
+        self.url, login = split_login(url, field="--prometheus")
+        self._authorization = authorization or login
         self._opener = opener_for(self.url)
 
     def jobs(self, user: str) -> list[MeasuredJob]:
@@ -181,7 +183,9 @@ class Prometheus:
 def _refusal(error: HTTPError) -> str:
     """Return what an answer other than 200 means."""
     if error.code in (HTTPStatus.UNAUTHORIZED, HTTPStatus.FORBIDDEN):
-        return f"HTTP {error.code}: set PROMETHEUS_URL to http(s)://USER:PASSWORD@HOST:PORT"
+        return (
+            f"HTTP {error.code}: name a file with user:password or a token: --prometheus-auth FILE"
+        )
     try:
         return _plain(str(json.loads(error.read(_MOST_BYTES))["error"]))
     except (OSError, ValueError, LookupError, TypeError):

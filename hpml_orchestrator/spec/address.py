@@ -1,8 +1,10 @@
-"""Addresses of servers that may have user and password in them."""
+"""Addresses of servers, and what they are told about who asks."""
 
 from __future__ import annotations
 
 import base64
+import os
+import stat
 from typing import TYPE_CHECKING
 from urllib.parse import unquote, urlsplit
 
@@ -11,7 +13,7 @@ from hpml_orchestrator.errors import InputError
 if TYPE_CHECKING:
     from urllib.request import OpenerDirector
 
-__all__ = ["LOCAL_NAMES", "opener_for", "split_login"]
+__all__ = ["LOCAL_NAMES", "opener_for", "read_credentials", "read_secret", "split_login"]
 
 LOCAL_NAMES = ("127.0.0.1", "localhost")
 
@@ -45,3 +47,47 @@ def opener_for(url: str) -> OpenerDirector:
     from urllib.request import ProxyHandler, build_opener  # noqa: PLC0415 - few need it
 
     return build_opener(*([ProxyHandler({})] if urlsplit(url).hostname in LOCAL_NAMES else []))
+
+
+def read_secret(path: str, option: str) -> str:
+    """Return the one line of a file that nobody else may read.
+
+    Args:
+        path: the file.
+        option: the option that named it, for errors.
+
+    Raises:
+        InputError: the file cannot be read, others may read it, or it has not one line of ASCII.
+    """
+    try:
+        with open(path, encoding="utf-8") as file:
+            mode = stat.S_IMODE(os.fstat(file.fileno()).st_mode)
+            text = file.read().strip()
+    except UnicodeDecodeError:
+        text = "\0"
+    except OSError as error:
+        message = f"cannot be read: {error.strerror}"
+        raise InputError(message, field=option, value=path) from None
+    if mode & (stat.S_IRWXG | stat.S_IRWXO):
+        hint = f"chmod 600 {path}"
+        raise InputError(f"others can read it: mode {mode:o}", field=option, value=path, hint=hint)
+    if not text or not text.isprintable() or not text.isascii():
+        message = "must have one line of ASCII" if text else "is empty"
+        raise InputError(message, field=option, value=path)
+    return text
+
+
+def read_credentials(path: str) -> str:
+    """Return the Authorization header for a file with `user:password` or a token.
+
+    It is empty without a path.
+
+    Raises:
+        InputError: the file cannot be read, others may read it, or it has not one line.
+    """
+    if not path:
+        return ""
+    text = read_secret(path, "--prometheus-auth")
+    if ":" in text:
+        return f"Basic {base64.b64encode(text.encode()).decode()}"
+    return f"Bearer {text}"

@@ -109,7 +109,7 @@ RIVALS = exporter("main", "n1", {"7": ADA}, scope="job", G1={"7": "1"}) | export
 )
 RIVALS_ON_A_NODE = RIVALS | exporter("main", "n1", {"7": ADA, "8": BOB}, G1={"7": "0", "8": "1"})
 LOCAL_RUN = {  # job 7 of the local backend, whose GPUs nobody allocated
-    name.replace('cluster="main",jobid', 'cluster="local-3fa9c1",jobid')
+    name.replace('jobid="7"', 'jobid="local-3fa9c1-7"')
     .replace('allocated="1"', 'allocated=""')
     .replace("G1", "G2"): shown
     for name, shown in exporter("main", "n1", {"7": BOB}, G1={"7": "1"}).items()
@@ -178,7 +178,7 @@ SCENES: dict[str, tuple[Series, str, dict[str, float]]] = {
     "threads of a local run of the same number": (
         BESIDE,
         THREADS,
-        {MAIN_7: 7, '{cluster="local-3fa9c1",jobid="7"}': 7},
+        {MAIN_7: 7, '{cluster="main",jobid="local-3fa9c1-7"}': 7},
     ),
     "busy GPUs of a local run of the same number": (
         BESIDE,

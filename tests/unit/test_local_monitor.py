@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import signal
 import sys
 import urllib.request
@@ -100,7 +101,7 @@ class Watched(Desk):
             ): sample.value
             for family in text_string_to_metric_families(text)
             for sample in family.samples
-            if sample.labels.get("jobid") == self.last["job_id"]
+            if re.fullmatch(f"local-.{{6}}-{self.last['job_id']}", sample.labels.get("jobid", ""))
         }
 
     def exporter(self) -> int:

@@ -140,8 +140,8 @@ def job_families(
     """
     facts = {jobid: job.facts for jobid, job in jobs.by_id.items()}
     if only is not None:
-        known = facts.get(only.jobid, only)
-        facts = {only.jobid: only if only.gpus is not None else known}
+        known = facts.get(only.key, only)
+        facts = {only.key: only if only.gpus is not None else known}
     used = _used(facts, jobs, processes)
     allocated, missing = {}, {}
     for jobid, job in facts.items():
@@ -152,7 +152,7 @@ def job_families(
     unread = {uuid for uuid in leaves if processes.get(uuid) is None}
     rows: dict[MetricSpec, list[Row]] = {spec: [] for spec in _JOB_SPECS}
     for jobid, job in facts.items():
-        where = job.cluster or cluster, job.jobid
+        where = cluster, jobid
         own, mine = set(allocated[jobid]), used[jobid]
         if own or missing[jobid] or mine:
             counts = _counts(job, own, len(missing[jobid]), mine.keys(), unread)

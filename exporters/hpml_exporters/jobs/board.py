@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import re
 import threading
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from types import MappingProxyType
 from typing import Any
 
-__all__ = ["JobFacts", "JobSeen", "Jobs", "JobsBoard", "facts_of"]
+__all__ = ["LOCAL_CLUSTER", "JobFacts", "JobSeen", "Jobs", "JobsBoard", "facts_of"]
 
 _LONGEST_TEXT = 256
+LOCAL_CLUSTER = re.compile(r"local-[0-9a-f]{6}")  # what hpml's local backend calls itself
 
 
 @dataclass(frozen=True)
@@ -37,7 +39,7 @@ class JobFacts:
         run: hpml's run identifier, empty for others' jobs.
         sweep: name of the sweep the run belongs to, empty for none.
         point: the sweep's point, empty for none.
-        cluster: that of a run of hpml's local backend; empty: the node's.
+        cluster: the records of a run of hpml's local backend, as local-3fa9c1; empty for others.
     """
 
     jobid: str
@@ -58,6 +60,14 @@ class JobFacts:
     point: str = ""
     cluster: str = ""
 
+    @property
+    def key(self) -> str:
+        """What names it in `Jobs` and in the label `jobid`.
+
+        Runs of the local backend have numbers of their own: theirs is as local-3fa9c1-7.
+        """
+        return f"{self.cluster}-{self.jobid}" if self.cluster else self.jobid
+
 
 @dataclass(frozen=True)
 class JobSeen:
@@ -77,21 +87,12 @@ class JobSeen:
     steps: Mapping[str, frozenset[int]] = field(default_factory=dict)
     pids: frozenset[int] = frozenset()
 
-    def labels(self, cluster: str) -> tuple[str, str]:
-        """Return the labels `cluster` and `jobid`.
-
-        Args:
-            cluster: the node's.
-        """
-        return self.facts.cluster or cluster, self.facts.jobid
-
 
 class Jobs:
     """All jobs of the node at one moment.
 
     Attributes:
-        by_id: the jobs by their job id; runs of the local backend, which have numbers of their
-            own, by cluster and number, as local-3fa9c1-7.
+        by_id: the jobs by `JobFacts.key`.
     """
 
     def __init__(self, by_id: Mapping[str, JobSeen]) -> None:

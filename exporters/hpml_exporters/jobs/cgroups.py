@@ -38,7 +38,7 @@ class FoundJob:
     Attributes:
         jobid: Slurm's number of it.
         uid: its user; -1 unknown.
-        cluster: that of a run of hpml's local backend; empty: the node's.
+        cluster: the records of a run of hpml's local backend; empty for others.
         groups: its directories by controller, one under `""` in version 2; empty without.
         steps: process ids by step, without Slurm's own.
     """

@@ -46,7 +46,7 @@ class JobsCollector:
         self._board.post(jobs)
         rows: Rows = {spec: [] for spec in self.specs}
         for key, seen in jobs.by_id.items():
-            label = seen.labels(self._cluster)
+            label = self._cluster, key
             _identify(rows, label, seen.facts)
             rows[metrics.PROCESSES].append((label, len(seen.pids)))
             _measure(rows, label, *self._usage(key, seen))

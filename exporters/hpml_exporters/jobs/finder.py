@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 
 from hpml_exporters.core import procfs
 from hpml_exporters.core.sampler import tell
-from hpml_exporters.jobs.board import Jobs, JobSeen
+from hpml_exporters.jobs.board import LOCAL_CLUSTER, Jobs, JobSeen
 from hpml_exporters.jobs.cgroups import FoundJob, GroupJobs
 from hpml_exporters.jobs.identity import Identities
 from hpml_exporters.options import NodeOptions
@@ -29,7 +29,6 @@ MOST_PER_USER = max(64, os.cpu_count() or 1)
 _MOST = 4 * MOST_PER_USER
 _JOBID = re.compile(r"[1-9][0-9]{0,9}")
 _STEP = re.compile(r"[0-9]{1,10}")
-_LOCAL_CLUSTER = re.compile(r"local-[0-9a-f]{6}")
 # The site's own programs, and what they leave running, are not the job's.
 _SITES = ("prolog_slurmd", "epilog_slurmd", "prolog_slurmctld", "epilog_slurmctld")
 # Those of one machine's jobs that may have the same number: local jobs count from 1 in every
@@ -51,9 +50,9 @@ class JobFinder:
     def __init__(self, options: NodeOptions) -> None:
         roots = options.roots
         self._is_own = options.job is not None
-        self._only = options.job.jobid if options.job else ""
+        self._only = options.job.key if options.job else ""
         # A job of Slurm may have the number of our own local run.
-        is_local = self._is_own and _LOCAL_CLUSTER.fullmatch(options.cluster)
+        is_local = options.job is not None and options.job.cluster
         self._groups = None if is_local else GroupJobs(roots.proc, roots.cgroup, self._only)
         self._environments = _Environments(roots.proc, is_own=self._is_own)
         self._identities = Identities(roots, options.job)
@@ -98,8 +97,8 @@ class JobFinder:
         of_user = Counter[int]()
         refused = set()
         for pid, one in sorted(processes.items(), key=lambda item: item[1].start):
-            job = FoundJob(one.jobid, one.uid, "" if self._is_own else one.cluster)
-            if self._only not in {"", one.jobid}:
+            job = FoundJob(one.jobid, one.uid, one.cluster)
+            if self._only not in {"", job.key}:
                 continue
             if job.key not in jobs:
                 if of_user[one.uid] >= MOST_PER_USER or len(jobs) >= _MOST:
@@ -206,5 +205,5 @@ class _Environments:
             jobid,
             step if _STEP.fullmatch(step) else "batch",
             procfs.uid(self._proc, pid),
-            cluster if _LOCAL_CLUSTER.fullmatch(cluster) else "",
+            cluster if LOCAL_CLUSTER.fullmatch(cluster) else "",
         )

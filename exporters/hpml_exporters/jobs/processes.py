@@ -175,7 +175,7 @@ class ProcessesCollector:
         self._read(jobs, here, now)
         rows: dict[MetricSpec, list[Row]] = {spec: [] for spec in self.specs}
         for jobid, seen in jobs.items():
-            _measure(rows, seen.labels(self._cluster), seen, self._jobs[jobid])
+            _measure(rows, (self._cluster, jobid), seen, self._jobs[jobid])
         return families(rows)
 
     def close(self) -> None:

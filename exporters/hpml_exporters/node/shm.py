@@ -83,7 +83,7 @@ class Shm:
         except OSError as error:
             raise NotHereError(f"no {self._root}") from error
         size = space.f_blocks * space.f_frsize
-        walk = self._walk or _Walk(self._root, size, is_own=self._own)
+        walk = self._walk or _Walk(self._root, size)
         self._walk = None  # one that fails is given up
         if walk.go_on(ENTRIES):
             self._found = walk.bytes
@@ -111,7 +111,7 @@ class Shm:
             if uid >= 0:
                 alone = jobs_of[uid] == 1 and not self._own
                 others = self._found.get((uid, ""), 0) if alone else 0
-                yield jobs[key].labels(self._cluster), self._found.get((uid, key), 0) + others
+                yield (self._cluster, key), self._found.get((uid, key), 0) + others
 
 
 make = Shm
@@ -123,15 +123,14 @@ class _Walk:
     Args:
         root: where it is.
         size: bytes that no manifest can exceed.
-        is_own: take each job for that of the exporter, which is known by its number.
 
     Attributes:
         bytes: found so far, by user and key of the job in `Jobs`; empty: what no job staged.
     """
 
-    def __init__(self, root: str, size: int, *, is_own: bool) -> None:
+    def __init__(self, root: str, size: int) -> None:
         self.bytes: Counter[tuple[int, str]] = Counter()
-        self._size, self._is_own = size, is_own
+        self._size = size
         self._mount = b""
         self._probe = self._info = -1  # descriptors: of the entry looked at, of its fdinfo
         self._steps = self._walk(root)
@@ -184,7 +183,7 @@ class _Walk:
             jobid = name.rpartition("-")[2]
             if name.startswith(".") or not (jobid.isascii() and jobid.isdigit()):
                 continue
-            key = name if name.startswith("local-") and not self._is_own else jobid
+            key = name if name.startswith("local-") else jobid
             with suppress(OSError), self._held(name, user) as (folder, _):
                 for data in _names(folder):
                     size = None if data.startswith(".") else self._staged_bytes(data, folder, user)

@@ -62,7 +62,7 @@ class TrainingCollector:
         if options.job is None:
             self._feed = ListeningFeed(options.roots.run, context.jobs)
         elif options.feed_fd >= 0:
-            self._feed = InheritedFeed(options.feed_fd, options.job.jobid)
+            self._feed = InheritedFeed(options.feed_fd, options.job.key)
         else:
             raise NotHereError("the job's agent gave no feed")
 
@@ -78,9 +78,8 @@ class TrainingCollector:
         rows: dict[MetricSpec, list[Row]] = {spec: [] for spec in self.specs}
         for key, job in self._jobs.items():
             if not job.is_silent(now):
-                where = there[key].labels(self._cluster) if key in there else (self._cluster, key)
                 for spec, labels, value in _series(job, now):
-                    rows[spec].append(((*where, *labels), value))
+                    rows[spec].append(((self._cluster, key, *labels), value))
         rows[metrics.FEED_REFUSED] += [((why,), n) for why, n in self._feed.refused.items()]
         return families(rows)
 

@@ -154,7 +154,7 @@ def test_the_dashboard_of_a_run(shell: Shell, hpml: Hpml) -> None:
     ended: Any = hpml("--site", str(site), "run", "--local", shell.job("short"))
     (line,) = [line for line in ended.out.splitlines() if line.startswith("dashboard")]
     address = line.split()[1]
-    assert address.startswith("https://g.example.org/d/hpml-job?var-cluster=local-")
+    assert address.startswith("https://g.example.org/d/hpml-job?var-jobid=local-")
     for words in (("show", "short"), ("status", "short"), ("show", "short", "--json")):
         assert address in hpml(*words).out
     assert hpml("status", "short", "--json").json()[0]["dashboard"] == address

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -145,7 +146,7 @@ def asking(expression: str) -> Callable[[dict[str, Any]], None]:
 def test_check_says_what_is_wrong_with_a_dashboard(
     tmp_path: Path, change: Callable[[dict[str, Any]], None], message: str
 ) -> None:
-    write(tmp_path)
+    write(tmp_path, overwrite=True)
     file = tmp_path / "hpml-user.json"
     built = json.loads(file.read_text("utf-8"))
     change(built)
@@ -159,7 +160,7 @@ def test_check_says_what_is_wrong_with_a_dashboard(
 
 def test_check_says_what_is_missing_and_which_metrics_nobody_looks_at(tmp_path: Path) -> None:
     """Without the dashboard of a node, nothing shows its disks."""
-    write(tmp_path)
+    write(tmp_path, overwrite=True)
     (tmp_path / "hpml-node.json").unlink()
     messages = [finding.message for finding in check(tmp_path)]
     assert "is missing; run hpml dashboards build" in messages
@@ -197,6 +198,12 @@ def test_the_commands_write_and_check(tmp_path: Path) -> None:
     assert (code, output.split()) == (0, [str(tmp_path / f"{uid}.json") for uid in UIDS])
     assert hpml("check", str(tmp_path))[0] == 0
     (tmp_path / "hpml-job.json").write_text('{"panels": [], "templating": {"list": []}}')
+    (tmp_path / "hpml-node.json").unlink()
+    with pytest.raises(InputError, match="hpml-job.json"):
+        write(tmp_path, overwrite=False)
+    assert not (tmp_path / "hpml-node.json").exists(), "nothing is written"
+    write(tmp_path / "more", overwrite=False)
+    shutil.copy(tmp_path / "more/hpml-node.json", tmp_path)
     code, output = hpml("check", str(tmp_path))
     assert code == 1
     assert "hpml-job: differs from its code" in output

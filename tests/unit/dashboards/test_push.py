@@ -198,5 +198,5 @@ def test_a_token_is_read_only_where_nobody_else_can(
     path.chmod(0o600)
     assert read_token(str(path)) == "of-the-file"
     path.write_text(" \n")
-    with pytest.raises(InputError, match="one line"):
+    with pytest.raises(InputError, match="is empty"):
         read_token(str(path))

@@ -22,10 +22,10 @@ from hpml_dashboards.serve import (
     Prometheus,
     PrometheusError,
     ViewerServer,
-    read_credentials,
 )
 
 from hpml_orchestrator.errors import InputError
+from hpml_orchestrator.spec.address import read_credentials
 from tests.patience import eventually
 
 if TYPE_CHECKING:
@@ -304,7 +304,7 @@ def test_credentials_come_from_a_file(
     ("text", "mode", "message"),
     [
         ("ada:secret", 0o640, "others can read it"),
-        ("", 0o600, "must have one line"),
+        ("", 0o600, "is empty"),
         ("ada:secret\nbob:secret", 0o600, "must have one line"),
         (None, 0, "cannot be read"),
     ],

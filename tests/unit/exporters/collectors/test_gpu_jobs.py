@@ -143,7 +143,7 @@ def test_a_shared_gpu_has_one_owner(
 
 
 def test_a_local_run_of_the_same_number() -> None:
-    """It has its own cluster, and GPUs of its own."""
+    """It has an id of its own, and GPUs of its own."""
     jobs = {
         "5": JobSeen(JobFacts("5", gpus=("0",)), pids=frozenset({70})),
         "local-3fa9c1-5": JobSeen(JobFacts("5", cluster="local-3fa9c1"), pids=frozenset({71})),
@@ -151,7 +151,7 @@ def test_a_local_run_of_the_same_number() -> None:
     processes = everywhere(GPU_bb={70: 1}, GPU_aa={71: 1})
     found = values(job_families(Jobs(jobs), NODE, processes, cluster="c1"))
     info = {key[1:] for key in found if key[0] == "hpml_job_gpu_info"}
-    assert info == {("c1", "5", "GPU-bb", "1", "1"), ("local-3fa9c1", "5", "GPU-aa", "", "1")}
+    assert info == {("c1", "5", "GPU-bb", "1", "1"), ("c1", "local-3fa9c1-5", "GPU-aa", "", "1")}
 
 
 def test_the_own_job_is_shown_before_its_control_group_was_found() -> None:

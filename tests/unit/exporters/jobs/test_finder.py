@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from collections import Counter
 from collections.abc import Callable
@@ -11,6 +12,7 @@ from pathlib import Path
 import pytest
 from hpml_exporters.jobs.board import Jobs
 from hpml_exporters.jobs.finder import MOST_PER_USER, JobFinder
+from hpml_exporters.options import NodeOptions
 
 from hpml_orchestrator.scheduler.local.jobs import Home
 from tests.unit.exporters.jobs.machine import SCOPE, Machine, Task
@@ -237,7 +239,7 @@ def local(pid: int, cluster: str = RUNS, **more: str) -> Task:
 
 
 def test_local_runs(machine: Machine) -> None:
-    """They have their own cluster, beside a job of Slurm and each other; the map is not theirs."""
+    """They have ids of their own, beside a job of Slurm and each other; the map is not theirs."""
     version_2(machine)
     (machine.run / "jobs").mkdir(mode=0o755)
     (machine.run / "jobs/77.json").write_text(
@@ -250,11 +252,11 @@ def test_local_runs(machine: Machine) -> None:
     finder = JobFinder(machine.options)
     for now in (0, 5):
         jobs = finder.look(now)
-        found = {key: (job.labels("c"), set(job.pids)) for key, job in jobs.by_id.items()}
+        found = {key: (job.facts.key, set(job.pids)) for key, job in jobs.by_id.items()}
         assert found == {
-            "77": (("c", "77"), {71, 72, 81, 82}),
-            f"{RUNS}-77": ((RUNS, "77"), {50}),
-            "local-000000-77": (("local-000000", "77"), {51}),
+            "77": ("77", {71, 72, 81, 82}),
+            f"{RUNS}-77": (f"{RUNS}-77", {50}),
+            "local-000000-77": ("local-000000-77", {51}),
         }
         assert jobs.job_of(50) == f"{RUNS}-77"
     facts = jobs.by_id[f"{RUNS}-77"].facts
@@ -267,9 +269,10 @@ def test_a_local_run_s_own_exporter(machine: Machine, monkeypatch: pytest.Monkey
     version_2(machine)
     machine.process(local(50))
     monkeypatch.setenv("SLURM_CLUSTER_NAME", RUNS)
-    jobs = JobFinder(replace(machine.only("77"), cluster=RUNS)).look(0)
-    assert pids(jobs) == {"77": {50}}
-    assert jobs.by_id["77"].labels(RUNS) == (RUNS, "77")
+    told = json.loads(replace(machine.only("77"), cluster=RUNS).to_json())
+    options = NodeOptions.from_json(json.dumps(told))
+    assert options.cluster != RUNS
+    assert pids(JobFinder(options).look(0)) == {f"{RUNS}-77": {50}}
 
 
 @pytest.mark.parametrize(

@@ -157,7 +157,7 @@ def test_a_local_run_has_its_own_data(place: Path) -> None:
     post(told.jobs, {"41": (UID, []), "local-3fa9c1-41": (UID, [])})
     found = sampled(make(told))
     sizes = {series[1:]: n // MIB for series, n in found.items() if "job" in series[0]}
-    assert sizes == {("main", "41"): 0, ("local-3fa9c1", "41"): 3}
+    assert sizes == {("main", "41"): 0, ("main", "local-3fa9c1-41"): 3}
 
 
 def test_jobs_that_are_not_fully_known(place: Path) -> None:

@@ -360,9 +360,11 @@ def test_a_job_is_known_by_its_process(
     theirs.send(message(30, pid=ours.pid))
     found = shown(collector)
     assert found["hpml_train_samples_total", *JOB] == 100
-    assert found["hpml_train_samples_total", "local-3fa9c1", "7"] == 30
+    assert found["hpml_train_samples_total", "c", "local-3fa9c1-7"] == 30
     post(told.jobs, {"7": (0, [ours.pid])})
-    assert {series[1] for series in shown(collector)} == {"c"}, "the local run has ended"
+    assert "local-3fa9c1-7" not in {series[2] for series in shown(collector)}, (
+        "the local run has ended"
+    )
     assert theirs.send(message(40), flags=socket.MSG_NOSIGNAL) == 0
 
 
