@@ -192,7 +192,7 @@ class _Handler(BaseHTTPRequestHandler):
         elif content := self.server.content(url.path):
             self._send_file(*content)
         else:
-            self._refuse(HTTPStatus.NOT_FOUND, f"no such page: {url.path}")
+            self._refuse(HTTPStatus.NOT_FOUND, f"no such page: {url.path.removeprefix('/api')}")
 
     def _is_token(self, given: str) -> bool:
         return hmac.compare_digest(given.encode(), self.server.token.encode())
