@@ -229,7 +229,7 @@ class Stack:
         rules = self.directory / "rules"
         rules.mkdir()
         for path in (ROOT / "deploy/prometheus/rules").glob("*.yml"):
-            # Rates over half a minute instead of two or five, so that they mean something after one.
+            # Rates over half a minute instead of minutes, so that they mean something after one.
             text = re.sub(r"\[[25]m]", "[30s]", path.read_text("utf-8"))
             (rules / path.name).write_text(text, encoding="utf-8")
         config = {

@@ -32,6 +32,7 @@ from hpml_orchestrator.node.feed import Feed, exporter_sockets
 from hpml_orchestrator.node.monitor import Monitor
 from hpml_orchestrator.node.options import AgentOptions, BindOptions, node_name, parse_options
 from hpml_orchestrator.node.processes import RankRecords, is_alive
+from hpml_orchestrator.node.results import NodeResults, make_own
 from hpml_orchestrator.node.stages import NodeStaging, parts_of
 from hpml_orchestrator.node.startup import resolve
 from hpml_orchestrator.node.watch import Watch
@@ -87,7 +88,7 @@ class Agent:
 
     options: AgentOptions
     node: str = field(default_factory=node_name)
-    _asked_to_end: bool = False
+    _asked_at: float = math.inf  # monotonic seconds of the first signal that ends the job
     _over: bool = False
     _is_ready: bool = False
     _look_at: float = 0.0
@@ -104,6 +105,7 @@ class Agent:
         self._log = self._attempt / "events" / f"{self.node}.jsonl"
         self._records = RankRecords(self._attempt / "binding" / f"{self.node}.jsonl")
         self._staging = NodeStaging(self.options, self.node, self._log, self._should_stop)
+        self._results = NodeResults(self.options.collect, self._attempt, self.node)
 
     def listen(self) -> None:
         """Take the signals that users send to ranks, for ever; a thread's work."""
@@ -117,10 +119,15 @@ class Agent:
         signal interrupts.
         """
         self._received.append(signal.Signals(number).name)
-        self._asked_to_end = self._asked_to_end or number in _ENDING
+        if number in _ENDING:
+            self._asked_at = min(self._asked_at, time.monotonic())
         self._look_at = 0.0
         with contextlib.suppress(BlockingIOError):
             os.write(self._wake[1], b"\0")
+
+    @property
+    def _asked_to_end(self) -> bool:
+        return self._asked_at < math.inf
 
     def _is_over(self) -> bool:
         """Whether the script is at its end; the file system is asked every few seconds."""
@@ -162,6 +169,8 @@ class Agent:
                     self._wait()
             self._watch_ranks(closing=True)
             self._feed.flush()
+            if ready and self.options.collect:
+                self._collect()
         finally:
             if monitor is not None:
                 monitor.end()  # which takes a moment, like cleaning up
@@ -191,7 +200,9 @@ class Agent:
             placed = self._plan(self.options.bind, channel)
             if monitor is not None:
                 self._start(monitor)
+            self._results.prepare()
             began = time.monotonic()
+            make_own(self.options, self._staging.stager)
             stages = self._staging.stage_all()
         except (HpmlError, OSError) as error:
             if self._should_stop():
@@ -268,7 +279,8 @@ class Agent:
                 if not self._rank_lives():
                     return
                 if kill_at == math.inf:
-                    kill_at = now + max(1.0, kill_wait(os.environ) - _CLEAN_SECONDS)
+                    share = 2 if self.options.collect else 1  # the other half is for the results
+                    kill_at = now + max(1.0, self._grace() / share)
                 if now >= kill_at:
                     self._kill_ranks()
             elif self._asked_to_end and not self._rank_lives(may_begin=self._is_ready):
@@ -316,6 +328,26 @@ class Agent:
                 self._report(f"the ranks are not watched any more: {what}")
                 self._watch = None
         return pause
+
+    def _grace(self) -> float:
+        """Return the seconds from a job's SIGTERM until the cleaning has to begin."""
+        return kill_wait(os.environ) - _CLEAN_SECONDS
+
+    def _collect(self) -> None:
+        """Bring the results back; after a signal as long as there is time."""
+        grace: list[float] = []
+
+        def should_stop() -> bool:
+            if not self._asked_to_end:
+                return False
+            if not grace:
+                grace.append(self._grace())
+            return time.monotonic() >= self._asked_at + grace[0]
+
+        try:
+            self._results.collect(should_stop)
+        except (HpmlError, OSError) as error:
+            self._report(f"results may be missing: {error}")
 
     def _clean(self) -> None:
         try:

@@ -15,7 +15,7 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from hpml_orchestrator.errors import BindingError, HpmlError
+from hpml_orchestrator.errors import BindingError, HpmlError, StagingError
 from hpml_orchestrator.placement import planfile
 from hpml_orchestrator.placement.proof import NodeProof, proof_of_json
 from hpml_orchestrator.placement.report import table, wrong_rows
@@ -96,9 +96,13 @@ def finish(attempt: str, code: str, reason: str = "", launcher: str = "") -> int
     misplaced = failed or end.exit_code == BindingError.exit_code
     if misplaced and not reason and end.state in ("COMPLETED", "FAILED"):
         end = Ending(BindingError.exit_code, "FAILED", "binding")
-    sys.stdout.write(f"{end.exit_code}\n")
+    lines, missing = verify_results(records.markers("collected"), completed=completed)
+    sys.stderr.write("".join(f"hpml: {line}\n" for line in lines))
+    if missing and end.state == "COMPLETED":
+        end = Ending(StagingError.exit_code, "FAILED", "results were not collected")
     # The agents are gone, also those that were killed: what they sent each other is of no use.
     shutil.rmtree(directory / "chain", ignore_errors=True)
+    sys.stdout.write(f"{end.exit_code}\n")
     now = time.time()
     write_json(directory / "ended.json", {**end._asdict(), "time": round(now, 6)})
     log = directory / "events" / "batch.jsonl"
@@ -227,6 +231,29 @@ def verify_binding(
         f"{wrong} of {ranks} ranks WRONG" if wrong else f"{right} of {ranks} ranks bound as planned"
     )
     return [f"binding: {count}", *(table(rows) if rows else ())], failed
+
+
+def verify_results(
+    nodes: Iterable[Mapping[str, Any]], *, completed: bool
+) -> tuple[list[str], bool]:
+    """Look at what the nodes brought back.
+
+    Args:
+        nodes: what each wrote down.
+        completed: whether the script ended well; else its ranks may have written nothing yet.
+
+    Returns:
+        The lines to print, and whether results are missing.
+    """
+    there: dict[str, bool] = {}
+    missing = False
+    for row in (row for node in nodes for row in node.get("entries", ())):
+        source = str(row.get("source", ""))
+        found = bool(row.get("path") or row.get("problem"))
+        there[source] = there.get(source, False) or found
+        missing = missing or bool(row.get("problem"))
+    nowhere = [source for source, found in there.items() if not found and completed]
+    return [f"nothing to collect: no node has {source}" for source in nowhere], missing
 
 
 def _proofs(proofs: Iterable[dict[str, Any]]) -> dict[str, NodeProof]:

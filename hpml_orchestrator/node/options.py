@@ -8,7 +8,7 @@ import os
 import re
 import socket
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -131,6 +131,8 @@ class AgentOptions:
         stages: what to stage, in order.
         site: what the site says of its file system.
         monitor: how to monitor the job; None where it is not.
+        own: bases in which the job has a directory of its own: its name, `local` or `shm`, and it.
+        collect: source and target of what is brought back at the end, the most important first.
     """
 
     attempt: Path
@@ -138,6 +140,8 @@ class AgentOptions:
     stages: Sequence[StageOptions] = ()
     site: SiteLimits = SiteLimits()
     monitor: MonitorOptions | None = None
+    own: Mapping[str, str] = field(default_factory=dict)
+    collect: Sequence[tuple[str, str]] = ()
 
 
 def parse_options(argv: Sequence[str]) -> AgentOptions:
@@ -145,7 +149,8 @@ def parse_options(argv: Sequence[str]) -> AgentOptions:
 
     Each JSON object has the attributes of the class above as its keys; a `--stage` has those of
     StageRequest and StageOptions together, and its target is a directory, or `shm` or `local` for
-    the directories of `--shm` and `--local`, which only the node knows.
+    the directories of `--shm` and `--local`, which only the node knows. `--own NAME` makes a
+    directory for the job in one of these, `--collect SOURCE TARGET` brings something back.
 
     Raises:
         InputError: an object cannot be read.
@@ -157,6 +162,8 @@ def parse_options(argv: Sequence[str]) -> AgentOptions:
     for name in ("--shm", "--local"):
         parser.add_argument(name, metavar="DIRECTORY")
     parser.add_argument("--stage", metavar="JSON", action="append", default=[])
+    parser.add_argument("--own", choices=("shm", "local"), action="append", default=[])
+    parser.add_argument("--collect", metavar="PATH", nargs=2, action="append", default=[])
     given = parser.parse_args(argv)
     bases = {"shm": given.shm, "local": given.local}
 
@@ -171,6 +178,8 @@ def parse_options(argv: Sequence[str]) -> AgentOptions:
         [_read(stage, "--stage", text) for text in given.stage],
         _read(SiteLimits, "--site", given.site or "{}"),
         _read(MonitorOptions, "--monitor", given.monitor) if given.monitor else None,
+        {name: bases[name] or name for name in given.own},
+        [(source, target) for source, target in given.collect],
     )
 
 

@@ -48,6 +48,7 @@ def summary_lines(state: State, summary: Summary) -> list[tuple[str, str]]:
             "attempts": _attempts(attempt_reports(state), state),
             "code": _code(state),
             "staged": staged,
+            "collected": summary.collected_lines,
             "binding": [summary.binding] if summary.binding else [],
             "phases": [phases] if phases else [],
             "training": _training(summary),

@@ -1,4 +1,4 @@
-"""The entries of `stage` as they were staged: where, how fast, and whether that paid."""
+"""The entries of `stage` and `collect`: what is where, how fast, and whether staging paid."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
     from hpml_orchestrator.records.events import Event
 
-__all__ = ["Staged", "payback_text", "staged_entries", "staged_lines"]
+__all__ = ["Staged", "collected_lines", "payback_text", "staged_entries", "staged_lines"]
 
 _SHORT_SECONDS = 0.01
 
@@ -101,6 +101,43 @@ def staged_lines(entries: Sequence[Staged]) -> list[str]:
         if entry.payback:
             lines.append(f"{entry.name}: {payback_text(entry.payback, entry.epochs)}")
     return lines
+
+
+def collected_lines(
+    nodes: Sequence[Mapping[str, Any]], sources: Sequence[str], silent: Sequence[str]
+) -> list[str]:
+    """Return lines about the entries of `collect`.
+
+    Args:
+        nodes: what each node wrote down of them.
+        sources: as the job file has them.
+        silent: nodes that wrote nothing down, though the job is over.
+    """
+    lines = []
+    for index, source in enumerate(sources):
+        rows = [node["entries"][index] for node in nodes]
+        whole = [row for row in rows if not row["problem"]]
+        there = [row for row in whole if row["path"]]
+        if there:
+            files = counted(sum(row["files"] for row in there), "file")
+            size = human_bytes(sum(row["bytes"] for row in there))
+            first = there[0]["path"]
+            where = first if len(there) == 1 else f"{_above(first)}/NODE of {len(there)} nodes"
+            lines.append(f"{source}: {files}, {size} in {where}")
+        elif whole:
+            lines.append(f"{source}: nothing there")
+        for row in rows:
+            if row["problem"]:
+                some = f"only {counted(row['files'], 'file')} in {row['path']}"
+                what = some if row.get("path") else "NOT collected"
+                lines.append(f"{source} of {row['node']}: {what}: {row['problem']}")
+    if silent and sources:
+        lines.append(f"NOT collected from {', '.join(silent)}: the node ended before it could")
+    return lines
+
+
+def _above(path: str) -> str:
+    return path.rpartition("/")[0].rpartition("/")[0]
 
 
 def _how(entry: Staged) -> str:

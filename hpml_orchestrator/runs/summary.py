@@ -14,7 +14,7 @@ from hpml_orchestrator.runs.monitored import (
     numbers,
     together,
 )
-from hpml_orchestrator.runs.staged import Staged, staged_entries
+from hpml_orchestrator.runs.staged import Staged, collected_lines, staged_entries
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
@@ -47,6 +47,8 @@ class Summary:
     staged_files: int = 0
     staging_seconds: float = 0.0  # of the slowest node
     stages: list[Staged] = field(default_factory=list)
+    collected: list[dict[str, Any]] = field(default_factory=list)  # entries of `collect`, by node
+    collected_lines: list[str] = field(default_factory=list)  # the same as text
     nodes: int = 0  # that became ready
     ranks: int = 0  # that recorded their binding
     world_size: int = 0  # by those records; 0 without any
@@ -100,6 +102,10 @@ def _summary(state: State, attempt: Attempt) -> Summary:
     # The scheduler's time may be rounded; the script's comes before the scheduler clears up.
     ends = [end for end in (state.ended, script_ended) if end is not None]
     monitored = monitored_nodes(attempt)
+    collected = attempt.markers("collected")
+    told = {row["node"] for node in collected for row in node["entries"]}
+    silent = [event.node for event in ready if state.over and event.node not in told]
+    sources = [entry["source"] for entry in state.submission.record()["job"].get("collect", ())]
     return Summary(
         phases=phases(
             timeline,
@@ -112,6 +118,8 @@ def _summary(state: State, attempt: Attempt) -> Summary:
         staged_files=int(sum(node.get("files", 0.0) for node in staged)),
         staging_seconds=max((node.get("seconds", 0.0) for node in staged), default=0.0),
         stages=staged_entries(ready),
+        collected=[row for node in collected for row in node["entries"]],
+        collected_lines=collected_lines(collected, sources, silent),
         nodes=len(ready),
         ranks=len(bindings),
         world_size=int(max((rank.get("world_size", 0.0) for rank in ranks), default=0.0)),

@@ -7,14 +7,16 @@ from typing import TYPE_CHECKING, Any
 
 from hpml_orchestrator.placement.gpus import VISIBLE_VARIABLES
 from hpml_orchestrator.script import template
+from hpml_orchestrator.spec.text import PLACEHOLDER
 
 if TYPE_CHECKING:
     from pydantic import BaseModel
 
     from hpml_orchestrator.spec import Job, ResolvedSite, Stage
 
-__all__ = ["agent_argv"]
+__all__ = ["agent_argv", "bases_of", "own_directories"]
 
+_BASES = ("shm", "local")
 _SIZES = ("shared_rate", "link_rate", "disk_rate")
 
 
@@ -28,13 +30,27 @@ def agent_argv(job: Job, site: ResolvedSite | None) -> list[tuple[str, str]]:
         changed = _changed(job.monitor, "interval", "web_config", "targets")
         options["--monitor"] = {"listen": job.monitor.listen, **changed}
     argv = [(option, _json(fields)) for option, fields in options.items() if fields]
-    targets = {stage.target for stage in job.stage}
-    argv += [
-        (f"--{target}", template.Raw(f'"$hpml_{target}"'))
-        for target in ("shm", "local")
-        if target in targets
-    ]
-    return argv + [("--stage", _json(_stage(stage))) for stage in job.stage]
+    argv += [(f"--{base}", template.Raw(f'"$hpml_{base}"')) for base in bases_of(job)]
+    argv += [("--stage", _json(_stage(stage))) for stage in job.stage]
+    argv += [("--own", name) for name in own_directories(job)]
+    for entry in job.collect:
+        words = [template.word(path) for path in (entry.source, entry.target)]
+        argv.append(("--collect", template.Raw(" ".join(words))))
+    return argv
+
+
+def own_directories(job: Job) -> list[str]:
+    """Return in which of `shm` and `local` the job has a directory of its own."""
+    used = [*(job.command or ()), *job.args, *job.environment.variables.values()]
+    used += [entry.source for entry in job.collect]
+    names = {name for text in used for name in PLACEHOLDER.findall(str(text))}
+    return [name for name in _BASES if f"{name}.dir" in names]
+
+
+def bases_of(job: Job) -> list[str]:
+    """Return which of `shm` and `local` the nodes need."""
+    used = {stage.target for stage in job.stage} | {*own_directories(job)}
+    return [name for name in _BASES if name in used]
 
 
 def _json(fields: dict[str, Any]) -> str:

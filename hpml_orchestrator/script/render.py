@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from hpml_orchestrator import __version__
 from hpml_orchestrator.errors import InputError
 from hpml_orchestrator.script import template
-from hpml_orchestrator.script.agent_argv import agent_argv
+from hpml_orchestrator.script.agent_argv import agent_argv, bases_of, own_directories
 from hpml_orchestrator.script.archive import BIND_CODE
 from hpml_orchestrator.script.directives import directives
 from hpml_orchestrator.script.static_form import static_form
@@ -111,6 +111,8 @@ def render(
         "static": static_form(job, site, topologies or {}),
         "variables": list(environment.variables.items()),
         "stages": [_stage(stage, (targets or {}).get(stage.name, "")) for stage in job.stage],
+        "bases": bases_of(job),
+        "own": [(name, template.variable(f"{name}.dir")) for name in own_directories(job)],
         **_places(job, site),
         "container_words": container_words,
         "container_mounts": container_mounts,
@@ -190,7 +192,9 @@ def _container(
         if ":" in path or "," in path:
             message = "must have neither colon nor comma where the ranks run in a container"
             raise InputError(message, field=field, value=path)
-    staged = ["$" + template.variable(f"stage.{stage.name}") for stage in job.stage]
+    names = [f"stage.{stage.name}" for stage in job.stage]
+    names += [f"{name}.dir" for name in own_directories(job)]
+    staged = [f"${template.variable(name)}" for name in names]
     if container.engine == "apptainer":
         mounts = [
             *(template.Raw(f'"{name}"') for name in ("$hpml_submission", "$hpml_run")),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import posixpath
 import re
 from collections.abc import Iterator
 from typing import Annotated, Any, Literal
@@ -26,6 +27,7 @@ __all__ = [
     "LATER",
     "MAX_LIST",
     "Binding",
+    "Collect",
     "Container",
     "Environment",
     "Job",
@@ -277,6 +279,32 @@ class Stage(Model):
         return self
 
 
+class Collect(Model):
+    """Results that are brought from the nodes to the shared file system when the job ends."""
+
+    source: text.PathText
+    """File or directory on the nodes; `{local.dir}` is the job's own directory on their disk,
+    `{shm.dir}` that in RAM."""
+    target: text.PathText
+    """Directory on the shared file system: results are in `TARGET/RUN/NODE`."""
+
+    @field_validator("source")
+    @classmethod
+    def _source(cls, value: str) -> str:
+        if not value.startswith(("/", "{local.dir}", "{shm.dir}", "{stage.")):
+            raise ValueError(
+                "must be a path on the nodes: begin it with {local.dir}, {shm.dir} or /"
+            )
+        if not value.strip("/"):
+            raise ValueError("must be a file or directory below /")
+        return value.rstrip("/")
+
+    @property
+    def name(self) -> str:
+        """What it is called in its target."""
+        return posixpath.basename(self.source).strip("{}")
+
+
 Policy = Literal["gpu-local", "socket", "numa", "spread", "none"]
 
 
@@ -365,7 +393,8 @@ class Job(Model):
     """Any program with its arguments."""
     args: Annotated[list[text.Argument], Field(max_length=MAX_LIST)] = Field(default=[])
     """Arguments. `{stage.NAME}` is the directory of staged data, `{run.dir}` the run's directory,
-    `{array.index}` the task's index; all else is taken literally."""
+    `{array.index}` the task's index, `{local.dir}` and `{shm.dir}` an empty directory of the job on
+    each node's disk and in its RAM; all else is taken literally."""
     array: Annotated[
         str | None,
         BeforeValidator(
@@ -405,6 +434,8 @@ class Job(Model):
     """Software, variables and container of the ranks."""
     stage: Annotated[list[Stage], Field(max_length=64)] = Field(default=[])
     """Data to bring to every node first."""
+    collect: Annotated[list[Collect], Field(max_length=64)] = Field(default=[])
+    """Results to bring back from every node at the end, the most important first."""
     binding: Annotated[
         Binding,
         BeforeValidator(
@@ -456,6 +487,10 @@ class Job(Model):
         if len(given) != 1:
             listed = " and ".join(given) or "none of them"
             yield f"give exactly one of script, module and command, not {listed}"
+        places = [(entry.target, entry.name) for entry in self.collect]
+        for index, place in enumerate(places):
+            if place in places[:index]:
+                yield f"collect: two entries would be {place[0]}/RUN/NODE/{place[1]}"
         if self.mpi != "none" and self.launcher != "srun":
             yield (
                 f"mpi: {self.mpi} needs `launcher: srun`; with {self.launcher}, which starts the "

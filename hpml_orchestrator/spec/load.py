@@ -178,8 +178,14 @@ def _unknown_placeholders(data: dict[str, Any], points: Collection[str]) -> Iter
     stages = data.get("stage")
     entries = stages if isinstance(stages, list) else []
     names = [stage.get("name") for stage in entries if isinstance(stage, dict)]
-    known = {"run.dir", *(f"stage.{name}" for name in names), *(f"point.{name}" for name in points)}
+    known = {"run.dir", "local.dir", "shm.dir"}
+    known |= {*(f"stage.{name}" for name in names), *(f"point.{name}" for name in points)}
+    collect = data.get("collect")
+    results = (
+        [entry for entry in collect if isinstance(entry, dict)] if isinstance(collect, list) else []
+    )
     for whole, values in (
+        *((f"collect.{index}", entry) for index, entry in enumerate(results)),
         ("args", data.get("args")),
         ("command", data.get("command")),
         ("environment.variables", variables),
@@ -187,7 +193,9 @@ def _unknown_placeholders(data: dict[str, Any], points: Collection[str]) -> Iter
         items = enumerate(values) if isinstance(values, list) else ()
         for key, value in values.items() if isinstance(values, dict) else items:
             for name in PLACEHOLDER.findall(value) if isinstance(value, str) else ():
-                if name == "array.index" and data.get("array") is None:
+                if name.startswith("point.") and whole.startswith("collect."):
+                    message = f"{{{name}}} is not known here; results of each run are in TARGET/RUN"
+                elif name == "array.index" and data.get("array") is None:
                     message = "{array.index} needs an array, such as `array: 0-9`"
                 elif name != "array.index" and name not in known:
                     meant = nearest(name, known)
@@ -242,6 +250,11 @@ def make_absolute(data: dict[str, Any], base: Path) -> None:
     stages = data.get("stage")
     for stage in stages if isinstance(stages, list) else []:
         resolve(stage, "source")
+    collect = data.get("collect")
+    for entry in collect if isinstance(collect, list) else []:
+        target = entry.get("target") if isinstance(entry, dict) else None
+        if not (isinstance(target, str) and target.startswith("{")):
+            resolve(entry, "target")
     for name in ("web_config", "targets"):
         resolve(data.get("monitor"), name)
     environment = data.get("environment")

@@ -50,6 +50,7 @@ class Task(NamedTuple):
         drop_cache: let the source's pages leave the memory once they are read.
         ordered: a file can only be read once, so that no call is made again.
         take: called before a source file is opened; waits when that is too often.
+        goes_on: copy all others where a file cannot be copied.
     """
 
     plan: Plan
@@ -60,6 +61,7 @@ class Task(NamedTuple):
     drop_cache: bool
     ordered: bool
     take: Callable[[], object] | None
+    goes_on: bool
 
 
 def check_same(entry: Entry, info: os.stat_result) -> None:
@@ -138,7 +140,7 @@ class Copying(ABC):
                     self._retry.again(again, error)
             except (SourceChangedError, DamagedSourceError) as error:
                 tally.bytes = before
-                self._wrong(entry, str(error), error)
+                self._wrong(entry, batch, str(error), error)
             except OSError as error:
                 tally.bytes = before
                 if error.errno in FULL:
@@ -147,12 +149,16 @@ class Copying(ABC):
                         hint="something else took the room that was free before; "
                         "choose another target",
                     ) from error
-                self._wrong(entry, why(error), error)
+                self._wrong(entry, batch, why(error), error)
             tally.tell_often()
         tally.tell()
 
-    def _wrong(self, entry: Entry, reason: str, error: BaseException) -> None:
-        self._board.set_faulty()
+    def _wrong(self, entry: Entry, batch: Batch, reason: str, error: BaseException) -> None:
+        if not self._task.goes_on:
+            self._board.set_faulty()
+        elif batch.end != WHOLE:
+            with contextlib.suppress(FileNotFoundError):  # by the fault of another piece
+                os.unlink(entry.path, dir_fd=self._to)
         self._problem(entry.path, reason, error)
 
     @abstractmethod

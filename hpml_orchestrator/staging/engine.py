@@ -59,6 +59,7 @@ class EngineOptions:
         opens_per_second: most source files opened per second, all workers together; 0 for any.
         drop_cache: let the source's pages leave the memory once they are read; None for where
             the source lies on a file system that is served to this node.
+        goes_on: copy all others where a file cannot be copied, which is an error all the same.
     """
 
     hash: bool = True
@@ -66,6 +67,7 @@ class EngineOptions:
     threads: int | None = None
     opens_per_second: float = 0.0
     drop_cache: bool | None = None
+    goes_on: bool = False
 
 
 @dataclass(frozen=True)
@@ -136,6 +138,7 @@ class _Copy:
         self._told = (0, 0)
         self._tree = source.kind in _TREES
         self._problems = Problems(f"cannot stage {plan.name}")
+        self._missing = [FileNotFoundError] if options.goes_on else []  # what could not be copied
         self._processes = self._process_count()
         shares = share_out(
             plan,
@@ -161,6 +164,7 @@ class _Copy:
             drop_cache=drop_cache,
             ordered=source.ordered,
             take=None,
+            goes_on=options.goes_on,
         )
         self._board = Board(shares.slots, self._processes * self._threads)
 
@@ -184,9 +188,12 @@ class _Copy:
             self._copy_files()
             if self._tree:
                 self._check_directories()
+            if not task.goes_on:
+                self._problems.raise_any()
+            with contextlib.suppress(*self._missing):
+                self._finish_large(target)
+                make_links(plan, target, self._retry)
             self._problems.raise_any()
-            self._finish_large(target)
-            make_links(plan, target, self._retry)
             done = self._board.done()
             digests = []
             if task.how is not None:
@@ -219,7 +226,8 @@ class _Copy:
         for number in self._in_pieces():
             entry = self._plan.files[number]
             times = (entry.mtime_ns, entry.mtime_ns)
-            os.utime(entry.path, ns=times, dir_fd=target, follow_symlinks=False)
+            with contextlib.suppress(*self._missing):
+                os.utime(entry.path, ns=times, dir_fd=target, follow_symlinks=False)
 
     def _copy_files(self) -> None:
         batches = self._task.shares.batches

@@ -181,6 +181,7 @@ def scan_tree(
     outside_links: bool = False,
     told: str = "",
     rate: float = 0.0,
+    problems: Problems | None = None,
 ) -> Plan:
     """Plan a copy of everything below a directory.
 
@@ -191,6 +192,8 @@ def scan_tree(
         outside_links: take symbolic links that leave the tree as they are.
         told: what the source is called in messages; its path when left out.
         rate: entries that may be looked at per second; 0 for any.
+        problems: told what cannot be copied, which the plan then leaves out; an error when not
+            given.
 
     Raises:
         StagingError: something there cannot be read or is not copied: devices, fifos, sockets,
@@ -200,7 +203,8 @@ def scan_tree(
     real = os.path.realpath(source)
     info = retry(lambda: os.stat(real))
     plan = Plan(real, Entry("", info.st_mode, info.st_mtime_ns), told=told)
-    problems = Problems(f"cannot {verb} {shown(told or source)}")
+    is_strict = problems is None
+    problems = Problems(f"cannot {verb} {shown(told or source)}") if problems is None else problems
     first_names: dict[tuple[int, int], str] = {}
     lister = Lister(real, retry, rate)
     todo = [""]
@@ -224,7 +228,8 @@ def scan_tree(
             else:
                 _add(plan, path, found, first_names, problems, outside_links=outside_links)
         todo.extend(reversed(below))
-    problems.raise_any()
+    if is_strict:
+        problems.raise_any()
     return plan
 
 

@@ -1,0 +1,139 @@
+"""Bring a job's results back from this node: `collect` of the job file."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import sys
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from hpml_orchestrator.errors import InputError, StagingError, counted
+from hpml_orchestrator.records.files import write_json
+from hpml_orchestrator.records.texts import human_bytes
+from hpml_orchestrator.staging.collect import Collected, collect
+from hpml_orchestrator.staging.faults import Retry, shown, why
+from hpml_orchestrator.staging.files import remove_tree
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from hpml_orchestrator.node.options import AgentOptions
+    from hpml_orchestrator.staging import CopyStager
+
+__all__ = ["NodeResults", "directory_of", "make_own"]
+
+_NOT_BEGUN = "the node was ended before it came to this"
+
+
+def make_own(options: AgentOptions, stager: CopyStager) -> None:
+    """Make the job's own empty directories on this node, as `{local.dir}`.
+
+    Raises:
+        StagingError: one cannot be made.
+    """
+    for name, base in options.own.items():
+        path = f"{stager.area(base).job_dir}/{name}.dir"
+        try:
+            if os.path.lexists(path):  # of an attempt that was killed here
+                remove_tree(path)
+            os.mkdir(path, 0o700)
+        except OSError as error:
+            raise StagingError(
+                f"cannot make {{{name}.dir}}, {shown(path)}: {why(error)}"
+            ) from error
+
+
+def directory_of(target: str, attempt: Path, node: str) -> str:
+    """Return the directory for the results of one node and attempt.
+
+    Args:
+        target: as the job file has it.
+        attempt: the attempt's directory, `…/RUN/attempts/N`.
+        node: the node's name.
+    """
+    again = "" if attempt.name == "0" else f".attempt{attempt.name}"
+    return f"{target}/{attempt.parents[1].name}/{node}{again}"
+
+
+@dataclass
+class NodeResults:
+    """The results of one node.
+
+    Attributes:
+        entries: source and target of each, the most important first.
+        attempt: the attempt's directory.
+        node: Slurm's name of this node.
+    """
+
+    entries: Sequence[tuple[str, str]]
+    attempt: Path
+    node: str
+    _rows: list[dict[str, Any]] = field(default_factory=list)
+
+    def prepare(self) -> None:
+        """Make the directories for the results, before hours are spent on them.
+
+        Raises:
+            InputError: one cannot be made or written.
+        """
+        for index, (_, target) in enumerate(self.entries):
+            directory = directory_of(target, self.attempt, self.node)
+            try:
+                os.makedirs(directory, exist_ok=True)
+                if not os.access(directory, os.W_OK | os.X_OK):
+                    raise PermissionError(0, "not writable by you")
+            except OSError as error:
+                raise InputError(
+                    f"results cannot be put there: {why(error)}",
+                    field=f"collect.{index}.target",
+                    value=directory,
+                ) from error
+
+    def collect(self, should_stop: Callable[[], bool]) -> None:
+        """Bring each back, and record what came of it; what fails keeps no other from being tried.
+
+        Args:
+            should_stop: says when there is no more time.
+        """
+        retry = Retry(time.sleep, should_stop)
+        self._rows = [
+            {"source": source, "node": self.node, "problem": _NOT_BEGUN}
+            for source, _ in self.entries
+        ]
+        self._write()
+        for row, (source, target) in zip(self._rows, self.entries, strict=True):
+            directory = directory_of(target, self.attempt, self.node)
+            try:
+                os.makedirs(directory, exist_ok=True)
+                found = collect(source, directory, retry)
+            except OSError as error:
+                found = Collected(problem=f"{shown(directory)}: {why(error)}")
+            row.update(dataclasses.asdict(found))
+            self._write()
+            self._tell(source, found)
+        for _, target in self.entries:
+            self._remove_empty(directory_of(target, self.attempt, self.node))
+
+    def _write(self) -> None:
+        write_json(self.attempt / "nodes" / f"{self.node}.collected.json", {"entries": self._rows})
+
+    def _tell(self, source: str, found: Collected) -> None:
+        line, name = "", shown(os.path.basename(source))
+        if found.path:
+            size = f"{counted(found.files, 'file')}, {human_bytes(found.bytes)}"
+            line = f"collected {name}: {size} in {shown(found.path)}"
+        if found.problem:
+            line = f"{line or f'NOT collected {name}'}: {found.problem}"
+        if line:
+            sys.stderr.write(f"hpml: {self.node}: {line}\n")
+
+    def _remove_empty(self, directory: str) -> None:
+        """Remove what was made for nothing: the node's directory, and the run's."""
+        try:
+            os.rmdir(directory)
+            os.rmdir(os.path.dirname(directory))
+        except OSError:
+            pass  # there is something

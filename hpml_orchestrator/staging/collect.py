@@ -1,0 +1,154 @@
+"""Bring results back from a node's own disk or memory to the shared file system."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import time
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from hpml_orchestrator.errors import HpmlError
+from hpml_orchestrator.records.files import fsync_dir
+from hpml_orchestrator.staging.delivery import partial_path
+from hpml_orchestrator.staging.engine import EngineOptions, copy
+from hpml_orchestrator.staging.faults import Problems, shown, why
+from hpml_orchestrator.staging.files import remove_tree
+from hpml_orchestrator.staging.hashing import hashing
+from hpml_orchestrator.staging.manifest import Listing, tree_digest
+from hpml_orchestrator.staging.plan import NO_FILE, scan_file, scan_tree
+from hpml_orchestrator.staging.progress import Progress
+from hpml_orchestrator.staging.request import StagingStopped
+from hpml_orchestrator.staging.sources import FileSource, TreeSource
+
+if TYPE_CHECKING:
+    from hpml_orchestrator.staging.faults import Retry
+    from hpml_orchestrator.staging.plan import Plan
+
+__all__ = ["INCOMPLETE", "Collected", "collect"]
+
+INCOMPLETE = ".incomplete"
+"""What the name of results ends with that are not all there."""
+
+_TIME_STEP_NS = 10**9  # of the modification times of some file systems
+
+
+@dataclass(frozen=True)
+class Collected:
+    """What became of one file or directory.
+
+    Attributes:
+        path: where it is now; empty: nothing was brought.
+        bytes: of the files there.
+        files: their number.
+        seconds: that it took.
+        digest: of names, sizes and contents, as of staged data; empty where something is missing.
+        problem: what is missing and why; empty when all is there.
+    """
+
+    path: str = ""
+    bytes: int = 0
+    files: int = 0
+    seconds: float = 0.0
+    digest: str = ""
+    problem: str = ""
+
+
+def collect(source: str, directory: str, retry: Retry) -> Collected:
+    """Copy a file or directory into another directory, by its own name.
+
+    It appears there when all of it is there. What can be read is brought also where the rest cannot
+    or there is no time for it: by a name that ends with `INCOMPLETE`, each file whole.
+
+    Args:
+        source: its path; nothing there is no fault.
+        directory: an existing one, in which nothing has that name yet.
+        retry: calls again after faults that pass, and says when to stop.
+    """
+    begin = time.monotonic()
+    if not os.path.exists(source):
+        return Collected()
+    target = f"{directory}/{os.path.basename(source)}"
+    partial = partial_path(directory, os.path.basename(source))
+    left_out = _Unread("not all could be read")
+    plan, digest, problem = None, "", ""
+    try:
+        is_directory = os.path.isdir(source)
+        reader = TreeSource(source, retry) if is_directory else FileSource(source, retry)
+        if is_directory:
+            plan = scan_tree(source, retry, outside_links=True, problems=left_out)
+        else:
+            plan = scan_file(source, retry)
+        os.mkdir(partial, 0o700 | (plan.top.mode & 0o777))
+        copied = copy(
+            plan,
+            reader,
+            partial,
+            options=EngineOptions(goes_on=True),
+            retry=retry,
+            progress=Progress(None),
+        )
+        left_out.raise_any()
+        digest = tree_digest(Listing.of(plan, copied.digests), hashing())
+    except StagingStopped:
+        problem = "there was no time for all of it"
+    except HpmlError as error:
+        problem = "; ".join(line.strip() for line in str(error).splitlines())
+    except OSError as error:
+        problem = f"{shown(error.filename or source)}: {why(error)}"
+    if plan is None:
+        return Collected(problem=problem)
+    try:
+        files, size = _whole_files(plan, partial) if problem else (plan.file_count, plan.bytes)
+        if problem and not files:
+            with contextlib.suppress(OSError):
+                remove_tree(partial)
+            return Collected(seconds=time.monotonic() - begin, problem=problem)
+        path = _publish(partial, target + INCOMPLETE * bool(problem), is_file=not is_directory)
+    except OSError as error:
+        return Collected(problem=f"{problem or shown(target)}: {why(error)}")
+    seconds = time.monotonic() - begin
+    return Collected(path, size, files, seconds, digest, problem)
+
+
+class _Unread(Problems):
+    """Collects what cannot be read; devices, fifos and sockets hold nothing to bring back."""
+
+    def add(
+        self, path: str, reason: str, cause: BaseException | None = None, *, hint: str = ""
+    ) -> None:
+        """Note one path; see `Problems.add`."""
+        if reason != NO_FILE:
+            super().add(path, reason, cause, hint=hint)
+
+
+def _whole_files(plan: Plan, partial: str) -> tuple[int, int]:
+    """Remove what was not finished; returns the number and bytes of the files that were.
+
+    A file gets its time when it is.
+    """
+    files = size = 0
+    for entry in plan.files:
+        path = f"{partial}/{entry.path}"
+        try:
+            info = os.lstat(path)
+        except OSError:
+            continue
+        late = abs(info.st_mtime_ns - entry.mtime_ns) >= _TIME_STEP_NS
+        if info.st_size != entry.size or late:
+            os.unlink(path)
+        else:
+            files, size = files + 1, size + entry.size
+    return files, size
+
+
+def _publish(partial: str, target: str, *, is_file: bool) -> str:
+    """Give results their name; returns it."""
+    if is_file:  # the engine makes a directory that holds it
+        (name,) = os.listdir(partial)
+        os.rename(f"{partial}/{name}", target)
+        os.rmdir(partial)
+    else:
+        os.rename(partial, target)
+    fsync_dir(os.path.dirname(target))
+    return target
