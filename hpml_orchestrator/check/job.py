@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -160,7 +161,7 @@ def check_job(
         modules_answer = pool.submit(
             check_modules, job.environment.modules, runner, environment, timeout=cluster_seconds
         )
-        findings = check_program(job, environment)
+        findings = [*check_program(job, environment), *check_collect(job)]
         staging, sizes = stages_answer.result()
         findings += staging
         findings += check_records(records, on_nodes=on_nodes)
@@ -191,6 +192,20 @@ def check_job(
     if "disk.most" not in {finding.code for finding in findings}:
         findings += check_room(job, profile, disk_mib=sizes.disk_mib)  # else reported already
     return Report(errors_first(findings), not_asked, notes, verdict)
+
+
+def check_collect(job: Job) -> Iterator[Finding]:
+    """Yield where results cannot be put, as far as this machine sees it."""
+    for index, entry in enumerate(job.collect):
+        path = entry.target
+        if path.startswith("{"):
+            continue
+        while not os.path.lexists(path):
+            path = os.path.dirname(path)
+        if not os.path.isdir(path) or not os.access(path, os.W_OK | os.X_OK):
+            what = "is not writable by you" if os.path.isdir(path) else "is no directory"
+            place = f"collect.{index}.target"
+            yield error("collect.target", place, entry.target, f"{path} {what}")
 
 
 def _stages(job: Job, seconds: float, *, here: bool) -> tuple[list[Finding], Sizes]:

@@ -104,14 +104,14 @@ class NodeResults:
             for source, _ in self.entries
         ]
         self._write()
-        for row, (source, target) in zip(self._rows, self.entries, strict=True):
+        for index, (source, target) in enumerate(self.entries):
             directory = directory_of(target, self.attempt, self.node)
             try:
                 os.makedirs(directory, exist_ok=True)
                 found = collect(source, directory, retry)
             except OSError as error:
                 found = Collected(problem=f"{shown(directory)}: {why(error)}")
-            row.update(dataclasses.asdict(found))
+            self._rows[index].update(dataclasses.asdict(found))
             self._write()
             self._tell(source, found)
         for _, target in self.entries:

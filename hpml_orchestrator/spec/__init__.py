@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from hpml_orchestrator.spec.array import ArraySpec
+    from hpml_orchestrator.spec.data import Collect, Stage
     from hpml_orchestrator.spec.job import (
         Binding,
         Container,
@@ -19,7 +20,6 @@ if TYPE_CHECKING:
         Mail,
         Monitor,
         Resources,
-        Stage,
     )
     from hpml_orchestrator.spec.load import ResolvedJob, load_job, parse_setting
     from hpml_orchestrator.spec.schema import job_schema, site_schema, sweep_schema
@@ -30,6 +30,7 @@ if TYPE_CHECKING:
 __all__ = [
     "ArraySpec",
     "Binding",
+    "Collect",
     "Container",
     "Environment",
     "Job",
@@ -54,7 +55,8 @@ __all__ = [
 
 _MODULES = {
     "array": "ArraySpec",
-    "job": "Binding Container Environment Job Mail Monitor Resources Stage",
+    "data": "Collect Stage",
+    "job": "Binding Container Environment Job Mail Monitor Resources",
     "load": "ResolvedJob load_job parse_setting",
     "schema": "job_schema site_schema sweep_schema",
     "site": "NodeType ResolvedSite Site load_site",

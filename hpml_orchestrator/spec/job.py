@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import posixpath
 import re
 from collections.abc import Iterator
 from typing import Annotated, Any, Literal
 
 from pydantic import (
-    BaseModel,
     BeforeValidator,
-    ConfigDict,
     Field,
     StrictBool,
     StrictInt,
@@ -21,21 +18,19 @@ from pydantic import (
 
 from hpml_orchestrator.spec import text, values
 from hpml_orchestrator.spec.array import ArraySpec, parse_array
-from hpml_orchestrator.spec.text import MAX_LIST
+from hpml_orchestrator.spec.data import Collect, Stage
+from hpml_orchestrator.spec.text import MAX_LIST, Model
 
 __all__ = [
     "LATER",
     "MAX_LIST",
     "Binding",
-    "Collect",
     "Container",
     "Environment",
     "Job",
     "Mail",
-    "Model",
     "Monitor",
     "Resources",
-    "Stage",
     "spelled_out",
 ]
 
@@ -43,15 +38,6 @@ LATER = {
     "checkpoint": "checkpoint signals and requeue",
 }
 """Fields that are planned and refused until what they need is there."""
-
-
-class Model(BaseModel):
-    """Base of all models: unknown fields are refused, and nothing changes after validation.
-
-    The docstring below a field is its description in the JSON Schema (`schema.py`).
-    """
-
-    model_config = ConfigDict(extra="forbid", frozen=True, validate_default=True)
 
 
 def _no_dash(value: str | None) -> str | None:
@@ -225,84 +211,6 @@ class Environment(Model):
         if self.conda is not None and self.venv is not None:
             raise ValueError("give conda or venv, not both")
         return self
-
-
-class Stage(Model):
-    """Data that is brought to every node before the ranks start."""
-
-    name: text.StageName
-    """Its name: `{stage.NAME}` in arguments is its directory on the node."""
-    source: text.PathText
-    """File, directory or archive to bring."""
-    kind: Literal["auto", "file", "tree", "tar", "zip", "squashfs", "pack"] = "auto"
-    """What the source is; archives (`tar`, `zip`, `squashfs`) and packs of `hpml pack` are
-    unpacked, files are copied as they are. `auto` looks at the source."""
-    target: text.PathText = "local"
-    """Where to: `shm` (RAM), `local` (the node's disk), `auto` (RAM if there is enough, else the
-    disk), or a directory's path."""
-    size: text.MemoryText | None = None
-    """Its size once staged, such as `40G`; default: measured."""
-    keep: StrictBool = False
-    """Whether it stays on the node for later jobs, which then copy nothing; removed when the room
-    is needed."""
-    distribution: Literal["auto", "shared", "chain", "sbcast", "partition"] = "auto"
-    """How several nodes get it: `shared` (each reads the source), `chain` (one reads and passes it
-    on), `sbcast` (Slurm's copy of one file), `partition` (each gets a part of the files), or `auto`
-    (whichever takes least time)."""
-    outside_links: StrictBool = False
-    """Whether to keep symbolic links that lead out of the source; else an error."""
-    hash: StrictBool = True
-    """Whether to hash contents while copying, to detect damage."""
-    epochs: text.PositiveInt | None = None
-    """How often the training reads the data; shown beside the number of epochs after which staging
-    pays."""
-
-    @field_validator("target")
-    @classmethod
-    def _target(cls, value: str) -> str:
-        if value not in ("shm", "local", "auto") and not value.startswith("/"):
-            raise ValueError("must be shm, local, auto or an absolute path")
-        return value
-
-    @model_validator(mode="after")
-    def _distributable(self) -> Stage:
-        if self.distribution == "sbcast" and self.kind in ("tree", "pack"):
-            raise ValueError(
-                f"distribution: sbcast copies one file, and kind is {self.kind}: use "
-                "`distribution: chain`, or make one archive of it"
-            )
-        if self.distribution == "partition" and self.kind == "file":
-            raise ValueError(
-                "distribution: partition divides many files, and kind is file: use another "
-                "`distribution`"
-            )
-        return self
-
-
-class Collect(Model):
-    """Results that are brought from the nodes to the shared file system when the job ends."""
-
-    source: text.PathText
-    """File or directory on the nodes; `{local.dir}` is the job's own directory on their disk,
-    `{shm.dir}` that in RAM."""
-    target: text.PathText
-    """Directory on the shared file system: results are in `TARGET/RUN/NODE`."""
-
-    @field_validator("source")
-    @classmethod
-    def _source(cls, value: str) -> str:
-        if not value.startswith(("/", "{local.dir}", "{shm.dir}", "{stage.")):
-            raise ValueError(
-                "must be a path on the nodes: begin it with {local.dir}, {shm.dir} or /"
-            )
-        if not value.strip("/"):
-            raise ValueError("must be a file or directory below /")
-        return value.rstrip("/")
-
-    @property
-    def name(self) -> str:
-        """What it is called in its target."""
-        return posixpath.basename(self.source).strip("{}")
 
 
 Policy = Literal["gpu-local", "socket", "numa", "spread", "none"]

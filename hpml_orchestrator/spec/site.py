@@ -21,10 +21,10 @@ from pydantic import (
 from hpml_orchestrator.errors import InputError
 from hpml_orchestrator.spec import text, values
 from hpml_orchestrator.spec.document import read_mapping
-from hpml_orchestrator.spec.job import Job, Model, spelled_out
+from hpml_orchestrator.spec.job import Job, spelled_out
 from hpml_orchestrator.spec.load import covers, leaves, make_absolute, merged
 from hpml_orchestrator.spec.problems import combined, problems_of
-from hpml_orchestrator.spec.text import MAX_LIST, Count, GpuText, MemoryText, PositiveInt
+from hpml_orchestrator.spec.text import MAX_LIST, Count, GpuText, MemoryText, Model, PositiveInt
 
 __all__ = [
     "NEEDED_DIRECTIVES",

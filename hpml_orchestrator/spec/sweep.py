@@ -23,8 +23,8 @@ from pydantic import (
 
 from hpml_orchestrator.spec import text, values
 from hpml_orchestrator.spec.document import read_mapping
-from hpml_orchestrator.spec.job import Model
 from hpml_orchestrator.spec.problems import combined, problems_of
+from hpml_orchestrator.spec.text import Model
 
 __all__ = [
     "FILE_VERSION",

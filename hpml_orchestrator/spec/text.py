@@ -1,4 +1,4 @@
-"""The types of fields: each text with the one pattern that it must match, and Slurm's quantities.
+"""Types of fields, each text with the one pattern that it must match, and the base of all models.
 
 Values are shell-quoted wherever they reach a script; these patterns come before that. What ends in
 an `#SBATCH` line (which no quoting protects alike in every Slurm version) is held to characters
@@ -10,7 +10,7 @@ from __future__ import annotations
 import re
 from typing import Annotated, Any
 
-from pydantic import AfterValidator, BeforeValidator, Field, StrictInt
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, StrictInt
 
 from hpml_orchestrator.spec import values
 
@@ -30,6 +30,7 @@ __all__ = [
     "Line",
     "ListenAddress",
     "MemoryText",
+    "Model",
     "ModuleName",
     "NodePath",
     "OptionName",
@@ -266,3 +267,12 @@ TimeText = Annotated[
         json_schema_input_type=int | str,
     ),
 ]
+
+
+class Model(BaseModel):
+    """Base of all models: unknown fields are refused, and nothing changes after validation.
+
+    The docstring below a field is its description in the JSON Schema (`schema.py`).
+    """
+
+    model_config = ConfigDict(extra="forbid", frozen=True, validate_default=True)

@@ -127,3 +127,29 @@ def test_progress_of_long_staging_is_told(desk: Desk, data: Path) -> None:
         assert '"seconds_left"' in text
     told = (attempt / "events" / "node1.jsonl").read_text("utf-8").count('"bytes_done"')
     assert log.count("hpml: staging data: ") == told
+
+
+def test_results_of_every_attempt_come_back(desk: Desk) -> None:
+    """From both nodes, when the job is put back in the queue and when it ends well."""
+    script = 'mkdir -p "$0/out"; hostname >"$0/out/$SLURM_PROCID"; '
+    script += '[ "$SLURM_RESTART_COUNT" = 1 ] || sleep 600'
+    job = desk.submit(
+        "results",
+        command=["bash", "-c", script, "{local.dir}"],
+        resources={**NODES, "ranks_per_node": 1},
+        collect=[{"source": "{local.dir}/out", "target": "results"}],
+    )
+    binding = Path(job["directory"], "attempts", "0", "binding")
+    eventually(lambda: len(list(binding.glob("*.jsonl"))) == 2)
+    desk.slurm("scontrol", "requeue", job["job_id"])
+    ended = desk.json("wait", job["id"])
+    assert ended["state"] == "COMPLETED"
+    there = desk.directory / "results" / job["id"]
+    found = {path.relative_to(there).parts[0]: path.name for path in there.glob("*/out/*")}
+    assert found == {"node1": "0", "node2": "1", "node1.attempt1": "0", "node2.attempt1": "1"}
+    rows = desk.json("show", job["id"])["summary"]["collected"]
+    assert [(row["node"], row["files"], row["problem"]) for row in rows] == [
+        ("node1", 1, ""),
+        ("node2", 1, ""),
+    ]
+    assert f"in {there}/NODE of 2 nodes" in desk.hpml("show", job["id"]).stdout

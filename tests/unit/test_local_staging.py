@@ -192,3 +192,68 @@ def test_ranks_do_not_wait_for_an_agent_that_was_killed(desk: Stager) -> None:
     assert "the node agents ended before all nodes were ready (0 of 1 are)" in output
     assert desk.run()["state"] == "COMPLETED"
     assert list(desk.target.iterdir()) == []
+
+
+WRITES = 'mkdir "$0/out"; echo 1 >"$0/out/a"; echo 2 >"$0/best.pt"; '
+ENDS = {
+    "well": ("true", "10:00", 0, "COMPLETED"),
+    "badly": ("exit 3", "10:00", 6, "FAILED"),
+    "at its time limit": (
+        """trap 'echo 3 >"$0/out/last"; exit 1' TERM; sleep 600 & wait""",
+        "0:04",
+        6,
+        "TIMEOUT",
+    ),
+}
+
+
+@pytest.mark.parametrize("how", ENDS)
+def test_results_come_back_however_a_job_ends(desk: Stager, how: str) -> None:
+    """Written to the job's own directory on the node, which is gone then."""
+    command, limit, code, state = ENDS[how]
+    results = [
+        {"source": "{local.dir}/best.pt", "target": "results"},
+        {"source": "{local.dir}/out", "target": "results"},
+        {"source": "{shm.dir}/none", "target": "{run.dir}/more"},
+    ]
+    file = desk.job(
+        name="results",
+        command=["bash", "-c", WRITES + command, "{local.dir}"],
+        resources={"time": limit},
+        collect=results,
+    )
+    ran = desk.json("run", "--local", file, code=code)
+    assert ran["state"] == state
+    model, out, none = ran["summary"]["collected"]
+    home = desk.root / "results" / ran["id"]
+    assert Path(model["path"]).parents[1] == home
+    assert Path(model["path"]).read_text() == "2\n"
+    names = {path.name for path in Path(out["path"]).iterdir()}
+    assert names == ({"a", "last"} if state == "TIMEOUT" else {"a"})
+    assert (none["path"], none["problem"]) == ("", "")
+    assert [one["files"] for one in (model, out)] == [1, len(names)]
+    assert not Path(model["source"]).parent.exists()
+    assert not list((Path(ran["directory"]) / "more").iterdir()), "made for nothing"
+    shown = desk.hpml("show", "last")
+    assert f"collected  {{local.dir}}/best.pt: 1 file, 2 bytes in {model['path']}" in shown
+    told = "nothing to collect: no node has /dev/shm"
+    assert (told in Path(ran["output"]).read_text("utf-8")) is (state == "COMPLETED")
+
+
+def test_results_that_cannot_be_put_away(desk: Stager) -> None:
+    """Where nobody may write the job fails before its ranks; a file in the way at their end."""
+    (desk.root / "file").write_text("no directory")
+
+    def job(script: str, target: str) -> str:
+        command = ["bash", "-c", script, "{local.dir}"]
+        collect = [{"source": "{local.dir}/out", "target": target}]
+        return desk.job(name="results", command=command, collect=collect)
+
+    desk.hpml("run", "--local", job("touch $0/out", "file"), code=2)
+    ran = desk.json("run", "--local", "--no-check", "job.yaml", code=6)
+    assert "collect.0.target: results cannot be put there: " in Path(ran["output"]).read_text()
+    spoils = "rmdir results/*/*; rmdir results/*; echo >results/$(basename $HPML_RUN_DIR)"
+    ran = desk.json("run", "--local", job(f"touch $0/out; {spoils}", "results"), code=6)
+    assert (ran["state"], ran["exit_code"]) == ("FAILED", 8)
+    assert "NOT collected out: " in Path(ran["output"]).read_text()
+    assert "out of " in desk.hpml("show", "last")

@@ -92,6 +92,28 @@ def message_of(load: Load, text: str) -> str:
             "environment: {container: {engine: pyxis, image: i, mounts: [a]}}",
             "environment.container.mounts: must be absolute paths without commas",
         ),
+        (
+            "collect: [{source: out, target: r}]",
+            "collect.0.source: must be a path on the nodes: begin it with {local.dir}",
+        ),
+        ("collect: [{source: /, target: r}]", "collect.0.source: must be a file or directory"),
+        ("collect: [{source: '{local.dir}/a'}]", "collect.0.target: must be given"),
+        (
+            "collect: [{source: '{local.dir}/a', target: r}, {source: /tmp/a, target: r}]",
+            "collect: two entries would be ",
+        ),
+        (
+            "collect: [{source: '{local.dr}/a', target: r}]",
+            "collect.0.source: must be a path on the nodes",
+        ),
+        (
+            "collect: [{source: '{stage.x}/a', target: r}]",
+            "collect.0.source: {stage.x} names nothing",
+        ),
+        (
+            "collect: [{source: '{local.dir}/{point.lr}', target: r}]",
+            "collect.0.source: {point.lr} is not known here; results of each run are in TARGET/RUN",
+        ),
         ("stage: [{name: D, source: s}]", "stage.0.name: must be lower-case letters, digits"),
         ("stage: [{name: d, source: s, kind: rar}]", "stage.0.kind: must be 'auto', 'file', 'tre"),
         ("stage: [{name: d, source: s, target: x}]", "stage.0.target: must be shm, local, auto"),
