@@ -128,6 +128,14 @@ def stage(
             "place, or `hpml stage clean`, removes it.",
         ),
     ] = False,
+    trust_mtime: Annotated[
+        bool,
+        typer.Option(
+            "--trust-mtime",
+            help="With --keep: find the copy by the modification time of SRC itself, or of a "
+            "pack's index, without a look at each file.",
+        ),
+    ] = False,
     name: Annotated[
         str | None,
         typer.Option(
@@ -205,13 +213,22 @@ def stage(
     refuse_empty({"--name": name, "--local-dir": local_dir})
     if field is not None:
         refuse_with("--print", {"--json": as_json})
+    if trust_mtime and (to == "auto" or not keep):
+        message = "needs --keep, and --to with a target other than auto"
+        raise InputError(message, field="--trust-mtime")
     if to != "auto":
         refuse_with(f"--to {to}", {"--epochs": epochs is not None})
     if to not in {"auto", "local"}:
         refuse_with(f"--to {to}", {"--local-dir": local_dir is not None})
     with _option_names():
         errands = requests_for(
-            sources or [], to, name=name or "", kind=kind, keep=keep, outside_links=outside_links
+            sources or [],
+            to,
+            name=name or "",
+            kind=kind,
+            keep=keep,
+            outside_links=outside_links,
+            trust_mtime=trust_mtime,
         )
     paths = staged.paths_here(chosen_site(context))
     bases = staged.bases_of(paths, local_dir)

@@ -31,6 +31,9 @@ class Stage(Model):
     keep: StrictBool = False
     """Whether it stays on the node for later jobs, which then copy nothing; removed when the room
     is needed."""
+    trust_mtime: StrictBool = False
+    """Whether kept data is found again without a look at each file: if neither the source's own
+    modification time nor that of a pack's index has changed."""
     distribution: Literal["auto", "shared", "chain", "sbcast", "partition"] = "auto"
     """How several nodes get it: `shared` (each reads the source), `chain` (one reads and passes it
     on), `sbcast` (Slurm's copy of one file), `partition` (each gets a part of the files), or `auto`
@@ -49,6 +52,12 @@ class Stage(Model):
         if value not in ("shm", "local", "auto") and not value.startswith("/"):
             raise ValueError("must be shm, local, auto or an absolute path")
         return value
+
+    @model_validator(mode="after")
+    def _kept(self) -> Stage:
+        if self.trust_mtime and not self.keep:
+            raise ValueError("trust_mtime: is for data that is kept; add `keep: true`")
+        return self
 
     @model_validator(mode="after")
     def _distributable(self) -> Stage:

@@ -31,7 +31,7 @@ from hpml_orchestrator.staging.capacity import Need, Room, fits
 from hpml_orchestrator.staging.files import remove_tree, try_lock, unlock
 from hpml_orchestrator.staging.manifest import published_head
 from hpml_orchestrator.staging.namelock import BusyError, NameLock
-from hpml_orchestrator.staging.request import StagingStopped
+from hpml_orchestrator.staging.request import PACK_INDEX, StagingStopped
 from hpml_orchestrator.staging.root import (
     CACHE,
     FILE,
@@ -69,12 +69,12 @@ _STAT_BLOCK_BYTES = 512
 _ROOM_TO_BEGIN = Need(1 << 20, 64)
 
 
-def entry_key(plan: Plan, *, source: str, kind: str, options: Iterable[str] = ()) -> str:
+def entry_key(plan: Plan | None, *, source: str, kind: str, options: Iterable[str] = ()) -> str:
     """Return the name of the entry for a source as it is now, as 32 hexadecimal digits.
 
     Over the real path and its status, the kind, the options, and names, sizes, times, modes and
-    links of everything in the plan. BLAKE2b, which every Python has: the name must not depend on
-    which of them looks.
+    links of everything in the plan; without a plan the source's own status stands for all in it.
+    BLAKE2b, which every Python has: the name must not depend on which of them looks.
 
     Raises:
         OSError: the source cannot be looked at.
@@ -90,9 +90,12 @@ def entry_key(plan: Plan, *, source: str, kind: str, options: Iterable[str] = ()
             digest.update(data)
 
     add(real, kind, sorted(options))
-    if not stat.S_ISDIR(info.st_mode):
+    if plan is not None:
+        digest.update(plan.fingerprint)
+    elif kind == "pack":
+        info = os.stat(f"{real}/{PACK_INDEX}")
+    if plan is None or not stat.S_ISDIR(info.st_mode):
         add(info.st_size, info.st_mtime_ns, info.st_ino)
-    digest.update(plan.fingerprint)
     return digest.hexdigest()
 
 

@@ -94,9 +94,14 @@ class Delivery:
     def source_key(self) -> str:
         """Return a digest of all that a look at the source tells, as it was at the first call."""
         if not self._source_key:
-            source, kind = self.request.source, self.supply.kind
-            self._source_key = entry_key(self.plan(), source=source, kind=kind)
+            self._source_key = self.key()
         return self._source_key
+
+    def key(self, *options: str) -> str:
+        """Return a digest of the source as it is now, and of options; see `entry_key`."""
+        plan = None if self.request.trust_mtime else self.plan()
+        source, kind = self.request.source, self.supply.kind
+        return entry_key(plan, source=source, kind=kind, options=options)
 
     def publish(self, directory: str, name: str, *locks: NameLock) -> Manifest:
         """Bring the data into a directory, by a name that appears when all of it is there.

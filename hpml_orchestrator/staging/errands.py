@@ -56,6 +56,7 @@ def requests_for(
     kind: str = "auto",
     keep: bool = False,
     outside_links: bool = False,
+    trust_mtime: bool = False,
 ) -> list[Errand]:
     """Return a request for each source, by names made of theirs.
 
@@ -66,6 +67,7 @@ def requests_for(
         kind: of all of them.
         keep: leave it in the node's cache.
         outside_links: take symbolic links that leave the tree as they are.
+        trust_mtime: see `StageRequest`.
 
     Raises:
         InputError: nothing is to be staged, two sources have the same name, a value is wrong.
@@ -90,6 +92,7 @@ def requests_for(
                 target="local" if target == AUTO else target,
                 keep=keep,
                 outside_links=outside_links,
+                trust_mtime=trust_mtime,
             ),
             target == AUTO,
         )

@@ -6,7 +6,7 @@ import contextlib
 import os
 from typing import TYPE_CHECKING
 
-from hpml_orchestrator.staging.cache import Cache, entry_key, linked_key
+from hpml_orchestrator.staging.cache import Cache, linked_key
 from hpml_orchestrator.staging.manifest import is_whole, published_manifest
 
 if TYPE_CHECKING:
@@ -106,10 +106,7 @@ class Keeper:
             return delivery.publish(directory, name, job_lock, lock)
 
         for digests in (True,) if hashed else (True, False):
-            options = [f"outside_links={request.outside_links}", f"hash={digests}"]
-            key = entry_key(
-                delivery.plan(), source=request.source, kind=delivery.supply.kind, options=options
-            )
+            key = delivery.key(f"outside_links={request.outside_links}", f"hash={digests}")
             obtained = delivery.cache.obtain(
                 key,
                 whole,

@@ -77,6 +77,8 @@ class StageRequest:
         target: "shm" (RAM), "local" (the node's disk) or an absolute directory on the node.
         keep: leave it in the node's cache for later jobs, rather than remove it with the job.
         outside_links: take symbolic links that leave the tree as they are; else they are refused.
+        trust_mtime: find kept data by the times of the directory itself, or of a pack's index,
+            without a look at everything in it; what was kept without this is not found.
 
     Raises:
         InputError: a field is wrong; names the field.
@@ -88,6 +90,7 @@ class StageRequest:
     target: str = "local"
     keep: bool = False
     outside_links: bool = False
+    trust_mtime: bool = False
 
     def __post_init__(self) -> None:
         if not _NAME.fullmatch(self.name):

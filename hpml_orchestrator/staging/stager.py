@@ -202,7 +202,7 @@ class CopyStager:
         self, delivery: Delivery, area: StagingArea, lock: NameLock, *, keeps: bool
     ) -> Manifest:
         """Find the data in the cache, or publish it: there when it is to be kept."""
-        if not delivery.plan().at_least:
+        if delivery.request.trust_mtime or not delivery.plan().at_least:
             kept = self._keeper.obtain(
                 delivery, area, hashed=self.options.hash, job_lock=lock, keeps=keeps
             )

@@ -96,6 +96,7 @@ def message_of(load: Load, text: str) -> str:
             "collect: [{source: out, target: r}]",
             "collect.0.source: must be a path on the nodes: begin it with {local.dir}",
         ),
+        ("stage: [{name: d, source: s, trust_mtime: true}]", "stage.0: trust_mtime: is for data"),
         ("collect: [{source: /, target: r}]", "collect.0.source: must be a file or directory"),
         ("collect: [{source: '{local.dir}/a'}]", "collect.0.target: must be given"),
         (

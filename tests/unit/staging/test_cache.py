@@ -7,6 +7,8 @@ import multiprocessing
 import os
 import shutil
 import signal
+import subprocess
+import sys
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -38,6 +40,7 @@ if TYPE_CHECKING:
 
 FORK = multiprocessing.get_context("fork")
 KEY = "0" * 32
+HPML = Path(sys.executable).with_name("hpml")
 FILES = 20
 
 
@@ -63,9 +66,11 @@ def stager(base: Path, key: str) -> CopyStager:
     return CopyStager(key, bases=Bases(shm=str(base)), job_id="")
 
 
-def kept(source: Path, *, keep: bool = True, name: str = "data") -> StageRequest:
+def kept(
+    source: Path, *, keep: bool = True, name: str = "data", trust_mtime: bool = False
+) -> StageRequest:
     """A request for data that stays."""
-    return StageRequest(name, str(source), target="shm", keep=keep)
+    return StageRequest(name, str(source), target="shm", keep=keep, trust_mtime=trust_mtime)
 
 
 def entries(base: Path) -> list[Path]:
@@ -425,6 +430,38 @@ def test_a_changed_source_is_another_entry(base: Path, source: Path, change: str
     assert len(entries(base)) == 2
     first.cleanup()
     second.cleanup()
+
+
+def test_kept_data_is_found_by_the_time_of_its_source(
+    base: Path, source: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No file of it is looked at, so that a change below goes unseen; one of the top does not."""
+    first, second = stager(base, "1.0"), stager(base, "2.0")
+    wanted = kept(source, trust_mtime=True)
+    first.stage(wanted)
+    os.utime(source / "a" / "two.txt", (5, 5))
+    with monkeypatch.context() as blind:
+        blind.setattr("hpml_orchestrator.staging.sources.scan_tree", None)
+        assert second.stage(wanted).reused
+    (source / "new").touch()
+    third = stager(base, "3.0")
+    result = third.stage(wanted)
+    assert not result.reused
+    assert contents(result.path) == contents(source)
+    assert not stager(base, "4.0").stage(kept(source)).reused, "by another look"
+    for one in (first, second, third):
+        one.cleanup()
+
+
+def test_a_pack_is_found_by_the_time_of_its_index(base: Path, source: Path, tmp_path: Path) -> None:
+    """Which `hpml pack` writes at the end."""
+    pack = tmp_path / "pack"
+    subprocess.run([HPML, "pack", source, pack], check=True, capture_output=True)
+    wanted = kept(pack, trust_mtime=True)
+    assert not stager(base, "1.0").stage(wanted).reused
+    assert stager(base, "2.0").stage(wanted).reused
+    os.utime(pack / "pack.index", (5, 5))
+    assert not stager(base, "3.0").stage(wanted).reused
 
 
 def test_links_to_the_source_are_the_same_source(base: Path, source: Path, tmp_path: Path) -> None:
