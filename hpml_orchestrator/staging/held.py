@@ -20,6 +20,8 @@ if TYPE_CHECKING:
 
 __all__ = ["Cleaned", "Staged", "clean", "list_staged", "shell_key"]
 
+_OWN = ("local.dir", "shm.dir")
+
 
 @dataclass(frozen=True)
 class Staged:
@@ -34,7 +36,8 @@ class Staged:
         kept: it is an entry of the cache.
         in_use: who uses it, in words; "" when nothing does.
         last_used: in seconds since the epoch.
-        state: "ok", "damaged" (sizes or count are wrong) or "incomplete" (was never published).
+        state: "ok", "damaged" (sizes or count are wrong), "incomplete" (was never published) or
+            "own" (the job's own directory, for what it writes).
         source, kind, method, bytes, files, digest: as published; empty when incomplete.
     """
 
@@ -232,7 +235,8 @@ def _described(staged: Staged) -> Staged:
             return replace(staged, name=name, bytes=found_bytes, files=found_files)
         manifest = published_manifest(staged.path)
         if manifest is None:
-            return replace(staged, bytes=found_bytes, files=found_files)
+            state = "own" if staged.name in _OWN else staged.state
+            return replace(staged, state=state, bytes=found_bytes, files=found_files)
         return replace(
             staged,
             name=manifest.name if staged.kept else staged.name,

@@ -38,6 +38,7 @@ _STAT_BLOCK_BYTES = 512
 _KEY_BYTES = 16
 _ROWS_AT_ONCE = 1000
 _MANIFEST_BYTES_PER_FILE = 24
+_STAGER_BYTES_PER_FILE = 650  # of Python, while a million files of short names are staged
 _S_IFMT, _S_IFREG, _S_IFDIR = 0o170000, 0o100000, 0o040000
 
 
@@ -132,13 +133,15 @@ class Plan:
 
         Args:
             block_bytes: files take a multiple of this.
-            inode_bytes: what each file, directory and link takes by itself.
+            inode_bytes: what each file, directory and link takes by itself; not 0 where memory is
+                what limits, which the stager itself then takes from, too.
         """
         others = len(self.directories) + len(self.symlinks) + 2
         stored = sum(round_up(entry.stored, block_bytes) for entry in self.files)
         stored += round_up(self._manifest_bytes(), block_bytes)
         inodes = len(self.files) + others
-        total = stored + (others - 1) * block_bytes + inodes * inode_bytes
+        each = inode_bytes + _STAGER_BYTES_PER_FILE if inode_bytes else 0
+        total = stored + (others - 1) * block_bytes + inodes * each
         return Need(total, inodes, self.at_least)
 
     def _manifest_bytes(self) -> int:

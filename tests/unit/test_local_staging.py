@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -238,6 +239,19 @@ def test_results_come_back_however_a_job_ends(desk: Stager, how: str) -> None:
     assert f"collected  {{local.dir}}/best.pt: 1 file, 2 bytes in {model['path']}" in shown
     told = "nothing to collect: no node has /dev/shm"
     assert (told in Path(ran["output"]).read_text("utf-8")) is (state == "COMPLETED")
+
+
+def test_the_own_directory_is_listed(desk: Stager) -> None:
+    """As the job's own, not as a copy that was never finished."""
+    script = f"echo 1 >$0/a; {sys.executable} -m hpml_orchestrator.cli stage ls {desk.target}"
+    file = desk.job(
+        name="own",
+        command=["bash", "-c", f"{script} | grep local.dir", "{local.dir}"],
+    )
+    (desk.root / "site.toml").write_text(f'[paths]\nscratch = "{desk.target}"\n')
+    ran = desk.json("--site=site.toml", "run", "--local", file)
+    text = Path(ran["output"]).read_text("utf-8")
+    assert "local.dir\t2 bytes\t1\town\tno\tprocess " in text
 
 
 def test_results_that_cannot_be_put_away(desk: Stager) -> None:

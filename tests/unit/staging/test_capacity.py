@@ -358,7 +358,7 @@ def test_many_empty_files_take_memory(base: Path, tmp_path: Path) -> None:
     inodes = scan_tree(source, Retry(lambda _seconds: None, bool)).need(4096).inodes
     room = Room(inodes * 1024, "test", None, 4096, in_memory=True, inode_bytes=1024)
     stager = CopyStager("1.0", bases=Bases(shm=str(base)), room=lambda _path: room)
-    with pytest.raises(CapacityError, match=r"needs 2\d\d\.. KiB"):
+    with pytest.raises(CapacityError, match=r"needs 3\d\d\.. KiB"):
         stager.stage(StageRequest("x", source, target="shm"))
     stager.cleanup()
 
