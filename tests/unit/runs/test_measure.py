@@ -107,7 +107,7 @@ def test_the_least_node_of_the_partition_counts() -> None:
 
 
 @pytest.mark.parametrize(
-    ("kind", "size"), [("auto", "3M"), ("pack", "3M"), ("tree", "1M"), ("damaged", "")]
+    ("kind", "size"), [("auto", "4M"), ("pack", "4M"), ("tree", "1M"), ("damaged", "")]
 )
 def test_a_pack_is_measured_as_the_tree_that_it_becomes(
     tmp_path: Path, kind: str, size: str
@@ -136,7 +136,7 @@ def test_a_tar_archive_is_measured_by_its_headers(tmp_path: Path) -> None:
             for number in range(600):
                 archive.add(tmp_path / "one", str(number))
     entry = {"name": "a", "source": "d.tar", "target": "shm"}
-    assert measured(resolved(tmp_path, [entry]))[0].job.stage[0].size == "3M"
+    assert measured(resolved(tmp_path, [entry]))[0].job.stage[0].size == "4M"
     assert measured(resolved(tmp_path, [{**entry, "kind": "file"}]))[0].job.stage[0].size == "2M"
     with pytest.raises(InputError, match="stage.0.size: must be given for a compressed archive"):
         measured(resolved(tmp_path, [{**entry, "source": "gzd.tar"}]))
