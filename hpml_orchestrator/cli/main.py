@@ -261,15 +261,10 @@ def _report(error: HpmlError) -> None:
 
 def _usage_error(error: Any) -> HpmlError:
     """Return Typer's error with a hint: what was probably meant, else the command's help."""
-    message, context = (
-        error.format_message().removesuffix(".").replace("Value error, ", ""),
-        error.ctx,
-    )
+    message, context = error.format_message().removesuffix("."), error.ctx
     if context is None:  # an option without its value
         return InputError(message, hint="see the command's --help")
     path = context.command_path
-    details = getattr(error.__cause__, "errors", None)
-    value = details()[0].get("input") if callable(details) else None
     hint = f"{path} --help"
     option = getattr(error, "option_name", "")
     example = EXAMPLES.get(path.removeprefix("hpml").strip(), [("", hint)])[0][1]
@@ -281,4 +276,4 @@ def _usage_error(error: Any) -> HpmlError:
         hint = f"hpml run {match[1]}"
     elif match := re.search(r"\(([a-z_.]+=\S+)\)", message):
         hint = f"to set a field of the job file: --set {match[1]}"
-    return InputError(message, value=value, hint=hint)
+    return InputError(message, hint=hint)
