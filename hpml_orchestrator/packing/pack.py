@@ -15,6 +15,7 @@ from hpml_orchestrator.packing.layout import lay_out, place
 from hpml_orchestrator.packing.shards import Part, ShardWriter, read_part
 from hpml_orchestrator.packing.workers import default_workers, in_parallel
 from hpml_orchestrator.staging.capacity import Need, check_room, room_at
+from hpml_orchestrator.staging.engine import check_directories
 from hpml_orchestrator.staging.faults import Problems, Retry, is_directory, shown, why
 from hpml_orchestrator.staging.plan import scan_tree
 
@@ -116,7 +117,9 @@ def pack(request: PackRequest, on_pack: OnPack = lambda *_: None) -> PackResult:
         dest.sweep(layout)
         note = stripe(dest.path, request.shard_bytes)
         parts = _write(layout, dest.path, request.workers or default_workers(), on_pack)
-        _check_directories(tree)
+        problems = Problems(f"cannot pack {shown(source)}")
+        check_directories(tree, _never_stopped(), problems)
+        problems.raise_any("wait until the tree is complete, then go on with --resume")
         digest = _write_index(layout, parts, dest.path)
         dest.end()
     except BaseException as error:
@@ -129,6 +132,10 @@ def pack(request: PackRequest, on_pack: OnPack = lambda *_: None) -> PackResult:
     return _result(layout, dest.path, kept, time.monotonic() - begin, digest, note)
 
 
+def _never_stopped() -> Retry:
+    return Retry(time.sleep, lambda: False)
+
+
 def _source(path: str) -> str:
     if not is_directory(path):
         if not os.path.lexists(path):
@@ -138,9 +145,8 @@ def _source(path: str) -> str:
 
 
 def _scan(source: str, request: PackRequest) -> Plan:
-    retry = Retry(time.sleep, lambda: False)
     try:
-        return scan_tree(source, retry, verb="pack", outside_links=request.outside_links)
+        return scan_tree(source, _never_stopped(), verb="pack", outside_links=request.outside_links)
     except StagingError as error:
         if "symbolic link" in error.message:
             error.hint = "links that leave the tree are packed as they are with --outside-links"
@@ -197,20 +203,6 @@ def _write(layout: Layout, directory: str, workers: int, on_pack: OnPack) -> lis
         died="was memory short? What is finished is kept: --resume goes on",
     )
     return [part for part in parts if part is not None]
-
-
-def _check_directories(tree: Plan) -> None:
-    """Refuse a tree in which names came or went while it was packed."""
-    problems = Problems(f"cannot pack {shown(tree.source_root)}")
-    for entry in [tree.top, *tree.directories]:
-        try:
-            info = os.lstat(f"{tree.source_root}/{entry.path}")
-        except OSError as error:
-            problems.add(entry.path or ".", why(error), error)
-            continue
-        if info.st_mtime_ns != entry.mtime_ns:
-            problems.add(entry.path or ".", "its names changed while it was packed")
-    problems.raise_any("wait until the tree is complete, then go on with --resume")
 
 
 def _write_index(layout: Layout, parts: Sequence[Part], directory: str) -> str:

@@ -17,14 +17,7 @@ from hpml_orchestrator.packing import ustar
 from hpml_orchestrator.packing.layout import TREE_FILE, file_header
 from hpml_orchestrator.records.files import fsync_dir
 from hpml_orchestrator.staging.copying import check_same
-from hpml_orchestrator.staging.faults import (
-    FULL,
-    TRANSIENT,
-    Retry,
-    SourceChangedError,
-    shown,
-    why,
-)
+from hpml_orchestrator.staging.faults import FULL, Retry, SourceChangedError, shown, why
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -176,11 +169,6 @@ class ShardWriter:
 
     def _open(self, path: str) -> int:
         try:
-            try:
-                return os.open(path, _READ, dir_fd=self._root)
-            except OSError as error:
-                if error.errno not in TRANSIENT:
-                    raise
             return self._retry(lambda: os.open(path, _READ, dir_fd=self._root))
         except OSError as error:
             raise _SourceError(why(error)) from error
@@ -201,11 +189,6 @@ class ShardWriter:
 
     def _read(self, fd: int, count: int, offset: int) -> bytes:
         try:
-            try:
-                return os.pread(fd, count, offset)
-            except OSError as error:
-                if error.errno not in TRANSIENT:
-                    raise
             return self._retry(lambda: os.pread(fd, count, offset))
         except OSError as error:
             raise _SourceError(why(error)) from error
