@@ -16,7 +16,7 @@ nothing is parsed, and all readers of a node share its pages.
                    all names, one behind the other, without anything between them
 
 Kinds: 0 file, 1 hard link, 2 symbolic link to a file of the pack; links have the place of the file
-that they lead to. The order is that of `packing/order.py`. SHA-256, because a reader with nothing
+that they lead to. The order is that of `layout.place`. SHA-256, because a reader with nothing
 but the standard library has to check it.
 """
 
@@ -24,10 +24,9 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 from typing import TYPE_CHECKING
 
-from hpml_orchestrator.packing.files import publish
+from hpml_orchestrator.packing.shards import publish, write_all
 from hpml_orchestrator.staging.packindex import (
     INDEX_FILE,
     INDEX_MAGIC,
@@ -88,7 +87,7 @@ def write_index(
     digest = hashlib.sha256()
     for piece in (start_of_all, header, records, names):
         digest.update(piece)
-    with publish(directory, INDEX_FILE) as fd, os.fdopen(os.dup(fd), "wb") as stream:
-        for piece in (INDEX_MAGIC, digest.digest(), start_of_all, header, records, names):
-            stream.write(piece)
+    with publish(directory, INDEX_FILE) as fd:
+        for piece in (INDEX_MAGIC + digest.digest() + start_of_all, header, records, names):
+            write_all(fd, piece)
     return digest.hexdigest()

@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING
 from xxhash import xxh3_128
 
 from hpml_orchestrator.packing import ustar
-from hpml_orchestrator.packing.order import place, sample
 from hpml_orchestrator.staging.packindex import TREE_FILE
 
 if TYPE_CHECKING:
@@ -18,7 +17,7 @@ if TYPE_CHECKING:
 
     from hpml_orchestrator.staging.plan import Entry, Plan
 
-__all__ = ["TREE_FILE", "Layout", "Shard", "file_header", "lay_out"]
+__all__ = ["TREE_FILE", "Layout", "Shard", "file_header", "lay_out", "place", "sample"]
 
 _DIGITS = 5
 _NANO = 1_000_000_000
@@ -115,6 +114,27 @@ def lay_out(tree: Plan, shard_bytes: int) -> Layout:
     plan = xxh3_128(layout.tail).hexdigest()
     layout.shards.append(Shard(TREE_FILE, count, count, size, plan))
     return layout
+
+
+def place(name: bytes) -> tuple[bytes, bytes, bytes]:
+    """Return what names are sorted by: directory, name up to its first dot, name.
+
+    Plain order would tear samples apart: `a.d/x` stands between `a.cls` and `a.jpg`.
+
+    >>> sorted([b"a.jpg", b"a.d/x", b"b", b"a.cls"], key=place)
+    [b'a.cls', b'a.jpg', b'b', b'a.d/x']
+    """
+    directory, _, base = name.rpartition(b"/")
+    return directory, base.partition(b".")[0], base
+
+
+def sample(name: bytes) -> tuple[bytes, bytes]:
+    """Return what the files of one sample have in common, by webdataset's convention.
+
+    >>> sample(b"train/0001.jpg") == sample(b"train/0001.seg.png")
+    True
+    """
+    return place(name)[:2]
 
 
 def file_header(entry: Entry) -> bytes:

@@ -9,14 +9,13 @@ from dataclasses import astuple, dataclass
 from typing import TYPE_CHECKING, Any
 
 from hpml_orchestrator.errors import InputError, NotFoundError, StagingError
+from hpml_orchestrator.packing.dest import Destination, stripe
 from hpml_orchestrator.packing.index import Archive, Row, write_index
-from hpml_orchestrator.packing.layout import lay_out
-from hpml_orchestrator.packing.order import place
-from hpml_orchestrator.packing.place import Place
+from hpml_orchestrator.packing.layout import lay_out, place
 from hpml_orchestrator.packing.shards import Part, ShardWriter, read_part
-from hpml_orchestrator.packing.stripe import stripe
 from hpml_orchestrator.packing.workers import default_workers, in_parallel
 from hpml_orchestrator.staging.capacity import Need, check_room, room_at
+from hpml_orchestrator.staging.engine import check_directories
 from hpml_orchestrator.staging.faults import Problems, Retry, is_directory, shown, why
 from hpml_orchestrator.staging.plan import scan_tree
 
@@ -108,32 +107,33 @@ def pack(request: PackRequest, on_pack: OnPack = lambda *_: None) -> PackResult:
     source = _source(request.source)
     if request.shard_bytes < _LEAST_SHARD_BYTES:
         raise InputError("must be at least 64K", field="--shard-size", value=request.shard_bytes)
-    place_ = Place(request.dest, source, resume=request.resume)
+    dest = Destination(request.dest, source, resume=request.resume)
     try:
         tree = _scan(source, request)
         layout = lay_out(tree, request.shard_bytes)
-        if place_.finished is not None:
-            return _already(place_, layout, begin)
-        _check_room(layout, place_.path)
-    except BaseException:
-        place_.give_up()
-        raise
-    place_.begin()
-    try:
-        place_.sweep(layout)
-        note = stripe(place_.path, request.shard_bytes)
-        parts = _write(layout, place_, request.workers or default_workers(), on_pack)
-        _check_directories(tree, place_.beat)
-        digest = _write_index(layout, parts, place_)
-        place_.end()
+        if dest.finished is not None:
+            return _already(dest, layout, begin)
+        _check_room(layout, dest.path)
+        dest.sweep(layout)
+        note = stripe(dest.path, request.shard_bytes)
+        parts = _write(layout, dest.path, request.workers or default_workers(), on_pack)
+        problems = Problems(f"cannot pack {shown(source)}")
+        check_directories(tree, _never_stopped(), problems)
+        problems.raise_any("wait until the tree is complete, then go on with --resume")
+        digest = _write_index(layout, parts, dest.path)
+        dest.end()
     except BaseException as error:
-        place_.tidy()
+        dest.leave()
         if not isinstance(error, OSError):
             raise
         path = shown(request.dest)
         raise StagingError(f"cannot write in {path}: {why(error)}") from error
     kept = [part.number for part in parts if part.kept]
-    return _result(layout, place_.path, kept, time.monotonic() - begin, digest, note)
+    return _result(layout, dest.path, kept, time.monotonic() - begin, digest, note)
+
+
+def _never_stopped() -> Retry:
+    return Retry(time.sleep, lambda: False)
 
 
 def _source(path: str) -> str:
@@ -145,9 +145,8 @@ def _source(path: str) -> str:
 
 
 def _scan(source: str, request: PackRequest) -> Plan:
-    retry = Retry(time.sleep, lambda: False)
     try:
-        return scan_tree(source, retry, verb="pack", outside_links=request.outside_links)
+        return scan_tree(source, _never_stopped(), verb="pack", outside_links=request.outside_links)
     except StagingError as error:
         if "symbolic link" in error.message:
             error.hint = "links that leave the tree are packed as they are with --outside-links"
@@ -167,7 +166,7 @@ def _check_room(layout: Layout, directory: str) -> None:
     check_room(need, room, name="DEST", where=shown(directory))
 
 
-def _write(layout: Layout, place_: Place, workers: int, on_pack: OnPack) -> list[Part]:
+def _write(layout: Layout, directory: str, workers: int, on_pack: OnPack) -> list[Part]:
     """Write the archives, the largest first so that all workers end at about the same time."""
     total = (layout.tree.bytes, len(layout.files))
     done = [0, 0]
@@ -175,13 +174,12 @@ def _write(layout: Layout, place_: Place, workers: int, on_pack: OnPack) -> list
     def progress(more_bytes: int, more_files: int) -> None:
         done[0] += more_bytes
         done[1] += more_files
-        place_.beat()
         on_pack(done[0], done[1], *total)
 
     numbers = sorted(range(len(layout.shards)), key=lambda number: -layout.shards[number].bytes)
     problems = Problems(f"cannot pack {shown(layout.tree.source_root)}")
     parts: list[Part | None] = [None] * len(numbers)
-    writer = ShardWriter(layout, place_.path, place_.check)
+    writer = ShardWriter(layout, directory)
 
     def work(number: int, tell: Tell) -> tuple[Any, ...]:
         return astuple(writer(number, tell))
@@ -207,39 +205,22 @@ def _write(layout: Layout, place_: Place, workers: int, on_pack: OnPack) -> list
     return [part for part in parts if part is not None]
 
 
-def _check_directories(tree: Plan, beat: Callable[[], None]) -> None:
-    """Refuse a tree in which names came or went while it was packed."""
-    problems = Problems(f"cannot pack {shown(tree.source_root)}")
-    for entry in [tree.top, *tree.directories]:
-        beat()
-        try:
-            info = os.lstat(f"{tree.source_root}/{entry.path}")
-        except OSError as error:
-            problems.add(entry.path or ".", why(error), error)
-            continue
-        if info.st_mtime_ns != entry.mtime_ns:
-            problems.add(entry.path or ".", "its names changed while it was packed")
-    problems.raise_any("wait until the tree is complete, then go on with --resume")
-
-
-def _write_index(layout: Layout, parts: Sequence[Part], place_: Place) -> str:
+def _write_index(layout: Layout, parts: Sequence[Part], directory: str) -> str:
     archives = [
         Archive(shard.file, part.bytes, shard.end - shard.first, part.digest)
         for shard, part in zip(layout.shards, parts, strict=True)
     ]
-    rows = _rows(layout, parts, place_.beat)
-    links = list(_links(layout.tree, place_.beat))
+    rows = _rows(layout, parts)
+    links = list(_links(layout.tree))
     if links:
         rows = _with_links(list(rows), links)
-    place_.check()
     return write_index(
-        place_.path, rows, archives, tree=layout.digest(), shard_bytes=layout.shard_bytes
+        directory, rows, archives, tree=layout.digest(), shard_bytes=layout.shard_bytes
     )
 
 
-def _rows(layout: Layout, parts: Sequence[Part], beat: Callable[[], None]) -> Iterator[Row]:
+def _rows(layout: Layout, parts: Sequence[Part]) -> Iterator[Row]:
     for number, (shard, part) in enumerate(zip(layout.shards, parts, strict=True)):
-        beat()
         digests = bytes.fromhex(part.digests)
         for at, entry in enumerate(layout.files[shard.first : shard.end]):
             yield Row(
@@ -252,13 +233,12 @@ def _rows(layout: Layout, parts: Sequence[Part], beat: Callable[[], None]) -> It
             )
 
 
-def _links(tree: Plan, beat: Callable[[], None]) -> Iterator[tuple[bytes, bytes, int]]:
+def _links(tree: Plan) -> Iterator[tuple[bytes, bytes, int]]:
     """Yield (name, where it leads, kind) of links; whether a file is there, the caller knows."""
     for hard in tree.hard_links:
         yield os.fsencode(hard.path), os.fsencode(hard.first), 1
     top = tree.source_root.rstrip("/") + "/"
     for link in tree.symlinks:
-        beat()
         real = os.path.realpath(top + link.path)
         if real.startswith(top):
             yield os.fsencode(link.path), os.fsencode(real[len(top) :]), 2
@@ -278,25 +258,25 @@ def _with_links(rows: list[Row], links: list[tuple[bytes, bytes, int]]) -> Itera
     return iter(sorted(rows, key=lambda row: place(row.name)))
 
 
-def _already(place_: Place, layout: Layout, begin: float) -> PackResult:
-    index = place_.finished
+def _already(dest: Destination, layout: Layout, begin: float) -> PackResult:
+    index = dest.finished
     assert index is not None  # noqa: S101 - asked by the caller
     if index.tree != layout.digest():
         raise InputError(
             "is a finished pack of another tree, of another state of this one, or of another "
             "--shard-size",
             field="DEST",
-            value=place_.path,
+            value=dest.path,
             hint="take another DEST",
         )
     for archive in index.archives:
-        path = os.path.join(place_.path, archive.file)
+        path = os.path.join(dest.path, archive.file)
         if not os.path.exists(path) or os.path.getsize(path) != archive.bytes:
             raise StagingError(f"{shown(path)} is damaged", hint="`hpml pack --verify` tells more")
-    place_.end()
+    dest.end()
     kept = range(len(layout.shards))
     seconds = time.monotonic() - begin
-    return _result(layout, place_.path, kept, seconds, index.digest, "the pack was finished before")
+    return _result(layout, dest.path, kept, seconds, index.digest, "the pack was finished before")
 
 
 def _result(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import secrets
 import time
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING
@@ -13,29 +14,25 @@ from xxhash import xxh3_128, xxh3_128_digest
 
 from hpml_orchestrator.errors import StagingError
 from hpml_orchestrator.packing import ustar
-from hpml_orchestrator.packing.files import publish, write_all
 from hpml_orchestrator.packing.layout import TREE_FILE, file_header
+from hpml_orchestrator.records.files import fsync_dir
 from hpml_orchestrator.staging.copying import check_same
-from hpml_orchestrator.staging.faults import (
-    FULL,
-    TRANSIENT,
-    Retry,
-    SourceChangedError,
-    shown,
-    why,
-)
+from hpml_orchestrator.staging.faults import FULL, Retry, SourceChangedError, shown, why
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Iterator
 
     from hpml_orchestrator.packing.layout import Layout, Shard
     from hpml_orchestrator.packing.workers import Tell
+    from hpml_orchestrator.staging.hashing import Buffer
     from hpml_orchestrator.staging.plan import Entry
 
-__all__ = ["DONE", "Part", "ShardWriter", "read_part"]
+__all__ = ["DONE", "TEMPORARY", "Part", "ShardWriter", "publish", "read_part", "write_all"]
 
 DONE = ".done"
 """How the name of the note ends that is written before a finished archive gets its name."""
+TEMPORARY = ".writing"
+"""How the name of a file ends that is being written."""
 
 _CHUNK_BYTES = 1 << 20
 _READ = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
@@ -72,12 +69,10 @@ class ShardWriter:
     Args:
         layout: the whole pack.
         directory: of the pack.
-        check: raises where the directory is no longer this process's to write in.
     """
 
-    def __init__(self, layout: Layout, directory: str, check: Callable[[], None]) -> None:
+    def __init__(self, layout: Layout, directory: str) -> None:
         self._layout = layout
-        self._check = check
         self._directory = directory
         self._root = -1  # each worker opens its own
         self._retry = Retry(time.sleep, lambda: False)
@@ -94,8 +89,6 @@ class ShardWriter:
         try:
             return self._kept(number, shard, tell) or self._write(number, shard, tell)
         except OSError as error:
-            if isinstance(error, FileNotFoundError):
-                self._check()  # whoever takes over removes what others were writing
             hint = ""
             if error.errno in FULL:
                 hint = "finished shards are kept: make room, then go on with --resume"
@@ -141,7 +134,6 @@ class ShardWriter:
                 raise StagingError(f"{shard.file} has {out.bytes} bytes, planned: {shard.bytes}")
             part.bytes, part.digest = out.bytes, out.digest.hexdigest()
             part.digests = b"".join(digests).hex()
-            self._check()
             _write_part(self._directory, shard, part)
         return part
 
@@ -177,11 +169,6 @@ class ShardWriter:
 
     def _open(self, path: str) -> int:
         try:
-            try:
-                return os.open(path, _READ, dir_fd=self._root)
-            except OSError as error:
-                if error.errno not in TRANSIENT:
-                    raise
             return self._retry(lambda: os.open(path, _READ, dir_fd=self._root))
         except OSError as error:
             raise _SourceError(why(error)) from error
@@ -202,11 +189,6 @@ class ShardWriter:
 
     def _read(self, fd: int, count: int, offset: int) -> bytes:
         try:
-            try:
-                return os.pread(fd, count, offset)
-            except OSError as error:
-                if error.errno not in TRANSIENT:
-                    raise
             return self._retry(lambda: os.pread(fd, count, offset))
         except OSError as error:
             raise _SourceError(why(error)) from error
@@ -261,6 +243,46 @@ def read_part(directory: str, shard: Shard, number: int) -> Part | None:
     return (
         part if (part.plan, part.number, part.bytes) == (shard.plan, number, shard.bytes) else None
     )
+
+
+@contextlib.contextmanager
+def publish(directory: str, name: str, *, durable: bool = True) -> Iterator[int]:
+    """Yield a new file's descriptor; the file gets its name when the block ends without an error.
+
+    Args:
+        directory: where it is to be.
+        name: of the file.
+        durable: whether it outlives a power failure, whole; else it may be gone or damaged then.
+
+    Raises:
+        OSError: it cannot be written.
+    """
+    temporary = os.path.join(directory, f".{name}.{os.getpid()}-{secrets.token_hex(4)}{TEMPORARY}")
+    fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
+    try:
+        yield fd
+        if durable:
+            os.fsync(fd)
+        os.rename(temporary, os.path.join(directory, name))
+    except BaseException:
+        with contextlib.suppress(OSError):
+            os.unlink(temporary)
+        raise
+    finally:
+        os.close(fd)
+    if durable:
+        fsync_dir(directory)
+
+
+def write_all(fd: int, data: Buffer) -> None:
+    """Write all of the data, in as many calls as it takes.
+
+    Raises:
+        OSError: it cannot be written.
+    """
+    rest = memoryview(data)
+    while rest:
+        rest = rest[os.write(fd, rest) :]
 
 
 def _write_part(directory: str, shard: Shard, part: Part) -> None:

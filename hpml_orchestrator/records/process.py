@@ -16,6 +16,7 @@ class ProcessStat:
         name: the command's name, at most 15 bytes; it may hold spaces and parentheses.
         state: one letter, such as R, S, D, Z or X.
         parent: the parent's pid.
+        session: the pid of its session's leader.
         cpu_ticks: user and system time of the process itself, in clock ticks.
         start_ticks: clock ticks from boot to its start; with the pid it names one process.
     """
@@ -27,7 +28,7 @@ class ProcessStat:
         fields = rest.split()
         self.pid = int(number)
         self.state = fields[0]
-        self.parent = int(fields[1])
+        self.parent, self.session = int(fields[1]), int(fields[3])
         self.cpu_ticks = int(fields[11]) + int(fields[12])
         self.start_ticks = int(fields[19])
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from hpml_orchestrator.staging.capacity import Room, file_system_type, room_at
 from hpml_orchestrator.staging.choose import Candidate, Choice, Origin, choose
 from hpml_orchestrator.staging.faults import why
-from hpml_orchestrator.staging.fstypes import MEMORY_TYPES, SHARED_TYPES, is_own_type
+from hpml_orchestrator.staging.mounts import MEMORY_TYPES, SHARED_TYPES, is_own_type
 from hpml_orchestrator.staging.request import kind_of
 from hpml_orchestrator.staging.sample import epoch_seconds, sample_source, sample_target
 

@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import os
 
+from hpml_orchestrator.records.process import read_stat
+
 __all__ = ["calling_process"]
 
 _SHELLS = frozenset({"ash", "bash", "busybox", "dash", "ksh", "mksh", "sh", "zsh"})
@@ -18,7 +20,6 @@ _WRAPPERS = _RUNNERS | frozenset(
     "stdbuf strace su sudo taskset time timeout uv uvx xargs".split()
 )
 _STEP = "slurmstepd"
-_PARENT, _SESSION = 1, 3  # fields 4 and 6 of /proc/<pid>/stat, counted after "pid (name)"
 _SIGHUP_BIT = 1
 
 
@@ -35,8 +36,8 @@ def calling_process(pid: int | None = None, *, proc_root: str = "/proc") -> int:
     while above > 1:
         if _name(above, proc_root).startswith(_STEP):
             return above
-        above = _field(above, _PARENT, proc_root)
-    while (above := _field(found, _PARENT, proc_root)) > 1 and _helps(found, above, proc_root):
+        above = _parent(above, proc_root)
+    while (above := _parent(found, proc_root)) > 1 and _helps(found, above, proc_root):
         found = above
     return found
 
@@ -58,7 +59,8 @@ def _helps(pid: int, above: int, proc_root: str) -> bool:
 
 def _outlives(pid: int, proc_root: str) -> bool:
     """Say whether a process was made to outlive its parent, by nohup, setsid, cron or sshd."""
-    if _field(pid, _SESSION, proc_root) == pid:
+    stat = read_stat(pid, proc_root)
+    if stat is not None and stat.session == pid:
         return True
     for line in _bytes(f"{proc_root}/{pid}/status").splitlines():
         if line.startswith(b"SigIgn:"):
@@ -86,13 +88,9 @@ def _words(pid: int, proc_root: str) -> list[bytes]:
     return _bytes(f"{proc_root}/{pid}/cmdline").split(b"\0")[:-1]
 
 
-def _field(pid: int, number: int, proc_root: str) -> int:
-    _, _, rest = _bytes(f"{proc_root}/{pid}/stat").rpartition(b")")
-    fields = rest.split()
-    try:
-        return int(fields[number])
-    except (IndexError, ValueError):
-        return 0
+def _parent(pid: int, proc_root: str) -> int:
+    stat = read_stat(pid, proc_root)
+    return 0 if stat is None else stat.parent
 
 
 def _bytes(path: str) -> bytes:

@@ -9,10 +9,11 @@ from __future__ import annotations
 import os
 from typing import NamedTuple
 
+from hpml_orchestrator.staging.mounts import read_mounts
+
 __all__ = ["Headroom", "memory_headroom"]
 
 _UNLIMITED = 1 << 60  # version 1 shows "no limit" as 2^63 rounded down to a page
-_MOUNT_ROOT, _MOUNT_POINT, _SEPARATOR = 3, 4, " - "
 
 
 class Headroom(NamedTuple):
@@ -90,21 +91,13 @@ def _ancestors(proc_root: str, cgroup_root: str) -> list[tuple[str, _Files]]:
 
 def _mount(proc_root: str, cgroup_root: str, type_name: str) -> tuple[str, str]:
     """Return (directory of the hierarchy that is mounted, mount point under cgroup_root)."""
-    for line in _text(f"{proc_root}/self/mountinfo").split("\n"):
-        left, _, right = line.partition(_SEPARATOR)
-        kind, _, options = right.partition(" ")
-        if kind != type_name:
-            continue
-        if kind == "cgroup" and "memory" not in options.split(" ")[-1].split(","):
-            continue
-        fields = left.split(" ")
-        point = fields[_MOUNT_POINT]
-        if (point + "/").startswith("/sys/fs/cgroup/"):
-            point = cgroup_root + point[len("/sys/fs/cgroup") :]
-        return fields[_MOUNT_ROOT], point
-    if type_name == "cgroup":
-        return "/", f"{cgroup_root}/memory"
-    return "/", cgroup_root
+    for mount in read_mounts(f"{proc_root}/self/mountinfo"):
+        if mount.kind == type_name and (type_name == "cgroup2" or "memory" in mount.options):
+            point = mount.point
+            if f"{point}/".startswith("/sys/fs/cgroup/"):
+                point = cgroup_root + point[len("/sys/fs/cgroup") :]
+            return mount.root, point
+    return "/", f"{cgroup_root}/memory" if type_name == "cgroup" else cgroup_root
 
 
 def _meminfo_available(proc_root: str) -> int | None:

@@ -34,11 +34,11 @@ if TYPE_CHECKING:
 
     from hpml_orchestrator.staging.batches import Batch
     from hpml_orchestrator.staging.faults import Retry
-    from hpml_orchestrator.staging.plan import Entry, Plan
+    from hpml_orchestrator.staging.plan import Plan
     from hpml_orchestrator.staging.progress import Progress
     from hpml_orchestrator.staging.source import Source
 
-__all__ = ["Copied", "EngineOptions", "copy"]
+__all__ = ["Copied", "EngineOptions", "check_directories", "copy"]
 
 _MOST_PROCESSES = 16
 _MOST_WORKERS = 64
@@ -187,7 +187,8 @@ class _Copy:
             self._make_large(target)
             self._copy_files()
             if self._tree:
-                self._check_directories()
+                threads = self._threads * self._processes
+                check_directories(plan, self._retry, self._problems, threads=threads)
             if not task.goes_on:
                 self._problems.raise_any()
             with contextlib.suppress(*self._missing):
@@ -312,30 +313,27 @@ class _Copy:
         reader = self._source.reader(self._plan)
         return ReaderCopying(task, self._board, retry, problem, reader)
 
-    def _check_directories(self) -> None:
-        """Look at the source's directories again: files that came or went show there."""
-        if not stat.S_ISDIR(self._plan.top.mode):
-            return  # made up for a single file
-        entries = [self._plan.top, *self._plan.directories]
-        left = collections.deque(entries)
 
-        def check(_thread: int) -> None:
-            with contextlib.suppress(IndexError):  # none left
-                while True:
-                    self._check_directory(left.popleft())
+def check_directories(plan: Plan, retry: Retry, problems: Problems, *, threads: int = 1) -> None:
+    """Look at a source's directories again: files that came or went show in their times."""
+    if not stat.S_ISDIR(plan.top.mode):
+        return  # made up for a single file
+    left = collections.deque([plan.top, *plan.directories])
 
-        _in_threads(self._threads * self._processes, check)
+    def check(_thread: int) -> None:
+        with contextlib.suppress(IndexError):  # none left
+            while True:
+                entry = left.popleft()
+                path = f"{plan.source_root}/{entry.path}" if entry.path else plan.source_root
+                try:
+                    info = retry(functools.partial(os.lstat, path))
+                except OSError as error:
+                    problems.add(entry.path or ".", why(error), error)
+                    continue
+                if info.st_mtime_ns != entry.mtime_ns:
+                    problems.add(entry.path or ".", str(SourceChangedError()))
 
-    def _check_directory(self, entry: Entry) -> None:
-        root = self._plan.source_root
-        path = f"{root}/{entry.path}" if entry.path else root
-        try:
-            info = self._retry(functools.partial(os.lstat, path))
-        except OSError as error:
-            self._problems.add(entry.path or ".", why(error), error)
-            return
-        if info.st_mtime_ns != entry.mtime_ns:
-            self._problems.add(entry.path or ".", str(SourceChangedError()))
+    _in_threads(threads, check)
 
 
 def _in_threads(count: int, work: Callable[[int], None]) -> None:

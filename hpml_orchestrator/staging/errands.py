@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import time
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
@@ -11,8 +12,7 @@ from hpml_orchestrator.errors import InputError, NotFoundError, StagingError, ne
 from hpml_orchestrator.staging.auto import NO_ROOM, choose_target
 from hpml_orchestrator.staging.choose import Choice
 from hpml_orchestrator.staging.faults import UNREADABLE, shown, why
-from hpml_orchestrator.staging.naming import names_of
-from hpml_orchestrator.staging.request import IN_PLACE, Bases, StageRequest, StageResult
+from hpml_orchestrator.staging.request import IN_PLACE, SUFFIXES, Bases, StageRequest, StageResult
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -22,12 +22,13 @@ if TYPE_CHECKING:
     from hpml_orchestrator.staging.stager import CopyStager
     from hpml_orchestrator.staging.supply import LocalSupply
 
-__all__ = ["AUTO", "Errand", "Outcome", "requests_for", "run_errand"]
+__all__ = ["AUTO", "Errand", "Outcome", "name_of", "names_of", "requests_for", "run_errand"]
 
 AUTO = "auto"
 _COMMANDS = ("ls", "verify", "clean")
 _PATH_CHARACTERS = 4096
 _WORD_CHARACTERS = 40
+_NAME_CHARACTERS = 31
 _WORDS = (AUTO, "shm", "local")
 
 
@@ -98,6 +99,42 @@ def requests_for(
         )
         for one, source in zip(names, sources)
     ]
+
+
+def name_of(source: str) -> str:
+    """Return a valid name made of the last part of a path.
+
+    >>> name_of("/scratch/ImageNet-1k.tar.gz"), name_of("2024/"), name_of("/")
+    ('imagenet_1k', 'data_2024', 'data')
+    """
+    last = os.path.basename(os.path.abspath(source)).lower()
+    for suffix in sorted(SUFFIXES, key=len, reverse=True):
+        if last.endswith(suffix):
+            last = last[: -len(suffix)]
+            break
+    plain = re.sub(r"[^a-z0-9]+", "_", last).strip("_")
+    if not re.match("[a-z]", plain):
+        plain = f"data_{plain}" if plain else "data"
+    return plain[:_NAME_CHARACTERS]
+
+
+def names_of(sources: Sequence[str]) -> list[str]:
+    """Return a name for each source.
+
+    Raises:
+        InputError: two of them would have the same; names both.
+    """
+    whose: dict[str, str] = {}
+    for source in sources:
+        name = name_of(source)
+        if name in whose:
+            raise InputError(
+                f"{shown(whose[name])} and {shown(source)} would both be called {name}",
+                field="SRC",
+                hint="stage one after the other, each with a --name of its own",
+            )
+        whose[name] = source
+    return list(whose)
 
 
 def run_errand(

@@ -77,7 +77,7 @@ class Blocks:
             SourceChangedError: the archive is not what it was, or ends here.
             OSError: it cannot be read.
         """
-        fd = self.fd if archive == self.archive else self.open(archive)
+        fd = self.opened(archive)
         self.start = self.end = at
         target = self.view[:most]
         count = self._retry(lambda: os.preadv(fd, [target], at))
@@ -104,13 +104,15 @@ class Blocks:
         """Return so many bytes at an offset."""
         return b"".join([bytes(piece) for piece in self.pieces(archive, at, at + count)])
 
-    def open(self, archive: int) -> int:
-        """Open another archive, and return its descriptor.
+    def opened(self, archive: int) -> int:
+        """Return the descriptor of an archive, which is opened in place of another one.
 
         Raises:
             SourceChangedError: it, or the one before, is not what it was.
             OSError: it cannot be opened.
         """
+        if archive == self.archive:
+            return self.fd
         self.check()
         self.close()
         self.fd = open_archive(self._archives[archive].path, self._retry)

@@ -23,12 +23,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from hpml_orchestrator.records.files import SCHEMA_VERSION, write_text
-from hpml_orchestrator.staging.hashing import (
-    DIGEST_BYTES,
-    PIECE_BYTES,
-    file_digest,
-    hashing_named,
-)
+from hpml_orchestrator.staging.hashing import DIGEST_BYTES, PIECE_BYTES, file_digest
 from hpml_orchestrator.staging.source import BLOCK_BYTES
 
 if TYPE_CHECKING:
@@ -231,42 +226,41 @@ def tree_digest(listing: Listing, how: Hashing) -> str:
 
 
 def verify_tree(directory: str, manifest: Manifest) -> Iterator[tuple[str, str]]:
-    """Yield (path, fault) of all that is not as the manifest says: names, types, sizes, contents.
-
-    Contents are compared where the manifest holds digests that this interpreter can make.
+    """Yield (path, fault) of all that is not as the manifest says: names, types, sizes, link texts.
 
     Raises:
         OSError: the directory cannot be looked at.
     """
     listing = manifest.listing
-    how = hashing_named(manifest.digest.partition(":")[0]) if listing.digests else None
-    at = {name: number for number, name in enumerate(listing.files)}
-    at.update([(name, at[first]) for name, first in listing.hard_links])
+    sizes = dict(zip(listing.files, listing.sizes))
+    sizes.update([(name, sizes[first]) for name, first in listing.hard_links])
     others: dict[str, str | None] = {**dict.fromkeys(listing.directories), **dict(listing.symlinks)}
-    for path in _below(directory):
-        full = os.path.join(directory, path)
-        info = os.lstat(full)
-        number = at.pop(path, None)
-        if number is not None:
-            if not stat.S_ISREG(info.st_mode) or info.st_size != listing.sizes[number]:
-                yield path, "is not a file of the size that was staged"
-            elif how and content_digest(full, info.st_size, how) != listing.digests[number]:
-                yield path, "its contents are not what was staged"
-        elif path not in others:
-            yield path, "was not staged"
-        else:
-            text = os.readlink(full) if stat.S_ISLNK(info.st_mode) else None
-            if text != others.pop(path) or (text is None and not stat.S_ISDIR(info.st_mode)):
-                yield path, "is not the directory or link that was staged"
-    for path in [*at, *others]:
+    todo = [""]
+    while todo:
+        prefix = todo.pop()
+        with os.scandir(f"{directory}/{prefix}") as entries:
+            for entry in sorted(entries, key=_name):
+                path = prefix + entry.name
+                is_directory = entry.is_dir(follow_symlinks=False)
+                if is_directory:
+                    todo.append(f"{path}/")
+                size = sizes.pop(path, None)
+                if size is not None:
+                    info = entry.stat(follow_symlinks=False)
+                    if not stat.S_ISREG(info.st_mode) or info.st_size != size:
+                        yield path, "is not a file of the size that was staged"
+                elif path not in others:
+                    yield path, "was not staged"
+                else:
+                    text = os.readlink(entry.path) if entry.is_symlink() else None
+                    if others.pop(path) != text or (text is None and not is_directory):
+                        yield path, "is not the directory or link that was staged"
+    for path in [*sizes, *others]:
         yield path, "is missing"
 
 
-def _below(directory: str) -> Iterator[str]:
-    for parent, directories, files in os.walk(directory):
-        directories.sort()
-        for name in sorted([*directories, *files]):
-            yield os.path.relpath(os.path.join(parent, name), directory)
+def _name(entry: os.DirEntry[str]) -> str:
+    return entry.name
 
 
 def content_digest(path: str, size: int, how: Hashing) -> bytes:
@@ -315,38 +309,16 @@ def published_manifest(data: str) -> Manifest | None:
 
 
 def is_whole(directory: str, manifest: Manifest) -> bool:
-    """Say whether published data has the files that its manifest tells, by name and size.
+    """Say whether published data is as its manifest tells, contents aside: see `verify_tree`.
 
-    Contents are not read: see `verify_tree`. Where somebody read them and found damage, it is not.
+    Where somebody read the contents and found damage, it is not.
     """
     if os.path.lexists(damage_path(directory)):
         return False
-    listing = manifest.listing
-    sizes = dict(zip(listing.files, listing.sizes))
-    sizes.update([(name, sizes[first]) for name, first in listing.hard_links])
-    directories = set(listing.directories)
-    links = {name for name, _ in listing.symlinks}
-    found = 0
-    todo = [""]
     try:
-        while todo:
-            prefix = todo.pop()
-            with os.scandir(f"{directory}/{prefix}") as entries:
-                for entry in entries:
-                    found += 1
-                    path = prefix + entry.name
-                    if entry.is_dir(follow_symlinks=False):
-                        fine = path in directories
-                        todo.append(f"{path}/")
-                    elif entry.is_symlink():
-                        fine = path in links
-                    else:
-                        fine = sizes.get(path) == entry.stat(follow_symlinks=False).st_size
-                    if not fine:
-                        return False
+        return next(verify_tree(directory, manifest), None) is None
     except OSError:
         return False
-    return found == len(sizes) + len(directories) + len(links)
 
 
 def measure(directory: str) -> tuple[int, int]:

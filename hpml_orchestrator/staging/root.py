@@ -25,7 +25,7 @@ from hpml_orchestrator.records.owner import Owner, owner_is_alive
 from hpml_orchestrator.staging.capacity import file_system_type
 from hpml_orchestrator.staging.faults import is_directory, shown, why
 from hpml_orchestrator.staging.files import is_locked, remove_tree, try_lock, unlock
-from hpml_orchestrator.staging.fstypes import SHARED_TYPES
+from hpml_orchestrator.staging.mounts import SHARED_TYPES
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -11,11 +11,11 @@ import lzma
 import os
 import shutil
 import subprocess
-import time
 import zlib
 from typing import IO, TYPE_CHECKING, Any, cast
 
 from hpml_orchestrator.errors import StagingError
+from hpml_orchestrator.staging.capacity import readers_for
 from hpml_orchestrator.staging.extents import Blocks, Stamp, open_archive, stamp_of
 from hpml_orchestrator.staging.faults import SourceChangedError, shown, why
 from hpml_orchestrator.staging.source import BLOCK_BYTES
@@ -37,8 +37,7 @@ _MAGIC = {
     b"\x1f\x9d": "compress",
 }
 _NEAR_BYTES = 1 << 13
-_SLOW_NEAR_BYTES = 1 << 17
-_SLOW_SECONDS = 50e-6
+_SERVED_NEAR_BYTES = 1 << 17
 _HEADER_BYTES = 512
 _LARGEST_WINDOW_LOG = 31  # `zstd --long=31`: 2 GiB
 _DAMAGED = (EOFError, zlib.error, lzma.LZMAError, ValueError)
@@ -57,12 +56,12 @@ class FileBytes:
     """The bytes of a plain archive, for `scan_members`.
 
     Headers are read one by one, or all data between them too where that takes less time: where
-    they are near each other, or the archive is slow to answer.
+    they are near each other, the more where each read waits for a server.
     """
 
     def __init__(self, stamp: Stamp, retry: Retry) -> None:
         self._size = stamp.size
-        self._near = _NEAR_BYTES
+        self._near = _SERVED_NEAR_BYTES if readers_for(stamp.path) > 1 else _NEAR_BYTES
         self._retry = retry
         self._blocks = Blocks([stamp], retry)
 
@@ -77,10 +76,7 @@ class FileBytes:
             if offset - blocks.end < self._near:
                 blocks.fill(0, offset)
             else:
-                begin = time.perf_counter()
                 blocks.fill(0, offset, _HEADER_BYTES)
-                slow = time.perf_counter() - begin > _SLOW_SECONDS
-                self._near = _SLOW_NEAR_BYTES if slow else _NEAR_BYTES
             if offset + count > blocks.end:
                 return blocks.exactly(0, offset, count)
         at = offset - blocks.start

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import os
 import time
 from dataclasses import dataclass, field
@@ -94,11 +93,8 @@ def verify(
     listing = manifest.listing
     how = hashing_named(manifest.digest.partition(":")[0]) if listing.digests else None
     report = Report(path, files=manifest.files, hashed=how is not None)
-    shape = dataclasses.replace(
-        manifest, digest="", listing=dataclasses.replace(listing, digests=[])
-    )
     faulty = set()
-    for name, fault in verify_tree(path, shape):
+    for name, fault in verify_tree(path, manifest):
         report.add(name, fault)
         faulty.add(name)
     if how is not None:

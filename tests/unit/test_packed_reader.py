@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from xxhash import xxh3_128
 
 from hpml_orchestrator.packing import PackRequest, pack
-from hpml_orchestrator.packing.order import place
+from hpml_orchestrator.packing.layout import place
 from tests.unit.packing.conftest import grow
 from training_jobs import hpml_packed
 from training_jobs.hpml_packed import Data, PackedData, PackError, TreeData, open_data

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from hpml_orchestrator.check.stages import check_stages, check_targets
-from hpml_orchestrator.packing.claim import Claim
+from hpml_orchestrator.packing.dest import Destination
 from hpml_orchestrator.spec import Job
 
 
@@ -95,7 +95,7 @@ def test_a_pack_that_is_not_finished_is_an_error(tmp_path: Path) -> None:
     """As staging says it; a job that stages it as a tree has said what it wants."""
     pack = tmp_path / "phuge"
     pack.mkdir()
-    Claim(str(pack), "phuge").take("/data", None)
+    Destination(str(pack), "/data", resume=False)
     for kind in ("auto", "pack"):
         ((code, _, message),) = found({"source": str(pack), "kind": kind})
         assert (code, message[:19]) == ("stage.kind", "is no finished pack")

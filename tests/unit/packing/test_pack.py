@@ -15,7 +15,7 @@ from xxhash import xxh3_128
 
 from hpml_orchestrator.errors import NotFoundError, StagingError
 from hpml_orchestrator.packing import PackRequest, PackResult, pack, read_index, ustar, verify
-from hpml_orchestrator.packing.order import place, sample
+from hpml_orchestrator.packing.layout import place, sample
 from tests.unit.packing.conftest import contents, finished, grow, left, untar
 
 

@@ -10,8 +10,8 @@ import pytest
 from hpml_orchestrator.errors import CapacityError
 from hpml_orchestrator.staging.auto import NO_ROOM, choose_target, own_storage
 from hpml_orchestrator.staging.capacity import Room, room_at
+from hpml_orchestrator.staging.errands import name_of, names_of
 from hpml_orchestrator.staging.faults import Retry
-from hpml_orchestrator.staging.naming import name_of, names_of
 from hpml_orchestrator.staging.plan import Plan, scan_tree
 from hpml_orchestrator.staging.request import IN_PLACE, Bases, StageRequest
 from hpml_orchestrator.staging.sample import epoch_seconds, sample_source, sample_target

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from hpml_orchestrator.staging import fstypes
+from hpml_orchestrator.staging import mounts
 
 
 @pytest.mark.parametrize(
@@ -19,7 +19,7 @@ from hpml_orchestrator.staging import fstypes
 def test_types_are_known_as_mountinfo_names_them(kinds: str, served: bool, own: bool) -> None:
     """What is served leaves the page cache once it is read; what is own may be read in place."""
     for kind in kinds.split():
-        assert (fstypes.is_served_type(kind), fstypes.is_own_type(kind)) == (served, own), kind
+        assert (mounts.is_served_type(kind), mounts.is_own_type(kind)) == (served, own), kind
 
 
 @pytest.mark.parametrize(
@@ -27,10 +27,10 @@ def test_types_are_known_as_mountinfo_names_them(kinds: str, served: bool, own: 
 )
 def test_nothing_is_staged_to_what_nodes_share(kind: str) -> None:
     """Else a copy for each node would go to one place."""
-    assert kind in fstypes.SHARED_TYPES
+    assert kind in mounts.SHARED_TYPES
 
 
 def test_a_type_that_is_not_known_is_neither() -> None:
     """Without mountinfo nothing is promised."""
-    assert not fstypes.is_served_type("")
-    assert not fstypes.is_own_type("")
+    assert not mounts.is_served_type("")
+    assert not mounts.is_own_type("")

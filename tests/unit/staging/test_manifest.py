@@ -11,7 +11,8 @@ from xxhash import xxh3_128
 
 from hpml_orchestrator.staging import Bases, CopyStager, EngineOptions, Manifest, StageRequest
 from hpml_orchestrator.staging.hashing import Hashing, hashing, hashing_named
-from hpml_orchestrator.staging.manifest import Listing, tree_digest, verify_tree
+from hpml_orchestrator.staging.manifest import Listing, tree_digest
+from hpml_orchestrator.staging.verify import verify
 
 
 @pytest.fixture
@@ -90,8 +91,8 @@ def test_the_tree_digest_tells_trees_apart() -> None:
 @pytest.mark.parametrize("damage", ["contents", "size", "missing", "extra", "link", "type"])
 def test_what_was_altered_is_found(stager: CopyStager, odd: Path, damage: str) -> None:
     """One path is named, and why; untouched data has no fault."""
-    path, manifest = staged(stager, odd)
-    assert list(verify_tree(str(path), manifest)) == []
+    path, _ = staged(stager, odd)
+    assert verify(str(path)).problems == []
     if damage == "contents":
         (path / "new\nline").write_bytes(b"N")
         wanted = "new\nline"
@@ -112,7 +113,7 @@ def test_what_was_altered_is_found(stager: CopyStager, odd: Path, damage: str) -
         (path / "empty").rmdir()
         (path / "empty").symlink_to("a")
         wanted = "empty"
-    assert [name for name, _ in verify_tree(str(path), manifest)] == [wanted]
+    assert [name for name, _ in verify(str(path)).problems] == [wanted]
 
 
 @pytest.mark.parametrize("at", [0, 10, -1])
@@ -136,9 +137,9 @@ def test_without_hash_the_manifest_has_no_digests(base: Path, odd: Path) -> None
     assert manifest.digest == ""
     assert manifest.listing.digests == []
     (path / "new\nline").write_bytes(b"N")
-    assert list(verify_tree(str(path), manifest)) == []
+    assert verify(str(path)).problems == []
     (path / "new\nline").write_bytes(b"NN")
-    assert len(list(verify_tree(str(path), manifest))) == 1
+    assert verify(str(path)).count == 1
     stager.cleanup()
 
 

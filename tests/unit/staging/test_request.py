@@ -9,7 +9,7 @@ import pytest
 
 import hpml_orchestrator.staging as staging_package
 from hpml_orchestrator.errors import InputError
-from hpml_orchestrator.packing.claim import Claim
+from hpml_orchestrator.packing.dest import Destination
 from hpml_orchestrator.staging import Bases, Stager, StageRequest, target_path
 from hpml_orchestrator.staging.request import kind_of
 
@@ -91,7 +91,7 @@ def test_kind_must_fit_the_source(tmp_path: Path) -> None:
 @pytest.mark.parametrize("kind", ["auto", "pack"])
 def test_a_pack_that_is_not_finished_is_no_tree(tmp_path: Path, kind: str) -> None:
     """Where hpml pack is at work or was cut off; who says tree gets what is there."""
-    Claim(str(tmp_path), "pack").take("/data", None)
+    Destination(str(tmp_path), "/data", resume=False)
     (tmp_path / "data-00000.tar").write_bytes(bytes(1024))
     with pytest.raises(InputError, match="is no finished pack") as caught:
         kind_of(StageRequest("a", str(tmp_path), kind=kind))

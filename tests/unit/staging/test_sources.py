@@ -28,7 +28,7 @@ from hpml_orchestrator.staging import (
     Room,
     StageRequest,
     StageResult,
-    packheaders,
+    packsource,
 )
 from hpml_orchestrator.staging.engine import EngineOptions
 from hpml_orchestrator.staging.request import kind_of
@@ -304,21 +304,19 @@ def test_a_damaged_file_of_a_pack_is_named(engine: CopyStager, tmp_path: Path) -
     refused(engine, path, r"\d\d\d\.bin(.|\n)*damaged")
 
 
-WAYS = {
+WAYS: dict[str, dict[str, object]] = {
     "one by one": {},
-    "processes": {"_FEW_FILES": 0, "_AT_ONCE_SECONDS": 9.0},
-    "threads": {"_AT_ONCE_SECONDS": 0.0},
-    "threads, far apart": {"_AT_ONCE_SECONDS": 0.0, "_NEAR_BYTES": 0},
+    "threads": {"readers_for": lambda _: 4},
+    "threads, far apart": {"readers_for": lambda _: 4, "_NEAR_BYTES": 0},
 }
 
 
 @pytest.fixture(params=WAYS)
 def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Read a pack's headers in one of the ways that large and slow packs need."""
-    monkeypatch.setattr(packheaders, "_FIRST_FILES", 3)
-    monkeypatch.setattr(packheaders, "_SLICE_FILES", 5)
+    monkeypatch.setattr(packsource, "_SLICE_FILES", 5)
     for name, value in WAYS[request.param].items():
-        monkeypatch.setattr(packheaders, name, value)
+        monkeypatch.setattr(packsource, name, value)
 
 
 @pytest.mark.usefixtures("way")
