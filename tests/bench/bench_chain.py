@@ -74,7 +74,7 @@ class Reader:
     def close(self):
         for sock in self.open:
             sock.close()
-D.open_source = lambda request, retry, room: Remote(request.source, retry)
+D.open_source = lambda request, retry, room, **_: Remote(request.source, retry)
 """
 
 
