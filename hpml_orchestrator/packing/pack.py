@@ -118,7 +118,7 @@ def pack(request: PackRequest, on_pack: OnPack = lambda *_: None) -> PackResult:
         note = stripe(dest.path, request.shard_bytes)
         parts = _write(layout, dest.path, request.workers or default_workers(), on_pack)
         problems = Problems(f"cannot pack {shown(source)}")
-        check_directories(tree, _never_stopped(), problems)
+        check_directories(tree, Retry(), problems)
         problems.raise_any("wait until the tree is complete, then go on with --resume")
         digest = _write_index(layout, parts, dest.path)
         dest.end()
@@ -132,10 +132,6 @@ def pack(request: PackRequest, on_pack: OnPack = lambda *_: None) -> PackResult:
     return _result(layout, dest.path, kept, time.monotonic() - begin, digest, note)
 
 
-def _never_stopped() -> Retry:
-    return Retry(time.sleep, lambda: False)
-
-
 def _source(path: str) -> str:
     if not is_directory(path):
         if not os.path.lexists(path):
@@ -146,7 +142,7 @@ def _source(path: str) -> str:
 
 def _scan(source: str, request: PackRequest) -> Plan:
     try:
-        return scan_tree(source, _never_stopped(), verb="pack", outside_links=request.outside_links)
+        return scan_tree(source, Retry(), verb="pack", outside_links=request.outside_links)
     except StagingError as error:
         if "symbolic link" in error.message:
             error.hint = "links that leave the tree are packed as they are with --outside-links"

@@ -6,7 +6,6 @@ import contextlib
 import json
 import os
 import secrets
-import time
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING
 
@@ -75,7 +74,7 @@ class ShardWriter:
         self._layout = layout
         self._directory = directory
         self._root = -1  # each worker opens its own
-        self._retry = Retry(time.sleep, lambda: False)
+        self._retry = Retry()
 
     def __call__(self, number: int, tell: Tell) -> Part:
         """Write an archive unless it is there.

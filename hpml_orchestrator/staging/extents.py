@@ -21,7 +21,15 @@ if TYPE_CHECKING:
 
     from hpml_orchestrator.staging.faults import Retry
 
-__all__ = ["Blocks", "ExtentReader", "PerThread", "Stamp", "open_archive", "stamp_of"]
+__all__ = [
+    "Blocks",
+    "ExtentReader",
+    "PerThread",
+    "Stamp",
+    "look_at_archive",
+    "open_archive",
+    "stamp_of",
+]
 
 _READ = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK
 _WHOLE_BYTES = BLOCK_BYTES // 4  # what is shorter is rather read again than handed on in two parts
@@ -56,17 +64,30 @@ def open_archive(path: str, retry: Retry) -> int:
     return fd
 
 
+def look_at_archive(path: str, retry: Retry) -> tuple[Stamp, bytes]:
+    """Return the stamp of an archive and its first bytes.
+
+    Raises:
+        StagingError: it is no regular file.
+        OSError: it cannot be opened.
+    """
+    fd = open_archive(path, retry)
+    try:
+        return stamp_of(path, fd), retry(lambda: os.pread(fd, 8, 0))
+    finally:
+        os.close(fd)
+
+
 class Blocks:
     """A buffer that moves over archives; for one thread. `view[: end - start]` is [start, end)."""
 
-    __slots__ = ("_archives", "_buffer", "_retry", "archive", "end", "fd", "start", "view")
+    __slots__ = ("_archives", "_retry", "archive", "end", "fd", "start", "view")
 
-    def __init__(self, archives: Sequence[Stamp], retry: Retry, size: int = BLOCK_BYTES) -> None:
+    def __init__(self, archives: Sequence[Stamp], retry: Retry) -> None:
         self._archives = archives
         self._retry = retry
         self.fd = -1
-        self._buffer = bytearray(size)
-        self.view = memoryview(self._buffer)
+        self.view = memoryview(bytearray(BLOCK_BYTES))
         self.archive = -1
         self.start = self.end = 0
 

@@ -92,7 +92,11 @@ class Retry:
     many of them, and the copy is lost.
     """
 
-    def __init__(self, sleep: Callable[[float], None], should_stop: Callable[[], bool]) -> None:
+    def __init__(
+        self,
+        sleep: Callable[[float], None] = time.sleep,
+        should_stop: Callable[[], bool] = lambda: False,
+    ) -> None:
         self._sleep = sleep
         self._should_stop = should_stop
         self._given_up = float("-inf")

@@ -23,7 +23,8 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from hpml_orchestrator.records.files import SCHEMA_VERSION, write_text
-from hpml_orchestrator.staging.hashing import DIGEST_BYTES, PIECE_BYTES, file_digest
+from hpml_orchestrator.staging.filehash import hashed
+from hpml_orchestrator.staging.hashing import DIGEST_BYTES
 from hpml_orchestrator.staging.source import BLOCK_BYTES
 
 if TYPE_CHECKING:
@@ -263,23 +264,15 @@ def _name(entry: os.DirEntry[str]) -> str:
     return entry.name
 
 
-def content_digest(path: str, size: int, how: Hashing) -> bytes:
+def content_digest(path: str, how: Hashing) -> bytes:
     """Return the digest of a file's contents, in pieces as the engine makes them.
 
     Raises:
         OSError: it cannot be read.
     """
     buffer = memoryview(bytearray(BLOCK_BYTES))
-    pieces = []
     with open(path, "rb", buffering=0) as stream:
-        for start in range(0, max(1, size), PIECE_BYTES):
-            left = min(PIECE_BYTES, size - start)
-            now = how.new()
-            while left > 0 and (count := stream.readinto(buffer[:left])):
-                now.update(buffer[:count])
-                left -= count
-            pieces.append(now.digest())
-    return file_digest(pieces, how)
+        return hashed((buffer[:count] for count in iter(lambda: stream.readinto(buffer), 0)), how)
 
 
 def manifest_path(data: str) -> str:

@@ -18,13 +18,7 @@ from typing import TYPE_CHECKING
 
 from hpml_orchestrator.errors import StagingError
 from hpml_orchestrator.staging.capacity import readers_for
-from hpml_orchestrator.staging.extents import (
-    ExtentReader,
-    PerThread,
-    Stamp,
-    open_archive,
-    stamp_of,
-)
+from hpml_orchestrator.staging.extents import ExtentReader, PerThread, Stamp, look_at_archive
 from hpml_orchestrator.staging.faults import VERIFY_PACK, SourceChangedError, shown
 from hpml_orchestrator.staging.members import Members
 from hpml_orchestrator.staging.packindex import INDEX_FILE, TREE_FILE, read_index
@@ -103,13 +97,9 @@ class PackSource:
         if os.path.basename(file) != file:
             raise StagingError(f"{shown(self._path)}: its index names a file that is not in it")
         try:
-            fd = open_archive(path, self._retry)
+            found, _ = look_at_archive(path, self._retry)
         except FileNotFoundError:
             raise StagingError(f"{shown(path)} is missing", hint=VERIFY_PACK) from None
-        try:
-            found = stamp_of(path, fd)
-        finally:
-            os.close(fd)
         if found.size != size:
             raise self._damaged(path, f"has {found.size} bytes, not {size}")
         return found

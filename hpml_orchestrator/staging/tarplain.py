@@ -7,12 +7,11 @@ before the first byte is written that it fits, and a bomb is given up as soon as
 
 from __future__ import annotations
 
-import os
 from array import array
 from typing import TYPE_CHECKING
 
 from hpml_orchestrator.errors import StagingError
-from hpml_orchestrator.staging.extents import ExtentReader, Stamp, open_archive, stamp_of
+from hpml_orchestrator.staging.extents import ExtentReader, Stamp, look_at_archive
 from hpml_orchestrator.staging.faults import SourceChangedError, shown
 from hpml_orchestrator.staging.members import Members, honest_bytes
 from hpml_orchestrator.staging.streams import FileBytes, Stream, compression_of
@@ -52,12 +51,7 @@ class TarSource:
         self._most_bytes = most_bytes
         self._outside_links = outside_links
         self._starts = array("Q")
-        fd = open_archive(path, retry)
-        try:
-            self._stamp = stamp_of(path, fd)
-            start = retry(lambda: os.pread(fd, 8, 0))
-        finally:
-            os.close(fd)
+        self._stamp, start = look_at_archive(path, retry)
         self.ordered = compression_of(start) != ""
 
     def plan(self) -> Plan:

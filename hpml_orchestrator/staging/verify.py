@@ -134,7 +134,7 @@ def _compare(
             for number in batches[batch]:
                 name = listing.files[number]
                 try:
-                    found = content_digest(f"{path}/{name}", listing.sizes[number], how)
+                    found = content_digest(f"{path}/{name}", how)
                 except OSError as error:
                     tell(name, why(error))
                 else:

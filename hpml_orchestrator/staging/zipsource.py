@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import stat
 import struct
 import time
@@ -11,7 +10,7 @@ import zlib
 from typing import TYPE_CHECKING, NamedTuple
 
 from hpml_orchestrator.errors import StagingError
-from hpml_orchestrator.staging.extents import PerThread, open_archive, stamp_of
+from hpml_orchestrator.staging.extents import PerThread, look_at_archive
 from hpml_orchestrator.staging.faults import SourceChangedError, shown
 from hpml_orchestrator.staging.members import Members
 from hpml_orchestrator.staging.source import BLOCK_BYTES
@@ -86,11 +85,7 @@ class ZipSource:
         self._retry = retry
         self._outside_links = outside_links
         self._members: list[_Member] = []
-        fd = open_archive(path, retry)
-        try:
-            self._stamp = stamp_of(path, fd)
-        finally:
-            os.close(fd)
+        self._stamp, _ = look_at_archive(path, retry)
 
     def plan(self) -> Plan:
         """Read the central directory; see `Source.plan`."""
