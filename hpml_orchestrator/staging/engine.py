@@ -322,7 +322,7 @@ def check_directories(plan: Plan, retry: Retry, problems: Problems, *, threads: 
 
     def check(_thread: int) -> None:
         with contextlib.suppress(IndexError):  # none left
-            while True:
+            while not retry.stops():
                 entry = left.popleft()
                 path = f"{plan.source_root}/{entry.path}" if entry.path else plan.source_root
                 try:
@@ -334,6 +334,7 @@ def check_directories(plan: Plan, retry: Retry, problems: Problems, *, threads: 
                     problems.add(entry.path or ".", str(SourceChangedError()))
 
     _in_threads(threads, check)
+    retry.check_stop()
 
 
 def _in_threads(count: int, work: Callable[[int], None]) -> None:

@@ -4,18 +4,16 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import functools
 import json
 import os
 import select
-import stat
 import threading
 import time
 from typing import TYPE_CHECKING
 
 from hpml_orchestrator.errors import StagingError
-from hpml_orchestrator.staging.engine import Copied, copy
-from hpml_orchestrator.staging.faults import Problems, SourceChangedError, why
+from hpml_orchestrator.staging.engine import Copied, check_directories, copy
+from hpml_orchestrator.staging.faults import Problems
 from hpml_orchestrator.staging.filehash import hashed
 from hpml_orchestrator.staging.hashing import hashing
 from hpml_orchestrator.staging.manifest import Listing, tree_digest
@@ -123,7 +121,10 @@ class Head:
                 if self._down.peer in str(error) or stopped:
                     raise self._member.explain(error) from error
                 raise
-            self._check_directories(plan, retry)
+            if self.kind == "tree":
+                problems = Problems(f"cannot stage {plan.name}")
+                check_directories(plan, retry.stopped_by(self._beat), problems)
+                problems.raise_any()
             self._agree(plan, copied.digests)
         self._member.is_done = True
         return copied
@@ -225,23 +226,6 @@ class Head:
             yield data
             if self._beat():
                 raise StagingStopped
-
-    def _check_directories(self, plan: Plan, retry: Retry) -> None:
-        """Look at a tree's directories again: files that came or went show there."""
-        if self.kind != "tree":
-            return
-        problems = Problems(f"cannot stage {plan.name}")
-        for entry in [plan.top, *plan.directories]:
-            self._beat()
-            path = f"{plan.source_root}/{entry.path}" if entry.path else plan.source_root
-            try:
-                info = retry(functools.partial(os.lstat, path))
-            except OSError as error:
-                problems.add(entry.path or ".", why(error), error)
-                continue
-            if stat.S_ISDIR(entry.mode) and info.st_mtime_ns != entry.mtime_ns:
-                problems.add(entry.path or ".", str(SourceChangedError()))
-        problems.raise_any()
 
     def _agree(self, plan: Plan, digests: list[bytes]) -> None:
         """Say that all was sent, wait for what came of it, and let all publish."""
