@@ -9,6 +9,7 @@ that a user means for the ranks: while ranks live, none of them ends an agent.
 from __future__ import annotations
 
 import contextlib
+import functools
 import math
 import os
 import re
@@ -220,6 +221,7 @@ class Agent:
             "seconds": round(time.monotonic() - began, 6),
             "reused": sum(stage["reused"] for stage in stages),
             "stages": stages,
+            **({"collect": len(self.options.collect)} if self.options.collect else {}),
         }
         events.append(self._log, "ready", node=self.node, **figures)
         self._is_ready = True
@@ -280,7 +282,7 @@ class Agent:
                     return
                 if kill_at == math.inf:
                     share = 2 if self.options.collect else 1  # the other half is for the results
-                    kill_at = now + max(1.0, self._grace() / share)
+                    kill_at = now + max(1.0, self._grace / share)
                 if now >= kill_at:
                     self._kill_ranks()
             elif self._asked_to_end and not self._rank_lives(may_begin=self._is_ready):
@@ -329,20 +331,16 @@ class Agent:
                 self._watch = None
         return pause
 
+    @functools.cached_property
     def _grace(self) -> float:
-        """Return the seconds from a job's SIGTERM until the cleaning has to begin."""
+        """The seconds from a job's SIGTERM until the cleaning has to begin; asks Slurm."""
         return kill_wait(os.environ) - _CLEAN_SECONDS
 
     def _collect(self) -> None:
         """Bring the results back; after a signal as long as there is time."""
-        grace: list[float] = []
 
         def should_stop() -> bool:
-            if not self._asked_to_end:
-                return False
-            if not grace:
-                grace.append(self._grace())
-            return time.monotonic() >= self._asked_at + grace[0]
+            return self._asked_to_end and time.monotonic() >= self._asked_at + self._grace
 
         try:
             self._results.collect(should_stop)

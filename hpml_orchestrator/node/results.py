@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import os
 import sys
@@ -23,9 +24,9 @@ if TYPE_CHECKING:
     from hpml_orchestrator.node.options import AgentOptions
     from hpml_orchestrator.staging import CopyStager
 
-__all__ = ["NodeResults", "directory_of", "make_own"]
+__all__ = ["NodeResults", "make_own"]
 
-_NOT_BEGUN = "the node was ended before it came to this"
+_NOT_BEGUN = Collected(problem="the node was ended before it came to this")
 
 
 def make_own(options: AgentOptions, stager: CopyStager) -> None:
@@ -46,32 +47,30 @@ def make_own(options: AgentOptions, stager: CopyStager) -> None:
             ) from error
 
 
-def directory_of(target: str, attempt: Path, node: str) -> str:
-    """Return the directory for the results of one node and attempt.
-
-    Args:
-        target: as the job file has it.
-        attempt: the attempt's directory, `…/RUN/attempts/N`.
-        node: the node's name.
-    """
-    again = "" if attempt.name == "0" else f".attempt{attempt.name}"
-    return f"{target}/{attempt.parents[1].name}/{node}{again}"
-
-
 @dataclass
 class NodeResults:
     """The results of one node.
 
     Attributes:
         entries: source and target of each, the most important first.
-        attempt: the attempt's directory.
+        attempt: the attempt's directory, `…/RUN/attempts/N`.
         node: Slurm's name of this node.
     """
 
     entries: Sequence[tuple[str, str]]
     attempt: Path
     node: str
-    _rows: list[dict[str, Any]] = field(default_factory=list)
+    _rows: list[dict[str, Any]] = field(init=False)
+    _directories: list[str] = field(init=False)  # for the results of this node and attempt
+
+    def __post_init__(self) -> None:
+        self._rows = [
+            {"source": source, "node": self.node, **dataclasses.asdict(_NOT_BEGUN)}
+            for source, _ in self.entries
+        ]
+        again = "" if self.attempt.name == "0" else f".attempt{self.attempt.name}"
+        run = self.attempt.parent.parent.name
+        self._directories = [f"{target}/{run}/{self.node}{again}" for _, target in self.entries]
 
     def prepare(self) -> None:
         """Make the directories for the results, before hours are spent on them.
@@ -79,8 +78,7 @@ class NodeResults:
         Raises:
             InputError: one cannot be made or written.
         """
-        for index, (_, target) in enumerate(self.entries):
-            directory = directory_of(target, self.attempt, self.node)
+        for index, directory in enumerate(self._directories):
             try:
                 os.makedirs(directory, exist_ok=True)
                 if not os.access(directory, os.W_OK | os.X_OK):
@@ -99,23 +97,19 @@ class NodeResults:
             should_stop: says when there is no more time.
         """
         retry = Retry(time.sleep, should_stop)
-        self._rows = [
-            {"source": source, "node": self.node, "problem": _NOT_BEGUN}
-            for source, _ in self.entries
-        ]
         self._write()
-        for index, (source, target) in enumerate(self.entries):
-            directory = directory_of(target, self.attempt, self.node)
+        for row, directory in zip(self._rows, self._directories):
+            source = row["source"]
             try:
                 os.makedirs(directory, exist_ok=True)
                 found = collect(source, directory, retry)
             except OSError as error:
                 found = Collected(problem=f"{shown(directory)}: {why(error)}")
-            self._rows[index].update(dataclasses.asdict(found))
+            row.update(dataclasses.asdict(found))
             self._write()
             self._tell(source, found)
-        for _, target in self.entries:
-            self._remove_empty(directory_of(target, self.attempt, self.node))
+        for directory in self._directories:
+            self._remove_empty(directory)
 
     def _write(self) -> None:
         write_json(self.attempt / "nodes" / f"{self.node}.collected.json", {"entries": self._rows})
@@ -132,8 +126,6 @@ class NodeResults:
 
     def _remove_empty(self, directory: str) -> None:
         """Remove what was made for nothing: the node's directory, and the run's."""
-        try:
+        with contextlib.suppress(OSError):  # there is something
             os.rmdir(directory)
             os.rmdir(os.path.dirname(directory))
-        except OSError:
-            pass  # there is something

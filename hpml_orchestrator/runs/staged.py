@@ -129,9 +129,9 @@ def collected_lines(
         for row in rows:
             if row["problem"]:
                 some = f"only {counted(row['files'], 'file')} in {row['path']}"
-                what = some if row.get("path") else "NOT collected"
+                what = some if row["path"] else "NOT collected"
                 lines.append(f"{source} of {row['node']}: {what}: {row['problem']}")
-    if silent and sources:
+    if silent:
         lines.append(f"NOT collected from {', '.join(silent)}: the node ended before it could")
     return lines
 

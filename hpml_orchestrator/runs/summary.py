@@ -104,8 +104,11 @@ def _summary(state: State, attempt: Attempt) -> Summary:
     monitored = monitored_nodes(attempt)
     collected = attempt.markers("collected")
     told = {row["node"] for node in collected for row in node["entries"]}
-    silent = [event.node for event in ready if state.over and event.node not in told]
-    sources = [entry["source"] for entry in state.submission.record()["job"].get("collect", ())]
+    owing = [event.node for event in ready if event.data.get("collect")]
+    silent = [node for node in owing if state.over and node not in told]
+    sources = []
+    if owing:
+        sources = [entry["source"] for entry in state.submission.record()["job"]["collect"]]
     return Summary(
         phases=phases(
             timeline,

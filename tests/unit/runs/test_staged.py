@@ -2,10 +2,20 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
+import pytest
+
+from hpml_orchestrator.node.results import NodeResults
 from hpml_orchestrator.records.events import Event
-from hpml_orchestrator.runs.staged import payback_text, staged_entries, staged_lines
+from hpml_orchestrator.records.files import read_json
+from hpml_orchestrator.runs.staged import (
+    collected_lines,
+    payback_text,
+    staged_entries,
+    staged_lines,
+)
 
 ENTRY = {
     "name": "train",
@@ -98,3 +108,32 @@ def test_the_node_on_which_it_pays_last_counts() -> None:
     one, two, never = ({**ENTRY, "payback": {**PAYBACK, "epochs": n}} for n in (1, 2, None))
     assert staged_entries([ready(one), ready(two)])[0].payback == two["payback"]
     assert staged_entries([ready(never), ready(two)])[0].payback == never["payback"]
+
+
+def test_results_of_a_node_that_was_killed_meanwhile(tmp_path: Path) -> None:
+    """What had come is told, and what had not; so is a node that wrote nothing down."""
+
+    class KilledError(BaseException):
+        """Ends the node, as SIGKILL would."""
+
+    attempt = tmp_path / "runs" / "train-1" / "attempts" / "0"
+    (attempt / "nodes").mkdir(parents=True)
+    entries = []
+    for name in ("first", "second"):
+        (tmp_path / name).write_text(name)
+        entries.append((str(tmp_path / name), str(tmp_path / "results")))
+    results = NodeResults(entries, attempt, "n1")
+
+    def killed() -> bool:
+        if (tmp_path / "results/train-1/n1/first").exists():
+            raise KilledError
+        return False
+
+    with pytest.raises(KilledError):
+        results.collect(killed)
+    told = read_json(attempt / "nodes" / "n1.collected.json")
+    assert collected_lines([told], ["first", "second"], ["n2"]) == [
+        f"first: 1 file, 5 bytes in {tmp_path}/results/train-1/n1/first",
+        "second of n1: NOT collected: the node was ended before it came to this",
+        "NOT collected from n2: the node ended before it could",
+    ]
