@@ -371,7 +371,8 @@ def _attempt(kind: str, name: str, work: Callable[[], Outcome]) -> Outcome:
     try:
         return work()
     except (GrafanaException, HpmlError, niquests.RequestException, ValueError) as error:
-        return Outcome("failed", kind, name, _reason(error))
+        hint = _HINTS[_FORBIDDEN] if getattr(error, "status_code", 0) == _FORBIDDEN else ""
+        return Outcome("failed", kind, name, ": ".join(filter(None, (_reason(error), hint))))
 
 
 def _reason(error: BaseException) -> str:
@@ -379,8 +380,7 @@ def _reason(error: BaseException) -> str:
     if isinstance(error, GrafanaException):
         if error.status_code == _PRECONDITION_FAILED:
             return "it was changed in Grafana at this moment; push again"
-        text = str(error) if "<" not in str(error) else f"HTTP {error.status_code}"
-        return f"{text}: {_HINTS[_FORBIDDEN]}" if error.status_code == _FORBIDDEN else text
+        return str(error) if "<" not in str(error) else f"HTTP {error.status_code}"
     if isinstance(error, HpmlError):
         return str(error)
     if isinstance(error, niquests.Timeout):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import os
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -22,6 +21,7 @@ from hpml_orchestrator.check.finding import Finding, error, errors_first, warnin
 from hpml_orchestrator.check.monitor import check_monitor
 from hpml_orchestrator.check.nodes import check_room
 from hpml_orchestrator.check.paths import (
+    check_collect,
     check_modules,
     check_program,
     check_records,
@@ -192,20 +192,6 @@ def check_job(
     if "disk.most" not in {finding.code for finding in findings}:
         findings += check_room(job, profile, disk_mib=sizes.disk_mib)  # else reported already
     return Report(errors_first(findings), not_asked, notes, verdict)
-
-
-def check_collect(job: Job) -> Iterator[Finding]:
-    """Yield where results cannot be put, as far as this machine sees it."""
-    for index, entry in enumerate(job.collect):
-        path = entry.target
-        if path.startswith("{"):
-            continue
-        while not os.path.lexists(path):
-            path = os.path.dirname(path)
-        if not os.path.isdir(path) or not os.access(path, os.W_OK | os.X_OK):
-            what = "is not writable by you" if os.path.isdir(path) else "is no directory"
-            place = f"collect.{index}.target"
-            yield error("collect.target", place, entry.target, f"{path} {what}")
 
 
 def _stages(job: Job, seconds: float, *, here: bool) -> tuple[list[Finding], Sizes]:

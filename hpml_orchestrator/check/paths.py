@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from hpml_orchestrator.spec import Environment, Job
 
 __all__ = [
+    "check_collect",
     "check_modules",
     "check_program",
     "check_records",
@@ -223,6 +224,16 @@ def check_records(root: Path, *, on_nodes: bool) -> Iterator[Finding]:
             f"{root} is local to this machine ({reason}): the nodes cannot see the job's files"
         )
         yield warning("records.local", "--records", str(root), message, None, hint)
+
+
+def check_collect(job: Job) -> Iterator[Finding]:
+    """Yield where results cannot be put, as far as this machine sees it."""
+    for index, entry in enumerate(job.collect):
+        place = "" if entry.target.startswith("{") else unwritable(Path(entry.target))
+        if place:
+            what = "is not writable by you" if os.path.isdir(place) else "is no directory"
+            where = f"collect.{index}.target"
+            yield error("collect.target", where, entry.target, f"{place} {what}")
 
 
 def unwritable(path: Path) -> str:

@@ -175,17 +175,11 @@ def _unknown_placeholders(data: dict[str, Any], points: Collection[str]) -> Iter
     """Yield an error for each placeholder that names nothing; the fields are not validated yet."""
     environment = data.get("environment")
     variables = environment.get("variables") if isinstance(environment, dict) else None
-    stages = data.get("stage")
-    entries = stages if isinstance(stages, list) else []
-    names = [stage.get("name") for stage in entries if isinstance(stage, dict)]
+    names = [stage.get("name") for stage in _entries(data, "stage") if isinstance(stage, dict)]
     known = {"run.dir", "local.dir", "shm.dir"}
     known |= {*(f"stage.{name}" for name in names), *(f"point.{name}" for name in points)}
-    collect = data.get("collect")
-    results = (
-        [entry for entry in collect if isinstance(entry, dict)] if isinstance(collect, list) else []
-    )
     for whole, values in (
-        *((f"collect.{index}", entry) for index, entry in enumerate(results)),
+        *((f"collect.{index}", entry) for index, entry in enumerate(_entries(data, "collect"))),
         ("args", data.get("args")),
         ("command", data.get("command")),
         ("environment.variables", variables),
@@ -206,6 +200,12 @@ def _unknown_placeholders(data: dict[str, Any], points: Collection[str]) -> Iter
                 else:
                     continue
                 yield InputError(message, field=f"{whole}.{key}", value=value)
+
+
+def _entries(data: dict[str, Any], name: str) -> list[Any]:
+    """Return the entries of a field that is to be a list; none where it is something else."""
+    entries = data.get(name)
+    return entries if isinstance(entries, list) else []
 
 
 def _origin(given: dict[str, str], name: str) -> str:
@@ -247,11 +247,9 @@ def make_absolute(data: dict[str, Any], base: Path) -> None:
     resolve(data, "workdir")
     workdir = data.get("workdir")
     resolve(data, "script", workdir if isinstance(workdir, str) else base)
-    stages = data.get("stage")
-    for stage in stages if isinstance(stages, list) else []:
+    for stage in _entries(data, "stage"):
         resolve(stage, "source")
-    collect = data.get("collect")
-    for entry in collect if isinstance(collect, list) else []:
+    for entry in _entries(data, "collect"):
         target = entry.get("target") if isinstance(entry, dict) else None
         if not (isinstance(target, str) and target.startswith("{")):
             resolve(entry, "target")

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, fields
 from types import MappingProxyType
 from typing import Any
 
-__all__ = ["LOCAL_CLUSTER", "JobFacts", "JobSeen", "Jobs", "JobsBoard", "facts_of"]
+__all__ = ["LOCAL_CLUSTER", "JobFacts", "JobSeen", "Jobs", "JobsBoard", "facts_of", "job_key"]
 
 _LONGEST_TEXT = 256
 LOCAL_CLUSTER = re.compile(r"local-[0-9a-f]{6}")  # what hpml's local backend calls itself
@@ -66,7 +66,7 @@ class JobFacts:
 
         Runs of the local backend have numbers of their own: theirs is as local-3fa9c1-7.
         """
-        return f"{self.cluster}-{self.jobid}" if self.cluster else self.jobid
+        return job_key(self.jobid, self.cluster)
 
 
 @dataclass(frozen=True)
@@ -127,6 +127,11 @@ class JobsBoard:
     def wait(self, seconds: float) -> bool:
         """Wait for the first view; returns whether it is there."""
         return self._posted.wait(seconds)
+
+
+def job_key(jobid: str, cluster: str) -> str:
+    """Return `JobFacts.key` for a number, and the records of a local run or nothing."""
+    return f"{cluster}-{jobid}" if cluster else jobid
 
 
 def facts_of(data: Mapping[str, Any]) -> JobFacts:

@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from itertools import islice
 
 from hpml_exporters.core import procfs
+from hpml_exporters.jobs.board import job_key
 
 __all__ = ["FoundJob", "GroupJobs"]
 
@@ -51,8 +52,8 @@ class FoundJob:
 
     @property
     def key(self) -> str:
-        """What names it on this node, see `Jobs.by_id`."""
-        return f"{self.cluster}-{self.jobid}" if self.cluster else self.jobid
+        """What names it on this node, as `JobFacts.key`."""
+        return job_key(self.jobid, self.cluster)
 
 
 @dataclass(frozen=True)
