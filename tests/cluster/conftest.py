@@ -17,6 +17,8 @@ from typing import Any
 
 import pytest
 
+from hpml_orchestrator.records.files import write_text
+from hpml_orchestrator.records.process import read_stat
 from tests.cluster.hpml_on_slurm import Desk
 from tests.cluster.user import Directories, install
 
@@ -82,13 +84,19 @@ class SlurmCluster:
     def configured(self, line: str) -> Iterator[None]:
         """Have the controller read one more line of slurm.conf, for a while."""
         before = self.slurm_conf.read_text()
-        self.slurm_conf.write_text(f"{before}{line}\n")
-        self.run("scontrol", "reconfigure")
+        self.reconfigure(f"{before}{line}\n")
         try:
             yield
         finally:
-            self.slurm_conf.write_text(before)
-            self.run("scontrol", "reconfigure")
+            self.reconfigure(before)
+
+    def reconfigure(self, text: str) -> None:
+        """Have the daemons read another slurm.conf.
+
+        It is replaced whole: a slurmd that still answers the last call ends when it finds it empty.
+        """
+        write_text(self.slurm_conf, text)
+        self.run("scontrol", "reconfigure")
 
     def exec(self, node: str, *command: str | Path) -> subprocess.CompletedProcess[str]:
         """Runs a command on a node, outside of any job; the caller looks at its status."""
@@ -171,6 +179,26 @@ def slurm_cluster() -> Iterator[SlurmCluster]:
     """
     with booted("--nodes", "2", "--cpus", "4", "--gpus", "2") as cluster:
         yield cluster
+
+
+@pytest.fixture(autouse=True)
+def daemons_live(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Fail at once, with a daemon's last words, where each test would wait for it in vain."""
+
+    def check() -> None:
+        for name, pid in cluster.pids.items():
+            stat = read_stat(pid)
+            if stat is None or stat.ended:
+                log = (cluster.box / "log" / f"{name}.log").read_text(errors="replace")
+                pytest.fail(f"{name} ended:\n{log[-2000:]}", pytrace=False)
+
+    if "slurm_cluster" not in request.fixturenames:
+        yield
+        return
+    cluster: SlurmCluster = request.getfixturevalue("slurm_cluster")
+    check()
+    yield
+    check()
 
 
 @pytest.fixture

@@ -81,20 +81,18 @@ def rich_cluster() -> Iterator[SlurmCluster]:
             for partition, words in NAMING.items():
                 name = f"PartitionName={partition} "
                 _edit(cluster, name, f"{name}{words} ")
-            cluster.run("scontrol", "reconfigure")
             yield cluster
 
 
 def enforce(cluster: SlurmCluster, how: str) -> None:
     """Set EnforcePartLimits, and have the controller read it."""
     _edit(cluster, r"EnforcePartLimits=\w+", f"EnforcePartLimits={how}")
-    cluster.run("scontrol", "reconfigure")
 
 
 def _edit(cluster: SlurmCluster, old: str, new: str) -> None:
     text, count = re.subn(old, new, cluster.slurm_conf.read_text())
     assert count == 1
-    cluster.slurm_conf.write_text(text)
+    cluster.reconfigure(text)
 
 
 def as_user(

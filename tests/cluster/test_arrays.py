@@ -122,9 +122,8 @@ def test_without_accounting_ends_are_kept(bare: Desk) -> None:
     for index in (1, 3):  # a controller that reads its settings anew may refuse a step just then
         output = bare.records / "runs" / f"{sid}.{index}" / "output.log"
         eventually(partial(says, output, "staged hello"))
-    conf = bare.cluster.slurm_conf
-    conf.write_text(re.sub(r"MinJobAge=\d+", "MinJobAge=2", conf.read_text()))
-    bare.slurm("scontrol", "reconfigure")
+    conf = bare.cluster.slurm_conf.read_text()
+    bare.cluster.reconfigure(re.sub(r"MinJobAge=\d+", "MinJobAge=2", conf))
     eventually(
         lambda: f"{job_id}_2" not in bare.slurm("squeue", "--states=all", "-h", "-r", "-o", "%i"),
         what="the failed task is forgotten",
