@@ -245,15 +245,16 @@ def verify_results(
     Returns:
         The lines to print, and whether results are missing.
     """
-    there: dict[str, bool] = {}
-    missing = False
-    for row in (row for node in nodes for row in node.get("entries", ())):
-        source = str(row.get("source", ""))
-        found = bool(row.get("path") or row.get("problem"))
-        there[source] = there.get(source, False) or found
-        missing = missing or bool(row.get("problem"))
-    nowhere = [source for source, found in there.items() if not found and completed]
-    return [f"nothing to collect: no node has {source}" for source in nowhere], missing
+    rows = [row for node in nodes for row in node.get("entries", ())]
+    missing = any(row.get("problem") for row in rows)
+    lines = []
+    if completed:
+        found = {row["source"] for row in rows if row["path"] or row["problem"]}
+        for source in dict.fromkeys(row["source"] for row in rows if row["source"] not in found):
+            beside = {name for row in rows if row["source"] == source for name in row["beside"]}
+            there = f"; beside it: {', '.join(sorted(beside))}" if beside else ""
+            lines.append(f"NOT collected: no node has {source}{there}")
+    return lines, missing or bool(lines)
 
 
 def _proofs(proofs: Iterable[dict[str, Any]]) -> dict[str, NodeProof]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import heapq
 import os
 import sys
 import time
@@ -65,7 +66,7 @@ class NodeResults:
 
     def __post_init__(self) -> None:
         self._rows = [
-            {"source": source, "node": self.node, **dataclasses.asdict(_NOT_BEGUN)}
+            {"source": source, "node": self.node, "beside": [], **dataclasses.asdict(_NOT_BEGUN)}
             for source, _ in self.entries
         ]
         again = "" if self.attempt.name == "0" else f".attempt{self.attempt.name}"
@@ -106,6 +107,8 @@ class NodeResults:
             except OSError as error:
                 found = Collected(problem=f"{shown(directory)}: {why(error)}")
             row.update(dataclasses.asdict(found))
+            if not found.path:
+                row["beside"] = _names(os.path.dirname(source))
             self._write()
             self._tell(source, found)
         for directory in self._directories:
@@ -129,3 +132,10 @@ class NodeResults:
         with contextlib.suppress(OSError):  # there is something
             os.rmdir(directory)
             os.rmdir(os.path.dirname(directory))
+
+
+def _names(directory: str) -> list[str]:
+    """Return the first few names in a directory, for someone who meant one of them."""
+    with contextlib.suppress(OSError):
+        return [shown(name) for name in heapq.nsmallest(5, os.listdir(directory))]
+    return []

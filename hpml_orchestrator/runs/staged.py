@@ -125,7 +125,9 @@ def collected_lines(
             where = first if len(there) == 1 else f"{_above(first)}/NODE of {len(there)} nodes"
             lines.append(f"{source}: {files}, {size} in {where}")
         elif whole:
-            lines.append(f"{source}: nothing there")
+            beside = sorted({name for row in whole for name in row["beside"]})
+            others = f"; beside it: {', '.join(beside)}" if beside else ""
+            lines.append(f"{source}: nothing there{others}")
         for row in rows:
             if row["problem"]:
                 some = f"only {counted(row['files'], 'file')} in {row['path']}"

@@ -215,7 +215,6 @@ def test_results_come_back_however_a_job_ends(desk: Stager, how: str) -> None:
     results = [
         {"source": "{local.dir}/best.pt", "target": "results"},
         {"source": "{local.dir}/out", "target": "results"},
-        {"source": "{shm.dir}/none", "target": "{run.dir}/more"},
     ]
     file = desk.job(
         name="results",
@@ -225,20 +224,33 @@ def test_results_come_back_however_a_job_ends(desk: Stager, how: str) -> None:
     )
     ran = desk.json("run", "--local", file, code=code)
     assert ran["state"] == state
-    model, out, none = ran["summary"]["collected"]
+    model, out = ran["summary"]["collected"]
     home = desk.root / "results" / ran["id"]
     assert Path(model["path"]).parents[1] == home
     assert Path(model["path"]).read_text() == "2\n"
     names = {path.name for path in Path(out["path"]).iterdir()}
     assert names == ({"a", "last"} if state == "TIMEOUT" else {"a"})
-    assert (none["path"], none["problem"]) == ("", "")
     assert [one["files"] for one in (model, out)] == [1, len(names)]
     assert not Path(model["source"]).parent.exists()
-    assert not list((Path(ran["directory"]) / "more").iterdir()), "made for nothing"
     shown = desk.hpml("show", "last")
     assert f"collected  {{local.dir}}/best.pt: 1 file, 2 bytes in {model['path']}" in shown
-    told = "nothing to collect: no node has /dev/shm"
-    assert (told in Path(ran["output"]).read_text("utf-8")) is (state == "COMPLETED")
+
+
+@pytest.mark.parametrize(("end", "code"), [("true", 8), ("exit 3", 3)])
+def test_results_that_no_node_has(desk: Stager, end: str, code: int) -> None:
+    """A job that ended well fails; output and `show` name what is there instead of it."""
+    file = desk.job(
+        name="typo",
+        command=["bash", "-c", f"touch $0/model.pt; {end}", "{local.dir}"],
+        collect=[{"source": "{local.dir}/modle.pt", "target": "{run.dir}/more"}],
+    )
+    ran = desk.json("run", "--local", file, code=6)
+    assert (ran["state"], ran["exit_code"]) == ("FAILED", code)
+    assert not list((Path(ran["directory"]) / "more").iterdir()), "made for nothing"
+    told = "modle.pt; beside it: model.pt\n"
+    assert (told in Path(ran["output"]).read_text("utf-8")) is (code == 8)
+    there = "{local.dir}/modle.pt: nothing there; beside it: model.pt"
+    assert there in desk.hpml("show", "last")
 
 
 def test_the_own_directory_is_listed(desk: Stager) -> None:
