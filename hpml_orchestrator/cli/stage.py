@@ -154,18 +154,6 @@ def stage(
             "unpacked.",
         ),
     ] = "auto",
-    epochs: Annotated[
-        int | None,
-        typer.Option(
-            "--epochs",
-            metavar="N",
-            min=1,
-            max=1_000_000,
-            help="With --to auto: how often the data will be read. A timed sample shows whether "
-            "copying pays off; if not, the data is used in place.",
-            show_default="unknown",
-        ),
-    ] = None,
     no_hash: Annotated[
         bool,
         typer.Option("--no-hash", help="No digests: faster, but the copy cannot be verified."),
@@ -216,8 +204,6 @@ def stage(
     if trust_mtime and (to == "auto" or not keep):
         message = "needs --keep, and --to with a target other than auto"
         raise InputError(message, field="--trust-mtime")
-    if to != "auto":
-        refuse_with(f"--to {to}", {"--epochs": epochs is not None})
     if to not in {"auto", "local"}:
         refuse_with(f"--to {to}", {"--local-dir": local_dir is not None})
     with _option_names():
@@ -238,12 +224,10 @@ def stage(
         hash=not no_hash, processes=processes, threads=threads, opens_per_second=opens_per_second
     )
     with _option_names(to, bases, local_dir):
-        _stage(errands, bases, options, epochs, field or ("json" if as_json else ""))
+        _stage(errands, bases, options, field or ("json" if as_json else ""))
 
 
-def _stage(
-    errands: list[Errand], bases: Bases, options: EngineOptions, epochs: int | None, form: str
-) -> None:
+def _stage(errands: list[Errand], bases: Bases, options: EngineOptions, form: str) -> None:
     """Stage one source after the other; print each as soon as it is there, JSON at the end."""
     outcomes: list[Outcome] = []
     names = [errand.request.name for errand in errands]
@@ -255,7 +239,7 @@ def _stage(
 
     try:
         with stoppable(left) as stop:
-            for outcome in _outcomes(errands, bases, options, epochs, stop, quiet=bool(form)):
+            for outcome in _outcomes(errands, bases, options, stop, quiet=bool(form)):
                 outcomes.append(outcome)
                 if form == "":
                     _print(outcome)
@@ -271,7 +255,6 @@ def _outcomes(
     errands: list[Errand],
     bases: Bases,
     options: EngineOptions,
-    epochs: int | None,
     stop: Stop,
     *,
     quiet: bool,
@@ -295,7 +278,7 @@ def _outcomes(
                 checks_source=True,
             )
             try:
-                outcome = run_errand(errand, stager, bases, supply_of, epochs=epochs)
+                outcome = run_errand(errand, stager, bases, supply_of)
             finally:
                 stager.leave()
         yield outcome

@@ -1,31 +1,68 @@
-"""Target `auto` on this node: look at the source and at the places, then `choose`."""
+"""Target `auto`: into RAM, onto the node's disk, or leave the data where it is; and why.
+
+What does not fit is never chosen. Files in RAM count as the job's memory: of what is free there,
+half is left to the job itself.
+"""
 
 from __future__ import annotations
 
 import os
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
+from hpml_orchestrator.errors import CapacityError, InputError
+from hpml_orchestrator.records.texts import human_bytes
 from hpml_orchestrator.staging.capacity import Room, file_system_type, room_at
-from hpml_orchestrator.staging.choose import Candidate, Choice, Origin, choose
 from hpml_orchestrator.staging.faults import why
 from hpml_orchestrator.staging.mounts import MEMORY_TYPES, SHARED_TYPES, is_own_type
-from hpml_orchestrator.staging.request import kind_of
-from hpml_orchestrator.staging.sample import epoch_seconds, sample_source, sample_target
+from hpml_orchestrator.staging.request import IN_PLACE, kind_of
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
+    from hpml_orchestrator.staging.capacity import Need
     from hpml_orchestrator.staging.plan import Plan
     from hpml_orchestrator.staging.request import Bases, StageRequest
 
-__all__ = ["TARGETS", "choose_target", "own_storage"]
+__all__ = ["NO_ROOM", "Candidate", "Choice", "choose", "choose_target", "own_storage"]
 
-TARGETS = ("shm", "local")
+_TARGETS = ("shm", "local")
 """In the order of preference."""
 
 NO_ROOM = Room(0, "no place to stage to", None, 4096, in_memory=False)
 _USABLE_KINDS = frozenset({"tree", "file"})
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A place that the data could go to.
+
+    Attributes:
+        target: "shm" or "local".
+        need: what the data takes there; None when the place cannot be looked at.
+        room: what is free there; None likewise.
+        refused: why the place cannot be used at all; "" when it can.
+    """
+
+    target: str
+    need: Need | None = None
+    room: Room | None = None
+    refused: str = ""
+
+
+@dataclass(frozen=True)
+class Choice:
+    """What was chosen.
+
+    Attributes:
+        target: "shm", "local" or IN_PLACE.
+        why: in a few words.
+        others: (target, why not) of all that was not chosen.
+    """
+
+    target: str
+    why: str
+    others: tuple[tuple[str, str], ...]
 
 
 def choose_target(
@@ -33,7 +70,6 @@ def choose_target(
     bases: Bases,
     plan: Callable[[Room], Plan],
     *,
-    epochs: int | None = None,
     room: Callable[[str], Room] = room_at,
     own: Callable[[str], str] | None = None,
 ) -> Choice:
@@ -44,8 +80,6 @@ def choose_target(
         bases: what "shm" and "local" stand for on this node.
         plan: measures the source; called once with the largest room that there is, and not at all
             where the data need not be moved.
-        epochs: how often everything will be read; with it, source and places are timed for a moment
-            each, and what does not pay is not chosen. None: it is not known.
         room: measures the room in a directory.
         own: tells the node's own storage; `own_storage` when left out.
 
@@ -56,18 +90,54 @@ def choose_target(
         OSError: likewise.
     """
     usable = kind_of(request) in _USABLE_KINDS
-    origin = Origin(request.source, (own or own_storage)(request.source), usable)
-    if origin.own and usable:
-        return choose(origin, [Candidate(target, "") for target in TARGETS], epochs=epochs)
-    places = [_place(target, bases, room) for target in TARGETS]
+    storage = (own or own_storage)(request.source) if usable else ""
+    if storage:
+        here = f"it is on this node's own {storage} already"
+        return Choice(IN_PLACE, here, tuple((target, here) for target in _TARGETS))
+    places = [_place(target, bases, room) for target in _TARGETS]
     rooms = [one.room for one in places if one.room is not None]
     found = plan(max(rooms, key=lambda one: one.bytes, default=NO_ROOM))
-    candidates = [_needing(one, found) for one in places]
-    if epochs is not None and usable:
-        source = epoch_seconds(sample_source(found), len(found.files), found.bytes)
-        origin = replace(origin, epoch_seconds=source)
-        candidates = [_timed(one, found, source) for one in candidates]
-    return choose(origin, candidates, epochs=epochs)
+    candidates = [
+        replace(one, need=found.need(one.room.block_bytes, one.room.inode_bytes))
+        if one.room
+        else one
+        for one in places
+    ]
+    return choose(request.source, candidates, usable=usable)
+
+
+def choose(source: str, candidates: Sequence[Candidate], *, usable: bool = True) -> Choice:
+    """Choose the first candidate that fits; else the data stays where it is.
+
+    Args:
+        source: where the data is, for errors.
+        candidates: in the order of preference.
+        usable: a training can read it there; an archive that shall be unpacked it cannot.
+
+    Raises:
+        CapacityError: nothing fits, and the data cannot be used where it is.
+        InputError: there is no place at all, and the data cannot be used where it is.
+    """
+    faults = {one.target: _fault(one) for one in candidates}
+    best = next((one for one in candidates if not faults[one.target]), None)
+    if best is not None:
+        others = [
+            (one.target, faults[one.target] or f"{best.target} comes first")
+            for one in candidates
+            if one is not best
+        ]
+        there = "every epoch would read from afar" if usable else "it must be unpacked"
+        return Choice(best.target, _fits(best), (*others, (IN_PLACE, there)))
+    if usable:
+        return Choice(IN_PLACE, "nothing fits", tuple(faults.items()))
+    told = "; ".join(f"{target}: {fault}" for target, fault in faults.items())
+    kind = CapacityError if any(not one.refused for one in candidates) else InputError
+    raise kind(
+        f"{told}; and it cannot be used where it is, for it must be unpacked",
+        field="--to",
+        value="auto",
+        hint=f"unpack {source} elsewhere, or name a directory with --to",
+    )
 
 
 def own_storage(path: str, *, proc_root: str = "/proc", sys_root: str = "/sys") -> str:
@@ -99,34 +169,42 @@ def _place(target: str, bases: Bases, room: Callable[[str], Room]) -> Candidate:
     """Return a place with its room, or with why it cannot be used."""
     base = bases.shm if target == "shm" else bases.local
     if not base:
-        return Candidate(target, "", refused="this node has no such directory")
+        return Candidate(target, refused="this node has no such directory")
     try:
         kind = file_system_type(base)
         if kind in SHARED_TYPES:
-            return Candidate(target, base, refused=f"{base} lies on {kind}, which nodes share")
+            return Candidate(target, refused=f"{base} lies on {kind}, which nodes share")
         if not os.access(base, os.W_OK | os.X_OK):
-            return Candidate(target, base, refused=f"{base} cannot be written")
-        return Candidate(target, base, room=room(base))
+            return Candidate(target, refused=f"{base} cannot be written")
+        return Candidate(target, room=room(base))
     except OSError as error:
-        return Candidate(target, base, refused=f"{base}: {why(error)}")
+        return Candidate(target, refused=f"{base}: {why(error)}")
 
 
-def _needing(one: Candidate, plan: Plan) -> Candidate:
-    if one.room is None:
-        return one
-    return replace(one, need=plan.need(one.room.block_bytes, one.room.inode_bytes))
+def _allowed(room: Room) -> int:
+    """Return the bytes that may be staged: of memory half of what is free, of a disk all."""
+    return room.bytes // 2 if room.in_memory else room.bytes
 
 
-def _timed(one: Candidate, plan: Plan, source_seconds: float | None) -> Candidate:
-    if one.refused or one.fault() or source_seconds is None:
-        return one
-    try:
-        written, read = sample_target(one.where, plan.files)
-    except OSError as error:
-        return replace(one, refused=f"{one.where} cannot be written: {why(error)}")
-    files, size = len(plan.files), plan.bytes
-    writing = epoch_seconds(written, files, size)
-    reading = epoch_seconds(read, files, size)
-    if writing is None or reading is None:
-        return one
-    return replace(one, epoch_seconds=reading, stage_seconds=source_seconds + writing)
+def _fault(one: Candidate) -> str:
+    """Return why the data cannot go to a place; "" when it can."""
+    if one.refused or one.need is None or one.room is None:
+        return one.refused or "its room is not known"
+    need, room = one.need, one.room
+    least = "at least " if need.at_least else ""
+    if need.bytes > _allowed(room):
+        part = "half of " if room.in_memory else ""
+        return (
+            f"needs {least}{human_bytes(need.bytes)}, and {part}what is free is "
+            f"{human_bytes(_allowed(room))} ({room.limit})"
+        )
+    if room.inodes is not None and need.inodes > room.inodes:
+        return f"needs {least}{need.inodes} inodes, and {room.inodes} are free"
+    return ""
+
+
+def _fits(one: Candidate) -> str:
+    assert one.need is not None  # noqa: S101 - it fits
+    assert one.room is not None  # noqa: S101 - likewise
+    part = ", half of what is free" if one.room.in_memory else " that are free"
+    return f"{human_bytes(one.need.bytes)} fit in the {human_bytes(_allowed(one.room))}{part}"

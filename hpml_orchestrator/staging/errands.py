@@ -9,8 +9,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from hpml_orchestrator.errors import InputError, NotFoundError, StagingError, nearest
-from hpml_orchestrator.staging.auto import NO_ROOM, choose_target
-from hpml_orchestrator.staging.choose import Choice
+from hpml_orchestrator.staging.auto import NO_ROOM, Choice, choose_target
 from hpml_orchestrator.staging.faults import UNREADABLE, shown, why
 from hpml_orchestrator.staging.request import IN_PLACE, SUFFIXES, Bases, StageRequest, StageResult
 
@@ -143,7 +142,6 @@ def run_errand(
     bases: Bases,
     supply_of: Callable[[StageRequest, Room], LocalSupply],
     *,
-    epochs: int | None = None,
     clock: Callable[[], float] = time.monotonic,
 ) -> Outcome:
     """Choose the target where that is asked for, and stage.
@@ -153,7 +151,6 @@ def run_errand(
         stager: brings it.
         bases: what "shm" and "local" stand for.
         supply_of: opens the source where a target is to be chosen; it is looked at once.
-        epochs: how often everything will be read; None: not known.
         clock: seconds.
 
     Raises:
@@ -176,7 +173,7 @@ def run_errand(
 
     try:
         try:
-            choice = choose_target(request, bases, plan, epochs=epochs)
+            choice = choose_target(request, bases, plan)
             if choice.target == IN_PLACE:
                 found = opened[0].plan() if opened else plan(NO_ROOM)
                 return Outcome(request, _in_place(request, found, clock() - begin), choice)

@@ -10,20 +10,40 @@ from __future__ import annotations
 
 import math
 import os
+import time
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Any, Optional, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Optional, Protocol
 
 from hpml_orchestrator.staging.delivery import COLLECTIVE
-from hpml_orchestrator.staging.sample import epoch_seconds, sample_staged
 
 if TYPE_CHECKING:
-    from hpml_orchestrator.staging.request import StageResult
-    from hpml_orchestrator.staging.sample import Sample
+    from collections.abc import Callable
 
-__all__ = ["Payback", "break_even", "payback_of"]
+    from hpml_orchestrator.staging.request import StageResult
+
+__all__ = ["Payback", "Sample", "break_even", "payback_of", "sample_staged"]
 
 _MOST_SECONDS = 0.5
 _LEAST_SECONDS = 0.02
+_MOST_FILE_BYTES = 8 << 20
+_BLOCK_BYTES = 1 << 20
+_READ = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
+
+
+class Sample(NamedTuple):
+    """What reading took: the opens, and the bytes.
+
+    Attributes:
+        files: how many were opened.
+        open_seconds: for all of them.
+        bytes: how many were read.
+        read_seconds: for all of them.
+    """
+
+    files: int
+    open_seconds: float
+    bytes: int
+    read_seconds: float
 
 
 class _Reread(Protocol):
@@ -69,6 +89,43 @@ def break_even(stage_seconds: float, remote_seconds: float, local_seconds: float
     return max(1, math.floor(stage_seconds / saved) + 1)
 
 
+def sample_staged(
+    path: str, *, seconds: float = 0.5, clock: Callable[[], float] = time.perf_counter
+) -> Sample:
+    """Read the beginnings of staged files for a while; those that cannot be read are passed over.
+
+    Args:
+        path: where the staged data lie.
+        seconds: stop after so long.
+        clock: seconds.
+    """
+    begin = clock()
+    files = size = 0
+    opening = reading = 0.0
+    for name in (f"{top}/{name}" for top, _, names in os.walk(path) for name in names):
+        start = clock()
+        if start - begin > seconds:
+            break
+        try:
+            fd = os.open(name, _READ)
+        except OSError:
+            continue
+        opened = clock()
+        got = 0
+        try:
+            while got < _MOST_FILE_BYTES and (block := os.read(fd, _BLOCK_BYTES)):
+                got += len(block)
+        except OSError:
+            continue
+        finally:
+            os.close(fd)
+        files += 1
+        size += got
+        opening += opened - start
+        reading += clock() - opened
+    return Sample(files, opening, size, reading)
+
+
 def payback_of(result: StageResult, *, reread: _Reread = sample_staged) -> Optional[Payback]:  # noqa: UP045
     """Return whether staging pays; None where this node did not read the source itself.
 
@@ -89,9 +146,21 @@ def payback_of(result: StageResult, *, reread: _Reread = sample_staged) -> Optio
     # the ranks wait for it: a tenth of what they have waited at most
     seconds = min(_MOST_SECONDS, max(_LEAST_SECONDS, result.seconds / 10))
     sample = reread(result.path, seconds=seconds)
-    alone = epoch_seconds(sample, result.files, result.bytes)
+    alone = _epoch_seconds(sample, result.files, result.bytes)
     if alone is None:
         return None
     local = alone / min(readers, len(os.sched_getaffinity(0)))  # what waits for nobody needs a CPU
     remote = result.read_seconds / readers
     return Payback(result.seconds, remote, local, break_even(result.seconds, remote, local))
+
+
+def _epoch_seconds(sample: Sample, files: int, size: int) -> float | None:
+    """Return the time of so many files and bytes, one after the other; None without a sample.
+
+    files * (time of an open) + bytes * (time of a byte): the sample need not have files as large as
+    those that it stands for.
+    """
+    if not sample.files or (size and not sample.bytes):
+        return None
+    opens = files * sample.open_seconds / sample.files
+    return opens + (size * sample.read_seconds / sample.bytes if sample.bytes else 0.0)

@@ -214,7 +214,7 @@ def test_completion_of_runs(shell: Shell, kind: str) -> None:
         ("stat", "status"),
         ("stage ver", "verify"),
         ("stage data ver", ""),
-        ("stage data --epo", "--epochs"),
+        ("stage data --ope", "--opens-per-second"),
         ("stage clean --ol", "--older"),
     ],
 )

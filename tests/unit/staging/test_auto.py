@@ -7,14 +7,19 @@ from pathlib import Path
 
 import pytest
 
-from hpml_orchestrator.errors import CapacityError
-from hpml_orchestrator.staging.auto import NO_ROOM, choose_target, own_storage
-from hpml_orchestrator.staging.capacity import Room, room_at
+from hpml_orchestrator.errors import CapacityError, InputError
+from hpml_orchestrator.staging.auto import (
+    NO_ROOM,
+    Candidate,
+    choose,
+    choose_target,
+    own_storage,
+)
+from hpml_orchestrator.staging.capacity import Need, Room, room_at
 from hpml_orchestrator.staging.errands import name_of, names_of
 from hpml_orchestrator.staging.faults import Retry
 from hpml_orchestrator.staging.plan import Plan, scan_tree
 from hpml_orchestrator.staging.request import IN_PLACE, Bases, StageRequest
-from hpml_orchestrator.staging.sample import epoch_seconds, sample_source, sample_target
 
 RETRY = Retry(lambda _seconds: None, lambda: False)
 
@@ -98,39 +103,54 @@ def test_archives_must_go_somewhere(tmp_path: Path, bases: Bases) -> None:
         )
 
 
-def test_epochs_are_timed(tree: Path, bases: Bases) -> None:
-    """Of one epoch nothing can be gained: staging reads it all once, and writes it too."""
-    found = choose_target(
-        ask(tree), bases, lambda _room: scan_tree(str(tree), RETRY), epochs=1, own=far
-    )
-    assert found.target == IN_PLACE
-    assert "1 epoch from there: " in dict(found.others)["shm"]
-    assert os.listdir(bases.shm) == os.listdir(bases.local) == []
+GIB = 1 << 30
 
 
-def test_samples_count_what_they_read(tree: Path, tmp_path: Path) -> None:
-    """All of a small tree; nothing of the target is left; files that vanished are passed over."""
-    plan = scan_tree(str(tree), RETRY)
-    found = sample_source(plan)
-    assert (found.files, found.bytes) == (40, 40_000)
-    (tree / "3.bin").unlink()
-    assert sample_source(plan).files == 39
-    written, read = sample_target(str(tmp_path), plan.files)
-    assert (written.files, written.bytes) == (read.files, read.bytes) == (40, 40_000)
-    assert [name for name in os.listdir(tmp_path) if name.startswith(".")] == []
-    assert sample_source(plan, most_bytes=5000).files == 5
-    now = iter(range(1000))
-    assert sample_source(plan, seconds=3, clock=lambda: float(next(now))).files == 1
+def place(target: str, need: int, free: int, inodes: int | None = None) -> Candidate:
+    room = Room(free, "a limit", inodes, 4096, in_memory=target == "shm")
+    return Candidate(target, Need(need, 10), room)
 
 
-def test_an_epoch_is_made_of_opens_and_bytes() -> None:
-    """10 files of 1 s each to open and 100 bytes at 10 bytes/s."""
-    from hpml_orchestrator.staging.sample import Sample  # noqa: PLC0415
+@pytest.mark.parametrize(
+    ("places", "target", "why_not"),
+    [
+        ([place("shm", GIB, 2 * GIB), place("local", 1, GIB)], "shm", "shm comes first"),
+        (
+            [place("shm", GIB + 1, 2 * GIB), place("local", GIB + 1, GIB + 1)],
+            "local",
+            "needs 1.0 GiB, and half of what is free is 1.0 GiB (a limit)",
+        ),
+        (
+            [place("shm", 1, GIB, 9), place("local", 1, GIB)],
+            "local",
+            "needs 10 inodes, and 9 are free",
+        ),
+        ([place("local", GIB, GIB), Candidate("shm")], "local", "its room is not known"),
+        ([Candidate("shm", refused="no"), place("local", 2, 1)], IN_PLACE, "no"),
+    ],
+)
+def test_the_first_place_that_fits_is_chosen(
+    places: list[Candidate], target: str, why_not: str
+) -> None:
+    """Memory to half of what is free, a disk to all of it, and neither beyond its inodes."""
+    found = choose("/scratch/data", places)
+    assert found.target == target
+    assert found.others[0][1] == why_not
+    assert {target, *dict(found.others)} == {"shm", "local", IN_PLACE}
+    assert found.why
 
-    assert epoch_seconds(Sample(2, 2.0, 20, 2.0), 10, 100) == 20.0
-    assert epoch_seconds(Sample(0, 0.0, 0, 0.0), 10, 100) is None
-    assert epoch_seconds(Sample(2, 2.0, 0, 0.0), 10, 0) == 10.0
-    assert epoch_seconds(Sample(2, 2.0, 0, 0.0), 10, 100) is None
+
+def test_what_must_be_unpacked_fits_or_is_an_error() -> None:
+    """It is never used where it is; without any place it is the request that is wrong."""
+    fits = choose("/scratch/a.tar", [place("shm", 1, GIB)], usable=False)
+    assert fits.others == ((IN_PLACE, "it must be unpacked"),)
+    large = [place("shm", 3 * GIB, GIB), place("local", 3 * GIB, GIB)]
+    with pytest.raises(CapacityError, match="shm: needs 3.0 GiB.*local: needs.*must be unpacked"):
+        choose("/scratch/a.tar", large, usable=False)
+    nowhere = [Candidate(one, refused="is not there") for one in ("shm", "local")]
+    with pytest.raises(InputError, match="shm: is not there; local: is not there") as caught:
+        choose("/scratch/a.tar", nowhere, usable=False)
+    assert not isinstance(caught.value, CapacityError)
 
 
 MOUNTS = """\
@@ -195,8 +215,6 @@ def test_names_are_made_of_paths(source: str, name: str) -> None:
 
 def test_equal_names_are_an_error_with_both() -> None:
     """Two directories of one name cannot both be staged by it."""
-    from hpml_orchestrator.errors import InputError  # noqa: PLC0415
-
     assert names_of(["a/train", "a/val"]) == ["train", "val"]
     with pytest.raises(InputError, match=r"a/train and b/Train\.tar would both be called train"):
         names_of(["a/train", "b/Train.tar"])

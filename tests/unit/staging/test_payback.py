@@ -11,8 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hpml_orchestrator.staging import CopyStager, StageRequest, StageResult
-from hpml_orchestrator.staging.payback import Payback, break_even, payback_of
-from hpml_orchestrator.staging.sample import Sample, sample_staged
+from hpml_orchestrator.staging.payback import Payback, Sample, break_even, payback_of, sample_staged
 
 if TYPE_CHECKING:
     from collections.abc import Callable
