@@ -15,7 +15,7 @@ from hpml_orchestrator.staging.squash import SquashSource
 from hpml_orchestrator.staging.squash import check_start as check_squash_start
 from hpml_orchestrator.staging.streams import compression_of
 from hpml_orchestrator.staging.tarheaders import BLOCK, check_start
-from hpml_orchestrator.staging.tarplain import TarSource
+from hpml_orchestrator.staging.tarsource import TarSource
 from hpml_orchestrator.staging.zipsource import ZipSource, check_end
 
 if TYPE_CHECKING:

@@ -33,7 +33,7 @@ from hpml_orchestrator.staging.files import remove_tree
 from hpml_orchestrator.staging.plan import HardLink, Symlink, scan_tree
 from hpml_orchestrator.staging.progress import Progress
 from hpml_orchestrator.staging.sources import FileSource, TreeSource, open_source
-from hpml_orchestrator.staging.tarplain import TarSource
+from hpml_orchestrator.staging.tarsource import TarSource
 from hpml_orchestrator.staging.verify import verify
 
 if TYPE_CHECKING:

@@ -24,7 +24,7 @@ from hpml_orchestrator.packing.index import Archive, Row, write_index
 from hpml_orchestrator.staging import Bases, CopyStager, StageRequest, members
 from hpml_orchestrator.staging.batches import WHOLE, share_out
 from hpml_orchestrator.staging.faults import Retry
-from hpml_orchestrator.staging.tarplain import TarSource
+from hpml_orchestrator.staging.tarsource import TarSource
 from hpml_orchestrator.staging.zipsource import ZipSource
 
 if TYPE_CHECKING:
