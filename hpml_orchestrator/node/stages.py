@@ -21,8 +21,7 @@ from hpml_orchestrator.staging import (
 )
 from hpml_orchestrator.staging.faults import shown, why
 from hpml_orchestrator.staging.manners import array_delay, open_rate
-from hpml_orchestrator.staging.many.distribute import supply_for
-from hpml_orchestrator.staging.many.model import Rates
+from hpml_orchestrator.staging.many.ways import Rates, supply_for
 from hpml_orchestrator.staging.payback import Payback, payback_of
 
 if TYPE_CHECKING:

@@ -32,7 +32,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
-from hpml_orchestrator.staging.many.model import Rates, choose, seconds_of
+from hpml_orchestrator.staging.many.ways import Rates, choose, seconds_of
 from tests.unit.staging.many.networks import Network, NoNetworkError
 from tests.unit.staging.many.nodes import Nodes
 
@@ -47,7 +47,7 @@ WAYS = ("shared", "chain")
 
 REMOTE = """
 import socket, struct, threading
-import hpml_orchestrator.staging.many.distribute as D
+import hpml_orchestrator.staging.many.ways as D
 from hpml_orchestrator.staging.sources import TreeSource
 RANGE = struct.Struct(">HQQ")
 class Remote(TreeSource):

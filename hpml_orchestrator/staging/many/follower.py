@@ -14,20 +14,25 @@ from hpml_orchestrator.staging.engine import Copied
 from hpml_orchestrator.staging.faults import Retry
 from hpml_orchestrator.staging.hashing import PIECE_BYTES, file_digest
 from hpml_orchestrator.staging.manifest import Listing, tree_digest
-from hpml_orchestrator.staging.many.handshake import DATA
-from hpml_orchestrator.staging.many.landing import Landing, make_large_and_empty, pieces_of
-from hpml_orchestrator.staging.many.link import COMMIT, DONE, END, GO, PLAN, PLAN_END, READY
+from hpml_orchestrator.staging.many.chunks import (
+    ChainLostError,
+    Landing,
+    chunk_hashing,
+    hashing_of_first,
+    make_large_and_empty,
+    pieces_of,
+)
+from hpml_orchestrator.staging.many.link import COMMIT, DATA, DONE, END, GO, PLAN, PLAN_END, READY
 from hpml_orchestrator.staging.many.member import Member
 from hpml_orchestrator.staging.many.planwire import PlanReader
 from hpml_orchestrator.staging.many.relay import Relay, RelayPart
-from hpml_orchestrator.staging.many.stream import ChainLostError, chunk_hashing, hashing_of_first
 from hpml_orchestrator.staging.transfer import make_directories, make_links
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
     from hpml_orchestrator.staging.hashing import Buffer, Hashing
-    from hpml_orchestrator.staging.many.handshake import Caller
+    from hpml_orchestrator.staging.many.link import Caller
     from hpml_orchestrator.staging.many.relay import Report
     from hpml_orchestrator.staging.plan import Plan
     from hpml_orchestrator.staging.progress import Progress

@@ -17,9 +17,10 @@ from hpml_orchestrator.staging.faults import Problems
 from hpml_orchestrator.staging.filehash import hashed
 from hpml_orchestrator.staging.hashing import hashing
 from hpml_orchestrator.staging.manifest import Listing, tree_digest
-from hpml_orchestrator.staging.many.handshake import DATA
+from hpml_orchestrator.staging.many.chunks import Sender, SendingSource, chunk_hashing
 from hpml_orchestrator.staging.many.link import (
     COMMIT,
+    DATA,
     DONE,
     END,
     GO,
@@ -30,7 +31,6 @@ from hpml_orchestrator.staging.many.link import (
 )
 from hpml_orchestrator.staging.many.member import PeerFailedError
 from hpml_orchestrator.staging.many.planwire import plan_parts
-from hpml_orchestrator.staging.many.stream import Sender, SendingSource, chunk_hashing
 from hpml_orchestrator.staging.request import StagingStopped
 
 if TYPE_CHECKING:

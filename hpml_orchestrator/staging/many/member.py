@@ -18,25 +18,109 @@ but for the last one behind it. Words go from neighbour to neighbour:
 from __future__ import annotations
 
 import contextlib
+import fcntl
+import ipaddress
 import json
 import secrets
+import socket
+import struct
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Optional
 
 from hpml_orchestrator.errors import StagingError
-from hpml_orchestrator.staging.many.address import own_address
-from hpml_orchestrator.staging.many.handshake import CONTROL, SECRET_BYTES, Caller, Door, call
-from hpml_orchestrator.staging.many.link import FAIL, NAME, BrokenLinkError, Link
+from hpml_orchestrator.staging.many.link import (
+    CONTROL,
+    FAIL,
+    NAME,
+    SECRET_BYTES,
+    BrokenLinkError,
+    Caller,
+    Door,
+    Link,
+    call,
+)
 from hpml_orchestrator.staging.many.notices import reason_of
 from hpml_orchestrator.staging.request import StagingStopped
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
-    from hpml_orchestrator.staging.many.notices import Notices
+    from hpml_orchestrator.staging.many.notices import Notices, Place
 
-__all__ = ["ChainPlace", "Member", "PeerFailedError"]
+__all__ = ["Member", "PeerFailedError", "interface_address", "own_address"]
+
+_SIOCGIFADDR = 0x8915
+_IFREQ = struct.Struct("256s")
+_GLOBAL_SCOPE = "00"
+_NOWHERE = "192.0.2.1"  # RFC 5737: an address for documentation; only the route to it is asked for
+
+
+def own_address(interfaces: Sequence[str] = (), *, towards: str = "") -> str:
+    """Return the address to listen at.
+
+    That of the first given interface which has one; else what the host's name stands for, if that
+    is not the loopback; else the one that packets to the other node would leave with; else that
+    of any interface.
+
+    Args:
+        interfaces: names of network interfaces, the best first.
+        towards: name or address of another node.
+    """
+    for name in interfaces:
+        found = interface_address(name)
+        if found:
+            return found
+    for one in [*_resolved(socket.gethostname()), _route(towards), _route(_NOWHERE)]:
+        if one and not _is_local(one):
+            return one
+    for _, name in socket.if_nameindex():
+        found = interface_address(name)
+        if found and not _is_local(found):
+            return found
+    return "127.0.0.1"
+
+
+def interface_address(name: str, *, inet6: str = "/proc/net/if_inet6") -> str:
+    """Return an interface's first address, IPv4 before global IPv6; "" where it has none."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe, contextlib.suppress(OSError):
+        asked = _IFREQ.pack(name.encode()[:15])
+        return socket.inet_ntoa(fcntl.ioctl(probe.fileno(), _SIOCGIFADDR, asked)[20:24])
+    with contextlib.suppress(OSError, ValueError), open(inet6, encoding="ascii") as stream:
+        for line in stream:
+            digits, _, _, scope, _, device = line.split()
+            if device == name and scope == _GLOBAL_SCOPE:
+                return str(ipaddress.IPv6Address(bytes.fromhex(digits)))
+    return ""
+
+
+def _resolved(name: str) -> list[str]:
+    try:
+        found = socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)
+    except (OSError, UnicodeError):
+        return []
+    return [str(one[4][0]) for one in found]
+
+
+def _route(towards: str) -> str:
+    """Return the address that packets to another node leave with; none is sent."""
+    for one in _resolved(towards)[:1] if towards else []:
+        family = socket.AF_INET6 if ":" in one else socket.AF_INET
+        with socket.socket(family, socket.SOCK_DGRAM) as probe, contextlib.suppress(OSError):
+            probe.connect((one, 9))
+            return str(probe.getsockname()[0])
+    return ""
+
+
+def _is_local(address: str) -> bool:
+    """Say whether no other machine can use an address: loopback, or of one link alone."""
+    try:
+        found = ipaddress.ip_address(address)
+    except ValueError:
+        return True
+    return found.is_loopback or found.is_link_local or found.is_unspecified
+
 
 _POLL_SECONDS = 0.05
 _CALL_EVERY_SECONDS = 0.2
@@ -49,37 +133,6 @@ class PeerFailedError(StagingError):
     """Another node of the chain ended; its reason is in the message."""
 
 
-@dataclass(frozen=True)
-class ChainPlace:
-    """Where a node stands.
-
-    Attributes:
-        index: 0 reads the source.
-        nodes: how many there are.
-        node: this node's name.
-        names: of all nodes, in order; empty when not known.
-        interfaces: network interfaces to use, the best first.
-        towards: another node's name, for choosing the address.
-        timeout: seconds of silence after which a neighbour counts as hung.
-        join_seconds: within how long a neighbour that has come must be reached.
-        come_seconds: how long nodes wait for one another to come.
-    """
-
-    index: int
-    nodes: int
-    node: str
-    names: Sequence[str] = ()
-    interfaces: Sequence[str] = ()
-    towards: str = ""
-    timeout: float = 30.0
-    join_seconds: float = 300.0
-    come_seconds: float = 300.0
-
-    def called(self, index: int) -> str:
-        """Return what to call a node before it said its name."""
-        return self.names[index] if index < len(self.names) else f"node {index} of {self.nodes}"
-
-
 @dataclass
 class Member:
     """A node in the chain.
@@ -89,7 +142,6 @@ class Member:
     """
 
     notices: Notices
-    place: ChainPlace
     secret: bytes = b""
     # Optional[] because dataclasses look at the text of annotations on Python 3.9 as well
     door: Optional[Door] = None  # noqa: UP045
@@ -99,6 +151,11 @@ class Member:
     is_done: bool = False
     _reason: dict[str, str] = field(default_factory=dict)
     _closed: bool = False
+
+    @property
+    def place(self) -> Place:
+        """Where this node stands."""
+        return self.notices.place
 
     @property
     def is_first(self) -> bool:
@@ -115,11 +172,6 @@ class Member:
         """What the nodes before and behind are called."""
         return (self.up.peer if self.up else "", self.down.peer if self.down else "")
 
-    def refuse(self, error: BaseException) -> None:
-        """Let the others know, before they come, why the first node does not begin."""
-        message = f"{self.place.node}: {error}"
-        self.notices.post("secret", error=message, hint=str(getattr(error, "hint", "")))
-
     def join(self) -> None:
         """Find the neighbours.
 
@@ -133,12 +185,10 @@ class Member:
             self.secret = secrets.token_bytes(SECRET_BYTES)
             self.notices.post("secret", secret=self.secret.hex())
         else:
-            first = place.called(0)
-            told = self.notices.wait("secret", place.come_seconds, f"{first} did not begin")
-            if "error" in told:
-                raise PeerFailedError(str(told["error"]), hint=str(told.get("hint", "")))
+            told = self.notices.hear_first("secret", beats=False)
             self.secret = bytes.fromhex(str(told["secret"]))
-            address = own_address(place.interfaces, towards=place.towards)
+            towards = place.names[0] if place.names else ""
+            address = own_address(place.interfaces, towards=towards)
             self.door = Door(address, self.secret, me=place.index, caller=place.index - 1)
             self.notices.post(
                 str(place.index), node=place.node, address=address, port=self.door.port

@@ -1,6 +1,7 @@
 """Small files by which the nodes of a job find each other, in `attempts/<n>/chain/`.
 
-They appear by rename and are readable by the job's user alone; nothing is locked.
+They appear by rename and are readable by the job's user alone; nothing is locked. Steps that have
+no connection give signs of life here as well: `sbcast` is for nodes that cannot connect.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ import contextlib
 import json
 import os
 import time
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from hpml_orchestrator.errors import NotFoundError, RecordError, StagingError
@@ -16,10 +18,11 @@ from hpml_orchestrator.records.files import read_text, write_text
 from hpml_orchestrator.staging.request import StagingStopped
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
-__all__ = ["Notices", "reason_of"]
+__all__ = ["Notices", "Place", "reason_of"]
 
+_BEATS_PER_TIMEOUT = 6.0
 _FIRST_PAUSE_SECONDS = 0.02
 _LONGEST_PAUSE_SECONDS = 1.0
 
@@ -31,12 +34,42 @@ def reason_of(error: BaseException) -> str:
     return str(error) or type(error).__name__
 
 
+@dataclass(frozen=True)
+class Place:
+    """Where a node stands among those of the job.
+
+    Attributes:
+        index: 0 reads the source.
+        nodes: how many there are.
+        node: this node's name.
+        names: of all nodes, in order; empty when not known.
+        interfaces: network interfaces to use, the best first.
+        timeout: seconds of silence after which a node counts as hung.
+        join_seconds: within how long a neighbour that has come must be reached.
+        come_seconds: how long nodes wait for one another to come.
+    """
+
+    index: int
+    nodes: int
+    node: str
+    names: Sequence[str] = ()
+    interfaces: Sequence[str] = ()
+    timeout: float = 30.0
+    join_seconds: float = 300.0
+    come_seconds: float = 300.0
+
+    def called(self, index: int) -> str:
+        """Return what to call a node before it said its name."""
+        return self.names[index] if index < len(self.names) else f"node {index} of {self.nodes}"
+
+
 class Notices:
     """The files of one staged name: `{attempt}/chain/{name}.{what}`.
 
     Args:
         attempt: the attempt's directory, on the shared file system.
         name: what is staged.
+        place: where this node stands.
         should_stop: True ends waiting with StagingStopped.
     """
 
@@ -44,16 +77,18 @@ class Notices:
         self,
         attempt: str,
         name: str,
+        place: Place,
         *,
         should_stop: Callable[[], bool],
         clock: Callable[[], float] = time.monotonic,
-        sleep: Callable[[float], None] = time.sleep,
     ) -> None:
         self.directory = os.path.join(attempt, "chain")
         self._name = name
+        self.place = place
         self.should_stop = should_stop
         self.clock = clock
-        self._sleep = sleep
+        self._beat_at = 0.0
+        self._beats = 0
 
     def post(self, what: str, **record: object) -> None:
         """Publish a record.
@@ -78,24 +113,68 @@ class Notices:
             return None
         return found if isinstance(found, dict) else None
 
-    def wait(self, what: str, seconds: float, missing: str) -> dict[str, Any]:
-        """Return a record once it is there.
+    def beat(self) -> bool:
+        """Give a sign of life a few times per timeout; returns whether to stop."""
+        now = self.clock()
+        if now >= self._beat_at:
+            self._beat_at = now + self.place.timeout / _BEATS_PER_TIMEOUT
+            self._beats += 1
+            self.post(f"{self.place.index}.alive", beat=self._beats)
+        return self.should_stop()
+
+    def wait(self, what: str, index: int, *, beats: bool = True) -> dict[str, Any]:
+        """Return a record of another node once it is there.
+
+        Args:
+            what: names the record.
+            index: of the other node.
+            beats: that node gives signs of life in the meantime, and so does this one.
 
         Raises:
-            StagingError: it did not come in time; `missing` says what that means.
+            StagingError: that node did not come, or shows no sign of life any more.
             StagingStopped: should_stop said so.
         """
-        pause, end = _FIRST_PAUSE_SECONDS, self.clock() + seconds
+        place = self.place
+        patience, since = place.come_seconds, self.clock()
+        looked = since
+        seen: dict[str, Any] | None = None
+        pause = _FIRST_PAUSE_SECONDS
         while True:
             found = self.read(what)
             if found is not None:
                 return found
-            if self.should_stop():
+            if self.beat() if beats else self.should_stop():
                 raise StagingStopped
-            if self.clock() >= end:
-                raise StagingError(f"{missing} within {seconds:.0f} s")
-            self._sleep(pause)
-            pause = min(pause * 1.5, _LONGEST_PAUSE_SECONDS)
+            beat = self.read(f"{index}.alive") if beats else None
+            if beat != seen:
+                seen, since, patience = beat, self.clock(), 2 * place.timeout
+            now = self.clock()
+            if now - looked > place.timeout:  # this process was stopped, and perhaps the whole job
+                since += now - looked
+            looked = now
+            if now - since > patience:
+                gone = "was lost: no sign of life" if seen else "did not come"
+                raise StagingError(f"{place.called(index)} {gone} within {patience:.0f} s")
+            time.sleep(pause)
+            pause = min(_LONGEST_PAUSE_SECONDS, pause * 1.3)
+
+    def hear_first(self, what: str, *, beats: bool = True) -> dict[str, Any]:
+        """Return a record of the first node, once it is there; see `wait`.
+
+        Raises:
+            StagingError: as `wait`, or the first node says why it ends.
+            StagingStopped: should_stop said so.
+        """
+        found = self.wait(what, 0, beats=beats)
+        if "error" in found:
+            raise StagingError(str(found["error"]), hint=str(found.get("hint", "")))
+        return found
+
+    def refuse(self, error: BaseException, *whats: str) -> None:
+        """Let all who wait for one of these records of the first node know why it ends."""
+        told = {"error": f"{self.place.node}: {reason_of(error)}"}
+        for what in whats:
+            self.post(what, **told, hint=str(getattr(error, "hint", "")))
 
     def remove(self, *whats: str) -> None:
         """Take records away; not the directory, where another node may be about to post one."""

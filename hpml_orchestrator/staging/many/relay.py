@@ -12,12 +12,13 @@ from typing import TYPE_CHECKING
 
 from hpml_orchestrator.errors import StagingError
 from hpml_orchestrator.staging.faults import FULL, shown, why
-from hpml_orchestrator.staging.many.landing import Landed, Landing
-from hpml_orchestrator.staging.many.stream import (
+from hpml_orchestrator.staging.many.chunks import (
     END_OF_STREAM,
     HEAD_BYTES,
     ChainLostError,
     Head,
+    Landed,
+    Landing,
     lost,
     unpack_head,
 )
@@ -30,7 +31,7 @@ if TYPE_CHECKING:
     from multiprocessing.context import ForkProcess
 
     from hpml_orchestrator.staging.hashing import Buffer
-    from hpml_orchestrator.staging.many.handshake import Caller
+    from hpml_orchestrator.staging.many.link import Caller
     from hpml_orchestrator.staging.plan import Plan
 
 __all__ = ["Relay", "RelayPart", "Report"]

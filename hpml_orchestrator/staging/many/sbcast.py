@@ -24,9 +24,8 @@ from hpml_orchestrator.staging.engine import Copied
 from hpml_orchestrator.staging.faults import Retry, shown, why
 from hpml_orchestrator.staging.filehash import hashed
 from hpml_orchestrator.staging.hashing import hashing
+from hpml_orchestrator.staging.many.chunks import hashing_of_first
 from hpml_orchestrator.staging.many.notices import reason_of
-from hpml_orchestrator.staging.many.pulse import Pulse
-from hpml_orchestrator.staging.many.stream import hashing_of_first
 from hpml_orchestrator.staging.plan import Entry, Plan
 from hpml_orchestrator.staging.request import kind_of
 from hpml_orchestrator.staging.source import BLOCK_BYTES
@@ -38,7 +37,6 @@ if TYPE_CHECKING:
 
     from hpml_orchestrator.staging.capacity import Room
     from hpml_orchestrator.staging.engine import EngineOptions
-    from hpml_orchestrator.staging.many.member import ChainPlace
     from hpml_orchestrator.staging.many.notices import Notices
     from hpml_orchestrator.staging.progress import Progress
     from hpml_orchestrator.staging.request import StageRequest
@@ -71,7 +69,6 @@ class Broadcast:
     Args:
         request: what is staged; its source is one file.
         notices: by which the nodes agree.
-        place: where this node stands.
         directory: on this node, where copies go; of the same path on all nodes.
         room: measures the room in a directory.
         most: the room up to which an archive is counted.
@@ -84,7 +81,6 @@ class Broadcast:
         self,
         request: StageRequest,
         notices: Notices,
-        place: ChainPlace,
         *,
         directory: str,
         room: Callable[[str], Room],
@@ -93,13 +89,12 @@ class Broadcast:
     ) -> None:
         self._request = request
         self._notices = notices
-        self._place = place
+        self._place = notices.place
         self._directory = directory
         self._room = room
         self._most = most
         self._options = options
-        self._pulse = Pulse(notices, place)
-        self._retry = Retry(time.sleep, self._pulse.beat)
+        self._retry = Retry(time.sleep, notices.beat)
         self._copy = ""
         self._digest = b""
         self._supply: Supply | None = None
@@ -208,26 +203,17 @@ class Broadcast:
             self._compare(told, digest)
             self._gather("done")
         except BaseException as error:
-            self._refuse(error)
+            with contextlib.suppress(HpmlError):
+                notices.refuse(error, "start", "sent", "verdict")
             raise
         notices.post("verdict", node=self._place.node)
         return told
-
-    def _refuse(self, error: BaseException) -> None:
-        """Let all others end with this reason, whatever they wait for."""
-        told = {
-            "error": f"{self._place.node}: {reason_of(error)}",
-            "hint": getattr(error, "hint", ""),
-        }
-        with contextlib.suppress(HpmlError):
-            for what in ("start", "sent", "verdict"):
-                self._notices.post(what, **told)
 
     def _receive(self) -> dict[str, Any]:
         """Do what every other node does; returns what there is to know of the file."""
         step, mine = "room", self._place.index
         try:
-            told = self._from_first("start")
+            told = self._notices.hear_first("start")
             self._check_room(told)
             if told["directory"] != self._directory:
                 raise StagingError(
@@ -235,11 +221,11 @@ class Broadcast:
                     f"here and {told['directory']} on the first node"
                 )
             self._notices.post(f"{mine}.room", node=self._place.node)
-            sent = self._from_first("sent")
+            sent = self._notices.hear_first("sent")
             step = "done"
             self._compare(told, bytes.fromhex(str(sent["digest"])))
             self._notices.post(f"{mine}.done", node=self._place.node)
-            self._from_first("verdict")
+            self._notices.hear_first("verdict")
         except BaseException as error:
             with contextlib.suppress(HpmlError):
                 self._notices.post(f"{mine}.{step}", node=self._place.node, error=reason_of(error))
@@ -318,16 +304,10 @@ class Broadcast:
             yield buffer[:count]
             self._retry.check_stop()
 
-    def _from_first(self, what: str) -> dict[str, Any]:
-        found = self._pulse.wait(what, 0)
-        if "error" in found:
-            raise StagingError(str(found["error"]), hint=str(found.get("hint", "")))
-        return found
-
     def _gather(self, what: str) -> None:
         """Wait for the same word of all other nodes."""
         for index in range(1, self._place.nodes):
-            found = self._pulse.wait(f"{index}.{what}", index)
+            found = self._notices.wait(f"{index}.{what}", index)
             if found.get("error"):
                 hint = str(found.get("hint", ""))
                 raise StagingError(f"{found.get('node')}: {found['error']}", hint=hint)

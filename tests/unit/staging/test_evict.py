@@ -21,7 +21,7 @@ from hpml_orchestrator.staging.cache import Cache
 from hpml_orchestrator.staging.capacity import room_at
 from hpml_orchestrator.staging.faults import Retry
 from hpml_orchestrator.staging.keeping import whole
-from hpml_orchestrator.staging.many.distribute import supply_for
+from hpml_orchestrator.staging.many.ways import supply_for
 from hpml_orchestrator.staging.root import Root
 from tests.patience import eventually
 

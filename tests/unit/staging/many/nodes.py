@@ -31,8 +31,8 @@ from hpml_orchestrator.errors import HpmlError
 from hpml_orchestrator.staging import Bases, CopyStager, StageRequest
 from hpml_orchestrator.staging.capacity import Room, room_at
 from hpml_orchestrator.staging.engine import EngineOptions
-from hpml_orchestrator.staging.many.distribute import supply_for
-from hpml_orchestrator.staging.many.model import Rates
+from hpml_orchestrator.staging.many.ways import supply_for
+from hpml_orchestrator.staging.many.ways import Rates
 told = json.loads(sys.argv[1])
 stop = []
 signal.signal(signal.SIGTERM, lambda *_: stop.append(1))

@@ -17,18 +17,29 @@ from hypothesis import strategies as some
 
 from hpml_orchestrator.errors import StagingError
 from hpml_orchestrator.staging.hashing import PIECE_BYTES, hashing_named
-from hpml_orchestrator.staging.many.handshake import CONTROL, DATA, Caller, Door, call
-from hpml_orchestrator.staging.many.landing import Landing, make_large_and_empty
-from hpml_orchestrator.staging.many.link import DONE, FAIL, PLAN, BrokenLinkError, Link
-from hpml_orchestrator.staging.many.planwire import PlanReader, plan_parts
-from hpml_orchestrator.staging.many.stream import (
+from hpml_orchestrator.staging.many.chunks import (
     CHUNK,
     HEAD_BYTES,
     Head,
+    Landing,
     chunk_hashing,
+    make_large_and_empty,
     pack_head,
     unpack_head,
 )
+from hpml_orchestrator.staging.many.link import (
+    CONTROL,
+    DATA,
+    DONE,
+    FAIL,
+    PLAN,
+    BrokenLinkError,
+    Caller,
+    Door,
+    Link,
+    call,
+)
+from hpml_orchestrator.staging.many.planwire import PlanReader, plan_parts
 from hpml_orchestrator.staging.plan import Entry, HardLink, Plan, Symlink
 from tests.patience import eventually
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from hpml_orchestrator.staging.many.stream import HEAD_BYTES, Sender
+from hpml_orchestrator.staging.many.chunks import HEAD_BYTES, Sender
 
 
 class _Caller:

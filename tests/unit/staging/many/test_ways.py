@@ -40,13 +40,11 @@ done
 ONE_PATH = """
 # nodes of one machine have their own directories, where real ones have one path for all
 import hpml_orchestrator.staging.many.sbcast as B
-def receive(self, what):
-    found = real(self, what)
-    if "directory" in found:
-        found["directory"] = self._directory
-    return found
-real = B.Broadcast._from_first
-B.Broadcast._from_first = receive
+def check(self, told):
+    told["directory"] = self._directory
+    real(self, told)
+real = B.Broadcast._check_room
+B.Broadcast._check_room = check
 os.environ["SLURM_JOB_ID"] = "1"
 """
 
