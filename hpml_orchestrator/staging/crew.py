@@ -1,8 +1,7 @@
-"""Forked workers that take numbers from one queue and tell what goes wrong.
+"""Forked workers that tell what they do and what goes wrong.
 
-Everything that they need is in memory before the fork; results go through shared memory
-(`staging/board.py`). The queue is a pipe that all of them read: the kernel hands out each number
-once, without a word to the parent.
+Everything that they need is in memory before the fork. Those of a crew take numbers from one queue,
+a pipe that all of them read: the kernel hands out each number once, without a word to the parent.
 """
 
 from __future__ import annotations
@@ -23,20 +22,120 @@ from typing import TYPE_CHECKING, NoReturn
 from hpml_orchestrator.errors import HpmlError, StagingError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterable, Sequence
     from typing import Any
 
-    Work = Callable[[int, Callable[[], int | None], Callable[..., None]], None]
+    Tell = Callable[..., None]
+    Work = Callable[[int, Callable[[], int | None], Tell], None]
     # called in a worker with its number, what returns the next number or None, and what tells
 
-__all__ = ["run_crew"]
+__all__ = ["Worker", "run_crew"]
 
 _HEARTBEAT_SECONDS = 0.1
 _REAP_SECONDS = 5.0
 _PR_SET_PDEATHSIG = 1
+_MEMORY = "was the memory of the job short?"
 _NUMBER = struct.Struct("=i")
 _LENGTH = struct.Struct("=I")
 _NUMBERS_AT_ONCE = 1024  # fits the smallest pipe, a page
+
+
+class Worker:
+    """A forked process that ends with this one and holds none of its descriptors.
+
+    Args:
+        work: called there, with what tells this process some plain values.
+        keep: descriptors that it needs.
+        died: the hint where it was killed.
+
+    Attributes:
+        process: its number.
+        line: a descriptor that is readable when `listen` has something to do.
+        is_gone: whether it has ended.
+
+    Raises:
+        OSError: no more processes are allowed.
+    """
+
+    def __init__(
+        self, work: Callable[[Tell], None], keep: Sequence[int], died: str = _MEMORY
+    ) -> None:
+        self._died = died
+        self._heard = bytearray()
+        self._has_ended = False
+        self.is_gone = False
+        self.line, theirs = os.pipe()
+        parent = os.getpid()
+        gc.freeze()  # collecting would copy pages that the worker shares with this process
+        try:
+            with warnings.catch_warnings():
+                # newer interpreters warn when other threads run: the child only runs what is here
+                warnings.simplefilter("ignore", DeprecationWarning)
+                self.process = os.fork()
+        except OSError:
+            os.close(self.line)
+            os.close(theirs)
+            raise
+        finally:
+            gc.unfreeze()
+        if self.process == 0:
+            _serve(work, [*keep, theirs], parent)
+        os.close(theirs)
+
+    def listen(self, told: Callable[..., None]) -> bool:
+        """Call `told` with what the worker told; False when it has ended well.
+
+        Raises:
+            StagingError: it died, or raised an HpmlError.
+            OSError: it raised that.
+        """
+        data = os.read(self.line, 1 << 16)
+        heard = self._heard
+        heard += data
+        while len(heard) >= _LENGTH.size:
+            end = _LENGTH.size + _LENGTH.unpack_from(heard)[0]
+            if len(heard) < end:
+                break
+            word, *values = marshal.loads(bytes(heard[_LENGTH.size : end]))  # noqa: S302 - our own
+            del heard[:end]
+            if word == "failed":
+                text, hint = values
+                raise StagingError(text, hint=hint)
+            if word == "fault":
+                raise OSError(*values)
+            if word == "end":
+                self._has_ended = True
+            else:
+                told(*values)
+        if data:
+            return True
+        self.is_gone = True
+        os.close(self.line)
+        status = 0
+        with contextlib.suppress(ChildProcessError):  # whoever waits for any child was faster
+            status = os.waitstatus_to_exitcode(os.waitpid(self.process, 0)[1])
+        if not self._has_ended:
+            how = f"signal {-status}" if status < 0 else f"status {status}"
+            raise StagingError(f"a worker process died ({how})", hint=self._died)
+        return False
+
+    @staticmethod
+    def dismiss(workers: Iterable[Worker]) -> None:
+        """Kill and reap those that are left; one that the kernel holds in a call is left."""
+        left = [worker for worker in workers if not worker.is_gone]
+        for worker in left:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(worker.process, signal.SIGKILL)
+        end = time.monotonic() + _REAP_SECONDS
+        for worker in left:
+            while time.monotonic() < end:
+                with contextlib.suppress(ChildProcessError):
+                    if os.waitpid(worker.process, os.WNOHANG)[0] == 0:
+                        time.sleep(0.002)
+                        continue
+                break
+            worker.is_gone = True
+            os.close(worker.line)
 
 
 def run_crew(
@@ -46,12 +145,9 @@ def run_crew(
     *,
     told: Callable[..., None],
     heartbeat: Callable[[], None],
-    died: str = "was the memory of the job short?",
+    died: str = _MEMORY,
 ) -> None:
     """Let forked workers work on numbers until there are no more.
-
-    The workers end with this process (the kernel sees to that), hold none of its descriptors, and
-    are killed when this call is left by an error.
 
     Args:
         processes: how many.
@@ -64,49 +160,32 @@ def run_crew(
     Raises:
         StagingError: a worker died, or raised an HpmlError; or what `told` or `heartbeat` raise.
     """
-    crew = _Crew(numbers, died)
+    crew = _Crew(numbers)
     try:
-        gc.freeze()  # collecting would copy pages that the workers share with this process
-        try:
-            for number in range(processes):
-                crew.hire(number, work)
-        finally:
-            gc.unfreeze()
+        for number in range(processes):
+            crew.hire(number, work, died)
         crew.attend(told, heartbeat)
     finally:
         crew.dismiss()
 
 
 class _Crew:
-    def __init__(self, numbers: Sequence[int], died: str) -> None:
+    def __init__(self, numbers: Sequence[int]) -> None:
         self._left = numbers
-        self._died = died
         self._given = 0
         self._queue, self._feed = os.pipe()
         os.set_blocking(self._feed, False)
-        self._workers: dict[int, int] = {}  # line -> process
-        self._heard: dict[int, bytearray] = {}
-        self._ended: set[int] = set()
+        self._workers: dict[int, Worker] = {}  # by descriptor
 
-    def hire(self, number: int, work: Work) -> None:
-        line, theirs = os.pipe()
-        parent = os.getpid()
-        with warnings.catch_warnings():
-            # newer interpreters warn when other threads run: the child only runs what is here
-            warnings.simplefilter("ignore", DeprecationWarning)
-            try:
-                process = os.fork()
-            except OSError:
-                os.close(line)
-                os.close(theirs)
-                if self._workers:  # no more processes allowed: those that are there do it all
-                    return
+    def hire(self, number: int, work: Work, died: str) -> None:
+        queue = self._queue
+        try:
+            worker = Worker(lambda tell: work(number, lambda: _take(queue), tell), [queue], died)
+        except OSError:
+            if not self._workers:
                 raise
-        if process == 0:
-            _serve(number, work, self._queue, theirs, parent)
-        os.close(theirs)
-        self._workers[line] = process
-        self._heard[line] = bytearray()
+            return  # no more processes allowed: those that are there do it all
+        self._workers[worker.line] = worker
 
     def attend(self, told: Callable[..., None], heartbeat: Callable[[], None]) -> None:
         """Feed the queue and listen until every worker has ended well."""
@@ -122,8 +201,9 @@ class _Crew:
                         poll.unregister(fd)
                         os.close(fd)
                         self._feed = -1
-                elif not self._listen(fd, told):
+                elif not self._workers[fd].listen(told):
                     poll.unregister(fd)
+                    del self._workers[fd]
             heartbeat()
 
     def _feed_some(self) -> bool:
@@ -138,65 +218,14 @@ class _Crew:
         self._given += wrote // _NUMBER.size
         return self._given < len(self._left)
 
-    def _listen(self, line: int, told: Callable[..., None]) -> bool:
-        """Take what a worker told; False when it has ended."""
-        data = os.read(line, 1 << 16)
-        heard = self._heard[line]
-        heard += data
-        while len(heard) >= _LENGTH.size:
-            end = _LENGTH.size + _LENGTH.unpack_from(heard)[0]
-            if len(heard) < end:
-                break
-            word, *values = marshal.loads(bytes(heard[_LENGTH.size : end]))  # noqa: S302 - our own
-            del heard[:end]
-            if word == "failed":
-                text, hint = values
-                raise StagingError(text, hint=hint)
-            if word == "fault":
-                raise OSError(*values)
-            if word == "end":
-                self._ended.add(line)
-            else:
-                told(*values)
-        if data:
-            return True
-        process = self._workers.pop(line)
-        os.close(line)
-        status = 0
-        with contextlib.suppress(ChildProcessError):  # whoever waits for any child was faster
-            status = os.waitstatus_to_exitcode(os.waitpid(process, 0)[1])
-        if line not in self._ended:
-            end = f"signal {-status}" if status < 0 else f"status {status}"
-            raise StagingError(f"a worker process died ({end})", hint=self._died)
-        return False
-
     def dismiss(self) -> None:
-        """Kill and reap whoever is left; one that the kernel holds in a system call is left."""
-        for process in self._workers.values():
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(process, signal.SIGKILL)
-        end = time.monotonic() + _REAP_SECONDS
-        for line, process in self._workers.items():
-            while time.monotonic() < end:
-                with contextlib.suppress(ChildProcessError):
-                    if os.waitpid(process, os.WNOHANG)[0] == 0:
-                        time.sleep(0.002)
-                        continue
-                break
-            os.close(line)
-        self._workers.clear()
+        Worker.dismiss(self._workers.values())
         for fd in (self._queue, self._feed):
             if fd >= 0:
                 os.close(fd)
 
 
-def _serve(
-    number: int,
-    work: Work,
-    queue: int,
-    line: int,
-    parent: int,
-) -> NoReturn:
+def _serve(work: Callable[[Tell], None], keep: Sequence[int], parent: int) -> NoReturn:
     status = 1
     try:
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, ctypes.c_ulong(signal.SIGKILL), 0, 0, 0)
@@ -205,10 +234,10 @@ def _serve(
             for name in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT):
                 signal.signal(name, signal.SIG_IGN)  # the parent gets it too, and ends the workers
             gc.disable()
-            _close_others(queue, line)
-            tell = _Line(line)
+            _close_others(keep)
+            tell = _Line(keep[-1])
             try:
-                work(number, lambda: _take(queue), tell)
+                work(tell)
                 tell.send("end")
             except HpmlError as error:
                 tell.send("failed", str(error), error.hint)
@@ -227,7 +256,7 @@ def _take(queue: int) -> int | None:
     return found
 
 
-def _close_others(*keep: int) -> None:
+def _close_others(keep: Sequence[int]) -> None:
     """Close what the parent has open: a lock must be free when the parent is gone."""
     at = 3
     for fd in sorted(keep):

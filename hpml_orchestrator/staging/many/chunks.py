@@ -37,7 +37,7 @@ __all__ = [
     "END_OF_STREAM",
     "HEAD_BYTES",
     "ChainLostError",
-    "Head",
+    "ChunkHead",
     "Landed",
     "Landing",
     "Sender",
@@ -64,7 +64,7 @@ class ChainLostError(StagingError):
     """A data connection broke; the control connection may know why."""
 
 
-class Head(NamedTuple):
+class ChunkHead(NamedTuple):
     """What stands before a chunk's bytes."""
 
     kind: int
@@ -74,20 +74,20 @@ class Head(NamedTuple):
     digest: bytes
 
 
-def pack_head(head: Head) -> bytes:
+def pack_head(head: ChunkHead) -> bytes:
     """Return a head as bytes."""
     packed = _HEAD.pack(*head)
     return packed + _CRC.pack(zlib.crc32(packed))
 
 
-def unpack_head(data: Buffer, at: int) -> Head:
+def unpack_head(data: Buffer, at: int) -> ChunkHead:
     """Return the head at a place of a buffer.
 
     Raises:
         StagingError: it is damaged.
     """
     packed = bytes(data[at : at + HEAD_BYTES])
-    head = Head(*_HEAD.unpack_from(packed))
+    head = ChunkHead(*_HEAD.unpack_from(packed))
     if _CRC.unpack_from(packed, _HEAD.size)[0] != zlib.crc32(packed[: _HEAD.size]):
         raise StagingError("a chunk's head was damaged on its way")
     if head.kind not in {CHUNK, END_OF_STREAM} or head.length > BLOCK_BYTES:
@@ -173,7 +173,7 @@ class Sender:
         with self._lock:
             if self._sock is None and not self._gathered:
                 return
-            self._gathered += pack_head(Head(END_OF_STREAM, 0, 0, 0, bytes(DIGEST_BYTES)))
+            self._gathered += pack_head(ChunkHead(END_OF_STREAM, 0, 0, 0, bytes(DIGEST_BYTES)))
             try:
                 self._write(b"")
             finally:
@@ -182,7 +182,7 @@ class Sender:
                 self._sock = None
 
     def _chunk(self, number: int, offset: int, part: memoryview) -> None:
-        head = pack_head(Head(CHUNK, len(part), number, offset, self._digest(part)))
+        head = pack_head(ChunkHead(CHUNK, len(part), number, offset, self._digest(part)))
         with self._lock:
             self._gathered += head
             if len(part) < _COPIED_BYTES:
@@ -314,13 +314,13 @@ class Landing:
 
     def __init__(self, plan: Plan, dir_fd: int, how: Hashing, *, same: bool) -> None:
         self._files = plan.files
-        self._dir_fd = dir_fd
+        self.dir_fd = dir_fd
         self._how = how
         self._same = same
         self._open: dict[tuple[int, int], _Open] = {}
         self._made = bytearray(len(plan.files))
 
-    def check(self, head: Head) -> None:
+    def check(self, head: ChunkHead) -> None:
         """Refuse a chunk that the plan has no place for.
 
         Raises:
@@ -335,7 +335,7 @@ class Landing:
         if head.offset // PIECE_BYTES != (end - 1) // PIECE_BYTES:
             raise StagingError(f"a chunk of {shown(entry.path)} lies in two pieces")
 
-    def take(self, head: Head, data: Buffer) -> Landed | None:
+    def take(self, head: ChunkHead, data: Buffer) -> Landed | None:
         """Write a chunk that was checked; returns its piece when that is complete.
 
         Raises:
@@ -371,7 +371,7 @@ class Landing:
         for key in list(self._open):
             self._forget(key)
 
-    def _whole(self, head: Head, entry: Entry, data: Buffer, start: int) -> Landed:
+    def _whole(self, head: ChunkHead, entry: Entry, data: Buffer, start: int) -> Landed:
         fd = self._create(head.number, entry)
         try:
             self._write(fd, entry, data, head.offset)
@@ -387,11 +387,11 @@ class Landing:
         return Landed(head.number, start, digest.digest())
 
     def _create(self, number: int, entry: Entry) -> int:
-        if self._dir_fd < 0:
+        if self.dir_fd < 0:
             return -1
         if entry.size > PIECE_BYTES or self._made[number]:
-            return os.open(entry.path, _AGAIN, dir_fd=self._dir_fd)
-        fd = os.open(entry.path, _CREATE, _mode(entry), dir_fd=self._dir_fd)
+            return os.open(entry.path, _AGAIN, dir_fd=self.dir_fd)
+        fd = os.open(entry.path, _CREATE, _mode(entry), dir_fd=self.dir_fd)
         self._made[number] = 1
         return fd
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import os
 import select
@@ -10,6 +11,7 @@ import time
 from typing import TYPE_CHECKING, Any
 
 from hpml_orchestrator.errors import StagingError
+from hpml_orchestrator.staging.crew import Worker
 from hpml_orchestrator.staging.engine import Copied
 from hpml_orchestrator.staging.faults import Retry
 from hpml_orchestrator.staging.hashing import PIECE_BYTES, file_digest
@@ -25,7 +27,7 @@ from hpml_orchestrator.staging.many.chunks import (
 from hpml_orchestrator.staging.many.link import COMMIT, DATA, DONE, END, GO, PLAN, PLAN_END, READY
 from hpml_orchestrator.staging.many.member import Member
 from hpml_orchestrator.staging.many.planwire import PlanReader
-from hpml_orchestrator.staging.many.relay import Relay, RelayPart
+from hpml_orchestrator.staging.many.relay import Relay
 from hpml_orchestrator.staging.transfer import make_directories, make_links
 
 if TYPE_CHECKING:
@@ -33,7 +35,6 @@ if TYPE_CHECKING:
 
     from hpml_orchestrator.staging.hashing import Buffer, Hashing
     from hpml_orchestrator.staging.many.link import Caller
-    from hpml_orchestrator.staging.many.relay import Report
     from hpml_orchestrator.staging.plan import Plan
     from hpml_orchestrator.staging.progress import Progress
     from hpml_orchestrator.staging.request import StageRequest
@@ -62,10 +63,10 @@ class Follower:
         self._kind = ""
         self._how: Hashing | None = None
         self._said: dict[int, bytes] = {}
-        self._relays: dict[int, Relay] = {}
+        self._relays: list[Worker] = []
         self._landed: dict[tuple[int, int], bytes] = {}
         self._missing = 0
-        self._figures = [0.0, 0, 0]  # seconds of writing, bytes, files
+        self._write_seconds = 0.0
         self._tick_at = 0.0
 
     @property
@@ -192,8 +193,8 @@ class Follower:
         return Copied(
             digests=digests,
             seconds=seconds,
-            read_seconds=max(0.0, seconds * len(self._relays) - self._figures[0]),
-            write_seconds=self._figures[0],
+            read_seconds=max(0.0, seconds * len(self._relays) - self._write_seconds),
+            write_seconds=self._write_seconds,
             workers=max(1, len(self._relays)),
         )
 
@@ -245,11 +246,11 @@ class Follower:
         assert how is not None  # noqa: S101
         digest = chunk_hashing(how.name, member.secret)
         same = how.name != "blake2b_128"
+        take = functools.partial(self._take, plan, progress)
         idle_since = member.notices.clock()
         while not (END in self._said and not self._missing and self._relays_are_done()):
             links = [link for link in (member.up, member.down) if link is not None]
-            lines = {relay.line.fileno(): relay for relay in self._relays.values()}
-            waiting = [number for number, relay in lines.items() if not relay.is_done]
+            waiting = {relay.line: relay for relay in self._relays if not relay.is_gone}
             writers = [link for link in links if link.is_waiting]
             wanted: list[Any] = [member.door, *links, *waiting]
             ready = select.select(wanted, writers, [], _POLL_SECONDS)[0]
@@ -257,16 +258,16 @@ class Follower:
             for caller in member.door.poll() if member.door in ready else ():
                 self._start_relay(caller, plan, Landing(plan, fd, how, same=same), digest)
                 idle_since = member.notices.clock()
-            for number in waiting:
-                if number in ready:
-                    self._take_report(lines[number].report(), plan, progress)
+            for line, relay in waiting.items():
+                if line in ready:
+                    relay.listen(take)
                     idle_since = member.notices.clock()
             silent = member.notices.clock() - idle_since
             if END in self._said and self._relays_are_done() and silent > member.place.timeout:
                 raise StagingError(f"{self._missing} pieces of files did not come")
 
     def _relays_are_done(self) -> bool:
-        return all(relay.is_done for relay in self._relays.values())
+        return all(relay.is_gone for relay in self._relays)
 
     def _start_relay(
         self, caller: Caller, plan: Plan, landing: Landing, digest: Callable[[Buffer], bytes]
@@ -277,35 +278,35 @@ class Follower:
         member = self._member
         timeout = member.place.timeout
         onward = None if member.is_last else (lambda: member.call(DATA, timeout))
-        part = RelayPart(caller.sock, onward, digest, names=member.names, timeout=timeout)
-        relay = Relay(part, plan, landing, self._drop_in_child)
-        self._relays[relay.line.fileno()] = relay
-
-    def _drop_in_child(self) -> None:
-        self._member.drop()
-        for relay in self._relays.values():
-            relay.line.close()
+        relay = Relay(caller.sock, onward, digest, names=member.names, timeout=timeout)
+        keep = [fd for fd in (caller.sock.fileno(), landing.dir_fd) if fd >= 0]
+        with caller.sock:
+            self._relays.append(Worker(functools.partial(relay.run, plan, landing), keep))
 
     def _drop_relays(self) -> None:
-        for relay in self._relays.values():
-            relay.close()
-        self._relays.clear()
+        Worker.dismiss(self._relays)
 
-    def _take_report(self, report: Report, plan: Plan, progress: Progress | None) -> None:
-        if report.error is not None:
-            error = report.error
-            if isinstance(error, ChainLostError):
-                raise self._member.explain(error)
-            raise error
+    def _take(
+        self,
+        plan: Plan,
+        progress: Progress | None,
+        landed: list[tuple[int, int, bytes]],
+        size: int,
+        seconds: float,
+        lost: str,
+    ) -> None:
+        """Note what a relay told; see `Relay.run`."""
+        if lost:
+            raise self._member.explain(ChainLostError(lost))
         files = 0
-        for number, start, digest in report.landed:
+        for number, start, digest in landed:
             if (number, start) not in self._landed:
                 self._missing -= 1
                 files += pieces_of(plan.files[number]) == 1
             self._landed[number, start] = digest
-        self._figures[0] += report.write_seconds
+        self._write_seconds += seconds
         if progress is not None:
-            progress.add(report.bytes, files)
+            progress.add(size, files)
 
     def _digests(self, plan: Plan, how: Hashing) -> list[bytes]:
         empty = how.new().digest()

@@ -21,7 +21,6 @@ import contextlib
 import errno
 import hashlib
 import hmac
-import os
 import secrets
 import select
 import selectors
@@ -145,13 +144,6 @@ class Door:
             self._drop(pending)
         self._selector.close()
         self._listener.close()
-
-    def drop(self) -> None:
-        """Close this process's copies of the descriptors; for a forked child."""
-        for pending in self._pending.values():
-            pending.sock.close()
-        self._listener.close()
-        os.close(self._selector.fileno())  # to unregister would concern the parent, too
 
     def _welcome(self) -> None:
         with contextlib.suppress(OSError):
@@ -382,10 +374,6 @@ class Link:
                 ready = select.select([self._sock], [], [], end - time.monotonic())[0]
                 if not ready or not self._sock.recv(_PIECE_BYTES):
                     break
-        self._sock.close()
-
-    def drop(self) -> None:
-        """Close this process's copy of the descriptor and do nothing else."""
         self._sock.close()
 
     def _flush(self) -> None:

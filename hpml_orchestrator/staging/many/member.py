@@ -381,9 +381,3 @@ class Member:
             self.door.close()
         mine = str(self.place.index)
         self.notices.remove(*(("secret",) if self.is_first else (mine,)))
-
-    def drop(self) -> None:
-        """Close this process's copies of the descriptors; for a forked child."""
-        for one in (self.up, self.down, self.door):
-            if one is not None:
-                one.drop()

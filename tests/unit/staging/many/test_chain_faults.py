@@ -83,8 +83,8 @@ def test_a_killed_relay_ends_all(job: Callable[..., Nodes], big: Path) -> None:
     os.kill(int(children[0]), signal.SIGKILL)
     ends = nodes.ends()
     assert [end["status"] for end in ends] == [8, 8, 8], ends
-    assert "a process that receives data died (signal 9)" in ends[1]["error"]
-    assert all("n1: a process that receives" in ends[index]["error"] for index in (0, 2)), ends
+    assert "a worker process died (signal 9)" in ends[1]["error"]
+    assert all("n1: a worker process died" in ends[index]["error"] for index in (0, 2)), ends
     assert_nothing_is_there(nodes)
     assert_next_run_works(nodes)
 

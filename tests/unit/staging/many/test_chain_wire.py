@@ -20,7 +20,7 @@ from hpml_orchestrator.staging.hashing import PIECE_BYTES, hashing_named
 from hpml_orchestrator.staging.many.chunks import (
     CHUNK,
     HEAD_BYTES,
-    Head,
+    ChunkHead,
     Landing,
     chunk_hashing,
     make_large_and_empty,
@@ -177,7 +177,7 @@ def test_a_damaged_plan_does_no_harm(data: some.DataObject) -> None:
 
 @given(
     some.builds(
-        Head,
+        ChunkHead,
         some.just(CHUNK),
         some.integers(1, 1 << 20),
         some.integers(0, (1 << 64) - 1),
@@ -186,7 +186,7 @@ def test_a_damaged_plan_does_no_harm(data: some.DataObject) -> None:
     ),
     some.integers(0, HEAD_BYTES * 8 - 1),
 )
-def test_any_flipped_bit_of_a_head_is_seen(head: Head, bit: int) -> None:
+def test_any_flipped_bit_of_a_head_is_seen(head: ChunkHead, bit: int) -> None:
     """A chunk must not go to another place."""
     packed = bytearray(pack_head(head))
     assert unpack_head(packed, 0) == head
@@ -239,16 +239,16 @@ def test_chunks_for_no_place_are_refused(
 ) -> None:
     """Beyond the file, in no file, over the border of a piece, or nothing at all."""
     with pytest.raises(StagingError):
-        landing.check(Head(CHUNK, length, number, offset, bytes(16)))
+        landing.check(ChunkHead(CHUNK, length, number, offset, bytes(16)))
 
 
 def test_chunks_come_in_order(landing: Landing) -> None:
     """One that does not follow the one before is refused; one that begins again is taken."""
-    assert landing.take(Head(CHUNK, 4, 0, 0, b""), b"abcd") is None
+    assert landing.take(ChunkHead(CHUNK, 4, 0, 0, b""), b"abcd") is None
     with pytest.raises(StagingError, match="out of order"):
-        landing.take(Head(CHUNK, 4, 0, 6, b""), b"abcd")
-    assert landing.take(Head(CHUNK, 4, 0, 0, b""), b"ABCD") is None
-    done = landing.take(Head(CHUNK, 6, 0, 4, b""), b"efghij")
+        landing.take(ChunkHead(CHUNK, 4, 0, 6, b""), b"abcd")
+    assert landing.take(ChunkHead(CHUNK, 4, 0, 0, b""), b"ABCD") is None
+    done = landing.take(ChunkHead(CHUNK, 6, 0, 4, b""), b"efghij")
     how = hashing_named("xxh3_128")
     assert how is not None
     whole = how.new()
@@ -261,7 +261,7 @@ def test_a_file_that_is_there_is_not_overwritten(landing: Landing, tmp_path: Pat
     (tmp_path / "other").write_bytes(b"keep")
     (tmp_path / "small").symlink_to("other")
     with pytest.raises(FileExistsError):
-        landing.take(Head(CHUNK, 10, 0, 0, b""), b"0123456789")
+        landing.take(ChunkHead(CHUNK, 10, 0, 0, b""), b"0123456789")
     assert (tmp_path / "other").read_bytes() == b"keep"
 
 
@@ -416,7 +416,7 @@ def test_nonsense_on_a_link_breaks_it(data: bytes) -> None:
     far.sock.sendall(data)
     far.sock.close()
     assert until_broken(link)[0] == []
-    link.drop()
+    link.close()
 
 
 def test_an_old_message_said_again_breaks_the_link() -> None:
@@ -433,7 +433,7 @@ def test_an_old_message_said_again_breaks_the_link() -> None:
     heard, error = until_broken(link)
     assert "damaged" in error
     assert heard in ([], [(DONE, b"x")])
-    link.drop()
+    link.close()
     far.sock.close()
 
 
