@@ -88,7 +88,7 @@ class Collect(Model):
     def _source(cls, value: str) -> str:
         if not value.startswith(("/", "{local.dir}", "{shm.dir}", "{stage.")):
             raise ValueError(
-                "must be a path on the nodes: begin it with {local.dir}, {shm.dir} or /"
+                "must be a path on the nodes: begin it with {local.dir}, {shm.dir} or {stage.NAME}"
             )
         if not value.strip("/"):
             raise ValueError("must be a file or directory below /")

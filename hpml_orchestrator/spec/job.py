@@ -398,7 +398,8 @@ class Job(Model):
         places = [(entry.target, entry.name) for entry in self.collect]
         for index, place in enumerate(places):
             if place in places[:index]:
-                yield f"collect: two entries would be {place[0]}/RUN/NODE/{place[1]}"
+                where = f"{place[0]}/RUN/NODE/{place[1]}, as of collect.{places.index(place)}"
+                yield f"collect.{index}: its results would be {where}: use another `target`"
         if self.mpi != "none" and self.launcher != "srun":
             yield (
                 f"mpi: {self.mpi} needs `launcher: srun`; with {self.launcher}, which starts the "

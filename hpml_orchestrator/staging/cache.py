@@ -55,7 +55,7 @@ if TYPE_CHECKING:
 __all__ = [
     "DATA",
     "Cache",
-    "Entry",
+    "Kept",
     "Obtained",
     "entry_key",
     "entry_users",
@@ -108,7 +108,7 @@ def linked_key(path: str) -> str:
     return parts[2] if parts[:2] == ["..", CACHE] and parts[3:] == [DATA] else ""
 
 
-class Entry:
+class Kept:
     """An entry that this process holds a lease on.
 
     Attributes:
@@ -147,7 +147,7 @@ class Entry:
 class Obtained(NamedTuple):
     """An entry with whole data, and whether it was there already."""
 
-    entry: Entry
+    entry: Kept
     manifest: Manifest
     reused: bool
 
@@ -221,7 +221,7 @@ class Cache:
 
     def _obtain(
         self,
-        entry: Entry,
+        entry: Kept,
         check: Callable[[str], Manifest | None],
         fill: Callable[[str, str, NameLock], Manifest] | None,
         *,
@@ -255,7 +255,7 @@ class Cache:
                 lock.fail(str(error) or type(error).__name__)
                 raise
 
-    def _is_sure(self, entry: Entry) -> bool:
+    def _is_sure(self, entry: Kept) -> bool:
         """Say whether contents are right: looked at once after the machine has started anew.
 
         Names and sizes may outlive a crash where the last seconds of contents did not.
@@ -273,7 +273,7 @@ class Cache:
         self._owner.write(path)
         return True
 
-    def take(self, key: str, *, create: bool) -> Entry | None:
+    def take(self, key: str, *, create: bool) -> Kept | None:
         """Return an entry with a lease on it, or None when there is none; it may be empty.
 
         Raises:
@@ -292,7 +292,7 @@ class Cache:
                 new_directory(self._root, path, self._owner)
             lease = os.open(f"{path}/{LEASE}", FILE, 0o600)
             fcntl.flock(lease, fcntl.LOCK_SH)
-            return Entry(self._root, key, lease)
+            return Kept(self._root, key, lease)
 
     def idle(self) -> list[tuple[float, str]]:
         """Return (last use, key) of the entries that nothing uses, the oldest first.
@@ -381,7 +381,7 @@ class Cache:
                 break
         return removed
 
-    def _take_away(self, entry: Entry) -> bool:
+    def _take_away(self, entry: Kept) -> bool:
         """Remove an entry's damaged data; False when another job uses it."""
         with self._root.hold(create=False):
             others = entry_users(self._root, entry.key, besides=self._owner.job_key)
@@ -395,7 +395,7 @@ class Cache:
             remove_tree(trash)
         return alone
 
-    def _leave(self, entry: Entry) -> None:
+    def _leave(self, entry: Kept) -> None:
         """Give up an entry, and remove it when nothing was published in it by anyone."""
         trash = None
         with self._root.hold(create=False) as there:

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from hpml_orchestrator.staging.area import StagingArea
-    from hpml_orchestrator.staging.cache import Entry
+    from hpml_orchestrator.staging.cache import Kept
     from hpml_orchestrator.staging.delivery import Delivery
     from hpml_orchestrator.staging.faults import Retry
     from hpml_orchestrator.staging.manifest import Manifest
@@ -38,7 +38,7 @@ class Keeper:
         self._retry = retry
         self._sleep = sleep
         self._on_progress = on_progress
-        self._leases: dict[str, Entry] = {}
+        self._leases: dict[str, Kept] = {}
 
     def cache(self, area: StagingArea) -> Cache:
         """Return the cache of an area's root."""
@@ -129,7 +129,7 @@ class Keeper:
             entry.release()
         self._leases.clear()
 
-    def _hold(self, entry: Entry) -> None:
+    def _hold(self, entry: Kept) -> None:
         """Keep one lease per entry."""
         if entry.path in self._leases:
             entry.release()

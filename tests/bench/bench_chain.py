@@ -9,7 +9,7 @@ opens and bytes; nodes read it through a `Source` of this bench, and all else is
 engine, chain, digests, publishing. So ratios count, not rates. Ways take turns; a run ends when the
 last node has published. Two sets of data: one of large files, one of many small ones.
 
-Last comes the model (`staging/many/model.py`): against what was measured here, and on paper for
+Last comes the model (`staging/many/ways.py`): against what was measured here, and on paper for
 1,024 nodes, with its inputs.
 """
 

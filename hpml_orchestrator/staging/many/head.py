@@ -115,12 +115,8 @@ class Head:
                 )
             except (PeerFailedError, BrokenLinkError):
                 raise
-            except StagingError as error:
-                # a worker lost its connection, or was ended because another one did
-                stopped = str(error) == str(StagingStopped())
-                if self._down.peer in str(error) or stopped:
-                    raise self._member.explain(error) from error
-                raise
+            except StagingError as error:  # maybe a worker's, whose connection broke
+                raise self._member.explain(error) from error
             if self.kind == "tree":
                 problems = Problems(f"cannot stage {plan.name}")
                 check_directories(plan, retry.stopped_by(self._beat), problems)

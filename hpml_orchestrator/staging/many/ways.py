@@ -51,7 +51,7 @@ if TYPE_CHECKING:
     from hpml_orchestrator.staging.source import Reader, Source
     from hpml_orchestrator.staging.supply import Supply
 
-__all__ = ["METHODS", "Choice", "Rates", "choose", "seconds_of", "supply_for"]
+__all__ = ["METHODS", "Rates", "Way", "choose", "seconds_of", "supply_for"]
 
 METHODS = ("shared", "chain", "sbcast", "partition")
 CHUNK_BYTES = 4 << 20
@@ -107,7 +107,7 @@ class Rates:
 
 
 @dataclass(frozen=True)
-class Choice:
+class Way:
     """A way, why, and what the model says of all.
 
     Attributes:
@@ -162,7 +162,7 @@ def choose(
     one_file: bool = False,
     archive: bool = False,
     has_sbcast: bool = False,
-) -> Choice:
+) -> Way:
     """Choose how the data comes to all nodes.
 
     `partition` is only taken when it is asked for: it changes what a rank sees.
@@ -197,15 +197,15 @@ def choose(
     }
     of_what = f"{human_bytes(size)} in {files} file{'s' * (files != 1)} to {nodes} nodes"
     if nodes == 1 and wanted != "partition":
-        return Choice("shared", "there is one node: it reads for itself", seconds)
+        return Way("shared", "there is one node: it reads for itself", seconds)
     if wanted != "auto":
-        return Choice(wanted, f"{wanted}, as asked for: {of_what}", seconds)
+        return Way(wanted, f"{wanted}, as asked for: {of_what}", seconds)
     free = [one for one in possible if one not in {"shared", "partition"}]
     best = min(free, key=lambda one: seconds[one])
     told = ", ".join(f"{one} {seconds[one]:.1f} s" for one in ["shared", *free])
     if seconds[best] <= _WORTH * seconds["shared"]:
-        return Choice(best, f"{best}: {of_what}, by the model {told}", seconds)
-    return Choice("shared", f"every node reads for itself: {of_what}, by the model {told}", seconds)
+        return Way(best, f"{best}: {of_what}, by the model {told}", seconds)
+    return Way("shared", f"every node reads for itself: {of_what}, by the model {told}", seconds)
 
 
 def _print(sentence: str) -> None:

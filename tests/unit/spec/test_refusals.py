@@ -101,7 +101,7 @@ def message_of(load: Load, text: str) -> str:
         ("collect: [{source: '{local.dir}/a'}]", "collect.0.target: must be given"),
         (
             "collect: [{source: '{local.dir}/a', target: r}, {source: /tmp/a, target: r}]",
-            "collect: two entries would be ",
+            "collect.1: its results would be ",
         ),
         (
             "collect: [{source: '{local.dr}/a', target: r}]",
