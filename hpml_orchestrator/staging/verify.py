@@ -88,7 +88,7 @@ def verify(
     manifest = published_manifest(path)
     if manifest is None:
         there = is_directory(path) or os.path.lexists(path)
-        what = "is no staged data: nothing beside it says what it should be" if there else "is not there"
+        what = "is no staged data, or its manifest is gone" if there else "is not there"
         raise NotFoundError(f"{shown(path)} {what}", hint="`hpml stage ls` shows what is staged")
     listing = manifest.listing
     how = hashing_named(manifest.digest.partition(":")[0]) if listing.digests else None

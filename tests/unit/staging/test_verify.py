@@ -112,7 +112,7 @@ def test_data_without_digests_is_said_to_be_so(base: Path, source: Path) -> None
 
 def test_only_what_was_staged_can_be_verified(staged: Path, tmp_path: Path) -> None:
     """Paths without a manifest, and paths that are not there, are told apart."""
-    with pytest.raises(NotFoundError, match="has no manifest"):
+    with pytest.raises(NotFoundError, match="is no staged data"):
         verify(str(tmp_path))
     with pytest.raises(NotFoundError, match="is not there"):
         verify(str(staged / "none"))
