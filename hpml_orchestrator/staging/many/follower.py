@@ -26,8 +26,9 @@ from hpml_orchestrator.staging.many.chunks import (
 )
 from hpml_orchestrator.staging.many.link import COMMIT, DATA, DONE, END, GO, PLAN, PLAN_END, READY
 from hpml_orchestrator.staging.many.member import Member
-from hpml_orchestrator.staging.many.planwire import PlanReader
+from hpml_orchestrator.staging.many.planwire import add_part
 from hpml_orchestrator.staging.many.relay import Relay
+from hpml_orchestrator.staging.plan import Entry, Plan
 from hpml_orchestrator.staging.transfer import make_directories, make_links
 
 if TYPE_CHECKING:
@@ -35,7 +36,6 @@ if TYPE_CHECKING:
 
     from hpml_orchestrator.staging.hashing import Buffer, Hashing
     from hpml_orchestrator.staging.many.link import Caller
-    from hpml_orchestrator.staging.plan import Plan
     from hpml_orchestrator.staging.progress import Progress
     from hpml_orchestrator.staging.request import StageRequest
 
@@ -139,19 +139,20 @@ class Follower:
                 raise
 
     def _hear_plan(self) -> Plan:
-        reader = PlanReader(self._request.source, outside_links=self._request.outside_links)
+        plan = Plan(self._request.source, Entry("", 0, 0))
         member = self._member
         while True:
             for kind, payload, from_up in self._heard():
                 if not from_up:
                     self._said[kind] = payload  # READY of a node that has begun to wait
                 elif kind == PLAN:
-                    reader.add(payload)
+                    add_part(plan, payload)
                     self._pass_on(kind, payload)
                 elif kind == PLAN_END:
                     self._pass_on(kind, payload)
                     self._set_terms(payload)
-                    return reader.finish(at_least=json.loads(payload).get("at_least") is True)
+                    plan.at_least = json.loads(payload).get("at_least") is True
+                    return plan
                 else:
                     raise StagingError(f"{member.names[0]} said something out of turn")
 

@@ -39,7 +39,7 @@ from hpml_orchestrator.staging.many.link import (
     Link,
     call,
 )
-from hpml_orchestrator.staging.many.planwire import PlanReader, plan_parts
+from hpml_orchestrator.staging.many.planwire import add_part, plan_parts
 from hpml_orchestrator.staging.plan import Entry, HardLink, Plan, Symlink
 from tests.patience import eventually
 
@@ -67,11 +67,11 @@ def plan_of(files: list[Entry], directories: list[Entry] | None = None) -> Plan:
     return Plan("/source", Entry("", stat.S_IFDIR | 0o755, 5), directories or [], files)
 
 
-def carried(plan: Plan, *, outside_links: bool = False) -> Plan:
-    reader = PlanReader("/source", outside_links=outside_links)
+def carried(plan: Plan) -> Plan:
+    made = Plan("/source", Entry("", 0, 0), at_least=plan.at_least)
     for part in plan_parts(plan):
-        reader.add(part)
-    return reader.finish(at_least=plan.at_least)
+        add_part(made, part)
+    return made
 
 
 @given(some.lists(entries, max_size=20, unique_by=lambda entry: entry.path), some.booleans())
@@ -92,87 +92,14 @@ def test_a_large_plan_comes_in_parts() -> None:
     plan = plan_of([Entry(f"d/e/{n}", stat.S_IFREG | 0o644, n, n, n) for n in range(20_000)], below)
     parts = list(plan_parts(plan))
     assert len(parts) > 2
-    assert max(map(len, parts)) < 400_000
+    assert max(map(len, parts)) <= 1 << 20
     assert carried(plan) == plan
 
 
-BAD_NAMES = ["../up", "/abs", "a/../b", ".", "..", "a//b", "x/", "nul\0", "no/parent", "", "twice"]
-
-
-@pytest.mark.parametrize("name", BAD_NAMES)
-@pytest.mark.parametrize("kind", ["file", "directory", "hard", "symlink"])
-def test_hostile_names_are_refused(name: str, kind: str) -> None:
-    """Whatever it is to be: nothing outside of the tree, nothing twice."""
-    plan = plan_of([Entry("twice", stat.S_IFREG | 0o644, 0, 1, 1)])
-    if kind == "file":
-        plan.files.append(Entry(name, stat.S_IFREG | 0o644, 0, 1, 1))
-    elif kind == "directory":
-        plan.directories.append(Entry(name, stat.S_IFDIR | 0o755, 0))
-    elif kind == "hard":
-        plan.hard_links.append(HardLink(name, "twice"))
-    else:
-        plan.symlinks.append(Symlink(name, "twice", 0))
-    with pytest.raises(StagingError, match="cannot be used"):
-        carried(plan)
-
-
-@pytest.mark.parametrize("text", ["/etc/passwd", "../x", "a/../../x", "", "./../x"])
-def test_symbolic_links_out_of_the_tree_are_refused(text: str) -> None:
-    """By their text, unless the request takes them."""
-    plan = plan_of([])
-    plan.symlinks.append(Symlink("link", text, 0))
-    with pytest.raises(StagingError, match="symbolic link"):
-        carried(plan)
-    if text:
-        assert carried(plan, outside_links=True).symlinks == plan.symlinks
-
-
-@pytest.mark.parametrize("mode", [stat.S_IFIFO, stat.S_IFCHR, stat.S_IFSOCK, stat.S_IFLNK])
-def test_devices_are_refused(mode: int) -> None:
-    """A plan has files and directories only."""
-    with pytest.raises(StagingError, match="neither file nor directory"):
-        carried(plan_of([Entry("f", mode | 0o644, 0, 1, 1)]))
-
-
-def test_a_hard_link_to_no_file_is_refused() -> None:
-    """It could name anything on the node."""
-    plan = plan_of([Entry("f", stat.S_IFREG | 0o644, 0, 1, 1)])
-    plan.hard_links.append(HardLink("link", "../../etc/passwd"))
-    with pytest.raises(StagingError, match="further name of no file"):
-        carried(plan)
-
-
-@given(some.binary(max_size=400))
-def test_nonsense_is_no_plan(data: bytes) -> None:
-    """Any bytes: an error of hpml's, and no other."""
-    reader = PlanReader("/source", outside_links=False)
-    try:
-        reader.add(data)
-        reader.finish(at_least=False)
-    except StagingError:
-        pass
-    else:
-        assert data[:1] == b"T"
-
-
-@given(some.data())
-def test_a_damaged_plan_does_no_harm(data: some.DataObject) -> None:
-    """One byte of a real plan is changed: an error, or a plan that stays in its tree."""
-    plan = plan_of([Entry("d/f", stat.S_IFREG | 0o644, 0, 9, 9)], [Entry("d", 0o755, 0)])
-    plan.symlinks.append(Symlink("link", "d/f", 0))
-    part = bytearray(b"".join(plan_parts(plan)))
-    part[data.draw(some.integers(0, len(part) - 1))] = data.draw(some.integers(0, 255))
-    reader = PlanReader("/source", outside_links=False)
-    try:
-        reader.add(bytes(part))
-        made = reader.finish(at_least=False)
-    except StagingError:
-        return
-    paths = [entry.path for entry in (*made.directories, *made.files)]
-    for path in [*paths, *(link.path for link in made.symlinks)]:
-        assert path
-        assert not path.startswith("/")
-        assert not {"..", ".", ""} & set(path.split("/"))
+def test_a_name_that_no_message_holds_is_an_error() -> None:
+    """Archives may have any."""
+    with pytest.raises(StagingError, match="the name is too long"):
+        list(plan_parts(plan_of([Entry("x" * (1 << 20), stat.S_IFREG | 0o644, 0)])))
 
 
 @given(
