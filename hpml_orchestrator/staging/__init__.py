@@ -13,7 +13,6 @@ from hpml_orchestrator.staging.manifest import Manifest
 from hpml_orchestrator.staging.progress import OnProgress
 from hpml_orchestrator.staging.request import (
     Bases,
-    Stager,
     StageRequest,
     StageResult,
     StagingStopped,
@@ -35,7 +34,6 @@ __all__ = [
     "Room",
     "StageRequest",
     "StageResult",
-    "Stager",
     "StagingArea",
     "StagingStopped",
     "Supply",

@@ -45,7 +45,6 @@ class StagingArea:
     Args:
         base: an existing directory on the node, for example /dev/shm.
         job_key: names the job on this node, for example "<job id>.<restart>".
-        uid: whose root, `hpml-{uid}`; the caller's when left out.
         owner_pid: the process whose end makes the data stale; the calling one when left out.
         proc_root: where to look for processes and mounts.
     """
@@ -55,23 +54,21 @@ class StagingArea:
         base: str,
         job_key: str,
         *,
-        uid: int | None = None,
         owner_pid: int | None = None,
         proc_root: str = "/proc",
     ) -> None:
         check_job_key(job_key)
-        self.place = Root(base, uid, proc_root=proc_root)
+        self.place = Root(base, proc_root=proc_root)
         self.base = base
         self.job_key = job_key
-        self.uid = self.place.uid
-        self.job_dir = target_path(base, self.uid, job_key, "").rstrip("/")
+        self.job_dir = target_path(base, os.getuid(), job_key, "").rstrip("/")
         self.root = self.place.path
         self._owner_pid = owner_pid
         self._lease = -1
 
     def path_of(self, name: str) -> str:
         """Return where data of that name is published."""
-        return target_path(self.base, self.uid, self.job_key, name)
+        return f"{self.job_dir}/{name}"
 
     def owner(self) -> Owner:
         """Describe the process that answers for what this area makes."""

@@ -159,7 +159,6 @@ class Cache:
         root: of the user, on one base.
         owner: the process that answers for entries made here; its job key is this job's.
         retry: asked whether to stop while another job copies.
-        sleep: waits.
         on_progress: told how far the other job's copy is, while this one waits for it.
     """
 
@@ -169,13 +168,11 @@ class Cache:
         owner: Owner,
         retry: Retry,
         *,
-        sleep: Callable[[float], None],
         on_progress: OnProgress | None = None,
     ) -> None:
         self._root = root
         self._owner = owner
         self._retry = retry
-        self._sleep = sleep
         self._on_progress = on_progress
 
     def obtain(
@@ -230,7 +227,6 @@ class Cache:
         lock = NameLock(
             f"{entry.path}/.{DATA}.lock",
             self._retry,
-            self._sleep,
             on_wait=self._on_progress,
             waits=waits,
         )

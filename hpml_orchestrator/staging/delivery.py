@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import os
 import secrets
-import time
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -70,7 +69,6 @@ class Delivery:
     room: Callable[[str], Room]
     retry: Retry
     on_progress: OnProgress | None = None
-    clock: Callable[[], float] = time.monotonic
     copied: Copied | None = None
     evicted: list[str] = field(default_factory=list)
     _plan: Plan | None = None
@@ -147,7 +145,7 @@ class Delivery:
     ) -> Manifest:
         check_room(need, self.room(directory), name=self.request.name, where=self.where)
         plan = self.plan()
-        progress = Progress(self._tell(locks), clock=self.clock)
+        progress = Progress(self._tell(locks))
         progress.expect(plan.bytes, len(plan.files))
         partial = partial_path(directory, name)
         try:

@@ -154,7 +154,7 @@ def run_errand(
         clock: seconds.
 
     Raises:
-        HpmlError: as `Stager.stage`.
+        HpmlError: as `CopyStager.stage`.
     """
     request = errand.request
     if not _is_there(request.source):

@@ -97,7 +97,7 @@ class Retry:
         sleep: Callable[[float], None] = time.sleep,
         should_stop: Callable[[], bool] = lambda: False,
     ) -> None:
-        self._sleep = sleep
+        self.sleep = sleep
         self._should_stop = should_stop
         self._given_up = float("-inf")
 
@@ -124,7 +124,7 @@ class Retry:
             if fault.errno not in TRANSIENT or time.monotonic() < self._given_up:
                 raise fault
             self.check_stop()
-            self._sleep(delay)
+            self.sleep(delay)
             self.check_stop()
             delay *= 2
             try:
@@ -136,7 +136,7 @@ class Retry:
 
     def stopped_by(self, should_stop: Callable[[], bool]) -> Retry:
         """Return the same but for what stops it."""
-        return Retry(self._sleep, should_stop)
+        return Retry(self.sleep, should_stop)
 
 
 _HINTS = {

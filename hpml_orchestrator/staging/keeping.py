@@ -10,8 +10,6 @@ from hpml_orchestrator.staging.cache import Cache, linked_key
 from hpml_orchestrator.staging.manifest import is_whole, published_manifest
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from hpml_orchestrator.staging.area import StagingArea
     from hpml_orchestrator.staging.cache import Kept
     from hpml_orchestrator.staging.delivery import Delivery
@@ -28,15 +26,11 @@ class Keeper:
 
     Args:
         retry: asked whether to stop while another job copies.
-        sleep: waits.
         on_progress: told how far the other job's copy is, while this one waits for it.
     """
 
-    def __init__(
-        self, retry: Retry, *, sleep: Callable[[float], None], on_progress: OnProgress | None
-    ) -> None:
+    def __init__(self, retry: Retry, *, on_progress: OnProgress | None) -> None:
         self._retry = retry
-        self._sleep = sleep
         self._on_progress = on_progress
         self._leases: dict[str, Kept] = {}
 
@@ -46,7 +40,6 @@ class Keeper:
             area.place,
             area.owner(),
             self._retry,
-            sleep=self._sleep,
             on_progress=self._on_progress,
         )
 

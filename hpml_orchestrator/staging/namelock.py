@@ -11,7 +11,6 @@ from hpml_orchestrator.staging.faults import shown, why
 from hpml_orchestrator.staging.files import try_lock, unlock
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
     from typing import Self
 
     from hpml_orchestrator.staging.faults import Retry
@@ -41,8 +40,7 @@ class NameLock:
 
     Args:
         path: of the file.
-        retry: asked whether to stop.
-        sleep: waits.
+        retry: waits, and is asked whether to stop.
         on_wait: told the holder's progress about once a second.
         waits: while another process holds it; else entering raises BusyError.
         most_seconds: to wait before BusyError; None for no limit.
@@ -56,7 +54,6 @@ class NameLock:
         self,
         path: str,
         retry: Retry,
-        sleep: Callable[[float], None],
         *,
         on_wait: OnProgress | None = None,
         waits: bool = True,
@@ -65,7 +62,6 @@ class NameLock:
         self.holders_reason = ""
         self._path = path
         self._retry = retry
-        self._sleep = sleep
         self._on_wait = on_wait
         self._most = 0.0 if not waits else most_seconds
         self._fd = -1
@@ -84,7 +80,7 @@ class NameLock:
                 self._retry.check_stop()
                 if waited % _POLLS_PER_TELLING == 0:
                     self._tell_of_holder()
-                self._sleep(_POLL_SECONDS)
+                self._retry.sleep(_POLL_SECONDS)
             text = self._text() if waited else ""
             if text.startswith(_FAILED):
                 self.holders_reason = text[len(_FAILED) :]  # stays for the others who wait

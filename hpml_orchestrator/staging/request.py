@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import re
 from dataclasses import dataclass
-from typing import Protocol
 
 from hpml_orchestrator.errors import InputError, StagingError
 
@@ -15,7 +14,6 @@ __all__ = [
     "Bases",
     "StageRequest",
     "StageResult",
-    "Stager",
     "StagingStopped",
     "kind_at",
     "kind_of",
@@ -151,23 +149,6 @@ class StageResult:
         """Bytes per second of this call; 0 when nothing was copied."""
         copied = not self.reused and self.method != IN_PLACE
         return self.bytes / self.seconds if copied and self.seconds else 0.0
-
-
-class Stager(Protocol):
-    """Brings data to this node and takes it away again."""
-
-    def stage(self, request: StageRequest) -> StageResult:
-        """Publish the data at `target_path`, or find it there.
-
-        Raises:
-            CapacityError: it does not fit; found before a byte is copied.
-            InputError: source or target cannot be used as asked.
-            StagingStopped: should_stop said so.
-            StagingError: anything else; nothing is published and nothing is left half-done.
-        """
-
-    def cleanup(self) -> None:
-        """Remove what this job staged on this node; may be called any number of times."""
 
 
 @dataclass(frozen=True)

@@ -51,16 +51,14 @@ class Root:
 
     Args:
         base: an absolute directory on the node, for example /dev/shm.
-        uid: whose root; the caller's when left out.
         proc_root: where to look for processes and mounts.
     """
 
-    def __init__(self, base: str, uid: int | None = None, *, proc_root: str = "/proc") -> None:
+    def __init__(self, base: str, *, proc_root: str = "/proc") -> None:
         if not os.path.isabs(base):
             raise InputError("must be an absolute path", field="target", value=base)
         self.base = base
-        self.uid = os.getuid() if uid is None else uid
-        self.path = f"{base.rstrip('/')}/hpml-{self.uid}"
+        self.path = f"{base.rstrip('/')}/hpml-{os.getuid()}"
         self.cache = f"{self.path}/{CACHE}"
         self.proc_root = proc_root
 

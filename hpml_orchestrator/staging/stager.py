@@ -49,12 +49,11 @@ def _never() -> bool:
 
 
 class CopyStager:
-    """A `Stager` that fills a directory beside the final one, and renames it when it is whole.
+    """Fills a directory beside the final one, and renames it when it is whole.
 
     Args:
         job_key: names the job on this node.
         bases: what "shm" and "local" stand for.
-        uid: whose root, `hpml-{uid}`; the caller's when left out.
         owner_pid: the process whose end makes the data stale; the calling one when left out.
         should_stop: asked per file and per MiB; True ends staging with StagingStopped.
         on_progress: told (bytes, files, bytes in all, files in all) at most once a second.
@@ -73,12 +72,10 @@ class CopyStager:
         job_key: str,
         *,
         bases: Bases | None = None,
-        uid: int | None = None,
         owner_pid: int | None = None,
         should_stop: Callable[[], bool] = _never,
         on_progress: OnProgress | None = None,
         sleep: Callable[[float], None] = time.sleep,
-        clock: Callable[[], float] = time.monotonic,
         room: Callable[[str], Room] = room_at,
         options: EngineOptions | None = None,
         job_id: str | None = None,
@@ -86,18 +83,15 @@ class CopyStager:
     ) -> None:
         self._job_key = job_key
         self._bases = bases or Bases()
-        self._uid = uid
         self._owner_pid = owner_pid
         self._retry = Retry(sleep, should_stop)
         self._on_progress = on_progress
-        self._sleep = sleep
-        self._clock = clock
         self._room = room
         self.options = options or EngineOptions()
         self._areas: dict[str, StagingArea] = {}
         self._job_id = os.environ.get("SLURM_JOB_ID", "") if job_id is None else job_id
         self._checks_source = checks_source
-        self._keeper = Keeper(self._retry, sleep=sleep, on_progress=on_progress)
+        self._keeper = Keeper(self._retry, on_progress=on_progress)
         self._evicted: list[str] = []
 
     def stage(self, request: StageRequest, supply: Supply | None = None) -> StageResult:
@@ -117,7 +111,7 @@ class CopyStager:
             StagingStopped: should_stop said so.
             StagingError: anything else; nothing is published and nothing is left half-done.
         """
-        start = self._clock()
+        start = time.monotonic()
         with contextlib.ExitStack() as stack:
             if supply is not None:
                 stack.push(functools.partial(_ended, supply))
@@ -137,7 +131,6 @@ class CopyStager:
                 self._room,
                 self._retry,
                 self._on_progress,
-                self._clock,
                 evicted=self._evicted,
             )
             self._evicted = []
@@ -149,7 +142,7 @@ class CopyStager:
             path=path,
             bytes=manifest.bytes,
             files=manifest.files,
-            seconds=self._clock() - start,
+            seconds=time.monotonic() - start,
             method=manifest.method,
             reused=copied is None,
             digest=manifest.digest,
@@ -168,7 +161,6 @@ class CopyStager:
             lock = NameLock(
                 f"{area.job_dir}/.{request.name}.lock",
                 self._retry,
-                self._sleep,
                 on_wait=self._on_progress,
                 most_seconds=_BUSY_SECONDS if delivery.is_collective else None,
             )
@@ -246,7 +238,7 @@ class CopyStager:
     def _unopened(self, target: str) -> StagingArea:
         """Return the area of a target without making anything there."""
         base = self._bases.resolve(target)
-        return StagingArea(base, self._job_key, uid=self._uid, owner_pid=self._owner_pid)
+        return StagingArea(base, self._job_key, owner_pid=self._owner_pid)
 
     def _open(self, area: StagingArea) -> None:
         """Open an area, also where kept data takes the very last block."""

@@ -174,7 +174,7 @@ def cache(base: Path, key: str, on_progress: OnProgress | None = None) -> Cache:
     """A job's view of the cache."""
     root = Root(str(base))
     retry = Retry(time.sleep, lambda: False)
-    return Cache(root, this_owner(key), retry, sleep=time.sleep, on_progress=on_progress)
+    return Cache(root, this_owner(key), retry, on_progress=on_progress)
 
 
 def obtain(key: str, base: Path, fill: Slow, told: Any) -> None:

@@ -127,7 +127,7 @@ def test_a_chain_does_not_wait_for_another_jobs_copy(
     earlier.stage(request(source, keep=True))
     entry = next(Path(stager.area("shm").root).glob(".cache/*"))
     retry = Retry(lambda _seconds: None, lambda: False)
-    with NameLock(f"{entry}/.data.lock", retry, lambda _seconds: None):
+    with NameLock(f"{entry}/.data.lock", retry):
         supply = Shared(source)
         result = stager.stage(request(source, keep=True), supply)
     assert (result.reused, result.kept) == (False, False)

@@ -379,7 +379,7 @@ def test_data_of_a_living_shell_stays(
     path = shell.stdout.readline().strip()
     keep(base, trees[1], "2.0", time.time() + 60)
     mine = this_owner("9.0")
-    cache = Cache(Root(str(base)), mine, Retry(time.sleep, lambda: False), sleep=time.sleep)
+    cache = Cache(Root(str(base)), mine, Retry(time.sleep, lambda: False))
     key = Path(path).resolve().parent.name
     assert key not in [idle for _, idle in cache.idle()]
     assert not cache.remove(key), "it came into use after somebody looked"
@@ -411,7 +411,7 @@ from hpml_orchestrator.staging import this_owner
 from hpml_orchestrator.staging.cache import Cache
 from hpml_orchestrator.staging.faults import Retry
 from hpml_orchestrator.staging.root import Root
-cache = Cache(Root(sys.argv[1]), this_owner("e.0"), Retry(time.sleep, bool), sleep=time.sleep)
+cache = Cache(Root(sys.argv[1]), this_owner("e.0"), Retry(time.sleep, bool))
 removed = 0
 print("ready", flush=True)
 while not os.path.exists(sys.argv[2]):
@@ -447,9 +447,7 @@ def test_a_full_cache_of_another_user_is_not_looked_at(base: Path, trees: list[P
     entry = other / ".cache" / ("0" * 32) / "data"
     entry.mkdir(parents=True)
     (other / ".hpml-staging").touch()
-    cache = Cache(
-        Root(str(base)), this_owner("1.0"), Retry(time.sleep, lambda: False), sleep=time.sleep
-    )
+    cache = Cache(Root(str(base)), this_owner("1.0"), Retry(time.sleep, lambda: False))
     assert cache.idle() == []
     assert not cache.remove("0" * 32)
     assert entry.is_dir()

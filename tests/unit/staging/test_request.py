@@ -7,16 +7,13 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-import hpml_orchestrator.staging as staging_package
 from hpml_orchestrator.errors import InputError
 from hpml_orchestrator.packing.dest import Destination
-from hpml_orchestrator.staging import Bases, Stager, StageRequest, target_path
+from hpml_orchestrator.staging import Bases, StageRequest, target_path
 from hpml_orchestrator.staging.request import kind_of
 
 if TYPE_CHECKING:
     from pathlib import Path
-
-    from hpml_orchestrator.staging import CopyStager
 
 
 @pytest.mark.parametrize(
@@ -101,11 +98,3 @@ def test_a_pack_that_is_not_finished_is_no_tree(tmp_path: Path, kind: str) -> No
     assert kind_of(StageRequest("a", str(tmp_path), kind="tree")) == "tree"
     (tmp_path / "pack.index").touch()  # comes last, before the state goes
     assert kind_of(StageRequest("a", str(tmp_path), kind=kind)) == "pack"
-
-
-def test_all_is_complete(stager: CopyStager) -> None:
-    """Every public name is there, and the stager is a Stager."""
-    for name in staging_package.__all__:
-        assert hasattr(staging_package, name)
-    protocol: Stager = stager
-    assert protocol is stager

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -198,7 +197,7 @@ def test_waiting_can_be_stopped(base: Path, source: Path) -> None:
     request = StageRequest("data", str(source), target="shm")
     holder = CopyStager("1", bases=options["bases"])
     lock = f"{holder.area('shm').job_dir}/.data.lock"
-    held = NameLock(lock, holder._retry, time.sleep)
+    held = NameLock(lock, holder._retry)
     waiter = CopyStager(
         "1",
         bases=options["bases"],
