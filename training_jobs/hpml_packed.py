@@ -52,9 +52,9 @@ __all__ = [
 ]
 
 INDEX_FILE = "pack.index"
-VERSION = 1
+VERSION = 2
 MAGIC = b"HPMLPACK"
-RECORD = struct.Struct("<QQQIB3x16s")
+RECORD = struct.Struct("<QQQqIBxH16s")
 BODY_AT, HEADER_AT = 40, 48
 PIECE_BYTES = 1 << 20
 
@@ -216,10 +216,9 @@ class PackedData(Data):
         for fd in getattr(self, "_open", {}).values():
             os.close(fd)
 
-    def _record(self, number: int) -> tuple[int, int, int, int, int, bytes]:
+    def _record(self, number: int) -> tuple[Any, ...]:
         at = self._records_at + number * RECORD.size
-        found: tuple[int, int, int, int, int, bytes] = RECORD.unpack(self._bytes(at, RECORD.size))
-        return found
+        return RECORD.unpack(self._bytes(at, RECORD.size))
 
     def name(self, number: int) -> str:
         """Return a file's path in the tree, `/` between its parts."""
@@ -231,15 +230,17 @@ class PackedData(Data):
 
     def size(self, key: Key) -> int:
         """Return a file's size in bytes."""
-        return self._record(self._numbered(key))[1]
+        size: int = self._record(self._numbered(key))[1]
+        return size
 
     def digest(self, key: Key) -> str:
         """Return a file's XXH3-128 in hexadecimal, as `xxhsum -H2` prints it."""
-        return self._record(self._numbered(key))[5].hex()
+        digest: bytes = self._record(self._numbered(key))[-1]
+        return digest.hex()
 
     def read(self, key: Key) -> bytes:
         """Return a file's contents, with one call to the file system (see `Data.read`)."""
-        offset, size, _, shard, _, _ = self._record(self._numbered(key))
+        offset, size, _, _, shard, *_ = self._record(self._numbered(key))
         pieces, done = [], 0
         try:
             fd = self._shard(shard)

@@ -5,14 +5,15 @@ nothing is parsed, and all readers of a node share its pages.
 
     0    8 bytes   magic, b"HPMLPACK"
     8   32 bytes   SHA-256 of all bytes behind it
-    40   4 bytes   version, 1
+    40   4 bytes   version, 2
     44   4 bytes   length of the header, a multiple of 8
     48             header: JSON in UTF-8, filled up with spaces
                    "files" N, "names_bytes", "tree" (digest of the metadata), "shard_bytes", and
                    "shards": [file, bytes, files, XXH3-128 of the archive], ...
-                   N records of 48 bytes, in the order of the names:
+                   N records of 56 bytes, in the order of the names:
                      u64 offset of the data in the archive, u64 size, u64 start of the name,
-                     u32 number of the archive, u8 kind, 3 bytes 0, 16 bytes XXH3-128 (big-endian)
+                     i64 modification time in seconds, u32 number of the archive, u8 kind, 1 byte 0,
+                     u16 permissions, 16 bytes XXH3-128 (big-endian)
                    all names, one behind the other, without anything between them
 
 Kinds: 0 file, 1 hard link, 2 symbolic link to a file of the pack; links have the place of the file
@@ -71,7 +72,8 @@ def write_index(
     count = 0
     for row in rows:
         start = len(names)
-        records += INDEX_RECORD.pack(row.offset, row.size, start, row.shard, row.kind, row.digest)
+        place = (row.offset, row.size, start, row.mtime, row.shard)
+        records += INDEX_RECORD.pack(*place, row.kind, row.mode, row.digest)
         names += row.name
         count += 1
     told = {

@@ -225,6 +225,8 @@ def _rows(layout: Layout, parts: Sequence[Part]) -> Iterator[Row]:
                 layout.offsets[shard.first + at],
                 entry.size,
                 0,
+                entry.mode & 0o777,
+                entry.mtime_ns // 1_000_000_000,
                 digests[at * 16 : at * 16 + 16],
             )
 
