@@ -81,6 +81,8 @@ class NodeResults:
         """
         for index, directory in enumerate(self._directories):
             try:
+                if f"/hpml-{os.getuid()}/" in f"{os.path.realpath(directory)}/":
+                    raise PermissionError(0, "what is there is removed with the job")
                 os.makedirs(directory, exist_ok=True)
                 if not os.access(directory, os.W_OK | os.X_OK):
                     raise PermissionError(0, "not writable by you")

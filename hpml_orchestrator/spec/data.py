@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import posixpath
+import re
 from typing import Literal
 
 from pydantic import StrictBool, field_validator, model_validator
@@ -86,10 +87,13 @@ class Collect(Model):
     @field_validator("source")
     @classmethod
     def _source(cls, value: str) -> str:
-        if not value.startswith(("/", "{local.dir}", "{shm.dir}", "{stage.")):
+        if not re.match(r"/|\{(local\.dir|shm\.dir|stage\.\w+)\}(/|$)", value):
             raise ValueError(
                 "must be a path on the nodes: begin it with {local.dir}, {shm.dir} or {stage.NAME}"
             )
+        rest = value.partition("}")[2] if value.startswith("{") else value
+        if re.search(r"[$*?]", rest) or ".." in rest.split("/"):
+            raise ValueError("is taken as it is written: name a directory to bring all of it")
         if not value.strip("/"):
             raise ValueError("must be a file or directory below /")
         return value.rstrip("/")

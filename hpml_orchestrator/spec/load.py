@@ -98,9 +98,9 @@ def load_job(
             for name in leaves(below, empty=False)
         } | given
     data.setdefault("workdir", ".")
+    problems = [*_unknown_placeholders(data, points)]
     make_absolute(data, source.parent)
     hint = f"in {source}; `hpml schema job` prints every field"
-    problems = [*_unknown_placeholders(data, points)]
     try:
         job = Job.model_validate(data)
     except ValidationError as error:
@@ -171,6 +171,15 @@ def _index(entries: list[Any], part: str, field: str, value: Any) -> int:
     )
 
 
+_ADVICE = {
+    "stage": "stage data under that name",
+    "point": "a sweep alone has points",
+    "run": "there is {run.dir}",
+    "local": "there is {local.dir}",
+    "shm": "there is {shm.dir}",
+}
+
+
 def _unknown_placeholders(data: dict[str, Any], points: Collection[str]) -> Iterator[InputError]:
     """Yield an error for each placeholder that names nothing; the fields are not validated yet."""
     environment = data.get("environment")
@@ -193,13 +202,17 @@ def _unknown_placeholders(data: dict[str, Any], points: Collection[str]) -> Iter
                     message = "{array.index} needs an array, such as `array: 0-9`"
                 elif name != "array.index" and name not in known:
                     meant = nearest(name, known)
-                    advice = f"did you mean {{{meant}}}?" if meant else "stage data under that name"
-                    if name.startswith("point."):
-                        advice = "a sweep alone has points"
+                    advice = f"did you mean {{{meant}}}?" if meant else _ADVICE[name.split(".")[0]]
                     message = f"{{{name}}} names nothing; {advice}"
                 else:
                     continue
                 yield InputError(message, field=f"{whole}.{key}", value=value)
+            if whole.startswith("collect.") and key == "target" and isinstance(value, str):
+                rest = value.removeprefix("{run.dir}")
+                starts_well = rest == value or rest[:1] in {"", "/"}
+                if not starts_well or re.search(r"[{}$*?]", rest):
+                    message = "may begin with {run.dir}, ~ or /; all else is taken as it is written"
+                    yield InputError(message, field=f"{whole}.{key}", value=value)
 
 
 def _entries(data: dict[str, Any], name: str) -> list[Any]:

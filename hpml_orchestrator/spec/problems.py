@@ -63,7 +63,7 @@ _MESSAGES = {
     "string_type": "must be text",
     "int_type": "must be a whole number",
     "bool_type": "must be true or false",
-    "list_type": "must be a list",
+    "list_type": "must be a list (in YAML, each entry begins with `- `)",
     "dict_type": "must be a mapping of names and values",
     "model_type": "must be a mapping of fields",
     "invalid_key": "a field's name must be text",

@@ -48,9 +48,7 @@ __all__ = [
 MAX_LIST = 4096
 """Most entries of a list or mapping."""
 
-PLACEHOLDER = re.compile(
-    r"\{((?:stage|run|point)\.[A-Za-z0-9_]+|array\.index|(?:local|shm)\.dir)\}"
-)
+PLACEHOLDER = re.compile(r"\{((?:stage|run|point|local|shm)\.[A-Za-z0-9_]+|array\.index)\}")
 """What arguments and variables refer to data, the run, a task and a point of a sweep by."""
 
 MAX_ARGUMENT_BYTES = 131_071

@@ -67,7 +67,7 @@ def collect(source: str, directory: str, retry: Retry) -> Collected:
     """
     begin = time.monotonic()
     if not os.path.exists(source):
-        return Collected()
+        return Collected(problem="is a link to nothing" if os.path.islink(source) else "")
     target = f"{directory}/{os.path.basename(source)}"
     partial = partial_path(directory, os.path.basename(source))
     left_out = _Unread("not all could be read")

@@ -278,6 +278,12 @@ def test_results_that_cannot_be_put_away(desk: Stager) -> None:
     desk.hpml("run", "--local", job("touch $0/out", "file"), code=2)
     ran = desk.json("run", "--local", "--no-check", "job.yaml", code=6)
     assert "collect.0.target: results cannot be put there: " in Path(ran["output"]).read_text()
+    for base in (desk.target, desk.root / "new"):  # a job has its own directory there, or none yet
+        base.mkdir(exist_ok=True)
+        inside = base / f"hpml-{os.getuid()}" / "results"
+        desk.hpml("run", "--local", job("touch $0/out", str(inside)), code=6)
+        assert "removed with the job" in desk.hpml("show", "last")
+        assert not inside.exists()
     spoils = "rmdir results/*/*; rmdir results/*; echo >results/$(basename $HPML_RUN_DIR)"
     ran = desk.json("run", "--local", job(f"touch $0/out; {spoils}", "results"), code=6)
     assert (ran["state"], ran["exit_code"]) == ("FAILED", 8)

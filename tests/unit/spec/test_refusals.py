@@ -48,7 +48,7 @@ def message_of(load: Load, text: str) -> str:
         ),
         ("script: ''", "script: must not be empty (got '')"),
         ("script: " + "a" * 4096, "script: is "),
-        ("args: hello", "args: must be a list (got 'hello')"),
+        ("args: hello", "args: must be a list (in YAML, each entry begins with"),
         ("args: [true]", "args.0: is a boolean: put it in quotes, as the program shall read it"),
         ('args: ["a\\0b"]', "args.0: must not hold a NUL character"),
         ("args: ['" + "é" * 65_536 + "']", "args.0: is 131072 bytes long; Linux passes at most"),
@@ -99,6 +99,13 @@ def message_of(load: Load, text: str) -> str:
         ("stage: [{name: d, source: s, trust_mtime: true}]", "stage.0: trust_mtime: is for data"),
         ("collect: [{source: /, target: r}]", "collect.0.source: must be a file or directory"),
         ("collect: [{source: '{local.dir}/a'}]", "collect.0.target: must be given"),
+        ("collect: [{source: '{local.dir}/*', target: r}]", "collect.0.source: is taken as it is"),
+        ("collect: [{source: '{shm.dir}/../a', target: r}]", "collect.0.source: is taken as it is"),
+        ("collect: [{source: '{shm.dir}a', target: r}]", "collect.0.source: must be a path on"),
+        *(
+            (f"collect: [{{source: /tmp/a, target: '{bad}'}}]", "collect.0.target: may begin with")
+            for bad in ("{local.dir}/x", "$HOME/r", "{host}/r", "x/{run.dir}", "{run.dir}x", "a*")
+        ),
         (
             "collect: [{source: '{local.dir}/a', target: r}, {source: /tmp/a, target: r}]",
             "collect.1: its results would be ",
@@ -247,6 +254,7 @@ def test_exactly_one_program(load: Load, text: str, given: str) -> None:
     [
         ("args: [x, '{stage.digit}']", "args.1: {stage.digit} names nothing; did you mean {stage."),
         ("command: ['{run.q}/y']", "command.0: {run.q} names nothing; "),
+        ("command: ['{local.dirr}']", "command.0: {local.dirr} names nothing; did you mean {lo"),
         ("environment: {variables: {A: '{run.x}'}}", "environment.variables.A: {run.x} names noth"),
         ("args: ['{array.index}']", "args.0: {array.index} needs an array, such as `array: 0-9`"),
     ],

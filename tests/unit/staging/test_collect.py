@@ -56,6 +56,8 @@ def test_a_directory_comes_as_it_is(source: Path, target: Path) -> None:
 
 def test_a_file_comes_by_its_name(source: Path, target: Path) -> None:
     """Not in a directory of its own; and what is not there is no fault."""
+    (source / "dead").symlink_to("nowhere")
+    assert bring(source / "dead", target).problem == "is a link to nothing"
     found = bring(source / "one.bin", target)
     assert (found.path, found.bytes, found.problem) == (f"{target}/one.bin", 5000, "")
     assert (target / "one.bin").read_bytes() == b"1" * 5000
