@@ -108,7 +108,7 @@ class Destination:
         names.discard(PACK_STATE)
         if names and self._note() is None and not (self._resume and _are_archives(names)):
             raise self._refused(
-                "is not empty, and no pack that was begun",
+                "is not empty, and holds no unfinished pack",
                 "take an empty directory, or one that is not there yet",
             )
 
