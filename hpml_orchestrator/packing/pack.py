@@ -143,10 +143,6 @@ def _source(path: str) -> str:
 def _scan(source: str, request: PackRequest) -> Plan:
     try:
         return scan_tree(source, Retry(), verb="pack", outside_links=request.outside_links)
-    except StagingError as error:
-        if "symbolic link" in error.message:
-            error.hint = "links that leave the tree are packed as they are with --outside-links"
-        raise
     except OSError as error:
         raise StagingError(f"cannot read {shown(request.source)}: {why(error)}") from error
 
