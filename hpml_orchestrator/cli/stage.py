@@ -347,7 +347,7 @@ _OPTIONS = {
     "target": "--to",
     "outside_links": "--outside-links",
 }
-_FIELD_IN_HINT = re.compile(r"\b(target|kind|outside_links): (\w+)")
+_FIELD_IN_HINT = re.compile(r"\b(target|kind): (\w+)")
 
 
 @contextlib.contextmanager
@@ -365,7 +365,7 @@ def _option_names(
         yield
     except HpmlError as error:
         error.hint = _FIELD_IN_HINT.sub(
-            lambda match: f"{_OPTIONS[match[1]]} {match[2]}".removesuffix(" true"), error.hint
+            lambda match: f"{_OPTIONS[match[1]]} {match[2]}", error.hint
         )
         # a CapacityError has the name of the data as its field, which may be any word
         if isinstance(error, InputError) and not isinstance(error, CapacityError):

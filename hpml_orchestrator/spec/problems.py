@@ -158,6 +158,8 @@ def _nearest_field(place: list[str], model: type[BaseModel]) -> str:
     near = nearest(word, around.model_fields)
     if near:
         return ".".join([*parents, near])
+    if any(part.isdigit() for part in parents):
+        return ""  # an entry of a list has no field of another section
     by_name = {field.rpartition(".")[2]: field for field in _dotted_names(Job)}
     return by_name.get(nearest(word, by_name), "") if model is Job else ""
 
