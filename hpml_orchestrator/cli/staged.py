@@ -27,6 +27,7 @@ from hpml_orchestrator.staging.caller import calling_process
 from hpml_orchestrator.staging.faults import is_directory, shown, why
 from hpml_orchestrator.staging.held import clean as clean_bases
 from hpml_orchestrator.staging.held import list_staged, shell_key
+from hpml_orchestrator.staging.root import base_above
 from hpml_orchestrator.staging.verify import verify as verify_staged
 
 if TYPE_CHECKING:
@@ -174,13 +175,13 @@ def _bases(context: typer.Context, directories: list[str] | None) -> list[str]:
                 f"no such directory: {shown(path) or word or 'the empty path'}",
                 hint="DIR is shm, local or a directory that was given to --to",
             )
-        above, inside, _ = f"{path}/".partition(f"/hpml-{os.getuid()}/")
-        if inside:
+        above = base_above(path)
+        if above:
             raise InputError(
                 "is staged data; DIR is the directory it was staged to",
                 field="DIR",
                 value=shown(path),
-                hint=f"use {shown(above) or '/'}; --mine removes what this shell staged",
+                hint=f"use {shown(above)}; --mine removes what this shell staged",
             )
         paths.append(path)
     return list(dict.fromkeys(paths))

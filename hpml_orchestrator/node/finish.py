@@ -22,6 +22,7 @@ from hpml_orchestrator.placement.report import table, wrong_rows
 from hpml_orchestrator.records import events
 from hpml_orchestrator.records.files import read_json, write_json
 from hpml_orchestrator.records.run import Attempt
+from hpml_orchestrator.records.texts import beside
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
@@ -251,8 +252,7 @@ def verify_results(
     if completed:
         found = {row["source"] for row in rows if row["path"] or row["problem"]}
         for source in dict.fromkeys(row["source"] for row in rows if row["source"] not in found):
-            beside = {name for row in rows if row["source"] == source for name in row["beside"]}
-            there = f"; beside it: {', '.join(sorted(beside))}" if beside else ""
+            there = beside(row for row in rows if row["source"] == source)
             lines.append(f"NOT collected: no node has {source}{there}")
     return lines, missing or bool(lines)
 

@@ -18,6 +18,7 @@ from hpml_orchestrator.records.texts import human_bytes
 from hpml_orchestrator.staging.collect import Collected, collect
 from hpml_orchestrator.staging.faults import Retry, shown, why
 from hpml_orchestrator.staging.files import remove_tree
+from hpml_orchestrator.staging.root import base_above
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -81,7 +82,7 @@ class NodeResults:
         """
         for index, directory in enumerate(self._directories):
             try:
-                if f"/hpml-{os.getuid()}/" in f"{os.path.realpath(directory)}/":
+                if base_above(os.path.realpath(directory)):
                     raise PermissionError(0, "what is there is removed with the job")
                 os.makedirs(directory, exist_ok=True)
                 if not os.access(directory, os.W_OK | os.X_OK):

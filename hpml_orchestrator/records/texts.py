@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import time
 from datetime import datetime
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterable, Mapping, Sequence
 
 __all__ = [
+    "beside",
     "clock_text",
     "elapsed_text",
     "exact_bytes",
@@ -93,3 +94,9 @@ def examples(names: Sequence[str], most: int) -> str:
     'a, b, …'
     """
     return ", ".join(names[:most]) + (", …" if len(names) > most else "")
+
+
+def beside(rows: Iterable[Mapping[str, Any]]) -> str:
+    """Return what lies where results were looked for, by rows of `collected.json`, to append."""
+    names = sorted({name for row in rows for name in row["beside"]})
+    return f"; beside it: {', '.join(names)}" if names else ""

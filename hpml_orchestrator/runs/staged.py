@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from hpml_orchestrator.errors import counted
-from hpml_orchestrator.records.texts import human_bytes
+from hpml_orchestrator.records.texts import beside, human_bytes
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -125,9 +125,7 @@ def collected_lines(
             where = first if len(there) == 1 else f"{_above(first)}/NODE of {len(there)} nodes"
             lines.append(f"{source}: {files}, {size} in {where}")
         elif whole:
-            beside = sorted({name for row in whole for name in row["beside"]})
-            others = f"; beside it: {', '.join(beside)}" if beside else ""
-            lines.append(f"{source}: nothing there{others}")
+            lines.append(f"{source}: nothing there{beside(whole)}")
         for row in rows:
             if row["problem"]:
                 some = f"only {counted(row['files'], 'file')} in {row['path']}"

@@ -98,7 +98,7 @@ def load_job(
             for name in leaves(below, empty=False)
         } | given
     data.setdefault("workdir", ".")
-    problems = [*_unknown_placeholders(data, points)]
+    problems = [*_unknown_placeholders(data, points), *_wrong_targets(data)]
     make_absolute(data, source.parent)
     hint = f"in {source}; `hpml schema job` prints every field"
     try:
@@ -207,12 +207,18 @@ def _unknown_placeholders(data: dict[str, Any], points: Collection[str]) -> Iter
                 else:
                     continue
                 yield InputError(message, field=f"{whole}.{key}", value=value)
-            if whole.startswith("collect.") and key == "target" and isinstance(value, str):
-                rest = value.removeprefix("{run.dir}")
-                starts_well = rest == value or rest[:1] in {"", "/"}
-                if not starts_well or re.search(r"[{}$*?]", rest):
-                    message = "may begin with {run.dir}, ~ or /; all else is taken as it is written"
-                    yield InputError(message, field=f"{whole}.{key}", value=value)
+
+
+def _wrong_targets(data: dict[str, Any]) -> Iterator[InputError]:
+    """Yield an error for each target of results that means more than it says, as it is written."""
+    for index, entry in enumerate(_entries(data, "collect")):
+        target = entry.get("target") if isinstance(entry, dict) else None
+        if not isinstance(target, str):
+            continue
+        rest = target.removeprefix("{run.dir}")
+        if (rest != target and rest[:1] not in {"", "/"}) or re.search(r"[{}$*?]", rest):
+            message = "may begin with {run.dir}, ~ or /; all else is taken as it is written"
+            yield InputError(message, field=f"collect.{index}.target", value=target)
 
 
 def _entries(data: dict[str, Any], name: str) -> list[Any]:

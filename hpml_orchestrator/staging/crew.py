@@ -72,14 +72,14 @@ class Worker:
                 # newer interpreters warn when other threads run: the child only runs what is here
                 warnings.simplefilter("ignore", DeprecationWarning)
                 self.process = os.fork()
+            if self.process == 0:  # still frozen: nothing is collected there
+                _serve(work, theirs, keep, parent)
         except OSError:
             os.close(self.line)
             os.close(theirs)
             raise
         finally:
             gc.unfreeze()
-        if self.process == 0:
-            _serve(work, [*keep, theirs], parent)
         os.close(theirs)
 
     def listen(self, told: Callable[..., None]) -> bool:
@@ -225,7 +225,7 @@ class _Crew:
                 os.close(fd)
 
 
-def _serve(work: Callable[[Tell], None], keep: Sequence[int], parent: int) -> NoReturn:
+def _serve(work: Callable[[Tell], None], line: int, keep: Sequence[int], parent: int) -> NoReturn:
     status = 1
     try:
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, ctypes.c_ulong(signal.SIGKILL), 0, 0, 0)
@@ -234,8 +234,8 @@ def _serve(work: Callable[[Tell], None], keep: Sequence[int], parent: int) -> No
             for name in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT):
                 signal.signal(name, signal.SIG_IGN)  # the parent gets it too, and ends the workers
             gc.disable()
-            _close_others(keep)
-            tell = _Line(keep[-1])
+            _close_others(line, *keep)
+            tell = _Line(line)
             try:
                 work(tell)
                 tell.send("end")
@@ -256,7 +256,7 @@ def _take(queue: int) -> int | None:
     return found
 
 
-def _close_others(keep: Sequence[int]) -> None:
+def _close_others(*keep: int) -> None:
     """Close what the parent has open: a lock must be free when the parent is gone."""
     at = 3
     for fd in sorted(keep):

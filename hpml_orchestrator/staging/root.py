@@ -30,7 +30,16 @@ from hpml_orchestrator.staging.mounts import SHARED_TYPES
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-__all__ = ["CACHE", "LEASE", "MARKER", "OWNER", "Root", "as_staging_error", "new_directory"]
+__all__ = [
+    "CACHE",
+    "LEASE",
+    "MARKER",
+    "OWNER",
+    "Root",
+    "as_staging_error",
+    "base_above",
+    "new_directory",
+]
 
 MARKER = ".hpml-staging"
 LOCK = ".lock"
@@ -40,6 +49,12 @@ CACHE = ".cache"
 NEW, TRASH = ".new-", ".trash-"
 FILE = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
 _DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC | os.O_NOFOLLOW
+
+
+def base_above(path: str) -> str:
+    """Return the base of the root of this user that a path lies in; "" where it lies in none."""
+    above, inside, _ = f"{path}/".partition(f"/hpml-{os.getuid()}/")
+    return inside and (above or "/")
 
 
 class _RootGoneError(Exception):

@@ -78,21 +78,24 @@ def rich_cluster() -> Iterator[SlurmCluster]:
         with booted("--nodes", "4", "--slurm-conf", lines.name) as cluster:
             for line in ACCOUNTS.splitlines():
                 cluster.run("sacctmgr", "-i", *line.split())
+            text = cluster.slurm_conf.read_text()
             for partition, words in NAMING.items():
                 name = f"PartitionName={partition} "
-                _edit(cluster, name, f"{name}{words} ")
+                text = _edited(text, name, f"{name}{words} ")
+            cluster.reconfigure(text)
             yield cluster
 
 
 def enforce(cluster: SlurmCluster, how: str) -> None:
     """Set EnforcePartLimits, and have the controller read it."""
-    _edit(cluster, r"EnforcePartLimits=\w+", f"EnforcePartLimits={how}")
+    text = cluster.slurm_conf.read_text()
+    cluster.reconfigure(_edited(text, r"EnforcePartLimits=\w+", f"EnforcePartLimits={how}"))
 
 
-def _edit(cluster: SlurmCluster, old: str, new: str) -> None:
-    text, count = re.subn(old, new, cluster.slurm_conf.read_text())
+def _edited(text: str, old: str, new: str) -> str:
+    text, count = re.subn(old, new, text)
     assert count == 1
-    cluster.reconfigure(text)
+    return text
 
 
 def as_user(

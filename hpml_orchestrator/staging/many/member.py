@@ -185,7 +185,7 @@ class Member:
             self.secret = secrets.token_bytes(SECRET_BYTES)
             self.notices.post("secret", secret=self.secret.hex())
         else:
-            told = self.notices.hear_first("secret", beats=False)
+            told = self.notices.hear("secret", beats=False)
             self.secret = bytes.fromhex(str(told["secret"]))
             towards = place.names[0] if place.names else ""
             address = own_address(place.interfaces, towards=towards)

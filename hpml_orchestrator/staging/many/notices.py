@@ -158,20 +158,20 @@ class Notices:
             time.sleep(pause)
             pause = min(_LONGEST_PAUSE_SECONDS, pause * 1.3)
 
-    def hear_first(self, what: str, *, beats: bool = True) -> dict[str, Any]:
-        """Return a record of the first node, once it is there; see `wait`.
+    def hear(self, what: str, index: int = 0, *, beats: bool = True) -> dict[str, Any]:
+        """Return a record of another node, once it is there; see `wait`.
 
         Raises:
-            StagingError: as `wait`, or the first node says why it ends.
+            StagingError: as `wait`, or that node says why it ends.
             StagingStopped: should_stop said so.
         """
-        found = self.wait(what, 0, beats=beats)
+        found = self.wait(what, index, beats=beats)
         if "error" in found:
             raise StagingError(str(found["error"]), hint=str(found.get("hint", "")))
         return found
 
     def refuse(self, error: BaseException, *whats: str) -> None:
-        """Let all who wait for one of these records of the first node know why it ends."""
+        """Let all who wait for one of these records of this node know why it ends."""
         told = {"error": f"{self.place.node}: {reason_of(error)}"}
         for what in whats:
             self.post(what, **told, hint=str(getattr(error, "hint", "")))

@@ -25,7 +25,6 @@ from hpml_orchestrator.staging.faults import Retry, shown, why
 from hpml_orchestrator.staging.filehash import hashed
 from hpml_orchestrator.staging.hashing import hashing
 from hpml_orchestrator.staging.many.chunks import hashing_of_first
-from hpml_orchestrator.staging.many.notices import reason_of
 from hpml_orchestrator.staging.plan import Entry, Plan
 from hpml_orchestrator.staging.request import kind_of
 from hpml_orchestrator.staging.source import BLOCK_BYTES
@@ -160,9 +159,7 @@ class Broadcast:
     def fail(self, reason: str, hint: str = "") -> None:
         """Let the first node know, should it wait for this one."""
         with contextlib.suppress(HpmlError):
-            self._notices.post(
-                f"{self._place.index}.done", node=self._place.node, error=reason, hint=hint
-            )
+            self._notices.refuse(StagingError(reason, hint=hint), f"{self._place.index}.done")
 
     def close(self) -> None:
         """Remove the copy, or what sbcast left of one."""
@@ -213,7 +210,7 @@ class Broadcast:
         """Do what every other node does; returns what there is to know of the file."""
         step, mine = "room", self._place.index
         try:
-            told = self._notices.hear_first("start")
+            told = self._notices.hear("start")
             self._check_room(told)
             if told["directory"] != self._directory:
                 raise StagingError(
@@ -221,14 +218,14 @@ class Broadcast:
                     f"here and {told['directory']} on the first node"
                 )
             self._notices.post(f"{mine}.room", node=self._place.node)
-            sent = self._notices.hear_first("sent")
+            sent = self._notices.hear("sent")
             step = "done"
             self._compare(told, bytes.fromhex(str(sent["digest"])))
             self._notices.post(f"{mine}.done", node=self._place.node)
-            self._notices.hear_first("verdict")
+            self._notices.hear("verdict")
         except BaseException as error:
             with contextlib.suppress(HpmlError):
-                self._notices.post(f"{mine}.{step}", node=self._place.node, error=reason_of(error))
+                self._notices.refuse(error, f"{mine}.{step}")
             raise
         return told
 
@@ -307,7 +304,4 @@ class Broadcast:
     def _gather(self, what: str) -> None:
         """Wait for the same word of all other nodes."""
         for index in range(1, self._place.nodes):
-            found = self._notices.wait(f"{index}.{what}", index)
-            if found.get("error"):
-                hint = str(found.get("hint", ""))
-                raise StagingError(f"{found.get('node')}: {found['error']}", hint=hint)
+            self._notices.hear(f"{index}.{what}", index)

@@ -284,7 +284,7 @@ def supply_for(
         if node_index == 0 and nodes > 1:
             tell(f"{request.name} comes to {nodes} nodes by {method}, as asked for")
     elif node_index:
-        method = str(notices.hear_first("choice")["method"])
+        method = str(notices.hear("choice")["method"])
     else:
         beating = Retry(time.sleep, notices.beat)
         opened = _Planned(_open(request, beating, most(), found))
