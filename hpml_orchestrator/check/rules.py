@@ -95,8 +95,6 @@ def check(job: Job, cluster: Cluster, *, disk_mib: int = 0, shm_mib: int = 0) ->
     if cluster.limits.tmp_fs != _STAGED_TO:
         disk_mib = 0  # TmpDisk is the size of another directory than the one that is staged to
     request = request_of(job, disk_mib=disk_mib, shm_mib=shm_mib)
-    if "clusters" in request.options:
-        return Verdict()  # another cluster's controller would have to be asked
     standing = standing_of(request, cluster)
     chosen, faults = _partitions(request, cluster)
     unknown = unknown_to_cluster(request, cluster)

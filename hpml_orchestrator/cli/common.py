@@ -102,7 +102,7 @@ BackendOption = Annotated[
 LocalOption = Annotated[bool, typer.Option("--local", help="Run on this machine: --backend local.")]
 _RUN = typer.Argument(
     metavar="RUN",
-    help="Run id, a unique beginning or end of it, job id or `last`; RUN.INDEX is one task.",
+    help="Run id, a unique part of it, job id or `last`; RUN.INDEX is one task.",
     autocompletion=completion(lambda store: (submission.sid for submission in store.submissions())),
 )
 RunWord = Annotated[str, _RUN]

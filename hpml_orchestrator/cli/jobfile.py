@@ -37,7 +37,7 @@ from hpml_orchestrator.cli.process import (
 from hpml_orchestrator.cli.show import print_summary
 from hpml_orchestrator.errors import InputError, SchedulerUnavailable, counted
 from hpml_orchestrator.runs.after import outstanding
-from hpml_orchestrator.runs.backend import choose, open_backend
+from hpml_orchestrator.runs.backend import choose, cluster_name, open_backend
 from hpml_orchestrator.runs.prepare import explained, prepare, render_job, write_rendered
 from hpml_orchestrator.runs.submit import resume
 from hpml_orchestrator.runs.submit import submit as submit_prepared
@@ -144,7 +144,7 @@ def submit(
     if resume_run:
         options = {"--set": settings, "--after": after, "--local": local}
         refuse_with("--resume", {**options, "--backend": backend != "auto", "JOB_FILE": job_file})
-        submission = replace(store.resolve(resume_run), index=None)
+        submission = replace(store.resolve(resume_run, exact_name=True), index=None)
         job_id = _resume(store, submission)
         message = f"{submission.sid} is job {_job_text(submission, job_id)}"
     else:
@@ -253,6 +253,7 @@ def _submit(
                 store,
                 rendered,
                 backend=name,
+                cluster=cluster_name(scheduler),
                 argv=sys.argv,
                 environment=environment,
                 after=dependencies,

@@ -100,7 +100,7 @@ def cancel(context: typer.Context, runs: RunWords, as_json: JsonOption = False) 
     """
     store = store_of(context)
     try:
-        submissions = [store.resolve(word) for word in runs]
+        submissions = [store.resolve(word, exact_name=True) for word in runs]
     except HpmlError as error:
         if len(runs) > 1:
             error.hint = f"nothing was cancelled; {error.hint}"
@@ -160,7 +160,7 @@ def prune(
             hint="hpml prune --older-than 30d",
         )
     store = store_of(context)
-    named = [store.resolve(word) for word in runs]
+    named = [store.resolve(word, exact_name=True) for word in runs]
     task = next((submission for submission in named if submission.index is not None), None)
     if task is not None:
         raise InputError(

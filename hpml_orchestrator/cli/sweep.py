@@ -35,6 +35,7 @@ from hpml_orchestrator.cli.sweeptext import (
 )
 from hpml_orchestrator.errors import InputError, JobFailedError, counted
 from hpml_orchestrator.records.files import write_text
+from hpml_orchestrator.runs.backend import cluster_name, open_backend
 from hpml_orchestrator.sweeps import plan
 from hpml_orchestrator.sweeps.table import FINE, Table
 
@@ -163,7 +164,8 @@ def run(
     planned = planner.plan_sweep(context, file, options, backend, local=local)
     if not no_check:
         planner.check_plan(planned, store)
-    directory = plan.write(store, planned)
+    cluster = cluster_name(open_backend(planned.backend, store))
+    directory = plan.write(store, replace(planned, cluster=cluster))
     print_summary(planned, error=True)
     notice(f"planned {planned.id} in {directory}")
     _go_on(store, planned, detach=detach, as_json=as_json)
@@ -253,7 +255,7 @@ def cancel(context: typer.Context, sweep: SweepWord) -> None:
     What is done stays; `hpml sweep resume` continues.
     """
     store = store_of(context)
-    planned = plan.resolve(store, sweep)
+    planned = plan.resolve(store, sweep, exact_name=True)
     if Table(store, planned).progress().finished:
         typer.echo(f"{planned.id}: has ended; there is nothing to cancel")
         return

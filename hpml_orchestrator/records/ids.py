@@ -5,12 +5,17 @@ from __future__ import annotations
 import re
 import secrets
 import time
+from typing import TYPE_CHECKING
 
-__all__ = ["ID_PATTERN", "new_id", "stamp", "stamp_of"]
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+__all__ = ["ID_PATTERN", "named_by", "new_id", "stamp", "stamp_of"]
 
 _ALPHABET = "0123456789abcdefghjkmnpqrstvwxyz"  # Crockford's base 32: no i, l, o, u
 _SUFFIX_CHARS = 6
 _NAME_CHARS = 40
+_LEAST_PART_CHARS = 4
 
 ID_PATTERN = re.compile(r"^[A-Za-z0-9][A-Za-z0-9._+-]*-\d{8}-\d{6}-[0-9a-z]{6}(\.\d+)?$")
 """`<name>-<yyyymmdd>-<hhmmss in UTC>-<6 characters>`, and `.<index>` for one of several runs."""
@@ -35,3 +40,33 @@ def stamp(seconds: float) -> str:
 def stamp_of(sid: str) -> str:
     """Return the time that stands in an id."""
     return "-".join(sid.rsplit("-", 3)[1:3])
+
+
+def named_by(word: str, ids: Iterable[str], *, exact_name: bool = False) -> list[str]:
+    """Return the ids that a word names: the id itself, else those that begin or end with it.
+
+    A part of an id has at least four characters, unless it is the whole name, so that a mistyped
+    word names nothing.
+
+    Args:
+        word: what the user typed.
+        ids: to choose from, in the order of the result.
+        exact_name: for commands that cannot be undone: only beginnings, which hold the whole name,
+            so that `digits` does not name a run of `digits-large`.
+
+    >>> named_by("lars", ["lars-20260102-030405-abcdef", "larson-20260102-030405-ghjkmn"])
+    ['lars-20260102-030405-abcdef', 'larson-20260102-030405-ghjkmn']
+    >>> named_by("lars", ["larson-20260102-030405-ghjkmn"], exact_name=True)
+    []
+    """
+    known = list(ids)
+    if word in known:
+        return [word]
+
+    def fits(one: str) -> bool:
+        name = one.rsplit("-", 3)[0]
+        if exact_name or word == name:
+            return one.startswith(word) and len(word) >= len(name)
+        return len(word) >= _LEAST_PART_CHARS and (one.startswith(word) or one.endswith(word))
+
+    return list(filter(fits, known)) if word else []

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from hpml_orchestrator.errors import InputError, NotFoundError, RecordError, nearest
 from hpml_orchestrator.records.files import fsync_dir, write_json, write_text
-from hpml_orchestrator.records.ids import ID_PATTERN, stamp_of
+from hpml_orchestrator.records.ids import ID_PATTERN, named_by, stamp_of
 from hpml_orchestrator.records.run import Attempt, Run, task_output
 from hpml_orchestrator.records.submission import RUN_TABLE, SCRIPT, Submission
 from hpml_orchestrator.records.texts import examples
@@ -207,11 +207,15 @@ class Store:
             raise NotFoundError(f"no run {rid!r} under {self.runs_dir}")
         return Run(directory)
 
-    def resolve(self, word: str) -> Submission:
+    def resolve(self, word: str, *, exact_name: bool = False) -> Submission:
         """Find a submission by its id, its job id, a unique beginning or end of its id, or `last`.
 
-        Any of these with `.<index>` behind it means one task of a job array; so does Slurm's form
-        of a task's id, `123_4`.
+        A number is a job id and nothing else. Any of these with `.<index>` behind it means one task
+        of a job array; so does Slurm's form of a task's id, `123_4`.
+
+        Args:
+            word: what the user typed.
+            exact_name: for commands that cannot be undone; see `ids.named_by`.
 
         Raises:
             NotFoundError: nothing fits, or the array has no such task.
@@ -222,10 +226,10 @@ class Store:
         submissions = list(self.submissions())
         if word == "last" and not submissions:
             raise NotFoundError(f"no runs under {self.root} yet", hint="start one with `hpml run`")
-        match = _named(submissions, word)
+        match = _named(submissions, word, exact_name=exact_name)
         task = re.fullmatch(r"(.+)\.(\d+)|(\d+)_(\d+)", word, re.ASCII)
         if match is None and task is not None:
-            match = _named(submissions, task[1] or task[3])
+            match = _named(submissions, task[1] or task[3], exact_name=exact_name)
             if match is not None:
                 return _task(match, int(task[2] or task[4]), word)
         if match is None:
@@ -237,7 +241,9 @@ class Store:
         return match
 
 
-def _named(submissions: list[Submission], word: str) -> Submission | None:
+def _named(
+    submissions: list[Submission], word: str, *, exact_name: bool = False
+) -> Submission | None:
     """Return the submission that a word names, None if there is none.
 
     Raises:
@@ -245,20 +251,17 @@ def _named(submissions: list[Submission], word: str) -> Submission | None:
     """
     if word == "last":
         return submissions[0] if submissions else None
-    matches: list[Submission] = []
-    for fits in (
-        lambda submission: submission.sid == word,
-        # before parts of ids: many of those end in a digit
-        lambda submission: word.isdecimal() and submission.has_job(word),
-        lambda submission: submission.sid.startswith(word) or submission.sid.endswith(word),
-    ):
-        matches = matches or list(filter(fits, submissions))
+    if word.isdecimal():
+        matches = [submission for submission in submissions if submission.has_job(word)]
+    else:
+        by_id = {submission.sid: submission for submission in submissions}
+        matches = [by_id[sid] for sid in named_by(word, by_id, exact_name=exact_name)]
     if len(matches) > 1:
         raise InputError(
             f"names {len(matches)} runs: {examples([match.sid for match in matches], 5)}",
             field="RUN",
             value=word,
-            hint="give more of the id",
+            hint="give the id of the run" if word.isdecimal() else "give more of the id",
         )
     return matches[0] if matches else None
 

@@ -120,6 +120,14 @@ class Submission:
         """Record that the scheduler refused."""
         write_json(self.directory / "refused.json", {"reason": reason, "recorded": now})
 
+    def record_absence(self, starts: int) -> None:
+        """Record that these starts of sbatch made no job, which is certain."""
+        write_json(self.directory / "not_submitted.json", {"starts": starts})
+
+    def is_absent(self, starts: int) -> bool:
+        """Return whether it is on record that no job came of the starts so far, of that number."""
+        return (self._optional("not_submitted.json") or {}).get("starts") == starts
+
     def mark_started(self, *, now: float, number: int | None = None) -> bool:
         """Record durably that this process is about to call sbatch: from here a job may exist.
 

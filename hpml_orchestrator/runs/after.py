@@ -42,6 +42,8 @@ def outstanding(
     for dependency, state in zip(dependencies, states(store, runs, backends=backends), strict=True):
         end = dependency.rpartition(":")[0] or "ok"
         label = state.submission.label
+        if state.elsewhere:
+            raise _wrong(dependency, f"{label} is {state.reason}")
         if state.state == UNREADABLE or not state.job_id:
             raise _wrong(dependency, f"{label} has no job to wait for: {state.reason}")
         if not (state.over or state.lost):

@@ -2,20 +2,31 @@
 
 from __future__ import annotations
 
+import contextlib
 import shutil
 import socket
 from collections.abc import Callable
 from functools import cache
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
-from hpml_orchestrator.errors import InputError, did_you_mean
+from hpml_orchestrator.errors import InputError, SchedulerUnavailable, did_you_mean
 from hpml_orchestrator.scheduler.model import Scheduler
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from hpml_orchestrator.records.store import Store
     from hpml_orchestrator.spec import Job
 
-__all__ = ["Backends", "backends_of", "check_backend", "choose", "open_backend"]
+__all__ = [
+    "Backends",
+    "backends_of",
+    "check_backend",
+    "choose",
+    "cluster_name",
+    "elsewhere",
+    "open_backend",
+]
 
 Backends: TypeAlias = Callable[[str, str], Scheduler]
 """`(name, host) -> Scheduler`: each machine has a local backend of its own."""
@@ -53,6 +64,34 @@ def check_backend(job: Job, name: str) -> None:
             value=job.mpi,
             hint="--set mpi=none starts the ranks without it; or submit it to a Slurm cluster",
         )
+
+
+def cluster_name(scheduler: Scheduler) -> str:
+    """Return the scheduler's cluster, for the record of a submission; empty if it does not answer.
+
+    A job of a submission without one is recognised by its working directory alone.
+    """
+    with contextlib.suppress(SchedulerUnavailable):
+        return scheduler.cluster()
+    return ""
+
+
+def elsewhere(record: Mapping[str, Any], scheduler: Scheduler) -> str:
+    """Return where a submission is, if that is not the scheduler's cluster; empty if it is.
+
+    A job id means another job there, or none.
+
+    Args:
+        record: the submission's `submit.json`.
+        scheduler: the one that would be asked about it.
+
+    Raises:
+        SchedulerUnavailable: the scheduler does not say which cluster it is.
+    """
+    cluster = str(record.get("cluster", ""))
+    if not cluster or cluster == (here := scheduler.cluster()):
+        return ""
+    return f"on cluster {cluster}; this is {here}"
 
 
 def open_backend(name: str, store: Store, *, host: str = "") -> Scheduler:

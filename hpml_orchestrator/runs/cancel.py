@@ -6,7 +6,7 @@ import time
 from typing import TYPE_CHECKING
 
 from hpml_orchestrator.errors import RecordError
-from hpml_orchestrator.runs.backend import backends_of
+from hpml_orchestrator.runs.backend import backends_of, elsewhere
 from hpml_orchestrator.runs.status import UNREADABLE, states
 
 if TYPE_CHECKING:
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 __all__ = ["NOT_CANCELLED", "cancel"]
 
 NOT_CANCELLED = "not cancelled"
-"""Begins the outcome of a run whose job may still appear."""
+"""Begins the outcome of a run that may still have a job."""
 
 _PATIENCE_SECONDS = 15.0
 _AGAIN_SECONDS = 1.0
@@ -36,7 +36,9 @@ def cancel(
     """Cancel what is not over and return `id`, `job_id` and `outcome` of each.
 
     A run that is being submitted is waited for, some seconds, with a `notice`; if it still has no
-    job, it is not cancelled and its outcome begins with `NOT_CANCELLED`.
+    job, it is not cancelled and its outcome begins with `NOT_CANCELLED`. So does that of a run of
+    another cluster, and of one whose job the scheduler does not know: its job id may be another
+    job's.
 
     Raises:
         SchedulerUnavailable: the scheduler gives no answer.
@@ -77,13 +79,19 @@ def _cancel(
             continue
         if state.over:
             outcome = f"is over already ({state.state})"
+        elif state.elsewhere or state.lost:
+            outcome = f"{NOT_CANCELLED}: {state.reason}"
         elif not state.job_id:
             pending.append(submission)
             outcome = f"{NOT_CANCELLED}: it is being submitted ({state.reason})"
         else:
-            host = str(submission.record()["host"])
+            record = submission.record()
+            host = str(record["host"])
+            elsewhere(record, backends(state.backend, host))  # raises if that cannot be known
             job_ids.setdefault((state.backend, host), []).append(state.job_id)
             outcome = f"cancelled job {state.job_id}"
+            if state.state == "UNKNOWN":
+                outcome = f"asked to cancel job {state.job_id}, which is unknown: {state.reason}"
             if state.tasks or submission.index is not None:
                 arrays.append(submission)
         label = submission.label

@@ -6,7 +6,7 @@ import os
 import time
 from typing import TYPE_CHECKING
 
-from hpml_orchestrator.errors import RecordError
+from hpml_orchestrator.errors import InputError, RecordError
 from hpml_orchestrator.runs.backend import backends_of
 from hpml_orchestrator.runs.status import UNREADABLE, State, states
 from hpml_orchestrator.scheduler.slurm.client import PollSchedule
@@ -46,6 +46,7 @@ def wait_until_over(
 
     Raises:
         RecordError: its record cannot be read.
+        InputError: it belongs to another cluster.
     """
     pauses = pauses or PollSchedule()
     backends = backends or backends_of(store)
@@ -56,6 +57,13 @@ def wait_until_over(
         each(state)
         if state.state == UNREADABLE:
             raise RecordError(state.reason)
+        if state.elsewhere:
+            raise InputError(
+                f"is {state.reason}",
+                field="RUN",
+                value=submission.label,
+                hint=f"run hpml on a login node of {state.cluster}",
+            )
         lost = lost + 1 if state.lost else 0
         if state.over or lost >= _LOST_ANSWERS:
             return state

@@ -107,6 +107,7 @@ def prepare(
     rendered: Rendered,
     *,
     backend: str,
+    cluster: str,
     argv: Sequence[str],
     environment: Mapping[str, str],
     after: Sequence[Mapping[str, str]] = (),
@@ -122,6 +123,7 @@ def prepare(
         store: where records live.
         rendered: the job and its script.
         backend: name of the scheduler that it is for.
+        cluster: the cluster that it is for, see `backend.cluster_name`.
         argv: the command line, for the record.
         environment: of the submitting process.
         after: the runs that it waits for, as `after.outstanding` returns them.
@@ -166,6 +168,7 @@ def prepare(
             "name": job.name,
             "created": moment,
             "backend": backend,
+            "cluster": cluster,
             "host": socket.gethostname(),
             "submitter": asdict(this_owner(sid)),
             "comment": "" if no_comment else f"hpml:{sid}",

@@ -55,6 +55,7 @@ class State:
     backend: str
     job_id: str  # the scheduler's; empty while it is not known
     state: str  # a scheduler's, or `NOT SUBMITTED`, `REFUSED`, `SUBMITTING`, `UNREADABLE`
+    cluster: str = ""  # that it was submitted to; empty for this machine, or if it is not known
     reason: str = ""  # why, in a few words; of an array how many tasks are in which state
     nodes: str = ""  # node list
     created: float = 0.0
@@ -66,6 +67,9 @@ class State:
     # Whether the scheduler answers but no longer knows the job, and the job did not record its end:
     # it is not running, and how it ended will not be known.
     lost: bool = False
+    # Whether it belongs to another cluster than the one that this process reaches: `reason` names
+    # both, and the state is UNKNOWN because only that cluster knows it.
+    elsewhere: bool = False
     raw_state: str = ""  # the scheduler's own name of the state, once it is over
     tasks: tuple[State, ...] = ()  # of an array, one state per task, by index
 
@@ -73,7 +77,8 @@ class State:
     def of(submission: Submission, record: Mapping[str, Any], **known: Any) -> State:
         """Return the state of a submission with what its record says and what else is known."""
         name, backend = str(record["name"]), str(record["backend"])
-        return State(submission, name, backend, created=float(record["created"]), **known)
+        cluster, created = str(record.get("cluster", "")), float(record["created"])
+        return State(submission, name, backend, cluster=cluster, created=created, **known)
 
     @property
     def run(self) -> Run:
@@ -86,6 +91,7 @@ class State:
             "id": self.submission.label,
             "name": self.name,
             "backend": self.backend,
+            "cluster": self.cluster,
             **{name: getattr(self, name) for name in _SHOWN},
             "created": self.created,
             "directory": None if self.tasks else str(self.run.directory),

@@ -5,10 +5,11 @@ from __future__ import annotations
 import time
 from dataclasses import dataclass, replace
 from functools import partial
+from pathlib import PurePath
 from typing import TYPE_CHECKING, Any
 
 from hpml_orchestrator.errors import NotFoundError, RecordError, SchedulerUnavailable
-from hpml_orchestrator.runs.backend import backends_of
+from hpml_orchestrator.runs.backend import backends_of, elsewhere
 from hpml_orchestrator.runs.state import (
     State,
     array_state,
@@ -17,7 +18,7 @@ from hpml_orchestrator.runs.state import (
     read_final,
     run_of,
 )
-from hpml_orchestrator.runs.submit import settle
+from hpml_orchestrator.runs.submit import known_absent, settle
 from hpml_orchestrator.scheduler.model import JobState, JobStatus, parse_state
 from hpml_orchestrator.scheduler.recovery import Absent, Found
 
@@ -47,6 +48,7 @@ def states(
     """Return the state of each submission or task, in the order given.
 
     What is over is in the submission's own record; each scheduler is asked once for all the rest.
+    A submission of another cluster is not judged: its job id means another job here.
     """
     backends = backends or backends_of(store)
     wanted = list(submissions)
@@ -57,8 +59,10 @@ def states(
             record = submission.record()
             name = str(record["backend"])
             scheduler = name, str(record["host"]) if name == "local" else ""
-            state = read_final(submission, record) or _without_job(
-                store, submission, record, partial(backends, *scheduler), now()
+            state = (
+                read_final(submission, record)
+                or _elsewhere(submission, record, partial(backends, *scheduler))
+                or _without_job(store, submission, record, partial(backends, *scheduler), now())
             )
             if state is None:
                 unfinished.setdefault(scheduler, []).append(_Unfinished.read(submission, record))
@@ -91,6 +95,24 @@ def _unreadable(submission: Submission, error: Exception) -> State:
     return State(submission, "?", "?", job_id="", state=UNREADABLE, reason=str(error))
 
 
+def _elsewhere(
+    submission: Submission, record: Mapping[str, Any], scheduler: Callable[[], Scheduler]
+) -> State | None:
+    """Return the state of a submission of another cluster; None for one of the scheduler's own."""
+    if not record.get("cluster"):
+        return None
+    job_id = str((submission.job() or {}).get("job_id", ""))
+    try:
+        where, other = elsewhere(record, scheduler()), True
+    except SchedulerUnavailable as error:
+        where, other = str(error), False
+    if not where:
+        return None
+    return State.of(
+        submission, record, job_id=job_id, state="UNKNOWN", reason=where, elsewhere=other
+    )
+
+
 def _without_job(
     store: Store,
     submission: Submission,
@@ -106,7 +128,7 @@ def _without_job(
     if refused is not None:
         outcome = Absent("refused", refused=str(refused["reason"]))
     else:
-        outcome = settle(store, submission, scheduler(), now=now)
+        outcome = known_absent(store, submission) or settle(store, submission, scheduler(), now=now)
     if isinstance(outcome, Found):
         return None
     state, reason, over = "SUBMITTING", outcome.reason, False
@@ -153,6 +175,14 @@ class _Unfinished:
             trouble: why there is no answer; empty where there is one.
             now: seconds since the epoch.
         """
+        # A controller that was set up anew gives the same ids to other jobs.
+        others = {
+            job_id
+            for job_id in self.job_ids.values()
+            if job_id in answer
+            and PurePath(answer[job_id].directory).name not in ("", self.submission.sid)
+        }
+        answer = {job_id: status for job_id, status in answer.items() if job_id not in others}
         any_known = bool(self.ends) or any(job_id in answer for job_id in self.job_ids.values())
         states = []
         for index, job_id in self.job_ids.items():
@@ -163,7 +193,17 @@ class _Unfinished:
             if status is None and any_known and not trouble and not run_of(run).attempts():
                 # Slurm keeps no record of a task that is cancelled while its array waits.
                 status = JobStatus(job_id, JobState.CANCELLED)
-            states.append(_judge(self.record, run, job_id, status, trouble=trouble, now=now))
+            states.append(
+                _judge(
+                    self.record,
+                    run,
+                    job_id,
+                    status,
+                    trouble=trouble,
+                    other=job_id in others,
+                    now=now,
+                )
+            )
         state = states[0]
         if None not in self.job_ids:
             whole = State.of(self.submission, self.record, job_id=self.job_id, state="UNKNOWN")
@@ -180,9 +220,20 @@ def _judge(
     status: JobStatus | None,
     *,
     trouble: str,
+    other: bool,
     now: float,
 ) -> State:
-    """Combine what the scheduler says of one job with what the job recorded itself."""
+    """Combine what the scheduler says of one job with what the job recorded itself.
+
+    Args:
+        record: the submission's.
+        submission: the submission, or one task of it.
+        job_id: the job's.
+        status: what the scheduler says; None if it does not know the job.
+        trouble: why there is no answer; empty if there is one.
+        other: whether another job has that id now.
+        now: seconds since the epoch.
+    """
     # A waiting task has recorded nothing, and there may be ten thousand of them.
     waits = submission.index is not None and status is not None and status.state.waiting
     attempts = [] if waits and status and not status.restarts else run_of(submission).attempts()
@@ -192,7 +243,7 @@ def _judge(
     if status is None or (status.state is JobState.UNKNOWN and end is not None):
         if own is not None and not trouble:
             own.check_readable()
-        status, lost = _own_status(submission, job_id, end, trouble, now)
+        status, lost = _own_status(submission, job_id, end, trouble, now, other=other)
     if not status.state.over:
         end = None
     exit_code = status.exit_code
@@ -261,7 +312,13 @@ def _binding_error(attempt: Attempt) -> str:
 
 
 def _own_status(
-    submission: Submission, job_id: str, end: Mapping[str, Any] | None, trouble: str, now: float
+    submission: Submission,
+    job_id: str,
+    end: Mapping[str, Any] | None,
+    trouble: str,
+    now: float,
+    *,
+    other: bool,
 ) -> tuple[JobStatus, bool]:
     """Return the status of a job that its scheduler does not report, and whether it is lost."""
     if trouble:
@@ -276,7 +333,7 @@ def _own_status(
             ended=float(end["time"]),
         )
         return status, not status.state.over
-    lost = now - (submission.started_at() or now) >= _FORGOTTEN_SECONDS
+    lost = other or now - (submission.started_at() or now) >= _FORGOTTEN_SECONDS
     reason = "the scheduler does not know it (yet)"
     if lost:
         reason = "the scheduler has forgotten it, and the job did not record its end"

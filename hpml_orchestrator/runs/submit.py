@@ -2,19 +2,27 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from hpml_orchestrator.errors import InputError, SchedulerError, SchedulerUnavailable
-from hpml_orchestrator.records.files import write_text
+from hpml_orchestrator.errors import (
+    InputError,
+    RecordError,
+    SchedulerError,
+    SchedulerUnavailable,
+)
+from hpml_orchestrator.records.files import read_text_or_nothing, write_text
 from hpml_orchestrator.records.owner import Owner, owner_is_alive
 from hpml_orchestrator.records.run import Run
+from hpml_orchestrator.runs.backend import elsewhere
 from hpml_orchestrator.scheduler.environment import travelling
 from hpml_orchestrator.scheduler.model import Dependency, SubmitRequest
 from hpml_orchestrator.scheduler.recovery import (
     GRACE_SECONDS,
+    UNAVAILABLE_SECONDS,
     Absent,
     Found,
     Outcome,
@@ -28,7 +36,7 @@ if TYPE_CHECKING:
     from hpml_orchestrator.records.store import Store, Submission
     from hpml_orchestrator.scheduler.model import Scheduler
 
-__all__ = ["resume", "settle", "submit"]
+__all__ = ["known_absent", "resume", "settle", "submit"]
 
 _SHORT_GRACE_SECONDS = 30.0
 """How long a request may still reach the controller when hpml and its sbatch, both on this machine,
@@ -112,13 +120,19 @@ def settle(store: Store, submission: Submission, scheduler: Scheduler, *, now: f
     Returns:
         `Found` (its job is recorded then), `Absent` (there is no job and there will be none), or
         `Undecided` with the reason and when to ask again.
+
+    Raises:
+        InputError: it belongs to another cluster.
     """
     record = submission.record()
-    if submission.is_array():  # a task that has not started has no directory
-        runs = [Run(store.runs_dir / rid) for _, rid in submission.runs()]
-    else:
-        runs = [store.run(submission.sid)]
-    claimed = [attempt.submitted_id for run in runs for attempt in run.attempts() if attempt.job_id]
+    try:
+        where = elsewhere(record, scheduler)
+    except SchedulerUnavailable as error:
+        return Undecided(f"the scheduler gives no answer: {error}", UNAVAILABLE_SECONDS)
+    if where:
+        hint = "run hpml on a login node of that cluster"
+        raise InputError(f"is {where}", field="RUN", value=submission.sid, hint=hint)
+    starts = submission.starts()  # before the look: it says nothing about later ones
     started, created = submission.started_at(), float(record["created"])
     outcome = recover(
         scheduler,
@@ -126,7 +140,7 @@ def settle(store: Store, submission: Submission, scheduler: Scheduler, *, now: f
         name=record["name"],
         prepared_at=created,
         sbatch_started_at=started,
-        attempt_job_ids=claimed,
+        attempt_job_ids=_claimed_ids(store, submission),
         now=now,
         grace_seconds=_SHORT_GRACE_SECONDS if submission.submitter_is_gone() else GRACE_SECONDS,
     )
@@ -137,9 +151,32 @@ def settle(store: Store, submission: Submission, scheduler: Scheduler, *, now: f
             return Undecided("hpml is about to call sbatch", _AGAIN_SECONDS)
     if isinstance(outcome, Absent) and outcome.refused:
         submission.record_refusal(outcome.refused, now=now)
+    elif isinstance(outcome, Absent):
+        with contextlib.suppress(RecordError):  # another user's
+            submission.record_absence(starts)
     if isinstance(outcome, Found):
         submission.record_job(outcome.job_id, how=outcome.how, now=now)
     return outcome
+
+
+def known_absent(store: Store, submission: Submission) -> Absent | None:
+    """Return that a submission has no job, if `settle` has found so before; else None.
+
+    Nobody is asked: it holds until sbatch is called again, or a job of it shows up in its records.
+    """
+    answered = read_text_or_nothing(submission.directory / "sbatch.out").strip()
+    if answered or not submission.is_absent(submission.starts()):
+        return None
+    return None if _claimed_ids(store, submission) else Absent("not submitted")
+
+
+def _claimed_ids(store: Store, submission: Submission) -> list[str]:
+    """Return the ids that jobs of a submission have recorded themselves."""
+    if submission.is_array():  # a task that has not started has no directory
+        runs = [Run(store.runs_dir / rid) for _, rid in submission.runs()]
+    else:
+        runs = [store.run(submission.sid)]
+    return [attempt.submitted_id for run in runs for attempt in run.attempts() if attempt.job_id]
 
 
 def resume(
@@ -161,7 +198,8 @@ def resume(
     `outstanding` does; those on record count when it is left out.
 
     Raises:
-        InputError: it was refused by the scheduler: a new submission is due, not this one.
+        InputError: it was refused by the scheduler: a new submission is due, not this one. Or it
+            belongs to another cluster.
         SchedulerError: as `submit`.
         SchedulerUnavailable: the scheduler gives no answer.
     """

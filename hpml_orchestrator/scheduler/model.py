@@ -185,6 +185,16 @@ class Scheduler(Protocol):
 
     name: str
 
+    def cluster(self) -> str:
+        """Return the name of the cluster that this process reaches; empty for this machine alone.
+
+        A job id has a meaning only on the cluster that gave it.
+
+        Raises:
+            SchedulerUnavailable: no usable answer.
+        """
+        ...
+
     def arguments(self, request: SubmitRequest) -> list[str]:
         """Return the submission as an argument list, for the record."""
         ...

@@ -30,13 +30,22 @@ if TYPE_CHECKING:
 
     from hpml_orchestrator.scheduler.model import Scheduler
 
-__all__ = ["GRACE_SECONDS", "Absent", "Found", "Outcome", "Undecided", "recover"]
+__all__ = [
+    "GRACE_SECONDS",
+    "UNAVAILABLE_SECONDS",
+    "Absent",
+    "Found",
+    "Outcome",
+    "Undecided",
+    "recover",
+]
 
 GRACE_SECONDS = 120.0
 """How long an sbatch that is not seen may still be under way, on this machine or another."""
 
 _POLL_SECONDS = 5.0
-_UNAVAILABLE_SECONDS = 30.0
+UNAVAILABLE_SECONDS = 30.0
+"""When to ask a scheduler again that gives no answer."""
 
 
 @dataclass(frozen=True)
@@ -124,7 +133,7 @@ def recover(
             refused = final_refusal(stderr)
             if refused:
                 return Absent("sbatch refused it", refused, hint_for(refused))
-        return Undecided(f"the scheduler gives no answer: {error}", _UNAVAILABLE_SECONDS)
+        return Undecided(f"the scheduler gives no answer: {error}", UNAVAILABLE_SECONDS)
     if job_ids:
         return Found(job_ids[0], "queue")
     if sbatch_started_at is None:

@@ -151,6 +151,7 @@ _FIELD_OF = {
 }
 _REASONS = {
     "is set by hpml: leave it out": "comment open-mode output parsable",
+    "is not supported: a job goes to the cluster of this login node": "cluster clusters",
     "is not supported: leave it out": "error export-file get-user-env help input no-requeue "
     "requeue test-only usage version wait",
     **{f"has a field of its own: {field}": names for field, names in _FIELD_OF.items()},

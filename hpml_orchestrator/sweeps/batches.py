@@ -19,6 +19,7 @@ from hpml_orchestrator.records.files import create_json, read_json, read_text_or
 from hpml_orchestrator.records.ids import new_id
 from hpml_orchestrator.records.store import Store, Submission
 from hpml_orchestrator.runs.after import outstanding
+from hpml_orchestrator.runs.backend import cluster_name
 from hpml_orchestrator.runs.prepare import prepare, render_job
 from hpml_orchestrator.runs.state import State, run_of
 from hpml_orchestrator.runs.status import UNREADABLE, states
@@ -179,7 +180,7 @@ def send(
     submission = batch.submission(store)
     try:
         if not submission.directory.is_dir():
-            _prepare(store, plan, batch, environment, now=clock())
+            _prepare(store, plan, batch, cluster_name(scheduler), environment, now=clock())
             submit(submission, scheduler, environment=environment, clock=clock)
         else:
             resume(
@@ -201,7 +202,13 @@ def _do_not_wait(reason: str) -> NoReturn:
 
 
 def _prepare(
-    store: Store, plan: SweepPlan, batch: Batch, environment: Mapping[str, str], *, now: float
+    store: Store,
+    plan: SweepPlan,
+    batch: Batch,
+    cluster: str,
+    environment: Mapping[str, str],
+    *,
+    now: float,
 ) -> None:
     """Write the batch's submission: the job array with its script, and `points.sh`."""
     throttle = "" if batch.throttle is None else f"%{batch.throttle}"
@@ -212,6 +219,7 @@ def _prepare(
         store,
         render_job(resolved, site=site_of(plan, environment), here=plan.backend == "local"),
         backend=plan.backend,
+        cluster=cluster,
         argv=["hpml", "sweep", "tick", plan.id],
         environment=environment,
         after=outstanding(store, resolved.job.after, backend=plan.backend),

@@ -15,10 +15,10 @@ from dataclasses import asdict, replace
 from functools import cached_property
 from typing import TYPE_CHECKING
 
-from hpml_orchestrator.errors import SchedulerUnavailable
+from hpml_orchestrator.errors import InputError, SchedulerUnavailable
 from hpml_orchestrator.records.files import create_json, write_json
 from hpml_orchestrator.records.owner import Owner, owner_is_alive, this_owner
-from hpml_orchestrator.runs.backend import backends_of
+from hpml_orchestrator.runs.backend import backends_of, elsewhere
 from hpml_orchestrator.runs.cancel import cancel as cancel_runs
 from hpml_orchestrator.runs.submit import settle
 from hpml_orchestrator.scheduler.recovery import Undecided
@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from hpml_orchestrator.records.store import Store, Submission
     from hpml_orchestrator.runs.backend import Backends
     from hpml_orchestrator.runs.state import State
+    from hpml_orchestrator.scheduler.model import Scheduler
     from hpml_orchestrator.sweeps.plan import SweepPlan
     from hpml_orchestrator.sweeps.search import Searcher
 
@@ -80,11 +81,15 @@ class Controller:
         """Do one round: nothing waits, so that a round takes seconds.
 
         Raises:
-            InputError: a job cannot be rendered.
+            InputError: a job cannot be rendered, or the sweep belongs to another cluster.
             RecordError: the records cannot be read or written.
         """
         host = self._plan.host
         holder = f"its machine, {host}" if host not in ("", socket.gethostname()) else ""
+        try:
+            _check_cluster(self._plan, self._scheduler)
+        except SchedulerUnavailable as error:
+            holder = str(error)
         holder = holder or _take_lease(self._directory, self._clock())
         self._table.read()
         if holder:
@@ -320,6 +325,19 @@ class Controller:
         return replace(seen, finished=finished, next_tick_seconds=0.0 if finished else pause)
 
 
+def _check_cluster(plan: SweepPlan, scheduler: Scheduler) -> None:
+    """Refuse a sweep of another cluster.
+
+    Raises:
+        InputError: it is one.
+        SchedulerUnavailable: the scheduler does not say which cluster it is.
+    """
+    where = elsewhere({"cluster": plan.cluster}, scheduler)
+    if where:
+        hint = f"run hpml on a login node of {plan.cluster}"
+        raise InputError(f"is {where}", field="SWEEP", value=plan.id, hint=hint)
+
+
 def _take_lease(directory: Path, now: float) -> str:
     """Take or renew the lease of a sweep; return who else has it, empty where nobody has.
 
@@ -354,8 +372,11 @@ def cancel(
     The mark is durable and comes first: nothing is submitted any more, by nobody, until `resume`.
 
     Raises:
+        InputError: it belongs to another cluster.
         SchedulerUnavailable: the scheduler gives no answer; ticks go on to cancel.
     """
+    backends = backends or backends_of(store)
+    _check_cluster(plan, backends(plan.backend, plan.host))
     directory = directory_of(store, plan.id)
     write_json(directory / "stopped.json", {"reason": "the sweep was cancelled", "cancel": True})
     submissions = [batch.submission(store) for batch in read_batches(directory, plan)]
@@ -363,11 +384,18 @@ def cancel(
     return cancel_runs(store, made, backends=backends)
 
 
-def resume(store: Store, plan: SweepPlan, *, now: float | None = None) -> None:
+def resume(
+    store: Store, plan: SweepPlan, *, now: float | None = None, backends: Backends | None = None
+) -> None:
     """Let a sweep go on that was cancelled or has stopped; `tick` then does.
 
     Points that were cancelled with the sweep are started again.
+
+    Raises:
+        InputError: it belongs to another cluster.
+        SchedulerUnavailable: the scheduler gives no answer.
     """
+    _check_cluster(plan, (backends or backends_of(store))(plan.backend, plan.host))
     directory = directory_of(store, plan.id)
     if read_mark(directory / "stopped.json"):
         write_json(directory / "resumed.json", {"time": time.time() if now is None else now})

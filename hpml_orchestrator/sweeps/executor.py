@@ -30,7 +30,7 @@ from hpml_orchestrator.errors import HpmlError, InputError, SchedulerUnavailable
 from hpml_orchestrator.records.ids import new_id
 from hpml_orchestrator.records.store import Store, Submission, default_root
 from hpml_orchestrator.runs.after import outstanding
-from hpml_orchestrator.runs.backend import choose, open_backend
+from hpml_orchestrator.runs.backend import choose, cluster_name, open_backend
 from hpml_orchestrator.runs.cancel import cancel
 from hpml_orchestrator.runs.prepare import Rendered, prepare, render_job
 from hpml_orchestrator.runs.status import states
@@ -301,16 +301,18 @@ class HpmlExecutor(core.Executor):
             pickles[0].parent.mkdir(parents=True, exist_ok=True)
             for call, pickle in zip(calls, pickles, strict=True):
                 call.dump(pickle)
+            scheduler = open_backend(backend, store)
             submission = prepare(
                 store,
                 rendered,
                 backend=backend,
+                cluster=cluster_name(scheduler),
                 argv=sys.argv,
                 environment=os.environ,
                 after=outstanding(store, job.after, backend=backend),
                 sid=sid,
             )
-            number = submit(submission, open_backend(backend, store), environment=os.environ)
+            number = submit(submission, scheduler, environment=os.environ)
         except SchedulerUnavailable:  # a job may exist, and look for its pickle
             raise
         except Exception:

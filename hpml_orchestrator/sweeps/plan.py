@@ -21,6 +21,7 @@ from pydantic import TypeAdapter
 
 from hpml_orchestrator.errors import InputError, NotFoundError, RecordError, did_you_mean
 from hpml_orchestrator.records.files import read_json, read_lines, write_json, write_text
+from hpml_orchestrator.records.ids import named_by
 from hpml_orchestrator.records.store import ids_in
 from hpml_orchestrator.records.texts import examples
 from hpml_orchestrator.site.profile import site_for
@@ -131,7 +132,8 @@ class SweepPlan:
         mode: as in the sweep file.
         sweep: the sweep file, complete (`Sweep.model_dump(mode="json")`), `batch` with the argument
             and the size that count.
-        backend: `slurm` or `local`; host: the machine of the local backend.
+        backend: `slurm` or `local`; host: the machine of the local backend; cluster: the Slurm
+            cluster, empty if it is not known.
         site: the site profile that was chosen with `--site`; empty for the usual ones.
         argv: the command line.
         created: seconds since the epoch.
@@ -164,6 +166,7 @@ class SweepPlan:
     blocks: tuple[tuple[int, ...], ...]
     estimate: Estimate
     notes: tuple[str, ...] = ()
+    cluster: str = ""
 
     @cached_property
     def spec(self) -> Sweep:
@@ -292,17 +295,21 @@ def sweeps(store: Store) -> list[str]:
     return ids_in(store.root / "sweeps")
 
 
-def resolve(store: Store, word: str) -> SweepPlan:
+def resolve(store: Store, word: str, *, exact_name: bool = False) -> SweepPlan:
     """Find a sweep by its id, a unique beginning or end of it, or `last`.
+
+    Args:
+        store: where records live.
+        word: what the user typed.
+        exact_name: for commands that cannot be undone; see `ids.named_by`.
 
     Raises:
         NotFoundError: nothing fits.
         InputError: more than one fits.
     """
     known = sweeps(store)
-    matches = known[:1] if word == "last" else [name for name in known if name == word]
-    matches = matches or [name for name in known if name.startswith(word) or name.endswith(word)]
-    if not matches or not word:
+    matches = known[:1] if word == "last" else named_by(word, known, exact_name=exact_name)
+    if not matches:
         start = "`hpml sweep status` lists all" if known else "start one with `hpml sweep run`"
         hint = did_you_mean(word, [*known, *["last"][: len(known)]]) or start
         raise NotFoundError(f"no sweep {word!r} under {store.root / 'sweeps'}", hint=hint)

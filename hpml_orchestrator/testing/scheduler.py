@@ -55,6 +55,7 @@ class FakeScheduler:
         faults: what goes wrong in the next calls, one each; nothing when it is empty.
         delay_seconds: how long a request of KILLED_DURING is on its way.
         unseen_delay_seconds: the same of BOTH_KILLED, whose sbatch is not seen any more.
+        cluster_name: what `cluster` returns.
 
     >>> fake = FakeScheduler()
     >>> fake.faults.append(Fault.UNAVAILABLE)
@@ -71,8 +72,13 @@ class FakeScheduler:
         self.jobs: dict[str, FakeJob] = {}
         self.delay_seconds = 30.0
         self.unseen_delay_seconds = 30.0
+        self.cluster_name = "fake"
         self._accepted = 0
         self._on_the_way: list[tuple[float, SubmitRequest, bool]] = []
+
+    def cluster(self) -> str:
+        """Return the cluster's name."""
+        return self.cluster_name
 
     def arguments(self, request: SubmitRequest) -> list[str]:
         """Return the submission as an argument list."""

@@ -34,7 +34,9 @@ def by_hpml(place: Path) -> None:
     path.write_text(JOB, "utf-8")
     rendered = render_job(load_job(path), Capabilities(sys.executable))
     environment = dict(os.environ)
-    prepare(Store(place), rendered, backend="slurm", argv=["hpml"], environment=environment)
+    prepare(
+        Store(place), rendered, backend="slurm", cluster="c", argv=["hpml"], environment=environment
+    )
 
 
 def by_mkdir(place: Path) -> None:

@@ -66,6 +66,10 @@ class LocalScheduler:
         self._memory_mb = memory_mb
         self._kill_wait_seconds = kill_wait_seconds
 
+    def cluster(self) -> str:
+        """Return no name: the record of a local job names its host."""
+        return ""
+
     def arguments(self, request: SubmitRequest) -> list[str]:
         """Return what will be run."""
         return ["bash", os.fspath(request.directory / "job.sh")]

@@ -33,7 +33,8 @@ _SILENT_HINTS = {"sacct": _ACCOUNTING_HINT, "sacctmgr": _ACCOUNTING_HINT}
 _READ_HINT = "the controller may be busy or restarting: try again in a minute"
 # Their variables change what the commands show: a site's SQUEUE_PARTITION must not hide a job.
 _FOREIGN_PREFIXES = ("SQUEUE_", "SACCT_", "SCANCEL_", "SCONTROL_", "SINFO_", "SDIAG_")
-_FOREIGN = frozenset({"SLURM_JSON", "SLURM_YAML", "SLURM_DEBUG_FLAGS"})
+# SLURM_CLUSTERS would have another cluster asked than the one that sbatch submits to.
+_FOREIGN = frozenset({"SLURM_CLUSTERS", "SLURM_JSON", "SLURM_YAML", "SLURM_DEBUG_FLAGS"})
 
 
 def reading_environment(env: Mapping[str, str] | None = None) -> dict[str, str]:

@@ -41,6 +41,7 @@ from hpml_orchestrator.scheduler.slurm.parse import (
     parse_squeue,
     valid_id,
 )
+from hpml_orchestrator.scheduler.slurm.records import parse_config
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -124,6 +125,20 @@ class SlurmScheduler:
         self._last: _Answer | None = None
         self._over: dict[str, JobStatus] = {}
         self._accounting = True  # until sacct says otherwise
+        self._cluster: str | None = None
+
+    def cluster(self) -> str:
+        """Return the ClusterName of the controller, asked once.
+
+        Raises:
+            SchedulerUnavailable: no usable answer.
+        """
+        if self._cluster is None:
+            done = self._read_command(["scontrol", "show", "config"])
+            if done.returncode != 0:
+                raise unusable("scontrol", done)
+            self._cluster = parse_config(done.stdout)["ClusterName"].lower()
+        return self._cluster
 
     def arguments(self, request: SubmitRequest) -> list[str]:
         """Return the call of sbatch; no value of it goes through a shell.

@@ -39,7 +39,7 @@ def made(shell: Shell, store: Store) -> Callable[..., Submission]:
         rendered = render_job(load_job(shell.job(name, **fields)), Capabilities())
         now = time.time() - days * DAY
         submission = prepare(
-            store, rendered, backend="local", argv=["hpml"], environment={}, now=now
+            store, rendered, backend="local", cluster="", argv=["hpml"], environment={}, now=now
         )
         for _, rid in submission.runs():
             (store.runs_dir / rid).mkdir(exist_ok=True)  # a task makes its own when it starts

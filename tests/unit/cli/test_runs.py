@@ -255,7 +255,9 @@ def prepared(shell: Shell, name: str) -> tuple[Store, Submission]:
     rendered = render_job(load_job(shell.job(name)), Capabilities())
     argv, environment = ["hpml"], shell.environment()
     now = time.time() - 1000
-    made = prepare(store, rendered, backend="local", argv=argv, environment=environment, now=now)
+    made = prepare(
+        store, rendered, backend="local", cluster="", argv=argv, environment=environment, now=now
+    )
     return store, made
 
 

@@ -165,17 +165,51 @@ def test_submissions_come_newest_first(store: Store) -> None:
 def test_a_run_is_found_by_what_people_remember(store: Store) -> None:
     """Its id, its job id, a beginning or an end of its id, or simply the last one.
 
-    A job's id is meant before a run whose id happens to end in that figure.
+    A number is a job id, also if a run's id happens to end with it.
     """
     first = prepare(store, "ab-20240101-000000-aaaa12")
     second = prepare(store, "cd-20240102-000000-bbbbb3")
     first.record_job("3", how="sbatch", now=0.0)
     second.record_job("12", how="sbatch", now=0.0)
-    names = {first: (first.sid, "ab", "ab-2024", "aaaa12", "3"), second: ("12", "cd", "last")}
+    names = {first: (first.sid, "ab-2", "ab-2024", "aaaa12", "3"), second: ("12", "cd-2", "last")}
     for submission, words in names.items():
         assert [store.resolve(word) for word in words] == [submission] * len(words)
     write_text(second.directory / "job.json", "{")
-    assert store.resolve("12") == first
+    with pytest.raises(NotFoundError, match="no run '12' under"):
+        store.resolve("12")
+
+
+@pytest.mark.parametrize(
+    ("word", "found", "found_by_cancel"),
+    [
+        ("digits-20240101-000000-abcd34", True, True),
+        ("last", True, True),
+        ("32", True, True),
+        ("dig", False, False),  # three characters may be a mistake in typing
+        ("d", False, False),
+        ("4", False, False),  # a number is a job id, not an end of an id
+        ("34", False, False),
+        ("2024", False, False),
+        ("digits", True, True),
+        ("digits-2024", True, True),
+        ("digi", True, False),  # may have been meant for a run of another name
+        ("abcd34", True, False),
+        ("bcd3", False, False),  # neither beginning nor end
+        ("digits.0", False, False),
+    ],
+)
+def test_a_mistyped_word_names_no_other_run(
+    store: Store, word: str, found: bool, found_by_cancel: bool
+) -> None:
+    """Parts of ids have four characters; what cannot be undone needs the whole name."""
+    submission = prepare(store, "digits-20240101-000000-abcd34")
+    submission.record_job("32", how="sbatch", now=0.0)
+    for exact_name, wanted in ((False, found), (True, found_by_cancel)):
+        if wanted:
+            assert store.resolve(word, exact_name=exact_name) == submission
+        else:
+            with pytest.raises((NotFoundError, InputError)):
+                store.resolve(word, exact_name=exact_name)
 
 
 def test_what_names_no_run_or_several(store: Store) -> None:
@@ -186,7 +220,7 @@ def test_what_names_no_run_or_several(store: Store) -> None:
         submission = prepare(store, f"ab-2024010{number + 1}-000000-aaaaaa")
         submission.record_job("5", how="sbatch", now=0.0)
     with pytest.raises(InputError, match="names 7 runs: ab-20240107.*, …"):
-        store.resolve("ab")
+        store.resolve("ab-2")
     with pytest.raises(InputError, match="names 7 runs"):
         store.resolve("5")
     with pytest.raises(NotFoundError, match="no run 'zz' under"):

@@ -51,6 +51,7 @@ class World:
             self.store,
             rendered,
             backend=backend,
+            cluster=self.scheduler.cluster() if backend == "slurm" else "",
             argv=["hpml", "submit"],
             environment=environment,
             after=after,
