@@ -161,6 +161,8 @@ def fail_unless_completed(state: State) -> None:
         return
     code = f", exit code {state.exit_code}" if state.exit_code else ""
     message = f"job {state.job_id or '-'} ended {state.state}{code}"
+    if not state.over:
+        message = f"it is not known how job {state.job_id or '-'} ended: {state.reason}"
     if _failed_binding(state):
         raise JobFailedError(
             f"{message}: {BindingError.meaning}", hint=f"hpml show {state.submission.label}"

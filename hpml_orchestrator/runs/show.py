@@ -43,7 +43,7 @@ def summary_lines(state: State, summary: Summary) -> list[tuple[str, str]]:
     return _lines(
         {
             "run": [f"{state.submission.label}  {state.state}"],
-            "job": [f"{state.job_id or '-'} ({state.backend}){_ran_on(state, summary)}"],
+            "job": [f"{state.job_id or '-'} ({_scheduler(state)}){_ran_on(state, summary)}"],
             "reason": [reason] if reason else [],
             "attempts": _attempts(attempt_reports(state), state),
             "code": _code(state),
@@ -67,6 +67,10 @@ def _lines(sections: Mapping[str, Sequence[str]]) -> list[tuple[str, str]]:
         for name, lines in sections.items()
         for number, line in enumerate(lines)
     ]
+
+
+def _scheduler(state: State) -> str:
+    return f"{state.backend}, cluster {state.cluster}" if state.cluster else state.backend
 
 
 def _ran_on(state: State, summary: Summary) -> str:
@@ -127,7 +131,7 @@ def array_lines(state: State) -> list[tuple[str, str]]:
     return _lines(
         {
             "run": [f"{sid}  {state.state}"],
-            "job": [f"{state.job_id or '-'} ({state.backend}), {len(state.tasks)} tasks"],
+            "job": [f"{state.job_id or '-'} ({_scheduler(state)}), {len(state.tasks)} tasks"],
             "tasks": [state.reason],
             "code": _code(state),
             **tasks,

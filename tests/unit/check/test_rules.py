@@ -170,7 +170,6 @@ def test_what_would_not_run_is_an_error(
         ({}, {"qos": "fast", "time": "30"}),
         ({}, {"qos": "slow", "gpus": "a100:2"}),
         ({"state": "DOWN"}, {"partition": "main,gpus"}),
-        ({}, {"extra": ["--clusters=other"], "nodes": 99}),
     ],
 )
 def test_what_would_run_is_let_through(changes: dict[str, Any], asked: dict[str, Any]) -> None:

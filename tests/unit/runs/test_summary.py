@@ -220,7 +220,7 @@ def test_a_run_in_words(world: World, submitted: Submission) -> None:
     state = world.state(submitted)
     lines = dict(summary_lines(state, summarise(state)))
     assert lines["run"] == f"{submitted.sid}  COMPLETED"
-    assert lines["job"] == "1 (slurm) on n[1-2], 2 of 4 ranks"
+    assert lines["job"] == "1 (slurm, cluster fake) on n[1-2], 2 of 4 ranks"
     assert lines["staged"] == "4 files, 2.0 KiB (2000 bytes) in 2.50 s"
     assert lines["training"] == "1235 samples/s, 15% of the step time spent waiting for data"
     assert (
