@@ -90,6 +90,7 @@ def _start(
         output=Path(record["output"]),
         name=record["name"],
         comment=record["comment"],
+        job_name=record.get("job_name", ""),
         environment=travelling(environment, record["job"]["environment"]["inherit"]),
         array=record["job"].get("array") is not None,
         after=tuple(Dependency(run["job_id"], run["end"]) for run in after),

@@ -165,6 +165,7 @@ class SubmitRequest:
         environment: the complete environment of the sbatch process, all of which travels.
         array: whether the script asks for a job array.
         after: jobs to wait for; all of them.
+        job_name: the name that the scheduler shows, if it is not the script's: any text.
     """
 
     directory: Path
@@ -174,6 +175,7 @@ class SubmitRequest:
     environment: Mapping[str, str] = field(repr=False)
     array: bool = False
     after: tuple[Dependency, ...] = ()
+    job_name: str = ""
 
     def task_output(self, index: int | str) -> Path:
         """Return the output file of an array's task, of an index or what stands for it."""

@@ -9,7 +9,6 @@ batch script, and so leads to hpml's records.
 from __future__ import annotations
 
 import contextlib
-import copy
 import math
 import os
 import re
@@ -17,7 +16,7 @@ import shlex
 import sys
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -35,12 +34,21 @@ from hpml_orchestrator.runs.cancel import cancel
 from hpml_orchestrator.runs.prepare import Rendered, prepare, render_job
 from hpml_orchestrator.runs.status import states
 from hpml_orchestrator.runs.submit import submit
+from hpml_orchestrator.script.directives import leaves_out
 from hpml_orchestrator.site.profile import site_for
 from hpml_orchestrator.spec import ResolvedJob, load_job
 from hpml_orchestrator.spec.job import Job
 from hpml_orchestrator.spec.load import make_absolute
 from hpml_orchestrator.spec.values import format_time, parse_time
 from hpml_orchestrator.sweeps.limits import max_array_size
+from hpml_orchestrator.sweeps.submitit_parameters import (
+    NAMES,
+    Prefixed,
+    derived_from,
+    fields_of,
+    given_in,
+    job_name,
+)
 from hpml_orchestrator.sweeps.submitit_rank import (
     SIGNAL_AFTER,
     HpmlJobEnvironment,
@@ -56,30 +64,6 @@ __all__ = ["HpmlExecutor", "HpmlInfoWatcher", "HpmlJob", "HpmlJobEnvironment"]
 _MODULE = "hpml_orchestrator.sweeps.submitit_rank"
 _DEFAULTS = {"name": "submitit", "resources": {"time": "5", "ranks_per_node": 1}}
 """The job without `job_file`; parameters are put on top of it."""
-_FIELDS = {
-    "tasks_per_node": "resources.ranks_per_node",
-    "cpus_per_task": "resources.cpus_per_rank",
-    "gpus_per_node": "resources.gpus",
-    "mem_gb": "resources.memory",
-    "timeout_min": "resources.time",
-    "setup": "environment.setup",
-    **{name: name for name in ("name", "after", "binding", "monitor", "stage")},
-    **{
-        name: f"resources.{name}"
-        for name in "nodes gpus account constraint exclusive partition qos".split()
-    },
-}
-"""Parameter -> field of the job file; `set` and `job_file` reach the other fields."""
-_OPTIONS = (
-    "additional_parameters array_parallelism backend job_file records set signal_delay_s site "
-    "stderr_to_stdout"
-).split()
-_AS_WRITTEN: dict[str, Callable[[Any], Any]] = {
-    "after": lambda jobs: [_run_name(job) for job in ([jobs] if isinstance(jobs, str) else jobs)],
-    "mem_gb": lambda size: f"{math.ceil(size * 1024)}M",
-    "timeout_min": lambda minutes: format_time(math.ceil(minutes * 60)),
-    "setup": lambda lines: lines if isinstance(lines, str) else "\n".join(lines),
-}
 _PARALLEL_TASKS = 256  # of an array at the same time, as submitit has it
 _SIGNAL_SECONDS = 90  # before the time limit, as submitit has it
 _START_SECONDS = 60  # for a start or restart on this machine
@@ -159,16 +143,22 @@ class HpmlExecutor(core.Executor):
     Args:
         folder: for submitit's files; all nodes must see it.
         max_num_timeout: how often a function that can checkpoint starts again after its time limit.
+        max_pickle_size_gb: largest estimated size of calls that are submitted together, in GiB.
         python: the command that starts Python in the job; default: this interpreter.
     """
 
     job_class = HpmlJob
 
     def __init__(
-        self, folder: str | Path, max_num_timeout: int = 3, python: str | None = None
+        self,
+        folder: str | Path,
+        max_num_timeout: int = 3,
+        max_pickle_size_gb: float = 1.0,
+        python: str | None = None,
     ) -> None:
         super().__init__(folder)
         self.max_num_timeout = max_num_timeout
+        self.max_pickle_size_gb = max_pickle_size_gb
         self.python = shlex.quote(sys.executable) if python is None else python
 
     @classmethod
@@ -178,7 +168,7 @@ class HpmlExecutor(core.Executor):
 
     @classmethod
     def _valid_parameters(cls) -> set[str]:
-        return {*_FIELDS, *_OPTIONS} - AutoExecutor._valid_parameters()  # noqa: SLF001 - for plugins
+        return Prefixed(NAMES - AutoExecutor._valid_parameters())  # noqa: SLF001 - for plugins
 
     def _internal_update_parameters(self, **kwargs: Any) -> None:
         """Change parameters, all or none.
@@ -186,9 +176,8 @@ class HpmlExecutor(core.Executor):
         Raises:
             InputError: there is no such parameter, or no job can have this value.
         """
-        known = {*_FIELDS, *_OPTIONS}
-        for name in kwargs.keys() - known:  # AutoExecutor has checked the names of its own calls
-            hint = did_you_mean(name, known) or f"there are: {', '.join(sorted(known))}"
+        for name in kwargs.keys() - NAMES:  # AutoExecutor has checked the names of its own calls
+            hint = did_you_mean(name, NAMES) or f"there are: {', '.join(sorted(NAMES))}"
             raise InputError("is no parameter of this executor", field=name, hint=hint)
         parameters = {**self.parameters, **kwargs}
         with _hints():
@@ -217,7 +206,7 @@ class HpmlExecutor(core.Executor):
                 for chunk in chunks:
                     job = replace(resolved, job=self._job_of(chunk, resolved.job, backend, limit))
                     rendered = render_job(job, site=site, here=backend == "local")
-                    jobs += self._submit(chunk, rendered, backend)
+                    jobs += self._submit(chunk, rendered, backend, of=len(calls))
             except BaseException:
                 for submitted in jobs:
                     submitted.cancel(check=False)
@@ -241,17 +230,16 @@ class HpmlExecutor(core.Executor):
             "workdir": os.getcwd(),
             "environment.variables.SUBMITIT_EXECUTOR": HpmlExecutor.name(),
         }
-        for name, field in _FIELDS.items():
-            if parameters.get(name) is not None:
-                fields[field] = _AS_WRITTEN.get(name, copy.deepcopy)(parameters[name])
+        given = given_in(parameters)
+        fields |= fields_of(given)
         make_absolute(fields, Path.cwd())
-        settings = [*fields.items(), *(parameters.get("set") or {}).items()]
-        base = None if parameters.get("job_file") else _DEFAULTS
-        resolved = load_job(path, settings, site, fields=base)
-        if more := parameters.get("additional_parameters"):
-            options = [_directive(name, value) for name, value in more.items()]
-            extra = [*resolved.job.resources.extra, *options]
-            resolved = load_job(path, [*settings, ("resources.extra", extra)], site, fields=base)
+        base, last = None if "job_file" in given else _DEFAULTS, given.get("set", {}).items()
+        resolved = load_job(path, [*fields.items(), *last], site, fields=base)
+        derived, options = derived_from(given, resolved.job.resources)
+        if derived or options:
+            extra = ("resources.extra", [*resolved.job.resources.extra, *options])
+            settings = [*fields.items(), *derived.items(), *last, extra]
+            resolved = load_job(path, settings, site, fields=base)
         return resolved, site
 
     def _job_of(
@@ -287,9 +275,9 @@ class HpmlExecutor(core.Executor):
         )
 
     def _submit(
-        self, calls: Sequence[DelayedSubmission], rendered: Rendered, backend: str
+        self, calls: Sequence[DelayedSubmission], rendered: Rendered, backend: str, *, of: int
     ) -> list[core.Job[Any]]:
-        """Submit calls as one job or array."""
+        """Submit some `of` so many calls as one job or array."""
         job = rendered.resolved.job
         sid = new_id(job.name)
         suffixes = [f".{index}" for index in range(len(calls))] if job.array else [""]
@@ -301,6 +289,7 @@ class HpmlExecutor(core.Executor):
             pickles[0].parent.mkdir(parents=True, exist_ok=True)
             for call, pickle in zip(calls, pickles, strict=True):
                 call.dump(pickle)
+                self._check_size(pickles[0], of)
             scheduler = open_backend(backend, store)
             submission = prepare(
                 store,
@@ -311,6 +300,7 @@ class HpmlExecutor(core.Executor):
                 environment=os.environ,
                 after=outstanding(store, job.after, backend=backend),
                 sid=sid,
+                record=self._texts(rendered),
             )
             number = submit(submission, scheduler, environment=os.environ)
         except SchedulerUnavailable:  # a job may exist, and look for its pickle
@@ -332,16 +322,30 @@ class HpmlExecutor(core.Executor):
             jobs.append(HpmlJob(self.folder, str(paths.job_id), tasks=ranks))
         return jobs
 
+    def _check_size(self, pickle: Path, calls: int) -> None:
+        """Refuse calls that are too large in all, by the size of one; as submitit does."""
+        size = pickle.stat().st_size / 1024**3
+        if calls * size > self.max_pickle_size_gb:
+            raise RuntimeError(
+                f"{calls} calls of about {size:.3g} GiB are more than the "
+                f"max_pickle_size_gb={self.max_pickle_size_gb} that may go to the file system: "
+                "pass paths instead of large objects, or raise executor.max_pickle_size_gb"
+            )
 
-def _run_name(job_id: str) -> str:
-    """Return hpml's name of a job: its task is `ID.INDEX` there, `ID_INDEX` to submitit."""
-    return re.sub(r"_(\d+)$", r".\1", job_id)
+    def _texts(self, rendered: Rendered) -> dict[str, str]:
+        """Return what sbatch's command line says of a job, which may be any text: name, comment."""
+        given, job, site = given_in(self.parameters), rendered.resolved.job, rendered.site
+        texts = {}
+        name = _one_line(given.get("job_name", given.get("name", "")))
+        if name != job.name == job_name(name):
+            texts["job_name"] = name
+        if "comment" in given and not leaves_out(site.site.directives if site else {}, "comment"):
+            texts["comment"] = _one_line(given["comment"])
+        return texts
 
 
-def _directive(name: str, value: Any) -> str:
-    """Return an option of sbatch; True stands for one without a value, as in submitit."""
-    option = f"--{name.replace('_', '-')}"
-    return option if value is True else f"{option}={value}"
+def _one_line(text: Any) -> str:
+    return re.sub(r"[\x00-\x1f\x7f]+", " ", str(text))
 
 
 def _run_of(paths: JobPaths) -> Submission | None:

@@ -160,6 +160,7 @@ class SlurmScheduler:
             "--parsable",
             f"--chdir={request.directory}",
             f"--output={output}",
+            *([f"--job-name={request.job_name}"] if request.job_name else []),
             *([f"--comment={request.comment}"] if request.comment else []),
             *([f"--dependency={after}", "--kill-on-invalid-dep=yes"] if after else []),
             "--export=ALL",

@@ -14,15 +14,17 @@ from typing import Any
 import pytest
 import submitit
 from submitit.auto import test_auto
-from submitit.core import test_plugins
+from submitit.core import plugins, test_plugins
 from submitit.core.plugins import get_executors, get_job_environments
 from submitit.core.utils import FailedJobError, UncompletedJobError, cloudpickle_dump, pickle_load
 from submitit.local import local, test_local
+from submitit.slurm.slurm import SlurmExecutor
 
 from hpml_orchestrator.errors import HpmlError, InputError, SchedulerError
 from hpml_orchestrator.records.store import Store, Submission
 from hpml_orchestrator.runs.status import states
 from hpml_orchestrator.sweeps.executor import HpmlExecutor, HpmlJob
+from hpml_orchestrator.sweeps.submitit_parameters import NAMES
 from tests.patience import eventually
 
 
@@ -89,6 +91,44 @@ def test_submitits_tests_of_plugins_and_streams_pass(executor: submitit.AutoExec
     test_plugins.test_executors(get_executors()["hpml"])
     test_plugins.test_env(get_job_environments()["hpml"])
     test_auto.test_redirect_stdout_stderr(executor)
+
+
+VALUES: dict[str, Any] = {
+    "setup": ["module load cuda"],
+    "teardown": ["date"],
+    "stderr_to_stdout": True,
+    "mem_gb": 1.5,
+    "name": "a name",
+    "additional_parameters": {"reservation": "course"},
+    **dict.fromkeys("array_parallelism signal_delay_s timeout_min nodes cpus_per_task".split(), 2),
+    **dict.fromkeys("gpus_per_node tasks_per_node".split(), 1),
+}
+SLURM_NAMES = SlurmExecutor._valid_parameters()
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+@pytest.mark.parametrize("cluster", ["slurm", "local", "debug"])
+def test_other_executors_keep_their_parameters(
+    cluster: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each parameter has the same effect on them as without this plugin, or the same error."""
+    monkeypatch.setattr(SlurmExecutor, "affinity", lambda *_: 2)
+
+    def effect(name: str, executors: dict[str, Any]) -> tuple[type[Exception] | None, Any]:
+        monkeypatch.setattr(plugins, "get_executors", lambda: executors)
+        made = submitit.AutoExecutor(tmp_path / "logs", cluster=cluster)
+        try:
+            made.update_parameters(**{name: VALUES.get(name.removeprefix("slurm_"), "x")})
+        except (NameError, ValueError) as error:
+            return type(error), None
+        return None, dict(made.parameters)
+
+    installed = dict(get_executors())
+    others = {name: kind for name, kind in installed.items() if name != "hpml"}
+    assert others.keys() < installed.keys()
+    for name in {*NAMES, *SLURM_NAMES, "nonsense"}:
+        assert effect(name, installed) == effect(name, others), name
+        assert effect(f"slurm_{name}", installed) == effect(f"slurm_{name}", others), name
 
 
 def hpml_run(job: submitit.Job[Any]) -> Submission:
@@ -167,7 +207,7 @@ def test_an_array_with_an_error(
     assert pickle_load(path)[0].result() == (2, "0")
     executor.update_parameters(hpml_after=[jobs[0].job_id])
     assert executor.submit(divide, 2).result() == (3, None)
-    executor.update_parameters(hpml_after=jobs[1].job_id)
+    executor.update_parameters(hpml_dependency=f"afterok:{jobs[1].job_id}")
     with pytest.raises(InputError, match="ended FAILED"):
         executor.submit(divide, 1)
 
@@ -276,6 +316,97 @@ def test_parameters_are_fields_of_the_job(
     assert list((tmp_path / "logs").glob("*.pkl")) == []
 
 
+@pytest.mark.parametrize(
+    ("parameters", "options"),
+    [
+        ({"hpml_partition": "a,b", "hpml_qos": "q"}, "--partition=a,b --qos=q"),
+        ({"hpml_exclude": "n[1-3]", "hpml_nodelist": "n4"}, "--exclude=n[1-3] --nodelist=n4"),
+        ({"hpml_gres": "gpu:a100:4,nvme:1"}, "--gpus-per-node=a100:4 --gres=nvme:1"),
+        ({"tasks_per_node": 4, "hpml_gpus_per_task": "a100:2"}, "--gpus-per-node=a100:8"),
+        ({"hpml_num_gpus": 2, "hpml_mem_per_gpu": "16GB"}, "--gpus-per-node=2 --mem=32768M"),
+        ({"cpus_per_task": 4, "hpml_mem_per_cpu": 1000}, "--mem=4000M"),
+        ({"mem_gb": 2, "hpml_mem": "3G"}, "--mem=3072M"),
+        ({"gpus_per_node": 2, "hpml_cpus_per_gpu": 4}, "--cpus-per-task=8"),
+        ({"timeout_min": 5, "hpml_time": 120}, "--time=02:00:00"),
+        ({"tasks_per_node": 5, "hpml_ntasks_per_node": 2}, "--ntasks-per-node=2"),
+        (
+            {"hpml_mail_user": "ada", "hpml_mail_type": "ALL"},
+            "--mail-user=ada --mail-type=BEGIN,END,FAIL,REQUEUE",
+        ),
+        (
+            {"hpml_additional_parameters": {"mail-user": "eve", "reservation": "r", "mem": "1G"}},
+            "--mail-user=eve --reservation=r --mem=1024M",
+        ),
+    ],
+    ids=lambda value: "" if isinstance(value, str) else ", ".join(value),
+)
+def test_parameters_of_submitits_slurm_executor_keep_their_meaning(
+    parameters: dict[str, Any], options: str, fake_sbatch: submitit.AutoExecutor, records: Store
+) -> None:
+    """Behind `hpml_` they become options of sbatch, also where hpml counts in other units."""
+    fake_sbatch.update_parameters(**parameters)
+    fake_sbatch.submit(about)
+    (submission,) = records.submissions()
+    script = submission.script.read_text().splitlines()
+    directives = {line.removeprefix("#SBATCH ") for line in script if line.startswith("#SBATCH ")}
+    assert set(options.split()) <= directives
+
+
+@pytest.fixture
+def fake_sbatch(
+    executor: submitit.AutoExecutor, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> submitit.AutoExecutor:
+    """The executor with an sbatch that accepts everything."""
+    (tmp_path / "bin").mkdir()
+    (tmp_path / "bin/sbatch").write_text("#!/bin/sh\necho 4711\n")
+    (tmp_path / "bin/sbatch").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path / 'bin'}:{os.environ['PATH']}")
+    executor.update_parameters(hpml_backend="slurm")
+    return executor
+
+
+@pytest.mark.parametrize(
+    ("name", "plain", "shown"),
+    [
+        ("my_job", "my_job", ""),
+        ("a b/c:[1]", "a_b_c_1_", "a b/c:[1]"),
+        ("[tab]\tü", "tab_", "[tab] ü"),
+        ("x" * 67, "x" * 64, "x" * 67),
+        ("///", "submitit", "///"),
+    ],
+)
+def test_a_job_may_have_any_name(
+    name: str,
+    plain: str,
+    shown: str,
+    fake_sbatch: submitit.AutoExecutor,
+    records: Store,
+) -> None:
+    """Slurm shows the user's, as it does the comment; hpml's is made of what it may have."""
+    fake_sbatch.update_parameters(name=name, hpml_comment="why: a 'b'\n$c")
+    fake_sbatch.submit(about)
+    (submission,) = records.submissions()
+    arguments = (submission.directory / "arguments").read_text().split("\0")
+    assert [word for word in arguments if word.startswith("--job-name=")] == (
+        [f"--job-name={shown}"] if shown else []
+    )
+    assert "--comment=why: a 'b' $c" in arguments
+    assert submission.record()["name"] == plain
+    assert f"#SBATCH --job-name={plain}\n" in submission.script.read_text()
+
+
+def test_calls_that_are_too_large_are_refused(tmp_path: Path, records: Store) -> None:
+    """In all, by the size of the first; nothing is submitted, and no file is left."""
+    made = submitit.AutoExecutor(
+        tmp_path / "logs", cluster="hpml", hpml_max_pickle_size_gb=3e-6, hpml_python="python3"
+    )
+    made.update_parameters(hpml_backend="local")
+    with pytest.raises(RuntimeError, match="2 calls of about .* max_pickle_size_gb=3e-06"):
+        made.map_array(len, [b"x" * 2000] * 2)
+    assert not list(records.submissions())
+    assert list((tmp_path / "logs").glob("*.pkl")) == []
+
+
 def value_at(job: Any, field: str) -> Any:
     for part in field.split("."):
         job = job[int(part) if part.isdecimal() else part]
@@ -289,13 +420,17 @@ def value_at(job: Any, field: str) -> Any:
         ({"hpml_binding": "left"}, InputError, "binding.policy: must be"),
         ({"hpml_backend": "pbs"}, InputError, "must be auto, slurm or local"),
         ({"nodes": 0}, InputError, "resources.nodes"),
-        ({"name": "my job"}, InputError, "name: must be letters, digits"),
+        ({"hpml_set": "resources.nodes=2"}, InputError, "set: must be a mapping"),
+        ({"hpml_dependency": "singleton"}, InputError, "dependency: must be afterok"),
+        ({"hpml_mem_per_gpu": "16GB"}, InputError, "mem_per_gpu: needs GPUs"),
+        ({"hpml_mem_per_cpu": "much"}, InputError, "mem_per_cpu: must be a size"),
+        ({"hpml_cpus_per_gpu": 3}, InputError, "cpus_per_gpu: the CPUs of 0 GPUs"),
         ({"hpml_job_file": "missing.yaml"}, HpmlError, "missing.yaml"),
         ({"hpml_set": {"resources.nods": 2}}, InputError, "resources.nods"),
         (
-            {"hpml_additional_parameters": {"mail_user": "ada"}},
+            {"hpml_additional_parameters": {"chdir": "/tmp"}},
             InputError,
-            "mail-user has a field of its own",
+            "chdir has a field of its own",
         ),
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
