@@ -26,14 +26,17 @@ def load_function(reference: str) -> Callable[..., Any]:
     The file's directory, for a module the working directory, is on Python's path from then on.
 
     Raises:
-        ImportError: there is no such file or module.
+        ImportError: there is no such file or module, or Python has loaded another of that name.
         AttributeError: it has no such function.
     """
     place, _, name = reference.rpartition(":")
     path = Path(place)
     is_file = place.endswith(".py")
     sys.path.insert(0, str(path.resolve().parent) if is_file else os.getcwd())
-    function: Any = importlib.import_module(path.stem if is_file else place)
+    module = importlib.import_module(path.stem if is_file else place)
+    if is_file and not path.samefile(module.__file__ or "."):
+        raise ImportError(f"{path} has the name of Python's own module {path.stem}: rename the file")
+    function: Any = module
     for part in name.split("."):
         function = getattr(function, part)
     loaded: Callable[..., Any] = function
@@ -70,6 +73,10 @@ def _number(value: Any) -> Any:
 
 def main(argv: list[str]) -> None:
     """Call the function that the arguments name, and write its result."""
+    # Python has put this file's directory on its path, where hpml's `statistics`, `models` and
+    # others would come before those of the user and of Python.
+    here = os.path.dirname(os.path.realpath(__file__))
+    sys.path[:] = [entry for entry in sys.path if os.path.realpath(entry) != here]
     reference, metric, *pairs = argv
     values = {name: json.loads(text) for name, _, text in (pair.partition("=") for pair in pairs)}
     figures = json.dumps(call(reference, metric, values), default=_number)

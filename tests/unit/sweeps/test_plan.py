@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import itertools
 import json
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,7 +16,7 @@ import pytest
 from hpml_orchestrator.errors import HpmlError, InputError
 from hpml_orchestrator.records.store import Store
 from hpml_orchestrator.spec import load_sweep, sweep_schema
-from hpml_orchestrator.sweeps import plan
+from hpml_orchestrator.sweeps import call, plan
 from hpml_orchestrator.sweeps.expand import make_plan
 
 NOW = 1_800_000_000.0
@@ -221,6 +223,38 @@ def test_bad_sweep_files_are_refused(
     assert getattr(caught.value, "field", None) == field
     assert caught.value.hint or field
     assert "of the sweep" in caught.value.hint or not (field or "").startswith("resources.")
+
+
+@pytest.mark.parametrize(
+    ("name", "code", "result"),
+    [
+        (
+            "objective",
+            "import models, statistics\ndef f(x): return statistics.mean([x, models.OWN])",
+            {"score": 4.0},
+        ),
+        ("call", "import plots\ndef f(x): return 1", "No module named 'plots'"),
+        ("inspect", "def f(x): return 1", "rename the file"),
+    ],
+)
+def test_a_functions_imports_are_its_own(
+    tmp_path: Path, name: str, code: str, result: dict[str, float] | str
+) -> None:
+    """Modules beside the function and Python's own are found, and none of hpml's files."""
+    (tmp_path / f"{name}.py").write_text(code)
+    (tmp_path / "models.py").write_text("OWN = 7")
+    (tmp_path / "run").mkdir()
+    done = subprocess.run(
+        [sys.executable, call.__file__, f"{tmp_path / name}.py:f", "score", "x=1"],
+        env={"HPML_RUN_DIR": str(tmp_path / "run")},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    if isinstance(result, str):
+        assert result in done.stderr.splitlines()[-1]
+    else:
+        assert json.loads((tmp_path / "run/result.json").read_text()) == result, done.stderr
 
 
 def test_the_schema_accepts_what_is_accepted(tmp_path: Path) -> None:
