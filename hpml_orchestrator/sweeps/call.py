@@ -35,7 +35,7 @@ def load_function(reference: str) -> Callable[..., Any]:
     sys.path.insert(0, str(path.resolve().parent) if is_file else os.getcwd())
     module = importlib.import_module(path.stem if is_file else place)
     if is_file and not path.samefile(module.__file__ or "."):
-        raise ImportError(f"{path} has the name of Python's own module {path.stem}: rename the file")
+        raise ImportError(f"{path} has the name of a module of Python: rename it")
     function: Any = module
     for part in name.split("."):
         function = getattr(function, part)

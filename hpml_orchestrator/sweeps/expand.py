@@ -20,14 +20,30 @@ from typing import TYPE_CHECKING, Any, Literal
 from hpml_orchestrator.check.paths import is_one_machine
 from hpml_orchestrator.errors import InputError, did_you_mean
 from hpml_orchestrator.records.ids import new_id
+from hpml_orchestrator.runs.prepare import render_job
 from hpml_orchestrator.scheduler.local.resources import cpu_ids
+from hpml_orchestrator.script.template import variable
 from hpml_orchestrator.spec import load_job
 from hpml_orchestrator.spec.job import Job
 from hpml_orchestrator.spec.load import read_fields
 from hpml_orchestrator.spec.sweep import MAX_POINTS, Range, Sweep
 from hpml_orchestrator.spec.values import parse_time
 from hpml_orchestrator.sweeps import call
-from hpml_orchestrator.sweeps.plan import RESUMED, Estimate, Point, Shape, SweepPlan, point_of
+from hpml_orchestrator.sweeps.plan import (
+    RESUMED,
+    Estimate,
+    Point,
+    Shape,
+    SweepPlan,
+    job_of,
+    point_of,
+)
+from hpml_orchestrator.sweeps.reach import (
+    check_argument,
+    check_field,
+    check_template,
+    check_variable,
+)
 from hpml_orchestrator.sweeps.scaling import (
     Arguments,
     base_batch,
@@ -44,6 +60,11 @@ __all__ = ["make_plan"]
 
 _SEEDS = "--seed --random-seed --random_seed".split()
 _VARIABLES = "environment.variables."
+_PLACES = {
+    "batch": "batch.argument",
+    "seed": "seeds.argument",
+    "checkpoint": "search.resume_argument",
+}
 _MOST_SUBMISSIONS = 60
 _SECONDS_PER_HOUR = 3600
 
@@ -94,6 +115,7 @@ def make_plan(
         blocks=(),
         estimate=Estimate(0, 0, 0, 0),
     )
+    planner.check_templates(plan)
     if not sweep.searches:
         plan = planner.with_points(plan)
     estimate = planner.estimate(plan)
@@ -147,6 +169,7 @@ class _Planner:
         self.sweep = self._completed(sweep)
         self._targets = self._value_targets()
         self.placeholders = _placeholders(self._targets)
+        self._check_reach()
 
     def _check_fields(self, sweep: Sweep) -> None:
         """Check that axes which are no arguments are fields of the job that may vary."""
@@ -225,6 +248,37 @@ class _Planner:
         if sweep.function:  # its arguments are written `name=value`
             targets |= {key: f"{name}=" for key, name in targets.items() if name.isidentifier()}
         return targets
+
+    def _check_reach(self) -> None:
+        """Check that all that the sweep sets reaches the program."""
+        site = self._site.site if self._site else None
+        for axis, kind in self.kinds.items():
+            if kind == "field":
+                check_field(axis, f"axes.{axis}", site, here=self._backend == "local")
+            if kind == "flag":
+                check_argument(self.base, axis, f"axes.{axis}", flag=True)
+        for key, target in self._targets.items():
+            if target.startswith(_VARIABLES):
+                check_variable(self.base, target.removeprefix(_VARIABLES), self._place(key))
+            elif not self.sweep.function:
+                check_argument(self.base, target, self._place(key))
+
+    def check_templates(self, plan: SweepPlan) -> None:
+        """Check that the site's own templates, if it has any, pass the values on."""
+        if not self._site or not self._site.site.templates:
+            return
+        variables = {
+            self._place(key): variable(f"point.{word}")
+            for key, word in self.placeholders.items()
+            if key != "checkpoint"  # only later generations have one
+        }
+        first = job_of(plan, plan.shapes[0], "0")
+        rendered = render_job(first, site=self._site, here=self._backend == "local")
+        check_template(rendered.script, variables)
+
+    def _place(self, key: str) -> str:
+        """Return the field of the sweep that a value comes from."""
+        return f"axes.{key}" if key in self.kinds else _PLACES.get(key, "learning_rate.argument")
 
     def shapes(self) -> Iterator[Shape]:
         """Yield a shape for each scale and combination of fields and flags."""

@@ -7,6 +7,7 @@ program what the job says, or the axis. The learning rate follows the global bat
 from __future__ import annotations
 
 import ast
+import itertools
 import math
 import re
 from collections.abc import Mapping, Sequence
@@ -35,6 +36,7 @@ _RANK_BATCH = (
     "--batch-size --batch_size --bs --per-device-train-batch-size --per_device_train_batch_size "
     "--micro-batch-size --train-batch-size -b"
 ).split()
+_OPTION = re.compile(r"-[A-Za-z-]")  # and no negative number
 _GLOBAL_BATCH = "--global-batch-size --global_batch_size --total-batch-size".split()
 
 
@@ -44,27 +46,29 @@ class Arguments:
     def __init__(self, words: Sequence[str]) -> None:
         self.words = list(words)
 
-    def _place(self, name: str) -> tuple[int, str] | None:
-        """Return the index of the word with an argument's value, and what precedes it there."""
+    def _places(self, name: str) -> list[tuple[int, str]]:
+        """Return the index of each word with an argument's value, and what precedes it there."""
         prefix = name if name.endswith("=") else f"{name}="
-        for index, word in enumerate(self.words):
+        found = []
+        pairs = itertools.pairwise([*self.words, "--"])
+        for index, (word, following) in enumerate(pairs):
             if word.startswith(prefix):
-                return index, prefix
-            if word == name and index + 1 < len(self.words):
-                return index + 1, ""
-        return None
+                found.append((index, prefix))
+            elif word == name and not _OPTION.match(following):
+                found.append((index + 1, ""))
+        return found
 
     def value(self, name: str) -> str | None:
-        """Return the value of an argument, None where it is not given."""
-        place = self._place(name)
-        return self.words[place[0]].removeprefix(place[1]) if place else None
+        """Return the value of an argument, None where it is not given; of several the last."""
+        places = self._places(name)
+        return self.words[places[-1][0]].removeprefix(places[-1][1]) if places else None
 
     def set(self, name: str, value: str) -> None:
-        """Replace an argument's value, or append it."""
-        place = self._place(name)
-        if place:
-            self.words[place[0]] = place[1] + value
-        else:
+        """Replace an argument's value wherever it is given, or append it."""
+        places = self._places(name)
+        for index, prefix in places:
+            self.words[index] = prefix + value
+        if not places:
             self.words.append(f"{name.removesuffix('=')}={value}")
 
     def flag(self, name: str, *, on: bool) -> None:

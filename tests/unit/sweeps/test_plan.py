@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import re
 import subprocess
 import sys
 from dataclasses import replace
@@ -15,7 +16,7 @@ import pytest
 
 from hpml_orchestrator.errors import HpmlError, InputError
 from hpml_orchestrator.records.store import Store
-from hpml_orchestrator.spec import load_sweep, sweep_schema
+from hpml_orchestrator.spec import ResolvedSite, Site, load_sweep, sweep_schema
 from hpml_orchestrator.sweeps import call, plan
 from hpml_orchestrator.sweeps.expand import make_plan
 
@@ -32,12 +33,19 @@ FUNCTION = {"mode": "grid", "axes": {"lr": [1, 2]}, "function": "train.py:train"
 GPUS = {"resources": {"gpus": "a100:4", "time": "1:00:00"}}
 
 
-def made(folder: Path, fields: dict[str, Any], **job: Any) -> plan.SweepPlan:
+def made(
+    folder: Path,
+    fields: dict[str, Any],
+    *,
+    backend: str = "slurm",
+    site: ResolvedSite | None = None,
+    **job: Any,
+) -> plan.SweepPlan:
     """The plan of a sweep file, on Slurm: nothing of this machine counts."""
     (folder / "train.py").write_text("def train(lr, *, seed=1): return lr")
     (folder / "job.yaml").write_text(json.dumps(JOB | job))
     (folder / "sweep.yaml").write_text(json.dumps({"base": "job.yaml"} | fields))
-    return make_plan(load_sweep(folder / "sweep.yaml"), backend="slurm", now=NOW)
+    return make_plan(load_sweep(folder / "sweep.yaml"), backend=backend, site=site, now=NOW)
 
 
 def test_a_strong_sweep_keeps_the_global_batch(tmp_path: Path) -> None:
@@ -225,6 +233,117 @@ def test_bad_sweep_files_are_refused(
     assert "of the sweep" in caught.value.hint or not (field or "").startswith("resources.")
 
 
+IMPORTED = {
+    "command": ["bash", "-c", 'eval "exec $IMPORTED_COMMAND"'],
+    "environment": {"setup": "printf -v IMPORTED_COMMAND '%q ' python train.py --lr $LR"},
+    "args": [],
+}
+WITHOUT = "#!/usr/bin/env bash\n# arguments: none\npython train.py --lr 0.1\n"
+
+
+@pytest.mark.parametrize(
+    ("axis", "job", "message", "hint"),
+    [
+        ("--lr", IMPORTED, "does not use its arguments", "arguments in `args`"),
+        ("environment.variables.LR", IMPORTED, "used by environment.setup", "in the program"),
+        (
+            "--lr",
+            {"command": ["env", "A=1", "sh", "-euc", "./train"]},
+            "does not use its arguments",
+            "",
+        ),
+        ("--lr", {"command": ["bash", "-o", "pipefail", "none.sh"]}, "the shell script", '"$@"'),
+        ("--lr", {"command": ["./none.sh"]}, "does not use its arguments", ""),
+        (
+            "--lr",
+            {"command": ["bash", "-c", 'python train.py "$@"'], "args": ["--lr=1"]},
+            "is $0",
+            "",
+        ),
+        (
+            "environment.variables.LR",
+            {"command": ["bash", "-c", "LR=0.1; ./train $LR"]},
+            "sets this variable",
+            "",
+        ),
+        ("environment.variables.LR", {"command": ["env", "LR=1", "x"]}, "sets this variable", ""),
+        ("--learning_rate", {"args": ["--learning-rate", "1"]}, "have --learning-rate", "the axis"),
+        ("--lr", {"args": ["lr=1"]}, "have lr=", "the axis lr= in a sweep file"),
+        ("--lr", {"args": ["--steps=5", "--", "data"]}, "behind their `--`", "args, at its place"),
+        ("--amp", {"args": ["--amp", "False"]}, "has the value False", "as texts"),
+        ("resources.qos", {}, "the site profile leaves --qos out", "hpml doctor"),
+    ],
+)
+def test_an_axis_that_does_not_reach_the_program_is_refused(
+    tmp_path: Path, axis: str, job: dict[str, Any], message: str, hint: str
+) -> None:
+    """Nothing would differ between its points, and the report would name a winner."""
+    (tmp_path / "none.sh").write_text(WITHOUT)
+    site = ResolvedSite(Site.model_validate({"directives": {"qos": {"omit": True}}}))
+    values = [True, False] if axis == "--amp" else ["a", "b"]
+    with pytest.raises(InputError, match=re.escape(message)) as caught:
+        made(tmp_path, grid(values, axis), site=site, **job)
+    assert caught.value.field == f"axes.{axis}"
+    assert hint in caught.value.hint != ""
+
+
+@pytest.mark.parametrize(
+    ("axis", "job", "args"),
+    [
+        (
+            "--lr",
+            {"args": ["--lr=1", "--seed=7", "--lr", "2"]},
+            ["--lr={}", "--seed=7", "--lr", "{}"],
+        ),
+        ("--lr", {"args": ["--lr", "-1", "--", "x"]}, ["--lr", "{}", "--", "x"]),
+        ("--steps", {"args": ["--steps", "--lr=1"]}, ["--steps", "--lr=1", "--steps={}"]),
+        ("--lr", {"command": ["bash", "-c", 'exec ./train "$@"', "x"], "args": []}, ["--lr={}"]),
+        ("--lr", {"command": ["sh", "passes.sh"], "args": []}, ["--lr={}"]),
+        ("--lr", {"command": ["bash", "elsewhere.sh"], "args": []}, ["--lr={}"]),
+        (
+            "environment.variables.LR",
+            {"command": ["bash", "-c", 'LR=${LR:-0.1}; ./train "$LR"'], "args": []},
+            [],
+        ),
+        (
+            "environment.variables.LR",
+            {"command": ["bash", "-c", '[ "$LR" ] || LR=1; ./train'], "args": []},
+            [],
+        ),
+    ],
+)
+def test_an_axis_that_may_reach_the_program_is_planned(
+    tmp_path: Path, axis: str, job: dict[str, Any], args: list[str]
+) -> None:
+    """An argument that is given several times is set wherever it is."""
+    (tmp_path / "passes.sh").write_text("set -e\nfor word; do echo $word; done\n")
+    planned = made(tmp_path, grid([1, 2], axis), **job)
+    name = planned.placeholders[axis]
+    wanted = [word.format(f"{{point.{name}}}") for word in args]
+    found = planned.shapes[0].job["args"]
+    assert [word.replace("{point.seed}", "7") for word in found] == wanted
+
+
+def test_a_template_that_leaves_arguments_out_is_refused(tmp_path: Path) -> None:
+    """The site's own launch line has to pass on what differs between points."""
+    site = ResolvedSite(Site(templates=str(tmp_path)))
+    template = '{% extends "hpml/srun.sh.j2" %}{% block BLOCK %}srun ./train &\n{% endblock %}'
+    (tmp_path / "srun.sh.j2").write_text(template.replace("BLOCK", "user"))
+    made(tmp_path, grid([1, 2]), site=site)
+    for block in ("launch", "ranks"):
+        (tmp_path / "srun.sh.j2").write_text(template.replace("BLOCK", block))
+        with pytest.raises(InputError, match="does not pass arguments") as caught:
+            made(tmp_path, grid([1, 2]), site=site)
+        assert caught.value.field == "axes.--lr"
+
+
+@pytest.mark.parametrize("name", ["partition", "qos"])
+def test_what_only_clusters_have_is_no_axis_here(tmp_path: Path, name: str) -> None:
+    """The local backend has no partitions: all points would be equal."""
+    with pytest.raises(InputError, match="makes no difference on this machine"):
+        made(tmp_path, grid(["a", "b"], f"resources.{name}"), backend="local")
+
+
 @pytest.mark.parametrize(
     ("name", "code", "result"),
     [
@@ -234,7 +353,7 @@ def test_bad_sweep_files_are_refused(
             {"score": 4.0},
         ),
         ("call", "import plots\ndef f(x): return 1", "No module named 'plots'"),
-        ("inspect", "def f(x): return 1", "rename the file"),
+        ("inspect", "def f(x): return 1", "rename it"),
     ],
 )
 def test_a_functions_imports_are_its_own(

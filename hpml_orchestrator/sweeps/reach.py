@@ -1,0 +1,212 @@
+"""Whether the values of a sweep reach the program; what cannot is refused before anything runs.
+
+Values that are lost on the way make equal runs, and noise would choose the best of them.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from hpml_orchestrator.errors import InputError
+from hpml_orchestrator.script.directives import leaves_out
+from hpml_orchestrator.sweeps.scaling import Arguments
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from hpml_orchestrator.spec.job import Job
+    from hpml_orchestrator.spec.site import Site
+
+__all__ = ["check_argument", "check_field", "check_template", "check_variable"]
+
+_SHELLS = frozenset("bash dash ksh sh zsh".split())
+_WITH_VALUE = frozenset("-o +o -O +O --rcfile --init-file".split())
+_SHEBANG = re.compile(r"#!\s*\S*/(?:env\s+(?:-S\s+)?)?(?:bash|dash|ksh|sh|zsh)\b")
+# What uses the arguments of a shell program: $@, ${1}, shift, `for x; do`, a file that is sourced.
+_POSITIONAL = re.compile(
+    r"\$[@*#1-9]|\$\{[@*#!1-9]|\b(?:shift|getopts|source|BASH_ARGV)\b|(?:^|[;&|])\s*\.\s"
+    r"|\bfor\s+\w+\s*(?:;|\n)\s*do\b",
+    re.MULTILINE,
+)
+_MOST_BYTES = 1_000_000
+_SWITCHES = frozenset("0 1 false no off on true yes".split())
+_DIRECTIVES = {"memory": "mem"} | {
+    name: name for name in "account constraint exclusive partition qos time".split()
+}
+_ON_CLUSTERS = frozenset("account constraint exclusive partition qos".split())
+
+
+def check_argument(job: Job, name: str, place: str, *, flag: bool = False) -> None:
+    """Check that an argument which a sweep sets reaches the job's program.
+
+    Args:
+        job: the base job.
+        name: of the argument: `--lr`, or `lr=`.
+        place: the field of the sweep, for the error.
+        flag: whether it is given without a value, or left out.
+
+    Raises:
+        InputError: it does not reach it, or not in the way that the job's own arguments do.
+    """
+
+    def refused(message: str, hint: str) -> InputError:
+        return InputError(message, field=place, value=name, hint=hint)
+
+    text, inline, rest = _shell_program(job)
+    if text is not None and not _POSITIONAL.search(text):
+        what = "the shell text of `command`" if inline else "the shell script of `command`"
+        raise refused(
+            f"would not reach the program: {what} does not use its arguments",
+            "write the program in `command` and its arguments in `args`, or pass them on with "
+            '"$@"; a value that comes from a variable is environment.variables.NAME here',
+        )
+    words = [*rest, *job.args]
+    if inline and (not words or words[0].startswith(name)):
+        raise refused(
+            "would not reach the program: the first word behind the text of `bash -c` is $0",
+            f"add a word behind the text: command: [bash, -c, {text!r}, bash]",
+        )
+    arguments = Arguments(job.args)
+    if arguments.value(name) is not None:
+        value = arguments.value(name) or ""
+        given = any(word.startswith(f"{name}=") for word in job.args)
+        if flag and (given or value.lower() in _SWITCHES):
+            raise refused(
+                f"has the value {value} in the job's args, and true or false would give it none",
+                "write the values as texts, such as ['true', 'false']",
+            )
+        return
+    spelled = (_spelling(word) for word in job.args)
+    other = next((one for one in spelled if one and _letters(one) == _letters(name)), name)
+    if other != name:
+        raise refused(
+            f"is not among the job's arguments, which have {other}",
+            f"name the axis {other}" + " in a sweep file" * other.endswith("="),
+        )
+    if "--" in words and name not in job.args:
+        raise refused(
+            "is not among the job's arguments, and behind their `--` it would not be an option",
+            f"write {name.removesuffix('=')}=VALUE in the job's args, at its place",
+        )
+
+
+def check_variable(job: Job, name: str, place: str) -> None:
+    """Check that an environment variable which a sweep sets is not set again, or read too early.
+
+    Raises:
+        InputError: it is.
+    """
+    setup = job.environment.setup or ""
+    if re.search(rf"\$\{{?{name}\b", setup):
+        raise InputError(
+            "is used by environment.setup, which runs before the job's variables are set",
+            field=place,
+            value=name,
+            hint="use the variable in the program, or make it an argument",
+        )
+    text, _, _ = _shell_program(job)
+    words = "\n".join([*(job.command or ()), text or ""])
+    use = re.search(rf"(?P<set>\b{name}=(?!\S*\$\{{?{name}\b))|\b{name}\b", words)
+    if use and use["set"]:
+        raise InputError(
+            "would not reach the program: the job's command sets this variable itself",
+            field=place,
+            value=name,
+            hint=f"remove {name}=… there, or write {name}=${{{name}:-DEFAULT}}",
+        )
+
+
+def check_field(field: str, place: str, site: Site | None, *, here: bool) -> None:
+    """Check that a field of the job which a sweep varies makes a difference.
+
+    Args:
+        field: its dotted name.
+        place: the field of the sweep, for the error.
+        site: the site profile, if there is one.
+        here: whether the jobs run on this machine.
+
+    Raises:
+        InputError: it makes none: the local backend or the site profile leaves it out.
+    """
+    top, _, name = field.partition(".")
+    if top != "resources" or name not in _DIRECTIVES:
+        return
+    if here and name in _ON_CLUSTERS:
+        message, hint = "makes no difference on this machine", "run the sweep on a cluster"
+        raise InputError(message, field=place, value=field, hint=hint)
+    if leaves_out(site.directives if site else {}, _DIRECTIVES[name]):
+        message = f"makes no difference: the site profile leaves --{_DIRECTIVES[name]} out"
+        hint = "`hpml doctor` prints the profile in use"
+        raise InputError(message, field=place, value=field, hint=hint)
+
+
+def check_template(script: str, variables: Mapping[str, str]) -> None:
+    """Check that a script of the site's own templates has all values of a point.
+
+    Args:
+        script: the batch script.
+        variables: the shell variable of each value, by the field of the sweep.
+
+    Raises:
+        InputError: it lacks one.
+    """
+    if "hpml_command[" not in script:  # the launch line's block does not use the command
+        script = re.sub(r"^hpml_command=\(\n.*?^\)\n", "", script, flags=re.MULTILINE | re.DOTALL)
+    for place, variable in variables.items():
+        if f"${variable}" not in script:
+            raise InputError(
+                "would not reach the program: the site profile's template does not pass "
+                "arguments and variables on",
+                field=place,
+                value=variable,
+                hint='let the block `ranks` start "${hpml_command[@]}", and keep the others',
+            )
+
+
+def _spelling(word: str) -> str:
+    """Return the name of an argument as an axis has it; empty if the word is not an argument.
+
+    >>> _spelling("--lr=1"), _spelling("--lr"), _spelling("lr=1"), _spelling("lr")
+    ('--lr', '--lr', 'lr=', '')
+    """
+    name, equals, _ = word.partition("=")
+    return name if word.startswith("-") else name + equals if equals else ""
+
+
+def _letters(name: str) -> str:
+    """Return what spellings of a name have in common: `--batch-size` and `batch_size=`."""
+    plain = re.sub(r"[-_=]", "", name)
+    return plain if len(plain) == 1 else plain.lower()
+
+
+def _shell_program(job: Job) -> tuple[str | None, bool, Sequence[str]]:
+    """Return the shell program that a job runs, if it is `bash -c TEXT`, and the words behind it.
+
+    The program is None if the job runs none, or one that cannot be read on this machine.
+    """
+    words = list(job.command or ())
+    for place, word in enumerate(words):
+        if os.path.basename(word) not in _SHELLS:
+            continue
+        options, rest = [], words[place + 1 :]
+        while rest and rest[0][:1] in ("-", "+"):
+            options.append(rest[0])
+            rest = rest[2 if rest[0] in _WITH_VALUE else 1 :]
+        if not rest:
+            return None, False, []
+        if any(option[:2] != "--" and "c" in option[1:] for option in options):
+            return rest[0], True, rest[1:]
+        return _read(job, rest[0]), False, rest[1:]
+    text = _read(job, words[0]) if words and "/" in words[0] else None
+    return (text if text and _SHEBANG.match(text) else None), False, words[1:]
+
+
+def _read(job: Job, path: str) -> str | None:
+    try:
+        with Path(job.workdir, path).open(encoding="utf-8", errors="replace") as stream:
+            return stream.read(_MOST_BYTES)
+    except OSError:
+        return None
