@@ -80,7 +80,7 @@ def test_a_detached_sweep_goes_on_by_itself(shell: Shell, job: str) -> None:
 
 def test_a_point_counts_by_its_last_start(shell: Shell) -> None:
     """It failed, was started again and completed."""
-    command = ["bash", "-c", "[[ -e again ]] || { touch again; exit 3; }"]
+    command = ["bash", "-c", ': "$@"; [[ -e again ]] || { touch again; exit 3; }', "bash"]
     shell.job("fails", command=command, args=["lr=1"], resources=RESOURCES)
     sweep = {"base": "fails.yaml", "mode": "grid", "axes": {"lr=": [1]}, "retry": {"FAILED": 1}}
     (shell.root / "again.yaml").write_text(json.dumps(sweep | {"repeats": 1}))
