@@ -74,11 +74,13 @@ class Prepared:
         plan: the plan.
         topology: the node; None where it could not be read.
         around: what else the ranks are judged by.
+        cpu_model: as the kernel names it; empty if it does not, as on ARM.
     """
 
     plan: Plan
     topology: Topology | None
     around: Circumstances
+    cpu_model: str = ""
 
 
 def list_instances() -> str:
@@ -146,7 +148,7 @@ def prepare(
         *_warnings(devices, visible, minors, environment, options.ranks),
     )
     around = _circumstances(options, node, allowed, visible, hidden)
-    return Prepared(replace(made, warnings=warnings), topology, around)
+    return Prepared(replace(made, warnings=warnings), topology, around, _cpu_model(roots.proc))
 
 
 def unbound(
@@ -189,7 +191,7 @@ def publish(
     around = made.around
     if made.topology is not None:
         path = attempt / "nodes" / f"{around.node}.topology.json"
-        write_json(path, topology_json(made.topology))
+        write_json(path, {**topology_json(made.topology), "cpu_model": made.cpu_model})
     header = {
         "verify": around.verify,
         "allowed": format_list(around.allowed),
@@ -320,6 +322,16 @@ def _names(directory: str) -> list[str]:
         return os.listdir(directory)
     except OSError:
         return []
+
+
+def _cpu_model(proc_root: str) -> str:
+    """Return the first CPU's model name; empty if the kernel gives none."""
+    try:
+        with open(os.path.join(proc_root, "cpuinfo"), errors="replace") as stream:
+            names = (line.partition(":")[2] for line in stream if line.startswith("model name"))
+            return " ".join(next(names, "").split())
+    except OSError:
+        return ""
 
 
 def _minors(proc_root: str) -> dict[str, int]:

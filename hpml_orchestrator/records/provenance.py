@@ -7,6 +7,7 @@ import platform
 import socket
 import subprocess
 import sys
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hpml_orchestrator import __version__
@@ -31,6 +32,7 @@ def collect(
     *,
     argv: Sequence[str],
     environment: Mapping[str, str],
+    own: Sequence[Path] = (),
 ) -> tuple[dict[str, Any], bytes]:
     """Return the provenance of a submission and the diff of the uncommitted changes.
 
@@ -38,12 +40,13 @@ def collect(
         directory: where the job's code lives; its git repository is described.
         argv: the command line of hpml.
         environment: variables to read the user's name from.
+        own: directories that hpml writes to; untracked files there are no change of the code.
 
     Returns:
         A mapping for the record, and the diff (`git diff HEAD --binary`) as bytes: empty when the
         tree is clean, is no git checkout, or the diff is over 4 MiB (then `git.diff` says so).
     """
-    git, diff = _git(directory)
+    git, diff = _git(directory, own)
     record = {
         "hpml": __version__,
         "python": platform.python_version(),
@@ -65,7 +68,7 @@ def _working_directory() -> str:
         return ""
 
 
-def _git(directory: str) -> tuple[dict[str, Any] | None, bytes]:
+def _git(directory: str, own: Sequence[Path]) -> tuple[dict[str, Any] | None, bytes]:
     place = _run_git(directory, "rev-parse", "HEAD", "--show-toplevel", "--abbrev-ref", "HEAD")
     if place is None:
         return None, b""
@@ -73,12 +76,17 @@ def _git(directory: str) -> tuple[dict[str, Any] | None, bytes]:
     status = _run_git(directory, "status", "--porcelain", "--untracked-files=normal")
     # the user's own settings of colours and of other diff programs make no patch
     diff = _run_git(directory, "diff", "HEAD", *_PLAIN_DIFF) or b""
-    lines = (status or b"").decode(errors="replace").splitlines()
+    root, own = Path("\n".join(top)), [Path(os.path.realpath(path)) for path in own]
+    lines = [
+        line
+        for line in (status or b"").decode(errors="replace").splitlines()
+        if not (line.startswith("??") and _is_in(root / line[3:], own))
+    ]
     record: dict[str, Any] = {
         "commit": commit,
         "branch": branch,
-        "top": "\n".join(top),
-        "dirty": None if status is None else bool(status.strip()),
+        "top": str(root),
+        "dirty": None if status is None else bool(lines),
         "untracked": [line[3:] for line in lines if line.startswith("??")][:100],
     }
     if len(diff) > _DIFF_LIMIT_BYTES:
@@ -87,6 +95,10 @@ def _git(directory: str) -> tuple[dict[str, Any] | None, bytes]:
     elif diff:
         record["diff"] = "dirty.diff"
     return record, diff
+
+
+def _is_in(path: Path, directories: Sequence[Path]) -> bool:
+    return any(path == directory or directory in path.parents for directory in directories)
 
 
 def _run_git(directory: str, *arguments: str) -> bytes | None:

@@ -140,7 +140,10 @@ def prepare(
     job = rendered.resolved.job
     check_backend(job, backend)
     moment = time.time() if now is None else now
-    provenance, diff = collect(job.workdir, argv=argv, environment=environment)
+    own = [*store.places, store.root / "sweeps", *(Path(entry.target) for entry in job.collect)]
+    if store.root not in (Path(job.workdir), *Path(job.workdir).parents):
+        own.append(store.root)
+    provenance, diff = collect(job.workdir, argv=argv, environment=environment, own=own)
     sid = sid or new_id(job.name, now=moment)
     resolved = job.model_dump(mode="json")
     plan: dict[str, Any] = {"name": job.name, "created": moment}

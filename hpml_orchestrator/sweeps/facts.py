@@ -43,11 +43,12 @@ class Attempt:
 
     Attributes:
         setting: number of its setting.
+        seed: that the program was given; None if the sweep gives it none.
     """
 
     setting: int
     repeat: int
-    seed: int
+    seed: int | None
     row: Row
 
 
@@ -56,26 +57,38 @@ class Target:
     """Time to a target accuracy; runs that did not reach it are censored, not dropped.
 
     Attributes:
+        accuracy: to which the times belong.
+        beforehand: whether the plan named it before the first run was submitted.
         every_epochs: interval of the evaluations, the resolution of the time.
         reached: how many of the complete runs and timeouts reached the target.
+        unknown: complete runs of which no time to this target is known; they are in no other count.
         seconds: median of all of these, infinite where too few reached it.
     """
 
     accuracy: float
+    beforehand: bool
     every_epochs: float | None
     reached: int
+    unknown: int
     seconds: Estimate
 
 
 @dataclass(frozen=True)
 class Costs:
-    """What attempts cost; `energy_kwh` is None if it was measured for none of them."""
+    """What attempts cost.
+
+    Attributes:
+        energy_kwh: None if it was measured for none of them.
+        requested: attempts whose hours are those of what was requested, because what was allocated
+            is not recorded.
+    """
 
     gpu_hours: float
     core_hours: float
     node_hours: float
     energy_kwh: float | None
     energy_attempts: int
+    requested: int
 
 
 @dataclass(frozen=True)
@@ -86,21 +99,27 @@ class Setting:
         number: its place in `Report.settings`.
         label: scale and values in one line. series: the values alone, empty without axes.
         planned, runs: runs that the plan has and no rule excludes; how many of them are complete.
+        missing: those that are not complete, by the state of their last start.
         seconds: total time of a run, staging included; None where no run is complete.
         figure: what settings are ranked by (`Report.figure`).
         samples: the values of the complete runs: `total_seconds`, `accuracy`, `figure`.
+        blocks: the figure of each complete run by its repeat, if the plan runs repeat after repeat.
         ran: every `batch_global`, `batch_per_rank`, `learning_rate`, `steps` and `epochs` that runs
             reported, by these names.
-        means: of complete runs: `work` (samples trained with), `queue_seconds`, `data_wait_ratio`
-            and `gpu_active`, where known.
+        means: of complete runs: `work` (samples trained with), `steps`, `epochs`, `accuracy`,
+            `queue_seconds`, `data_wait_ratio` and `gpu_active`, if known.
         phases: mean seconds by `PARTS`.
         costs: of all attempts.
         oversubscribed, unverified: complete runs with more ranks than cores, and those whose
             binding is not verified.
+        doubt: why it is not compared with other scales, empty if it is: runs timed out, trained
+            less than at the baseline, or to another accuracy.
+        unequal: how its accuracy differs from the baseline's, empty if it does not.
         speedup: over the baseline of the same series.
         serial_fraction: of Karp and Flatt.
         lost: mean seconds more than with ideal scaling from the baseline, by `PARTS`.
-        distinguishable: from the setting with the best figure; None: unknown.
+        distinguishable: from the setting with the best figure, corrected for how many settings are
+            compared; None: unknown.
     """
 
     number: int
@@ -110,12 +129,14 @@ class Setting:
     values: Mapping[str, Any]
     planned: int
     runs: int
+    missing: Mapping[str, int]
     seconds: Estimate | None
     seconds_without_staging: Estimate | None
     samples_per_second: Estimate | None
     accuracy: Estimate | None
     figure: Estimate | None
     samples: Mapping[str, tuple[float, ...]]
+    blocks: Mapping[int, float]
     target: Target | None
     ran: Mapping[str, tuple[float, ...]]
     means: Mapping[str, float]
@@ -123,6 +144,8 @@ class Setting:
     costs: Costs
     oversubscribed: int
     unverified: int
+    doubt: str = ""
+    unequal: str = ""
     speedup: Speedup | None = None
     serial_fraction: Estimate | None = None
     lost: Mapping[str, float] = field(default_factory=dict)
@@ -150,6 +173,8 @@ class FittedModel:
     Attributes:
         parameters: by the formula's names; scales count in units of the smallest one.
         residual: typical relative distance of a run from the curve.
+        lack_of_fit: p-value of the test whether the curve misses the measured scales by more than
+            the runs scatter; None if that cannot be tested.
         speedups: the curve, by the measured scales.
         note: what the model says beyond its parameters.
     """
@@ -159,6 +184,7 @@ class FittedModel:
     series: str
     parameters: Mapping[str, Estimate]
     residual: float
+    lack_of_fit: float | None
     speedups: Mapping[int, float]
     note: str
 
@@ -183,9 +209,10 @@ class Report:
     """Everything that the report of a sweep says.
 
     Attributes:
+        accuracy_name: what `accuracy` is: `test accuracy`, or what the program calls it.
         mixed: why no speedups are given, by rule 1 (equal batches), or empty.
         states: attempts, and points that were never attempted, by state.
-        failed: costs of attempts that are neither complete nor pruned.
+        failed: costs of attempts that are neither complete nor pruned, requeued starts included.
         best: number of the best setting, None where nothing can be recommended.
         provenance: where the figures come from, by heading.
     """
@@ -197,6 +224,7 @@ class Report:
     unit: str
     baseline: int | None
     figure: Figure
+    accuracy_name: str
     mixed: str
     states: Mapping[str, int]
     settings: tuple[Setting, ...]
@@ -231,11 +259,11 @@ class Report:
 
     @property
     def ranked(self) -> list[Setting]:
-        """Settings that were measured, the best first; no scales with more ranks than cores."""
+        """Settings that were measured, the best first; of scales those that can be compared."""
         sign = -1 if self.figure.maximize else 1
         measured = [
             (sign * one.figure.value, one)
             for one in self.settings
-            if one.figure and not (self.scaling and one.oversubscribed)
+            if one.figure and not (self.scaling and (one.oversubscribed or one.doubt))
         ]
         return [one for _, one in sorted(measured, key=lambda pair: pair[0])]

@@ -144,7 +144,9 @@ def _affordable(
 ) -> tuple[int, str]:
     """Return how many such tasks the budget of GPU- or core-hours allows, and why no more."""
     budget = getattr(plan.spec.budget, f"{unit}_hours")
-    hours = [getattr(shape, f"{unit}s") * shape.seconds / 3600 for shape in plan.shapes]
+    # whole nodes (`exclusive`) and whole cores are more than what a job asks for
+    given = max([1.0, *(row.allocated or 1.0 for row in rows)]) if unit == "core" else 1.0
+    hours = [getattr(shape, f"{unit}s") * given * shape.seconds / 3600 for shape in plan.shapes]
     cost = hours[task.point.shape]
     if budget is None or not cost:
         return MAX_TASKS, ""

@@ -46,6 +46,7 @@ Collective = Literal[
     "allreduce", "reduce-scatter", "all-gather", "all-to-all", "broadcast", "reduce"
 ]
 
+_ROUNDING = 1e-9  # of logs of measured values
 _RANGES: dict[str, tuple[float, float]] = {
     **dict.fromkeys(("contention", "reserve", "serial_fraction"), (0, 1)),
     **dict.fromkeys(("activation_bytes", "alpha", "beta", "size_bytes"), (0, math.inf)),
@@ -113,6 +114,9 @@ class Fit:
     parameters: dict[str, Estimate]  # each with its 95 % CI
     n: int  # runs
     residual: float  # typical relative distance of a run from the curve; 0.03 is 3 %
+    # p-value of the F test whether the curve misses the means by more than runs scatter; None
+    # without repeats, or with as many parameters as different inputs.
+    lack_of_fit: float | None
     largest_scale: float  # that was measured
     curve: Callable[..., Number] = field(repr=False, compare=False)
 
@@ -259,9 +263,31 @@ def _fit(
         parameters,
         n=len(logs),
         residual=float(np.sqrt(np.sum(residuals**2) / freedom)),
+        lack_of_fit=_lack_of_fit(np.stack(inputs), logs, residuals, parameters=len(values)),
         largest_scale=float(inputs[0].max()),
         curve=curve,
     )
+
+
+def _lack_of_fit(
+    inputs: Array, measured: Array, residuals: Array, *, parameters: int
+) -> float | None:
+    """Return the p-value of the F test of lack of fit against the pure error of the repeats.
+
+    Source: Draper & Smith 1998, "Applied regression analysis", chapter 2.
+    """
+    groups, member = np.unique(inputs, axis=1, return_inverse=True)
+    count = groups.shape[1]
+    degrees = count - parameters, len(measured) - count
+    if min(degrees) < 1:
+        return None
+    member = member.reshape(-1)
+    means = np.bincount(member, measured) / np.bincount(member)
+    pure = float(np.sum((measured - means[member]) ** 2))
+    lack = max(0.0, float(np.sum(residuals**2)) - pure)
+    if pure <= len(measured) * _ROUNDING**2:  # runs without any scatter
+        return float(lack <= len(measured) * _ROUNDING**2)
+    return float(stats.f.sf(lack / degrees[0] / (pure / degrees[1]), *degrees))
 
 
 # --- communication

@@ -125,7 +125,7 @@ def _speedups(report: Report) -> Iterable[_Drawn]:
 
 
 def _accuracies(report: Report) -> Iterable[_Drawn]:
-    """Draw test accuracy and time to accuracy over the scales."""
+    """Draw accuracy and time to accuracy over the scales."""
     accuracies = {
         one.number: (one.accuracy, one.samples["accuracy"])
         for one in report.settings
@@ -136,8 +136,9 @@ def _accuracies(report: Report) -> Iterable[_Drawn]:
         for one in report.settings
         if one.target and math.isfinite(one.target.seconds.value)
     }
-    for figure, _ in _over_scales(report, "test accuracy", accuracies):
-        yield "accuracy", "Test accuracy", figure
+    name = report.accuracy_name
+    for figure, _ in _over_scales(report, name, accuracies):
+        yield "accuracy", name[:1].upper() + name[1:], figure
     for figure, axis in _over_scales(report, "seconds to the target accuracy", times):
         axis.set_ylim(bottom=0)
         yield "target", "Time to accuracy", figure

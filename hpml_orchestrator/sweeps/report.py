@@ -2,7 +2,8 @@
 
 Runs are grouped by setting: the scale and the values of the axes. Durations are medians with a
 nonparametric 95 % interval, costs are sums, phases arithmetic means, which add up to the mean
-total. A speedup is a ratio of medians with a bootstrap interval; speedups are never averaged.
+total. A speedup is a ratio of medians with a bootstrap interval or, if the plan runs repeat after
+repeat, the median of the ratios within each; speedups are never averaged.
 """
 
 from __future__ import annotations
@@ -32,14 +33,16 @@ from hpml_orchestrator.sweeps.facts import (
 )
 from hpml_orchestrator.sweeps.plan import Point, SweepPlan
 from hpml_orchestrator.sweeps.rows import Row
-from hpml_orchestrator.sweeps.statistics import Estimate, Interval, Speedup
+from hpml_orchestrator.sweeps.statistics import MIN_REPEATS, Estimate, Interval, Speedup
 
 __all__ = ["build"]
 
+_HOURS = ("gpu_hours", "core_hours", "node_hours")
 _ROUNDING_SECONDS = 1e-3  # phases that are shorter come from sums of floats
 _SCALES_OF_A_LAW = 3  # fewest that Amdahl's or Gustafson's law is fitted to
 _SCALES_OF_USL = 5
-_POOR_FIT = 0.1  # relative distance of a typical run from the curve
+_LACK_OF_FIT = 0.05  # highest p-value of a curve that does not fit
+_TIMED_OUT = {"TIMEOUT", "DEADLINE"}
 
 
 def build(plan: SweepPlan, rows: Sequence[Row]) -> Report:
@@ -49,6 +52,7 @@ def build(plan: SweepPlan, rows: Sequence[Row]) -> Report:
         plan: of a search with the points of its batches in `points`, as far as they are known.
         rows: every start of every point; a planned point without a row counts as waiting.
     """
+    rows = [start for row in rows for start in _starts(row)]
     points = {point.number: point for point in plan.points}
     waiting = [Row(number) for number in points.keys() - {row.point for row in rows}]
     ordered = sorted([*rows, *waiting], key=lambda row: (row.point, row.start))
@@ -60,16 +64,21 @@ def build(plan: SweepPlan, rows: Sequence[Row]) -> Report:
         # a member of a population goes on from a checkpoint, so it repeats no other
         within = point.number if plan.mode == "pbt" else point.scale or 0
         groups[place, within].append((point, row))
-    figure = _figure(plan, rows)
+    named = wording.accuracy_text({row.accuracy_name for row in rows if row.accuracy is not None})
+    figure, aim = _figure(plan, rows, named), _aim(plan, rows)
     settings: list[Setting] = []
     attempts: list[Attempt] = []
     for number, key in enumerate(sorted(groups)):
-        settings.append(_setting(plan, number, groups[key], figure))
-        attempts += [Attempt(number, point.repeat, point.seed, row) for point, row in groups[key]]
+        settings.append(_setting(plan, number, groups[key], figure, aim))
+        attempts += [
+            Attempt(number, point.repeat, point.seed if "seed" in plan.placeholders else None, row)
+            for point, row in groups[key]
+        ]
     mixed = wording.mixed_batches(plan.mode, settings)
-    if plan.baseline is not None and not mixed:
-        bases = {one.series: one for one in settings if one.scale == plan.baseline}
-        settings = [_compared(one, bases.get(one.series), plan) for one in settings]
+    if plan.baseline is not None:
+        for find in (_doubted, *([] if mixed else [_compared])):
+            bases = {one.series: one for one in settings if one.scale == plan.baseline}
+            settings = [find(one, bases.get(one.series), plan) for one in settings]
     report = Report(
         version=1,
         id=plan.id,
@@ -78,6 +87,7 @@ def build(plan: SweepPlan, rows: Sequence[Row]) -> Report:
         unit=plan.unit,
         baseline=plan.baseline,
         figure=figure,
+        accuracy_name=named,
         mixed=mixed,
         states=Counter(row.state for row in ordered),
         settings=tuple(settings),
@@ -86,11 +96,13 @@ def build(plan: SweepPlan, rows: Sequence[Row]) -> Report:
         failed=_costs([row for row in ordered if row.state not in {MEASURED, "PRUNED"}]),
         provenance=_provenance(plan, rows),
     )
-    report = _ranked(report)
+    report = _ranked(report, paired=_in_blocks(plan))
     report = replace(
         report,
         fits=tuple(_fits(report)),
-        notices=tuple(wording.notices(plan, report)),
+        notices=tuple(
+            wording.notices(plan, report, aim=aim, one_after_other=not _mixed_order(plan))
+        ),
         question=wording.question(report),
         answer=tuple(wording.answer(report)),
     )
@@ -101,7 +113,46 @@ def _complete(row: Row) -> bool:
     return row.state == MEASURED and bool(row.total_seconds)
 
 
-def _figure(plan: SweepPlan, rows: Sequence[Row]) -> Figure:
+def _starts(row: Row) -> Iterable[Row]:
+    """Yield the starts that Slurm requeued within a row as rows of their own, then the last one."""
+    ended = row.ended or row.started or 0.0
+    whole = math.fsum(start["seconds"] for start in row.requeued) + ended - (row.started or ended)
+    left = 1.0
+    for start in row.requeued:
+        share = start["seconds"] / whole if whole > 0 else 0.0
+        left -= share
+        yield Row(
+            row.point,
+            row.start,
+            run=row.run,
+            job_id=row.job_id,
+            state="REQUEUED",
+            reason=start["reason"],
+            over=True,
+            started=start["started"],
+            ended=start["ended"],
+            nodes=start["nodes"],
+            code=row.code,
+            environment=row.environment,
+            allocated=row.allocated,
+            **{name: share * getattr(row, name) for name in _HOURS},
+        )
+    hours = {name: left * getattr(row, name) for name in _HOURS} if row.requeued else {}
+    yield replace(row, **hours)
+
+
+def _mixed_order(plan: SweepPlan) -> bool:
+    """Return whether the settings take turns; many different jobs do not (`expand`)."""
+    return plan.sweep.get("order") != "written" and (len(plan.blocks) > 1 or len(plan.shapes) <= 1)
+
+
+def _in_blocks(plan: SweepPlan) -> bool:
+    """Return whether the plan of a scaling sweep runs one repeat of all settings after another."""
+    interleaved = plan.sweep.get("order") == "interleaved" and _mixed_order(plan)
+    return interleaved and plan.mode in ("strong", "weak")
+
+
+def _figure(plan: SweepPlan, rows: Sequence[Row], accuracy_name: str) -> Figure:
     """Return what ranks settings: of a scaling sweep the time or the rate, else the metric.
 
     A grid whose file names no metric, and whose runs reported none, is ranked by accuracy or time.
@@ -121,16 +172,24 @@ def _figure(plan: SweepPlan, rows: Sequence[Row]) -> Figure:
         maximize = search.direction == "maximize"
         return Figure("metric", search.metric, "", maximize=maximize)
     if any(row.accuracy is not None for row in complete):
-        return Figure("accuracy", "test accuracy", "", maximize=True)
+        return Figure("accuracy", accuracy_name, "", maximize=True)
     return time
 
 
 def _setting(
-    plan: SweepPlan, number: int, pairs: Sequence[tuple[Point, Row]], figure: Figure
+    plan: SweepPlan,
+    number: int,
+    pairs: Sequence[tuple[Point, Row]],
+    figure: Figure,
+    aim: float | None,
 ) -> Setting:
     point, rows = pairs[0][0], [row for _, row in pairs]
     complete = [(point, row) for point, row in pairs if _complete(row)]
     runs = [row for _, row in complete]
+    last = {row.point: row.state for row in rows if row.state != "EXCLUDED"}
+    missing = Counter({**last, **dict.fromkeys((row.point for row in runs), MEASURED)}.values())
+    del missing[MEASURED]
+    figures = dict(zip([point.repeat for point, _ in complete], _values(runs, figure), strict=True))
     samples = {
         "total_seconds": _known(row.total_seconds for row in runs),
         "accuracy": _known(row.accuracy for row in runs),
@@ -140,6 +199,9 @@ def _setting(
     scale = wording.scale_text(point.scale, plan.unit) if point.scale is not None else ""
     means = {
         "work": _mean(_work(row) for row in runs),
+        "steps": _mean(row.steps for row in runs),
+        "epochs": _mean(row.epochs for row in runs),
+        "accuracy": _mean(row.accuracy for row in runs),
         "queue_seconds": _mean(row.phases.get("queue") for row in runs),
         "data_wait_ratio": _mean(row.data_wait_ratio for row in runs),
         "gpu_active": _mean(row.gpu_active for row in runs),
@@ -150,8 +212,9 @@ def _setting(
         series=values if scale else "",
         scale=point.scale,
         values=point.values,
-        planned=len({row.point for row in rows if row.state != "EXCLUDED"}),
+        planned=len(last),
         runs=len(runs),
+        missing=dict(missing),
         seconds=_estimate(samples["total_seconds"]),
         seconds_without_staging=_estimate(
             (row.total_seconds or 0) - row.phases.get("staging", 0) for row in runs
@@ -160,17 +223,21 @@ def _setting(
         accuracy=_estimate(samples["accuracy"]),
         figure=_estimate(samples["figure"]),
         samples=samples,
-        target=_target(plan, rows),
+        blocks={repeat: value for repeat, value in figures.items() if value is not None}
+        if _in_blocks(plan)
+        else {},
+        target=_target(plan, rows, aim),
         ran=_ran(complete or pairs),
         means={name: mean for name, mean in means.items() if mean is not None},
         phases=_mean_phases(runs),
         costs=_costs(rows),
         oversubscribed=sum(row.oversubscribed for row in runs),
         unverified=sum(row.verified is not True for row in runs),
+        doubt=wording.timed_out(sum(row.state in _TIMED_OUT for row in rows), len(runs)),
     )
 
 
-def _values(runs: Sequence[Row], figure: Figure) -> Iterable[float | None]:
+def _values(runs: Sequence[Row], figure: Figure) -> list[float | None]:
     """Return what settings are ranked by, for each run."""
     if figure.source == "rate":
         return [(_work(row) or 0) / (row.total_seconds or 1) for row in runs]
@@ -209,27 +276,60 @@ def _ran(pairs: Sequence[tuple[Point, Row]]) -> dict[str, tuple[float, ...]]:
     return {name: tuple(sorted(values)) for name, values in found.items()}
 
 
-def _target(plan: SweepPlan, rows: Sequence[Row]) -> Target | None:
+def _aim(plan: SweepPlan, rows: Sequence[Row]) -> float | None:
+    """Return the accuracy to which times are reported, for which the runs have times.
+
+    That is the sweep file's, else the one for which the program measured its times.
+    """
+    wanted: float | None = plan.sweep.get("target_accuracy")
+    told = {row.target_accuracy for row in rows if row.target_accuracy is not None}
+    if wanted is not None and (wanted in told or any(row.evaluations for row in rows)):
+        return wanted
+    return told.pop() if len(told) == 1 else None
+
+
+def _target(plan: SweepPlan, rows: Sequence[Row], aim: float | None) -> Target | None:
     """Return the time to accuracy of the runs that had the chance: complete ones and timeouts."""
-    tried = [row for row in rows if row.state in {MEASURED, "TIMEOUT"}]
-    targets = [row.target_accuracy for row in tried if row.target_accuracy is not None]
-    accuracy = plan.sweep.get("target_accuracy") or (targets[0] if targets else None)
-    if accuracy is None or not tried:
+    tried = [row for row in rows if row.state == MEASURED or row.state in _TIMED_OUT]
+    if aim is None:
         return None
+    known = [row for row in tried if _is_timed(row, aim)]
+    if not known:
+        return None
+    times = [_seconds_to(row, aim) for row in known]
     ended = [
-        row.seconds_to_accuracy
+        time
         or row.training_seconds
         or row.total_seconds
         or max(1.0, (row.ended or 0.0) - (row.started or 0.0))
-        for row in tried
+        for row, time in zip(known, times, strict=True)
     ]
-    reached = [row.seconds_to_accuracy is not None for row in tried]
+    reached = [time is not None for time in times]
+    first = min((row.queued or row.started or plan.created for row in rows), default=plan.created)
     return Target(
-        accuracy=accuracy,
-        every_epochs=next((row.evaluation_every for row in tried if row.evaluation_every), None),
+        accuracy=aim,
+        beforehand=plan.sweep.get("target_accuracy") == aim and plan.created <= first,
+        every_epochs=next((row.evaluation_every for row in known if row.evaluation_every), None),
         reached=sum(reached),
+        unknown=len(tried) - len(known),
         seconds=statistics.time_to_accuracy(ended, reached),
     )
+
+
+def _is_timed(row: Row, aim: float) -> bool:
+    """Return whether it is known when a run reached an accuracy, or that it did not.
+
+    A run that was killed at its time limit without a word counts as one that did not.
+    """
+    silent = row.state in _TIMED_OUT and row.target_accuracy is None
+    return row.target_accuracy == aim or bool(row.evaluations) or silent
+
+
+def _seconds_to(row: Row, aim: float) -> float | None:
+    if row.target_accuracy == aim:
+        return row.seconds_to_accuracy
+    times = (seconds for seconds, accuracy in row.evaluations if accuracy >= aim)
+    return next((max(seconds, _ROUNDING_SECONDS) for seconds in times), None)
 
 
 def _mean_phases(runs: Sequence[Row]) -> dict[str, float]:
@@ -251,21 +351,34 @@ def _parts(row: Row) -> dict[str, float]:
     return {name: seconds for name, seconds in parts.items() if seconds > _ROUNDING_SECONDS}
 
 
+def _doubted(setting: Setting, baseline: Setting | None, plan: SweepPlan) -> Setting:
+    """Return the setting with what keeps it from being compared with the baseline of its series."""
+    if baseline is None or setting is baseline or not (setting.runs and baseline.runs):
+        return setting
+    unequal = wording.unequal(setting, baseline)
+    reasons = [setting.doubt]
+    if plan.mode == "strong":  # of a weak sweep rates are compared, and the batch grows
+        reasons += [wording.other_work(setting, baseline), unequal]
+    return replace(setting, unequal=unequal, doubt="; ".join(filter(None, reasons)))
+
+
 def _compared(setting: Setting, baseline: Setting | None, plan: SweepPlan) -> Setting:
     """Return the setting with its speedup over the baseline of its series, and what was lost."""
     if not (baseline and baseline.figure and setting.figure and setting.scale and baseline.scale):
+        return setting
+    if setting.doubt or baseline.doubt:
         return setting
     if setting is baseline:
         itself = Estimate(1, setting.runs, None)
         return replace(setting, speedup=Speedup(1, setting.runs, None, 1, itself))
     scale, growth = setting.scale / baseline.scale, 1.0
-    old, new = baseline.samples["figure"], setting.samples["figure"]
-    if plan.mode == "strong":
-        speedup = statistics.speedup(old, new, scale=scale)
-    else:
-        speedup = statistics.speedup(new, old, scale=scale)
+    paired = _paired(baseline, setting)
+    old, new = paired or (baseline.samples["figure"], setting.samples["figure"])
+    if plan.mode == "weak":
+        old, new = new, old
         work = [one.means.get("work", math.nan) for one in (setting, baseline)]
         growth = work[0] / work[1]
+    speedup = statistics.speedup(old, new, scale=scale, paired=bool(paired))
     lost = {
         name: setting.phases.get(name, 0.0) - baseline.phases.get(name, 0.0) * growth / scale
         for name in PARTS
@@ -273,6 +386,14 @@ def _compared(setting: Setting, baseline: Setting | None, plan: SweepPlan) -> Se
     }
     serial = _serial_fraction(speedup) if scale > 1 else None
     return replace(setting, speedup=speedup, serial_fraction=serial, lost=lost)
+
+
+def _paired(one: Setting, other: Setting) -> tuple[list[float], list[float]] | None:
+    """Return the figures of the repeats that both have; None if these are too few for a CI."""
+    both = sorted(one.blocks.keys() & other.blocks.keys())
+    if len(both) < MIN_REPEATS:
+        return None
+    return [one.blocks[repeat] for repeat in both], [other.blocks[repeat] for repeat in both]
 
 
 def _serial_fraction(speedup: Speedup) -> Estimate:
@@ -284,29 +405,29 @@ def _serial_fraction(speedup: Speedup) -> Estimate:
     return Estimate(models.karp_flatt(speedup.value, scale), speedup.n, interval)
 
 
-def _ranked(report: Report) -> Report:
+def _ranked(report: Report, *, paired: bool) -> Report:
     """Return the report with its best setting, and which are not distinguishable from it."""
     if not report.ranked:
         return report
-    top = report.ranked[0]
-    differ = {one.number: _differ(top, one) for one in report.ranked}
+    top, *others = report.ranked
+    settings = [one for one in report.ranked if one.runs >= MIN_REPEATS]
+    in_pairs = paired and all(_paired(top, one) for one in others if one in settings)
+    samples = [(top.samples["figure"], one.samples["figure"]) for one in others]
+    aligned = [_paired(top, one) if in_pairs else None for one in others]
+    found = statistics.distinguishable(
+        [pair or sample for pair, sample in zip(aligned, samples, strict=True)],
+        comparisons=len(settings) * (len(settings) - 1) // 2,
+        paired=in_pairs,
+    )
+    differ = {one.number: answer for one, answer in zip(others, found, strict=True)}
+    if top in settings:
+        differ[top.number] = False
     best = top
     if report.scaling:  # the smallest of those that may be the fastest
-        equal = [one for one in report.ranked if differ[one.number] is False]
+        equal = [one for one in report.ranked if differ.get(one.number) is False]
         best = min(equal, key=lambda one: one.scale or 0, default=top)
-    settings = [replace(one, distinguishable=differ.get(one.number)) for one in report.settings]
-    return replace(report, settings=tuple(settings), best=best.number)
-
-
-def _differ(best: Setting, other: Setting) -> bool | None:
-    """Return whether the medians of two settings differ; None with fewer than 6 runs of one."""
-    first, second = (one.figure.interval if one.figure else None for one in (best, other))
-    if first is None or second is None:
-        return None
-    values = best.samples["figure"], other.samples["figure"]
-    if min(map(min, values)) > 0:
-        return statistics.speedup(*values).distinguishable
-    return first.high < second.low or second.high < first.low  # there is no ratio
+    marked = [replace(one, distinguishable=differ.get(one.number)) for one in report.settings]
+    return replace(report, settings=tuple(marked), best=best.number)
 
 
 def _fits(report: Report) -> Iterable[FittedModel]:
@@ -334,15 +455,15 @@ def _fits(report: Report) -> Iterable[FittedModel]:
         for name, fit in fits.items():
             base = fit.predict(report.baseline / unit)
             power = -1 if name == "Amdahl" else 1  # Amdahl's law gives seconds, the others rates
-            poor = ["fits poorly: do not build on it"] * (fit.residual > _POOR_FIT)
             yield FittedModel(
                 model=name,
                 formula=fit.formula,
                 series=series,
                 parameters=fit.parameters,
                 residual=fit.residual,
+                lack_of_fit=fit.lack_of_fit,
                 speedups={scale: (fit.predict(scale / unit) / base) ** power for scale in compared},
-                note="; ".join([*notes, *_peak(fit, unit, report.unit), *poor]),
+                note="; ".join([*notes, *_peak(fit, unit, report.unit), *_misfit(fit.lack_of_fit)]),
             )
 
 
@@ -357,6 +478,14 @@ def _peak(fit: models.Fit, unit: int, noun: str) -> Iterable[str]:
             yield f"no peak up to {unit * limit:.0f} {noun}, twice the largest measured scale"
 
 
+def _misfit(p_value: float | None) -> Iterable[str]:
+    """Say whether the curve describes the measured scales."""
+    if p_value is None:
+        yield "whether it fits is not known: that takes repeats, and more scales than parameters"
+    elif p_value < _LACK_OF_FIT:
+        yield "does not fit: it misses the scales by more than the runs scatter, do not build on it"
+
+
 def _costs(rows: Sequence[Row]) -> Costs:
     energies = [row.energy_kwh for row in rows if row.energy_kwh is not None]
     return Costs(
@@ -365,6 +494,7 @@ def _costs(rows: Sequence[Row]) -> Costs:
         node_hours=math.fsum(row.node_hours for row in rows),
         energy_kwh=math.fsum(energies) if energies else None,
         energy_attempts=len(energies),
+        requested=sum(row.allocated is None and row.node_hours > 0 for row in rows),
     )
 
 

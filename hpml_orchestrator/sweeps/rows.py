@@ -8,24 +8,27 @@ import hashlib
 import json
 import math
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
-from hpml_orchestrator.errors import NotFoundError, RecordError, counted
+from hpml_orchestrator.errors import HpmlError, NotFoundError, RecordError, counted
 from hpml_orchestrator.records.files import read_json, read_text_or_nothing
 from hpml_orchestrator.runs.bound import node_topology
 from hpml_orchestrator.runs.monitored import JOULES_PER_KWH, numbers
 from hpml_orchestrator.runs.summary import Summary, binding_of, summarise
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     from hpml_orchestrator.records.store import Attempt, Submission
     from hpml_orchestrator.runs.state import State
     from hpml_orchestrator.sweeps.plan import Shape, SweepPlan
 
-__all__ = ["Row", "row_of"]
+__all__ = ["TEST_ACCURACIES", "Row", "row_of"]
+
+TEST_ACCURACIES = ("test_accuracy", "eval_accuracy", "evaluation_accuracy")
+"""Figures of a result that are the accuracy on data that the training does not see."""
+
+_EVALUATED = "accuracy of the last evaluation"
 
 _HOUR_SECONDS = 3600.0
 
@@ -58,9 +61,14 @@ class Row:
     training_seconds: float | None = None  # warm-up and training, as the program reports them
     samples_per_second: float | None = None  # of all ranks, steady state
     data_wait_ratio: float | None = None  # share of the step time spent waiting for data
-    accuracy: float | None = None  # on the test set
-    seconds_to_accuracy: float | None = None  # None where the target was not reached
-    target_accuracy: float | None = None
+    accuracy: float | None = None
+    # What the program calls it; see `TEST_ACCURACIES`. Empty in rows of earlier versions.
+    accuracy_name: str = ""
+    # Of each evaluation that was better than all before: seconds since the warm-up began, and its
+    # accuracy. Empty if none was reported, or if the run continues one that Slurm requeued.
+    evaluations: Sequence[tuple[float, float]] = ()
+    seconds_to_accuracy: float | None = None  # None if the target was not reached
+    target_accuracy: float | None = None  # to which `seconds_to_accuracy` belongs: the program's
     evaluation_every: float | None = None  # epochs
     metric: float | None = None  # of a search, the figure that it optimises
     batch_per_rank: int | None = None  # this and the next four as the training reported them
@@ -73,6 +81,12 @@ class Row:
     gpu_hours: float = 0.0
     core_hours: float = 0.0
     node_hours: float = 0.0
+    # Cores allocated for each core requested; None if that was not recorded, and the hours are
+    # those of the request.
+    allocated: float | None = None
+    # Starts that Slurm requeued within this one: `started`, `ended`, `nodes`, `reason`, and their
+    # `seconds`. The hours include theirs.
+    requeued: Sequence[Mapping[str, Any]] = ()
     energy_kwh: float | None = None  # of the GPUs, where measured
     gpu_active: float | None = None  # mean share of the time in which the GPUs computed
     binding: str = ""  # its verdict in one line
@@ -104,7 +118,13 @@ def row_of(plan: SweepPlan, shape: Shape, key: tuple[int, int], state: State) ->
             phases[name] = told[f"{name}_seconds"]
     begun = attempts[0].started if attempts else None
     took = None if state.started is None or state.ended is None else state.ended - state.started
-    hours = (_earlier_seconds(attempts) + max(0.0, took or 0.0)) / _HOUR_SECONDS
+    requeued = [_requeued(attempt) for attempt in attempts[:-1]]
+    seconds = math.fsum(start["seconds"] for start in requeued) + max(0.0, took or 0.0)
+    hours = seconds / _HOUR_SECONDS
+    given = numbers(dict(begun.data)) if begun else {}
+    cores, gpus = given.get("cpus") or shape.cores, given.get("gpus") or shape.gpus
+    evaluations = _evaluations(attempts)
+    name, accuracy = _accuracy(told, evaluations)
     # The script's own clock is finer than the scheduler's.
     own = math.fsum(phase.seconds for phase in summary.phases if phase.name != "queue")
     whole = {name: int(value) for name, value in {**numbers(summary.last_step), **told}.items()}
@@ -125,7 +145,9 @@ def row_of(plan: SweepPlan, shape: Shape, key: tuple[int, int], state: State) ->
         training_seconds=told.get("train_seconds"),
         samples_per_second=summary.samples_per_second or told.get("samples_per_second"),
         data_wait_ratio=summary.data_wait_ratio,
-        accuracy=told.get("test_accuracy", told.get("accuracy")),
+        accuracy=accuracy,
+        accuracy_name=name,
+        evaluations=_best_so_far(evaluations),
         seconds_to_accuracy=told.get("seconds_to_accuracy"),
         target_accuracy=told.get("target_accuracy"),
         evaluation_every=told.get("eval_every_epochs"),
@@ -137,9 +159,11 @@ def row_of(plan: SweepPlan, shape: Shape, key: tuple[int, int], state: State) ->
         epochs=whole.get("epochs"),
         world_size=world,
         nodes=state.nodes,
-        gpu_hours=hours * shape.gpus,
-        core_hours=hours * shape.cores,
+        gpu_hours=hours * gpus,
+        core_hours=hours * cores,
         node_hours=hours * shape.nodes,
+        allocated=cores / shape.cores if "cpus" in given and shape.cores else None,
+        requeued=requeued,
         device=str(result.get("device", "")),
         result=result,
         binding=summary.binding,
@@ -157,13 +181,68 @@ def _result_file(state: State) -> dict[str, Any]:
     return {}
 
 
-def _earlier_seconds(attempts: Sequence[Attempt]) -> float:
-    """Return for how long resources were allocated to starts that Slurm requeued."""
-    seconds = 0.0
-    for attempt in attempts[:-1]:
-        begun, ended = attempt.started, (attempt.ended or {}).get("time") or attempt.last_written
-        seconds += max(0.0, float(ended) - begun.time) if begun and ended else 0.0
-    return seconds
+def _requeued(attempt: Attempt) -> dict[str, Any]:
+    """Return when and where a start ran that Slurm requeued."""
+    begun, record = attempt.started, attempt.ended or {}
+    moment = record.get("time") or attempt.last_written
+    ended = None if moment is None else float(moment)
+    return {
+        "started": begun.time if begun else None,
+        "ended": ended,
+        "nodes": str(begun.data.get("nodes", "")) if begun else "",
+        "reason": str(record.get("reason") or ""),
+        "seconds": max(0.0, ended - begun.time) if begun and ended is not None else 0.0,
+    }
+
+
+def _evaluations(attempts: Sequence[Attempt]) -> list[tuple[float | None, float]]:
+    """Return time since the warm-up began, and accuracy, of the last attempt's evaluations.
+
+    The time is None where the training's clock is not known: a requeued run may go on from a
+    checkpoint.
+    """
+    began, found = None, []
+    for event in attempts[-1].milestones() if attempts else ():
+        if event.event == "warm-up":
+            began = min(event.time, event.time if began is None else began)
+        if event.event == "evaluation" and not event.data.get("final"):
+            data = numbers(dict(event.data))
+            names = [name for name in (*TEST_ACCURACIES, "accuracy") if name in data]
+            found += [(event.time, data[name]) for name in names[:1]]
+    start = None if len(attempts) > 1 else began
+    return [
+        (None if start is None else max(0.0, time - start), value) for time, value in sorted(found)
+    ]
+
+
+def _best_so_far(
+    evaluations: Sequence[tuple[float | None, float]],
+) -> tuple[tuple[float, float], ...]:
+    """Return the evaluations that were better than all before: they say when a target was met."""
+    best, kept = -math.inf, []
+    for time, value in evaluations:
+        if time is not None and value > best:
+            best = value
+            kept.append((round(time, 6), value))
+    return tuple(kept)
+
+
+def _accuracy(
+    told: Mapping[str, float], evaluations: Sequence[tuple[float | None, float]]
+) -> tuple[str, float | None]:
+    """Return the name and the value of a run's accuracy, that on test data if there is one.
+
+    A result called `accuracy` may be that of the training set.
+    """
+    for name in TEST_ACCURACIES:
+        if name in told:
+            return name, told[name]
+    if evaluations:
+        return _EVALUATED, evaluations[-1][1]
+    aims = {"target_accuracy", "seconds_to_accuracy"}
+    others = [name for name in told if f"_{name}".endswith("_accuracy") and name not in aims]
+    name = min(others, key=lambda name: (name != "accuracy", name), default="")
+    return name, told.get(name)
 
 
 def _placed(state: State, attempt: Attempt, shape: Shape) -> dict[str, Any]:
@@ -177,14 +256,24 @@ def _placed(state: State, attempt: Attempt, shape: Shape) -> dict[str, Any]:
     for host, node in nodes.items():
         topology = node_topology(attempt, node)
         cores = len(topology.cores) if topology else 0
-        models = sorted({gpu.name for gpu in topology.gpus if gpu.name}) if topology else []
-        machines.add(", ".join([counted(cores, "core"), *models]))
+        if topology:
+            parts = [_cpu_model(attempt, node), counted(cores, "core")]
+            parts += [counted(len(topology.gpus), "GPU")] if topology.gpus else []
+            machines.add(", ".join(filter(None, parts)))
         oversubscribed = oversubscribed or 0 < cores < ranks[host]
     return {
         "verified": all(judged) if judged else None,
         "oversubscribed": oversubscribed,
         "hardware": "; ".join(sorted(machines)),
     }
+
+
+def _cpu_model(attempt: Attempt, node: str) -> str:
+    """Return what a node's agent recorded as the model of its CPUs; empty if it did not."""
+    with contextlib.suppress(HpmlError, AttributeError):
+        record = read_json(attempt.directory / "nodes" / f"{node}.topology.json")
+        return str(record.get("cpu_model") or "")
+    return ""
 
 
 def _monitored(summary: Summary) -> dict[str, Any]:

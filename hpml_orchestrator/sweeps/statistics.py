@@ -9,8 +9,9 @@ Sources: Hoefler & Belli, "Scientific benchmarking of parallel computing systems
 Hettmansperger & Sheather, "Confidence intervals based on interpolated order statistics", 1986;
 Hutson, "Calculating nonparametric confidence intervals for quantiles using fractional order
 statistics", 1999; Kaplan & Meier 1958; Schenker & Gentleman, "On judging the significance of
-differences by examining the overlap between confidence intervals", 2001; Mohan et al., "Analyzing
-and mitigating data stalls in DNN training", VLDB 14(5), 2021.
+differences by examining the overlap between confidence intervals", 2001; Holm, "A simple
+sequentially rejective multiple test procedure", 1979; Mohan et al., "Analyzing and mitigating data
+stalls in DNN training", VLDB 14(5), 2021.
 """
 
 from __future__ import annotations
@@ -35,6 +36,7 @@ __all__ = [
     "Interval",
     "Speedup",
     "data_stall",
+    "distinguishable",
     "imbalance",
     "loader_wait_share",
     "median_estimate",
@@ -48,6 +50,7 @@ CONFIDENCE = 0.95
 MIN_REPEATS = 6  # of 5 values, even [min, max] covers the median at 93.75 % only
 _TOO_WIDE = 0.97  # an interval that covers more than this is narrowed by interpolation
 _HALF = 0.5 + 1e-9  # survival is a product of fractions, so it is one half up to rounding
+_SAME = 1e-12  # relative; runs that differ by less are equal
 _GRID = 200  # quantiles of each sample's median: 40,000 ratios
 
 
@@ -106,9 +109,13 @@ def median_estimate(values: Sequence[float]) -> Estimate:
 
 
 def speedup(
-    baseline_seconds: Sequence[float], seconds: Sequence[float], *, scale: float = 1.0
+    baseline_seconds: Sequence[float],
+    seconds: Sequence[float],
+    *,
+    scale: float = 1.0,
+    paired: bool = False,
 ) -> Speedup:
-    """Return the ratio of the median run times, its efficiency and their bootstrap 95 % CI.
+    """Return the ratio of the median run times, its efficiency and their 95 % CI.
 
     `scale` is how many times the baseline's GPUs (nodes, ranks) this point used. For weak scaling,
     pass rates the other way round: those of the point, then those of the baseline.
@@ -119,20 +126,90 @@ def speedup(
     the CI of the inverse ratio is the inverse. (Simulated percentile bootstraps cover 89 % where
     an odd number of noisy runs is compared with steady ones, basic bootstraps 73-94 %.)
 
+    With `paired`, values at the same place were measured one after the other, as a block: then the
+    result is the median of their ratios, with the CI of `median_estimate`. A drift of the machine
+    from block to block cancels. Choose it by the plan, not by the result.
+
     Source: Hoefler & Belli, rules 1 and 4; Hutson.
     """
     baseline = sample(baseline_seconds, "baseline_seconds", above=0)
     point = sample(seconds, "seconds", above=0)
     sample([scale], "scale", above=0)
-    value = float(np.median(baseline) / np.median(point))
-    n, interval, share = min(len(baseline), len(point)), None, None
-    if n >= MIN_REPEATS:
-        ratios = _log_medians(baseline)[:, None] - _log_medians(point)
-        tail = (1 - CONFIDENCE) / 2
-        low, high = np.exp(np.quantile(ratios, [tail, 1 - tail])).tolist()
-        interval = Interval(low, high, "smoothed bootstrap")
-        share = Interval(low / scale, high / scale, interval.method)
+    interval, share = None, None
+    n = min(len(baseline), len(point))
+    if paired:
+        if len(baseline) != len(point):
+            message = f"needs {len(baseline)} values, one for each of the baseline"
+            raise InputError(message, field="seconds", value=list(seconds))
+        logs = median_estimate((np.log(baseline) - np.log(point)).tolist())
+        value, ends = math.exp(logs.value), logs.interval
+        if ends is not None:
+            method = f"{ends.method}, of the ratios within each repeat"
+            interval = Interval(math.exp(ends.low), math.exp(ends.high), method)
+    else:
+        value = float(np.median(baseline) / np.median(point))
+        if n >= MIN_REPEATS:
+            ratios = _log_medians(baseline)[:, None] - _log_medians(point)
+            tail = (1 - CONFIDENCE) / 2
+            low, high = np.exp(np.quantile(ratios, [tail, 1 - tail])).tolist()
+            interval = Interval(low, high, "smoothed bootstrap")
+    if interval is not None:
+        share = Interval(interval.low / scale, interval.high / scale, interval.method)
     return Speedup(value, n, interval, scale, Estimate(value / scale, n, share))
+
+
+def distinguishable(
+    pairs: Sequence[tuple[Sequence[float], Sequence[float]]],
+    *,
+    comparisons: int,
+    paired: bool = False,
+) -> list[bool | None]:
+    """Return for each pair of samples whether they differ; None with fewer than 6 runs of one.
+
+    Many comparisons find a difference by chance: of 20 equal settings, 56 % of the sweeps would
+    call one of them different from the best. So p-values of Student's t test of the logs (Welch's
+    form, or of the differences within pairs) are corrected by Holm's method, and what differs has
+    to have a CI of the ratio without 1 as well. With one comparison the CI alone decides.
+
+    Args:
+        pairs: samples, which have no ratios where a value is not positive.
+        comparisons: how many pairs might have been asked for: of K settings of which the best is
+            compared with the others, K (K-1) / 2, because the data choose the best.
+        paired: as in `speedup`.
+
+    Source: Holm; Hoefler & Belli, rules 7 and 8.
+    """
+    tested = [
+        place for place, pair in enumerate(pairs) if min(len(one) for one in pair) >= MIN_REPEATS
+    ]
+    values = {place: _p_value(*pairs[place], paired=paired) for place in tested}
+    found: list[bool | None] = [False if place in values else None for place in range(len(pairs))]
+    for earlier, place in enumerate(sorted(tested, key=values.__getitem__)):
+        left = max(1, comparisons - earlier)
+        if left > 1 and values[place] * left > 1 - CONFIDENCE:
+            break
+        if min(min(one) for one in pairs[place]) > 0:
+            found[place] = speedup(*pairs[place], paired=paired).distinguishable
+        else:
+            found[place] = values[place] <= 1 - CONFIDENCE
+    return found
+
+
+def _p_value(first: Sequence[float], second: Sequence[float], *, paired: bool) -> float:
+    """Return the p-value of a t test of the logs, or of the values where one is not positive."""
+    one, other = sample(first, "first"), sample(second, "second")
+    if min(one.min(), other.min()) > 0:
+        one, other = np.log(one), np.log(other)
+    samples = [one - other] if paired else [one, other]
+    difference = float(samples[0].mean() - (0.0 if paired else other.mean()))
+    parts = [float(part.var(ddof=1)) / len(part) for part in samples]
+    variance = sum(parts)
+    if variance <= (_SAME * max(np.abs(one).max(), np.abs(other).max())) ** 2:  # equal runs
+        return float(abs(difference) <= _SAME * float(np.abs(one).max()))
+    freedom = variance**2 / sum(
+        part**2 / (len(values) - 1) for part, values in zip(parts, samples, strict=True)
+    )
+    return float(2 * stats.t.sf(abs(difference) / math.sqrt(variance), freedom))
 
 
 def time_to_accuracy(seconds: Sequence[float], reached: Sequence[bool]) -> Estimate:

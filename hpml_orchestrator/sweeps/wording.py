@@ -9,7 +9,7 @@ import json
 import math
 import re
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from functools import cache
 from typing import Any
 
@@ -28,9 +28,11 @@ from hpml_orchestrator.sweeps.facts import (
     Setting,
 )
 from hpml_orchestrator.sweeps.plan import SweepPlan
-from hpml_orchestrator.sweeps.statistics import MIN_REPEATS, Estimate
+from hpml_orchestrator.sweeps.rows import TEST_ACCURACIES
+from hpml_orchestrator.sweeps.statistics import MIN_REPEATS, Estimate, distinguishable
 
 __all__ = [
+    "accuracy_text",
     "answer",
     "axis_text",
     "checklist",
@@ -39,8 +41,11 @@ __all__ = [
     "mixed_batches",
     "notices",
     "number",
+    "other_work",
     "question",
     "scale_text",
+    "timed_out",
+    "unequal",
     "values_text",
 ]
 
@@ -50,6 +55,9 @@ _UNSURE = f"; fewer than {MIN_REPEATS} runs each cannot tell them apart"
 _MOST_NAMES = 3
 _MOST_DETAILS = 8
 _SMALL_SHARE = 0.02
+_SAME_WORK = 0.05  # relative difference of the samples that runs at two scales trained with
+_SMALL_LOSS, _LARGE_LOSS = 0.01, 0.05  # of accuracy: if it can be told from noise, and anyway
+_WIDE = 0.5  # an interval of a serial fraction that says little
 _CAUSES = {
     "steps": "steps (communication, or too little work per rank)",
     "data wait": "waiting for data",
@@ -120,6 +128,50 @@ def values_text(values: Mapping[str, Any]) -> str:
     return ", ".join(f"{axis_text(name)}={_value_text(value)}" for name, value in values.items())
 
 
+def accuracy_text(names: Collection[str]) -> str:
+    """Return what the accuracies of a sweep are of, by the names that the program gave them.
+
+    >>> accuracy_text({"eval_accuracy"}), accuracy_text({"accuracy"})
+    ('test accuracy', '"accuracy" as the program reports it')
+    """
+    if all(name in TEST_ACCURACIES for name in names):
+        return "test accuracy"
+    quoted = " or ".join(f'"{name or "accuracy"}"' for name in sorted(names))
+    return f"{quoted} as the program reports it"
+
+
+def timed_out(timeouts: int, complete: int) -> str:
+    """Return why complete runs do not stand for all; empty if none reached its time limit."""
+    if not timeouts:
+        return ""
+    return f"{timeouts} of {counted(timeouts + complete, 'run')} reached the time limit"
+
+
+def other_work(setting: Setting, baseline: Setting) -> str:
+    """Return how the amount of work differs from the baseline's; empty if it is the same."""
+    names = {"work": "samples", "steps": "steps", "epochs": "epochs"}
+    for name in [name for name in names if {name} <= setting.means.keys() & baseline.means.keys()]:
+        share = setting.means[name] / baseline.means[name]
+        if abs(share - 1) > _SAME_WORK:
+            return (
+                f"the runs trained with {percent(share)} of the {names[name]} of {baseline.label}"
+            )
+    return ""
+
+
+def unequal(setting: Setting, baseline: Setting) -> str:
+    """Return how the accuracy differs from the baseline's; empty if it is about the same."""
+    pair = setting.samples["accuracy"], baseline.samples["accuracy"]
+    if not all(pair):
+        return ""
+    ours, theirs = (one.means["accuracy"] for one in (setting, baseline))
+    (sure,) = distinguishable([pair], comparisons=1)
+    if abs(ours - theirs) > (_SMALL_LOSS if sure else _LARGE_LOSS):
+        means = f"{_value_text(ours)}, against {_value_text(theirs)}"
+        return f"the mean accuracy is {means} with {baseline.label}"
+    return ""
+
+
 def attempts_text(states: Mapping[str, int]) -> str:
     """Return how many attempts ended how, and apart from them what was never attempted.
 
@@ -128,7 +180,7 @@ def attempts_text(states: Mapping[str, int]) -> str:
     """
     ordered = sorted(states.items(), key=lambda pair: (pair[0] != MEASURED, -pair[1], pair[0]))
     made = {state: count for state, count in ordered if state not in NOT_ATTEMPTED}
-    ended = ", ".join(f"{n} {state.lower().replace('_', ' ')}" for state, n in made.items())
+    ended = ", ".join(f"{n} {_state_text(state)}" for state, n in made.items())
     others = [
         f"{counted(count, 'point')} {state.lower()}"
         for state, count in ordered
@@ -138,13 +190,20 @@ def attempts_text(states: Mapping[str, int]) -> str:
     return "; ".join([*attempts, *others])
 
 
+def _state_text(state: str) -> str:
+    return state.lower().replace("_", " ")
+
+
 def costs_text(costs: Costs) -> str:
     """Return GPU-hours, core-hours, node-hours and energy in one line, what is known of them."""
     parts = [f"{number(costs.core_hours)} core-hours", f"{number(costs.node_hours)} node-hours"]
-    if costs.gpu_hours:
-        parts.insert(0, f"{number(costs.gpu_hours)} GPU-hours")
     if costs.energy_kwh is not None:
         parts.append(f"{number(costs.energy_kwh)} kWh")
+    if costs.requested:
+        attempts = counted(costs.requested, "attempt")
+        parts.append(f"of {attempts} what was requested, since the allocation is not recorded")
+    if costs.gpu_hours:
+        parts.insert(0, f"{number(costs.gpu_hours)} GPU-hours")
     return ", ".join(parts)
 
 
@@ -159,12 +218,20 @@ def environment(form: str) -> jinja2.Environment:
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    environment.globals |= {"format": form, "columns": _columns, "parts": PARTS}
+    environment.globals |= {
+        "format": form,
+        "columns": _columns,
+        "parts": PARTS,
+        "test_accuracies": TEST_ACCURACIES,
+    }
     environment.filters |= {
         "attempts": attempts_text,
         "axis": axis_text,
         "cell": lambda value: str(value).replace("|", "\\|").replace("\n", " "),
         "costs": costs_text,
+        "missing": lambda states: ", ".join(
+            f"{n} {_state_text(state)}" for state, n in states.items()
+        ),
         "epochs": lambda n: "-" if n is None else "epoch" if n == 1 else f"{number(n)} epochs",
         "estimate": estimate_text,
         "exact": exact_text,
@@ -220,55 +287,123 @@ def question(report: Report) -> str:
 
 
 def answer(report: Report) -> Iterable[str]:
-    """Return the answer in two sentences, as far as the data carry one."""
+    """Return the answer in a few sentences, as far as the data carry one."""
+    doubtful = [one for one in report.settings if one.doubt and report.scaling]
     if not report.states.get(MEASURED):
         what = "No run is complete yet" if _UNFINISHED & set(report.states) else "No run completed"
         yield f"{what} ({attempts_text(report.states)}), so there is no answer."
-    elif report.best is None:
-        what = "all had more ranks than CPU cores" if report.scaling else "none has a figure"
-        yield f"The complete runs give no answer: {what}."
+        return
+    more: list[str] = []
+    if report.best is None:
+        why = "all had more ranks than CPU cores" if report.scaling else "none has a figure"
+        why = "no scale can be compared" if doubtful else why
+        yield f"The complete runs give no answer: {why}."
     elif report.scaling:
-        yield from _scaling(report, report.settings[report.best])
+        first, *more = _scaling(report, report.settings[report.best])
+        yield first
     else:
-        yield from _ranking(report, report.settings[report.best])
+        more = [*_ranking(report, report.settings[report.best])]
+    for one in doubtful[:_MOST_NAMES]:
+        yield f"{one.label} {_be(one)} not compared: {one.doubt}."
+    if len(doubtful) > _MOST_NAMES:
+        yield f"{counted(len(doubtful) - _MOST_NAMES, 'more setting')} cannot be compared."
+    yield from more
+
+
+def _be(setting: Setting) -> str:
+    return "is" if setting.scale == 1 else "are"
+
+
+def _be_all(settings: Sequence[Setting]) -> str:
+    """Return the labels of settings with their verb, as `2 nodes and 4 nodes are`."""
+    labels = [one.label for one in settings]
+    listed = " and ".join(filter(None, (", ".join(labels[:-1]), labels[-1])))
+    return f"{listed} {'are' if len(labels) > 1 else _be(settings[0])}"
 
 
 def _scaling(report: Report, best: Setting) -> Iterable[str]:
     others = [one for one in report.ranked if one is not best]
     equal = [one.label for one in others if one.distinguishable is False]
     seconds = f"{estimate_text(best.seconds)} s in all ({_runs(best)})"
-    speedup, verb = best.speedup, "is" if best.scale == 1 else "are"
+    speedup, verb = best.speedup, _be(best)
     baseline = ", ".join(filter(None, (scale_text(report.baseline, report.unit), best.series)))
     if report.mixed or not others or speedup is None:
-        doubtful = any(one.oversubscribed for one in report.settings)
-        without = " without more ranks than CPU cores" if doubtful else ""
-        alone = f"only {best.label} {verb} complete{without}"
-        missing = f"the baseline, {baseline}, has no result to compare with"
+        left_out = any(one.oversubscribed for one in report.settings)
+        without = " without more ranks than CPU cores" if left_out else ""
+        if any(one.doubt for one in report.settings):
+            alone = f"{best.label} cannot be compared with another scale"
+        else:
+            alone = f"only {best.label} {verb} complete{without}"
+        missing = f"the baseline, {baseline}, has no result that can be compared"
         yield f"No speedups are given: {report.mixed or (missing if others else alone)}."
         yield f"{best.label} took {seconds}."
-    elif best.scale == report.baseline:
-        larger = [one for one in others if one.series == best.series]
-        speedups = ", ".join(f"{one.label} {estimate_text(one.speedup)}" for one in larger)
-        yield (
-            f"{best.label} {verb} the best scale, with {seconds}: more {report.unit} are not "
-            f"distinguishably faster (speedups: {speedups or 'none'})."
-        )
-        yield from _limit(max([best, *larger], key=lambda one: one.scale or 0))
+        return
+    if best.scale == report.baseline:
+        yield from _no_gain(report, best, others)
     else:
         verb = verb if speedup.interval else "seems to be" if best.scale == 1 else "seem to be"
-        what = f"{'best' if equal else 'fastest'} of {len(others) + 1} "
+        what = f"{'among the fastest' if equal else 'the fastest'} of {len(others) + 1} "
+        what += "comparable " if any(one.doubt for one in report.settings) else ""
         what += "settings" if best.series else "scales"
         faster = "times as fast as" if report.mode == "strong" else "times the throughput of"
         listed = f"; not distinguishable from {first_few(equal, _MOST_NAMES)}" if equal else ""
+        differs = f"; but {best.unequal}" if best.unequal else ""
         yield (
-            f"{best.label} {verb} the {what}: {estimate_text(speedup)} {faster} {baseline} at an "
+            f"{best.label} {verb} {what}: {estimate_text(speedup)} {faster} {baseline} at an "
             f"efficiency of {estimate_text(speedup.efficiency, 100)} % ({_runs(best)})"
-            f"{listed}{'' if speedup.interval else _UNSURE}."
+            f"{listed}{differs}{'' if speedup.interval else _UNSURE}."
         )
-        yield from _limit(best)
+        yield from _limit(best, baseline)
+    yield _accuracies(report, best)
 
 
-def _limit(setting: Setting) -> Iterable[str]:
+def _no_gain(report: Report, best: Setting, others: Sequence[Setting]) -> Iterable[str]:
+    """Say that no scale is faster than the baseline, and of each whether it is slower."""
+    larger = [one for one in others if one.series == best.series and one.speedup]
+    found: dict[str, list[Setting]] = {"same": [], "slower": [], "unsure": []}
+    for one in larger:
+        differ = one.speedup and one.speedup.distinguishable
+        slower = differ and one.speedup and one.speedup.value < 1
+        found["unsure" if differ is None else "slower" if slower else "same"].append(one)
+    what = "speedup" if report.mode == "strong" else "ratio of the throughputs"
+    words = {
+        "same": f"not distinguishable from {best.label}",
+        "slower": f"slower than {best.label}" if report.mode == "strong" else "no improvement",
+        "unsure": f"not known to differ, with fewer than {MIN_REPEATS} runs each",
+    }
+    parts = [
+        f"{_be_all(ones)} {words[kind]} "
+        f"({what} {', '.join(estimate_text(one.speedup) for one in ones)})"
+        for kind, ones in found.items()
+        if ones
+    ]
+    seconds = f"{estimate_text(best.seconds)} s in all ({_runs(best)})"
+    if larger and not found["same"] and not found["unsure"]:
+        start = f"{best.label} {_be(best)} the fastest, with {seconds}"
+    else:
+        start = f"No scale is shown to be faster than {best.label}, with {seconds}"
+    yield f"{start}: {'; '.join(parts) or 'no other scale has the same values'}."
+    if larger:
+        yield from _limit(max(larger, key=lambda one: one.scale or 0), best.label)
+
+
+def _accuracies(report: Report, best: Setting) -> str:
+    """Say to which accuracy the best scale and the baseline trained."""
+    base = next((one for one in report.series[best.series] if one.scale == report.baseline), best)
+    shown = [best] if base is best else [best, base]
+    if not all(one.accuracy for one in shown):
+        return "The runs report no accuracy, so it is not known whether all scales train as well."
+    texts = [f"{exact_text(one.accuracy)} with {one.label}" for one in shown]
+    few = [
+        f"only {len(one.samples['accuracy'])} of {one.runs} runs of {one.label} report it"
+        for one in shown
+        if len(one.samples["accuracy"]) < one.runs
+    ]
+    name = report.accuracy_name[:1].upper() + report.accuracy_name[1:]
+    return "; ".join([f"{name}: {' and '.join(texts)}", *few]) + "."
+
+
+def _limit(setting: Setting, baseline: str) -> Iterable[str]:
     """Say what the time is lost to at a scale, by phase and by Karp and Flatt."""
     if not setting.lost or not setting.seconds:
         return
@@ -285,8 +420,27 @@ def _limit(setting: Setting) -> Iterable[str]:
     )
     yield (
         f"At {setting.label}, {number(lost)} s are lost against ideal scaling: {named}; the serial "
-        f"fraction (Karp-Flatt) is {estimate_text(setting.serial_fraction, 100)} %."
+        f"fraction (Karp-Flatt) is {estimate_text(setting.serial_fraction, 100)} %"
+        f"{_serial_comment(setting.serial_fraction, baseline)}."
     )
+
+
+def _serial_comment(fraction: Estimate | None, baseline: str) -> str:
+    """Say what a serial fraction means that is none, or is too uncertain."""
+    if fraction is None:
+        return ""
+    low, high = fraction.value, fraction.value
+    if fraction.interval:
+        low, high = fraction.interval.low, fraction.interval.high
+    if low > 1:
+        return f"; above 100 % means slower than {baseline}"
+    if high > 1:
+        return (
+            f"; its interval includes values above 100 %, slower than {baseline}, and says little"
+        )
+    if high - low > _WIDE:
+        return "; its interval is too wide to say much"
+    return "; below 0 % means faster than ideal scaling" if high < 0 else ""
 
 
 def _ranking(report: Report, best: Setting) -> Iterable[str]:
@@ -309,10 +463,10 @@ def _ranking(report: Report, best: Setting) -> Iterable[str]:
 
 
 def _runs(setting: Setting) -> str:
-    if setting.runs == 1:
-        return "1 run, no 95 % CI"
     interval = setting.seconds.interval if setting.seconds else None
-    return f"median of {counted(setting.runs, 'run')}, {'' if interval else 'no '}95 % CI"
+    of_all = "" if setting.runs == setting.planned else f" of {setting.planned} planned"
+    median = "median of " if setting.runs > 1 else ""
+    return f"{median}{counted(setting.runs, 'run')}{of_all}, {'' if interval else 'no '}95 % CI"
 
 
 def mixed_batches(mode: str, settings: Sequence[Setting]) -> str:
@@ -332,15 +486,34 @@ def _differing(settings: Sequence[Setting], name: str) -> list[float]:
     return next((sorted(values) for values in found.values() if len(values) > 1), [])
 
 
-def notices(plan: SweepPlan, report: Report) -> Iterable[Notice]:
-    """Return what a reader has to know before believing the figures, the gravest first."""
+def notices(
+    plan: SweepPlan, report: Report, *, aim: float | None, one_after_other: bool
+) -> Iterable[Notice]:
+    """Return what a reader has to know before believing the figures, the gravest first.
+
+    Args:
+        plan: the plan.
+        report: all else of the report.
+        aim: the accuracy to which times are reported, if any.
+        one_after_other: whether all repeats of a setting come before those of the next.
+    """
     rows = [attempt.row for attempt in report.attempts]
     for name in ("code", "environment", "hardware", "device"):
         found = Counter(text for row in rows if (text := getattr(row, name)))
         if len(found) > 1:
             text = f"Attempts differ in {name}, so differences may not come from the settings."
-            yield Notice(f"Different {name}", text, "loud", _tally(found, "attempt"))
+            silent = sum(row.started is not None and not getattr(row, name) for row in rows)
+            details = [f"not recorded: {counted(silent, 'attempt')}"] * bool(silent)
+            yield Notice(f"Different {name}", text, "loud", (*_tally(found, "attempt"), *details))
     yield from _deviations(plan, report)
+    yield from _targets(plan, report, aim)
+    several = report.scaling and len([one for one in report.settings if one.planned]) > 1
+    if several and one_after_other:
+        text = (
+            "The plan submits all runs of one setting before those of the next: a drift of the "
+            "cluster over time looks like an effect of the scale."
+        )
+        yield Notice("Order of the runs", text, "loud")
     if few := [one.runs for one in report.settings if 0 < one.runs < MIN_REPEATS]:
         text = (
             f"No 95 % CI for {counted(len(few), 'setting')} with fewer than {MIN_REPEATS} "
@@ -395,11 +568,43 @@ def _deviations(plan: SweepPlan, report: Report) -> Iterable[Notice]:
             "the same global batch, so their accuracies and times to accuracy do not compare."
         )
         yield Notice("Different learning rates", text, "loud")
+    measured = [one for one in report.settings if one.runs]
+    if report.mode == "strong" and not all(
+        {"work", "steps", "epochs"} & one.means.keys() for one in measured
+    ):
+        text = "Not all runs reported steps or epochs: that all scales do the same work is assumed."
+        yield Notice("Amount of work not recorded", text)
     steps = {one.label: one.ran["steps"] for one in report.settings if len(one.ran["steps"]) > 1}
     if steps and report.scaling:
         listed = examples([f"{label}: {min(n)}-{max(n)}" for label, n in steps.items()], 4)
         text = f"Runs of the same setting trained different numbers of steps ({listed})."
         yield Notice("Different steps", text)
+
+
+def _targets(plan: SweepPlan, report: Report, aim: float | None) -> Iterable[Notice]:
+    """Return where times to accuracy are not those to the target of the sweep file."""
+    rows = [attempt.row for attempt in report.attempts]
+    told = sorted({row.target_accuracy for row in rows if row.target_accuracy is not None})
+    listed = ", ".join(f"{target:g}" for target in told)
+    wanted = plan.sweep.get("target_accuracy")
+    unknown = sum(one.target.unknown for one in report.settings if one.target)
+    if wanted is not None and aim != wanted and report.states.get(MEASURED):
+        text = f"The sweep file's target accuracy is {wanted:g}, but no run reported evaluations"
+        text += f", and the program measured its times to {listed}" if told else ""
+        text += f": the times below are to {aim:g}." if aim else ": no time to it is known."
+        yield Notice("Another target", text, "loud")
+    elif aim is None and len(told) > 1:
+        text = f"The program measured its times to different accuracies ({listed}): none is given."
+        yield Notice("Different targets", text, "loud")
+    elif unknown:
+        text = f"{counted(unknown, 'complete run')} reported no time to the accuracy {aim:g}."
+        yield Notice("Unknown times to the target", text, "loud")
+    elif aim is not None and any(target != aim for target in told):
+        text = (
+            f"The program measured its times to {listed}; those to the sweep file's {aim:g} are "
+            "computed from the evaluations that it reported, from the start of its warm-up."
+        )
+        yield Notice("Computed times to the target", text)
 
 
 def checklist(report: Report) -> tuple[Notice, ...]:

@@ -61,6 +61,8 @@ def completed(point: Point, phases: Mapping[str, float], **fields: Any) -> Row:
         "training_seconds": phases.get("training"),
         "data_wait_ratio": 0.05,
         "accuracy": 0.962,
+        "accuracy_name": "test_accuracy",
+        "allocated": 1.0,
         "world_size": ranks,
         "nodes": f"node[1-{ranks}]",
         "gpu_hours": 4 * ranks * total / 3600,

@@ -70,7 +70,13 @@ def test_a_report_says_the_same_in_every_form(name: str) -> None:
 @pytest.mark.parametrize(
     ("name", "words"),
     [
-        ("8 points", "Target 0.95 set beforehand, evaluated every epoch: reached by 7 of 8 runs."),
+        ("8 points", "Target 0.95, the program's own: the plan does not name it, so it may have"),
+        ("8 points", "chosen later; evaluated every epoch: reached by 7 of 8 runs."),
+        ("8 points", "| job |"),
+        ("8 points", "| sub-1.0 |"),
+        ("200 trials", "Trials without a figure, which are not ranked"),
+        ("200 trials", "| 0 of 1 | 1 pruned |"),
+        ("200 trials", "| 0 of 1 | 1 out of memory |"),
         ("never at the target", "evaluated every 2 epochs: reached by 0 of 24 runs."),
         ("never at the target", "| 0.95 | 0 of 6 | not reached | 2 epochs |"),
         ("grid", "| # | lr | amp | complete runs | test accuracy (median) |"),
