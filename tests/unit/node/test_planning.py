@@ -166,7 +166,10 @@ def test_mig_instances_by_uuid(make: Callable[..., Machine]) -> None:
 
 def test_what_is_written(make: Callable[..., Machine], tmp_path: Path) -> None:
     """The plan that hpml-bind reads, with what the agent tells it; and the topology."""
-    made = make().prepare(BindOptions(2, keep_threads=True), CUDA_VISIBLE_DEVICES="0,3")
+    node = make()
+    cpuinfo = "processor\t: 0\nmodel name\t: AMD EPYC 7763  64-Core\nprocessor\t: 1\n"
+    Path(node.roots.proc, "cpuinfo").write_text(cpuinfo)
+    made = node.prepare(BindOptions(2, keep_threads=True), CUDA_VISIBLE_DEVICES="0,3")
     for name in ("plan", "nodes"):
         (tmp_path / "a" / name).mkdir(parents=True)
     publish(tmp_path / "a", BindOptions(2, keep_threads=True), made, channel="hpml-0-abc")
@@ -176,7 +179,8 @@ def test_what_is_written(make: Callable[..., Machine], tmp_path: Path) -> None:
     assert (head["omp"], head["channel"], head["policy"]) == ("keep", "hpml-0-abc", "gpu-local")
     assert parse_list(planfile.find(text, 0)["cpus"]) == made.plan.ranks[0].cpus
     assert read_topology(tmp_path / "a/nodes/n1.topology.json") == made.topology
-    assert json.loads((tmp_path / "a/nodes/n1.topology.json").read_text())["schema_version"] == 1
+    recorded = json.loads((tmp_path / "a/nodes/n1.topology.json").read_text())
+    assert (recorded["schema_version"], recorded["cpu_model"]) == (1, "AMD EPYC 7763 64-Core")
 
 
 @pytest.mark.parametrize(

@@ -60,6 +60,30 @@ def test_a_clean_tree(repository: Path) -> None:
     assert diff == b""
 
 
+@pytest.mark.parametrize(
+    ("changes", "dirty"),
+    [
+        (["results/run/n1/log.txt"], False),
+        (["results/run/n1/log.txt", "resultset.py"], True),
+        (["code/results/mine.py"], True),
+        (["results/run/n1/log.txt", "code/train.py"], True),
+    ],
+    ids=["own", "a name with that beginning", "elsewhere", "code too"],
+)
+def test_what_hpml_wrote_is_no_change(repository: Path, changes: list[str], *, dirty: bool) -> None:
+    """Untracked files in the directory that results are brought to; a change of code counts."""
+    for name in changes:
+        (repository / name).parent.mkdir(parents=True, exist_ok=True)
+        (repository / name).write_text("x\n")
+    (repository.parent / "link").symlink_to(repository)
+    for own in (repository / "results", repository.parent / "link" / "results"):
+        record, _ = provenance.collect(
+            str(repository / "code"), argv=[], environment={}, own=[own, repository / "none"]
+        )
+        assert record["git"]["dirty"] is dirty
+        assert "results/" not in record["git"]["untracked"]
+
+
 def test_a_dirty_tree_can_be_made_again(repository: Path, tmp_path: Path) -> None:
     """The diff, binary files included, applies to a clone of the commit."""
     (repository / "code" / "train.py").write_text("print(2)\n")

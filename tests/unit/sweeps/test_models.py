@@ -210,12 +210,34 @@ def test_fits_recover_their_parameters(
         )
         assert 0.93 - MARGIN <= covered / SIMULATIONS <= 0.97 + MARGIN, name
     assert np.median([fit.residual for fit in fits]) == pytest.approx(0.03, rel=0.1)
+    lacks = [fit.lack_of_fit for fit in fits if fit.lack_of_fit is not None]
+    if lacks:  # no size of a message was repeated
+        share = np.mean([p < 0.05 for p in lacks])
+        assert 0.05 - MARGIN - 0.01 <= share <= 0.05 + MARGIN + 0.02
     predictions = [fit.predict(*inputs) for fit in fits]
     assert np.median(predictions) == pytest.approx(predicted, rel=0.03)
     for scale in (2 * fits[0].largest_scale + 1, 0.5, math.nan):
         with pytest.raises(InputError, match="twice the largest measured scale") as error:
             fits[0].predict(scale, *inputs[1:])
         assert error.value.field == "scale"
+
+
+@pytest.mark.parametrize("scatter", [0.03, 0.003, 0.0])
+def test_a_curve_that_misses_the_scales_by_more_than_their_scatter_lacks_fit(
+    scatter: float,
+) -> None:
+    """A cost that grows with the ranks is 10 % of the time: it shows if runs scatter by less."""
+    rng = np.random.default_rng(3)
+    scales = [1, 2, 4, 8] * 6
+    seconds = [100 / p + 1 * p for p in scales]
+    off = [second * math.exp(scatter * rng.standard_normal()) for second in seconds]
+    fit = models.fit_amdahl(scales, off)
+    assert fit.residual < 0.1  # which was the limit of a good fit
+    assert fit.lack_of_fit is not None
+    assert fit.lack_of_fit < 0.01
+    exact = models.fit_amdahl(scales, [12 + 88 / p for p in scales])
+    assert exact.lack_of_fit == 1
+    assert models.fit_amdahl(scales[:4], off[:4]).lack_of_fit is None
 
 
 def test_usl_of_published_data() -> None:

@@ -5,10 +5,13 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from hpml_orchestrator.records import events
+from hpml_orchestrator.records.files import write_json
 from hpml_orchestrator.sweeps.controller import Controller
 from hpml_orchestrator.sweeps.table import Table
 from tests.patience import eventually
@@ -36,6 +39,12 @@ JOB: dict[str, Any] = {
 }
 
 
+def cpu_model() -> str:
+    """This machine's model of CPUs; empty if the kernel gives none."""
+    lines = Path("/proc/cpuinfo").read_text().splitlines()
+    return next((line.partition(": ")[2] for line in lines if line.startswith("model name")), "")
+
+
 def test_a_local_sweep(folder: SweepFolder) -> None:
     """Values reach the program, results its row; a failed point keeps its row and its reason."""
     plan = folder.local_plan(JOB, mode="grid", axes={"--lr": [0.1, 0.5]}, repeats=2)
@@ -57,7 +66,8 @@ def test_a_local_sweep(folder: SweepFolder) -> None:
         assert row.started
         assert row.ended
         assert row.core_hours == pytest.approx((row.ended - row.started) / 3600)
-        assert row.hardware.startswith(f"{os.cpu_count()} core")
+        assert row.hardware.endswith(f"{os.cpu_count()} cores")
+        assert row.hardware.startswith(cpu_model())
         if failed:
             assert row.accuracy is None
             continue
@@ -106,6 +116,66 @@ def test_a_row_is_collected_once(folder: SweepFolder) -> None:
     folder.report(jobs[-1], test_accuracy=0.75)
     assert folder.controller(plan).tick().finished
     assert [row.accuracy for row in folder.rows(plan)] == [0.5] * 5 + [0.75]
+
+
+EVALUATED = [0.5, 0.4, 0.9, 0.85]
+
+
+@pytest.mark.parametrize(
+    ("result", "evaluations", "expected"),
+    [
+        ({"test_accuracy": 0.8, "accuracy": 0.99}, EVALUATED, ("test_accuracy", 0.8)),
+        ({"eval_accuracy": 0.7, "train_accuracy": 1.0}, [], ("eval_accuracy", 0.7)),
+        ({"accuracy": 0.99}, EVALUATED, ("accuracy of the last evaluation", 0.85)),
+        ({"accuracy": 0.99}, [], ("accuracy", 0.99)),
+        ({"train_accuracy": 0.99, "target_accuracy": 0.5}, [], ("train_accuracy", 0.99)),
+        ({"seconds_to_accuracy": 3.0, "target_accuracy": 0.5}, [], ("", None)),
+    ],
+    ids=["test", "Trainer", "evaluation", "any", "training", "none"],
+)
+def test_only_what_is_called_a_test_is_one(
+    folder: SweepFolder, result: dict[str, float], evaluations: list[float], expected: Any
+) -> None:
+    """A result's accuracy keeps the name that the program gave it."""
+    plan = folder.plan(axes={"--lr": [0.1]}, repeats=1)
+    folder.controller(plan).tick()
+    ((job_id, _),) = folder.slurm.jobs.items()
+    log = folder.attempt(job_id) / "events" / "n1.jsonl"
+    events.append(log, "warm-up", node="n1", rank=0, now=100.0)
+    for epoch, value in enumerate(evaluations, 1):
+        time = 100.0 + 10 * epoch
+        events.append(log, "evaluation", node="n1", rank=0, now=time, accuracy=value, epoch=epoch)
+    folder.report(job_id, **result)
+    folder.controller(plan).tick()
+    (row,) = folder.rows(plan)
+    assert (row.accuracy_name, row.accuracy) == expected
+    assert [*map(tuple, row.evaluations)] == ([(10.0, 0.5), (30.0, 0.9)] if evaluations else [])
+
+
+@pytest.mark.parametrize("recorded", [True, False], ids=["recorded", "not recorded"])
+def test_hours_are_those_of_the_allocation(folder: SweepFolder, *, recorded: bool) -> None:
+    """All cores of the nodes, and a start that Slurm requeued; the budget counts them too."""
+    plan = folder.plan(axes={"--lr": [0.1]}, repeats=2, budget={"core_hours": 0.6})
+    controller = folder.controller(plan)
+    controller.tick()
+    ((job_id, _),) = folder.slurm.jobs.items()
+    start, now = folder.attempt(job_id), folder.slurm.clock.now
+    last = start.with_name("1")
+    (last / "started").mkdir(parents=True)
+    (last / "started" / "job_id").write_text(job_id)
+    data: dict[str, Any] = {"nodes": "n[1-2]", **({"cpus": 16} if recorded else {})}
+    for attempt, begun in ((start, now), (last, now + 1000)):
+        events.append(attempt / "events/batch.jsonl", "started", node="batch", now=begun, **data)
+    write_json(start / "ended.json", {"exit_code": 143, "reason": "SIGTERM", "time": now + 900})
+    write_json(last / "ended.json", {"exit_code": 0, "state": "COMPLETED", "time": now + 1900})
+    controller.tick()
+    row = folder.rows(plan)[0]
+    assert row.state == "COMPLETED"
+    assert row.allocated == (16 if recorded else None)
+    assert row.core_hours == pytest.approx(1800 / 3600 * (16 if recorded else 1))
+    (earlier,) = row.requeued
+    assert (earlier["seconds"], earlier["nodes"], earlier["reason"]) == (900, "n[1-2]", "SIGTERM")
+    assert f"the next point may take {'8' if recorded else '0.5'}" in controller.tick().waits_for
 
 
 def test_rows_of_what_is_not_over(folder: SweepFolder) -> None:

@@ -18,10 +18,12 @@ from hypothesis import strategies as st
 from numpy.random import Generator
 from scipy import stats
 
+from hpml_orchestrator.errors import InputError
 from hpml_orchestrator.sweeps.statistics import (
     Array,
     Estimate,
     Interval,
+    distinguishable,
     median_estimate,
     speedup,
     time_to_accuracy,
@@ -88,6 +90,17 @@ def medians(times: Times, n: int) -> Simulated:
     return lambda rng: median_estimate(list(times[0](rng, n))).interval, times[1]
 
 
+def pairs(n: int) -> Simulated:
+    """Two points of which each repeat shares the state of the machine."""
+
+    def interval(rng: Generator) -> Interval | None:
+        blocks = rng.lognormal(0, 1, n)
+        first, second = (list(blocks * NOISY[0](rng, n)) for _ in range(2))
+        return speedup(first, second, paired=True).interval
+
+    return interval, 1.0
+
+
 def ratios(baseline: Times, n_baseline: int, point: Times, n: int) -> Simulated:
     def interval(rng: Generator) -> Interval | None:
         return speedup(list(baseline[0](rng, n_baseline)), list(point[0](rng, n))).interval
@@ -117,6 +130,7 @@ def censored(n: int, limit: Callable[[Generator], Any]) -> Simulated:
         pytest.param(ratios(SHIFTED, 8, WILD, 8), 0.97, id="speedup-8-skewed"),
         pytest.param(ratios(STRAGGLERS, 10, STRAGGLERS, 10), 0.97, id="speedup-10-stragglers"),
         pytest.param(ratios(QUIET, 30, QUIET, 30), 0.97, id="speedup-30"),
+        *(pytest.param(pairs(n), 0.97, id=f"speedup-in-blocks-{n}") for n in (6, 8, 30)),
         pytest.param(censored(6, lambda _: 1.5), 0.97, id="accuracy-limit-1.5"),
         pytest.param(censored(8, lambda _: 1.2), 0.97, id="accuracy-limit-1.2"),
         # where jobs are killed at random, the interval is wider than it would have to be
@@ -167,6 +181,74 @@ def test_points_that_differ_by_less_than_their_noise_are_not_distinguishable(
 ) -> None:
     """By the interval of the ratio, whichever side is faster."""
     assert speedup(before, after).distinguishable is expected
+
+
+def drifting(rng: Generator, settings: int) -> Array:
+    """Six repeats of settings that are equal, while the machine becomes slower and faster."""
+    return rng.lognormal(0, 0.1, (settings, 6)) * rng.lognormal(0, 0.5, 6)
+
+
+EQUAL: dict[str, tuple[Callable[[Generator, int], Array], bool]] = {
+    "noisy": (lambda rng, k: rng.lognormal(0, 0.1, (k, 6)), False),
+    "shifted": (lambda rng, k: 1 + rng.exponential(0.3, (k, 6)), False),
+    "unequal scatter": (
+        lambda rng, k: np.exp(np.linspace(0.02, 0.4, k)[:, None] * rng.standard_normal((k, 6))),
+        False,
+    ),
+    "in blocks": (drifting, True),
+}
+
+
+@pytest.mark.parametrize("settings", [2, 4, 20])
+@pytest.mark.parametrize("name", EQUAL)
+def test_equal_settings_are_called_different_in_5_percent_of_sweeps(
+    name: str, settings: int
+) -> None:
+    """The best of all, which the data choose, is compared with all others."""
+    draw, paired = EQUAL[name]
+    rng, sweeps, wrong = np.random.default_rng(8), 200, 0
+    for _ in range(sweeps):
+        times = draw(rng, settings).tolist()
+        best = times.pop(int(np.argmin(np.median(times, axis=1))))
+        pairs = [(best, other) for other in times]
+        comparisons = settings * (settings - 1) // 2
+        found = distinguishable(pairs, comparisons=comparisons, paired=paired)
+        wrong += any(found)
+    assert wrong / sweeps <= 0.05 + 2 * math.sqrt(0.05 * 0.95 / sweeps)
+
+
+@pytest.mark.parametrize(
+    ("pairs", "expected"),
+    [
+        ([(SECONDS, HALF_SECONDS), (SECONDS, SECONDS)], [True, False]),
+        ([(SECONDS, HALF_SECONDS[:5]), (SECONDS, HALF_SECONDS)], [None, True]),
+        ([([0.9] * 6, [0.8] * 6), ([0.9] * 6, [0.9] * 6)], [True, False]),
+        ([([-1.0, -2.0] * 3, [5.0, 6.0] * 3), ([0.0] * 6, [0.0] * 6)], [True, False]),
+    ],
+    ids=["seconds", "few", "no scatter", "no ratios"],
+)
+def test_large_differences_remain_after_the_correction(
+    pairs: list[tuple[list[float], list[float]]], expected: list[bool | None]
+) -> None:
+    """Of 190 comparisons; too few runs have no answer, and equal runs do not differ."""
+    assert distinguishable(pairs, comparisons=190) == expected
+
+
+def test_a_drift_does_not_hide_a_difference_within_repeats() -> None:
+    """The machine becomes three times as slow; each repeat is 10 % faster on two nodes."""
+    before = [10.0, 13.0, 16.0, 19.0, 24.0, 30.0]
+    gains = (1.1, 1.12, 1.09, 1.1, 1.11, 1.08)
+    after = [one / ratio for one, ratio in zip(before, gains, strict=True)]
+    assert speedup(before, after).distinguishable is False
+    found = speedup(before, after, scale=2, paired=True)
+    assert value_and_ends(found) == pytest.approx((1.1, 1.08, 1.12))
+    assert value_and_ends(found.efficiency) == pytest.approx((0.55, 0.54, 0.56))
+    assert value_and_ends(speedup(after, before, paired=True)) == pytest.approx(
+        (1 / 1.1, 1 / 1.12, 1 / 1.08)
+    )
+    with pytest.raises(InputError, match="needs 6 values") as error:
+        speedup(before, after[:5], paired=True)
+    assert error.value.field == "seconds"
 
 
 # Freireich et al. 1963, as in every textbook of survival analysis
