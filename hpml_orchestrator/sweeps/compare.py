@@ -9,12 +9,13 @@ from dataclasses import dataclass, replace
 from hpml_orchestrator.errors import counted
 from hpml_orchestrator.records.texts import first_few
 from hpml_orchestrator.sweeps import statistics
-from hpml_orchestrator.sweeps.facts import Costs, Notice, Report, Setting
+from hpml_orchestrator.sweeps.facts import TIMED_OUT, Costs, Notice, Report, Setting
 from hpml_orchestrator.sweeps.statistics import MIN_REPEATS, Speedup
-from hpml_orchestrator.sweeps.wording import estimate_text
+from hpml_orchestrator.sweeps.wording import estimate_text, other_work, timed_out, unequal
 
 __all__ = ["Comparison", "Pair", "compare"]
 
+_MOST_DOUBTS = 3
 _CONDITIONS = ("base job", "scheduler", "code", "environment", "hardware", "device", "binding")
 
 
@@ -24,7 +25,9 @@ class Pair:
 
     Attributes:
         speedup: seconds before / seconds after, above 1 where `after` is faster.
-        verdict: `faster`, `slower`, `not distinguishable` or, with too few runs, `unknown`.
+        verdict: `faster`, `slower`, `not distinguishable`, or `unknown`: with too few runs, or if
+            `doubt` says why the times do not compare.
+        doubt: runs timed out, did another amount of work, or reached another accuracy.
     """
 
     label: str
@@ -32,6 +35,7 @@ class Pair:
     after: Setting | None
     speedup: Speedup | None
     verdict: str
+    doubt: str = ""
 
 
 @dataclass(frozen=True)
@@ -58,7 +62,7 @@ def compare(before: Report, after: Report) -> Comparison:
         {repr((one.scale, one.values)): one for one in report.settings if one.runs}
         for report in (before, after)
     )
-    pairs = [_pair(old.get(key), new.get(key)) for key in {**old, **new}]
+    pairs = _judged([_pair(old.get(key), new.get(key)) for key in {**old, **new}])
     return Comparison(
         version=1,
         name=f"{before.name} and {after.name}",
@@ -73,12 +77,32 @@ def compare(before: Report, after: Report) -> Comparison:
 def _pair(before: Setting | None, after: Setting | None) -> Pair:
     if before and after:
         seconds = before.samples["total_seconds"], after.samples["total_seconds"]
-        speedup = statistics.speedup(*seconds)
-        verdicts = {None: "unknown", False: "not distinguishable"}
-        verdict = verdicts.get(speedup.distinguishable, "faster" if speedup.value > 1 else "slower")
-        return Pair(before.label, before, after, speedup, verdict)
+        doubts = [
+            timed_out(sum(one.missing.get(state, 0) for state in TIMED_OUT), one.runs)
+            for one in (before, after)
+        ]
+        doubts += [other_work(after, before), unequal(after, before)]
+        doubt = "; ".join(dict.fromkeys(filter(None, doubts)))
+        return Pair(before.label, before, after, statistics.speedup(*seconds), "unknown", doubt)
     label = "".join(one.label for one in (before, after) if one)
     return Pair(label, before, after, None, "unknown")
+
+
+def _judged(pairs: Sequence[Pair]) -> list[Pair]:
+    """Return the pairs with their verdicts, corrected for how many there are."""
+    samples = {
+        place: (pair.before.samples["total_seconds"], pair.after.samples["total_seconds"])
+        for place, pair in enumerate(pairs)
+        if pair.before and pair.after and not pair.doubt
+    }
+    found = statistics.distinguishable([*samples.values()], comparisons=len(samples))
+    judged = list(pairs)
+    for place, differ in zip(samples, found, strict=True):
+        speedup = pairs[place].speedup
+        verdict = "faster" if speedup and speedup.value > 1 else "slower"
+        verdict = {None: "unknown", False: "not distinguishable"}.get(differ, verdict)
+        judged[place] = replace(pairs[place], verdict=verdict)
+    return judged
 
 
 def _answer(pairs: Sequence[Pair]) -> Iterable[str]:
@@ -87,13 +111,24 @@ def _answer(pairs: Sequence[Pair]) -> Iterable[str]:
         yield "No setting is complete in both sweeps, so there is nothing to compare."
         return
     verdicts = Counter(pair.verdict for pair in pairs if pair.speedup)
-    few = f"; {verdicts['unknown']} cannot be judged with fewer than {MIN_REPEATS} runs on a side"
+    doubtful = [pair for pair in pairs if pair.doubt]
+    unknown = verdicts["unknown"] - len(doubtful)
+    few = f"; {unknown} cannot be judged with fewer than {MIN_REPEATS} runs on a side"
+    few = few if unknown else ""
+    few += f"; {len(doubtful)} cannot be compared" if doubtful else ""
     yield (
         f"Of {counted(len(compared), 'setting')} complete in both sweeps, the second is faster in "
         f"{verdicts['faster']}, slower in {verdicts['slower']}, and not distinguishable in "
-        f"{verdicts['not distinguishable']}{few if verdicts['unknown'] else ''}."
+        f"{verdicts['not distinguishable']}{few}."
     )
-    sure = {label: one for label, one in compared.items() if one.distinguishable}
+    for pair in doubtful[:_MOST_DOUBTS]:
+        yield f"The times of {pair.label} do not compare: {pair.doubt}."
+    for pair in doubtful:
+        del compared[pair.label]
+    if not compared:
+        return
+    different = {pair.label for pair in pairs if pair.verdict in {"faster", "slower"}}
+    sure = {label: one for label, one in compared.items() if label in different}
     label, largest = max(
         (sure or compared).items(), key=lambda pair: max(pair[1].value, 1 / pair[1].value)
     )

@@ -14,6 +14,7 @@ __all__ = [
     "MEASURED",
     "NOT_ATTEMPTED",
     "PARTS",
+    "TIMED_OUT",
     "Attempt",
     "Costs",
     "Figure",
@@ -29,6 +30,9 @@ MEASURED = "COMPLETED"
 
 NOT_ATTEMPTED = ("WAITING", "EXCLUDED")
 """States of planned points that were never submitted."""
+
+TIMED_OUT = ("TIMEOUT", "DEADLINE")
+"""States of runs that would have taken longer: those that are left are the fast ones."""
 
 PARTS = tuple(
     "staging, start-up, rendezvous, warm-up, steps, data wait, evaluation, checkpoint, end, "

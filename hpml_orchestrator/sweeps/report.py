@@ -23,6 +23,7 @@ from hpml_orchestrator.sweeps import models, statistics, wording
 from hpml_orchestrator.sweeps.facts import (
     MEASURED,
     PARTS,
+    TIMED_OUT,
     Attempt,
     Costs,
     Figure,
@@ -42,7 +43,6 @@ _ROUNDING_SECONDS = 1e-3  # phases that are shorter come from sums of floats
 _SCALES_OF_A_LAW = 3  # fewest that Amdahl's or Gustafson's law is fitted to
 _SCALES_OF_USL = 5
 _LACK_OF_FIT = 0.05  # highest p-value of a curve that does not fit
-_TIMED_OUT = {"TIMEOUT", "DEADLINE"}
 
 
 def build(plan: SweepPlan, rows: Sequence[Row]) -> Report:
@@ -233,7 +233,7 @@ def _setting(
         costs=_costs(rows),
         oversubscribed=sum(row.oversubscribed for row in runs),
         unverified=sum(row.verified is not True for row in runs),
-        doubt=wording.timed_out(sum(row.state in _TIMED_OUT for row in rows), len(runs)),
+        doubt=wording.timed_out(sum(row.state in TIMED_OUT for row in rows), len(runs)),
     )
 
 
@@ -290,7 +290,7 @@ def _aim(plan: SweepPlan, rows: Sequence[Row]) -> float | None:
 
 def _target(plan: SweepPlan, rows: Sequence[Row], aim: float | None) -> Target | None:
     """Return the time to accuracy of the runs that had the chance: complete ones and timeouts."""
-    tried = [row for row in rows if row.state == MEASURED or row.state in _TIMED_OUT]
+    tried = [row for row in rows if row.state == MEASURED or row.state in TIMED_OUT]
     if aim is None:
         return None
     known = [row for row in tried if _is_timed(row, aim)]
@@ -321,7 +321,7 @@ def _is_timed(row: Row, aim: float) -> bool:
 
     A run that was killed at its time limit without a word counts as one that did not.
     """
-    silent = row.state in _TIMED_OUT and row.target_accuracy is None
+    silent = row.state in TIMED_OUT and row.target_accuracy is None
     return row.target_accuracy == aim or bool(row.evaluations) or silent
 
 

@@ -134,6 +134,12 @@ def faster_at_8(row: Any) -> Any:
     return replace(row, total_seconds=seconds, code="9f9f9f9")
 
 
+def worse_at_8(row: Any) -> Any:
+    """Half the time on 8 nodes, at which the program does not learn."""
+    faster = faster_at_8(row)
+    return replace(faster, accuracy=0.1) if row.world_size == 8 else faster
+
+
 @pytest.mark.parametrize(
     ("before", "after", "sentence"),
     [
@@ -142,8 +148,9 @@ def faster_at_8(row: Any) -> Any:
         ({}, {}, "not distinguishable in 4."),
         ({}, {"repeats": 3}, "4 cannot be judged with fewer than 6 runs on a side."),
         ({}, {"scales": (3, 5)}, "No setting is complete in both sweeps"),
+        ({}, {"change": worse_at_8}, "not distinguishable in 3; 1 cannot be compared."),
     ],
-    ids=["faster", "slower", "the same", "few runs", "other scales"],
+    ids=["faster", "slower", "the same", "few runs", "other scales", "other accuracy"],
 )
 def test_a_comparison_says_what_is_distinguishable(
     before: dict[str, Any], after: dict[str, Any], sentence: str
