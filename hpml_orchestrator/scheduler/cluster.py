@@ -17,6 +17,8 @@ __all__ = [
     "Node",
     "Partition",
     "Qos",
+    "node_state",
+    "takes_jobs",
 ]
 
 
@@ -49,7 +51,7 @@ class Node:
     @property
     def up(self) -> bool:
         """Whether jobs can start on it now or when its jobs end."""
-        return not self.states & _OUT_OF_SERVICE
+        return not self.states & (_DOWN | _DRAIN | _MAINTENANCE)
 
     def gpus(self, kind: str = "") -> int:
         """GPUs of that type; of all types when none is given."""
@@ -58,10 +60,56 @@ class Node:
         )
 
 
-_OUT_OF_SERVICE = frozenset(
-    "DOWN DRAIN DRAINED DRAINING FAIL FAILING ERROR UNKNOWN FUTURE NOT_RESPONDING INVAL "
-    "INVALID_REG MAINTENANCE MAINT".split()
-)
+_DOWN = frozenset("DOWN FAIL FAILING ERROR UNKNOWN FUTURE NOT_RESPONDING INVAL INVALID_REG".split())
+_DRAIN = frozenset({"DRAIN", "DRAINED", "DRAINING"})
+_MAINTENANCE = frozenset({"MAINTENANCE", "MAINT"})
+_POWER = frozenset("POWERED_DOWN POWERING_DOWN POWERING_UP POWER_DOWN POWER_DRAIN POWER_UP".split())
+_REBOOT = frozenset({"REBOOT_REQUESTED", "REBOOT_ISSUED", "REBOOT"})
+_BLOCKED = frozenset({"BLOCKED", "PERFCTRS"})
+_BUSY = frozenset({"ALLOCATED", "MIXED", "COMPLETING"})
+_READY = _BUSY | {"IDLE", "PLANNED"}
+_AWAY = _DOWN | _DRAIN | _MAINTENANCE | _BLOCKED | _POWER | {"RESERVED", "REBOOT_ISSUED", "REBOOT"}
+
+
+def takes_jobs(states: frozenset[str]) -> bool:
+    """Return whether Slurm starts any user's job now on what is free of a node in these states.
+
+    The flags that prevent it are those that `man sinfo` calls unavailable, "not generally
+    available" (a reservation) or not capable of running jobs. Slurm still starts short jobs on a
+    node that is planned for a larger one, and any job on a busy node that reboots when it is idle.
+    """
+    if "REBOOT_REQUESTED" in states and not states & _BUSY:
+        return False
+    return bool(states & _READY) and not states & _AWAY
+
+
+def node_state(states: frozenset[str]) -> str:
+    """Return one word for what a node can do, lower case.
+
+    A node has one base state and many flags: the first of these that it has is its state.
+
+    >>> node_state(frozenset({"MIXED", "DRAIN"})), node_state(frozenset({"IDLE", "DRAIN"}))
+    ('draining', 'drained')
+    >>> node_state(frozenset({"IDLE", "PLANNED"})), node_state(frozenset({"DOWN", "DRAIN"}))
+    ('planned', 'down')
+    """
+    if states & _DOWN:
+        return "down"
+    if states & _DRAIN:
+        return "draining" if states & _BUSY else "drained"
+    if states & _MAINTENANCE:
+        return "maintenance"
+    if not states & _BUSY:
+        if states & _REBOOT:
+            return "rebooting"
+        if states & _POWER:
+            return "powered_down"
+        if states & _BLOCKED:
+            return "blocked"
+    for state in ("ALLOCATED", "MIXED", "COMPLETING", "RESERVED", "PLANNED", "IDLE"):
+        if state in states:
+            return state.lower()
+    return "unknown"
 
 
 @dataclass(frozen=True)

@@ -9,6 +9,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from hpml_orchestrator.errors import HpmlError
+from hpml_orchestrator.scheduler.cluster import takes_jobs
 from hpml_orchestrator.site import look
 
 if TYPE_CHECKING:
@@ -52,7 +53,8 @@ def probe(
 def _probe(
     cluster: Cluster, group: NodeGroup, *, run: Runner, env: Mapping[str, str], name: str
 ) -> look.Look | str:
-    node = next((node for node in group.nodes if node.up and "IDLE" in node.states), None)
+    idle = (node for node in group.nodes if "IDLE" in node.states and takes_jobs(node.states))
+    node = next(idle, None)
     if node is None:
         if any(node.up for node in group.nodes):
             return "no node of this kind was idle"

@@ -265,16 +265,18 @@ def split_list(text: str) -> Iterator[str]:
 def read_gres(text: str) -> list[tuple[str, str, int]]:
     """Return (name, type, count) of generic resources; a type that is named twice is added up.
 
-    Both what Slurm prints, `gpu:a100:4(S:0-1)`, and what `--gres` takes, `gpu`, `gres/gpu=2`.
+    Both what Slurm prints, `gpu:a100:4(S:0-1)`, and what `--gres` takes, `gpu`, `gres/gpu=2`. Slurm
+    up to 25.11 prints `(null)` for an absent type.
 
     >>> read_gres("gpu:a100:4(S:0-1),gpu:2,craynetwork:no_consume:4K")
     [('gpu', 'a100', 4), ('gpu', '', 2), ('craynetwork', '', 4096)]
-    >>> read_gres("gres:gpu"), read_gres("(null)")
-    ([('gpu', '', 1)], [])
+    >>> read_gres("gres:gpu"), read_gres("gpu:(null):3(IDX:0-2)"), read_gres("(null)")
+    ([('gpu', '', 1)], [('gpu', '', 3)], [])
     """
     counts: dict[tuple[str, str], int] = {}
     for part in split_list(text):
-        entry = part.partition("(")[0].strip().removeprefix("gres/").removeprefix("gres:")
+        entry = part.replace("(null)", "").partition("(")[0].strip()
+        entry = entry.removeprefix("gres/").removeprefix("gres:")
         name, *rest = entry.replace("=", ":").split(":")
         if name.lower() in {"", "null", "none", "n/a"}:
             continue

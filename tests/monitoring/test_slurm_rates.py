@@ -17,7 +17,9 @@ from tests.monitoring.prometheus_support import BootPrometheus, Promtool, static
 from tests.patience import eventually
 
 WAITS = (30, 240)  # seconds, one job each; in the buckets (10, 60] and (60, 300]
-NODE = Node("n1", "n1", "drained", "fan", ("main",), 8, 0, 1 << 30, 0, {"a100": 4}, {})
+NODE = Node(
+    "n1", "n1", frozenset({"IDLE", "DRAIN"}), "fan", ("main",), 8, 0, 1 << 30, 0, {"a100": 4}, {}
+)
 
 
 class FakeSource:

@@ -222,10 +222,10 @@ def _resources(node: Node) -> Iterator[tuple[MetricSpec, MetricSpec, tuple[str, 
     """Yield metrics of cluster and partition, the GPU's type, total and allocated amounts."""
     yield m.CPUS, m.PARTITION_CPUS, (), node.cpus, node.cpus_allocated
     yield m.MEMORY, m.PARTITION_MEMORY, (), node.memory, node.memory_allocated
-    # Slurm may give allocated GPUs without their type.
-    untyped = node.gpus_allocated.get("", 0) if len(node.gpus) == 1 else 0
+    # Slurm may give the type of GPUs in only one of its two fields.
+    every = sum(node.gpus_allocated.values()) if len(node.gpus) == 1 else 0
     for kind, total in node.gpus.items():
-        allocated = node.gpus_allocated.get(kind, untyped)
+        allocated = node.gpus_allocated.get(kind, every)
         yield m.GPUS, m.PARTITION_GPUS, (kind,), total, allocated
 
 
@@ -234,8 +234,8 @@ def _other_rows(view: View) -> _Rows:
         m.LICENSES: [((name,), total) for name, (total, _) in view.licenses.items()],
         m.LICENSES_USED: [((name,), used) for name, (_, used) in view.licenses.items()],
         m.RESERVATION_NODES: [((one.name, one.state), one.nodes) for one in view.reservations],
-        m.RESERVATION_START: [((one.name,), one.start) for one in view.reservations],
-        m.RESERVATION_END: [((one.name,), one.end) for one in view.reservations],
+        m.RESERVATION_START: [((one.name,), one.start) for one in view.reservations if one.start],
+        m.RESERVATION_END: [((one.name,), one.end) for one in view.reservations if one.end],
         m.FAIRSHARE: view.user_shares.items(),
     }
     for name, value in view.statistics.items():

@@ -11,7 +11,7 @@ from functools import lru_cache
 from typing import TypeAlias
 
 from hpml_exporters.core.sampler import tell
-from hpml_exporters.slurm.view import Job, Node, Reservation, View, node_state
+from hpml_exporters.slurm.view import Job, Node, Reservation, View
 from hpml_orchestrator.errors import SchedulerUnavailable
 from hpml_orchestrator.scheduler.command import Runner, SubprocessRunner
 from hpml_orchestrator.scheduler.slurm.ask import ask, unusable
@@ -37,6 +37,7 @@ Rare: TypeAlias = tuple[
 _RARE = 10  # refreshes between two looks at licences, reservations and fairshare
 
 _RANGE = re.compile(r"(\d+)(?:-(\d+))?(?::(\d+))?", re.ASCII)
+_node_states = lru_cache(maxsize=1024)(node_states)
 _DECIMAL = re.compile(r"\d+(\.\d+)?", re.ASCII)
 _HEX = re.compile(r"0x([0-9A-Fa-f]+)", re.ASCII)
 _SDIAG = {
@@ -163,7 +164,7 @@ def _nodes_of(text: str) -> list[Node]:
             Node(
                 name=name,
                 address=address,
-                state=_node_state(states),
+                states=_node_states(states),
                 reason="" if reason in {"none", "(null)"} else reason,
                 partitions=tuple(dict.fromkeys(filter(None, partitions[name]))),
                 cpus=counts[-1],
@@ -238,7 +239,8 @@ def _known(field: str) -> str:
 
 
 def _seconds(text: str) -> int:
-    return int(text) if text.isascii() and text.isdigit() else int(parse_time(text) or 0)
+    """Return seconds since the epoch, 0 if unknown."""
+    return int(parse_time(text) or 0)
 
 
 def _number(text: str) -> int:
@@ -252,11 +254,6 @@ def _gpus(text: str) -> Mapping[str, int]:
         if name == "gpu":
             counts[kind] = counts.get(kind, 0) + count
     return counts
-
-
-@lru_cache(maxsize=1024)
-def _node_state(text: str) -> str:
-    return node_state(node_states(text))
 
 
 def _licenses(text: str) -> dict[str, tuple[int, int]]:

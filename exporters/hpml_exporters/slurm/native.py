@@ -9,7 +9,7 @@ from typing import Any
 
 from hpml_exporters.slurm.commands import Commands, count_tasks, head_of_reason
 from hpml_exporters.slurm.metrics import STATISTICS
-from hpml_exporters.slurm.view import Job, Node, View, node_state
+from hpml_exporters.slurm.view import Job, Node, View
 from hpml_orchestrator.errors import SchedulerUnavailable
 from hpml_orchestrator.scheduler.command import check_configuration
 from hpml_orchestrator.scheduler.slurm.records import node_states
@@ -75,7 +75,7 @@ def node_of(node: Any) -> Node:
     return Node(
         name=node.name,
         address=node.address or node.name,
-        state=node_state(node_states(node.state)),
+        states=node_states(node.state),
         reason=node.reason or "",
         partitions=tuple(node.partitions),
         cpus=node.total_cpus,

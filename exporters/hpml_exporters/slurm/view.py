@@ -6,18 +6,15 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
-__all__ = ["ENDED", "Job", "Node", "Reservation", "Source", "View", "node_state"]
+from hpml_orchestrator.scheduler.cluster import node_state, takes_jobs
+
+__all__ = ["ENDED", "Job", "Node", "Reservation", "Source", "View"]
 
 ENDED = frozenset(
     "BOOT_FAIL CANCELLED COMPLETED DEADLINE FAILED LAUNCH_FAILED NODE_FAIL OUT_OF_MEMORY "
     "PREEMPTED RECONFIG_FAIL REVOKED TIMEOUT".split()
 )
 """States of jobs that have ended, as squeue names them."""
-
-# A node has one base state and many flags: the first of these that it has is its state.
-_UNUSABLE = ("DOWN", "ERROR", "FAIL", "NOT_RESPONDING", "UNKNOWN", "FUTURE", "INVALID_REG")
-_BUSY = frozenset({"ALLOCATED", "MIXED", "COMPLETING"})
-_POWER = frozenset({"POWERED_DOWN", "POWERING_DOWN", "POWERING_UP", "POWER_DOWN"})
 
 
 class Job(NamedTuple):
@@ -48,7 +45,7 @@ class Node:
 
     name: str
     address: str
-    state: str
+    states: frozenset[str]
     reason: str
     partitions: tuple[str, ...]
     cpus: int
@@ -59,13 +56,18 @@ class Node:
     gpus_allocated: Mapping[str, int]
 
     @property
+    def state(self) -> str:
+        """The one word for its states; see `node_state`."""
+        return node_state(self.states)
+
+    @property
     def usable(self) -> bool:
-        """Whether idle resources of this node can be allocated."""
-        return self.state in {"idle", "mixed", "allocated", "completing", "reserved", "planned"}
+        """Whether idle resources of this node can be allocated now."""
+        return takes_jobs(self.states)
 
 
 class Reservation(NamedTuple):
-    """A reservation; times in seconds since the epoch."""
+    """A reservation; times in seconds since the epoch, 0 if unknown."""
 
     name: str
     state: str
@@ -104,27 +106,3 @@ class Source(Protocol):
             SchedulerUnavailable: it gave no usable answer.
         """
         ...
-
-
-def node_state(states: frozenset[str]) -> str:
-    """Return the one word that says what a node can do, lower case.
-
-    >>> node_state(frozenset({"MIXED", "DRAIN"})), node_state(frozenset({"IDLE", "DRAIN"}))
-    ('draining', 'drained')
-    >>> node_state(frozenset({"IDLE", "PLANNED"})), node_state(frozenset({"DOWN", "DRAIN"}))
-    ('planned', 'down')
-    """
-    if any(state in states for state in _UNUSABLE):
-        return "down"
-    if states & {"DRAIN", "DRAINED", "DRAINING"}:
-        return "draining" if states & _BUSY else "drained"
-    if states & {"MAINTENANCE", "MAINT"}:
-        return "maintenance"
-    if states & {"REBOOT_REQUESTED", "REBOOT_ISSUED", "REBOOT"} and not states & _BUSY:
-        return "rebooting"
-    if states & _POWER and not states & _BUSY:
-        return "powered_down"
-    for state in ("ALLOCATED", "MIXED", "COMPLETING", "RESERVED", "PLANNED", "IDLE"):
-        if state in states:
-            return state.lower()
-    return "unknown"

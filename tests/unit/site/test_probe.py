@@ -192,3 +192,14 @@ def test_kinds_without_an_idle_node_are_left_alone(small: Cluster) -> None:
         "cpu": "all nodes of this kind are out of service",
     }
     assert run.calls == []
+
+
+@pytest.mark.parametrize("flag", ["BLOCKED", "RESERVED", "PERFCTRS", "POWERED_DOWN"])
+def test_an_idle_node_that_takes_no_job_now_is_left_alone(flag: str, small: Cluster) -> None:
+    """A flag beside IDLE may keep jobs away: srun would wait in vain."""
+    run = FakeRunner({"srun": [Completed(0, SEEN)]})
+    states = frozenset({"IDLE", flag})
+    cluster = replace(small, nodes=tuple(replace(node, states=states) for node in small.nodes))
+    assert probe(cluster, group_nodes(cluster)[:1], run, {}) == (
+        {"a100x4": "no node of this kind was idle"}
+    )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 import threading
@@ -24,6 +25,7 @@ from hpml_exporters.slurm.native import Native, job_of, node_of
 from hpml_exporters.slurm.openmetrics import Relay
 from hpml_exporters.slurm.options import SlurmOptions
 from hpml_exporters.slurm.targets import TargetServer, targets
+from hpml_exporters.slurm.view import Node, View
 from hpml_exporters.web.address import listen_on
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import Metric
@@ -101,6 +103,14 @@ def values(collector: SlurmCollector, now: float = 0.0) -> Values:
     }
 
 
+def gpu_rows(nodes: Iterable[Node]) -> Iterator[tuple[str, str, float]]:
+    """The type, state and number of GPUs of these nodes."""
+    source = SimpleNamespace(name="fake", read=lambda: View([], nodes))
+    for name, labels, value in samples(exposed(SlurmCollector(source).sample(0.0))):
+        if name == "hpml_slurm_gpus":
+            yield labels["type"], labels["state"], value
+
+
 def row(job: str, state: str, start: int = 0, end: int = 0, **other: str) -> str:
     """A row of squeue as the exporter asks for it."""
     fields = [job, state, other.get("reason", "None"), other.get("partition", "main"), "normal"]
@@ -122,6 +132,77 @@ def test_a_captured_cluster() -> None:
     assert shown["hpml_slurm_partition_gpus['a100', 'allocated', 'low']"] == 1
     assert shown["hpml_slurm_up[]"] == 1
     assert not [name for name in shown if "user" in name or "account_" in name]
+
+
+@pytest.mark.parametrize(
+    ("configured", "used", "kind", "allocated"),
+    [
+        ("gpu:4", "gpu:(null):0(IDX:N/A)", "", 0),  # up to 25.11 an absent type is `(null)`
+        ("gpu:4(S:0-1)", "gpu:(null):3(IDX:0,2-3)", "", 3),
+        ("gpu:a100:4", "gpu:(null):3(IDX:0-2)", "a100", 3),
+        ("gpu:4", "gpu:a100:3(IDX:0-2)", "", 3),
+        ("gpu:1g.5gb:4", "gpu:1g.5gb:2(IDX:0,3)", "1g.5gb", 2),
+    ],
+)
+def test_used_gpus_of_a_node(configured: str, used: str, kind: str, allocated: int) -> None:
+    """GPUs in use are counted with and without a type, in either of the two fields."""
+    sinfo = CAPTURED["sinfo"].replace("\x1fgpu:a100:2\x1f", f"\x1f{configured}\x1f")
+    sinfo = re.sub(r"gpu:a100:\d\(IDX:[^)]*\)", used, sinfo)
+    nodes = Commands(FakeRunner({"sinfo": sinfo})).nodes()
+    rows = {(name, state): value for name, state, value in gpu_rows(nodes)}
+    assert rows == {(kind, "allocated"): 2 * allocated, (kind, "idle"): 4 - allocated} | {
+        (kind, "down"): 4 - allocated  # node2 is drained
+    }
+
+
+@pytest.mark.parametrize(
+    ("shown", "state", "usable"),
+    [
+        ("idle", "idle", True),
+        ("mixed", "mixed", True),
+        ("idle+cloud", "idle", True),
+        ("idle+planned", "planned", True),
+        ("idle+completing", "completing", True),
+        ("mixed+planned", "mixed", True),
+        ("idle-", "planned", True),
+        ("idle+dynamic_norm", "idle", True),
+        ("mixed+reboot_requested", "mixed", True),
+        ("idle+blocked", "blocked", False),
+        ("mixed+blocked", "mixed", False),
+        ("idle+reserved", "reserved", False),
+        ("mixed+reserved", "mixed", False),
+        ("idle+perfctrs", "blocked", False),
+        ("idle+maintenance", "maintenance", False),
+        ("idle+maint", "maintenance", False),
+        ("mixed+maintenance", "maintenance", False),
+        ("mixed+drain", "draining", False),
+        ("idle+drain", "drained", False),
+        ("idle+powering_down", "powered_down", False),
+        ("idle%", "powered_down", False),
+        ("idle+cloud+powered_down", "powered_down", False),
+        ("idle#", "powered_down", False),
+        ("idle+power_down", "powered_down", False),
+        ("mixed+powering_down", "mixed", False),
+        ("idle+power_drain", "powered_down", False),
+        ("idle+power_up", "powered_down", False),
+        ("idle+reboot_issued", "rebooting", False),
+        ("idle+reboot_requested", "rebooting", False),
+        ("idle+fail", "down", False),
+        ("failing", "down", False),
+        ("inval", "down", False),
+        ("idle*", "down", False),
+        ("mixed+not_responding", "down", False),
+        ("idle+invalid_reg", "down", False),
+        ("unknown", "down", False),
+        ("odd", "unknown", False),
+    ],
+)
+def test_states_of_a_node(shown: str, state: str, *, usable: bool) -> None:
+    """The idle CPUs of a node that takes no new jobs now are down, whatever its state is called."""
+    sinfo = CAPTURED["sinfo"].replace("\x1fmixed\x1f", f"\x1f{shown}\x1f")
+    found = values(SlurmCollector(Commands(FakeRunner({**CAPTURED, "sinfo": sinfo}))))
+    assert found[f"hpml_slurm_partition_nodes{sorted(['low', state])}"] >= 1
+    assert found.get("hpml_slurm_cpus['idle']", 0) == (2 if usable else 0)
 
 
 def test_pyslurm_and_the_commands_show_the_same() -> None:
@@ -235,6 +316,30 @@ def test_what_is_asked_for_now_and_then() -> None:
         "hpml_slurm_reservation_end_timestamp_seconds['maint']": 200,
         "hpml_slurm_user_fairshare_ratio['ada', 'lab']": 0.25,
     }
+
+
+@pytest.mark.parametrize(
+    ("start", "end", "shown"),
+    [
+        ("2026-11-20T10:00:00", "2026-11-20T12:00:00", {"start", "end"}),
+        ("now+1hour", "Unknown", set()),
+        ("None", "N/A", set()),
+        ("10:58:40", "Tomorr 10:00", set()),  # SLURM_TIME_FORMAT=relative in a site's wrapper
+        ("100", "UNLIMITED", {"start"}),
+        ("0", "(null)", set()),
+    ],
+)
+def test_an_unknown_time_of_a_reservation(start: str, end: str, shown: set[str]) -> None:
+    """It has no series; it is not 1970."""
+    text = f"ReservationName=r StartTime={start} EndTime={end} Duration=UNLIMITED NodeCnt=1"
+    runner = FakeRunner({**CAPTURED, "reservations": f"{text} State=ACTIVE\n"})
+    found = values(SlurmCollector(Commands(runner)))
+    times = {
+        name: found.get(f"hpml_slurm_reservation_{name}_timestamp_seconds['r']")
+        for name in ("start", "end")
+    }
+    assert {name for name, value in times.items() if value is not None} == shown
+    assert found["hpml_slurm_reservation_nodes['active', 'r']"] == 1
 
 
 def test_names_that_nobody_expects() -> None:
