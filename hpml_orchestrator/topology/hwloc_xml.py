@@ -190,7 +190,9 @@ class _Reader:
     def _place(self, device: ET.Element, domains: Sequence[Domain]) -> Place:
         """Return where a device is: at the object that it hangs from.
 
-        A device at the machine itself, where there are several domains, is near none of them.
+        A device at the machine itself, where there are several domains, is near none of them. A
+        group or a domain of memory alone has no CPUs: the nearest domain that has some counts, or
+        else the object above.
         """
         above = self.above[device]
         bridges = tuple(
@@ -198,12 +200,20 @@ class _Reader:
             for bridge in above
             if bridge.get("type") == "Bridge"
         )
-        home = next((o for o in reversed(above) if o.get("type") not in _IO), self.machine)
         everything = {cpu for domain in domains for cpu in domain.cpus}
-        cpus = tuple(cpu for cpu in _mask(home, "cpuset") if cpu in everything)
-        domain = domain_of_cpus(cpus, domains)
-        if domain is None and home.get("type") == "NUMANode":
-            domain = nearest_with_cpus(_number(home), domains)
+        homes = [o for o in reversed(above) if o.get("type") not in _IO] or [self.machine]
+        for home in homes:
+            cpus = tuple(cpu for cpu in _mask(home, "cpuset") if cpu in everything)
+            domain = domain_of_cpus(cpus, domains)
+            if domain is None and home.get("type") == "NUMANode":
+                domain = nearest_with_cpus(_number(home), domains)
+            elif not cpus:
+                near = {nearest_with_cpus(node, domains) for node in _mask(home, "nodeset")}
+                domain = near.pop() if len(near) == 1 else None
+            if domain is not None and not cpus:
+                cpus = next(one.cpus for one in domains if one.number == domain)
+            if cpus:
+                break
         if len(cpus) == len(everything) and sum(bool(home.cpus) for home in domains) > 1:
             cpus = ()
         address = full_address(device.get("pci_busid", ""))

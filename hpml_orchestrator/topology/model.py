@@ -66,7 +66,8 @@ class Gpu:
             modes) differ in its last digit, as AMD's tools write it.
         uuid: of the device or the MIG instance; empty where unknown.
         parent: UUID (or PCI address) of the GPU that a MIG instance is part of; else empty.
-        domain: NUMA domain with CPUs that it is nearest to; None where unknown.
+        domain: NUMA domain with CPUs that it is nearest to; None where unknown. A source may name
+            a domain whose CPUs it does not have (nvidia-smi).
         cpus: CPUs that are local to it; empty where unknown.
     """
 

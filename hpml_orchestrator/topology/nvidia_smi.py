@@ -222,8 +222,11 @@ def _domains(
             f"domain {number}."
         )
         home_of.update(dict.fromkeys(strays, number))
-    cpus_of: dict[int, list[int]] = {number: [] for number in {*home_of.values(), *memories}}
+    cpus_of: dict[int, list[int]] = {number: [] for number in {*homes.values(), *memories}}
     for cpu in sorted(home_of):
-        cpus_of[home_of[cpu]].append(cpu)
-    homes = {name: home for name, home in homes.items() if cpus_of.get(home)}
+        cpus_of.setdefault(home_of[cpu], []).append(cpu)
+    homes = {name: home for name, home in homes.items() if cpus_of[home] or home not in memories}
+    unknown = sorted({home for home in homes.values() if not cpus_of[home]})
+    if unknown and home_of:
+        warnings += [f"The CPUs of domain {number} are unknown." for number in unknown]
     return homes, [Domain(number, tuple(cpus_of[number])) for number in sorted(cpus_of)]

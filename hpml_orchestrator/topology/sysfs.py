@@ -16,7 +16,7 @@ from hpml_orchestrator.topology.build import (
     domain_of_cpus,
     nearest_with_cpus,
 )
-from hpml_orchestrator.topology.cpulist import CPUS_MAX, format_list, parse_list
+from hpml_orchestrator.topology.cpulist import CPUS_MAX, format_list, parse_list, parse_mask
 from hpml_orchestrator.topology.model import Core, Domain, Gpu, Topology
 from hpml_orchestrator.topology.pci import NVIDIA, PciPath, full_address, is_gpu, is_nic
 
@@ -52,7 +52,11 @@ def read_sysfs(
     """
     warnings: list[str] = []
     cpu_root = os.path.join(sys_root, "devices", "system", "cpu")
-    online = frozenset(_read_cpus(cpu_root, "online"))
+    online = frozenset(_read_cpus(cpu_root, "online")) or frozenset(
+        number
+        for number in _numbered(cpu_root, "cpu")
+        if _read_text(cpu_root, f"cpu{number}", "online") != "0"
+    )
     if not online:
         raise InputError(
             f"{cpu_root}: no CPUs found",
@@ -81,7 +85,7 @@ def _domains(
     numbers = _numbered(root, "node")
     homes: dict[int, int] = {}
     for number in numbers:
-        for cpu in _read_cpus(root, f"node{number}/cpulist"):
+        for cpu in _read_cpus(root, f"node{number}", "cpulist", mask="cpumap"):
             if cpu in online:
                 homes.setdefault(cpu, number)
     if not homes:
@@ -122,7 +126,7 @@ def _cores(cpu_root: str, domains: Sequence[Domain], warnings: list[str]) -> tup
         socket = _read_text(place, "physical_package_id")
         # some ARM machines and hypervisors have -1
         sockets[cpu] = int(socket) if re.fullmatch("[0-9]{1,9}", socket) else 0
-        siblings = _read_cpus(place, "thread_siblings_list")
+        siblings = _read_cpus(place, "thread_siblings_list", mask="thread_siblings")
         if not siblings:
             unknown.append(cpu)
         if cpu not in seen:
@@ -138,18 +142,27 @@ def _cores(cpu_root: str, domains: Sequence[Domain], warnings: list[str]) -> tup
 
 
 def _read_text(*parts: str) -> str:
-    """Return a small file's text; empty where it is missing or cannot be read."""
+    """Return a small file's text, up to a NUL byte; empty if it is missing or cannot be read."""
     try:
         with open(os.path.join(*parts), encoding="utf-8", errors="replace") as stream:
-            return stream.read(1_000_000).strip()
+            # Linux 5.15-rc1 ends lists of CPUs in a NUL byte.
+            return stream.read(1_000_000).partition("\0")[0].strip()
     except OSError:
         return ""
 
 
-def _read_cpus(*parts: str) -> tuple[int, ...]:
-    """Return the CPUs of a file with a list; none where it has no such list."""
+def _read_cpus(*parts: str, mask: str = "") -> tuple[int, ...]:
+    """Return the CPUs of a file with a list; none if it has no such list.
+
+    Args:
+        parts: the file's path.
+        mask: a file beside it that has the same CPUs as a mask, for a list that is missing.
+    """
     try:
-        return parse_list(_read_text(*parts))
+        text = _read_text(*parts)
+        if not text and mask:
+            return parse_mask(_read_text(*parts[:-1], mask))
+        return parse_list(text)
     except ValueError:
         return ()
 
@@ -209,7 +222,7 @@ class _PciDevices:
     def place(self, address: str) -> Place:
         """Return where a device is. A `numa_node` of -1 means unknown, not domain 0."""
         number = _read_text(self.bus, address, "numa_node")
-        listed = _read_cpus(self.bus, address, "local_cpulist")
+        listed = _read_cpus(self.bus, address, "local_cpulist", mask="local_cpus")
         local = tuple(cpu for cpu in listed if cpu in self.cpus)
         domain: int | None
         if re.fullmatch("[0-9]{1,5}", number):

@@ -10,12 +10,13 @@ from pathlib import Path
 import pytest
 
 from hpml_orchestrator.errors import InputError
-from hpml_orchestrator.topology import Core, Domain, Topology, read_sysfs
+from hpml_orchestrator.topology import Core, Domain, Topology, parse_list, read_sysfs
 from tests.unit.topology.machines import (
     AMD,
     MELLANOX,
     Device,
     Machine,
+    mask,
     pci,
     two_sockets,
     write,
@@ -259,6 +260,41 @@ def test_mig_instances_of_a_listing(tree: Tree) -> None:
     assert first.parent == "GPU-000000aa"
     assert [gpu.index for gpu in got.devices] == [1, 2, 3, 4]
     assert ("GPU0 MIG 2g.10gb 1", "mlx5_0", "PIX") in got.links
+
+
+def test_masks_without_lists_are_enough(tree: Tree) -> None:
+    """Kernels before 2.6.26, and trees that were copied in part, have only the masks of CPUs."""
+    expected = tree.read()
+    for name in ("cpulist", "local_cpulist", "thread_siblings_list", "core_cpus_list"):
+        for path in tree.sys.rglob(name):
+            words = mask(parse_list(path.read_text()))
+            mask_name = {"cpulist": "cpumap", "local_cpulist": "local_cpus"}.get(name, name[:-5])
+            write(path.with_name(mask_name), words)
+            path.unlink()
+    for path in tree.sys.rglob("numa_node"):
+        path.unlink()
+    assert tree.read() == expected
+
+
+def test_nul_bytes_at_the_end_of_a_file(tree: Tree) -> None:
+    """Linux 5.15-rc1 ends the lists of CPUs in a newline and a NUL byte."""
+    expected = tree.read()
+    for name in ("cpulist", "cpumap", "*_list", "*_siblings", "local_cpu*", "online", "distance"):
+        for path in tree.sys.rglob(name):
+            path.write_bytes(path.read_bytes() + b"\0")
+    assert tree.read() == expected
+
+
+@pytest.mark.parametrize("online", [None, "", "nonsense"])
+def test_without_a_list_of_online_cpus(tree: Tree, online: str | None) -> None:
+    """The directories of the CPUs count, but for those that are offline."""
+    root = tree.sys / "devices/system/cpu"
+    for cpu in range(1, 16):  # the first CPU has no such file: it cannot be taken offline
+        write(root / f"cpu{cpu}/online", "0" if cpu in {3, 13} else "1")
+    (root / "online").unlink()
+    if online is not None:
+        write(root / "online", online)
+    assert tree.read().cpus == frozenset(range(16)) - {3, 13}
 
 
 def test_nothing_at_all_is_an_error(tmp_path: Path) -> None:

@@ -143,6 +143,17 @@ HEADER = "\tGPU0\tGPU1\tCPU Affinity\tNUMA Affinity\tGPU NUMA ID"
             "CPU affinity of GPU0 has six numbers",
         ),
         (HEADER, ["N/A\tN/A", "N/A\tN/A"], {}, [None, None], "CPUs are unknown"),
+        # a domain is named, its CPUs are not: the GPU's place is known all the same
+        (HEADER, ["N/A\t0\t\tN/A", "\t1\t\tN/A"], {0: "", 1: ""}, [0, 1], "CPUs are unknown"),
+        (
+            HEADER,
+            ["0-3\t0\t\tN/A", "N/A\t1\t\tN/A"],
+            {0: "0-3", 1: ""},
+            [0, 1],
+            "The CPUs of domain 1 are unknown",
+        ),
+        (HEADER, ["0-3\t0\t\tN/A", "N/A\t0\t\tN/A"], {0: "0-3"}, [0, 0], ""),
+        (HEADER, ["0-3\t0\t\t1", "N/A\t1\t\t2"], {0: "0-3", 1: "", 2: ""}, [0, None], "GPU1 is"),
     ],
 )
 def test_nvidia_smi_affinities(
@@ -220,6 +231,43 @@ def test_hwloc_cpus_outside_of_the_domains() -> None:
     assert [(one.number, len(one.cpus)) for one in got.domains] == [(0, 16)]
     assert "CPUs 4-7,12-15 is unknown: they count as domain 0" in got.warnings[0]
     assert topology_of_text(json.dumps(topology_json(got))) == got
+
+
+@pytest.mark.parametrize(
+    ("home", "domain", "cpus"),
+    [
+        # a group of memory alone: its own node is 20 away from domain 1, 40 from domain 0
+        ('Group" cpuset="0x0" nodeset="0x4', 1, "2-3"),
+        ('Group" nodeset="0x4', 1, "2-3"),
+        ('NUMANode" os_index="2" cpuset="0x0" nodeset="0x4', 1, "2-3"),
+        ('Group" cpuset="0x0" nodeset="0x2', 1, "2-3"),
+        # a group that says nothing: what is above it counts
+        ('Group" cpuset="0x0" nodeset="0x0', 0, "0-1"),
+        ('Group" cpuset="0x0', 0, "0-1"),
+        ('Group" cpuset="0x2', 0, "1"),
+        ('Group" cpuset="0xf', None, ""),
+    ],
+)
+def test_hwloc_gpus_below_a_group_without_cpus(home: str, domain: int | None, cpus: str) -> None:
+    """The NUMA domains of the group, or the object above it, say where a GPU is."""
+    gpu = '<object type="PCIDev" pci_busid="0000:01:00.0" pci_type="0302 [10de:2342] [0:0] a1 03"/>'
+    own = '<object type="NUMANode" os_index="2" cpuset="0x0" nodeset="0x4"/>'
+    if home.startswith("NUMANode"):
+        own = ""
+    packages = ""
+    for number, inside in enumerate((f'<object type="{home}">{own}{gpu}</object>', "")):
+        packages += f'<object type="Package" os_index="{number}" cpuset="{hex(3 << 2 * number)}">'
+        packages += f'<object type="NUMANode" os_index="{number}" cpuset="{hex(3 << 2 * number)}"/>'
+        for cpu in (2 * number, 2 * number + 1):
+            packages += f'<object type="PU" os_index="{cpu}" cpuset="{hex(1 << cpu)}"/>'
+        packages += f"{inside}</object>"
+    got = topology_of_text(
+        '<topology version="2.0"><object type="Machine" os_index="0" cpuset="0xf" nodeset="0x7">'
+        f'{packages}</object><distances2 type="NUMANode" nbobjs="3" kind="5" name="NUMALatency">'
+        '<indexes length="6">0 1 2</indexes><u64values>10 20 40 20 10 20 40 20 10</u64values>'
+        "</distances2></topology>"
+    )
+    assert (got.gpus[0].domain, format_list(got.gpus[0].cpus)) == (domain, cpus)
 
 
 @pytest.mark.parametrize(
