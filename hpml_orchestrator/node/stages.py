@@ -189,6 +189,7 @@ class NodeStaging:
                 tell=self.say,
                 come_seconds=ARRIVAL_SECONDS if entry is self.options.stages[0] else math.inf,
                 most=lambda: self.stager.most_room(request),
+                make_room=lambda need: self.stager.make_room(request.target, need),
             )
         except OSError as error:
             raise StagingError(

@@ -10,7 +10,7 @@ import os
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from hpml_orchestrator.errors import CapacityError, InputError
+from hpml_orchestrator.errors import CapacityError, InputError, StagingError
 from hpml_orchestrator.records.texts import human_bytes
 from hpml_orchestrator.staging.capacity import Room, file_system_type, room_at
 from hpml_orchestrator.staging.faults import why
@@ -71,6 +71,8 @@ def choose_target(
     plan: Callable[[Room], Plan],
     *,
     room: Callable[[str], Room] = room_at,
+    most: Callable[[str], Room] | None = None,
+    has: Callable[[str], bool] | None = None,
     own: Callable[[str], str] | None = None,
 ) -> Choice:
     """Choose "shm", "local" or IN_PLACE for a request, whatever target it names itself.
@@ -80,7 +82,9 @@ def choose_target(
         bases: what "shm" and "local" stand for on this node.
         plan: measures the source; called once with the largest room that there is, and not at all
             where the data need not be moved.
-        room: measures the room in a directory.
+        room: measures the room in a directory, with what would be removed for the data.
+        most: the room up to which an archive is counted; `room` when left out.
+        has: whether a copy of the data is at a target already; asked after `plan`.
         own: tells the node's own storage; `own_storage` when left out.
 
     Raises:
@@ -95,8 +99,16 @@ def choose_target(
         here = f"it is on this node's own {storage} already"
         return Choice(IN_PLACE, here, tuple((target, here) for target in _TARGETS))
     places = [_place(target, bases, room) for target in _TARGETS]
-    rooms = [one.room for one in places if one.room is not None]
+    counted = most or room
+    rooms = [counted(bases.resolve(one.target)) for one in places if one.room is not None]
     found = plan(max(rooms, key=lambda one: one.bytes, default=NO_ROOM))
+    there = [one.target for one in places if one.room is not None and has and has(one.target)]
+    if there:
+        why_not = f"a copy is at {there[0]} already"
+        others = [target for target in (*_TARGETS, IN_PLACE) if target != there[0]]
+        return Choice(
+            there[0], "a copy is there already", tuple((target, why_not) for target in others)
+        )
     candidates = [
         replace(one, need=found.need(one.room.block_bytes, one.room.inode_bytes))
         if one.room
@@ -179,6 +191,8 @@ def _place(target: str, bases: Bases, room: Callable[[str], Room]) -> Candidate:
         return Candidate(target, room=room(base))
     except OSError as error:
         return Candidate(target, refused=f"{base}: {why(error)}")
+    except StagingError as error:  # a root that belongs to another user, for example
+        return Candidate(target, refused=str(error))
 
 
 def _allowed(room: Room) -> int:

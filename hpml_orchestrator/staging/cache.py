@@ -337,11 +337,23 @@ class Cache:
         entries = {os.path.realpath(f"{self._root.cache}/{key}/{DATA}") for key in keys}
         more = 0
         for data in entries | {os.path.realpath(own)}:
-            head = published_head(data)
-            size, files = head.get("bytes"), head.get("files")
-            if isinstance(size, int) and isinstance(files, int):  # nobody knows what others wrote
-                more += max(0, size) + max(0, files) * room.block_bytes
+            size, files = _size_of(data)
+            more += size + files * room.block_bytes
         return dataclasses.replace(room, bytes=room.bytes + more)
+
+    def room_without_idle(self, room: Room) -> Room:
+        """Return the room that there would be without the entries that nothing uses.
+
+        Raises:
+            StagingError: the root is not ours to use.
+        """
+        more = files_more = 0
+        for _, key in self.idle():
+            size, files = _size_of(f"{self._root.cache}/{key}/{DATA}")
+            more += size
+            files_more += files
+        inodes = None if room.inodes is None else room.inodes + files_more
+        return dataclasses.replace(room, bytes=room.bytes + more, inodes=inodes)
 
     def make_room_to_begin(self, measure: Callable[[], Room]) -> list[str]:
         """Remove entries until a job's directory and records fit; see `make_room`."""
@@ -425,6 +437,15 @@ def _links(directory: str, key: str) -> bool:
     with contextlib.suppress(OSError), os.scandir(directory) as entries:
         return any(one.is_symlink() and linked_key(one.path) == key for one in entries)
     return False
+
+
+def _size_of(data: str) -> tuple[int, int]:
+    """Return bytes and files of published data by its manifest; zeros if it has none."""
+    head = published_head(data)
+    size, files = head.get("bytes"), head.get("files")
+    if not isinstance(size, int) or not isinstance(files, int):  # nobody knows what others wrote
+        return 0, 0
+    return max(0, size), max(0, files)
 
 
 def _usage(directory: str) -> Need:

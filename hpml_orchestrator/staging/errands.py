@@ -173,7 +173,14 @@ def run_errand(
 
     try:
         try:
-            choice = choose_target(request, bases, plan)
+            choice = choose_target(
+                request,
+                bases,
+                plan,
+                room=stager.room_without_idle,
+                most=lambda base: stager.most_room(replace(request, target=base)),
+                has=lambda target: stager.has(replace(request, target=target), opened[0]),
+            )
             if choice.target == IN_PLACE:
                 found = opened[0].plan() if opened else plan(NO_ROOM)
                 return Outcome(request, _in_place(request, found, clock() - begin), choice)

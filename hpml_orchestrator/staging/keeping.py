@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from hpml_orchestrator.staging.namelock import NameLock
     from hpml_orchestrator.staging.progress import OnProgress
 
-__all__ = ["Keeper", "whole"]
+__all__ = ["Keeper", "entry_keys", "whole"]
 
 
 class Keeper:
@@ -98,12 +98,12 @@ class Keeper:
         def fill(directory: str, name: str, lock: NameLock) -> Manifest:
             return delivery.publish(directory, name, job_lock, lock)
 
-        for digests in (True,) if hashed else (True, False):
-            key = delivery.key(f"outside_links={request.outside_links}", f"hash={digests}")
+        keys = entry_keys(delivery, hashed=hashed)
+        for key in keys:
             obtained = delivery.cache.obtain(
                 key,
                 whole,
-                fill if keeps and digests == hashed else None,
+                fill if keeps and key == keys[-1] else None,
                 waits=not delivery.is_collective,
             )
             if obtained is not None:
@@ -128,6 +128,13 @@ class Keeper:
             entry.release()
         else:
             self._leases[entry.path] = entry
+
+
+def entry_keys(delivery: Delivery, *, hashed: bool) -> list[str]:
+    """Return the keys of the entries that serve a request; that of an entry made for it is last."""
+    outside_links = f"outside_links={delivery.request.outside_links}"
+    digests = (True,) if hashed else (True, False)
+    return [delivery.key(outside_links, f"hash={each}") for each in digests]
 
 
 def whole(data: str) -> Manifest | None:

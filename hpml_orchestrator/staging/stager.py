@@ -10,13 +10,13 @@ from typing import TYPE_CHECKING, TypeVar
 
 from hpml_orchestrator.errors import HpmlError, InputError, StagingError
 from hpml_orchestrator.staging.area import StagingArea
-from hpml_orchestrator.staging.cache import linked_key
-from hpml_orchestrator.staging.capacity import Room, room_at
+from hpml_orchestrator.staging.cache import DATA, linked_key
+from hpml_orchestrator.staging.capacity import Need, Room, room_at
 from hpml_orchestrator.staging.delivery import SOURCE_KEY, Delivery, partial_path
 from hpml_orchestrator.staging.engine import EngineOptions
 from hpml_orchestrator.staging.faults import UNREADABLE, Retry, shown, why
 from hpml_orchestrator.staging.files import remove_tree
-from hpml_orchestrator.staging.keeping import Keeper
+from hpml_orchestrator.staging.keeping import Keeper, entry_keys
 from hpml_orchestrator.staging.manifest import is_whole, published_manifest
 from hpml_orchestrator.staging.namelock import BusyError, NameLock
 from hpml_orchestrator.staging.private import private_reason
@@ -123,19 +123,13 @@ class CopyStager:
             if supply is None:
                 supply = self._look(lambda: self._local(request), request)
                 stack.push(functools.partial(_ended, supply))
-            delivery = Delivery(
-                request,
-                supply,
-                self._keeper.cache(area),
-                area.base,
-                self._room,
-                self._retry,
-                self._on_progress,
-                evicted=self._evicted,
-            )
-            self._evicted = []
+            delivery = self._delivery(request, supply, area)
+            delivery.evicted = self._evicted  # one list: a broadcast makes room through the stager
             private = private_reason(area.base, self._job_id)
-            manifest = self._deliver(delivery, area, keeps=request.keep and not private)
+            try:
+                manifest = self._deliver(delivery, area, keeps=request.keep and not private)
+            finally:
+                self._evicted = []
         path, copied = area.path_of(request.name), delivery.copied
         return StageResult(
             name=request.name,
@@ -218,12 +212,64 @@ class CopyStager:
         """Return the room up to which a source is counted: without anything that hpml has there.
 
         Raises:
-            InputError, StagingError: as `area`.
+            InputError, StagingError: the target cannot be used.
             OSError: the room cannot be measured.
         """
-        area = self.area(request.target)
-        room = self._room(area.job_dir)
+        area = self._unopened(request.target)
+        room = self._room(area.base)
         return self._keeper.cache(area).most_room(room, area.path_of(request.name))
+
+    def room_without_idle(self, base: str) -> Room:
+        """Return the room in a base without kept data that nothing uses, which goes if it must.
+
+        What dead jobs of this user left there is removed first, as when an area is opened.
+
+        Raises:
+            StagingError: the root is not ours to use.
+            OSError: the room cannot be measured.
+        """
+        area = self._unopened(base)
+        area.remove_stale()
+        return self._keeper.cache(area).room_without_idle(self._room(base))
+
+    def make_room(self, target: str, need: Need) -> None:
+        """Remove kept data that nothing uses from a target, if a need takes it.
+
+        Raises:
+            StagingError: the root is not ours to use.
+        """
+        area = self.area(target)
+        gone = self._keeper.cache(area).make_room(need, lambda: self._room(area.job_dir))
+        self._evicted.extend(gone)
+
+    def has(self, request: StageRequest, supply: Supply) -> bool:
+        """Return whether a copy of a request's data is at its target already: staging finds it.
+
+        Raises:
+            StagingError: the source cannot be read.
+            OSError: likewise.
+        """
+        area = self._unopened(request.target)
+        delivery = self._delivery(request, supply, area)
+        if delivery.plan().at_least:
+            return False
+        own = area.path_of(request.name)
+        manifest = published_manifest(own) if os.path.exists(own) else None
+        if manifest is not None and _is_same_data(manifest, request, supply.kind):
+            return not self._is_outdated(manifest, delivery)
+        keys = entry_keys(delivery, hashed=self.options.hash)
+        return any(os.path.exists(f"{area.place.cache}/{key}/{DATA}") for key in keys)
+
+    def _delivery(self, request: StageRequest, supply: Supply, area: StagingArea) -> Delivery:
+        return Delivery(
+            request,
+            supply,
+            self._keeper.cache(area),
+            area.base,
+            self._room,
+            self._retry,
+            self._on_progress,
+        )
 
     def area(self, target: str) -> StagingArea:
         """Return the open area of a target, clearing away dead jobs when it is opened."""

@@ -71,6 +71,7 @@ class Broadcast:
         directory: on this node, where copies go; of the same path on all nodes.
         room: measures the room in a directory.
         most: the room up to which an archive is counted.
+        make_room: removes kept data if a need takes it; None: nothing is removed.
         options: how the engine unpacks.
     """
 
@@ -84,6 +85,7 @@ class Broadcast:
         directory: str,
         room: Callable[[str], Room],
         most: Callable[[], Room],
+        make_room: Callable[[Need], object] | None,
         options: EngineOptions,
     ) -> None:
         self._request = request
@@ -92,6 +94,7 @@ class Broadcast:
         self._directory = directory
         self._room = room
         self._most = most
+        self._make_room = make_room
         self._options = options
         self._retry = Retry(time.sleep, notices.beat)
         self._copy = ""
@@ -230,8 +233,10 @@ class Broadcast:
         return told
 
     def _check_room(self, told: dict[str, Any]) -> None:
-        room = self._room(self._directory)
         need = Need(int(told["size"]), 1)
+        if self._make_room is not None:
+            self._make_room(need)
+        room = self._room(self._directory)
         check_room(need, room, name=self._request.name, where=self._directory)
         self._copy = os.path.join(self._directory, str(told["copy"]))
 

@@ -45,7 +45,7 @@ from hpml_orchestrator.staging.supply import LocalSupply
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
-    from hpml_orchestrator.staging.capacity import Room
+    from hpml_orchestrator.staging.capacity import Need, Room
     from hpml_orchestrator.staging.plan import Plan
     from hpml_orchestrator.staging.request import StageRequest
     from hpml_orchestrator.staging.source import Reader, Source
@@ -233,6 +233,7 @@ def supply_for(
     tell: Callable[[str], object] = _print,
     room: Callable[[str], Room] = room_at,
     most: Callable[[], Room] | None = None,
+    make_room: Callable[[Need], object] | None = None,
 ) -> Supply:
     """Return what brings the data of a request to this node; called on all nodes alike.
 
@@ -257,6 +258,7 @@ def supply_for(
         room: measures the room in a directory.
         most: the room up to which an archive is counted (`stager.most_room(request)`); what is free
             when left out.
+        make_room: removes kept data for what sbcast sends (`stager.make_room`).
 
     Raises:
         InputError: the method is none of these, or cannot be had for this source.
@@ -292,7 +294,15 @@ def supply_for(
     if method == "sbcast":
         if opened is not None:
             opened.close()
-        return Broadcast(request, notices, directory=place, room=room, most=most, options=found)
+        return Broadcast(
+            request,
+            notices,
+            directory=place,
+            room=room,
+            most=most,
+            make_room=make_room,
+            options=found,
+        )
     if method == "chain":
         member = Member(notices)
         if node_index:
@@ -352,7 +362,8 @@ def _decide(
             rates=rates,
             one_file=is_one_file(kind),
             archive=source.kind not in {"file", "tree"},
-            has_sbcast=has_sbcast(),
+            # sbcast sends before the nodes look for a kept copy
+            has_sbcast=has_sbcast() and not request.keep,
         )
     except BaseException as error:
         notices.refuse(error, "choice")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 import io
 import os
@@ -19,10 +20,13 @@ from hpml_orchestrator.errors import CapacityError, StagingError
 from hpml_orchestrator.staging import Bases, CopyStager, Room, StageRequest, this_owner
 from hpml_orchestrator.staging.cache import Cache
 from hpml_orchestrator.staging.capacity import room_at
+from hpml_orchestrator.staging.errands import Errand, Outcome, run_errand
 from hpml_orchestrator.staging.faults import Retry
 from hpml_orchestrator.staging.keeping import whole
 from hpml_orchestrator.staging.many.ways import supply_for
 from hpml_orchestrator.staging.root import Root
+from hpml_orchestrator.staging.sources import open_source
+from hpml_orchestrator.staging.supply import LocalSupply
 from tests.patience import eventually
 
 if TYPE_CHECKING:
@@ -48,6 +52,11 @@ def trees(tmp_path: Path) -> list[Path]:
 def plain_room(path: str) -> Room:
     """The file system's own room: memory limits of this machine play no part."""
     return room_at(path, cgroup_root="/nonexistent")
+
+
+def disk_room(path: str) -> Room:
+    """The same, as if it were a disk, which may be filled."""
+    return dataclasses.replace(plain_room(path), in_memory=False)
 
 
 def stager(base: Path, key: str, *, owner_pid: int | None = None) -> CopyStager:
@@ -192,6 +201,85 @@ def test_an_archive_that_another_job_uses_is_found_though_no_other_fits(
     assert (found.reused, found.files) == (True, 5)
     for one in (first, second):
         one.cleanup()
+
+
+def by_auto(
+    base: Path,
+    path: Path,
+    key: str,
+    *,
+    keeps: bool = True,
+    small: Path | None = None,
+    owner_pid: int | None = None,
+) -> tuple[CopyStager, Outcome]:
+    """Stage an archive as `hpml stage --to auto` does; returns the stager, which still uses it."""
+    retry = Retry(time.sleep, lambda: False)
+    bases = Bases(str(small) if small else "", str(base))
+    job = CopyStager(
+        key, bases=bases, room=disk_room, job_id="", checks_source=True, owner_pid=owner_pid
+    )
+    errand = Errand(StageRequest("a", str(path), target="local", keep=keeps), auto=True)
+    return job, run_errand(
+        errand, job, bases, lambda one, room: LocalSupply(open_source(one, retry, room))
+    )
+
+
+@pytest.mark.parametrize("keeps", [True, False])
+@pytest.mark.parametrize("uses", [True, False])
+def test_auto_finds_a_kept_copy_that_fills_most_of_the_disk(
+    small_tmpfs: Callable[[str], Path], tmp_path: Path, keeps: bool, uses: bool
+) -> None:
+    """The same data needs no more room, whether or not another job uses the copy now."""
+    base, small = small_tmpfs("size=8m"), small_tmpfs("size=1m")
+    path = tmp_path / "a.tar"
+    make_tar(path, 1)
+    first, _ = by_auto(base, path, "1.0")
+    if not uses:
+        first.cleanup()
+    second, found = by_auto(base, path, "2.0", keeps=keeps, small=small)
+    assert (found.result.reused, found.result.kept, found.result.files) == (True, True, 5)
+    assert found.choice is not None
+    assert (found.choice.target, found.choice.why) == ("local", "a copy is there already")
+    for one in (first, second):
+        one.cleanup()
+
+
+def test_auto_finds_what_the_same_shell_staged_without_keeping_it(
+    small_tmpfs: Callable[[str], Path], tmp_path: Path
+) -> None:
+    """A second `hpml stage` of a script finds the copy of the first, though no second one fits."""
+    base = small_tmpfs("size=8m")
+    path = tmp_path / "a.tar"
+    make_tar(path, 1)
+    first, _ = by_auto(base, path, "shell-1", keeps=False)
+    first.leave()
+    second, found = by_auto(base, path, "shell-1", keeps=False)
+    assert (found.result.reused, found.result.kept) == (True, False)
+    second.cleanup()
+
+
+@pytest.mark.parametrize("first", ["kept", "in use", "of a dead shell"])
+def test_auto_counts_what_can_go(
+    small_tmpfs: Callable[[str], Path], tmp_path: Path, first: str
+) -> None:
+    """Other data takes the place of a kept copy that nothing uses, or whose shell is dead."""
+    base = small_tmpfs("size=8m")
+    path, other = tmp_path / "a.tar", tmp_path / "b.tar"
+    make_tar(path, 1)
+    make_tar(other, 11)
+    with subprocess.Popen(["true"]) as shell:
+        owner = None if first != "of a dead shell" else shell.pid
+        user, _ = by_auto(base, path, "1.0", keeps=first != "of a dead shell", owner_pid=owner)
+    if first == "in use":
+        with pytest.raises(CapacityError, match="needs"):
+            by_auto(base, other, "2.0")
+        user.cleanup()
+        return
+    user.leave() if owner else user.cleanup()
+    job, found = by_auto(base, other, "2.0")
+    evicted = (str(path),) if first == "kept" else ()
+    assert (found.result.evicted, found.result.files) == (evicted, 5)
+    job.cleanup()
 
 
 def job_supply(
@@ -409,8 +497,11 @@ EVICT = """
 import os, sys, time
 from hpml_orchestrator.staging import this_owner
 from hpml_orchestrator.staging.cache import Cache
+from hpml_orchestrator.staging.errands import Errand, Outcome, run_errand
 from hpml_orchestrator.staging.faults import Retry
 from hpml_orchestrator.staging.root import Root
+from hpml_orchestrator.staging.sources import open_source
+from hpml_orchestrator.staging.supply import LocalSupply
 cache = Cache(Root(sys.argv[1]), this_owner("e.0"), Retry(time.sleep, bool))
 removed = 0
 print("ready", flush=True)

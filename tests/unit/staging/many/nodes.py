@@ -43,7 +43,9 @@ def room(path):
     return Room(told["room"], "a test", None, 4096, False) if told["room"] is not None else found
 exec(told["before"])
 stager = CopyStager("7.0", bases=Bases(shm=told["base"]), should_stop=lambda: bool(stop), room=room)
-request = StageRequest("data", told["source"], kind=told["kind"], target="shm")
+request = StageRequest(
+    "data", told["source"], kind=told["kind"], target="shm", keep=told.get("keep", False)
+)
 status = 0
 try:
     supply = supply_for(
@@ -55,12 +57,13 @@ try:
         options=EngineOptions(**told["options"]),
         rates=Rates(**told["rates"]), interfaces=told["interfaces"],
         tell=lambda line: print(json.dumps({"tell": line}), flush=True),
+        make_room=lambda need: stager.make_room("shm", need),
     )
     result = stager.stage(request, supply)
     print(json.dumps({
         "path": result.path, "bytes": result.bytes, "files": result.files,
         "digest": result.digest, "method": result.method, "reused": result.reused,
-        "seconds": result.seconds,
+        "seconds": result.seconds, "evicted": result.evicted,
     }), flush=True)
 except HpmlError as error:
     said = {"error": str(error), "hint": error.hint, "code": error.exit_code}

@@ -203,6 +203,49 @@ def test_a_broadcast_that_goes_wrong_ends_all(
     assert nodes.leftovers() == []
 
 
+def test_kept_data_goes_for_a_broadcast(
+    job: Callable[..., Nodes],
+    file: Path,
+    root: Path,
+    sbcast: Callable[[str], None],
+    small_tmpfs: Callable[[str], Path],
+) -> None:
+    """A kept copy that fills most of each node's disk does not refuse the next job."""
+    sbcast("well")
+    big = root / "big.bin"
+    big.write_bytes(b"b" * 600_000)
+    for index in range(2):
+        (root / f"base{index}").symlink_to(small_tmpfs("size=800k"))
+    for source, method, evicted in ((big, "shared", []), (file, "sbcast", [str(big)])):
+        nodes = job(source, 2, method=method, before=ONE_PATH, keep=True, clean=True)
+        nodes.attempt = method
+        nodes.start()
+        ends = nodes.ends()
+        assert [end["status"] for end in ends] == [0, 0], ends
+        assert [end["evicted"] for end in ends] == [evicted, evicted]
+
+
+@pytest.mark.parametrize(("keep", "method"), [(False, "sbcast"), (True, "chain")])
+def test_kept_data_is_not_broadcast_unless_asked_for(
+    job: Callable[..., Nodes],
+    file: Path,
+    sbcast: Callable[[str], None],
+    keep: bool,
+    method: str,
+) -> None:
+    """A broadcast sends before a node finds its kept copy: `auto` takes the way that does not."""
+    sbcast("well")
+    rates = {"shared_rate": 1e3, "link_rate": 1e9, "open_seconds": 10.0}
+    nodes = job(file, 2, method="auto", before=ONE_PATH, keep=keep, rates=rates, clean=True)
+    for attempt, reused in (("first", False), ("second", keep)):
+        nodes.attempt = attempt
+        nodes.start()
+        ends = nodes.ends()
+        assert [end["status"] for end in ends] == [0, 0], ends
+        assert [end["reused"] for end in ends] == [reused, reused]
+        assert ends[0]["tell"].startswith(f"data: {method}: ")
+
+
 def test_a_node_without_room_stops_the_broadcast(
     job: Callable[..., Nodes], file: Path, sbcast: Callable[[str], None]
 ) -> None:
