@@ -15,7 +15,8 @@ descriptor (/proc/PID/fdinfo, proc(5)) names the mount it is on; and only what i
 between. Links are not followed.
 
 Staged data are `hpml-{uid}/{cluster}-{job id}/{name}`, a directory beside its manifest or a link to
-`hpml-{uid}/.cache/{key}/data`. They count by the size in the manifest: a million files cost one
+`hpml-{uid}/.cache/{key}/data`. What a shell staged, `hpml-{uid}/shell-{pid}-{start}/{name}`, is a
+file of its user's. They count by the size in the manifest: a million files cost one
 read.
 """
 
@@ -24,6 +25,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+import re
 import stat
 from collections import Counter
 from collections.abc import Generator, Iterator, Mapping, Sequence
@@ -34,6 +36,7 @@ from prometheus_client.core import Metric
 
 from hpml_exporters.core.collector import NotHereError
 from hpml_exporters.core.metric import MetricSpec, Row, families, metric
+from hpml_exporters.jobs.board import LOCAL_CLUSTER, job_key
 from hpml_exporters.options import Context
 
 __all__ = ["ENTRIES", "SPECS", "Shm", "make"]
@@ -56,6 +59,8 @@ ENTRIES = 500
 Shown is the last walk that came to its end.
 """
 
+_JOB = re.compile(r"([^.].*)-([0-9]+)", re.ASCII)  # {cluster}-{job id}
+_SHELL = re.compile(r"shell-[0-9]+-[0-9]+", re.ASCII)  # shell-{process}-{time of its start}
 _HELD = os.O_PATH | os.O_NOFOLLOW | os.O_CLOEXEC
 _BLOCK_BYTES = 512  # of st_blocks, whatever the file system's own
 _MAX_DEPTH = 32
@@ -180,10 +185,9 @@ class _Walk:
         """Count what was staged for each job of a user."""
         for name in _names(user):
             yield
-            jobid = name.rpartition("-")[2]
-            if name.startswith(".") or not (jobid.isascii() and jobid.isdigit()):
+            key = _job_of(name)
+            if key is None:
                 continue
-            key = name if name.startswith("local-") else jobid
             with suppress(OSError), self._held(name, user) as (folder, _):
                 for data in _names(folder):
                     size = None if data.startswith(".") else self._staged_bytes(data, folder, user)
@@ -241,6 +245,19 @@ class _Walk:
             yield fd, os.fstat(fd)
         finally:
             os.close(fd)
+
+
+def _job_of(name: str) -> str | None:
+    """Return the key in `Jobs` of the job that a directory was staged for.
+
+    It is empty for a shell's, which counts as its user's, and None for other directories.
+    """
+    if _SHELL.fullmatch(name):
+        return ""
+    match = _JOB.fullmatch(name)
+    if not match:
+        return None
+    return job_key(match[2], match[1] if LOCAL_CLUSTER.fullmatch(match[1]) else "")
 
 
 def _names(directory: int) -> Iterator[str]:

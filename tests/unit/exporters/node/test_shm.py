@@ -121,6 +121,13 @@ CASES: dict[str, Case] = {
     "files of one": (lambda place: put(place / "x"), (UID,), (1,)),
     "of a user with two jobs": (lambda place: put(place / "x"), (UID, UID), (0, 0)),
     "staged": (lambda place: stage(place, "cluster-41"), (UID, UID), (3, 0)),
+    # a shell's directory ends in the time when it started, which may be the number of a job
+    "staged by a shell": (lambda place: stage(place, "shell-7-41"), (UID, UID), (0, 0)),
+    "staged by the only job's shell": (lambda place: stage(place, "shell-7-43"), (UID,), (3,)),
+    "kept by a shell": (lambda place: stage(place, "shell-7-41", keep=True), (UID, UID), (0, 0)),
+    "a cluster named shell": (lambda place: stage(place, "shell-41"), (UID, UID), (3, 0)),
+    "a cluster named local": (lambda place: stage(place, "local-hpc-41"), (UID, UID), (3, 0)),
+    "no job's number": (lambda place: stage(place, "cluster-41.0"), (UID, UID), (0, 0)),
     "a cached dataset": (stage_twice, (UID, UID, UID), (3, 3, 0)),
     "a link": (lambda place: link(place, "x", "/usr/bin"), (UID,), (0,)),
     "a linked cache": (lambda place: cached(place, ".cache"), (UID, UID), (0, 0)),
