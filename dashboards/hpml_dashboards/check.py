@@ -15,13 +15,14 @@ from ruamel.yaml import YAML
 
 from hpml_dashboards import JSON
 from hpml_dashboards.build import build
+from hpml_orchestrator import assets
 from hpml_orchestrator.errors import InputError
 from hpml_orchestrator.records.files import read_json
 
 __all__ = ["RULES", "UNUSED", "Finding", "Query", "check", "queries"]
 
-RULES = Path(__file__).parents[2] / "deploy/prometheus/rules"
-"""Recording rules that the dashboards use, in a clone of the repository."""
+RULES = assets.path("deploy/prometheus/rules")
+"""Recording rules that the dashboards use."""
 
 UNUSED: Mapping[str, str] = {
     "for accounting": "hpml_gpu_energy_joules_total hpml_slurm_job_run_seconds "

@@ -16,7 +16,6 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
-from urllib.parse import urlsplit
 
 import niquests
 from grafana_client.api import GrafanaApi
@@ -26,7 +25,7 @@ from ruamel.yaml import YAML
 from hpml_dashboards import JSON
 from hpml_orchestrator import assets
 from hpml_orchestrator.errors import HpmlError, InputError
-from hpml_orchestrator.spec.address import read_secret, split_login
+from hpml_orchestrator.spec.address import read_secret, split_login, web_address
 
 __all__ = ["Outcome", "Push", "alert_groups", "push", "read_token"]
 
@@ -180,12 +179,12 @@ class _Grafana:
     """A Grafana, and what is wanted of it."""
 
     def __init__(self, options: Push) -> None:
-        parts = urlsplit(options.url)
-        if parts.scheme not in {"http", "https"} or not parts.hostname or "@" in parts.netloc:
+        parts = web_address(options.url)
+        if parts is None or "@" in parts.netloc:
             raise InputError(
                 "not the address of a Grafana",
                 field="--url",
-                value=f"{parts.scheme}://{parts.hostname}" if "@" in options.url else options.url,
+                value=None if "@" in options.url else options.url,
                 hint="write it like https://grafana.example.org; the token does not belong in it",
             )
         self._options = options

@@ -23,7 +23,6 @@ __all__ = [
     "Roots",
     "check",
     "cluster_name",
-    "is_loopback",
 ]
 
 COLLECTORS = {
@@ -193,17 +192,6 @@ def cluster_name() -> str:
             if match:
                 return match[1].lower()
     return ""
-
-
-def is_loopback(host: str) -> bool:
-    """Whether only this machine reaches an address.
-
-    >>> is_loopback("127.0.0.1"), is_loopback("::1"), is_loopback("localhost")
-    (True, True, True)
-    >>> is_loopback(""), is_loopback("0.0.0.0"), is_loopback("node1")
-    (False, False, False)
-    """
-    return host in {"localhost", "::1"} or host.startswith("127.")
 
 
 def _check_seconds(options: NodeOptions, name: str, least: float, most: float) -> None:

@@ -11,6 +11,7 @@ from site import ENABLE_USER_SITE, getusersitepackages
 from typing import TYPE_CHECKING, Any
 
 from hpml_orchestrator.check.finding import Finding, warning
+from hpml_orchestrator.records.targets import is_loopback
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -19,7 +20,6 @@ if TYPE_CHECKING:
 
 __all__ = ["check_monitor"]
 
-_LOOPBACK = ("127.", "localhost:", "[::1]:")
 _OPEN = "everybody who can reach the nodes"
 _READ_SECONDS = 10.0
 _INSTALL = "pip install 'hpml-orchestrator[export]' where hpml is installed"
@@ -63,7 +63,7 @@ def _software(job: Job, installed: Callable[[str], bool]) -> Iterator[Finding]:
 
 
 def _listening(monitor: Monitor, on_nodes: bool) -> Iterator[Finding]:
-    alone = monitor.listen.startswith(_LOOPBACK)
+    alone = is_loopback(monitor.listen.rpartition(":")[0].strip("[]"))
     if alone and on_nodes:
         message = "is reachable from the node itself only: Prometheus elsewhere cannot scrape it"
         hint = "`listen: 0.0.0.0:0` with a `web_config`; the summary in the record needs neither"

@@ -10,7 +10,6 @@ import sys
 import webbrowser
 from pathlib import Path
 from typing import Annotated, Any
-from urllib.parse import urlsplit
 
 import typer
 from hpml_dashboards import JSON
@@ -26,7 +25,7 @@ from hpml_orchestrator.cli.common import PrometheusAuthOption, chosen_site
 from hpml_orchestrator.cli.process import notice
 from hpml_orchestrator.errors import HpmlError, InputError
 from hpml_orchestrator.site.profile import prometheus_of_site
-from hpml_orchestrator.spec.address import LOCAL_NAMES, read_credentials
+from hpml_orchestrator.spec.address import LOCAL_NAMES, read_credentials, web_address
 
 __all__ = ["group"]
 
@@ -72,7 +71,7 @@ def check(
 ) -> None:
     """Check built dashboards: against their code, PromQL, exported metrics and each other.
 
-    Exits with 1 if something is wrong. Works in a clone of hpml's repository.
+    Exits with 1 if something is wrong.
     """
     findings = _module("check").check(Path(directory) if directory else JSON)
     for finding in findings:
@@ -127,7 +126,8 @@ def push(
     then 1, as after failures.
     """
     module = _module("push")
-    if urlsplit(url).scheme == "http" and urlsplit(url).hostname not in LOCAL_NAMES:
+    address = web_address(url)
+    if address and address.scheme == "http" and address.hostname not in LOCAL_NAMES:
         notice("warning: --url is http: the token crosses the network unencrypted")
     options = module.Push(
         url=url,

@@ -12,18 +12,19 @@ from typing import Annotated, Any
 
 import typer
 from hpml_exporters.catalogue import ALL
-from hpml_exporters.options import COLLECTORS, NodeOptions, Roots, check, cluster_name, is_loopback
+from hpml_exporters.options import COLLECTORS, NodeOptions, Roots, check, cluster_name
 from hpml_exporters.slurm.commands import Commands
 from hpml_exporters.slurm.options import SlurmOptions
 from hpml_exporters.slurm.targets import TargetServer
 from hpml_exporters.slurm.targets import targets as targets_of
-from hpml_exporters.web.address import listen_on, split
+from hpml_exporters.web.address import listen_on
 from hpml_exporters.web.config import WebConfig, read
 
 from hpml_orchestrator.cli.common import JsonOption, print_json, print_table, refuse_empty
 from hpml_orchestrator.cli.process import become_exporter, refuse_gone_directory
 from hpml_orchestrator.errors import InputError, RecordError, SchedulerUnavailable
 from hpml_orchestrator.records.files import write_text
+from hpml_orchestrator.records.targets import is_loopback
 
 __all__ = ["group", "targets"]
 
@@ -204,7 +205,7 @@ def targets(
         with _option_names(listen="--serve"):
             listener = listen_on(serve)
         with TargetServer(listener, Commands(), port, only_up=only_up) as server:
-            if not is_loopback(split(serve)[0]):
+            if not is_loopback(listener.getsockname()[0]):
                 danger = f"anyone who can reach {serve} can read the list of nodes"
                 remedy = "listen on 127.0.0.1, behind an authenticating proxy"
                 _warn(f"{danger}, without a password", remedy, _SLURM_PAGE)
@@ -282,8 +283,9 @@ def _check_server(options: NodeOptions, content: str, page: str) -> None:
     config = WebConfig()
     if options.web_config:
         config = read(options.web_config)
-    listen_on(options.listen).close()
-    if is_loopback(split(options.listen)[0]) or (config.locked and config.tls):
+    with listen_on(options.listen) as listener:
+        address = listener.getsockname()[0]
+    if is_loopback(address) or (config.locked and config.tls):
         return
     if config.locked:
         danger = f"passwords for {options.listen} are sent unencrypted"

@@ -365,7 +365,7 @@ def target_address(address: str, environment: Mapping[str, str], node: str, host
     name = name.strip("[]")
     if name in {"", "0.0.0.0", "::"}:  # noqa: S104 - names them, binds nothing
         return f"{node if resolve([node]) else host}:{port}"
-    if name.startswith("127.") or name in {"::1", "localhost"}:
+    if targets.is_loopback(name):
         submit_host = environment.get("SLURM_SUBMIT_HOST", "")
         return address if submit_host.partition(".")[0] == host.partition(".")[0] else ""
     return address

@@ -9,6 +9,7 @@ file again.
 from __future__ import annotations
 
 import contextlib
+import ipaddress
 import json
 import os
 import re
@@ -27,6 +28,7 @@ __all__ = [
     "RENEW_SECONDS",
     "STALE_SECONDS",
     "default_directory",
+    "is_loopback",
     "publish",
     "renew",
     "sweep",
@@ -43,6 +45,20 @@ STALE_SECONDS = 600.0
 
 _UNSAFE = re.compile(r"[^A-Za-z0-9._+-]")
 _OURS = re.compile(r"[A-Za-z0-9._+-]+@[A-Za-z0-9._+-]+\.json(\.\w+)?")
+
+
+def is_loopback(host: str) -> bool:
+    """Return whether only this machine reaches a host: `localhost` or a loopback address.
+
+    >>> [is_loopback(host) for host in ("127.0.0.1", "127.8.9.1", "::1", "localhost")]
+    [True, True, True, True]
+    >>> [is_loopback(host) for host in ("", "0.0.0.0", "node1", "127.example.org")]
+    [False, False, False, False]
+    """
+    try:
+        return host == "localhost" or ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
 
 
 def default_directory(root: Path) -> Path:

@@ -4,18 +4,41 @@ from __future__ import annotations
 
 import base64
 import os
+import re
 import stat
 from typing import TYPE_CHECKING
-from urllib.parse import unquote, urlsplit
+from urllib.parse import SplitResult, unquote, urlsplit
 
 from hpml_orchestrator.errors import InputError
 
 if TYPE_CHECKING:
     from urllib.request import OpenerDirector
 
-__all__ = ["LOCAL_NAMES", "opener_for", "read_credentials", "read_secret", "split_login"]
+__all__ = [
+    "LOCAL_NAMES",
+    "opener_for",
+    "read_credentials",
+    "read_secret",
+    "split_login",
+    "web_address",
+]
 
 LOCAL_NAMES = ("127.0.0.1", "localhost")
+
+
+def web_address(url: str) -> SplitResult | None:
+    """Return the parts of an http or https address that can be asked; None for any other text.
+
+    >>> [web_address(url) for url in ("http://[::1", "http://h:99999", "ftp://h", "http://a b")]
+    [None, None, None, None]
+    """
+    try:
+        parts = urlsplit(url)
+        parts.hostname.encode("idna") if parts.hostname else None
+        is_whole = parts.scheme in ("http", "https") and parts.hostname and parts.port != 0
+    except ValueError:  # brackets that are not closed, a port that is too large, a label of 64
+        return None
+    return parts if is_whole and not re.search(r"[\x00-\x20\x7f]", url) else None
 
 
 def split_login(url: str, *, field: str) -> tuple[str, str]:
@@ -26,15 +49,15 @@ def split_login(url: str, *, field: str) -> tuple[str, str]:
     Raises:
         InputError: it is no such address; the value is not shown if it may hold a password.
     """
-    parts = urlsplit(url)
-    host = parts.netloc.rpartition("@")[2]
-    if parts.scheme not in ("http", "https") or not host:
+    parts = web_address(url)
+    if parts is None:
         raise InputError(
             "must be an http or https address",
             field=field,
             value=None if "@" in url else url,
             hint="for example http://prometheus.example.org:9090",
         )
+    host = parts.netloc.rpartition("@")[2]
     header = ""
     if parts.username is not None:
         login = f"{unquote(parts.username)}:{unquote(parts.password or '')}"

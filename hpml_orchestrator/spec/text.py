@@ -13,6 +13,7 @@ from typing import Annotated, Any
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, StrictInt
 
 from hpml_orchestrator.spec import values
+from hpml_orchestrator.spec.address import web_address
 
 __all__ = [
     "MAX_LIST",
@@ -135,6 +136,12 @@ def _port(value: str) -> str:
     return value
 
 
+def _web_address(value: str) -> str:
+    if web_address(value) is None:
+        raise ValueError("must have a host, an IPv6 address in brackets, and a port up to 65535")
+    return value
+
+
 def _matching(pattern: str, description: str, longest: int = 256) -> AfterValidator:
     compiled = re.compile(pattern)
 
@@ -241,6 +248,7 @@ WebAddress = Annotated[
         "https://grafana.example.org",
         512,
     ),
+    AfterValidator(_web_address),
 ]
 VariableName = Annotated[
     str,

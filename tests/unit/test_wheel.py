@@ -119,3 +119,24 @@ def test_the_installed_hpml_renders_and_runs(installed: Path, tmp_path: Path) ->
     assert run([installed / "hpml-bind", "--", "echo", "bound"], tmp_path).stdout == "bound\n"
     metrics = run([installed / "hpml", "export", "metrics"], tmp_path).stdout
     assert "hpml_exporter_up\tgauge\tcollector\t" in metrics
+
+
+@pytest.mark.parametrize(
+    ("command", "output"),
+    [
+        ("dashboards check", "all dashboards are as their code says"),
+        ("dashboards build --output built", "built/hpml-job.json"),
+        ("schema job", '"$defs"'),
+        ("template list", "srun"),
+        ("man submit", "hpml submit [OPTIONS]"),
+        ("man --output pages", "pages"),
+        ("import script.sh", "launcher: srun"),
+        ("topo --json", '"source": "sysfs"'),
+    ],
+)
+def test_commands_find_their_files(
+    installed: Path, tmp_path: Path, command: str, output: str
+) -> None:
+    """What a command reads beside Python code is in the wheel, too."""
+    (tmp_path / "script.sh").write_text("#!/bin/bash\n#SBATCH -N 1\nsrun python train.py\n")
+    assert output in run([installed / "hpml", *command.split()], tmp_path).stdout

@@ -11,6 +11,7 @@ from hpml_exporters.core.sampler import Source as CollectorSource
 from hpml_exporters.options import NodeOptions
 from hpml_exporters.slurm.collector import INTERVAL_MIN, SlurmCollector
 from hpml_orchestrator.errors import InputError, SchedulerUnavailable
+from hpml_orchestrator.spec.address import web_address
 
 if TYPE_CHECKING:
     from hpml_exporters.slurm.openmetrics import Relay
@@ -50,9 +51,9 @@ class SlurmOptions:
             raise InputError("no such source", field="source", value=self.source, hint=hint)
         if not INTERVAL_MIN <= self.interval <= 3600:  # noqa: PLR2004 - an hour
             raise InputError("must be 30 to 3600 seconds", field="interval", value=self.interval)
-        if not self.url.startswith(("http://", "https://")):
-            hint = "http://HOST:6817"
-            raise InputError("must be a URL", field="url", value=self.url, hint=hint)
+        if web_address(self.url) is None:
+            message, hint = "must be an http or https address", "http://HOST:6817"
+            raise InputError(message, field="url", value=self.url, hint=hint)
 
     def to_json(self) -> str:
         """Return the options as a JSON object."""

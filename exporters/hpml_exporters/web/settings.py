@@ -130,7 +130,7 @@ def _refuse_weaker(old: Settings, new: Settings) -> None:
     """
     before, after = old.config.tls, new.config.tls
     relaxed = {
-        "tls_server_config": (before is None) != (after is None),
+        "tls_server_config": before is not None and after is None,
         "basic_auth_users": bool(old.config.users) and not new.config.users,
     }
     if before and after:

@@ -51,6 +51,7 @@ def test_loopback_is_for_the_node_alone() -> None:
     """It is safe, and no Prometheus of a cluster will find it; on one machine that is well."""
     assert codes(told()) == ["monitor.alone"]
     assert codes(told(listen="[::1]:0")) == ["monitor.alone"]
+    assert codes(told(listen="127.example.org:0")) == ["monitor.open"]  # a name, not an address
     job = Job.model_validate({"name": "a", "command": ["true"], "monitor": {"enabled": True}})
     assert check_monitor(job, on_nodes=False) == []
 

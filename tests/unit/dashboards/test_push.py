@@ -170,9 +170,15 @@ def test_a_slow_grafana_is_given_up(grafana: Grafana, monkeypatch: pytest.Monkey
 
 
 @pytest.mark.parametrize(
-    "url", ["grafana.example.org", "ftp://host", "https://", "https://admin:secret@host"]
+    "url",
+    [
+        *("grafana.example.org", "ftp://host", "https://", "https://admin:secret@host"),
+        *("http://[::1", "http://[zz]", "http://h:0x1", "http://h:99999", "http://a b"),
+        *("http://secret@[::1", "http://a..b"),
+    ],
 )
 def test_a_wrong_address_is_refused(url: str) -> None:
+    """The error names the option, and shows no password."""
     with pytest.raises(InputError, match="--url") as caught:
         list(push(Push(url, TOKEN)))
     assert "secret" not in str(caught.value)

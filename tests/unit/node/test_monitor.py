@@ -284,6 +284,8 @@ def test_gpus_by_what_the_scheduler_says(
         ("127.0.0.1:4000", ""),
         ("[::1]:4000", ""),
         ("localhost:4000", ""),
+        ("127.8.9.1:4000", ""),
+        ("127.example.org:4000", "127.example.org:4000"),
         ("0.0.0.0:4000", "localhost:4000"),
         ("[::]:4000", "localhost:4000"),
     ],

@@ -5,8 +5,10 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import ssl
 import subprocess
 import sys
+from http.client import HTTPException
 from pathlib import Path
 
 import bcrypt
@@ -17,6 +19,7 @@ from hpml_orchestrator.errors import InputError
 from tests.patience import eventually
 from tests.unit.exporters.web.support import (
     RELOADING,
+    Address,
     Certificates,
     StaticPages,
     basic,
@@ -219,6 +222,40 @@ def test_reloading_goes_on_after_any_failure(
         assert server.counters.reload_failures == 1
     (line,) = capfd.readouterr().err.splitlines()
     assert "the previous settings are kept" in line
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "encrypted"),
+    [
+        ("", TLS, True),
+        ("", USERS, False),
+        ("", USERS + TLS, True),
+        (TLS, USERS + TLS, True),
+        (USERS, USERS + TLS, True),
+    ],
+)
+def test_a_stricter_file_counts_while_it_runs(
+    certificates: Certificates, before: str, after: str, encrypted: bool
+) -> None:
+    """TLS or passwords that are added keep out who could read before."""
+    path = certificates.write("web.yml", before)
+    bob = basic("bob", "right")
+    with serving(path, RELOADING) as (server, address):
+        context = certificates.context() if encrypted else None
+        replace(path, after)
+        eventually(lambda: answers(address, context) == (200 if after == TLS else 401))
+        assert status(address, context, Authorization=bob) == 200
+        if encrypted:
+            assert status(address, Authorization=bob) == 400  # "speaks https"
+        assert server.counters.reload_failures == 0
+
+
+def answers(address: Address, context: ssl.SSLContext | None) -> int | None:
+    """The status, or None if the connection ends without one."""
+    try:
+        return status(address, context)
+    except (OSError, HTTPException):
+        return None
 
 
 def test_a_removed_user_is_out_at_once(certificates: Certificates) -> None:
