@@ -36,7 +36,6 @@ from prometheus_client.core import Metric
 
 from hpml_exporters.core.collector import NotHereError
 from hpml_exporters.core.metric import MetricSpec, Row, families, metric
-from hpml_exporters.jobs.board import LOCAL_CLUSTER, job_key
 from hpml_exporters.options import Context
 
 __all__ = ["ENTRIES", "SPECS", "Shm", "make"]
@@ -59,7 +58,8 @@ ENTRIES = 500
 Shown is the last walk that came to its end.
 """
 
-_JOB = re.compile(r"([^.].*)-([0-9]+)", re.ASCII)  # {cluster}-{job id}
+# {cluster}-{job id}; runs of hpml's local backend have numbers of their own, see JobFacts.key
+_JOB = re.compile(r"(?:(local-[0-9a-f]{6}-)|[^.].*-)([0-9]+)", re.ASCII)
 _SHELL = re.compile(r"shell-[0-9]+-[0-9]+", re.ASCII)  # shell-{process}-{time of its start}
 _HELD = os.O_PATH | os.O_NOFOLLOW | os.O_CLOEXEC
 _BLOCK_BYTES = 512  # of st_blocks, whatever the file system's own
@@ -255,9 +255,7 @@ def _job_of(name: str) -> str | None:
     if _SHELL.fullmatch(name):
         return ""
     match = _JOB.fullmatch(name)
-    if not match:
-        return None
-    return job_key(match[2], match[1] if LOCAL_CLUSTER.fullmatch(match[1]) else "")
+    return (match[1] or "") + match[2] if match else None
 
 
 def _names(directory: int) -> Iterator[str]:
