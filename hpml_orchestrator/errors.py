@@ -59,7 +59,10 @@ class HpmlError(Exception):
 
 
 class InputError(HpmlError):
-    """A value that the user gave is wrong; names the field, the value and what would be right."""
+    """A value that the user gave is wrong; names the field, the value and what would be right.
+
+    `message` is without field and value; the text of the error has all three.
+    """
 
     exit_code = 2
     meaning = "a value that you gave is wrong"
@@ -81,8 +84,12 @@ class InputError(HpmlError):
         prefix = f"{field}: " if field else ""
         got = f" (got {shown})" if shown else ""
         super().__init__(f"{prefix}{message}{got}", hint=hint)
+        self.message = message
         self.field = field
         self.value = value
+
+    def __str__(self) -> str:
+        return str(self.args[0])
 
 
 def _as_written(value: object) -> str:
@@ -157,8 +164,13 @@ def counted(number: int, noun: str) -> str:
     return f"{number} {noun}{'' if number == 1 else 's'}"
 
 
-def nearest(word: str, known: Iterable[str]) -> str:
+def nearest(word: str, known: Iterable[str], *, at_least: float = _CLOSE_ENOUGH) -> str:
     """Return the known name that a word was probably meant to be; empty when none is near.
+
+    Args:
+        word: what was written.
+        known: names.
+        at_least: how much of both is alike, from 0 to 1.
 
     >>> nearest("sumbit", ["list", "submit"])
     'submit'
@@ -168,7 +180,7 @@ def nearest(word: str, known: Iterable[str]) -> str:
     import difflib  # noqa: PLC0415 - for those who mistyped alone
 
     names = {name.lower(): name for name in known}
-    found = difflib.get_close_matches(word.lower(), names, n=1, cutoff=_CLOSE_ENOUGH)
+    found = difflib.get_close_matches(word.lower(), names, n=1, cutoff=at_least)
     return names[found[0]] if found else ""
 
 

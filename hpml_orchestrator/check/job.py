@@ -337,5 +337,4 @@ def invalid_job(fault: InputError) -> Report:
 def _as_finding(fault: HpmlError, hint: str = "") -> Finding:
     place, value = getattr(fault, "field", "") or "job", getattr(fault, "value", None)
     shown = value if isinstance(value, (str, int, float)) else None
-    message = fault.message.removeprefix(f"{place}: ").partition(" (got ")[0]
-    return error("job.wrong", place, shown, message, hint=fault.hint or hint)
+    return error("job.wrong", place, shown, fault.message, hint=fault.hint or hint)

@@ -87,8 +87,7 @@ def check_targets(job: Job) -> Iterator[Finding]:
         try:
             root.check_base()
         except HpmlError as fault:
-            message = fault.message.removeprefix("target: ")
-            yield error("stage.target", place, stage.target, message, None, fault.hint)
+            yield error("stage.target", place, stage.target, fault.message, None, fault.hint)
             continue
         inner = root.path if os.path.isdir(root.path) else root.base
         if not os.access(inner, os.W_OK | os.X_OK):
@@ -125,8 +124,7 @@ def _kind(stage: Stage, place: str, walk: _Walk) -> Iterator[Finding]:
     except PermissionError:
         pass  # the walk names what is unreadable
     except HpmlError as fault:
-        message = fault.message.removeprefix("source: ")
-        yield error("stage.kind", place, stage.source, message, None, fault.hint)
+        yield error("stage.kind", place, stage.source, fault.message, None, fault.hint)
 
 
 def _no_source(stage: Stage, place: str, fault: OSError) -> Finding:

@@ -375,6 +375,7 @@ def _option_names(
                 option = "--local-dir" if to == "local" and local_dir else option
                 error.hint = error.hint or "set by the site profile, $SLURM_TMPDIR or $TMPDIR"
             if option:
-                message = error.message.removeprefix(f"{error.field}: ")
-                error.message, error.field = f"{option}: {message}", option
+                raise InputError(
+                    error.message, field=option, value=error.value, hint=error.hint
+                ) from error
         raise

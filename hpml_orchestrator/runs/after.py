@@ -62,7 +62,7 @@ def _resolve(store: Store, dependency: str, backend: str) -> Submission:
         submission = store.resolve(dependency.rpartition(":")[2])
         record = submission.record()
     except (InputError, NotFoundError) as error:
-        raise _wrong(dependency, error.message, error.hint) from error
+        raise _wrong(dependency, str(error), error.hint) from error
     other = str(record["backend"])
     if other == "local" and record["host"] != socket.gethostname():
         other = f"local backend of {record['host']}"

@@ -137,7 +137,7 @@ def _size(stage: Stage, index: int) -> str:
             message = f"cannot be read: {error.strerror or error}"
             hint = "or give `size`, and the source is not looked at before the job runs"
         else:  # a damaged archive, or one that holds what staging refuses
-            message, hint = error.message.removeprefix("source: "), error.hint
+            message, hint = error.message, error.hint
         field = f"stage.{index}.source"
         raise InputError(message, field=field, value=stage.source, hint=hint) from error
     if size is None:

@@ -122,7 +122,7 @@ def _read(name: str, path: str, site: ResolvedSite) -> Topology:
         topology = read_topology(Path(path))
     except (InputError, NotFoundError) as error:
         raise InputError(
-            error.message, field=field, hint=f"{where}; {error.hint}".rstrip("; ")
+            str(error), field=field, hint=f"{where}; {error.hint}".rstrip("; ")
         ) from None
     if not topology.cores:
         hint = f"{where}; `hpml topo --json` on such a node writes one"

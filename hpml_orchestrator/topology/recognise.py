@@ -75,7 +75,7 @@ def topology_of_text(text: str, *, name: str = "topology") -> Topology:
     try:
         return _read_by_content(text)
     except InputError as error:
-        raise InputError(f"{name}: {error.message}", hint=error.hint) from None
+        raise InputError(f"{name}: {error}", hint=error.hint) from None
 
 
 def _read_by_content(text: str) -> Topology:

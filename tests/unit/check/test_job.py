@@ -217,5 +217,7 @@ def test_a_job_file_that_is_wrong_is_a_report(tmp_path: Path) -> None:
         ("args.0", "{stage.d}"),
     ]
     assert findings[0].message == "must be at least 1"
+    (one,) = invalid_job(InputError("says 'a (got b)'", field="f", value="c (got d)")).findings
+    assert (one.message, one.value) == ("says 'a (got b)'", "c (got d)")
     report = invalid_job(InputError("it is empty"))
     assert (report.to_json()["ok"], report.errors[0].field) == (False, "job")

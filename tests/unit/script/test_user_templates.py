@@ -153,7 +153,7 @@ def test_setup_has_to_be_shell(office: Office, lines: str, message: str) -> None
         return
     with pytest.raises(InputError) as caught:
         office.render(own=False, environment=environment)
-    assert caught.value.message.startswith("environment.setup: bash cannot read it: ")
+    assert str(caught.value).startswith("environment.setup: bash cannot read it: ")
     assert message in caught.value.message
     assert "command line" in caught.value.hint
 
