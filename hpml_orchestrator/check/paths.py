@@ -32,6 +32,7 @@ _LOOPBACK = re.compile(
     r"^\s*(?:SlurmctldHost\s*=\s*[^\s(]+\(127\.|SlurmctldHost\s*=\s*localhost\b)",
     re.IGNORECASE | re.MULTILINE,
 )
+_OPTION_AND_VALUE = re.compile(r"(--?[A-Za-z][\w.-]*)\s+(\S.*)", re.DOTALL)
 _LAUNCHERS = {
     "mpirun": "load Open MPI's module in `environment.modules`",
     "horovodrun": "name the `environment.venv` or `conda` that Horovod is installed in",
@@ -45,7 +46,23 @@ def check_program(job: Job, environment: Mapping[str, str]) -> list[Finding]:
         job: a complete job.
         environment: of the submitting process, for PATH.
     """
-    return [*_program(job, environment), *_software(job.environment, environment)]
+    return [
+        *_program(job, environment),
+        *_words(job),
+        *_software(job.environment, environment),
+    ]
+
+
+def _words(job: Job) -> Iterator[Finding]:
+    """Yield a warning for each word that holds an option and, after a blank, its value."""
+    for place, words in (("args", job.args), ("command", job.command or ())):
+        for index, word in enumerate(words):
+            match = _OPTION_AND_VALUE.fullmatch(word)
+            if match:
+                message = f'the program receives "{word}" as one argument, with the blank'
+                hint = f"write {match[1]}={match[2]}, or " if word.startswith("--") else "write "
+                hint += f"two entries: {match[1]} and {match[2]}"
+                yield warning("args.one_word", f"{place}.{index}", word, message, None, hint)
 
 
 def _program(job: Job, environment: Mapping[str, str]) -> Iterator[Finding]:
@@ -62,6 +79,8 @@ def _program(job: Job, environment: Mapping[str, str]) -> Iterator[Finding]:
     if job.command is not None:
         place, program = "command.0", job.command[0]
     hint = "load a module, name a venv, or give the program's path"
+    if job.command is not None and re.search(r"\s", program):
+        hint = "write each word as a separate entry: command: [python, train.py]"
     yield from _on_path(place, program, job.workdir, job.environment, environment, hint)
     if job.script is not None:
         level: Level = "warning" if job.environment.container else "error"

@@ -140,7 +140,8 @@ def request_of(job: Job, *, disk_mib: int = 0, shm_mib: int = 0) -> Request:
     memory = memory_mebibytes(job)
     seconds = values.parse_time(resources.time)
     with contextlib.suppress(ValueError):  # `--time-min` lets Slurm shorten the time limit
-        seconds = min(seconds, values.parse_time(options.get("time-min") or ""))
+        shortest = values.parse_time_limit(options.get("time-min") or "")
+        seconds = min(seconds, shortest or seconds)
     return Request(
         job=job,
         nodes=resources.nodes,

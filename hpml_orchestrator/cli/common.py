@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import sys
 from dataclasses import replace
 from typing import TYPE_CHECKING, Annotated, Any
@@ -14,6 +13,7 @@ import typer
 from hpml_orchestrator.errors import InputError
 from hpml_orchestrator.records.store import Store, default_root
 from hpml_orchestrator.records.texts import examples
+from hpml_orchestrator.spec.values import read_span
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -46,7 +46,6 @@ STANDARD_OUTPUT = "-"
 """Stands for standard output where a file is expected."""
 
 _NAMED_TASKS = 3
-_AGE_SECONDS = {"s": 1, "m": 60, "h": 3_600, "d": 86_400, "w": 604_800}
 
 
 def completion(ids: Callable[[Store], Iterable[str]]) -> Callable[..., list[str]]:
@@ -185,14 +184,14 @@ def parse_age(text: str, *, field: str) -> float:
     >>> parse_age("90m", field="--older"), parse_age("1.5h", field="--older")
     (5400.0, 5400.0)
     """
-    match = re.fullmatch(r"(\d{1,9}(?:\.\d{1,6})?)([smhdw])", text.strip(), re.ASCII)
-    if match is None:
+    seconds = read_span(text)
+    if seconds is None:
         raise InputError(
             "must be a number with a unit (s, m, h, d, w), e.g. 90m, 12h or 7d",
             field=field,
             value=text,
         )
-    return float(match[1]) * _AGE_SECONDS[match[2]]
+    return seconds
 
 
 def print_json(value: Any) -> None:

@@ -110,6 +110,7 @@ def render(
         "binder": BIND_CODE,
         "static": static_form(job, site, topologies or {}),
         "variables": list(environment.variables.items()),
+        "needed": _needed_variables(job),
         "stages": [_stage(stage, (targets or {}).get(stage.name, "")) for stage in job.stage],
         "bases": bases_of(job),
         "own": [(name, template.variable(f"{name}.dir")) for name in own_directories(job)],
@@ -141,6 +142,22 @@ def render(
             hint="put long values into a file and pass the file's path",
         )
     return text
+
+
+def _needed_variables(job: Job) -> list[str]:
+    """Return what `{env.NAME}` of the job names and `environment.variables` has not set by then."""
+    needed: dict[str, None] = {}
+    known: set[str] = set()
+    words = [*(job.command or ()), *job.args]
+    for variable, text in [*job.environment.variables.items(), ("", " ".join(words))]:
+        names = [
+            name.removeprefix("env.")
+            for name in PLACEHOLDER.findall(text)
+            if name.startswith("env.")
+        ]
+        needed |= dict.fromkeys(name for name in names if name not in known)
+        known.add(variable)
+    return list(needed)
 
 
 def _in_code(path: str) -> template.Raw:

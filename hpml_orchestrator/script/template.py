@@ -12,12 +12,17 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from pydantic import BaseModel
 
 from hpml_orchestrator import assets
-from hpml_orchestrator.spec.text import PLACEHOLDER
+from hpml_orchestrator.spec.text import PLACEHOLDER, unescaped
 
 __all__ = ["Raw", "ScriptEnvironment", "environment", "own_directory", "word"]
 
 _DIRECTIVE = re.compile(r"[A-Za-z0-9_.,:@/+=%*()\[\]|&<>\- ]*")
-_VARIABLES = {"run.dir": "HPML_RUN_DIR", "array.index": "SLURM_ARRAY_TASK_ID"}
+_VARIABLES = {
+    "run.dir": "HPML_RUN_DIR",
+    "run.id": "{HPML_RUN_DIR##*/}",
+    "job.id": "SLURM_JOB_ID",
+    "array.index": "SLURM_ARRAY_TASK_ID",
+}
 
 
 class Raw(str):
@@ -46,17 +51,19 @@ def directive(value: Any) -> Raw:
 
 
 def word(value: Any) -> Raw:
-    """Return a value as one shell word; `{stage.NAME}`, `{run.dir}` become variables.
+    """Return a value as one shell word; `{stage.NAME}`, `{env.HOME}` become variables.
 
     >>> word("--data={stage.digits}/train it")
     '--data='"$HPML_STAGE_DIGITS"'/train it'
+    >>> word("{run.id}{env.HOME}{{run.id}}")
+    '"${HPML_RUN_DIR##*/}""$HOME"'{run.id}''
     """
     if isinstance(value, Raw):
         return value
     # texts and the placeholders between them take turns
     parts = PLACEHOLDER.split(str(value))
     shell = [
-        f'"${variable(part)}"' if index % 2 else shlex.quote(part)
+        f'"${variable(part)}"' if index % 2 else shlex.quote(unescaped(part))
         for index, part in enumerate(parts)
         if part or len(parts) == 1
     ]
@@ -78,6 +85,8 @@ def node_path(path: str) -> Raw:
 
 def variable(placeholder: str) -> str:
     """Return the shell variable of a placeholder: `stage.digits` -> `HPML_STAGE_DIGITS`."""
+    if placeholder.startswith("env."):
+        return placeholder.removeprefix("env.")
     return _VARIABLES.get(placeholder, f"HPML_{placeholder.replace('.', '_').upper()}")
 
 

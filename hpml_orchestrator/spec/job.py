@@ -75,7 +75,7 @@ class Resources(Model):
     memory: text.MemoryText | None = None
     """Memory per node, such as `64G`; data staged into RAM is added to it."""
     time: text.TimeText = "01:00:00"
-    """Time limit: minutes, MM:SS, HH:MM:SS, D-HH, D-HH:MM or D-HH:MM:SS."""
+    """Time limit: `2h`, `1d12h`, or minutes, MM:SS, HH:MM:SS, D-HH, D-HH:MM or D-HH:MM:SS."""
     partition: text.PlainWord | None = None
     """Partition, or several separated by commas."""
     account: text.PlainWord | None = None
@@ -302,6 +302,7 @@ class Job(Model):
     """Any program with its arguments."""
     args: Annotated[list[text.Argument], Field(max_length=MAX_LIST)] = Field(default=[])
     """Arguments. `{stage.NAME}` is the directory of staged data, `{run.dir}` the run's directory,
+    `{run.id}` and `{job.id}` are ids, `{env.NAME}` is a variable of the job's environment,
     `{array.index}` the task's index, `{local.dir}` and `{shm.dir}` an empty directory of the job on
     each node's disk and in its RAM; all else is taken literally."""
     array: Annotated[

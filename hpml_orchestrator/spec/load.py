@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import os
 import re
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -16,7 +16,13 @@ from hpml_orchestrator.errors import InputError, nearest
 from hpml_orchestrator.spec.document import parse_yaml, read_mapping
 from hpml_orchestrator.spec.job import Job, spelled_out
 from hpml_orchestrator.spec.problems import combined, problems_of
-from hpml_orchestrator.spec.text import PLACEHOLDER
+from hpml_orchestrator.spec.text import (
+    BRACES,
+    FIXED_PLACEHOLDERS,
+    PER_RANK,
+    PLACEHOLDER,
+    intended_placeholder,
+)
 
 if TYPE_CHECKING:
     from hpml_orchestrator.spec.site import ResolvedSite
@@ -174,39 +180,86 @@ def _index(entries: list[Any], part: str, field: str, value: Any) -> int:
 _ADVICE = {
     "stage": "stage data under that name",
     "point": "a sweep alone has points",
-    "run": "there is {run.dir}",
+    "run": "there are {run.dir} and {run.id}",
     "local": "there is {local.dir}",
     "shm": "there is {shm.dir}",
+    "array": "there is {array.index}",
+    "job": "there is {job.id}",
+    "env": "a variable's name has letters, digits and _",
 }
+_WITH_PLACEHOLDERS = re.compile(r"(args|command|collect|environment\.variables)\b")
 
 
 def _unknown_placeholders(data: dict[str, Any], points: Collection[str]) -> Iterator[InputError]:
     """Yield an error for each placeholder that names nothing; the fields are not validated yet."""
-    environment = data.get("environment")
-    variables = environment.get("variables") if isinstance(environment, dict) else None
     names = [stage.get("name") for stage in _entries(data, "stage") if isinstance(stage, dict)]
-    known = {"run.dir", "local.dir", "shm.dir"}
-    known |= {*(f"stage.{name}" for name in names), *(f"point.{name}" for name in points)}
-    for whole, values in (
-        *((f"collect.{index}", entry) for index, entry in enumerate(_entries(data, "collect"))),
-        ("args", data.get("args")),
-        ("command", data.get("command")),
-        ("environment.variables", variables),
-    ):
-        items = enumerate(values) if isinstance(values, list) else ()
-        for key, value in values.items() if isinstance(values, dict) else items:
-            for name in PLACEHOLDER.findall(value) if isinstance(value, str) else ():
-                if name.startswith("point.") and whole.startswith("collect."):
-                    message = f"{{{name}}} is not known here; results of each run are in TARGET/RUN"
-                elif name == "array.index" and data.get("array") is None:
-                    message = "{array.index} needs an array, such as `array: 0-9`"
-                elif name != "array.index" and name not in known:
-                    meant = nearest(name, known)
-                    advice = f"did you mean {{{meant}}}?" if meant else _ADVICE[name.split(".")[0]]
-                    message = f"{{{name}}} names nothing; {advice}"
-                else:
-                    continue
-                yield InputError(message, field=f"{whole}.{key}", value=value)
+    known = [*(f"stage.{name}" for name in names), *(f"point.{name}" for name in points)]
+    for field, value in _texts(data):
+        if _WITH_PLACEHOLDERS.match(field):
+            faults = _placeholder_faults(
+                value, known, is_array=data.get("array") is not None, field=field
+            )
+        elif PLACEHOLDER.search(value) and not field.startswith("environment.setup"):
+            faults = iter(["has no placeholders; args, command and environment.variables have"])
+        else:
+            continue
+        for message in faults:
+            yield InputError(message, field=field, value=value)
+
+
+def _placeholder_faults(
+    value: str, known: Sequence[str], *, is_array: bool, field: str
+) -> Iterator[str]:
+    """Yield what is wrong with the placeholders of a text, and with what resembles one."""
+    for match in BRACES.finditer(value):
+        shown, name = match[0], match[1]
+        follows_dollar = value[: match.start()].endswith("$")
+        if not PLACEHOLDER.fullmatch(shown):
+            # ${name} is of a shell or of OmegaConf; a word of code may hold {an.expression}
+            meant = None if follows_dollar else intended_placeholder(name, known)
+            if meant is None or (not meant and "." in name and re.search(r"[\s'\"()]", value)):
+                continue
+            fault = _names_nothing(shown, meant)
+        elif follows_dollar:
+            fault = f"the $ before {shown} is passed on as text: leave it out"
+        else:
+            fault = _fault_of(name, known, is_array=is_array, at_start=field.startswith("collect."))
+        if fault:
+            yield f"{fault} (the text itself is written {{{shown.replace(' ', '')}}})"
+
+
+def _fault_of(name: str, known: Sequence[str], *, is_array: bool, at_start: bool) -> str:
+    """Return what is wrong with a placeholder; `at_start`: before setup has run, for each run."""
+    root, _, rest = name.partition(".")
+    if name == "array.index" and not is_array:
+        return "{array.index} needs an array, such as `array: 0-9`"
+    if root == "point" and at_start:
+        return f"{{{name}}} is not known here; results of each run are in TARGET/RUN"
+    if name in known or name in FIXED_PLACEHOLDERS:
+        return ""
+    if root == "env" and not rest[:1].isdigit():
+        if at_start:
+            return f"{{{name}}} is not known here: it is read after environment.setup"
+        per_rank = f"{{{name}}} is not the same in all ranks: read {rest} in the program"
+        return per_rank if rest in PER_RANK else ""
+    return _names_nothing(f"{{{name}}}", nearest(name, [*FIXED_PLACEHOLDERS, *known]))
+
+
+def _names_nothing(shown: str, meant: str) -> str:
+    root = shown.strip("{ }").partition(".")[0].lower()
+    advice = f"did you mean {{{meant}}}?" if meant else _ADVICE.get(root, "")
+    return f"{shown} names nothing" + f"; {advice}" * bool(advice)
+
+
+def _texts(value: Any, field: str = "") -> Iterator[tuple[str, str]]:
+    """Yield the dotted name and value of each text in nested mappings and lists."""
+    items: Any = ()
+    if isinstance(value, str):
+        yield field, value
+    elif isinstance(value, (dict, list)):
+        items = value.items() if isinstance(value, dict) else enumerate(value)
+    for key, inner in items:
+        yield from _texts(inner, f"{field}.{key}" if field else str(key))
 
 
 def _wrong_targets(data: dict[str, Any]) -> Iterator[InputError]:

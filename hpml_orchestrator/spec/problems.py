@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, get_args
 
@@ -130,9 +131,26 @@ def _message(finding: ErrorDetails, value: Any) -> str:
     message = message.format(**context)
     if value is None and kind != "missing":
         message += ", and there is nothing: fill it in or leave it out"
-    elif kind == "string_type" and not isinstance(value, (dict, list)):
-        message += ": put it in quotes"
+    elif kind == "string_type":
+        message += _in_quotes(value)
     return message
+
+
+def _in_quotes(value: Any) -> str:
+    """Return how to write what YAML did not read as text: `{stage.set}` is a mapping there."""
+    if not isinstance(value, (dict, list)):
+        return ": put it in quotes"
+    inner = next(iter(value.items()), None) if isinstance(value, dict) and len(value) == 1 else None
+    if inner is None or not isinstance(inner[0], str) or isinstance(inner[1], (dict, list)):
+        kind = "mapping" if isinstance(value, dict) else "list"
+        return f", and this is a {kind}: {_printable(json.dumps(value, default=str))}"
+    name, written = inner[0], getattr(inner[1], "written", inner[1])
+    if written is None:
+        return f', and YAML reads {{{name}}} as a mapping: put it in quotes, "{{{name}}}"'
+    shown = str(written).lower() if isinstance(written, bool) else written
+    wanted = f'"{name}: {shown}"'
+    wanted = f"{name}={shown}, or {wanted} if the colon is meant" if name[:1] == "-" else wanted
+    return f", and YAML reads `{name}: {shown}` as a mapping: write {wanted}"
 
 
 def _printable(part: str) -> str:

@@ -8,15 +8,20 @@ that neither sbatch nor a shell gives a meaning to.
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable
 from typing import Annotated, Any
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, StrictInt
 
+from hpml_orchestrator.errors import nearest
 from hpml_orchestrator.spec import values
 from hpml_orchestrator.spec.address import web_address
 
 __all__ = [
+    "BRACES",
+    "FIXED_PLACEHOLDERS",
     "MAX_LIST",
+    "PER_RANK",
     "PLACEHOLDER",
     "Address",
     "After",
@@ -44,13 +49,29 @@ __all__ = [
     "TimeText",
     "VariableName",
     "WebAddress",
+    "intended_placeholder",
+    "unescaped",
 ]
 
 MAX_LIST = 4096
 """Most entries of a list or mapping."""
 
-PLACEHOLDER = re.compile(r"\{((?:stage|run|point|local|shm)\.[A-Za-z0-9_]+|array\.index)\}")
-"""What arguments and variables refer to data, the run, a task and a point of a sweep by."""
+_NOT_DOUBLED = r"\{(?!(?<=\{\{)[\w:.-]+\}\})"
+PLACEHOLDER = re.compile(
+    _NOT_DOUBLED + r"((?:stage|run|point|local|shm|array|job|env)\.[A-Za-z0-9_]+)\}"
+)
+"""What arguments and variables refer to data, the run, the job, a task, a point of a sweep and the
+job's environment by; with doubled braces it is text."""
+BRACES = re.compile(_NOT_DOUBLED + r"\s*([A-Za-z][\w:.-]*)\s*\}", re.ASCII)
+"""A word in braces, which may be a misspelt placeholder."""
+FIXED_PLACEHOLDERS = ("run.dir", "run.id", "job.id", "array.index", "local.dir", "shm.dir")
+"""Those that do not end in a name of the user's."""
+
+_DOUBLED = re.compile(r"\{(\{([A-Za-z][\w:.-]*)\})\}", re.ASCII)
+_NAMED = re.compile(
+    r"(?:(?:stages?|points?)[._:-]|env[.:])\w+|stage|run|array|local|shm|job", re.IGNORECASE
+)
+_MISSPELT = 0.8  # so that {epoch}, {index} and the like remain text
 
 MAX_ARGUMENT_BYTES = 131_071
 """Longest single argument or NAME=value that Linux hands to a process (MAX_ARG_STRLEN - 1)."""
@@ -64,14 +85,52 @@ _RESERVED = frozenset(
     "ENV IFS PS4 PROMPT_COMMAND SHELLOPTS UID EUID PPID GROUPS FUNCNAME DIRSTACK GLOBIGNORE "
     "POSIXLY_CORRECT CDPATH LINENO SECONDS RANDOM SRANDOM EPOCHSECONDS EPOCHREALTIME OPTARG OPTIND "
     "OPTERR PIPESTATUS PWD OLDPWD SHLVL TIMEFORMAT HISTCMD COMP_WORDBREAKS MAPFILE REPLY COPROC "
-    "_ "
-    # the launcher sets these
+    "_".split()
+)
+_OF_LAUNCHERS = frozenset(
     "RANK WORLD_SIZE LOCAL_RANK LOCAL_WORLD_SIZE GROUP_RANK NODE_RANK MASTER_ADDR MASTER_PORT "
     "PET_NODE_RANK HOROVOD_RANK HOROVOD_SIZE HOROVOD_LOCAL_RANK HOROVOD_LOCAL_SIZE "
     "HOROVOD_CROSS_RANK HOROVOD_CROSS_SIZE".split()
 )
+PER_RANK = _OF_LAUNCHERS | frozenset(
+    "SLURM_PROCID SLURM_LOCALID SLURM_NODEID OMPI_COMM_WORLD_RANK OMPI_COMM_WORLD_LOCAL_RANK "
+    "PMI_RANK PMIX_RANK".split()
+)
+"""Variables that only the ranks' own processes find: each rank may have another value."""
 # Open MPI's own settings are the user's; PMIX and PRTE are parts of version 5.
 _OPEN_MPI_SETTINGS = ("OMPI_MCA_", "PMIX_MCA_", "PRTE_MCA_", "OMPI_ALLOW_RUN_AS_ROOT")
+
+
+def intended_placeholder(word: str, known: Iterable[str] = ()) -> str | None:
+    """Return the placeholder that a word in braces was probably meant to be.
+
+    Args:
+        word: what is between the braces.
+        known: placeholders with names of the user's, such as `stage.digits`.
+
+    Returns:
+        None for a word that resembles no placeholder; empty if none of those known is near.
+
+    >>> intended_placeholder("run_dir"), intended_placeholder("stage:set", ["stage.set"])
+    ('run.dir', 'stage.set')
+    >>> intended_placeholder("epoch"), intended_placeholder("node.name")
+    (None, '')
+    """
+    plain = {re.sub(r"\W|_", "", name): name for name in (*FIXED_PLACEHOLDERS, *known)}
+    meant = plain.get(nearest(re.sub(r"\W|_", "", word), plain, at_least=_MISSPELT), "")
+    is_like_one = meant or _NAMED.fullmatch(word) or re.fullmatch(r"\w+\.\w+", word)
+    return meant if is_like_one else None
+
+
+def unescaped(text: str) -> str:
+    """Return text with single braces where they were doubled to be no placeholder.
+
+    >>> unescaped("{{run.dir}} {{epoch}} {'a': {'b': 1}}")
+    "{run.dir} {{epoch}} {'a': {'b': 1}}"
+    """
+    return _DOUBLED.sub(
+        lambda match: match[0] if intended_placeholder(match[2]) is None else match[1], text
+    )
 
 
 def _unicode(value: str) -> str:
@@ -124,7 +183,7 @@ def _not_empty(value: str) -> str:
 
 
 def _not_reserved(value: str) -> str:
-    reserved = value in _RESERVED or value.upper().startswith(_RESERVED_PREFIXES)
+    reserved = value in _RESERVED | _OF_LAUNCHERS or value.upper().startswith(_RESERVED_PREFIXES)
     if reserved and not value.startswith(_OPEN_MPI_SETTINGS):
         raise ValueError("is set by the shell, Slurm, the launcher or hpml; choose another name")
     return value

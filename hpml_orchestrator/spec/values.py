@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -28,6 +29,7 @@ __all__ = [
     "read_count",
     "read_gres",
     "read_seconds",
+    "read_span",
     "size_text",
     "split_list",
 ]
@@ -38,7 +40,8 @@ _MAX_SECONDS = 3_650 * _DAY
 _MAX_BYTES = 1024**5
 _MAX_COUNT = 9_999_999
 
-TIME_FORMS = "minutes, MM:SS, HH:MM:SS, D-HH, D-HH:MM or D-HH:MM:SS"
+_SLURM_FORMS = "minutes, MM:SS, HH:MM:SS, D-HH, D-HH:MM or D-HH:MM:SS"
+TIME_FORMS = f"2h, 90m, 1d12h, or {_SLURM_FORMS}"
 _SIZE_FORMS = "must be a size such as 500M, 64G or 1T (a bare number is MiB)"
 _GPU_FORMS = (
     "must be a number of GPUs per node, with a type such as a100:4 or a MIG profile such as "
@@ -49,6 +52,8 @@ _NO_LIMIT = frozenset({"unlimited", "infinite", "-1"})
 _CLOCK = re.compile(
     r"(?:(\d{1,9})-)?(\d{1,12})(?::(\d{1,9}))?(?::(\d{1,9}))?(\.\d{1,9})?", re.ASCII
 )
+_SPAN = re.compile(r"(?:\d{1,9}(?:\.\d{1,6})?[smhdw])+", re.ASCII)
+_SPAN_SECONDS = {"s": 1, "m": _MINUTE, "h": _HOUR, "d": _DAY, "w": 7 * _DAY}
 _POWERS = {"": 0, "K": 1, "M": 2, "G": 3, "T": 4, "P": 5, "E": 6}
 _WRITTEN_SIZE = re.compile(r"(\d{1,15})\s*(?:([KMGT])(?:i?B)?)?", re.IGNORECASE | re.ASCII)
 # sacct marks memory per CPU with c, per node with n, and an estimate with ?
@@ -98,23 +103,40 @@ def read_seconds(text: str, *, bare: int = _MINUTE) -> float | None:
     return seconds + float(fraction or 0)
 
 
+def read_span(text: str) -> float | None:
+    """Return the seconds of a time with units, each once; None for what is in another form.
+
+    >>> read_span("90s"), read_span("1d12h"), read_span("1.5h"), read_span("90")
+    (90.0, 129600.0, 5400.0, None)
+    """
+    text = text.strip()
+    parts = re.findall(r"([\d.]+)([a-z])", text)
+    units = [unit for _, unit in parts]
+    if not _SPAN.fullmatch(text) or len({*units}) < len(units):
+        return None
+    return sum(float(number) * _SPAN_SECONDS[unit] for number, unit in parts)
+
+
 def parse_time(value: str | int) -> int:
-    """Return the seconds of a time limit in one of Slurm's forms: `30` and `30:00` are the same.
+    """Return the seconds of a time limit, `2h` or in one of Slurm's forms: `30` is `30:00`.
 
     Raises:
         ValueError: it is in none of the forms, zero, or over ten years.
 
-    >>> parse_time("10:00"), parse_time("1-0"), parse_time(90)
-    (600, 86400, 5400)
+    >>> parse_time("10:00"), parse_time("1-0"), parse_time(90), parse_time("1h30m")
+    (600, 86400, 5400, 5400)
     """
     seconds = None
-    if not isinstance(value, bool) and isinstance(value, (int, str)) and "." not in str(value):
-        seconds = read_seconds(str(value))
+    if not isinstance(value, bool) and isinstance(value, (int, str)):
+        text = str(value)
+        seconds = read_span(text)
+        if seconds is None and "." not in text:
+            seconds = read_seconds(text)
     if seconds is None:
         raise ValueError(f"must be a time limit: {TIME_FORMS}")
     if not 0 < seconds <= _MAX_SECONDS:
         raise ValueError("must be more than zero and at most ten years")
-    return int(seconds)
+    return math.ceil(seconds)
 
 
 def parse_time_limit(text: str) -> int | None:
@@ -128,6 +150,8 @@ def parse_time_limit(text: str) -> int | None:
     """
     if text.strip().lower() in _NO_LIMIT or read_seconds(text) == 0:
         return None
+    if read_span(text) is not None:
+        raise ValueError(f"must be a time limit of sbatch: {_SLURM_FORMS}")
     return parse_time(text)
 
 

@@ -65,6 +65,36 @@ def test_what_a_job_names_must_exist(
     assert codes(tmp_path, **here(fields)) == expected
 
 
+@pytest.mark.parametrize(
+    ("word", "remedy"),
+    [
+        ("--lr 0.1", "write --lr=0.1, or two entries: --lr and 0.1"),
+        ("-n 4", "write two entries: -n and 4"),
+        ("--name my=run", "write --name=my=run, or"),
+        ("--name=my run", ""),
+        ("--name", ""),
+        ("-5 6", ""),
+        ("a --lr 0.1", ""),
+        ("- a", ""),
+    ],
+)
+def test_an_option_and_its_value_in_one_word(tmp_path: Path, word: str, remedy: str) -> None:
+    """The program receives them as one argument: probably two were meant."""
+    job = Job.model_validate({"name": "j", "command": ["true", word], "workdir": str(tmp_path)})
+    findings = check_program(job, PATH)
+    assert [(one.code, one.level, one.field) for one in findings] == [
+        ("args.one_word", "warning", "command.1")
+    ] * bool(remedy)
+    assert all(one.hint.startswith(remedy) for one in findings)
+
+
+def test_a_command_line_in_one_word(tmp_path: Path) -> None:
+    """No program has that name: the hint shows how to write it."""
+    job = Job.model_validate({"name": "j", "command": ["python x.py"], "workdir": str(tmp_path)})
+    (finding,) = check_program(job, PATH)
+    assert (finding.code, "a separate entry" in finding.hint) == ("program.missing", True)
+
+
 def test_a_container_has_its_own_files(tmp_path: Path) -> None:
     """A script may be inside: a warning. An image has to exist; a reference is not looked up."""
     container = {"engine": "apptainer", "image": f"{tmp_path}/i.sif", "mounts": ["/none:/x"]}

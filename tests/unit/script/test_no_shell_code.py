@@ -6,8 +6,10 @@ at the end of it writes down what it was given. A value that became code would l
 
 from __future__ import annotations
 
+import json
 import os
 import re
+import shlex
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -81,6 +83,37 @@ def test_arguments_variables_and_paths_arrive_as_they_were_written(
     assert seen["env"]["VALUE"] == payload
     assert seen["cwd"] == str(workdir)
     assert list(target.iterdir()) == []
+
+
+def test_placeholders_of_the_run_time_are_one_word_and_never_evaluated(sandbox: Sandbox) -> None:
+    """Ids, and variables as setup left them: blanks, quotes and substitutions stay text."""
+    value = f"a  'b' \"c\" $(touch {CANARY}) `touch {CANARY}` *"
+    data = job_with(sandbox, "{env.VALUE}")
+    data["args"] = ["{job.id}", "{run.id}", "--x={env.MADE}", "{env.EMPTY}", "{{env.MADE}}"]
+    data["environment"] = {
+        "setup": f"export MADE={shlex.quote(value)} EMPTY=",
+        "variables": {"VALUE": "<{env.MADE}>"},
+    }
+    seen = sandbox.run(render(sandbox.load(data).job, Capabilities()))
+    # started by hand: the run has the job's id
+    assert seen["argv"] == [f"<{value}>", "1", "1", f"--x={value}", "", "{env.MADE}"]
+
+
+@pytest.mark.parametrize("place", ["args", "variables"])
+def test_a_variable_that_is_not_set_ends_the_job(sandbox: Sandbox, place: str) -> None:
+    """Before any rank starts, with its name in the output and in the record."""
+    data = job_with(sandbox, "x")
+    data["environment"]["setup"] = "unset -v VALUE_OF_ADA"
+    if place == "args":
+        data["args"] = ["{env.HOME}/{env.VALUE_OF_ADA}"]
+    else:
+        data["environment"]["variables"] = {"VALUE_OF_ADA": "/x:{env.VALUE_OF_ADA}"}
+    done = sandbox.start(render(sandbox.load(data).job, Capabilities()))
+    message = "{env.VALUE_OF_ADA}: the variable is not set in the job"
+    assert (done.returncode, f"hpml: {message}\n" in done.stderr.decode()) == (78, True)
+    (ended,) = sandbox.submission.glob("runs/*/attempts/0/ended.json")
+    assert json.loads(ended.read_text())["reason"] == message
+    assert not (sandbox.root / "record.json").exists()
 
 
 SCHEMA = job_schema()

@@ -184,8 +184,8 @@ def test_a_job_that_makes_no_script(fields: dict[str, Any], field: str, message:
 
 
 def test_other_braces_are_text() -> None:
-    """Only {stage.NAME}, {run.dir} and {array.index} are placeholders."""
-    args = ["{x}", "{stage}", "${run.dir}", "{{run.dir}}", "{stage.}", "{array.shape}"]
+    """Only what the documentation lists is replaced, and not with doubled braces."""
+    args = ["{x}", "{stage}", "{{run.dir}}", '{"a":{"b":1}}', "{stage.}", "{a:{run.id}}"]
     asked = job(launcher="srun", command=["x", *args, "--seed={array.index}"], array="0-6:3,1%2")
     text = render(asked, HERE)
     lines = text.partition("hpml_command=(\n")[2].partition("\n)")[0].split("\n")
@@ -193,10 +193,10 @@ def test_other_braces_are_text() -> None:
         "x",
         "'{x}'",
         "'{stage}'",
-        "'$'\"$HPML_RUN_DIR\"",
-        "'{'\"$HPML_RUN_DIR\"'}'",
+        "'{run.dir}'",
+        """'{"a":{"b":1}}'""",
         "'{stage.}'",
-        "'{array.shape}'",
+        """'{a:'"${HPML_RUN_DIR##*/}"'}'""",
         '--seed="$SLURM_ARRAY_TASK_ID"',
     ]
     assert "\n#SBATCH --array=0-1,3,6%2\n" in text

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 
 import pytest
@@ -15,7 +16,9 @@ BASE = {"name": "name: a", "script": "script: x.py"}
 TEXT = "must be text"
 WHOLE = "must be a whole number"
 FIELDS = "must be a mapping of fields"
-TIME = "must be a time limit: minutes, MM:SS, HH:MM:SS, D-HH, D-HH:MM or D-HH:MM:SS"
+TIME = (
+    "must be a time limit: 2h, 90m, 1d12h, or minutes, MM:SS, HH:MM:SS, D-HH, D-HH:MM or D-HH:MM:SS"
+)
 SIZE = "must be a size such as 500M, 64G or 1T (a bare number is MiB)"
 GPUS = "must be a number of GPUs per node, with a type such as a100:4"
 WORDS = "must be letters, digits and . , : @ / + = _ - only"
@@ -49,6 +52,21 @@ def message_of(load: Load, text: str) -> str:
         ("script: ''", "script: must not be empty (got '')"),
         ("script: " + "a" * 4096, "script: is "),
         ("args: hello", "args: must be a list (in YAML, each entry begins with"),
+        (
+            "args: [{stage.set}]",
+            "args.0: must be text, and YAML reads {stage.set} as a mapping: put",
+        ),
+        (
+            "args:\n- --lr: 0.10",
+            "args.0: must be text, and YAML reads `--lr: 0.10` as a mapping: write --lr=0.10, or",
+        ),
+        (
+            "environment: {variables: {A: {run.dir}}}",
+            "environment.variables.A: must be text, and YAML reads {run.dir} as a mapping: put",
+        ),
+        ("args: [[a, 1]]", 'args.0: must be text, and this is a list: ["a", 1]'),
+        ("args: [{a: {b: 1}}]", 'args.0: must be text, and this is a mapping: {"a": {"b": 1}}'),
+        ("command: [x, note: true]", "command.1: must be text, and YAML reads `note: true` as a"),
         ("args: [true]", "args.0: is a boolean: put it in quotes, as the program shall read it"),
         ('args: ["a\\0b"]', "args.0: must not hold a NUL character"),
         ("args: ['" + "é" * 65_536 + "']", "args.0: is 131072 bytes long; Linux passes at most"),
@@ -257,15 +275,63 @@ def test_exactly_one_program(load: Load, text: str, given: str) -> None:
         ("command: ['{local.dirr}']", "command.0: {local.dirr} names nothing; did you mean {lo"),
         ("environment: {variables: {A: '{run.x}'}}", "environment.variables.A: {run.x} names noth"),
         ("args: ['{array.index}']", "args.0: {array.index} needs an array, such as `array: 0-9`"),
+        *(
+            (f"args: ['--to={wrong}/a']", f"args.0: {wrong} names nothing; did you mean {meant}?")
+            for wrong, meant in (
+                ("{run_dir}", "{run.dir}"),
+                ("{rundir}", "{run.dir}"),
+                ("{Run-Dir}", "{run.dir}"),
+                ("{ run.dir }", "{run.dir}"),
+                ("{runs.dir}", "{run.dir}"),
+                ("{job_id}", "{job.id}"),
+                ("{array_index}", "{array.index}"),
+                ("{stage_digits}", "{stage.digits}"),
+                ("{stages.digits}", "{stage.digits}"),
+            )
+        ),
+        ("args: ['{node.name}']", "args.0: {node.name} names nothing (the text itself is written"),
+        ("args: ['{array.task}']", "args.0: {array.task} names nothing; there is {array.index}"),
+        ("args: ['{stage}']", "args.0: {stage} names nothing; stage data under that name"),
+        ("command: [x, '{env:HOME}']", "command.1: {env:HOME} names nothing"),
+        ("args: ['{env.2X}']", "args.0: {env.2X} names nothing; a variable's name has letters"),
+        ("args: ['{env.RANK}']", "args.0: {env.RANK} is not the same in all ranks: read RANK in"),
+        ("args: ['${run.dir}']", "args.0: the $ before {run.dir} is passed on as text: leave it"),
+        ("collect: [{source: '{local.dir}/{env.A}', target: r}]", "collect.0.source: {env.A} is"),
+        ("workdir: '{run.dir}'", "workdir: has no placeholders; args, command and environment.v"),
+        ("stage: [{name: a, source: '/a/{job.id}'}]", "stage.0.source: has no placeholders"),
     ],
 )
 def test_an_unknown_placeholder(load: Load, text: str, message: str) -> None:
-    """It is named beside all other problems."""
+    """It is named along with all other problems, and so is one in a field that has none."""
+    stage = "" if text.startswith("stage") else "stage: [{name: digits, source: s}]"
     with pytest.raises(InputError) as caught:
-        load(f"name: a b\nscript: x\nstage: [{{name: digits, source: s}}]\n{text}\n")
+        load(f"name: a b\nscript: x\n{stage}\n{text}\n")
     lines = str(caught.value).splitlines()
     assert lines[0].startswith("name: ")
     assert lines[-1].startswith(message)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        '{"a": 1}',
+        '{"a":{"b":"{run.dir}"}}',
+        "{}",
+        "{0}",
+        "{a,b}",
+        "{epoch}-{val_loss:.2f}-{index}",
+        "{a b}",
+        "${HOME} ${run_dir} ${model.name} ${oc.env:HOME}",
+        "print(f'{torch.version}')",
+        "{{ item }} {{epoch}} {{.Names}}",
+        "{run.id}/{job.id}/{env.USER}",
+        "{{run.dir}} {{run_dir}} ${{run.dir}} {{node.name}}",
+    ],
+)
+def test_other_braces_are_text(load: Load, text: str) -> None:
+    """JSON, formats of Python, shell variables and doubled braces are no placeholders."""
+    job = load("name: a\nscript: x\n", f"args=[{json.dumps(text)}]").job
+    assert job.args == [text]
 
 
 def test_all_findings_come_at_once(load: Load) -> None:

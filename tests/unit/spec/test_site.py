@@ -180,7 +180,7 @@ def test_a_partition_stages_where_its_nodes_say(site: LoadSite) -> None:
         ),
         (
             "[partitions.gpu]\nmax_time = '5 days'",
-            "partitions.gpu.max_time: must be a time limit: minutes, MM:SS",
+            "partitions.gpu.max_time: must be a time limit: 2h, 90m",
         ),
         (
             "[partitions.gpu]\nnode_types = ['a']",

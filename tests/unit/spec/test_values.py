@@ -37,21 +37,54 @@ GIB = 1024**3
         ("1-0", 86_400),
         ("1-12", 129_600),
         (" 90 ", 5400),
+        ("2h", 7200),
+        ("90s", 90),
+        ("1d", 86_400),
+        ("1h30m", 5400),
+        ("1d12h", 129_600),
+        ("1.5h", 5400),
+        ("1w", 604_800),
     ],
 )
 def test_time_limits_mean_what_slurm_means(written: str | int, seconds: int) -> None:
-    """A bare number is minutes, two parts are minutes and seconds, a dash divides off days."""
+    """A bare number is minutes, two parts are minutes and seconds; a letter is a unit."""
     assert parse_time(written) == seconds
 
 
 @pytest.mark.parametrize(
     "written",
-    ["", "x", "-5", 0, "0:00", "1:2:3:4", "1-2:3:4:5", "1.5", "1h", True, "1 0", "9" * 40, "٣٠"],
+    [
+        "",
+        "x",
+        "-5",
+        0,
+        "0:00",
+        "1:2:3:4",
+        "1-2:3:4:5",
+        "1.5",
+        "1H",
+        "h",
+        "0s",
+        "1h2h",
+        "1h30",
+        "1 h",
+        "2y",
+        True,
+        "1 0",
+        "9" * 40,
+        "٣٠",
+    ],
 )
 def test_no_time_limit(written: str | int) -> None:
     """What is in none of Slurm's forms, zero, or over ten years is refused."""
     with pytest.raises(ValueError, match="must be"):
         parse_time(written)
+
+
+def test_sbatch_has_no_units() -> None:
+    """`--time=2h` is refused by sbatch, so it is not read as a limit either."""
+    with pytest.raises(ValueError, match="of sbatch: minutes, MM:SS"):
+        parse_time_limit("2h")
 
 
 @given(st.integers(1, 3650 * 86_400))

@@ -192,6 +192,7 @@ def grid(values: Any, axis: str = "--lr", mode: str = "grid") -> dict[str, Any]:
         (grid({"low": 1, "hih": 2, "high": 3}), {}, "axes.--lr.hih", "did you mean axes.--lr.high"),
         (grid([1], "resources.nods"), {}, "resources.nods", "no such field"),
         (grid(["x"], "resources.time"), {}, "resources.time", "time"),
+        (grid(["{run.dir}/a"], "--out"), {}, "axes.--out", "has no placeholders"),
         (grid([1], "array"), {}, "axes.array", "the sweep sets it"),
         (grid({"low": 1, "high": 2}, "mpi", "bayes"), {}, "axes.mpi", "needs a list"),
         (STRONG | {"repeats": 0}, {}, "repeats", "at least 1"),
