@@ -42,15 +42,23 @@ _CAUSES = {
     "NODE FAILURE": ("NODE_FAIL", "a node failed"),
 }
 # `srun: error: node1: tasks 2-3: Exited with exit code 7`, or what strsignal says of a signal.
+# Programs may print the same: every repetition is bounded, so that no output takes long to search.
 _SRUN = (
-    r"^srun: error: \S+: tasks? (?P<rank>\d+)[\d,-]*: "
-    r"(?:Exited with exit code (?P<code>\d+)|(?P<word>\w[\w ]*))"
+    r"^srun: error: \S{1,255}: tasks? (?P<rank>\d{1,9})[\d,-]{0,255}: "
+    r"(?:Exited with exit code (?P<code>\d{1,3}\b)|(?P<word>\w[\w -]{0,40}))"
 )
-_MPI = r"Process name: (?:\[.*,)?(?P<rank>\d+)\]?\s+Exit code:\s+(?P<code>\d+)"
+_MPI = (
+    r"Process name: (?:\[.{0,40},)?(?P<rank>\d{1,9})\]?\s{1,9}"
+    r"Exit code: {1,9}(?P<code>\d{1,3}\b)"
+)
 _MPI_SIGNAL = (
-    r"process rank (?P<rank>\d+) with PID \d+ on node \S+ exited on signal (?P<signal>\d+)"
+    r"process rank (?P<rank>\d{1,9}) with PID \d{1,9} on node \S{1,255} "
+    r"exited on signal (?P<signal>\d{1,3}\b)"
 )
-_TORCHRUN = r"^Root Cause [^\0]*?^\s*rank\s+: (?P<rank>\d+) [^\0]*?^\s*exitcode\s+: (?P<code>-?\d+)"
+_TORCHRUN = (
+    r"^Root Cause [^\0]{0,2000}?^ *rank +: (?P<rank>\d{1,9}) [^\0]{0,500}?"
+    r"^ *exitcode +: (?P<code>-?\d{1,3}\b)"
+)
 _FAILED_RANK = {
     "srun": (_SRUN,),
     "torchrun": (_TORCHRUN,),
@@ -58,6 +66,27 @@ _FAILED_RANK = {
     "horovodrun": (_MPI, _MPI_SIGNAL),
 }
 _SIGNAL_WORDS = {signal.strsignal(number): number for number in range(1, signal.NSIG)}
+_CRASHES = (signal.SIGABRT, signal.SIGSEGV, signal.SIGBUS)
+# `slurmstepd: error: Detected 1 oom_kill event in StepId=5.0`, up to 22.05 with a hyphen.
+_KILLED_FOR_MEMORY = re.compile(r"slurmstepd\S{0,255}: error: Detected \d{1,9} oom[-_]kill event")
+
+# What programs print when they fail. torch and torchrun name the rank at the beginning of a line.
+_RANK = re.compile(r"\[(?:rank|default)(\d{1,9})\]: ?")
+_TRACEBACK = "Traceback (most recent call last)"
+_EXCEPTION = re.compile(r"(?:[A-Za-z_]\w*\.)*[A-Z]\w*(?:: .*)?")
+# Exceptions of ranks that lost a failed rank, and of the launcher.
+_FOLLOWS = re.compile(
+    r"ChildFailedError|SignalException|Dist(?:Backend|Network)Error|BrokenPipe|Broken pipe"
+    r"|[Cc]onnection (?:closed|reset|refused|aborted)|Connection(?:Reset|Refused|Aborted)Error"
+)
+_COMPLAINT = re.compile(
+    r"(?!srun: |slurmstepd\S*: )\S+: error: .+"  # argparse, and hpml's own commands in the script
+    r"|\S*python[\d.]*: (?:No module|can't|Error while) .+"
+    r"|hpml-bind: .+|\S+: .*command not found|what\(\): .+|Fatal Python error: .+"
+)
+_COMPLAINT_LINES = 200
+_ESCAPES = re.compile(r"\x1b\[[\d;]*m")
+_SAID_CHARS = 240
 
 
 class Ending(NamedTuple):
@@ -91,6 +120,9 @@ def finish(attempt: str, code: str, reason: str = "", launcher: str = "") -> int
     output = _output(directory)
     end = ending(int(code), output, job_id=job_id, launcher=launcher, reason=reason)
     records = Attempt(directory)
+    if end.exit_code - _SIGNALLED in _CRASHES and _has_result(records):
+        hint = "as when Python itself crashes at its end: finish the program with os._exit(0)"
+        end = end._replace(reason=f"{end.reason} after the result was recorded ({hint})")
     completed = end.exit_code == 0
     lines, failed = verify_binding(records.plans(), records.proofs(), completed=completed)
     sys.stderr.write("".join(f"hpml: {line}\n" for line in lines))
@@ -152,8 +184,10 @@ def ending(
             return Ending(status or 1, state, words)
     if any(whole == "JOB" for whole, _ in causes):
         return Ending(status, "CANCELLED", "cancelled")
-    return (not reason and _failed_rank(status, output, launcher)) or Ending(
-        status, "FAILED", reason or "failed"
+    if reason:
+        return Ending(status, "FAILED", reason)
+    return _failed_rank(status, output, launcher) or Ending(
+        status, "FAILED", _complaint(output, status) or "failed"
     )
 
 
@@ -169,19 +203,98 @@ def _failed_rank(status: int, output: str, launcher: str) -> Ending | None:
     )
     for match in matches:
         named = match.groupdict()
+        rank = match["rank"]
         word = (named.get("word") or "").strip()
         if word.startswith("Out Of Memory"):
-            return Ending(status, "OUT_OF_MEMORY", f"rank {match['rank']} ran out of memory")
+            return Ending(status, "OUT_OF_MEMORY", f"rank {rank} ran out of memory")
         code = int(named.get("code") or 0)
         number = int(named.get("signal") or _SIGNAL_WORDS.get(word, 0) or max(0, -code))
+        if number >= signal.NSIG:
+            continue  # no launcher printed this
         if launcher == "srun" and max(code, number and _SIGNALLED + number) > status:
             continue
+        if number == signal.SIGKILL and _KILLED_FOR_MEMORY.search(output):
+            words = f"rank {rank} ran out of memory"
+            return Ending(_SIGNALLED + number, "OUT_OF_MEMORY", words)
         if number:
-            words = f"rank {match['rank']} ended by {signal.Signals(number).name}"
-            return Ending(_SIGNALLED + number, "FAILED", words)
-        if code:
-            return Ending(code, "FAILED", f"rank {match['rank']} exited with code {code}")
+            words = f"rank {rank} ended by {_signal_name(number)}"
+            if number == signal.SIGKILL:
+                words += ", as when memory runs out"
+            code = _SIGNALLED + number
+        elif code:
+            words = f"rank {rank} exited with code {code}"
+        else:
+            continue
+        said = _complaint(output, code, rank)
+        return Ending(code, "FAILED", f"{words}: {said}" if said else words)
     return None
+
+
+def _signal_name(number: int) -> str:
+    try:
+        return signal.Signals(number).name
+    except ValueError:  # a real-time signal, most of which have no name
+        return f"signal {number}"
+
+
+def _complaint(output: str, code: int, rank: str = "") -> str:
+    """Return the line in which a program reported why it failed; empty if there is none.
+
+    Args:
+        output: what the job wrote, or the end of it.
+        code: the failed program's exit status. Python exits with 1 after an exception.
+        rank: the failed rank; empty if it is not known.
+    """
+    lines = [line.rstrip("\r") for line in _ESCAPES.sub("", output).split("\n")]
+    said = _exception(lines, rank) if code == 1 else ""
+    for line in [] if said else lines[-_COMPLAINT_LINES:]:
+        text = _RANK.sub("", line, count=1).strip()
+        if _COMPLAINT.fullmatch(text):
+            said = text
+    if "CUDA out of memory" in said:
+        said = f"GPU memory is full, use a smaller batch per rank: {said}"
+    said = "".join(letter for letter in said if letter.isprintable())
+    return said if len(said) <= _SAID_CHARS else f"{said[:_SAID_CHARS]}…"
+
+
+def _exception(lines: list[str], rank: str) -> str:
+    """Return the last line of the traceback of a rank that failed; empty if there is none.
+
+    Several ranks may write at the same time, so a traceback may be interrupted by other lines.
+    """
+    begun: set[str] = set()  # ranks whose traceback is not complete yet
+    found: list[tuple[str, str]] = []
+    for line in lines:
+        match = _RANK.match(line)
+        writer = match[1] if match else ""
+        text = line[match.end() :] if match else line
+        if _TRACEBACK in text:
+            begun.add(writer)
+        elif writer in begun and _EXCEPTION.fullmatch(text):
+            begun.remove(writer)
+            found.append((writer, text))
+    # The launcher may name a rank that only lost its connection to the one that failed. Of several
+    # exceptions the last counts: a program may have logged others and continued.
+    causes = [one for one in found if not _FOLLOWS.search(one[1])]
+    own = [one for one in causes if one[0] == rank]
+    losses = [one for one in found if "ChildFailedError" not in one[1]]
+    chosen = own[-1:] or causes[-1:] or losses[:1]
+    if not chosen:
+        return ""
+    ((writer, text),) = chosen
+    return text if writer in ("", rank) else f"rank {writer} raised {text}"
+
+
+def _has_result(attempt: Attempt) -> bool:
+    """Whether the training had reported its result, by the channel or as `result.json`."""
+    try:
+        written = os.stat(attempt.directory.parents[1] / "result.json").st_mtime
+        if written >= os.stat(attempt.directory / "head.json").st_mtime:
+            return True
+    except OSError:
+        pass
+    recent = events.read_recent(attempt.directory / "events")
+    return any(event.data.get("final") for event in recent)
 
 
 def verify_binding(

@@ -57,11 +57,11 @@ def main(argv: list[str]) -> int:
     try:
         status: int = run(rest) if counts is None else run(*rest)
     except HpmlError as error:
-        sys.stderr.write(f"hpml: {error}\n")
+        sys.stderr.write(f"hpml: error: {error}\n")
         if error.hint:
             sys.stderr.write(f"hpml: hint: {error.hint}\n")
         return error.exit_code
     except OSError as error:
-        sys.stderr.write(f"hpml: {command}: {error}\n")
+        sys.stderr.write(f"hpml: error: {command}: {error}\n")
         return 1
     return status

@@ -36,6 +36,8 @@ UNREADABLE = "UNREADABLE"
 _FORGOTTEN_SECONDS = 60.0
 _BEFORE_REQUEUE = (JobState.PREEMPTED, JobState.NODE_FAIL, JobState.BOOT_FAIL)
 _REQUEUE_SECONDS = 180.0
+_SLURM_WORDS = ("", "None", "NonZeroExitCode", "TimeLimit", "OutOfMemory")
+"""Reasons of a scheduler that the job's own record can only improve."""
 
 
 def states(
@@ -251,7 +253,8 @@ def _judge(
         exit_code = int(end["exit_code"])
     if status.state is JobState.CANCELLED and status.started is None and own is None:
         exit_code = None
-    over, reason = status.state.over, _reason(status, own, record)
+    over = status.state.over
+    reason = _exceeded(status, own, record) or _reason(status, own, record)
     # A preempted job, and one whose node failed, passes through that state on its way back into
     # Slurm's queue; if it is not back after a while, that was its end.
     recent = status.ended is None or now - status.ended < _REQUEUE_SECONDS
@@ -295,7 +298,30 @@ def _reason(status: JobStatus, own: Attempt | None, record: Mapping[str, Any]) -
             return reason
     if status.state is JobState.CANCELLED and status.started is None and own is None:
         return "cancelled before it started"  # Slurm keeps the reason why it waited
+    if status.reason == "NonZeroExitCode" and status.exit_code is not None:
+        return f"exit code {status.exit_code}"
     return "" if status.reason == "None" else status.reason
+
+
+def _exceeded(status: JobStatus, own: Attempt | None, record: Mapping[str, Any]) -> str:
+    """Return which limit ended a job, what was requested and how to raise it; else nothing."""
+    end = (own.ended if own is not None else None) or {}
+    states = {status.state.value, str(end.get("state")) if status.state is JobState.FAILED else ""}
+    resources = record.get("job", {}).get("resources", {})
+    if "TIMEOUT" in states:
+        words, field = "time limit", "time"
+        requested = f"{resources.get('time')} requested"
+    elif "OUT_OF_MEMORY" in states:
+        words, field = "out of memory", "memory"
+        memory = resources.get("memory")
+        requested = f"{memory} per node requested" if memory else "the job requested no amount"
+    else:
+        return ""
+    if status.reason not in _SLURM_WORDS:
+        words = status.reason  # the job's own record alone
+    elif end.get("state") in states:
+        words = str(end["reason"])
+    return f"{words}: {requested}; raise it with --set resources.{field}=…"
 
 
 def _binding_error(attempt: Attempt) -> str:

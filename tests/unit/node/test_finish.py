@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from hpml_orchestrator.node.finish import ending, verify_binding
 from hpml_orchestrator.placement import planfile
 from hpml_orchestrator.placement.model import Plan, RankPlan
 from hpml_orchestrator.placement.proof import NodeProof, RankProof, proof_json
+from hpml_orchestrator.records import events
 from tests.unit.node.conftest import CODE, ROOT
 
 if TYPE_CHECKING:
@@ -39,6 +43,20 @@ the job to be terminated. The first process to do so was:
   Exit code:    7
 """
 MPIRUN_SIGNAL = "mpirun noticed that process rank 1 with PID 0 on node n1 exited on signal 11 (x)."
+CHILD_FAILED = (
+    "Traceback (most recent call last):\n  File\n"
+    "torch.distributed.elastic.multiprocessing.errors.ChildFailedError: \n"
+)
+CUDA = "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2 GiB."
+TWO_RANKS = """\
+[rank1]: Traceback (most recent call last):
+[rank0]: Traceback (most recent call last):
+[rank1]:   File "train.py", line 3, in <module>
+[rank1]: ValueError: lr < 0
+epoch: 3
+[rank0]: RuntimeError: pair.cc:553] Connection closed by peer
+"""
+TRACEBACK = 'Traceback (most recent call last):\n  File "train.py", line 3, in <module>\n'
 HOROVOD = "The first process to do so was:\nProcess name: 1\nExit code: 7\n"
 
 
@@ -87,7 +105,88 @@ HOROVOD = "The first process to do so was:\nProcess name: 1\nExit code: 7\n"
         ),
         (1, SRUN.format(0, "Exited with exit code 1"), "torchrun", (1, "FAILED", "failed")),
         (1, TORCHRUN.format(7), "torchrun", (7, "FAILED", "rank 1 exited with code 7")),
-        (1, TORCHRUN.format(-9), "torchrun", (137, "FAILED", "rank 1 ended by SIGKILL")),
+        (
+            1,
+            TORCHRUN.format(-9),
+            "torchrun",
+            (137, "FAILED", "rank 1 ended by SIGKILL, as when memory runs out"),
+        ),
+        (
+            1,
+            "slurmstepd: error: Detected 1 oom_kill event in StepId=5.0. Some of the step tasks "
+            "have been OOM Killed.\n" + TORCHRUN.format(-9),
+            "torchrun",
+            (137, "OUT_OF_MEMORY", "rank 1 ran out of memory"),
+        ),
+        (
+            1,
+            TWO_RANKS + CHILD_FAILED + TORCHRUN.format(1).replace(": 1 (l", ": 0 (l"),
+            "torchrun",
+            (1, "FAILED", "rank 0 exited with code 1: rank 1 raised ValueError: lr < 0"),
+        ),
+        (
+            1,
+            " 5%|█  | 1/9\rTraceback (most recent call last):\r\n  File\r\nmine.Broken\r\n"
+            "\nDuring handling of the above exception, another exception occurred:\n\n"
+            "Traceback (most recent call last):\n  File\n\x1b[1mKeyError\x1b[0m: 'a\x07'\nbye\n"
+            + SRUN.format(0, "Exited with exit code 1"),
+            "srun",
+            (1, "FAILED", "rank 0 exited with code 1: KeyError: 'a'"),
+        ),
+        (  # the exception was logged, and did not end the program
+            7,
+            f"{TRACEBACK}ValueError: no\n" + SRUN.format(0, "Exited with exit code 7"),
+            "srun",
+            (7, "FAILED", "rank 0 exited with code 7"),
+        ),
+        (
+            1,
+            f"{TRACEBACK}{CUDA}\n",
+            "torchrun",
+            (
+                1,
+                "FAILED",
+                f"GPU memory is full, use a smaller batch per rank: {CUDA}",
+            ),
+        ),
+        (
+            2,
+            "usage: train.py\ntrain.py: error: unrecognized arguments: --lr\n"
+            + SRUN.format(0, "Exited with exit code 2"),
+            "srun",
+            (
+                2,
+                "FAILED",
+                "rank 0 exited with code 2: train.py: error: unrecognized arguments: --lr",
+            ),
+        ),
+        (
+            8,
+            "hpml: error: the node agents ended\nhpml: hint: see the messages\n",
+            "srun",
+            (8, "FAILED", "hpml: error: the node agents ended"),
+        ),
+        (
+            134,
+            "terminate called after throwing an instance of 'c10::Error'\n  what():  no peer\n"
+            + SRUN.format(0, "Aborted"),
+            "srun",
+            (134, "FAILED", "rank 0 ended by SIGABRT: what():  no peer"),
+        ),
+        (  # SIGRTMIN + 3 by the C library's count; most real-time signals have no name in Python
+            165,
+            SRUN.format(0, "Real-time signal 3"),
+            "srun",
+            (165, "FAILED", "rank 0 ended by signal 37"),
+        ),
+        (
+            1,
+            MPIRUN_SIGNAL.replace("signal 11", "signal 35"),
+            "mpirun",
+            (163, "FAILED", "rank 1 ended by signal 35"),
+        ),
+        (1, TORCHRUN.format(-64), "torchrun", (192, "FAILED", "rank 1 ended by SIGRTMAX")),
+        (1, TORCHRUN.format(-350), "torchrun", (1, "FAILED", "failed")),
         (7, MPIRUN, "mpirun", (7, "FAILED", "rank 1 exited with code 7")),
         (139, MPIRUN_SIGNAL, "mpirun", (139, "FAILED", "rank 1 ended by SIGSEGV")),
         (1, HOROVOD, "horovodrun", (7, "FAILED", "rank 1 exited with code 7")),
@@ -100,6 +199,36 @@ def test_what_ended_the_job(status: int, output: str, launcher: str, told: Any) 
         known = "environment.setup, line 2, exited with 3"
         given = ending(status, output, job_id="5", launcher=launcher, reason=known)
         assert given.reason == known
+
+
+LINES = [
+    *(JOB, STEP, SRUN, TORCHRUN, MPIRUN, MPIRUN_SIGNAL, HOROVOD, TRACEBACK, CHILD_FAILED),
+    *("Root Cause ", "   rank      : 1 ", "Process name: [", "a: error: ", "python: ", "what(): "),
+    *("[rank1]: ", "\n", " ", "9" * 5000, "*** JOB 5", "A." * 500, "srun: error: ", "\x1b[", "\0"),
+]
+
+
+@given(
+    st.lists(st.sampled_from(LINES) | st.text(max_size=9), max_size=20).map("".join),
+    st.sampled_from(["srun", "torchrun", "mpirun", "horovodrun"]),
+    st.integers(0, 255),
+)
+@settings(max_examples=300)
+def test_no_output_prevents_the_record(output: str, launcher: str, status: int) -> None:
+    """Whatever a program prints, there is an ending of one printable line."""
+    end = ending(status, output, job_id="5", launcher=launcher)
+    assert 0 <= end.exit_code <= 255
+    assert (end.exit_code == 0) == (end.state == "COMPLETED")
+    assert end.reason.isprintable()
+    assert 0 < len(end.reason) < 400
+
+
+@pytest.mark.parametrize("line", LINES)
+@pytest.mark.parametrize("launcher", ["srun", "torchrun", "mpirun"])
+def test_a_mebibyte_of_the_same_is_read_in_no_time(line: str, launcher: str) -> None:
+    """No pattern backtracks through the output once per line."""
+    output = line * (2**20 // len(line))  # at the square of that, pytest's timeout would end it
+    assert ending(1, output, job_id="5", launcher=launcher).exit_code != 0
 
 
 def test_only_what_this_attempt_wrote_counts(node: Node, tmp_path: Path) -> None:
@@ -141,6 +270,26 @@ def test_the_end_is_written_down(node: Node, code: str, reason: str, told: str) 
     state = "FAILED" if int(code) else "COMPLETED"
     expected = {"exit_code": int(code), "state": state, "reason": told}
     assert (ended.event, dict(ended.data)) == ("ended", expected)
+
+
+@pytest.mark.parametrize("how", ["channel", "file", "earlier file", "nothing"])
+def test_a_crash_after_the_result(node: Node, how: str) -> None:
+    """Python may crash at its end, after the training's result: the reason says so."""
+    result = node.run_directory / "result.json"
+    if how == "earlier file":
+        result.write_text("{}")
+        os.utime(result, (1, 1))
+    node.claim("17")
+    if how == "file":
+        result.write_text("{}")
+    if how == "channel":
+        log = node.attempt / "events" / "n1.jsonl"
+        events.append(log, "evaluation", node="n1", rank=0, final=True, accuracy=0.9)
+    assert node.call("finish", str(node.attempt), "134", "rank 0 ended by SIGABRT")[0] == 0
+    (attempt,) = node.store.run(node.run_directory.name).attempts()
+    assert attempt.ended is not None
+    told = attempt.ended["reason"].removeprefix("rank 0 ended by SIGABRT")
+    assert told.startswith(" after the result was recorded (") == (how in ("channel", "file"))
 
 
 ELSEWHERE = "runs on CPUs 0-15 (NUMA 0), its GPU 0000:b7:00.0 is next to NUMA 7"

@@ -107,8 +107,54 @@ def test_a_forgotten_job_is_judged_by_its_own_word(
     world.scheduler.jobs.clear()
     found = world.state(submitted)
     assert (found.state, found.over, found.exit_code) == (state, True, code)
-    assert found.reason == f"{reason} (the job's own record)"
+    advice = ": 01:00:00 requested; raise it with --set resources.time=…" * (state == "TIMEOUT")
+    assert found.reason == f"{reason} (the job's own record){advice}"
     assert found.nodes == found.to_json()["nodes"] == "n[1-2]"
+
+
+TIME = ": 00:10:00 requested; raise it with --set resources.time=…"
+MEMORY = ": 4096M per node requested; raise it with --set resources.memory=…"
+NO_MEMORY = ": the job requested no amount; raise it with --set resources.memory=…"
+
+
+@pytest.mark.parametrize(
+    ("state", "said", "end", "memory", "told"),
+    [
+        ("TIMEOUT", "TimeLimit", None, "4G", f"time limit{TIME}"),
+        ("TIMEOUT", "None", (143, "time limit", "TIMEOUT"), None, f"time limit{TIME}"),
+        ("FAILED", "NonZeroExitCode", (143, "time limit", "TIMEOUT"), None, f"time limit{TIME}"),
+        ("OUT_OF_MEMORY", "OutOfMemory", None, "4G", f"out of memory{MEMORY}"),
+        ("OUT_OF_MEMORY", "", (1, "failed", "FAILED"), "4G", f"out of memory{MEMORY}"),
+        (
+            "FAILED",
+            "NonZeroExitCode",
+            (137, "rank 3 ran out of memory", "OUT_OF_MEMORY"),
+            None,
+            f"rank 3 ran out of memory{NO_MEMORY}",
+        ),
+        ("FAILED", "NonZeroExitCode", (1, "no conda on PATH", "FAILED"), None, "no conda on PATH"),
+        ("FAILED", "NonZeroExitCode", (3, "failed", "FAILED"), None, "exit code 3"),
+        ("CANCELLED", "None", (143, "time limit", "TIMEOUT"), None, ""),
+    ],
+)
+def test_the_reason_is_the_most_specific_one(
+    world: World,
+    state: str,
+    said: str,
+    end: tuple[int, str, str] | None,
+    memory: str | None,
+    told: str,
+) -> None:
+    """The job's own record before the scheduler's word; a limit with what was requested."""
+    submission = world.submit(resources={"time": "10:00", "memory": memory})
+    attempt = world.starts(submission, "1")
+    if end:
+        world.ends(attempt, *end)
+    world.scheduler.move("1", JobState(state), exit_code=3)
+    job = world.scheduler.jobs["1"]
+    job.status = replace(job.status, reason=said)
+    assert world.state(submission).reason == told
+    assert read_json(submission.directory / "final.json")["reason"] == told
 
 
 def test_nodes_of_an_earlier_attempt_are_not_those_of_one_that_waits(

@@ -113,9 +113,10 @@ def test_mpirun_gets_the_options_of_its_version(
 def test_a_launcher_that_is_not_there_ends_the_job(launcher: str, message: str) -> None:
     """The lines before the launch say so, with status 78."""
     script = render(job(launcher=launcher), HERE)
+    (fail,) = re.findall(r"^hpml_fail\(\) \{(?:.*\n)+?\}$", script, re.MULTILINE)
     (line,) = re.findall(rf"^(?:hpml_version=.*\n)?.*{message}.*$", script, re.MULTILINE)
     done = subprocess.run(
-        ["/bin/bash", "-euo", "pipefail", "-c", line],
+        ["/bin/bash", "-euo", "pipefail", "-c", f"{fail}\n{line}"],
         env={"PATH": "/nowhere"},
         capture_output=True,
         text=True,

@@ -63,6 +63,13 @@ hpml_finish() {
   exit "${own:-$code}"
 }
 # shellcheck disable=SC2317,SC2329
+hpml_fail() { # STATUS REASON …: ends the job and records why
+  local IFS=' '
+  hpml_reason="${*:2}"
+  echo "hpml: $hpml_reason" >&2
+  exit "$1"
+}
+# shellcheck disable=SC2317,SC2329
 hpml_terminate() {
   hpml_reason="the script got SIG$1"
   [[ -z $hpml_ranks ]] || kill -TERM "$hpml_ranks" 2>/dev/null || :
@@ -98,7 +105,7 @@ trap 'hpml_pass_on USR2' USR2
 cd -- /home/me
 set +eu  # activation scripts are not written for strict shells
 # shellcheck source=/dev/null
-source /home/me/venv/bin/activate || { echo 'hpml: cannot activate the virtual environment' /home/me/venv >&2; exit 78; }
+source /home/me/venv/bin/activate || hpml_fail 78 'cannot activate the virtual environment' /home/me/venv
 set -eu
 export PYTHONUNBUFFERED=1 OMP_NUM_THREADS=1
 # A GPU's index is its place on the PCI bus, as for nvidia-smi, Slurm and the plan.
@@ -124,7 +131,7 @@ hpml_before=$!
 # Horovod's own launcher, on the one node of this job: `localhost`, for it reaches any name by ssh. It
 # takes MPI or Gloo, as Horovod was built, and need not look for a network that nodes share. It passes
 # no signals on, and must not end by those that are for the ranks.
-command -v horovodrun >/dev/null || { echo 'hpml: no horovodrun on PATH: it comes with Horovod, in environment.venv or conda' >&2; exit 78; }
+command -v horovodrun >/dev/null || hpml_fail 78 'no horovodrun on PATH: it comes with Horovod, in environment.venv or conda'
 (
   trap '' USR1 USR2
   exec "${hpml_container[@]}" horovodrun -np 4 -H localhost:4 --network-interface lo \
@@ -133,8 +140,7 @@ command -v horovodrun >/dev/null || { echo 'hpml: no horovodrun on PATH: it come
 hpml_ranks=$!
 if [[ $hpml_ranks == "${hpml_before:-$hpml_agent}" ]]; then
   hpml_ranks=''
-  echo "hpml: the template's block 'ranks' started nothing in the background: end its command with &" >&2
-  exit 78
+  hpml_fail 78 "the template's block 'ranks' started nothing in the background: end its command with &"
 fi
 hpml_passed=1
 while [[ -n $hpml_passed ]]; do  # a signal that is passed on ends `wait` early

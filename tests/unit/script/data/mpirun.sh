@@ -63,6 +63,13 @@ hpml_finish() {
   exit "${own:-$code}"
 }
 # shellcheck disable=SC2317,SC2329
+hpml_fail() { # STATUS REASON …: ends the job and records why
+  local IFS=' '
+  hpml_reason="${*:2}"
+  echo "hpml: $hpml_reason" >&2
+  exit "$1"
+}
+# shellcheck disable=SC2317,SC2329
 hpml_terminate() {
   hpml_reason="the script got SIG$1"
   [[ -z $hpml_ranks ]] || kill -TERM "$hpml_ranks" 2>/dev/null || :
@@ -104,7 +111,7 @@ if ! type module >/dev/null 2>&1; then
     [[ -n $hpml_init && -r $hpml_init ]] && source "$hpml_init" && break
   done
 fi
-module load openmpi/4.1 || { hpml_code=$?; echo 'hpml: cannot load the module' openmpi/4.1 >&2; exit "$hpml_code"; }
+module load openmpi/4.1 || hpml_fail "$?" 'cannot load the module' openmpi/4.1
 set -eu
 export PYTHONUNBUFFERED=1 OMP_NUM_THREADS=4
 # A GPU's index is its place on the PCI bus, as for nvidia-smi, Slurm and the plan.
@@ -132,7 +139,7 @@ hpml_command=(
 hpml_before=$!
 # Open MPI's mpirun. On the other nodes srun starts its daemon, which hands on all of this environment.
 hpml_version=$(timeout 60 mpirun --version 2>&1) || :
-[[ $hpml_version == *'Open MPI'* ]] || { echo 'hpml: no mpirun of Open MPI on PATH that answers within 60 s: load its module in environment.modules' >&2; exit 78; }
+[[ $hpml_version == *'Open MPI'* ]] || hpml_fail 78 'no mpirun of Open MPI on PATH that answers within 60 s: load its module in environment.modules'
 # By this variable mpirun's own srun would give its daemon one rank's CPUs; the ranks find it as ever.
 env --unset=SLURM_CPUS_PER_TASK mpirun -np "$((SLURM_NNODES * 8))" --map-by ppr:8:node --bind-to none \
   ${SLURM_CPUS_PER_TASK:+env "SLURM_CPUS_PER_TASK=$SLURM_CPUS_PER_TASK"} \
@@ -140,8 +147,7 @@ env --unset=SLURM_CPUS_PER_TASK mpirun -np "$((SLURM_NNODES * 8))" --map-by ppr:
 hpml_ranks=$!
 if [[ $hpml_ranks == "${hpml_before:-$hpml_agent}" ]]; then
   hpml_ranks=''
-  echo "hpml: the template's block 'ranks' started nothing in the background: end its command with &" >&2
-  exit 78
+  hpml_fail 78 "the template's block 'ranks' started nothing in the background: end its command with &"
 fi
 hpml_passed=1
 while [[ -n $hpml_passed ]]; do  # a signal that is passed on ends `wait` early

@@ -62,6 +62,13 @@ hpml_finish() {
   exit "${own:-$code}"
 }
 # shellcheck disable=SC2317,SC2329
+hpml_fail() { # STATUS REASON …: ends the job and records why
+  local IFS=' '
+  hpml_reason="${*:2}"
+  echo "hpml: $hpml_reason" >&2
+  exit "$1"
+}
+# shellcheck disable=SC2317,SC2329
 hpml_terminate() {
   hpml_reason="the script got SIG$1"
   [[ -z $hpml_ranks ]] || kill -TERM "$hpml_ranks" 2>/dev/null || :
@@ -145,8 +152,7 @@ srun --nodes="$SLURM_NNODES" --ntasks="$SLURM_NNODES" --ntasks-per-node=1 \
 hpml_ranks=$!
 if [[ $hpml_ranks == "${hpml_before:-$hpml_agent}" ]]; then
   hpml_ranks=''
-  echo "hpml: the template's block 'ranks' started nothing in the background: end its command with &" >&2
-  exit 78
+  hpml_fail 78 "the template's block 'ranks' started nothing in the background: end its command with &"
 fi
 hpml_passed=1
 while [[ -n $hpml_passed ]]; do  # a signal that is passed on ends `wait` early

@@ -68,6 +68,13 @@ hpml_finish() {
   exit "${own:-$code}"
 }
 # shellcheck disable=SC2317,SC2329
+hpml_fail() { # STATUS REASON …: ends the job and records why
+  local IFS=' '
+  hpml_reason="${*:2}"
+  echo "hpml: $hpml_reason" >&2
+  exit "$1"
+}
+# shellcheck disable=SC2317,SC2329
 hpml_terminate() {
   hpml_reason="the script got SIG$1"
   [[ -z $hpml_ranks ]] || kill -TERM "$hpml_ranks" 2>/dev/null || :
@@ -113,9 +120,9 @@ if ! type module >/dev/null 2>&1; then
     [[ -n $hpml_init && -r $hpml_init ]] && source "$hpml_init" && break
   done
 fi
-module load cuda/12.4 || { hpml_code=$?; echo 'hpml: cannot load the module' cuda/12.4 >&2; exit "$hpml_code"; }
+module load cuda/12.4 || hpml_fail "$?" 'cannot load the module' cuda/12.4
 # shellcheck source=/dev/null
-source /home/me/venv/bin/activate || { echo 'hpml: cannot activate the virtual environment' /home/me/venv >&2; exit 78; }
+source /home/me/venv/bin/activate || hpml_fail 78 'cannot activate the virtual environment' /home/me/venv
 set -eu
 export PYTHONUNBUFFERED=1 OMP_NUM_THREADS=8
 # A GPU's index is its place on the PCI bus, as for nvidia-smi, Slurm and the plan.
@@ -156,8 +163,7 @@ srun --nodes="$SLURM_NNODES" --ntasks="$SLURM_NNODES" --ntasks-per-node=1 \
 hpml_ranks=$!
 if [[ $hpml_ranks == "${hpml_before:-$hpml_agent}" ]]; then
   hpml_ranks=''
-  echo "hpml: the template's block 'ranks' started nothing in the background: end its command with &" >&2
-  exit 78
+  hpml_fail 78 "the template's block 'ranks' started nothing in the background: end its command with &"
 fi
 hpml_passed=1
 while [[ -n $hpml_passed ]]; do  # a signal that is passed on ends `wait` early
