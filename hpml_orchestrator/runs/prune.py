@@ -15,9 +15,11 @@ from collections import Counter, defaultdict
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from hpml_orchestrator.errors import RecordError
+from hpml_orchestrator.errors import HpmlError, RecordError
+from hpml_orchestrator.records.files import read_json
 from hpml_orchestrator.records.ids import stamp, stamp_of
 from hpml_orchestrator.records.run import Run, owner_name
+from hpml_orchestrator.records.submission import Submission
 from hpml_orchestrator.runs.status import UNREADABLE, states
 from hpml_orchestrator.scheduler.model import JobState
 
@@ -25,7 +27,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
     from pathlib import Path
 
-    from hpml_orchestrator.records.store import Store, Submission
+    from hpml_orchestrator.records.store import Store
     from hpml_orchestrator.runs.backend import Backends
     from hpml_orchestrator.runs.state import State
 
@@ -176,14 +178,19 @@ class _Remover:
     def _remove(self, sid: str, directory: Path, state: State | None = None) -> None:
         """Remove a submission with its runs; renamed first, so that no command sees half of it."""
         runs = self.runs[sid]
+        # First what only the submission's own record leads to.
+        local = self._local_job(sid, directory)
         try:
             if not self._dry_run:
                 hidden = directory.with_name(f".{sid}.pruned")
                 os.rename(directory, hidden)
                 directory = hidden
+                # In one step: a task without its state would be taken for one that waits.
+                local = [path.rename(path.with_name(f".tmp-{path.name}")) for path in local]
                 self._links.clear()  # those before are gone from the files' own counts
-            freed = sum(self._freed(path) for path in (*runs, directory))
-            for path in () if self._dry_run else (*runs, directory):
+            paths = (*local, *runs, directory)
+            freed = sum(self._freed(path) for path in paths)
+            for path in () if self._dry_run else paths:
                 while os.path.lexists(path):  # another prune may be removing it too
                     with contextlib.suppress(FileNotFoundError):
                         shutil.rmtree(path)
@@ -195,6 +202,18 @@ class _Remover:
         self.done.bytes += freed
         end = (state.state, state.ended) if state else ("LEFT OVER", None)
         self.done.removed.append(Removed(sid, *end, runs=len(runs), bytes=freed))
+
+    def _local_job(self, sid: str, directory: Path) -> list[Path]:
+        """Return the local backend's directory of a submission's job, on whichever host it ran."""
+        submission = Submission(directory)
+        with contextlib.suppress(HpmlError, KeyError, TypeError):
+            record, job = submission.record(), submission.job()
+            if record["backend"] == "local" and job is not None:
+                home = self._store.local_home(str(record["host"]))
+                path = home / "jobs" / str(job["job_id"])
+                if os.path.basename(read_json(path / "job.json")["directory"]) == sid:
+                    return [path]
+        return []
 
     def _remove_archive(self, path: Path) -> None:
         info = os.lstat(path)

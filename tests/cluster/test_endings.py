@@ -139,6 +139,9 @@ def test_every_end_is_called_by_its_name(desk: Desk) -> None:
         assert status["state"] == state
         if state == "FAILED":
             assert (status["reason"], status["exit_code"]) == (reason, end["exit_code"])
+        if state == "TIMEOUT":
+            advice = "00:01:00 requested; raise it with --set resources.time=…"
+            assert status["reason"] == f"time limit: {advice}"
         record = Path(job["submission"], "job.json")
         record.write_text(json.dumps({**json.loads(record.read_text()), "job_id": "4242"}))
         Path(job["submission"], "final.json").unlink()

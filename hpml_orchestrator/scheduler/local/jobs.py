@@ -2,12 +2,14 @@
 
     <home>/jobs/<id>/       one submission; it appears complete, by one rename
         job.json            what was submitted; it never changes
-        environment         the job's environment, NUL-separated, mode 0600
+        environment         the job's environment, NUL-separated, mode 0600; removed once all of its
+                            tasks are over, for it may hold passwords
         bin/srun            the local srun, first on the job's PATH
         <task>.json         the state of one task, by its position in the array (0 for a single
                             job); a task without one is pending
         steps-<task>/<n>    one empty file per srun of the task: step ids
         supervisor.log      what supervisors had to say, normally nothing
+    <home>/jobs/next        the next id: that of a job that was pruned is not used again
     /tmp/hpml-locks-<uid>/  one lock per home, never on the file system of the records
 
 Whoever changes which jobs wait or run holds the lock; a job that runs is written by its supervisor.
@@ -31,7 +33,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hpml_orchestrator.errors import NotFoundError, RecordError, SchedulerUnavailable
-from hpml_orchestrator.records.files import fsync_dir, read_json, write_json, write_text
+from hpml_orchestrator.records.files import (
+    fsync_dir,
+    read_json,
+    read_text_or_nothing,
+    write_json,
+    write_text,
+)
 from hpml_orchestrator.records.owner import boot_id
 from hpml_orchestrator.records.run import task_output
 from hpml_orchestrator.scheduler.local.processes import Identity, identity, is_alive
@@ -45,6 +53,7 @@ __all__ = ["Home", "Job", "Record"]
 _LOCK_PATIENCE_SECONDS = 60.0
 _LOCK_PAUSE_SECONDS = 0.005
 _STALE_SECONDS = 3600.0
+_NEXT = "next"
 _SRUN = Path(__file__).with_name("srun.py")
 
 Record = dict[str, Any]
@@ -255,6 +264,8 @@ class Home:
                 active += unfinished
                 if jobs and not unfinished:
                     self._over.add(number)
+                    with contextlib.suppress(OSError):  # gone already, or another user's
+                        os.unlink(self._jobs / str(number) / "environment")
         return active
 
     def publish(self, request: Record, environment: Mapping[str, str]) -> str:
@@ -266,7 +277,10 @@ class Home:
         self._jobs.mkdir(parents=True, exist_ok=True)
         self._remove_unfinished()
         last = max(self.numbers(), default=0)
-        number = last + max(1, len(self.jobs_of(last)))
+        recorded = read_text_or_nothing(self._jobs / _NEXT).strip()
+        number = max(
+            last + max(1, len(self.jobs_of(last))), int(recorded) if recorded.isdecimal() else 1
+        )
         building = Path(tempfile.mkdtemp(prefix=".tmp-", dir=self._jobs))
         entries = (
             os.fsencode(name) + b"=" + os.fsencode(value) for name, value in environment.items()
@@ -277,6 +291,7 @@ class Home:
         srun = shlex.join([sys.executable, "-I", "-S", str(self._jobs / f"{number}/bin/srun.py")])
         write_text(building / "bin" / "srun", f'#!/bin/sh\nexec {srun} "$@"\n', mode=0o755)
         write_json(building / "job.json", request)
+        write_text(self._jobs / _NEXT, f"{number + max(1, len(request['indices']))}\n")
         os.rename(building, self._jobs / str(number))
         fsync_dir(self._jobs)
         return str(number)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import socket
 import subprocess
 import time
 from collections.abc import Callable
@@ -12,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from hpml_orchestrator.records.files import write_json, write_text
+from hpml_orchestrator.records.files import read_json, write_json, write_text
 from hpml_orchestrator.records.store import Store, Submission
 from hpml_orchestrator.runs.prepare import prepare, render_job
 from hpml_orchestrator.script import Capabilities
@@ -126,6 +127,27 @@ def test_what_is_not_known_to_be_over_stays(
         by_name = hpml("prune", submission.sid, "--yes")
         assert (by_name.code, reason in by_name.out) == (2, True)
         assert traces(store, submission)
+
+
+def test_the_local_job_goes_with_its_submission(shell: Shell, store: Store, hpml: Hpml) -> None:
+    """From any host; the jobs of other hosts that have the same id stay."""
+    job = shell.job("local", command=["true"])
+    first, second = (hpml("run", job, "--local", "--json").json() for _ in range(2))
+    host = socket.gethostname()
+    os.rename(store.local_home(host), store.local_home("elsewhere"))
+    shutil.copytree(store.local_home("elsewhere"), store.local_home(host))
+    for run in (first, second):
+        path = Path(run["submission"], "submit.json")
+        write_json(path, {**read_json(path), "host": "elsewhere"})
+    other = store.local_home("elsewhere") / "jobs" / second["job_id"] / "job.json"
+    write_json(other, {**read_json(other), "directory": "/another/records/submissions/probe"})
+    before = disk(store)
+    done = hpml("prune", "--keep", "0", "--yes", "--json").json()
+    assert {run["id"] for run in done["removed"]} == {first["id"], second["id"]}
+    assert done["bytes"] == before - disk(store)
+    left = {path.parent.relative_to(store.root) for path in store.root.rglob("job.json")}
+    jobs = [("elsewhere", second), (host, first), (host, second)]
+    assert left == {Path("local", name, "jobs", run["job_id"]) for name, run in jobs}
 
 
 @pytest.mark.parametrize("step", range(3))

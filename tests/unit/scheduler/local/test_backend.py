@@ -364,6 +364,36 @@ def test_the_jobs_of_another_machine_are_left_alone(bench: Bench) -> None:
         send(bench.supervisor(job_id), signal.SIGCONT)
 
 
+@pytest.mark.parametrize("tasks", [0, 3])
+def test_variables_are_private_and_go_with_the_job(bench: Bench, tasks: int) -> None:
+    """They may be passwords; tasks that still wait need them, also if others were cancelled."""
+    body = "echo > up$SLURM_ARRAY_TASK_ID; until [ -e go ]; do sleep .02; done"
+    request = bench.array(f"1-{tasks}%1", body) if tasks else bench.request(body)
+    job_id = bench.scheduler().submit(request)
+    bench.file("up1" if tasks else "up")
+    path = bench.path / "home" / "jobs" / job_id / "environment"
+    assert (path.stat().st_mode & 0o777, path.parent.stat().st_mode & 0o077) == (0o600, 0)
+    if tasks:
+        bench.scheduler().cancel([f"{job_id}_2"])
+        bench.scheduler().query([job_id])
+        assert path.exists()
+    (bench.path / "sub" / "go").touch()
+    for one in [f"{job_id}_{index + 1}" for index in range(tasks)] or [job_id]:
+        bench.over(one)
+    eventually(lambda: not path.exists())
+    assert b"MINE" not in b"".join(
+        file.read_bytes() for file in path.parent.rglob("*") if file.is_file()
+    )
+
+
+def test_the_id_of_a_removed_job_is_not_used_again(bench: Bench) -> None:
+    """Records of others that waited for it would mean the new one."""
+    first = bench.scheduler().submit(bench.array("0-4", "true"))
+    bench.over(first)
+    (bench.path / "home" / "jobs" / first).rename(bench.path / "removed")
+    assert int(bench.submit("true")) == int(first) + 5
+
+
 def no_room(who: Identity, *, on: bool = True) -> None:
     """Let a process write no more bytes: a full disk for it alone."""
     _, hard = resource.prlimit(who.pid, resource.RLIMIT_FSIZE)
