@@ -189,7 +189,7 @@ def prepare(
         fill=fill_directory,
     )
     if diff:
-        write_text(submission.directory / "dirty.diff", diff)
+        write_text(submission.directory / "dirty.diff", diff, mode=0o600)  # code, as in code/
     if job.monitor.enabled:
         sweep(Path(job.monitor.targets or default_directory(store.root)))
     return submission

@@ -124,7 +124,7 @@ class Snapshot:
             ignored = f"script {os.path.join(self.top, self.script)!r}"
             if not os.path.lexists(os.path.join(self.top, self.script)):
                 raise _refused(f"no such {ignored}")
-        elif not any(path.startswith(self.workdir) for path in entries) and _git(
+        elif not any(_is_within(path, self.workdir) for path in entries) and _git(
             self.top, "check-ignore", "--", f"./{self.workdir}", check=False
         ):
             ignored = f"workdir {os.path.join(self.top, self.workdir)!r}"
@@ -172,8 +172,8 @@ class Snapshot:
         folder = os.path.dirname(path)
         inside = os.path.relpath(os.path.join(self.top, folder, text), self.top)
         if not os.path.isabs(text):
-            return os.path.join(self.top, folder, text) if inside.startswith("..") else text
-        copied = any(name == inside or name.startswith(f"{inside}/") for name in entries)
+            return os.path.join(self.top, folder, text) if _is_within(inside, "..") else text
+        copied = any(_is_within(name, "" if inside == "." else inside) for name in entries)
         return os.path.relpath(inside, folder or ".") if copied else text
 
 
@@ -203,6 +203,11 @@ def _relative(path: str | Path, top: str) -> str:
     """Return a path relative to the top of a working tree; empty unless it lies below it."""
     real, start = os.path.realpath(path), top.rstrip("/") + "/"
     return real.removeprefix(start) if real.startswith(start) else ""
+
+
+def _is_within(path: str, folder: str) -> bool:
+    """Whether a relative path is a directory or lies below it; the top's own path is empty."""
+    return not folder or path == folder or path.startswith(f"{folder}/")
 
 
 def _list_entries(top: str, below: str = "", *, tracked: bool = True) -> dict[str, _Entry]:

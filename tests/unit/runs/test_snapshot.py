@@ -104,7 +104,9 @@ def test_links_lead_where_they_led(repository: Repository, tmp_path: Path) -> No
         "tools/own": (f"{repository.top}/train.py", "../train.py"),
         "tools/folder": (f"{repository.top}/tools", "."),
         "tools/near": ("../train.py", "../train.py"),
+        "tools/top": (f"{repository.top}", ".."),
         "gone": ("nowhere", "nowhere"),
+        "dots": ("..hidden/train.py", "..hidden/train.py"),
     }
     for name, (target, _) in links.items():
         (repository.top / name).symlink_to(target)
@@ -203,7 +205,12 @@ def test_the_record_says_what_ran(repository: Repository, world: World) -> None:
     dirty = prepare(world, repository, array="0-3")
     snapshot = dirty.record()["provenance"]["snapshot"]
     assert (snapshot["dirty"], snapshot["files"], snapshot["untracked"]) == (True, 3, 1)
-    assert b"print('new')" in (dirty.directory / "dirty.diff").read_bytes()
+    diff = dirty.directory / "dirty.diff"
+    assert b"print('new')" in diff.read_bytes()
+    assert (diff.stat().st_mode & 0o777, (dirty.directory / "code").stat().st_mode & 0o777) == (
+        0o600,
+        0o700,
+    )
     one, array, plain = states(world.store, [clean, dirty, world.prepare()])
     assert dict(summary_lines(one, Summary()))["code"] == f"{commit[:7]} (snapshot)"
     assert dict(array_lines(array))["code"] == f"{commit[:7]} + changes (snapshot)"
@@ -254,6 +261,7 @@ def test_what_cannot_be_copied_is_refused(
     error = refused(world, top, command=None, script="my_train.py")
     assert f"git ignores the script '{top}/my_train.py'" in str(error)
     assert "no such script" in str(refused(world, top, command=None, script="tarin.py"))
+    repository.write("outside.md", "x")  # not in out/, whatever its name begins with
     assert f"git ignores the workdir '{top}/out'" in str(refused(world, top / "out"))
     # The real git, with its own variable for tests, behaves as if all belonged to others.
     git = tmp_path / "bin" / "git"
