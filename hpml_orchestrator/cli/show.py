@@ -20,6 +20,7 @@ from hpml_orchestrator.errors import InputError, counted
 from hpml_orchestrator.placement.report import by_sentence
 from hpml_orchestrator.runs.bound import Bound
 from hpml_orchestrator.runs.dashboard import job_dashboard, state_json
+from hpml_orchestrator.runs.described import describe
 from hpml_orchestrator.runs.show import array_lines, attempt_reports, summary_lines, task_rows
 from hpml_orchestrator.runs.status import states
 from hpml_orchestrator.runs.summary import Summary, binding_of, summarise
@@ -67,6 +68,7 @@ def show(
         print_json(
             {
                 **state_json(state, chosen=chosen_site(context)),
+                **describe(state, summary).to_json(),
                 "history": [report.to_json() for report in reports],
                 "summary": summary.to_json(),
                 **bound.to_json(),

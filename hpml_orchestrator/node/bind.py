@@ -38,6 +38,7 @@ EXIT_BINDING = 79
 """Exit status of a rank that is not bound as planned, with `verify: strict`."""
 
 _SCHEMA_VERSION = 2
+_COMMAND_CHARS = 1 << 16  # a longer command is not recorded: lines of a record are short
 _OTHERS_SECONDS = 2.0  # so that the other ranks can record theirs before the job ends
 _ALL_CPUS = "give the step all CPUs of the job: srun --cpu-bind=none, without --cpus-per-task"
 # Rank, world size, local rank, local world size, node's number. Most particular first: horovodrun
@@ -95,7 +96,7 @@ def run(argv: list[str]) -> int:
     command = arguments[split + 1 :]
     os.environ.update(rank_variables(os.environ))
     if attempt:
-        status = apply_plan(attempt, command[0])
+        status = apply_plan(attempt, command)
         if status:
             return status
     else:
@@ -156,12 +157,12 @@ def tasks_here(environment: Mapping[str, str]) -> int:
     return max(1, total // _at_least(1, environment.get("SLURM_STEP_NUM_NODES", "")))
 
 
-def apply_plan(attempt: str, program: str) -> int:
+def apply_plan(attempt: str, command: list[str]) -> int:
     """Bind this rank as the plan says and record the result.
 
     Args:
         attempt: the attempt's directory.
-        program: of the rank's command, for the record.
+        command: of the rank, for the record; rank 0 records its arguments too.
 
     Returns:
         EXIT_BINDING where the rank is not bound as planned and must be, else 0.
@@ -189,7 +190,7 @@ def apply_plan(attempt: str, program: str) -> int:
         child, child_problem = _child(cpus)
         problem = problem or child_problem
     stat = read_stat("self")
-    record = {
+    record: dict[str, object] = {
         "schema_version": _SCHEMA_VERSION,
         "rank": _variable("RANK", 0),
         "local_rank": _variable("LOCAL_RANK", 0),
@@ -209,8 +210,10 @@ def apply_plan(attempt: str, program: str) -> int:
         "bound": bound,
         "error": problem,
         "note": memory_problem,
-        "program": program,
+        "program": command[0],
     }
+    if record["rank"] == 0 and sum(map(len, command)) < _COMMAND_CHARS:
+        record["command"] = command
     try:
         _append(f"{attempt}/binding/{node}.jsonl", record)
     except OSError as error:
@@ -284,6 +287,8 @@ def _append(path: str, record: Mapping[str, object]) -> None:
 def _json(value: object) -> str:
     if value is None or isinstance(value, bool):
         return {None: "null", True: "true", False: "false"}[value]
+    if isinstance(value, list):
+        return f"[{', '.join(map(_json, value))}]"
     return repr(value) if isinstance(value, (int, float)) else encode_basestring_ascii(str(value))
 
 

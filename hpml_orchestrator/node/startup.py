@@ -7,10 +7,11 @@ from __future__ import annotations
 
 import hashlib
 import os
+import re
 import socket
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +32,7 @@ from hpml_orchestrator.records.store import RUN_TABLE, Attempt, Run, Submission
 
 __all__ = [
     "EXIT_DUPLICATE",
+    "allocation",
     "candidate_ports",
     "claim",
     "ephemeral_range",
@@ -124,9 +126,31 @@ def claim(submission: str) -> int:
         head=node,
         nodes=os.environ.get("SLURM_JOB_NODELIST", ""),
         node_count=int(os.environ.get("SLURM_NNODES") or 1),
+        **allocation(os.environ),
     )
     sys.stdout.write(f"{attempt.directory}\n")
     return 0
+
+
+def allocation(environment: Mapping[str, str]) -> dict[str, int]:
+    """Return the number of CPUs and GPUs of a job on all of its nodes, as far as they are known.
+
+    Jobs ask for GPUs per node, so each node has as many as the first one.
+
+    >>> allocation({"SLURM_JOB_CPUS_PER_NODE": "72(x2),36", "SLURM_NNODES": "3"})
+    {'cpus': 180}
+    """
+    known = {}
+    parts = re.fullmatch(
+        r"\d+(\(x\d+\))?(,\d+(\(x\d+\))?)*", environment.get("SLURM_JOB_CPUS_PER_NODE", "")
+    )
+    if parts is not None:
+        pairs = re.findall(r"(\d+)(?:\(x(\d+)\))?", parts[0])
+        known["cpus"] = sum(int(cpus) * int(times or 1) for cpus, times in pairs)
+    gpus = environment.get("SLURM_GPUS_ON_NODE", "")
+    if gpus.isdecimal():
+        known["gpus"] = int(gpus) * int(environment.get("SLURM_NNODES") or 1)
+    return known
 
 
 def _claimant(attempt: Attempt) -> str:

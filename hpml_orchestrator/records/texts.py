@@ -18,6 +18,7 @@ __all__ = [
     "first_few",
     "human_bytes",
     "seconds_text",
+    "zoned_text",
 ]
 
 _MINUTE, _HOUR, _DAY = 60, 3600, 86_400
@@ -50,6 +51,11 @@ def elapsed_text(started: float | None, ended: float | None) -> str:
 def clock_text(seconds: float) -> str:
     """Return a moment, in seconds since the epoch, as local date and time."""
     return datetime.fromtimestamp(seconds).astimezone().strftime("%Y-%m-%d %H:%M:%S")
+
+
+def zoned_text(seconds: float) -> str:
+    """Return a moment, in seconds since the epoch, as local date and time with the zone."""
+    return datetime.fromtimestamp(seconds).astimezone().strftime("%Y-%m-%d %H:%M:%S %Z")
 
 
 def human_bytes(count: float) -> str:

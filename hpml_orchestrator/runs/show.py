@@ -2,26 +2,38 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from hpml_orchestrator.errors import HpmlError, RecordError, counted
-from hpml_orchestrator.records.texts import clock_text, elapsed_text, exact_bytes, seconds_text
+from hpml_orchestrator.errors import RecordError, counted
+from hpml_orchestrator.records.texts import (
+    clock_text,
+    elapsed_text,
+    exact_bytes,
+    seconds_text,
+    zoned_text,
+)
+from hpml_orchestrator.runs.described import command_text, describe, figures, printable
 from hpml_orchestrator.runs.monitored import numbers
 from hpml_orchestrator.runs.staged import staged_lines
+from hpml_orchestrator.runs.summary import Summary
 from hpml_orchestrator.scheduler.model import JobState
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from hpml_orchestrator.records.store import Attempt
+    from hpml_orchestrator.runs.described import Description
     from hpml_orchestrator.runs.state import State
-    from hpml_orchestrator.runs.summary import Summary
 
 __all__ = ["AttemptReport", "array_lines", "attempt_reports", "summary_lines", "task_rows"]
 
 _SHORT_COMMIT = 7
 _SHOWN = 10
+_SHOWN_FIGURES = 100
+_LINE_CHARS = 88
+_COMMAND_CHARS = 4000
+_SHORT_SECONDS = 10
 _WAITING = [state.value for state in JobState if state.waiting]
 _OVER = [state.value for state in JobState if state.over]
 
@@ -40,19 +52,24 @@ def summary_lines(state: State, summary: Summary) -> list[tuple[str, str]]:
     ]
     # a reason that is about one rank is left out where `binding` counts all
     reason = "" if summary.binding_failed else state.reason
+    described = describe(state, summary)
     return _lines(
         {
             "run": [f"{state.submission.label}  {state.state}"],
             "job": [f"{state.job_id or '-'} ({_scheduler(state)}){_ran_on(state, summary)}"],
             "reason": [reason] if reason else [],
+            **_what(described),
+            **_when(state),
             "attempts": _attempts(attempt_reports(state), state),
-            "code": _code(state),
+            **_code(described),
             "staged": staged,
             "collected": summary.collected_lines,
             "binding": [summary.binding] if summary.binding else [],
             "phases": [phases] if phases else [],
             "training": _training(summary),
             "accuracy": _accuracy(summary.result),
+            "result": _result(described),
+            **_hours(described),
             "signals": signals,
             "monitor": summary.monitor_lines,
             "record": [str(state.run.directory)],
@@ -63,7 +80,7 @@ def summary_lines(state: State, summary: Summary) -> list[tuple[str, str]]:
 def _lines(sections: Mapping[str, Sequence[str]]) -> list[tuple[str, str]]:
     """Return the lines of all sections; the first of each has its name."""
     return [
-        ("" if number else name, line)
+        ("" if number else name, printable(line))
         for name, lines in sections.items()
         for number, line in enumerate(lines)
     ]
@@ -79,20 +96,79 @@ def _ran_on(state: State, summary: Summary) -> str:
     if not summary.ranks:
         return f" on {state.nodes}"
     of_all = "" if summary.ranks >= summary.world_size else f" of {summary.world_size}"
-    several = max(summary.ranks, summary.world_size) > 1
-    return f" on {state.nodes}, {summary.ranks}{of_all} rank{'s' * several}"
+    ranks = counted(max(summary.ranks, summary.world_size), "rank").partition(" ")[2]
+    return f" on {state.nodes}, {summary.ranks}{of_all} {ranks}"
 
 
-def _code(state: State) -> list[str]:
-    """Return the line about the snapshot of the code, if there is one."""
-    try:
-        snapshot = state.submission.record()["provenance"].get("snapshot")
-    except (HpmlError, KeyError):
-        return []
-    if not snapshot:
-        return []
-    commit = snapshot["commit"][:_SHORT_COMMIT] or "no commit yet"
-    return [f"{commit}{' + changes' * bool(snapshot['dirty'])} (snapshot)"]
+def _what(described: Description) -> dict[str, list[str]]:
+    """Return the lines about the command and the point of a sweep."""
+    lines = {}
+    if described.sweep:
+        number = "" if described.point is None else f"{described.point} of "
+        values = ", ".join(
+            f"{name.lstrip('-')} {value}" for name, value in figures(described.values)
+        )
+        lines["point"] = [f"{number}{described.sweep}{f': {values}' if values else ''}"]
+    if described.command:
+        text = f"{described.launcher}: {command_text(described.command)}"
+        lines["command"] = [text if len(text) <= _COMMAND_CHARS else f"{text[:_COMMAND_CHARS]}…"]
+    return lines
+
+
+def _when(state: State) -> dict[str, list[str]]:
+    """Return the lines about the start and the end."""
+    if not state.started:
+        lines = {"submitted": [zoned_text(state.created)]} if state.created else {}
+        return lines | ({"ended": [zoned_text(state.ended)]} if state.ended else {})
+    if not state.over or not state.ended:
+        runs = "" if state.over else f", {elapsed_text(state.started, None)} ago"
+        return {"started": [f"{zoned_text(state.started)}{runs}"]}
+    took = max(0.0, state.ended - state.started)
+    after = f"{took:.1f} s" if took < _SHORT_SECONDS else seconds_text(took)
+    code = "" if state.exit_code is None else f", exit code {state.exit_code}"
+    return {
+        "started": [zoned_text(state.started)],
+        "ended": [f"{zoned_text(state.ended)}, after {after}{code}"],
+    }
+
+
+def _code(described: Description) -> dict[str, list[str]]:
+    """Return the line about the code's commit."""
+    code = described.code
+    if code is None:
+        return {"code": ["no git commit is known"]} if described.command else {}
+    commit = code["commit"][:_SHORT_COMMIT] or "no commit yet"
+    changes = {True: " + changes", None: ", changes are not known"}.get(code["dirty"], "")
+    where = f" (branch {code['branch']})" if code["branch"] not in ("", "HEAD") else ""
+    return {"code": [f"{commit}{changes}{' (snapshot)' if code['snapshot'] else where}"]}
+
+
+def _result(described: Description) -> list[str]:
+    """Return the figures of the result, several to a line."""
+    texts, other = [], dict(figures(described.result_file or {}))
+    for name, value in figures(described.result):
+        differs = other.get(name, value) != value
+        texts.append(f"{name} {value}{f' (result.json: {other[name]})' if differs else ''}")
+    more = len(texts) - _SHOWN_FIGURES
+    lines: list[str] = []
+    for text in texts[:_SHOWN_FIGURES]:
+        if lines and len(lines[-1]) + len(text) <= _LINE_CHARS:
+            lines[-1] += f", {text}"
+        else:
+            lines.append(text)
+    if more > 0:
+        lines.append(f"… and {more} more: hpml show --json")
+    return [*lines, *([described.result_error] if described.result_error else [])]
+
+
+def _hours(described: Description) -> dict[str, list[str]]:
+    """Return the line about GPU-hours and core-hours; its name is what they are of."""
+    hours = described.hours
+    if hours is None:
+        return {}
+    gpus = f"{hours.gpu:.3g} GPU-hours, " if hours.gpu else ""
+    attempts = f" in {counted(hours.attempts, 'attempt')}" if hours.attempts > 1 else ""
+    return {hours.basis: [f"{gpus}{hours.core:.3g} core-hours{attempts}"]}
 
 
 def _training(summary: Summary) -> list[str]:
@@ -122,6 +198,7 @@ def array_lines(state: State) -> list[tuple[str, str]]:
     """Return name and text of each line of an array's summary."""
     sid = state.submission.sid
     failed = [task for task in state.tasks if task.over and task.state != "COMPLETED"]
+    described = describe(state, Summary())
     tasks = {}
     for task in failed[:_SHOWN]:
         code = "" if task.exit_code is None else f", exit code {task.exit_code}"
@@ -131,11 +208,16 @@ def array_lines(state: State) -> list[tuple[str, str]]:
     return _lines(
         {
             "run": [f"{sid}  {state.state}"],
-            "job": [f"{state.job_id or '-'} ({_scheduler(state)}), {len(state.tasks)} tasks"],
+            "job": [
+                f"{state.job_id or '-'} ({_scheduler(state)}), {counted(len(state.tasks), 'task')}"
+            ],
             "tasks": [state.reason],
-            "code": _code(state),
             **tasks,
             "": [f"… and {more} more: hpml show {sid}"] if more > 0 else [],
+            **_what(described),
+            **_when(replace(state, exit_code=None)),
+            **_code(described),
+            **_hours(described),
             "record": [str(state.submission.directory)],
         }
     )

@@ -64,6 +64,7 @@ class Summary:
     monitor_lines: list[str] = field(default_factory=list)  # both as text
     # Those that did not end the job, by name: how often, and when last, seconds since the epoch.
     signals: dict[str, tuple[int, float]] = field(default_factory=dict)
+    command: list[str] = field(default_factory=list)  # as rank 0 received it; empty if not recorded
 
     def to_json(self) -> dict[str, Any]:
         """Return the summary for programs."""
@@ -138,6 +139,7 @@ def _summary(state: State, attempt: Attempt) -> Summary:
             monitored, ready=[event.node for event in ready], ended=script_ended
         ),
         signals=_signals(timeline.signals),
+        command=[*map(str, bindings[0].get("command", ()))] if bindings else [],
     )
 
 

@@ -12,7 +12,7 @@ import contextlib
 import shlex
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from hpml_orchestrator.errors import InputError, SchedulerError, SchedulerUnavailable
 from hpml_orchestrator.records.files import create_json, read_json, read_text_or_nothing, write_text
@@ -226,8 +226,19 @@ def _prepare(
         now=now,
         sid=batch.sid,
         fill=lambda directory: write_text(directory / "points.sh", script),
-        record={"sweep": plan.id, "points": [task.point.number for task in batch.tasks]},
+        record={
+            "sweep": plan.id,
+            "points": [task.point.number for task in batch.tasks],
+            "values": [_values(plan, task.point) for task in batch.tasks],
+        },
     )
+
+
+def _values(plan: SweepPlan, point: Point) -> dict[str, Any]:
+    """Return scale and values of a point by name, and the seed if the program receives it."""
+    scale = {plan.unit: point.scale} if plan.unit else {}
+    seed = {"seed": point.seed} if "seed" in plan.placeholders else {}
+    return {**scale, **point.values, **seed}
 
 
 def _points_script(plan: SweepPlan, batch: Batch) -> str:

@@ -23,6 +23,8 @@ from tests.unit.cli.support import Hpml, Result, Shell
 
 pytestmark = pytest.mark.xdist_group("local runs")
 
+RECORDS_PAGE = (Path(__file__).parents[3] / "docs" / "records.md").read_text()
+
 
 @pytest.fixture(scope="module")
 def completed(shell: Shell) -> tuple[Result, str]:
@@ -88,7 +90,7 @@ def test_a_failing_job_is_a_failing_run(shell: Shell, failed: tuple[Result, str]
 
 
 def test_every_command_reports_runs(
-    hpml: Hpml, completed: tuple[Result, str], failed: tuple[Result, str]
+    shell: Shell, hpml: Hpml, completed: tuple[Result, str], failed: tuple[Result, str]
 ) -> None:
     """By id and by part of it, in one JSON document with `--json`."""
     good, bad = completed[1], failed[1]
@@ -105,6 +107,12 @@ def test_every_command_reports_runs(
     document = hpml("show", "--json", good).json()
     assert (document["state"], document["attempts"]) == ("COMPLETED", 1)
     assert document["summary"]["staged_bytes"] == 100
+    data = f"{shell.root}/t/"
+    assert document["command"][:3] == ["bash", "-c", "echo hi; cat $0/x"]
+    assert document["command"][3].startswith(data)
+    assert (document["launcher"], document["hours"]["basis"]) == ("srun", "allocated")
+    for key in ("received", "sweep", "point", "values", "code", "result", "result_error"):
+        assert f"`{key}`" in RECORDS_PAGE, key
     assert document["bindings"][0]["rank"] == 0
     assert document["record"]["job"]["name"] == "good"
     for options in ([], ["-f", "-n", "2"]):

@@ -51,6 +51,23 @@ def test_a_sweep_with_failed_points_says_where_to_look(swept: list[str], hpml: H
     assert "nothing to cancel" in hpml("sweep", "cancel", "last").out
 
 
+def test_show_names_a_point_with_its_values(swept: list[str], hpml: Hpml) -> None:
+    """The arguments are those that the program received, placeholders filled in."""
+    points = [
+        hpml("show", "--json", task["run"]).json()
+        for run in hpml("list", "--all", "--json").json()
+        for task in run["tasks"]
+    ]
+    failed = [point for point in points if point["values"].get("--fail") == "yes"]
+    assert {point["sweep"] for point in failed} == {swept[0]}
+    assert sorted(point["values"]["--lr"] for point in failed) == [0.1, 0.25]
+    for point in failed:
+        assert point["command"][-2:] == [f"--lr={point['values']['--lr']}", "--fail=yes"]
+        lines = hpml("show", point["id"]).out
+        values = f"lr {point['values']['--lr']}, fail yes"
+        assert f"\npoint      {point['point']} of {swept[0]}: {values}\n" in lines
+
+
 def test_two_sweeps_of_one_kind_compare(swept: list[str], hpml: Hpml, tmp_path: Path) -> None:
     """Before and after, as text and as a page."""
     newest, oldest = swept

@@ -91,6 +91,16 @@ def test_where_it_ran_is_written_down(node: Node) -> None:
     assert [(line["rank"], line["visible"]) for line in records(attempt)] == [(5, "3,1"), (1, "0")]
 
 
+def test_rank_0_records_its_command(node: Node) -> None:
+    """Word by word as it received them; other ranks do not repeat it, nor is a huge one kept."""
+    attempt = claimed(node, *one_each(2))
+    words = ["true", "--lr=0.1", 'a "b"\n\x1b é']
+    node.call("bind", attempt, "--", *words, RANK="0", LOCAL_RANK="0")
+    node.call("bind", attempt, "--", *words, RANK="1", LOCAL_RANK="1")
+    node.call("bind", attempt, "--", "true", "x" * 70_000, RANK="0", LOCAL_RANK="0")
+    assert [record.get("command") for record in records(attempt)] == [words, None, None]
+
+
 def kernel_list(cpus: list[int]) -> str:
     """CPUs as /proc tells those of this test."""
     told = Path("/proc/self/status").read_text().partition("Cpus_allowed_list:")[2].split()[0]

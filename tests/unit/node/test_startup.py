@@ -33,7 +33,9 @@ if TYPE_CHECKING:
 
 def test_the_first_job_gets_the_run(node: Node) -> None:
     """It prints the attempt's directory and writes down its id, its head node and its start."""
-    status, out, err = node.claim("17", SLURM_NNODES="3", SLURM_JOB_NODELIST="n[1-3]")
+    allocated = {"SLURM_JOB_CPUS_PER_NODE": "72(x2),36", "SLURM_GPUS_ON_NODE": "4"}
+    nodes = {"SLURM_NNODES": "3", "SLURM_JOB_NODELIST": "n[1-3]"}
+    status, out, err = node.claim("17", **nodes, **allocated)
     assert (status, out, err) == (0, f"{node.attempt}\n", "")
     assert (node.attempt / "started" / "job_id").read_text() == "17\n"
     head = json.loads((node.attempt / "head.json").read_text())
@@ -43,6 +45,7 @@ def test_the_first_job_gets_the_run(node: Node) -> None:
     (event,) = attempt.events()
     assert (event.event, event.node) == ("started", "batch")
     expected = {"job_id": "17", "attempt": 0, "head": "n1", "nodes": "n[1-3]", "node_count": 3}
+    expected |= {"cpus": 180, "gpus": 12}
     assert event.data == expected
     assert {path.name for path in node.attempt.iterdir()} >= {"nodes", "events", "binding"}
 
