@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import sys
 from dataclasses import replace
+from datetime import datetime
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -35,6 +37,7 @@ __all__ = [
     "completion",
     "one_run",
     "parse_age",
+    "parse_since",
     "print_json",
     "print_table",
     "refuse_empty",
@@ -194,6 +197,32 @@ def parse_age(text: str, *, field: str) -> float:
     return seconds
 
 
+def parse_since(text: str, *, field: str, now: float) -> float:
+    """Return the moment that an age such as 3d, or a date such as 2026-11-20, means.
+
+    Args:
+        text: the age, or the local date with or without a time.
+        field: the option.
+        now: seconds since the epoch.
+
+    Raises:
+        InputError: it is in another form, or in the future; names the option.
+    """
+    with contextlib.suppress(InputError):
+        return now - parse_age(text, field=field)
+    try:
+        moment = datetime.fromisoformat(text.strip()).timestamp()
+    except (ValueError, OverflowError):
+        raise InputError(
+            "must be an age such as 2h or 3d, or a date such as 2026-11-20 or 2026-11-20T08:00",
+            field=field,
+            value=text,
+        ) from None
+    if moment > now:
+        raise InputError("is in the future", field=field, value=text)
+    return moment
+
+
 def print_json(value: Any) -> None:
     """Print a value as one JSON document."""
     text = json.dumps(value, indent=2, ensure_ascii=False, default=str)
@@ -204,12 +233,20 @@ def print_json(value: Any) -> None:
     typer.echo(text)
 
 
-def print_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
-    """Print a table: drawn by rich on a terminal, tab-separated lines elsewhere."""
+def print_table(
+    header: Sequence[str], rows: Sequence[Sequence[str]], *, optional: Sequence[str] = ()
+) -> None:
+    """Print a table: drawn by rich on a terminal, tab-separated lines elsewhere.
+
+    Args:
+        header: name of each column.
+        rows: cells of each row.
+        optional: columns that a narrow terminal does without, the least important first.
+    """
     if not sys.stdout.isatty():
         lines = ("\t".join(" ".join(cell.split()) for cell in row) for row in [header, *rows])
         typer.echo("\n".join(lines))
         return
     from hpml_orchestrator.cli.terminal import draw_table  # noqa: PLC0415
 
-    draw_table(header, rows)
+    draw_table(header, rows, optional)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from itertools import islice
+import sys
+import time
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -11,26 +12,60 @@ from hpml_orchestrator.cli.common import (
     JsonOption,
     RunWords,
     chosen_site,
+    completion,
     parse_age,
+    parse_since,
     print_json,
     print_table,
+    refuse_empty,
+    refuse_with,
     store_of,
 )
 from hpml_orchestrator.cli.process import notice
-from hpml_orchestrator.errors import HpmlError, InputError, SchedulerUnavailable, counted
+from hpml_orchestrator.errors import (
+    HpmlError,
+    InputError,
+    NotFoundError,
+    RecordError,
+    SchedulerUnavailable,
+    counted,
+    did_you_mean,
+)
+from hpml_orchestrator.records.store import ids_in
 from hpml_orchestrator.records.texts import clock_text, elapsed_text, human_bytes
 from hpml_orchestrator.runs.cancel import NOT_CANCELLED
 from hpml_orchestrator.runs.cancel import cancel as cancel_runs
 from hpml_orchestrator.runs.dashboard import job_dashboard, state_json
 from hpml_orchestrator.runs.prune import OVER
 from hpml_orchestrator.runs.prune import prune as prune_runs
-from hpml_orchestrator.runs.status import states
+from hpml_orchestrator.runs.select import (
+    STATES,
+    named,
+    parse_states,
+    run_name,
+    select,
+    sweep_of,
+    unfinished,
+)
+from hpml_orchestrator.runs.status import UNREADABLE, states
 
 if TYPE_CHECKING:
+    from hpml_orchestrator.records.store import Store, Submission
     from hpml_orchestrator.runs.prune import Pruned
     from hpml_orchestrator.runs.status import State
 
 __all__ = ["cancel", "list_", "prune", "status"]
+
+
+NameOption = Annotated[
+    str | None,
+    typer.Option(
+        "--name",
+        metavar="NAME",
+        help="Only runs of this name; a pattern such as 'digits-*' matches several names.",
+        autocompletion=completion(lambda store: {*map(run_name, store.submissions())}),
+    ),
+]
 
 
 def list_(
@@ -39,12 +74,63 @@ def list_(
         int, typer.Option("--number", "-n", min=1, help="How many runs to list.")
     ] = 20,
     everything: Annotated[bool, typer.Option("--all", "-a", help="List all runs.")] = False,
+    state: Annotated[
+        list[str],
+        typer.Option(
+            "--state",
+            metavar="STATES",
+            help="Only runs in these states, e.g. failed,timeout; may be repeated.",
+            autocompletion=lambda incomplete: [
+                name
+                for name in (state.lower().replace(" ", "_") for state in STATES)
+                if name.startswith(incomplete.lower())
+            ],
+        ),
+    ] = [],
+    since: Annotated[
+        str | None,
+        typer.Option(
+            "--since",
+            metavar="AGE|DATE",
+            help="Only runs submitted since then, e.g. 2h, 3d or 2026-11-20.",
+        ),
+    ] = None,
+    sweep: Annotated[
+        str | None,
+        typer.Option(
+            "--sweep",
+            metavar="SWEEP",
+            help="Only runs of this sweep: its id, or `last`.",
+            autocompletion=completion(lambda store: ids_in(store.root / "sweeps")),
+        ),
+    ] = None,
+    name: NameOption = None,
     as_json: JsonOption = False,
 ) -> None:
-    """List runs, newest first."""
+    """List runs, newest first.
+
+    Options that select runs can be combined. They apply before --number.
+    """
+    refuse_empty({"--since": since, "--sweep": sweep, "--name": name})
     store = store_of(context)
-    chosen = list(islice(store.submissions(), None if everything else number))
-    _print_states(states(store, chosen), site=chosen_site(context), as_json=as_json)
+    shown = select(
+        store,
+        name=name or "*",
+        since=None if since is None else parse_since(since, field="--since", now=time.time()),
+        sweep=_sweep(store, sweep) if sweep else "",
+        in_states={one for text in state for one in parse_states(text, field="--state")},
+        limit=None if everything else number,
+    )
+    selects = state or since or sweep or name
+    empty = "no runs match" if selects and any(True for _ in store.submissions()) else "no runs"
+    _print_states(shown, site=chosen_site(context), as_json=as_json, empty=empty)
+
+
+def _sweep(store: Store, word: str) -> str:
+    """Return the id of the sweep that a word names."""
+    from hpml_orchestrator.sweeps.plan import resolve  # noqa: PLC0415 - where one is named
+
+    return resolve(store, word).id
 
 
 def status(
@@ -77,6 +163,7 @@ def _print_states(shown: list[State], *, site: str, as_json: bool, empty: str = 
         print_table(
             ("RUN", "JOB", "BACKEND", "STATE", "TIME", "NODES", "REASON"),
             [_row(state) for state in shown],
+            optional=("BACKEND", "NODES", "TIME", "JOB", "REASON"),
         )
 
 
@@ -92,31 +179,92 @@ def _row(state: State) -> tuple[str, ...]:
     )
 
 
-def cancel(context: typer.Context, runs: RunWords, as_json: JsonOption = False) -> None:
+def cancel(
+    context: typer.Context,
+    runs: RunWords = [],
+    everything: Annotated[
+        bool, typer.Option("--all", "-a", help="Cancel all of your unfinished runs.")
+    ] = False,
+    name: NameOption = None,
+    yes: Annotated[
+        bool, typer.Option("--yes", "-y", help="With --all or --name: do not ask.")
+    ] = False,
+    as_json: JsonOption = False,
+) -> None:
     """Cancel runs or single tasks of a job array.
 
     Runs that have ended stay as they are. For a run that is still being submitted this waits a few
-    seconds; if it has no job by then, it is not cancelled and the exit status is 5.
+    seconds; if it has no job by then, it is not cancelled and the exit status is 5. --all and
+    --name take your own runs only, and ask first on a terminal.
     """
+    refuse_empty({"--name": name})
+    if everything:
+        refuse_with("--all", {"RUN": runs, "--name": name})
+    elif name is not None:
+        refuse_with("--name", {"RUN": runs})
+    elif not runs:
+        raise InputError("choose runs with RUN, --name or --all", hint="hpml cancel last")
     store = store_of(context)
-    try:
-        submissions = [store.resolve(word, exact_name=True) for word in runs]
-    except HpmlError as error:
-        if len(runs) > 1:
-            error.hint = f"nothing was cancelled; {error.hint}"
-        raise
+    unreadable: list[State] = []
+    if runs:
+        submissions = _resolved(store, runs)
+    else:
+        found = _unfinished(store, "*" if name is None else name)
+        unreadable = [state for state in found if state.state == UNREADABLE]
+        found = [state for state in found if state not in unreadable]
+        if not found and not as_json:
+            typer.echo("no unfinished runs", err=True)
+        _confirm(found, yes=yes)
+        submissions = [state.submission for state in found]
     outcomes = cancel_runs(store, submissions, notice=notice)
     if as_json:
         print_json(outcomes)
     else:
         for outcome in outcomes:
             typer.echo(f"{outcome['id']}: {outcome['outcome']}")
+    if unreadable:
+        raise RecordError("\n".join(f"not cancelled: {state.reason}" for state in unreadable))
     left = [outcome["id"] for outcome in outcomes if outcome["outcome"].startswith(NOT_CANCELLED)]
     if left:
         raise SchedulerUnavailable(
             f"not cancelled: {', '.join(left)}",
             hint=f"the job may still appear; try again: hpml cancel {' '.join(left)}",
         )
+
+
+def _resolved(store: Store, runs: list[str]) -> list[Submission]:
+    """Return the submissions that the words name; if one names none, nothing is cancelled."""
+    try:
+        return [store.resolve(word, exact_name=True) for word in runs]
+    except HpmlError as error:
+        if len(runs) > 1:
+            error.hint = f"nothing was cancelled; {error.hint}"
+        raise
+
+
+def _unfinished(store: Store, pattern: str) -> list[State]:
+    """Return the caller's unfinished runs of a name.
+
+    Raises:
+        NotFoundError: there is no run of that name.
+    """
+    if pattern != "*" and not any(True for _ in named(store, pattern)):
+        names = {*map(run_name, store.submissions())}
+        hint = did_you_mean(pattern, names) or "`hpml list` shows all runs"
+        raise NotFoundError(f"no run is named {pattern!r}", hint=hint)
+    return unfinished(store, pattern)
+
+
+def _confirm(found: list[State], *, yes: bool) -> None:
+    """Ask on a terminal whether to cancel these runs; end the command if not."""
+    if found and not yes and sys.stdin.isatty():
+        for state in found:
+            typer.echo(f"{state.submission.label}  {state.state}", err=True)
+        if not typer.confirm(f"Cancel {counted(len(found), 'run')}?", err=True):
+            typer.echo("nothing was cancelled", err=True)
+            raise typer.Exit(1)
+    for sweep in dict.fromkeys(filter(None, (sweep_of(state.submission) for state in found))):
+        notice(f"warning: {sweep} may submit more runs; to stop it: hpml sweep cancel {sweep}")
 
 
 def prune(
@@ -208,7 +356,7 @@ def _print(done: Pruned, *, dry_run: bool) -> None:
             (run.id, run.state, clock_text(run.ended) if run.ended else "-", human_bytes(run.bytes))
             for run in done.removed
         ]
-        print_table(("RUN", "STATE", "ENDED", "SIZE"), rows)
+        print_table(("RUN", "STATE", "ENDED", "SIZE"), rows, optional=("ENDED", "SIZE"))
     for sid, reason in done.kept:
         typer.echo(f"kept: {sid} {reason}")
     number, size = counted(len(done.removed), "run"), human_bytes(done.bytes)

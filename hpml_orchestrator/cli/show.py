@@ -82,7 +82,8 @@ def show(
         if state.tasks:
             typer.echo("")
             header = ("TASK", "JOB", "STATE", "TIME", "NODES", "EXIT", "REASON")
-            print_table(header, task_rows(state))
+            optional = ("NODES", "TIME", "JOB", "EXIT", "REASON")
+            print_table(header, task_rows(state), optional=optional)
         else:
             print_places(bound, everything=ranks)
     unreadable = next((report.error for report in reports if report.error is not None), None)
@@ -127,6 +128,7 @@ def _print_lines(lines: list[tuple[str, str]]) -> None:
 
 
 COLUMNS = tuple("RANK NODE GPU CPUS CORES NUMA DISTANCE NIC THREADS STATUS".split())
+_OPTIONAL = tuple("THREADS DISTANCE CORES NIC NUMA CPUS GPU".split())
 _ALL_RANKS = 16
 """With more ranks only those that are not bound as planned are shown."""
 
@@ -184,7 +186,8 @@ def print_ranks(places: Iterable[Place]) -> None:
         )
         for place in places
     ]
-    print_table(COLUMNS, [["-" if cell is None else str(cell) for cell in row] for row in rows])
+    cells = [["-" if cell is None else str(cell) for cell in row] for row in rows]
+    print_table(COLUMNS, cells, optional=_OPTIONAL)
 
 
 def _where(places: list[Place]) -> str:

@@ -2,23 +2,31 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 from rich import progress
+from rich.cells import cell_len
 from rich.console import Console
 from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
-__all__ = ["draw_summary", "draw_table", "progress_bar", "sweep_bar"]
+__all__ = ["GAP", "draw_summary", "draw_table", "fitting", "progress_bar", "sweep_bar"]
+
+Column = TypeVar("Column")
+
+GAP = 2
+"""Between two columns of a table."""
 
 _UNBROKEN_COLUMNS = frozenset(
-    {"RUN", "TASK", "JOB", "STATE", "TIME", "RANK", "STATUS", "DASHBOARD"}
+    {"RUN", "TASK", "JOB", "SWEEP", "STATE", "TIME", "RANK", "STATUS", "DASHBOARD"}
 )
 """Columns that are never wrapped, because users copy from them."""
+
+_LEAST_ROOM = 16  # of a column whose texts are folded
 
 _FAILED = ("FAILED", "TIMEOUT", "OUT_OF_MEMORY", "NODE_FAIL", "REFUSED", "NOT SUBMITTED")
 _STYLES = {
@@ -31,15 +39,70 @@ _STYLES = {
 }
 
 
-def draw_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
-    """Draw a table; states are coloured."""
-    table = Table(box=None, pad_edge=False)
-    for column in header:
-        whole = column in _UNBROKEN_COLUMNS
-        table.add_column(column, no_wrap=whole, overflow="ignore" if whole else "fold")
+def fitting(
+    columns: Sequence[Column],
+    room: Mapping[Column, int],
+    width: int,
+    *,
+    least_important: Callable[[Sequence[Column]], Column | None],
+) -> list[Column]:
+    """Return the columns of a table that a terminal has room for.
+
+    Args:
+        columns: all of them, in order.
+        room: width of each, without the gap.
+        width: of the terminal.
+        least_important: returns which of the columns that are left to leave out; None for none.
+    """
+    left = [*columns]
+    while sum(room[column] + GAP for column in left) - GAP > width:
+        column = least_important(left)
+        if column is None:
+            break
+        left.remove(column)
+    return left
+
+
+def draw_table(
+    header: Sequence[str], rows: Sequence[Sequence[str]], optional: Sequence[str] = ()
+) -> None:
+    """Draw a table; states are coloured.
+
+    What users copy, such as ids, is never broken: it is wider than the terminal if need be.
+
+    Args:
+        header: name of each column.
+        rows: cells of each row.
+        optional: columns that a narrow terminal does without, the least important first.
+    """
+    cells = dict(zip(header, zip(*rows, strict=True), strict=True)) if rows else {}
+    wanted = {name: max(map(cell_len, [name, *cells.get(name, ())])) for name in header}
+    room = {
+        name: size if name in _UNBROKEN_COLUMNS else min(size, max(cell_len(name), _LEAST_ROOM))
+        for name, size in wanted.items()
+    }
+    empty = [name for name in optional if not {*cells.get(name, ())} - {"-"}]
+    order = dict.fromkeys([*empty, *optional])
+    console = Console()
+    left = fitting(
+        header,
+        room,
+        console.width,
+        least_important=lambda left: next((name for name in order if name in left), None),
+    )
+    spare = console.width - sum(room[name] + GAP for name in left) + GAP
+    for name in sorted(left, key=lambda name: wanted[name]):  # the longest texts are folded
+        more = max(0, min(wanted[name] - room[name], spare))
+        room[name] += more
+        spare -= more
+    console.width = max(console.width, console.width - spare)
+    table = Table(box=None, pad_edge=False, padding=(0, GAP, 0, 0))
+    for name in left:
+        table.add_column(name, width=room[name], no_wrap=name in _UNBROKEN_COLUMNS, overflow="fold")
     for row in rows:
-        table.add_row(*(Text(cell, style=_STYLES.get(cell, "")) for cell in row))
-    Console().print(table)
+        shown = [cell for name, cell in zip(header, row, strict=True) if name in left]
+        table.add_row(*(Text(cell, style=_STYLES.get(cell, "")) for cell in shown))
+    console.print(table)
 
 
 def draw_summary(lines: Sequence[tuple[str, str]], *, completed: bool) -> None:

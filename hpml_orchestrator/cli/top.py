@@ -30,6 +30,7 @@ from hpml_orchestrator.cli.common import (
     store_of,
 )
 from hpml_orchestrator.cli.process import Stop, notice
+from hpml_orchestrator.cli.terminal import GAP, fitting
 from hpml_orchestrator.errors import InputError, counted
 from hpml_orchestrator.records.run import user_name
 from hpml_orchestrator.records.texts import human_bytes, seconds_text
@@ -47,7 +48,6 @@ __all__ = ["draw", "top"]
 
 _KEY_SECONDS = 0.2
 _HEADER_LINES = 4
-_GAP = 2  # between columns
 _TEXTS = ("JOB", "CLUSTER", "NAME", "USER", "STATE", "BOTTLENECK")
 _MOST_ROOM = {"NAME": 18, "BOTTLENECK": 13}  # longer text is cut; 13 has room for `input-bound:`
 
@@ -248,17 +248,22 @@ def _table(jobs: Sequence[LiveJob], width: int) -> Table:
         column: min(
             _MOST_ROOM.get(column.name, width), max(map(cell_len, [column.name, *cells[column]]))
         )
-        + _GAP
         for column in left
     }
-    while left[2:] and sum(room[column] for column in left) - _GAP > width:
-        left.remove(max(left, key=lambda column: column.rank))
-    table = Table(box=None, pad_edge=False, padding=(0, _GAP, 0, 0))
+    left = fitting(
+        left,
+        room,
+        width,
+        least_important=lambda left: (
+            max(left, key=lambda column: column.rank) if left[2:] else None
+        ),
+    )
+    table = Table(box=None, pad_edge=False, padding=(0, GAP, 0, 0))
     for column in left:
         justify: Literal["left", "right"] = "left" if column.name in _TEXTS else "right"
         is_flag = column.name == "BOTTLENECK"
-        others = sum(room[other] for other in left if other is not column)
-        size = width - others if is_flag else room[column] - _GAP
+        others = sum(room[other] + GAP for other in left if other is not column)
+        size = width - others if is_flag else room[column]
         table.add_column(column.name, justify=justify, width=size, no_wrap=True)
     for row, job in enumerate(jobs):
         styles = {

@@ -10,11 +10,12 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-__all__ = ["ID_PATTERN", "named_by", "new_id", "stamp", "stamp_of"]
+__all__ = ["ID_PATTERN", "MAX_NAME_CHARS", "named_by", "new_id", "stamp", "stamp_of"]
 
 _ALPHABET = "0123456789abcdefghjkmnpqrstvwxyz"  # Crockford's base 32: no i, l, o, u
 _SUFFIX_CHARS = 6
-_NAME_CHARS = 40
+MAX_NAME_CHARS = 40
+"""Of a longer job name an id has the beginning."""
 _LEAST_PART_CHARS = 4
 
 ID_PATTERN = re.compile(r"^[A-Za-z0-9][A-Za-z0-9._+-]*-\d{8}-\d{6}-[0-9a-z]{6}(\.\d+)?$")
@@ -29,7 +30,7 @@ def new_id(name: str, *, now: float | None = None) -> str:
         now: seconds since the epoch; the clock when left out.
     """
     suffix = "".join(secrets.choice(_ALPHABET) for _ in range(_SUFFIX_CHARS))
-    return f"{name[:_NAME_CHARS]}-{stamp(time.time() if now is None else now)}-{suffix}"
+    return f"{name[:MAX_NAME_CHARS]}-{stamp(time.time() if now is None else now)}-{suffix}"
 
 
 def stamp(seconds: float) -> str:

@@ -51,7 +51,8 @@ def cancel(
     waiting = _cancel(store, submissions, outcomes, unreadable, clock, backends)
     if waiting:
         names = ", ".join(submission.label for submission in waiting)
-        notice(f"{names} is being submitted: waiting for its job")
+        are, jobs = ("is", "its job") if len(waiting) == 1 else ("are", "their jobs")
+        notice(f"{names} {are} being submitted: waiting for {jobs}")
     while waiting and clock() < until:
         sleep(_AGAIN_SECONDS)
         waiting = _cancel(store, waiting, outcomes, unreadable, clock, backends)

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from hpml_orchestrator.runs.backend import Backends
     from hpml_orchestrator.runs.state import State
 
-__all__ = ["OVER", "Pruned", "Removed", "prune"]
+__all__ = ["OVER", "Pruned", "Removed", "is_own", "prune"]
 
 OVER = (*(state.value for state in JobState if state.over), "REFUSED", "NOT SUBMITTED")
 """States in which a run may be removed."""
@@ -102,7 +102,7 @@ def prune(
     for submission in dict.fromkeys(named) or store.submissions():
         if before is not None and stamp_of(submission.sid) > stamp(before):
             continue  # it cannot have ended before it was made
-        if _is_own(submission.directory):
+        if is_own(submission.directory):
             mine.append(submission)
         elif named and submission.directory.exists():
             owner = owner_name(submission.directory)
@@ -123,7 +123,7 @@ def prune(
     return remover.done
 
 
-def _is_own(path: Path) -> bool:
+def is_own(path: Path) -> bool:
     """Whether a file or directory is there and belongs to the caller."""
     with contextlib.suppress(OSError):
         return path.lstat().st_uid == os.getuid()
@@ -164,7 +164,7 @@ class _Remover:
             for name in _names(self._store.submissions_dir):
                 hidden = _HIDDEN.fullmatch(name)
                 directory = self._store.submissions_dir / name
-                if hidden and _is_own(directory):
+                if hidden and is_own(directory):
                     self._remove(hidden[1], directory)
             for state in over:
                 self._remove(state.submission.sid, state.submission.directory, state)
@@ -220,7 +220,7 @@ class _Remover:
         links = info.st_nlink
         if self._dry_run:
             links -= self._links[info.st_dev, info.st_ino]
-        if links == 1 and _is_own(path) and path.suffix == ".pyz":
+        if links == 1 and is_own(path) and path.suffix == ".pyz":
             if not self._dry_run:
                 os.unlink(path)
             self.done.bytes += info.st_blocks * _BLOCK_BYTES

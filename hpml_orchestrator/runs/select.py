@@ -1,0 +1,132 @@
+"""Choose runs by name, age, state and sweep."""
+
+from __future__ import annotations
+
+import fnmatch
+from itertools import islice
+from typing import TYPE_CHECKING
+
+from hpml_orchestrator.errors import HpmlError, InputError, did_you_mean
+from hpml_orchestrator.records.ids import MAX_NAME_CHARS, stamp, stamp_of
+from hpml_orchestrator.runs.prune import is_own
+from hpml_orchestrator.runs.status import UNREADABLE, states
+from hpml_orchestrator.scheduler.model import STATE_FLAGS, JobState
+
+if TYPE_CHECKING:
+    from collections.abc import Collection, Iterator
+
+    from hpml_orchestrator.records.store import Store, Submission
+    from hpml_orchestrator.runs.backend import Backends
+    from hpml_orchestrator.runs.state import State
+
+__all__ = ["STATES", "named", "parse_states", "run_name", "select", "sweep_of", "unfinished"]
+
+STATES = (
+    *(state.value for state in JobState),
+    "SUBMITTING",
+    "NOT SUBMITTED",
+    "REFUSED",
+    UNREADABLE,
+)
+"""Every state that `hpml list` shows."""
+
+
+def parse_states(text: str, *, field: str) -> set[str]:
+    """Return the states that a list separated by commas names, in upper or lower case.
+
+    Names of Slurm that hpml shows as another state, such as REVOKED, stand for that one.
+
+    Raises:
+        InputError: there is no such state; names the nearest one.
+    """
+    known = {state.replace(" ", "_"): state for state in STATES}
+    known |= {flag: state.value for flag, state in STATE_FLAGS.items()}
+    found = set()
+    for word in text.split(","):
+        name = word.strip().upper().replace(" ", "_").replace("-", "_")
+        if name not in known:
+            every = ", ".join(state.lower().replace(" ", "_") for state in STATES)
+            raise InputError(
+                "there is no such state",
+                field=field,
+                value=word,
+                hint=did_you_mean(name, known) or f"states: {every}",
+            )
+        found.add(known[name])
+    return found
+
+
+def run_name(submission: Submission) -> str:
+    """Return the name that a run's id begins with, in full if the id has only its beginning."""
+    shown = submission.sid.rsplit("-", 3)[0]
+    if len(shown) < MAX_NAME_CHARS:
+        return shown
+    try:
+        name = str(submission.record()["name"])
+    except (HpmlError, KeyError):
+        return shown
+    return name if name.startswith(shown) else shown
+
+
+def named(store: Store, pattern: str) -> Iterator[Submission]:
+    """Yield the submissions of that name, newest first.
+
+    Args:
+        store: where records live.
+        pattern: a name, or a pattern such as `digits-*`.
+    """
+    for submission in store.submissions():
+        if fnmatch.fnmatchcase(run_name(submission), pattern):
+            yield submission
+
+
+def select(
+    store: Store,
+    *,
+    name: str = "*",
+    since: float | None = None,
+    sweep: str = "",
+    in_states: Collection[str] = (),
+    limit: int | None = None,
+    backends: Backends | None = None,
+) -> list[State]:
+    """Return the states of the runs that fulfil every condition, newest first.
+
+    Args:
+        store: where records live.
+        name: a name, or a pattern such as `digits-*`.
+        since: only those that were submitted since then, seconds since the epoch.
+        sweep: only the runs of the sweep with this id.
+        in_states: only those that are in one of these states; any when empty.
+        limit: at most so many; all when left out.
+        backends: the schedulers; the real ones when left out.
+    """
+    chosen = (
+        submission
+        for submission in named(store, name)
+        if (since is None or stamp_of(submission.sid) >= stamp(since))
+        and (not sweep or sweep_of(submission) == sweep)
+    )
+    if not in_states:
+        return states(store, islice(chosen, limit), backends=backends)
+    every = states(store, chosen, backends=backends)
+    return [*islice((state for state in every if state.state in in_states), limit)]
+
+
+def sweep_of(submission: Submission) -> str:
+    """Return the id of the sweep that a run belongs to; empty without one."""
+    try:
+        return str(submission.record().get("sweep", ""))
+    except HpmlError:
+        return ""
+
+
+def unfinished(store: Store, pattern: str, *, backends: Backends | None = None) -> list[State]:
+    """Return the caller's own runs of a name that can be cancelled, newest first.
+
+    Runs of another cluster, and those whose job the scheduler has forgotten, are left out: the id
+    may be another job's.
+    """
+    mine = [submission for submission in named(store, pattern) if is_own(submission.directory)]
+    every = states(store, mine, backends=backends)
+    return [state for state in every if not (state.over or state.lost or state.elsewhere)]
