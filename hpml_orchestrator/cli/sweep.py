@@ -82,7 +82,12 @@ GridOption = Annotated[
 ]
 RepeatsOption = Annotated[
     int | None,
-    typer.Option("--repeats", min=1, help="Runs of each combination.", show_default="6"),
+    typer.Option(
+        "--repeats",
+        min=1,
+        help="Runs of each combination.",
+        show_default="6, or 1 in a grid without random seeds",
+    ),
 ]
 BatchOption = Annotated[
     str,

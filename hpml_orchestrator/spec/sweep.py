@@ -231,7 +231,8 @@ class Sweep(Model):
     (`resources.cpus_per_rank`), with a list of values or, in a search, a range:
     `{low: 1e-4, high: 0.1, log: true}`."""
     repeats: Annotated[StrictInt, Field(ge=1, le=1000)] | None = None
-    """Runs of each combination; default 6, of a search 1. Fewer than 6 give no 95 % interval."""
+    """Runs of each combination; default 6, but 1 of a search and of a grid without an argument for
+    the random seed. Fewer than 6 give no 95 % interval."""
     seeds: Seeds = Seeds()
     """Random seeds of the repeats."""
     batch: BatchSize | None = None

@@ -164,8 +164,7 @@ class _Planner:
         self.base_ranks = self.base.resources.nodes * self.base.resources.ranks
         self.kinds = {axis: _kind(sweep, axis) for axis in sweep.axes}
         self._check_fields(sweep)
-        if sweep.function:
-            check_function(sweep)
+        self._takes_seed = bool(sweep.function) and check_function(sweep)
         self.notes: list[str] = []
         self.sweep = self._completed(sweep)
         self._targets = self._value_targets()
@@ -214,7 +213,14 @@ class _Planner:
                 f"{sweep.batch.size}"
             )
         seed = "seed=" if sweep.function else sweep.seeds.argument or self.arguments.first(_SEEDS)
-        if seed is None and sweep.count > 1:
+        varies = self._takes_seed if sweep.function else seed is not None
+        if sweep.mode == "grid" and sweep.repeats is None and not varies:
+            sweep = sweep.model_copy(update={"repeats": 1})
+            self.notes.append(
+                "each combination runs once, since nothing random is known to vary: name the "
+                "argument of the random seed with seeds.argument, or give repeats"
+            )
+        if not varies and sweep.count > 1:
             self.notes.append(
                 "no argument for the random seed is known: repeats differ in timing alone; "
                 "name it with seeds.argument"

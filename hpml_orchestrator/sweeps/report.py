@@ -155,7 +155,8 @@ def _in_blocks(plan: SweepPlan) -> bool:
 def _figure(plan: SweepPlan, rows: Sequence[Row], accuracy_name: str) -> Figure:
     """Return what ranks settings: of a scaling sweep the time or the rate, else the metric.
 
-    A grid whose file names no metric, and whose runs reported none, is ranked by accuracy or time.
+    A grid whose file names no metric, and whose runs reported none, is ranked by accuracy. It is
+    never ranked by time: its runs share nodes, and disturb each other.
     """
     complete = [row for row in rows if _complete(row)]
     time = Figure("total_seconds", "total time", "s", maximize=False)
@@ -173,7 +174,7 @@ def _figure(plan: SweepPlan, rows: Sequence[Row], accuracy_name: str) -> Figure:
         return Figure("metric", search.metric, "", maximize=maximize)
     if any(row.accuracy is not None for row in complete):
         return Figure("accuracy", accuracy_name, "", maximize=True)
-    return time
+    return Figure("metric", search.metric, "", maximize=search.direction == "maximize")
 
 
 def _setting(

@@ -133,8 +133,11 @@ def scaled(resources: Resources, unit: str, scale: int) -> list[tuple[str, Any]]
     return fields
 
 
-def check_function(sweep: Sweep) -> None:
+def check_function(sweep: Sweep) -> bool:
     """Check that a sweep's function is in its file and takes the axes; its code is not run.
+
+    Returns:
+        Whether it may take an argument `seed`.
 
     Raises:
         InputError: it is not there, or an axis is none of its arguments.
@@ -146,7 +149,7 @@ def check_function(sweep: Sweep) -> None:
             message, hint = "is no argument of a function", f"write it without dashes: {plain}"
             raise InputError(message, field=f"axes.{axis}", value=axis, hint=hint)
     if not place.endswith(".py"):
-        return  # a module of the job's environment
+        return True  # a module of the job's environment
     try:
         tree = ast.parse(Path(place).read_text("utf-8"))
     except (OSError, SyntaxError, ValueError) as error:
@@ -155,7 +158,7 @@ def check_function(sweep: Sweep) -> None:
     functions = {node.name: node for node in tree.body if isinstance(node, ast.FunctionDef)}
     if name not in functions:
         if any(isinstance(node, ast.ImportFrom) for node in tree.body) or "." in name:
-            return  # perhaps it is imported, or a method
+            return True  # perhaps it is imported, or a method
         message, hint = f"{place} has no function {name}", did_you_mean(name, functions)
         raise InputError(message, field="function", value=sweep.function, hint=hint)
     arguments = functions[name].args
@@ -165,6 +168,7 @@ def check_function(sweep: Sweep) -> None:
             message = f"{name} has no argument of that name"
             hint = did_you_mean(axis, given) or f"it takes {', '.join(given)}"
             raise InputError(message, field=f"axes.{axis}", value=axis, hint=hint)
+    return "seed" in given or arguments.kwarg is not None
 
 
 def with_batch(sweep: Sweep, arguments: Arguments, base_ranks: int) -> Sweep:

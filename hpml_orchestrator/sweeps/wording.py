@@ -18,6 +18,7 @@ import jinja2
 from hpml_orchestrator import assets
 from hpml_orchestrator.errors import counted
 from hpml_orchestrator.records.texts import examples, first_few
+from hpml_orchestrator.runs.monitored import numbers
 from hpml_orchestrator.sweeps.facts import (
     MEASURED,
     NOT_ATTEMPTED,
@@ -298,6 +299,8 @@ def answer(report: Report) -> Iterable[str]:
         why = "all had more ranks than CPU cores" if report.scaling else "none has a figure"
         why = "no scale can be compared" if doubtful else why
         yield f"The complete runs give no answer: {why}."
+        if not report.scaling:
+            yield _how_to_report(report)
     elif report.scaling:
         first, *more = _scaling(report, report.settings[report.best])
         yield first
@@ -460,6 +463,21 @@ def _ranking(report: Report, best: Setting) -> Iterable[str]:
     if len(report.ranked) == 1:
         yield f"{text}; no other setting is complete."
     yield f"{costs_text(report.costs)} went into {attempts_text(report.states)}."
+
+
+def _how_to_report(report: Report) -> str:
+    """Return what to do if no run has reported what the settings are ranked by."""
+    reported = sorted({name for one in report.attempts for name in numbers(one.row.result)})
+    name = report.figure.name
+    if reported:
+        return (
+            f"They report {first_few(reported)}, but not {name}: name one of these "
+            "as search.metric in the sweep file, and search.direction if less is better."
+        )
+    return (
+        f"They report no result: let rank 0 of the program call hpml_channel's "
+        f'result({name}=…), or write {{"{name}": …}} to result.json in {{run.dir}}.'
+    )
 
 
 def _runs(setting: Setting) -> str:

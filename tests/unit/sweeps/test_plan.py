@@ -42,7 +42,9 @@ def made(
     **job: Any,
 ) -> plan.SweepPlan:
     """The plan of a sweep file, on Slurm: nothing of this machine counts."""
-    (folder / "train.py").write_text("def train(lr, *, seed=1): return lr")
+    (folder / "train.py").write_text(
+        "def train(lr, *, seed=1): return lr\ndef seedless(lr): return lr"
+    )
     (folder / "job.yaml").write_text(json.dumps(JOB | job))
     (folder / "sweep.yaml").write_text(json.dumps({"base": "job.yaml"} | fields))
     return make_plan(load_sweep(folder / "sweep.yaml"), backend=backend, site=site, now=NOW)
@@ -138,6 +140,28 @@ def test_the_order_is_fixed_and_complete(tmp_path: Path, order: str) -> None:
         assert len({tuple(block) for block in blocks}) > 1
     if order == "written":
         assert blocks == [[1] * 4 + [2] * 4 + [4] * 4]
+
+
+@pytest.mark.parametrize(
+    ("fields", "job", "repeats"),
+    [
+        ({}, {}, 6),
+        ({}, {"args": ["--lr=1"]}, 1),
+        ({"seeds": {"argument": "--rng"}}, {"args": ["--lr=1"]}, 6),
+        ({"repeats": 3}, {"args": ["--lr=1"]}, 3),
+        (FUNCTION, {}, 6),
+        (FUNCTION | {"function": "train.py:seedless"}, {}, 1),
+        (STRONG, {"args": ["--batch-size=8"]}, 6),
+    ],
+)
+def test_repeats_need_something_random(
+    tmp_path: Path, fields: dict[str, Any], job: dict[str, Any], repeats: int
+) -> None:
+    """A grid runs each combination once by default unless its seeds vary; the plan says so."""
+    planned = made(tmp_path, {"mode": "grid", "axes": {"--lr": [1]}} | fields, **job)
+    combination = [point for point in planned.points if point.values == planned.points[0].values]
+    assert len({point.repeat for point in combination}) == repeats
+    assert any("runs once" in note for note in planned.notes) == (repeats == 1)
 
 
 def test_excluded_points_stay_in_the_plan_with_their_rule(tmp_path: Path) -> None:
