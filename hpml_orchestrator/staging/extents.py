@@ -7,12 +7,14 @@ behind the other come with one call.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import stat
 import threading
 from typing import TYPE_CHECKING, NamedTuple
 
 from hpml_orchestrator.errors import StagingError
+from hpml_orchestrator.staging.capacity import readers_for
 from hpml_orchestrator.staging.faults import SourceChangedError, shown
 from hpml_orchestrator.staging.source import BLOCK_BYTES
 
@@ -26,6 +28,7 @@ __all__ = [
     "ExtentReader",
     "PerThread",
     "Stamp",
+    "drop_pages",
     "look_at_archive",
     "open_archive",
     "stamp_of",
@@ -78,14 +81,33 @@ def look_at_archive(path: str, retry: Retry) -> tuple[Stamp, bytes]:
         os.close(fd)
 
 
+def drop_pages(path: str) -> None:
+    """Let the pages of a file that a server has leave the memory.
+
+    The node has its own copy of the data then, and the source's pages would push out those of it.
+    """
+    if readers_for(path) > 1:
+        with contextlib.suppress(OSError):
+            fd = os.open(path, _READ)
+            os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
+            os.close(fd)
+
+
 class Blocks:
-    """A buffer that moves over archives; for one thread. `view[: end - start]` is [start, end)."""
+    """A buffer that moves over archives; for one thread. `view[: end - start]` is [start, end).
 
-    __slots__ = ("_archives", "_retry", "archive", "end", "fd", "start", "view")
+    Args:
+        archives: what is read.
+        retry: calls again after faults that pass.
+        drops: let an archive's pages leave the memory when it is closed.
+    """
 
-    def __init__(self, archives: Sequence[Stamp], retry: Retry) -> None:
+    __slots__ = ("_archives", "_drops", "_retry", "archive", "end", "fd", "start", "view")
+
+    def __init__(self, archives: Sequence[Stamp], retry: Retry, *, drops: bool = False) -> None:
         self._archives = archives
         self._retry = retry
+        self._drops = drops
         self.fd = -1
         self.view = memoryview(bytearray(BLOCK_BYTES))
         self.archive = -1
@@ -157,16 +179,22 @@ class Blocks:
         self.archive = -1
         self.start = self.end = 0
         if self.fd >= 0:
+            if self._drops:
+                os.posix_fadvise(self.fd, 0, 0, os.POSIX_FADV_DONTNEED)
             os.close(self.fd)
             self.fd = -1
 
 
 class PerThread:
-    """A `Blocks` for each thread that asks."""
+    """A `Blocks` for each thread that asks.
+
+    Pages of archives on a server leave the memory in the end; see `drop_pages`.
+    """
 
     def __init__(self, archives: Sequence[Stamp], retry: Retry) -> None:
         self._archives = archives
         self._retry = retry
+        self._drops = any(readers_for(archive.path) > 1 for archive in archives[:1])
         self._local = threading.local()
         self._all: list[Blocks] = []
 
@@ -175,7 +203,7 @@ class PerThread:
         try:
             blocks: Blocks = self._local.blocks
         except AttributeError:
-            blocks = self._local.blocks = Blocks(self._archives, self._retry)
+            blocks = self._local.blocks = Blocks(self._archives, self._retry, drops=self._drops)
             self._all.append(blocks)
         return blocks
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from typing import TYPE_CHECKING
 
+from hpml_orchestrator.staging.capacity import readers_for
 from hpml_orchestrator.staging.copying import READ, check_empty, check_same
 from hpml_orchestrator.staging.faults import SourceChangedError
 from hpml_orchestrator.staging.packsource import PackSource
@@ -162,12 +163,14 @@ class _TreeReader:
         self._plan = plan
         self._retry = retry
         self._top = os.open(plan.source_root, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        self._drops = readers_for(plan.source_root) > 1  # see `drop_pages`
 
     def read(self, number: int, start: int, end: int) -> Iterator[Buffer]:
         """Yield a part of a file; see `source.Reader`."""
         entry = self._plan.files[number]
         name = self._plan.origins.get(entry.path, entry.path)
         fd = self._retry(lambda: os.open(name, READ, dir_fd=self._top))
+        begin = start
         try:
             check_same(entry, os.fstat(fd))
             if not entry.size:
@@ -181,6 +184,8 @@ class _TreeReader:
                 start += count
             check_same(entry, os.fstat(fd))
         finally:
+            if self._drops:
+                os.posix_fadvise(fd, begin, end - begin, os.POSIX_FADV_DONTNEED)
             os.close(fd)
 
     def _pread(self, fd: int, buffer: memoryview, at: int) -> int:

@@ -17,6 +17,7 @@ import time
 from typing import TYPE_CHECKING
 
 from hpml_orchestrator.errors import StagingError
+from hpml_orchestrator.staging.extents import drop_pages
 from hpml_orchestrator.staging.faults import shown, why
 
 if TYPE_CHECKING:
@@ -141,6 +142,7 @@ class SquashSource:
         process, self._process = self._process, None
         if process is not None:
             self._end(process)
+            drop_pages(self._path)
         if self._room:
             with contextlib.suppress(OSError):
                 os.rmdir(self._point)

@@ -11,7 +11,7 @@ from array import array
 from typing import TYPE_CHECKING
 
 from hpml_orchestrator.errors import StagingError
-from hpml_orchestrator.staging.extents import ExtentReader, Stamp, look_at_archive
+from hpml_orchestrator.staging.extents import ExtentReader, Stamp, drop_pages, look_at_archive
 from hpml_orchestrator.staging.faults import SourceChangedError, shown
 from hpml_orchestrator.staging.members import Members, honest_bytes
 from hpml_orchestrator.staging.streams import FileBytes, Stream, compression_of
@@ -123,7 +123,8 @@ class StreamReader:
             raise SourceChangedError
 
     def close(self) -> None:
-        """Close the archive."""
+        """Close the archive; see `drop_pages`."""
         if self._stream is not None:
             self._stream.close()
             self._stream = None
+            drop_pages(self._stamp.path)

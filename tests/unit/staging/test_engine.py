@@ -18,13 +18,16 @@ import pytest
 from xxhash import xxh3_128
 
 from hpml_orchestrator.errors import StagingError
-from hpml_orchestrator.staging import EngineOptions, StagingStopped, engine
+from hpml_orchestrator.packing.pack import PackRequest, pack
+from hpml_orchestrator.staging import EngineOptions, StageRequest, StagingStopped, engine
 from hpml_orchestrator.staging.board import Board
+from hpml_orchestrator.staging.capacity import file_system_type, room_at
 from hpml_orchestrator.staging.engine import Copied, copy
 from hpml_orchestrator.staging.faults import Retry
 from hpml_orchestrator.staging.hashing import Hashing, file_digest, hashing
+from hpml_orchestrator.staging.mounts import MEMORY_TYPES
 from hpml_orchestrator.staging.progress import Progress
-from hpml_orchestrator.staging.sources import FileSource, TreeSource
+from hpml_orchestrator.staging.sources import FileSource, TreeSource, open_source
 from tests.patience import eventually
 
 if TYPE_CHECKING:
@@ -441,3 +444,51 @@ def test_pieces_of_a_file_have_one_digest() -> None:
     how: Hashing = hashing()
     assert file_digest([b"a" * 16], how) == b"a" * 16
     assert file_digest([b"a" * 16, b"b" * 16], how) == xxh3_128(b"a" * 16 + b"b" * 16).digest()
+
+
+def resident_bytes(directory: Path) -> int:
+    """How much of the files in a directory is in the page cache."""
+    files = [path for path in directory.rglob("*") if path.is_file()]
+    words = ["fincore", "--bytes", "--noheadings", "--output=RES", *map(str, files)]
+    done = subprocess.run(words, check=True, capture_output=True, text=True)
+    return sum(map(int, done.stdout.split()))
+
+
+@pytest.mark.parametrize("served", [True, False])
+@pytest.mark.parametrize("form", ["tree", "file", "tar", "tar.gz", "zip", "pack", "squashfs"])
+def test_pages_of_a_servers_files_leave_the_cache(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, form: str, served: bool
+) -> None:
+    """Of every kind of source; what lies on a disk of this machine stays cached."""
+    if not shutil.which("fincore") or file_system_type(str(tmp_path)) in MEMORY_TYPES:
+        pytest.skip("NOT TESTED: needs fincore, and a temporary directory that is not in memory")
+    # FAKE: the file system of this machine's disk stands for a server's
+    monkeypatch.setattr("hpml_orchestrator.staging.capacity.is_served_type", lambda _kind: served)
+    tree, place = tmp_path / "tree", tmp_path / "place"
+    for directory in (tree, place):
+        directory.mkdir()
+    for number in range(3):
+        (tree / f"{number}.bin").write_bytes(os.urandom(3 * MIB))
+    if form == "pack":
+        pack(PackRequest(str(tree), str(place / "data.pack")))
+    elif form == "squashfs":
+        if not shutil.which("mksquashfs") or not os.access("/dev/fuse", os.R_OK | os.W_OK):
+            pytest.skip("NOT TESTED: mksquashfs or /dev/fuse is missing")
+        image = place / "data.squashfs"
+        subprocess.run(["mksquashfs", tree, image, "-quiet", "-no-progress"], check=True)
+    elif form in {"tree", "file"}:
+        shutil.copytree(tree, place / "data")
+    else:
+        names = {"tar": "tar", "tar.gz": "gztar", "zip": "zip"}
+        shutil.make_archive(str(place / "data"), names[form], tree)
+    (source,) = place.iterdir()
+    if form == "file":
+        (source / "1.bin").unlink()
+        (source / "2.bin").unlink()
+        source /= "0.bin"
+    os.sync()  # only clean pages leave
+    request = StageRequest("data", str(source))
+    opened = open_source(request, Retry(time.sleep, never), room_at(str(tmp_path)))
+    copied(opened, tmp_path / "copy", EngineOptions(processes=2))
+    opened.close()
+    assert (resident_bytes(place) > MIB) != served
