@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from hpml_orchestrator.cli.process import APPENDED
 from hpml_orchestrator.errors import InputError
 from hpml_orchestrator.records.store import Store, default_root
 from hpml_orchestrator.records.texts import examples
@@ -33,6 +34,7 @@ __all__ = [
     "RunWord",
     "RunWords",
     "SetOption",
+    "appended_arguments",
     "chosen_site",
     "completion",
     "one_run",
@@ -146,6 +148,11 @@ def one_run(submission: Submission, *, field: str, has: str) -> Submission:
 def chosen_site(context: typer.Context) -> str:
     """Return the value of `--site` or `HPML_SITE`: a file, `none`, or nothing."""
     return (context.find_root().obj or {}).get("site") or ""
+
+
+def appended_arguments(context: typer.Context) -> list[str]:
+    """Return the words after `--`, which are appended to the job's `args`."""
+    return list(context.meta.get(APPENDED, ()))
 
 
 def refuse_empty(options: Mapping[str, str | None]) -> None:

@@ -21,6 +21,7 @@ from hpml_orchestrator.cli.common import (
     JsonOption,
     LocalOption,
     SetOption,
+    appended_arguments,
     chosen_site,
     print_json,
     refuse_empty,
@@ -84,6 +85,8 @@ def render(
 ) -> None:
     """Print the batch script of a job.
 
+    Words after `--` are appended to `args` of the job file.
+
     It is byte for byte the script that `submit` submits. With `--local` no site profile applies
     unless `--site` names one.
     """
@@ -139,10 +142,14 @@ def submit(
     no_check: NoCheckOption = False,
     as_json: JsonOption = False,
 ) -> None:
-    """Submit a job and return immediately."""
+    """Submit a job and return immediately.
+
+    Words after `--` are appended to `args` of the job file.
+    """
     store = store_of(context)
     if resume_run:
         options = {"--set": settings, "--after": after, "--local": local}
+        options |= {"arguments after --": appended_arguments(context)}
         refuse_with("--resume", {**options, "--backend": backend != "auto", "JOB_FILE": job_file})
         submission = replace(store.resolve(resume_run, exact_name=True), index=None)
         job_id = _resume(store, submission)
@@ -198,6 +205,8 @@ def run(
     as_json: JsonOption = False,
 ) -> None:
     """Submit a job, follow it and print a summary.
+
+    Words after `--` are appended to `args` of the job file.
 
     For a job array this shows the states of the tasks, not their output. Ctrl-C stops following;
     the job continues. The exit status is 0 if the job completed, otherwise 6.
@@ -401,7 +410,8 @@ def _rendered(
     site = site_for(job_file, os.environ, chosen=chosen, backend=backend)
     if backend == "local" and not chosen:
         _note_unused_profiles(job_file)
-    return render_job(load_job(job_file, values, site), site=site, here=backend == "local")
+    job = load_job(job_file, values, site, arguments=appended_arguments(context))
+    return render_job(job, site=site, here=backend == "local")
 
 
 def backend_name(backend: str, *, local: bool) -> str:

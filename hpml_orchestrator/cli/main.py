@@ -16,6 +16,7 @@ from typer.core import TyperCommand, TyperGroup
 
 from hpml_orchestrator import __version__
 from hpml_orchestrator.cli.process import (
+    APPENDED,
     EXIT_INTERNAL,
     EXIT_INTERRUPTED,
     EXIT_NOT_WRITTEN,
@@ -92,6 +93,9 @@ _ANYWHERE = frozenset(
 )
 """Commands about records or this node work without a current directory."""
 
+_APPENDING = frozenset({"run", "submit", "render", "check"})
+"""Commands whose words after `--` are arguments of the program."""
+
 
 class LazyGroup(TyperGroup):
     """A group whose commands are imported when one of them is called or its help is asked for."""
@@ -107,6 +111,10 @@ class LazyGroup(TyperGroup):
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
         """Import the command that the first argument names, and return it."""
         self.load(args[0])
+        if args[0] in _APPENDING and "--" in args:
+            place = args.index("--")
+            ctx.meta[APPENDED] = args[place + 1 :]
+            args = args[:place]
         return super().resolve_command(ctx, args)
 
     def load(self, name: str) -> None:
@@ -276,4 +284,7 @@ def _usage_error(error: Any) -> HpmlError:
         hint = f"hpml run {match[1]}"
     elif match := re.search(r"\(([a-z_.]+=\S+)\)", message):
         hint = f"to set a field of the job file: --set {match[1]}"
+    elif path.removeprefix("hpml ") in _APPENDING and (option or "extra argument" in message):
+        word = option or "ARGUMENT"
+        hint = f"to pass it to the program: {path} JOB_FILE -- {word} …; options: {path} --help"
     return InputError(message, hint=hint)

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from typing import Self
 
 __all__ = [
+    "APPENDED",
     "EXIT_INTERNAL",
     "EXIT_INTERRUPTED",
     "EXIT_NOT_WRITTEN",
@@ -28,6 +29,9 @@ __all__ = [
     "refuse_gone_directory",
     "report_unwritable_output",
 ]
+
+APPENDED = "hpml.appended"
+"""Key in a context's `meta` of the words after `--`, for commands that take a job file."""
 
 EXIT_INTERNAL = 70
 EXIT_NOT_WRITTEN = 74

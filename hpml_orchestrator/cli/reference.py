@@ -28,6 +28,7 @@ hpml submit
     Complete an interrupted submission: hpml submit --resume last
 hpml run
     Submit a job and follow it: hpml run job.yaml
+    Append arguments to those of the job file: hpml run job.yaml -- --epochs=3 --lr=0.1
     Run on this machine, with a JSON summary: hpml run job.yaml --local --json
 hpml sweep
     Strong scaling, six repeats of each: hpml sweep run job.yaml --strong nodes=1,2,4,8
@@ -53,6 +54,8 @@ hpml sweep compare
     Before and after a change: hpml sweep compare digits-strong-20260102-030405-abcdef last
 hpml list
     List the five newest runs: hpml list -n 5
+    Runs of the last two days that failed: hpml list --since 2d --state failed,timeout,out_of_memory
+    Runs of a name, and of a sweep: hpml list --name 'digits-*' --sweep last
 hpml status
     All unfinished runs: hpml status
     One run as JSON: hpml status last --json
@@ -66,6 +69,8 @@ hpml logs
 hpml cancel
     Cancel the newest run: hpml cancel last
     Cancel two runs by their job ids: hpml cancel 4711 4712
+    Cancel all unfinished runs of a name: hpml cancel --name digits
+    Cancel all of your unfinished runs, without being asked: hpml cancel --all --yes
 hpml prune
     Show what would be removed: hpml prune --older-than 30d
     Remove it, but keep the newest 20: hpml prune --older-than 30d --keep 20 --yes

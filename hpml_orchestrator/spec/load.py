@@ -39,6 +39,7 @@ __all__ = [
 ]
 
 _INDEX_DIGITS = 6
+_SHELLS = frozenset({"bash", "sh", "dash", "zsh", "ksh"})
 
 
 @dataclass(frozen=True)
@@ -64,6 +65,7 @@ def load_job(
     points: Collection[str] = (),
     *,
     fields: Mapping[str, Any] | None = None,
+    arguments: Sequence[str] = (),
 ) -> ResolvedJob:
     """Load a job from a YAML 1.2 or TOML file.
 
@@ -73,6 +75,7 @@ def load_job(
         site: the site profile, whose defaults lie below the job file.
         points: names of a sweep's values, which arguments refer to as `{point.NAME}`.
         fields: what `read_fields` returned for this file, where many jobs are made of it.
+        arguments: of the command line, to append to `args`.
 
     Raises:
         NotFoundError: there is no such file.
@@ -103,6 +106,11 @@ def load_job(
             name: f"site profile {site.origin(f'defaults.{name}')}"
             for name in leaves(below, empty=False)
         } | given
+    if arguments:
+        _refuse_unused(data.get("command"), arguments)
+        args = data.get("args") or []
+        data["args"] = [*args, *arguments] if isinstance(args, list) else args
+        given["args"] = "command line"
     data.setdefault("workdir", ".")
     problems = [*_unknown_placeholders(data, points), *_wrong_targets(data)]
     make_absolute(data, source.parent)
@@ -115,6 +123,29 @@ def load_job(
         raise combined(problems, hint)
     origins_of = {name: _origin(given, name) for name in leaves(job.model_dump())}
     return ResolvedJob(job, source, origins_of)
+
+
+def _refuse_unused(command: Any, arguments: Sequence[str]) -> None:
+    """Refuse arguments for a shell command that does not use them.
+
+    Raises:
+        InputError: `command` is a line for a shell without `$@`, `$0` or the like.
+    """
+    words = (
+        command if isinstance(command, list) and all(isinstance(w, str) for w in command) else []
+    )
+    if not words or os.path.basename(words[0]) not in _SHELLS:
+        return
+    place = next((n for n, word in enumerate(words[1:], 1) if re.fullmatch("-[a-z]*c", word)), 0)
+    line = words[place + 1] if place and place + 1 < len(words) else None
+    if line is not None and not re.search(r"\$\{?[@*0-9]", line):
+        raise InputError(
+            "the program does not receive them: `command` is a shell line that does not use them",
+            field="arguments after --",
+            value=" ".join(arguments),
+            hint='write "$@" in the line, followed by one more word: '
+            """command: [bash, -c, 'python train.py "$@"', bash]""",
+        )
 
 
 def read_fields(path: str | Path) -> dict[str, Any]:

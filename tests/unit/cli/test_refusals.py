@@ -35,7 +35,6 @@ LINES = [
     ),
     ("run", 2, "Missing argument 'JOB_FILE'", "hpml run job.yaml"),
     ("submit", 2, "JOB_FILE: must be given", "hpml submit job.yaml"),
-    ("cancel", 2, "Missing argument 'RUN'", "hpml cancel last"),
     ("run j --backend slrum", 2, "--backend: must be auto, slurm or local", "did you mean slurm?"),
     ("submit good.yaml --local --backend slurm", 2, "--backend: cannot be given together", ""),
     ("submit --resume last --set name=x", 2, "--set: cannot be given together with --r", ""),
@@ -82,6 +81,10 @@ LINES = [
 EMPTY = [
     ("render good.yaml --output", "--output"),
     ("template eject srun --output", "--output"),
+    ("cancel --name", "--name"),
+    ("list --since", "--since"),
+    ("list --name", "--name"),
+    ("list --sweep", "--sweep"),
     ("stage directory --local-dir", "--local-dir"),
     ("export node --web-config", "--web-config"),
 ]
