@@ -308,6 +308,8 @@ def check(
 ) -> None:
     """Check a job against the cluster's limits without submitting it.
 
+    Words after `--` are appended to `args` of the job file.
+
     Exit status: 0 if the cluster would accept the job, 2 if not, 5 if the cluster did not answer or
     hides its nodes or partitions from you.
     """
