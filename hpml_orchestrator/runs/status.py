@@ -19,7 +19,7 @@ from hpml_orchestrator.runs.state import (
     run_of,
 )
 from hpml_orchestrator.runs.submit import known_absent, settle
-from hpml_orchestrator.scheduler.model import JobState, JobStatus, parse_state
+from hpml_orchestrator.scheduler.model import BEFORE_REQUEUE, JobState, JobStatus, parse_state
 from hpml_orchestrator.scheduler.recovery import Absent, Found
 
 if TYPE_CHECKING:
@@ -34,7 +34,6 @@ __all__ = ["UNREADABLE", "State", "states"]
 
 UNREADABLE = "UNREADABLE"
 _FORGOTTEN_SECONDS = 60.0
-_BEFORE_REQUEUE = (JobState.PREEMPTED, JobState.NODE_FAIL, JobState.BOOT_FAIL)
 _REQUEUE_SECONDS = 180.0
 _SLURM_WORDS = ("", "None", "NonZeroExitCode", "TimeLimit", "OutOfMemory")
 """Reasons of a scheduler that the job's own record can only improve."""
@@ -258,7 +257,12 @@ def _judge(
     # A preempted job, and one whose node failed, passes through that state on its way back into
     # Slurm's queue; if it is not back after a while, that was its end.
     recent = status.ended is None or now - status.ended < _REQUEUE_SECONDS
-    if record["backend"] == "slurm" and status.state in _BEFORE_REQUEUE and recent:
+    if (
+        record["backend"] == "slurm"
+        and status.state in BEFORE_REQUEUE
+        and recent
+        and status.may_requeue
+    ):
         over, reason = False, "it may be requeued"
     begun = own.started if own is not None else None
     nodes = "" if begun is None or status.state.waiting else str(begun.data.get("nodes", ""))

@@ -107,6 +107,7 @@ class JobStatus:
         restarts: how often it was requeued.
         name: the job's name.
         directory: its working directory, which is the submission's directory.
+        may_requeue: whether it may start again by itself after a state of `BEFORE_REQUEUE`.
     """
 
     job_id: str
@@ -122,6 +123,11 @@ class JobStatus:
     restarts: int = 0
     name: str = ""
     directory: str = ""
+    may_requeue: bool = True
+
+
+BEFORE_REQUEUE = (JobState.PREEMPTED, JobState.NODE_FAIL, JobState.BOOT_FAIL)
+"""States that a job may pass through on its way back into the queue."""
 
 
 def representative(job_id: str, statuses: Sequence[JobStatus]) -> JobStatus:

@@ -10,12 +10,19 @@ from __future__ import annotations
 
 import contextlib
 import shlex
+import shutil
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from hpml_orchestrator.errors import InputError, SchedulerError, SchedulerUnavailable
-from hpml_orchestrator.records.files import create_json, read_json, read_text_or_nothing, write_text
+from hpml_orchestrator.records.files import (
+    create_json,
+    read_json,
+    read_text_or_nothing,
+    write_json,
+    write_text,
+)
 from hpml_orchestrator.records.ids import new_id
 from hpml_orchestrator.records.store import Store, Submission
 from hpml_orchestrator.runs.after import outstanding
@@ -43,6 +50,7 @@ __all__ = [
     "completed",
     "create_batch",
     "evaluations",
+    "forget",
     "query",
     "read_batches",
     "send",
@@ -90,6 +98,8 @@ class Batch:
     def read_answer(self, store: Store) -> None:
         """Read the scheduler's answer, where it is recorded."""
         submission = self.submission(store)
+        if self.refusal:  # and its records may be gone
+            return
         self.job_id = str((submission.job() or {}).get("job_id", ""))
         if not self.job_id:
             self.refusal = str((submission.refused() or {}).get("reason", ""))
@@ -122,7 +132,8 @@ def read_batches(directory: Path, plan: SweepPlan, start: int = 0) -> list[Batch
             Task(chosen.get(point) or plan.points[point], start) for point, start in record["tasks"]
         )
         known = {name: record[name] for name in _RECORDED}
-        batches.append(Batch(number, tasks=tasks, **known))
+        refusal = record.get("refusal", "")
+        batches.append(Batch(number, tasks=tasks, refusal=refusal, **known))
     return batches
 
 
@@ -195,6 +206,20 @@ def send(
         if submission.refused() is None:
             raise
     batch.read_answer(store)
+
+
+def forget(store: Store, directory: Path, batch: Batch) -> None:
+    """Remove the records of a refused submission, whose points go out again in other batches.
+
+    The refusal is kept in the batch's own record, and comes first: without it the batch would be
+    submitted again.
+    """
+    submission = batch.submission(store)
+    if submission.refused() is None or submission.job() is not None:
+        return
+    path = directory / "batches" / f"{batch.number}.json"
+    write_json(path, {**read_json(path), "refusal": batch.refusal})
+    shutil.rmtree(submission.directory, ignore_errors=True)
 
 
 def _do_not_wait(reason: str) -> NoReturn:

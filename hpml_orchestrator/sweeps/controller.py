@@ -176,8 +176,11 @@ class Controller:
 
     def _refuse(self, batch: Batch) -> None:
         """Write the rows of a refused batch, unless its points go out again in smaller ones."""
+        if is_limit(batch.refusal, len(batch.tasks)):
+            batches.forget(self._store, self._directory, batch)
+            return
         keys = [task.key for task in batch.tasks if task.key not in self._table.over]
-        if not keys or is_limit(batch.refusal, len(batch.tasks)):
+        if not keys:
             return
         if not any(other.job_id for other in self._batches):
             self._stop(f"the scheduler refused the first jobs: {batch.refusal}")

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from hpml_orchestrator.errors import SchedulerError, SchedulerUnavailable
 from hpml_orchestrator.records.files import read_text_or_nothing
 from hpml_orchestrator.scheduler.command import Clock, CommandMissing, SubprocessRunner
-from hpml_orchestrator.scheduler.model import JobState, JobStatus
+from hpml_orchestrator.scheduler.model import BEFORE_REQUEUE, JobState, JobStatus
 from hpml_orchestrator.scheduler.slurm.ask import (
     SILENT_HINT,
     ask,
@@ -125,6 +125,7 @@ class SlurmScheduler:
         self._last: _Answer | None = None
         self._over: dict[str, JobStatus] = {}
         self._accounting = True  # until sacct says otherwise
+        self._may_requeue: dict[str, bool] = {}  # by the id of a job or array
         self._cluster: str | None = None
 
     def cluster(self) -> str:
@@ -235,6 +236,9 @@ class SlurmScheduler:
             if job_id not in statuses and job_id in self._over:
                 statuses[job_id] = self._over[job_id]
         statuses |= self._vanished([job_id for job_id in asked if job_id not in statuses])
+        for job_id, status in statuses.items():
+            if status.state in BEFORE_REQUEUE:
+                statuses[job_id] = replace(status, may_requeue=self._requeues(job_id))
         self._over |= {key: status for key, status in statuses.items() if status.state.over}
         self._last = _Answer(frozenset(asked), self._clock.monotonic(), statuses)
         return {key: statuses[key] for key in asked if key in statuses}
@@ -297,6 +301,17 @@ class SlurmScheduler:
             if denied(done.stderr):
                 hint = "another user's job can be cancelled only by its owner or a Slurm operator"
             raise SchedulerError(f"Slurm did not cancel: {message}", hint=hint)
+
+    def _requeues(self, job_id: str) -> bool:
+        """Return whether Slurm may requeue a job, true if unknown; asked once per job or array."""
+        (whole,) = _whole([job_id])
+        if whole not in self._may_requeue:
+            try:
+                done = self._run(["scontrol", "--oneliner", "show", "job", whole])
+            except SchedulerUnavailable:
+                return True
+            self._may_requeue[whole] = " Requeue=0 " not in done.stdout
+        return self._may_requeue[whole]
 
     def _vanished(self, job_ids: Sequence[str]) -> dict[str, JobStatus]:
         """Ask accounting for jobs that the controller has forgotten."""

@@ -344,3 +344,14 @@ def test_an_end_that_may_be_followed_by_a_requeue_is_not_final_at_once(
     world.scheduler.move("1", word)
     world.clock.sleep(200)
     assert world.state(submitted).over
+
+
+def test_a_job_that_slurm_does_not_requeue_is_over_at_once(
+    world: World, submitted: Submission
+) -> None:
+    """Its node failed, and its Requeue flag is off: there is nothing to wait for."""
+    world.scheduler.move("1", JobState.NODE_FAIL)
+    job = world.scheduler.jobs["1"]
+    job.status = replace(job.status, may_requeue=False)
+    found = world.state(submitted)
+    assert (found.state, found.over) == ("NODE_FAIL", True)

@@ -190,8 +190,12 @@ def test_a_full_queue_is_tried_again_every_five_minutes(folder: SweepFolder) -> 
             tried.append(folder.slurm.clock.now)
         folder.slurm.clock.sleep(max(1.0, progress.next_tick_seconds))
     assert [tried[1] - tried[0], tried[2] - tried[1]] == pytest.approx([300, 300], abs=2)
+    assert not list(folder.store.submissions())  # what is tried again leaves nothing in the list
+    assert folder.controller(plan).tick().counts.get("REFUSED") is None
+    assert folder.slurm.calls["sbatch"] == len(tried)
     folder.slurm.submit_limit = 10
     assert folder.carry_on(plan).counts == {"COMPLETED": 1}
+    assert len(list(folder.store.submissions())) == 1
 
 
 def test_a_retry_that_has_to_wait_is_not_forgotten(folder: SweepFolder) -> None:

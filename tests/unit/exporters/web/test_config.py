@@ -233,6 +233,7 @@ def test_reloading_goes_on_after_any_failure(
         (TLS, USERS + TLS, True),
         (USERS, USERS + TLS, True),
     ],
+    ids=["tls", "users", "both", "users-more", "tls-more"],  # the hashes differ in each process
 )
 def test_a_stricter_file_counts_while_it_runs(
     certificates: Certificates, before: str, after: str, encrypted: bool

@@ -58,6 +58,38 @@ def sbatch(tmp_path: Path, answer: Completed | BaseException) -> str:
     return slurm(FakeRunner({"sbatch": [answer]})).submit(request_in(tmp_path))
 
 
+@pytest.mark.parametrize(
+    ("answer", "may"),
+    [
+        (Completed(0, "JobId=7 JobState=NODE_FAIL Requeue=0 Restarts=0 BatchFlag=1\n"), False),
+        (Completed(0, "JobId=7 JobState=NODE_FAIL Requeue=1 Restarts=0 BatchFlag=1\n"), True),
+        (NO_SUCH_JOB, True),
+        (SchedulerUnavailable("scontrol gave no answer in 60 s"), True),
+    ],
+)
+def test_scontrol_says_whether_a_job_is_requeued(
+    answer: Completed | BaseException, may: bool
+) -> None:
+    """It is asked only after a state that a requeue may follow, and not again at each poll."""
+    rows = [
+        f"7\x1f7\x1f{state}" + "\x1f" * 8 + "train\x1f/\x1e\n" for state in ("RUNNING", "NODE_FAIL")
+    ]
+    fields = [row.replace("\x1f" * 8, "\x1f0\x1f0\x1f\x1f\x1f\x1fn1\x1fNone\x1f") for row in rows]
+    answers = [Completed(0, text) for text in (fields[0], fields[1], fields[1])]
+    runner = FakeRunner({"squeue": answers, "scontrol": [answer]})
+    clock = FakeClock()
+    scheduler = slurm(runner, clock)
+    assert scheduler.query(["7"])["7"].state is JobState.RUNNING
+    assert runner.count("scontrol") == 0
+    clock.sleep(5)
+    status = scheduler.query(["7"])["7"]
+    assert (status.state, status.may_requeue) == (JobState.NODE_FAIL, may)
+    if isinstance(answer, Completed):
+        clock.sleep(5)
+        assert scheduler.query(["7"])["7"].may_requeue is may
+        assert runner.count("scontrol") == 1
+
+
 def test_arguments(tmp_path: Path) -> None:
     """Sbatch gets one argument per value, as it is."""
     scheduler: Scheduler = SlurmScheduler()
