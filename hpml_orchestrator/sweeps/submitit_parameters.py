@@ -184,7 +184,7 @@ def _converted(given: Mapping[str, Any], name: str, convert: Callable[[Any], Any
 
 
 def _directive(name: str, value: Any) -> str:
-    """Return an option of sbatch; True stands for one without a value, as in submitit."""
+    """Return an option of sbatch; True means one without a value, as in submitit."""
     option = f"--{name.replace('_', '-')}"
     return option if value is True else f"{option}={value}"
 
