@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from math import exp, log
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -19,6 +20,7 @@ _ARGS = (
 BASE = {"args": _ARGS.split()}
 """What the tests change in the digits job: three epochs."""
 
+_PAIRED = 6  # fewest repeats that are compared one by one
 _RULE = {"argument": "--lr", "rule": "linear", "times_ranks": True}
 SWEEPS: dict[str, dict[str, Any]] = {
     mode: {
@@ -33,7 +35,7 @@ SWEEPS: dict[str, dict[str, Any]] = {
 
 
 def check_report(report: dict[str, Any], records: Path, mode: str, repeats: int) -> None:
-    """The report's figures are those of the raw records; speedups are ratios of their medians."""
+    """The report's figures are those of the raw records; a speedup is withheld with a reason."""
     truth = recomputed(records, report["id"])
     assert sorted(truth) == [setting["scale"] for setting in report["settings"]] == [1, 2, 4]
     for setting in report["settings"]:
@@ -48,16 +50,25 @@ def check_report(report: dict[str, Any], records: Path, mode: str, repeats: int)
         # the scheduler's times are whole seconds, and it clears up after the script
         assert setting["seconds"]["value"] == pytest.approx(raw["seconds"], abs=5)
         assert (setting["seconds"]["interval"] is None) == (repeats < 6)
-        rates = [_rate(report, number, mode) for number in (0, setting["number"])]
-        assert setting["speedup"]["value"] == pytest.approx(rates[1] / rates[0])
+        found = [_compared(report, number, mode) for number in (0, setting["number"])]
+        ratio = median(found[1].values()) / median(found[0].values())
+        if repeats >= _PAIRED:  # each repeat was a block
+            ratio = exp(median(log(found[1][n] / found[0][n]) for n in range(repeats)))
+        if mode == "strong":  # seconds, not rates
+            ratio = 1 / ratio
+        # after three epochs and two repeats, the accuracies may differ by chance
+        doubt = setting["doubt"] or report["settings"][0]["doubt"]
+        assert (setting["speedup"] is None) == bool(doubt)
+        if not doubt:
+            assert setting["speedup"]["value"] == pytest.approx(ratio)
     assert report["states"] == {"COMPLETED": 3 * repeats}
     assert len(report["attempts"]) == 3 * repeats
     assert report["answer"]
 
 
-def _rate(report: dict[str, Any], setting: int, mode: str) -> float:
-    """What speedups compare: 1 / median time of equal work, or the median samples per second."""
-    rows = [one["row"] for one in report["attempts"] if one["setting"] == setting]
+def _compared(report: dict[str, Any], setting: int, mode: str) -> dict[int, float]:
+    """What speedups compare, by repeat: seconds of equal work, or samples per second."""
+    rows = {one["repeat"]: one["row"] for one in report["attempts"] if one["setting"] == setting}
     if mode == "strong":
-        return 1.0 / float(median(row["total_seconds"] for row in rows))
-    return float(median(row["steps"] * row["batch_global"] / row["total_seconds"] for row in rows))
+        return {n: row["total_seconds"] for n, row in rows.items()}
+    return {n: row["steps"] * row["batch_global"] / row["total_seconds"] for n, row in rows.items()}

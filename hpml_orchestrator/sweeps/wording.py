@@ -50,14 +50,16 @@ __all__ = [
     "values_text",
 ]
 
-_NUMERIC = re.compile(r"-?[\d.,]+(e[+-]?\d+)?( %| of \d+| / \d+| \[.*\])?|not reached.*|-|")
+_NUMERIC = re.compile(
+    r"-?[\d.,]+(e[+-]?\d+)?( %| of \d+( \(.*\))?| / \d+| \[.*\])?|not reached.*|-|"
+)
 _UNFINISHED = {"WAITING", "PENDING", "RUNNING", "CONFIGURING", "COMPLETING", "SUSPENDED"}
 _UNSURE = f"; fewer than {MIN_REPEATS} runs each cannot tell them apart"
 _MOST_NAMES = 3
 _MOST_DETAILS = 8
 _SMALL_SHARE = 0.02
 _SAME_WORK = 0.05  # relative difference of the samples that runs at two scales trained with
-_SMALL_LOSS, _LARGE_LOSS = 0.01, 0.05  # of accuracy: if it can be told from noise, and anyway
+_SMALL_LOSS, _LARGE_LOSS = 0.01, 0.05  # of accuracy: if it can be told from noise, and else
 _WIDE = 0.5  # an interval of a serial fraction that says little
 _CAUSES = {
     "steps": "steps (communication, or too little work per rank)",
@@ -167,7 +169,8 @@ def unequal(setting: Setting, baseline: Setting) -> str:
         return ""
     ours, theirs = (one.means["accuracy"] for one in (setting, baseline))
     (sure,) = distinguishable([pair], comparisons=1)
-    if abs(ours - theirs) > (_SMALL_LOSS if sure else _LARGE_LOSS):
+    usual = max(_LARGE_LOSS, max(pair[1]) - min(pair[1]))  # two runs may differ by chance
+    if abs(ours - theirs) > (_SMALL_LOSS if sure else usual):
         means = f"{_value_text(ours)}, against {_value_text(theirs)}"
         return f"the mean accuracy is {means} with {baseline.label}"
     return ""
