@@ -40,7 +40,7 @@ def collect(
         directory: where the job's code lives; its git repository is described.
         argv: the command line of hpml.
         environment: variables to read the user's name from.
-        own: directories that hpml writes to; untracked files there are no change of the code.
+        own: directories that hpml writes to; untracked files there do not count as changes.
 
     Returns:
         A mapping for the record, and the diff (`git diff HEAD --binary`) as bytes: empty when the

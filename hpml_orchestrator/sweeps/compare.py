@@ -26,7 +26,7 @@ class Pair:
     Attributes:
         speedup: seconds before / seconds after, above 1 where `after` is faster.
         verdict: `faster`, `slower`, `not distinguishable`, or `unknown`: with too few runs, or if
-            `doubt` says why the times do not compare.
+            `doubt` gives a reason against comparing the times.
         doubt: runs timed out, did another amount of work, or reached another accuracy.
     """
 

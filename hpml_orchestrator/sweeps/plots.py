@@ -24,7 +24,7 @@ from matplotlib.ticker import FixedLocator, MaxNLocator, NullLocator, PercentFor
 
 from hpml_orchestrator import assets
 from hpml_orchestrator.sweeps.facts import MEASURED, PARTS, Report
-from hpml_orchestrator.sweeps.statistics import Estimate, Interval
+from hpml_orchestrator.sweeps.statistics import MIN_REPEATS, Estimate, Interval
 from hpml_orchestrator.sweeps.wording import axis_text, number, scale_text
 
 __all__ = ["Plot", "draw"]
@@ -96,12 +96,16 @@ def _dots(axis: Axes, x: Sequence[Any], y: Sequence[float], colour: Any) -> None
 def _speedups(report: Report) -> Iterable[_Drawn]:
     """Draw speedup and efficiency over the scales, with the ideal and the fits."""
     power = 1 if report.figure.maximize else -1
-    bases = {one.series: one.figure for one in report.settings if one.scale == report.baseline}
+    bases = {one.series: one for one in report.settings if one.scale == report.baseline}
     speedups: dict[int, tuple[Estimate, list[float]]] = {}
     shares: dict[int, tuple[Estimate, list[float]]] = {}
     for one in report.settings:
-        if one.speedup and (base := bases[one.series]):
-            runs = [(run / base.value) ** power for run in one.samples["figure"]]
+        base = bases.get(one.series)
+        if one.speedup and base and base.figure:
+            runs = [(run / base.figure.value) ** power for run in one.samples["figure"]]
+            both = one.blocks.keys() & base.blocks.keys()
+            if one is not base and len(both) >= MIN_REPEATS:  # as the speedup itself
+                runs = [(one.blocks[n] / base.blocks[n]) ** power for n in sorted(both)]
             speedups[one.number] = one.speedup, runs
             shares[one.number] = one.speedup.efficiency, [run / one.speedup.scale for run in runs]
     label = f"speedup over {scale_text(report.baseline, report.unit)}"

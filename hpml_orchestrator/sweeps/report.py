@@ -114,7 +114,7 @@ def _complete(row: Row) -> bool:
 
 
 def _starts(row: Row) -> Iterable[Row]:
-    """Yield the starts that Slurm requeued within a row as rows of their own, then the last one."""
+    """Yield a row for each start that Slurm requeued within this one, then one for the last."""
     ended = row.ended or row.started or 0.0
     whole = math.fsum(start["seconds"] for start in row.requeued) + ended - (row.started or ended)
     left = 1.0

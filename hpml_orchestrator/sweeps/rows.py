@@ -198,8 +198,8 @@ def _requeued(attempt: Attempt) -> dict[str, Any]:
 def _evaluations(attempts: Sequence[Attempt]) -> list[tuple[float | None, float]]:
     """Return time since the warm-up began, and accuracy, of the last attempt's evaluations.
 
-    The time is None where the training's clock is not known: a requeued run may go on from a
-    checkpoint.
+    The time is None where the training's clock is not known: a requeued run may continue from
+    a checkpoint.
     """
     began, found = None, []
     for event in attempts[-1].milestones() if attempts else ():

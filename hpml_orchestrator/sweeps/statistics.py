@@ -126,7 +126,7 @@ def speedup(
     the CI of the inverse ratio is the inverse. (Simulated percentile bootstraps cover 89 % where
     an odd number of noisy runs is compared with steady ones, basic bootstraps 73-94 %.)
 
-    With `paired`, values at the same place were measured one after the other, as a block: then the
+    With `paired`, values at the same place were measured in succession, as a block: then the
     result is the median of their ratios, with the CI of `median_estimate`. A drift of the machine
     from block to block cancels. Choose it by the plan, not by the result.
 
@@ -196,7 +196,7 @@ def distinguishable(
 
 
 def _p_value(first: Sequence[float], second: Sequence[float], *, paired: bool) -> float:
-    """Return the p-value of a t test of the logs, or of the values where one is not positive."""
+    """Return the p-value of a t test of the logs, or of the values if one is not positive."""
     one, other = sample(first, "first"), sample(second, "second")
     if min(one.min(), other.min()) > 0:
         one, other = np.log(one), np.log(other)

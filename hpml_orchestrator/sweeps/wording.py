@@ -442,10 +442,10 @@ def _serial_comment(fraction: Estimate | None, baseline: str) -> str:
         return f"; above 100 % means slower than {baseline}"
     if high > 1:
         return (
-            f"; its interval includes values above 100 %, slower than {baseline}, and says little"
+            f"; its interval includes values above 100 % (slower than {baseline}) and is too wide"
         )
     if high - low > _WIDE:
-        return "; its interval is too wide to say much"
+        return "; its interval is wide"
     return "; below 0 % means faster than ideal scaling" if high < 0 else ""
 
 

@@ -185,7 +185,7 @@ def test_a_sweep_is_recomputed(mode: str) -> None:
         (lambda: scaling(change=a_minute_of_staging), "lost against ideal scaling: staging"),
         (lambda: scaling(change=as_fast_as_4), "4 nodes are among the fastest of 4 scales: 3"),
         (lambda: scaling(change=as_fast_as_4), "not distinguishable from 8 nodes."),
-        # speedups that compare something else are withheld, and the sentence says why
+        # speedups that compare something else are withheld, with the reason
         (lambda: strong(AT_8, accuracy=0.1), "4 nodes are the fastest of 3 comparable scales: 3.1"),
         (
             lambda: strong(AT_8, accuracy=0.1),
@@ -231,7 +231,7 @@ def test_a_sweep_is_recomputed(mode: str) -> None:
         (lambda: seconds_at_2(199, 200, 201, 199, 200, 201), "%; above 100 % means slower than 1"),
         (
             lambda: seconds_at_2(50, 150, 101, 101, 101, 99),
-            "%; its interval includes values above 100 %, slower than 1 node, and says little",
+            "%; its interval includes values above 100 % (slower than 1 node) and is too wide.",
         ),
         (
             lambda: seconds_at_2(99, 150, repeats=2),
