@@ -11,6 +11,7 @@ may be a SLUID, without the job id.
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from itertools import islice
@@ -26,6 +27,7 @@ _CONTROLLERS = ("freezer", "memory", "cpuacct", "cpuset", "devices", "cpu", "pid
 _SCOPE = "slurmstepd.scope"
 _SEARCH_SECONDS = 30.0  # between two searches for the directories that hold jobs
 _STEPD = b"slurmstepd: ["
+_JOB = re.compile(r"job_([0-9]+)")  # a group is named so, or by SLUID
 _STEPDS = 32  # processes of slurmstepd that are asked for theirs
 _MOST_GROUPS = 2000  # of one step: a job may make groups of its own
 _RELIST_LOOKS = 6  # after which the groups of a job are listed again in any case
@@ -168,8 +170,8 @@ class GroupJobs:
                     yield _Root(self._mounts[name], "/".join(parts[: users[0]]), name)
 
     def _job(self, root: _Root, path: str, uid: int, before: dict[str, _Known]) -> FoundJob | None:
-        number = path.rpartition("/")[2].removeprefix("job_")
-        known = before.get(path) or _Known(number if number.isdigit() else "")
+        numbered = _JOB.fullmatch(path.rpartition("/")[2])
+        known = before.get(path) or _Known(numbered[1] if numbered else "")
         if self._only and known.jobid not in {"", self._only}:
             return None
         self._known[path] = known

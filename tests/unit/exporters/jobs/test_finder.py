@@ -88,6 +88,7 @@ LAYOUTS: dict[str, Callable[[Machine], None]] = {
         m, "docker.slice/docker-0a1b.scope/system.slice/slurmstepd.scope/job_77"
     ),
     "SLUID": lambda m: version_2(m, f"{SCOPE}/s5K1KKYAYG5D00"),
+    "a name of digits": lambda m: version_2(m, f"{SCOPE}/5017005"),
     "only slurmstepd knows": lambda m: version_2(m, "payload/odd.service/jobs/job_77"),
 }
 
