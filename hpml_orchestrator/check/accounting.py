@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
-from hpml_orchestrator.check.finding import Finding, Level, error, listed
-from hpml_orchestrator.check.request import Placement, Request
+from hpml_orchestrator.check.finding import Finding, Level, listed
+from hpml_orchestrator.check.request import Placement, Request, cpus_field
 from hpml_orchestrator.errors import did_you_mean
 from hpml_orchestrator.scheduler.cluster import Association, Cluster, Qos
 from hpml_orchestrator.spec.values import format_time, size_text
@@ -48,7 +48,7 @@ def standing_of(request: Request, cluster: Cluster) -> Standing:
     resources = request.job.resources
     if cluster.associations is None:  # no slurmdbd, or it did not answer
         return Standing(resources.account or "", None, resources.qos or "")
-    association = _association(request, cluster.associations)
+    association = _association(request, cluster)
     if association is None:
         findings += _account(request, cluster, cluster.associations)
     if resources.qos:
@@ -99,6 +99,7 @@ def accounting_limits(
             message += _fate(owner) * (not at_least)
             code = _code(resource.removeprefix("gres/"), owner)
             field, _ = _FIELDS[resource.partition(":")[0]]
+            field = cpus_field(request.job) if resource == "cpu" else field
             shown = size_text(limit) if resource == "mem" else str(limit)
             yield request.fault(code, field, message, shown)
 
@@ -146,14 +147,17 @@ def _fate(owner: Qos | Association) -> str:
     return "" if refused else "; Slurm would accept the job and never start it"
 
 
-def _association(request: Request, mine: tuple[Association, ...]) -> Association | None:
+def _association(request: Request, cluster: Cluster) -> Association | None:
     """Return the association that a job would use: with its account and, best, its partition."""
     wanted = request.job.resources.account
+    partitions, default = request.partitions, cluster.default_partition
+    if not partitions and default is not None:  # the association may be of that partition alone
+        partitions = (default.name,)
     fitting = [
         association
-        for association in mine
+        for association in cluster.associations or ()
         if (_same(association.account, wanted) if wanted else association.default)
-        and association.partition in ("", *request.partitions)
+        and association.partition in ("", *partitions)
     ]
     return max(fitting, key=lambda association: bool(association.partition), default=None)
 
@@ -165,18 +169,21 @@ def _account(
     enforced = bool(cluster.limits.accounting_enforce - _NOT_ABOUT_ACCOUNTS)
     accounts = list(dict.fromkeys(association.account for association in mine))
     field = "resources.account"
+    level: Level
     if wanted:
         elsewhere = any(_same(account, wanted) for account in accounts)
         reason = "is valid in other partitions only" if elsewhere else "is not one of yours"
         message = f"account {wanted} {reason}; yours are {listed(accounts)}"
         hint = did_you_mean(wanted, accounts)
-        level: Level = "error" if enforced else "warning"
+        level = "error" if enforced else "warning"
         yield Finding(level, "account.unknown", field, wanted, message, accounts, hint)
     elif enforced and "all_partitions" not in cluster.limits.submit_plugins:
         message = "this cluster requires an account, and you have no "
         message += "default account" if accounts else "account"
         hint = f"`account: {accounts[0]}`" if accounts else "ask the site for an account"
-        yield error("account.none", field, None, message, accounts, hint)
+        # Slurm fills it in after the site's plugin, which may have
+        level = "warning" if cluster.may_rewrite_jobs else "error"
+        yield Finding(level, "account.none", field, None, message, accounts, hint)
 
 
 def _default_qos(association: Association | None, cluster: Cluster) -> str:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from hpml_orchestrator.check.finding import Finding, error, listed, warning
-from hpml_orchestrator.check.request import nodes_of_option
+from hpml_orchestrator.check.request import cpus_field, nodes_of_option
 from hpml_orchestrator.errors import InputError, counted
 from hpml_orchestrator.scheduler.nodelist import expand
 from hpml_orchestrator.script.directives import as_asked
@@ -113,8 +113,12 @@ def _cores(job: Job, shape: Shape, *, whole: bool) -> Iterator[Finding]:
     message += f"; Slurm counts {per_core} CPUs for each there" * (per_core > 1)
     limit = (1 + workers) * per_core
     hint = "request fewer ranks or loader workers" if all_cores else f"`cpus_per_rank: {limit}`"
-    field = "resources.cpus_per_rank"
-    yield warning("binding.cores", field, resources.cpus_per_rank, message, limit, hint)
+    name = cpus_field(job)
+    if cores < ranks or resources.cpus_per_rank > 1:
+        field, value = f"resources.{name}", getattr(resources, name)
+    else:
+        field, value = "binding.loader_workers", workers
+    yield warning("binding.cores", field, value, message, limit, hint)
 
 
 def _units(job: Job, shape: Shape) -> Iterator[Finding]:

@@ -22,12 +22,12 @@ from hpml_orchestrator.check.monitor import check_monitor
 from hpml_orchestrator.check.nodes import check_room
 from hpml_orchestrator.check.paths import (
     check_collect,
-    check_modules,
     check_program,
     check_records,
+    check_software,
     is_one_machine,
 )
-from hpml_orchestrator.check.request import Sizes
+from hpml_orchestrator.check.request import Sizes, cpus_field
 from hpml_orchestrator.check.rules import Verdict, check
 from hpml_orchestrator.errors import HpmlError, InputError, SchedulerUnavailable, counted
 from hpml_orchestrator.records.store import Store
@@ -72,6 +72,7 @@ class Report:
         not_asked: why the cluster was not asked, or what it does not show; empty where all was
             seen that the job is compared with.
         notes: what was decided for the job, a line each.
+        not_checked: what of the job was not compared with anything, such as `--signal=USR1@60`.
         verdict: which partitions would accept the job; empty for the local backend.
     """
 
@@ -79,6 +80,7 @@ class Report:
     not_asked: str = ""
     notes: list[str] = field(default_factory=list)
     verdict: Verdict = Verdict()  # noqa: RUF009 - frozen
+    not_checked: list[str] = field(default_factory=list)
 
     @property
     def errors(self) -> list[Finding]:
@@ -97,6 +99,7 @@ class Report:
             "not_asked": self.not_asked,
             "findings": [finding.to_json() for finding in self.findings],
             "notes": self.notes,
+            "not_checked": self.not_checked,
         }
 
 
@@ -156,10 +159,20 @@ def check_job(
         if targets and stage.name in targets
     ]
     with ThreadPoolExecutor(max_workers=3, thread_name_prefix="hpml-check") as pool:
-        cluster_answer = pool.submit(_read_cluster, runner, environment) if on_slurm else None
+        profile = site.site if site else None
+        asked = as_asked(job, profile.directives) if profile else job
+        options = asked.resources.extra
+        cluster_answer = (
+            pool.submit(_read_cluster, runner, environment, options) if on_slurm else None
+        )
         stages_answer = pool.submit(_stages, job, walk_seconds, here=not on_slurm)
-        modules_answer = pool.submit(
-            check_modules, job.environment.modules, runner, environment, timeout=cluster_seconds
+        software_answer = pool.submit(
+            check_software,
+            job.environment,
+            runner,
+            environment,
+            timeout=cluster_seconds,
+            on_nodes=on_slurm,
         )
         findings = [*check_program(job, environment), *check_collect(job)]
         staging, sizes = stages_answer.result()
@@ -171,14 +184,14 @@ def check_job(
         except HpmlError as fault:
             findings.append(_as_finding(fault))
         findings += check_monitor(job, on_nodes=on_nodes)
-        findings += modules_answer.result()
+        software, unseen = software_answer.result()
+        findings += software
         cluster, not_asked = cluster_answer.result() if cluster_answer else (None, "")
     if not on_slurm:
         machine = Machine(tuple(cpu_ids()), tuple(gpu_ids()), memory_mb())
         findings += [*check_local(job, machine), *check_binding(job)]
-        return Report(errors_first(findings), notes=notes)
+        return Report(errors_first(findings), notes=notes, not_checked=unseen)
     verdict = Verdict()
-    profile = site.site if site else None
     if cluster is not None:
         try:
             verdict = _compare(job, cluster, sizes, profile)
@@ -191,7 +204,8 @@ def check_job(
     findings += _binding(job, cluster, profile, topologies or {})
     if "disk.most" not in {finding.code for finding in findings}:
         findings += check_room(job, profile, disk_mib=sizes.disk_mib)  # else reported already
-    return Report(errors_first(findings), not_asked, notes, verdict)
+    not_checked = [*verdict.not_checked, *unseen]
+    return Report(errors_first(findings), not_asked, notes, verdict, not_checked)
 
 
 def _stages(job: Job, seconds: float, *, here: bool) -> tuple[list[Finding], Sizes]:
@@ -216,7 +230,7 @@ def check_local(job: Job, machine: Machine) -> Iterator[Finding]:
         ("nodes", "nodes", "node", resources.nodes, 1),
         ("array", "array", "array task", tasks, MAX_TASKS),
         ("gpus", "gpus", "GPU", resources.gpu_count, len(machine.gpus)),
-        ("cpus", "cpus_per_rank", "CPU", cpus, len(machine.cpus)),
+        ("cpus", cpus_field(job), "CPU", cpus, len(machine.cpus)),
         ("memory", "memory", "", memory, machine.memory_mb),
     ):
         if requested > limit:
@@ -247,15 +261,19 @@ def refusal(errors: Sequence[Finding]) -> InputError:
     return fault
 
 
-def _read_cluster(run: Runner, environment: Mapping[str, str]) -> tuple[Cluster | None, str]:
-    """Return the cluster, or why it could not be read."""
+def _read_cluster(
+    run: Runner, environment: Mapping[str, str], options: Sequence[str]
+) -> tuple[Cluster | None, str]:
+    """Return the cluster with what a job's options name, or why it could not be read."""
     from hpml_orchestrator.scheduler.slurm.cluster import (  # noqa: PLC0415
         read_cluster,
         with_group_limits,
+        with_named_resources,
     )
 
     try:
-        return with_group_limits(read_cluster(run, env=environment), run, env=environment), ""
+        cluster = with_group_limits(read_cluster(run, env=environment), run, env=environment)
+        return with_named_resources(cluster, options, run, env=environment), ""
     except SchedulerUnavailable as fault:
         return None, str(fault)
     except Exception as fault:  # noqa: BLE001 - a submission must not fail because of its check

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from hpml_orchestrator.check.finding import Finding, error, listed, warning
-from hpml_orchestrator.check.request import Placement, Request
+from hpml_orchestrator.check.request import Placement, Request, cpus_field
 from hpml_orchestrator.errors import counted, did_you_mean
 from hpml_orchestrator.scheduler.cluster import Cluster, Node
 from hpml_orchestrator.spec.values import size_text
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from hpml_orchestrator.spec import Job
     from hpml_orchestrator.spec.site import Site
 
-__all__ = ["check_room", "fit", "unknown_to_cluster"]
+__all__ = ["check_room", "fit", "plain_features", "unknown_to_cluster"]
 
 _FEATURES = re.compile(r"[^\[\]()&|*,]+(?:[&,][^\[\]()&|*,]+)*")
 
@@ -89,7 +89,7 @@ def unknown_to_cluster(request: Request, cluster: Cluster) -> Iterator[Finding]:
         return
     yield from _unknown_gpus(request, cluster)
     features = sorted({feature for node in cluster.nodes for feature in node.features})
-    for name in _plain_features(request):
+    for name in plain_features(request):
         if name not in features:
             message = f"no node has the feature {name}; there are {listed(features)}"
             hint = did_you_mean(name, features)
@@ -101,7 +101,7 @@ def unknown_to_cluster(request: Request, cluster: Cluster) -> Iterator[Finding]:
         yield error("nodes.unknown", "resources.extra", name, message, None, hint)
 
 
-def _plain_features(request: Request) -> list[str]:
+def plain_features(request: Request) -> list[str]:
     """Return the features of `a` or `a&b`; what has other operators is Slurm's to judge."""
     constraint = request.job.resources.constraint or ""
     return re.split("[&,]", constraint) if _FEATURES.fullmatch(constraint) else []
@@ -122,7 +122,7 @@ def _needs(placement: Placement) -> Iterator[_Need]:
     else:
         ranks = f" ({resources.ranks} ranks of {resources.cpus_per_rank})"
         text = f"{counted(cpus, 'CPU')} per node{ranks * (resources.ranks > 1)}"
-        yield _Need("cpus", "cpus_per_rank", text, cpus_of, cpus)
+        yield _Need("cpus", cpus_field(request.job), text, cpus_of, cpus)
     memory, disk = placement.memory_mib, request.disk_mib
     if memory:
         text = placement.memory_text
@@ -134,7 +134,11 @@ def _needs(placement: Placement) -> Iterator[_Need]:
     for kind, count in request.gpus:
         text = f"{counted(count, 'GPU')}{f' of type {kind}' if kind else ''} per node"
         yield _Need("gpus", "gpus", text, functools.partial(Node.gpus, kind=kind), count)
-    features = frozenset(_plain_features(request))
+    for name, kind, count in request.gres:
+        text = f"{count} of {name}{f':{kind}' * bool(kind)} per node"
+        has = functools.partial(Node.amount, name=name, kind=kind)
+        yield _Need("gres", "extra", text, has, count)
+    features = frozenset(plain_features(request))
     if features:
         text = f"the features {resources.constraint}"
         yield _Need("features", "constraint", text, lambda node: features <= node.features, 1)
@@ -159,6 +163,9 @@ def _short(placement: Placement, need: _Need, nodes: Sequence[Node]) -> Finding:
         message += f"no node of partition {partition.name} has any"
     if need.code == "features":
         return request.fault("features.nodes", need.field, message, having)
+    if need.code == "gres":
+        value = request.option("gres")
+        return error("gres.most", "resources.extra", value, message, need.show(most))
     if need.code == "disk":
         value = size_text(request.disk_mib)
         return error("disk.most", "stage", value, message, need.show(most))

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import shutil
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from hpml_orchestrator.check.finding import Finding, Level, error, warning
-from hpml_orchestrator.errors import SchedulerUnavailable
+from hpml_orchestrator.check.finding import Finding, Level, error, listed, warning
+from hpml_orchestrator.errors import SchedulerUnavailable, did_you_mean
 from hpml_orchestrator.scheduler.command import Runner
 
 if TYPE_CHECKING:
@@ -18,9 +19,9 @@ if TYPE_CHECKING:
 
 __all__ = [
     "check_collect",
-    "check_modules",
     "check_program",
     "check_records",
+    "check_software",
     "is_one_machine",
     "local_reason",
     "unwritable",
@@ -166,19 +167,23 @@ def _fault(
     return Finding(level, code, place, path, f"{path} {reason}", hint=hint)
 
 
-# Each module is loaded after it is found: in a hierarchy the next may show only then. Older systems
-# have no `is-avail`; `avail` prints to standard error there.
-_MODULE_SCRIPT = """\
-if ! type module >/dev/null 2>&1; then
-  for file in /etc/profile.d/z00_lmod.sh /etc/profile.d/lmod.sh /etc/profile.d/modules.sh \
+# Each module is loaded after it is found: in a hierarchy the next may show only then, and one may
+# bring conda. Older systems have no `is-avail`; `avail` prints to standard error there.
+_SOFTWARE_SCRIPT = """\
+conda=$1; shift
+if (($#)) && ! type module >/dev/null 2>&1; then
+  for file in "${MODULESHOME:+$MODULESHOME/init/bash}" "${LMOD_PKG:+$LMOD_PKG/init/bash}" \\
+      /etc/profile.d/z00_lmod.sh /etc/profile.d/lmod.sh /etc/profile.d/modules.sh \\
       /usr/share/modules/init/bash; do
-    if [ -r "$file" ]; then . "$file"; break; fi
+    if [ -n "$file" ] && [ -r "$file" ]; then . "$file"; break; fi
   done
 fi
-type module >/dev/null 2>&1 || exit 77
 has() {
   module is-avail "$1" >/dev/null 2>&1 || module -t avail "$1" 2>&1 | grep -qF "$1"
 }
+if (($#)) && ! type module >/dev/null 2>&1; then
+  echo 'no module'; set --
+fi
 for name; do
   if has "$name"; then
     module load "$name" >/dev/null 2>&1
@@ -186,43 +191,70 @@ for name; do
     printf 'missing %s\\n' "$name"
   fi
 done
+if [ -n "$conda" ]; then
+  echo conda
+  "${CONDA_EXE:-conda}" env list --json 2>/dev/null
+fi
 exit 0
 """
 
 
-def check_modules(
-    modules: Sequence[str], run: Runner, environment: Mapping[str, str], *, timeout: float
-) -> list[Finding]:
-    """Return a warning for each module that this machine does not have.
-
-    Nothing is said where there is no module system, or it gives no answer in time.
+def check_software(
+    software: Environment,
+    run: Runner,
+    environment: Mapping[str, str],
+    *,
+    timeout: float,
+    on_nodes: bool = True,
+) -> tuple[list[Finding], list[str]]:
+    """Return what of modules and conda this machine lacks, and what could not be looked up.
 
     Args:
-        modules: names, in the order in which the job loads them.
+        software: what the job loads.
         run: starts bash.
         environment: of the submitting process, which may hold the function `module`.
         timeout: seconds.
+        on_nodes: whether the job runs on other machines, which may have other software.
     """
-    if not modules:
-        return []
-    argv = ["bash", "-c", _MODULE_SCRIPT, "bash", *modules]
+    modules, name = software.modules, software.conda or ""
+    conda = "" if "/" in name else name  # a path is looked at by `check_program`
+    if not (modules or conda):
+        return [], []
+    argv = ["bash", "-c", _SOFTWARE_SCRIPT, "bash", conda, *modules]
     try:
-        lines = run.run(argv, env=environment, timeout=timeout).stdout.splitlines()
+        answer = run.run(argv, env=environment, timeout=timeout).stdout
     except SchedulerUnavailable:
-        return []
-    missing = {line.removeprefix("missing ") for line in lines if line.startswith("missing ")}
-    return [
-        warning(
-            "module.unknown",
-            f"environment.modules.{index}",
-            name,
-            f"there is no module {name} on this machine",
-            None,
-            "`module avail` lists them",
-        )
-        for index, name in enumerate(modules)
-        if name in missing
-    ]
+        answer = "no module\nconda\n"
+    module_lines, _, conda_text = answer.partition("conda\n")
+    lines = module_lines.splitlines()
+    level: Level = "warning" if on_nodes else "error"
+    where = "on this machine" + "; the nodes may have it" * on_nodes
+    findings, unseen = [], []
+    for index, module in enumerate(modules):
+        if f"missing {module}" in lines:
+            message, hint = f"there is no module {module} {where}", "`module avail` lists them"
+            place = f"environment.modules.{index}"
+            findings.append(Finding(level, "module.unknown", place, module, message, None, hint))
+    if "no module" in lines:
+        unseen.append(f"modules {listed(modules)} (no `module` command here)")
+    if conda:
+        known = _conda_environments(conda_text)
+        if known is None:
+            unseen.append(f"conda environment {conda} (no conda here)")
+        elif conda not in known:
+            message = f"there is no conda environment {conda} {where}; there are {listed(known)}"
+            hint = did_you_mean(conda, known)
+            place = "environment.conda"
+            findings.append(Finding(level, "conda.unknown", place, conda, message, known, hint))
+    return findings, unseen
+
+
+def _conda_environments(text: str) -> list[str] | None:
+    """Return the names in the answer of `conda env list --json`; None for no such answer."""
+    try:
+        return list(dict.fromkeys(["base", *map(os.path.basename, json.loads(text)["envs"])]))
+    except (ValueError, LookupError, TypeError):
+        return None
 
 
 def check_records(root: Path, *, on_nodes: bool) -> Iterator[Finding]:

@@ -17,7 +17,7 @@ from hpml_orchestrator.spec import values
 if TYPE_CHECKING:
     from hpml_orchestrator.spec import Job
 
-__all__ = ["Placement", "Request", "Sizes", "nodes_of_option", "request_of"]
+__all__ = ["Placement", "Request", "Sizes", "cpus_field", "nodes_of_option", "request_of"]
 
 
 @dataclass
@@ -26,6 +26,17 @@ class Sizes:
 
     disk_mib: int = 0
     shm_mib: int = 0
+
+
+def cpus_field(job: Job) -> str:
+    """Return the field of `resources` that its number of CPUs per node comes from."""
+    resources = job.resources
+    if resources.cpus_per_rank == 1 and resources.ranks > 1:
+        for name in ("ranks_per_node", "ranks_per_gpu"):
+            if getattr(resources, name) not in (None, 1):
+                return name
+        return "gpus"
+    return "cpus_per_rank"
 
 
 @dataclass(frozen=True)
@@ -60,6 +71,16 @@ class Request:
     excluded: frozenset[str]
     disk_mib: int = 0
     shm_mib: int = 0
+
+    @property
+    def gres(self) -> list[tuple[str, str, int]]:
+        """Name, type and number per node of the generic resources in `resources.extra`."""
+        return values.read_gres(self.options.get("gres") or "")
+
+    def option(self, name: str) -> str:
+        """Return an option of `resources.extra` as it is written; empty if there is none."""
+        value = self.options.get(name)
+        return (f"--{name}" + f"={value}" * (value is not None)) * (name in self.options)
 
     def fault(
         self, code: str, name: str, message: str, limit: Any = None, hint: str = ""

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 
 from hpml_orchestrator.check.accounting import Standing, accounting_limits, standing_of
 from hpml_orchestrator.check.finding import Finding, error, errors_first, listed, warning
+from hpml_orchestrator.check.named import named_resources, not_judged
 from hpml_orchestrator.check.nodes import fit, unknown_to_cluster
 from hpml_orchestrator.check.request import Placement, Request, request_of
 from hpml_orchestrator.errors import counted, did_you_mean
@@ -30,6 +31,7 @@ _BUSY = {"PLANNED", "RESERVED", "COMPLETING", "POWERING_DOWN", "POWERED_DOWN"}
 _IMPLIED = {
     "gpus.type": "gpus.most",
     "gpus.none": "gpus.most",
+    "gres.unknown": "gres.most",
     "features.unknown": "features.nodes",
 }
 """What holds for the whole cluster -> what would be reported of each partition again."""
@@ -51,12 +53,14 @@ class Verdict:
         partitions: names of those that would accept the job.
         nodes: that it needs.
         idle_nodes: idle nodes that fit it, in the partition with most; None where none are shown.
+        not_checked: what of the job was not compared with the cluster, such as `--signal=USR1@60`.
     """
 
     findings: list[Finding] = field(default_factory=list)
     partitions: tuple[str, ...] = ()
     nodes: int = 0
     idle_nodes: int | None = None
+    not_checked: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -98,7 +102,8 @@ def check(job: Job, cluster: Cluster, *, disk_mib: int = 0, shm_mib: int = 0) ->
     standing = standing_of(request, cluster)
     chosen, faults = _partitions(request, cluster)
     unknown = unknown_to_cluster(request, cluster)
-    findings = [*_array(job, cluster), *standing.findings, *unknown, *faults]
+    named = named_resources(request, cluster)
+    findings = [*_array(job, cluster), *standing.findings, *unknown, *named, *faults]
     verdicts = [_compare(Placement(request, partition, cluster), standing) for partition in chosen]
     usable = [verdict for verdict in verdicts if not verdict.findings]
     if verdicts:
@@ -107,7 +112,12 @@ def check(job: Job, cluster: Cluster, *, disk_mib: int = 0, shm_mib: int = 0) ->
     findings = errors_first(finding for finding in findings if finding.code not in implied)
     idle = max((verdict.idle_nodes for verdict in usable), default=0)
     names = tuple(verdict.partition.name for verdict in usable)
-    return Verdict(findings, names, request.nodes, idle if cluster.nodes else None)
+    not_checked = [*not_judged(request, cluster)]
+    if cluster.partitions and not (chosen or faults):
+        not_checked.append("the partition, which this site chooses at submission")
+    return Verdict(
+        findings, names, request.nodes, idle if cluster.nodes else None, tuple(not_checked)
+    )
 
 
 def _array(job: Job, cluster: Cluster) -> Iterator[Finding]:
@@ -137,8 +147,8 @@ def _partitions(request: Request, cluster: Cluster) -> tuple[list[Partition], li
         return [found for name in request.partitions if (found := cluster.partition(name))], faults
     if "all_partitions" in plugins:
         return list(cluster.partitions), []
-    if "lua" in plugins:
-        return [], []  # it may choose one, and nobody can know which
+    if cluster.may_rewrite_jobs:
+        return [], []  # the site's plugin may choose one, and nobody can know which
     if cluster.default_partition is not None:
         return [cluster.default_partition], []
     if request.options.get("reservation"):

@@ -48,7 +48,6 @@ from hpml_orchestrator.spec import find_profiles, load_job, parse_setting
 
 if TYPE_CHECKING:
     from hpml_orchestrator.check.job import Report
-    from hpml_orchestrator.check.rules import Verdict
     from hpml_orchestrator.records.store import Store, Submission
     from hpml_orchestrator.runs.prepare import Rendered
 
@@ -383,18 +382,22 @@ def _print(report: Report, backend: str, job: str) -> None:
         verdict = f"not checked against {where}: {report.not_asked}"
     else:
         names = report.verdict.partitions
-        verdict = f"OK, {' or '.join(names) or where} would accept this job{_start(report.verdict)}"
+        verdict = f"OK, {' or '.join(names) or where} would accept this job{_start(report)}"
+        if report.not_checked:
+            verdict += f"; not checked: {', '.join(report.not_checked)}"
     count = len(report.warnings)
     typer.echo(f"{job}: {verdict}" + (f", {counted(count, 'warning')}" if count else ""))
 
 
-def _start(verdict: Verdict) -> str:
-    """Return how many nodes are idle, where that is known."""
+def _start(report: Report) -> str:
+    """Return how many nodes are idle, if known, and whether nothing else delays the job."""
+    verdict = report.verdict
     if not verdict.partitions or verdict.idle_nodes is None:
         return ""
     idle = f"{counted(verdict.idle_nodes, 'node')} idle"
     if verdict.idle_nodes >= verdict.nodes:
-        return f" (can start now, {idle})"
+        waits = report.not_checked or any(one.code == "license.free" for one in report.warnings)
+        return f" ({idle})" if waits else f" (can start now, {idle})"
     return f" ({idle} of the {verdict.nodes} it needs)"
 
 

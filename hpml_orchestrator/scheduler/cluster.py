@@ -55,8 +55,12 @@ class Node:
 
     def gpus(self, kind: str = "") -> int:
         """GPUs of that type; of all types when none is given."""
+        return self.amount("gpu", kind)
+
+    def amount(self, name: str, kind: str = "") -> int:
+        """Generic resources of that name and type; of all types when none is given."""
         return sum(
-            gres.count for gres in self.gres if gres.name == "gpu" and kind in ("", gres.kind)
+            gres.count for gres in self.gres if gres.name == name and kind in ("", gres.kind)
         )
 
 
@@ -193,6 +197,10 @@ class Qos:
     group_tres: Mapping[str, int] = field(default_factory=dict)
 
 
+# plugins of Slurm's own that choose neither account nor partition
+_ONLY_JUDGE = frozenset("all_partitions cray_aries logging pbs require_timelimit throttle".split())
+
+
 @dataclass(frozen=True)
 class Cluster:
     """A whole cluster, as one user sees it at one moment."""
@@ -204,6 +212,13 @@ class Cluster:
     groups: tuple[str, ...] = ()
     associations: tuple[Association, ...] | None = None
     qos: tuple[Qos, ...] | None = None
+    reservations: tuple[str, ...] | None = None  # None: not asked for
+    licenses: Mapping[str, tuple[int, int]] | None = None  # all and free ones; None: not asked for
+
+    @property
+    def may_rewrite_jobs(self) -> bool:
+        """Whether a job_submit plugin of the site may give a job another account or partition."""
+        return not _ONLY_JUDGE.issuperset(self.limits.submit_plugins)
 
     def partition(self, name: str) -> Partition | None:
         """The partition of that name."""

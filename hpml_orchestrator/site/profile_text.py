@@ -254,7 +254,11 @@ def _node_type(group: NodeGroup, origin: Origin) -> str:
         if scratch is not None:
             hardware["scratch"] = scratch.name if scratch.name[0] == "$" else scratch.path
     text += _toml(models.NodeType, hardware)
-    others = [f"{gres.name}:{gres.kind}:{gres.count}" for gres in node.gres if gres.name != "gpu"]
+    others = [
+        ":".join(filter(None, (gres.name, gres.kind, str(gres.count))))
+        for gres in node.gres
+        if gres.name != "gpu"
+    ]
     if others:
         text += _remark(f"Other generic resources: {first_few(others)}.")
     out = [f"{node.name}: {node.reason}" for node in group.nodes if not node.up]

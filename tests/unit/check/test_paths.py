@@ -8,14 +8,14 @@ from typing import Any
 import pytest
 
 from hpml_orchestrator.check.paths import (
-    check_modules,
     check_program,
     check_records,
+    check_software,
     is_one_machine,
 )
 from hpml_orchestrator.errors import SchedulerUnavailable
 from hpml_orchestrator.scheduler.command import Completed, SubprocessRunner
-from hpml_orchestrator.spec import Job
+from hpml_orchestrator.spec import Environment, Job
 from hpml_orchestrator.testing import FakeRunner
 
 PATH = {"PATH": "/usr/bin:/bin"}
@@ -149,21 +149,83 @@ module() {
 """
 
 
-def test_modules_that_do_not_exist(tmp_path: Path) -> None:
-    """A module that shows only after another one is loaded is found."""
+@pytest.mark.parametrize(
+    ("fields", "on_nodes", "expected", "unseen"),
+    [
+        ({"modules": ["gcc/13", "mpi/5"]}, True, [], []),
+        (
+            {"modules": ["gcc/13", "mpi/5", "cuda/12.5"]},
+            True,
+            [
+                (
+                    "environment.modules.2",
+                    "warning",
+                    "there is no module cuda/12.5 on this machine; ",
+                )
+            ],
+            [],
+        ),
+        (
+            {"modules": ["cuda/12.5"]},
+            False,
+            [("environment.modules.0", "error", "there is no module cuda/12.5 on this machine")],
+            [],
+        ),
+        ({"modules": ["gcc/13"], "conda": "ml"}, True, [], []),  # the module brings conda
+        ({"conda": "ml"}, True, [], ["conda environment ml (no conda here)"]),
+        (
+            {"modules": ["gcc/13"], "conda": "mll"},
+            True,
+            [
+                (
+                    "environment.conda",
+                    "warning",
+                    "there is no conda environment mll on this machine; ",
+                )
+            ],
+            [],
+        ),
+        ({"conda": "/a/path"}, True, [], []),
+    ],
+)
+def test_software_that_does_not_exist(
+    tmp_path: Path,
+    fields: dict[str, Any],
+    on_nodes: bool,
+    expected: list[tuple[str, str, str]],
+    unseen: list[str],
+) -> None:
+    """A module that shows only after another one is loaded is found; the nodes may have more."""
+    conda = tmp_path / "conda"
+    conda.write_text('#!/bin/sh\necho \'{"envs": ["/opt/c", "/opt/c/envs/ml"]}\'\n')
+    conda.chmod(0o755)
     start = tmp_path / "modules.sh"
-    start.write_text(MODULE)
+    start.write_text(MODULE.replace("LOADED=1", f"LOADED=1 CONDA_EXE={conda}"))
     environment = {**PATH, "BASH_ENV": str(start)}
-    names = ["gcc/13", "mpi/5", "cuda/12.5"]
-    (finding,) = check_modules(names, SubprocessRunner(), environment, timeout=120)
-    assert (finding.field, finding.level) == ("environment.modules.2", "warning")
-    assert finding.message == "there is no module cuda/12.5 on this machine"
+    findings, left = check_software(
+        Environment.model_validate(fields),
+        SubprocessRunner(),
+        environment,
+        timeout=120,
+        on_nodes=on_nodes,
+    )
+    assert [(one.field, one.level) for one in findings] == [one[:2] for one in expected]
+    assert all(
+        one.message.startswith(text[2]) for one, text in zip(findings, expected, strict=True)
+    )
+    assert left == unseen
 
 
-@pytest.mark.parametrize("answer", [Completed(77), SchedulerUnavailable("bash gave no answer")])
+@pytest.mark.parametrize(
+    "answer", [Completed(0, "no module\nconda\n"), SchedulerUnavailable("bash gave no answer")]
+)
 def test_without_a_module_system_nothing_is_known(answer: Completed | Exception) -> None:
-    """Nor where it hangs."""
-    assert check_modules(["x"], FakeRunner({"bash": [answer]}), PATH, timeout=1) == []
+    """Nor if it hangs: what was not looked up is listed."""
+    software = Environment.model_validate({"modules": ["x", "y"], "conda": "ml"})
+    assert check_software(software, FakeRunner({"bash": [answer]}), PATH, timeout=1) == (
+        [],
+        ["modules x and y (no `module` command here)", "conda environment ml (no conda here)"],
+    )
 
 
 @pytest.mark.parametrize(

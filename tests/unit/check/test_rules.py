@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from hpml_orchestrator.check.finding import Finding
+from hpml_orchestrator.check.job import check_local
 from hpml_orchestrator.check.nodes import check_room
 from hpml_orchestrator.check.rules import check
 from hpml_orchestrator.scheduler.cluster import (
@@ -19,6 +20,7 @@ from hpml_orchestrator.scheduler.cluster import (
     Partition,
     Qos,
 )
+from hpml_orchestrator.scheduler.local.resources import Machine
 from hpml_orchestrator.spec import Job, Site
 
 HOUR = 3600
@@ -204,6 +206,97 @@ def test_a_cluster_without_a_default_partition() -> None:
     assert found(cluster)["partition.none"].hint == "`partition: long`"
     assert found(with_partition(LONG, GPUS, submit_plugins=("lua",))) == {}
     assert found(with_partition(LONG, GPUS, submit_plugins=("all_partitions",))) == {}
+
+
+def test_an_association_of_the_default_partition_alone() -> None:
+    """It holds for a job that names no partition; a plugin may give a job any account."""
+    bound = (Association("dev", partition="main", default=True),)
+    cluster = dataclasses.replace(CLUSTER, associations=bound)
+    assert found(cluster) == {}
+    assert found(cluster, partition="main") == {}
+    assert found(cluster, partition="long")["account.none"].level == "error"
+    assert found(with_partition(LONG, GPUS, submit_plugins=("lua",))) == {}
+    for plugin, level in (("lua", "warning"), ("throttle", "error")):
+        limits = dataclasses.replace(LIMITS, submit_plugins=(plugin,))
+        theirs = dataclasses.replace(CLUSTER, associations=(), limits=limits)
+        assert found(theirs)["account.none"].level == level
+
+
+OTHERS = dataclasses.replace(
+    CLUSTER,
+    nodes=tuple(
+        dataclasses.replace(node, gres=(*node.gres, Gres("lustre", "", 2))) for node in NODES[:2]
+    ),
+    partitions=(MAIN,),
+    reservations=("course",),
+    licenses={"matlab": (4, 1)},
+)
+
+
+@pytest.mark.parametrize(
+    ("option", "codes", "hint"),
+    [
+        ("--gres=lustre:2", {}, ""),
+        ("--gres=lustre:3", {"gres.most": "error"}, ""),
+        ("--gres=luster:1", {"gres.unknown": "error"}, "did you mean lustre?"),
+        ("--reservation=course", {}, ""),
+        ("--reservation=corse", {"reservation.unknown": "error"}, "did you mean course?"),
+        ("--licenses=matlab", {}, ""),
+        ("--licenses=matlab:2", {"license.free": "warning"}, ""),
+        ("--licenses=matlab:5", {"license.most": "error"}, ""),
+        ("--licenses=matlap:1,matlab", {"license.unknown": "error"}, "did you mean matlab?"),
+    ],
+)
+def test_what_an_option_names_must_exist(option: str, codes: dict[str, str], hint: str) -> None:
+    """Generic resources by the nodes' own, reservations and licences as scontrol shows them."""
+    findings = found(OTHERS, extra=[option])
+    assert {code: one.level for code, one in findings.items()} == codes
+    assert all((one.field, one.hint) == ("resources.extra", hint) for one in findings.values())
+
+
+@pytest.mark.parametrize(
+    ("cluster", "asked", "left"),
+    [
+        (OTHERS, {"extra": ["--gres=lustre:1", "--licenses=matlab", "--overcommit"]}, []),
+        (OTHERS, {"extra": ["--nodelist=c1", "--time-min=5"]}, []),
+        (OTHERS, {"extra": ["--reservation=course"]}, ["--reservation=course"]),
+        (OTHERS, {"extra": ["--licenses=a|b"]}, ["--licenses=a|b"]),
+        (CLUSTER, {"extra": ["--licenses=b"]}, ["--licenses=b"]),
+        (CLUSTER, {"extra": ["--hold", "--nice=5"]}, ["--hold", "--nice=5"]),
+        (CLUSTER, {"extra": ["--clusters=other"]}, ["--clusters=other"]),
+        (CLUSTER, {"constraint": "gpu|cpu"}, ["--constraint=gpu|cpu"]),
+        (CLUSTER, {"constraint": "cpu&rack1"}, []),
+        (
+            with_partition(LONG, submit_plugins=("lua",)),
+            {},
+            ["the partition, which this site chooses at submission"],
+        ),
+    ],
+)
+def test_what_is_not_judged_is_listed(
+    cluster: Cluster, asked: dict[str, Any], left: list[str]
+) -> None:
+    """An option that no rule compares with the cluster keeps `can start now` away."""
+    assert list(check(job(**asked), cluster).not_checked) == left
+
+
+@pytest.mark.parametrize(
+    ("asked", "field"),
+    [
+        ({"ranks_per_node": 64}, "ranks_per_node"),
+        ({"cpus_per_rank": 64}, "cpus_per_rank"),
+        ({"ranks_per_node": 2, "cpus_per_rank": 64}, "cpus_per_rank"),
+        ({"gpus": 4, "ranks_per_gpu": 16}, "ranks_per_gpu"),
+    ],
+)
+def test_too_many_cpus_are_blamed_on_the_field_that_asks_for_them(
+    asked: dict[str, Any], field: str
+) -> None:
+    """CPUs are ranks times CPUs per rank: a default is never to blame."""
+    finding = found(**asked)["cpus.most"]
+    assert (finding.field, finding.value) == (f"resources.{field}", asked[field])
+    (here,) = (one for one in check_local(job(**asked), Machine((0, 1), ("0",) * 4, 0)))
+    assert (here.code, here.field) == ("local.cpus", f"resources.{field}")
 
 
 def test_what_is_not_enforced_is_a_warning() -> None:

@@ -140,7 +140,7 @@ def test_mixed_and_odd_gpus_are_named_sensibly() -> None:
     kinds = loaded(text).node_types
     assert kinds["1g10gbx7-a100x1"].gpus == "1g.10gb:7,a100:1"
     assert kinds["gpux2"].gpus == "2"
-    assert "Other generic resources: shard::4." in text
+    assert "Other generic resources: shard:4." in text
 
 
 def test_a_big_cluster_is_readable() -> None:
