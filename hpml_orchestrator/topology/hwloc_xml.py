@@ -190,7 +190,7 @@ class _Reader:
     def _place(self, device: ET.Element, domains: Sequence[Domain]) -> Place:
         """Return where a device is: at the object that it hangs from.
 
-        A device at the machine itself, where there are several domains, is near none of them. A
+        If there are several domains, a device at the machine itself is near none of them. A
         group or a domain of memory alone has no CPUs: the nearest domain that has some counts, or
         else the object above.
         """

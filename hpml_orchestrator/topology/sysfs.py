@@ -156,7 +156,7 @@ def _read_cpus(*parts: str, mask: str = "") -> tuple[int, ...]:
 
     Args:
         parts: the file's path.
-        mask: a file beside it that has the same CPUs as a mask, for a list that is missing.
+        mask: a file in the same directory with the same CPUs as a mask, if the list is missing.
     """
     try:
         text = _read_text(*parts)

@@ -137,6 +137,6 @@ def test_the_installed_hpml_renders_and_runs(installed: Path, tmp_path: Path) ->
 def test_commands_find_their_files(
     installed: Path, tmp_path: Path, command: str, output: str
 ) -> None:
-    """What a command reads beside Python code is in the wheel, too."""
+    """The wheel has all files that a command reads."""
     (tmp_path / "script.sh").write_text("#!/bin/bash\n#SBATCH -N 1\nsrun python train.py\n")
     assert output in run([installed / "hpml", *command.split()], tmp_path).stdout

@@ -58,7 +58,7 @@ ENTRIES = 500
 Shown is the last walk that came to its end.
 """
 
-# {cluster}-{job id}; runs of hpml's local backend have numbers of their own, see JobFacts.key
+# {cluster}-{job id}; for runs of hpml's local backend all of it is the key, see JobFacts.key
 _JOB = re.compile(r"(?:(local-[0-9a-f]{6}-)|[^.].*-)([0-9]+)", re.ASCII)
 _SHELL = re.compile(r"shell-[0-9]+-[0-9]+", re.ASCII)  # shell-{process}-{time of its start}
 _HELD = os.O_PATH | os.O_NOFOLLOW | os.O_CLOEXEC

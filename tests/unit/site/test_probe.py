@@ -196,7 +196,7 @@ def test_kinds_without_an_idle_node_are_left_alone(small: Cluster) -> None:
 
 @pytest.mark.parametrize("flag", ["BLOCKED", "RESERVED", "PERFCTRS", "POWERED_DOWN"])
 def test_an_idle_node_that_takes_no_job_now_is_left_alone(flag: str, small: Cluster) -> None:
-    """A flag beside IDLE may keep jobs away: srun would wait in vain."""
+    """Besides IDLE it has a flag that keeps jobs away: srun would get no answer in time."""
     run = FakeRunner({"srun": [Completed(0, SEEN)]})
     states = frozenset({"IDLE", flag})
     cluster = replace(small, nodes=tuple(replace(node, states=states) for node in small.nodes))

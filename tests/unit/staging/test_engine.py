@@ -459,10 +459,10 @@ def resident_bytes(directory: Path) -> int:
 def test_pages_of_a_servers_files_leave_the_cache(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, form: str, served: bool
 ) -> None:
-    """Of every kind of source; what lies on a disk of this machine stays cached."""
+    """Of every kind of source; files on a disk of this machine stay cached."""
     if not shutil.which("fincore") or file_system_type(str(tmp_path)) in MEMORY_TYPES:
         pytest.skip("NOT TESTED: needs fincore, and a temporary directory that is not in memory")
-    # FAKE: the file system of this machine's disk stands for a server's
+    # FAKE: this machine's disk counts as a file server
     monkeypatch.setattr("hpml_orchestrator.staging.capacity.is_served_type", lambda _kind: served)
     tree, place = tmp_path / "tree", tmp_path / "place"
     for directory in (tree, place):

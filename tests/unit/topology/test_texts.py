@@ -241,7 +241,7 @@ def test_hwloc_cpus_outside_of_the_domains() -> None:
         ('Group" nodeset="0x4', 1, "2-3"),
         ('NUMANode" os_index="2" cpuset="0x0" nodeset="0x4', 1, "2-3"),
         ('Group" cpuset="0x0" nodeset="0x2', 1, "2-3"),
-        # a group that says nothing: what is above it counts
+        # a group without CPUs and domains: the object above it counts
         ('Group" cpuset="0x0" nodeset="0x0', 0, "0-1"),
         ('Group" cpuset="0x0', 0, "0-1"),
         ('Group" cpuset="0x2', 0, "1"),
