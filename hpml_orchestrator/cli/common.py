@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from hpml_orchestrator.cli.process import APPENDED
-from hpml_orchestrator.errors import InputError
+from hpml_orchestrator.errors import InputError, NotFoundError
 from hpml_orchestrator.records.store import Store, default_root
 from hpml_orchestrator.records.texts import examples
 from hpml_orchestrator.spec.values import read_span
@@ -51,6 +51,8 @@ STANDARD_OUTPUT = "-"
 """Stands for standard output where a file is expected."""
 
 _NAMED_TASKS = 3
+_MAKE_RECORDS = frozenset({"run", "submit", "check", "doctor"})
+"""Commands that may be the first ones in a directory of records, also as `hpml sweep run`."""
 
 
 def completion(ids: Callable[[Store], Iterable[str]]) -> Callable[..., list[str]]:
@@ -114,10 +116,20 @@ RunWords = Annotated[list[str], _RUN]
 
 
 def store_of(context: typer.Context) -> Store:
-    """Return the store that `--records` or the environment names."""
+    """Return the store that `--records` or the environment names.
+
+    Raises:
+        NotFoundError: it names a directory that does not exist, and the command only reads there.
+    """
     chosen = (context.obj or {}).get("records") or ""
     environment = {**os.environ, "HPML_HOME": chosen} if chosen else dict(os.environ)
-    return Store(default_root(environment))
+    root = default_root(environment)
+    if chosen and context.info_name not in _MAKE_RECORDS and not os.path.lexists(root):
+        raise NotFoundError(
+            f"no such directory of records: {root}",
+            hint="--records or $HPML_HOME names it; the first `hpml run` there creates it",
+        )
+    return Store(root)
 
 
 def one_run(submission: Submission, *, field: str, has: str) -> Submission:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import os
+import re
 import stat
 import tomllib
 from pathlib import Path
@@ -23,6 +24,7 @@ _MAX_VALUES = 200_000
 _MAX_DEPTH = 32
 _MAX_MESSAGE_CHARS = 400
 
+_SHELL_SUFFIXES = frozenset({".sh", ".bash", ".sbatch", ".slurm"})
 _MAPPINGS = {
     "job file": "`name: …` and `script: train.py`; `hpml schema job` prints every field",
     "site profile": '`cluster = "name"`; `hpml schema site` prints every field',
@@ -61,12 +63,36 @@ def read_mapping(
         raise InputError(
             f"{source} is not UTF-8 text (byte {error.start})", hint="save it as plain text, UTF-8"
         ) from error
+    if kind != "site profile":
+        _refuse_program(source, text, kind)
     parse = parse_toml if source.suffix.lower() == ".toml" else parse_yaml
     data = parse(text, str(source))
     if not isinstance(data, dict):
         hint = f"a {kind} is a mapping: {_MAPPINGS[kind]}"
         raise InputError(f"{source} holds no fields", hint=hint)
     return data
+
+
+def _refuse_program(source: Path, text: str, kind: str) -> None:
+    """Refuse a program in place of a file that describes one, and show the next step.
+
+    Raises:
+        InputError: it is a shell script or a Python file.
+    """
+    shebang = re.match(r"#!.*?\b(python|(?:ba|da|k|z)?sh\b)", text)
+    is_python = source.suffix == ".py" or (shebang is not None and shebang[1] == "python")
+    is_batch = re.search(r"^#SBATCH\s", text, re.MULTILINE) is not None
+    if is_batch or source.suffix in _SHELL_SUFFIXES or (shebang is not None and not is_python):
+        raise InputError(
+            f"{source} is a shell script, not a {kind}",
+            hint=f"hpml import {source} writes a job file that does the same",
+        )
+    if is_python:
+        raise InputError(
+            f"{source} is a Python program, not a {kind}",
+            hint=f"write a job file with the lines `name: {source.stem}` and "
+            f"`script: {source.name}`, and give that",
+        )
 
 
 class _WrittenInt(int):

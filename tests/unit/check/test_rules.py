@@ -263,7 +263,6 @@ def test_what_an_option_names_must_exist(option: str, codes: dict[str, str], hin
         (OTHERS, {"extra": ["--licenses=a|b"]}, ["--licenses=a|b"]),
         (CLUSTER, {"extra": ["--licenses=b"]}, ["--licenses=b"]),
         (CLUSTER, {"extra": ["--hold", "--nice=5"]}, ["--hold", "--nice=5"]),
-        (CLUSTER, {"extra": ["--clusters=other"]}, ["--clusters=other"]),
         (CLUSTER, {"constraint": "gpu|cpu"}, ["--constraint=gpu|cpu"]),
         (CLUSTER, {"constraint": "cpu&rack1"}, []),
         (

@@ -48,7 +48,13 @@ LINES = [
     ("show nothing", 3, "no run 'nothing' under ", ""),
     ("show probe", 2, "RUN: names 2 runs: probe-20240102-000000-bbbbbb, probe-2024010", ""),
     ("cancel last nothing", 3, "no run 'nothing' under ", "nothing was cancelled; "),
-    ("--records nowhere show last", 3, "no runs under ", "hpml run"),
+    ("--records nowhere show last", 3, "no such directory of records: ", "first `hpml run` there"),
+    ("--records nowhere list", 3, "no such directory of records: ", "--records or $HPML_HOME nam"),
+    ("--records nowhere sweep status", 3, "no such directory of records: ", ""),
+    ("run old.sbatch", 2, "old.sbatch is a shell script, not a job file", "hpml import "),
+    ("check old.sbatch", 2, "old.sbatch is a shell script, not a job file", "hpml import "),
+    ("render train", 2, "train is a shell script, not a job file", "hpml import "),
+    ("submit train.py", 2, "train.py is a Python program, not", "`name: train` and `script: train"),
     ("--records sealed submit --no-check good.yaml", 7, "cannot write records under ", "HPML_HOME"),
     ("prune --yes", 2, "choose runs with RUN, --older-than, --state or --k", ""),
     ("prune --state running", 2, "--state: must be final states (got 'running')", "COMPLETED"),
@@ -106,6 +112,9 @@ def place(shell: Shell) -> Path:
     """A directory of good and bad things, and two old runs."""
     root = shell.root
     (root / "good.yaml").write_text(GOOD)
+    (root / "old.sbatch").write_text("#!/bin/bash -l\n#SBATCH --nodes=2\nsrun python x.py\n")
+    (root / "train").write_text("#!/usr/bin/env bash\npython x.py\n")
+    (root / "train.py").write_text("import torch\n")
     (root / "directory").mkdir()
     os.mkfifo(root / "pipe")
     (root / "closed.yaml").write_text(GOOD)
