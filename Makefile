@@ -48,7 +48,9 @@ demo: $(VENV)/.train
 	@rm -rf $(DEMO) && mkdir -p $(DEMO)
 	@cp training_jobs/*.py training_jobs/digits.yaml training_jobs/digits_sweep.yaml $(DEMO)/
 	$(BIN)/python $(DEMO)/make_digits.py $(DEMO)/digits
-	$(BIN)/hpml --records $(DEMO)/records run $(DEMO)/digits.yaml --local --set environment.venv=$(CURDIR)/$(VENV)
+	$(BIN)/hpml run $(DEMO)/digits.yaml --local --set environment.venv=$(CURDIR)/$(VENV)
+	@printf '\nnext:\n  %s\n' '$(BIN)/hpml list        all runs, this one first' \
+	  '$(BIN)/hpml show last   its phases, staging, results and binding' 'docs/tutorial.md      the tutorial'
 
 # As root on Debian it installs Slurm, Prometheus and gcc; otherwise it does with what is there, and says what is missing.
 demo-monitoring: $(VENV)/.train

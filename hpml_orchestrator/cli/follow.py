@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import sys
 from typing import TYPE_CHECKING, Annotated, Any, TextIO
 
@@ -23,6 +24,9 @@ from hpml_orchestrator.runs.summary import binding_of
 
 if TYPE_CHECKING:
     from hpml_orchestrator.records.store import Store, Submission
+
+# Slurm's reasons for a job that waits until somebody releases it, as `launch_failed_requeued_held`.
+_HELD = re.compile(r"requeued[ _]held|JobHeld(?:User|Admin)", re.IGNORECASE)
 
 __all__ = ["fail_unless_completed", "follow", "logs", "wait"]
 
@@ -97,6 +101,7 @@ def follow(
     tail = Tail(run_of(submission).output, position=position)
     printer = _Printer(out)
     shown = ""
+    hinted = over = False
 
     def print_rest() -> None:
         printer.write(tail.read_to_end())
@@ -104,30 +109,46 @@ def follow(
             printer.end_line()
 
     def show(state: State) -> None:
-        nonlocal shown
+        nonlocal shown, hinted, over
+        over = state.over
         line = _state_line(state, reason=not (summary and output and state.over))
         if output and state.over:  # the final state comes after the last line of output
             print_rest()
         if line != shown:
             shown = line
             notice(line)
+        if _HELD.search(state.reason) and not (hinted or state.over):
+            hinted = True
+            notice(_held(state))
         if output:
             printer.write(tail.read())
 
     try:
         state = wait_until_over(store, submission, each=show)
     except KeyboardInterrupt:
-        sid = submission.label
         again = "logs -f" if output else "wait"
-        typer.echo(
-            f"\nhpml: the job continues; `hpml {again} {sid}` follows it again, "
-            f"`hpml cancel {sid}` cancels it",
-            err=True,
-        )
+        typer.echo(f"\nhpml: {_interrupted(submission.label, again, over=over)}", err=True)
         raise typer.Exit(EXIT_INTERRUPTED) from None
     if output and not state.over:
         print_rest()
     return state
+
+
+def _held(state: State) -> str:
+    """Return what to do about a job that its scheduler holds."""
+    return (
+        f"the job is held and does not start by itself: `scontrol release {state.job_id}` releases "
+        f"it unless an administrator holds it, `hpml cancel {state.submission.label}` cancels it"
+    )
+
+
+def _interrupted(label: str, again: str, *, over: bool) -> str:
+    if over:
+        return f"the job has ended; `hpml show {label}` shows how"
+    return (
+        f"the job continues; `hpml {again} {label}` follows it again, "
+        f"`hpml cancel {label}` cancels it"
+    )
 
 
 class _Printer:

@@ -37,6 +37,7 @@ from hpml_orchestrator.cli.process import (
 )
 from hpml_orchestrator.cli.show import print_summary
 from hpml_orchestrator.errors import InputError, SchedulerUnavailable, counted
+from hpml_orchestrator.records.files import read_text_or_nothing
 from hpml_orchestrator.runs.after import outstanding
 from hpml_orchestrator.runs.backend import choose, cluster_name, open_backend
 from hpml_orchestrator.runs.prepare import explained, prepare, render_job, write_rendered
@@ -245,43 +246,60 @@ def _submit(
 ) -> tuple[Submission, str]:
     if not job_file:
         raise InputError("must be given", field="JOB_FILE", hint="hpml submit job.yaml")
-    name = backend_name(backend, local=local)
-    rendered = _rendered(context, job_file, settings, name, after)
     store = store_of(context)
-    dependencies = outstanding(store, rendered.resolved.job.after, backend=name)
-    if checked:
-        _check_before_submission(rendered, name, store)
-    scheduler = open_backend(name, store)
-    environment = dict(os.environ)
-    sid = ""
+    submission = None
     try:
+        name = backend_name(backend, local=local)
+        rendered = _rendered(context, job_file, settings, name, after)
+        dependencies = outstanding(store, rendered.resolved.job.after, backend=name)
+        if checked:
+            _check_before_submission(rendered, name, store)
+        scheduler = open_backend(name, store)
+        environment = dict(os.environ)
+        submission = prepare(
+            store,
+            rendered,
+            backend=name,
+            cluster=cluster_name(scheduler),
+            argv=sys.argv,
+            environment=environment,
+            after=dependencies,
+            notice=notice,
+        )
         # Ctrl-C waits for the answer, so that no job exists unreported; a second one does not.
         with Stop(signal.SIGINT, message="submitting; press Ctrl-C again to abort") as stop:
-            submission = prepare(
-                store,
-                rendered,
-                backend=name,
-                cluster=cluster_name(scheduler),
-                argv=sys.argv,
-                environment=environment,
-                after=dependencies,
-                notice=notice,
-            )
-            sid = submission.sid
             job_id = submit_prepared(submission, scheduler, environment=environment)
-        outcome = (
-            f"submitted {sid} as job {job_id}; the job continues, `hpml cancel {sid}` cancels it"
-        )
+        if not stop():
+            _print_messages(submission)
+            return submission, job_id
     except KeyboardInterrupt:
-        outcome = (
-            f"{sid} may have been submitted: `hpml status {sid}` shows its state, "
-            f"`hpml submit --resume {sid}` completes it"
-        )
-        stop.number = signal.SIGINT
-    if stop():
-        notice(outcome if sid else "nothing was submitted")
-        raise typer.Exit(EXIT_INTERRUPTED)
-    return submission, job_id
+        pass
+    notice(_outcome(submission))
+    raise typer.Exit(EXIT_INTERRUPTED)
+
+
+def _outcome(submission: Submission | None) -> str:
+    """Return what became of a submission that Ctrl-C interrupted, by its records."""
+    if submission is None:
+        return "nothing was submitted"
+    sid, job = submission.sid, submission.job()
+    if job is not None:
+        ends = f"the job continues, `hpml cancel {sid}` cancels it"
+        return f"submitted {sid} as job {job['job_id']}; {ends}"
+    if not submission.starts():
+        return f"nothing was submitted; `hpml submit --resume {sid}` submits it"
+    return (
+        f"{sid} may have been submitted: `hpml status {sid}` shows its state, "
+        f"`hpml submit --resume {sid}` completes it"
+    )
+
+
+def _print_messages(submission: Submission) -> None:
+    """Print what sbatch reported of a job that it accepted, such as a site's message to users."""
+    for line in read_text_or_nothing(submission.directory / "sbatch.err").splitlines():
+        text = "".join(letter for letter in line if letter.isprintable()).strip()
+        if text:
+            notice(f"{'' if text.startswith('sbatch: ') else 'sbatch: '}{text}")
 
 
 def _resume(store: Store, submission: Submission) -> str:

@@ -119,5 +119,7 @@ class Stop:
         if self.number and number == signal.SIGINT:
             raise KeyboardInterrupt
         if self._message and not self.number:
-            typer.echo(f"\nhpml: {self._message}", err=True)
+            # Not by the stream: the signal may have interrupted a write to it.
+            with contextlib.suppress(OSError):
+                os.write(2, f"\nhpml: {self._message}\n".encode())
         self.number = self.number or number

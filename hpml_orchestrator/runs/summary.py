@@ -219,7 +219,8 @@ def phases(
     A phase that all nodes or ranks complete (staging, training) ends with the last of them; one
     that each begins by itself ends when the first begins. The warm-up ends with the first counters
     that a rank sent. A phase whose end was not recorded is part of the next, so that the phases add
-    up to the whole; without any training, the last that began lasts until the script ended.
+    up to the whole. A phase that ends before it begins, because the clocks of two hosts
+    differ, is left out. Without any training, the last that began lasts until the script ended.
 
     Args:
         timeline: the attempt's.
@@ -258,8 +259,11 @@ def phases(
         del marks["queue"]
     for name, mark in marks.items():
         if mark is not None and here is not None:
-            stretches.append(Phase(name, round(max(0.0, mark - here), 6)))
-            here = max(here, mark)
+            if mark >= here:  # else the clocks of two hosts differ: how long it took is not known
+                stretches.append(Phase(name, round(mark - here, 6)))
+            here = (
+                mark if name == "queue" else max(here, mark)
+            )  # the login host's clock counts once
     return stretches
 
 

@@ -20,7 +20,7 @@ from hpml_orchestrator.errors import (
 from hpml_orchestrator.records.files import read_text, write_text
 from hpml_orchestrator.scheduler.local import resources
 from hpml_orchestrator.scheduler.local.jobs import Home, Job, Record
-from hpml_orchestrator.scheduler.local.processes import send
+from hpml_orchestrator.scheduler.local.processes import descendants, send
 from hpml_orchestrator.scheduler.local.queue import Queue, schedule
 from hpml_orchestrator.scheduler.model import JobState, JobStatus, SubmitRequest, representative
 from hpml_orchestrator.spec.array import ArraySpec, parse_array
@@ -113,12 +113,15 @@ class LocalScheduler:
             SchedulerUnavailable: the records cannot be read.
         """
         active = {job.number: job for job in self._schedule()}
+        full = self._home.full()
         queue = Queue(self._home, list(active.values()))
         statuses: dict[str, JobStatus] = {}
         for job_id in job_ids:
             jobs = [active.get(job.number, job) for job in self._home.find(job_id)]
             if jobs:
-                statuses[job_id] = representative(job_id, [_status(job, queue) for job in jobs])
+                statuses[job_id] = representative(
+                    job_id, [_status(job, queue, full) for job in jobs]
+                )
         return statuses
 
     def find(self, directory: Path, *, name: str, since: float) -> list[str]:
@@ -219,11 +222,16 @@ class LocalScheduler:
         return float(text) if re.fullmatch(r"\d+(\.\d+)?", text, re.ASCII) else _KILL_WAIT_SECONDS
 
 
-def _status(job: Job, queue: Queue) -> JobStatus:
+def _status(job: Job, queue: Queue, full: str) -> JobStatus:
     status = job.status
+    supervisor = job.supervisor if full and job.state is JobState.RUNNING else None
+    if supervisor is not None and not descendants(supervisor.pid):
+        # The supervisor retries for ten minutes to record the end.
+        reason = f"the job has ended, and its end cannot be recorded: {full}"
+        status = {**status, "state": JobState.UNKNOWN, "reason": reason}
     return JobStatus(
         job_id=job.job_id,
-        state=job.state,
+        state=JobState(status["state"]),
         raw_state=str(status["state"]),
         reason=queue.reason(job) if job.state is JobState.PENDING else status["reason"],
         exit_code=status["exit_code"],

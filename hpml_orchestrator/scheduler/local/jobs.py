@@ -210,6 +210,14 @@ class Home:
             )
         return path
 
+    def full(self) -> str:
+        """Return that the file system of the records is full; empty if it is not."""
+        with contextlib.suppress(OSError):
+            info = os.statvfs(self.path)
+            if not info.f_bavail or (info.f_files and not info.f_favail):
+                return f"the file system of {self.path} is full: free some space"
+        return ""
+
     def numbers(self) -> list[int]:
         """Return the ids of all submissions in order.
 

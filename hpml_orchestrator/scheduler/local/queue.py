@@ -131,7 +131,10 @@ def schedule(home: Home) -> list[Job]:
     overdue = time.time() - _SPAWN_PATIENCE_SECONDS
     for job in jobs:
         if job.state in (JobState.RUNNING, JobState.COMPLETING) and job.supervisor is None:
-            _end(job, JobState.NODE_FAIL, _bury(job, home))
+            why = _bury(job, home)
+            if full := home.full():
+                why += f"; its end cannot be recorded: {full}"
+            _end(job, JobState.NODE_FAIL, why)
         elif job.state is JobState.CONFIGURING and job.status["spawned"] < overdue:
             _start(home, job, job.status["cpus"], job.status["gpus"])
     queue = Queue(home, jobs)

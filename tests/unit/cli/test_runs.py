@@ -6,6 +6,8 @@ import json
 import os
 import re
 import signal
+import subprocess
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -321,3 +323,57 @@ def test_a_broken_pipe_is_no_error(shell: Shell, completed: tuple[Result, str]) 
         process.stdout.close()
         assert process.stderr.read() == ""
         assert process.wait(120) in (0, 1)
+
+
+@pytest.mark.parametrize(
+    ("place", "presses", "message"),
+    [
+        ("hpml_orchestrator.cli.jobfile.check_rendered", 1, "hpml: nothing was submitted\n"),
+        ("hpml_orchestrator.cli.jobfile.prepare", 1, "hpml: nothing was submitted\n"),
+        (
+            "hpml_orchestrator.records.submission.Submission.mark_started",
+            2,
+            "hpml: nothing was submitted; `hpml submit --resume ",
+        ),
+        ("hpml_orchestrator.records.submission.Submission.record_job", 2, " may have been submitt"),
+    ],
+)
+def test_an_early_ctrl_c(
+    shell: Shell,
+    hpml: Hpml,
+    monkeypatch: pytest.MonkeyPatch,
+    place: str,
+    presses: int,
+    message: str,
+) -> None:
+    """What is printed holds at every moment; the submission that was prepared can be completed."""
+    name = "early" + place.rpartition(".")[2].replace("_", "")
+
+    def interrupted(*_: Any, **__: Any) -> None:
+        for _press in range(presses):
+            signal.raise_signal(signal.SIGINT)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(place, interrupted)
+        ended = hpml("submit", "--local", shell.job(name))
+    assert (ended.code, ended.out, message in ended.err) == (130, "", True), ended.err
+    known = [run for run in hpml("list", "--json").json() if run["name"] == name]
+    assert len(known) == presses - 1
+    if known:
+        submitted = hpml("submit", "--resume", known[0]["id"])
+        assert (submitted.code, " is job " in submitted.out) == (0, True), submitted.err
+
+
+def test_ctrl_c_in_the_midst_of_a_write() -> None:
+    """The handler writes to standard error while the command writes to it, too."""
+    code = (
+        "import signal, sys, io; from hpml_orchestrator.cli.process import Stop\n"
+        "class Raw(io.FileIO):\n"
+        "  def write(self, data): signal.raise_signal(signal.SIGINT); return super().write(data)\n"
+        "sys.stderr = io.TextIOWrapper(io.BufferedWriter(Raw(2, 'w', closefd=False)))\n"
+        "with Stop(signal.SIGINT, message='stopping') as stop:\n"
+        "  sys.stderr.write('x' * 9000); sys.stderr.flush()\n"
+        "  sys.exit(7 if stop() else 1)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr.count("hpml: stopping\n")) == (7, 1), done.stderr[-300:]

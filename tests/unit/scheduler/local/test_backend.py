@@ -10,6 +10,7 @@ import signal
 import sys
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import TYPE_CHECKING
 
 import pytest
@@ -400,8 +401,10 @@ def no_room(who: Identity, *, on: bool = True) -> None:
     resource.prlimit(who.pid, resource.RLIMIT_FSIZE, (0 if on else hard, hard))
 
 
-def test_an_end_without_room_is_recorded_later(bench: Bench) -> None:
-    """The supervisor stays until it could write."""
+def test_an_end_without_room_is_recorded_later(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The supervisor stays until it could write; until then the status names the full disk."""
     job_id = bench.submit("echo > up; until [ -e go ]; do sleep .02; done; exit 3")
     bench.file("up")
     who = bench.supervisor(job_id)
@@ -409,6 +412,10 @@ def test_an_end_without_room_is_recorded_later(bench: Bench) -> None:
     (bench.path / "sub" / "go").touch()
     eventually(lambda: not [line for line in bench.processes() if "job.sh" in line])
     assert bench.status(job_id).state is JobState.RUNNING
+    with monkeypatch.context() as patch:  # as statvfs reports it of a full disk
+        patch.setattr(os, "statvfs", lambda _: SimpleNamespace(f_bavail=0, f_files=9, f_favail=9))
+        eventually(lambda: bench.status(job_id).state is JobState.UNKNOWN)
+        assert "its end cannot be recorded: the file system of" in bench.status(job_id).reason
     no_room(who, on=False)
     status = bench.over(job_id)
     assert (status.exit_code, status.reason) == (3, "NonZeroExitCode")
