@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from hpml_orchestrator.records.store import Store, Submission
 from hpml_orchestrator.runs.prepare import prepare, render_job
 from hpml_orchestrator.scheduler.local.backend import LocalScheduler
 from hpml_orchestrator.scheduler.model import JobState
+from hpml_orchestrator.scheduler.slurm import client
 from hpml_orchestrator.script import Capabilities
 from hpml_orchestrator.spec import load_job
 from hpml_orchestrator.testing import FakeScheduler, Fault
@@ -377,3 +379,47 @@ def test_ctrl_c_in_the_midst_of_a_write() -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert (done.returncode, done.stderr.count("hpml: stopping\n")) == (7, 1), done.stderr[-300:]
+
+
+@pytest.mark.parametrize(
+    ("reason", "held"),
+    [
+        ("launch failed requeued held", True),
+        ("launch_failed_requeued_held", True),
+        ("JobHeldUser", True),
+        ("JobHeldAdmin", True),
+        ("Resources", False),
+    ],
+)
+def test_a_held_job_and_a_message_of_the_site(
+    shell: Shell,
+    hpml: Hpml,
+    slurm: FakeScheduler,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    reason: str,
+    held: bool,
+) -> None:
+    """What to do about a job that will not start is printed once; so is what a plugin printed."""
+    submit, query = slurm.submit, slurm.query
+    asked: list[str] = []
+
+    def greet(request: Any) -> str:
+        job_id = submit(request)
+        (request.directory / "sbatch.err").write_text("sbatch: use partition \x1b[1mnew\n\n")
+        slurm.jobs[job_id].status = replace(slurm.jobs[job_id].status, reason=reason)
+        return job_id
+
+    def then_cancelled(job_ids: Any) -> Any:
+        asked.extend(job_ids)
+        if len(asked) == 4:
+            slurm.move(job_ids[0], JobState.CANCELLED)
+        return query(job_ids)
+
+    monkeypatch.setattr(slurm, "submit", greet)
+    monkeypatch.setattr(slurm, "query", then_cancelled)
+    monkeypatch.setattr(client.PollSchedule, "DELAYS_SECONDS", (0.01,))
+    ended = hpml("--records", str(tmp_path), "run", "--no-check", shell.job("held"))
+    assert ended.err.count("hpml: sbatch: use partition [1mnew\n") == 1, ended.err
+    assert f"PENDING ({reason})" in ended.err
+    assert ended.err.count("`scontrol release 1` releases it") == held
