@@ -260,7 +260,7 @@ def print_table(
     Args:
         header: name of each column.
         rows: cells of each row.
-        optional: columns that a narrow terminal does without, the least important first.
+        optional: columns to leave out on a narrow terminal, the least important first.
     """
     if not sys.stdout.isatty():
         lines = ("\t".join(" ".join(cell.split()) for cell in row) for row in [header, *rows])

@@ -128,7 +128,7 @@ def list_(
 
 def _sweep(store: Store, word: str) -> str:
     """Return the id of the sweep that a word names."""
-    from hpml_orchestrator.sweeps.plan import resolve  # noqa: PLC0415 - where one is named
+    from hpml_orchestrator.sweeps.plan import resolve  # noqa: PLC0415 - needs pydantic
 
     return resolve(store, word).id
 
@@ -246,7 +246,7 @@ def _unfinished(store: Store, pattern: str) -> list[State]:
     """Return the caller's unfinished runs of a name.
 
     Raises:
-        NotFoundError: there is no run of that name.
+        NotFoundError: no run has that name.
     """
     if pattern != "*" and not any(True for _ in named(store, pattern)):
         names = {*map(run_name, store.submissions())}

@@ -73,7 +73,7 @@ def draw_table(
     Args:
         header: name of each column.
         rows: cells of each row.
-        optional: columns that a narrow terminal does without, the least important first.
+        optional: columns to leave out on a narrow terminal, the least important first.
     """
     cells = dict(zip(header, zip(*rows, strict=True), strict=True)) if rows else {}
     wanted = {name: max(map(cell_len, [name, *cells.get(name, ())])) for name in header}

@@ -37,7 +37,7 @@ def parse_states(text: str, *, field: str) -> set[str]:
     Names of Slurm that hpml shows as another state, such as REVOKED, stand for that one.
 
     Raises:
-        InputError: there is no such state; names the nearest one.
+        InputError: a state is unknown; names the nearest one.
     """
     known = {state.replace(" ", "_"): state for state in STATES}
     known |= {flag: state.value for flag, state in STATE_FLAGS.items()}
@@ -47,7 +47,7 @@ def parse_states(text: str, *, field: str) -> set[str]:
         if name not in known:
             every = ", ".join(state.lower().replace(" ", "_") for state in STATES)
             raise InputError(
-                "there is no such state",
+                "unknown state",
                 field=field,
                 value=word,
                 hint=did_you_mean(name, known) or f"states: {every}",

@@ -169,7 +169,8 @@ def test_calls_of_hpml_have_commands_and_options_that_exist() -> None:
         for place, words in calls_of_hpml(page):
             command = next((word for word in words if word.isalpha() and word.islower()), "")
             known = options(command) | options("")
-            for word in words:
+            # words after `--` are the program's
+            for word in words[: words.index("--") if "--" in words else None]:
                 option = word.partition("=")[0] if word.startswith("--") else word[:2]
                 if word.startswith("-") and option != "--epochs":
                     assert option in known, f"{place}: hpml {' '.join(words)}: no {option}"

@@ -29,7 +29,7 @@ STATES = {
 
 
 class Desk:
-    """Runs of several names, ages and states on a FAKE Slurm, in records of their own."""
+    """Runs of several names, ages and states on a FAKE Slurm, in separate records."""
 
     def __init__(self, shell: Shell, hpml: Hpml, slurm: FakeScheduler, records: Path) -> None:
         self.hpml, self.slurm, self.records = hpml, slurm, records
@@ -108,9 +108,9 @@ def test_runs_of_a_sweep_are_listed(desk: Desk) -> None:
 @pytest.mark.parametrize(
     ("line", "code", "message", "hint"),
     [
-        ("list --state fialed", 2, "--state: there is no such state (got 'fialed')", "FAILED?"),
-        ("list --state zzz", 2, "--state: there is no such state", "not_submitted"),
-        ("list --state failed,", 2, "--state: there is no such state (got '')", "states: "),
+        ("list --state fialed", 2, "--state: unknown state (got 'fialed')", "FAILED?"),
+        ("list --state zzz", 2, "--state: unknown state", "not_submitted"),
+        ("list --state failed,", 2, "--state: unknown state (got '')", "states: "),
         ("list --since yesterday", 2, "--since: must be an age such as 2h or 3d, or a da", ""),
         ("list --since 3", 2, "--since: must be an age such as 2h", ""),
         ("list --since 2999-01-01", 2, "--since: is in the future (got '2999-01-01')", ""),

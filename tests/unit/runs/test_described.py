@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 @pytest.fixture(autouse=True)
 def zone(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A time zone with a name of its own."""
+    """A time zone with its own name."""
     monkeypatch.setenv("TZ", "XYZ-2")
     time.tzset()
 
@@ -96,7 +96,7 @@ def test_changes_and_a_missing_repository_are_told(world: World, repository: Rep
 
 
 def test_hours_of_all_attempts(world: World) -> None:
-    """A requeued start counts until it ended; what was allocated counts before what was asked."""
+    """A requeued start counts until it ended; recorded allocations replace the request."""
     submission = world.submit(resources={"cpus_per_rank": 2})
     for number, allocated in enumerate([{"cpus": 64}, {"cpus": 64, "gpus": 8}]):
         attempt = world.starts(submission, "1", number)
