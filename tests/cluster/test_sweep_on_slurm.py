@@ -153,7 +153,11 @@ def test_a_limit_on_submitted_jobs(desk: Desk) -> None:
     finally:
         desk.slurm("sacctmgr", "-i", "modify", "qos", "normal", "set", "MaxSubmitJobsPerUser=-1")
     check_all_done(desk, 7)
-    refused = [path.read_text() for path in desk.records.glob("submissions/*/refused.json")]
+    batches = [
+        json.loads(path.read_text()) for path in desk.records.glob("sweeps/*/batches/*.json")
+    ]
+    refused = [batch["refusal"] for batch in batches if "refusal" in batch]
+    assert not [*desk.records.glob("submissions/*/refused.json")]
     assert refused
     assert all("QOSMaxSubmitJobPerUserLimit" in text for text in refused)
 
