@@ -19,7 +19,7 @@ from typing import Any
 from hpml_orchestrator import __version__
 from hpml_orchestrator.records.texts import clock_text
 from hpml_orchestrator.spec.sweep import SEARCHES, Search
-from hpml_orchestrator.sweeps import models, statistics, wording
+from hpml_orchestrator.sweeps import models, notices, statistics, wording
 from hpml_orchestrator.sweeps.facts import (
     MEASURED,
     PARTS,
@@ -30,11 +30,11 @@ from hpml_orchestrator.sweeps.facts import (
     FittedModel,
     Report,
     Setting,
-    Target,
 )
 from hpml_orchestrator.sweeps.plan import Point, SweepPlan
 from hpml_orchestrator.sweeps.rows import Row
 from hpml_orchestrator.sweeps.statistics import MIN_REPEATS, Estimate, Interval, Speedup
+from hpml_orchestrator.sweeps.targets import aim_of, target_of
 
 __all__ = ["build"]
 
@@ -65,7 +65,7 @@ def build(plan: SweepPlan, rows: Sequence[Row]) -> Report:
         within = point.number if plan.mode == "pbt" else point.scale or 0
         groups[place, within].append((point, row))
     named = wording.accuracy_text({row.accuracy_name for row in rows if row.accuracy is not None})
-    figure, aim = _figure(plan, rows, named), _aim(plan, rows)
+    figure, aim = _figure(plan, rows, named), aim_of(plan, rows)
     settings: list[Setting] = []
     attempts: list[Attempt] = []
     for number, key in enumerate(sorted(groups)):
@@ -74,7 +74,7 @@ def build(plan: SweepPlan, rows: Sequence[Row]) -> Report:
             Attempt(number, point.repeat, point.seed if "seed" in plan.placeholders else None, row)
             for point, row in groups[key]
         ]
-    mixed = wording.mixed_batches(plan.mode, settings)
+    mixed = notices.mixed_batches(plan.mode, settings)
     if plan.baseline is not None:
         for find in (_doubted, *([] if mixed else [_compared])):
             bases = {one.series: one for one in settings if one.scale == plan.baseline}
@@ -101,7 +101,7 @@ def build(plan: SweepPlan, rows: Sequence[Row]) -> Report:
         report,
         fits=tuple(_fits(report)),
         notices=tuple(
-            wording.notices(plan, report, aim=aim, one_after_other=not _mixed_order(plan))
+            notices.notices(plan, report, aim=aim, one_after_other=not _mixed_order(plan))
         ),
         question=wording.question(report),
         answer=tuple(wording.answer(report)),
@@ -227,14 +227,14 @@ def _setting(
         blocks={repeat: value for repeat, value in figures.items() if value is not None}
         if _in_blocks(plan)
         else {},
-        target=_target(plan, rows, aim),
+        target=target_of(plan, rows, aim),
         ran=_ran(complete or pairs),
         means={name: mean for name, mean in means.items() if mean is not None},
         phases=_mean_phases(runs),
         costs=_costs(rows),
         oversubscribed=sum(row.oversubscribed for row in runs),
         unverified=sum(row.verified is not True for row in runs),
-        doubt=wording.timed_out(sum(row.state in TIMED_OUT for row in rows), len(runs)),
+        doubt=notices.timed_out(sum(row.state in TIMED_OUT for row in rows), len(runs)),
     )
 
 
@@ -277,62 +277,6 @@ def _ran(pairs: Sequence[tuple[Point, Row]]) -> dict[str, tuple[float, ...]]:
     return {name: tuple(sorted(values)) for name, values in found.items()}
 
 
-def _aim(plan: SweepPlan, rows: Sequence[Row]) -> float | None:
-    """Return the accuracy to which times are reported, for which the runs have times.
-
-    That is the sweep file's, else the one for which the program measured its times.
-    """
-    wanted: float | None = plan.sweep.get("target_accuracy")
-    told = {row.target_accuracy for row in rows if row.target_accuracy is not None}
-    if wanted is not None and (wanted in told or any(row.evaluations for row in rows)):
-        return wanted
-    return told.pop() if len(told) == 1 else None
-
-
-def _target(plan: SweepPlan, rows: Sequence[Row], aim: float | None) -> Target | None:
-    """Return the time to accuracy of the runs that had the chance: complete ones and timeouts."""
-    tried = [row for row in rows if row.state == MEASURED or row.state in TIMED_OUT]
-    if aim is None:
-        return None
-    known = [row for row in tried if _is_timed(row, aim)]
-    if not known:
-        return None
-    times = [_seconds_to(row, aim) for row in known]
-    ended = [
-        time
-        or row.training_seconds
-        or row.total_seconds
-        or max(1.0, (row.ended or 0.0) - (row.started or 0.0))
-        for row, time in zip(known, times, strict=True)
-    ]
-    reached = [time is not None for time in times]
-    first = min((row.queued or row.started or plan.created for row in rows), default=plan.created)
-    return Target(
-        accuracy=aim,
-        beforehand=plan.sweep.get("target_accuracy") == aim and plan.created <= first,
-        every_epochs=next((row.evaluation_every for row in known if row.evaluation_every), None),
-        reached=sum(reached),
-        unknown=len(tried) - len(known),
-        seconds=statistics.time_to_accuracy(ended, reached),
-    )
-
-
-def _is_timed(row: Row, aim: float) -> bool:
-    """Return whether it is known when a run reached an accuracy, or that it did not.
-
-    A run that was killed at its time limit without a word counts as one that did not.
-    """
-    silent = row.state in TIMED_OUT and row.target_accuracy is None
-    return row.target_accuracy == aim or bool(row.evaluations) or silent
-
-
-def _seconds_to(row: Row, aim: float) -> float | None:
-    if row.target_accuracy == aim:
-        return row.seconds_to_accuracy
-    times = (seconds for seconds, accuracy in row.evaluations if accuracy >= aim)
-    return next((max(seconds, _ROUNDING_SECONDS) for seconds in times), None)
-
-
 def _mean_phases(runs: Sequence[Row]) -> dict[str, float]:
     divided = [_parts(row) for row in runs]
     names = [name for name in PARTS if any(name in parts for parts in divided)]
@@ -356,10 +300,10 @@ def _doubted(setting: Setting, baseline: Setting | None, plan: SweepPlan) -> Set
     """Return the setting with what keeps it from being compared with the baseline of its series."""
     if baseline is None or setting is baseline or not (setting.runs and baseline.runs):
         return setting
-    unequal = wording.unequal(setting, baseline)
+    unequal = notices.unequal(setting, baseline)
     reasons = [setting.doubt]
     if plan.mode == "strong":  # of a weak sweep rates are compared, and the batch grows
-        reasons += [wording.other_work(setting, baseline), unequal]
+        reasons += [notices.other_work(setting, baseline), unequal]
     return replace(setting, unequal=unequal, doubt="; ".join(filter(None, reasons)))
 
 

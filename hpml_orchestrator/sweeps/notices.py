@@ -1,0 +1,199 @@
+"""What a reader of a sweep's report has to know first, and what keeps scales from being compared.
+
+The rules are those of docs/sweeps.md.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Sequence
+
+from hpml_orchestrator.errors import counted
+from hpml_orchestrator.records.texts import examples, first_few
+from hpml_orchestrator.sweeps.facts import MEASURED, Notice, Report, Setting
+from hpml_orchestrator.sweeps.plan import SweepPlan
+from hpml_orchestrator.sweeps.statistics import MIN_REPEATS, distinguishable
+from hpml_orchestrator.sweeps.wording import (
+    CONSTANT,
+    UNFINISHED,
+    attempts_text,
+    percent,
+    value_text,
+)
+
+__all__ = ["mixed_batches", "notices", "other_work", "timed_out", "unequal"]
+
+_SAME_WORK = 0.05  # relative difference of the samples that runs at two scales trained with
+_SMALL_LOSS, _LARGE_LOSS = 0.01, 0.05  # of accuracy: if it can be told from noise, and else
+_MOST_DETAILS = 8
+
+
+def timed_out(timeouts: int, complete: int) -> str:
+    """Return why complete runs do not stand for all; empty if none reached its time limit."""
+    if not timeouts:
+        return ""
+    return f"{timeouts} of {counted(timeouts + complete, 'run')} reached the time limit"
+
+
+def other_work(setting: Setting, baseline: Setting) -> str:
+    """Return how the amount of work differs from the baseline's; empty if it is the same."""
+    names = {"work": "samples", "steps": "steps", "epochs": "epochs"}
+    for name in [name for name in names if {name} <= setting.means.keys() & baseline.means.keys()]:
+        share = setting.means[name] / baseline.means[name]
+        if abs(share - 1) > _SAME_WORK:
+            return (
+                f"the runs trained with {percent(share)} of the {names[name]} of {baseline.label}"
+            )
+    return ""
+
+
+def unequal(setting: Setting, baseline: Setting) -> str:
+    """Return how the accuracy differs from the baseline's; empty if it is about the same."""
+    pair = setting.samples["accuracy"], baseline.samples["accuracy"]
+    if not all(pair):
+        return ""
+    ours, theirs = (one.means["accuracy"] for one in (setting, baseline))
+    (sure,) = distinguishable([pair], comparisons=1)
+    usual = max(_LARGE_LOSS, max(pair[1]) - min(pair[1]))  # two runs may differ by chance
+    if abs(ours - theirs) > (_SMALL_LOSS if sure else usual):
+        means = f"{value_text(ours)}, against {value_text(theirs)}"
+        return f"the mean accuracy is {means} with {baseline.label}"
+    return ""
+
+
+def mixed_batches(mode: str, settings: Sequence[Setting]) -> str:
+    """Return why speedups would compare different problems (rule 1), or nothing."""
+    sizes = _differing(settings, CONSTANT[mode]) if mode in CONSTANT else []
+    what = "global batch" if mode == "strong" else "batch per rank"
+    listed = ", ".join(f"{size:g}" for size in sizes)
+    return f"{mode} scaling needs the same {what}, but runs had {listed}" if sizes else ""
+
+
+def _differing(settings: Sequence[Setting], name: str) -> list[float]:
+    """Return what the runs of one series had where all should have had the same."""
+    found: dict[str, set[float]] = defaultdict(set)
+    for setting in settings:
+        if setting.runs:
+            found[setting.series].update(setting.ran[name])
+    return next((sorted(values) for values in found.values() if len(values) > 1), [])
+
+
+def notices(
+    plan: SweepPlan, report: Report, *, aim: float | None, one_after_other: bool
+) -> Iterable[Notice]:
+    """Return what a reader has to know before believing the figures, the gravest first.
+
+    Args:
+        plan: the plan.
+        report: all else of the report.
+        aim: the accuracy to which times are reported, if any.
+        one_after_other: whether all repeats of a setting come before those of the next.
+    """
+    rows = [attempt.row for attempt in report.attempts]
+    for name in ("code", "environment", "hardware", "device"):
+        found = Counter(text for row in rows if (text := getattr(row, name)))
+        if len(found) > 1:
+            text = f"Attempts differ in {name}, so differences may not come from the settings."
+            silent = sum(row.started is not None and not getattr(row, name) for row in rows)
+            details = [f"not recorded: {counted(silent, 'attempt')}"] * bool(silent)
+            yield Notice(f"Different {name}", text, "loud", (*_tally(found, "attempt"), *details))
+    yield from _deviations(plan, report)
+    yield from _targets(plan, report, aim)
+    several = report.scaling and len([one for one in report.settings if one.planned]) > 1
+    if several and one_after_other:
+        text = (
+            "The plan submits all runs of one setting before those of the next: a drift of the "
+            "cluster over time looks like an effect of the scale."
+        )
+        yield Notice("Order of the runs", text, "loud")
+    if few := [one.runs for one in report.settings if 0 < one.runs < MIN_REPEATS]:
+        text = (
+            f"No 95 % CI for {counted(len(few), 'setting')} with fewer than {MIN_REPEATS} "
+            f"complete runs (down to {min(few)}), so differences there may be chance."
+        )
+        if report.search:
+            text += " The best of many trials is partly the luckiest: repeat it to know its figure."
+        yield Notice("Few repeats", text)
+    if missing := set(report.states) - {MEASURED, "PRUNED", "EXCLUDED"}:
+        title = "Not finished" if missing & UNFINISHED else "Not completed"
+        yield Notice(title, f"{attempts_text({name: report.states[name] for name in missing})}.")
+    if left := Counter(row.reason for row in rows if row.state == "EXCLUDED"):
+        text = f"{counted(left.total(), 'point')} of the plan will not run."
+        yield Notice("Left out", text, details=_tally(left, "point"))
+    if dirty := sum("+dirty" in row.code for row in rows):
+        text = f"{counted(dirty, 'attempt')} ran code with uncommitted changes."
+        yield Notice("Uncommitted changes", text)
+
+
+def _tally(found: Counter[str], noun: str) -> tuple[str, ...]:
+    return tuple(f"{text}: {counted(n, noun)}" for text, n in found.most_common(_MOST_DETAILS))
+
+
+def _deviations(plan: SweepPlan, report: Report) -> Iterable[Notice]:
+    """Return where runs were placed or trained in another way than planned."""
+    complete = f"of {report.states.get(MEASURED, 0)} complete runs"
+    if many := [one for one in report.settings if one.oversubscribed]:
+        text = (
+            f"{sum(one.oversubscribed for one in many)} {complete} had more ranks than CPU cores "
+            f"({first_few([one.label for one in many])}): their times say little about scaling."
+        )
+        yield Notice("Oversubscribed runs", text, "loud")
+    if loose := [one for one in report.settings if one.unverified]:
+        names = first_few([one.label for one in loose])
+        text = f"{sum(one.unverified for one in loose)} {complete} are not verified ({names})."
+        yield Notice("Binding not verified", f"The bindings of {text}")
+    planned = {point.number: point.learning_rate for point in plan.points}
+    rates = [
+        f"point {attempt.row.point}: {reported:g} instead of {rate:g}"
+        for attempt in report.attempts
+        if (rate := planned.get(attempt.row.point))
+        and (reported := attempt.row.learning_rate)
+        and f"{reported:g}" != f"{rate:g}"
+    ]
+    if rates:
+        text = f"{counted(len(rates), 'attempt')} trained with another learning rate than planned."
+        yield Notice("Learning rate", text, details=tuple(rates[:_MOST_DETAILS]))
+    used = _differing(report.settings, "learning_rate")
+    if report.mode == "strong" and not plan.sweep.get("learning_rate") and used:
+        text = (
+            f"The scales trained with learning rates from {used[0]:g} to {used[-1]:g} at "
+            "the same global batch, so their accuracies and times to accuracy do not compare."
+        )
+        yield Notice("Different learning rates", text, "loud")
+    measured = [one for one in report.settings if one.runs]
+    if report.mode == "strong" and not all(
+        {"work", "steps", "epochs"} & one.means.keys() for one in measured
+    ):
+        text = "Not all runs reported steps or epochs: that all scales do the same work is assumed."
+        yield Notice("Amount of work not recorded", text)
+    steps = {one.label: one.ran["steps"] for one in report.settings if len(one.ran["steps"]) > 1}
+    if steps and report.scaling:
+        listed = examples([f"{label}: {min(n)}-{max(n)}" for label, n in steps.items()], 4)
+        text = f"Runs of the same setting trained different numbers of steps ({listed})."
+        yield Notice("Different steps", text)
+
+
+def _targets(plan: SweepPlan, report: Report, aim: float | None) -> Iterable[Notice]:
+    """Return where times to accuracy are not those to the target of the sweep file."""
+    rows = [attempt.row for attempt in report.attempts]
+    told = sorted({row.target_accuracy for row in rows if row.target_accuracy is not None})
+    listed = ", ".join(f"{target:g}" for target in told)
+    wanted = plan.sweep.get("target_accuracy")
+    unknown = sum(one.target.unknown for one in report.settings if one.target)
+    if wanted is not None and aim != wanted and report.states.get(MEASURED):
+        text = f"The sweep file's target accuracy is {wanted:g}, but no run reported evaluations"
+        text += f", and the program measured its times to {listed}" if told else ""
+        text += f": the times below are to {aim:g}." if aim else ": no time to it is known."
+        yield Notice("Another target", text, "loud")
+    elif aim is None and len(told) > 1:
+        text = f"The program measured its times to different accuracies ({listed}): none is given."
+        yield Notice("Different targets", text, "loud")
+    elif unknown:
+        text = f"{counted(unknown, 'complete run')} reported no time to the accuracy {aim:g}."
+        yield Notice("Unknown times to the target", text, "loud")
+    elif aim is not None and any(target != aim for target in told):
+        text = (
+            f"The program measured its times to {listed}; those to the sweep file's {aim:g} are "
+            "computed from the evaluations that it reported, from the start of its warm-up."
+        )
+        yield Notice("Computed times to the target", text)
