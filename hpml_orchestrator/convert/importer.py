@@ -29,6 +29,7 @@ from hpml_orchestrator.convert.values import (
 )
 from hpml_orchestrator.errors import InputError, NotFoundError
 from hpml_orchestrator.spec import Job, Resources
+from hpml_orchestrator.spec.text import PLACEHOLDER
 from hpml_orchestrator.spec.values import format_time, size_text
 
 if TYPE_CHECKING:
@@ -231,7 +232,7 @@ class _Import:
         """Yield the words of the program without `"$@"`, which is empty in a job."""
         where = f"line {self.launch.line}"
         for word in self.launch.words:
-            if match := re.search(r"\{(?:stage|run|array)\.\w+\}", word):
+            if match := PLACEHOLDER.search(word):
                 problem = f"{where}: {match[0]} is a placeholder of hpml's own"
                 raise InputError(problem, hint="rename the file")
             kinds = hole_kinds(word)
