@@ -279,7 +279,7 @@ def _submit(
 
 
 def _outcome(submission: Submission | None) -> str:
-    """Return what became of a submission that Ctrl-C interrupted, by its records."""
+    """Describe the outcome of a submission that Ctrl-C interrupted, by its records."""
     if submission is None:
         return "nothing was submitted"
     sid, job = submission.sid, submission.job()

@@ -206,7 +206,7 @@ def _relative(path: str | Path, top: str) -> str:
 
 
 def _is_within(path: str, folder: str) -> bool:
-    """Whether a relative path is a directory or lies below it; the top's own path is empty."""
+    """Whether a relative path is a directory or is below it; the top's own path is empty."""
     return not folder or path == folder or path.startswith(f"{folder}/")
 
 
