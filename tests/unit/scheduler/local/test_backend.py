@@ -519,7 +519,8 @@ def test_no_more_tasks_at_once_than_asked_for(bench: Bench) -> None:
 def test_one_task_or_all_are_cancelled(bench: Bench) -> None:
     """By the task's id only that one ends, by the array's all of them."""
     job_id = bench.scheduler().submit(bench.array("0-3", "exec sleep 600"))
-    bench.running(f"{job_id}_1")
+    for index in (0, 1):
+        bench.running(f"{job_id}_{index}")
     bench.scheduler().cancel([f"{job_id}_1", f"{job_id}_3"])
     assert bench.over(f"{job_id}_1").state is JobState.CANCELLED
     assert bench.over(f"{job_id}_3").started is None
