@@ -16,6 +16,7 @@ from hpml_orchestrator.errors import InputError, nearest
 from hpml_orchestrator.spec.document import parse_yaml, read_mapping
 from hpml_orchestrator.spec.job import Job, spelled_out
 from hpml_orchestrator.spec.problems import combined, problems_of
+from hpml_orchestrator.spec.shell import shell_program
 from hpml_orchestrator.spec.text import (
     BRACES,
     FIXED_PLACEHOLDERS,
@@ -39,7 +40,6 @@ __all__ = [
 ]
 
 _INDEX_DIGITS = 6
-_SHELLS = frozenset({"bash", "sh", "dash", "zsh", "ksh"})
 
 
 @dataclass(frozen=True)
@@ -107,7 +107,8 @@ def load_job(
             for name in leaves(below, empty=False)
         } | given
     if arguments:
-        _refuse_unused(data.get("command"), arguments)
+        workdir = source.parent / str(data.get("workdir") or ".")
+        _refuse_unused(data.get("command"), workdir, arguments)
         args = data.get("args") or []
         data["args"] = [*args, *arguments] if isinstance(args, list) else args
         given["args"] = "command line"
@@ -125,25 +126,19 @@ def load_job(
     return ResolvedJob(job, source, origins_of)
 
 
-def _refuse_unused(command: Any, arguments: Sequence[str]) -> None:
-    """Refuse arguments for a shell command that does not use them.
+def _refuse_unused(command: Any, workdir: Path, arguments: Sequence[str]) -> None:
+    """Refuse arguments for a shell program that does not use them.
 
     Raises:
-        InputError: `command` is a line for a shell without `$@`, `$0` or the like.
+        InputError: `command` runs one.
     """
-    words = (
-        command if isinstance(command, list) and all(isinstance(w, str) for w in command) else []
-    )
-    if not words or os.path.basename(words[0]) not in _SHELLS:
-        return
-    place = next((n for n, word in enumerate(words[1:], 1) if re.fullmatch("-[a-z]*c", word)), 0)
-    line = words[place + 1] if place and place + 1 < len(words) else None
-    if line is not None and not re.search(r"\$\{?[@*0-9]", line):
+    is_words = isinstance(command, list) and all(isinstance(word, str) for word in command)
+    if is_words and shell_program(command, str(workdir)).ignores_arguments:
         raise InputError(
-            "the program does not receive them: `command` is a shell line that does not use them",
+            "the program does not receive them: `command` runs a shell that does not use them",
             field="arguments after --",
             value=" ".join(arguments),
-            hint='write "$@" in the line, followed by one more word: '
+            hint='write "$@" in the text, followed by one more word: '
             """command: [bash, -c, 'python train.py "$@"', bash]""",
         )
 

@@ -5,33 +5,22 @@ Values that are lost on the way make equal runs, and noise would choose the best
 
 from __future__ import annotations
 
-import os
 import re
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from hpml_orchestrator.errors import InputError
 from hpml_orchestrator.script.directives import leaves_out
+from hpml_orchestrator.spec.shell import shell_program
 from hpml_orchestrator.sweeps.scaling import Arguments
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Mapping
 
     from hpml_orchestrator.spec.job import Job
     from hpml_orchestrator.spec.site import Site
 
 __all__ = ["check_argument", "check_field", "check_template", "check_variable"]
 
-_SHELLS = frozenset("bash dash ksh sh zsh".split())
-_WITH_VALUE = frozenset("-o +o -O +O --rcfile --init-file".split())
-_SHEBANG = re.compile(r"#!\s*\S*/(?:env\s+(?:-S\s+)?)?(?:bash|dash|ksh|sh|zsh)\b")
-# What uses the arguments of a shell program: $@, ${1}, shift, `for x; do`, a file that is sourced.
-_POSITIONAL = re.compile(
-    r"\$[@*#1-9]|\$\{[@*#!1-9]|\b(?:shift|getopts|source|BASH_ARGV)\b|(?:^|[;&|])\s*\.\s"
-    r"|\bfor\s+\w+\s*(?:;|\n)\s*do\b",
-    re.MULTILINE,
-)
-_MOST_BYTES = 1_000_000
 _SWITCHES = frozenset("0 1 false no off on true yes".split())
 _DIRECTIVES = {"memory": "mem"} | {
     name: name for name in "account constraint exclusive partition qos time".split()
@@ -55,8 +44,9 @@ def check_argument(job: Job, name: str, place: str, *, flag: bool = False) -> No
     def refused(message: str, hint: str) -> InputError:
         return InputError(message, field=place, value=name, hint=hint)
 
-    text, inline, rest = _shell_program(job)
-    if text is not None and not _POSITIONAL.search(text):
+    program = shell_program(job.command or (), job.workdir)
+    text, inline, rest = program.text, program.inline, program.rest
+    if program.ignores_arguments:
         what = "the shell text of `command`" if inline else "the shell script of `command`"
         raise refused(
             f"would not reach the program: {what} does not use its arguments",
@@ -107,8 +97,8 @@ def check_variable(job: Job, name: str, place: str) -> None:
             value=name,
             hint="use the variable in the program, or make it an argument",
         )
-    text, _, _ = _shell_program(job)
-    words = "\n".join([*(job.command or ()), text or ""])
+    program = shell_program(job.command or (), job.workdir)
+    words = "\n".join([*(job.command or ()), program.text or ""])
     use = re.search(rf"(?P<set>\b{name}=(?!\S*\$\{{?{name}\b))|\b{name}\b", words)
     if use and use["set"]:
         raise InputError(
@@ -180,33 +170,3 @@ def _letters(name: str) -> str:
     """Return what spellings of a name have in common: `--batch-size` and `batch_size=`."""
     plain = re.sub(r"[-_=]", "", name)
     return plain if len(plain) == 1 else plain.lower()
-
-
-def _shell_program(job: Job) -> tuple[str | None, bool, Sequence[str]]:
-    """Return the shell program that a job runs, if it is `bash -c TEXT`, and the words behind it.
-
-    The program is None if the job runs none, or one that cannot be read on this machine.
-    """
-    words = list(job.command or ())
-    for place, word in enumerate(words):
-        if os.path.basename(word) not in _SHELLS:
-            continue
-        options, rest = [], words[place + 1 :]
-        while rest and rest[0][:1] in ("-", "+"):
-            options.append(rest[0])
-            rest = rest[2 if rest[0] in _WITH_VALUE else 1 :]
-        if not rest:
-            return None, False, []
-        if any(option[:2] != "--" and "c" in option[1:] for option in options):
-            return rest[0], True, rest[1:]
-        return _read(job, rest[0]), False, rest[1:]
-    text = _read(job, words[0]) if words and "/" in words[0] else None
-    return (text if text and _SHEBANG.match(text) else None), False, words[1:]
-
-
-def _read(job: Job, path: str) -> str | None:
-    try:
-        with Path(job.workdir, path).open(encoding="utf-8", errors="replace") as stream:
-            return stream.read(_MOST_BYTES)
-    except OSError:
-        return None
