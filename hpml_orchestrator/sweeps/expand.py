@@ -27,7 +27,6 @@ from hpml_orchestrator.spec import load_job
 from hpml_orchestrator.spec.job import Job
 from hpml_orchestrator.spec.load import read_fields
 from hpml_orchestrator.spec.sweep import MAX_POINTS, Range, Sweep
-from hpml_orchestrator.spec.text import PLACEHOLDER
 from hpml_orchestrator.spec.values import parse_time
 from hpml_orchestrator.sweeps import call
 from hpml_orchestrator.sweeps.plan import (
@@ -43,6 +42,7 @@ from hpml_orchestrator.sweeps.reach import (
     check_argument,
     check_field,
     check_template,
+    check_values,
     check_variable,
 )
 from hpml_orchestrator.sweeps.scaling import (
@@ -173,16 +173,9 @@ class _Planner:
 
     def _check_fields(self, sweep: Sweep) -> None:
         """Check that axes which are no arguments are fields of the job that may vary."""
-        for name in (axis for axis, kind in self.kinds.items() if kind in ("argument", "variable")):
-            values = sweep.axes[name]
-            for value in values if isinstance(values, list) else ():
-                if isinstance(value, str) and PLACEHOLDER.search(value):
-                    raise InputError(
-                        "has no placeholders: they are replaced in the base job only",
-                        field=f"axes.{name}",
-                        value=value,
-                        hint="write it in `args` of the base job",
-                    )
+        for name, kind in self.kinds.items():
+            if kind in ("argument", "variable"):
+                check_values(sweep.axes[name], f"axes.{name}")
         for name in (axis for axis, kind in self.kinds.items() if kind in ("field", "variable")):
             axis, place, top = sweep.axes[name], f"axes.{name}", name.partition(".")[0]
             if top not in Job.model_fields:

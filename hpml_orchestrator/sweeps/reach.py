@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 from hpml_orchestrator.errors import InputError
 from hpml_orchestrator.script.directives import leaves_out
 from hpml_orchestrator.spec.shell import shell_program
+from hpml_orchestrator.spec.text import PLACEHOLDER
 from hpml_orchestrator.sweeps.scaling import Arguments
 
 if TYPE_CHECKING:
@@ -19,7 +20,7 @@ if TYPE_CHECKING:
     from hpml_orchestrator.spec.job import Job
     from hpml_orchestrator.spec.site import Site
 
-__all__ = ["check_argument", "check_field", "check_template", "check_variable"]
+__all__ = ["check_argument", "check_field", "check_template", "check_values", "check_variable"]
 
 _SWITCHES = frozenset("0 1 false no off on true yes".split())
 _DIRECTIVES = {"memory": "mem"} | {
@@ -81,6 +82,22 @@ def check_argument(job: Job, name: str, place: str, *, flag: bool = False) -> No
             "is not among the job's arguments, and behind their `--` it would not be an option",
             f"write {name.removesuffix('=')}=VALUE in the job's args, at its place",
         )
+
+
+def check_values(values: object, place: str) -> None:
+    """Check that the values of an axis are no placeholders, which stand in the base job only.
+
+    Raises:
+        InputError: one has a placeholder.
+    """
+    for value in values if isinstance(values, list) else ():
+        if isinstance(value, str) and PLACEHOLDER.search(value):
+            raise InputError(
+                "has no placeholders: they are replaced in the base job only",
+                field=place,
+                value=value,
+                hint="write it in `args` of the base job",
+            )
 
 
 def check_variable(job: Job, name: str, place: str) -> None:
