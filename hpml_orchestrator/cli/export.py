@@ -140,13 +140,7 @@ def node(
 def slurm(
     listen: _Listen = "127.0.0.1:9446",
     web_config: _WebConfig = None,
-    source: Annotated[
-        str,
-        typer.Option("--source", help="auto, pyslurm, commands or openmetrics (Slurm 25.11+)."),
-    ] = "auto",
-    url: Annotated[
-        str, typer.Option("--url", help="The controller, for --source openmetrics.")
-    ] = "http://127.0.0.1:6817",
+    source: Annotated[str, typer.Option("--source", help="auto, pyslurm or commands.")] = "auto",
     interval: Annotated[float, _seconds("interval", "Between two refreshes, 30 at least.")] = 30.0,
     users: Annotated[
         bool, typer.Option("--users", help="Show jobs and fairshare by user.")
@@ -164,7 +158,6 @@ def slurm(
             web_config=_absolute("--web-config", web_config),
             address_file=_absolute("--address-file", address_file),
             source=source,
-            url=url,
             interval=interval,
             users=users,
             accounts=accounts,

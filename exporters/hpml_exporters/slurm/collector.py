@@ -17,7 +17,6 @@ from hpml_exporters.slurm.view import ENDED, Job, Node, View
 from hpml_orchestrator.errors import SchedulerUnavailable
 
 if TYPE_CHECKING:
-    from hpml_exporters.slurm.openmetrics import Relay
     from hpml_exporters.slurm.view import Source
 
 __all__ = ["INTERVAL_MIN", "SlurmCollector"]
@@ -44,7 +43,7 @@ class SlurmCollector:
 
     def __init__(
         self,
-        source: Source | Relay,
+        source: Source,
         *,
         interval: float = INTERVAL_MIN,
         users: bool = False,
@@ -88,13 +87,10 @@ class SlurmCollector:
     def _refresh(self) -> None:
         began = time.monotonic()
         view = self._source.read()
-        if isinstance(view, View):
-            jobs = list(view.jobs)
-            self._history.note(jobs)
-            rows = self._job_rows(jobs) | self._history.rows()
-            self._last = families(rows | _node_rows(view.nodes) | _other_rows(view))
-        else:
-            self._last = list(view)
+        jobs = list(view.jobs)
+        self._history.note(jobs)
+        rows = self._job_rows(jobs) | self._history.rows()
+        self._last = families(rows | _node_rows(view.nodes) | _other_rows(view))
         self._refreshed, self._duration = time.time(), time.monotonic() - began
 
     def _own(self) -> list[Metric]:

@@ -11,15 +11,13 @@ from hpml_exporters.core.sampler import Source as CollectorSource
 from hpml_exporters.options import NodeOptions
 from hpml_exporters.slurm.collector import INTERVAL_MIN, SlurmCollector
 from hpml_orchestrator.errors import InputError, SchedulerUnavailable
-from hpml_orchestrator.spec.address import web_address
 
 if TYPE_CHECKING:
-    from hpml_exporters.slurm.openmetrics import Relay
     from hpml_exporters.slurm.view import Source
 
 __all__ = ["SOURCES", "SlurmOptions"]
 
-SOURCES = ("auto", "pyslurm", "commands", "openmetrics")
+SOURCES = ("auto", "pyslurm", "commands")
 _STUCK_SECONDS = 600.0  # several commands of up to a minute each
 
 
@@ -30,7 +28,6 @@ class SlurmOptions:
     Attributes:
         listen, web_config, address_file: as of a node's exporter.
         source: one of SOURCES; auto is pyslurm where it can be imported, else commands.
-        url: of the controller's OpenMetrics, for the source of that name.
         interval: seconds between two refreshes, 30 at least.
         users, accounts: show jobs by user, by account.
     """
@@ -39,7 +36,6 @@ class SlurmOptions:
     web_config: str = ""
     address_file: str = ""
     source: str = "auto"
-    url: str = "http://127.0.0.1:6817"
     interval: float = INTERVAL_MIN
     users: bool = False
     accounts: bool = False
@@ -48,12 +44,11 @@ class SlurmOptions:
         """Refuse wrong values."""
         if self.source not in SOURCES:
             hint = f"one of {', '.join(SOURCES)}"
+            if self.source == "openmetrics":
+                hint += "; Prometheus scrapes Slurm's own metrics, see docs/slurm-exporter.md"
             raise InputError("no such source", field="source", value=self.source, hint=hint)
         if not INTERVAL_MIN <= self.interval <= 3600:  # noqa: PLR2004 - an hour
             raise InputError("must be 30 to 3600 seconds", field="interval", value=self.interval)
-        if web_address(self.url) is None:
-            message, hint = "must be an http or https address", "http://HOST:6817"
-            raise InputError(message, field="url", value=self.url, hint=hint)
 
     def to_json(self) -> str:
         """Return the options as a JSON object."""
@@ -91,14 +86,10 @@ class SlurmOptions:
             self._source(), interval=self.interval, users=self.users, accounts=self.accounts
         )
 
-    def _source(self) -> Source | Relay:
+    def _source(self) -> Source:
         # Each source is imported where it is chosen: the exporter stays small.
         from hpml_exporters.slurm.commands import Commands  # noqa: PLC0415
 
-        if self.source == "openmetrics":
-            from hpml_exporters.slurm.openmetrics import Relay  # noqa: PLC0415
-
-            return Relay(self.url, people=self.users and self.accounts)
         if self.source != "commands":
             from hpml_exporters.slurm.native import Native  # noqa: PLC0415
 

@@ -9,7 +9,6 @@ import sys
 import threading
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from itertools import takewhile
 from pathlib import Path
 from types import SimpleNamespace
@@ -22,7 +21,6 @@ from hpml_exporters.core.sampler import Sampler, Source
 from hpml_exporters.slurm.collector import SlurmCollector
 from hpml_exporters.slurm.commands import Commands, count_tasks, head_of_reason
 from hpml_exporters.slurm.native import Native, job_of, node_of
-from hpml_exporters.slurm.openmetrics import Relay
 from hpml_exporters.slurm.options import SlurmOptions
 from hpml_exporters.slurm.targets import TargetServer, targets
 from hpml_exporters.slurm.view import Node, View
@@ -38,7 +36,6 @@ from tests.patience import eventually
 DATA = Path(__file__).parent / "data"
 NAMES = ("squeue", "sinfo", "sdiag")
 CAPTURED = {name: (DATA / "22.05.8" / f"{name}.txt").read_text("utf-8") for name in NAMES}
-PAGE = (DATA / "26.05.5" / "openmetrics.txt").read_text("utf-8")
 Values = dict[str, float]
 
 
@@ -83,12 +80,9 @@ def exposed(families: Iterable[Metric]) -> str:
 
 
 def samples(text: str) -> list[tuple[str, dict[str, str], float]]:
-    """All series of an exposition, sorted."""
+    """All series of an exposition."""
     families = text_string_to_metric_families(text)
-    return sorted(
-        ((one.name, one.labels, one.value) for family in families for one in family.samples),
-        key=str,
-    )
+    return [(one.name, one.labels, one.value) for family in families for one in family.samples]
 
 
 def values(collector: SlurmCollector, now: float = 0.0) -> Values:
@@ -407,51 +401,12 @@ def test_an_address_without_a_password(
     assert any("without a password" in line for line in told) == warned
 
 
-@pytest.mark.parametrize(
-    "wrong", [{"source": "sql"}, {"interval": 5.0}, {"url": "file:///etc/passwd"}], ids=str
-)
+@pytest.mark.parametrize("wrong", [{"source": "sql"}, {"interval": 5.0}], ids=str)
 def test_wrong_options(wrong: dict[str, object]) -> None:
     """They are refused by name."""
     with pytest.raises(InputError) as told:
         SlurmOptions(**wrong)  # type: ignore[arg-type]
     assert told.value.field in wrong
-
-
-class FakeController(BaseHTTPRequestHandler):
-    """A captured page for jobs, nothing on the others."""
-
-    def do_GET(self) -> None:
-        """Answer."""
-        self.send_response(200)
-        self.end_headers()
-        self.wfile.write(PAGE.encode() if self.path == "/metrics/jobs" else b"")
-
-    def log_message(self, format: str, *args: object) -> None:  # noqa: A002 - as http.server's
-        """Say nothing."""
-
-
-@pytest.fixture
-def controller() -> Iterator[str]:
-    """The URL of a fake controller."""
-    with ThreadingHTTPServer(("127.0.0.1", 0), FakeController) as server:
-        thread = threading.Thread(target=server.serve_forever, args=(0.01,))
-        thread.start()
-        yield f"http://127.0.0.1:{server.server_port}"
-        server.shutdown()
-        thread.join()
-
-
-def test_slurms_own_metrics_are_relayed_unchanged(controller: str) -> None:
-    """Every series of a page of 26.05.5 arrives with its name, labels and value."""
-    shown = samples(exposed(Relay(controller).read()))
-    assert len(shown) > 100
-    assert shown == samples(PAGE)
-
-
-def test_a_controller_that_is_away() -> None:
-    """It is an error of the scheduler's, so the last figures are kept."""
-    with pytest.raises(SchedulerUnavailable, match="/metrics/jobs"):
-        Relay("http://127.0.0.1:9").read()
 
 
 def test_pyslurm_is_used_where_it_can_be_imported(
