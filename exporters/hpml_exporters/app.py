@@ -7,18 +7,17 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from functools import partial
 from importlib import import_module
 
 from prometheus_client import CollectorRegistry, ProcessCollector
 from prometheus_client.core import Metric
 from prometheus_client.exposition import choose_encoder
-from prometheus_client.registry import Collector as Families
 
 from hpml_exporters.catalogue import ALL
 from hpml_exporters.core.collector import Collector
-from hpml_exporters.core.sampler import Sampler, Snapshot, Source, tell
+from hpml_exporters.core.sampler import Sampler, Source, tell
 from hpml_exporters.core.selfmetrics import node_families, server_families
 from hpml_exporters.options import COLLECTORS, Context, NodeOptions
 from hpml_exporters.web.limits import Counters
@@ -33,8 +32,6 @@ _LOOK_SECONDS = 1.0
 _SUMMARY_SECONDS = (1.0, 5.0)  # looks as often as GPUs are read, within these bounds
 _WRITE_SECONDS = 30.0
 _END_SECONDS = 5.0
-_END = b"# EOF\n"  # of OpenMetrics
-_FORMATS = 4  # a client may make up any number of them: versions of OpenMetrics
 _GZIP_LEVEL = 1  # the answer travels once, and is a tenth of its size already
 
 
@@ -52,31 +49,14 @@ class NodeCollector(Sampler):
         self.start()
 
 
-class _Family(Families):
-    """A single family, for the library's encoders."""
-
-    def __init__(self, family: Metric) -> None:
-        self._family = family
-
-    def collect(self) -> Iterable[Metric]:
-        return (self._family,)
-
-
 class Pages:
-    """The pages of the web server; a snapshot is rendered at most once per format.
-
-    Of each family the text is kept until its series change: the library needs 10 to 20 us for a
-    series, and most of them are the same at the next scrape.
-    """
+    """The pages of the web server."""
 
     def __init__(self, sampler: Sampler) -> None:
         self._sampler = sampler
         self._registry = CollectorRegistry()
         self._registry.register(sampler)
         ProcessCollector(registry=self._registry)
-        self._shown: Snapshot | None = None
-        self._bodies: dict[tuple[str, bool], bytes] = {}
-        self._texts: dict[str, dict[str, tuple[Metric, bytes]]] = {}
 
     def count(self, server: Counters) -> None:
         """Show what the web server counts, too."""
@@ -94,38 +74,13 @@ class Pages:
             encode, content_type = choose_encoder(accept)
         except TypeError:  # the version that the client wants is no number
             encode, content_type = choose_encoder("")
-        if names:
-            body = encode(self._registry.restricted_registry(names))
-            return gzip_module.compress(body, _GZIP_LEVEL) if gzip else body, content_type
-        snapshot = self._sampler.snapshot()
-        if snapshot is not self._shown:
-            self._shown, self._bodies = snapshot, {}
-        if content_type not in self._texts and len(self._texts) >= _FORMATS:
-            self._texts, self._bodies = {}, {}
-        key = content_type, gzip
-        if key not in self._bodies:
-            body = self._bodies.get((content_type, False)) or self._rendered(encode, content_type)
-            self._bodies[content_type, False] = body
-            if gzip:
-                self._bodies[key] = gzip_module.compress(body, _GZIP_LEVEL)
-        return self._bodies[key], content_type
+        registry = self._registry.restricted_registry(names) if names else self._registry
+        body = encode(registry)
+        return gzip_module.compress(body, _GZIP_LEVEL) if gzip else body, content_type
 
     def health(self) -> tuple[bool, str]:
         """Return whether every reading ends, and in words what is stuck or failed."""
         return self._sampler.health()
-
-    def _rendered(self, encode: Callable[[Families], bytes], content_type: str) -> bytes:
-        before = self._texts.get(content_type, {})
-        texts: dict[str, tuple[Metric, bytes]] = {}
-        for family in self._registry.collect():
-            same = before.get(family.name)
-            if same is not None and same[0] == family:
-                texts[family.name] = same
-            else:
-                texts[family.name] = family, encode(_Family(family)).removesuffix(_END)
-        self._texts[content_type] = texts
-        end = _END if content_type.startswith("application/openmetrics-text") else b""
-        return b"".join([text for _, text in texts.values()]) + end
 
 
 class _ServerCollector:

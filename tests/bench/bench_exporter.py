@@ -6,8 +6,8 @@
 Both run side by side on one node of 8 simulated GPUs, 20 jobs and 500 processes
 (exporter_load.py), and read the GPUs at 1 Hz. Each is scraped every 10 s for N seconds, on a
 connection that stays open, as Prometheus does; meanwhile its CPU time is taken from the kernel's
-clock of the process. Then come timed scrapes, half a second apart, so that every other one finds
-new figures to render. nvitop-exporter exports GPUs and their processes only, ours everything.
+clock of the process. Then come timed scrapes, half a second apart. nvitop-exporter exports GPUs and
+their processes only, ours everything.
 
 Then a small training runs beside our exporter, which is stopped (SIGSTOP) in every other epoch, and
 epochs are compared with their neighbours. Nothing is pinned: the exporter has to find its time
