@@ -1,4 +1,4 @@
-"""The template layer: Jinja2 in its sandbox, with every value shell-quoted on its way out."""
+"""The template layer: Jinja2, with every value shell-quoted on its way out."""
 
 from __future__ import annotations
 
@@ -8,8 +8,6 @@ import shlex
 from typing import Any
 
 import jinja2
-from jinja2.sandbox import ImmutableSandboxedEnvironment
-from pydantic import BaseModel
 
 from hpml_orchestrator import assets
 from hpml_orchestrator.spec.text import PLACEHOLDER, unescaped
@@ -90,8 +88,8 @@ def variable(placeholder: str) -> str:
     return _VARIABLES.get(placeholder, f"HPML_{placeholder.replace('.', '_').upper()}")
 
 
-class ScriptEnvironment(ImmutableSandboxedEnvironment):
-    """The sandbox that sbatch templates are rendered in, hpml's own and users'."""
+class ScriptEnvironment(jinja2.Environment):
+    """Renders sbatch templates, hpml's own and users'."""
 
     # What super(), a macro or a set block returns is shell code: its values are quoted already.
     concat = staticmethod(lambda parts: Raw("".join(parts)))
@@ -107,13 +105,6 @@ class ScriptEnvironment(ImmutableSandboxedEnvironment):
             autoescape=False,
         )
         self.filters |= {"directive": directive, "word": word}
-
-    def is_safe_attribute(self, obj: Any, attr: str, value: Any) -> bool:
-        """Of a job only fields and properties: a model's methods read files."""
-        if isinstance(obj, BaseModel):
-            is_property = isinstance(getattr(type(obj), attr, None), property)
-            return attr in type(obj).model_fields or (is_property and not attr.startswith("model_"))
-        return super().is_safe_attribute(obj, attr, value)
 
 
 def own_directory() -> str:

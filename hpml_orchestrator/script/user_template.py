@@ -1,7 +1,4 @@
-"""Templates of a user's own: rendered in the sandbox, compared with what every job needs.
-
-What they make is also read by `bash -n`; nothing of it is run.
-"""
+"""Users' templates: rendered, compared with what every job needs, and checked by `bash -n`."""
 
 from __future__ import annotations
 
@@ -58,7 +55,7 @@ class _UserLoader(jinja2.FileSystemLoader):
 
 
 class UserEnvironment(ScriptEnvironment):
-    """The sandbox for a user's templates, which are looked up before hpml's own.
+    """Finds a user's templates before hpml's own.
 
     Raises:
         InputError: there is no such directory.
