@@ -1,28 +1,24 @@
 """Whether a job's ranks find GPUs, cores and domains as its binding wants them: pure rules.
 
-Most of it is warnings: the job runs all the same, and each node's plan records what became of it. A
-topology of the site profile that is another machine's is an error where the launcher binds by it.
+All of it is warnings: the job runs all the same, and each node's plan records what became of it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from hpml_orchestrator.check.finding import Finding, error, listed, warning
-from hpml_orchestrator.check.request import cpus_field, nodes_of_option
-from hpml_orchestrator.errors import InputError, counted
-from hpml_orchestrator.scheduler.nodelist import expand
-from hpml_orchestrator.script.directives import as_asked
-from hpml_orchestrator.script.static_form import static_form
+from hpml_orchestrator.check.finding import Finding, warning
+from hpml_orchestrator.check.request import cpus_field
+from hpml_orchestrator.errors import counted
 
 if TYPE_CHECKING:
-    from hpml_orchestrator.scheduler.cluster import Cluster, Node
-    from hpml_orchestrator.spec import Job, NodeType, ResolvedSite
+    from hpml_orchestrator.scheduler.cluster import Node
+    from hpml_orchestrator.spec import Job, NodeType
     from hpml_orchestrator.topology import Topology
 
-__all__ = ["Shape", "check_binding", "check_topologies", "shape_of_kind", "shape_of_node"]
+__all__ = ["Shape", "check_binding", "shape_of_kind", "shape_of_node"]
 
 _RANKS = "resources.ranks_per_node"
 
@@ -145,65 +141,3 @@ def _idle(job: Job, shape: Shape) -> Iterator[Finding]:
         message += "that are local only to GPUs without a rank stay idle"
         hint = "`binding: spread` for ranks that drive several GPUs each"
         yield warning("binding.idle", _RANKS, ranks, message, gpus, hint)
-
-
-def check_topologies(
-    job: Job, cluster: Cluster, profile: ResolvedSite, topologies: Mapping[str, Topology]
-) -> Iterator[Finding]:
-    """Yield each node type of the profile whose topology is of another machine.
-
-    Raises:
-        InputError: a node list is not valid, or the form of binding that the job wants cannot be.
-    """
-    if not static_form(job, profile, topologies).name:
-        return
-    job, site = as_asked(job, profile.site.directives), profile.site
-    kinds = site.kinds_of(job.resources.partition)
-    partitions = map(cluster.partition, site.partitions_of(job.resources.partition))
-    nodes = {node.name: node for part in partitions if part for node in cluster.nodes_of(part)}
-    wanted = nodes_of_option(job, "--nodelist=") or frozenset(nodes)
-    usable = nodes.keys() & (wanted - nodes_of_option(job, "--exclude="))
-    for name, kind in kinds.items():
-        field = f"node_types.{name}"
-        own = _expanded(f"{field}.nodes", kind.nodes) if kind.nodes is not None else None
-        candidates = [nodes[node] for node in usable if own is None or node in own]
-        differences = {
-            node.name: tuple(_differences(topologies[name], node)) for node in candidates
-        }
-        wrong = sorted(node for node, differing in differences.items() if differing)
-        # Without a list of its nodes, others of the partition may be of another kind.
-        certain = own is not None or (len(kinds) == 1 and not job.resources.constraint)
-        if not wrong or (not certain and len(wrong) < len(candidates)):
-            continue
-        same = [node for node in wrong if differences[node] == differences[wrong[0]]]
-        verb = "has" if len(same) == 1 else "have"
-        facts = "; ".join(
-            f"it has {ours}, and {listed(same)} {verb} {theirs}"
-            for ours, theirs in differences[wrong[0]]
-        )
-        origin = f"{kind.topology} (named in {profile.origin(f'{field}.topology')})"
-        message = f"in {origin}, which the launcher binds ranks by, is of another machine: {facts}"
-        hint = f"make it anew on such a node: srun -N1 -n1 --exclusive -w {same[0]} "
-        hint += "hpml topo --json > FILE; or let each node plan for itself: `form: node` under "
-        hint += "`binding`"
-        yield error("site.topology", f"{field}.topology", None, message, hint=hint)
-
-
-def _differences(topology: Topology, node: Node) -> Iterator[tuple[str, str]]:
-    """Yield what the topology has, and the node instead."""
-    cpus = len(topology.cpus)
-    cores = node.sockets * node.cores_per_socket
-    # Where Slurm counts one CPU per core, a job gets all hardware threads of its cores.
-    whole = cores * node.threads_per_core if node.cpus == cores else node.cpus
-    if cpus not in (node.cpus, whole):
-        yield counted(cpus, "CPU"), counted(node.cpus, "CPU")
-    gpus, there = len(topology.devices), node.gpus()
-    if gpus and there and gpus != there:
-        yield counted(gpus, "GPU"), counted(there, "GPU")
-
-
-def _expanded(field: str, text: str) -> frozenset[str]:
-    try:
-        return frozenset(expand(text))
-    except InputError as fault:
-        raise InputError(fault.message, field=field, value=text, hint=fault.hint) from fault

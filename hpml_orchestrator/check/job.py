@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any
 from hpml_orchestrator.check.binding import (
     Shape,
     check_binding,
-    check_topologies,
     shape_of_kind,
     shape_of_node,
 )
@@ -196,8 +195,6 @@ def check_job(
         try:
             verdict = _compare(job, cluster, sizes, profile)
             findings += verdict.findings
-            if site is not None:
-                findings += check_topologies(job, cluster, site, topologies or {})
         except InputError as fault:
             findings.append(_as_finding(fault))
         not_asked = _hidden(cluster)

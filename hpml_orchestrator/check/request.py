@@ -17,7 +17,7 @@ from hpml_orchestrator.spec import values
 if TYPE_CHECKING:
     from hpml_orchestrator.spec import Job
 
-__all__ = ["Placement", "Request", "Sizes", "cpus_field", "nodes_of_option", "request_of"]
+__all__ = ["Placement", "Request", "Sizes", "cpus_field", "request_of"]
 
 
 @dataclass
@@ -174,14 +174,14 @@ def request_of(job: Job, *, disk_mib: int = 0, shm_mib: int = 0) -> Request:
         minutes=-(-seconds // 60),
         partitions=tuple(filter(None, (resources.partition or "").split(","))),
         options=options,
-        required=nodes_of_option(job, "--nodelist="),
-        excluded=nodes_of_option(job, "--exclude="),
+        required=_nodes_of_option(job, "--nodelist="),
+        excluded=_nodes_of_option(job, "--exclude="),
         disk_mib=disk_mib,
         shm_mib=shm_mib,
     )
 
 
-def nodes_of_option(job: Job, option: str) -> frozenset[str]:
+def _nodes_of_option(job: Job, option: str) -> frozenset[str]:
     """Return the nodes that an option of `resources.extra` names.
 
     Raises:

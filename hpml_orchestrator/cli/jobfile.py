@@ -43,8 +43,7 @@ from hpml_orchestrator.runs.backend import choose, cluster_name, open_backend
 from hpml_orchestrator.runs.prepare import explained, prepare, render_job, write_rendered
 from hpml_orchestrator.runs.submit import resume
 from hpml_orchestrator.runs.submit import submit as submit_prepared
-from hpml_orchestrator.script.static_form import describe, static_form
-from hpml_orchestrator.site.profile import site_for
+from hpml_orchestrator.site.profile import site_for, topologies_of
 from hpml_orchestrator.spec import find_profiles, load_job, parse_setting
 
 if TYPE_CHECKING:
@@ -105,8 +104,6 @@ def render(
             return
         for field, value, origin in rows:
             typer.echo(f"{field:<28} {_as_in_job_file(value):<40} {origin}")
-        form = static_form(rendered.resolved.job, rendered.site, rendered.topologies)
-        notice(f"binding: {describe(form)}")
     elif output:
         script = write_rendered(rendered, output, force=force)
         directory = shlex.quote(str(script.parent))
@@ -333,12 +330,12 @@ def check(
     name = backend_name(backend, local=local)
     try:
         rendered = _rendered(context, job_file, settings, name)
+        report = check_rendered(rendered, name, store_of(context))
     except InputError as fault:
         if not as_json:
             raise
         print_json({"backend": name, **invalid_job(fault).to_json()})
         raise typer.Exit(InputError.exit_code) from fault
-    report = check_rendered(rendered, name, store_of(context))
     if as_json:
         print_json({"backend": name, **report.to_json()})
     else:
@@ -372,13 +369,14 @@ def _check_before_submission(rendered: Rendered, name: str, store: Store) -> Non
 
 def check_rendered(rendered: Rendered, name: str, store: Store, **limits: Any) -> Report:
     """Check a job that was rendered for the scheduler of that name; `limits` are `check_job`'s."""
+    job = rendered.resolved.job
     return check_job(
-        rendered.resolved.job,
+        job,
         backend=name,
         records=store.root,
         environment=dict(os.environ),
         site=rendered.site,
-        topologies=rendered.topologies,
+        topologies={} if name == "local" else topologies_of(job, rendered.site),
         targets=rendered.targets,
         **limits,
     )

@@ -170,7 +170,7 @@ def unbound(
         for rank in range(options.ranks)
     )
     around = _circumstances(options, node, allowed, visible_of(environment), frozenset())
-    return Prepared(Plan(ranks, "none", whole=False, warnings=(why,)), None, around)
+    return Prepared(Plan(ranks, "none", (why,)), None, around)
 
 
 def publish(

@@ -30,12 +30,10 @@ class Machine:
         domain_of: core to its NUMA domain.
         socket_of: core to its socket.
         home_of: CPU to its domain, for all CPUs that are online.
-        whole: whether all CPUs that are online are usable.
     """
 
     def __init__(self, topology: Topology, allowed: Iterable[int] | None, *, smt: bool) -> None:
         usable = topology.cpus if allowed is None else topology.cpus.intersection(allowed)
-        self.whole = usable == topology.cpus
         self.cpus_of: dict[int, tuple[int, ...]] = {}
         self.domain_of: dict[int, int] = {}
         self.socket_of: dict[int, int] = {}

@@ -61,13 +61,11 @@ class Plan:
     Attributes:
         ranks: by local rank, from 0 without a gap.
         policy: the policy that it was made with; `none` means that nothing is to be bound.
-        whole: whether every CPU of the node was allowed, which static forms may need.
         warnings: what could not be done as it should, one sentence each.
     """
 
     ranks: tuple[RankPlan, ...]
     policy: str = "gpu-local"
-    whole: bool = True
     warnings: tuple[str, ...] = ()
 
 

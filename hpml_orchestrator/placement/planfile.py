@@ -1,8 +1,7 @@
 """The plan file: one line for each local rank, which hpml-bind finds and reads at little cost.
 
     file    = header, rank lines, warnings
-    header  = "hpml-plan 1 ranks=" N " policy=" TEXT " whole=" ("yes" | "no") { " " KEY "=" VALUE }
-              NEWLINE
+    header  = "hpml-plan 1 ranks=" N " policy=" TEXT { " " KEY "=" VALUE } NEWLINE
     rank    = "rank " N { " " KEY "=" VALUE } NEWLINE
     warning = "warning " TEXT NEWLINE
 
@@ -41,7 +40,6 @@ def write(plan: Plan, more: Mapping[str, str] | None = None) -> str:
     head = {
         "ranks": len(plan.ranks),
         "policy": plan.policy,
-        "whole": "yes" if plan.whole else "no",
         **{key: value or None for key, value in (more or {}).items()},
     }
     lines = [f"hpml-plan {VERSION} {_pairs(head)}"]
@@ -91,7 +89,7 @@ def header(text: str) -> dict[str, str]:
     if words[1:2] != [VERSION]:
         raise ValueError(f"a plan file of another version than {VERSION}: {' '.join(words[1:2])}")
     values = _values(words[2:])
-    if not {"ranks", "policy", "whole"} <= set(values) or not values["ranks"].isdecimal():
+    if not {"ranks", "policy"} <= set(values) or not values["ranks"].isdecimal():
         raise ValueError("the plan file's first line is damaged")
     return values
 
@@ -126,8 +124,7 @@ def read(text: str) -> Plan:
             )
         )
     warnings = [line.partition(" ")[2] for line in text.split("\n") if line.startswith("warning ")]
-    whole = head["whole"] == "yes"
-    return Plan(tuple(ranks), head["policy"], whole, tuple(map(_unescaped, warnings)))
+    return Plan(tuple(ranks), head["policy"], tuple(map(_unescaped, warnings)))
 
 
 def _pairs(values: Mapping[str, object]) -> str:

@@ -95,7 +95,7 @@ def plan(
             replace(_rank(machine, gpu, mine, len(mine) // ranks, loader_workers), memory=None)
             for gpu, mine in zip(gpus, cores)
         ]
-        return Plan(tuple(plans), policy, machine.whole, tuple(warnings))
+        return Plan(tuple(plans), policy, tuple(warnings))
     plans = [_rank(machine, gpu, mine, len(mine), loader_workers) for gpu, mine in zip(gpus, cores)]
     homes = [tuple({machine.domain_of[core]: 0 for core in mine}) for mine in cores]
     nics = _choose_nics(topology, machine, gpus, homes)
@@ -105,7 +105,7 @@ def plan(
         warnings.append(
             f"{ranks_text(short)}: fewer cores than 1 and {loader_workers} loader workers need"
         )
-    return Plan(tuple(plans), policy, machine.whole, tuple(warnings))
+    return Plan(tuple(plans), policy, tuple(warnings))
 
 
 def _check(policy: str, ranks: int, ranks_per_gpu: int, loader_workers: int) -> None:

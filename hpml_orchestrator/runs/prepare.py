@@ -25,7 +25,6 @@ from hpml_orchestrator.scheduler.local.resources import memory_mb
 from hpml_orchestrator.script import Capabilities, archive, directives, render
 from hpml_orchestrator.script.directives import leaves_out
 from hpml_orchestrator.script.render import CODE_DIRECTORY, SnapshotPaths
-from hpml_orchestrator.site.profile import topologies_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -33,7 +32,6 @@ if TYPE_CHECKING:
     from hpml_orchestrator.records.store import Store, Submission
     from hpml_orchestrator.spec import ResolvedJob
     from hpml_orchestrator.spec.site import ResolvedSite
-    from hpml_orchestrator.topology import Topology
 
 __all__ = ["Rendered", "explained", "output_directory", "prepare", "render_job", "write_rendered"]
 
@@ -46,8 +44,6 @@ class Rendered:
     script: str
     site: ResolvedSite | None = None
     snapshot: Snapshot | None = None  # the repository to copy at submission
-    # Of the site profile's node types that it may land on, by the type's name.
-    topologies: Mapping[str, Topology] = field(default_factory=dict)
     # Why each `target: auto` became what it is, by the name of its entry.
     targets: Mapping[str, str] = field(default_factory=dict)
 
@@ -65,7 +61,7 @@ def render_job(
         resolved: the job.
         capabilities: what this installation can do; looked for when left out.
         site: the site profile, if there is one.
-        here: whether it runs on this machine, which the profile's topologies do not describe.
+        here: whether it runs on this machine, which the profile does not describe.
 
     Raises:
         InputError: the job cannot be rendered, or its `environment.setup` or the user's own
@@ -86,20 +82,18 @@ def render_job(
 
         check_setup(job.environment.setup, resolved.origins["environment.setup"])
     snapshot = find(job) if job.snapshot else None
-    topologies = {} if here else topologies_of(job, site)
     script = render(
         job,
         capabilities or Capabilities(),
         site,
         snapshot=SnapshotPaths(snapshot.workdir, snapshot.script) if snapshot else None,
-        topologies=topologies,
         targets=targets,
     )
     if site is not None and site.site.templates:
         from hpml_orchestrator.script.user_template import check_script  # noqa: PLC0415 - few have it
 
         check_script(script, directives(job, site), site.site.templates)
-    return Rendered(resolved, script, site, snapshot, topologies, targets)
+    return Rendered(resolved, script, site, snapshot, targets)
 
 
 def prepare(

@@ -14,7 +14,6 @@ from hpml_orchestrator.script import template
 from hpml_orchestrator.script.agent_argv import agent_argv, bases_of, own_directories
 from hpml_orchestrator.script.archive import BIND_CODE
 from hpml_orchestrator.script.directives import directives
-from hpml_orchestrator.script.static_form import static_form
 from hpml_orchestrator.spec.text import PLACEHOLDER
 from hpml_orchestrator.spec.values import parse_time_limit
 
@@ -22,7 +21,6 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from hpml_orchestrator.spec import Job, ResolvedSite, Stage
-    from hpml_orchestrator.topology import Topology
 
 __all__ = ["CODE_DIRECTORY", "MAX_SCRIPT_BYTES", "Capabilities", "SnapshotPaths", "render"]
 
@@ -76,7 +74,6 @@ def render(
     site: ResolvedSite | None = None,
     *,
     snapshot: SnapshotPaths | None = None,
-    topologies: Mapping[str, Topology] | None = None,
     targets: Mapping[str, str] | None = None,
 ) -> str:
     """Return the batch script of a job; equal input gives equal bytes.
@@ -86,12 +83,10 @@ def render(
         capabilities: what was found out about this installation.
         site: the site profile, if there is one.
         snapshot: what of the job lies in the submission's copy of the code, if it takes one.
-        topologies: of the site profile's node types that have one, by the type's name.
         targets: why each `target: auto` became what it is now, by the name of its entry.
 
     Raises:
-        InputError: the job asks for what the site forbids, wants its launcher to bind where that
-            cannot be, or the script grows over Slurm's limit.
+        InputError: the job asks for what the site forbids, or the script grows over Slurm's limit.
     """
     resources, environment = job.resources, job.environment
     workdir = template.quote(job.workdir) if snapshot is None else _in_code(snapshot.workdir)
@@ -108,7 +103,6 @@ def render(
         "cpus_per_rank": resources.cpus_per_rank,
         "agent_argv": agent_argv(job, site),
         "binder": BIND_CODE,
-        "static": static_form(job, site, topologies or {}),
         "variables": list(environment.variables.items()),
         "needed": _needed_variables(job),
         "stages": [_stage(stage, (targets or {}).get(stage.name, "")) for stage in job.stage],

@@ -231,10 +231,6 @@ class Binding(Model):
     """Data loader processes per rank: each is left one of its cores."""
     hardware_threads: StrictBool = True
     """Whether ranks get all hardware threads of their cores, or only the first."""
-    form: Literal["auto", "node", "static"] = "auto"
-    """`node`: each node plans for itself. `static`: the launcher binds, with masks from the site
-    profile's topology; needs whole nodes. `auto`: static where possible, and each node checks
-    it."""
 
 
 class Monitor(Model):

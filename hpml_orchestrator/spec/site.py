@@ -140,7 +140,7 @@ class NodeType(Paths):
     topology: text.PathText | None = None
     """File with the node's sockets, cores, GPUs and network cards: hwloc XML, the output of
     `hpml topo --json`, NCCL topology XML, or the output of `nvidia-smi topo -m`; relative to the
-    profile. The first two describe all cores, so that the launcher can bind."""
+    profile. The first two describe all cores."""
 
 
 class Partition(Model):

@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 
 from tests.cluster.conftest import SlurmCluster, booted
-from tests.cluster.hpml_on_slurm import HPML, MPIRUN_AS_ROOT, PYTHON, Desk
+from tests.cluster.hpml_on_slurm import MPIRUN_AS_ROOT, PYTHON, Desk
 
 # Each GPU's NUMA domain, as binding.md's table has it for the DGX A100; each domain has 16 cores,
 # whose second hardware threads are 128 higher.
@@ -255,82 +255,3 @@ def test_a_job_that_is_only_warned_goes_on(desk: Desk) -> None:
     sentence = "runs on CPUs 24 alone, not on its own 24-31,152-159"
     assert logs.count(sentence) == 1, "told while the ranks ran, and not again at the end"
     assert sentence in shown
-
-
-def know(desk: Desk, topology: str, gpus: str = "") -> None:
-    """Write a site profile that knows the nodes."""
-    (desk.directory / "node.json").write_text(topology)
-    (desk.directory / "site.toml").write_text(
-        "schema_version = 1\n"
-        '[partitions.main]\ndefault = true\nnode_types = ["known"]\n'
-        f'[node_types.known]\ntopology = "node.json"\n{gpus}\n'
-    )
-    desk.more["HPML_SITE"] = str(desk.directory / "site.toml")
-
-
-@pytest.mark.parametrize("launcher", ["srun", "mpirun"])
-def test_the_launcher_binds_whole_nodes_of_a_known_kind(desk: Desk, launcher: str) -> None:
-    """The static form: Slurm or Open MPI sets what the node's own plan says, before hpml-bind."""
-    needs(launcher)
-    node = desk.cluster.exec("node1", *HPML, "topo", "--json")
-    assert node.returncode == 0, node.stderr
-    know(desk, node.stdout, 'gpus = "8"')
-    wish = {"policy": "numa", "form": "static", "verify": "strict"}
-    made = job(desk, launcher, binding=wish)
-    script = desk.hpml("render", made).stdout
-    ranks_line = script.rpartition("hpml_command=(")[2]
-    assert "none" not in " ".join(re.findall(r"--(?:cpu-bind|bind-to)[ =]\S+", ranks_line))
-    # a topology of twice as many cores, by which srun could not start: refused beforehand
-    larger = json.loads(node.stdout)
-    more = len({one["number"] for one in larger["cores"]})
-    larger["domains"].append({**larger["domains"][0], "number": 8, "cpus": "256-511"})
-    larger["cores"] += [
-        {"number": more + core, "socket": 2, "domain": 8, "cpus": f"{256 + core},{384 + core}"}
-        for core in range(128)
-    ]
-    (desk.directory / "node.json").write_text(json.dumps(larger))
-    refused = desk.hpml("check", made, code=2).stdout
-    assert "node_types.known.topology: " in refused
-    assert "it has 512 CPUs, and node1 and node2 have 256 CPUs" in refused
-    (desk.directory / "node.json").write_text(node.stdout)
-    desk.hpml("run", made)
-    for proof in proofs(desk):
-        assert (proof["wrong"], proof["expected"]) == ([], 8)
-        assert [(rank["cpus"], rank["wrong"]) for rank in proof["ranks"]] == [
-            (cpus, []) for cpus in BY_HAND
-        ]
-    # it was the launcher who bound: the ranks were started there
-    inherited = sorted((rank["local_rank"], rank["inherited"]) for rank in bound(desk))
-    assert inherited == sorted([*enumerate(BY_HAND)] * 2)
-
-
-@pytest.fixture(scope="module")
-def two_sockets() -> Iterator[SlurmCluster]:
-    """Two nodes of 2 sockets of 12 cores, in order, without GPUs."""
-    needs("mpirun")
-    with booted("--nodes", "2", "--machine", "cpu-2s", "--no-accounting") as cluster:
-        yield cluster
-
-
-def test_mpirun_binds_by_sockets(two_sockets: SlurmCluster, tmp_path: Path) -> None:
-    """One rank per socket is started where the plan says, by any version's word for one."""
-    desk = Desk(two_sockets, tmp_path, dict(MPIRUN_AS_ROOT))
-    node = two_sockets.exec("node1", *HPML, "topo", "--json")
-    assert node.returncode == 0, node.stderr
-    know(desk, node.stdout)
-    sockets = {"nodes": 2, "ranks_per_node": 2, "cpus_per_rank": 12, "time": "5", "exclusive": True}
-    made = desk.job(
-        "sockets",
-        launcher="mpirun",
-        command=[PYTHON, "-c", "import time; time.sleep(2)"],
-        resources=sockets,
-        binding={"policy": "socket", "form": "static", "verify": "strict"},
-    )
-    script = desk.hpml("render", made).stdout
-    assert "\nhpml_place=(--map-by ppr:1:socket --bind-to socket)\n" in script
-    done = desk.hpml("run", made)
-    assert "4 of 4 ranks" in done.stdout + done.stderr
-    # mpirun had bound them before hpml-bind did
-    inherited = sorted((rank["local_rank"], rank["inherited"]) for rank in bound(desk))
-    assert inherited == [(0, "0-11"), (0, "0-11"), (1, "12-23"), (1, "12-23")]
-    assert "deprecated" not in desk.hpml("logs", "last").stdout.lower()

@@ -13,7 +13,7 @@ from hpml_orchestrator.placement.planner import POLICIES, plan
 from hpml_orchestrator.spec import Binding
 from hpml_orchestrator.topology import Topology
 from hpml_orchestrator.topology.recognise import read_topology
-from tests.unit.placement.machines import dgx_a100, forms, intel, mi250x, milan, two_by_twelve
+from tests.unit.placement.machines import dgx_a100, intel, mi250x, milan, two_by_twelve
 
 DOCS = Path(__file__).parents[2] / "docs"
 PAGE = (DOCS / "binding.md").read_text("utf-8")
@@ -35,20 +35,15 @@ def rows(*header: str) -> list[list[str]]:
 
 
 def test_the_table_has_the_plans_that_are_made() -> None:
-    """GPUs, CPUs of each rank and static form are the planner's, for every machine."""
-    header = ("node", "GPU → NUMA", "CPUs of local rank 0, 1, …", "static form, whole nodes only")
+    """GPUs and CPUs of each rank are the planner's, for every machine."""
+    header = ("node", "GPU → NUMA", "CPUs of local rank 0, 1, …")
     table = rows(*header)[1:]
     assert [row[0] for row in table] == list(MACHINES)
-    for name, gpus, cpus, form in table:
+    for name, gpus, cpus in table:
         topology, ranks, allowed = MACHINES[name]
         assert gpus == (",".join(str(gpu.domain) for gpu in topology.gpus) or "—")
         made = plan(topology, ranks, allowed_cpus=allowed)
         assert re.findall(r"`([^`]+)`", cpus) == [rank.cpu_list() for rank in made.ranks]
-        values = {static.name: static.value for static in forms(topology, made) if static.value}
-        if form == "masks":
-            assert set(values) & {"map_ldom", "cores"} == set()
-        else:
-            assert form.strip("`") in values.values()
 
 
 def test_policies_and_verify_are_told() -> None:

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from hpml_orchestrator.topology import topology_json
 from tests.unit.cli.support import Hpml, Shell
-from tests.unit.placement.machines import milan
 
 SLURM = ("--backend", "slurm")
 
@@ -132,23 +129,14 @@ def test_a_wrong_profile_stops_everything(
     assert nowhere.refuses(3, f"no such site profile: {shell.root}/nowhere.toml")
 
 
-def test_explain_says_who_binds(shell: Shell, hpml: Hpml, project: Path) -> None:
-    """The launcher, by the profile's topology; or each node, and what is missing for the other."""
+def test_a_topology_that_cannot_be_read(shell: Shell, hpml: Hpml, project: Path) -> None:
+    """The check that compares the job with the node type names the file and the profile."""
     machine = shell.root / "node.json"
-    machine.write_text(json.dumps(topology_json(milan())))
+    machine.write_text("<topology")
     project.write_text(
-        '[partitions.gpu]\ndefault = true\nexclusive = true\nnode_types = ["big"]\n'
+        '[partitions.gpu]\ndefault = true\nnode_types = ["big"]\n'
         '[node_types.big]\ntopology = "node.json"\n'
     )
     job = shell.job(resources={"gpus": 4})
-    shown = hpml("render", job, *SLURM, "--explain")
-    assert shown.err == "hpml: binding: the launcher binds, by map_ldom; each node checks it\n"
-    assert " --cpu-bind=map_ldom:3,2,1,0 " in hpml("render", job, *SLURM).out
-    few = ("--set", "resources.gpus=2")
-    shown = hpml("render", job, *SLURM, "--explain", *few)
-    assert shown.err.startswith("hpml: binding: each node plans for itself: the job asks for 2 of")
-    static = hpml("check", job, *SLURM, *few, "--set", "binding.form=static")
-    assert static.refuses(2, "binding.form: cannot be static: the job asks for 2 of the 4 GPUs")
-    machine.write_text("<topology")
-    broken = hpml("render", job, *SLURM)
+    broken = hpml("check", job, *SLURM)
     assert broken.refuses(2, f"node_types.big.topology: {machine}: ", f"in {project}")

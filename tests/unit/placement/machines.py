@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from hpml_orchestrator.placement import static
-from hpml_orchestrator.placement.model import Plan
 from hpml_orchestrator.topology import Core, Domain, Gpu, Nic, Topology
 
 GIB = 2**30
@@ -85,15 +83,3 @@ def mi250x() -> Topology:
 def two_by_twelve() -> Topology:
     """Two sockets of 12 cores without GPUs."""
     return node([(0, threads(0, 12)), (1, threads(12, 12))])
-
-
-def forms(topology: Topology, plan: Plan) -> tuple[static.Form, ...]:
-    """All static forms of a node's plan; the rankfile is for the host `localhost`."""
-    return (
-        static.slurm_masks(plan),
-        static.slurm_ldoms(topology, plan),
-        static.slurm_cores(topology, plan),
-        static.slurm_memory(plan),
-        static.openmpi_rankfile(topology, plan, ["localhost"]),
-        static.openmpi_map_by(topology, plan),
-    )

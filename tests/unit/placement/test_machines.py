@@ -6,14 +6,6 @@ import pytest
 
 from hpml_orchestrator.placement.model import Plan
 from hpml_orchestrator.placement.planner import plan
-from hpml_orchestrator.placement.static import (
-    openmpi_map_by,
-    openmpi_rankfile,
-    slurm_cores,
-    slurm_ldoms,
-    slurm_masks,
-    slurm_memory,
-)
 from hpml_orchestrator.topology import read_topology
 from tests.unit.placement.machines import (
     dgx_a100,
@@ -46,10 +38,6 @@ def test_two_sockets_with_four_gpus() -> None:
     assert [one.distance for one in made.ranks] == [10, 10, 10, 10]
     assert [one.gpu for one in made.ranks] == [f"0000:0{bus}:00.0" for bus in (1, 2, 3, 4)]
     assert made.warnings == ()
-    blocks = "--cpu-bind=cores --distribution=block:block --cpus-per-task=8"
-    assert slurm_cores(intel((0, 0, 1, 1)), made).value == blocks
-    by = openmpi_map_by(intel((0, 0, 1, 1)), made)
-    assert by.value == "--map-by ppr:2:socket:pe=4 --bind-to core"
 
 
 def test_two_sockets_whose_cpu_numbers_alternate() -> None:
@@ -69,24 +57,13 @@ def test_two_sockets_whose_cpu_numbers_alternate() -> None:
         "17,19,21,23",
         "25,27,29,31",
     ]
-    # hwloc counts the second socket's cores after all of the first's.
-    assert openmpi_rankfile(even_odd, made, ["n1"]).value == (
-        "rank 0=n1 slot=0-3\nrank 1=n1 slot=4-7\nrank 2=n1 slot=8-11\nrank 3=n1 slot=12-15\n"
-        "rank 4=n1 slot=16-19\nrank 5=n1 slot=20-23\nrank 6=n1 slot=24-27\nrank 7=n1 slot=28-31\n"
-    )
-    assert slurm_masks(made).value == (
-        "--cpu-bind=mask_cpu:55,5500,550000,55000000,aa,aa00,aa0000,aa000000"
-    )
 
 
 def test_milan_with_reversed_gpus() -> None:
-    """Each rank has the whole domain of its GPU, in reversed order: the table's map of domains."""
+    """Each rank has the whole domain of its GPU, in reversed order."""
     made = plan(milan(), 4)
     assert lists(made) == ["48-63,112-127", "32-47,96-111", "16-31,80-95", "0-15,64-79"]
-    assert slurm_ldoms(milan(), made).value == "--cpu-bind=map_ldom:3,2,1,0"
-    assert slurm_memory(made).value == "--mem-bind=prefer,map_mem:3,2,1,0"
-    assert openmpi_map_by(milan(), made).value is None
-    assert slurm_cores(milan(), made).value is None
+    assert [one.memory for one in made.ranks] == [3, 2, 1, 0]
 
 
 def test_dgx_a100() -> None:
@@ -105,20 +82,14 @@ def test_dgx_a100() -> None:
     assert [one.memory for one in made.ranks] == [3, 3, 1, 1, 7, 7, 5, 5]
     assert {one.distance for one in made.ranks} == {12}
     assert [one.nic for one in made.ranks] == [f"mlx5_{number}" for number in range(8)]
-    assert slurm_ldoms(dgx_a100(), made).value is None
 
 
-def test_mi250x_has_the_masks_of_the_table() -> None:
-    """Seven of eight cores of each cache are usable; the masks are the published ones."""
+def test_mi250x_with_seven_of_eight_cores() -> None:
+    """Seven of eight cores of each cache are usable; the CPUs are the published ones."""
     usable = [cpu for cpu in range(64) if cpu % 8]
     made = plan(mi250x(), 8, allowed_cpus=usable)
-    assert slurm_masks(made).value == (
-        "--cpu-bind=mask_cpu:fe000000000000,fe00000000000000,fe0000,fe000000,fe,fe00,"
-        "fe00000000,fe0000000000"
-    )
+    assert lists(made) == ["49-55", "57-63", "17-23", "25-31", "1-7", "9-15", "33-39", "41-47"]
     assert [one.threads for one in made.ranks] == [7] * 8
-    assert openmpi_rankfile(mi250x(), made, ["n1"]).value is None
-    assert "not all CPUs" in openmpi_rankfile(mi250x(), made, ["n1"]).reason
 
 
 @pytest.mark.parametrize("policy", ["gpu-local", "socket", "numa", "spread"])
@@ -129,8 +100,6 @@ def test_one_worker_per_socket(policy: str) -> None:
     assert [one.threads for one in made.ranks] == [12, 12]
     assert [one.memory for one in made.ranks] == [0, 1]
     assert [one.gpu for one in made.ranks] == [None, None]
-    by = openmpi_map_by(two_by_twelve(), made)
-    assert by.value == "--map-by ppr:1:socket --bind-to socket"
 
 
 BY_HAND = {

@@ -31,11 +31,10 @@ PLAN = Plan(
         RankPlan(local_rank=1, cpus=(7,), cores=(7,), numa=(0,)),
     ),
     policy="gpu-local",
-    whole=False,
     warnings=("a line\nand 100 % more",),
 )
 TEXT = """\
-hpml-plan 1 ranks=2 policy=gpu-local whole=no
+hpml-plan 1 ranks=2 policy=gpu-local
 rank 0 bind=yes gpu=0000:c7:00.0 index=3 uuid=GPU-1a cpus=0-2,64-66 cores=0-2 numa=0,2 mem=2 \
 nic=mlx5_0 threads=2 workers=1 distance=12
 rank 1 bind=yes gpu=- index=- uuid=- cpus=7 cores=7 numa=0 mem=- nic=- threads=1 workers=0 \

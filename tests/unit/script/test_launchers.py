@@ -10,8 +10,7 @@ import pytest
 
 from hpml_orchestrator.script import render
 from hpml_orchestrator.spec import ResolvedSite, Site
-from tests.unit.placement.machines import milan, two_by_twelve
-from tests.unit.script.support import HERE, LAUNCHERS, job, static_job
+from tests.unit.script.support import HERE, LAUNCHERS, job
 
 
 @pytest.mark.parametrize("launcher", LAUNCHERS)
@@ -47,63 +46,6 @@ def test_mpirun_uses_the_sites_interfaces() -> None:
     for name in ("OMPI_MCA_btl_tcp", "OMPI_MCA_oob_tcp", "PRTE_MCA_prte"):
         assert f'{name}_if_include="${{{name}_if_include:-ib0,ib1}}"' in script
     assert "OMPI_MCA" not in render(job(launcher="srun"), HERE, site)
-
-
-def mpirun_of(version: str, script: str, directory: Path) -> str:
-    """Run the block that calls mpirun, and return its arguments and the file that it is given.
-
-    A fake stands for mpirun: of the versions no machine has more than one. tests/cluster gives the
-    same lines to the real one.
-    """
-    block = re.search(r"^# Open MPI's mpirun\. .*?^  .* &$", script, re.MULTILINE | re.DOTALL)
-    assert block is not None
-    fake = directory / "bin" / "mpirun"
-    fake.parent.mkdir(exist_ok=True)
-    fake.write_text(
-        "#!/bin/bash\n[[ $1 != --version ]] || "
-        f"{{ printf '%s\\n' 'mpirun (Open MPI) {version}' '' 'Report bugs to nobody'; exit; }}\n"
-        'printf "%s %s\\n" "${SLURM_CPUS_PER_TASK-unset}" "$*"\n'
-        "[[ $* != *fd/9* ]] || cat /dev/fd/9\n"
-    )
-    fake.chmod(0o755)
-    begin = "set -euo pipefail; hpml_container=() hpml_bind=(bind) hpml_command=(true)\n"
-    done = subprocess.run(
-        ["bash", "-c", f"{begin}hpml_attempt=$1\n{block[0]}\nwait", "bash", directory],
-        env={
-            "PATH": f"{fake.parent}:/usr/bin:/bin",
-            "SLURM_NNODES": "2",
-            "SLURM_CPUS_PER_TASK": "12",
-        },
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=30,
-    )
-    return done.stdout + done.stderr
-
-
-@pytest.mark.parametrize(
-    ("version", "kind", "file"),
-    [
-        ("4.1.4", "socket", "--rankfile {}"),
-        ("5.0.7", "package", "--map-by rankfile:file=/dev/fd/9"),
-        ("10.0.0", "package", "--map-by rankfile:file=/dev/fd/9"),
-    ],
-)
-def test_mpirun_gets_the_options_of_its_version(
-    tmp_path: Path, version: str, kind: str, file: str
-) -> None:
-    """Version 5 calls sockets packages, and takes no path with a hyphen: an open file instead."""
-    tail = " env SLURM_CPUS_PER_TASK=12 bind true\n"
-    by_socket = static_job("mpirun", two_by_twelve(), {"ranks_per_node": 2}, policy="socket")
-    options = f"--map-by ppr:1:{kind} --bind-to {kind}"
-    assert mpirun_of(version, by_socket, tmp_path) == f"unset -np 4 {options}{tail}"
-    output = mpirun_of(version, static_job("mpirun", milan(), {"gpus": 4}), tmp_path)
-    rankfile = tmp_path / "rankfile"
-    text = rankfile.read_text("utf-8")
-    shown = text if "fd/9" in file else ""
-    assert output == f"unset -np 8 {file.format(rankfile)}{tail}{shown}"
-    assert text.splitlines()[::4] == ["rank 0=+n0 slot=48-63", "rank 4=+n1 slot=48-63"]
 
 
 @pytest.mark.parametrize(

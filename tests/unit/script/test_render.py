@@ -18,8 +18,7 @@ from hpml_orchestrator.errors import InputError
 from hpml_orchestrator.script import render, template
 from hpml_orchestrator.script.render import MAX_SCRIPT_BYTES, SnapshotPaths
 from hpml_orchestrator.spec import ResolvedSite, Site
-from tests.unit.placement.machines import dgx_a100, intel, milan
-from tests.unit.script.support import APPTAINER, HERE, LAUNCHERS, PYXIS, job, static_job
+from tests.unit.script.support import APPTAINER, HERE, LAUNCHERS, PYXIS, job
 
 DATA = Path(__file__).parent / "data"
 SHELLCHECK = Path(sys.executable).parent / "shellcheck"
@@ -62,7 +61,7 @@ def staged_script() -> str:
 
 @pytest.fixture(scope="module")
 def scripts(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
-    """Scripts of every launcher with staging, environments, snapshots; and that bind themselves."""
+    """Scripts of every launcher with staging, environments and snapshots."""
     texts = {"staged": staged_script()}
     for launcher, (number, environment), stage in itertools.product(
         LAUNCHERS, enumerate(ENVIRONMENTS), STAGES
@@ -79,15 +78,6 @@ def scripts(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
     for launcher in LAUNCHERS:
         asked = job(launcher=launcher, resources=RESOURCES, binding=BINDING, monitor=True)
         texts[f"{launcher}-more"] = render(asked, HERE)
-    for launcher, machine in (
-        ("srun", milan()),
-        ("mpirun", milan((0, 1, 2, 3))),
-        ("mpirun", intel((0, 0, 1, 1))),
-        ("mpirun", milan()),
-        ("mpirun", dgx_a100()),  # cores of a rank that are no one range
-    ):
-        text = static_job(launcher, machine, {"gpus": len(machine.devices)})
-        texts[f"{launcher}-static{len(texts)}"] = text
     directory = tmp_path_factory.mktemp("scripts")
     for name, text in texts.items():
         (directory / f"{name}.sh").write_text(text, "utf-8")
@@ -96,7 +86,7 @@ def scripts(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
 
 def test_every_script_is_valid_bash(scripts: list[Path]) -> None:
     """`bash -n` takes them all; no trace of Jinja is left."""
-    assert len(scripts) == 1 + 3 * (2 * 5 + 2 * 4) + 4 + 5
+    assert len(scripts) == 1 + 3 * (2 * 5 + 2 * 4) + 4
     loop = 'for script; do bash -n "$script" || exit 1; done'
     subprocess.run(["bash", "-c", loop, "bash", *scripts], check=True, timeout=120)
     for path in scripts:

@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 
 from hpml_orchestrator.errors import InputError, NotFoundError
-from hpml_orchestrator.runs.prepare import render_job
 from hpml_orchestrator.site.profile import node_paths, topologies_of
 from hpml_orchestrator.spec import load_job
 from hpml_orchestrator.spec.site import ResolvedSite, load_site
@@ -74,13 +73,10 @@ def job(tmp_path: Path, site: ResolvedSite | None, **resources: Any) -> Any:
 
 
 def test_topologies_of_a_job(tmp_path: Path, site: ResolvedSite) -> None:
-    """Only those of nodes that the job may land on are read; the script binds by them."""
+    """Only those of nodes that the job may land on are read."""
     found = topologies_of(job(tmp_path, site, partition="gpu").job, site)
     assert {name: len(topology.cores) for name, topology in found.items()} == {"big": 64}
     assert topologies_of(job(tmp_path, None, partition="gpu").job, None) == {}
-    whole = job(tmp_path, site, partition="gpu", gpus=4, exclusive=True)
-    assert "--cpu-bind=map_ldom:3,2,1,0 " in render_job(whole, site=site).script
-    assert "--cpu-bind=map_ldom" not in render_job(whole, site=site, here=True).script
 
 
 @pytest.mark.parametrize(
@@ -94,7 +90,7 @@ def test_a_wrong_topology_file_is_an_error(
     path = tmp_path / "big.json"
     path.unlink() if text is None else path.write_text(text)
     with pytest.raises(InputError) as caught:
-        render_job(job(tmp_path, site, partition="gpu"), site=site)
+        topologies_of(job(tmp_path, site, partition="gpu").job, site)
     assert caught.value.field == "node_types.big.topology"
     assert str(path) in str(caught.value)
     assert message in str(caught.value)

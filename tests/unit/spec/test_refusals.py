@@ -248,6 +248,12 @@ def test_an_unknown_field(load: Load, text: str, field: str, meant: str) -> None
     assert f"{field}: there is no such field{question}" in message_of(load, text).splitlines()
 
 
+def test_a_field_that_was_removed(load: Load) -> None:
+    """The error names the field and its value, and says what to do instead."""
+    removed = "was removed: hpml-bind alone binds the ranks; leave this field out (got 'static')"
+    assert f"binding.form: {removed}" in message_of(load, "binding: {form: static}")
+
+
 @pytest.mark.parametrize("field", sorted(LATER))
 def test_fields_of_a_later_release(load: Load, field: str) -> None:
     """What is planned is refused by its name, however it is written."""

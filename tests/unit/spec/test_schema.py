@@ -44,8 +44,8 @@ JOBS_TAKEN = [
     BASE + "launcher: mpirun\nresources: {nodes: 2}",
     BASE + "launcher: horovodrun\nresources: {gpus: 4, ranks_per_gpu: 2}",
     BASE + "binding: numa\nmonitor: true",
-    BASE + "binding: {policy: socket, verify: strict, loader_workers: 4, hardware_threads: false,"
-    " form: static}\nmonitor: {enabled: true, interval: 3}",
+    BASE + "binding: {policy: socket, verify: strict, loader_workers: 4, hardware_threads: false}"
+    "\nmonitor: {enabled: true, interval: 3}",
     BASE + 'after: any:last\nmonitor: {}\nenvironment: {setup: "true\\n"}',
     BASE + "after: [4711, 'notok:prepare-20261122-112154-1xx8bx.3']",
 ]

@@ -30,7 +30,7 @@ def test_a_policy_alone(load: Load, policy: str) -> None:
 def test_a_setting_changes_one_field(load: Load) -> None:
     """A short form on the command line keeps the other fields; a mapping replaces them."""
     text = f"{BASE}binding: {{verify: off, loader_workers: 3}}"
-    binding = load(text, "binding=socket", "binding.form=node").job.binding
+    binding = load(text, "binding=socket", "binding.hardware_threads=false").job.binding
     assert (binding.policy, binding.verify, binding.loader_workers) == ("socket", "off", 3)
     assert load(text, "binding={policy: none}").job.binding == Binding(policy="none")
     monitor = load(f"{BASE}monitor: {{interval: 5}}", "monitor=false").job.monitor
