@@ -5,9 +5,9 @@
     data = open_data("/scratch/imagenet-packed")   # or "/scratch/imagenet"
     len(data), data.name(0), data.read(0), data.read("train/n01440764/10026.JPEG")
 
-    from hpml_packed import PackedDataset, PartSampler   # PackedDataset alone imports torch
+    from hpml_packed import PackedDataset   # imports torch
     data = PackedDataset(path, decode)
-    loader = DataLoader(data, batch_size=64, sampler=PartSampler(data, "imagenet"), num_workers=8)
+    loader = DataLoader(data, batch_size=64, sampler=DistributedSampler(data), num_workers=8)
 
 A pack and its tree give the same names in the same order with the same bytes, so a script works
 with either. Files have numbers from 0 on, in an order that puts the files of one sample (all that
@@ -26,7 +26,6 @@ import bisect
 import hashlib
 import json
 import os
-import random
 import stat
 import struct
 import threading
@@ -34,7 +33,7 @@ from array import array
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Iterator
 
     from torch.utils.data import Dataset
 
@@ -45,7 +44,6 @@ __all__ = [
     "PackError",
     "PackedData",
     "PackedDataset",
-    "PartSampler",
     "TreeData",
     "open_data",
     "place",
@@ -326,63 +324,6 @@ def _cannot_list(error: OSError) -> None:
 def _reopened(path: str) -> PackedData:
     """Open a pack that was pickled: its index was checked where it was opened first."""
     return PackedData(path, check=False)
-
-
-class PartSampler:
-    """Deals out the items of a data set to the ranks, whether a node has all of them or its part.
-
-    With `distribution: partition` each node has a part of its own, of which all have equally many
-    samples, and HPML_PART_<NAME> says `k/N`: then the ranks of a node share what is there. Without
-    it all ranks share everything, as PyTorch's DistributedSampler does. Either way all ranks get
-    equally many items; where it does not come out even, the first ones come once more.
-
-    Args:
-        data: the data set; only its length is asked for.
-        name: what the job's `stage` calls the data.
-        shuffle: in another order every epoch, the same on all ranks; call `set_epoch`.
-        seed: of the orders.
-        length: items to share out, where nodes' parts differ because samples have unequal numbers
-            of files: give the same on all nodes, such as that of the largest part.
-        environment: the process's, by default; RANK and its like say which rank this is.
-    """
-
-    def __init__(
-        self,
-        data: Any,
-        name: str,
-        *,
-        shuffle: bool = True,
-        seed: int = 0,
-        length: int | None = None,
-        environment: Mapping[str, str] | None = None,
-    ) -> None:
-        env = os.environ if environment is None else environment
-        part, _, parts = env.get(f"HPML_PART_{name.upper()}", "").partition("/")
-        self.part, self.parts = (int(part), int(parts)) if parts else (0, 1)
-        local = "LOCAL_" if self.parts > 1 else ""
-        self.rank = int(env.get(f"{local}RANK", "0"))
-        self.ranks = int(env.get(f"{local}WORLD_SIZE", "1"))
-        self._items = len(data)
-        self._shared = max(length or 0, self._items)
-        self._shuffle = shuffle
-        self._seed = seed
-        self._epoch = 0
-
-    def set_epoch(self, epoch: int) -> None:
-        """Take the order of another epoch."""
-        self._epoch = epoch
-
-    def __len__(self) -> int:
-        return -(-self._shared // self.ranks) if self._items else 0
-
-    def __iter__(self) -> Iterator[int]:
-        order: Sequence[int] = range(self._items)
-        if self._shuffle:
-            mixed = array("Q", order)
-            random.Random(f"{self._seed}/{self._epoch}/{self.part}").shuffle(mixed)
-            order = mixed
-        for turn in range(len(self)):
-            yield order[(turn * self.ranks + self.rank) % self._items]
 
 
 if TYPE_CHECKING:

@@ -95,25 +95,15 @@ def check_targets(job: Job) -> Iterator[Finding]:
 
 
 def _options(job: Job, stage: Stage, place: str) -> Iterator[Finding]:
-    """Yield which options of an entry do not go together, or with its source."""
-    distribution = stage.distribution
+    """Yield which options of an entry do not go together."""
     if stage.keep and stage.target == "shm":
         message = f"{stage.name} stays in the memory of the nodes after the job, until room is "
         message += "needed; many sites empty /dev/shm between jobs or charge the next job for it"
         hint = "`target: local` keeps it on the disk"
         yield warning("stage.keep_ram", f"{place}.keep", True, message, None, hint)
-    place = f"{place}.distribution"
-    if distribution == "sbcast" and os.path.isdir(stage.source):
-        message = f"sbcast copies one file, and {stage.source} is a directory"
-        hint = "`distribution: chain`, or stage one archive of it"
-        yield error("stage.sbcast", place, distribution, message, None, hint)
-    if distribution == "partition" and os.path.isfile(stage.source):
-        message = f"partition divides the files of a directory, and {stage.source} is one file"
-        hint = "`distribution: auto`, or stage a directory of several files"
-        yield error("stage.partition", place, distribution, message, None, hint)
-    if distribution not in ("auto", "shared") and job.resources.nodes == 1:
+    if stage.distribution == "chain" and job.resources.nodes == 1:
         message = "the job has one node: there is nothing to distribute"
-        yield warning("stage.one_node", place, distribution, message)
+        yield warning("stage.one_node", f"{place}.distribution", "chain", message)
 
 
 def _kind(stage: Stage, place: str, walk: _Walk) -> Iterator[Finding]:

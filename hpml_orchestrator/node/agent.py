@@ -34,7 +34,7 @@ from hpml_orchestrator.node.monitor import Monitor
 from hpml_orchestrator.node.options import AgentOptions, BindOptions, node_name, parse_options
 from hpml_orchestrator.node.processes import RankRecords, is_alive
 from hpml_orchestrator.node.results import NodeResults, make_own
-from hpml_orchestrator.node.stages import NodeStaging, parts_of
+from hpml_orchestrator.node.stages import NodeStaging
 from hpml_orchestrator.node.startup import resolve
 from hpml_orchestrator.node.watch import Watch
 from hpml_orchestrator.placement.report import plan_figures
@@ -255,8 +255,7 @@ class Agent:
             why = f"{why}; nothing is bound"
             made = planning.unbound(options, os.environ, node=self.node, allowed=allowed, why=why)
         self._made = made
-        parts = parts_of(self.options.stages, os.environ)
-        planning.publish(self._attempt, options, made, channel=channel, parts=parts)
+        planning.publish(self._attempt, options, made, channel=channel)
         if options.verify != "off":
             self._watch = Watch(self._attempt, made)
         return plan_figures(made.plan, sets_threads=not options.keep_threads)

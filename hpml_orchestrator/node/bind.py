@@ -258,13 +258,10 @@ def _planned(attempt: str, node: str) -> tuple[dict[str, str], dict[str, str], s
 
 
 def _export(attempt: str, head: dict[str, str]) -> None:
-    """Set where this node's agent listens, the stop file, and the node's part of staged data."""
+    """Set where this node's agent listens, and the stop file."""
     if "channel" in head:
         os.environ["HPML_CHANNEL"] = head["channel"]
     os.environ["HPML_STOP_FILE"] = f"{attempt}/stop"
-    part, _, names = head.get("parts", "").partition(":")
-    for name in filter(None, names.split(",")):
-        os.environ[f"HPML_PART_{name.upper()}"] = part  # such as HPML_PART_TRAIN=0/4
 
 
 def _child(cpus: set[int]) -> tuple[str | None, str]:

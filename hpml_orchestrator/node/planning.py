@@ -173,9 +173,7 @@ def unbound(
     return Prepared(Plan(ranks, "none", (why,)), None, around)
 
 
-def publish(
-    attempt: Path, options: BindOptions, made: Prepared, *, channel: str, parts: str = ""
-) -> None:
+def publish(attempt: Path, options: BindOptions, made: Prepared, *, channel: str) -> None:
     """Write the plan, which hpml-bind reads, and the topology.
 
     Args:
@@ -183,7 +181,6 @@ def publish(
         options: what the script asks for.
         made: the plan, and what it was made of.
         channel: where the agent listens.
-        parts: which part of which staged data this node has, such as `0/4:train,val`.
 
     Raises:
         RecordError: they cannot be written.
@@ -198,7 +195,6 @@ def publish(
         "visible": around.visible or "",
         "omp": "keep" if options.keep_threads else "set",
         "channel": channel,
-        **({"parts": parts} if parts else {}),
     }
     write_text(attempt / "plan" / f"{around.node}.txt", planfile.write(made.plan, header))
 

@@ -25,13 +25,13 @@ from hpml_orchestrator.staging.many.ways import Rates, supply_for
 from hpml_orchestrator.staging.payback import Payback, payback_of
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable, Mapping
     from pathlib import Path
 
     from hpml_orchestrator.node.options import AgentOptions, StageOptions
     from hpml_orchestrator.staging import Supply
 
-__all__ = ["NodeStaging", "Progress", "figures_of", "parts_of"]
+__all__ = ["NodeStaging", "Progress", "figures_of"]
 
 REPORT_SECONDS = 10.0
 ARRIVAL_SECONDS = 300.0
@@ -163,9 +163,10 @@ class NodeStaging:
         """Return what gets an entry to this one of several nodes.
 
         Raises:
-            HpmlError: its distribution does not suit it, or other nodes failed.
+            HpmlError: the target cannot be used, or other nodes failed.
         """
         request, limits = entry.request, self.options.site
+        self.stager.area(request.target)  # a target that cannot be used is an error at once
         try:
             return supply_for(
                 request,
@@ -173,9 +174,9 @@ class NodeStaging:
                 node_index=index,
                 nodes=nodes,
                 attempt=str(self.options.attempt),
-                place=self.stager.area(request.target).job_dir,
                 node=self.node,
                 should_stop=self.is_ending,
+                most=lambda: self.stager.most_room(request),
                 options=self._options(entry, readers=1),
                 options_of_all=self.stager.options,
                 rates=Rates(
@@ -188,8 +189,6 @@ class NodeStaging:
                 names=node_names(self.environment.get("SLURM_JOB_NODELIST", "")),
                 tell=self.say,
                 come_seconds=ARRIVAL_SECONDS if entry is self.options.stages[0] else math.inf,
-                most=lambda: self.stager.most_room(request),
-                make_room=lambda need: self.stager.make_room(request.target, need),
             )
         except OSError as error:
             raise StagingError(
@@ -217,18 +216,6 @@ class NodeStaging:
                 raise StagingStopped
             time.sleep(min(left, _NAP_SECONDS))
         return delay
-
-
-def parts_of(stages: Sequence[StageOptions], environment: Mapping[str, str]) -> str:
-    """Return which part of which data this node has, for the plan's header; empty for none.
-
-    Such as `2/4:train,val` for the third of four nodes.
-    """
-    names = [stage.request.name for stage in stages if stage.distribution == "partition"]
-    if not names:
-        return ""
-    index, nodes = node_index(environment)
-    return f"{index}/{nodes}:{','.join(names)}"
 
 
 def figures_of(result: StageResult, payback: Payback | None, *, epochs: int = 0) -> dict[str, Any]:

@@ -93,10 +93,9 @@ def staged_lines(entries: Sequence[Staged]) -> list[str]:
         if entry.evicted:
             text += f"; removed to make room: {', '.join(entry.evicted)}"
         lines.append(f"{entry.name}: {text}")
-        # Parts of a partition differ, and so do digests of different functions, as on nodes with
-        # and without xxhash.
+        # Digests of different functions differ, as on nodes with and without xxhash.
         functions = [digest.partition(":")[0] for digest in entry.digests]
-        if "partition" not in entry.methods and len(set(functions)) < len(functions):
+        if len(set(functions)) < len(functions):
             lines.append(f"{entry.name}: the nodes do NOT have the same data, by their digests")
         if entry.payback:
             lines.append(f"{entry.name}: {payback_text(entry.payback, entry.epochs)}")

@@ -13,6 +13,12 @@ from hpml_orchestrator.spec.text import Model
 
 __all__ = ["Collect", "Stage"]
 
+_GONE = {
+    "sbcast": "sbcast is not supported any more: use `chain` or `shared`",
+    "partition": "partition is not supported any more: use `chain` or `shared`; for data that is "
+    "larger than a node, webdataset's `split_by_node`",
+}
+
 
 class Stage(Model):
     """Data that is brought to every node before the ranks start."""
@@ -35,10 +41,9 @@ class Stage(Model):
     trust_mtime: StrictBool = False
     """Whether kept data is found again without a look at each file: if neither the source's own
     modification time nor that of a pack's index has changed."""
-    distribution: Literal["auto", "shared", "chain", "sbcast", "partition"] = "auto"
+    distribution: Literal["auto", "shared", "chain"] = "auto"
     """How several nodes get it: `shared` (each reads the source), `chain` (one reads and passes it
-    on), `sbcast` (Slurm's copy of one file), `partition` (each gets a part of the files), or `auto`
-    (whichever takes least time)."""
+    on), or `auto` (whichever takes less time)."""
     outside_links: StrictBool = False
     """Whether to keep symbolic links that lead out of the source; else an error."""
     hash: StrictBool = True
@@ -46,6 +51,13 @@ class Stage(Model):
     epochs: text.PositiveInt | None = None
     """How often the training reads the data; shown beside the number of epochs after which staging
     pays."""
+
+    @field_validator("distribution", mode="before")
+    @classmethod
+    def _gone(cls, value: object) -> object:
+        if isinstance(value, str) and value in _GONE:
+            raise ValueError(_GONE[value])
+        return value
 
     @field_validator("target")
     @classmethod
@@ -58,20 +70,6 @@ class Stage(Model):
     def _kept(self) -> Stage:
         if self.trust_mtime and not self.keep:
             raise ValueError("trust_mtime: is for data that is kept; add `keep: true`")
-        return self
-
-    @model_validator(mode="after")
-    def _distributable(self) -> Stage:
-        if self.distribution == "sbcast" and self.kind in ("tree", "pack"):
-            raise ValueError(
-                f"distribution: sbcast copies one file, and kind is {self.kind}: use "
-                "`distribution: chain`, or make one archive of it"
-            )
-        if self.distribution == "partition" and self.kind == "file":
-            raise ValueError(
-                "distribution: partition divides many files, and kind is file: use another "
-                "`distribution`"
-            )
         return self
 
 

@@ -37,13 +37,10 @@ if TYPE_CHECKING:
     from hpml_orchestrator.staging.request import StageRequest
     from hpml_orchestrator.staging.supply import Supply
 
-__all__ = ["COLLECTIVE", "SOURCE_KEY", "Delivery", "partial_path"]
+__all__ = ["SOURCE_KEY", "Delivery", "partial_path"]
 
 SOURCE_KEY = "source_key"
 """Among the options of a manifest: the source as it was when it was staged."""
-
-COLLECTIVE = frozenset({"chain", "sbcast"})
-"""Methods in which the nodes of a job need each other, those too that have the data already."""
 
 
 @dataclass
@@ -76,8 +73,8 @@ class Delivery:
 
     @property
     def is_collective(self) -> bool:
-        """Whether the other nodes wait for this one."""
-        return self.supply.method in COLLECTIVE
+        """Whether the other nodes need this one, also if it has the data already."""
+        return self.supply.method == "chain"
 
     def plan(self) -> Plan:
         """Look at the source, once.

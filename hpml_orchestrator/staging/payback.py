@@ -14,8 +14,6 @@ import time
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple, Optional, Protocol
 
-from hpml_orchestrator.staging.delivery import COLLECTIVE
-
 if TYPE_CHECKING:
     from collections.abc import Callable
 
@@ -136,7 +134,7 @@ def payback_of(result: StageResult, *, reread: _Reread = sample_staged) -> Optio
         result: of one entry.
         reread: reads some of what lies at a path.
     """
-    if result.reused or result.method in COLLECTIVE:
+    if result.reused or result.method == "chain":
         return None
     if not result.bytes or result.read_seconds <= 0:
         return None

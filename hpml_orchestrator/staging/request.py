@@ -118,7 +118,7 @@ class StageResult:
         bytes: sum of the sizes of its regular files, each inode counted once.
         files: number of its regular files, each name counted.
         seconds: wall time that this call took, waiting for another stager included.
-        method: how the data came here: "copy", "unpack", "chain", "sbcast" or "partition".
+        method: how the data came here: "copy", "unpack" or "chain".
         reused: the data was there already; this call copied nothing.
         digest: of all names, sizes and contents, as "xxh3_128:<hex>"; "" when it was not hashed.
         kept: it stays in the node's cache after the job.

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, TypeVar
 from hpml_orchestrator.errors import HpmlError, InputError, StagingError
 from hpml_orchestrator.staging.area import StagingArea
 from hpml_orchestrator.staging.cache import DATA, linked_key
-from hpml_orchestrator.staging.capacity import Need, Room, room_at
+from hpml_orchestrator.staging.capacity import Room, room_at
 from hpml_orchestrator.staging.delivery import SOURCE_KEY, Delivery, partial_path
 from hpml_orchestrator.staging.engine import EngineOptions
 from hpml_orchestrator.staging.faults import UNREADABLE, Retry, shown, why
@@ -124,7 +124,7 @@ class CopyStager:
                 supply = self._look(lambda: self._local(request), request)
                 stack.push(functools.partial(_ended, supply))
             delivery = self._delivery(request, supply, area)
-            delivery.evicted = self._evicted  # one list: a broadcast makes room through the stager
+            delivery.evicted = self._evicted  # with what went when the area was opened
             private = private_reason(area.base, self._job_id)
             try:
                 manifest = self._deliver(delivery, area, keeps=request.keep and not private)
@@ -231,16 +231,6 @@ class CopyStager:
         area = self._unopened(base)
         area.remove_stale()
         return self._keeper.cache(area).room_without_idle(self._room(base))
-
-    def make_room(self, target: str, need: Need) -> None:
-        """Remove kept data that nothing uses from a target, if a need takes it.
-
-        Raises:
-            StagingError: the root is not ours to use.
-        """
-        area = self.area(target)
-        gone = self._keeper.cache(area).make_room(need, lambda: self._room(area.job_dir))
-        self._evicted.extend(gone)
 
     def has(self, request: StageRequest, supply: Supply) -> bool:
         """Return whether a copy of a request's data is at its target already: staging finds it.

@@ -20,7 +20,7 @@ class Supply(Protocol):
 
     Attributes:
         kind: the source's, as in the manifest.
-        method: how the data comes: "copy", "unpack", "chain", "sbcast" or "partition".
+        method: how the data comes: "copy", "unpack" or "chain".
     """
 
     @property

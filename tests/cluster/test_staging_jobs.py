@@ -84,18 +84,6 @@ def test_auto_says_what_it_chose_and_why(desk: Desk, data: Path) -> None:
     assert log.count("hpml: data: chain") + log.count("hpml: data: ") >= 1
 
 
-def test_ranks_of_a_partition_know_their_part(desk: Desk, data: Path) -> None:
-    """Each node has half of the files, no file is on both, and ranks are told which half."""
-    part = "echo PART $HPML_PART_DATA $(ls {stage.data}/)"
-    ran, log = run(desk, data, "sh", "-c", part, distribution="partition")
-    (stage,) = ran["summary"]["stages"]
-    assert (stage["files"], stage["methods"]) == (FILES, ["partition"])
-    lines = sorted(line.split()[1:] for line in log.splitlines() if line.startswith("PART "))
-    assert [line[0] for line in lines] == ["0/2", "1/2"]
-    assert sorted(lines[0][1:] + lines[1][1:]) == [f"{index:03d}.bin" for index in range(FILES)]
-    assert len(lines[0]) == len(lines[1]) == 1 + FILES // 2
-
-
 @pytest.mark.parametrize("distribution", ["shared", "chain"])
 def test_a_job_that_ends_while_data_come_leaves_nothing(
     desk: Desk, data: Path, distribution: str

@@ -1,7 +1,7 @@
 """Small files by which the nodes of a job find each other, in `attempts/<n>/chain/`.
 
-They appear by rename and are readable by the job's user alone; nothing is locked. Steps that have
-no connection give signs of life here as well: `sbcast` is for nodes that cannot connect.
+They appear by rename and are readable by the job's user alone; nothing is locked. While the first
+node chooses how the data comes to all, it gives signs of life here as well.
 """
 
 from __future__ import annotations
@@ -114,24 +114,23 @@ class Notices:
         return found if isinstance(found, dict) else None
 
     def beat(self) -> bool:
-        """Give a sign of life a few times per timeout; returns whether to stop."""
+        """Give the first node's sign of life a few times per timeout; return whether to stop."""
         now = self.clock()
         if now >= self._beat_at:
             self._beat_at = now + self.place.timeout / _BEATS_PER_TIMEOUT
             self._beats += 1
-            self.post(f"{self.place.index}.alive", beat=self._beats)
+            self.post("0.alive", beat=self._beats)
         return self.should_stop()
 
-    def wait(self, what: str, index: int, *, beats: bool = True) -> dict[str, Any]:
-        """Return a record of another node once it is there.
+    def wait(self, what: str, *, beats: bool = True) -> dict[str, Any]:
+        """Return a record of the first node once it is there.
 
         Args:
             what: names the record.
-            index: of the other node.
-            beats: that node gives signs of life in the meantime, and so does this one.
+            beats: the first node gives signs of life in the meantime.
 
         Raises:
-            StagingError: that node did not come, or shows no sign of life any more.
+            StagingError: the first node did not come, or shows no sign of life any more.
             StagingStopped: should_stop said so.
         """
         place = self.place
@@ -143,9 +142,9 @@ class Notices:
             found = self.read(what)
             if found is not None:
                 return found
-            if self.beat() if beats else self.should_stop():
+            if self.should_stop():
                 raise StagingStopped
-            beat = self.read(f"{index}.alive") if beats else None
+            beat = self.read("0.alive") if beats else None
             if beat != seen:
                 seen, since, patience = beat, self.clock(), 2 * place.timeout
             now = self.clock()
@@ -154,27 +153,26 @@ class Notices:
             looked = now
             if now - since > patience:
                 gone = "was lost: no sign of life" if seen else "did not come"
-                raise StagingError(f"{place.called(index)} {gone} within {patience:.0f} s")
+                raise StagingError(f"{place.called(0)} {gone} within {patience:.0f} s")
             time.sleep(pause)
             pause = min(_LONGEST_PAUSE_SECONDS, pause * 1.3)
 
-    def hear(self, what: str, index: int = 0, *, beats: bool = True) -> dict[str, Any]:
-        """Return a record of another node, once it is there; see `wait`.
+    def hear(self, what: str, *, beats: bool = True) -> dict[str, Any]:
+        """Return a record of the first node, once it is there; see `wait`.
 
         Raises:
-            StagingError: as `wait`, or that node says why it ends.
+            StagingError: as `wait`, or the first node says why it ends.
             StagingStopped: should_stop said so.
         """
-        found = self.wait(what, index, beats=beats)
+        found = self.wait(what, beats=beats)
         if "error" in found:
             raise StagingError(str(found["error"]), hint=str(found.get("hint", "")))
         return found
 
-    def refuse(self, error: BaseException, *whats: str) -> None:
-        """Let all who wait for one of these records of this node know why it ends."""
+    def refuse(self, error: BaseException, what: str) -> None:
+        """Let all who wait for a record of this node know why it ends."""
         told = {"error": f"{self.place.node}: {reason_of(error)}"}
-        for what in whats:
-            self.post(what, **told, hint=str(getattr(error, "hint", "")))
+        self.post(what, **told, hint=str(getattr(error, "hint", "")))
 
     def remove(self, *whats: str) -> None:
         """Take records away; not the directory, where another node may be about to post one."""

@@ -6,21 +6,15 @@ which one node reads the shared file system, talks to another node and writes it
 
     shared     max(S N / B_fs, S / min(b_node, b_disk)) + F N / M
     chain      S / min(b_node, B_fs, b_link, b_disk) + F / M_1 + (N - 1) (chunk / b_link + l)
-    sbcast     S / min(b_node, B_fs) + ceil(log_w N) S / (b_link / w) [+ S / b_disk for an archive]
-    partition  1/N of shared
 
 where every one of N nodes opens files no faster than one node can: M = min(M_fs, N m_1), with
 m_1 = threads / latency of one node and M_1 = min(M_fs, m_1). Passing on in a chain is pipelined: a
 node sends a chunk on while it takes the next, so its depth costs a chunk and a latency l per node.
-sbcast sends a block to w nodes at a time, which pass it on (Slurm's tree, TreeWidth), and waits for
-all before it sends the next. Model of the pipeline: docs/staging.md, "Many nodes".
+Model of the pipeline: docs/staging.md, "Many nodes".
 """
 
 from __future__ import annotations
 
-import dataclasses
-import functools
-import math
 import os
 import sys
 import time
@@ -29,15 +23,12 @@ from typing import TYPE_CHECKING
 
 from hpml_orchestrator.errors import HpmlError, InputError, StagingError
 from hpml_orchestrator.records.texts import human_bytes
-from hpml_orchestrator.staging.capacity import room_at
 from hpml_orchestrator.staging.engine import EngineOptions
 from hpml_orchestrator.staging.faults import Retry, shown, why
 from hpml_orchestrator.staging.many.follower import Follower
 from hpml_orchestrator.staging.many.head import Head
 from hpml_orchestrator.staging.many.member import Member
 from hpml_orchestrator.staging.many.notices import Notices, Place
-from hpml_orchestrator.staging.many.partition import PartitionSource
-from hpml_orchestrator.staging.many.sbcast import Broadcast, has_sbcast, is_one_file
 from hpml_orchestrator.staging.request import kind_of
 from hpml_orchestrator.staging.sources import open_source
 from hpml_orchestrator.staging.supply import LocalSupply
@@ -45,7 +36,7 @@ from hpml_orchestrator.staging.supply import LocalSupply
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
-    from hpml_orchestrator.staging.capacity import Need, Room
+    from hpml_orchestrator.staging.capacity import Room
     from hpml_orchestrator.staging.plan import Plan
     from hpml_orchestrator.staging.request import StageRequest
     from hpml_orchestrator.staging.source import Reader, Source
@@ -53,16 +44,15 @@ if TYPE_CHECKING:
 
 __all__ = ["METHODS", "Rates", "Way", "choose", "seconds_of", "supply_for"]
 
-METHODS = ("shared", "chain", "sbcast", "partition")
+METHODS = ("shared", "chain")
 CHUNK_BYTES = 4 << 20
 """What a node of the chain takes before it passes on: the buffer of a relay."""
 
-_TREE_WIDTH = 16
-_START_SECONDS = {"shared": 0.0, "chain": 0.5, "sbcast": 1.0, "partition": 0.0}
-"""Time until the first byte: nodes find one another; sbcast asks the controller."""
+_START_SECONDS = 0.5
+"""Time until the first byte of a chain: the nodes find one another."""
 
 _WORTH = 0.9
-"""A way that needs other nodes is chosen when it takes at most so much of the time of `shared`."""
+"""A chain is chosen when it takes at most so much of the time of `shared`."""
 
 
 @dataclass(frozen=True)
@@ -113,7 +103,7 @@ class Way:
     Attributes:
         method: one of METHODS.
         reason: a sentence to print.
-        seconds: by method; only those that can be had.
+        seconds: by method.
     """
 
     method: str
@@ -121,9 +111,7 @@ class Way:
     seconds: Mapping[str, float]
 
 
-def seconds_of(
-    method: str, *, size: int, files: int, nodes: int, rates: Rates, archive: bool = False
-) -> float:
+def seconds_of(method: str, *, size: int, files: int, nodes: int, rates: Rates) -> float:
     """Return how long a way takes by the model.
 
     Args:
@@ -132,40 +120,22 @@ def seconds_of(
         files: that are opened at the source.
         nodes: of the job.
         rates: what is known.
-        archive: one file that each node unpacks when it has it (counts for sbcast).
     """
     r = rates.filled()
     one_node = r.parallel / r.open_seconds
-    if method in {"shared", "partition"}:
+    if method == "shared":
         opens = files * nodes / min(r.metadata_rate, nodes * one_node)
-        both = max(size * nodes / r.shared_rate, size / min(r.node_rate, r.disk_rate))
-        return (both + opens) / (nodes if method == "partition" else 1)
-    read = min(r.node_rate, r.shared_rate)
+        return max(size * nodes / r.shared_rate, size / min(r.node_rate, r.disk_rate)) + opens
+    slowest = min(r.node_rate, r.shared_rate, r.link_rate, r.disk_rate)
     opens = files / min(r.metadata_rate, one_node)
-    if method == "chain":
-        slowest = min(read, r.link_rate, r.disk_rate)
-        depth = (nodes - 1) * (CHUNK_BYTES / r.link_rate + r.open_seconds)
-        return _START_SECONDS[method] + size / slowest + opens + depth
-    width = min(_TREE_WIDTH, max(1, nodes - 1))
-    levels = math.ceil(math.log(nodes, _TREE_WIDTH)) if nodes > 1 else 0
-    sent = size / min(read, r.disk_rate) + levels * size * width / r.link_rate
-    return _START_SECONDS[method] + sent + opens + (size / r.disk_rate if archive else 0.0)
+    depth = (nodes - 1) * (CHUNK_BYTES / r.link_rate + r.open_seconds)
+    return _START_SECONDS + size / slowest + opens + depth
 
 
 def choose(
-    *,
-    size: int,
-    files: int,
-    nodes: int,
-    rates: Rates | None = None,
-    wanted: str = "auto",
-    one_file: bool = False,
-    archive: bool = False,
-    has_sbcast: bool = False,
+    *, size: int, files: int, nodes: int, rates: Rates | None = None, wanted: str = "auto"
 ) -> Way:
     """Choose how the data comes to all nodes.
-
-    `partition` is only taken when it is asked for: it changes what a rank sees.
 
     Args:
         size: bytes of the data.
@@ -173,38 +143,26 @@ def choose(
         nodes: of the job.
         rates: what is known of file system, network and nodes.
         wanted: one of METHODS, or "auto".
-        one_file: the source is one file, which sbcast can send.
-        archive: that file is unpacked on the nodes.
-        has_sbcast: the command is there, and this is a job of Slurm's.
 
     Raises:
-        InputError: `wanted` is none of them, or cannot be had.
+        InputError: `wanted` is none of them.
     """
     if wanted not in {"auto", *METHODS}:
         raise InputError(
             f"must be auto or one of {', '.join(METHODS)}", field="distribution", value=wanted
         )
-    can_sbcast = one_file and has_sbcast
-    if wanted == "sbcast" and not can_sbcast:
-        why = "sends one file" if not one_file else "is not here, or this is no job of Slurm's"
-        hint = "make a tar archive of it, or use chain" if not one_file else "use chain"
-        raise InputError(f"sbcast {why}", field="distribution", value=wanted, hint=hint)
     known = rates or Rates()
-    possible = [one for one in METHODS if one != "sbcast" or can_sbcast]
     seconds = {
-        one: seconds_of(one, size=size, files=files, nodes=nodes, rates=known, archive=archive)
-        for one in possible
+        one: seconds_of(one, size=size, files=files, nodes=nodes, rates=known) for one in METHODS
     }
     of_what = f"{human_bytes(size)} in {files} file{'s' * (files != 1)} to {nodes} nodes"
-    if nodes == 1 and wanted != "partition":
+    if nodes == 1:
         return Way("shared", "there is one node: it reads for itself", seconds)
     if wanted != "auto":
         return Way(wanted, f"{wanted}, as asked for: {of_what}", seconds)
-    free = [one for one in possible if one not in {"shared", "partition"}]
-    best = min(free, key=lambda one: seconds[one])
-    told = ", ".join(f"{one} {seconds[one]:.1f} s" for one in ["shared", *free])
-    if seconds[best] <= _WORTH * seconds["shared"]:
-        return Way(best, f"{best}: {of_what}, by the model {told}", seconds)
+    told = ", ".join(f"{one} {seconds[one]:.1f} s" for one in METHODS)
+    if seconds["chain"] <= _WORTH * seconds["shared"]:
+        return Way("chain", f"chain: {of_what}, by the model {told}", seconds)
     return Way("shared", f"every node reads for itself: {of_what}, by the model {told}", seconds)
 
 
@@ -219,9 +177,9 @@ def supply_for(
     node_index: int,
     nodes: int,
     attempt: str,
-    place: str,
     node: str,
     should_stop: Callable[[], bool],
+    most: Callable[[], Room],
     options: EngineOptions | None = None,
     options_of_all: EngineOptions | None = None,
     rates: Rates | None = None,
@@ -231,21 +189,18 @@ def supply_for(
     join_seconds: float = 300.0,
     come_seconds: float = 300.0,
     tell: Callable[[str], object] = _print,
-    room: Callable[[str], Room] = room_at,
-    most: Callable[[], Room] | None = None,
-    make_room: Callable[[Need], object] | None = None,
 ) -> Supply:
     """Return what brings the data of a request to this node; called on all nodes alike.
 
     Args:
         request: what is staged; the same on all nodes.
-        method: "auto", "shared", "chain", "sbcast" or "partition".
+        method: "auto", "shared" or "chain".
         node_index: of this node in the job, from 0 on.
         nodes: how many the job has.
         attempt: the attempt's directory, on the shared file system.
-        place: the job's directory on this node's target (`stager.area(request.target).job_dir`).
         node: this node's name.
         should_stop: asked a few times a second.
+        most: the room up to which an archive is counted (`stager.most_room(request)`).
         options: how the engine copies where one node reads.
         options_of_all: how it copies where all nodes read at once; the same when left out.
         rates: what is known of file system, network and nodes, for "auto".
@@ -255,18 +210,14 @@ def supply_for(
         join_seconds: within how long a neighbour that has come must be reached.
         come_seconds: how long nodes wait for one another to come.
         tell: prints one sentence; called on the first node.
-        room: measures the room in a directory.
-        most: the room up to which an archive is counted (`stager.most_room(request)`); what is free
-            when left out.
-        make_room: removes kept data for what sbcast sends (`stager.make_room`).
 
     Raises:
-        InputError: the method is none of these, or cannot be had for this source.
+        InputError: the method is none of these.
         StagingError: the first node could not choose, or did not come.
         StagingStopped: should_stop said so.
         OSError: the source cannot be looked at.
     """
-    chain = Place(
+    place = Place(
         index=node_index,
         nodes=nodes,
         node=node,
@@ -276,13 +227,12 @@ def supply_for(
         join_seconds=join_seconds,
         come_seconds=come_seconds,
     )
-    notices = Notices(attempt, request.name, chain, should_stop=should_stop)
+    notices = Notices(attempt, request.name, place, should_stop=should_stop)
     found = options or EngineOptions()
     retry = Retry(time.sleep, should_stop)
-    most = most or functools.partial(room, place)
     opened: Source | None = None
     if method != "auto" or nodes == 1:
-        method = _checked(request, method, nodes)
+        method = choose(size=0, files=0, nodes=nodes, wanted=method).method
         if node_index == 0 and nodes > 1:
             tell(f"{request.name} comes to {nodes} nodes by {method}, as asked for")
     elif node_index:
@@ -291,18 +241,6 @@ def supply_for(
         beating = Retry(time.sleep, notices.beat)
         opened = _Planned(_open(request, beating, most(), found))
         method = _decide(request, opened, notices, nodes, rates, tell)
-    if method == "sbcast":
-        if opened is not None:
-            opened.close()
-        return Broadcast(
-            request,
-            notices,
-            directory=place,
-            room=room,
-            most=most,
-            make_room=make_room,
-            options=found,
-        )
     if method == "chain":
         member = Member(notices)
         if node_index:
@@ -313,17 +251,7 @@ def supply_for(
             notices.refuse(error, "secret")
             raise
     found = options_of_all or found
-    source = opened or _open(request, retry, _share(most(), method, nodes), found)
-    if method == "shared":
-        return LocalSupply(source, found)
-    supply = LocalSupply(PartitionSource(source, node_index, nodes), found)
-    supply.method = "partition"
-    return supply
-
-
-def _share(room: Room, method: str, nodes: int) -> Room:
-    """Return the room for the whole where a node takes a part of it."""
-    return dataclasses.replace(room, bytes=room.bytes * (nodes if method == "partition" else 1))
+    return LocalSupply(opened or _open(request, retry, most(), found), found)
 
 
 def _open(request: StageRequest, retry: Retry, room: Room, options: EngineOptions) -> Source:
@@ -333,14 +261,6 @@ def _open(request: StageRequest, retry: Retry, room: Room, options: EngineOption
         raise StagingError(
             f"cannot stage {request.name} from {shown(request.source)}: {why(error)}"
         ) from error
-
-
-def _checked(request: StageRequest, method: str, nodes: int) -> str:
-    """Return the method that was asked for, if it can be had."""
-    one_file = method == "sbcast" and is_one_file(kind_of(request))
-    return choose(
-        size=0, files=0, nodes=nodes, wanted=method, one_file=one_file, has_sbcast=has_sbcast()
-    ).method
 
 
 def _decide(
@@ -354,16 +274,11 @@ def _decide(
     """Look at the source, choose a way, and let the other nodes know."""
     try:
         plan = source.plan()
-        kind = kind_of(request)
         choice = choose(
             size=_source_bytes(request, plan),
-            files=len(plan.files) if kind == "tree" else 1,
+            files=len(plan.files) if kind_of(request) == "tree" else 1,
             nodes=nodes,
             rates=rates,
-            one_file=is_one_file(kind),
-            archive=source.kind not in {"file", "tree"},
-            # sbcast sends before the nodes look for a kept copy
-            has_sbcast=has_sbcast() and not request.keep,
         )
     except BaseException as error:
         notices.refuse(error, "choice")

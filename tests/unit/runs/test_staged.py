@@ -82,8 +82,6 @@ def test_nodes_that_differ_are_told() -> None:
     assert len(lines(ready(ENTRY), ready(without))) == 1
     other_function = {**ENTRY, "digest": "blake2b_128:ff"}
     assert len(lines(ready(ENTRY), ready(other_function, node="n2"))) == 1
-    first, second = ({**one, "method": "partition"} for one in (ENTRY, other))
-    assert len(lines(ready(first), ready(second, node="n2"))) == 1
 
 
 def test_whether_it_paid_is_one_sentence() -> None:

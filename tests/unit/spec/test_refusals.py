@@ -144,12 +144,12 @@ def message_of(load: Load, text: str) -> str:
         ("stage: [{name: d, source: s, kind: rar}]", "stage.0.kind: must be 'auto', 'file', 'tre"),
         ("stage: [{name: d, source: s, target: x}]", "stage.0.target: must be shm, local, auto"),
         (
-            "stage: [{name: d, source: s, kind: tree, distribution: sbcast}]",
-            "stage.0: distribution: sbcast copies one file",
+            "stage: [{name: d, source: s, distribution: sbcast}]",
+            "stage.0.distribution: sbcast is not supported any more: use `chain` or `shared`",
         ),
         (
-            "stage: [{name: d, source: s, kind: file, distribution: partition}]",
-            "stage.0: distribution: partition divides many files",
+            "stage: [{name: d, source: s, distribution: partition}]",
+            "stage.0.distribution: partition is not supported any more: use `chain`",
         ),
         ("stage: [{name: d, source: s, size: x}]", f"stage.0.size: {SIZE} (got 'x')"),
         (

@@ -38,7 +38,7 @@ JOBS_TAKEN = [
     BASE + "stage: [{name: d, source: s, kind: tar, target: /t, size: 4G}]",
     BASE + "stage: [{name: d, source: s, size: ~, target: auto, kind: squashfs, keep: true},"
     " {name: e, source: s, hash: false, outside_links: true, epochs: 3},"
-    " {name: f, source: s, kind: pack, distribution: partition}]",
+    " {name: f, source: s, kind: pack, distribution: chain}]",
     *(BASE + f"array: {array}" for array in ("0-9%2", "5", "[1, 3, 7]")),
     BASE + "launcher: srun\nmpi: pmix",
     BASE + "launcher: mpirun\nresources: {nodes: 2}",

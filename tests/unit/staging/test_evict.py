@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import functools
 import io
 import os
 import subprocess
@@ -12,7 +11,7 @@ import sys
 import tarfile
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import pytest
 
@@ -282,22 +281,18 @@ def test_auto_counts_what_can_go(
     job.cleanup()
 
 
-def job_supply(
-    base: Path, path: Path, *, nodes: int = 1, **more: Any
-) -> tuple[StageRequest, Supply]:
-    """What a job's agent makes of an archive on one node, as `node/stages.py` does."""
+def job_supply(path: Path, most: Callable[[], Room]) -> tuple[StageRequest, Supply]:
+    """What a job's agent makes of an archive, as `node/stages.py` does."""
     one = request(path)
     return one, supply_for(
         one,
-        "shared" if nodes == 1 else "partition",
+        "shared",
         node_index=0,
-        nodes=nodes,
+        nodes=1,
         attempt=str(path.parent),
-        place=str(base),
         node="n0",
         should_stop=lambda: False,
-        room=plain_room,
-        **more,
+        most=most,
     )
 
 
@@ -311,22 +306,8 @@ def test_kept_data_goes_for_an_archive_of_a_job(
     path = tmp_path / "a.tar"
     make_tar(path, 1)
     job = stager(base, "9.0")
-    most = functools.partial(job.most_room, request(path))
-    found = job.stage(*job_supply(base, path, most=most))
+    found = job.stage(*job_supply(path, lambda: job.most_room(request(path))))
     assert (found.files, found.evicted) == (5, (str(trees[0]),))
-    job.cleanup()
-
-
-def test_a_node_takes_its_part_of_an_archive_that_is_too_large_for_it(
-    small_tmpfs: Callable[[str], Path], tmp_path: Path
-) -> None:
-    """That is what a partition is for: 3 of 5 MiB fit where all do not."""
-    base = small_tmpfs("size=4m")
-    path = tmp_path / "a.tar"
-    make_tar(path, 1)
-    job = stager(base, "9.0")
-    found = job.stage(*job_supply(base, path, nodes=2, tell=lambda _: None))
-    assert (found.files, found.method) == (3, "partition")
     job.cleanup()
 
 
@@ -342,7 +323,7 @@ def test_a_part_of_an_archive_is_never_published(
     make_tar(path, 1)
     other.write_bytes(bytes(2 * MIB if frees == "other" else 0))
     job = stager(base, "9.0")
-    one, supply = job_supply(base, path)
+    one, supply = job_supply(path, lambda: plain_room(str(base)))
     assert supply.plan().at_least
     other.unlink()
     error = CapacityError if frees == "kept" else StagingError

@@ -58,10 +58,9 @@ def test_the_least_number_of_epochs_that_saves_more_than_staging_took(
         assert epochs == 1 or (epochs - 1) * saved <= stage * (1 + 1e-9)
 
 
-@pytest.mark.parametrize("method", ["chain", "sbcast"])
-def test_data_that_other_nodes_passed_on_tell_nothing_of_the_source(method: str) -> None:
+def test_data_that_other_nodes_passed_on_tell_nothing_of_the_source() -> None:
     """What a node of a chain waits for is the network, and the other nodes."""
-    passed = dataclasses.replace(RESULT, method=method)
+    passed = dataclasses.replace(RESULT, method="chain")
     assert payback_of(passed, reread=reader(0.1, 0.1)) is None
 
 

@@ -43,27 +43,24 @@ def room(path):
     return Room(told["room"], "a test", None, 4096, False) if told["room"] is not None else found
 exec(told["before"])
 stager = CopyStager("7.0", bases=Bases(shm=told["base"]), should_stop=lambda: bool(stop), room=room)
-request = StageRequest(
-    "data", told["source"], kind=told["kind"], target="shm", keep=told.get("keep", False)
-)
+request = StageRequest("data", told["source"], kind=told["kind"], target="shm")
 status = 0
 try:
     supply = supply_for(
         request, told["method"], node_index=told["index"], nodes=told["nodes"],
-        attempt=told["attempt"], place=stager.area("shm").job_dir, node=f"n{told['index']}",
-        should_stop=lambda: bool(stop), timeout=told["timeout"], room=room,
+        attempt=told["attempt"], node=f"n{told['index']}", should_stop=lambda: bool(stop),
+        most=lambda: stager.most_room(request), timeout=told["timeout"],
         join_seconds=told["join_seconds"],
         come_seconds=told.get("come_seconds", told["join_seconds"]),
         options=EngineOptions(**told["options"]),
         rates=Rates(**told["rates"]), interfaces=told["interfaces"],
         tell=lambda line: print(json.dumps({"tell": line}), flush=True),
-        make_room=lambda need: stager.make_room("shm", need),
     )
     result = stager.stage(request, supply)
     print(json.dumps({
         "path": result.path, "bytes": result.bytes, "files": result.files,
         "digest": result.digest, "method": result.method, "reused": result.reused,
-        "seconds": result.seconds, "evicted": result.evicted,
+        "seconds": result.seconds,
     }), flush=True)
 except HpmlError as error:
     said = {"error": str(error), "hint": error.hint, "code": error.exit_code}
@@ -164,7 +161,7 @@ class Nodes:
             str(path.relative_to(self.root))
             for index in range(self.count)
             for path in self.base(index).rglob("*")
-            if ".partial-" in path.name or ".sbcast-" in path.name
+            if ".partial-" in path.name
         ]
         found += [str(path) for path in (self.root / self.attempt).rglob("*.secret")]
         return found + children_of(self.root)

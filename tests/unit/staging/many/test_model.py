@@ -64,7 +64,7 @@ def test_better_hardware_takes_no_longer(
     assert seconds_of(method, size=size, files=files, nodes=nodes, rates=better) <= before * EASE
 
 
-@given(some.sampled_from(("shared", "chain")), sizes, counts, jobs, rates)
+@given(some.sampled_from(METHODS), sizes, counts, jobs, rates)
 def test_more_nodes_take_no_less(
     method: str, size: int, files: int, nodes: int, known: Rates
 ) -> None:
@@ -74,26 +74,12 @@ def test_more_nodes_take_no_less(
 
 
 @given(sizes, counts, jobs, rates)
-def test_a_part_each_takes_a_part_of_the_time(
+def test_the_choice_is_never_much_worse_than_reading(
     size: int, files: int, nodes: int, known: Rates
 ) -> None:
-    """1/N of what reading everything takes."""
-    whole = seconds_of("shared", size=size, files=files, nodes=nodes, rates=known)
-    part = seconds_of("partition", size=size, files=files, nodes=nodes, rates=known)
-    assert part * nodes == pytest.approx(whole)
-
-
-@given(sizes, counts, jobs, rates, some.booleans(), some.booleans())
-def test_the_choice_is_never_much_worse_than_reading(
-    size: int, files: int, nodes: int, known: Rates, one_file: bool, has_sbcast: bool
-) -> None:
-    """And never a partition, nor sbcast where it cannot be had."""
-    choice = choose(
-        size=size, files=files, nodes=nodes, rates=known, one_file=one_file, has_sbcast=has_sbcast
-    )
-    assert choice.method != "partition"
+    """One node reads for itself."""
+    choice = choose(size=size, files=files, nodes=nodes, rates=known)
     assert choice.seconds[choice.method] <= choice.seconds["shared"] or nodes == 1
-    assert choice.method != "sbcast" or (one_file and has_sbcast)
     assert "\n" not in choice.reason
     if nodes == 1:
         assert choice.method == "shared"
@@ -129,29 +115,12 @@ def test_small_data_is_read_by_every_node() -> None:
 
 
 def test_what_is_asked_for_is_taken() -> None:
-    """Also a partition, and what the model finds slow."""
-    for method in ("shared", "chain", "partition"):
+    """Also what the model finds slow; anything else is refused with the field's name."""
+    for method in METHODS:
         assert choose(size=1, files=1, nodes=2, wanted=method).method == method
     assert choose(size=1, files=1, nodes=1, wanted="chain").method == "shared"
-    assert choose(
-        size=1, files=1, nodes=2, wanted="sbcast", one_file=True, has_sbcast=True
-    ).method == "sbcast"  # fmt: skip
-
-
-@pytest.mark.parametrize(
-    ("wanted", "one_file", "has_sbcast", "told"),
-    [
-        ("tree", True, True, "must be auto or one of"),
-        ("sbcast", False, True, "sends one file"),
-        ("sbcast", True, False, "is not here"),
-    ],
-)
-def test_what_cannot_be_had_is_refused(
-    wanted: str, one_file: bool, has_sbcast: bool, told: str
-) -> None:
-    """With the field's name."""
-    with pytest.raises(InputError, match=told) as caught:
-        choose(size=1, files=1, nodes=2, wanted=wanted, one_file=one_file, has_sbcast=has_sbcast)
+    with pytest.raises(InputError, match="must be auto or one of shared, chain") as caught:
+        choose(size=1, files=1, nodes=2, wanted="tree")
     assert caught.value.field == "distribution"
 
 

@@ -38,22 +38,22 @@ def test_a_node_can_post_while_others_take_their_notices_away(root: Path) -> Non
         thread.join()
 
 
-def waited(root: Path, monkeypatch: pytest.MonkeyPatch, pauses: Iterator[float]) -> int:
+def waited(root: Path, monkeypatch: pytest.MonkeyPatch, pauses: Iterator[float]) -> str:
     """Wait for a node that lived once, with so much time between looks; it ends with its word."""
     now = [0.0]
-    other = Notices(str(root), "a", Place(1, 2, "n1"), should_stop=lambda: False)
-    other.post("1.alive", beat=1)
+    other = Notices(str(root), "a", Place(0, 2, "n0"), should_stop=lambda: False)
+    other.beat()
 
     def sleep(_seconds: float) -> None:
         pause = next(pauses, 0.0)
         now[0] += pause
         if not pause:
-            other.post("1.ready", rate=7)
+            other.post("choice", method="chain")
 
     monkeypatch.setattr("hpml_orchestrator.staging.many.notices.time.sleep", sleep)
-    place = Place(0, 2, "n0", timeout=5.0)
+    place = Place(1, 2, "n1", timeout=5.0)
     mine = Notices(str(root), "a", place, should_stop=lambda: False, clock=lambda: now[0])
-    return int(mine.wait("1.ready", 1)["rate"])
+    return str(mine.hear("choice")["method"])
 
 
 def test_a_node_without_a_sign_of_life_is_lost(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -64,4 +64,4 @@ def test_a_node_without_a_sign_of_life_is_lost(root: Path, monkeypatch: pytest.M
 
 def test_a_job_that_was_suspended_goes_on(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The other node was silent for an hour in which this one was stopped, too."""
-    assert waited(root, monkeypatch, iter([1.0, 3600.0, 1.0, 1.0])) == 7
+    assert waited(root, monkeypatch, iter([1.0, 3600.0, 1.0, 1.0])) == "chain"
