@@ -150,8 +150,7 @@ def stage(
         typer.Option(
             "--kind",
             metavar="KIND",
-            help="Type of SRC: auto, tree, file, tar, zip, squashfs or pack. The last four are "
-            "unpacked.",
+            help="Type of SRC: auto, tree, file, tar, zip or pack. The last three are unpacked.",
         ),
     ] = "auto",
     no_hash: Annotated[

@@ -125,7 +125,7 @@ def is_compressed(stage: Stage) -> bool:
     kind: str = stage.kind
     if kind == "auto" and not os.path.isdir(stage.source):
         kind = next((kind for end, kind in SUFFIXES.items() if name.endswith(end)), "file")
-    return kind == "squashfs" or (kind == "tar" and name.endswith(_COMPRESSED))
+    return kind == "tar" and name.endswith(_COMPRESSED)
 
 
 def _size(stage: Stage, index: int) -> str:
@@ -158,12 +158,10 @@ def _bytes_in_ram(stage: Stage) -> int | None:
     """
     from hpml_orchestrator.staging.capacity import INODE_BYTES, Room  # noqa: PLC0415 - few stage
     from hpml_orchestrator.staging.faults import Retry  # noqa: PLC0415
-    from hpml_orchestrator.staging.request import StageRequest, kind_of  # noqa: PLC0415
+    from hpml_orchestrator.staging.request import StageRequest  # noqa: PLC0415
     from hpml_orchestrator.staging.sources import open_source  # noqa: PLC0415
 
     request = StageRequest(stage.name, stage.source, stage.kind, outside_links=stage.outside_links)
-    if kind_of(request) == "squashfs":
-        return None
     room = Room(_ANY_BYTES, "", None, _PAGE_BYTES, in_memory=True)
     with contextlib.closing(open_source(request, Retry(time.sleep, lambda: False), room)) as source:
         return None if source.ordered else source.plan().need(_PAGE_BYTES, INODE_BYTES).bytes

@@ -17,6 +17,7 @@ _GONE = {
     "sbcast": "sbcast is not supported any more: use `chain` or `shared`",
     "partition": "partition is not supported any more: use `chain` or `shared`; for data that is "
     "larger than a node, webdataset's `split_by_node`",
+    "squashfs": "squashfs is not unpacked any more: stage the image with `kind: file` and mount it",
 }
 
 
@@ -27,9 +28,9 @@ class Stage(Model):
     """Its name: `{stage.NAME}` in arguments is its directory on the node."""
     source: text.PathText
     """File, directory or archive to bring."""
-    kind: Literal["auto", "file", "tree", "tar", "zip", "squashfs", "pack"] = "auto"
-    """What the source is; archives (`tar`, `zip`, `squashfs`) and packs of `hpml pack` are
-    unpacked, files are copied as they are. `auto` looks at the source."""
+    kind: Literal["auto", "file", "tree", "tar", "zip", "pack"] = "auto"
+    """What the source is; archives (`tar`, `zip`) and packs of `hpml pack` are unpacked, files are
+    copied as they are. `auto` looks at the source."""
     target: text.PathText = "local"
     """Where to: `shm` (RAM), `local` (the node's disk), `auto` (RAM if there is enough, else the
     disk), or a directory's path."""
@@ -52,7 +53,7 @@ class Stage(Model):
     """How often the training reads the data; shown beside the number of epochs after which staging
     pays."""
 
-    @field_validator("distribution", mode="before")
+    @field_validator("kind", "distribution", mode="before")
     @classmethod
     def _gone(cls, value: object) -> object:
         if isinstance(value, str) and value in _GONE:

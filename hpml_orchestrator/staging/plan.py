@@ -182,7 +182,6 @@ def scan_tree(
     *,
     verb: str = "stage",
     outside_links: bool = False,
-    told: str = "",
     rate: float = 0.0,
     problems: Problems | None = None,
 ) -> Plan:
@@ -193,7 +192,6 @@ def scan_tree(
         retry: calls again after faults that pass.
         verb: what is to be done with the tree, for the error.
         outside_links: take symbolic links that leave the tree as they are.
-        told: what the source is called in messages; its path when left out.
         rate: entries that may be looked at per second; 0 for any.
         problems: told what cannot be copied, which the plan then leaves out; an error when not
             given.
@@ -205,9 +203,9 @@ def scan_tree(
     """
     real = os.path.realpath(source)
     info = retry(lambda: os.stat(real))
-    plan = Plan(real, Entry("", info.st_mode, info.st_mtime_ns), told=told)
+    plan = Plan(real, Entry("", info.st_mode, info.st_mtime_ns))
     is_strict = problems is None
-    problems = Problems(f"cannot {verb} {shown(told or source)}") if problems is None else problems
+    problems = Problems(f"cannot {verb} {shown(source)}") if problems is None else problems
     first_names: dict[tuple[int, int], str] = {}
     lister = Lister(real, retry, rate)
     todo = [""]

@@ -21,7 +21,7 @@ __all__ = [
     "unfinished_pack",
 ]
 
-KINDS = ("auto", "file", "tree", "pack", "tar", "zip", "squashfs")
+KINDS = ("auto", "file", "tree", "pack", "tar", "zip")
 IN_PLACE = "in place"
 """The method of data that is left where it is."""
 
@@ -30,15 +30,10 @@ PACK_STATE = ".packing.json"
 TAR_SUFFIXES = tuple(
     ".tar .tar.gz .tgz .tar.xz .txz .tar.bz2 .tbz2 .tbz .tar.zst .tar.zstd .tzst".split()
 )
-SUFFIXES = {
-    **dict.fromkeys(TAR_SUFFIXES, "tar"),
-    ".zip": "zip",
-    **dict.fromkeys((".squashfs", ".sqfs", ".sqsh", ".sfs"), "squashfs"),
-}
+SUFFIXES = {**dict.fromkeys(TAR_SUFFIXES, "tar"), ".zip": "zip"}
 _MAGIC = {
     b"PK\x03\x04": "zip",
     b"PK\x05\x06": "zip",
-    b"hsqs": "squashfs",
     b"\x1f\x8b": "tar",
     b"BZh": "tar",
     b"\xfd7zXZ\0": "tar",
@@ -64,14 +59,13 @@ class StageRequest:
     Attributes:
         name: what the job calls it, `[a-z][a-z0-9_]{0,30}`.
         source: absolute path of a directory or a file.
-        kind: "tree" or "file", which are copied as they are; "pack", "tar", "zip" or "squashfs",
-            which are unpacked; or "auto". By that, whatever says that it is an archive arrives as
-            the tree that it holds: a directory with a `pack.index`, so that a script that opens
-            files works with it as one that reads packs does, and a file by its suffix: those of
-            TAR_SUFFIXES, .zip, .squashfs, .sqfs, .sqsh, .sfs. Its contents then tell which kind it
-            is. They alone make no archive: .npz and .pt files are zip archives. Other files are
-            "file", other directories "tree". A pack is staged as it is, which is quickest, with
-            "tree".
+        kind: "tree" or "file", which are copied as they are; "pack", "tar" or "zip", which are
+            unpacked; or "auto". By that, whatever says that it is an archive arrives as the tree
+            that it holds: a directory with a `pack.index`, so that a script that opens files works
+            with it as one that reads packs does, and a file by its suffix: .zip and those of
+            TAR_SUFFIXES. Its contents then tell which kind it is. They alone make no archive: .npz
+            and .pt files are zip archives. Other files are "file", other directories "tree". A
+            pack is staged as it is, which is quickest, with "tree".
         target: "shm" (RAM), "local" (the node's disk) or an absolute directory on the node.
         keep: leave it in the node's cache for later jobs, rather than remove it with the job.
         outside_links: take symbolic links that leave the tree as they are; else they are refused.
@@ -98,7 +92,10 @@ class StageRequest:
                 value=self.name,
             )
         if self.kind not in KINDS:
-            raise InputError(f"must be one of {', '.join(KINDS)}", field="kind", value=self.kind)
+            gone = "squashfs is not unpacked any more: stage the image with kind file and mount it"
+            hint = gone if self.kind == "squashfs" else ""
+            message = f"must be one of {', '.join(KINDS)}"
+            raise InputError(message, field="kind", value=self.kind, hint=hint)
         if not os.path.isabs(self.source) or "\0" in self.source:
             raise InputError("must be an absolute path", field="source", value=self.source)
         absolute = os.path.isabs(self.target) and "\0" not in self.target

@@ -24,7 +24,7 @@ class Source(Protocol):
     """Data of one kind at one place.
 
     Attributes:
-        kind: "tree", "file", "tar", "zip", "squashfs" or "pack".
+        kind: "tree", "file", "tar", "zip" or "pack".
         ordered: it can only be read from front to back, as a compressed archive: `reader` is
             opened once, in one process, and its files are asked for in the order of the plan.
     """
@@ -44,7 +44,7 @@ class Source(Protocol):
         """Open for reading; called in the worker, after the fork."""
 
     def close(self) -> None:
-        """Give back what it holds, such as a mount; called once at the end, also after errors."""
+        """Close what is open; called once at the end, also after errors."""
 
 
 class Reader(Protocol):

@@ -12,8 +12,6 @@ from hpml_orchestrator.staging.packsource import PackSource
 from hpml_orchestrator.staging.plan import scan_file, scan_tree
 from hpml_orchestrator.staging.request import PACK_INDEX, PACK_STATE, kind_of, unfinished_pack
 from hpml_orchestrator.staging.source import BLOCK_BYTES
-from hpml_orchestrator.staging.squash import SquashSource
-from hpml_orchestrator.staging.squash import check_start as check_squash_start
 from hpml_orchestrator.staging.streams import compression_of
 from hpml_orchestrator.staging.tarheaders import BLOCK, check_start
 from hpml_orchestrator.staging.tarsource import TarSource
@@ -50,19 +48,12 @@ def open_source(
     """
     kind = retry(lambda: kind_of(request))
     path, outside_links = request.source, request.outside_links
-
-    def tree(directory: str) -> TreeSource:
-        told = "" if directory == path else path  # a mount point means nothing to anybody
-        found = TreeSource(directory, retry, outside_links=outside_links, told=told)
-        found.rate, found.has_whole_packs = opens_per_second, request.kind == "auto"
-        return found
-
     if kind == "tree":
-        return tree(path)
+        tree = TreeSource(path, retry, outside_links=outside_links)
+        tree.rate, tree.has_whole_packs = opens_per_second, request.kind == "auto"
+        return tree
     if kind == "file":
         return FileSource(path, retry)
-    if kind == "squashfs":
-        return SquashSource(path, retry, tree)
     if kind == "pack":
         return PackSource(path, retry, outside_links=outside_links)
     if kind == "zip":
@@ -81,15 +72,13 @@ def check_archive(path: str, kind: str) -> None:
         StagingError: it would not be staged; says so as staging would.
         OSError: it cannot be read.
     """
-    if kind not in {"tar", "zip", "squashfs"}:
+    if kind not in {"tar", "zip"}:
         return
     with open(path, "rb", buffering=0) as stream:
         fd = stream.fileno()
         start = os.pread(fd, BLOCK, 0)
         if kind == "zip":
             check_end(path)
-        elif kind == "squashfs":
-            check_squash_start(path, start)
         elif not compression_of(start):
             check_start(path, start)
 
@@ -107,18 +96,15 @@ class TreeSource:
     rate = 0.0
     has_whole_packs = False
 
-    def __init__(
-        self, path: str, retry: Retry, *, outside_links: bool = False, told: str = ""
-    ) -> None:
+    def __init__(self, path: str, retry: Retry, *, outside_links: bool = False) -> None:
         self._path = path
         self._retry = retry
         self._outside_links = outside_links
-        self._told = told
 
     def plan(self) -> Plan:
         """Look at the tree."""
-        links, told = self._outside_links, self._told
-        plan = scan_tree(self._path, self._retry, outside_links=links, told=told, rate=self.rate)
+        links = self._outside_links
+        plan = scan_tree(self._path, self._retry, outside_links=links, rate=self.rate)
         if self.has_whole_packs:
             paths = {entry.path for entry in plan.files}
             for begun in sorted(path for path in paths if path.endswith(f"/{PACK_STATE}")):

@@ -98,7 +98,6 @@ def test_a_pack_that_is_not_finished_is_an_error(tmp_path: Path) -> None:
         ("tree", "tar", "kind tar but a directory"),
         ("no.tar", "auto", "no.tar"),
         ("no.zip", "auto", "no.zip"),
-        ("no.sqfs", "auto", "no.sqfs"),
     ],
 )
 def test_sources_of_another_kind_are_errors(tree: Path, name: str, kind: str, message: str) -> None:

@@ -36,7 +36,7 @@ JOBS_TAKEN = [
     " variables: {A: x, B: 1, C: 0.5},"
     " container: {engine: apptainer, image: i.sif, mounts: ['/a:/b:ro']}}",
     BASE + "stage: [{name: d, source: s, kind: tar, target: /t, size: 4G}]",
-    BASE + "stage: [{name: d, source: s, size: ~, target: auto, kind: squashfs, keep: true},"
+    BASE + "stage: [{name: d, source: s, size: ~, target: auto, kind: tar, keep: true},"
     " {name: e, source: s, hash: false, outside_links: true, epochs: 3},"
     " {name: f, source: s, kind: pack, distribution: chain}]",
     *(BASE + f"array: {array}" for array in ("0-9%2", "5", "[1, 3, 7]")),

@@ -198,7 +198,7 @@ def test_whose_storage_it_is(tmp_path: Path, kind: str, turns: str | None, expec
         ("data/", "data"),
         ("ImageNet-1k.tar.gz", "imagenet_1k"),
         ("a.b.zip", "a_b"),
-        ("train.sqfs", "train"),
+        ("train.sqfs", "train_sqfs"),
         ("2024", "data_2024"),
         ("/", "data"),
         ("é", "data"),

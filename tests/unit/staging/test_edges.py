@@ -109,7 +109,7 @@ def test_files_that_only_say_that_they_are_empty_are_refused(
 
 
 def test_readers_see_it_too() -> None:
-    """Also where the engine does not read by itself: the head of a chain, a mounted image."""
+    """Also where the engine does not read by itself: the head of a chain."""
     source = FileSource("/proc/version", RETRY)
     plan = source.plan()
     reader = source.reader(plan)

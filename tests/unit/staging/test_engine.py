@@ -455,7 +455,7 @@ def resident_bytes(directory: Path) -> int:
 
 
 @pytest.mark.parametrize("served", [True, False])
-@pytest.mark.parametrize("form", ["tree", "file", "tar", "tar.gz", "zip", "pack", "squashfs"])
+@pytest.mark.parametrize("form", ["tree", "file", "tar", "tar.gz", "zip", "pack"])
 def test_pages_of_a_servers_files_leave_the_cache(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, form: str, served: bool
 ) -> None:
@@ -471,11 +471,6 @@ def test_pages_of_a_servers_files_leave_the_cache(
         (tree / f"{number}.bin").write_bytes(os.urandom(3 * MIB))
     if form == "pack":
         pack(PackRequest(str(tree), str(place / "data.pack")))
-    elif form == "squashfs":
-        if not shutil.which("mksquashfs") or not os.access("/dev/fuse", os.R_OK | os.W_OK):
-            pytest.skip("NOT TESTED: mksquashfs or /dev/fuse is missing")
-        image = place / "data.squashfs"
-        subprocess.run(["mksquashfs", tree, image, "-quiet", "-no-progress"], check=True)
     elif form in {"tree", "file"}:
         shutil.copytree(tree, place / "data")
     else:

@@ -26,15 +26,17 @@ if TYPE_CHECKING:
         ("source", {"source": "data"}),
         ("source", {"source": "/a\0b"}),
         ("kind", {"kind": "rar"}),
+        ("kind", {"kind": "squashfs"}),
         ("target", {"target": "ram"}),
         ("target", {"target": "tmp/x"}),
     ],
 )
 def test_wrong_fields_are_named(field: str, values: dict[str, Any]) -> None:
-    """A request refuses a wrong value and says which field it was."""
+    """A request refuses a wrong value and says which field it was; what went, what to use."""
     with pytest.raises(InputError) as caught:
         StageRequest(**{"name": "a", "source": "/data", **values})
     assert caught.value.field == field
+    assert ("with kind file and mount it" in caught.value.hint) == ("squashfs" in values.values())
 
 
 @pytest.mark.parametrize("key", ["", ".hidden", "a/b", "..", "a b", "a\n"])
@@ -66,7 +68,7 @@ def test_local_needs_a_directory() -> None:
         ("x.TGZ", "tar"),
         ("x.tar.xz", "tar"),
         ("x.zip", "zip"),
-        ("x.sqfs", "squashfs"),
+        ("x.sqfs", "file"),
         ("x.npz", "file"),
         ("x", "file"),
     ],
