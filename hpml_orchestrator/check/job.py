@@ -232,7 +232,7 @@ def check_local(job: Job, machine: Machine) -> Iterator[Finding]:
     ):
         if requested > limit:
             in_job = code == "array"
-            value = getattr(job if in_job else resources, field_name)
+            value = job.array if in_job else resources.written(field_name)
             shown = counted(requested, noun) if noun else f"{size_text(requested)} of memory"
             if code == "cpus":
                 shown += f" ({resources.ranks} ranks of {resources.cpus_per_rank})"

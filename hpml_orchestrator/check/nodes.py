@@ -202,11 +202,7 @@ def check_room(job: Job, site: Site | None, *, disk_mib: int) -> Iterator[Findin
         disk_mib: what is staged to each node's local disk, as far as known.
     """
     kinds = site.kinds_of(job.resources.partition) if site else {}
-    disks = {
-        name: int(kind.local_disk.removesuffix("M"))
-        for name, kind in kinds.items()
-        if kind.local_disk
-    }
+    disks = {name: kind.local_disk for name, kind in kinds.items() if kind.local_disk}
     small = sorted(name for name, size in disks.items() if size < disk_mib)
     if small:
         level = error if len(small) == len(kinds) else warning

@@ -86,7 +86,7 @@ class Request:
         self, code: str, name: str, message: str, limit: Any = None, hint: str = ""
     ) -> Finding:
         """Return an error about a field of `resources`, with its value in the job file."""
-        value = getattr(self.job.resources, name)
+        value = self.job.resources.written(name)
         return error(code, f"resources.{name}", value, message, limit, hint)
 
 
@@ -169,7 +169,7 @@ def request_of(job: Job, *, disk_mib: int = 0, shm_mib: int = 0) -> Request:
         tasks=1 if job.launcher == "torchrun" else resources.ranks,
         cpus=1 if "overcommit" in options else resources.ranks * resources.cpus_per_rank,
         memory_mib=memory if resources.memory else None,
-        staged_mib=memory - int((resources.memory or "0M").removesuffix("M")),
+        staged_mib=memory - (resources.memory or 0),
         gpus=values.parse_gpus(resources.gpus).kinds,
         minutes=-(-seconds // 60),
         partitions=tuple(filter(None, (resources.partition or "").split(","))),

@@ -193,7 +193,7 @@ def _first(items: list[str], separator: str) -> str:
 
 def _add(sizes: Sizes, stage: Stage, walk: _Walk) -> None:
     if stage.size is not None:
-        mebibytes = int(stage.size.removesuffix("M"))
+        mebibytes = stage.size
     elif walk.cut or is_compressed(stage):
         return
     else:

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from hpml_orchestrator.errors import HpmlError, InputError
-from hpml_orchestrator.spec.values import size_text
+from hpml_orchestrator.spec.values import MIB, size_text
 
 if TYPE_CHECKING:
     from hpml_orchestrator.spec import Job, ResolvedJob, Stage
@@ -26,7 +26,6 @@ RAM_SHARE = 0.5
 """Of the memory that a node has beside what the job asks for, how much staging may take: the rest
 is for the page cache, for other jobs, and for what the job did not foresee."""
 
-_MEBIBYTE = 1024**2
 _PAGE_BYTES = 4096
 _ANY_BYTES = 1 << 62
 _COMPRESSED = tuple(".gz .tgz .xz .bz2 .txz .tbz2 .tbz .zst .zstd .tzst .lz4".split())
@@ -47,9 +46,9 @@ def room_of_site(job: Job, site: Site | None) -> NodeRoom:
     partition = job.resources.partition
     kinds = site.node_types_of(partition)
     profiles = [site.partitions.get(name) for name in site.partitions_of(partition)]
-    limits = [_mebibytes(profile.max_memory_per_node) for profile in profiles if profile]
-    memory = [_mebibytes(kind.memory) for kind in kinds]
-    disks = [_mebibytes(kind.local_disk) for kind in kinds]
+    limits = [profile.max_memory_per_node for profile in profiles if profile]
+    memory = [kind.memory or 0 for kind in kinds]
+    disks = [kind.local_disk or 0 for kind in kinds]
     return NodeRoom(
         memory_mib=min([*memory, *filter(None, limits)]) if kinds and all(memory) else None,
         disk_mib=min(disks) if kinds and all(disks) else None,
@@ -70,7 +69,7 @@ def measured(
         InputError: the source does not exist, or is a compressed archive whose size must be given.
     """
     job = resolved.job
-    own = _mebibytes(job.resources.memory)
+    own = job.resources.memory or 0
     origins = dict(resolved.origins)
     stages: list[Stage] = []
     reasons: dict[str, str] = {}
@@ -81,7 +80,7 @@ def measured(
         if needed and (stage.target == "shm" or not is_compressed(stage)):
             stage = stage.model_copy(update={"size": _size(stage, index)})
             origins[f"stage.{index}.size"] = "measured"
-        size = _mebibytes(stage.size)
+        size = stage.size or 0
         if stage.target == "auto":
             target, why = _target(size, own, in_ram, room)
             stage = stage.model_copy(update={"target": target})
@@ -128,8 +127,8 @@ def is_compressed(stage: Stage) -> bool:
     return kind == "tar" and name.endswith(_COMPRESSED)
 
 
-def _size(stage: Stage, index: int) -> str:
-    """Return the measured size of an entry, such as `30M`, with errors that name its field."""
+def _size(stage: Stage, index: int) -> int:
+    """Return the measured size of an entry in MiB, with errors that name its field."""
     try:
         size = None if is_compressed(stage) else _bytes_in_ram(stage)
     except (HpmlError, OSError) as error:
@@ -146,7 +145,7 @@ def _size(stage: Stage, index: int) -> str:
             field=f"stage.{index}.size",
             hint=f"`size: 40G`, or whatever {stage.source} holds",
         )
-    return f"{max(1, -(-size // _MEBIBYTE))}M"
+    return max(1, -(-size // MIB))
 
 
 def _bytes_in_ram(stage: Stage) -> int | None:
@@ -165,8 +164,3 @@ def _bytes_in_ram(stage: Stage) -> int | None:
     room = Room(_ANY_BYTES, "", None, _PAGE_BYTES, in_memory=True)
     with contextlib.closing(open_source(request, Retry(time.sleep, lambda: False), room)) as source:
         return None if source.ordered else source.plan().need(_PAGE_BYTES, INODE_BYTES).bytes
-
-
-def _mebibytes(memory: str | None) -> int:
-    """Return an amount of memory as the models keep it, such as `512M`; 0 for None."""
-    return int((memory or "0M").removesuffix("M"))

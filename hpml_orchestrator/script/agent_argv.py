@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 from hpml_orchestrator.placement.gpus import VISIBLE_VARIABLES
 from hpml_orchestrator.script import template
 from hpml_orchestrator.spec.text import PLACEHOLDER
+from hpml_orchestrator.spec.values import MIB
 
 if TYPE_CHECKING:
     from pydantic import BaseModel
@@ -92,7 +93,7 @@ def _site(job: Job, site: ResolvedSite | None) -> dict[str, Any]:
         names += ["metadata_rate", *_SIZES]
     fields = _changed(staging, *names)
     for name in fields.keys() & set(_SIZES):
-        fields[name] = int(fields[name].removesuffix("M")) << 20
+        fields[name] *= MIB
     interfaces = site.site.interfaces_of(job.resources.partition)
     if interfaces and job.resources.nodes > 1:
         fields["interfaces"] = interfaces

@@ -54,12 +54,13 @@ def directives(job: Job, site: ResolvedSite | None = None) -> list[str]:
         name, _ = _split(option)
         field = _field_of(job, name, option)
         if name in rules and rules[name].forbid is not None and field:
-            given = getattr(job.resources, field.removeprefix("resources."))
-            shown = given if isinstance(given, (str, int)) else None
+            given = option
+            if field != "resources.extra":
+                given = job.resources.written(field.removeprefix("resources."))
             raise InputError(
                 f"asks for --{name}, which this site forbids: {rules[name].forbid}",
                 field=field,
-                value=option if field == "resources.extra" else shown,
+                value=given if isinstance(given, (str, int)) else None,
                 hint=f"leave it out; the rule is in {site.origin(f'directives.{name}')}",
             )
     return _apply(rules, options)
@@ -68,7 +69,7 @@ def directives(job: Job, site: ResolvedSite | None = None) -> list[str]:
 def memory_mebibytes(job: Job) -> int:
     """Return the memory to ask for per node in MiB: the job's own, and what is staged into RAM."""
     sizes = [stage.size for stage in job.stage if stage.target == "shm" and stage.size is not None]
-    return sum(int(size.removesuffix("M")) for size in (job.resources.memory or "0M", *sizes))
+    return (job.resources.memory or 0) + sum(sizes)
 
 
 def _own_options(job: Job) -> list[str]:
@@ -173,13 +174,12 @@ def without_time(rules: Mapping[str, DirectiveRule]) -> bool:
     return leaves_out(rules, "time") or (rule is not None and rule.rename is not None)
 
 
-def _as_field(field: str, value: str | None) -> str | None:
+def _as_field(field: str, value: str | None) -> object:
     """Return an option's value as the field of `resources` has it; None for what it cannot have."""
     try:
-        text: str | None = getattr(Resources.model_validate({field: value}), field)
+        return getattr(Resources.model_validate({field: value}), field)
     except ValueError:
         return None
-    return text
 
 
 def _split(option: str) -> tuple[str, str]:

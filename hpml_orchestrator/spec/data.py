@@ -34,7 +34,7 @@ class Stage(Model):
     target: text.PathText = "local"
     """Where to: `shm` (RAM), `local` (the node's disk), `auto` (RAM if there is enough, else the
     disk), or a directory's path."""
-    size: text.MemoryText | None = None
+    size: text.Memory | None = None
     """Its size once staged, such as `40G`; default: measured."""
     keep: StrictBool = False
     """Whether it stays on the node for later jobs, which then copy nothing; removed when the room

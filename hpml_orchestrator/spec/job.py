@@ -72,7 +72,7 @@ class Resources(Model):
     """Ranks that share one GPU and the cores next to it."""
     cpus_per_rank: Annotated[StrictInt, Field(ge=1, le=100_000)] = 1
     """CPUs per rank, including its data loader workers."""
-    memory: text.MemoryText | None = None
+    memory: text.Memory | None = None
     """Memory per node, such as `64G`; data staged into RAM is added to it."""
     time: text.TimeText = "01:00:00"
     """Time limit: `2h`, `1d12h`, or minutes, MM:SS, HH:MM:SS, D-HH, D-HH:MM or D-HH:MM:SS."""
@@ -115,6 +115,10 @@ class Resources(Model):
             if reason and not _GRES_WITHOUT_GPUS.fullmatch(option):
                 raise ValueError(f"--{name} {reason}")
         return value
+
+    def written(self, name: str) -> Any:
+        """Return the value of a field as a job file has it."""
+        return self.model_dump(include={name})[name]
 
     @property
     def gpu_count(self) -> int:

@@ -24,7 +24,7 @@ from hpml_orchestrator.spec.document import read_mapping
 from hpml_orchestrator.spec.job import Job, spelled_out
 from hpml_orchestrator.spec.load import covers, leaves, make_absolute, merged
 from hpml_orchestrator.spec.problems import combined, problems_of
-from hpml_orchestrator.spec.text import MAX_LIST, Count, GpuText, MemoryText, Model, PositiveInt
+from hpml_orchestrator.spec.text import MAX_LIST, Count, GpuText, Memory, Model, PositiveInt
 
 __all__ = [
     "NEEDED_DIRECTIVES",
@@ -127,11 +127,11 @@ class NodeType(Paths):
     """Cores per socket."""
     threads_per_core: Count | None = None
     """Hardware threads per core."""
-    memory: MemoryText | None = None
+    memory: Memory | None = None
     """Memory that jobs can have, per node."""
     gpus: GpuText = "0"
     """GPUs per node, such as `a100:4`."""
-    local_disk: MemoryText | None = None
+    local_disk: Memory | None = None
     """Size of the local disk."""
     features: Names = Field(default=[])
     """Features, for `resources.constraint`."""
@@ -160,7 +160,7 @@ class Partition(Model):
     """Time limit of jobs that ask for none."""
     max_cpus_per_node: Count | None = None
     """Maximum CPUs per node."""
-    max_memory_per_node: MemoryText | None = None
+    max_memory_per_node: Memory | None = None
     """Maximum memory per node."""
     exclusive: StrictBool = False
     """Whether jobs get whole nodes."""
@@ -180,13 +180,13 @@ class Staging(Model):
     array_jitter: Annotated[StrictInt, Field(ge=0, le=86_400)] | None = None
     """Maximum seconds over which the tasks of an array spread the start of staging: half a second
     per task, up to this."""
-    shared_rate: MemoryText | None = None
+    shared_rate: Memory | None = None
     """Bytes per second that the shared file system reads for all nodes together, such as `20G`."""
     metadata_rate: PositiveInt | None = None
     """Files per second that it opens for all nodes together."""
-    link_rate: MemoryText | None = None
+    link_rate: Memory | None = None
     """Bytes per second between two nodes, such as `10G`."""
-    disk_rate: MemoryText | None = None
+    disk_rate: Memory | None = None
     """Bytes per second that a node's local disk writes, such as `2G`."""
 
 

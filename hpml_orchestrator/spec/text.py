@@ -11,7 +11,15 @@ import re
 from collections.abc import Iterable
 from typing import Annotated, Any
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, StrictInt
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    PlainSerializer,
+    StrictInt,
+)
 
 from hpml_orchestrator.errors import nearest
 from hpml_orchestrator.spec import values
@@ -35,7 +43,7 @@ __all__ = [
     "JobName",
     "Line",
     "ListenAddress",
-    "MemoryText",
+    "Memory",
     "Model",
     "ModuleName",
     "NodePath",
@@ -324,7 +332,11 @@ GpuText = Annotated[
         json_schema_input_type=int | str | list[int | str],
     ),
 ]
-MemoryText = Annotated[str, BeforeValidator(values.memory_text, json_schema_input_type=int | str)]
+Memory = Annotated[
+    int,  # MiB; the record has it as Slurm takes it, such as 2048M
+    BeforeValidator(values.parse_memory, json_schema_input_type=int | str),
+    PlainSerializer(lambda mebibytes: f"{mebibytes}M"),
+]
 TimeText = Annotated[
     str,
     BeforeValidator(

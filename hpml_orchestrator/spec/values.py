@@ -17,12 +17,12 @@ __all__ = [
     "TIME_FORMS",
     "Gpus",
     "format_time",
-    "memory_text",
     "parse_bytes",
     "parse_count",
     "parse_gpu_option",
     "parse_gpus",
     "parse_mebibytes",
+    "parse_memory",
     "parse_time",
     "parse_time_limit",
     "read_bytes",
@@ -223,16 +223,16 @@ def parse_mebibytes(text: str) -> int:
     return -(-_written_bytes(text) // MIB)
 
 
-def memory_text(value: Any) -> str:
-    """Return a size that a user wrote in whole MiB, as Slurm takes it.
+def parse_memory(value: Any) -> int:
+    """Return whole MiB of a size that a user wrote, rounded up.
 
     Raises:
         ValueError: it is not a size, zero, or over 1 PiB.
 
-    >>> memory_text("2G"), memory_text("1K")
-    ('2048M', '1M')
+    >>> parse_memory("2G"), parse_memory("1K"), parse_memory(512)
+    (2048, 1, 512)
     """
-    return f"{-(-parse_bytes(value) // MIB)}M"
+    return -(-parse_bytes(value) // MIB)
 
 
 def size_text(mebibytes: int) -> str:

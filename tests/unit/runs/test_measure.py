@@ -38,7 +38,7 @@ def test_sizes_are_filled_in_and_said_to_be_measured(tmp_path: Path) -> None:
         ],
     )
     after, _ = measured(before)
-    assert [stage.size for stage in after.job.stage] == ["4M", None, "7M"]
+    assert [stage.size for stage in after.job.stage] == [4, None, 7]
     assert after.origins["stage.0.size"] == "measured"
     assert before.origins["stage.0.size"] == "default"
     assert before.job.stage[0].size is None
@@ -107,10 +107,10 @@ def test_the_least_node_of_the_partition_counts() -> None:
 
 
 @pytest.mark.parametrize(
-    ("kind", "size"), [("auto", "4M"), ("pack", "4M"), ("tree", "1M"), ("damaged", "")]
+    ("kind", "size"), [("auto", 4), ("pack", 4), ("tree", 1), ("damaged", None)]
 )
 def test_a_pack_is_measured_as_the_tree_that_it_becomes(
-    tmp_path: Path, kind: str, size: str
+    tmp_path: Path, kind: str, size: int | None
 ) -> None:
     """By its index: small files take a page each in RAM, which they do not in the pack."""
     tree = tmp_path / "tree"
@@ -136,8 +136,8 @@ def test_a_tar_archive_is_measured_by_its_headers(tmp_path: Path) -> None:
             for number in range(600):
                 archive.add(tmp_path / "one", str(number))
     entry = {"name": "a", "source": "d.tar", "target": "shm"}
-    assert measured(resolved(tmp_path, [entry]))[0].job.stage[0].size == "4M"
-    assert measured(resolved(tmp_path, [{**entry, "kind": "file"}]))[0].job.stage[0].size == "2M"
+    assert measured(resolved(tmp_path, [entry]))[0].job.stage[0].size == 4
+    assert measured(resolved(tmp_path, [{**entry, "kind": "file"}]))[0].job.stage[0].size == 2
     with pytest.raises(InputError, match="stage.0.size: must be given for a compressed archive"):
         measured(resolved(tmp_path, [{**entry, "source": "gzd.tar"}]))
 
@@ -150,7 +150,7 @@ def test_the_size_of_a_compressed_archive_has_to_be_said(tmp_path: Path, name: s
     with pytest.raises(InputError, match="stage.0.size: must be given for a compressed archive"):
         measured(resolved(tmp_path, [stage]))
     as_file, _ = measured(resolved(tmp_path, [{**stage, "kind": "file"}]))
-    assert as_file.job.stage[0].size == "1M"
+    assert as_file.job.stage[0].size == 1
 
 
 def test_a_source_that_is_not_there(tmp_path: Path) -> None:

@@ -51,7 +51,7 @@ def test_what_is_staged_into_ram_is_asked_for_as_memory() -> None:
     assert memory_mebibytes(asked) == 4096 + 2048
     assert "--mem=6144M" in directives(asked)
     assert not any("--mem" in line for line in directives(job_of(stage=stage)))
-    assert as_asked(asked, rules(mem={}).site.directives).resources.memory == "4096M"
+    assert as_asked(asked, rules(mem={}).site.directives).resources.memory == 4096
 
 
 @pytest.mark.parametrize(
@@ -86,24 +86,24 @@ def test_rules_change_the_options(
 
 
 @pytest.mark.parametrize(
-    ("option", "resources", "field"),
+    ("option", "resources", "field", "value"),
     [
-        ("mem", {"memory": "4G"}, "resources.memory"),
-        ("exclusive", {"exclusive": True}, "resources.exclusive"),
-        ("mail_user", {"mail": {"to": "me"}}, "resources.mail"),
-        ("nice", {"extra": ["--nice=5"]}, "resources.extra"),
+        ("mem", {"memory": "2G"}, "resources.memory", "2048M"),
+        ("exclusive", {"exclusive": True}, "resources.exclusive", True),
+        ("mail_user", {"mail": {"to": "me"}}, "resources.mail", None),
+        ("nice", {"extra": ["--nice=5"]}, "resources.extra", "--nice=5"),
     ],
 )
 def test_a_job_that_asks_for_what_is_forbidden_is_refused(
-    option: str, resources: dict[str, Any], field: str
+    option: str, resources: dict[str, Any], field: str, value: object
 ) -> None:
-    """With the field and the site's own words."""
+    """With the field, its value and the site's own words."""
     site = rules(**{option: {"forbid": "our filter rejects it"}})
     with pytest.raises(
         InputError, match="which this site forbids: our filter rejects it"
     ) as caught:
         render(job(**resources), HERE, site)
-    assert caught.value.field == field
+    assert (caught.value.field, caught.value.value) == (field, value)
 
 
 def test_the_job_as_slurm_will_see_it() -> None:

@@ -109,7 +109,7 @@ def test_nodes_are_grouped_by_equal_hardware(small: Cluster) -> None:
     assert list(kinds) == ["a100x4", "cpu"]
     kind = kinds["a100x4"]
     assert (kind.nodes, kind.count, kind.cpus, kind.gpus) == ("gpu[1-2]", 2, 128, "a100:4")
-    assert (kind.memory, kind.local_disk, kind.threads_per_core) == ("524288M", "1843200M", 2)
+    assert (kind.memory, kind.local_disk, kind.threads_per_core) == (524288, 1843200, 2)
     assert "Out of service when this was written: 1 of 2." in text
     assert '# gpu2: fan "3" is dead ü' in text
 
