@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
-from hpml_orchestrator.check.finding import Finding, Level, listed
+from hpml_orchestrator.check.finding import Finding, Level
 from hpml_orchestrator.check.request import Placement, Request, cpus_field
 from hpml_orchestrator.errors import did_you_mean
+from hpml_orchestrator.records.texts import first_few
 from hpml_orchestrator.scheduler.cluster import Association, Cluster, Qos
 from hpml_orchestrator.spec.values import format_time, size_text
 
@@ -173,7 +174,7 @@ def _account(
     if wanted:
         elsewhere = any(_same(account, wanted) for account in accounts)
         reason = "is valid in other partitions only" if elsewhere else "is not one of yours"
-        message = f"account {wanted} {reason}; yours are {listed(accounts)}"
+        message = f"account {wanted} {reason}; yours are {first_few(accounts)}"
         hint = did_you_mean(wanted, accounts)
         level = "error" if enforced else "warning"
         yield Finding(level, "account.unknown", field, wanted, message, accounts, hint)
@@ -202,12 +203,12 @@ def _qos(wanted: str, cluster: Cluster, association: Association | None) -> Iter
     level: Level = "error" if "qos" in cluster.limits.accounting_enforce else "warning"
     field = "resources.qos"
     if cluster.qos is not None and not any(_same(name, wanted) for name in known):
-        message = f"there is no QOS {wanted}; you may use {listed(allowed)}"
+        message = f"there is no QOS {wanted}; you may use {first_few(allowed)}"
         hint = did_you_mean(wanted, allowed)
         yield Finding(level, "qos.unknown", field, wanted, message, allowed, hint)
     elif association is not None and not any(_same(name, wanted) for name in allowed):
         message = f"account {association.account} may not use QOS {wanted}; "
-        message += f"it may use {listed(allowed)}"
+        message += f"it may use {first_few(allowed)}"
         yield Finding(level, "qos.account", field, wanted, message, allowed)
 
 

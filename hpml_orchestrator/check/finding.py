@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import functools
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
-__all__ = ["Finding", "Level", "error", "errors_first", "listed", "warning"]
+__all__ = ["Finding", "Level", "error", "errors_first", "warning"]
 
 Level = Literal["error", "warning"]
-_SHOWN = 8
 
 
 @dataclass(frozen=True)
@@ -56,16 +55,3 @@ def errors_first(findings: Iterable[Finding]) -> list[Finding]:
     """Return each finding once, errors before warnings."""
     unique = {(finding.code, finding.field, finding.message): finding for finding in findings}
     return sorted(unique.values(), key=lambda finding: finding.level != "error")
-
-
-def listed(names: Sequence[str], none: str = "none") -> str:
-    """Return names as a sentence has them; a long list is cut.
-
-    >>> listed(["a", "b", "c"]), listed([])
-    ('a, b and c', 'none')
-    """
-    if not names:
-        return none
-    if len(names) > _SHOWN:
-        return f"{', '.join(names[:_SHOWN])} and {len(names) - _SHOWN} more"
-    return " and ".join(filter(None, (", ".join(names[:-1]), names[-1])))

@@ -6,9 +6,10 @@ import re
 from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING
 
-from hpml_orchestrator.check.finding import Finding, error, listed, warning
+from hpml_orchestrator.check.finding import Finding, error, warning
 from hpml_orchestrator.check.nodes import plain_features
 from hpml_orchestrator.errors import did_you_mean
+from hpml_orchestrator.records.texts import first_few
 
 if TYPE_CHECKING:
     from hpml_orchestrator.check.request import Request
@@ -65,7 +66,7 @@ def _wanted_licenses(request: Request) -> list[tuple[str, int]]:
 
 def _unknown(code: str, noun: str, name: str, option: str, there: Iterable[str]) -> Finding:
     names = list(there)
-    message = f"there is no {noun} {name} on this cluster; there are {listed(names)}"
+    message = f"there is no {noun} {name} on this cluster; there are {first_few(names)}"
     return error(f"{code}.unknown", _FIELD, option, message, names, did_you_mean(name, names))
 
 

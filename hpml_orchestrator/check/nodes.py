@@ -8,9 +8,10 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from hpml_orchestrator.check.finding import Finding, error, listed, warning
+from hpml_orchestrator.check.finding import Finding, error, warning
 from hpml_orchestrator.check.request import Placement, Request, cpus_field
 from hpml_orchestrator.errors import counted, did_you_mean
+from hpml_orchestrator.records.texts import first_few
 from hpml_orchestrator.scheduler.cluster import Cluster, Node
 from hpml_orchestrator.spec.values import size_text
 
@@ -73,11 +74,11 @@ def fit(placement: Placement) -> tuple[list[Node], list[Finding]]:
     elif unfit:
         value = f"--nodelist={','.join(sorted(request.required))}"
         findings = [
-            error("nodes.required", field, value, f"{listed(unfit)} {where} cannot run this job")
+            error("nodes.required", field, value, f"{first_few(unfit)} {where} cannot run this job")
         ]
     else:
         texts = [need.text for need in needs if need.least > 1 or need.code == "features"]
-        message = f"{_only(len(fitting))} {where} with {listed(texts)} at once; "
+        message = f"{_only(len(fitting))} {where} with {first_few(texts)} at once; "
         message += f"{request.nodes} needed"
         findings = [request.fault("nodes.together", "nodes", message, len(fitting))]
     return fitting, findings
@@ -91,7 +92,7 @@ def unknown_to_cluster(request: Request, cluster: Cluster) -> Iterator[Finding]:
     features = sorted({feature for node in cluster.nodes for feature in node.features})
     for name in plain_features(request):
         if name not in features:
-            message = f"no node has the feature {name}; there are {listed(features)}"
+            message = f"no node has the feature {name}; there are {first_few(features)}"
             hint = did_you_mean(name, features)
             yield request.fault("features.unknown", "constraint", message, features, hint)
     names = {node.name for node in cluster.nodes}
@@ -188,7 +189,7 @@ def _unknown_gpus(request: Request, cluster: Cluster) -> Iterator[Finding]:
         if kind and kind not in types:
             noun = "MIG profile" if "g." in kind else "type of GPU"
             message = f"no node has the {noun} {kind}; nodes have up to "
-            message += listed(there, none="GPUs without a type")
+            message += first_few(there, none="GPUs without a type")
             hint = did_you_mean(kind, [name for name in types if name and "g." not in kind])
             yield request.fault("gpus.type", "gpus", message, sorted(types), hint)
 
@@ -207,6 +208,6 @@ def check_room(job: Job, site: Site | None, *, disk_mib: int) -> Iterator[Findin
     if small:
         level = error if len(small) == len(kinds) else warning
         need, limit = size_text(disk_mib), size_text(max(disks[name] for name in small))
-        message = f"the job stages {need} to the local disk; nodes of type {listed(small)} have "
+        message = f"the job stages {need} to the local disk; nodes of type {first_few(small)} have "
         message += f"at most {limit}, by the site profile"
         yield level("stage.local_disk", "stage", need, message, limit)

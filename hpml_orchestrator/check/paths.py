@@ -10,8 +10,9 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from hpml_orchestrator.check.finding import Finding, Level, error, listed, warning
+from hpml_orchestrator.check.finding import Finding, Level, error, warning
 from hpml_orchestrator.errors import SchedulerUnavailable, did_you_mean
+from hpml_orchestrator.records.texts import first_few
 from hpml_orchestrator.scheduler.command import Runner
 
 if TYPE_CHECKING:
@@ -236,13 +237,13 @@ def check_software(
             place = f"environment.modules.{index}"
             findings.append(Finding(level, "module.unknown", place, module, message, None, hint))
     if "no module" in lines:
-        unseen.append(f"modules {listed(modules)} (no `module` command here)")
+        unseen.append(f"modules {first_few(modules)} (no `module` command here)")
     if conda:
         known = _conda_environments(conda_text)
         if known is None:
             unseen.append(f"conda environment {conda} (no conda here)")
         elif conda not in known:
-            message = f"there is no conda environment {conda} {where}; there are {listed(known)}"
+            message = f"there is no conda environment {conda} {where}; there are {first_few(known)}"
             hint = did_you_mean(conda, known)
             place = "environment.conda"
             findings.append(Finding(level, "conda.unknown", place, conda, message, known, hint))

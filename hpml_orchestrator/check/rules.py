@@ -13,11 +13,12 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from hpml_orchestrator.check.accounting import Standing, accounting_limits, standing_of
-from hpml_orchestrator.check.finding import Finding, error, errors_first, listed, warning
+from hpml_orchestrator.check.finding import Finding, error, errors_first, warning
 from hpml_orchestrator.check.named import named_resources, not_judged
 from hpml_orchestrator.check.nodes import fit, unknown_to_cluster
 from hpml_orchestrator.check.request import Placement, Request, request_of
 from hpml_orchestrator.errors import counted, did_you_mean
+from hpml_orchestrator.records.texts import first_few
 from hpml_orchestrator.spec.values import format_time, size_text
 
 if TYPE_CHECKING:
@@ -141,7 +142,7 @@ def _partitions(request: Request, cluster: Cluster) -> tuple[list[Partition], li
     if request.partitions:
         faults = []
         for name in set(request.partitions) - set(names):
-            message = f"there is no partition {name}; there are {listed(names)}"
+            message = f"there is no partition {name}; there are {first_few(names)}"
             hint = did_you_mean(name, names)
             faults.append(request.fault("partition.unknown", "partition", message, names, hint))
         return [found for name in request.partitions if (found := cluster.partition(name))], faults
@@ -153,7 +154,7 @@ def _partitions(request: Request, cluster: Cluster) -> tuple[list[Partition], li
         return [cluster.default_partition], []
     if request.options.get("reservation"):
         return [], []
-    message = f"must be given: this cluster has no default partition; there are {listed(names)}"
+    message = f"must be given: this cluster has no default partition; there are {first_few(names)}"
     hint = f"`partition: {names[0]}`"
     return [], [request.fault("partition.none", "partition", message, names, hint)]
 
@@ -189,7 +190,7 @@ def _closed_findings(placement: Placement) -> Iterator[Finding]:
         yield request.fault("partition.root-only", "partition", f"{where} is for root alone")
     mine = cluster.groups if cluster.user != root else ()
     if groups is not None and mine and not {*mine} & {*groups}:
-        message = f"{where} is for members of {listed(groups)}; you are in {listed(mine)}"
+        message = f"{where} is for members of {first_few(groups)}; you are in {first_few(mine)}"
         yield request.fault("partition.groups", "partition", message)
     if partition.reservation_only and "reservation" not in request.options:
         message = f"{where} is for jobs in a reservation"
@@ -207,7 +208,7 @@ def _access_findings(placement: Placement, standing: Standing) -> Iterator[Findi
         message = f"partition {partition.name} is not open to {label} {name}"
         message += ", which you have by default" * (not getattr(resources, option))
         if name and allowed is not None and not _among(name, allowed):
-            message += f"; it takes {listed(allowed)}"
+            message += f"; it takes {first_few(allowed)}"
             yield placement.request.fault(f"partition.{option}", option, message, list(allowed))
         elif name and allowed is None and _among(name, denied):
             yield placement.request.fault(f"partition.{option}", option, message)
@@ -308,7 +309,7 @@ def _nodes_down(
     if cluster.nodes:
         limit = count - len(down)
         message = f"the job will wait: {limit} of the {count} nodes of partition "
-        message += f"{best.partition.name} that fit it are in service; {listed(reasons)}"
+        message += f"{best.partition.name} that fit it are in service; {first_few(reasons)}"
         yield warning("nodes.down", "resources.nodes", request.nodes, message, limit)
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import os
 import stat
 import time
@@ -13,6 +12,7 @@ from typing import TYPE_CHECKING
 from hpml_orchestrator.check.finding import Finding, error, warning
 from hpml_orchestrator.check.request import Sizes
 from hpml_orchestrator.errors import HpmlError
+from hpml_orchestrator.records.texts import first_few
 from hpml_orchestrator.runs.measure import is_compressed
 from hpml_orchestrator.staging.faults import OUTSIDE_LINKS, shown
 from hpml_orchestrator.staging.plan import NO_FILE, link_fault
@@ -173,22 +173,16 @@ def _look_at(path: str, walk: _Walk) -> None:
 def _walk_findings(walk: _Walk, place: str) -> Iterator[Finding]:
     source = walk.stage.source
     if walk.unreadable:
-        message = f"not readable by you: {_first(walk.unreadable, ', ')}"
+        message = f"not readable by you: {first_few(walk.unreadable, _NAMED)}"
         hint = f"`ls -l {walk.unreadable[0]}`; ask its owner for permission to read it"
         yield error("stage.unreadable", place, source, message, None, hint)
     if walk.refused:
-        message = f"{source} contains what cannot be staged: {_first(walk.refused, '; ')}"
+        message = f"{source} contains what cannot be staged: {first_few(walk.refused, _NAMED)}"
         hint = OUTSIDE_LINKS if walk.refused_link else ""
         yield error("stage.refused", place, source, message, None, hint)
     if walk.cut:
         message = f"only the first {walk.entries} entries were checked"
         yield warning("stage.partly", place, source, message)
-
-
-def _first(items: list[str], separator: str) -> str:
-    more = len(items) - _NAMED
-    text = separator.join(itertools.islice(items, _NAMED))
-    return f"{text}{separator}and {more} more" if more > 0 else text
 
 
 def _add(sizes: Sizes, stage: Stage, walk: _Walk) -> None:

@@ -15,7 +15,7 @@ import typer
 from hpml_orchestrator.cli.process import APPENDED
 from hpml_orchestrator.errors import InputError, NotFoundError
 from hpml_orchestrator.records.store import Store, default_root
-from hpml_orchestrator.records.texts import examples
+from hpml_orchestrator.records.texts import first_few
 from hpml_orchestrator.spec.values import read_span
 
 if TYPE_CHECKING:
@@ -153,7 +153,7 @@ def one_run(submission: Submission, *, field: str, has: str) -> Submission:
         f"is a job array of {len(tasks)} tasks, each with its own {has}",
         field=field,
         value=submission.sid,
-        hint=f"name one: {examples(names, _NAMED_TASKS)}",
+        hint=f"name one: {first_few(names, _NAMED_TASKS)}",
     )
 
 

@@ -19,16 +19,16 @@ from hpml_orchestrator.cli.topopicture import (
     nearest_nics,
     picture,
 )
-from hpml_orchestrator.errors import HpmlError, InputError, NotFoundError, RecordError, counted
+from hpml_orchestrator.errors import InputError, NotFoundError, RecordError, counted
 from hpml_orchestrator.placement.model import PLAN_COLUMNS, plan_json, plan_rows
 from hpml_orchestrator.placement.planfile import read
 from hpml_orchestrator.records.files import read_text
-from hpml_orchestrator.records.texts import examples
+from hpml_orchestrator.records.texts import first_few
 from hpml_orchestrator.runs.bound import bound_of, node_topology
 from hpml_orchestrator.runs.state import run_of
-from hpml_orchestrator.scheduler.command import SubprocessRunner
 from hpml_orchestrator.topology import topology_json
 from hpml_orchestrator.topology.cpulist import format_list, parse_list
+from hpml_orchestrator.topology.nvidia_smi import list_gpus
 from hpml_orchestrator.topology.recognise import (
     BYTES_MAX,
     decode,
@@ -82,7 +82,8 @@ def read_node(file: str | None) -> ShownNode:
         NotFoundError: there is no such file.
     """
     if file is None:
-        topology = read_sysfs(gpu_listing=_gpu_listing())
+        has_instances = os.path.isdir("/proc/driver/nvidia/capabilities")  # of MIG, perhaps
+        topology = read_sysfs(gpu_listing=list_gpus() if has_instances else "")
         usable = os.sched_getaffinity(0)
         restriction = format_list(usable) if topology.cpus - usable else ""
         return ShownNode(topology, os.uname().nodename, restriction)
@@ -90,17 +91,6 @@ def read_node(file: str | None) -> ShownNode:
         text = decode(sys.stdin.buffer.read(BYTES_MAX + 1), name="standard input")
         return ShownNode(topology_of_text(text, name="standard input"), "standard input")
     return ShownNode(read_topology(file), os.path.basename(os.path.abspath(file)) or file)
-
-
-def _gpu_listing() -> str:
-    """Return the output of `nvidia-smi -L` where there are MIG instances."""
-    if not os.path.isdir("/proc/driver/nvidia/capabilities"):
-        return ""
-    try:
-        result = SubprocessRunner().run(["nvidia-smi", "-L"], env=os.environ, timeout=20)
-    except (HpmlError, OSError):
-        return ""
-    return result.stdout if result.returncode == 0 and "MIG " in result.stdout else ""
 
 
 def show_node(node: ShownNode, *, svg: str | None, as_json: bool) -> None:
@@ -277,7 +267,7 @@ def _node(attempt: Attempt, label: str, wanted: str, bound: Bound) -> str:
     if wanted and wanted not in known:
         raise NotFoundError(
             f"{label} has no record of a node {wanted!r}",
-            hint=f"nodes with a record: {examples(known, _NODES_SHOWN)}",
+            hint=f"nodes with a record: {first_few(known, _NODES_SHOWN)}",
         )
     with_ranks = [place.node for place in bound.places if place.node in known]
     name = wanted or (with_ranks or known)[0]

@@ -8,7 +8,6 @@ from __future__ import annotations
 import errno
 import os
 import re
-import subprocess
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -26,6 +25,7 @@ from hpml_orchestrator.placement.verify import Circumstances
 from hpml_orchestrator.records.files import write_json, write_text
 from hpml_orchestrator.topology.cpulist import format_list, parse_list
 from hpml_orchestrator.topology.model import topology_json
+from hpml_orchestrator.topology.nvidia_smi import list_gpus
 from hpml_orchestrator.topology.pci import full_address
 from hpml_orchestrator.topology.sysfs import read_sysfs
 
@@ -40,13 +40,10 @@ __all__ = [
     "Roots",
     "bind_alone",
     "is_bound",
-    "list_instances",
     "prepare",
     "publish",
     "unbound",
 ]
-
-_LISTING_SECONDS = 20.0
 
 
 @dataclass(frozen=True)
@@ -83,23 +80,6 @@ class Prepared:
     cpu_model: str = ""
 
 
-def list_instances() -> str:
-    """Return what `nvidia-smi -L` prints of MIG instances; empty where it does not work."""
-    try:
-        done = subprocess.run(
-            ["nvidia-smi", "-L"],
-            stdin=subprocess.DEVNULL,
-            capture_output=True,
-            encoding="utf-8",
-            errors="replace",
-            timeout=_LISTING_SECONDS,
-            check=False,
-        )
-    except (OSError, subprocess.TimeoutExpired):
-        return ""
-    return done.stdout if done.returncode == 0 and "MIG " in done.stdout else ""
-
-
 def prepare(
     options: BindOptions,
     environment: Mapping[str, str],
@@ -107,7 +87,7 @@ def prepare(
     node: str,
     allowed: Collection[int],
     roots: Roots = Roots(),
-    listing: Callable[[], str] = list_instances,
+    listing: Callable[[], str] = list_gpus,
 ) -> Prepared:
     """Read this node's topology and plan its ranks.
 

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hpml_orchestrator import __version__
+from hpml_orchestrator.records.git import run_git
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -18,12 +19,7 @@ if TYPE_CHECKING:
 __all__ = ["collect"]
 
 _GIT_TIMEOUT_SECONDS = 20
-# Filters are run, as by everybody's git: without Git LFS's, its files would count as changed.
-# `git diff` would write the index anew where only times differ, for which it asks no other option.
-_QUIET = "--no-optional-locks -c core.fsmonitor= -c diff.autoRefreshIndex=false".split()
 _PLAIN_DIFF = ("--binary", "--no-color", "--no-ext-diff", "--no-textconv")
-# Set inside git's hooks: they would name another repository than the job's.
-_GIT_PLACES = ("GIT_DIR", "GIT_WORK_TREE", "GIT_INDEX_FILE", "GIT_PREFIX")
 _DIFF_LIMIT_BYTES = 4 * 1024 * 1024
 
 
@@ -69,13 +65,13 @@ def _working_directory() -> str:
 
 
 def _git(directory: str, own: Sequence[Path]) -> tuple[dict[str, Any] | None, bytes]:
-    place = _run_git(directory, "rev-parse", "HEAD", "--show-toplevel", "--abbrev-ref", "HEAD")
+    place = _git_output(directory, "rev-parse", "HEAD", "--show-toplevel", "--abbrev-ref", "HEAD")
     if place is None:
         return None, b""
     commit, *top, branch = place.decode(errors="replace").rstrip("\n").split("\n")
-    status = _run_git(directory, "status", "--porcelain", "--untracked-files=normal")
+    status = _git_output(directory, "status", "--porcelain", "--untracked-files=normal")
     # the user's own settings of colours and of other diff programs make no patch
-    diff = _run_git(directory, "diff", "HEAD", *_PLAIN_DIFF) or b""
+    diff = _git_output(directory, "diff", "HEAD", *_PLAIN_DIFF) or b""
     root, own = Path("\n".join(top)), [Path(os.path.realpath(path)) for path in own]
     lines = [
         line
@@ -101,16 +97,9 @@ def _is_in(path: Path, directories: Sequence[Path]) -> bool:
     return any(path == directory or directory in path.parents for directory in directories)
 
 
-def _run_git(directory: str, *arguments: str) -> bytes | None:
+def _git_output(directory: str, *arguments: str) -> bytes | None:
     try:
-        done = subprocess.run(
-            ["git", "-C", directory, *_QUIET, *arguments],
-            capture_output=True,
-            check=False,
-            timeout=_GIT_TIMEOUT_SECONDS,
-            stdin=subprocess.DEVNULL,
-            env={name: value for name, value in os.environ.items() if name not in _GIT_PLACES},
-        )
+        done = run_git(directory, *arguments, timeout=_GIT_TIMEOUT_SECONDS)
     except (OSError, subprocess.TimeoutExpired):
         return None
     return done.stdout if done.returncode == 0 else None

@@ -17,7 +17,7 @@ from hpml_orchestrator.records.files import fsync_dir, write_json, write_text
 from hpml_orchestrator.records.ids import ID_PATTERN, named_by, stamp_of
 from hpml_orchestrator.records.run import Attempt, Run, task_output
 from hpml_orchestrator.records.submission import RUN_TABLE, SCRIPT, Submission
-from hpml_orchestrator.records.texts import examples
+from hpml_orchestrator.records.texts import first_few
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
@@ -258,7 +258,7 @@ def _named(
         matches = [by_id[sid] for sid in named_by(word, by_id, exact_name=exact_name)]
     if len(matches) > 1:
         raise InputError(
-            f"names {len(matches)} runs: {examples([match.sid for match in matches], 5)}",
+            f"names {len(matches)} runs: {first_few([match.sid for match in matches], 5)}",
             field="RUN",
             value=word,
             hint="give the id of the run" if word.isdecimal() else "give more of the id",
@@ -278,7 +278,7 @@ def _task(submission: Submission, index: int, word: str) -> Submission:
     if index not in indices:
         raise NotFoundError(
             f"{submission.sid} has no task {index}",
-            hint=f"its tasks: {examples([str(number) for number in indices], 10)}",
+            hint=f"its tasks: {first_few([str(number) for number in indices], 10)}",
         )
     return replace(submission, index=index)
 

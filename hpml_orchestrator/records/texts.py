@@ -14,7 +14,6 @@ __all__ = [
     "clock_text",
     "elapsed_text",
     "exact_bytes",
-    "examples",
     "first_few",
     "human_bytes",
     "seconds_text",
@@ -83,23 +82,16 @@ def exact_bytes(count: int) -> str:
     return f"{human_bytes(count)} ({count} bytes)" if count >= _KIBI else human_bytes(count)
 
 
-def first_few(names: Sequence[str], most: int = 8) -> str:
-    """Return the first few of many names.
+def first_few(names: Sequence[str], most: int = 8, *, none: str = "none") -> str:
+    """Return names as a sentence has them; a long list is cut.
 
-    >>> first_few(["a", "b", "c"], 2)
-    'a, b and 1 more'
+    >>> first_few(["a", "b", "c"]), first_few(["a", "b", "c"], 1), first_few([])
+    ('a, b and c', 'a and 2 more', 'none')
     """
-    more = f" and {len(names) - most} more" if len(names) > most else ""
-    return ", ".join(names[:most]) + more
-
-
-def examples(names: Sequence[str], most: int) -> str:
-    """Return the first few of many names, without how many more there are.
-
-    >>> examples(["a", "b", "c"], 2)
-    'a, b, …'
-    """
-    return ", ".join(names[:most]) + (", …" if len(names) > most else "")
+    shown = names[:most]
+    last = f"{len(names) - most} more" if len(names) > most else (shown or [none])[-1]
+    rest = shown if len(names) > most else shown[:-1]
+    return " and ".join(filter(None, (", ".join(rest), last)))
 
 
 def beside(rows: Iterable[Mapping[str, Any]]) -> str:

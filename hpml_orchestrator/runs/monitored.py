@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from hpml_orchestrator.errors import NotFoundError, RecordError, counted
 from hpml_orchestrator.records.files import read_json
-from hpml_orchestrator.records.texts import human_bytes, seconds_text
+from hpml_orchestrator.records.texts import first_few, human_bytes, seconds_text
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
@@ -194,8 +194,7 @@ def monitor_lines(
         lines += [f"{node.node}: {_line(node)}" for node in nodes]
     absent = sorted(set(ready) - {node.node for node in nodes})
     if absent:
-        shown = ", ".join(absent[:_SHOWN_NODES]) + " …" * (len(absent) > _SHOWN_NODES)
-        lines.append(f"no data of {shown}")
+        lines.append(f"no data of {first_few(absent, _SHOWN_NODES)}")
     missing = 0.0 if ended is None else ended - whole.updated
     if missing > _MISSING_SECONDS:
         lines.append(f"the last {seconds_text(missing)} are missing: the monitor was killed")

@@ -9,11 +9,11 @@ from __future__ import annotations
 import os
 import shutil
 import stat
-import subprocess
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from hpml_orchestrator.errors import InputError
+from hpml_orchestrator.records.git import run_git
 from hpml_orchestrator.records.texts import first_few, human_bytes
 
 if TYPE_CHECKING:
@@ -30,8 +30,6 @@ MAX_UNTRACKED_BYTES = 100 * 1024**2
 _NOTICE_FILES = 20_000
 _NOTICE_BYTES = 512 * 1024**2
 _SHOWN = 5
-# Inside a git hook, the other GIT_ variables name another repository than the job's.
-_KEPT_VARIABLES = ("GIT_CONFIG_", "GIT_CEILING_", "GIT_DISCOVERY_")
 
 
 class _Entry(NamedTuple):
@@ -243,26 +241,13 @@ def _list_entries(top: str, below: str = "", *, tracked: bool = True) -> dict[st
 
 
 def _git(directory: str, *arguments: str, check: bool = True) -> str:
-    """Return what git prints about a directory; nothing in it changes and no hook is run.
+    """Return what git prints about a directory.
 
     Raises:
         InputError: git is missing, or fails and `check` is set.
     """
-    environment = {
-        name: value
-        for name, value in os.environ.items()
-        if not name.startswith("GIT_") or name.startswith(_KEPT_VARIABLES)
-    }
-    environment |= {"LC_ALL": "C", "GIT_OPTIONAL_LOCKS": "0", "GIT_TERMINAL_PROMPT": "0"}
-    quiet = ("-c", "core.hooksPath=/dev/null", "-c", "core.fsmonitor=")
     try:
-        done = subprocess.run(
-            ["git", "-C", directory, *quiet, *arguments],
-            env=environment,
-            stdin=subprocess.DEVNULL,
-            capture_output=True,
-            check=False,
-        )
+        done = run_git(directory, *arguments)
     except FileNotFoundError:
         raise _refused(
             "the command git is not on PATH",

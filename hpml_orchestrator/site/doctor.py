@@ -22,6 +22,7 @@ from hpml_orchestrator.scheduler.command import (
 from hpml_orchestrator.scheduler.slurm.ask import slurm_version
 from hpml_orchestrator.script.render import own_interpreter
 from hpml_orchestrator.site.profile import site_for, topology_faults
+from hpml_orchestrator.topology.nvidia_smi import list_gpus
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -60,7 +61,7 @@ def examine(store: Store, *, site: str = "") -> list[Finding]:
     starts = _output([interpreter, "-I", "-S", "-c", "import json, zipimport"]) is not None
     bash = _output(["bash", "-c", "echo $BASH_VERSION"])
     git = _output(["git", "--version"])
-    gpus = _output(["nvidia-smi", "-L"])
+    gpus = list_gpus()
     mpirun = (_output(["mpirun", "--version"]) or "not on PATH").partition("\n")[0]
     return [
         Finding("hpml", "ok", f"{__version__} on Python {platform.python_version()}"),

@@ -84,7 +84,7 @@ class Profile:
             nodes = "not shown by the cluster (PrivateData)"
         accounts = "unknown: Slurm's accounting did not answer"
         if known["accounts"] is not None:
-            accounts = first_few(known["accounts"]) or "none of yours"
+            accounts = first_few(known["accounts"], none="none of yours")
         out = sum(not node.up for node in cluster.nodes)
         default = known["default_partition"] or "none"
         probed = [kind for kind, look in self.looks.items() if isinstance(look, Look)]
@@ -97,7 +97,7 @@ class Profile:
             ("nodes", nodes),
             *[("", f"{out} out of service")] * bool(out),
             ("accounts", accounts),
-            *[("probed", first_few(probed) or "no kind of node")] * bool(self.looks),
+            *[("probed", first_few(probed, none="no kind of node"))] * bool(self.looks),
             *[("", reason) for reason in refused[:_REFUSALS_SHOWN]],
         ]
         return [f"{name:<11} {text}" for name, text in rows]

@@ -7,9 +7,10 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from hpml_orchestrator.errors import CapacityError
+from hpml_orchestrator.records.mounts import read_mounts
 from hpml_orchestrator.records.texts import human_bytes
 from hpml_orchestrator.staging.cgroup import memory_headroom
-from hpml_orchestrator.staging.mounts import MEMORY_TYPES, is_served_type, read_mounts
+from hpml_orchestrator.staging.mounts import MEMORY_TYPES, is_served_type
 
 if TYPE_CHECKING:
     from collections.abc import Callable

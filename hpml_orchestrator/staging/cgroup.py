@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 from typing import NamedTuple
 
-from hpml_orchestrator.staging.mounts import read_mounts
+from hpml_orchestrator.records.mounts import read_mounts
 
 __all__ = ["Headroom", "memory_headroom"]
 

@@ -11,10 +11,10 @@ import os
 import re
 from typing import TYPE_CHECKING
 
-from hpml_orchestrator.staging.mounts import read_mounts
+from hpml_orchestrator.records.mounts import read_mounts
 
 if TYPE_CHECKING:
-    from hpml_orchestrator.staging.mounts import Mount
+    from hpml_orchestrator.records.mounts import Mount
 
 __all__ = ["private_reason", "reason_from"]
 
@@ -38,7 +38,7 @@ def private_reason(base: str, job_id: str, *, proc_root: str = "/proc") -> str:
 def reason_from(base: str, job_id: str, mine: list[Mount], everyones: list[Mount]) -> str:
     """Return the reason from the mounts of this process and of process 1 (none: not known).
 
-    >>> from hpml_orchestrator.staging.mounts import Mount
+    >>> from hpml_orchestrator.records.mounts import Mount
     >>> line = Mount("8:1", "/var/slurm/4711/.4711", "/tmp", "ext4")
     >>> reason_from("/tmp/x", "4711", [line], [])
     '/tmp belongs to job 4711 alone (/var/slurm/4711/.4711 is mounted there) and ends with it'

@@ -9,7 +9,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
 
 from hpml_orchestrator.errors import counted
-from hpml_orchestrator.records.texts import examples, first_few
+from hpml_orchestrator.records.texts import first_few
 from hpml_orchestrator.sweeps.facts import MEASURED, Notice, Report, Setting
 from hpml_orchestrator.sweeps.plan import SweepPlan
 from hpml_orchestrator.sweeps.statistics import MIN_REPEATS, distinguishable
@@ -168,7 +168,7 @@ def _deviations(plan: SweepPlan, report: Report) -> Iterable[Notice]:
         yield Notice("Amount of work not recorded", text)
     steps = {one.label: one.ran["steps"] for one in report.settings if len(one.ran["steps"]) > 1}
     if steps and report.scaling:
-        listed = examples([f"{label}: {min(n)}-{max(n)}" for label, n in steps.items()], 4)
+        listed = first_few([f"{label}: {min(n)}-{max(n)}" for label, n in steps.items()], 4)
         text = f"Runs of the same setting trained different numbers of steps ({listed})."
         yield Notice("Different steps", text)
 

@@ -16,7 +16,7 @@ import jinja2
 
 from hpml_orchestrator import assets
 from hpml_orchestrator.errors import counted
-from hpml_orchestrator.records.texts import examples, first_few
+from hpml_orchestrator.records.texts import first_few
 from hpml_orchestrator.runs.monitored import numbers
 from hpml_orchestrator.sweeps.facts import (
     MEASURED,
@@ -206,7 +206,7 @@ def environment(form: str) -> jinja2.Environment:
         "pretty": lambda value: json.dumps(value, indent=2, default=str),
         "scale": scale_text,
         "time": lambda time: "not reached" if math.isinf(time.value) else estimate_text(time),
-        "several": lambda values: examples([value_text(value) for value in values], 4) or "-",
+        "several": lambda values: first_few([value_text(value) for value in values], 4, none="-"),
         "value": value_text,
     }
     return environment

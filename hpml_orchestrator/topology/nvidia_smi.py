@@ -1,8 +1,12 @@
-"""Output of `nvidia-smi topo -m` as a `Topology`: GPUs, network cards, and the CPUs near GPUs."""
+"""What nvidia-smi prints: `-L` as text, and `topo -m` as a `Topology`.
+
+The latter has GPUs, network cards, and the CPUs near GPUs.
+"""
 
 from __future__ import annotations
 
 import re
+import subprocess
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -14,9 +18,10 @@ from hpml_orchestrator.topology.model import Domain, Gpu, Nic, Topology
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-__all__ = ["looks_like_nvidia_smi", "read_nvidia_smi"]
+__all__ = ["list_gpus", "looks_like_nvidia_smi", "read_nvidia_smi"]
 
 _SOURCE = "nvidia-smi topo -m"
+_LISTING_SECONDS = 20
 _COLOURS = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
 _CPUS, _DOMAINS, _MEMORIES = "CPU Affinity", "NUMA Affinity", "GPU NUMA ID"
 _TAILS = (_CPUS, _DOMAINS, _MEMORIES)
@@ -52,6 +57,23 @@ class _Row:
             if strict:
                 raise InputError(f"{column}: {error}") from None
             return ()
+
+
+def list_gpus() -> str:
+    """Return the output of `nvidia-smi -L`; empty if it fails."""
+    try:
+        done = subprocess.run(
+            ["nvidia-smi", "-L"],
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            encoding="utf-8",
+            errors="replace",
+            timeout=_LISTING_SECONDS,
+            check=False,
+        )
+    except (OSError, subprocess.TimeoutExpired):
+        return ""
+    return done.stdout if done.returncode == 0 else ""
 
 
 def looks_like_nvidia_smi(text: str) -> bool:

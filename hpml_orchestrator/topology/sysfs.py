@@ -69,7 +69,7 @@ def read_sysfs(
     _add_gpus(devices, pci, proc_root)
     _add_nics(devices, pci)
     topology = devices.topology(_SOURCE, cores, domains, warnings)
-    return _with_mig_instances(topology, gpu_listing)
+    return _with_mig_instances(topology, gpu_listing) if "MIG " in gpu_listing else topology
 
 
 def _numbered(directory: str, word: str) -> list[int]:

@@ -1,4 +1,4 @@
-"""Small files of procfs, sysfs and cgroupfs, and what they say of processes and mounts."""
+"""Small files of procfs, sysfs and cgroupfs, and what they say of processes."""
 
 from __future__ import annotations
 
@@ -6,11 +6,8 @@ import os
 from typing import NamedTuple
 
 __all__ = [
-    "Mount",
     "Stat",
     "environment",
-    "mounts",
-    "plain_path",
     "process_ids",
     "processes_in",
     "read",
@@ -25,8 +22,6 @@ _FLAGS = os.O_RDONLY | os.O_CLOEXEC
 _READ_BYTES = 1 << 16
 _LONGEST = 4 << 20
 _PIECE = 4000
-_ESCAPES = (("\\040", " "), ("\\011", "\t"), ("\\012", "\n"), ("\\134", "\\"))
-_MOUNT_FIELDS = 6  # at least, before the separator
 
 
 def read(path: str) -> bytes:
@@ -140,42 +135,3 @@ def environment(proc: str, pid: int) -> dict[str, str]:
     data = read_or_empty(f"{proc}/{pid}/environ").decode("utf-8", "replace")
     pairs = (one.partition("=") for one in data.split("\0"))
     return {name: value for name, equals, value in pairs if equals}
-
-
-class Mount(NamedTuple):
-    """A mounted file system.
-
-    Attributes:
-        device: number of its device, MAJOR:MINOR.
-        path: mount point.
-        fstype: type of the file system.
-    """
-
-    device: str
-    path: str
-    fstype: str
-
-
-def mounts(mountinfo: str) -> list[Mount]:
-    """Return the mounts in the text of /proc/self/mountinfo, see proc(5); torn lines are left out.
-
-    The kernel escapes newlines in paths but nothing else that `splitlines` would split at.
-    """
-    found = []
-    for line in mountinfo.split("\n"):
-        head, _, tail = line.partition(" - ")
-        fields = head.split(" ")
-        if len(fields) >= _MOUNT_FIELDS:
-            found.append(Mount(fields[2], plain_path(fields[4]), tail.partition(" ")[0]))
-    return found
-
-
-def plain_path(path: str) -> str:
-    r"""Return a path of mountinfo or mountstats without its octal escapes.
-
-    >>> plain_path(r"/data\040sets")
-    '/data sets'
-    """
-    for escape, character in _ESCAPES:
-        path = path.replace(escape, character)
-    return path

@@ -18,8 +18,9 @@ from prometheus_client.core import Metric
 
 from hpml_exporters.core.collector import NotHereError
 from hpml_exporters.core.metric import MetricSpec, Row, families, metric
-from hpml_exporters.core.procfs import Mount, mounts, read
+from hpml_exporters.core.procfs import read
 from hpml_exporters.options import Context
+from hpml_orchestrator.records.mounts import Mount, parse_mounts
 
 __all__ = ["SPECS", "Disks", "local_mounts", "make"]
 
@@ -92,7 +93,7 @@ class Disks:
         for fields in disks[:_MAX_DISKS]:
             for spec, labels, column, unit in _COLUMNS:
                 rows[spec].append(((fields[2], *labels), int(fields[column]) * unit))
-        for mount in local_mounts(mounts(os.fsdecode(read(self._mountinfo)))):
+        for mount in local_mounts(parse_mounts(os.fsdecode(read(self._mountinfo)))):
             self._add_space(mount, rows)
         return families(rows)
 
@@ -110,14 +111,14 @@ class Disks:
         Jobs and containers may mount at ever new places, which must not be new series for ever.
         """
         try:
-            space = os.statvfs(mount.path)
+            space = os.statvfs(mount.point)
         except OSError:  # not for this user, or gone
             return
         size = space.f_blocks * space.f_frsize
         if size >= _SMALLEST_BYTES and len(self._mountpoints) < _MAX_MOUNTS:
-            self._mountpoints.add(mount.path)
-        if size >= _SMALLEST_BYTES and mount.path in self._mountpoints:
-            labels = mount.path, mount.fstype
+            self._mountpoints.add(mount.point)
+        if size >= _SMALLEST_BYTES and mount.point in self._mountpoints:
+            labels = mount.point, mount.kind
             rows[_SIZE].append((labels, size))
             rows[_FREE].append((labels, space.f_bavail * space.f_frsize))
 
@@ -133,15 +134,13 @@ def local_mounts(mounted: Iterable[Mount]) -> list[Mount]:
     local: list[Mount] = []
     barred: list[str] = []
     for mount in mounted:
-        inside = mount.path.rstrip("/") + "/"
-        if mount.fstype not in _PASSABLE:
+        inside = mount.point.rstrip("/") + "/"
+        if mount.kind not in _PASSABLE:
             barred.append(inside)
-        elif mount.fstype in _SPACE and not (
-            mount.fstype == "tmpfs" and inside.startswith(_SYSTEM)
-        ):
+        elif mount.kind in _SPACE and not (mount.kind == "tmpfs" and inside.startswith(_SYSTEM)):
             local.append(mount)
     shortest: dict[str, Mount] = {}
-    for mount in sorted(local, key=lambda mount: len(mount.path)):
-        if not f"{mount.path}/".startswith(tuple(barred)):
+    for mount in sorted(local, key=lambda mount: len(mount.point)):
+        if not f"{mount.point}/".startswith(tuple(barred)):
             shortest.setdefault(mount.device, mount)
-    return sorted(shortest.values(), key=lambda mount: mount.path)
+    return sorted(shortest.values(), key=lambda mount: mount.point)

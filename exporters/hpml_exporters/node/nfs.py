@@ -23,9 +23,10 @@ from prometheus_client.core import Metric
 
 from hpml_exporters.core.collector import NotHereError
 from hpml_exporters.core.metric import MetricSpec, families, metric
-from hpml_exporters.core.procfs import mounts, plain_path, read
+from hpml_exporters.core.procfs import read
 from hpml_exporters.node.totals import Totals
 from hpml_exporters.options import Context
+from hpml_orchestrator.records.mounts import parse_mounts, plain_path
 
 __all__ = ["SPECS", "Nfs", "make"]
 
@@ -160,12 +161,12 @@ make = Nfs
 def _parse(mountstats: str, mountinfo: str) -> list[_Mount]:
     """Return the NFS mounts; lines that are torn or unknown are passed over."""
     devices: dict[str, list[str]] = {}  # several at one path stand in one order in both files
-    for info in mounts(mountinfo):
-        if info.fstype in _TYPES:
-            devices.setdefault(info.path, []).append(info.device)
+    for info in parse_mounts(mountinfo):
+        if info.kind in _TYPES:
+            devices.setdefault(info.point, []).append(info.device)
     found: list[_Mount] = []
     mount: _Mount | None = None
-    for line in mountstats.split("\n"):  # as in `mounts`
+    for line in mountstats.split("\n"):  # as in `parse_mounts`
         if line.startswith("device "):
             mount = None
             device, _, rest = line[7:].partition(" mounted on ")

@@ -46,7 +46,7 @@ LINES = [
     ("render good.yaml -o good.yaml/x", 2, "--output: cannot be written", ""),
     ("schema cluster", 2, "'cluster' is not one of 'job', 'site', 'sweep'", ""),
     ("show nothing", 3, "no run 'nothing' under ", ""),
-    ("show probe", 2, "RUN: names 2 runs: probe-20240102-000000-bbbbbb, probe-2024010", ""),
+    ("show probe", 2, "RUN: names 2 runs: probe-20240102-000000-bbbbbb and probe-202", ""),
     ("cancel last nothing", 3, "no run 'nothing' under ", "nothing was cancelled; "),
     ("--records nowhere show last", 3, "no such directory of records: ", "first `hpml run` there"),
     ("--records nowhere list", 3, "no such directory of records: ", "--records or $HPML_HOME nam"),

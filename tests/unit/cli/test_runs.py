@@ -177,8 +177,8 @@ def test_an_array_and_its_tasks(hpml: Hpml, array: tuple[Result, str]) -> None:
     assert codes == [(f"{sid}.0", 0), (f"{sid}.1", 0), (f"{sid}.2", 1)]
     assert hpml("submit", "--resume", f"{sid}.1").out == f"{sid} is job {job} (3 tasks)\n"
     for words, code, message, hint in [
-        ("logs {}", 2, "is a job array of 3 tasks", f"name one: {sid}.0, {sid}.1, {sid}.2\n"),
-        ("logs {}.9", 3, "has no task 9", "0, 1, 2"),
+        ("logs {}", 2, "is a job array of 3 tasks", f"name one: {sid}.0, {sid}.1 and {sid}.2\n"),
+        ("logs {}.9", 3, "has no task 9", "0, 1 and 2"),
         ("prune {}.1", 2, "names one task", f"hpml prune {sid}"),
         ("show {} --ranks", 2, "each task of a job array has its own ranks", f"{sid}.0 --ranks"),
     ]:

@@ -147,7 +147,7 @@ def test_a_node_of_a_run_with_its_ranks(shell: Shell, hpml: Hpml, attempt: Path)
     svg = parse_xml((shell.root / "n1.svg").read_text())
     assert "rank 4: GPU0, mlx5_0" in [text.text for text in svg.iter(f"{SVG}text")]
     refused = hpml("topo", "--run", "bound", "--node", "n7")
-    assert refused.refuses(3, "has no record of a node 'n7'", "hint: nodes with a record: n0, n1")
+    assert refused.refuses(3, "no record of a node 'n7'", "hint: nodes with a record: n0 and n1")
 
 
 def test_a_node_whose_ranks_have_not_started(hpml: Hpml, shell: Shell, attempt: Path) -> None:

@@ -219,7 +219,7 @@ def test_what_names_no_run_or_several(store: Store) -> None:
     for number in range(7):
         submission = prepare(store, f"ab-2024010{number + 1}-000000-aaaaaa")
         submission.record_job("5", how="sbatch", now=0.0)
-    with pytest.raises(InputError, match="names 7 runs: ab-20240107.*, …"):
+    with pytest.raises(InputError, match="names 7 runs: ab-20240107.* and 2 more"):
         store.resolve("ab-2")
     with pytest.raises(InputError, match="names 7 runs"):
         store.resolve("5")
@@ -299,7 +299,7 @@ def test_a_task_that_is_not_there(store: Store) -> None:
     array(store, sid)
     with pytest.raises(NotFoundError, match="has no task 4") as missing:
         store.resolve("last.4")
-    assert missing.value.hint == "its tasks: 3, 5"
+    assert missing.value.hint == "its tasks: 3 and 5"
     prepare(store, "b-20240101-000001-ghijkm")
     with pytest.raises(InputError, match="no job array"):
         store.resolve("last.0")

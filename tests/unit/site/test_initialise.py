@@ -110,8 +110,8 @@ def test_what_was_found_is_told_in_a_few_lines(small: Cluster) -> None:
     profile = Profile(small, group_nodes(small), "", looks={"cpu": "no node was idle"})
     assert profile.lines() == [
         "cluster     elbe, Slurm 22.05.8",
-        "partitions  gpu, all (DRAIN); default: none",
-        "nodes       3: 2 a100x4, 1 cpu",
+        "partitions  gpu and all (DRAIN); default: none",
+        "nodes       3: 2 a100x4 and 1 cpu",
         "            1 out of service",
         "accounts    physics",
         "probed      no kind of node",

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 from hpml_exporters.core.collector import NotHereError
-from hpml_exporters.core.procfs import mounts
 from hpml_exporters.node.disks import local_mounts, make
 
+from hpml_orchestrator.records.mounts import parse_mounts
 from tests.storage import FOLDER, in_memory, stored_folder
 from tests.unit.exporters.collectors.reading import context, sampled, write
 
@@ -135,4 +135,4 @@ MOUNTS: dict[str, tuple[list[str], list[str]]] = {
 @pytest.mark.parametrize(("mountinfo", "expected"), MOUNTS.values(), ids=MOUNTS)
 def test_local_mounts(mountinfo: list[str], expected: list[str]) -> None:
     """No server is asked, and none is met on the way."""
-    assert [one.path for one in local_mounts(mounts("\n".join(mountinfo)))] == expected
+    assert [one.point for one in local_mounts(parse_mounts("\n".join(mountinfo)))] == expected
