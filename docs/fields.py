@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from hpml_orchestrator.spec import job_schema, site_schema, sweep_schema
+from hpml_orchestrator.spec.schema import job_schema, site_schema, sweep_schema
 
 __all__ = ["PAGES", "page"]
 

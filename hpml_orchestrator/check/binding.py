@@ -15,8 +15,9 @@ from hpml_orchestrator.errors import counted
 
 if TYPE_CHECKING:
     from hpml_orchestrator.scheduler.cluster import Node
-    from hpml_orchestrator.spec import Job, NodeType
-    from hpml_orchestrator.topology import Topology
+    from hpml_orchestrator.spec.job import Job
+    from hpml_orchestrator.spec.site import NodeType
+    from hpml_orchestrator.topology.model import Topology
 
 __all__ = ["Shape", "check_binding", "shape_of_kind", "shape_of_node"]
 

@@ -51,9 +51,9 @@ from hpml_orchestrator.spec.values import size_text
 
 if TYPE_CHECKING:
     from hpml_orchestrator.scheduler.cluster import Cluster, Partition
-    from hpml_orchestrator.spec import Job
+    from hpml_orchestrator.spec.job import Job
     from hpml_orchestrator.spec.site import ResolvedSite, Site
-    from hpml_orchestrator.topology import Topology
+    from hpml_orchestrator.topology.model import Topology
 
 __all__ = ["Report", "check_job", "check_local", "invalid_job", "refusal"]
 

@@ -16,7 +16,7 @@ from hpml_orchestrator.records.targets import is_loopback
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-    from hpml_orchestrator.spec import Job, Monitor
+    from hpml_orchestrator.spec.job import Job, Monitor
 
 __all__ = ["check_monitor"]
 

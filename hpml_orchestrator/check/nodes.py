@@ -16,7 +16,7 @@ from hpml_orchestrator.scheduler.cluster import Cluster, Node
 from hpml_orchestrator.spec.values import size_text
 
 if TYPE_CHECKING:
-    from hpml_orchestrator.spec import Job
+    from hpml_orchestrator.spec.job import Job
     from hpml_orchestrator.spec.site import Site
 
 __all__ = ["check_room", "fit", "plain_features", "unknown_to_cluster"]

@@ -16,7 +16,7 @@ from hpml_orchestrator.records.texts import first_few
 from hpml_orchestrator.scheduler.command import Runner
 
 if TYPE_CHECKING:
-    from hpml_orchestrator.spec import Environment, Job
+    from hpml_orchestrator.spec.job import Environment, Job
 
 __all__ = [
     "check_collect",

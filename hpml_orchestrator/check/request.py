@@ -15,7 +15,7 @@ from hpml_orchestrator.script.directives import memory_mebibytes
 from hpml_orchestrator.spec import values
 
 if TYPE_CHECKING:
-    from hpml_orchestrator.spec import Job
+    from hpml_orchestrator.spec.job import Job
 
 __all__ = ["Placement", "Request", "Sizes", "cpus_field", "request_of"]
 

@@ -23,7 +23,7 @@ from hpml_orchestrator.spec.values import format_time, size_text
 
 if TYPE_CHECKING:
     from hpml_orchestrator.scheduler.cluster import Cluster, Node, Partition
-    from hpml_orchestrator.spec import Job
+    from hpml_orchestrator.spec.job import Job
 
 __all__ = ["Verdict", "check"]
 

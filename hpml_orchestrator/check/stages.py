@@ -21,7 +21,8 @@ from hpml_orchestrator.staging.root import Root
 from hpml_orchestrator.staging.sources import check_archive
 
 if TYPE_CHECKING:
-    from hpml_orchestrator.spec import Job, Stage
+    from hpml_orchestrator.spec.data import Stage
+    from hpml_orchestrator.spec.job import Job
 
 __all__ = ["check_stages", "check_targets"]
 

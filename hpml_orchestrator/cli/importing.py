@@ -16,7 +16,7 @@ from hpml_orchestrator.errors import InputError, RecordError
 from hpml_orchestrator.records.files import write_text
 from hpml_orchestrator.script import Capabilities, render
 from hpml_orchestrator.script.user_template import check_setup
-from hpml_orchestrator.spec import load_job
+from hpml_orchestrator.spec.load import load_job
 
 if TYPE_CHECKING:
     from hpml_orchestrator.convert import Finding

@@ -44,7 +44,8 @@ from hpml_orchestrator.runs.prepare import explained, prepare, render_job, write
 from hpml_orchestrator.runs.submit import resume
 from hpml_orchestrator.runs.submit import submit as submit_prepared
 from hpml_orchestrator.site.profile import site_for, topologies_of
-from hpml_orchestrator.spec import find_profiles, load_job, parse_setting
+from hpml_orchestrator.spec.load import load_job, parse_setting
+from hpml_orchestrator.spec.site_find import find_profiles
 
 if TYPE_CHECKING:
     from hpml_orchestrator.check.job import Report

@@ -29,7 +29,7 @@ from hpml_orchestrator.scheduler.command import SubprocessRunner
 from hpml_orchestrator.site.doctor import examine
 from hpml_orchestrator.site.initialise import initialise, profile_path, save
 from hpml_orchestrator.site.profile import site_for
-from hpml_orchestrator.spec import job_schema, site_schema, sweep_schema
+from hpml_orchestrator.spec.schema import job_schema, site_schema, sweep_schema
 
 __all__ = ["doctor", "group", "init", "schema"]
 

@@ -18,9 +18,9 @@ from hpml_orchestrator.cli.process import notice
 from hpml_orchestrator.errors import InputError
 from hpml_orchestrator.runs.prepare import render_job
 from hpml_orchestrator.site.profile import site_for
-from hpml_orchestrator.spec import parse_setting
 from hpml_orchestrator.spec.document import parse_yaml, read_mapping
 from hpml_orchestrator.spec.job import Job
+from hpml_orchestrator.spec.load import parse_setting
 from hpml_orchestrator.spec.sweep import Sweep, make_sweep
 from hpml_orchestrator.sweeps import plan
 from hpml_orchestrator.sweeps.expand import make_plan

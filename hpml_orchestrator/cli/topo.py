@@ -27,16 +27,16 @@ from hpml_orchestrator.placement.model import PLAN_COLUMNS, plan_json, plan_rows
 from hpml_orchestrator.placement.planner import plan
 from hpml_orchestrator.script.directives import as_asked, whole_nodes
 from hpml_orchestrator.site.profile import kinds_for, site_for, topologies_of
-from hpml_orchestrator.spec import load_job, parse_setting
 from hpml_orchestrator.spec.job import Policy
+from hpml_orchestrator.spec.load import load_job, parse_setting
 from hpml_orchestrator.topology.cpulist import format_list, parse_list
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from hpml_orchestrator.spec import Job
+    from hpml_orchestrator.spec.job import Job
     from hpml_orchestrator.spec.site import ResolvedSite
-    from hpml_orchestrator.topology import Topology
+    from hpml_orchestrator.topology.model import Topology
 
 __all__ = ["topo"]
 

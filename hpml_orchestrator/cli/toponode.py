@@ -26,8 +26,8 @@ from hpml_orchestrator.records.files import read_text
 from hpml_orchestrator.records.texts import first_few
 from hpml_orchestrator.runs.bound import bound_of, node_topology
 from hpml_orchestrator.runs.state import run_of
-from hpml_orchestrator.topology import topology_json
 from hpml_orchestrator.topology.cpulist import format_list, parse_list
+from hpml_orchestrator.topology.model import topology_json
 from hpml_orchestrator.topology.nvidia_smi import list_gpus
 from hpml_orchestrator.topology.recognise import (
     BYTES_MAX,
@@ -44,7 +44,7 @@ if TYPE_CHECKING:
     from hpml_orchestrator.placement.model import Plan
     from hpml_orchestrator.records.store import Attempt, Store
     from hpml_orchestrator.runs.bound import Bound, Place
-    from hpml_orchestrator.topology import Topology
+    from hpml_orchestrator.topology.model import Topology
 
 __all__ = ["ShownNode", "read_node", "show_node", "show_run", "write_picture"]
 

@@ -28,7 +28,7 @@ from hpml_orchestrator.convert.values import (
     shown,
 )
 from hpml_orchestrator.errors import InputError, NotFoundError
-from hpml_orchestrator.spec import Job, Resources
+from hpml_orchestrator.spec.job import Job, Resources
 from hpml_orchestrator.spec.text import PLACEHOLDER
 from hpml_orchestrator.spec.values import format_time, size_text
 

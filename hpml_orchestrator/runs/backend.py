@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from hpml_orchestrator.records.store import Store
-    from hpml_orchestrator.spec import Job
+    from hpml_orchestrator.spec.job import Job
 
 __all__ = [
     "Backends",

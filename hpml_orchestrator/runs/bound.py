@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from hpml_orchestrator.records.store import Attempt
-    from hpml_orchestrator.topology import Topology
+    from hpml_orchestrator.topology.model import Topology
 
 __all__ = ["Bound", "Place", "Unreadable", "bound_of", "node_topology"]
 

@@ -11,7 +11,7 @@ from urllib.parse import urlencode
 from hpml_orchestrator.errors import HpmlError
 from hpml_orchestrator.records.files import read_json
 from hpml_orchestrator.scheduler.model import JobState
-from hpml_orchestrator.spec import find_profiles
+from hpml_orchestrator.spec.site_find import find_profiles
 
 if TYPE_CHECKING:
     from hpml_orchestrator.records.store import Attempt

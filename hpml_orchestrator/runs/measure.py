@@ -17,7 +17,9 @@ from hpml_orchestrator.errors import HpmlError, InputError
 from hpml_orchestrator.spec.values import MIB, size_text
 
 if TYPE_CHECKING:
-    from hpml_orchestrator.spec import Job, ResolvedJob, Stage
+    from hpml_orchestrator.spec.data import Stage
+    from hpml_orchestrator.spec.job import Job
+    from hpml_orchestrator.spec.load import ResolvedJob
     from hpml_orchestrator.spec.site import Site
 
 __all__ = ["NodeRoom", "is_compressed", "measured", "room_of_site"]

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
 
     from hpml_orchestrator.records.store import Store, Submission
-    from hpml_orchestrator.spec import ResolvedJob
+    from hpml_orchestrator.spec.load import ResolvedJob
     from hpml_orchestrator.spec.site import ResolvedSite
 
 __all__ = ["Rendered", "explained", "output_directory", "prepare", "render_job", "write_rendered"]

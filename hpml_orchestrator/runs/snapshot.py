@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
     from pathlib import Path
 
-    from hpml_orchestrator.spec import Job
+    from hpml_orchestrator.spec.job import Job
 
 __all__ = ["Snapshot", "find"]
 

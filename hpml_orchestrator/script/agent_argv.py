@@ -13,7 +13,9 @@ from hpml_orchestrator.spec.values import MIB
 if TYPE_CHECKING:
     from pydantic import BaseModel
 
-    from hpml_orchestrator.spec import Job, ResolvedSite, Stage
+    from hpml_orchestrator.spec.data import Stage
+    from hpml_orchestrator.spec.job import Job
+    from hpml_orchestrator.spec.site import ResolvedSite
 
 __all__ = ["agent_argv", "bases_of", "own_directories"]
 

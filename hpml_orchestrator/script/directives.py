@@ -5,13 +5,13 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from hpml_orchestrator.errors import InputError
-from hpml_orchestrator.spec import Resources
+from hpml_orchestrator.spec.job import Resources
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from hpml_orchestrator.spec import Job, ResolvedSite
-    from hpml_orchestrator.spec.site import DirectiveRule, Site
+    from hpml_orchestrator.spec.job import Job
+    from hpml_orchestrator.spec.site import DirectiveRule, ResolvedSite, Site
 
 __all__ = [
     "as_asked",

@@ -20,7 +20,9 @@ from hpml_orchestrator.spec.values import parse_time_limit
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from hpml_orchestrator.spec import Job, ResolvedSite, Stage
+    from hpml_orchestrator.spec.data import Stage
+    from hpml_orchestrator.spec.job import Job
+    from hpml_orchestrator.spec.site import ResolvedSite
 
 __all__ = ["CODE_DIRECTORY", "MAX_SCRIPT_BYTES", "Capabilities", "SnapshotPaths", "render"]
 

@@ -7,14 +7,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from hpml_orchestrator.errors import InputError, NotFoundError
-from hpml_orchestrator.spec import find_profiles
+from hpml_orchestrator.spec.site_find import find_profiles
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from hpml_orchestrator.spec import Job
+    from hpml_orchestrator.spec.job import Job
     from hpml_orchestrator.spec.site import NodeType, ResolvedSite
-    from hpml_orchestrator.topology import Topology
+    from hpml_orchestrator.topology.model import Topology
 
 __all__ = [
     "NodePaths",

@@ -36,9 +36,8 @@ from hpml_orchestrator.runs.status import states
 from hpml_orchestrator.runs.submit import submit
 from hpml_orchestrator.script.directives import leaves_out
 from hpml_orchestrator.site.profile import site_for
-from hpml_orchestrator.spec import ResolvedJob, load_job
 from hpml_orchestrator.spec.job import Job
-from hpml_orchestrator.spec.load import make_absolute
+from hpml_orchestrator.spec.load import ResolvedJob, load_job, make_absolute
 from hpml_orchestrator.spec.values import format_time, parse_time
 from hpml_orchestrator.sweeps.limits import max_array_size
 from hpml_orchestrator.sweeps.submitit_parameters import (

@@ -23,9 +23,8 @@ from hpml_orchestrator.records.ids import new_id
 from hpml_orchestrator.runs.prepare import render_job
 from hpml_orchestrator.scheduler.local.resources import cpu_ids
 from hpml_orchestrator.script.template import variable
-from hpml_orchestrator.spec import load_job
 from hpml_orchestrator.spec.job import Job
-from hpml_orchestrator.spec.load import read_fields
+from hpml_orchestrator.spec.load import load_job, read_fields
 from hpml_orchestrator.spec.sweep import MAX_POINTS, Range, Sweep
 from hpml_orchestrator.spec.values import parse_time
 from hpml_orchestrator.sweeps import call

@@ -13,7 +13,7 @@ import pytest
 from hpml_orchestrator.check.rules import check
 from hpml_orchestrator.scheduler.slurm.cluster import read_cluster, with_group_limits
 from hpml_orchestrator.script import Capabilities, render
-from hpml_orchestrator.spec import Job
+from hpml_orchestrator.spec.job import Job
 from tests.cluster.conftest import SlurmCluster
 from tests.cluster.hpml_on_slurm import eventually
 from tests.cluster.rich_cluster import USER, as_user, enforce, rich_cluster

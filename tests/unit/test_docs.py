@@ -22,9 +22,10 @@ from typer.testing import CliRunner
 from hpml_orchestrator.cli.main import COMMANDS, app
 from hpml_orchestrator.records.events import VOCABULARY
 from hpml_orchestrator.script import directives
-from hpml_orchestrator.spec import load_job, load_sweep
 from hpml_orchestrator.spec.job import LATER
+from hpml_orchestrator.spec.load import load_job
 from hpml_orchestrator.spec.site import load_site
+from hpml_orchestrator.spec.sweep import load_sweep
 from hpml_orchestrator.sweeps.expand import make_plan
 from tests.pages import (
     ROOT,

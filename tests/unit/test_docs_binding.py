@@ -10,8 +10,8 @@ from pathlib import Path
 
 from hpml_orchestrator.cli.show import COLUMNS
 from hpml_orchestrator.placement.planner import POLICIES, plan
-from hpml_orchestrator.spec import Binding
-from hpml_orchestrator.topology import Topology
+from hpml_orchestrator.spec.job import Binding
+from hpml_orchestrator.topology.model import Topology
 from hpml_orchestrator.topology.recognise import read_topology
 from tests.unit.placement.machines import dgx_a100, intel, mi250x, milan, two_by_twelve
 

@@ -14,7 +14,7 @@ from hpml_orchestrator.check.binding import (
 )
 from hpml_orchestrator.check.finding import Finding
 from hpml_orchestrator.scheduler.cluster import Node
-from hpml_orchestrator.spec import Job
+from hpml_orchestrator.spec.job import Job
 from hpml_orchestrator.spec.site import NodeType
 from tests.unit.placement.machines import intel, milan
 

@@ -12,7 +12,9 @@ from hpml_orchestrator.check.job import Report, check_job, check_local, invalid_
 from hpml_orchestrator.errors import InputError
 from hpml_orchestrator.scheduler.command import Completed, SubprocessRunner
 from hpml_orchestrator.scheduler.local.resources import Machine
-from hpml_orchestrator.spec import Job, ResolvedSite, Site, load_job
+from hpml_orchestrator.spec.job import Job
+from hpml_orchestrator.spec.load import load_job
+from hpml_orchestrator.spec.site import ResolvedSite, Site
 from hpml_orchestrator.testing import FakeRunner
 
 DATA = Path(__file__).parents[1] / "scheduler" / "slurm" / "data" / "25.11.7"

@@ -21,7 +21,8 @@ from hpml_orchestrator.scheduler.cluster import (
     Qos,
 )
 from hpml_orchestrator.scheduler.local.resources import Machine
-from hpml_orchestrator.spec import Job, Site
+from hpml_orchestrator.spec.job import Job
+from hpml_orchestrator.spec.site import Site
 
 HOUR = 3600
 CPU = {"features": frozenset({"cpu", "rack1"}), "cpus": 8, "memory_mib": 8000}

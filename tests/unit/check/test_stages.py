@@ -10,7 +10,7 @@ import pytest
 
 from hpml_orchestrator.check.stages import check_stages, check_targets
 from hpml_orchestrator.packing.dest import Destination
-from hpml_orchestrator.spec import Job
+from hpml_orchestrator.spec.job import Job
 
 
 def job(*stage: dict[str, Any], **resources: Any) -> Job:

@@ -21,7 +21,7 @@ from hpml_orchestrator.scheduler.local.backend import LocalScheduler
 from hpml_orchestrator.scheduler.model import JobState
 from hpml_orchestrator.scheduler.slurm import client
 from hpml_orchestrator.script import Capabilities
-from hpml_orchestrator.spec import load_job
+from hpml_orchestrator.spec.load import load_job
 from hpml_orchestrator.testing import FakeScheduler, Fault
 from tests.unit.cli.support import Hpml, Result, Shell
 

@@ -11,15 +11,9 @@ import pytest
 from hpml_orchestrator.cli.topopicture import boxes_of_places, boxes_of_plan, names, picture
 from hpml_orchestrator.placement.planner import plan
 from hpml_orchestrator.runs.bound import Place
-from hpml_orchestrator.topology import (
-    Core,
-    Domain,
-    Topology,
-    format_list,
-    parse_list,
-    read_topology,
-)
-from hpml_orchestrator.topology.recognise import parse_xml
+from hpml_orchestrator.topology.cpulist import format_list, parse_list
+from hpml_orchestrator.topology.model import Core, Domain, Topology
+from hpml_orchestrator.topology.recognise import parse_xml, read_topology
 from tests.unit.cli.support import SVG, Hpml, Shell
 from tests.unit.topology.machines import two_sockets, write_sysfs
 

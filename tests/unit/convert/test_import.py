@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from hpml_orchestrator.convert import Finding, Imported, Place, import_script, read_script
 from hpml_orchestrator.errors import HpmlError, InputError, NotFoundError
 from hpml_orchestrator.script import Capabilities, render
-from hpml_orchestrator.spec import Job
 from hpml_orchestrator.spec.document import parse_yaml
+from hpml_orchestrator.spec.job import Job
 
 PLACE = Place(directory="/home/ada/proj", base="/home/ada/proj", environment={"HOME": "/home/ada"})
 EVALUATED = ["bash", "-c", 'eval "exec $IMPORTED_COMMAND"']

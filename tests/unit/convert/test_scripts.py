@@ -12,7 +12,8 @@ import pytest
 
 from hpml_orchestrator.convert import Imported, Place, import_script, read_script
 from hpml_orchestrator.script import Capabilities, render
-from hpml_orchestrator.spec import Job, load_job
+from hpml_orchestrator.spec.job import Job
+from hpml_orchestrator.spec.load import load_job
 
 SCRIPTS = Path(__file__).parent / "scripts"
 PLACE = Place(

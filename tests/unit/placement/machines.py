@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from hpml_orchestrator.topology import Core, Domain, Gpu, Nic, Topology
+from hpml_orchestrator.topology.model import Core, Domain, Gpu, Nic, Topology
 
 GIB = 2**30
 

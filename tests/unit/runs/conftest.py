@@ -17,7 +17,7 @@ from hpml_orchestrator.runs.prepare import prepare, render_job
 from hpml_orchestrator.runs.status import State, states
 from hpml_orchestrator.runs.submit import resume, submit
 from hpml_orchestrator.script import Capabilities
-from hpml_orchestrator.spec import load_job
+from hpml_orchestrator.spec.load import load_job
 from hpml_orchestrator.testing import FakeClock, FakeScheduler
 from tests.unit.runs.repositories import Repository, init
 

@@ -13,7 +13,8 @@ from hpml_orchestrator.errors import InputError
 from hpml_orchestrator.packing.pack import PackRequest, pack
 from hpml_orchestrator.runs.measure import NodeRoom, measured, room_of_site
 from hpml_orchestrator.script.template import directive
-from hpml_orchestrator.spec import Job, ResolvedJob, load_job
+from hpml_orchestrator.spec.job import Job
+from hpml_orchestrator.spec.load import ResolvedJob, load_job
 from hpml_orchestrator.spec.site import Site
 
 GIB = 1024

@@ -17,7 +17,7 @@ from hpml_orchestrator.runs.show import array_lines, summary_lines
 from hpml_orchestrator.runs.snapshot import Snapshot
 from hpml_orchestrator.runs.status import states
 from hpml_orchestrator.runs.summary import Summary
-from hpml_orchestrator.spec import load_job
+from hpml_orchestrator.spec.load import load_job
 from tests.unit.runs.repositories import Repository, contents, digest, init
 
 if TYPE_CHECKING:

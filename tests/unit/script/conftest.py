@@ -13,7 +13,7 @@ import pytest
 
 from hpml_orchestrator.scheduler import local
 from hpml_orchestrator.script import archive
-from hpml_orchestrator.spec import ResolvedJob, load_job
+from hpml_orchestrator.spec.load import ResolvedJob, load_job
 from tests.unit.script.support import CANARY
 
 RECORDER = """\

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from hpml_orchestrator.script import Capabilities
-from hpml_orchestrator.spec import Job
+from hpml_orchestrator.spec.job import Job
 
 CANARY = "canary-of-hpml"
 HERE = Capabilities(interpreter="/opt/hpml/bin/python3.11")

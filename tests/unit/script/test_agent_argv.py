@@ -16,7 +16,7 @@ from hpml_orchestrator.node.options import (
     parse_options,
 )
 from hpml_orchestrator.script import render
-from hpml_orchestrator.spec import ResolvedSite, Site
+from hpml_orchestrator.spec.site import ResolvedSite, Site
 from hpml_orchestrator.staging import StageRequest
 from tests.unit.script.support import HERE, job
 

@@ -9,7 +9,8 @@ import pytest
 from hpml_orchestrator.errors import InputError
 from hpml_orchestrator.script import directives, render
 from hpml_orchestrator.script.directives import as_asked, memory_mebibytes
-from hpml_orchestrator.spec import Job, ResolvedSite, Site
+from hpml_orchestrator.spec.job import Job
+from hpml_orchestrator.spec.site import ResolvedSite, Site
 from tests.unit.script.support import HERE
 from tests.unit.script.support import job as job_of
 

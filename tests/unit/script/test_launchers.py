@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from hpml_orchestrator.script import render
-from hpml_orchestrator.spec import ResolvedSite, Site
+from hpml_orchestrator.spec.site import ResolvedSite, Site
 from tests.unit.script.support import HERE, LAUNCHERS, job
 
 

@@ -22,7 +22,7 @@ from hypothesis import strategies as st
 
 from hpml_orchestrator.errors import InputError
 from hpml_orchestrator.script import Capabilities, render
-from hpml_orchestrator.spec import job_schema
+from hpml_orchestrator.spec.schema import job_schema
 from tests.unit.script.support import CANARY
 
 if TYPE_CHECKING:

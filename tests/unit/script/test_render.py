@@ -17,7 +17,7 @@ from ruamel.yaml import YAML
 from hpml_orchestrator.errors import InputError
 from hpml_orchestrator.script import render, template
 from hpml_orchestrator.script.render import MAX_SCRIPT_BYTES, SnapshotPaths
-from hpml_orchestrator.spec import ResolvedSite, Site
+from hpml_orchestrator.spec.site import ResolvedSite, Site
 from tests.unit.script.support import APPTAINER, HERE, LAUNCHERS, PYXIS, job
 
 DATA = Path(__file__).parent / "data"

@@ -10,7 +10,7 @@ import pytest
 
 from hpml_orchestrator.errors import InputError, NotFoundError
 from hpml_orchestrator.site.profile import node_paths, topologies_of
-from hpml_orchestrator.spec import load_job
+from hpml_orchestrator.spec.load import load_job
 from hpml_orchestrator.spec.site import ResolvedSite, load_site
 from hpml_orchestrator.topology.model import topology_json
 from tests.unit.placement.machines import milan

@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from hpml_orchestrator.spec import ResolvedJob, ResolvedSite, load_job, load_site, parse_setting
+from hpml_orchestrator.spec.load import ResolvedJob, load_job, parse_setting
+from hpml_orchestrator.spec.site import ResolvedSite, load_site
 
 Load = Callable[..., ResolvedJob]
 LoadSite = Callable[..., ResolvedSite]

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from hpml_orchestrator.errors import InputError, NotFoundError
-from hpml_orchestrator.spec import load_job, parse_setting
+from hpml_orchestrator.spec.load import load_job, parse_setting
 
 if TYPE_CHECKING:
     from tests.unit.spec.conftest import Load

@@ -8,8 +8,8 @@ from collections.abc import Callable
 import pytest
 
 from hpml_orchestrator.errors import InputError
-from hpml_orchestrator.spec import ResolvedJob
 from hpml_orchestrator.spec.job import LATER
+from hpml_orchestrator.spec.load import ResolvedJob
 
 Load = Callable[..., ResolvedJob]
 BASE = {"name": "name: a", "script": "script: x.py"}

@@ -11,8 +11,9 @@ from pydantic import ValidationError
 
 from hpml_orchestrator import assets
 from hpml_orchestrator.errors import InputError
-from hpml_orchestrator.spec import Site, job_schema, site_schema
 from hpml_orchestrator.spec.document import parse_yaml
+from hpml_orchestrator.spec.schema import job_schema, site_schema
+from hpml_orchestrator.spec.site import Site
 
 if TYPE_CHECKING:
     from tests.unit.spec.conftest import Load

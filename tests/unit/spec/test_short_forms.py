@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from hpml_orchestrator.errors import InputError
-from hpml_orchestrator.spec import Binding
+from hpml_orchestrator.spec.job import Binding
 
 if TYPE_CHECKING:
     from tests.unit.spec.conftest import Load, LoadSite

@@ -9,7 +9,9 @@ from typing import TYPE_CHECKING
 import pytest
 
 from hpml_orchestrator.errors import InputError, NotFoundError
-from hpml_orchestrator.spec import find_profiles, load_job, load_site, parse_setting
+from hpml_orchestrator.spec.load import load_job, parse_setting
+from hpml_orchestrator.spec.site import load_site
+from hpml_orchestrator.spec.site_find import find_profiles
 
 if TYPE_CHECKING:
     from tests.unit.spec.conftest import LoadSite

@@ -16,7 +16,9 @@ import pytest
 
 from hpml_orchestrator.errors import HpmlError, InputError
 from hpml_orchestrator.records.store import Store
-from hpml_orchestrator.spec import ResolvedSite, Site, load_sweep, sweep_schema
+from hpml_orchestrator.spec.schema import sweep_schema
+from hpml_orchestrator.spec.site import ResolvedSite, Site
+from hpml_orchestrator.spec.sweep import load_sweep
 from hpml_orchestrator.sweeps import call, plan
 from hpml_orchestrator.sweeps.expand import make_plan
 

@@ -6,13 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from hpml_orchestrator.topology import (
-    Topology,
-    format_list,
-    read_sysfs,
-    read_topology,
-    topology_of_text,
-)
+from hpml_orchestrator.topology.cpulist import format_list
+from hpml_orchestrator.topology.model import Topology
+from hpml_orchestrator.topology.recognise import read_topology, topology_of_text
+from hpml_orchestrator.topology.sysfs import read_sysfs
 from tests.unit.topology.machines import hwloc_xml, nccl_xml, nvidia_smi, two_sockets, write_sysfs
 from tests.unit.topology.real_machines import DATA, MACHINES
 
