@@ -225,28 +225,34 @@ def check_software(
     try:
         answer = run.run(argv, env=environment, timeout=timeout).stdout
     except SchedulerUnavailable:
-        answer = "no module\nconda\n"
+        answer = "no answer\nconda\n"
     module_lines, _, conda_text = answer.partition("conda\n")
     lines = module_lines.splitlines()
     level: Level = "warning" if on_nodes else "error"
     where = "on this machine" + "; the nodes may have it" * on_nodes
+    answered = "no answer" not in lines
     findings, unseen = [], []
     for index, module in enumerate(modules):
         if f"missing {module}" in lines:
             message, hint = f"there is no module {module} {where}", "`module avail` lists them"
             place = f"environment.modules.{index}"
             findings.append(Finding(level, "module.unknown", place, module, message, None, hint))
-    if "no module" in lines:
+    if "no module" in lines and not on_nodes:
+        message, hint = "there is no `module` command on this machine", "leave the modules out"
+        place, value = "environment.modules", ", ".join(modules)
+        findings.append(Finding(level, "module.none", place, value, message, None, hint))
+    elif modules and ("no module" in lines or not answered):
         unseen.append(f"modules {first_few(modules)} (no `module` command here)")
-    if conda:
-        known = _conda_environments(conda_text)
-        if known is None:
-            unseen.append(f"conda environment {conda} (no conda here)")
-        elif conda not in known:
+    known = _conda_environments(conda_text) if conda else [conda]
+    if known is None and (on_nodes or not answered):
+        unseen.append(f"conda environment {conda} (no conda here)")
+    elif known is None or conda not in known:
+        message, hint = "there is no conda on this machine", "give its path, or use a venv"
+        if known is not None:
             message = f"there is no conda environment {conda} {where}; there are {first_few(known)}"
             hint = did_you_mean(conda, known)
-            place = "environment.conda"
-            findings.append(Finding(level, "conda.unknown", place, conda, message, known, hint))
+        place = "environment.conda"
+        findings.append(Finding(level, "conda.unknown", place, conda, message, known, hint))
     return findings, unseen
 
 

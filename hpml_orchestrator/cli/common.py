@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from hpml_orchestrator.cli.process import APPENDED
+from hpml_orchestrator.cli.process import APPENDED, notice
 from hpml_orchestrator.errors import InputError, NotFoundError
 from hpml_orchestrator.records.store import Store, default_root
 from hpml_orchestrator.records.texts import first_few
@@ -108,7 +108,7 @@ BackendOption = Annotated[
 LocalOption = Annotated[bool, typer.Option("--local", help="Run on this machine: --backend local.")]
 _RUN = typer.Argument(
     metavar="RUN",
-    help="Run id, a unique part of it, job id or `last`; RUN.INDEX is one task.",
+    help="Run id, name of the job, job id or `last`; RUN.INDEX is one task.",
     autocompletion=completion(lambda store: (submission.sid for submission in store.submissions())),
 )
 RunWord = Annotated[str, _RUN]
@@ -129,7 +129,17 @@ def store_of(context: typer.Context) -> Store:
             f"no such directory of records: {root}",
             hint="--records or $HPML_HOME names it; the first `hpml run` there creates it",
         )
-    return Store(root)
+    store = Store(root)
+    if Store(root.parent).submissions_dir.is_dir() and Store(root.parent).runs_dir.is_dir():
+        raise InputError(
+            f"is inside the records of {root.parent}",
+            field="--records",
+            value=str(root),
+            hint=f"--records {root.parent}",
+        )
+    if chosen and not os.path.lexists(root):
+        notice(f"new directory of records: {root}")
+    return store
 
 
 def one_run(submission: Submission, *, field: str, has: str) -> Submission:

@@ -292,6 +292,8 @@ def _usage_error(error: Any) -> HpmlError:
         hint = f"hpml run {match[1]}"
     elif match := re.search(r"\(([a-z_.]+=\S+)\)", message):
         hint = f"to set a field of the job file: --set {match[1]}"
+        if path.removeprefix("hpml ") in _APPENDING:
+            hint += f"; to pass it to the program: {path} JOB_FILE -- {match[1]}"
     elif path.removeprefix("hpml ") in _APPENDING and (option or "extra argument" in message):
         word = option or "ARGUMENT"
         hint = f"to pass it to the program: {path} JOB_FILE -- {word} …; options: {path} --help"

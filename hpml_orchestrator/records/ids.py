@@ -44,30 +44,34 @@ def stamp_of(sid: str) -> str:
 
 
 def named_by(word: str, ids: Iterable[str], *, exact_name: bool = False) -> list[str]:
-    """Return the ids that a word names: the id itself, else those that begin or end with it.
+    """Return the ids that a word names.
 
-    A part of an id has at least four characters, unless it is the whole name, so that a mistyped
-    word names nothing.
+    The id itself, else the runs of a job with that very name, else ids that begin or end with it. A
+    part of an id has at least four characters, so that a mistyped word names nothing.
 
     Args:
         word: what the user typed.
         ids: to choose from, in the order of the result.
-        exact_name: for commands that cannot be undone: only beginnings, which hold the whole name,
-            so that `digits` does not name a run of `digits-large`.
+        exact_name: for commands that cannot be undone: the name of the job or its id, of which the
+            end may be left out behind the date. So `exp-2` never names a run of `exp`.
 
-    >>> named_by("lars", ["lars-20260102-030405-abcdef", "larson-20260102-030405-ghjkmn"])
-    ['lars-20260102-030405-abcdef', 'larson-20260102-030405-ghjkmn']
-    >>> named_by("lars", ["larson-20260102-030405-ghjkmn"], exact_name=True)
-    []
+    >>> large = "digits-large-20260102-030405-abcdef"
+    >>> named_by("digits", [large]), named_by("digits", [large], exact_name=True)
+    (['digits-large-20260102-030405-abcdef'], [])
     """
     known = list(ids)
     if word in known:
         return [word]
+    of_name = [one for one in known if one.rsplit("-", 3)[0] == word]
+    if of_name:
+        return of_name
+    if exact_name:
+        return [one for one in known if one.startswith(word) and len(word) >= _dated_length(one)]
+    if len(word) < _LEAST_PART_CHARS:
+        return []
+    return [one for one in known if one.startswith(word) or one.endswith(word)]
 
-    def fits(one: str) -> bool:
-        name = one.rsplit("-", 3)[0]
-        if exact_name or word == name:
-            return one.startswith(word) and len(word) >= len(name)
-        return len(word) >= _LEAST_PART_CHARS and (one.startswith(word) or one.endswith(word))
 
-    return list(filter(fits, known)) if word else []
+def _dated_length(sid: str) -> int:
+    """Return the number of characters of an id's name and date."""
+    return len(sid) - len("-hhmmss-") - len(sid.rsplit("-", 1)[1])

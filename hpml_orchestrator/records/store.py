@@ -233,9 +233,13 @@ class Store:
             if match is not None:
                 return _task(match, int(task[2] or task[4]), word)
         if match is None:
+            hint = ""
+            if exact_name and (near := named_by(word, [one.sid for one in submissions])):
+                hint = f"did you mean {near[0]}? Give that id, or the whole name of the job"
             raise NotFoundError(
                 f"no run {word!r} under {self.root}",
-                hint=_suggestion(word, submissions)
+                hint=hint
+                or _suggestion(word, submissions)
                 or "`hpml list` shows all runs: give an id, its beginning, a job id or `last`",
             )
         return match

@@ -85,7 +85,7 @@ def _refuse_program(source: Path, text: str, kind: str) -> None:
     if is_batch or source.suffix in _SHELL_SUFFIXES or (shebang is not None and not is_python):
         raise InputError(
             f"{source} is a shell script, not a {kind}",
-            hint=f"hpml import {source} writes a job file that does the same",
+            hint=f"hpml import {source} prints a job file that does the same",
         )
     if is_python:
         raise InputError(

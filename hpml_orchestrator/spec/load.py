@@ -243,7 +243,8 @@ def _placeholder_faults(
         if not PLACEHOLDER.fullmatch(shown):
             # ${name} is of a shell or of OmegaConf; a word of code may hold {an.expression}
             meant = None if follows_dollar else intended_placeholder(name, known)
-            if meant is None or (not meant and "." in name and re.search(r"[\s'\"()]", value)):
+            around = value.replace(shown, "")
+            if meant is None or (not meant and "." in name and re.search(r"[\s'\"()]", around)):
                 continue
             fault = _names_nothing(shown, meant)
         elif follows_dollar:

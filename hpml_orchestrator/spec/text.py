@@ -70,14 +70,20 @@ PLACEHOLDER = re.compile(
 )
 """What arguments and variables refer to data, the run, the job, a task, a point of a sweep and the
 job's environment by; with doubled braces it is text."""
-BRACES = re.compile(_NOT_DOUBLED + r"\s*([A-Za-z][\w:.-]*)\s*\}", re.ASCII)
+BRACES = re.compile(
+    _NOT_DOUBLED
+    + r"\s*((?:stage|run|point|local|shm|array|job|env)[._][^{}\s'\"]+|[A-Za-z][\w:.-]*)\s*\}",
+    re.ASCII,
+)
 """A word in braces, which may be a misspelt placeholder."""
 FIXED_PLACEHOLDERS = ("run.dir", "run.id", "job.id", "array.index", "local.dir", "shm.dir")
 """Those that do not end in a name of the user's."""
 
 _DOUBLED = re.compile(r"\{(\{([A-Za-z][\w:.-]*)\})\}", re.ASCII)
 _NAMED = re.compile(
-    r"(?:(?:stages?|points?)[._:-]|env[.:])\w+|stage|run|array|local|shm|job", re.IGNORECASE
+    r"(?:stages?|points?)[._:-]\w+|env[.:].+|(?:stage|run|point|local|shm|array|job)[._]\w*\W.*"
+    r"|stage|run|array|local|shm|job",
+    re.IGNORECASE,
 )
 _MISSPELT = 0.8  # so that {epoch}, {index} and the like remain text
 

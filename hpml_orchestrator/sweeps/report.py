@@ -101,7 +101,12 @@ def build(plan: SweepPlan, rows: Sequence[Row]) -> Report:
         report,
         fits=tuple(_fits(report)),
         notices=tuple(
-            notices.notices(plan, report, aim=aim, one_after_other=not _mixed_order(plan))
+            notices.notices(
+                plan,
+                report,
+                aim=aim,
+                one_after_other=plan.spec.count > 1 and not _mixed_order(plan),
+            )
         ),
         question=wording.question(report),
         answer=tuple(wording.answer(report)),

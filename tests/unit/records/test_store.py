@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import subprocess
 import sys
@@ -191,7 +192,10 @@ def test_a_run_is_found_by_what_people_remember(store: Store) -> None:
         ("34", False, False),
         ("2024", False, False),
         ("digits", True, True),
-        ("digits-2024", True, True),
+        ("digits-2", True, False),  # the name of another job
+        ("digits-2024", True, False),
+        ("digits-20240101", True, True),
+        ("digits-20240101-0000", True, True),
         ("digi", True, False),  # may have been meant for a run of another name
         ("abcd34", True, False),
         ("bcd3", False, False),  # neither beginning nor end
@@ -210,6 +214,17 @@ def test_a_mistyped_word_names_no_other_run(
         else:
             with pytest.raises((NotFoundError, InputError)):
                 store.resolve(word, exact_name=exact_name)
+
+
+def test_the_name_of_a_job_names_its_runs_alone(store: Store) -> None:
+    """`exp-2` is another job than `exp`, although it begins the ids of both."""
+    prepare(store, "exp-20240101-000000-aaaaaa")
+    for exact_name in (False, True):
+        with pytest.raises(NotFoundError) if exact_name else contextlib.nullcontext():
+            store.resolve("exp-2", exact_name=exact_name)
+    second = prepare(store, "exp-2-20240101-000000-bbbbbb")
+    for exact_name in (False, True):
+        assert store.resolve("exp-2", exact_name=exact_name) == second
 
 
 def test_what_names_no_run_or_several(store: Store) -> None:
