@@ -1,9 +1,9 @@
 """The node agent: one per node, for as long as the job.
 
-It plans where the ranks will run, stages the data, marks the node as ready, listens to the ranks
-and watches them, runs the job's exporter, and removes what it staged when the job is over. The file
-`over` says so; SIGUSR1 only makes it look at once. Signals reach every step of a job, also those
-that a user means for the ranks: while ranks live, none of them ends an agent.
+It plans where the ranks will run, stages the data, marks the node as ready, listens to the ranks,
+verifies their binding, runs the job's exporter, and removes what it staged when the job is over.
+The file `over` says so; SIGUSR1 only makes it look at once. Signals reach every step of a job, also
+those that a user means for the ranks: while ranks live, none of them ends an agent.
 """
 
 from __future__ import annotations
@@ -141,10 +141,15 @@ class Agent:
     def _should_stop(self) -> bool:
         return self._asked_to_end or self._is_over()
 
+    def _started_ranks(self) -> list[dict[str, Any]]:
+        """Return what hpml-bind recorded of this node's ranks so far."""
+        self._ranks += self._records.new()
+        return self._ranks
+
     def _rank_lives(self, *, may_begin: bool = False) -> bool:
         """Whether a rank of this node lives; `may_begin` before the first has begun."""
-        self._ranks += self._records.new()
-        return any(is_alive(record) for record in self._ranks) if self._ranks else may_begin
+        ranks = self._started_ranks()
+        return any(map(is_alive, ranks)) if ranks else may_begin
 
     def _kill_ranks(self) -> None:
         """End the ranks that outlive the job: SIGKILL would come next, for this agent too."""
@@ -156,7 +161,7 @@ class Agent:
         sys.stderr.write(f"hpml: {self.node}: {message}\n")
 
     def run(self) -> int:
-        """Plan, stage, mark the node, listen, watch, wait for the end, clean up.
+        """Plan, stage, mark the node, listen, prove, wait for the end, clean up.
 
         Returns:
             0 when the node was ready and the job is over, 1 when it could not be made ready.
@@ -311,7 +316,7 @@ class Agent:
         return min(self._look_at, self._note_at) - now
 
     def _watch_ranks(self, *, closing: bool = False) -> float:
-        """Do what is due of the watch; returns seconds until there is more.
+        """Prove where the ranks run, where that is due; returns seconds until there is more.
 
         Should it fail, the ranks and their data stay as they are.
         """
@@ -319,14 +324,15 @@ class Agent:
         if self._watch is not None:
             try:
                 if closing:
-                    self._watch.close()
+                    self._watch.close(self._started_ranks())
                 else:
-                    pause = self._watch.act(time.monotonic())
+                    due = self._watch.act(time.monotonic(), self._started_ranks())
+                    pause = min(pause, due)
                 if self._watch.binding is not None:
                     self._feed.tell_binding(*self._watch.binding)
             except Exception as error:  # noqa: BLE001 - whatever it is, the job goes on
                 what = f"{type(error).__name__}: {error}"
-                self._report(f"the ranks are not watched any more: {what}")
+                self._report(f"the binding of the ranks is no longer verified: {what}")
                 self._watch = None
         return pause
 

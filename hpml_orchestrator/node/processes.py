@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import json
 import os
 from typing import TYPE_CHECKING, Any
@@ -17,7 +16,6 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 __all__ = [
-    "THREADS_MAX",
     "ProcessTable",
     "RankRecords",
     "is_alive",
@@ -26,9 +24,6 @@ __all__ = [
     "start_of",
     "visible_of",
 ]
-
-THREADS_MAX = 64
-"""Threads that are read of one process beside its first, while all of them run on the same CPUs."""
 
 _PROCESSES_MAX = 256
 _WORK_SECONDS, _WORK_PART = 1.0, 10  # CPU time, and its part of a child's, from which one works
@@ -175,15 +170,16 @@ class ProcessTable:
         """
         cpus: set[str] = set()
         first = ""
-        for threads in self._threads(stat.pid):
-            for thread in threads:
-                status = self._read(stat.pid, "task", str(thread), "status")
-                text = status.partition(_CPUS)[2].partition(b"\n")[0].decode("ascii", "replace")
-                if text:
-                    cpus.add(text)
-                    first = text if thread == stat.pid else first
-            if len(cpus) <= 1:  # all alike
-                break
+        try:
+            threads = os.listdir(f"{self._root}/{stat.pid}/task")
+        except OSError:
+            return None
+        for thread in threads:
+            status = self._read(stat.pid, "task", thread, "status")
+            text = status.partition(_CPUS)[2].partition(b"\n")[0].decode("ascii", "replace")
+            if text:
+                cpus.add(text)
+                first = text if thread == str(stat.pid) else first
         if not cpus:
             return None
         return Process(
@@ -201,19 +197,6 @@ class ProcessTable:
             if equals:
                 variables.setdefault(os.fsdecode(name), os.fsdecode(value))
         return variables
-
-    def _threads(self, pid: int) -> tuple[list[int], list[int]]:
-        """The first thread and some others, evenly over all; and the rest.
-
-        OpenMP's come late, the driver's early.
-        """
-        try:
-            others = sorted({int(name) for name in os.listdir(f"{self._root}/{pid}/task")} - {pid})
-        except OSError:
-            return [], []
-        count = min(len(others), THREADS_MAX)
-        sample = [others[place * len(others) // count] for place in range(count)]
-        return [pid, *sample], sorted(set(others).difference(sample))
 
     def _is_ours(self, pid: int) -> bool:
         try:
@@ -244,9 +227,8 @@ def openmp_of(environment: Mapping[str, str]) -> str:
     return ""
 
 
-@functools.lru_cache(maxsize=4096)
 def _numbers(text: str) -> frozenset[int]:
-    """The CPUs of a list; most threads of a node have one of a few. None where it is damaged."""
+    """Return the CPUs of a list; none if it is damaged."""
     try:
         return frozenset(parse_list(text))
     except ValueError:

@@ -34,12 +34,17 @@ BY_HAND = (
     "88-95,216-223",
 )
 
-# What each rank sees of itself; it lives long enough to be looked at.
+# What each rank sees of itself; it lives for some seconds, or until it was looked at.
 RANK = """\
 import json, os, sys, time
 child = os.fork()
 if child == 0:
-    time.sleep(float(sys.argv[2]))
+    seconds, _, wanted = sys.argv[2].partition(" until ")
+    proof = os.path.expandvars("$HPML_ATTEMPT_DIR/binding/$SLURMD_NODENAME.proof.json")
+    end, text = time.time() + float(seconds), ""
+    while time.time() < end and not (wanted and wanted in text):
+        time.sleep(0.1)
+        text = open(proof).read() if os.path.exists(proof) else ""
     os._exit(0)
 with open("/proc/self/status") as stream:
     cpus = [line.split()[1] for line in stream if line.startswith("Cpus_allowed_list")][0]
@@ -54,6 +59,7 @@ with open(os.path.join(sys.argv[1], record["RANK"] + ".json"), "w") as stream:
 os.waitpid(child, 0)
 """
 SECONDS = "2.5"
+LOOKED_AT = '60 until "live": true'
 
 
 @pytest.fixture(scope="module")
@@ -80,11 +86,11 @@ def job(desk: Desk, launcher: str, **fields: Any) -> Path:
     """A job of all GPUs on both nodes, half of the CPUs where it does not say otherwise."""
     resources = {"nodes": 2, "gpus": 8, "cpus_per_rank": 32, "time": "5", "exclusive": True}
     resources |= fields.pop("resources", {})
-    whole = {"command": rank(desk, SECONDS), "resources": resources, **fields}
+    whole = {"command": rank_command(desk, SECONDS), "resources": resources, **fields}
     return desk.job(f"binding-{launcher}", launcher=launcher, **whole)
 
 
-def rank(desk: Desk, seconds: str) -> list[str]:
+def rank_command(desk: Desk, seconds: str) -> list[str]:
     """The ranks' command."""
     return [PYTHON, str(desk.directory / "rank.py"), str(desk.directory / "seen"), seconds]
 
@@ -111,7 +117,8 @@ def bound(desk: Desk) -> list[dict[str, Any]]:
 def test_every_rank_is_where_the_plan_says(desk: Desk, launcher: str) -> None:
     """Sixteen ranks on two nodes: /proc of each, the proof and the plan by hand are one."""
     needs(launcher)
-    done = desk.hpml("run", job(desk, launcher, binding={"policy": "numa", "verify": "strict"}))
+    command, strict = rank_command(desk, LOOKED_AT), {"policy": "numa", "verify": "strict"}
+    done = desk.hpml("run", job(desk, launcher, command=command, binding=strict))
     ranks = seen(desk)
     assert len(ranks) == 16
     for number, seen_by in enumerate(ranks):
@@ -168,7 +175,7 @@ def test_a_part_of_a_node(desk: Desk) -> None:
 
 def in_a_shell(desk: Desk, before: str) -> list[str]:
     """The ranks' command behind some words of a shell."""
-    return ["bash", "-c", f'{before} "$@"', "rank", *rank(desk, "20")]
+    return ["bash", "-c", f'{before} "$@"', "rank", *rank_command(desk, "20")]
 
 
 SABOTAGE = {
@@ -243,7 +250,7 @@ def test_a_job_that_is_only_warned_goes_on(desk: Desk) -> None:
     made = job(
         desk,
         "srun",
-        command=[*command[:-1], "4"],
+        command=[*command[:-1], LOOKED_AT],
         resources={"nodes": 1},
         binding={"policy": "numa", "verify": "warn"},
     )

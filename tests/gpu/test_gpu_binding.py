@@ -24,7 +24,9 @@ record = {"uuid": str(told.uuid), "address": address, "near": near,
           "cpus": sorted(os.sched_getaffinity(0))}
 with open(sys.argv[1], "w") as stream:
     json.dump(record, stream)
-time.sleep(3)
+proof = f"{os.environ['HPML_ATTEMPT_DIR']}/binding/{os.environ['SLURMD_NODENAME']}.proof.json"
+while not os.path.exists(proof) or '"live": true' not in open(proof).read():  # by the first look
+    time.sleep(0.1)
 """
 
 

@@ -216,46 +216,54 @@ def rank() -> Iterator[subprocess.Popen[bytes]]:
         process.kill()
 
 
-@pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="needs two CPUs")
-@pytest.mark.parametrize("verify", ["warn", "strict"])
-def test_it_watches_the_ranks(
-    start: Callable[..., Running],
-    until: Until,
-    node: Node,
-    rank: subprocess.Popen[bytes],
-    verify: str,
-) -> None:
-    """A rank on one CPU of two: told, and where the job is strict it ends, and the job with 79."""
-    running = start("--bind", json.dumps({"ranks": 1, "verify": verify}))
-    until(running.marker.exists)
-    until(lambda: len(os.sched_getaffinity(rank.pid)) == 1)
-    record(running.attempt, 0, rank.pid, format_list(os.sched_getaffinity(0)))
-    proof = running.attempt / "binding" / "n1.proof.json"
-    until(lambda: proof.exists() and "alone, not on its own" in proof.read_text("utf-8"))
-    if verify == "strict":
-        assert rank.wait(PATIENCE_SECONDS) == -signal.SIGTERM
-    rank.kill()
-    running.over()
-    status, err = running.end()
-    assert status == 0
-    assert err.startswith("hpml: n1: 1 rank bound (gpu-local), 1 core and 1 thread each, 1 wrong\n")
-    assert err.count("alone, not on its own") == (verify == "warn")
-    code = "0" if verify == "warn" else "143"
-    _, status_of_script, told = node.call("finish", str(running.attempt), code)
-    assert status_of_script == ("0\n" if verify == "warn" else "79\n")
-    assert told.startswith("hpml: binding: 1 of 1 ranks WRONG\n")
-    assert told.count("alone, not on its own") == (verify == "strict")
+def run_here(options: AgentOptions, during: Callable[[], object] = lambda: None) -> int:
+    """Run an agent in this process, for what cannot be had on demand; returns its status.
 
-
-def run_here(options: AgentOptions) -> int:
-    """Run an agent in this process, for faults that cannot be had on demand; returns its status."""
+    Once the node is ready, `during` is called, and then the job is over.
+    """
     agent = Agent(options, node="n1")
     with ThreadPoolExecutor() as pool:
         status = pool.submit(agent.run)
         eventually(lambda: status.done() or (options.attempt / "nodes/n1.ready.json").exists())
-        (options.attempt / "over").touch()
-        agent.on_signal(signal.SIGUSR1, None)
+        try:
+            during()
+        finally:
+            (options.attempt / "over").touch()
+            agent.on_signal(signal.SIGUSR1, None)
         return status.result(PATIENCE_SECONDS)
+
+
+@pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="needs two CPUs")
+@pytest.mark.parametrize("verify", ["warn", "strict"])
+def test_it_looks_at_the_ranks(
+    node: Node,
+    rank: subprocess.Popen[bytes],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    verify: str,
+) -> None:
+    """A rank on one CPU of two is reported; if the job is strict the rank is ended, the job 79."""
+    monkeypatch.setattr("hpml_orchestrator.node.watch.LOOKS_SECONDS", (0.1, 0.2))
+    node.claim("1")
+    proof = node.attempt / "binding" / "n1.proof.json"
+
+    def during() -> None:
+        eventually(lambda: len(os.sched_getaffinity(rank.pid)) == 1)
+        record(node.attempt, 0, rank.pid, format_list(os.sched_getaffinity(0)))
+        eventually(lambda: proof.exists() and "alone, not on its own" in proof.read_text("utf-8"))
+        if verify == "strict":
+            assert rank.wait(PATIENCE_SECONDS) == -signal.SIGTERM
+        rank.kill()
+
+    assert run_here(AgentOptions(node.attempt, bind=BindOptions(1, verify=verify)), during) == 0
+    err = capsys.readouterr().err
+    assert err.startswith("hpml: n1: 1 rank bound (gpu-local), 1 core and 1 thread each, 1 wrong\n")
+    assert err.count("alone, not on its own") == (verify == "warn")
+    code = "0" if verify == "warn" else "143"
+    _, status_of_script, told = node.call("finish", str(node.attempt), code)
+    assert status_of_script == ("0\n" if verify == "warn" else "79\n")
+    assert told.startswith("hpml: binding: 1 of 1 ranks WRONG\n")
+    assert told.count("alone, not on its own") == (verify == "strict")
 
 
 def cannot_be_read(*_: object, **__: object) -> None:
@@ -293,7 +301,7 @@ def test_a_node_that_cannot_be_planned(
 def test_faults_of_hpmls_own_leave_the_job_alone(
     node: Node, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """A watch and a monitor that fail (fakes) are a line each, and the agent goes on."""
+    """A watch and a monitor that fail (fakes) are a line each, and the agent continues."""
 
     def fails(*_: object, **__: object) -> float:
         raise ZeroDivisionError("no CPUs")
@@ -305,6 +313,6 @@ def test_faults_of_hpmls_own_leave_the_job_alone(
     monitor = MonitorOptions("127.0.0.1:0")
     assert run_here(AgentOptions(node.attempt, monitor=monitor)) == 0
     assert sorted(capsys.readouterr().err.splitlines()) == [
+        "hpml: n1: the binding of the ranks is no longer verified: ZeroDivisionError: no CPUs",
         "hpml: n1: the job is not monitored: ZeroDivisionError: no CPUs",
-        "hpml: n1: the ranks are not watched any more: ZeroDivisionError: no CPUs",
     ]

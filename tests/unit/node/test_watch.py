@@ -1,4 +1,4 @@
-"""Live ranks are looked at, judged, told of, and ended where the job is strict: real processes."""
+"""Ranks are judged at their start and at two looks, and ended if strict: real processes."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ import pytest
 
 from hpml_orchestrator.node.options import BindOptions
 from hpml_orchestrator.node.planning import Prepared, prepare
-from hpml_orchestrator.node.processes import ProcessTable
+from hpml_orchestrator.node.processes import ProcessTable, RankRecords
 from hpml_orchestrator.node.watch import Watch
 from hpml_orchestrator.placement.proof import NodeProof, proof_of_json
 from hpml_orchestrator.records.process import read_stat
@@ -131,19 +131,26 @@ class Watching:
         self.said = ""
         self.now = 1000.0
         self.watch = Watch(attempt, self.made, self.write)
+        self._records = RankRecords(attempt / "binding" / "n1.jsonl")
+        self._started: list[dict[str, Any]] = []
         self.file = attempt / "binding" / "n1.proof.json"
 
     def write(self, text: str) -> None:
         self.said += text
 
     def turn(self, seconds: float) -> None:
-        """Let time pass, and the watch do all that is due in it."""
+        """Let time pass, in which the watch does what is due."""
         until = self.now + seconds
         while True:
-            self.now += min(self.watch.act(self.now), until - self.now)
+            self.now += min(self.watch.act(self.now, self.started()), until - self.now)
             if self.now >= until:
-                self.watch.act(self.now)
+                self.watch.act(self.now, self.started())
                 return
+
+    def started(self) -> list[dict[str, Any]]:
+        """What the ranks have recorded so far."""
+        self._started += self._records.new()
+        return self._started
 
     def proof(self) -> NodeProof:
         return proof_of_json(json.loads(self.file.read_text()))
@@ -151,115 +158,126 @@ class Watching:
 
 @needs_two
 def test_ranks_where_they_should_be(attempt: Path, ranks: Ranks) -> None:
-    """Not a word, and a proof of live processes."""
+    """No message; a proof from the records at once, and of live processes 10 s later."""
     watching = Watching(attempt, 2)
     watching.turn(5)
-    assert (watching.said, watching.file.exists()) == ("", False), "nobody has recorded yet"
+    assert (watching.watch.binding, watching.file.exists()) == (None, False)
     ranks.start(0, FIRST)
-    watching.turn(5)
-    assert watching.said == "", "one of two"
+    watching.turn(2)
     ranks.start(1, SECOND)
-    watching.turn(90)
-    assert watching.said == "", "nobody need be told"
+    watching.turn(2)
+    proof = watching.proof()
+    assert (proof.right, [one.live for one in proof.ranks]) == (True, [False, False])
+    assert watching.watch.binding == (2, 0)
+    watching.turn(10)
     proof = watching.proof()
     assert (proof.right, [one.live for one in proof.ranks]) == (True, [True, True])
     assert [one.cpus for one in proof.ranks] == [FIRST, SECOND]
+    watching.turn(3600)
+    assert watching.proof().looks == 2
+    assert watching.said == ""
 
 
 @needs_two
-def test_a_rank_narrowed_by_taskset(attempt: Path, ranks: Ranks) -> None:
-    """hpml-bind gave it both CPUs, and its command took one away."""
+@pytest.mark.parametrize(
+    ("at", "found"),
+    [
+        pytest.param(5, 10, id="while it starts"),
+        pytest.param(30, 60, id="by a library that it loads later"),
+        pytest.param(65, None, id="after the second look"),
+    ],
+)
+def test_a_rank_that_is_bound_again(
+    attempt: Path, ranks: Ranks, at: float, found: float | None
+) -> None:
+    """The next look reports it, once; after the second look nobody notices it."""
     watching = Watching(attempt, 1)
-    process = ranks.process(FIRST)
-    ranks.record(0, process.pid, cpus=BOTH)
-    watching.turn(0.3)
-    watching.turn(3)
-    assert watching.said == "", "some looks may be wrong by chance"
-    watching.turn(3)
+    process = ranks.start(0, BOTH)
+    watching.turn(at)
+    os.sched_setaffinity(process.pid, {CPUS[0]})
+    if found is None:
+        watching.turn(3600)
+        watching.watch.close(watching.started())
+        assert (watching.said, watching.proof().right) == ("", True)
+        return
+    watching.turn(found - at - 1)
+    assert (watching.said, watching.watch.binding) == ("", (1, 0))
+    watching.turn(2)
     lines = watching.said.splitlines()
     assert lines[0].startswith("hpml: n1: 1 rank bound (gpu-local), 1 core and 1 thread each, 1 w")
     assert lines[1].split() == ["hpml:", "RANK", "NODE", "GPU", "CPUS", "NUMA", "WRONG"]
     assert lines[2].endswith(f"runs on CPUs {FIRST} alone, not on its own {BOTH}")
-    assert len(lines) == 3
+    assert watching.watch.binding == (0, 1)
     watching.turn(200)
-    assert watching.said.splitlines() == lines, "told once"
-    assert lives(process.pid), "warn tells, and no more"
+    watching.watch.close(watching.started())
+    assert watching.said.splitlines() == lines
+    assert len(lines) == 3
+    assert lives(process.pid), "warn only reports"
     assert watching.proof().ranks[0].cpus == FIRST
 
 
-def test_a_number_that_is_another_s_by_now(attempt: Path, ranks: Ranks) -> None:
-    """A fake record of a process that began before this one: that is not the rank."""
+def test_a_pid_that_another_process_has_now(attempt: Path, ranks: Ranks) -> None:
+    """The record is of a process that started earlier: that is not the rank, and gets no signal."""
     watching = Watching(attempt, 1, "strict")
     stranger = ranks.process(FIRST)
     ranks.record(0, stranger.pid, start_ticks=2, inherited="7")
     watching.turn(60)
     assert watching.proof().ranks[0].live is False
     assert "its ranks are ended" in watching.said
-    assert lives(stranger.pid), "a stranger gets no signal"
+    assert lives(stranger.pid)
 
 
 @needs_two
-def test_what_exporters_are_told(attempt: Path, ranks: Ranks) -> None:
-    """How many ranks are right and wrong; a fault counts once it is no passing state."""
-    watching = Watching(attempt, 2)
-    assert watching.watch.binding is None
-    ranks.start(0, FIRST)
-    process = ranks.start(1, SECOND)
-    watching.turn(2)
-    assert watching.watch.binding == (2, 0)
-    os.sched_setaffinity(process.pid, {CPUS[0]})
-    watching.turn(3)
-    assert watching.watch.binding == (2, 0), "not sure yet"
-    watching.turn(20)
-    assert watching.watch.binding == (1, 1)
-    os.sched_setaffinity(process.pid, {CPUS[1]})
-    watching.turn(100)
-    assert watching.watch.binding == (2, 0)
-
-
-@needs_two
-def test_a_fault_that_is_gone_at_the_next_look(attempt: Path, ranks: Ranks) -> None:
-    """Programs bind themselves while they start: nothing is told."""
+def test_a_fault_that_is_gone_before_a_look(attempt: Path, ranks: Ranks) -> None:
+    """Programs bind themselves while they start: nothing is reported."""
     watching = Watching(attempt, 1, "strict")
     process = ranks.process(FIRST)
     ranks.record(0, process.pid)
-    watching.turn(0.5)
-    assert watching.proof().right is False
+    watching.turn(9)
     os.sched_setaffinity(process.pid, CPUS)
     watching.turn(100)
-    assert watching.proof().right
-    assert watching.said == ""
+    assert (watching.said, watching.proof().right) == ("", True)
     assert lives(process.pid)
 
 
 @needs_two
-@pytest.mark.parametrize("closed", [False, True])
-def test_a_fault_of_the_last_look(attempt: Path, ranks: Ranks, *, closed: bool) -> None:
-    """A rank that was right, was narrowed at a look, and has ended: nobody knows of a fault."""
+def test_a_rank_that_ends_before_the_second_look(attempt: Path, ranks: Ranks) -> None:
+    """What the first look saw of it stays in the proof."""
     watching = Watching(attempt, 1, "strict")
     process = ranks.start(0, BOTH)
-    watching.turn(2)
+    watching.turn(12)
     os.sched_setaffinity(process.pid, {CPUS[0]})
-    watching.turn(1.5)
     process.communicate()
-    if not closed:
-        watching.turn(100)
-    watching.watch.close()
-    assert watching.proof().right
+    watching.turn(100)
+    watching.watch.close(watching.started())
+    assert (watching.said, watching.proof().right) == ("", True)
     assert watching.proof().ranks[0].live
+
+
+@needs_two
+def test_a_rank_that_starts_again_is_looked_at_again(attempt: Path, ranks: Ranks) -> None:
+    """The two looks count from the last start."""
+    watching = Watching(attempt, 1)
+    ranks.start(0, BOTH)
+    watching.turn(100)
+    process = ranks.process(FIRST)
+    ranks.record(0, process.pid)
+    watching.turn(9)
     assert watching.said == ""
+    watching.turn(5)
+    assert "1 wrong" in watching.said
 
 
 @needs_two
 def test_strict_ends_the_ranks_with_all_they_started(attempt: Path, ranks: Ranks) -> None:
-    """SIGTERM to the whole family; after ten seconds SIGKILL to who does not listen."""
+    """SIGTERM to the whole family; after ten seconds SIGKILL to those that ignore it."""
     watching = Watching(attempt, 2, "strict")
     command = f'"$0" -c "$1" & echo $!; taskset -pc {FIRST} $! >/dev/null; wait'
     shell = ranks.start(0, FIRST, "bash", "-c", command, sys.executable, BUSY)
     assert shell.stdout is not None
     child = int(shell.stdout.readline())
     deaf = ranks.start(1, FIRST, sys.executable, "-c", DEAF, ready="begun")
-    watching.turn(6)
+    watching.turn(12)
     assert "n1: binding.verify is strict: its ranks are ended" in watching.said
     shell.wait(PATIENCE_SECONDS)
     gone(child)
@@ -282,7 +300,7 @@ def test_the_end_takes_in_what_came_last(attempt: Path, ranks: Ranks) -> None:
     ranks.record(0, 1, cpus="7", child_cpus="7")
     with ranks.file.open("a") as stream:
         stream.write('{"rank": 1, "local_rank": 1')
-    watching.watch.close()
+    watching.watch.close(watching.started())
     proof = watching.proof()
     assert [one.rank for one in proof.ranks] == [0]
     assert "runs on CPUs 7" in watching.said
