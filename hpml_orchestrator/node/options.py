@@ -68,13 +68,11 @@ class StageOptions:
         request: what to copy, and to which base directory.
         distribution: how several nodes get it.
         hash: whether contents are hashed while they are copied.
-        epochs: how often the training reads it; 0 where the job file does not say.
     """
 
     request: StageRequest
     distribution: str = "auto"
     hash: bool = True
-    epochs: int = 0
 
 
 @dataclass(frozen=True)
@@ -168,7 +166,7 @@ def parse_options(argv: Sequence[str]) -> AgentOptions:
     bases = {"shm": given.shm, "local": given.local}
 
     def stage(**fields: Any) -> StageOptions:
-        own = {key: fields.pop(key) for key in ("distribution", "hash", "epochs") if key in fields}
+        own = {key: fields.pop(key) for key in ("distribution", "hash") if key in fields}
         fields["target"] = bases.get(fields["target"]) or fields["target"]
         return StageOptions(StageRequest(**fields), **own)
 

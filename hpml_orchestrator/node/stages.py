@@ -22,7 +22,6 @@ from hpml_orchestrator.staging import (
 from hpml_orchestrator.staging.faults import shown, why
 from hpml_orchestrator.staging.manners import array_delay, open_rate
 from hpml_orchestrator.staging.many.ways import Rates, supply_for
-from hpml_orchestrator.staging.payback import Payback, payback_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -150,8 +149,7 @@ class NodeStaging:
             result = self.stager.stage(request, supply)
         finally:
             self._progress = None
-        payback = None if self.is_ending() else payback_of(result)
-        return figures_of(result, payback, epochs=entry.epochs)
+        return figures_of(result)
 
     def _options(self, entry: StageOptions, *, readers: int) -> EngineOptions:
         """Return how an entry is copied where so many nodes read the source at once."""
@@ -218,7 +216,7 @@ class NodeStaging:
         return delay
 
 
-def figures_of(result: StageResult, payback: Payback | None, *, epochs: int = 0) -> dict[str, Any]:
+def figures_of(result: StageResult) -> dict[str, Any]:
     """Return what records keep of one entry on one node; what is empty is left out."""
     figures: dict[str, Any] = {
         "name": result.name,
@@ -235,7 +233,5 @@ def figures_of(result: StageResult, payback: Payback | None, *, epochs: int = 0)
         "digest": result.digest,
         "private": result.private,
         "evicted": list(result.evicted),
-        "payback": payback and payback.to_json(),
-        "epochs": epochs,
     }
     return {**figures, **{name: value for name, value in optional.items() if value}}

@@ -1,8 +1,7 @@
-"""The entries of `stage` and `collect`: what is where, how fast, and whether staging paid."""
+"""The entries of `stage` and `collect`: what is where, and how fast."""
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -14,7 +13,7 @@ if TYPE_CHECKING:
 
     from hpml_orchestrator.records.events import Event
 
-__all__ = ["Staged", "collected_lines", "payback_text", "staged_entries", "staged_lines"]
+__all__ = ["Staged", "collected_lines", "staged_entries", "staged_lines"]
 
 _SHORT_SECONDS = 0.01
 
@@ -36,10 +35,6 @@ class Staged:
     private: str = ""  # why later jobs cannot reuse it
     evicted: tuple[str, ...] = ()  # sources that were removed to make room for it
     digests: tuple[str, ...] = ()  # of names, sizes and contents, each once
-    # Of the node on which staging pays last: `stage_seconds`, `remote_seconds`, `local_seconds` of
-    # one epoch, and `epochs` after which it has paid, None for never; None if not measured.
-    payback: Mapping[str, Any] | None = None
-    epochs: int = 0  # how often the job file says that the data is read; 0 where it does not
 
 
 def staged_entries(ready: Sequence[Event]) -> list[Staged]:
@@ -55,10 +50,6 @@ def _combined(name: str, nodes: Sequence[Mapping[str, Any]]) -> Staged:
     def given(key: str) -> list[Any]:
         return [node[key] for node in nodes if node.get(key)]
 
-    def late(payback: Mapping[str, Any]) -> float:
-        epochs = payback["epochs"]
-        return math.inf if epochs is None else float(epochs)
-
     return Staged(
         name=name,
         path=next(iter(given("path")), ""),
@@ -73,13 +64,11 @@ def _combined(name: str, nodes: Sequence[Mapping[str, Any]]) -> Staged:
         private=next(iter(given("private")), ""),
         evicted=tuple(dict.fromkeys(source for sources in given("evicted") for source in sources)),
         digests=tuple(dict.fromkeys(given("digest"))),
-        payback=max(given("payback"), key=late, default=None),
-        epochs=max(given("epochs"), default=0),
     )
 
 
 def staged_lines(entries: Sequence[Staged]) -> list[str]:
-    """Return a line per entry, and one more where it was measured whether staging pays."""
+    """Return a line per entry, and one more if the nodes have different data."""
     lines = []
     for entry in entries:
         files = f"{counted(entry.files, 'file')}, {human_bytes(entry.bytes)}"
@@ -97,8 +86,6 @@ def staged_lines(entries: Sequence[Staged]) -> list[str]:
         functions = [digest.partition(":")[0] for digest in entry.digests]
         if len(set(functions)) < len(functions):
             lines.append(f"{entry.name}: the nodes do NOT have the same data, by their digests")
-        if entry.payback:
-            lines.append(f"{entry.name}: {payback_text(entry.payback, entry.epochs)}")
     return lines
 
 
@@ -147,31 +134,6 @@ def _how(entry: Staged) -> str:
     each = " per node" if entry.nodes > 1 and rate else ""
     reused = f", reused on {entry.reused} of {entry.nodes} nodes" if entry.reused else ""
     return f"{by}in {_seconds(entry.seconds)}{rate}{each}{reused}"
-
-
-def payback_text(payback: Mapping[str, Any], epochs: int = 0) -> str:
-    """Return the sentence on whether staging an entry paid.
-
-    Args:
-        payback: times of one epoch and of staging, as in `Staged`.
-        epochs: how often the job file says that the data is read; 0 where it does not.
-    """
-    stage, remote, local = (payback[f"{key}_seconds"] for key in ("stage", "remote", "local"))
-    warm = " out of the page cache" if payback.get("warm") else ""
-    measured = (
-        f"one reading takes {_seconds(remote)} from the source and {_seconds(local)} from the "
-        f"node{warm}, staging took {_seconds(stage)}"
-    )
-    paid = payback["epochs"]
-    if paid is None:
-        return f"staging never pays: {measured}"
-    after = f"staging pays after {counted(paid, 'epoch')}"
-    saved = epochs * (remote - local) - stage
-    if epochs and saved > 0:
-        after += f" of {epochs}, and saves {_seconds(saved)}"
-    elif epochs:
-        after += f", but the job reads it {counted(epochs, 'time')}"
-    return f"{after}: {measured}"
 
 
 def _seconds(seconds: float) -> str:

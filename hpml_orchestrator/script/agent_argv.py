@@ -106,7 +106,5 @@ def _site(job: Job, site: ResolvedSite | None) -> dict[str, Any]:
 
 def _stage(stage: Stage) -> dict[str, Any]:
     always = {name: getattr(stage, name) for name in ("name", "source", "target", "kind")}
-    changed = _changed(
-        stage, "keep", "distribution", "outside_links", "hash", "epochs", "trust_mtime"
-    )
+    changed = _changed(stage, "keep", "distribution", "outside_links", "hash", "trust_mtime")
     return {**always, **changed}

@@ -49,9 +49,16 @@ class Stage(Model):
     """Whether to keep symbolic links that lead out of the source; else an error."""
     hash: StrictBool = True
     """Whether to hash contents while copying, to detect damage."""
-    epochs: text.PositiveInt | None = None
-    """How often the training reads the data; shown beside the number of epochs after which staging
-    pays."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _no_epochs(cls, data: object) -> object:
+        if isinstance(data, dict) and "epochs" in data:
+            raise ValueError(
+                "epochs: whether staging pays is not measured any more; remove the field: "
+                "`hpml top` and `hpml show` say how long the ranks wait for data"
+            )
+        return data
 
     @field_validator("kind", "distribution", mode="before")
     @classmethod

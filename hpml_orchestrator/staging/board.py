@@ -13,20 +13,19 @@ if TYPE_CHECKING:
 
 __all__ = ["Board", "Done", "Tally"]
 
-_TALLY = struct.Struct("=qqdd")
+_TALLY = struct.Struct("=qq")
 _TALLIES_AT = 64
 _TOLD_TOGETHER = 15
 _FAULTY = 0
 
 
 class Done:
-    """What was done: bytes and files, and seconds of reading and of writing."""
+    """What was done: bytes and files."""
 
-    __slots__ = ("bytes", "files", "read_seconds", "write_seconds")
+    __slots__ = ("bytes", "files")
 
     def __init__(self) -> None:
         self.bytes = self.files = 0
-        self.read_seconds = self.write_seconds = 0.0
 
 
 class Board:
@@ -70,11 +69,9 @@ class Board:
         total = Done()
         for number in range(self._tallies):
             at = _TALLIES_AT + number * _TALLY.size
-            some_bytes, files, read_seconds, write_seconds = _TALLY.unpack_from(self._memory, at)
+            some_bytes, files = _TALLY.unpack_from(self._memory, at)
             total.bytes += some_bytes
             total.files += files
-            total.read_seconds += read_seconds
-            total.write_seconds += write_seconds
         return total
 
     def close(self) -> None:
@@ -101,9 +98,7 @@ class Tally(Done):
 
     def tell(self) -> None:
         """Let the figures be seen."""
-        _TALLY.pack_into(
-            self._memory, self._at, self.bytes, self.files, self.read_seconds, self.write_seconds
-        )
+        _TALLY.pack_into(self._memory, self._at, self.bytes, self.files)
         if self._progress is not None:
             then = self._told
             self._told = (self.bytes, self.files)

@@ -13,7 +13,6 @@ import functools
 import os
 import stat
 import threading
-import time
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -76,16 +75,10 @@ class Copied:
 
     Attributes:
         digests: of each of the plan's files; empty when they were not hashed.
-        seconds: wall time.
-        read_seconds: of reading, summed over the workers.
-        write_seconds: of hashing and writing, summed over the workers.
         workers: processes times threads.
     """
 
     digests: list[bytes] = field(default_factory=list)
-    seconds: float = 0.0
-    read_seconds: float = 0.0
-    write_seconds: float = 0.0
     workers: int = 1
 
 
@@ -179,7 +172,6 @@ class _Copy:
         return max(1, min(wanted, _MOST_PROCESSES))
 
     def run(self) -> Copied:
-        begin = time.perf_counter()
         task, plan = self._task, self._plan
         target = os.open(task.target, _DIRECTORY)
         try:
@@ -195,20 +187,13 @@ class _Copy:
                 self._finish_large(target)
                 make_links(plan, target, self._retry)
             self._problems.raise_any()
-            done = self._board.done()
             digests = []
             if task.how is not None:
                 digests = task.shares.digests(plan, self._board.digest, task.how)
         finally:
             os.close(target)
             self._board.close()
-        return Copied(
-            digests=digests,
-            seconds=time.perf_counter() - begin,
-            read_seconds=done.read_seconds,
-            write_seconds=done.write_seconds,
-            workers=self._processes * self._threads,
-        )
+        return Copied(digests, self._processes * self._threads)
 
     def _in_pieces(self) -> list[int]:
         return [batch.first for batch in self._task.shares.batches if batch.start == 0 < batch.end]

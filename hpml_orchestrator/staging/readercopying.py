@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import os
-import time
 from typing import TYPE_CHECKING
 
 from hpml_orchestrator.staging.copying import WRITE, Copying
@@ -25,7 +24,6 @@ if TYPE_CHECKING:
 
 __all__ = ["ReaderCopying"]
 
-_clock = time.perf_counter
 _ZEROS = bytes(BLOCK_BYTES)
 
 
@@ -53,12 +51,12 @@ class ReaderCopying(Copying):
             self._task.take()
         if self._board.faulty:
             return
-        begin, size = _clock(), entry.size
+        size = entry.size
         pieces = self._reader.read(number, 0, size)
         if size <= BLOCK_BYTES:
             data = next(pieces, b"")
             if len(data) == size:
-                self._one_block(number, entry, data, pieces, begin, tally)
+                self._one_block(number, entry, data, pieces, tally)
                 return
             pieces = itertools.chain((data,), pieces)
         digest = self._summer(number, batch)
@@ -74,12 +72,10 @@ class ReaderCopying(Copying):
         entry: Entry,
         data: Buffer,
         rest: Iterator[Buffer],
-        begin: float,
         tally: Tally,
     ) -> None:
         """Write a file that came whole, with as few steps as small files deserve."""
         task, size = self._task, entry.size
-        middle = _clock()
         if task.how is not None:
             made = task.how.new()
             made.update(data)
@@ -89,8 +85,6 @@ class ReaderCopying(Copying):
                 raise DamagedSourceError
             self._board.put(number, value)
         self._put(entry, data, rest)
-        tally.read_seconds += middle - begin
-        tally.write_seconds += _clock() - middle
         tally.bytes += size
         tally.files += 1
 
@@ -120,9 +114,7 @@ class ReaderCopying(Copying):
         sparse: bool,
     ) -> None:
         at = part[0]  # of a sparse file zeros are left out: its holes stay, as was counted
-        begin = _clock()
         for data in pieces:
-            middle = _clock()
             if digest is not None:
                 digest.update(data)
             count = len(data)
@@ -130,11 +122,7 @@ class ReaderCopying(Copying):
             while wrote < count:
                 wrote += os.pwrite(target, memoryview(data)[wrote:], at + wrote)
             at += count
-            now = _clock()
-            tally.read_seconds += middle - begin
-            tally.write_seconds += now - middle
             tally.bytes += count
-            begin = now
             if count >= BLOCK_BYTES:
                 tally.tell()
                 self._retry.check_stop()

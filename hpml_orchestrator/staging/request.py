@@ -120,8 +120,6 @@ class StageResult:
         digest: of all names, sizes and contents, as "xxh3_128:<hex>"; "" when it was not hashed.
         kept: it stays in the node's cache after the job.
         private: later jobs cannot find it, because the base is this job's own; says why.
-        read_seconds: time that the workers spent reading the source, summed over all of them.
-        write_seconds: likewise hashing and writing.
         workers: processes times threads that copied.
         evicted: sources of kept data that had to go to make room.
     """
@@ -136,8 +134,6 @@ class StageResult:
     digest: str = ""
     kept: bool = False
     private: str = ""
-    read_seconds: float = 0.0
-    write_seconds: float = 0.0
     workers: int = 1
     evicted: tuple[str, ...] = ()
 

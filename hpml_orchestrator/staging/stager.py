@@ -142,8 +142,6 @@ class CopyStager:
             digest=manifest.digest,
             kept=bool(linked_key(path)),
             private=private,
-            read_seconds=copied.read_seconds if copied else 0.0,
-            write_seconds=copied.write_seconds if copied else 0.0,
             workers=copied.workers if copied else 1,
             evicted=tuple(delivery.evicted),
         )

@@ -5,7 +5,6 @@ from __future__ import annotations
 import errno
 import os
 import threading
-import time
 from typing import TYPE_CHECKING
 
 from hpml_orchestrator.staging.copying import (
@@ -36,7 +35,6 @@ __all__ = ["TreeCopying"]
 
 _NO_SENDFILE = frozenset({errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP})
 _ZEROS = bytes(BLOCK_BYTES)
-_clock = time.perf_counter
 
 
 class TreeCopying(Copying):
@@ -77,7 +75,6 @@ class TreeCopying(Copying):
         size, mtime_ns = entry.size, entry.mtime_ns
         task = self._task
         how = task.how
-        begin = _clock()
         source = self._open(entry)
         try:
             if (
@@ -104,14 +101,11 @@ class TreeCopying(Copying):
                 os.posix_fadvise(source, 0, 0, os.POSIX_FADV_DONTNEED)
         finally:
             os.close(source)
-        middle = _clock()
         if how is not None:
             digest = how.new()
             digest.update(view)
             self._board.put(number, digest.digest())
         self._put(entry, view)
-        tally.read_seconds += middle - begin
-        tally.write_seconds += _clock() - middle
         tally.bytes += size
         tally.files += 1
 
@@ -187,18 +181,14 @@ class TreeCopying(Copying):
     ) -> None:
         buffer = self._buffer()
         while at < end:
-            begin = _clock()
             count = os.preadv(source, (buffer[: min(BLOCK_BYTES, end - at)],), at)
             if not count:
                 raise SourceChangedError
-            middle = _clock()
             view = buffer[:count]
             digest.update(view)
             wrote = 0
             while wrote < count:
                 wrote += os.pwrite(target, view[wrote:], at + wrote)
-            tally.read_seconds += middle - begin
-            tally.write_seconds += _clock() - middle
             tally.bytes += count
             tally.tell()
             at += count
@@ -208,11 +198,9 @@ class TreeCopying(Copying):
     def _send(self, source: int, target: int, at: int, end: int, tally: Tally) -> None:
         os.lseek(target, at, os.SEEK_SET)
         while at < end:
-            begin = _clock()
             count = _send(source, target, at, min(BLOCK_BYTES, end - at))
             if not count:
                 raise SourceChangedError
-            tally.write_seconds += _clock() - begin
             tally.bytes += count
             tally.tell()
             at += count

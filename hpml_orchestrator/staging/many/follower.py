@@ -66,7 +66,6 @@ class Follower:
         self._relays: list[Worker] = []
         self._landed: dict[tuple[int, int], bytes] = {}
         self._missing = 0
-        self._write_seconds = 0.0
         self._tick_at = 0.0
 
     @property
@@ -177,7 +176,6 @@ class Follower:
     def _receive(
         self, plan: Plan, fd: int, retry: Retry, progress: Progress | None, *, needed: bool
     ) -> Copied:
-        begin = time.perf_counter()
         assert self._how is not None  # noqa: S101 - plan() has set it
         self._missing = sum(map(pieces_of, plan.files))
         if self._wait_ready(needed=needed):
@@ -190,14 +188,7 @@ class Follower:
             make_links(plan, fd, retry.stopped_by(self._beat))
         digests = self._digests(plan, self._how)
         self._agree(tree_digest(Listing.of(plan, digests), self._how))
-        seconds = time.perf_counter() - begin
-        return Copied(
-            digests=digests,
-            seconds=seconds,
-            read_seconds=max(0.0, seconds * len(self._relays) - self._write_seconds),
-            write_seconds=self._write_seconds,
-            workers=max(1, len(self._relays)),
-        )
+        return Copied(digests, max(1, len(self._relays)))
 
     def _wait_ready(self, *, needed: bool) -> bool:
         """Wait until all nodes are ready; returns whether data will come."""
@@ -293,7 +284,6 @@ class Follower:
         progress: Progress | None,
         landed: list[tuple[int, int, bytes]],
         size: int,
-        seconds: float,
         lost: str,
     ) -> None:
         """Note what a relay told; see `Relay.run`."""
@@ -305,7 +295,6 @@ class Follower:
                 self._missing -= 1
                 files += pieces_of(plan.files[number]) == 1
             self._landed[number, start] = digest
-        self._write_seconds += seconds
         if progress is not None:
             progress.add(size, files)
 

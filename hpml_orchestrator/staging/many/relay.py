@@ -63,7 +63,6 @@ class Relay:
         self._is_done = False
         self._landed: list[Landed] = []  # since it was told
         self._bytes = 0
-        self._seconds = 0.0
 
     def run(self, plan: Plan, landing: Landing, tell: Callable[..., None]) -> None:
         """Work until the end of the stream.
@@ -71,8 +70,8 @@ class Relay:
         Args:
             plan: what comes.
             landing: where it goes.
-            tell: called a few times a second with the pieces that landed, their bytes, the seconds
-                of writing them, and at last perhaps why a neighbour was lost.
+            tell: called a few times a second with the pieces that landed, their bytes, and at last
+                perhaps why a neighbour was lost.
 
         Raises:
             StagingError: a chunk is damaged or has no place, or a file cannot be written.
@@ -80,7 +79,7 @@ class Relay:
         try:
             self._run(plan, landing, tell)
         except ChainLostError as error:
-            tell([], 0, 0.0, str(error))
+            tell([], 0, str(error))
 
     def _run(self, plan: Plan, landing: Landing, tell: Callable[..., None]) -> None:
         buffer = memoryview(bytearray(_BUFFER_BYTES))
@@ -96,8 +95,8 @@ class Relay:
                 at = filled = 0
             now = time.monotonic()
             if self._is_done or now - told_at >= _TOLD_EVERY_SECONDS:
-                tell([tuple(one) for one in self._landed], self._bytes, self._seconds, "")
-                self._landed, self._bytes, self._seconds, told_at = [], 0, 0.0, now
+                tell([tuple(one) for one in self._landed], self._bytes, "")
+                self._landed, self._bytes, told_at = [], 0, now
         if self._next is not None:
             self._next.close()
 
@@ -138,13 +137,11 @@ class Relay:
             at = end
         if at > begin:
             self._pass_on(buffer[begin:at])
-        began = time.perf_counter()
         for head, data in found:
             self._bytes += head.length
             landed = self._land(landing, head, data, plan)
             if landed is not None:
                 self._landed.append(landed)
-        self._seconds += time.perf_counter() - began
         return at
 
     def _check(self, head: ChunkHead, data: Buffer, plan: Plan) -> None:

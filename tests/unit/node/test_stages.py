@@ -72,14 +72,13 @@ def staging(tmp_path: Path, *argv: str, ends: bool = False, **environment: str) 
 
 
 def test_the_figures_of_an_entry(tmp_path: Path, places: tuple[Path, Path]) -> None:
-    """Path, size, time, rate and method of each, and how many epochs the job file says."""
-    entries = (*stage("a", *places, kind="tree", epochs=7), *stage("b", *places, kind="tree"))
+    """Path, size, time, rate and method of each."""
+    entries = (*stage("a", *places, kind="tree"), *stage("b", *places, kind="tree"))
     node = staging(tmp_path, *entries)
     first, second = node.stage_all()
-    assert (first["name"], first["bytes"], first["files"], first["epochs"]) == ("a", 4, 4, 7)
+    assert (first["name"], first["bytes"], first["files"]) == ("a", 4, 4)
     assert (Path(first["path"]) / "b").read_text() == "b"
     assert first["bytes_per_second"] > 0
-    assert "epochs" not in second
     assert [event.data["name"] for event in events.read(node.log)] == ["a", "b"]
     json.dumps([first, second])
     node.stager.cleanup()

@@ -12,7 +12,6 @@ from hpml_orchestrator.records.events import Event
 from hpml_orchestrator.records.files import read_json
 from hpml_orchestrator.runs.staged import (
     collected_lines,
-    payback_text,
     staged_entries,
     staged_lines,
 )
@@ -29,7 +28,6 @@ ENTRY = {
     "kept": False,
     "digest": "xxh3_128:00",
 }
-PAYBACK = {"stage_seconds": 2.0, "remote_seconds": 1.5, "local_seconds": 0.5, "epochs": 3}
 
 
 def ready(*entries: dict[str, Any], node: str = "n1") -> Event:
@@ -82,30 +80,6 @@ def test_nodes_that_differ_are_told() -> None:
     assert len(lines(ready(ENTRY), ready(without))) == 1
     other_function = {**ENTRY, "digest": "blake2b_128:ff"}
     assert len(lines(ready(ENTRY), ready(other_function, node="n2"))) == 1
-
-
-def test_whether_it_paid_is_one_sentence() -> None:
-    """After how many epochs, with both times; beside what the job file says that it reads."""
-    times = (
-        "one reading takes 1.50 s from the source and 0.50 s from the node out of the page cache, "
-        "staging took 2.00 s"
-    )
-    told = {**PAYBACK, "warm": True}
-    assert payback_text(told) == f"staging pays after 3 epochs: {times}"
-    assert payback_text(told, 10) == (
-        f"staging pays after 3 epochs of 10, and saves 8.00 s: {times}"
-    )
-    assert payback_text(told, 2) == (
-        f"staging pays after 3 epochs, but the job reads it 2 times: {times}"
-    )
-    assert payback_text({**told, "epochs": None}) == f"staging never pays: {times}"
-
-
-def test_the_node_on_which_it_pays_last_counts() -> None:
-    """Never is later than any number of epochs."""
-    one, two, never = ({**ENTRY, "payback": {**PAYBACK, "epochs": n}} for n in (1, 2, None))
-    assert staged_entries([ready(one), ready(two)])[0].payback == two["payback"]
-    assert staged_entries([ready(never), ready(two)])[0].payback == never["payback"]
 
 
 def test_results_of_a_node_that_was_killed_meanwhile(tmp_path: Path) -> None:

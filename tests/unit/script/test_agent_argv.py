@@ -53,12 +53,12 @@ def test_how_the_ranks_are_bound() -> None:
 def test_what_is_staged() -> None:
     """Every field arrives, with the directories that only the node knows."""
     entry = {"name": "x", "source": f"/s {ODD}", "keep": True, "outside_links": True}
-    more = {"kind": "tree", "hash": False, "distribution": "chain", "epochs": 5}
+    more = {"kind": "tree", "hash": False, "distribution": "chain"}
     others = [{"name": name, "source": "/y", "target": name} for name in ("shm", "local")]
     stage = [{**entry, **more, "target": f"/t {ODD}"}, *others]
     first = StageRequest("x", f"/s {ODD}", "tree", f"/t {ODD}", keep=True, outside_links=True)
     assert options(stage=stage, resources={"nodes": 2}).stages == [
-        StageOptions(first, "chain", hash=False, epochs=5),
+        StageOptions(first, "chain", hash=False),
         StageOptions(StageRequest("shm", "/y", "auto", "/ram")),
         StageOptions(StageRequest("local", "/y", "auto", "/disk")),
     ]

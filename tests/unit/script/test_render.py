@@ -29,7 +29,7 @@ STAGES: list[list[dict[str, Any]]] = [
     [],
     [
         {"name": "a", "source": "/a b", "target": "local", "kind": "tar"},
-        {"name": "b", "source": "/b", "target": "/scratch/$USER dir", "keep": True, "epochs": 9},
+        {"name": "b", "source": "/b", "target": "/scratch/$USER dir", "keep": True},
         {"name": "c", "source": "/it's", "target": "shm", "size": "2G"},
     ],
 ]

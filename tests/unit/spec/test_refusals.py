@@ -144,6 +144,10 @@ def message_of(load: Load, text: str) -> str:
         ("stage: [{name: d, source: s, kind: rar}]", "stage.0.kind: must be 'auto', 'file', 'tre"),
         ("stage: [{name: d, source: s, target: x}]", "stage.0.target: must be shm, local, auto"),
         (
+            "stage: [{name: d, source: s, epochs: 3}]",
+            "stage.0: epochs: whether staging pays is not measured any more; remove the field: ",
+        ),
+        (
             "stage: [{name: d, source: s, kind: squashfs}]",
             "stage.0.kind: squashfs is not unpacked any more: stage the image with `kind: file`",
         ),

@@ -38,7 +38,7 @@ JOBS_TAKEN = [
     " container: {engine: apptainer, image: i.sif, mounts: ['/a:/b:ro']}}",
     BASE + "stage: [{name: d, source: s, kind: tar, target: /t, size: 4G}]",
     BASE + "stage: [{name: d, source: s, size: ~, target: auto, kind: tar, keep: true},"
-    " {name: e, source: s, hash: false, outside_links: true, epochs: 3},"
+    " {name: e, source: s, hash: false, outside_links: true},"
     " {name: f, source: s, kind: pack, distribution: chain}]",
     *(BASE + f"array: {array}" for array in ("0-9%2", "5", "[1, 3, 7]")),
     BASE + "launcher: srun\nmpi: pmix",
@@ -80,7 +80,7 @@ JOBS_REFUSED = [
             "stage: [{name: d}]",
             *(
                 f"stage: [{{name: d, source: s, {field}}}]"
-                for field in ("sorce: t", "keep: 'yes'", "distribution: tree", "epochs: 1.5")
+                for field in ("sorce: t", "keep: 'yes'", "distribution: tree", "epochs: 1")
             ),
             "args: [true]",
             "args: [~]",

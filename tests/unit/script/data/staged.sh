@@ -108,7 +108,7 @@ env --unset=SLURM_CPUS_PER_TASK --unset=SRUN_CPUS_PER_TASK \
   --site '{"opens_per_second": 2000, "opens_per_second_per_job": 16000, "metadata_rate": 50000, "shared_rate": 21474836480, "link_rate": 10737418240, "disk_rate": 2147483648, "array_jitter": 60, "array_tasks": 8}' \
   --shm "$hpml_shm" \
   --local "$hpml_local" \
-  --stage '{"name": "train", "source": "/data/train", "target": "local", "kind": "auto", "keep": true, "epochs": 90}' \
+  --stage '{"name": "train", "source": "/data/train", "target": "local", "kind": "auto", "keep": true}' \
   --stage '{"name": "test", "source": "/data/test.tar", "target": "shm", "kind": "auto", "hash": false}' \
   --stage '{"name": "mesh", "source": "/data/it'"'"'s", "target": "local", "kind": "auto", "distribution": "chain", "outside_links": true}' &
 hpml_agent=$!
