@@ -14,10 +14,10 @@ from hpml_orchestrator.spec.text import Model
 __all__ = ["Collect", "Stage"]
 
 _GONE = {
-    "sbcast": "sbcast is not supported any more: use `chain` or `shared`",
-    "partition": "partition is not supported any more: use `chain` or `shared`; for data that is "
+    "sbcast": "sbcast is no longer supported: use `chain` or `shared`",
+    "partition": "partition is no longer supported: use `chain` or `shared`; for data that is "
     "larger than a node, webdataset's `split_by_node`",
-    "squashfs": "squashfs is not unpacked any more: stage the image with `kind: file` and mount it",
+    "squashfs": "squashfs is no longer unpacked: stage the image with `kind: file` and mount it",
 }
 
 
@@ -55,7 +55,7 @@ class Stage(Model):
     def _no_epochs(cls, data: object) -> object:
         if isinstance(data, dict) and "epochs" in data:
             raise ValueError(
-                "epochs: whether staging pays is not measured any more; remove the field: "
+                "epochs: whether staging pays is no longer measured; remove the field: "
                 "`hpml top` and `hpml show` say how long the ranks wait for data"
             )
         return data

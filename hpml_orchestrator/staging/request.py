@@ -92,7 +92,7 @@ class StageRequest:
                 value=self.name,
             )
         if self.kind not in KINDS:
-            gone = "squashfs is not unpacked any more: stage the image with kind file and mount it"
+            gone = "squashfs is no longer unpacked: stage the image with kind file and mount it"
             hint = gone if self.kind == "squashfs" else ""
             message = f"must be one of {', '.join(KINDS)}"
             raise InputError(message, field="kind", value=self.kind, hint=hint)

@@ -145,19 +145,19 @@ def message_of(load: Load, text: str) -> str:
         ("stage: [{name: d, source: s, target: x}]", "stage.0.target: must be shm, local, auto"),
         (
             "stage: [{name: d, source: s, epochs: 3}]",
-            "stage.0: epochs: whether staging pays is not measured any more; remove the field: ",
+            "stage.0: epochs: whether staging pays is no longer measured; remove the field: ",
         ),
         (
             "stage: [{name: d, source: s, kind: squashfs}]",
-            "stage.0.kind: squashfs is not unpacked any more: stage the image with `kind: file`",
+            "stage.0.kind: squashfs is no longer unpacked: stage the image with `kind: file`",
         ),
         (
             "stage: [{name: d, source: s, distribution: sbcast}]",
-            "stage.0.distribution: sbcast is not supported any more: use `chain` or `shared`",
+            "stage.0.distribution: sbcast is no longer supported: use `chain` or `shared`",
         ),
         (
             "stage: [{name: d, source: s, distribution: partition}]",
-            "stage.0.distribution: partition is not supported any more: use `chain`",
+            "stage.0.distribution: partition is no longer supported: use `chain`",
         ),
         ("stage: [{name: d, source: s, size: x}]", f"stage.0.size: {SIZE} (got 'x')"),
         (
