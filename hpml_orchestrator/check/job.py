@@ -132,6 +132,7 @@ def check_job(
     site: ResolvedSite | None = None,
     topologies: Mapping[str, Topology] | None = None,
     targets: Mapping[str, str] | None = None,
+    dependencies: bool = True,
 ) -> Report:
     """Return what keeps a job from running, or may; nothing is submitted.
 
@@ -148,6 +149,7 @@ def check_job(
         site: the site profile, whose rules change what Slurm is asked for.
         topologies: of the site profile's node types that have one, by the type's name.
         targets: why each `target: auto` became what it is, by the name of its entry.
+        dependencies: whether to look for the runs that it waits for; submitting has done so.
     """
     runner = DeadlineRunner(run or SubprocessRunner(), time.monotonic() + cluster_seconds)
     on_slurm = backend == "slurm"
@@ -179,7 +181,8 @@ def check_job(
         findings += check_records(records, on_nodes=on_nodes)
         try:
             check_backend(job, backend)
-            outstanding(Store(records), job.after, backend=backend)
+            if dependencies:
+                outstanding(Store(records), job.after, backend=backend)
         except HpmlError as fault:
             findings.append(_as_finding(fault))
         findings += check_monitor(job, on_nodes=on_nodes)
@@ -193,12 +196,12 @@ def check_job(
     verdict = Verdict()
     if cluster is not None:
         try:
-            verdict = _compare(job, cluster, sizes, profile)
+            verdict = _compare(asked, cluster, sizes, profile)
             findings += verdict.findings
         except InputError as fault:
             findings.append(_as_finding(fault))
         not_asked = _hidden(cluster)
-    findings += _binding(job, cluster, profile, topologies or {})
+    findings += _binding(asked, cluster, profile, topologies or {})
     if "disk.most" not in {finding.code for finding in findings}:
         findings += check_room(job, profile, disk_mib=sizes.disk_mib)  # else reported already
     not_checked = [*verdict.not_checked, *unseen]
@@ -288,16 +291,14 @@ def _hidden(cluster: Cluster) -> str:
 
 
 def _compare(job: Job, cluster: Cluster, sizes: Sizes, site: Site | None) -> Verdict:
-    """Compare a job, as the site's rules change it, with the cluster.
+    """Compare a job, as Slurm will see it, with the cluster.
 
     Raises:
         InputError: a node list is not valid.
     """
     disk_mib = sizes.disk_mib
-    if site is not None:
-        job = as_asked(job, site.directives)
-        if site.path("scratch", job.resources.partition) is not None:
-            disk_mib = 0  # Slurm's TmpDisk is the size of another directory
+    if site is not None and site.path("scratch", job.resources.partition) is not None:
+        disk_mib = 0  # Slurm's TmpDisk is the size of another directory
     verdict = check(job, cluster, disk_mib=disk_mib, shm_mib=sizes.shm_mib)
     if site is None:
         return verdict
@@ -320,8 +321,10 @@ def _other_cluster(site: Site, cluster: Cluster) -> list[Finding]:
 def _binding(
     job: Job, cluster: Cluster | None, site: Site | None, topologies: Mapping[str, Topology]
 ) -> list[Finding]:
-    """Compare the binding with the nodes, as the site profile or else Slurm describes them."""
-    job = as_asked(job, site.directives) if site else job
+    """Compare the binding of a job, as Slurm will see it, with the nodes.
+
+    They are as the site profile or else Slurm describes them.
+    """
     wanted = job.resources.partition
     kinds = site.kinds_of(wanted) if site else {}
     whole = whole_nodes(job, site)

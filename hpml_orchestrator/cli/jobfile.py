@@ -354,7 +354,12 @@ def _check_before_submission(rendered: Rendered, name: str, store: Store) -> Non
         InputError: the cluster would not run it; names everything that is wrong with it.
     """
     report = check_rendered(
-        rendered, name, store, cluster_seconds=_CLUSTER_SECONDS, walk_seconds=1.0
+        rendered,
+        name,
+        store,
+        cluster_seconds=_CLUSTER_SECONDS,
+        walk_seconds=1.0,
+        dependencies=False,
     )
     # The submission itself reports a moment later that records cannot be written.
     errors = [finding for finding in report.errors if finding.code != "records.unwritable"]

@@ -105,7 +105,7 @@ def _start(
         # A file server that stood still: others may believe that this start came to nothing.
         return None
     try:
-        job_id = scheduler.submit(request)
+        job_id = scheduler.submit(request, arguments)
     except SchedulerUnavailable as error:
         raise SchedulerUnavailable(str(error), hint=_hint(submission)) from error
     except SchedulerError as error:

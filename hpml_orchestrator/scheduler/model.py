@@ -207,11 +207,15 @@ class Scheduler(Protocol):
         """Return the submission as an argument list, for the record."""
         ...
 
-    def submit(self, request: SubmitRequest) -> str:
+    def submit(self, request: SubmitRequest, arguments: Sequence[str] = ()) -> str:
         """Submit `job.sh` of the request's directory and return the job's id.
 
         Whatever the scheduler answers is written to `sbatch.out` and `sbatch.err` in the
         directory by the scheduler's own client process, so that an answer outlives a killed hpml.
+
+        Args:
+            request: what to submit.
+            arguments: as `arguments` returned them for the request; made if left out.
 
         Raises:
             SchedulerError: the scheduler refused; no job exists.

@@ -84,7 +84,7 @@ class FakeScheduler:
         """Return the submission as an argument list."""
         return ["sbatch", str(request.directory / "job.sh")]
 
-    def submit(self, request: SubmitRequest) -> str:
+    def submit(self, request: SubmitRequest, arguments: Sequence[str] = ()) -> str:  # noqa: ARG002
         """Make a job, as far as the next fault lets it."""
         fault = self._next_fault()
         if fault is Fault.KILLED_BEFORE:

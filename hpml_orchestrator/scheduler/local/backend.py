@@ -74,7 +74,7 @@ class LocalScheduler:
         """Return what will be run."""
         return ["bash", os.fspath(request.directory / "job.sh")]
 
-    def submit(self, request: SubmitRequest) -> str:
+    def submit(self, request: SubmitRequest, arguments: Sequence[str] = ()) -> str:  # noqa: ARG002
         """Queue `job.sh` of the request's directory and return the job's id.
 
         Dying at any point does no harm: the complete job appears in one step, and from then on any

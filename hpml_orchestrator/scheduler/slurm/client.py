@@ -169,7 +169,7 @@ class SlurmScheduler:
             str(request.directory / "job.sh"),
         ]
 
-    def submit(self, request: SubmitRequest) -> str:
+    def submit(self, request: SubmitRequest, arguments: Sequence[str] = ()) -> str:
         """Submit `job.sh` of the request's directory and return the job's id.
 
         sbatch runs once and is never killed. When it gives no certain answer, what it did can be
@@ -184,7 +184,7 @@ class SlurmScheduler:
         self._last = None
         try:
             returncode = self._runner.run_detached(
-                self.arguments(request),
+                arguments or self.arguments(request),
                 env=request.environment,
                 timeout=SUBMIT_TIMEOUT_SECONDS,
                 cwd=request.directory,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -175,9 +176,9 @@ def test_the_same_travels_to_every_backend(world: World) -> None:
     seen: dict[str, str] = {}
     original = world.scheduler.submit
 
-    def spy(request: SubmitRequest) -> str:
+    def spy(request: SubmitRequest, arguments: Sequence[str] = ()) -> str:
         seen.update(request.environment)
-        return original(request)
+        return original(request, arguments)
 
     world.scheduler.submit = spy  # type: ignore[method-assign]
     submit(submission, world.scheduler, environment={"PATH": "/b", "X": "y", "SLURM_JOB_ID": "3"})

@@ -51,7 +51,7 @@ class SmallSlurm(FakeScheduler):
         self.sizes: list[int] = []  # of the arrays that were accepted
         self.calls: Counter[str] = Counter()  # of each command
 
-    def submit(self, request: SubmitRequest) -> str:
+    def submit(self, request: SubmitRequest, arguments: Sequence[str] = ()) -> str:
         """Refuse it, or take it."""
         self.calls["sbatch"] += 1
         script = (request.directory / "job.sh").read_text()
@@ -67,7 +67,7 @@ class SmallSlurm(FakeScheduler):
             (request.directory / "sbatch.out").write_text("")
             (request.directory / "sbatch.err").write_text(lines)
             raise SchedulerError(words)
-        job_id = super().submit(request)
+        job_id = super().submit(request, arguments)
         self.sizes.append(len(array.indices))
         return job_id
 
