@@ -23,8 +23,9 @@ from hpml_orchestrator.runs.cancel import cancel as cancel_runs
 from hpml_orchestrator.runs.submit import settle
 from hpml_orchestrator.scheduler.recovery import Undecided
 from hpml_orchestrator.sweeps import batches
+from hpml_orchestrator.sweeps.allowance import allowance
 from hpml_orchestrator.sweeps.batches import Batch, Task, create_batch, read_batches, send
-from hpml_orchestrator.sweeps.limits import allowance, is_limit, max_array_size
+from hpml_orchestrator.sweeps.limits import is_limit, max_array_size
 from hpml_orchestrator.sweeps.plan import directory_of
 from hpml_orchestrator.sweeps.rows import Row, row_of
 from hpml_orchestrator.sweeps.table import Progress, Table, read_mark
