@@ -38,6 +38,7 @@ from hpml_orchestrator.cli.process import (
 from hpml_orchestrator.cli.show import print_summary
 from hpml_orchestrator.errors import InputError, SchedulerUnavailable, counted
 from hpml_orchestrator.records.files import read_text_or_nothing
+from hpml_orchestrator.records.texts import printable
 from hpml_orchestrator.runs.after import outstanding
 from hpml_orchestrator.runs.backend import choose, cluster_name, open_backend
 from hpml_orchestrator.runs.prepare import explained, prepare, render_job, write_rendered
@@ -295,7 +296,7 @@ def _outcome(submission: Submission | None) -> str:
 def _print_messages(submission: Submission) -> None:
     """Print what sbatch reported of a job that it accepted, such as a site's message to users."""
     for line in read_text_or_nothing(submission.directory / "sbatch.err").splitlines():
-        text = "".join(letter for letter in line if letter.isprintable()).strip()
+        text = printable(line).strip()
         if text:
             notice(f"{'' if text.startswith('sbatch: ') else 'sbatch: '}{text}")
 

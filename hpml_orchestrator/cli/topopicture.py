@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from hpml_orchestrator.errors import counted
+from hpml_orchestrator.records.texts import printable
 from hpml_orchestrator.topology.cpulist import format_list, parse_list
 
 if TYPE_CHECKING:
@@ -214,7 +215,7 @@ def _cut(text: str) -> str:
 
 def _escaped(text: str) -> str:
     """Return text for XML, which has no place for control characters."""
-    return html.escape("".join(char if char.isprintable() else "\ufffd" for char in text))
+    return html.escape(printable(text))
 
 
 def _rows(boxes: Sequence[_Box], length: int) -> list[Sequence[_Box]]:

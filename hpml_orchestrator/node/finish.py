@@ -22,7 +22,7 @@ from hpml_orchestrator.placement.report import table, wrong_rows
 from hpml_orchestrator.records import events
 from hpml_orchestrator.records.files import read_json, write_json
 from hpml_orchestrator.records.run import Attempt
-from hpml_orchestrator.records.texts import beside
+from hpml_orchestrator.records.texts import beside, printable
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
@@ -253,7 +253,7 @@ def _complaint(output: str, code: int, rank: str = "") -> str:
             said = text
     if "CUDA out of memory" in said:
         said = f"GPU memory is full, use a smaller batch per rank: {said}"
-    said = "".join(letter for letter in said if letter.isprintable())
+    said = printable(said)
     return said if len(said) <= _SAID_CHARS else f"{said[:_SAID_CHARS]}…"
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import time
 from datetime import datetime
 from typing import TYPE_CHECKING, Any
@@ -16,6 +17,7 @@ __all__ = [
     "exact_bytes",
     "first_few",
     "human_bytes",
+    "printable",
     "seconds_text",
     "zoned_text",
 ]
@@ -92,6 +94,15 @@ def first_few(names: Sequence[str], most: int = 8, *, none: str = "none") -> str
     last = f"{len(names) - most} more" if len(names) > most else (shown or [none])[-1]
     rest = shown if len(names) > most else shown[:-1]
     return " and ".join(filter(None, (", ".join(rest), last)))
+
+
+def printable(text: str) -> str:
+    r"""Return a text on one line, without what a terminal would obey.
+
+    >>> printable("a\x1b[31mb\nc")
+    'a[31mb c'
+    """
+    return "".join(char for char in re.sub(r"\s", " ", text) if char.isprintable())
 
 
 def beside(rows: Iterable[Mapping[str, Any]]) -> str:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import math
 import os
-import re
 import shlex
 import stat
 import time
@@ -13,7 +12,7 @@ from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from hpml_orchestrator.errors import HpmlError, RecordError
-from hpml_orchestrator.records.texts import human_bytes
+from hpml_orchestrator.records.texts import human_bytes, printable
 from hpml_orchestrator.spec.values import parse_gpus
 
 if TYPE_CHECKING:
@@ -32,7 +31,6 @@ __all__ = [
     "describe",
     "figures",
     "hours_of",
-    "printable",
 ]
 
 RESULT_FILE = "result.json"
@@ -306,15 +304,6 @@ def _figure(value: Any) -> str:
         value = f"{{{', '.join(inner)}}}"
     text = printable(str(value))
     return text if len(text) <= _TEXT_CHARS else f"{text[:_TEXT_CHARS]}…"
-
-
-def printable(text: str) -> str:
-    r"""Return a text without control characters, as a terminal would obey them.
-
-    >>> printable("a\x1b[31mb\nc")
-    'a[31mb c'
-    """
-    return "".join(char for char in re.sub(r"\s", " ", text) if char.isprintable())
 
 
 def command_text(words: list[str]) -> str:

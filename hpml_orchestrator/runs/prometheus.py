@@ -17,6 +17,7 @@ from urllib.error import HTTPError
 from urllib.parse import urlencode
 from urllib.request import Request
 
+from hpml_orchestrator.records.texts import printable
 from hpml_orchestrator.spec.address import opener_for, split_login
 
 if TYPE_CHECKING:
@@ -138,7 +139,7 @@ class Prometheus:
             key = labels.get("cluster", ""), labels["jobid"]
             job = jobs.setdefault(key, MeasuredJob(*key))
             job.user = labels.get("user", job.user)
-            job.name = _plain(labels.get("name", job.name))
+            job.name = printable(labels.get("name", job.name))
             job.run = labels.get("run", job.run)
             job.gpus |= {labels["uuid"]} if "uuid" in labels else set()
         if not jobs:
@@ -187,14 +188,9 @@ def _refusal(error: HTTPError) -> str:
             f"HTTP {error.code}: name a file with user:password or a token: --prometheus-auth FILE"
         )
     try:
-        return _plain(str(json.loads(error.read(_MOST_BYTES))["error"]))
+        return printable(str(json.loads(error.read(_MOST_BYTES))["error"]))
     except (OSError, ValueError, LookupError, TypeError):
         return f"not a Prometheus: HTTP {error.code}"
-
-
-def _plain(text: str) -> str:
-    """Return text on one line, without what a terminal would obey: others choose their names."""
-    return "".join(letter if letter.isprintable() else " " for letter in text).strip()
 
 
 def _any_of(values: Iterable[str]) -> str:

@@ -10,10 +10,11 @@ from hpml_orchestrator.records.texts import (
     clock_text,
     elapsed_text,
     exact_bytes,
+    printable,
     seconds_text,
     zoned_text,
 )
-from hpml_orchestrator.runs.described import command_text, describe, figures, printable
+from hpml_orchestrator.runs.described import command_text, describe, figures
 from hpml_orchestrator.runs.monitored import numbers
 from hpml_orchestrator.runs.staged import staged_lines
 from hpml_orchestrator.runs.summary import Summary

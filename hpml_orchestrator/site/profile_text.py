@@ -15,7 +15,7 @@ import tomlkit
 from pydantic import BaseModel, ValidationError
 
 from hpml_orchestrator import assets
-from hpml_orchestrator.records.texts import first_few
+from hpml_orchestrator.records.texts import first_few, printable
 from hpml_orchestrator.site.look import Look
 from hpml_orchestrator.site.nodes import fold, gpu_text, group_nodes
 from hpml_orchestrator.spec import site as models
@@ -68,10 +68,10 @@ def profile_text(
     limit = _duration(default.max_seconds) if default else None
     skeleton = string.Template(assets.path("templates/site-profile.txt").read_text("utf-8"))
     text = skeleton.substitute(
-        cluster=_plain(cluster.limits.cluster) or "a cluster",
-        version=_plain(origin.version),
-        writer=_plain(origin.writer),
-        when=_plain(origin.when),
+        cluster=printable(cluster.limits.cluster) or "a cluster",
+        version=printable(origin.version),
+        writer=printable(origin.writer),
+        when=printable(origin.when),
         slurm=slurm,
         looked=looked if origin.looks else "",
         head=_toml(models.Site, head, {"modules": "on the nodes, for reference"}),
@@ -82,7 +82,7 @@ def profile_text(
         ),
         node_types="".join(_node_type(group, origin) for group in groups) + _hidden(cluster),
         resources=_resources(cluster) + _account(cluster),
-        time_limit=f" # {_plain(default.name)} allows {limit}" if default and limit else "",
+        time_limit=f" # {printable(default.name)} allows {limit}" if default and limit else "",
         directives=_WHOLE_NODES if cluster.limits.whole_nodes else "",
     )
     return text.encode("utf-8", "replace").decode()
@@ -99,14 +99,9 @@ def release(version: Sequence[int]) -> str:
     )
 
 
-def _plain(text: str) -> str:
-    """Return a text in one line, with `?` for what cannot be printed."""
-    return "".join(char if char.isprintable() else "?" for char in " ".join(text.split()))
-
-
 def _remark(text: str) -> str:
     """Return a comment, wrapped to the width of the file."""
-    lines = textwrap.wrap(_plain(text), _WIDTH, break_long_words=False)
+    lines = textwrap.wrap(printable(text), _WIDTH, break_long_words=False)
     return "".join(f"# {line}\n" for line in lines)
 
 
@@ -316,7 +311,7 @@ def _account(cluster: Cluster) -> str:
         support = ", and Slurm refuses jobs without one: ask the site's support" * enforced
         return _remark(f"Accounts: {user} has none{support}.")
     if len(accounts) == 1 and not default:
-        return f'account = "{accounts[0]}" # the only one of {_plain(user)}\n'
+        return f'account = "{accounts[0]}" # the only one of {printable(user)}\n'
     charged = f"; {default} is charged when none is given" if default else ""
     remark = f"Accounts of {user}: {first_few(accounts)}{charged}."
     return _off("account", default or accounts[0], remark)
