@@ -17,7 +17,7 @@ _KEPT_VARIABLES = ("GIT_CONFIG_", "GIT_CEILING_", "GIT_DISCOVERY_")
 def run_git(
     directory: str, *arguments: str, timeout: float | None = None
 ) -> subprocess.CompletedProcess[bytes]:
-    """Run git in a directory, where it changes nothing, runs no hook and asks nothing.
+    """Run git in a directory; it changes nothing there, runs no hooks and does not prompt.
 
     Raises:
         OSError: git cannot be started.

@@ -90,10 +90,12 @@ def first_few(names: Sequence[str], most: int = 8, *, none: str = "none") -> str
     >>> first_few(["a", "b", "c"]), first_few(["a", "b", "c"], 1), first_few([])
     ('a, b and c', 'a and 2 more', 'none')
     """
-    shown = names[:most]
-    last = f"{len(names) - most} more" if len(names) > most else (shown or [none])[-1]
-    rest = shown if len(names) > most else shown[:-1]
-    return " and ".join(filter(None, (", ".join(rest), last)))
+    if not names:
+        return none
+    shown = [*names[:most]]
+    if len(names) > most:
+        shown.append(f"{len(names) - most} more")
+    return " and ".join(filter(None, (", ".join(shown[:-1]), shown[-1])))
 
 
 def printable(text: str) -> str:

@@ -340,7 +340,7 @@ GpuText = Annotated[
 ]
 Memory = Annotated[
     int,  # MiB; the record has it as Slurm takes it, such as 2048M
-    BeforeValidator(values.parse_memory, json_schema_input_type=int | str),
+    BeforeValidator(values.parse_size_mib, json_schema_input_type=int | str),
     PlainSerializer(lambda mebibytes: f"{mebibytes}M"),
 ]
 TimeText = Annotated[

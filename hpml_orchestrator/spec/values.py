@@ -22,7 +22,7 @@ __all__ = [
     "parse_gpu_option",
     "parse_gpus",
     "parse_mebibytes",
-    "parse_memory",
+    "parse_size_mib",
     "parse_time",
     "parse_time_limit",
     "read_bytes",
@@ -223,13 +223,13 @@ def parse_mebibytes(text: str) -> int:
     return -(-_written_bytes(text) // MIB)
 
 
-def parse_memory(value: Any) -> int:
+def parse_size_mib(value: Any) -> int:
     """Return whole MiB of a size that a user wrote, rounded up.
 
     Raises:
         ValueError: it is not a size, zero, or over 1 PiB.
 
-    >>> parse_memory("2G"), parse_memory("1K"), parse_memory(512)
+    >>> parse_size_mib("2G"), parse_size_mib("1K"), parse_size_mib(512)
     (2048, 1, 512)
     """
     return -(-parse_bytes(value) // MIB)
