@@ -7,6 +7,7 @@ import os
 import re
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -50,6 +51,8 @@ class Desk:
         for place in ("submissions", "runs"):
             (self.records / place / sid).rename(self.records / place / older)
         (self.records / "submissions" / older / "runs.tsv").write_text(f"0\t{older}\n")
+        for job in self.slurm.jobs.values():
+            job.status = replace(job.status, directory=job.status.directory.replace(sid, older))
         return older
 
     def listed(self, *words: str) -> list[int]:

@@ -73,7 +73,7 @@ def traces(store: Store, submission: Submission) -> list[Path]:
         ("--state FAILED,cancelled", "b c d"),
         ("--state failed --keep 1", "d"),
         ("--keep 0", "a b c d"),
-        ("a- b- --older-than 1d", "b"),
+        ("a b --older-than 1d", "b"),
     ],
 )
 def test_what_is_chosen_goes_and_nothing_else(

@@ -243,10 +243,10 @@ def test_ctrl_c_during_a_submission(
     """It waits for the answer and names the job; a second one says how to find out."""
     real = LocalScheduler.submit
 
-    def interrupted(self: LocalScheduler, request: Any) -> str:
+    def interrupted(self: LocalScheduler, request: Any, arguments: Any = ()) -> str:
         for _ in range(presses):
             signal.raise_signal(signal.SIGINT)
-        return real(self, request)
+        return real(self, request, arguments)
 
     monkeypatch.setattr(LocalScheduler, "submit", interrupted)
     before = signal.signal(signal.SIGINT, signal.SIG_IGN) if ignored else None
@@ -404,8 +404,8 @@ def test_a_held_job_and_a_message_of_the_site(
     submit, query = slurm.submit, slurm.query
     asked: list[str] = []
 
-    def greet(request: Any) -> str:
-        job_id = submit(request)
+    def greet(request: Any, arguments: Any = ()) -> str:
+        job_id = submit(request, arguments)
         (request.directory / "sbatch.err").write_text("sbatch: use partition \x1b[1mnew\n\n")
         slurm.jobs[job_id].status = replace(slurm.jobs[job_id].status, reason=reason)
         return job_id

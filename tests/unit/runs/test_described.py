@@ -126,7 +126,7 @@ def test_an_array_and_its_task(world: World) -> None:
     for index in (0, 1):
         world.scheduler.move(f"1_{index}", JobState.COMPLETED)
     lines, _ = shown(world, submission)
-    assert lines["job"] == "1 (slurm), 2 tasks"
+    assert lines["job"] == "1 (slurm, cluster fake), 2 tasks"
     assert (lines["point"], lines["requested"]) == ("s-1", "2 core-hours in 2 attempts")
     assert lines["command"] == "torchrun: true '{array.index}'"
     lines, told = shown(world, replace(submission, index=0))
