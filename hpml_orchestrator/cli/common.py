@@ -8,6 +8,7 @@ import os
 import sys
 from dataclasses import replace
 from datetime import datetime
+from functools import cache
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -137,9 +138,16 @@ def store_of(context: typer.Context) -> Store:
             value=str(root),
             hint=f"--records {root.parent}",
         )
-    if chosen and not os.path.lexists(root):
-        notice(f"new directory of records: {root}")
+    source = context.find_root().get_parameter_source("records")
+    typed = source is not None and source.name == "COMMANDLINE"
+    if typed and context.info_name != "check" and not os.path.lexists(root):
+        _notice_once(f"new directory of records: {root}")
     return store
+
+
+@cache
+def _notice_once(text: str) -> None:
+    notice(text)
 
 
 def one_run(submission: Submission, *, field: str, has: str) -> Submission:

@@ -105,7 +105,7 @@ def build(plan: SweepPlan, rows: Sequence[Row]) -> Report:
                 plan,
                 report,
                 aim=aim,
-                one_after_other=plan.spec.count > 1 and not _mixed_order(plan),
+                one_after_other=not _mixed_order(plan) and any(one.planned > 1 for one in settings),
             )
         ),
         question=wording.question(report),

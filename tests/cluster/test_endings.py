@@ -228,5 +228,5 @@ def test_without_accounting_ends_are_told_apart(bare: Desk) -> None:
     (state,) = bare.json("status", bad["id"])
     assert (state["state"], state["exit_code"], state["nodes"]) == ("FAILED", 3, "node1")
     assert state["reason"] == "rank 0 exited with code 3"
-    assert "(slurm) on node1, 1 rank" in bare.hpml("show", bad["id"]).stdout
+    assert "(slurm, cluster devcluster) on node1, 1 rank" in bare.hpml("show", bad["id"]).stdout
     assert "\tnode1\t" in bare.hpml("list").stdout
