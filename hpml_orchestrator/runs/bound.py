@@ -189,7 +189,7 @@ def _line(
         count = f"{verified} {of_all}" if verified else "no rank"
         return f"not proven: {policy}, {count} verified{'' if over else ' so far'}", True
     own = sum(not rank.live for proof in proofs for rank in proof.ranks)
-    by = f" ({own} by their own record alone)" if own else ""
+    by = f" ({own} checked at their start only)" if own else ""
     warnings = len({warning for proof in proofs for warning in proof.warnings})
     warned = f"; {counted(warnings, 'warning')}" if warnings else ""
     return f"{policy}, {total} {of_all} bound as planned{by}{warned}", False

@@ -126,7 +126,7 @@ DONE, FATAL = (0, "completed"), (79, "binding")
         ([], [0], DONE, LOCAL, "not proven: gpu-local, no rank verified"),
         ([], [0], FATAL, LOCAL, f"not proven: gpu-local, no rank verified{FAILED}"),
         ([BEHIND], [0, 1], None, LOCAL, "not proven: gpu-local, 1 of 4 ranks verified so far"),
-        ([ALONE], [], None, LOCAL, "4 of 4 ranks bound as planned (1 by their own record alone)"),
+        ([ALONE], [], None, LOCAL, "4 of 4 ranks bound as planned (1 checked at their start only)"),
         ([node(0, warnings=(FAR,))], [], None, LOCAL, "4 of 4 ranks bound as planned; 1 warning"),
         ([], [], DONE, LOCAL, "not proven: gpu-local, there is no record of any rank"),
     ],
