@@ -25,6 +25,7 @@ __all__ = [
     "choose",
     "cluster_name",
     "elsewhere",
+    "not_here",
     "open_backend",
 ]
 
@@ -92,6 +93,18 @@ def elsewhere(record: Mapping[str, Any], scheduler: Scheduler) -> str:
     if not cluster or cluster == (here := scheduler.cluster()):
         return ""
     return f"on cluster {cluster}; this is {here}"
+
+
+def not_here(where: str, *, field: str, value: str) -> InputError:
+    """Return the error for what belongs to another cluster.
+
+    Args:
+        where: what `elsewhere` returned.
+        field: the argument that names it.
+        value: its id.
+    """
+    hint = "run hpml on a login node of that cluster"
+    return InputError(f"is {where}", field=field, value=value, hint=hint)
 
 
 def open_backend(name: str, store: Store, *, host: str = "") -> Scheduler:

@@ -6,8 +6,8 @@ import os
 import time
 from typing import TYPE_CHECKING
 
-from hpml_orchestrator.errors import InputError, RecordError
-from hpml_orchestrator.runs.backend import backends_of
+from hpml_orchestrator.errors import RecordError
+from hpml_orchestrator.runs.backend import backends_of, not_here
 from hpml_orchestrator.runs.status import UNREADABLE, State, states
 from hpml_orchestrator.scheduler.slurm.client import PollSchedule
 
@@ -58,12 +58,7 @@ def wait_until_over(
         if state.state == UNREADABLE:
             raise RecordError(state.reason)
         if state.elsewhere:
-            raise InputError(
-                f"is {state.reason}",
-                field="RUN",
-                value=submission.label,
-                hint=f"run hpml on a login node of {state.cluster}",
-            )
+            raise not_here(state.reason, field="RUN", value=submission.label)
         lost = lost + 1 if state.lost else 0
         if state.over or lost >= _LOST_ANSWERS:
             return state

@@ -17,7 +17,7 @@ from hpml_orchestrator.errors import (
 from hpml_orchestrator.records.files import read_text_or_nothing, write_text
 from hpml_orchestrator.records.owner import Owner, owner_is_alive
 from hpml_orchestrator.records.run import Run
-from hpml_orchestrator.runs.backend import elsewhere
+from hpml_orchestrator.runs.backend import elsewhere, not_here
 from hpml_orchestrator.scheduler.environment import travelling
 from hpml_orchestrator.scheduler.model import Dependency, SubmitRequest
 from hpml_orchestrator.scheduler.recovery import (
@@ -131,8 +131,7 @@ def settle(store: Store, submission: Submission, scheduler: Scheduler, *, now: f
     except SchedulerUnavailable as error:
         return Undecided(f"the scheduler gives no answer: {error}", UNAVAILABLE_SECONDS)
     if where:
-        hint = "run hpml on a login node of that cluster"
-        raise InputError(f"is {where}", field="RUN", value=submission.sid, hint=hint)
+        raise not_here(where, field="RUN", value=submission.sid)
     starts = submission.starts()  # before the look: it says nothing about later ones
     started, created = submission.started_at(), float(record["created"])
     outcome = recover(

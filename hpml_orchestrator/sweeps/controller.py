@@ -15,10 +15,10 @@ from dataclasses import asdict, replace
 from functools import cached_property
 from typing import TYPE_CHECKING
 
-from hpml_orchestrator.errors import InputError, SchedulerUnavailable
+from hpml_orchestrator.errors import SchedulerUnavailable
 from hpml_orchestrator.records.files import create_json, write_json
 from hpml_orchestrator.records.owner import Owner, owner_is_alive, this_owner
-from hpml_orchestrator.runs.backend import backends_of, elsewhere
+from hpml_orchestrator.runs.backend import backends_of, elsewhere, not_here
 from hpml_orchestrator.runs.cancel import cancel as cancel_runs
 from hpml_orchestrator.runs.submit import settle
 from hpml_orchestrator.scheduler.recovery import Undecided
@@ -338,8 +338,7 @@ def _check_cluster(plan: SweepPlan, scheduler: Scheduler) -> None:
     """
     where = elsewhere({"cluster": plan.cluster}, scheduler)
     if where:
-        hint = f"run hpml on a login node of {plan.cluster}"
-        raise InputError(f"is {where}", field="SWEEP", value=plan.id, hint=hint)
+        raise not_here(where, field="SWEEP", value=plan.id)
 
 
 def _take_lease(directory: Path, now: float) -> str:
