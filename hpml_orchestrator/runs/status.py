@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cache, partial
 from pathlib import PurePath
 from typing import TYPE_CHECKING, Any
 
@@ -53,6 +53,15 @@ def states(
     """
     backends = backends or backends_of(store)
     wanted = list(submissions)
+
+    @cache  # a controller that stands still is waited for once, not for each submission
+    def trouble_of(scheduler: tuple[str, str]) -> str:
+        try:
+            backends(*scheduler).cluster()
+        except SchedulerUnavailable as error:
+            return str(error)
+        return ""
+
     known: dict[str, State] = {}
     unfinished: dict[tuple[str, str], list[_Unfinished]] = {}
     for submission in dict.fromkeys(replace(submission, index=None) for submission in wanted):
@@ -62,7 +71,7 @@ def states(
             scheduler = name, str(record["host"]) if name == "local" else ""
             state = (
                 read_final(submission, record)
-                or _elsewhere(submission, record, partial(backends, *scheduler))
+                or _elsewhere(submission, record, scheduler, backends, trouble_of)
                 or _without_job(store, submission, record, partial(backends, *scheduler), now())
             )
             if state is None:
@@ -97,21 +106,22 @@ def _unreadable(submission: Submission, error: Exception) -> State:
 
 
 def _elsewhere(
-    submission: Submission, record: Mapping[str, Any], scheduler: Callable[[], Scheduler]
+    submission: Submission,
+    record: Mapping[str, Any],
+    scheduler: tuple[str, str],
+    backends: Backends,
+    trouble_of: Callable[[tuple[str, str]], str],
 ) -> State | None:
     """Return the state of a submission of another cluster; None for one of the scheduler's own."""
     if not record.get("cluster"):
         return None
-    job_id = str((submission.job() or {}).get("job_id", ""))
-    try:
-        where, other = elsewhere(record, scheduler()), True
-    except SchedulerUnavailable as error:
-        where, other = str(error), False
+    trouble = trouble_of(scheduler)
+    where = trouble or elsewhere(record, backends(*scheduler))
     if not where:
         return None
-    return State.of(
-        submission, record, job_id=job_id, state="UNKNOWN", reason=where, elsewhere=other
-    )
+    job_id = str((submission.job() or {}).get("job_id", ""))
+    known = {"state": "UNKNOWN", "reason": where, "elsewhere": not trouble}
+    return State.of(submission, record, job_id=job_id, **known)
 
 
 def _without_job(

@@ -14,6 +14,7 @@ from hpml_orchestrator.runs.after import outstanding
 from hpml_orchestrator.runs.cancel import cancel
 from hpml_orchestrator.runs.follow import wait_until_over
 from hpml_orchestrator.runs.prune import prune
+from hpml_orchestrator.runs.status import states
 from hpml_orchestrator.scheduler.model import JobState
 from hpml_orchestrator.testing import FakeScheduler, Fault, Killed
 from tests.unit.runs.conftest import World
@@ -123,13 +124,18 @@ def test_an_id_that_the_cluster_does_not_know_is_not_called_cancelled(world: Wor
 
 def test_a_cluster_that_cannot_be_named_is_not_asked(world: World, a_run: Submission) -> None:
     """Without knowing which cluster answers, nothing is judged and nothing is cancelled."""
+    asked = []
 
     def silent() -> str:
+        asked.append(1)
         raise SchedulerUnavailable("no answer")
 
+    others = [world.submit("one"), world.submit("two")]
     world.scheduler.cluster = silent  # type: ignore[method-assign]
-    state = world.state(a_run)
-    assert (state.state, state.reason, state.elsewhere) == ("UNKNOWN", "no answer", False)
+    every = states(world.store, [a_run, *others], backends=world.backends, now=world.clock.time)
+    for state in every:
+        assert (state.state, state.reason, state.elsewhere) == ("UNKNOWN", "no answer", False)
+    assert len(asked) == 1  # each question may take a minute
     with pytest.raises(SchedulerUnavailable):
         cancel(world.store, [a_run], backends=world.backends)
     assert world.scheduler.query(["1"])["1"].state is JobState.CANCELLED
