@@ -278,8 +278,10 @@ class StopPath:
         doomed = list(ranks)
         if self.state == "CANCELLED" and now < self._term_at + self._grace():
             polite = [one for one in ranks if catches(one["pid"], signal.SIGTERM)]
-            self._kill([one for one in polite if one["pid"] not in self._stopped], signal.SIGTERM)
-            self._stopped.update(one["pid"] for one in polite)
+            asked = [one for one in polite if one["pid"] not in self._stopped]
+            if asked:
+                self._kill(asked, signal.SIGTERM)
+            self._stopped.update(one["pid"] for one in asked)
             doomed = [one for one in ranks if one not in polite]
         if doomed:
             self._kill(doomed, signal.SIGKILL)
