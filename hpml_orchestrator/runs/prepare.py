@@ -160,7 +160,7 @@ def prepare(
     submission = store.prepare(
         sid,
         script=rendered.script,
-        archive=archive.build(),
+        shared=archive.node_files(),
         submit={
             "name": job.name,
             "created": moment,
@@ -202,7 +202,7 @@ def explained(resolved: ResolvedJob) -> list[tuple[str, Any, str]]:
 
 
 def write_rendered(rendered: Rendered, directory: str, *, force: bool = False) -> Path:
-    """Write `job.sh`, `hpml-node.pyz` and a snapshot into a directory; return the script's path.
+    """Write `job.sh`, its files and a snapshot into a directory; return the script's path.
 
     Raises:
         InputError: the directory cannot be made or written, holds a different `job.sh` (perhaps
@@ -236,7 +236,8 @@ def write_rendered(rendered: Rendered, directory: str, *, force: bool = False) -
             with tempfile.TemporaryDirectory(prefix=f".{CODE_DIRECTORY}.", dir=target) as temporary:
                 snapshot.take(Path(temporary, CODE_DIRECTORY))
                 os.rename(Path(temporary, CODE_DIRECTORY), code)
-        write_text(target / "hpml-node.pyz", archive.build())
+        for name, content in archive.node_files().items():
+            write_text(target / name, content)
         write_text(script, rendered.script, mode=0o755)
     return script
 

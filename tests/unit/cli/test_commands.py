@@ -202,7 +202,7 @@ def test_completion_of_runs(shell: Shell, kind: str) -> None:
     store = Store(shell.root / f"completed-{kind}")
     ids = [f"{name}-20240101-000000-abcdef" for name in ("alpha", "alps", "beta")]
     for sid in ids:
-        store.prepare(sid, script="", archive=b"", submit={}, runs={0: {}})
+        store.prepare(sid, script="", shared={}, submit={}, runs={0: {}})
     offered = complete(shell, f"hpml --records {store.root} show al", kind)
     assert [sid in offered for sid in ids] == [True, True, False]
     assert complete(shell, "hpml --records /proc/none show al", kind).strip() in ("", "_files")
