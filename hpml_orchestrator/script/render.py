@@ -219,14 +219,12 @@ def _container(
         for mount in mounts:
             words += ["--bind", mount]
         return [template.quote(word) for word in (*words, "--pwd", workdir, container.image)], []
-    mounts = [
-        *(template.Raw(f'"{name}:{name}"') for name in own),
-        *(template.quote(f"{path}:{path}") for _, path in code),
-        *(template.Raw(f'"{name}:{name}"') for name in staged),
-        *(template.quote(path if ":" in path else f"{path}:{path}") for path in container.mounts),
-    ]
+    mounts = [*own, *(template.in_quotes(path) for _, path in code), *staged]
+    mounts = [f"{path}:{path}" for path in mounts]
+    for mount in map(template.in_quotes, container.mounts):
+        mounts.append(mount if ":" in mount else f"{mount}:{mount}")
     return [], [
         template.Raw(f"--container-image={template.quote(container.image)}"),
-        template.Raw(f"--container-mounts={','.join(mounts)}"),
+        template.Raw(f'--container-mounts="{",".join(mounts)}"'),
         template.Raw(f"--container-workdir={workdir}"),
     ]

@@ -41,6 +41,11 @@ def quote(value: Any) -> Raw:
     return Raw(shlex.quote(str(value)))  # str() of an undefined variable raises, naming it
 
 
+def in_quotes(text: str) -> str:
+    """Return a text as it stands for itself between double quotes."""
+    return re.sub(r'[\\"$`]', r"\\\g<0>", text)
+
+
 def directive(value: Any) -> Raw:
     """Return text that has no special character at all, as `#SBATCH` lines need it.
 

@@ -139,13 +139,13 @@ hpml_setup_begin() {
     for pid in $(jobs -p); do [[ $pid == "$hpml_agent" ]] || builtin wait "$pid" || :; done
   }
   set +eu -E
-  # shellcheck disable=SC2154  # hpml_code is set here
-  builtin trap 'hpml_code=$?; [[ ${BASH_SOURCE[0]} != "$0" || $BASH_SUBSHELL != 0 ]] ||
-    hpml_setup_failed "$hpml_code" "$LINENO"' ERR
+  builtin trap 'hpml_setup_failed "$?" "$LINENO" "${BASH_SOURCE[0]}" "$BASH_SUBSHELL"' ERR
 }
 
-# hpml_setup_failed STATUS LINE: end the job with the line of environment.setup that failed.
+# hpml_setup_failed STATUS LINE FILE SUBSHELL: trap of ERR, ends the job with the line of environment.setup
+# that failed. What fails inside a sourced file or a subshell is not such a line.
 hpml_setup_failed() {
+  [[ $3 == "$0" && $4 == 0 ]] || return 0
   hpml_reason="environment.setup, line $(($2 - hpml_first)), exited with $1"
   echo "hpml: ${hpml_reason/, exited/: exited}: $(sed -n "${2}s/^[[:blank:]]*//p" "$0")" >&2
   exit "$1"
