@@ -73,8 +73,8 @@ CASES: dict[str, tuple[Size, str]] = {
 }
 LAUNCHES = {
     "torchrun": r"^  python\d? -m torch\.distributed\.run ",
-    "srun": r"^srun --nodes=.* --ntasks=.*\\\n.*--mpi=(none|pmix)",
-    "mpirun": r"^env .*mpirun .*ppr:8:node",
+    "srun": r"^hpml_run srun --nodes=.* --ntasks=.*\\\n.*--mpi=(none|pmix)",
+    "mpirun": r"^  mpirun .*ppr:8:node",
     "horovodrun": r"horovodrun -np 4 -H localhost:4",
 }
 
