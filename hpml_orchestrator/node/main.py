@@ -23,6 +23,8 @@ usage: hpml-node.pyz COMMAND …
   note-signal ATTEMPT NAME            record that the ranks were passed a signal
   finish ATTEMPT CODE [REASON [LAUNCHER]]
                                       record how the attempt ended; prints the script's status
+  go-on ATTEMPT STATUS                requeue the job or submit its continuation, if the run goes
+                                      on; prints the script's status
 """
 
 # Module and function of each command, and its numbers of arguments; None: it reads argv itself.
@@ -36,6 +38,7 @@ _COMMANDS: dict[str, tuple[str, str, tuple[int, ...] | None]] = {
     "shield": ("bind", "shield", None),
     "note-signal": ("finish", "note_signal", (2,)),
     "finish": ("finish", "finish", (2, 3, 4)),
+    "go-on": ("going_on", "go_on", (2,)),
 }
 
 
