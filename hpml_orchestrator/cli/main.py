@@ -66,7 +66,7 @@ COMMANDS = {
     "logs": Entry("follow", "logs", "Print the output of a run.", _RUNS),
     "wait": Entry("follow", "wait", "Wait until a run has ended.", _RUNS),
     "requeue": Entry(
-        "requeue", "requeue", "Save and requeue a run, or continue an ended one.", _RUNS
+        "requeue", "requeue", "Save and requeue a run; continue an ended one.", _RUNS
     ),
     "cancel": Entry("runs", "cancel", "Cancel runs or single tasks of a job array.", _RUNS),
     "prune": Entry("runs", "prune", "Remove old runs and their files.", _RUNS),

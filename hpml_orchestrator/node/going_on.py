@@ -38,7 +38,7 @@ _UNREACHABLE = re.compile(
     r"[Uu]nable to contact slurm controller|timed out|[Cc]onnection (?:refused|reset)"
     r"|Zero Bytes were transmitted|backup controller|[Tt]emporarily unable to accept job"
 )
-_UNDER_WAY = re.compile(r"pending execution|already (?:being )?requeued", re.IGNORECASE)
+_UNDER_WAY = re.compile(r"Job is pending execution|already (?:being )?requeued", re.IGNORECASE)
 
 
 class Decision(NamedTuple):
