@@ -73,6 +73,7 @@ hpml_finish() {
   trap '' TERM INT HUP QUIT USR1 USR2
   if [[ $code == 0 && -z $hpml_over ]]; then
     code=1 hpml_reason=${hpml_reason:-the script ended before its ranks: hpml_run has to start them}
+    echo "hpml: $hpml_reason" >&2
   fi
   [[ $code != 0 ]] || hpml_stop_agents
   own=$("${hpml_python[@]}" finish "$HPML_ATTEMPT_DIR" "$code" "$hpml_reason" "$hpml_launcher") || :
