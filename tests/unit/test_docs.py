@@ -22,7 +22,6 @@ from typer.testing import CliRunner
 from hpml_orchestrator.cli.main import COMMANDS, app
 from hpml_orchestrator.records.events import VOCABULARY
 from hpml_orchestrator.script import directives
-from hpml_orchestrator.spec.job import LATER
 from hpml_orchestrator.spec.load import load_job
 from hpml_orchestrator.spec.site import load_site
 from hpml_orchestrator.spec.sweep import load_sweep
@@ -209,12 +208,6 @@ def test_the_references_are_current(name: str) -> None:
     assert read(f"docs/{name}") == page(name)
 
 
-def test_the_reference_names_what_is_refused_for_now() -> None:
-    """Fields that are planned stand in the reference as not there yet, and in no table."""
-    section = prose("docs/job-file.md").partition("## Not in this release")[2]
-    assert set(re.findall(r"`(\w+)`", section.partition("\n## ")[0])) == set(LATER)
-
-
 def test_the_reference_has_every_directive(tmp_path: Path) -> None:
     """The `#SBATCH` lines of a job that asks for everything are those of the table, in order."""
     path = tmp_path / "everything.yaml"
@@ -225,7 +218,8 @@ def test_the_reference_has_every_directive(tmp_path: Path) -> None:
         "exclusive": True,
         "mail": {"to": "ada"},
     }
-    job = {"name": "a", "script": "a.py", "array": "0-3", "resources": resources}
+    job = {"name": "a", "script": "a.py", "array": "0-3", "checkpoint": True}
+    job["resources"] = resources
     path.write_text(json.dumps(job))
     there = [line.partition("=")[0] for line in directives(load_job(path).job)]
     rows = table("docs/job-file.md", "directive", "from")
