@@ -65,9 +65,7 @@ COMMANDS = {
     "show": Entry("show", "show", "Show a run's phases, staging, results and binding.", _RUNS),
     "logs": Entry("follow", "logs", "Print the output of a run.", _RUNS),
     "wait": Entry("follow", "wait", "Wait until a run has ended.", _RUNS),
-    "requeue": Entry(
-        "requeue", "requeue", "Save and requeue a run; continue an ended one.", _RUNS
-    ),
+    "requeue": Entry("requeue", "requeue", "Save and requeue a run; continue an ended one.", _RUNS),
     "cancel": Entry("runs", "cancel", "Cancel runs or single tasks of a job array.", _RUNS),
     "prune": Entry("runs", "prune", "Remove old runs and their files.", _RUNS),
     "stage": Entry("stage", "group", "Copy data to this node's memory or local disk.", _DATA),

@@ -87,7 +87,7 @@ def _ask_to_stop(state: State, newest: Attempt | None) -> dict[str, str]:
     label = state.submission.label
     if state.state not in ("RUNNING", "SUSPENDED", "STOPPED"):
         raise _wrong(label, f"is {state.state}, job {state.job_id}: it needs no requeue")
-    if not state.submission.record()["job"].get("checkpoint"):
+    if not (state.submission.record()["job"].get("checkpoint") or {}).get("enabled"):
         raise _wrong(
             label,
             "runs without `checkpoint`: its ranks cannot be asked to save",
