@@ -264,7 +264,7 @@ class Agent:
         return plan_figures(made.plan, sets_threads=not options.keep_threads)
 
     def _for_ranks(self, made: planning.Prepared) -> dict[str, str]:
-        """Return what hpml-bind is told so that this agent can stop the ranks."""
+        """Return what hpml-bind needs so that this agent can stop the ranks."""
         checkpoint = self.options.checkpoint
         if checkpoint is None:
             return {}
@@ -318,7 +318,8 @@ class Agent:
         try:
             pause = self._stop.act(now, ranks)
         except Exception as error:  # noqa: BLE001 - whatever it is, the job goes on
-            self._report(f"the ranks are no longer stopped: {type(error).__name__}: {error}")
+            what = f"{type(error).__name__}: {error}"
+            self._report(f"its ranks cannot be stopped before their end: {what}")
             self._stop = None
             return math.inf
         if self._stop.state == "RUNNING" and self._is_ready:

@@ -1,4 +1,4 @@
-"""What Slurm says about this job: how it is being ended, its time left, and the cluster's KillWait.
+"""The state of this job: how it is being ended, its end, and the cluster's KillWait.
 
 A local job has no `scontrol`: its state is in the file that its supervisor writes.
 """
@@ -94,7 +94,7 @@ def parse_job(text: str, job_id: str, *, restarts: int = 0) -> JobState:
             break
     else:
         return JobState()
-    # Each field stands in a line of its own group: a job's name may contain anything.
+    # The first line is left out: it has the job's name, which may contain anything.
     fields = dict(
         pair
         for line in job.splitlines()[1:]

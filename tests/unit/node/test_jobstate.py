@@ -1,4 +1,4 @@
-"""What Slurm says about a job that is being ended, as `scontrol show job` printed it.
+"""The state of a job that is being ended, as `scontrol show job` printed it.
 
 The outputs are those of Slurm 22.05.8 on a cluster of two nodes; the jobs' names were meant to
 mislead.
