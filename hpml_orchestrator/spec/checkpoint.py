@@ -156,6 +156,11 @@ class Checkpoint(Model):
         return os.path.isabs(self.directory)
 
     @property
+    def is_per_run(self) -> bool:
+        """Whether each run, and each task of an array, has a directory of its own."""
+        return not self.is_shared or any(f"{{{name}}}" in self.directory for name in _IN_DIRECTORY)
+
+    @property
     def lead_seconds(self) -> int | None:
         """Seconds before the limit; None for `auto`."""
         return None if self.lead == "auto" else values.parse_time(self.lead)

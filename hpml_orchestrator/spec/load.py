@@ -366,7 +366,9 @@ def make_absolute(data: dict[str, Any], base: Path) -> None:
     checkpoint = own if isinstance(own, dict) else {}
     directory = checkpoint.get("directory")
     if isinstance(directory, str) and directory.startswith("~"):
-        checkpoint["directory"] = os.path.expanduser(directory)  # a relative one is in the run's directory
+        checkpoint["directory"] = os.path.expanduser(
+            directory
+        )  # a relative one is in the run's directory
     for name in ("web_config", "targets"):
         resolve(data.get("monitor"), name)
     environment = data.get("environment")

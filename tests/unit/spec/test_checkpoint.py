@@ -9,7 +9,7 @@ import pytest
 from hpml_orchestrator.errors import InputError
 from hpml_orchestrator.spec.checkpoint import REASONS
 from hpml_orchestrator.spec.job import Job
-from tests.unit.spec.conftest import Load
+from tests.unit.spec.conftest import Load, LoadSite
 
 JOB = "name: a\nscript: train.py\n"
 
@@ -18,6 +18,20 @@ def test_a_job_without_it(load: Load) -> None:
     """Nothing is saved or requeued unless the job file asks for it."""
     assert not load(JOB).job.checkpoint.enabled
     assert not load(f"{JOB}checkpoint: false").job.checkpoint.enabled
+
+
+def test_the_profile_says_how_and_the_job_whether(load: Load, site: LoadSite) -> None:
+    """A mapping of a site profile enables it for no job, and gives its values to those that ask."""
+    profile = site('[defaults.checkpoint]\nlead = "10m"\nattempts = 3\n')
+    assert not load(JOB, site=profile).job.checkpoint.enabled
+    own = load(f"{JOB}checkpoint: {{attempts: 5}}", site=profile).job.checkpoint
+    assert (own.enabled, own.lead_seconds, own.attempts) == (True, 600, 5)
+    own = load(JOB, "checkpoint=true", site=profile).job.checkpoint
+    assert (own.enabled, own.lead_seconds) == (True, 600)
+    off = load(f"{JOB}checkpoint: {{attempts: 5}}", "checkpoint=false", site=profile)
+    assert not off.job.checkpoint.enabled
+    everywhere = site("[defaults]\ncheckpoint = true\n")
+    assert load(JOB, site=everywhere).job.checkpoint.enabled
 
 
 @pytest.mark.parametrize("text", ["true", "{}", "{attempts: 20}"])
