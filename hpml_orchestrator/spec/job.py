@@ -365,7 +365,7 @@ class Job(Model):
             lambda value: spelled_out("checkpoint", value), json_schema_input_type=bool | Checkpoint
         ),
     ] = Checkpoint()
-    """Whether the run saves before its time limit, at preemption and at a hang, and goes on from
+    """Whether the run saves before its time limit, at preemption and at a hang, and continues from
     there: `true`, `false`, or a mapping."""
 
     @field_validator("launcher", mode="before")

@@ -94,7 +94,7 @@ def test_values(load: Load, text: str, name: str, value: Any) -> None:
         ("checkpoint: {directory: a/../../b}", "checkpoint.directory: must be a directory inside"),
         ("checkpoint: {directory: '{run.dir}'}", "checkpoint.directory: must be a directory insi"),
         ("checkpoint: {directory: '{run.dir}s/a'}", "checkpoint.directory: must continue with /"),
-        ("checkpoint: {directory: /}", "checkpoint.directory: must be a directory of its own"),
+        ("checkpoint: {directory: /}", "checkpoint.directory: must be a directory, not the root"),
         ("checkpoint: {directory: $SCRATCH/a}", "checkpoint.directory: must not hold $"),
         ("checkpoint: {directory: '{job.id}'}", "checkpoint.directory: {job.id} changes when the"),
         ("checkpoint: {directory: '{shm.dir}/a'}", "checkpoint.directory: {shm.dir} cannot be use"),
@@ -127,7 +127,7 @@ def test_values(load: Load, text: str, name: str, value: Any) -> None:
     ],
 )
 def test_what_is_refused(load: Load, text: str, message: str) -> None:
-    """The error begins with the field and says what would be right."""
+    """The error begins with the field and names what would be right."""
     with pytest.raises(InputError) as caught:
         load(f"{JOB}{text}")
     assert any(line.startswith(message) for line in str(caught.value).splitlines()), caught.value
@@ -142,5 +142,5 @@ def test_what_is_refused(load: Load, text: str, message: str) -> None:
     ],
 )
 def test_where_its_directory_can_be_named(load: Load, text: str) -> None:
-    """`{checkpoint.dir}` stands in arguments and variables."""
+    """`{checkpoint.dir}` is known in arguments and variables."""
     assert isinstance(load(f"{JOB}checkpoint: true\n{text}").job, Job)
