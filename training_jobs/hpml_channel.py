@@ -1,4 +1,4 @@
-"""Report the progress of a training to hpml; copy this one file beside the training script.
+"""Report the progress of a training to hpml; copy this one file next to your script.
 
     from hpml_channel import Channel
 
@@ -52,40 +52,37 @@ CLOSE_WAIT_SECONDS = 0.5
 UNSENT_EVENTS = 64
 STEP_BOUNDS_SECONDS = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 60.0)
 MOST_STEPS = 1_000_000_000  # in one count; more is a mistake, and no histogram
-MOST_AMOUNT = 1e18  # in one count of anything; NaN and infinity are no amounts either
+MOST_AMOUNT = 1e18  # in one count of anything; NaN and infinity are not amounts either
 
 
 class Channel:
     """The connection of one rank to the agent of its node.
 
     Args:
-        name: of the agent's abstract socket, without its leading NUL; empty: every call does nothing.
+        name: of the agent's abstract socket, without its leading NUL; empty: nothing is sent.
         rank: global rank.
         local_rank: rank within the node.
         world_size: number of ranks.
 
     Attributes:
         sent: number of datagrams that were sent.
-        dropped: number of datagrams that were lost (the agent is gone or too slow, or the message is
-            too long or not JSON), and of counts that are negative, NaN or not numbers.
+        dropped: number of lost datagrams (the agent is gone or too slow, the message is too long or
+            not JSON), and of counts that are negative, NaN or not numbers.
     """
 
     def __init__(
         self, name: str = "", *, rank: int = 0, local_rank: int = 0, world_size: int = 1
     ) -> None:
-        self.sent = 0
-        self.dropped = 0
+        self.sent = self.dropped = 0
         self._address = "\0" + name
-        self._rank = rank
-        self._local_rank = local_rank
-        self._world_size = world_size
+        self._who = {"rank": rank, "local_rank": local_rank, "world_size": world_size}
         self._socket: socket.socket | None = None
         if name:
             try:
                 self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
                 self._socket.setblocking(False)
-                # A name of its own, or the agent could not answer. Not bind(""), by which Linux
-                # chooses one: Python before 3.10.6 gives all sockets the same.
+                # A name, so that the agent can answer. Not bind(""), for which Linux chooses one:
+                # Python before 3.10.6 gives all sockets the same.
                 self._socket.bind("\0hpml-rank-" + os.urandom(12).hex())
             except (OSError, AttributeError):  # no descriptor left; a system without unix sockets
                 self._socket = None
@@ -105,12 +102,11 @@ class Channel:
     @classmethod
     def from_env(cls) -> Channel:
         """Return the channel that hpml prepared for this rank, or one that does nothing."""
-        channel = cls(
-            os.environ.get("HPML_CHANNEL", ""),
-            rank=_env_int("RANK", 0),
-            local_rank=_env_int("LOCAL_RANK", 0),
-            world_size=_env_int("WORLD_SIZE", 1),
-        )
+        who = {"rank": 0, "local_rank": 0, "world_size": 1}
+        for name in who:
+            with suppress(KeyError, ValueError):
+                who[name] = int(os.environ[name.upper()])
+        channel = cls(os.environ.get("HPML_CHANNEL", ""), **who)
         if channel._socket is not None:
             channel._send("hello", "hello", _write_stacks_on_signal(), keep=True)
         return channel
@@ -124,15 +120,15 @@ class Channel:
             data: what belongs to it, with units in the names. `step` counts the optimizer's steps
                 since the training began, over all restarts: `resumed(step=, checkpoint=)`,
                 `training(step=, total_steps=)`, `checkpoint(step=, seconds=, size_bytes=)`,
-                `stopping(step=)`. `warm-up(steps=20)` keeps back the counters of 20 steps: the first
-                counters that are sent end the warm-up.
+                `stopping(step=)`. The counters of `warm-up(steps=20)` are sent after 20 steps: the
+                first counters that hpml gets end the warm-up.
         """
         if self._socket is not None:
             self._send("event", event, data, keep=True)
             if event == "warm-up":
                 self._first = True
-                steps = data.get("steps")
-                self._warm_until = self._totals["steps_total"] + (steps if _is_amount(steps) else 0)
+                more: Any = data.get("steps")
+                self._warm_until = self._totals["steps_total"] + (more if _is_amount(more) else 0)
 
     def count(self, **increments: float) -> None:
         """Add to the counters since the process began, which are sent at most once a second.
@@ -142,9 +138,9 @@ class Channel:
         Args:
             increments: `samples`, `steps`, `data_wait_seconds`, `step_seconds`, or any other
                 counter; `samples` travels as `samples_total` and so on. Of several steps in one
-                call each counts as long as their mean. `comm_seconds` is exported only beside
-                `gauge(comm_method=...)`, which says how it was measured: frameworks overlap
-                communication with computation, and a figure without its method says nothing.
+                call each counts as long as their mean. `comm_seconds` is exported only with
+                `gauge(comm_method=...)`, how it was measured: frameworks overlap communication
+                with computation, so that a figure without its method has no meaning.
         """
         if self._socket is None:
             return
@@ -157,19 +153,19 @@ class Channel:
         if 0 < steps < MOST_STEPS and seconds is not None:
             self._buckets[bisect_left(STEP_BOUNDS_SECONDS, seconds / steps)] += int(steps)
         self._counted_at, self._news = time.time(), True
-        now = time.monotonic()
         if self._totals["steps_total"] < self._warm_until:
             return
+        now = time.monotonic()
         if self._first or now >= self._step_due:
             self._step_due = now + STEP_EVERY_SECONDS
             self._send_step(keep=self._first)
             self._first = False
 
     def gauge(self, **values: Any) -> None:
-        """Set what the next counters carry beside them: `loss`, `accuracy`, `epoch`.
+        """Set what is sent with the next counters: `loss`, `accuracy`, `epoch`.
 
         Exported are `loss`, `accuracy` (0 to 1) and `mfu` (0 to 1: FLOP/s of the model over the
-        devices' peak); `comm_method="ddp-comm-hook, 1 in 50"` says how `comm_seconds` came about.
+        devices' peak); `comm_method="ddp-comm-hook, 1 in 50"` is how `comm_seconds` was measured.
         A tensor may be given; its value is taken when it is sent, not at every step.
         """
         if self._socket is not None:
@@ -206,44 +202,26 @@ class Channel:
                 datagram, sender = self._socket.recvfrom(MAX_DATAGRAM_BYTES)
             except OSError:  # usually: there is none
                 break
-            with suppress(
-                Exception
-            ):  # anybody on the node may send anything; only the agent counts
-                self._stop = sender == self._address.encode() and bool(json.loads(datagram)["stop"])
+            # Anybody on this node may send anything, but only the agent has that address.
+            if sender == os.fsencode(self._address):
+                with suppress(Exception):
+                    self._stop = bool(json.loads(datagram)["stop"])
         return self._stop
 
     def _send_step(self, *, keep: bool) -> None:
         at, self._news = self._counted_at, False
         buckets = {str(number): count for number, count in enumerate(self._buckets) if count}
         more = {"step_buckets": buckets} if buckets else {}
-        self._send("event", "step", {**self._totals, **self._gauges}, keep=keep, at=at, **more)
+        data = {**self._totals, **self._gauges}
+        self._send("event", "step", data, keep=keep, time=at, **more)
 
     def _send(
-        self,
-        kind: str,
-        event: str,
-        data: dict[str, Any],
-        *,
-        keep: bool,
-        at: float | None = None,
-        **more: Any,
+        self, kind: str, event: str, data: dict[str, Any], *, keep: bool, **more: Any
     ) -> None:
         """Send one datagram behind those still unsent; with `keep` a full socket only delays it."""
+        message = {"v": 1, "type": kind, "event": event, "time": time.time(), **self._who}
         try:
-            datagram = _encode(
-                {
-                    "v": 1,
-                    "type": kind,
-                    "event": event,
-                    "time": time.time() if at is None else at,
-                    "rank": self._rank,
-                    "local_rank": self._local_rank,
-                    "world_size": self._world_size,
-                    "pid": os.getpid(),
-                    "data": data,
-                    **more,
-                }
-            )
+            datagram = _encode({**message, "pid": os.getpid(), "data": data, **more})
         except Exception:  # noqa: BLE001 - a value of the user's own type may raise anything
             self.dropped += 1
             return
@@ -272,7 +250,7 @@ class Channel:
             self._socket.sendto(datagram, self._address)
         except BlockingIOError:
             return False
-        except OSError:  # nobody listens, or not any more: nothing to wait for
+        except OSError:  # nobody listens: nothing to wait for
             self.dropped += 1
         else:
             self.sent += 1
@@ -294,7 +272,7 @@ def _plain(value: Any) -> Any:
 
 
 def _is_amount(value: Any) -> bool:
-    """Return whether a counter can grow by a value; what cannot is no reason to end a training."""
+    """Return whether a counter can grow by a value; a wrong one must not end a training."""
     try:
         return bool(0 <= value < MOST_AMOUNT)
     except Exception:  # noqa: BLE001 - a value of the user's own type may raise anything
@@ -309,10 +287,3 @@ def _write_stacks_on_signal() -> dict[str, int]:
     except (OSError, AttributeError, RuntimeError, ValueError):  # another system, a full table
         return {}
     return {"stacks_fd": fd, "stacks_signal": int(number)}
-
-
-def _env_int(name: str, default: int) -> int:
-    try:
-        return int(os.environ.get(name, ""))
-    except ValueError:
-        return default
