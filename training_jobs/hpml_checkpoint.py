@@ -103,7 +103,7 @@ class Checkpoints:
 
     directory: str | Path
     keep: int = 3
-    job: dict[str, Any] = field(default_factory=dict)  # one with other settings is refused
+    job: dict[str, Any] | None = None  # a checkpoint with other settings is refused
     channel: Any = None  # of hpml_channel.py; gets the events `checkpoint` and `resumed`
     ranks: Ranks = field(default_factory=Ranks)  # others than those of torch.distributed
 
@@ -221,12 +221,12 @@ class Checkpoints:
         """Return what is wrong with the part of a checkpoint that this rank looks at."""
         try:
             manifest = json.loads((path / MANIFEST).read_text())
-            form, job, files = (manifest[key] for key in ("format", "job", "files"))
+            form, job, files = manifest["format"], manifest["job"] or {}, manifest["files"]
         except (FileNotFoundError, NotADirectoryError, ValueError, LookupError, TypeError):
             return f"{MANIFEST} is missing or damaged"
         if form != FORMAT:
             raise CheckpointError(f"its format is {form!r}, not {FORMAT!r}")
-        mine = json.loads(json.dumps(self.job))
+        mine = json.loads(json.dumps(job if self.job is None else self.job))
         keys = [key for key in {**job, **mine} if job.get(key) != mine.get(key)]
         if keys:
             changes = [f"{key} {job.get(key)} -> {mine.get(key)}" for key in keys]
