@@ -1,0 +1,253 @@
+"""Save and resume a training, and stop all of its ranks at the same step; copy this one file.
+
+Needs PyTorch only. All ranks make the same calls, after `init_process_group`; an error of one is
+raised on all. A checkpoint is a directory `step-00041200`, which gets its name when all of it is on
+the disk: a crash or a full disk leaves the earlier ones. It has the state of PyTorch's and Python's
+random generators of each rank, the shards of a sharded model, and the SHA-256 of each file.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import random
+import re
+import shutil
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.checkpoint import filesystem, state_dict_loader, state_dict_saver
+
+FORMAT, STATE, SHARDS, MANIFEST = "hpml-checkpoint 1", "state.pt", "shards", "checkpoint.json"
+
+
+class CheckpointError(Exception):
+    """A checkpoint cannot be written or used; the message names it and the reason."""
+
+
+class Ranks:
+    """Exchanges small values between the ranks over the CPU, without waiting for a GPU."""
+
+    def __init__(self) -> None:
+        ready = dist.is_available() and dist.is_initialized()
+        self.rank, self.world_size = (dist.get_rank(), dist.get_world_size()) if ready else (0, 1)
+        self.group = (
+            dist.new_group(backend="gloo") if ready and dist.get_backend() != "gloo" else None
+        )
+
+    def gather(self, value: Any) -> list[Any]:
+        """Return every rank's value, by rank."""
+        values = [value] * self.world_size
+        if self.world_size > 1:
+            dist.all_gather_object(values, value, group=self.group)
+        return values
+
+    def start_highest(self, flag: torch.Tensor) -> Any:
+        """Begin to replace a number by the highest of all ranks; `wait()` of the answer ends it."""
+        if self.world_size == 1:
+            return None
+        return dist.all_reduce(flag, dist.ReduceOp.MAX, group=self.group, async_op=True)
+
+
+class StopAgreement:
+    """The highest wish of all ranks, which they learn a step later: it travels in the meantime.
+
+    Ranks have to call `exchange` equally often: as the one that has the most batches.
+    """
+
+    def __init__(self, ranks: Ranks | None = None) -> None:
+        self._ranks, self._flag, self._work = ranks or Ranks(), torch.tensor([0]), None
+
+    def exchange(self, wish: int) -> int:
+        """Send this rank's wish (1: stop); return the highest wish of the exchange before."""
+        before = self.finish()
+        self._flag = torch.tensor([int(wish)])
+        self._work = self._ranks.start_highest(self._flag)
+        return before
+
+    def finish(self) -> int:
+        """Wait for the last exchange, and return its highest wish."""
+        if self._work is not None:
+            self._work.wait()
+            self._work = None
+        return int(self._flag[0])
+
+
+@dataclass
+class Checkpoints:
+    """The newest checkpoints of a training, in a directory that all nodes share."""
+
+    directory: str | Path
+    keep: int = 3
+    job: dict[str, Any] | None = None  # a checkpoint with other settings is refused
+    channel: Any = None  # of hpml_channel.py; gets the events `checkpoint` and `resumed`
+    ranks: Ranks = field(default_factory=Ranks)  # others than those of torch.distributed
+
+    @property
+    def _home(self) -> Path:
+        return Path(self.directory)
+
+    def save(self, state: Any, *, step: int, sharded: dict[str, Any] | None = None) -> None:
+        """Write a checkpoint; after a CheckpointError the earlier ones are still there.
+
+        `state` has rank 0's tensors, numbers and text, in dicts and lists. `step` counts the
+        optimizer's steps over all restarts. Each rank writes its shards of `sharded`, a state dict.
+        """
+        began, path = time.perf_counter(), self._home / f"step-{step:08d}"
+        aside, files = self._home / f".{path.name}.unfinished", {}
+        self._clean_up()
+        content = {"state": state, "random": self.ranks.gather(_random_states())}
+        if sharded is not None:
+            for written in self._on_ranks(path, partial(self._write_shards, aside, sharded)):
+                files.update(written)
+        size = self._on_ranks(path, partial(self._publish, path, aside, content, files))[0]
+        if self.channel is not None and self.ranks.rank == 0:
+            took = time.perf_counter() - began
+            self.channel.event("checkpoint", step=step, seconds=took, size_bytes=size)
+
+    def load(self, sharded: dict[str, Any] | None = None) -> Any:
+        """Return what `latest` returns, and restore the random states of this rank."""
+        found = self.latest(sharded)
+        if found is not None and len(found.random) == self.ranks.world_size:
+            _random_states(found.random[self.ranks.rank])
+        if found is not None and self.channel is not None:
+            self.channel.event("resumed", step=found.step, checkpoint=str(found.path))
+        return found
+
+    def latest(self, sharded: dict[str, Any] | None = None) -> Any:
+        """Return the newest complete checkpoint (`path`, `step`, `state`), or None.
+
+        It fills the tensors of `sharded`. Damaged ones are skipped, with a line on stderr; if all
+        are damaged, or it is of another format or job, that is an error.
+        """
+        listed = self._on_ranks(self._home, self._list)[0]
+        for step, path in listed:
+            damage = next(filter(None, self._on_ranks(path, partial(self._damage, path))), "")
+            if not damage:
+                content: dict[str, Any] = {}
+                self._on_ranks(path, partial(self._read, path, content, sharded))
+                return SimpleNamespace(path=path, step=step, **content)
+            if self.ranks.rank == 0:
+                print(f"checkpoint {path} is skipped: {damage}", file=sys.stderr, flush=True)
+        if listed:
+            raise CheckpointError(f"no checkpoint in {self._home} is complete")
+        return None
+
+    def _on_ranks(self, path: Path, action: Callable[[], Any]) -> list[Any]:
+        """Call a function on every rank, and return its answers; an error is raised on all."""
+        answer, problem = None, ""
+        try:
+            answer = action()
+        except Exception as error:  # noqa: BLE001 - whatever it is, the other ranks wait
+            where = f" (rank {self.ranks.rank} on {os.uname().nodename})" if self.ranks.rank else ""
+            problem = f"checkpoint {path}: {_reason(error)}{where}"
+        problems, answers = zip(*self.ranks.gather((problem, answer)))  # noqa: B905 - Python 3.9
+        if any(problems):
+            self._clean_up()
+            raise CheckpointError(next(filter(None, problems)))
+        return list(answers)
+
+    def _clean_up(self) -> None:
+        if self.ranks.rank == 0:
+            for left in self._home.glob(".step-*"):
+                shutil.rmtree(left, ignore_errors=True)
+
+    def _write_shards(self, aside: Path, sharded: dict[str, Any]) -> dict[str, Any]:
+        writer = filesystem.FileSystemWriter(aside / SHARDS)
+        state_dict_saver.save(sharded, storage_writer=writer, process_group=self.ranks.group)
+        written = [*(aside / SHARDS).glob(f"__{self.ranks.rank}_*"), aside / SHARDS / ".metadata"]
+        return {f"{SHARDS}/{file.name}": _facts(file) for file in written}
+
+    def _publish(self, path: Path, aside: Path, content: Any, files: Any) -> int:
+        if self.ranks.rank:
+            return 0
+        aside.mkdir(parents=True, exist_ok=True)
+        torch.save(content, aside / STATE)
+        torch.load(aside / STATE, map_location="cpu", weights_only=True, mmap=True)  # can it be?
+        files[STATE] = _facts(aside / STATE)
+        manifest = {"format": FORMAT, "job": self.job, "files": files}
+        (aside / MANIFEST).write_text(json.dumps(manifest, indent=1))
+        for name in (*files, MANIFEST, *{os.path.dirname(name) for name in files}):
+            _sync(aside / name)
+        if path.exists():  # damaged: else the training would have begun there
+            path.rename(f"{aside}.old")
+        aside.rename(path)
+        _sync(self._home)
+        listed, number = self._list(), int(path.name[5:])  # those of later steps are damaged, too
+        for old in {*listed} - {*[one for one in listed if one[0] <= number][: self.keep]}:
+            old[1].rename(self._home / f".{old[1].name}.old")
+        self._clean_up()
+        return sum(size for size, _ in files.values())
+
+    def _list(self) -> list[tuple[int, Path]]:
+        self._home.mkdir(parents=True, exist_ok=True)
+        names = os.listdir(self._home)  # on every rank: NFS then asks the server again
+        found = [re.fullmatch(r"step-(\d+)", name) for name in names]
+        return sorted(((int(m[1]), self._home / m[0]) for m in found if m), reverse=True)
+
+    def _damage(self, path: Path) -> str:
+        """Return what is wrong with the part of a checkpoint that this rank looks at."""
+        try:
+            manifest = json.loads((path / MANIFEST).read_text())
+            form, old, files = manifest["format"], manifest["job"] or {}, manifest["files"]
+        except (FileNotFoundError, NotADirectoryError, ValueError, LookupError, TypeError):
+            return f"{MANIFEST} is missing or damaged"
+        if form != FORMAT:
+            raise CheckpointError(f"its format is {form!r}, not {FORMAT!r}")
+        new = json.loads(json.dumps(old if self.job is None else self.job))
+        keys = [key for key in {**old, **new} if old.get(key) != new.get(key)]
+        if keys:
+            changes = ", ".join(f"{key} {old.get(key)} -> {new.get(key)}" for key in keys)
+            raise CheckpointError(f"it belongs to other settings: {changes}")
+        for name in sorted(files)[self.ranks.rank :: self.ranks.world_size]:
+            if not (path / name).exists() or _facts(path / name) != files[name]:
+                return f"{name} is missing or damaged"
+        return ""
+
+    def _read(self, path: Path, content: dict[str, Any], sharded: dict[str, Any] | None) -> None:
+        content.update(torch.load(path / STATE, map_location="cpu", weights_only=True))
+        if sharded is not None:
+            files, group = filesystem.FileSystemReader(path / SHARDS), self.ranks.group
+            state_dict_loader.load(sharded, storage_reader=files, process_group=group)
+
+
+def _reason(error: Exception) -> str:
+    text = str(error)
+    unsupported = re.search(r"Unsupported.*GLOBAL (\S+)", text)
+    if unsupported:
+        return f"can have tensors, numbers and text, in dicts and lists, but not {unsupported[1]}"
+    if "inline_container" in text:
+        return "PyTorch cannot write it: is the disk or your quota full?"
+    return getattr(error, "strerror", None) or text.partition("\n")[0] or repr(error)
+
+
+def _facts(file: Path) -> list[Any]:
+    digest = hashlib.sha256()
+    with file.open("rb") as stream:
+        while chunk := stream.read(1 << 20):
+            digest.update(chunk)
+    return [file.stat().st_size, digest.hexdigest()]
+
+
+def _sync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    os.fsync(descriptor)
+    os.close(descriptor)
+
+
+def _random_states(restored: list[Any] | None = None) -> list[Any]:
+    """Return the states of this rank's random generators, which can be restored before."""
+    found: Any = [(torch.get_rng_state, torch.set_rng_state), (random.getstate, random.setstate)]
+    found += [(torch.cuda.get_rng_state, torch.cuda.set_rng_state)] * torch.cuda.is_available()
+    for (_, restore), state in zip(found, restored or []):  # noqa: B905 - Python 3.9
+        restore(state)
+    return [read() for read, _ in found]
