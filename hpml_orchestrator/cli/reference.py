@@ -66,6 +66,9 @@ hpml top
 hpml logs
     Follow the output of the newest run: hpml logs -f
     Print the last 50 lines: hpml logs digits-20260102-030405-abcdef -n 50
+hpml attach
+    A shell on the first node of the newest run: hpml attach last
+    Watch the GPUs of another node: hpml attach last --node node2 -- nvidia-smi -l 5
 hpml cancel
     Cancel the newest run: hpml cancel last
     Cancel two runs by their job ids: hpml cancel 4711 4712
