@@ -49,11 +49,23 @@ from hpml_orchestrator.spec.load import load_job, parse_setting
 from hpml_orchestrator.spec.site_find import find_profiles
 
 if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+
     from hpml_orchestrator.check.job import Report
     from hpml_orchestrator.records.store import Store, Submission
     from hpml_orchestrator.runs.prepare import Rendered
 
-__all__ = ["backend_name", "check", "check_rendered", "render", "run", "submit"]
+__all__ = [
+    "backend_name",
+    "check",
+    "check_rendered",
+    "job_text",
+    "render",
+    "report_submission",
+    "run",
+    "submit",
+    "submit_rendered",
+]
 
 _CLUSTER_SECONDS = 5.0  # while a submission waits
 
@@ -152,12 +164,19 @@ def submit(
         refuse_with("--resume", {**options, "--backend": backend != "auto", "JOB_FILE": job_file})
         submission = replace(store.resolve(resume_run, exact_name=True), index=None)
         job_id = _resume(store, submission)
-        message = f"{submission.sid} is job {_job_text(submission, job_id)}"
+        message = f"{submission.sid} is job {job_text(submission, job_id)}"
     else:
         submission, job_id = _submit(
             context, job_file, settings, backend, after=after, local=local, checked=not no_check
         )
-        message = f"submitted {submission.sid} as job {_job_text(submission, job_id)}"
+        message = f"submitted {submission.sid} as job {job_text(submission, job_id)}"
+    report_submission(store, submission, job_id, message, as_json=as_json)
+
+
+def report_submission(
+    store: Store, submission: Submission, job_id: str, message: str, *, as_json: bool
+) -> None:
+    """Print what was submitted, and how to follow it."""
     try:
         if as_json:
             print_json(_submission_json(store, submission, job_id))
@@ -214,7 +233,7 @@ def run(
     submission, job_id = _submit(
         context, job_file, settings, backend, after=after, local=local, checked=not no_check
     )
-    notice(f"submitted {submission.sid} as job {_job_text(submission, job_id)}")
+    notice(f"submitted {submission.sid} as job {job_text(submission, job_id)}")
     state = follow(
         store,
         submission,
@@ -226,7 +245,7 @@ def run(
     print_summary(state, site=chosen_site(context), as_json=as_json)
 
 
-def _job_text(submission: Submission, job_id: str) -> str:
+def job_text(submission: Submission, job_id: str) -> str:
     """Return the job's id, for an array with the number of its tasks."""
     if not submission.is_array():
         return job_id
@@ -245,11 +264,37 @@ def _submit(
 ) -> tuple[Submission, str]:
     if not job_file:
         raise InputError("must be given", field="JOB_FILE", hint="hpml submit job.yaml")
-    store = store_of(context)
+
+    def render_file() -> tuple[Rendered, str]:
+        name = backend_name(backend, local=local)
+        return _rendered(context, job_file, settings, name, after), name
+
+    return submit_rendered(store_of(context), render_file, checked=checked)
+
+
+def submit_rendered(
+    store: Store,
+    make: Callable[[], tuple[Rendered, str]],
+    *,
+    checked: bool,
+    record: Mapping[str, Any] | None = None,
+) -> tuple[Submission, str]:
+    """Check and submit a job; return its submission and its job's id.
+
+    After Ctrl-C this reports what became of the submission, and exits.
+
+    Args:
+        store: where records live.
+        make: returns the job and the name of its scheduler.
+        checked: whether to check the job first.
+        record: more for `submit.json`.
+
+    Raises:
+        HpmlError: it was not submitted, or it is not known whether it was.
+    """
     submission = None
     try:
-        name = backend_name(backend, local=local)
-        rendered = _rendered(context, job_file, settings, name, after)
+        rendered, name = make()
         dependencies = outstanding(store, rendered.resolved.job.after, backend=name)
         if checked:
             _check_before_submission(rendered, name, store)
@@ -264,6 +309,7 @@ def _submit(
             environment=environment,
             after=dependencies,
             notice=notice,
+            record=record,
         )
         # Ctrl-C waits for the answer, so that no job exists unreported; a second one does not.
         with Stop(signal.SIGINT, message="submitting; press Ctrl-C again to abort") as stop:

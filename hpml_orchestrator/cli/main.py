@@ -43,6 +43,9 @@ _JOBS, _RUNS, _DATA, _SITE, _MORE = "Jobs", "Runs", "Data", "Cluster and nodes",
 COMMANDS = {
     "run": Entry("jobfile", "run", "Submit a job, follow it and print a summary.", _JOBS),
     "submit": Entry("jobfile", "submit", "Submit a job and return immediately.", _JOBS),
+    "resubmit": Entry(
+        "resubmit", "resubmit", "Submit the job of an ended run again, with changes.", _JOBS
+    ),
     "render": Entry("jobfile", "render", "Print the batch script of a job.", _JOBS),
     "check": Entry(
         "jobfile", "check", "Check a job against the cluster's limits without submitting it.", _JOBS

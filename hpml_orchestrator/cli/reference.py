@@ -26,6 +26,9 @@ hpml submit
     Submit a job: hpml submit job.yaml
     Override fields of the job file: hpml submit job.yaml -s resources.nodes=2 -s resources.time=90
     Complete an interrupted submission: hpml submit --resume last
+hpml resubmit
+    Continue from the checkpoints, with more time: hpml resubmit last --set resources.time=12:00:00
+    With another argument: hpml resubmit last -- --lr=0.01
 hpml run
     Submit a job and follow it: hpml run job.yaml
     Append arguments to those of the job file: hpml run job.yaml -- --epochs=3 --lr=0.1
