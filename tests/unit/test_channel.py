@@ -24,7 +24,8 @@ from hpml_orchestrator.node.channel import (
     RANK_EVENTS,
     ChannelReader,
     attempt_channel,
-    decode,
+    event_of,
+    parse,
 )
 from hpml_orchestrator.records import events
 from tests.longtraining import WEEK_SECONDS, counters, pause_after, record_training
@@ -329,7 +330,7 @@ json_values = st.recursive(
 def test_any_datagram_is_refused_or_one_line_of_strict_json(datagram: bytes) -> None:
     """Whatever comes, it is a ValueError or an event that every reader of the file understands."""
     try:
-        event, _ = decode(datagram, node="n1", now=1000.0)
+        event = event_of(parse(datagram), node="n1", now=1000.0)
     except ValueError:
         return
     assert event.event in RANK_EVENTS
@@ -346,7 +347,7 @@ def test_any_datagram_is_refused_or_one_line_of_strict_json(datagram: bytes) -> 
 @pytest.mark.parametrize(("sent", "kept"), [(990.0, 990.0), (5e9, 1000.0), ("x", 1000.0)])
 def test_a_time_far_off_is_replaced(sent: object, kept: float) -> None:
     """The sender's time counts unless it cannot be right."""
-    assert decode(message(time=sent), node="n", now=1000.0)[0].time == kept
+    assert event_of(parse(message(time=sent)), node="n", now=1000.0).time == kept
 
 
 def test_another_user_is_refused(reader: ChannelReader) -> None:
