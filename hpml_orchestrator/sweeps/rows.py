@@ -17,7 +17,12 @@ from hpml_orchestrator.records.files import read_json, read_text_or_nothing
 from hpml_orchestrator.runs.bound import node_topology
 from hpml_orchestrator.runs.described import Hours, hours_of
 from hpml_orchestrator.runs.life import Life, read_life
-from hpml_orchestrator.runs.monitored import JOULES_PER_KWH, numbers
+from hpml_orchestrator.runs.monitored import (
+    JOULES_PER_KWH,
+    monitored_nodes,
+    numbers,
+    together,
+)
 from hpml_orchestrator.runs.summary import Summary, binding_of, summarise
 
 if TYPE_CHECKING:
@@ -175,7 +180,7 @@ def row_of(plan: SweepPlan, shape: Shape, key: tuple[int, int], state: State) ->
         result=result,
         binding=summary.binding,
     )
-    return replace(row, **placed, **_monitored(summary), **described)
+    return replace(row, **placed, **_monitored(summary, attempts[:-1]), **described)
 
 
 def _continued(life: Life | None, requeued: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -294,10 +299,13 @@ def _cpu_model(attempt: Attempt, node: str) -> str:
     return ""
 
 
-def _monitored(summary: Summary) -> dict[str, Any]:
-    """Return energy and activity of the GPUs, where they were monitored."""
-    figures = [gpu.figures for gpu in (summary.monitor.gpus if summary.monitor else ())]
-    joules = [gpu["energy_joules"] for gpu in figures if "energy_joules" in gpu]
+def _monitored(summary: Summary, earlier: Sequence[Attempt]) -> dict[str, Any]:
+    """Return energy of all attempts and activity of the last one's GPUs, where monitored."""
+    last = summary.monitor
+    wholes = [last, *(together(monitored_nodes(attempt)) for attempt in earlier)]
+    figures = [gpu.figures for gpu in (last.gpus if last else ())]
+    every = [gpu.figures for whole in wholes if whole for gpu in whole.gpus]
+    joules = [gpu["energy_joules"] for gpu in every if "energy_joules" in gpu]
     active = [gpu.get("sm_active_ratio", gpu.get("utilization_ratio")) for gpu in figures]
     shares = [share for share in active if share is not None]
     return {
