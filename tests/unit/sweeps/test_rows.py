@@ -202,6 +202,9 @@ def test_a_point_that_continues_from_a_checkpoint_took_all_of_its_time(
             events.append(ranks, "resumed", node="n1", rank=0, now=begun, step=resumed)
         for moment, steps in ((begun, 0), (begun + 500, 40)):
             events.append(ranks, "step", node="n1", rank=0, now=moment, steps_total=steps)
+        gpu = {"uuid": "GPU-1", "energy_joules": 3.6e6}
+        (attempt / "nodes").mkdir()
+        write_json(attempt / "nodes/n1.monitor.json", {"seconds": 900, "gpus": [gpu]})
     end = {"exit_code": 75, "reason": "preempted", "time": now + 900, "goes_on": goes_on}
     write_json(start / "ended.json", {**end, "state": "COMPLETED" if goes_on else "PREEMPTED"})
     if goes_on:  # its own record must not be taken for that of the last attempt
@@ -219,6 +222,7 @@ def test_a_point_that_continues_from_a_checkpoint_took_all_of_its_time(
     cores = 2 + (resumed or 0)
     assert row.core_hours == pytest.approx((2 * 900 + cores * 1000) / 3600)
     assert row.node_hours == pytest.approx(1900 / 3600)
+    assert row.energy_kwh == pytest.approx(2)
     assert len(folder.slurm.jobs) == 1  # nothing started it again
 
 
