@@ -14,13 +14,9 @@ from hpml_orchestrator.cli.common import (
     chosen_site,
     store_of,
 )
-from hpml_orchestrator.cli.jobfile import (
-    NoCheckOption,
-    job_text,
-    report_submission,
-    submit_rendered,
-)
+from hpml_orchestrator.cli.jobfile import NoCheckOption
 from hpml_orchestrator.cli.process import notice
+from hpml_orchestrator.cli.submission import job_text, report_submission, submit_rendered
 from hpml_orchestrator.runs.prepare import Rendered, render_job
 from hpml_orchestrator.runs.resubmit import (
     checkpoint_directory,
