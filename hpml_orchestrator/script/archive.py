@@ -1,4 +1,4 @@
-"""The files that a script needs beside it: `hpml-job.sh`, its functions, and `hpml-node.pyz`.
+"""The files that a script needs next to it: `hpml-job.sh`, its functions, and `hpml-node.pyz`.
 
 `hpml-node.pyz` is all of hpml's Python that the nodes need: a zip archive of its modules.
 
@@ -35,7 +35,7 @@ _EPOCH = (1980, 1, 1, 0, 0, 0)
 
 
 def node_files() -> dict[str, bytes]:
-    """Return name and content of each file that lies beside `job.sh`."""
+    """Return name and content of each file that `job.sh` needs next to it."""
     functions = assets.path("templates/sbatch/hpml-job.sh").read_bytes()
     return {"hpml-node.pyz": build(), "hpml-job.sh": functions}
 

@@ -42,7 +42,7 @@ def quote(value: Any) -> Raw:
 
 
 def in_quotes(text: str) -> str:
-    """Return a text as it stands for itself between double quotes."""
+    """Return a text escaped for use between double quotes."""
     return re.sub(r'[\\"$`]', r"\\\g<0>", text)
 
 

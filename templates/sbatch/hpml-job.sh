@@ -32,7 +32,7 @@ hpml_begin() {
   hpml_python=("$python" -I -S "$archive")
 
   # A step without --cpus-per-task has all CPUs of the job on its node. With it, or with one of these
-  # variables, it has one task's, and nothing in it can have more: so no srun here is told.
+  # variables, it has one task's, and nothing in it can have more: so no srun here has it.
   unset -v SRUN_CPUS_PER_TASK SLURM_TRES_PER_TASK
   # hpml-bind binds, not srun. On a cluster that cannot bind, srun complains about each --cpu-bind: there
   # it is left out. This call prints srun's help on that option and starts nothing.
@@ -73,6 +73,7 @@ hpml_finish() {
   trap '' TERM INT HUP QUIT USR1 USR2
   if [[ $code == 0 && -z $hpml_over ]]; then
     code=1 hpml_reason=${hpml_reason:-the script ended before its ranks: hpml_run has to start them}
+    echo "hpml: $hpml_reason" >&2
   fi
   [[ $code != 0 ]] || hpml_stop_agents
   own=$("${hpml_python[@]}" finish "$HPML_ATTEMPT_DIR" "$code" "$hpml_reason" "$hpml_launcher") || :
@@ -95,7 +96,7 @@ hpml_terminate() {
   exit "$((128 + $(kill -l "$1")))"
 }
 
-# hpml_pass_on SIGNAL: trap of USR1 and USR2, by which users ask their ranks for something. The job goes on.
+# hpml_pass_on SIGNAL: trap of USR1 and USR2, by which users ask their ranks for something; the job continues.
 hpml_pass_on() {
   hpml_passed=1
   [[ -z $hpml_ranks ]] || kill -s "$1" "$hpml_ranks" 2>/dev/null || :

@@ -1,4 +1,4 @@
-"""The functions of `hpml-job.sh`, called by small scripts; a fake stands in for hpml-node.pyz."""
+"""The functions of `hpml-job.sh`, called by small scripts; hpml-node.pyz is a fake."""
 
 from __future__ import annotations
 
