@@ -162,7 +162,8 @@ def _attempt_line(state: State) -> str:
     with contextlib.suppress(HpmlError):  # another user's
         if state.state == "RUNNING" and not state.tasks:
             job = state.submission.record()["job"]
-            life = read_life(state) if state.attempts > 1 or job.get("checkpoint") else None
+            continues = (job.get("checkpoint") or {}).get("enabled")
+            life = read_life(state) if state.attempts > 1 or continues else None
             return life.line if life else ""
     return ""
 

@@ -66,7 +66,7 @@ def resubmit(
         store, render_again, checked=not no_check, record={"continues": submission.sid}
     )
     directory = checkpoint_directory(state)
-    if directory and (made.record()["job"].get("checkpoint") or {}).get("directory") == directory:
+    if directory and made.record()["job"]["checkpoint"]["directory"] == directory:
         notice(f"continues from the checkpoints of {submission.sid} in {directory}")
     message = f"submitted {made.sid} as job {job_text(made, job_id)}"
     report_submission(store, made, job_id, message, as_json=as_json)

@@ -22,7 +22,6 @@ if TYPE_CHECKING:
 
 __all__ = ["AttemptLife", "Life", "Limits", "life_of", "read_life", "seconds_left"]
 
-_ATTEMPTS = 20
 _PLANNED = ("time_limit", "requested")
 _WAITING = [state.value for state in JobState if state.waiting]
 _MINUTE, _HOUR = 60, 3600
@@ -281,11 +280,10 @@ def read_life(state: State, *, now: float | None = None) -> Life | None:
 def _limits_of(state: State) -> Limits:
     try:
         job = state.submission.record()["job"]
-        limit, checkpoint = float(parse_time(job["resources"]["time"])), job.get("checkpoint")
-        reasons = checkpoint.get("requeue", _PLANNED) if checkpoint else ()
-        if not reasons:
+        limit, own = float(parse_time(job["resources"]["time"])), job.get("checkpoint") or {}
+        if not own.get("enabled") or not own["requeue"]:
             return Limits(limit)
-        return Limits(limit, int(checkpoint.get("attempts", _ATTEMPTS)), tuple(map(str, reasons)))
+        return Limits(limit, int(own["attempts"]), tuple(map(str, own["requeue"])))
     except (HpmlError, AttributeError, LookupError, TypeError, ValueError):
         return Limits(math.inf)
 

@@ -132,10 +132,10 @@ def _saved_to(store: Store, chosen: Collection[str]) -> dict[str, str]:
     used = {}
     for submission in store.submissions():
         with contextlib.suppress(HpmlError, AttributeError, KeyError, TypeError):
-            directory = (submission.record()["job"].get("checkpoint") or {}).get("directory")
-            if submission.sid not in chosen and directory:
-                inside = os.path.relpath(str(directory), store.runs_dir)
-                used[inside.partition(os.sep)[0]] = submission.sid
+            if submission.sid not in chosen:
+                directory = submission.record()["job"]["checkpoint"]["directory"]
+                run = os.path.relpath(directory, store.runs_dir).partition(os.sep)[0]
+                used[re.sub(r"\.(\d+|\{array\.index\})$", "", run)] = submission.sid
     return {sid: used[sid] for sid in chosen if sid in used}
 
 

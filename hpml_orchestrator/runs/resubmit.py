@@ -11,7 +11,7 @@ from hpml_orchestrator.runs.backend import not_here
 from hpml_orchestrator.runs.status import states
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Mapping
 
     from hpml_orchestrator.records.store import Store, Submission
     from hpml_orchestrator.runs.backend import Backends
@@ -19,23 +19,27 @@ if TYPE_CHECKING:
 
 __all__ = ["checkpoint_directory", "fields_to_resubmit", "refuse_to_resubmit"]
 
-_RUN_DIR = "{run.dir}"
-
 
 def checkpoint_directory(state: State) -> str:
-    """Return the absolute directory of a run's checkpoints; empty if it has none of its own.
+    """Return the absolute directory of a run's checkpoints; empty if its job saves none.
+
+    Of an array it has `{array.index}` in it, if each task has a directory of its own.
 
     Args:
-        state: of a run, or of an array, whose tasks each have one below their own directory.
+        state: of a run, or of an array.
     """
-    checkpoint = state.submission.record()["job"].get("checkpoint")
-    if not checkpoint:
+    own = _checkpoint(state.submission.record()["job"])
+    if not own:
         return ""
-    directory = str(checkpoint.get("directory") or "checkpoints")
-    if state.tasks and not os.path.isabs(directory):
-        return ""
-    inside = directory.removeprefix(_RUN_DIR).lstrip("/") if directory[:1] == "{" else directory
-    return os.path.normpath(os.path.join(state.run.directory, inside))
+    run = f"{state.submission.sid}.{{array.index}}" if state.tasks else state.submission.label
+    directory = str(own["directory"]).removeprefix("{run.dir}/").replace("{run.id}", run)
+    return os.path.normpath(os.path.join(state.run.directory.with_name(run), directory))
+
+
+def _checkpoint(job: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return what a recorded job says of checkpoints; empty if it saves none."""
+    own: Mapping[str, Any] = job.get("checkpoint") or {}
+    return own if own.get("enabled") else {}
 
 
 def refuse_to_resubmit(store: Store, state: State, *, backends: Backends | None = None) -> None:
@@ -73,9 +77,6 @@ def _started_by_others(state: State) -> tuple[str, str] | None:
     if submission.index is not None:
         one = "is one task of a job array; only a whole array can be submitted again"
         return one, f"hpml resubmit {submission.sid}"
-    if state.tasks and record["job"].get("checkpoint") and not checkpoint_directory(state):
-        each = "is a job array, and each task has its checkpoints in its own directory"
-        return each, f"hpml requeue {state.tasks[0].submission.label}"
     return None
 
 
@@ -110,7 +111,6 @@ def _with_directory(store: Store, directory: str, sid: str) -> Iterator[Submissi
     for submission in store.submissions():
         with contextlib.suppress(HpmlError):
             record = submission.record()
-            checkpoint = record["job"].get("checkpoint") or {}
-            same = checkpoint.get("directory") == directory
+            same = _checkpoint(record["job"]).get("directory") == directory
             if submission.sid != sid and same and record.get("continues"):
                 yield submission

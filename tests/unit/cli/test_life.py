@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import json
 import sys
 import time
 from pathlib import Path
@@ -37,11 +36,8 @@ def add_attempt(
 @pytest.fixture
 def run(shell: Shell, hpml: Hpml, slurm: FakeScheduler) -> Path:
     """The directory of a run whose second attempt runs."""
-    submitted = hpml("submit", "--no-check", "--json", shell.job("long")).json()
-    path = Path(submitted["submission"]) / "submit.json"
-    record = json.loads(path.read_text())
-    record["job"]["checkpoint"] = {"requeue": ["time_limit"], "attempts": 20}
-    write_json(path, record)
+    job = shell.job("long", checkpoint={"requeue": ["time_limit"]})
+    submitted = hpml("submit", "--no-check", "--json", job).json()
     now, run = time.time(), Path(submitted["directory"])
     add_attempt(run, 0, now - 300, ("step", {"steps_total": 0}), ("step", {"steps_total": 50}))
     end = {"exit_code": 75, "reason": "time limit", "why": "time_limit", "goes_on": True}

@@ -60,6 +60,20 @@ def test_with_changes(hpml: Hpml, old: dict[str, Any]) -> None:
     assert shown["resources"]["time"] == "00:07:00"
 
 
+def test_it_continues_from_the_checkpoints(shell: Shell, hpml: Hpml) -> None:
+    """The new run finds what the old one saved, and the old one stays as long as it does."""
+    save = 'cd "$HPML_CHECKPOINT_DIR"; ls; [[ -e saved ]] || { touch saved; exit 3; }'
+    mkdir = 'mkdir -p "$HPML_CHECKPOINT_DIR"; '
+    job = shell.job("saves", command=["bash", "-c", mkdir + save], checkpoint=True)
+    first = shell.hpml("run", "--local", "--json", job).json()
+    assert first["exit_code"] == 3
+    done = hpml("resubmit", first["id"])
+    assert f"continues from the checkpoints of {first['id']} in {first['directory']}" in done.err
+    assert hpml("wait", "last").code == 0
+    assert hpml("logs", "last").out.endswith("each\nsaved\n")
+    assert "has the checkpoints of saves-" in hpml("prune", first["id"]).out
+
+
 @pytest.mark.parametrize(
     ("words", "code", "parts"),
     [

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -85,11 +84,7 @@ class Training:
 @pytest.fixture
 def training(world: World) -> Training:
     """A submitted job with a limit of one hour that continues by itself."""
-    submission = world.submit(resources={"time": "1:00:00"})
-    path = submission.directory / "submit.json"
-    record = json.loads(path.read_text())
-    record["job"]["checkpoint"] = CHECKPOINT
-    write_json(path, record)
+    submission = world.submit(resources={"time": "1:00:00"}, checkpoint=CHECKPOINT)
     return Training(world, submission)
 
 
