@@ -151,7 +151,7 @@ class _Notices:
             return
         self._state = state
         line = _attempt_line(state)
-        attempt = line.partition(", limit in ")[0]  # the time left alone is no news
+        attempt = line.partition(", limit in ")[0]  # not printed again for the time left
         if attempt not in ("", self._attempt):
             self._attempt = attempt
             notice(line)

@@ -48,7 +48,7 @@ def submit_rendered(
 ) -> tuple[Submission, str]:
     """Check and submit a job; return its submission and its job's id.
 
-    After Ctrl-C this reports what became of the submission, and exits.
+    After Ctrl-C this reports the state of the submission and exits.
 
     Args:
         store: where records live.

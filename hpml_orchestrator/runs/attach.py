@@ -38,7 +38,7 @@ class Attachment:
     Attributes:
         argv: program and arguments.
         environment: all of its variables.
-        directory: where to start it; None if `argv` says it.
+        directory: where to start it; None if an option in `argv` names it.
         cpus: that it may use; empty for all.
     """
 

@@ -1,4 +1,4 @@
-"""A run over all of its attempts: why each ended, what restarts cost, how far the training is."""
+"""All attempts of a run: why each ended, what restarts cost, and the progress of the training."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class AttemptLife:
 
     number: int  # counted from 0
     why: str = ""  # `time_limit`, `preemption`, `node_failure`, `hang`, `requested`, or empty
-    goes_on: bool = False  # whether its record says that another attempt follows
+    goes_on: bool = False  # whether its record announces another attempt
     stays: str = ""  # why the run does not continue, although the end asked for it
     started: float | None = None
     ended: float | None = None  # of an attempt without a record of its end: its newest event
@@ -51,7 +51,7 @@ class AttemptLife:
     saved_at: float | None = None
     saves: int = 0
     saving_seconds: float = 0.0  # of the rank that spent most
-    stopped: bool = False  # whether its ranks reported that they stop as asked
+    stopped: bool = False  # whether its ranks saved and stopped when asked
     queue_seconds: float = 0.0  # between the end of the attempt before and its start
     startup_seconds: float = 0.0  # of every attempt but the first, until its first counters
     unsaved_seconds: float = 0.0  # after its last checkpoint, if another attempt follows
@@ -156,7 +156,7 @@ class Life:
 
     @property
     def lines(self) -> list[str]:
-        """What is said of a run that has not ended beside its state."""
+        """Lines about a run that has not ended, in addition to its state."""
         lost = ""
         if self.lost_seconds and self.lost_ratio is not None:
             lost = f"{self.lost_ratio:.1%} of the time lost to restarts"

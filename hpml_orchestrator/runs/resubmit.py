@@ -23,7 +23,7 @@ __all__ = ["checkpoint_directory", "fields_to_resubmit", "refuse_to_resubmit"]
 def checkpoint_directory(state: State) -> str:
     """Return the absolute directory of a run's checkpoints; empty if its job saves none.
 
-    Of an array it has `{array.index}` in it, if each task has a directory of its own.
+    For an array it contains `{array.index}` if each task has its own directory.
 
     Args:
         state: of a run, or of an array.
@@ -37,7 +37,7 @@ def checkpoint_directory(state: State) -> str:
 
 
 def _checkpoint(job: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return what a recorded job says of checkpoints; empty if it saves none."""
+    """Return the field `checkpoint` of a recorded job; empty if it is not enabled."""
     own: Mapping[str, Any] = job.get("checkpoint") or {}
     return own if own.get("enabled") else {}
 
@@ -46,7 +46,7 @@ def refuse_to_resubmit(store: Store, state: State, *, backends: Backends | None 
     """Refuse a run that is not over, that something else starts again, or that is continued now.
 
     Raises:
-        InputError: says why, and what to do instead.
+        InputError: with the reason, and what to do instead.
     """
     label = state.submission.label
     if state.elsewhere:

@@ -74,7 +74,7 @@ def test_a_task_of_an_array_is_joined_by_its_own_job(world: World) -> None:
 
 
 def test_a_job_that_was_started_again_under_another_id(world: World, running: Submission) -> None:
-    """The newest attempt says which job to join."""
+    """The newest attempt names the job to join."""
     ended = world.store.runs_dir / running.sid / "attempts" / "0"
     world.ends(ended, 75)
     with pytest.raises(InputError, match="has not started its script yet"):

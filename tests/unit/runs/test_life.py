@@ -1,4 +1,4 @@
-"""What is said of a run over all of its attempts, from records written by hand."""
+"""The attempts of a run together, from records written by hand."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ class Training:
         world.scheduler.move("1", JobState.PENDING if requeue else JobState.TIMEOUT)
 
     def life(self) -> Life:
-        """What is said now."""
+        """The attempts as of now."""
         life = read_life(self.world.state(self.submission), now=self.world.clock.now)
         assert life is not None
         return life
@@ -135,7 +135,7 @@ def test_three_attempts_and_what_they_lost(training: Training) -> None:
 
 
 def test_a_run_that_may_not_continue(training: Training) -> None:
-    """The last attempt says why; its own work is not lost to a restart."""
+    """The last attempt has the reason; its own work is not lost to a restart."""
     attempt = training.start()
     training.train(attempt, 100, 100)
     training.end(attempt, "preemption", requeue=False, stays="20 attempts are used up")
@@ -178,7 +178,7 @@ def test_odd_events_do_no_harm(training: Training, event: str, data: dict[str, A
 
 
 def test_a_job_without_checkpoints_has_its_progress(world: World) -> None:
-    """It says that the limit comes first, and promises no further attempt."""
+    """The limit comes first, and no further attempt is promised."""
     training = Training(world, world.submit(resources={"time": "1:00:00"}))
     attempt = training.start()
     training.train(attempt, 100, 100)

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 
 def rewrite(submission: Submission, **more: Any) -> None:
-    """Add to what `submit.json` says."""
+    """Add to the record `submit.json`."""
     path = submission.directory / "submit.json"
     write_json(path, {**json.loads(path.read_text()), **more})
 
