@@ -220,8 +220,8 @@ class Report:
         accuracy_name: what `accuracy` is: `test accuracy`, or what the program calls it.
         mixed: why no speedups are given, by rule 1 (equal batches), or empty.
         states: attempts, and points that were never attempted, by state.
-        failed: costs of attempts that are neither complete nor pruned, starts that were
-            requeued and not continued included.
+        failed: costs of attempts that are neither complete, nor pruned, nor continued; requeued
+            starts included.
         best: number of the best setting, None where nothing can be recommended.
         provenance: where the figures come from, by heading.
     """
