@@ -71,6 +71,9 @@ COMMANDS = {
     "attach": Entry(
         "attach", "attach", "Open a shell, or run a program, on a node of a running job.", _RUNS
     ),
+    "requeue": Entry(
+        "requeue", "requeue", "Save and requeue a run, or continue an ended one.", _RUNS
+    ),
     "cancel": Entry("runs", "cancel", "Cancel runs or single tasks of a job array.", _RUNS),
     "prune": Entry("runs", "prune", "Remove old runs and their files.", _RUNS),
     "stage": Entry("stage", "group", "Copy data to this node's memory or local disk.", _DATA),
@@ -95,7 +98,7 @@ _UsageError: type[Exception] = typer.BadParameter.__bases__[0]
 
 _CANNOT_WRITE = (errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EBADF, errno.EFBIG)
 _ANYWHERE = frozenset(
-    "list status show logs wait attach cancel prune schema export topo man".split()
+    "list status show logs wait attach requeue cancel prune schema export topo man".split()
 )
 """Commands about records or this node work without a current directory."""
 

@@ -23,6 +23,7 @@ from hpml_orchestrator.records.files import (
     write_text,
 )
 from hpml_orchestrator.records.ids import new_id
+from hpml_orchestrator.records.run import PRUNED
 from hpml_orchestrator.records.store import Store, Submission
 from hpml_orchestrator.runs.after import outstanding
 from hpml_orchestrator.runs.backend import cluster_name
@@ -58,7 +59,6 @@ __all__ = [
 ]
 
 _LOST_SECONDS = 600.0
-_PRUNED = "pruned"  # a reason to stop after which no run goes on
 _RECORDED = ("sid", "shape", "throttle", "created")
 
 
@@ -336,7 +336,7 @@ def ask_to_stop(task: Submission, now: float) -> float:
     """Ask a run to stop at its next step, for good; return since when it is asked."""
     attempt, asked_at = run_of(task).newest(), stop_asked_at(task)
     if attempt is not None and attempt.stop_request() is None:
-        attempt.request_stop(_PRUNED, by="search", now=now)
+        attempt.request_stop(PRUNED, by="search", now=now)
     return now if asked_at is None else asked_at
 
 
@@ -348,5 +348,5 @@ def stop_asked_at(task: Submission) -> float | None:
     attempt = run_of(task).newest()
     request = (attempt.stop_request() if attempt else None) or {}
     with contextlib.suppress(TypeError, ValueError):
-        return float(request["time"]) if request.get("reason") == _PRUNED else None
+        return float(request["time"]) if request.get("reason") == PRUNED else None
     return None
