@@ -71,8 +71,6 @@ class AttemptLife:
             parts.append(f"saved at {self.saved_step:,}")
         if self.lost_seconds >= 1:
             parts.append(f"{seconds_text(self.lost_seconds)} lost")
-        if self.stays:
-            parts.append(f"does not continue: {self.stays}")
         return ", ".join(parts)
 
 

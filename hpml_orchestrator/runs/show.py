@@ -303,8 +303,10 @@ def _attempts(reports: list[AttemptReport], state: State, life: Life | None) -> 
     if len(reports) <= 1 and state.state not in _WAITING and not stays:
         return []
     lived = life.attempts if life is not None else ()
-    texts = {one.number: f"; {one}" for one in lived if str(one)}
+    texts = {one.number: f"; {one}" if str(one) else "" for one in lived}
     lines = [f"{report}{texts.get(report.number, '')}" for report in reports[-_SHOWN:]]
+    if life is not None and life.attempts[-1].stays not in reports[-1].reason:
+        lines[-1] += f"; does not continue: {life.attempts[-1].stays}"
     if len(reports) > _SHOWN:
         lines.insert(0, f"{len(reports)}, of which the last {_SHOWN}:")
     return lines

@@ -140,7 +140,7 @@ def test_a_run_that_may_not_continue(training: Training) -> None:
     training.train(attempt, 100, 100)
     training.end(attempt, "preemption", requeue=False, stays="20 attempts are used up")
     assert training.lines()["attempts"][0].endswith(
-        "steps 0 to 100, does not continue: 20 attempts are used up"
+        "steps 0 to 100; does not continue: 20 attempts are used up"
     )
     assert training.life().lost_seconds == 0
 
