@@ -40,6 +40,7 @@ from hpml_orchestrator.node.watch import Watch
 from hpml_orchestrator.placement.report import plan_figures
 from hpml_orchestrator.records import events
 from hpml_orchestrator.records.files import read_json, write_json
+from hpml_orchestrator.records.run import Attempt
 
 __all__ = ["Agent", "main"]
 
@@ -86,6 +87,8 @@ class Agent:
     _ranks: list[dict[str, Any]] = field(default_factory=list)
     _watch: Watch | None = None
     _stop: StopPath | None = None
+    _channel: ChannelReader | None = None
+    _request_at: float = 0.0  # monotonic seconds of the next look for a request to stop
     _made: planning.Prepared | None = None
     _feed: Feed = field(default_factory=lambda: Feed(exporter_sockets(os.environ)))
     _wake: tuple[int, int] = field(default_factory=lambda: os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK))
@@ -151,7 +154,7 @@ class Agent:
         monitor = self._monitor()
         try:
             with ChannelReader(name, self._log, self.node, feed=self._feed) as channel:
-                self._stop = self._stop_path(channel)
+                self._channel, self._stop = channel, self._stop_path(channel)
                 ready = self._make_ready(name, monitor)
                 if ready:
                     self._wait()
@@ -311,7 +314,7 @@ class Agent:
     def _stop_ranks(self, now: float, ranks: list[dict[str, Any]]) -> float:
         """Stop the ranks if that is due; returns seconds until there is more."""
         if self._stop is None:
-            return math.inf
+            return self._pass_on_request(now)
         if self._terminated_at < math.inf:
             self._stop.on_sigterm(self._terminated_at)
             self._terminated_at = math.inf
@@ -325,6 +328,20 @@ class Agent:
         if self._stop.state == "RUNNING" and self._is_ready:
             self._asked_at = math.inf  # the signal was for the ranks, whatever their number is
         return pause
+
+    def _pass_on_request(self, now: float) -> float:
+        """Pass a request to stop on to the ranks; returns seconds until the next look.
+
+        For jobs without `checkpoint`: a search asks trials to stop that it gives up.
+        """
+        if self._channel is None:
+            return math.inf
+        if now >= self._request_at:
+            self._request_at = now + _POLL_SECONDS
+            request = Attempt(self._attempt).stop_request()
+            if request is not None:
+                self._channel.ask_to_stop(str(request["reason"]))
+        return self._request_at - now
 
     def _note_signals(self, now: float) -> float:
         """Record signals that did not end the job; returns seconds until the next look.

@@ -18,7 +18,7 @@ from hpml_orchestrator.node import jobstate
 from hpml_orchestrator.node.options import CheckpointOptions
 from hpml_orchestrator.records.files import read_text, write_json
 from hpml_orchestrator.records.progress import nodes_to_avoid
-from hpml_orchestrator.records.run import Attempt
+from hpml_orchestrator.records.run import PRUNED, Attempt
 from hpml_orchestrator.records.submission import Submission
 
 if TYPE_CHECKING:
@@ -76,7 +76,7 @@ def decide(
         channel: whether any rank used the channel.
         progress: of each attempt so far, this one last, whether it got any further.
     """
-    if options is None or state == "CANCELLED":
+    if options is None or state == "CANCELLED" or asked == PRUNED:
         return Decision()
     if asked:
         # A program that cannot say whether it is done goes on: if it is, it ends at once then.

@@ -26,7 +26,10 @@ if TYPE_CHECKING:
 
     from hpml_orchestrator.records.events import Event
 
-__all__ = ["Attempt", "Run", "owner_name", "task_output", "user_name"]
+__all__ = ["PRUNED", "Attempt", "Run", "owner_name", "task_output", "user_name"]
+
+PRUNED = "pruned"
+"""Reason of a search to stop a trial that it gives up; no run continues after it."""
 
 
 def user_name(uid: int) -> str:

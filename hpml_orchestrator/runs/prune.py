@@ -24,7 +24,7 @@ from hpml_orchestrator.runs.status import UNREADABLE, states
 from hpml_orchestrator.scheduler.model import JobState
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Sequence
+    from collections.abc import Callable, Collection, Iterable, Sequence
     from pathlib import Path
 
     from hpml_orchestrator.records.store import Store
@@ -119,8 +119,24 @@ def prune(
         else:
             over.append(state)
     over.sort(key=lambda state: stamp_of(state.submission.sid), reverse=True)
-    remover.remove_all(over[keep:])
+    chosen = over[keep:]
+    used = _saved_to(store, {state.submission.sid for state in chosen}) if chosen else {}
+    for sid, user in used.items():
+        remover.done.kept.append((sid, f"has the checkpoints of {user}, which continues it"))
+    remover.remove_all(state for state in chosen if state.submission.sid not in used)
     return remover.done
+
+
+def _saved_to(store: Store, chosen: Collection[str]) -> dict[str, str]:
+    """Return those of the chosen submissions in whose runs others save, with one such other."""
+    used = {}
+    for submission in store.submissions():
+        with contextlib.suppress(HpmlError, AttributeError, KeyError, TypeError):
+            if submission.sid not in chosen:
+                directory = submission.record()["job"]["checkpoint"]["directory"]
+                run = os.path.relpath(directory, store.runs_dir).partition(os.sep)[0]
+                used[re.sub(r"\.(\d+|\{array\.index\})$", "", run)] = submission.sid
+    return {sid: used[sid] for sid in chosen if sid in used}
 
 
 def is_own(path: Path) -> bool:

@@ -20,6 +20,7 @@ import pytest
 from hpml_orchestrator.errors import InputError
 from hpml_orchestrator.node import planning
 from hpml_orchestrator.node.channel import ChannelReader
+from hpml_orchestrator.node.going_on import Decision, decide
 from hpml_orchestrator.node.hang import collect_stacks
 from hpml_orchestrator.node.jobstate import JobState
 from hpml_orchestrator.node.lead import end_margin, lead_seconds
@@ -28,7 +29,7 @@ from hpml_orchestrator.node.peers import Peers, Slowest
 from hpml_orchestrator.node.stopping import StopPath
 from hpml_orchestrator.placement import planfile
 from hpml_orchestrator.records.files import write_json
-from hpml_orchestrator.records.run import Attempt
+from hpml_orchestrator.records.run import PRUNED, Attempt
 from tests.patience import PATIENCE_SECONDS, eventually
 from tests.unit.node.conftest import Node
 from tests.unit.node.test_agent import run_here
@@ -368,6 +369,25 @@ def test_ranks_hear_a_request_through_the_channel(start: Callable[..., Running])
     assert running.end() == 0
     assert running.told() == ["requested"]
     assert "hello" not in (running.attempt / "events" / "n1.jsonl").read_text("utf-8")
+
+
+def test_a_search_stops_a_trial_that_saves_no_checkpoints(start: Callable[..., Running]) -> None:
+    """The request reaches ranks that run and those that start later, as with checkpoints."""
+    running = start(HPML_CHECKPOINT="")
+    first = running.start_rank(WAITS_FOR_THE_REQUEST)
+    Attempt(running.attempt).request_stop(PRUNED, by="search", now=1.0)
+    assert "'pruned'" in first.communicate(timeout=PATIENCE_SECONDS)[0]
+    newcomer = running.start_rank(WAITS_FOR_THE_REQUEST)
+    assert "'pruned'" in newcomer.communicate(timeout=PATIENCE_SECONDS)[0]
+    assert running.end() == 0
+
+
+@pytest.mark.parametrize("stopping", [True, False])
+def test_no_trial_continues_that_a_search_gave_up(stopping: bool) -> None:
+    """It ends as it ends: with status 0 it is complete, and the search calls it pruned."""
+    options = CheckpointOptions.from_environment({"HPML_CHECKPOINT": "{}"})
+    known: dict[str, Any] = {"state": "COMPLETED", "exit_code": 0, "channel": True}
+    assert decide(options, asked=PRUNED, stopping=stopping, **known, progress=[True]) == Decision()
 
 
 @pytest.mark.parametrize(
