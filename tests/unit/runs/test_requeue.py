@@ -1,4 +1,4 @@
-"""A run that is over goes on in one job, whenever hpml is killed; a running one is asked to stop."""
+"""A run that is over goes on in one job, whenever hpml is killed; a running one is stopped."""
 
 from __future__ import annotations
 
