@@ -30,6 +30,7 @@ EXIT_CONTINUED = 75
 """Exit status of a script whose run continues in another job: not 0, for the run is not done."""
 
 _REASONS = {"TIMEOUT": "time_limit", "PREEMPTED": "preemption", "NODE_FAIL": "node_failure"}
+_ASKED = ("time_limit", "preemption", "hang", "requested")  # not a search, which gives a point up
 _PATIENCE_SECONDS = 600.0
 _AGAIN_SECONDS = 5.0
 _COMMAND_SECONDS = 120.0
@@ -78,7 +79,7 @@ def decide(
     """
     if options is None or state == "CANCELLED":
         return Decision()
-    if asked:
+    if asked in _ASKED:
         # A program that cannot say whether it is done continues: if it is, it ends at once then.
         done = exit_code == 0 and channel and not stopping and state == "COMPLETED"
         why = "" if done else asked

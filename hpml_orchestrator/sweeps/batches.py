@@ -8,7 +8,6 @@ is over without asking; for the rest there is one question for all.
 
 from __future__ import annotations
 
-import contextlib
 import shlex
 import shutil
 from dataclasses import asdict, dataclass, replace
@@ -19,7 +18,6 @@ from hpml_orchestrator.errors import InputError, SchedulerError, SchedulerUnavai
 from hpml_orchestrator.records.files import (
     create_json,
     read_json,
-    read_text_or_nothing,
     write_json,
     write_text,
 )
@@ -59,6 +57,7 @@ __all__ = [
 ]
 
 _LOST_SECONDS = 600.0
+_SEARCH = "search"  # reason of a stop request: the point is hopeless, and its run does not continue
 _RECORDED = ("sid", "shape", "throttle", "created")
 
 
@@ -333,16 +332,17 @@ def evaluations(task: Submission, metric: str) -> list[tuple[int, float]]:
 
 
 def ask_to_stop(task: Submission, now: float) -> float:
-    """Ask a run to stop at its next step, by a file that says since when; return that."""
+    """Ask a run to stop at its next step; return since when it is asked."""
     attempt, asked_at = run_of(task).newest(), stop_asked_at(task)
     if attempt is not None and asked_at is None:
-        write_text(attempt.directory / "stop", f"{now}\n")
+        attempt.request_stop(_SEARCH, by="sweep", now=now)
     return now if asked_at is None else asked_at
 
 
 def stop_asked_at(task: Submission) -> float | None:
     """Return when the search asked a run to stop; None where it did not, even if a user did."""
     attempt = run_of(task).newest()
-    with contextlib.suppress(ValueError):
-        return float(read_text_or_nothing(attempt.directory / "stop") if attempt else "")
+    for request in attempt.stop_requests() if attempt else ():
+        if request["reason"] == _SEARCH:
+            return float(request["time"])
     return None
