@@ -195,7 +195,7 @@ class _Remover:
         """Remove a submission with its runs; renamed first, so that no command sees half of it."""
         runs = self.runs[sid]
         # First what only the submission's own record leads to.
-        local = self._local_job(sid, directory)
+        local = self._local_jobs(sid, directory)
         try:
             if not self._dry_run:
                 hidden = directory.with_name(f".{sid}.pruned")
@@ -219,17 +219,19 @@ class _Remover:
         end = (state.state, state.ended) if state else ("LEFT OVER", None)
         self.done.removed.append(Removed(sid, *end, runs=len(runs), bytes=freed))
 
-    def _local_job(self, sid: str, directory: Path) -> list[Path]:
-        """Return the local backend's directory of a submission's job, on whichever host it ran."""
-        submission = Submission(directory)
+    def _local_jobs(self, sid: str, directory: Path) -> list[Path]:
+        """Return the local backend's directories of a submission's jobs, on whichever host."""
+        submission, found = Submission(directory), []
         with contextlib.suppress(HpmlError, KeyError, TypeError):
-            record, job = submission.record(), submission.job()
-            if record["backend"] == "local" and job is not None:
+            record = submission.record()
+            if record["backend"] == "local":
                 home = self._store.local_home(str(record["host"]))
-                path = home / "jobs" / str(job["job_id"])
-                if os.path.basename(read_json(path / "job.json")["directory"]) == sid:
-                    return [path]
-        return []
+                for job_id in sorted(submission.job_ids()):
+                    path = home / "jobs" / job_id
+                    with contextlib.suppress(HpmlError, KeyError, TypeError):
+                        if os.path.basename(read_json(path / "job.json")["directory"]) == sid:
+                            found.append(path)
+        return found
 
     def _remove_shared(self, path: Path) -> None:
         info = os.lstat(path)

@@ -8,7 +8,6 @@ is over without asking; for the rest there is one question for all.
 
 from __future__ import annotations
 
-import contextlib
 import shlex
 import shutil
 from dataclasses import asdict, dataclass, replace
@@ -335,7 +334,7 @@ def evaluations(task: Submission, metric: str) -> list[tuple[int, float]]:
 def ask_to_stop(task: Submission, now: float) -> float:
     """Ask a run to stop at its next step, for good; return since when it is asked."""
     attempt, asked_at = run_of(task).newest(), stop_asked_at(task)
-    if attempt is not None and attempt.stop_request() is None:
+    if attempt is not None and asked_at is None:
         attempt.request_stop(PRUNED, by="search", now=now)
     return now if asked_at is None else asked_at
 
@@ -346,7 +345,7 @@ def stop_asked_at(task: Submission) -> float | None:
     If the attempt was to stop for another reason already, the next one is asked.
     """
     attempt = run_of(task).newest()
-    request = (attempt.stop_request() if attempt else None) or {}
-    with contextlib.suppress(TypeError, ValueError):
-        return float(request["time"]) if request.get("reason") == PRUNED else None
+    for request in attempt.stop_requests() if attempt else ():
+        if request["reason"] == PRUNED:
+            return float(request["time"])
     return None

@@ -1,4 +1,4 @@
-"""Whether a run goes on after an attempt, and in which job."""
+"""Whether a run continues after an attempt, and in which job."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ SAVED = {"channel": True, "stopping": True}
     ],
 )
 def test_whether_a_run_goes_on(known: dict[str, Any], goes_on: bool, why: str, stays: str) -> None:
-    """It goes on after the ends that the job file names, while it gets any further."""
+    """It continues after the ends that the job file names, while it gets any further."""
     given = {"state": "COMPLETED", "exit_code": 0, "progress": [True], **known}
     options = CheckpointOptions(requeue=given.pop("requeue", ALL))
     assert decide(options, **given) == Decision(goes_on, why, stays)
@@ -94,7 +94,7 @@ class Site:
             path = where / "bin" / program
             path.write_text(
                 f'#!/bin/sh\necho {program} "$@" >> {where}/calls\n'
-                f'[ {program} = scontrol ] || env >> {where}/environment\n'
+                f"[ {program} = scontrol ] || env >> {where}/environment\n"
                 f'case "$2" in show) set -- show;; esac\n'
                 f'[ ! -e "{where}/{program} ${{1#--parsable}}" ] ||\n'
                 f'  . "{where}/{program} ${{1#--parsable}}"\n'

@@ -1,4 +1,4 @@
-"""A run that is over goes on in one job, whenever hpml is killed; a running one is stopped."""
+"""A run that is over continues in one job, whenever hpml is killed; a running one is asked."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def go_on(world: World, submission: Submission) -> dict[str, str]:
 
 
 def ended(world: World, **fields: Any) -> tuple[Submission, Attempt]:
-    """A run whose first job reached its time limit and did not go on."""
+    """A run whose first job reached its time limit and did not continue."""
     submission = world.submit(**fields)
     world.scheduler.move("1", JobState.RUNNING)
     attempt = world.starts(submission, "1")
@@ -46,7 +46,7 @@ def test_a_run_that_is_over_is_continued(world: World) -> None:
     """Another job of the same submission; it can be found by both ids, and ends once more."""
     submission, attempt = ended(world)
     answer = go_on(world, submission)
-    assert answer == {"id": submission.sid, "job_id": "2", "outcome": "goes on in job 2"}
+    assert answer == {"id": submission.sid, "job_id": "2", "outcome": "continues in job 2"}
     state = world.state(submission)
     assert (state.state, state.job_id, state.over) == ("PENDING", "2", False)
     assert (attempt.next or {})["job_id"] == "2"
@@ -59,7 +59,7 @@ def test_a_run_that_is_over_is_continued(world: World) -> None:
     world.starts(submission, "3", 1)
     world.scheduler.move("3", JobState.COMPLETED)
     assert world.state(submission).state == "COMPLETED"
-    with pytest.raises(InputError, match="has completed: there is nothing to go on with"):
+    with pytest.raises(InputError, match="has completed: there is nothing to continue"):
         go_on(world, submission)
     assert len(world.scheduler.jobs) == 3
 
@@ -103,7 +103,7 @@ def test_a_refused_continuation(world: World) -> None:
 
 @pytest.mark.parametrize(("marked", "seconds"), [(False, 0), (True, 0), (False, 200), (True, 200)])
 def test_between_two_jobs_a_run_is_not_over(world: World, marked: bool, seconds: float) -> None:
-    """For two minutes: then its script was killed before it could go on."""
+    """For two minutes: then its script was killed before it could continue."""
     submission = world.submit()
     attempt = Attempt(world.starts(submission, "1"))
     world.scheduler.move("1", JobState.FAILED, exit_code=75)
@@ -135,7 +135,7 @@ def test_only_a_run_with_checkpoints_is_asked_to_stop(world: World) -> None:
     record["job"]["checkpoint"]["enabled"] = True
     write_json(submission.directory / "submit.json", record)
     for _ in range(2):
-        assert "was asked to save and go on (requested)" in go_on(world, submission)["outcome"]
+        assert "was asked to save and continue (requested)" in go_on(world, submission)["outcome"]
     assert len((attempt.directory / "stop").read_text().splitlines()) == 1
 
 
