@@ -232,11 +232,24 @@ torch.manual_seed(rank)
 checkpoints = Checkpoints(home, keep=2)
 assert checkpoints.load() is None
 
-# Each rank learns one step later what the other one wants.
+# What one rank wants, both learn at the same call, one after it was sent, and never again.
 agreement = StopAgreement(checkpoints.ranks)
-seen = [agreement.exchange(rank == 1 and step == 3) for step in range(6)]
-assert seen == [0, 0, 0, 0, 1, 0], seen
-assert agreement.finish() == 0
+for pause, wish_at, most in ((0.0, 5, 100_000), (0.02, 2, 20), (0.2, 3, 2)):
+    seen = []
+    for call in range(wish_at + most):
+        seen.append(agreement.exchange(2 if rank == 1 and call >= wish_at else 0))
+        if seen[-1]:
+            break
+        time.sleep(pause)
+    assert seen[-1] == 2 and not any(seen[:-1]), seen
+    assert checkpoints.ranks.gather(len(seen)) == [len(seen)] * 2
+    agreement.finish()
+assert [agreement.exchange(rank), agreement.exchange(0), agreement.finish()] == [0, 1, 0]
+assert [agreement.exchange(0), agreement.exchange(0)] == [0, 0]
+for call in range(1000):
+    agreement.exchange(0)
+agreement.exchange(rank)
+assert agreement.finish() == 1
 
 # Shards of each rank, and a random state of each rank.
 mesh = init_device_mesh("cpu", (2,))
