@@ -28,6 +28,7 @@ import torch.distributed as dist
 from torch.distributed.checkpoint import filesystem, state_dict_loader, state_dict_saver
 
 FORMAT, STATE, SHARDS, MANIFEST = "hpml-checkpoint 1", "state.pt", "shards", "checkpoint.json"
+EVERY_SECONDS = 0.1
 
 
 class CheckpointError(Exception):
@@ -59,27 +60,43 @@ class Ranks:
 
 
 class StopAgreement:
-    """The highest wish of all ranks, which they learn a step later: it travels in the meantime.
+    """The highest wish of all ranks; ten times a second it travels while the next step computes.
 
     Ranks have to call `exchange` equally often: as the one that has the most batches.
     """
 
     def __init__(self, ranks: Ranks | None = None) -> None:
-        self._ranks, self._flag, self._work = ranks or Ranks(), torch.tensor([0]), None
+        self._ranks, self._work, self._flag = ranks or Ranks(), None, torch.tensor([])
+        self._wish, self._calls, self._every, self._began = 0, 0, 1, time.perf_counter()
 
     def exchange(self, wish: int) -> int:
-        """Send this rank's wish (1: stop); return the highest wish of the exchange before."""
-        before = self.finish()
-        self._flag = torch.tensor([int(wish)])
-        self._work = self._ranks.start_highest(self._flag)
-        return before
+        """Take this rank's wish (1: stop); return the highest one that has become known."""
+        known, self._wish, self._calls = self._receive(), max(self._wish, wish), self._calls + 1
+        if self._calls >= self._every:
+            self._send()
+        return known
 
     def finish(self) -> int:
-        """Wait for the last exchange, and return its highest wish."""
+        """Exchange at once, and return the highest wish that has become known."""
+        known = self._receive()
+        self._send()
+        known, self._every = max(known, self._receive()), 1
+        return known
+
+    def _send(self) -> None:
+        seconds = (time.perf_counter() - self._began) / max(1, self._calls)
+        self._flag = torch.tensor([float(self._wish), seconds])
+        self._work = self._ranks.start_highest(self._flag)
+        self._wish, self._calls, self._began = 0, 0, time.perf_counter()
+
+    def _receive(self) -> int:
         if self._work is not None:
             self._work.wait()
-            self._work = None
-        return int(self._flag[0])
+        wish, seconds = self._flag.tolist() or (0, EVERY_SECONDS / self._every)
+        self._work, self._flag = None, torch.tensor([])
+        # All ranks know the slowest one's step, so they count the same number of calls.
+        self._every = max(1, min(2 * self._every, round(EVERY_SECONDS / max(seconds, 1e-6))))
+        return int(wish)
 
 
 @dataclass
