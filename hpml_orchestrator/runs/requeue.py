@@ -18,6 +18,7 @@ from hpml_orchestrator.errors import (
 )
 from hpml_orchestrator.records.progress import nodes_to_avoid
 from hpml_orchestrator.runs.backend import backends_of, elsewhere, not_here
+from hpml_orchestrator.runs.resubmit import refuse_if_continued
 from hpml_orchestrator.runs.state import reopen, run_of
 from hpml_orchestrator.runs.status import UNREADABLE, states
 from hpml_orchestrator.runs.submit import next_outcome
@@ -78,6 +79,7 @@ def requeue(
     if newest is None or not newest.job_id:
         hint = f"hpml submit --resume {submission.sid}" if not state.job_id else "submit it again"
         raise _wrong(label, "has never started: there is nothing to go on with", hint)
+    refuse_if_continued(store, state, backends=backends)
     job_id = _continue(store, state, newest, scheduler, environment, clock, sleep, notice)
     return {"id": label, "job_id": job_id, "outcome": f"goes on in job {job_id}"}
 
@@ -87,7 +89,7 @@ def _ask_to_stop(state: State, newest: Attempt | None) -> dict[str, str]:
     label = state.submission.label
     if state.state not in ("RUNNING", "SUSPENDED", "STOPPED"):
         raise _wrong(label, f"is {state.state}, job {state.job_id}: it needs no requeue")
-    if not state.submission.record()["job"].get("checkpoint"):
+    if not (state.submission.record()["job"].get("checkpoint") or {}).get("enabled"):
         raise _wrong(
             label,
             "runs without `checkpoint`: its ranks cannot be asked to save",
