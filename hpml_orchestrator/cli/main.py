@@ -71,9 +71,7 @@ COMMANDS = {
     "attach": Entry(
         "attach", "attach", "Open a shell, or run a program, on a node of a running job.", _RUNS
     ),
-    "requeue": Entry(
-        "requeue", "requeue", "Save and requeue a run, or continue an ended one.", _RUNS
-    ),
+    "requeue": Entry("requeue", "requeue", "Save and requeue a run; continue an ended one.", _RUNS),
     "cancel": Entry("runs", "cancel", "Cancel runs or single tasks of a job array.", _RUNS),
     "prune": Entry("runs", "prune", "Remove old runs and their files.", _RUNS),
     "stage": Entry("stage", "group", "Copy data to this node's memory or local disk.", _DATA),

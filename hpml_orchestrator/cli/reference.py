@@ -72,6 +72,9 @@ hpml logs
 hpml attach
     A shell on the first node of the newest run: hpml attach last
     Watch the GPUs of another node: hpml attach last --node node2 -- nvidia-smi -l 5
+hpml requeue
+    Have the newest run save and continue in its next attempt: hpml requeue last
+    Continue a task of a job array that failed: hpml requeue digits-20260101-120000-abcdef.3
 hpml cancel
     Cancel the newest run: hpml cancel last
     Cancel two runs by their job ids: hpml cancel 4711 4712

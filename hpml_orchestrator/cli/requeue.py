@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import os
-from typing import Annotated
 
 import typer
 
-from hpml_orchestrator.cli.common import JsonOption, completion, print_json, store_of
+from hpml_orchestrator.cli.common import JsonOption, RunWord, print_json, store_of
 from hpml_orchestrator.cli.process import notice
 from hpml_orchestrator.runs.requeue import requeue as requeue_run
 
@@ -16,19 +15,14 @@ __all__ = ["requeue"]
 
 def requeue(
     context: typer.Context,
-    run: Annotated[
-        str,
-        typer.Argument(
-            metavar="RUN", help="Run or task of a job array.", autocompletion=completion("runs")
-        ),
-    ],
+    run: RunWord,
     as_json: JsonOption = False,
 ) -> None:
-    """Save and requeue a run, or continue an ended one.
+    """Save and requeue a run; continue an ended one.
 
     The ranks of a running run are asked to save and stop, and then its job is requeued; that needs
     `checkpoint` in the job file. For a run that has ended before it was done this submits another
-    job that continues it. The tasks of a job array go on one by one.
+    job that continues it. The tasks of a job array continue one by one.
     """
     store = store_of(context)
     submission = store.resolve(run, exact_name=True)
