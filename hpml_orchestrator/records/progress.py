@@ -81,7 +81,7 @@ def nodes_to_avoid(attempt: Attempt) -> list[str]:
 
 
 def written_since(directory: str, since: float) -> bool:
-    """Return whether a file below a directory is newer than a time, as a short look shows."""
+    """Return whether a file below a directory is newer than a time, by a short look at it."""
     until = time.monotonic() + _LOOK_SECONDS
     depth = directory.rstrip("/").count("/") + _DEPTH
     for path, folders, files in os.walk(directory):

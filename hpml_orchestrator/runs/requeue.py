@@ -18,6 +18,7 @@ from hpml_orchestrator.errors import (
 )
 from hpml_orchestrator.records.progress import nodes_to_avoid
 from hpml_orchestrator.runs.backend import backends_of, elsewhere, not_here
+from hpml_orchestrator.runs.resubmit import refuse_if_continued
 from hpml_orchestrator.runs.state import reopen, run_of
 from hpml_orchestrator.runs.status import UNREADABLE, states
 from hpml_orchestrator.runs.submit import next_outcome
@@ -78,6 +79,7 @@ def requeue(
     if newest is None or not newest.job_id:
         hint = f"hpml submit --resume {submission.sid}" if not state.job_id else "submit it again"
         raise _wrong(label, "has never started: there is nothing to continue", hint)
+    refuse_if_continued(store, state, backends=backends)
     job_id = _continue(store, state, newest, scheduler, environment, clock, sleep, notice)
     return {"id": label, "job_id": job_id, "outcome": f"continues in job {job_id}"}
 

@@ -17,7 +17,12 @@ if TYPE_CHECKING:
     from hpml_orchestrator.runs.backend import Backends
     from hpml_orchestrator.runs.state import State
 
-__all__ = ["checkpoint_directory", "fields_to_resubmit", "refuse_to_resubmit"]
+__all__ = [
+    "checkpoint_directory",
+    "fields_to_resubmit",
+    "refuse_if_continued",
+    "refuse_to_resubmit",
+]
 
 
 def checkpoint_directory(state: State) -> str:
@@ -54,14 +59,23 @@ def refuse_to_resubmit(store: Store, state: State, *, backends: Backends | None 
     message, hint = _started_by_others(state) or _not_over(state) or ("", "")
     if message:
         raise InputError(message, field="RUN", value=label, hint=hint)
+    refuse_if_continued(store, state, backends=backends)
+
+
+def refuse_if_continued(store: Store, state: State, *, backends: Backends | None = None) -> None:
+    """Refuse to start a run again while another run saves to its checkpoints.
+
+    Raises:
+        InputError: names that run.
+    """
     directory = checkpoint_directory(state)
-    for other in _with_directory(store, directory, state.submission.sid) if directory else ():
+    for other in _with_directory(store, directory, state.submission) if directory else ():
         (other_state,) = states(store, [other], backends=backends)
         if not (other_state.over or other_state.lost):
             raise InputError(
                 f"is continued by {other.sid}, which is {other_state.state}",
                 field="RUN",
-                value=label,
+                value=state.submission.label,
                 hint=f"wait for it, or `hpml cancel {other.sid}` first",
             )
 
@@ -106,11 +120,13 @@ def fields_to_resubmit(state: State) -> dict[str, Any]:
     return job
 
 
-def _with_directory(store: Store, directory: str, sid: str) -> Iterator[Submission]:
+def _with_directory(store: Store, directory: str, of: Submission) -> Iterator[Submission]:
     """Yield the other submissions that continue a run and save to a directory, newest first."""
     for submission in store.submissions():
         with contextlib.suppress(HpmlError):
             record = submission.record()
-            same = _checkpoint(record["job"]).get("directory") == directory
-            if submission.sid != sid and same and record.get("continues"):
+            saves_to = str(_checkpoint(record["job"]).get("directory", ""))
+            if of.index is not None:
+                saves_to = saves_to.replace("{array.index}", str(of.index))
+            if submission.sid != of.sid and saves_to == directory and record.get("continues"):
                 yield submission

@@ -11,6 +11,7 @@ import pytest
 from hpml_orchestrator.errors import InputError
 from hpml_orchestrator.records.files import write_json
 from hpml_orchestrator.runs.prune import prune
+from hpml_orchestrator.runs.requeue import requeue
 from hpml_orchestrator.runs.resubmit import (
     checkpoint_directory,
     fields_to_resubmit,
@@ -140,6 +141,8 @@ def test_only_one_run_continues_another_at_a_time(world: World) -> None:
         error = refused(world, submission)
         assert f"is continued by {third.sid}, which is PENDING" in str(error)
         assert f"hpml cancel {third.sid}" in error.hint
+    with pytest.raises(InputError, match="is continued by third"):
+        requeue(world.store, first, environment={}, clock=world.clock.time, backends=world.backends)
     world.scheduler.move(str((third.job() or {})["job_id"]), JobState.CANCELLED)
     refuse_to_resubmit(world.store, world.state(second), backends=world.backends)
 
