@@ -65,7 +65,7 @@ def test_the_state_of_a_job(name: str, job_id: str, restarts: str, state: JobSta
 
 @pytest.mark.parametrize("flag", ["SIGNALING", "RESIZING", "CONFIGURING", "SUSPENDED"])
 def test_a_flag_does_not_end_a_job(flag: str) -> None:
-    """A job in its grace time was SIGNALING for a moment, as scontrol shows flags first."""
+    """A flag is shown in place of the state: such a job still runs."""
     text = (DATA / "grace.txt").read_text("utf-8").replace("JobState=RUNNING", f"JobState={flag}")
     assert ask({"SLURM_JOB_ID": "5"}, Scontrol(text)).state == "RUNNING"
 
