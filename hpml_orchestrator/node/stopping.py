@@ -169,8 +169,12 @@ class StopPath:
 
     def _stop_time(self, end: float) -> float:
         """Return when ranks are asked to stop, in seconds since the epoch."""
+        return end - self._lead()
+
+    def _lead(self) -> float:
+        """Return how long ranks get to save, in seconds."""
         slowest = self._earlier.over(self._channel.peers.slowest)
-        return end - lead_seconds(self._options.lead, slowest, self._limit)
+        return lead_seconds(self._options.lead, slowest, self._limit)
 
     def _read_request(self, now: float) -> None:
         """Look whether anybody has requested a stop."""
@@ -207,6 +211,8 @@ class StopPath:
             if self._end is not None and isinstance(asked, (int, float)):
                 left = self._end - self._clock() - end_margin(self._end - asked)
                 self._kill_at = min(self._kill_at, now + max(0.0, left))
+        if reason == "requested":  # ranks that cannot hear it would run on for ever
+            self._kill_at = min(self._kill_at, now + self._lead())
 
     def _watch_hang(self, now: float, ranks: Ranks) -> None:
         """Request a stop if the ranks hang; where a stop is due to that, keep their stacks."""

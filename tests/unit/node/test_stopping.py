@@ -216,6 +216,19 @@ def test_the_other_nodes_ask_for_the_end_of_the_job(
     assert rig.killed[0][0] == pytest.approx(1975, abs=0.1)
 
 
+def test_ranks_that_do_not_hear_a_request_are_ended(
+    tmp_path: Path, sleeper: dict[str, Any]
+) -> None:
+    """After `hpml requeue` they get as long as before a time limit."""
+    rig = Rig(tmp_path, lead=40.0)
+    with rig.channel:
+        Attempt(rig.attempt).request_stop("requested", by="login1", now=NOW)
+        rig.until(39, [sleeper])
+        assert not rig.killed
+        rig.until(42, [sleeper])
+    assert rig.killed[0][1:] == (signal.SIGKILL, [sleeper["pid"]])
+
+
 def test_the_lead_is_learned_from_earlier_attempts(tmp_path: Path) -> None:
     """The slowest save and step of all attempts count, those of this one too."""
     for number, (save, step) in enumerate([(20, 3), (50, None), ("x", 1)], start=1):
