@@ -24,7 +24,6 @@ if TYPE_CHECKING:
 
 __all__ = ["RUN_TABLE", "Attempt", "Run", "Store", "Submission", "default_root", "ids_in"]
 
-NODE_ARCHIVE = "hpml-node.pyz"
 _NEAR_RUNS = 1000
 _TEMPORARY = re.compile(r"\..+\.tmp")
 _LEFT_OVER_SECONDS = 86_400
@@ -87,7 +86,7 @@ class Store:
 
     @property
     def archives_dir(self) -> Path:
-        """Where node archives live: one file per content, to which submissions link."""
+        """Where shared files live: one file per content, to which submissions link."""
         return self.root / "archives"
 
     @property
@@ -104,7 +103,7 @@ class Store:
         sid: str,
         *,
         script: str,
-        archive: bytes,
+        shared: Mapping[str, bytes],
         submit: Mapping[str, Any],
         runs: Mapping[int, Mapping[str, Any]],
         fill: Callable[[Path], None] = lambda _: None,
@@ -117,7 +116,7 @@ class Store:
         Args:
             sid: the new id; a single run takes it too, those of an array get `.<index>`.
             script: text of the batch script.
-            archive: bytes of `hpml-node.pyz`.
+            shared: name and content of files that most submissions have in common.
             submit: content of `submit.json`.
             runs: array index -> content of `run.json`, which a task of an array does without.
             fill: puts more into the submission's directory, before the records are written.
@@ -147,7 +146,8 @@ class Store:
                 (run,) = runs.values()
                 write_json(directory / "run.json", {"rid": sid, "sid": sid, "index": 0, **run})
             write_text(temporary / SCRIPT, script, mode=0o755)
-            self._place_archive(archive, temporary / NODE_ARCHIVE)
+            for name, content in shared.items():
+                self._place_shared(content, temporary / name)
             write_json(temporary / "submit.json", {"sid": sid, **submit})
             table = "".join(f"{index}\t{names[index]}\n" for index in sorted(names))
             write_text(temporary / RUN_TABLE, table)
@@ -166,19 +166,19 @@ class Store:
             ) from error
         return Submission(target)
 
-    def _place_archive(self, archive: bytes, path: Path) -> None:
-        """Write the node archive there: as a hard link to the store's copy, where there is one.
+    def _place_shared(self, content: bytes, path: Path) -> None:
+        """Write a shared file there: as a hard link to the store's copy, where there is one.
 
         The copy is linked first and read then, so that it cannot change in between. One that a full
         disk cut short or that somebody else owns is not used.
         """
-        kept = self.archives_dir / f"{hashlib.sha256(archive).hexdigest()[:32]}.pyz"
+        kept = self.archives_dir / f"{hashlib.sha256(content).hexdigest()[:32]}{path.suffix}"
         with contextlib.suppress(OSError):
             os.link(kept, path)
-            if path.stat().st_uid == os.geteuid() and path.read_bytes() == archive:
+            if path.stat().st_uid == os.geteuid() and path.read_bytes() == content:
                 return
             path.unlink()
-        write_text(path, archive, mode=0o444)
+        write_text(path, content, mode=0o444)
         # Without hard links, or the right to write there, every submission has a copy of its own.
         with contextlib.suppress(OSError):
             self.archives_dir.mkdir(exist_ok=True)

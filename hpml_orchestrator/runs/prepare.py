@@ -160,7 +160,7 @@ def prepare(
     submission = store.prepare(
         sid,
         script=rendered.script,
-        archive=archive.build(),
+        shared=archive.node_files(),
         submit={
             "name": job.name,
             "created": moment,
@@ -202,10 +202,10 @@ def explained(resolved: ResolvedJob) -> list[tuple[str, Any, str]]:
 
 
 def write_rendered(rendered: Rendered, directory: str, *, force: bool = False) -> Path:
-    """Write `job.sh`, `hpml-node.pyz` and a snapshot into a directory; return the script's path.
+    """Write `job.sh`, its files and a snapshot into a directory; return the script's path.
 
     Raises:
-        InputError: the directory cannot be made or written, holds a different `job.sh` (perhaps
+        InputError: the directory cannot be made or written, holds a different script (perhaps
             edited by hand) and `force` is not given, or holds a snapshot already; the snapshot
             cannot be taken. A directory that was made is removed again.
     """
@@ -221,12 +221,16 @@ def write_rendered(rendered: Rendered, directory: str, *, force: bool = False) -
             "name a directory outside of it",
         )
     script, code = target / "job.sh", target / CODE_DIRECTORY
+    files = archive.node_files()
+    own = {"job.sh": rendered.script.encode(), "hpml-job.sh": files["hpml-job.sh"]}
     with output_directory(target, value=directory):
-        if not force and script.exists() and script.read_bytes() != rendered.script.encode():
-            raise refused(
-                "holds a job.sh that differs, perhaps edited by hand",
-                "name another directory, or replace it with --force",
-            )
+        for name, content in own.items():
+            path = target / name
+            if not force and path.exists() and path.read_bytes() != content:
+                raise refused(
+                    f"holds a file {name} that differs, perhaps edited by hand",
+                    "name another directory, or replace it with --force",
+                )
         if snapshot is not None:
             if os.path.lexists(code):
                 raise refused(
@@ -236,7 +240,8 @@ def write_rendered(rendered: Rendered, directory: str, *, force: bool = False) -
             with tempfile.TemporaryDirectory(prefix=f".{CODE_DIRECTORY}.", dir=target) as temporary:
                 snapshot.take(Path(temporary, CODE_DIRECTORY))
                 os.rename(Path(temporary, CODE_DIRECTORY), code)
-        write_text(target / "hpml-node.pyz", archive.build())
+        for name, content in files.items():
+            write_text(target / name, content)
         write_text(script, rendered.script, mode=0o755)
     return script
 

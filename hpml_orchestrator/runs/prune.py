@@ -168,10 +168,10 @@ class _Remover:
                     self._remove(hidden[1], directory)
             for state in over:
                 self._remove(state.submission.sid, state.submission.directory, state)
-            # the store's node archives that no submission links to any more
+            # the store's shared files that no submission links to any more
             for name in _names(self._store.archives_dir):
                 with contextlib.suppress(OSError):
-                    self._remove_archive(self._store.archives_dir / name)
+                    self._remove_shared(self._store.archives_dir / name)
         except KeyboardInterrupt:
             self.done.interrupted = True
 
@@ -215,12 +215,12 @@ class _Remover:
                     return [path]
         return []
 
-    def _remove_archive(self, path: Path) -> None:
+    def _remove_shared(self, path: Path) -> None:
         info = os.lstat(path)
         links = info.st_nlink
         if self._dry_run:
             links -= self._links[info.st_dev, info.st_ino]
-        if links == 1 and is_own(path) and path.suffix == ".pyz":
+        if links == 1 and is_own(path) and path.suffix in (".pyz", ".sh"):
             if not self._dry_run:
                 os.unlink(path)
             self.done.bytes += info.st_blocks * _BLOCK_BYTES

@@ -44,7 +44,7 @@ def templates(directory: str | None = None) -> list[Template]:
     environment = UserEnvironment(directory) if directory else template.environment()
     listed: dict[str, Template] = {}
     for folder in filter(None, (directory, own_directory())):
-        for path in sorted(Path(folder).rglob("*")):
+        for path in sorted(Path(folder).rglob("*" if folder == directory else f"*{_SUFFIX}")):
             name = path.relative_to(folder).as_posix()
             if not path.is_file() or name in listed:
                 continue
@@ -69,7 +69,8 @@ def templates(directory: str | None = None) -> list[Template]:
 
 def own_names() -> list[str]:
     """Return the names of hpml's own templates, the base first."""
-    names = sorted(path.name.removesuffix(_SUFFIX) for path in Path(own_directory()).iterdir())
+    paths = Path(own_directory()).glob(f"*{_SUFFIX}")
+    names = sorted(path.name.removesuffix(_SUFFIX) for path in paths)
     return sorted(names, key=lambda name: name != _BASE)
 
 

@@ -1,4 +1,6 @@
-"""Build `hpml-node.pyz`, the one file of hpml that the nodes need: a zip archive of its modules.
+"""The files that a script needs next to it: `hpml-job.sh`, its functions, and `hpml-node.pyz`.
+
+`hpml-node.pyz` is all of hpml's Python that the nodes need: a zip archive of its modules.
 
 Its commands run as `python -I -S hpml-node.pyz COMMAND …`.
 """
@@ -12,16 +14,9 @@ import zipfile
 from functools import cache
 from pathlib import Path
 
-__all__ = ["BIND_CODE", "build"]
+from hpml_orchestrator import assets
 
-BIND_CODE = (
-    "import sys; sys.path.append(sys.argv.pop(1)); "
-    "from hpml_orchestrator.node.bind import main; sys.exit(main())"
-)
-"""Code for `python -I -S -c BIND_CODE hpml-node.pyz ATTEMPT -- COMMAND`.
-
-Running the archive itself would import `runpy`, a third of a rank's start.
-"""
+__all__ = ["build", "node_files"]
 
 _PACKAGE = Path(__file__).resolve().parent.parent
 _ROOMS = ("records", "staging", "topology", "placement", "node")
@@ -37,6 +32,12 @@ _UNCHECKED_HASH = (1).to_bytes(4, "little")  # PEP 552: the source beside it is 
 # version 5, of Python 3.14, can write slices, and it gives the same bytes in all.
 _MARSHAL_VERSION = 2 if marshal.version < 5 else marshal.version  # noqa: PLR2004 - as above
 _EPOCH = (1980, 1, 1, 0, 0, 0)
+
+
+def node_files() -> dict[str, bytes]:
+    """Return name and content of each file that `job.sh` needs next to it."""
+    functions = assets.path("templates/sbatch/hpml-job.sh").read_bytes()
+    return {"hpml-node.pyz": build(), "hpml-job.sh": functions}
 
 
 @cache

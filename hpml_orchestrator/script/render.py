@@ -12,7 +12,6 @@ from hpml_orchestrator import __version__
 from hpml_orchestrator.errors import InputError
 from hpml_orchestrator.script import template
 from hpml_orchestrator.script.agent_argv import agent_argv, bases_of, own_directories
-from hpml_orchestrator.script.archive import BIND_CODE
 from hpml_orchestrator.script.directives import directives
 from hpml_orchestrator.spec.text import PLACEHOLDER
 from hpml_orchestrator.spec.values import parse_time_limit
@@ -94,7 +93,8 @@ def render(
     workdir = template.quote(job.workdir) if snapshot is None else _in_code(snapshot.workdir)
     script = _in_code(snapshot.script) if snapshot and snapshot.script else job.script
     program = ["-m", job.module] if job.module is not None else [script]
-    container_words, container_mounts = _container(job, workdir, is_copy=snapshot is not None)
+    apptainer, pyxis = _container(job, workdir, is_copy=snapshot is not None)
+    command = [*(job.command or [environment.python, *program]), *job.args]
     context = {
         "version": __version__,
         "job": job,
@@ -104,21 +104,20 @@ def render(
         "ranks_per_node": resources.ranks,
         "cpus_per_rank": resources.cpus_per_rank,
         "agent_argv": agent_argv(job, site),
-        "binder": BIND_CODE,
         "variables": list(environment.variables.items()),
         "needed": _needed_variables(job),
         "stages": [_stage(stage, (targets or {}).get(stage.name, "")) for stage in job.stage],
         "bases": bases_of(job),
         "own": [(name, template.variable(f"{name}.dir")) for name in own_directories(job)],
         **_places(job, site),
-        "container_words": container_words,
-        "container_mounts": container_mounts,
+        "apptainer": template.words_before(apptainer),
+        "pyxis": template.words_before(pyxis),
         "setup": template.Raw((environment.setup or "").rstrip("\n")),
         "activates": bool(environment.modules or environment.venv or environment.conda),
         "workdir": workdir,
-        "command": [*(job.command or [environment.python, *program]), *job.args],
+        "command": template.fill(map(template.word, command)),
     }
-    words = [*context["command"], *environment.variables.values()]
+    words = [*command, *environment.variables.values()]
     placeholders = {name for word in words for name in PLACEHOLDER.findall(str(word))}
     context["points"] = any(name.startswith("point.") for name in placeholders)
     name = f"{job.launcher}.sh.j2"
@@ -188,8 +187,8 @@ def _stage(stage: Stage, why: str) -> dict[str, Any]:
 
 def _container(
     job: Job, workdir: template.Raw, *, is_copy: bool
-) -> tuple[list[str], list[template.Raw]]:
-    """Return the words before the ranks' command, and what pyxis shall mount.
+) -> tuple[list[template.Raw], list[template.Raw]]:
+    """Return the words of apptainer before the ranks' command, and pyxis' options of srun.
 
     Args:
         job: the job, complete.
@@ -208,9 +207,10 @@ def _container(
     names = [f"stage.{stage.name}" for stage in job.stage]
     names += [f"{name}.dir" for name in own_directories(job)]
     staged = [f"${template.variable(name)}" for name in names]
+    own = ["$hpml_submission", "$HPML_RUN_DIR"]
     if container.engine == "apptainer":
         mounts = [
-            *(template.Raw(f'"{name}"') for name in ("$hpml_submission", "$hpml_run")),
+            *(template.Raw(f'"{name}"') for name in own),
             *(path for _, path in code),
             *container.mounts,
             *(template.Raw(f'"{name}"') for name in staged),
@@ -218,9 +218,13 @@ def _container(
         words = ["apptainer", "exec", *(["--nv"] if job.resources.gpu_count else [])]
         for mount in mounts:
             words += ["--bind", mount]
-        return [*words, "--pwd", workdir, container.image], []
-    variables = ("$hpml_submission", "$hpml_run", *staged)
-    paths = [f"{job.workdir}:{job.workdir}"] * (not is_copy)
-    own = [mount if ":" in mount else f"{mount}:{mount}" for mount in container.mounts]
-    named = [template.Raw(f'"{name}:{name}"') for name in variables]
-    return [], [*named[:2], *map(template.quote, paths), *named[2:], *map(template.quote, own)]
+        return [template.quote(word) for word in (*words, "--pwd", workdir, container.image)], []
+    mounts = [*own, *(template.in_quotes(path) for _, path in code), *staged]
+    mounts = [f"{path}:{path}" for path in mounts]
+    for mount in map(template.in_quotes, container.mounts):
+        mounts.append(mount if ":" in mount else f"{mount}:{mount}")
+    return [], [
+        template.Raw(f"--container-image={template.quote(container.image)}"),
+        template.Raw(f'--container-mounts="{",".join(mounts)}"'),
+        template.Raw(f"--container-workdir={workdir}"),
+    ]

@@ -5,16 +5,21 @@ from __future__ import annotations
 import functools
 import re
 import shlex
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jinja2
 
 from hpml_orchestrator import assets
 from hpml_orchestrator.spec.text import PLACEHOLDER, unescaped
 
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+
 __all__ = ["Raw", "ScriptEnvironment", "environment", "own_directory", "word"]
 
 _DIRECTIVE = re.compile(r"[A-Za-z0-9_.,:@/+=%*()\[\]|&<>\- ]*")
+_LINE = 100  # columns of a command's lines
+_BREAK = " \\\n  "
 _VARIABLES = {
     "run.dir": "HPML_RUN_DIR",
     "run.id": "{HPML_RUN_DIR##*/}",
@@ -34,6 +39,11 @@ def quote(value: Any) -> Raw:
     if isinstance(value, Raw):
         return value
     return Raw(shlex.quote(str(value)))  # str() of an undefined variable raises, naming it
+
+
+def in_quotes(text: str) -> str:
+    """Return a text escaped for use between double quotes."""
+    return re.sub(r'[\\"$`]', r"\\\g<0>", text)
 
 
 def directive(value: Any) -> Raw:
@@ -66,6 +76,22 @@ def word(value: Any) -> Raw:
         if part or len(parts) == 1
     ]
     return Raw("".join(shell))
+
+
+def fill(words: Iterable[Raw]) -> Raw:
+    """Return shell words as the lines of one command, in full lines."""
+    lines: list[str] = []
+    for text in words:
+        if lines and len(lines[-1]) + len(text) < _LINE:
+            lines[-1] += f" {text}"
+        else:
+            lines.append(text)
+    return Raw(_BREAK.join(lines))
+
+
+def words_before(words: Sequence[Raw]) -> Raw:
+    """Return shell words with a line break behind them; nothing if there are none."""
+    return Raw(fill(words) + _BREAK if words else "")
 
 
 def node_path(path: str) -> Raw:

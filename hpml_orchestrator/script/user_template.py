@@ -29,13 +29,13 @@ __all__ = [
 _HINT = "`hpml template list` shows the templates in use; hpml's own are hpml/NAME.sh.j2"
 _SUPER = "write {{ super() }} in the block"
 _BASH_SECONDS = 10.0
-_NEEDED_LINES = {
-    "setup": '"${hpml_python[@]}" claim "$hpml_submission"',
-    "finish": "trap hpml_finish EXIT",
-    "agent": '"${hpml_python[@]}" agent "$hpml_attempt"',
-    "ready": '"${hpml_python[@]}" wait-ready "$hpml_attempt"',
+_NEEDED_CALLS = {
+    "setup": "hpml_begin",
+    "agent": "hpml_agents",
+    "ready": "hpml_wait_ready",
+    "ranks": "hpml_run",
 }
-"""What a script must contain, by the block that brings it."""
+"""What a script must call, by the block that does."""
 
 _HPML_OPTIONS = NEEDED_DIRECTIVES | set("comment error gpus gpus-per-node ntasks wrap".split())
 """Options that a template may not set: hpml finds the job by them, or counts its ranks."""
@@ -121,11 +121,14 @@ def render_user_template(directory: str, name: str, context: Mapping[str, Any]) 
         raise
     except Exception as error:
         raise fault_of(error, directory, name) from error
-    lines = [line for line in text.split("\n") if not line.lstrip().startswith("#")]
-    for block, needed in _NEEDED_LINES.items():
-        if not any(needed in line for line in lines):
-            message = f"the script lacks what every job needs of the block {block!r}: {needed}"
-            raise _fault(directory, message, f"{_SUPER} {block!r}, or leave the block out")
+    code = "\n".join(line for line in text.split("\n") if not line.lstrip().startswith("#"))
+    for block, call in _NEEDED_CALLS.items():
+        if not re.search(rf"\b{call}\b", code):
+            message = f"the script lacks what every job needs of the block {block!r}: {call}"
+            hint = f"{_SUPER} {block!r}, or leave the block out"
+            if block == "ranks":
+                hint = "start the ranks by `hpml_run COMMAND` in the block: it waits for them"
+            raise _fault(directory, message, hint)
     return text
 
 

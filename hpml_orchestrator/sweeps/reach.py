@@ -160,8 +160,6 @@ def check_template(script: str, variables: Mapping[str, str]) -> None:
     Raises:
         InputError: it lacks one.
     """
-    if "hpml_command[" not in script:  # the launch line's block does not use the command
-        script = re.sub(r"^hpml_command=\(\n.*?^\)\n", "", script, flags=re.MULTILINE | re.DOTALL)
     for place, variable in variables.items():
         if f"${variable}" not in script:
             raise InputError(
@@ -169,7 +167,7 @@ def check_template(script: str, variables: Mapping[str, str]) -> None:
                 "arguments and variables on",
                 field=place,
                 value=variable,
-                hint='let the block `ranks` start "${hpml_command[@]}", and keep the others',
+                hint="let the block `ranks` start {{ command }}, and keep the others",
             )
 
 

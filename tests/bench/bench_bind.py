@@ -29,7 +29,7 @@ from pathlib import Path
 
 from hpml_orchestrator.placement.model import Plan, RankPlan
 from hpml_orchestrator.placement.planfile import write
-from hpml_orchestrator.script.archive import BIND_CODE, build
+from hpml_orchestrator.script.archive import build, node_files
 
 GOAL = 5.0
 LEAST_RUNS = 10
@@ -105,6 +105,8 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as directory:
         archive = Path(directory, "hpml-node.pyz")
         archive.write_bytes(build())
+        functions = node_files()["hpml-job.sh"].decode()
+        (code,) = re.findall(r"^hpml_bind_code='(.*)'$", functions, re.MULTILINE)
         for name in ("plan", "binding"):
             Path(directory, name).mkdir()
         plan = Plan((RankPlan(0, cpus=(cpu,), cores=(0,), numa=(0,), memory=0),))
@@ -115,7 +117,7 @@ def main() -> int:
         commands = {
             BARE: [*bare, "-c", "pass"],
             "python, os.execv(true)": [*bare, "-c", "import os; os.execv('/bin/true', ['true'])"],
-            BIND: [*bare, "-c", BIND_CODE, *words],
+            BIND: [*bare, "-c", code, *words],
             "hpml-node.pyz bind": [*bare, words[0], "bind", *words[1:]],
             "taskset -c N true": ["taskset", "-c", str(cpu), "/bin/true"],
             "numactl --preferred=0": ["numactl", "--preferred=0", "/bin/true"],

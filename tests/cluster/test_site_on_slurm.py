@@ -84,11 +84,10 @@ def test_ranks_that_a_template_never_starts_end_the_job_at_once(desk: Desk) -> N
     templates.mkdir()
     (desk.directory / "hpml.toml").write_text(f'templates = "templates"\n{PROFILE}')
     head = '{% extends "hpml/srun.sh.j2" %}\n'
-    block = (
-        '{% block ranks %}\nif [[ -n "${NEVER_SET:-}" ]]; then\n  srun true &\nfi\n{% endblock %}\n'
-    )
+    lines = 'if [[ -n "${NEVER_SET:-}" ]]; then\n  hpml_run srun true\nfi\n'
+    block = f"{{% block ranks %}}\n{lines}{{% endblock %}}\n"
     (templates / "srun.sh.j2").write_text(head + block)
     state = desk.run("idle", command=["true"], resources={"time": "10:00"}, code=6)
-    assert (state["state"], state["exit_code"]) == ("FAILED", 78)
+    assert (state["state"], state["exit_code"]) == ("FAILED", 1)
     output = Path(state["output"]).read_text("utf-8")
-    assert "block 'ranks' started nothing in the background" in output
+    assert "hpml: the script ended before its ranks: hpml_run has to start them" in output

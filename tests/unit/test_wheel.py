@@ -73,6 +73,7 @@ def test_the_wheel_holds_what_is_no_module(wheel: Path) -> None:
     assets = "hpml_orchestrator/_assets"
     for name in (
         "templates/sbatch/base.sh.j2",
+        "templates/sbatch/hpml-job.sh",
         "training_jobs/digits.yaml",
         "docs/man/man1/hpml.1",
         "deploy/prometheus/rules/hpml-alerts.yml",
@@ -111,7 +112,7 @@ def test_the_installed_hpml_renders_and_runs(installed: Path, tmp_path: Path) ->
     job = {"name": "wheel", "launcher": "srun", "command": ["sh", "-c", "echo $RANK of wheel"]}
     (tmp_path / "job.yaml").write_text(json.dumps(job))
     rendered = run([installed / "hpml", "render", "job.yaml"], tmp_path).stdout
-    assert f"hpml_interpreter={installed}/python" in rendered
+    assert f"hpml_begin {installed}/python" in rendered
     records = str(tmp_path / "records")
     done = run([installed / "hpml", "run", "--local", "job.yaml"], tmp_path, HPML_HOME=records)
     assert "0 of wheel\n" in done.stdout

@@ -151,7 +151,7 @@ def test_render_explains(shell: Shell, hpml: Hpml) -> None:
 
 
 def test_render_writes_what_sbatch_needs(shell: Shell, hpml: Hpml) -> None:
-    """`-o` puts script and node archive side by side; a script edited by hand is not replaced."""
+    """`-o` writes the script and its files; a script edited by hand is not replaced."""
     path = shell.job("written")
     plain = hpml("--records", str(shell.root / "fresh"), "render", path)
     assert (plain.code, plain.err) == (0, "")
@@ -162,10 +162,13 @@ def test_render_writes_what_sbatch_needs(shell: Shell, hpml: Hpml) -> None:
     assert os.access(made / "job.sh", os.X_OK)
     assert (made / "hpml-node.pyz").read_bytes().startswith(b"PK")
     assert hpml("render", path, "--json").json()["script"] == plain.out
-    (made / "job.sh").write_text("# my edit\n")
-    assert hpml("render", path, "-o", "by hand").refuses(2, "--force")
-    assert (made / "job.sh").read_text() == "# my edit\n"
-    assert hpml("render", path, "-o", "by hand", "--force").code == 0
+    for name in ("job.sh", "hpml-job.sh"):
+        before = (made / name).read_text()
+        (made / name).write_text("# my edit\n")
+        assert hpml("render", path, "-o", "by hand").refuses(2, f"{name} that differs", "--force")
+        assert (made / name).read_text() == "# my edit\n"
+        assert hpml("render", path, "-o", "by hand", "--force").code == 0
+        assert (made / name).read_text() == before
     assert (made / "job.sh").read_text() == plain.out
 
 
@@ -202,7 +205,7 @@ def test_completion_of_runs(shell: Shell, kind: str) -> None:
     store = Store(shell.root / f"completed-{kind}")
     ids = [f"{name}-20240101-000000-abcdef" for name in ("alpha", "alps", "beta")]
     for sid in ids:
-        store.prepare(sid, script="", archive=b"", submit={}, runs={0: {}})
+        store.prepare(sid, script="", shared={}, submit={}, runs={0: {}})
     offered = complete(shell, f"hpml --records {store.root} show al", kind)
     assert [sid in offered for sid in ids] == [True, True, False]
     assert complete(shell, "hpml --records /proc/none show al", kind).strip() in ("", "_files")

@@ -123,7 +123,7 @@ def place(shell: Shell) -> Path:
     (root / "sealed").mkdir(mode=0o500)
     store = Store(shell.records)
     for sid in OLD:
-        store.prepare(sid, script="", archive=b"", submit={}, runs={0: {}})
+        store.prepare(sid, script="", shared={}, submit={}, runs={0: {}})
     return root
 
 

@@ -73,8 +73,8 @@ CASES: dict[str, tuple[Size, str]] = {
 }
 LAUNCHES = {
     "torchrun": r"^  python\d? -m torch\.distributed\.run ",
-    "srun": r"^srun --nodes=.* --ntasks=.*\\\n.*--mpi=(none|pmix)",
-    "mpirun": r"^env .*mpirun .*ppr:8:node",
+    "srun": r"^hpml_run srun --nodes=.* --ntasks=.*\\\n.*--mpi=(none|pmix)",
+    "mpirun": r"^  mpirun .*ppr:8:node",
     "horovodrun": r"horovodrun -np 4 -H localhost:4",
 }
 
@@ -123,20 +123,16 @@ def directives(script: str) -> dict[str, str]:
 
 def argv(script: str, setup: str, directory: Path) -> list[str]:
     """The program as bash makes it of the rendered script, started with a recording python."""
-    block = re.search(r"^hpml_command=\(\n.*?^\)\n", script, re.MULTILINE | re.DOTALL)
-    assert block is not None
+    words = script.rpartition('"${hpml_bind[@]}" \\\n')[2]
     (directory / "params.txt").write_text("first line\nsecond line\nthird line\n")
     shows = [(name, f'{name} "$@"') for name in ("python", "apptainer", "singularity")]
     for name, shown in (*shows, ("show", '"$@"')):
         (directory / name).write_text(f'#!/bin/bash\nprintf "%s\\0" {shown}\n')
         (directory / name).chmod(0o755)
-    start = (
-        'if [[ ${hpml_command[0]} == bash ]]; then "${hpml_command[@]}"; '
-        'else show "${hpml_command[@]}"; fi'
-    )
+    start = f'set -- {words}\nif [[ $1 == bash ]]; then "$@"; else show "$@"; fi'
     stages = ("imagenet", "vocab", "labels")
     done = subprocess.run(
-        ["bash", "-c", f"{{ {setup or ':'}\n}} >/dev/null\n{block[0]}{start}"],
+        ["bash", "-c", f"{{ {setup or ':'}\n}} >/dev/null\n{start}"],
         env={
             "PATH": f"{directory}:/usr/bin:/bin",
             "TMPDIR": str(directory),

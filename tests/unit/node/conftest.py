@@ -35,7 +35,7 @@ class Node:
     def __init__(self, root: Path) -> None:
         self.store = Store(root / "records")
         self.submission = self.store.prepare(
-            SID, script="", archive=b"", submit={"name": "probe"}, runs={0: {"name": "probe"}}
+            SID, script="", shared={}, submit={"name": "probe"}, runs={0: {"name": "probe"}}
         )
         self.run_directory = self.store.runs_dir / SID
         self.attempt = self.run_directory / "attempts" / "0"

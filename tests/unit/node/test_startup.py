@@ -124,7 +124,7 @@ def test_an_array_task_claims_its_own_run(node: Node) -> None:
     Its output lies in the submission, and from its first start on in its own directory, too.
     """
     sid = "many-20240101-000000-abcdef"
-    many = node.store.prepare(sid, script="", archive=b"", submit={}, runs={0: {}, 7: {}})
+    many = node.store.prepare(sid, script="", shared={}, submit={}, runs={0: {}, 7: {}})
     words = ("claim", str(many.directory))
     run = Run(node.store.runs_dir / f"{sid}.7")
     output = many.directory / "output" / "7.log"

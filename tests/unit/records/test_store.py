@@ -28,7 +28,7 @@ def prepare(store: Store, sid: str, runs: int = 1) -> Submission:
     return store.prepare(
         sid,
         script="#!/bin/bash\n",
-        archive=b"PK",
+        shared={"hpml-node.pyz": b"PK"},
         submit={"name": sid.rsplit("-", 3)[0]},
         runs={index: {"name": "x"} for index in range(runs)},
     )
@@ -111,7 +111,7 @@ if sys.argv[2] != "0":
     os.setgroups([]); os.setgid(int(sys.argv[2])); os.setuid(int(sys.argv[2]))
 try:
     Store(Path(sys.argv[1])).prepare(
-        "a-20240101-000000-abcdef", script="x" * 100_000, archive=b"y" * 300_000,
+        "a-20240101-000000-abcdef", script="x" * 100_000, shared={"hpml-node.pyz": b"y" * 300_000},
         submit={"name": "a"}, runs={index: {"name": "x"} for index in range(3)})
 except RecordError as error:
     print(f"{error} | {error.hint}")
@@ -284,7 +284,7 @@ def test_where_records_live(environment: dict[str, str], root: str) -> None:
 
 def array(store: Store, sid: str, indices: tuple[int, ...] = (3, 5)) -> Submission:
     runs = {index: {"name": "x"} for index in indices}
-    return store.prepare(sid, script="", archive=b"", submit={}, runs=runs, array=True)
+    return store.prepare(sid, script="", shared={}, submit={}, runs=runs, array=True)
 
 
 def test_an_array_of_one_task_numbers_it_too(store: Store) -> None:

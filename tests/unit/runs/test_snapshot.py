@@ -224,13 +224,13 @@ def test_paths_of_the_script(repository: Repository, world: World, tmp_path: Pat
     submission = prepare(world, repository, workdir=str(tmp_path / "link"), **fields)
     text = submission.script.read_text()
     assert '\ncd -- "$hpml_submission"/code/tools\n' in text
-    assert '  /env/python\n  "$hpml_submission"/code/tools/eval.py\n' in text
+    assert '\n  /env/python "$hpml_submission"/code/tools/eval.py\n' in text
     assert str(repository.top) not in text
     outside = tmp_path / "outside.py"
     outside.write_text("x")
     text = prepare(world, repository, command=None, script=str(outside)).script.read_text()
     assert '\ncd -- "$hpml_submission"/code\n' in text
-    assert f"\n  {outside}\n" in text
+    assert f" {outside}\n" in text
 
 
 @pytest.mark.parametrize("place", ["records", "."])
@@ -304,7 +304,7 @@ def test_rendering_into_a_directory_brings_the_code(
     rendered = render_job(load_job(path))
     script = write_rendered(rendered, str(tmp_path / "out"))
     assert contents(tmp_path / "out" / "code") == contents(repository.top)
-    assert sorted(os.listdir(script.parent)) == ["code", "hpml-node.pyz", "job.sh"]
+    assert sorted(os.listdir(script.parent)) == ["code", "hpml-job.sh", "hpml-node.pyz", "job.sh"]
     with pytest.raises(InputError, match="--output: already holds a directory code"):
         write_rendered(rendered, str(tmp_path / "out"), force=True)
     with pytest.raises(InputError, match="--output: lies inside the repository"):

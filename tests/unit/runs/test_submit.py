@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 def test_a_prepared_submission_says_everything(world: World) -> None:
-    """Job, script, archive, provenance, and which variables travel, but not their values."""
+    """Job, script, its files, provenance, and which variables travel, but not their values."""
     submission = world.prepare()
     record = submission.record()
     assert (record["name"], record["backend"]) == ("probe", "slurm")
@@ -31,7 +31,8 @@ def test_a_prepared_submission_says_everything(world: World) -> None:
     assert record["job"]["command"] == ["true"]
     assert record["provenance"]["command_line"] == ["hpml", "submit"]
     assert submission.script.read_text().startswith("#!/bin/bash\n#SBATCH --job-name=probe\n")
-    assert (submission.directory / "hpml-node.pyz").read_bytes() == archive.build()
+    for name, content in archive.node_files().items():
+        assert (submission.directory / name).read_bytes() == content
     assert world.scheduler.jobs == {}
 
 

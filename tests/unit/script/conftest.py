@@ -31,7 +31,8 @@ class Sandbox:
         self.root = root
         self.submission = root / "submission"
         self.submission.mkdir()
-        (self.submission / "hpml-node.pyz").write_bytes(archive.build())
+        for name, content in archive.node_files().items():
+            (self.submission / name).write_bytes(content)
         self.bin = root / "bin"
         self.bin.mkdir()
         srun = self.bin / "srun"

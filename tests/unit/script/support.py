@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from typing import Any
 
 from hpml_orchestrator.script import Capabilities
@@ -18,3 +19,19 @@ def job(**fields: Any) -> Job:
     """A job that is complete but for these fields."""
     program = {} if {"script", "module", "command"} & set(fields) else {"script": "/w/train.py"}
     return Job.model_validate({"name": "probe", "workdir": "/w d", **program, **fields})
+
+
+def words(code: str) -> list[str]:
+    """The words of a command that takes several lines; variables stay as they are written."""
+    return shlex.split(code.replace("\\\n ", ""))
+
+
+def launch(script: str) -> list[str]:
+    """The words of the script's last command, which starts the ranks."""
+    return words(script.rpartition("\nhpml_run ")[2])
+
+
+def program(script: str) -> list[str]:
+    """The words of what each rank becomes."""
+    command = launch(script)
+    return command[command.index("${hpml_bind[@]}") + 1 :]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shlex
 from typing import Any
 
 import pytest
@@ -18,7 +17,7 @@ from hpml_orchestrator.node.options import (
 from hpml_orchestrator.script import render
 from hpml_orchestrator.spec.site import ResolvedSite, Site
 from hpml_orchestrator.staging import StageRequest
-from tests.unit.script.support import HERE, job
+from tests.unit.script.support import HERE, job, words
 
 ODD = 'it\'s $HOME `x` "q" \\ \u2028 ünï\n--'
 RATES = {"shared_rate": "1G", "link_rate": "2M", "disk_rate": "3M", "metadata_rate": 3}
@@ -30,8 +29,7 @@ def options(site: dict[str, Any] | None = None, **fields: Any) -> AgentOptions:
     """What the agents of a job read from its script."""
     profile = None if site is None else ResolvedSite(Site.model_validate(site))
     script = render(job(**fields), HERE, profile)
-    call = script.partition(' agent "$hpml_attempt"')[2].partition(" &\nhpml_agent=")[0]
-    argv = shlex.split(call.replace("\\\n ", ""))
+    argv = words(script.partition("\nhpml_agents")[2].partition("\n\n# What the ranks find")[0])
     named = {"$hpml_shm": "/ram", "$hpml_local": "/disk"}  # which the shell expands
     return parse_options(["/a", *(named.get(argument, argument) for argument in argv)])
 

@@ -81,7 +81,9 @@ def test_a_rank_starts_the_short_way(python: Path, pyz: Path, tmp_path: Path) ->
     """It is bound as planned, with few modules; without an attempt it plans for itself."""
     (tmp_path / "binding").mkdir()
     put_plan(tmp_path, RankPlan(0, cpus=(MINE[0],), memory=0), verify="strict")
-    start = ("-c", archive.BIND_CODE, pyz)
+    functions = archive.node_files()["hpml-job.sh"].decode()
+    (code,) = re.findall(r"^hpml_bind_code='(.*)'$", functions, re.MULTILINE)
+    start = ("-c", code, pyz)
     done = run(python, *start, tmp_path, "--", "sh", "-c", "echo $HPML_CHANNEL")
     assert (done.returncode, done.stderr) == (0, "")
     assert done.stdout.startswith("hpml-0-")

@@ -1,42 +1,17 @@
-"""What the scripts of all launchers have in common, and what mpirun and horovodrun need."""
+"""What scripts and their launchers need."""
 
 from __future__ import annotations
 
-import re
-import subprocess
-from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 
-from hpml_orchestrator.script import render
+from hpml_orchestrator.script import Capabilities, render
 from hpml_orchestrator.spec.site import ResolvedSite, Site
-from tests.unit.script.support import HERE, LAUNCHERS, job
+from tests.unit.script.support import HERE, job
 
-
-@pytest.mark.parametrize("launcher", LAUNCHERS)
-def test_no_step_has_a_number_of_cpus_per_task(launcher: str) -> None:
-    """With --cpus-per-task a step has one task's CPUs, and neither agent nor rank can have more."""
-    script = render(job(launcher=launcher, resources={"gpus": 4, "cpus_per_rank": 8}), HERE)
-    commands = [line for line in script.split("\n") if not line.startswith("#")]
-    assert not any("--cpus-per-task" in line for line in commands)
-    assert "unset -v SRUN_CPUS_PER_TASK SLURM_TRES_PER_TASK" in commands
-
-
-@pytest.mark.parametrize(
-    ("finish", "ends"), [("echo 79", 79), ("echo 7; exit 0", 7), ("exit 1", 3), ("kill -9 $$", 3)]
-)
-def test_what_ended_the_job_is_its_exit_status(tmp_path: Path, finish: str, ends: int) -> None:
-    """The status that `finish`, a fake here, prints replaces the script's own."""
-    pattern = r"^hpml_agent='' .*?^trap 'hpml_terminate TERM'"
-    block = re.search(pattern, render(job(), HERE), re.MULTILINE | re.DOTALL)
-    assert block is not None
-    fake = tmp_path / "fake"
-    fake.write_text(f"#!/bin/sh\n{finish}\n")
-    fake.chmod(0o755)
-    begin = f"set -euo pipefail; hpml_python=({fake}) hpml_attempt={tmp_path}\n"
-    code = f"{begin}{block[0]} TERM\nexit 3\n"
-    done = subprocess.run(["bash", "-c", code], check=False, timeout=120)
-    assert done.returncode == ends
+if TYPE_CHECKING:
+    from tests.unit.script.conftest import Sandbox
 
 
 def test_mpirun_uses_the_sites_interfaces() -> None:
@@ -52,17 +27,22 @@ def test_mpirun_uses_the_sites_interfaces() -> None:
     ("launcher", "message"),
     [("mpirun", "no mpirun of Open MPI on PATH"), ("horovodrun", "no horovodrun on PATH")],
 )
-def test_a_launcher_that_is_not_there_ends_the_job(launcher: str, message: str) -> None:
-    """The lines before the launch say so, with status 78."""
-    script = render(job(launcher=launcher), HERE)
-    (fail,) = re.findall(r"^hpml_fail\(\) \{(?:.*\n)+?\}$", script, re.MULTILINE)
-    (line,) = re.findall(rf"^(?:hpml_version=.*\n)?.*{message}.*$", script, re.MULTILINE)
-    done = subprocess.run(
-        ["/bin/bash", "-euo", "pipefail", "-c", f"{fail}\n{line}"],
-        env={"PATH": "/nowhere"},
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=120,
-    )
-    assert (done.returncode, message in done.stderr) == (78, True)
+def test_a_launcher_that_is_not_there_ends_the_job(
+    sandbox: Sandbox, launcher: str, message: str
+) -> None:
+    """Before any rank starts, with status 78."""
+    missing = "/usr/bin/env bash -c 'exit 127' mpirun"
+    (sandbox.bin / "mpirun").write_text(f"#!/bin/sh\n{missing}\n")
+    (sandbox.bin / "mpirun").chmod(0o755)
+    done = sandbox.start(render(job(launcher=launcher, workdir="/"), Capabilities()))
+    assert (done.returncode, message in done.stderr.decode()) == (78, True)
+
+
+@pytest.mark.parametrize("name", ["hpml-node.pyz", "hpml-job.sh"])
+def test_a_script_needs_its_files(sandbox: Sandbox, name: str) -> None:
+    """Without one of them the job ends at once, and the error names it."""
+    (sandbox.submission / name).unlink()
+    done = sandbox.start(render(job(workdir="/"), Capabilities()))
+    error = done.stderr.decode()
+    assert (done.returncode, name in error, "'hpml render -o DIR'" in error) == (78, True, True)
+    assert not (sandbox.submission / "runs").exists()

@@ -21,7 +21,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from hpml_orchestrator.errors import InputError
-from hpml_orchestrator.script import Capabilities, render
+from hpml_orchestrator.script import Capabilities, archive, render
 from hpml_orchestrator.spec.schema import job_schema
 from tests.unit.script.support import CANARY
 
@@ -193,8 +193,11 @@ def no_code(script: str, workdir: Path) -> bool:
         (commands / "python").write_text("#!/bin/sh\necho /nowhere/attempts/0\n")
         (commands / "python").chmod(0o755)
         (scratch / "hpml-node.pyz").write_bytes(b"")
-    interpreter = f"hpml_interpreter={commands}/python"
-    text = re.sub(r"^hpml_interpreter=.*", lambda _: interpreter, script, flags=re.MULTILINE)
+        functions = archive.node_files()["hpml-job.sh"]  # hpml_run would end the script
+        (scratch / "hpml-job.sh").write_bytes(functions + b"hpml_run() { :; }\n")
+    begin = f"hpml_begin {commands}/python "
+    text = re.sub(r"^hpml_begin \S+ ", lambda _: begin, script, flags=re.MULTILINE)
+    assert text != script
     (scratch / "job.sh").write_text(text, encoding="utf-8")
     subprocess.run(["bash", "-n", "job.sh"], cwd=scratch, check=True, timeout=120)
     subprocess.run(
@@ -214,7 +217,12 @@ def test_a_value_that_became_code_would_be_noticed(sandbox: Sandbox) -> None:
     assert {*deep.split(), "stage.0.source", "resources.mail.on.0"} <= set(PLACES)
     script = render(sandbox.set({"name": "probe", "command": ["VALUE"]}).job, Capabilities())
     assert no_code(script, sandbox.root)
-    for payload in (f"$(touch {CANARY})", f"x\n) ; touch {CANARY} ; (:", f"`touch {CANARY}`"):
+    for payload in (
+        f"$(touch {CANARY})",
+        f"x\ntouch {CANARY}",
+        f"x; touch {CANARY}",
+        f"`touch {CANARY}`",
+    ):
         assert not no_code(script.replace("VALUE", payload), sandbox.root), payload
         for canary in sandbox.root.rglob(CANARY):
             canary.unlink()

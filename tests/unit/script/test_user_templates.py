@@ -81,7 +81,7 @@ def test_a_base_of_ones_own_counts_for_every_launcher(office: Office) -> None:
     new = "{% block user %}echo both\n{% block limits %}{% endblock %}{% endblock %}"
     office.write("base.sh.j2", '{% extends "hpml/base.sh.j2" %}' + new)
     own = '{% extends "base.sh.j2" %}{% block limits %}ulimit -n 9\n{% endblock %}'
-    office.write("srun.sh.j2", own + "{% block ranks %}sleep 1 &\n{% endblock %}")
+    office.write("srun.sh.j2", own + "{% block ranks %}hpml_run sleep 1\n{% endblock %}")
     assert "\necho both\n" in office.render()
     assert "\necho both\nulimit -n 9\n" in office.render(launcher="srun")
 
@@ -103,8 +103,12 @@ def test_a_base_of_ones_own_counts_for_every_launcher(office: Office) -> None:
         ("user", "cat <<END\nnothing ends this\n", "cannot read the script: .*here-document"),
         ("directives", "\n#SBATCH --nodes=1\n", "lacks `#SBATCH --job-name=a`"),
         *(
-            (block, "\n# claim finish agent\n", f"needs of the block '{block}'")
-            for block in ("setup", "finish", "agent", "ready")
+            (
+                block,
+                "\n# hpml_begin hpml_agents hpml_wait_ready hpml_run\n",
+                f"needs of the block '{block}'",
+            )
+            for block in ("setup", "agent", "ready", "ranks")
         ),
         *(
             ("directives", "{{ super() }}#SBATCH " + line, f"#SBATCH {line}: a template cannot set")
@@ -162,7 +166,7 @@ def test_an_ejected_template_explains_every_block(office: Office) -> None:
     listed = text.partition("order of the script:\n\n")[2].partition("#}")[0]
     blocks = {
         block.name
-        for path in Path(own_directory()).iterdir()
+        for path in Path(own_directory()).glob("*.j2")
         for block in environment().parse(path.read_text()).find_all(jinja2.nodes.Block)
     }
     assert {line.split()[0] for line in listed.strip().split("\n")} == blocks

@@ -354,7 +354,9 @@ def test_an_axis_that_may_reach_the_program_is_planned(
 def test_a_template_that_leaves_arguments_out_is_refused(tmp_path: Path) -> None:
     """The site's own launch line has to pass on what differs between points."""
     site = ResolvedSite(Site(templates=str(tmp_path)))
-    template = '{% extends "hpml/srun.sh.j2" %}{% block BLOCK %}srun ./train &\n{% endblock %}'
+    template = (
+        '{% extends "hpml/srun.sh.j2" %}{% block BLOCK %}hpml_run srun ./train\n{% endblock %}'
+    )
     (tmp_path / "srun.sh.j2").write_text(template.replace("BLOCK", "user"))
     made(tmp_path, grid([1, 2]), site=site)
     for block in ("launch", "ranks"):

@@ -1,0 +1,196 @@
+# shellcheck shell=bash
+# The functions of a batch script of hpml. `job.sh` sources this file from the directory of its
+# submission, under `set -euo pipefail`, and calls them in this order:
+#
+#   hpml_begin        claim this attempt; from here on the end of the script is recorded
+#   hpml_agents       start one agent per node, which stages the data and plans the ranks
+#   hpml_module_init  find the `module` command
+#   hpml_setup_begin  … hpml_setup_end: around the lines of `environment.setup`
+#   hpml_wait_ready   wait until every node is ready
+#   hpml_rendezvous   choose address and port of the process group
+#   hpml_run          start the ranks, wait for them, and end the script with their status
+#
+# hpml_fail ends the script with a reason at any time.
+
+# Code of hpml-bind, which binds a rank and then becomes it. Running the archive itself would import
+# `runpy`, a third of a rank's start.
+hpml_bind_code='import sys; sys.path.append(sys.argv.pop(1)); from hpml_orchestrator.node.bind import main; sys.exit(main())'
+
+# hpml_begin PYTHON LAUNCHER [SECONDS]: claim this attempt. Of two jobs of one run the second ends here.
+#   PYTHON   runs hpml's own parts, whatever the script activates later; else python3
+#   SECONDS  the time limit
+# Sets hpml_submission, hpml_python (a command of hpml-node.pyz follows), hpml_bind (a rank's command
+# follows) and hpml_unbound (for each srun); exports HPML_ATTEMPT_DIR, HPML_RUN_DIR and HPML_JOB_KEY.
+hpml_begin() {
+  local archive=$PWD/hpml-node.pyz python=$1
+  hpml_submission=$PWD hpml_launcher=$2 hpml_agent='' hpml_ranks='' hpml_passed='' hpml_reason='' hpml_over=''
+  if [[ ! -r $archive ]]; then
+    echo "hpml: no hpml-node.pyz in $PWD: start job.sh in the directory that 'hpml render -o DIR' wrote" >&2
+    exit 78
+  fi
+  [[ -x $python ]] || python=python3
+  hpml_python=("$python" -I -S "$archive")
+
+  # A step without --cpus-per-task has all CPUs of the job on its node. With it, or with one of these
+  # variables, it has one task's, and nothing in it can have more: so no srun here has it.
+  unset -v SRUN_CPUS_PER_TASK SLURM_TRES_PER_TASK
+  # hpml-bind binds, not srun. On a cluster that cannot bind, srun complains about each --cpu-bind: there
+  # it is left out. This call prints srun's help on that option and starts nothing.
+  hpml_unbound=(--cpu-bind=none)
+  [[ $(srun --cpu-bind=none,help true 2>&1) != *'lacks support for cpu binding'* ]] || hpml_unbound=()
+
+  HPML_ATTEMPT_DIR=$("${hpml_python[@]}" claim "$hpml_submission")
+  export HPML_ATTEMPT_DIR HPML_RUN_DIR=${HPML_ATTEMPT_DIR%/attempts/*}
+  export HPML_JOB_KEY=${SLURM_CLUSTER_NAME:-slurm}-$SLURM_JOB_ID
+  # When the job began, and when its time limit ends it, if Slurm does not set them.
+  export SLURM_JOB_START_TIME=${SLURM_JOB_START_TIME:-$(date +%s)}
+  if [[ -n ${3-} ]]; then
+    export SLURM_JOB_END_TIME=${SLURM_JOB_END_TIME:-$((SLURM_JOB_START_TIME + $3))}
+  fi
+  # shellcheck disable=SC2034  # job.sh uses it
+  hpml_bind=("$python" -I -S -c "$hpml_bind_code" "$archive" "$HPML_ATTEMPT_DIR" --)
+
+  trap hpml_finish EXIT
+  trap 'hpml_terminate TERM' TERM
+  trap 'hpml_terminate INT' INT
+  trap 'hpml_terminate HUP' HUP
+  trap 'hpml_terminate QUIT' QUIT
+  trap '' USR1 USR2  # until the agents listen
+}
+
+# hpml_fail STATUS REASON …: end the script with that status, and record the reason.
+hpml_fail() {
+  local IFS=' '
+  hpml_reason="${*:2}"
+  echo "hpml: $hpml_reason" >&2
+  exit "$1"
+}
+
+# Trap of EXIT: stop the agents and record how the job ended.
+hpml_finish() {
+  local code=$? own=''
+  trap - EXIT
+  trap '' TERM INT HUP QUIT USR1 USR2
+  if [[ $code == 0 && -z $hpml_over ]]; then
+    code=1 hpml_reason=${hpml_reason:-the script ended before its ranks: hpml_run has to start them}
+    echo "hpml: $hpml_reason" >&2
+  fi
+  [[ $code != 0 ]] || hpml_stop_agents
+  own=$("${hpml_python[@]}" finish "$HPML_ATTEMPT_DIR" "$code" "$hpml_reason" "$hpml_launcher") || :
+  [[ $code == 0 ]] || hpml_stop_agents  # after the record: SIGKILL may come soon
+  exit "${own:-$code}"
+}
+
+# Stop the agents, which remove what they staged.
+hpml_stop_agents() {
+  [[ -n $hpml_agent ]] || return 0
+  : >|"$HPML_ATTEMPT_DIR/over"
+  kill -USR1 "$hpml_agent" 2>/dev/null || :
+  wait "$hpml_agent" || :
+}
+
+# hpml_terminate SIGNAL: trap of the signals that end the job; hpml_finish follows.
+hpml_terminate() {
+  hpml_reason="the script got SIG$1"
+  [[ -z $hpml_ranks ]] || kill -TERM "$hpml_ranks" 2>/dev/null || :
+  exit "$((128 + $(kill -l "$1")))"
+}
+
+# hpml_pass_on SIGNAL: trap of USR1 and USR2, by which users ask their ranks for something; the job continues.
+hpml_pass_on() {
+  hpml_passed=1
+  [[ -z $hpml_ranks ]] || kill -s "$1" "$hpml_ranks" 2>/dev/null || :
+  "${hpml_python[@]}" note-signal "$HPML_ATTEMPT_DIR" "$1" || :
+}
+
+# hpml_agents OPTION …: start one agent per node in the background, for as long as the job.
+hpml_agents() {
+  # Newer sruns take a rank's number of CPUs from the environment; the agent has to see all of the job's.
+  env --unset=SLURM_CPUS_PER_TASK --unset=SRUN_CPUS_PER_TASK \
+    srun --overlap --nodes="$SLURM_NNODES" --ntasks="$SLURM_NNODES" --ntasks-per-node=1 \
+    "${hpml_unbound[@]}" --mpi=none --kill-on-bad-exit=1 --export=ALL \
+    bash -c 'trap "" USR1 USR2; exec "$@"' agent "${hpml_python[@]}" agent "$HPML_ATTEMPT_DIR" "$@" &
+  hpml_agent=$!
+  trap 'hpml_pass_on USR1' USR1
+  trap 'hpml_pass_on USR2' USR2
+}
+
+# Print the file that defines the `module` command; /dev/null if the shell has it or none is found.
+hpml_module_init() {
+  local file
+  if ! type module >/dev/null 2>&1; then
+    for file in "${MODULESHOME:+$MODULESHOME/init/bash}" "${LMOD_PKG:+$LMOD_PKG/init/bash}" \
+      /etc/profile.d/lmod.sh /etc/profile.d/modules.sh /usr/share/modules/init/bash; do
+      [[ -z $file || ! -r $file ]] || { echo "$file" && return; }
+    done
+  fi
+  echo /dev/null
+}
+
+# hpml_setup_begin "$LINENO": the lines of environment.setup follow. One that fails ends the job; of a file
+# that is sourced its status counts. Traps stay hpml's, and `wait` does not wait for hpml's agents.
+hpml_setup_begin() {
+  hpml_first=$1 hpml_reason='environment.setup ended the script'
+  # shellcheck disable=SC2064  # the caller has quoted it
+  trap() { ((BASH_SUBSHELL == 0)) || builtin trap "$@"; }
+  # shellcheck disable=SC2329  # the lines call it
+  wait() {
+    if (($#)); then builtin wait "$@"; return; fi
+    local pid
+    for pid in $(jobs -p); do [[ $pid == "$hpml_agent" ]] || builtin wait "$pid" || :; done
+  }
+  set +eu -E
+  builtin trap 'hpml_setup_failed "$?" "$LINENO" "${BASH_SOURCE[0]}" "$BASH_SUBSHELL"' ERR
+}
+
+# hpml_setup_failed STATUS LINE FILE SUBSHELL: trap of ERR, ends the job with the line of environment.setup
+# that failed. What fails inside a sourced file or a subshell is not such a line.
+hpml_setup_failed() {
+  [[ $3 == "$0" && $4 == 0 ]] || return 0
+  hpml_reason="environment.setup, line $(($2 - hpml_first)), exited with $1"
+  echo "hpml: ${hpml_reason/, exited/: exited}: $(sed -n "${2}s/^[[:blank:]]*//p" "$0")" >&2
+  exit "$1"
+}
+
+# Undo hpml_setup_begin, and the shell options that the lines set.
+hpml_setup_end() {
+  unset -f trap wait
+  trap - ERR
+  set +Exv
+  set -euo pipefail
+  IFS=$' \t\n' hpml_reason=''
+}
+
+# Wait until every node is ready: then the ranks start, or none does.
+hpml_wait_ready() {
+  "${hpml_python[@]}" wait-ready "$HPML_ATTEMPT_DIR" "$SLURM_NNODES" "$hpml_agent"
+}
+
+# Export MASTER_ADDR, the first node of the job, and MASTER_PORT, one below the ephemeral range that is free now.
+hpml_rendezvous() {
+  local both
+  both=$("${hpml_python[@]}" rendezvous "$HPML_ATTEMPT_DIR")
+  export MASTER_ADDR=${both% *} MASTER_PORT=${both#* }
+}
+
+# End the job unless Open MPI's mpirun is on PATH.
+hpml_need_mpirun() {
+  local version
+  version=$(timeout 60 mpirun --version 2>&1) || :
+  [[ $version == *'Open MPI'* ]] ||
+    hpml_fail 78 'no mpirun of Open MPI on PATH that answers within 60 s: load its module in environment.modules'
+}
+
+# hpml_run COMMAND …: start the ranks by this command, wait for them, and end the script with its status.
+hpml_run() {
+  local code=0
+  "$@" &
+  hpml_ranks=$!
+  hpml_passed=1
+  while [[ -n $hpml_passed ]]; do  # a signal that is passed on ends `wait` early
+    hpml_passed='' code=0
+    wait "$hpml_ranks" || code=$?
+  done
+  hpml_ranks='' hpml_over=1
+  exit "$code"
+}
