@@ -3,7 +3,8 @@
 It plans where the ranks will run, stages the data, marks the node as ready, listens to the ranks,
 verifies their binding, runs the job's exporter, and removes what it staged when the job is over.
 The file `over` says so; SIGUSR1 only makes it look at once. Signals reach every step of a job, also
-those that a user means for the ranks: while ranks live, none of them ends an agent.
+those that a user means for the ranks: while ranks live, none of them ends an agent. If the job
+saves checkpoints, SIGTERM and the time limit begin the stop path (`node/stopping.py`).
 """
 
 from __future__ import annotations
@@ -12,30 +13,29 @@ import contextlib
 import functools
 import math
 import os
-import re
 import select
 import signal
 import socket
-import subprocess
 import sys
 import threading
 import time
 from collections import Counter
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 from types import FrameType
 from typing import Any
 
 from hpml_orchestrator.errors import BindingError, HpmlError, NotFoundError, RecordError
-from hpml_orchestrator.node import planning
+from hpml_orchestrator.node import hang, planning
 from hpml_orchestrator.node.channel import ChannelReader, attempt_channel
 from hpml_orchestrator.node.feed import Feed, exporter_sockets
+from hpml_orchestrator.node.jobstate import kill_wait
 from hpml_orchestrator.node.monitor import Monitor
 from hpml_orchestrator.node.options import AgentOptions, BindOptions, node_name, parse_options
-from hpml_orchestrator.node.processes import RankRecords, is_alive
+from hpml_orchestrator.node.processes import RankRecords, is_alive, kill_families
 from hpml_orchestrator.node.results import NodeResults, make_own
 from hpml_orchestrator.node.stages import NodeStaging
 from hpml_orchestrator.node.startup import resolve
+from hpml_orchestrator.node.stopping import StopPath
 from hpml_orchestrator.node.watch import Watch
 from hpml_orchestrator.placement.report import plan_figures
 from hpml_orchestrator.records import events
@@ -44,7 +44,6 @@ from hpml_orchestrator.records.files import read_json, write_json
 __all__ = ["Agent", "main"]
 
 _POLL_SECONDS = 2.0
-_KILL_WAIT_SECONDS = 30.0  # Slurm's default
 _CLEAN_SECONDS = 3.0
 """How long before Slurm's SIGKILL the last ranks are ended, so that their data can be removed."""
 _RANK_LOOK_SECONDS = 0.2
@@ -66,18 +65,6 @@ def main(argv: list[str]) -> int:
     return status
 
 
-def kill_wait(environment: Mapping[str, str]) -> float:
-    """Return the seconds from a job's SIGTERM to its SIGKILL, as the cluster is configured."""
-    with contextlib.suppress(OSError, ValueError, subprocess.SubprocessError):
-        if "HPML_LOCAL_KILL_WAIT" in environment:
-            return float(environment["HPML_LOCAL_KILL_WAIT"])
-        command = ["scontrol", "show", "config"]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=3, check=True)
-        match = re.search(r"^KillWait\s*=\s*(\d+)", done.stdout, re.MULTILINE)
-        return float(match[1]) if match else _KILL_WAIT_SECONDS
-    return _KILL_WAIT_SECONDS
-
-
 @dataclass
 class Agent:
     """One node's agent.
@@ -90,6 +77,7 @@ class Agent:
     options: AgentOptions
     node: str = field(default_factory=node_name)
     _asked_at: float = math.inf  # monotonic seconds of the first signal that ends the job
+    _terminated_at: float = math.inf  # of a SIGTERM that the stop path has not seen yet
     _over: bool = False
     _is_ready: bool = False
     _look_at: float = 0.0
@@ -97,6 +85,7 @@ class Agent:
     _received: list[str] = field(default_factory=list)
     _ranks: list[dict[str, Any]] = field(default_factory=list)
     _watch: Watch | None = None
+    _stop: StopPath | None = None
     _made: planning.Prepared | None = None
     _feed: Feed = field(default_factory=lambda: Feed(exporter_sockets(os.environ)))
     _wake: tuple[int, int] = field(default_factory=lambda: os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK))
@@ -120,8 +109,11 @@ class Agent:
         signal interrupts.
         """
         self._received.append(signal.Signals(number).name)
+        now = time.monotonic()
         if number in _ENDING:
-            self._asked_at = min(self._asked_at, time.monotonic())
+            self._asked_at = min(self._asked_at, now)
+        if number == signal.SIGTERM:
+            self._terminated_at = now
         self._look_at = 0.0
         with contextlib.suppress(BlockingIOError):
             os.write(self._wake[1], b"\0")
@@ -146,17 +138,6 @@ class Agent:
         self._ranks += self._records.new()
         return self._ranks
 
-    def _rank_lives(self, *, may_begin: bool = False) -> bool:
-        """Whether a rank of this node lives; `may_begin` before the first has begun."""
-        ranks = self._started_ranks()
-        return any(map(is_alive, ranks)) if ranks else may_begin
-
-    def _kill_ranks(self) -> None:
-        """End the ranks that outlive the job: SIGKILL would come next, for this agent too."""
-        for record in filter(is_alive, self._ranks):
-            with contextlib.suppress(OSError):
-                os.kill(record["pid"], signal.SIGKILL)
-
     def _report(self, message: str) -> None:
         sys.stderr.write(f"hpml: {self.node}: {message}\n")
 
@@ -169,7 +150,8 @@ class Agent:
         name = attempt_channel(os.environ, str(self._attempt))
         monitor = self._monitor()
         try:
-            with ChannelReader(name, self._log, self.node, feed=self._feed):
+            with ChannelReader(name, self._log, self.node, feed=self._feed) as channel:
+                self._stop = self._stop_path(channel)
                 ready = self._make_ready(name, monitor)
                 if ready:
                     self._wait()
@@ -178,6 +160,7 @@ class Agent:
             if ready and self.options.collect:
                 self._collect()
         finally:
+            hang.remove_pipes(self._attempt, (record["rank"] for record in self._ranks))
             if monitor is not None:
                 monitor.end()  # which takes a moment, like cleaning up
             self._clean()
@@ -185,6 +168,21 @@ class Agent:
                 monitor.stop()
             self._feed.close()
         return 0 if ready else 1
+
+    def _stop_path(self, channel: ChannelReader) -> StopPath | None:
+        """Return what stops the ranks before their end; None if the job saves no checkpoints."""
+        options = self.options.checkpoint
+        if options is None:
+            return None
+        environment = os.environ
+        return StopPath(
+            options,
+            self._attempt,
+            self.node,
+            channel,
+            environment=environment,
+            grace=self._rank_grace,
+        )
 
     def _monitor(self) -> Monitor | None:
         """Return the job's exporter, not started yet; None where the job is not monitored."""
@@ -260,10 +258,21 @@ class Agent:
             why = f"{why}; nothing is bound"
             made = planning.unbound(options, os.environ, node=self.node, allowed=allowed, why=why)
         self._made = made
-        planning.publish(self._attempt, options, made, channel=channel)
+        planning.publish(self._attempt, options, made, channel=channel, more=self._for_ranks(made))
         if options.verify != "off":
             self._watch = Watch(self._attempt, made)
         return plan_figures(made.plan, sets_threads=not options.keep_threads)
+
+    def _for_ranks(self, made: planning.Prepared) -> dict[str, str]:
+        """Return what hpml-bind is told so that this agent can stop the ranks."""
+        checkpoint = self.options.checkpoint
+        if checkpoint is None:
+            return {}
+        has_gpus = any(rank.gpu is not None for rank in made.plan.ranks)
+        if not checkpoint.hang or not has_gpus:
+            return {"sigterm": "ignore"}
+        hang.directory_of(self._attempt).mkdir(exist_ok=True)
+        return {"sigterm": "ignore", "recorder": hang.recorder_stem(self._attempt)}
 
     def _head_names(self) -> list[str]:
         try:
@@ -281,22 +290,40 @@ class Agent:
         kill_at = math.inf
         while True:
             now = time.monotonic()
+            ranks = [*filter(is_alive, self._started_ranks())]
             if self._is_over():
-                if not self._rank_lives():
+                if not ranks:
                     return
                 if kill_at == math.inf:
-                    share = 2 if self.options.collect else 1  # the other half is for the results
-                    kill_at = now + max(1.0, self._grace / share)
+                    kill_at = now + max(1.0, self._rank_grace())
                 if now >= kill_at:
-                    self._kill_ranks()
-            elif self._asked_to_end and not self._rank_lives(may_begin=self._is_ready):
+                    kill_families(ranks)  # SIGKILL would come next, for this agent too
+            elif self._asked_to_end and not ranks and (self._ranks or not self._is_ready):
                 return
             pause = min(self._note_signals(now), self._watch_ranks(), self._feed.act(now))
+            pause = min(pause, self._stop_ranks(now, ranks))
             if self._over or self._asked_to_end:
                 pause = min(pause, _RANK_LOOK_SECONDS)
             select.select([self._wake[0]], [], [], max(0.0, pause))
             with contextlib.suppress(BlockingIOError):
                 os.read(self._wake[0], 4096)
+
+    def _stop_ranks(self, now: float, ranks: list[dict[str, Any]]) -> float:
+        """Stop the ranks if that is due; returns seconds until there is more."""
+        if self._stop is None:
+            return math.inf
+        if self._terminated_at < math.inf:
+            self._stop.on_sigterm(self._terminated_at)
+            self._terminated_at = math.inf
+        try:
+            pause = self._stop.act(now, ranks)
+        except Exception as error:  # noqa: BLE001 - whatever it is, the job goes on
+            self._report(f"the ranks are no longer stopped: {type(error).__name__}: {error}")
+            self._stop = None
+            return math.inf
+        if self._stop.state == "RUNNING" and self._is_ready:
+            self._asked_at = math.inf  # the signal was for the ranks, whatever their number is
+        return pause
 
     def _note_signals(self, now: float) -> float:
         """Record signals that did not end the job; returns seconds until the next look.
@@ -335,6 +362,10 @@ class Agent:
                 self._report(f"the binding of the ranks is no longer verified: {what}")
                 self._watch = None
         return pause
+
+    def _rank_grace(self) -> float:
+        """The seconds from a job's SIGTERM until its ranks have to be gone."""
+        return self._grace / (2 if self.options.collect else 1)  # the other half is for the results
 
     @functools.cached_property
     def _grace(self) -> float:

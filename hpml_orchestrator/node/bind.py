@@ -11,6 +11,9 @@ NCCL and UCX rank the cards by themselves as long as they see all of them, and N
 UCX_NET_DEVICES would only take the others away. KMP_AFFINITY and OMP_PROC_BIND are not set either:
 with PyTorch they push all loader workers onto one core.
 
+If the job saves checkpoints, ranks ignore SIGTERM: Slurm sends it when a rank still has to save,
+and the node's agent ends the rank in time. A program that handles SIGTERM gets it.
+
 Where no agent runs, such as in your own batch script, `planning.bind_alone` plans for this rank.
 """
 
@@ -94,6 +97,9 @@ def run(argv: list[str]) -> int:
         return 2
     attempt = arguments[0] if split else os.environ.get("HPML_ATTEMPT_DIR", "")
     command = arguments[split + 1 :]
+    signal.pthread_sigmask(
+        signal.SIG_UNBLOCK, (signal.SIGTERM,)
+    )  # the script has launchers block it
     os.environ.update(rank_variables(os.environ))
     if attempt:
         status = apply_plan(attempt, command)
@@ -172,7 +178,7 @@ def apply_plan(attempt: str, command: list[str]) -> int:
     inherited = format_list(os.sched_getaffinity(0))
     head, line, problem, hint = _planned(attempt, node)
     verify = head.get("verify") or os.environ.get("HPML_BINDING_VERIFY") or "warn"
-    _export(attempt, head)
+    _export(head)
     bound = line.get("bind") == "yes"
     memory_problem = ""  # recorded, and never ends a job: a preference is no promise
     if bound:
@@ -257,11 +263,34 @@ def _planned(attempt: str, node: str) -> tuple[dict[str, str], dict[str, str], s
     return head, line, "", ""
 
 
-def _export(attempt: str, head: dict[str, str]) -> None:
-    """Set where this node's agent listens, and the stop file."""
+def _export(head: dict[str, str]) -> None:
+    """Set where this node's agent listens and what it asks of the rank."""
     if "channel" in head:
         os.environ["HPML_CHANNEL"] = head["channel"]
-    os.environ["HPML_STOP_FILE"] = f"{attempt}/stop"
+    if head.get("sigterm") == "ignore":
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)  # across exec, unless the program handles it
+    if "recorder" in head:
+        _set_recorder(head["recorder"])
+
+
+def _set_recorder(stem: str) -> None:
+    """Have PyTorch keep the last collectives of NCCL, and write them when the agent asks.
+
+    PyTorch makes the named pipe and ends the program if it cannot, so it is tried here.
+    """
+    for name, value in (
+        ("TORCH_NCCL_TRACE_BUFFER_SIZE", "2000"),
+        ("TORCH_NCCL_DUMP_ON_TIMEOUT", "1"),
+        ("TORCH_NCCL_DEBUG_INFO_TEMP_FILE", stem),
+    ):
+        os.environ.setdefault(name, value)
+    pipe = f"{stem}{os.environ.get('RANK', '0')}.pipe"
+    try:
+        if not os.path.exists(pipe):
+            os.mkfifo(pipe, 0o600)
+    except OSError:
+        return
+    os.environ.setdefault("TORCH_NCCL_DEBUG_INFO_PIPE_FILE", stem)
 
 
 def _child(cpus: set[int]) -> tuple[str | None, str]:

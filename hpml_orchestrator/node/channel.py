@@ -2,10 +2,12 @@
 
 Ranks send datagrams to an abstract unix socket (`training_jobs/hpml_channel.py` is their end and
 describes the wire format). `ChannelReader` checks the sender's user, reads, and writes the node's
-JSONL file of events. Counters are cumulative, so of a rank's steps only the latest of each second
-is written, later in a job of every 2 % of its age, in the end of every ten minutes: what ranks
-send, and how fast, does not decide what reaches the shared file system. Of other events beyond what
-a rank may report, too, only the latest of each name is written with the next of these.
+JSONL file of events. The only answer to a rank is a stop request (`node/peers.py`).
+
+Counters are cumulative, so of a rank's steps only the latest of each second is written, later in a
+job of every 2 % of its age, in the end of every ten minutes: what ranks send, and how fast, does
+not decide what reaches the shared file system. Of other events beyond what a rank may report, too,
+only the latest of each name is written with the next of these.
 A rank's first step after its warm-up is written like any other event: the warm-up ends there.
 Before any other event of a rank, and when the reader stops, its latest step is written.
 
@@ -28,6 +30,7 @@ from typing import TYPE_CHECKING, Any
 
 from hpml_orchestrator.errors import HpmlError, InputError
 from hpml_orchestrator.node.options import job_key
+from hpml_orchestrator.node.peers import Peers
 from hpml_orchestrator.records.events import Event
 from hpml_orchestrator.records.files import append_line
 
@@ -36,11 +39,27 @@ if TYPE_CHECKING:
 
     from hpml_orchestrator.node.feed import Feed
 
-__all__ = ["MAX_DATAGRAM_BYTES", "RANK_EVENTS", "ChannelReader", "attempt_channel", "decode"]
+__all__ = [
+    "MAX_DATAGRAM_BYTES",
+    "RANK_EVENTS",
+    "ChannelReader",
+    "attempt_channel",
+    "event_of",
+    "parse",
+]
 
 WIRE_VERSION = 1
 MAX_DATAGRAM_BYTES = 8192
-RANK_EVENTS = ("rendezvous", "warm-up", "step", "evaluation", "checkpoint", "stopping")
+RANK_EVENTS = (
+    "rendezvous",
+    "warm-up",
+    "training",
+    "resumed",
+    "step",
+    "evaluation",
+    "checkpoint",
+    "stopping",
+)
 """Events that a rank may report; the others are the run's and the node's own."""
 
 STEP_EVERY_SECONDS = 1.0
@@ -76,14 +95,11 @@ def attempt_channel(environment: Mapping[str, str], attempt: str) -> str:
     return f"hpml-{os.getuid()}-{digest}"
 
 
-def decode(datagram: bytes, *, node: str, now: float) -> tuple[Event, Any]:
-    """Return the event that a datagram reports, and its steps by duration.
-
-    The sender's time is kept when it is within an hour of `now` (seconds since the epoch).
-    A `result` becomes an `evaluation` with `final: true` and its figures in the data.
+def parse(datagram: bytes) -> dict[str, Any]:
+    """Return the message of a datagram, with a valid rank and data of strict JSON.
 
     Raises:
-        ValueError: it is none of ours: no JSON object of this version, or an unknown event.
+        ValueError: it is not a JSON object of this version.
     """
     if len(datagram) > MAX_DATAGRAM_BYTES:
         raise ValueError("too long")
@@ -93,12 +109,25 @@ def decode(datagram: bytes, *, node: str, now: float) -> tuple[Event, Any]:
         raise ValueError("nested too deep") from error
     if not isinstance(message, dict) or message.get("v") != WIRE_VERSION:
         raise ValueError("no object of this version")
-    kind, name = message.get("type"), message.get("event")
     rank, data = message.get("rank"), _clean(message.get("data", {}))
     if not isinstance(data, dict) or not isinstance(rank, int) or isinstance(rank, bool):
         raise ValueError("no rank, or data is no object")  # noqa: TRY004 - the sender's fault
     if not 0 <= rank < MAX_RANK:
         raise ValueError("a rank out of range")
+    return {**message, "data": data}
+
+
+def event_of(message: Mapping[str, Any], *, node: str, now: float) -> Event:
+    """Return the event that a message reports.
+
+    The sender's time is kept when it is within an hour of `now` (seconds since the epoch).
+    A `result` becomes an `evaluation` with `final: true` and its figures in the data.
+
+    Raises:
+        ValueError: it is an unknown event.
+    """
+    kind, name = message.get("type"), message.get("event")
+    rank, data = message["rank"], message["data"]
     if kind == "result":
         name, data = "evaluation", {**data, "final": True}
     elif kind != "event" or name not in RANK_EVENTS:
@@ -108,8 +137,7 @@ def decode(datagram: bytes, *, node: str, now: float) -> tuple[Event, Any]:
             data.setdefault(key, _clean(message.get(key)))
     sent: Any = message.get("time")
     is_near = type(sent) in {int, float} and abs(sent - now) <= CLOCK_TOLERANCE_SECONDS
-    event = Event(float(sent) if is_near else now, str(name), node, rank, data)
-    return event, message.get("step_buckets")
+    return Event(float(sent) if is_near else now, str(name), node, rank, data)
 
 
 def _clean(value: Any, depth: int = 0) -> Any:
@@ -161,6 +189,7 @@ class ChannelReader:
         refused: of these, from another user, malformed, too long or of an unknown event.
         superseded: of these, those of which a later one of the same rank and name is written.
         write_errors: attempts to write that failed; their events are kept for the next.
+        peers: the processes that have sent.
     """
 
     def __init__(
@@ -182,6 +211,7 @@ class ChannelReader:
             )
         self.name = name
         self.received = self.refused = self.superseded = self.write_errors = 0
+        self.peers = Peers()
         self._file = Path(events_file)
         self._node = node
         self._uid = os.getuid() if uid is None else uid
@@ -235,6 +265,10 @@ class ChannelReader:
         for fd in self._wake:
             os.close(fd)
 
+    def ask_to_stop(self, reason: str) -> None:
+        """Send a stop request to every rank that can be reached; to no rank before `start`."""
+        self.peers.ask_to_stop(self._socket, reason)
+
     def __enter__(self) -> ChannelReader:  # noqa: PYI034 - typing.Self came with Python 3.11
         self.start()
         return self
@@ -270,7 +304,9 @@ class ChannelReader:
         room = socket.CMSG_SPACE(_UCRED.size)
         for taken in range(BATCH_DATAGRAMS):
             try:
-                datagram, ancillary, flags, _ = self._socket.recvmsg(MAX_DATAGRAM_BYTES + 1, room)
+                datagram, ancillary, flags, address = self._socket.recvmsg(
+                    MAX_DATAGRAM_BYTES + 1, room
+                )
             except OSError:
                 return taken
             self.received += 1
@@ -279,14 +315,24 @@ class ChannelReader:
                 self.refused += 1
                 continue
             try:
-                event, buckets = decode(datagram, node=self._node, now=self._clock())
-                self._accept(event)
+                self._take(parse(datagram), sender, address)
             except ValueError:
                 self.refused += 1
-                continue
-            if self._feed is not None and event.event == "step" and event.rank is not None:
-                self._feed.take(event.rank, sender, event.data, buckets)
         return BATCH_DATAGRAMS
+
+    def _take(self, message: dict[str, Any], sender: int, address: Any) -> None:
+        """Take in one message of a process; ValueError if it is refused."""
+        rank, data = message["rank"], message["data"]
+        if message.get("type") == "hello":
+            self.peers.hear(sender, rank, address)
+            self.peers.hello(sender, data)
+            return
+        event = event_of(message, node=self._node, now=self._clock())
+        self._accept(event)
+        self.peers.hear(sender, rank, address)
+        self.peers.take(sender, event.event, data)
+        if self._feed is not None and event.event == "step":
+            self._feed.take(rank, sender, data, message.get("step_buckets"))
 
     def _sender(self, ancillary: list[tuple[int, int, bytes]]) -> int | None:
         """Return the process that sent, as the kernel vouches; None for another user's."""

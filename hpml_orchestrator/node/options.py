@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 __all__ = [
     "AgentOptions",
     "BindOptions",
+    "CheckpointOptions",
     "MonitorOptions",
     "SiteLimits",
     "StageOptions",
@@ -120,6 +121,43 @@ class MonitorOptions:
 
 
 @dataclass(frozen=True)
+class CheckpointOptions:
+    """When the ranks are asked to save and stop, and what follows; the job file's `checkpoint`.
+
+    Attributes:
+        requeue: the reasons after which the run goes on.
+        lead: seconds before the time limit at which ranks are asked to stop; None for automatic.
+        attempts: how many the run may have.
+        hang: seconds without a sign of life after which the ranks of a node hang; 0 for never.
+        avoid_failed_nodes: whether the next attempt leaves out nodes that failed or hung.
+        signal: name of the signal that ranks get with a stop request, such as USR1; may be empty.
+        time_limit: the job's, in seconds; None if unknown.
+        can_requeue: whether the site lets a job's owner requeue it.
+    """
+
+    requeue: Sequence[str] = ()
+    lead: float | None = None
+    attempts: int = 20
+    hang: float = 0
+    avoid_failed_nodes: bool = True
+    signal: str = ""
+    time_limit: float | None = None
+    can_requeue: bool = True
+
+    @classmethod
+    def from_environment(
+        cls, environment: Mapping[str, str] = os.environ
+    ) -> CheckpointOptions | None:
+        """Return what HPML_CHECKPOINT says; None if the job file has no `checkpoint`.
+
+        Raises:
+            InputError: it cannot be read.
+        """
+        text = environment.get("HPML_CHECKPOINT", "")
+        return _read(cls, "HPML_CHECKPOINT", text) if text else None
+
+
+@dataclass(frozen=True)
 class AgentOptions:
     """All that a batch script asks of an agent.
 
@@ -131,6 +169,7 @@ class AgentOptions:
         monitor: how to monitor the job; None where it is not.
         own: bases in which the job has a directory of its own: its name, `local` or `shm`, and it.
         collect: source and target of what is brought back at the end, the most important first.
+        checkpoint: when to stop the ranks; None if they are not stopped before their end.
     """
 
     attempt: Path
@@ -140,6 +179,7 @@ class AgentOptions:
     monitor: MonitorOptions | None = None
     own: Mapping[str, str] = field(default_factory=dict)
     collect: Sequence[tuple[str, str]] = ()
+    checkpoint: CheckpointOptions | None = None
 
 
 def parse_options(argv: Sequence[str]) -> AgentOptions:
@@ -178,6 +218,7 @@ def parse_options(argv: Sequence[str]) -> AgentOptions:
         _read(MonitorOptions, "--monitor", given.monitor) if given.monitor else None,
         {name: bases[name] or name for name in given.own},
         [(source, target) for source, target in given.collect],
+        CheckpointOptions.from_environment(),
     )
 
 

@@ -153,7 +153,14 @@ def unbound(
     return Prepared(Plan(ranks, "none", (why,)), None, around)
 
 
-def publish(attempt: Path, options: BindOptions, made: Prepared, *, channel: str) -> None:
+def publish(
+    attempt: Path,
+    options: BindOptions,
+    made: Prepared,
+    *,
+    channel: str,
+    more: Mapping[str, str] | None = None,
+) -> None:
     """Write the plan, which hpml-bind reads, and the topology.
 
     Args:
@@ -161,6 +168,7 @@ def publish(attempt: Path, options: BindOptions, made: Prepared, *, channel: str
         options: what the script asks for.
         made: the plan, and what it was made of.
         channel: where the agent listens.
+        more: further values for hpml-bind.
 
     Raises:
         RecordError: they cannot be written.
@@ -175,6 +183,7 @@ def publish(attempt: Path, options: BindOptions, made: Prepared, *, channel: str
         "visible": around.visible or "",
         "omp": "keep" if options.keep_threads else "set",
         "channel": channel,
+        **(more or {}),
     }
     write_text(attempt / "plan" / f"{around.node}.txt", planfile.write(made.plan, header))
 

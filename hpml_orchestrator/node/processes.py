@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+import signal
 from typing import TYPE_CHECKING, Any
 
 from hpml_orchestrator.placement.gpus import VISIBLE_VARIABLES
@@ -18,10 +20,13 @@ if TYPE_CHECKING:
 __all__ = [
     "ProcessTable",
     "RankRecords",
+    "catches",
     "is_alive",
+    "kill_families",
     "openmp_of",
     "seen_of_record",
     "start_of",
+    "status_of",
     "visible_of",
 ]
 
@@ -71,6 +76,37 @@ def is_alive(record: Mapping[str, Any]) -> bool:
     """Whether the process of a rank's record still runs."""
     stat = read_stat(record["pid"])
     return stat is not None and not stat.ended and stat.start_ticks == start_of(record)
+
+
+def status_of(pid: int, proc_root: str = "/proc") -> dict[str, str]:
+    """Return the fields of `/proc/PID/status`; empty if it cannot be read."""
+    try:
+        with open(f"{proc_root}/{pid}/status", encoding="utf-8", errors="replace") as stream:
+            pairs = (line.partition(":") for line in stream)
+            return {name: value.strip() for name, _, value in pairs}
+    except OSError:
+        return {}
+
+
+def catches(pid: int, number: int) -> bool:
+    """Whether a process handles a signal, as `/proc/PID/status` shows it."""
+    return bool(int(status_of(pid).get("SigCgt") or "0", 16) >> (number - 1) & 1)
+
+
+def kill_families(records: Collection[Mapping[str, Any]], number: int = signal.SIGKILL) -> None:
+    """Send a signal to live ranks and to all processes that they started.
+
+    Args:
+        records: of the ranks.
+        number: the signal.
+    """
+    table = ProcessTable()
+    ranks = [record for record in records if table.lives(record["pid"], start_of(record))]
+    pids = {record["pid"] for record in ranks}
+    for pid in pids:
+        for stat in table.family(pid, pids - {pid}):
+            with contextlib.suppress(OSError):
+                os.kill(stat.pid, number)
 
 
 def start_of(record: Mapping[str, Any]) -> int:

@@ -9,7 +9,8 @@ Rank lines stand in order from 0; readers skip keys that they do not know, so th
 without a new version. A value is text without white space, in which `%` and two hexadecimal digits
 stand for a byte of UTF-8; `-` alone means that there is none. CPUs, cores and domains are in the
 kernel's list format; `bind=no` means that no affinity and no memory policy is to be set. What else
-the header holds is from the agent for hpml-bind (`verify`, `allowed`, `visible`, `omp`, `channel`).
+the header holds is from the agent for hpml-bind (`verify`, `allowed`, `visible`, `omp`, `channel`,
+`sigterm`, `recorder`).
 The number after `hpml-plan` is this grammar's version.
 
 Importing this module imports nothing but `cpulist`; only `read` needs the plan's own classes.

@@ -23,12 +23,16 @@ VOCABULARY = (
     "staging",  # a node began to bring data in
     "ready",  # a node has all of its data
     "rendezvous",  # a rank entered the process group's start
+    "resumed",  # a rank continues from a checkpoint
     "warm-up",  # a rank runs its first steps
+    "training",  # a rank begins to train; `data.step` says where, `data.total_steps` how far
     "step",  # a rank's cumulative counters, at most once a second, and less often later
     "evaluation",  # a rank evaluates
     "checkpoint",  # a rank writes a checkpoint
     "signal",  # one that did not end the job reached its script (node `batch`) or a node's steps
-    "stopping",  # asked to stop before its end
+    "hang",  # no rank of a node gave a sign of life for too long
+    "stop",  # a node learned that the job is to be stopped; `data.reason` says why
+    "stopping",  # a rank stops as it was asked
     "ended",  # over; `data.reason` says how
 )
 """The only names that an event may have, in the order of a job's life."""

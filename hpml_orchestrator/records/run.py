@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import pwd
 from dataclasses import dataclass
@@ -11,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from hpml_orchestrator.errors import NotFoundError, RecordError
 from hpml_orchestrator.records.events import read, read_all, read_milestones
-from hpml_orchestrator.records.files import read_json, read_json_lines, read_text
+from hpml_orchestrator.records.files import append_line, read_json, read_json_lines, read_text
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -151,6 +152,25 @@ class Attempt:
     def milestones(self) -> Iterator[Event]:
         """The same, with only the first and last counters of each rank per node."""
         return read_milestones(self.directory / "events")
+
+    def stop_request(self) -> dict[str, Any] | None:
+        """The first request to stop, with `reason`, `time` and `by`; None without one."""
+        with contextlib.suppress(NotFoundError, RecordError):
+            for record in read_json_lines(self.directory / "stop"):
+                if isinstance(record, dict) and "reason" in record:
+                    return record
+        return None
+
+    def request_stop(self, reason: str, *, by: str, now: float) -> None:
+        """Ask the ranks to stop; the first request counts.
+
+        Args:
+            reason: `time_limit`, `preemption`, `hang` or `requested`.
+            by: the node that asks, or who does.
+            now: seconds since the epoch.
+        """
+        line = json.dumps({"reason": reason, "time": round(now, 6), "by": by})
+        append_line(self.directory / "stop", line)
 
     def markers(self, kind: str) -> list[dict[str, Any]]:
         """What nodes reported of themselves, `ready` or `failed`, by node."""

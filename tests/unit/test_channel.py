@@ -24,7 +24,8 @@ from hpml_orchestrator.node.channel import (
     RANK_EVENTS,
     ChannelReader,
     attempt_channel,
-    decode,
+    event_of,
+    parse,
 )
 from hpml_orchestrator.records import events
 from tests.longtraining import WEEK_SECONDS, counters, pause_after, record_training
@@ -140,7 +141,7 @@ def test_the_end_sends_what_came_after_the_last_count(
 
 def test_without_a_channel_nothing_happens(monkeypatch: pytest.MonkeyPatch) -> None:
     """A script outside hpml runs through all calls: no socket, no error."""
-    for name in ("HPML_CHANNEL", "HPML_STOP_FILE", "RANK"):
+    for name in ("HPML_CHANNEL", "RANK"):
         monkeypatch.delenv(name, raising=False)
     channel = hpml_channel.Channel.from_env()
     assert channel._socket is None
@@ -166,7 +167,7 @@ def test_without_a_reader_nothing_is_raised(monkeypatch: pytest.MonkeyPatch, nam
     channel.count(steps=1)
     channel.result(test_accuracy=1)
     channel.close()
-    assert (channel.sent, channel.dropped) == (0, 3)
+    assert (channel.sent, channel.dropped) == (0, 4)
 
 
 @pytest.mark.parametrize(
@@ -253,22 +254,102 @@ def test_what_json_cannot_hold_is_translated(reader: ChannelReader) -> None:
     assert channel.dropped == 2
 
 
-def test_the_stop_file_is_seen_within_a_second(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The file is looked for once a second, and a request once seen stays."""
-    now = [50.0]
-    monkeypatch.setattr(hpml_channel.time, "monotonic", lambda: now[0])
-    file = tmp_path / "stop"
-    channel = hpml_channel.Channel(stop_file=str(file))
-    assert not channel.stop_requested()
-    file.touch()
-    assert not channel.stop_requested()
-    now[0] += 1
+def test_a_rank_is_asked_to_stop(reader: ChannelReader, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The agent's request reaches a rank that has only joined; once seen, it stays."""
+    monkeypatch.setenv("HPML_CHANNEL", reader.name)
+    monkeypatch.setenv("RANK", "3")
+    early = hpml_channel.Channel.from_env()
+    assert not early.stop_requested()
+    early.close()
+    with reader:
+        channel = hpml_channel.Channel.from_env()
+        eventually(reader.peers.by_pid)
+        assert [peer.rank for peer in reader.peers.by_pid().values()] == [3]
+        assert not channel.stop_requested()
+        reader.ask_to_stop("time_limit")
+        assert channel.stop_requested()
+    channel.close()
     assert channel.stop_requested()
-    file.unlink()
-    now[0] += 5
-    assert channel.stop_requested()
+    assert (reader.refused, written(reader)) == (0, [])
+
+
+@pytest.mark.parametrize(
+    ("sender", "datagram", "stops"),
+    [
+        ("agent", b'{"v":1,"stop":"hang"}', True),
+        ("stranger", b'{"v":1,"stop":"hang"}', False),
+        ("nameless", b'{"v":1,"stop":"hang"}', False),
+        ("agent", b'{"v":1}', False),
+        ("agent", b"\xff", False),
+        ("agent", b"[1]", False),
+        ("agent", b"[" * 5000, False),
+    ],
+)
+def test_only_the_agent_stops_a_rank(sender: str, datagram: bytes, stops: bool) -> None:
+    """Any user of the node can send to an abstract socket, but not from the agent's address."""
+    name = f"hpml/test/{uuid.uuid4().hex}"
+    with (
+        socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as agent,
+        socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as other,
+    ):
+        agent.bind("\0" + name)
+        if sender == "stranger":
+            other.bind("\0x" + name)
+        channel = hpml_channel.Channel(name)
+        channel.event("rendezvous")
+        _, address = agent.recvfrom(9000)
+        (agent if sender == "agent" else other).sendto(datagram, address)
+        assert channel.stop_requested() is stops
+        assert channel.stop_requested() is stops
+        channel.close()
+
+
+# A rank that hangs, in a thread of its own, while the agent wants to know where.
+HANGS = """
+import sys, threading, time
+sys.path.insert(0, sys.argv[1])
+from hpml_channel import Channel
+channel = Channel.from_env()
+def stuck_in_all_reduce():
+    time.sleep(600)
+threading.Thread(target=stuck_in_all_reduce, daemon=True).start()
+stuck_in_all_reduce()
+"""
+
+
+def test_a_signal_writes_the_stacks(reader: ChannelReader, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of all threads, to the descriptor that the rank named; the rank is not ended by it."""
+    monkeypatch.setenv("HPML_CHANNEL", reader.name)
+    with reader, subprocess.Popen([sys.executable, "-c", HANGS, str(JOBS)]) as rank:
+        try:
+            eventually(reader.peers.by_pid)
+            peer = reader.peers.by_pid()[rank.pid]
+            assert peer.stacks_signal
+            file = Path(f"/proc/{rank.pid}/fd/{peer.stacks_fd}")
+
+            def stacks() -> bool:
+                os.kill(rank.pid, peer.stacks_signal)
+                return file.read_text().count("in stuck_in_all_reduce") >= 2
+
+            eventually(stacks)
+            assert rank.poll() is None
+        finally:
+            rank.kill()
+
+
+def test_the_counters_of_a_warm_up_are_sent_at_its_end(reader: ChannelReader) -> None:
+    """None earlier, but none is lost, and a warm-up that the training does not outlast is sent."""
+    with reader:
+        channel = hpml_channel.Channel(reader.name)
+        channel.event("warm-up", steps=3)
+        for _ in range(4):
+            channel.count(steps=1)
+        channel.event("warm-up", steps=9)
+        channel.count(steps=1)
+        channel.event("warm-up", steps="many")
+        channel.close()
+    totals = [one.data["steps_total"] for one in written(reader) if one.event == "step"]
+    assert totals in ([3, 4, 5], [3, 5])
 
 
 MALFORMED = [
@@ -329,7 +410,7 @@ json_values = st.recursive(
 def test_any_datagram_is_refused_or_one_line_of_strict_json(datagram: bytes) -> None:
     """Whatever comes, it is a ValueError or an event that every reader of the file understands."""
     try:
-        event, _ = decode(datagram, node="n1", now=1000.0)
+        event = event_of(parse(datagram), node="n1", now=1000.0)
     except ValueError:
         return
     assert event.event in RANK_EVENTS
@@ -346,7 +427,7 @@ def test_any_datagram_is_refused_or_one_line_of_strict_json(datagram: bytes) -> 
 @pytest.mark.parametrize(("sent", "kept"), [(990.0, 990.0), (5e9, 1000.0), ("x", 1000.0)])
 def test_a_time_far_off_is_replaced(sent: object, kept: float) -> None:
     """The sender's time counts unless it cannot be right."""
-    assert decode(message(time=sent), node="n", now=1000.0)[0].time == kept
+    assert event_of(parse(message(time=sent)), node="n", now=1000.0).time == kept
 
 
 def test_another_user_is_refused(reader: ChannelReader) -> None:

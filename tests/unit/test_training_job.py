@@ -1,11 +1,8 @@
 """The training jobs, as a user runs them: real processes, real torchrun, real files."""
 
-import contextlib
 import re
 import shutil
 import signal
-import socket
-import subprocess
 import tarfile
 import uuid
 from collections.abc import Sequence
@@ -15,26 +12,23 @@ from types import ModuleType, SimpleNamespace
 import pytest
 
 from hpml_orchestrator.node.channel import ChannelReader
-from hpml_orchestrator.node.startup import candidate_ports, ephemeral_range
 from hpml_orchestrator.records import events
 from hpml_orchestrator.runs.summary import Timeline, phases
-from tests.unit.training_runs import DIGITS, JOBS, TRAINS, finish, load, result_of, run, start
+from tests.unit.training_runs import (
+    DIGITS,
+    JOBS,
+    TRAINS,
+    finish,
+    load,
+    result_of,
+    run,
+    run_ranks,
+    start,
+)
 
 TRAIN = JOBS / "ddp_images.py"
 
 pytestmark = TRAINS
-
-
-def run_ranks(
-    count: int, command: Sequence[object], **more: str
-) -> list[subprocess.CompletedProcess[str]]:
-    """Run as srun would: one process per rank, told who it is by its environment."""
-    common = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), **more}
-    ranks = [
-        start(command, **common, WORLD_SIZE=str(count), RANK=str(rank), LOCAL_RANK=str(rank))
-        for rank in range(count)
-    ]
-    return [finish(rank) for rank in ranks]
 
 
 def torchrun(ranks: int) -> list[object]:
@@ -45,15 +39,6 @@ def train_here(job: ModuleType, arguments: Sequence[object]) -> None:
     """Train in this process: what needs no process of its own saves seconds of imports."""
     options = job.parse([*map(str, arguments), "--device", "cpu"])
     job.train(options, job.Ranks(options), job.Channel())
-
-
-def free_port() -> int:
-    """Return a port that is free, and that the kernel gives to nobody's connections meanwhile."""
-    for port in candidate_ports(uuid.uuid4().hex, ephemeral_range()):
-        with socket.socket() as probe, contextlib.suppress(OSError):
-            probe.bind(("127.0.0.1", port))
-            return port
-    raise AssertionError("no port is free")
 
 
 @pytest.fixture(scope="module")

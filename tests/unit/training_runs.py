@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import json
 import os
+import socket
 import subprocess
 import sys
+import uuid
 from collections.abc import Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import pytest
+
+from hpml_orchestrator.node.startup import candidate_ports, ephemeral_range
 
 JOBS = Path(__file__).parents[2] / "training_jobs"
 DIGITS = JOBS / "make_digits.py"
@@ -68,3 +73,24 @@ def run(command: Sequence[object], **more: str) -> subprocess.CompletedProcess[s
 
 def result_of(directory: Path) -> Any:
     return json.loads((directory / "result.json").read_text())
+
+
+def run_ranks(
+    count: int, command: Sequence[object], **more: str
+) -> list[subprocess.CompletedProcess[str]]:
+    """Run as srun would: one process per rank, told who it is by its environment."""
+    common = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), **more}
+    ranks = [
+        start(command, **common, WORLD_SIZE=str(count), RANK=str(rank), LOCAL_RANK=str(rank))
+        for rank in range(count)
+    ]
+    return [finish(rank) for rank in ranks]
+
+
+def free_port() -> int:
+    """Return a port that is free, and that the kernel gives to nobody's connections meanwhile."""
+    for port in candidate_ports(uuid.uuid4().hex, ephemeral_range()):
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            return port
+    raise AssertionError("no port is free")

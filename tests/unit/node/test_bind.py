@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -54,7 +55,7 @@ def test_a_task_becomes_a_rank(node: Node) -> None:
     assert seen["pid"] == process.pid
     assert (seen["env"]["RANK"], seen["env"]["WORLD_SIZE"]) == ("5", "8")
     assert seen["env"]["HPML_CHANNEL"] == CHANNEL
-    assert seen["env"]["HPML_STOP_FILE"] == f"{attempt}/stop"
+    assert "TORCH_NCCL_TRACE_BUFFER_SIZE" not in seen["env"]
 
 
 def test_where_it_ran_is_written_down(node: Node) -> None:
@@ -336,3 +337,49 @@ def test_a_rank_gets_what_torchrun_would_give_it(
 ) -> None:
     """The nearest launcher counts; the batch script itself is no rank."""
     assert rank_variables(environment) == dict(zip(NAMES, expected.split(), strict=False))
+
+
+ASKS = (
+    "import json, os, signal; print(json.dumps(["
+    "signal.getsignal(15) is signal.SIG_IGN, 15 in signal.pthread_sigmask(signal.SIG_BLOCK, []), "
+    "{n: v for n, v in os.environ.items() if n.startswith('TORCH_NCCL')}]))"
+)
+RECORDER = {
+    "TORCH_NCCL_TRACE_BUFFER_SIZE": "2000",
+    "TORCH_NCCL_DUMP_ON_TIMEOUT": "1",
+    "TORCH_NCCL_DEBUG_INFO_TEMP_FILE": "{stem}",
+}
+PIPE = {"TORCH_NCCL_DEBUG_INFO_PIPE_FILE": "{stem}"}
+
+
+@pytest.mark.parametrize(
+    ("head", "given", "ignores", "recorder"),
+    [
+        ({}, {}, False, {}),
+        ({"sigterm": "ignore"}, {}, True, {}),
+        ({"recorder": "{attempt}/r_"}, {}, False, {**RECORDER, **PIPE}),
+        ({"recorder": "{attempt}/missing/r_"}, {}, False, RECORDER),  # no pipe can be made there
+        (
+            {"recorder": "{attempt}/r_"},
+            {"TORCH_NCCL_TRACE_BUFFER_SIZE": "7"},
+            False,
+            {**RECORDER, **PIPE, "TORCH_NCCL_TRACE_BUFFER_SIZE": "7"},
+        ),
+    ],
+)
+def test_the_agent_prepares_ranks_for_a_stop(
+    node: Node, head: dict[str, str], given: dict[str, str], ignores: bool, recorder: dict[str, str]
+) -> None:
+    """They ignore SIGTERM if it says so, and never have it blocked; NCCL's recorder is theirs."""
+    attempt = claimed(node)
+    head = {name: text.format(attempt=attempt) for name, text in head.items()}
+    put_plan(attempt, *one_each(), **head)
+    previous = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])
+    try:
+        process = node.start("bind", attempt, "--", sys.executable, "-c", ASKS, **{**STEP, **given})
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, previous)
+    out, err = process.communicate(timeout=PATIENCE_SECONDS)
+    assert err == ""
+    wanted = {name: text.format(stem=head.get("recorder")) for name, text in recorder.items()}
+    assert json.loads(out) == [ignores, False, wanted]

@@ -1,0 +1,190 @@
+"""Hangs: when the ranks of a node give no sign of life, and what is kept of them before they end.
+
+A rank that uses `hpml_channel.py` writes its stacks by itself when the agent signals it. Of any
+other one `py-spy` reads them, if it is on the rank's PATH. PyTorch writes the last collectives of
+NCCL to files when its named pipe is written to (the flight recorder).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import stat as modes
+import subprocess
+import time
+from typing import TYPE_CHECKING, Any
+
+from hpml_orchestrator.node.processes import ProcessTable, catches, status_of
+
+if TYPE_CHECKING:
+    from collections.abc import Collection, Iterable, Mapping, Sequence
+    from pathlib import Path
+
+    from hpml_orchestrator.node.peers import Peer, Peers
+
+__all__ = ["HangWatch", "collect_stacks", "directory_of", "recorder_stem", "remove_pipes"]
+
+_PAUSED_SECONDS = 10.0
+_STACK_SECONDS = 2.0
+_PY_SPY_SECONDS = 10
+_LOOK_SECONDS = 0.05
+_MAX_STACK_BYTES = 1 << 20
+_PIPE = "TORCH_NCCL_DEBUG_INFO_PIPE_FILE"
+
+
+class HangWatch:
+    """Decides whether the ranks of one node hang.
+
+    They do if at least one has reported a step and lives, and no datagram of any rank came for
+    `limit` seconds. A rank in a debugger hangs for its user only.
+
+    Args:
+        limit: seconds without a sign of life; 0 for never.
+        peers: the processes that use the channel.
+    """
+
+    def __init__(self, limit: float, peers: Peers) -> None:
+        self._limit = limit
+        self._peers = peers
+        self._heard = -1
+        self._since = self._looked_at = 0.0
+
+    def silence(self, now: float, ranks: Collection[int]) -> float:
+        """Return for how long the ranks hang, in seconds; 0 if they do not.
+
+        Args:
+            now: seconds on a monotonic clock.
+            ranks: the first process of each live rank of this node.
+        """
+        heard, before = self._peers.heard, self._looked_at
+        self._looked_at = now
+        if heard != self._heard or not self._limit:
+            self._heard, self._since = heard, now
+            return 0.0
+        if now - before > _PAUSED_SECONDS:
+            self._since += now - before  # the job was suspended, and this agent with it
+        if now - self._since < self._limit or not ranks or not self._peers.stepping:
+            return 0.0
+        table, stepping = ProcessTable(), self._peers.stepping
+        family = {stat.pid for pid in ranks for stat in table.family(pid)}
+        if stepping.isdisjoint(family):
+            self._since = now  # they have ended; others may be about to begin
+            return 0.0
+        if any(status_of(pid).get("TracerPid", "0") != "0" for pid in family):
+            self._since = now
+            return 0.0
+        return now - self._since
+
+
+def directory_of(attempt: Path) -> Path:
+    """Return where the stacks and the flight recorder's files of an attempt are."""
+    return attempt / "stacks"
+
+
+def recorder_stem(attempt: Path) -> str:
+    """Return what the names of the flight recorder's files begin with; the rank follows."""
+    return str(directory_of(attempt) / "nccl_rank_")
+
+
+def collect_stacks(
+    records: Sequence[Mapping[str, Any]], peers: Mapping[int, Peer], target: Path
+) -> None:
+    """Write the stacks of ranks to a file, and have NCCL's flight recorder write its own.
+
+    Args:
+        records: of the live ranks, as hpml-bind wrote them.
+        peers: the processes that use the channel, by pid.
+        target: the file; its directory is made.
+
+    Raises:
+        OSError: it cannot be written.
+    """
+    table = ProcessTable()
+    pids = {record["pid"] for record in records}
+    target.parent.mkdir(parents=True, exist_ok=True)
+    with open(target, "w", encoding="utf-8", errors="backslashreplace") as stream:
+        for record in sorted(records, key=lambda record: record["rank"]):
+            pid = record["pid"]
+            family = [stat.pid for stat in table.family(pid, pids - {pid})]
+            for member in family:
+                _trigger_flight_recorder(table.environment(member), record["rank"], member)
+            known = [member for member in family if member in peers] or family[:1]
+            for member in known:
+                text = _stacks(member, peers.get(member), table.environment(member))
+                stream.write(f"rank {record['rank']}, process {member}\n{text.rstrip()}\n\n")
+
+
+def _stacks(pid: int, peer: Peer | None, environment: Mapping[str, str]) -> str:
+    """Return the stacks of a process, or why there are none."""
+    if peer is not None and peer.stacks_signal:
+        text = _own_stacks(pid, peer)
+        if text:
+            return text
+    program = shutil.which("py-spy", path=environment.get("PATH", os.defpath))
+    if program is None:
+        return "no stacks: it does not write its own, and py-spy is not on its PATH"
+    command = [program, "dump", "--pid", str(pid)]
+    try:
+        done = subprocess.run(
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            errors="replace",
+            timeout=_PY_SPY_SECONDS,
+            check=False,
+        )
+    except (OSError, subprocess.SubprocessError) as error:
+        return f"no stacks: py-spy: {error}"
+    return done.stdout[:_MAX_STACK_BYTES]
+
+
+def _own_stacks(pid: int, peer: Peer) -> str:
+    """Have a process write its stacks and return them; empty if it writes none."""
+    if not catches(pid, peer.stacks_signal):
+        return ""  # without its handler the signal would end the process
+    path = f"/proc/{pid}/fd/{peer.stacks_fd}"
+    try:
+        before = os.stat(path).st_size
+        os.kill(pid, peer.stacks_signal)
+        size, deadline = before, time.monotonic() + _STACK_SECONDS
+        while time.monotonic() < deadline:
+            time.sleep(_LOOK_SECONDS)
+            last, size = size, os.stat(path).st_size
+            if before < size == last:
+                break
+        with open(path, "rb") as stream:
+            stream.seek(before)
+            return stream.read(_MAX_STACK_BYTES).decode("utf-8", "replace")
+    except OSError:
+        return ""
+
+
+def _trigger_flight_recorder(environment: Mapping[str, str], rank: int, pid: int) -> None:
+    """Have PyTorch write the last collectives of a rank, if it reads a pipe of that name."""
+    stem = environment.get(_PIPE)
+    if not stem:
+        return
+    root = f"/proc/{pid}/root" if stem.startswith("/") else f"/proc/{pid}/cwd/"
+    with contextlib.suppress(OSError):
+        # Without a reader this fails at once; a plain file of that name stays as it is.
+        descriptor = os.open(f"{root}{stem}{rank}.pipe", os.O_WRONLY | os.O_NONBLOCK)
+        try:
+            if modes.S_ISFIFO(os.stat(descriptor).st_mode):
+                os.write(descriptor, b"1\n")
+        finally:
+            os.close(descriptor)
+
+
+def remove_pipes(attempt: Path, ranks: Iterable[int]) -> None:
+    """Remove the flight recorder's pipes of ranks: who copies the records would wait for a writer.
+
+    Args:
+        attempt: the attempt's directory.
+        ranks: their global ranks.
+    """
+    for rank in ranks:
+        with contextlib.suppress(OSError):
+            os.unlink(f"{recorder_stem(attempt)}{rank}.pipe")

@@ -1,0 +1,146 @@
+"""The ranks of a node as the training channel knows them: where to answer, and signs of life."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import signal
+import threading
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+if TYPE_CHECKING:
+    import socket
+    from collections.abc import Mapping
+
+__all__ = ["Peer", "Peers", "Slowest"]
+
+_REAL_TIME_SIGNALS = range(signal.SIGRTMIN, signal.SIGRTMAX + 1)
+_MAX_SECONDS = 7 * 86400.0  # a longer save or step is a mistake of the sender
+
+
+@dataclass
+class Peer:
+    """One process that uses the channel.
+
+    Attributes:
+        rank: global rank.
+        address: of its socket; empty if it has none, and then nothing can be sent to it.
+        stacks_fd: its descriptor of the file that its stacks are written to; -1 for none.
+        stacks_signal: the signal that makes it write its stacks; 0 for none.
+    """
+
+    rank: int
+    address: bytes = b""
+    stacks_fd: int = -1
+    stacks_signal: int = 0
+
+
+class Slowest(NamedTuple):
+    """The longest times that ranks reported, in seconds; None if there was no report."""
+
+    save: float | None = None
+    step: float | None = None
+
+    def over(self, other: Slowest) -> Slowest:
+        """Return the longer time of each pair."""
+        return Slowest(*(_longer(mine, its) for mine, its in zip(self, other)))
+
+
+class Peers:
+    """Processes that use the channel of one node; safe to use from several threads."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._peers: dict[int, Peer] = {}
+        self._counted: dict[int, tuple[float, float]] = {}  # steps and their seconds, by pid
+        self._stepping: set[int] = set()
+        self._heard = 0
+        self._slowest = Slowest()
+
+    def hear(self, pid: int, rank: int, address: bytes) -> None:
+        """Note a datagram of a process.
+
+        Args:
+            pid: the process, as the kernel vouches for it.
+            rank: its global rank.
+            address: where it was sent from; empty for a socket without a name.
+        """
+        with self._lock:
+            self._heard += 1
+            peer = self._peers.setdefault(pid, Peer(rank))
+            peer.rank, peer.address = rank, address or peer.address
+
+    def hello(self, pid: int, data: Mapping[str, Any]) -> None:
+        """Note how the stacks of a process can be read; what is impossible is ignored.
+
+        Only a real-time signal is accepted: another one could end a process without a handler.
+        """
+        number, descriptor = data.get("stacks_signal"), data.get("stacks_fd")
+        if type(number) is int and type(descriptor) is int and number in _REAL_TIME_SIGNALS:
+            with self._lock:
+                peer = self._peers[pid]
+                peer.stacks_fd, peer.stacks_signal = descriptor, number
+
+    def take(self, pid: int, event: str, data: Mapping[str, Any]) -> None:
+        """Note what an event says about the duration of steps and saves."""
+        with self._lock:
+            if event == "checkpoint":
+                seconds = _seconds(data.get("seconds"))
+                self._slowest = self._slowest.over(Slowest(save=seconds))
+            elif event == "step":
+                self._stepping.add(pid)
+                steps, total = data.get("steps_total"), _amount(data.get("step_seconds_total"))
+                if isinstance(steps, (int, float)) and total is not None:
+                    steps_before, total_before = self._counted.get(pid, (0.0, 0.0))
+                    if steps > steps_before:
+                        mean = (total - total_before) / (steps - steps_before)
+                        self._slowest = self._slowest.over(Slowest(step=_seconds(mean)))
+                    self._counted[pid] = float(steps), total
+
+    @property
+    def slowest(self) -> Slowest:
+        """The slowest save and the slowest step so far; a step's time is a mean over a second."""
+        return self._slowest
+
+    @property
+    def heard(self) -> int:
+        """How many datagrams came so far."""
+        return self._heard
+
+    @property
+    def stepping(self) -> frozenset[int]:
+        """Processes that have reported a step."""
+        with self._lock:
+            return frozenset(self._stepping)
+
+    def by_pid(self) -> dict[int, Peer]:
+        """Return all processes so far, ended ones too."""
+        with self._lock:
+            return {pid: Peer(**vars(peer)) for pid, peer in self._peers.items()}
+
+    def ask_to_stop(self, channel: socket.socket, reason: str) -> None:
+        """Send a stop request to every process; one that has ended is not asked again."""
+        datagram = json.dumps({"v": 1, "stop": reason}).encode("ascii")
+        for pid, peer in self.by_pid().items():
+            if peer.address:
+                try:
+                    channel.sendto(datagram, peer.address)
+                except BlockingIOError:
+                    continue  # its queue is full, of requests that it has not read
+                except OSError:
+                    with self._lock, contextlib.suppress(KeyError):
+                        self._peers[pid].address = b""
+
+
+def _amount(value: Any) -> float | None:
+    return float(value) if type(value) in {int, float} and value >= 0 else None
+
+
+def _seconds(value: Any) -> float | None:
+    amount = _amount(value)
+    return amount if amount is not None and amount < _MAX_SECONDS else None
+
+
+def _longer(one: float | None, other: float | None) -> float | None:
+    return max((value for value in (one, other) if value is not None), default=None)

@@ -1,0 +1,306 @@
+"""The stop path on one node: when ranks are asked to save and stop, and when they are ended.
+
+Reasons are the time limit, which the agent of the first node watches, a SIGTERM that is not from a
+cancellation, and a hang. The first one is a line in the attempt's file `stop`, which all agents
+read; each passes it on to its own ranks until they end. A cancelled job is ended at once.
+
+hpml-bind has ranks ignore SIGTERM, so that Slurm's, which comes first, does not keep them from
+saving. So this ends those that outlive their time.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import os
+import signal
+import sys
+import threading
+import time
+from typing import TYPE_CHECKING, Any
+
+from hpml_orchestrator.errors import HpmlError
+from hpml_orchestrator.node import hang, jobstate
+from hpml_orchestrator.node.options import node_index
+from hpml_orchestrator.node.peers import Slowest
+from hpml_orchestrator.node.processes import ProcessTable, catches, kill_families
+from hpml_orchestrator.records import events
+from hpml_orchestrator.records.run import Attempt, Run
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping, Sequence
+    from pathlib import Path
+
+    from hpml_orchestrator.node.channel import ChannelReader
+    from hpml_orchestrator.node.options import CheckpointOptions
+
+    Ranks = Sequence[Mapping[str, Any]]
+
+__all__ = ["StopPath", "end_margin", "lead_seconds"]
+
+_LOOK_SECONDS = 2.0
+_PUSH_SECONDS = 1.0
+_FIRST_LEAD_SECONDS = 300.0  # before any save was measured
+_LEAD_MARGIN_SECONDS = 15.0
+_LEAST_LEAD_SECONDS = 10.0
+_LIMIT_PART = 4
+_HANG_SECONDS = 10.0  # from the stop request to the end of ranks that hang
+_SPREAD_SECONDS = 0.002  # between two nodes that ask the controller
+
+
+def lead_seconds(configured: float | None, slowest: Slowest, limit: float | None) -> float:
+    """Return how long before the time limit ranks are asked to stop.
+
+    Args:
+        configured: the job file's `lead`; None for automatic: the slowest save, the slowest step
+            (ranks stop between two steps) and a margin.
+        slowest: what ranks of this run have reported so far.
+        limit: the job's time limit in seconds; None if unknown.
+    """
+    if configured is not None:
+        return configured
+    if slowest.save is None:
+        lead = _FIRST_LEAD_SECONDS
+    else:
+        lead = slowest.save + (slowest.step or 0.0) + _LEAD_MARGIN_SECONDS
+    most = math.inf if limit is None else limit / _LIMIT_PART
+    return max(_LEAST_LEAD_SECONDS, min(lead, most))
+
+
+def end_margin(lead: float) -> float:
+    """Return how long before the time limit ranks that still live are ended.
+
+    The script needs that time to requeue the job while it still runs.
+    """
+    return max(5.0, min(30.0, lead / 4))
+
+
+class StopPath:
+    """Stops the ranks of one node; the agent's loop calls `act`.
+
+    Args:
+        options: the job file's `checkpoint`.
+        attempt: the attempt's directory.
+        node: Slurm's name of this node.
+        channel: the reader of the training channel.
+        environment: the agent's variables.
+        grace: returns the seconds from Slurm's SIGTERM until ranks have to be gone.
+        ask: returns the state of the job that these variables belong to.
+        kill: sends a signal to ranks, of which it gets the records.
+        clock: seconds since the epoch.
+
+    Attributes:
+        reason: why the ranks of this node are to stop; empty if they are not.
+        state: the job's at the last SIGTERM; empty before one, or if nobody answered.
+    """
+
+    def __init__(
+        self,
+        options: CheckpointOptions,
+        attempt: Path,
+        node: str,
+        channel: ChannelReader,
+        *,
+        environment: Mapping[str, str],
+        grace: Callable[[], float],
+        ask: Callable[[Mapping[str, str]], jobstate.JobState] = jobstate.ask,
+        kill: Callable[[Ranks, int], None] = kill_families,
+        clock: Callable[[], float] = time.time,
+    ) -> None:
+        self.reason = self.state = ""
+        self._options = options
+        self._records = Attempt(attempt)
+        self._node = node
+        self._channel = channel
+        self._environment = environment
+        self._ask, self._kill, self._clock, self._grace = ask, kill, clock, grace
+        self._index, _ = node_index(environment)
+        self._hang = hang.HangWatch(options.hang, channel.peers)
+        self._stacks: threading.Thread | None = None
+        self._stopped: set[int] = set()  # ranks that got the configured signal, or SIGTERM
+        # On a monotonic clock: the last SIGTERM, and when something is due.
+        self._term_at = self._kill_at = self._ask_at = math.inf
+        self._look_at = self._push_at = -math.inf
+        self._end = _number(environment.get("SLURM_JOB_END_TIME"))
+        start = _number(environment.get("SLURM_JOB_START_TIME"))
+        self._limit = options.time_limit
+        if self._limit is None and self._end is not None and start is not None:
+            self._limit = self._end - start
+        watches = self._index == 0 and options.lead is None
+        self._earlier = _slowest_of(self._records) if watches else Slowest()
+
+    def on_sigterm(self, now: float) -> None:
+        """Note a SIGTERM; nodes ask Slurm one after another, since all of them get it at once.
+
+        Args:
+            now: seconds on a monotonic clock.
+        """
+        self._term_at, self._ask_at = now, now + self._index * _SPREAD_SECONDS
+
+    def act(self, now: float, ranks: Ranks) -> float:
+        """Do what is due, and return after how many seconds there will be more.
+
+        Args:
+            now: seconds on a monotonic clock.
+            ranks: what hpml-bind recorded of the live ranks of this node.
+        """
+        if now >= self._ask_at:
+            self._judge_sigterm(now)
+        if not self.reason:
+            self._watch_limit(now)
+        if not self.reason and now >= self._look_at:
+            self._look_at = now + _LOOK_SECONDS
+            self._read_request(now)
+        if self._stacks is None:
+            self._watch_hang(now, ranks)
+        if self.reason and now >= self._push_at:
+            self._push_at = now + _PUSH_SECONDS
+            self._channel.ask_to_stop(self.reason)
+            self._signal(ranks)
+        if now >= self._kill_at:
+            self._end_ranks(now, ranks)
+        due = self._push_at if self.reason else self._look_at
+        return max(0.0, min(due, self._ask_at, self._kill_at) - now)
+
+    def _judge_sigterm(self, now: float) -> None:
+        """Ask Slurm what a SIGTERM means, and react."""
+        self.state = self._ask(self._environment).state
+        deadline = self._term_at + self._grace()
+        unanswered = not self.state and now + _LOOK_SECONDS < deadline
+        self._ask_at = now + _LOOK_SECONDS if unanswered else math.inf
+        if self.state == "CANCELLED":
+            self._kill_at = now
+        elif self.state not in ("", "RUNNING"):
+            self._kill_at = min(self._kill_at, deadline)
+        if not self.reason and self.state != "CANCELLED":
+            self._request("time_limit" if self.state == "TIMEOUT" else "preemption", now)
+
+    def _watch_limit(self, now: float) -> None:
+        """Request a stop when the time limit is near; the first node's agent does so for all."""
+        if self._index or self._end is None or self._stop_time(self._end) > self._clock():
+            return
+        # Limits get changed, by the user with `scontrol update` or by an administrator.
+        state = self._ask(self._environment)
+        if state.state == "RUNNING" and "HPML_LOCAL_STEPS" not in self._environment:
+            if state.end is not None and self._limit is not None:
+                self._limit += state.end - self._end
+            self._end = state.end
+        if self._end is not None and self._stop_time(self._end) <= self._clock():
+            self._request("time_limit", now)
+
+    def _stop_time(self, end: float) -> float:
+        """Return when ranks are asked to stop, in seconds since the epoch."""
+        slowest = self._earlier.over(self._channel.peers.slowest)
+        return end - lead_seconds(self._options.lead, slowest, self._limit)
+
+    def _read_request(self, now: float) -> None:
+        """Look whether anybody has requested a stop."""
+        request = self._records.stop_request()
+        if request is not None:
+            self._begin(str(request["reason"]), request.get("time"), now)
+
+    def _request(self, reason: str, now: float) -> None:
+        """Request a stop of all nodes; what was requested first counts."""
+        asked = self._clock()
+        try:
+            self._records.request_stop(reason, by=self._node, now=asked)
+        except (HpmlError, OSError) as error:  # the ranks of this node can still save
+            sys.stderr.write(f"hpml: {self._node}: the stop request cannot be written: {error}\n")
+        self._read_request(now)
+        if not self.reason:
+            self._begin(reason, asked, now)
+
+    def _begin(self, reason: str, asked: Any, now: float) -> None:
+        """Begin to stop the ranks of this node.
+
+        Args:
+            reason: why.
+            asked: when that was requested, in seconds since the epoch.
+            now: seconds on a monotonic clock.
+        """
+        self.reason = reason
+        with contextlib.suppress(HpmlError, OSError):  # a full disk ends no job
+            log = self._records.directory / "events" / f"{self._node}.jsonl"
+            events.append(log, "stop", node=self._node, reason=reason)
+        if reason == "time_limit" and self._term_at == math.inf:
+            if self._index:  # the first node has just asked
+                self._end = self._ask(self._environment).end or self._end
+            if self._end is not None and isinstance(asked, (int, float)):
+                left = self._end - self._clock() - end_margin(self._end - asked)
+                self._kill_at = min(self._kill_at, now + max(0.0, left))
+
+    def _watch_hang(self, now: float, ranks: Ranks) -> None:
+        """Request a stop if the ranks hang; where a stop is due to that, keep their stacks."""
+        if self.reason != "hang":
+            seconds = self._hang.silence(now, [record["pid"] for record in ranks])
+            if not seconds:
+                return
+            with contextlib.suppress(HpmlError, OSError):
+                log = self._records.directory / "events" / f"{self._node}.jsonl"
+                names = sorted(record["rank"] for record in ranks)
+                events.append(log, "hang", node=self._node, seconds=round(seconds), ranks=names)
+            if not self.reason:
+                self._request("hang", now)
+        self._kill_at = min(self._kill_at, now + _HANG_SECONDS)
+        # In a thread: py-spy may take its time, and the end of the ranks does not wait for it.
+        self._stacks = threading.Thread(target=self._keep_stacks, args=(ranks,), daemon=True)
+        self._stacks.start()
+
+    def _keep_stacks(self, ranks: Ranks) -> None:
+        target = hang.directory_of(self._records.directory) / f"{self._node}.txt"
+        try:
+            hang.collect_stacks(ranks, self._channel.peers.by_pid(), target)
+        except OSError as error:
+            sys.stderr.write(f"hpml: {self._node}: the stacks of its ranks are lost: {error}\n")
+
+    def _signal(self, ranks: Ranks) -> None:
+        """Send the configured signal, once, to each rank: to its first process that handles it."""
+        number = getattr(signal, f"SIG{self._options.signal}", 0) if self._options.signal else 0
+        waiting = [record for record in ranks if record["pid"] not in self._stopped]
+        if not number or not waiting:
+            return
+        table = ProcessTable()
+        for record in waiting:
+            for stat in table.family(record["pid"], {one["pid"] for one in ranks}):
+                if catches(stat.pid, number):
+                    with contextlib.suppress(OSError):
+                        os.kill(stat.pid, number)
+                    self._stopped.add(record["pid"])
+                    break
+
+    def _end_ranks(self, now: float, ranks: Ranks) -> None:
+        """End the ranks whose time is over.
+
+        If the job is cancelled, those that handle SIGTERM get one, and as long as Slurm would give
+        them: the launcher, which may be protected from Slurm's, does not pass it on.
+        """
+        self._kill_at = now + _PUSH_SECONDS
+        doomed = list(ranks)
+        if self.state == "CANCELLED" and now < self._term_at + self._grace():
+            polite = [one for one in ranks if catches(one["pid"], signal.SIGTERM)]
+            asked = [one for one in polite if one["pid"] not in self._stopped]
+            if asked:
+                self._kill(asked, signal.SIGTERM)
+            self._stopped.update(one["pid"] for one in asked)
+            doomed = [one for one in ranks if one not in polite]
+        if doomed:
+            self._kill(doomed, signal.SIGKILL)
+
+
+def _number(text: str | None) -> float | None:
+    try:
+        return float(text) if text else None
+    except ValueError:
+        return None
+
+
+def _slowest_of(attempt: Attempt) -> Slowest:
+    """Return the slowest save and step of all earlier attempts of the run."""
+    slowest = Slowest()
+    with contextlib.suppress(HpmlError, OSError):
+        for earlier in Run(attempt.directory.parents[1]).attempts():
+            ended = earlier.ended or {}
+            figures = [ended.get(name) for name in ("slowest_save", "slowest_step")]
+            known = [one if isinstance(one, (int, float)) else None for one in figures]
+            slowest = slowest.over(Slowest(*known))
+    return slowest
