@@ -15,6 +15,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "as_asked",
+    "can_requeue",
     "directives",
     "leaves_out",
     "memory_mebibytes",
@@ -46,7 +47,7 @@ def directives(job: Job, site: ResolvedSite | None = None) -> list[str]:
     Raises:
         InputError: the job asks for one that the site forbids.
     """
-    options = _own_options(job)
+    options = _own_options(job, site.site if site else None)
     if site is None:
         return options
     rules = site.site.directives
@@ -72,7 +73,12 @@ def memory_mebibytes(job: Job) -> int:
     return (job.resources.memory or 0) + sum(sizes)
 
 
-def _own_options(job: Job) -> list[str]:
+def can_requeue(site: Site | None) -> bool:
+    """Return whether a job may ask Slurm to run it again, as far as the site profile says."""
+    return site is None or (site.requeue != "no" and not leaves_out(site.directives, "requeue"))
+
+
+def _own_options(job: Job, site: Site | None = None) -> list[str]:
     resources = job.resources
     # mpirun counts the tasks of a node as the slots that it has there.
     tasks = 1 if job.launcher == "torchrun" else resources.ranks
@@ -98,6 +104,10 @@ def _own_options(job: Job) -> list[str]:
         options.append(f"--mail-type={','.join(event.upper() for event in resources.mail.on)}")
     if job.array is not None:
         options.append(f"--array={job.array}")
+    if job.checkpoint.enabled:
+        # JobRequeue is the default of the cluster only: Slurm asks what the job says.
+        is_asked = bool(job.checkpoint.requeue) and can_requeue(site)
+        options.append("--requeue" if is_asked else "--no-requeue")
     return [*options, "--open-mode=append", *resources.extra]
 
 
@@ -141,7 +151,7 @@ def as_asked(job: Job, rules: Mapping[str, DirectiveRule]) -> Job:
         if after.get(name) != before.get(name):
             changes[field] = _as_field(field, after.get(name))
     changes["exclusive"] = after.get("exclusive") == ""
-    fields = {*_FIELDS, "job-name", "array", "open-mode"} - {"exclusive"}
+    fields = {*_FIELDS, "job-name", "array", "open-mode", "requeue", "no-requeue"} - {"exclusive"}
     changes["extra"] = [
         option for option, name, _ in options if name not in fields and option != "--exclusive"
     ]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import os
 import sys
 from dataclasses import dataclass
@@ -12,7 +13,7 @@ from hpml_orchestrator import __version__
 from hpml_orchestrator.errors import InputError
 from hpml_orchestrator.script import template
 from hpml_orchestrator.script.agent_argv import agent_argv, bases_of, own_directories
-from hpml_orchestrator.script.directives import directives
+from hpml_orchestrator.script.directives import can_requeue, directives
 from hpml_orchestrator.spec.text import PLACEHOLDER
 from hpml_orchestrator.spec.values import parse_time_limit
 
@@ -108,6 +109,7 @@ def render(
         "needed": _needed_variables(job),
         "stages": [_stage(stage, (targets or {}).get(stage.name, "")) for stage in job.stage],
         "bases": bases_of(job),
+        "checkpoint": _checkpoint(job, site),
         "own": [(name, template.variable(f"{name}.dir")) for name in own_directories(job)],
         **_places(job, site),
         "apptainer": template.words_before(apptainer),
@@ -137,6 +139,25 @@ def render(
             hint="put long values into a file and pass the file's path",
         )
     return text
+
+
+def _checkpoint(job: Job, site: ResolvedSite | None) -> dict[str, Any] | None:
+    """Return the options for the nodes as JSON, and the directory's shell word; None if off."""
+    own = job.checkpoint
+    if not own.enabled:
+        return None
+    options = {
+        "lead": own.lead_seconds,
+        "requeue": own.requeue,
+        "attempts": own.attempts,
+        "hang": own.hang_seconds,
+        "avoid_failed_nodes": own.avoid_failed_nodes,
+        "signal": own.signal or "",
+        "time_limit": parse_time_limit(job.resources.time),
+        "can_requeue": can_requeue(site.site if site else None),
+    }
+    place = own.directory if own.is_shared else f"{{run.dir}}/{own.directory}"
+    return {"options": json.dumps(options), "directory": template.word(place)}
 
 
 def _needed_variables(job: Job) -> list[str]:
@@ -200,12 +221,16 @@ def _container(
         return [], []
     code = [] if is_copy else [("workdir", job.workdir)]
     targets = [(f"stage.{index}.target", stage.target) for index, stage in enumerate(job.stage)]
-    for field, path in code + targets:  # colons and commas divide the parts of a mount's option
+    saved = job.checkpoint
+    shared = [("checkpoint.directory", saved.directory)] * (saved.enabled and saved.is_shared)
+    # colons and commas divide the parts of a mount's option
+    for field, path in code + targets + shared:
         if ":" in path or "," in path:
             message = "must have neither colon nor comma where the ranks run in a container"
             raise InputError(message, field=field, value=path)
     names = [f"stage.{stage.name}" for stage in job.stage]
     names += [f"{name}.dir" for name in own_directories(job)]
+    names += ["checkpoint.dir"] * bool(shared)  # any other is in the run's directory
     staged = [f"${template.variable(name)}" for name in names]
     own = ["$hpml_submission", "$HPML_RUN_DIR"]
     if container.engine == "apptainer":

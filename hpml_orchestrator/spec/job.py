@@ -18,11 +18,11 @@ from pydantic import (
 
 from hpml_orchestrator.spec import text, values
 from hpml_orchestrator.spec.array import ArraySpec, parse_array
+from hpml_orchestrator.spec.checkpoint import Checkpoint
 from hpml_orchestrator.spec.data import Collect, Stage
 from hpml_orchestrator.spec.text import MAX_LIST, Model
 
 __all__ = [
-    "LATER",
     "MAX_LIST",
     "Binding",
     "Container",
@@ -33,11 +33,6 @@ __all__ = [
     "Resources",
     "spelled_out",
 ]
-
-LATER = {
-    "checkpoint": "checkpoint signals and requeue",
-}
-"""Fields that are planned and refused until what they need is there."""
 
 
 def _no_dash(value: str | None) -> str | None:
@@ -141,6 +136,7 @@ _FIELD_OF = {
     "array": "array",
     "after": "dependency kill-on-invalid-dep",
     "command": "wrap",
+    "checkpoint.requeue": "requeue no-requeue",
     "resources.nodes": "nodes",
     "resources.ranks_per_node": "ntasks ntasks-per-node",
     "resources.cpus_per_rank": "cpus-per-task",
@@ -156,8 +152,8 @@ _FIELD_OF = {
 _REASONS = {
     "is set by hpml: leave it out": "comment open-mode output parsable",
     "is not supported: a job goes to the cluster of this login node": "cluster clusters",
-    "is not supported: leave it out": "error export-file get-user-env help input no-requeue "
-    "requeue test-only usage version wait",
+    "is not supported: leave it out": "error export-file get-user-env help input test-only usage "
+    "version wait",
     **{f"has a field of its own: {field}": names for field, names in _FIELD_OF.items()},
 }
 _NOT_EXTRA = {name: reason for reason, names in _REASONS.items() for name in names.split()}
@@ -258,6 +254,7 @@ class Monitor(Model):
 _SHORT_FORMS: dict[str, tuple[type, str]] = {
     "binding": (str, "policy"),
     "monitor": (bool, "enabled"),
+    "checkpoint": (bool, "enabled"),
 }
 
 
@@ -303,8 +300,9 @@ class Job(Model):
     args: Annotated[list[text.Argument], Field(max_length=MAX_LIST)] = Field(default=[])
     """Arguments. `{stage.NAME}` is the directory of staged data, `{run.dir}` the run's directory,
     `{run.id}` and `{job.id}` are ids, `{env.NAME}` is a variable of the job's environment,
-    `{array.index}` the task's index, `{local.dir}` and `{shm.dir}` an empty directory of the job on
-    each node's disk and in its RAM; all else is taken literally."""
+    `{array.index}` the task's index, `{checkpoint.dir}` the directory of `checkpoint`,
+    `{local.dir}` and `{shm.dir}` an empty directory of the job on each node's disk and in its RAM;
+    all else is taken literally."""
     array: Annotated[
         str | None,
         BeforeValidator(
@@ -361,14 +359,14 @@ class Job(Model):
     ] = Monitor()
     """Whether the nodes export metrics of this job and its record sums them up: `true`, `false`, or
     a mapping."""
-
-    @model_validator(mode="before")
-    @classmethod
-    def _later(cls, data: Any) -> Any:
-        for key, feature in LATER.items() if isinstance(data, dict) else ():
-            if data.get(key) is not None:
-                raise ValueError(f"{key}: this release has no {feature} yet; remove the field")
-        return data
+    checkpoint: Annotated[
+        Checkpoint,
+        BeforeValidator(
+            lambda value: spelled_out("checkpoint", value), json_schema_input_type=bool | Checkpoint
+        ),
+    ] = Checkpoint()
+    """Whether the run saves before its time limit, at preemption and at a hang, and goes on from
+    there: `true`, `false`, or a mapping."""
 
     @field_validator("launcher", mode="before")
     @classmethod
@@ -420,10 +418,27 @@ class Job(Model):
                 f"launcher: {self.launcher} cannot start ranks in a container of pyxis, which is a "
                 "part of srun: use `launcher: srun`, or `engine: apptainer`"
             )
+        if self.checkpoint.enabled:
+            yield from self._checkpoint_contradictions()
         names = [stage.name for stage in self.stage]
         for name in dict.fromkeys(names):
             if names.count(name) > 1:
                 yield f"stage: the name {name!r} is used twice"
+
+    def _checkpoint_contradictions(self) -> Iterator[str]:
+        directory = self.checkpoint.directory
+        tells_tasks_apart = re.search(r"\{(run\.id|array\.index)\}", directory)
+        if self.array is not None and self.checkpoint.is_shared and not tells_tasks_apart:
+            yield (
+                f"checkpoint.directory: {directory} would be the directory of every task: put "
+                "{run.id} or {array.index} into it, or give a relative path"
+            )
+        for option in self.resources.extra:
+            if option.partition("=")[0] == "--signal":
+                yield (
+                    f"resources.extra: {option} would reach hpml's own processes, too: use "
+                    "`checkpoint.signal` for the signal and `checkpoint.lead` for the time"
+                )
 
     @property
     def tasks(self) -> ArraySpec | None:

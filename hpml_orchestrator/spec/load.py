@@ -93,12 +93,13 @@ def load_job(
         _set(data, field, value)
         kept = {other: origin for other, origin in given.items() if not is_in(other, field)}
         given = kept | dict.fromkeys(leaves(value, field, empty=False), "command line")
-    monitor = data.get("monitor")
-    if isinstance(monitor, dict) and "enabled" not in monitor:
-        # Whoever says how one job is monitored wants that; a site's mapping only says how.
-        data["monitor"] = {"enabled": True, **monitor}
-        origins = {origin for name, origin in given.items() if covers(name, "monitor")}
-        given["monitor.enabled"] = min(origins, default="job file")
+    for name in ("monitor", "checkpoint"):
+        # Whoever says how one job does it wants that; a site's mapping only says how.
+        mapping = data.get(name)
+        if isinstance(mapping, dict) and "enabled" not in mapping:
+            data[name] = {"enabled": True, **mapping}
+            origins = {origin for field, origin in given.items() if covers(field, name)}
+            given[f"{name}.enabled"] = min(origins, default="job file")
     if site is not None:
         below = _without_rivals(site.site.defaults, data)
         data = merged(below, data)
@@ -211,21 +212,30 @@ _ADVICE = {
     "shm": "there is {shm.dir}",
     "array": "there is {array.index}",
     "job": "there is {job.id}",
+    "checkpoint": "there is {checkpoint.dir}",
     "env": "a variable's name has letters, digits and _",
 }
 _WITH_PLACEHOLDERS = re.compile(r"(args|command|collect|environment\.variables)\b")
+_OWN_PLACEHOLDERS = re.compile(r"(environment\.setup|checkpoint\.directory)\b")  # see the field
 
 
 def _unknown_placeholders(data: dict[str, Any], points: Collection[str]) -> Iterator[InputError]:
     """Yield an error for each placeholder that names nothing; the fields are not validated yet."""
     names = [stage.get("name") for stage in _entries(data, "stage") if isinstance(stage, dict)]
     known = [*(f"stage.{name}" for name in names), *(f"point.{name}" for name in points)]
+    own = data.get("checkpoint")
+    needed = {
+        "array.index": "" if data.get("array") is not None else "an array, such as `array: 0-9`",
+        "checkpoint.dir": ""
+        if isinstance(own, dict) and own.get("enabled") is not False
+        else "`checkpoint: true`",
+    }
     for field, value in _texts(data):
         if _WITH_PLACEHOLDERS.match(field):
-            faults = _placeholder_faults(
-                value, known, is_array=data.get("array") is not None, field=field
-            )
-        elif PLACEHOLDER.search(value) and not field.startswith("environment.setup"):
+            faults = _placeholder_faults(value, known, needed=needed, field=field)
+        elif field == "checkpoint.directory" and "{array.index}" in value and needed["array.index"]:
+            faults = iter([f"{{array.index}} needs {needed['array.index']}"])
+        elif PLACEHOLDER.search(value) and not _OWN_PLACEHOLDERS.match(field):
             faults = iter(["has no placeholders; args, command and environment.variables have"])
         else:
             continue
@@ -234,7 +244,7 @@ def _unknown_placeholders(data: dict[str, Any], points: Collection[str]) -> Iter
 
 
 def _placeholder_faults(
-    value: str, known: Sequence[str], *, is_array: bool, field: str
+    value: str, known: Sequence[str], *, needed: Mapping[str, str], field: str
 ) -> Iterator[str]:
     """Yield what is wrong with the placeholders of a text, and with what resembles one."""
     for match in BRACES.finditer(value):
@@ -250,16 +260,16 @@ def _placeholder_faults(
         elif follows_dollar:
             fault = f"the $ before {shown} is passed on as text: leave it out"
         else:
-            fault = _fault_of(name, known, is_array=is_array, at_start=field.startswith("collect."))
+            fault = _fault_of(name, known, needed=needed, at_start=field.startswith("collect."))
         if fault:
             yield f"{fault} (the text itself is written {{{shown.replace(' ', '')}}})"
 
 
-def _fault_of(name: str, known: Sequence[str], *, is_array: bool, at_start: bool) -> str:
+def _fault_of(name: str, known: Sequence[str], *, needed: Mapping[str, str], at_start: bool) -> str:
     """Return what is wrong with a placeholder; `at_start`: before setup has run, for each run."""
     root, _, rest = name.partition(".")
-    if name == "array.index" and not is_array:
-        return "{array.index} needs an array, such as `array: 0-9`"
+    if needed.get(name):
+        return f"{{{name}}} needs {needed[name]}"
     if root == "point" and at_start:
         return f"{{{name}}} is not known here; results of each run are in TARGET/RUN"
     if name in known or name in FIXED_PLACEHOLDERS:
@@ -352,6 +362,10 @@ def make_absolute(data: dict[str, Any], base: Path) -> None:
         target = entry.get("target") if isinstance(entry, dict) else None
         if not (isinstance(target, str) and target.startswith("{")):
             resolve(entry, "target")
+    own = data.get("checkpoint")
+    directory = own.get("directory") if isinstance(own, dict) else None
+    if isinstance(directory, str) and directory.startswith("~"):
+        own["directory"] = os.path.expanduser(directory)  # a relative one is in the run's directory
     for name in ("web_config", "targets"):
         resolve(data.get("monitor"), name)
     environment = data.get("environment")

@@ -80,6 +80,7 @@ _MESSAGES = {
 }
 _SHORT_FORMS = {
     "Binding": "must be a policy such as numa, or a mapping of fields such as policy and verify",
+    "Checkpoint": "must be true or false, or a mapping of fields such as directory and requeue",
     "Monitor": "must be true or false, or a mapping of fields such as listen and targets",
 }
 

@@ -10,7 +10,7 @@ from typing import Any
 
 from pydantic import BaseModel
 
-from hpml_orchestrator.spec import job, site, sweep
+from hpml_orchestrator.spec import checkpoint, job, site, sweep
 from hpml_orchestrator.spec.job import Job
 from hpml_orchestrator.spec.site import NEEDED_DIRECTIVES, PER_JOB, Site
 
@@ -46,7 +46,7 @@ def _schema(model: type[BaseModel], title: str) -> dict[str, Any]:
     """Return a model's schema, with the docstring below each field as its description."""
     schema = model.model_json_schema()
     for name, part in [(model.__name__, schema), *schema["$defs"].items()]:
-        module = next(module for module in (job, site, sweep) if hasattr(module, name))
+        module = next(module for module in (job, checkpoint, site, sweep) if hasattr(module, name))
         descriptions = _field_docstrings(getattr(module, name))
         for field, about in part["properties"].items():
             about["description"] = descriptions[field]

@@ -65,6 +65,14 @@ def _time_or_unlimited(value: Any) -> str:
 
 
 Duration = Annotated[str, BeforeValidator(_time_or_unlimited, json_schema_input_type=int | str)]
+# YAML and TOML have words for yes and no
+Requeue = Annotated[
+    Literal["auto", "yes", "no"],
+    BeforeValidator(
+        lambda value: {True: "yes", False: "no"}[value] if isinstance(value, bool) else value,
+        json_schema_input_type=Literal["auto", "yes", "no"] | bool,
+    ),
+]
 Names = Annotated[list[text.PlainWord], Field(max_length=MAX_LIST)]
 Interfaces = Annotated[list[text.InterfaceName], Field(max_length=64)]
 
@@ -218,6 +226,9 @@ class Site(Model):
     """Slurm's ClusterName."""
     slurm: text.PlainWord | None = None
     """Slurm's version, such as 22.05.8."""
+    requeue: Requeue = "auto"
+    """Whether jobs may be requeued, so that a run with `checkpoint` goes on under the same job id.
+    `auto` tries it. With `no`, and where Slurm refuses it, the job submits its continuation."""
     paths: Paths = Paths()
     """Where data is staged on all nodes."""
     staging: Staging = Staging()

@@ -66,22 +66,31 @@ MAX_LIST = 4096
 
 _NOT_DOUBLED = r"\{(?!(?<=\{\{)[\w:.-]+\}\})"
 PLACEHOLDER = re.compile(
-    _NOT_DOUBLED + r"((?:stage|run|point|local|shm|array|job|env)\.[A-Za-z0-9_]+)\}"
+    _NOT_DOUBLED + r"((?:stage|run|point|local|shm|array|job|checkpoint|env)\.[A-Za-z0-9_]+)\}"
 )
 """What arguments and variables refer to data, the run, the job, a task, a point of a sweep and the
 job's environment by; with doubled braces it is text."""
 BRACES = re.compile(
     _NOT_DOUBLED
-    + r"\s*((?:stage|run|point|local|shm|array|job|env)[._][^{}\s'\"]+|[A-Za-z][\w:.-]*)\s*\}",
+    + r"\s*((?:stage|run|point|local|shm|array|job|checkpoint|env)[._][^{}\s'\"]+"
+    + r"|[A-Za-z][\w:.-]*)\s*\}",
     re.ASCII,
 )
 """A word in braces, which may be a misspelt placeholder."""
-FIXED_PLACEHOLDERS = ("run.dir", "run.id", "job.id", "array.index", "local.dir", "shm.dir")
+FIXED_PLACEHOLDERS = (
+    "run.dir",
+    "run.id",
+    "job.id",
+    "array.index",
+    "local.dir",
+    "shm.dir",
+    "checkpoint.dir",
+)
 """Those that do not end in a name of the user's."""
 
 _DOUBLED = re.compile(r"\{(\{([A-Za-z][\w:.-]*)\})\}", re.ASCII)
 _NAMED = re.compile(
-    r"(?:stages?|points?)[._:-]\w+|env[.:].+|(?:stage|run|point|local|shm|array|job)[._]\w*\W.*"
+    r"(?:stages?|points?)[._:-]\w+|env[.:].+|(?:stage|run|point|local|shm|array|job|checkpoint)[._]\w*\W.*"
     r"|stage|run|array|local|shm|job",
     re.IGNORECASE,
 )

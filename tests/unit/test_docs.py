@@ -22,7 +22,6 @@ from typer.testing import CliRunner
 from hpml_orchestrator.cli.main import COMMANDS, app
 from hpml_orchestrator.records.events import VOCABULARY
 from hpml_orchestrator.script import directives
-from hpml_orchestrator.spec.job import LATER
 from hpml_orchestrator.spec.load import load_job
 from hpml_orchestrator.spec.site import load_site
 from hpml_orchestrator.spec.sweep import load_sweep
@@ -207,12 +206,6 @@ def test_the_references_are_current(name: str) -> None:
     """They are generated from the fields' descriptions: `make docs` writes them anew."""
     page = runpy.run_path(str(ROOT / "docs/fields.py"))["page"]
     assert read(f"docs/{name}") == page(name)
-
-
-def test_the_reference_names_what_is_refused_for_now() -> None:
-    """Fields that are planned stand in the reference as not there yet, and in no table."""
-    section = prose("docs/job-file.md").partition("## Not in this release")[2]
-    assert set(re.findall(r"`(\w+)`", section.partition("\n## ")[0])) == set(LATER)
 
 
 def test_the_reference_has_every_directive(tmp_path: Path) -> None:

@@ -8,7 +8,6 @@ from collections.abc import Callable
 import pytest
 
 from hpml_orchestrator.errors import InputError
-from hpml_orchestrator.spec.job import LATER
 from hpml_orchestrator.spec.load import ResolvedJob
 
 Load = Callable[..., ResolvedJob]
@@ -86,7 +85,7 @@ def message_of(load: Load, text: str) -> str:
         ("resources: {mail: {to: a, on: [x]}}", "resources.mail.on.0: must be 'begin', 'end'"),
         ("resources: {extra: [-N 3]}", "resources.extra.0: must be one long sbatch option"),
         ("resources: {extra: [--mem=3]}", "resources.extra: --mem has a field of its own: reso"),
-        ("resources: {extra: [--requeue]}", "resources.extra: --requeue is not supported:"),
+        ("resources: {extra: [--requeue]}", "resources.extra: --requeue has a field of its own: "),
         ("resources: {extra: [--output=a]}", "resources.extra: --output is set by hpml: leave it"),
         ("resources: {extra: ['--gres=lustre:1,gpu:2']}", "resources.extra: --gres has a field"),
         ("environment: {modules: [a b]}", "environment.modules.0: must be a module's name such"),
@@ -260,15 +259,6 @@ def test_a_field_that_was_removed(load: Load) -> None:
     """The error names the field and its value, and says what to do instead."""
     removed = "was removed: hpml-bind alone binds the ranks; leave this field out (got 'static')"
     assert f"binding.form: {removed}" in message_of(load, "binding: {form: static}")
-
-
-@pytest.mark.parametrize("field", sorted(LATER))
-def test_fields_of_a_later_release(load: Load, field: str) -> None:
-    """What is planned is refused by its name, however it is written."""
-    for value in ("1-3", "{a: b}", "[x]", "true"):
-        assert message_of(load, f"{field}: {value}").startswith(
-            f"{field}: this release has no {LATER[field]} yet; remove the field"
-        )
 
 
 @pytest.mark.parametrize(
