@@ -34,7 +34,16 @@ TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-__all__ = ["EXIT_BINDING", "USAGE", "apply_plan", "main", "rank_variables", "run", "tasks_here"]
+__all__ = [
+    "EXIT_BINDING",
+    "USAGE",
+    "apply_plan",
+    "main",
+    "rank_variables",
+    "run",
+    "shield",
+    "tasks_here",
+]
 
 USAGE = "usage: hpml-bind [--show] [ATTEMPT] -- COMMAND [ARGUMENT]…\n"
 EXIT_BINDING = 79
@@ -43,6 +52,9 @@ EXIT_BINDING = 79
 _SCHEMA_VERSION = 2
 _COMMAND_CHARS = 1 << 16  # a longer command is not recorded: lines of a record are short
 _OTHERS_SECONDS = 2.0  # so that the other ranks can record theirs before the job ends
+# Python ignores the first two, the script has launchers ignore the others, and what is ignored
+# stays so across exec: not for the command.
+_DEFAULTS = (signal.SIGPIPE, signal.SIGXFSZ, signal.SIGUSR1, signal.SIGUSR2)
 _ALL_CPUS = "give the step all CPUs of the job: srun --cpu-bind=none, without --cpus-per-task"
 # Rank, world size, local rank, local world size, node's number. Most particular first: horovodrun
 # starts its ranks from the batch step, whose SLURM_PROCID is 0 everywhere; Open MPI's daemons are
@@ -329,11 +341,23 @@ def _at_least(least: int, text: str) -> int:
     return max(least, int(text)) if text.isdecimal() else least
 
 
-def _exec(command: list[str]) -> int:
+def shield(argv: list[str]) -> int:
+    """Exec a launcher that no SIGTERM reaches: its ranks still have to save.
+
+    The signal is blocked and not ignored: launchers such as torchrun handle it. What the launcher
+    starts inherits that, and hpml-bind undoes it for the rank. An own session would not do: how
+    far a signal gets depends on Slurm's ProctrackType.
+
+    Args:
+        argv: the launcher's command.
+    """
+    signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGTERM,))
+    return _exec(argv, (signal.SIGPIPE, signal.SIGXFSZ))
+
+
+def _exec(command: list[str], defaults: tuple[signal.Signals, ...] = _DEFAULTS) -> int:
     """Exec the command as a shell finds it; returns only on an error."""
-    # Python ignores the first two, the script has launchers ignore the others, and what is ignored
-    # stays so across exec: not for the command.
-    for number in (signal.SIGPIPE, signal.SIGXFSZ, signal.SIGUSR1, signal.SIGUSR2):
+    for number in defaults:
         signal.signal(number, signal.SIG_DFL)
     reason, status = "command not found", 127
     try:

@@ -19,6 +19,7 @@ usage: hpml-node.pyz COMMAND …
   wait-ready ATTEMPT NODES PID        wait until all nodes are ready, or say why not
   rendezvous ATTEMPT                  print the address and a free port of the head node
   bind ATTEMPT -- COMMAND …           bind one rank and run its command
+  shield COMMAND …                    run a launcher that SIGTERM does not reach
   note-signal ATTEMPT NAME            record that the ranks were passed a signal
   finish ATTEMPT CODE [REASON [LAUNCHER]]
                                       record how the attempt ended; prints the script's status
@@ -32,6 +33,7 @@ _COMMANDS: dict[str, tuple[str, str, tuple[int, ...] | None]] = {
     "wait-ready": ("startup", "wait_ready", (3,)),
     "rendezvous": ("startup", "rendezvous", (1,)),
     "bind": ("bind", "run", None),
+    "shield": ("bind", "shield", None),
     "note-signal": ("finish", "note_signal", (2,)),
     "finish": ("finish", "finish", (2, 3, 4)),
 }

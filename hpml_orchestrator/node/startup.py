@@ -73,23 +73,34 @@ def claim(submission: str) -> int:
             hint="give the script to sbatch, or run the job file with `hpml run --local`",
         )
     run = Run(_run_directory(Path(submission), job_id))
-    number = int(os.environ.get("SLURM_RESTART_COUNT") or 0)
-    for earlier in run.attempts():
-        if _claimant(earlier) not in ("", job_id):
-            return _duplicate(earlier, job_id)
+    restart = os.environ.get("SLURM_RESTART_COUNT") or "0"
+    array = os.environ.get("SLURM_ARRAY_JOB_ID", "")
+    attempts = run.attempts()
+    number = attempts[-1].number if attempts else 0
+    again = False
+    if attempts and (attempts[-1].directory / "started").is_dir():
+        last = attempts[-1]
+        claimant = _claimant(last)
+        again = claimant == job_id and (last.restart or "0") == restart
+        if not again and not _may_follow(last, claimant, job_id, array or job_id):
+            return _duplicate(last, job_id)
+        number += not again
     attempt = Attempt(run.directory / "attempts" / str(number))
     for name in ("nodes", "events", "binding", "plan"):
         (attempt.directory / name).mkdir(parents=True, exist_ok=True)
     started = attempt.directory / "started"
-    try:
-        started.mkdir()
-    except FileExistsError:
-        if _claimant(attempt) != job_id:
-            return _duplicate(attempt, job_id)
-        # Same job, same attempt: the script was started again without a requeue, so what its nodes
-        # wrote before no longer holds.
+    if again:
+        # The script was started again without a requeue, so what its nodes wrote no longer holds.
         _forget(attempt)
-    array = os.environ.get("SLURM_ARRAY_JOB_ID", "")
+    else:
+        try:
+            started.mkdir()
+        except FileExistsError:
+            _claimant(attempt)
+            return _duplicate(attempt, job_id)
+    # It is there from the beginning: NFS remembers for a while that a file does not exist.
+    write_text(attempt.directory / "stop", "")
+    write_text(started / "restart", f"{restart}\n")
     if array:  # before the id that completes the claim: whoever reads that one finds both
         write_text(started / "array_job_id", f"{array}\n")
     write_text(started / "job_id", f"{job_id}\n")
@@ -168,13 +179,35 @@ def _claimant(attempt: Attempt) -> str:
         time.sleep(0.1)
 
 
+def _may_follow(last: Attempt, claimant: str, job_id: str, submitted_id: str) -> bool:
+    """Return whether a job may make the next attempt.
+
+    The same job may, for it was requeued, unless the run goes on in another one. Another job may if
+    the run goes on, and then only the one that was submitted for that, as soon as it is known.
+
+    Args:
+        last: the newest attempt.
+        claimant: the job that claimed it.
+        job_id: the job's own id.
+        submitted_id: the one that sbatch printed for it.
+    """
+    following = last.next or {}
+    if following.get("how") == "continuation":
+        return submitted_id == str(following.get("job_id"))
+    if claimant in ("", job_id):
+        return bool(claimant) or os.environ.get("SLURM_RESTART_COUNT", "0") not in ("", "0")
+    if following:
+        return False
+    return last.goes_on or last.newest_start() is not None
+
+
 def _forget(attempt: Attempt) -> None:
     """Remove the markers of an earlier start of the same attempt."""
     for name in ("nodes", "plan", "binding", "chain"):
         for path in (attempt.directory / name).glob("*"):
             if path.is_file():
                 path.unlink(missing_ok=True)
-    for name in ("over", "ended.json"):
+    for name in ("over", "ended.json", "next.json"):
         (attempt.directory / name).unlink(missing_ok=True)
 
 

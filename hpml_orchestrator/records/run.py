@@ -12,10 +12,17 @@ from typing import TYPE_CHECKING, Any
 
 from hpml_orchestrator.errors import NotFoundError, RecordError
 from hpml_orchestrator.records.events import read, read_all, read_milestones
-from hpml_orchestrator.records.files import append_line, read_json, read_json_lines, read_text
+from hpml_orchestrator.records.files import (
+    append_line,
+    read_json,
+    read_json_lines,
+    read_text,
+    write_json,
+)
+from hpml_orchestrator.records.starts import Start, mark_start, newest_start
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Sequence
 
     from hpml_orchestrator.records.events import Event
 
@@ -107,6 +114,44 @@ class Attempt:
         except (NotFoundError, RecordError):
             return None
         return record
+
+    @property
+    def restart(self) -> str:
+        """How often Slurm had requeued its job when it started, as the job wrote it."""
+        return self._claimed("restart")
+
+    @property
+    def goes_on(self) -> bool:
+        """Whether it ended before the run was done, and the run is to go on by itself."""
+        return bool((self.ended or {}).get("goes_on"))
+
+    @property
+    def next(self) -> dict[str, Any] | None:
+        """The job that follows: `how`, `job_id`, `time`, `exclude`; None if it is not certain."""
+        try:
+            record: dict[str, Any] = read_json(self.directory / "next.json")
+        except (NotFoundError, RecordError):
+            return None
+        return record
+
+    def record_next(
+        self, how: str, job_id: str, *, exclude: Sequence[str] = (), now: float
+    ) -> None:
+        """Record the job that follows: a `requeue` of the same one, or a `continuation`."""
+        record = {"how": how, "job_id": job_id, "time": now, "exclude": list(exclude)}
+        write_json(self.directory / "next.json", record)
+
+    def newest_start(self) -> Start | None:
+        """The last time that sbatch was about to be called for a continuation of it, if ever."""
+        return newest_start(self.directory / "next.started")
+
+    def mark_start(self, number: int, *, now: float) -> bool:
+        """Record that this process is about to call sbatch for a continuation.
+
+        Returns:
+            False if another process has made the start of that number.
+        """
+        return mark_start(self.directory / "next.started", number, now=now, key=self.directory.name)
 
     @property
     def started(self) -> Event | None:

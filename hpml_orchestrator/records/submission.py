@@ -1,45 +1,30 @@
 """One call of sbatch on record: its script, its job, and which process may make the call.
 
-Calls are numbered, and no lock is left behind. The first is the file `sbatch.started`, the next
-`sbatch.started.2` and so on, and each is created exclusively: of many processes that want the same
-number, one gets it. A process that looked for a job after n calls may only make call n + 1, so of
-two that looked at the same time the slower one finds its number taken and has to look again.
-A call is never taken back; if its process died, it is a call without a job.
+A run that goes on gets its next job by another sbatch in the same directory: a continuation.
+`job.json` has the newest job and the earlier ones; that of one task of an array is in
+`job.<index>.json`.
 """
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from hpml_orchestrator.errors import NotFoundError, RecordError
-from hpml_orchestrator.records.files import create_json, read_json, read_text, write_json
-from hpml_orchestrator.records.owner import Owner, owner_is_alive, this_owner
+from hpml_orchestrator.records.files import read_json, read_text, write_json
+from hpml_orchestrator.records.owner import owner_is_alive
+from hpml_orchestrator.records.starts import Start, mark_start, newest_start
 
-__all__ = ["RUN_TABLE", "SCRIPT", "STARTED_MARKER", "Start", "Submission"]
+__all__ = ["RUN_TABLE", "SCRIPT", "STARTED_MARKER", "Submission"]
 
 RUN_TABLE = "runs.tsv"
 SCRIPT = "job.sh"
 STARTED_MARKER = "sbatch.started"
-_START_NAME = re.compile(re.escape(STARTED_MARKER) + r"(?:\.([0-9]{1,9}))?")
-
-
-@dataclass(frozen=True)
-class Start:
-    """One process that was about to call sbatch.
-
-    Attributes:
-        number: counted from 1.
-        time: seconds since the epoch.
-        owner: the process; None if its record cannot be understood.
-    """
-
-    number: int
-    time: float
-    owner: Owner | None
+_TASK_JOB = re.compile(r"job\.([0-9]{1,9})\.json")
 
 
 @dataclass(frozen=True)
@@ -75,8 +60,21 @@ class Submission:
         return record
 
     def job(self) -> dict[str, Any] | None:
-        """The scheduler's answer, `job.json`; None while it is not known."""
-        return self._optional("job.json")
+        """The scheduler's answer, `job.json`; None while it is not known.
+
+        Of one task of an array its continuation, if it has one.
+        """
+        own = None if self.index is None else self._optional(f"job.{self.index}.json")
+        return own or self._optional("job.json")
+
+    def continued(self) -> dict[int, str]:
+        """The newest job of each task of the array that was continued by itself, by index."""
+        jobs = {}
+        for match in filter(None, map(_TASK_JOB.fullmatch, _names(self.directory))):
+            task = replace(self, index=int(match[1]))
+            with contextlib.suppress(RecordError, KeyError):
+                jobs[int(match[1])] = f"{(task.job() or {})['job_id']}_{match[1]}"
+        return jobs
 
     def refused(self) -> dict[str, Any] | None:
         """Why the scheduler refused, `refused.json`; None if it did not, or is not known to."""
@@ -89,10 +87,19 @@ class Submission:
             return None
         return record
 
+    def job_ids(self) -> set[str]:
+        """The ids of all jobs of the submission so far, also those of its tasks' continuations."""
+        names = [name for name in _names(self.directory) if _TASK_JOB.fullmatch(name)]
+        found: set[str] = set()
+        for name in ("job.json", *names):
+            record = self._optional(name) or {}
+            found.update(map(str, [*record.get("earlier", ()), record.get("job_id", "")]))
+        return found - {""}
+
     def has_job(self, job_id: str) -> bool:
-        """Whether that is the job's id; False if its record cannot be read."""
+        """Whether that is the id of one of its jobs; False if its record cannot be read."""
         try:
-            return str((self.job() or {}).get("job_id")) == job_id
+            return job_id in self.job_ids()
         except RecordError:
             return False
 
@@ -115,6 +122,16 @@ class Submission:
     def record_job(self, job_id: str, *, how: str, now: float) -> None:
         """Record the job's id and how it became known."""
         write_json(self.directory / "job.json", {"job_id": job_id, "how": how, "recorded": now})
+
+    def record_continuation(self, job_id: str, *, now: float) -> None:
+        """Record the next job of the run; of a task if one is meant."""
+        before = self.job() or {}
+        if before.get("job_id") == job_id:
+            return
+        earlier = [*before.get("earlier", ()), *filter(None, [before.get("job_id")])]
+        record = {"job_id": job_id, "how": "continuation", "earlier": earlier, "recorded": now}
+        name = "job.json" if self.index is None else f"job.{self.index}.json"
+        write_json(self.directory / name, record)
 
     def record_refusal(self, reason: str, *, now: float) -> None:
         """Record that the scheduler refused."""
@@ -142,9 +159,8 @@ class Submission:
         Raises:
             RecordError: the directory cannot be written.
         """
-        number = number or self.starts() + 1
-        record = {"time": now, **asdict(this_owner(self.sid))}
-        return create_json(self._start_path(number), record)
+        first = self.directory / STARTED_MARKER
+        return mark_start(first, number or self.starts() + 1, now=now, key=self.sid)
 
     def newest_start(self) -> Start | None:
         """The last start; None if there was none.
@@ -152,27 +168,7 @@ class Submission:
         Raises:
             RecordError: the directory cannot be read.
         """
-        # Listed, not probed one by one: NFS caches "no such file" for a while.
-        try:
-            names = os.listdir(self.directory)
-        except FileNotFoundError:
-            return None
-        except OSError as error:
-            reason = error.strerror or error
-            raise RecordError(f"cannot read {self.directory}: {reason}") from error
-        matches = [_START_NAME.fullmatch(name) for name in names]
-        number = max((int(match[1] or 1) for match in matches if match), default=0)
-        if not number:
-            return None
-        path = self._start_path(number)
-        try:
-            time = float(read_json(path)["time"])
-        except (NotFoundError, RecordError, KeyError, TypeError, ValueError, OverflowError):
-            time = path.stat().st_mtime if path.exists() else 0.0  # damaged
-        return Start(number, time, Owner.read(str(path)))
-
-    def _start_path(self, number: int) -> Path:
-        return self.directory / (STARTED_MARKER if number == 1 else f"{STARTED_MARKER}.{number}")
+        return newest_start(self.directory / STARTED_MARKER)
 
     def starts(self) -> int:
         """How often a process was about to call sbatch."""
@@ -188,3 +184,11 @@ class Submission:
         """Whether the process that was last about to call sbatch is known to be dead."""
         newest = self.newest_start()
         return bool(newest and newest.owner and not owner_is_alive(newest.owner))
+
+
+def _names(directory: Path) -> list[str]:
+    """Return the names in a directory; none if it is missing or may not be read."""
+    try:
+        return sorted(os.listdir(directory))
+    except OSError:
+        return []

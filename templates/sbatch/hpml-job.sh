@@ -92,6 +92,8 @@ hpml_stop_agents() {
 # hpml_terminate SIGNAL: trap of the signals that end the job; hpml_finish follows.
 hpml_terminate() {
   hpml_reason="the script got SIG$1"
+  # With checkpoints, the agents find out why: they let the ranks save, or end them at once.
+  if [[ $1 == TERM && -n ${HPML_CHECKPOINT-} && -n $hpml_ranks ]]; then hpml_passed=1; return; fi
   [[ -z $hpml_ranks ]] || kill -TERM "$hpml_ranks" 2>/dev/null || :
   exit "$((128 + $(kill -l "$1")))"
 }
@@ -104,7 +106,13 @@ hpml_pass_on() {
 }
 
 # hpml_agents OPTION …: start one agent per node in the background, for as long as the job.
+# Sets hpml_shield (a launcher follows) and hpml_wait, for srun's --wait.
 hpml_agents() {
+  hpml_shield=() hpml_wait=60
+  if [[ -n ${HPML_CHECKPOINT-} ]]; then
+    # SIGTERM may mean that the ranks save and stop, so it must end no launcher. They need not end together.
+    hpml_shield=("${hpml_python[@]}" shield) hpml_wait=0
+  fi
   # Newer sruns take a rank's number of CPUs from the environment; the agent has to see all of the job's.
   env --unset=SLURM_CPUS_PER_TASK --unset=SRUN_CPUS_PER_TASK \
     srun --overlap --nodes="$SLURM_NNODES" --ntasks="$SLURM_NNODES" --ntasks-per-node=1 \
@@ -173,18 +181,30 @@ hpml_rendezvous() {
   export MASTER_ADDR=${both% *} MASTER_PORT=${both#* }
 }
 
-# End the job unless Open MPI's mpirun is on PATH.
+# hpml_container_python PYTHON: the container's Python runs what of hpml the container runs.
+hpml_container_python() {
+  hpml_bind[0]=$1
+  [[ -z ${hpml_shield[*]} ]] || hpml_shield[0]=$1
+}
+
+# End the job unless Open MPI's mpirun is on PATH; shield its daemons.
 hpml_need_mpirun() {
   local version
   version=$(timeout 60 mpirun --version 2>&1) || :
   [[ $version == *'Open MPI'* ]] ||
     hpml_fail 78 'no mpirun of Open MPI on PATH that answers within 60 s: load its module in environment.modules'
+  # Its daemons are tasks of an srun, which get Slurm's SIGTERM. Versions before 5 read the first variable.
+  # The value is split at each space.
+  if [[ -n ${HPML_CHECKPOINT-} && ${hpml_python[0]}${hpml_python[3]} != *[[:space:]]* ]]; then
+    export OMPI_MCA_orte_launch_agent="${OMPI_MCA_orte_launch_agent:-${hpml_python[*]} shield orted}"
+    export PRTE_MCA_prte_launch_agent="${PRTE_MCA_prte_launch_agent:-${hpml_python[*]} shield prted}"
+  fi
 }
 
 # hpml_run COMMAND …: start the ranks by this command, wait for them, and end the script with its status.
 hpml_run() {
   local code=0
-  "$@" &
+  ${HPML_CHECKPOINT:+"${hpml_python[@]}" shield} "$@" &
   hpml_ranks=$!
   hpml_passed=1
   while [[ -n $hpml_passed ]]; do  # a signal that is passed on ends `wait` early

@@ -62,12 +62,46 @@ def test_another_job_of_the_same_run_is_a_duplicate(node: Node) -> None:
 
 
 def test_a_requeued_job_gets_the_next_attempt(node: Node) -> None:
-    """SLURM_RESTART_COUNT counts the attempts."""
+    """Attempts count on from the last one: a job that continues the run begins anew at restart 0."""
     node.claim("17")
+    assert (node.attempt / "stop").read_text() == ""
     status, out, _ = node.claim("17", SLURM_RESTART_COUNT="1")
     assert (status, out) == (0, f"{node.run_directory}/attempts/1\n")
-    assert node.claim("17", SLURM_RESTART_COUNT="3")[1].endswith("/attempts/3\n")
-    assert [one.number for one in node.store.run(node.run_directory.name).attempts()] == [0, 1, 3]
+    assert node.claim("17", SLURM_RESTART_COUNT="3")[1].endswith("/attempts/2\n")
+    again = node.claim("17", SLURM_RESTART_COUNT="3")  # without a requeue: the same attempt
+    assert again[1].endswith("/attempts/2\n")
+    write_json(node.run_directory / "attempts/2/ended.json", {"exit_code": 0, "goes_on": True})
+    assert node.claim("20")[1].endswith("/attempts/3\n")
+    assert node.claim("20", SLURM_RESTART_COUNT="1")[1].endswith("/attempts/4\n")
+
+
+@pytest.mark.parametrize(
+    ("records", "right", "wrong"),
+    [
+        ({}, [], ["18"]),
+        ({"ended.json": {"goes_on": False}}, [], ["18"]),
+        ({"ended.json": {"goes_on": True}}, ["18"], ["19"]),
+        ({"next.started": {"time": 1.0}}, ["18"], []),
+        ({"next.json": {"how": "continuation", "job_id": "18"}}, ["18"], ["17", "19"]),
+        (
+            {"ended.json": {"goes_on": True}, "next.json": {"how": "requeue", "job_id": "17"}},
+            ["17"],
+            ["18", "19"],
+        ),
+    ],
+)
+def test_a_run_goes_on_in_one_job_only(
+    node: Node, records: dict[str, dict[str, object]], right: list[str], wrong: list[str]
+) -> None:
+    """Another job may claim the next attempt if the records say that the run goes on in it."""
+    node.claim("17")
+    for name, record in records.items():
+        write_json(node.attempt / name, record)
+    for job_id in (*wrong, *right, *wrong) if records.keys() & {"next.json"} else (*right, *wrong):
+        status, out, err = node.claim(job_id, SLURM_RESTART_COUNT="1")
+        expected = (0, f"{node.run_directory}/attempts/1\n") if job_id in right else (75, "")
+        assert (status, out) == expected, (job_id, err)
+    assert len(node.store.run(node.run_directory.name).attempts()) == 1 + len(right)
 
 
 def test_the_same_job_started_again_forgets_its_markers(node: Node) -> None:
