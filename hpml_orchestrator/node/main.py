@@ -21,6 +21,7 @@ usage: hpml-node.pyz COMMAND …
   bind ATTEMPT -- COMMAND …           bind one rank and run its command
   shield COMMAND …                    run a launcher that SIGTERM does not reach
   note-signal ATTEMPT NAME            record that the ranks were passed a signal
+  terminated ATTEMPT                  request a stop if the script got SIGTERM while its job runs
   finish ATTEMPT CODE [REASON [LAUNCHER]]
                                       record how the attempt ended; prints the script's status
 """
@@ -35,6 +36,7 @@ _COMMANDS: dict[str, tuple[str, str, tuple[int, ...] | None]] = {
     "bind": ("bind", "run", None),
     "shield": ("bind", "shield", None),
     "note-signal": ("finish", "note_signal", (2,)),
+    "terminated": ("stopping", "terminated", (1,)),
     "finish": ("finish", "finish", (2, 3, 4)),
 }
 

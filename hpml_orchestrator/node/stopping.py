@@ -17,6 +17,7 @@ import signal
 import sys
 import threading
 import time
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hpml_orchestrator.errors import HpmlError
@@ -29,14 +30,13 @@ from hpml_orchestrator.records.run import Attempt, Run
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
-    from pathlib import Path
 
     from hpml_orchestrator.node.channel import ChannelReader
     from hpml_orchestrator.node.options import CheckpointOptions
 
     Ranks = Sequence[Mapping[str, Any]]
 
-__all__ = ["StopPath", "end_margin", "lead_seconds"]
+__all__ = ["StopPath", "end_margin", "lead_seconds", "terminated"]
 
 _LOOK_SECONDS = 2.0
 _PUSH_SECONDS = 1.0
@@ -116,6 +116,7 @@ class StopPath:
         self._ask, self._kill, self._clock, self._grace = ask, kill, clock, grace
         self._index, _ = node_index(environment)
         self._hang = hang.HangWatch(options.hang, channel.peers)
+        self._end_is_known = False
         self._stacks: threading.Thread | None = None
         self._stopped: set[int] = set()  # ranks that got the configured signal, or SIGTERM
         # On a monotonic clock: the last SIGTERM, and when something is due.
@@ -177,16 +178,24 @@ class StopPath:
 
     def _watch_limit(self, now: float) -> None:
         """Request a stop when the time limit is near; the first node's agent does so for all."""
-        if self._index or self._end is None or self._stop_time(self._end) > self._clock():
+        if self._index:
             return
-        # Limits get changed, by the user with `scontrol update` or by an administrator.
-        state = self._ask(self._environment)
-        if state.state == "RUNNING" and "HPML_LOCAL_STEPS" not in self._environment:
-            if state.end is not None and self._limit is not None:
-                self._limit += state.end - self._end
-            self._end = state.end
+        if not self._end_is_known:
+            self._end_is_known = True
+            self._ask_for_end()
+        if self._end is None or self._stop_time(self._end) > self._clock():
+            return
+        self._ask_for_end()  # limits get changed, with `scontrol update`
         if self._end is not None and self._stop_time(self._end) <= self._clock():
             self._request("time_limit", now)
+
+    def _ask_for_end(self) -> None:
+        """Take the end of the job from Slurm: its limit may be another than the script says."""
+        state = self._ask(self._environment)
+        if state.state == "RUNNING" and "HPML_LOCAL_STEPS" not in self._environment:
+            if state.end is not None and self._end is not None and self._limit is not None:
+                self._limit += state.end - self._end
+            self._end = state.end
 
     def _stop_time(self, end: float) -> float:
         """Return when ranks are asked to stop, in seconds since the epoch."""
@@ -224,7 +233,7 @@ class StopPath:
             events.append(log, "stop", node=self._node, reason=reason)
         if reason == "time_limit" and self._term_at == math.inf:
             if self._index:  # the first node has just asked
-                self._end = self._ask(self._environment).end or self._end
+                self._ask_for_end()
             if self._end is not None and isinstance(asked, (int, float)):
                 left = self._end - self._clock() - end_margin(self._end - asked)
                 self._kill_at = min(self._kill_at, now + max(0.0, left))
@@ -285,6 +294,16 @@ class StopPath:
             doomed = [one for one in ranks if one not in polite]
         if doomed:
             self._kill(doomed, signal.SIGKILL)
+
+
+def terminated(attempt: str) -> int:
+    """Request a stop if the batch script got SIGTERM while its job runs; its agents got none then.
+
+    So it is with `scancel --batch --signal=TERM` and with sbatch's `--signal=B:TERM@120`.
+    """
+    if jobstate.ask(os.environ).state == "RUNNING":
+        Attempt(Path(attempt)).request_stop("preemption", by="batch", now=time.time())
+    return 0
 
 
 def _number(text: str | None) -> float | None:

@@ -92,10 +92,15 @@ hpml_stop_agents() {
 # hpml_terminate SIGNAL: trap of the signals that end the job; hpml_finish follows.
 hpml_terminate() {
   hpml_reason="the script got SIG$1"
-  # With checkpoints, the agents find out why: they let the ranks save, or end them at once.
-  if [[ $1 == TERM && -n ${HPML_CHECKPOINT-} && -n $hpml_ranks ]]; then hpml_passed=1; return; fi
-  [[ -z $hpml_ranks ]] || kill -TERM "$hpml_ranks" 2>/dev/null || :
-  exit "$((128 + $(kill -l "$1")))"
+  if [[ $1 == TERM && -n ${HPML_CHECKPOINT-} && -n $hpml_ranks ]]; then
+    # The agents find out why: they let the ranks save, or end them at once if the job is cancelled.
+    # No `return` here: in a trap it would end `wait` and the function around it, too (bash 5.2).
+    hpml_passed=1
+    "${hpml_python[@]}" terminated "$HPML_ATTEMPT_DIR" || :
+  else
+    [[ -z $hpml_ranks ]] || kill -TERM "$hpml_ranks" 2>/dev/null || :
+    exit "$((128 + $(kill -l "$1")))"
+  fi
 }
 
 # hpml_pass_on SIGNAL: trap of USR1 and USR2, by which users ask their ranks for something; the job continues.
@@ -108,8 +113,10 @@ hpml_pass_on() {
 # hpml_agents OPTION …: start one agent per node in the background, for as long as the job.
 # Sets hpml_shield (a launcher follows) and hpml_wait, for srun's --wait.
 hpml_agents() {
-  hpml_shield=() hpml_wait=60
-  if [[ -n ${HPML_CHECKPOINT-} ]]; then
+  # shellcheck disable=SC2034  # job.sh uses both
+  if [[ -z ${HPML_CHECKPOINT-} ]]; then
+    hpml_shield=() hpml_wait=60
+  else
     # SIGTERM may mean that the ranks save and stop, so it must end no launcher. They need not end together.
     hpml_shield=("${hpml_python[@]}" shield) hpml_wait=0
   fi
@@ -183,6 +190,7 @@ hpml_rendezvous() {
 
 # hpml_container_python PYTHON: the container's Python runs what of hpml the container runs.
 hpml_container_python() {
+  # shellcheck disable=SC2034  # job.sh uses it
   hpml_bind[0]=$1
   [[ -z ${hpml_shield[*]} ]] || hpml_shield[0]=$1
 }

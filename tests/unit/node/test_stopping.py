@@ -170,24 +170,25 @@ def limits(seconds: float, **more: str) -> dict[str, str]:
 @pytest.mark.parametrize(
     ("node", "answers", "requested_at", "killed_at"),
     [
-        ("0", [JobState("RUNNING", NOW + 1000)], 900, 975),
-        ("0", [JobState()], 900, 975),  # nobody answers
-        ("0", [JobState("RUNNING", NOW + 2000)] * 2, 1900, 1975),  # it was extended
-        ("0", [JobState("RUNNING", None)], None, None),  # it was taken away
-        ("1", [], None, None),  # the first node watches
+        ("0", [NOW + 1000, NOW + 1000], 900, 975),
+        ("0", [], 900, 975),  # nobody answers
+        ("0", [NOW + 1000, NOW + 2000, NOW + 2000], 1900, 1975),  # it was extended
+        ("0", [NOW + 500, NOW + 500], 400, 475),  # it began with another than the script has
+        ("0", [NOW + 1000, None], None, None),  # it was taken away
+        ("1", [NOW + 1000] * 9, None, None),  # the first node watches
     ],
 )
 def test_the_first_node_watches_the_limit(
     tmp_path: Path,
     sleeper: dict[str, Any],
     node: str,
-    answers: list[JobState],
+    answers: list[float | None],
     requested_at: float | None,
     killed_at: float | None,
 ) -> None:
     """Ranks are asked to stop before the limit that Slurm has by then, and ended before it."""
     rig = Rig(tmp_path, lead=100, environment=limits(1000, SLURM_NODEID=node))
-    rig.states = list(answers)
+    rig.states = [JobState("RUNNING", end) for end in answers]
     with rig.channel:
         rig.until(2100.0, [sleeper])
     request = Attempt(rig.attempt).stop_request()
