@@ -17,6 +17,7 @@ from hpml_orchestrator.check.binding import (
     shape_of_node,
 )
 from hpml_orchestrator.check.finding import Finding, error, errors_first, warning
+from hpml_orchestrator.check.lifecycle import check_directory, check_lifecycle, cluster_notes
 from hpml_orchestrator.check.monitor import check_monitor
 from hpml_orchestrator.check.nodes import check_room
 from hpml_orchestrator.check.paths import (
@@ -186,6 +187,8 @@ def check_job(
         except HpmlError as fault:
             findings.append(_as_finding(fault))
         findings += check_monitor(job, on_nodes=on_nodes)
+        findings += check_lifecycle(asked, profile)
+        findings += check_directory(job, records, profile, on_nodes=on_nodes)
         software, unseen = software_answer.result()
         findings += software
         cluster, not_asked = cluster_answer.result() if cluster_answer else (None, "")
@@ -201,6 +204,7 @@ def check_job(
         except InputError as fault:
             findings.append(_as_finding(fault))
         not_asked = _hidden(cluster)
+        notes += cluster_notes(asked, cluster, profile)
     findings += _binding(asked, cluster, profile, topologies or {})
     if "disk.most" not in {finding.code for finding in findings}:
         findings += check_room(job, profile, disk_mib=sizes.disk_mib)  # else reported already

@@ -65,6 +65,7 @@ COMMANDS = {
     "show": Entry("show", "show", "Show a run's phases, staging, results and binding.", _RUNS),
     "logs": Entry("follow", "logs", "Print the output of a run.", _RUNS),
     "wait": Entry("follow", "wait", "Wait until a run has ended.", _RUNS),
+    "requeue": Entry("requeue", "requeue", "Save and requeue a run; continue an ended one.", _RUNS),
     "cancel": Entry("runs", "cancel", "Cancel runs or single tasks of a job array.", _RUNS),
     "prune": Entry("runs", "prune", "Remove old runs and their files.", _RUNS),
     "stage": Entry("stage", "group", "Copy data to this node's memory or local disk.", _DATA),
@@ -89,7 +90,20 @@ _UsageError: type[Exception] = typer.BadParameter.__bases__[0]
 
 _CANNOT_WRITE = (errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EBADF, errno.EFBIG)
 _ANYWHERE = frozenset(
-    {"list", "status", "show", "logs", "wait", "cancel", "prune", "schema", "export", "topo", "man"}
+    {
+        "list",
+        "status",
+        "show",
+        "logs",
+        "wait",
+        "requeue",
+        "cancel",
+        "prune",
+        "schema",
+        "export",
+        "topo",
+        "man",
+    }
 )
 """Commands about records or this node work without a current directory."""
 

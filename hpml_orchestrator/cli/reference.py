@@ -66,6 +66,9 @@ hpml top
 hpml logs
     Follow the output of the newest run: hpml logs -f
     Print the last 50 lines: hpml logs digits-20260102-030405-abcdef -n 50
+hpml requeue
+    Have the newest run save and continue in its next attempt: hpml requeue last
+    Continue a task of a job array that failed: hpml requeue digits-20260101-120000-abcdef.3
 hpml cancel
     Cancel the newest run: hpml cancel last
     Cancel two runs by their job ids: hpml cancel 4711 4712

@@ -16,6 +16,7 @@ from hpml_orchestrator.scheduler.slurm.options import (
     header_words,
     read_options,
 )
+from hpml_orchestrator.spec.checkpoint import SIGNALS
 from hpml_orchestrator.spec.values import (
     Gpus,
     parse_count,
@@ -32,6 +33,8 @@ __all__ = ["Request", "read_request"]
 
 _OTHER_SYSTEMS = {"#PBS": "PBS", "#BSUB": "LSF", "#$ -": "Grid Engine", "#COBALT": "Cobalt"}
 _MAIL_EVENTS = "begin end fail requeue time_limit_80 time_limit_90".split()
+_SIGNAL_SECONDS = 60  # if --signal does not say
+_REQUEUES_ITSELF = re.compile(r"^[^#\n]*\bscontrol\s+requeue\b", re.MULTILINE)
 _MEMORY = ("mem", "mem-per-cpu", "mem-per-gpu")
 
 
@@ -45,6 +48,9 @@ class Request:
         gpus: of `--gpus`, `--gpus-per-node` (`--gres` too) and `--gpus-per-task`.
         mail_on: events to write mail about.
         extra: options for `resources.extra`.
+        signal: of `--signal`, as `checkpoint.signal` has it; empty for none.
+        signal_seconds: how long before the time limit it is sent.
+        requeue: the ends after which the script goes on, as `checkpoint.requeue` has them.
     """
 
     options: dict[str, Option] = field(default_factory=dict)
@@ -52,6 +58,9 @@ class Request:
     gpus: dict[str, Gpus] = field(default_factory=dict)
     mail_on: list[str] = field(default_factory=list)
     extra: dict[str, str] = field(default_factory=dict)
+    signal: str = ""
+    signal_seconds: int = 0
+    requeue: list[str] = field(default_factory=list)
 
     def option(self, *names: str) -> Option | None:
         """Return the first of these options that the script has."""
@@ -94,6 +103,8 @@ def read_request(script: str, report: Report) -> Request:
             hint=known.get(word.text, "remove it, or quote a value with blanks"),
         )
     request = Request()
+    if _REQUEUES_ITSELF.search(script):
+        request.requeue.append("time_limit")
     for option in options:
         try:
             _apply(request, option, report)
@@ -162,6 +173,23 @@ def _mail_type(request: Request, option: Option, report: Report) -> None:
         report.lost(option.line, option.shown, why, f"events are {', '.join(_MAIL_EVENTS)}")
 
 
+def _requeue(request: Request, _option: Option, _report: Report) -> None:
+    request.requeue += ["preemption", "node_failure"]
+
+
+def _signal(request: Request, option: Option, report: Report) -> None:
+    """Read `[B:|R:]SIGNAL[@SECONDS]`; what `checkpoint` has no words for stays an option."""
+    match = re.fullmatch(r"([BR]{1,2}:)?(?:SIG)?([A-Z]+\d?)(?:@(\d{1,5}))?", option.value.upper())
+    if match is None or match[2] not in SIGNALS:
+        _extra(request, option, report)
+        return
+    request.signal = match[2]
+    request.signal_seconds = _SIGNAL_SECONDS if match[3] is None else int(match[3])
+    if match[1] and "B" in match[1]:
+        why = "hpml sends the signal to the ranks, not to the script"
+        report.changed(option.line, option.shown, why, "handle it in the program: `checkpoint`")
+
+
 _NUMBERS: dict[str, Callable[[str], int]] = {
     **dict.fromkeys(
         "ntasks ntasks-per-node ntasks-per-gpu cpus-per-task cpus-per-gpu".split(), parse_count
@@ -176,6 +204,8 @@ _SPECIAL: dict[str, Callable[[Request, Option, Report], None]] = {
     "nodes": _nodes,
     "gres": _gres,
     "mail-type": _mail_type,
+    "requeue": _requeue,
+    "signal": _signal,
 }
 _NOT_CARRIED: dict[str, tuple[Kind, str, str]] = {
     **dict.fromkeys(("output", "error"), ("changed", *OUTPUT)),
@@ -190,7 +220,6 @@ _NOT_CARRIED: dict[str, tuple[Kind, str, str]] = {
     ),
     "clusters": ("lost", "hpml submits to the cluster it runs on", "run it on a login node there"),
     "comment": ("lost", "hpml writes the run's id there", ""),
-    "requeue": ("lost", "hpml does not support requeue yet", "submit the job again by hand"),
     "input": ("lost", "ranks read no standard input", "pass the program a file name"),
     **dict.fromkeys(
         "get-user-env export-file gpus-per-socket ntasks-per-tres tres-per-task".split(),

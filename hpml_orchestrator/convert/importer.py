@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Imported", "Place", "import_script", "read_script"]
 
-_ORDER = "name array launcher mpi script module command args workdir resources environment stage"
+_ORDER = "name array launcher mpi script module command args workdir resources environment stage checkpoint"
 _MAX_BYTES = 256 * 1024  # bounds the time that an import takes
 _HOUR = 3600
 _PLAIN = ("partition", "account", "qos", "constraint")
@@ -181,6 +181,7 @@ class _Import:
         self._program()
         self._resources()
         self._environment()
+        self._checkpoint()
         self._stages()
         self.report.entries |= self.launch.report.entries
         job = self._checked()
@@ -330,6 +331,16 @@ class _Import:
         if request.mail_on:
             to = request.text("mail-user") or self.place.environment.get("USER", "")
             self.put("resources.mail", {"to": to, "on": request.mail_on}, "mail-user", "mail-type")
+
+    def _checkpoint(self) -> None:
+        request = self.request
+        if request.signal:
+            self.put("checkpoint.signal", request.signal, "signal")
+            if request.signal_seconds:
+                self.put("checkpoint.lead", f"{request.signal_seconds}s", "signal")
+        if request.signal or "requeue" in request.options:
+            ends = list(dict.fromkeys(request.requeue))
+            self.put("checkpoint.requeue", ends, "requeue", "signal")
 
     def _environment(self) -> None:
         launch, body = self.launch, self.body

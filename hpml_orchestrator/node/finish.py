@@ -16,12 +16,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from hpml_orchestrator.errors import BindingError, HpmlError, StagingError
+from hpml_orchestrator.node import going_on
+from hpml_orchestrator.node.options import CheckpointOptions
 from hpml_orchestrator.placement import planfile
 from hpml_orchestrator.placement.proof import NodeProof, proof_of_json
 from hpml_orchestrator.placement.report import table, wrong_rows
 from hpml_orchestrator.records import events
 from hpml_orchestrator.records.files import read_json, write_json
-from hpml_orchestrator.records.run import Attempt
+from hpml_orchestrator.records.progress import progress_of, written_since
+from hpml_orchestrator.records.run import Attempt, Run
 from hpml_orchestrator.records.texts import beside, printable
 
 if TYPE_CHECKING:
@@ -41,6 +44,14 @@ _CAUSES = {
     "JOB REQUEUE": ("REQUEUED", "requeued"),
     "NODE FAILURE": ("NODE_FAIL", "a node failed"),
 }
+_STOPPED = {
+    "time_limit": ("TIMEOUT", "time limit"),
+    "preemption": ("PREEMPTED", "preempted"),
+    "node_failure": ("NODE_FAIL", "a node failed"),
+    "hang": ("FAILED", "ranks hung"),
+    "requested": ("FAILED", "stopped as requested"),
+}
+"""State and reason of an attempt whose ranks were asked to stop, by why."""
 # `srun: error: node1: tasks 2-3: Exited with exit code 7`, or what strsignal says of a signal.
 # Programs may print the same: every repetition is bounded, so that no output takes long to search.
 _SRUN = (
@@ -123,7 +134,11 @@ def finish(attempt: str, code: str, reason: str = "", launcher: str = "") -> int
     if end.exit_code - _SIGNALLED in _CRASHES and _has_result(records):
         hint = "as when Python itself crashes at its end: finish the program with os._exit(0)"
         end = end._replace(reason=f"{end.reason} after the result was recorded ({hint})")
-    completed = end.exit_code == 0
+    options = CheckpointOptions.from_environment()
+    future: dict[str, Any] = {}
+    if options is not None:
+        end, future = _future(records, options, end)
+    completed = end.exit_code == 0 and not future.get("why")
     lines, failed = verify_binding(records.plans(), records.proofs(), completed=completed)
     sys.stderr.write("".join(f"hpml: {line}\n" for line in lines))
     misplaced = failed or end.exit_code == BindingError.exit_code
@@ -137,10 +152,61 @@ def finish(attempt: str, code: str, reason: str = "", launcher: str = "") -> int
     shutil.rmtree(directory / "chain", ignore_errors=True)
     sys.stdout.write(f"{end.exit_code}\n")
     now = time.time()
-    write_json(directory / "ended.json", {**end._asdict(), "time": round(now, 6)})
+    write_json(directory / "ended.json", {**end._asdict(), **future, "time": round(now, 6)})
     log = directory / "events" / "batch.jsonl"
     events.append(log, "ended", node="batch", now=now, **end._asdict())
     return 0
+
+
+def _future(
+    records: Attempt, options: CheckpointOptions, end: Ending
+) -> tuple[Ending, dict[str, Any]]:
+    """Decide whether the run goes on; return the ending with that in mind, and what to record."""
+    reached = progress_of(records)
+    flags: list[bool] = []
+    best: int | None = None
+    for earlier in Run(records.directory.parents[1]).attempts():
+        ended = earlier.ended or {}
+        if earlier.number < records.number:
+            step = ended["step"] if "step" in ended else progress_of(earlier).step
+            flags.append(bool(ended.get("progress", step is None or step > (best or 0))))
+            best = max((one for one in (best, step) if one is not None), default=None)
+    if reached.step is not None:
+        flags.append(best is None or reached.step > best)
+    else:
+        began = os.stat(records.directory / "head.json").st_mtime
+        directory = os.environ.get("HPML_CHECKPOINT_DIR", "")
+        flags.append(bool(directory) and written_since(directory, began))
+    decision = going_on.decide(
+        options,
+        state=end.state,
+        exit_code=end.exit_code,
+        asked=str((records.stop_request() or {}).get("reason", "")),
+        stopping=reached.stopping,
+        channel=reached.channel,
+        progress=flags,
+    )
+    future: dict[str, Any] = {
+        "goes_on": decision.goes_on,
+        "why": decision.why,
+        "step": reached.step,
+        "progress": flags[-1],
+        "slowest_save": reached.slowest_save,
+        "slowest_step": reached.slowest_step,
+    }
+    if decision.stays:
+        future["stays"] = decision.stays
+    if decision.why and end.state in ("COMPLETED", "FAILED"):
+        state, words = _STOPPED[decision.why]
+        if end.exit_code == 0:
+            state = "REQUEUED" if decision.goes_on else state
+        elif "SIGKILL" not in end.reason:  # by which agents end ranks that have not stopped
+            words = f"{words}: {end.reason}"
+        end = Ending(end.exit_code, state, words)
+    if decision.why and not decision.goes_on:
+        reason = f"{end.reason}; {decision.stays}" if decision.stays else end.reason
+        end = Ending(end.exit_code or going_on.EXIT_CONTINUED, end.state, reason)
+    return end, future
 
 
 def note_signal(attempt: str, name: str) -> int:

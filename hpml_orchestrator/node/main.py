@@ -24,6 +24,8 @@ usage: hpml-node.pyz COMMAND …
   terminated ATTEMPT                  request a stop if the script got SIGTERM while its job runs
   finish ATTEMPT CODE [REASON [LAUNCHER]]
                                       record how the attempt ended; prints the script's status
+  go-on ATTEMPT STATUS                requeue the job or submit its continuation, if the run goes
+                                      on; prints the script's status
 """
 
 # Module and function of each command, and its numbers of arguments; None: it reads argv itself.
@@ -38,6 +40,7 @@ _COMMANDS: dict[str, tuple[str, str, tuple[int, ...] | None]] = {
     "note-signal": ("finish", "note_signal", (2,)),
     "terminated": ("stopping", "terminated", (1,)),
     "finish": ("finish", "finish", (2, 3, 4)),
+    "go-on": ("going_on", "go_on", (2,)),
 }
 
 

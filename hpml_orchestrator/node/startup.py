@@ -196,7 +196,7 @@ def _may_follow(last: Attempt, claimant: str, job_id: str, submitted_id: str) ->
         return submitted_id == str(following.get("job_id"))
     if claimant in ("", job_id):
         return bool(claimant) or os.environ.get("SLURM_RESTART_COUNT", "0") not in ("", "0")
-    if following:
+    if following.get("how") == "requeue":
         return False
     return last.goes_on or last.newest_start() is not None
 

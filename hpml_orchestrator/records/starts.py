@@ -13,7 +13,6 @@ import os
 import re
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Optional
 
 from hpml_orchestrator.errors import NotFoundError, RecordError
 from hpml_orchestrator.records.files import create_json, read_json
@@ -34,7 +33,7 @@ class Start:
 
     number: int
     time: float
-    owner: Optional[Owner]
+    owner: Owner | None
 
 
 def mark_start(first: Path, number: int, *, now: float, key: str) -> bool:

@@ -8,6 +8,7 @@ forgets them long before the last one ends.
 from __future__ import annotations
 
 import contextlib
+import os
 from collections import Counter
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -24,7 +25,7 @@ if TYPE_CHECKING:
 
     from hpml_orchestrator.records.store import Submission
 
-__all__ = ["State", "array_state", "keep_ends", "read_ends", "read_final", "run_of"]
+__all__ = ["State", "array_state", "keep_ends", "read_ends", "read_final", "reopen", "run_of"]
 
 _FINAL, _ENDS = "final.json", "ends.json"
 _SHOWN = "job_id state reason nodes started ended exit_code attempts over".split()
@@ -70,6 +71,8 @@ class State:
     # Whether it belongs to another cluster than the one that this process reaches: `reason` names
     # both, and the state is UNKNOWN because only that cluster knows it.
     elsewhere: bool = False
+    # Whether it was to go on, and nothing has come of that: it is over, until somebody requeues it.
+    interrupted: bool = False
     raw_state: str = ""  # the scheduler's own name of the state, once it is over
     tasks: tuple[State, ...] = ()  # of an array, one state per task, by index
 
@@ -119,17 +122,18 @@ def keep_ends(state: State) -> None:
     """Record how a submission ended, or the tasks of an array that are over already."""
 
     def end(ended: State) -> dict[str, Any]:
-        return {name: getattr(ended, name) for name in _KEPT}
+        return {"job_id": ended.job_id, **{name: getattr(ended, name) for name in _KEPT}}
 
     directory = state.submission.directory
-    over = {str(task.submission.index): end(task) for task in state.tasks if task.over}
+    kept = [task for task in state.tasks if task.over and not task.interrupted]
+    over = {str(task.submission.index): end(task) for task in kept}
     tasks = {"tasks": over} if over else {}
     # Somebody else's records, or a full disk: then the scheduler is asked again.
     with contextlib.suppress(RecordError, OSError):
-        if not state.over:
+        if not state.over or len(kept) < len(state.tasks):
             write_json(directory / _ENDS, tasks)
             return
-        write_json(directory / _FINAL, {"job_id": state.job_id, **end(state), **tasks})
+        write_json(directory / _FINAL, {**end(state), **tasks})
         (directory / _ENDS).unlink(missing_ok=True)
     # Prometheus targets, which the agents could not withdraw if they were killed
     with contextlib.suppress(HpmlError, KeyError, TypeError):
@@ -139,6 +143,13 @@ def keep_ends(state: State) -> None:
             targets.withdraw_run(Path(monitor["targets"] or default), state.submission.label)
 
 
+def reopen(submission: Submission, *, undo: bool = False) -> None:
+    """Have the record of an end count no longer, because a run goes on; or undo that."""
+    final, ends = submission.directory / _FINAL, submission.directory / _ENDS
+    with contextlib.suppress(FileNotFoundError):
+        os.replace(*((ends, final) if undo else (final, ends)))
+
+
 def read_final(submission: Submission, record: Mapping[str, Any]) -> State | None:
     """Return the last state of a submission that is known to be over, else None."""
     final = _read(submission.directory / _FINAL)
@@ -146,6 +157,9 @@ def read_final(submission: Submission, record: Mapping[str, Any]) -> State | Non
         return None
     job_id = str(final["job_id"])
     tasks = tuple(_tasks(submission, record, final, job_id).values())
+    job = submission.job() or final
+    if str(job["job_id"]) != job_id or len(tasks) < len(final.get("tasks", ())):
+        return None  # it goes on: that was the end of an earlier job
     return _ended(submission, record, final, job_id=job_id, tasks=tasks)
 
 
@@ -153,7 +167,9 @@ def read_ends(
     submission: Submission, record: Mapping[str, Any], job_id: str
 ) -> dict[int | None, State]:
     """Return the tasks of an array that are known to be over while others are not, by index."""
-    return _tasks(submission, record, _read(submission.directory / _ENDS), job_id)
+    directory = submission.directory
+    ends = _read(directory / _ENDS) or _read(directory / _FINAL)
+    return _tasks(submission, record, ends, job_id)
 
 
 def _read(path: Path) -> dict[str, Any]:
@@ -166,10 +182,17 @@ def _read(path: Path) -> dict[str, Any]:
 def _tasks(
     submission: Submission, record: Mapping[str, Any], ends: Mapping[str, Any], job_id: str
 ) -> dict[int | None, State]:
-    return {
-        index: _ended(replace(submission, index=index), record, end, job_id=f"{job_id}_{index}")
-        for index, end in sorted((int(key), end) for key, end in ends.get("tasks", {}).items())
-    }
+    """Return what is known of the ends of tasks that have not been continued since."""
+    known = {int(key): end for key, end in ends.get("tasks", {}).items()}
+    continued = submission.continued() if known else {}
+    tasks: dict[int | None, State] = {}
+    for index, end in sorted(known.items()):
+        first = f"{job_id}_{index}"
+        task_id = str(end.get("job_id", first))
+        if task_id == continued.get(index, first):
+            task = replace(submission, index=index)
+            tasks[index] = _ended(task, record, end, job_id=task_id)
+    return tasks
 
 
 def _ended(

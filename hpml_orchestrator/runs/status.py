@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 from dataclasses import dataclass, replace
 from functools import cache, partial
@@ -18,7 +19,7 @@ from hpml_orchestrator.runs.state import (
     read_final,
     run_of,
 )
-from hpml_orchestrator.runs.submit import known_absent, settle
+from hpml_orchestrator.runs.submit import known_absent, next_outcome, settle
 from hpml_orchestrator.scheduler.model import BEFORE_REQUEUE, JobState, JobStatus, parse_state
 from hpml_orchestrator.scheduler.recovery import Absent, Found
 
@@ -35,6 +36,7 @@ __all__ = ["UNREADABLE", "State", "states"]
 UNREADABLE = "UNREADABLE"
 _FORGOTTEN_SECONDS = 60.0
 _REQUEUE_SECONDS = 180.0
+_NEXT_JOB_SECONDS = 120.0
 _SLURM_WORDS = ("", "None", "NonZeroExitCode", "TimeLimit", "OutOfMemory")
 """Reasons of a scheduler that the job's own record can only improve."""
 
@@ -75,6 +77,7 @@ def states(
                 or _without_job(store, submission, record, partial(backends, *scheduler), now())
             )
             if state is None:
+                _find_next(store, submission, partial(backends, *scheduler), now())
                 unfinished.setdefault(scheduler, []).append(_Unfinished.read(submission, record))
             else:
                 known[submission.sid] = state
@@ -151,6 +154,20 @@ def _without_job(
     return State.of(submission, record, job_id="", state=state, reason=reason, over=over)
 
 
+def _find_next(
+    store: Store, submission: Submission, scheduler: Callable[[], Scheduler], now: float
+) -> None:
+    """Record the continuation of a run whose script or hpml was killed while it submitted it."""
+    if submission.is_array():
+        return  # `hpml requeue` looks for that of a task
+    newest = run_of(submission).newest()
+    start = newest.newest_start() if newest is not None else None
+    if newest is None or start is None or float((newest.next or {}).get("time", 0)) >= start.time:
+        return
+    with contextlib.suppress(RecordError):  # another user's
+        next_outcome(store, submission, newest, scheduler(), known=submission.job_ids(), now=now)
+
+
 @dataclass(frozen=True)
 class _Unfinished:
     """A submission that has a job and is not known to be over."""
@@ -167,8 +184,9 @@ class _Unfinished:
         job_id = str((submission.job() or {})["job_id"])
         if not submission.is_array():
             return _Unfinished(submission, record, job_id, {None: job_id}, {})
+        continued = submission.continued()
         job_ids: dict[int | None, str] = {
-            index: f"{job_id}_{index}" for index, _ in submission.runs()
+            index: continued.get(index, f"{job_id}_{index}") for index, _ in submission.runs()
         }
         ends = read_ends(submission, record, job_id)
         return _Unfinished(submission, record, job_id, job_ids, ends)
@@ -219,7 +237,8 @@ class _Unfinished:
         if None not in self.job_ids:
             whole = State.of(self.submission, self.record, job_id=self.job_id, state="UNKNOWN")
             state = array_state(whole, states)
-        if state.over or sum(task.over for task in state.tasks) > len(self.ends):
+        ended = sum(task.over and not task.interrupted for task in state.tasks)
+        if (state.over and not state.interrupted) or ended > len(self.ends):
             keep_ends(state)
         return state
 
@@ -274,23 +293,48 @@ def _judge(
         and status.may_requeue
     ):
         over, reason = False, "it may be requeued"
+    known: dict[str, Any] = {"job_id": job_id, "state": status.state.value, "over": over}
+    if own is not None and status.state.over and status.state is not JobState.CANCELLED:
+        known |= _between(own, status.state, now)
+        reason = known.pop("reason", reason)
+    over = known["over"]
     begun = own.started if own is not None else None
     nodes = "" if begun is None or status.state.waiting else str(begun.data.get("nodes", ""))
     return State.of(
         submission,
         record,
-        job_id=job_id,
-        state=status.state.value,
         reason=reason,
         nodes=status.nodes or nodes,
         started=status.started or (begun.time if begun is not None else None),
         ended=status.ended or (float(end["time"]) if end else None),
         exit_code=exit_code,
         attempts=len(attempts),
-        over=over,
         lost=lost,
         raw_state=status.raw_state if over else "",
+        **known,
     )
+
+
+def _between(own: Attempt, state: JobState, now: float) -> dict[str, Any]:
+    """Return what is known of a run between two jobs: the last one is over, and it goes on."""
+    start = own.newest_start()
+    if not own.goes_on and (start is None or own.next is not None):
+        return {}
+    since = max(float((own.ended or {}).get("time", 0.0)), start.time if start else 0.0)
+    if now - since < _NEXT_JOB_SECONDS:
+        return {
+            "job_id": "",
+            "state": "SUBMITTING",
+            "over": False,
+            "reason": "it goes on in another job",
+        }
+    rid = own.directory.parents[1].name
+    return {
+        "state": "FAILED" if state is JobState.COMPLETED else state.value,
+        "over": True,
+        "interrupted": True,
+        "reason": f"interrupted before it could go on: `hpml requeue {rid}`",
+    }
 
 
 def _reason(status: JobStatus, own: Attempt | None, record: Mapping[str, Any]) -> str:
@@ -365,9 +409,12 @@ def _own_status(
         return JobStatus(job_id, JobState.UNKNOWN, reason=trouble), False
     if end is not None:
         code = int(end["exit_code"])
+        known = parse_state(str(end.get("state") or ""))
+        if not end.get("state") or (end.get("goes_on") and not known.over):
+            known = JobState.FAILED if code or end.get("goes_on") else JobState.COMPLETED
         status = JobStatus(
             job_id,
-            parse_state(str(end.get("state") or (JobState.FAILED if code else JobState.COMPLETED))),
+            known,
             reason=f"{end.get('reason', '')} (the job's own record)",
             exit_code=code,
             ended=float(end["time"]),

@@ -31,12 +31,12 @@ from hpml_orchestrator.scheduler.recovery import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable, Collection, Mapping, Sequence
 
-    from hpml_orchestrator.records.store import Store, Submission
+    from hpml_orchestrator.records.store import Attempt, Store, Submission
     from hpml_orchestrator.scheduler.model import Scheduler
 
-__all__ = ["known_absent", "resume", "settle", "submit"]
+__all__ = ["known_absent", "next_outcome", "resume", "settle", "submit"]
 
 _SHORT_GRACE_SECONDS = 30.0
 """How long a request may still reach the controller when hpml and its sbatch, both on this machine,
@@ -156,6 +156,47 @@ def settle(store: Store, submission: Submission, scheduler: Scheduler, *, now: f
             submission.record_absence(starts)
     if isinstance(outcome, Found):
         submission.record_job(outcome.job_id, how=outcome.how, now=now)
+    return outcome
+
+
+def next_outcome(
+    store: Store,
+    submission: Submission,
+    attempt: Attempt,
+    scheduler: Scheduler,
+    *,
+    known: Collection[str],
+    now: float,
+) -> Outcome:
+    """Find out whether a run has a continuation after an attempt; record it if so.
+
+    Args:
+        store: where records live.
+        submission: the run's; of one task if it is one of an array.
+        attempt: the run's newest.
+        scheduler: the submission's.
+        known: ids of earlier jobs.
+        now: seconds since the epoch.
+    """
+    start, following = attempt.newest_start(), attempt.next or {}
+    # A start whose job is on record left nothing that could still appear.
+    answered = start is None or float(following.get("time", 0.0)) >= start.time
+    gone = start is not None and bool(start.owner and not owner_is_alive(start.owner))
+    outcome = recover(
+        scheduler,
+        submission.directory,
+        name=submission.record()["name"],
+        prepared_at=attempt.ended["time"] if attempt.ended else submission.started_at() or 0.0,
+        sbatch_started_at=None if answered or start is None else start.time,
+        attempt_job_ids=[one for one in _claimed_ids(store, submission) if one not in known],
+        now=now,
+        grace_seconds=_SHORT_GRACE_SECONDS if gone else GRACE_SECONDS,
+        answers=attempt.directory,
+        known=known,
+    )
+    if isinstance(outcome, Found):
+        submission.record_continuation(outcome.job_id, now=now)
+        attempt.record_next("continuation", outcome.job_id, now=now)
     return outcome
 
 

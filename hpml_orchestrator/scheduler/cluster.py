@@ -140,6 +140,8 @@ class Partition:
     deny_qos: tuple[str, ...] = ()
     allow_groups: tuple[str, ...] | None = None
     exclusive: bool = False  # jobs get whole nodes (OverSubscribe=EXCLUSIVE)
+    preemption: str = ""  # PreemptMode of its jobs
+    grace_seconds: int = 0  # from the warning of a preempted job to its end
     qos: str = ""  # the partition's own
     root_only: bool = False
     reservation_only: bool = False
@@ -165,6 +167,9 @@ class Limits:
     max_memory_per_cpu_mib: int | None = None
     tmp_fs: str = "/tmp"  # noqa: S108 - Slurm's default
     gres_names: tuple[str, ...] = ()
+    job_requeue: bool | None = None  # whether jobs that do not say are requeued; None: unknown
+    preemption: str = ""  # PreemptMode if jobs are preempted at all, such as REQUEUE
+    preempt_signal: bool = False  # whether a preempted job gets its --signal (PreemptParameters)
     submit_plugins: tuple[str, ...] = ()  # job_submit plugins, whose rules cannot be known before
 
 

@@ -172,6 +172,9 @@ class SubmitRequest:
         array: whether the script asks for a job array.
         after: jobs to wait for; all of them.
         job_name: the name that the scheduler shows, if it is not the script's: any text.
+        only: index of the one task of the array that is meant; None for all of them.
+        exclude: nodes that it must not get.
+        answers: directory for `sbatch.out` and `sbatch.err`; the submission's when left out.
     """
 
     directory: Path
@@ -182,6 +185,13 @@ class SubmitRequest:
     array: bool = False
     after: tuple[Dependency, ...] = ()
     job_name: str = ""
+    only: int | None = None
+    exclude: tuple[str, ...] = ()
+    answers: Path | None = None
+
+    def answer(self, name: str) -> Path:
+        """Return the file that sbatch's answer is written to, `sbatch.out` or `sbatch.err`."""
+        return (self.answers or self.directory) / name
 
     def task_output(self, index: int | str) -> Path:
         """Return the output file of an array's task, of an index or what stands for it."""
@@ -210,8 +220,9 @@ class Scheduler(Protocol):
     def submit(self, request: SubmitRequest, arguments: Sequence[str] = ()) -> str:
         """Submit `job.sh` of the request's directory and return the job's id.
 
-        Whatever the scheduler answers is written to `sbatch.out` and `sbatch.err` in the
-        directory by the scheduler's own client process, so that an answer outlives a killed hpml.
+        Whatever the scheduler answers is written to `sbatch.out` and `sbatch.err` (see
+        `SubmitRequest.answer`) by the scheduler's own client process, so that an answer outlives a
+        killed hpml.
 
         Args:
             request: what to submit.

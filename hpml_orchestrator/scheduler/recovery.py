@@ -25,7 +25,7 @@ from hpml_orchestrator.scheduler.slurm.messages import (
 from hpml_orchestrator.scheduler.slurm.parse import parse_job_id
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Collection, Sequence
     from pathlib import Path
 
     from hpml_orchestrator.scheduler.model import Scheduler
@@ -102,6 +102,8 @@ def recover(
     attempt_job_ids: Sequence[str],
     now: float,
     grace_seconds: float = GRACE_SECONDS,
+    answers: Path | None = None,
+    known: Collection[str] = (),
 ) -> Outcome:
     """Decide what became of a submission.
 
@@ -115,9 +117,12 @@ def recover(
         now: seconds since the epoch.
         grace_seconds: how long after its start an sbatch may still be under way unseen; never
             shorter than `GRACE_SECONDS` where sbatch itself has said that its answer was lost.
+        answers: where sbatch's answer is, if it is not the submission's directory.
+        known: ids of earlier jobs of the submission, which are not meant.
     """
-    answered = _answered(directory)
-    if answered:
+    answers = answers or directory
+    answered = _answered(answers)
+    if answered and answered.job_id not in known:
         return answered
     recorded = next((job_id.strip() for job_id in attempt_job_ids if job_id.strip()), "")
     if recorded:
@@ -125,9 +130,10 @@ def recover(
     if scheduler.submitting(directory):
         return Undecided("sbatch still works on it", _POLL_SECONDS)
     try:
-        job_ids = scheduler.find(directory, name=name, since=prepared_at)
+        found = scheduler.find(directory, name=name, since=prepared_at)
+        job_ids = [job_id for job_id in found if job_id not in known]
     except SchedulerUnavailable as error:
-        stderr = read_text_or_nothing(directory / "sbatch.err")
+        stderr = read_text_or_nothing(answers / "sbatch.err")
         if sbatch_started_at is not None and not_configured(stderr):
             # The queue cannot be read for the same reason: nothing was sent to any controller.
             refused = final_refusal(stderr)
@@ -139,7 +145,10 @@ def recover(
     if sbatch_started_at is None:
         return Absent("sbatch was never started")
     # A clock that was set back makes the wait longer, never shorter.
-    return _jobless(directory, grace_seconds, max(now - sbatch_started_at, 0.0))
+    outcome = _jobless(answers, grace_seconds, max(now - sbatch_started_at, 0.0))
+    if isinstance(outcome, Found) and outcome.job_id in known:
+        return Absent("the answer of sbatch is that of an earlier job")
+    return outcome
 
 
 def _jobless(directory: Path, grace_seconds: float, elapsed_seconds: float) -> Outcome:

@@ -63,7 +63,18 @@ def profile_text(
     looks = [look for look in origin.looks.values() if isinstance(look, Look)]
     looked = f" and a probe of {len(looks)} of {len(origin.looks)} kinds of nodes"
     modules = list(dict.fromkeys(name for look in looks for name in look.modules or ()))
-    head = {"cluster": cluster.limits.cluster, "slurm": slurm, "modules": modules or None}
+    head = {
+        "cluster": cluster.limits.cluster,
+        "slurm": slurm,
+        "requeue": None if cluster.limits.job_requeue is None else "auto",
+        "modules": modules or None,
+    }
+    remarks = {
+        "requeue": f"JobRequeue={cluster.limits.job_requeue:d}; jobs with `checkpoint` ask for it"
+        if cluster.limits.job_requeue is not None
+        else "",
+        "modules": "on the nodes, for reference",
+    }
     partitions = [partition for partition in cluster.partitions if _is_word(partition.name)]
     limit = _duration(default.max_seconds) if default else None
     skeleton = string.Template(assets.path("templates/site-profile.txt").read_text("utf-8"))
@@ -74,7 +85,7 @@ def profile_text(
         when=printable(origin.when),
         slurm=slurm,
         looked=looked if origin.looks else "",
-        head=_toml(models.Site, head, {"modules": "on the nodes, for reference"}),
+        head=_toml(models.Site, head, remarks),
         limits=_limits(cluster),
         paths=_paths(cluster, origin),
         partitions="".join(

@@ -363,9 +363,12 @@ def make_absolute(data: dict[str, Any], base: Path) -> None:
         if not (isinstance(target, str) and target.startswith("{")):
             resolve(entry, "target")
     own = data.get("checkpoint")
-    directory = own.get("directory") if isinstance(own, dict) else None
+    checkpoint = own if isinstance(own, dict) else {}
+    directory = checkpoint.get("directory")
     if isinstance(directory, str) and directory.startswith("~"):
-        own["directory"] = os.path.expanduser(directory)  # a relative one is in the run's directory
+        checkpoint["directory"] = os.path.expanduser(
+            directory
+        )  # a relative one is in the run's directory
     for name in ("web_config", "targets"):
         resolve(data.get("monitor"), name)
     environment = data.get("environment")

@@ -90,7 +90,7 @@ class FakeScheduler:
         if fault is Fault.KILLED_BEFORE:
             raise Killed
         for name in ("sbatch.out", "sbatch.err"):
-            (request.directory / name).write_text("", encoding="utf-8")
+            request.answer(name).write_text("", encoding="utf-8")
         if fault in (Fault.KILLED_DURING, Fault.BOTH_KILLED):
             seen = fault is Fault.KILLED_DURING
             delay = self.delay_seconds if seen else self.unseen_delay_seconds
@@ -98,7 +98,7 @@ class FakeScheduler:
             raise Killed
         if fault is Fault.REFUSED:
             words = "Batch job submission failed: Invalid account specified"
-            (request.directory / "sbatch.err").write_text(f"sbatch: error: {words}\n", "utf-8")
+            request.answer("sbatch.err").write_text(f"sbatch: error: {words}\n", "utf-8")
             raise SchedulerError(words)
         if fault is Fault.UNAVAILABLE:
             raise SchedulerUnavailable("the controller does not answer")
@@ -176,7 +176,7 @@ class FakeScheduler:
             )
             self.jobs[task_id] = FakeJob(status)
         if answered:
-            (request.directory / "sbatch.out").write_text(f"{job_id}\n", "utf-8")
+            request.answer("sbatch.out").write_text(f"{job_id}\n", "utf-8")
         return job_id
 
     def _arrive(self) -> None:
@@ -201,6 +201,8 @@ def _whole(job_id: str) -> str:
 
 def _tasks(job_id: str, request: SubmitRequest) -> list[str]:
     """Return the ids that come of a request: of an array one for each task of its `--array`."""
+    if request.only is not None:
+        return [f"{job_id}_{request.only}"]
     if not request.array:
         return [job_id]
     script = (request.directory / "job.sh").read_text("utf-8")

@@ -23,11 +23,11 @@ def tell(event, **data):
     message = {"v": 1, "type": "event", "event": event, "rank": int(rank), "data": data}
     channel.sendto(json.dumps(message).encode(), "\\0" + os.environ["HPML_CHANNEL"])
 tell("rendezvous")
-os.write(1, f"{rank}:begins\n".encode())
+os.write(1, f"{rank}:begins\\n".encode())
 reason = json.loads(channel.recv(999))["stop"]
-os.write(1, f"{rank}:asked:{reason}:\n".encode())
+os.write(1, f"{rank}:asked:{reason}:\\n".encode())
 time.sleep(seconds)
-os.write(1, f"{rank}:saved:\n".encode())
+os.write(1, f"{rank}:saved:\\n".encode())
 tell("stopping", step=7)
 """
 

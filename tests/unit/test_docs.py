@@ -218,7 +218,8 @@ def test_the_reference_has_every_directive(tmp_path: Path) -> None:
         "exclusive": True,
         "mail": {"to": "ada"},
     }
-    job = {"name": "a", "script": "a.py", "array": "0-3", "resources": resources}
+    job = {"name": "a", "script": "a.py", "array": "0-3", "checkpoint": True}
+    job["resources"] = resources
     path.write_text(json.dumps(job))
     there = [line.partition("=")[0] for line in directives(load_job(path).job)]
     rows = table("docs/job-file.md", "directive", "from")

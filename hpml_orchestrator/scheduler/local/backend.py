@@ -87,15 +87,15 @@ class LocalScheduler:
         with self._home.lock():
             try:
                 record = self._record(request)
-                write_text(request.directory / "sbatch.err", "")
+                write_text(request.answer("sbatch.err"), "")
                 environment = resources.without_slurm(request.environment)
                 job_id = self._home.publish(record, environment)
-                write_text(request.directory / "sbatch.out", f"{job_id}\n")
+                write_text(request.answer("sbatch.out"), f"{job_id}\n")
             except SchedulerUnavailable:
                 raise
             except SchedulerError as error:
                 with contextlib.suppress(HpmlError):
-                    write_text(request.directory / "sbatch.err", f"sbatch: error: {error}\n")
+                    write_text(request.answer("sbatch.err"), f"sbatch: error: {error}\n")
                 raise
             except (HpmlError, OSError) as error:
                 raise SchedulerUnavailable(
@@ -205,7 +205,7 @@ class LocalScheduler:
             "output": os.fspath(request.output),
             "host": resources.short_hostname(),
             "directives": asdict(asked),
-            "indices": array.indices,
+            "indices": array.indices if request.only is None else (request.only,),
             "limit": array.limit,
             "needs": asdict(resources.needs_of(asked, machine)),
             "machine": asdict(machine),
@@ -240,6 +240,7 @@ def _status(job: Job, queue: Queue, full: str) -> JobStatus:
         submitted=job.request["submitted"],
         started=status["started"],
         ended=status["ended"],
+        restarts=status["restarts"],
         name=job.request["name"],
         directory=job.request["directory"],
     )

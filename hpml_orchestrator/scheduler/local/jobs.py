@@ -5,6 +5,7 @@
         environment         the job's environment, NUL-separated, mode 0600; removed once all of its
                             tasks are over, for it may hold passwords
         bin/srun            the local srun, first on the job's PATH
+        bin/scontrol        of which it has `scontrol requeue`
         <task>.json         the state of one task, by its position in the array (0 for a single
                             job); a task without one is pending
         steps-<task>/<n>    one empty file per srun of the task: step ids
@@ -56,6 +57,21 @@ _STALE_SECONDS = 3600.0
 _NEXT = "next"
 _SRUN = Path(__file__).with_name("srun.py")
 
+_SCONTROL = """\
+#!/bin/sh
+# A local job may requeue itself; its supervisor does so.
+if [ "$#" != 2 ] || [ "$1" != requeue ]; then
+  echo "scontrol: error: a local job has no other command than: scontrol requeue JOB" >&2
+  exit 1
+fi
+case $2 in
+  "$SLURM_JOB_ID" | "${SLURM_ARRAY_JOB_ID-}_${SLURM_ARRAY_TASK_ID-}") ;;
+  *) echo "scontrol: error: a local job can requeue itself only, which is $SLURM_JOB_ID" >&2
+     exit 1 ;;
+esac
+exec kill -USR2 "$HPML_LOCAL_SUPERVISOR_PID"
+"""
+
 Record = dict[str, Any]
 
 _PENDING: Record = {
@@ -69,6 +85,7 @@ _PENDING: Record = {
     "exit_code": None,
     "signal": 0,
     "reason": "",
+    "restarts": 0,
 }
 
 
@@ -136,6 +153,10 @@ class Job:
         me = identity(os.getpid())
         supervisor = {"pid": me.pid, "start": me.start, "boot": boot_id()}
         self.write(state=JobState.RUNNING, started=time.time(), supervisor=supervisor)
+
+    def requeue(self) -> None:
+        """Have it wait in the queue once more, with the same id."""
+        self.write(**{**_PENDING, "restarts": self.status["restarts"] + 1})
 
     def write(self, **changes: Any) -> None:
         """Change the state, here and on disk.
@@ -298,6 +319,7 @@ class Home:
         shutil.copyfile(_SRUN, building / "bin" / "srun.py")
         srun = shlex.join([sys.executable, "-I", "-S", str(self._jobs / f"{number}/bin/srun.py")])
         write_text(building / "bin" / "srun", f'#!/bin/sh\nexec {srun} "$@"\n', mode=0o755)
+        write_text(building / "bin" / "scontrol", _SCONTROL, mode=0o755)
         write_json(building / "job.json", request)
         write_text(self._jobs / _NEXT, f"{number + max(1, len(request['indices']))}\n")
         os.rename(building, self._jobs / str(number))

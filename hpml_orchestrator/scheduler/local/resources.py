@@ -319,6 +319,7 @@ def slurm_variables(job: Job, cluster: str) -> dict[str, str]:
         "SLURM_JOB_GID": os.getgid(),
         "SLURM_JOB_USER": user_name(os.getuid()),
         "SLURM_JOB_START_TIME": int(started),
+        "SLURM_RESTART_COUNT": job.status["restarts"] or None,
         "SLURM_MEM_PER_NODE": asked["memory_mb"],
         "SLURM_MEM_PER_CPU": asked["memory_per_cpu_mb"],
         "SLURM_MEM_PER_GPU": asked["memory_per_gpu_mb"],

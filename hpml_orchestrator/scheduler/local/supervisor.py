@@ -1,8 +1,8 @@
 """The process that runs one local job and records how it ended.
 
 A daemon of its own session, started by `queue.schedule`. Whatever the job leaves behind stays below
-this process, a child subreaper, and ends with the job. It understands two signals: USR1 cancels
-the job, TERM ends it as a node failure, as at the machine's shutdown.
+this process, a child subreaper, and ends with the job. It understands three signals: USR1 cancels
+the job, USR2 requeues it, TERM ends it as a node failure, as at the machine's shutdown.
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ __all__ = ["main"]
 
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
-_HANDLED = {signal.SIGCHLD, signal.SIGUSR1, signal.SIGTERM}
-_IGNORED = {signal.SIGHUP, signal.SIGINT, signal.SIGQUIT, signal.SIGUSR2, signal.SIGPIPE}
+_HANDLED = {signal.SIGCHLD, signal.SIGUSR1, signal.SIGUSR2, signal.SIGTERM}
+_IGNORED = {signal.SIGHUP, signal.SIGINT, signal.SIGQUIT, signal.SIGPIPE}
 _NEVER = float("inf")
 _MAX_PAUSE_SECONDS = 3600.0
 _PAUSE_SECONDS = 0.1
@@ -116,6 +116,8 @@ class _Run:
             self._reap()
             if self.status is None:
                 self._act(received, time.monotonic())
+            else:
+                self._change(received | self.signals.wait(0.0))
         left = self._end_leftovers()
         ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, ctypes.c_ulong(0), 0, 0, 0)
         code, number = (self.status, 0) if self.status >= 0 else (0, -self.status)
@@ -126,11 +128,22 @@ class _Run:
             state, reason = JobState.FAILED, "NonZeroExitCode"
         if left:
             reason = f"{reason or 'ended'}; these processes remain: {left}"
+            state = JobState.NODE_FAIL if state is JobState.REQUEUED else state
+        if state is JobState.REQUEUED:
+            with self.home.lock():  # `cancel` has it while it looks whom to tell
+                self._change(self.signals.wait(0.0))
+                if self.ending == (state, reason):
+                    self._record(state, code, number, reason)
+                    return
+            state, reason = JobState.CANCELLED, "cancelled"
         self._record(state, code, number, reason)
 
     def _act(self, received: set[int], now: float) -> None:
         """Do what signals and the clock ask for while the script runs."""
-        if self.ending is not None:
+        self._change(received)
+        if self.ending is not None and self.kill_at == _NEVER:
+            self._end(*self.ending)
+        elif self.ending is not None:
             if now >= self.kill_at:
                 self._send(signal.SIGKILL)
         elif signal.SIGUSR1 in received:
@@ -142,6 +155,17 @@ class _Run:
         elif now >= self.warn_at:
             self.warn_at = _NEVER
             self._warn()
+
+    def _change(self, received: set[int]) -> None:
+        """Note that the job is requeued, which a time limit does not undo, and a cancellation does.
+
+        It may come from a script that has ended since.
+        """
+        state = self.ending[0] if self.ending else None
+        if signal.SIGUSR1 in received and state is JobState.REQUEUED:
+            self.ending = (JobState.CANCELLED, "cancelled")
+        elif signal.SIGUSR2 in received and state in (None, JobState.TIMEOUT):
+            self.ending = (JobState.REQUEUED, "requeued")
 
     def _start(self) -> str:
         """Start the script; return what is in the way, or nothing."""
@@ -207,7 +231,11 @@ class _Run:
     def _end(self, state: JobState, reason: str) -> None:
         """Begin to end the job; say in its output why, as slurmstepd does."""
         self.ending = (state, reason)
-        why = {JobState.TIMEOUT: " DUE TO TIME LIMIT", JobState.NODE_FAIL: " DUE TO NODE FAILURE"}
+        why = {
+            JobState.TIMEOUT: " DUE TO TIME LIMIT",
+            JobState.NODE_FAIL: " DUE TO NODE FAILURE",
+            JobState.REQUEUED: " DUE TO JOB REQUEUE",
+        }
         line = (
             f"hpml: *** JOB {self.job.number} ON {os.uname().nodename} CANCELLED AT "
             f"{time.strftime('%Y-%m-%dT%H:%M:%S')}{why.get(state, '')} ***\n"
@@ -252,7 +280,7 @@ class _Run:
 
     def _end_leftovers(self) -> list[int]:
         """End what the script left behind, first by TERM; return the pids that stay."""
-        if self._members() and self.ending is None:
+        if self._members() and self.kill_at == _NEVER:
             self._terminate("")
         while time.monotonic() < self.kill_at and self._members():
             self.signals.wait(_PAUSE_SECONDS)
@@ -266,6 +294,9 @@ class _Run:
         ended, began = time.time(), time.monotonic()
         while True:
             try:
+                if state is JobState.REQUEUED:
+                    self.job.requeue()
+                    return
                 self.job.write(
                     state=state, ended=ended, exit_code=code, signal=number, reason=reason
                 )

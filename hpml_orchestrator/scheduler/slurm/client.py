@@ -164,6 +164,8 @@ class SlurmScheduler:
             *([f"--job-name={request.job_name}"] if request.job_name else []),
             *([f"--comment={request.comment}"] if request.comment else []),
             *([f"--dependency={after}", "--kill-on-invalid-dep=yes"] if after else []),
+            *([f"--exclude={','.join(request.exclude)}"] if request.exclude else []),
+            *([f"--array={request.only}"] if request.only is not None else []),
             "--export=ALL",
             "--open-mode=append",
             str(request.directory / "job.sh"),
@@ -180,7 +182,7 @@ class SlurmScheduler:
             SchedulerUnavailable: no usable answer; a job may exist.
             NotFoundError: there is no such directory.
         """
-        out, err = request.directory / "sbatch.out", request.directory / "sbatch.err"
+        out, err = request.answer("sbatch.out"), request.answer("sbatch.err")
         self._last = None
         try:
             returncode = self._runner.run_detached(

@@ -138,6 +138,7 @@ def limits_from(config: Fields) -> Limits:
     """Return what holds everywhere, from `scontrol show config`."""
     script = re.search(r"\bmax_script_size=(\d{1,12})\b", config["SchedulerParameters"], re.ASCII)
     enforce = config["EnforcePartLimits"].upper()
+    preempts = config["PreemptType"].rpartition("/")[2] not in ("", "none", "(null)")
     return Limits(
         version=parse_version(config["SLURM_VERSION"]),
         cluster=_plain(config["ClusterName"]),
@@ -155,6 +156,9 @@ def limits_from(config: Fields) -> Limits:
         max_memory_per_cpu_mib=_limit(config["MaxMemPerCPU"]),
         tmp_fs=_plain(config["TmpFS"]) or _DEFAULTS.tmp_fs,
         gres_names=_names(config["GresTypes"]),
+        job_requeue={"1": True, "0": False}.get(config["JobRequeue"]),
+        preemption=config["PreemptMode"].upper() if preempts else "",
+        preempt_signal="send_user_signal" in config["PreemptParameters"],
         submit_plugins=_names(config["JobSubmitPlugins"]),
     )
 
@@ -167,6 +171,8 @@ def partition_from(record: Fields) -> Partition:
         default=_yes(record["Default"]),
         nodes=_nodes(record["Nodes"]),
         total_nodes=read_count(record["TotalNodes"]) or 0,
+        preemption=record["PreemptMode"].upper(),
+        grace_seconds=read_count(record["GraceTime"]) or 0,
         max_seconds=_seconds(record["MaxTime"]),
         default_seconds=_seconds(record["DefaultTime"]),
         min_nodes=read_count(record["MinNodes"]) or 0,

@@ -8,7 +8,7 @@ from tests.unit.cli.support import Hpml, Shell
 
 SCRIPT = """\
 #!/bin/bash
-#SBATCH --time=5 --requeue
+#SBATCH --time=5 --clusters=other
 echo hello
 python train.py --lr 0.1
 """
@@ -26,14 +26,14 @@ def test_the_job_file_and_the_report(hpml: Hpml, script: str) -> None:
     made = hpml("import", script)
     assert made.code == 0
     assert "script: train.py\nargs: [--lr, '0.1']\nresources:\n  time: 00:05:00\n" in made.out
-    assert made.err.startswith("job.sh:2: not carried over: --requeue\n    ")
+    assert made.err.startswith("job.sh:2: not carried over: --clusters=other\n    ")
     assert "job.sh:3: changed: echo hello\n    kept in environment.setup" in made.err
     document = hpml("import", script, "--json").json()
     assert (document["output"], document["text"]) == (None, made.out)
     assert document["job"]["args"] == ["--lr", "0.1"]
     first = document["findings"][0]
     assert set(first) == {"line", "text", "kind", "why", "todo"}
-    assert (first["line"], first["text"], first["kind"]) == (2, "--requeue", "lost")
+    assert (first["line"], first["text"], first["kind"]) == (2, "--clusters=other", "lost")
 
 
 def test_a_file_is_replaced_only_with_force(hpml: Hpml, script: str, shell: Shell) -> None:

@@ -72,7 +72,7 @@ def setup(*lines: str) -> list[str]:
             {"extra": ["--begin=now+1hour", "--nodelist=n[1-3]", "--oversubscribe", "--nice"]},
         ),
         ("--reservation=a\n--reservation=b", {"extra": ["--reservation=b"]}),
-        ("--signal=USR1@90", {"extra": ["--signal=USR1@90"]}),
+        ("--signal=WINCH@90", {"extra": ["--signal=WINCH@90"]}),
     ],
 )
 def test_directives_become_fields(options: str, resources: dict[str, Any]) -> None:
@@ -83,9 +83,33 @@ def test_directives_become_fields(options: str, resources: dict[str, Any]) -> No
 
 
 @pytest.mark.parametrize(
+    ("script", "expected"),
+    [
+        ("#SBATCH --requeue\n{}", {"requeue": ["preemption", "node_failure"]}),
+        ("#SBATCH --signal=USR1@90\n{}", {"signal": "USR1", "lead": "90s", "requeue": []}),
+        ("#SBATCH --signal=B:SIGUSR2\n{}", {"signal": "USR2", "lead": "60s", "requeue": []}),
+        (
+            "#SBATCH --signal=usr1@120 --requeue\ntrap 'scontrol requeue $SLURM_JOB_ID' USR1\n{}",
+            {
+                "signal": "USR1",
+                "lead": "120s",
+                "requeue": ["time_limit", "preemption", "node_failure"],
+            },
+        ),
+        ("#SBATCH --signal=TERM@0\n{}", {"signal": "TERM", "requeue": []}),
+        ("#SBATCH --no-requeue\n{}", None),
+        ("# scontrol requeue\n{}", None),
+    ],
+)
+def test_requeue_and_signal_become_checkpoint(script: str, expected: dict[str, Any] | None) -> None:
+    """The job saves at the same moment, by the same signal, and goes on after the same ends."""
+    made = imported(script.format("srun python t.py"))
+    assert made.job.get("checkpoint") == expected
+
+
+@pytest.mark.parametrize(
     ("option", "part"),
     [
-        ("--requeue", "requeue"),
         ("--dependency=afterok:1", "hpml submit --after"),
         ("--mem=0", "resources.memory"),
         ("--time=UNLIMITED", "resources.time"),

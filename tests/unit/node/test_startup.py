@@ -62,7 +62,7 @@ def test_another_job_of_the_same_run_is_a_duplicate(node: Node) -> None:
 
 
 def test_a_requeued_job_gets_the_next_attempt(node: Node) -> None:
-    """Attempts count on from the last one: a job that continues the run begins anew at restart 0."""
+    """Attempts count on from the last one, whatever the restart count of the job is."""
     node.claim("17")
     assert (node.attempt / "stop").read_text() == ""
     status, out, _ = node.claim("17", SLURM_RESTART_COUNT="1")

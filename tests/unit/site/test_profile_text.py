@@ -84,6 +84,19 @@ def test_a_real_cluster_is_described_completely(captured: Cluster) -> None:
         assert bool(site.partitions[partition.name].node_types) == bool(partition.nodes)
 
 
+@pytest.mark.parametrize(
+    ("found", "line"),
+    [(None, ""), (True, "JobRequeue=1"), (False, "JobRequeue=0")],
+)
+def test_whether_jobs_are_requeued_by_default(found: bool | None, line: str) -> None:
+    """The profile has what the cluster does with jobs that do not say."""
+    text = profile_text(Cluster(Limits(job_requeue=found)))
+    assert loaded(text).requeue == "auto"
+    assert [
+        one.partition("# ")[2].partition(";")[0] for one in text.splitlines() if "requeue =" in one
+    ] == ([line] if line else [])
+
+
 def test_a_partition_tells_its_limits(small: Cluster) -> None:
     """Time, nodes, CPUs, memory and who may use it."""
     gpu = loaded(profile_text(small)).partitions["gpu"]

@@ -537,3 +537,34 @@ def test_too_many_tasks_are_refused(bench: Bench) -> None:
     with pytest.raises(SchedulerError, match="the local backend takes 1000 at once") as caught:
         bench.scheduler().submit(bench.array("0-1000", "true"))
     assert "Slurm" in caught.value.hint
+
+
+@pytest.mark.parametrize(
+    ("body", "runs"),
+    [
+        ("scontrol requeue $SLURM_JOB_ID; exit 0", 3),
+        # It ends by itself after the first SIGTERM only
+        ("trap 'exit 1' TERM; scontrol requeue $SLURM_JOB_ID; sleep 600 & wait", 3),
+        ("scontrol requeue 99 || scontrol requeue || exit 7", 1),
+    ],
+)
+def test_a_job_requeues_itself(bench: Bench, body: str, runs: int) -> None:
+    """It waits and runs once more under its id, and its restarts are counted."""
+    count = 'n=${SLURM_RESTART_COUNT:-0}; echo run $n >> ran; [ "$n" -lt 2 ] || exit 0\n'
+    status = bench.run(count + body)
+    assert bench.file("ran") == "".join(f"run {number}\n" for number in range(runs))
+    assert (status.job_id, status.restarts) == ("1", runs - 1)
+    assert status.state is (JobState.COMPLETED if runs > 1 else JobState.FAILED)
+
+
+def test_cancelling_undoes_a_requeue(bench: Bench) -> None:
+    """A job that is cancelled while it is being requeued does not come back."""
+    job_id = bench.submit(
+        "echo run >> ran; trap 'echo > asked' TERM; scontrol requeue $SLURM_JOB_ID\n"
+        "while [ ! -e cancelled ]; do sleep 0.05; done"
+    )
+    bench.file("asked")
+    bench.scheduler().cancel([job_id])
+    (bench.path / "sub" / "cancelled").touch()
+    assert bench.over(job_id).state is JobState.CANCELLED
+    assert bench.file("ran") == "run\n"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from pathlib import Path
 
 import pytest
@@ -66,12 +67,15 @@ def test_limits_partitions_and_nodes() -> None:
         accounting=True,
         default_memory_per_cpu_mib=4000,
         gres_names=("gpu",),
+        job_requeue=True,
+        preemption="REQUEUE",
     )
     nodes = ("node1", "node2")
+    partition = functools.partial(Partition, preemption="REQUEUE")
     main, low, long, staff, empty = cluster.partitions
-    assert main == Partition("main", default=True, nodes=nodes, total_nodes=2)
-    assert low == Partition("low", nodes=nodes, total_nodes=2)
-    assert long == Partition(
+    assert main == partition("main", default=True, nodes=nodes, total_nodes=2)
+    assert low == partition("low", nodes=nodes, total_nodes=2)
+    assert long == partition(
         "long",
         nodes=nodes,
         total_nodes=2,
@@ -86,7 +90,7 @@ def test_limits_partitions_and_nodes() -> None:
         deny_qos=("normal",),
         exclusive=True,
     )
-    assert staff == Partition(
+    assert staff == partition(
         "staff",
         state="DRAIN",
         nodes=("node2",),
@@ -102,7 +106,7 @@ def test_limits_partitions_and_nodes() -> None:
         root_only=True,
         reservation_only=True,
     )
-    assert empty == Partition("empty", min_nodes=1)
+    assert empty == partition("empty", min_nodes=1)
     assert cluster.nodes == (
         Node(
             "node1",
@@ -286,6 +290,8 @@ def test_the_config_of_a_newer_slurm() -> None:
         accounting=True,
         default_memory_per_cpu_mib=1000,
         gres_names=("gpu",),
+        job_requeue=True,
+        preemption="REQUEUE",
     )
 
 

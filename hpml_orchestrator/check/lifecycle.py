@@ -1,0 +1,206 @@
+"""Compare `checkpoint` with the time limit, the directory that it names, and the cluster."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from hpml_orchestrator.check.finding import Finding, error, warning
+from hpml_orchestrator.check.paths import local_reason, unwritable
+from hpml_orchestrator.records.texts import first_few
+from hpml_orchestrator.script.directives import can_requeue, without_time
+from hpml_orchestrator.spec.checkpoint import Checkpoint
+from hpml_orchestrator.spec.values import MIB, format_time, parse_time_limit, size_text
+
+if TYPE_CHECKING:
+    from hpml_orchestrator.scheduler.cluster import Cluster, Partition
+    from hpml_orchestrator.spec.job import Job
+    from hpml_orchestrator.spec.site import Site
+
+__all__ = ["check_directory", "check_lifecycle", "cluster_notes"]
+
+_FIRST_LEAD = 300  # of `lead: auto`, in an attempt that has no other to measure
+_LEAST_LEAD = 10
+_SHORT = 30  # seconds in which few trainings have saved
+_LITTLE_MIB = 1024
+_LISTED = 1000
+_DEFAULTS = Checkpoint()
+
+
+def check_lifecycle(job: Job, site: Site | None) -> Iterator[Finding]:
+    """Yield what of `checkpoint` cannot work with the rest of the job, or not as intended.
+
+    Args:
+        job: the job as Slurm will see it.
+        site: the site profile, if there is one.
+    """
+    own = job.checkpoint
+    if not own.enabled:
+        return
+    limit = parse_time_limit(job.resources.time)
+    if limit is not None and not (site and without_time(site.directives)):
+        yield from _times(own, limit)
+    if own.requeue and own.attempts == 1:
+        message = "a run of one attempt never continues after the ends that `requeue` names"
+        hint = "give more attempts, or `requeue: []`"
+        yield warning("checkpoint.attempts", "checkpoint.attempts", 1, message, None, hint)
+    if "node_failure" in own.requeue and not can_requeue(site):
+        message = "this site requeues no jobs, and a job whose first node fails cannot submit its "
+        message += "continuation"
+        hint = "if that happens, `hpml requeue RUN` continues the run"
+        place = "checkpoint.requeue"
+        yield warning("checkpoint.node_failure", place, "node_failure", message, None, hint)
+    for option in job.resources.extra:
+        if own.avoid_failed_nodes and option.startswith("--nodelist="):
+            message = f"if a node of {option} fails, the next attempt must not use it and never "
+            message += "starts"
+            hint = "leave --nodelist out, or set `avoid_failed_nodes: false`"
+            place = "checkpoint.avoid_failed_nodes"
+            yield warning("checkpoint.nodelist", place, True, message, None, hint)
+
+
+def _times(own: Checkpoint, limit: int) -> Iterator[Finding]:
+    """Yield which times do not fit the time limit, in seconds."""
+    shown, lead = format_time(limit), own.lead_seconds
+    if lead is not None and lead >= limit:
+        message = f"must be below the time limit of {shown}: ranks would be asked to stop when "
+        message += "they start"
+        hint = "a bare number is minutes; write `90s` for seconds"
+        yield error("checkpoint.lead", "checkpoint.lead", own.lead, message, shown, hint)
+    seconds = max(_LEAST_LEAD, min(_FIRST_LEAD, limit // 4)) if lead is None else lead
+    if seconds < _SHORT:
+        message = f"ranks have {seconds} s to save before the time limit of {shown}"
+        hint = "give a longer `resources.time`" if lead is None else "give a longer `lead`"
+        yield warning("checkpoint.short", "checkpoint.lead", own.lead, message, _SHORT, hint)
+    if own.hang_seconds >= limit and own.hang != _DEFAULTS.hang:
+        message = f"an attempt ends after {shown}, before it can count as hung"
+        hint = "give a shorter time, or `off`"
+        yield warning("checkpoint.hang", "checkpoint.hang", own.hang, message, shown, hint)
+
+
+def check_directory(
+    job: Job, records: Path, site: Site | None, *, on_nodes: bool
+) -> Iterator[Finding]:
+    """Yield why checkpoints cannot be kept in their directory, as far as this machine sees it.
+
+    Args:
+        job: a complete job.
+        records: where records live, and checkpoints with a relative path.
+        site: the site profile, if there is one.
+        on_nodes: whether the job runs on other machines than this one.
+    """
+    own, place = job.checkpoint, "checkpoint.directory"
+    if not own.enabled:
+        return
+    if not own.is_shared:  # `check_records` looks at the rest
+        yield from _space(records, own.directory)
+        return
+    fixed = own.directory.partition("{")[0]
+    path = Path(fixed if fixed == own.directory else os.path.dirname(fixed))
+    reason = _node_local(path, job, site)
+    if on_nodes and reason:
+        message = f"is local to each node ({reason}): the next attempt may run on another node"
+        hint = "give a directory on the shared file system, or a relative path"
+        yield error("checkpoint.local", place, own.directory, message, None, hint)
+        return
+    closed = unwritable(path)
+    if closed:
+        what = "is not writable by you" if os.path.isdir(closed) else "is not a directory"
+        yield error("checkpoint.unwritable", place, own.directory, f"{closed} {what}")
+        return
+    yield from _space(path, own.directory)
+    # `hpml resubmit` names the directory of the run that it continues
+    if fixed != own.directory or path.is_relative_to(records / "runs"):
+        return
+    if names := _newest(path):
+        message = f"holds {first_few(names)} already: the run may continue from what another saved"
+        hint = "give an empty directory, or a relative path, if that is not intended"
+        yield warning("checkpoint.used", place, own.directory, message, None, hint)
+
+
+def _node_local(path: Path, job: Job, site: Site | None) -> str:
+    """Return the node-local directory that a path is in; empty if none is known."""
+    partition = job.resources.partition
+    staged = [site.path("scratch", partition), site.path("ram", partition)] if site else []
+    for top in staged:
+        if top and top.startswith("/") and path.is_relative_to(top):
+            return top
+    return local_reason(path) or ("/dev/shm" if str(path) == "/dev/shm" else "")  # noqa: S108
+
+
+def _space(path: Path, shown: str) -> Iterator[Finding]:
+    """Yield a finding if the file system of a path is full, or nearly."""
+    while not path.exists() and path != path.parent:
+        path = path.parent
+    try:
+        state = os.statvfs(path)
+    except OSError:
+        return
+    if not state.f_blocks:  # some network file systems do not say
+        return
+    free_mib = state.f_bavail * state.f_frsize // MIB
+    no_inodes = bool(state.f_files) and not state.f_favail
+    if free_mib == 0 or no_inodes:
+        what = "inodes" if no_inodes else "space"
+        message = f"the file system of {path} has no {what} left"
+        yield error("checkpoint.full", "checkpoint.directory", shown, message, 0)
+    elif free_mib < _LITTLE_MIB:
+        left = size_text(free_mib)
+        message = f"the file system of {path} has {left} left"
+        hint = "remove what is not needed, or give another directory"
+        yield warning("checkpoint.space", "checkpoint.directory", shown, message, left, hint)
+
+
+def _newest(path: Path) -> list[str]:
+    """Return the names in a directory, the newest first; those of a large one in any order."""
+    try:
+        with os.scandir(path) as entries:
+            found = [
+                (entry.stat(follow_symlinks=False).st_mtime, entry.name)
+                for entry in itertools.islice(entries, _LISTED)
+            ]
+    except OSError:
+        return []
+    return [name for _, name in sorted(found, reverse=True)]
+
+
+def cluster_notes(job: Job, cluster: Cluster, site: Site | None) -> list[str]:
+    """Return what a run with `checkpoint` can expect of a cluster, a line each."""
+    own = job.checkpoint
+    if not own.enabled:
+        return []
+    notes = []
+    if own.requeue and not can_requeue(site):
+        notes.append(
+            "checkpoint.requeue: the site profile excludes requeueing: the run continues as a new "
+            "job, which the old one submits from its node"
+        )
+    names = (job.resources.partition or "").split(",")
+    default = cluster.default_partition
+    chosen = [found for name in names if name and (found := cluster.partition(name))]
+    chosen = chosen or ([default] if default else [])
+    if cluster.limits.preemption and "preemption" in own.requeue:
+        notes += [note for partition in chosen if (note := _preemption(partition, cluster))]
+    for partition in chosen:
+        count = len(partition.nodes)
+        if own.avoid_failed_nodes and count and job.resources.nodes == count:
+            notes.append(
+                f"checkpoint.avoid_failed_nodes: the job needs all nodes of partition "
+                f"{partition.name}, so no node can be left out after a failure"
+            )
+    return notes
+
+
+def _preemption(partition: Partition, cluster: Cluster) -> str:
+    """Return what a preempted job of a partition can expect; empty where none is preempted."""
+    modes = set(re.split(r"\W+", partition.preemption or cluster.limits.preemption))
+    start = f"checkpoint.requeue: a preempted job of partition {partition.name}"
+    if not modes & {"REQUEUE", "CANCEL"}:
+        return f"{start} is suspended and continues by itself" if "SUSPEND" in modes else ""
+    if not partition.grace_seconds:
+        return f"{start} has no time to save (GraceTime 0): it continues from its last checkpoint"
+    return f"{start} has {format_time(partition.grace_seconds)} to save (GraceTime)"

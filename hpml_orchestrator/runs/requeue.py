@@ -1,0 +1,192 @@
+"""Have a run go on: ask a running one to save and be requeued, or continue one that is over.
+
+A continuation is another sbatch in the directory of the run's submission. It obeys the same rules
+as a submission: never two jobs, never a lost one, whenever hpml is killed.
+"""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from hpml_orchestrator.errors import (
+    InputError,
+    RecordError,
+    SchedulerError,
+    SchedulerUnavailable,
+)
+from hpml_orchestrator.records.progress import nodes_to_avoid
+from hpml_orchestrator.runs.backend import backends_of, elsewhere, not_here
+from hpml_orchestrator.runs.state import reopen, run_of
+from hpml_orchestrator.runs.status import UNREADABLE, states
+from hpml_orchestrator.runs.submit import next_outcome
+from hpml_orchestrator.scheduler.environment import travelling
+from hpml_orchestrator.scheduler.model import SubmitRequest
+from hpml_orchestrator.scheduler.recovery import Found, Undecided
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+
+    from hpml_orchestrator.records.store import Attempt, Store, Submission
+    from hpml_orchestrator.runs.backend import Backends
+    from hpml_orchestrator.runs.state import State
+    from hpml_orchestrator.scheduler.model import Scheduler
+
+__all__ = ["requeue"]
+
+_AGAIN_SECONDS = 1.0
+_STALE_SECONDS = 15.0
+
+
+def requeue(
+    store: Store,
+    submission: Submission,
+    *,
+    environment: Mapping[str, str],
+    clock: Callable[[], float] = time.time,
+    sleep: Callable[[float], None] = time.sleep,
+    notice: Callable[[str], None] = lambda _: None,
+    backends: Backends | None = None,
+) -> dict[str, str]:
+    """Have a run or one task of an array go on; return `id`, `job_id` and `outcome`.
+
+    Raises:
+        InputError: there is nothing to go on with, or it belongs to another cluster.
+        SchedulerError: the scheduler refused the continuation; there is no job.
+        SchedulerUnavailable: the scheduler gives no answer; the same call looks for the job.
+    """
+    backends = backends or backends_of(store)
+    (state,) = states(store, [submission], backends=backends, now=clock)
+    label = submission.label
+    if state.state == UNREADABLE:
+        raise RecordError(state.reason)
+    if state.elsewhere:
+        raise not_here(state.reason, field="RUN", value=label)
+    if state.tasks:
+        hint = f"hpml requeue {label}.{state.tasks[0].submission.index}"
+        raise _wrong(label, "is a job array: tasks go on one by one", hint)
+    record = submission.record()
+    scheduler = backends(state.backend, str(record["host"]))
+    if where := elsewhere(record, scheduler):
+        raise not_here(where, field="RUN", value=label)
+    newest = run_of(submission).newest()
+    if not (state.over or state.lost) and state.job_id:
+        return _ask_to_stop(state, newest)
+    if state.state == "COMPLETED":
+        raise _wrong(label, "has completed: there is nothing to go on with")
+    if newest is None or not newest.job_id:
+        hint = f"hpml submit --resume {submission.sid}" if not state.job_id else "submit it again"
+        raise _wrong(label, "has never started: there is nothing to go on with", hint)
+    job_id = _continue(store, state, newest, scheduler, environment, clock, sleep, notice)
+    return {"id": label, "job_id": job_id, "outcome": f"goes on in job {job_id}"}
+
+
+def _ask_to_stop(state: State, newest: Attempt | None) -> dict[str, str]:
+    """Ask a running run to save and be requeued."""
+    label = state.submission.label
+    if state.state not in ("RUNNING", "SUSPENDED", "STOPPED"):
+        raise _wrong(label, f"is {state.state}, job {state.job_id}: it needs no requeue")
+    if not (state.submission.record()["job"].get("checkpoint") or {}).get("enabled"):
+        raise _wrong(
+            label,
+            "runs without `checkpoint`: its ranks cannot be asked to save",
+            f"hpml cancel {label}, then hpml requeue {label}: the program begins anew",
+        )
+    if newest is None or newest.ended is not None:
+        raise _wrong(label, "is just starting or ending", "try again in a moment")
+    if newest.stop_request() is None:
+        newest.request_stop("requested", by="hpml requeue", now=time.time())
+    reason = str((newest.stop_request() or {}).get("reason", "requested"))
+    outcome = f"job {state.job_id} was asked to save and go on ({reason})"
+    return {"id": label, "job_id": state.job_id, "outcome": outcome}
+
+
+def _continue(
+    store: Store,
+    state: State,
+    newest: Attempt,
+    scheduler: Scheduler,
+    environment: Mapping[str, str],
+    clock: Callable[[], float],
+    sleep: Callable[[float], None],
+    notice: Callable[[str], None],
+) -> str:
+    """Submit the continuation of a run that is over, once, and return the id of its job."""
+    submission = state.submission
+    known = submission.job_ids()  # of which none is alive
+    while True:
+        later = run_of(submission).newest()
+        if later is not None and later.number > newest.number:
+            return later.submitted_id
+        job_id = str((submission.job() or {}).get("job_id", ""))
+        if job_id not in known:
+            return job_id
+        start = newest.newest_start()  # before the look: it says nothing about later ones
+        outcome = next_outcome(store, submission, newest, scheduler, known=known, now=clock())
+        if isinstance(outcome, Found):
+            return outcome.job_id
+        if not isinstance(outcome, Undecided):
+            made = _start(
+                submission,
+                newest,
+                (start.number if start else 0) + 1,
+                scheduler,
+                environment,
+                clock,
+            )
+            if made:
+                return made
+            outcome = Undecided("another hpml is submitting its continuation", _AGAIN_SECONDS)
+        notice(f"{outcome.reason}; asking again in {outcome.retry_after:.0f} s")
+        sleep(min(outcome.retry_after, 5.0))
+
+
+def _start(
+    submission: Submission,
+    newest: Attempt,
+    number: int,
+    scheduler: Scheduler,
+    environment: Mapping[str, str],
+    clock: Callable[[], float],
+) -> str | None:
+    """Call sbatch for a continuation and return the job's id; None if another hpml does so."""
+    record = submission.record()
+    checkpoint = record["job"].get("checkpoint") or {}
+    avoid = nodes_to_avoid(newest) if checkpoint.get("avoid_failed_nodes") else []
+    request = SubmitRequest(
+        directory=submission.directory,
+        output=Path(record["output"]),
+        name=record["name"],
+        comment=record["comment"],
+        job_name=record.get("job_name", ""),
+        environment=travelling(environment, record["job"]["environment"]["inherit"]),
+        array=record["job"].get("array") is not None,
+        only=submission.index,
+        exclude=tuple(avoid),
+        answers=newest.directory,
+    )
+    arguments = scheduler.arguments(request)
+    before = clock()
+    if not newest.mark_start(number, now=before) or clock() - before >= _STALE_SECONDS:
+        return None
+    closed = (submission.directory / "final.json").exists()
+    reopen(submission)
+    try:
+        job_id = scheduler.submit(request, arguments)
+    except SchedulerUnavailable as error:
+        hint = f"`hpml requeue {submission.label}` looks for the job and makes one if there is none"
+        raise SchedulerUnavailable(str(error), hint=hint) from error
+    except SchedulerError:
+        # Refused: what is on record of its end holds, and this start is answered.
+        newest.record_next("refused", "", now=clock())
+        if closed:
+            reopen(submission, undo=True)
+        raise
+    submission.record_continuation(job_id, now=clock())
+    newest.record_next("continuation", job_id, exclude=avoid, now=clock())
+    return job_id
+
+
+def _wrong(label: str, message: str, hint: str = "") -> InputError:
+    return InputError(message, field="RUN", value=label, hint=hint)

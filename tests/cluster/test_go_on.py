@@ -1,0 +1,139 @@
+"""A run goes on, exactly once, after its time limit, a preemption and the failure of a node."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from tests.cluster.hpml_on_slurm import Desk, eventually
+
+# Counts how often it was started; a program without the channel, which ends when told to.
+PROGRAM = (
+    "import os, signal, sys, time\n"
+    "signal.signal(signal.SIGUSR1, lambda *_: sys.exit(0))\n"
+    "open(sys.argv[1], 'a').write('start\\n')\n"
+    "n = open(sys.argv[1]).read().count('start')\n"
+    "open(os.path.join(os.environ['HPML_CHECKPOINT_DIR'], str(n)), 'w').close()\n"
+    "time.sleep(600 if n < int(sys.argv[2]) else 0)\n"
+)
+
+
+def start(desk: Desk, name: str, starts: int = 2, **fields: Any) -> dict[str, Any]:
+    """Submit a run that is done in its last start; each of the others has to be ended."""
+    (desk.directory / "program.py").write_text(PROGRAM)
+    fields.setdefault("checkpoint", {"lead": "00:00:15", "signal": "USR1"})
+    fields.setdefault("resources", {"time": "00:10:00"})
+    command = ["python3", str(desk.directory / "program.py"), str(desk.directory / name)]
+    job: dict[str, Any] = desk.submit(name, command=[*command, str(starts)], **fields)
+    return job
+
+
+def started(desk: Desk, name: str, count: int) -> None:
+    """Wait until the program was started so often."""
+    path = desk.directory / name
+    eventually(lambda: path.exists() and path.read_text().count("start") >= count)
+
+
+def attempts(job: dict[str, Any]) -> list[dict[str, Any]]:
+    """How each attempt of a run ended, and which job made it."""
+    found = []
+    for path in sorted(Path(job["directory"], "attempts").iterdir(), key=lambda one: int(one.name)):
+        ended = path / "ended.json"
+        job_id = (path / "started" / "job_id").read_text().strip()
+        known = json.loads(ended.read_text()) if ended.exists() else {}
+        found.append({**known, "job": job_id})
+    return found
+
+
+def over(desk: Desk, job: dict[str, Any]) -> dict[str, Any]:
+    """Wait until a run is over, and return its state."""
+
+    def look() -> dict[str, Any] | None:
+        (state,) = desk.json("status", job["id"])
+        return state if state["over"] else None
+
+    state: dict[str, Any] = eventually(look, seconds=180)
+    return state
+
+
+def test_a_run_is_requeued_as_it_was_asked(desk: Desk) -> None:
+    """`hpml requeue` of a running run: the same job runs once more, and nodes may be left out."""
+    job = start(desk, "asked")
+    started(desk, "asked", 1)
+    assert "asked to save" in desk.hpml("requeue", job["id"]).stdout
+    state = over(desk, job)
+    assert (state["state"], state["job_id"]) == ("COMPLETED", job["job_id"])
+    first, second = attempts(job)
+    assert (first["goes_on"], first["why"], first["job"]) == (True, "requested", job["job_id"])
+    assert (second["goes_on"], second["exit_code"], second["job"]) == (False, 0, job["job_id"])
+    assert "has completed" in desk.hpml("requeue", job["id"], code=2).stderr
+
+
+def test_a_continuation_where_requeueing_is_forbidden(desk: Desk) -> None:
+    """Another job continues the run, in the same records; both are found by their ids."""
+    job = start(desk, "forbidden", resources={"time": "00:10:00", "extra": ["--no-requeue"]})
+    started(desk, "forbidden", 1)
+    desk.hpml("requeue", job["id"])
+    state = over(desk, job)
+    assert state["state"] == "COMPLETED"
+    assert state["job_id"] != job["job_id"]
+    jobs = desk.jobs_of(Path(job["submission"]))
+    assert sorted(jobs) == sorted([job["job_id"], state["job_id"]])
+    assert [one["job"] for one in attempts(job)] == [job["job_id"], state["job_id"]]
+    for job_id in jobs:
+        assert desk.json("status", job_id)[0]["id"] == job["id"]
+
+
+def test_a_run_goes_on_after_its_time_limit(desk: Desk) -> None:
+    """The limit of a program that cannot be asked ends its attempt; the next one is done."""
+    job = start(desk, "limit", resources={"time": "00:01:00"})
+    state = over(desk, job)
+    assert (state["state"], state["job_id"]) == ("COMPLETED", job["job_id"])
+    assert [one.get("why") for one in attempts(job)] == ["time_limit", ""]
+
+
+def test_a_preempted_run_goes_on_once(desk: Desk) -> None:
+    """Slurm requeues the job by itself; the script's own requeue makes no second one."""
+    resources = {"time": "00:10:00", "partition": "low"}
+    job = start(desk, "preempted", resources=resources)
+    started(desk, "preempted", 1)
+    other = desk.submit(
+        "first", command=["sleep", "3"], resources={"nodes": 2, "extra": ["--exclusive"]}
+    )
+    assert over(desk, other)["state"] == "COMPLETED"
+    state = over(desk, job)
+    assert (state["state"], state["job_id"]) == ("COMPLETED", job["job_id"])
+    assert len(attempts(job)) == 2
+    assert desk.jobs_of(Path(job["submission"])) == [job["job_id"]]
+    assert (desk.directory / "preempted").read_text() == "start\n" * 2
+
+
+def test_a_cancelled_run_does_not_go_on(desk: Desk) -> None:
+    """Slurm would requeue a job that is being cancelled; hpml does not ask it to."""
+    job = start(desk, "cancelled")
+    started(desk, "cancelled", 1)
+    desk.hpml("cancel", job["id"])
+    assert over(desk, job)["state"] == "CANCELLED"
+    assert [one.get("goes_on") for one in attempts(job)] == [False]
+    answer = desk.json("requeue", job["id"])
+    assert answer["job_id"] != job["job_id"]
+    assert over(desk, job)["state"] == "COMPLETED"
+    assert len(attempts(job)) == 2
+
+
+def test_one_task_of_an_array_goes_on(desk: Desk) -> None:
+    """A task is continued by itself, and the others stay as they ended."""
+    fields: dict[str, Any] = {"array": "0-1", "resources": {"time": "00:10:00"}}
+    job = start(desk, "tasks", starts=3, **fields)  # of three starts the third is done
+    started(desk, "tasks", 2)
+    desk.hpml("cancel", job["id"])
+    over(desk, job)
+    assert "is a job array" in desk.hpml("requeue", job["id"], code=2).stderr
+    answer = desk.json("requeue", f"{job['id']}.1")
+    assert answer["id"] == f"{job['id']}.1"
+    task = over(desk, {"id": answer["id"]})
+    zero, one = task["tasks"] or desk.json("status", job["id"])[0]["tasks"]
+    assert (zero["state"], zero["attempts"]) == ("CANCELLED", 1)
+    assert (one["state"], one["attempts"]) == ("COMPLETED", 2)
+    assert one["job_id"] == f"{answer['job_id']}_1"
