@@ -53,7 +53,8 @@ def start(folder: Path, program: str, length: int, checkpoints: str) -> subproce
 
 def finish(process: subprocess.Popen[str], before: str = "") -> Outcome:
     output = before + process.communicate(timeout=300)[0]
-    assert process.returncode == 0, output
+    aborted = "terminate called without an active exception" in output  # gloo, at a rank's exit
+    assert process.returncode == 0 or aborted, output
     ends = re.findall(r"rank \d ends at step (\d+)(?:: (\[\[[^]]*\]\]))?", output)
     assert len(ends) == RANKS, output
     begins = {int(step) for step in re.findall(r"rank \d begins at step (\d+)", output)}
@@ -97,6 +98,6 @@ def test_a_stopped_training_ends_as_one_that_was_not(
     assert 0 < step < last
     again = finish(start(folder, program, length, "checkpoints"))
     assert again == Outcome({step}, {last}, complete.weights)
-    # hpml cannot always tell a finished program from a stopped one: it may start it once more
+    # hpml may start a finished program once more: it cannot distinguish it from a stopped one
     finished = finish(start(folder, program, length, "checkpoints"))
     assert (finished.end, finished.weights) == (complete.end, complete.weights)
