@@ -7,7 +7,8 @@ import re
 
 import pytest
 
-from tests.cluster.hpml_on_slurm import VENV, Desk, eventually
+from tests.cluster.hpml_on_slurm import Desk, eventually
+from tests.cluster.user import VENV
 from tests.pages import blocks
 from tests.unit.training_runs import TRAINS
 
