@@ -10,9 +10,6 @@ import pytest
 from tests.cluster.hpml_on_slurm import Desk, eventually
 from tests.cluster.user import VENV
 from tests.pages import blocks
-from tests.unit.training_runs import TRAINS
-
-pytestmark = TRAINS
 
 
 def steps(word: str, output: str) -> list[int]:

@@ -96,8 +96,8 @@ def test_a_stopped_training_ends_as_one_that_was_not(
     (last,) = complete.end
     (step,) = cut.end
     assert 0 < step < last
-    again = finish(start(folder, program, length, "checkpoints"))
-    assert again == Outcome({step}, {last}, complete.weights)
+    again = start(folder, program, length, "checkpoints")
     # hpml may start a finished program once more: it cannot distinguish it from a stopped one
-    finished = finish(start(folder, program, length, "checkpoints"))
-    assert (finished.end, finished.weights) == (complete.end, complete.weights)
+    once_more = finish(start(folder, program, length, "whole"))
+    assert finish(again) == Outcome({step}, {last}, complete.weights)
+    assert (once_more.end, once_more.weights) == (complete.end, complete.weights)
