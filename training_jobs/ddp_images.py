@@ -6,9 +6,11 @@
 Runs alone, under torchrun, and wherever RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT
 are set (srun under hpml). GPUs are used when there are any: NCCL and mixed precision; otherwise
 gloo. `--data` holds one folder per class; a fifth of each class is the test set, chosen by a hash
-of the file names, so that it is the same for every seed and number of ranks. Copy hpml_channel.py
-beside this file and hpml sees how the training gets on; without it nothing is missing. With
-hpml_packed.py beside it, `--data` can be what `hpml pack` made of such folders.
+of the file names, so that it is the same for every seed and number of ranks. Copy next to this file
+hpml_checkpoint.py; hpml_channel.py, so that hpml sees the progress and can stop the training; and
+hpml_packed.py if `--data` is what `hpml pack` made of such folders.
+
+With `--checkpoint DIR` it resumes from the newest checkpoint there, if there is one.
 
 `train_seconds` and `seconds_to_accuracy` are on one clock. It starts before the first step and runs
 through warm-up steps, evaluations and checkpoints; a resumed training goes on from its checkpoint's
@@ -27,12 +29,12 @@ import math
 import os
 import socket
 import sys
-import tempfile
 import time
 from collections import defaultdict
 from contextlib import suppress
 from datetime import timedelta
 from functools import lru_cache
+from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -47,9 +49,12 @@ from torch.utils.data import DataLoader, Dataset, Sampler
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
+    from training_jobs import hpml_checkpoint
     from training_jobs.hpml_channel import Channel
     from training_jobs.hpml_packed import Data, PackError, open_data
 else:
+    import hpml_checkpoint
+
     try:
         from hpml_channel import Channel
     except ImportError:
@@ -70,11 +75,12 @@ else:
     except ImportError:
         open_data = None
 
-CHECKPOINT_FORMAT = 1
 GO, STOP, FAIL = 0, 1, 2  # what ranks agree on; the highest wins
 TEST_PART = 5  # every fifth image of a class is for testing
 PACK = "pack.index"  # a directory with this file is a pack; so no folder has that name
 AMPERE = 8  # the first generation of GPUs that computes in bfloat16
+PARTS = ("network", "optimizer", "schedule", "scaler")
+SAVED = ("epoch", "step", "accuracy", "seconds_to_accuracy", "_steady_samples")
 Batch = tuple[Tensor, Tensor, str]
 
 
@@ -82,11 +88,8 @@ class JobError(Exception):
     """The training cannot go on, and the user can mend it; one line that says what is wrong."""
 
 
-class Ranks:
-    """The processes that train together: who this one is, and what all of them agree on.
-
-    Small agreements go over the CPU (gloo) on GPUs as well: a GPU would have to be waited for.
-    """
+class Ranks(hpml_checkpoint.Ranks):
+    """The processes that train together: who this one is, and what all of them agree on."""
 
     def __init__(self, options: argparse.Namespace) -> None:
         """Join the process group when the environment names one.
@@ -95,8 +98,6 @@ class Ranks:
             JobError: the environment is incomplete, or no GPU is there for `--device cuda`.
         """
         self.distributed = "RANK" in os.environ and "WORLD_SIZE" in os.environ
-        self.rank = _env_int("RANK", 0) if self.distributed else 0
-        self.world_size = _env_int("WORLD_SIZE", 1) if self.distributed else 1
         self.local_rank = _env_int("LOCAL_RANK", _env_int("SLURM_LOCALID", 0))
         self.device = choose_device(options.device, self.local_rank)
         if self.distributed:
@@ -105,26 +106,11 @@ class Ranks:
                     raise JobError(f"RANK is set, {name} is not: the launcher has to set both")
             dist.init_process_group(
                 "cpu:gloo,cuda:nccl" if self.device.type == "cuda" else "gloo",
-                rank=self.rank,
-                world_size=self.world_size,
+                rank=_env_int("RANK", 0),
+                world_size=_env_int("WORLD_SIZE", 1),
                 timeout=timedelta(seconds=options.timeout_seconds),
             )
-
-    def gather(self, value: Any) -> list[Any]:
-        """Return every rank's value, by rank."""
-        if not self.distributed:
-            return [value]
-        values: list[Any] = [None] * self.world_size
-        dist.all_gather_object(values, value)
-        return values
-
-    def broadcast(self, value: Any) -> Any:
-        """Return rank 0's value on every rank."""
-        if not self.distributed:
-            return value
-        box = [value]
-        dist.broadcast_object_list(box, src=0)
-        return box[0]
+        super().__init__()
 
     def sums(self, *values: float) -> list[float]:
         """Return the sums of numbers over the ranks."""
@@ -132,10 +118,6 @@ class Ranks:
         if self.distributed:
             dist.all_reduce(total)
         return [float(one) for one in total]
-
-    def start_highest(self, flag: Tensor) -> Any:
-        """Begin to replace a number by the highest of all ranks; `wait()` of the answer ends it."""
-        return dist.all_reduce(flag, dist.ReduceOp.MAX, async_op=True) if self.distributed else None
 
     def fail_together(self, problem: str) -> None:
         """Raise the same JobError on every rank when any of them has a problem; never hangs."""
@@ -174,33 +156,6 @@ class Ranks:
             with suppress(RuntimeError):  # a rank that died already cannot come
                 dist.all_reduce(torch.zeros(1))  # a barrier that touches no GPU
             dist.destroy_process_group()
-
-
-class Agreement:
-    """What the ranks want at a step's end, known to all of them one step later.
-
-    The exchange travels while the next step computes, and costs no wait for the GPU. All ranks have
-    the same number of steps, so they read the same answer at the same step.
-    """
-
-    def __init__(self, ranks: Ranks) -> None:
-        self._ranks = ranks
-        self._flag = torch.zeros(1, dtype=torch.int32)
-        self._work: Any = None
-
-    def exchange(self, wish: int) -> int:
-        """Tell this rank's wish; return the highest wish of the step before."""
-        before = self.finish()
-        self._flag = torch.tensor([wish], dtype=torch.int32)
-        self._work = self._ranks.start_highest(self._flag)
-        return before
-
-    def finish(self) -> int:
-        """Return the highest wish that was told last."""
-        if self._work is not None:
-            self._work.wait()
-            self._work = None
-        return int(self._flag[0])
 
 
 class Images(Dataset[tuple[Tensor, int, str]]):
@@ -262,17 +217,23 @@ class Training:
 
     def __init__(self, options: argparse.Namespace, ranks: Ranks, channel: Channel) -> None:
         self.options, self.ranks, self.channel = options, ranks, channel
-        self.epoch = self.step = self.steps_done = 0
+        self.epoch = self.step = self.steps_done = self.saved_step = 0
         self.accuracy: float | None = None
         self.seconds_to_accuracy: float | None = None
         self.seconds: defaultdict[str, float] = defaultdict(float)
         self._started = time.perf_counter()
         self._elapsed_before = 0.0
         self.train_seconds = 0.0
-        self._steady_samples = 0
-        self._unsent: defaultdict[str, float] = defaultdict(float)
+        self._steady_samples = self._loss_samples = 0
+        self._loss_sum = torch.zeros((), device=ranks.device)
+        self.agreement = hpml_checkpoint.StopAgreement(ranks)
         self._load_data()
         self._build()
+        self.checkpoints = None
+        if options.checkpoint is not None:
+            self.checkpoints = hpml_checkpoint.Checkpoints(
+                options.checkpoint, job=self._settings(), channel=channel, ranks=ranks
+            )
 
     def _load_data(self) -> None:
         options, ranks, problem = self.options, self.ranks, ""
@@ -291,6 +252,8 @@ class Training:
         self.train_loader = self._loader(Images(train, mode, size), self.sampler)
         mine = test[ranks.rank :: ranks.world_size]  # no image twice, none left out
         self.test_loader = self._loader(Images(mine, mode, size), None)
+        # As many for all ranks, although some have one less: they agree after each.
+        self.test_batches = math.ceil(math.ceil(len(test) / ranks.world_size) / options.batch_size)
         self.channels = 1 if mode == "L" else 3
         if options.workers and not problem:
             # Workers fork before the first collective: gloo's threads create Python thread states
@@ -357,93 +320,112 @@ class Training:
         """
         return self._elapsed_before + time.perf_counter() - self._started
 
+    @property
+    def global_step(self) -> int:
+        """The optimizer's steps since the training began, over all of its runs."""
+        return self.epoch * self.sampler.steps + self.step
+
     def run(self) -> bool:
-        """Train to the last epoch, the target or the stop file; return whether it was stopped."""
-        options = self.options
+        """Train to the last epoch, the target or a stop request; return whether it was stopped."""
+        options, total = self.options, self.options.epochs * self.sampler.steps
         self.channel.event("warm-up", steps=options.warm_up_steps)
+        self.channel.event("training", step=self.global_step, total_steps=total)
         self._started = time.perf_counter()
         last = min(options.epochs, self.epoch + (options.stop_after_epochs or options.epochs))
-        stopped = False
-        while self.epoch < last and not stopped:
-            stopped = self._train_epoch()
-            if not stopped:
-                reached = self._after_epoch()
-                if reached and options.stop_at_target:
-                    break
+        self._agree("")
+        stopped = self.agreement.finish() == STOP  # asked before the first step
+        while not stopped and self.epoch < last and not self._is_good_enough():
+            stopped = self._train_epoch() or self._end_epoch()
+        if not stopped and self.accuracy is None:
+            stopped = self._evaluate(self.epoch)
         if stopped:
-            self.channel.event("stopping", epoch=self.epoch, step=self.step)
             self.say(f"stopping in epoch {self.epoch + 1} after {self.step} steps, as asked")
-            self.save()
-        elif self.accuracy is None:
-            self._evaluate()
-        if self._unsent:
-            self.channel.count(**self._unsent)
+            if self.global_step != self.saved_step:
+                self.save()
+            self.channel.event("stopping", epoch=self.epoch, step=self.global_step)
         self.train_seconds = self.elapsed_seconds
         return stopped
 
-    def _after_epoch(self) -> bool:
-        """Evaluate and checkpoint when it is time; return whether the target was ever reached."""
-        options, final = self.options, self.epoch == self.options.epochs
+    def _agree(self, problem: str) -> int:
+        """Send what this rank wants; return what the ranks wanted one step (or batch) before."""
+        wish = FAIL if problem else STOP if self.channel.stop_requested() else GO
+        return self.agreement.exchange(wish)
+
+    def _is_good_enough(self) -> bool:
+        return self.options.stop_at_target and self.seconds_to_accuracy is not None
+
+    def _is_save_due(self) -> bool:
+        steps = self.options.checkpoint_steps
+        return steps is not None and self.global_step % steps == 0
+
+    def _end_epoch(self) -> bool:
+        """Evaluate and save if it is time; return whether the ranks agreed to stop meanwhile.
+
+        If they did, the epoch is not over: the resumed training evaluates again.
+        """
+        options, epoch = self.options, self.epoch + 1
+        final = epoch == options.epochs
         self.accuracy = None
-        if final or self.epoch % options.eval_every == 0:
-            self._evaluate()
+        if (final or epoch % options.eval_every == 0) and self._evaluate(epoch):
+            return True
         train = self.last_epoch
         self.say(
-            f"epoch {self.epoch}/{options.epochs}: loss {train['loss']:.4f}, test accuracy "
+            f"epoch {epoch}/{options.epochs}: loss {train['loss']:.4f}, test accuracy "
             + ("-" if self.accuracy is None else f"{self.accuracy:.4f}")
             + f", {train['samples_per_second']:.0f} samples/s, "
             f"data wait {train['data_wait_part']:.0%}"
         )
-        reached = self.seconds_to_accuracy is not None
-        if (
-            final
-            or (reached and options.stop_at_target)
-            or self.epoch % options.checkpoint_every == 0
-        ):
+        self.epoch, self.step, self._loss_samples = epoch, 0, 0
+        self._loss_sum.zero_()
+        is_due = final or self._is_good_enough() or self._is_save_due()
+        if is_due or epoch % options.checkpoint_every == 0:
             self.save()
-        return reached
+        return False
 
     def _train_epoch(self) -> bool:
         """Train from the position to the epoch's end; return whether the ranks agreed to stop."""
         self.model.train()
         self.sampler.epoch, self.sampler.first_step = self.epoch, self.step
-        agreement = Agreement(self.ranks)
-        began = mark = time.perf_counter()
-        steady_from = began if self.steps_done >= self.options.warm_up_steps else None
-        loss_sum = torch.zeros((), device=self.ranks.device)
-        samples, waited, problem, told = 0, 0.0, "", GO
+        mark = time.perf_counter()
+        before, told, is_steady, samples, problem = dict(self.seconds), GO, False, 0, ""
         for images, labels, broken in self.train_loader:
             wait = time.perf_counter() - mark
             loss = self._train_step(images, labels)
-            loss_sum += loss * len(labels)
+            self._loss_sum += loss * len(labels)
+            self._loss_samples += len(labels)
+            samples += len(labels)
+            problem = problem or broken
             self.step += 1
             self.steps_done += 1
-            samples += len(labels)
-            waited += wait
-            problem = problem or broken
-            self._steady_samples += len(labels) if steady_from is not None else 0
-            if steady_from is None and self.steps_done >= self.options.warm_up_steps:
+            if self.steps_done == self.options.warm_up_steps:
                 self._synchronize()
-                steady_from = time.perf_counter()
-            before, mark = mark, time.perf_counter()
-            self._report(len(labels), wait, mark - before, loss)
-            wish = FAIL if problem else STOP if self.channel.stop_requested() else GO
-            told = agreement.exchange(wish)
+            took, mark = time.perf_counter() - mark, time.perf_counter()
+            is_steady = self.steps_done > self.options.warm_up_steps
+            self._steady_samples += len(labels) * is_steady
+            self._add_seconds(took, is_steady=is_steady, data_wait=wait)
+            self.channel.gauge(loss=loss, epoch=self.epoch)
+            self.channel.count(
+                steps=1, samples=len(labels), data_wait_seconds=wait, step_seconds=took
+            )
+            told = self._agree(problem)
             if told != GO:
                 break
-        told = max(told, agreement.finish())
+            if self.step < self.sampler.steps and self._is_save_due():
+                self.save()
+                mark = time.perf_counter()
+        told = max(told, self.agreement.finish())
         self._synchronize()
-        now = time.perf_counter()
-        self.seconds["steps"] += now - began
-        self.seconds["data_wait"] += waited
-        self.seconds["steady"] += now - steady_from if steady_from is not None else 0.0
+        self._add_seconds(time.perf_counter() - mark, is_steady=is_steady)
         if told == FAIL:
             self.ranks.fail_together(problem)
-        done = self.step >= self.sampler.steps
-        if done:
-            self.epoch, self.step = self.epoch + 1, 0
-        self._summarise(float(loss_sum), samples, waited, now - began)
+        took, waited = (self.seconds[key] - before.get(key, 0) for key in ("steps", "data_wait"))
+        self._summarise(samples, waited, took)
         return told == STOP
+
+    def _add_seconds(self, steps: float, *, is_steady: bool, data_wait: float = 0) -> None:
+        self.seconds["steps"] += steps
+        self.seconds["steady"] += steps * is_steady
+        self.seconds["data_wait"] += data_wait
 
     def _train_step(self, images: Tensor, labels: Tensor) -> Tensor:
         device = self.ranks.device
@@ -461,50 +443,51 @@ class Training:
     def _apply_gradients(self) -> None:
         self.scaler.step(self.optimizer)
 
-    def _report(self, samples: int, wait: float, took: float, loss: Tensor) -> None:
-        """Count a step; the first counters are sent as the warm-up ends, and hold all of it.
-
-        So hpml's phase `training` begins there, and what is counted after them is steady.
-        """
-        counters = {"steps": 1, "samples": samples, "data_wait_seconds": wait, "step_seconds": took}
-        for name, increment in counters.items():
-            self._unsent[name] += increment
-        self.channel.gauge(loss=loss, epoch=self.epoch)
-        if self.steps_done >= self.options.warm_up_steps:
-            self.channel.count(**self._unsent)
-            self._unsent.clear()
-
-    def _summarise(self, loss_sum: float, samples: int, waited: float, took: float) -> None:
-        loss, total, waits = self.ranks.sums(loss_sum, samples, waited)
+    def _summarise(self, samples: int, waited: float, took: float) -> None:
+        loss, losses = self.ranks.sums(float(self._loss_sum), self._loss_samples)
+        total, waits = self.ranks.sums(samples, waited)
         self.last_epoch = {
-            "loss": loss / max(1, total),
+            "loss": loss / max(1, losses),
             "samples_per_second": total / max(took, 1e-9),
             "data_wait_part": waits / self.ranks.world_size / max(took, 1e-9),
         }
 
     @torch.no_grad()
-    def _evaluate(self) -> None:
-        """Measure the accuracy on the test set, every image of which counts exactly once."""
+    def _evaluate(self, epoch: int) -> bool:
+        """Measure the accuracy on the test set, every image of which counts exactly once.
+
+        Returns:
+            Whether the ranks agreed to stop before the end; there is no accuracy then.
+        """
         began = time.perf_counter()
         device = self.ranks.device
         self.network.eval()  # not through DDP: ranks may have different numbers of batches
-        right, problem = torch.zeros((), dtype=torch.int64, device=device), ""
-        for images, labels, broken in self.test_loader:
-            problem = problem or broken
-            with torch.autocast(device.type, self.amp, enabled=self.amp is not None):
-                scores = self.network(images.to(device, non_blocking=True))
-            right += (scores.argmax(1) == labels.to(device)).sum()
-        correct, problems = self.ranks.sums(float(right), float(bool(problem)))
-        if problems:
+        right, problem, told = torch.zeros((), dtype=torch.int64, device=device), "", GO
+        batches = iter(self.test_loader)
+        for _ in range(self.test_batches):
+            for images, labels, broken in islice(batches, 1):
+                problem = problem or broken
+                with torch.autocast(device.type, self.amp, enabled=self.amp is not None):
+                    scores = self.network(images.to(device, non_blocking=True))
+                right += (scores.argmax(1) == labels.to(device)).sum()
+            told = self._agree(problem)
+            if told != GO:
+                break
+        told = max(told, self.agreement.finish())
+        self.seconds["evaluation"] += time.perf_counter() - began
+        if told == FAIL:
             self.ranks.fail_together(problem)
+        if told == STOP:
+            return True
+        (correct,) = self.ranks.sums(float(right))
         self.accuracy = correct / self.test_images
         target = self.options.target_accuracy
         if target is not None and self.seconds_to_accuracy is None and self.accuracy >= target:
             self.seconds_to_accuracy = self.elapsed_seconds
         took = time.perf_counter() - began
-        self.seconds["evaluation"] += took
         self.channel.gauge(accuracy=self.accuracy)
-        self.channel.event("evaluation", seconds=took, accuracy=self.accuracy, epoch=self.epoch)
+        self.channel.event("evaluation", seconds=took, accuracy=self.accuracy, epoch=epoch)
+        return False
 
     def _settings(self) -> dict[str, Any]:
         """Return what has to be the same for a resumed training to be the same training."""
@@ -513,104 +496,54 @@ class Training:
         return {**settings, "world_size": self.ranks.world_size, "train_images": self.train_images}
 
     def save(self) -> None:
-        """Write the checkpoint on rank 0: all of it appears, or the old one stays."""
-        path: Path | None = self.options.checkpoint
-        if path is None:
+        """Write a checkpoint."""
+        if self.checkpoints is None:
             return
         began = time.perf_counter()
-        cuda = self.ranks.device.type == "cuda"
-        random = self.ranks.gather(
-            [torch.get_rng_state(), torch.cuda.get_rng_state() if cuda else None]
-        )
-        problem = ""
-        if self.ranks.rank == 0:
-            state = {
-                "format": CHECKPOINT_FORMAT,
-                "settings": self._settings(),
-                "model": self.network.state_dict(),
-                "optimizer": self.optimizer.state_dict(),
-                "schedule": self.schedule.state_dict(),
-                "scaler": self.scaler.state_dict(),
-                "random": random,
-                "epoch": self.epoch,
-                "step": self.step,
-                "accuracy": self.accuracy,
-                "seconds_to_accuracy": self.seconds_to_accuracy,
-                "elapsed_seconds": self.elapsed_seconds,
-                "seconds": dict(self.seconds),
-            }
-            try:
-                publish(path, lambda stream: torch.save(state, stream))
-                took = time.perf_counter() - began
-                self.channel.event(
-                    "checkpoint", seconds=took, size_bytes=path.stat().st_size, epoch=self.epoch
-                )
-            except OSError as error:
-                problem = f"cannot write the checkpoint {path}: {error.strerror or error}"
-        self.ranks.fail_together(problem)
+        parts = [float(self._loss_sum), self._loss_samples, self.seconds["data_wait"]]
+        loss, losses, waits = self.ranks.sums(*parts)
+        own = {name: getattr(self, name) for name in SAVED}
+        own |= {name: getattr(self, name).state_dict() for name in PARTS}
+        seconds = {**self.seconds, "data_wait": waits / self.ranks.world_size}
+        sums = {"loss": loss, "losses": losses, "elapsed_seconds": self.elapsed_seconds}
+        state = {**own, **sums, "seconds": seconds, "job": self._settings()}
+        self.checkpoints.save(state, step=self.global_step)
+        self.saved_step = self.global_step
         self.seconds["checkpoint"] += time.perf_counter() - began
 
     def resume(self) -> bool:
-        """Go on from the checkpoint; whether there is one."""
-        path: Path = self.options.checkpoint
-        state = self._read(path, own=True)
-        if state is None:
+        """Go on from the newest checkpoint; return whether there is one."""
+        found = self.checkpoints.load() if self.checkpoints is not None else None
+        if found is None:
             return False
-        self.network.load_state_dict(state["model"])
-        self.optimizer.load_state_dict(state["optimizer"])
-        self.schedule.load_state_dict(state["schedule"])
-        self.scaler.load_state_dict(state["scaler"])
-        cpu, cuda = state["random"][self.ranks.rank]
-        torch.set_rng_state(cpu)
-        if cuda is not None and self.ranks.device.type == "cuda":
-            torch.cuda.set_rng_state(cuda)
-        self.epoch, self.step = state["epoch"], state["step"]
-        self.accuracy, self.seconds_to_accuracy = state["accuracy"], state["seconds_to_accuracy"]
-        self._elapsed_before = state["elapsed_seconds"]
+        state = found.state
+        for name in PARTS:
+            getattr(self, name).load_state_dict(state[name])
+        for name in SAVED:
+            setattr(self, name, state[name])
         self.seconds.update(state["seconds"])
-        self.seconds["steady"] = 0  # the rate is this run's own
-        self.say(f"resumed from {path}: {self.epoch} epochs and {self.step} steps are done")
+        self._elapsed_before, self.saved_step = state["elapsed_seconds"], found.step
+        if self.ranks.rank == 0:  # they are sums over the ranks
+            self._loss_sum += state["loss"]
+            self._loss_samples = int(state["losses"])
+        self.say(f"resumed from {found.path}: {self.epoch} epochs and {self.step} steps are done")
         return True
 
-    def start_from(self, path: Path) -> None:
-        """Start with the model and the optimizer's momenta of a checkpoint with other settings."""
-        state = self._read(path, own=False)
+    def start_from(self, directory: Path) -> None:
+        """Start with the model and the optimizer's momenta of a training with other settings."""
+        found = hpml_checkpoint.Checkpoints(directory, job=None, ranks=self.ranks).latest()
+        if found is None:
+            raise JobError(f"--checkpoint-from {directory}: there is no checkpoint")
         groups = self.optimizer.state_dict()["param_groups"]  # learning rate and such are our own
-        problem = ""
+        state, problem = found.state, ""
         try:
-            self.network.load_state_dict(state["model"])
+            self.network.load_state_dict(state["network"])
             self.optimizer.load_state_dict({**state["optimizer"], "param_groups": groups})
         except (RuntimeError, ValueError):
-            then = state["settings"]
-            problem = f"{path} holds another model: width {then['width']} -> {self.options.width}"
+            width = f"width {state['job']['width']} -> {self.options.width}"
+            problem = f"{found.path} has another model: {width}"
         self.ranks.fail_together(problem)
-        self.say(f"started from {path}, the model of epoch {state['epoch']}")
-
-    def _read(self, path: Path, *, own: bool) -> Any:
-        """Return a checkpoint, which rank 0 reads for all; None where there is none of our own."""
-        state, problem = None, ""
-        if self.ranks.rank == 0 and (path.exists() or not own):
-            try:
-                state = torch.load(path, map_location="cpu", weights_only=True)
-                problem = self._unfit(state, path, own=own)
-            except Exception as error:  # noqa: BLE001 - a torn file raises many kinds
-                first = (str(error).splitlines() or [""])[0]
-                problem = f"cannot read the checkpoint {path}: {type(error).__name__}: {first}"
-        self.ranks.fail_together(problem)
-        return self.ranks.broadcast(state)
-
-    def _unfit(self, state: Any, path: Path, *, own: bool) -> str:
-        if not isinstance(state, dict) or state.get("format") != CHECKPOINT_FORMAT:
-            return f"{path} is no checkpoint of this script"
-        if not own:
-            return ""
-        then, now = state["settings"], self._settings()
-        changed = [
-            f"{key} {then.get(key)} -> {now[key]}" for key in now if then.get(key) != now[key]
-        ]
-        if changed:
-            return f"{path} belongs to other settings: {', '.join(changed)}"
-        return ""
+        self.say(f"started from {found.path}, the model of epoch {state['epoch']}")
 
     def result(self, *, stopped: bool) -> dict[str, Any]:
         """Return the final figures; the same on every rank, but for the seconds."""
@@ -790,20 +723,12 @@ def device_name(device: torch.device) -> str:
     return torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
 
 
-def publish(path: Path, write: Any) -> None:
-    """Write a file beside its place and rename it there when it is complete and on the disk."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    fd, temporary = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
-    try:
-        with os.fdopen(fd, "wb") as stream:
-            write(stream)
-            stream.flush()
-            os.fsync(stream.fileno())
-        os.replace(temporary, path)
-    except BaseException:
-        with suppress(OSError):
-            os.unlink(temporary)
-        raise
+def write_result(file: Path, result: dict[str, Any]) -> None:
+    """Write the final figures: the whole file, or nothing."""
+    file.parent.mkdir(parents=True, exist_ok=True)
+    aside = file.with_name(f".{file.name}.new")
+    aside.write_text(json.dumps({"schema_version": 1, **result}, indent=2) + "\n")
+    aside.replace(file)
 
 
 def _env_int(name: str, default: int) -> int:
@@ -860,10 +785,16 @@ def options_of(description: str) -> argparse.ArgumentParser:
     add("--stop-at-target", action="store_true", help="end when the target is reached")
     add("--eval-every", type=positive, default=1, metavar="EPOCHS")
     add("--warm-up-steps", type=int, default=20, help="first steps that samples/s leaves out")
-    add("--checkpoint", type=Path, metavar="FILE")
+    add(
+        "--checkpoint",
+        type=Path,
+        default=os.environ.get("HPML_CHECKPOINT_DIR") or None,
+        metavar="DIR",
+        help="save there, and resume from the newest checkpoint; default: $HPML_CHECKPOINT_DIR",
+    )
     add("--checkpoint-every", type=positive, default=1, metavar="EPOCHS")
-    add("--resume", action="store_true", help="go on from --checkpoint when it exists")
-    add("--checkpoint-from", type=Path, metavar="FILE", help="start with another run's model")
+    add("--checkpoint-steps", type=positive, metavar="STEPS", help="save every so many steps, too")
+    add("--checkpoint-from", type=Path, metavar="DIR", help="start with another run's model")
     add("--stop-after-epochs", type=positive, metavar="N", help="end early; the schedule stays")
     add("--output", type=Path, metavar="DIR", help="write result.json there")
     add("--timeout-seconds", type=positive, default=600, help="how long a rank waits for others")
@@ -876,8 +807,6 @@ def parse(
     """Return the options of the command line; ends the process where they make no sense."""
     parser = parser or options_of("Train a CNN on folders of PNG files with DDP.")
     options = parser.parse_args(arguments)
-    if options.resume and options.checkpoint is None:
-        parser.error("--resume needs --checkpoint FILE")
     if options.stop_at_target and options.target_accuracy is None:
         parser.error("--stop-at-target needs --target-accuracy PART")
     if options.width % 4:
@@ -894,8 +823,7 @@ def train(
     training = kind(options, ranks, channel)
     ranks.use_cores()
     try:
-        resumed = options.resume and training.resume()
-        if options.checkpoint_from is not None and not resumed:
+        if not training.resume() and options.checkpoint_from is not None:
             training.start_from(options.checkpoint_from)
         stopped = training.run()
     finally:
@@ -906,8 +834,7 @@ def train(
         channel.result(**result)
         try:
             if options.output is not None:
-                text = json.dumps({"schema_version": 1, **result}, indent=2) + "\n"
-                publish(options.output / "result.json", lambda stream: stream.write(text.encode()))
+                write_result(options.output / "result.json", result)
         except OSError as error:
             problem = f"cannot write to {options.output}: {error.strerror or error}"
     ranks.fail_together(problem)
@@ -943,7 +870,7 @@ def run(
     status = 0
     try:
         train(options, ranks, channel, kind)
-    except JobError as error:
+    except (JobError, hpml_checkpoint.CheckpointError) as error:
         status = 2
         if ranks.rank == 0:
             complain(str(error))

@@ -4,9 +4,10 @@
         python horovod_images.py --data data/digits --target-accuracy 0.95
     mpirun -np 4 --map-by ppr:2:node --bind-to none python horovod_images.py --data data/digits
 
-Copy ddp_images.py beside this file: data, model, options, checkpoints, clock and `result.json` are
-its own, so that the two can be compared. Here is only what Horovod does in another way: how ranks
-find each other, how they begin with the same state, and how they average their gradients.
+Copy ddp_images.py and hpml_checkpoint.py next to this file: data, model, options, checkpoints,
+clock and `result.json` are its own, so that the two can be compared. Here is only what Horovod does
+in another way: how ranks find each other, how they begin with the same state, and how they average
+their gradients.
 """
 
 from __future__ import annotations
@@ -50,7 +51,7 @@ class HorovodRanks(images.Ranks):
                 `--device cuda`.
         """
         hvd.init()
-        self.distributed = True
+        self.distributed, self.group = True, None
         self.rank, self.world_size = hvd.rank(), hvd.size()
         self.local_rank = hvd.local_rank()
         told = os.environ.get("WORLD_SIZE", str(self.world_size))
@@ -65,11 +66,6 @@ class HorovodRanks(images.Ranks):
         """Return every rank's value, by rank."""
         values: list[Any] = hvd.allgather_object(value, name="gather")
         return values
-
-    def broadcast(self, value: Any) -> Any:
-        """Return rank 0's value on every rank."""
-        # Without a name it is that of the value's type; ranks with two names wait for ever.
-        return hvd.broadcast_object(value, root_rank=0, name="broadcast")
 
     def sums(self, *values: float) -> list[float]:
         """Return the sums of numbers over the ranks."""
@@ -124,7 +120,9 @@ class HorovodTraining(images.Training):
         before = self.digests()
         # Not broadcast_optimizer_state: to have something to send it takes a step with gradients of
         # zero, and by its weight decay that step moves the weights.
-        self.optimizer.load_state_dict(self.ranks.broadcast(self.optimizer.state_dict()))
+        # Without a name it is that of the value's type; ranks with two names wait for ever.
+        state = hvd.broadcast_object(self.optimizer.state_dict(), root_rank=0, name="optimizer")
+        self.optimizer.load_state_dict(state)
         hvd.broadcast_parameters(self.network.state_dict(), root_rank=0)
         after = self.digests()
         if set(after) != {before[0]}:

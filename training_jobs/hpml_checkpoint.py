@@ -1,14 +1,9 @@
 """Save and resume a training, and stop all of its ranks at the same step; copy this one file.
 
-    checkpoints = Checkpoints("checkpoints", job={"lr": 0.1})
-    found = checkpoints.load()  # the newest complete one, or None
-    checkpoints.save({"model": model.state_dict(), "epoch": epoch}, step=step)
-
-Needs PyTorch only. All ranks make the same calls, after `init_process_group`; an error of one rank
-is raised on all. A checkpoint is a directory `step-00041200` with `state.pt`, the shards of a
-sharded model, and `checkpoint.json` with size and SHA-256 of each file. It gets its name when all
-of it is on the disk, so a crash or a full disk leaves the earlier ones. The states of PyTorch's and
-Python's random generators of each rank are part of it.
+Needs PyTorch only. All ranks make the same calls, after `init_process_group`; an error of one is
+raised on all. A checkpoint is a directory `step-00041200`, which gets its name when all of it is on
+the disk: a crash or a full disk leaves the earlier ones. It has the state of PyTorch's and Python's
+random generators of each rank, the shards of a sharded model, and the SHA-256 of each file.
 """
 
 from __future__ import annotations
@@ -25,15 +20,15 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from types import SimpleNamespace
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint import filesystem, state_dict_loader, state_dict_saver
 
-FORMAT = "hpml-checkpoint 1"
-STATE, SHARDS, MANIFEST = "state.pt", "shards", "checkpoint.json"
-Files = dict[str, Any]  # size and SHA-256 by name
+FORMAT, STATE, SHARDS, MANIFEST = "hpml-checkpoint 1", "state.pt", "shards", "checkpoint.json"
+EVERY_SECONDS = 0.1
 
 
 class CheckpointError(Exception):
@@ -46,8 +41,9 @@ class Ranks:
     def __init__(self) -> None:
         ready = dist.is_available() and dist.is_initialized()
         self.rank, self.world_size = (dist.get_rank(), dist.get_world_size()) if ready else (0, 1)
-        own = ready and dist.get_backend() != "gloo"
-        self.group = dist.new_group(backend="gloo") if own else None
+        self.group = (
+            dist.new_group(backend="gloo") if ready and dist.get_backend() != "gloo" else None
+        )
 
     def gather(self, value: Any) -> list[Any]:
         """Return every rank's value, by rank."""
@@ -64,37 +60,43 @@ class Ranks:
 
 
 class StopAgreement:
-    """The highest wish of all ranks after a step, which each of them learns one step later.
+    """The highest wish of all ranks; ten times a second it travels while the next step computes.
 
-    The exchange travels while the next step computes. Ranks have to call `exchange` equally often:
-    with different numbers of batches, as many times as the rank that has the most.
+    Ranks have to call `exchange` equally often: as the one that has the most batches.
     """
 
     def __init__(self, ranks: Ranks | None = None) -> None:
-        self._ranks, self._flag, self._work = ranks or Ranks(), torch.tensor([0]), None
+        self._ranks, self._work, self._flag = ranks or Ranks(), None, torch.tensor([])
+        self._wish, self._calls, self._every, self._began = 0, 0, 1, time.perf_counter()
 
     def exchange(self, wish: int) -> int:
-        """Send this rank's wish (1: stop); return the highest wish of the exchange before."""
-        before = self.finish()
-        self._flag = torch.tensor([int(wish)])
-        self._work = self._ranks.start_highest(self._flag)
-        return before
+        """Take this rank's wish (1: stop); return the highest one that has become known."""
+        known, self._wish, self._calls = self._receive(), max(self._wish, wish), self._calls + 1
+        if self._calls >= self._every:
+            self._send()
+        return known
 
     def finish(self) -> int:
-        """Wait for the last exchange, and return its highest wish."""
+        """Exchange at once, and return the highest wish that has become known."""
+        known = self._receive()
+        self._send()
+        known, self._every = max(known, self._receive()), 1
+        return known
+
+    def _send(self) -> None:
+        seconds = (time.perf_counter() - self._began) / max(1, self._calls)
+        self._flag = torch.tensor([float(self._wish), seconds])
+        self._work = self._ranks.start_highest(self._flag)
+        self._wish, self._calls, self._began = 0, 0, time.perf_counter()
+
+    def _receive(self) -> int:
         if self._work is not None:
             self._work.wait()
-            self._work = None
-        return int(self._flag[0])
-
-
-class Checkpoint(NamedTuple):
-    """A checkpoint that was read."""
-
-    path: Path
-    step: int
-    state: Any
-    random: list[list[Any]]  # states of the random generators, by rank
+        wish, seconds = self._flag.tolist() or (0, EVERY_SECONDS / self._every)
+        self._work, self._flag = None, torch.tensor([])
+        # All ranks know the slowest one's step, so they count the same number of calls.
+        self._every = max(1, min(2 * self._every, round(EVERY_SECONDS / max(seconds, 1e-6))))
+        return int(wish)
 
 
 @dataclass
@@ -103,48 +105,46 @@ class Checkpoints:
 
     directory: str | Path
     keep: int = 3
-    job: dict[str, Any] = field(default_factory=dict)  # one with other settings is refused
+    job: dict[str, Any] | None = None  # a checkpoint with other settings is refused
     channel: Any = None  # of hpml_channel.py; gets the events `checkpoint` and `resumed`
     ranks: Ranks = field(default_factory=Ranks)  # others than those of torch.distributed
 
-    def __post_init__(self) -> None:
-        self._home = Path(self.directory)
-        self._report = getattr(self.channel, "event", lambda *_, **__: None)
+    @property
+    def _home(self) -> Path:
+        return Path(self.directory)
 
     def save(self, state: Any, *, step: int, sharded: dict[str, Any] | None = None) -> None:
         """Write a checkpoint; after a CheckpointError the earlier ones are still there.
 
-        Args:
-            state: rank 0's tensors, numbers and text, in dicts and lists.
-            step: optimizer steps since the training began, over all restarts.
-            sharded: a state dict of which each rank writes its shards.
+        `state` has rank 0's tensors, numbers and text, in dicts and lists. `step` counts the
+        optimizer's steps over all restarts. Each rank writes its shards of `sharded`, a state dict.
         """
         began, path = time.perf_counter(), self._home / f"step-{step:08d}"
         aside, files = self._home / f".{path.name}.unfinished", {}
-        content = {"state": state, "random": self._on_ranks(path, partial(self._begin, aside))}
+        self._clean_up()
+        content = {"state": state, "random": self.ranks.gather(_random_states())}
         if sharded is not None:
             for written in self._on_ranks(path, partial(self._write_shards, aside, sharded)):
                 files.update(written)
         size = self._on_ranks(path, partial(self._publish, path, aside, content, files))[0]
-        took = time.perf_counter() - began
-        if self.ranks.rank == 0:
-            self._report("checkpoint", step=step, seconds=took, size_bytes=size)
+        if self.channel is not None and self.ranks.rank == 0:
+            took = time.perf_counter() - began
+            self.channel.event("checkpoint", step=step, seconds=took, size_bytes=size)
 
-    def load(self, sharded: dict[str, Any] | None = None) -> Checkpoint | None:
-        """Return the newest complete checkpoint, and restore the random states of this rank."""
+    def load(self, sharded: dict[str, Any] | None = None) -> Any:
+        """Return what `latest` returns, and restore the random states of this rank."""
         found = self.latest(sharded)
-        if found is not None:
-            if len(found.random) == self.ranks.world_size:
-                for (_, restore), state in zip(_generators(), found.random[self.ranks.rank]):  # noqa: B905
-                    restore(state)
-            self._report("resumed", step=found.step, checkpoint=str(found.path))
+        if found is not None and len(found.random) == self.ranks.world_size:
+            _random_states(found.random[self.ranks.rank])
+        if found is not None and self.channel is not None:
+            self.channel.event("resumed", step=found.step, checkpoint=str(found.path))
         return found
 
-    def latest(self, sharded: dict[str, Any] | None = None) -> Checkpoint | None:
-        """Return the newest complete checkpoint; None if there is none, not even a damaged one.
+    def latest(self, sharded: dict[str, Any] | None = None) -> Any:
+        """Return the newest complete checkpoint (`path`, `step`, `state`), or None.
 
-        Damaged ones are skipped, with a line on stderr. The tensors of `sharded`, a state dict, are
-        filled. Raises CheckpointError for one of another format or job, or if all are damaged.
+        It fills the tensors of `sharded`. Damaged ones are skipped, with a line on stderr; if all
+        are damaged, or it is of another format or job, that is an error.
         """
         listed = self._on_ranks(self._home, self._list)[0]
         for step, path in listed:
@@ -152,7 +152,7 @@ class Checkpoints:
             if not damage:
                 content: dict[str, Any] = {}
                 self._on_ranks(path, partial(self._read, path, content, sharded))
-                return Checkpoint(path, step, **content)
+                return SimpleNamespace(path=path, step=step, **content)
             if self.ranks.rank == 0:
                 print(f"checkpoint {path} is skipped: {damage}", file=sys.stderr, flush=True)
         if listed:
@@ -165,9 +165,8 @@ class Checkpoints:
         try:
             answer = action()
         except Exception as error:  # noqa: BLE001 - whatever it is, the other ranks wait
-            problem = f"checkpoint {path}: {_reason(error)}"
-            if self.ranks.rank:
-                problem += f" (rank {self.ranks.rank} on {os.uname().nodename})"
+            where = f" (rank {self.ranks.rank} on {os.uname().nodename})" if self.ranks.rank else ""
+            problem = f"checkpoint {path}: {_reason(error)}{where}"
         problems, answers = zip(*self.ranks.gather((problem, answer)))  # noqa: B905 - Python 3.9
         if any(problems):
             self._clean_up()
@@ -179,21 +178,16 @@ class Checkpoints:
             for left in self._home.glob(".step-*"):
                 shutil.rmtree(left, ignore_errors=True)
 
-    def _begin(self, aside: Path) -> list[Any]:
-        self._clean_up()
-        if self.ranks.rank == 0:
-            aside.mkdir(parents=True)
-        return [read() for read, _ in _generators()]
-
-    def _write_shards(self, aside: Path, sharded: dict[str, Any]) -> Files:
+    def _write_shards(self, aside: Path, sharded: dict[str, Any]) -> dict[str, Any]:
         writer = filesystem.FileSystemWriter(aside / SHARDS)
         state_dict_saver.save(sharded, storage_writer=writer, process_group=self.ranks.group)
         written = [*(aside / SHARDS).glob(f"__{self.ranks.rank}_*"), aside / SHARDS / ".metadata"]
         return {f"{SHARDS}/{file.name}": _facts(file) for file in written}
 
-    def _publish(self, path: Path, aside: Path, content: Any, files: Files) -> int:
+    def _publish(self, path: Path, aside: Path, content: Any, files: Any) -> int:
         if self.ranks.rank:
             return 0
+        aside.mkdir(parents=True, exist_ok=True)
         torch.save(content, aside / STATE)
         torch.load(aside / STATE, map_location="cpu", weights_only=True, mmap=True)  # can it be?
         files[STATE] = _facts(aside / STATE)
@@ -221,16 +215,16 @@ class Checkpoints:
         """Return what is wrong with the part of a checkpoint that this rank looks at."""
         try:
             manifest = json.loads((path / MANIFEST).read_text())
-            form, job, files = (manifest[key] for key in ("format", "job", "files"))
+            form, old, files = manifest["format"], manifest["job"] or {}, manifest["files"]
         except (FileNotFoundError, NotADirectoryError, ValueError, LookupError, TypeError):
             return f"{MANIFEST} is missing or damaged"
         if form != FORMAT:
             raise CheckpointError(f"its format is {form!r}, not {FORMAT!r}")
-        mine = json.loads(json.dumps(self.job))
-        keys = [key for key in {**job, **mine} if job.get(key) != mine.get(key)]
+        new = json.loads(json.dumps(old if self.job is None else self.job))
+        keys = [key for key in {**old, **new} if old.get(key) != new.get(key)]
         if keys:
-            changes = [f"{key} {job.get(key)} -> {mine.get(key)}" for key in keys]
-            raise CheckpointError(f"it belongs to other settings: {', '.join(changes)}")
+            changes = ", ".join(f"{key} {old.get(key)} -> {new.get(key)}" for key in keys)
+            raise CheckpointError(f"it belongs to other settings: {changes}")
         for name in sorted(files)[self.ranks.rank :: self.ranks.world_size]:
             if not (path / name).exists() or _facts(path / name) != files[name]:
                 return f"{name} is missing or damaged"
@@ -244,14 +238,13 @@ class Checkpoints:
 
 
 def _reason(error: Exception) -> str:
-    if isinstance(error, CheckpointError):
-        return str(error)
-    unsupported = re.search(r"Unsupported.*GLOBAL (\S+)", str(error))
+    text = str(error)
+    unsupported = re.search(r"Unsupported.*GLOBAL (\S+)", text)
     if unsupported:
         return f"can have tensors, numbers and text, in dicts and lists, but not {unsupported[1]}"
-    if "inline_container" in str(error):
+    if "inline_container" in text:
         return "PyTorch cannot write it: is the disk or your quota full?"
-    return getattr(error, "strerror", None) or repr(error).partition("\\n")[0]
+    return getattr(error, "strerror", None) or text.partition("\n")[0] or repr(error)
 
 
 def _facts(file: Path) -> list[Any]:
@@ -259,7 +252,7 @@ def _facts(file: Path) -> list[Any]:
     with file.open("rb") as stream:
         while chunk := stream.read(1 << 20):
             digest.update(chunk)
-        return [stream.tell(), digest.hexdigest()]
+    return [file.stat().st_size, digest.hexdigest()]
 
 
 def _sync(path: Path) -> None:
@@ -268,8 +261,10 @@ def _sync(path: Path) -> None:
     os.close(descriptor)
 
 
-def _generators() -> list[Any]:
-    """Return how the state of each random generator is read and restored."""
-    cpu = [(torch.get_rng_state, torch.set_rng_state), (random.getstate, random.setstate)]
-    cuda = [(torch.cuda.get_rng_state, torch.cuda.set_rng_state)]
-    return cpu + cuda * torch.cuda.is_available()
+def _random_states(restored: list[Any] | None = None) -> list[Any]:
+    """Return the states of this rank's random generators, which can be restored before."""
+    found: Any = [(torch.get_rng_state, torch.set_rng_state), (random.getstate, random.setstate)]
+    found += [(torch.cuda.get_rng_state, torch.cuda.set_rng_state)] * torch.cuda.is_available()
+    for (_, restore), state in zip(found, restored or []):  # noqa: B905 - Python 3.9
+        restore(state)
+    return [read() for read, _ in found]

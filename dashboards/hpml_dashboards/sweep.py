@@ -61,7 +61,11 @@ _CONTENT: list[Panel | str] = [
     figure(
         "Runs",
         "count",
-        {"running": or_zero(f"count(hpml:run_info{_RUNS})", _SEEN), "seen": f"count({_SEEN})"},
+        {
+            "running": or_zero(f"count(count by (run) (hpml:run_info{_RUNS}))", _SEEN),
+            # a run that continues under another job id is one run
+            "seen": f"count(count by (run) ({_SEEN}))",
+        },
     ),
     figure("Most samples/s", "count", f"max({_SPEED})", width=4, none="not reported"),
     figure("Largest speedup", "times", f"max({_SPEEDUP})", width=4),

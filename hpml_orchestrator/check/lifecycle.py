@@ -196,7 +196,7 @@ def cluster_notes(job: Job, cluster: Cluster, site: Site | None) -> list[str]:
 
 
 def _preemption(partition: Partition, cluster: Cluster) -> str:
-    """Return what a preempted job of a partition can expect; empty where none is preempted."""
+    """Return what a preempted job of a partition can expect; empty if none is preempted."""
     modes = set(re.split(r"\W+", partition.preemption or cluster.limits.preemption))
     start = f"checkpoint.requeue: a preempted job of partition {partition.name}"
     if not modes & {"REQUEUE", "CANCEL"}:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import sys
@@ -13,11 +14,13 @@ from hpml_orchestrator.cli.common import JsonOption, RunWord, one_run, print_jso
 from hpml_orchestrator.cli.process import EXIT_INTERRUPTED, notice
 from hpml_orchestrator.errors import (
     BindingError,
+    HpmlError,
     JobFailedError,
     NotFoundError,
     RecordError,
 )
 from hpml_orchestrator.runs.follow import Tail, start_of_last, wait_until_over
+from hpml_orchestrator.runs.life import read_life
 from hpml_orchestrator.runs.state import run_of
 from hpml_orchestrator.runs.status import State
 from hpml_orchestrator.runs.summary import binding_of
@@ -100,7 +103,7 @@ def follow(
     """
     tail = Tail(run_of(submission).output, position=position)
     printer = _Printer(out)
-    shown = ""
+    notices = _Notices()
     hinted = over = False
 
     def print_rest() -> None:
@@ -109,14 +112,11 @@ def follow(
             printer.end_line()
 
     def show(state: State) -> None:
-        nonlocal shown, hinted, over
+        nonlocal hinted, over
         over = state.over
-        line = _state_line(state, reason=not (summary and output and state.over))
         if output and state.over:  # the final state comes after the last line of output
             print_rest()
-        if line != shown:
-            shown = line
-            notice(line)
+        notices.show(state, reason=not (summary and output and state.over))
         if _HELD.search(state.reason) and not (hinted or state.over):
             hinted = True
             notice(_held(state))
@@ -132,6 +132,40 @@ def follow(
     if output and not state.over:
         print_rest()
     return state
+
+
+class _Notices:
+    """Prints a run's state, and the attempt that runs, whenever they change."""
+
+    def __init__(self) -> None:
+        self._shown = self._attempt = ""
+        self._state: State | None = None
+
+    def show(self, state: State, *, reason: bool) -> None:
+        """Print what has changed; between two answers of the scheduler the same state comes."""
+        line = _state_line(state, reason=reason)
+        if line != self._shown:
+            self._shown = line
+            notice(line)
+        if state is self._state:
+            return
+        self._state = state
+        line = _attempt_line(state)
+        attempt = line.partition(", limit in ")[0]  # not printed again for the time left
+        if attempt not in ("", self._attempt):
+            self._attempt = attempt
+            notice(line)
+
+
+def _attempt_line(state: State) -> str:
+    """Return attempt, resumed step and time left of a running job; empty if it is not restarted."""
+    with contextlib.suppress(HpmlError):  # another user's
+        if state.state == "RUNNING" and not state.tasks:
+            job = state.submission.record()["job"]
+            continues = (job.get("checkpoint") or {}).get("enabled")
+            life = read_life(state) if state.attempts > 1 or continues else None
+            return life.line if life else ""
+    return ""
 
 
 def _held(state: State) -> str:

@@ -6,14 +6,13 @@ import contextlib
 import json
 import os
 import shlex
-import signal
 import sys
 from dataclasses import replace
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from hpml_orchestrator.check.job import check_job, invalid_job, refusal
+from hpml_orchestrator.check.job import invalid_job
 from hpml_orchestrator.cli.common import (
     AfterOption,
     BackendOption,
@@ -30,21 +29,21 @@ from hpml_orchestrator.cli.common import (
 )
 from hpml_orchestrator.cli.follow import follow
 from hpml_orchestrator.cli.process import (
-    EXIT_INTERRUPTED,
-    Stop,
     notice,
-    report_unwritable_output,
 )
 from hpml_orchestrator.cli.show import print_summary
+from hpml_orchestrator.cli.submission import (
+    check_rendered,
+    job_text,
+    report_submission,
+    submit_rendered,
+)
 from hpml_orchestrator.errors import InputError, SchedulerUnavailable, counted
-from hpml_orchestrator.records.files import read_text_or_nothing
-from hpml_orchestrator.records.texts import printable
 from hpml_orchestrator.runs.after import outstanding
-from hpml_orchestrator.runs.backend import choose, cluster_name, open_backend
-from hpml_orchestrator.runs.prepare import explained, prepare, render_job, write_rendered
+from hpml_orchestrator.runs.backend import choose, open_backend
+from hpml_orchestrator.runs.prepare import explained, render_job, write_rendered
 from hpml_orchestrator.runs.submit import resume
-from hpml_orchestrator.runs.submit import submit as submit_prepared
-from hpml_orchestrator.site.profile import site_for, topologies_of
+from hpml_orchestrator.site.profile import site_for
 from hpml_orchestrator.spec.load import load_job, parse_setting
 from hpml_orchestrator.spec.site_find import find_profiles
 
@@ -53,9 +52,7 @@ if TYPE_CHECKING:
     from hpml_orchestrator.records.store import Store, Submission
     from hpml_orchestrator.runs.prepare import Rendered
 
-__all__ = ["backend_name", "check", "check_rendered", "render", "run", "submit"]
-
-_CLUSTER_SECONDS = 5.0  # while a submission waits
+__all__ = ["NoCheckOption", "backend_name", "check", "render", "run", "submit"]
 
 NoCheckOption = Annotated[bool, typer.Option("--no-check", help="Submit without checking the job.")]
 
@@ -152,45 +149,13 @@ def submit(
         refuse_with("--resume", {**options, "--backend": backend != "auto", "JOB_FILE": job_file})
         submission = replace(store.resolve(resume_run, exact_name=True), index=None)
         job_id = _resume(store, submission)
-        message = f"{submission.sid} is job {_job_text(submission, job_id)}"
+        message = f"{submission.sid} is job {job_text(submission, job_id)}"
     else:
         submission, job_id = _submit(
             context, job_file, settings, backend, after=after, local=local, checked=not no_check
         )
-        message = f"submitted {submission.sid} as job {_job_text(submission, job_id)}"
-    try:
-        if as_json:
-            print_json(_submission_json(store, submission, job_id))
-        else:
-            typer.echo(message)
-        sys.stdout.flush()
-    except OSError as error:
-        # The job exists: with a status other than 0 a script would submit it again.
-        report_unwritable_output(error)
-        notice(message)
-        return
-    with contextlib.suppress(OSError):
-        sid = submission.sid
-        hint = f"hpml logs -f {sid}"
-        if submission.is_array():
-            hint = f"hpml wait {sid}; one task: hpml logs -f {sid}.{submission.runs()[0][0]}"
-        typer.echo(f"to follow it: {hint}", err=True)
-
-
-def _submission_json(store: Store, submission: Submission, job_id: str) -> dict[str, Any]:
-    table = submission.runs()
-    is_array = submission.is_array()
-    return {
-        "id": submission.sid,
-        "job_id": job_id,
-        "submission": str(submission.directory),
-        "directory": None if is_array else str(store.runs_dir / table[0][1]),
-        "tasks": [
-            {"index": index, "run": rid, "directory": str(store.runs_dir / rid)}
-            for index, rid in table
-            if is_array
-        ],
-    }
+        message = f"submitted {submission.sid} as job {job_text(submission, job_id)}"
+    report_submission(store, submission, job_id, message, as_json=as_json)
 
 
 def run(
@@ -214,7 +179,7 @@ def run(
     submission, job_id = _submit(
         context, job_file, settings, backend, after=after, local=local, checked=not no_check
     )
-    notice(f"submitted {submission.sid} as job {_job_text(submission, job_id)}")
+    notice(f"submitted {submission.sid} as job {job_text(submission, job_id)}")
     state = follow(
         store,
         submission,
@@ -224,13 +189,6 @@ def run(
         summary=not as_json,
     )
     print_summary(state, site=chosen_site(context), as_json=as_json)
-
-
-def _job_text(submission: Submission, job_id: str) -> str:
-    """Return the job's id, for an array with the number of its tasks."""
-    if not submission.is_array():
-        return job_id
-    return f"{job_id} ({counted(len(submission.runs()), 'task')})"
 
 
 def _submit(
@@ -245,60 +203,12 @@ def _submit(
 ) -> tuple[Submission, str]:
     if not job_file:
         raise InputError("must be given", field="JOB_FILE", hint="hpml submit job.yaml")
-    store = store_of(context)
-    submission = None
-    try:
+
+    def render_file() -> tuple[Rendered, str]:
         name = backend_name(backend, local=local)
-        rendered = _rendered(context, job_file, settings, name, after)
-        dependencies = outstanding(store, rendered.resolved.job.after, backend=name)
-        if checked:
-            _check_before_submission(rendered, name, store)
-        scheduler = open_backend(name, store)
-        environment = dict(os.environ)
-        submission = prepare(
-            store,
-            rendered,
-            backend=name,
-            cluster=cluster_name(scheduler),
-            argv=sys.argv,
-            environment=environment,
-            after=dependencies,
-            notice=notice,
-        )
-        # Ctrl-C waits for the answer, so that no job exists unreported; a second one does not.
-        with Stop(signal.SIGINT, message="submitting; press Ctrl-C again to abort") as stop:
-            job_id = submit_prepared(submission, scheduler, environment=environment)
-        if not stop():
-            _print_messages(submission)
-            return submission, job_id
-    except KeyboardInterrupt:
-        pass
-    notice(_outcome(submission))
-    raise typer.Exit(EXIT_INTERRUPTED)
+        return _rendered(context, job_file, settings, name, after), name
 
-
-def _outcome(submission: Submission | None) -> str:
-    """Describe the outcome of a submission that Ctrl-C interrupted, by its records."""
-    if submission is None:
-        return "nothing was submitted"
-    sid, job = submission.sid, submission.job()
-    if job is not None:
-        ends = f"the job continues, `hpml cancel {sid}` cancels it"
-        return f"submitted {sid} as job {job['job_id']}; {ends}"
-    if not submission.starts():
-        return f"nothing was submitted; `hpml submit --resume {sid}` submits it"
-    return (
-        f"{sid} may have been submitted: `hpml status {sid}` shows its state, "
-        f"`hpml submit --resume {sid}` completes it"
-    )
-
-
-def _print_messages(submission: Submission) -> None:
-    """Print what sbatch reported of a job that it accepted, such as a site's message to users."""
-    for line in read_text_or_nothing(submission.directory / "sbatch.err").splitlines():
-        text = printable(line).strip()
-        if text:
-            notice(f"{'' if text.startswith('sbatch: ') else 'sbatch: '}{text}")
+    return submit_rendered(store_of(context), render_file, checked=checked)
 
 
 def _resume(store: Store, submission: Submission) -> str:
@@ -346,47 +256,6 @@ def check(
         raise typer.Exit(InputError.exit_code)
     if report.not_asked:
         raise typer.Exit(SchedulerUnavailable.exit_code)
-
-
-def _check_before_submission(rendered: Rendered, name: str, store: Store) -> None:
-    """Check a job that is about to be submitted; warnings go to standard error.
-
-    Raises:
-        InputError: the cluster would not run it; names everything that is wrong with it.
-    """
-    report = check_rendered(
-        rendered,
-        name,
-        store,
-        cluster_seconds=_CLUSTER_SECONDS,
-        walk_seconds=1.0,
-        dependencies=False,
-    )
-    # The submission itself reports a moment later that records cannot be written.
-    errors = [finding for finding in report.errors if finding.code != "records.unwritable"]
-    if errors:
-        raise refusal(errors)
-    for finding in report.warnings:
-        if finding.code != "stage.partly":
-            hint = f"; {finding.hint}" if finding.hint else ""
-            notice(f"warning: {finding}{hint}")
-    if report.not_asked:
-        notice(f"warning: not checked against the cluster: {report.not_asked}")
-
-
-def check_rendered(rendered: Rendered, name: str, store: Store, **limits: Any) -> Report:
-    """Check a job that was rendered for the scheduler of that name; `limits` are `check_job`'s."""
-    job = rendered.resolved.job
-    return check_job(
-        job,
-        backend=name,
-        records=store.root,
-        environment=dict(os.environ),
-        site=rendered.site,
-        topologies={} if name == "local" else topologies_of(job, rendered.site),
-        targets=rendered.targets,
-        **limits,
-    )
 
 
 def _print(report: Report, backend: str, job: str) -> None:

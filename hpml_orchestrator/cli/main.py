@@ -43,6 +43,9 @@ _JOBS, _RUNS, _DATA, _SITE, _MORE = "Jobs", "Runs", "Data", "Cluster and nodes",
 COMMANDS = {
     "run": Entry("jobfile", "run", "Submit a job, follow it and print a summary.", _JOBS),
     "submit": Entry("jobfile", "submit", "Submit a job and return immediately.", _JOBS),
+    "resubmit": Entry(
+        "resubmit", "resubmit", "Submit the job of an ended run again, with changes.", _JOBS
+    ),
     "render": Entry("jobfile", "render", "Print the batch script of a job.", _JOBS),
     "check": Entry(
         "jobfile", "check", "Check a job against the cluster's limits without submitting it.", _JOBS
@@ -65,6 +68,9 @@ COMMANDS = {
     "show": Entry("show", "show", "Show a run's phases, staging, results and binding.", _RUNS),
     "logs": Entry("follow", "logs", "Print the output of a run.", _RUNS),
     "wait": Entry("follow", "wait", "Wait until a run has ended.", _RUNS),
+    "attach": Entry(
+        "attach", "attach", "Open a shell, or run a program, on a node of a running job.", _RUNS
+    ),
     "requeue": Entry("requeue", "requeue", "Save and requeue a run; continue an ended one.", _RUNS),
     "cancel": Entry("runs", "cancel", "Cancel runs or single tasks of a job array.", _RUNS),
     "prune": Entry("runs", "prune", "Remove old runs and their files.", _RUNS),
@@ -90,25 +96,15 @@ _UsageError: type[Exception] = typer.BadParameter.__bases__[0]
 
 _CANNOT_WRITE = (errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EBADF, errno.EFBIG)
 _ANYWHERE = frozenset(
-    {
-        "list",
-        "status",
-        "show",
-        "logs",
-        "wait",
-        "requeue",
-        "cancel",
-        "prune",
-        "schema",
-        "export",
-        "topo",
-        "man",
-    }
+    "list status show logs wait attach requeue cancel prune schema export topo man".split()
 )
 """Commands about records or this node work without a current directory."""
 
-_APPENDING = frozenset({"run", "submit", "render", "check"})
-"""Commands whose words after `--` are arguments of the program."""
+_APPENDING = {
+    **dict.fromkeys(("run", "submit", "render", "check"), "JOB_FILE"),
+    **dict.fromkeys(("attach", "resubmit"), "RUN"),
+}
+"""Commands whose words after `--` are a program's, and what comes before those words."""
 
 _GONE = {
     "hpml export slurm --url": "it was removed with --source openmetrics; "
@@ -295,6 +291,7 @@ def _usage_error(error: Any) -> HpmlError:
     path = context.command_path
     hint = f"{path} --help"
     option = getattr(error, "option_name", "")
+    first = _APPENDING.get(path.removeprefix("hpml "), "")
     example = EXAMPLES.get(path.removeprefix("hpml").strip(), [("", hint)])[0][1]
     if any(option in param.opts for param in context.find_root().command.params):
         hint = f"it goes before the command: hpml {option} …{path.removeprefix('hpml')}"
@@ -306,9 +303,9 @@ def _usage_error(error: Any) -> HpmlError:
         hint = f"hpml run {match[1]}"
     elif match := re.search(r"\(([a-z_.]+=\S+)\)", message):
         hint = f"to set a field of the job file: --set {match[1]}"
-        if path.removeprefix("hpml ") in _APPENDING:
-            hint += f"; to pass it to the program: {path} JOB_FILE -- {match[1]}"
-    elif path.removeprefix("hpml ") in _APPENDING and (option or "extra argument" in message):
+        if first:
+            hint += f"; to pass it to the program: {path} {first} -- {match[1]}"
+    elif first and (option or "extra argument" in message):
         word = option or "ARGUMENT"
-        hint = f"to pass it to the program: {path} JOB_FILE -- {word} …; options: {path} --help"
+        hint = f"to pass it to the program: {path} {first} -- {word} …; options: {path} --help"
     return InputError(message, hint=hint)

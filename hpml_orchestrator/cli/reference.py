@@ -26,6 +26,9 @@ hpml submit
     Submit a job: hpml submit job.yaml
     Override fields of the job file: hpml submit job.yaml -s resources.nodes=2 -s resources.time=90
     Complete an interrupted submission: hpml submit --resume last
+hpml resubmit
+    Continue from the checkpoints, with more time: hpml resubmit last --set resources.time=12:00:00
+    With another argument: hpml resubmit last -- --lr=0.01
 hpml run
     Submit a job and follow it: hpml run job.yaml
     Append arguments to those of the job file: hpml run job.yaml -- --epochs=3 --lr=0.1
@@ -66,6 +69,9 @@ hpml top
 hpml logs
     Follow the output of the newest run: hpml logs -f
     Print the last 50 lines: hpml logs digits-20260102-030405-abcdef -n 50
+hpml attach
+    A shell on the first node of the newest run: hpml attach last
+    Watch the GPUs of another node: hpml attach last --node node2 -- nvidia-smi -l 5
 hpml requeue
     Have the newest run save and continue in its next attempt: hpml requeue last
     Continue a task of a job array that failed: hpml requeue digits-20260101-120000-abcdef.3

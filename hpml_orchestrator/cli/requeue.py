@@ -22,7 +22,7 @@ def requeue(
 
     The ranks of a running run are asked to save and stop, and then its job is requeued; that needs
     `checkpoint` in the job file. For a run that has ended before it was done this submits another
-    job that continues it. The tasks of a job array go on one by one.
+    job that continues it. The tasks of a job array continue one by one.
     """
     store = store_of(context)
     submission = store.resolve(run, exact_name=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
 import time
 from typing import TYPE_CHECKING, Annotated
@@ -36,6 +37,7 @@ from hpml_orchestrator.records.texts import clock_text, elapsed_text, human_byte
 from hpml_orchestrator.runs.cancel import NOT_CANCELLED
 from hpml_orchestrator.runs.cancel import cancel as cancel_runs
 from hpml_orchestrator.runs.dashboard import job_dashboard, state_json
+from hpml_orchestrator.runs.life import read_life
 from hpml_orchestrator.runs.prune import OVER
 from hpml_orchestrator.runs.prune import prune as prune_runs
 from hpml_orchestrator.runs.select import (
@@ -51,6 +53,7 @@ from hpml_orchestrator.runs.status import UNREADABLE, states
 
 if TYPE_CHECKING:
     from hpml_orchestrator.records.store import Store, Submission
+    from hpml_orchestrator.runs.life import Life
     from hpml_orchestrator.runs.prune import Pruned
     from hpml_orchestrator.runs.status import State
 
@@ -140,18 +143,42 @@ def status(
 ) -> None:
     """Show the state of unfinished or given runs.
 
-    Without RUN this shows all unfinished runs.
+    Without RUN this shows all unfinished runs. Below the table it shows attempt, progress and time
+    left of the runs that report them.
     """
     store, site = store_of(context), chosen_site(context)
     every = states(store, [store.resolve(word) for word in runs] or store.submissions())
     empty = "no unfinished runs; `hpml list` shows all" if every else "no runs"
     shown = [state for state in every if runs or not state.over]
-    _print_states(shown, site=site, as_json=as_json, empty=empty)
+    lives = [_life(state) for state in shown]
+    if as_json:
+        told = [life.to_json() if life else None for life in lives]
+        rows_json = [state_json(state, chosen=site) for state in shown]
+        print_json([{**row, "life": life} for row, life in zip(rows_json, told, strict=True)])
+        return
+    _print_states(shown, site=site, as_json=False, empty=empty)
+    lines = [
+        (state.submission.label, line)
+        for state, life in zip(shown, lives, strict=True)
+        for line in (life.lines if life else ())
+    ]
+    if lines:
+        typer.echo("")
+        print_table(("RUN", "TRAINING"), lines)
     links = {state.submission.label: job_dashboard(state, chosen=site) for state in shown}
     rows = [(label, address) for label, address in links.items() if address]
-    if rows and not as_json:
+    if rows:
         typer.echo("")
         print_table(("RUN", "DASHBOARD"), rows)
+
+
+def _life(state: State) -> Life | None:
+    """Return an unfinished run over all of its attempts; None if its records cannot be read."""
+    if state.over:
+        return None
+    with contextlib.suppress(RecordError):  # another user's
+        return read_life(state)
+    return None
 
 
 def _print_states(shown: list[State], *, site: str, as_json: bool, empty: str = "no runs") -> None:

@@ -21,6 +21,7 @@ from hpml_orchestrator.placement.report import by_sentence
 from hpml_orchestrator.runs.bound import Bound
 from hpml_orchestrator.runs.dashboard import job_dashboard, state_json
 from hpml_orchestrator.runs.described import describe
+from hpml_orchestrator.runs.life import read_life
 from hpml_orchestrator.runs.show import array_lines, attempt_reports, summary_lines, task_rows
 from hpml_orchestrator.runs.status import states
 from hpml_orchestrator.runs.summary import Summary, binding_of, summarise
@@ -30,6 +31,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable
 
     from hpml_orchestrator.runs.bound import Place
+    from hpml_orchestrator.runs.life import Life
     from hpml_orchestrator.runs.status import State
 
 __all__ = ["COLUMNS", "print_ranks", "print_summary", "show"]
@@ -60,9 +62,9 @@ def show(
             hint=f"name one: hpml show {state.tasks[0].submission.label} --ranks",
         )
     reports = attempt_reports(state)
-    summary, bound, bindings = Summary(), Bound(), []
+    summary, bound, bindings, life = Summary(), Bound(), [], None
     if reports and reports[-1].error is None:
-        summary, bound = summarise(state), binding_of(state)
+        summary, bound, life = summarise(state), binding_of(state), read_life(state)
         bindings = state.run.attempts()[-1].bindings()
     if as_json:
         print_json(
@@ -70,6 +72,7 @@ def show(
                 **state_json(state, chosen=chosen_site(context)),
                 **describe(state, summary).to_json(),
                 "history": [report.to_json() for report in reports],
+                "life": life.to_json() if life else None,
                 "summary": summary.to_json(),
                 **bound.to_json(),
                 "bindings": bindings,
@@ -77,7 +80,7 @@ def show(
             }
         )
     else:
-        lines = _lines(state, summary, chosen_site(context))
+        lines = _lines(state, summary, life, chosen_site(context))
         _print_lines([*lines, ("script", str(submission.script))])
         if state.tasks:
             typer.echo("")
@@ -91,9 +94,9 @@ def show(
         raise unreadable
 
 
-def _lines(state: State, summary: Summary, site: str) -> list[tuple[str, str]]:
+def _lines(state: State, summary: Summary, life: Life | None, site: str) -> list[tuple[str, str]]:
     """Return name and text of each line of a summary, with the address of the run's dashboard."""
-    lines = array_lines(state) if state.tasks else summary_lines(state, summary)
+    lines = array_lines(state) if state.tasks else summary_lines(state, summary, life)
     dashboard = job_dashboard(state, chosen=site)
     return [*lines, ("dashboard", dashboard)] if dashboard else lines
 
@@ -109,10 +112,11 @@ def print_summary(state: State, *, site: str, as_json: bool) -> None:
     Raises:
         JobFailedError: it did not complete.
     """
-    summary = summarise(state)
-    lines = _lines(state, summary, site)
+    summary, life = summarise(state), read_life(state)
+    lines = _lines(state, summary, life, site)
     if as_json:
-        print_json({**state_json(state, chosen=site), "summary": summary.to_json()})
+        shown = {**state_json(state, chosen=site), "summary": summary.to_json()}
+        print_json({**shown, "life": life.to_json() if life else None})
     elif sys.stdout.isatty():
         from hpml_orchestrator.cli.terminal import draw_summary  # noqa: PLC0415
 

@@ -38,7 +38,10 @@ if TYPE_CHECKING:
 
 __all__ = ["Imported", "Place", "import_script", "read_script"]
 
-_ORDER = "name array launcher mpi script module command args workdir resources environment stage checkpoint"
+_ORDER = (
+    "name array launcher mpi script module command args workdir resources environment stage "
+    "checkpoint"
+)
 _MAX_BYTES = 256 * 1024  # bounds the time that an import takes
 _HOUR = 3600
 _PLAIN = ("partition", "account", "qos", "constraint")

@@ -40,6 +40,7 @@ from hpml_orchestrator.node.watch import Watch
 from hpml_orchestrator.placement.report import plan_figures
 from hpml_orchestrator.records import events
 from hpml_orchestrator.records.files import read_json, write_json
+from hpml_orchestrator.records.run import Attempt
 
 __all__ = ["Agent", "main"]
 
@@ -86,6 +87,8 @@ class Agent:
     _ranks: list[dict[str, Any]] = field(default_factory=list)
     _watch: Watch | None = None
     _stop: StopPath | None = None
+    _channel: ChannelReader | None = None
+    _request_at: float = 0.0  # monotonic seconds of the next look for a request to stop
     _made: planning.Prepared | None = None
     _feed: Feed = field(default_factory=lambda: Feed(exporter_sockets(os.environ)))
     _wake: tuple[int, int] = field(default_factory=lambda: os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK))
@@ -151,7 +154,7 @@ class Agent:
         monitor = self._monitor()
         try:
             with ChannelReader(name, self._log, self.node, feed=self._feed) as channel:
-                self._stop = self._stop_path(channel)
+                self._channel, self._stop = channel, self._stop_path(channel)
                 ready = self._make_ready(name, monitor)
                 if ready:
                     self._wait()
@@ -264,7 +267,7 @@ class Agent:
         return plan_figures(made.plan, sets_threads=not options.keep_threads)
 
     def _for_ranks(self, made: planning.Prepared) -> dict[str, str]:
-        """Return what hpml-bind is told so that this agent can stop the ranks."""
+        """Return what hpml-bind needs so that this agent can stop the ranks."""
         checkpoint = self.options.checkpoint
         if checkpoint is None:
             return {}
@@ -311,19 +314,34 @@ class Agent:
     def _stop_ranks(self, now: float, ranks: list[dict[str, Any]]) -> float:
         """Stop the ranks if that is due; returns seconds until there is more."""
         if self._stop is None:
-            return math.inf
+            return self._pass_on_request(now)
         if self._terminated_at < math.inf:
             self._stop.on_sigterm(self._terminated_at)
             self._terminated_at = math.inf
         try:
             pause = self._stop.act(now, ranks)
         except Exception as error:  # noqa: BLE001 - whatever it is, the job goes on
-            self._report(f"the ranks are no longer stopped: {type(error).__name__}: {error}")
+            what = f"{type(error).__name__}: {error}"
+            self._report(f"its ranks cannot be stopped before their end: {what}")
             self._stop = None
             return math.inf
         if self._stop.state == "RUNNING" and self._is_ready:
             self._asked_at = math.inf  # the signal was for the ranks, whatever their number is
         return pause
+
+    def _pass_on_request(self, now: float) -> float:
+        """Pass a request to stop on to the ranks; returns seconds until the next look.
+
+        For jobs without `checkpoint`: a search asks trials to stop that it gives up.
+        """
+        if self._channel is None:
+            return math.inf
+        if now >= self._request_at:
+            self._request_at = now + _POLL_SECONDS
+            request = Attempt(self._attempt).stop_request()
+            if request is not None:
+                self._channel.ask_to_stop(str(request["reason"]))
+        return self._request_at - now
 
     def _note_signals(self, now: float) -> float:
         """Record signals that did not end the job; returns seconds until the next look.

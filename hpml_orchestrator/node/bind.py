@@ -276,7 +276,7 @@ def _planned(attempt: str, node: str) -> tuple[dict[str, str], dict[str, str], s
 
 
 def _export(head: dict[str, str]) -> None:
-    """Set where this node's agent listens and what it asks of the rank."""
+    """Set what the rank needs to reach this node's agent, and what the agent asks of it."""
     if "channel" in head:
         os.environ["HPML_CHANNEL"] = head["channel"]
     if head.get("sigterm") == "ignore":

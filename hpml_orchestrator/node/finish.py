@@ -161,7 +161,7 @@ def finish(attempt: str, code: str, reason: str = "", launcher: str = "") -> int
 def _future(
     records: Attempt, options: CheckpointOptions, end: Ending
 ) -> tuple[Ending, dict[str, Any]]:
-    """Decide whether the run goes on; return the ending with that in mind, and what to record."""
+    """Decide whether the run continues; return the ending with that in mind, and what to record."""
     reached = progress_of(records)
     flags: list[bool] = []
     best: int | None = None

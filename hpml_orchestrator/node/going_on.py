@@ -1,4 +1,4 @@
-"""Whether a run goes on after an attempt, and in which job: a requeue or a continuation.
+"""Whether a run continues after an attempt, and in which job: a requeue or a continuation.
 
 `decide` is called before the attempt's end is recorded, `go_on` when the agents have stopped.
 """
@@ -18,7 +18,7 @@ from hpml_orchestrator.node import jobstate
 from hpml_orchestrator.node.options import CheckpointOptions
 from hpml_orchestrator.records.files import read_text, write_json
 from hpml_orchestrator.records.progress import nodes_to_avoid
-from hpml_orchestrator.records.run import Attempt
+from hpml_orchestrator.records.run import PRUNED, Attempt
 from hpml_orchestrator.records.submission import Submission
 
 if TYPE_CHECKING:
@@ -27,9 +27,10 @@ if TYPE_CHECKING:
 __all__ = ["EXIT_CONTINUED", "Decision", "continuation_arguments", "decide", "go_on"]
 
 EXIT_CONTINUED = 75
-"""Exit status of a script whose run goes on in another job: not 0, for the run is not done."""
+"""Exit status of a script whose run continues in another job: not 0, for the run is not done."""
 
 _REASONS = {"TIMEOUT": "time_limit", "PREEMPTED": "preemption", "NODE_FAIL": "node_failure"}
+_ASKED = ("time_limit", "preemption", "hang", "requested")  # not a search, which gives a point up
 _PATIENCE_SECONDS = 600.0
 _AGAIN_SECONDS = 5.0
 _COMMAND_SECONDS = 120.0
@@ -42,12 +43,12 @@ _UNDER_WAY = re.compile(r"Job is pending execution|already (?:being )?requeued",
 
 
 class Decision(NamedTuple):
-    """Whether a run goes on.
+    """Whether a run continues.
 
     Attributes:
         goes_on: whether it does.
         why: what ended the attempt before the run was done; empty if that did not happen.
-        stays: why it does not go on although it would have.
+        stays: why it does not continue in spite of that.
     """
 
     goes_on: bool = False
@@ -65,7 +66,7 @@ def decide(
     channel: bool = False,
     progress: Sequence[bool] = (),
 ) -> Decision:
-    """Decide whether a run goes on after an attempt.
+    """Decide whether a run continues after an attempt.
 
     Args:
         options: the job's `checkpoint`; None without.
@@ -76,10 +77,10 @@ def decide(
         channel: whether any rank used the channel.
         progress: of each attempt so far, this one last, whether it got any further.
     """
-    if options is None or state == "CANCELLED":
+    if options is None or state == "CANCELLED" or asked == PRUNED:
         return Decision()
-    if asked:
-        # A program that cannot say whether it is done goes on: if it is, it ends at once then.
+    if asked in _ASKED:
+        # A program that cannot say whether it is done continues: if it is, it ends at once then.
         done = exit_code == 0 and channel and not stopping and state == "COMPLETED"
         why = "" if done else asked
     else:
@@ -94,7 +95,7 @@ def decide(
 
 
 def go_on(attempt: str, code: str) -> int:
-    """Have the run go on if it is to; print the status that the script ends with.
+    """Have the run continue if it is to; print the status that the script ends with.
 
     Args:
         attempt: the attempt's directory.
@@ -110,7 +111,7 @@ def go_on(attempt: str, code: str) -> int:
         except (HpmlError, OSError) as error:
             stays = str(error)
         if stays:
-            _say(f"the run cannot go on: {stays}")
+            _say(f"the run cannot continue: {stays}")
             ended = {**(records.ended or {}), "goes_on": False, "stays": stays}
             write_json(records.directory / "ended.json", {**ended, "exit_code": status or 1})
         status = (status or 1) if stays else EXIT_CONTINUED
@@ -140,7 +141,7 @@ def _next_job(records: Attempt) -> str:
             if done.returncode:
                 _say(f"the next attempt may get {exclude} again: {_words(done)}")
         return ""
-    _say(f"not requeued ({refused}); the run goes on in another job")
+    _say(f"not requeued ({refused}); the run continues in another job")
     return _continue(records, job_id, avoid)
 
 
@@ -204,7 +205,7 @@ def _continue(records: Attempt, job_id: str, avoid: Sequence[str]) -> str:
             return ""
         message = read_text(err)
         if not done.returncode or _UNREACHABLE.search(message):
-            # There may be a job all the same. Who asks for the state of the run finds it.
+            # There may be a job all the same. The next look at the state of the run finds it.
             _say(f"sbatch gave no usable answer: {_clean(message)}")
             return ""
     return f"sbatch refused: {_clean(message)}"
@@ -219,7 +220,7 @@ def continuation_arguments(
         recorded: the call that made the run's first job; its dependencies are met.
         after: the job that has to end before.
         exclude: nodes that it must not get.
-        index: of the one task to continue; None for a job that is no array.
+        index: of the one task to continue; None for a job that is not an array.
     """
     *options, script = recorded
     kept = [

@@ -1,4 +1,4 @@
-"""What Slurm says about this job: how it is being ended, its time left, and the cluster's KillWait.
+"""The state of this job: how it is being ended, its end, and the cluster's KillWait.
 
 A local job has no `scontrol`: its state is in the file that its supervisor writes.
 """
@@ -18,6 +18,10 @@ __all__ = ["JobState", "ask", "kill_wait", "parse_job", "run_command"]
 _KILL_WAIT_SECONDS = 30.0  # Slurm's default
 _QUERY_SECONDS = 5.0
 _LOCAL_STATES = {"cancelled": "CANCELLED", "TimeLimit": "TIMEOUT"}
+_ENDING = (
+    "COMPLETING CANCELLED TIMEOUT PREEMPTED NODE_FAIL FAILED COMPLETED OUT_OF_MEMORY BOOT_FAIL "
+    "DEADLINE PENDING REQUEUED REQUEUE_HOLD REQUEUE_FED SPECIAL_EXIT REVOKED STAGE_OUT"
+).split()
 _FAILURES = ("NodeDown", "NodeFail", "SystemFailure", "JobLaunchFailure")
 
 Run = Callable[[Sequence[str], Mapping[str, str]], str]
@@ -94,7 +98,7 @@ def parse_job(text: str, job_id: str, *, restarts: int = 0) -> JobState:
             break
     else:
         return JobState()
-    # Each field stands in a line of its own group: a job's name may contain anything.
+    # The first line is left out: it has the job's name, which may contain anything.
     fields = dict(
         pair
         for line in job.splitlines()[1:]
@@ -103,7 +107,7 @@ def parse_job(text: str, job_id: str, *, restarts: int = 0) -> JobState:
     )
     state, reason = fields.get("JobState", ""), fields.get("Reason", "")
     end = _time(fields.get("EndTime", ""))
-    if state in ("RUNNING", "SUSPENDED", "STOPPED"):
+    if state and state not in _ENDING:  # SIGNALING, RESIZING and others are flags of a running job
         return JobState("RUNNING", end)
     preempted = fields.get("PreemptTime", "None") not in ("None", "Unknown", "")
     if reason == "TimeLimit" or state == "TIMEOUT":
@@ -112,10 +116,10 @@ def parse_job(text: str, job_id: str, *, restarts: int = 0) -> JobState:
         state = "PREEMPTED"
     elif int(fields.get("Restarts", "0")) > restarts or state == "PENDING":
         state = "REQUEUED"
-    elif reason in _FAILURES or state == "NODE_FAIL":
-        state = "FAILED"
-    elif state:
+    elif state in ("COMPLETING", "CANCELLED") and reason not in _FAILURES:
         state = "CANCELLED"
+    elif state:
+        state = "FAILED"
     return JobState(state, None)
 
 

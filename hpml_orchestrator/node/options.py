@@ -125,7 +125,7 @@ class CheckpointOptions:
     """When the ranks are asked to save and stop, and what follows; the job file's `checkpoint`.
 
     Attributes:
-        requeue: the reasons after which the run goes on.
+        requeue: the reasons after which the run continues.
         lead: seconds before the time limit at which ranks are asked to stop; None for automatic.
         attempts: how many the run may have.
         hang: seconds without a sign of life after which the ranks of a node hang; 0 for never.
@@ -148,7 +148,7 @@ class CheckpointOptions:
     def from_environment(
         cls, environment: Mapping[str, str] = os.environ
     ) -> CheckpointOptions | None:
-        """Return what HPML_CHECKPOINT says; None if the job file has no `checkpoint`.
+        """Return the options in HPML_CHECKPOINT; None if the job file has no `checkpoint`.
 
         Raises:
             InputError: it cannot be read.

@@ -37,7 +37,7 @@ class Peer:
 
 
 class Slowest(NamedTuple):
-    """The longest times that ranks reported, in seconds; None if there was no report."""
+    """The longest times that ranks reported, in seconds; None without a report."""
 
     save: float | None = None
     step: float | None = None
@@ -64,7 +64,7 @@ class Peers:
         Args:
             pid: the process, as the kernel vouches for it.
             rank: its global rank.
-            address: where it was sent from; empty for a socket without a name.
+            address: of the sender's socket; empty if it has none.
         """
         with self._lock:
             self._heard += 1
@@ -83,7 +83,7 @@ class Peers:
                 peer.stacks_fd, peer.stacks_signal = descriptor, number
 
     def take(self, pid: int, event: str, data: Mapping[str, Any]) -> None:
-        """Note what an event says about the duration of steps and saves."""
+        """Note the duration of steps and saves that an event reports."""
         with self._lock:
             if event == "checkpoint":
                 seconds = _seconds(data.get("seconds"))

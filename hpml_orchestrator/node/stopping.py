@@ -22,11 +22,12 @@ from typing import TYPE_CHECKING, Any
 
 from hpml_orchestrator.errors import HpmlError
 from hpml_orchestrator.node import hang, jobstate
+from hpml_orchestrator.node.lead import end_margin, lead_seconds, slowest_of
 from hpml_orchestrator.node.options import node_index
 from hpml_orchestrator.node.peers import Slowest
 from hpml_orchestrator.node.processes import ProcessTable, catches, kill_families
 from hpml_orchestrator.records import events
-from hpml_orchestrator.records.run import Attempt, Run
+from hpml_orchestrator.records.run import Attempt
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -36,43 +37,12 @@ if TYPE_CHECKING:
 
     Ranks = Sequence[Mapping[str, Any]]
 
-__all__ = ["StopPath", "end_margin", "lead_seconds", "terminated"]
+__all__ = ["StopPath", "terminated"]
 
 _LOOK_SECONDS = 2.0
 _PUSH_SECONDS = 1.0
-_FIRST_LEAD_SECONDS = 300.0  # before any save was measured
-_LEAD_MARGIN_SECONDS = 15.0
-_LEAST_LEAD_SECONDS = 10.0
-_LIMIT_PART = 4
 _HANG_SECONDS = 10.0  # from the stop request to the end of ranks that hang
 _SPREAD_SECONDS = 0.002  # between two nodes that ask the controller
-
-
-def lead_seconds(configured: float | None, slowest: Slowest, limit: float | None) -> float:
-    """Return how long before the time limit ranks are asked to stop.
-
-    Args:
-        configured: the job file's `lead`; None for automatic: the slowest save, the slowest step
-            (ranks stop between two steps) and a margin.
-        slowest: what ranks of this run have reported so far.
-        limit: the job's time limit in seconds; None if unknown.
-    """
-    if configured is not None:
-        return configured
-    if slowest.save is None:
-        lead = _FIRST_LEAD_SECONDS
-    else:
-        lead = slowest.save + (slowest.step or 0.0) + _LEAD_MARGIN_SECONDS
-    most = math.inf if limit is None else limit / _LIMIT_PART
-    return max(_LEAST_LEAD_SECONDS, min(lead, most))
-
-
-def end_margin(lead: float) -> float:
-    """Return how long before the time limit ranks that still live are ended.
-
-    The script needs that time to requeue the job while it still runs.
-    """
-    return max(5.0, min(30.0, lead / 4))
 
 
 class StopPath:
@@ -90,7 +60,7 @@ class StopPath:
         clock: seconds since the epoch.
 
     Attributes:
-        reason: why the ranks of this node are to stop; empty if they are not.
+        reason: why the ranks of this node have to stop; empty if they do not.
         state: the job's at the last SIGTERM; empty before one, or if nobody answered.
     """
 
@@ -128,7 +98,7 @@ class StopPath:
         if self._limit is None and self._end is not None and start is not None:
             self._limit = self._end - start
         watches = self._index == 0 and options.lead is None
-        self._earlier = _slowest_of(self._records) if watches else Slowest()
+        self._earlier = slowest_of(self._records) if watches else Slowest()
 
     def on_sigterm(self, now: float) -> None:
         """Note a SIGTERM; nodes ask Slurm one after another, since all of them get it at once.
@@ -190,7 +160,7 @@ class StopPath:
             self._request("time_limit", now)
 
     def _ask_for_end(self) -> None:
-        """Take the end of the job from Slurm: its limit may be another than the script says."""
+        """Take the end of the job from Slurm: its limit may differ from the script's."""
         state = self._ask(self._environment)
         if state.state == "RUNNING" and "HPML_LOCAL_STEPS" not in self._environment:
             if state.end is not None and self._end is not None and self._limit is not None:
@@ -311,15 +281,3 @@ def _number(text: str | None) -> float | None:
         return float(text) if text else None
     except ValueError:
         return None
-
-
-def _slowest_of(attempt: Attempt) -> Slowest:
-    """Return the slowest save and step of all earlier attempts of the run."""
-    slowest = Slowest()
-    with contextlib.suppress(HpmlError, OSError):
-        for earlier in Run(attempt.directory.parents[1]).attempts():
-            ended = earlier.ended or {}
-            figures = [ended.get(name) for name in ("slowest_save", "slowest_step")]
-            known = [one if isinstance(one, (int, float)) else None for one in figures]
-            slowest = slowest.over(Slowest(*known))
-    return slowest

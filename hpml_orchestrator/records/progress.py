@@ -1,4 +1,4 @@
-"""How far an attempt came: its last checkpoint, what saving cost, and which nodes held it up."""
+"""The progress of an attempt: its last checkpoint, what saving cost, and which nodes held it up."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ __all__ = ["Progress", "nodes_to_avoid", "progress_of", "written_since"]
 
 _DEPTH = 3
 _LOOK_SECONDS = 10.0  # on a file system with many files
-_CLOCK_SLACK_SECONDS = 2.0  # file servers have clocks of their own
+_CLOCK_SLACK_SECONDS = 2.0  # clocks of file servers differ
 
 
 class Progress(NamedTuple):
@@ -36,7 +36,7 @@ class Progress(NamedTuple):
 
 
 def progress_of(attempt: Attempt) -> Progress:
-    """Read how far an attempt came."""
+    """Read the progress of an attempt."""
     steps: list[int] = []
     saves: list[float] = []
     durations: list[float] = []
@@ -81,7 +81,7 @@ def nodes_to_avoid(attempt: Attempt) -> list[str]:
 
 
 def written_since(directory: str, since: float) -> bool:
-    """Return whether a file below a directory is newer than a time, as far as a short look says."""
+    """Return whether a file below a directory is newer than a time, by a short look at it."""
     until = time.monotonic() + _LOOK_SECONDS
     depth = directory.rstrip("/").count("/") + _DEPTH
     for path, folders, files in os.walk(directory):

@@ -26,7 +26,10 @@ if TYPE_CHECKING:
 
     from hpml_orchestrator.records.events import Event
 
-__all__ = ["Attempt", "Run", "owner_name", "task_output", "user_name"]
+__all__ = ["PRUNED", "Attempt", "Run", "owner_name", "task_output", "user_name"]
+
+PRUNED = "pruned"
+"""Reason of a search to stop a trial that it gives up; no run continues after it."""
 
 
 def user_name(uid: int) -> str:
@@ -198,13 +201,16 @@ class Attempt:
         """The same, with only the first and last counters of each rank per node."""
         return read_milestones(self.directory / "events")
 
-    def stop_request(self) -> dict[str, Any] | None:
-        """The first request to stop, with `reason`, `time` and `by`; None without one."""
+    def stop_requests(self) -> list[dict[str, Any]]:
+        """Every request to stop, with `reason`, `time` and `by`, in order."""
         with contextlib.suppress(NotFoundError, RecordError):
-            for record in read_json_lines(self.directory / "stop"):
-                if isinstance(record, dict) and "reason" in record:
-                    return record
-        return None
+            lines = list(read_json_lines(self.directory / "stop"))
+            return [line for line in lines if isinstance(line, dict) and "reason" in line]
+        return []
+
+    def stop_request(self) -> dict[str, Any] | None:
+        """The first request to stop, which counts; None without one."""
+        return next(iter(self.stop_requests()), None)
 
     def request_stop(self, reason: str, *, by: str, now: float) -> None:
         """Ask the ranks to stop; the first request counts.

@@ -49,6 +49,7 @@ class Hours:
 
     Attributes:
         gpu, core: GPU-hours and core-hours; a core is a CPU as the scheduler counts it.
+        wall: hours on the clock, of an array the sum of its tasks'.
         basis: `allocated` if each attempt recorded its allocation, else `requested`.
         attempts: number of starts.
     """
@@ -57,6 +58,7 @@ class Hours:
     core: float
     basis: str
     attempts: int
+    wall: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -262,8 +264,8 @@ def _lasted(start: float | None, end: float | None) -> float:
 
 
 def _hours(seconds: float, counts: tuple[int, int], basis: str) -> Hours:
-    gpus, cores = counts
-    return Hours(gpus * seconds / _HOUR_SECONDS, cores * seconds / _HOUR_SECONDS, basis, 1)
+    (gpus, cores), wall = counts, seconds / _HOUR_SECONDS
+    return Hours(gpus * wall, cores * wall, basis, 1, wall)
 
 
 def _sum(parts: list[Hours]) -> Hours:
@@ -273,6 +275,7 @@ def _sum(parts: list[Hours]) -> Hours:
         math.fsum(part.core for part in parts),
         max(part.basis for part in parts),  # `requested` is the later word
         sum(part.attempts for part in parts),
+        math.fsum(part.wall for part in parts),
     )
 
 

@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING, NamedTuple
 from hpml_orchestrator.errors import HpmlError, NotFoundError
 from hpml_orchestrator.records.run import owner_name
 from hpml_orchestrator.runs.dashboard import cluster_job, job_dashboard
+from hpml_orchestrator.runs.life import seconds_left
 from hpml_orchestrator.runs.prometheus import PrometheusError
 from hpml_orchestrator.runs.recorded import recorded_figures
 from hpml_orchestrator.runs.status import states
-from hpml_orchestrator.spec.values import parse_time
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -240,8 +240,7 @@ class LiveJobs:
         age = left = None
         if attempt is not None and state.started:
             age = max(0.0, (state.ended or now) - state.started)
-            limit = parse_time(state.submission.record()["job"]["resources"]["time"])
-            left = None if state.over else max(0.0, limit - age)
+            left = seconds_left(state, now)
         return LiveJob(
             job_id=state.job_id,
             name=state.name,

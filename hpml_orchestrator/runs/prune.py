@@ -24,7 +24,7 @@ from hpml_orchestrator.runs.status import UNREADABLE, states
 from hpml_orchestrator.scheduler.model import JobState
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Sequence
+    from collections.abc import Callable, Collection, Iterable, Sequence
     from pathlib import Path
 
     from hpml_orchestrator.records.store import Store
@@ -119,8 +119,24 @@ def prune(
         else:
             over.append(state)
     over.sort(key=lambda state: stamp_of(state.submission.sid), reverse=True)
-    remover.remove_all(over[keep:])
+    chosen = over[keep:]
+    used = _saved_to(store, {state.submission.sid for state in chosen}) if chosen else {}
+    for sid, user in used.items():
+        remover.done.kept.append((sid, f"has the checkpoints of {user}, which continues it"))
+    remover.remove_all(state for state in chosen if state.submission.sid not in used)
     return remover.done
+
+
+def _saved_to(store: Store, chosen: Collection[str]) -> dict[str, str]:
+    """Return those of the chosen submissions in whose runs others save, with one such other."""
+    used = {}
+    for submission in store.submissions():
+        with contextlib.suppress(HpmlError, AttributeError, KeyError, TypeError):
+            if submission.sid not in chosen:
+                directory = submission.record()["job"]["checkpoint"]["directory"]
+                run = os.path.relpath(directory, store.runs_dir).partition(os.sep)[0]
+                used[re.sub(r"\.(\d+|\{array\.index\})$", "", run)] = submission.sid
+    return {sid: used[sid] for sid in chosen if sid in used}
 
 
 def is_own(path: Path) -> bool:
@@ -179,7 +195,7 @@ class _Remover:
         """Remove a submission with its runs; renamed first, so that no command sees half of it."""
         runs = self.runs[sid]
         # First what only the submission's own record leads to.
-        local = self._local_job(sid, directory)
+        local = self._local_jobs(sid, directory)
         try:
             if not self._dry_run:
                 hidden = directory.with_name(f".{sid}.pruned")
@@ -203,17 +219,19 @@ class _Remover:
         end = (state.state, state.ended) if state else ("LEFT OVER", None)
         self.done.removed.append(Removed(sid, *end, runs=len(runs), bytes=freed))
 
-    def _local_job(self, sid: str, directory: Path) -> list[Path]:
-        """Return the local backend's directory of a submission's job, on whichever host it ran."""
-        submission = Submission(directory)
+    def _local_jobs(self, sid: str, directory: Path) -> list[Path]:
+        """Return the local backend's directories of a submission's jobs, on whichever host."""
+        submission, found = Submission(directory), []
         with contextlib.suppress(HpmlError, KeyError, TypeError):
-            record, job = submission.record(), submission.job()
-            if record["backend"] == "local" and job is not None:
+            record = submission.record()
+            if record["backend"] == "local":
                 home = self._store.local_home(str(record["host"]))
-                path = home / "jobs" / str(job["job_id"])
-                if os.path.basename(read_json(path / "job.json")["directory"]) == sid:
-                    return [path]
-        return []
+                for job_id in sorted(submission.job_ids()):
+                    path = home / "jobs" / job_id
+                    with contextlib.suppress(HpmlError, KeyError, TypeError):
+                        if os.path.basename(read_json(path / "job.json")["directory"]) == sid:
+                            found.append(path)
+        return found
 
     def _remove_shared(self, path: Path) -> None:
         info = os.lstat(path)

@@ -1,4 +1,4 @@
-"""Have a run go on: ask a running one to save and be requeued, or continue one that is over.
+"""Have a run continue: ask a running one to save and be requeued, or continue one that is over.
 
 A continuation is another sbatch in the directory of the run's submission. It obeys the same rules
 as a submission: never two jobs, never a lost one, whenever hpml is killed.
@@ -18,6 +18,7 @@ from hpml_orchestrator.errors import (
 )
 from hpml_orchestrator.records.progress import nodes_to_avoid
 from hpml_orchestrator.runs.backend import backends_of, elsewhere, not_here
+from hpml_orchestrator.runs.resubmit import refuse_if_continued
 from hpml_orchestrator.runs.state import reopen, run_of
 from hpml_orchestrator.runs.status import UNREADABLE, states
 from hpml_orchestrator.runs.submit import next_outcome
@@ -49,10 +50,10 @@ def requeue(
     notice: Callable[[str], None] = lambda _: None,
     backends: Backends | None = None,
 ) -> dict[str, str]:
-    """Have a run or one task of an array go on; return `id`, `job_id` and `outcome`.
+    """Have a run or one task of an array continue; return `id`, `job_id` and `outcome`.
 
     Raises:
-        InputError: there is nothing to go on with, or it belongs to another cluster.
+        InputError: there is nothing to continue, or it belongs to another cluster.
         SchedulerError: the scheduler refused the continuation; there is no job.
         SchedulerUnavailable: the scheduler gives no answer; the same call looks for the job.
     """
@@ -65,7 +66,7 @@ def requeue(
         raise not_here(state.reason, field="RUN", value=label)
     if state.tasks:
         hint = f"hpml requeue {label}.{state.tasks[0].submission.index}"
-        raise _wrong(label, "is a job array: tasks go on one by one", hint)
+        raise _wrong(label, "is a job array: tasks continue one by one", hint)
     record = submission.record()
     scheduler = backends(state.backend, str(record["host"]))
     if where := elsewhere(record, scheduler):
@@ -74,12 +75,13 @@ def requeue(
     if not (state.over or state.lost) and state.job_id:
         return _ask_to_stop(state, newest)
     if state.state == "COMPLETED":
-        raise _wrong(label, "has completed: there is nothing to go on with")
+        raise _wrong(label, "has completed: there is nothing to continue")
     if newest is None or not newest.job_id:
         hint = f"hpml submit --resume {submission.sid}" if not state.job_id else "submit it again"
-        raise _wrong(label, "has never started: there is nothing to go on with", hint)
+        raise _wrong(label, "has never started: there is nothing to continue", hint)
+    refuse_if_continued(store, state, backends=backends)
     job_id = _continue(store, state, newest, scheduler, environment, clock, sleep, notice)
-    return {"id": label, "job_id": job_id, "outcome": f"goes on in job {job_id}"}
+    return {"id": label, "job_id": job_id, "outcome": f"continues in job {job_id}"}
 
 
 def _ask_to_stop(state: State, newest: Attempt | None) -> dict[str, str]:
@@ -98,7 +100,7 @@ def _ask_to_stop(state: State, newest: Attempt | None) -> dict[str, str]:
     if newest.stop_request() is None:
         newest.request_stop("requested", by="hpml requeue", now=time.time())
     reason = str((newest.stop_request() or {}).get("reason", "requested"))
-    outcome = f"job {state.job_id} was asked to save and go on ({reason})"
+    outcome = f"job {state.job_id} was asked to save and continue ({reason})"
     return {"id": label, "job_id": state.job_id, "outcome": outcome}
 
 
@@ -122,7 +124,7 @@ def _continue(
         job_id = str((submission.job() or {}).get("job_id", ""))
         if job_id not in known:
             return job_id
-        start = newest.newest_start()  # before the look: it says nothing about later ones
+        start = newest.newest_start()  # before the look, which does not see later ones
         outcome = next_outcome(store, submission, newest, scheduler, known=known, now=clock())
         if isinstance(outcome, Found):
             return outcome.job_id

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from hpml_orchestrator.errors import RecordError, counted
+from hpml_orchestrator.errors import HpmlError, RecordError, counted
 from hpml_orchestrator.records.texts import (
     clock_text,
     elapsed_text,
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
 
     from hpml_orchestrator.records.store import Attempt
     from hpml_orchestrator.runs.described import Description
+    from hpml_orchestrator.runs.life import Life
     from hpml_orchestrator.runs.state import State
 
 __all__ = ["AttemptReport", "array_lines", "attempt_reports", "summary_lines", "task_rows"]
@@ -39,8 +41,16 @@ _WAITING = [state.value for state in JobState if state.waiting]
 _OVER = [state.value for state in JobState if state.over]
 
 
-def summary_lines(state: State, summary: Summary) -> list[tuple[str, str]]:
-    """Return name and text of each line of a run's summary."""
+def summary_lines(
+    state: State, summary: Summary, life: Life | None = None
+) -> list[tuple[str, str]]:
+    """Return name and text of each line of a run's summary.
+
+    Args:
+        state: of the run.
+        summary: of its last attempt.
+        life: the run over all of its attempts; None before the first.
+    """
     staged = []
     if summary.nodes:
         size = f"{exact_bytes(summary.staged_bytes)} in {summary.staging_seconds:.2f} s"
@@ -61,7 +71,8 @@ def summary_lines(state: State, summary: Summary) -> list[tuple[str, str]]:
             "reason": [reason] if reason else [],
             **_what(described),
             **_when(state),
-            "attempts": _attempts(attempt_reports(state), state),
+            "attempts": _attempts(attempt_reports(state), state, life),
+            **_life(state, life),
             **_code(described),
             "staged": staged,
             "collected": summary.collected_lines,
@@ -261,18 +272,19 @@ class AttemptReport:
         return {**asdict(self), "error": str(self.error) if self.error else None}
 
     def __str__(self) -> str:
+        number = self.number + 1
         if self.error is not None:
-            return f"{self.number}: cannot be read"
+            return f"{number}: cannot be read"
         where = f" on {self.nodes}" if self.nodes else ""
         if not self.over:
             since = f" since {clock_text(self.started)}" if self.started else ""
-            return f"{self.number}: {self.reason}{since}{where}"
+            return f"{number}: {self.reason}{since}{where}"
         text = self.reason or "left no record of its end; last event"
         if self.reason == "failed" and self.exit_code is not None:
             text += f" with exit code {self.exit_code}"
         end = self.ended or self.last_written
         after = f" after {seconds_text(max(0, end - self.started))}" if end and self.started else ""
-        return f"{self.number}: {text}{after}{where}{f', {clock_text(end)}' if end else ''}"
+        return f"{number}: {text}{after}{where}{f', {clock_text(end)}' if end else ''}"
 
 
 def attempt_reports(state: State) -> list[AttemptReport]:
@@ -285,14 +297,36 @@ def attempt_reports(state: State) -> list[AttemptReport]:
     return [_report(attempt, state, last=attempt is attempts[-1]) for attempt in attempts]
 
 
-def _attempts(reports: list[AttemptReport], state: State) -> list[str]:
+def _attempts(reports: list[AttemptReport], state: State, life: Life | None) -> list[str]:
     """Return the lines about the attempts of a run that was or will be requeued."""
-    if len(reports) <= 1 and state.state not in _WAITING:
+    stays = life is not None and life.attempts[-1].stays
+    if len(reports) <= 1 and state.state not in _WAITING and not stays:
         return []
-    lines = [str(report) for report in reports[-_SHOWN:]]
+    lived = life.attempts if life is not None else ()
+    texts = {one.number: f"; {one}" if str(one) else "" for one in lived}
+    lines = [f"{report}{texts.get(report.number, '')}" for report in reports[-_SHOWN:]]
+    if life is not None and life.attempts[-1].stays not in reports[-1].reason:
+        lines[-1] += f"; does not continue: {life.attempts[-1].stays}"
     if len(reports) > _SHOWN:
         lines.insert(0, f"{len(reports)}, of which the last {_SHOWN}:")
     return lines
+
+
+def _life(state: State, life: Life | None) -> dict[str, list[str]]:
+    """Return the lines about the attempts together, and about the rest of the training."""
+    if life is None:
+        return {}
+    continues = []
+    with contextlib.suppress(HpmlError):
+        continues = [str(run) for run in [state.submission.record().get("continues")] if run]
+    lines = {
+        "continues": continues,
+        "now": [life.line] if life.left_seconds is not None and life.line else [],
+        "restarts": [life.restarts] if life.restarts else [],
+        "progress": [life.progress] if life.progress and not state.over else [],
+        "advice": [life.advice] if life.advice else [],
+    }
+    return {name: text for name, text in lines.items() if text}
 
 
 def _report(attempt: Attempt, state: State, *, last: bool) -> AttemptReport:

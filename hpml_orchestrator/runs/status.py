@@ -326,7 +326,7 @@ def _between(own: Attempt, state: JobState, now: float) -> dict[str, Any]:
             "job_id": "",
             "state": "SUBMITTING",
             "over": False,
-            "reason": "it goes on in another job",
+            "reason": "it continues in another job",
         }
     rid = own.directory.parents[1].name
     return {

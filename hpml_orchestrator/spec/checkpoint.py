@@ -1,4 +1,4 @@
-"""The job file's `checkpoint`: how a run saves its state, and when it goes on."""
+"""The job file's `checkpoint`: how a run saves its state, and when it continues."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ __all__ = ["REASONS", "SIGNALS", "Checkpoint", "Reason"]
 
 Reason = Literal["time_limit", "preemption", "node_failure", "hang"]
 REASONS: tuple[Reason, ...] = ("time_limit", "preemption", "node_failure", "hang")
-"""Ends after which a run can go on by itself."""
+"""Ends after which a run can continue by itself."""
 
 SIGNALS = ("USR1", "USR2", "HUP", "INT", "TERM")
 """Signals that a program can take as a request to save and stop."""
@@ -71,7 +71,7 @@ def _placeholder_fault(path: str) -> str:
     for match in BRACES.finditer(path):
         shown, name = match[0], match[1]
         if name == "job.id":
-            return "{job.id} changes when the run goes on: use {run.id}"
+            return "{job.id} changes when the run continues: use {run.id}"
         if not PLACEHOLDER.fullmatch(shown):
             meant = intended_placeholder(name)
             if meant is not None:
@@ -99,10 +99,10 @@ Signal = Annotated[
 
 
 class Checkpoint(Model):
-    """How a run saves its state before it is stopped, and when it goes on from there."""
+    """How a run saves its state before it is stopped, and when it continues from there."""
 
     enabled: StrictBool = False
-    """Whether the run saves and goes on; a mapping in a job file implies `true`."""
+    """Whether the run saves and continues; a mapping in a job file implies `true`."""
     directory: text.PathText = "checkpoints"
     """Directory of the checkpoints, `{checkpoint.dir}` in arguments. A relative path is in the
     run's directory, so that two runs never mix; an absolute one must be on shared storage and is
@@ -114,7 +114,7 @@ class Checkpoint(Model):
     requeue: Annotated[
         list[Reason], BeforeValidator(_reasons, json_schema_input_type=list[Reason])
     ] = Field(default=[*REASONS])
-    """Ends after which the run goes on by itself; with `[]` it saves and ends there."""
+    """Ends after which the run continues by itself; with `[]` it saves and ends there."""
     attempts: Annotated[StrictInt, Field(ge=1, le=10_000)] = 20
     """Maximum attempts of the run, the first included. It also ends after three attempts in a row
     without progress."""
@@ -141,19 +141,24 @@ class Checkpoint(Model):
             raise ValueError("must not hold $, *, ? or control characters: they stay as written")
         path = os.path.normpath(inside or ".")
         if path.startswith("~"):
-            raise ValueError("there is no such user: give an absolute path")
+            raise ValueError("names an unknown user: give an absolute path")
         if path == "." or path.split("/")[0] == "..":
             raise ValueError(
                 "must be a directory inside of the run's, such as checkpoints, or an absolute path"
             )
         if path.strip("/") == "":
-            raise ValueError("must be a directory of its own, not the root")
+            raise ValueError("must be a directory, not the root of all")
         return path
 
     @property
     def is_shared(self) -> bool:
         """Whether other runs may use the same directory: its path is absolute."""
         return os.path.isabs(self.directory)
+
+    @property
+    def is_per_run(self) -> bool:
+        """Whether each run, and each task of an array, has its own directory."""
+        return not self.is_shared or any(f"{{{name}}}" in self.directory for name in _IN_DIRECTORY)
 
     @property
     def lead_seconds(self) -> int | None:

@@ -365,7 +365,7 @@ class Job(Model):
             lambda value: spelled_out("checkpoint", value), json_schema_input_type=bool | Checkpoint
         ),
     ] = Checkpoint()
-    """Whether the run saves before its time limit, at preemption and at a hang, and goes on from
+    """Whether the run saves before its time limit, at preemption and at a hang, and continues from
     there: `true`, `false`, or a mapping."""
 
     @field_validator("launcher", mode="before")
@@ -426,12 +426,10 @@ class Job(Model):
                 yield f"stage: the name {name!r} is used twice"
 
     def _checkpoint_contradictions(self) -> Iterator[str]:
-        directory = self.checkpoint.directory
-        tells_tasks_apart = re.search(r"\{(run\.id|array\.index)\}", directory)
-        if self.array is not None and self.checkpoint.is_shared and not tells_tasks_apart:
+        if self.array is not None and not self.checkpoint.is_per_run:
             yield (
-                f"checkpoint.directory: {directory} would be the directory of every task: put "
-                "{run.id} or {array.index} into it, or give a relative path"
+                f"checkpoint.directory: {self.checkpoint.directory} would be the directory of "
+                "every task: put {run.id} or {array.index} into it, or give a relative path"
             )
         for option in self.resources.extra:
             if option.partition("=")[0] == "--signal":

@@ -8,7 +8,6 @@ is over without asking; for the rest there is one question for all.
 
 from __future__ import annotations
 
-import contextlib
 import shlex
 import shutil
 from dataclasses import asdict, dataclass, replace
@@ -19,11 +18,11 @@ from hpml_orchestrator.errors import InputError, SchedulerError, SchedulerUnavai
 from hpml_orchestrator.records.files import (
     create_json,
     read_json,
-    read_text_or_nothing,
     write_json,
     write_text,
 )
 from hpml_orchestrator.records.ids import new_id
+from hpml_orchestrator.records.run import PRUNED
 from hpml_orchestrator.records.store import Store, Submission
 from hpml_orchestrator.runs.after import outstanding
 from hpml_orchestrator.runs.backend import cluster_name
@@ -285,7 +284,7 @@ def completed(store: Store, batch: Batch, indices: Collection[int]) -> Iterator[
         task = batch.submission(store, index)
         attempt = run_of(task).newest()
         end = attempt.ended if attempt else None
-        if attempt and end and end.get("state") == JobState.COMPLETED:
+        if attempt and end and end.get("state") == JobState.COMPLETED and not end.get("goes_on"):
             begun = attempt.started
             job = {"job_id": f"{batch.job_id}_{index}", "state": "COMPLETED", "over": True}
             times = {"started": begun.time if begun else None, "ended": float(end["time"])}
@@ -321,9 +320,9 @@ def evaluations(task: Submission, metric: str) -> list[tuple[int, float]]:
         task: one task of an array.
         metric: a figure of the result; evaluations may call `test_accuracy` just `accuracy`.
     """
-    attempt = run_of(task).newest()
     values: dict[int, float] = {}
-    for event in attempt.milestones() if attempt else ():
+    events = (event for attempt in run_of(task).attempts() for event in attempt.milestones())
+    for event in events:
         data = event.data
         value = data.get(metric, data.get(metric.removeprefix("test_")))
         if event.event == "evaluation" and not data.get("final") and value is not None:
@@ -333,16 +332,20 @@ def evaluations(task: Submission, metric: str) -> list[tuple[int, float]]:
 
 
 def ask_to_stop(task: Submission, now: float) -> float:
-    """Ask a run to stop at its next step, by a file that says since when; return that."""
+    """Ask a run to stop at its next step, for good; return since when it is asked."""
     attempt, asked_at = run_of(task).newest(), stop_asked_at(task)
     if attempt is not None and asked_at is None:
-        write_text(attempt.directory / "stop", f"{now}\n")
+        attempt.request_stop(PRUNED, by="search", now=now)
     return now if asked_at is None else asked_at
 
 
 def stop_asked_at(task: Submission) -> float | None:
-    """Return when the search asked a run to stop; None where it did not, even if a user did."""
+    """Return when the search asked a run to stop; None if it did not, even if something else did.
+
+    If the attempt was to stop for another reason already, the next one is asked.
+    """
     attempt = run_of(task).newest()
-    with contextlib.suppress(ValueError):
-        return float(read_text_or_nothing(attempt.directory / "stop") if attempt else "")
+    for request in attempt.stop_requests() if attempt else ():
+        if request["reason"] == PRUNED:
+            return float(request["time"])
     return None

@@ -314,7 +314,10 @@ class Controller:
 
     def _cancel(self) -> None:
         """Cancel what is out, of a sweep that was cancelled; as often as the scheduler is asked."""
-        ids = [batch.job_id for batch, _ in self._running()]
+        ids: list[str] = []
+        for batch, _ in self._running():
+            continued = batch.submission(self._store).continued()
+            ids += [batch.job_id, *continued.values()]
         try:
             if ids and self._may_ask:
                 self._scheduler.cancel(ids)

@@ -159,6 +159,14 @@ class _Planner:
                 value=self.base.array,
                 hint=f"remove `array` from {sweep.base}",
             )
+        own = self.base.checkpoint
+        if own.enabled and not own.is_per_run:
+            raise InputError(
+                "would be the directory of every run of the sweep",
+                field="checkpoint.directory",
+                value=own.directory,
+                hint="give a relative path, or put {run.id} into it",
+            )
         self.arguments = Arguments(self.base.args)
         self.base_ranks = self.base.resources.nodes * self.base.resources.ranks
         self.kinds = {axis: _kind(sweep, axis) for axis in sweep.axes}

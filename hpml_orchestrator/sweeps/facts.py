@@ -11,6 +11,7 @@ from hpml_orchestrator.sweeps.rows import Row
 from hpml_orchestrator.sweeps.statistics import Estimate, Speedup
 
 __all__ = [
+    "CONTINUED",
     "MEASURED",
     "NOT_ATTEMPTED",
     "PARTS",
@@ -30,6 +31,9 @@ MEASURED = "COMPLETED"
 
 NOT_ATTEMPTED = ("WAITING", "EXCLUDED")
 """States of planned points that were never submitted."""
+
+CONTINUED = "CONTINUED"
+"""The state of attempts whose work the next one continued from a checkpoint."""
 
 TIMED_OUT = ("TIMEOUT", "DEADLINE")
 """States of runs that would have taken longer: those that are left are the fast ones."""
@@ -216,7 +220,8 @@ class Report:
         accuracy_name: what `accuracy` is: `test accuracy`, or what the program calls it.
         mixed: why no speedups are given, by rule 1 (equal batches), or empty.
         states: attempts, and points that were never attempted, by state.
-        failed: costs of attempts that are neither complete nor pruned, requeued starts included.
+        failed: costs of attempts that are neither complete, nor pruned, nor continued; requeued
+            starts included.
         best: number of the best setting, None where nothing can be recommended.
         provenance: where the figures come from, by heading.
     """

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Sequence
 
 from hpml_orchestrator.errors import counted
 from hpml_orchestrator.records.texts import first_few
-from hpml_orchestrator.sweeps.facts import MEASURED, Notice, Report, Setting
+from hpml_orchestrator.sweeps.facts import CONTINUED, MEASURED, Notice, Report, Setting
 from hpml_orchestrator.sweeps.plan import SweepPlan
 from hpml_orchestrator.sweeps.statistics import MIN_REPEATS, distinguishable
 from hpml_orchestrator.sweeps.wording import (
@@ -114,7 +114,7 @@ def notices(
         if report.search:
             text += " The best of many trials is partly the luckiest: repeat it to know its figure."
         yield Notice("Few repeats", text)
-    if missing := set(report.states) - {MEASURED, "PRUNED", "EXCLUDED"}:
+    if missing := set(report.states) - {MEASURED, "PRUNED", "EXCLUDED", CONTINUED}:
         title = "Not finished" if missing & UNFINISHED else "Not completed"
         yield Notice(title, f"{attempts_text({name: report.states[name] for name in missing})}.")
     if left := Counter(row.reason for row in rows if row.state == "EXCLUDED"):

@@ -83,7 +83,7 @@ def train_on(
     if generation == 0 or not completed:
         return None
     files = {one.number: runs / one.user_attrs["run"] / search.checkpoint for one in completed}
-    able = [trial for trial in completed if files[trial.number].is_file()]
+    able = [trial for trial in completed if files[trial.number].exists()]
     if not able:
         raise InputError(
             f"no run of generation {generation - 1} left this file; that of the best is "

@@ -21,6 +21,7 @@ from hpml_orchestrator.records.texts import clock_text
 from hpml_orchestrator.spec.sweep import SEARCHES, Search
 from hpml_orchestrator.sweeps import models, notices, statistics, wording
 from hpml_orchestrator.sweeps.facts import (
+    CONTINUED,
     MEASURED,
     PARTS,
     TIMED_OUT,
@@ -93,7 +94,7 @@ def build(plan: SweepPlan, rows: Sequence[Row]) -> Report:
         settings=tuple(settings),
         attempts=tuple(sorted(attempts, key=lambda one: (one.row.point, one.row.start))),
         costs=_costs(ordered),
-        failed=_costs([row for row in ordered if row.state not in {MEASURED, "PRUNED"}]),
+        failed=_costs([row for row in ordered if row.state not in {MEASURED, "PRUNED", CONTINUED}]),
         provenance=_provenance(plan, rows),
     )
     report = _ranked(report, paired=_in_blocks(plan))
@@ -119,7 +120,7 @@ def _complete(row: Row) -> bool:
 
 
 def _starts(row: Row) -> Iterable[Row]:
-    """Yield a row for each start that Slurm requeued within this one, then one for the last."""
+    """Yield a row for each start that was requeued within this one, then one for the last."""
     ended = row.ended or row.started or 0.0
     whole = math.fsum(start["seconds"] for start in row.requeued) + ended - (row.started or ended)
     left = 1.0
@@ -131,7 +132,7 @@ def _starts(row: Row) -> Iterable[Row]:
             row.start,
             run=row.run,
             job_id=row.job_id,
-            state="REQUEUED",
+            state=CONTINUED if start.get("continued") else "REQUEUED",
             reason=start["reason"],
             over=True,
             started=start["started"],

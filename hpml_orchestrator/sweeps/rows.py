@@ -15,7 +15,14 @@ from typing import TYPE_CHECKING, Any
 from hpml_orchestrator.errors import HpmlError, NotFoundError, RecordError, counted
 from hpml_orchestrator.records.files import read_json, read_text_or_nothing
 from hpml_orchestrator.runs.bound import node_topology
-from hpml_orchestrator.runs.monitored import JOULES_PER_KWH, numbers
+from hpml_orchestrator.runs.described import Hours, hours_of
+from hpml_orchestrator.runs.life import Life, read_life
+from hpml_orchestrator.runs.monitored import (
+    JOULES_PER_KWH,
+    monitored_nodes,
+    numbers,
+    together,
+)
 from hpml_orchestrator.runs.summary import Summary, binding_of, summarise
 
 if TYPE_CHECKING:
@@ -29,8 +36,6 @@ TEST_ACCURACIES = ("test_accuracy", "eval_accuracy", "evaluation_accuracy")
 """Figures of a result that are the accuracy on data that the training does not see."""
 
 _EVALUATED = "accuracy of the last evaluation"
-
-_HOUR_SECONDS = 3600.0
 
 
 @dataclass(frozen=True)
@@ -53,10 +58,11 @@ class Row:
     queued: float | None = None
     started: float | None = None
     ended: float | None = None
-    # Seconds by name: the phases of `runs.summary.Phase` without gaps; `evaluation` and
-    # `checkpoint` lie within training.
+    # Seconds by name: the phases of `runs.summary.Phase` of the last attempt, without gaps;
+    # `evaluation` and `checkpoint` lie within training.
     phases: Mapping[str, float] = field(default_factory=dict)
-    # From start to end without the queue: the headline, staging and I/O included.
+    # From start to end without the queue: the headline, staging and I/O included, with the
+    # attempts whose work the last one continues from a checkpoint.
     total_seconds: float | None = None
     training_seconds: float | None = None  # warm-up and training, as the program reports them
     samples_per_second: float | None = None  # of all ranks, steady state
@@ -84,8 +90,8 @@ class Row:
     # Cores allocated for each core requested; None if that was not recorded, and the hours are
     # those of the request.
     allocated: float | None = None
-    # Starts that Slurm requeued within this one: `started`, `ended`, `nodes`, `reason`, and their
-    # `seconds`. The hours include theirs.
+    # Starts that were requeued within this one: `started`, `ended`, `nodes`, `reason`, `seconds`,
+    # and `continued` if the next one continues their work. The hours include theirs.
     requeued: Sequence[Mapping[str, Any]] = ()
     energy_kwh: float | None = None  # of the GPUs, where measured
     gpu_active: float | None = None  # mean share of the time in which the GPUs computed
@@ -104,12 +110,15 @@ def row_of(plan: SweepPlan, shape: Shape, key: tuple[int, int], state: State) ->
 
     `key` has the numbers of the point and of the start.
     """
+    described = _described(replace(state.submission, index=None))
+    job, hours = described.pop("job"), None
     try:
         summary, attempts = summarise(state), state.run.attempts()
         placed = _placed(state, attempts[-1], shape) if attempts else {}
+        hours, life = hours_of(state, job, now=state.ended), read_life(state)
     except RecordError as error:  # damaged: the row says so, and the sweep goes on
         state = replace(state, reason=state.reason or str(error))
-        summary, attempts, placed = Summary(), [], {}
+        summary, attempts, placed, life = Summary(), [], {}, None
     result = summary.result or _result_file(state)
     told = numbers(result)
     phases = {phase.name: phase.seconds for phase in summary.phases}
@@ -119,10 +128,13 @@ def row_of(plan: SweepPlan, shape: Shape, key: tuple[int, int], state: State) ->
     begun = attempts[0].started if attempts else None
     took = None if state.started is None or state.ended is None else state.ended - state.started
     requeued = [_requeued(attempt) for attempt in attempts[:-1]]
-    seconds = math.fsum(start["seconds"] for start in requeued) + max(0.0, took or 0.0)
-    hours = seconds / _HOUR_SECONDS
+    hours = hours or Hours(0.0, 0.0, "requested", 0)
     given = numbers(dict(begun.data)) if begun else {}
-    cores, gpus = given.get("cpus") or shape.cores, given.get("gpus") or shape.gpus
+    cores = given.get("cpus") or shape.cores
+    continued = _continued(life, requeued)
+    earlier = math.fsum(start["seconds"] for start in continued)
+    for start in continued:
+        start["continued"] = True
     evaluations = _evaluations(attempts)
     name, accuracy = _accuracy(told, evaluations)
     # The script's own clock is finer than the scheduler's.
@@ -141,7 +153,7 @@ def row_of(plan: SweepPlan, shape: Shape, key: tuple[int, int], state: State) ->
         started=state.started or (begun.time if begun else None),
         ended=state.ended,
         phases=phases,
-        total_seconds=own or took,
+        total_seconds=(own or took or 0.0) + earlier or None,
         training_seconds=told.get("train_seconds"),
         samples_per_second=summary.samples_per_second or told.get("samples_per_second"),
         data_wait_ratio=summary.data_wait_ratio,
@@ -155,22 +167,33 @@ def row_of(plan: SweepPlan, shape: Shape, key: tuple[int, int], state: State) ->
         batch_per_rank=per_rank,
         batch_global=per_rank * world if per_rank and world else None,
         learning_rate=told.get("learning_rate"),
-        steps=whole.get("steps") or whole.get("steps_total"),
+        steps=whole.get("steps") or (life.step if life else None) or whole.get("steps_total"),
         epochs=whole.get("epochs"),
         world_size=world,
         nodes=state.nodes,
-        gpu_hours=hours * gpus,
-        core_hours=hours * cores,
-        node_hours=hours * shape.nodes,
+        gpu_hours=hours.gpu,
+        core_hours=hours.core,
+        node_hours=hours.wall * shape.nodes,
         allocated=cores / shape.cores if "cpus" in given and shape.cores else None,
         requeued=requeued,
         device=str(result.get("device", "")),
         result=result,
         binding=summary.binding,
     )
-    return replace(
-        row, **placed, **_monitored(summary), **_described(replace(state.submission, index=None))
-    )
+    return replace(row, **placed, **_monitored(summary, attempts[:-1]), **described)
+
+
+def _continued(life: Life | None, requeued: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return the earlier starts whose work the last one continues, from a checkpoint.
+
+    Those before an attempt that began from the start again are not among them.
+    """
+    lived, found = life.attempts if life else (), []
+    for before, after, start in reversed([*zip(lived, lived[1:], requeued, strict=False)]):
+        if not (after.resumed or before.goes_on):
+            break
+        found.append(start)
+    return found
 
 
 def _result_file(state: State) -> dict[str, Any]:
@@ -276,10 +299,13 @@ def _cpu_model(attempt: Attempt, node: str) -> str:
     return ""
 
 
-def _monitored(summary: Summary) -> dict[str, Any]:
-    """Return energy and activity of the GPUs, where they were monitored."""
-    figures = [gpu.figures for gpu in (summary.monitor.gpus if summary.monitor else ())]
-    joules = [gpu["energy_joules"] for gpu in figures if "energy_joules" in gpu]
+def _monitored(summary: Summary, earlier: Sequence[Attempt]) -> dict[str, Any]:
+    """Return energy of all attempts and activity of the last one's GPUs, where monitored."""
+    last = summary.monitor
+    wholes = [last, *(together(monitored_nodes(attempt)) for attempt in earlier)]
+    figures = [gpu.figures for gpu in (last.gpus if last else ())]
+    every = [gpu.figures for whole in wholes if whole for gpu in whole.gpus]
+    joules = [gpu["energy_joules"] for gpu in every if "energy_joules" in gpu]
     active = [gpu.get("sm_active_ratio", gpu.get("utilization_ratio")) for gpu in figures]
     shares = [share for share in active if share is not None]
     return {
@@ -288,9 +314,13 @@ def _monitored(summary: Summary) -> dict[str, Any]:
     }
 
 
-@functools.lru_cache(maxsize=16)
 def _described(submission: Submission) -> dict[str, Any]:
-    """Return what all tasks of a submission share: its time, the code, the environment."""
+    """Return what all tasks of a submission share: its job, time, code and environment."""
+    return dict(_read_described(submission))
+
+
+@functools.lru_cache(maxsize=16)
+def _read_described(submission: Submission) -> dict[str, Any]:
     record = submission.record()
     git = record["provenance"]["git"] or {}
     code = str(git.get("commit", ""))
@@ -300,6 +330,7 @@ def _described(submission: Submission) -> dict[str, Any]:
         code += f"+dirty-{digest}"
     parts = [record["job"]["environment"], record["provenance"]["python"]]
     return {
+        "job": record["job"],
         "queued": submission.started_at(),
         "code": code,
         "environment": _digest(json.dumps(parts, sort_keys=True)),

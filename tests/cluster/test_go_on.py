@@ -12,8 +12,9 @@ from tests.cluster.hpml_on_slurm import Desk, eventually
 PROGRAM = (
     "import os, signal, sys, time\n"
     "signal.signal(signal.SIGUSR1, lambda *_: sys.exit(0))\n"
-    "open(sys.argv[1], 'a').write('start\\n')\n"
-    "n = open(sys.argv[1]).read().count('start')\n"
+    "path = sys.argv[1] + os.environ['RANK']\n"
+    "open(path, 'a').write('start\\n')\n"
+    "n = open(path).read().count('start')\n"
     "open(os.path.join(os.environ['HPML_CHECKPOINT_DIR'], str(n)), 'w').close()\n"
     "time.sleep(600 if n < int(sys.argv[2]) else 0)\n"
 )
@@ -31,7 +32,7 @@ def start(desk: Desk, name: str, starts: int = 2, **fields: Any) -> dict[str, An
 
 def started(desk: Desk, name: str, count: int) -> None:
     """Wait until the program was started so often."""
-    path = desk.directory / name
+    path = desk.directory / f"{name}0"
     eventually(lambda: path.exists() and path.read_text().count("start") >= count)
 
 
@@ -61,19 +62,25 @@ def test_a_run_is_requeued_as_it_was_asked(desk: Desk) -> None:
     """`hpml requeue` of a running run: the same job runs once more, and nodes may be left out."""
     job = start(desk, "asked")
     started(desk, "asked", 1)
+    (attempt,) = Path(job["directory"], "attempts").iterdir()
+    (node,) = (path.name.partition(".")[0] for path in (attempt / "nodes").glob("*.ready.json"))
+    (attempt / "nodes" / f"{node}.failed.json").write_text(json.dumps({"node": node}))
     assert "asked to save" in desk.hpml("requeue", job["id"]).stdout
     state = over(desk, job)
     assert (state["state"], state["job_id"]) == ("COMPLETED", job["job_id"])
     first, second = attempts(job)
     assert (first["goes_on"], first["why"], first["job"]) == (True, "requested", job["job_id"])
     assert (second["goes_on"], second["exit_code"], second["job"]) == (False, 0, job["job_id"])
+    (other,) = Path(job["directory"], "attempts", "1", "nodes").glob("*.ready.json")
+    assert other.name.partition(".")[0] != node
     assert "has completed" in desk.hpml("requeue", job["id"], code=2).stderr
 
 
 def test_a_continuation_where_requeueing_is_forbidden(desk: Desk) -> None:
     """Another job continues the run, in the same records; both are found by their ids."""
-    job = start(desk, "forbidden", resources={"time": "00:10:00", "extra": ["--no-requeue"]})
+    job = start(desk, "forbidden")
     started(desk, "forbidden", 1)
+    desk.slurm("scontrol", "update", f"JobId={job['job_id']}", "Requeue=0")
     desk.hpml("requeue", job["id"])
     state = over(desk, job)
     assert state["state"] == "COMPLETED"
@@ -98,15 +105,31 @@ def test_a_preempted_run_goes_on_once(desk: Desk) -> None:
     resources = {"time": "00:10:00", "partition": "low"}
     job = start(desk, "preempted", resources=resources)
     started(desk, "preempted", 1)
-    other = desk.submit(
-        "first", command=["sleep", "3"], resources={"nodes": 2, "extra": ["--exclusive"]}
-    )
+    both = {"nodes": 2, "exclusive": True}
+    other = desk.submit("first", command=["sleep", "3"], resources=both)
     assert over(desk, other)["state"] == "COMPLETED"
     state = over(desk, job)
     assert (state["state"], state["job_id"]) == ("COMPLETED", job["job_id"])
     assert len(attempts(job)) == 2
     assert desk.jobs_of(Path(job["submission"])) == [job["job_id"]]
-    assert (desk.directory / "preempted").read_text() == "start\n" * 2
+    assert (desk.directory / "preempted0").read_text() == "start\n" * 2
+
+
+def test_a_run_goes_on_after_the_failure_of_a_node(desk: Desk) -> None:
+    """Slurm requeues the job by itself as soon as there are nodes again: one attempt more."""
+    job = start(desk, "failure", resources={"time": "00:10:00", "nodes": 2})
+    started(desk, "failure", 1)
+    node = desk.cluster.nodes[1]
+    desk.slurm("scontrol", "update", f"NodeName={node}", "State=DOWN", "Reason=test")
+    try:
+        eventually(lambda: desk.json("status", job["id"])[0]["state"] == "PENDING")
+    finally:
+        # Its slurmd lives and may have brought it back already.
+        desk.cluster.run("scontrol", "update", f"NodeName={node}", "State=RESUME", check=False)
+    state = over(desk, job)
+    assert (state["state"], state["job_id"]) == ("COMPLETED", job["job_id"])
+    assert len(attempts(job)) == 2
+    assert desk.jobs_of(Path(job["submission"])) == [job["job_id"]]
 
 
 def test_a_cancelled_run_does_not_go_on(desk: Desk) -> None:

@@ -16,7 +16,7 @@ from tests.cluster.hpml_on_slurm import MPIRUN_AS_ROOT, ROOT, Desk
 PYTHON = sys.executable
 pytestmark = pytest.mark.alone
 
-FILES = "ddp_images horovod_images hpml_channel make_digits".split()
+FILES = "ddp_images horovod_images hpml_channel hpml_checkpoint make_digits".split()
 
 
 @pytest.fixture(scope="module", autouse=True)

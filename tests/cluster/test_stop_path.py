@@ -12,7 +12,7 @@ import pytest
 
 from tests.cluster.hpml_on_slurm import MPIRUN_AS_ROOT, PYTHON, Desk, eventually
 
-# A rank that saves for a while after it was asked to stop, or goes on for ever.
+# A rank that waits for a stop request and then saves for a while.
 RANK = """\
 import json, os, signal, socket, sys, time
 seconds = float(sys.argv[1])

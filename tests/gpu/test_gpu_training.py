@@ -38,7 +38,7 @@ def test_one_gpu_trains_under_nccl_with_mixed_precision(
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
     command += ["--nproc-per-node=1", str(JOBS / "ddp_images.py"), "--data", str(digits)]
     command += ["--device", "cuda", "--amp", amp, "--target-accuracy", "0.95", "--epochs", "8"]
-    command += ["--checkpoint", str(tmp_path / "c.pt"), "--resume", "--output", str(tmp_path)]
+    command += ["--checkpoint", str(tmp_path / "c"), "--output", str(tmp_path)]
     for more in (["--stop-after-epochs", "4"], []):
         done = subprocess.run(
             [*command, *more],

@@ -38,7 +38,8 @@ def test_what_a_pack_needs_is_told(digits: Path, tmp_path: Path) -> None:
     dest = tmp_path / "pack"
     pack(PackRequest(str(digits), str(dest)))
     (tmp_path / "alone").mkdir()
-    shutil.copy(TRAIN, tmp_path / "alone")
+    for name in ("ddp_images.py", "hpml_checkpoint.py"):
+        shutil.copy(JOBS / name, tmp_path / "alone")
     done = run([tmp_path / "alone" / "ddp_images.py", "--data", dest])
     assert done.returncode == 2
     assert "is a pack: copy hpml_packed.py" in done.stderr.splitlines()[-1]

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import json
 import random
+import re
 import resource
+import shutil
+import uuid
 from collections.abc import Callable, Iterator
 from itertools import count
 from pathlib import Path
@@ -13,7 +16,18 @@ from typing import Any
 
 import pytest
 
-from tests.unit.training_runs import JOBS, TRAINS, load, run_ranks
+from hpml_orchestrator.node.channel import ChannelReader
+from hpml_orchestrator.records import events
+from tests.patience import eventually
+from tests.unit.training_runs import (
+    JOBS,
+    LIMIT_SECONDS,
+    TRAINS,
+    finish,
+    load,
+    run_ranks,
+    start_ranks,
+)
 
 pytestmark = TRAINS
 
@@ -232,11 +246,24 @@ torch.manual_seed(rank)
 checkpoints = Checkpoints(home, keep=2)
 assert checkpoints.load() is None
 
-# Each rank learns one step later what the other one wants.
+# What one rank wants, both learn at the same call, one after it was sent, and never again.
 agreement = StopAgreement(checkpoints.ranks)
-seen = [agreement.exchange(rank == 1 and step == 3) for step in range(6)]
-assert seen == [0, 0, 0, 0, 1, 0], seen
-assert agreement.finish() == 0
+for pause, wish_at, most in ((0.0, 5, 100_000), (0.02, 2, 20), (0.2, 3, 2)):
+    seen = []
+    for call in range(wish_at + most):
+        seen.append(agreement.exchange(2 if rank == 1 and call >= wish_at else 0))
+        if seen[-1]:
+            break
+        time.sleep(pause)
+    assert seen[-1] == 2 and not any(seen[:-1]), seen
+    assert checkpoints.ranks.gather(len(seen)) == [len(seen)] * 2
+    agreement.finish()
+assert [agreement.exchange(rank), agreement.exchange(0), agreement.finish()] == [0, 1, 0]
+assert [agreement.exchange(0), agreement.exchange(0)] == [0, 0]
+for call in range(1000):
+    agreement.exchange(0)
+agreement.exchange(rank)
+assert agreement.finish() == 1
 
 # Shards of each rank, and a random state of each rank.
 mesh = init_device_mesh("cpu", (2,))
@@ -292,3 +319,34 @@ def test_two_ranks_do_everything_together(tmp_path: Path) -> None:
     assert [(rank.returncode, rank.stdout) for rank in ranks] == [(0, "done\n")] * 2, ranks
     skipped = f"checkpoint {tmp_path}/home/step-00000008 is skipped: shards/__1_0.distcp is"
     assert [rank.stderr.count(skipped) for rank in ranks] == [1, 0]
+
+
+def test_the_loop_of_the_readme_stops_and_resumes(job: ModuleType, tmp_path: Path) -> None:
+    """Two ranks that were stopped and resumed end with the weights of two that were not."""
+    found = re.search(r"```python train.py\n(.*?)```", (JOBS / "README.md").read_text(), re.DOTALL)
+    assert found is not None
+    (tmp_path / "train.py").write_text(found[1])
+    for name in ("hpml_channel.py", "hpml_checkpoint.py"):
+        shutil.copy(JOBS / name, tmp_path)
+    command = [tmp_path / "train.py"]
+    whole = run_ranks(2, command, HPML_CHECKPOINT_DIR=str(tmp_path / "whole"))
+    assert [rank.returncode for rank in whole] == [0, 0], whole
+
+    parts = {"HPML_CHECKPOINT_DIR": str(tmp_path / "parts")}
+    file = tmp_path / "n1.jsonl"
+    with ChannelReader(f"hpml/test/{uuid.uuid4().hex}", file, "n1") as reader:
+        ranks = start_ranks(2, command, HPML_CHANNEL=reader.name, **parts)
+        eventually(reader.peers.by_pid, seconds=LIMIT_SECONDS)
+        reader.ask_to_stop("preemption")  # before the process group is there
+        assert [finish(rank).returncode for rank in ranks] == [0, 0]
+    stops = [event for event in events.read(file) if event.event == "stopping"]
+    steps = {event.data["step"] for event in stops}
+    assert len(stops) == 2
+    assert steps == {job.Checkpoints(tmp_path / "parts").latest().step}
+    assert steps < set(range(100))
+
+    rest = run_ranks(2, command, **parts)
+    assert [rank.returncode for rank in rest] == [0, 0], rest
+    states = [job.Checkpoints(tmp_path / name).latest().state for name in ("whole", "parts")]
+    assert repr(states[0]) == repr(states[1])
+    assert states[0]["model"]["module.weight"].equal(states[1]["model"]["module.weight"])

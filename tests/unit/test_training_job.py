@@ -1,29 +1,35 @@
 """The training jobs, as a user runs them: real processes, real torchrun, real files."""
 
+import json
 import re
 import shutil
-import signal
+import sys
 import tarfile
 import uuid
 from collections.abc import Sequence
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
+from typing import Any
 
 import pytest
 
 from hpml_orchestrator.node.channel import ChannelReader
 from hpml_orchestrator.records import events
 from hpml_orchestrator.runs.summary import Timeline, phases
+from tests.patience import eventually
 from tests.unit.training_runs import (
     DIGITS,
     JOBS,
+    LIMIT_SECONDS,
     TRAINS,
     finish,
+    free_port,
     load,
     result_of,
     run,
     run_ranks,
     start,
+    start_ranks,
 )
 
 TRAIN = JOBS / "ddp_images.py"
@@ -44,7 +50,11 @@ def train_here(job: ModuleType, arguments: Sequence[object]) -> None:
 @pytest.fixture(scope="module")
 def job() -> ModuleType:
     """Return ddp_images.py as a module, for what needs no process of its own."""
-    return load(TRAIN)
+    sys.path.insert(0, str(JOBS))
+    try:
+        return load(TRAIN)
+    finally:
+        sys.path.remove(str(JOBS))
 
 
 def test_digits_are_written_once_and_whole(digits: Path, tmp_path: Path) -> None:
@@ -77,7 +87,7 @@ def test_two_ranks_reach_the_accuracy_and_report_it(digits: Path, tmp_path: Path
     file = tmp_path / "events.jsonl"
     with ChannelReader(f"hpml/test/{uuid.uuid4().hex}", file, "n1") as reader:
         command = [*torchrun(2), TRAIN, "--data", digits, "--epochs", 6, "--output", tmp_path]
-        command += ["--target-accuracy", 0.95, "--checkpoint", tmp_path / "c.pt"]
+        command += ["--target-accuracy", 0.95, "--checkpoint", tmp_path / "c"]
         done = run(command, HPML_CHANNEL=reader.name)
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("epoch ") == 6
@@ -110,10 +120,11 @@ def test_two_ranks_reach_the_accuracy_and_report_it(digits: Path, tmp_path: Path
 
 
 def test_one_rank_needs_no_launcher_and_no_channel(few: Path, tmp_path: Path) -> None:
-    """A copy of the script alone, without hpml_channel.py, trains; the same seed gives the same."""
+    """A copy without hpml_channel.py trains; the same seed gives the same."""
     copy = tmp_path / "alone" / TRAIN.name
     copy.parent.mkdir()
     copy.write_bytes(TRAIN.read_bytes())
+    shutil.copy(JOBS / "hpml_checkpoint.py", copy.parent)
     command = [copy, "--data", few, "--epochs", 3, "--seed", 5, "--output"]
     twice = [start([*command, tmp_path / str(number)]) for number in range(2)]
     seen = []
@@ -125,93 +136,220 @@ def test_one_rank_needs_no_launcher_and_no_channel(few: Path, tmp_path: Path) ->
     assert seen[0] == seen[1]
 
 
-# It is killed with its first checkpoint on the disk: from outside, a quick one would be over.
-DYING = """
-import os, runpy, sys
-real = os.replace
-def dying(*words):
-    real(*words)
-    os.kill(os.getpid(), 9)
-os.replace = dying
-del sys.argv[0]
-sys.path[0] = os.path.dirname(sys.argv[0])
-runpy.run_path(sys.argv[0], run_name="__main__")
+# Two ranks of the training as it is, forked for each attempt, which note the images of each step.
+# An attempt ends as LIVES says: "kill", "start", "step" or "evaluation", the rank and the step.
+LIVES = f"""
+import json, os, signal, sys
+from pathlib import Path
+sys.path.insert(0, {str(JOBS)!r})
+import ddp_images
+notes, lives, ports = Path(sys.argv[1]), json.loads(sys.argv[2]), sys.argv[3].split()
+arguments = sys.argv[4:]
+read, phase, training, fetch = [], ["start"], [], ddp_images.Images.__getitem__
+
+class Training(ddp_images.Training):
+    def __init__(self, *args):
+        training.append(self)
+        super().__init__(*args)
+
+    def _train_step(self, images, labels):
+        phase[0] = "step"
+        if (how, rank, self.global_step) == ("kill", where, at):
+            os.kill(os.getpid(), 9)
+        loss = super()._train_step(images, labels)
+        with (notes / str(rank)).open("a") as file:
+            file.write(json.dumps([self.global_step, read[-len(labels):]]) + "\\n")
+        return loss
+
+    def _evaluate(self, epoch):
+        phase[0] = "evaluation"
+        return super()._evaluate(epoch)
+
+def stop_requested(self):
+    here = training[0].global_step if training else 0
+    return (how, where, at <= here) == (phase[0], rank, True)
+
+def getitem(self, index):
+    read.append(index)
+    return fetch(self, index)
+
+ddp_images.Images.__getitem__ = getitem
+ddp_images.Channel.stop_requested = stop_requested
+for (how, where, at), port in zip(lives, ports):
+    ranks = set()
+    for rank in (0, 1):
+        pid = os.fork()
+        if pid == 0:
+            os.environ.update(RANK=str(rank), WORLD_SIZE="2", MASTER_PORT=port)
+            ddp_images.run(ddp_images.parse(arguments), kind=Training)
+        ranks.add(pid)
+    statuses = []
+    while ranks:
+        pid, status = os.wait()
+        ranks.remove(pid)
+        statuses.append(status)
+        if status:
+            for other in ranks:
+                os.kill(other, signal.SIGKILL)
+    print("statuses", statuses, flush=True)
 """
+STEPS = 7  # of an epoch of two ranks with batches of seven
 
 
-def test_a_killed_training_goes_on_to_the_same_end(
-    job: ModuleType, few: Path, tmp_path: Path
+@pytest.mark.parametrize(
+    "ends",
+    [
+        [("kill", 1, 10), ("kill", 0, 17)],
+        [("start", 1, 0), ("step", 0, 3), ("step", 1, 6), ("step", 1, 13)],
+        [("evaluation", 0, 0), ("evaluation", 1, 14), ("step", 0, 15), ("kill", 0, 18)],
+    ],
+    ids=["killed", "stopped", "in the evaluation"],
+)
+def test_a_training_that_was_interrupted_is_the_same_to_the_bit(
+    ends: list[tuple[str, int, int]], few: Path, tmp_path: Path, uninterrupted: Path
 ) -> None:
-    """SIGKILL, then --resume: as many epochs and the accuracy of a run that was not killed."""
-    command: list[object] = [TRAIN, "--data", few, "--epochs", 8, "--workers", 0]
-    whole = start([*command, "--output", tmp_path / "whole"])
-    checkpoint = tmp_path / "c.pt"
-    command += ["--checkpoint", checkpoint, "--resume", "--output", tmp_path / "resumed"]
-    victim = start(["-c", DYING, *command])
-    assert finish(victim).returncode == -signal.SIGKILL
-    assert checkpoint.exists()
-    unkilled, done = finish(whole), run(command)
-    assert unkilled.returncode == 0, unkilled.stderr
-    assert done.returncode == 0, done.stderr
-    assert "resumed from" in done.stdout
-    before, after = result_of(tmp_path / "whole"), result_of(tmp_path / "resumed")
-    assert after["epochs"] == before["epochs"] == 8
-    assert after["test_accuracy"] == pytest.approx(before["test_accuracy"], abs=0.05)
+    """Weights, momenta, result and samples of each step; an unwarned end costs one interval."""
+    attempts, checkpoints = live(few, tmp_path, [*ends, WHOLE, WHOLE])
+    for attempt, (how, _, _) in zip(attempts, [*ends, WHOLE], strict=False):
+        assert ("statuses [0, 0]" in attempt) == (how != "kill"), attempt
+        assert ("stopping in epoch" in attempt) == (how in {"start", "step", "evaluation"})
+    resumed = ["resumed from" in attempt for attempt in attempts]
+    assert resumed == sorted(resumed)
+    assert resumed.count(False) == (2 if ends[0][0] == "start" else 1)
 
-    with pytest.raises(job.JobError, match=r"settings: lr 0\.05 -> 0\.5"):
-        train_here(job, [*command[1:], "--lr", 0.5])
-    checkpoint.write_bytes(checkpoint.read_bytes()[:1000])
-    with pytest.raises(job.JobError, match=r"cannot read the checkpoint .*c\.pt"):
-        train_here(job, command[1:])
+    whole, interrupted = newest(uninterrupted / "c"), newest(checkpoints)
+    assert interrupted.step == whole.step == 3 * STEPS
+    assert same(whole.state, interrupted.state)
+    figures = ("test_accuracy", "epochs", "stopped", "world_size")
+    before, after = (result_of(one) for one in (uninterrupted, tmp_path))
+    assert [after[name] for name in figures] == [before[name] for name in figures]
+    lost = 0
+    for rank in ("0", "1"):
+        expected = noted(uninterrupted / rank)
+        assert [step for step, _ in expected] == list(range(3 * STEPS))
+        found = noted(tmp_path / rank)
+        assert dict(found) == dict(expected)
+        lost = max(lost, len(found) - len(expected))
+    kills = sum(how == "kill" for how, _, _ in ends)
+    assert lost <= 4 * kills, "an interval is four steps"
+    assert bool(lost) == bool(kills)
+    # What is complete ends at once, with its result.
+    done = [line for line in "\n".join(attempts).splitlines() if line.startswith("done: 3 epochs")]
+    assert "3 epochs and 0 steps are done" in attempts[-1]
+    assert done[-1].split(" s, ")[1:] == done[-2].split(" s, ")[1:]
+
+
+WHOLE = ("", 0, 0)
+
+
+def live(data: Path, output: Path, lives: list[tuple[str, int, int]]) -> tuple[list[str], Path]:
+    """Train again and again; return what was printed each time, and where the checkpoints are."""
+    (output / "lives.py").write_text(LIVES)
+    ports = " ".join(str(free_port()) for _ in lives)
+    command = [output / "lives.py", output, json.dumps(lives), ports, "--data", data]
+    command += ["--epochs", 3, "--batch-size", 7, "--workers", 0, "--checkpoint-steps", 4]
+    command += ["--output", output, "--checkpoint", output / "c"]
+    done = run(command, MASTER_ADDR="127.0.0.1")
+    assert done.returncode == 0, done.stderr
+    attempts = re.split(r"(?<=\])\n", done.stdout)[:-1]
+    assert len(attempts) == len(lives), done.stderr
+    return attempts, output / "c"
+
+
+def noted(file: Path) -> list[tuple[int, list[int]]]:
+    return [(step, images) for step, images in map(json.loads, file.read_text().splitlines())]
+
+
+def newest(directory: Path) -> Any:
+    return load(JOBS / "hpml_checkpoint.py").Checkpoints(directory).latest()
+
+
+def same(one: Any, other: Any) -> bool:
+    """Whether two states are the same to the bit, except for the seconds that they took."""
+    if isinstance(one, dict):
+        names = [name for name in one if "seconds" not in str(name) and name != "_steady_samples"]
+        return one.keys() == other.keys() and all(same(one[name], other[name]) for name in names)
+    if isinstance(one, list):
+        return len(one) == len(other) and all(map(same, one, other))
+    return bool((one == other).all()) if hasattr(one, "all") else bool(one == other)
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(few: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return the directory of a training that nothing interrupted."""
+    directory = tmp_path_factory.mktemp("whole")
+    live(few, directory, [WHOLE])
+    return directory
+
+
+def test_other_settings_or_a_damaged_checkpoint_are_not_resumed_from(
+    job: ModuleType, few: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The first is an error; of the damaged one there is an older one."""
+    command: list[object] = ["--data", few, "--epochs", 2, "--workers", 0]
+    command += ["--checkpoint", tmp_path / "c"]
+    train_here(job, command)
+    with pytest.raises(job.hpml_checkpoint.CheckpointError, match=r"settings: lr 0\.05 -> 0\.5"):
+        train_here(job, [*command, "--lr", 0.5])
+    first, last = sorted((tmp_path / "c").iterdir())
+    (last / "state.pt").write_bytes(b"torn")
+    train_here(job, command)
+    out, err = capsys.readouterr()
+    assert f"{last} is skipped: state.pt is missing or damaged" in err
+    assert f"resumed from {first}: 1 epochs and 0 steps are done" in out
 
 
 def test_a_training_starts_from_the_checkpoint_of_another(
     job: ModuleType, few: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """The model is the other run's, the settings are its own, and so is a checkpoint to resume."""
-    parent, own = tmp_path / "parent.pt", tmp_path / "own.pt"
+    parent, own = tmp_path / "parent", tmp_path / "own"
     common: list[object] = ["--data", few, "--workers", 0, "--output", tmp_path]
     train_here(job, [*common, "--epochs", 9, "--checkpoint", parent])
     reached = result_of(tmp_path)["test_accuracy"]
     assert reached > 0.6
-    child = [*common, "--epochs", 1, "--lr", 1e-9, "--checkpoint", own, "--resume"]
+    child = [*common, "--epochs", 1, "--lr", 1e-9, "--checkpoint", own]
     child += ["--checkpoint-from", parent]
     train_here(job, child)
     result = result_of(tmp_path)
     assert (result["epochs"], result["learning_rate"]) == (1, 1e-9)
     assert result["test_accuracy"] == pytest.approx(reached, abs=0.05)
     assert f"started from {parent}" in capsys.readouterr().out
-    parent.unlink()
+    shutil.rmtree(parent)
     train_here(job, child)
     assert f"resumed from {own}" in capsys.readouterr().out
     for arguments, problem in (
-        (["--checkpoint-from", parent], r"cannot read the checkpoint .*parent\.pt"),
+        (["--checkpoint-from", parent], r"--checkpoint-from .*/parent: there is no checkpoint"),
         (["--checkpoint-from", own, "--width", 8], "width 16 -> 8"),
     ):
         with pytest.raises(job.JobError, match=problem):
             train_here(job, [*common, *arguments])
 
 
-def test_a_stop_file_stops_all_ranks_at_the_same_step(few: Path, tmp_path: Path) -> None:
-    """Two ranks as srun starts them agree to stop, save and exit 0; resumed, they finish."""
-    stop, file = tmp_path / "stop", tmp_path / "events.jsonl"
-    stop.touch()
-    command = [TRAIN, "--data", few, "--epochs", 2, "--batch-size", 7, "--workers", 0]
-    command += ["--checkpoint", tmp_path / "c.pt", "--resume", "--output", tmp_path]
-    with ChannelReader(f"hpml/test/{uuid.uuid4().hex}", file, "n1") as reader:
-        ranks = run_ranks(2, command, HPML_STOP_FILE=str(stop), HPML_CHANNEL=reader.name)
-    assert [rank.returncode for rank in ranks] == [0, 0], ranks
-    assert "stopping in epoch 1 after 2 steps" in ranks[0].stdout
-    assert ranks[1].stdout == ""
+def test_a_request_stops_all_ranks_at_the_same_step(few: Path, tmp_path: Path) -> None:
+    """One of two ranks is asked, by the agent of its node; both save and exit with 0."""
+    name = f"hpml/test/{uuid.uuid4().hex}-"
+    command = [TRAIN, "--data", few, "--epochs", 400, "--batch-size", 7, "--workers", 0]
+    command += ["--output", tmp_path]
+    environment = {"HPML_CHANNEL": name + "{rank}", "HPML_CHECKPOINT_DIR": str(tmp_path / "c")}
+    readers = [ChannelReader(f"{name}{n}", tmp_path / f"n{n}.jsonl", f"n{n}") for n in (0, 1)]
+    with readers[0], readers[1]:
+        ranks = start_ranks(2, command, **environment)
+        eventually(lambda: all(one.peers.stepping for one in readers), seconds=LIMIT_SECONDS)
+        readers[1].ask_to_stop("time_limit")
+        done = [finish(rank) for rank in ranks]
+    assert [rank.returncode for rank in done] == [0, 0], done
+    assert "stopping in epoch" in done[0].stdout
+    assert done[1].stdout == ""
     assert result_of(tmp_path)["stopped"] is True
-    found = {event.rank: event.data for event in events.read(file) if event.event == "stopping"}
-    assert found == {rank: {"epoch": 0, "step": 2} for rank in (0, 1)}
-
-    ranks = run_ranks(2, command)
-    assert [rank.returncode for rank in ranks] == [0, 0], ranks
-    assert "0 epochs and 2 steps are done" in ranks[0].stdout
-    result = result_of(tmp_path)
-    assert (result["epochs"], result["stopped"], result["world_size"]) == (2, False, 2)
+    found = [event for n in (0, 1) for event in events.read(tmp_path / f"n{n}.jsonl")]
+    stops = {event.rank: event.data["step"] for event in found if event.event == "stopping"}
+    (step,) = set(stops.values())
+    assert set(stops) == {0, 1}
+    saved = [event.data["step"] for event in found if event.event == "checkpoint"]
+    assert saved[-1] == step > 0
+    training = [event.data for event in found if event.event == "training"]
+    assert training == [{"step": 0, "total_steps": 400 * STEPS}] * 2
 
 
 def test_a_target_that_is_not_reached_is_censored(
@@ -300,7 +438,6 @@ def test_a_broken_image_ends_all_ranks_with_its_name(few: Path, tmp_path: Path) 
 @pytest.mark.parametrize(
     ("arguments", "named"),
     [
-        (["--resume"], "--checkpoint"),
         (["--stop-at-target"], "--target-accuracy"),
         (["--epochs", "0"], "--epochs"),
         (["--target-accuracy", "95"], "--target-accuracy"),

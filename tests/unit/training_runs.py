@@ -78,13 +78,20 @@ def result_of(directory: Path) -> Any:
 def run_ranks(
     count: int, command: Sequence[object], **more: str
 ) -> list[subprocess.CompletedProcess[str]]:
-    """Run as srun would: one process per rank, told who it is by its environment."""
+    return [finish(rank) for rank in start_ranks(count, command, **more)]
+
+
+def start_ranks(count: int, command: Sequence[object], **more: str) -> list[subprocess.Popen[str]]:
+    """Start as srun would: one process per rank, told who it is by its environment.
+
+    In the values of other variables, {rank} is replaced.
+    """
     common = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), **more}
-    ranks = [
-        start(command, **common, WORLD_SIZE=str(count), RANK=str(rank), LOCAL_RANK=str(rank))
-        for rank in range(count)
-    ]
-    return [finish(rank) for rank in ranks]
+    ranks = []
+    for rank in map(str, range(count)):
+        mine = {name: value.replace("{rank}", rank) for name, value in common.items()}
+        ranks.append(start(command, **mine, WORLD_SIZE=str(count), RANK=rank, LOCAL_RANK=rank))
+    return ranks
 
 
 def free_port() -> int:

@@ -49,12 +49,14 @@ class _Known:
         uid: of its user as its processes show it; -1 unknown.
         looks: since this user was known.
         told: what the environment of its processes says.
+        pids: its processes at the last look that found any.
     """
 
     whose: int
     uid: int = -1
     looks: int = 0
     told: JobFacts | None = None
+    pids: frozenset[int] = frozenset()
 
 
 class Identities:
@@ -93,6 +95,11 @@ class Identities:
         is_certain = job.uid >= 0
         if not is_certain and known.uid <= 0:
             self._find_user(job, known)
+        pids = frozenset(pid for step in job.steps.values() for pid in step)
+        if pids and known.pids.isdisjoint(pids):
+            # New, or requeued: its start, its end and its GPUs are others now.
+            known.looks, known.told = 0, None
+        known.pids = pids or known.pids
         known.looks += 1
         # A rank may begin long after its job: look again after 1, 2, 4, 8, … looks.
         if known.uid >= 0 and known.looks & (known.looks - 1) == 0:

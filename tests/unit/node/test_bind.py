@@ -383,3 +383,10 @@ def test_the_agent_prepares_ranks_for_a_stop(
     assert err == ""
     wanted = {name: text.format(stem=head.get("recorder")) for name, text in recorder.items()}
     assert json.loads(out) == [ignores, False, wanted]
+
+
+def test_a_launcher_is_shielded_from_sigterm(node: Node) -> None:
+    """The signal is blocked, also for a program that handles it, and becomes no default."""
+    _, out, err = node.call("shield", sys.executable, "-c", ASKS)
+    assert (json.loads(out), err) == ([False, True, {}], "")
+    assert node.call("shield", "/no/such/program")[0] == 127

@@ -1,4 +1,4 @@
-"""What Slurm says about a job that is being ended, as `scontrol show job` printed it.
+"""The state of a job that is being ended, as `scontrol show job` printed it.
 
 The outputs are those of Slurm 22.05.8 on a cluster of two nodes; the jobs' names were meant to
 mislead.
@@ -61,6 +61,13 @@ def test_the_state_of_a_job(name: str, job_id: str, restarts: str, state: JobSta
     assert ask(environment, scontrol) == state
     assert scontrol.command == ["scontrol", "show", "job", job_id]
     assert "SLURM_CLUSTERS" not in scontrol.environment  # not another cluster's job of that id
+
+
+@pytest.mark.parametrize("flag", ["SIGNALING", "RESIZING", "CONFIGURING", "SUSPENDED"])
+def test_a_flag_does_not_end_a_job(flag: str) -> None:
+    """A job in its grace time was SIGNALING for a moment, as scontrol shows flags first."""
+    text = (DATA / "grace.txt").read_text("utf-8").replace("JobState=RUNNING", f"JobState={flag}")
+    assert ask({"SLURM_JOB_ID": "5"}, Scontrol(text)).state == "RUNNING"
 
 
 def test_no_answer_is_no_state() -> None:

@@ -20,14 +20,16 @@ import pytest
 from hpml_orchestrator.errors import InputError
 from hpml_orchestrator.node import planning
 from hpml_orchestrator.node.channel import ChannelReader
+from hpml_orchestrator.node.going_on import Decision, decide
 from hpml_orchestrator.node.hang import collect_stacks
 from hpml_orchestrator.node.jobstate import JobState
+from hpml_orchestrator.node.lead import end_margin, lead_seconds
 from hpml_orchestrator.node.options import AgentOptions, BindOptions, CheckpointOptions
 from hpml_orchestrator.node.peers import Peers, Slowest
-from hpml_orchestrator.node.stopping import StopPath, end_margin, lead_seconds
+from hpml_orchestrator.node.stopping import StopPath
 from hpml_orchestrator.placement import planfile
 from hpml_orchestrator.records.files import write_json
-from hpml_orchestrator.records.run import Attempt
+from hpml_orchestrator.records.run import PRUNED, Attempt
 from tests.patience import PATIENCE_SECONDS, eventually
 from tests.unit.node.conftest import Node
 from tests.unit.node.test_agent import run_here
@@ -69,7 +71,7 @@ def test_end_margin(lead: float, margin: float) -> None:
 
 @pytest.mark.parametrize("text", ["{", "[]", '{"leads": 3}', "7"])
 def test_a_damaged_variable_is_an_error(text: str) -> None:
-    """It names the variable; without one there is no stop path."""
+    """It names the variable; without the variable, ranks are not stopped."""
     with pytest.raises(InputError) as caught:
         CheckpointOptions.from_environment({"HPML_CHECKPOINT": text})
     assert caught.value.field == "HPML_CHECKPOINT"
@@ -369,6 +371,25 @@ def test_ranks_hear_a_request_through_the_channel(start: Callable[..., Running])
     assert "hello" not in (running.attempt / "events" / "n1.jsonl").read_text("utf-8")
 
 
+def test_a_search_stops_a_trial_that_saves_no_checkpoints(start: Callable[..., Running]) -> None:
+    """The request reaches ranks that run and those that start later, as with checkpoints."""
+    running = start(HPML_CHECKPOINT="")
+    first = running.start_rank(WAITS_FOR_THE_REQUEST)
+    Attempt(running.attempt).request_stop(PRUNED, by="search", now=1.0)
+    assert "'pruned'" in first.communicate(timeout=PATIENCE_SECONDS)[0]
+    newcomer = running.start_rank(WAITS_FOR_THE_REQUEST)
+    assert "'pruned'" in newcomer.communicate(timeout=PATIENCE_SECONDS)[0]
+    assert running.end() == 0
+
+
+@pytest.mark.parametrize("stopping", [True, False])
+def test_no_trial_continues_that_a_search_gave_up(stopping: bool) -> None:
+    """It ends as it ends: with status 0 it is complete, and the search calls it pruned."""
+    options = CheckpointOptions.from_environment({"HPML_CHECKPOINT": "{}"})
+    known: dict[str, Any] = {"state": "COMPLETED", "exit_code": 0, "channel": True}
+    assert decide(options, asked=PRUNED, stopping=stopping, **known, progress=[True]) == Decision()
+
+
 @pytest.mark.parametrize(
     ("state", "reason", "code", "status"),
     [
@@ -390,7 +411,7 @@ def test_ranks_survive_a_sigterm_until_they_have_saved(
     running.process.send_signal(signal.SIGTERM)
     assert rank.wait(PATIENCE_SECONDS) == status
     assert running.told() == ([reason] if reason else [])
-    if state["state"] == "RUNNING":  # the script says when the job is over
+    if state["state"] == "RUNNING":  # the script decides when the job is over
         assert running.process.poll() is None
     else:
         assert running.process.wait(PATIENCE_SECONDS) == 0
@@ -422,7 +443,7 @@ def test_a_program_without_the_channel_gets_its_signal_once(start: Callable[...,
 def test_the_stacks_of_a_hang_are_kept(
     node: Node, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of a rank that writes its own; one that does not says so; then all are ended."""
+    """Of a rank that writes its own; for another the reason is kept; then all are ended."""
     monkeypatch.setattr("hpml_orchestrator.node.stopping._HANG_SECONDS", 3.0)
     monkeypatch.setenv("HPML_LOCAL_STEPS", f"{tmp_path}/steps-0")
     monkeypatch.setenv("PATH", "/nowhere")  # no py-spy
@@ -459,7 +480,7 @@ stuck_in_a_collective()
 
 @pytest.mark.parametrize("trick", ["not its own signal", "no handler", "no file"])
 def test_no_hello_can_have_a_process_killed(tmp_path: Path, trick: str) -> None:
-    """Signals that it does not handle are not sent, whatever it said."""
+    """Signals that it does not handle are not sent, whatever its hello contains."""
     hello: dict[str, Any] = {"stacks_fd": 1, "stacks_signal": int(signal.SIGRTMIN) + 3}
     if trick == "not its own signal":
         hello["stacks_signal"] = int(signal.SIGKILL)
@@ -477,7 +498,7 @@ def test_no_hello_can_have_a_process_killed(tmp_path: Path, trick: str) -> None:
 
 
 def test_the_flight_recorder_is_triggered(tmp_path: Path) -> None:
-    """A rank that reads its pipe is told; a file of that name, or a pipe without reader, is not."""
+    """A pipe that a rank reads is written to; a file, or a pipe without a reader, is not."""
     os.mkfifo(tmp_path / "r_0.pipe")
     os.mkfifo(tmp_path / "r_1.pipe")
     (tmp_path / "r_2.pipe").touch()

@@ -10,8 +10,11 @@ from hpml_orchestrator.records.events import VOCABULARY, append, read, read_all
 
 def test_the_vocabulary_is_the_house_s() -> None:
     """The names stand in records.md, in the same order."""
-    names = "queued started staging ready rendezvous warm-up step evaluation checkpoint signal"
-    assert list(VOCABULARY) == [*names.split(), "stopping", "ended"]
+    names = (
+        "queued started staging ready rendezvous resumed warm-up training step evaluation "
+        "checkpoint signal hang stop stopping ended"
+    )
+    assert list(VOCABULARY) == names.split()
 
 
 def test_what_is_written_is_read(tmp_path: Path) -> None:

@@ -67,7 +67,7 @@ def test_a_run_from_the_queue_to_its_end(world: World, repository: Repository) -
     world.clock.sleep(1800)
     lines, running = shown(world, submission)
     assert lines["command"] == f"torchrun: python {path} --out=/r $'--name=a b\\n'"
-    assert running.hours == Hours(4, 32, "requested", 1)
+    assert running.hours == Hours(4, 32, "requested", 1, 0.5)
     assert lines["started"].startswith("2027-01-15 10:00:00 XYZ, ")
     world.clock.sleep(1800)
     world.ends(attempt, 3, "rank 0 exited with code 3")
@@ -79,7 +79,13 @@ def test_a_run_from_the_queue_to_its_end(world: World, repository: Repository) -
     told = ended.to_json()
     assert (told["launcher"], told["command"], told["received"]) == ("torchrun", received, True)
     assert told["code"] == {"commit": commit, "branch": "main", "dirty": False, "snapshot": False}
-    assert told["hours"] == {"gpu": 8.0, "core": 64.0, "basis": "requested", "attempts": 1}
+    assert told["hours"] == {
+        "gpu": 8.0,
+        "core": 64.0,
+        "basis": "requested",
+        "attempts": 1,
+        "wall": 1.0,
+    }
 
 
 def test_changes_and_a_missing_repository_are_told(world: World, repository: Repository) -> None:

@@ -271,15 +271,15 @@ def test_a_requeued_run_says_how_each_attempt_ended(
         world.scheduler.move("1", JobState.PENDING)
         told.append(_attempts_told(world, submission))
         world.clock.sleep(60)
-    zero = "0: preempted after 1:02:05 on n[1-2], 2027-01-15 09:02:05"
-    one = "1: left no record of its end; last event after 1:02:05 on n[1-2], 2027-01-15 10:05:10"
-    two = "2: failed with exit code 1 after 1:02:05 on n[1-2], 2027-01-15 11:08:15"
+    zero = "1: preempted after 1:02:05 on n[1-2], 2027-01-15 09:02:05"
+    one = "2: left no record of its end; last event after 1:02:05 on n[1-2], 2027-01-15 10:05:10"
+    two = "3: failed with exit code 1 after 1:02:05 on n[1-2], 2027-01-15 11:08:15"
     assert told == [
         [],
         [zero],
-        [zero, "1: running since 2027-01-15 09:03:05 on n[1-2]"],
+        [zero, "2: running since 2027-01-15 09:03:05 on n[1-2]"],
         [zero, one],
-        [zero, one, "2: running since 2027-01-15 10:06:10 on n[1-2]"],
+        [zero, one, "3: running since 2027-01-15 10:06:10 on n[1-2]"],
         [zero, one, two],
     ]
     state = world.state(submission)

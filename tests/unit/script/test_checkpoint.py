@@ -107,7 +107,7 @@ def test_containers_mount_the_directory(
 def test_whether_slurm_may_run_the_job_again(
     requeue: list[str], profile: dict[str, Any], option: str
 ) -> None:
-    """The job says so, whatever the cluster's default is, and the site's rules hold."""
+    """The script asks for it or not, whatever the default of the cluster; site rules hold."""
     asked = job(checkpoint={"enabled": True, "requeue": requeue})
     lines = directives(asked, site(**profile))
     assert [line for line in lines if "requeue" in line] == [option] * bool(option)

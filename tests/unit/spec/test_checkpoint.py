@@ -9,7 +9,7 @@ import pytest
 from hpml_orchestrator.errors import InputError
 from hpml_orchestrator.spec.checkpoint import REASONS
 from hpml_orchestrator.spec.job import Job
-from tests.unit.spec.conftest import Load
+from tests.unit.spec.conftest import Load, LoadSite
 
 JOB = "name: a\nscript: train.py\n"
 
@@ -18,6 +18,20 @@ def test_a_job_without_it(load: Load) -> None:
     """Nothing is saved or requeued unless the job file asks for it."""
     assert not load(JOB).job.checkpoint.enabled
     assert not load(f"{JOB}checkpoint: false").job.checkpoint.enabled
+
+
+def test_the_profile_says_how_and_the_job_whether(load: Load, site: LoadSite) -> None:
+    """A mapping of a site profile enables it for no job, and gives its values to those that ask."""
+    profile = site('[defaults.checkpoint]\nlead = "10m"\nattempts = 3\n')
+    assert not load(JOB, site=profile).job.checkpoint.enabled
+    own = load(f"{JOB}checkpoint: {{attempts: 5}}", site=profile).job.checkpoint
+    assert (own.enabled, own.lead_seconds, own.attempts) == (True, 600, 5)
+    own = load(JOB, "checkpoint=true", site=profile).job.checkpoint
+    assert (own.enabled, own.lead_seconds) == (True, 600)
+    off = load(f"{JOB}checkpoint: {{attempts: 5}}", "checkpoint=false", site=profile)
+    assert not off.job.checkpoint.enabled
+    everywhere = site("[defaults]\ncheckpoint = true\n")
+    assert load(JOB, site=everywhere).job.checkpoint.enabled
 
 
 @pytest.mark.parametrize("text", ["true", "{}", "{attempts: 20}"])
@@ -80,7 +94,7 @@ def test_values(load: Load, text: str, name: str, value: Any) -> None:
         ("checkpoint: {directory: a/../../b}", "checkpoint.directory: must be a directory inside"),
         ("checkpoint: {directory: '{run.dir}'}", "checkpoint.directory: must be a directory insi"),
         ("checkpoint: {directory: '{run.dir}s/a'}", "checkpoint.directory: must continue with /"),
-        ("checkpoint: {directory: /}", "checkpoint.directory: must be a directory of its own"),
+        ("checkpoint: {directory: /}", "checkpoint.directory: must be a directory, not the root"),
         ("checkpoint: {directory: $SCRATCH/a}", "checkpoint.directory: must not hold $"),
         ("checkpoint: {directory: '{job.id}'}", "checkpoint.directory: {job.id} changes when the"),
         ("checkpoint: {directory: '{shm.dir}/a'}", "checkpoint.directory: {shm.dir} cannot be use"),
@@ -113,7 +127,7 @@ def test_values(load: Load, text: str, name: str, value: Any) -> None:
     ],
 )
 def test_what_is_refused(load: Load, text: str, message: str) -> None:
-    """The error begins with the field and says what would be right."""
+    """The error begins with the field and names what would be right."""
     with pytest.raises(InputError) as caught:
         load(f"{JOB}{text}")
     assert any(line.startswith(message) for line in str(caught.value).splitlines()), caught.value
@@ -128,5 +142,5 @@ def test_what_is_refused(load: Load, text: str, message: str) -> None:
     ],
 )
 def test_where_its_directory_can_be_named(load: Load, text: str) -> None:
-    """`{checkpoint.dir}` stands in arguments and variables."""
+    """`{checkpoint.dir}` is known in arguments and variables."""
     assert isinstance(load(f"{JOB}checkpoint: true\n{text}").job, Job)

@@ -16,6 +16,7 @@ import pytest
 from hpml_orchestrator.records.events import append
 from hpml_orchestrator.records.files import write_json
 from hpml_orchestrator.records.owner import this_owner
+from hpml_orchestrator.records.run import Attempt
 from hpml_orchestrator.scheduler.model import JobState
 from hpml_orchestrator.spec.array import parse_array
 from hpml_orchestrator.sweeps.batches import read_batches
@@ -376,7 +377,7 @@ def test_a_search_is_carried_on_by_the_next_controller(folder: SweepFolder) -> N
 
 
 def test_a_hopeless_trial_is_asked_to_stop(folder: SweepFolder) -> None:
-    """By the file `stop`; a minute later it is cancelled, and its row says PRUNED."""
+    """By a stop request; a minute later it is cancelled, and its row says PRUNED."""
     search = {"trials": 7, "pruner": "median"}
     plan = folder.plan(**SEARCH | {"search": search, "budget": {"parallel": 7}})
     controller = folder.controller(plan)
@@ -394,8 +395,9 @@ def test_a_hopeless_trial_is_asked_to_stop(folder: SweepFolder) -> None:
             controller.tick()
     folder.slurm.clock.sleep(30)
     controller.tick()
-    assert (folder.attempt(bad) / "stop").exists()
-    assert not any((folder.attempt(job_id) / "stop").exists() for job_id in good)
+    request = Attempt(folder.attempt(bad)).stop_request() or {}
+    assert request.get("reason") == "pruned"  # after which no job goes on
+    assert not any(Attempt(folder.attempt(job_id)).stop_request() for job_id in good)
     for _ in range(3):
         folder.slurm.clock.sleep(40)
         progress = controller.tick()

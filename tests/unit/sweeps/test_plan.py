@@ -235,6 +235,7 @@ def grid(values: Any, axis: str = "--lr", mode: str = "grid") -> dict[str, Any]:
         (STRONG | {"scale": {"gpus": [6]}}, GPUS, "scale.gpus", "whole nodes of 4"),
         (STRONG | {"scale": {"ranks": [2]}}, GPUS, "scale.ranks", "would stay the same"),
         (STRONG, {"array": "0-3"}, "array", "a single one"),
+        (STRONG, {"checkpoint": {"directory": "/a"}}, "checkpoint.directory", "every run of the"),
         (STRONG | {"exclude": [{"--lr": 1}]}, {}, "exclude.0.--lr", "is no axis"),
         (STRONG | {"exclude": [{"ranks": [1, 2, 4]}]}, {}, "exclude", "leave nothing to run"),
         (STRONG | {"budget": {"core_hours": 1}}, {}, "budget.core_hours", "suffice for one point"),

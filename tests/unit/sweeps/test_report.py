@@ -355,6 +355,20 @@ def test_a_requeued_start_is_an_attempt_with_a_cost() -> None:
     assert missing.text == "1 attempt: 1 requeued."
 
 
+def test_a_start_that_was_continued_is_no_failure() -> None:
+    """Its hours are paid, and not among those of what did not complete."""
+
+    def continued_once(row: Row) -> Row:
+        row = requeued_once(row)
+        return replace(row, requeued=[{**start, "continued": True} for start in row.requeued])
+
+    report = build(*scaling(change=continued_once))
+    assert report.states == {"COMPLETED": 24, "CONTINUED": 1}
+    assert report.failed.core_hours == 0
+    assert report.costs.core_hours == build(*scaling(change=requeued_once)).costs.core_hours
+    assert "Not completed" not in [one.title for one in report.notices]
+
+
 def test_hours_say_whether_they_are_those_of_the_request() -> None:
     """Of attempts whose allocation is recorded they are not."""
     plan, rows = strong(FIRST, allocated=None)

@@ -178,6 +178,54 @@ def test_hours_are_those_of_the_allocation(folder: SweepFolder, *, recorded: boo
     assert f"the next point may take {'8' if recorded else '0.5'}" in controller.tick().waits_for
 
 
+@pytest.mark.parametrize(
+    ("resumed", "goes_on", "seconds"),
+    [(50, False, 1900), (None, True, 1900), (None, False, 1000)],
+    ids=["resumed", "continues without a channel", "from the start"],
+)
+def test_a_point_that_continues_from_a_checkpoint_took_all_of_its_time(
+    folder: SweepFolder, resumed: int | None, goes_on: bool, seconds: float
+) -> None:
+    """The last attempt alone would look like a point that is many times as fast."""
+    plan = folder.plan(axes={"--lr": [0.1]}, repeats=1)
+    controller = folder.controller(plan)
+    controller.tick()
+    ((job_id, _),) = folder.slurm.jobs.items()
+    start, now = folder.attempt(job_id), folder.slurm.clock.now
+    last = start.with_name("1")
+    (last / "started").mkdir(parents=True)
+    (last / "started" / "job_id").write_text(job_id)
+    for attempt, begun, first in ((start, now, 0), (last, now + 1000, resumed or 0)):
+        log, ranks = attempt / "events/batch.jsonl", attempt / "events/n1.jsonl"
+        events.append(log, "started", node="batch", now=begun, nodes="n1", cpus=2 + first)
+        if attempt == last and resumed:
+            events.append(ranks, "resumed", node="n1", rank=0, now=begun, step=resumed)
+        for moment, steps in ((begun, 0), (begun + 500, 40)):
+            events.append(ranks, "step", node="n1", rank=0, now=moment, steps_total=steps)
+        gpu = {"uuid": "GPU-1", "energy_joules": 3.6e6}
+        (attempt / "nodes").mkdir()
+        write_json(attempt / "nodes/n1.monitor.json", {"seconds": 900, "gpus": [gpu]})
+    end = {"exit_code": 75, "reason": "preempted", "time": now + 900, "goes_on": goes_on}
+    write_json(start / "ended.json", {**end, "state": "COMPLETED" if goes_on else "PREEMPTED"})
+    if goes_on:  # its own record must not be taken for that of the last attempt
+        later = last.rename(last.with_name("later"))
+        controller.tick()
+        assert [row.over for row in folder.rows(plan)] == [False]
+        later.rename(last)
+    write_json(last / "ended.json", {"exit_code": 0, "state": "COMPLETED", "time": now + 2000})
+    controller.tick()
+    (row,) = folder.rows(plan)
+    assert (row.state, row.attempts, row.total_seconds) == ("COMPLETED", 2, seconds)
+    assert row.steps == (90 if resumed else 40)
+    assert [bool(one.get("continued")) for one in row.requeued] == [seconds == 1900]
+    # 2 cores for 900 s, then those that the second attempt was given for 1,000 s
+    cores = 2 + (resumed or 0)
+    assert row.core_hours == pytest.approx((2 * 900 + cores * 1000) / 3600)
+    assert row.node_hours == pytest.approx(1900 / 3600)
+    assert row.energy_kwh == pytest.approx(2)
+    assert len(folder.slurm.jobs) == 1  # nothing started it again
+
+
 def test_rows_of_what_is_not_over(folder: SweepFolder) -> None:
     """Excluded, pending and running points, as of the last tick."""
     plan = folder.plan(exclude=[{"--lr": 0.3}], budget={"parallel": 2}, repeats=1)

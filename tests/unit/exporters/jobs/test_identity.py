@@ -217,6 +217,21 @@ def test_gpus_of_the_environment(
     assert own.gpus is None, "the agent has looked at the devices"
 
 
+def test_a_requeued_job_is_asked_again(machine: Machine) -> None:
+    """Also one that was never seen away, and long after its first look: its times are others."""
+    finder = JobFinder(machine.options)
+    for pid, begun in ((71, 1790000000), (81, 1790007200)):
+        times = {
+            "SLURM_JOB_START_TIME": str(begun),
+            "SLURM_JOB_END_TIME": str(begun + 3600),
+            "HPML_RUN_DIR": "/records/runs/one",
+        }
+        begin(machine, Task(pid, environment={**OF_77, **times}))
+        for now in range(5):
+            found = facts(machine, finder, now)
+        assert (found.start, found.end, found.run) == (begun, begun + 3600, "one")
+
+
 def test_a_task_that_is_still_root_s(machine: Machine) -> None:
     """Slurmstepd's child becomes the user a moment later: until then the map says who."""
     finder = JobFinder(machine.options)

@@ -1,0 +1,158 @@
+"""A shell, or a program, on a node of a running job."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from hpml_orchestrator.errors import HpmlError, InputError, RecordError
+from hpml_orchestrator.records.files import read_json
+from hpml_orchestrator.records.texts import first_few
+from hpml_orchestrator.runs.backend import not_here
+from hpml_orchestrator.scheduler.environment import travelling
+from hpml_orchestrator.scheduler.local.processes import environment_of, marked
+from hpml_orchestrator.scheduler.model import JobState
+from hpml_orchestrator.scheduler.nodelist import expand
+from hpml_orchestrator.script.render import CODE_DIRECTORY
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from hpml_orchestrator.records.store import Attempt
+    from hpml_orchestrator.runs.state import State
+
+__all__ = ["Attachment", "attachment"]
+
+_SHELL = ("bash",)
+_NAMED_NODES = 8
+
+
+@dataclass(frozen=True)
+class Attachment:
+    """A process to become.
+
+    Attributes:
+        argv: program and arguments.
+        environment: all of its variables.
+        directory: where to start it; None if an option in `argv` names it.
+        cpus: that it may use; empty for all.
+    """
+
+    argv: list[str]
+    environment: dict[str, str]
+    directory: Path | None = None
+    cpus: frozenset[int] = frozenset()
+
+
+def attachment(
+    state: State,
+    command: Sequence[str] = (),
+    *,
+    node: str = "",
+    terminal: bool = False,
+    environment: Mapping[str, str],
+) -> Attachment:
+    """Return what to run so that a command joins a running job.
+
+    With Slurm it is a step that overlaps all others of the job and is not bound: it has the CPUs,
+    the memory and the GPUs of the job on that node. With the local backend it is the command
+    itself, with the variables and CPUs of the job.
+
+    Args:
+        state: of the run, or of one task.
+        command: program and arguments; a shell when left out.
+        node: one of the job's; its first node when left out.
+        terminal: whether to connect the command to this terminal.
+        environment: of this process.
+
+    Raises:
+        InputError: the run does not run, or not on that node; it belongs to another cluster.
+        RecordError: its records cannot be read.
+    """
+    label = state.submission.label
+    if state.elsewhere:
+        raise not_here(state.reason, field="RUN", value=label)
+    if state.state != JobState.RUNNING:
+        why = f" ({state.reason})" if state.reason else ""
+        hint = f"hpml status {label}"
+        raise InputError(f"is {state.state}{why}, not RUNNING", field="RUN", value=label, hint=hint)
+    attempt = state.run.newest()
+    if attempt is None or not attempt.job_id or attempt.ended is not None:
+        raise InputError(
+            "has not started its script yet", field="RUN", value=label, hint="try again"
+        )
+    nodes = expand(state.nodes or attempt.nodes)
+    node = node or nodes[0]
+    if node not in nodes:
+        raise InputError(
+            "is not a node of this job",
+            field="--node",
+            value=node,
+            hint=f"its nodes: {first_few(nodes, _NAMED_NODES)}",
+        )
+    record = state.submission.record()
+    directory = _directory(state, record["job"], record["provenance"])
+    words = [*(command or _SHELL)]
+    if state.backend == "local":
+        if record["host"] != (here := socket.gethostname()):
+            raise InputError(
+                f"runs on {record['host']}; this is {here}",
+                field="RUN",
+                value=label,
+                hint=f"run hpml on {record['host']}",
+            )
+        variables, cpus = _of_job(attempt)
+        return Attachment(words, {**environment, **variables}, directory, cpus)
+    srun = [
+        "srun",
+        f"--jobid={attempt.job_id}",
+        "--overlap",
+        "--nodes=1",
+        "--ntasks=1",
+        f"--nodelist={node}",
+        f"--chdir={directory}",
+        "--cpu-bind=none",
+        "--mpi=none",
+        "--export=ALL",
+        *(["--pty"] if terminal else []),
+    ]
+    known = {
+        "HPML_ATTEMPT_DIR": str(attempt.directory),
+        "HPML_RUN_DIR": str(state.run.directory),
+    }
+    with contextlib.suppress(HpmlError):
+        cluster = read_json(attempt.directory / "head.json").get("cluster") or "slurm"
+        known["HPML_JOB_KEY"] = f"{cluster}-{attempt.job_id}"
+    return Attachment([*srun, *words], {**travelling(environment, "all"), **known})
+
+
+def _directory(state: State, job: Mapping[str, Any], provenance: Mapping[str, Any]) -> Path:
+    """Return the directory that the ranks run in."""
+    workdir = Path(job["workdir"])
+    snapshot = provenance.get("snapshot")
+    if not snapshot:
+        return workdir
+    place = os.path.relpath(os.path.realpath(workdir), snapshot["top"])
+    return state.submission.directory / CODE_DIRECTORY / place
+
+
+def _of_job(attempt: Attempt) -> tuple[dict[str, str], frozenset[int]]:
+    """Return the variables and CPUs of a local job: those of its oldest process with the attempt.
+
+    Raises:
+        RecordError: no such process of this user is there.
+    """
+    processes = marked([f"HPML_ATTEMPT_DIR={attempt.directory}"])
+    for process in sorted(processes, key=lambda one: (one.start, one.pid)):
+        with contextlib.suppress(OSError):
+            entries = [os.fsdecode(entry) for entry in environment_of(process.pid) if entry]
+            cpus = frozenset(os.sched_getaffinity(process.pid))
+            return dict(entry.split("=", 1) for entry in entries if "=" in entry), cpus
+    raise RecordError(
+        f"no process of the job is found on this machine ({attempt.directory})",
+        hint="has it ended? `hpml status` shows its state",
+    )

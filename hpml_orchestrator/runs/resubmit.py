@@ -1,0 +1,132 @@
+"""Submit the job of a run that is over again, so that it continues from the run's checkpoints."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from typing import TYPE_CHECKING, Any
+
+from hpml_orchestrator.errors import HpmlError, InputError
+from hpml_orchestrator.runs.backend import not_here
+from hpml_orchestrator.runs.status import states
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping
+
+    from hpml_orchestrator.records.store import Store, Submission
+    from hpml_orchestrator.runs.backend import Backends
+    from hpml_orchestrator.runs.state import State
+
+__all__ = [
+    "checkpoint_directory",
+    "fields_to_resubmit",
+    "refuse_if_continued",
+    "refuse_to_resubmit",
+]
+
+
+def checkpoint_directory(state: State) -> str:
+    """Return the absolute directory of a run's checkpoints; empty if its job saves none.
+
+    For an array it contains `{array.index}` if each task has its own directory.
+
+    Args:
+        state: of a run, or of an array.
+    """
+    own = _checkpoint(state.submission.record()["job"])
+    if not own:
+        return ""
+    run = f"{state.submission.sid}.{{array.index}}" if state.tasks else state.submission.label
+    directory = str(own["directory"]).removeprefix("{run.dir}/").replace("{run.id}", run)
+    return os.path.normpath(os.path.join(state.run.directory.with_name(run), directory))
+
+
+def _checkpoint(job: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return the field `checkpoint` of a recorded job; empty if it is not enabled."""
+    own: Mapping[str, Any] = job.get("checkpoint") or {}
+    return own if own.get("enabled") else {}
+
+
+def refuse_to_resubmit(store: Store, state: State, *, backends: Backends | None = None) -> None:
+    """Refuse a run that is not over, that something else starts again, or that is continued now.
+
+    Raises:
+        InputError: with the reason, and what to do instead.
+    """
+    label = state.submission.label
+    if state.elsewhere:
+        raise not_here(state.reason, field="RUN", value=label)
+    message, hint = _started_by_others(state) or _not_over(state) or ("", "")
+    if message:
+        raise InputError(message, field="RUN", value=label, hint=hint)
+    refuse_if_continued(store, state, backends=backends)
+
+
+def refuse_if_continued(store: Store, state: State, *, backends: Backends | None = None) -> None:
+    """Refuse to start a run again while another run saves to its checkpoints.
+
+    Raises:
+        InputError: names that run.
+    """
+    directory = checkpoint_directory(state)
+    for other in _with_directory(store, directory, state.submission) if directory else ():
+        (other_state,) = states(store, [other], backends=backends)
+        if not (other_state.over or other_state.lost):
+            raise InputError(
+                f"is continued by {other.sid}, which is {other_state.state}",
+                field="RUN",
+                value=state.submission.label,
+                hint=f"wait for it, or `hpml cancel {other.sid}` first",
+            )
+
+
+def _started_by_others(state: State) -> tuple[str, str] | None:
+    """Return why something else has to start a run again, and a hint; None if nothing has to."""
+    submission, record = state.submission, state.submission.record()
+    if record.get("sweep"):
+        of_sweep = f"belongs to the sweep {record['sweep']}, which submits its points itself"
+        return of_sweep, f"hpml sweep resume {record['sweep']}"
+    if "SUBMITIT_EXECUTOR" in record["job"]["environment"]["variables"]:
+        return "runs a Python function that submitit submitted", "submit the function again"
+    if submission.index is not None:
+        one = "is one task of a job array; only a whole array can be submitted again"
+        return one, f"hpml resubmit {submission.sid}"
+    return None
+
+
+def _not_over(state: State) -> tuple[str, str] | None:
+    """Return that a run has not ended, and what to do; None if it has."""
+    label = state.submission.label
+    if state.state == "NOT SUBMITTED":
+        return "was not submitted yet", f"hpml submit --resume {label}"
+    if state.over or state.lost:
+        return None
+    restart = f"`hpml requeue {label}` restarts it in its own job"
+    return f"is not over: {state.state}", f"{restart}; or `hpml cancel {label}` first"
+
+
+def fields_to_resubmit(state: State) -> dict[str, Any]:
+    """Return the fields of a run's job as its record has them, to load and submit them again.
+
+    A relative directory of checkpoints becomes the absolute one of this run. Runs that the job
+    waited for are left out once it has started.
+    """
+    job: dict[str, Any] = state.submission.record()["job"]
+    directory = checkpoint_directory(state)
+    if directory:
+        job["checkpoint"] = {**job["checkpoint"], "directory": directory}
+    if state.attempts:
+        job["after"] = []
+    return job
+
+
+def _with_directory(store: Store, directory: str, of: Submission) -> Iterator[Submission]:
+    """Yield the other submissions that continue a run and save to a directory, newest first."""
+    for submission in store.submissions():
+        with contextlib.suppress(HpmlError):
+            record = submission.record()
+            saves_to = str(_checkpoint(record["job"]).get("directory", ""))
+            if of.index is not None:
+                saves_to = saves_to.replace("{array.index}", str(of.index))
+            if submission.sid != of.sid and saves_to == directory and record.get("continues"):
+                yield submission

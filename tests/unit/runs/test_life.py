@@ -1,0 +1,220 @@
+"""The attempts of a run together, from records written by hand."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from hpml_orchestrator.records.files import write_json
+from hpml_orchestrator.runs.life import AttemptLife, Life, Limits, life_of, read_life
+from hpml_orchestrator.runs.show import summary_lines
+from hpml_orchestrator.runs.summary import summarise
+from hpml_orchestrator.scheduler.model import JobState
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from hpml_orchestrator.records.store import Submission
+    from tests.unit.runs.conftest import World
+
+CHECKPOINT = {"requeue": ["time_limit", "preemption"], "attempts": 20}
+
+
+@dataclass
+class Training:
+    """A job that saves, is stopped and continues; its records are those of two ranks."""
+
+    world: World
+    submission: Submission
+    attempts: int = 0
+
+    def start(self, *, step: int = 0, after: float = 100.0) -> Path:
+        """Begin an attempt, which takes its first step after some seconds."""
+        world = self.world
+        attempt = world.starts(self.submission, "1", self.attempts)
+        self.attempts += 1
+        world.scheduler.move("1", JobState.RUNNING)
+        world.clock.sleep(after)
+        for rank in (0, 1):
+            if step:
+                world.event(attempt, "resumed", rank, step=step, checkpoint="c")
+            world.event(attempt, "training", rank, step=step, total_steps=10_000)
+            world.event(attempt, "step", rank, steps_total=0)
+        return attempt
+
+    def train(self, attempt: Path, seconds: float, steps: int) -> None:
+        """Let both ranks take steps since the attempt began, `steps` in all."""
+        self.world.clock.sleep(seconds)
+        for rank in (0, 1):
+            self.world.event(attempt, "step", rank, steps_total=steps)
+
+    def save(self, attempt: Path, step: int, seconds: float) -> None:
+        """Let both ranks write their part of a checkpoint."""
+        self.world.clock.sleep(seconds)
+        for rank in (0, 1):
+            self.world.event(attempt, "checkpoint", rank, step=step, seconds=seconds)
+
+    def end(self, attempt: Path, why: str, *, requeue: bool = True, **more: Any) -> None:
+        """End an attempt; the job waits again, or is over."""
+        world = self.world
+        reason = {"time_limit": "time limit", "preemption": "preempted"}.get(why, "failed")
+        code = {"exit_code": 75, "reason": reason, "time": world.clock.now}
+        write_json(attempt / "ended.json", {**code, "why": why, "goes_on": requeue, **more})
+        world.scheduler.move("1", JobState.PENDING if requeue else JobState.TIMEOUT)
+
+    def life(self) -> Life:
+        """The attempts as of now."""
+        life = read_life(self.world.state(self.submission), now=self.world.clock.now)
+        assert life is not None
+        return life
+
+    def lines(self) -> dict[str, list[str]]:
+        """The lines of `hpml show` now, by name."""
+        state = self.world.state(self.submission)
+        shown: dict[str, list[str]] = {}
+        name = ""
+        for head, text in summary_lines(state, summarise(state), self.life()):
+            name = head or name
+            shown.setdefault(name, []).append(text)
+        return shown
+
+
+@pytest.fixture
+def training(world: World) -> Training:
+    """A submitted job with a limit of one hour that continues by itself."""
+    submission = world.submit(resources={"time": "1:00:00"}, checkpoint=CHECKPOINT)
+    return Training(world, submission)
+
+
+def test_three_attempts_and_what_they_lost(training: Training) -> None:
+    """A planned end loses the queue and the start-up, one without a warning the work since then."""
+    world = training.world
+    first = training.start()
+    assert training.life().line == "attempt 1 of at most 20, limit in 58 min"
+    training.train(first, 2000, 2000)
+    training.save(first, 2000, 10)
+    world.event(first, "stopping", 0, step=2000)
+    training.end(first, "time_limit", step=2000)
+    world.clock.sleep(300)  # in the queue
+    second = training.start(step=2000, after=60)
+    training.train(second, 1000, 1000)
+    training.save(second, 3000, 10)
+    training.train(second, 500, 1500)  # of which nothing is saved
+    training.end(second, "preemption", step=3000)
+    world.clock.sleep(200)
+    waiting = training.life()
+    assert waiting.lost_seconds == pytest.approx(300 + 60 + 500 + 200)
+    third = training.start(step=3000, after=40)
+    training.train(third, 100, 100)
+    life = training.life()
+    assert [one.lost_seconds for one in life.attempts] == [0, 300 + 60 + 500, 200 + 40]
+    assert life.elapsed_seconds == pytest.approx(100 + 2010 + 300 + 60 + 1510 + 200 + 40 + 100)
+    assert life.lost_ratio == pytest.approx(1100 / life.elapsed_seconds)
+    assert (life.saving_seconds, life.step, life.total_steps) == (20, 3100, 10_000)
+    assert life.line == "attempt 3 of at most 20, resumed at step 3,000, limit in 58 min"
+    # 6,900 s are left to train, 3,460 of them before the limit, and an attempt has 3,533.
+    assert (life.left_seconds, life.needed_seconds, life.more_attempts) == (3460, 6900, 1)
+    lines = training.lines()
+    one, two, three = lines["attempts"]
+    assert one.startswith("1: time limit after 35:10")
+    assert one.endswith("; steps 0 to 2,000, saved at 2,000")
+    assert two.endswith("; steps 2,000 to 3,500, saved at 3,000, 14:20 lost")
+    assert three.endswith("; steps 3,000 to 3,100, 4:00 lost")
+    lost = "25.5% of the time lost to restarts: 18:20 of 1:12:00 "
+    kinds = "(unsaved work 8:20, queue 8:20, start-up 1:40); 2 checkpoints took 20.0 s"
+    assert lines["restarts"] == [lost + kinds]
+    left = "step 3,100 of 10,000 (31%), 1 steps/s, limit in 58 min; "
+    more = "will not finish before the limit at this rate: about 1 more attempt"
+    assert lines["progress"] == [left + more]
+    # sqrt(2 * 10 s * 3600 s): one end without a warning in an hour of training
+    (advice,) = lines["advice"]
+    assert advice.startswith("save about every 4 min, now every 30 min: a checkpoint takes 10.0 s")
+    assert life.best_save_every_seconds == pytest.approx((2 * 10 * 3610) ** 0.5)
+
+
+def test_a_run_that_may_not_continue(training: Training) -> None:
+    """The last attempt has the reason; its own work is not lost to a restart."""
+    attempt = training.start()
+    training.train(attempt, 100, 100)
+    training.end(attempt, "preemption", requeue=False, stays="20 attempts are used up")
+    assert training.lines()["attempts"][0].endswith(
+        "steps 0 to 100; does not continue: 20 attempts are used up"
+    )
+    assert training.life().lost_seconds == 0
+
+
+def test_an_attempt_that_never_trained_is_lost(training: Training) -> None:
+    """A node that failed before the first step leaves no record of the end, and no work."""
+    world = training.world
+    world.starts(training.submission, "1", 0)
+    world.scheduler.move("1", JobState.PENDING)
+    training.attempts = 1
+    world.clock.sleep(500)
+    attempt = training.start()
+    training.train(attempt, 10, 10)
+    told = training.life()
+    assert told.line == "attempt 2 of at most 20, limit in 58 min"
+    assert told.best_save_every_seconds is None
+
+
+@pytest.mark.parametrize(
+    ("event", "data"),
+    [
+        ("training", {"step": "x", "total_steps": None}),
+        ("resumed", {"step": [1]}),
+        ("checkpoint", {"seconds": "long", "step": {}}),
+        ("step", {"steps_total": "many"}),
+        ("training", {"step": 0, "total_steps": 0}),
+    ],
+)
+def test_odd_events_do_no_harm(training: Training, event: str, data: dict[str, Any]) -> None:
+    """Any program may send them."""
+    attempt = training.start()
+    training.world.event(attempt, event, 0, **data)
+    assert training.life().to_json()["at_most"] == 20
+    assert "run" in training.lines()
+
+
+def test_a_job_without_checkpoints_has_its_progress(world: World) -> None:
+    """The limit comes first, and no further attempt is promised."""
+    training = Training(world, world.submit(resources={"time": "1:00:00"}))
+    attempt = training.start()
+    training.train(attempt, 100, 100)
+    life = training.life()
+    assert (life.line, life.at_most, life.more_attempts) == ("", None, None)
+    assert life.progress.endswith("will not finish before the limit at this rate: it needs 2.8 h")
+    assert "restarts" not in training.lines()
+
+
+@pytest.mark.parametrize(
+    ("why", "stopped", "failures"),
+    [
+        ("time_limit", False, 0),
+        ("requested", False, 0),
+        ("preemption", True, 0),
+        ("preemption", False, 1),
+        ("node_failure", False, 1),
+        ("hang", False, 1),
+        ("", False, 1),
+    ],
+)
+def test_ends_without_a_warning(why: str, stopped: bool, failures: int) -> None:
+    """Only those make checkpoints in between worth their time."""
+    one = AttemptLife(
+        0,
+        why,
+        goes_on=True,
+        started=1.0,
+        ended=1001.0,
+        trained_from=1.0,
+        trained_until=1001.0,
+        saves=1,
+        saving_seconds=5.0,
+        stopped=stopped,
+    )
+    last = AttemptLife(1, started=1001.0, trained_from=1001.0, trained_until=2001.0)
+    life = life_of([one, last], limits=Limits(3600.0), left_seconds=10.0, now=2001.0)
+    best = (2 * 5.0 * 2000.0) ** 0.5 if failures else None
+    assert life.best_save_every_seconds == (best and pytest.approx(best))
