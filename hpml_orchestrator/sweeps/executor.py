@@ -239,6 +239,10 @@ class HpmlExecutor(core.Executor):
             extra = ("resources.extra", [*resolved.job.resources.extra, *options])
             settings = [*fields.items(), *derived.items(), *last, extra]
             resolved = load_job(path, settings, site, fields=base)
+        if resolved.job.checkpoint.enabled:  # both would start the job again
+            hint = "remove the field; the function's method `checkpoint` decides what is saved"
+            message = "functions are saved and requeued by submitit, not by hpml"
+            raise InputError(message, field="checkpoint", hint=hint)
         return resolved, site
 
     def _job_of(

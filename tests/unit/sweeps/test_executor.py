@@ -427,6 +427,7 @@ def value_at(job: Any, field: str) -> Any:
         ({"hpml_cpus_per_gpu": 3}, InputError, "cpus_per_gpu: the CPUs of 0 GPUs"),
         ({"hpml_job_file": "missing.yaml"}, HpmlError, "missing.yaml"),
         ({"hpml_set": {"resources.nods": 2}}, InputError, "resources.nods"),
+        ({"hpml_set": {"checkpoint": True}}, InputError, "checkpoint: functions are saved"),
         (
             {"hpml_additional_parameters": {"chdir": "/tmp"}},
             InputError,
