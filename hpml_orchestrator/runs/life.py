@@ -227,6 +227,8 @@ def _about(seconds: float) -> str:
 
 
 def _precise(seconds: float) -> str:
+    if seconds < 1:
+        return f"{seconds:.2g} s"
     return f"{seconds:.1f} s" if seconds < _MINUTE else seconds_text(seconds)
 
 

@@ -83,6 +83,7 @@ def summary_lines(
             "result": _result(described),
             **_hours(described),
             "signals": signals,
+            "stacks": _stacks(state),
             "monitor": summary.monitor_lines,
             "record": [str(state.run.directory)],
         }
@@ -327,6 +328,12 @@ def _life(state: State, life: Life | None) -> dict[str, list[str]]:
         "advice": [life.advice] if life.advice else [],
     }
     return {name: text for name, text in lines.items() if text}
+
+
+def _stacks(state: State) -> list[str]:
+    """Return the files with the stacks of ranks that hung."""
+    found = [attempt.directory.glob("stacks/*.txt") for attempt in state.run.attempts()]
+    return [str(path) for files in found for path in sorted(files)]
 
 
 def _report(attempt: Attempt, state: State, *, last: bool) -> AttemptReport:
