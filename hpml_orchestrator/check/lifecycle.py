@@ -202,5 +202,5 @@ def _preemption(partition: Partition, cluster: Cluster) -> str:
     if not modes & {"REQUEUE", "CANCEL"}:
         return f"{start} is suspended and continues by itself" if "SUSPEND" in modes else ""
     if not partition.grace_seconds:
-        return f"{start} has no time to save (GraceTime 0): it continues from its last checkpoint"
+        return f"{start} has only Slurm's KillWait to save (30 s by default; GraceTime is 0)"
     return f"{start} has {format_time(partition.grace_seconds)} to save (GraceTime)"

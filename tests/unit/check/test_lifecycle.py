@@ -135,7 +135,7 @@ PREEMPTS = Limits(preemption="REQUEUE")
     ("limits", "partition", "own", "profile", "notes"),
     [
         (Limits(), {}, {}, {}, []),
-        (PREEMPTS, {}, {}, {}, ["has no time to save (GraceTime 0)"]),
+        (PREEMPTS, {}, {}, {}, ["has only Slurm's KillWait to save"]),
         (PREEMPTS, {"grace_seconds": 90}, {}, {}, ["has 00:01:30 to save (GraceTime)"]),
         (PREEMPTS, {"preemption": "OFF"}, {}, {}, []),
         (PREEMPTS, {"preemption": "SUSPEND"}, {}, {}, ["is suspended and continues by itself"]),
