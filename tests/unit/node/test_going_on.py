@@ -90,11 +90,11 @@ class Site:
         node.claim("17")
         self.submission.record_job("17", how="sbatch", now=1.0)
         write_text(self.submission.directory / "arguments", "sbatch\0--parsable\0job.sh\0")
-        for program in ("scontrol", "sbatch"):
+        for program in ("scontrol", "sbatch", "sinfo"):
             path = where / "bin" / program
             path.write_text(
                 f'#!/bin/sh\necho {program} "$@" >> {where}/calls\n'
-                f"[ {program} = scontrol ] || env >> {where}/environment\n"
+                f"[ {program} != sbatch ] || env >> {where}/environment\n"
                 f'case "$2" in show) set -- show;; esac\n'
                 f'[ ! -e "{where}/{program} ${{1#--parsable}}" ] ||\n'
                 f'  . "{where}/{program} ${{1#--parsable}}"\n'
@@ -212,8 +212,10 @@ def test_a_continuation_is_submitted_once(site: Site) -> None:
     assert site.calls == ["scontrol requeue 17"]
 
 
-def test_slow_nodes_are_left_out(site: Site) -> None:
-    """After a hang the nodes whose ranks are behind, and any whose agent failed."""
+@pytest.mark.parametrize("nodes", [4, 3])
+def test_slow_nodes_are_left_out(site: Site, nodes: int) -> None:
+    """After a hang: nodes whose ranks are behind or whose agent failed, if enough others exist."""
+    site.says("sinfo --noheader", str(nodes))
     write_text(site.node.attempt / "stop", '{"reason": "hang", "time": 1, "by": "n1"}\n')
     for node, rank, steps in (("n1", 0, 5), ("n2", 1, 4), ("n3", 2, 5)):
         log = site.node.attempt / "events" / f"{node}.jsonl"
@@ -225,12 +227,11 @@ def test_slow_nodes_are_left_out(site: Site) -> None:
     assert site.call("finish", "137")[0] == "137"
     ended = Attempt(site.node.attempt).ended or {}
     assert (ended["reason"], ended["why"]) == ("ranks hung: failed", "hang")
-    site.call("go-on", "137")
-    assert site.calls == [
-        "scontrol requeue 17",
-        "scontrol update JobId=17 ExcNodeList=n9,n2,n3",
-    ]
-    assert (Attempt(site.node.attempt).next or {})["exclude"] == ["n2", "n3"]
+    site.call("go-on", "137", SLURM_NNODES="2", SLURM_JOB_PARTITION="main")
+    calls = ["scontrol requeue 17", "scontrol update JobId=17 ExcNodeList=n9,n2,n3"]
+    enough = nodes == 4
+    assert [call for call in site.calls if "sinfo" not in call] == calls[: 1 + enough]
+    assert (Attempt(site.node.attempt).next or {})["exclude"] == ["n2", "n3"] * enough
 
 
 def test_a_run_that_may_not_go_on_has_not_succeeded(site: Site) -> None:
