@@ -7,7 +7,7 @@ import time
 from dataclasses import asdict, dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
-from hpml_orchestrator.errors import HpmlError, counted
+from hpml_orchestrator.errors import HpmlError, RecordError, counted
 from hpml_orchestrator.records.texts import seconds_text
 from hpml_orchestrator.runs.monitored import numbers
 from hpml_orchestrator.scheduler.model import JobState
@@ -340,7 +340,11 @@ def _whole(data: Mapping[str, Any], name: str) -> int | None:
 
 
 def _observed(attempt: Attempt) -> AttemptLife:
-    """Return what the records of one attempt say."""
+    """Return what the records of one attempt say; only its number if they may not be read."""
+    try:
+        attempt.check_readable()
+    except RecordError:
+        return AttemptLife(attempt.number)
     seen = _Observer()
     for event in attempt.milestones():
         seen.add(event)

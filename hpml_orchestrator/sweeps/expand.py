@@ -39,6 +39,7 @@ from hpml_orchestrator.sweeps.plan import (
 )
 from hpml_orchestrator.sweeps.reach import (
     check_argument,
+    check_base,
     check_field,
     check_template,
     check_values,
@@ -152,21 +153,7 @@ class _Planner:
             self._settings += [*program.items(), ("args", [sweep.function, sweep.search.metric])]
         self._fields = read_fields(sweep.base)  # once, however many shapes there are
         self.base = load_job(sweep.base, self._settings, site, fields=self._fields).job
-        if self.base.array is not None:
-            raise InputError(
-                "a sweep makes arrays of its own; the base job must be a single one",
-                field="array",
-                value=self.base.array,
-                hint=f"remove `array` from {sweep.base}",
-            )
-        own = self.base.checkpoint
-        if own.enabled and not own.is_per_run:
-            raise InputError(
-                "would be the directory of every run of the sweep",
-                field="checkpoint.directory",
-                value=own.directory,
-                hint="give a relative path, or put {run.id} into it",
-            )
+        check_base(self.base, sweep.base)
         self.arguments = Arguments(self.base.args)
         self.base_ranks = self.base.resources.nodes * self.base.resources.ranks
         self.kinds = {axis: _kind(sweep, axis) for axis in sweep.axes}

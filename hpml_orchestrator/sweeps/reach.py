@@ -20,13 +20,42 @@ if TYPE_CHECKING:
     from hpml_orchestrator.spec.job import Job
     from hpml_orchestrator.spec.site import Site
 
-__all__ = ["check_argument", "check_field", "check_template", "check_values", "check_variable"]
+__all__ = [
+    "check_argument",
+    "check_base",
+    "check_field",
+    "check_template",
+    "check_values",
+    "check_variable",
+]
 
 _SWITCHES = frozenset("0 1 false no off on true yes".split())
 _DIRECTIVES = {"memory": "mem"} | {
     name: name for name in "account constraint exclusive partition qos time".split()
 }
 _ON_CLUSTERS = frozenset("account constraint exclusive partition qos".split())
+
+
+def check_base(job: Job, file: object) -> None:
+    """Check that the base job is a single one whose runs do not share their checkpoints.
+
+    Raises:
+        InputError: it is not.
+    """
+    if job.array is not None:
+        raise InputError(
+            "a sweep makes arrays of its own; the base job must be a single one",
+            field="array",
+            value=job.array,
+            hint=f"remove `array` from {file}",
+        )
+    if job.checkpoint.enabled and not job.checkpoint.is_per_run:
+        raise InputError(
+            "would be the directory of every run of the sweep",
+            field="checkpoint.directory",
+            value=job.checkpoint.directory,
+            hint="give a relative path, or put {run.id} into it",
+        )
 
 
 def check_argument(job: Job, name: str, place: str, *, flag: bool = False) -> None:

@@ -18,7 +18,7 @@ OLD = ("probe-20240101-000000-aaaaaa", "probe-20240102-000000-bbbbbb")
 
 # command line, exit status, message, hint
 LINES = [
-    ("sumbit x", 2, "No such command 'sumbit'. Did you mean 'submit'?", "hpml --help"),
+    ("sumbit x", 2, "No such command 'sumbit'. Did you mean 'submit', 'resubmit'?", "hpml --help"),
     ("good.yaml", 2, "No such command 'good.yaml'", "hpml run good.yaml"),
     ("--records x", 2, "Missing command", "hpml --help"),
     ("render j --jsn", 2, "No such option: --jsn (", "hpml render --help"),

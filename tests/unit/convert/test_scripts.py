@@ -72,7 +72,7 @@ CASES: dict[str, tuple[Size, str]] = {
     ),
 }
 LAUNCHES = {
-    "torchrun": r"^  python\d? -m torch\.distributed\.run ",
+    "torchrun": r"^  (\S+ )?python\d? -m torch\.distributed\.run ",
     "srun": r"^hpml_run srun --nodes=.* --ntasks=.*\\\n.*--mpi=(none|pmix)",
     "mpirun": r"^  mpirun .*ppr:8:node",
     "horovodrun": r"horovodrun -np 4 -H localhost:4",
