@@ -145,6 +145,7 @@ class _Boot:
         self.say(f"{time.monotonic() - self.began:6.2f} s  {what}")
 
     def _start(self, name: str, *command: str, spec: NodeSpec | None = None) -> None:
+        self.state.commands[name] = list(command)
         if spec is not None:
             node = str(Path(__file__).with_name("_nodes.py"))
             command = (sys.executable, "-B", node, spec.to_json(), *command)

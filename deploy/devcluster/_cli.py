@@ -60,6 +60,9 @@ def _parser() -> argparse.ArgumentParser:
     down.add_argument("--purge", action="store_true", help="remove the box with its logs as well")
     add("status", "Show the daemons and nodes; exit status 0: up, 1: partly, 3: not up.")
     add("env", "Print the line that points Slurm's commands to the cluster.")
+    restart = add("restart", "Stop slurmctld or a node's slurmd and start it again.")
+    restart.add_argument("name", metavar="DAEMON", help="slurmctld, node1, ...")
+    restart.add_argument("--kill", action="store_true", help="end it by SIGKILL")
     inside = add("exec", "Run a command on a node: devcluster exec node1 -- df /tmp.", data=False)
     inside.add_argument("node", metavar="NODE")
     inside.add_argument("words", nargs="*", metavar="-- CMD")
@@ -224,6 +227,15 @@ def _env(options: argparse.Namespace) -> int:
     return 0
 
 
+def _restart(options: argparse.Namespace) -> int:
+    process = _cluster.restart(options.box, options.name, kill=options.kill)
+    if options.json:
+        _print({"name": options.name, "pid": process.pid})
+    else:
+        print(f"{options.name} runs again, pid {process.pid}")
+    return 0
+
+
 def _exec(options: argparse.Namespace) -> int:
     if not options.words:
         raise DevclusterError("exec needs a command: devcluster exec NODE -- CMD...")
@@ -247,6 +259,7 @@ _COMMANDS = {
     "down": _down,
     "status": _status,
     "env": _env,
+    "restart": _restart,
     "exec": _exec,
 }
 

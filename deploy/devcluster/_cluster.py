@@ -1,4 +1,4 @@
-"""A cluster that has been booted: what it left to find it again, how it is, taking it down."""
+"""A cluster that has been booted: its state file, status, restart of a daemon, shutdown."""
 
 from __future__ import annotations
 
@@ -7,13 +7,14 @@ import fcntl
 import json
 import os
 import shutil
+import socket
 import subprocess
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import _procs
-from _config import Layout, node_address
+from _config import Layout, Ports, node_address
 from _errors import DevclusterError
 from _procs import Process
 
@@ -41,6 +42,7 @@ class State:
     machine: str | None = None
     environment: dict[str, str] = field(default_factory=dict)  # of all processes of the nodes
     processes: dict[str, Process] = field(default_factory=dict)
+    commands: dict[str, list[str]] = field(default_factory=dict)  # of the daemons
 
     @staticmethod
     def path(box: Path) -> Path:
@@ -165,6 +167,52 @@ def describe(state: State) -> dict[str, Any]:
         "pids": {name: process.pid for name, process in state.processes.items()},
         "seconds": state.seconds,
     }
+
+
+# --- restart ------------------------------------------------------------------------------------
+
+
+def restart(box: Path, name: str, *, kill: bool) -> Process:
+    """Ends slurmctld or a slurmd and starts it again, where its jobs and files still are."""
+    require_root("restart")
+    with only_one(box):
+        state = running(box)
+        if name not in (*state.nodes, "slurmctld") or name in state.dead():
+            raise DevclusterError(f"no slurmctld and no slurmd of a node is running as {name}")
+        process = state.processes[name]
+        # Its namespaces hold the node's /tmp: without a process or a descriptor they would go.
+        with _opened(process, "mnt") as mounts, _opened(process, "uts") as names:
+            if kill:
+                _procs.kill([process])
+            else:
+                _procs.stop([process], 20)
+            own = state.environment if name in state.nodes else {}
+            state.processes[name], child = _procs.start_detached(
+                ("nsenter", f"--mount={mounts}", f"--uts={names}", "--", *state.commands[name]),
+                Layout(box).log(name),
+                _procs.daemon_environment(SLURM_CONF=state.slurm_conf) | own,
+            )
+            state.save()
+            done = _procs.wait_until(lambda: child.poll() is not None or _answers(state, name), 60)
+        if not done or child.poll() is not None:
+            raise DevclusterError(f"{name} did not start again; see {Layout(box).log(name)}")
+    return state.processes[name]
+
+
+@contextlib.contextmanager
+def _opened(process: Process, kind: str) -> Iterator[str]:
+    """Opens a namespace of a process, and gives a path to it that outlives the process."""
+    with Path(f"/proc/{process.pid}/ns/{kind}").open("rb") as space:
+        yield f"/proc/{os.getpid()}/fd/{space.fileno()}"
+
+
+def _answers(state: State, name: str) -> bool:
+    """Tells whether slurmctld answers, or a node's slurmd takes connections."""
+    if name not in state.nodes:
+        return _ask(Path(state.box), "scontrol", "ping") is not None
+    index = state.nodes.index(name)
+    with socket.socket() as probe:
+        return probe.connect_ex((node_address(index), Ports(state.port_base).node(index))) == 0
 
 
 # --- down ---------------------------------------------------------------------------------------

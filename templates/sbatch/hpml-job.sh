@@ -94,8 +94,9 @@ hpml_stop_agents() {
 # hpml_terminate SIGNAL: trap of the signals that end the job; hpml_finish follows.
 hpml_terminate() {
   hpml_reason="the script got SIG$1"
-  if [[ $1 == TERM && -n ${HPML_CHECKPOINT-} && -n $hpml_ranks ]]; then
-    # The agents find out why: they let the ranks save, or end them at once if the job is cancelled.
+  if [[ $1 == TERM && -n ${HPML_CHECKPOINT-} && -n $hpml_ranks ]] && kill -0 "$hpml_agent" 2>/dev/null; then
+    # The agents find out why: they let the ranks save, or end them at once if the job is cancelled. Without
+    # them the ranks would run until SIGKILL, which this script would not survive either.
     # No `return` here: in a trap it would end `wait` and the function around it, too (bash 5.2).
     hpml_passed=1
     "${hpml_python[@]}" terminated "$HPML_ATTEMPT_DIR" || :

@@ -102,6 +102,13 @@ class SlurmCluster:
         """Runs a command on a node, outside of any job; the caller looks at its status."""
         return devcluster("exec", "--box", self.box, node, "--", *command)
 
+    def restart(self, daemon: str, *, kill: bool = False) -> None:
+        """End slurmctld or a node's slurmd, by SIGKILL if wanted, and start it again."""
+        options = ["--kill"] if kill else []
+        done = devcluster("restart", "--json", "--box", self.box, *options, daemon)
+        assert done.returncode == 0, done.stderr
+        self.pids[daemon] = json.loads(done.stdout)["pid"]
+
     def leftovers(self, node: str) -> list[str]:
         """Lists all that lies in a node's own /tmp and /dev/shm, shared folders left out."""
         found = self.exec(node, "find", "/tmp", "/dev/shm", "-xdev", "-mindepth", "1", "-print0")

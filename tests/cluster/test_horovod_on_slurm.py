@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import ast
 import importlib.util
 import shutil
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from tests.cluster.conftest import SlurmCluster
-from tests.cluster.hpml_on_slurm import MPIRUN_AS_ROOT, ROOT, Desk
+from tests.cluster.hpml_on_slurm import MPIRUN_AS_ROOT, ROOT, Desk, eventually
 
 PYTHON = sys.executable
 pytestmark = pytest.mark.alone
@@ -30,11 +32,22 @@ def _horovod() -> None:
 @pytest.fixture
 def desk(slurm_cluster: SlurmCluster, tmp_path: Path) -> Desk:
     """A desk with the training, its job file, and the digits."""
+    return with_training(slurm_cluster, tmp_path)
+
+
+@pytest.fixture
+def local_desk(tmp_path: Path) -> Desk:
+    """The same without a cluster."""
+    return with_training(SlurmCluster(tmp_path, tmp_path / "no-slurm.conf", (), (), {}), tmp_path)
+
+
+def with_training(cluster: SlurmCluster, place: Path) -> Desk:
+    """Copy the training, its job file and the digits to a desk."""
     for name in [*(f"{module}.py" for module in FILES), "digits_horovod.yaml"]:
-        shutil.copy(ROOT / "training_jobs" / name, tmp_path)
-    subprocess.run([PYTHON, "make_digits.py", "digits"], cwd=tmp_path, check=True, timeout=120)
+        shutil.copy(ROOT / "training_jobs" / name, place)
+    subprocess.run([PYTHON, "make_digits.py", "digits"], cwd=place, check=True, timeout=120)
     # As root, who alone may use the real-time class: without it these ranks starve (see `patient`)
-    return Desk(slurm_cluster, tmp_path, MPIRUN_AS_ROOT, as_root=True)
+    return Desk(cluster, place, MPIRUN_AS_ROOT, as_root=True)
 
 
 # Root may let its ranks take turns by the real-time class; for others the call fails, and no more.
@@ -102,3 +115,35 @@ def test_two_ranks_by_horovodrun(desk: Desk) -> None:
     ran = desk.json("run", "--local", *sets, "digits_horovod.yaml")
     assert ran["state"] == "COMPLETED"
     assert ran["summary"]["result"]["world_size"] == ran["summary"]["ranks"] == 2
+
+
+def weights(run: dict[str, Any]) -> dict[str, str]:
+    """Return the weights in the newest checkpoint of a run."""
+    newest = max(Path(run["directory"], "checkpoints").glob("step-*"))
+    code = (
+        "import sys, torch; model = torch.load(sys.argv[1])['state']['network']; "
+        "print({name: tensor.numpy().tobytes().hex() for name, tensor in model.items()})"
+    )
+    done = subprocess.run(
+        [PYTHON, "-c", code, newest / "state.pt"], capture_output=True, text=True, check=True
+    )
+    found: dict[str, str] = ast.literal_eval(done.stdout)
+    return found
+
+
+def test_a_stop_by_horovodrun(local_desk: Desk) -> None:
+    """Asked to save and continue after some epochs: two attempts, and the weights of one."""
+    sets = (f"--set=environment.python={PYTHON}", "--set=args.1=--epochs=6")
+    stopped = local_desk.json("submit", "--local", *sets, "digits_horovod.yaml")
+    events = Path(stopped["directory"], "attempts", "0", "events")
+
+    def has_saved() -> bool:
+        return any('"checkpoint"' in path.read_text() for path in events.glob("*.jsonl"))
+
+    eventually(has_saved, what="a checkpoint")
+    local_desk.hpml("requeue", stopped["id"])
+    done = local_desk.json("wait", stopped["id"])
+    assert (done["state"], done["attempts"]) == ("COMPLETED", 2)
+    whole = local_desk.json("run", "--local", *sets, "digits_horovod.yaml")
+    assert whole["attempts"] == 1
+    assert weights(stopped) == weights(whole)

@@ -109,6 +109,29 @@ def test_each_node_has_its_own_host_name(slurm_cluster: SlurmCluster) -> None:
     assert sorted(names) == ["node1", "node2"] == list(slurm_cluster.nodes)
 
 
+@pytest.mark.parametrize(
+    ("daemon", "kill"), [("node1", True), ("node2", False), ("slurmctld", False)]
+)
+def test_a_restarted_daemon_finds_the_jobs_and_files_of_before(
+    slurm_cluster: SlurmCluster, tmp_path: Path, daemon: str, kill: bool
+) -> None:
+    """A job runs on, a file in /tmp stays, and a later job starts on the node."""
+    node = daemon if daemon in slurm_cluster.nodes else "node1"
+    slurm_cluster.exec(node, "touch", "/tmp/stays")
+    go = tmp_path / "go"
+    number = submit(slurm_cluster, tmp_path, f"until [ -e {go} ]; do sleep 0.1; done", f"-w{node}")
+    eventually(lambda: state(slurm_cluster, number) == "RUNNING")
+    before = slurm_cluster.pids[daemon]
+    slurm_cluster.restart(daemon, kill=kill)
+    assert ended(before)
+    assert slurm_cluster.leftovers(node) == ["/tmp/stays"]
+    assert slurm_cluster.run("srun", "-w", node, "--overcommit", "hostname").stdout == f"{node}\n"
+    assert state(slurm_cluster, number) == "RUNNING"
+    go.touch()
+    eventually(lambda: state(slurm_cluster, number) == "COMPLETED")
+    slurm_cluster.exec(node, "rm", "/tmp/stays")
+
+
 @pytest.mark.parametrize("folder", ["/tmp", "/dev/shm"])
 def test_temporary_folders_are_private_to_a_node(slurm_cluster: SlurmCluster, folder: str) -> None:
     """What a job leaves in /tmp or /dev/shm is on its node only, and leftovers reports it."""

@@ -20,7 +20,8 @@ case $1 in
   claim) echo "$HOME/runs/7/attempts/0"; exit "${CLAIM:-0}" ;;
   finish) eval "${FINISH:-}" ;;
   rendezvous) echo node1 20000 ;;
-  agent) until [[ -e $2/over ]]; do sleep .02; done ;;
+  agent) until [[ -e $2/over || -n ${AGENT_ENDS-} ]]; do sleep .02; done ;;
+  shield) exec "${@:2}" ;;
   wait-ready) until grep -q ^agent "$HOME/calls"; do sleep .02; done; exit "${READY:-0}" ;;
 esac
 """
@@ -170,6 +171,29 @@ def test_signals(bench: Bench, sent: int, status: int, reason: str, got: str) ->
     assert bench.calls("finish") == [f"{bench.attempt} {status} {reason} torchrun"]
     passed = [f"{bench.attempt} {got}"] if status == 5 else []
     assert bench.calls("note-signal") == passed
+
+
+@pytest.mark.parametrize("agent_ends", [False, True])
+def test_sigterm_of_a_job_with_checkpoints(bench: Bench, agent_ends: bool) -> None:
+    """The script waits for its ranks, which the agents stop; without agents it ends at once."""
+    rank = "trap '' TERM; touch ready; until [[ -e go ]]; do sleep .02; done"
+    code = (
+        f'{BEGIN}hpml_agents\n{"wait $hpml_agent" if agent_ends else ""}\nhpml_run bash -c "{rank}"'
+    )
+    ends = {"AGENT_ENDS": "1"} if agent_ends else {}
+    process = bench.start(code, HPML_CHECKPOINT="{}", **ends)
+    eventually((bench.root / "ready").exists)
+    process.send_signal(signal.SIGTERM)
+    if agent_ends:
+        assert process.wait(timeout=120) == 143
+        (bench.root / "go").touch()
+    else:
+        eventually(lambda: bench.calls("terminated"))
+        (bench.root / "go").touch()
+        assert process.wait(timeout=120) == 0
+    process.communicate()
+    code = "143" if agent_ends else "0"
+    assert bench.calls("finish") == [f"{bench.attempt} {code} the script got SIGTERM torchrun"]
 
 
 def test_the_rendezvous_is_exported(bench: Bench) -> None:
