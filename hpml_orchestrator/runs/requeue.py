@@ -21,7 +21,7 @@ from hpml_orchestrator.runs.backend import backends_of, elsewhere, not_here
 from hpml_orchestrator.runs.resubmit import refuse_if_continued
 from hpml_orchestrator.runs.state import reopen, run_of
 from hpml_orchestrator.runs.status import UNREADABLE, states
-from hpml_orchestrator.runs.submit import next_outcome
+from hpml_orchestrator.runs.submit import AGAIN_SECONDS, STALE_SECONDS, next_outcome
 from hpml_orchestrator.scheduler.environment import travelling
 from hpml_orchestrator.scheduler.model import SubmitRequest
 from hpml_orchestrator.scheduler.recovery import Found, Undecided
@@ -35,9 +35,6 @@ if TYPE_CHECKING:
     from hpml_orchestrator.scheduler.model import Scheduler
 
 __all__ = ["requeue"]
-
-_AGAIN_SECONDS = 1.0
-_STALE_SECONDS = 15.0
 
 
 def requeue(
@@ -139,7 +136,7 @@ def _continue(
             )
             if made:
                 return made
-            outcome = Undecided("another hpml is submitting its continuation", _AGAIN_SECONDS)
+            outcome = Undecided("another hpml is submitting its continuation", AGAIN_SECONDS)
         notice(f"{outcome.reason}; asking again in {outcome.retry_after:.0f} s")
         sleep(min(outcome.retry_after, 5.0))
 
@@ -170,7 +167,7 @@ def _start(
     )
     arguments = scheduler.arguments(request)
     before = clock()
-    if not newest.mark_start(number, now=before) or clock() - before >= _STALE_SECONDS:
+    if not newest.mark_start(number, now=before) or clock() - before >= STALE_SECONDS:
         return None
     closed = (submission.directory / "final.json").exists()
     reopen(submission)

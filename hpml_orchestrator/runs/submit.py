@@ -36,16 +36,24 @@ if TYPE_CHECKING:
     from hpml_orchestrator.records.store import Attempt, Store, Submission
     from hpml_orchestrator.scheduler.model import Scheduler
 
-__all__ = ["known_absent", "next_outcome", "resume", "settle", "submit"]
+__all__ = [
+    "AGAIN_SECONDS",
+    "STALE_SECONDS",
+    "known_absent",
+    "next_outcome",
+    "resume",
+    "settle",
+    "submit",
+]
 
 _SHORT_GRACE_SECONDS = 30.0
 """How long a request may still reach the controller when hpml and its sbatch, both on this machine,
 are seen to be gone."""
 
-_STALE_SECONDS = 15.0
+STALE_SECONDS = 15.0
 """Oldest start with which sbatch may be called: well below what others wait before theirs."""
 
-_AGAIN_SECONDS = 1.0
+AGAIN_SECONDS = 1.0
 """How often a waiting hpml looks whether another one has recorded the job."""
 
 
@@ -101,7 +109,7 @@ def _start(
     before = clock()
     if not submission.mark_started(now=before, number=number):
         return None
-    if clock() - before >= _STALE_SECONDS:
+    if clock() - before >= STALE_SECONDS:
         # A file server that stood still: others may believe that this start came to nothing.
         return None
     try:
@@ -148,7 +156,7 @@ def settle(store: Store, submission: Submission, scheduler: Scheduler, *, now: f
         # The hpml that prepared it a moment ago may be about to call sbatch.
         recent = abs(now - created) < GRACE_SECONDS
         if recent and "submitter" in record and owner_is_alive(Owner(**record["submitter"])):
-            return Undecided("hpml is about to call sbatch", _AGAIN_SECONDS)
+            return Undecided("hpml is about to call sbatch", AGAIN_SECONDS)
     if isinstance(outcome, Absent) and outcome.refused:
         submission.record_refusal(outcome.refused, now=now)
     elif isinstance(outcome, Absent):
@@ -264,12 +272,12 @@ def resume(
             job_id = _start(submission, scheduler, starts + 1, runs, environment, clock)
             if job_id is not None:
                 return job_id
-            outcome = Undecided("another hpml is submitting it", _AGAIN_SECONDS)
+            outcome = Undecided("another hpml is submitting it", AGAIN_SECONDS)
         notice(f"{outcome.reason}; asking again in {outcome.retry_after:.0f} s")
         left = outcome.retry_after
         while left > 0 and submission.job() is None and submission.refused() is None:
-            sleep(min(left, _AGAIN_SECONDS))  # another hpml may record the answer meanwhile
-            left -= _AGAIN_SECONDS
+            sleep(min(left, AGAIN_SECONDS))  # another hpml may record the answer meanwhile
+            left -= AGAIN_SECONDS
 
 
 def _hint(submission: Submission) -> str:
