@@ -211,7 +211,7 @@ class StopPath:
             if self._end is not None and isinstance(asked, (int, float)):
                 left = self._end - self._clock() - end_margin(self._end - asked)
                 self._kill_at = min(self._kill_at, now + max(0.0, left))
-        if reason == "requested":  # ranks that cannot hear it would run on for ever
+        if reason == "requested":  # ranks that cannot hear it would never stop
             self._kill_at = min(self._kill_at, now + self._lead())
 
     def _watch_hang(self, now: float, ranks: Ranks) -> None:

@@ -78,7 +78,7 @@ hpml_finish() {
   [[ $code != 0 ]] || hpml_stop_agents
   own=$("${hpml_python[@]}" finish "$HPML_ATTEMPT_DIR" "$code" "$hpml_reason" "$hpml_launcher") || :
   [[ $code == 0 ]] || hpml_stop_agents  # after the record: SIGKILL may come soon
-  # Does the run go on? Then this job is requeued, or another one is submitted that continues it.
+  # If the run continues, this job is requeued, or another one is submitted that continues it.
   [[ -z ${HPML_CHECKPOINT-} ]] || own=$("${hpml_python[@]}" go-on "$HPML_ATTEMPT_DIR" "${own:-$code}") || own=75
   exit "${own:-$code}"
 }
