@@ -109,14 +109,15 @@ def test_a_run_goes_on_after_its_time_limit(desk: Desk) -> None:
 
 
 def test_a_preempted_run_goes_on_once(desk: Desk) -> None:
-    """Slurm requeues the job by itself; the script's own requeue makes no second one."""
+    """Slurm requeues it by itself and only once, also where JobRequeue=0 is the default."""
     resources = {"time": "00:10:00", "partition": "low"}
-    job = start(desk, "preempted", resources=resources)
-    started(desk, "preempted", 1)
-    both = {"nodes": 2, "exclusive": True}
-    other = desk.submit("first", command=["sleep", "3"], resources=both)
-    assert over(desk, other)["state"] == "COMPLETED"
-    state = over(desk, job)
+    with desk.cluster.configured("JobRequeue=0"):
+        job = start(desk, "preempted", resources=resources)
+        started(desk, "preempted", 1)
+        both = {"nodes": 2, "exclusive": True}
+        other = desk.submit("first", command=["sleep", "3"], resources=both)
+        assert over(desk, other)["state"] == "COMPLETED"
+        state = over(desk, job)
     assert (state["state"], state["job_id"]) == ("COMPLETED", job["job_id"])
     assert len(attempts(job)) == 2
     assert desk.jobs_of(Path(job["submission"])) == [job["job_id"]]
