@@ -83,6 +83,8 @@ def decide(
         # A program that cannot say whether it is done continues: if it is, it ends at once then.
         done = exit_code == 0 and channel and not stopping and state == "COMPLETED"
         why = "" if done else asked
+        if asked == "preemption":  # the agents' word for any SIGTERM; Slurm says why it sent it
+            why = why and _REASONS.get(state, why)
     else:
         why = _REASONS.get(state, "")
     if not why or why not in (*options.requeue, "requested"):

@@ -27,7 +27,7 @@ from hpml_orchestrator.scheduler.model import SubmitRequest
 from hpml_orchestrator.scheduler.recovery import Found, Undecided
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable, Collection, Mapping
 
     from hpml_orchestrator.records.store import Attempt, Store, Submission
     from hpml_orchestrator.runs.backend import Backends
@@ -55,6 +55,7 @@ def requeue(
         SchedulerUnavailable: the scheduler gives no answer; the same call looks for the job.
     """
     backends = backends or backends_of(store)
+    known = submission.job_ids()  # before the look: a later one is another hpml's continuation
     (state,) = states(store, [submission], backends=backends, now=clock)
     label = submission.label
     if state.state == UNREADABLE:
@@ -77,7 +78,8 @@ def requeue(
         hint = f"hpml submit --resume {submission.sid}" if not state.job_id else "submit it again"
         raise _wrong(label, "has never started: there is nothing to continue", hint)
     refuse_if_continued(store, state, backends=backends)
-    job_id = _continue(store, state, newest, scheduler, environment, clock, sleep, notice)
+    known.add(state.job_id.partition("_")[0])  # that is over, too
+    job_id = _continue(store, state, newest, scheduler, known, environment, clock, sleep, notice)
     return {"id": label, "job_id": job_id, "outcome": f"continues in job {job_id}"}
 
 
@@ -106,14 +108,17 @@ def _continue(
     state: State,
     newest: Attempt,
     scheduler: Scheduler,
+    known: Collection[str],
     environment: Mapping[str, str],
     clock: Callable[[], float],
     sleep: Callable[[float], None],
     notice: Callable[[str], None],
 ) -> str:
-    """Submit the continuation of a run that is over, once, and return the id of its job."""
+    """Submit the continuation of a run that is over, once, and return the id of its job.
+
+    None of the `known` jobs is alive.
+    """
     submission = state.submission
-    known = submission.job_ids()  # of which none is alive
     while True:
         later = run_of(submission).newest()
         if later is not None and later.number > newest.number:

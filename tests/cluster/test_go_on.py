@@ -3,10 +3,19 @@
 from __future__ import annotations
 
 import json
+import os
+import random
+import subprocess
+import time
 from pathlib import Path
 from typing import Any
 
-from tests.cluster.hpml_on_slurm import Desk, eventually
+import pytest
+
+from tests.cluster.hpml_on_slurm import HPML, Desk, eventually
+
+LONG = os.environ.get("HPML_LONG") == "1"
+KILLS = 10 if LONG else 2
 
 # Counts how often it was started; a program without the channel, which ends when told to.
 PROGRAM = (
@@ -101,25 +110,28 @@ def test_a_run_goes_on_after_its_time_limit(desk: Desk) -> None:
 
 
 def test_a_preempted_run_goes_on_once(desk: Desk) -> None:
-    """Slurm requeues the job by itself; the script's own requeue makes no second one."""
+    """Slurm requeues it by itself and only once, also where JobRequeue=0 is the default."""
     resources = {"time": "00:10:00", "partition": "low"}
-    job = start(desk, "preempted", resources=resources)
-    started(desk, "preempted", 1)
-    both = {"nodes": 2, "exclusive": True}
-    other = desk.submit("first", command=["sleep", "3"], resources=both)
-    assert over(desk, other)["state"] == "COMPLETED"
-    state = over(desk, job)
+    with desk.cluster.configured("JobRequeue=0"):
+        job = start(desk, "preempted", resources=resources)
+        started(desk, "preempted", 1)
+        both = {"nodes": 2, "exclusive": True}
+        other = desk.submit("first", command=["sleep", "3"], resources=both)
+        assert over(desk, other)["state"] == "COMPLETED"
+        state = over(desk, job)
     assert (state["state"], state["job_id"]) == ("COMPLETED", job["job_id"])
     assert len(attempts(job)) == 2
     assert desk.jobs_of(Path(job["submission"])) == [job["job_id"]]
     assert (desk.directory / "preempted0").read_text() == "start\n" * 2
 
 
-def test_a_run_goes_on_after_the_failure_of_a_node(desk: Desk) -> None:
-    """Slurm requeues the job by itself as soon as there are nodes again: one attempt more."""
-    job = start(desk, "failure", resources={"time": "00:10:00", "nodes": 2})
-    started(desk, "failure", 1)
-    node = desk.cluster.nodes[1]
+@pytest.mark.parametrize("which", ["first", "second"] if LONG else ["first"])
+def test_a_run_goes_on_after_the_failure_of_a_node(desk: Desk, which: str) -> None:
+    """Slurm requeues the job by itself, also if it was the script's node: one attempt more."""
+    name = f"failure-{which}"
+    job = start(desk, name, resources={"time": "00:10:00", "nodes": 2})
+    started(desk, name, 1)
+    node = desk.cluster.nodes[which == "second"]
     desk.slurm("scontrol", "update", f"NodeName={node}", "State=DOWN", "Reason=test")
     try:
         eventually(lambda: desk.json("status", job["id"])[0]["state"] == "PENDING")
@@ -128,8 +140,11 @@ def test_a_run_goes_on_after_the_failure_of_a_node(desk: Desk) -> None:
         desk.cluster.run("scontrol", "update", f"NodeName={node}", "State=RESUME", check=False)
     state = over(desk, job)
     assert (state["state"], state["job_id"]) == ("COMPLETED", job["job_id"])
-    assert len(attempts(job)) == 2
+    first, second = attempts(job)
+    assert first.get("why", "node_failure") == "node_failure"  # a lost script leaves no record
+    assert (second["exit_code"], second["why"]) == (0, "")
     assert desk.jobs_of(Path(job["submission"])) == [job["job_id"]]
+    assert (desk.directory / f"{name}0").read_text() == "start\n" * 2
 
 
 def test_a_cancelled_run_does_not_go_on(desk: Desk) -> None:
@@ -160,3 +175,49 @@ def test_one_task_of_an_array_goes_on(desk: Desk) -> None:
     assert (zero["state"], zero["attempts"]) == ("CANCELLED", 1)
     assert (one["state"], one["attempts"]) == ("COMPLETED", 2)
     assert one["job_id"] == f"{answer['job_id']}_1"
+
+
+def test_two_requeues_at_the_same_time_make_one_job(desk: Desk) -> None:
+    """One of them may be killed at any moment: there is one job then, and the other names it."""
+    resources = {"time": "00:10:00", "extra": ["--hold"]}
+    job = start(desk, "race", resources=resources)
+    desk.slurm("scontrol", "release", job["job_id"])
+    started(desk, "race", 1)
+    desk.hpml("cancel", job["id"])
+    over(desk, job)
+    longest, moments, made = 0.0, random.Random(27), {job["job_id"]}
+    for turn in range(KILLS + 1):  # no one is killed in the first
+        began = time.monotonic()
+        both = [requeueing(desk, job) for _ in range(2)]
+        if turn:
+            time.sleep(moments.uniform(0.1, longest))
+            both[0].kill()
+        answers = [process.communicate(timeout=desk.seconds) for process in both]
+        longest = longest or time.monotonic() - began
+        alive = set(desk.jobs_of(Path(job["submission"]))) - made
+        assert len(alive) == 1, (turn, alive, answers)
+        for process, (out, err) in zip(both, answers, strict=True):
+            killed = turn and process is both[0]
+            named = json.loads(out)["job_id"] if process.returncode == 0 else err
+            assert killed or alive & {named} or "is PENDING, job" in named, (turn, answers)
+        made |= alive
+        if turn < KILLS:
+            desk.hpml("cancel", job["id"])
+            over(desk, job)
+    desk.slurm("scontrol", "release", *alive)
+    state = over(desk, job)
+    assert (state["state"], {state["job_id"]}) == ("COMPLETED", alive)
+    assert [one["job"] for one in attempts(job)] == [job["job_id"], state["job_id"]]
+    assert set(desk.jobs_of(Path(job["submission"]))) == made
+
+
+def requeueing(desk: Desk, job: dict[str, Any]) -> subprocess.Popen[str]:
+    """Start `hpml requeue` of a run as the user."""
+    return subprocess.Popen(
+        [*HPML, "requeue", job["id"], "--json"],
+        env=desk.environment,
+        cwd=desk.directory,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )

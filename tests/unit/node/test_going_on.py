@@ -41,6 +41,15 @@ SAVED = {"channel": True, "stopping": True}
         ({"asked": "requested", **SAVED, "requeue": ()}, True, "requested", ""),
         ({**LIMIT, **SAVED, "requeue": ("hang",)}, False, "time_limit", ""),
         ({**LIMIT, **SAVED, "state": "CANCELLED", "exit_code": 143}, False, "", ""),
+        # asked because of a SIGTERM: Slurm knows better why it was sent
+        ({"asked": "preemption", **SAVED}, True, "preemption", ""),
+        ({"asked": "preemption", **SAVED, "state": "NODE_FAIL"}, True, "node_failure", ""),
+        (
+            {"asked": "preemption", **SAVED, "state": "NODE_FAIL", "requeue": ("node_failure",)},
+            True,
+            "node_failure",
+            "",
+        ),
         # not asked: what Slurm says
         ({"state": "TIMEOUT", "exit_code": 143}, True, "time_limit", ""),
         ({"state": "PREEMPTED", "exit_code": 143}, True, "preemption", ""),

@@ -11,6 +11,7 @@ from hpml_orchestrator.records.files import write_json
 from hpml_orchestrator.records.store import Attempt
 from hpml_orchestrator.runs.cancel import cancel
 from hpml_orchestrator.runs.requeue import requeue
+from hpml_orchestrator.runs.status import states
 from hpml_orchestrator.scheduler.model import JobState
 from hpml_orchestrator.testing import Fault, Killed
 
@@ -62,6 +63,24 @@ def test_a_run_that_is_over_is_continued(world: World) -> None:
     with pytest.raises(InputError, match="has completed: there is nothing to continue"):
         go_on(world, submission)
     assert len(world.scheduler.jobs) == 3
+
+
+def test_a_continuation_that_another_hpml_makes_meanwhile(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """After the look at the state and before the start: that job is the answer, and no second."""
+    submission, _ = ended(world)
+    look = states
+
+    def too_late(*arguments: Any, **options: Any) -> Any:
+        seen = look(*arguments, **options)
+        monkeypatch.undo()
+        assert go_on(world, submission)["job_id"] == "2"
+        return seen
+
+    monkeypatch.setattr("hpml_orchestrator.runs.requeue.states", too_late)
+    assert go_on(world, submission)["job_id"] == "2"
+    assert sorted(world.scheduler.jobs) == ["1", "2"]
 
 
 @pytest.mark.parametrize(
