@@ -18,6 +18,7 @@ def steps(word: str, output: str) -> list[int]:
     return sorted({int(step) for step in found})
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("program", "launcher", "length", "last", "needs"),
     [

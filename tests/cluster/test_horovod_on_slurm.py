@@ -131,6 +131,7 @@ def weights(run: dict[str, Any]) -> dict[str, str]:
     return found
 
 
+@pytest.mark.slow
 def test_a_stop_by_horovodrun(local_desk: Desk) -> None:
     """Asked to save and continue after some epochs: two attempts, and the weights of one."""
     sets = (f"--set=environment.python={PYTHON}", "--set=args.1=--epochs=6")

@@ -83,6 +83,7 @@ def is_gone(desk: Desk, job_id: str) -> bool:
 
 
 LAUNCHERS = ["srun", "torchrun", "mpirun"]
+QUICK = [(0, "srun"), (30, "torchrun")]  # the others are in make test-long
 
 
 @pytest.mark.parametrize("launcher", LAUNCHERS)
@@ -110,8 +111,14 @@ def test_a_signal_for_the_script_lets_ranks_save(desk: Desk, job: dict[str, Any]
     assert_saved(desk, submitted, "preemption")
 
 
-@pytest.mark.parametrize("launcher", LAUNCHERS)
-@pytest.mark.parametrize("grace", [0, 30])
+@pytest.mark.parametrize(
+    ("grace", "launcher"),
+    [
+        pytest.param(grace, launcher, marks=[] if (grace, launcher) in QUICK else pytest.mark.slow)
+        for grace in (0, 30)
+        for launcher in LAUNCHERS
+    ],
+)
 def test_a_preempted_job_saves(desk: Desk, job: dict[str, Any], launcher: str, grace: int) -> None:
     """Within the grace time of its partition, or without one within KillWait, here 5 s."""
     desk.slurm("scontrol", "update", "PartitionName=low", f"GraceTime={grace}")
@@ -125,7 +132,9 @@ def test_a_preempted_job_saves(desk: Desk, job: dict[str, Any], launcher: str, g
         desk.slurm("scontrol", "update", "PartitionName=low", "GraceTime=0")
 
 
-@pytest.mark.parametrize("launcher", LAUNCHERS)
+@pytest.mark.parametrize(
+    "launcher", [pytest.param("srun", marks=pytest.mark.slow), "torchrun", "mpirun"]
+)
 def test_a_cancelled_job_ends_at_once(desk: Desk, job: dict[str, Any], launcher: str) -> None:
     """Its ranks are killed and its data removed at once; KillWait would be a minute."""
     with desk.cluster.configured("KillWait=60"):
