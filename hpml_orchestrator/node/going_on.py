@@ -243,7 +243,7 @@ def continuation_arguments(
 
 
 def _leaves_enough(avoid: Sequence[str]) -> bool:
-    """Return whether the partition has enough nodes without these; else the job could never start."""
+    """Return whether the partition has enough nodes without these: else no job could start."""
     partition = os.environ.get("SLURM_JOB_PARTITION", "")
     done = _command(["sinfo", "--noheader", f"--partition={partition}", "--format=%D"])
     nodes = sum(map(int, re.findall(r"\d+", done.stdout)))
