@@ -24,6 +24,7 @@ from hpml_orchestrator.records.texts import printable
 from hpml_orchestrator.runs.after import outstanding
 from hpml_orchestrator.runs.backend import cluster_name, open_backend
 from hpml_orchestrator.runs.prepare import prepare
+from hpml_orchestrator.runs.resubmit import refuse_shared_checkpoints
 from hpml_orchestrator.runs.submit import submit as submit_prepared
 from hpml_orchestrator.site.profile import topologies_of
 
@@ -62,6 +63,7 @@ def submit_rendered(
     submission = None
     try:
         rendered, name = make()
+        refuse_shared_checkpoints(store, rendered.resolved.job)
         dependencies = outstanding(store, rendered.resolved.job.after, backend=name)
         if checked:
             _check_before_submission(rendered, name, store)

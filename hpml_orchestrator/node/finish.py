@@ -151,6 +151,9 @@ def finish(attempt: str, code: str, reason: str = "", launcher: str = "") -> int
     # The agents are gone, also those that were killed: what they sent each other is of no use.
     shutil.rmtree(directory / "chain", ignore_errors=True)
     sys.stdout.write(f"{end.exit_code}\n")
+    if future.get("why"):  # launchers print a lot about ranks that were ended
+        outcome = "the run continues" if future["goes_on"] else "the run does not continue"
+        sys.stderr.write(f"hpml: {printable(end.reason)}: {outcome}\n")
     now = time.time()
     write_json(directory / "ended.json", {**end._asdict(), **future, "time": round(now, 6)})
     log = directory / "events" / "batch.jsonl"

@@ -92,7 +92,10 @@ def decide(
     if len(progress) >= options.attempts:
         return Decision(why=why, stays=f"{options.attempts} attempts are used up")
     if len(progress) >= _WITHOUT_PROGRESS and not any(progress[-_WITHOUT_PROGRESS:]):
-        return Decision(why=why, stays=f"{_WITHOUT_PROGRESS} attempts without progress")
+        return Decision(
+            why=why,
+            stays=f"{_WITHOUT_PROGRESS} attempts saved nothing new in the checkpoint directory",
+        )
     return Decision(goes_on=True, why=why)
 
 

@@ -40,6 +40,7 @@ class AttemptLife:
     stays: str = ""  # why the run does not continue, although the end asked for it
     started: float | None = None
     ended: float | None = None  # of an attempt without a record of its end: its newest event
+    continued: float | None = None  # when its next attempt was queued; only if a user did that
     trained_from: float | None = None  # its first counters
     trained_until: float | None = None  # its last
     began_step: int | None = None
@@ -164,7 +165,10 @@ class Life:
     def restarts(self) -> str:
         """What restarts and checkpoints cost, in one line; empty without any."""
         parts = []
-        if self.lost_seconds and self.lost_ratio is not None:
+        unknown = len(self.attempts) > 1 and not any(one.trained_from for one in self.attempts)
+        if unknown:
+            parts.append("time lost to restarts is unknown: the program reports no steps")
+        elif self.lost_seconds and self.lost_ratio is not None:
             sums = {
                 "unsaved work": sum(one.unsaved_seconds for one in self.attempts),
                 "queue": sum(one.queue_seconds for one in self.attempts) + self.queued_seconds,
@@ -369,13 +373,15 @@ def _observed(attempt: Attempt) -> AttemptLife:
     if total and reached:
         reached = [min(total, max(reached))]
     saves = max(seen.saves.values(), key=sum, default=[])
+    goes_on = end.get("goes_on") is True
     return AttemptLife(
         attempt.number,
         why=str(end.get("why") or ""),
-        goes_on=end.get("goes_on") is True,
+        goes_on=goes_on,
         stays=str(end.get("stays") or ""),
         started=begun.time if begun else None,
         ended=ended,
+        continued=None if goes_on else numbers(attempt.next or {}).get("time"),
         trained_from=seen.first_step,
         trained_until=seen.last_step,
         began_step=began,
@@ -421,7 +427,8 @@ def life_of(
         end = now if runs else one.ended
         lost: dict[str, Any] = {}
         if place:
-            lost["queue_seconds"] = _between(attempts[place - 1].ended, one.started)
+            before = attempts[place - 1]  # a run that waited for its user was not in the queue
+            lost["queue_seconds"] = _between(before.continued or before.ended, one.started)
             if trains:
                 lost["startup_seconds"] = _between(one.started, one.trained_from or end)
         if trains and (waits or not is_last):

@@ -77,7 +77,7 @@ def requeue(
     if newest is None or not newest.job_id:
         hint = f"hpml submit --resume {submission.sid}" if not state.job_id else "submit it again"
         raise _wrong(label, "has never started: there is nothing to continue", hint)
-    refuse_if_continued(store, state, backends=backends)
+    refuse_if_continued(store, state, also_ended=True, backends=backends)
     known.add(state.job_id.partition("_")[0])  # that is over, too
     job_id = _continue(store, state, newest, scheduler, known, environment, clock, sleep, notice)
     return {"id": label, "job_id": job_id, "outcome": f"continues in job {job_id}"}

@@ -16,11 +16,13 @@ if TYPE_CHECKING:
     from hpml_orchestrator.records.store import Store, Submission
     from hpml_orchestrator.runs.backend import Backends
     from hpml_orchestrator.runs.state import State
+    from hpml_orchestrator.spec.job import Job
 
 __all__ = [
     "checkpoint_directory",
     "fields_to_resubmit",
     "refuse_if_continued",
+    "refuse_shared_checkpoints",
     "refuse_to_resubmit",
 ]
 
@@ -62,21 +64,53 @@ def refuse_to_resubmit(store: Store, state: State, *, backends: Backends | None 
     refuse_if_continued(store, state, backends=backends)
 
 
-def refuse_if_continued(store: Store, state: State, *, backends: Backends | None = None) -> None:
+def refuse_if_continued(
+    store: Store, state: State, *, also_ended: bool = False, backends: Backends | None = None
+) -> None:
     """Refuse to start a run again while another run saves to its checkpoints.
+
+    Args:
+        store: where records live.
+        state: of the run.
+        also_ended: whether to refuse it also if the other run has ended.
+        backends: open schedulers.
 
     Raises:
         InputError: names that run.
     """
     directory = checkpoint_directory(state)
     for other in _with_directory(store, directory, state.submission) if directory else ():
+        if not other.record().get("continues"):
+            continue
         (other_state,) = states(store, [other], backends=backends)
-        if not (other_state.over or other_state.lost):
+        is_over = other_state.over or other_state.lost
+        if not is_over or (also_ended and other_state.created > state.created):
+            wait = f"wait for it, or `hpml cancel {other.sid}` first"
             raise InputError(
                 f"is continued by {other.sid}, which is {other_state.state}",
                 field="RUN",
                 value=state.submission.label,
-                hint=f"wait for it, or `hpml cancel {other.sid}` first",
+                hint=f"hpml requeue {other.sid}" if is_over else wait,
+            )
+
+
+def refuse_shared_checkpoints(store: Store, job: Job) -> None:
+    """Refuse a job that would save to the directory of a run that is not over.
+
+    Raises:
+        InputError: names that run.
+    """
+    own = job.checkpoint
+    if not own.enabled or not own.is_shared or "{" in own.directory:
+        return
+    for other in _with_directory(store, os.path.normpath(own.directory)):
+        (state,) = states(store, [other])
+        if not (state.over or state.lost):
+            raise InputError(
+                f"{other.sid}, which is {state.state}, saves its checkpoints there",
+                field="checkpoint.directory",
+                value=own.directory,
+                hint="give another directory, or wait for that run",
             )
 
 
@@ -101,6 +135,8 @@ def _not_over(state: State) -> tuple[str, str] | None:
         return "was not submitted yet", f"hpml submit --resume {label}"
     if state.over or state.lost:
         return None
+    if state.state == "COMPLETING":
+        return "is ending", "try again in a few seconds"
     restart = f"`hpml requeue {label}` restarts it in its own job"
     return f"is not over: {state.state}", f"{restart}; or `hpml cancel {label}` first"
 
@@ -120,13 +156,14 @@ def fields_to_resubmit(state: State) -> dict[str, Any]:
     return job
 
 
-def _with_directory(store: Store, directory: str, of: Submission) -> Iterator[Submission]:
-    """Yield the other submissions that continue a run and save to a directory, newest first."""
+def _with_directory(
+    store: Store, directory: str, of: Submission | None = None
+) -> Iterator[Submission]:
+    """Yield the submissions, other than a run's own, that save to a directory, newest first."""
     for submission in store.submissions():
         with contextlib.suppress(HpmlError):
-            record = submission.record()
-            saves_to = str(_checkpoint(record["job"]).get("directory", ""))
-            if of.index is not None:
+            saves_to = str(_checkpoint(submission.record()["job"]).get("directory", ""))
+            if of is not None and of.index is not None:
                 saves_to = saves_to.replace("{array.index}", str(of.index))
-            if submission.sid != of.sid and saves_to == directory and record.get("continues"):
+            if saves_to == directory and (of is None or submission.sid != of.sid):
                 yield submission

@@ -72,6 +72,20 @@ def test_status_tells_attempt_progress_and_what_restarts_cost(hpml: Hpml, run: P
     )
 
 
+def test_a_directory_of_checkpoints_has_one_run_at_a_time(
+    shell: Shell, hpml: Hpml, slurm: FakeScheduler
+) -> None:
+    """Another job may save there once the first run is over."""
+    shared = {"directory": str(shell.root / "shared")}
+    first = hpml("submit", "--no-check", "--json", shell.job("one", checkpoint=shared)).json()
+    slurm.move(first["job_id"], JobState.RUNNING)
+    other = shell.job("two", checkpoint=shared)
+    message = f"checkpoint.directory: {first['id']}, which is RUNNING, saves its checkpoints there"
+    assert hpml("submit", "--no-check", other).refuses(2, f"hpml: error: {message}")
+    slurm.move(first["job_id"], JobState.COMPLETED)
+    assert hpml("submit", "--no-check", other).code == 0
+
+
 def test_following_names_each_attempt_once(
     shell: Shell, run: Path, slurm: FakeScheduler, hpml: Hpml, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -67,7 +67,7 @@ SAVED = {"channel": True, "stopping": True}
             {**LIMIT, "progress": [True, False, False, False]},
             False,
             "time_limit",
-            "3 attempts without progress",
+            "3 attempts saved nothing new in the checkpoint directory",
         ),
     ],
 )
@@ -178,7 +178,7 @@ def test_the_next_job(
     """
     site.says("scontrol requeue", *requeue)
     site.says("sbatch ", *sbatch)
-    assert site.call("finish", "0") == ("0", "")
+    assert site.call("finish", "0") == ("0", "hpml: time limit: the run continues\n")
     records = Attempt(site.node.attempt)
     assert records.goes_on
     out, err = site.call("go-on", "0")
@@ -252,6 +252,9 @@ def test_a_run_that_may_not_go_on_has_not_succeeded(site: Site) -> None:
         Attempt(site.node.attempt).request_stop("time_limit", by="n1", now=2.0)
     assert site.call("finish", "0")[0] == "75"
     ended = Attempt(site.node.attempt).ended or {}
-    assert (ended["state"], ended["stays"]) == ("TIMEOUT", "3 attempts without progress")
+    assert (ended["state"], ended["stays"]) == (
+        "TIMEOUT",
+        "3 attempts saved nothing new in the checkpoint directory",
+    )
     assert site.call("go-on", "75")[0] == "75"
     assert site.calls == []

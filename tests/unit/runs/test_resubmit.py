@@ -133,8 +133,10 @@ def test_only_one_run_continues_another_at_a_time(world: World) -> None:
     """Also through a third run in between; once it is over the next may."""
     first = ended(world, checkpoint=True)
     directory = checkpoint_directory(world.state(first))
+    world.clock.sleep(1)
     second = ended(world, "second", checkpoint={"directory": directory})
     rewrite(second, continues=first.sid)
+    world.clock.sleep(1)
     third = world.submit("third", checkpoint={"directory": directory})
     rewrite(third, continues=second.sid)
     for submission in (first, second):
@@ -145,6 +147,9 @@ def test_only_one_run_continues_another_at_a_time(world: World) -> None:
         requeue(world.store, first, environment={}, clock=world.clock.time, backends=world.backends)
     world.scheduler.move(str((third.job() or {})["job_id"]), JobState.CANCELLED)
     refuse_to_resubmit(world.store, world.state(second), backends=world.backends)
+    with pytest.raises(InputError, match="is continued by third") as caught:
+        requeue(world.store, first, environment={}, clock=world.clock.time, backends=world.backends)
+    assert caught.value.hint == f"hpml requeue {third.sid}"  # first has none of its steps any more
 
 
 def test_prune_keeps_the_checkpoints_of_a_run_that_is_continued(world: World) -> None:
