@@ -107,6 +107,9 @@ def check_directory(
         hint = "give a directory on the shared file system, or a relative path"
         yield error("checkpoint.local", place, own.directory, message, None, hint)
         return
+    if path.is_relative_to("/dev/shm"):  # noqa: S108
+        message = "is in memory: checkpoints are lost when this machine restarts"
+        yield warning("checkpoint.memory", place, own.directory, message)
     closed = unwritable(path)
     if closed:
         what = "is not writable by you" if os.path.isdir(closed) else "is not a directory"

@@ -84,6 +84,7 @@ def test_a_directory_that_cannot_keep_checkpoints(
     assert found == ({code: "error"} if code else {})
     local = codes(job({"directory": "/tmp/states"}), tmp_path, on_nodes=False)
     assert "checkpoint.local" not in local
+    assert "checkpoint.memory" in codes(job({"directory": "/dev/shm/s"}), tmp_path, on_nodes=False)
 
 
 def test_a_directory_with_what_another_run_saved(tmp_path: Path) -> None:
