@@ -201,6 +201,9 @@ def cluster_notes(job: Job, cluster: Cluster, site: Site | None) -> list[str]:
 def _preemption(partition: Partition, cluster: Cluster) -> str:
     """Return what a preempted job of a partition can expect; empty if none is preempted."""
     modes = set(re.split(r"\W+", partition.preemption or cluster.limits.preemption))
+    tiers = {other.priority_tier for other in cluster.partitions}
+    if len(tiers) > 1 and partition.priority_tier == max(tiers):
+        return ""  # its jobs preempt those of other partitions
     start = f"checkpoint.requeue: a preempted job of partition {partition.name}"
     if not modes & {"REQUEUE", "CANCEL"}:
         return f"{start} is suspended and continues by itself" if "SUSPEND" in modes else ""

@@ -141,6 +141,7 @@ class Partition:
     allow_groups: tuple[str, ...] | None = None
     exclusive: bool = False  # jobs get whole nodes (OverSubscribe=EXCLUSIVE)
     preemption: str = ""  # PreemptMode of its jobs
+    priority_tier: int = 1  # jobs of a higher one may preempt those of this partition
     grace_seconds: int = 0  # from the warning of a preempted job to its end
     qos: str = ""  # the partition's own
     root_only: bool = False

@@ -185,8 +185,8 @@ def test_a_preempted_and_a_requeued_job_say_so(desk: Desk) -> None:
     assert desk.json("wait", job["id"])["attempts"] == 3
     assert ended(job, 2)["reason"] == "completed"
     shown = desk.hpml("show", job["id"]).stdout
-    assert re.search(r"^attempts {3}0: preempted after \d+ s on node", shown, re.MULTILINE), shown
-    assert re.search(r"^ {11}2: completed after \d+ s on node", shown, re.MULTILINE), shown
+    assert re.search(r"^attempts {3}1: preempted after \d+ s on node", shown, re.MULTILINE), shown
+    assert re.search(r"^ {11}3: completed after \d+ s on node", shown, re.MULTILINE), shown
 
 
 WAITS = (

@@ -71,8 +71,8 @@ def ranks_of(launcher: int) -> list[int]:
     ("program", "length", "needs"),
     [
         ("train_plain.py", 40, ["torch"]),
-        ("train_lightning.py", 40, ["lightning", "torchdata"]),
-        ("train_trainer.py", 2, ["transformers", "accelerate"]),
+        pytest.param("train_lightning.py", 40, ["lightning", "torchdata"], marks=pytest.mark.slow),
+        pytest.param("train_trainer.py", 2, ["transformers", "accelerate"], marks=pytest.mark.slow),
     ],
 )
 def test_a_stopped_training_ends_as_one_that_was_not(

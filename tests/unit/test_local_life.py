@@ -21,7 +21,7 @@ from hpml_channel import Channel
 channel, rank = Channel.from_env(), int(os.environ["RANK"])
 saved = Path(os.environ["HPML_CHECKPOINT_DIR"], "step")
 attempt = int(Path(os.environ["HPML_ATTEMPT_DIR"]).name)
-step = int(saved.read_text()) if saved.exists() else 0
+step = int(saved.read_text()) if attempt else 0
 if step:
     channel.event("resumed", step=step)
 channel.event("training", step=step, total_steps={STEPS})

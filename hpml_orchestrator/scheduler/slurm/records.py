@@ -172,6 +172,7 @@ def partition_from(record: Fields) -> Partition:
         nodes=_nodes(record["Nodes"]),
         total_nodes=read_count(record["TotalNodes"]) or 0,
         preemption=record["PreemptMode"].upper(),
+        priority_tier=read_count(record.get("PriorityTier", "1")) or 0,
         grace_seconds=read_count(record["GraceTime"]) or 0,
         max_seconds=_seconds(record["MaxTime"]),
         default_seconds=_seconds(record["DefaultTime"]),

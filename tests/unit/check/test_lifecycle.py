@@ -138,6 +138,7 @@ PREEMPTS = Limits(preemption="REQUEUE")
         (Limits(), {}, {}, {}, []),
         (PREEMPTS, {}, {}, {}, ["has only Slurm's KillWait to save"]),
         (PREEMPTS, {"grace_seconds": 90}, {}, {}, ["has 00:01:30 to save (GraceTime)"]),
+        (PREEMPTS, {"priority_tier": 10}, {}, {}, []),
         (PREEMPTS, {"preemption": "OFF"}, {}, {}, []),
         (PREEMPTS, {"preemption": "SUSPEND"}, {}, {}, ["is suspended and continues by itself"]),
         (PREEMPTS, {}, {"requeue": ["hang"]}, {}, []),
@@ -154,7 +155,8 @@ def test_what_a_run_can_expect_of_the_cluster(
     notes: list[str],
 ) -> None:
     """Time to save at preemption, how it continues, and nodes that it cannot leave out."""
-    cluster = Cluster(limits, (Partition("main", default=True, **partition),))
+    low = Partition("low", priority_tier=partition.get("priority_tier", 1) // 2 or 1)
+    cluster = Cluster(limits, (Partition("main", default=True, **partition), low))
     site = Site.model_validate(profile)
     said = cluster_notes(job(own, resources={"nodes": 2}), cluster, site)
     assert len(said) == len(notes)

@@ -73,7 +73,7 @@ def test_limits_partitions_and_nodes() -> None:
     nodes = ("node1", "node2")
     partition = functools.partial(Partition, preemption="REQUEUE")
     main, low, long, staff, empty = cluster.partitions
-    assert main == partition("main", default=True, nodes=nodes, total_nodes=2)
+    assert main == partition("main", default=True, nodes=nodes, total_nodes=2, priority_tier=10)
     assert low == partition("low", nodes=nodes, total_nodes=2)
     assert long == partition(
         "long",
