@@ -188,13 +188,6 @@ def cluster_notes(job: Job, cluster: Cluster, site: Site | None) -> list[str]:
     chosen = chosen or ([default] if default else [])
     if cluster.limits.preemption and "preemption" in own.requeue:
         notes += [note for partition in chosen if (note := _preemption(partition, cluster))]
-    for partition in chosen:
-        count = len(partition.nodes)
-        if own.avoid_failed_nodes and count and job.resources.nodes == count:
-            notes.append(
-                f"checkpoint.avoid_failed_nodes: the job needs all nodes of partition "
-                f"{partition.name}, so no node can be left out after a failure"
-            )
     return notes
 
 

@@ -144,7 +144,6 @@ PREEMPTS = Limits(preemption="REQUEUE")
         (PREEMPTS, {}, {"requeue": ["hang"]}, {}, []),
         (PREEMPTS, {}, {"enabled": False}, {}, []),
         (Limits(), {}, {}, {"requeue": "no"}, ["the run continues as a new job"]),
-        (Limits(), {"nodes": ("n1", "n2")}, {}, {}, ["needs all nodes of partition main"]),
     ],
 )
 def test_what_a_run_can_expect_of_the_cluster(
