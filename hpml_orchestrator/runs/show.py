@@ -320,6 +320,7 @@ def _life(state: State, life: Life | None) -> dict[str, list[str]]:
     continues = []
     with contextlib.suppress(HpmlError):
         continues = [str(run) for run in [state.submission.record().get("continues")] if run]
+    cost = "restarts" if len(life.attempts) > 1 else "saving"
     lines = {
         "continues": continues,
         "now": [life.line] if life.left_seconds is not None and life.line else [],
