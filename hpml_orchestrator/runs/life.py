@@ -207,11 +207,8 @@ class Life:
     @property
     def advice(self) -> str:
         """How often to save, in one sentence; empty without an end that came without a warning."""
-        best, every, save = (
-            self.best_save_every_seconds,
-            self.save_every_seconds,
-            self.save_seconds,
-        )
+        best, every = self.best_save_every_seconds, self.save_every_seconds
+        save = self.save_seconds
         if best is None or every is None or save is None or self.between_failures_seconds is None:
             return ""
         return (

@@ -324,9 +324,7 @@ def _life(state: State, life: Life | None) -> dict[str, list[str]]:
     lines = {
         "continues": continues,
         "now": [life.line] if life.left_seconds is not None and life.line else [],
-        "restarts" if len(life.attempts) > 1 else "saving": [life.restarts]
-        if life.restarts
-        else [],
+        cost: [life.restarts] if life.restarts else [],
         "progress": [life.progress] if life.progress and not state.over else [],
         "advice": [life.advice] if life.advice else [],
     }
