@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 from hpml_orchestrator.check.finding import Finding, error, warning
 from hpml_orchestrator.check.paths import local_reason, unwritable
+from hpml_orchestrator.records.progress import lead_seconds
 from hpml_orchestrator.records.texts import first_few
 from hpml_orchestrator.script.directives import can_requeue, without_time
 from hpml_orchestrator.spec.checkpoint import Checkpoint
@@ -23,8 +24,6 @@ if TYPE_CHECKING:
 
 __all__ = ["check_directory", "check_lifecycle", "cluster_notes"]
 
-_FIRST_LEAD = 300  # of `lead: auto`, in an attempt that has no other to measure
-_LEAST_LEAD = 10
 _SHORT = 30  # seconds in which few trainings have saved
 _LITTLE_MIB = 1024
 _LISTED = 1000
@@ -71,7 +70,7 @@ def _times(own: Checkpoint, limit: int) -> Iterator[Finding]:
         message += "they start"
         hint = "a bare number is minutes; write `90s` for seconds"
         yield error("checkpoint.lead", "checkpoint.lead", own.lead, message, shown, hint)
-    seconds = max(_LEAST_LEAD, min(_FIRST_LEAD, limit // 4)) if lead is None else lead
+    seconds = int(lead_seconds(lead, limit))
     if seconds < _SHORT:
         message = f"ranks have {seconds} s to save before the time limit of {shown}"
         hint = "give a longer `resources.time`" if lead is None else "give a longer `lead`"

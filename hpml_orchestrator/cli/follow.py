@@ -20,7 +20,7 @@ from hpml_orchestrator.errors import (
     RecordError,
 )
 from hpml_orchestrator.runs.follow import Tail, start_of_last, wait_until_over
-from hpml_orchestrator.runs.life import read_life
+from hpml_orchestrator.runs.life import Life, read_life
 from hpml_orchestrator.runs.state import run_of
 from hpml_orchestrator.runs.status import State
 from hpml_orchestrator.runs.summary import binding_of
@@ -139,6 +139,7 @@ class _Notices:
 
     def __init__(self) -> None:
         self._shown = self._attempt = ""
+        self._known = 0  # attempts, of which the last has begun to train: its line stays the same
         self._state: State | None = None
 
     def show(self, state: State, *, reason: bool) -> None:
@@ -147,25 +148,27 @@ class _Notices:
         if line != self._shown:
             self._shown = line
             notice(line)
-        if state is self._state:
+        if state is self._state or state.attempts == self._known:
             return
         self._state = state
-        line = _attempt_line(state)
+        life = _life(state)
+        line = life.line if life else ""
+        if life and life.attempts[-1].trained_from:
+            self._known = state.attempts
         attempt = line.partition(", limit in ")[0]  # not printed again for the time left
         if attempt not in ("", self._attempt):
             self._attempt = attempt
             notice(line)
 
 
-def _attempt_line(state: State) -> str:
-    """Return attempt, resumed step and time left of a running job; empty if it is not restarted."""
+def _life(state: State) -> Life | None:
+    """Return a running job over all of its attempts; None if it is not restarted."""
     with contextlib.suppress(HpmlError):  # another user's
         if state.state == "RUNNING" and not state.tasks:
             job = state.submission.record()["job"]
             continues = (job.get("checkpoint") or {}).get("enabled")
-            life = read_life(state) if state.attempts > 1 or continues else None
-            return life.line if life else ""
-    return ""
+            return read_life(state) if state.attempts > 1 or continues else None
+    return None
 
 
 def _held(state: State) -> str:

@@ -177,13 +177,12 @@ class Agent:
         options = self.options.checkpoint
         if options is None:
             return None
-        environment = os.environ
         return StopPath(
             options,
             self._attempt,
             self.node,
             channel,
-            environment=environment,
+            environment=os.environ,
             grace=self._rank_grace,
         )
 
@@ -293,7 +292,9 @@ class Agent:
         kill_at = math.inf
         while True:
             now = time.monotonic()
-            ranks = [*filter(is_alive, self._started_ranks())]
+            ranks: list[dict[str, Any]] = []
+            if self._stop is not None or self._should_stop():  # nobody else asks which ones live
+                ranks = [*filter(is_alive, self._started_ranks())]
             if self._is_over():
                 if not ranks:
                     return

@@ -134,8 +134,8 @@ class Feed:
             counts: list[float | None] = [None] * BUCKETS
             if isinstance(buckets, dict) and buckets:
                 state.has_buckets = True
-                counts = [_amount(buckets.get(str(place))) or 0.0 for place in range(BUCKETS)]
-            totals = [_amount(data.get(f"{name}_total")) for name in COUNTERS]
+                counts = [amount(buckets.get(str(place))) or 0.0 for place in range(BUCKETS)]
+            totals = [amount(data.get(f"{name}_total")) for name in COUNTERS]
             state.take(pid, [*totals, *counts])
             state.gauges = {name: data[name] for name in GAUGES if is_number(data.get(name))}
             method = data.get("comm_method")
@@ -212,7 +212,7 @@ class Feed:
         return encode(os.getpid(), self._binding, ranks)
 
 
-def _amount(value: Any) -> float | None:
+def amount(value: Any) -> float | None:
     """Return a counter; None where it is not reported, or is none."""
     return float(value) if is_number(value) and value >= 0 else None
 

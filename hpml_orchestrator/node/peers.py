@@ -9,6 +9,8 @@ import threading
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from hpml_orchestrator.node.feed import amount
+
 if TYPE_CHECKING:
     import socket
     from collections.abc import Mapping
@@ -90,7 +92,7 @@ class Peers:
                 self._slowest = self._slowest.over(Slowest(save=seconds))
             elif event == "step":
                 self._stepping.add(pid)
-                steps, total = data.get("steps_total"), _amount(data.get("step_seconds_total"))
+                steps, total = data.get("steps_total"), amount(data.get("step_seconds_total"))
                 if isinstance(steps, (int, float)) and total is not None:
                     steps_before, total_before = self._counted.get(pid, (0.0, 0.0))
                     if steps > steps_before:
@@ -133,13 +135,9 @@ class Peers:
                         self._peers[pid].address = b""
 
 
-def _amount(value: Any) -> float | None:
-    return float(value) if type(value) in {int, float} and value >= 0 else None
-
-
 def _seconds(value: Any) -> float | None:
-    amount = _amount(value)
-    return amount if amount is not None and amount < _MAX_SECONDS else None
+    seconds = amount(value)
+    return seconds if seconds is not None and seconds < _MAX_SECONDS else None
 
 
 def _longer(one: float | None, other: float | None) -> float | None:

@@ -22,12 +22,12 @@ from typing import TYPE_CHECKING, Any
 
 from hpml_orchestrator.errors import HpmlError
 from hpml_orchestrator.node import hang, jobstate
-from hpml_orchestrator.node.lead import end_margin, lead_seconds, slowest_of
 from hpml_orchestrator.node.options import node_index
 from hpml_orchestrator.node.peers import Slowest
 from hpml_orchestrator.node.processes import ProcessTable, catches, kill_families
 from hpml_orchestrator.records import events
-from hpml_orchestrator.records.run import Attempt
+from hpml_orchestrator.records.progress import end_margin, lead_seconds
+from hpml_orchestrator.records.run import Attempt, Run
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -98,7 +98,7 @@ class StopPath:
         if self._limit is None and self._end is not None and start is not None:
             self._limit = self._end - start
         watches = self._index == 0 and options.lead is None
-        self._earlier = slowest_of(self._records) if watches else Slowest()
+        self._earlier = _slowest_of(self._records) if watches else Slowest()
 
     def on_sigterm(self, now: float) -> None:
         """Note a SIGTERM; nodes ask Slurm one after another, since all of them get it at once.
@@ -174,7 +174,7 @@ class StopPath:
     def _lead(self) -> float:
         """Return how long ranks get to save, in seconds."""
         slowest = self._earlier.over(self._channel.peers.slowest)
-        return lead_seconds(self._options.lead, slowest, self._limit)
+        return lead_seconds(self._options.lead, self._limit, **slowest._asdict())
 
     def _read_request(self, now: float) -> None:
         """Look whether anybody has requested a stop."""
@@ -270,6 +270,18 @@ class StopPath:
             doomed = [one for one in ranks if one not in polite]
         if doomed:
             self._kill(doomed, signal.SIGKILL)
+
+
+def _slowest_of(attempt: Attempt) -> Slowest:
+    """Return the slowest save and step of all earlier attempts of the run."""
+    slowest = Slowest()
+    with contextlib.suppress(HpmlError, OSError):
+        for earlier in Run(attempt.directory.parents[1]).attempts():
+            ended = earlier.ended or {}
+            figures = [ended.get(name) for name in ("slowest_save", "slowest_step")]
+            known = [one if isinstance(one, (int, float)) else None for one in figures]
+            slowest = slowest.over(Slowest(*known))
+    return slowest
 
 
 def terminated(attempt: str) -> int:

@@ -3,16 +3,30 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from hpml_orchestrator.records.feed import is_number
+
 if TYPE_CHECKING:
     from hpml_orchestrator.records.run import Attempt
 
-__all__ = ["Progress", "nodes_to_avoid", "progress_of", "written_since"]
+__all__ = [
+    "Progress",
+    "end_margin",
+    "lead_seconds",
+    "nodes_to_avoid",
+    "progress_of",
+    "written_since",
+]
 
+_FIRST_LEAD_SECONDS = 300.0  # before any save was measured
+_LEAD_MARGIN_SECONDS = 15.0
+_LEAST_LEAD_SECONDS = 10.0
+_LIMIT_PART = 4
 _DEPTH = 3
 _LOOK_SECONDS = 10.0  # on a file system with many files
 _CLOCK_SLACK_SECONDS = 2.0  # clocks of file servers differ
@@ -62,6 +76,37 @@ def progress_of(attempt: Attempt) -> Progress:
     )
 
 
+def lead_seconds(
+    configured: float | None,
+    limit: float | None,
+    *,
+    save: float | None = None,
+    step: float | None = None,
+) -> float:
+    """Return how long before the time limit ranks are asked to stop.
+
+    Args:
+        configured: the job file's `lead`; None for automatic: the slowest save, the slowest step
+            (ranks stop between two steps) and a margin.
+        limit: the job's time limit in seconds; None if unknown.
+        save: the slowest that ranks of the run have reported so far, in seconds.
+        step: the same of steps.
+    """
+    if configured is not None:
+        return configured
+    lead = _FIRST_LEAD_SECONDS if save is None else save + (step or 0.0) + _LEAD_MARGIN_SECONDS
+    most = math.inf if limit is None else limit / _LIMIT_PART
+    return max(_LEAST_LEAD_SECONDS, min(lead, most))
+
+
+def end_margin(lead: float) -> float:
+    """Return how long before the time limit ranks that still live are ended.
+
+    The script needs that time to requeue the job while it still runs.
+    """
+    return max(5.0, min(30.0, lead / 4))
+
+
 def nodes_to_avoid(attempt: Attempt) -> list[str]:
     """Return the nodes that the next attempt should not get, by name.
 
@@ -97,4 +142,4 @@ def written_since(directory: str, since: float) -> bool:
 
 
 def _number(value: Any) -> float | None:
-    return float(value) if type(value) in (int, float) else None
+    return float(value) if is_number(value) else None

@@ -7,7 +7,7 @@ as a submission: never two jobs, never a lost one, whenever hpml is killed.
 from __future__ import annotations
 
 import time
-from pathlib import Path
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from hpml_orchestrator.errors import (
@@ -21,9 +21,7 @@ from hpml_orchestrator.runs.backend import backends_of, elsewhere, not_here
 from hpml_orchestrator.runs.resubmit import refuse_if_continued
 from hpml_orchestrator.runs.state import reopen, run_of
 from hpml_orchestrator.runs.status import UNREADABLE, states
-from hpml_orchestrator.runs.submit import AGAIN_SECONDS, STALE_SECONDS, next_outcome
-from hpml_orchestrator.scheduler.environment import travelling
-from hpml_orchestrator.scheduler.model import SubmitRequest
+from hpml_orchestrator.runs.submit import AGAIN_SECONDS, STALE_SECONDS, next_outcome, request_of
 from hpml_orchestrator.scheduler.recovery import Found, Undecided
 
 if TYPE_CHECKING:
@@ -155,17 +153,10 @@ def _start(
     clock: Callable[[], float],
 ) -> str | None:
     """Call sbatch for a continuation and return the job's id; None if another hpml does so."""
-    record = submission.record()
-    checkpoint = record["job"].get("checkpoint") or {}
+    checkpoint = submission.record()["job"].get("checkpoint") or {}
     avoid = nodes_to_avoid(newest) if checkpoint.get("avoid_failed_nodes") else []
-    request = SubmitRequest(
-        directory=submission.directory,
-        output=Path(record["output"]),
-        name=record["name"],
-        comment=record["comment"],
-        job_name=record.get("job_name", ""),
-        environment=travelling(environment, record["job"]["environment"]["inherit"]),
-        array=record["job"].get("array") is not None,
+    request = replace(
+        request_of(submission, environment),
         only=submission.index,
         exclude=tuple(avoid),
         answers=newest.directory,

@@ -79,10 +79,10 @@ def refuse_if_continued(
         InputError: names that run.
     """
     directory = checkpoint_directory(state)
-    for other in _with_directory(store, directory, state.submission) if directory else ():
-        if not other.record().get("continues"):
-            continue
-        (other_state,) = states(store, [other], backends=backends)
+    sharers = _with_directory(store, directory, state.submission) if directory else ()
+    others = [other for other in sharers if other.record().get("continues")]
+    for other_state in states(store, others, backends=backends):
+        other = other_state.submission
         is_over = other_state.over or other_state.lost
         if not is_over or (also_ended and other_state.created > state.created):
             wait = f"wait for it, or `hpml cancel {other.sid}` first"
@@ -103,11 +103,10 @@ def refuse_shared_checkpoints(store: Store, job: Job) -> None:
     own = job.checkpoint
     if not own.enabled or not own.is_shared or "{" in own.directory:
         return
-    for other in _with_directory(store, os.path.normpath(own.directory)):
-        (state,) = states(store, [other])
+    for state in states(store, _with_directory(store, os.path.normpath(own.directory))):
         if not (state.over or state.lost):
             raise InputError(
-                f"{other.sid}, which is {state.state}, saves its checkpoints there",
+                f"{state.submission.sid}, which is {state.state}, saves its checkpoints there",
                 field="checkpoint.directory",
                 value=own.directory,
                 hint="give another directory, or wait for that run",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -41,6 +42,7 @@ __all__ = [
     "STALE_SECONDS",
     "known_absent",
     "next_outcome",
+    "request_of",
     "resume",
     "settle",
     "submit",
@@ -80,6 +82,25 @@ def submit(
     return job_id
 
 
+def request_of(submission: Submission, environment: Mapping[str, str]) -> SubmitRequest:
+    """Return the call of sbatch that a submission's record describes, without dependencies.
+
+    Args:
+        submission: prepared.
+        environment: of this process.
+    """
+    record = submission.record()
+    return SubmitRequest(
+        directory=submission.directory,
+        output=Path(record["output"]),
+        name=record["name"],
+        comment=record["comment"],
+        job_name=record.get("job_name", ""),
+        environment=travelling(environment, record["job"]["environment"]["inherit"]),
+        array=record["job"].get("array") is not None,
+    )
+
+
 def _start(
     submission: Submission,
     scheduler: Scheduler,
@@ -92,17 +113,8 @@ def _start(
 
     None where another hpml has made that start, or it may take ours for one that failed.
     """
-    record = submission.record()
-    request = SubmitRequest(
-        directory=submission.directory,
-        output=Path(record["output"]),
-        name=record["name"],
-        comment=record["comment"],
-        job_name=record.get("job_name", ""),
-        environment=travelling(environment, record["job"]["environment"]["inherit"]),
-        array=record["job"].get("array") is not None,
-        after=tuple(Dependency(run["job_id"], run["end"]) for run in after),
-    )
+    waits_for = tuple(Dependency(run["job_id"], run["end"]) for run in after)
+    request = replace(request_of(submission, environment), after=waits_for)
     arguments = scheduler.arguments(request)
     encoded = b"".join(os.fsencode(argument) + b"\0" for argument in arguments)
     write_text(submission.directory / "arguments", encoded)

@@ -23,12 +23,12 @@ from hpml_orchestrator.node.channel import ChannelReader
 from hpml_orchestrator.node.going_on import Decision, decide
 from hpml_orchestrator.node.hang import collect_stacks
 from hpml_orchestrator.node.jobstate import JobState
-from hpml_orchestrator.node.lead import end_margin, lead_seconds
 from hpml_orchestrator.node.options import AgentOptions, BindOptions, CheckpointOptions
-from hpml_orchestrator.node.peers import Peers, Slowest
+from hpml_orchestrator.node.peers import Peers
 from hpml_orchestrator.node.stopping import StopPath
 from hpml_orchestrator.placement import planfile
 from hpml_orchestrator.records.files import write_json
+from hpml_orchestrator.records.progress import end_margin, lead_seconds
 from hpml_orchestrator.records.run import PRUNED, Attempt
 from tests.patience import PATIENCE_SECONDS, eventually
 from tests.unit.node.conftest import Node
@@ -60,7 +60,7 @@ def test_lead(
     lead: float,
 ) -> None:
     """The lead is what was configured, or the slowest save and step with a margin."""
-    assert lead_seconds(configured, Slowest(save, step), limit) == pytest.approx(lead)
+    assert lead_seconds(configured, limit, save=save, step=step) == pytest.approx(lead)
 
 
 @pytest.mark.parametrize(("lead", "margin"), [(10, 5), (60, 15), (300, 30)])

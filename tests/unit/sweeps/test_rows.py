@@ -152,17 +152,23 @@ def test_only_what_is_called_a_test_is_one(
     assert [*map(tuple, row.evaluations)] == ([(10.0, 0.5), (30.0, 0.9)] if evaluations else [])
 
 
+def started_again(folder: SweepFolder) -> tuple[Path, Path, float]:
+    """Have the only job claim a second attempt; return both attempts' directories and the time."""
+    ((job_id, _),) = folder.slurm.jobs.items()
+    start = folder.attempt(job_id)
+    last = start.with_name("1")
+    (last / "started").mkdir(parents=True)
+    (last / "started" / "job_id").write_text(job_id)
+    return start, last, folder.slurm.clock.now
+
+
 @pytest.mark.parametrize("recorded", [True, False], ids=["recorded", "not recorded"])
 def test_hours_are_those_of_the_allocation(folder: SweepFolder, *, recorded: bool) -> None:
     """All cores of the nodes, and a start that Slurm requeued; the budget counts them too."""
     plan = folder.plan(axes={"--lr": [0.1]}, repeats=2, budget={"core_hours": 0.6})
     controller = folder.controller(plan)
     controller.tick()
-    ((job_id, _),) = folder.slurm.jobs.items()
-    start, now = folder.attempt(job_id), folder.slurm.clock.now
-    last = start.with_name("1")
-    (last / "started").mkdir(parents=True)
-    (last / "started" / "job_id").write_text(job_id)
+    start, last, now = started_again(folder)
     data: dict[str, Any] = {"nodes": "n[1-2]", **({"cpus": 16} if recorded else {})}
     for attempt, begun in ((start, now), (last, now + 1000)):
         events.append(attempt / "events/batch.jsonl", "started", node="batch", now=begun, **data)
@@ -190,11 +196,7 @@ def test_a_point_that_continues_from_a_checkpoint_took_all_of_its_time(
     plan = folder.plan(axes={"--lr": [0.1]}, repeats=1)
     controller = folder.controller(plan)
     controller.tick()
-    ((job_id, _),) = folder.slurm.jobs.items()
-    start, now = folder.attempt(job_id), folder.slurm.clock.now
-    last = start.with_name("1")
-    (last / "started").mkdir(parents=True)
-    (last / "started" / "job_id").write_text(job_id)
+    start, last, now = started_again(folder)
     for attempt, begun, first in ((start, now, 0), (last, now + 1000, resumed or 0)):
         log, ranks = attempt / "events/batch.jsonl", attempt / "events/n1.jsonl"
         events.append(log, "started", node="batch", now=begun, nodes="n1", cpus=2 + first)
