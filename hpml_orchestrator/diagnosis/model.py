@@ -1,0 +1,193 @@
+"""Facts about a run, and the findings that follow from them. Unknown values are None, never 0."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+__all__ = [
+    "Change",
+    "Diagnosis",
+    "Facts",
+    "Finding",
+    "GpuFacts",
+    "Level",
+    "NodeFacts",
+    "Peaks",
+    "RankFacts",
+    "StageFacts",
+]
+
+Level = Literal["critical", "warning", "note", "unknown"]
+
+
+@dataclass(frozen=True)
+class RankFacts:
+    """Counters of one rank, since its first step after the warm-up; seconds are sums."""
+
+    rank: int
+    node: str = ""
+    samples: float | None = None
+    steps: float | None = None
+    step_seconds: float | None = None  # whole steps, with all that follows but saving, evaluation
+    data_wait_seconds: float | None = None
+    transfer_seconds: float | None = None  # host to device
+    wait_seconds: float | None = None  # for slower ranks, before collectives
+    comm_seconds: float | None = None  # in collectives, without that waiting
+    save_seconds: float | None = None
+    evaluation_seconds: float | None = None
+    cpus: Sequence[int] | None = None  # that it may use
+    bound_as_planned: bool | None = None
+
+
+@dataclass(frozen=True)
+class GpuFacts:
+    """One GPU; ratios are means over the monitored time, from 0 to 1."""
+
+    uuid: str
+    name: str = ""
+    seconds: float | None = None  # monitored
+    has_process: bool | None = None  # whether the job used it at all
+    utilization_ratio: float | None = None  # share of the time in which a kernel was resident
+    sm_active_ratio: float | None = None
+    tensor_active_ratio: float | None = None
+    dram_active_ratio: float | None = None
+    memory_peak_bytes: float | None = None
+    memory_total_bytes: float | None = None
+    power_watts: float | None = None
+    power_limit_watts: float | None = None
+    throttled_seconds: Mapping[str, float] = field(default_factory=dict)  # by reason
+    xid_errors: Mapping[str, float] = field(default_factory=dict)  # how many, by XID
+
+
+@dataclass(frozen=True)
+class NodeFacts:
+    """What the job used on one node."""
+
+    node: str
+    seconds: float | None = None  # monitored
+    cpus: float | None = None  # that the job may use
+    mean_cpus: float | None = None  # busy
+    memory_peak_bytes: float | None = None  # without the page cache
+    memory_limit_bytes: float | None = None
+    oom_events: float | None = None
+    read_bytes: float | None = None  # from storage, below the page cache
+    written_bytes: float | None = None
+    syscall_read_bytes: float | None = None
+    gpus_allocated: float | None = None
+    gpus: Sequence[GpuFacts] = ()
+
+
+@dataclass(frozen=True)
+class StageFacts:
+    """One entry of `stage` on the slowest node."""
+
+    name: str
+    source: str
+    target: str
+    seconds: float | None = None
+    bytes: float | None = None
+    files: float | None = None
+
+
+@dataclass(frozen=True)
+class Peaks:
+    """What the node type can do, in FLOP/s and bytes/s, and where each number comes from."""
+
+    flops: Mapping[str, float] = field(default_factory=dict)  # by dtype: `bfloat16`, `float32`
+    memory_bandwidth: float | None = None  # of the GPU, or of the host without GPUs
+    host_to_device: float | None = None
+    local_disk_read: float | None = None
+    shared_read: float | None = None  # the shared file system, one node
+    shared_opens: float | None = None  # files per second
+    link_bandwidth: float | None = None  # all-reduce between nodes, bus bandwidth
+    origin: str = ""  # "measured on 2026-11-20 on node1" or "specification of H100 SXM"
+
+
+@dataclass(frozen=True)
+class Facts:
+    """All that is known of one attempt of a run."""
+
+    run: str  # its label
+    state: str  # of the scheduler, such as COMPLETED
+    over: bool
+    job: Mapping[str, Any]  # the complete job file, as submitted
+    phases: Mapping[str, float] = field(default_factory=dict)  # seconds by name, in order
+    elapsed_seconds: float | None = None
+    limit_seconds: float | None = None
+    node_count: int = 0
+    gpu_count: int = 0  # allocated
+    core_count: int = 0  # allocated
+    world_size: int = 0
+    channel: bool = False  # whether the training reported anything
+    monitored: bool = False
+    ranks: Sequence[RankFacts] = ()
+    nodes: Sequence[NodeFacts] = ()
+    stages: Sequence[StageFacts] = ()
+    data_files: float | None = None  # files and bytes of the data, if they were listed
+    data_bytes: float | None = None
+    achieved_flops: float | None = None  # FLOP/s of all ranks, if the training reports its MFU
+    accuracy: Mapping[str, float] = field(default_factory=dict)  # final figures, by name
+    peaks: Peaks | None = None
+
+
+@dataclass(frozen=True)
+class Change:
+    """One change to the job file, or advice if hpml cannot make it.
+
+    Attributes:
+        text: imperative, such as "stage the data to /dev/shm".
+        field: dotted, of the job file, such as `stage`; empty: it is outside of the job file.
+        value: the new value of that field as YAML would have it; None removes the field.
+        touches_accuracy: whether the trained model can become another one.
+    """
+
+    text: str
+    field: str = ""
+    value: Any = None
+    touches_accuracy: bool = False
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One thing that holds the run back, or that could not be found out.
+
+    Attributes:
+        kind: stable name for programs, such as `waits-for-data`; see `thresholds.py`.
+        level: `unknown` accuses nobody; `note` is for the healthy ones.
+        verdict: one sentence without a final full stop.
+        evidence: the figures, one per line, with the threshold and its source.
+        changes: what to do, the best first.
+        gain: the share of the run's time that the first change saves, from 0 to 1: (low, high),
+            as an estimate; None: it is not known.
+        gain_hours: GPU-hours of this run (core-hours without GPUs) at the middle of `gain`, or
+            for over-asked resources the hours that they would have been free.
+        needs: for `unknown`: what would provide the data, such as `monitor: true`.
+    """
+
+    kind: str
+    level: Level
+    verdict: str
+    evidence: Sequence[str] = ()
+    changes: Sequence[Change] = ()
+    gain: tuple[float, float] | None = None
+    gain_hours: float | None = None
+    needs: str = ""
+
+
+@dataclass(frozen=True)
+class Diagnosis:
+    """The findings of one run: the ones that cost most first, then the unknown."""
+
+    facts: Facts
+    findings: Sequence[Finding] = ()  # of level critical and warning, by gain in hours
+    unknown: Sequence[Finding] = ()
+    healthy: Sequence[str] = ()  # what is as it should be, each with its figure
+
+    @property
+    def headline(self) -> str:
+        """One line for `hpml show`: the first finding, or that nothing holds the run back."""
+        if self.findings:
+            return self.findings[0].verdict
+        return "nothing found that holds it back" if self.healthy else "not enough data"
