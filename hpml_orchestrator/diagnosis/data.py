@@ -6,6 +6,7 @@ import re
 from statistics import median
 from typing import TYPE_CHECKING, Any
 
+from hpml_orchestrator.diagnosis.balance import crowded
 from hpml_orchestrator.diagnosis.model import Change
 from hpml_orchestrator.diagnosis.shares import (
     find,
@@ -38,6 +39,8 @@ def waits_for_data(facts: Facts) -> Finding | str | None:
     if not waits:
         return None
     usual, longest = median(waits.values()), max(waits, key=lambda rank: waits[rank])
+    if crowded(facts):
+        return None  # loader and rank have one core: `wrong-binding`
     if not THRESHOLDS["waits-for-data"].level(usual):
         return f"waiting for data takes {usual:.0%} of the steps"
     share = sum(waits.values()) / len(waits)

@@ -122,7 +122,9 @@ def find(
         facts: of the run.
         kind: in the table of thresholds.
         value: to compare with its limits.
-        verdict, evidence, changes: of the finding; the first line of the evidence gets the limits.
+        verdict: of the finding.
+        evidence: of the finding; its first line gets the limits.
+        changes: of the finding.
         saves: the share of the run's time that the first change saves; of the steps' time with
             `of_steps`.
         free_hours: hours that would have been free instead.
