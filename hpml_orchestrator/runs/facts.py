@@ -48,6 +48,7 @@ def gather(
     *,
     prometheus: Prometheus | None = None,
     peaks: Peaks | None = None,
+    summary: Summary | None = None,
     now: float | None = None,
 ) -> Facts:
     """Return what is known of a run's last attempt; before its start only what it asked for.
@@ -56,6 +57,7 @@ def gather(
         state: of the run, or of one task of an array.
         prometheus: asked for what the record lacks.
         peaks: what the nodes can do.
+        summary: of its last attempt, if it was read already.
         now: seconds since the epoch; the clock when left out.
 
     Raises:
@@ -63,13 +65,14 @@ def gather(
     """
     now = time.time() if now is None else now
     try:
-        return _facts(state, prometheus, peaks, now)
+        facts = _facts(state, summary, now)
+        return replace(facts, peaks=peaks)
     except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
         where = state.submission.directory
         raise RecordError(f"a record in {where} is damaged: {error!r}") from error
 
 
-def _facts(state: State, prometheus: Prometheus | None, peaks: Peaks | None, now: float) -> Facts:
+def _facts(state: State, summary: Summary | None, now: float) -> Facts:
     job: Mapping[str, Any] = state.submission.record()["job"]
     asked = job["resources"]
     gpus = parse_gpus(asked["gpus"]).count
@@ -86,14 +89,13 @@ def _facts(state: State, prometheus: Prometheus | None, peaks: Peaks | None, now
         core_count=nodes * ranks * int(asked["cpus_per_rank"]),
         world_size=nodes * ranks,
         monitored=bool(job["monitor"]["enabled"]),
-        peaks=peaks,
     )
     attempt = state.run.newest()
     if attempt is None:
         return facts
     begun = attempt.started
     allocated = numbers(begun.data) if begun else {}
-    summary = summarise(state)
+    summary = summary or summarise(state)
     started = state.started or (begun.time if begun else None)
     ended = state.ended or (attempt.ended or {}).get("time")
     ended = ended or (attempt.last_written if state.over or state.lost else now)
