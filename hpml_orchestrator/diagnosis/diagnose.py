@@ -1,0 +1,109 @@
+"""From facts to findings: what costs most first, then what could not be found out."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from hpml_orchestrator.diagnosis import balance, data, gpu, phases, resources
+from hpml_orchestrator.diagnosis.model import Change, Diagnosis, Finding
+from hpml_orchestrator.diagnosis.shares import shares, steps_known
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    from hpml_orchestrator.diagnosis.model import Facts
+
+__all__ = ["FINDINGS", "diagnose"]
+
+FINDINGS: tuple[Callable[[Facts], Finding | str | None], ...] = (
+    data.waits_for_data,
+    balance.slow_rank,
+    balance.wrong_binding,
+    balance.communication,
+    data.host_to_device,
+    gpu.tensor_cores_idle,
+    gpu.launch_bound,
+    gpu.cpu_bound,
+    balance.throttled,
+    gpu.faulty_gpu,
+    gpu.memory_headroom,
+    resources.memory_pressure,
+    resources.gpu_unused,
+    resources.cpus_unused,
+    resources.memory_over_asked,
+    resources.time_over_asked,
+    data.slow_storage,
+    data.slow_staging,
+    phases.slow_start,
+    phases.slow_saving,
+    phases.slow_evaluation,
+)
+"""Each returns a finding, a sentence with figures if all is well, or None without data."""
+
+
+def diagnose(facts: Facts) -> Diagnosis:
+    """Return what holds a run back, what is as it should be, and what is not known."""
+    results = [finding(facts) for finding in FINDINGS]
+    found = [result for result in results if isinstance(result, Finding)]
+    notes = [one for one in found if one.kind == "memory-headroom"]
+    found = [one for one in found if one.kind != "memory-headroom"]
+    # the sort is stable: of equal costs, the critical ones come first, in the order above
+    found.sort(key=lambda one: (-(one.gain_hours or 0.0), one.level != "critical"))
+    return Diagnosis(
+        facts,
+        tuple(found),
+        tuple(_unknown(facts)),
+        tuple(result for result in results if isinstance(result, str)),
+        tuple(replace(one, level="note") for one in notes),
+    )
+
+
+def _unknown(facts: Facts) -> Iterator[Finding]:
+    """Yield what could not be judged, one per source of data that is missing."""
+    yield from _unknown_steps(facts)
+    yield from _unknown_use(facts)
+    if facts.ranks and all(rank.bound_as_planned is None for rank in facts.ranks):
+        needs = "`binding.verify: warn`, and ranks that run for over 10 s"
+        if (facts.job.get("binding") or {}).get("policy") == "none":
+            needs = "`binding.policy: gpu-local`"
+        yield _needs("wrong-binding", "where the ranks ran", needs)
+
+
+def _unknown_steps(facts: Facts) -> Iterator[Finding]:
+    what = "what the time of a step is spent on"
+    if not facts.channel:
+        needs = "the channel in the training (`hpml_channel.py`)"
+        yield _needs("waits-for-data", what, needs)
+    elif not steps_known(facts):
+        yield _needs("waits-for-data", what, "more steps after the warm-up")
+    else:
+        several, gpus = facts.world_size > 1, facts.gpu_count > 0
+        for kind, name, told, wanted in (
+            ("waits-for-data", "data_wait_seconds", "waiting for data", True),
+            ("slow-rank", "wait_seconds", "which rank the others wait for", several),
+            ("communication", "comm_seconds", "communication", several),
+            ("host-to-device", "transfer_seconds", "copies to the GPU", gpus),
+        ):
+            if wanted and not shares(facts, name):
+                yield _needs(kind, told, f"`{name}` from the channel")
+
+
+def _unknown_use(facts: Facts) -> Iterator[Finding]:
+    kind = "gpu-unused" if facts.gpu_count else "cpus-unused"
+    what = "use of GPUs, CPUs and memory" if facts.gpu_count else "use of CPUs and memory"
+    gpus = [one for node in facts.nodes for one in node.gpus]
+    if not facts.nodes and facts.monitored:
+        yield _needs(kind, what, "a monitor that ran for some seconds")
+    elif not facts.nodes:
+        changes = [Change("monitor the job", "monitor", True)]
+        yield Finding(kind, "unknown", what, changes=changes, needs="`monitor: true`")
+    elif facts.gpu_count and not gpus:
+        yield _needs(kind, "use of the GPUs", "nodes whose NVML answers")
+    elif gpus and all(one.sm_active_ratio is None for one in gpus):
+        needs = "Hopper or newer GPUs"
+        yield _needs("tensor-cores-idle", "use of SMs and tensor cores", needs)
+
+
+def _needs(kind: str, what: str, needs: str) -> Finding:
+    return Finding(kind, "unknown", what, needs=needs)
