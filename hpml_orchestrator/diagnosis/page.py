@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -11,13 +10,15 @@ from typing import Any
 
 from hpml_orchestrator import __version__
 from hpml_orchestrator.diagnosis import parts
-from hpml_orchestrator.diagnosis.model import Change, Diagnosis, Facts, Finding, NodeFacts
-from hpml_orchestrator.diagnosis.models import Roofline, roofline
+from hpml_orchestrator.diagnosis.model import Diagnosis, Facts, Finding, NodeFacts
+from hpml_orchestrator.diagnosis.models import Roofline, imbalance, roofline
+from hpml_orchestrator.diagnosis.side import Row, Side
 from hpml_orchestrator.diagnosis.templates import environment, number, percent
+from hpml_orchestrator.diagnosis.wording import change_text, gain_text, status_line
 from hpml_orchestrator.errors import counted
 from hpml_orchestrator.records.texts import human_bytes, seconds_text
 
-__all__ = ["page"]
+__all__ = ["page", "side_page"]
 
 _COLOURS = {  # by phase and part, as numbered in style.css
     "start-up": 6, "staging": 5, "launch": 8, "rendezvous": 7, "warm-up": 4, "running": 3,
@@ -29,7 +30,6 @@ _MOST_RANKS = 16
 _ENDS = 5  # slowest and fastest ranks that are shown of many
 _BINS = 24
 _SMALL_SHARE = 0.01
-_MINUTE = 60
 _WIDTH, _HEIGHT = 440, 300  # of the roofline
 _LEFT, _RIGHT, _TOP, _BOTTOM = 62, 24, 14, 44
 
@@ -55,9 +55,10 @@ def page(diagnosis: Diagnosis) -> str:
         facts=facts,
         title=f"{facts.run}: {diagnosis.headline}",
         footer=f"hpml {__version__}",
-        answer=[_sentence(diagnosis.headline), _run(facts)],
+        answer=[_sentence(diagnosis.headline), f"{status_line(diagnosis)}."],
         cards=_cards(diagnosis),
         findings=[_finding(one, facts) for one in diagnosis.findings],
+        notes=[_finding(one, facts) for one in diagnosis.notes],
         unknown=[(_sentence(one.verdict), one.needs) for one in diagnosis.unknown],
         healthy=[_sentence(one) for one in diagnosis.healthy],
         time=_time(facts),
@@ -69,33 +70,60 @@ def page(diagnosis: Diagnosis) -> str:
     )
 
 
-def change_text(change: Change) -> str:
-    """Return a change as a line of a job file; empty if the job file has no such field."""
-    if not change.field:
-        return ""
-    if change.value is None:
-        return f"remove {change.field}"
-    return f"{change.field}: {json.dumps(change.value, ensure_ascii=False, default=str)}"
+def side_page(side: Side) -> str:
+    """Return a page of two runs side by side."""
+    both = side.first, side.second
+    groups: dict[str, list[Row]] = {}
+    for row in side.rows:
+        groups.setdefault(row.group, []).append(row)
+    phases = [_without_queue(one.facts) for one in both]
+    training = [parts.mean_parts(one.facts.ranks) for one in both]
+    template = environment("html").get_template("side.html.j2")
+    return template.render(
+        side=side,
+        title=f"{side.first.facts.run} and {side.second.facts.run}",
+        footer=f"hpml {__version__}",
+        answer=[
+            side.headline,
+            *(f"{status_line(one)}." for one in both),
+            f"{_sentence(side.caution)}.",
+        ],
+        findings=[
+            (f"Only {side.first.facts.run}", side.gone),
+            (f"Only {side.second.facts.run}", side.new),
+            ("Both", side.both),
+        ],
+        strips=[
+            ("Phases", "phases", *_strips(both, phases)),
+            ("Training, mean of the ranks", "training", *_strips(both, training)),
+        ],
+        groups=groups,
+        colours=_COLOURS,
+    )
+
+
+def _strips(
+    both: Sequence[Diagnosis], seconds: Sequence[Mapping[str, float]]
+) -> tuple[list[dict[str, Any]], list[str]]:
+    """Return bars of the same scale, with the names of their pieces."""
+    longest = max(sum(one.values()) for one in seconds)
+    bars = [
+        {
+            "label": diagnosis.facts.run,
+            "pieces": _pieces(one, longest),
+            "total": parts.duration(sum(one.values())),
+        }
+        for diagnosis, one in zip(both, seconds, strict=True)
+    ]
+    return bars, list(dict.fromkeys(name for one in seconds for name in one))
+
+
+def _without_queue(facts: Facts) -> dict[str, float]:
+    return {name: value for name, value in facts.phases.items() if name != "queue"}
 
 
 def _sentence(text: str) -> str:
     return text[:1].upper() + text[1:]
-
-
-def _run(facts: Facts) -> str:
-    """Return what ran, in one sentence."""
-    took = ""
-    if facts.elapsed_seconds is not None:
-        took = f" {'in' if facts.over else 'for'} {seconds_text(facts.elapsed_seconds)}"
-    size = counted(facts.gpu_count, "GPU") if facts.gpu_count else ""
-    if not size and facts.core_count:
-        size = counted(facts.core_count, "core")
-    nodes = f"on {counted(facts.node_count, 'node')}" if facts.node_count else ""
-    cost = parts.hours(facts)
-    what = [" ".join(filter(None, (size, nodes)))]
-    what.append(f"{number(cost[0])} {cost[1]}" if cost else "")
-    text = ", ".join(filter(None, [f"{facts.state}{took}", *what]))
-    return f"{text}." if facts.over else f"{text}. The run is not over: figures so far."
 
 
 def _cards(diagnosis: Diagnosis) -> list[tuple[str, str, str]]:
@@ -107,9 +135,9 @@ def _cards(diagnosis: Diagnosis) -> list[tuple[str, str, str]]:
         cards.append(("run time", seconds_text(facts.elapsed_seconds), limit))
     if rate := parts.samples_per_second(facts.ranks):
         cards.append(("throughput", f"{number(rate)}/s", "samples, all ranks, within steps"))
-    mean = parts.shares(parts.mean_parts(facts.ranks))
-    if parts.COMPUTE in mean:
-        cards.append(("compute", percent(mean[parts.COMPUTE]), "of the time in training"))
+    if training := parts.mean_parts(facts.ranks):
+        share = training[parts.COMPUTE] / sum(training.values())
+        cards.append(("compute", percent(share), "of the time in training"))
     if roof := roofline(facts):
         cards.append(("of the peak", percent(roof.flops / roof.peak), _unit(roof.flops, "FLOP/s")))
     cards += [(name, number(value), "final") for name, value in facts.accuracy.items()][:2]
@@ -117,18 +145,16 @@ def _cards(diagnosis: Diagnosis) -> list[tuple[str, str, str]]:
 
 
 def _finding(finding: Finding, facts: Facts) -> dict[str, Any]:
-    cost = parts.hours(facts)
-    unit = cost[1] if cost else "GPU-hours" if facts.gpu_count else "core-hours"
+    unit = "GPU-hours" if facts.gpu_count else "core-hours"
     return {
         "kind": finding.kind,
         "level": finding.level,
         "verdict": _sentence(finding.verdict),
         "evidence": finding.evidence,
-        "changes": [
-            (_sentence(one.text), change_text(one), one.touches_accuracy) for one in finding.changes
-        ],
+        "changes": [_sentence(change_text(one)) for one in finding.changes],
         "gain": finding.gain,
-        "hours": "" if finding.gain_hours is None else f"{number(finding.gain_hours)} {unit}",
+        "gain_text": gain_text(finding.gain) if finding.gain else "",
+        "hours": f"{finding.gain_hours:.2g} {unit}" if finding.gain_hours else "",
     }
 
 
@@ -148,7 +174,7 @@ def _pieces(seconds: Mapping[str, float], total: float = 0.0) -> list[_Piece]:
                     _COLOURS.get(name, 10),
                     round(here, 3),
                     round(share, 3),
-                    _short(value),
+                    parts.duration(value),
                     percent(value / total),
                 )
             )
@@ -158,7 +184,7 @@ def _pieces(seconds: Mapping[str, float], total: float = 0.0) -> list[_Piece]:
 
 def _time(facts: Facts) -> dict[str, Any]:
     """Return the bars of the phases and of the training, and where the second is in the first."""
-    phases = {name: value for name, value in facts.phases.items() if name != "queue"}
+    phases = _without_queue(facts)
     training = parts.mean_parts(facts.ranks)
     trained, stepped = phases.get("training", 0.0), sum(training.values())
     if training and trained - stepped > _SMALL_SHARE * trained:  # else it is rounding
@@ -171,7 +197,7 @@ def _time(facts: Facts) -> dict[str, Any]:
         if training and all(getattr(rank, field) is None for rank in facts.ranks)
     ]
     return {
-        "queue": _short(facts.phases["queue"]) if facts.phases.get("queue") else "",
+        "queue": parts.duration(facts.phases["queue"]) if facts.phases.get("queue") else "",
         "phases": first,
         "zoom": zoom if training else (),
         "training": _pieces(training),
@@ -199,6 +225,7 @@ def _ranks(facts: Facts) -> dict[str, Any] | None:
         worked = sum(inside.values()) if own is None else own / count
         rows.append((rank, inside, worked))
     longest = max(sum(inside.values()) for _, inside, _ in rows)
+    longest_work = max(worked for *_, worked in rows)
     shown, hidden = rows, 0
     if len(rows) > _MOST_RANKS:
         rows.sort(key=lambda row: -row[2])
@@ -209,8 +236,8 @@ def _ranks(facts: Facts) -> dict[str, Any] | None:
                 "label": f"rank {rank.rank}",
                 "node": rank.node,
                 "pieces": _pieces(inside, longest),
-                "total": _short(sum(inside.values())),
-                "worked": _short(worked),
+                "total": parts.duration(sum(inside.values())),
+                "worked": parts.duration(worked),
             }
             for rank, inside, worked in shown
         ],
@@ -218,14 +245,15 @@ def _ranks(facts: Facts) -> dict[str, Any] | None:
         "after": _ENDS if hidden else 0,
         "unit": "step" if per_step else "run",
         "legend": list(dict.fromkeys(name for _, inside, _ in rows for name in inside)),
+        "imbalance": imbalance([worked for *_, worked in rows]) if longest_work else 0.0,
         "waits": all(parts.own_seconds(rank) is not None for rank, _, _ in rows),
         "distribution": _distribution([worked for _, _, worked in rows]) if hidden else None,
         "table": [
             {
                 "rank": rank.rank,
                 "node": rank.node,
-                **{name: _short(value) for name, value in inside.items()},
-                "whole": _short(sum(inside.values())),
+                **{name: parts.duration(value) for name, value in inside.items()},
+                "whole": parts.duration(sum(inside.values())),
                 "samples": number(rank.samples),
                 "bound as planned": {True: "yes", False: "no", None: ""}[rank.bound_as_planned],
             }
@@ -249,9 +277,9 @@ def _distribution(values: Sequence[float]) -> dict[str, Any]:
         ],
         "step": round(100 / _BINS, 3),
         "middle": round(100 * (median(values) - low) / (width * _BINS), 3),
-        "low": _short(low),
-        "median": _short(median(values)),
-        "high": _short(high),
+        "low": parts.duration(low),
+        "median": parts.duration(median(values)),
+        "high": parts.duration(high),
         "count": len(values),
     }
 
@@ -338,9 +366,7 @@ def _node(node: NodeFacts, facts: Facts) -> dict[str, str]:
         "read from storage": _bytes(node.read_bytes),
         "written": _bytes(node.written_bytes),
         "GPUs": " + ".join(sorted({gpu.name for gpu in gpus if gpu.name})) or "-",
-        "GPUs used": f"{sum(gpu.has_process is not False for gpu in gpus)} of {len(gpus)}"
-        if gpus
-        else "-",
+        "GPUs used": _of(node.gpus_used, node.gpus_allocated, number),
         "GPU busy": mean("utilization_ratio"),
         "SMs active": mean("sm_active_ratio"),
         "tensor cores": mean("tensor_active_ratio"),
@@ -400,14 +426,3 @@ def _unit(value: float, unit: str) -> str:
         if value >= factor:
             return f"{number(value / factor)} {prefix}{unit}"
     return f"{number(value)} {unit}".strip()
-
-
-def _short(seconds: float) -> str:
-    """Return a duration with three digits below a minute.
-
-    >>> _short(0.0123), _short(5.6), _short(75)
-    ('12.3 ms', '5.6 s', '1:15')
-    """
-    if seconds < 1:
-        return f"{number(1000 * seconds)} ms"
-    return f"{number(seconds)} s" if seconds < _MINUTE else seconds_text(seconds)

@@ -2,21 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from statistics import fmean
 
-from hpml_orchestrator.diagnosis.model import Facts, RankFacts
+from hpml_orchestrator.diagnosis.model import RankFacts
+from hpml_orchestrator.records.texts import seconds_text
 
 __all__ = [
     "BETWEEN_STEPS",
     "COMPUTE",
     "PARTS",
-    "hours",
+    "duration",
     "mean_parts",
     "own_seconds",
     "rank_parts",
     "samples_per_second",
-    "shares",
 ]
 
 COMPUTE = "compute"
@@ -30,6 +30,7 @@ PARTS = {
 }
 """The parts by the field of `RankFacts`; `compute` is what remains of the steps."""
 BETWEEN_STEPS = ("saving", "evaluation")
+_MINUTE = 60
 
 
 def rank_parts(rank: RankFacts) -> dict[str, float]:
@@ -44,14 +45,14 @@ def rank_parts(rank: RankFacts) -> dict[str, float]:
 
 
 def own_seconds(rank: RankFacts) -> float | None:
-    """Return the seconds of a rank's steps without what it waits for others or exchanges.
+    """Return the seconds of a rank's steps without its waiting for others; None if unknown.
 
     In data-parallel training all ranks' steps take equally long: the slow rank works while the
-    others wait. None if the waiting is unknown.
+    others wait.
     """
     if rank.step_seconds is None or rank.wait_seconds is None:
         return None
-    return max(0.0, rank.step_seconds - rank.wait_seconds - (rank.comm_seconds or 0.0))
+    return max(0.0, rank.step_seconds - rank.wait_seconds)
 
 
 def mean_parts(ranks: Sequence[RankFacts]) -> dict[str, float]:
@@ -74,15 +75,12 @@ def samples_per_second(ranks: Sequence[RankFacts]) -> float | None:
     return sum(known) if known and len(known) == len(rates) else None
 
 
-def hours(facts: Facts) -> tuple[float, str] | None:
-    """Return what the run cost, with its unit: GPU-hours, or core-hours without GPUs."""
-    count, unit = (facts.gpu_count, "GPU-hours") if facts.gpu_count else (facts.core_count, "")
-    if not count or facts.elapsed_seconds is None:
-        return None
-    return count * facts.elapsed_seconds / 3600, unit or "core-hours"
+def duration(seconds: float) -> str:
+    """Return a duration with three digits below a minute.
 
-
-def shares(parts: Mapping[str, float]) -> dict[str, float]:
-    """Return each part as a share of all."""
-    total = sum(parts.values())
-    return {name: seconds / total for name, seconds in parts.items()} if total > 0 else {}
+    >>> duration(0.0123), duration(5.6), duration(75)
+    ('12.3 ms', '5.6 s', '1:15')
+    """
+    if seconds < 1:
+        return f"{1000 * seconds:.3g} ms"
+    return f"{seconds:.3g} s" if seconds < _MINUTE else seconds_text(seconds)
