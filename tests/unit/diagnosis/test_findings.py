@@ -155,6 +155,15 @@ FAULTS: dict[str, tuple[Facts, list[str]]] = {
         ["slow-rank", "waits-for-data"],
     ),
     "slow rank": (facts(ranks=slow()), ["slow-rank"]),
+    "slow link": (
+        facts(
+            ranks=[
+                rank(n, wait_seconds=900.0 * (n > 0), comm_seconds=1800.0 - 900.0 * (n > 0))
+                for n in range(4)
+            ]
+        ),
+        ["communication"],
+    ),
     "slow rank, collectives unmeasured": (
         facts(ranks=[replace(one, comm_seconds=None) for one in slow()]),
         ["slow-rank"],
