@@ -82,8 +82,7 @@ def report(
     if html is not None:
         from hpml_orchestrator.diagnosis.page import page  # noqa: PLC0415 - jinja2 takes long
 
-        write_text(html, page(diagnosis))
-        notice(f"wrote {html}")
+        _write(html, page(diagnosis))
     elif as_json:
         print_json(to_json(diagnosis))
     else:
@@ -102,12 +101,21 @@ def _compare(
     if html is not None:
         from hpml_orchestrator.diagnosis.page import side_page  # noqa: PLC0415 - jinja2 takes long
 
-        write_text(html, side_page(compared))
-        notice(f"wrote {html}")
+        _write(html, side_page(compared))
     elif as_json:
         print_json(side.to_json(compared))
     else:
         typer.echo(side.text(compared))
+
+
+def _write(path: str, page: str) -> None:
+    """Write a page, completely or not at all."""
+    try:
+        write_text(path, page)
+    except RecordError as error:
+        message = "cannot be written: is its directory there and writable?"
+        raise InputError(message, field="--html", value=path) from error
+    notice(f"wrote {path}")
 
 
 def _diagnosed(store: Store, word: str, server: Prometheus | None) -> Diagnosis:

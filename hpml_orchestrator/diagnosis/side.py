@@ -114,9 +114,10 @@ def _doubts(first: Facts, second: Facts) -> Iterator[str]:
             yield f"{facts.run} is not over ({facts.state})"
         elif facts.state != "COMPLETED":
             yield f"{facts.run} did not complete ({facts.state})"
-    names = [str(facts.job.get("name", "")) for facts in (first, second)]
-    if names[0] != names[1]:
-        yield f"different jobs: {names[0]} and {names[1]}"
+    for what, name in (("jobs", _name), ("programs", _program)):
+        names = [name(facts.job) for facts in (first, second)]
+        if names[0] != names[1]:
+            yield f"different {what}: {names[0]} and {names[1]}"
     measured: tuple[tuple[str, Callable[[Facts], Any]], ...] = (
         ("ranks", lambda facts: facts.world_size or None),
         ("GPUs", lambda facts: facts.gpu_count),
@@ -131,6 +132,19 @@ def _doubts(first: Facts, second: Facts) -> Iterator[str]:
     for facts, other in ((first, second), (second, first)):
         if parts.mean_parts(facts.ranks) and not parts.mean_parts(other.ranks):
             yield f"only {facts.run} reports its steps"
+
+
+def _name(job: Mapping[str, Any]) -> str:
+    return str(job.get("name") or "-")
+
+
+def _program(job: Mapping[str, Any]) -> str:
+    """Return the script of a job, or its command up to the first option."""
+    if job.get("script"):
+        return str(job["script"]).rpartition("/")[2]
+    words = [str(word) for word in job.get("command") or ()]
+    options = (place for place, word in enumerate(words) if word.startswith("-"))
+    return " ".join(words[: next(options, len(words))]) or "-"
 
 
 def _batch(facts: Facts) -> float | None:
