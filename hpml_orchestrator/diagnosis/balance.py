@@ -198,7 +198,7 @@ def _changes(facts: Facts, slow: Slow, names: str, nodes: Sequence[str]) -> list
     elif slow.cause == "host-to-device":
         changes.append(Change(f"check link and binding of {names}: `hpml topo`"))
     if set(nodes) < {rank.node for rank in facts.ranks}:
-        changes += exclude(facts.job, nodes)
+        changes += exclude(facts.job, nodes, faulty=False)
     elif not slow.cause:
         changes.append(Change(f"look at what else runs on the cores of {names}: `hpml attach`"))
     return changes
