@@ -93,7 +93,7 @@ def compare(first: Diagnosis, second: Diagnosis) -> Side:
         second,
         f"Not comparable: {'; '.join(doubts)}" if doubts else _headline(one, other),
         doubts,
-        (*_settings(one.job, other.job), *_figures(one, other)),
+        (*_settings(one, other), *_figures(one, other)),
         gone=tuple(verdict for kind, verdict in before.items() if kind not in after),
         new=tuple(verdict for kind, verdict in after.items() if kind not in before),
         both=tuple(
@@ -184,9 +184,15 @@ def _headline(first: Facts, second: Facts) -> str:
 # --- rows
 
 
-def _settings(first: Mapping[str, Any], second: Mapping[str, Any]) -> Iterator[Row]:
-    """Yield the fields of the job files that differ."""
-    one, other = dict(_flat(first)), dict(_flat(second))
+def _settings(first: Facts, second: Facts) -> Iterator[Row]:
+    """Yield what differs of the code, the points of a sweep and the job files."""
+    if first.code != second.code:
+        yield Row("code", "commit", _value(first.code), _value(second.code))
+    for name in {**first.values, **second.values}:
+        before, after = first.values.get(name), second.values.get(name)
+        if before != after:
+            yield Row("point of the sweep", str(name).lstrip("-"), _value(before), _value(after))
+    one, other = dict(_flat(first.job)), dict(_flat(second.job))
     for name in {**one, **other}:
         before, after = one.get(name), other.get(name)
         if before == after:

@@ -34,13 +34,16 @@ def faster() -> Diagnosis:
         elapsed_seconds=561.0,
         ranks=ranks,
         accuracy={"test accuracy": 0.9689},
+        values={"--lr": 0.25, "seed": 1},
+        code="9c1bf00",
         findings=[replace(examples.SLOW, verdict="rank 3 works 12 % longer than the others")],
     )
 
 
 def test_what_differs_is_shown_and_nothing_else_of_the_job() -> None:
     """Changed fields, the parts of a step, throughput, accuracy, and findings that came or went."""
-    side = compare(examples.gpu_run(), faster())
+    before = examples.gpu_run(values={"--lr": 0.1, "seed": 1}, code="f89fbee + changes")
+    side = compare(before, faster())
     assert side.headline == "digits-9c1b processes 40 % more samples per second"
     assert not side.doubts
     rows = {(row.group, row.name): row for row in side.rows}
@@ -51,6 +54,9 @@ def test_what_differs_is_shown_and_nothing_else_of_the_job() -> None:
         "stage.digits.source": "digits",
         "stage.digits.target": "shm",
     }
+    point = [row for row in side.rows if row.group == "point of the sweep"]
+    assert [(row.name, row.first, row.second) for row in point] == [("lr", "0.1", "0.25")]
+    assert rows["code", "commit"].second == "9c1bf00"
     waits = rows["one step, mean of the ranks", "waiting for data"]
     assert (waits.first, waits.second, waits.change_text) == ("216 ms", "12.5 ms", "-94 %")
     assert rows["one step, mean of the ranks", "compute"].change_text == "may be noise"
