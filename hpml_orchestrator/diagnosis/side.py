@@ -48,7 +48,7 @@ class Row:
         """The change in percent, or what a reader has to know instead."""
         if self.change is None or self.first == self.second:
             return ""
-        return "may be noise" if self.noise else f"{100 * self.change:+.0f} %"
+        return "may be noise" if self.noise else f"{self.change:+.0%}"
 
 
 @dataclass(frozen=True)
@@ -73,7 +73,7 @@ class Side:
     @property
     def caution(self) -> str:
         """What one run each cannot show."""
-        return f"one run each: differences below {100 * NOISE:.0f} % may be noise"
+        return f"one run each: differences below {NOISE:.0%} may be noise"
 
 
 def compare(first: Diagnosis, second: Diagnosis) -> Side:
@@ -176,9 +176,9 @@ def _headline(first: Facts, second: Facts) -> str:
     else:
         return "Neither speed nor time of both runs is known"
     if abs(change) < NOISE:
-        return f"No difference that one run each can show: {what} {100 * change:+.1f} %"
+        return f"No difference that one run each can show: {what} {change:+.1%}"
     verb = "processes" if what != "time" else "takes"
-    return f"{second.run} {verb} {100 * abs(change):.0f} % {words[change < 0]} {what}"
+    return f"{second.run} {verb} {abs(change):.0%} {words[change < 0]} {what}"
 
 
 # --- rows

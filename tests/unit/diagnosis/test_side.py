@@ -36,7 +36,7 @@ def faster() -> Diagnosis:
         accuracy={"test accuracy": 0.9689},
         values={"--lr": 0.25, "seed": 1},
         code="9c1bf00",
-        findings=[replace(examples.SLOW, verdict="rank 3 works 12 % longer than the others")],
+        findings=[replace(examples.SLOW, verdict="rank 3 works 12% longer than the others")],
     )
 
 
@@ -44,7 +44,7 @@ def test_what_differs_is_shown_and_nothing_else_of_the_job() -> None:
     """Changed fields, the parts of a step, throughput, accuracy, and findings that came or went."""
     before = examples.gpu_run(values={"--lr": 0.1, "seed": 1}, code="f89fbee + changes")
     side = compare(before, faster())
-    assert side.headline == "digits-9c1b processes 40 % more samples per second"
+    assert side.headline == "digits-9c1b processes 40% more samples per second"
     assert not side.doubts
     rows = {(row.group, row.name): row for row in side.rows}
     settings = {name: row.second for (group, name), row in rows.items() if group == "job file"}
@@ -58,17 +58,15 @@ def test_what_differs_is_shown_and_nothing_else_of_the_job() -> None:
     assert [(row.name, row.first, row.second) for row in point] == [("lr", "0.1", "0.25")]
     assert rows["code", "commit"].second == "9c1bf00"
     waits = rows["one step, mean of the ranks", "waiting for data"]
-    assert (waits.first, waits.second, waits.change_text) == ("216 ms", "12.5 ms", "-94 %")
+    assert (waits.first, waits.second, waits.change_text) == ("216 ms", "12.5 ms", "-94%")
     assert rows["one step, mean of the ranks", "compute"].change_text == "may be noise"
     assert rows["phases", "training"].change_text == ""  # equal
-    assert rows["throughput", "GPU-hours"].change_text == "-25 %"
+    assert rows["throughput", "GPU-hours"].change_text == "-25%"
     accuracy = rows["quality", "test accuracy"]
     assert (accuracy.first, accuracy.second, accuracy.change_text) == ("0.9712", "0.9689", "")
     assert side.gone == (examples.DATA.verdict, examples.BATCH.verdict)
     assert side.new == ()
-    assert side.both == (
-        f"{examples.SLOW.verdict}; then: rank 3 works 12 % longer than the others",
-    )
+    assert side.both == (f"{examples.SLOW.verdict}; then: rank 3 works 12% longer than the others",)
 
 
 @pytest.mark.parametrize(
@@ -124,10 +122,10 @@ SILENT: dict[str, Any] = {"ranks": (), "channel": False}
 @pytest.mark.parametrize(
     ("before", "after", "headline"),
     [
-        ({}, rates(700.0), "digits-9c1b processes 20 % fewer samples per second"),
-        ({}, rates(549.0), "No difference that one run each can show: samples per second +2.0 %"),
-        ({}, {}, "No difference that one run each can show: samples per second +0.0 %"),
-        (SILENT, {**SILENT, "elapsed_seconds": 600.8}, "digits-9c1b takes 20 % less time"),
+        ({}, rates(700.0), "digits-9c1b processes 20% fewer samples per second"),
+        ({}, rates(549.0), "No difference that one run each can show: samples per second +2.0%"),
+        ({}, {}, "No difference that one run each can show: samples per second +0.0%"),
+        (SILENT, {**SILENT, "elapsed_seconds": 600.8}, "digits-9c1b takes 20% less time"),
         (
             {**SILENT, "elapsed_seconds": None},
             SILENT,
@@ -141,7 +139,7 @@ def test_the_verdict_names_the_faster_run_if_one_run_each_can_show_it(
     """Samples per second if both count them, the run time otherwise; the rest is noise."""
     side = compare(examples.diagnosed(**before), second(**after))
     assert side.headline == headline
-    assert "one run each: differences below 5 % may be noise" in text(side)
+    assert "one run each: differences below 5% may be noise" in text(side)
 
 
 def test_a_run_is_not_compared_with_itself() -> None:
