@@ -104,7 +104,8 @@ def fields_of(job: Mapping[str, Any], change: Change) -> dict[str, Any]:
     Raises:
         InputError: the job has that value already, or the change would not reach the program.
     """
-    fields = {_spelled_out(change.field, change.value): change.value}
+    given = {change.field: change.value, **change.also}
+    fields = {_spelled_out(name, value): value for name, value in given.items()}
     changed = changed_job(job, fields)
     new = [entry for entry in _stages(changed) if entry not in _stages(job)]
     for entry in new:

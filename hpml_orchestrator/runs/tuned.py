@@ -106,13 +106,19 @@ def tune(
     Raises:
         InputError: there is nothing to change, or the changed job is not valid.
     """
-    label = submission.label
+    label, record = submission.label, submission.record()
+    if "SUBMITIT_EXECUTOR" in record["job"]["environment"]["variables"]:
+        raise InputError(
+            "runs a Python function that submitit submitted: it has no job file",
+            field="RUN",
+            value=label,
+            hint="change the parameters of the executor; `hpml report` says which",
+        )
     if not chosen.made:
         hint = "; ".join(chosen.left) or f"`hpml report {label}` shows what was found"
         raise InputError(
             "nothing in the job file has to change", field="RUN", value=label, hint=hint
         )
-    record = submission.record()
     source = Path(str(record["job_file"]))
     site = site_for(target, os.environ, chosen=chosen_site, backend=str(record["backend"]))
     ran = job_of_run(submission)
@@ -231,12 +237,16 @@ class _Writer:
             CannotEditError: the text cannot be made to.
             InputError: the changed job is not valid.
         """
-        wanted = Job.model_validate(changed_job(base, changes)).model_dump(mode="json")
-        now = self._load(text).job.model_dump(mode="json")
+        changed = changed_job(base, changes)
+        make_absolute(changed, self._source.parent)
+        job = Job.model_validate(changed)
+        wanted, now = job.model_dump(mode="json"), self._load(text).job.model_dump(mode="json")
+        whole = _written_fields(Job.model_validate(base))
         for name, value in list(differences(base, now)):
-            text = self._set(text, name, value, base, f"as it was in {self._label}")
+            given = whole.get(name, value)
+            text = self._set(text, name, given, whole, f"as it was in {self._label}")
         for name, value in changes.items():
-            text = self._set(text, name, value, wanted, reasons[name])
+            text = self._set(text, name, value, _written_fields(job), reasons[name])
         resolved = self._load(text)
         found = resolved.job.model_dump(mode="json")
         rest = [name for name, _ in differences(wanted, found)]
@@ -265,7 +275,7 @@ class _Writer:
         if inner and top in fields and spelled_out(top, fields[top]) is not fields[top]:
             mapping = _plain(spelled_out(top, fields[top]))
             return set_field(text, top, {**mapping, inner: value}, comment=comment)
-        if isinstance(whole.get(top), list) and not _has_entry(fields.get(top), inner):
+        if inner and isinstance(whole.get(top), list) and not _has_entry(fields.get(top), inner):
             name, value = top, whole[top]
         return set_field(text, name, value, comment=comment)
 

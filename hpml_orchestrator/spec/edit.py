@@ -47,6 +47,13 @@ def flow_text(value: Any) -> str:
     return _dumped(value, flow=True).removesuffix("\n...").strip()
 
 
+def _beside(value: Any, around: Node | None) -> str:
+    """Return a value on one line, in an entry of what is around: fewer quotes than on one line."""
+    if isinstance(value, str) and "\n" not in value and not (around and around.flow_style):
+        return _dumped(value, flow=False).removesuffix("...\n").strip()
+    return flow_text(value)
+
+
 def block_text(fields: dict[str, Any]) -> str:
     """Return a mapping as a document, in its order."""
     return _dumped(fields, flow=False)
@@ -97,9 +104,9 @@ def _set(text: str, path: Sequence[str], value: Any) -> str:
         value = {part: value}
     if missing:
         if isinstance(here, MappingNode):
-            return _inserted(text, here, f"{flow_text(missing[0])}: {flow_text(value)}")
+            return _inserted(text, here, f"{flow_text(missing[0])}: {_beside(value, here)}")
         if isinstance(here, SequenceNode) and missing[0] == str(len(here.value)):
-            return _inserted(text, here, flow_text(value))
+            return _inserted(text, here, _beside(value, here))
         if not (isinstance(here, ScalarNode) and here.tag.endswith(":null")):
             raise CannotEditError(f"{'.'.join(path)} is not in a mapping")
         value = {missing[0]: value}
@@ -114,7 +121,7 @@ def _filled(text: str, around: Node, node: Node, value: Any) -> str:
     if not isinstance(around, MappingNode):
         raise CannotEditError("an entry of a list is empty")
     end = _colon(text, around, node)
-    return f"{text[:end]} {flow_text(value)}{text[end:]}"
+    return f"{text[:end]} {_beside(value, around)}{text[end:]}"
 
 
 def _colon(text: str, around: MappingNode, node: Node) -> int:
@@ -146,8 +153,8 @@ def _replaced(
         colon = _colon(text, around, node)
         line, _, rest = text[colon:start].partition("\n")
         if not rest.strip():  # a block below its key: the value goes beside it
-            return f"{text[:colon]} {flow_text(value)}{line.rstrip()}{text[end:]}"
-    return text[:start] + flow_text(value) + text[end:]
+            return f"{text[:colon]} {_beside(value, around)}{line.rstrip()}{text[end:]}"
+    return text[:start] + _beside(value, around) + text[end:]
 
 
 def _value_of(text: str, node: Node) -> tuple[Any, type]:
@@ -164,7 +171,7 @@ def _inserted(text: str, around: Node, entry: str) -> str:
     """Return the text with one more entry at the end of a mapping or list."""
     is_list = isinstance(around, SequenceNode)
     if not around.value:
-        start, end = around.start_mark.index, around.end_mark.index
+        start, end = around.start_mark.index, around.end_mark.index  # of `[]` or `{}`
         return text[:start] + (f"[{entry}]" if is_list else f"{{{entry}}}") + text[end:]
     last = around.value[-1]
     end = _end(text, last if is_list else last[1])
