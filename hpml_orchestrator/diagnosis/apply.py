@@ -34,8 +34,9 @@ class Made:
 
     @property
     def reason(self) -> str:
-        """The change and its reason, in one line."""
-        return f"{self.change.text} ({self.finding.verdict})"
+        """The change and its reason, in one line, without the fields that show in a diff."""
+        text = self.change.text.partition(": `")[0]
+        return f"{text} ({self.finding.verdict})"
 
 
 @dataclass(frozen=True)

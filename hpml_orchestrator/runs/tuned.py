@@ -1,4 +1,4 @@
-"""The job file of a run with the changes of a diagnosis: a new file that keeps the user's comments."""
+"""The job file of a run with the changes of a diagnosis; the user's comments stay."""
 
 from __future__ import annotations
 
@@ -21,14 +21,13 @@ from hpml_orchestrator.spec.document import parse_yaml
 from hpml_orchestrator.spec.edit import CannotEditError, block_text, flow_text, set_field
 from hpml_orchestrator.spec.job import Job, spelled_out
 from hpml_orchestrator.spec.load import ResolvedJob, load_job, make_absolute, read_fields
-from hpml_orchestrator.spec.site_find import find_profiles
 
 if TYPE_CHECKING:
     from hpml_orchestrator.diagnosis.apply import Chosen, Made
     from hpml_orchestrator.records.store import Submission
     from hpml_orchestrator.spec.site import ResolvedSite
 
-__all__ = ["Tuned", "job_of_run", "tune", "write_tuned"]
+__all__ = ["Tuned", "job_of_run", "refuse_function", "tune", "write_tuned"]
 
 _POINT = re.compile(r"\{(point\.[^{}]+)\}")
 _WITH_POINTS = ("args", "command", "environment")
@@ -89,9 +88,22 @@ def _filled(value: Any, values: Mapping[str, str]) -> Any:
     return [_filled(inner, values) for inner in value] if isinstance(value, list) else value
 
 
-def tune(
-    submission: Submission, chosen: Chosen, target: Path, *, chosen_site: str = ""
-) -> Tuned:
+def refuse_function(record: Mapping[str, Any], label: str) -> None:
+    """Refuse a run without a job file: a Python function that submitit submitted.
+
+    Raises:
+        InputError: it is one.
+    """
+    if "SUBMITIT_EXECUTOR" in record["job"]["environment"]["variables"]:
+        raise InputError(
+            "runs a Python function that submitit submitted: it has no job file",
+            field="RUN",
+            value=label,
+            hint="change the parameters of the executor; `hpml report` says which",
+        )
+
+
+def tune(submission: Submission, chosen: Chosen, target: Path, *, chosen_site: str = "") -> Tuned:
     """Return the job file of a run with changes; nothing is written.
 
     It describes the job as it ran: what came from `--set`, from words after `--` or from a point of
@@ -107,13 +119,7 @@ def tune(
         InputError: there is nothing to change, or the changed job is not valid.
     """
     label, record = submission.label, submission.record()
-    if "SUBMITIT_EXECUTOR" in record["job"]["environment"]["variables"]:
-        raise InputError(
-            "runs a Python function that submitit submitted: it has no job file",
-            field="RUN",
-            value=label,
-            hint="change the parameters of the executor; `hpml report` says which",
-        )
+    refuse_function(record, label)
     if not chosen.made:
         hint = "; ".join(chosen.left) or f"`hpml report {label}` shows what was found"
         raise InputError(
@@ -204,9 +210,7 @@ class _Writer:
         label: of the run.
     """
 
-    def __init__(
-        self, source: Path, target: Path, site: ResolvedSite | None, label: str
-    ) -> None:
+    def __init__(self, source: Path, target: Path, site: ResolvedSite | None, label: str) -> None:
         self._source, self._target, self._site, self._label = source, target, site, label
 
     def moved(self, text: str, fields: dict[str, Any]) -> str:
@@ -266,9 +270,7 @@ class _Writer:
         fields = parse_yaml(text, str(self._target))
         return load_job(self._target, site=self._site, fields=fields)
 
-    def _set(
-        self, text: str, name: str, value: Any, whole: dict[str, Any], comment: str
-    ) -> str:
+    def _set(self, text: str, name: str, value: Any, whole: dict[str, Any], comment: str) -> str:
         """Return the text with a field of the complete job, in the form that the file has."""
         fields = parse_yaml(text, str(self._target))
         top, _, inner = name.partition(".")

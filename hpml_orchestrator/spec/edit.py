@@ -9,7 +9,7 @@ from typing import Any
 
 from ruamel.yaml import YAML
 from ruamel.yaml.error import YAMLError
-from ruamel.yaml.nodes import MappingNode, Node, ScalarNode, SequenceNode
+from ruamel.yaml.nodes import CollectionNode, MappingNode, Node, ScalarNode, SequenceNode
 
 __all__ = ["CannotEditError", "block_text", "flow_text", "set_field"]
 
@@ -42,6 +42,10 @@ def set_field(text: str, field: str, value: Any, *, comment: str = "") -> str:
     return changed
 
 
+def _is_flow(node: Node | None) -> bool:
+    return isinstance(node, CollectionNode) and bool(node.flow_style)
+
+
 def flow_text(value: Any) -> str:
     """Return a value on one line: `{name: digits, target: shm}`."""
     return _dumped(value, flow=True).removesuffix("\n...").strip()
@@ -49,7 +53,7 @@ def flow_text(value: Any) -> str:
 
 def _beside(value: Any, around: Node | None) -> str:
     """Return a value on one line, in an entry of what is around: fewer quotes than on one line."""
-    if isinstance(value, str) and "\n" not in value and not (around and around.flow_style):
+    if isinstance(value, str) and "\n" not in value and not _is_flow(around):
         return _dumped(value, flow=False).removesuffix("...\n").strip()
     return flow_text(value)
 
@@ -64,7 +68,7 @@ def _dumped(value: Any, *, flow: bool) -> str:
     writer.default_flow_style = flow
     writer.width = _WIDE
     writer.allow_unicode = True
-    writer.sort_base_mapping_type_on_output = False
+    writer.sort_base_mapping_type_on_output = False  # type: ignore[assignment]
     writer.dump(value, stream)
     return stream.getvalue().rstrip("\n") + "\n" * (not flow)
 
@@ -107,7 +111,7 @@ def _set(text: str, path: Sequence[str], value: Any) -> str:
             return _inserted(text, here, f"{flow_text(missing[0])}: {_beside(value, here)}")
         if isinstance(here, SequenceNode) and missing[0] == str(len(here.value)):
             return _inserted(text, here, _beside(value, here))
-        if not (isinstance(here, ScalarNode) and here.tag.endswith(":null")):
+        if not (isinstance(here, ScalarNode) and str(here.tag).endswith(":null")):
             raise CannotEditError(f"{'.'.join(path)} is not in a mapping")
         value = {missing[0]: value}
     if isinstance(here, ScalarNode) and here.start_mark.index == here.end_mark.index:
@@ -130,9 +134,7 @@ def _colon(text: str, around: MappingNode, node: Node) -> int:
     return text.index(":", key.end_mark.index) + 1
 
 
-def _replaced(
-    text: str, path: Sequence[str], node: Node, value: Any, around: Node | None
-) -> str:
+def _replaced(text: str, path: Sequence[str], node: Node, value: Any, around: Node | None) -> str:
     """Return the text with another value in the place of a node, by its entries if they stay."""
     if isinstance(node, MappingNode) and isinstance(value, dict) and value and node.value:
         for key in [str(key.value) for key, _ in node.value]:
@@ -141,13 +143,18 @@ def _replaced(
         for key, inner in value.items():
             text = _set(text, [*path, key], inner)
         return text
-    if isinstance(node, SequenceNode) and isinstance(value, list) and node.value:
-        if len(value) >= len(node.value):
-            for index, inner in enumerate(value):
-                text = _set(text, [*path, str(index)], inner)
-            return text
+    is_longer = isinstance(value, list) and len(value) >= len(node.value or ()) > 0
+    if isinstance(node, SequenceNode) and is_longer:
+        for index, inner in enumerate(value):
+            text = _set(text, [*path, str(index)], inner)
+        return text
     if isinstance(node, ScalarNode) and _value_of(text, node) == (value, type(value)):
         return text
+    return _over(text, node, value, around)
+
+
+def _over(text: str, node: Node, value: Any, around: Node | None) -> str:
+    """Return the text with a value on one line in the place of all of a node."""
     start, end = node.start_mark.index, _end(text, node)
     if isinstance(around, MappingNode):
         colon = _colon(text, around, node)
@@ -175,7 +182,7 @@ def _inserted(text: str, around: Node, entry: str) -> str:
         return text[:start] + (f"[{entry}]" if is_list else f"{{{entry}}}") + text[end:]
     last = around.value[-1]
     end = _end(text, last if is_list else last[1])
-    if around.flow_style:
+    if _is_flow(around):
         return f"{text[:end]}, {entry}{text[end:]}"
     line_end = text.find("\n", end)
     line_end = len(text) if line_end < 0 else line_end
@@ -193,7 +200,7 @@ def _without(text: str, around: Node, node: Node) -> str:
     if len(around.value) == 1:
         whole = around.start_mark.index, _end(text, around)
         return f"{text[: whole[0]]}{{}}{text[whole[1] :]}"
-    if around.flow_style:
+    if _is_flow(around):
         if place:
             return text[: _end(text, around.value[place - 1][1])] + text[end:]
         return text[:start] + text[around.value[1][0].start_mark.index :]
@@ -210,7 +217,7 @@ def _end(text: str, node: Node) -> int:
         end = int(node.end_mark.index)
         is_block = node.style in ("|", ">") or end == node.start_mark.index
         return len(text[:end].rstrip()) if is_block else end
-    if node.flow_style or not node.value:
+    if _is_flow(node) or not node.value:
         return int(node.end_mark.index)
     last = node.value[-1]
     return _end(text, last if isinstance(node, SequenceNode) else last[1])

@@ -5,18 +5,14 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from hpml_orchestrator.diagnosis.apply import Chosen, choose_changes
-from hpml_orchestrator.diagnosis.model import Change, Diagnosis, Facts, Finding
+from hpml_orchestrator.diagnosis.model import Change
 from hpml_orchestrator.errors import InputError
-from hpml_orchestrator.records.store import Store, Submission
-from hpml_orchestrator.runs.prepare import prepare, render_job
-from hpml_orchestrator.runs.tuned import Tuned, job_of_run, tune, write_tuned
-from hpml_orchestrator.script import Capabilities
-from hpml_orchestrator.spec.load import load_job, parse_setting
+from hpml_orchestrator.runs.tuned import job_of_run
+from hpml_orchestrator.spec.load import load_job
+from tests.unit.runs.tuning import Desk, chosen
 
 JOB = """\
 # The images of my thesis
@@ -47,48 +43,6 @@ environment:
     # from the sbatch script
     module() { :; }
 """
-
-
-class Desk:
-    """A directory of jobs, and the records of their runs."""
-
-    def __init__(self, root: Path) -> None:
-        self.root, self.data = root, root / "data"
-        self.data.mkdir()
-        (self.data / "a").write_text("a")
-        (root / "train.py").write_text("")
-        self.store = Store(root / "records")
-
-    def ran(
-        self, text: str, *settings: str, name: str = "job.yaml", **record: Any
-    ) -> Submission:
-        """Write a job file, and a run of it."""
-        path = self.root / name
-        path.write_text(text.replace("{data}", str(self.data)))
-        points = record.pop("placeholders", ())
-        job = load_job(path, [*map(parse_setting, settings)], points=points)
-        return prepare(
-            self.store,
-            render_job(job, Capabilities("/usr/bin/python3"), here=True),
-            backend="local",
-            cluster="",
-            argv=["hpml", "run"],
-            environment={"PATH": "/bin"},
-            record=record,
-        )
-
-    def tuned(self, run: Submission, *changes: Change, to: str = "tuned.yaml") -> Tuned:
-        """The new job file, written, with the changes that were chosen."""
-        made = tune(run, chosen(run, *changes), self.root / to)
-        write_tuned(made)
-        return made
-
-
-def chosen(run: Submission, *changes: Change) -> Chosen:
-    """One finding for each change."""
-    findings = [Finding("slow", "warning", f"fault {n}", changes=[c]) for n, c in enumerate(changes)]
-    facts = Facts(run.label, "COMPLETED", over=True, job=run.record()["job"])
-    return choose_changes(Diagnosis(facts, findings))
 
 
 @pytest.fixture
@@ -154,7 +108,11 @@ def test_the_run_counts_and_not_the_file_as_it_is_now(desk: Desk, source: str) -
     made = desk.tuned(run, WORKERS)
     job = load_job(made.path).job
     assert job.args == [f"--data={desk.data}", "--workers=4", "--lr=0.1"]
-    assert (job.resources.nodes, job.resources.cpus_per_rank, job.resources.time) == (3, 5, "00:30:00")
+    assert (job.resources.nodes, job.resources.cpus_per_rank, job.resources.time) == (
+        3,
+        5,
+        "00:30:00",
+    )
     assert job.script == str(desk.root / "train.py")
     assert bool(made.notes) == (source != "job.yaml")
     assert ("my thesis" in made.text) == (source == "job.yaml")
@@ -229,6 +187,9 @@ def test_a_document_with_aliases_is_written_anew(desk: Desk) -> None:
     """Changing the anchor would change what the alias stands for, too."""
     text = JOB.replace("time: 30:00 # MM:SS", "time: &t 30:00\n  qos: *t")
     made = desk.tuned(desk.ran(text), Change("ask for 5:00", "resources.time", "5:00"))
-    assert (made.resolved.job.resources.time, made.resolved.job.resources.qos) == ("00:05:00", "30:00")
+    assert (made.resolved.job.resources.time, made.resolved.job.resources.qos) == (
+        "00:05:00",
+        "30:00",
+    )
     assert "my thesis" not in made.text
     assert made.notes

@@ -89,9 +89,7 @@ SCALARS = st.one_of(st.booleans(), st.integers(-9, 9), TEXTS)
 KEYS = st.text("abc", min_size=1, max_size=2)
 VALUES = st.recursive(
     SCALARS,
-    lambda inner: st.one_of(
-        st.lists(inner, max_size=3), st.dictionaries(KEYS, inner, max_size=3)
-    ),
+    lambda inner: st.one_of(st.lists(inner, max_size=3), st.dictionaries(KEYS, inner, max_size=3)),
     max_leaves=5,
 )
 FIELDS = st.dictionaries(KEYS, st.dictionaries(KEYS, VALUES, max_size=3), min_size=1, max_size=3)
