@@ -108,6 +108,10 @@ hpml template list
 hpml template eject
     Start a template of your own: hpml template eject torchrun
     Copy the whole template: hpml template eject base --whole
+hpml bench
+    This machine: hpml bench --local
+    Four nodes of a partition: hpml bench --nodes 4 --set resources.partition=gpu
+    Named nodes, as a health check: hpml bench --nodes node[1-3] --json
 hpml topo
     This node: hpml topo
     A saved topology, with a picture: hpml topo topo.txt --svg node.svg
