@@ -1,1 +1,1 @@
-"""Measure nodes by a job of its own, keep the results per node type, and name outliers."""
+"""Measure nodes with a separate job, keep results per node type, and name outliers."""

@@ -47,7 +47,7 @@ def answer(**fields: Any) -> None:
 
 
 def figure(name: str, rates: list[float], unit: str, ranks: int | None = None) -> None:
-    """Print the median of a figure's repeats, and how far the middle ones scatter around it."""
+    """Print the median of a figure's repeats, and the scatter of the middle ones around it."""
     ordered = sorted(rates)
     middle = ordered[1:-1] if len(ordered) > LEAST_REPEATS else ordered
     value = statistics.median(ordered)

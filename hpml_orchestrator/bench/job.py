@@ -76,7 +76,7 @@ class Size:
 
 
 def place_program(directory: Path) -> Path:
-    """Write the measuring program for the nodes, an archive of its own, and return its path.
+    """Write the measuring program for the nodes, a zip archive, and return its path.
 
     Its name has the digest of its content, so that a job that waits in the queue runs the program
     that it was submitted with.
@@ -134,7 +134,7 @@ def size_of(nodes: Nodes, partition: str | None, cluster: Cluster | None) -> Siz
         cluster: None for this machine.
 
     Raises:
-        InputError: there is no such node, or no partition has all of them.
+        InputError: a node does not exist, or none of the partitions has all of them.
     """
     if cluster is None:
         here = short_hostname()
@@ -151,7 +151,7 @@ def size_of(nodes: Nodes, partition: str | None, cluster: Cluster | None) -> Siz
         return Size()
     chosen = _partition(nodes, partition, cluster)
     if chosen is None:
-        return Size()  # the check says that there is no such partition
+        return Size()  # the check reports that the partition does not exist
     members = cluster.nodes_of(chosen)
     exclude: tuple[str, ...] = ()
     if nodes.names:
@@ -195,7 +195,7 @@ def _partition(nodes: Nodes, wanted: str | None, cluster: Cluster) -> Partition 
     for name in nodes.names:
         if name not in known:
             raise InputError(
-                "there is no such node",
+                "does not exist in this cluster",
                 field="--nodes",
                 value=name,
                 hint=did_you_mean(name, known) or "`sinfo --Node` lists them",
@@ -210,7 +210,9 @@ def _partition(nodes: Nodes, wanted: str | None, cluster: Cluster) -> Partition 
         if set(nodes.names) <= set(one.nodes):
             return one
     raise InputError(
-        "no partition has all of these nodes" if nodes.names else "there is no default partition",
+        "none of the partitions has all of these nodes"
+        if nodes.names
+        else "must be given: this cluster has no default partition",
         field="--nodes" if nodes.names else "resources.partition",
         value=fold(nodes.names) if nodes.names else None,
         hint=f"--set resources.partition=NAME; there are {first_few([p.name for p in usable])}",
@@ -256,7 +258,7 @@ def job_fields(size: Size, nodes: Nodes, program: Path, args: Sequence[str]) -> 
 
 
 def own_python(job: Job) -> str:
-    """Return the Python to measure with if the job names no software of its own; else nothing."""
+    """Return the Python to measure with if the job names no software; else nothing."""
     software = job.environment
     named = software.modules or software.conda or software.venv or software.container
     return "" if named or software.python != "python" else own_interpreter()

@@ -24,7 +24,7 @@ UNCERTAIN = 0.03
 """Repeats that scatter by more than this do not repeat well enough for a verdict."""
 
 _OF_SPECIFICATION = 0.5  # good matrix products reach 0.75 to 0.9, quick ones 0.6
-_FEW = 3  # values whose scatter says something
+_FEW = 3  # values: too few to leave out the extremes
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,7 @@ class Reference:
 
 @dataclass(frozen=True)
 class Compared:
-    """One figure of one node beside its references."""
+    """One figure of one node, with its references."""
 
     node: str
     name: str
@@ -92,7 +92,7 @@ def judge(measured: Sequence[Measurement], stored: Sequence[Measurement]) -> Ver
 
 
 def compare(measured: Sequence[Measurement], stored: Sequence[Measurement]) -> list[Compared]:
-    """Return each figure of each node beside specification, own history and siblings."""
+    """Return each figure of each node with its specification, own history and siblings."""
     runs = {made.run for made in measured}
     earlier = [made for made in stored if made.run not in runs]
     newest = {made.node: made for made in [*earlier, *measured]}

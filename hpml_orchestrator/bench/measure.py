@@ -1,7 +1,7 @@
 """Measure one node: GPUs, processors, memory, disks, file systems and all-reduce.
 
 It travels to the nodes in an archive with the modules that it imports, and needs Python 3.9. Each
-part runs in processes of its own with a time limit, so that a GPU or a file server that hangs is a
+part runs in separate processes with a time limit, so that a GPU or a file server that hangs is a
 finding. The result is one JSON file per node.
 """
 
@@ -31,12 +31,12 @@ _PARTS = {  # time limits in seconds
     "probe": 30,
     "nodes": 40,
     "gpu": 45,
-    "node": 30,
+    "node": 40,
     "host": 25,
     "shm": 15,
     "disk": 25,
     "shared": 25,
-    "cpu": 25,
+    "cpu": 40,
 }
 _LEAST_SECONDS = 2
 _PR_SET_PDEATHSIG = 1
@@ -86,7 +86,7 @@ def part_of(options: argparse.Namespace) -> None:
 
 
 class Node:
-    """Starts the parts one after the other and collects their answers."""
+    """Starts the parts in sequence and collects their answers."""
 
     def __init__(self, options: argparse.Namespace) -> None:
         self.options = options
@@ -105,6 +105,7 @@ class Node:
             "complete": False,
             "cpus": len(os.sched_getaffinity(0)),
             "cpu_model": cpu_model(),
+            "load": os.getloadavg()[0] / (os.cpu_count() or 1),
             "torch": "",
             "gpus": [],
             "figures": {},
@@ -175,6 +176,8 @@ class Node:
                 failed = f"ended with status {status}" if status else ""
             except subprocess.TimeoutExpired:
                 failed = f"no answer within {limit:.0f} s"
+                if limit < _PARTS[part]:  # it may only be slow
+                    self.miss(name, "no time was left")
             child.kill()
             with contextlib.suppress(subprocess.TimeoutExpired):
                 child.wait(2)  # one that hangs in the kernel does not end

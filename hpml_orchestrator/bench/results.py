@@ -85,6 +85,7 @@ class Measurement:
     time: float
     cpus: int = 0
     cpu_model: str = ""
+    load: float = 0.0  # of the whole node when it began, per CPU
     torch: str = ""
     seconds: float = 0.0
     gpus: Sequence[Gpu] = ()
@@ -109,12 +110,13 @@ def parse(record: Mapping[str, Any]) -> Measurement:
             type=_plain(record["type"]),
             run=_plain(record["run"]),
             time=float(record["time"]),
-            gpus=[Gpu(str(gpu["name"]), str(gpu["uuid"])) for gpu in record["gpus"]],
+            gpus=tuple(Gpu(str(gpu["name"]), str(gpu["uuid"])) for gpu in record["gpus"]),
             figures={str(name): Figure(**value) for name, value in record["figures"].items()},
             missing={str(name): Missing(**value) for name, value in record["missing"].items()},
             curves=curves,
             cpus=int(record["cpus"]),
             cpu_model=str(record["cpu_model"]),
+            load=float(record["load"]),
             torch=str(record["torch"]),
             seconds=float(record["seconds"]),
         )
@@ -171,8 +173,8 @@ def _type_in_profile(node: str, site: Site | None) -> str:
 def directories_of(records: Path, profiles: Sequence[Path]) -> list[Path]:
     """Return where results may lie, the best place first.
 
-    Beside each site profile in use there may be a directory: `site.bench` beside `site.toml`. Who
-    may not write there has `bench` in the records.
+    Each site profile in use may have a directory next to it: `site.bench` for `site.toml`. Users
+    who may not write there have `bench` in their records.
 
     Args:
         records: the root of the user's records.
@@ -291,14 +293,16 @@ def peaks_for(
     if not of_gpu:
         return specified
     measured = _peaks_of(list({made.node: made for made in of_gpu}.values()), gpu)
-    if measured.flops or specified is None:
+    if specified is None:
         return measured
-    return replace(  # without PyTorch the GPUs were not measured
+    # Without PyTorch the GPUs were not measured.
+    origin = "" if measured.flops else f"; GPU: {specified.origin}"
+    return replace(
         measured,
-        flops=specified.flops,
-        memory_bandwidth=specified.memory_bandwidth,
-        host_to_device=specified.host_to_device,
-        origin=f"{measured.origin}; GPU: {specified.origin}",
+        flops=measured.flops or specified.flops,
+        memory_bandwidth=measured.memory_bandwidth or specified.memory_bandwidth,
+        host_to_device=measured.host_to_device or specified.host_to_device,
+        origin=measured.origin + origin,
     )
 
 

@@ -45,6 +45,7 @@ _LABELS = (
 )
 _UNITS = ("", "k", "M", "G", "T", "P")
 _STEP = 1000.0
+_BUSY = 0.5  # load per CPU
 _REFERENCES = ("siblings", "history", "specification")
 
 
@@ -109,7 +110,7 @@ def rows(verdict: Verdict) -> list[tuple[str, ...]]:
 
 
 def _against(compared: Compared, kind: str) -> str:
-    """Return how far a figure is from a reference: in percent of it."""
+    """Return the distance of a figure from a reference, in percent of the reference."""
     reference = compared.reference(kind)
     if reference is None:
         return ""
@@ -134,10 +135,12 @@ def findings(
         failed = verdict.failed.get(made.node, {})
         wrong = [*map(_outlier, below), *(f"{part}: {why}" for part, why in failed.items())]
         left_out = verdict.left_out.get(made.node, {})
-        notes = [f"{part}: {why}" for part, why in left_out.items()]
+        notes = [f"not measured: {part}: {why}" for part, why in left_out.items()]
+        if made.load > _BUSY:
+            notes.append(f"it was busy before: load {made.load:.1f} per CPU; figures may be low")
         yield f"{made.node:<{width}}  {'; '.join(wrong) or 'normal'}"
         for note in notes:
-            yield f"{'':<{width}}  not measured: {note}"
+            yield f"{'':<{width}}  {note}"
     for name in lost:
         yield f"{name:<{width}}  left no result"
 

@@ -41,7 +41,7 @@ if TYPE_CHECKING:
 
 __all__ = ["bench"]
 
-_SOURCE = "bench.yaml"  # stands for the job file, which does not exist
+_SOURCE = "bench.yaml"  # in place of a job file
 
 
 def bench(
@@ -97,7 +97,7 @@ def _shared(shared: str, store: Store) -> Path:
     """Return the directory on the shared file system to measure.
 
     Raises:
-        InputError: there is no such directory, or it cannot be written.
+        InputError: it is not a directory, or cannot be written.
     """
     if not shared:
         return store.root

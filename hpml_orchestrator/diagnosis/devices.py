@@ -91,7 +91,7 @@ def specification(gpu_name: str) -> Peaks | None:
     """Return what the vendor specifies of a GPU; None if the table does not have exactly it.
 
     A part of a GPU (MIG, vGPU) has none: its share of the whole is not specified. Nor has a name
-    that stands for several products, such as `a100`.
+    of several products, such as `a100`.
 
     Args:
         gpu_name: as the driver, nvidia-smi and PyTorch call it, such as `NVIDIA H100 80GB HBM3`.
