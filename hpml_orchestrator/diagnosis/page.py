@@ -13,7 +13,7 @@ from hpml_orchestrator.diagnosis import parts
 from hpml_orchestrator.diagnosis.model import Diagnosis, Facts, Finding, NodeFacts
 from hpml_orchestrator.diagnosis.models import Roofline, imbalance, roofline
 from hpml_orchestrator.diagnosis.side import Row, Side
-from hpml_orchestrator.diagnosis.templates import environment, number, percent
+from hpml_orchestrator.diagnosis.templates import environment, number
 from hpml_orchestrator.diagnosis.wording import change_text, gain_text, status_line
 from hpml_orchestrator.errors import counted
 from hpml_orchestrator.records.texts import human_bytes, seconds_text
@@ -137,9 +137,9 @@ def _cards(diagnosis: Diagnosis) -> list[tuple[str, str, str]]:
         cards.append(("throughput", f"{number(rate)}/s", "samples, all ranks, within steps"))
     if training := parts.mean_parts(facts.ranks):
         share = training[parts.COMPUTE] / sum(training.values())
-        cards.append(("compute", percent(share), "of the time in training"))
+        cards.append(("compute", _percent(share), "of the time in training"))
     if roof := roofline(facts):
-        cards.append(("of the peak", percent(roof.flops / roof.peak), _unit(roof.flops, "FLOP/s")))
+        cards.append(("of the peak", _percent(roof.flops / roof.peak), _unit(roof.flops, "FLOP/s")))
     cards += [(name, number(value), "final") for name, value in facts.accuracy.items()][:2]
     return cards
 
@@ -175,7 +175,7 @@ def _pieces(seconds: Mapping[str, float], total: float = 0.0) -> list[_Piece]:
                     round(here, 3),
                     round(share, 3),
                     parts.duration(value),
-                    percent(value / total),
+                    _percent(value / total),
                 )
             )
             here += share
@@ -191,9 +191,14 @@ def _time(facts: Facts) -> dict[str, Any]:
         training["outside of steps"] = trained - stepped
     first = _pieces(phases)
     zoom = next(((one.start, one.start + one.width) for one in first if one.name == "training"), ())
+    may_lack = dict(parts.PARTS)
+    if not facts.gpu_count:
+        del may_lack["transfer_seconds"]
+    if facts.world_size == 1:
+        del may_lack["wait_seconds"], may_lack["comm_seconds"]
     missing = [
         name
-        for field, name in parts.PARTS.items()
+        for field, name in may_lack.items()
         if training and all(getattr(rank, field) is None for rank in facts.ranks)
     ]
     return {
@@ -245,7 +250,7 @@ def _ranks(facts: Facts) -> dict[str, Any] | None:
         "after": _ENDS if hidden else 0,
         "unit": "step" if per_step else "run",
         "legend": list(dict.fromkeys(name for _, inside, _ in rows for name in inside)),
-        "imbalance": imbalance([worked for *_, worked in rows]) if longest_work else 0.0,
+        "imbalance": _percent(imbalance([worked for *_, worked in rows]) if longest_work else 0.0),
         "waits": all(parts.own_seconds(rank) is not None for rank, _, _ in rows),
         "distribution": _distribution([worked for _, _, worked in rows]) if hidden else None,
         "table": [
@@ -291,7 +296,7 @@ def _roof(roof: Roofline | None) -> dict[str, Any] | None:
     """Return the lines of a roofline plot with logarithmic axes, and the sentences under it."""
     if roof is None:
         return None
-    of_peak = percent(roof.flops / roof.peak)
+    of_peak = _percent(roof.flops / roof.peak)
     text = [f"{_unit(roof.flops, 'FLOP/s')} per device, {of_peak} of the peak ({roof.source})"]
     drawing: dict[str, Any] = {"text": text, "origin": roof.origin, "plot": None}
     if roof.intensity is None or roof.bandwidth is None or roof.ridge is None:
@@ -300,7 +305,7 @@ def _roof(roof: Roofline | None) -> dict[str, Any] | None:
     by = "memory bandwidth" if roof.intensity < roof.ridge else "compute units"
     text.append(
         f"At {number(roof.intensity)} FLOP/byte the {by} would allow"
-        f" {_unit(roof.limit, 'FLOP/s')}: the run reaches {percent(roof.flops / roof.limit)} of it"
+        f" {_unit(roof.limit, 'FLOP/s')}: the run reaches {_percent(roof.flops / roof.limit)} of it"
     )
     x = _decades(min(roof.intensity, roof.ridge), max(roof.intensity, roof.ridge))
     lowest = min(roof.flops, x[0] * roof.bandwidth)
@@ -347,7 +352,7 @@ def _node(node: NodeFacts, facts: Facts) -> dict[str, str]:
 
     def mean(name: str) -> str:
         values = [value for gpu in gpus if (value := getattr(gpu, name)) is not None]
-        return percent(fmean(values)) if values else "-"
+        return _percent(fmean(values)) if values else "-"
 
     def most(name: str) -> float | None:
         return max(
@@ -414,6 +419,15 @@ def _origins(facts: Facts) -> list[tuple[str, str]]:
 
 
 # --- figures
+
+
+def _percent(share: float) -> str:
+    """Return a share as findings have it.
+
+    >>> _percent(0.8349)
+    '83%'
+    """
+    return f"{share:.0%}"
 
 
 def _unit(value: float, unit: str) -> str:

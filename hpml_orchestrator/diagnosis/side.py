@@ -48,7 +48,7 @@ class Row:
         """The change in percent, or what a reader has to know instead."""
         if self.change is None or self.first == self.second:
             return ""
-        return "may be noise" if self.noise else f"{100 * self.change:+.0f} %"
+        return "may be noise" if self.noise else f"{self.change:+.0%}"
 
 
 @dataclass(frozen=True)
@@ -73,7 +73,7 @@ class Side:
     @property
     def caution(self) -> str:
         """What one run each cannot show."""
-        return f"one run each: differences below {100 * NOISE:.0f} % may be noise"
+        return f"one run each: differences below {NOISE:.0%} may be noise"
 
 
 def compare(first: Diagnosis, second: Diagnosis) -> Side:
@@ -93,7 +93,7 @@ def compare(first: Diagnosis, second: Diagnosis) -> Side:
         second,
         f"Not comparable: {'; '.join(doubts)}" if doubts else _headline(one, other),
         doubts,
-        (*_settings(one.job, other.job), *_figures(one, other)),
+        (*_settings(one, other), *_figures(one, other)),
         gone=tuple(verdict for kind, verdict in before.items() if kind not in after),
         new=tuple(verdict for kind, verdict in after.items() if kind not in before),
         both=tuple(
@@ -114,9 +114,10 @@ def _doubts(first: Facts, second: Facts) -> Iterator[str]:
             yield f"{facts.run} is not over ({facts.state})"
         elif facts.state != "COMPLETED":
             yield f"{facts.run} did not complete ({facts.state})"
-    names = [str(facts.job.get("name", "")) for facts in (first, second)]
-    if names[0] != names[1]:
-        yield f"different jobs: {names[0]} and {names[1]}"
+    for what, name in (("jobs", _name), ("programs", _program)):
+        names = [name(facts.job) for facts in (first, second)]
+        if names[0] != names[1]:
+            yield f"different {what}: {names[0]} and {names[1]}"
     measured: tuple[tuple[str, Callable[[Facts], Any]], ...] = (
         ("ranks", lambda facts: facts.world_size or None),
         ("GPUs", lambda facts: facts.gpu_count),
@@ -131,6 +132,19 @@ def _doubts(first: Facts, second: Facts) -> Iterator[str]:
     for facts, other in ((first, second), (second, first)):
         if parts.mean_parts(facts.ranks) and not parts.mean_parts(other.ranks):
             yield f"only {facts.run} reports its steps"
+
+
+def _name(job: Mapping[str, Any]) -> str:
+    return str(job.get("name") or "-")
+
+
+def _program(job: Mapping[str, Any]) -> str:
+    """Return the script of a job, or its command up to the first option."""
+    if job.get("script"):
+        return str(job["script"]).rpartition("/")[2]
+    words = [str(word) for word in job.get("command") or ()]
+    options = (place for place, word in enumerate(words) if word.startswith("-"))
+    return " ".join(words[: next(options, len(words))]) or "-"
 
 
 def _batch(facts: Facts) -> float | None:
@@ -162,17 +176,23 @@ def _headline(first: Facts, second: Facts) -> str:
     else:
         return "Neither speed nor time of both runs is known"
     if abs(change) < NOISE:
-        return f"No difference that one run each can show: {what} {100 * change:+.1f} %"
+        return f"No difference that one run each can show: {what} {change:+.1%}"
     verb = "processes" if what != "time" else "takes"
-    return f"{second.run} {verb} {100 * abs(change):.0f} % {words[change < 0]} {what}"
+    return f"{second.run} {verb} {abs(change):.0%} {words[change < 0]} {what}"
 
 
 # --- rows
 
 
-def _settings(first: Mapping[str, Any], second: Mapping[str, Any]) -> Iterator[Row]:
-    """Yield the fields of the job files that differ."""
-    one, other = dict(_flat(first)), dict(_flat(second))
+def _settings(first: Facts, second: Facts) -> Iterator[Row]:
+    """Yield what differs of the code, the points of a sweep and the job files."""
+    if first.code != second.code:
+        yield Row("code", "commit", _value(first.code), _value(second.code))
+    for name in {**first.values, **second.values}:
+        before, after = first.values.get(name), second.values.get(name)
+        if before != after:
+            yield Row("point of the sweep", str(name).lstrip("-"), _value(before), _value(after))
+    one, other = dict(_flat(first.job)), dict(_flat(second.job))
     for name in {**one, **other}:
         before, after = one.get(name), other.get(name)
         if before == after:

@@ -16,7 +16,7 @@ from hpml_orchestrator import assets
 __all__ = ["environment", "number", "percent"]
 
 _NUMERIC = re.compile(
-    r"-?[\d.,]+(e[+-]?\d+)?( %| of \d+( \(.*\))?| / \d+| \[.*\])?|not reached.*|-|"
+    r"-?[\d.,]+(e[+-]?\d+)?( ?%| of \d+( \(.*\))?| / \d+| \[.*\])?|not reached.*|-|"
 )
 
 

@@ -24,7 +24,7 @@ GIB = 2.0**30
 JOB: dict[str, Any] = {
     "name": "digits",
     "resources": {"nodes": 1, "gpus": 4, "time": "30m"},
-    "launch": {"command": ["python", "train.py", "--batch-size", "64"]},
+    "command": ["python", "train.py", "--batch-size", "64"],
 }
 PEAKS = Peaks(
     {"bfloat16": 794e12, "float32": 51e12}, 3.0e12, shared_read=450e6,
