@@ -23,6 +23,7 @@ from hpml_orchestrator.cli.process import notice
 from hpml_orchestrator.diagnosis.diagnose import diagnose
 from hpml_orchestrator.diagnosis.wording import markdown, text, to_json
 from hpml_orchestrator.errors import InputError, NotFoundError, RecordError
+from hpml_orchestrator.records.files import write_text
 from hpml_orchestrator.runs.facts import gather
 from hpml_orchestrator.runs.prometheus import Prometheus
 from hpml_orchestrator.runs.status import UNREADABLE, states
@@ -106,7 +107,8 @@ def report(
     server = None if url == "none" else Prometheus(url, read_credentials(prometheus_auth))
     diagnoses = [_diagnosed(store, word, server) for word in runs or ["last"]]
     if len(diagnoses) == _COMPARED:
-        raise InputError("comparing two runs is not there yet", field="RUN")
+        _compare(*diagnoses, as_json=as_json, as_markdown=as_markdown, html=html)
+        return
     diagnosis = diagnoses[0]
     if wanted.anything:
         from hpml_orchestrator.cli.tuning import change  # noqa: PLC0415 - loads checks and sweeps
@@ -115,11 +117,42 @@ def report(
         change(context, submission, diagnosis, wanted, as_json=as_json)
         return
     if html is not None:
-        raise InputError("pages are not there yet", field="--html", value=html)
-    if as_json:
+        from hpml_orchestrator.diagnosis.page import page  # noqa: PLC0415 - jinja2 takes long
+
+        _write(html, page(diagnosis))
+    elif as_json:
         print_json(to_json(diagnosis))
     else:
         typer.echo(markdown(diagnosis).rstrip("\n") if as_markdown else text(diagnosis))
+
+
+def _compare(
+    first: Diagnosis, second: Diagnosis, *, as_json: bool, as_markdown: bool, html: str | None
+) -> None:
+    """Print or write two runs side by side."""
+    from hpml_orchestrator.diagnosis import side  # noqa: PLC0415 - seldom needed
+
+    if as_markdown:
+        raise InputError("two runs are compared as text, --json or --html", field="--markdown")
+    compared = side.compare(first, second)
+    if html is not None:
+        from hpml_orchestrator.diagnosis.page import side_page  # noqa: PLC0415 - jinja2 takes long
+
+        _write(html, side_page(compared))
+    elif as_json:
+        print_json(side.to_json(compared))
+    else:
+        typer.echo(side.text(compared))
+
+
+def _write(path: str, page: str) -> None:
+    """Write a page, completely or not at all."""
+    try:
+        write_text(path, page)
+    except RecordError as error:
+        message = "cannot be written: is its directory there and writable?"
+        raise InputError(message, field="--html", value=path) from error
+    notice(f"wrote {path}")
 
 
 @dataclass(frozen=True)

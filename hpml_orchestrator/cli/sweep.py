@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import os
 import subprocess
@@ -33,14 +34,18 @@ from hpml_orchestrator.cli.sweeptext import (
     print_sweeps,
     progress_line,
 )
-from hpml_orchestrator.errors import InputError, JobFailedError, counted
+from hpml_orchestrator.diagnosis.diagnose import diagnose
+from hpml_orchestrator.errors import HpmlError, InputError, JobFailedError, counted
 from hpml_orchestrator.records.files import write_text
 from hpml_orchestrator.runs.backend import cluster_name, open_backend
+from hpml_orchestrator.runs.facts import gather
+from hpml_orchestrator.runs.status import states
 from hpml_orchestrator.sweeps import plan
 from hpml_orchestrator.sweeps.table import FINE, Table
 
 if TYPE_CHECKING:
     from hpml_orchestrator.records.store import Store
+    from hpml_orchestrator.sweeps.facts import Report
     from hpml_orchestrator.sweeps.plan import SweepPlan
     from hpml_orchestrator.sweeps.table import Progress
 
@@ -355,7 +360,25 @@ def _load(module: str) -> Any:
 def _report(store: Store, planned: SweepPlan) -> Any:
     """Make the report of a sweep, with the trials that a search has chosen so far."""
     complete = _load("sweeps.batches").with_trials(store, planned)
-    return _load("sweeps.report").build(complete, Table(store, planned).rows())
+    built = _load("sweeps.report").build(complete, Table(store, planned).rows())
+    held = _held_back(store, built)
+    return replace(built, answer=(*built.answer, held)) if held else built
+
+
+def _held_back(store: Store, built: Report) -> str:
+    """Return what held back the median run of the best setting; empty if nothing was found."""
+    runs = sorted(
+        (one.row for one in built.attempts if one.setting == built.best and one.row.total_seconds),
+        key=lambda row: row.total_seconds or 0.0,
+    )
+    if not runs:
+        return ""
+    run = runs[len(runs) // 2].run
+    with contextlib.suppress(HpmlError):  # a sweep has a report without the record of one run, too
+        found = diagnose(gather(states(store, [store.resolve(run)])[0]))
+        if found.findings:
+            return f"What held it back: {found.headline} (hpml report {run})."
+    return ""
 
 
 def _path(output: str) -> Path:
