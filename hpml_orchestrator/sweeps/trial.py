@@ -27,6 +27,7 @@ from hpml_orchestrator.sweeps.plan import Estimate, Point, Shape, SweepPlan
 from hpml_orchestrator.sweeps.reach import check_base
 from hpml_orchestrator.sweeps.scaling import SEED_ARGUMENTS, Arguments
 from hpml_orchestrator.sweeps.statistics import MIN_REPEATS, Speedup, speedup
+from hpml_orchestrator.sweeps.wording import accuracy_text
 
 if TYPE_CHECKING:
     from hpml_orchestrator.diagnosis.model import Facts
@@ -293,14 +294,13 @@ def outcome(plan: SweepPlan, rows: Sequence[Row]) -> Outcome:
         )
         for pair in pairs
     ]
-    accuracies = {row.accuracy_name for row in runs if row.accuracy is not None}
     return Outcome(
         planned=plan.spec.count,
         pairs=len(pairs),
         speedup=speedup(*zip(*times, strict=True), paired=True) if times else None,
         whole=whole,
         medians=dict(_medians(pairs)),
-        accuracy_name=accuracies.pop() if len(accuracies) == 1 else "accuracy",
+        accuracy_name=accuracy_text({row.accuracy_name for row in runs}),
         failed=failed,
         unfinished=any(not row.over for row in last.values()) or len(last) < len(points),
     )
@@ -398,7 +398,8 @@ def _whole_run(found: Outcome, trial: Mapping[str, Any]) -> Iterator[str]:
 def _accuracy(found: Outcome) -> str:
     if found.whole and "accuracy" in found.medians:
         before, after = found.medians["accuracy"]
-        return f"{found.accuracy_name}: {before:.4f} -> {after:.4f}."
+        name = found.accuracy_name
+        return f"{name[:1].upper()}{name[1:]}: {before:.4f} -> {after:.4f}."
     if found.whole:
         return "The change can alter the accuracy, which the program does not report."
     return "The change can alter the accuracy: `--minutes 0` compares it in whole runs."
