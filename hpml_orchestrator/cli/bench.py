@@ -180,12 +180,18 @@ def _report(
         raise JobFailedError(
             f"{first_few(lost)} left no result", hint=f"hpml logs {state.submission.label}"
         )
-    blind = [made.node for made in measured if made.gpus and "gpu0.memory" not in made.figures]
+    blind = [made.node for made in measured if _is_blind(made)]
     if blind:
         raise JobFailedError(
             f"the GPUs of {first_few(blind)} were not measured: it needs PyTorch with GPU support",
             hint="name software that has it: --set environment.venv=DIR, or environment.modules",
         )
+
+
+def _is_blind(made: results.Measurement) -> bool:
+    """Return whether a node has GPUs that could not be measured."""
+    measured = any(name.startswith("gpu") for name in made.figures)
+    return "GPUs" in made.missing or (bool(made.gpus) and not measured)
 
 
 def _keep(measured: list[results.Measurement], directories: list[Path]) -> str:

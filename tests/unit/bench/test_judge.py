@@ -86,7 +86,7 @@ FOUR = [node(f"n{index}", disk_read=100 + index) for index in range(4)]
             [],
             id="its history scatters more than that",
         ),
-        pytest.param([node("a", disk_read=90)], [node("a", disk_read=200)], [], id="this run again"),
+        pytest.param([node("a", disk_read=90)], [node("a", disk_read=200)], [], id="same run"),
         pytest.param(
             [node("a", disk_read=90)], [node("b", "r1", disk_read=100, kind="other")], [], id="type"
         ),
