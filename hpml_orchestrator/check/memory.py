@@ -36,7 +36,7 @@ __all__ = ["Advice", "advise", "check_memory", "gpu_memory", "needs_of", "save_a
 _NEAR_LIMIT = 0.97
 """Share of the memory limit from which the next run may be killed (TraceML: critical from 97 %)."""
 _LAST_RUNS = 20
-_PROGRAM = ("script", "module", "command", "args", "workdir")
+_PROGRAM = ("name", "script", "module", "command", "args", "workdir")
 
 
 @dataclass(frozen=True)
@@ -113,7 +113,9 @@ def needs_of(measured: Measured, job: Job) -> tuple[HostNeed, DeviceNeed]:
     figures, last = measured.figures, measured.last
     states = {name: float(last.get(name, 0)) for name in ("weights", "gradients", "optimizer")}
     whole = sum(states.values())
-    activations = memory.line_through({b: float(f.get("activations", 0)) for b, f in figures.items()})
+    activations = memory.line_through(
+        {b: float(f.get("activations", 0)) for b, f in figures.items()}
+    )
     on_gpu = "cuda_bytes" in last
     peaks = {
         b: float(f["cuda_bytes"]) - float(f.get("activations", 0)) - whole
@@ -221,7 +223,7 @@ def advise(
 
 def _key(job: Job) -> str:
     """Return what names a program with its arguments."""
-    dumped = job.model_dump(mode="json", include={*_PROGRAM, "environment"})
+    dumped = job.model_dump(mode="json", include={*_PROGRAM[1:], "environment"})
     return hashlib.sha256(json.dumps(dumped, sort_keys=True).encode()).hexdigest()[:24]
 
 
@@ -273,7 +275,9 @@ def _stored(job: Job, store: Store) -> Iterator[Finding]:
     resources = job.resources
     day = time.strftime("%Y-%m-%d", time.localtime(record["created"]))
     same_gpus = record["gpus"] == resources.gpus
-    per_rank = record["per_rank_bytes"] if bool(resources.gpu_count) == (record["gpus"] != "0") else 0
+    per_rank = (
+        record["per_rank_bytes"] if bool(resources.gpu_count) == (record["gpus"] != "0") else 0
+    )
     need = resources.ranks * per_rank + record["shared_bytes"] * bool(per_rank)
     if resources.memory and need > resources.memory * MIB:
         message = f"one node needs {human_bytes(need)}, as `hpml advise` measured on {day}"
@@ -317,7 +321,9 @@ def _last_run(job: Job, store: Store) -> Iterator[Finding]:
         if ended.get("state") == "OUT_OF_MEMORY":
             message = f"its last run, {submission.sid}, ran out of memory with no less than this"
         elif limit and peak >= _NEAR_LIMIT * limit:
-            message = f"its last run, {submission.sid}, used {100 * peak / limit:.0f} % of its memory"
+            message = (
+                f"its last run, {submission.sid}, used {100 * peak / limit:.0f} % of its memory"
+            )
         else:
             return
         hint = "ask for more, or see `hpml advise`"

@@ -17,6 +17,7 @@ import os
 import runpy
 import sys
 import threading
+import time
 from typing import Any, NoReturn
 
 __all__ = ["Guard", "Probe", "main"]
@@ -34,6 +35,7 @@ _CHANGES = {  # audit events whose first arguments name paths that change
     "shutil.rmtree": 1,
 }
 _LINKS = ("os.link", "os.symlink")
+_WINDOW, _FLAT = 4, 1.003  # no growth by more over so many steps
 _ANYWHERE = ("/dev/", "/proc/")
 
 
@@ -76,7 +78,9 @@ class Guard:
         finally:
             self._busy.now = False
         self.refused.append(text)
-        raise PermissionError(13, "hpml advise refuses to write outside its scratch directory", text)
+        raise PermissionError(
+            13, "hpml advise refuses to write outside its scratch directory", text
+        )
 
     def _copy(self, link: str, *, keep: bool) -> None:
         """Replace a link in the scratch directory by a copy of its target."""
@@ -117,6 +121,8 @@ class Probe:
         self._bytes = 0
         self._context: Any = None
         self._pid = os.getpid()
+        self._peaks: list[int] = []  # after each step
+        self._until = time.monotonic() + spec["seconds"]
         self.figures: dict[str, Any] = {"steps": 0, "end": "killed"}
 
     def install(self) -> None:
@@ -150,7 +156,7 @@ class Probe:
                 self._note_batch(loader, batch)
             return batch
 
-        kind.__next__ = following  # type: ignore[method-assign]
+        setattr(kind, "__next__", following)  # noqa: B010 - mypy knows it as a method
 
     def _note_batch(self, loader: Any, batch: Any) -> None:
         size = tensor_bytes(self.torch, batch)
@@ -159,7 +165,10 @@ class Probe:
         workers = int(getattr(loader, "_num_workers", 0))
         ahead = workers * int(getattr(loader, "_prefetch_factor", None) or 2) if workers else 1
         self.figures.update(
-            batch_bytes=size, workers=workers, ahead=ahead, pins=bool(loader._pin_memory)  # noqa: SLF001
+            batch_bytes=size,
+            workers=workers,
+            ahead=ahead,
+            pins=bool(loader._pin_memory),  # noqa: SLF001
         )
 
     def _forward(self, *_: Any) -> None:
@@ -212,11 +221,21 @@ class Probe:
             if self._context is not None:  # one step tells; the others run as they always do
                 self._context.__exit__(None, None, None)
             self._describe()
-        if number >= 2:  # the first step has no optimizer state yet
-            self._count_states()
+        self._count_states()
         self.write("killed")
-        if number >= self.spec["steps"]:
+        self._peaks.append(self.figures["peak_bytes"])
+        if number >= self.spec["steps"] and self._is_settled(number):
             self.end("steps")
+
+    def _is_settled(self, number: int) -> bool:
+        """Whether the peak has stopped growing, or enough time or steps have gone into it.
+
+        The allocator of the C library reuses freed memory the more freely the larger the blocks
+        were that it has seen, so that a process grows over its first steps.
+        """
+        if number >= self.spec["most_steps"] or time.monotonic() > self._until:
+            return True
+        return self._peaks[-1] <= _FLAT * self._peaks[-_WINDOW:][0]
 
     def _describe(self) -> None:
         """Note the size of the model and how deep it is."""
@@ -236,29 +255,34 @@ class Probe:
                 if tensor is not None:
                     parameters[id(tensor)] = tensor.numel()
             leaves += bool(own)
-            if model._modules and type(model).__module__.split(".")[:3] != ["torch", "nn", "modules"]:  # noqa: SLF001
-                kinds[type(model).__qualname__] = kinds.get(type(model).__qualname__, 0) + 1
-            elif type(model).__name__.startswith("Transformer") and "Layer" in type(model).__name__:
-                kinds[type(model).__qualname__] = kinds.get(type(model).__qualname__, 0) + 1
+            kind = type(model)
+            is_own = not kind.__module__.startswith("torch.nn.modules")
+            if model._modules and (is_own or kind.__name__.endswith("Layer")):  # noqa: SLF001
+                kinds[kind.__qualname__] = kinds.get(kind.__qualname__, 0) + 1
         self.figures["weights"] = sum(sizes.values())
         self.figures["parameters"] = sum(parameters.values())
         self.figures["ddp"] = any(type(one).__name__ == "DistributedDataParallel" for one in models)
         repeated = max(kinds.values(), default=0)
         self.figures["layers"] = repeated if repeated > 1 else max(1, leaves)
-        self.figures["gradients"] = sum(
-            size
-            for size in {
-                storage(one.grad)[0]: one.grad.numel() * one.grad.element_size()
-                for optimizer in self._optimizers.values()
-                for group in optimizer.param_groups
-                for one in group["params"]
-                if one.grad is not None
-            }.values()
-        ) if not self.figures.get("gradients") else self.figures["gradients"]
+        if not self.figures.get("gradients"):
+            self.figures["gradients"] = self._gradient_bytes()
+
+    def _gradient_bytes(self) -> int:
+        """Return the bytes of the gradients that the optimizers use."""
+        sizes = {}
+        for optimizer in self._optimizers.values():
+            for group in optimizer.param_groups:
+                for one in group["params"]:
+                    if one.grad is not None:
+                        size = one.grad.numel() * one.grad.element_size()
+                        sizes[one.grad.data_ptr()] = size
+        return sum(sizes.values())
 
     def _count_states(self) -> None:
         states = [optimizer.state for optimizer in self._optimizers.values()]
-        self.figures["optimizer"] = sum(tensor_bytes(self.torch, list(one.values())) for one in states)
+        self.figures["optimizer"] = sum(
+            tensor_bytes(self.torch, list(one.values())) for one in states
+        )
 
     def write(self, end: str) -> None:
         """Write the figures, whole or not at all."""

@@ -27,8 +27,9 @@ if TYPE_CHECKING:
 
 __all__ = ["STEPS", "Measured", "Program", "measure", "program_of"]
 
-STEPS = 4
-"""Optimizer steps of each run: the first makes the optimizer's state, the others use it."""
+STEPS, MOST_STEPS = 4, 20
+"""Optimizer steps of each run; it ends between them, when the memory no longer grows."""
+_SHARE_OF_TIME = 0.25  # of the time limit, after which a run ends with fewer steps
 _PROBE = Path(__file__).with_name("memory_probe.py")
 _POLL_SECONDS = 0.1
 _SHARE_OF_FREE = 0.8  # of the free memory of this machine, before a run is ended
@@ -167,9 +168,9 @@ def measure(
             if chosen in figures:
                 break
         words = with_batch(program.args, chosen) if with_batch and chosen else program.args
-        run = _Run(job, program, words, environment)
+        run = _Run(job, program, words, environment, limit_seconds)
         try:
-            figures[chosen], workers[chosen] = run.result(deadline, limit_seconds)
+            figures[chosen], workers[chosen] = run.result(deadline)
         except HpmlError as fault:
             if not number:
                 raise
@@ -194,10 +195,11 @@ class _Run:
     program: Program
     words: Sequence[str]
     environment: Mapping[str, str]
+    limit: float
     saved: bool = True
     workers: float = field(default=0.0, init=False)
 
-    def result(self, deadline: float, limit: float) -> tuple[Mapping[str, Any], float]:
+    def result(self, deadline: float) -> tuple[Mapping[str, Any], float]:
         """Return the probe's figures, and the most that child processes used.
 
         Raises:
@@ -213,14 +215,14 @@ class _Run:
         if self.saved and figures["end"] == "failed" and "hook" in figures.get("error", "").lower():
             # torch.func and some compilers refuse hooks of saved tensors
             self.saved = False
-            return self.result(deadline, limit)
+            return self.result(deadline)
         enough = figures["steps"] >= 2 and "optimizer" in figures  # noqa: PLR2004
         if not enough:
-            raise self._fault(figures, status, output, limit)
+            raise self._fault(figures, status, output)
         return figures, self.workers
 
     def _fault(
-        self, figures: Mapping[str, Any], status: int | str | None, output: str, limit: float
+        self, figures: Mapping[str, Any], status: int | str | None, output: str
     ) -> JobFailedError:
         """Return the error for a run without two steps: its own words where it has some."""
         name, steps, end = self.program.name, figures["steps"], figures["end"]
@@ -236,16 +238,18 @@ class _Run:
             return JobFailedError(f"{name} was ended: {status}", hint=hint)
         if status is None:
             message = f"{name} made {counted(steps, 'optimizer step')} of {STEPS}"
-            hint = f"give it more time: --time-limit {round(limit) * 2}; or {hint}"
-            return JobFailedError(f"{message} in {seconds_text(limit)}", hint=hint)
+            hint = f"give it more time: --time-limit {round(self.limit) * 2}; or {hint}"
+            return JobFailedError(f"{message} in {seconds_text(self.limit)}", hint=hint)
         refused = figures.get("refused") or []
         if end == "failed" and refused and refused[0] in figures.get("error", ""):
             hint = "write below {run.dir}, or below the working directory; " + hint
             message = f"{name} writes to {refused[0]} before its second step, which hpml advise "
             return JobFailedError(message + "does not allow", hint=hint)
         if end == "ended":
-            what = "ended after one step of a PyTorch optimizer" if steps else (
-                "ended without a step of a PyTorch optimizer"
+            what = (
+                "ended after one step of a PyTorch optimizer"
+                if steps
+                else ("ended without a step of a PyTorch optimizer")
             )
             if not figures.get("before_bytes") and not steps:
                 what = "ended and used no PyTorch model"
@@ -263,6 +267,8 @@ class _Run:
             "script": self.program.script,
             "module": self.program.module,
             "steps": STEPS,
+            "most_steps": MOST_STEPS,
+            "seconds": _SHARE_OF_TIME * self.limit,
             "output": str(scratch / "figures.json"),
             "scratch": str(scratch),
             "workdir": self.job.workdir,
@@ -333,8 +339,8 @@ class _Run:
     def _script(self, scratch: Path) -> str:
         """Return the shell script that loads the job's software and becomes the program."""
         software, lines = self.job.environment, []
-        places = {"run.dir": "run", "local.dir": "local", "shm.dir": "shm", "checkpoint.dir": "ckpt"}
-        for placeholder, name in places.items():
+        for name in ("run", "local", "shm", "checkpoint"):
+            placeholder = f"{name}.dir"
             (scratch / name).mkdir(exist_ok=True)
             lines.append(f"export {variable(placeholder)}={shlex.quote(str(scratch / name))}")
         index = self.job.tasks.indices[0] if self.job.tasks is not None else 0
@@ -343,7 +349,8 @@ class _Run:
             place = shlex.quote(_staged(stage, scratch))
             lines.append(f"export {variable(f'stage.{stage.name}')}={place}")
         if software.modules:
-            lines += [_MODULE_INIT, *(f"module load {word(one)} || exit" for one in software.modules)]
+            loads = [f"module load {word(module)} || exit" for module in software.modules]
+            lines += [_MODULE_INIT, *loads]
         if software.venv:
             lines.append(f"source {word(software.venv)}/bin/activate || exit")
         if software.conda:

@@ -9,7 +9,7 @@ import typer
 
 from hpml_orchestrator.check.memory import advise as advise_job
 from hpml_orchestrator.check.memory import gpu_memory, needs_of, save_advice
-from hpml_orchestrator.check.memory_run import STEPS, measure, program_of
+from hpml_orchestrator.check.memory_run import measure, program_of
 from hpml_orchestrator.cli.common import (
     JobFile,
     JsonOption,
@@ -136,7 +136,7 @@ def _measured(job: Job, program: Program, time_limit: int) -> tuple[int | None, 
     """Run a job's program at two batch sizes if it has a usual argument for the batch."""
     arguments = batch_argument(Arguments(program.args))
     environment = dict(os.environ)
-    notice(f"running {program.name} for {STEPS} steps")
+    notice(f"running {program.name} for a few steps in a scratch directory")
     if arguments is None:
         measured = measure(job, program, limit_seconds=time_limit, environment=environment)
         return None, measured
@@ -209,7 +209,7 @@ def _device_lines(advice: Advice) -> Iterator[str]:
         yield "  the GPU's memory is not known: give --device-memory 80G"
     else:
         yield _row("one GPU", advice.device_bytes, advice.device_why)
-        yield _row(f"  without {RESERVE:.0%} for CUDA, NCCL, fragmentation", advice.room)
+        yield _row(f"  without {100 * RESERVE:.0f} % for CUDA, NCCL, fragmentation", advice.room)
     yield from _options(advice)
 
 
@@ -267,7 +267,7 @@ def _verdict(job: Job, advice: Advice) -> str:
     asked = "resources.memory" if job.resources.memory else "the node's memory"
     if need is not None and limit is not None:
         if advice.host_fits:
-            parts.append(f"the node's memory suffices: {need / limit:.0%} of {asked}")
+            parts.append(f"the node's memory suffices: {100 * need / limit:.0f} % of {asked}")
         else:
             text = f"{asked} is too small: ask for {_memory(need)}"
             if advice.device is None and advice.largest_batch:

@@ -317,11 +317,8 @@ _WORDS = ("parameters", *_SHAPE, "optimizer", "precision")
 _NEEDED = ("layers", "hidden", "sequence")
 
 
-def read_model(text: str) -> tuple[DeviceNeed, int | None]:
-    """Return what a model needs by formulas, and the batch of a rank; activations need its shape.
-
-    Args:
-        text: such as `7B`, or `parameters=7B,layers=32,hidden=4096,sequence=2048,batch=4`.
+def _model_words(text: str) -> tuple[dict[str, float], dict[str, str]]:
+    """Return the numbers of `--model`, and its optimizer and precision.
 
     Raises:
         InputError: a word or value is not valid.
@@ -348,6 +345,19 @@ def read_model(text: str) -> tuple[DeviceNeed, int | None]:
             right = "must be a number such as 7B, 350M or 4096"
             raise InputError(right, field=f"--model {name}", value=value)
         numbers[name] = number
+    return numbers, chosen
+
+
+def read_model(text: str) -> tuple[DeviceNeed, int | None]:
+    """Return what a model needs by formulas, and the batch of a rank; activations need its shape.
+
+    Args:
+        text: such as `7B`, or `parameters=7B,layers=32,hidden=4096,sequence=2048,batch=4`.
+
+    Raises:
+        InputError: a word or value is not valid.
+    """
+    numbers, chosen = _model_words(text)
     shape = [name for name in _NEEDED if name in numbers]
     missing = [name for name in _NEEDED if name not in numbers]
     if shape and missing:

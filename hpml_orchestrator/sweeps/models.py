@@ -1,4 +1,4 @@
-"""Models of scaling, communication, compute and memory; closed forms and fits.
+"""Models of scaling, communication and compute; closed forms and fits.
 
 Seconds, bytes, flop and scales (ranks, GPUs or nodes, counted alike within a fit) throughout. A fit
 takes every run rather than medians, so that its intervals know how much the runs scatter, and
@@ -33,7 +33,6 @@ __all__ = [
     "fit_usl",
     "gustafson_speedup",
     "karp_flatt",
-    "memory_advice",
     "mfu",
     "roofline_flops",
     "roofline_ridge",
@@ -48,8 +47,8 @@ Collective = Literal[
 
 _ROUNDING = 1e-9  # of logs of measured values
 _RANGES: dict[str, tuple[float, float]] = {
-    **dict.fromkeys(("contention", "reserve", "serial_fraction"), (0, 1)),
-    **dict.fromkeys(("activation_bytes", "alpha", "beta", "size_bytes"), (0, math.inf)),
+    **dict.fromkeys(("contention", "serial_fraction"), (0, 1)),
+    **dict.fromkeys(("alpha", "beta", "size_bytes"), (0, math.inf)),
     "coherency": (0, math.inf),
     "scale": (1, math.inf),
     "ranks": (2, math.inf),
@@ -355,7 +354,7 @@ def _allreduce_terms(algorithm: Algorithm, ranks: Number, servers: int) -> tuple
     return terms[algorithm]
 
 
-# --- compute and memory
+# --- compute
 
 
 def roofline_ridge(peak_flops: float, bandwidth: float) -> float:
@@ -393,49 +392,6 @@ def mfu(
     terms = f"N = {parameters:.4g}, {tokens_per_second:.4g} tokens/s, P = {gpus}"
     peak = f"peak {peak_flops / 1e12:.4g} Tflop/s {dtype}"
     return share, f"{100 * share:.1f} % = 6 N tokens/s / (P peak), {terms}, {peak}"
-
-
-def memory_advice(
-    parameters: float,
-    activation_bytes: float,
-    layers: int,
-    device_bytes: float,
-    *,
-    gpus: int = 1,
-    gpus_per_node: int = 1,
-    reserve: float = 0.1,
-) -> tuple[str | None, dict[str, float]]:
-    """Return the first way to train with AdamW in mixed precision that fits, if any does.
-
-    With it come the bytes on each GPU of all ways, from the simplest to the most intrusive. A
-    parameter takes 18 bytes: 2 weights, 4 gradients, 12 AdamW and master weights. Checkpointing
-    keeps about 2 sqrt(layers) of the layers' activations, and all ways after it use it too. The
-    pipeline gets as many micro-batches as it has stages.
-
-    `activation_bytes` are those of one GPU's micro-batch without checkpointing; `reserve` is the
-    share of `device_bytes` (one GPU) that the CUDA context, NCCL and fragmentation take.
-
-    Source: Rajbhandari et al. 2020, "ZeRO"; Chen et al. 2016, "Training deep nets with sublinear
-    memory cost"; Hugging Face, "Model training anatomy", for the 18 bytes.
-    """
-    _check(activation_bytes=activation_bytes, reserve=reserve, parameters=parameters)
-    _check(layers=layers, device_bytes=device_bytes, gpus=gpus, gpus_per_node=gpus_per_node)
-    weights, gradients, optimizer = 2 * parameters, 4 * parameters, 12 * parameters
-    state = weights + gradients + optimizer
-    kept = activation_bytes * min(1, 2 / math.sqrt(layers))
-    gathered = weights / layers  # FSDP has the weights of one layer whole at a time
-    inside = min(gpus, gpus_per_node)
-    needs = {
-        "DDP": state + activation_bytes,
-        "DDP with activation checkpointing": state + kept,
-        "ZeRO-1": weights + gradients + optimizer / gpus + kept,
-        "ZeRO-2": weights + (gradients + optimizer) / gpus + kept,
-        "FSDP": state / gpus + gathered + kept,
-        "FSDP, tensor parallel inside the node": state / gpus + (gathered + kept) / inside,
-        "tensor parallel inside the node, pipeline between nodes": (state + kept) / gpus,
-    }
-    usable = (1 - reserve) * device_bytes
-    return next((name for name, need in needs.items() if need <= usable), None), needs
 
 
 def _check(**numbers: float) -> None:

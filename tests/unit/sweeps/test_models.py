@@ -81,30 +81,6 @@ def test_mfu() -> None:
     )
 
 
-@pytest.mark.parametrize(
-    ("parameters", "activations", "gpus", "advice"),
-    [
-        (1.5e9, 30 * GB, 1, "DDP"),
-        (1.5e9, 100 * GB, 1, "DDP with activation checkpointing"),
-        (7e9, 20 * GB, 1, None),
-        (7e9, 20 * GB, 8, "ZeRO-1"),
-        (13e9, 20 * GB, 16, "ZeRO-2"),
-        (40e9, 40 * GB, 32, "FSDP"),
-        (30e9, 250 * GB, 32, "FSDP, tensor parallel inside the node"),
-        (30e9, 3000 * GB, 64, "tensor parallel inside the node, pipeline between nodes"),
-    ],
-)
-def test_memory(parameters: float, activations: float, gpus: int, advice: str | None) -> None:
-    """The simplest way that fits into 80 GB is advised, at 18 bytes a parameter."""
-    advised, needs = models.memory_advice(
-        parameters, activations, layers=36, device_bytes=80 * GB, gpus=gpus, gpus_per_node=8
-    )
-    assert advised == advice
-    assert needs["DDP"] == pytest.approx(18 * parameters + activations)
-    fitting = [name for name, need in needs.items() if need <= 72 * GB]
-    assert fitting[:1] == ([advice] if advice else [])
-
-
 def played_out(algorithm: str, ranks: int, size: float, alpha: float, beta: float) -> float:
     """Seconds of an allreduce, message by message."""
     seconds = 0.0
@@ -288,7 +264,6 @@ def test_parameters_stay_in_their_range() -> None:
         (models.bus_bandwidth_factor, ("allreduce", 1), "ranks"),
         (models.mfu, (1e9, 1e3, 0, 1e12, "bf16"), "gpus"),
         (models.roofline_flops, (0, 1e12, 1e9), "intensity"),
-        (models.memory_advice, (1e9, 1e9, 0, 1e9), "layers"),
         (statistics.median_estimate, ([],), "values"),
         (statistics.median_estimate, ([1, math.nan],), "values"),
         (statistics.speedup, ([0.0, 1], [1]), "baseline_seconds"),
