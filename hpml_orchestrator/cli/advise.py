@@ -104,10 +104,17 @@ def advise(
     device = given or gpu_memory(job, profile)
     if model is not None:
         need, batch = read_model(model)
+        lacking = "activations are not included: give layers, hidden and sequence"
         advice = advise_job(
-            job, how="formula", batch=batch, host=None, device=need, device_memory=device,
+            job,
+            how="formula",
+            batch=batch,
+            host=None,
+            device=need,
+            device_memory=device,
             host_limit=host_limit,
-        )  # fmt: skip
+            notes=() if need.activations.per_sample else (lacking,),
+        )
         source = f"formulas, for {model}"
     else:
         program = program_of(job)
@@ -229,7 +236,7 @@ def _host_lines(advice: Advice, staged: float) -> Iterator[str]:
         if advice.device is not None:
             yield "  unknown by formulas: run hpml advise without --model"
             return
-        yield _row("weights, gradients, states, activations", advice.host_bytes)
+        yield _row("all ranks, by formulas", advice.host_bytes)
     else:
         each = f"{host.ranks} x " if host.ranks > 1 else ""
         slope = host.process.per_sample
