@@ -18,6 +18,7 @@ from hpml_orchestrator.check.binding import (
 )
 from hpml_orchestrator.check.finding import Finding, error, errors_first, warning
 from hpml_orchestrator.check.lifecycle import check_directory, check_lifecycle, cluster_notes
+from hpml_orchestrator.check.memory import check_memory
 from hpml_orchestrator.check.monitor import check_monitor
 from hpml_orchestrator.check.nodes import check_room
 from hpml_orchestrator.check.paths import (
@@ -187,6 +188,7 @@ def check_job(
         except HpmlError as fault:
             findings.append(_as_finding(fault))
         findings += check_monitor(job, on_nodes=on_nodes)
+        findings += check_memory(job, Store(records))
         findings += check_lifecycle(asked, profile)
         findings += check_directory(job, records, profile, on_nodes=on_nodes)
         software, unseen = software_answer.result()

@@ -50,6 +50,7 @@ COMMANDS = {
     "check": Entry(
         "jobfile", "check", "Check a job against the cluster's limits without submitting it.", _JOBS
     ),
+    "advise": Entry("advise", "advise", "Estimate a job's memory: will the model fit?", _JOBS),
     "import": Entry(
         "importing",
         "import_",
@@ -105,7 +106,7 @@ _ANYWHERE = frozenset(
 """Commands about records or this node work without a current directory."""
 
 _APPENDING = {
-    **dict.fromkeys(("run", "submit", "render", "check"), "JOB_FILE"),
+    **dict.fromkeys(("run", "submit", "render", "check", "advise"), "JOB_FILE"),
     **dict.fromkeys(("attach", "resubmit"), "RUN"),
 }
 """Commands whose words after `--` are a program's, and what comes before those words."""

@@ -101,6 +101,10 @@ hpml schema
 hpml import
     Print the job file: hpml import train.sh
     Write it, replacing an older one: hpml import train.sh -o train.yaml --force
+hpml advise
+    Will it fit: hpml advise job.yaml
+    On other GPUs, with a larger batch: hpml advise job.yaml --device-memory 80G -- --batch-size=256
+    By formulas, without running it: hpml advise job.yaml --model 7B
 hpml check
     Check a job: hpml check job.yaml
 hpml init

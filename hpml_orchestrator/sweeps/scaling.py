@@ -26,6 +26,7 @@ __all__ = [
     "Arguments",
     "base_batch",
     "base_learning_rate",
+    "batch_argument",
     "batch_of",
     "check_function",
     "learning_rate_of",
@@ -82,6 +83,18 @@ class Arguments:
     def first(self, names: Sequence[str]) -> str | None:
         """Return the first of some arguments that is given."""
         return next((name for name in names if self.value(name) is not None), None)
+
+
+def batch_argument(arguments: Arguments) -> tuple[str, int, bool] | None:
+    """Return a program's usual argument for the batch, its value, and whether all ranks share it.
+
+    None if it has none, or no whole number above zero.
+    """
+    name = arguments.first(_GLOBAL_BATCH + _RANK_BATCH)
+    text = arguments.value(name) if name else None
+    if name is None or text is None or not re.fullmatch(r"[1-9]\d{0,9}", text):
+        return None
+    return name, int(text), name in _GLOBAL_BATCH
 
 
 def scaled(resources: Resources, unit: str, scale: int) -> list[tuple[str, Any]]:

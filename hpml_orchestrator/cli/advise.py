@@ -1,0 +1,302 @@
+"""The command `hpml advise`: will the model fit into memory, and what makes it fit?"""
+
+from __future__ import annotations
+
+import os
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from hpml_orchestrator.check.memory import advise as advise_job
+from hpml_orchestrator.check.memory import gpu_memory, needs_of, save_advice
+from hpml_orchestrator.check.memory_run import measure, program_of
+from hpml_orchestrator.cli.common import (
+    JobFile,
+    JsonOption,
+    SetOption,
+    appended_arguments,
+    chosen_site,
+    print_json,
+    refuse_empty,
+    store_of,
+)
+from hpml_orchestrator.cli.process import notice
+from hpml_orchestrator.diagnosis.memory import GIB, RESERVE, read_model
+from hpml_orchestrator.errors import InputError, counted
+from hpml_orchestrator.records.texts import human_bytes, seconds_text
+from hpml_orchestrator.runs.backend import choose
+from hpml_orchestrator.runs.measure import measured as with_sizes
+from hpml_orchestrator.runs.measure import room_of_site
+from hpml_orchestrator.scheduler.local.resources import memory_mb
+from hpml_orchestrator.script.directives import memory_mebibytes
+from hpml_orchestrator.site.profile import site_for
+from hpml_orchestrator.spec.load import load_job, parse_setting
+from hpml_orchestrator.spec.values import MIB, parse_size_mib
+from hpml_orchestrator.sweeps.scaling import Arguments, batch_argument
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+    from hpml_orchestrator.check.memory import Advice
+    from hpml_orchestrator.check.memory_run import Measured, Program
+    from hpml_orchestrator.spec.job import Job
+
+__all__ = ["advise"]
+
+_MOST_SECONDS = 3600
+
+
+def advise(
+    context: typer.Context,
+    job_file: JobFile,
+    settings: SetOption = [],
+    device_memory: Annotated[
+        str | None,
+        typer.Option(
+            "--device-memory",
+            metavar="SIZE",
+            help="Memory of one GPU, such as 80G; default: by the type of the job's GPUs.",
+        ),
+    ] = None,
+    model: Annotated[
+        str | None,
+        typer.Option(
+            "--model",
+            metavar="SIZE|NAME=VALUE,...",
+            help="Use formulas instead of running the program: 7B, or "
+            "parameters=7B,layers=32,hidden=4096,sequence=2048,heads=32,vocabulary=32000,batch=1,"
+            "optimizer=adamw,precision=mixed.",
+        ),
+    ] = None,
+    time_limit: Annotated[
+        int,
+        typer.Option("--time-limit", metavar="SECONDS", help="For all short runs together."),
+    ] = 300,
+    as_json: JsonOption = False,
+) -> None:
+    """Estimate a job's memory: will the model fit?
+
+    Words after `--` are appended to `args` of the job file.
+
+    Runs the program of the job file on this machine for a few steps, in a scratch directory; with
+    --model it computes by formulas. Exit status: 0 if the job fits or the limit is not known, 1 if
+    it does not fit, 2 if the program cannot be measured, 6 if it fails.
+    """
+    refuse_empty({"--device-memory": device_memory, "--model": model})
+    if not 1 <= time_limit <= _MOST_SECONDS:
+        message = f"must be between 1 and {_MOST_SECONDS} seconds"
+        raise InputError(message, field="--time-limit", value=time_limit)
+    given = None
+    if device_memory is not None:
+        try:
+            given = float(parse_size_mib(device_memory) * MIB), "--device-memory"
+        except ValueError as error:
+            raise InputError(str(error), field="--device-memory", value=device_memory) from None
+    backend = choose("auto")
+    site = site_for(job_file, os.environ, chosen=chosen_site(context), backend=backend)
+    values = [parse_setting(setting) for setting in settings]
+    resolved = load_job(job_file, values, site, arguments=appended_arguments(context))
+    resolved, _ = with_sizes(resolved)
+    job = resolved.job
+    profile = site.site if site else None
+    mebibytes = memory_mb() if backend == "local" else room_of_site(job, profile).memory_mib
+    host_limit = float(mebibytes * MIB) if mebibytes else None
+    device = given or gpu_memory(job, profile)
+    if model is not None:
+        need, batch = read_model(model)
+        lacking = "activations are not included: give layers, hidden and sequence"
+        advice = advise_job(
+            job,
+            how="formula",
+            batch=batch,
+            host=None,
+            device=need,
+            device_memory=device,
+            host_limit=host_limit,
+            notes=() if need.activations.per_sample else (lacking,),
+        )
+        source = f"formulas, for {model}"
+    else:
+        program = program_of(job)
+        batch, measured = _measured(job, program, time_limit)
+        last = measured.last
+        if given is None and "device_bytes" in last:
+            device = float(last["device_bytes"]), str(last["device"])
+        host, need = needs_of(measured, job)
+        advice = advise_job(
+            job, how="measured", batch=batch, host=host, device=need, device_memory=device,
+            host_limit=host_limit, notes=measured.notes,
+        )  # fmt: skip
+        save_advice(store_of(context), job, advice)
+        source = _source(program, measured)
+    staged = (memory_mebibytes(job) - (job.resources.memory or 0)) * MIB
+    if as_json:
+        print_json({"name": job.name, "source": source, "staged_bytes": staged, **advice.to_json()})
+    else:
+        for line in _lines(job, advice, source, staged):
+            typer.echo(line)
+    if advice.fits is False:
+        raise typer.Exit(1)
+
+
+def _measured(job: Job, program: Program, time_limit: int) -> tuple[int | None, Measured]:
+    """Run a job's program at two batch sizes if it has a usual argument for the batch."""
+    arguments = batch_argument(Arguments(program.args))
+    environment = dict(os.environ)
+    notice(f"running {program.name} for a few steps in a scratch directory")
+    if arguments is None:
+        measured = measure(job, program, limit_seconds=time_limit, environment=environment)
+        return None, measured
+    name, size, shared = arguments
+    if shared:
+        size = max(1, size // (job.resources.ranks * job.resources.nodes))
+
+    def with_batch(words: Sequence[str], batch: int) -> list[str]:
+        changed = Arguments(words)
+        changed.set(name, str(batch))
+        return changed.words
+
+    sizes = (max(1, size // 2), size) if size > 1 else (1, 2)
+    return size, measure(
+        job,
+        program,
+        batches=sizes,
+        with_batch=with_batch,
+        limit_seconds=time_limit,
+        environment=environment,
+    )
+
+
+def _source(program: Program, measured: Measured) -> str:
+    sizes = [str(size) for size in sorted(measured.figures) if size]
+    text = f"{program.name} ran here {measured.last['steps']} steps"
+    if sizes:
+        text += f" at batch {' and '.join(sizes)}"
+    where = "its GPU" if "cuda_bytes" in measured.last else "the CPU"
+    return f"{text} on {where}, in {seconds_text(measured.seconds)}"
+
+
+def _lines(job: Job, advice: Advice, source: str, staged: float) -> Iterator[str]:
+    resources = job.resources
+    gpus = f"{resources.gpus} GPUs" if resources.gpu_count else "no GPU"
+    ranks = f"{counted(resources.nodes, 'node')}, {counted(resources.ranks, 'rank')} each"
+    batch = f", batch {advice.batch} per rank" if advice.batch else ""
+    yield f"job       {job.name}: {ranks}, {gpus}{batch}"
+    yield f"{'measured' if advice.how == 'measured' else 'computed':<9} {source}"
+    yield from (f"note      {note}" for note in advice.notes)
+    if advice.device is not None:
+        yield ""
+        yield from _device_lines(advice)
+    yield ""
+    yield from _host_lines(advice, staged)
+    yield ""
+    yield f"verdict   {_verdict(job, advice)}"
+
+
+def _row(label: str, size: float | None, text: str = "") -> str:
+    shown = "unknown" if size is None else human_bytes(size)
+    return f"  {label:<56}{shown:>11}  {text}".rstrip()
+
+
+def _device_lines(advice: Advice) -> Iterator[str]:
+    need, batch = advice.device, advice.batch
+    if need is None:
+        return
+    yield "memory of one GPU"
+    yield _row("weights", need.weights)
+    yield _row("gradients", need.gradients)
+    yield _row("optimizer states", need.optimizer)
+    slope = need.activations.per_sample
+    growth = f"{human_bytes(slope)} per sample" if slope else ""
+    known = need.activations.at(batch) or None
+    yield _row("activations", known, growth)
+    if advice.how == "measured":
+        yield _row("gradients of activations, buffers, workspaces", need.other.at(batch))
+    if advice.device_bytes is None:
+        yield "  the GPU's memory is not known: give --device-memory 80G"
+    else:
+        yield _row("one GPU", advice.device_bytes, advice.device_why)
+        yield _row(f"  without {100 * RESERVE:.0f} % for CUDA, NCCL, fragmentation", advice.room)
+    yield from _options(advice)
+
+
+def _options(advice: Advice) -> Iterator[str]:
+    what = "GPU" if advice.device is not None else "rank"
+    yield f"ways to train, and what one {what} needs"
+    for option in advice.options:
+        fits = advice.room is None or option.need <= advice.room
+        mark = "" if advice.room is None else "fits" if fits else "too large"
+        yield _row(option.name, option.need, mark)
+
+
+def _host_lines(advice: Advice, staged: float) -> Iterator[str]:
+    host, batch = advice.host, advice.batch
+    yield "memory of one node"
+    if host is None:
+        if advice.device is not None:
+            yield "  unknown by formulas: run hpml advise without --model"
+            return
+        yield _row("all ranks, by formulas", advice.host_bytes)
+    else:
+        each = f"{host.ranks} x " if host.ranks > 1 else ""
+        slope = host.process.per_sample
+        growth = f"{human_bytes(slope)} per sample" if slope else ""
+        yield _row(f"{each}process of a rank", host.process.at(batch), growth)
+        if host.workers.at(batch):
+            yield _row(f"{each}loader workers", host.workers.at(batch))
+        if host.pinned.at(batch):
+            yield _row(f"{each}pinned batches", host.pinned.at(batch), "formula")
+        if host.cuda:
+            yield _row(f"{each}CUDA's libraries and context", host.cuda, "estimate")
+        yield _row("libraries, shared by all processes", host.shared)
+    limit = "" if advice.host_limit is None else f"of {human_bytes(advice.host_limit)}"
+    yield _row("together", advice.host_bytes, limit)
+    if staged:
+        yield _row("staged into RAM", staged, "hpml adds it to resources.memory")
+    if advice.device is None and advice.host_fits is False:
+        yield from _options(advice)
+
+
+def _verdict(job: Job, advice: Advice) -> str:
+    parts = []
+    first = advice.options[0]
+    if advice.device is not None:
+        if advice.room is None:
+            parts.append(f"each GPU needs {human_bytes(first.need)}")
+        elif advice.way is None:
+            parts.append("no way listed fits: more GPUs, GPUs with more memory, or a smaller model")
+        elif advice.way is first:
+            parts.append(f"fits one GPU{_headroom(advice)}")
+        else:
+            name, what = advice.way.name, advice.way.what
+            parts.append(f"does not fit as {first.name}; fits with {name}: {what}")
+    need, limit = advice.host_bytes, advice.host_limit
+    asked = "resources.memory" if job.resources.memory else "the node's memory"
+    if need is not None and limit is not None:
+        if advice.host_fits:
+            parts.append(f"the node's memory suffices: {100 * need / limit:.0f} % of {asked}")
+        else:
+            text = f"{asked} is too small: ask for {_memory(need)}"
+            if advice.device is None and advice.largest_batch:
+                text += f", or use a batch of {advice.largest_batch}"
+            if advice.device is None and advice.way is not None and advice.way is not first:
+                text += f", or {advice.way.name}: {advice.way.what}"
+            parts.append(text)
+    elif need is not None:
+        parts.append(f"resources.memory: {_memory(need)} suffices")
+    return "; ".join(parts) or "not known"
+
+
+def _headroom(advice: Advice) -> str:
+    """Return how much larger the batch may be, or how many trainings a GPU has room for."""
+    batch, most = advice.batch, advice.largest_batch
+    text = f", with a batch up to about {most}" if most and batch and most > batch else ""
+    if advice.replicas > 1:
+        text += f", or {advice.replicas} such trainings side by side"
+    return text
+
+
+def _memory(need: float) -> str:
+    """Return a size for `resources.memory`, a tenth above the need."""
+    gibibytes = 1.1 * need / GIB
+    return f"{gibibytes:.0f}G" if gibibytes > 16 else f"{-(-1.1 * need // MIB):.0f}M"  # noqa: PLR2004
