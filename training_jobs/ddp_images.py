@@ -352,7 +352,7 @@ class Training:
         return stopped
 
     def _agree(self, problem: str) -> int:
-        """Send what this rank wants; return what the ranks wanted one step (or batch) before."""
+        """Send what this rank wants; return what the ranks agreed on."""
         wish = FAIL if problem else STOP if self.channel.stop_requested() else GO
         return self.agreement.exchange(wish)
 

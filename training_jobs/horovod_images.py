@@ -25,8 +25,6 @@ if TYPE_CHECKING:
     import argparse
     from collections.abc import Sequence
 
-    from torch import Tensor
-
     from training_jobs import ddp_images as images
 else:
     import ddp_images as images
@@ -72,9 +70,10 @@ class HorovodRanks(images.Ranks):
         total = hvd.allreduce(torch.tensor(values, dtype=torch.float64), op=hvd.Sum)
         return [float(one) for one in total]
 
-    def start_highest(self, flag: Tensor) -> Any:
-        """Begin to replace a number by the highest of all ranks; `wait()` of the answer ends it."""
-        return Pending(hvd.allreduce_async_(flag, op=hvd.Max))
+    def highest(self, *values: float) -> list[float]:
+        """Return the highest of all ranks of each number."""
+        numbers = hvd.allreduce(torch.tensor(values, dtype=torch.float64), op=hvd.Max)
+        return [float(number) for number in numbers]
 
     def part(self) -> None:
         """Meet the other ranks a last time, and leave the group.
@@ -85,17 +84,6 @@ class HorovodRanks(images.Ranks):
             with suppress(HorovodInternalError):  # a rank that died already cannot come
                 hvd.allreduce(torch.zeros(1), op=hvd.Sum)
             hvd.shutdown()
-
-
-class Pending:
-    """An operation of Horovod's that is under way."""
-
-    def __init__(self, handle: int) -> None:
-        self._handle = handle
-
-    def wait(self) -> None:
-        """Return when all ranks have done it."""
-        hvd.synchronize(self._handle)
 
 
 class HorovodTraining(images.Training):

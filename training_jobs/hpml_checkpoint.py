@@ -2,8 +2,8 @@
 
 Needs PyTorch only. All ranks make the same calls, after `init_process_group`; an error of one is
 raised on all. A checkpoint is a directory `step-00041200`, which gets its name when all of it is on
-the disk: a crash or a full disk leaves the earlier ones. It has the state of PyTorch's and Python's
-random generators of each rank, the shards of a sharded model, and the SHA-256 of each file.
+the disk: a crash or a full disk leaves the earlier ones. It has each rank's random states (PyTorch
+and Python), the shards of a sharded model, and the SHA-256 of each file.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ import torch.distributed as dist
 from torch.distributed.checkpoint import filesystem, state_dict_loader, state_dict_saver
 
 FORMAT, STATE, SHARDS, MANIFEST = "hpml-checkpoint 1", "state.pt", "shards", "checkpoint.json"
-EVERY_SECONDS = 0.1
+EVERY_SECONDS, MOST_CALLS = 0.5, 20
 
 
 class CheckpointError(Exception):
@@ -41,9 +41,8 @@ class Ranks:
     def __init__(self) -> None:
         ready = dist.is_available() and dist.is_initialized()
         self.rank, self.world_size = (dist.get_rank(), dist.get_world_size()) if ready else (0, 1)
-        self.group = (
-            dist.new_group(backend="gloo") if ready and dist.get_backend() != "gloo" else None
-        )
+        other = ready and dist.get_backend() != "gloo"
+        self.group = dist.new_group(backend="gloo") if other else None
 
     def gather(self, value: Any) -> list[Any]:
         """Return every rank's value, by rank."""
@@ -52,50 +51,36 @@ class Ranks:
             dist.all_gather_object(values, value, group=self.group)
         return values
 
-    def start_highest(self, flag: torch.Tensor) -> Any:
-        """Begin to replace a number by the highest of all ranks; `wait()` of the answer ends it."""
-        if self.world_size == 1:
-            return None
-        return dist.all_reduce(flag, dist.ReduceOp.MAX, group=self.group, async_op=True)
+    def highest(self, *values: float) -> list[float]:
+        """Return the highest of all ranks of each number."""
+        numbers = torch.tensor(values, dtype=torch.float64)
+        if self.world_size > 1:
+            dist.all_reduce(numbers, dist.ReduceOp.MAX, group=self.group)
+        return [float(number) for number in numbers]
 
 
 class StopAgreement:
-    """The highest wish of all ranks; ten times a second it travels while the next step computes.
-
-    Ranks have to call `exchange` equally often: as the one that has the most batches.
-    """
+    """Exchanges the ranks' wishes twice a second; each rank has to make equally many calls."""
 
     def __init__(self, ranks: Ranks | None = None) -> None:
-        self._ranks, self._work, self._flag = ranks or Ranks(), None, torch.tensor([])
-        self._wish, self._calls, self._every, self._began = 0, 0, 1, time.perf_counter()
+        self._ranks, self._wish = ranks or Ranks(), 0
+        self._calls, self._every, self._began = 0, 1, time.perf_counter()
 
     def exchange(self, wish: int) -> int:
-        """Take this rank's wish (1: stop); return the highest one that has become known."""
-        known, self._wish, self._calls = self._receive(), max(self._wish, wish), self._calls + 1
-        if self._calls >= self._every:
-            self._send()
-        return known
+        """Take this rank's wish (1: stop); return the highest of all ranks, 0 until it is known."""
+        self._wish, self._calls = max(self._wish, wish), self._calls + 1
+        return self._agree(2 * self._every) if self._calls >= self._every else 0
 
     def finish(self) -> int:
-        """Exchange at once, and return the highest wish that has become known."""
-        known = self._receive()
-        self._send()
-        known, self._every = max(known, self._receive()), 1
-        return known
+        """Return the highest wish of all ranks at once."""
+        return self._agree(1)
 
-    def _send(self) -> None:
-        seconds = (time.perf_counter() - self._began) / max(1, self._calls)
-        self._flag = torch.tensor([float(self._wish), seconds])
-        self._work = self._ranks.start_highest(self._flag)
+    def _agree(self, most: int) -> int:
+        took = (time.perf_counter() - self._began) / max(1, self._calls)
+        wish, seconds = self._ranks.highest(self._wish, took)
+        # All ranks know the slowest one's call, so they count the same number of calls.
+        self._every = max(1, min(most, MOST_CALLS, round(EVERY_SECONDS / max(seconds, 1e-6))))
         self._wish, self._calls, self._began = 0, 0, time.perf_counter()
-
-    def _receive(self) -> int:
-        if self._work is not None:
-            self._work.wait()
-        wish, seconds = self._flag.tolist() or (0, EVERY_SECONDS / self._every)
-        self._work, self._flag = None, torch.tensor([])
-        # All ranks know the slowest one's step, so they count the same number of calls.
-        self._every = max(1, min(2 * self._every, round(EVERY_SECONDS / max(seconds, 1e-6))))
         return int(wish)
 
 
@@ -109,9 +94,8 @@ class Checkpoints:
     channel: Any = None  # of hpml_channel.py; gets the events `checkpoint` and `resumed`
     ranks: Ranks = field(default_factory=Ranks)  # others than those of torch.distributed
 
-    @property
-    def _home(self) -> Path:
-        return Path(self.directory)
+    def __post_init__(self) -> None:
+        self._home = Path(self.directory)
 
     def save(self, state: Any, *, step: int, sharded: dict[str, Any] | None = None) -> None:
         """Write a checkpoint; after a CheckpointError the earlier ones are still there.
@@ -163,13 +147,12 @@ class Checkpoints:
 
     def _on_ranks(self, path: Path, action: Callable[[], Any]) -> list[Any]:
         """Call a function on every rank, and return its answers; an error is raised on all."""
-        answer, problem = None, ""
         try:
-            answer = action()
+            outcome = action(), ""
         except Exception as error:  # noqa: BLE001 - whatever it is, the other ranks wait
             where = f" (rank {self.ranks.rank} on {os.uname().nodename})" if self.ranks.rank else ""
-            problem = f"checkpoint {path}: {_reason(error)}{where}"
-        problems, answers = zip(*self.ranks.gather((problem, answer)))  # noqa: B905 - Python 3.9
+            outcome = None, f"checkpoint {path}: {_reason(error)}{where}"
+        answers, problems = zip(*self.ranks.gather(outcome))  # noqa: B905 - Python 3.9
         if any(problems):
             self._clean_up()
             raise CheckpointError(next(filter(None, problems)))
@@ -223,8 +206,7 @@ class Checkpoints:
         if form != FORMAT:
             raise CheckpointError(f"its format is {form!r}, not {FORMAT!r}")
         new = json.loads(json.dumps(old if self.job is None else self.job))
-        keys = [key for key in {**old, **new} if old.get(key) != new.get(key)]
-        if keys:
+        if keys := [key for key in {**old, **new} if old.get(key) != new.get(key)]:
             changes = ", ".join(f"{key} {old.get(key)} -> {new.get(key)}" for key in keys)
             raise CheckpointError(f"it belongs to other settings: {changes}")
         for name in sorted(files)[self.ranks.rank :: self.ranks.world_size]:
@@ -241,8 +223,7 @@ class Checkpoints:
 
 def _reason(error: Exception) -> str:
     text = str(error)
-    unsupported = re.search(r"Unsupported.*GLOBAL (\S+)", text)
-    if unsupported:
+    if unsupported := re.search(r"Unsupported.*GLOBAL (\S+)", text):
         return f"can have tensors, numbers and text, in dicts and lists, but not {unsupported[1]}"
     if "inline_container" in text:
         return "PyTorch cannot write it: is the disk or your quota full?"
@@ -258,8 +239,7 @@ def _facts(file: Path) -> list[Any]:
 
 
 def _sync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    os.fsync(descriptor)
+    os.fsync(descriptor := os.open(path, os.O_RDONLY))
     os.close(descriptor)
 
 

@@ -303,6 +303,7 @@ class Agent:
                 if now >= kill_at:
                     kill_families(ranks)  # SIGKILL would come next, for this agent too
             elif self._asked_to_end and not ranks and (self._ranks or not self._is_ready):
+                self._stop_ranks(now, ranks)  # records why, so that the run can continue
                 return
             pause = min(self._note_signals(now), self._watch_ranks(), self._feed.act(now))
             pause = min(pause, self._stop_ranks(now, ranks))

@@ -36,6 +36,7 @@ __all__ = [
     "candidate_ports",
     "claim",
     "ephemeral_range",
+    "free_port",
     "rendezvous",
     "resolve",
     "wait_ready",
@@ -310,10 +311,19 @@ def rendezvous(attempt: str) -> int:
     address = "127.0.0.1" if nodes == 1 else _common_name(directory)
     # A port is free until its job's ranks have started: two jobs must not begin at the same one.
     # Job ids do not tell jobs of the local backend apart, which count from 1 in every HPML_HOME.
-    for port in candidate_ports(str(directory.resolve()), ephemeral_range()):
+    sys.stdout.write(f"{address} {free_port(str(directory.resolve()))}\n")
+    return 0
+
+
+def free_port(key: str) -> int:
+    """Return a port that is free on all addresses of this node; the search starts at the key's.
+
+    Raises:
+        HpmlError: none is free.
+    """
+    for port in candidate_ports(key, ephemeral_range()):
         if _is_free(port):
-            sys.stdout.write(f"{address} {port}\n")
-            return 0
+            return port
     raise HpmlError(f"no port between {_LOW_PORT} and {_HIGH_PORT} is free on this node")
 
 

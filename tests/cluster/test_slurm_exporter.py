@@ -177,6 +177,7 @@ def test_licences_and_reservations(
 
 def test_a_controller_that_stops(slurm_cluster: SlurmCluster, collector: SlurmCollector) -> None:
     """The last figures stay and the exporter is not up, until the controller goes on."""
+    eventually(lambda: ("completing",) not in series(collector)["hpml_slurm_nodes"])
     before = series(collector)
     os.kill(slurm_cluster.pids["slurmctld"], signal.SIGSTOP)
     try:

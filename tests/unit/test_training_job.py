@@ -23,7 +23,6 @@ from tests.unit.training_runs import (
     LIMIT_SECONDS,
     TRAINS,
     finish,
-    free_port,
     load,
     result_of,
     run,
@@ -146,8 +145,8 @@ import json, os, signal, sys
 from pathlib import Path
 sys.path.insert(0, {str(JOBS)!r})
 import ddp_images
-notes, lives, ports = Path(sys.argv[1]), json.loads(sys.argv[2]), sys.argv[3].split()
-arguments = sys.argv[4:]
+from hpml_orchestrator.node.startup import free_port
+notes, lives, arguments = Path(sys.argv[1]), json.loads(sys.argv[2]), sys.argv[3:]
 read, phase, training, fetch = [], ["start"], [], ddp_images.Images.__getitem__
 
 class Training(ddp_images.Training):
@@ -178,8 +177,8 @@ def getitem(self, index):
 
 ddp_images.Images.__getitem__ = getitem
 ddp_images.Channel.stop_requested = stop_requested
-for (how, where, at), port in zip(lives, ports):
-    ranks = set()
+for number, (how, where, at) in enumerate(lives):
+    ranks, port = set(), str(free_port(f"{{notes}} {{number}}"))
     for rank in (0, 1):
         pid = os.fork()
         if pid == 0:
@@ -212,9 +211,9 @@ def test_a_training_that_was_interrupted_is_the_same_to_the_bit(
     ends: list[tuple[str, int, int]], few: Path, tmp_path: Path, uninterrupted: Path
 ) -> None:
     """Weights, momenta, result and samples of each step; an unwarned end costs one interval."""
-    attempts, checkpoints = live(few, tmp_path, [*ends, WHOLE, WHOLE])
+    attempts, checkpoints, errors = live(few, tmp_path, [*ends, WHOLE, WHOLE])
     for attempt, (how, _, _) in zip(attempts, [*ends, WHOLE], strict=False):
-        assert ("statuses [0, 0]" in attempt) == (how != "kill"), attempt
+        assert ("statuses [0, 0]" in attempt) == (how != "kill"), (attempts, errors)
         assert ("stopping in epoch" in attempt) == (how in {"start", "step", "evaluation"})
     resumed = ["resumed from" in attempt for attempt in attempts]
     assert resumed == sorted(resumed)
@@ -245,18 +244,19 @@ def test_a_training_that_was_interrupted_is_the_same_to_the_bit(
 WHOLE = ("", 0, 0)
 
 
-def live(data: Path, output: Path, lives: list[tuple[str, int, int]]) -> tuple[list[str], Path]:
-    """Train again and again; return what was printed each time, and where the checkpoints are."""
+def live(
+    data: Path, output: Path, lives: list[tuple[str, int, int]]
+) -> tuple[list[str], Path, str]:
+    """Train again and again; return what each printed, where the checkpoints are, and stderr."""
     (output / "lives.py").write_text(LIVES)
-    ports = " ".join(str(free_port()) for _ in lives)
-    command = [output / "lives.py", output, json.dumps(lives), ports, "--data", data]
+    command = [output / "lives.py", output, json.dumps(lives), "--data", data]
     command += ["--epochs", 3, "--batch-size", 7, "--workers", 0, "--checkpoint-steps", 4]
     command += ["--output", output, "--checkpoint", output / "c"]
     done = run(command, MASTER_ADDR="127.0.0.1")
     assert done.returncode == 0, done.stderr
     attempts = re.split(r"(?<=\])\n", done.stdout)[:-1]
     assert len(attempts) == len(lives), done.stderr
-    return attempts, output / "c"
+    return attempts, output / "c", done.stderr
 
 
 def noted(file: Path) -> list[tuple[int, list[int]]]:

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import importlib.util
 import json
 import os
-import socket
 import subprocess
 import sys
 import uuid
@@ -17,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from hpml_orchestrator.node.startup import candidate_ports, ephemeral_range
+from hpml_orchestrator.node import startup
 
 JOBS = Path(__file__).parents[2] / "training_jobs"
 DIGITS = JOBS / "make_digits.py"
@@ -95,9 +93,5 @@ def start_ranks(count: int, command: Sequence[object], **more: str) -> list[subp
 
 
 def free_port() -> int:
-    """Return a port that is free, and that the kernel gives to nobody's connections meanwhile."""
-    for port in candidate_ports(uuid.uuid4().hex, ephemeral_range()):
-        with socket.socket() as probe, contextlib.suppress(OSError):
-            probe.bind(("127.0.0.1", port))
-            return port
-    raise AssertionError("no port is free")
+    """Return a port that is free on all addresses; use it soon, as others look for ports too."""
+    return startup.free_port(uuid.uuid4().hex)

@@ -20,6 +20,7 @@ from hpml_orchestrator.node.options import AgentOptions, BindOptions, MonitorOpt
 from hpml_orchestrator.node.startup import wait_ready
 from hpml_orchestrator.placement import planfile
 from hpml_orchestrator.records.files import append_line
+from hpml_orchestrator.records.run import Attempt
 from hpml_orchestrator.topology.cpulist import format_list
 from tests.patience import PATIENCE_SECONDS, eventually
 from tests.unit.node.conftest import Node, stage
@@ -181,7 +182,7 @@ def test_data_that_is_not_there_fails_the_node(
 def test_told_to_end_while_it_stages(
     start: Callable[..., Running], tmp_path: Path, until: Until
 ) -> None:
-    """SIGTERM in the middle of a copy ends it: no marker, no data."""
+    """SIGTERM in the middle of a copy ends it: no marker, no data, and the run may continue."""
     source = tmp_path / "large"
     source.mkdir()
     for number in range(200):
@@ -189,10 +190,15 @@ def test_told_to_end_while_it_stages(
     target = tmp_path / "target"
     target.mkdir()
     slowly = ("--site", '{"opens_per_second": 50}')
-    running = start(*stage("data", source, target, kind="tree"), *slowly)
+    checkpoint = '{"requeue": ["preemption"]}'
+    words = (*stage("data", source, target, kind="tree"), *slowly)
+    running = start(*words, HPML_CHECKPOINT=checkpoint)
     until(lambda: list(target.glob("*/*/.data.partial-*")))
     running.process.send_signal(signal.SIGTERM)
     assert running.end()[0] == 0
+    request = Attempt(running.attempt).stop_request()
+    assert request is not None
+    assert request["reason"] == "preemption"
     assert not running.marker.exists()
     assert not (running.attempt / "nodes" / "n1.failed.json").exists()
     assert list(target.iterdir()) == []

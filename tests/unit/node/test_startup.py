@@ -300,7 +300,12 @@ def test_candidates_lie_outside_the_ephemeral_range() -> None:
 
 @pytest.mark.parametrize(
     ("family", "address"),
-    [(socket.AF_INET, "127.0.0.1"), (socket.AF_INET, "0.0.0.0"), (socket.AF_INET6, "::1")],  # noqa: S104
+    [
+        (socket.AF_INET, "127.0.0.1"),
+        (socket.AF_INET, "127.0.17.2"),  # as the nodes of a test cluster do
+        (socket.AF_INET, "0.0.0.0"),  # noqa: S104
+        (socket.AF_INET6, "::1"),
+    ],
 )
 @pytest.mark.usefixtures("_job")
 def test_a_taken_port_is_passed_over(
