@@ -66,6 +66,9 @@ COMMANDS = {
         _RUNS,
     ),
     "show": Entry("show", "show", "Show a run's phases, staging, results and binding.", _RUNS),
+    "report": Entry(
+        "report", "report", "Report why a run is slow, and what to change in its job file.", _RUNS
+    ),
     "logs": Entry("follow", "logs", "Print the output of a run.", _RUNS),
     "wait": Entry("follow", "wait", "Wait until a run has ended.", _RUNS),
     "attach": Entry(
@@ -96,7 +99,7 @@ _UsageError: type[Exception] = typer.BadParameter.__bases__[0]
 
 _CANNOT_WRITE = (errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EBADF, errno.EFBIG)
 _ANYWHERE = frozenset(
-    "list status show logs wait attach requeue cancel prune schema export topo man".split()
+    "list status show report logs wait attach requeue cancel prune schema export topo man".split()
 )
 """Commands about records or this node work without a current directory."""
 

@@ -66,6 +66,10 @@ hpml top
     Your jobs, live: hpml top
     Figures from a Prometheus: hpml top --prometheus http://prometheus.example.org:9090
     Once, for a script: hpml top --json
+hpml report
+    Why is it slow, and what to change: hpml report last
+    As a page for others: hpml report last --html report.html
+    Before and after a change: hpml report digits-20260102-030405-abcdef last
 hpml logs
     Follow the output of the newest run: hpml logs -f
     Print the last 50 lines: hpml logs digits-20260102-030405-abcdef -n 50

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -39,6 +40,8 @@ class RankFacts:
     evaluation_seconds: float | None = None
     cpus: Sequence[int] | None = None  # that it may use
     bound_as_planned: bool | None = None
+    gpu: str = ""  # UUID, or PCI address if that is not known
+    binding_faults: Sequence[str] = ()  # sentences
 
 
 @dataclass(frozen=True)
@@ -77,6 +80,7 @@ class NodeFacts:
     syscall_read_bytes: float | None = None
     gpus_allocated: float | None = None
     gpus: Sequence[GpuFacts] = ()
+    gpus_used: float | None = None  # with a process of the job
 
 
 @dataclass(frozen=True)
@@ -89,6 +93,7 @@ class StageFacts:
     seconds: float | None = None
     bytes: float | None = None
     files: float | None = None
+    reused: bool = False  # whether it was there already
 
 
 @dataclass(frozen=True)
@@ -141,12 +146,15 @@ class Change:
         field: dotted, of the job file, such as `stage`; empty: it is outside of the job file.
         value: the new value of that field as YAML would have it; None removes the field.
         touches_accuracy: whether the trained model can become another one.
+        also: further fields that have to change with it, such as the argument that has the path
+            of data which `stage` moves; dotted, with their values.
     """
 
     text: str
     field: str = ""
     value: Any = None
     touches_accuracy: bool = False
+    also: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -184,6 +192,7 @@ class Diagnosis:
     findings: Sequence[Finding] = ()  # of level critical and warning, by gain in hours
     unknown: Sequence[Finding] = ()
     healthy: Sequence[str] = ()  # what is as it should be, each with its figure
+    notes: Sequence[Finding] = ()  # of level note: what could be used better
 
     @property
     def headline(self) -> str:

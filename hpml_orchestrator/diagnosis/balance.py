@@ -1,0 +1,340 @@
+"""Findings about ranks that hold others back, their binding and GPUs, and communication."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from statistics import median
+from typing import TYPE_CHECKING
+
+from hpml_orchestrator.diagnosis.model import Change
+from hpml_orchestrator.diagnosis.shares import (
+    excesses,
+    exclude,
+    find,
+    nodes_text,
+    part,
+    ranks_text,
+    shares,
+    steps_known,
+    train_share,
+)
+from hpml_orchestrator.diagnosis.thresholds import CAUSE_SHARE, THRESHOLDS
+from hpml_orchestrator.records.texts import seconds_text
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from hpml_orchestrator.diagnosis.model import Facts, Finding, GpuFacts, RankFacts
+
+__all__ = ["Slow", "communication", "find_slow", "slow_rank", "throttled", "wrong_binding"]
+
+_HOT = ("hw_", "sw_thermal", "power_brake")  # the power cap holds every busy GPU down
+
+
+@dataclass(frozen=True)
+class Slow:
+    """Ranks that the others wait for.
+
+    Attributes:
+        ranks: their numbers.
+        share: how much longer the slowest works than the others, as a share of a step.
+        how: what shows it, in words.
+        cause: kind of finding that explains it, or `more-samples`; empty if nothing does.
+        why: the figures of the cause.
+    """
+
+    ranks: tuple[int, ...] = ()
+    share: float = 0.0
+    how: str = ""
+    cause: str = ""
+    why: str = ""
+
+
+def find_slow(facts: Facts) -> Slow:
+    """Return the ranks that others wait for, and the cause if a second figure shows it.
+
+    In a synchronous training all ranks need the same time for a step. The slow one is the one
+    that waits least before the collectives: without that waiting its steps are the longest.
+    Without measured waiting only data, and steps that are not synchronous, can show it.
+    """
+    if not steps_known(facts):
+        return Slow()
+    ranks = {rank.rank: rank for rank in facts.ranks if rank.step_seconds and (rank.steps or 0) > 0}
+    whole = {number: (rank.step_seconds or 0) / (rank.steps or 1) for number, rank in ranks.items()}
+    longest = max(whole.values(), default=0.0)
+    if len(ranks) < 2 or not longest:
+        return Slow()
+    waits = {
+        number: part(rank, "wait_seconds") / (rank.steps or 1)
+        for number, rank in ranks.items()
+        if rank.wait_seconds is not None
+    }
+    measured = len(waits) == len(ranks)
+    own = {number: whole[number] - (waits[number] if measured else 0.0) for number in ranks}
+    more = {number: value / longest for number, value in excesses(own).items()}
+    loading = _excess_of(ranks, "data_wait_seconds", longest)
+    if not measured and not _slowest(more):
+        more = loading
+    slow = _slowest(more)
+    if not slow:
+        return Slow()
+    share = max(more[number] for number in slow)
+    first = max(slow, key=lambda number: more[number])
+    if measured:
+        others = [waits[number] / longest for number in ranks if number not in slow]
+        how = f"it waits {waits[first] / longest:.0%} of a step for others, these wait "
+        how += f"{median(others):.0%} for it"
+    else:
+        how = f"its steps take {share:.0%} longer than those of the others"
+    cause, why = _cause(facts, slow, first, share, loading, ranks, longest)
+    return Slow(tuple(slow), share, how, cause, why)
+
+
+def _excess_of(ranks: Mapping[int, RankFacts], name: str, longest: float) -> dict[int, float]:
+    """Return how much longer each rank does something, as a share of the longest step."""
+    known = {
+        number: part(rank, name) / (rank.steps or 1) / longest
+        for number, rank in ranks.items()
+        if getattr(rank, name) is not None
+    }
+    return excesses(known) if len(known) == len(ranks) else {}
+
+
+def _slowest(more: Mapping[int, float]) -> list[int]:
+    """Return the ranks that are over the limit; none if that is most of them."""
+    limit = THRESHOLDS["slow-rank"].warn
+    slow = [number for number, share in more.items() if share >= limit]
+    return slow if 2 * len(slow) <= len(more) else []
+
+
+def _cause(
+    facts: Facts,
+    slow: Sequence[int],
+    first: int,
+    share: float,
+    loading: Mapping[int, float],
+    ranks: Mapping[int, RankFacts],
+    longest: float,
+) -> tuple[str, str]:
+    """Return what explains a slow rank, by a figure of its own, and that figure."""
+    if all(ranks[number].bound_as_planned is False for number in slow) or (
+        set(slow) <= set(_crowded(facts))
+    ):
+        return "wrong-binding", ""
+    hot = {gpu.uuid for gpu, _ in _hot_gpus(facts)}
+    if all(ranks[number].gpu in hot for number in slow):
+        return "throttled", ""
+    if loading.get(first, 0.0) >= CAUSE_SHARE * share:
+        return "waits-for-data", f"it waits {loading[first]:.0%} of a step longer for its data"
+    copies = _excess_of(ranks, "transfer_seconds", longest)
+    if copies.get(first, 0.0) >= CAUSE_SHARE * share:
+        return "host-to-device", f"its copies to the GPU take {copies[first]:.0%} of a step longer"
+    counts = {
+        number: rank.samples / rank.steps
+        for number, rank in ranks.items()
+        if rank.samples and rank.steps
+    }
+    if len(counts) == len(ranks):
+        usual = median(value for number, value in counts.items() if number not in slow)
+        if counts[first] / usual - 1 >= CAUSE_SHARE * share:
+            return "more-samples", f"it has {counts[first] / usual - 1:.0%} more samples per step"
+    return "", ""
+
+
+def slow_rank(facts: Facts) -> Finding | str | None:
+    """Return the ranks that the others wait for, unless binding or a hot GPU is the finding."""
+    if facts.world_size < 2 or not steps_known(facts):
+        return None
+    slow = find_slow(facts)
+    if not slow.ranks:
+        known = shares(facts, "wait_seconds") or shares(facts, "data_wait_seconds")
+        if len(known) < 2 or len(known) < len(facts.ranks):
+            return None
+        over = max(known.values()) - min(known.values())
+        return f"ranks differ by {over:.0%} of a step" if _all_wait(facts) else None
+    if slow.cause in ("wrong-binding", "throttled"):
+        return None
+    usual = shares(facts, "data_wait_seconds")
+    if slow.cause == "waits-for-data" and THRESHOLDS["waits-for-data"].level(
+        median(usual.values())
+    ):
+        return None  # most ranks wait for data, and some of them longest
+    nodes = [rank.node for rank in facts.ranks if rank.rank in slow.ranks]
+    names = ranks_text(slow.ranks)
+    changes: list[Change] = []
+    if slow.cause == "more-samples":
+        changes.append(
+            Change("give every rank the same number of samples, as DistributedSampler does")
+        )
+    elif slow.cause == "waits-for-data":
+        changes.append(Change(f"compare the storage and the loader of {names} with the others'"))
+    elif slow.cause == "host-to-device":
+        changes.append(Change(f"check link and binding of {names}: `hpml topo`"))
+    if set(nodes) < {rank.node for rank in facts.ranks}:
+        changes += exclude(facts.job, nodes)
+    elif not slow.cause:
+        changes.append(Change(f"look at what else runs on the cores of {names}: `hpml attach`"))
+    reason = {
+        "": "the cause is not known",
+        "waits-for-data": "it waits for data",
+        "host-to-device": "its copies to the GPU are slow",
+        "more-samples": "it has more samples",
+    }[slow.cause]
+    evidence = [f"{slow.share:.0%} of a step longer than the others", slow.how, slow.why]
+    return find(
+        facts,
+        "slow-rank",
+        slow.share,
+        f"{names} on {nodes_text(nodes)} slows the others down by {slow.share:.0%}: {reason}",
+        list(filter(None, evidence)),
+        changes,
+        saves=(slow.share / 2, slow.share),
+        of_steps=True,
+    )
+
+
+def _all_wait(facts: Facts) -> bool:
+    return len(shares(facts, "wait_seconds")) == len(facts.ranks)
+
+
+def _crowded(facts: Facts) -> dict[int, float]:
+    """Return ranks that share fewer CPUs than they are, with the CPUs that each of them has."""
+    crowded: dict[int, float] = {}
+    by_node: dict[str, list[RankFacts]] = {}
+    for rank in facts.ranks:
+        if rank.cpus:
+            by_node.setdefault(rank.node, []).append(rank)
+    for ranks in by_node.values():
+        for cpus in {frozenset(rank.cpus or ()) for rank in ranks}:
+            inside = [rank.rank for rank in ranks if set(rank.cpus or ()) <= cpus]
+            if len(inside) > len(cpus):
+                for number in inside:
+                    crowded[number] = min(crowded.get(number, 1.0), len(cpus) / len(inside))
+    return crowded
+
+
+def wrong_binding(facts: Facts) -> Finding | str | None:
+    """Return ranks that do not run where they were to, or share a core with others."""
+    wrong = [rank for rank in facts.ranks if rank.bound_as_planned is False]
+    crowded = _crowded(facts)
+    numbers = sorted({rank.rank for rank in wrong} | set(crowded))
+    if not numbers:
+        right = sum(rank.bound_as_planned is True for rank in facts.ranks)
+        return f"{right} of {len(facts.ranks)} ranks bound as planned" if right else None
+    evidence = [f"{len(numbers)} of {max(facts.world_size, len(facts.ranks))} ranks"]
+    evidence += dict.fromkeys(text for rank in wrong for text in rank.binding_faults[:1])
+    if crowded:
+        least = min(crowded.values())
+        evidence.append(f"{ranks_text([*crowded])}: {least:.2g} CPUs for each")
+    slow = find_slow(facts)
+    saves = None
+    if set(slow.ranks) & set(numbers):
+        saves = slow.share / 2, slow.share
+        evidence.append(slow.how)
+    elif crowded and (whole := train_share(facts)):
+        saves = 0.0, (1 - min(crowded.values())) * whole
+    policy = (facts.job.get("binding") or {}).get("policy")
+    changes = []
+    if policy == "none":
+        changes.append(Change("have hpml bind the ranks", "binding.policy", "gpu-local"))
+    changes.append(
+        Change("remove what binds again after hpml: `taskset`, `numactl`, KMP_AFFINITY, GOMP_…")
+    )
+    what = "share cores" if crowded else "do not run as planned"
+    return find(
+        facts,
+        "wrong-binding",
+        len(numbers),
+        f"{ranks_text(numbers)} {what if len(numbers) > 1 else what.replace('do ', 'does ')}",
+        evidence[:4],
+        changes,
+        saves=saves,
+        of_steps=bool(slow.ranks),
+    )
+
+
+def _hot_gpus(facts: Facts) -> list[tuple[GpuFacts, float]]:
+    """Return the GPUs that heat or a brake holds down, with the share of the time."""
+    found = []
+    for node in facts.nodes:
+        for gpu in node.gpus:
+            seconds = sum(
+                value for reason, value in gpu.throttled_seconds.items() if reason.startswith(_HOT)
+            )
+            if gpu.seconds and THRESHOLDS["throttled"].level(seconds / gpu.seconds):
+                found.append((gpu, min(1.0, seconds / gpu.seconds)))
+    return found
+
+
+def throttled(facts: Facts) -> Finding | str | None:
+    """Return GPUs that heat or a power brake slows down; the power cap does not count."""
+    hot = _hot_gpus(facts)
+    if not hot:
+        gpus = [gpu for node in facts.nodes for gpu in node.gpus if gpu.seconds]
+        return "no GPU is throttled" if gpus else None
+    gpu, share = max(hot, key=lambda item: item[1])
+    names = {one.uuid for one, _ in hot}
+    nodes = [node.node for node in facts.nodes for one in node.gpus if one.uuid in names]
+    reason = max(gpu.throttled_seconds.items(), key=lambda item: item[1])
+    evidence = [
+        f"{share:.0%} of the time, {seconds_text(reason[1])} by {reason[0]}",
+        f"{gpu.uuid} {gpu.name} on {nodes_text(nodes)}".replace("  ", " "),
+    ]
+    slow = find_slow(facts)
+    explains = slow.cause == "throttled"
+    if explains:
+        evidence.append(f"{ranks_text(slow.ranks)}: {slow.how}")
+    # clocks that are held down seldom fall by more than half
+    saves = (slow.share / 2, slow.share) if explains else (0.0, share / 2)
+    count = f"{len(hot)} GPUs are" if len(hot) > 1 else "a GPU is"
+    return find(
+        facts,
+        "throttled",
+        share,
+        f"{count} throttled on {nodes_text(nodes)}: {share:.0%} of the time",
+        evidence,
+        exclude(facts.job, nodes),
+        saves=saves,
+        of_steps=explains,
+    )
+
+
+def communication(facts: Facts) -> Finding | str | None:
+    """Return whether collectives take a large part of the steps; waiting for a rank does not count."""
+    share_of = shares(facts, "comm_seconds")
+    if facts.world_size < 2 or not share_of:
+        return None
+    share = median(share_of.values())
+    if not _all_wait(facts) and find_slow(facts).ranks:
+        return None  # those seconds hold the waiting for that rank
+    if not THRESHOLDS["communication"].level(share):
+        return f"communication takes {share:.0%} of the steps"
+    evidence = [f"{share:.0%} of the steps' time in collectives"]
+    if not _all_wait(facts):
+        evidence.append("part of it may be waiting for slower ranks, which is not measured")
+    peak = facts.peaks.link_bandwidth if facts.peaks else None
+    if peak and facts.peaks:
+        evidence.append(f"the link carries {peak / 1e9:.3g} GB/s ({facts.peaks.origin})")
+    changes = []
+    nodes = facts.node_count
+    if nodes > 1:
+        text = "accumulate gradients over several steps (`no_sync`), or enlarge DDP's buckets"
+        changes.append(Change(text))
+    changes.append(
+        Change("send gradients as bf16: DDP's `bf16_compress_hook`", touches_accuracy=True)
+    )
+    if nodes > 1 and facts.gpu_count:
+        changes.append(Change("check the network card of each rank: `hpml show RUN --ranks`"))
+    if nodes > 1:
+        text = f"use fewer nodes: {nodes // 2} instead of {nodes}"
+        changes.append(Change(text, "resources.nodes", nodes // 2, touches_accuracy=True))
+    return find(
+        facts,
+        "communication",
+        share,
+        f"communication: {share:.0%} of each step",
+        evidence,
+        changes,
+        saves=(share * 0.2, share * 0.6),
+        of_steps=True,
+    )

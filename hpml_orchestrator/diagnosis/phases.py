@@ -1,0 +1,89 @@
+"""Findings about time outside of the steps: start-up, checkpoints, evaluation."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from hpml_orchestrator.diagnosis.model import Change
+from hpml_orchestrator.diagnosis.shares import find, steps_known
+from hpml_orchestrator.diagnosis.thresholds import LONG_PHASE_SECONDS
+from hpml_orchestrator.records.texts import seconds_text
+
+if TYPE_CHECKING:
+    from hpml_orchestrator.diagnosis.model import Facts, Finding
+
+__all__ = ["slow_evaluation", "slow_saving", "slow_start"]
+
+_STARTING = ("start-up", "launch", "rendezvous", "warm-up")
+_ADVICE = {
+    "start-up": "do less in `environment.setup`, and load fewer modules",
+    "launch": "load the software from the node's disk: a container image, or a packed environment",
+    "rendezvous": "check the network between the nodes: `NCCL_DEBUG=INFO`, NCCL_SOCKET_IFNAME",
+    "warm-up": "cache what the first steps compile (`TORCHINDUCTOR_CACHE_DIR` on shared storage)",
+}
+
+
+def slow_start(facts: Facts) -> Finding | str | None:
+    """Return whether much of the run passes before its first step; staging does not count."""
+    took = {name: facts.phases[name] for name in _STARTING if name in facts.phases}
+    if not took or not facts.elapsed_seconds or "training" not in facts.phases:
+        return None
+    seconds = sum(took.values())
+    share, longest = seconds / facts.elapsed_seconds, max(took, key=lambda name: took[name])
+    text = f"the start took {seconds_text(seconds)}"
+    if seconds < LONG_PHASE_SECONDS:
+        return text
+    parts = ", ".join(f"{name} {seconds_text(value)}" for name, value in took.items())
+    changes = [Change(_ADVICE[longest])]
+    found = find(
+        facts,
+        "slow-start",
+        share,
+        f"slow start: {seconds_text(seconds)} before the first step, most of it {longest}",
+        [f"{share:.0%} of the run", parts],
+        changes,
+        saves=(took[longest] / facts.elapsed_seconds * 0.3, share * 0.8),
+    )
+    return found or text
+
+
+def slow_saving(facts: Facts) -> Finding | str | None:
+    """Return whether checkpoints take a large part of the training."""
+    changes = [
+        Change("save less often"),
+        Change("write to the node's disk (`{local.dir}`) and bring it back with `collect`"),
+        Change("save in the background (`torch.distributed.checkpoint.async_save`)"),
+    ]
+    return _beside(facts, "slow-saving", "save_seconds", "checkpoints", changes)
+
+
+def slow_evaluation(facts: Facts) -> Finding | str | None:
+    """Return whether evaluation takes a large part of the training."""
+    changes = [
+        Change("evaluate less often"),
+        Change("share the evaluation among all ranks, without gradients (`torch.inference_mode`)"),
+    ]
+    return _beside(facts, "slow-evaluation", "evaluation_seconds", "evaluation", changes)
+
+
+def _beside(
+    facts: Facts, kind: str, name: str, what: str, changes: list[Change]
+) -> Finding | str | None:
+    """Return a finding about seconds that are not part of the steps."""
+    values = [getattr(rank, name) for rank in facts.ranks if getattr(rank, name) is not None]
+    training = facts.phases.get("training")
+    if not values or not training or not steps_known(facts):
+        return None
+    seconds = max(values)  # one rank saves, the others wait for it
+    share = min(1.0, seconds / training)
+    whole = min(1.0, seconds / facts.elapsed_seconds) if facts.elapsed_seconds else share
+    found = find(
+        facts,
+        kind,
+        share,
+        f"{what}: {share:.0%} of the training",
+        [f"{share:.0%} of the training, {seconds_text(seconds)}"],
+        changes,
+        saves=(whole * 0.4, whole * 0.8),
+    )
+    return found or f"{what} {share:.0%} of the training"

@@ -1,0 +1,178 @@
+"""Figures that several findings need: parts of the steps, hours, levels, and changes to fields."""
+
+from __future__ import annotations
+
+import re
+from statistics import median
+from typing import TYPE_CHECKING, Any
+
+from hpml_orchestrator.diagnosis.model import Change, Finding
+from hpml_orchestrator.diagnosis.thresholds import (
+    FEW_STEPS,
+    JUDGED_SECONDS,
+    SHORT_SECONDS,
+    THRESHOLDS,
+    TOO_SHORT_SECONDS,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from hpml_orchestrator.diagnosis.model import Facts, Level, RankFacts
+
+__all__ = [
+    "excesses",
+    "exclude",
+    "find",
+    "hours",
+    "is_judged",
+    "nodes_text",
+    "part",
+    "ranks_text",
+    "shares",
+    "step_seconds",
+    "steps_known",
+    "train_share",
+]
+
+_SHOWN = 4
+
+
+def steps_known(facts: Facts) -> bool:
+    """Whether enough steps were counted to judge them."""
+    return (
+        bool(facts.ranks)
+        and max((rank.steps or 0 for rank in facts.ranks), default=0) >= FEW_STEPS
+        and step_seconds(facts) >= TOO_SHORT_SECONDS
+    )
+
+
+def step_seconds(facts: Facts) -> float:
+    """Return the time of all steps of a rank, as the mean over the ranks that counted it."""
+    known = [rank.step_seconds for rank in facts.ranks if rank.step_seconds]
+    return sum(known) / len(known) if known else 0.0
+
+
+def shares(facts: Facts, name: str) -> dict[int, float]:
+    """Return a part of each rank's step time, by rank, such as `data_wait_seconds`."""
+    if not steps_known(facts):
+        return {}
+    return {
+        rank.rank: part(rank, name) / rank.step_seconds
+        for rank in facts.ranks
+        if rank.step_seconds and getattr(rank, name) is not None
+    }
+
+
+def part(rank: RankFacts, name: str) -> float:
+    """Return some seconds of a rank; 0 if they are not known, and no more than its steps took."""
+    return min(getattr(rank, name) or 0.0, rank.step_seconds or 0.0)
+
+
+def excesses(values: Mapping[int, float]) -> dict[int, float]:
+    """Return by how much each rank's figure is above the median of the others."""
+    return {
+        rank: value - median(other for one, other in values.items() if one != rank)
+        for rank, value in values.items()
+        if len(values) > 1
+    }
+
+
+def train_share(facts: Facts) -> float | None:
+    """Return the share of the run's time that steps take; None if it is not known."""
+    if not facts.elapsed_seconds:
+        return None
+    return min(1.0, step_seconds(facts) / facts.elapsed_seconds)
+
+
+def hours(facts: Facts, share: float = 1.0) -> float | None:
+    """Return a share of the run in GPU-hours, or core-hours if it has no GPU."""
+    units = facts.gpu_count or facts.core_count
+    if not facts.elapsed_seconds or not units:
+        return None
+    return share * units * facts.elapsed_seconds / 3600
+
+
+def is_judged(facts: Facts) -> bool:
+    """Whether a run is long enough, and went well enough, to say what it asked for in vain."""
+    asked = facts.job.get("resources") or {}
+    ended_well = facts.state == "COMPLETED" if facts.over else facts.state == "RUNNING"
+    return (
+        (facts.elapsed_seconds or 0.0) >= JUDGED_SECONDS
+        and ended_well
+        and not asked.get("exclusive")
+    )
+
+
+def find(
+    facts: Facts,
+    kind: str,
+    value: float,
+    verdict: str,
+    evidence: Sequence[str] = (),
+    changes: Sequence[Change] = (),
+    *,
+    saves: tuple[float, float] | None = None,
+    free_hours: float | None = None,
+    of_steps: bool = False,
+) -> Finding | None:
+    """Return a finding if the value passes its threshold, else None.
+
+    Args:
+        facts: of the run.
+        kind: in the table of thresholds.
+        value: to compare with its limits.
+        verdict, evidence, changes: of the finding; the first line of the evidence gets the limits.
+        saves: the share of the run's time that the first change saves; of the steps' time with
+            `of_steps`.
+        free_hours: hours that would have been free instead.
+        of_steps: whether the value is one of the steps, of which there must be enough.
+    """
+    threshold = THRESHOLDS[kind]
+    level = threshold.level(value)
+    if not level:
+        return None
+    trained = max(step_seconds(facts), facts.phases.get("training", 0.0))
+    few = max((rank.steps or 0 for rank in facts.ranks), default=FEW_STEPS) < FEW_STEPS
+    short = (trained or facts.elapsed_seconds or 0.0) < SHORT_SECONDS
+    known: Level = "warning" if level == "warning" or (short or few) else "critical"
+    if saves is not None and of_steps:
+        whole = train_share(facts)
+        saves = None if whole is None else (saves[0] * whole, saves[1] * whole)
+    lines = [f"{evidence[0]} ({threshold})", *evidence[1:]] if evidence else []
+    if level == "critical" and short:
+        lines.append("a short run: the same figure of a longer one is more certain")
+    gained = None if saves is None else hours(facts, (saves[0] + saves[1]) / 2)
+    return Finding(
+        kind, known, verdict, lines, tuple(changes), saves, free_hours if saves is None else gained
+    )
+
+
+def ranks_text(ranks: Sequence[int]) -> str:
+    """Return `rank 3`, or `ranks 0, 1, 2 and 5 more`."""
+    shown = ", ".join(str(rank) for rank in sorted(ranks)[:_SHOWN])
+    more = f" and {len(ranks) - _SHOWN} more" if len(ranks) > _SHOWN else ""
+    return f"rank{'s' * (len(ranks) > 1)} {shown}{more}"
+
+
+def nodes_text(nodes: Sequence[str]) -> str:
+    """Return the names of some nodes."""
+    names = list(dict.fromkeys(nodes))
+    more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
+    return ", ".join(names[:_SHOWN]) + more
+
+
+def exclude(job: Mapping[str, Any], nodes: Sequence[str]) -> list[Change]:
+    """Return the change that keeps a job off some nodes, and the advice to report them."""
+    names = [name for name in dict.fromkeys(nodes) if re.fullmatch(r"[\w.-]+", name)]
+    if not names:
+        return []
+    extra = [str(option) for option in (job.get("resources") or {}).get("extra") or ()]
+    options = [option for option in extra if not option.startswith("--exclude=")]
+    before = [option.partition("=")[2] for option in extra if option.startswith("--exclude=")]
+    value = [*options, f"--exclude={','.join([*before, *names])}"]
+    where = nodes_text(names)
+    return [
+        Change(f"leave out {where} until it is repaired", "resources.extra", value),
+        Change(f"tell the administrators: {where}, with the lines above"),
+    ]

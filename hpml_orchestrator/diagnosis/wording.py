@@ -1,0 +1,166 @@
+"""A diagnosis as text for a terminal, as Markdown, and as JSON."""
+
+from __future__ import annotations
+
+import textwrap
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Any
+
+from hpml_orchestrator.errors import counted
+from hpml_orchestrator.records.texts import printable, seconds_text
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from hpml_orchestrator.diagnosis.model import Diagnosis, Finding
+
+__all__ = ["SHOWN", "markdown", "status_line", "text", "to_json"]
+
+SHOWN = 3
+"""Findings that are printed in full."""
+
+_WIDTH = 100
+_LINES = 40
+_CHANGES = 2
+_INDENT = 10
+
+
+def text(diagnosis: Diagnosis) -> str:
+    """Return a report of at most 40 lines of 100 columns."""
+    facts = diagnosis.facts
+    verdict = diagnosis.headline
+    lines = [*_field("run", status_line(diagnosis)), *_field("verdict", verdict), ""]
+    blocks = [_block(number, one, diagnosis) for number, one in enumerate(diagnosis.findings, 1)]
+    tail = _tail(diagnosis)
+    shown = 0
+    for block in blocks[:SHOWN]:
+        if shown and len(lines) + len(block) + len(tail) + 4 > _LINES:
+            break
+        lines += [*block, ""]
+        shown += 1
+    if more := diagnosis.findings[shown:]:
+        lines += _field("also", "; ".join(one.verdict for one in more))
+    lines += tail
+    if diagnosis.findings and facts.run:
+        lines += _field("next", f"hpml report {facts.run} --apply tuned.yaml, or --try")
+    return "\n".join(printable(line) for line in lines[:_LINES])
+
+
+def status_line(diagnosis: Diagnosis) -> str:
+    """Return the run, its state and what it took, in one line."""
+    facts = diagnosis.facts
+    took = ""
+    if facts.elapsed_seconds:
+        took = f"{' in' if facts.over else ' for'} {seconds_text(facts.elapsed_seconds)}"
+    parts = [f"{facts.run}  {facts.state}{took}{'' if facts.over else ' so far'}"]
+    units, unit = (facts.gpu_count, "GPU") if facts.gpu_count else (facts.core_count, "core")
+    if units:
+        parts.append(counted(units, unit))
+        if facts.elapsed_seconds:
+            parts.append(f"{units * facts.elapsed_seconds / 3600:.2g} {unit}-hours")
+    return ", ".join(parts)
+
+
+def _field(name: str, value: str) -> list[str]:
+    """Return a named field, wrapped at the width of the report."""
+    wrapped = textwrap.wrap(
+        value, _WIDTH - _INDENT, break_on_hyphens=False, break_long_words=True
+    ) or [""]
+    first, *rest = wrapped
+    return [f"{name:<{_INDENT}}{first}", *(" " * _INDENT + line for line in rest)]
+
+
+def _tail(diagnosis: Diagnosis) -> list[str]:
+    lines = []
+    if diagnosis.notes:
+        lines += _field("note", "; ".join(one.verdict for one in diagnosis.notes))
+    if diagnosis.healthy:
+        lines += _field("fine", "; ".join(diagnosis.healthy))
+    if diagnosis.unknown:
+        missing = [f"{one.verdict} (needs {one.needs})" for one in diagnosis.unknown]
+        lines += _field("unknown", "; ".join(missing))
+    return lines
+
+
+def _block(number: int, finding: Finding, diagnosis: Diagnosis) -> list[str]:
+    cost = _cost(finding, diagnosis)
+    first, *rest = textwrap.wrap(f"{finding.verdict} ({finding.level})", _WIDTH - 3)
+    lines = [f"{number}  {first}", *(f"   {part}" for part in rest)]
+    if cost and len(lines[-1]) + len(cost) + 2 <= _WIDTH:
+        lines[-1] += f"{cost:>{_WIDTH - len(lines[-1])}}"
+    elif cost:
+        lines.append(f"   {cost}")
+    for line in finding.evidence:
+        lines += [f"   {part}" for part in textwrap.wrap(line, _WIDTH - 3, break_on_hyphens=False)]
+    for change in finding.changes[:_CHANGES]:
+        lines += [f"   {part}" for part in _field("change", change_text(change))]
+    if finding.gain is not None:
+        lines.append(f"   {'gain':<{_INDENT}}{gain_text(finding.gain)}")
+    return [line[:_WIDTH] for line in lines]
+
+
+def change_text(change: Any) -> str:
+    """Return a change with its field and value, as a job file has them."""
+    accuracy = "; can change the accuracy" if change.touches_accuracy else ""
+    shown = f"`{change.field}: {_yaml(change.value)}`"
+    where = f": {shown}" if change.field and "`" not in change.text else ""
+    return f"{change.text}{where}{accuracy}"
+
+
+def _yaml(value: Any) -> str:
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, (list, tuple)):
+        return f"[{', '.join(_yaml(one) for one in value)}]"
+    return str(value)
+
+
+def gain_text(gain: tuple[float, float]) -> str:
+    """Return an estimated gain in words."""
+    low, high = gain
+    if round(low * 100) == round(high * 100):
+        return f"about {high:.0%} of the run's time"
+    return f"{low * 100:.0f} to {high:.0%} of the run's time, estimated"
+
+
+def _cost(finding: Finding, diagnosis: Diagnosis) -> str:
+    if not finding.gain_hours:
+        return ""
+    unit = "GPU-hours" if diagnosis.facts.gpu_count else "core-hours"
+    return f"about {finding.gain_hours:.2g} {unit} of this run"
+
+
+def markdown(diagnosis: Diagnosis) -> str:
+    """Return the report as Markdown, complete."""
+    return "\n".join(printable(line) for line in _markdown(diagnosis)) + "\n"
+
+
+def _markdown(diagnosis: Diagnosis) -> Iterator[str]:
+    yield f"# {diagnosis.facts.run}"
+    yield ""
+    yield status_line(diagnosis)
+    yield ""
+    yield f"**{diagnosis.headline}**"
+    for number, one in enumerate(diagnosis.findings, 1):
+        cost = _cost(one, diagnosis)
+        yield ""
+        yield f"## {number}. {one.verdict} ({one.level})"
+        yield ""
+        yield from (f"- {line}" for line in one.evidence)
+        yield from (f"- change: {change_text(change)}" for change in one.changes)
+        if one.gain is not None:
+            yield f"- gain: {gain_text(one.gain)}{f', {cost}' if cost else ''}"
+    for title, lines in (
+        ("Notes", [one.verdict for one in diagnosis.notes]),
+        ("As it should be", diagnosis.healthy),
+        ("Unknown", [f"{one.verdict}: needs {one.needs}" for one in diagnosis.unknown]),
+    ):
+        if lines:
+            yield from ("", f"## {title}", "", *(f"- {line}" for line in lines))
+
+
+def to_json(diagnosis: Diagnosis) -> dict[str, Any]:
+    """Return the diagnosis for programs; without the job file, which the record has."""
+    value = asdict(diagnosis)
+    del value["facts"]["job"]
+    return {"headline": diagnosis.headline, **value}
