@@ -7,8 +7,9 @@ Runs alone, under torchrun, and wherever RANK, WORLD_SIZE, LOCAL_RANK, MASTER_AD
 are set (srun under hpml). GPUs are used when there are any: NCCL and mixed precision; otherwise
 gloo. `--data` holds one folder per class; a fifth of each class is the test set, chosen by a hash
 of the file names, so that it is the same for every seed and number of ranks. Copy next to this file
-hpml_checkpoint.py; hpml_channel.py, so that hpml sees the progress and can stop the training; and
-hpml_packed.py if `--data` is what `hpml pack` made of such folders.
+hpml_checkpoint.py; hpml_channel.py, so that hpml sees the progress and can stop the training;
+hpml_waits.py, so that hpml finds a slow rank; and hpml_packed.py if `--data` is what `hpml pack`
+made of such folders.
 
 With `--checkpoint DIR` it resumes from the newest checkpoint there, if there is one.
 
@@ -52,23 +53,25 @@ if TYPE_CHECKING:
     from training_jobs import hpml_checkpoint
     from training_jobs.hpml_channel import Channel
     from training_jobs.hpml_packed import Data, PackError, open_data
+    from training_jobs.hpml_waits import Waits, measure_waits
 else:
     import hpml_checkpoint
+
+    class Absent:
+        """Stands in for a file that was not copied: does nothing, and is false."""
+
+        __bool__ = __exit__ = lambda *_: False
+        __enter__ = __call__ = __getattr__ = lambda self, *_, **__: self
 
     try:
         from hpml_channel import Channel
     except ImportError:
+        Channel = Absent()
 
-        class Channel:
-            """Stands in for hpml_channel.py where that was not copied: does nothing."""
-
-            @classmethod
-            def from_env(cls) -> Channel:
-                """Return a channel to nobody."""
-                return cls()
-
-            def __getattr__(self, name: str) -> Any:
-                return lambda *_, **__: None
+    try:
+        from hpml_waits import Waits, measure_waits
+    except ImportError:
+        Waits = measure_waits = Absent()
 
     try:
         from hpml_packed import PackError, open_data
@@ -289,6 +292,7 @@ class Training:
             nesterov=True,
         )
         self.model: nn.Module = self.network
+        self.waits = Waits(self.channel, device=device)
         self._distribute()
         self.schedule = torch.optim.lr_scheduler.LambdaLR(self.optimizer, self._rate)
         self.amp = amp_of(options.amp, device)
@@ -302,6 +306,7 @@ class Training:
             self.model = DistributedDataParallel(
                 self.network, device_ids=devices, gradient_as_bucket_view=True
             )
+            self.waits = measure_waits(self.model, self.channel)
 
     def _rate(self, step: int) -> float:
         """Return the part of the scaled learning rate: from one rank's up, then a cosine to 0."""
@@ -429,8 +434,12 @@ class Training:
 
     def _train_step(self, images: Tensor, labels: Tensor) -> Tensor:
         device = self.ranks.device
-        images = images.to(device, non_blocking=True)
-        labels = labels.to(device, non_blocking=True)
+        if not self.ranks.distributed:
+            self.waits.step()
+        if device.type != "cpu":
+            with self.waits.timed("transfer_seconds"):
+                images = images.to(device, non_blocking=True)
+                labels = labels.to(device, non_blocking=True)
         with torch.autocast(device.type, self.amp, enabled=self.amp is not None):
             loss = nn.functional.cross_entropy(self.model(images), labels)
         self.optimizer.zero_grad()
@@ -474,7 +483,9 @@ class Training:
             if told != GO:
                 break
         told = max(told, self.agreement.finish())
-        self.seconds["evaluation"] += time.perf_counter() - began
+        took = time.perf_counter() - began
+        self.seconds["evaluation"] += took
+        self.channel.count(evaluation_seconds=took)
         if told == FAIL:
             self.ranks.fail_together(problem)
         if told == STOP:

@@ -103,6 +103,11 @@ class HorovodTraining(images.Training):
 
     def _distribute(self) -> None:
         options = self.options
+        self.waits = images.Waits(  # type: ignore[attr-defined]
+            self.channel,
+            device=self.ranks.device,
+            highest=lambda value: hvd.allreduce(value, op=hvd.Max),
+        )
         self.optimizer = hvd.DistributedOptimizer(
             self.optimizer,
             named_parameters=self.network.named_parameters(),
@@ -147,6 +152,8 @@ class HorovodTraining(images.Training):
         return [str(one) for one in self.ranks.gather(digest.hexdigest()[:12])]
 
     def _apply_gradients(self) -> None:
+        self.waits.step()
+        self.waits.meet()
         # Averaged before the scaler looks at them: else ranks could differ about an overflow.
         self.optimizer.synchronize()  # type: ignore[attr-defined]
         with self.optimizer.skip_synchronize():  # type: ignore[attr-defined]

@@ -4,7 +4,6 @@
 
     channel = Channel.from_env()
     channel.event("rendezvous")
-    ...
     channel.event("warm-up", steps=20)
     channel.event("training", step=step, total_steps=total_steps)
     for images, labels in loader:
@@ -13,7 +12,9 @@
         channel.count(samples=len(labels), steps=1, data_wait_seconds=waited, step_seconds=took)
         if channel.stop_requested():
             break
-    channel.result(test_accuracy=0.97)
+    with channel.timed("evaluation_seconds"):
+        accuracy = evaluate(model)
+    channel.result(test_accuracy=accuracy)
     channel.close()
 
 Outside hpml (`HPML_CHANNEL` is not set, or nobody listens) every call does nothing. No call waits
@@ -21,14 +22,12 @@ for hpml, except `close`, which waits half a second at most; no call raises. Sta
 Python 3.9 and newer. Make all calls from one thread, that of the training loop.
 
 Messages are JSON objects, one per datagram of at most 8 KiB, to an abstract unix socket:
-
-    {"v": 1, "type": "event" | "result" | "hello", "event": NAME, "time": SECONDS, "rank": 0,
-     "local_rank": 0, "world_size": 1, "pid": 4242, "data": {...}}
-
-`from_env` sends a `hello`; the only answer, at any time, is `{"v": 1, "stop": REASON}`. Counters
-are sums since the process began, so a lost datagram loses nothing. With those of `step` travels
-`"step_buckets": {"4": 1200, ...}`: the number of steps in each bucket of a histogram with the
-bounds STEP_BOUNDS_SECONDS (0: at most 1 ms, ..., 10: over 60 s), without the empty ones.
+`{"v": 1, "type": "event" | "result" | "hello", "event": NAME, "time": SECONDS, "rank": 0,
+"local_rank": 0, "world_size": 1, "pid": 4242, "data": {...}}`. `from_env` sends a `hello`; the only
+answer, at any time, is `{"v": 1, "stop": REASON}`. Counters are sums since the process began, so a
+lost datagram loses nothing. With those of `step` travels `"step_buckets": {"4": 1200, ...}`: the
+number of steps in each bucket of a histogram with the bounds STEP_BOUNDS_SECONDS (0: at most 1 ms,
+..., 10: over 60 s), without the empty ones.
 """
 
 from __future__ import annotations
@@ -41,106 +40,85 @@ import socket
 import time
 from bisect import bisect_left
 from collections import deque
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from typing import Any
 
 __all__ = ["MAX_DATAGRAM_BYTES", "STEP_BOUNDS_SECONDS", "Channel"]
 
 MAX_DATAGRAM_BYTES = 8192
 STEP_EVERY_SECONDS = 1.0
-CLOSE_WAIT_SECONDS = 0.5
+CLOSE_WAITS = 100  # of 5 ms
 UNSENT_EVENTS = 64
 STEP_BOUNDS_SECONDS = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 60.0)
-MOST_STEPS = 1_000_000_000  # in one count; more is a mistake, and no histogram
 MOST_AMOUNT = 1e18  # in one count of anything; NaN and infinity are not amounts either
 
 
 class Channel:
-    """The connection of one rank to the agent of its node.
+    """The connection of one rank (`rank`, `local_rank`, `world_size`) to the agent of its node.
 
-    Args:
-        name: of the agent's abstract socket, without its leading NUL; empty: nothing is sent.
-        rank: global rank.
-        local_rank: rank within the node.
-        world_size: number of ranks.
-
-    Attributes:
-        sent: number of datagrams that were sent.
-        dropped: number of lost datagrams (the agent is gone or too slow, the message is too long or
-            not JSON), and of counts that are negative, NaN or not numbers.
+    `sent` counts datagrams that were sent; `dropped` those that were lost (the agent is gone or too
+    slow, the message is too long or not JSON), and counts that are negative, NaN or not numbers.
     """
 
-    def __init__(
-        self, name: str = "", *, rank: int = 0, local_rank: int = 0, world_size: int = 1
-    ) -> None:
+    def __init__(self, name: str = "", **who: int) -> None:
+        """Connect to an abstract socket, named without its leading NUL; without a name to none."""
         self.sent = self.dropped = 0
         self._address = "\0" + name
-        self._who = {"rank": rank, "local_rank": local_rank, "world_size": world_size}
+        self._who = {"rank": 0, "local_rank": 0, "world_size": 1, **who}
         self._socket: socket.socket | None = None
-        if name:
-            try:
-                self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
-                self._socket.setblocking(False)
+        with suppress(OSError, AttributeError):  # no descriptor left; a system without unix sockets
+            if name:
+                new = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
+                new.setblocking(False)
                 # A name, so that the agent can answer. Not bind(""), for which Linux chooses one:
                 # Python before 3.10.6 gives all sockets the same.
-                self._socket.bind("\0hpml-rank-" + os.urandom(12).hex())
-            except (OSError, AttributeError):  # no descriptor left; a system without unix sockets
-                self._socket = None
-        self._totals: dict[str, float] = dict.fromkeys(
-            ("samples_total", "steps_total", "data_wait_seconds_total", "step_seconds_total"), 0
-        )
+                new.bind("\0hpml-rank-" + os.urandom(12).hex())
+                self._socket = new
+        names = ("samples", "steps", "data_wait_seconds", "step_seconds")
+        self._totals: dict[str, float] = {f"{name}_total": 0 for name in names}
         self._gauges: dict[str, Any] = {}
         self._buckets = [0] * (len(STEP_BOUNDS_SECONDS) + 1)
         self._unsent: deque[bytes] = deque()
-        self._step_due = 0.0
-        self._counted_at: float | None = None  # the time of the last count
-        self._news = False  # counters or gauges that were not sent
-        self._first = True
-        self._warm_until = 0.0  # steps in total, before which no counters are sent
-        self._stop = False
+        self._step_due = self._warm_until = 0.0  # seconds; steps, before which none are sent
+        self._counted_at: float | None = None  # the time of the last step
+        self._first, self._news, self._stop = True, False, False
 
     @classmethod
     def from_env(cls) -> Channel:
         """Return the channel that hpml prepared for this rank, or one that does nothing."""
-        who = {"rank": 0, "local_rank": 0, "world_size": 1}
-        for name in who:
+        channel = cls(os.environ.get("HPML_CHANNEL", ""))
+        for name in channel._who:
             with suppress(KeyError, ValueError):
-                who[name] = int(os.environ[name.upper()])
-        channel = cls(os.environ.get("HPML_CHANNEL", ""), **who)
+                channel._who[name] = int(os.environ[name.upper()])
         if channel._socket is not None:
-            channel._send("hello", "hello", _write_stacks_on_signal(), keep=True)
+            channel._send("hello", "hello", _write_stacks_on_signal())
         return channel
 
     def event(self, event: str, **data: Any) -> None:
-        """Report at once that something happened.
+        """Report at once that something happened; data have units in their names.
 
-        Args:
-            event: `rendezvous` (before the process group's start), `resumed`, `warm-up`, `training`
-                (before the first step), `evaluation`, `checkpoint` or `stopping`.
-            data: what belongs to it, with units in the names. `step` counts the optimizer's steps
-                since the training began, over all restarts: `resumed(step=, checkpoint=)`,
-                `training(step=, total_steps=)`, `checkpoint(step=, seconds=, size_bytes=)`,
-                `stopping(step=)`. The counters of `warm-up(steps=20)` are sent after 20 steps: the
-                first counters that hpml gets end the warm-up.
+        `rendezvous` (before the process group's start), `warm-up(steps=20)`, `training(step=,
+        total_steps=)` (before the first step), `resumed(step=, checkpoint=)`, `evaluation`,
+        `checkpoint(step=, seconds=, size_bytes=)` or `stopping(step=)`. `step` counts the
+        optimizer's steps since the training began, over all restarts. The first counters that hpml
+        gets end the warm-up: those of `warm-up(steps=20)` are sent after 20 steps.
         """
-        if self._socket is not None:
-            self._send("event", event, data, keep=True)
-            if event == "warm-up":
-                self._first = True
-                more: Any = data.get("steps")
-                self._warm_until = self._totals["steps_total"] + (more if _is_amount(more) else 0)
+        self._send("event", event, data)
+        if event == "warm-up":
+            steps: Any = data.get("steps")
+            self._warm_until = self._totals["steps_total"] + (steps if _is_amount(steps) else 0)
+            self._first = True
 
     def count(self, **increments: float) -> None:
         """Add to the counters since the process began, which are sent at most once a second.
 
         Without increments it is a sign of life: hpml ends ranks that send nothing for too long.
-
-        Args:
-            increments: `samples`, `steps`, `data_wait_seconds`, `step_seconds`, or any other
-                counter; `samples` travels as `samples_total` and so on. Of several steps in one
-                call each counts as long as their mean. `comm_seconds` is exported only with
-                `gauge(comm_method=...)`, how it was measured: frameworks overlap communication
-                with computation, so that a figure without its method has no meaning.
+        `samples`, `steps`, `step_seconds` and its parts, as far as they were measured:
+        `data_wait_seconds`, `transfer_seconds` (to the device), `wait_seconds` (for slower ranks),
+        `comm_seconds` (needs `gauge(comm_method=...)`: how it was measured); between steps
+        `save_seconds` and `evaluation_seconds`; or any other. `samples` travels as `samples_total`.
+        Of several steps in one call each counts as long as their mean.
         """
         if self._socket is None:
             return
@@ -150,46 +128,51 @@ class Channel:
             total = name + "_total"
             self._totals[total] = self._totals.get(total, 0) + amount
         steps, seconds = amounts.get("steps", 0), amounts.get("step_seconds")
-        if 0 < steps < MOST_STEPS and seconds is not None:
+        if steps and seconds is not None:
             self._buckets[bisect_left(STEP_BOUNDS_SECONDS, seconds / steps)] += int(steps)
-        self._counted_at, self._news = time.time(), True
-        if self._totals["steps_total"] < self._warm_until:
-            return
-        now = time.monotonic()
-        if self._first or now >= self._step_due:
+        # An evaluation or a save does not prolong the time in which the steps were taken.
+        if self._counted_at is None or not amounts or amounts.keys() & {"steps", "samples"}:
+            self._counted_at = time.time()
+        self._news, now = True, time.monotonic()
+        is_warm = self._totals["steps_total"] >= self._warm_until
+        if is_warm and (self._first or now >= self._step_due):
             self._step_due = now + STEP_EVERY_SECONDS
             self._send_step(keep=self._first)
             self._first = False
 
+    @contextmanager
+    def timed(self, counter: str) -> Iterator[None]:
+        """Add the seconds of a `with` block to a counter, such as `evaluation_seconds`."""
+        began = time.perf_counter()
+        yield
+        self.count(**{counter: time.perf_counter() - began})
+
     def gauge(self, **values: Any) -> None:
-        """Set what is sent with the next counters: `loss`, `accuracy`, `epoch`.
+        """Set what is sent with the next counters; of a tensor the value that it has then.
 
         Exported are `loss`, `accuracy` (0 to 1) and `mfu` (0 to 1: FLOP/s of the model over the
-        devices' peak); `comm_method="ddp-comm-hook, 1 in 50"` is how `comm_seconds` was measured.
-        A tensor may be given; its value is taken when it is sent, not at every step.
+        devices' peak); `comm_method` is how `comm_seconds` was measured, see hpml_waits.py.
         """
-        if self._socket is not None:
-            self._gauges.update(values)
-            self._news = True
+        self._gauges.update(values)
+        self._news = True
 
     def result(self, **data: Any) -> None:
         """Send the final figures of the training, such as `test_accuracy`; from one rank only."""
-        if self._socket is not None:
-            self._send("result", "evaluation", data, keep=True)
+        self._send("result", "evaluation", data)
 
     def close(self) -> None:
         """Send the last counters and gauges, with the time of the counters, and what is unsent."""
-        if self._socket is None:
-            return
         if self._news and self._counted_at is not None:
-            self._send_step(keep=True)
-        deadline = time.monotonic() + CLOSE_WAIT_SECONDS
-        while not self._send_unsent() and time.monotonic() < deadline:
+            self._send_step()
+        for _ in range(CLOSE_WAITS):
+            if self._send_unsent():
+                break
             time.sleep(0.005)
         self.dropped += len(self._unsent)
         self._unsent.clear()
-        self._socket.close()
-        self._socket = None
+        if self._socket is not None:
+            self._socket.close()
+            self._socket = None
 
     def stop_requested(self) -> bool:
         """Return whether hpml asked the training to stop; takes a microsecond, so call it often.
@@ -208,67 +191,46 @@ class Channel:
                     self._stop = bool(json.loads(datagram)["stop"])
         return self._stop
 
-    def _send_step(self, *, keep: bool) -> None:
-        at, self._news = self._counted_at, False
-        buckets = {str(number): count for number, count in enumerate(self._buckets) if count}
-        more = {"step_buckets": buckets} if buckets else {}
-        data = {**self._totals, **self._gauges}
-        self._send("event", "step", data, keep=keep, time=at, **more)
+    def _send_step(self, *, keep: bool = True) -> None:
+        data, more, self._news = {**self._totals, **self._gauges}, {}, False
+        if any(self._buckets):
+            more["step_buckets"] = {str(i): count for i, count in enumerate(self._buckets) if count}
+        self._send("event", "step", data, keep=keep, time=self._counted_at, **more)
 
-    def _send(
-        self, kind: str, event: str, data: dict[str, Any], *, keep: bool, **more: Any
-    ) -> None:
+    def _send(self, kind: str, event: str, data: Any, *, keep: bool = True, **more: Any) -> None:
         """Send one datagram behind those still unsent; with `keep` a full socket only delays it."""
-        message = {"v": 1, "type": kind, "event": event, "time": time.time(), **self._who}
-        try:
-            datagram = _encode({**message, "pid": os.getpid(), "data": data, **more})
-        except Exception:  # noqa: BLE001 - a value of the user's own type may raise anything
-            self.dropped += 1
+        if self._socket is None:
             return
-        if len(datagram) > MAX_DATAGRAM_BYTES:
-            self.dropped += 1
-        elif self._send_unsent() and self._send_now(datagram):
-            pass
-        elif keep and len(self._unsent) < UNSENT_EVENTS:
-            self._unsent.append(datagram)
-        else:
-            self.dropped += 1
+        who = {"time": time.time(), **self._who, "pid": os.getpid()}
+        with suppress(Exception):  # a value of the user's own type may raise anything
+            datagram = _encode({"v": 1, "type": kind, "event": event, **who, "data": data, **more})
+            if len(datagram) <= MAX_DATAGRAM_BYTES:
+                self._unsent.append(datagram)
+                if self._send_unsent() or (keep and len(self._unsent) <= UNSENT_EVENTS):
+                    return
+                self._unsent.pop()
+        self.dropped += 1
 
     def _send_unsent(self) -> bool:
-        """Send what waits; False when the socket is full again."""
-        while self._unsent:
-            if not self._send_now(self._unsent[0]):
+        """Hand what waits to the kernel; False when it would have to wait longer."""
+        while self._unsent and self._socket is not None:
+            try:
+                self._socket.sendto(self._unsent[0], self._address)
+                self.sent += 1
+            except BlockingIOError:
                 return False
+            except OSError:  # nobody listens: nothing to wait for
+                self.dropped += 1
             self._unsent.popleft()
-        return True
-
-    def _send_now(self, datagram: bytes) -> bool:
-        """Hand one datagram to the kernel; False when it would have to wait."""
-        if self._socket is None:
-            return True
-        try:
-            self._socket.sendto(datagram, self._address)
-        except BlockingIOError:
-            return False
-        except OSError:  # nobody listens: nothing to wait for
-            self.dropped += 1
-        else:
-            self.sent += 1
         return True
 
 
 def _encode(message: dict[str, Any]) -> bytes:
-    """Return a message as JSON; a number that is not finite (a diverged loss) becomes null."""
-    text = json.dumps(message, separators=(",", ":"), default=_plain)
+    """Return a message as JSON: of a tensor its number, null for one that is not finite."""
+    text = json.dumps(message, default=lambda value: getattr(value, "item", value.__str__)())
     if "NaN" in text or "Infinity" in text:
-        text = json.dumps(json.loads(text, parse_constant=lambda _: None), separators=(",", ":"))
+        text = json.dumps(json.loads(text, parse_constant=lambda _: None))
     return text.encode("ascii")
-
-
-def _plain(value: Any) -> Any:
-    """Return what JSON can hold of a tensor, a NumPy scalar or anything else."""
-    item = getattr(value, "item", None)
-    return item() if callable(item) else str(value)
 
 
 def _is_amount(value: Any) -> bool:

@@ -127,8 +127,10 @@ class Checkpoints:
             for written in self._on_ranks(path, partial(self._write_shards, aside, sharded)):
                 files.update(written)
         size = self._on_ranks(path, partial(self._publish, path, aside, content, files))[0]
+        took = time.perf_counter() - began
+        if self.channel is not None:
+            self.channel.count(save_seconds=took)
         if self.channel is not None and self.ranks.rank == 0:
-            took = time.perf_counter() - began
             self.channel.event("checkpoint", step=step, seconds=took, size_bytes=size)
 
     def load(self, sharded: dict[str, Any] | None = None) -> Any:

@@ -18,6 +18,7 @@ from prometheus_client.core import Metric
 from hpml_exporters.core.metric import shown_name
 from hpml_exporters.core.sampler import Snapshot
 from hpml_exporters.options import NodeOptions
+from hpml_exporters.training.metrics import OF_COUNTERS, OF_PARTS
 from hpml_orchestrator.records.files import write_json
 
 __all__ = ["GPU_METRICS", "JOB_LEVELS", "JOB_METRICS", "TRAIN_METRICS", "Summary"]
@@ -37,7 +38,7 @@ JOB_LEVELS = {
 }
 """Levels of which the highest is kept."""
 
-_TRAIN = ("samples", "steps", "data_wait_seconds", "comm_seconds")
+_TRAIN = (*OF_COUNTERS, *OF_PARTS, "comm_seconds")
 TRAIN_METRICS = {f"hpml_train_{name}_total": name for name in _TRAIN}
 """Counters of what the ranks tell."""
 

@@ -2,7 +2,7 @@ r"""What a node's agent tells exporters of a training: the figures of its ranks,
 
 One message, of at most 32 KiB:
 
-    hpml-feed 1 <part>\n
+    hpml-feed 2 <part>\n
     {"pid": 4242, "binding": [7, 1] or null, "ranks": [
         {"r": 0, "age": 0.4, "t": [one number per COUNTERS],
          "b": [steps by duration, see STEP_BOUNDS_SECONDS] or null,
@@ -34,7 +34,17 @@ __all__ = [
     "part_of",
 ]
 
-COUNTERS = ("samples", "steps", "data_wait_seconds", "step_seconds", "comm_seconds")
+COUNTERS = (
+    "samples",
+    "steps",
+    "data_wait_seconds",
+    "step_seconds",
+    "comm_seconds",
+    "transfer_seconds",
+    "wait_seconds",
+    "save_seconds",
+    "evaluation_seconds",
+)
 """What each rank counts; on the channel of the ranks these names end in `_total`."""
 
 GAUGES = ("loss", "accuracy", "mfu")
@@ -45,9 +55,9 @@ STEP_BOUNDS_SECONDS = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 60.0)
 BUCKETS = len(STEP_BOUNDS_SECONDS) + 1
 MAX_MESSAGE_BYTES = 32 * 1024
 MAX_METHOD_CHARACTERS = 64
-_HEAD = b"hpml-feed 1 "
+_HEAD = b"hpml-feed 2 "
 _HEAD_BYTES = 24
-_RANKS_PER_PART = 40  # of at most 800 bytes
+_RANKS_PER_PART = 36  # of at most 900 bytes
 _HIGHEST = 1e18
 
 

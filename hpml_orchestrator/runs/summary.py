@@ -54,6 +54,9 @@ class Summary:
     world_size: int = 0  # by those records; 0 without any
     result: dict[str, Any] = field(default_factory=dict)  # what the training reported at its end
     last_step: dict[str, Any] = field(default_factory=dict)  # rank 0's last counters
+    # By rank: `rank`, `seconds` between the first and the last counters since the warm-up, and by
+    # how much each counter (`samples`, `steps`, `wait_seconds`) grew; what was not counted is out.
+    training: list[dict[str, float]] = field(default_factory=list)
     data_wait_ratio: float | None = None  # share of the ranks' step time spent waiting for data
     # Of all ranks, as the result says, else by the counters since the warm-up ended.
     samples_per_second: float | None = None
@@ -129,6 +132,7 @@ def _summary(state: State, attempt: Attempt) -> Summary:
         world_size=int(max((rank.get("world_size", 0.0) for rank in ranks), default=0.0)),
         result=result,
         last_step=last_step,
+        training=timeline.grown(),
         data_wait_ratio=_data_wait(timeline),
         samples_per_second=rate,
         binding=bound.line,
@@ -204,6 +208,26 @@ class Timeline:
                 event if time < first.time else first,
                 event if time >= last.time else last,
             )
+
+    def grown(self) -> list[dict[str, float]]:
+        """Return each rank's counters since the warm-up ended, see `Summary.training`."""
+        ranks = []
+        for rank, (first, last) in sorted(self.steps.items()):
+            before, after = _totals(first), _totals(last)
+            if after.get("steps", 0.0) < before.get("steps", 0.0):  # the rank was started again
+                before = {}
+            figures = {"rank": float(rank), "seconds": last.time - first.time}
+            for name, total in after.items():
+                figures[name] = max(0.0, total - before.get(name, 0.0))
+            ranks.append(figures)
+        return ranks
+
+
+def _totals(event: Event) -> dict[str, float]:
+    """Return the counters of an event `step`, without the end of their names."""
+    end = "_total"
+    told = numbers(event.data).items()
+    return {name[: -len(end)]: value for name, value in told if name.endswith(end)}
 
 
 def phases(

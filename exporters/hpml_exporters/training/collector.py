@@ -98,6 +98,9 @@ def _series(
     if job.totals["steps"]:  # before, its ranks have counted nothing: there may be no channel
         for name, spec in metrics.OF_COUNTERS.items():
             yield spec, (), job.totals[name]
+        for name, spec in metrics.OF_PARTS.items():
+            if job.totals[name]:
+                yield spec, (), job.totals[name]
         yield metrics.RANKS, (), len(job.ranks(now))
     for method, seconds in sorted(job.comm.items()):
         yield metrics.COMM_SECONDS, (method,), seconds
@@ -120,16 +123,26 @@ def _spread(job: _JobTotals, now: float) -> Iterator[tuple[MetricSpec, tuple[str
     if steps:
         yield metrics.RANK_STEP_SECONDS, ("fastest",), min(steps)
         yield metrics.RANK_STEP_SECONDS, ("slowest",), max(steps)
-    if steps and job.totals["data_wait_seconds"]:  # else the training does not measure it
-        # Of ranks that wait alike the lowest counts as the longest, so that the series stays.
-        waits = [
-            (rank.per_step("data_wait_seconds") or 0.0, -rank.number)
+    # Of ranks that wait alike the lowest is named, so that the series stays.
+    for counter, spec in (
+        ("data_wait_seconds", metrics.RANK_DATA_WAIT_SECONDS),
+        ("wait_seconds", metrics.RANK_WAIT_SECONDS),
+    ):
+        waits = {
+            rank.number: rank.per_step(counter) or 0.0
             for rank, seconds in each
             if seconds is not None
-        ]
-        yield metrics.RANK_DATA_WAIT_SECONDS, ("shortest",), min(waits)[0]
-        yield metrics.RANK_DATA_WAIT_SECONDS, ("longest",), max(waits)[0]
-        yield metrics.LONGEST_DATA_WAIT, (str(-max(waits)[1]),), 1.0
+        }
+        if not waits or not job.totals[counter]:  # the training does not measure it
+            continue
+        ranks = sorted(waits)
+        shortest, longest = min(ranks, key=waits.__getitem__), max(ranks, key=waits.__getitem__)
+        yield spec, ("shortest",), waits[shortest]
+        yield spec, ("longest",), waits[longest]
+        if counter == "wait_seconds":
+            yield metrics.SHORTEST_WAIT, (str(shortest),), 1.0
+        else:
+            yield metrics.LONGEST_DATA_WAIT, (str(longest),), 1.0
 
 
 @dataclass

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from hpml_exporters.core.metric import MetricSpec, metric
 
-__all__ = ["OF_COUNTERS", "OF_GAUGES", "SPECS"]
+__all__ = ["OF_COUNTERS", "OF_GAUGES", "OF_PARTS", "SPECS"]
 
 _CHANNEL = "training channel (training_jobs/hpml_channel.py), through the job's node agent"
+_MEASURED = f"{_CHANNEL}; only when the training measures it"
 _VERIFIED = "the node agent's look at the ranks' live processes"
 
 
@@ -35,6 +36,27 @@ COMM_SECONDS = _of_job(
     "method",
     source=f"{_CHANNEL}; only when the training names its method",
 )
+TRANSFER_SECONDS = _of_job(
+    "hpml_train_transfer_seconds_total",
+    "Time that the ranks on this node have copied batches to their devices, summed over ranks.",
+    source=_MEASURED,
+)
+WAIT_SECONDS = _of_job(
+    "hpml_train_wait_seconds_total",
+    "Time that the ranks on this node have waited for slower ranks before they averaged gradients, "
+    "summed over ranks.",
+    source=_MEASURED,
+)
+SAVE_SECONDS = _of_job(
+    "hpml_train_save_seconds_total",
+    "Time that the ranks on this node have spent on checkpoints, summed over ranks.",
+    source=_MEASURED,
+)
+EVALUATION_SECONDS = _of_job(
+    "hpml_train_evaluation_seconds_total",
+    "Time that the ranks on this node have spent on evaluations, summed over ranks.",
+    source=_MEASURED,
+)
 STEP_DURATION = MetricSpec(
     "hpml_train_step_duration_seconds",
     "histogram",
@@ -55,13 +77,27 @@ RANK_DATA_WAIT_SECONDS = _of_job(
     "Mean wait for data in a step over the last minute, of the rank here that waits shortest and "
     "of the one that waits longest.",
     "which",
-    source=f"{_CHANNEL}; only when the training measures it",
+    source=_MEASURED,
 )
 LONGEST_DATA_WAIT = _of_job(
     "hpml_train_longest_data_wait_info",
     "The global rank here that waited longest for data in a step of the last minute.",
     "rank",
-    source=f"{_CHANNEL}; only when the training measures it",
+    source=_MEASURED,
+)
+RANK_WAIT_SECONDS = _of_job(
+    "hpml_train_rank_wait_seconds",
+    "Mean wait for slower ranks in a step over the last minute, of the rank here that waits "
+    "shortest and of the one that waits longest.",
+    "which",
+    source=_MEASURED,
+)
+SHORTEST_WAIT = _of_job(
+    "hpml_train_shortest_wait_info",
+    "The global rank here that waited shortest for others in a step of the last minute: if others "
+    "wait long, they wait for this one.",
+    "rank",
+    source=_MEASURED,
 )
 RANKS = _of_job(
     "hpml_train_ranks", "Ranks on this node that have reported in the last minute.", source=_CHANNEL
@@ -101,13 +137,21 @@ FEED_REFUSED = metric(
 OF_COUNTERS = {"samples": SAMPLES, "steps": STEPS, "data_wait_seconds": DATA_WAIT_SECONDS}
 """By the names in `records.feed.COUNTERS`."""
 
+OF_PARTS = {
+    "transfer_seconds": TRANSFER_SECONDS,
+    "wait_seconds": WAIT_SECONDS,
+    "save_seconds": SAVE_SECONDS,
+    "evaluation_seconds": EVALUATION_SECONDS,
+}
+"""The same, of what few trainings measure."""
+
 OF_GAUGES = {"loss": LOSS, "accuracy": ACCURACY, "mfu": MFU}
 """By the names in `records.feed.GAUGES`."""
 
 SPECS = (
     *OF_COUNTERS.values(),
-    *(COMM_SECONDS, STEP_DURATION, RANK_STEP_SECONDS, RANK_DATA_WAIT_SECONDS, LONGEST_DATA_WAIT),
-    RANKS,
+    *(COMM_SECONDS, *OF_PARTS.values(), STEP_DURATION, RANK_STEP_SECONDS),
+    *(RANK_DATA_WAIT_SECONDS, LONGEST_DATA_WAIT, RANK_WAIT_SECONDS, SHORTEST_WAIT, RANKS),
     *OF_GAUGES.values(),
     *(BINDING_OK, BINDING_WRONG, FEED_REFUSED),
 )

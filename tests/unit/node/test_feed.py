@@ -15,7 +15,8 @@ import pytest
 
 from hpml_orchestrator.node.feed import Feed
 
-COUNTERS = ("samples", "steps", "data_wait_seconds", "step_seconds", "comm_seconds")
+PARTS = ("transfer_seconds", "wait_seconds", "save_seconds", "evaluation_seconds")
+COUNTERS = ("samples", "steps", "data_wait_seconds", "step_seconds", "comm_seconds", *PARTS)
 GAUGES = ("loss", "accuracy", "mfu")
 
 
@@ -62,7 +63,7 @@ def messages(end: socket.socket) -> list[dict[str, Any]]:
             head, _, body = end.recv(40000).partition(b"\n")
         except BlockingIOError:
             return received
-        assert head.startswith(b"hpml-feed 1 ")
+        assert head.startswith(b"hpml-feed 2 ")
         assert len(head) + len(body) < 32 * 1024
         received.append(json.loads(body))
 
@@ -83,7 +84,11 @@ def test_counters_go_out_once_a_second(clocked: Clocked) -> None:
     clocked.feed.take(0, 11, counters(32, 1, data_wait_seconds_total=0.5, loss=0.25))
     assert clocked.act() == 1.0
     first = ranks(end)[0]
-    assert (first["t"], first["g"], first["b"]) == ([32, 1, 0.5, 0, 0], {"loss": 0.25}, None)
+    assert (first["t"], first["g"], first["b"]) == (
+        [32, 1, 0.5, 0, 0, 0, 0, 0, 0],
+        {"loss": 0.25},
+        None,
+    )
     for step in range(2, 10):
         clocked.feed.take(0, 11, counters(32 * step, step))
         clocked.act(0.1)
@@ -155,7 +160,7 @@ def test_many_ranks_are_several_messages(clocked: Clocked) -> None:
         clocked.feed.take(rank, rank, {**data, "comm_method": method}, buckets)
     clocked.act()
     received = messages(end)
-    assert [len(message["ranks"]) for message in received] == [40, 40, 20]
+    assert [len(message["ranks"]) for message in received] == [36, 36, 28]
     first = [rank["r"] for rank in received[0]["ranks"]]
     clocked.feed.take(200, 1, counters(1, 1))
     clocked.act(1)

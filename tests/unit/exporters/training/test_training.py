@@ -173,7 +173,7 @@ def test_the_spread_between_ranks(training: Training) -> None:
 
 
 def figures(samples: float, steps: float, wait: float = 0.0) -> RankFigures:
-    return RankFigures(0, 0.0, (samples, steps, wait, 0.0, 0.0), (0,) * 11, "", {})
+    return RankFigures(0, 0.0, (samples, steps, wait, *[0.0] * 6), (0,) * 11, "", {})
 
 
 def test_counters_never_fall(run: Path) -> None:
@@ -230,10 +230,10 @@ def test_labels_and_series_have_a_bound(training: Training) -> None:
 
 BAD = [
     b"garbage",
-    b"hpml-feed 1 -\n{}",
-    b"hpml-feed 1 0\n[]",
-    b"hpml-feed 1 0\n\xff",
-    b"hpml-feed 1 0\n" + b"[" * 20000,
+    b"hpml-feed 2 -\n{}",
+    b"hpml-feed 2 0\n[]",
+    b"hpml-feed 2 0\n\xff",
+    b"hpml-feed 2 0\n" + b"[" * 20000,
     *(
         encode(1, None, [figures(7, 7)])[0].replace(old, new)
         for old, new in (
