@@ -26,15 +26,16 @@ from tests.unit.local_runs import Desk
 
 __all__ = ["ALL", "RECORDS", "FaultDesk", "restore"]
 
-ROOT = Path(__file__).parents[2]
-RECORDS = Path(__file__).parent / "records"
+HERE = Path(__file__).parent
+ROOT = HERE.parents[1]
+RECORDS = HERE / "records"
 ALL = {**CASES, **HEALTHY}
 BASE = {
     "launcher": "srun",
-    "script": "faulty.py",
     "resources": {"ranks_per_node": 2, "cpus_per_rank": 1, "time": "10:00"},
 }
-OPTIONS = {"epochs": 7, "width": 48, "batch_size": 32}
+OPTIONS = {"epochs": 7, "width": 48, "batch_size": 32}  # with ddp
+FILES, FILE_BYTES = 64, 4096
 LIMITED = "ip link set lo up && tc qdisc add dev lo root tbf rate {} burst 64k latency 4s"
 KEPT = """
 run.json submit.json job.json final.json runs.tsv sbatch.started ended.json head.json over
@@ -58,7 +59,8 @@ class FaultDesk(Desk):
         super().__init__(root)
         self.prefix: list[str] = []
         self.more: dict[str, str] = {}
-        for file in (*(ROOT / "training_jobs").glob("*.py"), ROOT / "tests/faultmatrix/faulty.py"):
+        trainings = (HERE / "faulty.py", HERE / "light.py")
+        for file in (*(ROOT / "training_jobs").glob("*.py"), *trainings):
             shutil.copy(file, root)
 
     def _command(self, arguments: tuple[str, ...]) -> dict[str, Any]:
@@ -69,12 +71,19 @@ class FaultDesk(Desk):
 
     def carry_out(self, case: Case, seed: int) -> str:
         """Run a case to its end, and return its run's id."""
-        if not (self.root / "digits").exists():
-            words = [sys.executable, self.root / "make_digits.py", self.root / "digits"]
+        data = self.root / "digits"
+        if case.ddp:
+            words = [sys.executable, self.root / "make_digits.py", data]
             subprocess.run(words, check=True, stdout=subprocess.DEVNULL)
+        else:
+            data.mkdir()
+            for number in range(FILES):
+                (data / f"{number}.bin").write_bytes(random.randbytes(FILE_BYTES))
         with self._around(case, seed):
             file = self.job(**self._document(case, seed))
-            self.hpml("run", "--local", file)
+            command = self._command(("run", "--local", file))
+            done = subprocess.run(**command, capture_output=True, timeout=1800, check=False)
+            assert done.returncode == 0, done.stderr + done.stdout
         (run,) = {one["id"] for one in self.json("list") if one["id"].startswith(self.name)}
         return str(run)
 
@@ -82,8 +91,9 @@ class FaultDesk(Desk):
         self.name = f"job-{random.randrange(16**6):06x}"
         job = merged({**BASE, "name": self.name}, case.job)
         job["environment"] = {"venv": sys.prefix}
-        options: dict[str, Any] = {**OPTIONS, **case.options, "seed": seed}
-        options["data"] = "digits"
+        job["script"] = "faulty.py" if case.ddp else "light.py"
+        options: dict[str, Any] = {**OPTIONS, "seed": seed} if case.ddp else {}
+        options |= {**case.options, "data": "digits"}
         if any(entry["name"] == "digits" for entry in job.get("stage", ())):
             options["data"] = "{stage.digits}"
         if case.gpus:
@@ -115,7 +125,7 @@ class FaultDesk(Desk):
                 (group / "cpu.cfs_quota_us").write_text(f"{percent * 1000:.0f}")
                 self.more["FAULTY_GROUP"] = str(group)
             if "memory" in case.faults:
-                self.more["FAULTY_MOST_MIB"] = "1500"
+                self.more["FAULTY_MOST_MIB"] = "860"
             if case.megabytes:
                 self._make_big_file(case.megabytes)
             if case.disk:

@@ -24,7 +24,7 @@ WARM = {"gpm_dram": 50, "power": 600, "temp": 62, "clock_sm": 1755, "mem_used": 
 WORKING = {**BUSY, **WARM}
 """What a simulated H100 says that is used well."""
 
-LONG = {"epochs": 32, "width": 16}
+LONG = {"steps": 1350}
 """More than ten minutes with `pace`: shorter runs are not judged by what they asked for."""
 
 
@@ -45,6 +45,7 @@ class Case:
         link: bytes per second of the ranks' network, in a network namespace.
         disk: bytes per second of the disk of a staged file of `megabytes`, by a control group.
         channel: whether the training reports anything.
+        ddp: whether PyTorch trains (faulty.py), instead of light.py.
     """
 
     how: str
@@ -60,6 +61,7 @@ class Case:
     disk: float = 0
     megabytes: int = 0
     channel: bool = True
+    ddp: bool = False
 
     def words(self, seed: int) -> list[str]:
         """Return the arguments of faulty.py that bring the faults about."""
@@ -88,7 +90,7 @@ CASES = {
     "few-loader-workers": Case(
         "decoding costs CPU time, and the rank that computes does it itself",
         ("waits-for-data",),
-        {"decode": (0.002, 0.004)},
+        {"decode": (0.004, 0.006)},
         ALONE,
         {"workers": 0},
     ),
@@ -98,11 +100,17 @@ CASES = {
     "slow-rank-backward": Case(
         "one rank sleeps in its backward pass", ("slow-rank",), {"backward": (1.5, 2.5)}
     ),
-    "slow-rank-quota": Case(
-        "one rank gets a part of its core's time, by a control group",
+    "ddp-slow-rank-forward": Case(
+        "the same of PyTorch", ("slow-rank",), {"forward": (1.5, 2.5)}, ddp=True
+    ),
+    "ddp-slow-rank-backward": Case(
+        "the same of PyTorch", ("slow-rank",), {"backward": (1.5, 2.5)}, ddp=True
+    ),
+    "ddp-slow-rank-quota": Case(
+        "one rank of PyTorch gets a part of its core's time, by a control group",
         ("slow-rank",),
         {"quota": (35, 50)},
-        MONITORED,
+        ddp=True,
     ),
     "wrong-binding": Case(
         "both ranks bind themselves to the first CPU", ("wrong-binding",), {"core": (0, 0)}
@@ -110,7 +118,11 @@ CASES = {
     "slow-link": Case(
         "the ranks' network carries a few MB/s, by tc in a network namespace",
         ("communication",),
+        options={"bytes": 200_000},
         link=3e6,
+    ),
+    "ddp-slow-link": Case(
+        "the same of PyTorch", ("communication",), link=8e6, job=STAGED, ddp=True
     ),
     "slow-start": Case(
         "the environment's setup and the imports take a minute and a half",
@@ -125,7 +137,11 @@ CASES = {
         megabytes=320,
     ),
     "slow-saving": Case(
-        "each checkpoint takes seconds longer", ("slow-saving",), {"save": (3, 4)}, CHECKPOINTED
+        "each checkpoint takes seconds longer",
+        ("slow-saving",),
+        {"save": (2, 3)},
+        CHECKPOINTED,
+        {"save": 1},
     ),
     "slow-evaluation": Case(
         "each batch of the evaluation takes longer",
@@ -135,8 +151,8 @@ CASES = {
     "memory-pressure": Case(
         "the rank keeps memory until little is left of what it asked for",
         ("memory-pressure",),
-        {"memory": (8, 12)},
-        {**MONITORED, "resources": {"memory": "2G", **ALONE["resources"]}},
+        {"memory": (6, 9)},
+        {**MONITORED, "resources": {"memory": "1G", **ALONE["resources"]}},
     ),
     "gpu-memory-pressure": Case(
         "a simulated GPU has almost no memory left",
@@ -162,7 +178,6 @@ CASES = {
         ("launch-bound",),
         gpus=2,
         gpu={**WORKING, "gpm_sm": 7, "gpm_tensor": 2, "gpm_dram": 3, "power": 130},
-        options={"batch_size": 2, "width": 16, "workers": 0, "epochs": 6},
     ),
     "forgotten-gpu": Case(
         "one of two simulated GPUs has no process",
@@ -198,6 +213,7 @@ CASES = {
         ("waits-for-data", "slow-saving"),
         {"read": (0.006, 0.010), "save": (5, 6)},
         CHECKPOINTED,
+        {"save": 1},
     ),
     "forgotten-gpu-and-slow-evaluation": Case(
         "two faults at once",
@@ -217,8 +233,13 @@ HEALTHY = {
     "staged": Case("two ranks, data in RAM", job=STAGED),
     "staged-monitored": Case("one rank, data in RAM, monitored", job={**STAGED, **ASKED}),
     "monitored": Case("two ranks, monitored", job=MONITORED),
-    "checkpoint": Case("two ranks that save each epoch", job=CHECKPOINTED),
-    "all": Case("torchrun with everything", job={**TORCHRUN, **STAGED, **MONITORED, **CHECKPOINTED}),
+    "checkpoint": Case("two ranks that save", job=CHECKPOINTED, options={"save": 1}),
+    "ddp": Case("two ranks of PyTorch", ddp=True),
+    "ddp-all": Case(
+        "PyTorch by torchrun, with everything",
+        job={**TORCHRUN, **STAGED, **MONITORED, **CHECKPOINTED},
+        ddp=True,
+    ),
     "gpus": Case("two simulated GPUs, used well", gpus=2),
     "one-gpu": Case("one simulated GPU, used well, data in RAM", gpus=1, job={**STAGED, **ONE_CORE}),
     "asked-well": Case(
