@@ -132,7 +132,7 @@ class Waits:
         """Meet the other ranks, and agree when to do so again; return the seconds of waiting."""
         self._synchronize()
         began = time.perf_counter()
-        wanted = torch.tensor([self._wanted], device=self._device)
+        wanted = torch.tensor([self._wanted], dtype=torch.float32, device=self._device)
         self._measure_next_after(float(self._highest(wanted)))
         return time.perf_counter() - began
 
