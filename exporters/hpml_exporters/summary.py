@@ -43,14 +43,18 @@ TRAIN_METRICS = {f"hpml_train_{name}_total": name for name in _TRAIN}
 """Counters of what the ranks tell."""
 
 _COUNTED = ("busy_seconds", "energy_joules", "throttled_seconds", "xid_errors")
-_MEANS = "utilization_ratio sm_active_ratio tensor_active_ratio dram_active_ratio power_watts"
+_MEANS = (
+    "utilization_ratio sm_active_ratio tensor_active_ratio dram_active_ratio power_watts "
+    "power_limit_watts"
+)
 _SINCE_EXPORTER = ("busy_seconds", "xid_errors")  # the others count since the driver was loaded
-_PEAKS = ("memory_peak_bytes", "temperature_peak_celsius")
+_PEAKS = ("memory_peak_bytes", "temperature_peak_celsius", "memory_total_bytes")
 GPU_METRICS = {
     **{f"hpml_gpu_{name}_total": name for name in _COUNTED},
     **{f"hpml_gpu_{name}": name for name in _MEANS.split()},
     "hpml_gpu_memory_used_bytes": _PEAKS[0],
     "hpml_gpu_temperature_celsius": _PEAKS[1],
+    "hpml_gpu_memory_total_bytes": _PEAKS[2],
 }
 """Metrics of GPUs: counters, then those of which the mean over time is kept, then peaks."""
 

@@ -16,11 +16,13 @@ from hpml_orchestrator.cli.common import (
     store_of,
 )
 from hpml_orchestrator.cli.follow import fail_unless_completed
-from hpml_orchestrator.errors import InputError, counted
+from hpml_orchestrator.diagnosis.diagnose import diagnose
+from hpml_orchestrator.errors import HpmlError, InputError, counted
 from hpml_orchestrator.placement.report import by_sentence
 from hpml_orchestrator.runs.bound import Bound
 from hpml_orchestrator.runs.dashboard import job_dashboard, state_json
 from hpml_orchestrator.runs.described import describe
+from hpml_orchestrator.runs.facts import gather
 from hpml_orchestrator.runs.life import read_life
 from hpml_orchestrator.runs.show import array_lines, attempt_reports, summary_lines, task_rows
 from hpml_orchestrator.runs.status import states
@@ -74,6 +76,7 @@ def show(
                 "history": [report.to_json() for report in reports],
                 "life": life.to_json() if life else None,
                 "summary": summary.to_json(),
+                "diagnosis": _diagnosis(state, summary),
                 **bound.to_json(),
                 "bindings": bindings,
                 "record": submission.record(),
@@ -97,8 +100,22 @@ def show(
 def _lines(state: State, summary: Summary, life: Life | None, site: str) -> list[tuple[str, str]]:
     """Return name and text of each line of a summary, with the address of the run's dashboard."""
     lines = array_lines(state) if state.tasks else summary_lines(state, summary, life)
-    dashboard = job_dashboard(state, chosen=site)
-    return [*lines, ("dashboard", dashboard)] if dashboard else lines
+    if dashboard := job_dashboard(state, chosen=site):
+        lines.append(("dashboard", dashboard))
+    if found := _diagnosis(state, summary):
+        lines.append(("diagnosis", f"{found}; hpml report {state.submission.label}"))
+    return lines
+
+
+def _diagnosis(state: State, summary: Summary) -> str | None:
+    """Return what holds a run back most, in one line; None if nothing was found."""
+    try:
+        if state.tasks or state.run.newest() is None:
+            return None
+        diagnosis = diagnose(gather(state, summary=summary))
+    except HpmlError:  # another user's, or damaged: the summary says what can be read
+        return None
+    return diagnosis.headline if diagnosis.findings else None
 
 
 def print_summary(state: State, *, site: str, as_json: bool) -> None:

@@ -26,7 +26,15 @@ if TYPE_CHECKING:
 
     from hpml_orchestrator.diagnosis.model import Facts, Finding, GpuFacts, RankFacts
 
-__all__ = ["Slow", "communication", "find_slow", "slow_rank", "throttled", "wrong_binding"]
+__all__ = [
+    "Slow",
+    "communication",
+    "crowded",
+    "find_slow",
+    "slow_rank",
+    "throttled",
+    "wrong_binding",
+]
 
 _HOT = ("hw_", "sw_thermal", "power_brake")  # the power cap holds every busy GPU down
 
@@ -62,7 +70,7 @@ def find_slow(facts: Facts) -> Slow:
     ranks = {rank.rank: rank for rank in facts.ranks if rank.step_seconds and (rank.steps or 0) > 0}
     whole = {number: (rank.step_seconds or 0) / (rank.steps or 1) for number, rank in ranks.items()}
     longest = max(whole.values(), default=0.0)
-    if len(ranks) < 2 or not longest:
+    if len(ranks) <= 1 or not longest:
         return Slow()
     waits = {
         number: part(rank, "wait_seconds") / (rank.steps or 1)
@@ -118,7 +126,7 @@ def _cause(
 ) -> tuple[str, str]:
     """Return what explains a slow rank, by a figure of its own, and that figure."""
     if all(ranks[number].bound_as_planned is False for number in slow) or (
-        set(slow) <= set(_crowded(facts))
+        set(slow) <= set(crowded(facts))
     ):
         return "wrong-binding", ""
     hot = {gpu.uuid for gpu, _ in _hot_gpus(facts)}
@@ -143,12 +151,12 @@ def _cause(
 
 def slow_rank(facts: Facts) -> Finding | str | None:
     """Return the ranks that the others wait for, unless binding or a hot GPU is the finding."""
-    if facts.world_size < 2 or not steps_known(facts):
+    if facts.world_size <= 1 or not steps_known(facts):
         return None
     slow = find_slow(facts)
     if not slow.ranks:
         known = shares(facts, "wait_seconds") or shares(facts, "data_wait_seconds")
-        if len(known) < 2 or len(known) < len(facts.ranks):
+        if len(known) < len(facts.ranks):
             return None
         over = max(known.values()) - min(known.values())
         return f"ranks differ by {over:.0%} of a step" if _all_wait(facts) else None
@@ -161,19 +169,6 @@ def slow_rank(facts: Facts) -> Finding | str | None:
         return None  # most ranks wait for data, and some of them longest
     nodes = [rank.node for rank in facts.ranks if rank.rank in slow.ranks]
     names = ranks_text(slow.ranks)
-    changes: list[Change] = []
-    if slow.cause == "more-samples":
-        changes.append(
-            Change("give every rank the same number of samples, as DistributedSampler does")
-        )
-    elif slow.cause == "waits-for-data":
-        changes.append(Change(f"compare the storage and the loader of {names} with the others'"))
-    elif slow.cause == "host-to-device":
-        changes.append(Change(f"check link and binding of {names}: `hpml topo`"))
-    if set(nodes) < {rank.node for rank in facts.ranks}:
-        changes += exclude(facts.job, nodes)
-    elif not slow.cause:
-        changes.append(Change(f"look at what else runs on the cores of {names}: `hpml attach`"))
     reason = {
         "": "the cause is not known",
         "waits-for-data": "it waits for data",
@@ -187,19 +182,35 @@ def slow_rank(facts: Facts) -> Finding | str | None:
         slow.share,
         f"{names} on {nodes_text(nodes)} slows the others down by {slow.share:.0%}: {reason}",
         list(filter(None, evidence)),
-        changes,
+        _changes(facts, slow, names, nodes),
         saves=(slow.share / 2, slow.share),
         of_steps=True,
     )
+
+
+def _changes(facts: Facts, slow: Slow, names: str, nodes: Sequence[str]) -> list[Change]:
+    changes: list[Change] = []
+    if slow.cause == "more-samples":
+        text = "give every rank the same number of samples, as DistributedSampler does"
+        changes.append(Change(text))
+    elif slow.cause == "waits-for-data":
+        changes.append(Change(f"compare the storage and the loader of {names} with the others'"))
+    elif slow.cause == "host-to-device":
+        changes.append(Change(f"check link and binding of {names}: `hpml topo`"))
+    if set(nodes) < {rank.node for rank in facts.ranks}:
+        changes += exclude(facts.job, nodes, faulty=False)
+    elif not slow.cause:
+        changes.append(Change(f"look at what else runs on the cores of {names}: `hpml attach`"))
+    return changes
 
 
 def _all_wait(facts: Facts) -> bool:
     return len(shares(facts, "wait_seconds")) == len(facts.ranks)
 
 
-def _crowded(facts: Facts) -> dict[int, float]:
+def crowded(facts: Facts) -> dict[int, float]:
     """Return ranks that share fewer CPUs than they are, with the CPUs that each of them has."""
-    crowded: dict[int, float] = {}
+    found: dict[int, float] = {}
     by_node: dict[str, list[RankFacts]] = {}
     for rank in facts.ranks:
         if rank.cpus:
@@ -209,30 +220,30 @@ def _crowded(facts: Facts) -> dict[int, float]:
             inside = [rank.rank for rank in ranks if set(rank.cpus or ()) <= cpus]
             if len(inside) > len(cpus):
                 for number in inside:
-                    crowded[number] = min(crowded.get(number, 1.0), len(cpus) / len(inside))
-    return crowded
+                    found[number] = min(found.get(number, 1.0), len(cpus) / len(inside))
+    return found
 
 
 def wrong_binding(facts: Facts) -> Finding | str | None:
     """Return ranks that do not run where they were to, or share a core with others."""
     wrong = [rank for rank in facts.ranks if rank.bound_as_planned is False]
-    crowded = _crowded(facts)
-    numbers = sorted({rank.rank for rank in wrong} | set(crowded))
+    shared = crowded(facts)
+    numbers = sorted({rank.rank for rank in wrong} | set(shared))
     if not numbers:
         right = sum(rank.bound_as_planned is True for rank in facts.ranks)
         return f"{right} of {len(facts.ranks)} ranks bound as planned" if right else None
     evidence = [f"{len(numbers)} of {max(facts.world_size, len(facts.ranks))} ranks"]
     evidence += dict.fromkeys(text for rank in wrong for text in rank.binding_faults[:1])
-    if crowded:
-        least = min(crowded.values())
-        evidence.append(f"{ranks_text([*crowded])}: {least:.2g} CPUs for each")
+    if shared:
+        least = min(shared.values())
+        evidence.append(f"{ranks_text([*shared])}: {least:.2g} CPUs for each")
     slow = find_slow(facts)
     saves = None
     if set(slow.ranks) & set(numbers):
         saves = slow.share / 2, slow.share
         evidence.append(slow.how)
-    elif crowded and (whole := train_share(facts)):
-        saves = 0.0, (1 - min(crowded.values())) * whole
+    elif shared and (whole := train_share(facts)):
+        saves = 0.0, (1 - min(shared.values())) * whole
     policy = (facts.job.get("binding") or {}).get("policy")
     changes = []
     if policy == "none":
@@ -240,7 +251,7 @@ def wrong_binding(facts: Facts) -> Finding | str | None:
     changes.append(
         Change("remove what binds again after hpml: `taskset`, `numactl`, KMP_AFFINITY, GOMP_…")
     )
-    what = "share cores" if crowded else "do not run as planned"
+    what = "share cores" if shared else "do not run as planned"
     return find(
         facts,
         "wrong-binding",
@@ -300,9 +311,9 @@ def throttled(facts: Facts) -> Finding | str | None:
 
 
 def communication(facts: Facts) -> Finding | str | None:
-    """Return whether collectives take a large part of the steps; waiting for a rank does not count."""
+    """Return whether collectives take a large part of the steps, without waiting for a rank."""
     share_of = shares(facts, "comm_seconds")
-    if facts.world_size < 2 or not share_of:
+    if facts.world_size <= 1 or not share_of:
         return None
     share = median(share_of.values())
     if not _all_wait(facts) and find_slow(facts).ranks:

@@ -6,6 +6,7 @@ import re
 from statistics import median
 from typing import TYPE_CHECKING, Any
 
+from hpml_orchestrator.diagnosis.balance import crowded
 from hpml_orchestrator.diagnosis.model import Change
 from hpml_orchestrator.diagnosis.shares import (
     find,
@@ -29,6 +30,7 @@ _WORKERS = re.compile(r"(--(?:num[-_]?)?(?:data[-_]?|loader[-_]?)?workers)(?:=(\
 _DATA = re.compile(r"--?(?:data|dataset|train|root|imagenet)[\w-]*(?:=(.*))?", re.IGNORECASE)
 _SMALL_FILE_BYTES = 128 << 10
 _MANY_FILES = 10_000
+_SLOW_BYTES = 1 << 20  # per second; less is the program itself
 _BUSY = 0.9
 
 
@@ -38,14 +40,16 @@ def waits_for_data(facts: Facts) -> Finding | str | None:
     if not waits:
         return None
     usual, longest = median(waits.values()), max(waits, key=lambda rank: waits[rank])
+    if crowded(facts):
+        return None  # loader and rank have one core: `wrong-binding`
     if not THRESHOLDS["waits-for-data"].level(usual):
         return f"waiting for data takes {usual:.0%} of the steps"
     share = sum(waits.values()) / len(waits)
     evidence = [f"{share:.0%} of the steps' time, most on rank {longest}: {waits[longest]:.0%}"]
     evidence += _storage(facts)
     busy = _cpus_busy(facts)
-    if busy is not None:
-        evidence.append(f"{busy:.0%} of the CPUs are busy")
+    if busy is not None and busy >= _BUSY:
+        evidence.append(f"{busy:.0%} of the CPUs are busy: loaders have no more")
     # what is left after the change is not known before it was made: a third at most
     return find(
         facts,
@@ -84,7 +88,7 @@ def _storage(facts: Facts) -> list[str]:
             f"a node reads {human_bytes(rate)}/s{limit}; {human_bytes(peak)}/s are possible "
             f"({facts.peaks.origin})"
         )
-    elif rate:
+    elif rate and rate >= _SLOW_BYTES:
         lines.append(f"a node reads {human_bytes(rate)}/s from storage")
     if facts.data_files and facts.data_bytes:
         lines.append(f"{facts.data_files:.0f} files of {human_bytes(facts.data_bytes)} in all")

@@ -61,47 +61,48 @@ def diagnose(facts: Facts) -> Diagnosis:
 
 def _unknown(facts: Facts) -> Iterator[Finding]:
     """Yield what could not be judged, one per source of data that is missing."""
-    channel = "the channel in the training (`hpml_channel.py`)"
-    if not facts.channel:
-        yield _needs("waits-for-data", "what a step's time is spent on", channel)
-    elif not steps_known(facts):
-        why = "too few steps after the warm-up" if facts.over else "too few steps so far"
-        yield _needs("waits-for-data", f"what a step's time is spent on: {why}", "a longer run")
-    else:
-        if not shares(facts, "data_wait_seconds"):
-            needs = "`count(data_wait_seconds=…)` in the training"
-            yield _needs("waits-for-data", "waiting for data", needs)
-        if facts.world_size > 1:
-            if not shares(facts, "wait_seconds"):
-                needs = "`wait_seconds` from the channel"
-                yield _needs("slow-rank", "which rank the others wait for", needs)
-            if not shares(facts, "comm_seconds"):
-                needs = "`comm_seconds` from the channel"
-                yield _needs("communication", "communication", needs)
-        if facts.gpu_count and not shares(facts, "transfer_seconds"):
-            needs = "`transfer_seconds` from the channel"
-            yield _needs("host-to-device", "copies to the GPU", needs)
-    monitor = Change("monitor the job", "monitor", True)
-    if not facts.nodes:
-        what = "use of GPUs, CPUs and memory" if facts.gpu_count else "use of CPUs and memory"
-        kind = "gpu-unused" if facts.gpu_count else "cpus-unused"
-        needs = "figures of its monitor" if facts.monitored else "`monitor: true`"
-        yield Finding(
-            kind, "unknown", what, changes=[] if facts.monitored else [monitor], needs=needs
-        )
-    elif facts.gpu_count:
-        gpus = [one for node in facts.nodes for one in node.gpus]
-        if not gpus:
-            yield _needs("gpu-unused", "use of the GPUs", "a node whose NVML answers")
-        elif all(one.sm_active_ratio is None for one in gpus):
-            needs = "Hopper or newer GPUs, or DCGM"
-            yield _needs("tensor-cores-idle", "use of SMs and tensor cores", needs)
+    yield from _unknown_steps(facts)
+    yield from _unknown_use(facts)
     if facts.ranks and all(rank.bound_as_planned is None for rank in facts.ranks):
+        needs = "`binding.verify: warn`, and ranks that run for over 10 s"
         if (facts.job.get("binding") or {}).get("policy") == "none":
             needs = "`binding.policy: gpu-local`"
-        else:
-            needs = "`binding.verify: warn`, and ranks that run for over 10 s"
         yield _needs("wrong-binding", "where the ranks ran", needs)
+
+
+def _unknown_steps(facts: Facts) -> Iterator[Finding]:
+    what = "what the time of a step is spent on"
+    if not facts.channel:
+        needs = "the channel in the training (`hpml_channel.py`)"
+        yield _needs("waits-for-data", what, needs)
+    elif not steps_known(facts):
+        yield _needs("waits-for-data", what, "more steps after the warm-up")
+    else:
+        several, gpus = facts.world_size > 1, facts.gpu_count > 0
+        for kind, name, told, wanted in (
+            ("waits-for-data", "data_wait_seconds", "waiting for data", True),
+            ("slow-rank", "wait_seconds", "which rank the others wait for", several),
+            ("communication", "comm_seconds", "communication", several),
+            ("host-to-device", "transfer_seconds", "copies to the GPU", gpus),
+        ):
+            if wanted and not shares(facts, name):
+                yield _needs(kind, told, f"`{name}` from the channel")
+
+
+def _unknown_use(facts: Facts) -> Iterator[Finding]:
+    kind = "gpu-unused" if facts.gpu_count else "cpus-unused"
+    what = "use of GPUs, CPUs and memory" if facts.gpu_count else "use of CPUs and memory"
+    gpus = [one for node in facts.nodes for one in node.gpus]
+    if not facts.nodes and facts.monitored:
+        yield _needs(kind, what, "a monitor that ran for some seconds")
+    elif not facts.nodes:
+        changes = [Change("monitor the job", "monitor", True)]
+        yield Finding(kind, "unknown", what, changes=changes, needs="`monitor: true`")
+    elif facts.gpu_count and not gpus:
+        yield _needs(kind, "use of the GPUs", "nodes whose NVML answers")
+    elif gpus and all(one.sm_active_ratio is None for one in gpus):
+        needs = "Hopper or newer GPUs"
+        yield _needs("tensor-cores-idle", "use of SMs and tensor cores", needs)
 
 
 def _needs(kind: str, what: str, needs: str) -> Finding:

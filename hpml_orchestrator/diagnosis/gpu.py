@@ -25,8 +25,9 @@ __all__ = [
 _HARDWARE_XIDS = frozenset("48 62 64 74 79 92 94 95 119 120 121 136 140 143".split())
 _IDLE = 0.02
 _HALF = 0.5
-_EXPLAINED = 0.20
+_EXPLAINED = 0.10
 _LITTLE = 0.6
+_PARTS = ("data_wait_seconds", "transfer_seconds", "wait_seconds", "comm_seconds")
 
 
 def used_gpus(facts: Facts) -> list[GpuFacts]:
@@ -45,9 +46,8 @@ def _mean(gpus: list[GpuFacts], name: str) -> float | None:
     return sum(values) / len(values) if values else None
 
 
-def _explained(facts: Facts) -> float:
-    """Return the share of the steps in which ranks wait for something, as far as it is known."""
-    names = ("data_wait_seconds", "transfer_seconds", "wait_seconds", "comm_seconds")
+def _share(facts: Facts, *names: str) -> float:
+    """Return the share of the steps that some parts take together, as far as they are known."""
     means = (shares(facts, name) for name in names)
     return sum(sum(values.values()) / len(values) for values in means if values)
 
@@ -95,10 +95,17 @@ def launch_bound(facts: Facts) -> Finding | str | None:
     """Return whether kernels are too small for the GPU while nothing else delays the steps."""
     gpus = [gpu for gpu in used_gpus(facts) if gpu.sm_active_ratio is not None]
     active, busy = _mean(gpus, "sm_active_ratio"), _mean(gpus, "utilization_ratio")
-    if active is None or not shares(facts, "data_wait_seconds") or _explained(facts) > _EXPLAINED:
+    if active is None or not shares(facts, "data_wait_seconds"):
         return None  # without the channel nobody knows what the GPU waits for
+    computing = 1 - _share(facts, "wait_seconds", "comm_seconds")
+    if (
+        _share(facts, "data_wait_seconds", "transfer_seconds") >= _EXPLAINED
+        or computing < _EXPLAINED
+    ):
+        return None  # that is why the GPU is idle
+    active = min(1.0, active / computing)
     host = sum(node.mean_cpus or 0.0 for node in facts.nodes) / max(1, facts.world_size)
-    evidence = [f"{active:.0%} of the SMs work"]
+    evidence = [f"{active:.0%} of the SMs work while the ranks do not communicate"]
     if busy is not None:
         evidence.append(f"a kernel runs {busy:.0%} of the time: most are too small for the GPU")
     if host:
@@ -133,7 +140,7 @@ def cpu_bound(facts: Facts) -> Finding | None:
     busy = _mean(used_gpus(facts), "utilization_ratio")
     known = [node for node in facts.nodes if node.cpus and node.mean_cpus is not None]
     cpus = sum(node.cpus or 0 for node in known)
-    if not cpus or busy is None or busy >= _HALF or _explained(facts) > _EXPLAINED:
+    if not cpus or busy is None or busy >= _HALF or _share(facts, *_PARTS) >= _EXPLAINED:
         return None
     share = sum(node.mean_cpus or 0 for node in known) / cpus
     asked = int((facts.job.get("resources") or {}).get("cpus_per_rank") or 1)

@@ -199,4 +199,7 @@ class Diagnosis:
         """One line for `hpml show`: the first finding, or that nothing holds the run back."""
         if self.findings:
             return self.findings[0].verdict
-        return "nothing found that holds it back" if self.healthy else "not enough data"
+        unknown = {one.kind for one in self.unknown}
+        if "waits-for-data" in unknown or not self.healthy:
+            return "not enough data to say what holds it back"
+        return "nothing found that holds it back"

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from hpml_orchestrator.diagnosis.model import Change
 from hpml_orchestrator.diagnosis.shares import find, hours, is_judged, nodes_text
+from hpml_orchestrator.diagnosis.thresholds import SEEN_SECONDS
 from hpml_orchestrator.records.texts import human_bytes, seconds_text
 
 if TYPE_CHECKING:
@@ -17,7 +18,7 @@ __all__ = ["cpus_unused", "gpu_unused", "memory_over_asked", "memory_pressure", 
 _GIB = 1 << 30
 _RESERVE = 1.3  # memory, cores and time that a right-sized job still has to spare
 _SMALL_BYTES = 8 * _GIB
-_FEW_CPUS = 2.0
+_FEW_CPUS = 1.0
 _IDLE = 0.02
 _FULL_GPU = 0.97
 
@@ -44,7 +45,7 @@ def memory_pressure(facts: Facts) -> Finding | str | None:
             1.0,
             f"out of memory{nodes}: the kernel ended a process",
             evidence,
-            _more_memory(facts, max(peak, limit)),
+            _more_memory(max(peak, limit)),
             free_hours=lost,
         )
     gpu, share = _fullest(facts)
@@ -61,7 +62,7 @@ def memory_pressure(facts: Facts) -> Finding | str | None:
     share, node = max(known, key=lambda item: item[0])
     peak, limit = node.memory_peak_bytes or 0, node.memory_limit_bytes or 0
     text = f"{human_bytes(peak)} of {human_bytes(limit)} on {node.node}: {share:.0%}"
-    changes = _more_memory(facts, limit)
+    changes = _more_memory(limit)
     verdict = f"memory is nearly full: {share:.0%} of the limit on {node.node}"
     found = find(facts, "memory-pressure", share, verdict, [text], changes)
     return found or f"memory {share:.0%} of its limit at most"
@@ -77,7 +78,7 @@ def _fullest(facts: Facts) -> tuple[GpuFacts | None, float]:
     return max(known, key=lambda item: item[1], default=(None, 0.0))
 
 
-def _more_memory(facts: Facts, bytes_used: float) -> list[Change]:
+def _more_memory(bytes_used: float) -> list[Change]:
     changes = []
     if bytes_used:
         size = _size(bytes_used * _RESERVE)
@@ -94,7 +95,7 @@ def _size(count: float) -> str:
 
 def gpu_unused(facts: Facts) -> Finding | str | None:
     """Return allocated GPUs that no process of the job opened, or that never worked."""
-    if not facts.gpu_count or not is_judged_for_gpus(facts):
+    if not facts.gpu_count or not _has_worked(facts):
         return None
     unused, known, nodes = 0.0, 0.0, []
     for node in facts.nodes:
@@ -141,12 +142,13 @@ def gpu_unused(facts: Facts) -> Finding | str | None:
     )
 
 
-def is_judged_for_gpus(facts: Facts) -> bool:
-    """Whether GPUs are judged: as other resources, but also those of whole nodes."""
-    asked = {**(facts.job.get("resources") or {}), "exclusive": False}
-    import dataclasses  # noqa: PLC0415
-
-    return is_judged(dataclasses.replace(facts, job={**facts.job, "resources": asked}))
+def _has_worked(facts: Facts) -> bool:
+    """Whether ranks have run for so long that every GPU should have had work."""
+    seconds = max((gpu.seconds or 0.0 for node in facts.nodes for gpu in node.gpus), default=0.0)
+    seconds = max(seconds, *(node.seconds or 0.0 for node in facts.nodes), 0.0)
+    started = "training" in facts.phases or "running" in facts.phases
+    failed = facts.over and facts.state != "COMPLETED"
+    return started and not failed and seconds >= SEEN_SECONDS
 
 
 def cpus_unused(facts: Facts) -> Finding | str | None:

@@ -122,7 +122,9 @@ def find(
         facts: of the run.
         kind: in the table of thresholds.
         value: to compare with its limits.
-        verdict, evidence, changes: of the finding; the first line of the evidence gets the limits.
+        verdict: of the finding.
+        evidence: of the finding; its first line gets the limits.
+        changes: of the finding.
         saves: the share of the run's time that the first change saves; of the steps' time with
             `of_steps`.
         free_hours: hours that would have been free instead.
@@ -162,8 +164,8 @@ def nodes_text(nodes: Sequence[str]) -> str:
     return ", ".join(names[:_SHOWN]) + more
 
 
-def exclude(job: Mapping[str, Any], nodes: Sequence[str]) -> list[Change]:
-    """Return the change that keeps a job off some nodes, and the advice to report them."""
+def exclude(job: Mapping[str, Any], nodes: Sequence[str], *, faulty: bool = True) -> list[Change]:
+    """Return the change that keeps a job off some nodes; of faulty ones the advice to report them."""
     names = [name for name in dict.fromkeys(nodes) if re.fullmatch(r"[\w.-]+", name)]
     if not names:
         return []
@@ -172,6 +174,9 @@ def exclude(job: Mapping[str, Any], nodes: Sequence[str]) -> list[Change]:
     before = [option.partition("=")[2] for option in extra if option.startswith("--exclude=")]
     value = [*options, f"--exclude={','.join([*before, *names])}"]
     where = nodes_text(names)
+    if not faulty:
+        text = f"leave out {where}, to see whether the node is the cause"
+        return [Change(text, "resources.extra", value)]
     return [
         Change(f"leave out {where} until it is repaired", "resources.extra", value),
         Change(f"tell the administrators: {where}, with the lines above"),

@@ -10,6 +10,7 @@ __all__ = [
     "FEW_STEPS",
     "JUDGED_SECONDS",
     "LONG_PHASE_SECONDS",
+    "SEEN_SECONDS",
     "SHORT_SECONDS",
     "THRESHOLDS",
     "TOO_SHORT_SECONDS",
@@ -24,6 +25,8 @@ TOO_SHORT_SECONDS = 5.0
 """With less training, or fewer steps than `FEW_STEPS`, the steps are not judged at all."""
 JUDGED_SECONDS = 600.0
 """Shorter runs may ask for too much: a trial asks for what the real run needs (ClusterCockpit)."""
+SEEN_SECONDS = 60.0
+"""A GPU without work for less than this is not reported: the ranks may just have started."""
 LONG_PHASE_SECONDS = 30.0
 """Shorter phases are not reported, whatever their share."""
 CAUSE_SHARE = 0.8
@@ -104,7 +107,7 @@ THRESHOLDS = {
         below=True,
     ),
     "launch-bound": Threshold(
-        "share of the SMs that work while nothing else delays the steps",
+        "share of the SMs that work while ranks wait neither for data nor for each other",
         0.25,
         0.10,
         "ratio",

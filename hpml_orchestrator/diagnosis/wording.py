@@ -75,7 +75,7 @@ def _tail(diagnosis: Diagnosis) -> list[str]:
     if diagnosis.notes:
         lines += _field("note", "; ".join(one.verdict for one in diagnosis.notes))
     if diagnosis.healthy:
-        lines += _field("fine", "; ".join(diagnosis.healthy))
+        lines += _field("healthy", "; ".join(diagnosis.healthy))
     if diagnosis.unknown:
         missing = [f"{one.verdict} (needs {one.needs})" for one in diagnosis.unknown]
         lines += _field("unknown", "; ".join(missing))

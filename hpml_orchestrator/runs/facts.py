@@ -17,8 +17,8 @@ from hpml_orchestrator.diagnosis.model import (
 )
 from hpml_orchestrator.errors import HpmlError, RecordError
 from hpml_orchestrator.runs.monitored import numbers
-from hpml_orchestrator.runs.summary import Timeline, binding_of, summarise
-from hpml_orchestrator.spec.values import parse_gpus, parse_time
+from hpml_orchestrator.runs.summary import binding_of, summarise
+from hpml_orchestrator.spec.values import MIB, parse_gpus, parse_mebibytes, parse_time
 from hpml_orchestrator.topology.cpulist import parse_list
 
 if TYPE_CHECKING:
@@ -48,6 +48,7 @@ def gather(
     *,
     prometheus: Prometheus | None = None,
     peaks: Peaks | None = None,
+    summary: Summary | None = None,
     now: float | None = None,
 ) -> Facts:
     """Return what is known of a run's last attempt; before its start only what it asked for.
@@ -56,6 +57,7 @@ def gather(
         state: of the run, or of one task of an array.
         prometheus: asked for what the record lacks.
         peaks: what the nodes can do.
+        summary: of its last attempt, if it was read already.
         now: seconds since the epoch; the clock when left out.
 
     Raises:
@@ -63,13 +65,14 @@ def gather(
     """
     now = time.time() if now is None else now
     try:
-        return _facts(state, prometheus, peaks, now)
+        facts = _facts(state, summary, now)
+        return replace(facts, peaks=peaks)
     except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
         where = state.submission.directory
         raise RecordError(f"a record in {where} is damaged: {error!r}") from error
 
 
-def _facts(state: State, prometheus: Prometheus | None, peaks: Peaks | None, now: float) -> Facts:
+def _facts(state: State, summary: Summary | None, now: float) -> Facts:
     job: Mapping[str, Any] = state.submission.record()["job"]
     asked = job["resources"]
     gpus = parse_gpus(asked["gpus"]).count
@@ -86,18 +89,22 @@ def _facts(state: State, prometheus: Prometheus | None, peaks: Peaks | None, now
         core_count=nodes * ranks * int(asked["cpus_per_rank"]),
         world_size=nodes * ranks,
         monitored=bool(job["monitor"]["enabled"]),
-        peaks=peaks,
     )
     attempt = state.run.newest()
     if attempt is None:
         return facts
     begun = attempt.started
     allocated = numbers(begun.data) if begun else {}
-    summary, timeline = summarise(state), Timeline(attempt.milestones())
+    summary = summary or summarise(state)
     started = state.started or (begun.time if begun else None)
     ended = state.ended or (attempt.ended or {}).get("time")
     ended = ended or (attempt.last_written if state.over or state.lost else now)
     phases = {phase.name: phase.seconds for phase in summary.phases}
+    stages = _stages(summary, job)
+    limit = None  # where the scheduler sets no limit, what was asked for is the limit
+    if asked["memory"]:
+        in_ram = sum(stage.bytes or 0 for stage in stages if stage.target == "shm")
+        limit = parse_mebibytes(str(asked["memory"])) * MIB + in_ram
     facts = replace(
         facts,
         phases={name: seconds for name, seconds in phases.items() if name != "queue"},
@@ -106,51 +113,45 @@ def _facts(state: State, prometheus: Prometheus | None, peaks: Peaks | None, now
         gpu_count=int(allocated.get("gpus", facts.gpu_count)),
         core_count=int(allocated.get("cpus", facts.core_count)),
         world_size=summary.world_size or facts.world_size,
-        channel=bool(timeline.steps or timeline.result),
-        ranks=_ranks(state, timeline),
-        nodes=[_node(node, attempt) for node in summary.monitored],
-        stages=_stages(summary, job),
+        channel=bool(summary.training or summary.result),
+        ranks=_ranks(state, summary),
+        nodes=[_node(node, attempt, limit) for node in summary.monitored],
+        stages=stages,
         accuracy=_accuracy(summary),
     )
-    if facts.stages:
-        facts = replace(
-            facts,
-            data_files=sum(stage.files or 0 for stage in facts.stages),
-            data_bytes=sum(stage.bytes or 0 for stage in facts.stages),
+    if stages:
+        files, size = (
+            sum(getattr(one, name) or 0 for one in stages) for name in ("files", "bytes")
         )
+        facts = replace(facts, data_files=files, data_bytes=size)
     return facts
 
 
-def _ranks(state: State, timeline: Timeline) -> list[RankFacts]:
+def _ranks(state: State, summary: Summary) -> list[RankFacts]:
     """Return the counters of each rank since its warm-up, and where it ran."""
-    places = {place.rank: place for place in binding_of(state).places if place.rank >= 0}
-    uuids = {
-        rank.rank: rank.uuid or rank.gpu or "" for p in binding_of(state).proofs for rank in p.ranks
-    }
+    bound = binding_of(state)
+    places = {place.rank: place for place in bound.places if place.rank >= 0}
+    uuids = {rank.rank: rank.uuid for proof in bound.proofs for rank in proof.ranks}
+    counters = {int(rank["rank"]): rank for rank in summary.training}
     ranks = []
-    for number in sorted({*places, *timeline.steps}):
-        known: dict[str, Any] = {}
-        if number in timeline.steps:
-            first, last = (numbers(event.data) for event in timeline.steps[number])
-            known = {
-                name: max(0.0, last[f"{name}_total"] - first.get(f"{name}_total", 0.0))
-                for name in _COUNTERS
-                if f"{name}_total" in last
-            }
-            known["node"] = timeline.steps[number][1].node
+    for number in sorted({*places, *counters}):
+        counted = counters.get(number, {})
+        known: dict[str, Any] = {name: counted[name] for name in _COUNTERS if name in counted}
+        rank = RankFacts(number, **known)
         if place := places.get(number):
-            known |= {
-                "node": place.node,
-                "cpus": parse_list(place.cpus) if place.cpus else None,
-                "bound_as_planned": place.right,
-                "gpu": uuids.get(number) or place.gpu or "",
-                "binding_faults": place.wrong,
-            }
-        ranks.append(RankFacts(number, **known))
+            rank = replace(
+                rank,
+                node=place.node,
+                cpus=parse_list(place.cpus) if place.cpus else None,
+                bound_as_planned=place.right,
+                gpu=uuids.get(number) or place.gpu or "",
+                binding_faults=place.wrong,
+            )
+        ranks.append(rank)
     return ranks
 
 
-def _node(node: Monitored, attempt: Attempt) -> NodeFacts:
+def _node(node: Monitored, attempt: Attempt, limit_bytes: float | None) -> NodeFacts:
     figures = node.figures
     return NodeFacts(
         node=node.node,
@@ -158,7 +159,7 @@ def _node(node: Monitored, attempt: Attempt) -> NodeFacts:
         cpus=figures.get("cpus") or _planned_cpus(attempt, node.node),
         mean_cpus=figures.get("mean_cpus"),
         memory_peak_bytes=figures.get("memory_peak_bytes"),
-        memory_limit_bytes=figures.get("memory_limit_bytes"),
+        memory_limit_bytes=figures.get("memory_limit_bytes") or limit_bytes,
         oom_events=figures.get("oom_events"),
         read_bytes=figures.get("io_read_bytes"),
         written_bytes=figures.get("io_write_bytes"),

@@ -7,6 +7,7 @@ import time
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple
 
+from hpml_orchestrator.diagnosis.thresholds import THRESHOLDS
 from hpml_orchestrator.errors import HpmlError, NotFoundError
 from hpml_orchestrator.records.run import owner_name
 from hpml_orchestrator.runs.dashboard import cluster_job, job_dashboard
@@ -54,16 +55,25 @@ class Rule(NamedTuple):
         return value < self.limit if self.below else value > self.limit
 
 
+# Live figures are of minutes, or of 30 s from records: they scatter more than those of a whole run.
+# So what a report warns of is a flag only from the limit on at which the report calls it critical.
+_DATA = THRESHOLDS["waits-for-data"].critical or 1.0
+_SPREAD = THRESHOLDS["slow-rank"].critical or 1.0
+_IDLE = THRESHOLDS["launch-bound"].critical or 0.0
+_MEMORY, _HOT, _CPUS = (
+    THRESHOLDS[kind].warn for kind in ("memory-pressure", "throttled", "cpu-bound")
+)
+
 RULES = (
     Rule("gpus_unused", 0.5, "GPU unused: {:.0f} without a process", after_seconds=RATE_SECONDS),
     Rule("samples_per_second", 1e-9, "stalled: no samples in 5 min", True, RATE_SECONDS),
-    Rule("memory_ratio", 0.9, "memory: {:.0%} of the limit"),
-    Rule("gpu_throttled_ratio", 0.05, "throttled: {:.0%} of the time", after_seconds=RATE_SECONDS),
-    Rule("data_wait_ratio", 0.6, "input-bound: {:.0%} waiting for data"),
-    Rule("wait_spread_ratio", 0.2, "slow rank: waits {:.0%} of a step longer"),
-    Rule("step_spread_ratio", 0.2, "slow rank: the fastest takes {:.0%} less time"),
-    Rule("gpu_busy_ratio", 0.1, "GPU idle: {:.0%} busy", below=True, after_seconds=RATE_SECONDS),
-    Rule("cpu_busy_ratio", 0.95, "CPU-bound: {:.0%} of the CPUs busy"),
+    Rule("memory_ratio", _MEMORY, "memory: {:.0%} of the limit"),
+    Rule("gpu_throttled_ratio", _HOT, "throttled: {:.0%} of the time", after_seconds=RATE_SECONDS),
+    Rule("data_wait_ratio", _DATA, "input-bound: {:.0%} waiting for data"),
+    Rule("wait_spread_ratio", _SPREAD, "slow rank: waits {:.0%} of a step longer"),
+    Rule("step_spread_ratio", _SPREAD, "slow rank: the fastest takes {:.0%} less time"),
+    Rule("gpu_busy_ratio", _IDLE, "GPU idle: {:.0%} busy", below=True, after_seconds=RATE_SECONDS),
+    Rule("cpu_busy_ratio", _CPUS, "CPU-bound: {:.0%} of the CPUs busy"),
 )
 """What is reported as a bottleneck, the worst first."""
 

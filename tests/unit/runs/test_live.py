@@ -118,6 +118,7 @@ def test_figures_from_records(world: World) -> None:
         "GPU unused",
         "memory",
         "throttled",
+        "input-bound",
         "slow rank",
         "GPU idle",
         "CPU-bound",

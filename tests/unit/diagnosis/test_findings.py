@@ -1,0 +1,499 @@
+"""From facts to findings: each fault is found, nobody is accused without data, costs decide."""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import fields, is_dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from hpml_orchestrator.diagnosis.diagnose import diagnose
+from hpml_orchestrator.diagnosis.model import (
+    Change,
+    Facts,
+    GpuFacts,
+    NodeFacts,
+    Peaks,
+    RankFacts,
+    StageFacts,
+)
+from hpml_orchestrator.diagnosis.thresholds import THRESHOLDS
+from hpml_orchestrator.diagnosis.wording import markdown, text, to_json
+from hpml_orchestrator.spec.load import load_job
+
+GIB = float(1 << 30)
+DOCS = Path(__file__).parents[3] / "docs/reports.md"
+JOB: dict[str, Any] = {
+    "name": "digits",
+    "script": "train.py",
+    "args": ["--data=/data/digits", "--workers", "1", "--amp=off"],
+    "resources": {
+        "nodes": 2,
+        "gpus": "a100:2",
+        "ranks_per_node": 2,
+        "ranks_per_gpu": 1,
+        "cpus_per_rank": 4,
+        "memory": "64G",
+        "time": "02:00:00",
+        "extra": ["--exclude=n7", "--reservation=course"],
+        "exclusive": False,
+    },
+    "stage": [],
+    "binding": {"policy": "gpu-local"},
+}
+
+
+def gpu(number: int, **more: Any) -> GpuFacts:
+    """A GPU that is used well."""
+    well: dict[str, Any] = {
+        "name": "A100",
+        "seconds": 3000.0,
+        "has_process": True,
+        "utilization_ratio": 0.95,
+        "sm_active_ratio": 0.8,
+        "tensor_active_ratio": 0.4,
+        "dram_active_ratio": 0.4,
+        "memory_peak_bytes": 60 * GIB,
+        "memory_total_bytes": 80 * GIB,
+        "power_watts": 300.0,
+        "power_limit_watts": 400.0,
+    }
+    return GpuFacts(f"GPU-{number}", **{**well, **more})
+
+
+def rank(number: int, **more: Any) -> RankFacts:
+    """A rank of 1,000 steps of 3 s that waits for little."""
+    well: dict[str, Any] = {
+        "node": f"n{number // 2}",
+        "samples": 64_000.0,
+        "steps": 1000.0,
+        "step_seconds": 3000.0,
+        "data_wait_seconds": 30.0,
+        "transfer_seconds": 20.0,
+        "wait_seconds": 50.0,
+        "comm_seconds": 150.0,
+        "save_seconds": 30.0,
+        "evaluation_seconds": 100.0,
+        "cpus": [*range(number % 2 * 4, number % 2 * 4 + 4)],
+        "bound_as_planned": True,
+        "gpu": f"GPU-{number}",
+    }
+    return RankFacts(number, **{**well, **more})
+
+
+def node(number: int, *gpus: GpuFacts, **more: Any) -> NodeFacts:
+    """A node with two GPUs."""
+    well: dict[str, Any] = {
+        "seconds": 3500.0,
+        "cpus": 8.0,
+        "mean_cpus": 6.0,
+        "memory_peak_bytes": 40 * GIB,
+        "memory_limit_bytes": 64 * GIB,
+        "read_bytes": 3500.0 * 50e6,
+        "gpus_allocated": 2.0,
+        "gpus_used": 2.0,
+        "gpus": gpus or (gpu(2 * number), gpu(2 * number + 1)),
+    }
+    return NodeFacts(f"n{number}", **{**well, **more})
+
+
+def facts(**more: Any) -> Facts:
+    """A healthy run of an hour, of four ranks on two nodes."""
+    well: dict[str, Any] = {
+        "job": JOB,
+        "phases": {"start-up": 20.0, "staging": 20.0, "launch": 20.0, "training": 3400.0},
+        "elapsed_seconds": 3600.0,
+        "limit_seconds": 7200.0,
+        "node_count": 2,
+        "gpu_count": 4,
+        "core_count": 16,
+        "world_size": 4,
+        "channel": True,
+        "monitored": True,
+        "ranks": [rank(number) for number in range(4)],
+        "nodes": [node(0), node(1)],
+        "peaks": Peaks(shared_read=400e6, origin="measured"),
+    }
+    return Facts("digits-1", "COMPLETED", over=True, **{**well, **more})
+
+
+def ranks(**each: Any) -> list[RankFacts]:
+    """Four ranks with the same figures."""
+    return [rank(number, **each) for number in range(4)]
+
+
+def without_gpus(**more: Any) -> Facts:
+    """The healthy run on CPUs alone."""
+    job = {**JOB, "resources": {**JOB["resources"], "gpus": "0"}}
+    cpus = [
+        replace(node(number), gpus=(), gpus_allocated=None, gpus_used=None) for number in (0, 1)
+    ]
+    plain = [replace(one, gpu="", transfer_seconds=None) for one in ranks()]
+    return facts(**{"job": job, "nodes": cpus, "ranks": plain, "gpu_count": 0, **more})
+
+
+def slow(number: int = 1, **more: Any) -> list[RankFacts]:
+    """Four ranks, of which one waits for nobody and the others 30 % of a step for it."""
+    others = [rank(one, wait_seconds=900.0) for one in range(4) if one != number]
+    return sorted([*others, rank(number, wait_seconds=0.0, **more)], key=lambda one: one.rank)
+
+
+STAGE = {"name": "d", "source": "/data", "target": "local", "distribution": "shared"}
+FAULTS: dict[str, tuple[Facts, list[str]]] = {
+    "healthy": (facts(), []),
+    "healthy without GPUs": (without_gpus(), []),
+    "data": (facts(ranks=ranks(data_wait_seconds=900.0)), ["waits-for-data"]),
+    "a little data": (facts(ranks=ranks(data_wait_seconds=299.0)), []),
+    "data of one rank": (facts(ranks=slow(data_wait_seconds=930.0)), ["slow-rank"]),
+    "data of all, and a slow rank": (
+        facts(ranks=[replace(one, data_wait_seconds=600.0) for one in slow()]),
+        ["slow-rank", "waits-for-data"],
+    ),
+    "slow rank": (facts(ranks=slow()), ["slow-rank"]),
+    "slow rank, collectives unmeasured": (
+        facts(ranks=[replace(one, comm_seconds=None) for one in slow()]),
+        ["slow-rank"],
+    ),
+    "slow rank by its data alone": (
+        facts(
+            ranks=[
+                rank(n, wait_seconds=None, comm_seconds=900.0, data_wait_seconds=900.0 * (n == 2))
+                for n in range(4)
+            ]
+        ),
+        ["slow-rank"],
+    ),
+    "slow rank that is bound wrongly": (
+        facts(ranks=slow(bound_as_planned=False)),
+        ["wrong-binding"],
+    ),
+    "slow rank whose GPU is hot": (
+        facts(
+            ranks=slow(),
+            nodes=[node(0, gpu(0), gpu(1, throttled_seconds={"hw_thermal": 1500.0})), node(1)],
+        ),
+        ["throttled"],
+    ),
+    "slow rank, while another's GPU is hot": (
+        facts(
+            ranks=slow(),
+            nodes=[node(0), node(1, gpu(2, throttled_seconds={"hw_thermal": 1500.0}), gpu(3))],
+        ),
+        ["slow-rank", "throttled"],
+    ),
+    "power cap": (
+        facts(nodes=[node(0, gpu(0, throttled_seconds={"sw_power": 3000.0}), gpu(1)), node(1)]),
+        [],
+    ),
+    "shared cores": (
+        facts(ranks=ranks(cpus=[0], bound_as_planned=None, data_wait_seconds=400.0)),
+        ["wrong-binding"],
+    ),
+    "unbound": (facts(ranks=ranks(cpus=[*range(8)], bound_as_planned=None)), []),
+    "communication": (facts(ranks=ranks(comm_seconds=1000.0)), ["communication"]),
+    "copies": (facts(ranks=ranks(transfer_seconds=700.0)), ["host-to-device"]),
+    "float32": (
+        facts(nodes=[node(n, gpu(2 * n, tensor_active_ratio=0.01), gpu(2 * n + 1, tensor_active_ratio=0.01)) for n in (0, 1)]),
+        ["tensor-cores-idle"],
+    ),
+    "small kernels": (
+        facts(nodes=[node(n, gpu(n, sm_active_ratio=0.06, tensor_active_ratio=0.01)) for n in (0, 1)]),
+        ["launch-bound"],
+    ),
+    "idle GPUs because of data": (
+        facts(
+            ranks=ranks(data_wait_seconds=2400.0),
+            nodes=[node(n, gpu(n, sm_active_ratio=0.06, utilization_ratio=0.1)) for n in (0, 1)],
+        ),
+        ["waits-for-data"],
+    ),
+    "busy CPUs, idle GPUs": (
+        facts(
+            ranks=ranks(wait_seconds=0.0, comm_seconds=0.0),
+            nodes=[
+                node(n, gpu(n, utilization_ratio=0.3, sm_active_ratio=None), mean_cpus=7.9)
+                for n in (0, 1)
+            ],
+        ),
+        ["cpu-bound"],
+    ),
+    "forgotten GPUs": (
+        facts(nodes=[node(n, gpu(2 * n), gpu(2 * n + 1, has_process=False), gpus_used=1.0) for n in (0, 1)]),
+        ["gpu-unused"],
+    ),
+    "XID of the program": (facts(nodes=[node(0, gpu(0, xid_errors={"31": 2}), gpu(1)), node(1)]), []),
+    "XID of the hardware": (
+        facts(nodes=[node(0, gpu(0, xid_errors={"79": 1}), gpu(1)), node(1)]),
+        ["faulty-gpu"],
+    ),
+    "memory": (facts(nodes=[node(0, memory_peak_bytes=63 * GIB), node(1)]), ["memory-pressure"]),
+    "GPU memory": (
+        facts(nodes=[node(0, gpu(0, memory_peak_bytes=79 * GIB), gpu(1)), node(1)]),
+        ["memory-pressure"],
+    ),
+    "killed": (replace(facts(), state="OUT_OF_MEMORY"), ["memory-pressure"]),
+    "idle CPUs": (facts(nodes=[node(0, mean_cpus=0.5), node(1, mean_cpus=0.5)]), ["cpus-unused"]),
+    "idle CPUs of a whole node": (
+        facts(
+            job={**JOB, "resources": {**JOB["resources"], "exclusive": True}},
+            nodes=[node(0, mean_cpus=0.5), node(1, mean_cpus=0.5)],
+        ),
+        [],
+    ),
+    "idle CPUs of a failed run": (
+        replace(facts(nodes=[node(0, mean_cpus=0.5), node(1, mean_cpus=0.5)]), state="FAILED"),
+        [],
+    ),
+    "idle memory": (
+        facts(nodes=[node(0, memory_peak_bytes=3 * GIB), node(1, memory_peak_bytes=9 * GIB)]),
+        ["memory-over-asked"],
+    ),
+    "idle memory of one node": (
+        facts(nodes=[node(0, memory_peak_bytes=3 * GIB), node(1)]),
+        [],
+    ),
+    "time": (facts(limit_seconds=100 * 3600.0), ["time-over-asked"]),
+    "time of a trial": (facts(elapsed_seconds=300.0, phases={}, ranks=[], limit_seconds=36e3), []),
+    "start": (
+        facts(elapsed_seconds=5000.0, phases={"start-up": 1400.0, "launch": 20.0, "training": 3400.0}),
+        ["slow-start"],
+    ),
+    "staging": (
+        facts(
+            job={**JOB, "stage": [STAGE]},
+            elapsed_seconds=5000.0,
+            phases={"staging": 1500.0, "training": 3400.0},
+            stages=[StageFacts("d", "/data", "local", 1500.0, 10 * GIB, 1e6)],
+        ),
+        ["slow-staging"],
+    ),
+    "saving": (facts(ranks=ranks(save_seconds=800.0)), ["slow-saving"]),
+    "evaluation": (facts(ranks=ranks(evaluation_seconds=1500.0)), ["slow-evaluation"]),
+    "data and saving": (
+        facts(ranks=ranks(data_wait_seconds=2000.0, save_seconds=700.0)),
+        ["waits-for-data", "slow-saving"],
+    ),
+    "storage without the channel": (
+        facts(
+            ranks=[],
+            channel=False,
+            nodes=[node(0, read_bytes=3500 * 390e6), node(1)],
+        ),
+        ["slow-storage"],
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", FAULTS)
+def test_a_fault_is_found_and_nothing_else(name: str) -> None:
+    """Each fault gives its finding, the costliest first; a healthy run none."""
+    given_facts, kinds = FAULTS[name]
+    found = diagnose(given_facts)
+    assert [one.kind for one in found.findings] == kinds
+    hours = [one.gain_hours or 0.0 for one in found.findings]
+    assert hours == sorted(hours, reverse=True)
+    for one in found.findings:
+        assert one.level in ("critical", "warning")
+        assert one.evidence
+        assert one.changes
+        assert one.gain is None or 0 <= one.gain[0] <= one.gain[1] <= 1
+    assert found.healthy or kinds or not given_facts.ranks
+    if not kinds:
+        assert found.headline == (
+            "nothing found that holds it back"
+            if given_facts.ranks
+            else "not enough data to say what holds it back"
+        )
+
+
+@pytest.mark.parametrize("name", FAULTS)
+def test_its_changes_make_a_job_file_that_loads(name: str, tmp_path: Path) -> None:
+    """Every change with a field names a real one, with a value that is accepted."""
+    given_facts, _ = FAULTS[name]
+    (tmp_path / "train.py").write_text("")
+    changes = [
+        change
+        for one in (*diagnose(given_facts).findings, *diagnose(given_facts).unknown)
+        for change in one.changes
+    ]
+    for change in changes:
+        document = json.loads(json.dumps(given_facts.job))
+        for field, value in {change.field: change.value, **change.also}.items():
+            if field:
+                put(document, field, value)
+        (tmp_path / "job.json").write_text(json.dumps(document))
+        (tmp_path / "job.json").rename(tmp_path / "job.yaml")
+        resolved = load_job(tmp_path / "job.yaml").job.model_dump(mode="json")
+        assert not change.field or resolved != load_before(given_facts, tmp_path), change
+
+
+def load_before(given_facts: Facts, root: Path) -> Any:
+    """The job as it was."""
+    (root / "before.yaml").write_text(json.dumps(given_facts.job))
+    return load_job(root / "before.yaml").job.model_dump(mode="json")
+
+
+def put(document: Any, field: str, value: Any) -> None:
+    """Set a dotted field."""
+    *above, last = field.split(".")
+    for part in above:
+        document = (
+            document[int(part)] if isinstance(document, list) else document.setdefault(part, {})
+        )
+    document[int(last) if isinstance(document, list) else last] = value
+
+
+def forgotten(draw: Any, value: Any) -> Any:
+    """A copy of facts in which some of what can be unknown is unknown."""
+    if is_dataclass(value) and not isinstance(value, type):
+        changes = {}
+        for field in fields(value):
+            old = getattr(value, field.name)
+            if field.name in ("job", "state", "run", "over"):
+                continue
+            if field.default is None and draw(st.booleans()):
+                changes[field.name] = None
+            elif isinstance(old, (list, tuple)) and field.name not in ("cpus",):
+                changes[field.name] = [forgotten(draw, one) for one in old]
+        return replace(value, **changes)  # type: ignore[type-var]
+    return value
+
+
+@given(st.data())
+def test_less_data_accuses_nobody(data: st.DataObject) -> None:
+    """Whatever is not known of a healthy run: nothing is found that holds it back."""
+    name = data.draw(st.sampled_from(["healthy", "healthy without GPUs"]))
+    known = forgotten(data.draw, FAULTS[name][0])
+    assert diagnose(known).findings == ()
+
+
+@given(st.data())
+def test_unknown_figures_add_no_accusation(data: st.DataObject) -> None:
+    """What is not known of a run with a fault leads to no other kind of finding."""
+    name = data.draw(st.sampled_from([*FAULTS]))
+    given_facts, kinds = FAULTS[name]
+    found = {one.kind for one in diagnose(forgotten(data.draw, given_facts)).findings}
+    # the cause of a slow rank is a figure, too: without it, the rank is what is left
+    allowed = {*kinds, "slow-rank"} if {"wrong-binding", "throttled"} & {*kinds} else {*kinds}
+    if kinds in (["wrong-binding"], ["slow-rank"]):
+        allowed |= {"communication", "waits-for-data", "slow-rank"}
+    assert found <= allowed
+
+
+@pytest.mark.parametrize(
+    ("steps", "seconds", "level"),
+    [
+        (1000.0, 3000.0, "critical"),
+        (19.0, 3000.0, None),
+        (1000.0, 30.0, "warning"),
+        (1000.0, 3.0, None),
+    ],
+)
+def test_short_runs(steps: float, seconds: float, level: str | None) -> None:
+    """Too few steps are not judged, and a short training is not critical."""
+    short = ranks(steps=steps, step_seconds=seconds, data_wait_seconds=seconds / 2, comm_seconds=0.0,
+                  wait_seconds=0.0, transfer_seconds=0.0, save_seconds=0.0, evaluation_seconds=0.0)  # fmt: skip
+    found = diagnose(facts(ranks=short, phases={"training": seconds}, elapsed_seconds=seconds))
+    assert [one.level for one in found.findings] == ([level] if level else [])
+    if level is None:
+        assert "waits-for-data" in {one.kind for one in found.unknown}
+
+
+@pytest.mark.parametrize(
+    ("more", "words"),
+    [
+        ({"data_wait_seconds": 930.0}, "it waits for data"),
+        ({"transfer_seconds": 920.0}, "its copies to the GPU are slow"),
+        ({"samples": 90_000.0}, "it has more samples"),
+        ({}, "the cause is not known"),
+        ({"data_wait_seconds": 300.0}, "the cause is not known"),
+    ],
+)
+def test_the_cause_of_a_slow_rank(more: dict[str, float], words: str) -> None:
+    """It is named only if a figure of its own explains the delay."""
+    (found,) = diagnose(facts(ranks=slow(2, **more))).findings
+    assert found.kind == "slow-rank"
+    assert found.verdict.startswith("rank 2 on n1 slows the others down by ")
+    assert found.verdict.endswith(words)
+
+
+@pytest.mark.parametrize(
+    ("job", "first"),
+    [
+        ({}, Change("", "stage", also={"args.0": "--data={stage.data}"})),
+        ({"args": ["--data", "/d", "x"]}, Change("", "stage", also={"args.1": "{stage.data}"})),
+        ({"args": ["train"]}, Change("")),
+        ({"stage": [STAGE]}, Change("", "stage.0.target", "shm")),
+        ({"stage": [{**STAGE, "target": "shm"}]}, Change("", "args.2", "3")),
+        ({"stage": [{**STAGE, "target": "shm"}], "args": ["--num_workers=4"]}, Change("", "args.0", "--num_workers=8")),
+        ({"stage": [{**STAGE, "target": "shm"}], "args": []}, Change("")),
+    ],
+)  # fmt: skip
+def test_what_helps_against_waiting_for_data(job: dict[str, Any], first: Change) -> None:
+    """The first change fits what the job has: staged data, loader workers, idle cores."""
+    waiting = facts(ranks=ranks(data_wait_seconds=900.0), job={**JOB, **job})
+    change = diagnose(waiting).findings[0].changes[0]
+    assert (change.field, dict(change.also)) == (first.field, dict(first.also))
+    assert first.value is None or change.value == first.value
+
+
+def test_nodes_are_excluded_beside_those_that_were() -> None:
+    """Other options stay, and hosts that were excluded stay so."""
+    (found,) = diagnose(FAULTS["XID of the hardware"][0]).findings
+    assert found.changes[0].field == "resources.extra"
+    assert found.changes[0].value == ["--reservation=course", "--exclude=n7,n0"]
+
+
+def test_unknown_says_what_would_tell() -> None:
+    """A run without channel and monitor has one unknown for each, and no accusation."""
+    bare = facts(ranks=[], nodes=[], channel=False, monitored=False, peaks=None)
+    found = diagnose(bare)
+    assert found.findings == ()
+    assert [(one.kind, one.needs) for one in found.unknown] == [
+        ("waits-for-data", "the channel in the training (`hpml_channel.py`)"),
+        ("gpu-unused", "`monitor: true`"),
+    ]
+    assert found.headline == "not enough data to say what holds it back"
+
+
+@pytest.mark.parametrize("name", FAULTS)
+def test_the_text_fits_a_terminal(name: str) -> None:
+    """At most 40 lines of 100 columns, and the Markdown and JSON have every finding."""
+    found = diagnose(FAULTS[name][0])
+    lines = text(found).splitlines()
+    assert len(lines) <= 40
+    assert max(map(len, lines)) <= 100
+    assert lines[0].startswith("run       digits-1  ")
+    for one in found.findings:
+        assert one.verdict in markdown(found)
+    assert json.loads(json.dumps(to_json(found)))["headline"] == found.headline
+
+
+def test_no_more_than_three_are_printed_in_full() -> None:
+    """The others are in one line, by their verdicts."""
+    many = facts(
+        ranks=ranks(data_wait_seconds=900.0, comm_seconds=800.0, save_seconds=700.0,
+                    evaluation_seconds=1500.0, transfer_seconds=700.0),
+        limit_seconds=1e6,
+    )  # fmt: skip
+    lines = text(diagnose(many)).splitlines()
+    assert len(diagnose(many).findings) == 6
+    assert [line[0] for line in lines if re.match(r"\d  ", line)] == ["1", "2", "3"]
+    assert any(line.startswith("also ") for line in lines)
+    assert len(lines) <= 40
+
+
+def test_the_page_has_the_thresholds() -> None:
+    """docs/reports.md has a row for each kind, with its limits and their source."""
+    rows = [
+        f"| `{kind}` | {one.figure} | {one.text(one.warn)} | "
+        f"{'—' if one.critical is None else one.text(one.critical)} | {one.source} |"
+        for kind, one in THRESHOLDS.items()
+    ]
+    page = DOCS.read_text("utf-8")
+    assert [line for line in page.splitlines() if line.startswith("| `") and line in rows] == rows
