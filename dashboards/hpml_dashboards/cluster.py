@@ -38,6 +38,8 @@ _TOTAL = f"sum({_GPUS})"
 _WORST = f"topk(25, hpml:job_gpus_wasted:sum{_ALL} > 0.5)"
 _OF_WORST = f"and on (cluster, jobid) {_WORST}"
 _WHOSE = "* on (cluster, jobid) group_left (array, user, partition, name) hpml:job_info"
+_HELD = f"hpml:job_holdback:ratio{_ALL}"
+_GPUS_OF = f"hpml:job_gpus:count{_ALL}"
 _NODE_WASTE = f"hpml:node_gpus_allocated:count{_ALL} - hpml:node_gpus_busy:sum{_ALL}"
 _OF_NODES = f"and on (cluster, node) topk(25, {_NODE_WASTE})"
 
@@ -57,6 +59,8 @@ GPUs: GPUs that are busy, allocated but unused, and idle. Good: mostly busy. Muc
 Queue: Jobs that run and that wait. Pending rises while running stays: the cluster is full.
 Wait for the start: Waits that half and nine tenths of the jobs stayed below, of those that
     started in the last 30 minutes. Rising beside idle GPUs: look at limits and priorities.
+Jobs by what holds them back: Running jobs with each finding of hpml report, and the GPUs that
+    they have; a job may have several. Many with one: storage, a node type or a habit to look at.
 Jobs that waste most GPUs: Running jobs by GPUs that they keep idle. Open one to see why.
 Partitions: GPUs of each partition, and its pending jobs. A node in several partitions counts in
     each. Idle beside pending: look at limits; much wasted: at its jobs.
@@ -81,11 +85,22 @@ _CONTENT: list[Panel | str] = [
         "GPUs",
         "count",
         {"busy": _BUSY, "wasted": _WASTED, "idle": f"{_TOTAL} - {_ALLOCATED}"},
-        width=12,
+        width=6,
         stacked=True,
     ),
     lines("Queue", "count", {"running": _RUNNING, "pending": _PENDING}, width=6),
     lines("Wait for the start", "seconds", {"50 %": _wait(0.5), "90 %": _wait(0.9)}, width=6),
+    listing(
+        "Jobs by what holds them back",
+        "finding",
+        {
+            "Jobs": f"count by (finding) ({_HELD})",
+            "GPUs": f"sum by (finding) ({_HELD} * 0 + on (cluster, jobid) group_left () {_GPUS_OF})",
+        },
+        width=6,
+        sort="Jobs",
+        none="Nothing found",
+    ),
     listing(
         "Jobs that waste most GPUs",
         "jobid array user partition name",

@@ -73,6 +73,7 @@ _FAULTS = (
 _BEGAN = f"on () group_left () max(hpml_job_start_timestamp_seconds{_JOB})"
 _GPUS = f"hpml:job_gpus:count{_JOB}"
 _CPUS = _once("hpml_job_cpus")
+_HOLDBACK = f"hpml:job_holdback:ratio{_JOB}"
 _LONGEST = (
     f"{_once('hpml_train_longest_data_wait_info')} * on (cluster, jobid, instance, job) "
     f"group_left () {_this('hpml_train_rank_data_wait_seconds', which='longest')}"
@@ -98,6 +99,8 @@ Faults: Processes ended for want of memory, GPU errors (XID) since the job's sta
     wrong CPUs or GPUs. Good: 0. Otherwise see the tables of nodes and errors below.
 Tensor cores active: Share of time with tensor cores at work (Hopper and later). GPUs that are
     active without them compute in full precision, copy data or wait in communication.
+What holds it back: Findings as hpml report has them, each with its worst figure and the share of
+    the time range in which it was over its limit. Good: none. Otherwise `hpml report` has the remedy.
 Samples per second: Speed of the training on each node. Good: steady and alike. Dips are
     checkpoints, evaluation, or storage that others use too.
 Step time: Mean step of the fastest and the slowest rank. Good: alike. A gap above 20 % means that
@@ -183,8 +186,20 @@ _CONTENT: list[Panel | str] = [
         " + ".join(or_zero(count, f"hpml:job_info{_JOB}") for count in _FAULTS),
         calc="max",
     ),
-    lines("GPU active", "share", {_GPU: _each("hpml:gpu_busy:rate2m")}, width=12),
-    lines("Tensor cores active", "share", {_GPU: _each("hpml:gpu_tensor_active:ratio")}, width=12),
+    lines("GPU active", "share", {_GPU: _each("hpml:gpu_busy:rate2m")}),
+    lines("Tensor cores active", "share", {_GPU: _each("hpml:gpu_tensor_active:ratio")}),
+    listing(
+        "What holds it back",
+        "finding",
+        {
+            "Figure": f"max by (finding) (max_over_time({_HOLDBACK}[$__range]))",
+            "Of the time": f"max by (finding) (count_over_time({_HOLDBACK}[$__range])) "
+            f"/ on () group_left () max(count_over_time(hpml:job_info{_JOB}[$__range]))",
+        },
+        sort="Of the time",
+        width=8,
+        none="Nothing found",
+    ),
     lines(
         "Samples per second", "count", {"{{node}}": _each("hpml:train_samples:rate5m")}, height=6
     ),

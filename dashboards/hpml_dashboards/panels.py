@@ -72,6 +72,7 @@ _COLUMNS = {
     "use": ["GPU active", "Efficiency"],
     "wait": ["Data wait"],
     "full": ["Of limit", "Shm full"],
+    "share": ["Figure", "Of the time"],
     "whole": ["PCIe", "NVLink", "Up"],
     "faults": ["Misbound", "Foreign GPUs", "ECC errors", "Bad rows", "Down"],
     "bytes": ["Memory", "Shm"],
@@ -108,7 +109,7 @@ _TITLES = {"jobid": "Job", "array": "Array task", "index": "GPU", "xid": "XID", 
 _LINKED = {"jobid": "job", "node": "node", "sweep": "sweep", "user": "user"}
 """Labels whose values are links to the dashboard of what they name."""
 _WIDTHS = {"jobid": 124, "array": 124, "user": 100, "partition": 100, "point": 70}
-_WIDTHS |= {"rank": 70, "index": 60, "xid": 60, "port": 60}
+_WIDTHS |= {"finding": 150, "rank": 70, "index": 60, "xid": 60, "port": 60}
 _MOST_LINES = 32
 _UNKNOWN = models.SpecialValueMap(  # has no colour: it is neither good nor bad
     models.DashboardSpecialValueMapOptions(

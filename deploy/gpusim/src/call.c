@@ -54,6 +54,8 @@ static void leave(struct state *state) { /* with the lock held */
 
 static void refresh(void) { /* with the lock held */
     const char *path = getenv("HPML_GPUSIM");
+    if (path == NULL) /* jobs of hpml do not inherit HPML_... */
+        path = getenv("GPUSIM");
     struct stat file;
     bool there = path != NULL && stat(path, &file) == 0;
     if (there && newest != NULL && same_file(&file, &newest_file))
