@@ -7,6 +7,7 @@ import time
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+from hpml_orchestrator.diagnosis.devices import specification
 from hpml_orchestrator.diagnosis.model import (
     Facts,
     GpuFacts,
@@ -119,6 +120,7 @@ def _facts(state: State, summary: Summary | None, now: float) -> Facts:
         ranks=_ranks(state, summary),
         nodes=[_node(node, attempt, limit) for node in summary.monitored],
         stages=stages,
+        achieved_flops=_flops(summary, facts.gpu_count),
         accuracy=_accuracy(summary),
         values=described.values,
         code=_code(described.code or {}),
@@ -215,6 +217,16 @@ def _stages(summary: Summary, job: Mapping[str, Any]) -> list[StageFacts]:
         )
         for one in summary.stages
     ]
+
+
+def _flops(summary: Summary, gpu_count: int) -> float | None:
+    """Return the FLOP/s of all GPUs, from the MFU that the training reported."""
+    mfu = numbers({**summary.last_step, **summary.result}).get("mfu")
+    gpus = [gpu for node in summary.monitored for gpu in node.gpus]
+    peaks = specification(gpus[0].name) if gpus else None
+    if mfu is None or peaks is None or "bfloat16" not in peaks.flops:
+        return None
+    return mfu * peaks.flops["bfloat16"] * gpu_count
 
 
 def _accuracy(summary: Summary) -> dict[str, float]:
