@@ -25,7 +25,7 @@ from hpml_orchestrator.diagnosis.wording import markdown, text, to_json
 from hpml_orchestrator.errors import InputError, NotFoundError, RecordError
 from hpml_orchestrator.records.files import write_text
 from hpml_orchestrator.runs.facts import gather
-from hpml_orchestrator.runs.prometheus import Prometheus
+from hpml_orchestrator.runs.prometheus import Prometheus, PrometheusError
 from hpml_orchestrator.runs.status import UNREADABLE, states
 from hpml_orchestrator.site.profile import prometheus_of_site, site_for
 from hpml_orchestrator.spec.address import read_credentials
@@ -206,7 +206,11 @@ def _diagnosed(store: Store, word: str, server: Prometheus | None, site: str) ->
     if not state.over:
         why = f" ({state.reason})" if state.reason else ""
         notice(f"{state.submission.label} is {state.state}{why}: this is what is known so far")
-    facts = gather(state, prometheus=server)
+    try:
+        facts = gather(state, prometheus=server)
+    except PrometheusError as error:
+        notice(f"warning: {error}; figures are from records")
+        facts = gather(state)
     return diagnose(replace(facts, peaks=_peaks(store, facts, site)))
 
 
