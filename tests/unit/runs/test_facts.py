@@ -104,7 +104,7 @@ def test_before_its_start(world: World) -> None:
 
 @pytest.mark.parametrize("of_run", [False, True])
 @pytest.mark.parametrize("text", ["", "{", "[]", '{"job": 1}', '{"schema_version": 1, "job": {}}'])
-def test_damaged_records(world: World, text: str, of_run: bool) -> None:  # noqa: FBT001
+def test_damaged_records(world: World, text: str, of_run: bool) -> None:
     """A damaged submission is named; a damaged file of a monitor is as if it were missing."""
     submission, attempt = trained(world)
     state = world.state(submission)
