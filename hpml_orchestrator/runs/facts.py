@@ -109,7 +109,9 @@ def _facts(state: State, summary: Summary | None, now: float) -> Facts:
     summary = summary or summarise(state)
     started = state.started or (begun.time if begun else None)
     ended = state.ended or (attempt.ended or {}).get("time")
-    ended = ended or (attempt.last_written if state.over or state.lost else now)
+    # of a job that only its own cluster knows, the last event is the latest that is certain
+    is_running = not (state.over or state.lost or state.elsewhere)
+    ended = ended or (now if is_running else attempt.last_written)
     phases = {phase.name: phase.seconds for phase in summary.phases}
     described = describe(state, summary, now=now)
     stages = _stages(summary, job)

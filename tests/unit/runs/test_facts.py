@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -77,6 +79,16 @@ def test_a_run_that_goes_on(world: World) -> None:
     assert (gpu.memory_total_bytes, gpu.throttled_seconds["hw_thermal"]) == (80 * GIB, 3)
     found = diagnose(facts)
     assert [one.kind for one in found.findings] == ["waits-for-data", "faulty-gpu"]
+
+
+def test_a_run_of_another_cluster(world: World) -> None:
+    """Its time ends with its last event: nobody here knows whether it still runs."""
+    submission, attempt = trained(world)
+    for path in (attempt / "events").iterdir():
+        os.utime(path, (world.clock.now, world.clock.now))
+    state = replace(world.state(submission), state="UNKNOWN", elsewhere=True)
+    facts = gather(state, now=world.clock.now + 1e6)
+    assert (facts.over, facts.elapsed_seconds) == (False, 110)
 
 
 def test_a_run_without_anything(world: World) -> None:
