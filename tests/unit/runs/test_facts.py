@@ -14,6 +14,7 @@ from hpml_orchestrator.diagnosis.diagnose import diagnose
 from hpml_orchestrator.errors import RecordError
 from hpml_orchestrator.records.files import write_json
 from hpml_orchestrator.runs.facts import gather
+from hpml_orchestrator.runs.prometheus import Prometheus
 from hpml_orchestrator.scheduler.model import JobState
 
 if TYPE_CHECKING:
@@ -89,6 +90,42 @@ def test_a_run_of_another_cluster(world: World) -> None:
     state = replace(world.state(submission), state="UNKNOWN", elsewhere=True)
     facts = gather(state, now=world.clock.now + 1e6)
     assert (facts.over, facts.elapsed_seconds) == (False, 110)
+
+
+def test_figures_of_prometheus(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A run without a monitor has those of its nodes and GPUs; the record's own come first."""
+    submission, attempt = trained(world)
+    node, gpu = {"node": "n1"}, {"node": "n1", "of": "gpu", "uuid": "G0", "name": "H100"}
+    samples = [
+        ({**node, "figure": "mean_cpus"}, 1.5),
+        ({**node, "figure": "cpus"}, 2.0),
+        ({**gpu, "figure": "sm_active_ratio"}, 0.4),
+        ({**gpu, "figure": "throttled_seconds", "reason": "hw_thermal"}, 55.0),
+        ({**gpu, "figure": "xid_errors", "xid": "79"}, 1.0),
+    ]
+    server = Prometheus("http://127.0.0.1:1")
+    asked: list[Any] = []
+
+    def job_over(*words: str, **more: float) -> Any:
+        asked.append((words, more))
+        return samples
+
+    monkeypatch.setattr(server, "job_over", job_over)
+    facts = gather(world.state(submission), prometheus=server, now=world.clock.now)
+    assert asked == [(("", "1"), {"seconds": 110, "ended": world.clock.now})]
+    (found,) = facts.nodes
+    assert (found.node, found.cpus, found.mean_cpus, found.memory_peak_bytes) == (
+        "n1",
+        2,
+        1.5,
+        None,
+    )
+    (one,) = found.gpus
+    assert (one.uuid, one.sm_active_ratio, one.seconds) == ("G0", 0.4, 110)
+    assert (one.throttled_seconds, one.xid_errors) == ({"hw_thermal": 55}, {"79": 1})
+    write_json(attempt / "nodes" / "n1.monitor.json", MONITORED)
+    assert gather(world.state(submission), prometheus=server).nodes[0].seconds == 100
+    assert len(asked) == 1
 
 
 def test_a_run_without_anything(world: World) -> None:
