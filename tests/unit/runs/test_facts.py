@@ -45,7 +45,7 @@ MONITORED = {
 
 
 def trained(world: World, **fields: Any) -> tuple[Submission, Path]:
-    """A run of two ranks that has trained 100 s, and goes on."""
+    """A run of two ranks that has trained 100 s, and continues."""
     asked = {"ranks_per_node": 2, "memory": "4G", "time": "10:00"}
     submission = world.submit(resources=asked, **fields)
     world.scheduler.move("1", JobState.RUNNING)
@@ -167,7 +167,7 @@ def test_damaged_records(world: World, text: str, of_run: bool) -> None:
 
 
 def test_torn_events(world: World) -> None:
-    """Lines that were cut off, or are no events, are passed over."""
+    """Lines that were cut off, or are not events, are skipped."""
     submission, attempt = trained(world)
     with (attempt / "events" / "n1.jsonl").open("a") as stream:
         stream.write('{"schema_version":1,"time":"x"}\nnull\n[1]\n{"event":"step","da')
