@@ -68,7 +68,7 @@ def compute(rounds: int) -> float:
 def main() -> None:
     """Train, and report it."""
     parser = argparse.ArgumentParser()
-    parser.add_argument("--data", required=True)
+    parser.add_argument("--data", "--folder", required=True)
     parser.add_argument("--samples", type=int, default=200)
     parser.add_argument("--workers", type=int, default=0)
     parser.add_argument("--loader", default="threads")
