@@ -1,4 +1,4 @@
-"""`hpml report --apply` and `--try`: write the changed job file, run it beside the original."""
+"""`hpml report --apply` and `--try`: write the changed job file, try it against the original."""
 
 from __future__ import annotations
 

@@ -37,7 +37,7 @@ class Tuned:
     """A job file with changes.
 
     Attributes:
-        path: where it is to be written.
+        path: of the new file.
         text: its text.
         diff: lines of a unified diff from the old job file.
         resolved: the job that it describes.
@@ -98,7 +98,7 @@ def refuse_function(record: Mapping[str, Any], label: str) -> None:
             "runs a Python function that submitit submitted: it has no job file",
             field="RUN",
             value=label,
-            hint="change the parameters of the executor; `hpml report` says which",
+            hint="change the parameters of the executor; `hpml report` names them",
         )
 
 

@@ -48,7 +48,7 @@ def slow_disk(desk: Desk) -> list[str]:
 
 
 def test_a_change_is_written_and_tried(desk: Desk) -> None:
-    """A trial that was interrupted goes on as a sweep, and answers at its end."""
+    """A trial that was interrupted is continued like any sweep, with its answer at the end."""
     desk.hpml("run", job(desk, *slow_disk(desk)), "--local")
     printed = desk.hpml("report", "last", "--apply", "tuned.yaml")
     assert "+    " not in printed
@@ -65,7 +65,7 @@ def test_a_change_is_written_and_tried(desk: Desk) -> None:
     printed = desk.hpml("sweep", "resume", "last")
 
     assert "2 of 2 done" in printed
-    assert "times as fast, but 1 pair cannot tell that from noise, 6 can" in printed
+    assert "times as fast, but 1 pair is not enough" in printed
     report = desk.json("sweep", "report", "last")
     assert "waiting for data 1" in report["answer"][0]
     reasons = {attempt["row"]["reason"] for attempt in report["attempts"]}
@@ -120,7 +120,7 @@ FAULTS: dict[str, dict[str, Any]] = {
 @TRAINS
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_change_helps_for_real(fault: str, desk: Desk, capfd: pytest.CaptureFixture[str]) -> None:
-    """Six pairs, interleaved, tell the changed job from the original one."""
+    """Six interleaved pairs show that the changed job is faster."""
     case = FAULTS[fault]
     fields = {"samples": case["samples"], **case.get("fields", {})}
     file = job(desk, *case["args"](desk), option=case.get("option", "--data"), **fields)
