@@ -259,7 +259,7 @@ def summary_lines(plan: SweepPlan) -> list[str]:
     most = f"at most {plan.estimate.node_hours:.2g} node-hours, by their time limits"
     if expected is not None:
         hours = nodes * count * expected / 3600
-        most = f"about {hours:.2g} node-hours, as long as {trial['run']} took; {most}"
+        most = f"about {hours:.2g} node-hours, by what {trial['run']} took; {most}"
     return [*lines, f"cost     {most}"]
 
 
