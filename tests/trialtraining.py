@@ -15,8 +15,12 @@ import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
-from hpml_channel import Channel
+if TYPE_CHECKING:
+    from training_jobs.hpml_channel import Channel
+else:
+    from hpml_channel import Channel
 
 BATCH = 4
 
@@ -27,7 +31,7 @@ class Images:
     def __init__(self, options: argparse.Namespace) -> None:
         self._files = sorted(Path(options.data).iterdir())
         self._slow, self._seconds = options.slow, options.open_seconds
-        self._samples = options.samples
+        self._samples = int(options.samples)
 
     def __len__(self) -> int:
         return self._samples
@@ -45,7 +49,8 @@ def batches(images: Images, options: argparse.Namespace) -> Iterator[list[bytes]
     if options.loader == "torch":
         from torch.utils.data import DataLoader  # noqa: PLC0415 - seconds, in most tests for nothing
 
-        yield from DataLoader(images, BATCH, num_workers=options.workers, collate_fn=list)
+        files: Any = images  # a dataset without its class
+        yield from DataLoader(files, BATCH, num_workers=options.workers, collate_fn=list)
     elif options.workers:
         with ThreadPoolExecutor(options.workers) as pool:
             waiting = [pool.submit(images.__getitem__, index) for index in range(len(images))]

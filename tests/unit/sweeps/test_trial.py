@@ -66,7 +66,11 @@ def test_both_jobs_run_in_turn_with_the_same_seeds(desk: Desk) -> None:
         assert (job.collect, job.resources.mail, job.resources.time) == ([], None, "00:33:00")
     assert planned.spec.parallel == 1
     text = "\n".join(summary_lines(planned))
-    for part in ("12 runs in turn: 6 of", "after 2:00 of training", "about 0.53 node-hours, by what"):
+    for part in (
+        "12 runs in turn: 6 of",
+        "after 2:00 of training",
+        "about 0.53 node-hours, by what",
+    ):
         assert part in text, text
 
 
