@@ -120,6 +120,7 @@ FAULTS: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(2400)  # twelve runs and more, on a machine that others use
 @TRAINS
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_change_helps_for_real(fault: str, desk: Desk, capfd: pytest.CaptureFixture[str]) -> None:
