@@ -14,7 +14,7 @@ import pytest
 
 from tests.patience import eventually
 from tests.unit.local_runs import Desk
-from tests.unit.training_runs import JOBS, TRAINS
+from tests.unit.training_runs import JOBS
 
 TESTS = Path(__file__).parents[2]
 SLOW_OPEN = "0.02"
@@ -99,7 +99,7 @@ FAULTS: dict[str, dict[str, Any]] = {
     # the change is that of the report itself
     "slow disk": {"args": slow_disk, "samples": 1000, "text": "stage the data to /dev/shm"},
     "loader workers": {
-        "args": lambda desk: [*slow_disk(desk), "--workers=0", "--loader=torch"],
+        "args": lambda desk: [*slow_disk(desk), "--workers=0"],
         "samples": 1000,
         # hpml does not know that this option is the data's, so staging is advice only
         "option": "--folder",
@@ -121,7 +121,6 @@ FAULTS: dict[str, dict[str, Any]] = {
 
 @pytest.mark.slow
 @pytest.mark.timeout(2400)  # twelve runs and more, on a machine that others use
-@TRAINS
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_change_helps_for_real(fault: str, desk: Desk, capfd: pytest.CaptureFixture[str]) -> None:
     """Six interleaved pairs show that the changed job is faster."""
