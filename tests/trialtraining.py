@@ -1,9 +1,9 @@
 """A small training whose speed depends on storage, loader workers and cores, for `--try`.
 
-    trialtraining.py --data DIR --samples 200 --workers 0 --loader threads
+    trialtraining.py --data DIR --samples 200 --workers 0
 
 The slow disk is a fake: opening a file below `--slow PATH` takes `--open-seconds` longer, as on a
-file server far away. Loader workers are real: those of PyTorch's DataLoader, or threads. A step
+file server far away. Loader workers are threads. A step
 computes for as long as the arithmetic takes, so ranks that share a core are slower.
 """
 
@@ -15,8 +15,12 @@ import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from hpml_channel import Channel
+if TYPE_CHECKING:
+    from training_jobs.hpml_channel import Channel
+else:
+    from hpml_channel import Channel
 
 BATCH = 4
 
@@ -27,7 +31,7 @@ class Images:
     def __init__(self, options: argparse.Namespace) -> None:
         self._files = sorted(Path(options.data).iterdir())
         self._slow, self._seconds = options.slow, options.open_seconds
-        self._samples = options.samples
+        self._samples = int(options.samples)
 
     def __len__(self) -> int:
         return self._samples
@@ -42,11 +46,7 @@ class Images:
 def batches(images: Images, options: argparse.Namespace) -> Iterator[list[bytes]]:
     """Yield the batches, loaded by workers if there are any."""
     starts = range(0, len(images), BATCH)
-    if options.loader == "torch":
-        from torch.utils.data import DataLoader  # noqa: PLC0415 - seconds, in most tests for nothing
-
-        yield from DataLoader(images, BATCH, num_workers=options.workers, collate_fn=list)
-    elif options.workers:
+    if options.workers:
         with ThreadPoolExecutor(options.workers) as pool:
             waiting = [pool.submit(images.__getitem__, index) for index in range(len(images))]
             for start in starts:
@@ -68,10 +68,9 @@ def compute(rounds: int) -> float:
 def main() -> None:
     """Train, and report it."""
     parser = argparse.ArgumentParser()
-    parser.add_argument("--data", required=True)
+    parser.add_argument("--data", "--folder", required=True)
     parser.add_argument("--samples", type=int, default=200)
     parser.add_argument("--workers", type=int, default=0)
-    parser.add_argument("--loader", default="threads")
     parser.add_argument("--slow", default="")
     parser.add_argument("--open-seconds", type=float, default=0.01)
     parser.add_argument("--rounds", type=int, default=1000)

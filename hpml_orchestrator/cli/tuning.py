@@ -1,4 +1,4 @@
-"""`hpml report --apply` and `--try`: write the changed job file, run it beside the original."""
+"""`hpml report --apply` and `--try`: write the changed job file, try it against the original."""
 
 from __future__ import annotations
 
@@ -22,6 +22,7 @@ from hpml_orchestrator.errors import InputError
 from hpml_orchestrator.runs.backend import cluster_name, open_backend
 from hpml_orchestrator.runs.prepare import render_job
 from hpml_orchestrator.runs.tuned import tune, write_tuned
+from hpml_orchestrator.site.profile import site_for
 from hpml_orchestrator.sweeps import plan
 from hpml_orchestrator.sweeps.trial import make_trial, summary_lines
 
@@ -64,8 +65,9 @@ def _apply(
     if not force and os.path.lexists(target):
         raise refused("already exists", "--force replaces it")
     store, chosen = store_of(context), choose_changes(diagnosis)
-    tuned = tune(submission, chosen, target, chosen_site=chosen_site(context))
     backend = str(submission.record()["backend"])
+    site = site_for(target, os.environ, chosen=chosen_site(context), backend=backend)
+    tuned = tune(submission, chosen, target, site)
     rendered = render_job(tuned.resolved, site=tuned.site, here=backend == "local")
     report = check_rendered(rendered, backend, store, walk_seconds=1.0)
     if report.errors:

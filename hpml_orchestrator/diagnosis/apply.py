@@ -117,7 +117,7 @@ def fields_of(job: Mapping[str, Any], change: Change) -> dict[str, Any]:
 
 
 def _entries(job: Mapping[str, Any], name: str, value: Any) -> Iterator[tuple[str, Any]]:
-    """Yield the entries of a list that change; the whole field if that is no list, or shorter."""
+    """Yield the entries of a list that change; the whole field if it is not a list, or shorter."""
     old: Any = job
     for part in name.split("."):
         old = old.get(part) if isinstance(old, dict) else None
@@ -152,7 +152,7 @@ def _staged_arguments(job: Mapping[str, Any], stage: tuple[str, str]) -> dict[st
     if not fields:
         raise InputError(
             f"no argument of the program is {source}, so it would not read the copy; give it "
-            f"{word} where it takes the path"
+            f"{word} instead of the path"
         )
     return fields
 

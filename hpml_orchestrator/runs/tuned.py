@@ -16,7 +16,6 @@ from hpml_orchestrator.diagnosis.apply import changed_job, differences
 from hpml_orchestrator.errors import HpmlError, InputError, RecordError
 from hpml_orchestrator.records.files import read_text_or_nothing, write_text
 from hpml_orchestrator.script.template import variable
-from hpml_orchestrator.site.profile import site_for
 from hpml_orchestrator.spec.document import parse_yaml
 from hpml_orchestrator.spec.edit import CannotEditError, block_text, flow_text, set_field
 from hpml_orchestrator.spec.job import Job, spelled_out
@@ -38,7 +37,7 @@ class Tuned:
     """A job file with changes.
 
     Attributes:
-        path: where it is to be written.
+        path: of the new file.
         text: its text.
         diff: lines of a unified diff from the old job file.
         resolved: the job that it describes.
@@ -99,11 +98,13 @@ def refuse_function(record: Mapping[str, Any], label: str) -> None:
             "runs a Python function that submitit submitted: it has no job file",
             field="RUN",
             value=label,
-            hint="change the parameters of the executor; `hpml report` says which",
+            hint="change the parameters of the executor; `hpml report` names them",
         )
 
 
-def tune(submission: Submission, chosen: Chosen, target: Path, *, chosen_site: str = "") -> Tuned:
+def tune(
+    submission: Submission, chosen: Chosen, target: Path, site: ResolvedSite | None = None
+) -> Tuned:
     """Return the job file of a run with changes; nothing is written.
 
     It describes the job as it ran: what came from `--set`, from words after `--` or from a point of
@@ -113,7 +114,7 @@ def tune(submission: Submission, chosen: Chosen, target: Path, *, chosen_site: s
         submission: the run.
         chosen: the changes.
         target: the new file, absolute.
-        chosen_site: the value of `--site` or `HPML_SITE`.
+        site: the site profile that applies to the new file.
 
     Raises:
         InputError: there is nothing to change, or the changed job is not valid.
@@ -126,7 +127,6 @@ def tune(submission: Submission, chosen: Chosen, target: Path, *, chosen_site: s
             "nothing in the job file has to change", field="RUN", value=label, hint=hint
         )
     source = Path(str(record["job_file"]))
-    site = site_for(target, os.environ, chosen=chosen_site, backend=str(record["backend"]))
     ran = job_of_run(submission)
     reasons = {name: f"{one.reason}, in {label}" for one in chosen.made for name in one.fields}
     writer = _Writer(source, target, site, label)

@@ -30,10 +30,10 @@ def set_field(text: str, field: str, value: Any, *, comment: str = "") -> str:
         text: a YAML document that holds a mapping.
         field: dotted; numbers are places in a list. Mappings on the way that are missing are made.
         value: of mappings, lists, texts, numbers and booleans; None removes the field.
-        comment: put on a line of its own above the field; empty for none.
+        comment: put on a separate line above the field; empty for none.
 
     Raises:
-        CannotEditError: it is no such document, or not written in a form that can be changed.
+        CannotEditError: it is not such a document, or not written in a form that can be changed.
     """
     plain = json.loads(json.dumps(value))  # numbers that keep their spelling become plain ones
     changed = _set(text, field.split("."), plain)
@@ -159,7 +159,7 @@ def _over(text: str, node: Node, value: Any, around: Node | None) -> str:
     if isinstance(around, MappingNode):
         colon = _colon(text, around, node)
         line, _, rest = text[colon:start].partition("\n")
-        if not rest.strip():  # a block below its key: the value goes beside it
+        if not rest.strip():  # a block below its key: the value goes behind the colon
             return f"{text[:colon]} {_beside(value, around)}{line.rstrip()}{text[end:]}"
     return text[:start] + _beside(value, around) + text[end:]
 

@@ -95,13 +95,13 @@ def make_trial(
         now: seconds since the epoch.
 
     Raises:
-        InputError: there is no change to try, or the run cannot be repeated.
+        InputError: nothing can be tried, or the run cannot be repeated.
     """
     record, label = submission.record(), submission.label
     refuse_function(record, label)
     if not chosen.made:
         raise InputError(
-            "there is no change of the job file to try",
+            "nothing in the job file has to change",
             field="RUN",
             value=label,
             hint="; ".join(chosen.left) or f"`hpml report {label}` shows what was found",
@@ -252,14 +252,14 @@ def summary_lines(plan: SweepPlan) -> list[str]:
     if trial["seconds"]:
         how = f"each is stopped after {seconds_text(trial['seconds'])} of training"
     each = f"{count} of the job and {count} of the changed one"
-    lines = [f"try      {runs}, one after the other: {each}"]
+    lines = [f"try      {runs} in turn: {each}"]
     lines += [f"         {note}" for note in plan.notes]
     lines.append(f"length   {how}")
     nodes, expected = plan.shapes[0].nodes + plan.shapes[1].nodes, trial["expected_seconds"]
     most = f"at most {plan.estimate.node_hours:.2g} node-hours, by their time limits"
     if expected is not None:
         hours = nodes * count * expected / 3600
-        most = f"about {hours:.2g} node-hours, as long as {trial['run']} took; {most}"
+        most = f"about {hours:.2g} node-hours, by what {trial['run']} took; {most}"
     return [*lines, f"cost     {most}"]
 
 
@@ -360,7 +360,8 @@ def _speed_text(speed: Speedup, found: Outcome) -> str:
     digits = 0 if max(map(abs, values)) >= 10 else 1  # noqa: PLR2004 - two digits are enough
     value, *bounds = [f"{value:.{digits}f}" for value in values]
     if ends is None:
-        few = f"{pairs} cannot tell that from noise, {MIN_REPEATS} can"
+        verb = "is" if found.pairs == 1 else "are"
+        few = f"{pairs} {verb} not enough to exclude noise, {MIN_REPEATS} are"
         return f"The changed job was {value} {unit}, but {few}"
     bounds = bounds[::sign] if speed.value < _TIMES else bounds
     text = f"{value} {unit} [{', '.join(bounds)}] ({pairs})"

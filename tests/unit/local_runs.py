@@ -35,7 +35,7 @@ class Desk:
     def hpml(self, *arguments: str, code: int = 0) -> str:
         """Call hpml and return what it printed."""
         command = self._command(arguments)
-        done = subprocess.run(**command, capture_output=True, timeout=600, check=False)
+        done = subprocess.run(**command, capture_output=True, timeout=1800, check=False)
         assert done.returncode == code, done.stderr + done.stdout
         printed: str = done.stdout
         return printed

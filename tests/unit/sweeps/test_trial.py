@@ -66,7 +66,11 @@ def test_both_jobs_run_in_turn_with_the_same_seeds(desk: Desk) -> None:
         assert (job.collect, job.resources.mail, job.resources.time) == ([], None, "00:33:00")
     assert planned.spec.parallel == 1
     text = "\n".join(summary_lines(planned))
-    for part in ("12 runs, one after", "after 2:00 of training", "about 0.53 node-hours, as long"):
+    for part in (
+        "12 runs in turn: 6 of",
+        "after 2:00 of training",
+        "about 0.53 node-hours, by what",
+    ):
         assert part in text, text
 
 
@@ -95,7 +99,7 @@ def test_a_task_of_an_array_is_tried_by_itself(desk: Desk) -> None:
 @pytest.mark.parametrize(
     ("more", "change", "part"),
     [
-        ("", Change("pin the memory"), "no change of the job file to try"),
+        ("", Change("pin the memory"), "nothing in the job file has to change"),
         ("checkpoint: {directory: /mine}\n", WORKERS, "would be the directory of every run"),
         ("environment: {variables: {SUBMITIT_EXECUTOR: x}}\n", WORKERS, "has no job file"),
     ],
@@ -183,9 +187,9 @@ def test_two_pairs_prove_nothing(desk: Desk) -> None:
     """The figure is there, and that it may be chance."""
     planned = trial(desk.ran(JOB), repeats=2)
     (first, *_) = sentences(planned, rows(planned, UP))
-    assert "was 17 % faster, but 2 pairs cannot tell that from noise, 6 can" in first
+    assert "was 17 % faster, but 2 pairs are not enough to exclude noise, 6 are" in first
     (first, *others) = sentences(planned, rows(planned, UP)[:3])
-    assert "but 1 pair cannot tell" in first
+    assert "but 1 pair is not enough" in first
     assert "1 of 2 pairs are done." in others
 
 
