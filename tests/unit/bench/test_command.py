@@ -26,19 +26,10 @@ def bench(desk: Desk, *options: str) -> subprocess.CompletedProcess[str]:
     variables = json.dumps({"PYTHONPATH": str(desk.root / "modules")})
     kept = {n: v for n, v in os.environ.items() if not n.startswith(("HPML", "SLURM"))}
     more = {"HPML_HOME": str(desk.root / "records"), "XDG_CONFIG_HOME": str(desk.root / "config")}
+    argv = [sys.executable, "-m", "hpml_orchestrator.cli", "bench", "--local"]
+    argv += ["--set", f"environment.variables={variables}", "--set", "resources.gpus=0", *options]
     return subprocess.run(
-        [
-            sys.executable,
-            "-m",
-            "hpml_orchestrator.cli",
-            "bench",
-            "--local",
-            "--set",
-            f"environment.variables={variables}",
-            "--set",
-            "resources.gpus=0",
-            *options,
-        ],
+        argv,
         cwd=desk.root,
         env={**kept, **more},
         capture_output=True,
