@@ -49,7 +49,7 @@ class Figure:
 
     value: float
     unit: str  # FLOP/s, B/s or 1/s
-    spread: float = 0.0  # half of the range of the repeats but the best and the worst / median
+    spread: float = 0.0  # half of the range of the middle half of the repeats / median
     ranks: int | None = None  # that took part in an all-reduce
 
 

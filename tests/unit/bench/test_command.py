@@ -6,7 +6,7 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -39,14 +39,21 @@ def bench(desk: Desk, *options: str) -> subprocess.CompletedProcess[str]:
     )
 
 
+def status(figures: Sequence[Mapping[str, Any]]) -> int:
+    """Return the exit status that follows from a node's figures."""
+    if any(figure["outlier"] for figure in figures):
+        return 9
+    return 6 if all(figure["uncertain"] for figure in figures) else 0
+
+
 def test_results_are_kept_and_compared(tmp_path: Path) -> None:
     """The second run has the first one as its history; nothing but the results is left."""
     desk = Desk(tmp_path)
     (tmp_path / "data").mkdir()
     done = bench(desk, "--shared", "data", "--json")
-    assert done.returncode == 0, done.stderr
     first = json.loads(done.stdout)
     (made,) = first["nodes"]
+    assert done.returncode == status(made["figures"]), done.stderr
     names = {figure["name"] for figure in made["figures"]}
     assert {"host.memory.domain0", "disk.read", "shared.opens", "shm.read"} <= names
     assert made["not_measured"] == {"matmul, all-reduce": "needs PyTorch"}
@@ -66,8 +73,7 @@ def test_results_are_kept_and_compared(tmp_path: Path) -> None:
     assert {figure["name"] for figure in figures} == names
     for figure in figures:  # other processes may disturb this machine: then it accuses nobody
         assert figure["outlier"] == (None if figure["uncertain"] else "history"), figure
-    certain = [figure for figure in figures if figure["outlier"]]
-    assert done.returncode == (9 if certain else 0), done.stderr
+    assert done.returncode == status(figures), done.stderr
 
 
 def test_without_a_place_for_results_it_still_judges(tmp_path: Path) -> None:
@@ -77,7 +83,7 @@ def test_without_a_place_for_results_it_still_judges(tmp_path: Path) -> None:
     place.mkdir(parents=True)
     # The program is there already, and directories cannot be made where a file is.
     done = bench(desk)
-    assert done.returncode == 0, done.stderr
+    assert done.returncode in (0, 6), done.stderr  # 6: a busy machine
     (kind,) = [path for path in place.iterdir() if path.is_dir()]
     for path in kind.rglob("*.json"):
         path.unlink()
@@ -85,7 +91,7 @@ def test_without_a_place_for_results_it_still_judges(tmp_path: Path) -> None:
     node.rmdir()
     node.write_text("in the way")
     done = bench(desk)
-    assert done.returncode == 0, done.stderr
+    assert done.returncode in (0, 6), done.stderr  # 6: a busy machine
     assert "warning: the results cannot be kept: " in done.stderr
     assert "shared file system opens\t" in done.stdout
     assert "kept in" not in done.stdout

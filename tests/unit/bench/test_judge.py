@@ -157,7 +157,8 @@ def test_who_is_named(
 def test_a_part_that_failed_is_a_finding_and_one_left_out_is_not() -> None:
     """A hung GPU makes the node abnormal; a node without PyTorch is normal."""
     hung = node("a", missing={"gpu3": Missing("no answer within 45 s", failed=True)})
-    bare = node("b", missing={"matmul": Missing("needs PyTorch")})
+    bare = node("b", missing={"matmul": Missing("needs PyTorch")}, disk_read=5, shm_read=6)
+    bare = replace(bare, load=14.2)
     verdict = judge([hung, bare], [])
     assert not verdict.normal
     assert judge([bare], []).normal
@@ -166,8 +167,23 @@ def test_a_part_that_failed_is_a_finding_and_one_left_out_is_not() -> None:
         ["a", "gpu3: no answer within 45 s"],
         ["b", "normal"],
         ["not", "measured: matmul: needs PyTorch"],
+        ["it", "was busy before: load 14.2 per CPU; figures may be low"],
         ["c", "left no result"],
     ]
+
+
+def test_a_node_that_scatters_is_not_called_normal() -> None:
+    """If all figures are uncertain nothing is known; if some are, their number is printed."""
+    wild = node("wild", disk_read=5, shm_read=6, spread=0.2)
+    verdict = judge([wild], [])
+    assert verdict.normal
+    assert verdict.is_unclear("wild")
+    assert [line.split(None, 1) for line in findings([wild], verdict)] == [
+        ["wild", "unclear"],
+        ["2", "of 2 figures scatter too much to judge"],
+    ]
+    calm = replace(wild, figures={**wild.figures, "disk.read": Figure(5, UNIT)})
+    assert not judge([calm], []).is_unclear("wild")
 
 
 def test_the_table_shows_the_lowest_and_what_it_is_below() -> None:
