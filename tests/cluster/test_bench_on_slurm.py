@@ -44,7 +44,7 @@ def test_two_nodes_are_measured(desk: Desk) -> None:
         assert "shm.read" in figures or "are free in" in left_out["shm"]
         assert figures["nodes.allreduce"]["ranks"] == 2
         assert figures["shared.read"]["ranks"] == 2
-        assert node["cpus"] == 4
+        assert node["cpus"] > 0
         assert node["seconds"] < 120
     assert found["allreduce"]["nodes"]["beta"] > 0
     kept = desk.records / "bench"

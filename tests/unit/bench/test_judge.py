@@ -374,6 +374,17 @@ def test_the_roof_of_a_report(
     assert peaks.origin == origin
 
 
+def test_a_file_server_is_as_fast_as_for_the_fewest_readers(tmp_path: Path) -> None:
+    """What eight nodes got at the same time is not what one node can read."""
+    alone = node("a", shared_read=400)
+    crowd = node("b", shared_read=50)
+    crowd = replace(crowd, figures={"shared.read": Figure(50, UNIT, ranks=8)})
+    keep([alone, crowd], [tmp_path])
+    peaks = peaks_for(["a", "b"], "", directories=[tmp_path])
+    assert peaks is not None
+    assert peaks.shared_read == 400
+
+
 def test_without_results_there_is_no_roof(tmp_path: Path) -> None:
     """Neither for a CPU that was never measured nor for a GPU that nobody specified."""
     assert peaks_for(["a"], "", directories=[tmp_path]) is None
