@@ -86,7 +86,7 @@ def measure(program: Path, node: str, run: str, group: Group) -> Measurement:
 
 
 def report(title: str, made: list[Measurement]) -> dict[str, Any]:
-    """Print the median of each figure over the runs, and how far the runs are apart."""
+    """Print the median of each figure over the runs, and the range of the runs."""
     found: dict[str, Any] = {}
     for name in FIGURES:
         values = [one.figures[name].value for one in made if name in one.figures]
