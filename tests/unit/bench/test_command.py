@@ -39,9 +39,10 @@ def bench(desk: Desk, *options: str) -> subprocess.CompletedProcess[str]:
     )
 
 
-def status(figures: Sequence[Mapping[str, Any]]) -> int:
-    """Return the exit status that follows from a node's figures."""
-    if any(figure["outlier"] for figure in figures):
+def status(node: Mapping[str, Any]) -> int:
+    """Return the exit status that follows from a node; a part of a busy machine may be too late."""
+    figures = node["figures"]
+    if node["failed"] or any(figure["outlier"] for figure in figures):
         return 9
     return 6 if all(figure["uncertain"] for figure in figures) else 0
 
@@ -53,11 +54,11 @@ def test_results_are_kept_and_compared(tmp_path: Path) -> None:
     done = bench(desk, "--shared", "data", "--json")
     first = json.loads(done.stdout)
     (made,) = first["nodes"]
-    assert done.returncode == status(made["figures"]), done.stderr
+    assert done.returncode == status(made), done.stderr
     names = {figure["name"] for figure in made["figures"]}
     assert {"host.memory.domain0", "disk.read", "shared.opens", "shm.read"} <= names
     assert made["not_measured"] == {"matmul, all-reduce": "needs PyTorch"}
-    assert (first["normal"], first["lost"], made["failed"]) == (True, [], {})
+    assert (first["normal"], first["lost"]) == (not made["failed"], [])
     kept = Path(first["kept"])
     assert kept == tmp_path / "records" / "bench"
     assert list((tmp_path / "data").iterdir()) == []
@@ -69,11 +70,12 @@ def test_results_are_kept_and_compared(tmp_path: Path) -> None:
     path.unlink()
     (path.parent / "yesterday.json").write_text(json.dumps({**record, "run": "yesterday"}))
     done = bench(desk, "--shared", "data", "--json")
-    figures = json.loads(done.stdout)["nodes"][0]["figures"]
-    assert {figure["name"] for figure in figures} == names
+    (again,) = json.loads(done.stdout)["nodes"]
+    figures = again["figures"]
+    assert made["failed"] or again["failed"] or {figure["name"] for figure in figures} == names
     for figure in figures:  # other processes may disturb this machine: then it accuses nobody
         assert figure["outlier"] == (None if figure["uncertain"] else "history"), figure
-    assert done.returncode == status(figures), done.stderr
+    assert done.returncode == status(again), done.stderr
 
 
 def test_without_a_place_for_results_it_still_judges(tmp_path: Path) -> None:
@@ -83,7 +85,7 @@ def test_without_a_place_for_results_it_still_judges(tmp_path: Path) -> None:
     place.mkdir(parents=True)
     # The program is there already, and directories cannot be made where a file is.
     done = bench(desk)
-    assert done.returncode in (0, 6), done.stderr  # 6: a busy machine
+    assert done.returncode in (0, 6, 9), done.stderr  # a busy machine is not normal
     (kind,) = [path for path in place.iterdir() if path.is_dir()]
     for path in kind.rglob("*.json"):
         path.unlink()
@@ -91,7 +93,7 @@ def test_without_a_place_for_results_it_still_judges(tmp_path: Path) -> None:
     node.rmdir()
     node.write_text("in the way")
     done = bench(desk)
-    assert done.returncode in (0, 6), done.stderr  # 6: a busy machine
+    assert done.returncode in (0, 6, 9), done.stderr  # a busy machine is not normal
     assert "warning: the results cannot be kept: " in done.stderr
     assert "shared file system opens\t" in done.stdout
     assert "kept in" not in done.stdout
