@@ -28,7 +28,7 @@ __all__ = [
 ]
 
 MIB = 1 << 20
-REPEATS = 7
+REPEATS = 15
 LEAST_REPEATS = 3
 ANSWER = "hpml-bench: "
 """Begins the lines of a part's output that are answers."""
@@ -49,7 +49,7 @@ def answer(**fields: Any) -> None:
 def figure(name: str, rates: list[float], unit: str, ranks: int | None = None) -> None:
     """Print the median of a figure's repeats, and the scatter of the middle ones around it."""
     ordered = sorted(rates)
-    middle = ordered[1:-1] if len(ordered) > LEAST_REPEATS else ordered
+    middle = ordered[len(ordered) // 4 : -(len(ordered) // 4) or None]
     value = statistics.median(ordered)
     spread = (middle[-1] - middle[0]) / 2 / value
     made = {"value": value, "unit": unit, "spread": round(spread, 5), "ranks": ranks}

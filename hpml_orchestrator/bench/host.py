@@ -18,7 +18,6 @@ from typing import Any
 from hpml_orchestrator.bench.figures import (
     LEAST_REPEATS,
     MIB,
-    REPEATS,
     Unmeasured,
     domains,
     figure,
@@ -28,6 +27,7 @@ from hpml_orchestrator.bench.figures import (
 __all__ = ["measure_files", "measure_memory"]
 
 _MEMORY_BYTES = 512 * MIB  # of a domain: far more than any cache
+_FILE_REPEATS = 7
 _FILE_BYTES = 64 * MIB  # of one repeat
 _BLOCK_BYTES = 4 * MIB
 _READERS = 4
@@ -115,7 +115,7 @@ def measure_stream(part: str, directory: str, ranks: int | None) -> None:
     """
     about = os.statvfs(directory)
     free = about.f_bavail * about.f_frsize
-    size = _FILE_BYTES * REPEATS
+    size = _FILE_BYTES * _FILE_REPEATS
     if free < 2 * size:
         raise Unmeasured(f"{free // MIB} MiB are free in {directory}; needs {2 * size // MIB}")
     block = os.urandom(8 * MIB)
@@ -123,7 +123,7 @@ def measure_stream(part: str, directory: str, ranks: int | None) -> None:
     os.unlink(path)
     try:
         writes, limit = [], time.perf_counter() + _WRITE_SECONDS
-        for _ in range(REPEATS):
+        for _ in range(_FILE_REPEATS):
             begin = time.perf_counter()
             for _ in range(_FILE_BYTES // len(block)):
                 write_all(descriptor, block)

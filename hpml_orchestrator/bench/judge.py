@@ -66,6 +66,16 @@ class Verdict:
     failed: Mapping[str, Mapping[str, str]] = field(default_factory=dict)  # node -> part -> reason
     left_out: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
 
+    def uncertain(self, node: str) -> tuple[int, int]:
+        """Return how many figures of a node are uncertain, and how many it has."""
+        own = [one.uncertain for one in self.figures if one.node == node]
+        return sum(own), len(own)
+
+    def is_unclear(self, node: str) -> bool:
+        """Return whether nothing certain is known of a node."""
+        uncertain, figures = self.uncertain(node)
+        return uncertain == figures
+
     @property
     def normal(self) -> bool:
         """Whether no node is an outlier and no part of one failed."""

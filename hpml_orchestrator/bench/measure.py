@@ -32,10 +32,10 @@ _PARTS = {  # time limits in seconds
     "nodes": 40,
     "gpu": 45,
     "node": 40,
-    "host": 25,
-    "shm": 15,
-    "disk": 25,
-    "shared": 25,
+    "host": 40,
+    "shm": 40,
+    "disk": 40,
+    "shared": 40,
     "cpu": 40,
 }
 _LEAST_SECONDS = 2

@@ -40,6 +40,7 @@ __all__ = [
 ]
 
 _KEPT_PER_NODE = 50
+_SHARED = "shared.read"
 _NAME = re.compile(r"(?!\.)[\w.+-]{1,128}", re.ASCII)
 
 
@@ -49,7 +50,7 @@ class Figure:
 
     value: float
     unit: str  # FLOP/s, B/s or 1/s
-    spread: float = 0.0  # half of the range of the repeats but the best and the worst / median
+    spread: float = 0.0  # half of the range of the middle half of the repeats / median
     ranks: int | None = None  # that took part in an all-reduce
 
 
@@ -313,11 +314,14 @@ def _has(made: Measurement, gpu: str) -> bool:
 def _peaks_of(newest: Sequence[Measurement], gpu: str) -> Peaks:
     """Return the medians over nodes; without GPUs the memory of a node is all of its domains."""
     values: dict[str, list[float]] = {}
+    readers = [made.figures[_SHARED].ranks or 1 for made in newest if _SHARED in made.figures]
     for made in newest:
         of_node: dict[str, list[float]] = {}
         for name, figure in made.figures.items():
             part, _, rest = name.partition(".")
             index = part.removeprefix("gpu")
+            if part == "shared" and (figure.ranks or 1) > min(readers, default=1):
+                continue  # more nodes than elsewhere read at the same time
             if part == "host":
                 of_node.setdefault("host.memory", []).append(figure.value)
             elif index.isdecimal() and made.gpus[int(index)].name == gpu:

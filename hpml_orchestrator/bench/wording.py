@@ -136,9 +136,13 @@ def findings(
         wrong = [*map(_outlier, below), *(f"{part}: {why}" for part, why in failed.items())]
         left_out = verdict.left_out.get(made.node, {})
         notes = [f"not measured: {part}: {why}" for part, why in left_out.items()]
+        uncertain, figures = verdict.uncertain(made.node)
+        if uncertain:
+            notes.append(f"{uncertain} of {counted(figures, 'figure')} scatter too much to judge")
         if made.load > _BUSY:
             notes.append(f"it was busy before: load {made.load:.1f} per CPU; figures may be low")
-        yield f"{made.node:<{width}}  {'; '.join(wrong) or 'normal'}"
+        word = "unclear" if verdict.is_unclear(made.node) else "normal"
+        yield f"{made.node:<{width}}  {'; '.join(wrong) or word}"
         for note in notes:
             yield f"{'':<{width}}  {note}"
     for name in lost:

@@ -72,7 +72,7 @@ FOUR = [node(f"n{index}", disk_read=100 + index) for index in range(4)]
         pytest.param(FOUR, [], [], id="healthy siblings"),
         pytest.param([*FOUR, node("bad", disk_read=90)], [], [("bad", "siblings")], id="slow"),
         pytest.param([*FOUR, node("bad", disk_read=97)], [], [], id="4 % below"),
-        pytest.param([*FOUR, node("bad", disk_read=200)], [], [], id="faster is no outlier"),
+        pytest.param([*FOUR, node("bad", disk_read=200)], [], [], id="faster"),
         pytest.param([*FOUR, node("bad", disk_read=90, spread=0.04)], [], [], id="uncertain"),
         pytest.param(
             [node("a", disk_read=90)],
@@ -148,7 +148,7 @@ FOUR = [node(f"n{index}", disk_read=100 + index) for index in range(4)]
 def test_who_is_named(
     measured: list[Measurement], stored: list[Measurement], named: list[tuple[str, str]]
 ) -> None:
-    """An outlier is certain, larger than all scatter, and compared with its like only."""
+    """An outlier is certain, larger than all scatter, and compared only with equal hardware."""
     verdict = judge(measured, stored)
     assert [(one.node, one.outlier) for one in verdict.outliers] == named
     assert verdict.normal is not bool(named)
@@ -157,7 +157,8 @@ def test_who_is_named(
 def test_a_part_that_failed_is_a_finding_and_one_left_out_is_not() -> None:
     """A hung GPU makes the node abnormal; a node without PyTorch is normal."""
     hung = node("a", missing={"gpu3": Missing("no answer within 45 s", failed=True)})
-    bare = node("b", missing={"matmul": Missing("needs PyTorch")})
+    bare = node("b", missing={"matmul": Missing("needs PyTorch")}, disk_read=5, shm_read=6)
+    bare = replace(bare, load=14.2)
     verdict = judge([hung, bare], [])
     assert not verdict.normal
     assert judge([bare], []).normal
@@ -166,8 +167,23 @@ def test_a_part_that_failed_is_a_finding_and_one_left_out_is_not() -> None:
         ["a", "gpu3: no answer within 45 s"],
         ["b", "normal"],
         ["not", "measured: matmul: needs PyTorch"],
+        ["it", "was busy before: load 14.2 per CPU; figures may be low"],
         ["c", "left no result"],
     ]
+
+
+def test_a_node_that_scatters_is_not_called_normal() -> None:
+    """If all figures are uncertain nothing is known; if some are, their number is printed."""
+    wild = node("wild", disk_read=5, shm_read=6, spread=0.2)
+    verdict = judge([wild], [])
+    assert verdict.normal
+    assert verdict.is_unclear("wild")
+    assert [line.split(None, 1) for line in findings([wild], verdict)] == [
+        ["wild", "unclear"],
+        ["2", "of 2 figures scatter too much to judge"],
+    ]
+    calm = replace(wild, figures={**wild.figures, "disk.read": Figure(5, UNIT)})
+    assert not judge([calm], []).is_unclear("wild")
 
 
 def test_the_table_shows_the_lowest_and_what_it_is_below() -> None:
@@ -294,7 +310,7 @@ def test_many_writers_and_a_bounded_history(tmp_path: Path) -> None:
 
 
 def test_results_go_where_one_may_write(tmp_path: Path) -> None:
-    """Next to the strongest profile first, then the others, then the records; else it says why."""
+    """Next to the strongest profile first, then the others, then the records; else the reason."""
     directories = directories_of(
         tmp_path / "records", [Path("/proc/site.toml"), tmp_path / "s.toml"]
     )
@@ -356,6 +372,17 @@ def test_the_roof_of_a_report(
     assert peaks is not None
     assert peaks.memory_bandwidth == (memory if memory is None else pytest.approx(memory))
     assert peaks.origin == origin
+
+
+def test_a_file_server_is_as_fast_as_for_the_fewest_readers(tmp_path: Path) -> None:
+    """What eight nodes got at the same time is not what one node can read."""
+    alone = node("a", shared_read=400)
+    crowd = node("b", shared_read=50)
+    crowd = replace(crowd, figures={"shared.read": Figure(50, UNIT, ranks=8)})
+    keep([alone, crowd], [tmp_path])
+    peaks = peaks_for(["a", "b"], "", directories=[tmp_path])
+    assert peaks is not None
+    assert peaks.shared_read == 400
 
 
 def test_without_results_there_is_no_roof(tmp_path: Path) -> None:

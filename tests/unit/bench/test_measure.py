@@ -43,7 +43,7 @@ def place(tmp_path: Path) -> Path:
 def start(
     place: Path, *options: str, torch: str = "raise ImportError", **env: str
 ) -> subprocess.Popen[str]:
-    """Start the program as a job does, with a module that stands for PyTorch."""
+    """Start the program as a job does, with a replacement of PyTorch."""
     (place / "modules" / "torch.py").write_text(torch)
     program = place_program(place)
     argv = [sys.executable, str(program), "--out", str(place / "out"), "--run", "r1"]
@@ -68,7 +68,7 @@ def measure(place: Path, *options: str, torch: str = "raise ImportError") -> Map
 
 
 def left(place: Path) -> list[str]:
-    """Return what lies in the directories that it measures, below any name."""
+    """Return all files in the directories that it measures."""
     return [
         str(path.relative_to(place))
         for name in ("local", "shared")
@@ -97,7 +97,7 @@ def test_a_node_without_pytorch(place: Path) -> None:
 
 
 def collect_in(place: Path) -> tuple[list[Any], list[Path]]:
-    """Collect what lies in `out` as of a run."""
+    """Collect the results in `out` as those of a run."""
     shutil.copytree(place / "out", place / "run" / "bench", dirs_exist_ok=True)
     return collect(place / "run", "r1", None)
 
@@ -157,7 +157,7 @@ def test_a_killed_program_leaves_nothing(place: Path) -> None:
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="not root, who alone mounts a small file system")
 def test_a_full_file_system_is_named(place: Path) -> None:
-    """There is no room for the files: the part says so, the others go on."""
+    """The part is left out with the reason; the others are measured."""
     small = place / "small"
     small.mkdir()
     subprocess.run(["mount", "-t", "tmpfs", "-o", "size=64m", "tmpfs", small], check=True)
