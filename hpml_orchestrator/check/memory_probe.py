@@ -218,7 +218,7 @@ class Probe:
             return
         self.steps = number
         if number == 1:
-            if self._context is not None:  # one step tells; the others run as they always do
+            if self._context is not None:  # one step suffices; the others run without hooks
                 self._context.__exit__(None, None, None)
             self._describe()
         self._count_states()
@@ -313,7 +313,7 @@ class Probe:
         os.replace(f"{target}.new", target)
 
     def end(self, end: str) -> NoReturn:
-        """End the process at once: nothing of the program runs any more, so it saves nothing."""
+        """End the process at once, so that the program saves nothing."""
         self.write(end)
         with contextlib.suppress(Exception):
             sys.stdout.flush()

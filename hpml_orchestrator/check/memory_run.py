@@ -68,7 +68,7 @@ class Measured:
     """What short runs of a program used.
 
     Attributes:
-        figures: what the probe counted, by the batch of the rank; 0 stands for the program's own.
+        figures: what the probe counted, by the batch of the rank; 0 if the program chose it.
         workers: bytes of its child processes that it does not share with them, likewise.
         seconds: how long all runs took.
         notes: what a reader has to know of how it was measured.
@@ -144,7 +144,7 @@ def measure(
 
     Raises:
         JobFailedError: the program fails, makes no step, or takes too long.
-        InputError: it needs data that cannot be used where it lies.
+        InputError: it needs data that would be unpacked or does not exist.
     """
     started = time.monotonic()
     deadline = started + limit_seconds
@@ -224,7 +224,7 @@ class _Run:
     def _fault(
         self, figures: Mapping[str, Any], status: int | str | None, output: str
     ) -> JobFailedError:
-        """Return the error for a run without two steps: its own words where it has some."""
+        """Return the error for a run without two steps, with the program's own message if any."""
         name, steps, end = self.program.name, figures["steps"], figures["end"]
         hint = "advice by formulas: hpml advise JOB_FILE --model 7B"
         lines = [printable(line) for line in output.splitlines() if line.strip()]

@@ -132,7 +132,7 @@ def train(steps):
     ids="raises no-data exits no-torch never-steps one-step ranks writes crashes".split(),
 )
 def test_a_program_that_cannot_be_measured(program: str, said: str, tmp_path: Path) -> None:
-    """The error is what the program said, or what it did not do; nothing of the user's changes."""
+    """The error has the program's message or what it did not do; the user's files stay the same."""
     work, outside = tmp_path / "work", tmp_path / "outside"
     work.mkdir()
     outside.mkdir()
@@ -154,7 +154,7 @@ def test_a_program_that_cannot_be_measured(program: str, said: str, tmp_path: Pa
 
 
 def test_a_python_without_torch(tmp_path: Path) -> None:
-    """It is named, with what its import said; the program is not started."""
+    """It is named, with the error of its import; the program is not started."""
     (tmp_path / "torch.py").write_text("raise ImportError('no such torch')")
     (tmp_path / "train.py").write_text("open('started', 'w')")
     variables = {"PYTHONPATH": str(tmp_path)}
