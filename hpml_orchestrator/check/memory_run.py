@@ -158,8 +158,9 @@ def measure(
             spent = time.monotonic() - started
             first = figures[sizes[0]]
             peak = float(first["peak_bytes"])
+            stepping = float(first.get("stepping_seconds", spent))
             while chosen > sizes[0] and (
-                spent * chosen / sizes[0] > deadline - time.monotonic()
+                spent + stepping * (chosen / sizes[0] - 1) > deadline - time.monotonic()
                 or peak * chosen / sizes[0] > _SHARE_OF_FREE * _free_bytes()
             ):
                 chosen //= 2

@@ -162,7 +162,8 @@ def test_memory_of_a_gpu_by_its_name(name: str, gibibytes: int | None) -> None:
 def test_a_model_that_a_user_describes(text: str, states: float, batch: int | None) -> None:
     """Numbers have the units of parameters; the shape adds activations."""
     need, found = read_model(text)
-    assert (need.states, found) == (pytest.approx(states), batch)
+    assert found == batch
+    assert need.states == pytest.approx(states)
     assert bool(need.activations.at(batch)) == (batch is not None)
 
 
