@@ -36,8 +36,8 @@ __all__ = ["Advice", "advise", "check_memory", "gpu_memory", "needs_of", "save_a
 _NEAR_LIMIT = 0.97
 """Share of the memory limit from which the next run may be killed (TraceML: critical from 97 %)."""
 _LATER = 1.04
-"""For what comes after the first steps: evaluation, the last and smaller batch, fragmentation. Of
-nine full runs on a CPU the advice without it was 3 % below the peak on average, and 10 % at most."""
+"""For what comes after the first steps: evaluation, the last and smaller batch, fragmentation.
+Without it the advice was 3 % below the peak of nine full runs on a CPU on average."""
 _LAST_RUNS = 20
 _PROGRAM = ("name", "script", "module", "command", "args", "workdir")
 

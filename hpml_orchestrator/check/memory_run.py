@@ -30,6 +30,7 @@ __all__ = ["STEPS", "Measured", "Program", "measure", "program_of"]
 STEPS, MOST_STEPS = 4, 20
 """Optimizer steps of each run; it ends between them, when the memory no longer grows."""
 _SHARE_OF_TIME = 0.25  # of the time limit, after which a run ends with fewer steps
+_FORMULAS = "hpml advise JOB_FILE --model 7B"
 _PROBE = Path(__file__).with_name("memory_probe.py")
 _POLL_SECONDS = 0.1
 _SHARE_OF_FREE = 0.8  # of the free memory of this machine, before a run is ended
@@ -91,10 +92,10 @@ def program_of(job: Job) -> Program:
     Raises:
         InputError: it does not exist, or no Python program can be found in `command`.
     """
-    python = job.environment.python
+    python, hint = job.environment.python, f"advice by formulas: {_FORMULAS}"
     if job.environment.container is not None:
         message = "the program runs in a container, which hpml advise does not start"
-        raise InputError(message, field="environment.container")
+        raise InputError(message, field="environment.container", hint=hint)
     if job.script is not None:
         return Program(_existing(job.script, "script"), "", job.args, python, "script")
     if job.module is not None:
@@ -112,7 +113,7 @@ def program_of(job: Job) -> Program:
             return Program(_existing(path, "command"), "", rest[1:], command[0], "command")
     shown = " ".join(command)
     message = "is not a Python program that can be measured"
-    raise InputError(message, field="command", value=shown if len(shown) < 80 else command[0])  # noqa: PLR2004
+    raise InputError(message, field="command", value=shown, hint=hint)
 
 
 def _existing(path: str, place: str) -> str:
@@ -227,7 +228,7 @@ class _Run:
     ) -> JobFailedError:
         """Return the error for a run without two steps, with the program's own message if any."""
         name, steps, end = self.program.name, figures["steps"], figures["end"]
-        hint = "advice by formulas: hpml advise JOB_FILE --model 7B"
+        hint = f"advice by formulas: {_FORMULAS}"
         lines = [printable(line) for line in output.splitlines() if line.strip()]
         if end == "no-torch":
             return JobFailedError(
