@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hpml_orchestrator.errors import HpmlError, InputError, JobFailedError, counted
-from hpml_orchestrator.records.process import live_processes
+from hpml_orchestrator.records.process import live_processes, read_stat
 from hpml_orchestrator.records.texts import human_bytes, printable, seconds_text
 from hpml_orchestrator.script.template import variable, word
 
@@ -310,7 +310,10 @@ class _Run:
                     private = _private_bytes(stat.pid)
                     whole += private
                     others += private if stat.pid != process.pid else 0.0
-            self.workers = max(self.workers, others)
+            # Pages that the workers share with the rank become theirs as soon as it has ended.
+            leader = read_stat(process.pid)
+            if leader is not None and not leader.ended:
+                self.workers = max(self.workers, others)
             if whole > most:
                 free = human_bytes(most)
                 return f"it took more memory than the {free} that this machine can spare"

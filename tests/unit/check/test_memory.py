@@ -348,3 +348,16 @@ def test_check_warns_by_the_last_run(
     assert check_memory(job(name="a-20260102"), store) == []
     if expected:
         assert sid in found[0].message
+
+
+@TRAINS
+def test_memory_shared_with_a_forked_worker_counts_once(tmp_path: Path) -> None:
+    """Pages of the rank are not its worker's, not even when the rank ends first."""
+    (tmp_path / "train.py").write_text(
+        f"{TRAINING}import time\nblock = bytearray(os.urandom(1)) * 200_000_000\n"
+        "if not os.fork():\n    time.sleep(600)\nfor _ in range(20):\n"
+        "    time.sleep(0.05)\n    train(1)"
+    )
+    found = measured(job_of(tmp_path, script=str(tmp_path / "train.py")))
+    assert found.last["peak_bytes"] > 200e6
+    assert found.workers[0] < 100e6
