@@ -35,7 +35,7 @@ __all__ = ["Advice", "advise", "check_memory", "gpu_memory", "needs_of", "save_a
 
 _NEAR_LIMIT = 0.97
 """Share of the memory limit from which the next run may be killed (TraceML: critical from 97 %)."""
-_LATER = 1.04
+_LATER = 1.03
 """For what comes after the first steps: evaluation, the last and smaller batch, fragmentation.
 Without it the advice was 3 % below the peak of nine full runs on a CPU on average."""
 _LAST_RUNS = 20
