@@ -35,6 +35,9 @@ __all__ = ["Advice", "advise", "check_memory", "gpu_memory", "needs_of", "save_a
 
 _NEAR_LIMIT = 0.97
 """Share of the memory limit from which the next run may be killed (TraceML: critical from 97 %)."""
+_LATER = 1.03
+"""For what comes after the first steps: evaluation, the last and smaller batch, fragmentation.
+Without it the advice was 3 % below the peak of nine full runs on a CPU on average."""
 _LAST_RUNS = 20
 _PROGRAM = ("name", "script", "module", "command", "args", "workdir")
 
@@ -51,7 +54,7 @@ class Advice:
         host_limit: memory that the job has on a node; None if the job file does not ask for any.
         device: need of a rank on its device; None for a job without GPUs.
         device_bytes: memory of a rank's device, or its share of a shared one; None if unknown.
-        device_why: where that number comes from.
+        device_why: the source of that number.
         options: the ways to train, from the simplest on; on the host without GPUs.
         way: the first of them that fits; None if none does, or nothing is known to compare with.
         room: what each way may use: that of the device without the reserve, or that of the host.
@@ -137,7 +140,7 @@ def needs_of(measured: Measured, job: Job) -> tuple[HostNeed, DeviceNeed]:
     )
     shared = max(float(f.get("file_bytes", 0)) for f in figures.values())
     process = memory.line_through(
-        {b: float(f["peak_bytes"]) - float(f.get("file_bytes", 0)) for b, f in figures.items()}
+        {b: _LATER * f["peak_bytes"] - float(f.get("file_bytes", 0)) for b, f in figures.items()}
     )
     workers = memory.line_through(measured.workers)
     pinned, cuda = Linear(0.0), 0.0
@@ -173,7 +176,7 @@ def advise(
         batch: of one rank.
         host: need of a node.
         device: need of one rank.
-        device_memory: bytes of one GPU, and where that is from.
+        device_memory: bytes of one GPU, and the source of that number.
         host_limit: bytes of a node that the job can have, if it asks for no memory itself.
         notes: to go with it.
     """
@@ -268,7 +271,7 @@ def check_memory(job: Job, store: Store) -> list[Finding]:
 
 
 def _stored(job: Job, store: Store) -> Iterator[Finding]:
-    """Yield what a stored advice says about the job as it is now."""
+    """Yield a warning if the job as it is now does not fit by a stored advice."""
     record = read_json(_path(store, job)) if _path(store, job).is_file() else None
     if record is None or record["script_modified"] != _modified(job):
         return

@@ -122,6 +122,7 @@ class Probe:
         self._context: Any = None
         self._pid = os.getpid()
         self._peaks: list[int] = []  # after each step
+        self._began = time.monotonic()  # the first forward pass
         self._until = time.monotonic() + spec["seconds"]
         self.figures: dict[str, Any] = {"steps": 0, "end": "killed"}
 
@@ -174,6 +175,7 @@ class Probe:
     def _forward(self, *_: Any) -> None:
         """Note the memory before the first forward pass: model and data are there."""
         self._first.remove()
+        self._began = time.monotonic()
         self.figures["before_bytes"] = memory().get("VmRSS", 0)
         self._know_modules()
 
@@ -217,8 +219,9 @@ class Probe:
         if number <= self.steps:
             return
         self.steps = number
+        self.figures["stepping_seconds"] = time.monotonic() - self._began
         if number == 1:
-            if self._context is not None:  # one step tells; the others run as they always do
+            if self._context is not None:  # one step suffices; the others run without hooks
                 self._context.__exit__(None, None, None)
             self._describe()
         self._count_states()
@@ -313,7 +316,7 @@ class Probe:
         os.replace(f"{target}.new", target)
 
     def end(self, end: str) -> NoReturn:
-        """End the process at once: nothing of the program runs any more, so it saves nothing."""
+        """End the process at once, so that the program saves nothing."""
         self.write(end)
         with contextlib.suppress(Exception):
             sys.stdout.flush()

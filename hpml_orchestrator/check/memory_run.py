@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hpml_orchestrator.errors import HpmlError, InputError, JobFailedError, counted
-from hpml_orchestrator.records.process import live_processes
+from hpml_orchestrator.records.process import live_processes, read_stat
 from hpml_orchestrator.records.texts import human_bytes, printable, seconds_text
 from hpml_orchestrator.script.template import variable, word
 
@@ -30,6 +30,7 @@ __all__ = ["STEPS", "Measured", "Program", "measure", "program_of"]
 STEPS, MOST_STEPS = 4, 20
 """Optimizer steps of each run; it ends between them, when the memory no longer grows."""
 _SHARE_OF_TIME = 0.25  # of the time limit, after which a run ends with fewer steps
+_FORMULAS = "hpml advise JOB_FILE --model 7B"
 _PROBE = Path(__file__).with_name("memory_probe.py")
 _POLL_SECONDS = 0.1
 _SHARE_OF_FREE = 0.8  # of the free memory of this machine, before a run is ended
@@ -68,7 +69,7 @@ class Measured:
     """What short runs of a program used.
 
     Attributes:
-        figures: what the probe counted, by the batch of the rank; 0 stands for the program's own.
+        figures: what the probe counted, by the batch of the rank; 0 if the program chose it.
         workers: bytes of its child processes that it does not share with them, likewise.
         seconds: how long all runs took.
         notes: what a reader has to know of how it was measured.
@@ -91,10 +92,10 @@ def program_of(job: Job) -> Program:
     Raises:
         InputError: it does not exist, or no Python program can be found in `command`.
     """
-    python = job.environment.python
+    python, hint = job.environment.python, f"advice by formulas: {_FORMULAS}"
     if job.environment.container is not None:
         message = "the program runs in a container, which hpml advise does not start"
-        raise InputError(message, field="environment.container")
+        raise InputError(message, field="environment.container", hint=hint)
     if job.script is not None:
         return Program(_existing(job.script, "script"), "", job.args, python, "script")
     if job.module is not None:
@@ -112,7 +113,7 @@ def program_of(job: Job) -> Program:
             return Program(_existing(path, "command"), "", rest[1:], command[0], "command")
     shown = " ".join(command)
     message = "is not a Python program that can be measured"
-    raise InputError(message, field="command", value=shown if len(shown) < 80 else command[0])  # noqa: PLR2004
+    raise InputError(message, field="command", value=shown, hint=hint)
 
 
 def _existing(path: str, place: str) -> str:
@@ -144,7 +145,7 @@ def measure(
 
     Raises:
         JobFailedError: the program fails, makes no step, or takes too long.
-        InputError: it needs data that cannot be used where it lies.
+        InputError: it needs data that would be unpacked or does not exist.
     """
     started = time.monotonic()
     deadline = started + limit_seconds
@@ -158,8 +159,9 @@ def measure(
             spent = time.monotonic() - started
             first = figures[sizes[0]]
             peak = float(first["peak_bytes"])
+            stepping = float(first.get("stepping_seconds", spent))
             while chosen > sizes[0] and (
-                spent * chosen / sizes[0] > deadline - time.monotonic()
+                spent + stepping * (chosen / sizes[0] - 1) > deadline - time.monotonic()
                 or peak * chosen / sizes[0] > _SHARE_OF_FREE * _free_bytes()
             ):
                 chosen //= 2
@@ -224,9 +226,9 @@ class _Run:
     def _fault(
         self, figures: Mapping[str, Any], status: int | str | None, output: str
     ) -> JobFailedError:
-        """Return the error for a run without two steps: its own words where it has some."""
+        """Return the error for a run without two steps, with the program's own message if any."""
         name, steps, end = self.program.name, figures["steps"], figures["end"]
-        hint = "advice by formulas: hpml advise JOB_FILE --model 7B"
+        hint = f"advice by formulas: {_FORMULAS}"
         lines = [printable(line) for line in output.splitlines() if line.strip()]
         if end == "no-torch":
             return JobFailedError(
@@ -308,7 +310,10 @@ class _Run:
                     private = _private_bytes(stat.pid)
                     whole += private
                     others += private if stat.pid != process.pid else 0.0
-            self.workers = max(self.workers, others)
+            # Pages that the workers share with the rank become theirs as soon as it has ended.
+            leader = read_stat(process.pid)
+            if leader is not None and not leader.ended:
+                self.workers = max(self.workers, others)
             if whole > most:
                 free = human_bytes(most)
                 return f"it took more memory than the {free} that this machine can spare"

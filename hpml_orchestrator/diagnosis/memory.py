@@ -278,7 +278,7 @@ def ways(need: DeviceNeed, batch: float | None, *, gpus: int, gpus_per_node: int
 
 
 def first_fit(options: Sequence[Way], device_bytes: float) -> Way | None:
-    """Return the simplest way that fits beside the reserve; None if none does."""
+    """Return the simplest way that fits, with the reserve; None if none does."""
     return next((way for way in options if way.need <= (1 - RESERVE) * device_bytes), None)
 
 

@@ -62,7 +62,7 @@ def test_states_of_published_models(
     ],
 )
 def test_stages_of_zero(billions: float, gpus: int, stages: tuple[float, ...]) -> None:
-    """The three stages need what the paper's table says."""
+    """The three stages need as much as in the paper's table."""
     need = DeviceNeed(*model_states(billions * 1e9, "adam", "mixed"), Linear(0.0), layers=10**9)
     found = {way.name: way.need / GB for way in ways(need, 1, gpus=gpus, gpus_per_node=8)}
     shown = [found[name] for name in ("ZeRO-1", "ZeRO-2", "FSDP (ZeRO-3)")]
@@ -107,7 +107,7 @@ def test_attention_scores_are_most_of_the_activations(model: Transformer, saved:
 def test_the_simplest_way_that_fits(
     parameters: float, activations: float, gpus: int, advice: str | None
 ) -> None:
-    """The first way that fits 80 GB beside the reserve is advised."""
+    """The first way that fits 80 GB with the reserve is advised."""
     states = (2 * parameters, 4 * parameters, 12 * parameters)  # gradients in float32
     per_sample = activations / 8 if advice and "accumulation" in advice else None
     kept = Linear(0.0, per_sample) if per_sample else Linear(activations)
@@ -162,7 +162,8 @@ def test_memory_of_a_gpu_by_its_name(name: str, gibibytes: int | None) -> None:
 def test_a_model_that_a_user_describes(text: str, states: float, batch: int | None) -> None:
     """Numbers have the units of parameters; the shape adds activations."""
     need, found = read_model(text)
-    assert (need.states, found) == (pytest.approx(states), batch)
+    assert found == batch
+    assert need.states == pytest.approx(states)
     assert bool(need.activations.at(batch)) == (batch is not None)
 
 
