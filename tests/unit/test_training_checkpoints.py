@@ -53,7 +53,11 @@ def test_the_last_ones_are_kept_and_the_newest_is_loaded(job: ModuleType, tmp_pa
     import torch  # noqa: PLC0415
 
     sent: list[tuple[str, dict[str, Any]]] = []
-    channel = SimpleNamespace(event=lambda name, **data: sent.append((name, data)))
+    counted: list[str] = []
+    channel = SimpleNamespace(
+        event=lambda name, **data: sent.append((name, data)),
+        count=lambda **more: counted.extend(more),
+    )
     checkpoints = job.Checkpoints(tmp_path / "a/b", keep=2, job={"lr": 0.1}, channel=channel)
     assert checkpoints.load() is None
     for step in (5, 99_999_999, 100_000_000):
@@ -65,6 +69,7 @@ def test_the_last_ones_are_kept_and_the_newest_is_loaded(job: ModuleType, tmp_pa
     assert (found.step, found.state["epoch"], found.state["names"]) == (10**8, 3, [("a", None)])
     assert torch.equal(found.state["weights"], state_of(10**8)["weights"])
     assert [name for name, _ in sent] == ["checkpoint"] * 3 + ["resumed"]
+    assert counted == ["save_seconds"] * 3
     assert sent[0][1]["step"] == 5
     assert sent[0][1]["seconds"] > 0
     assert sent[0][1]["size_bytes"] > 4000
