@@ -337,8 +337,7 @@ class Training:
         self.channel.event("training", step=self.global_step, total_steps=total)
         self._started = time.perf_counter()
         last = min(options.epochs, self.epoch + (options.stop_after_epochs or options.epochs))
-        self._agree("")
-        stopped = self.agreement.finish() == STOP  # asked before the first step
+        stopped = max(self._agree(""), self.agreement.finish()) == STOP  # before the first step
         while not stopped and self.epoch < last and not self._is_good_enough():
             stopped = self._train_epoch() or self._end_epoch()
         if not stopped and self.accuracy is None:

@@ -28,7 +28,7 @@ import torch.distributed as dist
 from torch.distributed.checkpoint import filesystem, state_dict_loader, state_dict_saver
 
 FORMAT, STATE, SHARDS, MANIFEST = "hpml-checkpoint 1", "state.pt", "shards", "checkpoint.json"
-EVERY_SECONDS, MOST_CALLS = 0.5, 20
+EVERY_SECONDS, MOST_CALLS = 0.25, 10
 
 
 class CheckpointError(Exception):
@@ -60,7 +60,7 @@ class Ranks:
 
 
 class StopAgreement:
-    """Exchanges the ranks' wishes twice a second; each rank has to make equally many calls."""
+    """Exchanges wishes of ranks, four times a second; each rank has to make equally many calls."""
 
     def __init__(self, ranks: Ranks | None = None) -> None:
         self._ranks, self._wish = ranks or Ranks(), 0

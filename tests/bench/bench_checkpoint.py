@@ -3,11 +3,12 @@
     python tests/bench/bench_checkpoint.py [BLOCKS]
 
 A step sleeps for 10 ms and averages a small gradient over gloo, as DDP does on CPUs. Blocks of 50
-steps take turns: without agreement, with `StopAgreement` of hpml_checkpoint.py, whose exchange
-travels during the next step ten times a second, and with a flag that is reduced and waited for in
-each step, as most scripts do it. All meet the same load on the machine; each figure is the median
-over BLOCKS (default 12) of the change from the neighbouring block without agreement. Goal: less
-than 0.5 % with 2 ranks; 8 ranks on fewer cores share them, and say little about 8 nodes.
+steps take turns: without agreement, with `StopAgreement` of hpml_checkpoint.py, and with a flag
+that is reduced in each step, as most scripts do it. `change` is the median over BLOCKS (default 12)
+of the change of the time per step from the neighbouring block without agreement. `CPU us` is the
+CPU time of a step, of all threads of rank 0. Goal: less than 0.5 % with 2 ranks; 8 ranks on fewer
+cores share them, and say little about 8 nodes. On a busy machine only the CPU time is comparable,
+and the goal is not judged.
 
 A save is of 256 MiB of weights to the directory for temporary files, with digest, fsync and rename;
 torch.save has none of the three.
@@ -57,14 +58,14 @@ def ways() -> dict[str, Callable[[], Any]]:
     return dict(zip(NAMES, functions, strict=True))
 
 
-def block(end_of_step: Callable[[], Any], gradient: torch.Tensor) -> float:
-    """Return the seconds per step of one block."""
-    began = time.perf_counter()
+def block(end_of_step: Callable[[], Any], gradient: torch.Tensor) -> tuple[float, float]:
+    """Return the seconds and CPU seconds per step of one block."""
+    began, used = time.perf_counter(), time.process_time()
     for _ in range(STEPS):
         time.sleep(STEP_SECONDS)
         dist.all_reduce(gradient)
         end_of_step()
-    return (time.perf_counter() - began) / STEPS
+    return (time.perf_counter() - began) / STEPS, (time.process_time() - used) / STEPS
 
 
 def rank(number: int, ranks: int, store: str, blocks: int, output: str) -> None:
@@ -72,20 +73,20 @@ def rank(number: int, ranks: int, store: str, blocks: int, output: str) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=number, world_size=ranks)
     gradient, ends = torch.zeros(1000), ways()
-    found: dict[str, list[float]] = {name: [] for name in NAMES}
+    found: dict[str, list[tuple[float, float]]] = {name: [] for name in NAMES}
     for turn in range(blocks + 1):
         for name in NAMES:
-            seconds = block(ends[name], gradient)
+            figures = block(ends[name], gradient)
             if turn:  # the first one connects and warms up
-                found[name].append(seconds)
+                found[name].append(figures)
     if number == 0:
         Path(output).write_text(json.dumps(found))
     dist.barrier()
     os._exit(0)
 
 
-def measure(ranks: int, blocks: int) -> dict[str, list[float]]:
-    """Return the seconds per step of each block of each kind."""
+def measure(ranks: int, blocks: int) -> dict[str, list[tuple[float, float]]]:
+    """Return the seconds and CPU seconds per step of each block of each kind."""
     with tempfile.TemporaryDirectory() as directory:
         store, output = f"{directory}/store", Path(directory, "output")
         context = multiprocessing.get_context("fork")
@@ -97,7 +98,7 @@ def measure(ranks: int, blocks: int) -> dict[str, list[float]]:
             child.start()
         for child in children:
             child.join()
-        found: dict[str, list[float]] = json.loads(output.read_text())
+        found: dict[str, list[tuple[float, float]]] = json.loads(output.read_text())
         return found
 
 
@@ -118,29 +119,33 @@ def saves() -> tuple[float, float]:
 
 
 def main() -> int:
-    """Measure and print; the status is 1 when the goal is missed."""
+    """Measure and print; the status is 1 unless the goal is met."""
     blocks = max(3, int(sys.argv[1]) if len(sys.argv) > 1 else 12)
     load = ", ".join(f"{value:.2f}" for value in os.getloadavg())
     print(f"host      {platform.node()}, {os.cpu_count()} CPUs, load {load}")
     print(f"torch     {torch.__version__}, gloo; {blocks} blocks of {STEPS} steps each\n")
-    print(f"{'ranks':>5}  {'loop':<10}{'ms per step':>12}{'change':>10}  half of the blocks")
+    header = f"{'ranks':>5}  {'loop':<10}{'ms per step':>12}{'CPU us':>8}{'change':>10}"
+    print(f"{header}  half of the blocks")
     costs = {}
     for ranks in (2, 8):
         found = measure(ranks, blocks)
         for name in NAMES:
             pairs = zip(found[name], found["without"], strict=True)
-            changes = sorted(100 * (one / other - 1) for one, other in pairs)
+            changes = sorted(100 * (one / other - 1) for (one, _), (other, _) in pairs)
+            wall, cpu = map(statistics.median, zip(*found[name], strict=True))
             low, high = (changes[round(part * (blocks - 1))] for part in (0.25, 0.75))
             costs[ranks, name] = statistics.median(changes)
             print(
-                f"{ranks:>5}  {name:<10}{1e3 * statistics.median(found[name]):>12.3f}"
+                f"{ranks:>5}  {name:<10}{1e3 * wall:>12.3f}{1e6 * cpu:>8.0f}"
                 f"{costs[ranks, name]:>+9.2f}%  {low:+.2f}% to {high:+.2f}%"
             )
     ours, plain = saves()
     print(f"\na save of {MEBIBYTES} MiB: {ours:.2f} s, {ours / plain:.2f} times torch.save alone")
-    missed = costs[2, "agreement"] >= GOAL_PERCENT
-    print(f"goal: agreement costs less than {GOAL_PERCENT} %: {'missed' if missed else 'met'}")
-    return int(missed)
+    busy = os.getloadavg()[0] > 2 * (os.cpu_count() or 1)
+    met = not busy and costs[2, "agreement"] < GOAL_PERCENT
+    verdict = "met" if met else "not judged, as the machine is busy" if busy else "missed"
+    print(f"goal: agreement costs less than {GOAL_PERCENT} %: {verdict}")
+    return int(not met)
 
 
 if __name__ == "__main__":

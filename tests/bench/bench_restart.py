@@ -35,7 +35,7 @@ from tests.cluster.hpml_on_slurm import PYTHON, Desk, eventually
 from tests.cluster.stops import SAVE_EVERY, Life, Stop
 from tests.cluster.user import Directories, install
 
-STEPS = 5000
+EVERY_STEPS = 4 * SAVE_EVERY  # between two stops
 BY_HAND = """\
 #!/bin/bash
 export HPML_ATTEMPT_DIR=/attempts/${{SLURM_RESTART_COUNT:-0}} OMP_NUM_THREADS=1
@@ -50,7 +50,7 @@ Cost = tuple[float | None, float, int]  # saved, first step, again
 def by_hpml(desk: Desk, runs: int, *, local: bool) -> list[Cost]:
     """Stop a training by `hpml requeue`."""
     numbers = random.Random(1)
-    with Life(desk, "hpml", {"resources": {}}, steps=STEPS, local=local) as life:
+    with Life(desk, "hpml", {"resources": {}}, steps=steps_of(runs), local=local) as life:
         for step in places(runs):
             life.suffer(Stop("hpml requeue", "training", step), numbers)
         life.end()
@@ -59,7 +59,7 @@ def by_hpml(desk: Desk, runs: int, *, local: bool) -> list[Cost]:
 
 def by_hand(desk: Desk, runs: int) -> list[Cost]:
     """Stop a training of a script by `scontrol requeue`."""
-    life = Life(desk, "hand", {}, steps=STEPS)
+    life = Life(desk, "hand", {}, steps=steps_of(runs))
     options = life.prepare()
     script = desk.directory / "hand.sh"
     script.write_text(
@@ -93,7 +93,12 @@ def by_hand(desk: Desk, runs: int) -> list[Cost]:
 
 def places(runs: int) -> list[int]:
     """Return the steps at which a training is stopped: spread over the time between two saves."""
-    return [(run + 1) * 4 * SAVE_EVERY + (run * 37 + 13) % SAVE_EVERY for run in range(runs)]
+    return [(run + 1) * EVERY_STEPS + (run * 37 + 13) % SAVE_EVERY for run in range(runs)]
+
+
+def steps_of(runs: int) -> int:
+    """Return the steps of a training that has room for so many stops."""
+    return (runs + 2) * EVERY_STEPS
 
 
 def first_step(life: Life, attempt: int, asked: float) -> float:
@@ -129,7 +134,7 @@ def main() -> int:
     parser.add_argument("runs", type=int, nargs="?", default=5)
     parser.add_argument("--no-slurm", action="store_true", help="only the local backend")
     arguments = parser.parse_args()
-    runs = min(arguments.runs, STEPS // (4 * SAVE_EVERY) - 1)
+    runs = arguments.runs
     load = ", ".join(f"{value:.2f}" for value in os.getloadavg())
     print(f"host      {platform.node()}, {os.cpu_count()} CPUs, load {load}")
     print(f"kernel    {platform.system()} {platform.release()}, Python {platform.python_version()}")

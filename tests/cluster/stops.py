@@ -416,7 +416,7 @@ def _request(life: Life, _: random.Random) -> None:
 
 
 def _request_twice(life: Life, _: random.Random) -> None:
-    """Ask again at once; on a slow machine the attempt is over by then, which hpml says."""
+    """Ask again at once; on a slow machine the attempt is over by then: an error."""
     _request(life, _)
     again = life.desk.hpml("requeue", life.job["id"], code=None)
     late = ("is just starting or ending", "it needs no requeue")
@@ -515,7 +515,9 @@ def schedule(numbers: random.Random, kinds: list[str], steps: int) -> list[Stop]
         idle = bool(stops) and stops[-1].moment == "start-up"
         if moment == "start-up" and (idle or kind in _NEVER_AT_START):
             moment = "training"
-        stops.append(Stop(kind, moment, step))
+        # Before the newest checkpoint is damaged, there has to be an older one.
+        least = 2 * SAVE_EVERY + 10 if KINDS[kind].damages else 0
+        stops.append(Stop(kind, moment, max(step, least)))
     return stops
 
 
