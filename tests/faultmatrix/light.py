@@ -48,7 +48,7 @@ class Meeting:
 
     def __init__(self) -> None:
         self.others: list[socket.socket] = []
-        where = (os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]))
+        where = (os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]) + 1)  # torchrun listens at it
         if RANKS > 1 and RANK == 0:
             with socket.create_server(where) as server:
                 self.others = [server.accept()[0] for _ in range(RANKS - 1)]

@@ -27,6 +27,9 @@ WORKING = {**BUSY, **WARM}
 LONG = {"steps": 1350}
 """More than ten minutes with `pace`: shorter runs are not judged by what they asked for."""
 
+MINUTE = {"steps": 1150}
+"""More than a minute: a GPU without a process is not judged before."""
+
 
 @dataclass(frozen=True)
 class Case:
@@ -184,6 +187,7 @@ CASES = {
         ("gpu-unused",),
         gpus=2,
         job=ONE_CORE,
+        options=MINUTE,
         gpu_faults={"util": 0, "gpm_sm": 0, "gpm_tensor": 0, "power": 75, "mem_used": 5e8},
     ),
     "faulty-gpu": Case("one simulated GPU reports XID 48", ("faulty-gpu",), gpus=2, xid=48),
@@ -220,6 +224,7 @@ CASES = {
         ("gpu-unused", "slow-evaluation"),
         {"evaluation": (0.6, 0.8)},
         ONE_CORE,
+        MINUTE,
         gpus=2,
         gpu_faults={"util": 0, "gpm_sm": 0, "gpm_tensor": 0, "power": 75, "mem_used": 5e8},
     ),
@@ -241,11 +246,16 @@ HEALTHY = {
         ddp=True,
     ),
     "gpus": Case("two simulated GPUs, used well", gpus=2),
-    "one-gpu": Case("one simulated GPU, used well, data in RAM", gpus=1, job={**STAGED, **ONE_CORE}),
+    "one-gpu": Case(
+        "one simulated GPU, used well, data in RAM", gpus=1, job={**STAGED, **ONE_CORE}
+    ),
     "asked-well": Case(
         "eleven minutes with what it needs",
         faults={"pace": (0.42, 0.46)},
-        job={**MONITORED, "resources": {**ONE_CORE["resources"], "memory": "1500M", "time": "20:00"}},
+        job={
+            **MONITORED,
+            "resources": {**ONE_CORE["resources"], "memory": "1500M", "time": "20:00"},
+        },
         options=LONG,
     ),
     "silent": Case("a training that reports nothing, without a monitor", channel=False),

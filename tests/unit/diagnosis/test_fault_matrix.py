@@ -1,0 +1,82 @@
+"""Recorded runs with one thing wrong, or two, or nothing: the report finds that, and nothing else.
+
+tests/faultmatrix has the table, and makes the records: real runs, with real faults.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from hpml_orchestrator.diagnosis.diagnose import diagnose
+from hpml_orchestrator.diagnosis.model import Diagnosis
+from hpml_orchestrator.records.store import Store
+from hpml_orchestrator.runs.facts import gather
+from hpml_orchestrator.runs.status import states
+from tests.faultmatrix.conductor import recorded_cases, restore
+from tests.faultmatrix.matrix import CASES, HEALTHY
+
+FAULTS = [one for one in recorded_cases() if one[0] in CASES]
+WELL = [one for one in recorded_cases() if one[0] in HEALTHY]
+RIGHT = 0.9  # of the first findings
+WITHOUT_DATA = {"slow-start", "slow-staging", "wrong-binding", "time-over-asked"}
+"""Findings for which the record of a training that reports nothing is enough."""
+
+
+def diagnosis(home: Path, run: str) -> Diagnosis:
+    """What the report of a run says."""
+    store = Store(home)
+    return diagnose(gather(states(store, [store.resolve(run)])[0]))
+
+
+def kinds(found: Diagnosis) -> list[str]:
+    return [finding.kind for finding in found.findings]
+
+
+def test_every_case_is_recorded_with_two_seeds() -> None:
+    """Whoever adds a case records it."""
+    assert {name for name, _ in recorded_cases()} == {*CASES, *HEALTHY}
+
+
+def test_the_first_finding_is_right(tmp_path: Path) -> None:
+    """In nine of ten runs with faults at least."""
+    wrong = {}
+    for name, seed in FAULTS:
+        run = restore(name, seed, tmp_path / f"{name}-{seed}" / "records")
+        found = kinds(diagnosis(tmp_path / f"{name}-{seed}" / "records", run))
+        if found[:1] != [*CASES[name].expected][:1] and found[:1] != [*CASES[name].expected][1:]:
+            wrong[name, seed] = found
+    assert len(wrong) <= (1 - RIGHT) * len(FAULTS), wrong
+
+
+@pytest.mark.parametrize(("name", "seed"), FAULTS)
+def test_all_faults_are_found(tmp_path: Path, name: str, seed: int) -> None:
+    """Two faults are two findings; of one slow rank the number is said."""
+    run = restore(name, seed, tmp_path / "records")
+    found = diagnosis(tmp_path / "records", run)
+    assert {*CASES[name].expected} <= {*kinds(found)}
+    for finding in found.findings:
+        if finding.kind == "slow-rank":
+            assert f"rank {CASES[name].slow_rank(seed)}" in finding.verdict
+
+
+@pytest.mark.parametrize(("name", "seed"), WELL)
+def test_nothing_holds_a_healthy_run_back(tmp_path: Path, name: str, seed: int) -> None:
+    """Whatever it uses: staging, checkpoints, a monitor, simulated GPUs, PyTorch."""
+    run = restore(name, seed, tmp_path / "records")
+    found = diagnosis(tmp_path / "records", run)
+    assert kinds(found) == []
+    assert found.healthy or name == "silent"
+    if name == "silent":
+        assert len(found.unknown) >= 1
+
+
+@pytest.mark.parametrize(("name", "seed"), FAULTS)
+def test_without_data_nobody_is_accused(tmp_path: Path, name: str, seed: int) -> None:
+    """The same runs, had their training reported nothing and nobody monitored them."""
+    run = restore(name, seed, tmp_path / "records", reported=False)
+    found = diagnosis(tmp_path / "records", run)
+    assert {*kinds(found)} <= WITHOUT_DATA & {*CASES[name].expected}
+    assert found.unknown
+    assert all(finding.needs for finding in found.unknown)
