@@ -135,6 +135,8 @@ class Facts:
     achieved_flops: float | None = None  # FLOP/s of all ranks, if the training reports its MFU
     accuracy: Mapping[str, float] = field(default_factory=dict)  # final figures, by name
     peaks: Peaks | None = None
+    values: Mapping[str, Any] = field(default_factory=dict)  # of a sweep's point, by name
+    code: str = ""  # commit, and whether files were changed
 
 
 @dataclass(frozen=True)

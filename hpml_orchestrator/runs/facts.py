@@ -16,6 +16,7 @@ from hpml_orchestrator.diagnosis.model import (
     StageFacts,
 )
 from hpml_orchestrator.errors import HpmlError, RecordError
+from hpml_orchestrator.runs.described import describe
 from hpml_orchestrator.runs.monitored import numbers
 from hpml_orchestrator.runs.summary import binding_of, summarise
 from hpml_orchestrator.spec.values import MIB, parse_gpus, parse_mebibytes, parse_time
@@ -100,6 +101,7 @@ def _facts(state: State, summary: Summary | None, now: float) -> Facts:
     ended = state.ended or (attempt.ended or {}).get("time")
     ended = ended or (attempt.last_written if state.over or state.lost else now)
     phases = {phase.name: phase.seconds for phase in summary.phases}
+    described = describe(state, summary, now=now)
     stages = _stages(summary, job)
     limit = None  # where the scheduler sets no limit, what was asked for is the limit
     if asked["memory"]:
@@ -118,6 +120,8 @@ def _facts(state: State, summary: Summary | None, now: float) -> Facts:
         nodes=[_node(node, attempt, limit) for node in summary.monitored],
         stages=stages,
         accuracy=_accuracy(summary),
+        values=described.values,
+        code=_code(described.code or {}),
     )
     if stages:
         files, size = (
@@ -125,6 +129,11 @@ def _facts(state: State, summary: Summary | None, now: float) -> Facts:
         )
         facts = replace(facts, data_files=files, data_bytes=size)
     return facts
+
+
+def _code(code: Mapping[str, Any]) -> str:
+    """Return the commit, and whether files were changed; empty without one."""
+    return f"{code['commit'][:7]}{' + changes' if code['dirty'] else ''}" if code else ""
 
 
 def _ranks(state: State, summary: Summary) -> list[RankFacts]:

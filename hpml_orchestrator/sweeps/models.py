@@ -1,9 +1,9 @@
-"""Models of scaling, communication, compute and memory; closed forms and fits.
+"""Models of scaling: closed forms and fits.
 
-Seconds, bytes, flop and scales (ranks, GPUs or nodes, counted alike within a fit) throughout. A fit
-takes every run rather than medians, so that its intervals know how much the runs scatter, and
-predicts nothing beyond twice the largest measured scale. A number that is out of its range raises
-InputError, which names the argument.
+Seconds and scales (ranks, GPUs or nodes, the same within a fit) throughout. A fit takes every run
+rather than medians, so that its intervals reflect the scatter of the runs, and predicts nothing
+beyond twice the largest measured scale. A number that is out of its range raises InputError, which
+names the argument.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Literal, TypeAlias
+from typing import TypeAlias
 
 import numpy as np
 from scipy import optimize, stats
@@ -20,64 +20,26 @@ from hpml_orchestrator.errors import InputError
 from hpml_orchestrator.sweeps.statistics import CONFIDENCE, Array, Estimate, Interval, sample
 
 __all__ = [
-    "Algorithm",
-    "Collective",
     "Fit",
-    "allreduce_crossover",
-    "allreduce_seconds",
-    "amdahl_speedup",
-    "bus_bandwidth_factor",
-    "fit_allreduce",
     "fit_amdahl",
     "fit_gustafson",
     "fit_usl",
-    "gustafson_speedup",
     "karp_flatt",
-    "memory_advice",
-    "mfu",
-    "roofline_flops",
-    "roofline_ridge",
     "usl_peak",
 ]
 
 Number: TypeAlias = float | Array
-Algorithm = Literal["ring", "tree", "pipelined tree", "parameter server"]
-Collective = Literal[
-    "allreduce", "reduce-scatter", "all-gather", "all-to-all", "broadcast", "reduce"
-]
 
 _ROUNDING = 1e-9  # of logs of measured values
 _RANGES: dict[str, tuple[float, float]] = {
-    **dict.fromkeys(("contention", "reserve", "serial_fraction"), (0, 1)),
-    **dict.fromkeys(("activation_bytes", "alpha", "beta", "size_bytes"), (0, math.inf)),
+    "contention": (0, 1),
     "coherency": (0, math.inf),
     "scale": (1, math.inf),
-    "ranks": (2, math.inf),
 }
 """Lowest and highest value of an argument; the others are above 0."""
 
 
 # --- laws of scaling
-
-
-def amdahl_speedup(serial_fraction: float, scale: float) -> float:
-    """Return 1 / (f + (1-f)/P), the speedup of fixed work of which a fraction f is serial.
-
-    Source: Amdahl 1967, "Validity of the single processor approach".
-    """
-    _check(serial_fraction=serial_fraction, scale=scale)
-    return 1 / (serial_fraction + (1 - serial_fraction) / scale)
-
-
-def gustafson_speedup(serial_fraction: float, scale: float) -> float:
-    """Return P - f(P-1), the scaled speedup of work that grows with P.
-
-    The fraction f is that of the time on P processors, not of the time on one.
-
-    Source: Gustafson 1988, "Reevaluating Amdahl's law", CACM 31(5).
-    """
-    _check(serial_fraction=serial_fraction, scale=scale)
-    return scale - serial_fraction * (scale - 1)
 
 
 def karp_flatt(speedup: float, scale: float) -> float:
@@ -120,8 +82,8 @@ class Fit:
     largest_scale: float  # that was measured
     curve: Callable[..., Number] = field(repr=False, compare=False)
 
-    def predict(self, scale: float, *size_bytes: float) -> float:
-        """Return the model's value, in seconds or samples/s; allreduce needs its `size_bytes`.
+    def predict(self, scale: float) -> float:
+        """Return the model's value, in seconds or samples/s.
 
         Raises InputError below scale 1 and beyond twice the largest measured scale.
         """
@@ -130,7 +92,7 @@ class Fit:
             message = f"must be between 1 and {limit:g}, twice the largest measured scale"
             raise InputError(message, field="scale", value=scale)
         values = [parameter.value for parameter in self.parameters.values()]
-        return float(self.curve(*values, scale, *size_bytes))
+        return float(self.curve(*values, scale))
 
 
 def fit_amdahl(scales: Sequence[float], seconds: Sequence[float]) -> Fit:
@@ -179,36 +141,6 @@ def fit_usl(scales: Sequence[float], rates: Sequence[float]) -> Fit:
     )
 
 
-def fit_allreduce(
-    ranks: Sequence[int],
-    size_bytes: Sequence[float],
-    seconds: Sequence[float],
-    algorithm: Algorithm = "ring",
-    *,
-    servers: int = 1,
-) -> Fit:
-    """Fit alpha (seconds) and beta (seconds/byte) of `allreduce_seconds` at 3 or more sizes.
-
-    Residuals are relative, so that small messages count as much as large ones. Links inside and
-    between nodes differ: fit each apart. `predict(ranks, size_bytes)` returns seconds.
-
-    Source: as `allreduce_seconds`; Hockney 1994 for alpha and beta.
-    """
-
-    def duration(alpha: float, beta: float, scale: Number, size: Number) -> Number:
-        messages, transfers = _allreduce_terms(algorithm, scale, servers)
-        return messages * alpha + transfers * beta * size
-
-    return _fit(
-        duration,
-        f"T(P, n) of the {algorithm}",
-        {"alpha": None, "beta": None},
-        ranks=ranks,
-        size_bytes=size_bytes,
-        seconds=seconds,
-    )
-
-
 def _fit(
     curve: Callable[..., Number],
     formula: str,
@@ -219,30 +151,30 @@ def _fit(
     """Fit a curve by least squares of log residuals: run times and rates scatter by a share.
 
     Args:
-        curve: returns what is measured for parameters and inputs.
+        curve: returns what is measured for parameters and a scale.
         formula: that of the curve.
         starts: of the search, by parameter; a share of 0 to 1, or None for a positive factor.
-        distinct: how many different values of the last input a fit needs.
-        columns: scales, perhaps other inputs, and what was measured; a value a run.
+        distinct: how many different scales a fit needs.
+        columns: scales and what was measured, a value for each run.
     """
     arrays = [sample(numbers, name, above=0) for name, numbers in columns.items()]
     if len({len(array) for array in arrays}) > 1:
         raise InputError("must have as many values as each other", field=", ".join(columns))
-    *inputs, measured = arrays
-    if (different := len(np.unique(inputs[-1]))) < distinct:
+    inputs, measured = arrays
+    if (different := len(np.unique(inputs))) < distinct:
         message = f"a fit needs at least {distinct} different values"
-        raise InputError(message, field=list(columns)[-2], value=different)
+        raise InputError(message, field=next(iter(columns)), value=different)
     units = np.array(  # parameters differ by many orders of magnitude
         [
-            np.min(measured / curve(*alone, *inputs)) if start is None else start
+            np.min(measured / curve(*alone, inputs)) if start is None else start
             for alone, start in zip(np.eye(len(starts)), starts.values(), strict=True)
         ]
     )
     highest = np.array([math.inf if start is None else 1 for start in starts.values()])
     logs = np.log(measured)
     multiples, covariance = optimize.curve_fit(
-        lambda _, *multiples: np.log(curve(*(units * multiples), *inputs)),
-        inputs[0],
+        lambda _, *multiples: np.log(curve(*(units * multiples), inputs)),
+        inputs,
         logs,
         p0=np.ones(len(units)),
         bounds=(0, highest / units),
@@ -257,14 +189,14 @@ def _fit(
             starts, *np.array([values, *bounds]).tolist(), strict=True
         )
     }
-    residuals = np.log(curve(*values, *inputs)) - logs
+    residuals = np.log(curve(*values, inputs)) - logs
     return Fit(
         formula,
         parameters,
         n=len(logs),
         residual=float(np.sqrt(np.sum(residuals**2) / freedom)),
-        lack_of_fit=_lack_of_fit(np.stack(inputs), logs, residuals, parameters=len(values)),
-        largest_scale=float(inputs[0].max()),
+        lack_of_fit=_lack_of_fit(inputs, logs, residuals, parameters=len(values)),
+        largest_scale=float(inputs.max()),
         curve=curve,
     )
 
@@ -276,166 +208,17 @@ def _lack_of_fit(
 
     Source: Draper & Smith 1998, "Applied regression analysis", chapter 2.
     """
-    groups, member = np.unique(inputs, axis=1, return_inverse=True)
-    count = groups.shape[1]
+    groups, member = np.unique(inputs, return_inverse=True)
+    count = len(groups)
     degrees = count - parameters, len(measured) - count
     if min(degrees) < 1:
         return None
-    member = member.reshape(-1)
     means = np.bincount(member, measured) / np.bincount(member)
     pure = float(np.sum((measured - means[member]) ** 2))
     lack = max(0.0, float(np.sum(residuals**2)) - pure)
     if pure <= len(measured) * _ROUNDING**2:  # runs without any scatter
         return float(lack <= len(measured) * _ROUNDING**2)
     return float(stats.f.sf(lack / degrees[0] / (pure / degrees[1]), *degrees))
-
-
-# --- communication
-
-
-def allreduce_seconds(
-    algorithm: Algorithm,
-    ranks: int,
-    size_bytes: float,
-    *,
-    alpha: float,
-    beta: float,
-    servers: int = 1,
-) -> float:
-    """Return the seconds of an allreduce in the latency-bandwidth model.
-
-    ring: 2(P-1) alpha + 2(P-1)/P n beta; tree (reduce, then broadcast): 2 log2 P (alpha + n beta);
-    pipelined tree: 2 log2 P alpha + 2(P-1)/P n beta; parameter server with s shards: 2 alpha +
-    2 P/s n beta.
-
-    P is `ranks` and n `size_bytes`, what each rank contributes; alpha is the latency of a message
-    in seconds, beta the seconds for each byte (inverse bandwidth), s `servers`.
-
-    Source: Thakur, Rabenseifner & Gropp 2005, "Optimization of collective communication operations
-    in MPICH"; Ben-Nun & Hoefler 2019, "Demystifying parallel and distributed deep learning".
-    """
-    _check(size_bytes=size_bytes, alpha=alpha, beta=beta)
-    messages, transfers = _allreduce_terms(algorithm, ranks, servers)
-    return float(messages * alpha + transfers * beta * size_bytes)
-
-
-def allreduce_crossover(
-    first: Algorithm, second: Algorithm, ranks: int, *, alpha: float, beta: float, servers: int = 1
-) -> float | None:
-    """Return the bytes at which two algorithms take equally long; None if one is never slower.
-
-    Below that size, the one with fewer messages is faster. Source: as `allreduce_seconds`.
-    """
-    _check(alpha=alpha, beta=beta)
-    one, other = (_allreduce_terms(name, ranks, servers) for name in (first, second))
-    messages, transfers = float(one[0] - other[0]), float(one[1] - other[1])
-    return -messages * alpha / (transfers * beta) if messages * transfers < 0 else None
-
-
-def bus_bandwidth_factor(collective: Collective, ranks: int) -> float:
-    """Return bus bandwidth / algorithm bandwidth (bytes / seconds); comparable over rank counts.
-
-    Source: nccl-tests, doc/PERFORMANCE.md.
-    """
-    _check(ranks=ranks)
-    share = (ranks - 1) / ranks
-    return {"allreduce": 2 * share, "broadcast": 1.0, "reduce": 1.0}.get(collective, share)
-
-
-def _allreduce_terms(algorithm: Algorithm, ranks: Number, servers: int) -> tuple[Number, Number]:
-    """Return how many alpha, and how many n beta, an allreduce takes on each number of ranks."""
-    _check(ranks=float(np.min(ranks)), servers=servers)
-    steps, volume = 2 * np.log2(ranks), 2 * (ranks - 1) / ranks
-    terms: dict[Algorithm, tuple[Number, Number]] = {
-        "ring": (2 * (ranks - 1), volume),
-        "tree": (steps, steps),
-        "pipelined tree": (steps, volume),
-        "parameter server": (2, 2 * ranks / servers),
-    }
-    return terms[algorithm]
-
-
-# --- compute and memory
-
-
-def roofline_ridge(peak_flops: float, bandwidth: float) -> float:
-    """Return the flop/byte from which on a device's *measured* peak (flop/s) can be reached.
-
-    `bandwidth` is the measured one of its memory, in bytes/s.
-
-    Source: Williams, Waterman & Patterson 2009, "Roofline", CACM 52(4).
-    """
-    _check(peak_flops=peak_flops, bandwidth=bandwidth)
-    return peak_flops / bandwidth
-
-
-def roofline_flops(intensity: float, peak_flops: float, bandwidth: float) -> float:
-    """Return the highest flop/s of code that does `intensity` flop for each byte.
-
-    Units and source as for `roofline_ridge`: below the ridge memory limits, above it the device.
-    """
-    _check(intensity=intensity, peak_flops=peak_flops, bandwidth=bandwidth)
-    return min(peak_flops, intensity * bandwidth)
-
-
-def mfu(
-    parameters: float, tokens_per_second: float, gpus: int, peak_flops: float, dtype: str
-) -> tuple[float, str]:
-    """Return model flops utilisation of a transformer's training, and the line that says it.
-
-    It is the share of the peak that is used, without attention's flop. `tokens_per_second` are of
-    all GPUs together, `peak_flops` the dense flop/s of one GPU in the dtype.
-
-    Source: Chowdhery et al. 2022, "PaLM", appendix B; Kaplan et al. 2020 for the 6 N.
-    """
-    _check(gpus=gpus, peak_flops=peak_flops)
-    share = 6 * parameters * tokens_per_second / (gpus * peak_flops)
-    terms = f"N = {parameters:.4g}, {tokens_per_second:.4g} tokens/s, P = {gpus}"
-    peak = f"peak {peak_flops / 1e12:.4g} Tflop/s {dtype}"
-    return share, f"{100 * share:.1f} % = 6 N tokens/s / (P peak), {terms}, {peak}"
-
-
-def memory_advice(
-    parameters: float,
-    activation_bytes: float,
-    layers: int,
-    device_bytes: float,
-    *,
-    gpus: int = 1,
-    gpus_per_node: int = 1,
-    reserve: float = 0.1,
-) -> tuple[str | None, dict[str, float]]:
-    """Return the first way to train with AdamW in mixed precision that fits, if any does.
-
-    With it come the bytes on each GPU of all ways, from the simplest to the most intrusive. A
-    parameter takes 18 bytes: 2 weights, 4 gradients, 12 AdamW and master weights. Checkpointing
-    keeps about 2 sqrt(layers) of the layers' activations, and all ways after it use it too. The
-    pipeline gets as many micro-batches as it has stages.
-
-    `activation_bytes` are those of one GPU's micro-batch without checkpointing; `reserve` is the
-    share of `device_bytes` (one GPU) that the CUDA context, NCCL and fragmentation take.
-
-    Source: Rajbhandari et al. 2020, "ZeRO"; Chen et al. 2016, "Training deep nets with sublinear
-    memory cost"; Hugging Face, "Model training anatomy", for the 18 bytes.
-    """
-    _check(activation_bytes=activation_bytes, reserve=reserve, parameters=parameters)
-    _check(layers=layers, device_bytes=device_bytes, gpus=gpus, gpus_per_node=gpus_per_node)
-    weights, gradients, optimizer = 2 * parameters, 4 * parameters, 12 * parameters
-    state = weights + gradients + optimizer
-    kept = activation_bytes * min(1, 2 / math.sqrt(layers))
-    gathered = weights / layers  # FSDP has the weights of one layer whole at a time
-    inside = min(gpus, gpus_per_node)
-    needs = {
-        "DDP": state + activation_bytes,
-        "DDP with activation checkpointing": state + kept,
-        "ZeRO-1": weights + gradients + optimizer / gpus + kept,
-        "ZeRO-2": weights + (gradients + optimizer) / gpus + kept,
-        "FSDP": state / gpus + gathered + kept,
-        "FSDP, tensor parallel inside the node": state / gpus + (gathered + kept) / inside,
-        "tensor parallel inside the node, pipeline between nodes": (state + kept) / gpus,
-    }
-    usable = (1 - reserve) * device_bytes
-    return next((name for name, need in needs.items() if need <= usable), None), needs
 
 
 def _check(**numbers: float) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
 
+from hpml_orchestrator.diagnosis.templates import percent
 from hpml_orchestrator.errors import counted
 from hpml_orchestrator.records.texts import first_few
 from hpml_orchestrator.sweeps.facts import CONTINUED, MEASURED, Notice, Report, Setting
@@ -17,7 +18,6 @@ from hpml_orchestrator.sweeps.wording import (
     CONSTANT,
     UNFINISHED,
     attempts_text,
-    percent,
     value_text,
 )
 

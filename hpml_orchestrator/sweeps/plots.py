@@ -23,9 +23,10 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import FixedLocator, MaxNLocator, NullLocator, PercentFormatter
 
 from hpml_orchestrator import assets
+from hpml_orchestrator.diagnosis.templates import number
 from hpml_orchestrator.sweeps.facts import MEASURED, PARTS, Report
 from hpml_orchestrator.sweeps.statistics import MIN_REPEATS, Estimate, Interval
-from hpml_orchestrator.sweeps.wording import axis_text, number, scale_text
+from hpml_orchestrator.sweeps.wording import axis_text, scale_text
 
 __all__ = ["Plot", "draw"]
 

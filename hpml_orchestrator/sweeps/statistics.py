@@ -1,4 +1,4 @@
-"""Medians, speedups and times to accuracy with 95 % confidence intervals; measures of lost time.
+"""Medians, speedups and times to accuracy with 95 % confidence intervals.
 
 Every interval covers the true value in 93-97 % of simulated sweeps of 6 to 30 repeats with skewed
 run times (tests/unit/sweeps/test_statistics.py); with fewer than 6 repeats there is none. There is
@@ -10,8 +10,7 @@ Hettmansperger & Sheather, "Confidence intervals based on interpolated order sta
 Hutson, "Calculating nonparametric confidence intervals for quantiles using fractional order
 statistics", 1999; Kaplan & Meier 1958; Schenker & Gentleman, "On judging the significance of
 differences by examining the overlap between confidence intervals", 2001; Holm, "A simple
-sequentially rejective multiple test procedure", 1979; Mohan et al., "Analyzing and mitigating data
-stalls in DNN training", VLDB 14(5), 2021.
+sequentially rejective multiple test procedure", 1979.
 """
 
 from __future__ import annotations
@@ -35,10 +34,7 @@ __all__ = [
     "Estimate",
     "Interval",
     "Speedup",
-    "data_stall",
     "distinguishable",
-    "imbalance",
-    "loader_wait_share",
     "median_estimate",
     "sample",
     "speedup",
@@ -236,45 +232,6 @@ def time_to_accuracy(seconds: Sequence[float], reached: Sequence[bool]) -> Estim
     median = float(np.mean([until[0][0], until[1][0]])) if len(until[1]) else math.inf
     interval = _order_interval(np.sort(times), np.sort(np.where(events, times, math.inf)))
     return Estimate(median, len(times), interval)
-
-
-def imbalance(rank_seconds: Sequence[float]) -> float:
-    """Return max / mean - 1 of the ranks' times before a collective: the share lost to waiting.
-
-    0.25 means that the slowest rank takes 25 % longer than the average one.
-
-    Source: DeRose, Homer & Johnson, "Detecting application load imbalance on high end massively
-    parallel systems", Euro-Par 2007.
-    """
-    seconds = sample(rank_seconds, "rank_seconds", above=0)
-    return float(seconds.max() / seconds.mean() - 1)
-
-
-def data_stall(
-    synthetic_seconds: float, warm_seconds: float, real_seconds: float
-) -> tuple[float, float]:
-    """Return the seconds lost to preparing and to fetching data, from three runs of equal steps.
-
-    The runs use data made on the device, a small subset in the page cache, and the real data. A
-    stall is slightly negative where the runs scatter by more than they lose.
-
-    Source: Mohan et al.
-    """
-    sample([synthetic_seconds, warm_seconds, real_seconds], "seconds", above=0)
-    return warm_seconds - synthetic_seconds, real_seconds - warm_seconds
-
-
-def loader_wait_share(wait_seconds: Sequence[float], step_seconds: Sequence[float]) -> float:
-    """Return the share of the steps' time, waiting included, that was spent in next(loader).
-
-    Source: Mohan et al.
-    """
-    waited = sample(wait_seconds, "wait_seconds").sum()
-    total = sample(step_seconds, "step_seconds", above=0).sum()
-    if not 0 <= waited <= total:
-        message = f"must add up to at most {total:g}, the seconds of the steps"
-        raise InputError(message, field="wait_seconds", value=float(waited))
-    return float(waited / total)
 
 
 def sample(values: Sequence[float], field: str, *, above: float = -math.inf) -> Array:

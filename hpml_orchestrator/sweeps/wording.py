@@ -5,16 +5,15 @@ The rules that the sentences keep are those of docs/sweeps.md.
 
 from __future__ import annotations
 
-import json
 import math
-import re
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from functools import cache
 from typing import Any
 
 import jinja2
 
-from hpml_orchestrator import assets
+from hpml_orchestrator.diagnosis import templates
+from hpml_orchestrator.diagnosis.templates import number, percent
 from hpml_orchestrator.errors import counted
 from hpml_orchestrator.records.texts import first_few
 from hpml_orchestrator.runs.monitored import numbers
@@ -40,16 +39,12 @@ __all__ = [
     "checklist",
     "environment",
     "estimate_text",
-    "number",
     "question",
     "scale_text",
     "value_text",
     "values_text",
 ]
 
-_NUMERIC = re.compile(
-    r"-?[\d.,]+(e[+-]?\d+)?( %| of \d+( \(.*\))?| / \d+| \[.*\])?|not reached.*|-|"
-)
 UNFINISHED = {"WAITING", "PENDING", "RUNNING", "CONFIGURING", "COMPLETING", "SUSPENDED"}
 _UNSURE = f"; fewer than {MIN_REPEATS} runs each cannot tell them apart"
 _MOST_NAMES = 3
@@ -62,28 +57,6 @@ _CAUSES = {
     "not divided": "time outside the recorded phases",
 }
 CONSTANT = {"strong": "batch_global", "weak": "batch_per_rank"}
-
-
-def number(value: float | None) -> str:
-    """Return a figure with three significant digits.
-
-    >>> number(12345.6), number(0.98765), number(None)
-    ('12,346', '0.988', '-')
-    """
-    if value is None:
-        return "-"
-    if math.isinf(value):
-        return "open"  # the end of an interval where runs never reached their target
-    return f"{value:,.0f}" if abs(value) >= 99.95 else f"{value:.3g}"  # noqa: PLR2004 - 3 digits
-
-
-def percent(value: float | None) -> str:
-    """Return a share in percent.
-
-    >>> percent(0.8349)
-    '83 %'
-    """
-    return "-" if value is None else f"{100 * value:.0f} %"
 
 
 def estimate_text(
@@ -175,24 +148,11 @@ def costs_text(costs: Costs) -> str:
 @cache
 def environment(form: str) -> jinja2.Environment:
     """Return the environment of the report's templates, for `html` or `md`."""
-    environment = jinja2.Environment(
-        loader=jinja2.FileSystemLoader(assets.path("templates/report")),
-        autoescape=jinja2.select_autoescape(default=form == "html", default_for_string=False),
-        undefined=jinja2.StrictUndefined,
-        extensions=["jinja2.ext.do"],
-        trim_blocks=True,
-        lstrip_blocks=True,
-    )
-    environment.globals |= {
-        "format": form,
-        "columns": _columns,
-        "parts": PARTS,
-        "test_accuracies": TEST_ACCURACIES,
-    }
+    environment = templates.environment(form)
+    environment.globals |= {"parts": PARTS, "test_accuracies": TEST_ACCURACIES}
     environment.filters |= {
         "attempts": attempts_text,
         "axis": axis_text,
-        "cell": lambda value: str(value).replace("|", "\\|").replace("\n", " "),
         "costs": costs_text,
         "missing": lambda states: ", ".join(
             f"{n} {_state_text(state)}" for state, n in states.items()
@@ -201,9 +161,6 @@ def environment(form: str) -> jinja2.Environment:
         "estimate": estimate_text,
         "exact": exact_text,
         "hours": lambda hours: number(hours or None),
-        "number": number,
-        "percent": percent,
-        "pretty": lambda value: json.dumps(value, indent=2, default=str),
         "scale": scale_text,
         "time": lambda time: "not reached" if math.isinf(time.value) else estimate_text(time),
         "several": lambda values: first_few([value_text(value) for value in values], 4, none="-"),
@@ -217,16 +174,6 @@ def value_text(value: Any) -> str:
     if value is None:
         return "-"
     return f"{value:.4g}" if isinstance(value, float) else str(value)
-
-
-def _columns(rows: Sequence[Mapping[str, Any]]) -> dict[str, bool]:
-    """Return a table's columns that something is known for, and whether they are numeric."""
-    columns = {}
-    for place, name in enumerate(rows[0] if rows else ()):
-        cells = [str(row[name]) for row in rows]
-        if place == 0 or set(cells) - {"-", ""}:
-            columns[name] = all(map(_NUMERIC.fullmatch, cells))
-    return columns
 
 
 def question(report: Report) -> str:

@@ -155,6 +155,15 @@ FAULTS: dict[str, tuple[Facts, list[str]]] = {
         ["slow-rank", "waits-for-data"],
     ),
     "slow rank": (facts(ranks=slow()), ["slow-rank"]),
+    "slow link": (
+        facts(
+            ranks=[
+                rank(n, wait_seconds=900.0 * (n > 0), comm_seconds=1800.0 - 900.0 * (n > 0))
+                for n in range(4)
+            ]
+        ),
+        ["communication"],
+    ),
     "slow rank, collectives unmeasured": (
         facts(ranks=[replace(one, comm_seconds=None) for one in slow()]),
         ["slow-rank"],
@@ -198,11 +207,22 @@ FAULTS: dict[str, tuple[Facts, list[str]]] = {
     "communication": (facts(ranks=ranks(comm_seconds=1000.0)), ["communication"]),
     "copies": (facts(ranks=ranks(transfer_seconds=700.0)), ["host-to-device"]),
     "float32": (
-        facts(nodes=[node(n, gpu(2 * n, tensor_active_ratio=0.01), gpu(2 * n + 1, tensor_active_ratio=0.01)) for n in (0, 1)]),
+        facts(
+            nodes=[
+                node(
+                    n,
+                    gpu(2 * n, tensor_active_ratio=0.01),
+                    gpu(2 * n + 1, tensor_active_ratio=0.01),
+                )
+                for n in (0, 1)
+            ]
+        ),
         ["tensor-cores-idle"],
     ),
     "small kernels": (
-        facts(nodes=[node(n, gpu(n, sm_active_ratio=0.06, tensor_active_ratio=0.01)) for n in (0, 1)]),
+        facts(
+            nodes=[node(n, gpu(n, sm_active_ratio=0.06, tensor_active_ratio=0.01)) for n in (0, 1)]
+        ),
         ["launch-bound"],
     ),
     "idle GPUs because of data": (
@@ -223,10 +243,18 @@ FAULTS: dict[str, tuple[Facts, list[str]]] = {
         ["cpu-bound"],
     ),
     "forgotten GPUs": (
-        facts(nodes=[node(n, gpu(2 * n), gpu(2 * n + 1, has_process=False), gpus_used=1.0) for n in (0, 1)]),
+        facts(
+            nodes=[
+                node(n, gpu(2 * n), gpu(2 * n + 1, has_process=False), gpus_used=1.0)
+                for n in (0, 1)
+            ]
+        ),
         ["gpu-unused"],
     ),
-    "XID of the program": (facts(nodes=[node(0, gpu(0, xid_errors={"31": 2}), gpu(1)), node(1)]), []),
+    "XID of the program": (
+        facts(nodes=[node(0, gpu(0, xid_errors={"31": 2}), gpu(1)), node(1)]),
+        [],
+    ),
     "XID of the hardware": (
         facts(nodes=[node(0, gpu(0, xid_errors={"79": 1}), gpu(1)), node(1)]),
         ["faulty-gpu"],
@@ -260,7 +288,9 @@ FAULTS: dict[str, tuple[Facts, list[str]]] = {
     "time": (facts(limit_seconds=100 * 3600.0), ["time-over-asked"]),
     "time of a trial": (facts(elapsed_seconds=300.0, phases={}, ranks=[], limit_seconds=36e3), []),
     "start": (
-        facts(elapsed_seconds=5000.0, phases={"start-up": 1400.0, "launch": 20.0, "training": 3400.0}),
+        facts(
+            elapsed_seconds=5000.0, phases={"start-up": 1400.0, "launch": 20.0, "training": 3400.0}
+        ),
         ["slow-start"],
     ),
     "staging": (
@@ -286,7 +316,7 @@ FAULTS: dict[str, tuple[Facts, list[str]]] = {
         ),
         ["slow-storage"],
     ),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("name", FAULTS)
@@ -358,7 +388,7 @@ def forgotten(draw: Any, value: Any) -> Any:
                 continue
             if field.default is None and draw(st.booleans()):
                 changes[field.name] = None
-            elif isinstance(old, (list, tuple)) and field.name not in ("cpus",):
+            elif isinstance(old, (list, tuple)) and field.name != "cpus":
                 changes[field.name] = [forgotten(draw, one) for one in old]
         return replace(value, **changes)  # type: ignore[type-var]
     return value
@@ -396,8 +426,16 @@ def test_unknown_figures_add_no_accusation(data: st.DataObject) -> None:
 )
 def test_short_runs(steps: float, seconds: float, level: str | None) -> None:
     """Too few steps are not judged, and a short training is not critical."""
-    short = ranks(steps=steps, step_seconds=seconds, data_wait_seconds=seconds / 2, comm_seconds=0.0,
-                  wait_seconds=0.0, transfer_seconds=0.0, save_seconds=0.0, evaluation_seconds=0.0)  # fmt: skip
+    short = ranks(
+        steps=steps,
+        step_seconds=seconds,
+        data_wait_seconds=seconds / 2,
+        comm_seconds=0.0,
+        wait_seconds=0.0,
+        transfer_seconds=0.0,
+        save_seconds=0.0,
+        evaluation_seconds=0.0,
+    )
     found = diagnose(facts(ranks=short, phases={"training": seconds}, elapsed_seconds=seconds))
     assert [one.level for one in found.findings] == ([level] if level else [])
     if level is None:
@@ -430,10 +468,13 @@ def test_the_cause_of_a_slow_rank(more: dict[str, float], words: str) -> None:
         ({"args": ["train"]}, Change("")),
         ({"stage": [STAGE]}, Change("", "stage.0.target", "shm")),
         ({"stage": [{**STAGE, "target": "shm"}]}, Change("", "args.2", "3")),
-        ({"stage": [{**STAGE, "target": "shm"}], "args": ["--num_workers=4"]}, Change("", "args.0", "--num_workers=8")),
+        (
+            {"stage": [{**STAGE, "target": "shm"}], "args": ["--num_workers=4"]},
+            Change("", "args.0", "--num_workers=8"),
+        ),
         ({"stage": [{**STAGE, "target": "shm"}], "args": []}, Change("")),
     ],
-)  # fmt: skip
+)
 def test_what_helps_against_waiting_for_data(job: dict[str, Any], first: Change) -> None:
     """The first change fits what the job has: staged data, loader workers, idle cores."""
     waiting = facts(ranks=ranks(data_wait_seconds=900.0), job={**JOB, **job})
@@ -477,10 +518,15 @@ def test_the_text_fits_a_terminal(name: str) -> None:
 def test_no_more_than_three_are_printed_in_full() -> None:
     """The others are in one line, by their verdicts."""
     many = facts(
-        ranks=ranks(data_wait_seconds=900.0, comm_seconds=800.0, save_seconds=700.0,
-                    evaluation_seconds=1500.0, transfer_seconds=700.0),
+        ranks=ranks(
+            data_wait_seconds=900.0,
+            comm_seconds=800.0,
+            save_seconds=700.0,
+            evaluation_seconds=1500.0,
+            transfer_seconds=700.0,
+        ),
         limit_seconds=1e6,
-    )  # fmt: skip
+    )
     lines = text(diagnose(many)).splitlines()
     assert len(diagnose(many).findings) == 6
     assert [line[0] for line in lines if re.match(r"\d  ", line)] == ["1", "2", "3"]

@@ -1,0 +1,177 @@
+"""Models of performance: the roofline, the time of an all-reduce, the imbalance of ranks.
+
+Seconds, bytes, FLOP and ranks throughout. Numbers out of range raise InputError, which names the
+argument.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from statistics import fmean
+
+from hpml_orchestrator.diagnosis.model import Facts
+from hpml_orchestrator.errors import InputError
+
+__all__ = ["AllReduce", "Roofline", "bus_bandwidth", "fit_allreduce", "imbalance", "roofline"]
+
+_TENSOR_DTYPES = ("bfloat16", "float16", "tf32")
+_MIN_SIZES = 3
+
+
+# --- the roofline
+
+
+@dataclass(frozen=True)
+class Roofline:
+    """What one device did, beside what it can do; a device is a GPU, or a node without GPUs.
+
+    Source: Williams, Waterman & Patterson 2009, "Roofline", CACM 52(4).
+    """
+
+    flops: float  # FLOP/s that were achieved
+    source: str  # of that figure, in words
+    peaks: Mapping[str, float]  # FLOP/s by dtype
+    bandwidth: float | None  # bytes/s of the device's memory
+    bytes_per_second: float | None  # that the run moved
+    origin: str  # of the peaks
+
+    @property
+    def intensity(self) -> float | None:
+        """FLOP for each byte that is moved."""
+        return self.flops / self.bytes_per_second if self.bytes_per_second else None
+
+    @property
+    def peak(self) -> float:
+        """The highest peak of all dtypes."""
+        return max(self.peaks.values())
+
+    @property
+    def ridge(self) -> float | None:
+        """FLOP per byte from which on the compute units, not the memory, set the limit."""
+        return self.peak / self.bandwidth if self.bandwidth else None
+
+    @property
+    def limit(self) -> float:
+        """The highest FLOP/s of code with this intensity."""
+        if self.intensity is None or self.bandwidth is None:
+            return self.peak
+        return min(self.peak, self.intensity * self.bandwidth)
+
+
+def roofline(facts: Facts) -> Roofline | None:
+    """Return the roofline of a run, or None if its FLOP/s or the peaks are unknown.
+
+    FLOP/s come from the training if it reports them (MFU), otherwise from the activity of the
+    tensor cores: the share of the peak that they were busy for is at least what they computed.
+    """
+    peaks = facts.peaks
+    if peaks is None or not peaks.flops:
+        return None
+    gpus = [gpu for node in facts.nodes for gpu in node.gpus if gpu.has_process is not False]
+    active = [gpu.tensor_active_ratio for gpu in gpus if gpu.tensor_active_ratio is not None]
+    dtype = next((name for name in _TENSOR_DTYPES if name in peaks.flops), "")
+    if facts.achieved_flops:
+        devices = facts.gpu_count or facts.node_count or 1
+        flops, source = facts.achieved_flops / devices, "reported by the training"
+    elif active and fmean(active) > 0 and dtype:
+        flops = fmean(active) * peaks.flops[dtype]
+        source = f"at most: activity of the tensor cores x peak of {dtype}"
+    else:
+        return None
+    moved = [gpu.dram_active_ratio for gpu in gpus if gpu.dram_active_ratio is not None]
+    traffic = fmean(moved) * peaks.memory_bandwidth if moved and peaks.memory_bandwidth else None
+    return Roofline(flops, source, peaks.flops, peaks.memory_bandwidth, traffic, peaks.origin)
+
+
+# --- communication
+
+
+@dataclass(frozen=True)
+class AllReduce:
+    """Latency and bandwidth of a ring: T = 2(P-1) alpha + 2(P-1)/P n beta on P ranks, n bytes each.
+
+    Source: Thakur, Rabenseifner & Gropp 2005, "Optimization of collective communication operations
+    in MPICH"; Hockney 1994 for alpha and beta.
+    """
+
+    alpha: float  # seconds per message
+    beta: float  # seconds per byte
+    residual: float  # typical relative distance of a measurement from the model; 0.03 is 3 %
+
+    @property
+    def bandwidth(self) -> float:
+        """The bus bandwidth of very large messages, in bytes/s."""
+        return 1 / self.beta if self.beta else math.inf
+
+    def seconds(self, ranks: int, size_bytes: float) -> float:
+        """Return the seconds of one all-reduce."""
+        messages, volume = _ring_terms(ranks)
+        return messages * self.alpha + volume * size_bytes * self.beta
+
+
+def fit_allreduce(
+    ranks: Sequence[int], size_bytes: Sequence[float], seconds: Sequence[float]
+) -> AllReduce:
+    """Fit alpha and beta to measurements at 3 or more sizes, by least squares.
+
+    Residuals are relative, so that small messages count as much as large ones. Links inside a node
+    and between nodes differ: fit them separately.
+    """
+    rows = list(zip(ranks, size_bytes, seconds, strict=True))
+    for _, size, second in rows:
+        for field, value in (("size_bytes", size), ("seconds", second)):
+            if not 0 < value < math.inf:
+                raise InputError("must be above 0", field=field, value=value)
+    if (different := len(set(size_bytes))) < _MIN_SIZES:
+        message = f"a fit needs at least {_MIN_SIZES} different values"
+        raise InputError(message, field="size_bytes", value=different)
+    # The model is linear in alpha and beta. Divided by the measured seconds, each row has to be 1.
+    terms = [(*_ring_terms(count), size, second) for count, size, second in rows]
+    u = [messages / second for messages, _, _, second in terms]
+    v = [volume * size / second for _, volume, size, second in terms]
+    uu, vv = sum(x * x for x in u), sum(y * y for y in v)
+    uv = sum(x * y for x, y in zip(u, v, strict=True))
+    determinant = uu * vv - uv * uv
+    alpha = (vv * sum(u) - uv * sum(v)) / determinant
+    beta = (uu * sum(v) - uv * sum(u)) / determinant
+    if alpha < 0:  # no latency can be seen
+        alpha, beta = 0.0, sum(v) / vv
+    elif beta < 0:
+        alpha, beta = sum(u) / uu, 0.0
+    squares = sum((alpha * x + beta * y - 1) ** 2 for x, y in zip(u, v, strict=True))
+    return AllReduce(alpha, beta, math.sqrt(squares / (len(rows) - 2)))
+
+
+def bus_bandwidth(ranks: int, size_bytes: float, seconds: float) -> float:
+    """Return the bus bandwidth of an all-reduce in bytes/s, comparable over numbers of ranks.
+
+    Source: nccl-tests, doc/PERFORMANCE.md.
+    """
+    if not 0 < seconds < math.inf:
+        raise InputError("must be above 0", field="seconds", value=seconds)
+    return _ring_terms(ranks)[1] * size_bytes / seconds
+
+
+def _ring_terms(ranks: int) -> tuple[int, float]:
+    """Return how many messages a rank sends one after the other, and how often all the bytes."""
+    if ranks <= 1:
+        raise InputError("must be at least 2", field="ranks", value=ranks)
+    return 2 * (ranks - 1), 2 * (ranks - 1) / ranks
+
+
+# --- imbalance
+
+
+def imbalance(rank_seconds: Sequence[float]) -> float:
+    """Return max / mean - 1 of the ranks' times before a collective: the share lost to waiting.
+
+    0.25 means that the slowest rank takes 25 % longer than the average one.
+
+    Source: DeRose, Homer & Johnson, "Detecting application load imbalance on high end massively
+    parallel systems", Euro-Par 2007.
+    """
+    if not rank_seconds or min(rank_seconds) < 0 or not 0 < max(rank_seconds) < math.inf:
+        raise InputError("must be at least 0, and one above 0", field="rank_seconds")
+    return max(rank_seconds) / fmean(rank_seconds) - 1

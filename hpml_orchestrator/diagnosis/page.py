@@ -1,0 +1,442 @@
+"""A diagnosis as a page: one HTML file without scripts that fetches nothing."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from statistics import fmean, median
+from typing import Any
+
+from hpml_orchestrator import __version__
+from hpml_orchestrator.diagnosis import parts
+from hpml_orchestrator.diagnosis.model import Diagnosis, Facts, Finding, NodeFacts
+from hpml_orchestrator.diagnosis.models import Roofline, imbalance, roofline
+from hpml_orchestrator.diagnosis.side import Row, Side
+from hpml_orchestrator.diagnosis.templates import environment, number
+from hpml_orchestrator.diagnosis.wording import change_text, gain_text, status_line
+from hpml_orchestrator.errors import counted
+from hpml_orchestrator.records.texts import human_bytes, seconds_text
+
+__all__ = ["page", "side_page"]
+
+_COLOURS = {  # by phase and part, as numbered in style.css
+    "start-up": 6, "staging": 5, "launch": 8, "rendezvous": 7, "warm-up": 4, "running": 3,
+    "training": 3, "end": 9,
+    parts.COMPUTE: 3, "waiting for data": 2, "host to device": 5, "waiting for slower ranks": 7,
+    "communication": 4, "saving": 6, "evaluation": 8, "outside of steps": 9,
+}  # fmt: skip
+_MOST_RANKS = 16
+_ENDS = 5  # slowest and fastest ranks that are shown of many
+_BINS = 24
+_SMALL_SHARE = 0.01
+_WIDTH, _HEIGHT = 440, 300  # of the roofline
+_LEFT, _RIGHT, _TOP, _BOTTOM = 62, 24, 14, 44
+
+
+@dataclass(frozen=True)
+class _Piece:
+    """A piece of a bar: place and width in percent."""
+
+    name: str
+    colour: int
+    start: float
+    width: float
+    text: str  # seconds
+    share: str
+
+
+def page(diagnosis: Diagnosis) -> str:
+    """Return a page that stands alone, for light and dark screens, phones and paper."""
+    facts = diagnosis.facts
+    template = environment("html").get_template("run.html.j2")
+    return template.render(
+        diagnosis=diagnosis,
+        facts=facts,
+        title=f"{facts.run}: {diagnosis.headline}",
+        footer=f"hpml {__version__}",
+        answer=[_sentence(diagnosis.headline), f"{status_line(diagnosis)}."],
+        cards=_cards(diagnosis),
+        findings=[_finding(one, facts) for one in diagnosis.findings],
+        notes=[_finding(one, facts) for one in diagnosis.notes],
+        unknown=[(_sentence(one.verdict), one.needs) for one in diagnosis.unknown],
+        healthy=[_sentence(one) for one in diagnosis.healthy],
+        time=_time(facts),
+        ranks=_ranks(facts),
+        roof=_roof(roofline(facts)),
+        nodes=[_node(node, facts) for node in facts.nodes],
+        origins=_origins(facts),
+        colours=_COLOURS,
+    )
+
+
+def side_page(side: Side) -> str:
+    """Return a page of two runs side by side."""
+    both = side.first, side.second
+    groups: dict[str, list[Row]] = {}
+    for row in side.rows:
+        groups.setdefault(row.group, []).append(row)
+    phases = [_without_queue(one.facts) for one in both]
+    training = [parts.mean_parts(one.facts.ranks) for one in both]
+    template = environment("html").get_template("side.html.j2")
+    return template.render(
+        side=side,
+        title=f"{side.first.facts.run} and {side.second.facts.run}",
+        footer=f"hpml {__version__}",
+        answer=[
+            side.headline,
+            *(f"{status_line(one)}." for one in both),
+            f"{_sentence(side.caution)}.",
+        ],
+        findings=[
+            (f"Only {side.first.facts.run}", side.gone),
+            (f"Only {side.second.facts.run}", side.new),
+            ("Both", side.both),
+        ],
+        strips=[
+            ("Phases", "phases", *_strips(both, phases)),
+            ("Training, mean of the ranks", "training", *_strips(both, training)),
+        ],
+        groups=groups,
+        colours=_COLOURS,
+    )
+
+
+def _strips(
+    both: Sequence[Diagnosis], seconds: Sequence[Mapping[str, float]]
+) -> tuple[list[dict[str, Any]], list[str]]:
+    """Return bars of the same scale, with the names of their pieces."""
+    longest = max(sum(one.values()) for one in seconds)
+    bars = [
+        {
+            "label": diagnosis.facts.run,
+            "pieces": _pieces(one, longest),
+            "total": parts.duration(sum(one.values())),
+        }
+        for diagnosis, one in zip(both, seconds, strict=True)
+    ]
+    return bars, list(dict.fromkeys(name for one in seconds for name in one))
+
+
+def _without_queue(facts: Facts) -> dict[str, float]:
+    return {name: value for name, value in facts.phases.items() if name != "queue"}
+
+
+def _sentence(text: str) -> str:
+    return text[:1].upper() + text[1:]
+
+
+def _cards(diagnosis: Diagnosis) -> list[tuple[str, str, str]]:
+    """Return label, figure and note of what a reader wants to see first."""
+    facts = diagnosis.facts
+    cards = []
+    if facts.elapsed_seconds is not None:
+        limit = f"of {seconds_text(facts.limit_seconds)} asked for" if facts.limit_seconds else ""
+        cards.append(("run time", seconds_text(facts.elapsed_seconds), limit))
+    if rate := parts.samples_per_second(facts.ranks):
+        cards.append(("throughput", f"{number(rate)}/s", "samples, all ranks, within steps"))
+    if training := parts.mean_parts(facts.ranks):
+        share = training[parts.COMPUTE] / sum(training.values())
+        cards.append(("compute", _percent(share), "of the time in training"))
+    if roof := roofline(facts):
+        cards.append(("of the peak", _percent(roof.flops / roof.peak), _unit(roof.flops, "FLOP/s")))
+    cards += [(name, number(value), "final") for name, value in facts.accuracy.items()][:2]
+    return cards
+
+
+def _finding(finding: Finding, facts: Facts) -> dict[str, Any]:
+    unit = "GPU-hours" if facts.gpu_count else "core-hours"
+    return {
+        "kind": finding.kind,
+        "level": finding.level,
+        "verdict": _sentence(finding.verdict),
+        "evidence": finding.evidence,
+        "changes": [_sentence(change_text(one)) for one in finding.changes],
+        "gain": finding.gain,
+        "gain_text": gain_text(finding.gain) if finding.gain else "",
+        "hours": f"{finding.gain_hours:.2g} {unit}" if finding.gain_hours else "",
+    }
+
+
+# --- time
+
+
+def _pieces(seconds: Mapping[str, float], total: float = 0.0) -> list[_Piece]:
+    """Return the pieces of one bar; `total` is the length of 100 %."""
+    total = max(total, sum(seconds.values()))
+    pieces, here = [], 0.0
+    for name, value in seconds.items():
+        if value > 0 and total > 0:
+            share = 100 * value / total
+            pieces.append(
+                _Piece(
+                    name,
+                    _COLOURS.get(name, 10),
+                    round(here, 3),
+                    round(share, 3),
+                    parts.duration(value),
+                    _percent(value / total),
+                )
+            )
+            here += share
+    return pieces
+
+
+def _time(facts: Facts) -> dict[str, Any]:
+    """Return the bars of the phases and of the training, and where the second is in the first."""
+    phases = _without_queue(facts)
+    training = parts.mean_parts(facts.ranks)
+    trained, stepped = phases.get("training", 0.0), sum(training.values())
+    if training and trained - stepped > _SMALL_SHARE * trained:  # else it is rounding
+        training["outside of steps"] = trained - stepped
+    first = _pieces(phases)
+    zoom = next(((one.start, one.start + one.width) for one in first if one.name == "training"), ())
+    may_lack = dict(parts.PARTS)
+    if not facts.gpu_count:
+        del may_lack["transfer_seconds"]
+    if facts.world_size == 1:
+        del may_lack["wait_seconds"], may_lack["comm_seconds"]
+    missing = [
+        name
+        for field, name in may_lack.items()
+        if training and all(getattr(rank, field) is None for rank in facts.ranks)
+    ]
+    return {
+        "queue": parts.duration(facts.phases["queue"]) if facts.phases.get("queue") else "",
+        "phases": first,
+        "zoom": zoom if training else (),
+        "training": _pieces(training),
+        "missing": missing,
+    }
+
+
+# --- ranks
+
+
+def _ranks(facts: Facts) -> dict[str, Any] | None:
+    """Return a bar for each rank; of many, those that work longest and shortest."""
+    known = [(rank, parts.rank_parts(rank)) for rank in facts.ranks]
+    known = [(rank, spent) for rank, spent in known if spent]
+    if not known:
+        return None
+    per_step = all(rank.steps for rank, _ in known)
+    rows = []
+    for rank, spent in known:
+        count = (rank.steps or 1) if per_step else 1
+        inside = {
+            name: value / count for name, value in spent.items() if name not in parts.BETWEEN_STEPS
+        }
+        own = parts.own_seconds(rank)
+        worked = sum(inside.values()) if own is None else own / count
+        rows.append((rank, inside, worked))
+    longest = max(sum(inside.values()) for _, inside, _ in rows)
+    longest_work = max(worked for *_, worked in rows)
+    shown, hidden = rows, 0
+    if len(rows) > _MOST_RANKS:
+        rows.sort(key=lambda row: -row[2])
+        shown, hidden = rows[:_ENDS] + rows[-_ENDS:], len(rows) - 2 * _ENDS
+    return {
+        "bars": [
+            {
+                "label": f"rank {rank.rank}",
+                "node": rank.node,
+                "pieces": _pieces(inside, longest),
+                "total": parts.duration(sum(inside.values())),
+                "worked": parts.duration(worked),
+            }
+            for rank, inside, worked in shown
+        ],
+        "hidden": hidden,
+        "after": _ENDS if hidden else 0,
+        "unit": "step" if per_step else "run",
+        "legend": list(dict.fromkeys(name for _, inside, _ in rows for name in inside)),
+        "imbalance": _percent(imbalance([worked for *_, worked in rows]) if longest_work else 0.0),
+        "waits": all(parts.own_seconds(rank) is not None for rank, _, _ in rows),
+        "distribution": _distribution([worked for _, _, worked in rows]) if hidden else None,
+        "table": [
+            {
+                "rank": rank.rank,
+                "node": rank.node,
+                **{name: parts.duration(value) for name, value in inside.items()},
+                "whole": parts.duration(sum(inside.values())),
+                "samples": number(rank.samples),
+                "bound as planned": {True: "yes", False: "no", None: ""}[rank.bound_as_planned],
+            }
+            for rank, inside, _ in shown
+        ],
+    }
+
+
+def _distribution(values: Sequence[float]) -> dict[str, Any]:
+    """Return the columns of a histogram, in percent of its width and height."""
+    low, high = min(values), max(values)
+    width = (high - low) / _BINS or 1.0
+    counts = [0] * _BINS
+    for value in values:
+        counts[min(_BINS - 1, int((value - low) / width))] += 1
+    most = max(counts)
+    return {
+        "columns": [
+            (round(100 * place / _BINS, 3), round(max(4, 100 * count / most), 3), count)
+            for place, count in enumerate(counts)
+        ],
+        "step": round(100 / _BINS, 3),
+        "middle": round(100 * (median(values) - low) / (width * _BINS), 3),
+        "low": parts.duration(low),
+        "median": parts.duration(median(values)),
+        "high": parts.duration(high),
+        "count": len(values),
+    }
+
+
+# --- roofline
+
+
+def _roof(roof: Roofline | None) -> dict[str, Any] | None:
+    """Return the lines of a roofline plot with logarithmic axes, and the sentences under it."""
+    if roof is None:
+        return None
+    of_peak = _percent(roof.flops / roof.peak)
+    text = [f"{_unit(roof.flops, 'FLOP/s')} per device, {of_peak} of the peak ({roof.source})"]
+    drawing: dict[str, Any] = {"text": text, "origin": roof.origin, "plot": None}
+    if roof.intensity is None or roof.bandwidth is None or roof.ridge is None:
+        text.append("The bytes that the memory moved are unknown, so there is no roofline")
+        return drawing
+    by = "memory bandwidth" if roof.intensity < roof.ridge else "compute units"
+    text.append(
+        f"At {number(roof.intensity)} FLOP/byte the {by} would allow"
+        f" {_unit(roof.limit, 'FLOP/s')}: the run reaches {_percent(roof.flops / roof.limit)} of it"
+    )
+    x = _decades(min(roof.intensity, roof.ridge), max(roof.intensity, roof.ridge))
+    lowest = min(roof.flops, x[0] * roof.bandwidth)
+    y = _decades(max(lowest, roof.peak * 1e-6), roof.peak)
+
+    def at(intensity: float, flops: float) -> tuple[float, float]:
+        across = (math.log10(intensity) - math.log10(x[0])) / math.log10(x[-1] / x[0])
+        up = (math.log10(flops) - math.log10(y[0])) / math.log10(y[-1] / y[0])
+        width, height = _WIDTH - _LEFT - _RIGHT, _HEIGHT - _TOP - _BOTTOM
+        return round(_LEFT + across * width, 1), round(_TOP + (1 - up) * height, 1)
+
+    start = max(x[0], y[0] / roof.bandwidth)
+    drawing["plot"] = {
+        "size": (_WIDTH, _HEIGHT),
+        "right": _WIDTH - _RIGHT,
+        "slope": (at(start, start * roof.bandwidth), at(roof.ridge, roof.peak)),
+        "bandwidth": f"{human_bytes(roof.bandwidth)}/s",
+        "roofs": [
+            (dtype, at(peak / roof.bandwidth, peak), at(x[-1], peak), _unit(peak, "FLOP/s"))
+            for dtype, peak in roof.peaks.items()
+            if x[0] < peak / roof.bandwidth < x[-1]
+        ],
+        "point": at(roof.intensity, roof.flops),
+        "limit": at(roof.intensity, roof.limit),
+        "x": [(number(tick), at(tick, y[0])) for tick in x],
+        "y": [(_unit(tick, ""), at(x[0], tick)) for tick in y],
+        "label": "; ".join(text),
+    }
+    return drawing
+
+
+def _decades(low: float, high: float) -> list[float]:
+    """Return the powers of ten around a range, with some room."""
+    first, last = math.floor(math.log10(low / 2)), math.ceil(math.log10(high * 2))
+    return [10.0**power for power in range(first, last + 1)]
+
+
+# --- nodes
+
+
+def _node(node: NodeFacts, facts: Facts) -> dict[str, str]:
+    """Return a row of the table of nodes; columns that nothing is known for are left out."""
+    gpus = node.gpus
+
+    def mean(name: str) -> str:
+        values = [value for gpu in gpus if (value := getattr(gpu, name)) is not None]
+        return _percent(fmean(values)) if values else "-"
+
+    def most(name: str) -> float | None:
+        return max(
+            (value for gpu in gpus if (value := getattr(gpu, name)) is not None), default=None
+        )
+
+    ranks = [rank.rank for rank in facts.ranks if rank.node == node.node]
+    throttled = {reason for gpu in gpus for reason, s in gpu.throttled_seconds.items() if s > 0}
+    errors = {f"XID {xid}" for gpu in gpus for xid, count in gpu.xid_errors.items() if count}
+    errors |= {f"{node.oom_events:.0f} out of memory"} if node.oom_events else set()
+    return {
+        "node": node.node,
+        "ranks": counted(len(ranks), "rank") if ranks else "-",
+        "CPUs busy": _of(node.mean_cpus, node.cpus, number),
+        "memory peak": _of(node.memory_peak_bytes, node.memory_limit_bytes, human_bytes),
+        "read from storage": _bytes(node.read_bytes),
+        "written": _bytes(node.written_bytes),
+        "GPUs": " + ".join(sorted({gpu.name for gpu in gpus if gpu.name})) or "-",
+        "GPUs used": _of(node.gpus_used, node.gpus_allocated, number),
+        "GPU busy": mean("utilization_ratio"),
+        "SMs active": mean("sm_active_ratio"),
+        "tensor cores": mean("tensor_active_ratio"),
+        "GPU memory peak": _of(most("memory_peak_bytes"), most("memory_total_bytes"), human_bytes),
+        "remarks": ", ".join([*sorted(errors), *(f"throttled: {one}" for one in sorted(throttled))])
+        or "-",
+    }
+
+
+def _of(value: float | None, whole: float | None, text: Any) -> str:
+    if value is None:
+        return "-"
+    return text(value) if whole is None else f"{text(value)} of {text(whole)}"
+
+
+def _bytes(count: float | None) -> str:
+    return "-" if count is None else human_bytes(count)
+
+
+def _origins(facts: Facts) -> list[tuple[str, str]]:
+    """Return where each kind of figure comes from."""
+    waits = facts.ranks and any(rank.wait_seconds is not None for rank in facts.ranks)
+    channel = "what each rank reported through the training channel, without the warm-up"
+    if not facts.channel:
+        channel = "unknown: the training does not use the training channel"
+    elif waits:
+        channel += "; waiting for slower ranks is sampled"
+    return [
+        ("phases", "the run's record"),
+        ("steps and their parts", channel),
+        (
+            "CPUs, memory, storage, GPUs",
+            "measured on the nodes by `monitor: true`"
+            if facts.monitored
+            else "unknown: the job file has no `monitor: true`",
+        ),
+        (
+            "peaks of the hardware",
+            facts.peaks.origin or "unknown origin"
+            if facts.peaks
+            else "unknown: `hpml bench` measures them",
+        ),
+        ("limits", "named with each finding; the gain is an estimate, not a measurement"),
+    ]
+
+
+# --- figures
+
+
+def _percent(share: float) -> str:
+    """Return a share as findings have it.
+
+    >>> _percent(0.8349)
+    '83%'
+    """
+    return f"{share:.0%}"
+
+
+def _unit(value: float, unit: str) -> str:
+    """Return a figure with a decimal prefix.
+
+    >>> _unit(4.5e12, "FLOP/s"), _unit(20, "FLOP/s")
+    ('4.5 TFLOP/s', '20 FLOP/s')
+    """
+    for factor, prefix in ((1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k")):
+        if value >= factor:
+            return f"{number(value / factor)} {prefix}{unit}"
+    return f"{number(value)} {unit}".strip()
