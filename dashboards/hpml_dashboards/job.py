@@ -100,7 +100,8 @@ Faults: Processes ended for want of memory, GPU errors (XID) since the job's sta
 Tensor cores active: Share of time with tensor cores at work (Hopper and later). GPUs that are
     active without them compute in full precision, copy data or wait in communication.
 What holds it back: Findings as hpml report has them, each with its worst figure and the share of
-    the time range in which it was over its limit. Good: none. Otherwise `hpml report` has the remedy.
+    the time range in which it was over its limit. Good: none. Otherwise run `hpml report`: it has
+    the remedies.
 Samples per second: Speed of the training on each node. Good: steady and alike. Dips are
     checkpoints, evaluation, or storage that others use too.
 Step time: Mean step of the fastest and the slowest rank. Good: alike. A gap above 20 % means that

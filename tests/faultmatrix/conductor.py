@@ -20,7 +20,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from deploy.gpusim.gpusim import Event, Simulator, State, h100
+from deploy.gpusim.gpusim import Simulator, State, h100
 from tests.faultmatrix.matrix import CASES, HEALTHY, SEEDS, Case
 from tests.unit.local_runs import Desk
 
@@ -73,7 +73,7 @@ class FaultDesk(Desk):
         """Run a case to its end, and return its run's id."""
         data = self.root / "digits"
         if case.ddp:
-            words = [sys.executable, self.root / "make_digits.py", data]
+            words = [sys.executable, str(self.root / "make_digits.py"), str(data)]
             subprocess.run(words, check=True, stdout=subprocess.DEVNULL)
         else:
             data.mkdir()
@@ -119,7 +119,7 @@ class FaultDesk(Desk):
                 rate = LIMITED.format(f"{8 * case.link:.0f}bit")
                 self.prefix = ["unshare", "-n", "sh", "-c", f'{rate} && exec "$@"', "sh"]
             if "quota" in case.faults:
-                group = stack.enter_context(_group("cpu"))
+                group = stack.enter_context(_group("cpu", self.root.name))
                 words = " ".join(case.words(seed))
                 percent = float(words.partition("quota=")[2].split()[0].partition(":")[2])
                 (group / "cpu.cfs_quota_us").write_text(f"{percent * 1000:.0f}")
@@ -129,7 +129,7 @@ class FaultDesk(Desk):
             if case.megabytes:
                 self._make_big_file(case.megabytes)
             if case.disk:
-                group = stack.enter_context(_group("blkio"))
+                group = stack.enter_context(_group("blkio", self.root.name))
                 device = os.stat(self.root).st_dev
                 limit = f"{os.major(device)}:{os.minor(device)} {case.disk:.0f}"
                 (group / "blkio.throttle.read_bps_device").write_text(limit)
@@ -160,9 +160,9 @@ class FaultDesk(Desk):
 
 
 @contextlib.contextmanager
-def _group(controller: str) -> Iterator[Path]:
+def _group(controller: str, name: str) -> Iterator[Path]:
     """A control group of our own (version 1)."""
-    group = Path(f"/sys/fs/cgroup/{controller}/hpml-faults-{os.getpid()}")
+    group = Path(f"/sys/fs/cgroup/{controller}/{name}")
     group.mkdir()
     try:
         yield group

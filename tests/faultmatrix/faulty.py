@@ -129,7 +129,7 @@ def main() -> None:
         time.sleep(faults.get("save", 0))
         return publish(*arguments)
 
-    hpml_checkpoint.Checkpoints._publish = slowly  # type: ignore[method-assign]
+    hpml_checkpoint.Checkpoints._publish = slowly  # type: ignore[assignment,method-assign]
     time.sleep(max(0.0, faults.get("start", 0) - (time.perf_counter() - STARTED)))
     ddp_images.run(options, kind=Faulty)
 

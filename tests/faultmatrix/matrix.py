@@ -1,4 +1,4 @@
-"""The fault matrix: what is wrong with a run, how that is brought about, and what a report has to find.
+"""The fault matrix: what is wrong with a run, how that comes, and what a report has to find.
 
 It was written before the thresholds of reports were, and knows none of them.
 """
@@ -69,16 +69,15 @@ class Case:
     def words(self, seed: int) -> list[str]:
         """Return the arguments of faulty.py that bring the faults about."""
         drawn = random.Random(seed)
-        rank = drawn.randrange(2)
         words = []
         for name, bounds in self.faults.items():
             amount = f"{drawn.uniform(*bounds):.4g}"
-            words += ["--fault", f"{name}={f'{rank}:' * (name in RANKED)}{amount}"]
+            words += ["--fault", f"{name}={f'{self.slow_rank(seed)}:' * (name in RANKED)}{amount}"]
         return words
 
     def slow_rank(self, seed: int) -> int:
-        """Return the rank that the faults of one rank are about."""
-        return random.Random(seed).randrange(2)
+        """Return the rank, of two, that the faults of one rank are about."""
+        return seed % 2
 
 
 MONITORED = {"monitor": True}

@@ -1,4 +1,4 @@
-"""What holds running jobs back: Prometheus' rules find what a report finds, with the same limits."""
+"""What holds running jobs back: the rules find what a report finds, with the same limits."""
 
 from __future__ import annotations
 
