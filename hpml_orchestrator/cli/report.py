@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -25,15 +25,15 @@ from hpml_orchestrator.diagnosis.wording import markdown, text, to_json
 from hpml_orchestrator.errors import InputError, NotFoundError, RecordError
 from hpml_orchestrator.records.files import write_text
 from hpml_orchestrator.runs.facts import gather
-from hpml_orchestrator.runs.prometheus import Prometheus
+from hpml_orchestrator.runs.prometheus import Prometheus, PrometheusError
 from hpml_orchestrator.runs.status import UNREADABLE, states
-from hpml_orchestrator.site.profile import prometheus_of_site
+from hpml_orchestrator.site.profile import prometheus_of_site, site_for
 from hpml_orchestrator.spec.address import read_credentials
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from hpml_orchestrator.diagnosis.model import Diagnosis
+    from hpml_orchestrator.diagnosis.model import Diagnosis, Facts, Peaks
     from hpml_orchestrator.records.store import Store
     from hpml_orchestrator.runs.state import State
 
@@ -105,7 +105,8 @@ def report(
     store = store_of(context)
     url = prometheus or prometheus_of_site(os.environ, chosen=chosen_site(context)) or "none"
     server = None if url == "none" else Prometheus(url, read_credentials(prometheus_auth))
-    diagnoses = [_diagnosed(store, word, server) for word in runs or ["last"]]
+    site = chosen_site(context)
+    diagnoses = [_diagnosed(store, word, server, site) for word in runs or ["last"]]
     if len(diagnoses) == _COMPARED:
         _compare(*diagnoses, as_json=as_json, as_markdown=as_markdown, html=html)
         return
@@ -190,8 +191,8 @@ class Wanted:
             raise InputError(f"needs {other}", field=option, hint=f"hpml report last {other}")
 
 
-def _diagnosed(store: Store, word: str, server: Prometheus | None) -> Diagnosis:
-    """Return the diagnosis of the run that a word names.
+def _diagnosed(store: Store, word: str, server: Prometheus | None, site: str) -> Diagnosis:
+    """Return the diagnosis of the run that a word names, with what `hpml bench` measured.
 
     Raises:
         NotFoundError: it has not started.
@@ -205,7 +206,26 @@ def _diagnosed(store: Store, word: str, server: Prometheus | None) -> Diagnosis:
     if not state.over:
         why = f" ({state.reason})" if state.reason else ""
         notice(f"{state.submission.label} is {state.state}{why}: this is what is known so far")
-    return diagnose(gather(state, prometheus=server))
+    try:
+        facts = gather(state, prometheus=server)
+    except PrometheusError as error:
+        notice(f"warning: {error}; figures are from records")
+        facts = gather(state)
+    return diagnose(replace(facts, peaks=_peaks(store, facts, site)))
+
+
+def _peaks(store: Store, facts: Facts, chosen: str) -> Peaks | None:
+    """Return what the nodes of a run can do, as far as it was measured or is specified."""
+    from hpml_orchestrator.bench.results import directories_of, peaks_for  # noqa: PLC0415
+
+    site = site_for("job.yaml", os.environ, chosen=chosen)
+    named = [*(node.node for node in facts.nodes), *(rank.node for rank in facts.ranks)]
+    nodes = list(dict.fromkeys(filter(None, named)))
+    names = [gpu.name for node in facts.nodes for gpu in node.gpus]
+    places = directories_of(store.root, site.sources if site else [])
+    return peaks_for(
+        nodes, names[0] if names else "", directories=places, site=site.site if site else None
+    )
 
 
 def _refuse_unstarted(state: State) -> None:

@@ -123,7 +123,7 @@ os._exit(0)
 
 @pytest.fixture(scope="module")
 def told(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[dict[str, Any]]]:
-    """What each rank says of each case."""
+    """What each rank prints in each case."""
     program = tmp_path_factory.mktemp("waits") / "train.py"
     program.write_text(PROGRAM)
     found: dict[str, list[dict[str, Any]]] = defaultdict(list)
