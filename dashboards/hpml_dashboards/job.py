@@ -87,7 +87,7 @@ Tensor active: Share of time with tensor cores at work, mean of the time range (
     Good: above 20 %. If low while GPUs are active: mixed precision, larger batches.
 GPUs: GPUs that the job was allocated, and those without a process of it. Good: none unused.
     Otherwise ask for fewer, or check that a rank starts for each.
-Data wait: Share of a step in which ranks wait for a batch, mean of the time range. Good: below 20
+Data wait: Share of a step in which ranks wait for a batch, mean of the time range. Good: below 10
     %. Otherwise stage the data, pack small files, use more loader workers.
 CPU: Share of the job's CPUs that are busy, mean of the time range. High is good unless data wait
     is high too: then ask for more CPUs per GPU.

@@ -161,7 +161,7 @@ class FaultDesk(Desk):
 
 @contextlib.contextmanager
 def _group(controller: str, name: str) -> Iterator[Path]:
-    """A control group of our own (version 1)."""
+    """Make a control group (version 1), and remove it."""
     group = Path(f"/sys/fs/cgroup/{controller}/{name}")
     group.mkdir()
     try:

@@ -129,7 +129,7 @@ class Training:
 
 
 def set_gpu(gpu: int, *words: str) -> None:
-    """Change what a simulated GPU says."""
+    """Change the figures of a simulated GPU."""
     tool, file = os.environ["FAULTY_GPUSIM"], os.environ["GPUSIM"]
     with open(f"{file}.lock", "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)

@@ -1,4 +1,4 @@
-"""The fault matrix: what is wrong with a run, how that comes, and what a report has to find.
+"""The fault matrix: what is wrong with a run, what causes it, and what a report has to find.
 
 It was written before the thresholds of reports were, and knows none of them.
 """
@@ -22,7 +22,7 @@ ONE_CORE = {"resources": {"ranks_per_node": 1, "cpus_per_rank": 1}}
 BUSY = {"util": 95, "gpm_graphics": 95, "gpm_sm": 80, "gpm_occupancy": 30, "gpm_tensor": 40}
 WARM = {"gpm_dram": 50, "power": 600, "temp": 62, "clock_sm": 1755, "mem_used": 55_000_000_000}
 WORKING = {**BUSY, **WARM}
-"""What a simulated H100 says that is used well."""
+"""Figures of a simulated H100 that is used well."""
 
 LONG = {"steps": 1350}
 """More than ten minutes with `pace`: shorter runs are not judged by what they asked for."""
@@ -36,13 +36,14 @@ class Case:
     """One run with faults.
 
     Attributes:
-        how: how the fault is brought about, in a few words.
+        how: what causes the fault, in a few words.
         expected: kinds of the findings: the first of a report is one of them, and all are found.
             None of them: the run is healthy.
-        faults: of faulty.py: the amount is drawn between two bounds, by the seed.
+        faults: of faulty.py, which describes them: the amount is drawn between two bounds, by the seed.
         job: fields of the job file; mappings are merged.
         options: of the training.
-        gpus: what each simulated GPU says; without any the run has no GPU.
+        gpus: how many simulated GPUs the run has.
+        gpu: the figures of each.
         gpu_faults: the same of the last one alone.
         xid: an error of the last GPU.
         link: bytes per second of the ranks' network, in a network namespace.
@@ -67,7 +68,7 @@ class Case:
     ddp: bool = False
 
     def words(self, seed: int) -> list[str]:
-        """Return the arguments of faulty.py that bring the faults about."""
+        """Return the arguments of the training that cause the faults."""
         drawn = random.Random(seed)
         words = []
         for name, bounds in self.faults.items():

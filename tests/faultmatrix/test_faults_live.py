@@ -39,7 +39,7 @@ def check(name: str, found: list[str]) -> None:
 
 
 def need_root(name: str) -> None:
-    """Skip what needs control groups or a network namespace, where these are not to be had."""
+    """Skip what needs control groups or a network namespace on machines without them."""
     case = ALL[name]
     if case.link or case.disk or "quota" in case.faults:
         if os.geteuid() != 0:

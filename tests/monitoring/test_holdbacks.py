@@ -25,7 +25,7 @@ HOLDBACK = "hpml:job_holdback:ratio"
 FINDINGS = {rule["labels"]["finding"]: rule["expr"] for rule in GROUP if rule["record"] == HOLDBACK}
 ON = 'instance="n1:9445",job="hpml-node"'
 JOB = f'{ON},cluster="main",jobid="1"'
-WELL = {  # of a job with two GPUs; per minute, where it is a counter
+WELL = {  # of a job with two GPUs; counters: what they grow by in a minute
     f'hpml_node_info{{{ON},cluster="main",node="n1",scope="node"}}': "1",
     f"hpml_job_info{{{JOB}}}": "1",
     f"hpml_job_start_timestamp_seconds{{{JOB}}}": "0",
