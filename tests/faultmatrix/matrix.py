@@ -39,7 +39,8 @@ class Case:
         how: what causes the fault, in a few words.
         expected: kinds of the findings: the first of a report is one of them, and all are found.
             None of them: the run is healthy.
-        faults: of faulty.py, which describes them: the amount is drawn between two bounds, by the seed.
+        faults: of faulty.py, which describes them; the amount is drawn between two bounds, by the
+            seed.
         job: fields of the job file; mappings are merged.
         options: of the training.
         gpus: how many simulated GPUs the run has.

@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 
 from deploy.gpusim.gpusim import Simulator
-from tests.faultmatrix.conductor import ALL, SEEDS, FaultDesk
+from tests.faultmatrix.conductor import ALL, FaultDesk
+from tests.faultmatrix.matrix import SEEDS
 from tests.monitoring.gpusim_support import gpusim_library
 from tests.storage import stored_folder
 
