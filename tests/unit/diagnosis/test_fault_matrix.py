@@ -30,6 +30,15 @@ def diagnosis(home: Path, run: str) -> Diagnosis:
     return diagnose(gather(states(store, [store.resolve(run)])[0]))
 
 
+def is_right(found: Diagnosis, name: str, seed: int) -> bool:
+    """Whether the first finding is the fault, and the slow rank the one that was slowed down."""
+    for first in found.findings[:1]:
+        if first.kind == "slow-rank" and "slow-rank" in CASES[name].expected:
+            return f"rank {CASES[name].slow_rank(seed)} " in first.verdict
+        return first.kind in CASES[name].expected
+    return False
+
+
 def kinds(found: Diagnosis) -> list[str]:
     return [finding.kind for finding in found.findings]
 
@@ -44,21 +53,17 @@ def test_the_first_finding_is_right(tmp_path: Path) -> None:
     wrong = {}
     for name, seed in FAULTS:
         run = restore(name, seed, tmp_path / f"{name}-{seed}" / "records")
-        found = kinds(diagnosis(tmp_path / f"{name}-{seed}" / "records", run))
-        if not found or found[0] not in CASES[name].expected:
-            wrong[name, seed] = found
+        found = diagnosis(tmp_path / f"{name}-{seed}" / "records", run)
+        if not is_right(found, name, seed):
+            wrong[name, seed] = [finding.verdict for finding in found.findings]
     assert len(wrong) <= (1 - RIGHT) * len(FAULTS), wrong
 
 
 @pytest.mark.parametrize(("name", "seed"), FAULTS)
 def test_all_faults_are_found(tmp_path: Path, name: str, seed: int) -> None:
-    """Two faults are two findings; the number of a slow rank is in the verdict."""
+    """Two faults are two findings, whatever else is found."""
     run = restore(name, seed, tmp_path / "records")
-    found = diagnosis(tmp_path / "records", run)
-    assert {*CASES[name].expected} <= {*kinds(found)}
-    for finding in found.findings:
-        if finding.kind == "slow-rank":
-            assert f"rank {CASES[name].slow_rank(seed)}" in finding.verdict
+    assert {*CASES[name].expected} <= {*kinds(diagnosis(tmp_path / "records", run))}
 
 
 @pytest.mark.parametrize(("name", "seed"), WELL)
