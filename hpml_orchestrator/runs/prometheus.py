@@ -121,7 +121,7 @@ _OVER_GPUS = {
     f" (rate(hpml_gpu_xid_errors_total[2m])){_OWN} * $seconds",
 }
 """The same of one job over its whole time, by the names that records have; `reason` and `xid`
-tell the series of the last two apart."""
+distinguish the series of the last two."""
 
 
 class PrometheusError(Exception):

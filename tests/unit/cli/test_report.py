@@ -1,4 +1,4 @@
-"""`hpml report` of real local runs, of what is no run yet, and of damaged records."""
+"""`hpml report` of real local runs, of runs that have not started, and of damaged records."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ def test_refusals(
 
 
 def test_a_prometheus_that_does_not_answer(hpml: Hpml, trained: str) -> None:
-    """The report is made of the records, and says so."""
+    """The report is made of the records, with a warning."""
     printed = hpml("report", trained, "--prometheus", "http://127.0.0.1:1")
     assert printed.code == 0
     assert "figures are from records" in printed.err

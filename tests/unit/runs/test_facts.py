@@ -14,6 +14,7 @@ from hpml_orchestrator.diagnosis.diagnose import diagnose
 from hpml_orchestrator.errors import RecordError
 from hpml_orchestrator.records.files import write_json
 from hpml_orchestrator.runs.facts import gather
+from hpml_orchestrator.runs.prometheus import Prometheus
 from hpml_orchestrator.scheduler.model import JobState
 
 if TYPE_CHECKING:
@@ -44,7 +45,7 @@ MONITORED = {
 
 
 def trained(world: World, **fields: Any) -> tuple[Submission, Path]:
-    """A run of two ranks that has trained 100 s, and goes on."""
+    """A run of two ranks that has trained 100 s, and continues."""
     asked = {"ranks_per_node": 2, "memory": "4G", "time": "10:00"}
     submission = world.submit(resources=asked, **fields)
     world.scheduler.move("1", JobState.RUNNING)
@@ -91,6 +92,42 @@ def test_a_run_of_another_cluster(world: World) -> None:
     assert (facts.over, facts.elapsed_seconds) == (False, 110)
 
 
+def test_figures_of_prometheus(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A run without a monitor has those of its nodes and GPUs; the record's own come first."""
+    submission, attempt = trained(world)
+    node, gpu = {"node": "n1"}, {"node": "n1", "of": "gpu", "uuid": "G0", "name": "H100"}
+    samples = [
+        ({**node, "figure": "mean_cpus"}, 1.5),
+        ({**node, "figure": "cpus"}, 2.0),
+        ({**gpu, "figure": "sm_active_ratio"}, 0.4),
+        ({**gpu, "figure": "throttled_seconds", "reason": "hw_thermal"}, 55.0),
+        ({**gpu, "figure": "xid_errors", "xid": "79"}, 1.0),
+    ]
+    server = Prometheus("http://127.0.0.1:1")
+    asked: list[Any] = []
+
+    def job_over(*words: str, **more: float) -> Any:
+        asked.append((words, more))
+        return samples
+
+    monkeypatch.setattr(server, "job_over", job_over)
+    facts = gather(world.state(submission), prometheus=server, now=world.clock.now)
+    assert asked == [(("", "1"), {"seconds": 110, "ended": world.clock.now})]
+    (found,) = facts.nodes
+    assert (found.node, found.cpus, found.mean_cpus, found.memory_peak_bytes) == (
+        "n1",
+        2,
+        1.5,
+        None,
+    )
+    (one,) = found.gpus
+    assert (one.uuid, one.sm_active_ratio, one.seconds) == ("G0", 0.4, 110)
+    assert (one.throttled_seconds, one.xid_errors) == ({"hw_thermal": 55}, {"79": 1})
+    write_json(attempt / "nodes" / "n1.monitor.json", MONITORED)
+    assert gather(world.state(submission), prometheus=server).nodes[0].seconds == 100
+    assert len(asked) == 1
+
+
 def test_a_run_without_anything(world: World) -> None:
     """One that is over and reported nothing has its time, and no figure that is made up."""
     submission = world.submit()
@@ -130,7 +167,7 @@ def test_damaged_records(world: World, text: str, of_run: bool) -> None:
 
 
 def test_torn_events(world: World) -> None:
-    """Lines that were cut off, or are no events, are passed over."""
+    """Lines that were cut off, or are not events, are skipped."""
     submission, attempt = trained(world)
     with (attempt / "events" / "n1.jsonl").open("a") as stream:
         stream.write('{"schema_version":1,"time":"x"}\nnull\n[1]\n{"event":"step","da')
