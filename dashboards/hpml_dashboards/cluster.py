@@ -95,7 +95,8 @@ _CONTENT: list[Panel | str] = [
         "finding",
         {
             "Jobs": f"count by (finding) ({_HELD})",
-            "GPUs": f"sum by (finding) ({_HELD} * 0 + on (cluster, jobid) group_left () {_GPUS_OF})",
+            "GPUs": "sum by (finding) "
+            f"({_HELD} * 0 + on (cluster, jobid) group_left () {_GPUS_OF})",
         },
         width=6,
         sort="Jobs",

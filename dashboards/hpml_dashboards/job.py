@@ -87,7 +87,7 @@ Tensor active: Share of time with tensor cores at work, mean of the time range (
     Good: above 20 %. If low while GPUs are active: mixed precision, larger batches.
 GPUs: GPUs that the job was allocated, and those without a process of it. Good: none unused.
     Otherwise ask for fewer, or check that a rank starts for each.
-Data wait: Share of a step in which ranks wait for a batch, mean of the time range. Good: below 20
+Data wait: Share of a step in which ranks wait for a batch, mean of the time range. Good: below 10
     %. Otherwise stage the data, pack small files, use more loader workers.
 CPU: Share of the job's CPUs that are busy, mean of the time range. High is good unless data wait
     is high too: then ask for more CPUs per GPU.
@@ -100,7 +100,8 @@ Faults: Processes ended for want of memory, GPU errors (XID) since the job's sta
 Tensor cores active: Share of time with tensor cores at work (Hopper and later). GPUs that are
     active without them compute in full precision, copy data or wait in communication.
 What holds it back: Findings as hpml report has them, each with its worst figure and the share of
-    the time range in which it was over its limit. Good: none. Otherwise `hpml report` has the remedy.
+    the time range in which it was over its limit. Good: none. Otherwise run `hpml report`: it has
+    the remedies.
 Samples per second: Speed of the training on each node. Good: steady and alike. Dips are
     checkpoints, evaluation, or storage that others use too.
 Step time: Mean step of the fastest and the slowest rank. Good: alike. A gap above 20 % means that

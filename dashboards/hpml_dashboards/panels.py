@@ -52,7 +52,7 @@ _KINDS = {
     "use": _Kind("percentunit", (_RED, (0.3, "orange"), (0.6, "green")), 1),
     "scaling": _Kind("percentunit", (_RED, (0.5, "orange"), (0.8, "green")), 1),
     "tensor": _Kind("percentunit", (_RED, (0.05, "orange"), (0.2, "green")), 1),
-    "wait": _Kind("percentunit", (_GREEN, (0.2, "orange"), (0.6, "red")), 1),
+    "wait": _Kind("percentunit", (_GREEN, (0.1, "orange"), (0.2, "red")), 1),
     "full": _Kind("percentunit", (_GREEN, (0.8, "orange"), (0.95, "red")), 1),
     "whole": _Kind("percentunit", (_RED, (1, "green")), 1),
     "cost": _Kind("percentunit", (_GREEN, (0.03, "orange"), (0.1, "red"))),

@@ -48,7 +48,7 @@ Largest speedup: Speed of the fastest run against the run with the fewest ranks,
 Lowest efficiency: Speedup against the number of ranks, of the run that scales worst. Good: above
     80 %. If lower, look at its data wait and network.
 GPU active: Mean over the running runs. Good: above 60 %. If lower, see which run differs.
-Largest data wait: Share of a step that a running run waits. Good: below 20 %. Else stage the data.
+Largest data wait: Share of a step that a running run waits. Good: below 10 %. Else stage the data.
 Runs side by side: Means of the time range, GPU active and data wait as they are now. Speedup is
     against the run with the fewest ranks. Good: efficiency above 80 %. Open a run where it drops.
 Samples per second: Speed of each run. Runs should lie apart as their numbers of ranks do.

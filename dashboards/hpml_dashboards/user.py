@@ -50,7 +50,7 @@ Jobs pending: Jobs of the user that wait. Needs hpml export slurm --users.
 GPUs: GPUs that the user's jobs have. Those of idle notebooks count too: end them.
 GPU active: Share of time with a kernel. Good: above 60 %. If lower, open the red jobs.
 GPUs wasted: GPUs of the user's jobs less busy ones. Good: near 0: fair share counts them too.
-Data wait: Of the job that waits most. Good: below 20 % of a step. Else stage its data.
+Data wait: Of the job that waits most. Good: below 10 % of a step. Else stage its data.
 Memory: Of the job nearest to its limit. Above 95 % the kernel soon ends processes: ask for more.
 Fair share: Slurm's factor. Near 0, others' jobs go first. Needs hpml export slurm --users.
 Jobs: The user's jobs, the largest first. Open one that is not green to see what it waits for.

@@ -1,7 +1,7 @@
 """Run a case of the fault matrix with hpml, on this machine.
 
-    python -m tests.faultmatrix.conductor slow-disk 1     # and print its report
-    python -m tests.faultmatrix.conductor --record [NAME...]
+python -m tests.faultmatrix.conductor slow-disk 1     # and print its report
+python -m tests.faultmatrix.conductor --record [NAME...]
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from deploy.gpusim.gpusim import Event, Simulator, State, h100
+from deploy.gpusim.gpusim import Simulator, State, h100
 from tests.faultmatrix.matrix import CASES, HEALTHY, SEEDS, Case
 from tests.unit.local_runs import Desk
 
-__all__ = ["ALL", "RECORDS", "FaultDesk", "restore"]
+__all__ = ["ALL", "FaultDesk", "recorded_cases", "restore"]
 
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
@@ -36,7 +36,7 @@ BASE = {
 }
 OPTIONS = {"epochs": 7, "width": 48, "batch_size": 32}  # with ddp
 FILES, FILE_BYTES = 64, 4096
-LIMITED = "ip link set lo up && tc qdisc add dev lo root tbf rate {} burst 64k latency 4s"
+LIMITED = "ip link set lo up mtu 9000 && tc qdisc add dev lo root tbf rate {} burst 128k latency 4s"
 KEPT = """
 run.json submit.json job.json final.json runs.tsv sbatch.started ended.json head.json over
 job_id restart""".split()
@@ -73,7 +73,7 @@ class FaultDesk(Desk):
         """Run a case to its end, and return its run's id."""
         data = self.root / "digits"
         if case.ddp:
-            words = [sys.executable, self.root / "make_digits.py", data]
+            words = [sys.executable, str(self.root / "make_digits.py"), str(data)]
             subprocess.run(words, check=True, stdout=subprocess.DEVNULL)
         else:
             data.mkdir()
@@ -119,17 +119,17 @@ class FaultDesk(Desk):
                 rate = LIMITED.format(f"{8 * case.link:.0f}bit")
                 self.prefix = ["unshare", "-n", "sh", "-c", f'{rate} && exec "$@"', "sh"]
             if "quota" in case.faults:
-                group = stack.enter_context(_group("cpu"))
+                group = stack.enter_context(_group("cpu", self.root.name))
                 words = " ".join(case.words(seed))
                 percent = float(words.partition("quota=")[2].split()[0].partition(":")[2])
                 (group / "cpu.cfs_quota_us").write_text(f"{percent * 1000:.0f}")
                 self.more["FAULTY_GROUP"] = str(group)
             if "memory" in case.faults:
-                self.more["FAULTY_MOST_MIB"] = "860"
+                self.more["FAULTY_MOST_MIB"] = "930"
             if case.megabytes:
                 self._make_big_file(case.megabytes)
             if case.disk:
-                group = stack.enter_context(_group("blkio"))
+                group = stack.enter_context(_group("blkio", self.root.name))
                 device = os.stat(self.root).st_dev
                 limit = f"{os.major(device)}:{os.minor(device)} {case.disk:.0f}"
                 (group / "blkio.throttle.read_bps_device").write_text(limit)
@@ -137,6 +137,7 @@ class FaultDesk(Desk):
             if not case.channel:
                 (self.root / "hpml_channel.py").unlink()
             yield
+        self.prefix, self.more = [], {}
 
     def _make_gpus(self, case: Case) -> None:
         simulator, file = Simulator(), self.root / "gpus.state"
@@ -159,9 +160,9 @@ class FaultDesk(Desk):
 
 
 @contextlib.contextmanager
-def _group(controller: str) -> Iterator[Path]:
-    """A control group of our own (version 1)."""
-    group = Path(f"/sys/fs/cgroup/{controller}/hpml-faults-{os.getpid()}")
+def _group(controller: str, name: str) -> Iterator[Path]:
+    """Make a control group (version 1), and remove it."""
+    group = Path(f"/sys/fs/cgroup/{controller}/{name}")
     group.mkdir()
     try:
         yield group
@@ -188,13 +189,31 @@ def _is_kept(path: Path) -> bool:
     return path.name in KEPT or path.name.endswith(KEPT_SUFFIXES) or path.name == "sbatch.out"
 
 
-def restore(name: str, seed: int, home: Path) -> str:
-    """Write the recorded run of a case as records of hpml; return its id."""
+def recorded_cases() -> list[tuple[str, int]]:
+    """Return name and seed of each recorded run."""
+    names = (path.name.removesuffix(".json.gz") for path in sorted(RECORDS.glob("*.json.gz")))
+    return [(name.rpartition("-")[0], int(name.rpartition("-")[2])) for name in names]
+
+
+def restore(name: str, seed: int, home: Path, *, reported: bool = True) -> str:
+    """Write the recorded run of a case as records of hpml; return its id.
+
+    Args:
+        name: of the case.
+        seed: of the case.
+        home: the directory of the records.
+        reported: False leaves out what the training and the monitor reported.
+    """
     record = json.loads(gzip.decompress((RECORDS / f"{name}-{seed}.json.gz").read_bytes()))
     for path, text in record["files"].items():
+        if not reported and path.endswith(".monitor.json"):
+            continue
         file = home / path
         file.parent.mkdir(parents=True, exist_ok=True)
-        file.write_text(text.replace("@DESK@", str(home.parent)).replace("@CHECKOUT@", "/opt/hpml"))
+        lines = text.replace("@DESK@", str(home.parent)).splitlines(keepends=True)
+        if not reported and "/events/" in path:
+            lines = [line for line in lines if '"rank":' not in line]
+        file.write_text("".join(lines).replace("@CHECKOUT@", "/opt/hpml"))
     return str(record["run"])
 
 

@@ -1,4 +1,4 @@
-"""Train as ddp_images.py does, with something wrong on purpose; copied beside it into a job.
+"""Train as ddp_images.py does, with something wrong on purpose; copied next to it into a job.
 
     python faulty.py --data DIR --fault read=0.005 --fault forward=1:0.8
 
@@ -15,7 +15,7 @@
     save        seconds that a checkpoint takes longer
     evaluation  seconds that a batch of the evaluation takes longer
     memory      MiB that each step keeps, until $FAULTY_MOST_MIB are kept
-    gpus        ranks say to the simulated driver that they use so many GPUs
+    gpus        the simulated driver gets the ranks' process ids for so many GPUs
     xid         an error that the last simulated GPU reports in the first evaluation
 """
 
@@ -129,7 +129,7 @@ def main() -> None:
         time.sleep(faults.get("save", 0))
         return publish(*arguments)
 
-    hpml_checkpoint.Checkpoints._publish = slowly  # type: ignore[method-assign]
+    hpml_checkpoint.Checkpoints._publish = slowly  # type: ignore[assignment,method-assign]
     time.sleep(max(0.0, faults.get("start", 0) - (time.perf_counter() - STARTED)))
     ddp_images.run(options, kind=Faulty)
 

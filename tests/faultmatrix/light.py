@@ -1,9 +1,9 @@
-"""Train nothing, as a training does: real ranks, files, checkpoints and meetings; the device is a sleep.
+"""Train nothing, as a training does: real ranks, files and meetings; the device is a sleep.
 
     python light.py --data DIR --steps 200 --fault read=0.008
 
-Starts in a moment and needs little CPU time, so its shares are the same on a machine that is busy with
-other tests. `--fault` is that of faulty.py. Ranks meet by a socket of rank 0.
+Starts in a moment and needs little CPU time, so its shares are the same on a machine that is busy
+with other tests. `--fault` is that of faulty.py. Ranks meet by a socket of rank 0.
 """
 
 from __future__ import annotations
@@ -48,7 +48,8 @@ class Meeting:
 
     def __init__(self) -> None:
         self.others: list[socket.socket] = []
-        where = (os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]))
+        port = int(os.environ["MASTER_PORT"]) + 1  # torchrun listens at the other
+        where = (os.environ["MASTER_ADDR"], port)
         if RANKS > 1 and RANK == 0:
             with socket.create_server(where) as server:
                 self.others = [server.accept()[0] for _ in range(RANKS - 1)]
@@ -128,7 +129,7 @@ class Training:
 
 
 def set_gpu(gpu: int, *words: str) -> None:
-    """Change what a simulated GPU says."""
+    """Change the figures of a simulated GPU."""
     tool, file = os.environ["FAULTY_GPUSIM"], os.environ["GPUSIM"]
     with open(f"{file}.lock", "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
@@ -202,7 +203,7 @@ def main() -> None:
             setattr(channel, call, lambda *_, **__: None)
     channel.event("rendezvous")
     meeting = Meeting()
-    if RANK < faults.get("gpus", 0):
+    if faults.get("gpus", 0) > RANK:
         set_gpu(RANK, "--pid", str(os.getpid()))
     train(Training(options, faults), channel, meeting)
     channel.close()

@@ -1,4 +1,4 @@
-"""The fault matrix: what is wrong with a run, how that is brought about, and what a report has to find.
+"""The fault matrix: what is wrong with a run, what causes it, and what a report has to find.
 
 It was written before the thresholds of reports were, and knows none of them.
 """
@@ -22,10 +22,13 @@ ONE_CORE = {"resources": {"ranks_per_node": 1, "cpus_per_rank": 1}}
 BUSY = {"util": 95, "gpm_graphics": 95, "gpm_sm": 80, "gpm_occupancy": 30, "gpm_tensor": 40}
 WARM = {"gpm_dram": 50, "power": 600, "temp": 62, "clock_sm": 1755, "mem_used": 55_000_000_000}
 WORKING = {**BUSY, **WARM}
-"""What a simulated H100 says that is used well."""
+"""Figures of a simulated H100 that is used well."""
 
 LONG = {"steps": 1350}
 """More than ten minutes with `pace`: shorter runs are not judged by what they asked for."""
+
+MINUTE = {"steps": 1150}
+"""More than a minute: a GPU without a process is not judged before."""
 
 
 @dataclass(frozen=True)
@@ -33,13 +36,15 @@ class Case:
     """One run with faults.
 
     Attributes:
-        how: how the fault is brought about, in a few words.
+        how: what causes the fault, in a few words.
         expected: kinds of the findings: the first of a report is one of them, and all are found.
             None of them: the run is healthy.
-        faults: of faulty.py: the amount is drawn between two bounds, by the seed.
+        faults: of faulty.py, which describes them; the amount is drawn between two bounds, by the
+            seed.
         job: fields of the job file; mappings are merged.
         options: of the training.
-        gpus: what each simulated GPU says; without any the run has no GPU.
+        gpus: how many simulated GPUs the run has.
+        gpu: the figures of each.
         gpu_faults: the same of the last one alone.
         xid: an error of the last GPU.
         link: bytes per second of the ranks' network, in a network namespace.
@@ -64,18 +69,17 @@ class Case:
     ddp: bool = False
 
     def words(self, seed: int) -> list[str]:
-        """Return the arguments of faulty.py that bring the faults about."""
+        """Return the arguments of the training that cause the faults."""
         drawn = random.Random(seed)
-        rank = drawn.randrange(2)
         words = []
         for name, bounds in self.faults.items():
             amount = f"{drawn.uniform(*bounds):.4g}"
-            words += ["--fault", f"{name}={f'{rank}:' * (name in RANKED)}{amount}"]
+            words += ["--fault", f"{name}={f'{self.slow_rank(seed)}:' * (name in RANKED)}{amount}"]
         return words
 
     def slow_rank(self, seed: int) -> int:
-        """Return the rank that the faults of one rank are about."""
-        return random.Random(seed).randrange(2)
+        """Return the rank, of two, that the faults of one rank are about."""
+        return seed % 2
 
 
 MONITORED = {"monitor": True}
@@ -184,6 +188,7 @@ CASES = {
         ("gpu-unused",),
         gpus=2,
         job=ONE_CORE,
+        options=MINUTE,
         gpu_faults={"util": 0, "gpm_sm": 0, "gpm_tensor": 0, "power": 75, "mem_used": 5e8},
     ),
     "faulty-gpu": Case("one simulated GPU reports XID 48", ("faulty-gpu",), gpus=2, xid=48),
@@ -220,6 +225,7 @@ CASES = {
         ("gpu-unused", "slow-evaluation"),
         {"evaluation": (0.6, 0.8)},
         ONE_CORE,
+        MINUTE,
         gpus=2,
         gpu_faults={"util": 0, "gpm_sm": 0, "gpm_tensor": 0, "power": 75, "mem_used": 5e8},
     ),
@@ -241,11 +247,16 @@ HEALTHY = {
         ddp=True,
     ),
     "gpus": Case("two simulated GPUs, used well", gpus=2),
-    "one-gpu": Case("one simulated GPU, used well, data in RAM", gpus=1, job={**STAGED, **ONE_CORE}),
+    "one-gpu": Case(
+        "one simulated GPU, used well, data in RAM", gpus=1, job={**STAGED, **ONE_CORE}
+    ),
     "asked-well": Case(
         "eleven minutes with what it needs",
         faults={"pace": (0.42, 0.46)},
-        job={**MONITORED, "resources": {**ONE_CORE["resources"], "memory": "1500M", "time": "20:00"}},
+        job={
+            **MONITORED,
+            "resources": {**ONE_CORE["resources"], "memory": "1500M", "time": "20:00"},
+        },
         options=LONG,
     ),
     "silent": Case("a training that reports nothing, without a monitor", channel=False),

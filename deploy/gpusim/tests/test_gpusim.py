@@ -243,3 +243,12 @@ def test_a_reason_is_on_in_its_share_of_the_seconds(gpusim: Gpusim) -> None:
             seen += [one, other]
     assert set(seen) == {0x40, 0x44}
     assert seen.count(0x44) / len(seen) == pytest.approx(0.3, abs=0.1)
+
+
+def test_a_job_finds_the_state_by_the_variable_that_it_inherits(gpusim: Gpusim) -> None:
+    """Jobs of hpml inherit GPUSIM, and nothing that begins with HPML_."""
+    gpusim.write(State(gpus=(a100(0), a100(1))))
+    environment = gpusim.environment
+    environment["GPUSIM"] = environment.pop("HPML_GPUSIM")
+    count = "import pynvml; pynvml.nvmlInit(); print(pynvml.nvmlDeviceGetCount())"
+    assert gpusim.run("-c", count, env=environment).stdout.strip() == "2"
