@@ -133,10 +133,9 @@ class Channel:
         # An evaluation or a save does not prolong the time in which the steps were taken.
         if self._counted_at is None or not amounts or amounts.keys() & {"steps", "samples"}:
             self._counted_at = time.time()
-        self._news, now = True, time.monotonic()
-        is_warm = self._totals["steps_total"] >= self._warm_until
-        if is_warm and (self._first or now >= self._step_due):
-            self._step_due = now + STEP_EVERY_SECONDS
+        self._news, is_due = True, self._first or time.monotonic() >= self._step_due
+        if is_due and self._totals["steps_total"] >= self._warm_until:
+            self._step_due = time.monotonic() + STEP_EVERY_SECONDS
             self._send_step(keep=self._first)
             self._first = False
 

@@ -20,8 +20,8 @@ ready, before your program averages them:
         ...
         waits.meet()
 
-It measures every tenth to every thousandth step, by what that costs: a thousandth of the time. The
-median of the last three measurements stands for the steps until the next one.
+It measures every tenth to every thousandth step, by what that costs: a thousandth of the time. Each
+step until the next measurement counts the median of the last three.
 """
 
 from __future__ import annotations
@@ -132,7 +132,7 @@ class Waits:
         """Meet the other ranks, and agree when to do so again; return the seconds of waiting."""
         self._synchronize()
         began = time.perf_counter()
-        wanted = torch.tensor([self._wanted], device=self._device)
+        wanted = torch.tensor([self._wanted], dtype=torch.float32, device=self._device)
         self._measure_next_after(float(self._highest(wanted)))
         return time.perf_counter() - began
 
@@ -147,7 +147,7 @@ class Waits:
         self._due = self._steps + max(1, round(gap))
 
     def _finish(self, duration: float) -> None:
-        """Note what was measured in a step, and by its cost how long it is to the next."""
+        """Note what was measured in a step, and by its cost when to measure again."""
         for name, seconds in self._seconds.items():
             self._last[name].append(seconds)
         if self._durations:
@@ -171,7 +171,7 @@ def measure_waits(
     """Measure how long this rank waits for others whenever gradients are averaged.
 
     Args:
-        model: without a communication hook of its own.
+        model: to which no communication hook was added.
         channel: of hpml_channel.py.
         hook: the communication hook to use, such as `bf16_compress_hook`, and its state.
         state: of the hook.

@@ -39,7 +39,10 @@ UNUSED: Mapping[str, str] = {
     "hpml_job_gpu_memory_used_bytes hpml_job_processes hpml_job_threads "
     "hpml_job_unreadable_processes hpml_disk_operations_total hpml_nfs_mounts "
     "hpml_disk_io_weighted_seconds_total hpml_nfs_retransmissions_total hpml_nfs_timeouts_total "
-    "hpml_lustre_operations_total hpml_train_feed_refused_total "
+    "hpml_lustre_operations_total hpml_train_feed_refused_total hpml_train_transfer_seconds_total "
+    "hpml_train_wait_seconds_total hpml_train_save_seconds_total "
+    "hpml_train_evaluation_seconds_total hpml_train_rank_wait_seconds "
+    "hpml_train_shortest_wait_info "
     "hpml_exporter_web_config_failures_total",
     "for administrators of Slurm": "hpml_slurm_cpus hpml_slurm_memory_bytes "
     "hpml_slurm_partition_cpus hpml_slurm_partition_memory_bytes hpml_slurm_source_info "

@@ -52,7 +52,7 @@ STANDARD_OUTPUT = "-"
 """Stands for standard output where a file is expected."""
 
 _NAMED_TASKS = 3
-_MAKE_RECORDS = frozenset({"run", "submit", "check", "doctor"})
+_MAKE_RECORDS = frozenset({"run", "submit", "check", "doctor", "bench"})
 """Commands that may be the first ones in a directory of records, also as `hpml sweep run`."""
 
 

@@ -82,6 +82,7 @@ COMMANDS = {
     "init": Entry("site", "init", "Query the cluster and write a site profile.", _SITE),
     "doctor": Entry("site", "doctor", "Check the installation, Slurm and this machine.", _SITE),
     "template": Entry("site", "group", "List script templates or write your own.", _SITE),
+    "bench": Entry("bench", "bench", "Measure nodes and name those that are slow.", _SITE),
     "topo": Entry("topo", "topo", "Show a node's NUMA domains, cores, GPUs and NICs.", _SITE),
     "export": Entry("export", "group", "Export node and job metrics to Prometheus.", _SITE),
     "targets": Entry("export", "targets", "List node exporters for Prometheus, from Slurm.", _SITE),

@@ -21,6 +21,7 @@ __all__ = [
     "EXIT_INTERNAL",
     "EXIT_INTERRUPTED",
     "EXIT_NOT_WRITTEN",
+    "EXIT_OUTLIER",
     "EXIT_STUCK",
     "EXIT_TERMINATED",
     "Stop",
@@ -33,6 +34,7 @@ __all__ = [
 APPENDED = "hpml.appended"
 """Key in a context's `meta` of the words after `--`, for commands that take a job file."""
 
+EXIT_OUTLIER = 9
 EXIT_INTERNAL = 70
 EXIT_NOT_WRITTEN = 74
 EXIT_STUCK = 75

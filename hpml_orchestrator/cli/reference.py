@@ -6,6 +6,7 @@ from hpml_orchestrator.cli.process import (
     EXIT_INTERNAL,
     EXIT_INTERRUPTED,
     EXIT_NOT_WRITTEN,
+    EXIT_OUTLIER,
     EXIT_STUCK,
     EXIT_TERMINATED,
 )
@@ -112,6 +113,10 @@ hpml template list
 hpml template eject
     Start a template of your own: hpml template eject torchrun
     Copy the whole template: hpml template eject base --whole
+hpml bench
+    This machine: hpml bench --local
+    Four nodes of a partition: hpml bench --nodes 4 --set resources.partition=gpu
+    Named nodes, as a health check: hpml bench --nodes node[1-3] --json
 hpml topo
     This node: hpml topo
     A saved topology, with a picture: hpml topo topo.txt --svg node.svg
@@ -187,6 +192,8 @@ VARIABLES = {
 
 _OTHERS = {
     0: "success; for `run` and `wait`: the job completed",
+    EXIT_OUTLIER: "`hpml bench`: a node is slower than its siblings, its history or its "
+    "specification, or a part of it failed",
     EXIT_INTERNAL: "a bug in hpml; `--debug` shows the traceback",
     EXIT_NOT_WRITTEN: "standard output cannot be written; after a successful submission the exit "
     "status is 0 all the same, and the job id goes to stderr",

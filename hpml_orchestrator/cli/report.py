@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -24,17 +25,19 @@ from hpml_orchestrator.diagnosis.wording import markdown, text, to_json
 from hpml_orchestrator.errors import InputError, NotFoundError, RecordError
 from hpml_orchestrator.records.files import write_text
 from hpml_orchestrator.runs.facts import gather
-from hpml_orchestrator.runs.prometheus import Prometheus
+from hpml_orchestrator.runs.prometheus import Prometheus, PrometheusError
 from hpml_orchestrator.runs.status import UNREADABLE, states
-from hpml_orchestrator.site.profile import prometheus_of_site
+from hpml_orchestrator.site.profile import prometheus_of_site, site_for
 from hpml_orchestrator.spec.address import read_credentials
 
 if TYPE_CHECKING:
-    from hpml_orchestrator.diagnosis.model import Diagnosis
+    from collections.abc import Mapping
+
+    from hpml_orchestrator.diagnosis.model import Diagnosis, Facts, Peaks
     from hpml_orchestrator.records.store import Store
     from hpml_orchestrator.runs.state import State
 
-__all__ = ["report"]
+__all__ = ["Wanted", "report"]
 
 _COMPARED = 2
 
@@ -58,13 +61,41 @@ def report(
         ),
     ] = "",
     prometheus_auth: PrometheusAuthOption = "",
+    apply: Annotated[
+        str | None,
+        typer.Option("--apply", metavar="FILE", help="Write a job file with the changes."),
+    ] = None,
+    force: Annotated[
+        bool, typer.Option("--force", help="With --apply: replace an existing file.")
+    ] = False,
+    try_: Annotated[
+        bool, typer.Option("--try", help="Run the job and the changed one in turn, and compare.")
+    ] = False,
+    repeats: Annotated[
+        int | None,
+        typer.Option("--repeats", min=1, help="With --try: runs of each job.", show_default="6"),
+    ] = None,
+    minutes: Annotated[
+        float | None,
+        typer.Option(
+            "--minutes",
+            min=0,
+            help="With --try: training after which a run is stopped; 0 for whole runs.",
+            show_default="2",
+        ),
+    ] = None,
+    yes: Annotated[bool, typer.Option("--yes", "-y", help="With --try: do not ask.")] = False,
 ) -> None:
     """Report why a run is slow, and what to change in its job file.
 
     One RUN gives a report, by default of the last run; two are compared. Of a job array, name one
     task: RUN.INDEX. A run that has not ended is reported as far as it is known.
     """
-    refuse_empty({"--html": html})
+    refuse_empty({"--html": html, "--apply": apply})
+    wanted = Wanted(apply, try_, force=force, repeats=repeats, minutes=minutes, yes=yes)
+    wanted.refuse_others(
+        {"--markdown": as_markdown, "--html": html, "RUN RUN": len(runs) > 1}, as_json=as_json
+    )
     if as_json:
         refuse_with("--json", {"--markdown": as_markdown, "--html": html})
     if as_markdown:
@@ -74,11 +105,18 @@ def report(
     store = store_of(context)
     url = prometheus or prometheus_of_site(os.environ, chosen=chosen_site(context)) or "none"
     server = None if url == "none" else Prometheus(url, read_credentials(prometheus_auth))
-    diagnoses = [_diagnosed(store, word, server) for word in runs or ["last"]]
+    site = chosen_site(context)
+    diagnoses = [_diagnosed(store, word, server, site) for word in runs or ["last"]]
     if len(diagnoses) == _COMPARED:
         _compare(*diagnoses, as_json=as_json, as_markdown=as_markdown, html=html)
         return
     diagnosis = diagnoses[0]
+    if wanted.anything:
+        from hpml_orchestrator.cli.tuning import change  # noqa: PLC0415 - loads checks and sweeps
+
+        submission = one_run(store.resolve((runs or ["last"])[0]), field="RUN", has="report")
+        change(context, submission, diagnosis, wanted, as_json=as_json)
+        return
     if html is not None:
         from hpml_orchestrator.diagnosis.page import page  # noqa: PLC0415 - jinja2 takes long
 
@@ -118,8 +156,43 @@ def _write(path: str, page: str) -> None:
     notice(f"wrote {path}")
 
 
-def _diagnosed(store: Store, word: str, server: Prometheus | None) -> Diagnosis:
-    """Return the diagnosis of the run that a word names.
+@dataclass(frozen=True)
+class Wanted:
+    """What is to be done with the changes: `--apply`, `--try` and their options."""
+
+    apply: str | None
+    try_: bool
+    force: bool = False
+    repeats: int | None = None
+    minutes: float | None = None
+    yes: bool = False
+
+    @property
+    def anything(self) -> bool:
+        """Whether they are written or tried, and no report is printed."""
+        return self.apply is not None or self.try_
+
+    def refuse_others(self, printed: Mapping[str, object], *, as_json: bool) -> None:
+        """Refuse options that cannot be combined, or need another one.
+
+        Raises:
+            InputError: names one.
+        """
+        if self.try_:
+            refuse_with("--try", {**printed, "--apply": self.apply, "--force": self.force})
+            return
+        of_trial = {"--repeats": self.repeats, "--minutes": self.minutes, "--yes": self.yes or None}
+        needs = [(option, "--try") for option, value in of_trial.items() if value is not None]
+        if self.apply is not None:
+            refuse_with("--apply", {**printed, "--json": as_json})
+        elif self.force:
+            needs.append(("--force", "--apply FILE"))
+        for option, other in needs:
+            raise InputError(f"needs {other}", field=option, hint=f"hpml report last {other}")
+
+
+def _diagnosed(store: Store, word: str, server: Prometheus | None, site: str) -> Diagnosis:
+    """Return the diagnosis of the run that a word names, with what `hpml bench` measured.
 
     Raises:
         NotFoundError: it has not started.
@@ -133,7 +206,26 @@ def _diagnosed(store: Store, word: str, server: Prometheus | None) -> Diagnosis:
     if not state.over:
         why = f" ({state.reason})" if state.reason else ""
         notice(f"{state.submission.label} is {state.state}{why}: this is what is known so far")
-    return diagnose(gather(state, prometheus=server))
+    try:
+        facts = gather(state, prometheus=server)
+    except PrometheusError as error:
+        notice(f"warning: {error}; figures are from records")
+        facts = gather(state)
+    return diagnose(replace(facts, peaks=_peaks(store, facts, site)))
+
+
+def _peaks(store: Store, facts: Facts, chosen: str) -> Peaks | None:
+    """Return what the nodes of a run can do, as far as it was measured or is specified."""
+    from hpml_orchestrator.bench.results import directories_of, peaks_for  # noqa: PLC0415
+
+    site = site_for("job.yaml", os.environ, chosen=chosen)
+    named = [*(node.node for node in facts.nodes), *(rank.node for rank in facts.ranks)]
+    nodes = list(dict.fromkeys(filter(None, named)))
+    names = [gpu.name for node in facts.nodes for gpu in node.gpus]
+    places = directories_of(store.root, site.sources if site else [])
+    return peaks_for(
+        nodes, names[0] if names else "", directories=places, site=site.site if site else None
+    )
 
 
 def _refuse_unstarted(state: State) -> None:

@@ -49,7 +49,7 @@ if TYPE_CHECKING:
     from hpml_orchestrator.sweeps.plan import SweepPlan
     from hpml_orchestrator.sweeps.table import Progress
 
-__all__ = ["group"]
+__all__ = ["check_extra", "drive_sweep", "group"]
 
 _EXTRA = ("matplotlib", "numpy", "optuna", "scipy")  # what searches and reports load
 _LINE_SECONDS = 60.0
@@ -137,7 +137,7 @@ def plan_(
 
     Nothing is written or submitted.
     """
-    _check_extra()
+    check_extra()
     options = (strong, weak, grid, repeats, batch, settings)
     planned = _load("cli.sweepfile").plan_sweep(context, file, options, backend, local=local)
     if as_json:  # asdict would copy every value of every point
@@ -168,7 +168,7 @@ def run(
     Closing it loses nothing: submitted points go on, and `hpml sweep resume last` continues, on
     this login node or another. Exit status 6 if points failed.
     """
-    _check_extra()
+    check_extra()
     options, store = (strong, weak, grid, repeats, batch, settings), store_of(context)
     planner = _load("cli.sweepfile")
     planned = planner.plan_sweep(context, file, options, backend, local=local)
@@ -178,7 +178,7 @@ def run(
     directory = plan.write(store, replace(planned, cluster=cluster))
     print_summary(planned, error=True)
     notice(f"planned {planned.id} in {directory}")
-    _go_on(store, planned, detach=detach, as_json=as_json)
+    drive_sweep(store, planned, detach=detach, as_json=as_json)
 
 
 @group.command()
@@ -192,11 +192,11 @@ def resume(
 
     No point is run twice.
     """
-    _check_extra()
+    check_extra()
     store = store_of(context)
     planned = plan.resolve(store, sweep)
     _load("sweeps.controller").resume(store, planned)
-    _go_on(store, planned, detach=detach, as_json=as_json)
+    drive_sweep(store, planned, detach=detach, as_json=as_json)
 
 
 @group.command()
@@ -205,7 +205,7 @@ def tick(context: typer.Context, sweep: SweepWord = "last", as_json: JsonOption 
 
     For cron or scrontab: it may be called from anywhere, at any time, by several at once.
     """
-    _check_extra()
+    check_extra()
     store = store_of(context)
     progress = _load("sweeps.controller").Controller(store, plan.resolve(store, sweep)).tick()
     if as_json:
@@ -293,7 +293,7 @@ def report(
         option = "--json" if as_json else "--markdown"
         others = {"--open": open_, "--output": output, "--markdown": as_json and markdown}
         refuse_with(option, others)
-    _check_extra()
+    check_extra()
     store, pages = store_of(context), _load("sweeps.pages")
     planned = plan.resolve(store, sweep)
     built = _report(store, planned)
@@ -323,7 +323,7 @@ def compare(
 
     Prints Markdown, which says which differences can be distinguished from noise.
     """
-    _check_extra()
+    check_extra()
     store, pages = store_of(context), _load("sweeps.pages")
     both = [plan.resolve(store, word) for word in (before, after)]
     kinds = [f"a {planned.mode} sweep {planned.unit}".rstrip() for planned in both]
@@ -342,7 +342,7 @@ def compare(
         typer.echo(pages.to_markdown(compared))
 
 
-def _check_extra() -> None:
+def check_extra() -> None:
     """Refuse to start what would need a package of the extra `sweep` that is not installed."""
     missing = [name for name in _EXTRA if find_spec(name) is None]
     if missing:
@@ -385,7 +385,7 @@ def _path(output: str) -> Path:
     return Path(os.path.abspath(os.path.expanduser(output)))
 
 
-def _go_on(store: Store, planned: SweepPlan, *, detach: bool, as_json: bool) -> None:
+def drive_sweep(store: Store, planned: SweepPlan, *, detach: bool, as_json: bool) -> None:
     """Tick until the sweep has ended, and print its report; or let another process do it."""
     if detach:
         hpml = [sys.executable, "-m", "hpml_orchestrator.cli", "--records", str(store.root)]

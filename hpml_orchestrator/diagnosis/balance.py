@@ -78,7 +78,12 @@ def find_slow(facts: Facts) -> Slow:
         if rank.wait_seconds is not None
     }
     measured = len(waits) == len(ranks)
-    own = {number: whole[number] - (waits[number] if measured else 0.0) for number in ranks}
+    own = {number: whole[number] - waits.get(number, 0.0) * measured for number in ranks}
+    if measured and all(rank.comm_seconds is not None for rank in ranks.values()):
+        # a rank that still sends while another waits is not slow: the link is
+        own = {
+            n: own[n] - part(rank, "comm_seconds") / (rank.steps or 1) for n, rank in ranks.items()
+        }
     more = {number: value / longest for number, value in excesses(own).items()}
     loading = _excess_of(ranks, "data_wait_seconds", longest)
     if not measured and not _slowest(more):

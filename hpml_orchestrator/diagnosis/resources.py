@@ -6,7 +6,7 @@ import math
 from typing import TYPE_CHECKING
 
 from hpml_orchestrator.diagnosis.model import Change
-from hpml_orchestrator.diagnosis.shares import find, hours, is_judged, nodes_text
+from hpml_orchestrator.diagnosis.shares import find, hours, is_judged, nodes_text, steps_known
 from hpml_orchestrator.diagnosis.thresholds import SEEN_SECONDS
 from hpml_orchestrator.records.texts import human_bytes, seconds_text
 
@@ -144,11 +144,11 @@ def gpu_unused(facts: Facts) -> Finding | str | None:
 
 def _has_worked(facts: Facts) -> bool:
     """Whether ranks have run for so long that every GPU should have had work."""
-    seconds = max((gpu.seconds or 0.0 for node in facts.nodes for gpu in node.gpus), default=0.0)
-    seconds = max(seconds, *(node.seconds or 0.0 for node in facts.nodes), 0.0)
-    started = "training" in facts.phases or "running" in facts.phases
-    failed = facts.over and facts.state != "COMPLETED"
-    return started and not failed and seconds >= SEEN_SECONDS
+    if facts.over and facts.state != "COMPLETED":
+        return False
+    seconds = max((node.seconds or 0.0 for node in facts.nodes), default=0.0)
+    runs = "training" in facts.phases or "running" in facts.phases
+    return steps_known(facts) or (runs and seconds >= SEEN_SECONDS)
 
 
 def cpus_unused(facts: Facts) -> Finding | str | None:

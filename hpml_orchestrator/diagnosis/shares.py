@@ -165,7 +165,7 @@ def nodes_text(nodes: Sequence[str]) -> str:
 
 
 def exclude(job: Mapping[str, Any], nodes: Sequence[str], *, faulty: bool = True) -> list[Change]:
-    """Return the change that keeps a job off some nodes; of faulty ones the advice to report them."""
+    """Return the change that keeps a job off some nodes; faulty ones are to be reported, too."""
     names = [name for name in dict.fromkeys(nodes) if re.fullmatch(r"[\w.-]+", name)]
     if not names:
         return []

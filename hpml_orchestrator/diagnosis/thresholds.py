@@ -26,9 +26,9 @@ TOO_SHORT_SECONDS = 5.0
 JUDGED_SECONDS = 600.0
 """Shorter runs may ask for too much: a trial asks for what the real run needs (ClusterCockpit)."""
 SEEN_SECONDS = 60.0
-"""A GPU without work for less than this is not reported: the ranks may just have started."""
-LONG_PHASE_SECONDS = 30.0
-"""Shorter phases are not reported, whatever their share."""
+"""After this time every GPU should have work, if no steps are counted: ranks may just start."""
+LONG_PHASE_SECONDS = 60.0
+"""Shorter phases are not reported: importing PyTorch from cold storage takes most of a minute."""
 CAUSE_SHARE = 0.8
 """Share of a delay that a second figure must explain to be named as its cause (TraceML)."""
 BANDWIDTH_SHARE = 0.8

@@ -7,6 +7,7 @@ import time
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+from hpml_orchestrator.diagnosis.devices import specification
 from hpml_orchestrator.diagnosis.model import (
     Facts,
     GpuFacts,
@@ -16,17 +17,17 @@ from hpml_orchestrator.diagnosis.model import (
     StageFacts,
 )
 from hpml_orchestrator.errors import HpmlError, RecordError
+from hpml_orchestrator.runs.dashboard import cluster_job
 from hpml_orchestrator.runs.described import describe
-from hpml_orchestrator.runs.monitored import numbers
+from hpml_orchestrator.runs.monitored import Gpu, Monitored, numbers
 from hpml_orchestrator.runs.summary import binding_of, summarise
 from hpml_orchestrator.spec.values import MIB, parse_gpus, parse_mebibytes, parse_time
 from hpml_orchestrator.topology.cpulist import parse_list
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Mapping, Sequence
 
     from hpml_orchestrator.records.store import Attempt
-    from hpml_orchestrator.runs.monitored import Gpu, Monitored
     from hpml_orchestrator.runs.prometheus import Prometheus
     from hpml_orchestrator.runs.state import State
     from hpml_orchestrator.runs.summary import Summary
@@ -63,11 +64,20 @@ def gather(
 
     Raises:
         RecordError: its records may not be read, or are damaged.
+        PrometheusError: it gives no usable answer.
     """
     now = time.time() if now is None else now
     try:
-        facts = _facts(state, summary, now)
-        return replace(facts, peaks=peaks)
+        facts = replace(_facts(state, summary, now), peaks=peaks)
+        attempt = state.run.newest()
+        if prometheus is None or facts.nodes or attempt is None or not facts.elapsed_seconds:
+            return facts
+        begun = attempt.started
+        ended = (state.started or (begun.time if begun else now)) + facts.elapsed_seconds
+        cluster, job_id = cluster_job(attempt)
+        seconds = facts.elapsed_seconds
+        samples = prometheus.job_over(cluster, job_id, seconds=seconds, ended=ended)
+        return replace(facts, nodes=_measured(samples, seconds))
     except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
         where = state.submission.directory
         raise RecordError(f"a record in {where} is damaged: {error!r}") from error
@@ -99,7 +109,9 @@ def _facts(state: State, summary: Summary | None, now: float) -> Facts:
     summary = summary or summarise(state)
     started = state.started or (begun.time if begun else None)
     ended = state.ended or (attempt.ended or {}).get("time")
-    ended = ended or (attempt.last_written if state.over or state.lost else now)
+    # of a job that only its own cluster knows, the last event is the latest that is certain
+    is_running = not (state.over or state.lost or state.elsewhere)
+    ended = ended or (now if is_running else attempt.last_written)
     phases = {phase.name: phase.seconds for phase in summary.phases}
     described = describe(state, summary, now=now)
     stages = _stages(summary, job)
@@ -119,6 +131,7 @@ def _facts(state: State, summary: Summary | None, now: float) -> Facts:
         ranks=_ranks(state, summary),
         nodes=[_node(node, attempt, limit) for node in summary.monitored],
         stages=stages,
+        achieved_flops=_flops(summary, facts.gpu_count),
         accuracy=_accuracy(summary),
         values=described.values,
         code=_code(described.code or {}),
@@ -160,12 +173,14 @@ def _ranks(state: State, summary: Summary) -> list[RankFacts]:
     return ranks
 
 
-def _node(node: Monitored, attempt: Attempt, limit_bytes: float | None) -> NodeFacts:
+def _node(
+    node: Monitored, attempt: Attempt | None = None, limit_bytes: float | None = None
+) -> NodeFacts:
     figures = node.figures
     return NodeFacts(
         node=node.node,
         seconds=node.seconds or None,
-        cpus=figures.get("cpus") or _planned_cpus(attempt, node.node),
+        cpus=figures.get("cpus") or (attempt and _planned_cpus(attempt, node.node)) or None,
         mean_cpus=figures.get("mean_cpus"),
         memory_peak_bytes=figures.get("memory_peak_bytes"),
         memory_limit_bytes=figures.get("memory_limit_bytes") or limit_bytes,
@@ -177,6 +192,46 @@ def _node(node: Monitored, attempt: Attempt, limit_bytes: float | None) -> NodeF
         gpus=[_gpu(gpu) for gpu in node.gpus],
         gpus_used=figures.get("gpus_used"),
     )
+
+
+def _measured(
+    samples: Sequence[tuple[Mapping[str, str], float]], seconds: float
+) -> list[NodeFacts]:
+    """Return what Prometheus knows of a job's nodes, in the form of a record."""
+    nodes: dict[str, dict[str, float]] = {}
+    gpus: dict[tuple[str, str], Gpu] = {}
+    for labels, value in samples:
+        name, node = labels["figure"], labels.get("node", "")
+        if labels.get("of") != "gpu":
+            known = nodes.setdefault(node, {})
+            known[name] = max(value, known.get(name, 0.0))
+            continue
+        key = node, labels["uuid"]
+        figures, throttled, errors = (
+            ({}, {}, {})
+            if key not in gpus
+            else (
+                dict(gpus[key].figures),
+                dict(gpus[key].throttled_seconds),
+                dict(gpus[key].xid_errors),
+            )
+        )
+        which = labels.get("reason") or labels.get("xid")
+        kept = {"throttled_seconds": throttled, "xid_errors": errors}.get(name, figures)
+        kept[which or name] = value
+        gpus[key] = Gpu(key[1], labels.get("name", ""), seconds, figures, throttled, errors)
+    return [
+        _node(
+            Monitored(
+                node=node,
+                seconds=seconds,
+                figures=figures,
+                gpus=[gpu for (where, _), gpu in gpus.items() if where == node],
+            )
+        )
+        for node, figures in nodes.items()
+        if node
+    ]
 
 
 def _planned_cpus(attempt: Attempt, node: str) -> float | None:
@@ -215,6 +270,16 @@ def _stages(summary: Summary, job: Mapping[str, Any]) -> list[StageFacts]:
         )
         for one in summary.stages
     ]
+
+
+def _flops(summary: Summary, gpu_count: int) -> float | None:
+    """Return the FLOP/s of all GPUs, from the MFU that the training reported."""
+    mfu = numbers({**summary.last_step, **summary.result}).get("mfu")
+    gpus = [gpu for node in summary.monitored for gpu in node.gpus]
+    peaks = specification(gpus[0].name) if gpus else None
+    if mfu is None or peaks is None or "bfloat16" not in peaks.flops:
+        return None
+    return mfu * peaks.flops["bfloat16"] * gpu_count
 
 
 def _accuracy(summary: Summary) -> dict[str, float]:

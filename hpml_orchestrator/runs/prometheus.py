@@ -32,6 +32,8 @@ _MOST_BYTES = 32 << 20
 
 _JOB = "by (cluster, jobid)"
 _RATE = "[5m]"
+_STEP_SECONDS = 15
+_MOST_STEPS = 500  # of a subquery
 
 
 def _on_nodes(metric: str) -> str:
@@ -89,6 +91,37 @@ _WHO = """\
 max by (cluster, jobid, user, name) (hpml:job_info{$whose})
 or (max by (cluster, jobid, run) (hpml_run_info) or max by (cluster, jobid, uuid) (hpml:gpu_job))
   and on (cluster, jobid) hpml:job_info{$whose}"""
+
+
+_OVER_NODES = {
+    "mean_cpus": "avg_over_time(hpml:job_cpus_busy:rate5m{$job}$over)",
+    "memory_peak_bytes": "max_over_time(hpml:job_memory_bytes:sum{$job}$over)",
+    "io_read_bytes": "avg_over_time(hpml:job_io_read_bytes:rate5m{$job}$over) * $seconds",
+    "io_write_bytes": "avg_over_time(hpml:job_io_write_bytes:rate5m{$job}$over) * $seconds",
+    **{
+        name: f"max_over_time((hpml_job_{name}{{$job}} * on (instance, job, cluster, jobid)"
+        " group_left (node) hpml:job_exporter{$job})$steps)"
+        for name in ("cpus", "memory_limit_bytes", "gpus_allocated", "gpus_used")
+    },
+}
+_OWN = (
+    " * on (uuid) group_left (node, name) max by (uuid, node, name) (hpml:gpu_info{$job}))$steps)"
+)
+_OVER_GPUS = {
+    "utilization_ratio": "avg_over_time(hpml:gpu_busy:rate2m{$job}$over)",
+    "sm_active_ratio": "avg_over_time(hpml:gpu_sm_active:ratio{$job}$over)",
+    "tensor_active_ratio": "avg_over_time(hpml:gpu_tensor_active:ratio{$job}$over)",
+    "power_watts": "avg_over_time(hpml:gpu_power_watts:max{$job}$over)",
+    "power_limit_watts": f"max_over_time((max by (uuid) (hpml_gpu_power_limit_watts){_OWN}",
+    "memory_peak_bytes": f"max_over_time((max by (uuid) (hpml_gpu_memory_used_bytes){_OWN}",
+    "memory_total_bytes": f"max_over_time((max by (uuid) (hpml_gpu_memory_total_bytes){_OWN}",
+    "throttled_seconds": "avg_over_time((max by (uuid, reason)"
+    f" (rate(hpml_gpu_throttled_seconds_total[2m])){_OWN} * $seconds",
+    "xid_errors": "avg_over_time((max by (uuid, xid)"
+    f" (rate(hpml_gpu_xid_errors_total[2m])){_OWN} * $seconds",
+}
+"""The same of one job over its whole time, by the names that records have; `reason` and `xid`
+distinguish the series of the last two."""
 
 
 class PrometheusError(Exception):
@@ -160,9 +193,38 @@ class Prometheus:
                 measured.figures[labels["figure"]] = value
         return list(jobs.values())
 
-    def _query(self, promql: str) -> list[tuple[dict[str, str], float]]:
-        """Return labels and value of each finite sample of an instant query."""
-        data = urlencode({"query": promql, "timeout": f"{TIMEOUT_SECONDS:g}s"}).encode()
+    def job_over(
+        self, cluster: str, job_id: str, *, seconds: float, ended: float
+    ) -> list[tuple[dict[str, str], float]]:
+        """Return labels and value of the figures of one job over its time.
+
+        The label `figure` has the name as in a record; `node`, of GPUs also `uuid`, whose it is.
+
+        Raises:
+            PrometheusError: it gives no usable answer.
+        """
+        whole = max(1, round(seconds))
+        selector = f"jobid={json.dumps(job_id)}"
+        selector += f", cluster={json.dumps(cluster)}" if cluster else ""
+        words = {
+            "job": selector,
+            "seconds": str(whole),
+            "over": f"[{whole}s]",
+            "steps": f"[{whole}s:{max(_STEP_SECONDS, whole // _MOST_STEPS)}s]",
+        }
+        queries = [
+            f'label_replace({query}, "figure", "{name}", "", "")'
+            for name, query in {**_OVER_NODES, **_OVER_GPUS}.items()
+        ]
+        queries[len(_OVER_NODES) :] = [
+            f'label_replace({query}, "of", "gpu", "", "")' for query in queries[len(_OVER_NODES) :]
+        ]
+        return self._query(Template("\nor ".join(queries)).substitute(words), at=ended)
+
+    def _query(self, promql: str, at: float | None = None) -> list[tuple[dict[str, str], float]]:
+        """Return labels and value of each finite sample of an instant query, now or at a time."""
+        words = {"query": promql, "timeout": f"{TIMEOUT_SECONDS:g}s"}
+        data = urlencode(words if at is None else {**words, "time": f"{at:.3f}"}).encode()
         request = Request(f"{self.url}/api/v1/query", data)  # noqa: S310 - http or https
         if self._authorization:  # which a redirection must not take to another host
             request.add_unredirected_header("Authorization", self._authorization)

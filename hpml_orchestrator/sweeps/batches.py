@@ -54,6 +54,7 @@ __all__ = [
     "read_batches",
     "send",
     "stop_asked_at",
+    "trained_since",
     "with_trials",
 ]
 
@@ -329,6 +330,13 @@ def evaluations(task: Submission, metric: str) -> list[tuple[int, float]]:
             step = data.get("epoch", data.get("step", len(values) + 1))
             values[int(step)] = float(value)
     return sorted(values.items())
+
+
+def trained_since(task: Submission) -> float | None:
+    """Return when the newest attempt of a run reported its first steps; None if it has not."""
+    attempt = run_of(task).newest()
+    events = attempt.milestones() if attempt else ()
+    return min((event.time for event in events if event.event == "step"), default=None)
 
 
 def ask_to_stop(task: Submission, now: float) -> float:

@@ -29,6 +29,7 @@ from hpml_orchestrator.sweeps.limits import is_limit, max_array_size
 from hpml_orchestrator.sweeps.plan import directory_of
 from hpml_orchestrator.sweeps.rows import Row, row_of
 from hpml_orchestrator.sweeps.table import Progress, Table, read_mark
+from hpml_orchestrator.sweeps.trial import stopped_reason
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -215,9 +216,12 @@ class Controller:
             self._table.out[task.key] = replace(self._table.out[task.key], **known)
             return
         row = row_of(self._plan, self._plan.shapes[batch.shape], task.key, state)
-        ended = row.state in ("COMPLETED", "CANCELLED") and self._plan.spec.searches
-        if ended and batches.stop_asked_at(state.submission) is not None:
-            row = replace(row, state="PRUNED", reason="stopped early by the search")
+        ended = row.state in ("COMPLETED", "CANCELLED")
+        chosen = self._plan.spec.searches or self._plan.trial
+        if ended and chosen and batches.stop_asked_at(state.submission) is not None:
+            is_whole = self._plan.trial and row.state == "COMPLETED"
+            why = stopped_reason(self._plan) if self._plan.trial else "stopped early by the search"
+            row = replace(row, state=row.state if is_whole else "PRUNED", reason=why)
         self._table.end(row)
         self._ended[task.point.number] = state.submission
 
@@ -244,21 +248,27 @@ class Controller:
         return open_search(self._directory, self._plan)
 
     def _stop_early(self) -> None:
-        """Ask the runs to stop that the search gives up; cancel those that do not."""
+        """Ask runs to stop that have shown enough; cancel those that do not."""
         search, now = self._plan.spec.search, self._clock()
-        if not self._plan.spec.searches or search.pruner == "none":
+        seconds = self._plan.trial.get("seconds", 0.0)
+        if not seconds and (not self._plan.spec.searches or search.pruner == "none"):
             return
         running = {
             batch.tasks[index].point.number: batch.submission(self._store, index)
             for batch, indices in self._running()
             for index in indices
         }
-        # What has just ended counts too: others are compared with it.
-        seen = self._ended | running
-        values = {number: batches.evaluations(task, search.metric) for number, task in seen.items()}
-        hopeless = self._search.to_stop(self._table.rows(), values) & running.keys()
+        if seconds:
+            begun = {number: batches.trained_since(task) for number, task in running.items()}
+            chosen = {number for number, time in begun.items() if time and now - time >= seconds}
+        else:  # what has just ended counts too: others are compared with it
+            seen = self._ended | running
+            values = {
+                number: batches.evaluations(task, search.metric) for number, task in seen.items()
+            }
+            chosen = self._search.to_stop(self._table.rows(), values) & running.keys()
         asked = {
-            running[number].label: batches.ask_to_stop(running[number], now) for number in hopeless
+            running[number].label: batches.ask_to_stop(running[number], now) for number in chosen
         }
         rows = [row for row in self._table.out.values() if row.run in asked]
         late = [row.job_id for row in rows if now - asked[row.run] > _STOP_SECONDS]

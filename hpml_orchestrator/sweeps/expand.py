@@ -46,6 +46,7 @@ from hpml_orchestrator.sweeps.reach import (
     check_variable,
 )
 from hpml_orchestrator.sweeps.scaling import (
+    SEED_ARGUMENTS,
     Arguments,
     base_batch,
     base_learning_rate,
@@ -59,7 +60,6 @@ if TYPE_CHECKING:
 
 __all__ = ["make_plan"]
 
-_SEEDS = "--seed --random-seed --random_seed".split()
 _VARIABLES = "environment.variables."
 _PLACES = {
     "batch": "batch.argument",
@@ -199,7 +199,11 @@ class _Planner:
                 f"{sweep.batch.argument} is the batch of {whose}; the {kept} stays "
                 f"{sweep.batch.size}"
             )
-        seed = "seed=" if sweep.function else sweep.seeds.argument or self.arguments.first(_SEEDS)
+        seed = (
+            "seed="
+            if sweep.function
+            else sweep.seeds.argument or self.arguments.first(SEED_ARGUMENTS)
+        )
         varies = self._takes_seed if sweep.function else seed is not None
         if sweep.mode == "grid" and sweep.repeats is None and not varies:
             sweep = sweep.model_copy(update={"repeats": 1})

@@ -145,6 +145,8 @@ class SweepPlan:
         blocks: numbers of the points that are submitted together, in order of submission.
         estimate: the most that it may cost.
         notes: what a reader has to know, such as which argument was taken for the batch size.
+        trial: of a trial of `hpml report --try` (`trial.py`): the `run` that it is of, `seconds` of
+            training after which a run is stopped (0: never), and what else its answer needs.
     """
 
     id: str
@@ -167,6 +169,7 @@ class SweepPlan:
     estimate: Estimate
     notes: tuple[str, ...] = ()
     cluster: str = ""
+    trial: Mapping[str, Any] = field(default_factory=dict)
 
     @cached_property
     def spec(self) -> Sweep:

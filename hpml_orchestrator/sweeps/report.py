@@ -19,7 +19,7 @@ from typing import Any
 from hpml_orchestrator import __version__
 from hpml_orchestrator.records.texts import clock_text
 from hpml_orchestrator.spec.sweep import SEARCHES, Search
-from hpml_orchestrator.sweeps import models, notices, statistics, wording
+from hpml_orchestrator.sweeps import models, notices, statistics, trial, wording
 from hpml_orchestrator.sweeps.facts import (
     CONTINUED,
     MEASURED,
@@ -110,7 +110,7 @@ def build(plan: SweepPlan, rows: Sequence[Row]) -> Report:
             )
         ),
         question=wording.question(report),
-        answer=tuple(wording.answer(report)),
+        answer=tuple(trial.sentences(plan, rows) if plan.trial else wording.answer(report)),
     )
     return replace(report, checks=wording.checklist(report))
 

@@ -35,6 +35,7 @@ __all__ = ["TEST_ACCURACIES", "Row", "row_of"]
 TEST_ACCURACIES = ("test_accuracy", "eval_accuracy", "evaluation_accuracy")
 """Figures of a result that are the accuracy on data that the training does not see."""
 
+_RATE = "samples_per_second"  # programs that report their counters need not report it
 _EVALUATED = "accuracy of the last evaluation"
 
 
@@ -139,6 +140,7 @@ def row_of(plan: SweepPlan, shape: Shape, key: tuple[int, int], state: State) ->
     name, accuracy = _accuracy(told, evaluations)
     # The script's own clock is finer than the scheduler's.
     own = math.fsum(phase.seconds for phase in summary.phases if phase.name != "queue")
+    metric = plan.spec.search.metric
     whole = {name: int(value) for name, value in {**numbers(summary.last_step), **told}.items()}
     per_rank = whole.get("batch_size_per_rank")
     world = whole.get("world_size") or summary.world_size or None
@@ -163,7 +165,7 @@ def row_of(plan: SweepPlan, shape: Shape, key: tuple[int, int], state: State) ->
         seconds_to_accuracy=told.get("seconds_to_accuracy"),
         target_accuracy=told.get("target_accuracy"),
         evaluation_every=told.get("eval_every_epochs"),
-        metric=told.get(plan.spec.search.metric),
+        metric=told.get(metric, summary.samples_per_second if metric == _RATE else None),
         batch_per_rank=per_rank,
         batch_global=per_rank * world if per_rank and world else None,
         learning_rate=told.get("learning_rate"),

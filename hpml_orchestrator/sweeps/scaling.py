@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from hpml_orchestrator.spec.job import Resources
 
 __all__ = [
+    "SEED_ARGUMENTS",
     "Arguments",
     "base_batch",
     "base_learning_rate",
@@ -31,6 +32,9 @@ __all__ = [
     "scaled",
     "with_batch",
 ]
+
+SEED_ARGUMENTS = "--seed --random-seed --random_seed".split()
+"""Usual names of the argument that is the random seed."""
 
 _RANK_BATCH = (
     "--batch-size --batch_size --bs --per-device-train-batch-size --per_device_train_batch_size "

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 ROOT = Path(__file__).parents[2]
 RULES = ROOT / "deploy/prometheus/rules/hpml.yml"
-BY_USER, GPUS, THREADS, HELD_UP, WHO = re.findall(
+BY_USER, GPUS, THREADS, HELD_UP, WHO, WAITED_FOR = re.findall(
     r"^```text promql\n(.*?)^```$",
     (ROOT / "docs/monitoring.md").read_text("utf-8"),
     re.DOTALL | re.MULTILINE,
@@ -263,12 +263,16 @@ def waits() -> Series:
         for name, which, value in (
             ("hpml_train_rank_data_wait_seconds", "shortest", shortest),
             ("hpml_train_rank_data_wait_seconds", "longest", longest),
+            # The others wait for rank 3, and it for nobody.
+            ("hpml_train_rank_wait_seconds", "shortest", 0.4 - longest),
+            ("hpml_train_rank_wait_seconds", "longest", 0.4 - shortest),
             ("hpml_train_rank_step_duration_seconds", "fastest", 1.0),
             ("hpml_train_rank_step_duration_seconds", "slowest", 1.0),
         ):
             series[written(name, {**labels, "which": which})] = f"{value}x20"
         info = {**labels, "rank": str(rank)}
-        series[written("hpml_train_longest_data_wait_info", info)] = "1x20"
+        for name in ("longest_data_wait", "shortest_wait"):
+            series[written(f"hpml_train_{name}_info", info)] = "1x20"
     return series
 
 
@@ -276,10 +280,16 @@ SLOWEST: dict[str, Any] = {
     '{instance="n2",job="hpml",cluster="main",jobid="7",which="longest",rank="3"}': 0.4,
     '{instance="n1",job="hpml",cluster="main",jobid="8",which="longest",rank="0"}': 0.05,
 }
+SLOW: dict[str, Any] = {
+    '{instance="n2",job="hpml",cluster="main",jobid="7",which="shortest",rank="3"}': 0.0,
+    '{instance="n1",job="hpml",cluster="main",jobid="8",which="shortest",rank="0"}': 0.35,
+}
 
 
 @pytest.mark.parametrize(
-    ("query", "answers"), [(HELD_UP, {MAIN_7: 0.39}), (WHO, SLOWEST)], ids=["jobs", "ranks"]
+    ("query", "answers"),
+    [(HELD_UP, {MAIN_7: 0.39}), (WHO, SLOWEST), (WAITED_FOR, SLOW)],
+    ids=["jobs", "ranks", "waited for"],
 )
 def test_the_slowest_reader(
     promtool: Promtool, tmp_path: Path, query: str, answers: dict[str, float]

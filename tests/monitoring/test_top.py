@@ -88,6 +88,7 @@ def node(
         gpu = f'{own},uuid="{uuid}"'
         info = f'{job},uuid="{uuid}",allocated="1",owner="1"'
         series[f"hpml_job_gpu_info{{{info}}}"] = (1, 0)
+        series[f'hpml_gpu_info{{{gpu},index="{uuid[1:]}",name="H100"}}'] = (1, 0)
         series[f"hpml_gpu_busy_seconds_total{{{gpu}}}"] = (1e3, busy)
         series[f"hpml_gpu_utilization_ratio{{{gpu}}}"] = (busy, 0)
         series[f"hpml_gpu_memory_used_bytes{{{gpu}}}"] = (40 * GIB, 0)
@@ -171,6 +172,32 @@ def test_figures_and_bottlenecks_of_jobs(server: Prometheus, tmp_path: Path) -> 
     assert (found["17"].run, found["17"].name, found["17"].user) == ("run-17", "train", "ada")
     everybody = LiveJobs(Store(tmp_path), prometheus=server)
     assert sorted(job.job_id for job in everybody.look()) == ["17", "18", "19"]
+
+
+def test_a_job_over_its_time(server: Prometheus) -> None:
+    """Reports get the figures of each node and GPU of one job, and no other job's."""
+
+    def figures() -> dict[tuple[str, ...], float]:
+        samples = server.job_over("", "17", seconds=600, ended=time.time())
+        names = ("node", "uuid", "reason", "figure")
+        found = {tuple(labels.get(one, "") for one in names): value for labels, value in samples}
+        return found if ("n1", "G1", "", "utilization_ratio") in found else {}
+
+    found = eventually(figures, pause=0.2)
+    assert {node for node, *_ in found} == {"n1", "n2"}
+    assert {uuid for _, uuid, *_ in found} == {"", "G1", "G2", "G3"}
+    assert {key: found[key] for key in OVER_TIME} == pytest.approx(OVER_TIME, rel=0.05)
+
+
+OVER_TIME = {
+    ("n1", "", "", "mean_cpus"): 4.0,
+    ("n1", "", "", "cpus"): 8.0,
+    ("n1", "", "", "gpus_used"): 2.0,
+    ("n2", "", "", "memory_peak_bytes"): 95 * GIB,
+    ("n1", "G1", "", "utilization_ratio"): 0.9,
+    ("n2", "G3", "", "memory_total_bytes"): 80 * GIB,
+    ("n2", "G3", "hw_thermal", "throttled_seconds"): 60.0,
+}
 
 
 def test_a_real_job_until_prometheus_is_gone(prometheus: BootPrometheus, tmp_path: Path) -> None:

@@ -139,6 +139,22 @@ def test_the_end_sends_what_came_after_the_last_count(
     assert channel.sent == 1 + len(news)
 
 
+def test_the_time_between_steps_is_counted(reader: ChannelReader) -> None:
+    """With the time of the last step: an evaluation is not a part of the time for the steps."""
+    with reader:
+        channel = hpml_channel.Channel(reader.name)
+        channel.count(steps=1)
+        counted = time.time()
+        with channel.timed("evaluation_seconds"):
+            time.sleep(0.02)
+        channel.count(save_seconds=2.0)
+        channel.close()
+    last = written(reader)[-1]
+    assert last.data["evaluation_seconds_total"] >= 0.02
+    assert (last.data["save_seconds_total"], last.data["steps_total"]) == (2.0, 1)
+    assert last.time <= counted
+
+
 def test_without_a_channel_nothing_happens(monkeypatch: pytest.MonkeyPatch) -> None:
     """A script outside hpml runs through all calls: no socket, no error."""
     for name in ("HPML_CHANNEL", "RANK"):
@@ -148,7 +164,8 @@ def test_without_a_channel_nothing_happens(monkeypatch: pytest.MonkeyPatch) -> N
     for _ in range(1000):
         channel.count(steps=1, samples=32)
     channel.event("rendezvous", anything=object())
-    channel.gauge(loss=1)
+    with channel.timed("save_seconds"):
+        channel.gauge(loss=1)
     channel.result(a=1)
     assert channel.stop_requested() is False
     channel.close()

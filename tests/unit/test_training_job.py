@@ -108,6 +108,9 @@ def test_two_ranks_reach_the_accuracy_and_report_it(digits: Path, tmp_path: Path
         assert steps[-1]["samples_total"] == 6 * 721
         assert steps[-1]["steps_total"] == 6 * 23
         assert steps[0]["steps_total"] == 20  # the warm-up's, sent as it ended
+        parts = {f"{part}_seconds_total" for part in ("wait", "comm", "save", "evaluation")}
+        assert all(0 <= steps[-1][part] < steps[-1]["step_seconds_total"] for part in parts)
+        assert steps[-1]["evaluation_seconds_total"] > 0 < steps[-1]["save_seconds_total"]
     assert sum(event.event == "checkpoint" and event.rank == 0 for event in found) == 6
     (final,) = [event for event in found if event.data.get("final")]
     assert final.rank == 0

@@ -155,6 +155,15 @@ FAULTS: dict[str, tuple[Facts, list[str]]] = {
         ["slow-rank", "waits-for-data"],
     ),
     "slow rank": (facts(ranks=slow()), ["slow-rank"]),
+    "slow link": (
+        facts(
+            ranks=[
+                rank(n, wait_seconds=900.0 * (n > 0), comm_seconds=1800.0 - 900.0 * (n > 0))
+                for n in range(4)
+            ]
+        ),
+        ["communication"],
+    ),
     "slow rank, collectives unmeasured": (
         facts(ranks=[replace(one, comm_seconds=None) for one in slow()]),
         ["slow-rank"],
@@ -372,7 +381,7 @@ def put(document: Any, field: str, value: Any) -> None:
 def forgotten(draw: Any, value: Any) -> Any:
     """A copy of facts in which some of what can be unknown is unknown."""
     if is_dataclass(value) and not isinstance(value, type):
-        changes = {}
+        changes: dict[str, Any] = {}
         for field in fields(value):
             old = getattr(value, field.name)
             if field.name in ("job", "state", "run", "over"):
@@ -381,7 +390,7 @@ def forgotten(draw: Any, value: Any) -> Any:
                 changes[field.name] = None
             elif isinstance(old, (list, tuple)) and field.name != "cpus":
                 changes[field.name] = [forgotten(draw, one) for one in old]
-        return replace(value, **changes)  # type: ignore[type-var]
+        return replace(value, **changes)
     return value
 
 

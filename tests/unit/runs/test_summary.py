@@ -183,6 +183,24 @@ def test_samples_per_second_from_the_counters(world: World, submitted: Submissio
     assert summarise(world.state(submitted)).samples_per_second is None
 
 
+def test_what_ranks_counted_since_the_warm_up(world: World, submitted: Submission) -> None:
+    """Rank by rank and counter by counter; those of a rank that was started again are its last."""
+    attempt = world.starts(submitted, "1")
+    for steps in (20, 30, 70):
+        for rank in (1, 0):
+            # Rank 1 was started again after 30 steps.
+            done = 5 if (rank, steps) == (1, 70) else steps
+            more = {"save_seconds_total": 1.5} if steps == 70 else {}
+            world.event(
+                attempt, "step", rank, steps_total=done, wait_seconds_total=done / 10, **more
+            )
+        world.clock.sleep(4)
+    assert summarise(world.state(submitted)).training == [
+        {"rank": 0, "seconds": 8, "steps": 50, "wait_seconds": 5.0, "save_seconds": 1.5},
+        {"rank": 1, "seconds": 8, "steps": 5, "wait_seconds": 0.5, "save_seconds": 1.5},
+    ]
+
+
 STEP = Event(9.0, "step", "n1", 0, {"samples_total": 7}).to_json() + "\n"
 
 

@@ -18,6 +18,7 @@ from hpml_exporters.core.collector import NotHereError
 from hpml_exporters.jobs.board import JobFacts
 from hpml_exporters.options import Context
 from hpml_exporters.training.collector import TrainingCollector, make
+from hpml_exporters.training.metrics import OF_PARTS
 
 from hpml_orchestrator.node.feed import Feed
 from hpml_orchestrator.records.feed import STEP_BOUNDS_SECONDS, RankFigures, encode
@@ -107,6 +108,7 @@ def test_bounds_are_those_of_the_channel() -> None:
 def test_a_job_s_ranks_are_added_up(training: Training) -> None:
     """Counters are sums, gauges means, durations one histogram, in cumulative buckets."""
     one: dict[str, Any] = {"data_wait_seconds": 1.0, "step_seconds": 4.0, "comm_seconds": 0.5}
+    one |= {"transfer_seconds": 0.25, "save_seconds": 1.5, "evaluation_seconds": 1.0}
     training.say(0, 320, 10, {"6": 10}, **one, loss=0.5, accuracy=0.8, comm_method="hook")
     training.say(1, 640, 20, {"4": 19, "10": 1}, **one, loss=1.5, comm_method="hook")
     training.feed.tell_binding(1, 1)
@@ -118,6 +120,9 @@ def test_a_job_s_ranks_are_added_up(training: Training) -> None:
         ("hpml_train_steps_total", *JOB): 30,
         ("hpml_train_data_wait_seconds_total", *JOB): 2.0,
         ("hpml_train_comm_seconds_total", *JOB, "hook"): 1.0,
+        ("hpml_train_transfer_seconds_total", *JOB): 0.5,
+        ("hpml_train_save_seconds_total", *JOB): 3.0,
+        ("hpml_train_evaluation_seconds_total", *JOB): 2.0,
         (f"{duration}_count", *JOB): 30,
         (f"{duration}_sum", *JOB): 8.0,
         ("hpml_train_ranks", *JOB): 2,
@@ -172,6 +177,26 @@ def test_the_spread_between_ranks(training: Training) -> None:
     assert named == ["4"], "of waits alike the lowest, else the series would change each time"
 
 
+def test_the_rank_that_others_wait_for(training: Training) -> None:
+    """Waits least of all; of ranks that wait equally long the lowest is named."""
+    for slow, named in ((5, "5"), (None, "4")):
+        waited = dict.fromkeys((4, 5, 6), 0.0)
+        for second in range(0, 200, 5):
+            training.now += 5
+            for rank in waited:
+                waited[rank] += 0.0 if rank == slow else 1.25 if second else 0.0
+                steps = 1 + 10 * training.now
+                told = {"wait_seconds": waited[rank] + training.now, "step_seconds": steps}
+                training.say(rank, steps, steps, **told)
+            found = training.shown()
+        wait = "hpml_train_rank_wait_seconds"
+        shortest, longest = (found[wait, *JOB, which] for which in ("shortest", "longest"))
+        assert longest - shortest == pytest.approx(0.025 if slow else 0.0)
+        info = "hpml_train_shortest_wait_info"
+        assert [series[3] for series in found if series[0] == info] == [named]
+    assert found["hpml_train_wait_seconds_total", *JOB] > 0
+
+
 def figures(samples: float, steps: float, wait: float = 0.0) -> RankFigures:
     return RankFigures(0, 0.0, (samples, steps, wait, *[0.0] * 6), (0,) * 11, "", {})
 
@@ -221,10 +246,11 @@ def test_labels_and_series_have_a_bound(training: Training) -> None:
     for steps in (20, 21):
         for rank in range(64):
             more = {"step_seconds": steps, "data_wait_seconds": 1, "loss": 1, "accuracy": 1}
+            more |= dict.fromkeys(OF_PARTS, 1)
             training.say(rank, steps, steps, {"1": steps}, **more, mfu=1)
         training.feed.tell_binding(64, 0)
         found = training.shown()
-    assert len(found) - len(methods) == 27
+    assert len(found) - len(methods) == 34
     assert found["hpml_train_ranks", *JOB] == 64
 
 

@@ -1,0 +1,1 @@
+"""Measure nodes with a separate job, keep results per node type, and name outliers."""

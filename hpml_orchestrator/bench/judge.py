@@ -1,0 +1,210 @@
+"""Compare measurements of nodes with specification, own history and siblings; name outliers.
+
+The rules: a figure that is more than 5 % below the median of its siblings, or of the node's own
+history, is an outlier, but only if that distance is larger than the figure's own scatter and than
+that of what it is compared with. A GPU below half of its specification is one as well. Figures
+with a spread above 3 % are uncertain and accuse nobody.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from hpml_orchestrator.bench.results import Figure, Measurement
+from hpml_orchestrator.diagnosis.devices import specification
+
+__all__ = ["BELOW", "UNCERTAIN", "Compared", "Reference", "Verdict", "compare", "judge"]
+
+BELOW = 0.05
+"""An outlier is further below than this; AMD's node check and ml-engineering use 5 % as well."""
+
+UNCERTAIN = 0.03
+"""Repeats that scatter by more than this do not repeat well enough for a verdict."""
+
+_OF_SPECIFICATION = 0.5  # good matrix products reach 0.75 to 0.9, quick ones 0.6
+_FEW = 3  # values: too few to leave out the extremes
+
+
+@dataclass(frozen=True)
+class Reference:
+    """What a figure is compared with."""
+
+    kind: str  # `siblings`, `history` or `specification`
+    value: float
+    count: int = 1  # how many values it is the median of
+    spread: float = 0.0  # of those values
+
+
+@dataclass(frozen=True)
+class Compared:
+    """One figure of one node, with its references."""
+
+    node: str
+    name: str
+    figure: Figure
+    references: Sequence[Reference] = ()
+    outlier: str = ""  # which kind of reference it is below
+
+    @property
+    def uncertain(self) -> bool:
+        """Whether its repeats scatter too much for a verdict."""
+        return self.figure.spread > UNCERTAIN
+
+    def reference(self, kind: str) -> Reference | None:
+        """Return the reference of that kind, if there is one."""
+        return next((one for one in self.references if one.kind == kind), None)
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What was found: every figure, and the findings as sentences."""
+
+    figures: Sequence[Compared] = ()
+    outliers: Sequence[Compared] = ()
+    failed: Mapping[str, Mapping[str, str]] = field(default_factory=dict)  # node -> part -> reason
+    left_out: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
+
+    @property
+    def normal(self) -> bool:
+        """Whether no node is an outlier and no part of one failed."""
+        return not self.outliers and not self.failed
+
+
+def judge(measured: Sequence[Measurement], stored: Sequence[Measurement]) -> Verdict:
+    """Return the verdict on the nodes of one run.
+
+    Args:
+        measured: by this run.
+        stored: by earlier runs, oldest first; measurements of this run do not count twice.
+    """
+    figures = compare(measured, stored)
+    outliers = [one for one in figures if one.outlier]
+    failed: dict[str, dict[str, str]] = {}
+    left_out: dict[str, dict[str, str]] = {}
+    for made in measured:
+        for part, missing in made.missing.items():
+            (failed if missing.failed else left_out).setdefault(made.node, {})[part] = (
+                missing.reason
+            )
+    return Verdict(figures, outliers, failed, left_out)
+
+
+def compare(measured: Sequence[Measurement], stored: Sequence[Measurement]) -> list[Compared]:
+    """Return each figure of each node with its specification, own history and siblings."""
+    runs = {made.run for made in measured}
+    earlier = [made for made in stored if made.run not in runs]
+    newest = {made.node: made for made in [*earlier, *measured]}
+    found = []
+    for made in measured:
+        siblings = [other for other in newest.values() if other.node != made.node]
+        history = [other for other in earlier if other.node == made.node]
+        for name, figure in made.figures.items():
+            references = [
+                *_siblings(made, name, siblings),
+                *_history(made, name, history),
+                *_specification(made, name),
+            ]
+            found.append(Compared(made.node, name, figure, references, _below(figure, references)))
+    return found
+
+
+def _below(figure: Figure, references: Sequence[Reference]) -> str:
+    """Return the first kind of reference that a figure is certainly below."""
+    if figure.spread > UNCERTAIN:
+        return ""
+    for reference in references:
+        distance = 1 - figure.value / reference.value
+        least = BELOW
+        if reference.kind == "specification":
+            least = 1 - _OF_SPECIFICATION
+        if distance > max(least, figure.spread + reference.spread):
+            return reference.kind
+    return ""
+
+
+def _siblings(made: Measurement, name: str, others: Sequence[Measurement]) -> Iterator[Reference]:
+    """Yield the median of the same figure of other nodes, and of this node's other devices."""
+    part, _, rest = name.partition(".")
+    values = []
+    if _number(part) is not None:  # the other GPUs of this node
+        values += _same(made, made, rest, but=name)
+    elif part == "host":
+        values += [
+            one.value
+            for other, one in made.figures.items()
+            if other.startswith("host.") and other != name
+        ]
+    for other in others:
+        if other.type != made.type or not _same_conditions(made, other, name):
+            continue
+        if name == "nodes.allreduce":
+            continue  # it belongs to several nodes: history has it
+        if _number(part) is not None:
+            values += _same(made, other, rest)
+        elif name in other.figures and other.figures[name].ranks == made.figures[name].ranks:
+            values.append(other.figures[name].value)
+    if values:
+        yield _reference("siblings", values)
+
+
+def _same(made: Measurement, other: Measurement, rest: str, but: str = "") -> list[float]:
+    """Return a figure of all GPUs of a node that are of the same kind as the first node's."""
+    kinds = {gpu.name for gpu in made.gpus}
+    found = []
+    for index, gpu in enumerate(other.gpus):
+        figure = other.figures.get(name := f"gpu{index}.{rest}")
+        if figure is not None and name != but and gpu.name in kinds:
+            found.append(figure.value)
+    return found
+
+
+def _history(made: Measurement, name: str, earlier: Sequence[Measurement]) -> Iterator[Reference]:
+    """Yield the median of the same figure of this node in earlier runs."""
+    index = _number(name.partition(".")[0])
+    values = []
+    for other in earlier:
+        figure = other.figures.get(name)
+        if figure is None or figure.ranks != made.figures[name].ranks:
+            continue
+        if index is not None and other.gpus[index] != made.gpus[index]:
+            continue  # it was replaced
+        if other.type == made.type and _same_conditions(made, other, name):
+            values.append(figure.value)
+    if values:
+        yield _reference("history", values)
+
+
+def _specification(made: Measurement, name: str) -> Iterator[Reference]:
+    """Yield what the vendor specifies."""
+    part, _, rest = name.partition(".")
+    index = _number(part)
+    peaks = specification(made.gpus[index].name) if index is not None else None
+    if peaks is None:
+        return
+    value = {"memory": peaks.memory_bandwidth, "host_to_device": peaks.host_to_device}.get(rest)
+    value = value or peaks.flops.get(rest.removeprefix("matmul."))
+    if value:
+        yield Reference("specification", value)
+
+
+def _same_conditions(made: Measurement, other: Measurement, name: str) -> bool:
+    """Return whether figures of two measurements may be compared: same size, same software."""
+    if made.cpus != other.cpus:
+        return False
+    uses_torch = "matmul" in name or "allreduce" in name
+    return made.torch == other.torch or not uses_torch
+
+
+def _number(part: str) -> int | None:
+    """Return the index of `gpu3`; None for other parts."""
+    index = part.removeprefix("gpu")
+    return int(index) if part.startswith("gpu") and index.isdecimal() else None
+
+
+def _reference(kind: str, values: Sequence[float]) -> Reference:
+    """Return the median of values, with half the range of all but the lowest and the highest."""
+    ordered, median = sorted(values), statistics.median(values)
+    middle = ordered[1:-1] if len(ordered) > _FEW else ordered
+    return Reference(kind, median, len(values), (middle[-1] - middle[0]) / 2 / median)

@@ -1,0 +1,213 @@
+"""Word what `hpml bench` found: a table of figures, the findings, and the same as JSON."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Any
+
+from hpml_orchestrator.bench.results import Measurement
+from hpml_orchestrator.diagnosis.models import AllReduce, fit_allreduce
+from hpml_orchestrator.errors import InputError, counted
+
+if TYPE_CHECKING:
+    from hpml_orchestrator.bench.judge import Compared, Verdict
+
+__all__ = ["HEADER", "findings", "fits", "rate_text", "rows", "to_json"]
+
+HEADER = (
+    "figure",
+    "median",
+    "lowest",
+    "where",
+    "spread",
+    "siblings",
+    "history",
+    "specification",
+)
+
+_LABELS = (
+    (r"gpu\d+\.matmul\.(\w+)", r"GPU matmul \1"),
+    (r"gpu\d+\.memory", "GPU memory"),
+    (r"gpu\d+\.host_to_device", "host to GPU, bound domain"),
+    (r"gpu\d+\.host_to_device_remote", "host to GPU, remote domain"),
+    (r"node\.allreduce", "all-reduce inside the node"),
+    (r"nodes\.allreduce", "all-reduce between nodes"),
+    (r"host\.memory\.domain\d+", "memory of a NUMA domain"),
+    (r"shm\.(\w+)", r"/dev/shm \1"),  # noqa: S108 - RAM is the point
+    (r"disk\.write", "local disk write, fsynced"),
+    (r"disk\.read", "local disk read"),
+    (r"shared\.write", "shared file system write"),
+    (r"shared\.read", "shared file system read"),
+    (r"shared\.opens", "shared file system opens"),
+    (r"cpu\.matmul\.(\w+)", r"CPU matmul \1"),
+)
+_UNITS = ("", "k", "M", "G", "T", "P")
+_STEP = 1000.0
+_BUSY = 0.5  # load per CPU
+_REFERENCES = ("siblings", "history", "specification")
+
+
+def rate_text(value: float, unit: str) -> str:
+    """Return a rate with a prefix of its unit.
+
+    >>> rate_text(794e12, "FLOP/s"), rate_text(2.5e9, "B/s"), rate_text(9219.7, "1/s")
+    ('794 TFLOP/s', '2.50 GB/s', '9.22 k/s')
+    """
+    prefix = 0
+    while value >= _STEP and prefix < len(_UNITS) - 1:
+        value, prefix = value / _STEP, prefix + 1
+    digits = f"{value:.3g}" if value >= _STEP / 10 else f"{value:#.3g}".rstrip(".")
+    return f"{digits} {_UNITS[prefix]}{unit.removeprefix('1')}"
+
+
+def _label(name: str) -> str:
+    """Return what a figure is called, the same for all devices of a kind."""
+    return _ordered_label(name)[1]
+
+
+def _ordered_label(name: str) -> tuple[int, str]:
+    """Return the place of a figure in the table, and its label."""
+    for place, (pattern, words) in enumerate(_LABELS):
+        if match := re.fullmatch(pattern, name):
+            return place, match.expand(words)
+    return len(_LABELS), name
+
+
+def _place(compared: Compared) -> str:
+    """Return node and device of a figure."""
+    part, *_, last = compared.name.split(".")
+    device = part if part[-1:].isdecimal() else last if last[-1:].isdecimal() else ""
+    is_device = re.fullmatch(r"(gpu|domain)\d+", device)
+    return f"{compared.node} {device}" if is_device else compared.node
+
+
+def rows(verdict: Verdict) -> list[tuple[str, ...]]:
+    """Return a row for each kind of figure: of several nodes and GPUs the median and the lowest.
+
+    Spread and references are those of the lowest one.
+    """
+    kinds: dict[tuple[int, str], list[Compared]] = {}
+    for one in verdict.figures:
+        kinds.setdefault(_ordered_label(one.name), []).append(one)
+    made = []
+    for place, label in sorted(kinds):
+        several = sorted(kinds[place, label], key=lambda one: one.figure.value)
+        lowest, middle = several[0], several[len(several) // 2]
+        spread = f"{lowest.figure.spread:.1%}" + ("?" if lowest.uncertain else "")
+        made.append(
+            (
+                label,
+                rate_text(middle.figure.value, middle.figure.unit),
+                rate_text(lowest.figure.value, lowest.figure.unit) if len(several) > 1 else "",
+                _place(lowest) if len(several) > 1 else "",
+                spread,
+                *(_against(lowest, kind) for kind in _REFERENCES),
+            )
+        )
+    return made
+
+
+def _against(compared: Compared, kind: str) -> str:
+    """Return the distance of a figure from a reference, in percent of the reference."""
+    reference = compared.reference(kind)
+    if reference is None:
+        return ""
+    if kind == "specification":
+        return f"{compared.figure.value / reference.value:.0%}"
+    return f"{compared.figure.value / reference.value - 1:+.1%} of {reference.count}"
+
+
+def findings(
+    measured: Sequence[Measurement], verdict: Verdict, lost: Sequence[str] = ()
+) -> Iterator[str]:
+    """Yield a line for each node, then one for each thing that is wrong with it.
+
+    Args:
+        measured: by this run.
+        verdict: on them.
+        lost: nodes that left no result.
+    """
+    width = max((len(name) for name in [*(one.node for one in measured), *lost]), default=0)
+    for made in measured:
+        below = [one for one in verdict.outliers if one.node == made.node]
+        failed = verdict.failed.get(made.node, {})
+        wrong = [*map(_outlier, below), *(f"{part}: {why}" for part, why in failed.items())]
+        left_out = verdict.left_out.get(made.node, {})
+        notes = [f"not measured: {part}: {why}" for part, why in left_out.items()]
+        if made.load > _BUSY:
+            notes.append(f"it was busy before: load {made.load:.1f} per CPU; figures may be low")
+        yield f"{made.node:<{width}}  {'; '.join(wrong) or 'normal'}"
+        for note in notes:
+            yield f"{'':<{width}}  {note}"
+    for name in lost:
+        yield f"{name:<{width}}  left no result"
+
+
+def _outlier(compared: Compared) -> str:
+    reference = compared.reference(compared.outlier)
+    if reference is None:  # it is one of its references
+        return compared.name
+    figure, unit = compared.figure, compared.figure.unit
+    part = _place(compared).removeprefix(compared.node).strip()
+    name = f"{part} {_label(compared.name)}".strip()
+    below = 1 - figure.value / reference.value
+    text = f"{name} {rate_text(figure.value, unit)}, {below:.0%} below "
+    value = rate_text(reference.value, unit)
+    if compared.outlier == "specification":
+        return f"{text}its specification of {value}"
+    if compared.outlier == "history":
+        earlier = counted(reference.count, "earlier run")
+        return f"{text}the median of {earlier} of this node, {value}"
+    return f"{text}the median of {counted(reference.count, 'sibling')}, {value}"
+
+
+def fits(measured: Sequence[Measurement]) -> dict[str, AllReduce]:
+    """Return latency and bandwidth of all-reduce, by `node` and `nodes`, of the first node."""
+    found: dict[str, AllReduce] = {}
+    for made in measured:
+        for name, points in made.curves.items():
+            if name in found or not points:
+                continue
+            try:
+                found[name] = fit_allreduce(*map(list, zip(*points, strict=True)))
+            except (InputError, ZeroDivisionError):  # too few sizes
+                continue
+    return found
+
+
+def to_json(
+    measured: Sequence[Measurement], verdict: Verdict, lost: Sequence[str], kept: str
+) -> dict[str, Any]:
+    """Return everything for programs."""
+    by_node: dict[str, list[Mapping[str, Any]]] = {}
+    for one in verdict.figures:
+        by_node.setdefault(one.node, []).append(
+            {
+                "name": one.name,
+                **asdict(one.figure),
+                "uncertain": one.uncertain,
+                "outlier": one.outlier or None,
+                "references": [asdict(reference) for reference in one.references],
+            }
+        )
+    return {
+        "normal": verdict.normal and not lost,
+        "nodes": [
+            {
+                **{
+                    name: value
+                    for name, value in asdict(made).items()
+                    if name not in ("figures", "missing")
+                },
+                "figures": by_node.get(made.node, []),
+                "failed": verdict.failed.get(made.node, {}),
+                "not_measured": verdict.left_out.get(made.node, {}),
+            }
+            for made in measured
+        ],
+        "lost": list(lost),
+        "allreduce": {name: asdict(fit) for name, fit in fits(measured).items()},
+        "kept": kept or None,
+    }

@@ -1,0 +1,217 @@
+"""Command `bench`: is this node normal?"""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from hpml_orchestrator.bench import job, judge, results, wording
+from hpml_orchestrator.bench.collect import clean_up, collect
+from hpml_orchestrator.cli.common import (
+    BackendOption,
+    JsonOption,
+    LocalOption,
+    SetOption,
+    chosen_site,
+    print_json,
+    print_table,
+    refuse_empty,
+    store_of,
+)
+from hpml_orchestrator.cli.follow import fail_unless_completed, follow
+from hpml_orchestrator.cli.jobfile import NoCheckOption, backend_name
+from hpml_orchestrator.cli.process import EXIT_OUTLIER, notice
+from hpml_orchestrator.cli.submission import job_text, submit_rendered
+from hpml_orchestrator.errors import InputError, JobFailedError, RecordError, counted
+from hpml_orchestrator.records.texts import first_few
+from hpml_orchestrator.runs.prepare import Rendered, render_job
+from hpml_orchestrator.runs.state import run_of
+from hpml_orchestrator.site.profile import site_for
+from hpml_orchestrator.spec.load import load_job, parse_setting
+
+if TYPE_CHECKING:
+    from hpml_orchestrator.bench.job import Nodes
+    from hpml_orchestrator.records.store import Store
+    from hpml_orchestrator.runs.state import State
+    from hpml_orchestrator.spec.site import ResolvedSite
+
+__all__ = ["bench"]
+
+_SOURCE = "bench.yaml"  # in place of a job file
+
+
+def bench(
+    context: typer.Context,
+    nodes: Annotated[
+        str,
+        typer.Option(
+            "--nodes", metavar="N|LIST", help="How many nodes, or which: node[1-3],node7."
+        ),
+    ] = "1",
+    settings: SetOption = [],
+    shared: Annotated[
+        str,
+        typer.Option(
+            "--shared",
+            metavar="DIR",
+            help="Directory on the shared file system to measure.",
+            show_default="the records",
+        ),
+    ] = "",
+    backend: BackendOption = "auto",
+    local: LocalOption = False,
+    no_check: NoCheckOption = False,
+    as_json: JsonOption = False,
+) -> None:
+    """Measure nodes and compare them with their siblings, their history and their specification.
+
+    It submits a job that takes at most two minutes per node, all nodes at the same time, waits for
+    it and prints a table. `--set` changes the job: partition, account, software to measure with.
+
+    Exit status: 0 if all nodes are normal, 9 if one is an outlier or a part of it failed, 6 or
+    another one if a node could not be measured.
+    """
+    store = store_of(context)
+    wanted = job.parse_nodes(nodes)
+    refuse_empty({"--shared": shared or None})
+    place = _shared(shared, store)
+    name = backend_name(backend, local=local)
+    site = site_for(_SOURCE, os.environ, chosen=chosen_site(context), backend=name)
+
+    def render() -> tuple[Rendered, str]:
+        return _render(store, wanted, settings, site, name, str(place) if shared else ""), name
+
+    submission, job_id = submit_rendered(store, render, checked=not no_check)
+    notice(f"submitted {submission.sid} as job {job_text(submission, job_id)}")
+    run = run_of(submission).directory
+    state = follow(store, submission, out=sys.stderr, output=False)
+    clean_up(place if shared else run / "bench", submission.sid)
+    _report(store, state, run, submission.sid, wanted, site, as_json=as_json)
+
+
+def _shared(shared: str, store: Store) -> Path:
+    """Return the directory on the shared file system to measure.
+
+    Raises:
+        InputError: it is not a directory, or cannot be written.
+    """
+    if not shared:
+        return store.root
+    place = Path(os.path.abspath(os.path.expanduser(shared)))
+    if not place.is_dir():
+        raise InputError("is not a directory", field="--shared", value=shared)
+    if not os.access(place, os.W_OK | os.X_OK):
+        raise InputError("cannot be written by you", field="--shared", value=shared)
+    return place
+
+
+def _render(
+    store: Store,
+    wanted: Nodes,
+    settings: list[str],
+    site: ResolvedSite | None,
+    backend: str,
+    shared: str,
+) -> Rendered:
+    """Return the job, as large as the nodes that it measures."""
+    values = [parse_setting(setting) for setting in settings]
+    directory = store.root / "bench"
+    directory.mkdir(parents=True, exist_ok=True)
+    program = job.place_program(directory)
+
+    def load(size: job.Size, args: list[str], more: list[tuple[str, Any]]) -> Any:
+        fields = job.job_fields(size, wanted, program, args)
+        return load_job(_SOURCE, [*more, *values], site, fields=fields)
+
+    first = load(job.Size(), [], []).job
+    cluster = None
+    if backend == "slurm":
+        from hpml_orchestrator.scheduler.slurm.cluster import read_cluster  # noqa: PLC0415
+
+        cluster = read_cluster()
+    size = job.size_of(wanted, first.resources.partition, cluster)
+    sized = load(size, [], []).job
+    python = job.own_python(sized)
+    more = [("environment.python", python)] if python else []
+    whole = load(size, job.arguments(sized, shared, job.SECONDS), more)
+    return render_job(whole, site=site, here=backend == "local")
+
+
+def _report(
+    store: Store,
+    state: State,
+    run: Path,
+    rid: str,
+    wanted: Nodes,
+    site: ResolvedSite | None,
+    *,
+    as_json: bool,
+) -> None:
+    """Judge, keep and print what the nodes measured.
+
+    Raises:
+        JobFailedError: a node was not measured.
+        Exit: with status 9, if one is an outlier.
+    """
+    measured, damaged = collect(run, rid, site.site if site else None)
+    directories = results.directories_of(store.root, site.sources if site else [])
+    kinds = {made.type for made in measured}
+    stored, unreadable = results.read_all(directories, types=kinds) if kinds else ([], [])
+    if damaged or unreadable:
+        notice(f"warning: not readable: {first_few([str(p) for p in [*damaged, *unreadable]], 3)}")
+    verdict = judge.judge(measured, stored)
+    kept = _keep(measured, directories) if measured else ""
+    there = {made.node for made in measured}
+    lost = [name for name in wanted.names if name not in there]
+    if not wanted.names and len(there) < wanted.count:
+        lost = [counted(wanted.count - len(there), "node")]
+    if as_json:
+        print_json(wording.to_json(measured, verdict, lost, kept))
+    elif measured:
+        _print(measured, verdict, lost, kept)
+    if not verdict.normal:
+        raise typer.Exit(EXIT_OUTLIER)
+    fail_unless_completed(state)
+    if lost:
+        raise JobFailedError(
+            f"{first_few(lost)} left no result", hint=f"hpml logs {state.submission.label}"
+        )
+    blind = [made.node for made in measured if made.gpus and "gpu0.memory" not in made.figures]
+    if blind:
+        raise JobFailedError(
+            f"the GPUs of {first_few(blind)} were not measured: it needs PyTorch with GPU support",
+            hint="name software that has it: --set environment.venv=DIR, or environment.modules",
+        )
+
+
+def _keep(measured: list[results.Measurement], directories: list[Path]) -> str:
+    try:
+        return str(results.keep(measured, directories))
+    except RecordError as error:
+        notice(f"warning: {error}")
+        return ""
+
+
+def _print(
+    measured: list[results.Measurement], verdict: judge.Verdict, lost: list[str], kept: str
+) -> None:
+    for kind in dict.fromkeys(made.type for made in measured):
+        same = [made for made in measured if made.type == kind]
+        torch = ", ".join(dict.fromkeys(f"PyTorch {made.torch}" for made in same if made.torch))
+        took = max(made.seconds for made in same)
+        about = [counted(len(same), "node"), kind, torch or "no PyTorch", f"{took:.0f} s"]
+        typer.echo(", ".join(about))
+    print_table(wording.HEADER, wording.rows(verdict), optional=["history", "where", "spread"])
+    for name, fit in wording.fits(measured).items():
+        where = "inside the node" if name == "node" else "between nodes"
+        latency = f"{fit.alpha * 1e6:.0f} µs"
+        speed = wording.rate_text(fit.bandwidth, "B/s") if fit.beta else "unknown"
+        typer.echo(f"all-reduce {where}: latency {latency} per message, bandwidth {speed}")
+    for line in wording.findings(measured, verdict, lost):
+        typer.echo(line)
+    if kept:
+        typer.echo(f"kept in {kept}")

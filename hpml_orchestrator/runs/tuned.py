@@ -1,0 +1,314 @@
+"""The job file of a run with the changes of a diagnosis; the user's comments stay."""
+
+from __future__ import annotations
+
+import copy
+import difflib
+import os
+import re
+import shlex
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from hpml_orchestrator.diagnosis.apply import changed_job, differences
+from hpml_orchestrator.errors import HpmlError, InputError, RecordError
+from hpml_orchestrator.records.files import read_text_or_nothing, write_text
+from hpml_orchestrator.script.template import variable
+from hpml_orchestrator.site.profile import site_for
+from hpml_orchestrator.spec.document import parse_yaml
+from hpml_orchestrator.spec.edit import CannotEditError, block_text, flow_text, set_field
+from hpml_orchestrator.spec.job import Job, spelled_out
+from hpml_orchestrator.spec.load import ResolvedJob, load_job, make_absolute, read_fields
+
+if TYPE_CHECKING:
+    from hpml_orchestrator.diagnosis.apply import Chosen, Made
+    from hpml_orchestrator.records.store import Submission
+    from hpml_orchestrator.spec.site import ResolvedSite
+
+__all__ = ["Tuned", "job_of_run", "refuse_function", "tune", "write_tuned"]
+
+_POINT = re.compile(r"\{(point\.[^{}]+)\}")
+_WITH_POINTS = ("args", "command", "environment")
+
+
+@dataclass(frozen=True)
+class Tuned:
+    """A job file with changes.
+
+    Attributes:
+        path: where it is to be written.
+        text: its text.
+        diff: lines of a unified diff from the old job file.
+        resolved: the job that it describes.
+        site: the site profile that applies to it there.
+        notes: what a reader has to know, such as that comments could not be kept.
+    """
+
+    path: Path
+    text: str
+    diff: list[str]
+    resolved: ResolvedJob
+    site: ResolvedSite | None
+    notes: tuple[str, ...] = ()
+
+
+def job_of_run(submission: Submission) -> dict[str, Any]:
+    """Return the complete job that a run was, with the values of a sweep's point filled in.
+
+    A job array stays one: its tasks share the job file.
+    """
+    record = submission.record()
+    job: dict[str, Any] = copy.deepcopy(record["job"])
+    if not record.get("sweep"):
+        return job
+    job["array"] = None
+    values = _point_values(submission)
+    for name in _WITH_POINTS:
+        job[name] = _filled(job.get(name), values)
+    return job
+
+
+def _point_values(submission: Submission) -> Mapping[str, str]:
+    """Return what `points.sh` sets for a task of a sweep."""
+    script = read_text_or_nothing(submission.directory / "points.sh")
+    index = submission.index or 0
+    line = next((one for one in script.splitlines() if one.startswith(f"{index}) ")), "")
+    words = [word.partition("=") for word in shlex.split(line)]
+    return {name: value for name, equals, value in words if equals}
+
+
+def _filled(value: Any, values: Mapping[str, str]) -> Any:
+    """Return nested values with those of a point in the place of the placeholders."""
+    if isinstance(value, str):
+        return _POINT.sub(lambda match: values.get(variable(match[1]), match[0]), value)
+    if isinstance(value, dict):
+        return {key: _filled(inner, values) for key, inner in value.items()}
+    return [_filled(inner, values) for inner in value] if isinstance(value, list) else value
+
+
+def refuse_function(record: Mapping[str, Any], label: str) -> None:
+    """Refuse a run without a job file: a Python function that submitit submitted.
+
+    Raises:
+        InputError: it is one.
+    """
+    if "SUBMITIT_EXECUTOR" in record["job"]["environment"]["variables"]:
+        raise InputError(
+            "runs a Python function that submitit submitted: it has no job file",
+            field="RUN",
+            value=label,
+            hint="change the parameters of the executor; `hpml report` says which",
+        )
+
+
+def tune(submission: Submission, chosen: Chosen, target: Path, *, chosen_site: str = "") -> Tuned:
+    """Return the job file of a run with changes; nothing is written.
+
+    It describes the job as it ran: what came from `--set`, from words after `--` or from a point of
+    a sweep becomes part of it, and relative paths stay right in another directory.
+
+    Args:
+        submission: the run.
+        chosen: the changes.
+        target: the new file, absolute.
+        chosen_site: the value of `--site` or `HPML_SITE`.
+
+    Raises:
+        InputError: there is nothing to change, or the changed job is not valid.
+    """
+    label, record = submission.label, submission.record()
+    refuse_function(record, label)
+    if not chosen.made:
+        hint = "; ".join(chosen.left) or f"`hpml report {label}` shows what was found"
+        raise InputError(
+            "nothing in the job file has to change", field="RUN", value=label, hint=hint
+        )
+    source = Path(str(record["job_file"]))
+    site = site_for(target, os.environ, chosen=chosen_site, backend=str(record["backend"]))
+    ran = job_of_run(submission)
+    reasons = {name: f"{one.reason}, in {label}" for one in chosen.made for name in one.fields}
+    writer = _Writer(source, target, site, label)
+    fields, text, notes = _document(source)
+    if fields is not None:
+        try:
+            base = _as_written(ran, load_job(source, site=site, fields=fields).job)
+            moved = writer.moved(text, fields)
+            return replace(
+                writer.written(moved, base, chosen.fields, reasons, old=text), notes=notes
+            )
+        except (CannotEditError, InputError) as error:
+            notes = (f"{source} could not be changed as it is written, so FILE is new: {error}",)
+    whole = Job.model_validate({**ran, "after": []})
+    text = block_text(_written_fields(whole))
+    base = whole.model_dump(mode="json")
+    try:
+        return replace(writer.written(text, base, chosen.fields, reasons, old=text), notes=notes)
+    except CannotEditError as error:
+        raise InputError(
+            f"cannot be made: {error}",
+            field="--apply",
+            value=str(target),
+            hint="change the job file by hand: " + "; ".join(map(_by_hand, chosen.made)),
+        ) from error
+
+
+def _by_hand(made: Made) -> str:
+    return ", ".join(f"{name}: {flow_text(value)}" for name, value in made.fields.items())
+
+
+def _document(source: Path) -> tuple[dict[str, Any] | None, str, tuple[str, ...]]:
+    """Return the fields and the text of a job file; None with the reason if it is not there."""
+    try:
+        fields = read_fields(source)
+        text = source.read_text(encoding="utf-8-sig")
+    except (HpmlError, OSError) as error:
+        return None, "", (f"written from the record of the run: {error}",)
+    if source.suffix.lower() == ".toml":
+        note = f"written as YAML, without the comments of {source}"
+        return fields, block_text(_plain(fields)), (note,)
+    return fields, text, ()
+
+
+def _plain(value: Any) -> Any:
+    """Return values without the spelling that their numbers keep."""
+    if isinstance(value, dict):
+        return {key: _plain(inner) for key, inner in value.items()}
+    if isinstance(value, list):
+        return [_plain(inner) for inner in value]
+    if isinstance(value, float):
+        return float(value)
+    return value
+
+
+def _written_fields(job: Job) -> dict[str, Any]:
+    """Return the fields of a job that are not the default."""
+    fields: dict[str, Any] = job.model_dump(mode="json", exclude_defaults=True)
+    return fields
+
+
+def _as_written(ran: dict[str, Any], now: Job) -> dict[str, Any]:
+    """Return the job of a run with what hpml measured, or what concerned that run alone, undone."""
+    job, today = {**ran, "stage": copy.deepcopy(ran["stage"])}, now.model_dump(mode="json")
+    job["after"] = today["after"]
+    for entry, written in zip(job["stage"], today["stage"], strict=False):
+        if written["target"] == "auto":
+            entry["target"] = "auto"
+        if written["size"] is None:
+            entry["size"] = None
+    return job
+
+
+class _Writer:
+    """Writes the new text of one job file.
+
+    Args:
+        source: the old file.
+        target: the new one.
+        site: the profile that applies to the new one.
+        label: of the run.
+    """
+
+    def __init__(self, source: Path, target: Path, site: ResolvedSite | None, label: str) -> None:
+        self._source, self._target, self._site, self._label = source, target, site, label
+
+    def moved(self, text: str, fields: dict[str, Any]) -> str:
+        """Return the text with absolute paths for relative ones, if the directory is another."""
+        if self._source.parent == self._target.parent:
+            return text
+        absolute = copy.deepcopy(fields)
+        absolute.setdefault("workdir", ".")
+        make_absolute(absolute, self._source.parent)
+        for name, value in differences(absolute, fields):
+            is_kept = name == "script" or _value(fields, name).startswith("~")
+            if not is_kept:
+                text = set_field(text, name, value)
+        return text
+
+    def written(
+        self,
+        text: str,
+        base: dict[str, Any],
+        changes: Mapping[str, Any],
+        reasons: Mapping[str, str],
+        *,
+        old: str,
+    ) -> Tuned:
+        """Return a text that describes the base job, with the changes.
+
+        Raises:
+            CannotEditError: the text cannot be made to.
+            InputError: the changed job is not valid.
+        """
+        changed = changed_job(base, changes)
+        make_absolute(changed, self._source.parent)
+        job = Job.model_validate(changed)
+        wanted, now = job.model_dump(mode="json"), self._load(text).job.model_dump(mode="json")
+        whole = _written_fields(Job.model_validate(base))
+        for name, value in list(differences(base, now)):
+            given = whole.get(name, value)
+            text = self._set(text, name, given, whole, f"as it was in {self._label}")
+        for name, value in changes.items():
+            text = self._set(text, name, value, _written_fields(job), reasons[name])
+        resolved = self._load(text)
+        found = resolved.job.model_dump(mode="json")
+        rest = [name for name, _ in differences(wanted, found)]
+        if rest:
+            raise CannotEditError(f"{', '.join(rest)} would not become what it should be")
+        lines = difflib.unified_diff(
+            old.splitlines(),
+            text.splitlines(),
+            str(self._source),
+            str(self._target),
+            lineterm="",
+            n=1,
+        )
+        return Tuned(self._target, text, list(lines), resolved, self._site)
+
+    def _load(self, text: str) -> ResolvedJob:
+        fields = parse_yaml(text, str(self._target))
+        return load_job(self._target, site=self._site, fields=fields)
+
+    def _set(self, text: str, name: str, value: Any, whole: dict[str, Any], comment: str) -> str:
+        """Return the text with a field of the complete job, in the form that the file has."""
+        fields = parse_yaml(text, str(self._target))
+        top, _, inner = name.partition(".")
+        if inner and top in fields and spelled_out(top, fields[top]) is not fields[top]:
+            mapping = _plain(spelled_out(top, fields[top]))
+            return set_field(text, top, {**mapping, inner: value}, comment=comment)
+        if inner and isinstance(whole.get(top), list) and not _has_entry(fields.get(top), inner):
+            name, value = top, whole[top]
+        return set_field(text, name, value, comment=comment)
+
+
+def _has_entry(entries: Any, inner: str) -> bool:
+    """Return whether a list has that entry, or could have it next."""
+    index = inner.partition(".")[0]
+    return bool(isinstance(entries, list) and entries and index.isdecimal()) and (
+        int(index) <= len(entries)
+    )
+
+
+def _value(fields: Any, name: str) -> str:
+    """Return the text of a field; empty if it has none."""
+    for part in name.split("."):
+        if isinstance(fields, list):
+            fields = fields[int(part)] if int(part) < len(fields) else None
+        else:
+            fields = fields.get(part) if isinstance(fields, dict) else None
+    return fields if isinstance(fields, str) else ""
+
+
+def write_tuned(tuned: Tuned) -> None:
+    """Write the job file.
+
+    Raises:
+        InputError: it cannot be written.
+    """
+    umask = os.umask(0)
+    os.umask(umask)
+    try:
+        write_text(tuned.path, tuned.text, mode=0o666 & ~umask)
+    except RecordError as error:
+        raise InputError(str(error), hint="name another file with --apply") from error

@@ -1,0 +1,404 @@
+"""`hpml report RUN --try`: does the proposed change help? A sweep of a job and the changed one.
+
+Both jobs run in turn, repeat after repeat, and the order changes from repeat to repeat, so that a
+drift of the machine hits both. Runs are stopped after some minutes of training if the program
+reports its steps through the channel, else they run to their end.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import socket
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from statistics import median
+from typing import TYPE_CHECKING, Any
+
+from hpml_orchestrator.diagnosis.apply import Chosen, changed_job
+from hpml_orchestrator.errors import InputError, counted
+from hpml_orchestrator.records.ids import new_id
+from hpml_orchestrator.records.texts import seconds_text
+from hpml_orchestrator.runs.tuned import job_of_run, refuse_function
+from hpml_orchestrator.spec.job import Job
+from hpml_orchestrator.spec.sweep import make_sweep
+from hpml_orchestrator.spec.values import format_time, parse_time
+from hpml_orchestrator.sweeps.plan import Estimate, Point, Shape, SweepPlan
+from hpml_orchestrator.sweeps.reach import check_base
+from hpml_orchestrator.sweeps.scaling import SEED_ARGUMENTS, Arguments
+from hpml_orchestrator.sweeps.statistics import MIN_REPEATS, Speedup, speedup
+
+if TYPE_CHECKING:
+    from hpml_orchestrator.diagnosis.model import Facts
+    from hpml_orchestrator.records.store import Submission
+    from hpml_orchestrator.sweeps.rows import Row
+
+__all__ = ["Outcome", "make_trial", "outcome", "sentences", "stopped_reason", "summary_lines"]
+
+_AXIS = "job"
+_BEFORE, _AFTER = "original", "changed"
+_USABLE = ("COMPLETED", "PRUNED")
+_SETUP = ("start-up", "staging", "launch", "rendezvous", "warm-up")
+_SPARE_SECONDS = 1800  # of a shortened run's time limit, for slow nodes and the end
+_SMALL_SECONDS = 1.0
+_TIMES = 3.0  # from this speedup on it is given as a factor
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What the runs of a trial showed.
+
+    Attributes:
+        planned: pairs in the plan. pairs: those of which both runs can be compared.
+        speedup: of the changed job over the original one; None without a pair.
+        whole: whether all of these runs ended by themselves: their total times are compared; else
+            their samples per second.
+        medians: of both jobs, before and after: `samples_per_second`, `data_wait_ratio`,
+            `setup_seconds`, `accuracy`, as far as they are known of both.
+        accuracy_name: what `accuracy` is.
+        failed: runs that are over and cannot be compared, by job: state and reason of the last.
+        unfinished: whether runs are still to come.
+    """
+
+    planned: int
+    pairs: int
+    speedup: Speedup | None
+    whole: bool
+    medians: Mapping[str, tuple[float, float]]
+    accuracy_name: str
+    failed: Mapping[str, tuple[int, str]]
+    unfinished: bool
+
+
+def make_trial(
+    submission: Submission,
+    facts: Facts,
+    chosen: Chosen,
+    *,
+    repeats: int | None,
+    minutes: float,
+    chosen_site: str = "",
+    argv: Sequence[str] = (),
+    now: float,
+) -> SweepPlan:
+    """Return the plan of a trial; nothing is written or submitted.
+
+    Args:
+        submission: the run.
+        facts: what is known of it.
+        chosen: the changes to try.
+        repeats: pairs of runs; default: six, the fewest that give a 95 % interval.
+        minutes: of training after which a run is stopped; 0: runs are whole.
+        chosen_site: the word of `--site`.
+        argv: the command line, for the record.
+        now: seconds since the epoch.
+
+    Raises:
+        InputError: there is no change to try, or the run cannot be repeated.
+    """
+    record, label = submission.record(), submission.label
+    refuse_function(record, label)
+    if not chosen.made:
+        raise InputError(
+            "there is no change of the job file to try",
+            field="RUN",
+            value=label,
+            hint="; ".join(chosen.left) or f"`hpml report {label}` shows what was found",
+        )
+    count, seconds = repeats or MIN_REPEATS, minutes * 60 if facts.channel else 0.0
+    original = _single(job_of_run(submission), submission.index)
+    changed = changed_job(original, chosen.fields)
+    jobs = [_shortened(job, facts, seconds) for job in (original, changed)]
+    placeholders = {}
+    seed = Arguments(jobs[0].args).first(SEED_ARGUMENTS)
+    if seed is not None and Arguments(jobs[1].args).value(seed) is not None:
+        placeholders = {"seed": "seed"}
+        jobs = [_with_seed(job, seed) for job in jobs]
+    for job in jobs:
+        check_base(job, record["job_file"])
+    backend = str(record["backend"])
+    sweep = make_sweep(
+        {
+            "base": str(record["job_file"]),
+            "mode": "grid",
+            "axes": {_AXIS: [_BEFORE, _AFTER]},
+            "repeats": count,
+            "seeds": {"argument": seed} if placeholders else {},
+            "budget": {"parallel": 1},
+            "search": {"metric": "samples_per_second"},
+        },
+        submission.directory / "trial",
+        where="a trial",
+    )
+    shapes = tuple(_shape(number, name, jobs[number]) for number, name in enumerate(_names()))
+    points = tuple(_points(count, seeded=bool(placeholders)))
+    hours = [shapes[point.shape] for point in points]
+    name = f"{jobs[0].name[:36]}-try"
+    return SweepPlan(
+        id=new_id(name, now=now),
+        name=name,
+        mode="grid",
+        sweep=sweep.model_dump(mode="json"),
+        backend=backend,
+        host=socket.gethostname() if backend == "local" else "",
+        site=chosen_site,
+        argv=tuple(argv),
+        created=now,
+        unit="",
+        baseline=None,
+        base_batch=None,
+        base_learning_rate=None,
+        placeholders=placeholders,
+        shapes=shapes,
+        points=points,
+        blocks=tuple((first, first + 1) for first in range(0, 2 * count, 2)),
+        estimate=Estimate(
+            len(points),
+            *(
+                sum(getattr(shape, unit) * shape.seconds for shape in hours) / 3600
+                for unit in ("nodes", "cores", "gpus")
+            ),
+        ),
+        notes=tuple(f"changed: {one.reason}" for one in chosen.made),
+        trial={
+            "run": label,
+            "seconds": seconds,
+            "touches_accuracy": chosen.touches_accuracy,
+            "expected_seconds": _expected(facts, seconds),
+            "whole_seconds": facts.elapsed_seconds if facts.state == "COMPLETED" else None,
+        },
+    )
+
+
+def _names() -> tuple[str, str]:
+    return _BEFORE, _AFTER
+
+
+def _single(job: dict[str, Any], index: int | None) -> dict[str, Any]:
+    """Return the job of one run: no array, no mail, no results that are copied to the user."""
+    if job["array"] is not None:
+        words = json.dumps(job).replace("{array.index}", str(index or 0))
+        job = json.loads(words) | {"array": None}
+    resources = {**job["resources"], "mail": None}
+    return {**job, "resources": resources, "after": [], "collect": []}
+
+
+def _shortened(fields: dict[str, Any], facts: Facts, seconds: float) -> Job:
+    """Return the job with a time limit that suits shortened runs, so that they start sooner."""
+    job = Job.model_validate(fields)
+    if not seconds:
+        return job
+    needed = int(2 * _setup(facts.phases) + seconds + _SPARE_SECONDS)
+    if needed >= parse_time(job.resources.time):
+        return job
+    resources = job.resources.model_copy(update={"time": format_time(needed)})
+    return job.model_copy(update={"resources": resources})
+
+
+def _with_seed(job: Job, seed: str) -> Job:
+    arguments = Arguments(job.args)
+    arguments.set(seed, "{point.seed}")
+    return job.model_copy(update={"args": arguments.words})
+
+
+def _shape(number: int, name: str, job: Job) -> Shape:
+    resources = job.resources
+    ranks = resources.nodes * resources.ranks
+    return Shape(
+        number=number,
+        fixed={_AXIS: name},
+        job=job.model_dump(mode="json"),
+        nodes=resources.nodes,
+        ranks=ranks,
+        gpus=resources.nodes * resources.gpu_count,
+        cores=ranks * resources.cpus_per_rank,
+        seconds=parse_time(resources.time),
+    )
+
+
+def _points(count: int, *, seeded: bool) -> Iterator[Point]:
+    """Yield both runs of each repeat; who is first changes, so that a drift favours nobody."""
+    for repeat in range(count):
+        for place in (0, 1):
+            shape = (repeat + place) % 2
+            yield Point(
+                number=2 * repeat + place,
+                shape=shape,
+                values={_AXIS: _names()[shape]},
+                repeat=repeat,
+                seed=repeat + 1,
+                variables={"seed": str(repeat + 1)} if seeded else {},
+            )
+
+
+def _setup(phases: Mapping[str, float]) -> float:
+    return sum(phases.get(name, 0.0) for name in _SETUP)
+
+
+def _expected(facts: Facts, seconds: float) -> float | None:
+    """Return how long a run will take by what the run of the report took."""
+    if facts.elapsed_seconds is None:
+        return None
+    short = _setup(facts.phases) + facts.phases.get("end", 0.0) + seconds
+    return min(facts.elapsed_seconds, short) if seconds else facts.elapsed_seconds
+
+
+def summary_lines(plan: SweepPlan) -> list[str]:
+    """Return what a trial will do and cost, for the question whether it may start."""
+    count, trial = plan.spec.count, plan.trial
+    runs = counted(plan.estimate.points, "run")
+    how = "whole runs"
+    if trial["seconds"]:
+        how = f"each is stopped after {seconds_text(trial['seconds'])} of training"
+    each = f"{count} of the job and {count} of the changed one"
+    lines = [f"try      {runs}, one after the other: {each}"]
+    lines += [f"         {note}" for note in plan.notes]
+    lines.append(f"length   {how}")
+    nodes, expected = plan.shapes[0].nodes + plan.shapes[1].nodes, trial["expected_seconds"]
+    most = f"at most {plan.estimate.node_hours:.2g} node-hours, by their time limits"
+    if expected is not None:
+        hours = nodes * count * expected / 3600
+        most = f"about {hours:.2g} node-hours, as long as {trial['run']} took; {most}"
+    return [*lines, f"cost     {most}"]
+
+
+def outcome(plan: SweepPlan, rows: Sequence[Row]) -> Outcome:
+    """Return what a trial showed so far.
+
+    Args:
+        plan: of the trial.
+        rows: of its table.
+    """
+    points = {point.number: point for point in plan.points}
+    last = {row.point: row for row in sorted(rows, key=lambda row: row.start)}
+    usable: dict[str, dict[int, Row]] = {name: {} for name in _names()}
+    failed: dict[str, tuple[int, str]] = {}
+    for number, row in last.items():
+        name = points[number].values[_AXIS]
+        if row.state in _USABLE and row.total_seconds:
+            usable[name][points[number].repeat] = row
+        elif row.over and row.state != "EXCLUDED":
+            text = f"{row.state}, {row.reason}" if row.reason else row.state
+            failed[name] = failed.get(name, (0, ""))[0] + 1, f"{text} ({row.run})"
+    repeats = sorted(usable[_BEFORE].keys() & usable[_AFTER].keys())
+    pairs = [(usable[_BEFORE][repeat], usable[_AFTER][repeat]) for repeat in repeats]
+    runs = [row for pair in pairs for row in pair]
+    whole = not any(row.state == "PRUNED" or _STOPPED in row.reason for row in runs)
+    if not whole:
+        pairs = [pair for pair in pairs if all(row.samples_per_second for row in pair)]
+    times = [
+        tuple(
+            (row.total_seconds or math.nan) if whole else 1 / (row.samples_per_second or math.nan)
+            for row in pair
+        )
+        for pair in pairs
+    ]
+    accuracies = {row.accuracy_name for row in runs if row.accuracy is not None}
+    return Outcome(
+        planned=plan.spec.count,
+        pairs=len(pairs),
+        speedup=speedup(*zip(*times, strict=True), paired=True) if times else None,
+        whole=whole,
+        medians=dict(_medians(pairs)),
+        accuracy_name=accuracies.pop() if len(accuracies) == 1 else "accuracy",
+        failed=failed,
+        unfinished=any(not row.over for row in last.values()) or len(last) < len(points),
+    )
+
+
+_STOPPED = "stopped after"
+
+
+def stopped_reason(plan: SweepPlan) -> str:
+    """Return why a run of a trial ended early."""
+    return f"{_STOPPED} {seconds_text(plan.trial['seconds'])} of training"
+
+
+def _medians(pairs: Sequence[tuple[Row, Row]]) -> Iterator[tuple[str, tuple[float, float]]]:
+    for name in ("samples_per_second", "data_wait_ratio", "setup_seconds", "accuracy"):
+        both = [
+            [_setup(row.phases) if name == "setup_seconds" else getattr(row, name) for row in rows]
+            for rows in zip(*pairs, strict=True)
+        ]
+        if both and all(value is not None for values in both for value in values):
+            yield name, (median(both[0]), median(both[1]))
+
+
+def sentences(plan: SweepPlan, rows: Sequence[Row]) -> list[str]:
+    """Return the answer of a trial: the speed in the first sentence, then what else changed."""
+    found, trial = outcome(plan, rows), plan.trial
+    lines = []
+    if found.speedup is None:
+        lines.append(
+            "No pair of runs can be compared yet."
+            if found.unfinished
+            else "No pair of runs can be compared."
+        )
+    else:
+        lines.append(f"{_speed_text(found.speedup, found)}{_waits(found)}.")
+    lines += [
+        f"Of the {name} job {counted(count, 'run')} cannot be compared: {why}."
+        for name, (count, why) in found.failed.items()
+    ]
+    if found.unfinished and found.pairs:
+        lines.append(f"{found.pairs} of {found.planned} pairs are done.")
+    lines += _whole_run(found, trial)
+    if trial["touches_accuracy"] and found.pairs:
+        lines.append(_accuracy(found))
+    return lines
+
+
+def _speed_text(speed: Speedup, found: Outcome) -> str:
+    """Return how much faster the changed job is, such as `18 % faster [15, 21] (6 pairs)`."""
+    pairs = counted(found.pairs, "pair")
+    ends, sign = speed.interval, 1 if speed.value >= 1 else -1
+    values = [speed.value] if ends is None else [speed.value, ends.low, ends.high]
+    unit = "times as fast"
+    if speed.value < _TIMES:
+        unit = "% faster" if sign > 0 else "% slower"
+        values = [100 * sign * (value - 1) for value in values]
+    digits = 0 if max(map(abs, values)) >= 10 else 1  # noqa: PLR2004 - two digits are enough
+    value, *bounds = [f"{value:.{digits}f}" for value in values]
+    if ends is None:
+        few = f"{pairs} cannot tell that from noise, {MIN_REPEATS} can"
+        return f"The changed job was {value} {unit}, but {few}"
+    bounds = bounds[::sign] if speed.value < _TIMES else bounds
+    text = f"{value} {unit} [{', '.join(bounds)}] ({pairs})"
+    if not speed.distinguishable:
+        return f"Not distinguishable: the changed job is {text}"
+    return f"The changed job is {text}"
+
+
+def _waits(found: Outcome) -> str:
+    if "data_wait_ratio" not in found.medians:
+        return ""
+    before, after = found.medians["data_wait_ratio"]
+    return f", waiting for data {100 * before:.0f} -> {100 * after:.0f} %"
+
+
+def _whole_run(found: Outcome, trial: Mapping[str, Any]) -> Iterator[str]:
+    """Yield how the speed of shortened runs adds up with what comes before the training."""
+    if found.speedup is None:
+        return
+    if "samples_per_second" in found.medians:
+        before, after = found.medians["samples_per_second"]
+        yield f"Samples per second: {before:.4g} -> {after:.4g}."
+    before, after = found.medians.get("setup_seconds", (0.0, 0.0))
+    if found.whole or abs(after - before) < _SMALL_SECONDS:
+        return
+    text = f"Until the training begins it takes {before:.0f} -> {after:.0f} s"
+    took = trial["whole_seconds"]
+    if took and took > before:
+        share = took / (after + (took - before) / found.speedup.value) - 1
+        word = "faster" if share >= 0 else "slower"
+        text += f", so all of {trial['run']} would be {100 * abs(share):.0f} % {word}"
+    yield f"{text}."
+
+
+def _accuracy(found: Outcome) -> str:
+    if found.whole and "accuracy" in found.medians:
+        before, after = found.medians["accuracy"]
+        return f"{found.accuracy_name}: {before:.4f} -> {after:.4f}."
+    if found.whole:
+        return "The change can alter the accuracy, which the program does not report."
+    return "The change can alter the accuracy: `--minutes 0` compares it in whole runs."

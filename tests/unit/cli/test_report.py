@@ -1,0 +1,125 @@
+"""`hpml report` of real local runs, of runs that have not started, and of damaged records."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tests.unit.cli.support import Hpml, Shell
+
+pytestmark = pytest.mark.xdist_group("local runs")
+
+CHANNEL = Path(__file__).parents[3] / "training_jobs"
+TRAINING = """\
+import sys
+sys.path.insert(0, sys.argv[1])
+from hpml_channel import Channel
+channel = Channel.from_env()
+channel.event("training")
+for _ in range(40):
+    channel.count(samples=8, steps=1, step_seconds=1.0, data_wait_seconds=0.5, comm_seconds=0)
+channel.result(test_accuracy=0.9)
+channel.close()
+"""
+
+
+@pytest.fixture(scope="module")
+def trained(shell: Shell) -> str:
+    """The id of a run that waits for data in half of its time, as it says."""
+    (shell.root / "train.py").write_text(TRAINING)
+    job = shell.job("waits", command=["python3", str(shell.root / "train.py"), str(CHANNEL)])
+    return str(shell.hpml("run", "--local", "--json", job).json()["id"])
+
+
+@pytest.fixture(scope="module")
+def array(shell: Shell) -> str:
+    """The id of a job array of two tasks."""
+    job = shell.job("tasks", array="0-1")
+    return str(shell.hpml("run", "--local", "--json", job).json()["id"])
+
+
+def test_a_report(hpml: Hpml, shell: Shell, trained: str) -> None:
+    """The same finding as text, Markdown, JSON, page, and in one line of `hpml show`."""
+    verdict = "waits for data: 50% of each step"
+    printed = hpml("report", trained).out.splitlines()
+    assert printed[0].startswith(f"run       {trained}  COMPLETED in ")
+    assert printed[1] == f"verdict   {verdict}"
+    assert f"**{verdict}**" in hpml("report", trained, "--markdown").out
+    found = hpml("report", trained, "--json").json()
+    assert found["headline"] == verdict
+    assert [one["kind"] for one in found["findings"]] == ["waits-for-data"]
+    assert found["facts"]["ranks"][0]["data_wait_seconds"] == pytest.approx(19.5)
+    assert f"diagnosis  {verdict}; hpml report {trained}\n" in hpml("show", trained).out
+    assert hpml("show", trained, "--json").json()["diagnosis"] == verdict
+    assert hpml("report", trained, "--html", "page.html").code == 0
+    assert verdict in (shell.root / "page.html").read_text("utf-8")
+
+
+def test_two_runs(hpml: Hpml, trained: str, array: str) -> None:
+    """Two are compared, three are refused."""
+    compared = hpml("report", trained, f"{array}.0")
+    assert (compared.code, compared.err) == (0, "")
+    assert trained in compared.out
+    assert hpml("report", trained, trained, trained).refuses(2, "RUN", "two are compared")
+
+
+def test_a_run_without_a_channel(hpml: Hpml, array: str) -> None:
+    """A task of an array is reported by its name; nothing is accused without data."""
+    one = hpml("report", f"{array}.1")
+    assert (one.code, one.err) == (0, "")
+    assert "verdict   not enough data to say what holds it back" in one.out
+    assert "needs the channel in the training" in " ".join(one.out.split())
+    assert "diagnosis" not in hpml("show", f"{array}.1").out
+
+
+@pytest.mark.parametrize(
+    ("words", "code", "parts"),
+    [
+        (("nope",), 3, ("no run 'nope'",)),
+        (("999999",), 3, ("no run '999999'",)),
+        (("ARRAY",), 2, ("is a job array of 2 tasks", "name one")),
+        (("TRAINED", "--json", "--markdown"), 2, ("--markdown", "--json")),
+        (("TRAINED", "--markdown", "--html", "x"), 2, ("--html", "--markdown")),
+        (("TRAINED", "--html", ""), 2, ("--html", "must not be empty")),
+        (("TRAINED", "--html", "no/such/x.html"), 2, ("--html", "no/such/x.html")),
+        (("TRAINED", "--prometheus", "ftp://x"), 2, ("--prometheus", "ftp://x")),
+    ],
+)
+def test_refusals(
+    hpml: Hpml, trained: str, array: str, words: tuple[str, ...], code: int, parts: tuple[str, ...]
+) -> None:
+    """Each names the word that is wrong and what would be right."""
+    known = {"TRAINED": trained, "ARRAY": array}
+    assert hpml("report", *(known.get(word, word) for word in words)).refuses(code, *parts)
+
+
+def test_a_prometheus_that_does_not_answer(hpml: Hpml, trained: str) -> None:
+    """The report is made of the records, with a warning."""
+    printed = hpml("report", trained, "--prometheus", "http://127.0.0.1:1")
+    assert printed.code == 0
+    assert "figures are from records" in printed.err
+    assert "waits for data" in printed.out
+
+
+def test_a_run_that_never_started(hpml: Hpml, shell: Shell) -> None:
+    """Its state and what to call next; waiting and running ones alike."""
+    first = hpml("submit", "--local", "--json", shell.job("sleeps", command=["sleep", "60"])).json()
+    waits = shell.job("after", after=[f"ok:{first['id']}"])
+    second = hpml("submit", "--local", "--json", waits).json()
+    assert hpml("report", second["id"]).refuses(3, "nothing to report", "has not started", "show")
+    hpml("cancel", first["id"], second["id"])
+    assert hpml("report", second["id"]).refuses(3, "nothing to report", "never started")
+
+
+def test_a_damaged_record(hpml: Hpml, shell: Shell, array: str) -> None:
+    """It is named, with the status of damaged records."""
+    record = shell.records / "submissions" / array / "submit.json"
+    whole = record.read_text()
+    for text in ("{", json.dumps({**json.loads(whole), "job": {}})):
+        record.write_text(text)
+        try:
+            assert hpml("report", f"{array}.0").refuses(7, array)
+        finally:
+            record.write_text(whole)
