@@ -47,7 +47,7 @@ class _Piece:
 
 
 def page(diagnosis: Diagnosis) -> str:
-    """Return a page that stands alone, for light and dark screens, phones and paper."""
+    """Return a self-contained page for light and dark screens, phones and paper."""
     facts = diagnosis.facts
     template = environment("html").get_template("run.html.j2")
     return template.render(

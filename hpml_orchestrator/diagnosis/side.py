@@ -24,6 +24,7 @@ NOISE = 0.05
 QUALITY = "quality"
 """Group of the figures of which a change in percent means nothing."""
 
+_SECONDS = ("run", "phases", "between the steps")
 _WIDTH = 100
 _NAME, _VALUE = 30, 24
 
@@ -37,11 +38,12 @@ class Row:
     first: str
     second: str
     change: float | None = None
+    short: bool = False  # whether they differ by less than a second of the run
 
     @property
     def noise(self) -> bool:
         """Whether the two may differ by chance."""
-        return self.change is not None and abs(self.change) < NOISE
+        return self.change is not None and (self.short or abs(self.change) < NOISE)
 
     @property
     def change_text(self) -> str:
@@ -73,7 +75,7 @@ class Side:
     @property
     def caution(self) -> str:
         """What one run each cannot show."""
-        return f"one run each: differences below {NOISE:.0%} may be noise"
+        return f"one run each: nothing is certain, and differences below {NOISE:.0%} may be noise"
 
 
 def compare(first: Diagnosis, second: Diagnosis) -> Side:
@@ -259,6 +261,7 @@ def _figures(first: Facts, second: Facts) -> Iterator[Row]:
                 "-" if before is None else word(before),
                 "-" if after is None else word(after),
                 None if group == QUALITY else change,
+                group in _SECONDS and abs((before or 0.0) - (after or 0.0)) < 1,
             )
 
 

@@ -32,6 +32,7 @@ def faster() -> Diagnosis:
     return second(
         job={**examples.JOB, "stage": STAGE, "command": command},
         elapsed_seconds=561.0,
+        phases={**examples.facts().phases, "rendezvous": 3.4},
         ranks=ranks,
         accuracy={"test accuracy": 0.9689},
         values={"--lr": 0.25, "seed": 1},
@@ -61,6 +62,7 @@ def test_what_differs_is_shown_and_nothing_else_of_the_job() -> None:
     assert (waits.first, waits.second, waits.change_text) == ("216 ms", "12.5 ms", "-94%")
     assert rows["one step, mean of the ranks", "compute"].change_text == "may be noise"
     assert rows["phases", "training"].change_text == ""  # equal
+    assert rows["phases", "rendezvous"].change_text == "may be noise"  # 3 s and 3.4 s
     assert rows["throughput", "GPU-hours"].change_text == "-25%"
     accuracy = rows["quality", "test accuracy"]
     assert (accuracy.first, accuracy.second, accuracy.change_text) == ("0.9712", "0.9689", "")
@@ -139,7 +141,7 @@ def test_the_verdict_names_the_faster_run_if_one_run_each_can_show_it(
     """Samples per second if both count them, the run time otherwise; the rest is noise."""
     side = compare(examples.diagnosed(**before), second(**after))
     assert side.headline == headline
-    assert "one run each: differences below 5% may be noise" in text(side)
+    assert "one run each: nothing is certain, and differences below 5% may be noise" in text(side)
 
 
 def test_a_run_is_not_compared_with_itself() -> None:
