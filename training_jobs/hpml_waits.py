@@ -41,7 +41,7 @@ from torch.nn.parallel import DistributedDataParallel
 __all__ = ["Waits", "measure_waits"]
 
 METHOD = "ddp-comm-hook, sampled"
-COST = 0.001  # the part of the time that measuring may take
+COST = 0.001  # the part of the time that measuring may take, without the calls of the hook
 FIRST, LEAST, MOST = 5, 10, 1000  # the first step to measure; how many steps from one to the next
 
 

@@ -264,8 +264,8 @@ def waits() -> Series:
             ("hpml_train_rank_data_wait_seconds", "shortest", shortest),
             ("hpml_train_rank_data_wait_seconds", "longest", longest),
             # The others wait for rank 3, and it for nobody.
-            ("hpml_train_rank_wait_seconds", "shortest", 0.4 - longest),
-            ("hpml_train_rank_wait_seconds", "longest", 0.4 - shortest),
+            ("hpml_train_rank_wait_seconds", "shortest", round(0.4 - longest, 2)),
+            ("hpml_train_rank_wait_seconds", "longest", round(0.4 - shortest, 2)),
             ("hpml_train_rank_step_duration_seconds", "fastest", 1.0),
             ("hpml_train_rank_step_duration_seconds", "slowest", 1.0),
         ):
