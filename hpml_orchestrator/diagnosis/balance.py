@@ -33,6 +33,7 @@ __all__ = [
     "find_slow",
     "slow_rank",
     "throttled",
+    "waits_are_known",
     "wrong_binding",
 ]
 
@@ -77,7 +78,8 @@ def find_slow(facts: Facts) -> Slow:
         for number, rank in ranks.items()
         if rank.wait_seconds is not None
     }
-    measured = len(waits) == len(ranks)
+    # Waits are sampled: a stall in one of few samples can stand for more than all steps.
+    measured = len(waits) == len(ranks) and all(map(_is_plausible, ranks.values()))
     own = {number: whole[number] - waits.get(number, 0.0) * measured for number in ranks}
     if measured and all(rank.comm_seconds is not None for rank in ranks.values()):
         # a rank that still sends while another waits is not slow: the link is
@@ -101,6 +103,11 @@ def find_slow(facts: Facts) -> Slow:
         how = f"its steps take {share:.0%} longer than those of the others"
     cause, why = _cause(facts, slow, first, share, loading, ranks, longest)
     return Slow(tuple(slow), share, how, cause, why)
+
+
+def _is_plausible(rank: RankFacts) -> bool:
+    """Whether the parts of a rank's steps fit into them."""
+    return (rank.wait_seconds or 0.0) + (rank.data_wait_seconds or 0.0) <= (rank.step_seconds or 0)
 
 
 def _excess_of(ranks: Mapping[int, RankFacts], name: str, longest: float) -> dict[int, float]:
@@ -164,7 +171,7 @@ def slow_rank(facts: Facts) -> Finding | str | None:
         if len(known) < len(facts.ranks):
             return None
         over = max(known.values()) - min(known.values())
-        return f"ranks differ by {over:.0%} of a step" if _all_wait(facts) else None
+        return f"ranks differ by {over:.0%} of a step" if waits_are_known(facts) else None
     if slow.cause in ("wrong-binding", "throttled"):
         return None
     usual = shares(facts, "data_wait_seconds")
@@ -209,8 +216,10 @@ def _changes(facts: Facts, slow: Slow, names: str, nodes: Sequence[str]) -> list
     return changes
 
 
-def _all_wait(facts: Facts) -> bool:
-    return len(shares(facts, "wait_seconds")) == len(facts.ranks)
+def waits_are_known(facts: Facts) -> bool:
+    """Whether every rank's waiting for others was measured, on enough steps to be plausible."""
+    waits = shares(facts, "wait_seconds")
+    return len(waits) == len(facts.ranks) and all(map(_is_plausible, facts.ranks))
 
 
 def crowded(facts: Facts) -> dict[int, float]:
@@ -321,12 +330,12 @@ def communication(facts: Facts) -> Finding | str | None:
     if facts.world_size <= 1 or not share_of:
         return None
     share = median(share_of.values())
-    if not _all_wait(facts) and find_slow(facts).ranks:
+    if not waits_are_known(facts) and find_slow(facts).ranks:
         return None  # those seconds hold the waiting for that rank
     if not THRESHOLDS["communication"].level(share):
         return f"communication takes {share:.0%} of the steps"
     evidence = [f"{share:.0%} of the steps' time in collectives"]
-    if not _all_wait(facts):
+    if not waits_are_known(facts):
         evidence.append("part of it may be waiting for slower ranks, which is not measured")
     peak = facts.peaks.link_bandwidth if facts.peaks else None
     if peak and facts.peaks:

@@ -160,7 +160,8 @@ def _workers(facts: Facts) -> list[Change]:
     text = "start more loader workers (`num_workers` of the DataLoader)"
     if free:
         return [Change(f"{text}: there are idle cores")]
-    return [Change(f"{text}, on {cpus + 2} CPUs per rank", "resources.cpus_per_rank", cpus + 2)]
+    # CPUs alone, without more workers in the program, would be idle: this is advice
+    return [Change(f"{text}, with `resources.cpus_per_rank: {cpus + 2}`")]
 
 
 def slow_storage(facts: Facts) -> Finding | str | None:

@@ -87,6 +87,8 @@ def _unknown_steps(facts: Facts) -> Iterator[Finding]:
         ):
             if wanted and not shares(facts, name):
                 yield _needs(kind, told, f"`{name}` from the channel")
+            elif wanted and kind == "slow-rank" and not balance.waits_are_known(facts):
+                yield _needs(kind, told, "a longer run: the few sampled steps contradict the rest")
 
 
 def _unknown_use(facts: Facts) -> Iterator[Finding]:
