@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from hpml_orchestrator.diagnosis.model import Change
 from hpml_orchestrator.diagnosis.shares import find, hours, is_judged, nodes_text, steps_known
-from hpml_orchestrator.diagnosis.thresholds import SEEN_SECONDS
+from hpml_orchestrator.diagnosis.thresholds import SEEN_SECONDS, THRESHOLDS
 from hpml_orchestrator.records.texts import human_bytes, seconds_text
 
 if TYPE_CHECKING:
@@ -159,6 +159,8 @@ def cpus_unused(facts: Facts) -> Finding | str | None:
         return None
     share, ranks = busy / cpus, max(1, facts.world_size)
     if not is_judged(facts) or cpus - busy < _FEW_CPUS * len(known):
+        if THRESHOLDS["cpus-unused"].level(share):
+            return None  # what is not judged is not praised either
         return f"{busy:.1f} of {cpus:.0f} CPUs busy"
     asked = facts.job.get("resources") or {}
     per_rank = int(asked.get("cpus_per_rank") or 1)
