@@ -74,7 +74,7 @@ def advise(
     ] = 300,
     as_json: JsonOption = False,
 ) -> None:
-    """Estimate a job's memory: will the model fit?
+    """Estimate whether a job fits into GPU and node memory.
 
     Words after `--` are appended to `args` of the job file.
 

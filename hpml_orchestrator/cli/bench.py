@@ -180,17 +180,17 @@ def _report(
         raise JobFailedError(
             f"{first_few(lost)} left no result", hint=f"hpml logs {state.submission.label}"
         )
-    unclear = [made.node for made in measured if verdict.is_unclear(made.node)]
-    if unclear:
-        raise JobFailedError(
-            f"all figures of {first_few(unclear)} scatter too much to judge",
-            hint="other processes disturb: measure again, with the node to yourself",
-        )
     blind = [made.node for made in measured if _is_blind(made)]
     if blind:
         raise JobFailedError(
             f"the GPUs of {first_few(blind)} were not measured: it needs PyTorch with GPU support",
             hint="name software that has it: --set environment.venv=DIR, or environment.modules",
+        )
+    unclear = [made.node for made in measured if verdict.is_unclear(made.node)]
+    if unclear:
+        raise JobFailedError(
+            f"all figures of {first_few(unclear)} scatter too much to judge",
+            hint="other processes disturb: measure again, with the node to yourself",
         )
 
 

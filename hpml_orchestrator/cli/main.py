@@ -50,7 +50,9 @@ COMMANDS = {
     "check": Entry(
         "jobfile", "check", "Check a job against the cluster's limits without submitting it.", _JOBS
     ),
-    "advise": Entry("advise", "advise", "Estimate a job's memory: will the model fit?", _JOBS),
+    "advise": Entry(
+        "advise", "advise", "Estimate whether a job fits into GPU and node memory.", _JOBS
+    ),
     "import": Entry(
         "importing",
         "import_",

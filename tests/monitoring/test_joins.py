@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 ROOT = Path(__file__).parents[2]
 RULES = ROOT / "deploy/prometheus/rules/hpml.yml"
-BY_USER, GPUS, THREADS, HELD_UP, WHO, WAITED_FOR = re.findall(
+BY_USER, GPUS, THREADS, _HOLDBACK, HELD_UP, WHO, WAITED_FOR = re.findall(
     r"^```text promql\n(.*?)^```$",
     (ROOT / "docs/monitoring.md").read_text("utf-8"),
     re.DOTALL | re.MULTILINE,

@@ -84,7 +84,10 @@ def damaged(file: str, change: Callable[[bytes], bytes]) -> Callable[[Path], obj
     ("damage", "named"),
     [
         (damaged("state.pt", lambda raw: raw[:-100]), "state.pt is missing or damaged"),
-        (damaged("state.pt", lambda raw: raw[:900] + b"x" + raw[901:]), "state.pt is missing or"),
+        (
+            damaged("state.pt", lambda raw: raw[:900] + bytes([raw[900] ^ 1]) + raw[901:]),
+            "state.pt is missing or",
+        ),
         (lambda path: (path / "state.pt").unlink(), "state.pt is missing or damaged"),
         (damaged("checkpoint.json", lambda raw: raw[:50]), "checkpoint.json is missing or damaged"),
         (damaged("checkpoint.json", lambda _: b"[]"), "checkpoint.json is missing or damaged"),

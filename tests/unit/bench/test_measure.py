@@ -90,9 +90,12 @@ def test_a_node_without_pytorch(place: Path) -> None:
     assert all(figure.value > 0 for figure in made.figures.values())
     # An independent look at the same memory: a copy by Python itself, on one core.
     data = bytearray(64 << 20)
-    begin = time.perf_counter()
-    bytes(data)
-    alone = 2 * len(data) / (time.perf_counter() - begin)
+    seconds = []
+    for _ in range(5):  # the fastest is the one that nothing else disturbed
+        begin = time.perf_counter()
+        bytes(data)
+        seconds.append(time.perf_counter() - begin)
+    alone = 2 * len(data) / min(seconds)
     assert 0.1 < made.figures["host.memory.domain0"].value / alone < 10 * (os.cpu_count() or 1)
 
 
