@@ -212,12 +212,12 @@ class Prometheus:
             "over": f"[{whole}s]",
             "steps": f"[{whole}s:{max(_STEP_SECONDS, whole // _MOST_STEPS)}s]",
         }
+        # a GPU and its node have figures of the same name: `of` keeps the two apart
         queries = [
-            f'label_replace({query}, "figure", "{name}", "", "")'
-            for name, query in {**_OVER_NODES, **_OVER_GPUS}.items()
-        ]
-        queries[len(_OVER_NODES) :] = [
-            f'label_replace({query}, "of", "gpu", "", "")' for query in queries[len(_OVER_NODES) :]
+            f'label_replace(label_replace({query}, "figure", "{name}", "", ""), '
+            f'"of", "{of}", "", "")'
+            for of, figures in (("node", _OVER_NODES), ("gpu", _OVER_GPUS))
+            for name, query in figures.items()
         ]
         return self._query(Template("\nor ".join(queries)).substitute(words), at=ended)
 
