@@ -39,6 +39,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Wanted", "report"]
 
+_PAGE_BYTES = 100
 _COMPARED = 2
 
 
@@ -149,8 +150,13 @@ def _compare(
 def _write(path: str, page: str) -> None:
     """Write a page, completely or not at all."""
     try:
+        if os.path.isfile(path):
+            with open(path, "rb") as before:
+                if not before.read(_PAGE_BYTES).lower().startswith(b"<!doctype html"):
+                    message = "exists and is not a page: name another file"
+                    raise InputError(message, field="--html", value=path)
         write_text(path, page)
-    except RecordError as error:
+    except (OSError, RecordError) as error:
         message = "cannot be written: is its directory there and writable?"
         raise InputError(message, field="--html", value=path) from error
     notice(f"wrote {path}")

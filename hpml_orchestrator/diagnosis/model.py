@@ -197,10 +197,17 @@ class Diagnosis:
     notes: Sequence[Finding] = ()  # of level note: what could be used better
 
     @property
+    def can_change(self) -> bool:
+        """Whether a change to the job file is proposed."""
+        return any(change.field for one in self.findings for change in one.changes)
+
+    @property
     def headline(self) -> str:
         """One line for `hpml show`: the first finding, or that nothing holds the run back."""
         if self.findings:
             return self.findings[0].verdict
+        if self.facts.over and self.facts.state not in ("COMPLETED", "TIMEOUT", "UNKNOWN"):
+            return f"it ended {self.facts.state}: `hpml show {self.facts.run}` has the reason"
         unknown = {one.kind for one in self.unknown}
         if "waits-for-data" in unknown or not self.healthy:
             return "not enough data to say what holds it back"

@@ -41,7 +41,7 @@ def text(diagnosis: Diagnosis) -> str:
     if more := diagnosis.findings[shown:]:
         lines += _field("also", "; ".join(one.verdict for one in more))
     lines += tail
-    if diagnosis.findings and facts.run:
+    if diagnosis.can_change and facts.run:
         lines += _field("next", f"hpml report {facts.run} --apply tuned.yaml, or --try")
     return "\n".join(printable(line) for line in lines[:_LINES])
 

@@ -48,6 +48,8 @@ def _is_flow(node: Node | None) -> bool:
 
 def flow_text(value: Any) -> str:
     """Return a value on one line: `{name: digits, target: shm}`."""
+    if isinstance(value, str):  # in a list, since a text such as `a{b}` needs quotes there only
+        return _dumped([value], flow=True).strip()[1:-1]
     return _dumped(value, flow=True).removesuffix("\n...").strip()
 
 

@@ -76,6 +76,7 @@ def test_two_runs_stand_side_by_side(runs: list[str], hpml: Hpml) -> None:
         (("{0}", "{1}", "{0}"), ("RUN", "two are compared")),
         (("{0}", "{1}", "--markdown"), ("--markdown", "--html")),
         (("{0}", "--html", "no/such/directory/page.html"), ("--html", "cannot be written")),
+        (("{0}", "--html", "/etc/hostname"), ("--html", "is not a page")),
         (("{0}", "nothing-like-this"), ("nothing-like-this",)),
     ],
 )

@@ -333,7 +333,9 @@ def test_a_fault_is_found_and_nothing_else(name: str) -> None:
         assert one.changes
         assert one.gain is None or 0 <= one.gain[0] <= one.gain[1] <= 1
     assert found.healthy or kinds or not given_facts.ranks
-    if not kinds:
+    if given_facts.state == "FAILED":
+        assert "hpml show digits-1" in found.headline or kinds
+    elif not kinds:
         assert found.headline == (
             "nothing found that holds it back"
             if given_facts.ranks

@@ -77,6 +77,14 @@ def test_one_field_changes_and_nothing_else(field: str, value: Any, old: str, ne
     assert [line for line in explained if line not in marks] == JOB.replace(old, new).splitlines()
 
 
+def test_a_list_on_one_line_stays_one() -> None:
+    """A text with braces gets its quotes there, and the comment stays."""
+    before = 'args: ["--data=/data", "6"]  # where\n'
+    after = set_field(before, "args.0", "--data={stage.data}")
+    assert after.endswith("# where\n")
+    assert parse_yaml(after, "job.yaml") == {"args": ["--data={stage.data}", "6"]}
+
+
 @pytest.mark.parametrize("document", ["- 1\n", "a: [1\n", "", "a: *b\n"])
 def test_what_is_no_mapping_is_refused(document: str) -> None:
     """The caller writes the file anew then."""
