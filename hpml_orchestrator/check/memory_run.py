@@ -17,10 +17,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from hpml_orchestrator import assets
 from hpml_orchestrator.errors import HpmlError, InputError, JobFailedError, counted
-from hpml_orchestrator.records.process import live_processes, read_stat
+from hpml_orchestrator.records.process import live_processes
 from hpml_orchestrator.records.texts import human_bytes, printable, seconds_text
 from hpml_orchestrator.script.template import variable, word
+from hpml_orchestrator.staging.request import kind_at
 
 if TYPE_CHECKING:
     from hpml_orchestrator.spec.job import Job
@@ -36,7 +38,6 @@ _POLL_SECONDS = 0.1
 _SHARE_OF_FREE = 0.8  # of the free memory of this machine, before a run is ended
 _MOST_ENTRIES = 2000  # of the working directory that are mirrored one by one
 _PYTHONS = ("python", "python3")
-_ARCHIVES = tuple(".tar .tgz .tar.gz .tar.xz .tar.bz2 .tar.zst .zip".split())
 _ELSEWHERE = ("SLURM_", "HPML_", "PMI", "PMIX_", "OMPI_", "TORCHELASTIC_", "GROUP_", "ROLE_")
 _RANK = {
     "RANK": "0",
@@ -304,17 +305,17 @@ class _Run:
         while time.monotonic() < deadline:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 return process.wait(_POLL_SECONDS)
-            others, whole = 0.0, 0.0
-            for stat in live_processes():
-                if stat.session == process.pid:
-                    private = _private_bytes(stat.pid)
-                    whole += private
-                    others += private if stat.pid != process.pid else 0.0
-            # Pages that the workers share with the rank become theirs as soon as it has ended.
-            leader = read_stat(process.pid)
-            if leader is not None and not leader.ended:
+            others = sum(
+                _private_bytes(stat.pid)
+                for stat in live_processes()
+                if stat.session == process.pid and stat.pid != process.pid
+            )
+            # Pages that the workers share with the rank become theirs as soon as it gives up its
+            # memory, which is before the kernel calls it ended. So it is read last.
+            own = _private_bytes(process.pid)
+            if own:
                 self.workers = max(self.workers, others)
-            if whole > most:
+            if others + own > most:
                 free = human_bytes(most)
                 return f"it took more memory than the {free} that this machine can spare"
         return None
@@ -354,8 +355,9 @@ class _Run:
             place = shlex.quote(_staged(stage, scratch))
             lines.append(f"export {variable(f'stage.{stage.name}')}={place}")
         if software.modules:
-            loads = [f"module load {word(module)} || exit" for module in software.modules]
-            lines += [_MODULE_INIT, *loads]
+            functions = shlex.quote(str(assets.path("templates/sbatch/hpml-job.sh")))
+            lines += [f"source {functions}", 'source "$(hpml_module_init)"']
+            lines += [f"module load {word(module)} || exit" for module in software.modules]
         if software.venv:
             lines.append(f"source {word(software.venv)}/bin/activate || exit")
         if software.conda:
@@ -375,15 +377,6 @@ class _Run:
         return "\n".join(lines) + "\n"
 
 
-_MODULE_INIT = """\
-if ! type module >/dev/null 2>&1; then
-  for file in "${MODULESHOME:+$MODULESHOME/init/bash}" "${LMOD_PKG:+$LMOD_PKG/init/bash}" \\
-      /etc/profile.d/lmod.sh /etc/profile.d/modules.sh /usr/share/modules/init/bash; do
-    if [ -n "$file" ] && [ -r "$file" ]; then . "$file"; break; fi
-  done
-fi"""
-
-
 def _staged(stage: Any, scratch: Path) -> str:
     """Return where the program finds an entry of `stage`: the source itself.
 
@@ -395,10 +388,7 @@ def _staged(stage: Any, scratch: Path) -> str:
         return str(stage.source)
     if not os.path.isfile(stage.source):
         raise InputError("does not exist", field=place, value=stage.source)
-    is_archive = stage.kind in ("tar", "zip") or (
-        stage.kind == "auto" and stage.source.lower().endswith(_ARCHIVES)
-    )
-    if is_archive:
+    if kind_at(stage.source, stage.kind) != "file":
         message = "is an archive, which hpml advise does not unpack"
         raise InputError(message, field=place, value=stage.source)
     directory = scratch / "stage" / stage.name

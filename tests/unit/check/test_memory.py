@@ -231,10 +231,10 @@ def test_a_job_without_a_python_program(fields: Any, field: str, tmp_path: Path)
     assert caught.value.field == field
 
 
-@pytest.mark.parametrize("stage", ["gone", "data.tar"])
+@pytest.mark.parametrize("stage", ["gone", "data.tar", "data.tbz2", "data.txz"])
 def test_staged_data_that_cannot_be_used_where_it_lies(stage: str, tmp_path: Path) -> None:
     """A source that does not exist or would be unpacked ends it before the program starts."""
-    for name in ("train.py", "data.tar"):
+    for name in ("train.py", "data.tar", "data.tbz2", "data.txz"):
         (tmp_path / name).touch()
     entry = {"name": "data", "source": str(tmp_path / stage)}
     job = job_of(tmp_path, script=str(tmp_path / "train.py"), stage=[entry])
