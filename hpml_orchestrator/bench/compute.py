@@ -22,6 +22,7 @@ from hpml_orchestrator.bench.figures import (
     figure,
     repeated,
 )
+from hpml_orchestrator.diagnosis.models import bus_bandwidth
 
 __all__ = ["measure_allreduce", "measure_cpu", "measure_gpu"]
 
@@ -147,8 +148,7 @@ def measure_allreduce(part: str, options: argparse.Namespace) -> None:
     if rank % (world if part == "node" else local) == 0:
         answer(curves={part: curve})
         if curve and curve[-1][1] == sizes[-1]:  # rates of smaller messages are others
-            bytes_moved = 2 * (world - 1) / world * sizes[-1]
-            rates = [bytes_moved / took for _, size, took in curve if size == sizes[-1]]
+            rates = [bus_bandwidth(*one) for one in curve if one[1] == sizes[-1]]
             figure(f"{part}.allreduce", rates, "B/s", ranks=world)
     distributed.destroy_process_group()
 

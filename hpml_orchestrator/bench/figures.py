@@ -13,6 +13,8 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+from hpml_orchestrator.topology.cpulist import parse_list
+
 __all__ = [
     "ANSWER",
     "LEAST_REPEATS",
@@ -99,7 +101,8 @@ def domains() -> dict[int, list[int]]:
     allowed, found = os.sched_getaffinity(0), {}
     for path in glob.glob("/sys/devices/system/node/node[0-9]*/cpulist"):
         number = int(os.path.basename(os.path.dirname(path))[4:])
-        cpus = _one_per_core(_cpus_in(path) & allowed)
+        with open(path, encoding="utf-8") as stream:
+            cpus = _one_per_core(allowed.intersection(parse_list(stream.read())))
         if cpus:
             found[number] = cpus
     return dict(sorted(found.items())) or {0: _one_per_core(allowed)}
@@ -116,14 +119,3 @@ def _one_per_core(cpus: set[int]) -> list[int]:
         except OSError:
             cores[str(cpu)] = cpu
     return sorted(cores.values())
-
-
-def _cpus_in(path: str) -> set[int]:
-    """Return the CPUs that a file lists, such as `0-3,8`."""
-    found: set[int] = set()
-    with open(path, encoding="utf-8") as stream:
-        for part in stream.read().strip().split(","):
-            first, _, last = part.partition("-")
-            if first:
-                found |= set(range(int(first), int(last or first) + 1))
-    return found

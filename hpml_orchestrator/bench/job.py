@@ -43,7 +43,11 @@ SECONDS = 110.0
 """After which the measuring program ends; with its start that is two minutes."""
 
 _PACKAGE = Path(__file__).resolve().parent.parent
-_MODULES = ("__init__", "bench/__init__", "bench/figures", "bench/host", "bench/compute")
+_MODULES = (
+    *("__init__", "errors", "bench/__init__", "bench/figures", "bench/host", "bench/compute"),
+    *("diagnosis/__init__", "diagnosis/model", "diagnosis/models"),
+    *("topology/__init__", "topology/cpulist"),
+)
 _MAIN = """\
 import sys
 

@@ -184,24 +184,23 @@ def advise(
     limit = float(resources.memory * MIB) if resources.memory else host_limit
     needed = None if host is None else host.at(batch)
     ranks = resources.ranks * resources.nodes
+    options = memory.ways(device, batch, gpus=ranks, gpus_per_node=resources.ranks)
     if resources.gpu_count:
         size, why = device_memory or (None, "")
         size = None if size is None else size / resources.ranks_per_gpu
-        options = memory.ways(device, batch, gpus=ranks, gpus_per_node=resources.ranks)
         room = None if size is None else (1 - memory.RESERVE) * size
         growing = (device.activations, device.other)
         fixed = device.states + (device.buckets if ranks > 1 else 0.0)
         most = None if room is None else memory.largest_batch(room, *growing, fixed=fixed)
-        way = None if size is None else memory.first_fit(options, size)
+        way = memory.first_fit(options, room)
         replicas = int(room // options[0].need) if room and ranks == 1 and way else 1
         return Advice(
             how, batch, host, needed, limit, device, size, why, options, way, room, most,
             max(1, replicas), notes,
         )  # fmt: skip
     if host is None:
-        options = memory.ways(device, batch, gpus=ranks, gpus_per_node=resources.ranks)
         share = None if limit is None else limit / resources.ranks
-        way = None if share is None else next((w for w in options if w.need <= share), None)
+        way = memory.first_fit(options, share)
         needed = options[0].need * resources.ranks
         return Advice(
             how, batch, None, needed, limit, options=options, way=way, room=share, notes=notes
@@ -209,12 +208,9 @@ def advise(
     # On the host a rank's share of the memory also holds the interpreter, data and workers.
     parts = device.states + device.activations.at(batch) + device.other.at(batch)
     beside = max(0.0, host.per_rank(batch) - parts)
-    options = [
-        Way(way.name, way.need + beside, way.what)
-        for way in memory.ways(device, batch, gpus=ranks, gpus_per_node=resources.ranks)
-    ]
+    options = [Way(way.name, way.need + beside, way.what) for way in options]
     share = None if limit is None else (limit - host.shared) / resources.ranks
-    way = None if share is None else next((w for w in options if w.need <= share), None)
+    way = memory.first_fit(options, share)
     most = None if share is None else memory.largest_batch(share, host.process, host.workers)
     return Advice(
         how, batch, host, needed, limit, None, None, "", options, way, share, most, notes=notes
@@ -272,7 +268,8 @@ def check_memory(job: Job, store: Store) -> list[Finding]:
 
 def _stored(job: Job, store: Store) -> Iterator[Finding]:
     """Yield a warning if the job as it is now does not fit by a stored advice."""
-    record = read_json(_path(store, job)) if _path(store, job).is_file() else None
+    path = _path(store, job)
+    record = read_json(path) if path.is_file() else None
     if record is None or record["script_modified"] != _modified(job):
         return
     resources = job.resources

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from hpml_orchestrator.diagnosis.model import Diagnosis, Facts, Peaks
-    from hpml_orchestrator.records.store import Store
+    from hpml_orchestrator.records.store import Store, Submission
     from hpml_orchestrator.runs.state import State
 
 __all__ = ["Wanted", "report"]
@@ -107,7 +107,10 @@ def report(
     url = prometheus or prometheus_of_site(os.environ, chosen=chosen_site(context)) or "none"
     server = None if url == "none" else Prometheus(url, read_credentials(prometheus_auth))
     site = chosen_site(context)
-    diagnoses = [_diagnosed(store, word, server, site) for word in runs or ["last"]]
+    submissions = [
+        one_run(store.resolve(word), field="RUN", has="report") for word in runs or ["last"]
+    ]
+    diagnoses = [_diagnosed(store, submission, server, site) for submission in submissions]
     if len(diagnoses) == _COMPARED:
         _compare(*diagnoses, as_json=as_json, as_markdown=as_markdown, html=html)
         return
@@ -115,8 +118,7 @@ def report(
     if wanted.anything:
         from hpml_orchestrator.cli.tuning import change  # noqa: PLC0415 - loads checks and sweeps
 
-        submission = one_run(store.resolve((runs or ["last"])[0]), field="RUN", has="report")
-        change(context, submission, diagnosis, wanted, as_json=as_json)
+        change(context, submissions[0], diagnosis, wanted, as_json=as_json)
         return
     if html is not None:
         from hpml_orchestrator.diagnosis.page import page  # noqa: PLC0415 - jinja2 takes long
@@ -197,14 +199,15 @@ class Wanted:
             raise InputError(f"needs {other}", field=option, hint=f"hpml report last {other}")
 
 
-def _diagnosed(store: Store, word: str, server: Prometheus | None, site: str) -> Diagnosis:
-    """Return the diagnosis of the run that a word names, with what `hpml bench` measured.
+def _diagnosed(
+    store: Store, submission: Submission, server: Prometheus | None, site: str
+) -> Diagnosis:
+    """Return the diagnosis of a run, with what `hpml bench` measured.
 
     Raises:
         NotFoundError: it has not started.
         RecordError: its records cannot be read.
     """
-    submission = one_run(store.resolve(word), field="RUN", has="report")
     state = states(store, [submission])[0]
     if state.state == UNREADABLE:
         raise RecordError(state.reason)

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from hpml_orchestrator.diagnosis.balance import crowded
 from hpml_orchestrator.diagnosis.model import Change
 from hpml_orchestrator.diagnosis.shares import (
+    busy_cpus,
     find,
     shares,
 )
@@ -64,9 +65,8 @@ def waits_for_data(facts: Facts) -> Finding | str | None:
 
 
 def _cpus_busy(facts: Facts) -> float | None:
-    known = [node for node in facts.nodes if node.cpus and node.mean_cpus is not None]
-    cpus = sum(node.cpus or 0 for node in known)
-    return sum(node.mean_cpus or 0 for node in known) / cpus if cpus else None
+    known = busy_cpus(facts)
+    return known[0] / known[1] if known else None
 
 
 def _rate(facts: Facts) -> float | None:

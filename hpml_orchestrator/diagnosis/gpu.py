@@ -5,7 +5,15 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from hpml_orchestrator.diagnosis.model import Change
-from hpml_orchestrator.diagnosis.shares import exclude, find, hours, nodes_text, shares
+from hpml_orchestrator.diagnosis.shares import (
+    busy_cpus,
+    exclude,
+    find,
+    hours,
+    is_idle,
+    nodes_text,
+    shares,
+)
 from hpml_orchestrator.records.texts import human_bytes
 
 if TYPE_CHECKING:
@@ -23,7 +31,6 @@ __all__ = [
 ]
 
 _HARDWARE_XIDS = frozenset("48 62 64 74 79 92 94 95 119 120 121 136 140 143".split())
-_IDLE = 0.02
 _HALF = 0.5
 _EXPLAINED = 0.10
 _LITTLE = 0.6
@@ -32,13 +39,7 @@ _PARTS = ("data_wait_seconds", "transfer_seconds", "wait_seconds", "comm_seconds
 
 def used_gpus(facts: Facts) -> list[GpuFacts]:
     """Return the GPUs that the job worked on."""
-    return [
-        gpu
-        for node in facts.nodes
-        for gpu in node.gpus
-        if gpu.has_process is not False
-        and (gpu.utilization_ratio is None or gpu.utilization_ratio > _IDLE)
-    ]
+    return [gpu for node in facts.nodes for gpu in node.gpus if not is_idle(gpu)]
 
 
 def _mean(gpus: list[GpuFacts], name: str) -> float | None:
@@ -138,11 +139,10 @@ def launch_bound(facts: Facts) -> Finding | str | None:
 def cpu_bound(facts: Facts) -> Finding | None:
     """Return whether the CPUs of a job with GPUs are all busy while its GPUs are not."""
     busy = _mean(used_gpus(facts), "utilization_ratio")
-    known = [node for node in facts.nodes if node.cpus and node.mean_cpus is not None]
-    cpus = sum(node.cpus or 0 for node in known)
-    if not cpus or busy is None or busy >= _HALF or _share(facts, *_PARTS) >= _EXPLAINED:
+    known = busy_cpus(facts)
+    if known is None or busy is None or busy >= _HALF or _share(facts, *_PARTS) >= _EXPLAINED:
         return None
-    share = sum(node.mean_cpus or 0 for node in known) / cpus
+    share, cpus = known[0] / known[1], known[1]
     asked = int((facts.job.get("resources") or {}).get("cpus_per_rank") or 1)
     text = f"ask for {2 * asked} CPUs per rank"
     return find(

@@ -9,7 +9,6 @@ import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal
 
 from hpml_orchestrator.errors import InputError, did_you_mean
 
@@ -38,7 +37,6 @@ RESERVE = 0.1
 CUDA_HOST_BYTES = 2 * GIB
 """Host memory of one process that uses CUDA, for the libraries and the context: an estimate."""
 
-Precision = Literal["float32", "autocast", "mixed", "bfloat16"]
 PRECISIONS: Mapping[str, tuple[int, int, int, int]] = {
     # bytes per parameter: weights, gradients, each copy of the optimizer, master weights
     "float32": (4, 4, 4, 0),
@@ -277,9 +275,9 @@ def ways(need: DeviceNeed, batch: float | None, *, gpus: int, gpus_per_node: int
     return found
 
 
-def first_fit(options: Sequence[Way], device_bytes: float) -> Way | None:
-    """Return the simplest way that fits, with the reserve; None if none does."""
-    return next((way for way in options if way.need <= (1 - RESERVE) * device_bytes), None)
+def first_fit(options: Sequence[Way], room: float | None) -> Way | None:
+    """Return the simplest way that needs no more than the room; None if none does, or unknown."""
+    return None if room is None else next((way for way in options if way.need <= room), None)
 
 
 def largest_batch(room: float, *parts: Linear, fixed: float = 0.0) -> int | None:

@@ -12,6 +12,7 @@ from hpml_orchestrator import __version__
 from hpml_orchestrator.diagnosis import parts
 from hpml_orchestrator.diagnosis.model import Diagnosis, Facts, Finding, NodeFacts
 from hpml_orchestrator.diagnosis.models import Roofline, imbalance, roofline
+from hpml_orchestrator.diagnosis.shares import hours_unit
 from hpml_orchestrator.diagnosis.side import Row, Side
 from hpml_orchestrator.diagnosis.templates import environment, number
 from hpml_orchestrator.diagnosis.wording import change_text, gain_text, status_line
@@ -145,7 +146,6 @@ def _cards(diagnosis: Diagnosis) -> list[tuple[str, str, str]]:
 
 
 def _finding(finding: Finding, facts: Facts) -> dict[str, Any]:
-    unit = "GPU-hours" if facts.gpu_count else "core-hours"
     return {
         "kind": finding.kind,
         "level": finding.level,
@@ -154,7 +154,7 @@ def _finding(finding: Finding, facts: Facts) -> dict[str, Any]:
         "changes": [_sentence(change_text(one)) for one in finding.changes],
         "gain": finding.gain,
         "gain_text": gain_text(finding.gain) if finding.gain else "",
-        "hours": f"{finding.gain_hours:.2g} {unit}" if finding.gain_hours else "",
+        "hours": f"{finding.gain_hours:.2g} {hours_unit(facts)}" if finding.gain_hours else "",
     }
 
 

@@ -6,7 +6,15 @@ import math
 from typing import TYPE_CHECKING
 
 from hpml_orchestrator.diagnosis.model import Change
-from hpml_orchestrator.diagnosis.shares import find, hours, is_judged, nodes_text, steps_known
+from hpml_orchestrator.diagnosis.shares import (
+    busy_cpus,
+    find,
+    hours,
+    is_idle,
+    is_judged,
+    nodes_text,
+    steps_known,
+)
 from hpml_orchestrator.diagnosis.thresholds import SEEN_SECONDS, THRESHOLDS
 from hpml_orchestrator.records.texts import human_bytes, seconds_text
 
@@ -19,7 +27,6 @@ _GIB = 1 << 30
 _RESERVE = 1.3  # memory, cores and time that a right-sized job still has to spare
 _SMALL_BYTES = 8 * _GIB
 _FEW_CPUS = 1.0
-_IDLE = 0.02
 _FULL_GPU = 0.97
 
 
@@ -100,11 +107,7 @@ def gpu_unused(facts: Facts) -> Finding | str | None:
     unused, known, nodes = 0.0, 0.0, []
     for node in facts.nodes:
         allocated = max(node.gpus_allocated or 0.0, len(node.gpus))
-        idle = sum(
-            gpu.has_process is False
-            or (gpu.utilization_ratio is not None and gpu.utilization_ratio <= _IDLE)
-            for gpu in node.gpus
-        )
+        idle = sum(map(is_idle, node.gpus))
         missing = 0.0 if node.gpus_used is None else allocated - node.gpus_used
         count = max(float(idle), missing)
         known += allocated
@@ -153,12 +156,12 @@ def _has_worked(facts: Facts) -> bool:
 
 def cpus_unused(facts: Facts) -> Finding | str | None:
     """Return whether most of the allocated CPUs were idle."""
-    known = [node for node in facts.nodes if node.cpus and node.mean_cpus is not None]
-    cpus, busy = (sum(getattr(node, name) or 0 for node in known) for name in ("cpus", "mean_cpus"))
-    if not cpus:
+    known = busy_cpus(facts)
+    if known is None:
         return None
+    busy, cpus, nodes = known
     share, ranks = busy / cpus, max(1, facts.world_size)
-    if not is_judged(facts) or cpus - busy < _FEW_CPUS * len(known):
+    if not is_judged(facts) or cpus - busy < _FEW_CPUS * nodes:
         if THRESHOLDS["cpus-unused"].level(share):
             return None  # what is not judged is not praised either
         return f"{busy:.1f} of {cpus:.0f} CPUs busy"

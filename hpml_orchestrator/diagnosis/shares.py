@@ -18,13 +18,16 @@ from hpml_orchestrator.diagnosis.thresholds import (
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from hpml_orchestrator.diagnosis.model import Facts, Level, RankFacts
+    from hpml_orchestrator.diagnosis.model import Facts, GpuFacts, Level, RankFacts
 
 __all__ = [
+    "busy_cpus",
     "excesses",
     "exclude",
     "find",
     "hours",
+    "hours_unit",
+    "is_idle",
     "is_judged",
     "nodes_text",
     "part",
@@ -36,6 +39,7 @@ __all__ = [
 ]
 
 _SHOWN = 4
+_IDLE = 0.02  # share of the time with a kernel
 
 
 def steps_known(facts: Facts) -> bool:
@@ -91,6 +95,27 @@ def hours(facts: Facts, share: float = 1.0) -> float | None:
     if not facts.elapsed_seconds or not units:
         return None
     return share * units * facts.elapsed_seconds / 3600
+
+
+def hours_unit(facts: Facts) -> str:
+    """Return the unit of `hours`."""
+    return "GPU-hours" if facts.gpu_count else "core-hours"
+
+
+def busy_cpus(facts: Facts) -> tuple[float, float, int] | None:
+    """Return how many CPUs were busy, of how many, on how many nodes; None if unknown."""
+    known = [node for node in facts.nodes if node.cpus and node.mean_cpus is not None]
+    if not known:
+        return None
+    busy, cpus = (sum(getattr(node, name) for node in known) for name in ("mean_cpus", "cpus"))
+    return busy, cpus, len(known)
+
+
+def is_idle(gpu: GpuFacts) -> bool:
+    """Whether no process of the job opened a GPU, or none worked on it."""
+    return gpu.has_process is False or (
+        gpu.utilization_ratio is not None and gpu.utilization_ratio <= _IDLE
+    )
 
 
 def is_judged(facts: Facts) -> bool:

@@ -11,7 +11,7 @@ from typing import Any
 
 from hpml_orchestrator.diagnosis import parts
 from hpml_orchestrator.diagnosis.model import Diagnosis, Facts
-from hpml_orchestrator.diagnosis.shares import hours
+from hpml_orchestrator.diagnosis.shares import hours, hours_unit
 from hpml_orchestrator.diagnosis.wording import status_line
 from hpml_orchestrator.errors import InputError
 from hpml_orchestrator.records.texts import first_few, printable
@@ -289,7 +289,7 @@ def _throughput(facts: Facts) -> dict[str, float]:
     if rate := parts.samples_per_second(facts.ranks):
         figures["samples/s in steps"] = rate
     if spent := hours(facts):
-        figures["GPU-hours" if facts.gpu_count else "core-hours"] = spent
+        figures[hours_unit(facts)] = spent
     return figures
 
 

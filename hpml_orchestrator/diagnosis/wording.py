@@ -6,6 +6,7 @@ import textwrap
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
+from hpml_orchestrator.diagnosis.shares import hours, hours_unit
 from hpml_orchestrator.errors import counted
 from hpml_orchestrator.records.texts import printable, seconds_text
 
@@ -56,8 +57,8 @@ def status_line(diagnosis: Diagnosis) -> str:
     units, unit = (facts.gpu_count, "GPU") if facts.gpu_count else (facts.core_count, "core")
     if units:
         parts.append(counted(units, unit))
-        if facts.elapsed_seconds:
-            parts.append(f"{units * facts.elapsed_seconds / 3600:.2g} {unit}-hours")
+    if spent := hours(facts):
+        parts.append(f"{spent:.2g} {hours_unit(facts)}")
     return ", ".join(parts)
 
 
@@ -126,8 +127,7 @@ def gain_text(gain: tuple[float, float]) -> str:
 def _cost(finding: Finding, diagnosis: Diagnosis) -> str:
     if not finding.gain_hours:
         return ""
-    unit = "GPU-hours" if diagnosis.facts.gpu_count else "core-hours"
-    return f"about {finding.gain_hours:.2g} {unit} of this run"
+    return f"about {finding.gain_hours:.2g} {hours_unit(diagnosis.facts)} of this run"
 
 
 def markdown(diagnosis: Diagnosis) -> str:

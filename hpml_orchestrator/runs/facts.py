@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import time
+from collections import defaultdict
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -198,28 +199,23 @@ def _measured(
     samples: Sequence[tuple[Mapping[str, str], float]], seconds: float
 ) -> list[NodeFacts]:
     """Return what Prometheus knows of a job's nodes, in the form of a record."""
-    nodes: dict[str, dict[str, float]] = {}
-    gpus: dict[tuple[str, str], Gpu] = {}
+    nodes: dict[str, dict[str, float]] = defaultdict(dict)
+    names: dict[tuple[str, str], str] = {}
+    # of each GPU by node and UUID: figures, and what is by reason or by XID
+    of_gpus: dict[tuple[str, str], dict[str, dict[str, float]]] = defaultdict(
+        lambda: defaultdict(dict)
+    )
     for labels, value in samples:
         name, node = labels["figure"], labels.get("node", "")
         if labels.get("of") != "gpu":
-            known = nodes.setdefault(node, {})
-            known[name] = max(value, known.get(name, 0.0))
+            nodes[node][name] = max(value, nodes[node].get(name, 0.0))
             continue
         key = node, labels["uuid"]
-        figures, throttled, errors = (
-            ({}, {}, {})
-            if key not in gpus
-            else (
-                dict(gpus[key].figures),
-                dict(gpus[key].throttled_seconds),
-                dict(gpus[key].xid_errors),
-            )
-        )
+        names[key] = labels.get("name") or names.get(key, "")
         which = labels.get("reason") or labels.get("xid")
-        kept = {"throttled_seconds": throttled, "xid_errors": errors}.get(name, figures)
-        kept[which or name] = value
-        gpus[key] = Gpu(key[1], labels.get("name", ""), seconds, figures, throttled, errors)
+        group = name if name in ("throttled_seconds", "xid_errors") else "figures"
+        of_gpus[key][group][which or name] = value
+    gpus = {key: Gpu(key[1], names[key], seconds, **groups) for key, groups in of_gpus.items()}
     return [
         _node(
             Monitored(

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from hpml_orchestrator.records.store import Submission
     from hpml_orchestrator.spec.site import ResolvedSite
 
-__all__ = ["Tuned", "job_of_run", "refuse_function", "tune", "write_tuned"]
+__all__ = ["Tuned", "job_of_run", "refuse_unchangeable", "tune", "write_tuned"]
 
 _POINT = re.compile(r"\{(point\.[^{}]+)\}")
 _WITH_POINTS = ("args", "command", "environment")
@@ -87,11 +87,12 @@ def _filled(value: Any, values: Mapping[str, str]) -> Any:
     return [_filled(inner, values) for inner in value] if isinstance(value, list) else value
 
 
-def refuse_function(record: Mapping[str, Any], label: str) -> None:
-    """Refuse a run without a job file: a Python function that submitit submitted.
+def refuse_unchangeable(record: Mapping[str, Any], label: str, chosen: Chosen) -> None:
+    """Refuse a run whose job file cannot be changed, or of which nothing has to change.
 
     Raises:
-        InputError: it is one.
+        InputError: it has no job file, as a Python function that submitit submitted; or there is no
+            change.
     """
     if "SUBMITIT_EXECUTOR" in record["job"]["environment"]["variables"]:
         raise InputError(
@@ -99,6 +100,11 @@ def refuse_function(record: Mapping[str, Any], label: str) -> None:
             field="RUN",
             value=label,
             hint="change the parameters of the executor; `hpml report` names them",
+        )
+    if not chosen.made:
+        hint = "; ".join(chosen.left) or f"`hpml report {label}` shows what was found"
+        raise InputError(
+            "nothing in the job file has to change", field="RUN", value=label, hint=hint
         )
 
 
@@ -120,12 +126,7 @@ def tune(
         InputError: there is nothing to change, or the changed job is not valid.
     """
     label, record = submission.label, submission.record()
-    refuse_function(record, label)
-    if not chosen.made:
-        hint = "; ".join(chosen.left) or f"`hpml report {label}` shows what was found"
-        raise InputError(
-            "nothing in the job file has to change", field="RUN", value=label, hint=hint
-        )
+    refuse_unchangeable(record, label, chosen)
     source = Path(str(record["job_file"]))
     ran = job_of_run(submission)
     reasons = {name: f"{one.reason}, in {label}" for one in chosen.made for name in one.fields}

@@ -16,10 +16,10 @@ from statistics import median
 from typing import TYPE_CHECKING, Any
 
 from hpml_orchestrator.diagnosis.apply import Chosen, changed_job
-from hpml_orchestrator.errors import InputError, counted
+from hpml_orchestrator.errors import counted
 from hpml_orchestrator.records.ids import new_id
 from hpml_orchestrator.records.texts import seconds_text
-from hpml_orchestrator.runs.tuned import job_of_run, refuse_function
+from hpml_orchestrator.runs.tuned import job_of_run, refuse_unchangeable
 from hpml_orchestrator.spec.job import Job
 from hpml_orchestrator.spec.sweep import make_sweep
 from hpml_orchestrator.spec.values import format_time, parse_time
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 __all__ = ["Outcome", "make_trial", "outcome", "sentences", "stopped_reason", "summary_lines"]
 
 _AXIS = "job"
-_BEFORE, _AFTER = "original", "changed"
+_NAMES = _BEFORE, _AFTER = "original", "changed"
 _USABLE = ("COMPLETED", "PRUNED")
 _SETUP = ("start-up", "staging", "launch", "rendezvous", "warm-up")
 _SPARE_SECONDS = 1800  # of a shortened run's time limit, for slow nodes and the end
@@ -98,14 +98,7 @@ def make_trial(
         InputError: nothing can be tried, or the run cannot be repeated.
     """
     record, label = submission.record(), submission.label
-    refuse_function(record, label)
-    if not chosen.made:
-        raise InputError(
-            "nothing in the job file has to change",
-            field="RUN",
-            value=label,
-            hint="; ".join(chosen.left) or f"`hpml report {label}` shows what was found",
-        )
+    refuse_unchangeable(record, label, chosen)
     count, seconds = repeats or MIN_REPEATS, minutes * 60 if facts.channel else 0.0
     original = _single(job_of_run(submission), submission.index)
     changed = changed_job(original, chosen.fields)
@@ -131,7 +124,7 @@ def make_trial(
         submission.directory / "trial",
         where="a trial",
     )
-    shapes = tuple(_shape(number, name, jobs[number]) for number, name in enumerate(_names()))
+    shapes = tuple(_shape(number, name, jobs[number]) for number, name in enumerate(_NAMES))
     points = tuple(_points(count, seeded=bool(placeholders)))
     hours = [shapes[point.shape] for point in points]
     name = f"{jobs[0].name[:36]}-try"
@@ -169,10 +162,6 @@ def make_trial(
             "whole_seconds": facts.elapsed_seconds if facts.state == "COMPLETED" else None,
         },
     )
-
-
-def _names() -> tuple[str, str]:
-    return _BEFORE, _AFTER
 
 
 def _single(job: dict[str, Any], index: int | None) -> dict[str, Any]:
@@ -225,7 +214,7 @@ def _points(count: int, *, seeded: bool) -> Iterator[Point]:
             yield Point(
                 number=2 * repeat + place,
                 shape=shape,
-                values={_AXIS: _names()[shape]},
+                values={_AXIS: _NAMES[shape]},
                 repeat=repeat,
                 seed=repeat + 1,
                 variables={"seed": str(repeat + 1)} if seeded else {},
@@ -272,7 +261,7 @@ def outcome(plan: SweepPlan, rows: Sequence[Row]) -> Outcome:
     """
     points = {point.number: point for point in plan.points}
     last = {row.point: row for row in sorted(rows, key=lambda row: row.start)}
-    usable: dict[str, dict[int, Row]] = {name: {} for name in _names()}
+    usable: dict[str, dict[int, Row]] = {name: {} for name in _NAMES}
     failed: dict[str, tuple[int, str]] = {}
     for number, row in last.items():
         name = points[number].values[_AXIS]
