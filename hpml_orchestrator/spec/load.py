@@ -116,7 +116,9 @@ def load_job(
     data.setdefault("workdir", ".")
     problems = [*_unknown_placeholders(data, points), *_wrong_targets(data)]
     make_absolute(data, source.parent)
-    hint = f"in {source}; `hpml schema job` prints every field"
+    # `hpml bench` has no job file: its fields are given, and the path only places them.
+    where = f"in {source}; " if source.is_file() else ""
+    hint = f"{where}`hpml schema job` prints every field"
     try:
         job = Job.model_validate(data)
     except ValidationError as error:

@@ -111,13 +111,15 @@ def test_without_a_place_for_results_it_still_judges(tmp_path: Path) -> None:
         (["--set", "resources.cpus_per_rank=9999"], "resources.cpus_per_rank"),
         (["--set", "environment.venv=missing"], "environment.venv"),
         (["--set", "environment.python=missing-python", "--set", "name=x y"], "name"),
+        (["--set", "resources.memroy=3"], "resources.memroy: there is no such field"),
         (["--backend", "nowhere"], "--backend"),
     ],
 )
 def test_what_is_refused(tmp_path: Path, options: Sequence[str], message: str) -> None:
-    """Nothing is submitted, and the error names option and value."""
+    """Nothing is submitted; the error names option and value, and no job file: there is none."""
     done = bench(Desk(tmp_path), *options)
     assert done.returncode == 2, done.stderr
+    assert "bench.yaml" not in done.stderr
     assert f"error: {message}" in done.stderr
     assert "Traceback" not in done.stderr
     assert not list(tmp_path.glob("records/submissions/*"))
