@@ -7,8 +7,10 @@ import contextlib
 import fcntl
 import os
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from functools import partial
 from typing import Any
@@ -29,23 +31,32 @@ __all__ = ["measure_allreduce", "measure_cpu", "measure_gpu"]
 _GPU_DTYPES = ("bfloat16", "float16", "tf32", "float32", "float64")
 _BFLOAT16_FLAGS = {"avx512_bf16", "amx_bf16", "bf16", "svebf16"}
 _ALLREDUCE_SECONDS = 12.0
-_CPU_SIZES = {1024: 8, 2048: 32, 4096: 1 << 20}  # of matrices: most cores
+_CPU_SIZE = 1024  # of matrices: three of a core are 12 MiB
+_CPU_SECONDS = 8.0
 _AMPERE = 8  # the first architecture with bfloat16 and TF32
 
 
 def measure_cpu() -> None:
-    """Multiply matrices on all cores."""
+    """Multiply matrices on all cores, on each by itself: a disturbed one does not stop the rest."""
     import torch  # noqa: PLC0415 - nodes may lack it
 
-    cores = sum(len(cpus) for cpus in domains().values())
-    torch.set_num_threads(cores)
-    size = next(size for size, most in _CPU_SIZES.items() if cores <= most)
+    cpus = [cpu for several in domains().values() for cpu in several]
     native = bool(cpu_flags() & _BFLOAT16_FLAGS)  # else it is converted, and very slow
-    for name in ("float32", "bfloat16") if native else ("float32",):
-        left, right = (torch.randn(size, size).to(getattr(torch, name)) for _ in range(2))
-        result = torch.empty_like(left)
-        rates = repeated(partial(torch.mm, left, right, out=result), 2.0 * size**3)
-        figure(f"cpu.matmul.{name}", rates, "FLOP/s")
+    names = ("float32", "bfloat16") if native else ("float32",)
+    for name in names:
+        gate = threading.Barrier(len(cpus))
+
+        def multiply(cpu: int, name: str = name, gate: Any = gate) -> list[float]:
+            os.sched_setaffinity(0, {cpu})  # of this thread alone
+            torch.set_num_threads(1)
+            shape = _CPU_SIZE, _CPU_SIZE
+            left, right = (torch.randn(*shape).to(getattr(torch, name)) for _ in range(2))
+            work = partial(torch.mm, left, right, out=torch.empty_like(left))
+            gate.wait()
+            return repeated(work, 2.0 * _CPU_SIZE**3, _CPU_SECONDS / len(names))
+
+        with ThreadPoolExecutor(len(cpus)) as pool:
+            figure(f"cpu.matmul.{name}", list(pool.map(multiply, cpus)), "FLOP/s")
 
 
 # --- GPUs
@@ -78,12 +89,12 @@ def measure_gpu(index: int, shm: str) -> None:
         a, b = (torch.randn(size, size, device="cuda").to(dtype) for _ in range(2))
         c = torch.empty_like(a)
         rates = timed(partial(torch.mm, a, b, out=c), 2.0 * size**3)
-        figure(f"gpu{index}.matmul.{name}", rates, "FLOP/s")
+        figure(f"gpu{index}.matmul.{name}", [rates], "FLOP/s")
     del a, b, c
     torch.cuda.empty_cache()
     size = int(min(1 << 30, about.total_memory // 8))
     source, target = (torch.zeros(size, dtype=torch.uint8, device="cuda") for _ in range(2))
-    figure(f"gpu{index}.memory", timed(lambda: target.copy_(source), 2.0 * size), "B/s")
+    figure(f"gpu{index}.memory", [timed(lambda: target.copy_(source), 2.0 * size)], "B/s")
     with alone(shm):  # GPUs share links and the memory of the host
         bound = gpu_domain(about)
         pinned = []
@@ -95,7 +106,7 @@ def measure_gpu(index: int, shm: str) -> None:
             copy = partial(device.copy_, host, non_blocking=True)
             rates = timed(copy, float(device.numel()))
             name = "host_to_device" if number == bound or bound is None else "host_to_device_remote"
-            figure(f"gpu{index}.{name}", rates, "B/s")
+            figure(f"gpu{index}.{name}", [rates], "B/s")
             if bound is None:
                 break
 
@@ -149,7 +160,7 @@ def measure_allreduce(part: str, options: argparse.Namespace) -> None:
         answer(curves={part: curve})
         if curve and curve[-1][1] == sizes[-1]:  # rates of smaller messages are others
             rates = [bus_bandwidth(*one) for one in curve if one[1] == sizes[-1]]
-            figure(f"{part}.allreduce", rates, "B/s", ranks=world)
+            figure(f"{part}.allreduce", [rates], "B/s", ranks=world)
     distributed.destroy_process_group()
 
 

@@ -7,10 +7,9 @@ import glob
 import json
 import os
 import platform
-import statistics
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from hpml_orchestrator.topology.cpulist import parse_list
@@ -20,6 +19,7 @@ __all__ = [
     "LEAST_REPEATS",
     "MIB",
     "REPEATS",
+    "Tracks",
     "Unmeasured",
     "answer",
     "cpu_flags",
@@ -36,6 +36,13 @@ ANSWER = "hpml-bench: "
 """Begins the lines of a part's output that are answers."""
 
 _SECONDS = 1.0  # for the repeats of one figure
+# The period of CPU quotas (Linux: cpu.max, 100 ms by default): a repeat that is shorter may pass
+# between two pauses, and the best ones would not show that the node is throttled.
+_REPEAT_SECONDS = 0.1
+_PARTS = 4
+
+
+Tracks = Sequence[Sequence[float]]
 
 
 class Unmeasured(Exception):  # noqa: N818 - not a fault
@@ -48,32 +55,57 @@ def answer(**fields: Any) -> None:
     sys.stdout.flush()
 
 
-def figure(name: str, rates: list[float], unit: str, ranks: int | None = None) -> None:
-    """Print the median of a figure's repeats, and the scatter of the middle ones around it."""
-    ordered = sorted(rates)
-    middle = ordered[len(ordered) // 4 : -(len(ordered) // 4) or None]
-    value = statistics.median(ordered)
-    spread = (middle[-1] - middle[0]) / 2 / value
+def figure(name: str, tracks: Tracks, unit: str, ranks: int | None = None) -> None:
+    """Print a figure and its spread.
+
+    Other processes, hypervisors and interrupts only ever add time, so that the faster repeats are
+    nearer to what the hardware can do, and repeat better than the median (Chen and Revels 2016,
+    "Robust benchmarking in noisy environments"; STREAM reports the fastest repeat as well). The
+    figure is the rate that a quarter of the repeats reach: the very fastest ones may be errors of
+    the clock, or fall between two pauses that a CPU quota causes.
+
+    The spread is half of the range of the same estimate in four successive parts of the repeats,
+    about twice the standard error of the whole. Scatter of single repeats is no part of it;
+    disturbance or throttling that lasts for some of the parts is.
+
+    Args:
+        name: of the figure.
+        tracks: rates of the repeats, in the order of time, for each thread that worked by itself
+            at the same time; the figure is their sum.
+        unit: of the rates.
+        ranks: that took part.
+    """
+    value = sum(map(_best_quarter, tracks))
+    parts = [sum(map(_best_quarter, part)) for part in zip(*map(_parts, tracks))]  # noqa: B905
+    spread = (max(parts) - min(parts)) / 2 / value
     made = {"value": value, "unit": unit, "spread": round(spread, 5), "ranks": ranks}
     answer(figures={name: made})
 
 
+def _best_quarter(rates: Sequence[float]) -> float:
+    """Return the lowest of the best quarter of the rates."""
+    return sorted(rates)[-1 - (len(rates) - 1) // 4]
+
+
+def _parts(rates: Sequence[float]) -> list[Sequence[float]]:
+    """Divide rates into successive parts of equal length."""
+    number = min(_PARTS, len(rates))
+    ends = [len(rates) * (index + 1) // number for index in range(number)]
+    return [rates[begin:end] for begin, end in zip([0, *ends], ends)]  # noqa: B905 - Python 3.9
+
+
 def repeated(work: Callable[[], object], amount: float, seconds: float = _SECONDS) -> list[float]:
-    """Return the rates of several repeats, each of as many calls as fill its share of the time."""
+    """Return the rates of repeats, each of as many calls as fill the time of a repeat."""
     work()  # warm up
-    begin = time.perf_counter()
-    work()
-    once = max(time.perf_counter() - begin, 1e-9)
-    calls = max(1, int(seconds / REPEATS / once))
-    rates = []
-    begin_all = time.perf_counter()
-    for _ in range(REPEATS):
-        begin = time.perf_counter()
-        for _ in range(calls):
+    rates: list[float] = []
+    end = time.perf_counter() + seconds
+    while len(rates) < LEAST_REPEATS or time.perf_counter() < end:
+        calls, took, begin = 0, 0.0, time.perf_counter()
+        while took < _REPEAT_SECONDS:
             work()
-        rates.append(amount * calls / (time.perf_counter() - begin))
-        if len(rates) >= LEAST_REPEATS and time.perf_counter() - begin_all > 4 * seconds:
-            break
+            calls += 1
+            took = time.perf_counter() - begin
+        rates.append(amount * calls / took)
     return rates
 
 

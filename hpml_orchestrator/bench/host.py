@@ -27,6 +27,8 @@ from hpml_orchestrator.bench.figures import (
 __all__ = ["measure_files", "measure_memory"]
 
 _MEMORY_BYTES = 512 * MIB  # of a domain: far more than any cache
+_MEMORY_SECONDS, _DOMAIN_SECONDS = 8.0, 2.0  # for all domains, and at least for each
+_OPEN_SECONDS = 4.0
 _FILE_REPEATS = 7
 _FILE_BYTES = 64 * MIB  # of one repeat
 _BLOCK_BYTES = 4 * MIB
@@ -37,7 +39,9 @@ _WRITE_SECONDS = 8
 
 def measure_memory() -> None:
     """Copy memory with one thread per core of each domain; bytes read and written count."""
-    for number, cpus in domains().items():
+    found = domains()
+    seconds = max(_DOMAIN_SECONDS, _MEMORY_SECONDS / len(found))
+    for number, cpus in found.items():
         size = _MEMORY_BYTES // 2 // len(cpus) // 4096 * 4096
         size = max(size, 2 * MIB)
         gate = threading.Barrier(len(cpus) + 1)
@@ -65,12 +69,12 @@ def measure_memory() -> None:
             gate.wait()
             gate.wait()
 
-        rates = repeated(work, 2 * 2 * size * len(cpus))
+        rates = repeated(work, 2 * 2 * size * len(cpus), seconds)
         loops[0] = 0
         gate.wait()
         for thread in threads:
             thread.join()
-        figure(f"host.memory.domain{number}", rates, "B/s")
+        figure(f"host.memory.domain{number}", [rates], "B/s")
 
 
 def measure_files(part: str, options: argparse.Namespace) -> None:
@@ -131,10 +135,10 @@ def measure_stream(part: str, directory: str, ranks: int | None) -> None:
             writes.append(_FILE_BYTES / (time.perf_counter() - begin))
             if len(writes) >= LEAST_REPEATS and time.perf_counter() > limit:
                 break
-        figure(f"{part}.write", writes, "B/s", ranks)
+        figure(f"{part}.write", [writes], "B/s", ranks)
         with Reader(descriptor) as reader:
             rates = [reader.rate(repeat * _FILE_BYTES) for repeat in range(len(writes))]
-        figure(f"{part}.read", rates, "B/s", ranks)
+        figure(f"{part}.read", [rates], "B/s", ranks)
     finally:
         os.close(descriptor)
 
@@ -205,7 +209,11 @@ def measure_opens(directory: str, ranks: int | None) -> None:
                 os.close(descriptor)
 
         with ThreadPoolExecutor(_OPENERS) as pool:
-            rates = repeated(lambda: list(pool.map(read, paths, chunksize=16)), float(_SMALL_FILES))
-        figure("shared.opens", rates, "1/s", ranks)
+
+            def read_all() -> None:
+                list(pool.map(read, paths, chunksize=16))
+
+            rates = repeated(read_all, float(_SMALL_FILES), _OPEN_SECONDS)
+        figure("shared.opens", [rates], "1/s", ranks)
     finally:
         shutil.rmtree(made, ignore_errors=True)

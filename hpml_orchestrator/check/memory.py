@@ -60,6 +60,8 @@ class Advice:
         room: what each way may use: that of the device without the reserve, or that of the host.
         largest_batch: of one rank, that fits; None if it is not known.
         replicas: trainings that fit on one device side by side; 1 for jobs of several ranks.
+        counts_activations: whether all sizes include the activations; without them it may be found
+            that a job does not fit, but not that it fits.
     """
 
     how: str
@@ -76,20 +78,24 @@ class Advice:
     largest_batch: int | None = None
     replicas: int = 1
     notes: Sequence[str] = field(default=())
+    counts_activations: bool = True
 
     @property
     def host_fits(self) -> bool | None:
         """Whether a node's memory suffices; None if that is not known."""
         if self.host_bytes is None or self.host_limit is None:
             return None
-        return self.host_bytes <= self.host_limit
+        return self._if_known(self.host_bytes <= self.host_limit)
 
     @property
     def device_fits(self) -> bool | None:
         """Whether the job fits its devices as it is; None if that is not known, or it has none."""
         if self.device is None or self.room is None or not self.options:
             return None
-        return self.way is self.options[0]
+        return self._if_known(self.way is self.options[0])
+
+    def _if_known(self, fits: bool) -> bool | None:
+        return None if fits and not self.counts_activations else fits
 
     @property
     def fits(self) -> bool | None:
@@ -185,6 +191,7 @@ def advise(
     needed = None if host is None else host.at(batch)
     ranks = resources.ranks * resources.nodes
     options = memory.ways(device, batch, gpus=ranks, gpus_per_node=resources.ranks)
+    counted = how != "formula" or device.activations.per_sample is not None
     if resources.gpu_count:
         size, why = device_memory or (None, "")
         size = None if size is None else size / resources.ranks_per_gpu
@@ -193,18 +200,20 @@ def advise(
         fixed = device.states + (device.buckets if ranks > 1 else 0.0)
         most = None if room is None else memory.largest_batch(room, *growing, fixed=fixed)
         way = memory.first_fit(options, room)
-        replicas = int(room // options[0].need) if room and ranks == 1 and way else 1
+        alone = ranks == 1 and way is not None and counted
+        replicas = int(room // options[0].need) if room and alone else 1
         return Advice(
             how, batch, host, needed, limit, device, size, why, options, way, room, most,
-            max(1, replicas), notes,
+            max(1, replicas), notes, counted,
         )  # fmt: skip
     if host is None:
         share = None if limit is None else limit / resources.ranks
         way = memory.first_fit(options, share)
         needed = options[0].need * resources.ranks
         return Advice(
-            how, batch, None, needed, limit, options=options, way=way, room=share, notes=notes
-        )
+            how, batch, None, needed, limit, options=options, way=way, room=share, notes=notes,
+            counts_activations=counted,
+        )  # fmt: skip
     # On the host a rank's share of the memory also holds the interpreter, data and workers.
     parts = device.states + device.activations.at(batch) + device.other.at(batch)
     beside = max(0.0, host.per_rank(batch) - parts)

@@ -104,7 +104,8 @@ def advise(
     device = given or gpu_memory(job, profile)
     if model is not None:
         need, batch = read_model(model)
-        lacking = "activations are not included: give layers, hidden and sequence"
+        example = f"--model {model},layers=32,hidden=4096,sequence=2048,batch=8"
+        lacking = f"activations are not counted: give the model's shape, such as {example}"
         advice = advise_job(
             job,
             how="formula",
@@ -190,7 +191,8 @@ def _lines(job: Job, advice: Advice, source: str, staged: float) -> Iterator[str
     yield ""
     yield from _host_lines(advice, staged)
     yield ""
-    yield f"verdict   {_verdict(job, advice)}"
+    verdict = _verdict if advice.counts_activations else _without_activations
+    yield f"verdict   {verdict(job, advice)}"
 
 
 def _row(label: str, size: float | None, text: str = "") -> str:
@@ -222,10 +224,12 @@ def _device_lines(advice: Advice) -> Iterator[str]:
 
 def _options(advice: Advice) -> Iterator[str]:
     what = "GPU" if advice.device is not None else "rank"
-    yield f"ways to train, and what one {what} needs"
+    counted = advice.counts_activations
+    yield f"ways to train, and what one {what} needs{'' if counted else ' without activations'}"
     for option in advice.options:
         fits = advice.room is None or option.need <= advice.room
-        mark = "" if advice.room is None else "fits" if fits else "too large"
+        possible = "fits" if counted else "not known"
+        mark = "" if advice.room is None else possible if fits else "too large"
         yield _row(option.name, option.need, mark)
 
 
@@ -285,6 +289,24 @@ def _verdict(job: Job, advice: Advice) -> str:
     elif need is not None:
         parts.append(f"resources.memory: {_memory(need)} suffices")
     return "; ".join(parts) or "not known"
+
+
+def _without_activations(job: Job, advice: Advice) -> str:
+    """Return the verdict on weights, gradients and optimizer states; activations are unknown."""
+    first, way = advice.options[0], advice.way
+    if advice.device is None:
+        need, limit = advice.host_bytes or 0.0, advice.host_limit
+        room = "resources.memory" if job.resources.memory else "the node's memory"
+    else:
+        need, limit, room = first.need, advice.room, "each GPU's room"
+    counted = f"weights, gradients and optimizer states alone need {human_bytes(need)}"
+    if limit is not None:
+        counted += f", {100 * need / limit:.0f} % of {room}"
+    if limit is None or need <= limit:
+        return f"not known: {counted}; activations are not counted"
+    if way is None or way is first:
+        return f"does not fit: {counted}"
+    return f"does not fit: {counted}; {way.name} may fit: {way.what}"
 
 
 def _headroom(advice: Advice) -> str:

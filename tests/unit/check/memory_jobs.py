@@ -11,16 +11,20 @@ parser = argparse.ArgumentParser()
 parser.add_argument("--model", choices=("mlp", "transformer"), required=True)
 parser.add_argument("--batch-size", type=int, required=True)
 parser.add_argument("--steps", type=int, default=12)
+parser.add_argument("--width", type=int)
+parser.add_argument("--depth", type=int)
 options = parser.parse_args()
 torch.manual_seed(1)
-shape: tuple[int, ...] = (options.batch_size, 512)
-model: nn.Module = nn.Sequential(
-    *(layer for _ in range(6) for layer in (nn.Linear(512, 512), nn.GELU()))
-)
 if options.model == "transformer":
-    shape = (options.batch_size, 64, 128)
-    layer = nn.TransformerEncoderLayer(128, 4, 512, batch_first=True)
-    model = nn.TransformerEncoder(layer, 4)
+    width, depth = options.width or 128, options.depth or 4
+    shape: tuple[int, ...] = (options.batch_size, 64, width)
+    layer = nn.TransformerEncoderLayer(width, 4, 4 * width, batch_first=True)
+    model: nn.Module = nn.TransformerEncoder(layer, depth)
+else:
+    width, depth = options.width or 512, options.depth or 6
+    shape = (options.batch_size, width)
+    pairs = ((nn.Linear(width, width), nn.GELU()) for _ in range(depth))
+    model = nn.Sequential(*(layer for pair in pairs for layer in pair))
 optimizer = torch.optim.AdamW(model.parameters())
 for _ in range(options.steps):
     optimizer.zero_grad()
