@@ -32,7 +32,7 @@ _GPU_DTYPES = ("bfloat16", "float16", "tf32", "float32", "float64")
 _BFLOAT16_FLAGS = {"avx512_bf16", "amx_bf16", "bf16", "svebf16"}
 _ALLREDUCE_SECONDS = 12.0
 _CPU_SIZE = 1024  # of matrices: three of a core are 12 MiB
-_CPU_SECONDS = 8.0
+_CPU_SECONDS = 6.0
 _AMPERE = 8  # the first architecture with bfloat16 and TF32
 
 

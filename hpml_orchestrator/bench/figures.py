@@ -58,15 +58,15 @@ def answer(**fields: Any) -> None:
 def figure(name: str, tracks: Tracks, unit: str, ranks: int | None = None) -> None:
     """Print a figure and its spread.
 
-    Other processes, hypervisors and interrupts only ever add time, so that the faster repeats are
-    nearer to what the hardware can do, and repeat better than the median (Chen and Revels 2016,
-    "Robust benchmarking in noisy environments"; STREAM reports the fastest repeat as well). The
-    figure is the rate that a quarter of the repeats reach: the very fastest ones may be errors of
-    the clock, or fall between two pauses that a CPU quota causes.
+    Other processes, hypervisors and interrupts only ever add time, so that the fastest repeats are
+    nearest to what the hardware can do, and differ less between runs than the median (Chen and
+    Revels 2016, "Robust benchmarking in noisy environments"; STREAM reports the fastest repeat as
+    well). The figure is the rate that a tenth of the repeats reach, since the very fastest ones
+    may fall between two pauses that a CPU quota causes, or gain while a neighbour pauses.
 
-    The spread is half of the range of the same estimate in four successive parts of the repeats,
-    about twice the standard error of the whole. Scatter of single repeats is no part of it;
-    disturbance or throttling that lasts for some of the parts is.
+    The spread is half of the range of the same estimate in the best three of four successive parts
+    of the repeats. It does not include the scatter of single repeats, nor one part that is lower;
+    it does include disturbance or throttling that lasts for half of the time.
 
     Args:
         name: of the figure.
@@ -75,16 +75,17 @@ def figure(name: str, tracks: Tracks, unit: str, ranks: int | None = None) -> No
         unit: of the rates.
         ranks: that took part.
     """
-    value = sum(map(_best_quarter, tracks))
-    parts = [sum(map(_best_quarter, part)) for part in zip(*map(_parts, tracks))]  # noqa: B905
-    spread = (max(parts) - min(parts)) / 2 / value
+    value = sum(map(_best_tenth, tracks))
+    parts = sorted(sum(map(_best_tenth, part)) for part in zip(*map(_parts, tracks)))  # noqa: B905
+    best = parts[-3:]
+    spread = (best[-1] - best[0]) / 2 / value
     made = {"value": value, "unit": unit, "spread": round(spread, 5), "ranks": ranks}
     answer(figures={name: made})
 
 
-def _best_quarter(rates: Sequence[float]) -> float:
-    """Return the lowest of the best quarter of the rates."""
-    return sorted(rates)[-1 - (len(rates) - 1) // 4]
+def _best_tenth(rates: Sequence[float]) -> float:
+    """Return the lowest of the best tenth of the rates."""
+    return sorted(rates)[-1 - (len(rates) - 1) // 10]
 
 
 def _parts(rates: Sequence[float]) -> list[Sequence[float]]:

@@ -2,8 +2,7 @@
 
 The rules: a figure that is more than 5 % below the median of its siblings, or of the node's own
 history, is an outlier, but only if that distance is larger than the figure's own scatter and than
-that of what it is compared with. A GPU below half of its specification is one as well. Figures
-with a spread above 3 % are uncertain and accuse nobody.
+that of what it is compared with. A GPU below half of its XX
 """
 
 from __future__ import annotations
@@ -15,13 +14,16 @@ from dataclasses import dataclass, field
 from hpml_orchestrator.bench.results import Figure, Measurement
 from hpml_orchestrator.diagnosis.devices import specification
 
-__all__ = ["BELOW", "UNCERTAIN", "Compared", "Reference", "Verdict", "compare", "judge"]
+__all__ = ["BELOW", "BUSY", "UNCERTAIN", "Compared", "Reference", "Verdict", "compare", "judge"]
 
 BELOW = 0.05
 """An outlier is further below than this; AMD's node check and ml-engineering use 5 % as well."""
 
 UNCERTAIN = 0.03
 """Repeats that scatter by more than this do not repeat well enough for a verdict."""
+
+BUSY = 0.1
+"""Share of a node's CPUs from which on other processes make its CPUs and memory slower."""
 
 _OF_SPECIFICATION = 0.5  # good matrix products reach 0.75 to 0.9, quick ones 0.6
 _FEW = 3  # values: too few to leave out the extremes
@@ -46,11 +48,7 @@ class Compared:
     figure: Figure
     references: Sequence[Reference] = ()
     outlier: str = ""  # which kind of reference it is below
-
-    @property
-    def uncertain(self) -> bool:
-        """Whether its repeats scatter too much for a verdict."""
-        return self.figure.spread > UNCERTAIN
+    uncertain: bool = False  # its repeats scatter too much for a verdict, or others disturbed it
 
     def reference(self, kind: str) -> Reference | None:
         """Return the reference of that kind, if there is one."""
@@ -116,14 +114,14 @@ def compare(measured: Sequence[Measurement], stored: Sequence[Measurement]) -> l
                 *_history(made, name, history),
                 *_specification(made, name),
             ]
-            found.append(Compared(made.node, name, figure, references, _below(figure, references)))
+            uncertain = figure.spread > UNCERTAIN or (made.load > BUSY and _of_cpus(made, name))
+            outlier = "" if uncertain else _below(figure, references)
+            found.append(Compared(made.node, name, figure, references, outlier, uncertain))
     return found
 
 
 def _below(figure: Figure, references: Sequence[Reference]) -> str:
     """Return the first kind of reference that a figure is certainly below."""
-    if figure.spread > UNCERTAIN:
-        return ""
     for reference in references:
         distance = 1 - figure.value / reference.value
         least = BELOW
@@ -132,6 +130,12 @@ def _below(figure: Figure, references: Sequence[Reference]) -> str:
         if distance > max(least, figure.spread + reference.spread):
             return reference.kind
     return ""
+
+
+def _of_cpus(made: Measurement, name: str) -> bool:
+    """Return whether other processes that compute make a figure lower."""
+    on_cpus = name.endswith(".allreduce") and not made.gpus
+    return on_cpus or name.startswith(("cpu.", "host.", "shm."))
 
 
 def _siblings(made: Measurement, name: str, others: Sequence[Measurement]) -> Iterator[Reference]:

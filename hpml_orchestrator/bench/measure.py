@@ -92,6 +92,7 @@ class Node:
     def __init__(self, options: argparse.Namespace) -> None:
         self.options = options
         self.begin = time.monotonic()
+        self.busy = foreign_seconds()
         self.name = os.environ.get("SLURMD_NODENAME") or socket.gethostname().partition(".")[0]
         self.rank = int(os.environ.get("RANK", "0"))
         self.nodes = int(os.environ.get("WORLD_SIZE", "1"))
@@ -106,7 +107,7 @@ class Node:
             "complete": False,
             "cpus": len(os.sched_getaffinity(0)),
             "cpu_model": cpu_model(),
-            "load": os.getloadavg()[0] / (os.cpu_count() or 1),
+            "load": 0.0,
             "torch": "",
             "gpus": [],
             "figures": {},
@@ -239,11 +240,22 @@ class Node:
 
     def write(self) -> None:
         """Write the result in one step."""
-        self.record["seconds"] = round(time.monotonic() - self.begin, 1)
+        seconds = time.monotonic() - self.begin
+        self.record["seconds"] = round(seconds, 1)
+        used = foreign_seconds() - self.busy
+        self.record["load"] = round(max(0.0, used / seconds / (os.cpu_count() or 1)), 4)
         path = os.path.join(self.options.out, f"{self.name}.json")
         with open(f"{path}.tmp", "w", encoding="utf-8") as stream:
             json.dump(self.record, stream)
         os.replace(f"{path}.tmp", path)
+
+
+def foreign_seconds() -> float:
+    """Return the CPU seconds of this node that neither this process nor its parts used."""
+    with open("/proc/stat", encoding="ascii") as stream:
+        user, nice, system, _, _, *rest = map(int, stream.readline().split()[1:9])
+    own = sum(os.times()[:4])  # with children that have ended
+    return (user + nice + system + sum(rest)) / os.sysconf("SC_CLK_TCK") - own
 
 
 def last_line(err: Any) -> str:

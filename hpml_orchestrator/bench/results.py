@@ -46,11 +46,11 @@ _NAME = re.compile(r"(?!\.)[\w.+-]{1,128}", re.ASCII)
 
 @dataclass(frozen=True)
 class Figure:
-    """A rate: the median of several repeats."""
+    """A rate that a tenth of several repeats reach."""
 
     value: float
     unit: str  # FLOP/s, B/s or 1/s
-    spread: float = 0.0  # half of the range of the middle half of the repeats / median
+    spread: float = 0.0  # of parts of the repeats, as a share of the value
     ranks: int | None = None  # that took part in an all-reduce
 
 
@@ -86,7 +86,7 @@ class Measurement:
     time: float
     cpus: int = 0
     cpu_model: str = ""
-    load: float = 0.0  # of the whole node when it began, per CPU
+    load: float = 0.0  # share of the node's CPU time that other processes used meanwhile
     torch: str = ""
     seconds: float = 0.0
     gpus: Sequence[Gpu] = ()

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
+from hpml_orchestrator.bench.judge import BUSY
 from hpml_orchestrator.bench.results import Measurement
 from hpml_orchestrator.diagnosis.models import AllReduce, fit_allreduce
 from hpml_orchestrator.errors import InputError, counted
@@ -45,7 +46,6 @@ _LABELS = (
 )
 _UNITS = ("", "k", "M", "G", "T", "P")
 _STEP = 1000.0
-_BUSY = 0.5  # load per CPU
 _REFERENCES = ("siblings", "history", "specification")
 
 
@@ -138,9 +138,10 @@ def findings(
         notes = [f"not measured: {part}: {why}" for part, why in left_out.items()]
         uncertain, figures = verdict.uncertain(made.node)
         if uncertain:
-            notes.append(f"{uncertain} of {counted(figures, 'figure')} scatter too much to judge")
-        if made.load > _BUSY:
-            notes.append(f"it was busy before: load {made.load:.1f} per CPU; figures may be low")
+            notes.append(f"{uncertain} of {counted(figures, 'figure')} are too uncertain to judge")
+        if made.load > BUSY:
+            text = f"other processes used {made.load:.0%} of its CPUs meanwhile"
+            notes.append(f"{text}: CPU and memory are not judged")
         word = "unclear" if verdict.is_unclear(made.node) else "normal"
         yield f"{made.node:<{width}}  {'; '.join(wrong) or word}"
         for note in notes:

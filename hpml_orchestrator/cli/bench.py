@@ -189,7 +189,7 @@ def _report(
     unclear = [made.node for made in measured if verdict.is_unclear(made.node)]
     if unclear:
         raise JobFailedError(
-            f"all figures of {first_few(unclear)} scatter too much to judge",
+            f"all figures of {first_few(unclear)} are too uncertain to judge",
             hint="other processes disturb: measure again, with the node to yourself",
         )
 

@@ -5,7 +5,7 @@
 Measures processors and memory of this machine RUNS times (default 6), in turn as it is and with a
 CPU quota of 90 %, by a cgroup, which needs root. Goals on an idle machine: figures repeat within
 3 %, and the throttled node is named in each run. The cgroup has the highest weight, but other
-processes still disturb, so the load of the machine is printed.
+processes still disturb: their share of the CPUs is printed, and from 10 % on nothing is judged.
 """
 
 from __future__ import annotations
@@ -23,11 +23,12 @@ from typing import Any, Self
 from hpml_orchestrator.bench.figures import ANSWER
 from hpml_orchestrator.bench.job import place_program
 from hpml_orchestrator.bench.judge import judge
+from hpml_orchestrator.bench.measure import foreign_seconds
 from hpml_orchestrator.bench.results import Figure, Measurement
 from hpml_orchestrator.bench.wording import rate_text
 
 QUOTA = 0.9
-PERIOD_MICROSECONDS = 10_000  # short, so that each repeat meets the quota alike
+PERIOD_MICROSECONDS = 100_000  # the default of Linux
 PARTS = ("cpu", "host")
 FIGURES = ("cpu.matmul.float32", "host.memory.domain0")
 CGROUPS = Path("/sys/fs/cgroup")
@@ -70,6 +71,7 @@ class Group:
 def measure(program: Path, node: str, run: str, group: Group) -> Measurement:
     """Measure some parts as a job does, as a node of that name."""
     figures: dict[str, Figure] = {}
+    begin, before = time.monotonic(), foreign_seconds()
     for part in PARTS:
         done = subprocess.run(
             [sys.executable, str(program), "--part", part],
@@ -82,7 +84,9 @@ def measure(program: Path, node: str, run: str, group: Group) -> Measurement:
             if line.startswith(ANSWER):
                 answer = json.loads(line.removeprefix(ANSWER))["figures"]
                 figures |= {name: Figure(**value) for name, value in answer.items()}
-    return Measurement(node, "here", run, time.time(), figures=figures)
+    took = (time.monotonic() - begin) * (os.cpu_count() or 1)
+    load = (foreign_seconds() - before) / took
+    return Measurement(node, "here", run, time.time(), load=load, figures=figures)
 
 
 def report(title: str, made: list[Measurement]) -> dict[str, Any]:
@@ -109,7 +113,7 @@ def main() -> None:
     print("load before:", ", ".join(f"{load:.2f}" for load in os.getloadavg()))
     with tempfile.TemporaryDirectory() as temporary, Group() as group:
         program = place_program(Path(temporary))
-        plain, slow, named = [], [], 0
+        plain, slow, named = [], [], dict.fromkeys(FIGURES, 0)
         for index in range(runs):
             group.limit(1)
             plain.append(measure(program, "normal", f"run{index}", group))
@@ -117,8 +121,10 @@ def main() -> None:
             slow.append(measure(program, "slow", f"run{index}", group))
             verdict = judge([plain[-1], slow[-1]], plain[:-1])
             outliers = {(one.node, one.name) for one in verdict.outliers}
-            named += ("slow", FIGURES[0]) in outliers
-            print(f"run {index}: outliers {sorted(outliers)}")
+            for name in FIGURES:
+                named[name] += ("slow", name) in outliers
+            shares = f"{plain[-1].load:.0%} and {slow[-1].load:.0%}"
+            print(f"run {index}: others used {shares}, outliers {sorted(outliers)}")
         result = {"normal": report("normal", plain), "slow": report("slow", slow)}
     print(f"slow node named in {named} of {runs} runs; load {os.getloadavg()[0]:.2f}")
     print(json.dumps({"runs": runs, "named": named, **result}))

@@ -115,6 +115,12 @@ FOUR = [node(f"n{index}", disk_read=100 + index) for index in range(4)]
             id="a slow domain",
         ),
         pytest.param(
+            [replace(node("a", cpu__matmul__float32=80, disk_read=80), load=0.3)],
+            [node("a", "r1", cpu__matmul__float32=100, disk_read=100)],
+            [("a", "history")],
+            id="CPUs that others use are not judged, the disk is",
+        ),
+        pytest.param(
             [
                 node(
                     "a",
@@ -158,7 +164,7 @@ def test_a_part_that_failed_is_a_finding_and_one_left_out_is_not() -> None:
     """A hung GPU makes the node abnormal; a node without PyTorch is normal."""
     hung = node("a", missing={"gpu3": Missing("no answer within 45 s", failed=True)})
     bare = node("b", missing={"matmul": Missing("needs PyTorch")}, disk_read=5, shm_read=6)
-    bare = replace(bare, load=14.2)
+    bare = replace(bare, load=0.42)
     verdict = judge([hung, bare], [])
     assert not verdict.normal
     assert judge([bare], []).normal
@@ -167,7 +173,8 @@ def test_a_part_that_failed_is_a_finding_and_one_left_out_is_not() -> None:
         ["a", "gpu3: no answer within 45 s"],
         ["b", "normal"],
         ["not", "measured: matmul: needs PyTorch"],
-        ["it", "was busy before: load 14.2 per CPU; figures may be low"],
+        ["1", "of 2 figures are too uncertain to judge"],
+        ["other", "processes used 42% of its CPUs meanwhile: CPU and memory are not judged"],
         ["c", "left no result"],
     ]
 
@@ -180,7 +187,7 @@ def test_a_node_that_scatters_is_not_called_normal() -> None:
     assert verdict.is_unclear("wild")
     assert [line.split(None, 1) for line in findings([wild], verdict)] == [
         ["wild", "unclear"],
-        ["2", "of 2 figures scatter too much to judge"],
+        ["2", "of 2 figures are too uncertain to judge"],
     ]
     calm = replace(wild, figures={**wild.figures, "disk.read": Figure(5, UNIT)})
     assert not judge([calm], []).is_unclear("wild")
