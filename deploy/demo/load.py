@@ -4,7 +4,8 @@
 
 Each step computes for `--compute` seconds, a tenth of it on the CPU and the rest asleep, as a rank
 does while its GPU works, and sleeps for `--wait`, as one that waits for its loader. Rank 0 takes
-`--slow` times as long. The demo's simulated GPUs are ten times as busy as the ranks' CPUs.
+`--slow` times as long, and the others wait for it at the end of each step. The demo's simulated
+GPUs are ten times as busy as the ranks' CPUs.
 """
 
 from __future__ import annotations
@@ -25,7 +26,9 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=10_000)
     options = parser.parse_args()
     channel = Channel.from_env()
-    slower = options.slow if os.environ.get("RANK") == "0" else 1.0
+    is_slow = os.environ.get("RANK") == "0"
+    slower = options.slow if is_slow else 1.0
+    meets = 0.0 if is_slow else (options.slow - 1) * (options.wait + options.compute)
     for step in range(options.steps):
         began = time.monotonic()
         time.sleep(options.wait * slower)
@@ -34,8 +37,10 @@ def main() -> None:
         while time.process_time() < until:
             sum(range(10_000))
         time.sleep(0.9 * options.compute * slower)
+        time.sleep(meets)
         took = time.monotonic() - began
         channel.count(samples=32, steps=1, data_wait_seconds=waited, step_seconds=took)
+        channel.count(wait_seconds=meets)
         channel.gauge(loss=2.3 / (1 + step / 50))
         if channel.stop_requested():
             break

@@ -11,11 +11,13 @@ Slurm jobs that wait. GPUs are simulated; see stack.py.
 from __future__ import annotations
 
 import argparse
+import json
 import shutil
 import signal
 import subprocess
 import sys
 import tempfile
+import time
 from pathlib import Path
 from typing import Any
 
@@ -57,9 +59,17 @@ def submit_jobs(stack: Stack, nodes: int) -> dict[str, str]:
         sweep = stack.write("sweep", load("--compute=0.1", "--wait=0.02"))
         grid = ["--grid", "compute=0.1,0.2", "--repeats", "1", "--detach"]
         stack.hpml("sweep", "run", sweep, *grid)
+        while not _sweep_runs(stack):  # in the background; the jobs below would be ahead of it
+            time.sleep(0.5)
         for name in ("needs-all-gpus", "and-another"):  # waits for resources, and for its priority
             ids[name] = stack.submit(name, load(nodes=nodes, gpus=GPUS, ranks=GPUS))
     return ids
+
+
+def _sweep_runs(stack: Stack) -> bool:
+    """Whether every point of the sweep has started."""
+    counts = json.loads(stack.hpml("sweep", "status", "last", "--json").stdout)["counts"]
+    return not counts.get("WAITING") and not counts.get("PENDING")
 
 
 def main() -> int:

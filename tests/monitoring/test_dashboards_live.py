@@ -49,6 +49,7 @@ NOT_HERE = {
     r"jobs_ended|job_run_seconds|job_wait": "needs jobs that end",
     r"train_accuracy|train_mfu|comm_seconds|train_feed_refused": "the training reports none",
     r"mig|parent": "no GPU is split",
+    r"job_gpus_unused": "a GPU is unused after ten minutes",
 }
 """What a query may name to be allowed to return nothing here, and why."""
 
@@ -79,7 +80,7 @@ class Live:
         values = {
             "cluster": "devcluster",
             "node": "node1",
-            "jobid": self.ids["train-well"],
+            "jobid": self.ids["waits-for-data" if "holdback" in query else "train-well"],
             "user": pwd.getpwuid(UID).pw_name,
         }
         for name, series in (

@@ -232,7 +232,7 @@ def test_nodes_have_more_cpus_than_the_machine_may_have(slurm_cluster: SlurmClus
 
 def test_scancel_ends_a_job_and_its_processes(slurm_cluster: SlurmCluster, tmp_path: Path) -> None:
     """A cancelled job gets SIGTERM in its steps, its processes end, and it counts as cancelled."""
-    script = "srun bash -c 'trap \"touch ended; exit 1\" TERM; echo $$ >pid; sleep 600 & wait'"
+    script = "srun bash -c 'trap \": >ended; exit 1\" TERM; echo $$ >pid; sleep 600 & wait'"
     number = submit(slurm_cluster, tmp_path, script, "-t5")
     pid_file = tmp_path / "pid"
     eventually(lambda: pid_file.exists() and pid_file.read_text() != "")
