@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
 from ruamel.yaml import YAML
+
+from hpml_orchestrator.diagnosis.thresholds import THRESHOLDS
 
 if TYPE_CHECKING:
     from tests.monitoring.prometheus_support import Promtool
@@ -35,7 +38,7 @@ CASES: dict[str, dict[str, tuple[str, str]]] = {
         f"hpml_gpu_busy_seconds_total{{{GPU}}}": ("0+60", "0+60"),
     },
     "TrainingWaitsForData": {
-        f"hpml_train_data_wait_seconds_total{{{JOB}}}": ("0+42", "0+30"),
+        f"hpml_train_data_wait_seconds_total{{{JOB}}}": ("0+15", "0+9"),
         f"hpml_train_step_duration_seconds_sum{{{JOB}}}": ("0+60", "0+60"),
     },
     "TrainingRanksUneven": {
@@ -47,8 +50,8 @@ CASES: dict[str, dict[str, tuple[str, str]]] = {
     "RankBindingWrong": {f"hpml_rank_binding_ok{{{JOB}}}": ("0", "1")},
     "JobOutOfMemory": {f"hpml_job_oom_events_total{{{JOB}}}": ("0+1", "3+0")},
     "JobMemoryNearLimit": {
-        f'hpml_job_memory_bytes{{{JOB},kind="rss"}}': ("96", "60"),
-        f'hpml_job_memory_bytes{{{JOB},kind="cache"}}': ("0", "40"),
+        f'hpml_job_memory_bytes{{{JOB},kind="rss"}}': ("98", "96"),
+        f'hpml_job_memory_bytes{{{JOB},kind="cache"}}': ("0", "4"),
         f"hpml_job_memory_limit_bytes{{{JOB}}}": ("100", "100"),
     },
     "GpuLost": {f"hpml_gpu_up{{{GPU}}}": ("0", "1")},
@@ -127,6 +130,21 @@ def test_alerts_fire_when_they_should(promtool: Promtool, tmp_path: Path) -> Non
     path.write_text(json.dumps({"rule_files": files, "tests": tests}))
     done = promtool("test", "rules", path)
     assert done.returncode == 0, done.stdout + done.stderr
+
+
+@pytest.mark.parametrize(
+    ("alert", "finding", "level"),
+    [
+        ("TrainingWaitsForData", "waits-for-data", "critical"),
+        ("TrainingRanksUneven", "slow-rank", "critical"),
+        ("JobMemoryNearLimit", "memory-pressure", "critical"),
+        ("GpuThrottled", "throttled", "warn"),  # told to those who mend the node, not to its user
+    ],
+)
+def test_the_limits_are_those_of_reports(alert: str, finding: str, level: str) -> None:
+    """A figure that reports judge too has its limit from their table, in each part of the rule."""
+    limits = re.findall(r"(?<=[>=] )(0\.[0-9]+)\b", ALERTS[alert]["expr"])
+    assert {float(limit) for limit in limits} == {getattr(THRESHOLDS[finding], level)}
 
 
 @pytest.mark.parametrize("alert", ALERTS)
