@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from hpml_orchestrator.check.memory import advise as advise_job
-from hpml_orchestrator.check.memory import gpu_memory, needs_of, save_advice
+from hpml_orchestrator.check.memory import extension_notes, gpu_memory, needs_of, save_advice
 from hpml_orchestrator.check.memory_run import measure, program_of
 from hpml_orchestrator.cli.common import (
     JobFile,
@@ -124,9 +124,10 @@ def advise(
         if given is None and "device_bytes" in last:
             device = float(last["device_bytes"]), str(last["device"])
         host, need = needs_of(measured, job)
+        notes = [*measured.notes, *extension_notes(measured, host, need, batch)]
         advice = advise_job(
             job, how="measured", batch=batch, host=host, device=need, device_memory=device,
-            host_limit=host_limit, notes=measured.notes,
+            host_limit=host_limit, notes=notes,
         )  # fmt: skip
         save_advice(store_of(context), job, advice)
         source = _source(program, measured)
