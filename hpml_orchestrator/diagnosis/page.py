@@ -10,6 +10,7 @@ from typing import Any
 
 from hpml_orchestrator import __version__
 from hpml_orchestrator.diagnosis import parts
+from hpml_orchestrator.diagnosis.apply import next_step
 from hpml_orchestrator.diagnosis.model import Diagnosis, Facts, Finding, NodeFacts
 from hpml_orchestrator.diagnosis.models import Roofline, imbalance, roofline
 from hpml_orchestrator.diagnosis.shares import hours_unit
@@ -55,6 +56,7 @@ def page(diagnosis: Diagnosis) -> str:
         diagnosis=diagnosis,
         facts=facts,
         title=f"{facts.run}: {diagnosis.headline}",
+        next_step=next_step(diagnosis),
         footer=f"hpml {__version__}",
         answer=[_sentence(diagnosis.headline), f"{status_line(diagnosis)}."],
         cards=_cards(diagnosis),
@@ -146,6 +148,10 @@ def _cards(diagnosis: Diagnosis) -> list[tuple[str, str, str]]:
 
 
 def _finding(finding: Finding, facts: Facts) -> dict[str, Any]:
+    cost = ""
+    if finding.gain_hours:
+        most = "about" if finding.gain is None else "at most"
+        cost = f"{most} {finding.gain_hours:.2g} {hours_unit(facts)}"
     return {
         "kind": finding.kind,
         "level": finding.level,
@@ -153,8 +159,8 @@ def _finding(finding: Finding, facts: Facts) -> dict[str, Any]:
         "evidence": finding.evidence,
         "changes": [_sentence(change_text(one)) for one in finding.changes],
         "gain": finding.gain,
-        "gain_text": gain_text(finding.gain) if finding.gain else "",
-        "hours": f"{finding.gain_hours:.2g} {hours_unit(facts)}" if finding.gain_hours else "",
+        "gain_text": gain_text(finding),
+        "hours": cost,
     }
 
 
@@ -414,7 +420,7 @@ def _origins(facts: Facts) -> list[tuple[str, str]]:
             if facts.peaks
             else "unknown: `hpml bench` measures them",
         ),
-        ("limits", "named with each finding; the gain is an estimate, not a measurement"),
+        ("limits", "named with each finding; the gain is an upper bound, not a measurement"),
     ]
 
 

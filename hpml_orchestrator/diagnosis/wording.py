@@ -6,6 +6,7 @@ import textwrap
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
+from hpml_orchestrator.diagnosis.apply import next_step
 from hpml_orchestrator.diagnosis.shares import hours, hours_unit
 from hpml_orchestrator.errors import counted
 from hpml_orchestrator.records.texts import printable, seconds_text
@@ -28,7 +29,6 @@ _INDENT = 10
 
 def text(diagnosis: Diagnosis) -> str:
     """Return a report of at most 40 lines of 100 columns."""
-    facts = diagnosis.facts
     verdict = diagnosis.headline
     lines = [*_field("run", status_line(diagnosis)), *_field("verdict", verdict), ""]
     blocks = [_block(number, one, diagnosis) for number, one in enumerate(diagnosis.findings, 1)]
@@ -42,8 +42,8 @@ def text(diagnosis: Diagnosis) -> str:
     if more := diagnosis.findings[shown:]:
         lines += _field("also", "; ".join(one.verdict for one in more))
     lines += tail
-    if diagnosis.can_change and facts.run:
-        lines += _field("next", f"hpml report {facts.run} --apply tuned.yaml, or --try")
+    if step := next_step(diagnosis):
+        lines += _field("next", step)
     return "\n".join(printable(line) for line in lines[:_LINES])
 
 
@@ -96,7 +96,7 @@ def _block(number: int, finding: Finding, diagnosis: Diagnosis) -> list[str]:
     for change in finding.changes[:_CHANGES]:
         lines += [f"   {part}" for part in _field("change", change_text(change))]
     if finding.gain is not None:
-        lines.append(f"   {'gain':<{_INDENT}}{gain_text(finding.gain)}")
+        lines.append(f"   {'gain':<{_INDENT}}{gain_text(finding)}")
     return [line[:_WIDTH] for line in lines]
 
 
@@ -116,18 +116,18 @@ def _yaml(value: Any) -> str:
     return str(value)
 
 
-def gain_text(gain: tuple[float, float]) -> str:
-    """Return an estimated gain in words."""
-    low, high = gain
-    if round(low * 100) == round(high * 100):
-        return f"about {high:.0%} of the run's time"
-    return f"{low * 100:.0f} to {high:.0%} of the run's time, estimated"
+def gain_text(finding: Finding) -> str:
+    """Return the upper bound of a gain with what it rests on; empty if none is known."""
+    if finding.gain is None:
+        return ""
+    return f"at most {finding.gain:.0%} of the run's time, {finding.gain_if}"
 
 
 def _cost(finding: Finding, diagnosis: Diagnosis) -> str:
     if not finding.gain_hours:
         return ""
-    return f"about {finding.gain_hours:.2g} {hours_unit(diagnosis.facts)} of this run"
+    most = "about" if finding.gain is None else "at most"
+    return f"{most} {finding.gain_hours:.2g} {hours_unit(diagnosis.facts)} of this run"
 
 
 def markdown(diagnosis: Diagnosis) -> str:
@@ -149,7 +149,7 @@ def _markdown(diagnosis: Diagnosis) -> Iterator[str]:
         yield from (f"- {line}" for line in one.evidence)
         yield from (f"- change: {change_text(change)}" for change in one.changes)
         if one.gain is not None:
-            yield f"- gain: {gain_text(one.gain)}{f', {cost}' if cost else ''}"
+            yield f"- gain: {gain_text(one)}{f', {cost}' if cost else ''}"
     for title, lines in (
         ("Notes", [one.verdict for one in diagnosis.notes]),
         ("As it should be", diagnosis.healthy),
