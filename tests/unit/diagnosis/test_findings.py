@@ -12,6 +12,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from hpml_orchestrator.check.job import check_local
+from hpml_orchestrator.diagnosis.apply import changed_job, choose_changes
 from hpml_orchestrator.diagnosis.diagnose import diagnose
 from hpml_orchestrator.diagnosis.model import (
     Change,
@@ -25,6 +27,7 @@ from hpml_orchestrator.diagnosis.model import (
 )
 from hpml_orchestrator.diagnosis.thresholds import THRESHOLDS
 from hpml_orchestrator.diagnosis.wording import markdown, text, to_json
+from hpml_orchestrator.scheduler.local.resources import Machine
 from hpml_orchestrator.spec.load import load_job
 
 GIB = float(1 << 30)
@@ -372,6 +375,21 @@ def test_its_changes_make_a_job_file_that_loads(name: str, tmp_path: Path) -> No
         (tmp_path / "job.json").rename(tmp_path / "job.yaml")
         resolved = load_job(tmp_path / "job.yaml").job.model_dump(mode="json")
         assert not change.field or resolved != load_before(given_facts, tmp_path), change
+
+
+@pytest.mark.parametrize(("cpus", "gigabytes"), [(8, 64), (9, 70), (64, 500)])
+@pytest.mark.parametrize("name", FAULTS)
+def test_its_changes_pass_the_checks(name: str, cpus: int, gigabytes: int, tmp_path: Path) -> None:
+    """The changed job asks for no more than a node of the run has, whatever its size."""
+    known = {"node_cpus": cpus, "node_memory_bytes": gigabytes * GIB}
+    run = replace(FAULTS[name][0], **known)
+    machine = Machine((*range(cpus),), ("0", "1"), gigabytes << 10)
+    (tmp_path / "train.py").write_text("")
+    for one in choose_changes(diagnose(run)).made:
+        (tmp_path / "job.yaml").write_text(json.dumps(changed_job(run.job, one.fields)))
+        job = load_job(tmp_path / "job.yaml").job
+        refused = {error.code for error in check_local(job, machine)}
+        assert refused <= {"local.nodes"}, one.change
 
 
 def load_before(given_facts: Facts, root: Path) -> Any:
