@@ -381,8 +381,7 @@ def test_its_changes_make_a_job_file_that_loads(name: str, tmp_path: Path) -> No
 @pytest.mark.parametrize("name", FAULTS)
 def test_its_changes_pass_the_checks(name: str, cpus: int, gigabytes: int, tmp_path: Path) -> None:
     """The changed job asks for no more than a node of the run has, whatever its size."""
-    known = {"node_cpus": cpus, "node_memory_bytes": gigabytes * GIB}
-    run = replace(FAULTS[name][0], **known)
+    run = replace(FAULTS[name][0], node_cpus=cpus, node_memory_bytes=gigabytes * GIB)
     machine = Machine((*range(cpus),), ("0", "1"), gigabytes << 10)
     (tmp_path / "train.py").write_text("")
     for one in choose_changes(diagnose(run)).made:
