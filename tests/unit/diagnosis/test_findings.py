@@ -674,6 +674,17 @@ def test_the_text_fits_a_terminal(name: str) -> None:
     assert json.loads(json.dumps(to_json(found)))["headline"] == found.headline
 
 
+@pytest.mark.parametrize("length", range(1, 80, 6))
+def test_no_change_is_cut(length: int) -> None:
+    """It is wrapped between words, wherever the line ends: its paths and options stay whole."""
+    source = "/data/" + "a-b/" * (length // 4) + "c" * (length % 4)
+    data = replace(DATA, entry={**SOURCE, "source": source})
+    printed = text(diagnose(facts(ranks=ranks(data_wait_seconds=900.0), data=data)))
+    assert max(map(len, printed.splitlines())) <= 100
+    change = f"`stage: [{{name: data, source: {source}, target: shm}}]`"
+    assert change in " ".join(printed.split())
+
+
 def test_no_more_than_three_are_printed_in_full() -> None:
     """The others are in one line, by their verdicts."""
     many = facts(
