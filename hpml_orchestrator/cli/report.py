@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from hpml_orchestrator.diagnosis.model import Diagnosis, Facts, Peaks
     from hpml_orchestrator.records.store import Store, Submission
     from hpml_orchestrator.runs.state import State
+    from hpml_orchestrator.spec.site import ResolvedSite
 
 __all__ = ["Wanted", "report"]
 
@@ -220,14 +221,17 @@ def _diagnosed(
     except PrometheusError as error:
         notice(f"warning: {error}; figures are from records")
         facts = gather(state)
-    return diagnose(replace(facts, peaks=_peaks(store, facts, site)))
+    from hpml_orchestrator.check.changes import with_limits  # noqa: PLC0415 - loads all of staging
+
+    profile = site_for("job.yaml", os.environ, chosen=site)
+    facts = with_limits(facts, state, profile.site if profile else None)
+    return diagnose(replace(facts, peaks=_peaks(store, facts, profile)))
 
 
-def _peaks(store: Store, facts: Facts, chosen: str) -> Peaks | None:
+def _peaks(store: Store, facts: Facts, site: ResolvedSite | None) -> Peaks | None:
     """Return what the nodes of a run can do, as far as it was measured or is specified."""
     from hpml_orchestrator.bench.results import directories_of, peaks_for  # noqa: PLC0415
 
-    site = site_for("job.yaml", os.environ, chosen=chosen)
     named = [*(node.node for node in facts.nodes), *(rank.node for rank in facts.ranks)]
     nodes = list(dict.fromkeys(filter(None, named)))
     names = [gpu.name for node in facts.nodes for gpu in node.gpus]

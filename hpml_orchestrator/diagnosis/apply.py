@@ -12,7 +12,15 @@ from typing import Any
 from hpml_orchestrator.diagnosis.model import Change, Diagnosis, Finding
 from hpml_orchestrator.errors import InputError
 
-__all__ = ["Chosen", "Made", "changed_job", "choose_changes", "differences", "fields_of"]
+__all__ = [
+    "Chosen",
+    "Made",
+    "changed_job",
+    "choose_changes",
+    "differences",
+    "fields_of",
+    "next_step",
+]
 
 _SHORT_FORMS = {"binding": "policy", "monitor": "enabled", "checkpoint": "enabled"}
 _ARGUMENTS = ("args", "command")
@@ -92,6 +100,23 @@ def choose_changes(diagnosis: Diagnosis) -> Chosen:
     return Chosen(tuple(made), tuple(left))
 
 
+def next_step(diagnosis: Diagnosis) -> str:
+    """Return the command that makes the changes; empty if there is none that can be made.
+
+    A function that submitit submitted has no job file. A trial needs runs that do not share their
+    checkpoints.
+    """
+    job, run = diagnosis.facts.job, diagnosis.facts.run
+    variables = (job.get("environment") or {}).get("variables") or {}
+    if not run or "SUBMITIT_EXECUTOR" in variables or not choose_changes(diagnosis).made:
+        return ""
+    own = job.get("checkpoint") or {}
+    directory = str(own.get("directory") or "")
+    per_run = any(one in directory for one in ("{run.id}", "{array.index}"))
+    shares = own.get("enabled") and directory.startswith("/") and not per_run
+    return f"hpml report {run} --apply tuned.yaml{'' if shares else ', or --try'}"
+
+
 def fields_of(job: Mapping[str, Any], change: Change) -> dict[str, Any]:
     """Return the fields that a change sets, with those that have to follow it.
 
@@ -130,7 +155,8 @@ def _entries(job: Mapping[str, Any], name: str, value: Any) -> Iterator[tuple[st
 
 
 def _stages(job: Mapping[str, Any]) -> list[tuple[str, str]]:
-    return [(str(entry["name"]), str(entry["source"])) for entry in job.get("stage") or ()]
+    entries = [entry for entry in job.get("stage") or () if isinstance(entry, Mapping)]
+    return [(str(entry["name"]), str(entry["source"])) for entry in entries]
 
 
 def _staged_arguments(job: Mapping[str, Any], stage: tuple[str, str]) -> dict[str, Any]:

@@ -195,7 +195,7 @@ def slow_rank(facts: Facts) -> Finding | str | None:
         f"{names} on {nodes_text(nodes)} slows the others down by {slow.share:.0%}: {reason}",
         list(filter(None, evidence)),
         _changes(facts, slow, names, nodes),
-        saves=(slow.share / 2, slow.share),
+        saves=slow.share,
         of_steps=True,
     )
 
@@ -254,10 +254,10 @@ def wrong_binding(facts: Facts) -> Finding | str | None:
     slow = find_slow(facts)
     saves = None
     if set(slow.ranks) & set(numbers):
-        saves = slow.share / 2, slow.share
+        saves = slow.share
         evidence.append(slow.how)
     elif shared and (whole := train_share(facts)):
-        saves = 0.0, (1 - min(shared.values())) * whole
+        saves = (1 - min(shared.values())) * whole
     policy = (facts.job.get("binding") or {}).get("policy")
     changes = []
     if policy == "none":
@@ -310,7 +310,7 @@ def throttled(facts: Facts) -> Finding | str | None:
     if explains:
         evidence.append(f"{ranks_text(slow.ranks)}: {slow.how}")
     # clocks that are held down seldom fall by more than half
-    saves = (slow.share / 2, slow.share) if explains else (0.0, share / 2)
+    saves = slow.share if explains else share / 2
     count = f"{len(hot)} GPUs are" if len(hot) > 1 else "a GPU is"
     return find(
         facts,
@@ -360,6 +360,6 @@ def communication(facts: Facts) -> Finding | str | None:
         f"communication: {share:.0%} of each step",
         evidence,
         changes,
-        saves=(share * 0.2, share * 0.6),
+        saves=share,
         of_steps=True,
     )

@@ -8,11 +8,14 @@ from typing import TYPE_CHECKING, Any
 
 from hpml_orchestrator.diagnosis.balance import crowded
 from hpml_orchestrator.diagnosis.model import Change
-from hpml_orchestrator.diagnosis.shares import (
-    busy_cpus,
-    find,
-    shares,
+from hpml_orchestrator.diagnosis.room import (
+    BUSY,
+    cpus_busy,
+    cpus_per_rank,
+    fits_in_ram,
+    more_cpus,
 )
+from hpml_orchestrator.diagnosis.shares import find, hours, shares, train_share
 from hpml_orchestrator.diagnosis.thresholds import (
     BANDWIDTH_SHARE,
     LONG_PHASE_SECONDS,
@@ -25,14 +28,13 @@ if TYPE_CHECKING:
 
     from hpml_orchestrator.diagnosis.model import Facts, Finding
 
-__all__ = ["data_changes", "host_to_device", "slow_staging", "slow_storage", "waits_for_data"]
+__all__ = ["host_to_device", "slow_staging", "slow_storage", "waits_for_data"]
 
 _WORKERS = re.compile(r"(--(?:num[-_]?)?(?:data[-_]?|loader[-_]?)?workers)(?:=(\d+))?")
-_DATA = re.compile(r"--?(?:data|dataset|train|root|imagenet)[\w-]*(?:=(.*))?", re.IGNORECASE)
 _SMALL_FILE_BYTES = 128 << 10
 _MANY_FILES = 10_000
-_SLOW_BYTES = 1 << 20  # per second; less is the program itself
-_BUSY = 0.9
+_LITTLE_BYTES = 1 << 20  # per second; less is the program itself
+_CACHED = 0.9  # share of what is read that comes from the page cache
 
 
 def waits_for_data(facts: Facts) -> Finding | str | None:
@@ -48,105 +50,154 @@ def waits_for_data(facts: Facts) -> Finding | str | None:
     share = sum(waits.values()) / len(waits)
     evidence = [f"{share:.0%} of the steps' time, most on rank {longest}: {waits[longest]:.0%}"]
     evidence += _storage(facts)
-    busy = _cpus_busy(facts)
-    if busy is not None and busy >= _BUSY:
+    busy = cpus_busy(facts)
+    if busy is not None and busy >= BUSY:
         evidence.append(f"{busy:.0%} of the CPUs are busy: loaders have no more")
-    # what is left after the change is not known before it was made: a third at most
+    changes = _changes(facts)
+    # staging saves all of the waiting or nothing, and which of both was not measured
+    is_guess = _storage_is_slow(facts) is None and changes[0] not in _workers(facts)
+    if is_guess:
+        evidence.append(_untold(facts))
     return find(
         facts,
         "waits-for-data",
         usual,
         f"waits for data: {share:.0%} of each step",
         evidence,
-        data_changes(facts),
-        saves=(share * 2 / 3, share * 0.95),
+        changes,
+        saves=None if is_guess else share,
+        free_hours=hours(facts, share * (train_share(facts) or 1.0)),
         of_steps=True,
     )
 
 
-def _cpus_busy(facts: Facts) -> float | None:
-    known = busy_cpus(facts)
-    return known[0] / known[1] if known else None
-
-
-def _rate(facts: Facts) -> float | None:
-    """Return the read rate of the node that reads most, in bytes per second."""
-    rates = [
-        node.read_bytes / node.seconds for node in facts.nodes if node.seconds and node.read_bytes
+def _reader(facts: Facts) -> tuple[float, float | None] | None:
+    """Return what the node that reads most reads per second, from storage and in all."""
+    known = [
+        (
+            node.read_bytes / node.seconds,
+            None if node.syscall_read_bytes is None else node.syscall_read_bytes / node.seconds,
+        )
+        for node in facts.nodes
+        if node.seconds and node.read_bytes is not None
     ]
-    return max(rates, default=None)
+    return max(known, key=lambda rates: rates[0], default=None)
+
+
+def _possible(facts: Facts) -> float | None:
+    """Return the measured read rate of what the data are on."""
+    if facts.peaks is None:
+        return None
+    targets = {str(stage.get("target")) for stage in facts.job.get("stage") or ()}
+    return facts.peaks.local_disk_read if targets == {"local"} else facts.peaks.shared_read
+
+
+def _storage_is_slow(facts: Facts) -> bool | None:
+    """Return whether the rate of storage limits the reading; None if no figure shows it.
+
+    A rate below the measured one does not prove that storage is fast: its latency may be long.
+    """
+    rates, possible, busy = _reader(facts), _possible(facts), cpus_busy(facts)
+    if rates is None:
+        return None
+    from_storage, in_all = rates
+    if from_storage < max(_LITTLE_BYTES, (1 - _CACHED) * (in_all or 0.0)):
+        return False  # the page cache has the data
+    if possible and from_storage >= BANDWIDTH_SHARE * possible:
+        return True
+    return False if busy is not None and busy >= BUSY else None
+
+
+def _untold(facts: Facts) -> str:
+    """Return what would show whether storage is slow."""
+    if _reader(facts) is None:
+        return "unknown: whether storage is slow; `monitor: true` measures what is read from it"
+    if not _possible(facts):
+        return "unknown: whether storage is slow; `hpml bench` measures what it can do"
+    return "unknown: whether storage is slow; its rate is not the limit, its latency may be"
 
 
 def _storage(facts: Facts) -> list[str]:
     """Return what is known of the storage that the data comes from."""
-    rate = _rate(facts)
-    peak = facts.peaks.shared_read if facts.peaks else None
+    rates, possible = _reader(facts), _possible(facts)
     lines = []
-    if rate and peak and facts.peaks:
-        limit = " (at its limit)" if rate >= BANDWIDTH_SHARE * peak else ""
+    if rates and rates[0] >= _LITTLE_BYTES and possible and facts.peaks:
+        limit = " (at its limit)" if rates[0] >= BANDWIDTH_SHARE * possible else ""
         lines.append(
-            f"a node reads {human_bytes(rate)}/s{limit}; {human_bytes(peak)}/s are possible "
-            f"({facts.peaks.origin})"
+            f"a node reads {human_bytes(rates[0])}/s{limit}; {human_bytes(possible)}/s are "
+            f"possible ({facts.peaks.origin})"
         )
-    elif rate and rate >= _SLOW_BYTES:
-        lines.append(f"a node reads {human_bytes(rate)}/s from storage")
+    elif rates and rates[0] >= _LITTLE_BYTES:
+        lines.append(f"a node reads {human_bytes(rates[0])}/s from storage")
+    elif rates:
+        lines.append(
+            f"a node reads {human_bytes(rates[0])}/s from storage: the data are in its memory"
+        )
     if facts.data_files and facts.data_bytes:
         lines.append(f"{facts.data_files:.0f} files of {human_bytes(facts.data_bytes)} in all")
     return lines
 
 
-def data_changes(facts: Facts) -> list[Change]:
+def _changes(facts: Facts) -> list[Change]:
     """Return what helps ranks that wait for data, the most likely first."""
-    job = facts.job
-    stages: Sequence[Mapping[str, Any]] = job.get("stage") or ()
+    stages: Sequence[Mapping[str, Any]] = facts.job.get("stage") or ()
+    more = _workers(facts)
+    if _storage_is_slow(facts) is False:
+        return more
     changes = []
-    used = [
+    on_disk = [
         (index, stage)
         for index, stage in enumerate(stages)
         if stage.get("target") not in ("shm", "auto")
     ]
-    for index, stage in used[:1]:
-        text = f"stage `{stage.get('name')}` to /dev/shm"
-        changes.append(Change(text, f"stage.{index}.target", "shm"))
+    for index, stage in on_disk[:1]:
+        name = stage.get("name")
+        size = next((one.bytes for one in facts.stages if one.name == name), None)
+        if size is not None and fits_in_ram(facts, size, facts.memory_bytes):
+            text = f"stage `{name}` to /dev/shm"
+            changes.append(Change(text, f"stage.{index}.target", "shm"))
     if not stages:
-        changes += _stage(job)
+        changes.append(_stage(facts))
     small = facts.data_files and facts.data_bytes is not None and facts.data_files > _MANY_FILES
     if small and (facts.data_bytes or 0) / (facts.data_files or 1) < _SMALL_FILE_BYTES:
         changes.append(Change("pack the small files first: `hpml pack SOURCE DEST`, `kind: pack`"))
-    more = _workers(facts)
     # idle cores show that more workers can run; data in memory, that storage is not the reason
-    return [*more, *changes] if stages and not used else [*changes, *more]
+    return [*more, *changes] if stages and not on_disk else [*changes, *more]
 
 
-def _stage(job: Mapping[str, Any]) -> list[Change]:
+def _stage(facts: Facts) -> Change:
     """Return the entry of `stage` for the data that an argument names."""
-    args = [str(word) for word in job.get("args") or ()]
-    for index, word in enumerate(args):
-        match = _DATA.fullmatch(word)
-        if not match:
-            continue
-        inline = match[1] is not None
-        place = index if inline else index + 1
-        path = match[1] if inline else "".join(args[place : place + 1])
-        if not re.fullmatch(r"[~/][^{}\s]+", path):
-            continue
-        entry = {"name": "data", "source": path, "target": "shm"}
-        new = f"{word.partition('=')[0]}={{stage.data}}" if inline else "{stage.data}"
-        text = f"stage the data to /dev/shm: `stage: [{{name: data, source: {path}, target: shm}}]`"
-        return [Change(text, "stage", [entry], also={f"args.{place}": new})]
-    return [Change("stage the data to /dev/shm: add `stage` with the directory that it reads")]
+    data = facts.data
+    if data is None:
+        return Change("stage the data on the nodes: add `stage` with the directory it reads")
+    fits = data.size_bytes is not None and fits_in_ram(facts, data.size_bytes, facts.memory_bytes)
+    target, where = "auto", "on the nodes"
+    if fits:
+        target, where = "shm", "to /dev/shm"
+    elif fits is False and data.size_bytes is not None:
+        target, where = "local", "to the nodes' disks"
+    entry = {**data.entry, "target": target}
+    shown = ", ".join(f"{name}: {value}" for name, value in entry.items())
+    text = f"stage the data {where}: `stage: [{{{shown}}}]`"
+    return Change(text, "stage", [entry], also={data.field: data.word})
 
 
 def _workers(facts: Facts) -> list[Change]:
-    """Return more loader workers, with the cores that they need."""
-    job = facts.job
-    asked = job.get("resources") or {}
-    cpus = int(asked.get("cpus_per_rank") or 1)
-    args = [str(word) for word in job.get("args") or ()]
-    busy = _cpus_busy(facts)
-    free = busy is not None and busy < _BUSY and cpus > 1
-    wanted = {} if free else {"resources.cpus_per_rank": cpus + 2}
-    cores = "" if free else f" and {cpus + 2} CPUs per rank"
+    """Return more loader workers, with the cores that they need and a node has."""
+    cpus, busy = cpus_per_rank(facts), cpus_busy(facts)
+    args = [str(word) for word in facts.job.get("args") or ()]
+    is_free = busy is not None and busy < BUSY and cpus > 1
+    more = None if is_free else more_cpus(facts, cpus + 2)
+    wanted = {} if more is None else {"resources.cpus_per_rank": more}
+    cores = "" if more is None else f" and {more} CPUs per rank"
+    if not is_free and more is None:
+        cores = (
+            "; the nodes have no more CPUs for them"
+            if facts.node_cpus
+            else "; each needs a CPU, and how many a node has is not recorded"
+        )
+        if busy is not None and busy >= BUSY:  # another worker would take its time from the others
+            return [Change(f"decode less while training: prepare the data once{cores}")]
     for index, word in enumerate(args):
         match = _WORKERS.fullmatch(word)
         if not match:
@@ -158,25 +209,26 @@ def _workers(facts: Facts) -> list[Change]:
             text = f"start {count} loader workers per rank{cores}"
             return [Change(text, f"args.{place}", new, also=wanted)]
     text = "start more loader workers (`num_workers` of the DataLoader)"
-    if free:
+    if is_free:
         return [Change(f"{text}: there are idle cores")]
     # CPUs alone, without more workers in the program, would be idle: this is advice
-    return [Change(f"{text}, with `resources.cpus_per_rank: {cpus + 2}`")]
+    return [Change(text + (f", with `resources.cpus_per_rank: {more}`" if more else cores))]
 
 
 def slow_storage(facts: Facts) -> Finding | str | None:
     """Return whether storage is at its measured limit, if the waiting itself is not measured."""
-    rate, peak = _rate(facts), facts.peaks.shared_read if facts.peaks else None
-    if not rate or not peak or not facts.peaks:
+    rates, possible = _reader(facts), _possible(facts)
+    if not rates or not rates[0] or not possible or not facts.peaks:
         return None
-    share = rate / peak
+    rate = rates[0]
+    share = rate / possible
     if shares(facts, "data_wait_seconds") or not THRESHOLDS["slow-storage"].level(share):
         return f"storage is read at {share:.0%} of its rate"
     evidence = [
-        f"a node reads {human_bytes(rate)}/s of {human_bytes(peak)}/s ({facts.peaks.origin})"
+        f"a node reads {human_bytes(rate)}/s of {human_bytes(possible)}/s ({facts.peaks.origin})"
     ]
     verdict = f"storage at its limit: {share:.0%} of its read rate"
-    return find(facts, "slow-storage", share, verdict, evidence, data_changes(facts))
+    return find(facts, "slow-storage", share, verdict, evidence, _changes(facts))
 
 
 def host_to_device(facts: Facts) -> Finding | str | None:
@@ -202,7 +254,7 @@ def host_to_device(facts: Facts) -> Finding | str | None:
         verdict,
         evidence,
         changes,
-        saves=(usual / 2, usual * 0.9),
+        saves=usual,
         of_steps=True,
     )
     return found or f"copies to the GPU take {usual:.0%} of the steps"
@@ -227,7 +279,9 @@ def slow_staging(facts: Facts) -> Finding | str | None:
             f"{human_bytes(slowest.bytes / slowest.seconds)}/s per node"
         )
     changes = []
-    if entry and not entry.get("keep"):
+    if entry.get("target") == "shm":  # many sites empty /dev/shm between jobs
+        changes.append(Change("keep it for later runs: `target: local` with `keep: true`"))
+    elif entry and not entry.get("keep"):
         text = f"keep `{slowest.name}` on the nodes for later runs"
         changes.append(Change(text, f"stage.{index}.keep", True))
     files = slowest.files or 0
@@ -237,6 +291,4 @@ def slow_staging(facts: Facts) -> Finding | str | None:
         text = "read the source once and pass it on"
         changes.append(Change(text, f"stage.{index}.distribution", "chain"))
     verdict = f"staging takes long: {seconds_text(seconds)}, {share:.0%} of the run"
-    return find(
-        facts, "slow-staging", share, verdict, evidence, changes, saves=(share / 2, share * 0.95)
-    )
+    return find(facts, "slow-staging", share, verdict, evidence, changes, saves=share)

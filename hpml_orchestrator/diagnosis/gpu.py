@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from hpml_orchestrator.diagnosis.model import Change
+from hpml_orchestrator.diagnosis.room import cpus_per_rank, more_cpus
 from hpml_orchestrator.diagnosis.shares import (
     busy_cpus,
     exclude,
@@ -86,7 +87,7 @@ def tensor_cores_idle(facts: Facts) -> Finding | str | None:
         f"tensor cores idle: {tensor:.1%} active, while {active:.0%} of the SMs work",
         evidence,
         changes,
-        saves=(active * 0.2, active * 0.5),
+        saves=active * 0.5,
         of_steps=bool(facts.ranks),
     )
     return found or f"tensor cores are active {tensor:.0%} of the time"
@@ -130,7 +131,7 @@ def launch_bound(facts: Facts) -> Finding | str | None:
         f"small kernels: {active:.0%} of the SMs work, though nothing else delays the steps",
         evidence,
         changes,
-        saves=(0.1, 0.6 * (1 - active)),
+        saves=1 - active,
         of_steps=True,
     )
     return found or f"{active:.0%} of the SMs work"
@@ -143,19 +144,21 @@ def cpu_bound(facts: Facts) -> Finding | None:
     if known is None or busy is None or busy >= _HALF or _share(facts, *_PARTS) >= _EXPLAINED:
         return None
     share, cpus = known[0] / known[1], known[1]
-    asked = int((facts.job.get("resources") or {}).get("cpus_per_rank") or 1)
-    text = f"ask for {2 * asked} CPUs per rank"
+    changes = [Change("move preprocessing to the GPU, or prepare the data once")]
+    if more := more_cpus(facts, 2 * cpus_per_rank(facts)):
+        text = f"ask for {more} CPUs per rank"
+        changes.insert(0, Change(text, "resources.cpus_per_rank", more))
+    elif not facts.node_cpus:
+        text = "ask for more CPUs per rank, if a node has them: its size is not recorded"
+        changes.append(Change(text))
     return find(
         facts,
         "cpu-bound",
         share,
         f"CPU-bound: {share:.0%} of the CPUs are busy, the GPUs {busy:.0%}",
         [f"{share:.0%} of {cpus:.0f} CPUs busy", f"the GPUs are busy {busy:.0%} of the time"],
-        [
-            Change(text, "resources.cpus_per_rank", 2 * asked),
-            Change("move preprocessing to the GPU, or prepare the data once"),
-        ],
-        saves=(0.1, (1 - busy) / 2),
+        changes,
+        saves=1 - busy,
     )
 
 

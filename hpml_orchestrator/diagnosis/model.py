@@ -9,6 +9,7 @@ from typing import Any, Literal
 
 __all__ = [
     "Change",
+    "DataArgument",
     "Diagnosis",
     "Facts",
     "Finding",
@@ -97,6 +98,23 @@ class StageFacts:
 
 
 @dataclass(frozen=True)
+class DataArgument:
+    """The argument of the program that names the data it reads.
+
+    Attributes:
+        field: its place in the job, such as `args.2`.
+        word: the argument with the path of a staged copy in it: `--data={stage.data}`.
+        entry: the entry of `stage` for the data, without a target.
+        size_bytes: of the data; None: not known.
+    """
+
+    field: str
+    word: str
+    entry: Mapping[str, Any]
+    size_bytes: float | None = None
+
+
+@dataclass(frozen=True)
 class Peaks:
     """What the node type can do, in FLOP/s and bytes/s, and where each number comes from."""
 
@@ -137,6 +155,10 @@ class Facts:
     peaks: Peaks | None = None
     values: Mapping[str, Any] = field(default_factory=dict)  # of a sweep's point, by name
     code: str = ""  # commit, and whether files were changed
+    node_cpus: int | None = None  # of the smallest node: CPUs that a job can have
+    node_memory_bytes: float | None = None  # the same of memory
+    memory_bytes: float | None = None  # that the job asked for per node, without staged data
+    data: DataArgument | None = None  # if an argument names data that can be staged
 
 
 @dataclass(frozen=True)
@@ -169,10 +191,11 @@ class Finding:
         verdict: one sentence without a final full stop.
         evidence: the figures, one per line, with the threshold and its source.
         changes: what to do, the best first.
-        gain: the share of the run's time that the first change saves, from 0 to 1: (low, high),
-            as an estimate; None: it is not known.
-        gain_hours: GPU-hours of this run (core-hours without GPUs) at the middle of `gain`, or
-            for over-asked resources the hours that they would have been free.
+        gain: the largest share of the run's time that the first change can save, from 0 to 1;
+            None: it is not known.
+        gain_if: what this upper bound rests on, such as "if no step waited for data".
+        gain_hours: GPU-hours of this run (core-hours without GPUs) that `gain` is, or that the
+            fault costs; for over-asked resources the hours that they would have been free.
         needs: for `unknown`: what would provide the data, such as `monitor: true`.
     """
 
@@ -181,9 +204,10 @@ class Finding:
     verdict: str
     evidence: Sequence[str] = ()
     changes: Sequence[Change] = ()
-    gain: tuple[float, float] | None = None
+    gain: float | None = None
     gain_hours: float | None = None
     needs: str = ""
+    gain_if: str = ""
 
 
 @dataclass(frozen=True)
@@ -195,11 +219,6 @@ class Diagnosis:
     unknown: Sequence[Finding] = ()
     healthy: Sequence[str] = ()  # what is as it should be, each with its figure
     notes: Sequence[Finding] = ()  # of level note: what could be used better
-
-    @property
-    def can_change(self) -> bool:
-        """Whether a change to the job file is proposed."""
-        return any(change.field for one in self.findings for change in one.changes)
 
     @property
     def headline(self) -> str:

@@ -10,14 +10,15 @@ from typing import Any
 
 from hpml_orchestrator import __version__
 from hpml_orchestrator.diagnosis import parts
+from hpml_orchestrator.diagnosis.apply import next_step
 from hpml_orchestrator.diagnosis.model import Diagnosis, Facts, Finding, NodeFacts
 from hpml_orchestrator.diagnosis.models import Roofline, imbalance, roofline
 from hpml_orchestrator.diagnosis.shares import hours_unit
 from hpml_orchestrator.diagnosis.side import Row, Side
-from hpml_orchestrator.diagnosis.templates import environment, number
+from hpml_orchestrator.diagnosis.templates import environment, number, percent
 from hpml_orchestrator.diagnosis.wording import change_text, gain_text, status_line
 from hpml_orchestrator.errors import counted
-from hpml_orchestrator.records.texts import human_bytes, seconds_text
+from hpml_orchestrator.records.texts import human_bytes, rate_text, seconds_text
 
 __all__ = ["page", "side_page"]
 
@@ -55,6 +56,7 @@ def page(diagnosis: Diagnosis) -> str:
         diagnosis=diagnosis,
         facts=facts,
         title=f"{facts.run}: {diagnosis.headline}",
+        next_step=next_step(diagnosis),
         footer=f"hpml {__version__}",
         answer=[_sentence(diagnosis.headline), f"{status_line(diagnosis)}."],
         cards=_cards(diagnosis),
@@ -138,14 +140,20 @@ def _cards(diagnosis: Diagnosis) -> list[tuple[str, str, str]]:
         cards.append(("throughput", f"{number(rate)}/s", "samples, all ranks, within steps"))
     if training := parts.mean_parts(facts.ranks):
         share = training[parts.COMPUTE] / sum(training.values())
-        cards.append(("compute", _percent(share), "of the time in training"))
+        cards.append(("compute", percent(share), "of the time in training"))
     if roof := roofline(facts):
-        cards.append(("of the peak", _percent(roof.flops / roof.peak), _unit(roof.flops, "FLOP/s")))
+        cards.append(
+            ("of the peak", percent(roof.flops / roof.peak), rate_text(roof.flops, "FLOP/s"))
+        )
     cards += [(name, number(value), "final") for name, value in facts.accuracy.items()][:2]
     return cards
 
 
 def _finding(finding: Finding, facts: Facts) -> dict[str, Any]:
+    cost = ""
+    if finding.gain_hours:
+        most = "about" if finding.gain is None else "at most"
+        cost = f"{most} {finding.gain_hours:.2g} {hours_unit(facts)}"
     return {
         "kind": finding.kind,
         "level": finding.level,
@@ -153,8 +161,8 @@ def _finding(finding: Finding, facts: Facts) -> dict[str, Any]:
         "evidence": finding.evidence,
         "changes": [_sentence(change_text(one)) for one in finding.changes],
         "gain": finding.gain,
-        "gain_text": gain_text(finding.gain) if finding.gain else "",
-        "hours": f"{finding.gain_hours:.2g} {hours_unit(facts)}" if finding.gain_hours else "",
+        "gain_text": gain_text(finding),
+        "hours": cost,
     }
 
 
@@ -175,7 +183,7 @@ def _pieces(seconds: Mapping[str, float], total: float = 0.0) -> list[_Piece]:
                     round(here, 3),
                     round(share, 3),
                     parts.duration(value),
-                    _percent(value / total),
+                    percent(value / total),
                 )
             )
             here += share
@@ -250,7 +258,7 @@ def _ranks(facts: Facts) -> dict[str, Any] | None:
         "after": _ENDS if hidden else 0,
         "unit": "step" if per_step else "run",
         "legend": list(dict.fromkeys(name for _, inside, _ in rows for name in inside)),
-        "imbalance": _percent(imbalance([worked for *_, worked in rows]) if longest_work else 0.0),
+        "imbalance": percent(imbalance([worked for *_, worked in rows]) if longest_work else 0.0),
         "waits": all(parts.own_seconds(rank) is not None for rank, _, _ in rows),
         "distribution": _distribution([worked for _, _, worked in rows]) if hidden else None,
         "table": [
@@ -296,8 +304,8 @@ def _roof(roof: Roofline | None) -> dict[str, Any] | None:
     """Return the lines of a roofline plot with logarithmic axes, and the sentences under it."""
     if roof is None:
         return None
-    of_peak = _percent(roof.flops / roof.peak)
-    text = [f"{_unit(roof.flops, 'FLOP/s')} per device, {of_peak} of the peak ({roof.source})"]
+    of_peak = percent(roof.flops / roof.peak)
+    text = [f"{rate_text(roof.flops, 'FLOP/s')} per device, {of_peak} of the peak ({roof.source})"]
     drawing: dict[str, Any] = {"text": text, "origin": roof.origin, "plot": None}
     if roof.intensity is None or roof.bandwidth is None or roof.ridge is None:
         text.append("The bytes that the memory moved are unknown, so there is no roofline")
@@ -305,7 +313,8 @@ def _roof(roof: Roofline | None) -> dict[str, Any] | None:
     by = "memory bandwidth" if roof.intensity < roof.ridge else "compute units"
     text.append(
         f"At {number(roof.intensity)} FLOP/byte the {by} would allow"
-        f" {_unit(roof.limit, 'FLOP/s')}: the run reaches {_percent(roof.flops / roof.limit)} of it"
+        f" {rate_text(roof.limit, 'FLOP/s')}: the run reaches"
+        f" {percent(roof.flops / roof.limit)} of it"
     )
     x = _decades(min(roof.intensity, roof.ridge), max(roof.intensity, roof.ridge))
     lowest = min(roof.flops, x[0] * roof.bandwidth)
@@ -324,14 +333,14 @@ def _roof(roof: Roofline | None) -> dict[str, Any] | None:
         "slope": (at(start, start * roof.bandwidth), at(roof.ridge, roof.peak)),
         "bandwidth": f"{human_bytes(roof.bandwidth)}/s",
         "roofs": [
-            (dtype, at(peak / roof.bandwidth, peak), at(x[-1], peak), _unit(peak, "FLOP/s"))
+            (dtype, at(peak / roof.bandwidth, peak), at(x[-1], peak), rate_text(peak, "FLOP/s"))
             for dtype, peak in roof.peaks.items()
             if x[0] < peak / roof.bandwidth < x[-1]
         ],
         "point": at(roof.intensity, roof.flops),
         "limit": at(roof.intensity, roof.limit),
         "x": [(number(tick), at(tick, y[0])) for tick in x],
-        "y": [(_unit(tick, ""), at(x[0], tick)) for tick in y],
+        "y": [(rate_text(tick, ""), at(x[0], tick)) for tick in y],
         "label": "; ".join(text),
     }
     return drawing
@@ -352,7 +361,7 @@ def _node(node: NodeFacts, facts: Facts) -> dict[str, str]:
 
     def mean(name: str) -> str:
         values = [value for gpu in gpus if (value := getattr(gpu, name)) is not None]
-        return _percent(fmean(values)) if values else "-"
+        return percent(fmean(values)) if values else "-"
 
     def most(name: str) -> float | None:
         return max(
@@ -414,29 +423,5 @@ def _origins(facts: Facts) -> list[tuple[str, str]]:
             if facts.peaks
             else "unknown: `hpml bench` measures them",
         ),
-        ("limits", "named with each finding; the gain is an estimate, not a measurement"),
+        ("limits", "named with each finding; the gain is an upper bound, not a measurement"),
     ]
-
-
-# --- figures
-
-
-def _percent(share: float) -> str:
-    """Return a share as findings have it.
-
-    >>> _percent(0.8349)
-    '83%'
-    """
-    return f"{share:.0%}"
-
-
-def _unit(value: float, unit: str) -> str:
-    """Return a figure with a decimal prefix.
-
-    >>> _unit(4.5e12, "FLOP/s"), _unit(20, "FLOP/s")
-    ('4.5 TFLOP/s', '20 FLOP/s')
-    """
-    for factor, prefix in ((1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k")):
-        if value >= factor:
-            return f"{number(value / factor)} {prefix}{unit}"
-    return f"{number(value)} {unit}".strip()

@@ -42,7 +42,7 @@ def slow_start(facts: Facts) -> Finding | str | None:
         f"slow start: {seconds_text(seconds)} before the first step, most of it {longest}",
         [f"{share:.0%} of the run", parts],
         changes,
-        saves=(took[longest] / facts.elapsed_seconds * 0.3, share * 0.8),
+        saves=share,
     )
     return found or text
 
@@ -84,6 +84,6 @@ def _beside(
         f"{what}: {share:.0%} of the training",
         [f"{share:.0%} of the training, {seconds_text(seconds)}"],
         changes,
-        saves=(whole * 0.4, whole * 0.8),
+        saves=whole,
     )
     return found or f"{what} {share:.0%} of the training"

@@ -52,7 +52,7 @@ def memory_pressure(facts: Facts) -> Finding | str | None:
             1.0,
             f"out of memory{nodes}: the kernel ended a process",
             evidence,
-            _more_memory(max(peak, limit)),
+            _more_memory(facts, max(peak, limit)),
             free_hours=lost,
         )
     gpu, share = _fullest(facts)
@@ -69,7 +69,7 @@ def memory_pressure(facts: Facts) -> Finding | str | None:
     share, node = max(known, key=lambda item: item[0])
     peak, limit = node.memory_peak_bytes or 0, node.memory_limit_bytes or 0
     text = f"{human_bytes(peak)} of {human_bytes(limit)} on {node.node}: {share:.0%}"
-    changes = _more_memory(limit)
+    changes = _more_memory(facts, limit)
     verdict = f"memory is nearly full: {share:.0%} of the limit on {node.node}"
     found = find(facts, "memory-pressure", share, verdict, [text], changes)
     return found or f"memory {share:.0%} of its limit at most"
@@ -85,15 +85,27 @@ def _fullest(facts: Facts) -> tuple[GpuFacts | None, float]:
     return max(known, key=lambda item: item[1], default=(None, 0.0))
 
 
-def _more_memory(bytes_used: float) -> list[Change]:
-    changes = []
-    if bytes_used:
-        size = _size(bytes_used * _RESERVE)
-        changes.append(Change(f"ask for {size} per node", "resources.memory", size))
-    else:
-        changes.append(Change("ask for more memory per node: `resources.memory`"))
-    changes.append(Change("fewer loader workers, or smaller prefetch, take less memory"))
-    return changes
+def _more_memory(facts: Facts, limit: float) -> list[Change]:
+    """Return more memory than the limit that was reached, if a node has more."""
+    in_ram = _staged_in_ram(facts)
+    limit = limit or (facts.memory_bytes or 0.0)
+    most = None if facts.node_memory_bytes is None else facts.node_memory_bytes - in_ram
+    less = Change("fewer loader workers, or smaller prefetch, take less memory")
+    if not limit or most is None:
+        text = "ask for more memory per node (`resources.memory`), if a node has it: "
+        unknown = "how much was used" if not limit else "the size of a node"
+        return [Change(f"{text}{unknown} is not recorded"), less]
+    wanted = limit * _RESERVE - in_ram
+    if _GIB * math.ceil(wanted / _GIB) > most:
+        wanted = _GIB * math.floor(most / _GIB)
+    if wanted + in_ram <= limit:
+        return [less, Change("use more nodes, or nodes with more memory: these have no more")]
+    size = _size(wanted)
+    return [Change(f"ask for {size} per node", "resources.memory", size), less]
+
+
+def _staged_in_ram(facts: Facts) -> float:
+    return sum(stage.bytes or 0.0 for stage in facts.stages if stage.target == "shm")
 
 
 def _size(count: float) -> str:
@@ -167,7 +179,9 @@ def cpus_unused(facts: Facts) -> Finding | str | None:
         return f"{busy:.1f} of {cpus:.0f} CPUs busy"
     asked = facts.job.get("resources") or {}
     per_rank = int(asked.get("cpus_per_rank") or 1)
-    needed = max(1, math.ceil(busy / ranks * _RESERVE))
+    # binding keeps a core for each loader worker that the job file names
+    workers = int((facts.job.get("binding") or {}).get("loader_workers") or 0)
+    needed = max(1 + workers, math.ceil(busy / ranks * _RESERVE))
     if needed >= per_rank:
         return f"{busy:.1f} of {cpus:.0f} CPUs busy"
     text = f"ask for {needed} CPUs per rank instead of {per_rank}"
@@ -200,8 +214,7 @@ def memory_over_asked(facts: Facts) -> Finding | None:
     peak, limit = max(peak for peak, _ in known), max(limit for _, limit in known)
     if limit < _SMALL_BYTES:
         return None
-    in_ram = sum(stage.bytes or 0 for stage in facts.stages if stage.target == "shm")
-    size = _size(max(0.0, peak - in_ram) * _RESERVE)
+    size = _size(max(0.0, peak - _staged_in_ram(facts)) * _RESERVE)
     return find(
         facts,
         "memory-over-asked",

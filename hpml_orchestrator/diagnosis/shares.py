@@ -40,6 +40,22 @@ __all__ = [
 
 _SHOWN = 4
 _IDLE = 0.02  # share of the time with a kernel
+_GAIN_IF = {
+    "waits-for-data": "if no step waited for data",
+    "slow-rank": "if it kept up with the others",
+    "wrong-binding": "if each rank had cores of its own",
+    "communication": "if communication took no time",
+    "host-to-device": "if copies took no time",
+    "tensor-cores-idle": "if tensor cores halved the time in which SMs compute",
+    "launch-bound": "if kernels kept all SMs busy",
+    "cpu-bound": "if the GPUs never waited for the CPUs",
+    "throttled": "if throttling ended, which halves the clocks at most",
+    "slow-staging": "if staging took no time",
+    "slow-start": "if the start took no time",
+    "slow-saving": "if checkpoints took no time",
+    "slow-evaluation": "if evaluation took no time",
+}
+"""What the upper bound of a gain rests on."""
 
 
 def steps_known(facts: Facts) -> bool:
@@ -137,7 +153,7 @@ def find(
     evidence: Sequence[str] = (),
     changes: Sequence[Change] = (),
     *,
-    saves: tuple[float, float] | None = None,
+    saves: float | None = None,
     free_hours: float | None = None,
     of_steps: bool = False,
 ) -> Finding | None:
@@ -150,8 +166,8 @@ def find(
         verdict: of the finding.
         evidence: of the finding; its first line gets the limits.
         changes: of the finding.
-        saves: the share of the run's time that the first change saves; of the steps' time with
-            `of_steps`.
+        saves: the largest share of the run's time that the first change can save; of the steps'
+            time with `of_steps`.
         free_hours: hours that would have been free instead.
         of_steps: whether the value is one of the steps, of which there must be enough.
     """
@@ -165,13 +181,19 @@ def find(
     known: Level = "warning" if level == "warning" or (short or few) else "critical"
     if saves is not None and of_steps:
         whole = train_share(facts)
-        saves = None if whole is None else (saves[0] * whole, saves[1] * whole)
+        saves = None if whole is None else saves * whole
     lines = [f"{evidence[0]} ({threshold})", *evidence[1:]] if evidence else []
     if level == "critical" and short:
         lines.append("a short run: the same figure of a longer one is more certain")
-    gained = None if saves is None else hours(facts, (saves[0] + saves[1]) / 2)
     return Finding(
-        kind, known, verdict, lines, tuple(changes), saves, free_hours if saves is None else gained
+        kind,
+        known,
+        verdict,
+        lines,
+        tuple(changes),
+        saves,
+        free_hours if saves is None else hours(facts, saves),
+        gain_if="" if saves is None else _GAIN_IF[kind],
     )
 
 

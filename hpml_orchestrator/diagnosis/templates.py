@@ -34,12 +34,12 @@ def number(value: float | None) -> str:
 
 
 def percent(value: float | None) -> str:
-    """Return a share in percent.
+    """Return a share in percent, as findings have it.
 
     >>> percent(0.8349)
-    '83 %'
+    '83%'
     """
-    return "-" if value is None else f"{100 * value:.0f} %"
+    return "-" if value is None else f"{value:.0%}"
 
 
 def environment(form: str) -> jinja2.Environment:

@@ -18,12 +18,15 @@ __all__ = [
     "first_few",
     "human_bytes",
     "printable",
+    "rate_text",
     "seconds_text",
     "zoned_text",
 ]
 
 _MINUTE, _HOUR, _DAY = 60, 3600, 86_400
 _KIBI = 1024
+_PREFIXES = ("", "k", "M", "G", "T", "P")
+_RATE_STEP = 999.5  # with three digits, more is a thousand
 
 
 def seconds_text(seconds: float) -> str:
@@ -73,6 +76,18 @@ def human_bytes(count: float) -> str:
         if size < _KIBI:
             return f"{size:.1f} {unit}"
     return f"{size / _KIBI:.1f} PiB"
+
+
+def rate_text(value: float, unit: str) -> str:
+    """Return a rate with a decimal prefix of its unit and three digits.
+
+    >>> rate_text(4.5e12, "FLOP/s"), rate_text(20, "FLOP/s"), rate_text(9219.7, "1/s")
+    ('4.5 TFLOP/s', '20 FLOP/s', '9.22 k/s')
+    """
+    steps = 0
+    while value >= _RATE_STEP and steps < len(_PREFIXES) - 1:
+        value, steps = value / 1000, steps + 1
+    return f"{value:.3g} {_PREFIXES[steps]}{unit.removeprefix('1')}".rstrip()
 
 
 def exact_bytes(count: int) -> str:

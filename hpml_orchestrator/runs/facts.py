@@ -116,10 +116,11 @@ def _facts(state: State, summary: Summary | None, now: float) -> Facts:
     phases = {phase.name: phase.seconds for phase in summary.phases}
     described = describe(state, summary, now=now)
     stages = _stages(summary, job)
-    limit = None  # where the scheduler sets no limit, what was asked for is the limit
+    limit = own = None  # where the scheduler sets no limit, what was asked for is the limit
     if asked["memory"]:
         in_ram = sum(stage.bytes or 0 for stage in stages if stage.target == "shm")
-        limit = parse_mebibytes(str(asked["memory"])) * MIB + in_ram
+        own = float(parse_mebibytes(str(asked["memory"])) * MIB)
+        limit = own + in_ram
     facts = replace(
         facts,
         phases={name: seconds for name, seconds in phases.items() if name != "queue"},
@@ -132,6 +133,7 @@ def _facts(state: State, summary: Summary | None, now: float) -> Facts:
         ranks=_ranks(state, summary),
         nodes=[_node(node, attempt, limit) for node in summary.monitored],
         stages=stages,
+        memory_bytes=own,
         achieved_flops=_flops(summary, facts.gpu_count),
         accuracy=_accuracy(summary),
         values=described.values,

@@ -140,7 +140,7 @@ def tune(
                 writer.written(moved, base, chosen.fields, reasons, old=text), notes=notes
             )
         except (CannotEditError, InputError) as error:
-            notes = (f"{source} could not be changed as it is written, so FILE is new: {error}",)
+            notes = (f"{target.name} is new; {source} cannot be changed as it is written: {error}",)
     whole = Job.model_validate({**ran, "after": []})
     text = block_text(_written_fields(whole))
     base = whole.model_dump(mode="json")

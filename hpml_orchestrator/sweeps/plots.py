@@ -124,7 +124,7 @@ def _speedups(report: Report) -> Iterable[_Drawn]:
     for figure, axis in _over_scales(report, "parallel efficiency", shares):
         axis.axhline(1, **_IDEAL)
         axis.set_ylim(bottom=0)
-        axis.yaxis.set_major_formatter(PercentFormatter(1, symbol=" %"))
+        axis.yaxis.set_major_formatter(PercentFormatter(1))
         axis.legend()
         yield "efficiency", "Parallel efficiency", figure
 

@@ -269,7 +269,7 @@ def _order_position(n: int) -> tuple[float, str]:
     covers = 1 - 2 * stats.binom.cdf(np.arange(n // 2 + 1) - 1, n, 0.5)
     k = int(np.flatnonzero(covers >= CONFIDENCE)[-1])
     if covers[k] <= _TOO_WIDE:
-        method = f"order statistics {k} and {n + 1 - k}, which cover {100 * covers[k]:.1f} %"
+        method = f"order statistics {k} and {n + 1 - k}, which cover {covers[k]:.1%}"
         return k - 1, method
     surplus = (covers[k] - CONFIDENCE) / (covers[k] - covers[k + 1])
     weight = (n - k) * surplus / (k + (n - 2 * k) * surplus)

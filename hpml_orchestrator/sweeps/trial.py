@@ -338,11 +338,11 @@ def sentences(plan: SweepPlan, rows: Sequence[Row]) -> list[str]:
 
 
 def _speed_text(speed: Speedup, found: Outcome) -> str:
-    """Return how much faster the changed job is, such as `18 % faster [15, 21] (6 pairs)`."""
+    """Return how much faster the changed job is, such as `18% faster [15, 21] (6 pairs)`."""
     pairs = counted(found.pairs, "pair")
     ends, sign = speed.interval, 1 if speed.value >= 1 else -1
     values = [speed.value] if ends is None else [speed.value, ends.low, ends.high]
-    unit = "times as fast"
+    unit = " times as fast"
     if speed.value < _TIMES:
         unit = "% faster" if sign > 0 else "% slower"
         values = [100 * sign * (value - 1) for value in values]
@@ -351,9 +351,9 @@ def _speed_text(speed: Speedup, found: Outcome) -> str:
     if ends is None:
         verb = "is" if found.pairs == 1 else "are"
         few = f"{pairs} {verb} not enough to exclude noise, {MIN_REPEATS} are"
-        return f"The changed job was {value} {unit}, but {few}"
+        return f"The changed job was {value}{unit}, but {few}"
     bounds = bounds[::sign] if speed.value < _TIMES else bounds
-    text = f"{value} {unit} [{', '.join(bounds)}] ({pairs})"
+    text = f"{value}{unit} [{', '.join(bounds)}] ({pairs})"
     if not speed.distinguishable:
         return f"Not distinguishable: the changed job is {text}"
     return f"The changed job is {text}"
@@ -363,7 +363,7 @@ def _waits(found: Outcome) -> str:
     if "data_wait_ratio" not in found.medians:
         return ""
     before, after = found.medians["data_wait_ratio"]
-    return f", waiting for data {100 * before:.0f} -> {100 * after:.0f} %"
+    return f", waiting for data {before:.0%} -> {after:.0%}"
 
 
 def _whole_run(found: Outcome, trial: Mapping[str, Any]) -> Iterator[str]:
@@ -381,7 +381,7 @@ def _whole_run(found: Outcome, trial: Mapping[str, Any]) -> Iterator[str]:
     if took and took > before:
         share = took / (after + (took - before) / found.speedup.value) - 1
         word = "faster" if share >= 0 else "slower"
-        text += f", so all of {trial['run']} would be {100 * abs(share):.0f} % {word}"
+        text += f", so all of {trial['run']} would be {abs(share):.0%} {word}"
     yield f"{text}."
 
 

@@ -334,7 +334,7 @@ def _limit(setting: Setting, baseline: str) -> Iterable[str]:
     )
     yield (
         f"At {setting.label}, {number(lost)} s are lost against ideal scaling: {named}; the serial "
-        f"fraction (Karp-Flatt) is {estimate_text(setting.serial_fraction, 100)} %"
+        f"fraction (Karp-Flatt) is {estimate_text(setting.serial_fraction, 100)}%"
         f"{_serial_comment(setting.serial_fraction, baseline)}."
     )
 

@@ -38,7 +38,7 @@ def job(desk: Desk, *more: str, samples: int = 400, option: str = "--data", **fi
         name="images",
         command=[sys.executable, "trialtraining.py"],
         args=args,
-        **{"resources": {"time": "10:00"}, **fields},
+        **{"resources": {"time": "10:00", "memory": "1G"}, **fields},
     )
 
 
@@ -50,6 +50,11 @@ def slow_disk(desk: Desk) -> list[str]:
 def test_a_change_is_written_and_tried(desk: Desk) -> None:
     """A trial that was interrupted is continued like any sweep, with its answer at the end."""
     desk.hpml("run", job(desk, *slow_disk(desk)), "--local")
+    printed = " ".join(desk.hpml("report", "last").split())
+    assert "unknown: whether storage is slow; `monitor: true` measures" in printed
+    assert " gain " not in printed
+    cpus = len(os.sched_getaffinity(0))  # no more than this machine has
+    assert cpus < 2 or f"`resources.cpus_per_rank: {min(cpus, 3)}`" in printed
     printed = desk.hpml("report", "last", "--apply", "tuned.yaml")
     assert "+    " not in printed
     assert "changed   stage the data to /dev/shm (waits for data" in printed

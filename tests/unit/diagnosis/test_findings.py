@@ -12,9 +12,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from hpml_orchestrator.check.job import check_local
+from hpml_orchestrator.diagnosis.apply import changed_job, choose_changes
 from hpml_orchestrator.diagnosis.diagnose import diagnose
 from hpml_orchestrator.diagnosis.model import (
     Change,
+    DataArgument,
     Facts,
     GpuFacts,
     NodeFacts,
@@ -24,6 +27,7 @@ from hpml_orchestrator.diagnosis.model import (
 )
 from hpml_orchestrator.diagnosis.thresholds import THRESHOLDS
 from hpml_orchestrator.diagnosis.wording import markdown, text, to_json
+from hpml_orchestrator.scheduler.local.resources import Machine
 from hpml_orchestrator.spec.load import load_job
 
 GIB = float(1 << 30)
@@ -102,6 +106,10 @@ def node(number: int, *gpus: GpuFacts, **more: Any) -> NodeFacts:
     return NodeFacts(f"n{number}", **{**well, **more})
 
 
+SOURCE = {"name": "data", "source": "/data/digits"}
+DATA = DataArgument("args.0", "--data={stage.data}", SOURCE, 10 * GIB)
+
+
 def facts(**more: Any) -> Facts:
     """A healthy run of an hour, of four ranks on two nodes."""
     well: dict[str, Any] = {
@@ -118,6 +126,10 @@ def facts(**more: Any) -> Facts:
         "ranks": [rank(number) for number in range(4)],
         "nodes": [node(0), node(1)],
         "peaks": Peaks(shared_read=400e6, origin="measured"),
+        "node_cpus": 16,
+        "node_memory_bytes": 256 * GIB,
+        "memory_bytes": 64 * GIB,
+        "data": DATA,
     }
     return Facts("digits-1", "COMPLETED", over=True, **{**well, **more})
 
@@ -331,7 +343,8 @@ def test_a_fault_is_found_and_nothing_else(name: str) -> None:
         assert one.level in ("critical", "warning")
         assert one.evidence
         assert one.changes
-        assert one.gain is None or 0 <= one.gain[0] <= one.gain[1] <= 1
+        assert one.gain is None or 0 <= one.gain <= 1
+        assert bool(one.gain_if) == (one.gain is not None)
     assert found.healthy or kinds or not given_facts.ranks
     if given_facts.state == "FAILED":
         assert "hpml show digits-1" in found.headline or kinds
@@ -362,6 +375,20 @@ def test_its_changes_make_a_job_file_that_loads(name: str, tmp_path: Path) -> No
         (tmp_path / "job.json").rename(tmp_path / "job.yaml")
         resolved = load_job(tmp_path / "job.yaml").job.model_dump(mode="json")
         assert not change.field or resolved != load_before(given_facts, tmp_path), change
+
+
+@pytest.mark.parametrize(("cpus", "gigabytes"), [(8, 64), (9, 70), (64, 500)])
+@pytest.mark.parametrize("name", FAULTS)
+def test_its_changes_pass_the_checks(name: str, cpus: int, gigabytes: int, tmp_path: Path) -> None:
+    """The changed job asks for no more than a node of the run has, whatever its size."""
+    run = replace(FAULTS[name][0], node_cpus=cpus, node_memory_bytes=gigabytes * GIB)
+    machine = Machine((*range(cpus),), ("0", "1"), gigabytes << 10)
+    (tmp_path / "train.py").write_text("")
+    for one in choose_changes(diagnose(run)).made:
+        (tmp_path / "job.yaml").write_text(json.dumps(changed_job(run.job, one.fields)))
+        job = load_job(tmp_path / "job.yaml").job
+        refused = {error.code for error in check_local(job, machine)}
+        assert refused <= {"local.nodes"}, one.change
 
 
 def load_before(given_facts: Facts, root: Path) -> Any:
@@ -462,27 +489,157 @@ def test_the_cause_of_a_slow_rank(more: dict[str, float], words: str) -> None:
     assert found.verdict.endswith(words)
 
 
+STAGED = {"stage": [STAGE]}
+IN_RAM = {"stage": [{**STAGE, "target": "shm"}]}
+COPIED = [StageFacts("d", "/data", "local", 30.0, 10 * GIB, 100.0)]
+ALSO = {"args.0": "--data={stage.data}"}
+BUSY = [node(0, mean_cpus=7.9), node(1, mean_cpus=7.9)]
+UNKNOWN_SIZE = replace(DATA, size_bytes=None)
+
+
+def staged(target: str) -> Change:
+    """The change that brings the data there."""
+    return Change("", "stage", [{**SOURCE, "target": target}], also=ALSO)
+
+
 @pytest.mark.parametrize(
-    ("job", "first"),
+    ("job", "known", "first"),
     [
-        ({}, Change("", "stage", also={"args.0": "--data={stage.data}"})),
-        ({"args": ["--data", "/d", "x"]}, Change("", "stage", also={"args.1": "{stage.data}"})),
-        ({"args": ["train"]}, Change("")),
-        ({"stage": [STAGE]}, Change("", "stage.0.target", "shm")),
-        ({"stage": [{**STAGE, "target": "shm"}]}, Change("", "args.2", "3")),
+        ({}, {}, staged("shm")),
+        ({}, {"data": replace(DATA, size_bytes=200 * GIB)}, staged("local")),
+        ({}, {"data": UNKNOWN_SIZE}, staged("auto")),
+        ({}, {"node_memory_bytes": None}, staged("auto")),
+        ({}, {"data": None}, Change("")),
+        (STAGED, {"stages": COPIED}, Change("", "stage.0.target", "shm")),
+        (STAGED, {"stages": COPIED, "node_memory_bytes": 65 * GIB}, Change("", "args.2", "3")),
+        (IN_RAM, {}, Change("", "args.2", "3")),
+        (IN_RAM | {"args": ["--num_workers=4"]}, {}, Change("", "args.0", "--num_workers=8")),
+        (IN_RAM | {"args": []}, {}, Change("")),
+        # more workers need CPUs, which a node of two ranks has, has in part, or has not
+        (IN_RAM, {"nodes": []}, Change("", "args.2", "3", also={"resources.cpus_per_rank": 6})),
+        (IN_RAM, {"nodes": BUSY}, Change("", "args.2", "3", also={"resources.cpus_per_rank": 6})),
         (
-            {"stage": [{**STAGE, "target": "shm"}], "args": ["--num_workers=4"]},
-            Change("", "args.0", "--num_workers=8"),
+            IN_RAM,
+            {"nodes": BUSY, "node_cpus": 11},
+            Change("", "args.2", "3", also={"resources.cpus_per_rank": 5}),
         ),
-        ({"stage": [{**STAGE, "target": "shm"}], "args": []}, Change("")),
+        (IN_RAM, {"nodes": [], "node_cpus": 8}, Change("", "args.2", "3")),
+        (IN_RAM, {"nodes": [], "node_cpus": None}, Change("", "args.2", "3")),
+        (IN_RAM, {"nodes": BUSY, "node_cpus": 8}, Change("")),
+        (IN_RAM, {"nodes": BUSY, "node_cpus": None}, Change("")),
     ],
 )
-def test_what_helps_against_waiting_for_data(job: dict[str, Any], first: Change) -> None:
-    """The first change fits what the job has: staged data, loader workers, idle cores."""
-    waiting = facts(ranks=ranks(data_wait_seconds=900.0), job={**JOB, **job})
+def test_what_helps_against_waiting_for_data(
+    job: dict[str, Any], known: dict[str, Any], first: Change
+) -> None:
+    """The first change fits the job and its nodes: staged data, loader workers, CPUs."""
+    waiting = facts(ranks=ranks(data_wait_seconds=900.0), job={**JOB, **job}, **known)
     change = diagnose(waiting).findings[0].changes[0]
     assert (change.field, dict(change.also)) == (first.field, dict(first.also))
     assert first.value is None or change.value == first.value
+
+
+@pytest.mark.parametrize(
+    ("read", "known", "stages", "gains"),
+    [
+        (390e6, {}, True, True),  # at the rate that `hpml bench` measured
+        (50e6, {}, True, False),  # below it: the latency may be the reason, or the loader
+        (390e6, {"peaks": None}, True, False),
+        (0.0, {}, False, True),  # from the page cache
+        (100e3, {}, False, True),  # the program itself
+        (50e6, {"syscall_read_bytes": 600e6}, False, True),
+        (50e6, {"mean_cpus": 7.9}, False, True),  # the CPUs are the limit
+        (None, {}, True, False),
+    ],
+)
+def test_staging_is_proposed_for_slow_storage(
+    read: float | None, known: dict[str, Any], stages: bool, gains: bool
+) -> None:
+    """Not at all if figures show that storage is fast; with a gain only if they show it is slow."""
+    figures = {"mean_cpus": 6.0, "syscall_read_bytes": None, **known}
+    peaks = {"peaks": figures.pop("peaks")} if "peaks" in figures else {}
+    if figures["syscall_read_bytes"]:
+        figures["syscall_read_bytes"] *= 3500
+    nodes = [node(n, read_bytes=None if read is None else 3500 * read, **figures) for n in (0, 1)]
+    (found,) = diagnose(facts(ranks=ranks(data_wait_seconds=900.0), nodes=nodes, **peaks)).findings
+    assert any(change.field == "stage" for change in found.changes) == stages
+    assert (found.gain is not None) == gains
+    assert any(line.startswith("unknown: whether storage is slow") for line in found.evidence) == (
+        not gains
+    )
+    assert found.gain_hours == pytest.approx(4 * 0.3 * 3000 / 3600)  # that the waiting costs
+    if gains:
+        assert "at most 25% of the run's time, if no step waited for data" in markdown(
+            diagnose(facts(ranks=ranks(data_wait_seconds=900.0), nodes=nodes, **peaks))
+        )
+
+
+FULL = [node(0, memory_peak_bytes=63 * GIB), node(1)]
+HOT_CPUS = facts(
+    ranks=ranks(wait_seconds=0.0, comm_seconds=0.0),
+    nodes=[
+        node(n, gpu(n, utilization_ratio=0.3, sm_active_ratio=None), mean_cpus=7.9) for n in (0, 1)
+    ],
+)
+SHM = StageFacts("d", "/data", "shm", 30.0, 20 * GIB)
+
+
+@pytest.mark.parametrize(
+    ("run", "known", "field", "value"),
+    [
+        (facts(nodes=FULL), {}, "resources.memory", "84G"),
+        (facts(nodes=FULL), {"node_memory_bytes": 70.5 * GIB}, "resources.memory", "70G"),
+        (facts(nodes=FULL), {"stages": [SHM]}, "resources.memory", "64G"),
+        (facts(nodes=FULL), {"node_memory_bytes": 64 * GIB}, "", None),
+        (facts(nodes=FULL), {"node_memory_bytes": None}, "", None),
+        (replace(facts(nodes=[]), state="OUT_OF_MEMORY"), {}, "resources.memory", "84G"),
+        (replace(facts(nodes=[]), state="OUT_OF_MEMORY"), {"memory_bytes": None}, "", None),
+        (HOT_CPUS, {}, "resources.cpus_per_rank", 8),
+        (HOT_CPUS, {"node_cpus": 12}, "resources.cpus_per_rank", 6),
+        (HOT_CPUS, {"node_cpus": 8}, "", None),
+        (HOT_CPUS, {"node_cpus": None}, "", None),
+    ],
+)
+def test_a_change_asks_for_no_more_than_a_node_has(
+    run: Facts, known: dict[str, Any], field: str, value: Any
+) -> None:
+    """If the size of the nodes is not known, it names no number, which could be refused."""
+    (found, *_) = diagnose(replace(run, **known)).findings
+    assert (found.changes[0].field, found.changes[0].value) == (field, value)
+    if not field:
+        assert not re.search(r"\d", found.changes[0].text)
+        assert not any(change.field for change in found.changes)
+
+
+def test_right_sized_cpus_keep_those_of_loader_workers() -> None:
+    """`hpml check` would warn of fewer cores than ranks and workers."""
+    idle = [node(0, mean_cpus=0.5), node(1, mean_cpus=0.5)]
+    for workers, cpus in ((0, 1), (2, 3)):
+        job = {**JOB, "binding": {"policy": "gpu-local", "loader_workers": workers}}
+        (found,) = diagnose(facts(nodes=idle, job=job)).findings
+        assert found.changes[0].value == cpus
+
+
+@pytest.mark.parametrize(
+    ("job", "known", "step"),
+    [
+        ({}, {}, "hpml report digits-1 --apply tuned.yaml, or --try"),
+        ({"args": []}, {"data": None}, ""),  # advice alone
+        (STAGED | {"args": []}, {"stages": COPIED}, "--apply tuned.yaml, or --try"),
+        ({"environment": {"variables": {"SUBMITIT_EXECUTOR": "x"}}}, {}, ""),
+        ({"checkpoint": {"enabled": True, "directory": "/mine"}}, {}, "--apply tuned.yaml"),
+        ({"checkpoint": {"enabled": True, "directory": "/{run.id}"}}, {}, "tuned.yaml, or --try"),
+        ({"checkpoint": {"enabled": True, "directory": "own"}}, {}, "tuned.yaml, or --try"),
+        ({"checkpoint": {"enabled": False, "directory": "/mine"}}, {}, "tuned.yaml, or --try"),
+    ],
+)
+def test_the_next_step_is_one_that_works(
+    job: dict[str, Any], known: dict[str, Any], step: str
+) -> None:
+    """Only if a change of the job file can be made; tried only if runs share no checkpoints."""
+    waiting = facts(ranks=ranks(data_wait_seconds=900.0), job={**JOB, **job}, **known)
+    lines = [line for line in text(diagnose(waiting)).splitlines() if line.startswith("next ")]
+    assert [line.endswith(step) for line in lines] == [True] * bool(step)
 
 
 def test_nodes_are_excluded_beside_those_that_were() -> None:
@@ -515,6 +672,17 @@ def test_the_text_fits_a_terminal(name: str) -> None:
     for one in found.findings:
         assert one.verdict in markdown(found)
     assert json.loads(json.dumps(to_json(found)))["headline"] == found.headline
+
+
+@pytest.mark.parametrize("length", range(1, 80, 6))
+def test_no_change_is_cut(length: int) -> None:
+    """It is wrapped between words, wherever the line ends: its paths and options stay whole."""
+    source = "/data/" + "a-b/" * (length // 4) + "c" * (length % 4)
+    data = replace(DATA, entry={**SOURCE, "source": source})
+    printed = text(diagnose(facts(ranks=ranks(data_wait_seconds=900.0), data=data)))
+    assert max(map(len, printed.splitlines())) <= 100
+    change = f"`stage: [{{name: data, source: {source}, target: shm}}]`"
+    assert change in " ".join(printed.split())
 
 
 def test_no_more_than_three_are_printed_in_full() -> None:

@@ -92,7 +92,8 @@ def test_a_page_has_all_that_a_finding_says() -> None:
         for change in finding.changes:
             assert change.text[1:] in text
             assert change.field in text
-    assert "about 0.25 GPU-hours" in text
+    assert "at most 0.25 GPU-hours" in text
+    assert "at most 29% of the run's time, if no step waited for data" in text
     assert "can change the accuracy" in text
     assert "hpml report digits-3f2a --apply tuned.yaml" in text
     assert "NVLink errors are unknown Needs driver 550" in re.sub(

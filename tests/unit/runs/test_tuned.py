@@ -192,4 +192,5 @@ def test_a_document_with_aliases_is_written_anew(desk: Desk) -> None:
         "30:00",
     )
     assert "my thesis" not in made.text
-    assert made.notes
+    (note,) = made.notes
+    assert note.startswith(f"tuned.yaml is new; {desk.root}/job.yaml cannot be changed as it is")

@@ -197,8 +197,8 @@ def test_a_sweep_is_recomputed(mode: str) -> None:
             lambda: scaling(change=half_the_work),
             "4 nodes are the fastest of 3 comparable scales: 3.1",
         ),
-        (lambda: scaling(change=half_the_work), "trained with 50 % of the samples of 1 node."),
-        (lambda: strong(AT_8, batch_global=None, steps=9), "1 % of the steps of 1 node."),
+        (lambda: scaling(change=half_the_work), "trained with 50% of the samples of 1 node."),
+        (lambda: strong(AT_8, batch_global=None, steps=9), "1% of the steps of 1 node."),
         (
             lambda: scaling(change=slow_ones_time_out),
             "4 nodes are the fastest of 3 comparable scales: 3.1",

@@ -139,7 +139,7 @@ def rows(
     return found
 
 
-WAITS = "waiting for data 31 -> 4 %"
+WAITS = "waiting for data 31% -> 4%"
 
 
 @pytest.mark.parametrize(
@@ -148,18 +148,18 @@ WAITS = "waiting for data 31 -> 4 %"
         (
             UP,
             {},
-            f"The changed job is 18 % faster [15, 21] (6 pairs), {WAITS}.",
+            f"The changed job is 18% faster [15, 21] (6 pairs), {WAITS}.",
             ["Samples per second: 62.5 -> 73.38."],
         ),
-        (UP, {"whole": True, "samples_per_second": None}, "The changed job is 18 % faster [15", []),
-        (NOISE, {}, "Not distinguishable: the changed job is 0.0 % faster [-2.0, 2.0] (6", []),
-        ([1 / up for up in UP], {}, "The changed job is 16 % slower [13, 17] (6 pairs)", []),
+        (UP, {"whole": True, "samples_per_second": None}, "The changed job is 18% faster [15", []),
+        (NOISE, {}, "Not distinguishable: the changed job is 0.0% faster [-2.0, 2.0] (6", []),
+        ([1 / up for up in UP], {}, "The changed job is 16% slower [13, 17] (6 pairs)", []),
         ([10 * up for up in UP], {}, "The changed job is 12 times as fast [12, 12] (6 p", []),
         (
             UP,
             {"phases": {"start-up": 20.0, "staging": 400.0}},
-            "The changed job is 18 % faster",
-            ["takes 20 -> 420 s, so all of {run} would be 5 % faster."],
+            "The changed job is 18% faster",
+            ["takes 20 -> 420 s, so all of {run} would be 5% faster."],
         ),
         (
             UP,
@@ -187,7 +187,7 @@ def test_two_pairs_prove_nothing(desk: Desk) -> None:
     """The figure is there, and that it may be chance."""
     planned = trial(desk.ran(JOB), repeats=2)
     (first, *_) = sentences(planned, rows(planned, UP))
-    assert "was 17 % faster, but 2 pairs are not enough to exclude noise, 6 are" in first
+    assert "was 17% faster, but 2 pairs are not enough to exclude noise, 6 are" in first
     (first, *others) = sentences(planned, rows(planned, UP)[:3])
     assert "but 1 pair is not enough" in first
     assert "1 of 2 pairs are done." in others

@@ -1,0 +1,207 @@
+"""What a change of a job may ask for: the size of the nodes that it ran on, and its data."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from hpml_orchestrator.check.stages import check_stages
+from hpml_orchestrator.diagnosis.model import DataArgument
+from hpml_orchestrator.errors import HpmlError
+from hpml_orchestrator.runs.bound import node_topology
+from hpml_orchestrator.scheduler.local.resources import cpu_ids, memory_mb
+from hpml_orchestrator.spec.job import Job
+from hpml_orchestrator.spec.values import MIB
+from hpml_orchestrator.staging.request import SUFFIXES, kind_at
+
+if TYPE_CHECKING:
+    from hpml_orchestrator.diagnosis.model import Facts
+    from hpml_orchestrator.runs.state import State
+    from hpml_orchestrator.spec.site import Site
+
+__all__ = ["data_argument", "with_limits"]
+
+_DATA = re.compile(r"data\w*|train\w*|imagenet\w*|root|inputs?|images?")
+_NOT_DATA = re.compile(
+    r"(out|output|log|save|saved|result|run|ckpt|checkpoint|model|weight|cache|tmp|temp|config|conf"
+    r"|export|snapshot|experiment|exp|venv|env|src|code|script|bin)s?(dir|path|file)?"
+    r"|resume|pretrained|pth|pt|wandb|tensorboard"
+)
+_INTERPRETER = re.compile(r"python|pypy|(ba|da|z)?sh$|perl$|torchrun$")
+_SOFTWARE = ("venv", "conda", "container")
+_SYSTEM = ("/dev/", "/proc/", "/sys/")
+_SMALL_BYTES = 1 << 20  # a smaller file is a list of names, or settings
+_WALK_SECONDS = 1.0
+_RESERVED = 0.1  # of a node's memory: the scheduler keeps a part for the system
+
+
+def with_limits(facts: Facts, state: State, site: Site | None) -> Facts:
+    """Return facts with what a changed job may ask for, as far as it is known.
+
+    Args:
+        facts: of a run.
+        state: of the same run.
+        site: the site profile that applies to it.
+    """
+    cpus, memory = _nodes(state, site)
+    started = next((one.started for one in state.run.attempts()), None)
+    data = data_argument(facts.job, before=started.time if started else None)
+    return replace(facts, node_cpus=cpus, node_memory_bytes=memory, data=data)
+
+
+def _nodes(state: State, site: Site | None) -> tuple[int | None, float | None]:
+    """Return CPUs and bytes of memory of the smallest node that a run had, as jobs can have them.
+
+    The record has what a node's kernel sees, a site profile what its scheduler gives to jobs.
+    """
+    record, attempt = state.submission.record(), state.run.newest()
+    ending = ".topology.json"
+    paths = (attempt.directory / "nodes").glob(f"*{ending}") if attempt is not None else ()
+    seen = [node_topology(attempt, path.name.removesuffix(ending)) for path in paths if attempt]
+    nodes = [node for node in seen if node is not None]
+    cpus = [len(node.cpus) for node in nodes]
+    sizes = [sum(domain.memory_bytes for domain in node.domains) for node in nodes]
+    memory = [(1 - _RESERVED) * size for size in sizes if size]
+    if record["backend"] == "local":
+        cpus.append(len(cpu_ids()))
+        memory = [memory_mb() * float(MIB)] if memory_mb() else memory
+    elif site is not None:
+        wanted = record["job"]["resources"]["partition"]
+        kinds = site.node_types_of(wanted)
+        parts = [
+            site.partitions[one] for one in site.partitions_of(wanted) if one in site.partitions
+        ]
+        cpus += [
+            *_most(kind.cpus for kind in kinds),
+            *_most(one.max_cpus_per_node for one in parts),
+        ]
+        given = _most(kind.memory for kind in kinds)
+        memory = [float(MIB * one) for one in given] or memory
+        memory += [float(MIB * one) for one in _most(one.max_memory_per_node for one in parts)]
+    return min(cpus, default=None), min(memory, default=None)
+
+
+def _most(values: Iterable[int | None]) -> list[int]:
+    """Return the largest of some values in a list; none if one of them is not known."""
+    known = list(values)
+    return [max(filter(None, known))] if known and all(known) else []
+
+
+def data_argument(job: Mapping[str, Any], *, before: float | None = None) -> DataArgument | None:
+    """Return the argument that names the data of a job; None if none does, or several might.
+
+    An option has to be called so, such as `--data-dir`; what is there has to be a directory or an
+    archive that can be staged. A path that is no option's value has to look like one, too.
+
+    Args:
+        job: a complete job.
+        before: seconds since the epoch. What was changed later, the run may have written.
+    """
+    named: list[DataArgument] = []
+    bare: list[DataArgument] = []
+    for field, option, prefix, value in _arguments(job):
+        tokens = _tokens(option)
+        if option and (not any(map(_DATA.fullmatch, tokens)) or _is_not_data(option)):
+            continue
+        is_archive = value.lower().endswith(tuple(SUFFIXES))
+        # `train` may be a command of the program, and `--dataset imagenet` one that it knows
+        is_path = "/" in value or is_archive
+        if not is_path and (not option or {*tokens} & {"dataset", "datasets"}):
+            continue
+        if not option and not value.startswith("/") and _is_not_data(value):
+            continue
+        path = os.path.normpath(os.path.join(job["workdir"], os.path.expanduser(value)))
+        entry = _entry(job, path, before, file_is_data=bool(option) or is_archive)
+        if entry is not None:
+            inner = f"/{os.path.basename(path)}" if entry.get("kind") == "file" else ""
+            found = DataArgument(field, f"{prefix}{{stage.data}}{inner}", entry)
+            (named if option else bare).append(found)
+    candidates = named[:1] or bare
+    return _checked(job, candidates[0]) if len(candidates) == 1 else None
+
+
+def _arguments(job: Mapping[str, Any]) -> Iterator[tuple[str, str, str, str]]:
+    """Yield each argument of a job's program: its field, option, what is before its value, value.
+
+    A path behind an option counts as its value: which options take one is unknown.
+    """
+    command = [str(word) for word in job.get("command") or ()]
+    words = [(f"command.{place}", word) for place, word in enumerate(command)][1:]
+    words += [(f"args.{place}", str(word)) for place, word in enumerate(job.get("args") or ())]
+    is_script = bool(command) and bool(_INTERPRETER.match(os.path.basename(command[0])))
+    option = ""
+    for field, word in words:
+        name, equals, value = word.partition("=")
+        if equals and re.fullmatch(r"-{0,2}[A-Za-z][\w.-]*", name):
+            yield field, name, f"{name}=", value
+        elif word.startswith("-"):
+            option = "" if is_script else word.strip("-")
+            continue
+        elif is_script:
+            is_script = False  # the first word that is no option is the program
+        else:
+            yield field, option, "", word
+        option = ""
+
+
+def _tokens(name: str) -> list[str]:
+    return re.split(r"[^a-z0-9]+", name.strip("-").lower())
+
+
+def _is_not_data(name: str) -> bool:
+    return any(map(_NOT_DATA.fullmatch, _tokens(name)))
+
+
+def _entry(
+    job: Mapping[str, Any], path: str, before: float | None, *, file_is_data: bool
+) -> dict[str, Any] | None:
+    """Return the entry of `stage` for a path; None if it is not data.
+
+    Archives are copied as they are: the program expects to find an archive.
+    """
+    if _is_not_data(os.path.basename(path)) or path.startswith(_SYSTEM):
+        return None
+    own = [job["workdir"], job.get("script")]
+    environment, checkpoint = job.get("environment") or {}, job.get("checkpoint") or {}
+    others = [*(environment.get(name) for name in _SOFTWARE), checkpoint.get("directory")]
+    if any(_is_in(str(one), path) for one in (*own, *others) if one):
+        return None
+    if any(_is_in(path, str(one)) for one in others if one):
+        return None
+    try:
+        info = os.stat(path)
+        if before is not None and info.st_mtime >= before:
+            return None
+        entry = {"name": "data", "source": path}
+        if os.path.isdir(path):
+            names = os.listdir(path)
+            if not names or "__main__.py" in names:
+                return None
+            return entry | ({"kind": "tree"} if kind_at(path, "auto") == "pack" else {})
+        is_archive = path.lower().endswith(tuple(SUFFIXES))
+        if not os.path.isfile(path) or not file_is_data:
+            return None
+        return entry | {"kind": "file"} if is_archive or info.st_size >= _SMALL_BYTES else None
+    except (HpmlError, OSError, ValueError):
+        return None
+
+
+def _is_in(path: str, directory: str) -> bool:
+    return f"{path}/".startswith(f"{directory.rstrip('/')}/")
+
+
+def _checked(job: Mapping[str, Any], found: DataArgument) -> DataArgument | None:
+    """Return an argument with the size of its data; None if they cannot be staged."""
+    try:
+        staged = Job.model_validate({**job, "stage": [{**found.entry, "target": "shm"}]})
+    except ValueError:
+        return None
+    findings, sizes = check_stages(staged, seconds=_WALK_SECONDS)
+    if any(finding.level == "error" for finding in findings):
+        return None
+    if any(finding.code == "stage.partly" for finding in findings):
+        return found
+    return replace(found, size_bytes=float(sizes.shm_mib * MIB))
