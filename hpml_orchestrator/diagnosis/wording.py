@@ -30,7 +30,8 @@ def text(diagnosis: Diagnosis) -> str:
     """Return a report of at most 40 lines of 100 columns."""
     facts = diagnosis.facts
     verdict = diagnosis.headline
-    lines = [*_field("run", status_line(diagnosis)), *_field("verdict", verdict), ""]
+    lines = [*_field("run", status_line(diagnosis)), *_field("verdict", verdict)]
+    lines += [*(_field("time", diagnosis.time) if diagnosis.time else ()), ""]
     blocks = [_block(number, one, diagnosis) for number, one in enumerate(diagnosis.findings, 1)]
     tail = _tail(diagnosis)
     shown = 0
@@ -141,6 +142,8 @@ def _markdown(diagnosis: Diagnosis) -> Iterator[str]:
     yield status_line(diagnosis)
     yield ""
     yield f"**{diagnosis.headline}**"
+    if diagnosis.time:
+        yield from ("", f"Time: {diagnosis.time}")
     for number, one in enumerate(diagnosis.findings, 1):
         cost = _cost(one, diagnosis)
         yield ""

@@ -210,8 +210,9 @@ class Store:
     def resolve(self, word: str, *, exact_name: bool = False) -> Submission:
         """Find a submission by its id, its job id, a unique beginning or end of its id, or `last`.
 
-        `last` is the user's own last one, not what `hpml bench` or a trial started. A number is a job id and nothing else. Any of these with `.<index>` behind it means one task
-        of a job array; so does Slurm's form of a task's id, `123_4`.
+        `last` is the user's own last one, not what `hpml bench` or a trial started. A number is a
+        job id and nothing else. Any of these with `.<index>` behind it means one task of a job
+        array; so does Slurm's form of a task's id, `123_4`.
 
         Args:
             word: what the user typed.
