@@ -21,7 +21,7 @@ ready, before your program averages them:
         waits.meet()
 
 It measures every tenth to every thousandth step, by what that costs: a thousandth of the time; the
-first thirty come sooner, since short trainings have few steps. Each step until the next measurement
+first sixty come sooner, since short trainings have few steps. Each step until the next measurement
 counts the median of the last three. `measured_steps` counts them, and `slowest_steps` those where
 this rank waited least: of equal ranks each is the slowest now and then.
 """
@@ -45,7 +45,7 @@ __all__ = ["Waits", "measure_waits"]
 METHOD = "ddp-comm-hook, sampled"
 COST = 0.001  # the part of the time that measuring may take, without the calls of the hook
 FIRST, LEAST, MOST = 5, 10, 1000  # the first step to measure; how many steps from one to the next
-ENOUGH, PART = 30, 8  # the first so many: from one to the next is an eighth of the steps so far
+ENOUGH, PART = 60, 16  # the first sixty: to the next is a sixteenth of the steps so far
 
 
 class Waits:
