@@ -20,8 +20,10 @@ ready, before your program averages them:
         ...
         waits.meet()
 
-It measures every tenth to every thousandth step, by what that costs: a thousandth of the time. Each
-step until the next measurement counts the median of the last three.
+It measures every tenth to every thousandth step, by what that costs: a thousandth of the time; the
+first sixty come sooner, since short trainings have few steps. Each step until the next measurement
+counts the median of the last three. `measured_steps` counts them, and `slowest_steps` those where
+this rank waited least: of equal ranks each is the slowest now and then.
 """
 
 from __future__ import annotations
@@ -43,6 +45,7 @@ __all__ = ["Waits", "measure_waits"]
 METHOD = "ddp-comm-hook, sampled"
 COST = 0.001  # the part of the time that measuring may take, without the calls of the hook
 FIRST, LEAST, MOST = 5, 10, 1000  # the first step to measure; how many steps from one to the next
+ENOUGH, PART = 60, 16  # the first sixty: to the next is a sixteenth of the steps so far
 
 
 class Waits:
@@ -69,7 +72,7 @@ class Waits:
         self.is_measured = False
         self._channel, self._device, self._group = channel, torch.device(device), group
         self._highest = highest or self._highest_of_group
-        self._steps, self._due, self._began = 0, FIRST, 0.0
+        self._steps, self._count, self._due, self._began = 0, 0, FIRST, 0.0
         # Between measured steps are as many others as the slowest rank wants, more or less: else
         # something that happens every 100 steps could happen in each measured one, or in none.
         self._wanted, self._random, self._jitter = float(LEAST), random.Random(1), 1.0
@@ -77,6 +80,10 @@ class Waits:
         self._durations: deque[float] = deque(maxlen=99)  # of steps that were not measured
         self._costs: deque[float] = deque(maxlen=3)
         self._seconds: defaultdict[str, float] = defaultdict(float)  # of a measured step
+        # What this rank waited in the last measured step, and the least of all ranks: they compare
+        # it when they meet in the next one, which costs nothing.
+        self._waited: float | None = None
+        self._least = 0.0
         # Medians, because what is rare (rank 0 writes a file) must not stand for 1,000 steps.
         self._last: defaultdict[str, deque[float]] = defaultdict(lambda: deque(maxlen=3))
 
@@ -92,6 +99,7 @@ class Waits:
         self._steps, self._began = self._steps + 1, now
         self.is_measured = self._steps >= self._due
         if self.is_measured:
+            self._count += 1
             self._jitter = self._random.uniform(0.5, 1.5)
             self._measure_next_after(self._wanted)
 
@@ -132,8 +140,10 @@ class Waits:
         """Meet the other ranks, and agree when to do so again; return the seconds of waiting."""
         self._synchronize()
         began = time.perf_counter()
-        wanted = torch.tensor([self._wanted], dtype=torch.float32, device=self._device)
-        self._measure_next_after(float(self._highest(wanted)))
+        said = [self._wanted, -(self._waited or 0.0)]
+        wanted, least = self._highest(torch.tensor(said, device=self._device)).tolist()
+        self._least = -least
+        self._measure_next_after(wanted)
         return time.perf_counter() - began
 
     def _highest_of_group(self, value: torch.Tensor) -> torch.Tensor:
@@ -143,7 +153,8 @@ class Waits:
 
     def _measure_next_after(self, steps: float) -> None:
         # Soon after the beginning, so that short trainings have something, too.
-        gap = min(steps, float(self._steps)) * self._jitter
+        soon = self._steps / PART if self._count < ENOUGH else float(self._steps)
+        gap = min(steps, soon) * self._jitter
         self._due = self._steps + max(1, round(gap))
 
     def _finish(self, duration: float) -> None:
@@ -156,6 +167,13 @@ class Waits:
             self._costs.append(max(self._spent + self._latency + comm, duration - usual))
             wanted = median(self._costs) / (COST * usual)
             self._wanted = min(max(wanted, LEAST), MOST)
+        if self._waited is not None:
+            is_slowest = float(self._waited <= self._least)
+            self._channel.count(measured_steps=1, slowest_steps=is_slowest)
+        self._waited = None
+        if "wait_seconds" in self._seconds:
+            waited = self._seconds["wait_seconds"] + self._seconds.get("comm_seconds", 0.0)
+            self._waited = float(torch.tensor(waited))  # rounded, as the others get it
         self._seconds.clear()
         self._latency = self._spent = 0.0
 

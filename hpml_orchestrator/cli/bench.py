@@ -85,7 +85,8 @@ def bench(
     def render() -> tuple[Rendered, str]:
         return _render(store, wanted, settings, site, name, str(place) if shared else ""), name
 
-    submission, job_id = submit_rendered(store, render, checked=not no_check)
+    record = {"started_by": "hpml bench"}
+    submission, job_id = submit_rendered(store, render, checked=not no_check, record=record)
     notice(f"submitted {submission.sid} as job {job_text(submission, job_id)}")
     run = run_of(submission).directory
     state = follow(store, submission, out=sys.stderr, output=False)

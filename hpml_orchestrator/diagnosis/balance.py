@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from math import ceil, comb, log
 from statistics import median
 from typing import TYPE_CHECKING
 
@@ -18,7 +19,7 @@ from hpml_orchestrator.diagnosis.shares import (
     steps_known,
     train_share,
 )
-from hpml_orchestrator.diagnosis.thresholds import CAUSE_SHARE, THRESHOLDS
+from hpml_orchestrator.diagnosis.thresholds import CAUSE_SHARE, SURE, THRESHOLDS
 from hpml_orchestrator.records.texts import seconds_text
 
 if TYPE_CHECKING:
@@ -50,6 +51,7 @@ class Slow:
         how: what shows it, in words.
         cause: kind of finding that explains it, or `more-samples`; empty if nothing does.
         why: the figures of the cause.
+        doubt: what is missing if the measured waits are not enough to compare the ranks.
     """
 
     ranks: tuple[int, ...] = ()
@@ -57,6 +59,7 @@ class Slow:
     how: str = ""
     cause: str = ""
     why: str = ""
+    doubt: str = ""
 
 
 def find_slow(facts: Facts) -> Slow:
@@ -78,8 +81,9 @@ def find_slow(facts: Facts) -> Slow:
         for number, rank in ranks.items()
         if rank.wait_seconds is not None
     }
-    # Waits are sampled: a stall in one of few samples can stand for more than all steps.
-    measured = len(waits) == len(ranks) and all(map(_is_plausible, ranks.values()))
+    measured = len(waits) == len(ranks)
+    if measured and (doubt := _doubt([*ranks.values()])):
+        return Slow(doubt=doubt)
     own = {number: whole[number] - waits.get(number, 0.0) * measured for number in ranks}
     if measured and all(rank.comm_seconds is not None for rank in ranks.values()):
         # a rank that still sends while another waits is not slow: the link is
@@ -93,16 +97,57 @@ def find_slow(facts: Facts) -> Slow:
     slow = _slowest(more)
     if not slow:
         return Slow()
+    if measured and (doubt := _doubt([*ranks.values()], slow)):
+        return Slow(doubt=doubt)
     share = max(more[number] for number in slow)
     first = max(slow, key=lambda number: more[number])
     if measured:
         others = [waits[number] / longest for number in ranks if number not in slow]
         how = f"it waits {waits[first] / longest:.0%} of a step for others, these wait "
         how += f"{median(others):.0%} for it"
+        if (steps := ranks[first].measured_steps) is not None:
+            times = f"{ranks[first].slowest_steps or 0:g} of {steps:g} measured steps"
+            how += f"; it waited least in {times}"
     else:
         how = f"its steps take {share:.0%} longer than those of the others"
     cause, why = _cause(facts, slow, first, share, loading, ranks, longest)
     return Slow(tuple(slow), share, how, cause, why)
+
+
+def _doubt(ranks: Sequence[RankFacts], slow: Sequence[int] = ()) -> str:
+    """Return what is missing to compare the ranks by their waiting; empty if nothing is.
+
+    Waits are measured in few steps. Whatever makes ranks late by chance makes each of them the
+    slowest equally often. So ranks are slow only if they were the slowest more often than that
+    allows, by Chernoff's bound for all choices of as many ranks.
+    """
+    # a stall in one of few steps can stand for more than all steps
+    if not all(map(_is_plausible, ranks)):
+        return "a longer run: the few measured steps contradict the rest"
+    if all(rank.measured_steps is None for rank in ranks):
+        return ""  # each step was measured
+    if not any(rank.measured_steps for rank in ranks):
+        return "a longer run, or the newest `hpml_waits.py`: no step was measured"
+    steps = min(rank.measured_steps or 0.0 for rank in ranks)
+    least = ceil(1 - log(SURE) / log(len(ranks)))
+    if steps < least:
+        return f"a longer run: {steps:g} measured steps, at least {least} are needed"
+    if not slow:
+        return ""
+    chance = len(slow) / len(ranks)
+    seen = sum(
+        (rank.slowest_steps or 0.0) / rank.measured_steps
+        for rank in ranks
+        if rank.rank in slow and rank.measured_steps
+    )
+    seen = min(1.0, seen)
+    surprise = seen * log(seen / chance) if seen > chance else 0.0
+    if chance < seen < 1:
+        surprise += (1 - seen) * log((1 - seen) / (1 - chance))
+    if log(comb(len(ranks), len(slow))) - steps * surprise <= log(SURE):
+        return ""
+    times = f"{seen * steps:.0f} of {steps:g} measured steps"
+    return f"a longer run: {ranks_text(slow)} waited least in {times}, which can be chance"
 
 
 def _is_plausible(rank: RankFacts) -> bool:
@@ -217,9 +262,9 @@ def _changes(facts: Facts, slow: Slow, names: str, nodes: Sequence[str]) -> list
 
 
 def waits_are_known(facts: Facts) -> bool:
-    """Whether every rank's waiting for others was measured, on enough steps to be plausible."""
+    """Whether every rank's waiting for others was measured, in enough steps to compare them."""
     waits = shares(facts, "wait_seconds")
-    return len(waits) == len(facts.ranks) and all(map(_is_plausible, facts.ranks))
+    return len(waits) == len(facts.ranks) and not find_slow(facts).doubt
 
 
 def crowded(facts: Facts) -> dict[int, float]:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from hpml_orchestrator.diagnosis import balance, data, gpu, phases, resources
 from hpml_orchestrator.diagnosis.model import Change, Diagnosis, Finding
-from hpml_orchestrator.diagnosis.shares import shares, steps_known
+from hpml_orchestrator.diagnosis.shares import is_judged, shares, step_seconds, steps_known
+from hpml_orchestrator.diagnosis.thresholds import FEW_STEPS, JUDGED_SECONDS, TOO_SHORT_SECONDS
+from hpml_orchestrator.records.texts import seconds_text
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -41,6 +44,8 @@ FINDINGS: tuple[Callable[[Facts], Finding | str | None], ...] = (
 )
 """Each returns a finding, a sentence with figures if all is well, or None without data."""
 
+_RANKS_RUN = ("running", "rendezvous", "warm-up", "training")
+
 
 def diagnose(facts: Facts) -> Diagnosis:
     """Return what holds a run back, what is as it should be, and what is not known."""
@@ -56,6 +61,7 @@ def diagnose(facts: Facts) -> Diagnosis:
         tuple(_unknown(facts)),
         tuple(result for result in results if isinstance(result, str)),
         tuple(replace(one, level="note") for one in notes),
+        phases.time_text(facts),
     )
 
 
@@ -65,6 +71,8 @@ def _unknown(facts: Facts) -> Iterator[Finding]:
     yield from _unknown_use(facts)
     if facts.ranks and all(rank.bound_as_planned is None for rank in facts.ranks):
         needs = "`binding.verify: warn`, and ranks that run for over 10 s"
+        if ran := sum(facts.phases.get(name, 0.0) for name in _RANKS_RUN):
+            needs += f": these ran {seconds_text(ran)}"
         if (facts.job.get("binding") or {}).get("policy") == "none":
             needs = "`binding.policy: gpu-local`"
         yield _needs("wrong-binding", "where the ranks ran", needs)
@@ -76,7 +84,10 @@ def _unknown_steps(facts: Facts) -> Iterator[Finding]:
         needs = "the channel in the training (`hpml_channel.py`)"
         yield _needs("waits-for-data", what, needs)
     elif not steps_known(facts):
-        yield _needs("waits-for-data", what, "more steps after the warm-up")
+        steps = max((rank.steps or 0.0 for rank in facts.ranks), default=0.0)
+        had = f"{steps:g} in {math.floor(step_seconds(facts) * 10) / 10:g} s"
+        needs = f"at least {FEW_STEPS} steps and {TOO_SHORT_SECONDS:g} s of them after the warm-up"
+        yield _needs("waits-for-data", what, f"{needs}: there were {had if steps else 'none'}")
     else:
         several, gpus = facts.world_size > 1, facts.gpu_count > 0
         for kind, name, told, wanted in (
@@ -87,8 +98,8 @@ def _unknown_steps(facts: Facts) -> Iterator[Finding]:
         ):
             if wanted and not shares(facts, name):
                 yield _needs(kind, told, f"`{name}` from the channel")
-            elif wanted and kind == "slow-rank" and not balance.waits_are_known(facts):
-                yield _needs(kind, told, "a longer run: the few sampled steps contradict the rest")
+            elif wanted and kind == "slow-rank" and (doubt := balance.find_slow(facts).doubt):
+                yield _needs(kind, told, doubt)
 
 
 def _unknown_use(facts: Facts) -> Iterator[Finding]:
@@ -105,6 +116,11 @@ def _unknown_use(facts: Facts) -> Iterator[Finding]:
     elif gpus and all(one.sm_active_ratio is None for one in gpus):
         needs = "Hopper or newer GPUs"
         yield _needs("tensor-cores-idle", "use of SMs and tensor cores", needs)
+
+    took = facts.elapsed_seconds or JUDGED_SECONDS
+    if took < JUDGED_SECONDS and is_judged(replace(facts, elapsed_seconds=JUDGED_SECONDS)):
+        needs = f"a run of {JUDGED_SECONDS / 60:g} minutes: this one took {seconds_text(took)}"
+        yield _needs("time-over-asked", "whether it asks for more than it uses", needs)
 
 
 def _needs(kind: str, what: str, needs: str) -> Finding:

@@ -39,6 +39,8 @@ class RankFacts:
     comm_seconds: float | None = None  # in collectives, without that waiting
     save_seconds: float | None = None
     evaluation_seconds: float | None = None
+    measured_steps: float | None = None  # in which ranks compared their waiting; None: in all
+    slowest_steps: float | None = None  # those of them in which it waited least
     cpus: Sequence[int] | None = None  # that it may use
     bound_as_planned: bool | None = None
     gpu: str = ""  # UUID, or PCI address if that is not known
@@ -219,6 +221,7 @@ class Diagnosis:
     unknown: Sequence[Finding] = ()
     healthy: Sequence[str] = ()  # what is as it should be, each with its figure
     notes: Sequence[Finding] = ()  # of level note: what could be used better
+    time: str = ""  # where the run's time went, in one line
 
     @property
     def headline(self) -> str:

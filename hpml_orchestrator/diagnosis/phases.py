@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+from statistics import median
 from typing import TYPE_CHECKING
 
+from hpml_orchestrator.diagnosis.balance import waits_are_known
 from hpml_orchestrator.diagnosis.model import Change
-from hpml_orchestrator.diagnosis.shares import find, steps_known
+from hpml_orchestrator.diagnosis.shares import find, part, steps_known
 from hpml_orchestrator.diagnosis.thresholds import LONG_PHASE_SECONDS
 from hpml_orchestrator.records.texts import seconds_text
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from hpml_orchestrator.diagnosis.model import Facts, Finding
 
-__all__ = ["slow_evaluation", "slow_saving", "slow_start"]
+__all__ = ["slow_evaluation", "slow_saving", "slow_start", "time_text"]
 
+_LEAST = 0.005
 _STARTING = ("start-up", "launch", "rendezvous", "warm-up")
 _ADVICE = {
     "start-up": "do less in `environment.setup`, and load fewer modules",
@@ -21,6 +26,45 @@ _ADVICE = {
     "rendezvous": "check the network between the nodes: `NCCL_DEBUG=INFO`, NCCL_SOCKET_IFNAME",
     "warm-up": "cache what the first steps compile (`TORCHINDUCTOR_CACHE_DIR` on shared storage)",
 }
+
+_OF_STEPS = {
+    "data_wait_seconds": "waiting for data",
+    "transfer_seconds": "copies to the GPU",
+    "wait_seconds": "waiting for slower ranks",
+    "comm_seconds": "communication",
+}
+_OF_TRAINING = {"evaluation_seconds": "evaluation", "save_seconds": "checkpoints"}
+
+
+def time_text(facts: Facts) -> str:
+    """Return where the run's time went, however short it was; empty without phases."""
+    whole, training = sum(facts.phases.values()), facts.phases.get("training")
+    if not whole:
+        return ""
+    texts = [_percent({name: seconds / whole for name, seconds in facts.phases.items()})]
+    if training:
+        beside = {
+            text: max((getattr(rank, name) or 0.0 for rank in facts.ranks), default=0.0) / training
+            for name, text in _OF_TRAINING.items()
+        }
+        texts.append(_percent(beside, "of the training: "))
+    ranks = [rank for rank in facts.ranks if rank.step_seconds]
+    parts = {}
+    for name, text in _OF_STEPS.items():
+        counted = [rank for rank in ranks if getattr(rank, name) is not None]
+        known = [part(rank, name) / (rank.step_seconds or 1) for rank in counted]
+        if known and (name not in ("wait_seconds", "comm_seconds") or waits_are_known(facts)):
+            parts[text] = median(known)
+    if parts and (rest := 1 - sum(parts.values())) > 0:
+        parts["the rest"] = rest
+    texts.append(_percent(parts, "of the steps: "))
+    return "; ".join(filter(None, texts))
+
+
+def _percent(shares: Mapping[str, float], title: str = "") -> str:
+    """Return shares of at least half a percent after a title; empty without any."""
+    texts = [f"{name} {min(1.0, share):.0%}" for name, share in shares.items() if share >= _LEAST]
+    return title + ", ".join(texts) if texts else ""
 
 
 def slow_start(facts: Facts) -> Finding | str | None:

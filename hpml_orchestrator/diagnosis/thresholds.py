@@ -12,6 +12,7 @@ __all__ = [
     "LONG_PHASE_SECONDS",
     "SEEN_SECONDS",
     "SHORT_SECONDS",
+    "SURE",
     "THRESHOLDS",
     "TOO_SHORT_SECONDS",
     "Threshold",
@@ -29,6 +30,8 @@ SEEN_SECONDS = 60.0
 """After this time every GPU should have work, if no steps are counted: ranks may just start."""
 LONG_PHASE_SECONDS = 60.0
 """Shorter phases are not reported: importing PyTorch from cold storage takes most of a minute."""
+SURE = 0.001
+"""Chance at most that one of equal ranks is the slowest as often: a usual level of significance."""
 CAUSE_SHARE = 0.8
 """Share of a delay that a second figure must explain to be named as its cause (TraceML)."""
 BANDWIDTH_SHARE = 0.8

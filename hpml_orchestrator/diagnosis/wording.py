@@ -31,7 +31,8 @@ _MARGIN = 3  # of a finding, for its number
 def text(diagnosis: Diagnosis) -> str:
     """Return a report of at most 40 lines of 100 columns."""
     verdict = diagnosis.headline
-    lines = [*field_lines("run", status_line(diagnosis)), *field_lines("verdict", verdict), ""]
+    lines = [*field_lines("run", status_line(diagnosis)), *field_lines("verdict", verdict)]
+    lines += [*(field_lines("time", diagnosis.time) if diagnosis.time else ()), ""]
     blocks = [_block(number, one, diagnosis) for number, one in enumerate(diagnosis.findings, 1)]
     tail = _tail(diagnosis)
     shown = 0
@@ -145,6 +146,8 @@ def _markdown(diagnosis: Diagnosis) -> Iterator[str]:
     yield status_line(diagnosis)
     yield ""
     yield f"**{diagnosis.headline}**"
+    if diagnosis.time:
+        yield from ("", f"Time: {diagnosis.time}")
     for number, one in enumerate(diagnosis.findings, 1):
         cost = _cost(one, diagnosis)
         yield ""

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import calendar
 import re
 import secrets
 import time
 from typing import TYPE_CHECKING
 
+from hpml_orchestrator.records.texts import clock_text
+
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-__all__ = ["ID_PATTERN", "MAX_NAME_CHARS", "named_by", "new_id", "stamp", "stamp_of"]
+__all__ = ["ID_PATTERN", "MAX_NAME_CHARS", "dated", "named_by", "new_id", "stamp", "stamp_of"]
 
 _ALPHABET = "0123456789abcdefghjkmnpqrstvwxyz"  # Crockford's base 32: no i, l, o, u
 _SUFFIX_CHARS = 6
@@ -41,6 +44,15 @@ def stamp(seconds: float) -> str:
 def stamp_of(sid: str) -> str:
     """Return the time that stands in an id."""
     return "-".join(sid.rsplit("-", 3)[1:3])
+
+
+def dated(sid: str) -> str:
+    """Return an id with the local time that stands in it, for messages."""
+    try:
+        moment = calendar.timegm(time.strptime(stamp_of(sid), "%Y%m%d-%H%M%S"))
+    except ValueError:  # hpml made no such id
+        return sid
+    return f"{sid} ({clock_text(moment)})"
 
 
 def named_by(word: str, ids: Iterable[str], *, exact_name: bool = False) -> list[str]:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from hpml_orchestrator.errors import InputError, NotFoundError, RecordError, nearest
 from hpml_orchestrator.records.files import fsync_dir, write_json, write_text
-from hpml_orchestrator.records.ids import ID_PATTERN, named_by, stamp_of
+from hpml_orchestrator.records.ids import ID_PATTERN, dated, named_by, stamp_of
 from hpml_orchestrator.records.run import Attempt, Run, task_output
 from hpml_orchestrator.records.submission import RUN_TABLE, SCRIPT, Submission
 from hpml_orchestrator.records.texts import first_few
@@ -210,8 +210,9 @@ class Store:
     def resolve(self, word: str, *, exact_name: bool = False) -> Submission:
         """Find a submission by its id, its job id, a unique beginning or end of its id, or `last`.
 
-        A number is a job id and nothing else. Any of these with `.<index>` behind it means one task
-        of a job array; so does Slurm's form of a task's id, `123_4`.
+        `last` is the user's own last one, not what `hpml bench` or a trial started. A number is a
+        job id and nothing else. Any of these with `.<index>` behind it means one task of a job
+        array; so does Slurm's form of a task's id, `123_4`.
 
         Args:
             word: what the user typed.
@@ -224,8 +225,10 @@ class Store:
         if not word:
             raise InputError("must name a run", field="RUN", value=word, hint="see `hpml list`")
         submissions = list(self.submissions())
-        if word == "last" and not submissions:
-            raise NotFoundError(f"no runs under {self.root} yet", hint="start one with `hpml run`")
+        if word == "last" and all(submission.started_by for submission in submissions):
+            but = " but those that hpml started itself" if submissions else ""
+            hint = "start one with `hpml run`" + "; `hpml list` shows all" * bool(but)
+            raise NotFoundError(f"no runs under {self.root} yet{but}", hint=hint)
         match = _named(submissions, word, exact_name=exact_name)
         task = re.fullmatch(r"(.+)\.(\d+)|(\d+)_(\d+)", word, re.ASCII)
         if match is None and task is not None:
@@ -254,7 +257,7 @@ def _named(
         InputError: more than one fits.
     """
     if word == "last":
-        return submissions[0] if submissions else None
+        return next((one for one in submissions if not one.started_by), None)
     if word.isdecimal():
         matches = [submission for submission in submissions if submission.has_job(word)]
     else:
@@ -262,7 +265,7 @@ def _named(
         matches = [by_id[sid] for sid in named_by(word, by_id, exact_name=exact_name)]
     if len(matches) > 1:
         raise InputError(
-            f"names {len(matches)} runs: {first_few([match.sid for match in matches], 5)}",
+            f"names {len(matches)} runs: {first_few([dated(match.sid) for match in matches], 5)}",
             field="RUN",
             value=word,
             hint="give the id of the run" if word.isdecimal() else "give more of the id",

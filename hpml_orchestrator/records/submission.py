@@ -54,6 +54,14 @@ class Submission:
         """The batch script, byte for byte as submitted."""
         return self.directory / SCRIPT
 
+    @property
+    def started_by(self) -> str:
+        """The command that needed it for itself, such as `hpml bench`; empty for a user's own."""
+        try:
+            return str(self.record().get("started_by", ""))
+        except RecordError:
+            return ""
+
     def record(self) -> dict[str, Any]:
         """The request: `submit.json`."""
         record: dict[str, Any] = read_json(self.directory / "submit.json")

@@ -37,7 +37,7 @@ __all__ = ["gather"]
 
 _COUNTERS = (
     "samples steps step_seconds data_wait_seconds transfer_seconds wait_seconds comm_seconds "
-    "save_seconds evaluation_seconds"
+    "save_seconds evaluation_seconds measured_steps slowest_steps"
 ).split()
 _GPU = (
     "utilization_ratio sm_active_ratio tensor_active_ratio dram_active_ratio memory_peak_bytes "
@@ -158,6 +158,9 @@ def _ranks(state: State, summary: Summary) -> list[RankFacts]:
     places = {place.rank: place for place in bound.places if place.rank >= 0}
     uuids = {rank.rank: rank.uuid for proof in bound.proofs for rank in proof.ranks}
     counters = {int(rank["rank"]): rank for rank in summary.training}
+    if "sampled" in str(summary.last_step.get("comm_method")):
+        # older copies of hpml_waits.py do not count how many steps they measured
+        counters = {number: {"measured_steps": 0.0, **rank} for number, rank in counters.items()}
     ranks = []
     for number in sorted({*places, *counters}):
         counted = counters.get(number, {})

@@ -255,6 +255,7 @@ def _prepare(
             "sweep": plan.id,
             "points": [task.point.number for task in batch.tasks],
             "values": [_values(plan, task.point) for task in batch.tasks],
+            **({"started_by": "hpml report --try"} if plan.trial else {}),
         },
     )
 

@@ -21,7 +21,7 @@ from pydantic import TypeAdapter
 
 from hpml_orchestrator.errors import InputError, NotFoundError, RecordError, did_you_mean
 from hpml_orchestrator.records.files import read_json, read_lines, write_json, write_text
-from hpml_orchestrator.records.ids import named_by
+from hpml_orchestrator.records.ids import dated, named_by
 from hpml_orchestrator.records.store import ids_in
 from hpml_orchestrator.records.texts import first_few
 from hpml_orchestrator.site.profile import site_for
@@ -318,7 +318,7 @@ def resolve(store: Store, word: str, *, exact_name: bool = False) -> SweepPlan:
         raise NotFoundError(f"no sweep {word!r} under {store.root / 'sweeps'}", hint=hint)
     if len(matches) > 1:
         raise InputError(
-            f"names {len(matches)} sweeps: {first_few(matches, 5)}",
+            f"names {len(matches)} sweeps: {first_few([*map(dated, matches)], 5)}",
             field="SWEEP",
             value=word,
             hint="give more of the id",

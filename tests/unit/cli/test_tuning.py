@@ -71,6 +71,7 @@ def test_a_change_is_written_and_tried(desk: Desk) -> None:
 
     assert "2 of 2 done" in printed
     assert "times as fast, but 1 pair is not enough" in printed
+    assert desk.json("show", "last")["name"] == "images"
     report = desk.json("sweep", "report", "last")
     assert "waiting for data 1" in report["answer"][0]
     reasons = {attempt["row"]["reason"] for attempt in report["attempts"]}

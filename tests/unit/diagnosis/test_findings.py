@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 from dataclasses import fields, is_dataclass, replace
 from pathlib import Path
@@ -151,7 +152,9 @@ def without_gpus(**more: Any) -> Facts:
 
 def slow(number: int = 1, **more: Any) -> list[RankFacts]:
     """Four ranks, of which one waits for nobody and the others 30 % of a step for it."""
-    others = [rank(one, wait_seconds=900.0) for one in range(4) if one != number]
+    measured = more.get("measured_steps")
+    each = {"wait_seconds": 900.0, "measured_steps": measured, "slowest_steps": measured and 0.0}
+    others = [rank(one, **each) for one in range(4) if one != number]
     return sorted([*others, rank(number, wait_seconds=0.0, **more)], key=lambda one: one.rank)
 
 
@@ -167,6 +170,10 @@ FAULTS: dict[str, tuple[Facts, list[str]]] = {
         ["slow-rank", "waits-for-data"],
     ),
     "slow rank": (facts(ranks=slow()), ["slow-rank"]),
+    "slow rank in many of the measured steps": (
+        facts(ranks=slow(measured_steps=20.0, slowest_steps=19.0)),
+        ["slow-rank"],
+    ),
     "slow link": (
         facts(
             ranks=[
@@ -445,16 +452,20 @@ def test_unknown_figures_add_no_accusation(data: st.DataObject) -> None:
 
 
 @pytest.mark.parametrize(
-    ("steps", "seconds", "level"),
+    ("steps", "seconds", "level", "had"),
     [
-        (1000.0, 3000.0, "critical"),
-        (19.0, 3000.0, None),
-        (1000.0, 30.0, "warning"),
-        (1000.0, 3.0, None),
+        (1000.0, 3000.0, "critical", ""),
+        (19.0, 3000.0, None, "19 in 3000 s"),
+        (1000.0, 30.0, "warning", ""),
+        (1000.0, 4.96, None, "1000 in 4.9 s"),
+        (0.0, 4.0, None, "none"),
     ],
 )
-def test_short_runs(steps: float, seconds: float, level: str | None) -> None:
-    """Too few steps are not judged, and a short training is not critical."""
+def test_short_runs(steps: float, seconds: float, level: str | None, had: str) -> None:
+    """Too few steps are not judged, and a short training is not critical.
+
+    What is not judged is unknown, with the needed figure; the parts of the time are shown.
+    """
     short = ranks(
         steps=steps,
         step_seconds=seconds,
@@ -467,8 +478,28 @@ def test_short_runs(steps: float, seconds: float, level: str | None) -> None:
     )
     found = diagnose(facts(ranks=short, phases={"training": seconds}, elapsed_seconds=seconds))
     assert [one.level for one in found.findings] == ([level] if level else [])
+    needs = {one.kind: one.needs for one in found.unknown}
     if level is None:
-        assert "waits-for-data" in {one.kind for one in found.unknown}
+        wanted = "at least 20 steps and 5 s of them after the warm-up: there were "
+        assert needs["waits-for-data"] == wanted + had
+    asked = f"a run of 10 minutes: this one took {int(seconds)} s"
+    assert needs.get("time-over-asked") == (asked if seconds < 600 else None)
+    assert found.time == "training 100%; of the steps: waiting for data 50%, the rest 50%"
+    assert f"\ntime      {found.time}\n" in text(found)
+    assert found.time in markdown(found)
+    assert to_json(found)["time"] == found.time
+
+
+def test_where_the_time_went() -> None:
+    """By phases, then what is beside the steps, then the parts of the steps."""
+    assert diagnose(facts()).time == (
+        "start-up 1%, staging 1%, launch 1%, training 98%; of the training: evaluation 3%, "
+        "checkpoints 1%; of the steps: waiting for data 1%, copies to the GPU 1%, "
+        "waiting for slower ranks 2%, communication 5%, the rest 92%"
+    )
+    doubtful = diagnose(facts(ranks=slow(measured_steps=3.0, slowest_steps=3.0))).time
+    assert "waiting for slower" not in doubtful
+    assert diagnose(facts(phases={})).time == ""
 
 
 @pytest.mark.parametrize(
@@ -640,6 +671,49 @@ def test_the_next_step_is_one_that_works(
     waiting = facts(ranks=ranks(data_wait_seconds=900.0), job={**JOB, **job}, **known)
     lines = [line for line in text(diagnose(waiting)).splitlines() if line.startswith("next ")]
     assert [line.endswith(step) for line in lines] == [True] * bool(step)
+
+
+@pytest.mark.parametrize(
+    ("measured", "slowest", "needs"),
+    [
+        (0.0, 0.0, "a longer run, or the newest `hpml_waits.py`: no step was measured"),
+        (5.0, 5.0, "a longer run: 5 measured steps, at least 6 are needed"),
+        (6.0, 6.0, ""),
+        (20.0, 10.0, "a longer run: rank 1 waited least in 10 of 20 measured steps, which can "),
+        (400.0, 170.0, ""),
+        (40_000.0, 10_100.0, "a longer run: rank 1 waited least in 10100 of 40000 measured steps"),
+    ],
+)
+def test_a_rank_is_accused_only_if_it_is_not_chance(
+    measured: float, slowest: float, needs: str
+) -> None:
+    """Four ranks, of which the others wait 30 % of a step for one: by few steps, or by many."""
+    found = diagnose(facts(ranks=slow(measured_steps=measured, slowest_steps=slowest)))
+    assert [one.kind for one in found.findings] == ["slow-rank"] * (not needs)
+    told = [one.needs for one in found.unknown if one.kind == "slow-rank"]
+    assert len(told) == bool(needs)
+    assert "".join(told).startswith(needs)
+    assert not needs or not any("ranks differ" in line for line in found.healthy)
+
+
+@pytest.mark.parametrize("steps", [5, 11, 26, 100])
+def test_equal_ranks_are_accused_in_one_of_a_thousand_runs(steps: int) -> None:
+    """Two ranks, each the slowest by the toss of a coin, whatever waits were measured of it."""
+    accused = 0
+    for first in range(steps + 1):
+        lucky = int(first > steps - first)
+        both = [
+            rank(
+                n,
+                wait_seconds=900.0 * (n == lucky),
+                measured_steps=float(steps),
+                slowest_steps=float((first, steps - first)[n]),
+            )
+            for n in (0, 1)
+        ]
+        found = diagnose(facts(ranks=both, world_size=2)).findings
+        accused += math.comb(steps, first) * bool(found)
+    assert accused <= 0.001 * 2**steps
 
 
 def test_nodes_are_excluded_beside_those_that_were() -> None:

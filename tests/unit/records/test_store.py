@@ -227,6 +227,19 @@ def test_the_name_of_a_job_names_its_runs_alone(store: Store) -> None:
         assert store.resolve("exp-2", exact_name=exact_name) == second
 
 
+@pytest.mark.parametrize("started_by", ["hpml bench", "hpml report --try"])
+def test_last_is_the_users_own_run(store: Store, started_by: str) -> None:
+    """What hpml started for itself is named by its id and its name alone."""
+    sid = "own-20240102-000000-bbbbbb"
+    own = prepare(store, sid)
+    write_json(own.directory / "submit.json", {**own.record(), "started_by": started_by})
+    with pytest.raises(NotFoundError, match="no runs under .* yet but those that hpml started"):
+        store.resolve("last")
+    users = prepare(store, "ab-20240101-000000-aaaaaa")
+    assert store.resolve("last") == users
+    assert store.resolve("own") == store.resolve(sid) == own
+
+
 def test_what_names_no_run_or_several(store: Store) -> None:
     """Nothing fits: not found. More than one fits: which they are. An empty word: refused."""
     with pytest.raises(NotFoundError, match="no runs under .* yet"):
@@ -235,6 +248,8 @@ def test_what_names_no_run_or_several(store: Store) -> None:
         submission = prepare(store, f"ab-2024010{number + 1}-000000-aaaaaa")
         submission.record_job("5", how="sbatch", now=0.0)
     with pytest.raises(InputError, match="names 7 runs: ab-20240107.* and 2 more"):
+        store.resolve("ab-2")
+    with pytest.raises(InputError, match=r"ab-20240106-000000-aaaaaa \(2024-01-0[567] \d\d:"):
         store.resolve("ab-2")
     with pytest.raises(InputError, match="names 7 runs"):
         store.resolve("5")
