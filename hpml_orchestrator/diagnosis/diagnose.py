@@ -56,6 +56,11 @@ def diagnose(facts: Facts) -> Diagnosis:
         tuple(_unknown(facts)),
         tuple(result for result in results if isinstance(result, str)),
         tuple(replace(one, level="note") for one in notes),
+        tuple(
+            finding.__name__.replace("_", "-")
+            for finding, result in zip(FINDINGS, results, strict=True)
+            if result is not None
+        ),
     )
 
 

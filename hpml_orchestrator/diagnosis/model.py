@@ -195,6 +195,7 @@ class Diagnosis:
     unknown: Sequence[Finding] = ()
     healthy: Sequence[str] = ()  # what is as it should be, each with its figure
     notes: Sequence[Finding] = ()  # of level note: what could be used better
+    judged: Sequence[str] = ()  # kinds that were judged, with or without a finding
 
     @property
     def can_change(self) -> bool:

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
     from hpml_orchestrator.diagnosis.model import Diagnosis, Finding
 
-__all__ = ["SHOWN", "markdown", "status_line", "text", "to_json"]
+__all__ = ["SHOWN", "field_lines", "markdown", "status_line", "text", "to_json"]
 
 SHOWN = 3
 """Findings that are printed in full."""
@@ -24,13 +24,14 @@ _WIDTH = 100
 _LINES = 40
 _CHANGES = 2
 _INDENT = 10
+_MARGIN = 3  # of a finding, for its number
 
 
 def text(diagnosis: Diagnosis) -> str:
     """Return a report of at most 40 lines of 100 columns."""
     facts = diagnosis.facts
     verdict = diagnosis.headline
-    lines = [*_field("run", status_line(diagnosis)), *_field("verdict", verdict), ""]
+    lines = [*field_lines("run", status_line(diagnosis)), *field_lines("verdict", verdict), ""]
     blocks = [_block(number, one, diagnosis) for number, one in enumerate(diagnosis.findings, 1)]
     tail = _tail(diagnosis)
     shown = 0
@@ -40,10 +41,10 @@ def text(diagnosis: Diagnosis) -> str:
         lines += [*block, ""]
         shown += 1
     if more := diagnosis.findings[shown:]:
-        lines += _field("also", "; ".join(one.verdict for one in more))
+        lines += field_lines("also", "; ".join(one.verdict for one in more))
     lines += tail
     if diagnosis.can_change and facts.run:
-        lines += _field("next", f"hpml report {facts.run} --apply tuned.yaml, or --try")
+        lines += field_lines("next", f"hpml report {facts.run} --apply tuned.yaml, or --try")
     return "\n".join(printable(line) for line in lines[:_LINES])
 
 
@@ -62,42 +63,45 @@ def status_line(diagnosis: Diagnosis) -> str:
     return ", ".join(parts)
 
 
-def _field(name: str, value: str) -> list[str]:
-    """Return a named field, wrapped at the width of the report."""
-    wrapped = textwrap.wrap(
-        value, _WIDTH - _INDENT, break_on_hyphens=False, break_long_words=True
-    ) or [""]
-    first, *rest = wrapped
-    return [f"{name:<{_INDENT}}{first}", *(" " * _INDENT + line for line in rest)]
+def field_lines(name: str, value: str, *, margin: int = 0) -> list[str]:
+    """Return a named field, wrapped at the width of the report, after so many spaces."""
+    first, *rest = _wrapped(value, margin + _INDENT) or [""]
+    lines = [f"{name:<{_INDENT}}{first}", *(" " * _INDENT + line for line in rest)]
+    return [" " * margin + line for line in lines]
+
+
+def _wrapped(value: str, used: int) -> list[str]:
+    """Wrap text between words: a hyphen may be part of a run's id or of an option."""
+    return textwrap.wrap(value, _WIDTH - used, break_on_hyphens=False)
 
 
 def _tail(diagnosis: Diagnosis) -> list[str]:
     lines = []
     if diagnosis.notes:
-        lines += _field("note", "; ".join(one.verdict for one in diagnosis.notes))
+        lines += field_lines("note", "; ".join(one.verdict for one in diagnosis.notes))
     if diagnosis.healthy:
-        lines += _field("healthy", "; ".join(diagnosis.healthy))
+        lines += field_lines("healthy", "; ".join(diagnosis.healthy))
     if diagnosis.unknown:
         missing = [f"{one.verdict} (needs {one.needs})" for one in diagnosis.unknown]
-        lines += _field("unknown", "; ".join(missing))
+        lines += field_lines("unknown", "; ".join(missing))
     return lines
 
 
 def _block(number: int, finding: Finding, diagnosis: Diagnosis) -> list[str]:
     cost = _cost(finding, diagnosis)
-    first, *rest = textwrap.wrap(f"{finding.verdict} ({finding.level})", _WIDTH - 3)
+    first, *rest = _wrapped(f"{finding.verdict} ({finding.level})", _MARGIN)
     lines = [f"{number}  {first}", *(f"   {part}" for part in rest)]
     if cost and len(lines[-1]) + len(cost) + 2 <= _WIDTH:
         lines[-1] += f"{cost:>{_WIDTH - len(lines[-1])}}"
     elif cost:
         lines.append(f"   {cost}")
     for line in finding.evidence:
-        lines += [f"   {part}" for part in textwrap.wrap(line, _WIDTH - 3, break_on_hyphens=False)]
+        lines += [f"   {part}" for part in _wrapped(line, _MARGIN)]
     for change in finding.changes[:_CHANGES]:
-        lines += [f"   {part}" for part in _field("change", change_text(change))]
+        lines += field_lines("change", change_text(change), margin=_MARGIN)
     if finding.gain is not None:
         lines.append(f"   {'gain':<{_INDENT}}{gain_text(finding.gain)}")
-    return [line[:_WIDTH] for line in lines]
+    return lines
 
 
 def change_text(change: Any) -> str:
