@@ -17,22 +17,22 @@ from hpml_orchestrator.cli.common import (
 )
 from hpml_orchestrator.cli.follow import fail_unless_completed
 from hpml_orchestrator.diagnosis.diagnose import diagnose
-from hpml_orchestrator.errors import HpmlError, InputError, counted
+from hpml_orchestrator.errors import HpmlError, InputError, RecordError, counted
 from hpml_orchestrator.placement.report import by_sentence
-from hpml_orchestrator.runs.bound import Bound
+from hpml_orchestrator.runs.damaged import damage_error, damage_of
 from hpml_orchestrator.runs.dashboard import job_dashboard, state_json
 from hpml_orchestrator.runs.described import describe
 from hpml_orchestrator.runs.facts import gather
 from hpml_orchestrator.runs.life import read_life
 from hpml_orchestrator.runs.show import array_lines, attempt_reports, summary_lines, task_rows
-from hpml_orchestrator.runs.status import states
-from hpml_orchestrator.runs.summary import Summary, binding_of, summarise
+from hpml_orchestrator.runs.status import UNREADABLE, states
+from hpml_orchestrator.runs.summary import Summary, summarise
 from hpml_orchestrator.topology.cpulist import format_list
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-    from hpml_orchestrator.runs.bound import Place
+    from hpml_orchestrator.runs.bound import Bound, Place
     from hpml_orchestrator.runs.life import Life
     from hpml_orchestrator.runs.status import State
 
@@ -64,10 +64,9 @@ def show(
             hint=f"name one: hpml show {state.tasks[0].submission.label} --ranks",
         )
     reports = attempt_reports(state)
-    summary, bound, bindings, life = Summary(), Bound(), [], None
+    summary, life = Summary(), None
     if reports and reports[-1].error is None:
-        summary, bound, life = summarise(state), binding_of(state), read_life(state)
-        bindings = state.run.attempts()[-1].bindings()
+        summary, life = summarise(state), read_life(state)
     if as_json:
         print_json(
             {
@@ -77,8 +76,8 @@ def show(
                 "life": life.to_json() if life else None,
                 "summary": summary.to_json(),
                 "diagnosis": _diagnosis(state, summary),
-                **bound.to_json(),
-                "bindings": bindings,
+                **summary.bound.to_json(),
+                "bindings": summary.bindings,
                 "record": submission.record(),
             }
         )
@@ -91,10 +90,14 @@ def show(
             optional = ("NODES", "TIME", "JOB", "EXIT", "REASON")
             print_table(header, task_rows(state), optional=optional)
         else:
-            print_places(bound, everything=ranks)
+            print_places(summary.bound, everything=ranks)
     unreadable = next((report.error for report in reports if report.error is not None), None)
     if unreadable is not None:  # everything else has been printed
         raise unreadable
+    if damaged := damage_of(state, [] if state.tasks else state.run.attempts()):
+        raise damage_error(state, damaged)
+    if state.state == UNREADABLE:
+        raise RecordError(state.reason)
 
 
 def _lines(state: State, summary: Summary, life: Life | None, site: str) -> list[tuple[str, str]]:

@@ -68,6 +68,7 @@ def test_two_runs(hpml: Hpml, trained: str, array: str) -> None:
 def test_two_runs_with_other_data(hpml: Hpml, shell: Shell, trained: str) -> None:
     """Of the job files only what was written is listed; times of other work are not compared."""
     (shell.root / "set").mkdir()
+    (shell.root / "to").mkdir()
     (shell.root / "set" / "file").write_text("data")
     stage = [{"name": "d", "source": str(shell.root / "set"), "target": str(shell.root / "to")}]
     command = ["python3", str(shell.root / "train.py"), str(CHANNEL), "--epochs", "2"]
