@@ -19,7 +19,7 @@ from hpml_orchestrator.cli.follow import fail_unless_completed
 from hpml_orchestrator.diagnosis.diagnose import diagnose
 from hpml_orchestrator.errors import HpmlError, InputError, RecordError, counted
 from hpml_orchestrator.placement.report import by_sentence
-from hpml_orchestrator.runs.damaged import damage_error, damage_of
+from hpml_orchestrator.runs.damaged import damage_error, damage_of, naming_damage
 from hpml_orchestrator.runs.dashboard import job_dashboard, state_json
 from hpml_orchestrator.runs.described import describe
 from hpml_orchestrator.runs.facts import gather
@@ -63,6 +63,12 @@ def show(
             field="--ranks",
             hint=f"name one: hpml show {state.tasks[0].submission.label} --ranks",
         )
+    with naming_damage(state):
+        _show(state, ranks=ranks, as_json=as_json, site=chosen_site(context))
+
+
+def _show(state: State, *, ranks: bool, as_json: bool, site: str) -> None:
+    submission = state.submission
     reports = attempt_reports(state)
     summary, life = Summary(), None
     if reports and reports[-1].error is None:
@@ -70,7 +76,7 @@ def show(
     if as_json:
         print_json(
             {
-                **state_json(state, chosen=chosen_site(context)),
+                **state_json(state, chosen=site),
                 **describe(state, summary).to_json(),
                 "history": [report.to_json() for report in reports],
                 "life": life.to_json() if life else None,
@@ -82,7 +88,7 @@ def show(
             }
         )
     else:
-        lines = _lines(state, summary, life, chosen_site(context))
+        lines = _lines(state, summary, life, site)
         _print_lines([*lines, ("script", str(submission.script))])
         if state.tasks:
             typer.echo("")
