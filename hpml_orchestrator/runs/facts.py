@@ -18,6 +18,7 @@ from hpml_orchestrator.diagnosis.model import (
     StageFacts,
 )
 from hpml_orchestrator.errors import HpmlError
+from hpml_orchestrator.records.damage import Damage
 from hpml_orchestrator.runs.damaged import damage_error, damage_of, naming_damage
 from hpml_orchestrator.runs.dashboard import cluster_job
 from hpml_orchestrator.runs.described import describe
@@ -108,6 +109,10 @@ def _facts(state: State, summary: Summary | None, now: float) -> Facts:
     begun = attempt.started
     allocated = numbers(begun.data) if begun else {}
     summary = summary or summarise(state)
+    if unreadable := summary.bound.unreadable:
+        binding = attempt.directory / "binding"
+        damage = [Damage(binding / f"{one.node}.proof.json", one.why) for one in unreadable]
+        raise damage_error(state, damage)
     started = state.started or (begun.time if begun else None)
     ended = state.ended or (attempt.ended or {}).get("time")
     # of a job that only its own cluster knows, the last event is the latest that is certain
