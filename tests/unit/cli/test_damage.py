@@ -78,7 +78,7 @@ def mutations(whole: bytes, seed: str) -> Iterator[tuple[str, Callable[[Path], o
     for junk in (b"\0" * 9 + b"\n", bytes(chance.randrange(1, 256) for _ in range(40)) + b"\n"):
         mixed = b"".join([*lines[:place], junk, *lines[place:]])
         yield f"junk {junk[:9]!r} as line {place}", put(mixed)
-    for other in chance.sample(OTHER, 3):
+    for other in chance.sample(OTHER, 2):
         yield f"{other[:30]} instead", put(other.encode() + b"\n")
     yield "empty", put(b"")
 
@@ -130,3 +130,28 @@ def test_damage_is_named(
             is_proof = name.endswith("proof.json") and word[0] == "show"
             assert is_right(result, whole[word], named if is_proof else path.name), (what, result)
     assert {word: hpml(*word) for word in words} == whole
+
+
+@pytest.mark.parametrize(
+    ("name", "commands"),
+    [
+        ("runs.tsv", ["report"]),  # `hpml show` does not need it
+        ("events/NODE.jsonl", ["report", "show"]),
+        ("ended.json", ["report", "show"]),
+    ],
+)
+def test_a_file_that_may_not_be_read_is_named(
+    shell: Shell, run: str, name: str, commands: list[str]
+) -> None:
+    """By somebody whom permissions bind; both commands end with the status of damaged records."""
+    path = path_of(shell.records, run, name)
+    mode = path.stat().st_mode
+    path.chmod(0)
+    try:
+        for command in commands:
+            result = shell.bash('"$@"', command, run)
+            assert result.code == 7, result
+            assert path.name in result.err
+            assert "Permission denied" in result.err
+    finally:
+        path.chmod(mode)

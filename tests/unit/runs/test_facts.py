@@ -194,7 +194,7 @@ TOTALS = {f"{name}_total": value for name, value in STEP.items()}
     ],
 )
 def test_damaged_events(world: World, added: str, why: str) -> None:
-    """They are named with their line; the incomplete last line of a running job is no damage."""
+    """They are named with their line; an incomplete last line of a running job is not damage."""
     submission, attempt = trained(world)
     with (attempt / "events" / "n1.jsonl").open("a") as stream:
         stream.write(added)
