@@ -318,7 +318,7 @@ def test_a_finding_is_gone_only_if_the_other_run_was_judged(
             f"something is slow in digits-3f2a; not judged in digits-9c1b: {why}"
         )
         assert f"unknown {line}" in printed
-        assert "Not judged in both" in page
+        assert "Not judged in the other run" in page
         assert to_json(side)["findings"]["not_judged"] == (line,)
 
 
