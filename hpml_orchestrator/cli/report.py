@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -139,7 +139,7 @@ def _compare(
 
     if as_markdown:
         raise InputError("two runs are compared as text, --json or --html", field="--markdown")
-    compared = side.compare(first, second)
+    compared = side.compare(first, second, written=(_written(first), _written(second)))
     if html is not None:
         from hpml_orchestrator.diagnosis.page import side_page  # noqa: PLC0415 - jinja2 takes long
 
@@ -148,6 +148,20 @@ def _compare(
         print_json(side.to_json(compared))
     else:
         typer.echo(side.text(compared))
+
+
+def _written(diagnosis: Diagnosis) -> Mapping[str, Any]:
+    """Return the fields of a job that are not the default; all that another version wrote."""
+    from hpml_orchestrator.spec.job import Job  # noqa: PLC0415 - pydantic takes long
+
+    job = diagnosis.facts.job
+    try:
+        fields: dict[str, Any] = Job.model_validate(job).model_dump(
+            mode="json", exclude_defaults=True
+        )
+    except ValueError:
+        return job
+    return fields
 
 
 def _write(path: str, page: str) -> None:

@@ -17,22 +17,22 @@ from hpml_orchestrator.cli.common import (
 )
 from hpml_orchestrator.cli.follow import fail_unless_completed
 from hpml_orchestrator.diagnosis.diagnose import diagnose
-from hpml_orchestrator.errors import HpmlError, InputError, counted
+from hpml_orchestrator.errors import HpmlError, InputError, RecordError, counted
 from hpml_orchestrator.placement.report import by_sentence
-from hpml_orchestrator.runs.bound import Bound
+from hpml_orchestrator.runs.damaged import damage_error, damage_of, naming_damage
 from hpml_orchestrator.runs.dashboard import job_dashboard, state_json
 from hpml_orchestrator.runs.described import describe
 from hpml_orchestrator.runs.facts import gather
 from hpml_orchestrator.runs.life import read_life
 from hpml_orchestrator.runs.show import array_lines, attempt_reports, summary_lines, task_rows
-from hpml_orchestrator.runs.status import states
-from hpml_orchestrator.runs.summary import Summary, binding_of, summarise
+from hpml_orchestrator.runs.status import UNREADABLE, states
+from hpml_orchestrator.runs.summary import Summary, summarise
 from hpml_orchestrator.topology.cpulist import format_list
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-    from hpml_orchestrator.runs.bound import Place
+    from hpml_orchestrator.runs.bound import Bound, Place
     from hpml_orchestrator.runs.life import Life
     from hpml_orchestrator.runs.status import State
 
@@ -63,27 +63,32 @@ def show(
             field="--ranks",
             hint=f"name one: hpml show {state.tasks[0].submission.label} --ranks",
         )
+    with naming_damage(state):
+        _show(state, ranks=ranks, as_json=as_json, site=chosen_site(context))
+
+
+def _show(state: State, *, ranks: bool, as_json: bool, site: str) -> None:
+    submission = state.submission
     reports = attempt_reports(state)
-    summary, bound, bindings, life = Summary(), Bound(), [], None
+    summary, life = Summary(), None
     if reports and reports[-1].error is None:
-        summary, bound, life = summarise(state), binding_of(state), read_life(state)
-        bindings = state.run.attempts()[-1].bindings()
+        summary, life = summarise(state), read_life(state)
     if as_json:
         print_json(
             {
-                **state_json(state, chosen=chosen_site(context)),
+                **state_json(state, chosen=site),
                 **describe(state, summary).to_json(),
                 "history": [report.to_json() for report in reports],
                 "life": life.to_json() if life else None,
                 "summary": summary.to_json(),
                 "diagnosis": _diagnosis(state, summary),
-                **bound.to_json(),
-                "bindings": bindings,
+                **summary.bound.to_json(),
+                "bindings": summary.bindings,
                 "record": submission.record(),
             }
         )
     else:
-        lines = _lines(state, summary, life, chosen_site(context))
+        lines = _lines(state, summary, life, site)
         _print_lines([*lines, ("script", str(submission.script))])
         if state.tasks:
             typer.echo("")
@@ -91,10 +96,14 @@ def show(
             optional = ("NODES", "TIME", "JOB", "EXIT", "REASON")
             print_table(header, task_rows(state), optional=optional)
         else:
-            print_places(bound, everything=ranks)
+            print_places(summary.bound, everything=ranks)
     unreadable = next((report.error for report in reports if report.error is not None), None)
     if unreadable is not None:  # everything else has been printed
         raise unreadable
+    if damaged := damage_of(state, [] if state.tasks else state.run.attempts()):
+        raise damage_error(state, damaged)
+    if state.state == UNREADABLE:
+        raise RecordError(state.reason)
 
 
 def _lines(state: State, summary: Summary, life: Life | None, site: str) -> list[tuple[str, str]]:

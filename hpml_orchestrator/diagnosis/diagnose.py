@@ -62,6 +62,11 @@ def diagnose(facts: Facts) -> Diagnosis:
         tuple(result for result in results if isinstance(result, str)),
         tuple(replace(one, level="note") for one in notes),
         phases.time_text(facts),
+        tuple(
+            finding.__name__.replace("_", "-")
+            for finding, result in zip(FINDINGS, results, strict=True)
+            if result is not None
+        ),
     )
 
 

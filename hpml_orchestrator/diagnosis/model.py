@@ -222,6 +222,7 @@ class Diagnosis:
     healthy: Sequence[str] = ()  # what is as it should be, each with its figure
     notes: Sequence[Finding] = ()  # of level note: what could be used better
     time: str = ""  # where the run's time went, in one line
+    judged: Sequence[str] = ()  # kinds that were judged, with or without a finding
 
     @property
     def headline(self) -> str:

@@ -95,6 +95,7 @@ def side_page(side: Side) -> str:
             (f"Only {side.first.facts.run}", side.gone),
             (f"Only {side.second.facts.run}", side.new),
             ("Both", side.both),
+            *([("Not judged in the other run", side.unjudged)] if side.unjudged else []),
         ],
         strips=[
             ("Phases", "phases", *_strips(both, phases)),

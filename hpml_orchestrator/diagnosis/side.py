@@ -2,48 +2,70 @@
 
 from __future__ import annotations
 
-import difflib
-import textwrap
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import fmean
 from typing import Any
 
-from hpml_orchestrator.diagnosis import parts
+from hpml_orchestrator.diagnosis import comparable, parts
+from hpml_orchestrator.diagnosis.comparable import only_words, value_text
 from hpml_orchestrator.diagnosis.model import Diagnosis, Facts
-from hpml_orchestrator.diagnosis.shares import hours, hours_unit
-from hpml_orchestrator.diagnosis.wording import status_line
+from hpml_orchestrator.diagnosis.shares import hours, hours_unit, is_judged, steps_known
+from hpml_orchestrator.diagnosis.wording import field_lines, status_line
 from hpml_orchestrator.errors import InputError
-from hpml_orchestrator.records.texts import first_few, printable
+from hpml_orchestrator.records.texts import printable
 
-__all__ = ["NOISE", "Row", "Side", "compare", "text", "to_json"]
+__all__ = ["NOISE", "NOISE_SECONDS", "Row", "Side", "compare", "text", "to_json"]
 
 NOISE = 0.05
 """Smaller differences between one run each may be noise: the same limit as for sibling nodes."""
+NOISE_SECONDS = 1.0
+"""The same for the times of a run, however short it was."""
 
 QUALITY = "quality"
 """Group of the figures of which a change in percent means nothing."""
 
 _SECONDS = ("run", "phases", "between the steps")
-_WIDTH = 100
+_STEP = "one step, mean of the ranks"
+_RATE = "samples/s in steps"
 _NAME, _VALUE = 30, 24
+_OF_STEPS = frozenset(
+    "waits-for-data slow-rank communication host-to-device launch-bound slow-saving "
+    "slow-evaluation".split()
+)
+_OF_USE = frozenset(
+    "slow-storage tensor-cores-idle launch-bound cpu-bound throttled faulty-gpu memory-pressure "
+    "gpu-unused cpus-unused memory-over-asked".split()
+)
+_OF_REQUEST = frozenset(("cpus-unused", "memory-over-asked", "time-over-asked"))
+_OF_GPUS = frozenset(
+    "host-to-device tensor-cores-idle launch-bound cpu-bound throttled faulty-gpu "
+    "gpu-unused".split()
+)
+_SILENT = frozenset(("cpu-bound", "faulty-gpu", "memory-over-asked", "time-over-asked"))
+"""Kinds that have no sentence if all is well."""
 
 
 @dataclass(frozen=True)
 class Row:
-    """One figure or setting of both runs, as text; `change` is second / first - 1 of a figure."""
+    """One figure or setting of both runs, as text.
+
+    Attributes:
+        change: second / first - 1 of a figure; None if it has none, or the runs did other work.
+        short: whether the times of the run that it is made of differ by less than a second.
+    """
 
     group: str
     name: str
     first: str
     second: str
     change: float | None = None
-    short: bool = False  # whether they differ by less than a second of the run
+    short: bool = False
 
     @property
     def noise(self) -> bool:
-        """Whether the two may differ by chance."""
-        return self.change is not None and (self.short or abs(self.change) < NOISE)
+        """Whether the two may differ by chance; the change counts as it is printed."""
+        return self.change is not None and (self.short or round(abs(self.change), 2) < NOISE)
 
     @property
     def change_text(self) -> str:
@@ -59,27 +81,44 @@ class Side:
 
     Attributes:
         doubts: sentences, why the figures are not comparable; empty if they are.
+        differences: sentences, in what the work of the runs differs; then only rates are compared.
         rows: what differs in the job files, then the figures.
         gone, new, both: verdicts of the findings of only the first, only the second, both runs.
+        unjudged: of findings that the other run cannot have, because that was not judged there.
     """
 
     first: Diagnosis
     second: Diagnosis
     headline: str
     doubts: tuple[str, ...]
+    differences: tuple[str, ...]
     rows: tuple[Row, ...]
     gone: tuple[str, ...]
     new: tuple[str, ...]
     both: tuple[str, ...]
+    unjudged: tuple[str, ...]
 
     @property
     def caution(self) -> str:
         """What one run each cannot show."""
-        return f"one run each: nothing is certain, and differences below {NOISE:.0%} may be noise"
+        return (
+            f"one run each: nothing is certain, and differences below {NOISE:.0%}, or of less than "
+            f"{NOISE_SECONDS:.0f} s of the run, may be noise"
+        )
 
 
-def compare(first: Diagnosis, second: Diagnosis) -> Side:
+def compare(
+    first: Diagnosis,
+    second: Diagnosis,
+    *,
+    written: tuple[Mapping[str, Any], Mapping[str, Any]] | None = None,
+) -> Side:
     """Compare two runs.
+
+    Args:
+        first: the diagnosis of one run.
+        second: of the other.
+        written: of both jobs the fields without those that have their default; by default all.
 
     Raises:
         InputError: both are the same run.
@@ -87,121 +126,126 @@ def compare(first: Diagnosis, second: Diagnosis) -> Side:
     one, other = first.facts, second.facts
     if one.run == other.run:
         raise InputError("name two different runs", field="RUN", value=one.run)
-    doubts = tuple(_doubts(one, other))
+    doubts, differences = [*comparable.doubts(one, other)], (*comparable.differences(one, other),)
+    rated = all(parts.samples_per_second(facts.ranks) for facts in (one, other))
+    if doubts or not rated:  # without rates only times are known, and they are of different work
+        doubts += differences
+    # groups and names of rows whose change in percent compares the same work
+    same: tuple[str, ...] | None = (_RATE, _STEP) if differences else None
+    rows = tuple(_figures(one, other, () if doubts else same))
     before = {finding.kind: finding.verdict for finding in first.findings}
     after = {finding.kind: finding.verdict for finding in second.findings}
+    gone, lacking = _only_in(first, second, set(after))
+    new, lacking_before = _only_in(second, first, set(before))
+    headline = f"Not comparable: {'; '.join(doubts)}" if doubts else _headline(other, rows)
+    if differences and not doubts:
+        headline += f"; {'; '.join(differences)}: only rates are compared"
     return Side(
         first,
         second,
-        f"Not comparable: {'; '.join(doubts)}" if doubts else _headline(one, other),
-        doubts,
-        (*_settings(one, other), *_figures(one, other)),
-        gone=tuple(verdict for kind, verdict in before.items() if kind not in after),
-        new=tuple(verdict for kind, verdict in after.items() if kind not in before),
+        headline,
+        tuple(doubts),
+        differences,
+        (*_settings(one, other, written or (one.job, other.job)), *rows),
+        gone=gone,
+        new=new,
         both=tuple(
             f"{verdict}; then: {after[kind]}" if verdict != after[kind] else verdict
             for kind, verdict in before.items()
             if kind in after
         ),
+        unjudged=(*lacking, *lacking_before),
     )
 
 
-# --- whether they can be compared
+# --- findings of one run
 
 
-def _doubts(first: Facts, second: Facts) -> Iterator[str]:
-    """Yield why the figures of two runs do not show the effect of a change."""
-    for facts in (first, second):
-        if not facts.over:
-            yield f"{facts.run} is not over ({facts.state})"
-        elif facts.state != "COMPLETED":
-            yield f"{facts.run} did not complete ({facts.state})"
-    for what, name in (("jobs", _name), ("programs", _program)):
-        names = [name(facts.job) for facts in (first, second)]
-        if names[0] != names[1]:
-            yield f"different {what}: {names[0]} and {names[1]}"
-    measured: tuple[tuple[str, Callable[[Facts], Any]], ...] = (
-        ("ranks", lambda facts: facts.world_size or None),
-        ("GPUs", lambda facts: facts.gpu_count),
-        ("nodes", lambda facts: facts.node_count or None),
-        ("samples per step and rank", _batch),
-        ("types of GPU", _gpu_names),
+def _only_in(
+    having: Diagnosis, other: Diagnosis, found: set[str]
+) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """Return the findings that the other run does not have, and those not judged there."""
+    gone, unjudged = [], []
+    for finding in having.findings:
+        if finding.kind in found:
+            continue
+        why = _why_not_judged(finding.kind, other)
+        if why:
+            runs = having.facts.run, other.facts.run
+            unjudged.append(f"{finding.verdict} in {runs[0]}; not judged in {runs[1]}: {why}")
+        else:
+            gone.append(finding.verdict)
+    return tuple(gone), tuple(unjudged)
+
+
+def _why_not_judged(kind: str, diagnosis: Diagnosis) -> str:
+    """Return why a kind of finding was not judged in a run; empty if it was."""
+    facts = diagnosis.facts
+    needs = {one.kind: f"it needs {one.needs}" for one in diagnosis.unknown}
+    cannot_be = (
+        (kind == "slow-staging" and not facts.job.get("stage"))
+        or (kind in _OF_GPUS and not facts.gpu_count)
+        or (kind in ("slow-rank", "communication") and facts.world_size == 1)
     )
-    for what, figure in measured:
-        values = [figure(facts) for facts in (first, second)]
-        if None not in values and not _equal(*values):
-            yield f"different {what}: {_value(values[0])} and {_value(values[1])}"
-    for facts, other in ((first, second), (second, first)):
-        if parts.mean_parts(facts.ranks) and not parts.mean_parts(other.ranks):
-            yield f"only {facts.run} reports its steps"
+    if kind in diagnosis.judged or cannot_be:
+        return ""
+    if kind in needs:
+        return needs[kind]
+    if kind in _OF_REQUEST and not is_judged(facts):
+        return "it was shorter than 10 minutes, did not complete, or had whole nodes"
+    if kind in _OF_STEPS and not steps_known(facts):
+        return needs.get("waits-for-data", "too few steps were counted")
+    if kind in _OF_USE and not any(node.gpus if kind in _OF_GPUS else node for node in facts.nodes):
+        known = "gpu-unused" if facts.gpu_count else "cpus-unused"
+        return needs.get(known, "its use of the nodes is not known")
+    if kind in _SILENT:
+        return ""
+    return "it has no figures for it, or another finding explains them"
 
 
-def _name(job: Mapping[str, Any]) -> str:
-    return str(job.get("name") or "-")
-
-
-def _program(job: Mapping[str, Any]) -> str:
-    """Return the script of a job, or its command up to the first option."""
-    if job.get("script"):
-        return str(job["script"]).rpartition("/")[2]
-    words = [str(word) for word in job.get("command") or ()]
-    options = (place for place, word in enumerate(words) if word.startswith("-"))
-    return " ".join(words[: next(options, len(words))]) or "-"
-
-
-def _batch(facts: Facts) -> float | None:
-    """Return the samples in a step of one rank, as they were counted."""
-    batches = [rank.samples / rank.steps for rank in facts.ranks if rank.samples and rank.steps]
-    return fmean(batches) if batches else None
-
-
-def _gpu_names(facts: Facts) -> str | None:
-    names = sorted({gpu.name for node in facts.nodes for gpu in node.gpus if gpu.name})
-    return first_few(names) if names else None
-
-
-def _equal(first: Any, second: Any) -> bool:
-    if isinstance(first, float) and isinstance(second, float):  # the last batch may be smaller
-        return abs(first - second) <= NOISE * max(first, second)
-    return bool(first == second)
-
-
-def _headline(first: Facts, second: Facts) -> str:
+def _headline(second: Facts, rows: Sequence[Row]) -> str:
     """Return which run is faster, by the samples per second if both count them."""
-    rates = [parts.samples_per_second(facts.ranks) for facts in (first, second)]
-    if rates[0] and rates[1]:
-        change, what = rates[1] / rates[0] - 1, "samples per second"
-        words = ("more", "fewer")
-    elif first.elapsed_seconds and second.elapsed_seconds:
-        change, what = second.elapsed_seconds / first.elapsed_seconds - 1, "time"
-        words = ("more", "less")
-    else:
+    changes = {row.name: row for row in rows if row.change is not None}
+    row = changes.get(_RATE) or changes.get("run time")
+    if row is None or row.change is None:
         return "Neither speed nor time of both runs is known"
-    if abs(change) < NOISE:
-        return f"No difference that one run each can show: {what} {change:+.1%}"
-    verb = "processes" if what != "time" else "takes"
-    return f"{second.run} {verb} {abs(change):.0%} {words[change < 0]} {what}"
+    what, words = ("samples per second", ("more", "fewer"))
+    if row.name != _RATE:
+        what, words = "time", ("more", "less")
+    if row.noise:
+        of = f"{row.first} and {row.second}" if row.short else f"{row.change:+.0%}"
+        return f"No difference that one run each can show: {what} {of}"
+    verb = "processes" if row.name == _RATE else "takes"
+    return f"{second.run} {verb} {abs(row.change):.0%} {words[row.change < 0]} {what}"
 
 
 # --- rows
 
 
-def _settings(first: Facts, second: Facts) -> Iterator[Row]:
-    """Yield what differs of the code, the points of a sweep and the job files."""
+def _settings(
+    first: Facts, second: Facts, written: tuple[Mapping[str, Any], Mapping[str, Any]]
+) -> Iterator[Row]:
+    """Yield what differs of the code, the points of a sweep and the job files.
+
+    A field that only one job has, as those of an entry of `stage`, differs if it was written.
+    """
     if first.code != second.code:
-        yield Row("code", "commit", _value(first.code), _value(second.code))
+        yield Row("code", "commit", value_text(first.code), value_text(second.code))
     for name in {**first.values, **second.values}:
         before, after = first.values.get(name), second.values.get(name)
         if before != after:
-            yield Row("point of the sweep", str(name).lstrip("-"), _value(before), _value(after))
+            yield Row(
+                "point of the sweep", str(name).lstrip("-"), value_text(before), value_text(after)
+            )
     one, other = dict(_flat(first.job)), dict(_flat(second.job))
+    known = {name for job in written for name, _ in _flat(job)}
     for name in {**one, **other}:
         before, after = one.get(name), other.get(name)
-        if before == after:
+        if before == after or ((name in one) != (name in other) and name not in known):
             continue
         if isinstance(before, list) and isinstance(after, list):
-            before, after = _only(before, after), _only(after, before)
-        yield Row("job file", name, _value(before), _value(after))
+            before, after = only_words(before, after), only_words(after, before)
+        yield Row("job file", name, value_text(before), value_text(after))
 
 
 def _flat(value: Any, name: str = "") -> Iterator[tuple[str, Any]]:
@@ -211,41 +255,27 @@ def _flat(value: Any, name: str = "") -> Iterator[tuple[str, Any]]:
             yield from _flat(inner, f"{name}.{key}" if name else str(key))
     elif isinstance(value, list) and value and all(isinstance(one, Mapping) for one in value):
         for place, entry in enumerate(value):
-            yield from _flat(dict(entry), f"{name}.{entry.get('name', place)}")
+            fields = {key: inner for key, inner in entry.items() if key != "name"}
+            yield from _flat(fields, f"{name}.{entry.get('name', place)}")
     else:
         yield name, value
 
 
-def _only(words: Sequence[Any], others: Sequence[Any]) -> str:
-    """Return the words that the others do not have there, each with the option it belongs to."""
-    mine, theirs = [str(word) for word in words], [str(word) for word in others]
-    found: list[str] = []
-    for tag, start, end, _, _ in difflib.SequenceMatcher(None, mine, theirs, False).get_opcodes():
-        if tag == "equal" or start == end:
-            continue
-        begin = start - (start > 0 and mine[start - 1].startswith("-") and mine[start][:1] != "-")
-        found.append(" ".join(mine[begin:end]))
-    return " … ".join(found)
+def _figures(first: Facts, second: Facts, same: Sequence[str] | None) -> Iterator[Row]:
+    """Yield the figures of both runs: time, steps, throughput, cost and quality.
 
-
-def _value(value: Any) -> str:
-    """Return a value as a job file has it; `-` for nothing."""
-    if value is None or value == "" or value in ([], {}):
-        return "-"
-    if isinstance(value, bool):
-        return str(value).lower()
-    if isinstance(value, (list, tuple)):
-        return " ".join(str(one) for one in value)
-    return f"{value:.4g}" if isinstance(value, float) else str(value)
-
-
-def _figures(first: Facts, second: Facts) -> Iterator[Row]:
-    """Yield the figures of both runs: time, steps, throughput, cost and quality."""
+    Args:
+        first: of one run.
+        second: of the other.
+        same: groups or names of those that are of the same work; None: all are.
+    """
+    times = [facts.elapsed_seconds or 0.0 for facts in (first, second)]
+    is_short = abs(times[0] - times[1]) < NOISE_SECONDS
     tables: tuple[tuple[str, Callable[[Facts], Mapping[str, float]], Callable[[float], str]], ...]
     tables = (
         ("run", _whole, parts.duration),
         ("phases", lambda facts: facts.phases, parts.duration),
-        ("one step, mean of the ranks", _step, parts.duration),
+        (_STEP, _step, parts.duration),
         ("between the steps", _between, parts.duration),
         ("throughput", _throughput, lambda value: f"{value:,.4g}"),
         (QUALITY, lambda facts: facts.accuracy, lambda value: f"{value:.4g}"),
@@ -255,13 +285,16 @@ def _figures(first: Facts, second: Facts) -> Iterator[Row]:
         for name in {**one, **other}:
             before, after = one.get(name), other.get(name)
             change = after / before - 1 if before and after is not None else None
+            if group == QUALITY or not (same is None or group in same or name in same):
+                change = None
+            short = group in _SECONDS and abs((before or 0.0) - (after or 0.0)) < NOISE_SECONDS
             yield Row(
                 group,
                 name,
                 "-" if before is None else word(before),
                 "-" if after is None else word(after),
-                None if group == QUALITY else change,
-                group in _SECONDS and abs((before or 0.0) - (after or 0.0)) < 1,
+                change,
+                short or (is_short and name.endswith("-hours")),
             )
 
 
@@ -287,7 +320,7 @@ def _between(facts: Facts) -> dict[str, float]:
 def _throughput(facts: Facts) -> dict[str, float]:
     figures = {}
     if rate := parts.samples_per_second(facts.ranks):
-        figures["samples/s in steps"] = rate
+        figures[_RATE] = rate
     if spent := hours(facts):
         figures[hours_unit(facts)] = spent
     return figures
@@ -301,8 +334,8 @@ def text(side: Side) -> str:
     lines = [
         f"{'first':<10}{status_line(side.first)}",
         f"{'second':<10}{status_line(side.second)}",
-        *_wrapped("verdict", side.headline),
-        *_wrapped("", side.caution),
+        *field_lines("verdict", side.headline),
+        *field_lines("", side.caution),
     ]
     group = ""
     for row in side.rows:
@@ -311,17 +344,18 @@ def text(side: Side) -> str:
             lines += ["", f"{group:<{_NAME + 2}}{'first':<{_VALUE}}second"]
         lines += _row(row)
     lines.append("")
-    for name, verdicts in (("gone", side.gone), ("new", side.new), ("in both", side.both)):
+    for name, verdicts in (
+        ("gone", side.gone),
+        ("new", side.new),
+        ("in both", side.both),
+        ("unknown", side.unjudged),
+    ):
         for verdict in verdicts:
-            lines += _wrapped(name, verdict)
+            lines += field_lines(name, verdict)
     if not side.doubts:
-        lines += _wrapped("next", f"hpml report {side.first.facts.run} --try measures with repeats")
+        hint = f"hpml report {side.first.facts.run} --try measures with repeats"
+        lines += field_lines("next", hint)
     return "\n".join(printable(line) for line in lines)
-
-
-def _wrapped(name: str, value: str) -> list[str]:
-    first, *rest = textwrap.wrap(value, _WIDTH - 10) or [""]
-    return [f"{name:<10}{first}", *(f"{'':<10}{line}" for line in rest)]
 
 
 def _row(row: Row) -> Iterable[str]:
@@ -329,7 +363,7 @@ def _row(row: Row) -> Iterable[str]:
     if max(len(row.first), len(row.second)) >= _VALUE or len(row.name) >= _NAME:
         yield f"  {row.name}"
         for name, value in (("first", row.first), ("second", row.second)):
-            yield from (f"    {line}" for line in _wrapped(name, value))
+            yield from field_lines(name, value, margin=4)
         return
     yield f"  {row.name:<{_NAME}}{row.first:<{_VALUE}}{row.second:<14}{row.change_text}".rstrip()
 
@@ -341,6 +375,7 @@ def to_json(side: Side) -> dict[str, Any]:
         "headline": side.headline,
         "comparable": not side.doubts,
         "doubts": list(side.doubts),
+        "differences": list(side.differences),
         "caution": side.caution,
         "rows": [
             {
@@ -353,5 +388,10 @@ def to_json(side: Side) -> dict[str, Any]:
             }
             for row in side.rows
         ],
-        "findings": {"gone": side.gone, "new": side.new, "both": side.both},
+        "findings": {
+            "gone": side.gone,
+            "new": side.new,
+            "both": side.both,
+            "not_judged": side.unjudged,
+        },
     }

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import os
 import re
 import time
@@ -16,7 +17,16 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
     from pathlib import Path
 
-__all__ = ["VOCABULARY", "Event", "append", "read", "read_all", "read_milestones", "read_recent"]
+__all__ = [
+    "VOCABULARY",
+    "Event",
+    "append",
+    "event_fault",
+    "read",
+    "read_all",
+    "read_milestones",
+    "read_recent",
+]
 
 VOCABULARY = (
     "queued",  # handed to the scheduler
@@ -41,8 +51,9 @@ VOCABULARY = (
 # A line as `Event.to_json` writes it, without objects in the data.
 _STEP = re.compile(
     rb'\{"schema_version":1,"time":[\d.]+,"event":"step","node":"[^"]*","rank":(\d+),'
-    rb'"data":\{[^{}]*\}\}\n'
+    rb'"data":\{[^{}\x00-\x1f]*\}\}\n'
 )
+_STEPS_TOTAL = re.compile(rb'"steps_total":(\d+(?:\.\d+)?)[,}]')
 
 
 @dataclass(frozen=True)
@@ -112,25 +123,36 @@ def read_all(directory: Path) -> Iterator[Event]:
 def read_milestones(directory: Path) -> Iterator[Event]:
     """Yield an attempt's events, but of each rank's `step` only the first and last of a file.
 
-    Nearly all lines of a long training are steps: no more is held than one event per rank.
+    If a rank was started again, its counters begin anew: then the last before and the first after
+    that are yielded too. Nearly all lines of a long training are steps: no more is held than one
+    event per rank.
     """
     for path in _files(directory):
-        first: set[int | None] = set()
+        counted: dict[int | None, float] = {}
         last: dict[int | None, bytes] = {}
         for line in read_lines(path):
-            step = _STEP.fullmatch(line)
-            if step is not None and (rank := int(step[1])) in first:
-                last[rank] = line  # parsed if no other follows: parsing each would take seconds
-                continue
-            event = _event_of(line)
-            if event is not None and event.event == "step":
-                if event.rank in first:
-                    last[event.rank] = line
+            step, event = _STEP.fullmatch(line), None
+            rank = int(step[1]) if step else None
+            if step is None:
+                event = _event_of(line)
+                if event is None or event.event != "step":
+                    yield from filter(None, (event,))
                     continue
-                first.add(event.rank)
-            if event is not None:
+                rank = event.rank
+            steps = _steps(line)
+            if rank in counted and steps >= counted[rank]:
+                last[rank] = line  # parsed if no other follows: parsing each would take seconds
+            elif (event := event or _event_of(line)) is not None:
+                yield from filter(None, map(_event_of, filter(None, (last.pop(rank, None),))))
                 yield event
+            counted[rank] = steps
         yield from filter(None, map(_event_of, last.values()))
+
+
+def _steps(line: bytes) -> float:
+    """Return the counted steps in a line of a `step`; 0 if it does not report them."""
+    found = _STEPS_TOTAL.search(line)
+    return float(found[1]) if found else 0.0
 
 
 def read_recent(directory: Path, size: int = 1 << 15) -> Iterator[Event]:
@@ -146,6 +168,29 @@ def _files(directory: Path) -> list[Path]:
     return sorted(directory.glob("*.jsonl"), key=lambda path: (path.stem != "batch", path.name))
 
 
+def event_fault(line: bytes) -> str:
+    """Return why a line is not an event; empty if it is one, or one of an unknown name."""
+    if _STEP.fullmatch(line):
+        return ""
+    try:
+        record = json.loads(line.decode("utf-8", "surrogateescape"))
+    except (ValueError, RecursionError):
+        return "not JSON"
+    if not isinstance(record, dict):
+        return "not a JSON object"
+    version = record.get("schema_version", SCHEMA_VERSION)
+    if type(version) is not int or version > SCHEMA_VERSION:
+        return f"schema_version {version!r}; this hpml reads up to {SCHEMA_VERSION}"
+    if not isinstance(record.get("event"), str):
+        return "it has no `event`"
+    if record["event"] not in VOCABULARY:  # of a newer hpml that this one understands otherwise
+        return ""
+    rank, event = record.get("rank"), _event_of(line)
+    if event is None or not math.isfinite(event.time) or not isinstance(rank, (int, type(None))):
+        return "not an event: `time`, `node`, `rank` or `data` has a wrong value"
+    return ""
+
+
 def _event_of(line: bytes) -> Event | None:
     try:
         parsed = json.loads(line.decode("utf-8", "surrogateescape"))
@@ -158,5 +203,5 @@ def _event_of(line: bytes) -> Event | None:
             parsed.get("rank"),
             dict(parsed.get("data") or {}),
         )
-    except (AttributeError, KeyError, TypeError, ValueError, OverflowError):
+    except (AttributeError, KeyError, TypeError, ValueError, OverflowError, RecursionError):
         return None

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hpml_orchestrator.errors import NotFoundError, RecordError
+from hpml_orchestrator.records.damage import END_FIELDS, field_fault
 from hpml_orchestrator.records.events import read, read_all, read_milestones
 from hpml_orchestrator.records.files import (
     append_line,
@@ -111,12 +112,16 @@ class Attempt:
 
     @property
     def ended(self) -> dict[str, Any] | None:
-        """The script's last record: `exit_code`, `reason`, `time`; None before."""
+        """The script's last record: `exit_code`, `reason`, `time`; None before, or if damaged."""
+        return self._record("ended.json")
+
+    def _record(self, name: str) -> dict[str, Any] | None:
+        """Return a record of a job's end; None without one, and if its fields are not right."""
         try:
-            record: dict[str, Any] = read_json(self.directory / "ended.json")
+            record: dict[str, Any] = read_json(self.directory / name)
         except (NotFoundError, RecordError):
             return None
-        return record
+        return None if field_fault(record, END_FIELDS[name]) else record
 
     @property
     def restart(self) -> str:
@@ -131,11 +136,7 @@ class Attempt:
     @property
     def next(self) -> dict[str, Any] | None:
         """The job that follows: `how`, `job_id`, `time`, `exclude`; None if it is not certain."""
-        try:
-            record: dict[str, Any] = read_json(self.directory / "next.json")
-        except (NotFoundError, RecordError):
-            return None
-        return record
+        return self._record("next.json")
 
     def record_next(
         self, how: str, job_id: str, *, exclude: Sequence[str] = (), now: float

@@ -10,11 +10,14 @@ from __future__ import annotations
 import contextlib
 import os
 import re
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from hpml_orchestrator.errors import NotFoundError, RecordError
+from hpml_orchestrator.records.damage import field_fault
+from hpml_orchestrator.records.feed import is_number
 from hpml_orchestrator.records.files import read_json, read_text, write_json
 from hpml_orchestrator.records.owner import owner_is_alive
 from hpml_orchestrator.records.starts import Start, mark_start, newest_start
@@ -24,7 +27,24 @@ __all__ = ["RUN_TABLE", "SCRIPT", "STARTED_MARKER", "Submission"]
 RUN_TABLE = "runs.tsv"
 SCRIPT = "job.sh"
 STARTED_MARKER = "sbatch.started"
+_ROW = re.compile(r"([0-9]{1,9})\t([^\t\n]+)\n")
 _TASK_JOB = re.compile(r"job\.([0-9]{1,9})\.json")
+
+Fields = Mapping[str, Callable[[Any], bool]]
+
+
+def _is_text(value: Any) -> bool:
+    return isinstance(value, str) and bool(value)
+
+
+_ANY: Fields = {}
+_JOB: Fields = {"job_id": _is_text}
+_REQUEST: Fields = {
+    "name": _is_text,
+    "backend": _is_text,
+    "created": is_number,
+    "job": lambda value: isinstance(value, dict),
+}
 
 
 @dataclass(frozen=True)
@@ -63,17 +83,21 @@ class Submission:
             return ""
 
     def record(self) -> dict[str, Any]:
-        """The request: `submit.json`."""
-        record: dict[str, Any] = read_json(self.directory / "submit.json")
-        return record
+        """The request: `submit.json`.
+
+        Raises:
+            NotFoundError: there is none.
+            RecordError: it cannot be read, or is damaged.
+        """
+        return _checked(self.directory / "submit.json", _REQUEST)
 
     def job(self) -> dict[str, Any] | None:
         """The scheduler's answer, `job.json`; None while it is not known.
 
         Of one task of an array its continuation, if it has one.
         """
-        own = None if self.index is None else self._optional(f"job.{self.index}.json")
-        return own or self._optional("job.json")
+        own = None if self.index is None else self._optional(f"job.{self.index}.json", _JOB)
+        return own or self._optional("job.json", _JOB)
 
     def continued(self) -> dict[int, str]:
         """The newest job of each task of the array that was continued by itself, by index."""
@@ -86,21 +110,20 @@ class Submission:
 
     def refused(self) -> dict[str, Any] | None:
         """Why the scheduler refused, `refused.json`; None if it did not, or is not known to."""
-        return self._optional("refused.json")
+        return self._optional("refused.json", {"reason": _is_text})
 
-    def _optional(self, name: str) -> dict[str, Any] | None:
+    def _optional(self, name: str, fields: Fields = _ANY) -> dict[str, Any] | None:
         try:
-            record: dict[str, Any] = read_json(self.directory / name)
+            return _checked(self.directory / name, fields)
         except NotFoundError:
             return None
-        return record
 
     def job_ids(self) -> set[str]:
         """The ids of all jobs of the submission so far, also those of its tasks' continuations."""
         names = [name for name in _names(self.directory) if _TASK_JOB.fullmatch(name)]
         found: set[str] = set()
         for name in ("job.json", *names):
-            record = self._optional(name) or {}
+            record = self._optional(name, _JOB) or {}
             found.update(map(str, [*record.get("earlier", ()), record.get("job_id", "")]))
         return found - {""}
 
@@ -112,19 +135,34 @@ class Submission:
             return False
 
     def runs(self) -> list[tuple[int, str]]:
-        """The array index and run id of its runs, by index; of one task if one is meant."""
-        table = []
-        for line in read_text(self.directory / RUN_TABLE).splitlines():
-            index, _, rid = line.partition("\t")
-            if self.index in (None, int(index)):
-                table.append((int(index), rid))
+        """The array index and run id of its runs, by index; of one task if one is meant.
+
+        Raises:
+            NotFoundError: there is no table.
+            RecordError: it cannot be read, or is damaged.
+        """
+        path, table = self.directory / RUN_TABLE, []
+        text = read_text(path)
+        for number, line in enumerate(text.splitlines(keepends=True), 1):
+            match = _ROW.fullmatch(line)
+            if match is None or match[2] not in (self.sid, f"{self.sid}.{match[1]}"):
+                why = "not an array index and its run" if line.endswith("\n") else "it is cut off"
+                raise RecordError(f"{path} is damaged from line {number} on: {why}")
+            if self.index in (None, int(match[1])):
+                table.append((int(match[1]), match[2]))
+        if not text:
+            raise RecordError(f"{path} is damaged: it is empty")
         return table
 
     def is_array(self) -> bool:
-        """Whether it is a job array, or a task of one; False if its table cannot be read."""
+        """Whether it is a job array, or a task of one; False without a table.
+
+        Raises:
+            RecordError: its table cannot be read, or is damaged.
+        """
         try:
             return any(rid != self.sid for _, rid in self.runs())
-        except (NotFoundError, RecordError, ValueError):
+        except NotFoundError:
             return False
 
     def record_job(self, job_id: str, *, how: str, now: float) -> None:
@@ -192,6 +230,18 @@ class Submission:
         """Whether the process that was last about to call sbatch is known to be dead."""
         newest = self.newest_start()
         return bool(newest and newest.owner and not owner_is_alive(newest.owner))
+
+
+def _checked(path: Path, fields: Fields) -> dict[str, Any]:
+    """Return a record that has its fields.
+
+    Raises:
+        RecordError: it cannot be read, or is damaged.
+    """
+    record: dict[str, Any] = read_json(path)
+    if why := field_fault(record, fields):
+        raise RecordError(f"{path} is damaged: {why}")
+    return record
 
 
 def _names(directory: Path) -> list[str]:

@@ -69,15 +69,18 @@ class Bound:
         }
 
 
-def bound_of(attempt: Attempt, asked: object = None) -> Bound:
+def bound_of(
+    attempt: Attempt, asked: object = None, records: Sequence[Mapping[str, Any]] | None = None
+) -> Bound:
     """Return what is known of an attempt's binding; damaged records are reported, never raised.
 
     Args:
         attempt: which one.
-        asked: what the job's record says under `binding`: a mapping, or a policy's name.
+        asked: what the job's record has under `binding`: a mapping, or a policy's name.
+        records: of its ranks' binding, if they were read already.
     """
     proofs, unreadable = _read_proofs(attempt.directory / "binding")
-    records = attempt.bindings()
+    records = attempt.bindings() if records is None else records
     places = {
         (proof.node, rank.local_rank): _verified(proof, rank)
         for proof in proofs

@@ -17,11 +17,13 @@ from hpml_orchestrator.diagnosis.model import (
     RankFacts,
     StageFacts,
 )
-from hpml_orchestrator.errors import HpmlError, RecordError
+from hpml_orchestrator.errors import HpmlError
+from hpml_orchestrator.records.damage import Damage
+from hpml_orchestrator.runs.damaged import damage_error, damage_of, naming_damage
 from hpml_orchestrator.runs.dashboard import cluster_job
 from hpml_orchestrator.runs.described import describe
 from hpml_orchestrator.runs.monitored import Gpu, Monitored, numbers
-from hpml_orchestrator.runs.summary import binding_of, summarise
+from hpml_orchestrator.runs.summary import summarise
 from hpml_orchestrator.spec.values import MIB, parse_gpus, parse_mebibytes, parse_time
 from hpml_orchestrator.topology.cpulist import parse_list
 
@@ -68,9 +70,11 @@ def gather(
         PrometheusError: it gives no usable answer.
     """
     now = time.time() if now is None else now
-    try:
-        facts = replace(_facts(state, summary, now), peaks=peaks)
+    with naming_damage(state):
         attempt = state.run.newest()
+        if attempt is not None and (found := damage_of(state, [attempt])):
+            raise damage_error(state, found)
+        facts = replace(_facts(state, summary, now), peaks=peaks)
         if prometheus is None or facts.nodes or attempt is None or not facts.elapsed_seconds:
             return facts
         begun = attempt.started
@@ -79,9 +83,6 @@ def gather(
         seconds = facts.elapsed_seconds
         samples = prometheus.job_over(cluster, job_id, seconds=seconds, ended=ended)
         return replace(facts, nodes=_measured(samples, seconds))
-    except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
-        where = state.submission.directory
-        raise RecordError(f"a record in {where} is damaged: {error!r}") from error
 
 
 def _facts(state: State, summary: Summary | None, now: float) -> Facts:
@@ -108,6 +109,10 @@ def _facts(state: State, summary: Summary | None, now: float) -> Facts:
     begun = attempt.started
     allocated = numbers(begun.data) if begun else {}
     summary = summary or summarise(state)
+    if unreadable := summary.bound.unreadable:
+        binding = attempt.directory / "binding"
+        damage = [Damage(binding / f"{one.node}.proof.json", one.why) for one in unreadable]
+        raise damage_error(state, damage)
     started = state.started or (begun.time if begun else None)
     ended = state.ended or (attempt.ended or {}).get("time")
     # of a job that only its own cluster knows, the last event is the latest that is certain
@@ -130,7 +135,7 @@ def _facts(state: State, summary: Summary | None, now: float) -> Facts:
         core_count=int(allocated.get("cpus", facts.core_count)),
         world_size=summary.world_size or facts.world_size,
         channel=bool(summary.training or summary.result),
-        ranks=_ranks(state, summary),
+        ranks=_ranks(summary),
         nodes=[_node(node, attempt, limit) for node in summary.monitored],
         stages=stages,
         memory_bytes=own,
@@ -152,9 +157,9 @@ def _code(code: Mapping[str, Any]) -> str:
     return f"{code['commit'][:7]}{' + changes' if code['dirty'] else ''}" if code else ""
 
 
-def _ranks(state: State, summary: Summary) -> list[RankFacts]:
+def _ranks(summary: Summary) -> list[RankFacts]:
     """Return the counters of each rank since its warm-up, and where it ran."""
-    bound = binding_of(state)
+    bound = summary.bound
     places = {place.rank: place for place in bound.places if place.rank >= 0}
     uuids = {rank.rank: rank.uuid for proof in bound.proofs for rank in proof.ranks}
     counters = {int(rank["rank"]): rank for rank in summary.training}

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from hpml_orchestrator.errors import HpmlError, NotFoundError, RecordError
 from hpml_orchestrator.records import targets
+from hpml_orchestrator.records.feed import is_number
 from hpml_orchestrator.records.files import read_json, write_json
 from hpml_orchestrator.records.store import Run
 from hpml_orchestrator.scheduler.model import JobState
@@ -173,10 +174,25 @@ def read_ends(
 
 
 def _read(path: Path) -> dict[str, Any]:
+    """Return a record of ends; empty without one, and if it is damaged: others say the same."""
     try:
-        return dict(read_json(path))
-    except (NotFoundError, RecordError):
+        record = dict(read_json(path))
+        tasks = record.get("tasks", {})
+        ends = [*tasks.values(), *([record] if path.name == _FINAL else [])]
+        is_whole = all(str(key).isdecimal() for key in tasks) and all(map(_is_end, ends))
+    except (NotFoundError, RecordError, AttributeError, TypeError):
         return {}
+    return record if is_whole else {}
+
+
+def _is_end(end: Mapping[str, Any]) -> bool:
+    """Whether a record of an end has what a state is made of."""
+    numbers = [end.get(name) for name in ("started", "ended", "exit_code", "attempts")]
+    return (
+        all(isinstance(end.get(name), str) for name in ("job_id", "state"))
+        and all(isinstance(end.get(name, ""), str) for name in ("raw_state", "reason", "nodes"))
+        and all(number is None or is_number(number) for number in numbers)
+    )
 
 
 def _tasks(

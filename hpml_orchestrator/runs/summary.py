@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
+from itertools import pairwise
+from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
-from hpml_orchestrator.errors import HpmlError, RecordError
+from hpml_orchestrator.errors import HpmlError
 from hpml_orchestrator.runs.bound import Bound, bound_of
+from hpml_orchestrator.runs.damaged import naming_damage
 from hpml_orchestrator.runs.monitored import (
     Monitored,
     monitor_lines,
@@ -57,7 +60,8 @@ class Summary:
     # By rank: `rank`, `seconds` between the first and the last counters since the warm-up, and by
     # how much each counter (`samples`, `steps`, `wait_seconds`) grew; what was not counted is out.
     training: list[dict[str, float]] = field(default_factory=list)
-    data_wait_ratio: float | None = None  # share of the ranks' step time spent waiting for data
+    # Share of the step time spent waiting for data since the warm-up, as the mean of the ranks.
+    data_wait_ratio: float | None = None
     # Of all ranks, as the result says, else by the counters since the warm-up ended.
     samples_per_second: float | None = None
     binding: str = ""  # whether the ranks are bound as planned, in one line
@@ -68,10 +72,14 @@ class Summary:
     # Those that did not end the job, by name: how often, and when last, seconds since the epoch.
     signals: dict[str, tuple[int, float]] = field(default_factory=dict)
     command: list[str] = field(default_factory=list)  # as rank 0 received it; empty if not recorded
+    bindings: list[dict[str, Any]] = field(default_factory=list)  # of the ranks, as recorded
+    bound: Bound = field(default_factory=Bound)  # the same with what the nodes verified
 
     def to_json(self) -> dict[str, Any]:
-        """Return the summary for programs."""
-        return asdict(self)
+        """Return the summary for programs, without the binding of each rank."""
+        value = asdict(replace(self, bindings=[], bound=Bound()))
+        del value["bindings"], value["bound"]
+        return value
 
 
 def summarise(state: State) -> Summary:
@@ -83,10 +91,8 @@ def summarise(state: State) -> Summary:
     attempt = state.run.newest()
     if attempt is None:
         return Summary()
-    try:
+    with naming_damage(state):
         return _summary(state, attempt)
-    except (AttributeError, LookupError, TypeError, ValueError) as error:
-        raise RecordError(f"a record in {attempt.directory} is damaged: {error!r}") from error
 
 
 def _summary(state: State, attempt: Attempt) -> Summary:
@@ -95,13 +101,14 @@ def _summary(state: State, attempt: Attempt) -> Summary:
     staged = [numbers(event.data) for event in ready]
     result = dict(timeline.result.data) if timeline.result else {}
     result.pop("final", None)
-    last_step = dict(timeline.steps[0][1].data) if 0 in timeline.steps else {}
-    rate = _rate(timeline)
+    last_step = dict(timeline.steps[0][-1].data) if 0 in timeline.steps else {}
+    training = timeline.grown()
+    rate = _rate(timeline, training)
     if "samples_per_second" in result:
         rate = numbers(result).get("samples_per_second") or None
     bindings = attempt.bindings()
     ranks = [numbers(record) for record in bindings]
-    bound = binding_of(state)
+    bound = binding_of(state, bindings)
     script_ended = None if attempt.ended is None else float(attempt.ended["time"])
     # The scheduler's time may be rounded; the script's comes before the scheduler clears up.
     ends = [end for end in (state.ended, script_ended) if end is not None]
@@ -132,8 +139,8 @@ def _summary(state: State, attempt: Attempt) -> Summary:
         world_size=int(max((rank.get("world_size", 0.0) for rank in ranks), default=0.0)),
         result=result,
         last_step=last_step,
-        training=timeline.grown(),
-        data_wait_ratio=_data_wait(timeline),
+        training=training,
+        data_wait_ratio=_data_wait(training),
         samples_per_second=rate,
         binding=bound.line,
         binding_failed=bound.fatal,
@@ -144,11 +151,17 @@ def _summary(state: State, attempt: Attempt) -> Summary:
         ),
         signals=_signals(timeline.signals),
         command=[*map(str, bindings[0].get("command", ()))] if bindings else [],
+        bindings=bindings,
+        bound=bound,
     )
 
 
-def binding_of(state: State) -> Bound:
+def binding_of(state: State, records: Sequence[Mapping[str, Any]] | None = None) -> Bound:
     """Return the binding of the last attempt's ranks.
+
+    Args:
+        state: of the run.
+        records: of the ranks' binding, if they were read already.
 
     Raises:
         RecordError: its records may not be read.
@@ -160,7 +173,7 @@ def binding_of(state: State) -> Bound:
         asked = state.submission.record()["job"]["binding"]
     except (HpmlError, KeyError, TypeError):
         asked = None
-    return bound_of(attempt, asked)
+    return bound_of(attempt, asked, records)
 
 
 class Timeline:
@@ -174,7 +187,7 @@ class Timeline:
         ready: the nodes' events of that name.
         result: the last that a rank reported.
         trained: when a rank last reported counters or a result.
-        steps: each rank's first and last counters.
+        steps: each rank's first and last counters in order, of every start of the rank.
         signals: by name and node (`batch` for the script), how often it came, and when last.
     """
 
@@ -183,10 +196,11 @@ class Timeline:
         self.ready: list[Event] = []
         self.result: Event | None = None
         self.trained: float | None = None
-        self.steps: dict[int, tuple[Event, Event]] = {}
+        self.steps: dict[int, list[Event]] = {}
         self.signals: dict[str, dict[str, tuple[int, float]]] = {}
         for event in events:
             self._add(event)
+        self.steps = {rank: _ends(counters) for rank, counters in self.steps.items()}
 
     def _add(self, event: Event) -> None:
         time = event.time
@@ -203,24 +217,40 @@ class Timeline:
             count, before = came.get(event.node, (0, time))
             came[event.node] = count + int(numbers(event.data).get("count", 0.0)), max(before, time)
         if event.event == "step" and event.rank is not None:
-            first, last = self.steps.get(event.rank, (event, event))
-            self.steps[event.rank] = (
-                event if time < first.time else first,
-                event if time >= last.time else last,
-            )
+            self.steps.setdefault(event.rank, []).append(event)
 
     def grown(self) -> list[dict[str, float]]:
-        """Return each rank's counters since the warm-up ended, see `Summary.training`."""
+        """Return each rank's counters since the warm-up ended, see `Summary.training`.
+
+        All figures of the training are made of these, so that they agree. Counters of a rank that
+        was started again begin at 0: what it counted before that is added.
+        """
         ranks = []
-        for rank, (first, last) in sorted(self.steps.items()):
-            before, after = _totals(first), _totals(last)
-            if after.get("steps", 0.0) < before.get("steps", 0.0):  # the rank was started again
-                before = {}
-            figures = {"rank": float(rank), "seconds": last.time - first.time}
-            for name, total in after.items():
-                figures[name] = max(0.0, total - before.get(name, 0.0))
+        for rank, counters in sorted(self.steps.items()):
+            seconds = counters[-1].time - counters[0].time
+            figures = {"rank": float(rank), "seconds": seconds}
+            before = _totals(counters[0])
+            figures |= dict.fromkeys(before, 0.0)
+            for event in counters[1:]:
+                after = _totals(event)
+                if after.get("steps", 0.0) < before.get("steps", 0.0):
+                    before = {}
+                for name, total in after.items():
+                    grown = max(0.0, total - before.get(name, 0.0))
+                    figures[name] = figures.get(name, 0.0) + grown
+                before = after
             ranks.append(figures)
         return ranks
+
+
+def _ends(counters: Sequence[Event]) -> list[Event]:
+    """Return the first and the last counters of each start of a rank, in order."""
+    ordered = sorted(counters, key=lambda event: event.time)
+    kept = ordered[:1]
+    for before, event in pairwise(ordered):
+        if _totals(event).get("steps", 0.0) < _totals(before).get("steps", 0.0):
+            kept += [before] * (before is not kept[-1]) + [event]
+    return kept + ordered[-1:] * (ordered[-1] is not kept[-1])
 
 
 def _totals(event: Event) -> dict[str, float]:
@@ -301,22 +331,19 @@ def _signals(came: Mapping[str, Mapping[str, tuple[int, float]]]) -> dict[str, t
     return signals
 
 
-def _data_wait(timeline: Timeline) -> float | None:
-    """Return waited / (steps' whole time), both summed over the ranks."""
-    steps = [numbers(last.data) for _, last in timeline.steps.values()]
-    waited = sum(step.get("data_wait_seconds_total", 0.0) for step in steps)
-    stepped = sum(step.get("step_seconds_total", 0.0) for step in steps)
-    return waited / stepped if stepped > 0 else None
+def _data_wait(training: Sequence[Mapping[str, float]]) -> float | None:
+    """Return waited / (steps' whole time), as the mean of the ranks that report both."""
+    shares = [
+        min(1.0, rank["data_wait_seconds"] / rank["step_seconds"])
+        for rank in training
+        if rank.get("step_seconds") and "data_wait_seconds" in rank
+    ]
+    return fmean(shares) if shares else None
 
 
-def _rate(timeline: Timeline) -> float | None:
+def _rate(timeline: Timeline, training: Sequence[Mapping[str, float]]) -> float | None:
     """Return samples/s of all ranks between their first counters and their last."""
-    steps = timeline.steps.values()
-    began = min((first.time for first, _ in steps), default=0.0)
-    took = max((last.time for _, last in steps), default=0.0) - began
-    name = "samples_total"
-    samples = sum(
-        max(0.0, numbers(last.data).get(name, 0.0) - numbers(first.data).get(name, 0.0))
-        for first, last in steps
-    )
+    began = min((counters[0].time for counters in timeline.steps.values()), default=0.0)
+    took = max((counters[-1].time for counters in timeline.steps.values()), default=0.0) - began
+    samples = sum(rank.get("samples", 0.0) for rank in training)
     return samples / took if samples and took > 0 else None

@@ -65,6 +65,24 @@ def test_two_runs(hpml: Hpml, trained: str, array: str) -> None:
     assert hpml("report", trained, trained, trained).refuses(2, "RUN", "two are compared")
 
 
+def test_two_runs_with_other_data(hpml: Hpml, shell: Shell, trained: str) -> None:
+    """Of the job files only what was written is listed; times of other work are not compared."""
+    (shell.root / "set").mkdir()
+    (shell.root / "to").mkdir()
+    (shell.root / "set" / "file").write_text("data")
+    stage = [{"name": "d", "source": str(shell.root / "set"), "target": str(shell.root / "to")}]
+    command = ["python3", str(shell.root / "train.py"), str(CHANNEL), "--epochs", "2"]
+    job = shell.job("waits", command=command, stage=stage)
+    second = hpml("run", "--local", "--json", job).json()["id"]
+    compared = hpml("report", trained, second, "--json").json()
+    listed = {row["name"] for row in compared["rows"] if row["group"] == "job file"}
+    assert listed == {"command", "stage.d.source", "stage.d.target"}
+    assert compared["differences"] == ["different arguments: - and --epochs 2"]
+    assert compared["comparable"]
+    changed = {row["group"] for row in compared["rows"] if row["change"] is not None}
+    assert changed == {"one step, mean of the ranks", "throughput"}
+
+
 def test_a_run_without_a_channel(hpml: Hpml, array: str) -> None:
     """A task of an array is reported by its name; nothing is accused without data."""
     one = hpml("report", f"{array}.1")

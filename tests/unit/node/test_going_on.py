@@ -248,7 +248,8 @@ def test_a_run_that_may_not_go_on_has_not_succeeded(site: Site) -> None:
     for number in (1, 2):
         site.node.claim("17", SLURM_RESTART_COUNT=str(number))
         site.node.attempt = site.node.run_directory / "attempts" / str(number)
-        write_json(site.node.attempt.with_name(str(number - 1)) / "ended.json", {"progress": False})
+        end = {"exit_code": 0, "time": 1.0, "progress": False}
+        write_json(site.node.attempt.with_name(str(number - 1)) / "ended.json", end)
         Attempt(site.node.attempt).request_stop("time_limit", by="n1", now=2.0)
     assert site.call("finish", "0")[0] == "75"
     ended = Attempt(site.node.attempt).ended or {}

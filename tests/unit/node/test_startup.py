@@ -30,6 +30,8 @@ from tests.patience import PATIENCE_SECONDS
 if TYPE_CHECKING:
     from tests.unit.node.conftest import Node
 
+END = {"exit_code": 0, "time": 1.0}
+
 
 def test_the_first_job_gets_the_run(node: Node) -> None:
     """It prints the attempt's directory and writes down its id, its head node and its start."""
@@ -70,7 +72,7 @@ def test_a_requeued_job_gets_the_next_attempt(node: Node) -> None:
     assert node.claim("17", SLURM_RESTART_COUNT="3")[1].endswith("/attempts/2\n")
     again = node.claim("17", SLURM_RESTART_COUNT="3")  # without a requeue: the same attempt
     assert again[1].endswith("/attempts/2\n")
-    write_json(node.run_directory / "attempts/2/ended.json", {"exit_code": 0, "goes_on": True})
+    write_json(node.run_directory / "attempts/2/ended.json", {**END, "goes_on": True})
     assert node.claim("20")[1].endswith("/attempts/3\n")
     assert node.claim("20", SLURM_RESTART_COUNT="1")[1].endswith("/attempts/4\n")
 
@@ -79,12 +81,15 @@ def test_a_requeued_job_gets_the_next_attempt(node: Node) -> None:
     ("records", "right", "wrong"),
     [
         ({}, [], ["18"]),
-        ({"ended.json": {"goes_on": False}}, [], ["18"]),
-        ({"ended.json": {"goes_on": True}}, ["18"], ["19"]),
+        ({"ended.json": {**END, "goes_on": False}}, [], ["18"]),
+        ({"ended.json": {**END, "goes_on": True}}, ["18"], ["19"]),
         ({"next.started": {"time": 1.0}}, ["18"], []),
-        ({"next.json": {"how": "continuation", "job_id": "18"}}, ["18"], ["17", "19"]),
+        ({"next.json": {"how": "continuation", "job_id": "18", "time": 2.0}}, ["18"], ["17", "19"]),
         (
-            {"ended.json": {"goes_on": True}, "next.json": {"how": "requeue", "job_id": "17"}},
+            {
+                "ended.json": {**END, "goes_on": True},
+                "next.json": {"how": "requeue", "job_id": "17", "time": 2.0},
+            },
             ["17"],
             ["18", "19"],
         ),

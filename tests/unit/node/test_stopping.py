@@ -234,7 +234,8 @@ def test_the_lead_is_learned_from_earlier_attempts(tmp_path: Path) -> None:
     for number, (save, step) in enumerate([(20, 3), (50, None), ("x", 1)], start=1):
         earlier = tmp_path / "runs" / "r" / "attempts" / str(number)
         earlier.mkdir(parents=True)
-        write_json(earlier / "ended.json", {"slowest_save": save, "slowest_step": step})
+        end = {"exit_code": 0, "time": 1.0, "slowest_save": save, "slowest_step": step}
+        write_json(earlier / "ended.json", end)
     rig = Rig(tmp_path, environment=limits(1000))
     with rig.channel, socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as rank:
         rig.until(900.0, [])

@@ -24,12 +24,15 @@ def store(tmp_path: Path) -> Store:
     return Store(tmp_path / "records")
 
 
+SUBMIT = {"backend": "local", "created": 1.5, "job": {}}
+
+
 def prepare(store: Store, sid: str, runs: int = 1) -> Submission:
     return store.prepare(
         sid,
         script="#!/bin/bash\n",
         shared={"hpml-node.pyz": b"PK"},
-        submit={"name": sid.rsplit("-", 3)[0]},
+        submit={"name": sid.rsplit("-", 3)[0], **SUBMIT},
         runs={index: {"name": "x"} for index in range(runs)},
     )
 
@@ -45,7 +48,7 @@ def test_a_prepared_submission_is_complete(store: Store) -> None:
     assert submission.script.read_text() == "#!/bin/bash\n"
     assert os.access(submission.script, os.X_OK)
     assert (submission.directory / "hpml-node.pyz").read_bytes() == b"PK"
-    assert submission.record() == {"schema_version": 1, "sid": sid, "name": "a"}
+    assert submission.record() == {"schema_version": 1, "sid": sid, "name": "a", **SUBMIT}
     assert submission.runs() == [(0, sid)]
     run = store.run(sid)
     assert run.record() == {"schema_version": 1, "rid": sid, "sid": sid, "index": 0, "name": "x"}
@@ -277,7 +280,7 @@ def test_attempts_and_bindings_are_read_as_they_come(store: Store) -> None:
         append_line(attempts[0].directory / "binding" / f"{node}.jsonl", line)
     append_line(attempts[0].directory / "binding" / "n2.jsonl", '{"rank": "x"}')
     assert [(line["rank"], line["pid"]) for line in attempts[0].bindings()] == [(0, 2), (1, 3)]
-    write_json(attempts[0].directory / "ended.json", {"exit_code": 0})
+    write_json(attempts[0].directory / "ended.json", {"exit_code": 0, "time": 9})
     assert (attempts[0].ended or {})["exit_code"] == 0
     write_text(attempts[0].directory / "ended.json", "{")
     assert attempts[0].ended is None

@@ -11,10 +11,14 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from hpml_orchestrator.diagnosis.diagnose import diagnose
+from hpml_orchestrator.diagnosis.page import page
+from hpml_orchestrator.diagnosis.parts import mean_parts
 from hpml_orchestrator.errors import RecordError
 from hpml_orchestrator.records.files import write_json
 from hpml_orchestrator.runs.facts import gather
 from hpml_orchestrator.runs.prometheus import Prometheus
+from hpml_orchestrator.runs.show import summary_lines
+from hpml_orchestrator.runs.summary import summarise
 from hpml_orchestrator.scheduler.model import JobState
 
 if TYPE_CHECKING:
@@ -154,23 +158,106 @@ def test_before_its_start(world: World) -> None:
 @pytest.mark.parametrize("of_run", [False, True])
 @pytest.mark.parametrize("text", ["", "{", "[]", '{"job": 1}', '{"schema_version": 1, "job": {}}'])
 def test_damaged_records(world: World, text: str, of_run: bool) -> None:
-    """A damaged submission is named; a damaged file of a monitor is as if it were missing."""
+    """A damaged submission is named, and a damaged file of a monitor."""
     submission, attempt = trained(world)
     state = world.state(submission)
     if of_run:
         (attempt / "nodes" / "n1.monitor.json").write_text(text)
-        assert diagnose(gather(state, now=world.clock.now)).findings[0].kind == "waits-for-data"
+        with pytest.raises(RecordError, match=r"n1\.monitor\.json is damaged"):
+            gather(state, now=world.clock.now)
     else:
         (submission.directory / "submit.json").write_text(text)
         with pytest.raises(RecordError):
             gather(state)
 
 
-def test_torn_events(world: World) -> None:
-    """Lines that were cut off, or are not events, are skipped."""
+TOTALS = {f"{name}_total": value for name, value in STEP.items()}
+
+
+@pytest.mark.parametrize(
+    ("added", "why"),
+    [
+        (
+            '{"schema_version":1,"time":"x","event":"ready","node":"n"}\n',
+            "line 23 on: not an event",
+        ),
+        ("null\n", "line 23 on: not a JSON object"),
+        ('{"event":"ready"}\n' + "\0" * 9 + "\n", "line 23 on: not an event"),
+        ("\0" * 9 + "\n", "line 23 on: not JSON"),
+        (
+            '{"schema_version":7,"event":"x"}\n',
+            "line 23 on: schema_version 7; this hpml reads up to 1",
+        ),
+        ("[" * 100_000 + "\n", "line 23 on: not JSON"),
+        ('{"event":"step","da', "line 23 on: the line is cut off"),
+        ('{"schema_version":1,"time":1,"event":"of a newer hpml","node":"n"}\n', ""),
+    ],
+)
+def test_damaged_events(world: World, added: str, why: str) -> None:
+    """They are named with their line; an incomplete last line of a running job is not damage."""
     submission, attempt = trained(world)
     with (attempt / "events" / "n1.jsonl").open("a") as stream:
-        stream.write('{"schema_version":1,"time":"x"}\nnull\n[1]\n{"event":"step","da')
+        stream.write(added)
     shutil.rmtree(attempt / "binding")
-    facts = gather(world.state(submission), now=world.clock.now)
-    assert [rank.steps for rank in facts.ranks] == [100, 100]
+    running = world.state(submission)
+    if why and added.endswith("\n"):
+        with pytest.raises(RecordError, match=f"n1.jsonl is damaged from {why}"):
+            gather(running, now=world.clock.now)
+        return
+    assert [rank.steps for rank in gather(running, now=world.clock.now).ranks] == [100, 100]
+    over = replace(running, over=True, state="COMPLETED")
+    if why:
+        with pytest.raises(RecordError, match=f"n1.jsonl is damaged from {why}"):
+            gather(over)
+    else:
+        assert [rank.steps for rank in gather(over).ranks] == [100, 100]
+
+
+@pytest.mark.parametrize(
+    "text", ["", "[]", "{}", '{"exit_code": 0}', '{"time": "x", "exit_code": 0}']
+)
+def test_a_damaged_end(world: World, text: str) -> None:
+    """It is named with a sentence, and counts as no end."""
+    submission, attempt = trained(world)
+    (attempt / "ended.json").write_text(text)
+    state = world.state(submission)
+    assert state.state == "RUNNING"
+    assert state.run.attempts()[-1].ended is None
+    with pytest.raises(RecordError, match=r"ended\.json is damaged: ") as error:
+        gather(state, now=world.clock.now)
+    assert "Error(" not in str(error.value)
+
+
+def test_all_read_the_same_counters(world: World) -> None:
+    """Of a run with two attempts, whose ranks were started again in the second, by one rule."""
+    submission, first = trained(world)
+    world.ends(first, 1)
+    second = first.with_name("1")
+    shutil.copytree(first / "started", second / "started")
+    world.event(second, "started", nodes="n1")
+    begun = world.clock.now
+    for data in [
+        *({name: value * n for name, value in TOTALS.items()} for n in (10, 12, 20, 30)),
+        *({name: value * n for name, value in TOTALS.items()} for n in (2, 12, 22)),
+        *({name: value * n for name, value in TOTALS.items()} for n in (1, 3)),
+    ]:
+        for rank in (0, 1):
+            world.event(second, "step", rank, **data)
+        world.clock.sleep(10)
+    state = replace(world.state(submission), over=True, state="COMPLETED")
+    summary = summarise(state)
+    steps = 10 * (20 + 22 + 3)  # of each start, but of the first before its first counters
+    assert [rank["steps"] for rank in summary.training] == [steps, steps]
+    assert summary.data_wait_ratio == pytest.approx(0.4)
+    assert summary.samples_per_second == pytest.approx(2 * 32 * steps / 80)
+    facts = gather(state, summary=summary, now=begun)
+    assert facts == gather(state, now=begun)
+    assert [rank.steps for rank in facts.ranks] == [steps, steps]
+    assert [rank.samples for rank in facts.ranks] == [32 * steps, 32 * steps]
+    diagnosis = diagnose(facts)
+    assert diagnosis.headline == "waits for data: 40% of each step"
+    lines = dict(summary_lines(state, summary, None))
+    assert lines["training"].endswith("40% of the step time spent waiting for data")
+    assert diagnosis.headline in page(diagnosis)
+    (shown,) = {f"{part:.0%}" for part in [mean_parts(facts.ranks)["waiting for data"] / steps]}
+    assert shown == "40%"

@@ -1,0 +1,163 @@
+"""Damage in the records of an attempt: files that are cut off, garbage, or of another version.
+
+Readers pass over what they cannot understand, because a run must not end for it. Where figures are
+made of the records, the reader has to know that some are missing.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from hpml_orchestrator.errors import NotFoundError, RecordError
+from hpml_orchestrator.records.events import event_fault
+from hpml_orchestrator.records.feed import is_number
+from hpml_orchestrator.records.files import read_json
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping
+
+__all__ = ["END_FIELDS", "Damage", "field_fault", "find_damage"]
+
+_BINDING_VERSION = 2
+_ENTRY_FIELDS = ("node", "path", "files", "bytes", "problem")
+
+
+@dataclass(frozen=True)
+class Damage:
+    """One damaged file.
+
+    Attributes:
+        path: of the file.
+        why: what is wrong with it.
+        line: from which on it is damaged, counted from 1; 0 for a file that is one record.
+    """
+
+    path: Path
+    why: str
+    line: int = 0
+
+    def __str__(self) -> str:
+        where = f" from line {self.line} on" if self.line else ""
+        return f"{self.path} is damaged{where}: {self.why}"
+
+
+def find_damage(attempt: Path, *, is_growing: bool) -> Iterator[Damage]:
+    """Yield the damaged files of an attempt, of those that figures are made of.
+
+    A file that was cut off between two lines cannot be recognized.
+
+    Args:
+        attempt: its directory.
+        is_growing: whether the job may still write: then the last line of a file may be incomplete.
+    """
+    for directory, ending, fault in (
+        ("events", ".jsonl", event_fault),
+        ("binding", ".jsonl", _binding_fault),
+    ):
+        for path in _files(attempt / directory, ending):
+            yield from _lines(path, fault, is_growing=is_growing)
+    for directory, ending in (("plan", ".txt"), ("started", "job_id")):
+        for path in _files(attempt / directory, ending):
+            yield from _lines(path, _text_fault, is_growing=False)
+    for directory, ending, fields in _RECORDS:
+        for path in _files(attempt / directory, ending):
+            try:
+                why = field_fault(read_json(path), fields)
+            except NotFoundError:  # it was replaced or removed just now
+                continue
+            except RecordError as error:
+                why = str(error).replace(f"{path} ", "").replace(str(path), path.name)
+            if why:
+                yield Damage(path, why)
+
+
+def field_fault(record: Mapping[str, Any], fields: Mapping[str, Callable[[Any], bool]]) -> str:
+    """Return which field of a record is missing or has a wrong value; empty if none."""
+    for name, is_right in fields.items():
+        if name not in record:
+            return f"it has no `{name}`"
+        if not is_right(record[name]):
+            return f"`{name}` has a wrong value"
+    return ""
+
+
+def _is_text(value: Any) -> bool:
+    return isinstance(value, str)
+
+
+def _is_whole(value: Any) -> bool:
+    return type(value) is int
+
+
+def _are_entries(value: Any) -> bool:
+    return isinstance(value, list) and all(
+        isinstance(entry, dict) and all(name in entry for name in _ENTRY_FIELDS) for entry in value
+    )
+
+
+END_FIELDS: dict[str, dict[str, Callable[[Any], bool]]] = {
+    "ended.json": {"time": is_number, "exit_code": _is_whole},
+    "next.json": {"time": is_number, "job_id": _is_text},
+}
+"""What the records of an attempt's end must have."""
+
+_RECORDS: tuple[tuple[str, str, dict[str, Callable[[Any], bool]]], ...] = (
+    *(("", name, fields) for name, fields in END_FIELDS.items()),
+    ("", "head.json", {"node": _is_text}),
+    ("nodes", ".monitor.json", {"seconds": is_number, "updated": is_number}),
+    ("nodes", ".collected.json", {"node": _is_text, "entries": _are_entries}),
+    ("nodes", ".failed.json", {"node": _is_text, "message": _is_text}),
+)
+
+
+def _files(directory: Path, ending: str) -> list[Path]:
+    try:
+        names = os.listdir(directory)
+    except OSError:  # none yet, or the run of another user, which is reported elsewhere
+        return []
+    return [directory / name for name in sorted(names) if name.endswith(ending)]
+
+
+def _lines(path: Path, fault: Callable[[bytes], str], *, is_growing: bool) -> Iterator[Damage]:
+    """Yield the first damaged line of a file."""
+    number = 0
+    try:
+        with path.open("rb") as stream:
+            for number, line in enumerate(stream, 1):
+                if not line.endswith(b"\n"):
+                    if not is_growing:
+                        yield Damage(path, "the line is cut off", number)
+                    return
+                if why := fault(line):
+                    yield Damage(path, why, number)
+                    return
+    except FileNotFoundError:
+        return
+    except OSError as error:
+        yield Damage(path, f"it cannot be read: {error.strerror or error}")
+        return
+    if not number and not is_growing:
+        yield Damage(path, "it is empty")
+
+
+def _binding_fault(line: bytes) -> str:
+    try:
+        record = json.loads(line.decode("utf-8", "surrogateescape"))
+    except (ValueError, RecursionError):
+        return "not JSON"
+    if not isinstance(record, dict):
+        return "not a JSON object"
+    version = record.get("schema_version", _BINDING_VERSION)
+    if not _is_whole(version) or version > _BINDING_VERSION:
+        return f"schema_version {version!r}; this hpml reads up to {_BINDING_VERSION}"
+    return field_fault(record, {"rank": _is_whole, "node": _is_text})
+
+
+def _text_fault(line: bytes) -> str:
+    return "not text" if re.search(rb"[\x00-\x08\x0e-\x1f]", line) else ""

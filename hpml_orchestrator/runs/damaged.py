@@ -1,0 +1,63 @@
+"""Damaged records of a run: named before figures are made of them."""
+
+from __future__ import annotations
+
+import contextlib
+from typing import TYPE_CHECKING
+
+from hpml_orchestrator.errors import RecordError, counted
+from hpml_orchestrator.records.damage import find_damage
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+    from hpml_orchestrator.records.damage import Damage
+    from hpml_orchestrator.records.store import Attempt
+    from hpml_orchestrator.runs.state import State
+
+__all__ = ["damage_error", "damage_of", "naming_damage"]
+
+
+def damage_of(state: State, attempts: Sequence[Attempt]) -> list[Damage]:
+    """Return the damaged files of some attempts of a run.
+
+    Args:
+        state: of the run.
+        attempts: in order, up to the last one. Only that may still be written.
+    """
+    is_over = state.over or state.lost
+    return [
+        damage
+        for attempt in attempts
+        for damage in find_damage(
+            attempt.directory,
+            is_growing=attempt is attempts[-1] and not is_over and attempt.ended is None,
+        )
+    ]
+
+
+def damage_error(state: State, found: Sequence[Damage]) -> RecordError:
+    """Return the error that names damaged files."""
+    more = f", and {counted(len(found) - 1, 'more file')}" if len(found) > 1 else ""
+    hint = f"`hpml show {state.submission.label}` prints what can be read; figures are incomplete"
+    return RecordError(f"{found[0]}{more}", hint=hint)
+
+
+@contextlib.contextmanager
+def naming_damage(state: State) -> Iterator[None]:
+    """Report a record that does not have the expected form as damaged.
+
+    Raises:
+        RecordError: names the file if it can be found.
+    """
+    try:
+        yield
+    except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
+        attempts = state.run.attempts()
+        if found := damage_of(state, attempts):
+            raise damage_error(state, found) from error
+        places = [str(state.submission.directory), *(str(one.directory) for one in attempts[-1:])]
+        raise RecordError(
+            f"a record in {' or '.join(places)} is damaged: it does not have the form that this "
+            "hpml writes"
+        ) from error
