@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from hpml_orchestrator.convert.copies import LOCAL, Copies
-from hpml_orchestrator.convert.launchers import LAUNCHERS, PYTHON, Launch, peel
+from hpml_orchestrator.convert.launchers import PYTHON, Launch, peel
 from hpml_orchestrator.convert.report import OUTPUT, Report
 from hpml_orchestrator.convert.shell import ASSIGNMENT, Command, Statement, split_script
 from hpml_orchestrator.convert.values import Values, has_hole, shown
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 __all__ = ["PROVIDED", "SET_LATER", "Body", "Line"]
 
 PROVIDED = frozenset(
-    "MASTER_ADDR MASTER_PORT WORLD_SIZE RANK LOCAL_RANK LOCAL_WORLD_SIZE NODE_RANK GROUP_RANK "
+    "MASTER_ADDR MASTER_PORT WORLD_SIZE RANK LOCAL_RANK LOCAL_WORLD_SIZE GROUP_RANK "
     "SRUN_CPUS_PER_TASK SLURM_CPU_BIND SLURM_EXPORT_ENV".split()
 )
 """Variables that hpml sets for the ranks, or that its own srun needs not."""
@@ -38,11 +38,10 @@ _COPIES = frozenset("cp rsync mv scp tar".split())
 _REMOVES = frozenset("rm rmdir mkdir unzip kill wait sleep exit true :".split())
 _TRAINS = re.compile(r"train|fit|finetune|fine_tune|\brun\b|main|sft|ddp|learn", re.IGNORECASE)
 _NOT_STARTED = {"", *"-V --version - -c -mpip -mvenv -mensurepip -mvirtualenv".split()}
-_SHELLS = frozenset("bash sh julia Rscript".split())
+_SHELLS = frozenset("bash sh julia Rscript timeout nice stdbuf ionice setsid".split())
 _RUNNERS = frozenset("uv poetry conda mamba micromamba apptainer singularity".split())
-_STARTERS = frozenset("timeout nice stdbuf ionice setsid".split())
 _NOT_FIELDS = re.compile(  # modules and activations change these, too; or no job file may set them
-    r"\w*PATH|ENV|IFS|_|"
+    r"\w*PATH|ENV|NODE_RANK|_|"
     r"(SLURM|SBATCH|SRUN|HPML|PMI(?!X_MCA)|BASH|PRTE_(?!MCA)|OMPI_(?!MCA|ALLOW))\w*"
 )
 _BLOCKS = {
@@ -79,7 +78,7 @@ class Line:
     exported: bool = False
     launch: Launch | None = None
     block: str = ""
-    words: list[str] = field(default_factory=list)
+    words: tuple[str, ...] = ()
     is_field: bool = True
     runs: bool = False
 
@@ -113,35 +112,38 @@ class Body:
         return line
 
     def keep(
-        self, part: Command | Statement, *, function: bool = False, words: list[str] = []
+        self, part: Command | Statement, *, function: bool = False, words: tuple[str, ...] = ()
     ) -> None:
         """Append a shell line that may set variables."""
         self.add("keep", part, words=words, block=getattr(part, "block", ""))
         self.values.forget(part.source, function=function)
+        if re.search(r"\b(cd|pushd|popd)\b", part.source) and not part.source.startswith("("):
+            self.values.directory = ""
         if "export" in part.source:
             self.exported |= set(re.findall(r"\w+", part.source))
 
     def _read(self, statement: Statement) -> None:
         commands, block = statement.commands, statement.block
-        starts = [i for i, command in enumerate(commands) if self._starts(command)]
-        if starts:
-            self._read_launch(statement, starts)
+        launches = [self._launch(command) for command in commands]
+        if any(launches):
+            self._read_launch(statement, launches)
         elif len(commands) == 1 and not (block or statement.background):
             self._command(dataclasses.replace(commands[0], source=statement.source))
         elif re.match(r"cd [^|&;]*\|\|", statement.source):  # `cd DIRECTORY || exit`
             self._command(commands[0])
         elif (
             commands
-            and all(os.path.basename("".join(c.words[:1])) in _PRINTS for c in commands)
+            and all("".join(c.words[:1]) in _PRINTS - {"printf"} for c in commands)
             and not (block or any(">" in text for c in commands for text in c.redirects))
         ):
             self.add("quiet", statement)
         else:
             self.keep(statement, function=block == "function")
 
-    def _read_launch(self, statement: Statement, starts: list[int]) -> None:
+    def _read_launch(self, statement: Statement, launches: list[Launch | None]) -> None:
         """Read a statement that launches something."""
-        commands, position = statement.commands, starts[0]
+        commands = statement.commands
+        position = next(place for place, launch in enumerate(launches) if launch)
         before, last, after = commands[:position], commands[position], commands[position + 1 :]
         operators = {command.operator for command in commands[: position + 1]}
         tests = any(command.words[:1] and command.words[0] in _TESTS for command in before)
@@ -152,13 +154,14 @@ class Body:
         if operators - {"", "&&"} or tests:
             inside = inside or ("|" if "|" in operators else "||")
         if inside:
-            launches = [self._launch(commands[i]) for i in starts]
             self.keep(statement, function=inside == "function")
-            self.lines[-1].launch, self.lines[-1].block = max(launches, key=_score), inside
+            self.lines[-1].launch = max(filter(None, launches), key=_score)
+            self.lines[-1].block = inside
             return
         for command in before:
             self._command(command)
-        launch = self._launch(last)
+        # Once more, with what the commands before it set.
+        launch = self._launch(last) or Launch(last.line, last.source, [], "")
         line = self.add("keep", statement, block="&" * statement.background, launch=launch)
         line.source = statement.source[statement.source.index(last.source) :]
         _read_after(launch, last, after)
@@ -167,7 +170,7 @@ class Body:
         """Read a simple command that launches nothing."""
         if command.words and all(map(ASSIGNMENT.fullmatch, command.words)):
             assigned = dict(map(self.values.assign, command.words))
-            self._assign(command, assigned, exported=self.exports_all)
+            self.assign(command, assigned, exported=self.exports_all)
             return
         words = self.values.words(command.words) or [""]
         name = os.path.basename(words[0])
@@ -176,15 +179,19 @@ class Body:
         if name in _HANDLERS:
             _HANDLERS[name](self, command, words)
         elif self.copies.take(bare):
-            self.add("stage", command, words=bare)
+            self.add("stage", command, words=tuple(bare))
         elif name == "mkdir" or (name in {*_PRINTS} - {"printf"} and plain):
             paths = [word for word in words[1:] if not word.startswith("-")]
             local = (all if name == "mkdir" else any)(map(self.copies.is_local, paths))
-            self.add("local" if local else "quiet", command, words=words)
+            self.add("local" if local else "quiet", command, words=tuple(words))
         else:
-            self.keep(command, words=bare)
+            self.keep(command, words=tuple(bare))
 
-    def _assign(self, command: Command, assigned: dict[str, str], *, exported: bool) -> None:
+    def assign(self, command: Command, assigned: dict[str, str], *, exported: bool) -> None:
+        """Append a line that sets variables."""
+        if "IFS" in assigned:
+            problem = f"line {command.line}: {command.source}: hpml splits words at blanks only"
+            raise InputError(problem, hint="write IFS before the one command that needs it")
         exported = exported or bool(assigned.keys() & self.exported)
         paths = any(map(_NOT_FIELDS.fullmatch, assigned.keys() - PROVIDED))
         cuda = assigned.get("CUDA_VISIBLE_DEVICES")
@@ -198,61 +205,35 @@ class Body:
             line.assigned = {n: v for n, v in assigned.items() if n != "CUDA_VISIBLE_DEVICES"}
             line.kind = "assign" if line.assigned else "drop"
 
-    def _starts(self, command: Command) -> bool:
-        """Whether a simple command starts a program that may be the training."""
-        words = list(command.words)
-        while words and ASSIGNMENT.fullmatch(words[0]):
-            words.pop(0)
-        first = "".join(words[:1])
-        if re.fullmatch(r'"?\$\((?:which|command -v) [\w.+-]+\)"?', first):
-            words[0] = first.strip('"')[2:-1].split()[-1]
-        else:
-            words = self.values.words(words)
-        if not words or words[0] in ("eval", "for", "trap"):
-            return False
-        while words and words[0] in ("exec", "command", "nohup", "env", "time", "numactl"):
-            words = words[1:]
-            while words and (words[0].startswith("-") or ASSIGNMENT.fullmatch(words[0])):
-                words = words[1:]
-        if not words:
-            return False
-        name, rest = (
-            os.path.basename(words[0]),
-            [w for w in words[1:] if w not in ("-u", "-B", "-O")],
-        )
-        if name == "srun":  # it also starts small commands on the nodes
-            try:
-                inner = _without_srun(words)
-            except InputError:
-                return True
-            return os.path.basename("".join(inner[:1])) not in {"", *_PRINTS, *_COPIES, *_REMOVES}
-        if name in LAUNCHERS:
-            return name != "accelerate" or rest[:1] == ["launch"]
-        if PYTHON.fullmatch(name):
-            return "".join(rest[: 1 + (rest[:1] == ["-m"])]) not in _NOT_STARTED
-        verb = "".join(rest[:1])
-        if name in _STARTERS or name in _SHELLS:
-            return bool(verb)
-        return (
-            (name in _RUNNERS and verb in ("run", "exec"))
-            or "/" in words[0]
-            or command.words[0] == "exec"
-        )
-
-    def _launch(self, command: Command) -> Launch:
-        """Return what a simple command launches."""
+    def _launch(self, command: Command) -> Launch | None:
+        """Return what a simple command launches; None for other commands."""
         words = list(command.words)
         assigned = []
         while words and (match := ASSIGNMENT.fullmatch(words[0])):
             assigned.append(f"{match[1]}={self.values.text(match[3])}")
             words.pop(0)
-        expanded = self.values.words(words)
-        launch = Launch(command.line, command.source, assigned + expanded, self.values.directory)
+        words = self.values.words(words)
+        if not words or words[0] in ("eval", "for", "trap"):
+            return None
+        launch = Launch(command.line, command.source, assigned + words, self.values.directory)
         try:
             peel(launch)
         except InputError as error:
             launch.error = error  # it counts if this is the job's program
-        return launch
+            return launch
+        name, rest = launch.program, [w for w in launch.words[1:] if w not in ("-u", "-B", "-O")]
+        verb = "".join(rest[:1])
+        if launch.launcher == "srun":  # it also starts small commands on the nodes
+            starts = name not in {"", *_PRINTS, *_COPIES, *_REMOVES}
+        elif PYTHON.fullmatch(name):
+            starts = "".join(rest[: 1 + (rest[:1] == ["-m"])]) not in _NOT_STARTED
+        elif name in _SHELLS:
+            starts = bool(verb)
+        elif name in _RUNNERS:
+            starts = verb in ("run", "exec")
+        else:
+            starts = "/" in "".join(launch.words[:1]) or words[0] == "exec"
+        return launch if starts or launch.launcher not in ("", "srun") else None
 
     def _choose(self) -> tuple[Line, Launch]:
         """Return the job's program: the launch that looks like the training, else the last."""
@@ -286,7 +267,7 @@ class Body:
             name = os.path.basename("".join(line.words[:1]))
             moved = any(has_hole(word) or self.copies.is_local(word) for word in line.words[1:])
             if line.words and name in _COPIES and moved:
-                self.copies.take_back(line.words, line.line, line.source)
+                self.copies.take_back([*line.words], line.line, line.source)
             elif line.kind == "stage" or (LOCAL.search(line.source) and _copies_in(line.source)):
                 self.copies.take_back([""], line.line, line.source)
             elif line.kind == "keep" and name not in _REMOVES:
@@ -470,7 +451,6 @@ def _cd(body: Body, command: Command, words: list[str]) -> None:
         body.add("cd", command, value=body.values.directory)
     else:
         body.keep(command)
-        body.values.directory = ""
 
 
 def _export(body: Body, command: Command, words: list[str]) -> None:
@@ -486,7 +466,7 @@ def _export(body: Body, command: Command, words: list[str]) -> None:
             return
     if words[0] == "export":
         body.exported |= assigned.keys()
-    body._assign(command, assigned, exported=words[0] == "export")
+    body.assign(command, assigned, exported=words[0] == "export")
 
 
 def _set(body: Body, command: Command, words: list[str]) -> None:

@@ -52,6 +52,7 @@ _OPTIONS = {  # that fields of resources come from
 }
 _OTHER_MPI = re.compile(r"(intel-?mpi|impi|mpich|mvapich|cray-mpich)", re.IGNORECASE)
 _IN_SETUP = "kept in environment.setup: runs once, on the first node, before the ranks"
+_SIZES = re.compile(r"SLURM_(CPUS_PER_TASK|NTASKS|NPROCS|NTASKS_PER_NODE)\b")
 _ARGUMENTS = re.compile(r"\$(?:[1-9#]|\{[1-9#][}:])|\b(?:shift|getopts)\b")
 _PLACEHOLDERS = {
     **dict.fromkeys(("SLURM_JOB_ID", "SLURM_JOBID"), "{job.id}"),
@@ -166,7 +167,6 @@ class _Import:
         add_srun_options(self.request, self.launch, self.report)
         given = allocation(self.request, self.report)
         self.size = job_size(self.request, given, self.launch, self.report)
-        self.before: list[str] = []  # lines of setup
         self.exports: dict[str, str] = {}  # lines at its end: what the command line needs
         self._copies()
         self.words = [self._argument(word) for word in self._arguments()]
@@ -305,6 +305,9 @@ class _Import:
             or re.search(r"\[[@*]\]|\$[?!]", text)
         ):
             raise self.launch.refused(text, "only the job knows which words it becomes", hint)
+        if _SIZES.fullmatch(name):
+            why = "the header does not decide it, and hpml's job has a value of its own"
+            raise self.launch.refused(text, why, "write the number")
         if name in PER_RANK:
             why = "it is not the same in all ranks"
             raise self.launch.refused(text, why, f"read {name} in the program")
@@ -475,10 +478,9 @@ class _Import:
     def _check_setup(self) -> None:
         """Report the lines of setup, and refuse those that read sizes that hpml's job has not."""
         size = self.size
-        sizes = re.compile(r"SLURM_(CPUS_PER_TASK|NTASKS|NPROCS|NTASKS_PER_NODE)\b")
         for line in self.setup:
             values = {name: self._placed(value) for name, value in line.assigned.items()}
-            if sizes.search(line.source) and not any(map(has_hole, values.values())):
+            if _SIZES.search(line.source) and not any(map(has_hole, values.values())):
                 words = (f"{name}={self._shell_word(value)}" for name, value in values.items())
                 line.source = "export " * line.exported + " ".join(words)
         own = {

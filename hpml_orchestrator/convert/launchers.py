@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import re
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from hpml_orchestrator.convert.report import ALL_GPUS, HIDES_GPUS, OUTPUT, Report
 from hpml_orchestrator.convert.shell import ASSIGNMENT, split_script
@@ -22,6 +22,9 @@ from hpml_orchestrator.scheduler.slurm.options import (
     Word,
     read_options,
 )
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
 __all__ = ["LAUNCHERS", "PYTHON", "Launch", "peel"]
 
@@ -39,6 +42,7 @@ class Launch:
         directory: where it starts; empty if only the job knows.
         launcher: `torchrun`, `srun`, `mpirun`, `horovodrun`, or empty for a plain process.
         sizes: what the line says, as text: `nodes`, `per_node` and `total` (ranks).
+        outer: what an srun around the launcher says.
         options: srun's own options.
         mpi: of srun's `--mpi`.
         container: of pyxis: engine, image and mounts.
@@ -54,6 +58,7 @@ class Launch:
     directory: str
     launcher: str = ""
     sizes: dict[str, str] = field(default_factory=dict)
+    outer: dict[str, str] | None = None
     options: list[Option] = field(default_factory=list)
     mpi: str = ""
     container: dict[str, Any] = field(default_factory=dict)
@@ -113,18 +118,8 @@ def peel(launch: Launch) -> None:
         program, rest = launch.program, [word for word in words[1:] if word not in _QUIET_PYTHON]
         if ASSIGNMENT.fullmatch(words[0]):
             launch.set(words.pop(0))
-        elif program == "srun":
-            _read_srun(launch)
-        elif program in ("bash", "sh"):
-            _read_shell(launch)
-        elif program == "env" and (not words[1:] or words[1][:1] != "-"):
-            words.pop(0)
-        elif program in ("exec", "command", "nohup", "time") and words[1:2] != ["-v"]:
-            words.pop(0)
-            while words[:1] in (["-p"], ["--"]):
-                words.pop(0)
-        elif program in ("numactl", "taskset"):
-            _read_binding(launch)
+        elif program in _READERS:
+            _READERS[program](launch)
         elif program in LAUNCHERS:
             if directory := os.path.dirname(words[0]):
                 # a launcher with a path belongs to the Python beside it
@@ -133,6 +128,15 @@ def peel(launch: Launch) -> None:
         elif PYTHON.fullmatch(program) and rest[:1] == ["-m"] and "".join(rest[1:2]) in _MODULES:
             launch.python, launch.words = words[0], rest[1:]
             _read_launcher(launch, _MODULES[rest[1]])
+
+
+def _read_prefix(launch: Launch) -> None:
+    """Take `exec`, `env` and their like off the words; with options they stay."""
+    rest = launch.words[1:]
+    while rest[:1] in (["-p"], ["--"]):
+        rest.pop(0)
+    if not (rest and rest[0].startswith("-")):
+        launch.words = rest
 
 
 _QUIET_PYTHON = ("-u", "-O", "-B")
@@ -210,7 +214,7 @@ _MODULES = {
 }
 _ADDS_LOCAL_RANK = ("deepspeed", "deepspeed.launcher.runner", "torch.distributed.launch")
 _HYDRA = frozenset("ppn perhost hosts genv env genvlist envlist bootstrap rmk envall".split())
-_OWN_FILES = "accelerate reads ~/.cache/huggingface/accelerate/default_config.yaml, hpml does not"
+_OWN_FILE = "accelerate reads ~/.cache/huggingface/accelerate/default_config.yaml, hpml does not"
 
 
 def _read_launcher(launch: Launch, table: _Launcher) -> None:
@@ -218,33 +222,36 @@ def _read_launcher(launch: Launch, table: _Launcher) -> None:
     who = launch.program
     if who == "accelerate" and launch.words[1:2] != ["launch"]:
         return
-    starts_per_node = launch.sizes if launch.launcher == "srun" else {}
+    if launch.launcher == "srun":
+        launch.outer = launch.sizes
     launch.launcher, launch.words = table.launcher, launch.words[1 + (who == "accelerate") :]
     if table == _MPIRUN and (who == "mpiexec.hydra" or _HYDRA & _spellings(launch.words)):
         why = "hpml starts Open MPI's mpirun only"
         raise launch.refused(who, why, "write `srun --mpi=pmi2` or `srun --mpi=pmix` in its place")
-    if table.launcher == "torchrun" and starts_per_node.get("per_node", "1") != "1":
-        why = f"srun starts several {who} on each node"
-        raise launch.refused(launch.source, why, "write `srun --ntasks-per-node=1`")
-    launch.sizes = {}  # an srun before it starts one of it per node
+    launch.sizes = {}
     names = _read_options(launch, table, who)
     if (hosts := launch.sizes.pop("hosts", "")) and not {"per_node", "total"} & {*launch.sizes}:
         why = "the list of hosts says how many ranks there are"
         raise launch.refused(hosts, why, f"write the number as an option of {who}")
-    if table.launcher == "torchrun":
-        if "total" not in launch.sizes:
-            launch.sizes.setdefault("per_node", table.per_node)
-        if launch.words and "no-python" not in names:
-            module = ["-m"] if {"m", "module"} & names else []
-            launch.words = [launch.python or "python", *module, *launch.words]
-        if who in _ADDS_LOCAL_RANK and not {"no-local-rank", "use-env"} & names:
-            why = "the program gets no argument --local_rank=N"
-            launch.changed(why, "read os.environ['LOCAL_RANK'] in it, as with torchrun")
-        if table is _ACCELERATE:
-            launch.changed(_OWN_FILES, "check that there is none, or that it changes nothing")
     if table == _MPIRUN and ":" in launch.words:
         problem = "mpirun starts several programs; hpml starts one"
         raise launch.refused(launch.source, problem, "have one program choose by its RANK")
+    if table.launcher == "torchrun":
+        _add_python(launch, names, who)
+        if "total" not in launch.sizes:
+            launch.sizes.setdefault("per_node", table.per_node)
+    if table is _ACCELERATE:
+        launch.changed(_OWN_FILE, "check that there is none, or that it changes nothing")
+
+
+def _add_python(launch: Launch, names: set[str], who: str) -> None:
+    """Put the Python before the program that the launcher starts by it."""
+    if launch.words and "no-python" not in names:
+        module = ["-m"] if {"m", "module"} & names else []
+        launch.words = [launch.python or "python", *module, *launch.words]
+    if who in _ADDS_LOCAL_RANK and not {"no-local-rank", "use-env"} & names:
+        why = "the program gets no argument --local_rank=N"
+        launch.changed(why, "read os.environ['LOCAL_RANK'] in it, as with torchrun")
 
 
 def _spellings(words: list[str]) -> set[str]:
@@ -291,13 +298,13 @@ def _read_options(launch: Launch, table: _Launcher, who: str) -> set[str]:
 _SRUN_SIZES = {"ntasks": "total", "ntasks-per-node": "per_node", "nodes": "nodes"}
 _SRUN_QUIET = frozenset(  # what hpml gives its own srun, or what means the same in its job
     "kill-on-bad-exit unbuffered label overlap exact exclusive quiet verbose job-name wait pty "
-    "immediate nodelist jobid input disable-status propagate preserve-env container-mount-home "
+    "immediate jobid input disable-status propagate preserve-env container-mount-home "
     "no-kill".split()
 )
 _SRUN_RESOURCES = frozenset(
     "nodes ntasks ntasks-per-node cpus-per-task cpus-per-gpu gres gpus gpus-per-node gpus-per-task "
     "ntasks-per-gpu mem mem-per-cpu mem-per-gpu time partition account qos constraint reservation "
-    "exclude".split()
+    "nodelist exclude".split()
 )
 _SRUN_BINDING = frozenset(
     "cpu-bind gpu-bind mem-bind distribution hint threads-per-core accel-bind ntasks-per-socket "
@@ -313,32 +320,29 @@ def _read_srun(launch: Launch) -> None:
     except HeaderError as error:
         raise InputError(f"line {launch.line}: srun {error}", hint=error.hint) from None
     launch.launcher, launch.words = launch.launcher or "srun", [word.text for word in rest]
-    if launch.words[:1] and re.fullmatch(r"\0[^\0]*\0", launch.words[0]):
-        if not re.match(r'\0"?\$\((?:which|command -v) ', launch.words[0]):
-            why = "only the job knows it, and it may be options of srun"
-            raise launch.refused(launch.words[0], why, "write the options and the program there")
+    if launch.words and re.fullmatch(r'\0(?!"?\$\((which|command -v) )[^\0]*\0', launch.words[0]):
+        why = "only the job knows it, and it may be options of srun"
+        raise launch.refused(launch.words[0], why, "write the options and the program there")
     for option in options:
-        _srun_option(launch, option)
+        if option.name in _SRUN_SIZES:
+            launch.sizes[_SRUN_SIZES[option.name]] = option.value.partition("-")[0]
+        if option.name in _SRUN_RESOURCES:
+            launch.options.append(option)
+        elif option.name not in _SRUN_QUIET:
+            _srun_option(launch, option)
 
 
 def _srun_option(launch: Launch, option: Option) -> None:
     name, value = option.name, option.value
     mounts = [re.sub(r"^(.*):\1$", r"\1", mount) for mount in value.split(",")]
-    if name in _SRUN_SIZES:
-        launch.sizes[_SRUN_SIZES[name]] = value.partition("-")[0]
-    if name in _SRUN_RESOURCES:
-        launch.options.append(option)
-    elif name == "mpi":
-        launch.mpi = "pmix" if value.startswith("pmix") else value
-        if launch.mpi not in ("none", "pmix", "pmi2"):
-            raise launch.refused(
-                f"srun --mpi={value}", "a job file has none, pmix or pmi2", "use one"
-            )
-    elif name == "container-image" and not has_hole(value):
+    plain = not has_hole(value)
+    if name == "mpi" and re.fullmatch(r"none|pmi2|pmix(_v\d)?", value):
+        launch.mpi = value.partition("_")[0]
+    elif name == "container-image" and plain:
         launch.container |= {"engine": "pyxis", "image": value}
-    elif name == "container-mounts" and all(re.match("/[^\0]*$", mount) for mount in mounts):
+    elif name == "container-mounts" and plain and all(m.startswith("/") for m in mounts):
         launch.container["mounts"] = mounts
-    elif name == "chdir" and not has_hole(value) and launch.directory:
+    elif name == "chdir" and plain and launch.directory:
         launch.directory = os.path.normpath(os.path.join(launch.directory, value))
     elif name == "export" and "NONE" not in mounts:
         for setting in mounts:
@@ -346,16 +350,12 @@ def _srun_option(launch: Launch, option: Option) -> None:
     elif name in ("output", "error"):
         launch.report.changed(launch.line, shown(f"srun {option.shown}"), *OUTPUT)
     elif name in _SRUN_BINDING:
-        if f"{name}={value}" != "cpu-bind=none":
-            why = (
-                ALL_GPUS if name in HIDES_GPUS else ("hpml binds the ranks itself", "see `binding`")
-            )
-            launch.lost(f"srun {option.shown}", *why)
-    elif name not in _SRUN_QUIET:
-        why = "hpml starts the ranks itself and has no counterpart of this option"
-        raise launch.refused(
-            f"srun {option.shown}", why, "remove it, or write the job file by hand"
-        )
+        own = ("hpml binds the ranks itself", "see `binding`")
+        if value != "none":
+            launch.lost(f"srun {option.shown}", *(ALL_GPUS if name in HIDES_GPUS else own))
+    else:
+        why = "a job file has no counterpart of this option"
+        raise launch.refused(f"srun {option.shown}", why, "remove it; `mpi` is none, pmix or pmi2")
 
 
 _SAME_ON_ALL_NODES = {"SLURM_JOB_ID", "SLURM_JOBID", "SLURM_ARRAY_TASK_ID"}
@@ -380,14 +380,14 @@ def _read_shell(launch: Launch) -> None:
         launch.words = words
 
 
-def _read_binding(launch: Launch) -> None:
-    """Take `numactl OPTION…` or `taskset -c LIST` off the words."""
-    words = launch.words[1:]
-    while words and words[0].startswith("-"):
-        option = words.pop(0)
-        if re.fullmatch(r"-[NmCip]|--(cpunodebind|membind|physcpubind|interleave)", option):
-            words.pop(0)
-    words = words[launch.program == "taskset" :]
-    taken = launch.words[: len(launch.words) - len(words)]
-    launch.lost(" ".join(taken), "hpml starts and binds the ranks itself")
-    launch.words = words
+def _refuse_binding(launch: Launch) -> None:
+    why = "hpml binds the ranks itself"
+    raise launch.refused(launch.program, why, "remove it; `binding` in the job file says how")
+
+
+_READERS: dict[str, Callable[[Launch], None]] = {
+    "srun": _read_srun,
+    **dict.fromkeys(("bash", "sh"), _read_shell),
+    **dict.fromkeys(("exec", "command", "nohup", "time", "env"), _read_prefix),
+    **dict.fromkeys(("numactl", "taskset"), _refuse_binding),
+}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -174,6 +175,13 @@ def job_size(request: Request, given: Allocation, launch: Launch, report: Report
         raise launch.refused(
             launch.source, why, f"write the launch for {nodes}, or --nodes={started}"
         )
+    if launch.outer is not None:
+        outer = dataclasses.replace(launch, sizes=launch.outer)
+        per_node = (outer.size("per_node") or 0) * nodes
+        started = outer.size("total") or per_node or given.tasks or nodes
+        if started != (nodes if launch.launcher == "torchrun" else 1):
+            why = f"srun starts the launcher {started} times on {nodes} nodes"
+            raise launch.refused(launch.source, why, "write `srun --ntasks-per-node=1`")
     cpus = -(-given.cpus // ranks)
     if cpus * ranks != given.cpus:
         launch.changed(
