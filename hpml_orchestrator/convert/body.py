@@ -1,8 +1,4 @@
-"""Sort the commands of a script: what has a field, what stays a shell line, and the launch.
-
-Module loads, activations and `cd` are fields as long as no shell line that may matter comes before
-them, exports as long as none comes after them. What stays keeps its order.
-"""
+"""Sort the commands of a script: what has a field, what stays a shell line, and the launch."""
 
 from __future__ import annotations
 
@@ -10,308 +6,44 @@ import dataclasses
 import os
 import re
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
+from hpml_orchestrator.convert.copies import LOCAL, Copies
 from hpml_orchestrator.convert.launchers import PYTHON, Launch, peel
 from hpml_orchestrator.convert.report import OUTPUT, Report
 from hpml_orchestrator.convert.shell import ASSIGNMENT, Command, Statement, split_script
-from hpml_orchestrator.convert.staging import LOCAL, Staging
-from hpml_orchestrator.convert.values import PROVIDED, Values, has_hole, is_stable
+from hpml_orchestrator.convert.values import Values, has_hole, shown
 from hpml_orchestrator.errors import InputError
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-__all__ = ["SET_LATER", "Body", "Line"]
+__all__ = ["PROVIDED", "SET_LATER", "Body", "Line"]
 
+PROVIDED = frozenset(
+    "MASTER_ADDR MASTER_PORT WORLD_SIZE RANK LOCAL_RANK LOCAL_WORLD_SIZE GROUP_RANK "
+    "SRUN_CPUS_PER_TASK SLURM_CPU_BIND SLURM_EXPORT_ENV".split()
+)
+"""Variables that hpml sets for the ranks, or that its own srun needs not."""
 SET_LATER = frozenset({"OMP_NUM_THREADS", "PYTHONUNBUFFERED"})
 """Variables that hpml sets after the lines of setup: only `environment.variables` changes them."""
 
 _PRINTS = frozenset(  # commands that print, test or wait
-    "echo printf set shopt nvidia-smi rocm-smi date hostname wait exit true false : pwd ls which "
+    "echo printf set shopt nvidia-smi rocm-smi date hostname wait exit true false pwd ls which "
     "type df du free lscpu printenv uname id whoami sleep [ [[ test uptime cat head tail squeue "
     "sinfo scontrol sacct nproc lspci ibstat ip numastat top ps wc sstat seff".split()
 )
 _TESTS = frozenset("[ [[ test !".split())
-_COPIES = frozenset("cp rsync tar rm unzip mkdir".split())
+_COPIES = frozenset("cp rsync mv scp tar".split())
+_REMOVES = frozenset("rm rmdir mkdir unzip kill wait sleep exit true :".split())
 _TRAINS = re.compile(r"train|fit|finetune|fine_tune|\brun\b|main|sft|ddp|learn", re.IGNORECASE)
 _NOT_STARTED = {"", *"-V --version - -c -mpip -mvenv -mensurepip -mvirtualenv".split()}
-_PROGRAMS = frozenset("bash sh julia Rscript".split())
+_SHELLS = frozenset("bash sh julia Rscript timeout nice stdbuf ionice setsid".split())
 _RUNNERS = frozenset("uv poetry conda mamba micromamba apptainer singularity".split())
 _NOT_FIELDS = re.compile(  # modules and activations change these, too; or no job file may set them
-    r"PATH|LD_LIBRARY_PATH|LIBRARY_PATH|MANPATH|CPATH|MODULEPATH|ENV|IFS|_|"
+    r"\w*PATH|ENV|NODE_RANK|_|"
     r"(SLURM|SBATCH|SRUN|HPML|PMI(?!X_MCA)|BASH|PRTE_(?!MCA)|OMPI_(?!MCA|ALLOW))\w*"
 )
-_IN_SETUP = "kept in environment.setup: runs once, on the first node, before the ranks"
-
-
-@dataclass
-class Line:
-    """A command of the script.
-
-    Attributes:
-        kind: `keep`, `quiet` (a shell line that no other depends on), `assign`, `module`, `purge`,
-            `venv`, `conda`, `hook`, `cd` or `stage`.
-        value: of a module, venv, conda or cd line.
-        assigned: variables that it sets, and programs see where it is `exported`.
-        launch: what it starts.
-        block: what a launch stands in: a loop, a condition or a function; `&` in the background.
-    """
-
-    kind: str
-    line: int
-    source: str
-    value: str = ""
-    assigned: dict[str, str] = field(default_factory=dict)
-    exported: bool = False
-    launch: Launch | None = None
-    block: str = ""
-
-
-class Body:
-    """The commands of a script, divided.
-
-    Attributes:
-        lines: those before the launch, in order.
-        launch: the launch that becomes the job's program.
-        kept: lines of `environment.setup`, once `divide` was called; so the following.
-        modules: lines that load modules.
-        active: the line that activates a venv or conda environment.
-        variables: exported variables that are fields: value and line.
-        workdir: where the lines start.
-    """
-
-    def __init__(self, text: str, values: Values, report: Report) -> None:
-        self.values = values
-        self.report = report
-        self.staging = Staging(values)
-        self.lines: list[Line] = []
-        self.kept: list[Line] = []
-        self.modules: list[Line] = []
-        self.active: Line | None = None
-        self.variables: dict[str, tuple[str, Line]] = {}
-        self.workdir = values.directory
-        self.exports_all = False
-        self.exported = set(values.environment)
-        for statement in split_script(text):
-            self._read(statement)
-        chosen, self.launch = self._choose()
-        self._report_rest(chosen)
-        del self.lines[self.lines.index(chosen) :]
-        if any(line.kind == "keep" and LOCAL.search(line.source) for line in self.lines):
-            self.staging.entries.clear()  # shell lines work with the copies
-            for line in self.lines:
-                line.kind = "keep" if line.kind == "stage" else line.kind
-
-    def add(self, kind: str, part: Command | Statement, **fields: Any) -> None:
-        """Append a line."""
-        self.lines.append(Line(kind, part.line, part.source, **fields))
-
-    def keep(self, part: Command | Statement, *, function: bool = False) -> None:
-        """Append a shell line that may set variables."""
-        self.add("keep", part)
-        self.values.forget(part.source, function=function)
-        if "export" in part.source:
-            self.exported |= set(re.findall(r"\w+", part.source))
-
-    def _read(self, statement: Statement) -> None:
-        commands, block = statement.commands, statement.block
-        launches = [self._launch(command) for command in commands]
-        position = next((i for i, launch in enumerate(launches) if launch), None)
-        if position is not None:
-            launch = max(filter(None, launches), key=_training_score)
-            self._read_launch(statement, position, launch)
-        elif len(commands) == 1 and not (block or statement.background):
-            self._command(dataclasses.replace(commands[0], source=statement.source))
-        elif re.match(r"cd [^|&;]*\|\|", statement.source):  # `cd DIRECTORY || exit`
-            self._command(commands[0])
-        else:
-            self.keep(statement, function=block == "function")
-
-    def _read_launch(self, statement: Statement, position: int, launch: Launch) -> None:
-        """Read a statement that launches something; the first launch stands at `position`."""
-        commands = statement.commands
-        before, last, after = commands[:position], commands[position], commands[position + 1 :]
-        operators = {command.operator for command in commands[: position + 1]}
-        tests = any(command.words[:1] and command.words[0] in _TESTS for command in before)
-        handled = (
-            after[:1] and after[0].operator == "||" and statement.source.startswith(last.source)
-        )
-        inside = "" if handled else statement.block
-        if operators - {"", "&&"} or tests:
-            inside = inside or ("|" if "|" in operators else "||")
-        if inside:
-            self.keep(statement)
-            self.lines[-1].launch, self.lines[-1].block = launch, inside
-            return
-        for command in before:
-            self._command(command)
-        launch = self._launch(last) or launch  # with what the commands before it set
-        _report_after(launch, last, after)
-        self.add("keep", statement, launch=launch, block="&" if statement.background else "")
-        self.lines[-1].source = statement.source[statement.source.index(last.source) :]
-
-    def _command(self, command: Command) -> None:
-        """Read a simple command that launches nothing."""
-        if command.words and all(map(ASSIGNMENT.fullmatch, command.words)):
-            assigned = dict(map(self.values.assign, command.words))
-            exported = self.exports_all or bool(assigned.keys() & self.exported)
-            kind = "quiet" if self.values.sourced and not exported else "assign"
-            self.add(kind, command, assigned=assigned, exported=exported)
-            return
-        words = self.values.words(command.words) or [""]
-        name = os.path.basename(words[0])
-        if name in _HANDLERS:
-            _HANDLERS[name](self, command, words)
-        elif self.staging.take(_without_srun(words), command.line, command.source):
-            self.add("stage", command)
-        elif name in {*_PRINTS, "mkdir"} - {"printf"} and all(
-            re.search(r"<|&\d$|/dev/", text) for text in command.redirects
-        ):
-            self.add("quiet", command)
-        else:
-            self.keep(command)
-
-    def _launch(self, command: Command) -> Launch | None:
-        """Return what a simple command launches; None for other commands."""
-        words = list(command.words)
-        assigned = []
-        while words and (match := ASSIGNMENT.fullmatch(words[0])):
-            assigned.append(f"{match[1]}={self.values.text(match[3])}")
-            words.pop(0)
-        words = self.values.words(words)
-        if not words or words[0] in ("eval", "for"):
-            return None
-        launch = Launch(command.line, command.source, assigned + words, self.values.directory)
-        peel(launch)
-        name, rest = launch.program, [w for w in launch.words[1:] if w not in ("-u", "-B", "-O")]
-        if launch.launcher == "srun":  # it also starts small commands on the nodes
-            return None if name in {"", *_PRINTS, *_COPIES} else launch
-        if PYTHON.fullmatch(name):
-            starts = "".join(rest[: 1 + (rest[:1] == ["-m"])]) not in _NOT_STARTED
-        else:
-            verb = "".join(rest[:1])
-            runs = verb if name in _PROGRAMS else name in _RUNNERS and verb in ("run", "exec")
-            starts = bool(runs) or "/" in "".join(launch.words[:1])
-        return launch if name and (launch.launcher or starts or words[0] == "exec") else None
-
-    def _choose(self) -> tuple[Line, Launch]:
-        """Return the job's program: the launch that looks like the training, else the last."""
-        launches = [(line, line.launch) for line in self.lines if line.launch]
-        if not launches:
-            raise InputError(
-                "no line starts a program",
-                hint="hpml looks for srun, torchrun, mpirun, python …; write `srun` before yours",
-            )
-        chosen, launch = max(reversed(launches), key=lambda pair: _training_score(pair[1]))
-        where = f"line {launch.line}: {launch.source.partition(chr(10))[0][:60]}"
-        if chosen.block not in ("", "&"):
-            inside = _BLOCKS[chosen.block]
-            raise InputError(
-                f"{where}: starts the program in {inside}, which hpml does not evaluate",
-                hint="write the launch as a line of its own; for several runs use `--array`",
-            )
-        for line, other in launches:
-            same = line is not chosen and _training_score(other) == _training_score(launch)
-            if same and "&" in (line.block, chosen.block):
-                raise InputError(
-                    f"{where}: runs beside that of line {other.line}; a job file runs one program",
-                    hint="use `--array` and one launch, or write a script for each",
-                )
-        return chosen, launch
-
-    def _report_rest(self, chosen: Line) -> None:
-        """Report the lines after the launch."""
-        for line in self.lines[self.lines.index(chosen) + 1 :]:
-            if line.kind != "quiet":
-                why = "hpml runs nothing after the program"
-                todo = "have the program write its results to shared storage, such as {run.dir}; "
-                todo += "do the rest in a job of its own with `hpml submit --after`"
-                self.report.lost(line.line, line.source, why, todo)
-
-    def divide(self, names: set[str]) -> None:
-        """Divide the lines between fields and `environment.setup`.
-
-        Args:
-            names: variables that the command line itself needs from the shell.
-        """
-        self._divide_software()
-        later = False  # whether a command that may read variables comes later
-        for line in reversed(self.lines):
-            stays = line.kind in ("keep", "quiet") or bool(names & line.assigned.keys())
-            if line.kind == "assign":
-                stays = stays or self._stays(line, later=later)
-                for name, value in line.assigned.items() if line.exported else ():
-                    staged = "{stage." in self.staging.replaced(value)
-                    field_of_its_own = name not in PROVIDED and (staged or not stays)
-                    if field_of_its_own or name in SET_LATER:
-                        self.variables.setdefault(name, (value, line))
-            later = later or line.kind == "keep"
-            if stays:
-                self.kept.insert(0, line)
-                names = names | set(re.findall(r"[A-Za-z_]\w*", line.source))
-        self.variables = dict(reversed(self.variables.items()))
-        self._report_kept()
-
-    def _report_kept(self) -> None:
-        if all(re.match(r"set\b", line.source) for line in self.kept):
-            self.kept.clear()  # no line is left that it was for
-        for line in self.kept:
-            todo = "a line that fails ends the job: `|| :` behind it helps" * (line.kind == "keep")
-            if line.launch and line.launch.launcher:
-                todo = (
-                    "hpml neither binds nor records it: better write a job file of its own for it"
-                )
-            self.report.changed(line.line, line.source, _IN_SETUP, todo)
-            match = re.search(rf"\b({'|'.join(SET_LATER)})=", line.source)
-            if match and line.kind == "keep":
-                why = f"hpml sets {match[1]} after environment.setup"
-                todo = f"write environment.variables.{match[1]}"
-                self.report.lost(line.line, line.source, why, todo)
-
-    def _divide_software(self) -> None:
-        """Keep modules, activations and `cd` behind a shell line as shell lines."""
-        blocked = moved = False
-        following = [line.kind for line in self.lines[1:]] + [""]
-        for line, next_kind in zip(self.lines, following, strict=False):
-            free = not blocked and self.active is None
-            if any(map(_NOT_FIELDS.fullmatch, line.assigned.keys() - PROVIDED)):
-                line.kind = "keep"
-            elif line.kind == "cd" and not moved:
-                self.workdir = line.value
-            elif line.kind == "module" and free:
-                self.modules.append(line)
-            elif line.kind == "purge" and free:
-                self.modules.clear()
-                why = "hpml loads modules on top of those that are loaded when you submit"
-                todo = "submit from a shell without modules, or write environment.inherit: minimal"
-                self.report.changed(line.line, line.source, why, todo)
-            elif line.kind in ("venv", "conda") and free:
-                self.active = line
-            elif line.kind == "hook" and free and next_kind == "conda":
-                why, todo = "hpml finds conda through CONDA_EXE or PATH", "have one of them set"
-                self.report.changed(line.line, line.source, why, todo)
-            elif line.kind in ("module", "purge", "venv", "conda", "hook", "cd"):
-                line.kind = "keep"
-            blocked = blocked or line.kind == "keep"
-            prints = re.match(r"(echo|printf|date|hostname|nvidia-smi|set)\b", line.source)
-            runs = line.kind == "assign" and re.search(r"\$\(|`|PWD", line.source)
-            moved = moved or (line.kind in ("keep", "quiet") and not prints) or bool(runs)
-
-    def _stays(self, line: Line, *, later: bool) -> bool:
-        """Whether an assignment that no kept line needs stays a shell line."""
-        names = line.assigned.keys()
-        own = names <= PROVIDED
-        if own or not line.exported:
-            if not own and not all(map(is_stable, line.assigned.values())):
-                why = "nothing else uses it, or hpml does itself what it was for"
-                self.report.add("dropped", line.line, line.source, why)
-            return False
-        written = any(re.search(rf"\$\{{?{name}\b", self.launch.source) for name in names)
-        runtime = any(map(has_hole, map(self.staging.replaced, line.assigned.values())))
-        return later or (runtime and not written and not names <= SET_LATER)
-
-
 _BLOCKS = {
     **dict.fromkeys(("for", "while", "until", "select"), "a loop"),
     **dict.fromkeys(("if", "case", "||"), "a condition"),
@@ -322,31 +54,328 @@ _BLOCKS = {
 }
 
 
-def _report_after(launch: Launch, command: Command, rest: tuple[Command, ...]) -> None:
+@dataclass
+class Line:
+    """A command of the script.
+
+    Attributes:
+        kind: `keep`, `quiet` (prints or makes a directory), `local` (prints the node's own disk),
+            `assign`, `module`, `venv`, `conda`, `hook`, `cd`, `stage` or `drop`.
+        value: of a module, venv, conda or cd line.
+        assigned: variables that it sets, and programs see if it is `exported`.
+        launch: what it starts.
+        block: what a launch is in: a loop, a condition or a function; `&` in the background.
+        words: of a simple command, expanded.
+        is_field: whether software or a directory becomes a field, not a shell line.
+        runs: whether it runs a command.
+    """
+
+    kind: str
+    line: int
+    source: str
+    value: str = ""
+    assigned: dict[str, str] = field(default_factory=dict)
+    exported: bool = False
+    launch: Launch | None = None
+    block: str = ""
+    words: tuple[str, ...] = ()
+    is_field: bool = True
+    runs: bool = False
+
+
+class Body:
+    """The commands of a script, divided.
+
+    Attributes:
+        lines: those before the launch, in order.
+        launch: the launch that becomes the job's program.
+    """
+
+    def __init__(self, text: str, values: Values, report: Report) -> None:
+        self.values = values
+        self.report = report
+        self.copies = Copies(values)
+        self.lines: list[Line] = []
+        self.exports_all = False
+        self.exported = set(values.environment)
+        for statement in split_script(text):
+            self._read(statement)
+        chosen, self.launch = self._choose()
+        place = self.lines.index(chosen)
+        self._read_rest(self.lines[place + 1 :])
+        del self.lines[place:]
+
+    def add(self, kind: str, part: Command | Statement, **fields: object) -> Line:
+        """Append a line and return it."""
+        line = dataclasses.replace(Line(kind, part.line, part.source), **fields)  # type: ignore[arg-type]
+        self.lines.append(line)
+        return line
+
+    def keep(
+        self, part: Command | Statement, *, function: bool = False, words: tuple[str, ...] = ()
+    ) -> None:
+        """Append a shell line that may set variables."""
+        self.add("keep", part, words=words, block=getattr(part, "block", ""))
+        self.values.forget(part.source, function=function)
+        if re.search(r"\b(cd|pushd|popd)\b", part.source) and not part.source.startswith("("):
+            self.values.directory = ""
+        if "export" in part.source:
+            self.exported |= set(re.findall(r"\w+", part.source))
+
+    def _read(self, statement: Statement) -> None:
+        commands, block = statement.commands, statement.block
+        launches = [self._launch(command) for command in commands]
+        if any(launches):
+            self._read_launch(statement, launches)
+        elif len(commands) == 1 and not (block or statement.background):
+            self._command(dataclasses.replace(commands[0], source=statement.source))
+        elif re.match(r"cd [^|&;]*\|\|", statement.source):  # `cd DIRECTORY || exit`
+            self._command(commands[0])
+        elif (
+            commands
+            and all("".join(c.words[:1]) in _PRINTS - {"printf"} for c in commands)
+            and not (block or any(">" in text for c in commands for text in c.redirects))
+        ):
+            self.add("quiet", statement)
+        else:
+            self.keep(statement, function=block == "function")
+
+    def _read_launch(self, statement: Statement, launches: list[Launch | None]) -> None:
+        """Read a statement that launches something."""
+        commands = statement.commands
+        position = next(place for place, launch in enumerate(launches) if launch)
+        before, last, after = commands[:position], commands[position], commands[position + 1 :]
+        operators = {command.operator for command in commands[: position + 1]}
+        tests = any(command.words[:1] and command.words[0] in _TESTS for command in before)
+        handled = (
+            after[:1] and after[0].operator == "||" and statement.source.startswith(last.source)
+        )
+        inside = "" if handled else statement.block
+        if operators - {"", "&&"} or tests:
+            inside = inside or ("|" if "|" in operators else "||")
+        if inside:
+            self.keep(statement, function=inside == "function")
+            self.lines[-1].launch = max(filter(None, launches), key=_score)
+            self.lines[-1].block = inside
+            return
+        for command in before:
+            self._command(command)
+        # Once more, with what the commands before it set.
+        launch = self._launch(last) or Launch(last.line, last.source, [], "")
+        line = self.add("keep", statement, block="&" * statement.background, launch=launch)
+        line.source = statement.source[statement.source.index(last.source) :]
+        _read_after(launch, last, after)
+
+    def _command(self, command: Command) -> None:
+        """Read a simple command that launches nothing."""
+        if command.words and all(map(ASSIGNMENT.fullmatch, command.words)):
+            assigned = dict(map(self.values.assign, command.words))
+            self.assign(command, assigned, exported=self.exports_all)
+            return
+        words = self.values.words(command.words) or [""]
+        name = os.path.basename(words[0])
+        plain = all(re.search(r"<|&\d$|/dev/", text) for text in command.redirects)
+        bare = _without_srun(words)
+        if name in _HANDLERS:
+            _HANDLERS[name](self, command, words)
+        elif self.copies.take(bare):
+            self.add("stage", command, words=tuple(bare))
+        elif name == "mkdir" or (name in {*_PRINTS} - {"printf"} and plain):
+            paths = [word for word in words[1:] if not word.startswith("-")]
+            local = (all if name == "mkdir" else any)(map(self.copies.is_local, paths))
+            self.add("local" if local else "quiet", command, words=tuple(words))
+        else:
+            self.keep(command, words=tuple(bare))
+
+    def assign(self, command: Command, assigned: dict[str, str], *, exported: bool) -> None:
+        """Append a line that sets variables."""
+        if "IFS" in assigned:
+            problem = f"line {command.line}: {command.source}: hpml splits words at blanks only"
+            raise InputError(problem, hint="write IFS before the one command that needs it")
+        exported = exported or bool(assigned.keys() & self.exported)
+        paths = any(map(_NOT_FIELDS.fullmatch, assigned.keys() - PROVIDED))
+        cuda = assigned.get("CUDA_VISIBLE_DEVICES")
+        line = self.add("assign", command, assigned=assigned, exported=exported)
+        if paths and exported:
+            line.kind = "keep"  # modules and activations change these, too
+        elif self.values.sourced and not exported:
+            line.kind = "quiet"  # the file that was read may have exported it
+        if cuda is not None:
+            check_devices(self.values, command.line, cuda)
+            line.assigned = {n: v for n, v in assigned.items() if n != "CUDA_VISIBLE_DEVICES"}
+            line.kind = "assign" if line.assigned else "drop"
+
+    def _launch(self, command: Command) -> Launch | None:
+        """Return what a simple command launches; None for other commands."""
+        words = list(command.words)
+        assigned = []
+        while words and (match := ASSIGNMENT.fullmatch(words[0])):
+            assigned.append(f"{match[1]}={self.values.text(match[3])}")
+            words.pop(0)
+        words = self.values.words(words)
+        if not words or words[0] in ("eval", "for", "trap"):
+            return None
+        launch = Launch(command.line, command.source, assigned + words, self.values.directory)
+        try:
+            peel(launch)
+        except InputError as error:
+            launch.error = error  # it counts if this is the job's program
+            return launch
+        name, rest = launch.program, [w for w in launch.words[1:] if w not in ("-u", "-B", "-O")]
+        verb = "".join(rest[:1])
+        if launch.launcher == "srun":  # it also starts small commands on the nodes
+            starts = name not in {"", *_PRINTS, *_COPIES, *_REMOVES}
+        elif PYTHON.fullmatch(name):
+            starts = "".join(rest[: 1 + (rest[:1] == ["-m"])]) not in _NOT_STARTED
+        elif name in _SHELLS:
+            starts = bool(verb)
+        elif name in _RUNNERS:
+            starts = verb in ("run", "exec")
+        else:
+            starts = "/" in "".join(launch.words[:1]) or words[0] == "exec"
+        return launch if starts or launch.launcher not in ("", "srun") else None
+
+    def _choose(self) -> tuple[Line, Launch]:
+        """Return the job's program: the launch that looks like the training, else the last."""
+        launches = [(line, line.launch) for line in self.lines if line.launch]
+        if not launches:
+            raise InputError(
+                "no line starts a program",
+                hint="hpml looks for srun, torchrun, mpirun, python …; write `srun` before yours",
+            )
+        chosen, launch = max(reversed(launches), key=lambda pair: _score(pair[1]))
+        where = f"line {launch.line}: {launch.source.partition(chr(10))[0][:60]}"
+        if chosen.block not in ("", "&"):
+            inside = _BLOCKS[chosen.block]
+            raise InputError(
+                f"{where}: starts the program in {inside}, which hpml does not evaluate",
+                hint="write the launch as a line of its own; for several runs use `--array`",
+            )
+        if launch.error:
+            raise launch.error
+        for line, other in launches:
+            if line is not chosen and _score(other) == _score(launch):
+                raise InputError(
+                    f"{where}: line {other.line} starts a program, too; a job file runs one",
+                    hint="use `--array` and one launch, or write a script for each",
+                )
+        return chosen, launch
+
+    def _read_rest(self, lines: list[Line]) -> None:
+        """Read the lines after the launch: copies of results, and what is lost."""
+        for line in lines:
+            name = os.path.basename("".join(line.words[:1]))
+            moved = any(has_hole(word) or self.copies.is_local(word) for word in line.words[1:])
+            if line.words and name in _COPIES and moved:
+                self.copies.take_back([*line.words], line.line, line.source)
+            elif line.kind == "stage" or (LOCAL.search(line.source) and _copies_in(line.source)):
+                self.copies.take_back([""], line.line, line.source)
+            elif line.kind == "keep" and name not in _REMOVES:
+                why = "hpml runs nothing after the program"
+                todo = "have the program write its results to shared storage, such as {run.dir}; "
+                todo += "do the rest in a job of its own with `hpml submit --after`"
+                self.report.lost(line.line, line.source, why, todo)
+
+    def divide(self, names: set[str], placed: Callable[[str], str]) -> list[Line]:
+        """Divide the lines between fields and `environment.setup`; return those of setup.
+
+        Args:
+            names: variables that the command line itself needs from the shell.
+            placed: returns a value with placeholders for what a job file can name.
+        """
+        kept: set[int] = set()
+        later = False  # whether a command that may read variables comes later
+        for line in reversed(self.lines):
+            runs = line.kind == "keep" or (line.kind in _SOFTWARE and not line.is_field)
+            unknown = any(has_hole(placed(value)) for value in line.assigned.values())
+            named = bool(names & line.assigned.keys())
+            own = line.assigned.keys() <= PROVIDED
+            if (
+                runs
+                or line.kind == "quiet"
+                or named
+                or (line.kind == "assign" and line.exported and not own and (unknown or later))
+            ):
+                kept.add(id(line))
+                names = names | set(re.findall(r"[A-Za-z_]\w*", line.source))
+            later = later or runs
+            line.runs = runs or (line.kind == "assign" and unknown)
+        blocked = moved = active = False
+        for place, line in enumerate(self.lines):
+            if line.kind == "hook" and line.is_field:
+                following = [one for one in self.lines[place + 1 :] if one.kind in _SOFTWARE]
+                free = any(one.kind == "conda" and one.is_field for one in following[:1])
+            else:
+                free = not (line.kind in ("venv", "conda") and active)
+            if line.is_field and line.kind in _SOFTWARE:
+                if blocked or not free or (line.kind == "cd" and moved):
+                    line.is_field = False
+                    return self.divide(names, placed)  # it stays a shell line, and so do others
+                active = active or line.kind in ("venv", "conda")
+            if id(line) in kept:
+                blocked = blocked or line.runs
+                moved = moved or line.runs or line.source.startswith("mkdir")
+        setup = [line for line in self.lines if id(line) in kept]
+        # Shell options alone are for lines that are not there.
+        return [] if all(re.match(r"set\b", line.source) for line in setup) else setup
+
+
+_SOFTWARE = ("module", "venv", "conda", "hook", "cd")
+
+
+def check_devices(values: Values, line: int, devices: str) -> None:
+    """Check that CUDA_VISIBLE_DEVICES names all GPUs of the job: then Slurm sets the same.
+
+    Raises:
+        InputError: it names others.
+    """
+    count = int(values.known.get("SLURM_GPUS_ON_NODE") or 0)
+    if devices != ",".join(map(str, range(count))):
+        problem = (
+            f"line {line}: CUDA_VISIBLE_DEVICES={shown(devices)}: the header asks for {count} "
+        )
+        hint = "remove the line; write --gpus-per-node for the number of GPUs"
+        raise InputError(f"{problem}GPUs, and hpml shows the ranks all of them", hint=hint)
+
+
+def _copies_in(source: str) -> bool:
+    return re.search(rf"\b({'|'.join(_COPIES)})\s", source) is not None
+
+
+def _read_after(launch: Launch, command: Command, rest: tuple[Command, ...]) -> None:
     """Report the redirections of a launch, and what follows it on its line."""
     for text in command.redirects:
-        if "<" in text:
-            launch.lost(text, "ranks read no standard input", "pass a file name")
+        if "<" in text and "/dev/null" not in text:
+            why, hint = "ranks read no standard input", "have the program read a file"
+            launch.error = launch.error or launch.refused(text, why, hint)
         elif not re.search(r"/dev/null|&\d$", text):
             launch.report.changed(launch.line, text, *OUTPUT)
     for after in rest:
         name = os.path.basename("".join(after.words[:1]))
+        text = f"{after.operator} {after.source}"
         if after.operator in ("|", "|&") and name == "tee":
             launch.report.changed(after.line, f"| {after.source}", *OUTPUT)
+        elif after.operator in ("|", "|&"):
+            why, hint = "another program reads the output", "have the program write a file"
+            launch.error = launch.error or launch.refused(text, why, hint)
+        elif name in _COPIES:
+            launch.error = launch.error or launch.refused(
+                text, "hpml runs nothing after the program", "write the copy on a line of its own"
+            )
         elif name not in _PRINTS:
-            text = f"{after.operator} {after.source}"
             launch.report.lost(after.line, text, "hpml runs nothing after the program")
 
 
 def _without_srun(words: list[str]) -> list[str]:
     """Return the command that srun starts on the nodes, or the words themselves."""
-    launch = Launch(0, "", words, "")
-    if words[0] == "srun":
-        peel(launch)
+    if words[0] != "srun":
+        return words
+    launch = Launch(0, "", list(words), "")
+    peel(launch)
     return launch.words or words
 
 
-def _training_score(launch: Launch) -> tuple[bool, ...]:
+def _score(launch: Launch) -> tuple[bool, ...]:
     """Return how much a launch looks like the training of the script."""
     words = launch.words
     named = [*words[:3], *(word for word in words if word.endswith(".py"))]
@@ -363,29 +392,43 @@ def _module(body: Body, command: Command, words: list[str]) -> None:
     changes = "purge unload rm del use unuse swap switch restore save reset".split()
     verb = rest.pop(0) if rest and rest[0] in [*looks, *changes, "load", "add"] else "load"
     plain = all(re.fullmatch(r"[A-Za-z0-9_][A-Za-z0-9_./+@:=~-]*", name) for name in rest)
+    loaded = body.values.environment.get("LOADEDMODULES") or any(
+        line.kind not in ("assign", "quiet", "local") for line in body.lines
+    )
     if verb in ("load", "add") and plain:
         body.add("module", command, value=" ".join(rest))
+    elif verb == "purge" and not loaded:
+        why = "no module is loaded in the environment that you submit from"
+        body.report.add("dropped", command.line, command.source, why)
+    elif verb in looks:
+        body.add("quiet", command)
     else:
-        kind = "quiet" if verb in looks else "purge" if verb == "purge" else "keep"
-        body.add(kind, command)
+        body.keep(command)
 
 
 def _source(body: Body, command: Command, words: list[str]) -> None:
-    path, environment = "".join(words[1:2]), "".join(words[2:3])
+    path, environment = body.values.now("".join(words[1:2])), "".join(words[2:3])
     directory, script = os.path.dirname(os.path.dirname(path)), os.path.basename(path)
-    if script in ("conda.sh", "mamba.sh"):
-        body.add("hook" if "CONDA_EXE" in body.values.environment else "keep", command)
-    elif script != "activate" or has_hole(path + environment) or not body.values.directory:
+    conda = re.search(r"(conda|mamba|miniforge)\d*$", directory)
+    root = os.path.dirname(os.path.dirname(body.values.environment.get("CONDA_EXE", "")))
+    if script == "conda.sh" and root and path == f"{root}/etc/profile.d/conda.sh":
+        body.add("hook", command)
+    elif (
+        script != "activate"
+        or has_hole(path)
+        or environment
+        or conda
+        or not directory
+        or not body.values.directory
+    ):
         body.keep(command)
-    elif environment or not directory or re.search(r"(conda|mamba|miniforge)\d*$", directory):
-        body.add("conda", command, value=environment or "base")
     else:
         body.add("venv", command, value=os.path.join(body.values.directory, directory))
 
 
 def _conda(body: Body, command: Command, words: list[str]) -> None:
-    name = words[2] if words[2:] else "base"
-    if words[1:2] != ["activate"] or has_hole(name) or name.startswith("-"):
+    name = body.values.now(words[2]) if words[2:] else "base"
+    if words[:2] != ["conda", "activate"] or has_hole(name) or name.startswith("-"):
         body.keep(command)
         return
     path = os.path.join(body.values.directory, name) if "/" in name else name
@@ -393,7 +436,7 @@ def _conda(body: Body, command: Command, words: list[str]) -> None:
 
 
 def _eval(body: Body, command: Command, _: list[str]) -> None:
-    if re.search(r"(conda|mamba)\b.*hook", command.source):
+    if re.fullmatch(r"""eval "\$\(conda (shell\.bash hook|.*hook.*bash.*)\)\"""", command.source):
         body.add("hook", command)
     else:
         body.keep(command)
@@ -401,14 +444,13 @@ def _eval(body: Body, command: Command, _: list[str]) -> None:
 
 def _cd(body: Body, command: Command, words: list[str]) -> None:
     rest = [word for word in words[1:] if word not in ("--", "-P", "-L")]
-    target = rest[0] if rest else body.values.environment.get("HOME", "-")
+    target = body.values.now(rest[0] if rest else '\0"$HOME"\0')
     base = body.values.directory
     if words[0] == "cd" and target != "-" and not has_hole(target) and (base or target[:1] == "/"):
         body.values.directory = os.path.normpath(os.path.join(base, target))
         body.add("cd", command, value=body.values.directory)
     else:
         body.keep(command)
-        body.values.directory = ""
 
 
 def _export(body: Body, command: Command, words: list[str]) -> None:
@@ -424,7 +466,7 @@ def _export(body: Body, command: Command, words: list[str]) -> None:
             return
     if words[0] == "export":
         body.exported |= assigned.keys()
-    body.add("assign", command, assigned=assigned, exported=words[0] == "export")
+    body.assign(command, assigned, exported=words[0] == "export")
 
 
 def _set(body: Body, command: Command, words: list[str]) -> None:
@@ -433,7 +475,12 @@ def _set(body: Body, command: Command, words: list[str]) -> None:
     body.add("quiet", command)
 
 
-def _trap(body: Body, command: Command, _: list[str]) -> None:
+def _trap(body: Body, command: Command, words: list[str]) -> None:
+    ends = {"EXIT", "0"} & set(words)
+    if ends and not re.fullmatch(r"['\"]?(rm|kill|echo)\b[^;&|]*", "".join(words[1:2])):
+        problem = f"line {command.line}: {command.source}: hpml runs nothing after the program"
+        hint = "write what it does on lines behind the launch; hpml removes what it staged"
+        raise InputError(problem, hint=hint)
     why, todo = "traps are hpml's: ranks get the signals", "handle the signal in the program"
     body.report.lost(command.line, command.source, why, todo)
 

@@ -29,7 +29,7 @@ from hpml_orchestrator.spec.values import (
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-__all__ = ["Request", "read_request"]
+__all__ = ["Request", "apply_option", "read_request"]
 
 _OTHER_SYSTEMS = {"#PBS": "PBS", "#BSUB": "LSF", "#$ -": "Grid Engine", "#COBALT": "Cobalt"}
 _MAIL_EVENTS = "begin end fail requeue time_limit_80 time_limit_90".split()
@@ -107,16 +107,21 @@ def read_request(script: str, report: Report) -> Request:
         request.requeue.append("time_limit")
     for option in options:
         try:
-            _apply(request, option, report)
+            apply_option(request, option, report)
         except ValueError as error:
             raise InputError(
                 f"line {option.line}: {option.shown}: {error}",
-                hint="correct the #SBATCH line; sbatch refuses it, too",
+                hint="correct the line; Slurm refuses it, too",
             ) from None
     return request
 
 
-def _apply(request: Request, option: Option, report: Report) -> None:
+def apply_option(request: Request, option: Option, report: Report) -> None:
+    """Add an option to what a script asks for.
+
+    Raises:
+        ValueError: Slurm would refuse its value.
+    """
     name, value = option.name, option.value
     for other in _MEMORY if name in _MEMORY else ():
         if other != name and (earlier := request.options.pop(other, None)):
@@ -167,7 +172,8 @@ def _gres(request: Request, option: Option, report: Report) -> None:
 
 def _mail_type(request: Request, option: Option, report: Report) -> None:
     events = option.value.lower().replace("all", ",".join(_MAIL_EVENTS[:4])).split(",")
-    request.mail_on = [event for event in dict.fromkeys(events) if event in _MAIL_EVENTS]
+    wanted = {*request.mail_on, *events}  # sbatch adds up several --mail-type
+    request.mail_on = [event for event in _MAIL_EVENTS if event in wanted]
     if others := set(events) - {*_MAIL_EVENTS, "none"}:
         why = f"resources.mail has no {', '.join(sorted(others)).upper()}"
         report.lost(option.line, option.shown, why, f"events are {', '.join(_MAIL_EVENTS)}")

@@ -14,22 +14,21 @@ from ruamel.yaml import YAML
 from ruamel.yaml.comments import CommentedSeq
 from ruamel.yaml.scalarstring import DoubleQuotedScalarString, LiteralScalarString
 
-from hpml_orchestrator.convert.body import SET_LATER, Body
+from hpml_orchestrator.convert.body import PROVIDED, SET_LATER, Body, check_devices
+from hpml_orchestrator.convert.copies import LOCAL
 from hpml_orchestrator.convert.header import read_request
-from hpml_orchestrator.convert.launchers import PYTHON
+from hpml_orchestrator.convert.launchers import LAUNCHERS, PYTHON
 from hpml_orchestrator.convert.report import Finding, Report
-from hpml_orchestrator.convert.resources import allocation, job_size, known_variables
-from hpml_orchestrator.convert.values import (
-    Values,
-    has_hole,
-    hole_kinds,
-    hole_sources,
-    shell_word,
-    shown,
+from hpml_orchestrator.convert.resources import (
+    add_srun_options,
+    allocation,
+    job_size,
+    known_variables,
 )
+from hpml_orchestrator.convert.values import HOLE, LOCAL_NAMES, Values, has_hole, hole_names, shown
 from hpml_orchestrator.errors import InputError, NotFoundError
 from hpml_orchestrator.spec.job import Job, Resources
-from hpml_orchestrator.spec.text import PLACEHOLDER
+from hpml_orchestrator.spec.text import PER_RANK, PLACEHOLDER
 from hpml_orchestrator.spec.values import format_time, size_text
 
 if TYPE_CHECKING:
@@ -40,7 +39,7 @@ __all__ = ["Imported", "Place", "import_script", "read_script"]
 
 _ORDER = (
     "name array launcher mpi script module command args workdir resources environment stage "
-    "checkpoint"
+    "collect checkpoint"
 )
 _MAX_BYTES = 256 * 1024  # bounds the time that an import takes
 _HOUR = 3600
@@ -52,6 +51,15 @@ _OPTIONS = {  # that fields of resources come from
     "cpus_per_rank": "cpus-per-task",
 }
 _OTHER_MPI = re.compile(r"(intel-?mpi|impi|mpich|mvapich|cray-mpich)", re.IGNORECASE)
+_IN_SETUP = "kept in environment.setup: runs once, on the first node, before the ranks"
+_SIZES = re.compile(r"SLURM_(CPUS_PER_TASK|NTASKS|NPROCS|NTASKS_PER_NODE)\b")
+_ARGUMENTS = re.compile(r"\$(?:[1-9#]|\{[1-9#][}:])|\b(?:shift|getopts)\b")
+_PLACEHOLDERS = {
+    **dict.fromkeys(("SLURM_JOB_ID", "SLURM_JOBID"), "{job.id}"),
+    "SLURM_ARRAY_TASK_ID": "{array.index}",
+    **{name: f"{{env.{name}}}" for name in (*LOCAL_NAMES, "SLURM_ARRAY_JOB_ID", "HOME", "USER")},
+}
+_ONE_WORD = "[[ -n ${name} && ${name} != *[[:space:]*?[]* ]]  # {line} has it without quotes"
 
 
 @dataclass(frozen=True)
@@ -147,20 +155,21 @@ class _Import:
         self.report = Report()
         self.fields: dict[str, Any] = {}
         self.origins: dict[str, str] = {}
+        self.text = text
         self.request = read_request(text, self.report)
-        given = allocation(self.request, self.report)
-        known = known_variables(self.request, given)
-        known["SLURM_SUBMIT_DIR"] = place.directory
-        known["SLURM_JOB_NAME"] = self.request.text("job-name") or name
+        self.known = known_variables(self.request, allocation(self.request, Report()))
+        self.known["SLURM_SUBMIT_DIR"] = place.directory
+        self.known["SLURM_JOB_NAME"] = self.request.text("job-name") or name
         start = os.path.normpath(os.path.join(place.directory, self.request.text("chdir")))
-        self.values = Values(place.environment, known, start)
+        self.values = Values(place.environment, self.known, start)
         self.body = Body(text, self.values, self.report)
         self.launch = self.body.launch
+        add_srun_options(self.request, self.launch, self.report)
+        given = allocation(self.request, self.report)
         self.size = job_size(self.request, given, self.launch, self.report)
-        self.words = [self._placed(word) for word in self._arguments()]
-        self.evaluated = any(map(has_hole, self.words))
-        holes = map(hole_sources, [*self.words, *self.launch.variables.values()])
-        self.body.divide({name for hole in holes for name in re.findall(r"\w+", " ".join(hole))})
+        self.exports: dict[str, str] = {}  # lines at its end: what the command line needs
+        self._copies()
+        self.words = [self._argument(word) for word in self._arguments()]
 
     def put(self, field: str, value: Any, *options: str, origin: str = "") -> None:
         """Set a field by its dotted name; it comes from an option, a line or the launch."""
@@ -185,7 +194,7 @@ class _Import:
         self._resources()
         self._environment()
         self._checkpoint()
-        self._stages()
+        self._data()
         self.report.entries |= self.launch.report.entries
         job = self._checked()
         findings = self.report.findings()
@@ -216,81 +225,147 @@ class _Import:
             ) from None
         return fields
 
-    def _launcher(self) -> None:
-        """Set the launcher: Open MPI's mpirun or srun with PMIx instead of any other mpirun."""
-        launch, launcher = self.launch, self.launch.launcher or "srun"
-        pmix = launch.mpi and launcher == "srun"
-        modules = [name for line in self.body.modules for name in line.value.split()]
-        others = [name for name in modules if _OTHER_MPI.search(name)]
-        if launcher == "mpirun" and (launch.mpi or others):
-            why = f"module {others[0]}" if others else "its options"
-            todo = "check that `mpi: pmix` fits"
-            launch.changed(f"{why}: not Open MPI's mpirun; srun starts the ranks", todo)
-            launcher, pmix = "srun", True
-        if launcher != "torchrun":
-            self.put("launcher", launcher)
-        if pmix:
-            self.put("mpi", "pmix")
+    def _copies(self) -> None:
+        """Decide which copies become `stage` and `collect`, and which lines stay in setup."""
+        body, copies = self.body, self.body.copies
+        values = [*self.launch.words, *self.launch.variables.values()]
+        used = {name for word in values for name in re.findall(r"\w+", "".join(HOLE.findall(word)))}
+        if re.search(r"\$|`", "".join(values)):  # a program for a shell names variables, too
+            used |= {name for word in values for name in re.findall(r"\$\{?(\w+)", word)}
+        values += [
+            value for line in body.lines for value in line.assigned.values() if line.exported
+        ]
+        declined = copies.decline_unless_used(values)
+        setup = body.divide(set(used), self._placed)
+        works = [line.source for line in setup if line.kind not in ("quiet", "local")]
+        if not declined and any(map(LOCAL.search, works)):
+            copies.staged.clear()  # shell lines work with the copies
+        copies.check_results(values, works)
+        for line in body.lines:
+            if line.kind == "stage" and not copies.staged:
+                line.kind = "keep"
+            elif line.kind == "local" and not (copies.staged or copies.results):
+                line.kind = "quiet"
+        self.setup = body.divide(set(used), self._placed)
+
+    def _placed(self, value: str) -> str:
+        """Return a value with placeholders for what is the same at any time in the job."""
+
+        def placeholder(match: re.Match[str]) -> str:
+            name = hole_names(match[0])[0]
+            if name in self.values.variables or name not in _PLACEHOLDERS:
+                return match[0]
+            if name == "SLURM_ARRAY_TASK_ID" and not self.request.text("array"):
+                why = "the script has no --array"
+                raise self.launch.refused(f"${name}", why, "write it, such as #SBATCH --array=0-9")
+            return _PLACEHOLDERS[name]
+
+        if match := PLACEHOLDER.search(HOLE.sub("", value)):
+            why = "is a placeholder of hpml's own"
+            raise self.launch.refused(match[0], why, "rename the file")
+        return HOLE.sub(placeholder, self.body.copies.replaced(value))
 
     def _arguments(self) -> Iterator[str]:
         """Yield the words of the program without `"$@"`, which is empty in a job."""
-        where = f"line {self.launch.line}"
+        starters = {"srun", "sbatch", *LAUNCHERS}
+        nested = [w for w in self.launch.words[:1] if w in ("timeout", "nice", "stdbuf", "time")]
+        if self.launch.error:
+            raise self.launch.error
+        if nested and starters & {"srun", "mpirun", "mpiexec"} & {*self.launch.words}:
+            why = f"{nested[0]} starts the launcher, which hpml starts itself"
+            raise self.launch.refused(self.launch.source, why, f"remove {nested[0]}")
         for word in self.launch.words:
-            if match := PLACEHOLDER.search(word):
-                problem = f"{where}: {match[0]} is a placeholder of hpml's own"
-                raise InputError(problem, hint="rename the file")
-            kinds = hole_kinds(word)
-            if kinds == ["argument"] and shown(word) in ("$@", "${@}", "$*", "${*}"):
+            if shown(word) in ("$@", "${@}", "$*", "${*}"):
                 why = "`hpml submit` passes no arguments to the program"
                 self.launch.lost(word, why, "write them into args")
-            elif "argument" in kinds:
-                problem = f"{where}: {shown(word)}: `hpml submit` passes the script no arguments"
-                raise InputError(problem, hint="give it a value in the script: ${1:-VALUE}")
             else:
                 yield word
 
-    def _placed(self, word: str) -> str:
-        """Return a word with staged data, the job's id and the array's index as placeholders."""
-        value = self.body.staging.replaced(word)
-        # A relative directory that is named after the job is the run's.
-        job = re.fullmatch("((?:[^=/]*=)?)((?:[^/\0]+/)*)\0[^\0]*\0(/.*)?", value)
-        leads = hole_kinds(value)[:1] == ["job"] and not self._uses_job_directory()
-        if job and leads and (job[2] or job[3]):
-            value = f"{job[1]}{{run.dir}}{job[3] or ''}"
-            why = f"each run has a directory of its own: {value}"
-            self.report.changed(self.launch.line, shown(word), why)
-        if "array" in hole_kinds(value):
-            if self.request.text("array"):
-                return re.sub('\0"?\\$\\{?SLURM_ARRAY_TASK_ID\\}?"?\0', "{array.index}", value)
-            why = "the script has no --array: the index is empty"
-            self.launch.lost("$SLURM_ARRAY_TASK_ID", why, "write array, such as 0-9")
-        return value
+    def _argument(self, word: str) -> str:
+        """Return a word with placeholders; what the shell has to find out is exported by setup.
 
-    def _uses_job_directory(self) -> bool:
-        """Return whether a line of setup, but for mkdir, works on what is named after the job."""
-        names = {"SLURM_JOB_ID", "SLURM_JOBID"}
-        for line in self.body.lines:
-            if names & set(re.findall(r"\w+", line.source)):
-                if line.kind == "keep" and not re.match(r"mkdir\b", line.source):
-                    return True
-                names |= line.assigned.keys()
-        return False
+        Raises:
+            InputError: it may be several words, or is a pattern for file names.
+        """
+        return HOLE.sub(lambda match: self._expansion(match[1]), self._placed(word))
+
+    def _expansion(self, source: str) -> str:
+        """Return the placeholder of an expansion."""
+        quoted, text = source.startswith('"'), source.strip('!"')
+        name = hole_names(f"\0{text}\0")[0]
+        where = f"line {self.launch.line}"
+        hint = "write it out, or have the program find it out"
+        if name.isdigit() or name in ("#", "@", "*") or re.match(r"\$\{[0-9@*#]", text):
+            why = "`hpml submit` passes the script no arguments"
+            hint = "give it a value in the script: ${1:-VALUE}"
+            raise self.launch.refused(text, why, hint)
+        if (
+            source[0] == "!"
+            or not re.match(r"\$[\w{(]|\$'|`", text)
+            or re.search(r"\[[@*]\]|\$[?!]", text)
+        ):
+            raise self.launch.refused(text, "only the job knows which words it becomes", hint)
+        if _SIZES.fullmatch(name):
+            why = "the header does not decide it, and hpml's job has a value of its own"
+            raise self.launch.refused(text, why, "write the number")
+        if name in PER_RANK:
+            why = "it is not the same in all ranks"
+            raise self.launch.refused(text, why, f"read {name} in the program")
+        own = name in self.values.variables
+        if not quoted and name and re.search(rf"\b{name}\+?=[\"'](?!\$\()[^\"'(]*\s", self.text):
+            why = "only the job knows how many words it becomes"
+            raise self.launch.refused(text, why, "assign it on one line, before any condition")
+        if not re.fullmatch(r"[A-Za-z_]\w*", name) or name in ("RANDOM", "SECONDS", "LINENO", "_"):
+            name, own = self._export_as_new(source), False
+        elif own and name not in self.body.exported:
+            self.exports[name] = f"export {name}"
+        given = self.place.environment.get(name, "")
+        plain = not own and not self.values.sourced and given and not re.search(r"[\s*?[]", given)
+        number = text.startswith(("$((", "$'")) or name.startswith("SLURM") or plain
+        if not (quoted or number):
+            self.exports[f"{name} "] = _ONE_WORD.format(name=name, line=where)
+        return f"{{env.{name}}}"
+
+    def _export_as_new(self, source: str) -> str:
+        """Have setup export the value of an expansion; return the variable's name."""
+        for name, line in self.exports.items():
+            if line == f"export {name}={source}" and name.startswith("ARG_"):
+                return name
+        names = (f"ARG_{number}" for number in range(1, 1000))
+        name = next(n for n in names if n not in self.exports and n not in self.text)
+        self.exports[name] = f"export {name}={source}"
+        return name
+
+    def _launcher(self) -> None:
+        """Set the launcher, and srun's `--mpi` as written."""
+        launch, launcher = self.launch, self.launch.launcher or "srun"
+        modules = [n for li in self.body.lines if li.kind == "module" for n in li.value.split()]
+        others = [name for name in modules if _OTHER_MPI.search(name)]
+        if launcher == "mpirun" and others:
+            why = f"the module {others[0]} has another MPI, and hpml starts Open MPI's mpirun only"
+            hint = "write `srun --mpi=pmi2` or `srun --mpi=pmix` in its place"
+            raise launch.refused(launch.source, why, hint)
+        if launcher != "torchrun":
+            self.put("launcher", launcher)
+        if launcher == "srun" and launch.mpi not in ("", "none"):
+            self.put("mpi", launch.mpi)
+        elif launcher == "srun" and launch.launcher and not launch.mpi:
+            if not PYTHON.fullmatch(launch.program) and self.size.ranks * self.size.nodes > 1:
+                why = "srun without --mpi takes the cluster's default, hpml takes none"
+                launch.changed(why, "a program that uses MPI needs `mpi: pmix` or `mpi: pmi2`")
 
     def _program(self) -> None:
-        launch, words, workdir = self.launch, self.words, self.body.workdir
+        launch, words, workdir = self.launch, self.words, self.workdir
         if not words:
             raise InputError(f"line {launch.line}: {launch.source}: starts no program")
         python = words[0] if PYTHON.fullmatch(launch.program) else ""
         rest = words[2:] if words[1:2] == ["-u"] else words[1:]
-        if self.evaluated:
-            self.put("command", ["bash", "-c", 'eval "exec $IMPORTED_COMMAND"'])
-            why = "environment.setup fills in its arguments, once, with a shell"
-            launch.changed(why, "write them out if you know them")
-            rest = []
-        elif python and rest[:1] == ["-m"] and len(rest) > 1:
+        if python and rest[:1] == ["-m"] and len(rest) > 1:
             self.put("module", rest[1])
             rest = rest[2:]
-        elif python and rest and rest[0][:1] not in ("-", "{") and launch.directory:
+        elif (
+            python and rest and rest[0][:1] not in ("-", "{", "") and "{" not in rest[0] and workdir
+        ):
             path = os.path.normpath(os.path.join(launch.directory, rest.pop(0)))
             inside = path.startswith(f"{workdir}/")
             self.put("script", os.path.relpath(path, workdir) if inside else path)
@@ -345,45 +420,106 @@ class _Import:
             ends = list(dict.fromkeys(request.requeue))
             self.put("checkpoint.requeue", ends, "requeue", "signal")
 
+    @property
+    def workdir(self) -> str:
+        """The directory in which the lines of setup start; the last `cd` that is a field."""
+        places = [line.value for line in self.body.lines if line.kind == "cd" and line.is_field]
+        start = os.path.join(self.place.directory, self.request.text("chdir"))
+        return places[-1] if places else os.path.normpath(start)
+
     def _environment(self) -> None:
-        launch, body = self.launch, self.body
-        if body.modules:
-            modules = [name for line in body.modules for name in line.value.split()]
+        launch, lines = self.launch, self.body.lines
+        fields = [line for line in lines if line.is_field]
+        if modules := [n for line in fields if line.kind == "module" for n in line.value.split()]:
             self.put("environment.modules", modules)
-        if active := body.active:
-            path = self.place.path(active.value) if "/" in active.value else active.value
-            self.put(f"environment.{active.kind}", path)
-        if body.workdir != self.place.base:
-            self.put("workdir", self.place.path(body.workdir), "chdir")
-        if lines := self._setup():
-            self.put("environment.setup", "\n".join(lines) + "\n")
+        for line in fields:
+            if line.kind in ("venv", "conda"):
+                path = self.place.path(line.value) if "/" in line.value else line.value
+                self.put(
+                    f"environment.{line.kind}", path, origin=f"line {line.line}: {line.source}"
+                )
+            elif line.kind == "hook":
+                why, todo = "hpml finds conda through CONDA_EXE or PATH", "have one of them set"
+                self.report.changed(line.line, line.source, why, todo)
+        if self.workdir != self.place.base:
+            self.put("workdir", self.place.path(self.workdir), "chdir")
+        if text := self._setup():
+            self.put("environment.setup", "\n".join(text) + "\n")
         if launch.container:
             self.put("environment.container", launch.container)
-            if launch.directory != body.workdir:
+            if launch.directory != self.workdir:
                 why = "the ranks of a container start in workdir"
                 launch.lost(launch.source, why, "write workdir")
 
     def _setup(self) -> list[str]:
         """Set the variables of the ranks; return the lines of `environment.setup`."""
-        launch, body = self.launch, self.body
-        lines = [line.source for line in body.kept]
+        launch, kept = self.launch, {id(line) for line in self.setup}
+        self._check_setup()
+        lines = [line.source for line in self.setup]
         if any("SLURM_SUBMIT_DIR" in line for line in lines):
             lines.insert(0, f"SLURM_SUBMIT_DIR={shlex.quote(self.place.directory)}")
         self._export(lines)
-        for name, (value, line) in body.variables.items():
-            self._variable(name, value, line.line, line.source, lines)
+        for line in self.body.lines:
+            for name, value in line.assigned.items() if line.exported else ():
+                if id(line) not in kept or name in SET_LATER:
+                    self._variable(name, value, line.line, line.source)
+            if line.kind == "keep" and (
+                match := re.search(rf"\b({'|'.join(SET_LATER)})=", line.source)
+            ):
+                default = self.size.cpus_per_rank if match[1] == "OMP_NUM_THREADS" else 1
+                name = self._export_as_new(f'"${{{match[1]}:-{default}}}"')
+                self.put(f"environment.variables.{match[1]}", f"{{env.{name}}}")
         for name, value in launch.variables.items():
-            self._variable(name, value, launch.line, f"{name}={shown(value)}", lines)
-        if self.evaluated:
-            words = " ".join(map(self._for_setup, self.words))
-            lines += [f"printf -v IMPORTED_COMMAND '%q ' {words}", "export IMPORTED_COMMAND"]
-        return lines
+            self._variable(name, value, launch.line, f"{name}={shown(value)}")
+        if launch.directory and launch.directory != self.body.values.directory:
+            lines.append(f"cd {shlex.quote(launch.directory)}")
+        return lines + list(self.exports.values())
 
-    def _for_setup(self, word: str) -> str:
-        """Return a word for the shell of setup, with placeholders as variables."""
-        word = re.sub(r"\{stage\.(\w+)\}", lambda m: f'\0"$HPML_STAGE_{m[1].upper()}"\0', word)
-        word = word.replace("{run.dir}", '\0"$HPML_RUN_DIR"\0')
-        return shell_word(word.replace("{array.index}", '\0"$SLURM_ARRAY_TASK_ID"\0'))
+    def _check_setup(self) -> None:
+        """Report the lines of setup, and refuse those that read sizes that hpml's job has not."""
+        size = self.size
+        for line in self.setup:
+            values = {name: self._placed(value) for name, value in line.assigned.items()}
+            if _SIZES.search(line.source) and not any(map(has_hole, values.values())):
+                words = (f"{name}={self._shell_word(value)}" for name, value in values.items())
+                line.source = "export " * line.exported + " ".join(words)
+        own = {
+            "SLURM_CPUS_PER_TASK": size.cpus_per_rank,
+            **dict.fromkeys(("SLURM_NTASKS", "SLURM_NPROCS"), size.nodes * size.ranks),
+            **dict.fromkeys(("SLURM_NTASKS_PER_NODE", "SLURM_TASKS_PER_NODE"), size.ranks),
+        }
+        sources = [
+            (line.line, line.source, line.kind == "quiet" or line.block == "function")
+            for line in self.setup
+        ]
+        sources += [(self.launch.line, line, False) for line in self.exports.values()]
+        for number, source, prints in sources:
+            shell = re.sub(r"'[^']*'", "", source)  # text in quotes may be of another program
+            if not prints and _ARGUMENTS.search(shell):
+                problem = f"line {number}: {source.partition(chr(10))[0]}: reads the arguments of "
+                problem += "the script, and `hpml submit` passes it none"
+                raise InputError(problem, hint="write the values into it, as ${1:-VALUE}")
+            for name, value in own.items():
+                given = self.known.get(name, "")
+                if not prints and re.search(rf"\b{name}\b", source) and given != str(value):
+                    problem = f"line {number}: {source.partition(chr(10))[0]}: {name} is "
+                    problem += f"{given or 'not set'} in the script's job and {value} in hpml's"
+                    raise InputError(problem, hint=f"write the number in place of ${name}")
+        kept = {id(line) for line in self.setup}
+        for line in self.body.lines:
+            unknown = any(has_hole(self._placed(value)) for value in line.assigned.values())
+            if unknown and id(line) not in kept:
+                why = "nothing else uses it, or hpml does itself what it was for"
+                self.report.add("dropped", line.line, line.source, why)
+        for line in self.setup:
+            todo = "a line that fails ends the job: `|| :` behind it helps" * (
+                line.kind != "assign"
+            )
+            if line.launch and line.launch.launcher:
+                todo = (
+                    "hpml neither binds nor records it: better write a job file of its own for it"
+                )
+            self.report.changed(line.line, line.source, _IN_SETUP, todo)
 
     def _export(self, lines: list[str]) -> None:
         """Set what the header's `--export` says about the environment, also for setup's lines."""
@@ -399,43 +535,57 @@ class _Import:
                 if any(name in line for line in lines):
                     lines.insert(0, f"export {name}={shlex.quote(value)}")
 
-    def _variable(self, name: str, value: str, line: int, text: str, lines: list[str]) -> None:
-        """Set a variable of the ranks; in setup where its value is known in the job only."""
+    def _variable(self, name: str, value: str, line: int, text: str) -> None:
+        """Set a variable of the ranks; in setup if its value is known in the job only."""
         default = {"OMP_NUM_THREADS": str(self.size.cpus_per_rank), "PYTHONUNBUFFERED": "1"}
-        value = self.body.staging.replaced(value)
+        value = self._placed(value)
         if name == "CUDA_VISIBLE_DEVICES":
-            self.report.lost(line, text, "Slurm gives each job its GPUs", "write resources.gpus")
+            check_devices(self.values, line, value)
+        elif name in PROVIDED:
+            return
         elif name in SET_LATER and value == default[name]:
             self.report.add("dropped", line, text, f"hpml sets {name} itself")
-        elif has_hole(value) and name in SET_LATER:
-            why = f"hpml sets it to {default[name]} after environment.setup"
-            self.report.lost(line, text, why, f"write environment.variables.{name}")
-        elif has_hole(value) and re.search(rf"\$\{{?{name}\b", self.launch.source):
-            return  # a part of the command line, carried over with it
-        elif has_hole(value) or name.endswith("PATH"):
-            lines.append(f"export {name}={self._for_setup(value)}")
+        elif has_hole(value) and name not in SET_LATER:
+            self.exports[name] = f"export {name}={self._shell_word(value)}"
         else:
             if re.search(r"_KEY|TOKEN|SECRET|PASSWORD", name):
                 why = "the value can be read in the job file and in the records of its runs"
                 todo = "remove it there, and export it before `hpml submit` instead"
                 self.report.changed(line, f"{name}=…", why, todo)
+            value = HOLE.sub(lambda match: f"{{env.{self._export_as_new(match[1])}}}", value)
             self.put(f"environment.variables.{name}", value, origin=f"line {line}: {text}")
 
-    def _stages(self) -> None:
+    @staticmethod
+    def _shell_word(value: str) -> str:
+        """Return a value as one word for a shell, which fills in its holes and placeholders."""
+        value = re.sub(r"\{stage\.(\w+)\}", lambda m: f'\0"$HPML_STAGE_{m[1].upper()}"\0', value)
+        value = value.replace("{job.id}", '\0"$SLURM_JOB_ID"\0')
+        value = value.replace("{array.index}", '\0"$SLURM_ARRAY_TASK_ID"\0')
+        value = re.sub(r"\{env\.(\w+)\}", r'\0"$\1"\0', value)
+        parts = HOLE.split(value)
+        return "".join(p if i % 2 else shlex.quote(p) for i, p in enumerate(parts) if p)
+
+    def _data(self) -> None:
+        """Set what is staged and collected."""
+        copies = self.body.copies
         entries = []
-        for staged in self.body.staging.entries:
+        for staged in copies.staged:
             entry = {"name": staged.name, "source": self.place.path(staged.source)}
-            if staged.kind != "auto":
-                entry["kind"] = staged.kind
-            if staged.target != "local":
-                entry["target"] = staged.target
+            entry |= {"kind": staged.kind} if staged.kind != "auto" else {}
+            entry |= {"target": staged.target} if staged.target != "local" else {}
             entries.append(entry)
-            if not staged.used:
-                why = "is staged to each node, but no argument names it"
-                todo = f"pass {{stage.{staged.name}}}, or read HPML_STAGE_{staged.name.upper()}"
-                self.report.changed(staged.line, staged.text, why, todo)
         if entries:
             self.put("stage", entries)
+        results: list[dict[str, str]] = []
+        for (source, target), result in zip(copies.collected(), copies.results, strict=True):
+            entry = {"source": source, "target": self.place.path(target)}
+            where = f"{entry['target']}/RUN/NODE/{os.path.basename(source).strip('{}')}"
+            why = f"each node's results come back to {where}"
+            self.report.changed(result.line, result.text, why)
+            if entry not in results:
+                results.append(entry)
+        if results:
+            self.put("collect", results)
 
 
 def _yaml(job: dict[str, Any], comments: list[str]) -> str:

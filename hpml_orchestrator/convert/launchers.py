@@ -1,20 +1,32 @@
-"""Take launchers and wrappers off a command line: srun, torchrun, mpirun, env, timeout."""
+"""Take launchers off a command line: srun, torchrun, mpirun, env and their like.
+
+An option is one of the tables below, or the line is refused: what hpml does not know may change
+what the program gets.
+"""
 
 from __future__ import annotations
 
-import dataclasses
 import os
 import re
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from hpml_orchestrator.convert.report import ALL_GPUS, HIDES_GPUS, Report
+from hpml_orchestrator.convert.report import ALL_GPUS, HIDES_GPUS, OUTPUT, Report
 from hpml_orchestrator.convert.shell import ASSIGNMENT, split_script
-from hpml_orchestrator.convert.values import Values, has_hole, hole_kinds, shown
+from hpml_orchestrator.convert.values import HOLE, Values, has_hole, hole_names, shown
 from hpml_orchestrator.errors import InputError
-from hpml_orchestrator.scheduler.slurm.options import SRUN, HeaderError, Word, read_options
+from hpml_orchestrator.scheduler.slurm.options import (
+    SRUN,
+    HeaderError,
+    Option,
+    Word,
+    read_options,
+)
 
-__all__ = ["PYTHON", "Launch", "peel"]
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+__all__ = ["LAUNCHERS", "PYTHON", "Launch", "peel"]
 
 PYTHON = re.compile(r"python(\d+(\.\d+)?)?")
 
@@ -27,14 +39,17 @@ class Launch:
         line: where.
         source: as written.
         words: the command line; once the launchers are taken off, the program.
-        directory: where it starts; empty where only the job knows.
+        directory: where it starts; empty if only the job knows.
         launcher: `torchrun`, `srun`, `mpirun`, `horovodrun`, or empty for a plain process.
-        sizes: what the line says, as text: `nodes`, `per_node` and `total` (ranks), `cpus`.
-        mpi: whether srun is to offer MPI; of an mpirun, that it is not Open MPI's.
+        sizes: what the line says, as text: `nodes`, `per_node` and `total` (ranks).
+        outer: what an srun around the launcher says.
+        options: srun's own options.
+        mpi: of srun's `--mpi`.
         container: of pyxis: engine, image and mounts.
         variables: environment of this line alone.
         python: the interpreter that ran the launcher.
-        report: what its options lose; it counts if the job file carries this launch over.
+        report: what its options change; it counts if the job file carries this launch over.
+        error: why no job file can carry it over.
     """
 
     line: int
@@ -43,21 +58,36 @@ class Launch:
     directory: str
     launcher: str = ""
     sizes: dict[str, str] = field(default_factory=dict)
-    mpi: bool = False
+    outer: dict[str, str] | None = None
+    options: list[Option] = field(default_factory=list)
+    mpi: str = ""
     container: dict[str, Any] = field(default_factory=dict)
     variables: dict[str, str] = field(default_factory=dict)
     python: str = ""
     report: Report = field(default_factory=Report)
+    error: InputError | None = None
 
     @property
     def program(self) -> str:
-        """Name of the program without its directory; empty where no word is left."""
+        """Name of the program without its directory; empty if no word is left."""
         return os.path.basename(self.words[0]) if self.words else ""
 
     def size(self, name: str) -> int | None:
-        """Return one of the sizes as a number above zero; None for all else."""
-        text = self.sizes.get(name, "")
-        return int(text) if re.fullmatch(r"0*[1-9][0-9]{0,6}", text) else None
+        """Return one of the sizes as a number; None if the line does not say it.
+
+        Raises:
+            InputError: it is no whole number above zero that is known now.
+        """
+        if name not in self.sizes:
+            return None
+        text = self.sizes[name]
+        if not re.fullmatch(r"0*[1-9][0-9]{0,6}", text):
+            raise self.refused(text, "a job file needs this number", "write it as a number")
+        return int(text)
+
+    def refused(self, text: str, why: str, hint: str) -> InputError:
+        """Return the error about a part of the line."""
+        return InputError(f"line {self.line}: {shown(text)}: {why}", hint=hint)
 
     def lost(self, text: str, why: str, todo: str = "") -> None:
         """Report a part of the line that is not carried over."""
@@ -75,40 +105,55 @@ class Launch:
 
 
 def peel(launch: Launch) -> None:
-    """Take the launchers off the words of a launch and fill its fields."""
+    """Take the launchers off the words of a launch and fill its fields.
+
+    Raises:
+        InputError: an option cannot be carried over.
+    """
     before: list[str] = []
     while launch.words and launch.words != before:
-        before, program = list(launch.words), launch.program
-        rest = [word for word in before[1:] if word not in ("-u", "-O", "-B")]
-        if ASSIGNMENT.fullmatch(before[0]):
-            launch.set(launch.words.pop(0))
-        elif program == "srun":
-            _read_srun(launch)
-        elif program in ("bash", "sh"):
-            _read_shell(launch)
-        elif program in _WRAPPERS:
-            _read_wrapper(launch)
-        elif program in _LAUNCHERS:
-            directory = os.path.dirname(before[0])
-            if directory:  # a launcher with a path belongs to the Python beside it
+        before, words = list(launch.words), launch.words
+        if match := re.fullmatch(r'\0"?\$\((?:which|command -v) ([\w.+-]+)\)"?\0', words[0]):
+            words[0] = match[1]  # it is looked up where the program starts, too
+        program, rest = launch.program, [word for word in words[1:] if word not in _QUIET_PYTHON]
+        if ASSIGNMENT.fullmatch(words[0]):
+            launch.set(words.pop(0))
+        elif program in _READERS:
+            _READERS[program](launch)
+        elif program in LAUNCHERS:
+            if directory := os.path.dirname(words[0]):
+                # a launcher with a path belongs to the Python beside it
                 launch.python = os.path.join(directory, "python")
-            _read_launcher(launch, _LAUNCHERS[program])
+            _read_launcher(launch, LAUNCHERS[program])
         elif PYTHON.fullmatch(program) and rest[:1] == ["-m"] and "".join(rest[1:2]) in _MODULES:
-            launch.python, launch.words = before[0], rest[1:]
+            launch.python, launch.words = words[0], rest[1:]
             _read_launcher(launch, _MODULES[rest[1]])
+
+
+def _read_prefix(launch: Launch) -> None:
+    """Take `exec`, `env` and their like off the words; with options they stay."""
+    rest = launch.words[1:]
+    while rest[:1] in (["-p"], ["--"]):
+        rest.pop(0)
+    if not (rest and rest[0].startswith("-")):
+        launch.words = rest
+
+
+_QUIET_PYTHON = ("-u", "-O", "-B")
 
 
 @dataclass(frozen=True)
 class _Launcher:
-    """A launcher and the options that hpml has a counterpart for; the others are reported.
+    """A launcher and the options that hpml has a counterpart for; all others are refused.
 
     Attributes:
         launcher: of the job file.
-        options: those with a value: `NAME` alone, or `NAME=SIZE` for one of the sizes of a launch,
-            `NAME=$VARIABLE` for a variable, `NAME=$` for one whose value is VARIABLE=VALUE.
-        flags: options without a value.
+        options: those with a value: `NAME` alone is hpml's to choose, `NAME=SIZE` is one of the
+            sizes of a launch, `NAME=$VARIABLE` a variable, `NAME=$` one whose value is
+            VARIABLE=VALUE, `NAME!` is reported as not carried over.
+        flags: options without a value, with the same `!`.
         pairs: options with two values, `NAME=$PREFIX`: the first is the rest of a variable's name.
-        per_node: ranks on each node where no option says so.
+        per_node: ranks on each node if no option says so.
     """
 
     launcher: str
@@ -121,7 +166,8 @@ class _Launcher:
 _TORCHRUN = _Launcher(
     "torchrun",
     "nnodes=nodes nproc-per-node=per_node rdzv-backend rdzv-endpoint rdzv-id rdzv-conf node-rank "
-    "master-addr master-port local-addr log-dir r redirects t tee",
+    "master-addr master-port local-addr log-dir r redirects t tee role start-method "
+    "max-restarts! monitor-interval! numa-binding!",
     "standalone m module no-python use-env",
     per_node="1",
 )
@@ -129,33 +175,32 @@ _ACCELERATE = _Launcher(
     "torchrun",
     "num-processes=total num-machines=nodes machine-rank main-process-ip main-process-port "
     "mixed-precision=$ACCELERATE_MIXED_PRECISION num-cpu-threads-per-process=$OMP_NUM_THREADS "
-    "rdzv-backend rdzv-conf same-network log-dir tee role",
+    "rdzv-backend rdzv-conf same-network! log-dir tee role",
     "multi-gpu debug q quiet m module no-python",
     per_node="gpu",
 )
 _DEEPSPEED = _Launcher(
     "torchrun",
-    "num-gpus=per_node num-nodes=nodes H hostfile master-port master-addr node-rank launcher "
+    "num-gpus=per_node num-nodes=nodes H=hosts hostfile=hosts master-port master-addr launcher "
     "launcher-args ssh-port",
-    "module no-python no-local-rank no-ssh-check force-multi save-pid no-ssh",
+    "module no-python no-local-rank no-ssh-check force-multi save-pid no-ssh bind-cores-to-rank!",
     per_node="gpu",
 )
 _MPIRUN = _Launcher(
     "mpirun",
-    "np=total n=total c=total npernode=per_node N=per_node ppn=per_node perhost=per_node x=$ "
-    "hostfile machinefile f H host hosts genvlist envlist prefix launcher bootstrap rmk "
-    "default-hostfile display",
-    "oversubscribe allow-run-as-root report-bindings envall genvall display-map tag-output v q "
-    "verbose quiet nooversubscribe prepend-rank l print-rank-map",
-    "mca=$OMPI_MCA_ gmca=$OMPI_MCA_ pmixmca=$PMIX_MCA_ prtemca=$PRTE_MCA_ genv=$ env=$",
+    "np=total n=total c=total npernode=per_node N=per_node x=$ hostfile=hosts machinefile=hosts "
+    "H=hosts host=hosts prefix default-hostfile display map-by! bind-to! rank-by! rf! rankfile!",
+    "oversubscribe allow-run-as-root report-bindings display-map tag-output v q verbose quiet "
+    "nooversubscribe",
+    "mca=$OMPI_MCA_ gmca=$OMPI_MCA_ pmixmca=$PMIX_MCA_ prtemca=$PRTE_MCA_",
 )
 _HOROVODRUN = _Launcher(
     "horovodrun",
-    "np=total n=total num-proc=total H hosts hostfile p ssh-port i ssh-identity-file "
-    "start-timeout slots-per-host output-filename",
+    "np=total n=total num-proc=total H hosts p ssh-port i ssh-identity-file start-timeout "
+    "output-filename!",
     "gloo mpi verbose",
 )
-_LAUNCHERS = {
+LAUNCHERS = {
     "torchrun": _TORCHRUN,
     **dict.fromkeys(("accelerate", "accelerate-launch"), _ACCELERATE),
     "deepspeed": _DEEPSPEED,
@@ -167,11 +212,9 @@ _MODULES = {
     "accelerate.commands.launch": _ACCELERATE,
     **dict.fromkeys(("deepspeed", "deepspeed.launcher.runner"), _DEEPSPEED),
 }
-_OTHER_FLAGS = frozenset(  # options without a value that hpml has no counterpart for
-    "use-deepspeed use-fsdp cpu use-hwthread-cpus enable-cpu-affinity bind-cores-to-rank".split()
-)
 _ADDS_LOCAL_RANK = ("deepspeed", "deepspeed.launcher.runner", "torch.distributed.launch")
-_HYDRA = frozenset("ppn perhost hosts genv env genvlist envlist bootstrap rmk".split())
+_HYDRA = frozenset("ppn perhost hosts genv env genvlist envlist bootstrap rmk envall".split())
+_OWN_FILE = "accelerate reads ~/.cache/huggingface/accelerate/default_config.yaml, hpml does not"
 
 
 def _read_launcher(launch: Launch, table: _Launcher) -> None:
@@ -179,141 +222,172 @@ def _read_launcher(launch: Launch, table: _Launcher) -> None:
     who = launch.program
     if who == "accelerate" and launch.words[1:2] != ["launch"]:
         return
+    if launch.launcher == "srun":
+        launch.outer = launch.sizes
     launch.launcher, launch.words = table.launcher, launch.words[1 + (who == "accelerate") :]
-    if table.launcher == "torchrun":  # an srun before it starts one of it per node
-        launch.sizes.clear()
+    if table == _MPIRUN and (who == "mpiexec.hydra" or _HYDRA & _spellings(launch.words)):
+        why = "hpml starts Open MPI's mpirun only"
+        raise launch.refused(who, why, "write `srun --mpi=pmi2` or `srun --mpi=pmix` in its place")
+    launch.sizes = {}
     names = _read_options(launch, table, who)
-    if launch.words[:1] and launch.words[0].startswith("\0"):
-        problem = f"line {launch.line}: {who} {shown(launch.words[0])}: only the job knows it"
-        raise InputError(problem, hint=f"write the options of {who} and the program there")
+    if (hosts := launch.sizes.pop("hosts", "")) and not {"per_node", "total"} & {*launch.sizes}:
+        why = "the list of hosts says how many ranks there are"
+        raise launch.refused(hosts, why, f"write the number as an option of {who}")
+    if table == _MPIRUN and ":" in launch.words:
+        problem = "mpirun starts several programs; hpml starts one"
+        raise launch.refused(launch.source, problem, "have one program choose by its RANK")
     if table.launcher == "torchrun":
+        _add_python(launch, names, who)
         if "total" not in launch.sizes:
             launch.sizes.setdefault("per_node", table.per_node)
-        if launch.words and "no-python" not in names:
-            module = ["-m"] if {"m", "module"} & names else []
-            launch.words = [launch.python or "python", *module, *launch.words]
-        if who in _ADDS_LOCAL_RANK and not {"no-local-rank", "use-env"} & names:
-            why = "the program gets no argument --local_rank=N"
-            launch.changed(why, "read os.environ['LOCAL_RANK'] in it, as with torchrun")
-    launch.mpi = who == "mpiexec.hydra" or bool(table == _MPIRUN and _HYDRA & names)
-    if table == _MPIRUN and ":" in launch.words:
-        problem = f"line {launch.line}: mpirun starts several programs; hpml starts one"
-        raise InputError(problem, hint="have one program choose by its RANK")
+    if table is _ACCELERATE:
+        launch.changed(_OWN_FILE, "check that there is none, or that it changes nothing")
+
+
+def _add_python(launch: Launch, names: set[str], who: str) -> None:
+    """Put the Python before the program that the launcher starts by it."""
+    if launch.words and "no-python" not in names:
+        module = ["-m"] if {"m", "module"} & names else []
+        launch.words = [launch.python or "python", *module, *launch.words]
+    if who in _ADDS_LOCAL_RANK and not {"no-local-rank", "use-env"} & names:
+        why = "the program gets no argument --local_rank=N"
+        launch.changed(why, "read os.environ['LOCAL_RANK'] in it, as with torchrun")
+
+
+def _spellings(words: list[str]) -> set[str]:
+    return {word.lstrip("-").partition("=")[0] for word in words if word.startswith("-")}
 
 
 def _read_options(launch: Launch, table: _Launcher, who: str) -> set[str]:
     """Take the options of a launcher off the words and return their names."""
     pairs = dict(option.split("=") for option in table.pairs.split())
-    targets = dict(option.partition("=")[::2] for option in table.options.split()) | pairs
+    targets = dict(
+        option.replace("!", "=!").partition("=")[::2]
+        for option in [*table.options.split(), *table.pairs.split()]
+    )
+    flags = {flag.rstrip("!"): flag[-1] == "!" for flag in table.flags.split()}
     words, names = launch.words, set()
-    while words and words[0].startswith("-") and words[0] != "-":
+    while words and words[0][:1] in ("-", "\0") and words[0] != "-":
         word = words.pop(0)
         if word == "--":
             break
+        if word.startswith("\0"):
+            why = f"only the job knows it, and it may be options of {who}"
+            raise launch.refused(word, why, f"write the options of {who} and the program there")
         spelling, equals, value = word.lstrip("-").partition("=")
         name = spelling.replace("_", "-")
-        flag = name in table.flags.split() or name in _OTHER_FLAGS
-        # An option that hpml does not know takes the next word unless that begins the program.
-        guess = name not in targets and bool(words) and re.match(r"-|.*\.py$", words[0])
-        if not (equals or flag or guess) and words:
+        if name in targets and not equals and words:
             value = words.pop(0)
-            if name in pairs and words:
-                value += f"={words.pop(0)}"
+            value += f"={words.pop(0)}" if name in pairs and words else ""
             word = f"{word} {value}"
+        elif name not in targets and name not in flags:
+            why = "hpml starts the ranks itself and has no counterpart of this option"
+            raise launch.refused(f"{who} {word}", why, "remove it, or write the job file by hand")
         names.add(name)
         target = targets.get(name, "")
-        if target.startswith("$"):
-            launch.set(f"{target[1:]}={value}" if target[-1] not in "$_" else target[1:] + value)
-        elif target:
-            launch.sizes[target] = value
-        elif name not in targets and name not in table.flags.split() and value not in ("none", "0"):
-            why = f"hpml starts the ranks itself, by {table.launcher}, without this option"
+        if (target == "!" and value not in ("none", "0")) or flags.get(name):
+            why = f"hpml starts and binds the ranks itself, by {table.launcher}"
             launch.lost(f"{who} {word}", why, "check whether the training needs it")
+        elif target.startswith("$"):
+            launch.set(f"{target[1:]}={value}" if target[-1] not in "$_" else target[1:] + value)
+        elif target not in ("", "!"):
+            launch.sizes[target] = value
     return names
 
 
-_SRUN_SIZES = {
-    "ntasks": "total",
-    "ntasks-per-node": "per_node",
-    "nodes": "nodes",
-    "cpus-per-task": "cpus",
-}
-_SRUN_QUIET = frozenset(
-    # what hpml gives its own srun, or what follows from the job's size
-    "kill-on-bad-exit unbuffered label overlap exact exclusive quiet verbose job-name wait gpus "
-    "gpus-per-node gres partition account qos pty immediate nodelist "
-    "jobid input disable-status propagate preserve-env constraint container-mount-home".split()
+_SRUN_SIZES = {"ntasks": "total", "ntasks-per-node": "per_node", "nodes": "nodes"}
+_SRUN_QUIET = frozenset(  # what hpml gives its own srun, or what means the same in its job
+    "kill-on-bad-exit unbuffered label overlap exact exclusive quiet verbose job-name wait pty "
+    "immediate jobid input disable-status propagate preserve-env container-mount-home "
+    "no-kill".split()
+)
+_SRUN_RESOURCES = frozenset(
+    "nodes ntasks ntasks-per-node cpus-per-task cpus-per-gpu gres gpus gpus-per-node gpus-per-task "
+    "ntasks-per-gpu mem mem-per-cpu mem-per-gpu time partition account qos constraint reservation "
+    "nodelist exclude".split()
+)
+_SRUN_BINDING = frozenset(
+    "cpu-bind gpu-bind mem-bind distribution hint threads-per-core accel-bind ntasks-per-socket "
+    "ntasks-per-core".split()
 )
 
 
 def _read_srun(launch: Launch) -> None:
+    """Take srun and its options off the words."""
     try:
         words = [Word(word, launch.line) for word in launch.words[1:]]
         options, rest = read_options(words, SRUN, stop=True)
     except HeaderError as error:
         raise InputError(f"line {launch.line}: srun {error}", hint=error.hint) from None
     launch.launcher, launch.words = launch.launcher or "srun", [word.text for word in rest]
+    if launch.words and re.fullmatch(r'\0(?!"?\$\((which|command -v) )[^\0]*\0', launch.words[0]):
+        why = "only the job knows it, and it may be options of srun"
+        raise launch.refused(launch.words[0], why, "write the options and the program there")
     for option in options:
-        name, value = option.name, option.value
-        mounts = [re.sub(r"^(.*):\1$", r"\1", mount) for mount in value.split(",")]
-        if name in _SRUN_SIZES:
-            launch.sizes[_SRUN_SIZES[name]] = value.partition("-")[0]
-        elif name == "mpi":
-            launch.mpi = value not in ("none", "")
-        elif name == "container-image" and not has_hole(value):
-            launch.container |= {"engine": "pyxis", "image": value}
-        elif name == "container-mounts" and all(re.match("/[^\0]*$", mount) for mount in mounts):
-            launch.container["mounts"] = mounts
-        elif name == "export" and "NONE" not in mounts:
-            for setting in mounts:
-                launch.set(setting)
-        elif name not in _SRUN_QUIET and f"{name}={value}" not in ("mem=0", "cpu-bind=none"):
-            why = ALL_GPUS if name in HIDES_GPUS else ("hpml starts and binds the ranks itself",)
-            launch.lost(f"srun {option.shown}", *why)
+        if option.name in _SRUN_SIZES:
+            launch.sizes[_SRUN_SIZES[option.name]] = option.value.partition("-")[0]
+        if option.name in _SRUN_RESOURCES:
+            launch.options.append(option)
+        elif option.name not in _SRUN_QUIET:
+            _srun_option(launch, option)
+
+
+def _srun_option(launch: Launch, option: Option) -> None:
+    name, value = option.name, option.value
+    mounts = [re.sub(r"^(.*):\1$", r"\1", mount) for mount in value.split(",")]
+    plain = not has_hole(value)
+    if name == "mpi" and re.fullmatch(r"none|pmi2|pmix(_v\d)?", value):
+        launch.mpi = value.partition("_")[0]
+    elif name == "container-image" and plain:
+        launch.container |= {"engine": "pyxis", "image": value}
+    elif name == "container-mounts" and plain and all(m.startswith("/") for m in mounts):
+        launch.container["mounts"] = mounts
+    elif name == "chdir" and plain and launch.directory:
+        launch.directory = os.path.normpath(os.path.join(launch.directory, value))
+    elif name == "export" and "NONE" not in mounts:
+        for setting in mounts:
+            launch.set(setting)
+    elif name in ("output", "error"):
+        launch.report.changed(launch.line, shown(f"srun {option.shown}"), *OUTPUT)
+    elif name in _SRUN_BINDING:
+        own = ("hpml binds the ranks itself", "see `binding`")
+        if value != "none":
+            launch.lost(f"srun {option.shown}", *(ALL_GPUS if name in HIDES_GPUS else own))
+    else:
+        why = "a job file has no counterpart of this option"
+        raise launch.refused(f"srun {option.shown}", why, "remove it; `mpi` is none, pmix or pmi2")
+
+
+_SAME_ON_ALL_NODES = {"SLURM_JOB_ID", "SLURM_JOBID", "SLURM_ARRAY_TASK_ID"}
 
 
 def _read_shell(launch: Launch) -> None:
-    """Read `bash -c TEXT` where the text starts one program, and each rank starts the same."""
+    """Read `bash -c TEXT` if the text starts torchrun, which each node starts the same way."""
     if len(launch.words) != len(("bash", "-c", "TEXT")) or launch.words[1] not in ("-c", "-lc"):
         return
     try:
-        statements = split_script(shown(launch.words[2]))
+        statements = split_script(HOLE.sub(lambda m: m[1].strip('!"'), launch.words[2]))
+        commands = [command for statement in statements for command in statement.commands]
+        if len(commands) != 1 or commands[0].redirects or statements[0].block:
+            return
+        words = Values({}, {}, launch.directory).words(commands[0].words)
+        inner = Launch(launch.line, launch.source, list(words), launch.directory)
+        peel(inner)
     except InputError:
-        return
-    commands = [command for statement in statements for command in statement.commands]
-    if len(commands) != 1 or commands[0].redirects or statements[0].source != commands[0].source:
-        return
-    words = Values({}, {}, launch.directory).words(commands[0].words)
-    inner = dataclasses.replace(launch, words=words, sizes={}, variables={}, report=Report())
-    peel(inner)
-    known = inner.launcher == "torchrun" or PYTHON.fullmatch(inner.program)
-    kinds = {kind for word in inner.words for kind in hole_kinds(word)}
-    if known and kinds <= {"array", "job", "local"}:  # all else may differ between ranks
+        return  # it stays a command
+    names = {name for word in inner.words for name in hole_names(word)}
+    if inner.launcher == "torchrun" and names <= _SAME_ON_ALL_NODES:
         launch.words = words
 
 
-_WRAPPERS = {
-    **dict.fromkeys("exec command nohup builtin env".split(), ("", 0)),
-    "time": ("o f output format", 0),
-    "numactl": ("N m C i p cpunodebind membind physcpubind interleave", 0),
-    "taskset": ("", 1),
-    "nice": ("n", 0),
-    "stdbuf": ("i o e", 0),
-    "timeout": ("k s signal kill-after", 1),
+def _refuse_binding(launch: Launch) -> None:
+    why = "hpml binds the ranks itself"
+    raise launch.refused(launch.program, why, "remove it; `binding` in the job file says how")
+
+
+_READERS: dict[str, Callable[[Launch], None]] = {
+    "srun": _read_srun,
+    **dict.fromkeys(("bash", "sh"), _read_shell),
+    **dict.fromkeys(("exec", "command", "nohup", "time", "env"), _read_prefix),
+    **dict.fromkeys(("numactl", "taskset"), _refuse_binding),
 }
-"""Programs that run another one: options with a value, number of operands."""
-
-
-def _read_wrapper(launch: Launch) -> None:
-    values, operands = _WRAPPERS[launch.program]
-    words = launch.words[1:]
-    while words and words[0].startswith("-"):
-        option = words.pop(0)
-        if option == "--":
-            break
-        if option.lstrip("-") in values.split() and words:
-            words.pop(0)
-    taken = launch.words[: len(launch.words) - len(words) + operands]
-    if set(taken[1:]) - {"-p", "--"}:
-        launch.lost(" ".join(taken), "hpml starts and binds the ranks itself")
-    launch.words = words[operands:]

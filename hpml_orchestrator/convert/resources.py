@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from hpml_orchestrator.convert.header import apply_option
 from hpml_orchestrator.convert.report import ALL_GPUS, HIDES_GPUS
+from hpml_orchestrator.convert.values import has_hole
+from hpml_orchestrator.errors import InputError
 from hpml_orchestrator.spec.values import Gpus, size_text
 
 if TYPE_CHECKING:
@@ -13,14 +17,17 @@ if TYPE_CHECKING:
     from hpml_orchestrator.convert.launchers import Launch
     from hpml_orchestrator.convert.report import Report
 
-__all__ = ["Allocation", "Size", "allocation", "job_size", "known_variables"]
+__all__ = ["Allocation", "Size", "add_srun_options", "allocation", "job_size", "known_variables"]
+
+_GPUS = ("gres", "gpus", "gpus-per-node", "gpus-per-task")
+_MEMORY = ("mem", "mem-per-cpu", "mem-per-gpu")
 
 
 @dataclass(frozen=True)
 class Allocation:
     """What Slurm gives to the script: `gpus` and `cpus` of each node.
 
-    `tasks` are those of the job, None where the header does not say.
+    `tasks` are those of the job, None if the header does not say.
     """
 
     nodes: int
@@ -30,12 +37,16 @@ class Allocation:
 
     @property
     def tasks_per_node(self) -> int:
-        """Tasks of each node, rounded up; 1 where the header does not say."""
+        """Tasks of each node, rounded up; 1 if the header does not say."""
         return -(-self.tasks // self.nodes) if self.tasks else 1
 
 
 def allocation(request: Request, report: Report) -> Allocation:
-    """Return the allocation; where Slurm may choose the number of nodes, the fewest."""
+    """Return the allocation; if Slurm may choose the number of nodes, the fewest.
+
+    Raises:
+        InputError: its nodes would not be equal, as those of a job file are.
+    """
     numbers = request.numbers
     per_node, tasks = numbers.get("ntasks-per-node"), numbers.get("ntasks")
     all_gpus, gpus = request.gpus.get("gpus", Gpus(())), request.gpus.get("gpus-per-node", Gpus(()))
@@ -49,6 +60,11 @@ def allocation(request: Request, report: Report) -> Allocation:
         why = "without --nodes Slurm may use several nodes; the job file asks for one"
         report.changed(option.line, option.shown, why, "write resources.nodes for more")
     nodes = nodes or 1
+    if option is not None and (all_gpus.count % nodes or (tasks or 0) % nodes):
+        why = f"does not divide by {nodes} nodes, and all nodes of a job file are alike"
+        raise InputError(
+            f"line {option.line}: {option.shown}: {why}", hint="ask for a multiple of the nodes"
+        )
     if not gpus.count:
         gpus = Gpus(tuple((kind, -(-number // nodes)) for kind, number in all_gpus.kinds))
     if tasks is None and per_node:
@@ -68,17 +84,71 @@ def allocation(request: Request, report: Report) -> Allocation:
 
 
 def known_variables(request: Request, given: Allocation) -> dict[str, str]:
-    """Return the variables that Slurm will set, as far as the header decides them."""
+    """Return the variables that the header decides; empty for those that Slurm does not set."""
+    numbers, options = request.numbers, request.options
+    total = request.gpus.get("gpus")
     known: dict[str, int | None] = {
         **dict.fromkeys(("SLURM_NNODES", "SLURM_JOB_NUM_NODES"), given.nodes),
         "SLURM_CPUS_ON_NODE": given.cpus,
-        "SLURM_CPUS_PER_TASK": request.numbers.get("cpus-per-task"),
-        **dict.fromkeys(("SLURM_NTASKS", "SLURM_NPROCS"), given.tasks),
-        "SLURM_NTASKS_PER_NODE": given.tasks_per_node if given.tasks else None,
-        **dict.fromkeys(("SLURM_GPUS_ON_NODE", "SLURM_GPUS_PER_NODE"), given.gpus.count),
-        "SLURM_GPUS": given.gpus.count * given.nodes,
+        "SLURM_CPUS_PER_TASK": numbers.get("cpus-per-task"),
+        "SLURM_NTASKS_PER_NODE": numbers.get("ntasks-per-node"),
+        "SLURM_GPUS_ON_NODE": given.gpus.count,
+        "SLURM_GPUS_PER_NODE": given.gpus.count if "gpus-per-node" in options else None,
+        "SLURM_GPUS": total.count if total else None,
     }
-    return {name: str(number) for name, number in known.items() if number}
+    if given.tasks:
+        known |= dict.fromkeys(("SLURM_NTASKS", "SLURM_NPROCS"), given.tasks)
+    return {name: str(number or "") for name, number in known.items()}
+
+
+def add_srun_options(request: Request, launch: Launch, report: Report) -> None:
+    """Add what the srun of a launch asks for and the header does not.
+
+    Raises:
+        InputError: it asks for something else than the header.
+    """
+    for option in launch.options:
+        name, value, family = option.name, option.value, [option.name]
+        for group in (_GPUS, _MEMORY):
+            family = [*group] if name in group else family
+        if (name, value) == ("mem", "0"):
+            continue  # all of the job's memory
+        if has_hole(value):
+            raise launch.refused(option.shown, "a job file needs this value", "write it out")
+        earlier = request.option(*family)
+        if earlier is None or (name == "gres" and "gpu" not in value):
+            try:
+                apply_option(request, option, report)
+            except ValueError as error:
+                problem = f"line {option.line}: srun {option.shown}: {error}"
+                raise InputError(problem, hint="correct the option") from None
+        elif name in _GPUS or name in ("cpus-per-task", "cpus-per-gpu", "ntasks-per-gpu"):
+            _compare(request, launch, option.name, value, earlier.shown)
+        elif name not in ("nodes", "ntasks", "ntasks-per-node") and value not in (
+            earlier.value,
+            "0",
+        ):
+            why = f"the header has {earlier.shown}, which counts in the job file"
+            launch.lost(f"srun {option.shown}", why)
+
+
+def _compare(request: Request, launch: Launch, name: str, value: str, shown: str) -> None:
+    """Refuse an option of srun that gives the ranks another part of the node than the header."""
+    given = allocation(request, launch.report)
+    count = int(value.rpartition(":")[2]) if value.rpartition(":")[2].isdigit() else -1
+    is_gpus = name in _GPUS
+    wanted = {
+        "gpus": given.nodes * given.gpus.count,
+        "gpus-per-task": given.gpus.count
+        // (int(launch.sizes.get("per_node", 0) or 0) or given.tasks_per_node),
+        "cpus-per-task": request.numbers.get("cpus-per-task"),
+        "cpus-per-gpu": request.numbers.get("cpus-per-gpu"),
+        "ntasks-per-gpu": request.numbers.get("ntasks-per-gpu"),
+    }.get(name, given.gpus.count)
+    if count != wanted:
+        what = "GPUs" if is_gpus else "CPUs"
+        why = f"the header has {shown}: a job file gives the ranks all {what} of the job"
+        raise launch.refused(f"srun --{name}={value}", why, "write the same in the header")
 
 
 @dataclass(frozen=True)
@@ -93,34 +163,31 @@ class Size:
 
 
 def job_size(request: Request, given: Allocation, launch: Launch, report: Report) -> Size:
-    """Return what a job file must ask for so that the program gets what it gets now."""
-    nodes, per_node, total = given.nodes, launch.size("per_node"), launch.size("total")
-    exact = True
-    if launch.launcher == "torchrun":
-        exact = launch.size("nodes") in (None, nodes)
-        if total is None and per_node is None:
-            wanted, per_node = launch.sizes.get("per_node", ""), given.gpus.count or 1
-            exact = exact and wanted in ("gpu", "auto", "cpu")
-            if wanted == "cpu" or (wanted == "auto" and not given.gpus.count):
-                per_node = given.cpus
-    elif launch.launcher:
-        nodes = launch.size("nodes") or nodes
-        total = total or given.tasks or nodes
-        nodes = min(nodes, total)
-    else:
-        nodes = per_node = 1
-    ranks = per_node or -(-(total or 1) // nodes)
-    exact = exact and nodes == given.nodes and (per_node is not None or ranks * nodes == total)
-    if launch.launcher in ("", "torchrun") or ranks >= given.tasks_per_node:
-        cpus = -(-given.cpus // ranks)
-        exact = exact and cpus * ranks == given.cpus
-    else:  # one of several steps: its share
-        cpus = launch.size("cpus") or -(-given.cpus // given.tasks_per_node)
-    if not exact:
+    """Return what a job file must ask for so that the program gets what it gets now.
+
+    Raises:
+        InputError: the launch does not use the nodes of the header alike.
+    """
+    nodes = given.nodes
+    ranks = _ranks(given, launch)
+    if (started := _started_nodes(given, launch)) != nodes:
+        why = f"starts the program on {started} of the header's {nodes} nodes"
+        raise launch.refused(
+            launch.source, why, f"write the launch for {nodes}, or --nodes={started}"
+        )
+    if launch.outer is not None:
+        outer = dataclasses.replace(launch, sizes=launch.outer)
+        per_node = (outer.size("per_node") or 0) * nodes
+        started = outer.size("total") or per_node or given.tasks or nodes
+        if started != (nodes if launch.launcher == "torchrun" else 1):
+            why = f"srun starts the launcher {started} times on {nodes} nodes"
+            raise launch.refused(launch.source, why, "write `srun --ntasks-per-node=1`")
+    cpus = -(-given.cpus // ranks)
+    if cpus * ranks != given.cpus:
         launch.changed(
-            f"the header gives {given.nodes} nodes with {given.cpus} CPUs; the job file asks for "
-            f"{nodes} with {ranks} ranks of {cpus} CPUs on each",
-            "check nodes, ranks_per_node and cpus_per_rank in resources",
+            f"{ranks} ranks share the header's {given.cpus} CPUs of a node; the job file asks for "
+            f"{cpus} each",
+            "change resources.cpus_per_rank",
         )
     if not launch.launcher and given.gpus.count > 1:
         launch.changed(
@@ -135,9 +202,40 @@ def job_size(request: Request, given: Allocation, launch: Launch, report: Report
     return Size(nodes, ranks, cpus, given.gpus, _memory(request, given, report))
 
 
+def _started_nodes(given: Allocation, launch: Launch) -> int:
+    if launch.launcher in ("", "horovodrun"):
+        return 1
+    default = 1 if launch.launcher == "torchrun" else given.nodes
+    return launch.size("nodes") or default
+
+
+def _ranks(given: Allocation, launch: Launch) -> int:
+    """Return the ranks of each node."""
+    if not launch.launcher:
+        return 1
+    word = launch.sizes.get("per_node", "")
+    if launch.launcher == "torchrun" and word in ("gpu", "auto", "cpu"):
+        if word == "gpu" and not given.gpus.count:
+            why = "starts a rank for each GPU, and the header asks for none"
+            raise launch.refused(
+                launch.source, why, "write --gpus-per-node, or the number of ranks"
+            )
+        return given.cpus if word == "cpu" else given.gpus.count or given.cpus
+    per_node, total = launch.size("per_node"), launch.size("total")
+    if total is None:
+        total = per_node * given.nodes if per_node else given.tasks or given.nodes
+    if launch.launcher == "mpirun" and given.nodes > 1 and total != given.tasks and not per_node:
+        why = f"mpirun fills one node after the other; the header has {given.tasks or 1} tasks"
+        raise launch.refused(launch.source, why, "write --ntasks-per-node, or mpirun -npernode")
+    if total % given.nodes or (per_node and per_node * given.nodes != total):
+        why = f"{total} ranks on {given.nodes} nodes are not as many on each"
+        raise launch.refused(launch.source, why, "start as many on each node")
+    return total // given.nodes
+
+
 def _memory(request: Request, given: Allocation, report: Report) -> int | None:
-    """Return the memory of a node in MiB; None where the header does not say."""
-    option, numbers = request.option("mem", "mem-per-cpu", "mem-per-gpu"), request.numbers
+    """Return the memory of a node in MiB; None if the header does not say."""
+    option, numbers = request.option(*_MEMORY), request.numbers
     if option is None or numbers.get("mem"):
         return numbers.get("mem")
     if option.name == "mem":

@@ -16,7 +16,7 @@ from hpml_orchestrator.errors import InputError
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-__all__ = ["ASSIGNMENT", "TOKEN", "Command", "Statement", "split_script", "word_parts"]
+__all__ = ["ASSIGNMENT", "Command", "Statement", "array_words", "split_script", "word_parts"]
 
 ASSIGNMENT = re.compile(r"([A-Za-z_]\w*)(\+?=)(.*)", re.ASCII | re.DOTALL)
 
@@ -24,46 +24,72 @@ _KEYWORDS = frozenset("if then elif else while until do done fi esac ! { } in".s
 _CLOSERS = {"if": "fi", "case": "esac", "{": "}", "(": ")"}
 _CLOSERS |= dict.fromkeys(("for", "while", "until", "select"), "done")
 _BEFORE_COMMAND = frozenset("do then else elif if while until ! time {".split())
-_MAX_NESTING = 4  # of $( … ) in each other
+_MAX_NESTING = 30
 
-# No two alternatives of the patterns below begin alike, so that text with an open quote is refused
-# in linear time; possessive quantifiers, which would do the same, loop for ever in Python 3.11.2.
-_BARE = r"\$(?![({{\w@*#?$!{}-])"
-_DOLLAR, _DOLLAR_IN_QUOTES = _BARE.format("'"), _BARE.format("")
-
-
-def _expansion(depth: int) -> str:
-    """Return the pattern of `$NAME`, `${…}`, `$(…)` and backquotes."""
-    parentheses = rf"|\((?:{_parentheses(depth - 1)})*\)" if depth else ""
-    return (
-        r"`(?:[^`\\]|\\.)*`|\$(?:\w+(?!\w)|[@*#?$!-]|'(?:[^'\\]|\\.)*'"
-        rf"|\{{(?:[^{{}}]|\{{[^{{}}]*\}})*\}}{parentheses})"
-    )
+_BLANK = re.compile(r"(?:[ \t\r]|\\\n)+")
+_COMMENT = re.compile(r"#[^\n]*")
+_REDIRECT = re.compile(r"(?:\d*(?:<<<|<<-?|>>|>\||<>|[<>]&|[<>](?!\())|&>>?)[ \t]*")
+_OPERATOR = re.compile(r"&&|\|\||\|&|;;&|;;|;&|[|;&()]")
+_BLANK_AFTER_BACKSLASH = re.compile(r"\\[ \t]+(?=\n)")
+_VARIABLE = re.compile(r"\$(?:\w+|[@*#?$!-])", re.ASCII)
+_EXPANSION = re.compile(r"\$[\w@*#?$!({-]|`", re.ASCII)
 
 
-def _double(depth: int) -> str:
-    return rf'"(?:[^"\\$`]|\\.|(?!\$\'){_expansion(depth)}|{_DOLLAR_IN_QUOTES})*"'
+class _OpenError(ValueError):
+    """A quote or an expansion is not closed, or too many are in each other."""
 
 
-def _parentheses(depth: int) -> str:
-    inner = rf"|{_expansion(depth)}|{_double(depth)}" if depth > 0 else ""
-    nested = rf"|\((?:{_parentheses(depth - 1)})*\)" if depth > 0 else ""
-    return rf"[^()'\"\\$`]|\\.|'[^']*'{inner}{nested}|{_DOLLAR}"
+def _skip(text: str, at: int, *, quoted: bool = False, depth: int = 0) -> int:
+    """Return where the quote, the expansion or the single character that starts at `at` ends."""
+    two, inside = text[at : at + 2], depth + 1
+    if two[0] == "\\":
+        return at + 2
+    if two[0] == '"':
+        return _until(text, at + 1, '"', quoted=True, depth=inside)
+    if two[0] in "'`" and not (quoted and two[0] == "'"):
+        return _until(text, at + 1, two[0], quoted=quoted, depth=inside)
+    if two == "$'" and not quoted:
+        return _until(text, at + 2, "$'", quoted=quoted, depth=inside)
+    if two == "${":
+        return _until(text, at + 2, "}", quoted=quoted, depth=inside)
+    if two == "$(" or (two in ("<(", ">(") and not quoted):
+        return _until(text, at + 2, ")", quoted=False, depth=inside)
+    match = _VARIABLE.match(text, at)
+    return match.end() if match else at + 1
 
 
-_PARENTHESES = rf"\((?:{_parentheses(_MAX_NESTING)})*\)"
-_WORD = (
-    rf"(?:[^ \t\r\n;&|<>()'\"\\$`]|\\.|'[^']*'|{_double(_MAX_NESTING)}|{_expansion(_MAX_NESTING)}"
-    rf"|{_DOLLAR}|(?<==){_PARENTHESES}|[<>]{_PARENTHESES})+"
-)
-TOKEN = re.compile(
-    rf"""(?P<blank>[ \t\r]+|\\\n)|(?P<comment>\#[^\n]*)|(?P<newline>\n)
-    |(?P<redirect>(?:\d*(?:<<<|<<-?|>>|>\||<>|[<>]&|[<>](?!\())|&>>?)[ \t]*(?P<target>{_WORD})?)
-    |(?P<operator>&&|\|\||\|&|;;&|;;|;&|[|;&()])|(?P<word>{_WORD})""".replace("\n    ", ""),
-    re.DOTALL | re.ASCII,
-)
-_ARITHMETIC = re.compile(rf"\({_PARENTHESES}\)", re.DOTALL)
-_PARTS = re.compile(rf"\\(.)|'([^']*)'|({_expansion(_MAX_NESTING)})|[^\\'\"$`]+|.", re.DOTALL)
+def _until(text: str, at: int, close: str, *, quoted: bool, depth: int) -> int:
+    """Return the position behind the next `close` that belongs to what is open."""
+    while at < len(text) and depth <= _MAX_NESTING:
+        letter = text[at]
+        if letter == close[-1]:
+            return at + 1
+        if close == "'":
+            at += 1
+        elif close in ("`", "$'"):
+            at += 2 if letter == "\\" else 1
+        elif close == ")" and letter == "(":
+            at = _until(text, at + 1, ")", quoted=False, depth=depth + 1)
+        elif close == ")" and letter == "#" and text[at - 1] in " \t\n":
+            at = text.find("\n", at) % (len(text) + 1)
+        else:
+            at = _skip(text, at, quoted=quoted, depth=depth)
+    raise _OpenError
+
+
+def _word_end(text: str, start: int) -> int:
+    """Return where the word that starts at `start` ends; `start` itself if there is none."""
+    at = start
+    while at < len(text):
+        if text[at] == "(" and re.fullmatch(r"\w+\+?=", text[start:at]):
+            at = _until(text, at + 1, ")", quoted=False, depth=1)
+        elif text[at : at + 2] in ("<(", ">(") or text[at] not in " \t\r\n;&|<>()":
+            if _BLANK_AFTER_BACKSLASH.match(text, at):
+                break
+            at = _skip(text, at)
+        else:
+            break
+    return min(at, len(text))
 
 
 @dataclass(frozen=True)
@@ -129,33 +155,45 @@ class _Splitter:
     def run(self) -> list[Statement]:
         position = 0
         while position < len(self.text):
-            match = TOKEN.match(self.text, position)
-            after_for = bool(self.tokens) and self.tokens[-1][1] == "for"
-            if self.text.startswith("((", position) and (self.command or after_for):
-                match = _ARITHMETIC.match(self.text, position)
-            if match is None:
-                raise self._error(position, "a quote or parenthesis is not closed")
-            position = self._take(match.lastgroup or "word", match)
+            try:
+                position = self._token(position)
+            except _OpenError:
+                raise self._error(position, "a quote or parenthesis is not closed") from None
         if self.open or self.awaits_body:
             missing = f"`{self.open[-1]}`" if self.open else "the body of a function"
             raise self._error(self.tokens[0][2], f"{missing} is missing")
         self._end(len(self.text))
         return self.statements
 
-    def _take(self, kind: str, match: re.Match[str]) -> int:
+    def _token(self, at: int) -> int:
         """Read a token; return where the next one starts."""
-        if kind == "newline":
-            return self._newline(match.end())
-        if kind == "operator":
-            self._operator(match[0], match.start())
-        elif kind in ("redirect", "target"):
+        text = self.text
+        after_for = bool(self.tokens) and self.tokens[-1][1] == "for"
+        if match := _BLANK.match(text, at) or _COMMENT.match(text, at):
+            return match.end()
+        if text[at] == "\n":
+            return self._newline(at + 1)
+        if text.startswith("((", at) and (self.command or after_for):
+            end = _until(text, at + 1, ")", quoted=False, depth=1)
+            self._word(text[at:end], at)
+            return end
+        if match := _REDIRECT.match(text, at):
+            end = _word_end(text, match.end())
             if heredoc := re.match(r"\d*<<(-?)(?!<)", match[0]):
-                word = re.sub(r"[\\'\"]", "", match["target"] or "")
+                word = re.sub(r"[\\'\"]", "", text[match.end() : end])
                 self.documents.append((word, bool(heredoc[1])))
-            self.tokens.append(("redirect", match[0], match.start()))
-        elif kind == "word":
-            self._word(match[0], match.start())
-        return match.end()
+            self.tokens.append(("redirect", text[at:end], at))
+            return end
+        if match := _OPERATOR.match(text, at):
+            self._operator(match[0], at)
+            return match.end()
+        end = _word_end(text, at)
+        if _BLANK_AFTER_BACKSLASH.match(text, end):
+            problem = f"line {self._line(end)}: a blank behind the \\ at the end of the line"
+            hint = "remove the blank: for bash the command ends here, and the next line is another"
+            raise InputError(problem, hint=hint)
+        self._word(text[at:end], at)
+        return end
 
     def _newline(self, end: int) -> int:
         start = end
@@ -256,25 +294,33 @@ def split_script(text: str) -> list[Statement]:
     return _Splitter(text).run()
 
 
+def array_words(source: str) -> list[str]:
+    """Return the words between the parentheses of an array's value."""
+    inner, at, words = source[1:-1], 0, []
+    while at < len(inner):
+        if match := _BLANK.match(inner, at) or _COMMENT.match(inner, at):
+            at = match.end()
+            continue
+        end = max(_word_end(inner, at), at + 1)
+        words.append(inner[at:end])
+        at = end
+    return [word for word in words if word != "\n"]
+
+
 def word_parts(source: str) -> Iterator[tuple[bool, str, bool]]:
     """Yield the parts of a word: whether it is an expansion, its text, whether it is quoted."""
-    position, quoted = 0, False
-    while position < len(source):
-        match = _PARTS.match(source, position)
-        assert match is not None  # noqa: S101 - the last alternative matches any character
-        escaped, single, expansion = match.groups()
-        position = match.end()
-        if match[0] == '"':
+    at, quoted = 0, False
+    while at < len(source):
+        letter = source[at]
+        end = at + 1 if letter == '"' else _skip(source, at, quoted=quoted)
+        part, at = source[at:end], end
+        if letter == '"':
             quoted = not quoted
             yield False, "", True
-        elif escaped is not None:
-            keeps = quoted and escaped not in '$`"\\'
-            if escaped != "\n":
-                yield False, match[0] if keeps else escaped, True
-        elif quoted and match[0].startswith(("'", "$'")):
-            position = match.start() + match[0].index("'") + 1
-            yield False, source[match.start() : position], True
-        elif single is not None:
-            yield False, single, True
-        else:
-            yield expansion is not None, match[0], quoted
+        elif letter == "\\" and part != "\\\n":
+            keeps = quoted and part[1:] not in ("$", "`", '"', "\\")
+            yield False, part if keeps else part[1:], True
+        elif letter == "'" and len(part) > 1:
+            yield False, part[1:-1], True
+        elif letter != "\\":
+            yield bool(_EXPANSION.match(part)) or part.startswith(("$'", "<(", ">(")), part, quoted

@@ -1,60 +1,46 @@
-"""The values of a script's variables and words, as far as they are known before it runs.
+"""The values of a script's words, as far as its own lines and its header decide them.
 
-A value is text. A part that only the job knows (a job id, the output of a command, a file pattern)
-is a *hole*: its shell source between two NUL characters, which no script contains.
+A value is text. A part that only the job knows (a job id, the output of a command) is a *hole*: its
+shell source between two NUL characters, which no script contains, in quotes if the script has it
+in quotes.
 """
 
 from __future__ import annotations
 
+import ast
+import operator
 import re
-import shlex
 from typing import TYPE_CHECKING
 
-from hpml_orchestrator.convert.shell import ASSIGNMENT, TOKEN, word_parts
+from hpml_orchestrator.convert.shell import ASSIGNMENT, array_words, word_parts
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Callable, Iterable, Mapping
 
-__all__ = [
-    "PROVIDED",
-    "Values",
-    "has_hole",
-    "hole_kinds",
-    "hole_sources",
-    "is_stable",
-    "shell_word",
-    "shown",
-]
+__all__ = ["HOLE", "LOCAL_NAMES", "Values", "has_hole", "hole_names", "shown"]
 
-PROVIDED = frozenset(
-    "MASTER_ADDR MASTER_PORT WORLD_SIZE RANK LOCAL_RANK LOCAL_WORLD_SIZE NODE_RANK GROUP_RANK "
-    "PYTHONUNBUFFERED SRUN_CPUS_PER_TASK SLURM_CPU_BIND SLURM_EXPORT_ENV".split()
+HOLE = re.compile("\0([^\0]*)\0")
+LOCAL_NAMES = frozenset("TMPDIR SLURM_TMPDIR LOCAL_SCRATCH LOCALSCRATCH LSCRATCH JOBFS".split())
+"""Variables that name a directory on the node's own disk."""
+
+_STABLE = LOCAL_NAMES | frozenset(  # mean the same at any time in the job
+    "SLURM_JOB_ID SLURM_JOBID SLURM_ARRAY_JOB_ID SLURM_ARRAY_TASK_ID HOME USER".split()
 )
-"""Variables that hpml sets for the ranks, or that its own srun needs not."""
-
-_HOLE = re.compile("\0([^\0]*)\0")
 _SIMPLE = re.compile(r"\$(\w+|[@*#?$!-])|\$\{(\w+|[@*#])(?:\[[@*]\])?\}", re.ASCII)
 _DEFAULT = re.compile(r"\$\{(\w+):?[-=]([^{}$`\"'\\]*)\}", re.ASCII)
-_LOCAL = re.compile(  # with another directory where it is not set
-    r"\$\{((?:SLURM_)?TMPDIR|LOCAL_?SCRATCH|LSCRATCH|JOBFS):-[^{}]*(?:\$\{\w+\})?\}", re.ASCII
-)
-_KINDS = {
-    **dict.fromkeys(
-        "TMPDIR SLURM_TMPDIR LOCAL_SCRATCH LOCALSCRATCH LSCRATCH JOBFS".split(), "local"
-    ),
-    **dict.fromkeys("SLURM_JOB_ID SLURM_JOBID SLURM_ARRAY_JOB_ID".split(), "job"),
-    "SLURM_ARRAY_TASK_ID": "array",
-    **dict.fromkeys(PROVIDED, "provided"),
-}
-_SESSION = frozenset(  # what the login shell has, and the job has not or has otherwise
-    "HOSTNAME HOST RANDOM SECONDS LINENO PPID UID SHLVL OLDPWD _ DISPLAY CUDA_VISIBLE_DEVICES "
-    "BASH_SOURCE BASH".split()
-)
 _PATTERN = re.compile(r"[*?]|\[[^]]*\]|(?<!\$)\{[^\s{}]*(?:,|\.\.)[^\s{}]*\}")
-_LAUNCHER = re.compile(  # what only the job knows of such a value is hpml's to choose
-    r"\b(torchrun|torch\.distributed|accelerate|deepspeed|mpirun|srun)\b|--(rdzv|master|main_proc)"
+_NAME = re.compile(r"(?<![\w$])(?<!\$\{)[A-Za-z_]\w*", re.ASCII)
+_LAUNCHER = re.compile(
+    r"\b(torchrun|torch\.distributed|accelerate|deepspeed)\b|--(rdzv|master|main_proc|node_rank)"
 )
 _MAX_VALUE = 100_000
+_OPERATORS: dict[type, Callable[[int, int], int]] = {
+    ast.Add: operator.add,
+    ast.Sub: operator.sub,
+    ast.Mult: operator.mul,
+    ast.FloorDiv: operator.floordiv,
+    ast.Mod: operator.mod,
+}
 
 
 def has_hole(value: str) -> bool:
@@ -62,41 +48,15 @@ def has_hole(value: str) -> bool:
     return "\0" in value
 
 
-def hole_sources(value: str) -> list[str]:
-    """Return the shell source of each hole, without the quotes around it."""
-    return [source.strip('"') for source in _HOLE.findall(value)]
-
-
-def hole_kinds(value: str) -> list[str]:
-    """Return the kind of each hole.
-
-    `array` (the task's index), `job` (its id), `local` (the node's own disk), `provided` (set by
-    hpml, too), `argument` (`$1`), `runtime` (all else).
-    """
-    kinds = []
-    for source in hole_sources(value):
-        match = _SIMPLE.fullmatch(source) or _LOCAL.fullmatch(source)
-        name = next(filter(None, match.groups()), "") if match else ""
-        argument = name in ("@", "*", "#") or (name.isdigit() and name != "0")
-        kinds.append("argument" if argument else _KINDS.get(name, "runtime"))
-    return kinds
-
-
-def is_stable(value: str) -> bool:
-    """Whether the holes of a value mean the same at any time in the job."""
-    return {"runtime", "argument"}.isdisjoint(hole_kinds(value))
-
-
 def shown(value: str) -> str:
     """Return a value with its holes as written, for messages."""
-    return _HOLE.sub(lambda match: match[1].strip('"'), value)
+    return HOLE.sub(lambda match: match[1].strip('!"'), value)
 
 
-def shell_word(value: str) -> str:
-    """Return a value as one word for a shell, which fills in its holes."""
-    parts = _HOLE.split(value)
-    quoted = [part if index % 2 else shlex.quote(part) for index, part in enumerate(parts) if part]
-    return "".join(quoted) if value else "''"
+def hole_names(value: str) -> list[str]:
+    """Return the variable that each hole is; empty for any other expansion."""
+    holes = [_SIMPLE.fullmatch(source.strip('"')) for source in HOLE.findall(value)]
+    return [match[1] or match[2] if match and "[" not in match[0] else "" for match in holes]
 
 
 class Values:
@@ -104,11 +64,11 @@ class Values:
 
     Args:
         environment: variables of the caller's shell, which sbatch passes on.
-        known: variables that Slurm will set, as far as the header decides them.
+        known: variables of Slurm that the header decides; empty for those that will not be set.
         directory: where the script starts.
 
     Attributes:
-        directory: where the script is now; empty where only the job knows.
+        directory: where the script is now; empty if only the job knows.
         variables: of the script; None for a value that only the job knows.
         sourced: whether a file that is not read may have set anything.
     """
@@ -127,31 +87,28 @@ class Values:
         """Set a variable by the source of an assignment; return its name and value."""
         match = ASSIGNMENT.fullmatch(source)
         assert match is not None  # noqa: S101 - the caller looked
-        name, operator, rest = match.groups()
-        opaque = f'\0"${name}"\0'
-        before = self.variables.get(name) if operator == "+=" else ()
+        name, sign, rest = match.groups()
+        before = self.variables.get(name) if sign == "+=" else ()
         if rest.startswith("("):
-            items = self.words(
-                [word["word"] for word in TOKEN.finditer(rest[1:-1]) if word["word"]]
-            )
-            known = before is not None and self._is_kept(name, " ".join(items))
-            self.variables[name] = (*(before or ()), *items) if known else None
-            return name, " ".join(items) if known else opaque
-        value = self.text(rest)
-        if operator == "+=":
-            value = "".join(before) + value if before else opaque
-        keep = self._is_kept(name, value)
-        self.variables[name] = (value,) if keep else None
-        return name, value if keep else opaque
-
-    def _is_kept(self, name: str, value: str) -> bool:
-        """Whether a variable's value can stand where its name stands: `$(date)` is run once."""
-        stable = is_stable(value) or _LAUNCHER.search(value) is not None
-        return stable and len(value) < _MAX_VALUE and name not in self._functions
+            items = tuple(self.words(array_words(rest)))
+        else:
+            items = (self.text(rest),)
+            if before:
+                items = (*before[:-1], before[-1] + items[0])
+                before = ()
+        value = " ".join(items)
+        if not {*hole_names(value)} <= _STABLE - self.variables.keys():
+            # hpml chooses what only the job knows of a launcher's options; elsewhere it is refused
+            items = tuple(HOLE.sub("\0!\\1\0", item) for item in items)
+        stable = "\0!" not in " ".join(items) or _LAUNCHER.search(value) is not None
+        keep = stable and before is not None and len(value) < _MAX_VALUE
+        keep = keep and name not in self._functions
+        self.variables[name] = (*(before or ()), *items) if keep else None
+        return name, value if keep else f'\0"${name}"\0'
 
     def forget(self, source: str, *, function: bool = False) -> None:
-        """Treat variables that a command may set as unknown; all of them where it reads a file."""
-        names = set(re.findall(r"(?<![\w$])(?<!\$\{)[A-Za-z_]\w*", source))
+        """Treat variables that a command may set as unknown; all of them if it reads a file."""
+        names = set(_NAME.findall(source))
         if function:
             self._functions |= names
         if re.search(r"(^|[;&|\s])(source|\.|eval)\s", source):
@@ -159,7 +116,7 @@ class Values:
             names |= self.variables.keys()
         self.variables |= dict.fromkeys(names)
 
-    def words(self, sources: list[str] | tuple[str, ...]) -> list[str]:
+    def words(self, sources: Iterable[str]) -> list[str]:
         """Return the fields of several words."""
         return [field for source in sources for field in self._fields(source)]
 
@@ -170,15 +127,15 @@ class Values:
         if _PATTERN.search(pattern):
             return [f"\0{source}\0"]
         fields: list[str] = []
-        current: str | None = None
-        for index, (expansion, text, quoted) in enumerate(parts):
+        current = self._home(source)
+        for expansion, text, quoted in parts[1:] if current else parts:
             if not expansion:
-                current = (current or "") + (text if quoted or index else self._tilde(text))
+                current = (current or "") + text
                 continue
             items = self._expand(text, quoted=quoted)
             if not quoted:
                 items = [word for item in items for word in re.findall("(?:\0[^\0]*\0|\\S)+", item)]
-                if any(_PATTERN.search(_HOLE.sub("", item)) for item in items):
+                if any(_PATTERN.search(HOLE.sub("", item)) for item in items):
                     return [f"\0{source}\0"]
             for position, item in enumerate(items):
                 if position:
@@ -189,17 +146,25 @@ class Values:
 
     def text(self, source: str) -> str:
         """Return a word as one value, as in an assignment: nothing is split."""
-        values = []
-        for index, (expansion, text, quoted) in enumerate(word_parts(source)):
-            if expansion:
-                values.append(" ".join(self._expand(text, quoted=True)))
-            else:
-                values.append(text if quoted or index else self._tilde(text))
-        return "".join(values)
+        home = self._home(source)
+        value = home or ""
+        for expansion, text, _ in list(word_parts(source))[bool(home) :]:
+            value += " ".join(self._expand(text, quoted=True)) if expansion else text
+        return value
 
-    def _tilde(self, text: str) -> str:
+    def now(self, value: str) -> str:
+        """Return a path with the variables that sbatch passes on from the caller's shell."""
+
+        def given(match: re.Match[str]) -> str:
+            name = hole_names(match[0])[0]
+            fixed = name in self.variables or name in LOCAL_NAMES or self.sourced
+            return match[0] if fixed else self.environment.get(name, match[0])
+
+        return HOLE.sub(given, value)
+
+    def _home(self, source: str) -> str | None:
         home = self.environment.get("HOME", "")
-        return home + text[1:] if home and re.match(r"~(/|$)", text) else text
+        return home if home and re.match(r"~(/|$)", source) else None
 
     def _expand(self, source: str, *, quoted: bool) -> list[str]:
         """Return the values of `$NAME`, `${NAME}`, `$(COMMAND)` and their like."""
@@ -207,9 +172,10 @@ class Values:
         if match := _DEFAULT.fullmatch(source):
             name, default = match.groups()
             items = self._lookup(name)
-            if items is None and not (name in {**self.variables, **_KINDS} or self.sourced):
-                return [default]
-            return list(items[:1]) if items and items[0] else [default] if items else hole
+            if items is None and name not in self.variables and not self.sourced:
+                given = self.environment.get(name, "") if not name.startswith("SLURM") else ""
+                return hole if name in _STABLE else [given or default]
+            return hole if items is None else [*items[:1]] if any(items) else [default]
         if match := _SIMPLE.fullmatch(source):
             items = self._lookup(match[1] or match[2])
             if items is None:
@@ -217,20 +183,41 @@ class Values:
             items = items if source.endswith(("[@]}", "[*]}")) else items[:1]
             again = '\0"\\1"\0' if quoted else "\0\\1\0"  # a hole is quoted as it is used
             return [re.sub('\0"?([^"\0]*)"?\0', again, item) for item in items]
+        if source.startswith("$((") and source.endswith("))"):
+            number = self._arithmetic(source[3:-2])
+            return hole if number is None else [str(number)]
         command = " ".join(source[2:-1].split()) if source.startswith("$(") else ""
         if command in ("pwd", "pwd -P") and self.directory:
             return [self.directory]
-        if match := re.fullmatch(r"(?:which|command -v) ([\w.+-]+)", command):
-            return [match[1]]  # looked up again where the program starts
         return hole
+
+    def _arithmetic(self, source: str) -> int | None:
+        """Return the value of sums and products of known numbers; None for all else."""
+        text = re.sub(
+            r"\$?\{?\b([A-Za-z_]\w*)\}?",
+            lambda match: (self._lookup(match[1]) or ("?",))[0],
+            source,
+        )
+        if not re.fullmatch(r"[\d\s+*/%()-]{1,200}", text) or re.search(r"\b0\d|\*\*|//", text):
+            return None
+        try:
+            return _number(ast.parse(text.strip().replace("/", "//"), mode="eval").body)
+        except (SyntaxError, ValueError, ZeroDivisionError):
+            return None
 
     def _lookup(self, name: str) -> tuple[str, ...] | None:
         if name in self.variables:
             return self.variables[name]
         if name == "PWD":
             return (self.directory,) if self.directory else None
-        if name in PROVIDED or name in _KINDS or name in _SESSION or not name.isidentifier():
-            return None
-        slurm = name.startswith(("SLURM", "SBATCH_"))
-        values = self.known if slurm else {} if self.sourced else self.environment
-        return (values[name],) if name in values else None
+        return (self.known[name],) if name in self.known else None
+
+
+def _number(node: ast.expr) -> int:
+    if isinstance(node, ast.BinOp) and type(node.op) in _OPERATORS:
+        left, right = _number(node.left), _number(node.right)
+        if min(left, right) >= 0:  # the shell rounds negative numbers another way
+            return _OPERATORS[type(node.op)](left, right)
+    if isinstance(node, ast.Constant) and isinstance(node.value, int):
+        return node.value
+    raise ValueError("not a sum or product of whole numbers")

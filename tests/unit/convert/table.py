@@ -1,0 +1,348 @@
+"""Batch scripts as machine-learning projects have them: SAME import, REFUSED name a line.
+
+REFUSED has the number of the line and a part of the reason. Each script that once became another
+program without a word has a place here.
+"""
+
+from __future__ import annotations
+
+__all__ = ["REFUSED", "SAME"]
+
+
+def script(body: str) -> str:
+    return "#!/bin/bash\n" + body.lstrip("\n")
+
+
+SAME: dict[str, str] = {name: script(body) for name, body in {
+    # one process
+    "one python": r"""
+#SBATCH --job-name=fit -c 4 --mem=8G --time=30
+python -u train.py --lr 0.1 --name "two words" --json '{"a": [1, 2]}'
+""",
+    "constants in arguments": r"""
+#SBATCH --gres=gpu:1 --time=1:00:00
+EPOCHS=90
+OUT=runs/$SLURM_JOB_ID
+ARGS=(--epochs $EPOCHS # not "closed
+  --out "$OUT"
+  --note "it's ok")
+MORE="--amp --seed 3"
+python train.py "${ARGS[@]}" $MORE
+""",
+    "software": r"""
+#SBATCH --time=10
+module purge
+module load cuda/12.1 gcc
+source env/bin/activate
+cd src
+export WANDB_MODE=offline HF_HOME=/cache/hf
+python ../train.py
+""",
+    "conda by its hook": r"""
+#SBATCH --time=10
+eval "$(conda shell.bash hook)"
+conda activate vision
+srun python train.py
+""",
+    "a conda of its own and a module behind it": r"""
+#SBATCH --time=10
+. ../etc/profile.d/conda.sh
+conda activate /envs/vision
+module load cuda
+cd src
+python ../train.py
+""",
+    "values of the job": r"""
+#SBATCH --time=10
+RUN=$(uuidgen)
+DAY=$(date +%Y)
+python train.py --run $RUN --day "$DAY" --home $HOME/x --user=$USER --scratch $SCRATCH/$SLURM_JOB_ID
+""",
+    "an expression in an argument": r"""
+#SBATCH --array=0-3 --time=10
+LRS=(0.1 0.01 0.001 0.0001)
+python train.py --lr ${LRS[$SLURM_ARRAY_TASK_ID]} --seed $((SLURM_ARRAY_TASK_ID + 1)) --at=$(hostname)
+""",
+    "a line of a file": r"""
+#SBATCH --array=1-3%2 --time=10
+LINE=$(sed -n "${SLURM_ARRAY_TASK_ID}p" params.txt)
+echo "task $SLURM_ARRAY_TASK_ID: $LINE"
+python train.py --config "$LINE" --index $SLURM_ARRAY_TASK_ID
+""",
+    "a sourced file changes a variable": r"""
+#SBATCH --time=10
+LR=0.1
+source env.sh
+python train.py --lr $LR
+""",
+    "a condition changes a variable": r"""
+#SBATCH --time=10
+LR=0.1
+if [ -f params.txt ]; then
+  LR=0.2
+fi
+python train.py --lr "$LR"
+""",
+    "defaults": r"""
+#SBATCH --time=10
+SEED=${SEED:-7}
+X=${X:-"a }b"}
+LR=${1:-0.3}
+python train.py --seed $SEED --lr=$LR --x "$X"
+""",
+    "variables of one line": r"""
+#SBATCH --time=10
+export PYTHONPATH=$PWD/src:$PYTHONPATH
+A=1 B="x y" python train.py > train.log 2>&1
+""",
+    "a variable that hpml sets later": r"""
+#SBATCH -c 8 --time=10
+export OMP_NUM_THREADS=$(expr 2 + 1)
+export PYTHONUNBUFFERED=0
+python train.py
+""",
+    "quotes": r"""
+#SBATCH --time=10
+python train.py 'a b' "c \"d\"" e\ f $'g\th' "" \
+  --last # a comment
+""",
+    "another interpreter and a module": r"""
+#SBATCH --time=10
+exec python3 -m src.train --x 1
+""",
+    "prepared on the first node": r"""
+#SBATCH --time=10
+ulimit -n 1024
+mkdir -p out/$SLURM_JOB_ID
+cat > out/conf.yaml <<END
+lr: 0.1
+END
+python prepare.py
+python train.py --config out/conf.yaml
+echo done
+""",
+    "no python": r"""
+#SBATCH -c 4 --time=10
+timeout 60 julia fit.jl --n 3
+""",
+    "a container": r"""
+#SBATCH --gres=gpu:2 -c 8 --time=10
+apptainer exec --nv -B $PWD image.sif python train.py --x $SLURM_JOB_ID
+""",
+    # torchrun
+    "torchrun on one node": r"""
+#SBATCH -N1 --gpus-per-node=4 -c 32 --mem=64G --time=10
+torchrun --standalone --nproc_per_node=4 train.py --batch 8
+""",
+    "torchrun on two nodes": r"""
+#SBATCH --nodes=2 --ntasks-per-node=1 --gres=gpu:a100:4 --cpus-per-task=32 --time=1-0
+nodes=( $(scontrol show hostnames "$SLURM_JOB_NODELIST") )
+head=${nodes[0]}
+export NCCL_DEBUG=INFO
+srun torchrun --nnodes $SLURM_NNODES --nproc_per_node $SLURM_GPUS_ON_NODE \
+  --rdzv_id $RANDOM --rdzv_backend c10d --rdzv_endpoint $head:29500 train.py --epochs 3
+""",
+    "launcher in variables": r"""
+#SBATCH --nodes=2 --ntasks-per-node=1 --gpus-per-node=8 --cpus-per-task=64 --time=24:00:00
+GPUS_PER_NODE=8
+MASTER_ADDR=$(scontrol show hostnames $SLURM_JOB_NODELIST | head -n 1)
+DIST=(--nproc_per_node $GPUS_PER_NODE --nnodes $SLURM_NNODES --master_addr $MASTER_ADDR
+      --master_port 6000)
+srun python -m torch.distributed.run ${DIST[@]} train.py --hidden 1024
+""",
+    "launcher in a text": r"""
+#SBATCH -N 4 --ntasks-per-node=1 --gres=gpu:8 -c 40 -t 60
+LAUNCHER="python -u -m torch.distributed.run --nproc_per_node 8 --nnodes $SLURM_NNODES \
+  --rdzv_endpoint $(hostname):6000 "
+CMD="train.py --save runs/$SLURM_JOB_ID --lr 3e-4"
+srun --jobid $SLURM_JOBID bash -c "$LAUNCHER $CMD"
+""",
+    "as many as there are GPUs": r"""
+#SBATCH --gpus=2 -N 1 --time=10
+torchrun --nproc-per-node=gpu -m src.train
+""",
+    "a sum is the number of ranks": r"""
+#SBATCH --nodes=2 --ntasks-per-node=1 --gres=gpu:4 --cpus-per-task=16 --time=10
+GPUS=4
+accelerate launch --multi_gpu --num_processes $((SLURM_NNODES * GPUS)) --num_machines $SLURM_NNODES \
+  --machine_rank $SLURM_PROCID --mixed_precision bf16 train.py --model gpt2
+""",
+    "deepspeed with numbers": r"""
+#SBATCH -N 2 --ntasks-per-node=1 --gpus-per-node=2 -c 12 --time=10
+deepspeed --hostfile hosts --num_gpus 2 --num_nodes 2 train.py --deepspeed ds.json
+""",
+    # srun
+    "one task per rank": r"""
+#SBATCH --nodes=2 --ntasks-per-node=4 --gres=gpu:4 --cpus-per-task=8 --time=10
+export MASTER_PORT=$((10000 + SLURM_JOB_ID % 20000))
+export WORLD_SIZE=$((SLURM_NNODES * SLURM_NTASKS_PER_NODE))
+export OMP_NUM_THREADS=$SLURM_CPUS_PER_TASK
+srun --label --kill-on-bad-exit=1 --cpus-per-task=$SLURM_CPUS_PER_TASK python train.py --devices 4
+""",
+    "all resources are srun's": r"""
+#SBATCH --time=10
+#GIVEN -N2 --ntasks-per-node=2 --gres=gpu:2 -c 5 --mem=20G
+srun --gres=gpu:2 -N 2 --ntasks-per-node=2 -c 5 --mem=20G python train.py --launcher=slurm
+""",
+    "the header lacks what srun has": r"""
+#SBATCH -N 1 -n 2 --time=10
+#GIVEN -c 6 --gpus-per-node=2
+srun -c 6 --gpus-per-node=2 python train.py
+""",
+    "MPI as written": r"""
+#SBATCH -n 4 -N 1 --time=10
+srun --mpi=pmi2 ./solve --grid 512
+""",
+    "memory of each CPU": r"""
+#SBATCH -N1 -n 4 -c 2 --mem-per-cpu=2G --time=10
+srun --export=ALL,MODE=fast python train.py
+""",
+    "a task chooses its argument": r"""
+#SBATCH -N1 -n 2 --time=10
+srun bash -c 'exec python train.py --shard $SLURM_PROCID'
+""",
+    # MPI
+    "mpirun": r"""
+#SBATCH --nodes=2 --ntasks-per-node=8 --cpus-per-task=2 --time=30:00
+mpirun -np 16 --bind-to core -x OMP_PROC_BIND=true --mca btl tcp,self python train.py --grid 2
+""",
+    "a variable of mpirun needs the job's PATH": r"""
+#SBATCH -N1 -n 4 --time=30
+mpirun -np 4 -x LIBPATH=/opt/x/lib:$PATH -x MODE=1 ./solve
+""",
+    "horovodrun beside tasks": r"""
+#SBATCH -N1 --ntasks-per-node=4 --cpus-per-task=6 --gres=gpu:4 --time=30
+horovodrun -np 4 -H localhost:4 python train.py --lr 0.1
+""",
+    "fewer horovod ranks than tasks": r"""
+#SBATCH -N1 --ntasks-per-node=4 --cpus-per-task=6 --gres=gpu:2 --time=30
+horovodrun -np 2 python train.py
+""",
+    "copies stay where a line works on them": r"""
+#SBATCH --time=10
+cp params.txt $TMPDIR/set.txt
+sort $TMPDIR/set.txt > $TMPDIR/sorted.txt
+python train.py --data $TMPDIR/sorted.txt
+""",
+}.items()}  # fmt: skip
+
+REFUSED: dict[str, tuple[str, int, str]] = {name: (script(body), line, part) for name, (body, line, part) in {
+    "srun options in a variable that the job sets": (r"""
+#SBATCH -N2 --ntasks-per-node=1
+if [ -f auto ]; then AUTO_RESUME="--requeue"; fi
+ARGS=(--mpi=none)
+srun ${AUTO_RESUME} -l "${ARGS[@]}" torchrun --nproc_per_node=4 train.py
+""", 5, "may be options of srun"),
+    "torchrun options from a file": (
+        "torchrun $(cat options) train.py", 2, "may be options of torchrun"),
+    "a blank behind a backslash": ("""
+python train.py \\ \n  --lr 0.1
+""", 2, "a blank behind the \\"),
+    "a quote that is open": ("python train.py 'a", 2, "not closed"),
+    "a number of ranks that only the job knows": (r"""
+#SBATCH --gres=gpu:4
+N=$(nvidia-smi -L | wc -l)
+torchrun --nproc_per_node=$N train.py
+""", 4, "needs this number"),
+    "a number of processes that only the job knows": (r"""
+#SBATCH -N2 --gres=gpu:4
+accelerate launch --num_processes $((SLURM_NNODES * $(cat gpus))) --num_machines 2 train.py
+""", 3, "needs this number"),
+    "the hosts say how many": (r"""
+#SBATCH -N2 --gpus-per-node=4
+deepspeed --hostfile=hosts.txt train.py
+""", 3, "how many ranks"),
+    "an mpirun by hosts": ("mpirun --hostfile hosts ./solve", 2, "how many ranks"),
+    "a configuration of accelerate": (
+        "accelerate launch --config_file fsdp.yaml train.py", 2, "no counterpart"),
+    "elastic nodes": ("torchrun --nnodes=1:2 --nproc_per_node=4 train.py", 2, "needs this number"),
+    "one node of two": (r"""
+#SBATCH -N2 --gpus-per-node=4
+python train.py
+""", 3, "on 1 of the header's 2 nodes"),
+    "a training of its own on each node": (r"""
+#SBATCH -N2 --ntasks-per-node=1 --gpus-per-node=4
+srun torchrun --standalone --nproc_per_node=4 train.py
+""", 3, "on 1 of the header's 2 nodes"),
+    "srun with other GPUs than the header": (r"""
+#SBATCH -N1 --gres=gpu:4
+srun --gres=gpu:1 python train.py
+""", 3, "all GPUs of the job"),
+    "srun with other CPUs than the header": (r"""
+#SBATCH -N1 -n4 -c 8
+srun -c 2 python train.py
+""", 3, "all CPUs of the job"),
+    "a script with options of its own": (r"""
+while getopts "l:" name; do
+  case $name in l) LR=$OPTARG;; esac
+done
+python train.py --lr $LR
+""", 2, "reads the arguments of the script"),
+    "an argument of the script": ("python train.py --lr $1", 2, "passes the script no arguments"),
+    "a shifted argument": (r"""
+CONFIG=$1
+shift
+python train.py --config $CONFIG
+""", 2, "reads the arguments of the script"),
+    "another MPI": ("mpiexec.hydra -n 4 ./solve", 2, "Open MPI's mpirun only"),
+    "another MPI by its module": (r"""
+module load intel-mpi/2021
+mpirun -np 4 ./solve
+""", 3, "another MPI"),
+    "an MPI plug-in of the cluster": ("srun --mpi=cray_shasta ./solve", 2, "none, pmix or pmi2"),
+    "several words that a condition decides": (r"""
+RESUME=
+[ -f last.pt ] && RESUME="--resume last.pt"
+python train.py $RESUME
+""", 4, "how many words"),
+    "a pattern for files": ("python train.py data/*.png", 2, "which words it becomes"),
+    "a loop": (r"""
+for seed in 1 2; do
+  python train.py --seed $seed
+done
+""", 3, "in a loop"),
+    "two trainings": (r"""
+python train.py --seed 1
+python train.py --seed 2
+""", 3, "line 2 starts a program, too"),
+    "side by side": (r"""
+python train.py --seed 1 &
+python train.py --seed 2 &
+wait
+""", 3, "line 2 starts a program, too"),
+    "results by a trap": (r"""
+trap 'rsync -a $TMPDIR/out/ results/' EXIT
+python train.py --out $TMPDIR/out
+""", 2, "nothing after the program"),
+    "results of a directory that no argument names": (r"""
+python train.py
+cp -r $TMPDIR/out results/
+""", 3, "would lose it"),
+    "results to another machine": (r"""
+python train.py --out $TMPDIR/out
+rsync -a $TMPDIR/out/ login1:results/
+""", 3, "would lose it"),
+    "results in an archive": (r"""
+python train.py --out $TMPDIR/out
+tar czf out.tgz -C $TMPDIR out
+""", 3, "would lose it"),
+    "results in a condition": (r"""
+python train.py --out $TMPDIR/out
+if [ -f $TMPDIR/out/best.pt ]; then cp $TMPDIR/out/best.pt .; fi
+""", 3, "would lose it"),
+    "fewer GPUs by a variable": (r"""
+#SBATCH --gres=gpu:4
+export CUDA_VISIBLE_DEVICES=0,1
+python train.py
+""", 3, "the header asks for 4"),
+    "another size of the job in setup": (r"""
+#SBATCH --gres=gpu:4 -c 32
+WORKERS=$(expr $SLURM_CPUS_PER_TASK - 2)
+torchrun --nproc_per_node=4 train.py --workers $WORKERS
+""", 3, "SLURM_CPUS_PER_TASK is 32"),
+    "an index without an array": (
+        "python train.py --seed $SLURM_ARRAY_TASK_ID", 2, "no --array"),
+    "standard input": ("python train.py < conf.yaml", 2, "no standard input"),
+    "a wrapper around the launcher": ("timeout 60 srun python train.py", 2, "hpml starts itself"),
+    "output for another program": ("srun python train.py | python plot.py", 2, "another program reads"),
+}.items()}  # fmt: skip

@@ -1,0 +1,268 @@
+"""A script and the job made of it start the same program: both are run, by bash, and compared."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import re
+import shlex
+import subprocess
+import sys
+from collections import Counter
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hpml_orchestrator import assets
+from hpml_orchestrator.convert import Imported, Place, import_script
+from hpml_orchestrator.errors import InputError
+from hpml_orchestrator.script import Capabilities, render
+from hpml_orchestrator.spec.load import load_job
+from tests.unit.convert import fakes
+from tests.unit.convert.table import REFUSED, SAME
+from tests.unit.local_runs import Desk
+
+# What hpml sets itself, or Slurm, or bash; all else that the script's program got is compared.
+OWN = re.compile(
+    r"(SLURM|HPML|FAKE|BASH|MASTER|PMI)_?\w*|WORLD_SIZE|RANK|LOCAL_RANK|PWD|OLDPWD|SHLVL|_|"
+    r"PYTHONUNBUFFERED|CUDA_\w+|hpml_\w+|LINENO|NCCL_SOCKET_IFNAME|GLOO_SOCKET_IFNAME"
+)
+STUB = """\
+# A fake of the frame around a job: it claims nothing, starts no agent and waits for nobody.
+source {real}
+hpml_begin() {{ hpml_submission=$PWD hpml_python=(true) hpml_bind=() hpml_unbound=() hpml_agent=''; }}
+hpml_agents() {{ hpml_shield=() hpml_wait=60; }}
+hpml_wait_ready() {{ :; }}
+hpml_rendezvous() {{ export MASTER_ADDR=node1 MASTER_PORT=12345; }}
+hpml_need_mpirun() {{ :; }}
+hpml_module_init() {{ echo /dev/null; }}
+export HPML_JOB_KEY=slurm-4711 HPML_ATTEMPT_DIR={attempt} HPML_RUN_DIR={attempt}
+"""
+SHELL = """\
+module() {{ local verb=$1; shift; [ $verb = load ] || MODULES=''; for m; do export MODULES="${{MODULES-}}:$m"; done; }}
+conda() {{ if [ "$1" = info ]; then echo {root}; else export CONDA="$*"; fi; }}
+scontrol() {{ echo node1; }}
+uuidgen() {{ echo 12-34; }}
+nvidia-smi() {{ :; }}
+hostname() {{ echo node1; }}
+"""
+
+
+@dataclass(frozen=True)
+class Allocation:
+    """What sbatch would give by a header, of each node."""
+
+    nodes: int
+    cpus: int
+    gpus: int
+    memory: str
+    environment: dict[str, str]
+
+
+def number(text: str | None) -> int:
+    return int((text or "0").rpartition(":")[2].partition("(")[0])
+
+
+def sbatch(script: str, mark: str = "SBATCH") -> Allocation:
+    """Read a header as sbatch does, in a simple way of its own: the options of the table."""
+    parser = argparse.ArgumentParser(add_help=False)
+    for names in (
+        "-N --nodes", "-n --ntasks", "--ntasks-per-node", "-c --cpus-per-task", "--gres",
+        "-G --gpus", "--gpus-per-node", "--gpus-per-task", "--mem", "--mem-per-cpu", "-a --array",
+        "-J --job-name",
+    ):  # fmt: skip
+        parser.add_argument(*names.split())
+    header = re.findall(rf"^#(?:{mark}) (.*)$", script, re.MULTILINE)
+    words = [word for line in header for word in shlex.split(line, comments=True)]
+    got = vars(parser.parse_known_args(words)[0])
+    nodes, per_node = number(got["nodes"]) or 1, number(got["ntasks_per_node"])
+    ntasks = number(got["ntasks"]) or per_node * nodes
+    tasks = -(-ntasks // nodes) or 1
+    each = max(map(number, (got["gres"], got["gpus_per_node"])))
+    gpus = each or number(got["gpus"]) // nodes or number(got["gpus_per_task"]) * tasks
+    cpus = tasks * (number(got["cpus_per_task"]) or 1)
+    by_cpu = got["mem_per_cpu"] or ""
+    memory = got["mem"] or (f"{int(by_cpu[:-1]) * cpus}{by_cpu[-1]}" if by_cpu else "")
+    environment = {
+        "SLURM_JOB_ID": "4711", "SLURM_JOBID": "4711", "SLURM_JOB_NODELIST": "node1",
+        "SLURM_PROCID": "0", "SLURM_NODEID": "0", "SLURM_LOCALID": "0", "SLURMD_NODENAME": "node1",
+        "SLURM_NNODES": str(nodes), "SLURM_JOB_NUM_NODES": str(nodes),
+        "SLURM_CPUS_ON_NODE": str(cpus), "SLURM_JOB_NAME": got["job_name"] or "job.sh",
+    }  # fmt: skip
+    given = {
+        "SLURM_NTASKS": ntasks, "SLURM_NTASKS_PER_NODE": per_node, "SLURM_GPUS_ON_NODE": gpus,
+        "SLURM_CPUS_PER_TASK": number(got["cpus_per_task"]),
+        "SLURM_GPUS_PER_NODE": number(got["gpus_per_node"]), "SLURM_GPUS": number(got["gpus"]),
+    }  # fmt: skip
+    environment |= {name: str(value) for name, value in given.items() if value}
+    if got["array"]:
+        environment |= {"SLURM_ARRAY_TASK_ID": "2", "SLURM_ARRAY_JOB_ID": "4711"}
+    return Allocation(nodes, cpus, gpus, memory, environment)
+
+
+class Cluster:
+    """A directory with a project, fakes on PATH, and a shell that runs scripts there."""
+
+    def __init__(self, root: Path) -> None:
+        self.root, self.project = root, root / "proj"
+        for name in ("bin", "proj/src", "proj/env/bin", "node/data", "etc/profile.d", "home"):
+            (root / name).mkdir(parents=True, exist_ok=True)
+        fakes.install(root / "bin")
+        fakes.install(self.project)
+        (root / "shell").write_text(SHELL.format(root=root))
+        (root / "etc/profile.d/conda.sh").touch()
+        (self.project / "env/bin/activate").write_text("export VIRTUAL_ENV=here\n")
+        (self.project / "env.sh").write_text("export FROM_FILE=1 LR=0.5\n")
+        (self.project / "params.txt").write_text("first\nsecond\nthird\n")
+        self.environment = {
+            "PATH": f"{root}/bin:/usr/bin:/bin", "HOME": f"{root}/home", "USER": "ada",
+            "SCRATCH": "/scratch/ada", "LANG": "C.UTF-8",
+        }  # fmt: skip
+
+    def place(self) -> Place:
+        return Place(str(self.project), str(self.project), self.environment)
+
+    def run(self, script: Path, directory: Path, given: Allocation) -> list[dict[str, Any]]:
+        """Run a batch script; return what its programs got."""
+        record = self.root / f"{script.parent.name}.record"
+        own = {
+            "FAKE_RECORD": str(record), "FAKE_RANKS": "1", "FAKE_NODES": "1",
+            "TMPDIR": f"{self.root}/node", "BASH_ENV": f"{self.root}/shell",
+            "SLURM_SUBMIT_DIR": str(directory),
+        }  # fmt: skip
+        done = subprocess.run(
+            ["bash", str(script)],
+            cwd=directory,
+            env=self.environment | given.environment | own,
+            capture_output=True,
+            text=True,
+            timeout=120,
+            check=False,
+        )
+        assert record.exists(), done.stdout + done.stderr
+        return [json.loads(line) for line in record.read_text().splitlines()]
+
+    def run_imported(self, made: Imported) -> tuple[dict[str, Any], Allocation]:
+        """Render a job file and run its batch script; return what the program got."""
+        path = self.project / "job.yaml"
+        path.write_text(made.text)
+        text = render(load_job(str(path)).job, Capabilities(interpreter="/usr/bin/python3"))
+        submission = self.root / "submission"
+        submission.mkdir()
+        (submission / "job.sh").write_text(text)
+        real = assets.path("templates/sbatch/hpml-job.sh")
+        stub = STUB.format(real=real, attempt=submission)
+        (submission / "hpml-job.sh").write_text(stub)
+        given = sbatch(text)
+        return self.run(submission / "job.sh", submission, given)[-1], given
+
+
+def program(got: dict[str, Any], project: Path) -> list[str]:
+    """The program's words, a script in the project by its path."""
+    words = [re.sub(r"^.*/", "", got["argv"][0]), *got["argv"][1:]]
+    cwd = Path(got["cwd"])
+    for place, word in enumerate(words[:3]):
+        if word.endswith(".py"):
+            words[place] = os.path.normpath(cwd / word)
+            break
+    return words
+
+
+@pytest.mark.parametrize("name", SAME)
+def test_the_job_starts_the_same_program(name: str, tmp_path: Path) -> None:
+    """Words, directory, variables, ranks, nodes, CPUs, GPUs and memory are those of the script."""
+    cluster = Cluster(tmp_path)
+    script = tmp_path / "original" / "job.sh"
+    script.parent.mkdir()
+    script.write_text(SAME[name])
+    given = sbatch(SAME[name])
+    wanted = cluster.run(script, cluster.project, given)
+    made = import_script(SAME[name], name="job.sh", place=cluster.place())
+    got, asked = cluster.run_imported(made)
+    # Of several programs the imported job starts the one before its last, too: in setup.
+    same = [one for one in wanted if program(one, tmp_path) == program(got, tmp_path)]
+    assert same, f"{[w['argv'] for w in wanted]} became {got['argv']}\n{made.text}"
+    want = same[-1]
+    assert got["cwd"] == want["cwd"]
+    for variable in ("FAKE_RANKS", "FAKE_NODES"):
+        assert got["env"][variable] == want["env"][variable], made.text
+    if want["env"].get("FAKE_MPI"):
+        assert got["env"]["FAKE_MPI"] == want["env"]["FAKE_MPI"]
+    for variable, value in want["env"].items():
+        if not OWN.fullmatch(variable):
+            assert got["env"].get(variable) == value, (variable, made.text)
+    given = sbatch(SAME[name], "SBATCH|GIVEN")  # with what the script's srun asks for
+    lost = " ".join(f"{found.text} {found.why}" for found in made.findings)
+    assert (asked.nodes, asked.gpus) == (given.nodes, given.gpus), made.text
+    assert asked.cpus == given.cpus or f"share the header's {given.cpus} CPUs" in lost
+    if "--mem=0" not in lost:
+        assert asked.memory.rstrip("M") == megabytes(given.memory)
+
+
+def megabytes(text: str) -> str:
+    if not text:
+        return ""
+    value, unit = re.fullmatch(r"(\d+)([GMT]?)", text).groups()  # type: ignore[union-attr]
+    return str(int(value) * {"": 1, "M": 1, "G": 1024, "T": 1024**2}[unit])
+
+
+STAGES = """\
+#!/bin/bash
+#SBATCH -c 1 --time=5
+mkdir -p $TMPDIR/data $TMPDIR/out
+cp -r set $TMPDIR/data/
+tar -xf more.tar -C $TMPDIR/data
+ls $TMPDIR/data
+python train.py --data $TMPDIR/data/set --more=$TMPDIR/data/m.txt --output_dir=$TMPDIR/out
+cp -r $TMPDIR/out/. results/$SLURM_JOB_ID/
+rm -rf $TMPDIR/data
+"""
+TRAIN = """\
+import pathlib, sys
+data, more, out = sys.argv[2], sys.argv[3].partition("=")[2], sys.argv[4].partition("=")[2]
+found = sorted(path.name for path in pathlib.Path(data).iterdir())
+pathlib.Path(out, "found.txt").write_text(f"{found} {pathlib.Path(more).read_text()}")
+"""
+
+
+def test_copies_to_the_node_and_back_are_staged_and_collected(tmp_path: Path) -> None:
+    """The program finds the same data, and its results come back, in a real job."""
+    desk = Desk(tmp_path)
+    for name in ("set", "node", "node/out", "results/4711"):
+        (tmp_path / name).mkdir(parents=True)
+    (tmp_path / "set/a.txt").write_text("a")
+    (tmp_path / "m.txt").write_text("more")
+    subprocess.run(["tar", "-cf", "more.tar", "m.txt"], cwd=tmp_path, check=True)
+    (tmp_path / "m.txt").unlink()
+    (tmp_path / "train.py").write_text(TRAIN)
+    (tmp_path / "job.sh").write_text(STAGES.replace("python", sys.executable))
+    environment = os.environ | {"TMPDIR": f"{tmp_path}/node", "SLURM_JOB_ID": "4711"}
+    subprocess.run(["bash", "job.sh"], cwd=tmp_path, env=environment, check=True, timeout=60)
+    wanted = (tmp_path / "results/4711/found.txt").read_text()
+    desk.hpml("import", "job.sh", "-o", "job.yaml")
+    job = (tmp_path / "job.yaml").read_text()
+    assert "setup" not in job
+    desk.hpml("run", "--local", "job.yaml")
+    (found,) = (tmp_path / "results").glob("job-*/*/local.dir/found.txt")
+    assert found.read_text() == wanted
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_a_job_file_cannot_hold_is_refused(name: str, tmp_path: Path) -> None:
+    """The error names the line of the script and says why."""
+    script, line, part = REFUSED[name]
+    with pytest.raises(InputError) as caught:
+        import_script(script, name="job.sh", place=Cluster(tmp_path).place())
+    assert str(caught.value).startswith(f"line {line}: ")
+    assert part in str(caught.value)
+    assert caught.value.hint
+
+
+def test_the_table_is_large() -> None:
+    """The counts that the documentation of this table gives."""
+    kinds = Counter(same=len(SAME), refused=len(REFUSED))
+    assert kinds["same"] >= 30
+    assert kinds["refused"] >= 20
