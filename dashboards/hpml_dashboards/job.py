@@ -99,9 +99,9 @@ Faults: Processes ended for want of memory, GPU errors (XID) since the job's sta
     wrong CPUs or GPUs. Good: 0. Otherwise see the tables of nodes and errors below.
 Tensor cores active: Share of time with tensor cores at work (Hopper and later). GPUs that are
     active without them compute in full precision, copy data or wait in communication.
-What holds it back: Findings as hpml report has them, each with its worst figure and the share of
-    the time range in which it was over its limit. Good: none. Otherwise run `hpml report`: it has
-    the remedies.
+What holds it back: Findings as hpml report has them, each with its mean figure while it was over
+    its limit, and with the share of the time range in which it was. Good: none. Otherwise run
+    `hpml report`: it has the remedies.
 Samples per second: Speed of the training on each node. Good: steady and alike. Dips are
     checkpoints, evaluation, or storage that others use too.
 Step time: Mean step of the fastest and the slowest rank. Good: alike. A gap above 20 % means that
@@ -193,7 +193,7 @@ _CONTENT: list[Panel | str] = [
         "What holds it back",
         "finding",
         {
-            "Figure": f"max by (finding) (max_over_time({_HOLDBACK}[$__range]))",
+            "Mean figure": f"max by (finding) (avg_over_time({_HOLDBACK}[$__range]))",
             "Of the time": f"max by (finding) (count_over_time({_HOLDBACK}[$__range])) "
             f"/ on () group_left () max(count_over_time(hpml:job_info{_JOB}[$__range]))",
         },

@@ -72,7 +72,7 @@ _COLUMNS = {
     "use": ["GPU active", "Efficiency"],
     "wait": ["Data wait"],
     "full": ["Of limit", "Shm full"],
-    "share": ["Figure", "Of the time"],
+    "share": ["Mean figure", "Of the time"],
     "whole": ["PCIe", "NVLink", "Up"],
     "faults": ["Misbound", "Foreign GPUs", "ECC errors", "Bad rows", "Down"],
     "bytes": ["Memory", "Shm"],

@@ -25,6 +25,7 @@ UNCERTAIN = 0.03
 BUSY = 0.1
 """Share of a node's CPUs from which on other processes make its CPUs and memory slower."""
 
+_OVERLOADED = 0.5  # share of the CPUs: less time is left than the time limits of parts allow for
 _OF_SPECIFICATION = 0.5  # good matrix products reach 0.75 to 0.9, quick ones 0.6
 _FEW = 3  # values: too few to leave out the extremes
 
@@ -93,9 +94,8 @@ def judge(measured: Sequence[Measurement], stored: Sequence[Measurement]) -> Ver
     left_out: dict[str, dict[str, str]] = {}
     for made in measured:
         for part, missing in made.missing.items():
-            (failed if missing.failed else left_out).setdefault(made.node, {})[part] = (
-                missing.reason
-            )
+            is_fault = missing.failed and not _has_no_cpus(made, part)
+            (failed if is_fault else left_out).setdefault(made.node, {})[part] = missing.reason
     return Verdict(figures, outliers, failed, left_out)
 
 
@@ -130,6 +130,13 @@ def _below(figure: Figure, references: Sequence[Reference]) -> str:
         if distance > max(least, figure.spread + reference.spread):
             return reference.kind
     return ""
+
+
+def _has_no_cpus(made: Measurement, part: str) -> bool:
+    """Return whether a part that needs only CPUs is late because other processes have them."""
+    late = made.missing[part].reason.startswith("no answer ")
+    figure = f"{part}.allreduce" if part in ("node", "nodes") else f"{part}."
+    return late and made.load > _OVERLOADED and _of_cpus(made, figure)
 
 
 def _of_cpus(made: Measurement, name: str) -> bool:

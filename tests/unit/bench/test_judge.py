@@ -179,6 +179,28 @@ def test_a_part_that_failed_is_a_finding_and_one_left_out_is_not() -> None:
     ]
 
 
+@pytest.mark.parametrize(
+    ("part", "load", "gpus", "reason", "is_fault"),
+    [
+        ("node", 0.9, (), "no answer within 40 s", False),
+        ("node", 0.2, (), "no answer within 40 s", True),
+        ("node", 0.9, (Gpu(H100),), "no answer within 40 s", True),
+        ("gpu0", 0.9, (Gpu(H100),), "no answer within 45 s", True),
+        ("cpu", 0.9, (Gpu(H100),), "no answer within 40 s", False),
+        ("disk", 0.9, (), "no answer within 40 s", True),
+        ("node", 0.9, (), "ended with status 1", True),
+    ],
+)
+def test_a_part_without_cpus_is_no_fault(
+    part: str, load: float, gpus: tuple[Gpu, ...], reason: str, is_fault: bool
+) -> None:
+    """What computes on CPUs that other processes have is late; disks and crashes are faults."""
+    made = node("a", gpus=gpus, missing={part: Missing(reason, failed=True)}, disk_read=5)
+    verdict = judge([replace(made, load=load)], [])
+    assert verdict.normal is not is_fault
+    assert (verdict.left_out == {"a": {part: reason}}) is not is_fault
+
+
 def test_a_node_that_scatters_is_not_called_normal() -> None:
     """If all figures are uncertain nothing is known; if some are, their number is printed."""
     wild = node("wild", disk_read=5, shm_read=6, spread=0.2)
