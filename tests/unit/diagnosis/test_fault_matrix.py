@@ -20,7 +20,7 @@ from tests.faultmatrix.matrix import CASES, HEALTHY, SEEDS
 FAULTS = [one for one in recorded_cases() if one[0] in CASES]
 WELL = [one for one in recorded_cases() if one[0] in HEALTHY]
 # Other programs kept the machine busy, and so now and then the other rank was the slowest.
-UNCERTAIN = {("ddp-slow-rank-quota", 1), ("ddp-slow-rank-quota", 2), ("ddp-slow-rank-backward", 1)}
+UNCERTAIN = {("ddp-slow-rank-quota", 1), ("ddp-slow-rank-quota", 2)}
 RIGHT = 0.9  # of the first findings
 WITHOUT_DATA = {"slow-start", "slow-staging", "wrong-binding", "time-over-asked"}
 """Findings for which the record of a training that reports nothing is enough."""
