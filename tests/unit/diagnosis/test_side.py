@@ -289,7 +289,7 @@ def test_times_of_different_work_are_not_compared(
         ({"ranks": examples.ranks(4, waits=False)}, "slow-rank", "it needs `wait_seconds`"),
         ({"nodes": (), "monitored": False}, "tensor-cores-idle", "it needs `monitor: true`"),
         ({"nodes": (), "monitored": False}, "faulty-gpu", "it needs `monitor: true`"),
-        ({"elapsed_seconds": 30.0}, "time-over-asked", "it was shorter than 10 minutes"),
+        ({"elapsed_seconds": 30.0}, "time-over-asked", "it needs a run of 10 minutes"),
         ({"state": "FAILED"}, "memory-over-asked", "it was shorter than 10 minutes, did not"),
         ({"phases": {}}, "slow-start", "it has no figures for it"),
         ({}, "time-over-asked", ""),
