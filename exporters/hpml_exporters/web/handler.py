@@ -50,7 +50,7 @@ class Pages(Protocol):
         """Return body and content type of /metrics; one thread at a time calls this.
 
         Args:
-            accept: the header Accept; empty where there is none.
+            accept: the header Accept; may be empty.
             names: of the time series to return, from `?name[]=`; empty: all.
             gzip: compress the body.
         """
@@ -98,7 +98,7 @@ class Client:
 
 
 class Handler(BaseHTTPRequestHandler):
-    """Serves one connection until its end, in a thread of its own."""
+    """Serves one connection until its end, in its thread."""
 
     protocol_version = "HTTP/1.1"
     request: Client
@@ -148,7 +148,7 @@ class Handler(BaseHTTPRequestHandler):
         return False
 
     def _handle_request(self) -> None:
-        """Read a request and answer it; sets `close_connection` where it is the last one."""
+        """Read a request and answer it; sets `close_connection` if it is the last one."""
         self.command, self.close_connection = "", True
         head = self._read_head()
         if head is None:
@@ -163,7 +163,7 @@ class Handler(BaseHTTPRequestHandler):
             self._respond()
 
     def _read_head(self) -> bytes | None:
-        """Return request line and headers; None if there will be none, which the client is told."""
+        """Return request line and headers; None if none will come."""
         limits = self.server.limits
         deadline = time.monotonic()
         deadline += limits.idle_seconds if self._served else limits.request_seconds
@@ -235,7 +235,7 @@ class Handler(BaseHTTPRequestHandler):
             if path == "/metrics":
                 accept = ", ".join(self.headers.get_all("Accept", ()))
                 gzip = gzip_accepted(self.headers.get("Accept-Encoding", ""))
-                with self.server.rendering:  # the client reads it later
+                with self.server.turn(self.request):  # the client reads it later
                     body, kind = self.server.pages.metrics(accept, names, gzip=gzip)
                 encoding = ("Content-Encoding: gzip",) if gzip else ()
                 return 200, body, kind, ("Vary: Accept, Accept-Encoding", *encoding)
@@ -243,6 +243,8 @@ class Handler(BaseHTTPRequestHandler):
                 healthy, message = self.server.health()
                 status = 200 if healthy else 503
                 return status, f"{message}\n".encode(), _TEXT, ("Cache-Control: no-store",)
+        except ConnectionAbortedError:
+            raise
         except Exception as error:  # noqa: BLE001 - a page that fails is a response too
             print(f"hpml export: {path}: {error!r}", file=sys.stderr)  # noqa: T201
             return 500, b"the page could not be made\n", _TEXT, ()

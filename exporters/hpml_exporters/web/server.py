@@ -13,7 +13,8 @@ import sys
 import threading
 import time
 from collections import Counter
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from http.server import ThreadingHTTPServer
 from typing import Any
@@ -26,6 +27,7 @@ from hpml_exporters.web.passwords import Passwords
 __all__ = ["Counters", "Server"]
 
 _PAUSE_SECONDS = 0.01
+_LOOK_SECONDS = 0.1
 _REPORT_SECONDS = 60.0
 _FOREVER = 1e6
 _NO_ROOM = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
@@ -56,16 +58,15 @@ class Counters:
 
 
 class Server(ThreadingHTTPServer):
-    """Serves /metrics and /healthz by HTTP, or HTTPS where a web-config file says so.
+    """Serves /metrics and /healthz by HTTP, or HTTPS if a web-config file asks for it.
 
     Attributes:
         pages: what is served.
         limits: how much clients may use.
         counters: numbers that any thread may read at any time.
-        config: what the web-config file said at the start.
+        config: content of the web-config file at the start.
         context: of TLS; None: plain HTTP.
         passwords: who may read.
-        rendering: held while a page is made: one at a time.
     """
 
     daemon_threads = True
@@ -96,7 +97,7 @@ class Server(ThreadingHTTPServer):
         self.counters = Counters()
         self.config = WebConfig()
         self.context: ssl.SSLContext | None = None
-        self.rendering = threading.Lock()
+        self._rendering = threading.Lock()
         self._listen, self._any_port, self._web_config = listen, any_port, web_config
         self._lock = threading.Lock()
         self._clients: set[Client] = set()
@@ -109,7 +110,7 @@ class Server(ThreadingHTTPServer):
         return "https" if self.context else "http"
 
     def start(self) -> tuple[str, int]:
-        """Serve in threads of its own; returns the address that it listens on.
+        """Serve in other threads; returns the address that it listens on.
 
         Raises:
             InputError: the address cannot be used, or the web-config file is wrong.
@@ -145,6 +146,21 @@ class Server(ThreadingHTTPServer):
             message += f"; {self._web_config} has changed: restart the exporter to apply it"
         return healthy, message
 
+    @contextmanager
+    def turn(self, client: Client) -> Iterator[None]:
+        """Wait until no other page is being made.
+
+        Raises:
+            ConnectionAbortedError: the client had to go meanwhile.
+        """
+        while not self._rendering.acquire(timeout=_LOOK_SECONDS):
+            if client not in self._clients:
+                raise ConnectionAbortedError
+        try:
+            yield
+        finally:
+            self._rendering.release()
+
     def answered(self, status: int) -> None:
         """Count a response."""
         with self._lock:
@@ -156,7 +172,7 @@ class Server(ThreadingHTTPServer):
             self.counters.closed[reason] += 1
 
     def get_request(self) -> tuple[Any, Any]:
-        """Accept a client; where there is no descriptor for it, another one has to go."""
+        """Accept a client; without a descriptor for it, another one has to go."""
         try:
             sock, address = self.socket.accept()
         except OSError as error:
@@ -168,7 +184,7 @@ class Server(ThreadingHTTPServer):
         return Client(sock, address[0]), address
 
     def process_request(self, request: Any, client_address: Any) -> None:
-        """Serve a client in a thread of its own; where there are too many, one has to go."""
+        """Serve a client in a new thread; if there are too many, one has to go."""
         with self._lock:
             of_this = sum(one.peer == request.peer for one in self._clients)
             if of_this >= self.limits.connections_of_one_address:
@@ -212,7 +228,7 @@ class Server(ThreadingHTTPServer):
             socket.socket.shutdown(client.sock, socket.SHUT_RDWR)
 
     def _watch(self, loaded: bytes) -> None:
-        """Look now and then whether the web-config file has changed; in a thread of its own.
+        """Look now and then whether the web-config file has changed.
 
         A change has no effect while the exporter runs: a file caught half-written could open what
         was closed.

@@ -13,7 +13,7 @@ import ssl
 import struct
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -150,6 +150,25 @@ def test_one_address_does_not_displace_the_others() -> None:
     with serving(limits=limits) as (_, address), connect(address) as one, clients(address, 60):
         one.sendall(GET)
         assert one.recv(12) == b"HTTP/1.1 200"
+
+
+def test_clients_that_are_given_up_keep_no_threads() -> None:
+    """Not while they wait for a page that takes long: another client can have it next."""
+    ended = threading.Event()
+
+    class Slow(StaticPages):
+        def metrics(self, accept: str, names: Sequence[str], *, gzip: bool) -> tuple[bytes, str]:
+            ended.wait(60)
+            return super().metrics(accept, names, gzip=gzip)
+
+    limits = replace(PATIENT, connections_of_one_address=8)
+    before = threading.active_count()
+    with serving(pages=Slow(), limits=limits) as (server, address), clients(address, 60, GET):
+        eventually(lambda: server.counters.closed["crowded"] == 52)
+        eventually(lambda: threading.active_count() - before <= 10)
+        assert scrape(address, "/healthz").status == 200
+        ended.set()
+        assert scrape(address).body == BODY
 
 
 def test_without_descriptors_scrapes_go_on() -> None:
