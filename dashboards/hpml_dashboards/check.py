@@ -43,7 +43,7 @@ UNUSED: Mapping[str, str] = {
     "hpml_train_wait_seconds_total hpml_train_save_seconds_total "
     "hpml_train_evaluation_seconds_total hpml_train_rank_wait_seconds "
     "hpml_train_shortest_wait_info "
-    "hpml_exporter_web_config_failures_total",
+    "hpml_exporter_web_config_changed",
     "for administrators of Slurm": "hpml_slurm_cpus hpml_slurm_memory_bytes "
     "hpml_slurm_partition_cpus hpml_slurm_partition_memory_bytes hpml_slurm_source_info "
     "hpml_slurm_refresh_duration_seconds hpml_slurm_refresh_failures_total hpml_slurm_licenses "

@@ -10,6 +10,7 @@ import time
 from collections.abc import Iterable, Sequence
 from functools import partial
 from importlib import import_module
+from typing import TYPE_CHECKING
 
 from prometheus_client import CollectorRegistry, ProcessCollector
 from prometheus_client.core import Metric
@@ -20,8 +21,10 @@ from hpml_exporters.core.collector import Collector
 from hpml_exporters.core.sampler import Sampler, Source, tell
 from hpml_exporters.core.selfmetrics import node_families, server_families
 from hpml_exporters.options import COLLECTORS, Context, NodeOptions
-from hpml_exporters.web.limits import Counters
 from hpml_orchestrator.errors import InputError, RecordError
+
+if TYPE_CHECKING:
+    from hpml_exporters.web import Counters
 
 __all__ = ["EXIT_STUCK", "NodeCollector", "Pages", "block_signals", "run", "sources_of"]
 
@@ -91,7 +94,7 @@ class _ServerCollector:
 
     def collect(self) -> Iterable[Metric]:
         now = self._counters
-        return server_families(now.connections, now.responses, now.closed, now.reload_failures)
+        return server_families(now.connections, now.responses, now.closed, now.config_changed)
 
 
 class _SummaryWriter:

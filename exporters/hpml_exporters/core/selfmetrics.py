@@ -113,10 +113,11 @@ _DROPPED = _spec(
     "the web server",
     ("reason",),
 )
-_RELOAD_FAILURES = _spec(
-    "web_config_failures_total",
-    "counter",
-    "Changed web-config files that could not be used; the settings before them stay.",
+_CONFIG_CHANGED = _spec(
+    "web_config_changed",
+    "gauge",
+    "Whether the web-config file, or a certificate that it names, differs from what was loaded at "
+    "the exporter's start; a restart applies it.",
     "the web server",
     (),
 )
@@ -152,7 +153,7 @@ def node_families(cluster: str, node: str, scope: str) -> list[Metric]:
 
 
 def server_families(
-    connections: int, responses: Mapping[int, int], dropped: Mapping[str, int], reload_failures: int
+    connections: int, responses: Mapping[int, int], dropped: Mapping[str, int], config_changed: bool
 ) -> list[Metric]:
     """Return how a web server does.
 
@@ -160,13 +161,13 @@ def server_families(
         connections: open now.
         responses: answers by code.
         dropped: connections that it closed by itself, by reason.
-        reload_failures: changed web-config files that could not be used.
+        config_changed: whether the web-config file is another than at the start.
     """
     return families(
         {
             _CONNECTIONS: [((), connections)],
             _RESPONSES: [((str(code),), number) for code, number in responses.items()],
             _DROPPED: [((reason,), number) for reason, number in dropped.items()],
-            _RELOAD_FAILURES: [((), reload_failures)],
+            _CONFIG_CHANGED: [((), config_changed)],
         }
     )

@@ -7,6 +7,7 @@ job starts; certificates are not opened, as they may exist on the nodes only.
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import re
@@ -18,7 +19,7 @@ from typing import Any
 
 from hpml_orchestrator.errors import InputError, did_you_mean
 
-__all__ = ["TlsConfig", "WebConfig", "main", "read", "tls_context"]
+__all__ = ["WebConfig", "fingerprint", "main", "read", "tls_context"]
 
 _CLIENT_AUTH = {
     "NoClientCert": ssl.CERT_NONE,
@@ -29,6 +30,8 @@ _CLIENT_AUTH = {
 _VERSIONS = {"TLS12": ssl.TLSVersion.TLSv1_2, "TLS13": ssl.TLSVersion.TLSv1_3}
 _BCRYPT = re.compile(r"\$2[abxy]?\$(0[4-9]|[12][0-9]|3[01])\$[./A-Za-z0-9]{53}")
 _ONE_LINE = re.compile(r"[ -~]*")
+_FILES = ("cert_file", "key_file", "client_ca_file")
+_NO_TYPE = "needs a client_auth_type"
 _ANY = ""  # any name
 # A mapping has these fields, a tuple lists the values of a text, and a pattern is that of a text.
 _FIELDS = {
@@ -66,59 +69,23 @@ _EXIT_USAGE = 2
 
 
 @dataclass(frozen=True)
-class TlsConfig:
-    """`tls_server_config`.
-
-    Attributes:
-        cert_file: certificate chain of the server, PEM.
-        key_file: its private key, PEM.
-        client_ca_file: certificates that sign those of clients, PEM; empty: none.
-        client_auth_type: which certificates clients must show.
-        client_allowed_sans: subject alternative names, of which a client needs one; empty: any.
-        min_version: TLS12 or TLS13.
-        max_version: TLS12 or TLS13.
-    """
-
-    cert_file: str = ""
-    key_file: str = ""
-    client_ca_file: str = ""
-    client_auth_type: str = "NoClientCert"
-    client_allowed_sans: tuple[str, ...] = ()
-    min_version: str = "TLS12"
-    max_version: str = "TLS13"
-
-    @property
-    def verify_mode(self) -> ssl.VerifyMode:
-        """Whether clients must show a certificate."""
-        return _CLIENT_AUTH[self.client_auth_type]
-
-    @property
-    def files(self) -> dict[str, str]:
-        """The files that it names, by field."""
-        names = ("cert_file", "key_file", "client_ca_file")
-        return {name: getattr(self, name) for name in names if getattr(self, name)}
-
-
-@dataclass(frozen=True)
 class WebConfig:
     """A whole file.
 
     Attributes:
-        tls: None: plain HTTP.
+        tls: fields of `tls_server_config`, files as absolute paths; empty: plain HTTP.
         users: bcrypt hashes by name; empty: no passwords.
         headers: lines added to every response.
     """
 
-    tls: TlsConfig | None = None
+    tls: Mapping[str, Any] = field(default_factory=dict)
     users: Mapping[str, bytes] = field(default_factory=dict, repr=False)
     headers: tuple[str, ...] = ()
 
     @property
     def locked(self) -> bool:
         """Whether only users with a password or a verified certificate may read."""
-        return bool(self.users) or (
-            self.tls is not None and self.tls.verify_mode is ssl.CERT_REQUIRED
-        )
+        return bool(self.users or (self.tls and _verify_mode(self.tls) is ssl.CERT_REQUIRED))
 
 
 def read(path: str) -> WebConfig:
@@ -129,11 +96,17 @@ def read(path: str) -> WebConfig:
             field, and shows no value, which may be a password.
     """
     data = _mapping(_parse(path), _FIELDS, path, f"{path}: ")
-    http = data.get("http_server_config", {})
+    tls = data.get("tls_server_config", {})
+    tls |= {key: os.path.join(os.path.dirname(path), tls[key]) for key in _FILES if key in tls}
+    if tls:
+        _check_tls(tls, path)
     return WebConfig(
-        tls=_tls(data.get("tls_server_config"), path),
-        users={user: text.encode() for user, text in data.get("basic_auth_users", {}).items()},
-        headers=tuple(f"{name}: {text}" for name, text in http.get("headers", {}).items()),
+        tls,
+        {user: text.encode() for user, text in data.get("basic_auth_users", {}).items()},
+        tuple(
+            f"{name}: {text}"
+            for name, text in data.get("http_server_config", {}).get("headers", {}).items()
+        ),
     )
 
 
@@ -214,71 +187,82 @@ def _value(value: Any, kind: Any, name: str) -> Any:
     return value
 
 
-def _tls(values: dict[str, Any] | None, path: str) -> TlsConfig | None:
-    """Return the settings of TLS; None where there are none.
+def _check_tls(tls: Mapping[str, Any], path: str) -> None:
+    """Refuse settings of TLS that miss something or contradict each other.
 
     Raises:
-        InputError: values are missing or contradict each other.
+        InputError: they do.
     """
-    if not values:
-        return None
-    for key in TlsConfig(**values).files:
-        values[key] = os.path.join(os.path.dirname(path), values[key])
-    tls = TlsConfig(**values)
-    verifies = tls.verify_mode is not ssl.CERT_NONE
-    wanted = ["cert_file", "key_file"] + ["client_ca_file"] * verifies
-    for key in wanted:
-        if key not in values:
-            raise InputError("missing", field=_tls_field(path, key), hint="name a PEM file")
-    strict = tls.verify_mode is ssl.CERT_REQUIRED
-    for key, has_effect in (("client_ca_file", verifies), ("client_allowed_sans", strict)):
-        if key in values and not has_effect:
-            hint = "client_auth_type: RequireAndVerifyClientCert"
-            raise InputError("needs a client_auth_type", field=_tls_field(path, key), hint=hint)
-    if tls.min_version > tls.max_version:
-        raise InputError("above max_version", field=_tls_field(path, "min_version"))
-    return tls
+    mode, pem = _verify_mode(tls), "name a PEM file"
+    verify = "client_auth_type: RequireAndVerifyClientCert"
+    no_ca = "client_ca_file" not in tls
+    names = "client_allowed_sans" in tls
+    for key, wrong, message, hint in (
+        ("cert_file", "cert_file" not in tls, "missing", pem),
+        ("key_file", "key_file" not in tls, "missing", pem),
+        ("client_ca_file", no_ca and mode is not ssl.CERT_NONE, "missing", pem),
+        ("client_ca_file", not no_ca and mode is ssl.CERT_NONE, _NO_TYPE, verify),
+        ("client_allowed_sans", names and mode is not ssl.CERT_REQUIRED, _NO_TYPE, verify),
+        ("min_version", _version(tls, "min") > _version(tls, "max"), "above max_version", ""),
+    ):
+        if wrong:
+            raise InputError(message, field=f"{path}: tls_server_config.{key}", hint=hint)
 
 
-def _tls_field(path: str, key: str) -> str:
-    return f"{path}: tls_server_config.{key}"
+def _verify_mode(tls: Mapping[str, Any]) -> ssl.VerifyMode:
+    return _CLIENT_AUTH[tls.get("client_auth_type", "NoClientCert")]
 
 
-def tls_context(tls: TlsConfig, path: str) -> ssl.SSLContext:
+def _version(tls: Mapping[str, Any], end: str) -> ssl.TLSVersion:
+    return _VERSIONS[tls.get(f"{end}_version", {"min": "TLS12", "max": "TLS13"}[end])]
+
+
+def tls_context(tls: Mapping[str, Any], path: str) -> ssl.SSLContext:
     """Return a TLS context for connections of clients.
 
     Args:
-        tls: what it is made of.
+        tls: of a `WebConfig`.
         path: the web-config file, for messages.
 
     Raises:
         InputError: a file cannot be read, or is not what it should be.
     """
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-    context.minimum_version = _VERSIONS[tls.min_version]
-    context.maximum_version = _VERSIONS[tls.max_version]
-    # No resumed sessions: each connection is checked against the settings of its time.
-    context.num_tickets = 0
+    context.minimum_version, context.maximum_version = _version(tls, "min"), _version(tls, "max")
+    context.num_tickets = 0  # no resumed sessions: nobody needs their memory
     context.options |= ssl.OP_NO_TICKET | ssl.OP_NO_RENEGOTIATION | ssl.OP_NO_COMPRESSION
     context.set_alpn_protocols(["http/1.1"])
-    context.verify_mode = tls.verify_mode
-    for key, file in tls.files.items():
+    context.verify_mode = _verify_mode(tls)
+    for key in (name for name in _FILES if name in tls):
         message = "not a PEM file of certificates"
         try:
             if key == "cert_file":  # by itself, so that an error names the right file
-                ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_verify_locations(file)
+                ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_verify_locations(tls[key])
             elif key == "client_ca_file":
-                context.load_verify_locations(file)
+                context.load_verify_locations(tls[key])
             else:
                 message = "not a private key of cert_file without a password"
                 # the empty text as password: the terminal is not asked for one
-                context.load_cert_chain(tls.cert_file, file, password=str)
-        except ssl.SSLError:
-            raise InputError(message, field=_tls_field(path, key), value=file) from None
-        except OSError as error:
-            message = f"cannot be read: {error.strerror}"
-            raise InputError(message, field=_tls_field(path, key), value=file) from None
+                context.load_cert_chain(tls["cert_file"], tls[key], password=str)
+        except (OSError, ValueError) as error:
+            if not isinstance(error, ssl.SSLError):
+                message = f"cannot be read: {getattr(error, 'strerror', error)}"
+            where = f"{path}: tls_server_config.{key}"
+            raise InputError(message, field=where, value=tls[key]) from None
     return context
+
+
+def fingerprint(path: str, config: WebConfig) -> bytes:
+    """Return a hash of the file and of those that it names, as they are now."""
+    found = hashlib.sha256()
+    for file in (path, *(config.tls[key] for key in _FILES if key in config.tls)):
+        try:
+            with open(file, "rb") as stream:
+                content = stream.read(_MAX_BYTES)
+        except (OSError, ValueError):
+            content = b""
+        found.update(hashlib.sha256(content).digest())
+    return found.digest()
 
 
 def main(argv: list[str]) -> int:
@@ -289,7 +273,7 @@ def main(argv: list[str]) -> int:
     summary: dict[str, object]
     try:
         config = read(argv[0])
-        summary = {"locked": config.locked, "tls": config.tls is not None}
+        summary = {"locked": config.locked, "tls": bool(config.tls)}
     except InputError as error:
         # `hpml check` names the file by itself
         summary = {"error": str(error).removeprefix(f"{argv[0]}: "), "hint": error.hint}

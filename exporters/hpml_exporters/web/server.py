@@ -1,42 +1,76 @@
-"""The server: one thread and one loop over all connections, which never waits for one of them.
+"""The server: a thread per connection, and a limit on all that a client can hold or wait for.
 
-Why not asyncio, or prometheus_client's own server: 200 silent TLS clients cost the first 60 MiB and
-stop the second for good.
+prometheus_client's own server stops for good at one silent TLS client: it waits for its handshake
+where it accepts the next one.
 """
 
 from __future__ import annotations
 
-import selectors
+import errno
 import socket
+import ssl
 import sys
 import threading
 import time
-from collections import Counter, deque
-from contextlib import suppress
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from http.server import ThreadingHTTPServer
+from typing import Any
 
 from hpml_exporters.web.address import listen_on
-from hpml_exporters.web.auth import Authenticator
-from hpml_exporters.web.connection import Connection, Service
-from hpml_exporters.web.http import Pages
-from hpml_exporters.web.limits import Counters, Limits
-from hpml_exporters.web.settings import Settings, Watcher, load
+from hpml_exporters.web.config import WebConfig, fingerprint, read, tls_context
+from hpml_exporters.web.handler import STATUSES, Client, Handler, Limits, Pages
+from hpml_exporters.web.passwords import Passwords
 
-__all__ = ["Server"]
+__all__ = ["Counters", "Server"]
 
-_ACCEPTED_PER_TURN = 64
-_STOP_SECONDS = 5.0
-_FAULT_SECONDS = 0.1
+_PAUSE_SECONDS = 0.01
+_LOOK_SECONDS = 0.1
 _REPORT_SECONDS = 60.0
-_FOREVER = float("inf")
+_FOREVER = 1e6
+_NO_ROOM = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 
 
-class Server:
-    """Serves /metrics and /healthz by HTTP, or HTTPS where a web-config file says so.
+@dataclass
+class Counters:
+    """Plain numbers, written by the server's threads and read by any.
 
     Attributes:
-        counters: numbers that any thread may read at any time.
-        scheme: http, or https once `start` has read a file with TLS.
+        connections: open now.
+        accepted: connections since the start.
+        responses: since the start, by status; every status of STATUSES is there from the start.
+        closed: connections that the server ended early, by reason: `crowded` (too many of them),
+            `timeout` (the client was too slow), `tls` (the handshake failed), `error` (a fault of
+            the server).
+        config_changed: whether the web-config file, or one that it names, is another than at the
+            start.
     """
+
+    connections: int = 0
+    accepted: int = 0
+    responses: dict[int, int] = field(default_factory=lambda: dict.fromkeys(STATUSES, 0))
+    closed: dict[str, int] = field(
+        default_factory=lambda: dict.fromkeys(("crowded", "timeout", "tls", "error"), 0)
+    )
+    config_changed: bool = False
+
+
+class Server(ThreadingHTTPServer):
+    """Serves /metrics and /healthz by HTTP, or HTTPS if a web-config file asks for it.
+
+    Attributes:
+        pages: what is served.
+        limits: how much clients may use.
+        counters: numbers that any thread may read at any time.
+        config: content of the web-config file at the start.
+        context: of TLS; None: plain HTTP.
+        passwords: who may read.
+    """
+
+    daemon_threads = True
+    passwords: Passwords
 
     def __init__(
         self,
@@ -56,185 +90,152 @@ class Server:
             limits: how much clients may use.
             any_port: if the port of `listen` is in use, take a free one.
         """
+        super().__init__(("", 0), Handler, bind_and_activate=False)
+        self.socket.close()  # `start` opens the one that is used
+        self.pages = pages
+        self.limits = limits or Limits()
         self.counters = Counters()
-        self.scheme = "http"
-        self._listen = listen
-        self._any_port = any_port
-        self._web_config = web_config
-        self._pages = pages
-        self._limits = limits or Limits()
-        self._stopped = False
-        self._changed: deque[Settings] = deque()
-        self._connections: dict[int, Connection] = {}
+        self.config = WebConfig()
+        self.context: ssl.SSLContext | None = None
+        self._rendering = threading.Lock()
+        self._listen, self._any_port, self._web_config = listen, any_port, web_config
+        self._lock = threading.Lock()
+        self._clients: set[Client] = set()
         self._reported = -_FOREVER
-        self._watcher: Watcher | None = None
-        self._thread: threading.Thread | None = None
+        self._stopped = threading.Event()
+
+    @property
+    def scheme(self) -> str:
+        """http, or https once `start` has read a file with TLS."""
+        return "https" if self.context else "http"
 
     def start(self) -> tuple[str, int]:
-        """Serve in a thread of its own; returns the address that it listens on.
+        """Serve in other threads; returns the address that it listens on.
 
         Raises:
             InputError: the address cannot be used, or the web-config file is wrong.
         """
-        settings = load(self._web_config) if self._web_config else Settings()
-        self.scheme = "https" if settings.context else "http"
-        authenticator = Authenticator(self._limits, self._wake)
-        self._listener = listen_on(self._listen, any_port=self._any_port)
-        authenticator.use(settings.config.users)
-        self._service = Service(self._pages, self._limits, self.counters, settings, authenticator)
-        self._wake_sender, self._wake_receiver = socket.socketpair()
-        self._wake_sender.setblocking(False)
-        self._selector = selectors.DefaultSelector()
-        self._selector.register(self._wake_receiver, selectors.EVENT_READ)
-        self._selector.register(self._listener, selectors.EVENT_READ)
-        self._thread = threading.Thread(target=self._run, name="server", daemon=True)
-        self._thread.start()
         if self._web_config:
-            seconds = self._limits.watch_seconds
-            self._watcher = Watcher(settings, seconds, self._change, self.counters)
-            self._watcher.start()
-        host, port = self._listener.getsockname()[:2]
+            self.config = read(self._web_config)
+            loaded = fingerprint(self._web_config, self.config)
+            if self.config.tls:
+                self.context = tls_context(self.config.tls, self._web_config)
+        self.passwords = Passwords(self.config.users)
+        self.socket = listen_on(self._listen, any_port=self._any_port)
+        if self._web_config:
+            threading.Thread(target=self._watch, args=(loaded,), daemon=True).start()
+        threading.Thread(target=self.serve_forever, args=(_FOREVER,), daemon=True).start()
+        host, port = self.socket.getsockname()[:2]
         return str(host), int(port)
 
     def stop(self) -> None:
         """Close all connections and stop; responses under way are cut off."""
-        if self._watcher:
-            self._watcher.stop()
-        if self._thread:
-            self._stopped = True
-            self._wake()
-            self._thread.join(_STOP_SECONDS)
+        self._stopped.set()
+        if self.fileno() >= 0:
+            self.socket.shutdown(socket.SHUT_RDWR)  # wakes serve_forever
+            self.shutdown()
+            self.server_close()
+        with self._lock:
+            for client in list(self._clients):
+                self._drop(client)
 
-    def _wake(self) -> None:
-        """Make the loop look at passwords and settings; may be called from any thread."""
-        with suppress(OSError):  # woken already, or stopped
-            self._wake_sender.send(b"\0")
+    def health(self) -> tuple[bool, str]:
+        """Return whether the exporter works, and in words what does not or waits for a restart."""
+        healthy, message = self.pages.health()
+        if self.counters.config_changed:
+            message += f"; {self._web_config} has changed: restart the exporter to apply it"
+        return healthy, message
 
-    def _change(self, settings: Settings) -> None:
-        """Hand over changed settings; called by the watcher."""
-        self._changed.append(settings)
-        self._wake()
+    @contextmanager
+    def turn(self, client: Client) -> Iterator[None]:
+        """Wait until no other page is being made.
 
-    def _run(self) -> None:
-        """Serve until stopped."""
-        try:
-            while not self._stopped:
-                try:
-                    self._turn()
-                except Exception as error:  # noqa: BLE001 - a deaf exporter is worse than a fault
-                    self._report(error)
-                    time.sleep(_FAULT_SECONDS)
-        finally:
-            for connection in list(self._connections.values()):
-                self._close(connection)
-            self._service.authenticator.stop()
-            for ours in (self._selector, self._listener, self._wake_sender, self._wake_receiver):
-                ours.close()
-
-    def _turn(self) -> None:
-        """Wait for something to happen, and resume every connection that it concerns."""
-        until = min((one.until for one in self._connections.values()), default=_FOREVER)
-        timeout = None if until == _FOREVER else max(0.0, until - time.monotonic())
-        for key, _ in self._selector.select(timeout):
-            if isinstance(key.data, Connection):
-                self._resume(key.data, timed_out=False)
-            elif key.fileobj is self._listener:
-                self._accept()
-            else:
-                self._wakened()
-        now = time.monotonic()
-        for connection in list(self._connections.values()):
-            if connection.until <= now:
-                self._resume(connection, timed_out=True)
-
-    def _wakened(self) -> None:
-        """Apply changed settings, and resume clients whose password was checked."""
-        self._wake_receiver.recv(4096)
-        while self._changed:
-            settings = self._changed.popleft()
-            self._service.authenticator.use(settings.config.users)
-            self._service.settings = settings
-            for connection in list(self._connections.values()):
-                if connection.idle:  # the others end with their next response
-                    self._close(connection)
-        for connection in list(self._connections.values()):
-            if not connection.events:
-                self._resume(connection, timed_out=False)
-
-    def _accept(self) -> None:
-        """Accept clients that wait, some at a time."""
-        for _ in range(_ACCEPTED_PER_TURN):
-            try:
-                sock, address = self._listener.accept()
-            except (BlockingIOError, ConnectionAbortedError):
-                return
-            except OSError:  # no descriptor or no memory left
-                if not self._make_room():
-                    time.sleep(_FAULT_SECONDS)
-                return
-            if len(self._connections) >= self._limits.connections:
-                self._make_room()
-            with suppress(OSError):
-                sock.setblocking(False)
-                sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            connection = Connection(sock, address[0], self._service)
-            self._connections[connection.fd] = connection
-            self.counters.accepted += 1
-            self.counters.connections = len(self._connections)
-            self._resume(connection)
-
-    def _make_room(self) -> bool:
-        """Close the least useful connection; returns whether there was one.
-
-        That is the oldest one, of the address with most connections, which was never served.
+        Raises:
+            ConnectionAbortedError: the client had to go meanwhile.
         """
-        if not self._connections:
-            return False
-        per_peer = Counter(one.peer for one in self._connections.values())
-        victim = max(
-            self._connections.values(),
-            key=lambda one: (not one.served, per_peer[one.peer], -one.opened),
-        )
-        self.counters.closed["crowded"] += 1
-        self._close(victim)
-        return True
-
-    def _resume(self, connection: Connection, *, timed_out: bool | None = None) -> None:
-        """Continue a connection until its next wait; `timed_out` is None at its start."""
-        if self._connections.get(connection.fd) is not connection:
-            return  # closed by another one's turn
+        while not self._rendering.acquire(timeout=_LOOK_SECONDS):
+            if client not in self._clients:
+                raise ConnectionAbortedError
         try:
-            events, connection.until = connection.steps.send(timed_out)  # type: ignore[arg-type]
-        except StopIteration:
-            self._close(connection)
-        except Exception as error:  # noqa: BLE001 - a fault ends this connection and no other
-            self._report(error)
-            self._close(connection)
-        else:
-            self._wait_for(connection, events)
+            yield
+        finally:
+            self._rendering.release()
 
-    def _wait_for(self, connection: Connection, events: int) -> None:
-        """Have the selector wait for events of a connection."""
-        if events == connection.events:
-            return
-        if not events:
-            self._selector.unregister(connection.fd)
-        elif connection.events:
-            self._selector.modify(connection.fd, events, connection)
-        else:
-            self._selector.register(connection.fd, events, connection)
-        connection.events = events
+    def answered(self, status: int) -> None:
+        """Count a response."""
+        with self._lock:
+            self.counters.responses[status] += 1
 
-    def _close(self, connection: Connection) -> None:
-        self._wait_for(connection, 0)
-        del self._connections[connection.fd]
-        self.counters.connections = len(self._connections)
-        connection.close()
+    def gave_up(self, reason: str) -> None:
+        """Count a connection that is ended early."""
+        with self._lock:
+            self.counters.closed[reason] += 1
 
-    def _report(self, error: Exception) -> None:
+    def get_request(self) -> tuple[Any, Any]:
+        """Accept a client; without a descriptor for it, another one has to go."""
+        try:
+            sock, address = self.socket.accept()
+        except OSError as error:
+            if error.errno in _NO_ROOM:
+                with self._lock:
+                    self._make_room()
+                time.sleep(_PAUSE_SECONDS)
+            raise
+        return Client(sock, address[0]), address
+
+    def process_request(self, request: Any, client_address: Any) -> None:
+        """Serve a client in a new thread; if there are too many, one has to go."""
+        with self._lock:
+            of_this = sum(one.peer == request.peer for one in self._clients)
+            if of_this >= self.limits.connections_of_one_address:
+                self._make_room(request.peer)
+            elif len(self._clients) >= self.limits.connections:
+                self._make_room()
+            self._clients.add(request)
+            self.counters.connections = len(self._clients)
+            self.counters.accepted += 1
+        super().process_request(request, client_address)
+
+    def shutdown_request(self, request: Any) -> None:
+        """Close a connection whose thread ends."""
+        with self._lock:
+            self._drop(request)
+            request.sock.close()
+
+    def handle_error(self, request: object, client_address: object) -> None:  # noqa: ARG002
         """Count a fault of the server, and print one of them per minute."""
-        self.counters.closed["error"] += 1
-        now = time.monotonic()
-        if now - self._reported > _REPORT_SECONDS:
-            self._reported = now
+        self.gave_up("error")
+        if time.monotonic() - self._reported > _REPORT_SECONDS:
+            self._reported = time.monotonic()
+            error = sys.exception()
             print(f"hpml export: error while serving: {error!r}", file=sys.stderr)  # noqa: T201
+
+    def _make_room(self, peer: str = "") -> None:
+        """End the longest idle connection of an address, else of the address with most."""
+        if self._clients:
+            number = Counter(one.peer for one in self._clients)
+            # not by most_common, which imports something: that needs a descriptor
+            peer = peer or max(number, key=number.__getitem__)
+            of_this = (one for one in self._clients if one.peer == peer)
+            self._drop(min(of_this, key=lambda one: one.since))
+            self.counters.closed["crowded"] += 1
+
+    def _drop(self, client: Client) -> None:
+        """Have a connection end; its thread closes it."""
+        self._clients.discard(client)
+        self.counters.connections = len(self._clients)
+        with suppress(OSError):  # ended already
+            socket.socket.shutdown(client.sock, socket.SHUT_RDWR)
+
+    def _watch(self, loaded: bytes) -> None:
+        """Look now and then whether the web-config file has changed.
+
+        A change has no effect while the exporter runs: a file caught half-written could open what
+        was closed.
+        """
+        while not self._stopped.wait(self.limits.watch_seconds):
+            changed = fingerprint(self._web_config, self.config) != loaded
+            if changed and not self.counters.config_changed:
+                text = f"hpml export: {self._web_config} has changed: restart to apply it"
+                print(text, file=sys.stderr, flush=True)  # noqa: T201
+            self.counters.config_changed = changed

@@ -30,11 +30,8 @@ GET = b"GET /metrics HTTP/1.1\r\nHost: x\r\n\r\n"
 SERIES = 1300
 WAIT_SECONDS = 60
 # A machine that stands still for some seconds must not turn a good client into a slow one.
-PATIENT = Limits(
-    handshake_seconds=600, request_seconds=600, check_seconds=600, write_seconds=600,
-    linger_seconds=600,
-)  # fmt: skip
-RELOADING = replace(PATIENT, watch_seconds=0.02)
+PATIENT = Limits(request_seconds=600, write_seconds=600)
+WATCHING = replace(PATIENT, watch_seconds=0.02)
 OPENMETRICS = "application/openmetrics-text; version=1.0.0; charset=utf-8"
 Address = tuple[str, int]
 

@@ -1,14 +1,12 @@
-"""The web-config file: what it may say, and what its changes do to a running server."""
+"""The web-config file: what it may say, and that its changes wait for a restart."""
 
 from __future__ import annotations
 
 import json
 import os
 import shutil
-import ssl
 import subprocess
 import sys
-from http.client import HTTPException
 from pathlib import Path
 
 import bcrypt
@@ -18,8 +16,7 @@ from hpml_exporters.web import Server
 from hpml_orchestrator.errors import InputError
 from tests.patience import eventually
 from tests.unit.exporters.web.support import (
-    RELOADING,
-    Address,
+    WATCHING,
     Certificates,
     StaticPages,
     basic,
@@ -178,113 +175,69 @@ def replace(path: Path, text: str) -> None:
 
 
 STRICT = f"{TLS}{VERIFY}  client_allowed_sans: [prometheus.example]\n  min_version: TLS13\n{USERS}"
+CHANGES: dict[str, list[str | None]] = {
+    "cut": [STRICT[: len(STRICT) * part // 8] for part in range(8)],
+    "opens": ["{}", TLS + VERIFY, STRICT.replace("RequireAnd", "")],
+    "broken": ["{", "users: {}", "[" * 400, 'tls_server_config: {cert_file: "a\\0b", key_file: b}'],
+    "other": [USERS, f"{STRICT}# a comment", STRICT.replace("bob", "eve"), None],
+}
 
 
-@pytest.mark.parametrize(
-    "cut",
-    ["", "tls_server", TLS, f"{TLS}  client_ca_file", f"{TLS}  client_auth_type:", TLS + VERIFY]
-    + [STRICT.partition(field)[0] for field in ("  client_allowed", "  min_v", "basic_auth")]
-    + [STRICT.replace("RequireAnd", ""), "{", "users: {}", USERS],
-    ids=range(13),
-)
-def test_a_truncated_file_opens_no_door(certificates: Certificates, cut: str) -> None:
-    """Each is counted, and the settings before it are kept: who had to log in still has to."""
+@pytest.mark.parametrize("kind", CHANGES)
+def test_a_changed_file_takes_effect_at_a_restart(
+    certificates: Certificates, kind: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Who was kept out still is, and who got in still does; /healthz and a counter say so."""
     path = certificates.write("web.yml", STRICT)
-    with serving(path, RELOADING) as (server, address):
-        path.write_text(cut)
-        eventually(lambda: server.counters.reload_failures > 0)
-        assert status(address, certificates.context()) == 0
-        assert status(address, certificates.context("client")) == 401
-        bob = basic("bob", "right")
-        assert status(address, certificates.context("client"), Authorization=bob) == 200
+    trusted, bob = certificates.context("client"), basic("bob", "right")
+    with serving(path, WATCHING) as (server, address):
+
+        def told() -> bool:
+            answer = scrape(address, "/healthz", context=trusted, Authorization=bob)
+            assert answer.status == 200
+            text = b"ok; %b has changed: restart the exporter to apply it\n" % bytes(path)
+            assert answer.body == (text if b";" in answer.body else b"ok\n")
+            return answer.body == text
+
+        assert not told()
+        for text in CHANGES[kind]:
+            if text is None:
+                path.unlink()
+            else:
+                replace(path, text)
+            eventually(told)
+            assert server.counters.config_changed
+            assert status(address, certificates.context()) == 0
+            assert status(address, trusted) == 401
+            assert status(address) == 400  # "use https"
+            replace(path, STRICT)
+            eventually(lambda: not told())
+    lines = capfd.readouterr().err.splitlines()
+    assert lines == [f"hpml export: {path} has changed: restart to apply it"] * len(CHANGES[kind])
 
 
-@pytest.mark.parametrize(
-    "broken",
-    [
-        'tls_server_config: {cert_file: "a\\0b", key_file: b}',
-        "basic_auth_users: {bob: x}",
-        "[" * 400,
-    ],
-    ids=["nul", "hash", "deep"],
-)
-def test_reloading_goes_on_after_any_failure(
-    certificates: Certificates, broken: str, capfd: pytest.CaptureFixture[str]
-) -> None:
-    """Also after exceptions that are no InputError; a wrong edit is counted and printed once."""
-    path = certificates.write("web.yml", USERS)
-    with serving(path, RELOADING) as (server, address):
-        replace(path, broken)
-        eventually(lambda: server.counters.reload_failures == 1)
-        assert status(address, Authorization=basic("bob", "right")) == 200
-        replace(path, USERS.replace("bob", "eve"))
-        eventually(lambda: status(address, Authorization=basic("eve", "right")) == 200)
-        assert server.counters.reload_failures == 1
-    (line,) = capfd.readouterr().err.splitlines()
-    assert "the previous settings are kept" in line
+def test_a_stricter_file_waits_too(certificates: Certificates) -> None:
+    """It is in force with the next server, and /healthz says until then that it is not."""
+    path = certificates.write("web.yml", "")
+    with serving(path, WATCHING) as (_, address):
+        replace(path, USERS + TLS)
+        eventually(lambda: b"restart" in scrape(address, "/healthz").body)
+    with serving(path) as (_, address):
+        assert status(address) == 400
+        assert status(address, certificates.context()) == 401
 
 
-@pytest.mark.parametrize(
-    ("before", "after", "encrypted"),
-    [
-        ("", TLS, True),
-        ("", USERS, False),
-        ("", USERS + TLS, True),
-        (TLS, USERS + TLS, True),
-        (USERS, USERS + TLS, True),
-    ],
-    ids=["tls", "users", "both", "users-more", "tls-more"],  # the hashes differ in each process
-)
-def test_a_stricter_file_counts_while_it_runs(
-    certificates: Certificates, before: str, after: str, encrypted: bool
-) -> None:
-    """TLS or passwords that are added keep out who could read before."""
-    path = certificates.write("web.yml", before)
-    bob = basic("bob", "right")
-    with serving(path, RELOADING) as (server, address):
-        context = certificates.context() if encrypted else None
-        replace(path, after)
-        eventually(lambda: answers(address, context) == (200 if after == TLS else 401))
-        assert status(address, context, Authorization=bob) == 200
-        if encrypted:
-            assert status(address, Authorization=bob) == 400  # "speaks https"
-        assert server.counters.reload_failures == 0
-
-
-def answers(address: Address, context: ssl.SSLContext | None) -> int | None:
-    """The status, or None if the connection ends without one."""
-    try:
-        return status(address, context)
-    except (OSError, HTTPException):
-        return None
-
-
-def test_a_removed_user_is_out_at_once(certificates: Certificates) -> None:
-    """Remembered or not, and his open connection ends."""
-    path = certificates.write("web.yml", USERS)
-    bob, eve = basic("bob", "right"), basic("eve", "right")
-    with serving(path, RELOADING) as (_, address), connect(address) as kept:
-        request = f"GET /healthz HTTP/1.1\r\nHost: x\r\nAuthorization: {bob}\r\n\r\n"
-        kept.sendall(request.encode())
-        assert kept.recv(12) == b"HTTP/1.1 200"
-        replace(path, USERS.replace("bob", "eve"))
-        eventually(lambda: status(address, Authorization=eve) == 200)
-        assert status(address, Authorization=bob) == 401
-        assert read_to_end(kept).endswith(b"ok\n")
-
-
-def test_a_renewed_certificate_is_used(certificates: Certificates, tmp_path: Path) -> None:
-    """Once all its files are there, however late; until then the old one is, and one failure."""
-    new = make_certificates(tmp_path, serial=" 2")
+def test_a_renewed_certificate_waits_for_a_restart(certificates: Certificates) -> None:
+    """The web-config file is the same, and what it names is another."""
     path = certificates.write("web.yml", TLS)
-    with serving(path, RELOADING) as (server, address):
-        replace(path, TLS.replace("server.", f"{tmp_path}/later."))
-        eventually(lambda: server.counters.reload_failures == 1)
+    old = certificates.context()
+    with serving(path, WATCHING) as (server, address):
+        make_certificates(certificates.folder, serial=" 2")
+        eventually(lambda: server.counters.config_changed)
+        assert status(address, old) == 200
+    with serving(path) as (_, address):
         assert status(address, certificates.context()) == 200
-        os.rename(new.folder / "server.crt", tmp_path / "later.crt")
-        os.rename(new.folder / "server.key", tmp_path / "later.key")
-        eventually(lambda: status(address, new.context()) == 200)
-        assert server.counters.reload_failures == 1
+        assert status(address, old) == 0
 
 
 @pytest.mark.parametrize(
