@@ -35,7 +35,7 @@ _PRINTS = frozenset(  # commands that print, test or wait
 )
 _TESTS = frozenset("[ [[ test !".split())
 _COPIES = frozenset("cp rsync mv scp tar".split())
-_REMOVES = frozenset("rm rmdir mkdir unzip kill wait sleep exit true :".split())
+_REMOVES = frozenset("rm rmdir mkdir unzip kill wait sleep exit true printf :".split())
 _TRAINS = re.compile(r"train|fit|finetune|fine_tune|\brun\b|main|sft|ddp|learn", re.IGNORECASE)
 _NOT_STARTED = {"", *"-V --version - -c -mpip -mvenv -mensurepip -mvirtualenv".split()}
 _SHELLS = frozenset("bash sh julia Rscript timeout nice stdbuf ionice setsid".split())
@@ -208,10 +208,11 @@ class Body:
     def _launch(self, command: Command) -> Launch | None:
         """Return what a simple command launches; None for other commands."""
         words = list(command.words)
-        assigned = []
+        settings = []
         while words and (match := ASSIGNMENT.fullmatch(words[0])):
-            assigned.append(f"{match[1]}={self.values.text(match[3])}")
+            settings.append(match)
             words.pop(0)
+        assigned = [f"{match[1]}={self.values.text(match[3])}" for match in settings if words]
         words = self.values.words(words)
         if not words or words[0] in ("eval", "for", "trap"):
             return None

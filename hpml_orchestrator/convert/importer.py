@@ -53,7 +53,7 @@ _OPTIONS = {  # that fields of resources come from
 _OTHER_MPI = re.compile(r"(intel-?mpi|impi|mpich|mvapich|cray-mpich)", re.IGNORECASE)
 _IN_SETUP = "kept in environment.setup: runs once, on the first node, before the ranks"
 _SIZES = re.compile(r"SLURM_(CPUS_PER_TASK|NTASKS|NPROCS|NTASKS_PER_NODE)\b")
-_ARGUMENTS = re.compile(r"\$(?:[1-9#]|\{[1-9#][}:])|\b(?:shift|getopts)\b")
+_ARGUMENTS = re.compile(r"\$(?:[0-9#]|\{[0-9#][}:])|\b(?:shift|getopts|BASH_SOURCE)\b")
 _PLACEHOLDERS = {
     **dict.fromkeys(("SLURM_JOB_ID", "SLURM_JOBID"), "{job.id}"),
     "SLURM_ARRAY_TASK_ID": "{array.index}",
@@ -349,10 +349,10 @@ class _Import:
             self.put("launcher", launcher)
         if launcher == "srun" and launch.mpi not in ("", "none"):
             self.put("mpi", launch.mpi)
-        elif launcher == "srun" and launch.launcher and not launch.mpi:
-            if not PYTHON.fullmatch(launch.program) and self.size.ranks * self.size.nodes > 1:
-                why = "srun without --mpi takes the cluster's default, hpml takes none"
-                launch.changed(why, "a program that uses MPI needs `mpi: pmix` or `mpi: pmi2`")
+        several = self.size.ranks * self.size.nodes > 1 and not PYTHON.fullmatch(launch.program)
+        if launch.launcher == "srun" and several and not launch.mpi:
+            why = "srun without --mpi takes the cluster's default, hpml takes none"
+            launch.changed(why, "a program that uses MPI needs `mpi: pmix` or `mpi: pmi2`")
 
     def _program(self) -> None:
         launch, words, workdir = self.launch, self.words, self.workdir
@@ -364,7 +364,11 @@ class _Import:
             self.put("module", rest[1])
             rest = rest[2:]
         elif (
-            python and rest and rest[0][:1] not in ("-", "{", "") and "{" not in rest[0] and workdir
+            python
+            and rest
+            and rest[0][:1] not in ("-", "{", "")
+            and "{" not in rest[0]
+            and launch.directory
         ):
             path = os.path.normpath(os.path.join(launch.directory, rest.pop(0)))
             inside = path.startswith(f"{workdir}/")
@@ -476,50 +480,52 @@ class _Import:
         return lines + list(self.exports.values())
 
     def _check_setup(self) -> None:
-        """Report the lines of setup, and refuse those that read sizes that hpml's job has not."""
-        size = self.size
-        for line in self.setup:
-            values = {name: self._placed(value) for name, value in line.assigned.items()}
-            if _SIZES.search(line.source) and not any(map(has_hole, values.values())):
-                words = (f"{name}={self._shell_word(value)}" for name, value in values.items())
-                line.source = "export " * line.exported + " ".join(words)
-        own = {
-            "SLURM_CPUS_PER_TASK": size.cpus_per_rank,
-            **dict.fromkeys(("SLURM_NTASKS", "SLURM_NPROCS"), size.nodes * size.ranks),
-            **dict.fromkeys(("SLURM_NTASKS_PER_NODE", "SLURM_TASKS_PER_NODE"), size.ranks),
-        }
-        sources = [
-            (line.line, line.source, line.kind == "quiet" or line.block == "function")
-            for line in self.setup
-        ]
-        sources += [(self.launch.line, line, False) for line in self.exports.values()]
-        for number, source, prints in sources:
-            shell = re.sub(r"'[^']*'", "", source)  # text in quotes may be of another program
-            if not prints and _ARGUMENTS.search(shell):
-                problem = f"line {number}: {source.partition(chr(10))[0]}: reads the arguments of "
-                problem += "the script, and `hpml submit` passes it none"
-                raise InputError(problem, hint="write the values into it, as ${1:-VALUE}")
-            for name, value in own.items():
-                given = self.known.get(name, "")
-                if not prints and re.search(rf"\b{name}\b", source) and given != str(value):
-                    problem = f"line {number}: {source.partition(chr(10))[0]}: {name} is "
-                    problem += f"{given or 'not set'} in the script's job and {value} in hpml's"
-                    raise InputError(problem, hint=f"write the number in place of ${name}")
+        """Report the lines of setup and what is left out.
+
+        Raises:
+            InputError: a line needs arguments of the script, or a size that hpml's job has not.
+        """
         kept = {id(line) for line in self.setup}
         for line in self.body.lines:
-            unknown = any(has_hole(self._placed(value)) for value in line.assigned.values())
-            if unknown and id(line) not in kept:
+            values = {name: self._placed(value) for name, value in line.assigned.items()}
+            known = not any(map(has_hole, values.values()))
+            if not known and id(line) not in kept:
                 why = "nothing else uses it, or hpml does itself what it was for"
                 self.report.add("dropped", line.line, line.source, why)
+            if known and values and _SIZES.search(line.source):
+                words = (f"{name}={self._shell_word(value)}" for name, value in values.items())
+                line.source = "export " * line.exported + " ".join(words)
         for line in self.setup:
+            if line.kind != "quiet" and line.block != "function":
+                self._check_shell(line.line, line.source)
             todo = "a line that fails ends the job: `|| :` behind it helps" * (
                 line.kind != "assign"
             )
             if line.launch and line.launch.launcher:
-                todo = (
-                    "hpml neither binds nor records it: better write a job file of its own for it"
-                )
+                todo = "hpml does not bind it: better write a job file of its own for it"
             self.report.changed(line.line, line.source, _IN_SETUP, todo)
+        for source in self.exports.values():
+            self._check_shell(self.launch.line, source)
+
+    def _check_shell(self, line: int, source: str) -> None:
+        """Refuse a line of setup that does not find there what the script gives it."""
+        where = f"line {line}: {source.partition(chr(10))[0]}: "
+        if _ARGUMENTS.search(re.sub(r"'[^']*'", "", source)):  # quoted text may be of awk
+            problem = "needs the name or the arguments of the script, which hpml's job has not"
+            raise InputError(where + problem, hint="write the values into it, as ${1:-VALUE}")
+        size = self.size
+        own = {
+            "SLURM_CPUS_PER_TASK": size.cpus_per_rank,
+            **dict.fromkeys(("SLURM_NTASKS", "SLURM_NPROCS"), size.nodes * size.ranks),
+            "SLURM_NTASKS_PER_NODE": size.ranks,
+        }
+        for name, value in own.items():
+            given = self.known.get(name, "")
+            if re.search(rf"\b{name}\b", source) and given != str(value):
+                problem = (
+                    f"{name} is {given or 'not set'} in the script's job and {value} in hpml's"
+                )
+                raise InputError(where + problem, hint=f"write the number in place of ${name}")
 
     def _export(self, lines: list[str]) -> None:
         """Set what the header's `--export` says about the environment, also for setup's lines."""

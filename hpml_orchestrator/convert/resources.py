@@ -50,21 +50,7 @@ def allocation(request: Request, report: Report) -> Allocation:
     numbers = request.numbers
     per_node, tasks = numbers.get("ntasks-per-node"), numbers.get("ntasks")
     all_gpus, gpus = request.gpus.get("gpus", Gpus(())), request.gpus.get("gpus-per-node", Gpus(()))
-    nodes = numbers.get("nodes")
-    if nodes is None and tasks and per_node:
-        nodes = -(-tasks // per_node)
-    if nodes is None and all_gpus.count and gpus.count:
-        nodes = -(-all_gpus.count // gpus.count)
-    option = request.option("ntasks", "gpus")
-    if nodes is None and option is not None and (tasks or all_gpus.count) > 1:
-        why = "without --nodes Slurm may use several nodes; the job file asks for one"
-        report.changed(option.line, option.shown, why, "write resources.nodes for more")
-    nodes = nodes or 1
-    if option is not None and (all_gpus.count % nodes or (tasks or 0) % nodes):
-        why = f"does not divide by {nodes} nodes, and all nodes of a job file are alike"
-        raise InputError(
-            f"line {option.line}: {option.shown}: {why}", hint="ask for a multiple of the nodes"
-        )
+    nodes = _nodes(request, per_node, tasks, report)
     if not gpus.count:
         gpus = Gpus(tuple((kind, -(-number // nodes)) for kind, number in all_gpus.kinds))
     if tasks is None and per_node:
@@ -81,6 +67,26 @@ def allocation(request: Request, report: Report) -> Allocation:
     if "cpus-per-gpu" in numbers and "cpus-per-task" not in numbers:
         cpus = numbers["cpus-per-gpu"] * gpus.count
     return Allocation(nodes, tasks, gpus, cpus or 1)
+
+
+def _nodes(request: Request, per_node: int | None, tasks: int | None, report: Report) -> int:
+    """Return the number of nodes; all of them are alike."""
+    nodes, option = request.numbers.get("nodes"), request.option("ntasks", "gpus")
+    gpus = request.gpus["gpus"].count if "gpus" in request.gpus else 0
+    each = request.gpus["gpus-per-node"].count if "gpus-per-node" in request.gpus else 0
+    for total, part in ((tasks, per_node), (gpus, each)):
+        if nodes is None and total and part:
+            nodes = -(-total // part)
+    if nodes is None and option is not None and (tasks or gpus) > 1:
+        why = "without --nodes Slurm may use several nodes; the job file asks for one"
+        report.changed(option.line, option.shown, why, "write resources.nodes for more")
+    nodes = nodes or 1
+    if option is not None and (gpus % nodes or (tasks or 0) % nodes):
+        why = f"does not divide by {nodes} nodes, and all nodes of a job file are alike"
+        raise InputError(
+            f"line {option.line}: {option.shown}: {why}", hint="ask for a multiple of the nodes"
+        )
+    return nodes
 
 
 def known_variables(request: Request, given: Allocation) -> dict[str, str]:

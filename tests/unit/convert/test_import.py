@@ -184,7 +184,7 @@ def test_scripts_that_sbatch_or_bash_would_refuse(script: str, part: str) -> Non
         ("torchrun --nproc_per_node=gpu t.py", "the header asks for none"),
         ("#SBATCH -N2 -n7\nsrun python t.py", "line 2: -n 7: does not divide by 2 nodes"),
         ("#SBATCH -N2 -n8\nmpirun -np 4 ./f", "mpirun fills one node after the other"),
-        ("#SBATCH -N2\nsrun --ntasks-per-node=2 torchrun --nnodes=2 t.py", "srun starts the launcher 4 times"),
+        ("#SBATCH -N2\nsrun --ntasks-per-node=2 torchrun --nnodes=2 t.py", "launcher 4 times"),
         ("export WORLD_SIZE=$(cat n)\npython t.py $WORLD_SIZE", "not the same in all ranks"),
     ],
 )  # fmt: skip
