@@ -130,10 +130,7 @@ def add_srun_options(request: Request, launch: Launch, report: Report) -> None:
                 raise InputError(problem, hint="correct the option") from None
         elif name in _GPUS or name in ("cpus-per-task", "cpus-per-gpu", "ntasks-per-gpu"):
             _compare(request, launch, option.name, value, earlier.shown)
-        elif name not in ("nodes", "ntasks", "ntasks-per-node") and value not in (
-            earlier.value,
-            "0",
-        ):
+        elif name not in ("nodes", "ntasks", "ntasks-per-node") and value != earlier.value:
             why = f"the header has {earlier.shown}, which counts in the job file"
             launch.lost(f"srun {option.shown}", why)
 
@@ -141,17 +138,12 @@ def add_srun_options(request: Request, launch: Launch, report: Report) -> None:
 def _compare(request: Request, launch: Launch, name: str, value: str, shown: str) -> None:
     """Refuse an option of srun that gives the ranks another part of the node than the header."""
     given = allocation(request, launch.report)
-    count = int(value.rpartition(":")[2]) if value.rpartition(":")[2].isdigit() else -1
+    number = value.rpartition(":")[2]
+    count = int(number) if number.isdigit() else -1
+    shares = {"gpus": 1 / given.nodes, "gpus-per-task": given.tasks_per_node}
     is_gpus = name in _GPUS
-    wanted = {
-        "gpus": given.nodes * given.gpus.count,
-        "gpus-per-task": given.gpus.count
-        // (int(launch.sizes.get("per_node", 0) or 0) or given.tasks_per_node),
-        "cpus-per-task": request.numbers.get("cpus-per-task"),
-        "cpus-per-gpu": request.numbers.get("cpus-per-gpu"),
-        "ntasks-per-gpu": request.numbers.get("ntasks-per-gpu"),
-    }.get(name, given.gpus.count)
-    if count != wanted:
+    wanted = given.gpus.count if is_gpus else request.numbers.get(name)
+    if count * shares.get(name, 1) != wanted:
         what = "GPUs" if is_gpus else "CPUs"
         why = f"the header has {shown}: a job file gives the ranks all {what} of the job"
         raise launch.refused(f"srun --{name}={value}", why, "write the same in the header")

@@ -169,7 +169,7 @@ class Values:
         return home if home and re.match(r"~(/|$)", source) else None
 
     def _expand(self, source: str, *, quoted: bool) -> list[str]:
-        """Return the values of `$NAME`, `${NAME}`, `$(COMMAND)` and their like."""
+        """Return the values of `$NAME`, `${NAME}`, `$(COMMAND)` and other expansions."""
         hole = [f'\0"{source}"\0' if quoted else f"\0{source}\0"]
         if match := _DEFAULT.fullmatch(source):
             name, default = match.groups()

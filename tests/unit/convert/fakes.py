@@ -1,6 +1,6 @@
 """Fake launchers and programs, which say what they were given: `fakes.py NAME ARGUMENT…`.
 
-They are no launchers: a launcher takes its options off and becomes its program, once, with the
+They are not real launchers: a fake takes its options off and becomes its program, once, with the
 number of ranks and nodes in FAKE_RANKS and FAKE_NODES. A program appends what it got to the file
 FAKE_RECORD as a line of JSON. How options are read here has nothing in common with the importer.
 """

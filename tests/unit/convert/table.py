@@ -44,7 +44,7 @@ eval "$(conda shell.bash hook)"
 conda activate vision
 srun python train.py
 """,
-    "a conda of its own and a module behind it": r"""
+    "conda by a path and a module behind it": r"""
 #SBATCH --time=10
 . ../etc/profile.d/conda.sh
 conda activate /envs/vision
@@ -101,6 +101,17 @@ A=1 B="x y" python train.py > train.log 2>&1
 export OMP_NUM_THREADS=$(expr 2 + 1)
 export PYTHONUNBUFFERED=0
 python train.py
+""",
+    "functions and arrays": r"""
+#SBATCH --time=10
+set -a
+MODE=5
+set +a
+f() { cd src; LR=7; }
+LR=1
+f
+declare -A M=([a]=1 [b]=2)
+python ../train.py --lr $LR --m ${M[a]} --n ${#M[@]} --mode $MODE
 """,
     "software behind other lines": r"""
 #SBATCH --time=10
@@ -212,7 +223,7 @@ srun --export=ALL,MODE=fast python train.py
 #SBATCH -N1 -n 2 --time=10
 srun bash -c 'exec python train.py --shard $SLURM_PROCID'
 """,
-    "a launcher of its own on each node": r"""
+    "one launcher per node": r"""
 #SBATCH --nodes=2 --ntasks-per-node=1 --gres=gpu:8 --cpus-per-task=16 --time=10
 MODEL=wan
 srun --label bash -c "
@@ -254,7 +265,7 @@ mpirun -np 16 --bind-to core -x OMP_PROC_BIND=true --mca btl tcp,self python tra
 #SBATCH -N1 -n 4 --time=30
 mpirun -np 4 -x LIBPATH=/opt/x/lib:$PATH -x MODE=1 ./solve
 """,
-    "horovodrun beside tasks": r"""
+    "horovodrun in a job with tasks": r"""
 #SBATCH -N1 --ntasks-per-node=4 --cpus-per-task=6 --gres=gpu:4 --time=30
 horovodrun -np 4 -H localhost:4 python train.py --lr 0.1
 """,
@@ -295,8 +306,8 @@ accelerate launch --num_processes $((SLURM_NNODES * $(cat gpus))) --num_machines
     "the hosts say how many": (r"""
 #SBATCH -N2 --gpus-per-node=4
 deepspeed --hostfile=hosts.txt train.py
-""", 3, "how many ranks"),
-    "an mpirun by hosts": ("mpirun --hostfile hosts ./solve", 2, "how many ranks"),
+""", 3, "decides the number of ranks"),
+    "an mpirun by hosts": ("mpirun --hostfile hosts ./solve", 2, "decides the number of ranks"),
     "a configuration of accelerate": (
         "accelerate launch --config_file fsdp.yaml train.py", 2, "no counterpart"),
     "elastic nodes": ("torchrun --nnodes=1:2 --nproc_per_node=4 train.py", 2, "needs this number"),
@@ -304,7 +315,7 @@ deepspeed --hostfile=hosts.txt train.py
 #SBATCH -N2 --gpus-per-node=4
 python train.py
 """, 3, "on 1 of the header's 2 nodes"),
-    "a training of its own on each node": (r"""
+    "a separate training on each node": (r"""
 #SBATCH -N2 --ntasks-per-node=1 --gpus-per-node=4
 srun torchrun --standalone --nproc_per_node=4 train.py
 """, 3, "on 1 of the header's 2 nodes"),
@@ -316,7 +327,7 @@ srun --gres=gpu:1 python train.py
 #SBATCH -N1 -n4 -c 8
 srun -c 2 python train.py
 """, 3, "all CPUs of the job"),
-    "a script with options of its own": (r"""
+    "a script that parses options": (r"""
 while getopts "l:" name; do
   case $name in l) LR=$OPTARG;; esac
 done
@@ -328,7 +339,7 @@ CONFIG=$1
 shift
 python train.py --config $CONFIG
 """, 2, "the arguments of the script"),
-    "a place beside the script": ("""
+    "a place next to the script": ("""
 cd "$(dirname "$0")/.."
 python train.py
 """, 2, "the name or the arguments"),

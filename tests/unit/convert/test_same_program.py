@@ -72,7 +72,7 @@ def number(text: str | None) -> int:
 
 
 def sbatch(script: str, mark: str = "SBATCH") -> Allocation:
-    """Read a header as sbatch does, in a simple way of its own: the options of the table."""
+    """Read a header as sbatch does; only the options of the table."""
     parser = argparse.ArgumentParser(add_help=False)
     for names in (
         "-N --nodes", "-n --ntasks", "--ntasks-per-node", "-c --cpus-per-task", "--gres",
@@ -257,7 +257,7 @@ def test_copies_to_the_node_and_back_are_staged_and_collected(tmp_path: Path) ->
 
 @pytest.mark.parametrize("name", REFUSED)
 def test_what_a_job_file_cannot_hold_is_refused(name: str, tmp_path: Path) -> None:
-    """The error names the line of the script and says why."""
+    """The error has the line of the script and the reason."""
     script, line, part = REFUSED[name]
     with pytest.raises(InputError) as caught:
         import_script(script, name="job.sh", place=Cluster(tmp_path).place())
