@@ -35,7 +35,7 @@ _PRINTS = frozenset(  # commands that print, test or wait
 )
 _TESTS = frozenset("[ [[ test !".split())
 _COPIES = frozenset("cp rsync mv scp tar".split())
-_REMOVES = frozenset("rm rmdir mkdir unzip kill wait sleep exit true :".split())
+_REMOVES = frozenset("rm rmdir mkdir unzip kill wait sleep exit true printf :".split())
 _TRAINS = re.compile(r"train|fit|finetune|fine_tune|\brun\b|main|sft|ddp|learn", re.IGNORECASE)
 _NOT_STARTED = {"", *"-V --version - -c -mpip -mvenv -mensurepip -mvirtualenv".split()}
 _SHELLS = frozenset("bash sh julia Rscript timeout nice stdbuf ionice setsid".split())
@@ -208,10 +208,11 @@ class Body:
     def _launch(self, command: Command) -> Launch | None:
         """Return what a simple command launches; None for other commands."""
         words = list(command.words)
-        assigned = []
+        settings = []
         while words and (match := ASSIGNMENT.fullmatch(words[0])):
-            assigned.append(f"{match[1]}={self.values.text(match[3])}")
+            settings.append(match)
             words.pop(0)
+        assigned = [f"{match[1]}={self.values.text(match[3])}" for match in settings if words]
         words = self.values.words(words)
         if not words or words[0] in ("eval", "for", "trap"):
             return None
@@ -249,7 +250,7 @@ class Body:
             inside = _BLOCKS[chosen.block]
             raise InputError(
                 f"{where}: starts the program in {inside}, which hpml does not evaluate",
-                hint="write the launch as a line of its own; for several runs use `--array`",
+                hint="write the launch on a separate line; for several runs use `--array`",
             )
         if launch.error:
             raise launch.error
@@ -273,7 +274,7 @@ class Body:
             elif line.kind == "keep" and name not in _REMOVES:
                 why = "hpml runs nothing after the program"
                 todo = "have the program write its results to shared storage, such as {run.dir}; "
-                todo += "do the rest in a job of its own with `hpml submit --after`"
+                todo += "do the rest in another job with `hpml submit --after`"
                 self.report.lost(line.line, line.source, why, todo)
 
     def divide(self, names: set[str], placed: Callable[[str], str]) -> list[Line]:
@@ -360,7 +361,7 @@ def _read_after(launch: Launch, command: Command, rest: tuple[Command, ...]) -> 
             launch.error = launch.error or launch.refused(text, why, hint)
         elif name in _COPIES:
             launch.error = launch.error or launch.refused(
-                text, "hpml runs nothing after the program", "write the copy on a line of its own"
+                text, "hpml runs nothing after the program", "write the copy on a separate line"
             )
         elif name not in _PRINTS:
             launch.report.lost(after.line, text, "hpml runs nothing after the program")
@@ -383,7 +384,7 @@ def _score(launch: Launch) -> tuple[bool, ...]:
     return bool(trains), bool(launch.launcher), bool(PYTHON.fullmatch(launch.program))
 
 
-# Commands with a meaning of their own; `words` are expanded.
+# Handlers of single commands; `words` are expanded.
 
 
 def _module(body: Body, command: Command, words: list[str]) -> None:

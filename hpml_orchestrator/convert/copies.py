@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 __all__ = ["LOCAL", "Copies", "Staged"]
 
 LOCAL = re.compile(r"TMPDIR|LOCAL_?SCRATCH|LSCRATCH|JOBFS|/tmp\b|/dev/shm|/localscratch")
-"""What a line says that works on the node's own disk or in its RAM."""
+"""Matches a line that works on the node's own disk or in its RAM."""
 
 _ROOT = re.compile(r"/(tmp|dev/shm|local|localscratch|var/tmp)(/|$)")
 _FILE = re.compile(r"\.(tar|tgz|zip|gz|bz2|xz|h5|hdf5|npz|pt|pth|ckpt|csv|json|txt|log)$")
@@ -85,7 +85,7 @@ class Copies:
         return os.path.normpath(text)
 
     def is_local(self, text: str) -> bool:
-        """Whether a path lies on the node's own disk or in its RAM."""
+        """Whether a path is on the node's own disk or in its RAM."""
         path = self.path(text)
         return path.startswith(_DISK) or _ROOT.match(path) is not None
 

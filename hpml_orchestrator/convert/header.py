@@ -50,7 +50,7 @@ class Request:
         extra: options for `resources.extra`.
         signal: of `--signal`, as `checkpoint.signal` has it; empty for none.
         signal_seconds: how long before the time limit it is sent.
-        requeue: the ends after which the script goes on, as `checkpoint.requeue` has them.
+        requeue: the ends after which the script continues, as `checkpoint.requeue` has them.
     """
 
     options: dict[str, Option] = field(default_factory=dict)
@@ -75,7 +75,7 @@ def read_request(script: str, report: Report) -> Request:
     """Return what the header of a script asks for; later options win, as for sbatch.
 
     Raises:
-        InputError: it is no shell script, another system's, or sbatch would refuse the header.
+        InputError: it is not a shell script for Slurm, or sbatch would refuse the header.
     """
     first, *lines = script.split("\n")
     interpreter = [os.path.basename(word) for word in first[2:].split() if word[0] != "-"]
@@ -217,7 +217,7 @@ _NOT_CARRIED: dict[str, tuple[Kind, str, str]] = {
     **dict.fromkeys(("output", "error"), ("changed", *OUTPUT)),
     **dict.fromkeys(
         "gpu-bind mem-bind tres-bind distribution hint".split(),
-        ("lost", "hpml binds the ranks itself", "`binding` in the job file says how"),
+        ("lost", "hpml binds the ranks itself", "set `binding` in the job file"),
     ),
     "dependency": (
         "lost",

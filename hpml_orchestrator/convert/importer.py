@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import os
 import re
 import shlex
@@ -10,12 +9,11 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from pydantic import ValidationError
-from ruamel.yaml import YAML
-from ruamel.yaml.comments import CommentedSeq
-from ruamel.yaml.scalarstring import DoubleQuotedScalarString, LiteralScalarString
 
+from hpml_orchestrator.convert.arguments import SIZES, Arguments, shell_word
 from hpml_orchestrator.convert.body import PROVIDED, SET_LATER, Body, check_devices
 from hpml_orchestrator.convert.copies import LOCAL
+from hpml_orchestrator.convert.files import job_text
 from hpml_orchestrator.convert.header import read_request
 from hpml_orchestrator.convert.launchers import LAUNCHERS, PYTHON
 from hpml_orchestrator.convert.report import Finding, Report
@@ -25,23 +23,20 @@ from hpml_orchestrator.convert.resources import (
     job_size,
     known_variables,
 )
-from hpml_orchestrator.convert.values import HOLE, LOCAL_NAMES, Values, has_hole, hole_names, shown
-from hpml_orchestrator.errors import InputError, NotFoundError
+from hpml_orchestrator.convert.values import HOLE, Values, has_hole, shown
+from hpml_orchestrator.errors import InputError
 from hpml_orchestrator.spec.job import Job, Resources
-from hpml_orchestrator.spec.text import PER_RANK, PLACEHOLDER
 from hpml_orchestrator.spec.values import format_time, size_text
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
-    from pathlib import Path
 
-__all__ = ["Imported", "Place", "import_script", "read_script"]
+__all__ = ["Imported", "Place", "import_script"]
 
 _ORDER = (
     "name array launcher mpi script module command args workdir resources environment stage "
     "collect checkpoint"
 )
-_MAX_BYTES = 256 * 1024  # bounds the time that an import takes
 _HOUR = 3600
 _PLAIN = ("partition", "account", "qos", "constraint")
 _OPTIONS = {  # that fields of resources come from
@@ -52,14 +47,7 @@ _OPTIONS = {  # that fields of resources come from
 }
 _OTHER_MPI = re.compile(r"(intel-?mpi|impi|mpich|mvapich|cray-mpich)", re.IGNORECASE)
 _IN_SETUP = "kept in environment.setup: runs once, on the first node, before the ranks"
-_SIZES = re.compile(r"SLURM_(CPUS_PER_TASK|NTASKS|NPROCS|NTASKS_PER_NODE)\b")
-_ARGUMENTS = re.compile(r"\$(?:[1-9#]|\{[1-9#][}:])|\b(?:shift|getopts)\b")
-_PLACEHOLDERS = {
-    **dict.fromkeys(("SLURM_JOB_ID", "SLURM_JOBID"), "{job.id}"),
-    "SLURM_ARRAY_TASK_ID": "{array.index}",
-    **{name: f"{{env.{name}}}" for name in (*LOCAL_NAMES, "SLURM_ARRAY_JOB_ID", "HOME", "USER")},
-}
-_ONE_WORD = "[[ -n ${name} && ${name} != *[[:space:]*?[]* ]]  # {line} has it without quotes"
+_ARGUMENTS = re.compile(r"\$(?:[0-9#]|\{[0-9#][}:])|\b(?:shift|getopts|BASH_SOURCE)\b")
 
 
 @dataclass(frozen=True)
@@ -77,7 +65,7 @@ class Place:
     environment: Mapping[str, str]
 
     def path(self, path: str) -> str:
-        """Return a path as a job file has it: relative where it lies below, `~` for home."""
+        """Return a path as a job file has it: relative if it is below it, `~` for home."""
         full = os.path.normpath(os.path.join(self.directory, path))
         for root, prefix in ((self.base, ""), (self.environment.get("HOME", ""), "~/")):
             if root not in ("", "/") and full == root:
@@ -96,56 +84,20 @@ class Imported:
     findings: tuple[Finding, ...]
 
 
-def read_script(path: Path) -> str:
-    """Return the text of a script.
-
-    Raises:
-        NotFoundError: there is no such file.
-        InputError: it cannot be read, or is no text that sbatch would take.
-    """
-    hint = "name the script that you give to sbatch"
-    if not path.exists():
-        raise NotFoundError(f"no such script: {path}", hint=hint)
-    if not path.is_file():
-        raise InputError(f"{path} is not a regular file", hint=hint)
-    try:
-        with path.open("rb") as stream:
-            raw = stream.read(_MAX_BYTES + 1)
-    except OSError as error:
-        raise InputError(f"cannot read {path}: {error.strerror}", hint=hint) from error
-    if not raw.strip() or len(raw) > _MAX_BYTES:
-        problem = f"is larger than {_MAX_BYTES // 1024} KiB" if raw else "is empty"
-        raise InputError(f"{path} {problem}", hint=hint)
-    if b"\0" in raw:
-        raise InputError(f"{path} holds a NUL byte: it is a binary file", hint=hint)
-    if b"\r\n" in raw:
-        line = raw.count(b"\n", 0, raw.index(b"\r\n")) + 1
-        raise InputError(
-            f"{path} has DOS line ends (line {line}), which sbatch refuses, too",
-            hint="`sed -i 's/\\r$//' FILE` removes them",
-        )
-    try:
-        return raw.decode("utf-8-sig")
-    except UnicodeDecodeError as error:
-        line = raw.count(b"\n", 0, error.start) + 1
-        raise InputError(
-            f"{path} is not UTF-8 text (line {line})",
-            hint="`iconv -f latin1 -t utf-8` converts the text of older editors",
-        ) from None
-
-
 def import_script(text: str, *, name: str, place: Place) -> Imported:
     """Return the job file of an sbatch script; nothing of the script is run.
 
     Args:
         text: the script.
         name: its file name, which names the job where no --job-name does.
-        place: where it would be submitted, and where the job file will lie.
+        place: where it would be submitted, and where the job file will be.
 
     Raises:
-        InputError: it is no script for sbatch, no shell script, starts no program, or starts one
+        InputError: it is not a shell script for sbatch, starts no program, or starts one
             that no job file can start the same way.
     """
+    if "\0" in text:
+        raise InputError("a NUL character: it is not a text", hint="name the script for sbatch")
     return _Import(text, name, place).run()
 
 
@@ -167,9 +119,9 @@ class _Import:
         add_srun_options(self.request, self.launch, self.report)
         given = allocation(self.request, self.report)
         self.size = job_size(self.request, given, self.launch, self.report)
-        self.exports: dict[str, str] = {}  # lines at its end: what the command line needs
+        self.arguments = Arguments(text, self.body, is_array="array" in self.request.options)
         self._copies()
-        self.words = [self._argument(word) for word in self._arguments()]
+        self.words = [self.arguments.argument(word) for word in self._arguments()]
 
     def put(self, field: str, value: Any, *options: str, origin: str = "") -> None:
         """Set a field by its dotted name; it comes from an option, a line or the launch."""
@@ -203,7 +155,7 @@ class _Import:
         comments = [f"Made from {shown_name} by hpml import; relative paths count from this file."]
         if lost:
             comments.append(f"Not carried over: {lost} line{'s' * (lost > 1)}, see `hpml import`.")
-        return Imported(job, _yaml(job, comments), findings)
+        return Imported(job, job_text(job, comments), findings)
 
     def _checked(self) -> dict[str, Any]:
         """Return the fields in order.
@@ -236,7 +188,7 @@ class _Import:
             value for line in body.lines for value in line.assigned.values() if line.exported
         ]
         declined = copies.decline_unless_used(values)
-        setup = body.divide(set(used), self._placed)
+        setup = body.divide(set(used), self.arguments.placed)
         works = [line.source for line in setup if line.kind not in ("quiet", "local")]
         if not declined and any(map(LOCAL.search, works)):
             copies.staged.clear()  # shell lines work with the copies
@@ -246,24 +198,7 @@ class _Import:
                 line.kind = "keep"
             elif line.kind == "local" and not (copies.staged or copies.results):
                 line.kind = "quiet"
-        self.setup = body.divide(set(used), self._placed)
-
-    def _placed(self, value: str) -> str:
-        """Return a value with placeholders for what is the same at any time in the job."""
-
-        def placeholder(match: re.Match[str]) -> str:
-            name = hole_names(match[0])[0]
-            if name in self.values.variables or name not in _PLACEHOLDERS:
-                return match[0]
-            if name == "SLURM_ARRAY_TASK_ID" and not self.request.text("array"):
-                why = "the script has no --array"
-                raise self.launch.refused(f"${name}", why, "write it, such as #SBATCH --array=0-9")
-            return _PLACEHOLDERS[name]
-
-        if match := PLACEHOLDER.search(HOLE.sub("", value)):
-            why = "is a placeholder of hpml's own"
-            raise self.launch.refused(match[0], why, "rename the file")
-        return HOLE.sub(placeholder, self.body.copies.replaced(value))
+        self.setup = body.divide(set(used), self.arguments.placed)
 
     def _arguments(self) -> Iterator[str]:
         """Yield the words of the program without `"$@"`, which is empty in a job."""
@@ -281,61 +216,6 @@ class _Import:
             else:
                 yield word
 
-    def _argument(self, word: str) -> str:
-        """Return a word with placeholders; what the shell has to find out is exported by setup.
-
-        Raises:
-            InputError: it may be several words, or is a pattern for file names.
-        """
-        return HOLE.sub(lambda match: self._expansion(match[1]), self._placed(word))
-
-    def _expansion(self, source: str) -> str:
-        """Return the placeholder of an expansion."""
-        quoted, text = source.startswith('"'), source.strip('!"')
-        name = hole_names(f"\0{text}\0")[0]
-        where = f"line {self.launch.line}"
-        hint = "write it out, or have the program find it out"
-        if name.isdigit() or name in ("#", "@", "*") or re.match(r"\$\{[0-9@*#]", text):
-            why = "`hpml submit` passes the script no arguments"
-            hint = "give it a value in the script: ${1:-VALUE}"
-            raise self.launch.refused(text, why, hint)
-        if (
-            source[0] == "!"
-            or not re.match(r"\$[\w{(]|\$'|`", text)
-            or re.search(r"\[[@*]\]|\$[?!]", text)
-        ):
-            raise self.launch.refused(text, "only the job knows which words it becomes", hint)
-        if _SIZES.fullmatch(name):
-            why = "the header does not decide it, and hpml's job has a value of its own"
-            raise self.launch.refused(text, why, "write the number")
-        if name in PER_RANK:
-            why = "it is not the same in all ranks"
-            raise self.launch.refused(text, why, f"read {name} in the program")
-        own = name in self.values.variables
-        if not quoted and name and re.search(rf"\b{name}\+?=[\"'](?!\$\()[^\"'(]*\s", self.text):
-            why = "only the job knows how many words it becomes"
-            raise self.launch.refused(text, why, "assign it on one line, before any condition")
-        if not re.fullmatch(r"[A-Za-z_]\w*", name) or name in ("RANDOM", "SECONDS", "LINENO", "_"):
-            name, own = self._export_as_new(source), False
-        elif own and name not in self.body.exported:
-            self.exports[name] = f"export {name}"
-        given = self.place.environment.get(name, "")
-        plain = not own and not self.values.sourced and given and not re.search(r"[\s*?[]", given)
-        number = text.startswith(("$((", "$'")) or name.startswith("SLURM") or plain
-        if not (quoted or number):
-            self.exports[f"{name} "] = _ONE_WORD.format(name=name, line=where)
-        return f"{{env.{name}}}"
-
-    def _export_as_new(self, source: str) -> str:
-        """Have setup export the value of an expansion; return the variable's name."""
-        for name, line in self.exports.items():
-            if line == f"export {name}={source}" and name.startswith("ARG_"):
-                return name
-        names = (f"ARG_{number}" for number in range(1, 1000))
-        name = next(n for n in names if n not in self.exports and n not in self.text)
-        self.exports[name] = f"export {name}={source}"
-        return name
-
     def _launcher(self) -> None:
         """Set the launcher, and srun's `--mpi` as written."""
         launch, launcher = self.launch, self.launch.launcher or "srun"
@@ -349,10 +229,10 @@ class _Import:
             self.put("launcher", launcher)
         if launcher == "srun" and launch.mpi not in ("", "none"):
             self.put("mpi", launch.mpi)
-        elif launcher == "srun" and launch.launcher and not launch.mpi:
-            if not PYTHON.fullmatch(launch.program) and self.size.ranks * self.size.nodes > 1:
-                why = "srun without --mpi takes the cluster's default, hpml takes none"
-                launch.changed(why, "a program that uses MPI needs `mpi: pmix` or `mpi: pmi2`")
+        several = self.size.ranks * self.size.nodes > 1 and not PYTHON.fullmatch(launch.program)
+        if launch.launcher == "srun" and several and not launch.mpi:
+            why = "srun without --mpi takes the cluster's default, hpml takes none"
+            launch.changed(why, "a program that uses MPI needs `mpi: pmix` or `mpi: pmi2`")
 
     def _program(self) -> None:
         launch, words, workdir = self.launch, self.words, self.workdir
@@ -364,7 +244,11 @@ class _Import:
             self.put("module", rest[1])
             rest = rest[2:]
         elif (
-            python and rest and rest[0][:1] not in ("-", "{", "") and "{" not in rest[0] and workdir
+            python
+            and rest
+            and rest[0][:1] not in ("-", "{", "")
+            and "{" not in rest[0]
+            and launch.directory
         ):
             path = os.path.normpath(os.path.join(launch.directory, rest.pop(0)))
             inside = path.startswith(f"{workdir}/")
@@ -467,62 +351,64 @@ class _Import:
                 match := re.search(rf"\b({'|'.join(SET_LATER)})=", line.source)
             ):
                 default = self.size.cpus_per_rank if match[1] == "OMP_NUM_THREADS" else 1
-                name = self._export_as_new(f'"${{{match[1]}:-{default}}}"')
+                name = self.arguments.export(f'"${{{match[1]}:-{default}}}"')
                 self.put(f"environment.variables.{match[1]}", f"{{env.{name}}}")
         for name, value in launch.variables.items():
             self._variable(name, value, launch.line, f"{name}={shown(value)}")
         if launch.directory and launch.directory != self.body.values.directory:
             lines.append(f"cd {shlex.quote(launch.directory)}")
-        return lines + list(self.exports.values())
+        return lines + list(self.arguments.exports.values())
 
     def _check_setup(self) -> None:
-        """Report the lines of setup, and refuse those that read sizes that hpml's job has not."""
-        size = self.size
-        for line in self.setup:
-            values = {name: self._placed(value) for name, value in line.assigned.items()}
-            if _SIZES.search(line.source) and not any(map(has_hole, values.values())):
-                words = (f"{name}={self._shell_word(value)}" for name, value in values.items())
-                line.source = "export " * line.exported + " ".join(words)
-        own = {
-            "SLURM_CPUS_PER_TASK": size.cpus_per_rank,
-            **dict.fromkeys(("SLURM_NTASKS", "SLURM_NPROCS"), size.nodes * size.ranks),
-            **dict.fromkeys(("SLURM_NTASKS_PER_NODE", "SLURM_TASKS_PER_NODE"), size.ranks),
-        }
-        sources = [
-            (line.line, line.source, line.kind == "quiet" or line.block == "function")
-            for line in self.setup
-        ]
-        sources += [(self.launch.line, line, False) for line in self.exports.values()]
-        for number, source, prints in sources:
-            shell = re.sub(r"'[^']*'", "", source)  # text in quotes may be of another program
-            if not prints and _ARGUMENTS.search(shell):
-                problem = f"line {number}: {source.partition(chr(10))[0]}: reads the arguments of "
-                problem += "the script, and `hpml submit` passes it none"
-                raise InputError(problem, hint="write the values into it, as ${1:-VALUE}")
-            for name, value in own.items():
-                given = self.known.get(name, "")
-                if not prints and re.search(rf"\b{name}\b", source) and given != str(value):
-                    problem = f"line {number}: {source.partition(chr(10))[0]}: {name} is "
-                    problem += f"{given or 'not set'} in the script's job and {value} in hpml's"
-                    raise InputError(problem, hint=f"write the number in place of ${name}")
+        """Report the lines of setup and what is left out.
+
+        Raises:
+            InputError: a line needs arguments of the script, or a size that hpml's job has not.
+        """
         kept = {id(line) for line in self.setup}
         for line in self.body.lines:
-            unknown = any(has_hole(self._placed(value)) for value in line.assigned.values())
-            if unknown and id(line) not in kept:
+            values = {name: self.arguments.placed(value) for name, value in line.assigned.items()}
+            known = not any(map(has_hole, values.values()))
+            if not known and id(line) not in kept:
                 why = "nothing else uses it, or hpml does itself what it was for"
                 self.report.add("dropped", line.line, line.source, why)
+            if known and values and SIZES.search(line.source):
+                words = (f"{name}={shell_word(value)}" for name, value in values.items())
+                line.source = "export " * line.exported + " ".join(words)
         for line in self.setup:
+            if line.kind != "quiet" and line.block != "function":
+                self._check_shell(line.line, line.source)
             todo = "a line that fails ends the job: `|| :` behind it helps" * (
                 line.kind != "assign"
             )
             if line.launch and line.launch.launcher:
-                todo = (
-                    "hpml neither binds nor records it: better write a job file of its own for it"
-                )
+                todo = "hpml does not bind it: better write another job file for it"
             self.report.changed(line.line, line.source, _IN_SETUP, todo)
+        for source in self.arguments.exports.values():
+            self._check_shell(self.launch.line, source)
+
+    def _check_shell(self, line: int, source: str) -> None:
+        """Refuse a line of setup that does not find there what the script gives it."""
+        where = f"line {line}: {source.partition(chr(10))[0]}: "
+        if _ARGUMENTS.search(re.sub(r"'[^']*'", "", source)):  # quoted text may be of awk
+            problem = "needs the name or the arguments of the script, which hpml's job has not"
+            raise InputError(where + problem, hint="write the values into it, as ${1:-VALUE}")
+        size = self.size
+        own = {
+            "SLURM_CPUS_PER_TASK": size.cpus_per_rank,
+            **dict.fromkeys(("SLURM_NTASKS", "SLURM_NPROCS"), size.nodes * size.ranks),
+            "SLURM_NTASKS_PER_NODE": size.ranks,
+        }
+        for name, value in own.items():
+            given = self.known.get(name, "")
+            if re.search(rf"\b{name}\b", source) and given != str(value):
+                problem = (
+                    f"{name} is {given or 'not set'} in the script's job and {value} in hpml's"
+                )
+                raise InputError(where + problem, hint=f"write the number in place of ${name}")
 
     def _export(self, lines: list[str]) -> None:
-        """Set what the header's `--export` says about the environment, also for setup's lines."""
+        """Set the environment that the header's `--export` asks for, also for setup's lines."""
         option = self.request.option("export")
         parts = [part for part in option.value.split(",") if part] if option else []
         if option and not {"ALL", "all"} & set(parts):
@@ -538,7 +424,7 @@ class _Import:
     def _variable(self, name: str, value: str, line: int, text: str) -> None:
         """Set a variable of the ranks; in setup if its value is known in the job only."""
         default = {"OMP_NUM_THREADS": str(self.size.cpus_per_rank), "PYTHONUNBUFFERED": "1"}
-        value = self._placed(value)
+        value = self.arguments.placed(value)
         if name == "CUDA_VISIBLE_DEVICES":
             check_devices(self.values, line, value)
         elif name in PROVIDED:
@@ -546,24 +432,14 @@ class _Import:
         elif name in SET_LATER and value == default[name]:
             self.report.add("dropped", line, text, f"hpml sets {name} itself")
         elif has_hole(value) and name not in SET_LATER:
-            self.exports[name] = f"export {name}={self._shell_word(value)}"
+            self.arguments.exports[name] = f"export {name}={shell_word(value)}"
         else:
             if re.search(r"_KEY|TOKEN|SECRET|PASSWORD", name):
                 why = "the value can be read in the job file and in the records of its runs"
                 todo = "remove it there, and export it before `hpml submit` instead"
                 self.report.changed(line, f"{name}=…", why, todo)
-            value = HOLE.sub(lambda match: f"{{env.{self._export_as_new(match[1])}}}", value)
+            value = HOLE.sub(lambda match: f"{{env.{self.arguments.export(match[1])}}}", value)
             self.put(f"environment.variables.{name}", value, origin=f"line {line}: {text}")
-
-    @staticmethod
-    def _shell_word(value: str) -> str:
-        """Return a value as one word for a shell, which fills in its holes and placeholders."""
-        value = re.sub(r"\{stage\.(\w+)\}", lambda m: f'\0"$HPML_STAGE_{m[1].upper()}"\0', value)
-        value = value.replace("{job.id}", '\0"$SLURM_JOB_ID"\0')
-        value = value.replace("{array.index}", '\0"$SLURM_ARRAY_TASK_ID"\0')
-        value = re.sub(r"\{env\.(\w+)\}", r'\0"$\1"\0', value)
-        parts = HOLE.split(value)
-        return "".join(p if i % 2 else shlex.quote(p) for i, p in enumerate(parts) if p)
 
     def _data(self) -> None:
         """Set what is staged and collected."""
@@ -586,31 +462,3 @@ class _Import:
                 results.append(entry)
         if results:
             self.put("collect", results)
-
-
-def _yaml(job: dict[str, Any], comments: list[str]) -> str:
-    """Return the text of a job file: shell lines as a block, lists of words on one line."""
-    yaml = YAML()
-    yaml.width = 96
-    yaml.allow_unicode = True
-    yaml.indent(mapping=2, sequence=4, offset=2)
-    stream = io.StringIO()
-    yaml.dump(_styled(job), stream)
-    return "".join(f"# {comment}\n" for comment in comments) + stream.getvalue()
-
-
-def _styled(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {name: _styled(item) for name, item in value.items()}
-    if isinstance(value, list):
-        styled = CommentedSeq(_styled(item) for item in value)
-        if not any(isinstance(item, dict) for item in value):
-            styled.fa.set_flow_style()
-        return styled
-    if not isinstance(value, str):
-        return value
-    if not all(row.isprintable() for row in value.split("\n")):
-        return DoubleQuotedScalarString(value)  # escaped: YAML folds some of them as line ends
-    if "\n" in value and value[0] not in " \n":
-        return LiteralScalarString(value)
-    return value

@@ -1,4 +1,4 @@
-"""Take launchers off a command line: srun, torchrun, mpirun, env and their like.
+"""Take launchers off a command line: srun, torchrun, mpirun, env.
 
 An option is one of the tables below, or the line is refused: what hpml does not know may change
 what the program gets.
@@ -41,8 +41,8 @@ class Launch:
         words: the command line; once the launchers are taken off, the program.
         directory: where it starts; empty if only the job knows.
         launcher: `torchrun`, `srun`, `mpirun`, `horovodrun`, or empty for a plain process.
-        sizes: what the line says, as text: `nodes`, `per_node` and `total` (ranks).
-        outer: what an srun around the launcher says.
+        sizes: what the line asks for, as text: `nodes`, `per_node` and `total` (ranks).
+        outer: sizes of an srun around the launcher.
         options: srun's own options.
         mpi: of srun's `--mpi`.
         container: of pyxis: engine, image and mounts.
@@ -76,7 +76,7 @@ class Launch:
         """Return one of the sizes as a number; None if the line does not say it.
 
         Raises:
-            InputError: it is no whole number above zero that is known now.
+            InputError: it is not a whole number above zero, or not known now.
         """
         if name not in self.sizes:
             return None
@@ -122,7 +122,7 @@ def peel(launch: Launch) -> None:
             _READERS[program](launch)
         elif program in LAUNCHERS:
             if directory := os.path.dirname(words[0]):
-                # a launcher with a path belongs to the Python beside it
+                # a launcher with a path uses the Python next to it
                 launch.python = os.path.join(directory, "python")
             _read_launcher(launch, LAUNCHERS[program])
         elif PYTHON.fullmatch(program) and rest[:1] == ["-m"] and "".join(rest[1:2]) in _MODULES:
@@ -131,7 +131,7 @@ def peel(launch: Launch) -> None:
 
 
 def _read_prefix(launch: Launch) -> None:
-    """Take `exec`, `env` and their like off the words; with options they stay."""
+    """Take `exec`, `env` or `time` off the words; with options it stays."""
     rest = launch.words[1:]
     while rest[:1] in (["-p"], ["--"]):
         rest.pop(0)
@@ -153,7 +153,7 @@ class _Launcher:
             VARIABLE=VALUE, `NAME!` is reported as not carried over.
         flags: options without a value, with the same `!`.
         pairs: options with two values, `NAME=$PREFIX`: the first is the rest of a variable's name.
-        per_node: ranks on each node if no option says so.
+        per_node: ranks on each node by default.
     """
 
     launcher: str
@@ -231,7 +231,7 @@ def _read_launcher(launch: Launch, table: _Launcher) -> None:
     launch.sizes = {}
     names = _read_options(launch, table, who)
     if (hosts := launch.sizes.pop("hosts", "")) and not {"per_node", "total"} & {*launch.sizes}:
-        why = "the list of hosts says how many ranks there are"
+        why = "the list of hosts decides the number of ranks"
         raise launch.refused(hosts, why, f"write the number as an option of {who}")
     if table == _MPIRUN and ":" in launch.words:
         problem = "mpirun starts several programs; hpml starts one"
@@ -382,7 +382,7 @@ def _read_shell(launch: Launch) -> None:
 
 def _refuse_binding(launch: Launch) -> None:
     why = "hpml binds the ranks itself"
-    raise launch.refused(launch.program, why, "remove it; `binding` in the job file says how")
+    raise launch.refused(launch.program, why, "remove it; set `binding` in the job file")
 
 
 _READERS: dict[str, Callable[[Launch], None]] = {

@@ -12,7 +12,7 @@ Kind = Literal["lost", "changed", "dropped"]
 
 ALL_GPUS = ("each rank sees all GPUs of its node", "choose one by LOCAL_RANK in the program")
 HIDES_GPUS = ("gpus-per-task", "gpu-bind", "ntasks-per-gpu")
-"""Options of sbatch and srun that show each task its own GPUs alone; for them ALL_GPUS is said."""
+"""Options of sbatch and srun that show each task only its own GPUs; ALL_GPUS is reported."""
 
 OUTPUT = ("hpml keeps all output in the run's record", "`hpml logs RUN` prints it")
 """Why and what to do where a script names a file for its output."""
@@ -22,15 +22,15 @@ _SHOWN_CHARS = 90
 
 @dataclass(frozen=True)
 class Finding:
-    """A line of the script that the job file does not carry over as it stands.
+    """A line of the script that the job file does not carry over unchanged.
 
     Attributes:
         line: where in the script, from 1; 0 for the script as a whole.
-        text: the command or option, on one line, cut where it is long.
+        text: the command or option, on one line, shortened if it is long.
         kind: `lost`: missing until you act; `changed`: carried over in another way; `dropped`:
-            not needed any more.
+            no longer needed.
         why: the reason.
-        todo: what to do, empty where nothing has to be done.
+        todo: what to do; empty if nothing.
     """
 
     line: int

@@ -50,21 +50,7 @@ def allocation(request: Request, report: Report) -> Allocation:
     numbers = request.numbers
     per_node, tasks = numbers.get("ntasks-per-node"), numbers.get("ntasks")
     all_gpus, gpus = request.gpus.get("gpus", Gpus(())), request.gpus.get("gpus-per-node", Gpus(()))
-    nodes = numbers.get("nodes")
-    if nodes is None and tasks and per_node:
-        nodes = -(-tasks // per_node)
-    if nodes is None and all_gpus.count and gpus.count:
-        nodes = -(-all_gpus.count // gpus.count)
-    option = request.option("ntasks", "gpus")
-    if nodes is None and option is not None and (tasks or all_gpus.count) > 1:
-        why = "without --nodes Slurm may use several nodes; the job file asks for one"
-        report.changed(option.line, option.shown, why, "write resources.nodes for more")
-    nodes = nodes or 1
-    if option is not None and (all_gpus.count % nodes or (tasks or 0) % nodes):
-        why = f"does not divide by {nodes} nodes, and all nodes of a job file are alike"
-        raise InputError(
-            f"line {option.line}: {option.shown}: {why}", hint="ask for a multiple of the nodes"
-        )
+    nodes = _nodes(request, per_node, tasks, report)
     if not gpus.count:
         gpus = Gpus(tuple((kind, -(-number // nodes)) for kind, number in all_gpus.kinds))
     if tasks is None and per_node:
@@ -81,6 +67,26 @@ def allocation(request: Request, report: Report) -> Allocation:
     if "cpus-per-gpu" in numbers and "cpus-per-task" not in numbers:
         cpus = numbers["cpus-per-gpu"] * gpus.count
     return Allocation(nodes, tasks, gpus, cpus or 1)
+
+
+def _nodes(request: Request, per_node: int | None, tasks: int | None, report: Report) -> int:
+    """Return the number of nodes; all of them are alike."""
+    nodes, option = request.numbers.get("nodes"), request.option("ntasks", "gpus")
+    gpus = request.gpus["gpus"].count if "gpus" in request.gpus else 0
+    each = request.gpus["gpus-per-node"].count if "gpus-per-node" in request.gpus else 0
+    for total, part in ((tasks, per_node), (gpus, each)):
+        if nodes is None and total and part:
+            nodes = -(-total // part)
+    if nodes is None and option is not None and (tasks or gpus) > 1:
+        why = "without --nodes Slurm may use several nodes; the job file asks for one"
+        report.changed(option.line, option.shown, why, "write resources.nodes for more")
+    nodes = nodes or 1
+    if option is not None and (gpus % nodes or (tasks or 0) % nodes):
+        why = f"does not divide by {nodes} nodes, and all nodes of a job file are alike"
+        raise InputError(
+            f"line {option.line}: {option.shown}: {why}", hint="ask for a multiple of the nodes"
+        )
+    return nodes
 
 
 def known_variables(request: Request, given: Allocation) -> dict[str, str]:
@@ -124,10 +130,7 @@ def add_srun_options(request: Request, launch: Launch, report: Report) -> None:
                 raise InputError(problem, hint="correct the option") from None
         elif name in _GPUS or name in ("cpus-per-task", "cpus-per-gpu", "ntasks-per-gpu"):
             _compare(request, launch, option.name, value, earlier.shown)
-        elif name not in ("nodes", "ntasks", "ntasks-per-node") and value not in (
-            earlier.value,
-            "0",
-        ):
+        elif name not in ("nodes", "ntasks", "ntasks-per-node") and value != earlier.value:
             why = f"the header has {earlier.shown}, which counts in the job file"
             launch.lost(f"srun {option.shown}", why)
 
@@ -135,17 +138,12 @@ def add_srun_options(request: Request, launch: Launch, report: Report) -> None:
 def _compare(request: Request, launch: Launch, name: str, value: str, shown: str) -> None:
     """Refuse an option of srun that gives the ranks another part of the node than the header."""
     given = allocation(request, launch.report)
-    count = int(value.rpartition(":")[2]) if value.rpartition(":")[2].isdigit() else -1
+    number = value.rpartition(":")[2]
+    count = int(number) if number.isdigit() else -1
+    shares = {"gpus": 1 / given.nodes, "gpus-per-task": given.tasks_per_node}
     is_gpus = name in _GPUS
-    wanted = {
-        "gpus": given.nodes * given.gpus.count,
-        "gpus-per-task": given.gpus.count
-        // (int(launch.sizes.get("per_node", 0) or 0) or given.tasks_per_node),
-        "cpus-per-task": request.numbers.get("cpus-per-task"),
-        "cpus-per-gpu": request.numbers.get("cpus-per-gpu"),
-        "ntasks-per-gpu": request.numbers.get("ntasks-per-gpu"),
-    }.get(name, given.gpus.count)
-    if count != wanted:
+    wanted = given.gpus.count if is_gpus else request.numbers.get(name)
+    if count * shares.get(name, 1) != wanted:
         what = "GPUs" if is_gpus else "CPUs"
         why = f"the header has {shown}: a job file gives the ranks all {what} of the job"
         raise launch.refused(f"srun --{name}={value}", why, "write the same in the header")

@@ -33,6 +33,7 @@ _NAME = re.compile(r"(?<![\w$])(?<!\$\{)[A-Za-z_]\w*", re.ASCII)
 _LAUNCHER = re.compile(
     r"\b(torchrun|torch\.distributed|accelerate|deepspeed)\b|--(rdzv|master|main_proc|node_rank)"
 )
+_ACTIVATES = re.compile(r"/(activate|(conda|mamba)\.sh)\b|\b(conda|mamba)\b.*\bhook\b")
 _MAX_VALUE = 100_000
 _OPERATORS: dict[type, Callable[[int, int], int]] = {
     ast.Add: operator.add,
@@ -111,7 +112,8 @@ class Values:
         names = set(_NAME.findall(source))
         if function:
             self._functions |= names
-        if re.search(r"(^|[;&|\s])(source|\.|eval)\s", source):
+        reads = re.search(r"(^|[;&|\s])(source|\.|eval)\s|^[$`]", source)
+        if reads and not _ACTIVATES.search(source):
             self.sourced = True
             names |= self.variables.keys()
         self.variables |= dict.fromkeys(names)
@@ -167,7 +169,7 @@ class Values:
         return home if home and re.match(r"~(/|$)", source) else None
 
     def _expand(self, source: str, *, quoted: bool) -> list[str]:
-        """Return the values of `$NAME`, `${NAME}`, `$(COMMAND)` and their like."""
+        """Return the values of `$NAME`, `${NAME}`, `$(COMMAND)` and other expansions."""
         hole = [f'\0"{source}"\0' if quoted else f"\0{source}\0"]
         if match := _DEFAULT.fullmatch(source):
             name, default = match.groups()

@@ -1,6 +1,6 @@
 """Fake launchers and programs, which say what they were given: `fakes.py NAME ARGUMENT…`.
 
-They are no launchers: a launcher takes its options off and becomes its program, once, with the
+They are not real launchers: a fake takes its options off and becomes its program, once, with the
 number of ranks and nodes in FAKE_RANKS and FAKE_NODES. A program appends what it got to the file
 FAKE_RECORD as a line of JSON. How options are read here has nothing in common with the importer.
 """
@@ -37,7 +37,7 @@ def options(words: list[str], values: str, flags: str) -> tuple[dict[str, str], 
 def become(words: list[str], ranks: int, nodes: int, **more: str) -> None:
     """Become the program."""
     os.environ |= {"FAKE_RANKS": str(ranks), "FAKE_NODES": str(nodes), **more}
-    os.execvp(words[0], words)
+    os.execvp(words[0], words)  # noqa: S606 - as a launcher does
 
 
 def slurm(name: str) -> int:
@@ -130,7 +130,7 @@ def program(name: str, words: list[str]) -> None:
         del words[0]  # hpml sets PYTHONUNBUFFERED
     if words[:2] == ["-m", "torch.distributed.run"]:
         torchrun(words[2:])
-    if words[:1] == ["-c"] or name == "apptainer" and words[:1] == ["pull"]:
+    if words[:1] == ["-c"]:
         return
     with Path(os.environ["FAKE_RECORD"]).open("a") as record:
         got = {"argv": [name, *words], "cwd": os.getcwd(), "env": dict(os.environ)}

@@ -44,7 +44,7 @@ eval "$(conda shell.bash hook)"
 conda activate vision
 srun python train.py
 """,
-    "a conda of its own and a module behind it": r"""
+    "conda by a path and a module behind it": r"""
 #SBATCH --time=10
 . ../etc/profile.d/conda.sh
 conda activate /envs/vision
@@ -56,12 +56,13 @@ python ../train.py
 #SBATCH --time=10
 RUN=$(uuidgen)
 DAY=$(date +%Y)
-python train.py --run $RUN --day "$DAY" --home $HOME/x --user=$USER --scratch $SCRATCH/$SLURM_JOB_ID
+python train.py --run $RUN --day "$DAY" --home $HOME/x --user=$USER --to $SCRATCH/$SLURM_JOB_ID
 """,
     "an expression in an argument": r"""
 #SBATCH --array=0-3 --time=10
 LRS=(0.1 0.01 0.001 0.0001)
-python train.py --lr ${LRS[$SLURM_ARRAY_TASK_ID]} --seed $((SLURM_ARRAY_TASK_ID + 1)) --at=$(hostname)
+python train.py --lr ${LRS[$SLURM_ARRAY_TASK_ID]} --seed $((SLURM_ARRAY_TASK_ID + 1)) \
+  --at=$(hostname)
 """,
     "a line of a file": r"""
 #SBATCH --array=1-3%2 --time=10
@@ -99,6 +100,27 @@ A=1 B="x y" python train.py > train.log 2>&1
 #SBATCH -c 8 --time=10
 export OMP_NUM_THREADS=$(expr 2 + 1)
 export PYTHONUNBUFFERED=0
+python train.py
+""",
+    "functions and arrays": r"""
+#SBATCH --time=10
+set -a
+MODE=5
+set +a
+f() { cd src; LR=7; }
+LR=1
+f
+declare -A M=([a]=1 [b]=2)
+python ../train.py --lr $LR --m ${M[a]} --n ${#M[@]} --mode $MODE
+""",
+    "software behind other lines": r"""
+#SBATCH --time=10
+set -e
+export MODE=first
+python -c 'import sys'
+module load cuda
+source env/bin/activate
+export MODE=last LEVEL=2
 python train.py
 """,
     "quotes": r"""
@@ -164,8 +186,8 @@ torchrun --nproc-per-node=gpu -m src.train
     "a sum is the number of ranks": r"""
 #SBATCH --nodes=2 --ntasks-per-node=1 --gres=gpu:4 --cpus-per-task=16 --time=10
 GPUS=4
-accelerate launch --multi_gpu --num_processes $((SLURM_NNODES * GPUS)) --num_machines $SLURM_NNODES \
-  --machine_rank $SLURM_PROCID --mixed_precision bf16 train.py --model gpt2
+accelerate launch --multi_gpu --num_processes $((SLURM_NNODES * GPUS)) \
+  --num_machines $SLURM_NNODES --machine_rank $SLURM_PROCID --mixed_precision bf16 train.py
 """,
     "deepspeed with numbers": r"""
 #SBATCH -N 2 --ntasks-per-node=1 --gpus-per-node=2 -c 12 --time=10
@@ -201,6 +223,39 @@ srun --export=ALL,MODE=fast python train.py
 #SBATCH -N1 -n 2 --time=10
 srun bash -c 'exec python train.py --shard $SLURM_PROCID'
 """,
+    "one launcher per node": r"""
+#SBATCH --nodes=2 --ntasks-per-node=1 --gres=gpu:8 --cpus-per-task=16 --time=10
+MODEL=wan
+srun --label bash -c "
+  torchrun --standalone --nproc_per_node=$SLURM_GPUS_ON_NODE train.py --model $MODEL \
+    --part \$SLURM_NODEID --parts $SLURM_JOB_NUM_NODES
+"
+""",
+    "Lightning with all GPUs named": r"""
+#SBATCH --nodes=2             # as in Trainer(num_nodes=…)
+#SBATCH --gres=gpu:4
+#SBATCH --ntasks-per-node=4
+#SBATCH --mem=0
+#SBATCH --cpus-per-task=6 -t 10
+export CUDA_VISIBLE_DEVICES=0,1,2,3
+export SRUN_CPUS_PER_TASK="$SLURM_CPUS_PER_TASK"
+start=$(date +%s)
+srun --output=log_%t.txt python3 train.py --trainer.num_nodes $SLURM_NNODES
+printf "%s" $(($(date +%s) - start))
+""",
+    "a directory by the date": r"""
+#SBATCH --time=10
+exp=out/lr-`date "+%Y"`
+mkdir -p $exp
+cp params.txt $exp/
+python train.py --output_dir $exp --name 'seed$SLURM_JOB_ID'
+""",
+    "a directory that only the job knows": r"""
+#SBATCH --time=10
+WHERE=$(echo src)
+cd "$WHERE" || exit 3
+python ../train.py --here $PWD
+""",
     # MPI
     "mpirun": r"""
 #SBATCH --nodes=2 --ntasks-per-node=8 --cpus-per-task=2 --time=30:00
@@ -210,7 +265,7 @@ mpirun -np 16 --bind-to core -x OMP_PROC_BIND=true --mca btl tcp,self python tra
 #SBATCH -N1 -n 4 --time=30
 mpirun -np 4 -x LIBPATH=/opt/x/lib:$PATH -x MODE=1 ./solve
 """,
-    "horovodrun beside tasks": r"""
+    "horovodrun in a job with tasks": r"""
 #SBATCH -N1 --ntasks-per-node=4 --cpus-per-task=6 --gres=gpu:4 --time=30
 horovodrun -np 4 -H localhost:4 python train.py --lr 0.1
 """,
@@ -226,7 +281,7 @@ python train.py --data $TMPDIR/sorted.txt
 """,
 }.items()}  # fmt: skip
 
-REFUSED: dict[str, tuple[str, int, str]] = {name: (script(body), line, part) for name, (body, line, part) in {
+_REFUSED = {
     "srun options in a variable that the job sets": (r"""
 #SBATCH -N2 --ntasks-per-node=1
 if [ -f auto ]; then AUTO_RESUME="--requeue"; fi
@@ -251,8 +306,8 @@ accelerate launch --num_processes $((SLURM_NNODES * $(cat gpus))) --num_machines
     "the hosts say how many": (r"""
 #SBATCH -N2 --gpus-per-node=4
 deepspeed --hostfile=hosts.txt train.py
-""", 3, "how many ranks"),
-    "an mpirun by hosts": ("mpirun --hostfile hosts ./solve", 2, "how many ranks"),
+""", 3, "decides the number of ranks"),
+    "an mpirun by hosts": ("mpirun --hostfile hosts ./solve", 2, "decides the number of ranks"),
     "a configuration of accelerate": (
         "accelerate launch --config_file fsdp.yaml train.py", 2, "no counterpart"),
     "elastic nodes": ("torchrun --nnodes=1:2 --nproc_per_node=4 train.py", 2, "needs this number"),
@@ -260,7 +315,7 @@ deepspeed --hostfile=hosts.txt train.py
 #SBATCH -N2 --gpus-per-node=4
 python train.py
 """, 3, "on 1 of the header's 2 nodes"),
-    "a training of its own on each node": (r"""
+    "a separate training on each node": (r"""
 #SBATCH -N2 --ntasks-per-node=1 --gpus-per-node=4
 srun torchrun --standalone --nproc_per_node=4 train.py
 """, 3, "on 1 of the header's 2 nodes"),
@@ -272,24 +327,28 @@ srun --gres=gpu:1 python train.py
 #SBATCH -N1 -n4 -c 8
 srun -c 2 python train.py
 """, 3, "all CPUs of the job"),
-    "a script with options of its own": (r"""
+    "a script that parses options": (r"""
 while getopts "l:" name; do
   case $name in l) LR=$OPTARG;; esac
 done
 python train.py --lr $LR
-""", 2, "reads the arguments of the script"),
+""", 2, "the arguments of the script"),
     "an argument of the script": ("python train.py --lr $1", 2, "passes the script no arguments"),
     "a shifted argument": (r"""
 CONFIG=$1
 shift
 python train.py --config $CONFIG
-""", 2, "reads the arguments of the script"),
+""", 2, "the arguments of the script"),
+    "a place next to the script": ("""
+cd "$(dirname "$0")/.."
+python train.py
+""", 2, "the name or the arguments"),
     "another MPI": ("mpiexec.hydra -n 4 ./solve", 2, "Open MPI's mpirun only"),
     "another MPI by its module": (r"""
 module load intel-mpi/2021
 mpirun -np 4 ./solve
 """, 3, "another MPI"),
-    "an MPI plug-in of the cluster": ("srun --mpi=cray_shasta ./solve", 2, "none, pmix or pmi2"),
+    "an MPI plug-in of the cluster": ("srun --mpi=cray_shasta ./solve", 2, "no counterpart"),
     "several words that a condition decides": (r"""
 RESUME=
 [ -f last.pt ] && RESUME="--resume last.pt"
@@ -344,5 +403,9 @@ torchrun --nproc_per_node=4 train.py --workers $WORKERS
         "python train.py --seed $SLURM_ARRAY_TASK_ID", 2, "no --array"),
     "standard input": ("python train.py < conf.yaml", 2, "no standard input"),
     "a wrapper around the launcher": ("timeout 60 srun python train.py", 2, "hpml starts itself"),
-    "output for another program": ("srun python train.py | python plot.py", 2, "another program reads"),
-}.items()}  # fmt: skip
+    "output for another program": (
+        "srun python train.py | python plot.py", 2, "another program reads"),
+}  # fmt: skip
+REFUSED: dict[str, tuple[str, int, str]] = {
+    name: (script(body), line, part) for name, (body, line, part) in _REFUSED.items()
+}

@@ -1,4 +1,4 @@
-"""Single lines of a script, and files that are no script."""
+"""Single lines of a script, and files that are not scripts."""
 
 from __future__ import annotations
 
@@ -105,7 +105,7 @@ def test_directives_become_fields(options: str, resources: dict[str, Any]) -> No
     ],
 )
 def test_requeue_and_signal_become_checkpoint(script: str, expected: dict[str, Any] | None) -> None:
-    """The job saves at the same moment, by the same signal, and goes on after the same ends."""
+    """The job saves at the same moment, by the same signal, and continues after the same ends."""
     made = imported(script.format("srun python t.py"))
     assert made.job.get("checkpoint") == expected
 
@@ -184,12 +184,12 @@ def test_scripts_that_sbatch_or_bash_would_refuse(script: str, part: str) -> Non
         ("torchrun --nproc_per_node=gpu t.py", "the header asks for none"),
         ("#SBATCH -N2 -n7\nsrun python t.py", "line 2: -n 7: does not divide by 2 nodes"),
         ("#SBATCH -N2 -n8\nmpirun -np 4 ./f", "mpirun fills one node after the other"),
-        ("#SBATCH -N2\nsrun --ntasks-per-node=2 torchrun --nnodes=2 t.py", "srun starts the launcher 4 times"),
+        ("#SBATCH -N2\nsrun --ntasks-per-node=2 torchrun --nnodes=2 t.py", "launcher 4 times"),
         ("export WORLD_SIZE=$(cat n)\npython t.py $WORLD_SIZE", "not the same in all ranks"),
     ],
 )  # fmt: skip
 def test_launches_that_no_job_file_can_start_are_refused(lines: str, part: str) -> None:
-    """With the line that says what hpml does not evaluate; nothing is guessed."""
+    """With the line that hpml does not evaluate; nothing is guessed."""
     with pytest.raises(InputError) as caught:
         imported(lines)
     assert part in str(caught.value)
@@ -309,7 +309,7 @@ def test_what_is_not_carried_over_is_reported(line: str, text: str) -> None:
     ],
 )
 def test_other_lines_become_setup_as_they_stand(line: str) -> None:
-    """Blocks and here-documents stay whole; a finding says where the line went."""
+    """Blocks and here-documents stay whole; a finding names the line."""
     assert setup(line) == line.splitlines()
     made = imported(line, "srun python t.py")
     (changed,) = [f for f in findings(made, "changed") if "environment.setup" in f.why]
@@ -483,7 +483,7 @@ def test_files_that_are_no_text_are_refused(raw: bytes, part: str, tmp_path: Pat
 
 
 def test_a_file_that_is_not_there_or_no_file(tmp_path: Path) -> None:
-    """A missing file has an exit status of its own, and a directory or a pipe is not read."""
+    """A missing file has another exit status, and a directory or a pipe is not read."""
     with pytest.raises(NotFoundError):
         read_script(tmp_path / "nothing.sh")
     for path in (tmp_path, Path("/dev/zero")):
@@ -502,7 +502,7 @@ WORDS = st.sampled_from(
 @settings(max_examples=400, deadline=None)
 @given(st.one_of(st.text(max_size=300), st.lists(WORDS, max_size=40).map(" ".join)))
 def test_any_text_is_imported_or_refused(body: str) -> None:
-    """Whatever stands in a script, there is a job file that loads, or one of hpml's own errors."""
+    """For any text there is a job file that loads, or one of hpml's own errors."""
     try:
         made = import_script(f"#!/bin/bash\n{body}\n", name="job.sh", place=PLACE)
     except HpmlError:

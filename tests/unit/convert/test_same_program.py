@@ -27,22 +27,27 @@ from tests.unit.local_runs import Desk
 
 # What hpml sets itself, or Slurm, or bash; all else that the script's program got is compared.
 OWN = re.compile(
-    r"(SLURM|HPML|FAKE|BASH|MASTER|PMI)_?\w*|WORLD_SIZE|RANK|LOCAL_RANK|PWD|OLDPWD|SHLVL|_|"
+    r"(SLURM|SRUN|HPML|FAKE|BASH|MASTER|PMI)_?\w*|WORLD_SIZE|RANK|LOCAL_RANK|PWD|OLDPWD|SHLVL|_|"
     r"PYTHONUNBUFFERED|CUDA_\w+|hpml_\w+|LINENO|NCCL_SOCKET_IFNAME|GLOO_SOCKET_IFNAME"
 )
 STUB = """\
 # A fake of the frame around a job: it claims nothing, starts no agent and waits for nobody.
 source {real}
-hpml_begin() {{ hpml_submission=$PWD hpml_python=(true) hpml_bind=() hpml_unbound=() hpml_agent=''; }}
+hpml_begin() {{ hpml_submission=$PWD hpml_python=(true) hpml_bind=() hpml_unbound=(); }}
 hpml_agents() {{ hpml_shield=() hpml_wait=60; }}
 hpml_wait_ready() {{ :; }}
 hpml_rendezvous() {{ export MASTER_ADDR=node1 MASTER_PORT=12345; }}
 hpml_need_mpirun() {{ :; }}
 hpml_module_init() {{ echo /dev/null; }}
+hpml_agent=''
 export HPML_JOB_KEY=slurm-4711 HPML_ATTEMPT_DIR={attempt} HPML_RUN_DIR={attempt}
 """
 SHELL = """\
-module() {{ local verb=$1; shift; [ $verb = load ] || MODULES=''; for m; do export MODULES="${{MODULES-}}:$m"; done; }}
+module() {{
+  [ $1 = load ] || MODULES=''
+  shift
+  for name; do export MODULES="${{MODULES-}}:$name"; done
+}}
 conda() {{ if [ "$1" = info ]; then echo {root}; else export CONDA="$*"; fi; }}
 scontrol() {{ echo node1; }}
 uuidgen() {{ echo 12-34; }}
@@ -67,7 +72,7 @@ def number(text: str | None) -> int:
 
 
 def sbatch(script: str, mark: str = "SBATCH") -> Allocation:
-    """Read a header as sbatch does, in a simple way of its own: the options of the table."""
+    """Read a header as sbatch does; only the options of the table."""
     parser = argparse.ArgumentParser(add_help=False)
     for names in (
         "-N --nodes", "-n --ntasks", "--ntasks-per-node", "-c --cpus-per-task", "--gres",
@@ -252,7 +257,7 @@ def test_copies_to_the_node_and_back_are_staged_and_collected(tmp_path: Path) ->
 
 @pytest.mark.parametrize("name", REFUSED)
 def test_what_a_job_file_cannot_hold_is_refused(name: str, tmp_path: Path) -> None:
-    """The error names the line of the script and says why."""
+    """The error has the line of the script and the reason."""
     script, line, part = REFUSED[name]
     with pytest.raises(InputError) as caught:
         import_script(script, name="job.sh", place=Cluster(tmp_path).place())
