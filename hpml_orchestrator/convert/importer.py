@@ -351,7 +351,7 @@ class _Import:
                 match := re.search(rf"\b({'|'.join(SET_LATER)})=", line.source)
             ):
                 default = self.size.cpus_per_rank if match[1] == "OMP_NUM_THREADS" else 1
-                name = self.arguments.export(f'"${{{match[1]}:-{default}}}"')
+                name = self.arguments.assign(f'"${{{match[1]}:-{default}}}"')
                 self.put(f"environment.variables.{match[1]}", f"{{env.{name}}}")
         for name, value in launch.variables.items():
             self._variable(name, value, launch.line, f"{name}={shown(value)}")
@@ -438,7 +438,7 @@ class _Import:
                 why = "the value can be read in the job file and in the records of its runs"
                 todo = "remove it there, and export it before `hpml submit` instead"
                 self.report.changed(line, f"{name}=…", why, todo)
-            value = HOLE.sub(lambda match: f"{{env.{self.arguments.export(match[1])}}}", value)
+            value = HOLE.sub(lambda match: f"{{env.{self.arguments.assign(match[1])}}}", value)
             self.put(f"environment.variables.{name}", value, origin=f"line {line}: {text}")
 
     def _data(self) -> None:

@@ -358,15 +358,14 @@ def test_setup_keeps_what_belongs_together(lines: list[str], wanted: list[str]) 
     assert setup(*lines) == wanted
 
 
-def test_arguments_that_only_the_job_knows_are_exported_by_setup() -> None:
+def test_arguments_that_only_the_job_knows_are_variables_of_setup() -> None:
     """By name if the script has one; without quotes only a single word is passed on."""
     made = imported("D=$(date +%F)", 'python t.py --day "$D" --n $D-${C[1]}')
     assert made.job["args"] == ["--day", "{env.D}", "--n", "{env.D}-{env.ARG_1}"]
     assert made.job["environment"]["setup"].splitlines() == [
         "D=$(date +%F)",
-        "export D",
         "[[ -n $D && $D != *[[:space:]*?[]* ]]  # line 3 has it without quotes",
-        "export ARG_1=${C[1]}",
+        "ARG_1=${C[1]}",
         "[[ -n $ARG_1 && $ARG_1 != *[[:space:]*?[]* ]]  # line 3 has it without quotes",
     ]
 
