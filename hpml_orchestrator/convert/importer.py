@@ -15,7 +15,7 @@ from hpml_orchestrator.convert.body import PROVIDED, SET_LATER, Body, check_devi
 from hpml_orchestrator.convert.copies import LOCAL
 from hpml_orchestrator.convert.files import job_text
 from hpml_orchestrator.convert.header import read_request
-from hpml_orchestrator.convert.launchers import LAUNCHERS, PYTHON
+from hpml_orchestrator.convert.launchers import PYTHON
 from hpml_orchestrator.convert.report import Finding, Report
 from hpml_orchestrator.convert.resources import (
     add_srun_options,
@@ -47,6 +47,7 @@ _OPTIONS = {  # that fields of resources come from
 }
 _OTHER_MPI = re.compile(r"(intel-?mpi|impi|mpich|mvapich|cray-mpich)", re.IGNORECASE)
 _IN_SETUP = "kept in environment.setup: runs once, on the first node, before the ranks"
+_STARTS = re.compile(r"(^|[\s;&|])(srun|mpirun|mpiexec|sbatch)\s")
 _ARGUMENTS = re.compile(r"\$(?:[0-9#]|\{[0-9#][}:])|\b(?:shift|getopts|BASH_SOURCE)\b")
 
 
@@ -202,13 +203,12 @@ class _Import:
 
     def _arguments(self) -> Iterator[str]:
         """Yield the words of the program without `"$@"`, which is empty in a job."""
-        starters = {"srun", "sbatch", *LAUNCHERS}
-        nested = [w for w in self.launch.words[:1] if w in ("timeout", "nice", "stdbuf", "time")]
         if self.launch.error:
             raise self.launch.error
-        if nested and starters & {"srun", "mpirun", "mpiexec"} & {*self.launch.words}:
-            why = f"{nested[0]} starts the launcher, which hpml starts itself"
-            raise self.launch.refused(self.launch.source, why, f"remove {nested[0]}")
+        rest = " ".join(map(shown, self.launch.words[1:]))
+        if not PYTHON.fullmatch(self.launch.program) and _STARTS.search(rest):
+            why = f"{self.launch.program} starts the launcher, which hpml starts itself"
+            raise self.launch.refused(self.launch.source, why, "write the launcher first")
         for word in self.launch.words:
             if shown(word) in ("$@", "${@}", "$*", "${*}"):
                 why = "`hpml submit` passes no arguments to the program"
