@@ -381,6 +381,26 @@ def test_variables_that_hpml_sets_after_setup_are_fields() -> None:
     assert {finding.line for finding in findings(made, "dropped")} == {3}
 
 
+@pytest.mark.parametrize(
+    ("lines", "field"),
+    [
+        ("source /opt/c/etc/profile.d/conda.sh\nconda activate e", "e"),
+        ("source /usr/conda/etc/profile.d/conda.sh\nconda activate e", None),
+        ('eval "$(conda shell.bash hook)"\nconda activate /envs/e', "/envs/e"),
+        ('module load conda\neval "$(conda shell.bash hook)"\nconda activate e', None),
+        ('eval "$(/usr/conda/bin/conda shell.bash hook)"\nconda activate e', None),
+        ("source /opt/c/bin/activate e", None),
+        ("micromamba activate e", None),
+    ],
+)
+def test_only_the_conda_of_the_shell_is_a_field(lines: str, field: str | None) -> None:
+    """Hpml activates by CONDA_EXE; another conda stays in setup, by its path."""
+    place = Place(directory="/d", base="/d", environment={"CONDA_EXE": "/opt/c/bin/conda"})
+    environment = imported(*lines.split("\n"), "python t.py", place=place).job["environment"]
+    assert environment.get("conda") == field
+    assert field is not None or lines.rpartition("\n")[2] in environment["setup"].splitlines()
+
+
 def test_paths_count_from_the_job_file() -> None:
     """With the job file in another directory than sbatch's, paths are still right."""
     place = Place(directory="/home/ada/proj", base="/home/ada/proj/jobs", environment={})
