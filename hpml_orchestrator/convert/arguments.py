@@ -65,7 +65,11 @@ class Arguments:
         Raises:
             InputError: it may be several words, or is a pattern for file names.
         """
-        return HOLE.sub(lambda match: self._expansion(match[1]), self.placed(word))
+        return self.filled(self.placed(word))
+
+    def filled(self, value: str) -> str:
+        """Return a value with placeholders for its holes."""
+        return HOLE.sub(lambda match: self._expansion(match[1]), value)
 
     def _expansion(self, source: str) -> str:
         """Return the placeholder of an expansion."""

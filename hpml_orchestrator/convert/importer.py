@@ -425,19 +425,22 @@ class _Import:
         """Set a variable of the ranks; in setup if its value is known in the job only."""
         default = {"OMP_NUM_THREADS": str(self.size.cpus_per_rank), "PYTHONUNBUFFERED": "1"}
         value = self.arguments.placed(value)
+        splits = re.search('\0(?!")[^\0]', value)  # without quotes it may become several words
         if name == "CUDA_VISIBLE_DEVICES":
             check_devices(self.values, line, value)
         elif name in PROVIDED:
             return
         elif name in SET_LATER and value == default[name]:
             self.report.add("dropped", line, text, f"hpml sets {name} itself")
-        elif has_hole(value) and name not in SET_LATER:
+        elif has_hole(value) and name not in SET_LATER and not splits:
             self.arguments.exports[name] = f"export {name}={shell_word(value)}"
         else:
             if re.search(r"_KEY|TOKEN|SECRET|PASSWORD", name):
                 why = "the value can be read in the job file and in the records of its runs"
                 todo = "remove it there, and export it before `hpml submit` instead"
                 self.report.changed(line, f"{name}=…", why, todo)
+            if splits:
+                value = self.arguments.filled(value)
             value = HOLE.sub(lambda match: f"{{env.{self.arguments.assign(match[1])}}}", value)
             self.put(f"environment.variables.{name}", value, origin=f"line {line}: {text}")
 

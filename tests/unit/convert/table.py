@@ -360,6 +360,10 @@ RESUME=
 [ -f last.pt ] && RESUME="--resume last.pt"
 python train.py $RESUME
 """, 4, "how many words"),
+    "several words for a variable": ("""
+A="$A $B"
+srun --export=ALL,Z=$A python train.py
+""", 3, "how many words"),
     "a pattern for files": ("python train.py data/*.png", 2, "which words it becomes"),
     "a loop": (r"""
 for seed in 1 2; do
