@@ -60,12 +60,16 @@ class Arguments:
         return HOLE.sub(placeholder, self.body.copies.replaced(value))
 
     def argument(self, word: str) -> str:
-        """Return a word with placeholders; what the shell has to find out is exported by setup.
+        """Return a word with placeholders; setup finds out what only the shell can.
 
         Raises:
             InputError: it may be several words, or is a pattern for file names.
         """
-        return HOLE.sub(lambda match: self._expansion(match[1]), self.placed(word))
+        return self.filled(self.placed(word))
+
+    def filled(self, value: str) -> str:
+        """Return a value with placeholders for its holes."""
+        return HOLE.sub(lambda match: self._expansion(match[1]), value)
 
     def _expansion(self, source: str) -> str:
         """Return the placeholder of an expansion."""
@@ -94,9 +98,7 @@ class Arguments:
             why = "only the job knows how many words it becomes"
             raise self.launch.refused(text, why, "assign it on one line, before any condition")
         if not re.fullmatch(r"[A-Za-z_]\w*", name) or name in ("RANDOM", "SECONDS", "LINENO", "_"):
-            name, own = self.export(source), False
-        elif own and name not in self.body.exported:
-            self.exports[name] = f"export {name}"
+            name, own = self.assign(source), False
         given = self.values.environment.get(name, "")
         plain = not own and not self.values.sourced and given and not re.search(r"[\s*?[]", given)
         number = text.startswith(("$((", "$'", "${#")) or name.startswith("SLURM") or plain
@@ -104,14 +106,14 @@ class Arguments:
             self.exports[f"{name} "] = _ONE_WORD.format(name=name, line=where)
         return f"{{env.{name}}}"
 
-    def export(self, source: str) -> str:
-        """Have setup export the value of an expansion; return the variable's name."""
+    def assign(self, source: str) -> str:
+        """Have setup assign the value of an expansion to a variable; return its name."""
         for name, line in self.exports.items():
-            if line == f"export {name}={source}" and name.startswith("ARG_"):
+            if line == f"{name}={source}":
                 return name
         names = (f"ARG_{number}" for number in range(1, 1000))
         name = next(n for n in names if n not in self.exports and n not in self.text)
-        self.exports[name] = f"export {name}={source}"
+        self.exports[name] = f"{name}={source}"  # the ranks do not find it
         return name
 
 

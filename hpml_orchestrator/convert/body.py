@@ -410,18 +410,12 @@ def _module(body: Body, command: Command, words: list[str]) -> None:
 def _source(body: Body, command: Command, words: list[str]) -> None:
     path, environment = body.values.now("".join(words[1:2])), "".join(words[2:3])
     directory, script = os.path.dirname(os.path.dirname(path)), os.path.basename(path)
-    conda = re.search(r"(conda|mamba|miniforge)\d*$", directory)
+    conda = environment or re.search(r"(conda|mamba|miniforge)\d*$", directory)
+    known = directory and not has_hole(path) and body.values.directory
     root = os.path.dirname(os.path.dirname(body.values.environment.get("CONDA_EXE", "")))
     if script == "conda.sh" and root and path == f"{root}/etc/profile.d/conda.sh":
         body.add("hook", command)
-    elif (
-        script != "activate"
-        or has_hole(path)
-        or environment
-        or conda
-        or not directory
-        or not body.values.directory
-    ):
+    elif script != "activate" or conda or not known:
         body.keep(command)
     else:
         body.add("venv", command, value=os.path.join(body.values.directory, directory))
@@ -437,7 +431,12 @@ def _conda(body: Body, command: Command, words: list[str]) -> None:
 
 
 def _eval(body: Body, command: Command, _: list[str]) -> None:
-    if re.fullmatch(r"""eval "\$\(conda (shell\.bash hook|.*hook.*bash.*)\)\"""", command.source):
+    hook = re.fullmatch(
+        r"""eval "\$\(conda (shell\.bash hook|.*hook.*bash.*)\)\"""", command.source
+    )
+    # A module may bring another conda than that of CONDA_EXE, which hpml would take.
+    others = any(line.kind == "module" for line in body.lines)
+    if hook and not (others and "CONDA_EXE" in body.values.environment):
         body.add("hook", command)
     else:
         body.keep(command)

@@ -103,6 +103,8 @@ class Copies:
             return False
         if any(has_hole(word) or ":" in word or _ROOT.match(word) for word in sources):
             return False
+        if not all(word.startswith("/") or self.values.directory for word in sources):
+            return False  # relative to a directory that only the job knows
         if not all(map(_PLAIN_OPTION.fullmatch, options)):
             return False
         place = self.path(target)
@@ -137,7 +139,7 @@ class Copies:
             if entry.file and os.path.join(entry.place, entry.file) == held:
                 entry.kind, entry.file, entry.place = "tar", "", place
                 return True
-        if match[1] == "-" or has_hole(match[1]):
+        if match[1] == "-" or has_hole(match[1]) or not self.values.directory:
             return False
         self._add(match[1], "auto" if _ARCHIVE.search(match[1]) else "tar", place)
         return True
@@ -176,7 +178,8 @@ class Copies:
         target = re.sub("/[^/]*\0[^\0]*JOB_?ID[^/]*", "", target.rstrip("/")) or "."
         target = self.values.now(target)
         plain = words[0] in ("cp", "rsync", "mv") and all(map(_PLAIN_OPTION.fullmatch, options))
-        if not plain or not sources or has_hole(target) or ":" in target:
+        known = target.startswith("/") or self.values.directory
+        if not (plain and known and sources) or has_hole(target) or ":" in target:
             raise _lost_results(line, text)
         for source in sources:
             # The last part may be a pattern, such as *.pt: all of the directory is brought.

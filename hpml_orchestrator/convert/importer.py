@@ -15,7 +15,7 @@ from hpml_orchestrator.convert.body import PROVIDED, SET_LATER, Body, check_devi
 from hpml_orchestrator.convert.copies import LOCAL
 from hpml_orchestrator.convert.files import job_text
 from hpml_orchestrator.convert.header import read_request
-from hpml_orchestrator.convert.launchers import LAUNCHERS, PYTHON
+from hpml_orchestrator.convert.launchers import PYTHON
 from hpml_orchestrator.convert.report import Finding, Report
 from hpml_orchestrator.convert.resources import (
     add_srun_options,
@@ -47,6 +47,7 @@ _OPTIONS = {  # that fields of resources come from
 }
 _OTHER_MPI = re.compile(r"(intel-?mpi|impi|mpich|mvapich|cray-mpich)", re.IGNORECASE)
 _IN_SETUP = "kept in environment.setup: runs once, on the first node, before the ranks"
+_STARTS = re.compile(r"(^|[\s;&|])(srun|mpirun|mpiexec|sbatch)\s")
 _ARGUMENTS = re.compile(r"\$(?:[0-9#]|\{[0-9#][}:])|\b(?:shift|getopts|BASH_SOURCE)\b")
 
 
@@ -202,13 +203,12 @@ class _Import:
 
     def _arguments(self) -> Iterator[str]:
         """Yield the words of the program without `"$@"`, which is empty in a job."""
-        starters = {"srun", "sbatch", *LAUNCHERS}
-        nested = [w for w in self.launch.words[:1] if w in ("timeout", "nice", "stdbuf", "time")]
         if self.launch.error:
             raise self.launch.error
-        if nested and starters & {"srun", "mpirun", "mpiexec"} & {*self.launch.words}:
-            why = f"{nested[0]} starts the launcher, which hpml starts itself"
-            raise self.launch.refused(self.launch.source, why, f"remove {nested[0]}")
+        rest = " ".join(map(shown, self.launch.words[1:]))
+        if not PYTHON.fullmatch(self.launch.program) and _STARTS.search(rest):
+            why = f"{self.launch.program} starts the launcher, which hpml starts itself"
+            raise self.launch.refused(self.launch.source, why, "write the launcher first")
         for word in self.launch.words:
             if shown(word) in ("$@", "${@}", "$*", "${*}"):
                 why = "`hpml submit` passes no arguments to the program"
@@ -351,7 +351,7 @@ class _Import:
                 match := re.search(rf"\b({'|'.join(SET_LATER)})=", line.source)
             ):
                 default = self.size.cpus_per_rank if match[1] == "OMP_NUM_THREADS" else 1
-                name = self.arguments.export(f'"${{{match[1]}:-{default}}}"')
+                name = self.arguments.assign(f'"${{{match[1]}:-{default}}}"')
                 self.put(f"environment.variables.{match[1]}", f"{{env.{name}}}")
         for name, value in launch.variables.items():
             self._variable(name, value, launch.line, f"{name}={shown(value)}")
@@ -425,20 +425,23 @@ class _Import:
         """Set a variable of the ranks; in setup if its value is known in the job only."""
         default = {"OMP_NUM_THREADS": str(self.size.cpus_per_rank), "PYTHONUNBUFFERED": "1"}
         value = self.arguments.placed(value)
+        splits = re.search('\0(?!")[^\0]', value)  # without quotes it may become several words
         if name == "CUDA_VISIBLE_DEVICES":
             check_devices(self.values, line, value)
         elif name in PROVIDED:
             return
         elif name in SET_LATER and value == default[name]:
             self.report.add("dropped", line, text, f"hpml sets {name} itself")
-        elif has_hole(value) and name not in SET_LATER:
+        elif has_hole(value) and name not in SET_LATER and not splits:
             self.arguments.exports[name] = f"export {name}={shell_word(value)}"
         else:
             if re.search(r"_KEY|TOKEN|SECRET|PASSWORD", name):
                 why = "the value can be read in the job file and in the records of its runs"
                 todo = "remove it there, and export it before `hpml submit` instead"
                 self.report.changed(line, f"{name}=…", why, todo)
-            value = HOLE.sub(lambda match: f"{{env.{self.arguments.export(match[1])}}}", value)
+            if splits:
+                value = self.arguments.filled(value)
+            value = HOLE.sub(lambda match: f"{{env.{self.arguments.assign(match[1])}}}", value)
             self.put(f"environment.variables.{name}", value, origin=f"line {line}: {text}")
 
     def _data(self) -> None:

@@ -115,7 +115,7 @@ def mpirun(words: list[str]) -> None:
     each = pairs.get("-npernode") or pairs.get("--map-by", "").partition(":")[2].partition(":")[0]
     ranks = int(pairs.get("-np") or pairs.get("-n") or 0) or int(each or 0) * nodes
     settings = {n: v for n, v in pairs.items() if not n.startswith("-")}
-    become(words, ranks or slurm("NTASKS"), nodes, **settings)
+    become(words, ranks or slurm("NTASKS") or nodes, nodes, **settings)
 
 
 def horovodrun(words: list[str]) -> None:

@@ -273,6 +273,12 @@ horovodrun -np 4 -H localhost:4 python train.py --lr 0.1
 #SBATCH -N1 --ntasks-per-node=4 --cpus-per-task=6 --gres=gpu:2 --time=30
 horovodrun -np 2 python train.py
 """,
+    "a copy from a directory that only the job knows": r"""
+#SBATCH --time=10
+cd $(echo src)
+cp ../params.txt $TMPDIR/
+python ../train.py --data $TMPDIR/params.txt
+""",
     "copies stay where a line works on them": r"""
 #SBATCH --time=10
 cp params.txt $TMPDIR/set.txt
@@ -354,6 +360,10 @@ RESUME=
 [ -f last.pt ] && RESUME="--resume last.pt"
 python train.py $RESUME
 """, 4, "how many words"),
+    "several words for a variable": ("""
+A="$A $B"
+srun --export=ALL,Z=$A python train.py
+""", 3, "how many words"),
     "a pattern for files": ("python train.py data/*.png", 2, "which words it becomes"),
     "a loop": (r"""
 for seed in 1 2; do
@@ -381,6 +391,11 @@ cp -r $TMPDIR/out results/
 python train.py --out $TMPDIR/out
 rsync -a $TMPDIR/out/ login1:results/
 """, 3, "would lose it"),
+    "results to a directory that only the job knows": ("""
+cd $(cat where)
+python train.py --out $TMPDIR/out
+cp -r $TMPDIR/out results
+""", 4, "would lose it"),
     "results in an archive": (r"""
 python train.py --out $TMPDIR/out
 tar czf out.tgz -C $TMPDIR out
@@ -403,6 +418,8 @@ torchrun --nproc_per_node=4 train.py --workers $WORKERS
         "python train.py --seed $SLURM_ARRAY_TASK_ID", 2, "no --array"),
     "standard input": ("python train.py < conf.yaml", 2, "no standard input"),
     "a wrapper around the launcher": ("timeout 60 srun python train.py", 2, "hpml starts itself"),
+    "a text that starts the launcher": (
+        "bash -c 'cd src && srun python train.py'", 2, "hpml starts itself"),
     "output for another program": (
         "srun python train.py | python plot.py", 2, "another program reads"),
 }  # fmt: skip

@@ -358,15 +358,14 @@ def test_setup_keeps_what_belongs_together(lines: list[str], wanted: list[str]) 
     assert setup(*lines) == wanted
 
 
-def test_arguments_that_only_the_job_knows_are_exported_by_setup() -> None:
+def test_arguments_that_only_the_job_knows_are_variables_of_setup() -> None:
     """By name if the script has one; without quotes only a single word is passed on."""
     made = imported("D=$(date +%F)", 'python t.py --day "$D" --n $D-${C[1]}')
     assert made.job["args"] == ["--day", "{env.D}", "--n", "{env.D}-{env.ARG_1}"]
     assert made.job["environment"]["setup"].splitlines() == [
         "D=$(date +%F)",
-        "export D",
         "[[ -n $D && $D != *[[:space:]*?[]* ]]  # line 3 has it without quotes",
-        "export ARG_1=${C[1]}",
+        "ARG_1=${C[1]}",
         "[[ -n $ARG_1 && $ARG_1 != *[[:space:]*?[]* ]]  # line 3 has it without quotes",
     ]
 
@@ -380,6 +379,26 @@ def test_variables_that_hpml_sets_after_setup_are_fields() -> None:
     made = imported("#SBATCH -N1 -n2 -c8", line.replace("0", "1"), "srun python t.py")
     assert "environment" not in made.job
     assert {finding.line for finding in findings(made, "dropped")} == {3}
+
+
+@pytest.mark.parametrize(
+    ("lines", "field"),
+    [
+        ("source /opt/c/etc/profile.d/conda.sh\nconda activate e", "e"),
+        ("source /usr/conda/etc/profile.d/conda.sh\nconda activate e", None),
+        ('eval "$(conda shell.bash hook)"\nconda activate /envs/e', "/envs/e"),
+        ('module load conda\neval "$(conda shell.bash hook)"\nconda activate e', None),
+        ('eval "$(/usr/conda/bin/conda shell.bash hook)"\nconda activate e', None),
+        ("source /opt/c/bin/activate e", None),
+        ("micromamba activate e", None),
+    ],
+)
+def test_only_the_conda_of_the_shell_is_a_field(lines: str, field: str | None) -> None:
+    """Hpml activates by CONDA_EXE; another conda stays in setup, by its path."""
+    place = Place(directory="/d", base="/d", environment={"CONDA_EXE": "/opt/c/bin/conda"})
+    environment = imported(*lines.split("\n"), "python t.py", place=place).job["environment"]
+    assert environment.get("conda") == field
+    assert field is not None or lines.rpartition("\n")[2] in environment["setup"].splitlines()
 
 
 def test_paths_count_from_the_job_file() -> None:
