@@ -132,8 +132,8 @@ def stage(
         bool,
         typer.Option(
             "--trust-mtime",
-            help="With --keep: find the copy by the modification time of SRC itself, or of a "
-            "pack's index, without a look at each file.",
+            help="With --keep: find the copy by the modification time of SRC alone, without a look "
+            "at each file.",
         ),
     ] = False,
     name: Annotated[

@@ -31,7 +31,7 @@ from hpml_orchestrator.staging.capacity import Need, Room, fits
 from hpml_orchestrator.staging.files import remove_tree, try_lock, unlock
 from hpml_orchestrator.staging.manifest import published_head
 from hpml_orchestrator.staging.namelock import BusyError, NameLock
-from hpml_orchestrator.staging.request import PACK_INDEX, StagingStopped
+from hpml_orchestrator.staging.request import StagingStopped
 from hpml_orchestrator.staging.root import (
     CACHE,
     FILE,
@@ -92,8 +92,6 @@ def entry_key(plan: Plan | None, *, source: str, kind: str, options: Iterable[st
     add(real, kind, sorted(options))
     if plan is not None:
         digest.update(plan.fingerprint)
-    elif kind == "pack":
-        info = os.stat(f"{real}/{PACK_INDEX}")
     if plan is None or not stat.S_ISDIR(info.st_mode):
         add(info.st_size, info.st_mtime_ns, info.st_ino)
     return digest.hexdigest()

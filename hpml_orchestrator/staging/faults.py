@@ -18,7 +18,6 @@ if TYPE_CHECKING:
 __all__ = [
     "OUTSIDE_LINKS",
     "UNREADABLE",
-    "VERIFY_PACK",
     "DamagedSourceError",
     "Problems",
     "Retry",
@@ -35,7 +34,6 @@ TRANSIENT = frozenset({errno.EIO, errno.ESTALE, errno.EAGAIN, errno.EINTR})
 FULL = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EROFS})
 OUTSIDE_LINKS = "outside_links: true (as an option --outside-links) takes links that leave the tree"
 UNREADABLE = "you have no right to that: ask its owner for it"
-VERIFY_PACK = "`hpml pack --verify` tells all that is damaged; pack the tree again"
 _WRITTEN = "if the source is being written, stage it when it is complete"
 _FIRST_DELAY_SECONDS = 0.1
 _DELAYS = 6
@@ -144,7 +142,6 @@ _HINTS = {
     os.strerror(errno.EPERM): UNREADABLE,
     os.strerror(errno.ENOENT): _WRITTEN,  # it was there when its directory was listed
     str(SourceChangedError()): _WRITTEN,
-    str(DamagedSourceError()): VERIFY_PACK,  # packs alone record digests
 }
 """What helps, by the reason: that is all that workers in other processes tell of a fault."""
 

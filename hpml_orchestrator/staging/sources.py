@@ -5,17 +5,13 @@ from __future__ import annotations
 import os
 from typing import TYPE_CHECKING
 
+from hpml_orchestrator.staging.archives import TarSource, ZipSource
 from hpml_orchestrator.staging.capacity import readers_for
 from hpml_orchestrator.staging.copying import READ, check_empty, check_same
 from hpml_orchestrator.staging.faults import SourceChangedError
-from hpml_orchestrator.staging.packsource import PackSource
 from hpml_orchestrator.staging.plan import scan_file, scan_tree
-from hpml_orchestrator.staging.request import PACK_INDEX, PACK_STATE, kind_of, unfinished_pack
+from hpml_orchestrator.staging.request import kind_of
 from hpml_orchestrator.staging.source import BLOCK_BYTES
-from hpml_orchestrator.staging.streams import compression_of
-from hpml_orchestrator.staging.tarheaders import BLOCK, check_start
-from hpml_orchestrator.staging.tarsource import TarSource
-from hpml_orchestrator.staging.zipsource import ZipSource, check_end
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -27,7 +23,7 @@ if TYPE_CHECKING:
     from hpml_orchestrator.staging.request import StageRequest
     from hpml_orchestrator.staging.source import Reader, Source
 
-__all__ = ["FileSource", "TreeSource", "check_archive", "open_source"]
+__all__ = ["FileSource", "TreeSource", "open_source"]
 
 
 def open_source(
@@ -50,37 +46,13 @@ def open_source(
     path, outside_links = request.source, request.outside_links
     if kind == "tree":
         tree = TreeSource(path, retry, outside_links=outside_links)
-        tree.rate, tree.has_whole_packs = opens_per_second, request.kind == "auto"
+        tree.rate = opens_per_second
         return tree
     if kind == "file":
         return FileSource(path, retry)
-    if kind == "pack":
-        return PackSource(path, retry, outside_links=outside_links)
     if kind == "zip":
         return ZipSource(path, retry, outside_links=outside_links)
-    return TarSource(path, retry, most_bytes=room.bytes, outside_links=outside_links)
-
-
-def check_archive(path: str, kind: str) -> None:
-    """Refuse an archive that is none, by its first block or its last 64 KiB: it is not read whole.
-
-    Args:
-        path: the file.
-        kind: as `kind_of` returns it; nothing is looked at where it is no archive's.
-
-    Raises:
-        StagingError: it would not be staged; says so as staging would.
-        OSError: it cannot be read.
-    """
-    if kind not in {"tar", "zip"}:
-        return
-    with open(path, "rb", buffering=0) as stream:
-        fd = stream.fileno()
-        start = os.pread(fd, BLOCK, 0)
-        if kind == "zip":
-            check_end(path)
-        elif not compression_of(start):
-            check_start(path, start)
+    return TarSource(path, kind, retry, most_bytes=room.bytes, outside_links=outside_links)
 
 
 class TreeSource:
@@ -88,13 +60,11 @@ class TreeSource:
 
     Attributes:
         rate: entries that are looked at per second at most; 0 for any.
-        has_whole_packs: a pack in it that is being made, or was cut off, is refused.
     """
 
     kind = "tree"
     ordered = False
     rate = 0.0
-    has_whole_packs = False
 
     def __init__(self, path: str, retry: Retry, *, outside_links: bool = False) -> None:
         self._path = path
@@ -104,13 +74,7 @@ class TreeSource:
     def plan(self) -> Plan:
         """Look at the tree."""
         links = self._outside_links
-        plan = scan_tree(self._path, self._retry, outside_links=links, rate=self.rate)
-        if self.has_whole_packs:
-            paths = {entry.path for entry in plan.files}
-            for begun in sorted(path for path in paths if path.endswith(f"/{PACK_STATE}")):
-                if begun.replace(PACK_STATE, PACK_INDEX) not in paths:
-                    raise unfinished_pack(f"{self._path}/{os.path.dirname(begun)}")
-        return plan
+        return scan_tree(self._path, self._retry, outside_links=links, rate=self.rate)
 
     def reader(self, plan: Plan) -> Reader:
         """Open the tree for reading."""

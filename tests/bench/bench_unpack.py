@@ -4,9 +4,9 @@
 
 The same files as a pack, a tar and a zip (stored, and deflated at level 1), from and into RAM
 (--into: another place), with a warm cache. hpml runs as it does in a job: in a process that is
-there already, planning included, with as many workers as there are CPUs, comparing a pack's digests
-and making those of the others. Peers: GNU `tar xf` (of all archives, one behind the other),
-`unzip -q`, and Python's zipfile in a process of its own. Ways take turns; medians of RUNS (5).
+there already, planning included, with as many workers as there are CPUs, making digests. Peers:
+GNU `tar xf` (of all archives, one behind the other), `unzip -q`, and Python's zipfile in a process
+of its own. Ways take turns; medians of RUNS (5).
 CPU seconds tell more than the clock where others use the machine. After the last run each tree is
 compared with the source by SHA-256, which hpml does not use.
 """

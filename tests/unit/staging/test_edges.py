@@ -25,6 +25,7 @@ from hpml_orchestrator.staging import (
     engine,
     lister,
 )
+from hpml_orchestrator.staging.archives import TarSource
 from hpml_orchestrator.staging.cache import entry_key
 from hpml_orchestrator.staging.capacity import room_at
 from hpml_orchestrator.staging.engine import copy
@@ -33,7 +34,6 @@ from hpml_orchestrator.staging.files import remove_tree
 from hpml_orchestrator.staging.plan import HardLink, Symlink, scan_tree
 from hpml_orchestrator.staging.progress import Progress
 from hpml_orchestrator.staging.sources import FileSource, TreeSource, open_source
-from hpml_orchestrator.staging.tarsource import TarSource
 from hpml_orchestrator.staging.verify import verify
 
 if TYPE_CHECKING:
@@ -220,7 +220,7 @@ def test_an_archive_replaced_after_its_last_byte_is_another_one(base: Path, tmp_
         subprocess.run(words, cwd=tmp_path, check=True)
     archive = tmp_path / "one.tar"
     os.utime(archive, (1, 1))
-    source = TarSource(str(archive), RETRY, most_bytes=1 << 30)
+    source = TarSource(str(archive), "tar", RETRY, most_bytes=1 << 30)
     supply = Meddled(source, after=lambda: os.replace(tmp_path / "two.tar", archive))
     stager = CopyStager("1", bases=Bases(shm=str(base)), checks_source=True)
     request = StageRequest("data", str(archive), target="shm")

@@ -18,7 +18,7 @@ import pytest
 from xxhash import xxh3_128
 
 from hpml_orchestrator.errors import StagingError
-from hpml_orchestrator.packing.pack import PackRequest, pack
+from hpml_orchestrator.packing import PackRequest, pack
 from hpml_orchestrator.staging import EngineOptions, StageRequest, StagingStopped, engine
 from hpml_orchestrator.staging.board import Board
 from hpml_orchestrator.staging.capacity import file_system_type, room_at
