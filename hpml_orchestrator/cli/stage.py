@@ -26,7 +26,7 @@ from hpml_orchestrator.errors import CapacityError, HpmlError, InputError, count
 from hpml_orchestrator.records.texts import exact_bytes, human_bytes
 from hpml_orchestrator.staging import CopyStager
 from hpml_orchestrator.staging.caller import calling_process
-from hpml_orchestrator.staging.engine import EngineOptions
+from hpml_orchestrator.staging.copy import CopyOptions
 from hpml_orchestrator.staging.errands import requests_for, run_errand
 from hpml_orchestrator.staging.faults import Retry, shown
 from hpml_orchestrator.staging.held import shell_key
@@ -219,14 +219,14 @@ def stage(
     bases = staged.bases_of(paths, local_dir)
     if opens_per_second is None:
         opens_per_second = open_rate(paths.opens_per_node, paths.opens_per_job, paths.nodes)
-    options = EngineOptions(
+    options = CopyOptions(
         hash=not no_hash, processes=processes, threads=threads, opens_per_second=opens_per_second
     )
     with _option_names(to, bases, local_dir):
         _stage(errands, bases, options, field or ("json" if as_json else ""))
 
 
-def _stage(errands: list[Errand], bases: Bases, options: EngineOptions, form: str) -> None:
+def _stage(errands: list[Errand], bases: Bases, options: CopyOptions, form: str) -> None:
     """Stage one source after the other; print each as soon as it is there, JSON at the end."""
     outcomes: list[Outcome] = []
     names = [errand.request.name for errand in errands]
@@ -253,7 +253,7 @@ def _stage(errands: list[Errand], bases: Bases, options: EngineOptions, form: st
 def _outcomes(
     errands: list[Errand],
     bases: Bases,
-    options: EngineOptions,
+    options: CopyOptions,
     stop: Stop,
     *,
     quiet: bool,

@@ -36,11 +36,11 @@ from hpml_orchestrator.staging.source import BLOCK_BYTES
 from hpml_orchestrator.staging.streams import ArchiveFile, Stream, compression_of
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterator, Sequence
 
     from hpml_orchestrator.staging.faults import Retry
     from hpml_orchestrator.staging.hashing import Buffer
-    from hpml_orchestrator.staging.plan import Plan
+    from hpml_orchestrator.staging.plan import Entry, Plan
     from hpml_orchestrator.staging.source import Reader
 
     Row = tuple[bytes, str, int, int, int, int, str]
@@ -209,9 +209,8 @@ class TarSource:
     def reader(self, plan: Plan) -> Reader:
         """Open for reading what `plan` returned."""
         if not self.ordered:
-            return ExtentReader(self._stamps, self._which, self._starts, self._retry)
-        ends = (start + entry.size for start, entry in zip(self._starts, plan.files) if entry.size)
-        return _StreamReader(self._stamps[0], self._starts, max(ends, default=0), self._retry)
+            return ExtentReader(self._stamps, self._which, self._starts, plan.files, self._retry)
+        return _StreamReader(self._stamps[0], self._starts, plan.files, self._retry)
 
     def close(self) -> None:
         """Nothing is held."""
@@ -220,16 +219,20 @@ class TarSource:
 class _StreamReader:
     """A `Reader` of a compressed archive, whose files are asked for in their order."""
 
-    def __init__(self, stamp: Stamp, starts: array[int], end: int, retry: Retry) -> None:
+    def __init__(
+        self, stamp: Stamp, starts: array[int], files: Sequence[Entry], retry: Retry
+    ) -> None:
         self._stamp = stamp
         self._starts = starts
-        self._end = end
+        self._files = files
+        self._end = max((at + one.size for at, one in zip(starts, files) if one.size), default=0)
         self._retry = retry
         self._stream: Stream | None = None
 
-    def read(self, number: int, start: int, end: int) -> Iterator[memoryview]:
-        """Yield a part of a file; see `Reader`. Going back begins anew, which takes its time."""
-        at, stop = self._starts[number] + start, self._starts[number] + end
+    def read(self, number: int) -> Iterator[memoryview]:
+        """Yield a file; see `Reader`. Going back begins anew, which takes its time."""
+        at = self._starts[number]
+        stop = at + self._files[number].size
         try:
             yield from self._pieces(at, stop)
         except ValueError:
@@ -431,7 +434,6 @@ class ZipSource:
     def plan(self) -> Plan:
         """Read the central directory; see `Source.plan`."""
         members = Members(self._path, self._stamp.mtime_ns, outside_links=self._outside_links)
-        members.plan.whole = True
         self._infos = []
         try:
             self._archive = zipfile.ZipFile(self._opened())
@@ -532,8 +534,8 @@ class ZipSource:
         cast("zipfile.ZipFile", self._archive).fp = self._opened()
         return self
 
-    def read(self, number: int, start: int, end: int) -> Iterator[Buffer]:  # noqa: ARG002
-        """Yield a file, whole; see `Reader`."""
+    def read(self, number: int) -> Iterator[Buffer]:
+        """Yield a file; see `Reader`."""
         return self._contents(self._infos[number])
 
     def close(self) -> None:

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING
 
 from hpml_orchestrator.errors import HpmlError
 from hpml_orchestrator.records.files import fsync_dir
+from hpml_orchestrator.staging.copy import CopyOptions, copy
 from hpml_orchestrator.staging.delivery import partial_path
-from hpml_orchestrator.staging.engine import EngineOptions, copy
 from hpml_orchestrator.staging.faults import Problems, shown, why
 from hpml_orchestrator.staging.files import remove_tree
 from hpml_orchestrator.staging.hashing import hashing
@@ -84,7 +84,7 @@ def collect(source: str, directory: str, retry: Retry) -> Collected:
             plan,
             reader,
             partial,
-            options=EngineOptions(goes_on=True),
+            options=CopyOptions(goes_on=True),
             retry=retry,
             progress=Progress(None),
         )

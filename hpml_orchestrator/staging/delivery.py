@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
     from hpml_orchestrator.staging.cache import Cache
     from hpml_orchestrator.staging.capacity import Need, Room
-    from hpml_orchestrator.staging.engine import Copied
+    from hpml_orchestrator.staging.copy import Copied
     from hpml_orchestrator.staging.faults import Retry
     from hpml_orchestrator.staging.namelock import NameLock
     from hpml_orchestrator.staging.plan import Plan

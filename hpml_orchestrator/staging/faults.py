@@ -18,7 +18,6 @@ if TYPE_CHECKING:
 __all__ = [
     "OUTSIDE_LINKS",
     "UNREADABLE",
-    "DamagedSourceError",
     "Problems",
     "Retry",
     "SourceChangedError",
@@ -45,13 +44,6 @@ class SourceChangedError(Exception):
 
     def __init__(self, how: str = "changed while it was copied") -> None:
         super().__init__(how)
-
-
-class DamagedSourceError(Exception):
-    """What was read is not what the source itself says it holds."""
-
-    def __init__(self) -> None:
-        super().__init__("is damaged: its digest is not the one that was recorded")
 
 
 def shown(path: str) -> str:

@@ -77,10 +77,7 @@ class Plan:
         top: the directory itself.
         directories: parents before children.
         origins: source name of an entry that changes its name.
-        expected: XXH3-128 of each of the files, b"" where the source does not tell it; empty when
-            it tells none.
         stamps: size, time and inode of each archive; empty where there is none.
-        whole: large files can only be read from front to back, each by one reader.
         at_least: scanning stopped early because it cannot fit.
         told: what the source is called in messages, where that is not `source_root`.
     """
@@ -92,9 +89,7 @@ class Plan:
     hard_links: list[HardLink] = field(default_factory=list)
     symlinks: list[Symlink] = field(default_factory=list)
     origins: dict[str, str] = field(default_factory=dict)
-    expected: list[bytes] = field(default_factory=list)
     stamps: list[tuple[int, int, int]] = field(default_factory=list)
-    whole: bool = False
     at_least: bool = False
     told: str = ""
 

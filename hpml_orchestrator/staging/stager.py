@@ -12,8 +12,8 @@ from hpml_orchestrator.errors import HpmlError, InputError, StagingError
 from hpml_orchestrator.staging.area import StagingArea
 from hpml_orchestrator.staging.cache import DATA, linked_key
 from hpml_orchestrator.staging.capacity import Room, room_at
+from hpml_orchestrator.staging.copy import CopyOptions
 from hpml_orchestrator.staging.delivery import SOURCE_KEY, Delivery, partial_path
-from hpml_orchestrator.staging.engine import EngineOptions
 from hpml_orchestrator.staging.faults import UNREADABLE, Retry, shown, why
 from hpml_orchestrator.staging.files import remove_tree
 from hpml_orchestrator.staging.keeping import Keeper, entry_keys
@@ -77,7 +77,7 @@ class CopyStager:
         on_progress: OnProgress | None = None,
         sleep: Callable[[float], None] = time.sleep,
         room: Callable[[str], Room] = room_at,
-        options: EngineOptions | None = None,
+        options: CopyOptions | None = None,
         job_id: str | None = None,
         checks_source: bool = False,
     ) -> None:
@@ -87,7 +87,7 @@ class CopyStager:
         self._retry = Retry(sleep, should_stop)
         self._on_progress = on_progress
         self._room = room
-        self.options = options or EngineOptions()
+        self.options = options or CopyOptions()
         self._areas: dict[str, StagingArea] = {}
         self._job_id = os.environ.get("SLURM_JOB_ID", "") if job_id is None else job_id
         self._checks_source = checks_source

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Protocol
 
-from hpml_orchestrator.staging.engine import Copied, EngineOptions, copy
+from hpml_orchestrator.staging.copy import Copied, CopyOptions, copy
 
 if TYPE_CHECKING:
     from hpml_orchestrator.staging.faults import Retry
@@ -67,9 +67,9 @@ class LocalSupply:
     before the stager does, and closes it also when it was never handed on.
     """
 
-    def __init__(self, source: Source, options: EngineOptions | None = None) -> None:
+    def __init__(self, source: Source, options: CopyOptions | None = None) -> None:
         self._source = source
-        self._options = options or EngineOptions()
+        self._options = options or CopyOptions()
         self._plan: Plan | None = None
         self._open = True
         self.kind = source.kind

@@ -29,7 +29,7 @@ from pathlib import Path
 
 from hpml_orchestrator.packing import PackRequest, pack
 from hpml_orchestrator.staging import StageRequest, room_at
-from hpml_orchestrator.staging.engine import EngineOptions, copy
+from hpml_orchestrator.staging.copy import CopyOptions, copy
 from hpml_orchestrator.staging.faults import Retry
 from hpml_orchestrator.staging.progress import Progress
 from hpml_orchestrator.staging.sources import open_source
@@ -40,7 +40,7 @@ ZIPFILE = "import sys, zipfile; zipfile.ZipFile(sys.argv[1]).extractall(sys.argv
 
 
 def hpml(source: Path) -> Way:
-    """Unpacking by the engine."""
+    """Unpacking by the copier."""
 
     def run(target: Path) -> None:
         retry = Retry(time.sleep, lambda: False)
@@ -52,7 +52,7 @@ def hpml(source: Path) -> Way:
                 plan,
                 opened,
                 str(target),
-                options=EngineOptions(),
+                options=CopyOptions(),
                 retry=retry,
                 progress=Progress(None),
             )

@@ -3,9 +3,8 @@
     chunk   kind u8, length u32, number of the file u64, offset u64, digest of the payload
             16 bytes, CRC-32 of the head so far u32, payload
 
-A chunk lies in one piece of PIECE_BYTES of its file. The chunks of a piece come in order on one
-connection; one that begins its piece again takes back what came of it before (a read that was
-tried again).
+The chunks of a file come in order on one connection; one that begins the file again takes back
+what came of it before (a read that was tried again).
 """
 
 from __future__ import annotations
@@ -20,8 +19,9 @@ import zlib
 from typing import TYPE_CHECKING, NamedTuple
 
 from hpml_orchestrator.errors import StagingError
+from hpml_orchestrator.staging.copy import CREATE
 from hpml_orchestrator.staging.faults import shown
-from hpml_orchestrator.staging.hashing import DIGEST_BYTES, PIECE_BYTES, Hashing, hashing_named
+from hpml_orchestrator.staging.hashing import DIGEST_BYTES, Hashing, hashing_named
 from hpml_orchestrator.staging.source import BLOCK_BYTES
 
 if TYPE_CHECKING:
@@ -46,9 +46,8 @@ __all__ = [
     "chunk_hashing",
     "hashing_of_first",
     "lost",
-    "make_large_and_empty",
+    "make_empty",
     "pack_head",
-    "pieces_of",
     "unpack_head",
 ]
 
@@ -158,8 +157,7 @@ class Sender:
         """
         view = memoryview(data)
         while view:
-            room = PIECE_BYTES - offset % PIECE_BYTES
-            part = view[: min(BLOCK_BYTES, room)]
+            part = view[:BLOCK_BYTES]
             self._chunk(number, offset, part)
             offset += len(part)
             view = view[len(part) :]
@@ -220,10 +218,10 @@ class SendingReader:
         self._reader = reader
         self._sender = sender
 
-    def read(self, number: int, start: int, end: int) -> Iterator[Buffer]:
-        """Yield the bytes [start, end) of a file; they are on their way by then."""
-        at = start
-        for buffer in self._reader.read(number, start, end):
+    def read(self, number: int) -> Iterator[Buffer]:
+        """Yield the bytes of a file; they are on their way by then."""
+        at = 0
+        for buffer in self._reader.read(number):
             self._sender.send(number, at, buffer)
             at += len(buffer)
             yield buffer
@@ -240,7 +238,7 @@ class SendingSource:
     def __init__(self, source: Source, sender: Callable[[], Sender]) -> None:
         self._source = source
         self._sender = sender
-        self.kind = "sent"  # the engine reads trees and files past their readers
+        self.kind = source.kind
         self.ordered = source.ordered
 
     def plan(self) -> Plan:
@@ -256,47 +254,38 @@ class SendingSource:
         self._source.close()
 
 
-_CREATE = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW
 _AGAIN = os.O_WRONLY | os.O_CLOEXEC | os.O_NOFOLLOW
 _MOST_OPEN = 1024
 _ZEROS = bytes(BLOCK_BYTES)
 
 
 class Landed(NamedTuple):
-    """A piece of a file that is there: of which file, from where, and its digest."""
+    """A file that is there, and its digest."""
 
     number: int
-    start: int
     digest: bytes
 
 
 class _Open:
-    """A piece that has begun to come."""
+    """A file that has begun to come."""
 
-    def __init__(self, fd: int, at: int, digest: Digest) -> None:
+    def __init__(self, fd: int, digest: Digest) -> None:
         self.fd = fd
-        self.at = at
+        self.at = 0
         self.digest = digest
 
 
-def pieces_of(entry: Entry) -> int:
-    """Return of how many pieces a file's contents come; an empty file needs none."""
-    return -(-entry.size // PIECE_BYTES)
-
-
-def make_large_and_empty(plan: Plan, dir_fd: int) -> None:
-    """Create the files that several workers write together, and those that nobody sends.
+def make_empty(plan: Plan, dir_fd: int) -> None:
+    """Create the files that nobody sends, because they are empty.
 
     Raises:
         OSError: one cannot be made.
     """
     for entry in plan.files:
-        if 0 < entry.size <= PIECE_BYTES:
+        if entry.size:
             continue
-        fd = os.open(entry.path, _CREATE, _mode(entry), dir_fd=dir_fd)
+        fd = os.open(entry.path, CREATE, _mode(entry), dir_fd=dir_fd)
         try:
-            if entry.size:
-                os.ftruncate(fd, entry.size)
             os.utime(fd, ns=(entry.mtime_ns, entry.mtime_ns))
         finally:
             os.close(fd)
@@ -317,7 +306,7 @@ class Landing:
         self.dir_fd = dir_fd
         self._how = how
         self._same = same
-        self._open: dict[tuple[int, int], _Open] = {}
+        self._open: dict[int, _Open] = {}
         self._made = bytearray(len(plan.files))
 
     def check(self, head: ChunkHead) -> None:
@@ -329,49 +318,43 @@ class Landing:
         if head.number >= len(self._files):
             raise StagingError(f"a chunk came for file {head.number}, which is not in the plan")
         entry = self._files[head.number]
-        end = head.offset + head.length
-        if head.length == 0 or end > entry.size:
+        if head.length == 0 or head.offset + head.length > entry.size:
             raise StagingError(f"a chunk came for a place that {shown(entry.path)} does not have")
-        if head.offset // PIECE_BYTES != (end - 1) // PIECE_BYTES:
-            raise StagingError(f"a chunk of {shown(entry.path)} lies in two pieces")
 
     def take(self, head: ChunkHead, data: Buffer) -> Landed | None:
-        """Write a chunk that was checked; returns its piece when that is complete.
+        """Write a chunk that was checked; returns its file when that is complete.
 
         Raises:
             StagingError: it does not follow the one before.
             OSError: it cannot be written.
         """
-        entry = self._files[head.number]
-        start = head.offset - head.offset % PIECE_BYTES
-        end = min(start + PIECE_BYTES, entry.size)
-        key = (head.number, start)
-        if head.offset == start:
-            self._forget(key)
-            if head.length == end - start:
-                return self._whole(head, entry, data, start)
+        number, entry = head.number, self._files[head.number]
+        if head.offset == 0:
+            self._forget(number)
+            if head.length == entry.size:
+                return self._whole(head, entry, data)
             if len(self._open) >= _MOST_OPEN:
                 raise StagingError(f"chunks of more than {_MOST_OPEN} files came at once")
-            self._open[key] = _Open(self._create(head.number, entry), start, self._how.new())
-        piece = self._open.get(key)
-        if piece is None or piece.at != head.offset:
+            self._open[number] = _Open(self._create(number, entry), self._how.new())
+        file = self._open.get(number)
+        if file is None or file.at != head.offset:
             raise StagingError(f"chunks of {shown(entry.path)} came out of order")
-        self._write(piece.fd, entry, data, head.offset)
-        piece.digest.update(data)
-        piece.at += head.length
-        if piece.at < end:
+        self._write(file.fd, entry, data, head.offset)
+        file.digest.update(data)
+        file.at += head.length
+        if file.at < entry.size:
             return None
-        self._finish(piece.fd, entry)
-        piece.fd = -1
-        del self._open[key]
-        return Landed(head.number, start, piece.digest.digest())
+        self._finish(file.fd, entry)
+        file.fd = -1
+        del self._open[number]
+        return Landed(number, file.digest.digest())
 
     def close(self) -> None:
         """Close what is open."""
-        for key in list(self._open):
-            self._forget(key)
+        for number in list(self._open):
+            self._forget(number)
 
-    def _whole(self, head: ChunkHead, entry: Entry, data: Buffer, start: int) -> Landed:
+    def _whole(self, head: ChunkHead, entry: Entry, data: Buffer) -> Landed:
         fd = self._create(head.number, entry)
         try:
             self._write(fd, entry, data, head.offset)
@@ -381,17 +364,17 @@ class Landing:
             raise
         self._finish(fd, entry)
         if self._same:
-            return Landed(head.number, start, head.digest)
+            return Landed(head.number, head.digest)
         digest = self._how.new()
         digest.update(data)
-        return Landed(head.number, start, digest.digest())
+        return Landed(head.number, digest.digest())
 
     def _create(self, number: int, entry: Entry) -> int:
         if self.dir_fd < 0:
             return -1
-        if entry.size > PIECE_BYTES or self._made[number]:
+        if self._made[number]:
             return os.open(entry.path, _AGAIN, dir_fd=self.dir_fd)
-        fd = os.open(entry.path, _CREATE, _mode(entry), dir_fd=self.dir_fd)
+        fd = os.open(entry.path, CREATE, _mode(entry), dir_fd=self.dir_fd)
         self._made[number] = 1
         return fd
 
@@ -413,11 +396,11 @@ class Landing:
             finally:
                 os.close(fd)
 
-    def _forget(self, key: tuple[int, int]) -> None:
-        piece = self._open.pop(key, None)
-        if piece is not None and piece.fd >= 0:
+    def _forget(self, number: int) -> None:
+        file = self._open.pop(number, None)
+        if file is not None and file.fd >= 0:
             with contextlib.suppress(OSError):
-                os.close(piece.fd)
+                os.close(file.fd)
 
 
 def _mode(entry: Entry) -> int:

@@ -11,25 +11,22 @@ import time
 from typing import TYPE_CHECKING, Any
 
 from hpml_orchestrator.errors import StagingError
+from hpml_orchestrator.staging.copy import Copied, make_directories, make_links
 from hpml_orchestrator.staging.crew import Worker
-from hpml_orchestrator.staging.engine import Copied
 from hpml_orchestrator.staging.faults import Retry
-from hpml_orchestrator.staging.hashing import PIECE_BYTES, file_digest
 from hpml_orchestrator.staging.manifest import Listing, tree_digest
 from hpml_orchestrator.staging.many.chunks import (
     ChainLostError,
     Landing,
     chunk_hashing,
     hashing_of_first,
-    make_large_and_empty,
-    pieces_of,
+    make_empty,
 )
 from hpml_orchestrator.staging.many.link import COMMIT, DATA, DONE, END, GO, PLAN, PLAN_END, READY
 from hpml_orchestrator.staging.many.member import Member
 from hpml_orchestrator.staging.many.planwire import add_part
 from hpml_orchestrator.staging.many.relay import Relay
 from hpml_orchestrator.staging.plan import Entry, Plan
-from hpml_orchestrator.staging.transfer import make_directories, make_links
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -64,7 +61,7 @@ class Follower:
         self._how: Hashing | None = None
         self._said: dict[int, bytes] = {}
         self._relays: list[Worker] = []
-        self._landed: dict[tuple[int, int], bytes] = {}
+        self._landed: dict[int, bytes] = {}
         self._missing = 0
         self._tick_at = 0.0
 
@@ -98,7 +95,7 @@ class Follower:
             fd = os.open(partial_dir, _DIRECTORY)
             try:
                 make_directories(plan, fd, retry)
-                make_large_and_empty(plan, fd)
+                make_empty(plan, fd)
                 copied = self._receive(plan, fd, retry, progress, needed=True)
             finally:
                 os.close(fd)
@@ -177,7 +174,7 @@ class Follower:
         self, plan: Plan, fd: int, retry: Retry, progress: Progress | None, *, needed: bool
     ) -> Copied:
         assert self._how is not None  # noqa: S101 - plan() has set it
-        self._missing = sum(map(pieces_of, plan.files))
+        self._missing = sum(entry.size > 0 for entry in plan.files)
         if self._wait_ready(needed=needed):
             self._take_all(plan, fd, progress)
         elif needed:
@@ -238,7 +235,7 @@ class Follower:
         assert how is not None  # noqa: S101
         digest = chunk_hashing(how.name, member.secret)
         same = how.name != "blake2b_128"
-        take = functools.partial(self._take, plan, progress)
+        take = functools.partial(self._take, progress)
         idle_since = member.notices.clock()
         while not (END in self._said and not self._missing and self._relays_are_done()):
             links = [link for link in (member.up, member.down) if link is not None]
@@ -256,7 +253,7 @@ class Follower:
                     idle_since = member.notices.clock()
             silent = member.notices.clock() - idle_since
             if END in self._said and self._relays_are_done() and silent > member.place.timeout:
-                raise StagingError(f"{self._missing} pieces of files did not come")
+                raise StagingError(f"{self._missing} files did not come")
 
     def _relays_are_done(self) -> bool:
         return all(relay.is_gone for relay in self._relays)
@@ -280,34 +277,23 @@ class Follower:
 
     def _take(
         self,
-        plan: Plan,
         progress: Progress | None,
-        landed: list[tuple[int, int, bytes]],
+        landed: list[tuple[int, bytes]],
         size: int,
         lost: str,
     ) -> None:
         """Note what a relay told; see `Relay.run`."""
         if lost:
             raise self._member.explain(ChainLostError(lost))
-        files = 0
-        for number, start, digest in landed:
-            if (number, start) not in self._landed:
-                self._missing -= 1
-                files += pieces_of(plan.files[number]) == 1
-            self._landed[number, start] = digest
+        new = {number for number, _ in landed} - self._landed.keys()
+        self._missing -= len(new)
+        self._landed.update(landed)
         if progress is not None:
-            progress.add(size, files)
+            progress.add(size, len(new))
 
     def _digests(self, plan: Plan, how: Hashing) -> list[bytes]:
         empty = how.new().digest()
-        found = []
-        landed = self._landed
-        for number, entry in enumerate(plan.files):
-            pieces = [landed[number, start] for start in range(0, entry.size, PIECE_BYTES)] or [
-                empty
-            ]
-            found.append(file_digest(pieces, how))
-        return found
+        return [self._landed.get(number, empty) for number in range(len(plan.files))]
 
     def _agree(self, digest: str) -> None:
         """Compare with the nodes behind, tell the one before, and wait for its word."""

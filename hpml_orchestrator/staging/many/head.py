@@ -12,10 +12,8 @@ import time
 from typing import TYPE_CHECKING
 
 from hpml_orchestrator.errors import StagingError
-from hpml_orchestrator.staging.engine import Copied, check_directories, copy
-from hpml_orchestrator.staging.faults import Problems
-from hpml_orchestrator.staging.filehash import hashed
-from hpml_orchestrator.staging.hashing import hashing
+from hpml_orchestrator.staging.copy import Copied, copy
+from hpml_orchestrator.staging.hashing import hashed, hashing
 from hpml_orchestrator.staging.manifest import Listing, tree_digest
 from hpml_orchestrator.staging.many.chunks import Sender, SendingSource, chunk_hashing
 from hpml_orchestrator.staging.many.link import (
@@ -36,7 +34,7 @@ from hpml_orchestrator.staging.request import StagingStopped
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from hpml_orchestrator.staging.engine import EngineOptions
+    from hpml_orchestrator.staging.copy import CopyOptions
     from hpml_orchestrator.staging.faults import Retry
     from hpml_orchestrator.staging.hashing import Buffer
     from hpml_orchestrator.staging.many.link import Link
@@ -62,7 +60,7 @@ class Head:
 
     method = "chain"
 
-    def __init__(self, source: Source, member: Member, options: EngineOptions) -> None:
+    def __init__(self, source: Source, member: Member, options: CopyOptions) -> None:
         self._source = source
         self._member = member
         self._options = dataclasses.replace(options, hash=True)
@@ -117,10 +115,6 @@ class Head:
                 raise
             except StagingError as error:  # maybe a worker's, whose connection broke
                 raise self._member.explain(error) from error
-            if self.kind == "tree":
-                problems = Problems(f"cannot stage {plan.name}")
-                check_directories(plan, retry.stopped_by(self._beat), problems)
-                problems.raise_any()
             self._agree(plan, copied.digests)
         self._member.is_done = True
         return copied
@@ -208,14 +202,12 @@ class Head:
     def _send_all(self, plan: Plan) -> list[bytes]:
         """Read and send all files without writing them; returns their digests."""
         how = hashing()
-        found = []
         reader = SendingSource(self._source, self._sender).reader(plan)
         try:
-            for number, entry in enumerate(plan.files):
-                found.append(hashed(self._heeding(reader.read(number, 0, entry.size)), how))
+            numbers = range(len(plan.files))
+            return [hashed(self._heeding(reader.read(number)), how) for number in numbers]
         finally:
             reader.close()
-        return found
 
     def _heeding(self, blocks: Iterator[Buffer]) -> Iterator[Buffer]:
         for data in blocks:

@@ -37,7 +37,7 @@ def plan_parts(plan: Plan) -> Iterator[bytes]:
     yield from _parts("top", [plan.top])
     for name in _ROWS:
         yield from _parts(name, getattr(plan, name))
-    yield from _parts("expected", [digest.hex() for digest in plan.expected])
+    yield from _parts("stamps", plan.stamps)
 
 
 def _parts(name: str, rows: Sequence[Any]) -> Iterator[bytes]:
@@ -57,7 +57,7 @@ def add_part(plan: Plan, part: bytes) -> None:
     name, rows = json.loads(part)
     if name == "top":
         plan.top = Entry(*rows[0])
-    elif name == "expected":
-        plan.expected += map(bytes.fromhex, rows)
+    elif name == "stamps":
+        plan.stamps += map(tuple, rows)
     else:
         getattr(plan, name).extend(map(_ROWS[name]._make, rows))

@@ -70,8 +70,8 @@ class Relay:
         Args:
             plan: what comes.
             landing: where it goes.
-            tell: called a few times a second with the pieces that landed, their bytes, and at last
-                perhaps why a neighbour was lost.
+            tell: called a few times a second with the files that landed, the bytes that came, and
+                at last perhaps why a neighbour was lost.
 
         Raises:
             StagingError: a chunk is damaged or has no place, or a file cannot be written.

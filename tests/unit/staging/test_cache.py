@@ -18,8 +18,8 @@ import pytest
 from hpml_orchestrator.errors import StagingError
 from hpml_orchestrator.staging import (
     Bases,
+    CopyOptions,
     CopyStager,
-    EngineOptions,
     StageRequest,
     StagingStopped,
     this_owner,
@@ -233,7 +233,7 @@ def test_waiters_take_over_from_a_hundred_killed_copiers(
 def stage_and_stay(key: str, base: Path, source: Path, told: Any) -> None:
     """A job that stages with the real engine, slowed by its own limit, then goes on."""
     mine = stager(base, key)
-    mine.options = EngineOptions(opens_per_second=1000)
+    mine.options = CopyOptions(opens_per_second=1000)
     result = mine.stage(kept(source))
     told.put((key, result.reused, contents(result.path) == contents(source)))
     time.sleep(600)
@@ -592,7 +592,7 @@ def test_contents_are_looked_at_after_a_crash_of_the_machine(
 ) -> None:
     """Sizes may outlive a crash where contents did not: then only what can be compared counts."""
     first = stager(base, "1.0")
-    first.options = EngineOptions(hash=change != "no digests")
+    first.options = CopyOptions(hash=change != "no digests")
     data = Path(first.stage(kept(source)).path).resolve()
     first.cleanup()
     record = data.parent / ".owner.json"

@@ -31,7 +31,7 @@ from hpml_orchestrator.staging import (
     StageResult,
     archives,
 )
-from hpml_orchestrator.staging.engine import EngineOptions
+from hpml_orchestrator.staging.copy import CopyOptions
 from hpml_orchestrator.staging.request import kind_of
 from tests.unit.packing.conftest import tree  # noqa: F401 - a fixture
 
@@ -105,7 +105,7 @@ def refused(stager: CopyStager, path: Path, match: str, kind: str = "auto") -> N
 @pytest.fixture(params=[1, 2])
 def engine(base: Path, request: pytest.FixtureRequest) -> Iterator[CopyStager]:
     """Give a stager that works with one process, and with two."""
-    options = EngineOptions(processes=request.param)
+    options = CopyOptions(processes=request.param)
     stager = CopyStager("8.0", bases=Bases(shm=str(base)), options=options)
     yield stager
     stager.cleanup()

@@ -30,7 +30,7 @@ import json, os, signal, sys
 from hpml_orchestrator.errors import HpmlError
 from hpml_orchestrator.staging import Bases, CopyStager, StageRequest
 from hpml_orchestrator.staging.capacity import Room, room_at
-from hpml_orchestrator.staging.engine import EngineOptions
+from hpml_orchestrator.staging.copy import CopyOptions
 from hpml_orchestrator.staging.many.ways import supply_for
 from hpml_orchestrator.staging.many.ways import Rates
 told = json.loads(sys.argv[1])
@@ -52,7 +52,7 @@ try:
         most=lambda: stager.most_room(request), timeout=told["timeout"],
         join_seconds=told["join_seconds"],
         come_seconds=told.get("come_seconds", told["join_seconds"]),
-        options=EngineOptions(**told["options"]),
+        options=CopyOptions(**told["options"]),
         rates=Rates(**told["rates"]), interfaces=told["interfaces"],
         tell=lambda line: print(json.dumps({"tell": line}), flush=True),
     )

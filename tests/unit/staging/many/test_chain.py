@@ -82,8 +82,8 @@ def test_a_chain_without_hash(job: Callable[..., Nodes], tree: Path) -> None:
     assert [end["status"] for end in nodes.ends()] == [0, 0]
 
 
-def test_files_larger_than_a_piece(job: Callable[..., Nodes], root: Path) -> None:
-    """300 MiB come in two pieces, over several connections."""
+def test_a_large_file(job: Callable[..., Nodes], root: Path) -> None:
+    """300 MiB with holes arrive on all nodes."""
     source = root / "one"
     with open(source, "wb") as stream:
         stream.truncate(300 << 20)

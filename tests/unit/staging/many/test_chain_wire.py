@@ -16,14 +16,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as some
 
 from hpml_orchestrator.errors import StagingError
-from hpml_orchestrator.staging.hashing import PIECE_BYTES, hashing_named
+from hpml_orchestrator.staging.hashing import hashing_named
 from hpml_orchestrator.staging.many.chunks import (
     CHUNK,
     HEAD_BYTES,
     ChunkHead,
     Landing,
     chunk_hashing,
-    make_large_and_empty,
+    make_empty,
     pack_head,
     unpack_head,
 )
@@ -79,7 +79,7 @@ def test_a_plan_comes_as_it_was(files: list[Entry], at_least: bool) -> None:
     """Any names that a file system can hold, any sizes and times."""
     plan = plan_of(files)
     plan.at_least = at_least
-    plan.expected = [bytes([number % 256]) * 16 for number in range(len(files))]
+    plan.stamps = [(number, 1 << 62, 7) for number in range(len(files))]
     if files:
         plan.symlinks = [Symlink(files[0].path + "~link", "x", 7)]
         plan.hard_links = [HardLink(files[0].path + "~hard", files[0].path)]
@@ -133,15 +133,15 @@ def test_chunk_digests_without_xxhash_need_the_secret() -> None:
 
 @pytest.fixture
 def landing(tmp_path: Path) -> Iterator[Landing]:
-    """Give a place for two files: 10 bytes, and two pieces and a bit."""
+    """Give a place for two files: 10 bytes, and 5 MiB."""
     files = [
         Entry("small", stat.S_IFREG | 0o644, 0, 10, 10),
-        Entry("large", stat.S_IFREG | 0o644, 0, 2 * PIECE_BYTES + 5, 2 * PIECE_BYTES + 5),
+        Entry("large", stat.S_IFREG | 0o644, 0, 5 << 20, 5 << 20),
     ]
     how = hashing_named("xxh3_128")
     assert how is not None
     fd = os.open(tmp_path, os.O_RDONLY)
-    make_large_and_empty(plan_of(files), fd)
+    make_empty(plan_of(files), fd)
     made = Landing(plan_of(files), fd, how, same=True)
     yield made
     made.close()
@@ -157,14 +157,13 @@ def landing(tmp_path: Path) -> Iterator[Landing]:
         (0, 10, 1),
         (0, 1 << 63, 5),
         (0, 0, 0),
-        (1, PIECE_BYTES - 1, 2),
-        (1, 2 * PIECE_BYTES, 6),
+        (1, 5 << 20, 6),
     ],
 )
 def test_chunks_for_no_place_are_refused(
     landing: Landing, number: int, offset: int, length: int
 ) -> None:
-    """Beyond the file, in no file, over the border of a piece, or nothing at all."""
+    """Beyond the file, in no file, or nothing at all."""
     with pytest.raises(StagingError):
         landing.check(ChunkHead(CHUNK, length, number, offset, bytes(16)))
 
@@ -180,7 +179,7 @@ def test_chunks_come_in_order(landing: Landing) -> None:
     assert how is not None
     whole = how.new()
     whole.update(b"ABCDefghij")
-    assert done == (0, 0, whole.digest())
+    assert done == (0, whole.digest())
 
 
 def test_a_file_that_is_there_is_not_overwritten(landing: Landing, tmp_path: Path) -> None:
