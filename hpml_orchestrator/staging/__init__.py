@@ -18,7 +18,7 @@ from hpml_orchestrator.staging.request import (
     StagingStopped,
     target_path,
 )
-from hpml_orchestrator.staging.stager import CopyStager
+from hpml_orchestrator.staging.stage import CopyStager
 from hpml_orchestrator.staging.supply import LocalSupply, Supply
 
 __all__ = [

@@ -10,7 +10,6 @@ import time
 from typing import TYPE_CHECKING, TypeVar
 
 from hpml_orchestrator.errors import StagingError
-from hpml_orchestrator.staging.request import StagingStopped
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -21,6 +20,8 @@ __all__ = [
     "Problems",
     "Retry",
     "SourceChangedError",
+    "StagingStopped",
+    "brief",
     "is_directory",
     "shown",
     "why",
@@ -29,6 +30,7 @@ __all__ = [
 T = TypeVar("T")
 
 PATHS_TOLD = 20
+_PATH_CHARACTERS = 4096
 TRANSIENT = frozenset({errno.EIO, errno.ESTALE, errno.EAGAIN, errno.EINTR})
 FULL = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EROFS})
 OUTSIDE_LINKS = "outside_links: true (as an option --outside-links) takes links that leave the tree"
@@ -37,6 +39,13 @@ _WRITTEN = "if the source is being written, stage it when it is complete"
 _FIRST_DELAY_SECONDS = 0.1
 _DELAYS = 6
 _GIVEN_UP_SECONDS = 60.0
+
+
+class StagingStopped(StagingError):  # noqa: N818 - an event, not a fault
+    """Staging was told to stop (SIGTERM, time limit); nothing was published."""
+
+    def __init__(self) -> None:
+        super().__init__("stopped")
 
 
 class SourceChangedError(Exception):
@@ -50,6 +59,15 @@ def shown(path: str) -> str:
     """Return a path as one line of valid text, odd bytes and line ends escaped."""
     text = os.fsencode(path).decode("utf-8", "backslashreplace")
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
+
+
+def brief(path: str) -> str:
+    """Return a path for a message, the middle of an absurd one left out."""
+    text = shown(path)
+    if len(text) <= _PATH_CHARACTERS:
+        return text
+    half = _PATH_CHARACTERS // 2
+    return f"{text[:half]}…{text[-half:]} ({len(text)} characters)"
 
 
 def why(error: BaseException) -> str:

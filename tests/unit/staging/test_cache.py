@@ -24,9 +24,8 @@ from hpml_orchestrator.staging import (
     StagingStopped,
     this_owner,
 )
-from hpml_orchestrator.staging.cache import Cache
+from hpml_orchestrator.staging.cache import Cache, whole
 from hpml_orchestrator.staging.faults import Retry
-from hpml_orchestrator.staging.keeping import whole
 from hpml_orchestrator.staging.manifest import Listing, Manifest, manifest_path
 from hpml_orchestrator.staging.root import Root
 from tests.patience import eventually

@@ -19,8 +19,8 @@ CHECKOUT = Path(hpml_orchestrator.__file__).parents[1]
 SLOW_SOURCE = """
 import time, hpml_orchestrator.staging.sources as S
 real = S._TreeReader.read
-def read(self, number, start, end):
-    for data in real(self, number, start, end):
+def read(self, number):
+    for data in real(self, number):
         time.sleep(0.05)
         yield data
 S._TreeReader.read = read

@@ -160,7 +160,7 @@ def test_nodes_with_one_directory_do_not_wait_for_each_other(
 ) -> None:
     """A shared file system that looks like a node's own: one has the lock, the other says so."""
     nodes = job(tree, 2, base=str(tree.parent / "base0"), join_seconds=10.0)
-    soon = "import hpml_orchestrator.staging.stager as S\nS._BUSY_SECONDS = 0.5\n"
+    soon = "import hpml_orchestrator.staging.stage as S\nS._BUSY_SECONDS = 0.5\n"
     nodes.start(before=soon)
     ends = nodes.ends(0, 1)
     told = [end["error"] for end in ends]
