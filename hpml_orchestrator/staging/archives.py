@@ -1,6 +1,6 @@
-"""Tar archives, directories of tar shards, and zips as sources, read with the standard library.
+"""Tar archives and directories of tar shards as sources, read with the standard library.
 
-Nothing of an archive is trusted: `tarfile` and `zipfile` only say what is in it, members.py decides
+Nothing of an archive is trusted: `tarfile` only says what is in it, members.py decides
 what may be written, and the engine writes it. The first pass reads the headers and plans, nothing
 is written before that; a compressed archive is decompressed a second time, and a bomb is given up
 as soon as it does not fit.
@@ -8,13 +8,10 @@ as soon as it does not fit.
 
 from __future__ import annotations
 
-import contextlib
 import io
 import os
-import stat
 import struct
 import tarfile
-import time
 import zipfile
 import zlib
 from array import array
@@ -29,7 +26,7 @@ from hpml_orchestrator.staging.extents import (
     drop_pages,
     look_at_archive,
 )
-from hpml_orchestrator.staging.faults import SourceChangedError, shown, why
+from hpml_orchestrator.staging.faults import SourceChangedError, shown
 from hpml_orchestrator.staging.members import MOST_MEMBERS, UNKNOWN, Members, honest_bytes
 from hpml_orchestrator.staging.request import shards_of
 from hpml_orchestrator.staging.source import BLOCK_BYTES
@@ -39,14 +36,13 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
     from hpml_orchestrator.staging.faults import Retry
-    from hpml_orchestrator.staging.hashing import Buffer
     from hpml_orchestrator.staging.plan import Entry, Plan
     from hpml_orchestrator.staging.source import Reader
 
     Row = tuple[bytes, str, int, int, int, int, str]
     # type, name, mode, mtime in ns, size, offset of the data, link
 
-__all__ = ["TarSource", "ZipSource", "check_archive"]
+__all__ = ["TarSource", "check_archive", "not_whole"]
 
 _NANO = 1_000_000_000
 _MOST_DIGITS = 20
@@ -76,7 +72,7 @@ def check_archive(path: str, kind: str) -> None:
         OSError: it cannot be read.
     """
     if kind == "zip" and not zipfile.is_zipfile(path):
-        raise _not_whole(path, "zip", "it has no end of a central directory")
+        raise not_whole(path, "zip", "it has no end of a central directory")
     if kind == "tar":
         with open(path, "rb", buffering=0) as stream:
             start = stream.read(tarfile.BLOCKSIZE)
@@ -84,7 +80,7 @@ def check_archive(path: str, kind: str) -> None:
             try:
                 _Info.of(path).frombuf(start, "utf-8", "surrogateescape")
             except tarfile.HeaderError as error:
-                raise _not_whole(path, "tar", f"it does not begin as one does: {error}") from error
+                raise not_whole(path, "tar", f"it does not begin as one does: {error}") from error
 
 
 class TarSource:
@@ -278,11 +274,11 @@ def _tar_rows(path: str, data: IO[bytes], size: int) -> Iterator[Row]:
                 tar.members = []  # type: ignore[attr-defined] # they would all be kept
                 row = _row(path, cast("_Info", info))
                 if size and row[5] + row[4] > size:
-                    raise _not_whole(path, "tar", "it ends inside a member")
+                    raise not_whole(path, "tar", "it ends inside a member")
                 yield row
             _check_end(path, data, tar.offset)
     except (tarfile.TarError, OverflowError, EOFError) as error:
-        raise _not_whole(path, "tar", str(error)) from error
+        raise not_whole(path, "tar", str(error)) from error
 
 
 def _check_end(path: str, data: IO[bytes], at: int) -> None:
@@ -292,7 +288,7 @@ def _check_end(path: str, data: IO[bytes], at: int) -> None:
     if len(block) < tarfile.BLOCKSIZE or block.strip(b"\0"):
         what = "a damaged header" if block else "nothing"
         reason = f"no end-of-archive mark where the members end, but {what} (at byte {at})"
-        raise _not_whole(path, "tar", reason)
+        raise not_whole(path, "tar", reason)
     while block := data.read(BLOCK_BYTES):
         if block.strip(b"\0"):
             raise StagingError(
@@ -307,7 +303,7 @@ def _row(path: str, info: _Info) -> Row:
     mtime_ns = int(info.mtime * _NANO) if "mtime" not in records else _nanoseconds(records["mtime"])
     size = records.get("size", "0")
     if not size.isdigit() or len(size) > _MOST_DIGITS:
-        raise _not_whole(path, "tar", "it holds a member with an absurd size")
+        raise not_whole(path, "tar", "it holds a member with an absurd size")
     if any(key.startswith("GNU.sparse") for key in records):
         info._sparse()  # noqa: SLF001 - of our class
     kind = tarfile.REGTYPE if info.isreg() else info.type
@@ -342,7 +338,7 @@ class _Info(tarfile.TarInfo):
             name, *numbers, kind, _, prefix = _FORM.unpack(buf)
             for number in numbers:
                 if not number[0] & 0x80 and number.strip(b" \0").strip(b"01234567"):
-                    raise _not_whole(cls.archive, "tar", "a damaged header: a number in it is none")
+                    raise not_whole(cls.archive, "tar", "a damaged header: a number in it is none")
             mode, size, mtime, check = numbers
             if kind == tarfile.REGTYPE and not (prefix[0] or size[0] & 0x80 or mtime[0] & 0x80):
                 # the low half of Adler-32 is the sum of the bytes + 1, modulo 65521
@@ -357,14 +353,14 @@ class _Info(tarfile.TarInfo):
 
     def _check(self) -> None:
         if self.size < 0:
-            raise _not_whole(self.archive, "tar", "it holds a header with a negative size")
+            raise not_whole(self.archive, "tar", "it holds a header with a negative size")
         if self.type == tarfile.GNUTYPE_SPARSE:
             self._sparse()
         if self.type in _EXTENSIONS:
             kind = type(self)
             kind.kept_bytes += self.size if self.type == tarfile.XGLTYPE else 0
             if self.size > _LARGEST_EXTENSION_BYTES or kind.kept_bytes > _GLOBAL_BYTES:
-                raise _not_whole(self.archive, "tar", "it holds a header of absurd size")
+                raise not_whole(self.archive, "tar", "it holds a header of absurd size")
         elif self.type == b"V":  # the name of the whole
             self.type, self.name, self.mode = tarfile.DIRTYPE, ".", 0o755
 
@@ -382,180 +378,9 @@ def _octal(field: bytes) -> int:
     return int(field.strip(b" \0") or b"0", 8)
 
 
-def _not_whole(path: str, kind: str, reason: str) -> StagingError:
+def not_whole(path: str, kind: str, reason: str) -> StagingError:
+    """Return the error for an archive that is cut short or damaged."""
     return StagingError(
         f"{shown(path)}: not a whole {kind} archive: {reason}",
         hint="the archive is cut short or damaged: make or copy it again",
     )
-
-
-_LOCAL_BYTES = 30
-"""Of the header before a member's data, without name and extra field (APPNOTE.TXT 6.3.10)."""
-_COUNTS = {b"PK\x05\x06": ("<H", 10), b"PK\x06\x06": ("<Q", 32)}
-"""What follows the directory, short or long, and where in it the number of members is."""
-_CENTRAL_BYTES = 46  # of an entry of the directory, likewise
-_LONGEST_LINK_BYTES = 4096
-_UNIX_HOSTS = frozenset({3, 19})  # 19: macOS
-_ENCRYPTED, _UTF8, _DOS_DIRECTORY = 0x1, 0x800, 0x10
-_EXTRA_TIME = 0x5455  # Info-ZIP, extrafld.txt: a byte of flags, then seconds since the epoch, UTC
-_TIME = struct.Struct("<l")
-_LARGEST_RATIO = 1040
-"""Deflate makes at most 1032 bytes of one: zlib's "Technical Details"."""
-_DAMAGED = (zipfile.BadZipFile, struct.error, ValueError, EOFError, zlib.error, OverflowError)
-
-
-class ZipSource:
-    """A zip archive; its checksums cover whole members, which are read from front to back.
-
-    Args:
-        path: the archive.
-        retry: calls again after faults that pass.
-        outside_links: take symbolic links that leave the root as they are.
-
-    Raises:
-        StagingError: it is no regular file.
-        OSError: it cannot be opened.
-    """
-
-    kind = "zip"
-    ordered = False
-
-    def __init__(self, path: str, retry: Retry, *, outside_links: bool = False) -> None:
-        self._path = path
-        self._retry = retry
-        self._outside_links = outside_links
-        self._stamp, _ = look_at_archive(path, retry)
-        self._archive: zipfile.ZipFile | None = None
-        self._infos: list[zipfile.ZipInfo] = []
-
-    def _opened(self) -> IO[bytes]:
-        return io.BufferedReader(ArchiveFile(self._stamp, self._retry), _NEAR_BYTES)
-
-    def plan(self) -> Plan:
-        """Read the central directory; see `Source.plan`."""
-        members = Members(self._path, self._stamp.mtime_ns, outside_links=self._outside_links)
-        self._infos = []
-        try:
-            self._archive = zipfile.ZipFile(self._opened())
-            self._check_directory(self._archive, members)
-            for info in sorted(self._archive.infolist(), key=lambda one: one.header_offset):
-                self._retry.check_stop()
-                self._take(info, members)
-        except _DAMAGED as error:  # names, times
-            raise _not_whole(self._path, "zip", str(error)) from error
-        except SourceChangedError as error:
-            raise StagingError(f"{shown(self._path)}: changed while it was read") from error
-        members.problems.raise_any()
-        members.check_bytes(self._stamp.size)
-        members.plan.stamps = [self._stamp[1:]]
-        return members.plan
-
-    def _check_directory(self, archive: zipfile.ZipFile, members: Members) -> None:
-        """Refuse a directory that has lost members, which zipfile does not, or whose members lie.
-
-        Those that share bytes would let a small archive unpack to any size.
-        """
-        found, at = archive.infolist(), archive.start_dir
-        members.check_count(len(found))
-        for info in found:
-            encoding = "utf-8" if info.flag_bits & _UTF8 else "cp437"
-            name = info.orig_filename.encode(encoding)
-            at += _CENTRAL_BYTES + len(name) + len(info.extra) + len(info.comment)
-        stream = cast("IO[bytes]", archive.fp)
-        stream.seek(at)
-        tail = stream.read(_CENTRAL_BYTES)
-        layout, offset = _COUNTS.get(tail[:4], ("", 0))
-        if not layout or struct.unpack_from(layout, tail, offset)[0] != len(found):
-            raise zipfile.BadZipFile("its central directory is damaged")
-        last = archive.start_dir
-        for info in sorted(found, key=lambda one: -one.header_offset):
-            if info.header_offset + _LOCAL_BYTES + info.compress_size > last:
-                raise zipfile.BadZipFile(
-                    f"{shown(info.filename)} lies in another member, or in none"
-                )
-            last = info.header_offset
-
-    def _take(self, info: zipfile.ZipInfo, members: Members) -> None:
-        """Add a member to the plan."""
-        on_unix = info.create_system in _UNIX_HOSTS
-        name = info.orig_filename
-        if on_unix and not info.flag_bits & _UTF8:  # zipfile takes these bytes for cp437
-            name = name.encode("cp437").decode("utf-8", "surrogateescape")
-        mode = info.external_attr >> 16 if on_unix else 0
-        kind = stat.S_IFMT(mode)
-        is_directory = name.endswith("/") or kind == stat.S_IFDIR
-        is_directory |= not on_unix and bool(info.external_attr & _DOS_DIRECTORY)
-        mode = mode or (0o755 if is_directory else 0o644)  # 0 with a type is what somebody chose
-        mtime_ns = _mtime(info) * _NANO
-        deflated = info.compress_type == zipfile.ZIP_DEFLATED
-        size, packed = info.file_size, info.compress_size
-        if info.flag_bits & _ENCRYPTED:
-            members.refuse(name, "is encrypted")
-        elif not deflated and info.compress_type != zipfile.ZIP_STORED:
-            method = f"is compressed by method {info.compress_type}"
-            members.refuse(name, f"{method}; only stored and deflated ones are read")
-        elif size > _LARGEST_RATIO * (packed + 1) or (not deflated and size != packed):
-            members.refuse(name, f"says that {packed} bytes become {size}, which cannot be")
-        elif is_directory:
-            members.directory(name, mode & 0o7777, mtime_ns)
-        elif kind == stat.S_IFLNK:
-            if size > _LONGEST_LINK_BYTES:
-                members.refuse(name, "symbolic link of absurd length")
-            else:
-                target = b"".join(map(bytes, self._contents(info)))
-                members.symlink(name, target.decode("utf-8", "surrogateescape"), mtime_ns)
-        elif kind not in {0, stat.S_IFREG}:
-            members.refuse(name)
-        elif members.file(name, mode & 0o7777, mtime_ns, size):
-            self._infos.append(info)
-
-    def _contents(self, info: zipfile.ZipInfo) -> Iterator[bytes]:
-        """Yield a member's contents.
-
-        Raises:
-            StagingError: it is damaged.
-        """
-        size = 0
-        try:
-            with cast("zipfile.ZipFile", self._archive).open(info) as stream:
-                while data := stream.read(BLOCK_BYTES):
-                    size += len(data)
-                    yield data
-            if size != info.file_size:
-                raise EOFError("it is shorter than the archive says")
-        except _DAMAGED as error:
-            raise StagingError(
-                f"{shown(self._path)}: {shown(info.filename)} is damaged: {why(error)}",
-                hint="make or copy the archive again; `unzip -t` tells all that is damaged",
-            ) from error
-
-    def reader(self, plan: Plan) -> Reader:  # noqa: ARG002 - the members are known since `plan`
-        """Open for reading what `plan` returned: a worker has a descriptor of its own."""
-        cast("zipfile.ZipFile", self._archive).fp = self._opened()
-        return self
-
-    def read(self, number: int) -> Iterator[Buffer]:
-        """Yield a file; see `Reader`."""
-        return self._contents(self._infos[number])
-
-    def close(self) -> None:
-        """Close the archive; see `drop_pages`."""
-        if self._archive is not None:
-            with contextlib.suppress(OSError):
-                cast("IO[bytes]", self._archive.fp).close()
-            drop_pages(self._path)
-
-
-def _mtime(info: zipfile.ZipInfo) -> int:
-    """Return a time in seconds: Info-ZIP's, which is UTC, or that of DOS, which is local."""
-    extra, at = info.extra, 0
-    while at + 4 <= len(extra):
-        key, length = struct.unpack_from("<2H", extra, at)
-        told = extra[at + 4 : at + 4 + length]
-        if key == _EXTRA_TIME and len(told) > _TIME.size and told[0] & 1:
-            return int(_TIME.unpack_from(told, 1)[0])
-        at += 4 + length
-    try:
-        return int(time.mktime((*info.date_time, 0, 0, -1)))
-    except (OverflowError, ValueError):
-        return 0

@@ -12,30 +12,30 @@ import collections
 import contextlib
 import functools
 import itertools
-import mmap
 import os
 import stat
-import struct
 import threading
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 from hpml_orchestrator.errors import StagingError
 from hpml_orchestrator.staging.capacity import readers_for
 from hpml_orchestrator.staging.crew import run_crew
 from hpml_orchestrator.staging.faults import FULL, Problems, SourceChangedError, shown, why
-from hpml_orchestrator.staging.hashing import DIGEST_BYTES, hashing
+from hpml_orchestrator.staging.hashing import hashing
 from hpml_orchestrator.staging.manners import TokenBucket
+from hpml_orchestrator.staging.shares import Batch, Shared, share_out
 from hpml_orchestrator.staging.source import BLOCK_BYTES
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Callable, Iterator
     from concurrent.futures import ThreadPoolExecutor
 
     from hpml_orchestrator.staging.faults import Retry
     from hpml_orchestrator.staging.hashing import Buffer, Digest, Hashing
     from hpml_orchestrator.staging.plan import Entry, Plan
     from hpml_orchestrator.staging.progress import Progress
+    from hpml_orchestrator.staging.shares import Tally
     from hpml_orchestrator.staging.source import Reader, Source
 
 __all__ = [
@@ -46,24 +46,15 @@ __all__ = [
     "copy",
     "make_directories",
     "make_links",
-    "share_out",
 ]
 
 CREATE = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW
-FILE_COST_BYTES = 64 << 10
-"""Opening and creating a file takes as long as copying so many bytes (measured, warm cache)."""
-
 _DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
 _MOST_PROCESSES = 16
 _MOST_WORKERS = 64
 _SMALL_FILES = 400  # fewer are copied sooner than workers are there
 _SMALL_BYTES = 32 << 20
-_MOST_BATCHES = 8192
-_LEAST_COST_BYTES = 2 << 20
-_BATCHES_PER_WORKER = 8
-_FEWEST_FILES = 4
 _LARGE_BYTES = 64 << 20  # from here on a second thread hashes what is being written
-_TALLY = struct.Struct("=qq")
 _TOLD_TOGETHER = 15
 _ZEROS = bytes(BLOCK_BYTES)
 
@@ -98,13 +89,6 @@ class Copied:
 
     digests: list[bytes] = field(default_factory=list)
     workers: int = 1
-
-
-class Batch(NamedTuple):
-    """Files `first` to before `last`."""
-
-    first: int
-    last: int
 
 
 def copy(
@@ -199,96 +183,6 @@ def check_directories(plan: Plan, retry: Retry, problems: Problems, *, threads: 
     retry.check_stop()
 
 
-def share_out(files: Sequence[Entry], workers: int, *, streams: int = 1) -> list[Batch]:
-    """Divide files into batches of like effort.
-
-    Args:
-        files: what is to be copied.
-        workers: how many will work at most.
-        streams: processes, which are kept in different parts of the tree: creating files in one
-            directory makes them wait for each other.
-    """
-    total = sum(entry.size for entry in files) + len(files) * FILE_COST_BYTES
-    most = max(_LEAST_COST_BYTES, total // _MOST_BATCHES)
-    most = min(most, total // (max(1, workers) * _BATCHES_PER_WORKER))
-    most = max(most, _FEWEST_FILES * FILE_COST_BYTES, total // _MOST_BATCHES)
-    found = []
-    first = cost = 0
-    for number, entry in enumerate(files):
-        cost += entry.size + FILE_COST_BYTES
-        if cost >= most:
-            found.append(Batch(first, number + 1))
-            first, cost = number + 1, 0
-    if first < len(files):
-        found.append(Batch(first, len(files)))
-    each = -(-len(found) // streams)
-    return [one for at in range(each) for one in found[at::each]]
-
-
-class _Shared:
-    """Memory that all workers share: whether all is lost, how far they are, the digests."""
-
-    def __init__(self, files: int, threads: int) -> None:
-        self._files = files
-        self._tallies = range(_TALLY.size, _TALLY.size * (threads + 1), _TALLY.size)
-        self._digests = _TALLY.size * (threads + 1)
-        self.memory = mmap.mmap(-1, self._digests + files * DIGEST_BYTES)
-
-    @property
-    def faulty(self) -> bool:
-        """Something is wrong with the source: nothing more is copied, only looked at."""
-        return self.memory[0] != 0
-
-    def set_faulty(self) -> None:
-        """Let all workers know that nothing will be published."""
-        self.memory[0] = 1
-
-    def put(self, number: int, digest: bytes) -> None:
-        """Keep the digest of a file."""
-        at = self._digests + number * DIGEST_BYTES
-        self.memory[at : at + DIGEST_BYTES] = digest
-
-    def digests(self) -> list[bytes]:
-        """Return those of all files."""
-        data = self.memory[self._digests :]
-        return [data[at : at + DIGEST_BYTES] for at in range(0, len(data), DIGEST_BYTES)][
-            : self._files
-        ]
-
-    def tally(self, thread: int, progress: Progress | None) -> _Tally:
-        """Return what counts for one thread; the progress is told at once, else by `done`."""
-        return _Tally(self.memory, self._tallies[thread], progress)
-
-    def done(self) -> tuple[int, int]:
-        """Return the bytes and files of all threads."""
-        each = [_TALLY.unpack_from(self.memory, at) for at in self._tallies]
-        return sum(one[0] for one in each), sum(one[1] for one in each)
-
-    def close(self) -> None:
-        """Give the memory back."""
-        self.memory.close()
-
-
-class _Tally:
-    """The bytes and files that one thread did; others see them after `tell`."""
-
-    __slots__ = ("_at", "_memory", "_progress", "_told", "bytes", "files")
-
-    def __init__(self, memory: mmap.mmap, at: int, progress: Progress | None) -> None:
-        self.bytes = self.files = 0
-        self._memory = memory
-        self._at = at
-        self._progress = progress
-        self._told = (0, 0)
-
-    def tell(self) -> None:
-        """Let the figures be seen."""
-        _TALLY.pack_into(self._memory, self._at, self.bytes, self.files)
-        if self._progress is not None:
-            then, self._told = self._told, (self.bytes, self.files)
-            self._progress.add(self.bytes - then[0], self.files - then[1])
-
-
 class _Copier:
     """Lets threads and forked workers copy the files of a plan."""
 
@@ -317,7 +211,7 @@ class _Copier:
         self._batches = [Batch(0, len(plan.files))]
         if not source.ordered:
             self._batches = share_out(plan.files, _MOST_WORKERS, streams=self.processes)
-        self.shared = _Shared(len(plan.files), self.processes * self.threads)
+        self.shared = Shared(len(plan.files), self.processes * self.threads)
 
     def _process_count(self) -> int:
         plan, asked = self._plan, self._options.processes
@@ -411,7 +305,7 @@ class _Worker:
         plan: Plan,
         target: str,
         options: CopyOptions,
-        shared: _Shared,
+        shared: Shared,
         reader: Reader,
         retry: Retry,
         problem: Callable[[str, str, BaseException], None],
@@ -435,7 +329,7 @@ class _Worker:
         os.close(self._to)
         self._reader.close()
 
-    def do(self, batch: Batch, tally: _Tally) -> None:
+    def do(self, batch: Batch, tally: Tally) -> None:
         """Copy a batch.
 
         Raises:
@@ -476,7 +370,7 @@ class _Worker:
             self._shared.set_faulty()
         self._problem(entry.path, reason, error)
 
-    def _file(self, number: int, entry: Entry, tally: _Tally) -> None:
+    def _file(self, number: int, entry: Entry, tally: Tally) -> None:
         """Copy a file; what was made of it is gone after an error."""
         if self.wait is not None:
             self.wait()
@@ -516,7 +410,7 @@ class _Worker:
             os.unlink(entry.path, dir_fd=self._to)
             raise
 
-    def _blocks(self, number: int, entry: Entry, pieces: Iterator[Buffer], tally: _Tally) -> None:
+    def _blocks(self, number: int, entry: Entry, pieces: Iterator[Buffer], tally: Tally) -> None:
         """Write a file block by block; holes stay holes, as was counted."""
         digest = self._how.new() if self._how is not None else None
         target = os.open(entry.path, CREATE, (entry.mode & 0o777) | 0o600, dir_fd=self._to)
@@ -569,7 +463,7 @@ class _Worker:
 class _Again:
     """A call that can be made again, without a closure for every file."""
 
-    def __init__(self, worker: _Worker, number: int, entry: Entry, tally: _Tally) -> None:
+    def __init__(self, worker: _Worker, number: int, entry: Entry, tally: Tally) -> None:
         self._worker = worker
         self._what = (number, entry, tally)
         self._before = tally.bytes

@@ -7,12 +7,13 @@ import stat
 import threading
 from typing import TYPE_CHECKING
 
-from hpml_orchestrator.staging.archives import TarSource, ZipSource
+from hpml_orchestrator.staging.archives import TarSource
 from hpml_orchestrator.staging.capacity import readers_for
 from hpml_orchestrator.staging.faults import SourceChangedError
 from hpml_orchestrator.staging.plan import data_ranges, scan_file, scan_tree
 from hpml_orchestrator.staging.request import kind_of
 from hpml_orchestrator.staging.source import BLOCK_BYTES
+from hpml_orchestrator.staging.zips import ZipSource
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

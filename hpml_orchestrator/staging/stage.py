@@ -10,26 +10,22 @@ import contextlib
 import functools
 import os
 import time
-from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from hpml_orchestrator.errors import HpmlError, InputError, StagingError
 from hpml_orchestrator.records.files import fsync_dir
 from hpml_orchestrator.staging.area import StagingArea
-from hpml_orchestrator.staging.cache import DATA, Cache, entry_key, linked_key, whole
+from hpml_orchestrator.staging.cache import DATA, Cache, linked_key, whole
 from hpml_orchestrator.staging.capacity import Room, check_room, room_at
 from hpml_orchestrator.staging.copy import CopyOptions
-from hpml_orchestrator.staging.faults import UNREADABLE, Retry, shown, why
+from hpml_orchestrator.staging.faults import Retry, shown, why
 from hpml_orchestrator.staging.files import partial_path, remove_tree
-from hpml_orchestrator.staging.hashing import hashing
 from hpml_orchestrator.staging.manifest import (
-    Listing,
     Manifest,
     damage_path,
     is_whole,
     manifest_path,
     published_manifest,
-    tree_digest,
 )
 from hpml_orchestrator.staging.namelock import BusyError, NameLock
 from hpml_orchestrator.staging.private import private_reason
@@ -42,86 +38,29 @@ from hpml_orchestrator.staging.request import (
 )
 from hpml_orchestrator.staging.sources import open_source
 from hpml_orchestrator.staging.supply import LocalSupply
+from hpml_orchestrator.staging.work import (
+    SOURCE_KEY,
+    Work,
+    as_told,
+    check_apart,
+    ended,
+    is_same_data,
+    looking_at,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
     from hpml_orchestrator.staging.cache import Kept
     from hpml_orchestrator.staging.capacity import Need
-    from hpml_orchestrator.staging.copy import Copied
-    from hpml_orchestrator.staging.plan import Plan
     from hpml_orchestrator.staging.progress import OnProgress
     from hpml_orchestrator.staging.supply import Supply
 
 __all__ = ["CopyStager"]
 
-SOURCE_KEY = "source_key"
-"""Among the options of a manifest: the source as it was when it was staged."""
-
 _BUSY_SECONDS = 10.0
 """How long a node that others wait for waits for a process of its own job, such as an agent of an
 earlier attempt: where nodes have one directory, each would wait for the other."""
-
-
-@dataclass
-class _Work:
-    """What is known of a request while it is worked on.
-
-    Attributes:
-        copied: what the copy took; None when nothing was copied.
-        evicted: sources of the kept data that went to make room.
-    """
-
-    request: StageRequest
-    supply: Supply
-    area: StagingArea
-    copied: Copied | None = None
-    evicted: list[str] = field(default_factory=list)
-    _source_key: str = ""
-
-    @functools.cached_property
-    def plan(self) -> Plan:
-        """What will be made, looked up at the source once."""
-        return self.supply.plan()
-
-    @property
-    def is_collective(self) -> bool:
-        """Whether the other nodes need this one, also if it has the data already."""
-        return self.supply.method == "chain"
-
-    def source_key(self) -> str:
-        """Return a digest of all that a look at the source tells, as it was at the first call."""
-        if not self._source_key:
-            self._source_key = self.key()
-        return self._source_key
-
-    def key(self, *options: str) -> str:
-        """Return a digest of the source as it is now, and of options; see `entry_key`."""
-        plan = None if self.request.trust_mtime else self.plan
-        source, kind = self.request.source, self.supply.kind
-        return entry_key(plan, source=source, kind=kind, options=options)
-
-    def entry_keys(self, *, hashed: bool) -> list[str]:
-        """Return the keys of entries that serve; that of an entry made for this one is last."""
-        outside_links = f"outside_links={self.request.outside_links}"
-        digests = (True,) if hashed else (True, False)
-        return [self.key(outside_links, f"hash={each}") for each in digests]
-
-    def manifest(self, copied: Copied) -> Manifest:
-        """Return the record of what was copied."""
-        request, plan = self.request, self.plan
-        listing = Listing.of(plan, copied.digests)
-        return Manifest(
-            request.name,
-            request.source,
-            self.supply.kind,
-            self.supply.method,
-            plan.bytes,
-            plan.file_count,
-            tree_digest(listing, hashing()),
-            {"outside_links": request.outside_links, SOURCE_KEY: self.source_key()},
-            listing,
-        )
 
 
 class CopyStager:
@@ -190,18 +129,18 @@ class CopyStager:
         begin = time.monotonic()
         with contextlib.ExitStack() as stack:
             if supply is not None:
-                stack.push(functools.partial(_ended, supply))
+                stack.push(functools.partial(ended, supply))
             self._retry.check_stop()
-            with _looking_at(request):
+            with looking_at(request):
                 unopened = self._unopened(request.target)
                 unopened.place.check_base()
-                _check_apart(request, unopened)
+                check_apart(request, unopened)
             area = self.area(request.target)
             if supply is None:
-                with _looking_at(request):
+                with looking_at(request):
                     supply = self.local(request, self.most_room(request))
-                stack.push(functools.partial(_ended, supply))
-            work = _Work(request, supply, area, evicted=self._evicted)
+                stack.push(functools.partial(ended, supply))
+            work = Work(request, supply, area, evicted=self._evicted)
             self._evicted = []  # what went when the area was opened is told once
             private = private_reason(area.base, self._job_id)
             with self._one_of_the_job(work) as lock:
@@ -232,7 +171,7 @@ class CopyStager:
         )
 
     @contextlib.contextmanager
-    def _one_of_the_job(self, work: _Work) -> Iterator[NameLock]:
+    def _one_of_the_job(self, work: Work) -> Iterator[NameLock]:
         """Hold the lock of the job's name; whoever waits for it is told what went wrong."""
         request, area = work.request, work.area
         lock = NameLock(
@@ -257,10 +196,10 @@ class CopyStager:
                 if not lock.holders_reason and not isinstance(error, StagingStopped):
                     lock.fail(str(error) or type(error).__name__)
                 if isinstance(error, (OSError, HpmlError)):
-                    raise _as_told(request, error) from error
+                    raise as_told(request, error) from error
                 raise
 
-    def _published(self, work: _Work) -> Manifest | None:
+    def _published(self, work: Work) -> Manifest | None:
         """Return the manifest of whole data of this job; take away data that is not whole."""
         request, area = work.request, work.area
         path = area.path_of(request.name)
@@ -269,7 +208,7 @@ class CopyStager:
                 if name.startswith(f".{request.name}.partial-"):
                     remove_tree(f"{area.job_dir}/{name}")
             manifest = published_manifest(path) if os.path.lexists(path) else None
-            if manifest is not None and not _is_same_data(manifest, work):
+            if manifest is not None and not is_same_data(manifest, work):
                 raise InputError(
                     f"this job or shell staged {shown(manifest.source)} ({manifest.kind}) by that "
                     "name",
@@ -312,7 +251,7 @@ class CopyStager:
             os.unlink(area.path_of(name))
         return None
 
-    def _kept(self, work: _Work, lock: NameLock, *, keeps: bool) -> Manifest | None:
+    def _kept(self, work: Work, lock: NameLock, *, keeps: bool) -> Manifest | None:
         """Let the job's name lead to an entry of the cache: found, waited for, or made.
 
         Returns:
@@ -340,7 +279,7 @@ class CopyStager:
                 return obtained.manifest
         return None
 
-    def _publish(self, work: _Work, directory: str, name: str, *locks: NameLock) -> Manifest:
+    def _publish(self, work: Work, directory: str, name: str, *locks: NameLock) -> Manifest:
         """Bring the data into a directory, by a name that appears when all of it is there.
 
         Args:
@@ -376,14 +315,14 @@ class CopyStager:
                     raise
         raise AssertionError
 
-    def _make_room(self, work: _Work, need: Need, directory: str) -> bool:
+    def _make_room(self, work: Work, need: Need, directory: str) -> bool:
         """Remove kept data that nothing uses where that is what it takes; say whether any went."""
         gone = self._cache(work.area).make_room(need, lambda: self._room(directory))
         work.evicted.extend(gone)
         return bool(gone)
 
     def _copy(
-        self, work: _Work, need: Need, directory: str, name: str, locks: tuple[NameLock, ...]
+        self, work: Work, need: Need, directory: str, name: str, locks: tuple[NameLock, ...]
     ) -> Manifest:
         """Check the room, copy beside the name, and rename."""
         request, plan = work.request, work.plan
@@ -416,7 +355,7 @@ class CopyStager:
         if self._on_progress is not None:
             self._on_progress(*figures)
 
-    def _is_outdated(self, manifest: Manifest, work: _Work) -> bool:
+    def _is_outdated(self, manifest: Manifest, work: Work) -> bool:
         """Say whether the source is no longer what was staged, where that is to be looked at."""
         if not self._checks_source:
             return False
@@ -432,12 +371,12 @@ class CopyStager:
             OSError: likewise.
         """
         area = self._unopened(request.target)
-        work = _Work(request, supply, area)
+        work = Work(request, supply, area)
         if work.plan.at_least:
             return False
         own = area.path_of(request.name)
         manifest = published_manifest(own) if os.path.exists(own) else None
-        if manifest is not None and _is_same_data(manifest, work):
+        if manifest is not None and is_same_data(manifest, work):
             return not self._is_outdated(manifest, work)
         keys = work.entry_keys(hashed=self.options.hash)
         return any(os.path.exists(f"{area.place.cache}/{key}/{DATA}") for key in keys)
@@ -538,55 +477,3 @@ class CopyStager:
             for area in self._areas.values():
                 stack.callback(area.cleanup)
         self._areas.clear()
-
-
-def _ended(supply: Supply, _kind: object, error: BaseException | None, _trace: object) -> None:
-    """Close a supply; one that was left by an error lets the other nodes know of it."""
-    try:
-        if error is not None:
-            reason = str(error) or type(error).__name__
-            supply.fail(reason, str(getattr(error, "hint", "")))
-    finally:
-        supply.close()
-
-
-def _is_same_data(manifest: Manifest, work: _Work) -> bool:
-    """Say whether published data came from where a request's would; a link to it is the same."""
-    same = os.path.realpath(manifest.source) == os.path.realpath(work.request.source)
-    return same and manifest.kind == work.supply.kind
-
-
-def _check_apart(request: StageRequest, area: StagingArea) -> None:
-    """Refuse a source that holds the target or lies in it."""
-    source = os.path.realpath(request.source) + "/"
-    target = os.path.realpath(area.job_dir) + "/"
-    published = f"{target}{request.name}/"
-    if target.startswith(source) or source.startswith(published):
-        raise InputError(
-            f"source and target lie in one another; the target is {shown(published)}",
-            field="source",
-            value=request.source,
-        )
-
-
-@contextlib.contextmanager
-def _looking_at(request: StageRequest) -> Iterator[None]:
-    """Turn what the system says of a source or target into an error of the request."""
-    try:
-        yield
-    except OSError as error:
-        raise _as_told(request, error) from error
-
-
-def _as_told(request: StageRequest, error: BaseException) -> HpmlError:
-    """Return the error that a caller of stage() is told."""
-    if isinstance(error, (StagingError, InputError)):
-        return error
-    if not isinstance(error, OSError):
-        return StagingError(f"cannot stage {request.name}: {error}")
-    named = error.filename if isinstance(error.filename, (str, bytes)) else ""
-    path = os.fsdecode(named) or request.source
-    return StagingError(
-        f"cannot stage {request.name} from {shown(request.source)}: {shown(path)}: {why(error)}",
-        hint=UNREADABLE if isinstance(error, PermissionError) else "",
-    )

@@ -29,6 +29,7 @@ from hpml_orchestrator.staging.faults import Retry
 from hpml_orchestrator.staging.mounts import MEMORY_TYPES
 from hpml_orchestrator.staging.plan import Entry
 from hpml_orchestrator.staging.progress import Progress
+from hpml_orchestrator.staging.shares import FILE_COST_BYTES, share_out
 from hpml_orchestrator.staging.sources import FileSource, TreeSource, open_source
 from tests.patience import eventually
 
@@ -451,7 +452,7 @@ def entries(sizes: list[int]) -> list[Entry]:
 )
 def test_every_file_is_in_one_batch(sizes: list[int], workers: int, streams: int) -> None:
     """However many work at it."""
-    batches = copier.share_out(entries(sizes), workers, streams=streams)
+    batches = share_out(entries(sizes), workers, streams=streams)
     found = [number for batch in batches for number in range(batch.first, batch.last)]
     assert sorted(found) == list(range(len(sizes)))
 
@@ -459,10 +460,9 @@ def test_every_file_is_in_one_batch(sizes: list[int], workers: int, streams: int
 def test_batches_take_about_as_long() -> None:
     """One larger file weighs as many small ones, and neighbours in the queue lie far apart."""
     sizes = [1000] * 5000 + [8 * MIB] * 40
-    batches = copier.share_out(entries(sizes), 2, streams=2)
+    batches = share_out(entries(sizes), 2, streams=2)
     costs = [
-        sum(sizes[n] + copier.FILE_COST_BYTES for n in range(batch.first, batch.last))
-        for batch in batches
+        sum(sizes[n] + FILE_COST_BYTES for n in range(batch.first, batch.last)) for batch in batches
     ]
     assert len(batches) > 16
     assert max(costs) < 2 * (sum(costs) / len(costs)) + 8 * MIB

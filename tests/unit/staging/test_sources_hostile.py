@@ -19,8 +19,9 @@ import pytest
 from hpml_orchestrator.errors import InputError, StagingError
 from hpml_orchestrator.packing import PackRequest, pack
 from hpml_orchestrator.staging import Bases, CopyStager, StageRequest, members
-from hpml_orchestrator.staging.archives import TarSource, ZipSource
+from hpml_orchestrator.staging.archives import TarSource
 from hpml_orchestrator.staging.faults import Retry
+from hpml_orchestrator.staging.zips import ZipSource
 
 if TYPE_CHECKING:
     from collections.abc import Callable
