@@ -8,8 +8,7 @@ are set (srun under hpml). GPUs are used when there are any: NCCL and mixed prec
 gloo. `--data` holds one folder per class; a fifth of each class is the test set, chosen by a hash
 of the file names, so that it is the same for every seed and number of ranks. Copy next to this file
 hpml_checkpoint.py; hpml_channel.py, so that hpml sees the progress and can stop the training;
-hpml_waits.py, so that hpml finds a slow rank; and hpml_packed.py if `--data` is what `hpml pack`
-made of such folders.
+hpml_waits.py, so that hpml finds a slow rank.
 
 With `--checkpoint DIR` it resumes from the newest checkpoint there, if there is one.
 
@@ -24,7 +23,6 @@ from __future__ import annotations
 import argparse
 import gc
 import hashlib
-import io
 import json
 import math
 import os
@@ -34,7 +32,6 @@ import time
 from collections import defaultdict
 from contextlib import suppress
 from datetime import timedelta
-from functools import lru_cache
 from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -52,7 +49,6 @@ if TYPE_CHECKING:
 
     from training_jobs import hpml_checkpoint
     from training_jobs.hpml_channel import Channel
-    from training_jobs.hpml_packed import Data, PackError, open_data
     from training_jobs.hpml_waits import Waits, measure_waits
 else:
     import hpml_checkpoint
@@ -73,14 +69,8 @@ else:
     except ImportError:
         Waits = measure_waits = Absent()
 
-    try:
-        from hpml_packed import PackError, open_data
-    except ImportError:
-        open_data = None
-
 GO, STOP, FAIL = 0, 1, 2  # what ranks agree on; the highest wins
 TEST_PART = 5  # every fifth image of a class is for testing
-PACK = "pack.index"  # a directory with this file is a pack; so no folder has that name
 AMPERE = 8  # the first generation of GPUs that computes in bfloat16
 PARTS = ("network", "optimizer", "schedule", "scaler")
 SAVED = ("epoch", "step", "accuracy", "seconds_to_accuracy", "_steady_samples")
@@ -182,7 +172,7 @@ class Images(Dataset[tuple[Tensor, int, str]]):
         pixels = np.zeros((self.size[1], self.size[0], channels), dtype=np.float32)
         problem = ""
         try:
-            with Image.open(opened(path)) as image:
+            with Image.open(path) as image:
                 if image.size != self.size:
                     problem = f"{path} has {image.size} pixels, others {self.size}"
                 else:
@@ -607,10 +597,10 @@ def find_images(data: Path) -> tuple[list[tuple[str, int]], list[tuple[str, int]
     train: list[tuple[str, int]] = []
     test: list[tuple[str, int]] = []
     try:
-        folders = folders_of(data)
+        folders = sorted(one for one in data.iterdir() if one.is_dir() and one.name[0] != ".")
         classes = 0
-        for folder, found in folders:
-            names = [name for name in found if name.lower().endswith(".png")]
+        for folder in folders:
+            names = [name for name in os.listdir(folder) if name.lower().endswith(".png")]
             if len(names) < 2:  # noqa: PLR2004 - one to train, one to test
                 continue
             names.sort(key=lambda name: _hash(f"{folder.name}/{name}"))
@@ -623,42 +613,8 @@ def find_images(data: Path) -> tuple[list[tuple[str, int]], list[tuple[str, int]
     if not train:
         raise JobError(f"--data {data}: no folders with PNG files (DIR/<class>/<name>.png)")
     if classes == 1:
-        raise JobError(f"--data {data}: only one class ({folders[0][0].name}); needs two or more")
+        raise JobError(f"--data {data}: only one class ({folders[0].name}); needs two or more")
     return sorted(train), sorted(test), classes
-
-
-def folders_of(data: Path) -> list[tuple[Path, list[str]]]:
-    """Return the folders, and the names in each, of a directory or of a pack."""
-    if not (data / PACK).is_file():
-        folders = sorted(one for one in data.iterdir() if one.is_dir() and one.name[0] != ".")
-        return [(folder, os.listdir(folder)) for folder in folders]
-    packed: defaultdict[Path, list[str]] = defaultdict(list)
-    for name in pack_at(str(data)).names():
-        folder, _, file = name.rpartition("/")
-        if folder and "/" not in folder and folder[0] != ".":
-            packed[data / PACK / folder].append(file)
-    return sorted(packed.items())
-
-
-def opened(path: str) -> Any:
-    """Return what Pillow opens: the path of a file, or the contents of one in a pack."""
-    pack, inside, name = path.partition(f"/{PACK}/")
-    return io.BytesIO(pack_at(pack).read(name)) if inside else path
-
-
-@lru_cache(maxsize=1)
-def pack_at(path: str) -> Data:
-    """Return a pack, opened once in each process.
-
-    Raises:
-        JobError: it cannot be opened.
-    """
-    if open_data is None:
-        raise JobError(f"--data {path} is a pack: copy hpml_packed.py beside this file")
-    try:
-        return open_data(path)
-    except PackError as error:
-        raise JobError(f"--data {error}") from error
 
 
 def _hash(name: str) -> str:
@@ -672,7 +628,7 @@ def image_format(path: str) -> tuple[str, tuple[int, int]]:
         JobError: it cannot be read.
     """
     try:
-        with Image.open(opened(path)) as image:
+        with Image.open(path) as image:
             gray = image.mode in {"1", "L", "LA", "I", "I;16"}
             return "L" if gray else "RGB", image.size
     except Exception as error:

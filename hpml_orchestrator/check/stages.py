@@ -14,11 +14,11 @@ from hpml_orchestrator.check.request import Sizes
 from hpml_orchestrator.errors import HpmlError
 from hpml_orchestrator.records.texts import first_few
 from hpml_orchestrator.runs.measure import is_compressed
+from hpml_orchestrator.staging.archives import check_archive
 from hpml_orchestrator.staging.faults import OUTSIDE_LINKS, shown
 from hpml_orchestrator.staging.plan import NO_FILE, link_fault
 from hpml_orchestrator.staging.request import kind_at
 from hpml_orchestrator.staging.root import Root
-from hpml_orchestrator.staging.sources import check_archive
 
 if TYPE_CHECKING:
     from hpml_orchestrator.spec.data import Stage

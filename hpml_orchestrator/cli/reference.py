@@ -129,8 +129,7 @@ hpml topo
     Where a run's ranks ran: hpml topo --run last --svg ranks.svg
 hpml pack
     Pack a data set into archives of 2 GiB: hpml pack imagenet packed --shard-size 2G
-    Resume an interrupted pack: hpml pack imagenet packed --resume
-    Verify every digest: hpml pack --verify packed
+    On a file system that is slow to open files: hpml pack imagenet packed --workers 32
 hpml stage
     Into memory, for this shell or script: hpml stage imagenet --to shm
     In a script, as `data=$(…)`: hpml stage imagenet --print path
@@ -209,7 +208,7 @@ _MORE = {
     1: "; `doctor`: something is missing",
     5: "; complete an interrupted submission with `hpml submit --resume RUN`; `cancel`: a run that "
     "is being submitted has no job yet",
-    8: "; `hpml pack`: a directory cannot be packed, or a pack is damaged; `hpml stage verify`: "
+    8: "; `hpml pack`: a directory cannot be packed; `hpml stage verify`: "
     "staged data differs from its source",
     79: ": the status of a job's script, not of hpml",
 }

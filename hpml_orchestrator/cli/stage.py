@@ -6,7 +6,6 @@ import contextlib
 import os
 import re
 import sys
-import time
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -25,23 +24,20 @@ from hpml_orchestrator.cli.copying import Meter, count_option, outside_links_opt
 from hpml_orchestrator.errors import CapacityError, HpmlError, InputError, counted
 from hpml_orchestrator.records.texts import exact_bytes, human_bytes
 from hpml_orchestrator.staging import CopyStager
+from hpml_orchestrator.staging.auto import stage_chosen
 from hpml_orchestrator.staging.caller import calling_process
-from hpml_orchestrator.staging.engine import EngineOptions
-from hpml_orchestrator.staging.errands import requests_for, run_errand
-from hpml_orchestrator.staging.faults import Retry, shown
+from hpml_orchestrator.staging.copy import CopyOptions
+from hpml_orchestrator.staging.faults import shown
 from hpml_orchestrator.staging.held import shell_key
 from hpml_orchestrator.staging.manners import open_rate
-from hpml_orchestrator.staging.request import IN_PLACE
-from hpml_orchestrator.staging.sources import open_source
-from hpml_orchestrator.staging.supply import LocalSupply
+from hpml_orchestrator.staging.request import IN_PLACE, requests_for
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from hpml_orchestrator.cli.process import Stop
     from hpml_orchestrator.staging import Bases, StageRequest
-    from hpml_orchestrator.staging.capacity import Room
-    from hpml_orchestrator.staging.errands import Errand, Outcome
+    from hpml_orchestrator.staging.auto import Outcome
 
 __all__ = ["group"]
 
@@ -132,8 +128,8 @@ def stage(
         bool,
         typer.Option(
             "--trust-mtime",
-            help="With --keep: find the copy by the modification time of SRC itself, or of a "
-            "pack's index, without a look at each file.",
+            help="With --keep: find the copy by the modification time of SRC alone, without a look "
+            "at each file.",
         ),
     ] = False,
     name: Annotated[
@@ -206,7 +202,7 @@ def stage(
     if to not in {"auto", "local"}:
         refuse_with(f"--to {to}", {"--local-dir": local_dir is not None})
     with _option_names():
-        errands = requests_for(
+        requests = requests_for(
             sources or [],
             to,
             name=name or "",
@@ -219,17 +215,17 @@ def stage(
     bases = staged.bases_of(paths, local_dir)
     if opens_per_second is None:
         opens_per_second = open_rate(paths.opens_per_node, paths.opens_per_job, paths.nodes)
-    options = EngineOptions(
+    options = CopyOptions(
         hash=not no_hash, processes=processes, threads=threads, opens_per_second=opens_per_second
     )
     with _option_names(to, bases, local_dir):
-        _stage(errands, bases, options, field or ("json" if as_json else ""))
+        _stage(requests, bases, options, field or ("json" if as_json else ""))
 
 
-def _stage(errands: list[Errand], bases: Bases, options: EngineOptions, form: str) -> None:
+def _stage(requests: list[StageRequest], bases: Bases, options: CopyOptions, form: str) -> None:
     """Stage one source after the other; print each as soon as it is there, JSON at the end."""
     outcomes: list[Outcome] = []
-    names = [errand.request.name for errand in errands]
+    names = [request.name for request in requests]
 
     def left() -> str:
         done = len(outcomes)
@@ -238,7 +234,7 @@ def _stage(errands: list[Errand], bases: Bases, options: EngineOptions, form: st
 
     try:
         with stoppable(left) as stop:
-            for outcome in _outcomes(errands, bases, options, stop, quiet=bool(form)):
+            for outcome in _outcomes(requests, bases, options, stop, quiet=bool(form)):
                 outcomes.append(outcome)
                 if form == "":
                     _print(outcome)
@@ -251,21 +247,15 @@ def _stage(errands: list[Errand], bases: Bases, options: EngineOptions, form: st
 
 
 def _outcomes(
-    errands: list[Errand],
+    requests: list[StageRequest],
     bases: Bases,
-    options: EngineOptions,
+    options: CopyOptions,
     stop: Stop,
     *,
     quiet: bool,
 ) -> Iterator[Outcome]:
-    retry = Retry(time.sleep, stop)
-
-    def supply_of(request: StageRequest, room: Room) -> LocalSupply:
-        rate = options.opens_per_second
-        return LocalSupply(open_source(request, retry, room, opens_per_second=rate), options)
-
     caller = calling_process()
-    for errand in errands:
+    for request in requests:
         with Meter("staged", lines=not quiet) as meter:
             stager = CopyStager(
                 shell_key(caller),
@@ -277,7 +267,7 @@ def _outcomes(
                 checks_source=True,
             )
             try:
-                outcome = run_errand(errand, stager, bases, supply_of)
+                outcome = stage_chosen(request, stager, bases)
             finally:
                 stager.leave()
         yield outcome

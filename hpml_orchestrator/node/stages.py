@@ -14,8 +14,8 @@ from hpml_orchestrator.node.options import job_key, node_index, node_names
 from hpml_orchestrator.records import events
 from hpml_orchestrator.records.texts import human_bytes, seconds_text
 from hpml_orchestrator.staging import (
+    CopyOptions,
     CopyStager,
-    EngineOptions,
     StageResult,
     StagingStopped,
 )
@@ -151,11 +151,11 @@ class NodeStaging:
             self._progress = None
         return figures_of(result)
 
-    def _options(self, entry: StageOptions, *, readers: int) -> EngineOptions:
+    def _options(self, entry: StageOptions, *, readers: int) -> CopyOptions:
         """Return how an entry is copied where so many nodes read the source at once."""
         limits = self.options.site
         rate = open_rate(limits.opens_per_second, limits.opens_per_second_per_job, readers)
-        return EngineOptions(hash=entry.hash, opens_per_second=rate)
+        return CopyOptions(hash=entry.hash, opens_per_second=rate)
 
     def _supply(self, entry: StageOptions, index: int, nodes: int) -> Supply:
         """Return what gets an entry to this one of several nodes.

@@ -1,301 +1,424 @@
-"""Write one archive of a pack, or find that an earlier run has finished it."""
+"""Make shards of a tree: plain POSIX tar archives, written by several processes at once.
+
+`data-00000.tar` and on hold the regular files, `tree.tar` directories and links: it is unpacked
+last, and so keeps the times of directories. All of it is written into a hidden directory beside the
+destination, which gets its name when it is whole.
+"""
 
 from __future__ import annotations
 
 import contextlib
-import json
+import functools
 import os
+import re
 import secrets
-from dataclasses import asdict, dataclass, field
-from typing import TYPE_CHECKING
+import shutil
+import stat
+import subprocess
+import tarfile
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import IO, TYPE_CHECKING, Any
 
-from xxhash import xxh3_128, xxh3_128_digest
-
-from hpml_orchestrator.errors import StagingError
-from hpml_orchestrator.packing import ustar
-from hpml_orchestrator.packing.layout import TREE_FILE, file_header
+from hpml_orchestrator.errors import InputError, NotFoundError, StagingError
 from hpml_orchestrator.records.files import fsync_dir
-from hpml_orchestrator.staging.copying import check_same
-from hpml_orchestrator.staging.faults import FULL, Retry, SourceChangedError, shown, why
+from hpml_orchestrator.staging.capacity import Need, check_room, file_system_type, room_at
+from hpml_orchestrator.staging.copy import check_directories
+from hpml_orchestrator.staging.crew import run_crew
+from hpml_orchestrator.staging.faults import (
+    Problems,
+    Retry,
+    SourceChangedError,
+    is_directory,
+    shown,
+    why,
+)
+from hpml_orchestrator.staging.plan import scan_tree
+from hpml_orchestrator.staging.request import TREE_SHARD
+from hpml_orchestrator.staging.sources import check_same
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Sequence
 
-    from hpml_orchestrator.packing.layout import Layout, Shard
-    from hpml_orchestrator.packing.workers import Tell
-    from hpml_orchestrator.staging.hashing import Buffer
-    from hpml_orchestrator.staging.plan import Entry
+    from hpml_orchestrator.staging.plan import Entry, Plan
 
-__all__ = ["DONE", "TEMPORARY", "Part", "ShardWriter", "publish", "read_part", "write_all"]
+__all__ = ["OnPack", "PackRequest", "PackResult", "pack"]
 
-DONE = ".done"
-"""How the name of the note ends that is written before a finished archive gets its name."""
-TEMPORARY = ".writing"
-"""How the name of a file ends that is being written."""
+OnPack = Callable[[int, int, int, int], None]
+"""Called often with (bytes done, files done, bytes in all, files in all)."""
 
+_LEAST_SHARD_BYTES = 1 << 16
 _CHUNK_BYTES = 1 << 20
-_READ = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
-_ZEROS = bytes(ustar.BLOCK_BYTES)
+_BLOCK = 512
+_END = bytes(2 * _BLOCK)
+_NANO = 1_000_000_000
+_LONGEST_NAME = 100  # longer names, and sizes from 8 GiB on, take an extended header
+_LARGEST = 8**11
+_TOLD_EVERY_SECONDS = 0.2
+_SURROGATES = re.compile("[\ud800-\udfff]")
 _CHANGED = "changed while it was packed"
+_READ = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
+_PER_STRIPE_BYTES = 256 << 20
+_MOST_STRIPES = 8
+_LFS_SECONDS = 30
 
 
-@dataclass
-class Part:
-    """What is known of a finished archive.
+@dataclass(frozen=True)
+class PackRequest:
+    """What is to be packed, and how.
 
     Attributes:
-        number: of the archive.
-        plan: the digest of what it was to hold.
-        bytes: size of the archive.
-        digest: XXH3-128 of the archive.
-        digests: XXH3-128 of each file in it, one behind the other.
-        kept: an earlier run had finished it.
-        problems: (path, reason) of files that kept it from being finished.
+        source: a directory.
+        dest: the directory of the shards, new or empty.
+        shard_bytes: shards do not grow larger, unless one sample alone does.
+        workers: processes; 0: one for each CPU that this process may use.
+        outside_links: pack symbolic links that leave the tree as they are.
     """
 
-    number: int
-    plan: str
-    bytes: int = 0
-    digest: str = ""
-    digests: str = ""
-    kept: bool = False
-    problems: list[tuple[str, str]] = field(default_factory=list)
+    source: str
+    dest: str
+    shard_bytes: int = 1 << 30
+    workers: int = 0
+    outside_links: bool = False
 
 
-class ShardWriter:
-    """Writes archives of a layout; called in worker processes.
+@dataclass(frozen=True)
+class PackResult:
+    """What was packed.
+
+    Attributes:
+        pack: the directory.
+        shards: archives.
+        files: regular files, a file with several names once.
+        hard_links: further names of files.
+        symbolic_links: of all kinds.
+        directories: without the top.
+        bytes: sizes of the files.
+        archive_bytes: sizes of the archives.
+        seconds: wall time, reading the tree included.
+        note: something to know; empty when there is nothing.
+    """
+
+    pack: str
+    shards: int
+    files: int
+    hard_links: int
+    symbolic_links: int
+    directories: int
+    bytes: int
+    archive_bytes: int
+    seconds: float
+    note: str
+
+
+def pack(
+    request: PackRequest,
+    on_pack: OnPack = lambda *_: None,
+    should_stop: Callable[[], bool] = lambda: False,
+) -> PackResult:
+    """Make shards of a tree: all of them, or nothing.
 
     Args:
-        layout: the whole pack.
-        directory: of the pack.
+        request: what is wanted.
+        on_pack: is told how far it is.
+        should_stop: asked ten times a second; True ends it with StagingStopped.
+
+    Raises:
+        InputError: source or destination cannot be used as asked.
+        CapacityError: it does not fit; found before a byte is written.
+        StagingError: something of the source cannot be read or changed, or the destination cannot
+            be written.
     """
+    begin = time.monotonic()
+    source, dest = _source(request.source), _dest(request)
+    retry = Retry(should_stop=should_stop)
+    try:
+        tree = scan_tree(source, retry, verb="pack", outside_links=request.outside_links)
+    except OSError as error:
+        raise StagingError(f"cannot read {shown(request.source)}: {why(error)}") from error
+    shards = list(_shards(tree, request.shard_bytes))
+    above, name = os.path.split(dest)
+    others = _others(above, name)
+    partial = f"{above}/.{name}.packing-{os.getpid()}-{secrets.token_hex(4)}"
+    try:
+        os.makedirs(partial)
+        need = sum(sum(map(_stored, shard)) + len(_END) for shard in shards)
+        need += _BLOCK * 3 * (len(tree.directories) + len(tree.symlinks) + len(tree.hard_links))
+        check_room(Need(need, len(shards) + 2), room_at(above), name="DEST", where=shown(above))
+        note = _stripe(partial, request.shard_bytes)
+        _write(tree, shards, partial, request.workers, retry, on_pack)
+        fsync_dir(partial)
+        archive_bytes = sum(os.stat(f"{partial}/{one}").st_size for one in os.listdir(partial))
+        os.rename(partial, dest)
+        fsync_dir(above)
+    except BaseException as error:
+        shutil.rmtree(partial, ignore_errors=True)
+        if not isinstance(error, OSError):
+            raise
+        raise StagingError(f"cannot write {shown(request.dest)}: {why(error)}") from error
+    return PackResult(
+        pack=dest,
+        shards=len(shards) + 1,
+        files=len(tree.files),
+        hard_links=len(tree.hard_links),
+        symbolic_links=len(tree.symlinks),
+        directories=len(tree.directories),
+        bytes=tree.bytes,
+        archive_bytes=archive_bytes,
+        seconds=time.monotonic() - begin,
+        note="; ".join(filter(None, [note, others])),
+    )
 
-    def __init__(self, layout: Layout, directory: str) -> None:
-        self._layout = layout
-        self._directory = directory
-        self._root = -1  # each worker opens its own
+
+def _source(path: str) -> str:
+    if not is_directory(path):
+        if not os.path.lexists(path):
+            raise NotFoundError(f"no such directory: {shown(path)}")
+        raise InputError("must be a directory", field="SOURCE", value=path)
+    return os.path.realpath(path)
+
+
+def _dest(request: PackRequest) -> str:
+    """Return the destination's real path.
+
+    Raises:
+        InputError: it cannot be used, or the size of shards.
+    """
+    if request.shard_bytes < _LEAST_SHARD_BYTES:
+        raise InputError("must be at least 64K", field="--shard-size", value=request.shard_bytes)
+    dest = os.path.realpath(request.dest)
+    fault = ""
+    if f"{dest}/".startswith(os.path.realpath(request.source).rstrip("/") + "/"):
+        fault = "must not be inside SOURCE"
+    elif os.path.lexists(dest) and not os.path.isdir(dest):
+        fault = "is no directory"
+    elif os.path.isdir(dest) and os.listdir(dest):
+        fault = "is not empty"
+    if fault:
+        hint = "take an empty directory, or one that is not there yet"
+        raise InputError(fault, field="DEST", value=request.dest, hint=hint)
+    return dest
+
+
+def _others(above: str, name: str) -> str:
+    """Return a note about what another pack of the same name has left, or is writing."""
+    prefix = f".{name}.packing-"
+    with contextlib.suppress(OSError):
+        left = [f"{above}/{one}" for one in os.listdir(above) if one.startswith(prefix)]
+        if left:
+            names = " ".join(map(shown, left))
+            return f"if no other hpml pack is at work, remove what a killed one left: {names}"
+    return ""
+
+
+def _shards(tree: Plan, shard_bytes: int) -> Iterator[list[Entry]]:
+    """Yield the files of each shard, in the order of samples, none of which is torn apart."""
+    shard: list[Entry] = []
+    sample: list[Entry] = []
+    size = len(_END)
+    keyed = sorted((_place(os.fsencode(entry.path)), entry) for entry in tree.files)
+    last = None
+    for key, entry in [*keyed, (None, None)]:
+        if entry is not None and key is not None and key[:2] == last:
+            sample.append(entry)
+            continue
+        more = sum(map(_stored, sample))
+        if shard and size + more > shard_bytes:
+            yield shard
+            shard, size = [], len(_END)
+        shard += sample
+        size += more
+        sample, last = ([entry], key[:2]) if entry is not None and key is not None else ([], None)
+    if shard:
+        yield shard
+
+
+def _place(name: bytes) -> tuple[bytes, bytes, bytes]:
+    """Return what names are sorted by: directory, name up to its first dot, name.
+
+    The first two are what the files of a sample have in common, by webdataset's convention. Plain
+    order would tear samples apart: `a.d/x` stands between `a.cls` and `a.jpg`.
+
+    >>> sorted([b"a.jpg", b"a.d/x", b"b", b"a.cls"], key=_place)
+    [b'a.cls', b'a.jpg', b'b', b'a.d/x']
+    """
+    directory, _, base = name.rpartition(b"/")
+    return directory, base.partition(b".")[0], base
+
+
+def _stored(entry: Entry) -> int:
+    """Return how many bytes of an archive a file takes, or some more."""
+    name = len(os.fsencode(entry.path))
+    head = _BLOCK
+    if name > _LONGEST_NAME or entry.size >= _LARGEST:
+        head += 2 * _BLOCK + name
+    return head + entry.size + -(head + entry.size) % _BLOCK
+
+
+def _write(
+    tree: Plan,
+    shards: Sequence[Sequence[Entry]],
+    directory: str,
+    workers: int,
+    retry: Retry,
+    on_pack: OnPack,
+) -> None:
+    """Write all archives; each worker takes the next shard."""
+    problems = Problems(f"cannot pack {shown(tree.source_root)}")
+    done = [0, 0]
+
+    def told(word: str, *values: Any) -> None:
+        if word == "problem":
+            problems.add(*values)
+        else:
+            done[0] += values[0]
+            done[1] += values[1]
+            on_pack(done[0], done[1], tree.bytes, len(tree.files))
+
+    def work(_worker: int, take: Callable[[], int | None], tell: Callable[..., None]) -> None:
+        writer = _Writer(tree.source_root, tell)
+        digits = max(5, len(str(len(shards))))
+        for number in iter(take, None):
+            with _new_file(f"{directory}/data-{number:0{digits}d}.tar") as out:
+                for entry in shards[number]:
+                    writer.add(entry, out)
+        writer.tell_progress(last=True)
+
+    count = min(workers or len(os.sched_getaffinity(0)), len(shards))
+    if shards:
+        run_crew(count, work, range(len(shards)), told=told, heartbeat=retry.check_stop)
+    problems.raise_any("if the tree is being written, wait until it is complete")
+    with _new_file(f"{directory}/{TREE_SHARD}") as out:
+        for header in _tree_headers(tree):
+            out.write(header)
+    check_directories(tree, retry, problems)
+    problems.raise_any("wait until the tree is complete")
+
+
+@contextlib.contextmanager
+def _new_file(path: str) -> Iterator[IO[bytes]]:
+    """Yield a new archive; it gets its end, and is on the disk, when the block is through."""
+    with open(path, "xb", buffering=_CHUNK_BYTES) as out:
+        yield out
+        out.write(_END)
+        out.flush()
+        os.fsync(out.fileno())
+
+
+class _Writer:
+    """Adds files to archives; what cannot be read is told, and the others are tried."""
+
+    def __init__(self, root: str, tell: Callable[..., None]) -> None:
+        self._root = os.open(root, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        self._tell = tell
         self._retry = Retry()
+        self._done = [0, 0]
+        self._faulty = False  # the pack is lost: the others are only looked at
+        self._next = time.monotonic() + _TOLD_EVERY_SECONDS
 
-    def __call__(self, number: int, tell: Tell) -> Part:
-        """Write an archive unless it is there.
+    def add(self, entry: Entry, out: IO[bytes]) -> None:
+        """Copy one file.
 
         Raises:
-            StagingError: it cannot be written, or the source cannot be opened.
+            OSError: the archive cannot be written.
         """
-        if self._root < 0:
-            self._root = _open_root(self._layout.tree.source_root)
-        shard = self._layout.shards[number]
         try:
-            return self._kept(number, shard, tell) or self._write(number, shard, tell)
-        except OSError as error:
-            hint = ""
-            if error.errno in FULL:
-                hint = "finished shards are kept: make room, then go on with --resume"
-            path = os.path.join(self._directory, shard.file)
-            raise StagingError(f"cannot write {shown(path)}: {why(error)}", hint=hint) from error
+            fd = self._source(functools.partial(os.open, entry.path, _READ, dir_fd=self._root))
+            try:
+                self._copy(entry, fd, out)
+            finally:
+                os.close(fd)
+        except (_SourceError, SourceChangedError) as error:
+            self._faulty = True
+            changed = isinstance(error, SourceChangedError)
+            self._tell("problem", entry.path, _CHANGED if changed else str(error))
+        self._done[1] += 1
+        self.tell_progress()
 
-    def _kept(self, number: int, shard: Shard, tell: Tell) -> Part | None:
-        part = read_part(self._directory, shard, number)
-        path = os.path.join(self._directory, shard.file)
-        if part is None or not os.path.exists(path):
-            return None
-        digest = xxh3_128()
-        size = 0
-        with open(path, "rb", buffering=0) as stream:
-            while piece := stream.read(_CHUNK_BYTES):
-                digest.update(piece)
-                size += len(piece)
-        if size != shard.bytes or digest.hexdigest() != part.digest:
-            return None
-        part.kept = True
-        tell.add(_data_bytes(self._layout, shard), shard.end - shard.first)
-        return part
-
-    def _write(self, number: int, shard: Shard, tell: Tell) -> Part:
-        part = Part(number, shard.plan)
-        with contextlib.suppress(_Abandoned), publish(self._directory, shard.file) as fd:
-            out = _Out(fd)
-            digests = []
-            for entry in self._layout.files[shard.first : shard.end]:
-                try:
-                    digests.append(self._add(entry, out, tell, only_look=bool(part.problems)))
-                except SourceChangedError:
-                    part.problems.append((entry.path, _CHANGED))
-                except _SourceError as error:
-                    part.problems.append((entry.path, str(error)))
-            if part.problems:
-                raise _Abandoned
-            if shard.file == TREE_FILE:
-                out.add(self._layout.tail)
-            out.add(ustar.END)
-            out.flush()
-            if out.bytes != shard.bytes:
-                raise StagingError(f"{shard.file} has {out.bytes} bytes, planned: {shard.bytes}")
-            part.bytes, part.digest = out.bytes, out.digest.hexdigest()
-            part.digests = b"".join(digests).hex()
-            _write_part(self._directory, shard, part)
-        return part
-
-    def _add(self, entry: Entry, out: _Out, tell: Tell, *, only_look: bool) -> bytes:
-        """Copy one file and return its digest; after a first problem only look for others."""
-        fd = self._open(entry.path)
-        try:
-            if not only_look and entry.size <= _CHUNK_BYTES:
-                return self._add_small(entry, fd, out, tell)
-            check_same(entry, os.fstat(fd))
-            if only_look:
-                return b""
-            out.add(file_header(entry))
-            digest = self._copy(fd, entry.size, out, tell)
-            check_same(entry, os.fstat(fd))
-        finally:
-            os.close(fd)
-        tell.add(0, 1)
-        return digest
-
-    def _add_small(self, entry: Entry, fd: int, out: _Out, tell: Tell) -> bytes:
-        """Copy a file that is read at once: one look behind the reading tells of all changes."""
-        header = file_header(entry)
-        try:
-            data = self._read(fd, entry.size, 0)
-        finally:
-            check_same(entry, os.fstat(fd))
-        if len(data) != entry.size:
-            raise SourceChangedError
-        out.add(header, data, _ZEROS[: -entry.size % ustar.BLOCK_BYTES])
-        tell.add(entry.size, 1)
-        return xxh3_128_digest(data)
-
-    def _open(self, path: str) -> int:
-        try:
-            return self._retry(lambda: os.open(path, _READ, dir_fd=self._root))
-        except OSError as error:
-            raise _SourceError(why(error)) from error
-
-    def _copy(self, fd: int, size: int, out: _Out, tell: Tell) -> bytes:
-        digest = xxh3_128()
-        done = 0
-        while done < size:
-            data = self._read(fd, min(_CHUNK_BYTES, size - done), done)
+    def _copy(self, entry: Entry, fd: int, out: IO[bytes]) -> None:
+        check_same(entry, os.fstat(fd))
+        if self._faulty:
+            return
+        out.write(_header(entry.path, entry))
+        at = 0
+        while at < entry.size:
+            count = min(_CHUNK_BYTES, entry.size - at)
+            data = self._source(functools.partial(os.pread, fd, count, at))
             if not data:
                 raise SourceChangedError
-            digest.update(data)
-            out.add(data)
-            done += len(data)
-            tell.add(len(data), 0)
-        out.add(bytes(ustar.padding(size)))
-        return digest.digest()
+            out.write(data)
+            at += len(data)
+            self._done[0] += len(data)
+            self.tell_progress()
+        out.write(bytes(-entry.size % _BLOCK))
+        check_same(entry, os.fstat(fd))
 
-    def _read(self, fd: int, count: int, offset: int) -> bytes:
+    def _source(self, call: Callable[[], Any]) -> Any:
+        """Call what may fail of the source, which is no fault of the archive."""
         try:
-            return self._retry(lambda: os.pread(fd, count, offset))
+            return self._retry(call)
         except OSError as error:
             raise _SourceError(why(error)) from error
 
-
-class _Out:
-    """The archive that is being written: gathers small pieces, hashes on the way out."""
-
-    def __init__(self, fd: int) -> None:
-        self.bytes = 0
-        self.digest = xxh3_128()
-        self._fd = fd
-        self._pieces: list[bytes] = []
-        self._waiting = 0
-
-    def add(self, *pieces: bytes) -> None:
-        self._pieces += pieces
-        self._waiting += sum(map(len, pieces))
-        if self._waiting >= _CHUNK_BYTES:
-            self.flush()
-
-    def flush(self) -> None:
-        data = b"".join(self._pieces)
-        self._pieces.clear()
-        self._waiting = 0
-        self.bytes += len(data)
-        self.digest.update(data)
-        write_all(self._fd, data)
+    def tell_progress(self, *, last: bool = False) -> None:
+        """Tell how far it is, a few times a second."""
+        now = time.monotonic()
+        if now >= self._next or last:
+            self._tell("done", *self._done)
+            self._done = [0, 0]
+            self._next = now + _TOLD_EVERY_SECONDS
 
 
 class _SourceError(Exception):
     """A file cannot be read; an OSError would be taken for one of the archive."""
 
 
-class _Abandoned(Exception):  # noqa: N818 - ends the writing of an archive whose problems are told
-    """The archive is given up."""
+def _header(
+    name: str, entry: Entry | None, *, kind: bytes = tarfile.REGTYPE, link: str = "", mtime: int = 0
+) -> bytes:
+    """Return a member's header: user and group 0, without their names; POSIX's older form, ustar.
 
-
-def read_part(directory: str, shard: Shard, number: int) -> Part | None:
-    """Return the note of a finished archive; None where there is none, or it is of another plan.
-
-    Args:
-        directory: the pack.
-        shard: as it is planned now.
-        number: of the archive.
+    Extended headers (pax) are only where a name, a size or a time needs one.
     """
+    info = tarfile.TarInfo(name)
+    info.type, info.linkname, info.mode, info.mtime = kind, link, 0o777, mtime // _NANO
+    if entry is not None:
+        info.mode, info.mtime = stat.S_IMODE(entry.mode) & 0o777, entry.mtime_ns // _NANO
+        info.size = entry.size if kind == tarfile.REGTYPE else 0
     try:
-        with open(os.path.join(directory, f".{shard.file}{DONE}"), encoding="utf-8") as stream:
-            part = Part(**json.load(stream))
-    except (OSError, ValueError, TypeError):
-        return None
-    return (
-        part if (part.plan, part.number, part.bytes) == (shard.plan, number, shard.bytes) else None
-    )
+        return info.tobuf(tarfile.USTAR_FORMAT, "utf-8", "surrogateescape")
+    except ValueError:  # it does not fit; names that are no text are told as GNU tar tells them
+        is_text = not _SURROGATES.search(name + link)
+        if is_text:
+            return info.tobuf(tarfile.PAX_FORMAT, "utf-8", "surrogateescape")
+        return info.tobuf(tarfile.GNU_FORMAT, "utf-8", "surrogateescape")
 
 
-@contextlib.contextmanager
-def publish(directory: str, name: str, *, durable: bool = True) -> Iterator[int]:
-    """Yield a new file's descriptor; the file gets its name when the block ends without an error.
+def _tree_headers(tree: Plan) -> Iterator[bytes]:
+    """Yield headers of links, then of directories: making a link would change their times."""
+    named = {hard.first for hard in tree.hard_links}
+    firsts = {entry.path: entry for entry in tree.files if entry.path in named}
+    for hard in sorted(tree.hard_links):
+        yield _header(hard.path, firsts[hard.first], kind=tarfile.LNKTYPE, link=hard.first)
+    for link in sorted(tree.symlinks):
+        yield _header(link.path, None, kind=tarfile.SYMTYPE, link=link.target, mtime=link.mtime_ns)
+    for entry in sorted(tree.directories):
+        yield _header(entry.path, entry, kind=tarfile.DIRTYPE)
 
-    Args:
-        directory: where it is to be.
-        name: of the file.
-        durable: whether it outlives a power failure, whole; else it may be gone or damaged then.
 
-    Raises:
-        OSError: it cannot be written.
+def _stripe(directory: str, shard_bytes: int) -> str:
+    """Spread new archives over Lustre's servers: one for each 256 MiB, 8 at most.
+
+    Returns:
+        what went wrong; empty where nothing did, or there is no Lustre.
     """
-    temporary = os.path.join(directory, f".{name}.{os.getpid()}-{secrets.token_hex(4)}{TEMPORARY}")
-    fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
+    if file_system_type(directory) != "lustre":
+        return ""
+    count = max(1, min(_MOST_STRIPES, -(-shard_bytes // _PER_STRIPE_BYTES)))
+    words = ["lfs", "setstripe", "-c", str(count), directory]
     try:
-        yield fd
-        if durable:
-            os.fsync(fd)
-        os.rename(temporary, os.path.join(directory, name))
-    except BaseException:
-        with contextlib.suppress(OSError):
-            os.unlink(temporary)
-        raise
-    finally:
-        os.close(fd)
-    if durable:
-        fsync_dir(directory)
-
-
-def write_all(fd: int, data: Buffer) -> None:
-    """Write all of the data, in as many calls as it takes.
-
-    Raises:
-        OSError: it cannot be written.
-    """
-    rest = memoryview(data)
-    while rest:
-        rest = rest[os.write(fd, rest) :]
-
-
-def _write_part(directory: str, shard: Shard, part: Part) -> None:
-    # Whoever resumes believes it only where the archive has the digest that it tells.
-    with publish(directory, f".{shard.file}{DONE}", durable=False) as fd:
-        write_all(fd, json.dumps(asdict(part)).encode())
-
-
-def _open_root(path: str) -> int:
-    try:
-        return os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    except OSError as error:
-        raise StagingError(f"cannot read {shown(path)}: {why(error)}") from error
-
-
-def _data_bytes(layout: Layout, shard: Shard) -> int:
-    return sum(entry.size for entry in layout.files[shard.first : shard.end])
+        subprocess.run(words, capture_output=True, timeout=_LFS_SECONDS, check=True)
+    except (OSError, subprocess.SubprocessError) as error:
+        return f"lfs setstripe failed: {error}; the archives have the default striping"
+    return ""

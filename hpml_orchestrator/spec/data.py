@@ -29,8 +29,9 @@ class Stage(Model):
     source: text.PathText
     """File, directory or archive to bring."""
     kind: Literal["auto", "file", "tree", "tar", "zip", "pack"] = "auto"
-    """What the source is; archives (`tar`, `zip`) and packs of `hpml pack` are unpacked, files are
-    copied as they are. `auto` looks at the source."""
+    """What the source is; archives (`tar`, `zip`) and directories of tar shards (`pack`) are
+    unpacked, others are copied as they are. `auto` looks at the source, and unpacks shards only if
+    `hpml pack` wrote them."""
     target: text.PathText = "local"
     """Where to: `shm` (RAM), `local` (the node's disk), `auto` (RAM if there is enough, else the
     disk), or a directory's path."""
@@ -40,8 +41,8 @@ class Stage(Model):
     """Whether it stays on the node for later jobs, which then copy nothing; removed when the room
     is needed."""
     trust_mtime: StrictBool = False
-    """Whether kept data is found again without a look at each file: if neither the source's own
-    modification time nor that of a pack's index has changed."""
+    """Whether kept data is found again without a look at each file: if the source's own
+    modification time has not changed."""
     distribution: Literal["auto", "shared", "chain"] = "auto"
     """How several nodes get it: `shared` (each reads the source), `chain` (one reads and passes it
     on), or `auto` (whichever takes less time)."""

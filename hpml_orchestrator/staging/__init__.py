@@ -8,7 +8,7 @@ from __future__ import annotations
 from hpml_orchestrator.records.owner import Owner, owner_is_alive, this_owner
 from hpml_orchestrator.staging.area import MARKER, StagingArea
 from hpml_orchestrator.staging.capacity import Need, Room, check_room, room_at
-from hpml_orchestrator.staging.engine import EngineOptions
+from hpml_orchestrator.staging.copy import CopyOptions
 from hpml_orchestrator.staging.manifest import Manifest
 from hpml_orchestrator.staging.progress import OnProgress
 from hpml_orchestrator.staging.request import (
@@ -18,14 +18,14 @@ from hpml_orchestrator.staging.request import (
     StagingStopped,
     target_path,
 )
-from hpml_orchestrator.staging.stager import CopyStager
+from hpml_orchestrator.staging.stage import CopyStager
 from hpml_orchestrator.staging.supply import LocalSupply, Supply
 
 __all__ = [
     "MARKER",
     "Bases",
+    "CopyOptions",
     "CopyStager",
-    "EngineOptions",
     "LocalSupply",
     "Manifest",
     "Need",

@@ -7,24 +7,51 @@ half is left to the job itself.
 from __future__ import annotations
 
 import os
+import time
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from hpml_orchestrator.errors import CapacityError, InputError, StagingError
+from hpml_orchestrator.errors import (
+    CapacityError,
+    InputError,
+    NotFoundError,
+    StagingError,
+    nearest,
+)
 from hpml_orchestrator.records.texts import human_bytes
 from hpml_orchestrator.staging.capacity import Room, file_system_type, room_at
-from hpml_orchestrator.staging.faults import why
+from hpml_orchestrator.staging.faults import UNREADABLE, brief, shown, why
 from hpml_orchestrator.staging.mounts import MEMORY_TYPES, SHARED_TYPES, is_own_type
-from hpml_orchestrator.staging.request import IN_PLACE, kind_of
+from hpml_orchestrator.staging.request import (
+    AUTO,
+    COMMANDS,
+    IN_PLACE,
+    StageRequest,
+    StageResult,
+    kind_of,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from hpml_orchestrator.staging.capacity import Need
     from hpml_orchestrator.staging.plan import Plan
-    from hpml_orchestrator.staging.request import Bases, StageRequest
+    from hpml_orchestrator.staging.request import Bases
+    from hpml_orchestrator.staging.stage import CopyStager
+    from hpml_orchestrator.staging.supply import Supply
 
-__all__ = ["NO_ROOM", "Candidate", "Choice", "choose", "choose_target", "own_storage"]
+__all__ = [
+    "NO_ROOM",
+    "Candidate",
+    "Choice",
+    "Outcome",
+    "choose",
+    "choose_target",
+    "own_storage",
+    "stage_chosen",
+]
+
+_WORD_CHARACTERS = 40
 
 _TARGETS = ("shm", "local")
 """In the order of preference."""
@@ -222,3 +249,103 @@ def _fits(one: Candidate) -> str:
     assert one.room is not None  # noqa: S101 - likewise
     part = ", half of what is free" if one.room.in_memory else " that are free"
     return f"{human_bytes(one.need.bytes)} fit in the {human_bytes(_allowed(one.room))}{part}"
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What became of one request; `choice` where the target was to be chosen."""
+
+    request: StageRequest
+    result: StageResult
+    choice: Choice | None = None
+
+
+def stage_chosen(
+    request: StageRequest,
+    stager: CopyStager,
+    bases: Bases,
+    *,
+    clock: Callable[[], float] = time.monotonic,
+) -> Outcome:
+    """Stage what a command line asks for: choose the target where it is "auto".
+
+    Args:
+        request: what is wanted.
+        stager: brings it.
+        bases: what "shm" and "local" stand for.
+        clock: seconds.
+
+    Raises:
+        HpmlError: as `CopyStager.stage`, or there is no such source.
+    """
+    if not _is_there(request.source):
+        raise NotFoundError(
+            f"no such file or directory: {brief(request.source)}",
+            hint=_meant(os.path.basename(request.source)),
+        )
+    if request.target != AUTO:
+        return Outcome(request, stager.stage(request))
+    begin = clock()
+    opened: list[Supply] = []
+
+    def plan(room: Room) -> Plan:
+        opened.append(stager.local(request, room))
+        return opened[0].plan()
+
+    try:
+        try:
+            choice = choose_target(
+                request,
+                bases,
+                plan,
+                room=stager.room_without_idle,
+                most=lambda base: stager.most_room(replace(request, target=base)),
+                has=lambda target: stager.has(replace(request, target=target), opened[0]),
+            )
+            if choice.target == IN_PLACE:
+                found = opened[0].plan() if opened else plan(NO_ROOM)
+                return Outcome(request, _in_place(request, found, clock() - begin), choice)
+        except OSError as error:
+            raise StagingError(f"cannot read {shown(request.source)}: {why(error)}") from error
+        chosen = replace(request, target=choice.target)
+        return Outcome(chosen, stager.stage(chosen, opened[0]), choice)
+    finally:
+        for supply in opened:
+            supply.close()
+
+
+def _is_there(path: str) -> bool:
+    """Say whether there is something at a path.
+
+    Raises:
+        StagingError: nobody could say, because a directory on the way is closed to this user.
+    """
+    try:
+        os.lstat(path)
+    except PermissionError as error:
+        raise StagingError(
+            f"cannot look at {brief(path)}: {why(error)}", hint=UNREADABLE
+        ) from error
+    except (OSError, ValueError):
+        return False
+    return True
+
+
+def _meant(word: str) -> str:
+    near = nearest(word[:_WORD_CHARACTERS], COMMANDS)
+    if near:
+        return f"did you mean `hpml stage {near}`? its options stand behind it"
+    return f"`hpml stage` also has the commands {', '.join(COMMANDS)}"
+
+
+def _in_place(request: StageRequest, plan: Plan, seconds: float) -> StageResult:
+    path = os.path.realpath(request.source)
+    return StageResult(
+        name=request.name,
+        path=path if os.path.isdir(path) else os.path.dirname(path),
+        bytes=plan.bytes,
+        files=plan.file_count,
+        seconds=seconds,
+        method=IN_PLACE,
+        reused=False,
+    )

@@ -29,9 +29,9 @@ from hpml_orchestrator.errors import CapacityError, HpmlError, StagingError
 from hpml_orchestrator.records.owner import Owner
 from hpml_orchestrator.staging.capacity import Need, Room, fits
 from hpml_orchestrator.staging.files import remove_tree, try_lock, unlock
-from hpml_orchestrator.staging.manifest import published_head
+from hpml_orchestrator.staging.manifest import is_whole, published_head, published_manifest
 from hpml_orchestrator.staging.namelock import BusyError, NameLock
-from hpml_orchestrator.staging.request import PACK_INDEX, StagingStopped
+from hpml_orchestrator.staging.request import StagingStopped
 from hpml_orchestrator.staging.root import (
     CACHE,
     FILE,
@@ -61,6 +61,7 @@ __all__ = [
     "entry_users",
     "last_used",
     "linked_key",
+    "whole",
 ]
 
 DATA = "data"
@@ -92,8 +93,6 @@ def entry_key(plan: Plan | None, *, source: str, kind: str, options: Iterable[st
     add(real, kind, sorted(options))
     if plan is not None:
         digest.update(plan.fingerprint)
-    elif kind == "pack":
-        info = os.stat(f"{real}/{PACK_INDEX}")
     if plan is None or not stat.S_ISDIR(info.st_mode):
         add(info.st_size, info.st_mtime_ns, info.st_ino)
     return digest.hexdigest()
@@ -422,6 +421,12 @@ def entry_users(root: Root, key: str, *, besides: str = "") -> list[str]:
         if job_key != besides and _links(directory, key) and root.user_of(directory):
             found.append(job_key)
     return found
+
+
+def whole(data: str) -> Manifest | None:
+    """Return the manifest of published data if its names and sizes are right, else None."""
+    manifest = published_manifest(data)
+    return manifest if manifest is not None and is_whole(data, manifest) else None
 
 
 def last_used(directory: str) -> float:

@@ -10,10 +10,9 @@ from typing import TYPE_CHECKING
 
 from hpml_orchestrator.errors import HpmlError
 from hpml_orchestrator.records.files import fsync_dir
-from hpml_orchestrator.staging.delivery import partial_path
-from hpml_orchestrator.staging.engine import EngineOptions, copy
+from hpml_orchestrator.staging.copy import CopyOptions, copy
 from hpml_orchestrator.staging.faults import Problems, shown, why
-from hpml_orchestrator.staging.files import remove_tree
+from hpml_orchestrator.staging.files import partial_path, remove_tree
 from hpml_orchestrator.staging.hashing import hashing
 from hpml_orchestrator.staging.manifest import Listing, tree_digest
 from hpml_orchestrator.staging.plan import NO_FILE, scan_file, scan_tree
@@ -84,7 +83,7 @@ def collect(source: str, directory: str, retry: Retry) -> Collected:
             plan,
             reader,
             partial,
-            options=EngineOptions(goes_on=True),
+            options=CopyOptions(goes_on=True),
             retry=retry,
             progress=Progress(None),
         )

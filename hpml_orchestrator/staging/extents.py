@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
     from hpml_orchestrator.staging.faults import Retry
+    from hpml_orchestrator.staging.plan import Entry
 
 __all__ = [
     "Blocks",
@@ -218,27 +219,30 @@ class ExtentReader:
 
     Args:
         archives: the files that hold them.
-        which: number of the archive of each file of the plan; None where there is but one.
+        which: number of the archive of each file of the plan.
         starts: where each file of the plan begins in it.
+        files: of the plan.
         retry: calls again after faults that pass.
     """
 
     def __init__(
         self,
         archives: Sequence[Stamp],
-        which: Sequence[int] | None,
+        which: Sequence[int],
         starts: Sequence[int],
+        files: Sequence[Entry],
         retry: Retry,
     ) -> None:
+        self._files = files
         self._which = which
         self._starts = starts
         self._blocks = PerThread(archives, retry)
 
-    def read(self, number: int, start: int, end: int) -> Iterator[memoryview]:
-        """Yield a part of a file; see `Reader`."""
-        archive = self._which[number] if self._which is not None else 0
-        begin = self._starts[number]
-        at, stop = begin + start, begin + end
+    def read(self, number: int) -> Iterator[memoryview]:
+        """Yield a file; see `Reader`."""
+        archive = self._which[number]
+        at = self._starts[number]
+        stop = at + self._files[number].size
         blocks = self._blocks.get()
         if stop - at <= _WHOLE_BYTES:
             if archive != blocks.archive or at < blocks.start or stop > blocks.end:

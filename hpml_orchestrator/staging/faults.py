@@ -10,7 +10,6 @@ import time
 from typing import TYPE_CHECKING, TypeVar
 
 from hpml_orchestrator.errors import StagingError
-from hpml_orchestrator.staging.request import StagingStopped
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -18,11 +17,11 @@ if TYPE_CHECKING:
 __all__ = [
     "OUTSIDE_LINKS",
     "UNREADABLE",
-    "VERIFY_PACK",
-    "DamagedSourceError",
     "Problems",
     "Retry",
     "SourceChangedError",
+    "StagingStopped",
+    "brief",
     "is_directory",
     "shown",
     "why",
@@ -31,15 +30,22 @@ __all__ = [
 T = TypeVar("T")
 
 PATHS_TOLD = 20
+_PATH_CHARACTERS = 4096
 TRANSIENT = frozenset({errno.EIO, errno.ESTALE, errno.EAGAIN, errno.EINTR})
 FULL = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EROFS})
 OUTSIDE_LINKS = "outside_links: true (as an option --outside-links) takes links that leave the tree"
 UNREADABLE = "you have no right to that: ask its owner for it"
-VERIFY_PACK = "`hpml pack --verify` tells all that is damaged; pack the tree again"
 _WRITTEN = "if the source is being written, stage it when it is complete"
 _FIRST_DELAY_SECONDS = 0.1
 _DELAYS = 6
 _GIVEN_UP_SECONDS = 60.0
+
+
+class StagingStopped(StagingError):  # noqa: N818 - an event, not a fault
+    """Staging was told to stop (SIGTERM, time limit); nothing was published."""
+
+    def __init__(self) -> None:
+        super().__init__("stopped")
 
 
 class SourceChangedError(Exception):
@@ -49,17 +55,19 @@ class SourceChangedError(Exception):
         super().__init__(how)
 
 
-class DamagedSourceError(Exception):
-    """What was read is not what the source itself says it holds."""
-
-    def __init__(self) -> None:
-        super().__init__("is damaged: its digest is not the one that was recorded")
-
-
 def shown(path: str) -> str:
     """Return a path as one line of valid text, odd bytes and line ends escaped."""
     text = os.fsencode(path).decode("utf-8", "backslashreplace")
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
+
+
+def brief(path: str) -> str:
+    """Return a path for a message, the middle of an absurd one left out."""
+    text = shown(path)
+    if len(text) <= _PATH_CHARACTERS:
+        return text
+    half = _PATH_CHARACTERS // 2
+    return f"{text[:half]}…{text[-half:]} ({len(text)} characters)"
 
 
 def why(error: BaseException) -> str:
@@ -144,7 +152,6 @@ _HINTS = {
     os.strerror(errno.EPERM): UNREADABLE,
     os.strerror(errno.ENOENT): _WRITTEN,  # it was there when its directory was listed
     str(SourceChangedError()): _WRITTEN,
-    str(DamagedSourceError()): VERIFY_PACK,  # packs alone record digests
 }
 """What helps, by the reason: that is all that workers in other processes tell of a fault."""
 

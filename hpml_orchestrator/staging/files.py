@@ -5,11 +5,12 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import os
+import secrets
 import shutil
 import sys
 from typing import Any
 
-__all__ = ["is_locked", "remove_tree", "try_lock", "unlock"]
+__all__ = ["is_locked", "partial_path", "remove_tree", "try_lock", "unlock"]
 
 _ATTEMPTS = 5
 
@@ -43,6 +44,11 @@ def unlock(fd: int) -> None:
     with contextlib.suppress(OSError):
         fcntl.flock(fd, fcntl.LOCK_UN)
     os.close(fd)
+
+
+def partial_path(directory: str, name: str) -> str:
+    """Return a path for data that is not whole yet; one of a kind."""
+    return f"{directory}/.{name}.partial-{os.getpid()}-{secrets.token_hex(4)}"
 
 
 def remove_tree(path: str) -> None:

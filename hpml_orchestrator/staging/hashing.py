@@ -15,24 +15,20 @@ import sys
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, Union
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterable
     from types import ModuleType
 
 __all__ = [
     "DIGEST_BYTES",
-    "PIECE_BYTES",
     "Buffer",
     "Digest",
     "Hashing",
-    "file_digest",
+    "hashed",
     "hashing",
     "hashing_named",
 ]
 
 DIGEST_BYTES = 16
-PIECE_BYTES = 256 << 20
-"""Larger files are hashed in pieces of this size, so that several processes can share them."""
-
 Buffer = Union[bytes, bytearray, memoryview]
 
 
@@ -71,17 +67,12 @@ def hashing_named(name: str) -> Hashing | None:
     return Hashing(name, module.xxh3_128) if name == "xxh3_128" and module else None
 
 
-def file_digest(pieces: Sequence[bytes], how: Hashing) -> bytes:
-    """Return a file's digest from those of its pieces of PIECE_BYTES, in order.
-
-    That of the only piece, or the digest of the pieces' digests one behind the other. An empty
-    file has one empty piece.
-    """
-    if len(pieces) == 1:
-        return pieces[0]
-    whole = how.new()
-    whole.update(b"".join(pieces))
-    return whole.digest()
+def hashed(blocks: Iterable[Buffer], how: Hashing) -> bytes:
+    """Return the digest of a file whose bytes come in order."""
+    digest = how.new()
+    for data in blocks:
+        digest.update(data)
+    return digest.digest()
 
 
 def _xxhash() -> ModuleType | None:

@@ -23,8 +23,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from hpml_orchestrator.records.files import SCHEMA_VERSION, write_text
-from hpml_orchestrator.staging.filehash import hashed
-from hpml_orchestrator.staging.hashing import DIGEST_BYTES
+from hpml_orchestrator.staging.hashing import DIGEST_BYTES, hashed
 from hpml_orchestrator.staging.source import BLOCK_BYTES
 
 if TYPE_CHECKING:
@@ -265,7 +264,7 @@ def _name(entry: os.DirEntry[str]) -> str:
 
 
 def content_digest(path: str, how: Hashing) -> bytes:
-    """Return the digest of a file's contents, in pieces as the engine makes them.
+    """Return the digest of a file's contents.
 
     Raises:
         OSError: it cannot be read.

@@ -8,15 +8,11 @@ later is created through a descriptor of the target, and symbolic links are made
 from __future__ import annotations
 
 import os
-from typing import TYPE_CHECKING
 
 from hpml_orchestrator.errors import StagingError
 from hpml_orchestrator.records.texts import exact_bytes, human_bytes
 from hpml_orchestrator.staging.faults import OUTSIDE_LINKS, Problems, shown
 from hpml_orchestrator.staging.plan import DEEPEST, Entry, HardLink, Plan, Symlink, link_fault
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
 
 __all__ = [
     "MOST_MEMBERS",
@@ -34,9 +30,6 @@ _HONEST_RATIO = 250
 
 _LATEST_NS = (1 << 34) * 1_000_000_000
 _FILE, _DIRECTORY, _LINK = 1, 2, 3
-_ODD = ("//", "/.", "/\0", "\0/", "\0.", "\0\0")
-"""What shows a name that is not plain, among names with a NUL on both sides."""
-
 UNKNOWN = "is a device, a fifo or of unknown type"
 
 
@@ -112,49 +105,6 @@ class Members:
         self.total_bytes += size
         self.plan.files.append(Entry(path, mode, _time(mtime_ns), size, size))
         return True
-
-    def files(self, entries: Sequence[Entry]) -> None:
-        """Plan many regular files at once, whose names have to be plain.
-
-        Raises:
-            StagingError: some names are not; names the first 20 and the count.
-        """
-        paths = [entry.path for entry in entries]
-        self.check_count(len(paths))
-        if not self._take_all(paths):
-            for path in paths:
-                self._take_one(path)
-            self.problems.raise_any()
-        self.plan.files.extend(entries)
-        self.total_bytes += sum(entry.size for entry in entries)
-
-    def _take_all(self, paths: Sequence[str]) -> bool:
-        """Take names that are all plain and new, without a call for each; else take none."""
-        joined = "\0".join(["", *paths, ""])
-        odd = any(part in joined for part in _ODD) or joined.count("\0") != len(paths) + 1
-        names = set(paths)
-        if odd or len(names) < len(paths) or not names.isdisjoint(self._kinds):
-            return False
-        parents = {path.rpartition("/")[0]: path for path in paths}
-        if not names.isdisjoint(parents):
-            return False
-        for path in parents.values():
-            try:
-                self._below(path)
-            except RefusedError:
-                return False
-        if not names.isdisjoint(self._kinds):
-            return False
-        self._kinds.update(dict.fromkeys(paths, _FILE))
-        return True
-
-    def _take_one(self, path: str) -> None:
-        try:
-            if self._new(path) != path:
-                raise RefusedError("is no plain name", _REPACK)
-        except RefusedError as error:
-            self.problems.add(path, str(error), hint=error.hint)
-        self._kinds[path] = _FILE
 
     def directory(self, name: str, mode: int, mtime_ns: int) -> None:
         """Plan a directory, or set the mode and time of one that a member below it implied."""

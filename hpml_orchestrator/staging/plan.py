@@ -77,9 +77,7 @@ class Plan:
         top: the directory itself.
         directories: parents before children.
         origins: source name of an entry that changes its name.
-        expected: XXH3-128 of each of the files, b"" where the source does not tell it; empty when
-            it tells none.
-        whole: large files can only be read from front to back, each by one reader.
+        stamps: size, time and inode of each archive; empty where there is none.
         at_least: scanning stopped early because it cannot fit.
         told: what the source is called in messages, where that is not `source_root`.
     """
@@ -91,8 +89,7 @@ class Plan:
     hard_links: list[HardLink] = field(default_factory=list)
     symlinks: list[Symlink] = field(default_factory=list)
     origins: dict[str, str] = field(default_factory=dict)
-    expected: list[bytes] = field(default_factory=list)
-    whole: bool = False
+    stamps: list[tuple[int, int, int]] = field(default_factory=list)
     at_least: bool = False
     told: str = ""
 
@@ -113,10 +110,10 @@ class Plan:
 
     @functools.cached_property
     def fingerprint(self) -> builtins.bytes:
-        """BLAKE2b over names, sizes, times, modes, links and known digests of a plan, 16 bytes.
+        """BLAKE2b over names, sizes, times, modes and links of a plan, 16 bytes.
 
-        Not XXH3, which not every interpreter has: whoever looks finds the same. A pack tells times
-        in whole seconds, so that only its digests tell a file that was written anew at once.
+        Not XXH3, which not every interpreter has: whoever looks finds the same. Archives tell times
+        in whole seconds: their own tell that they were written anew.
         """
         digest = hashlib.blake2b(digest_size=_KEY_BYTES)
         digest.update(b"%d:" % self.top.mode)
@@ -124,8 +121,7 @@ class Plan:
             _add_many(digest, entries, 4)  # without what only the file system knows
         for links in (self.hard_links, self.symlinks):
             _add_many(digest, links, 2)
-        if self.expected:
-            digest.update(b"".join(self.expected))
+        digest.update(repr(self.stamps).encode())
         return digest.digest()
 
     def need(self, block_bytes: int, inode_bytes: int = 0) -> Need:

@@ -1,7 +1,7 @@
 """What data is staged from: one Source per kind, read by several workers at once.
 
-The engine (`staging/engine.py`) asks a source for its plan, checks that the plan fits, forks its
-workers, and lets each of them open a reader.
+The copier (`copy.py`) asks a source for its plan, forks its workers, and lets each of them open a
+reader.
 """
 
 from __future__ import annotations
@@ -50,10 +50,10 @@ class Source(Protocol):
 class Reader(Protocol):
     """Reads the files of a plan; one per worker, called by several of its threads at once."""
 
-    def read(self, number: int, start: int, end: int) -> Iterator[Buffer]:
-        """Yield the bytes [start, end) of `plan.files[number]`, at most BLOCK_BYTES at a time.
+    def read(self, number: int) -> Iterator[Buffer]:
+        """Yield the bytes of `plan.files[number]`, at most BLOCK_BYTES at a time.
 
-        A buffer is valid until the next one is asked for. Exactly end - start bytes come, or an
+        A buffer is valid until the next one is asked for. Exactly the file's bytes come, or an
         error.
 
         Raises:

@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 import os
+import stat
+import threading
 from typing import TYPE_CHECKING
 
+from hpml_orchestrator.staging.archives import TarSource
 from hpml_orchestrator.staging.capacity import readers_for
-from hpml_orchestrator.staging.copying import READ, check_empty, check_same
 from hpml_orchestrator.staging.faults import SourceChangedError
-from hpml_orchestrator.staging.packsource import PackSource
-from hpml_orchestrator.staging.plan import scan_file, scan_tree
-from hpml_orchestrator.staging.request import PACK_INDEX, PACK_STATE, kind_of, unfinished_pack
+from hpml_orchestrator.staging.plan import data_ranges, scan_file, scan_tree
+from hpml_orchestrator.staging.request import kind_of
 from hpml_orchestrator.staging.source import BLOCK_BYTES
-from hpml_orchestrator.staging.streams import compression_of
-from hpml_orchestrator.staging.tarheaders import BLOCK, check_start
-from hpml_orchestrator.staging.tarsource import TarSource
-from hpml_orchestrator.staging.zipsource import ZipSource, check_end
+from hpml_orchestrator.staging.zips import ZipSource
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -23,11 +21,14 @@ if TYPE_CHECKING:
     from hpml_orchestrator.staging.capacity import Room
     from hpml_orchestrator.staging.faults import Retry
     from hpml_orchestrator.staging.hashing import Buffer
-    from hpml_orchestrator.staging.plan import Plan
+    from hpml_orchestrator.staging.plan import Entry, Plan
     from hpml_orchestrator.staging.request import StageRequest
     from hpml_orchestrator.staging.source import Reader, Source
 
-__all__ = ["FileSource", "TreeSource", "check_archive", "open_source"]
+__all__ = ["FileSource", "TreeSource", "check_same", "open_source"]
+
+READ = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
+_ZEROS = bytes(BLOCK_BYTES)
 
 
 def open_source(
@@ -50,51 +51,25 @@ def open_source(
     path, outside_links = request.source, request.outside_links
     if kind == "tree":
         tree = TreeSource(path, retry, outside_links=outside_links)
-        tree.rate, tree.has_whole_packs = opens_per_second, request.kind == "auto"
+        tree.rate = opens_per_second
         return tree
     if kind == "file":
         return FileSource(path, retry)
-    if kind == "pack":
-        return PackSource(path, retry, outside_links=outside_links)
     if kind == "zip":
         return ZipSource(path, retry, outside_links=outside_links)
-    return TarSource(path, retry, most_bytes=room.bytes, outside_links=outside_links)
-
-
-def check_archive(path: str, kind: str) -> None:
-    """Refuse an archive that is none, by its first block or its last 64 KiB: it is not read whole.
-
-    Args:
-        path: the file.
-        kind: as `kind_of` returns it; nothing is looked at where it is no archive's.
-
-    Raises:
-        StagingError: it would not be staged; says so as staging would.
-        OSError: it cannot be read.
-    """
-    if kind not in {"tar", "zip"}:
-        return
-    with open(path, "rb", buffering=0) as stream:
-        fd = stream.fileno()
-        start = os.pread(fd, BLOCK, 0)
-        if kind == "zip":
-            check_end(path)
-        elif not compression_of(start):
-            check_start(path, start)
+    return TarSource(path, kind, retry, most_bytes=room.bytes, outside_links=outside_links)
 
 
 class TreeSource:
-    """A directory; the engine copies it by itself, others can use the reader.
+    """A directory.
 
     Attributes:
         rate: entries that are looked at per second at most; 0 for any.
-        has_whole_packs: a pack in it that is being made, or was cut off, is refused.
     """
 
     kind = "tree"
     ordered = False
     rate = 0.0
-    has_whole_packs = False
 
     def __init__(self, path: str, retry: Retry, *, outside_links: bool = False) -> None:
         self._path = path
@@ -104,13 +79,7 @@ class TreeSource:
     def plan(self) -> Plan:
         """Look at the tree."""
         links = self._outside_links
-        plan = scan_tree(self._path, self._retry, outside_links=links, rate=self.rate)
-        if self.has_whole_packs:
-            paths = {entry.path for entry in plan.files}
-            for begun in sorted(path for path in paths if path.endswith(f"/{PACK_STATE}")):
-                if begun.replace(PACK_STATE, PACK_INDEX) not in paths:
-                    raise unfinished_pack(f"{self._path}/{os.path.dirname(begun)}")
-        return plan
+        return scan_tree(self._path, self._retry, outside_links=links, rate=self.rate)
 
     def reader(self, plan: Plan) -> Reader:
         """Open the tree for reading."""
@@ -143,40 +112,107 @@ class FileSource:
 
 
 class _TreeReader:
-    """Reads files of a directory."""
+    """Reads files of a directory, with few system calls for each."""
 
     def __init__(self, plan: Plan, retry: Retry) -> None:
         self._plan = plan
         self._retry = retry
         self._top = os.open(plan.source_root, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-        self._drops = readers_for(plan.source_root) > 1  # see `drop_pages`
+        # the node has its own copy then, and the source's pages would push out those of it
+        self._drops = readers_for(plan.source_root) > 1
+        self._local = threading.local()
 
-    def read(self, number: int, start: int, end: int) -> Iterator[Buffer]:
-        """Yield a part of a file; see `source.Reader`."""
+    def read(self, number: int) -> Iterator[Buffer]:
+        """Yield a file; see `source.Reader`."""
         entry = self._plan.files[number]
-        name = self._plan.origins.get(entry.path, entry.path)
-        fd = self._retry(lambda: os.open(name, READ, dir_fd=self._top))
-        begin = start
+        if entry.size <= BLOCK_BYTES and entry.stored == entry.size:
+            return iter((self._whole(entry),))
+        return self._blocks(entry)
+
+    def _open(self, entry: Entry) -> int:
+        origins = self._plan.origins
+        path = origins.get(entry.path, entry.path) if origins else entry.path
+        return os.open(path, READ, dir_fd=self._top)
+
+    def _buffer(self) -> memoryview:
+        try:
+            found: memoryview = self._local.buffer
+        except AttributeError:
+            found = self._local.buffer = memoryview(bytearray(BLOCK_BYTES))
+        return found
+
+    def _whole(self, entry: Entry) -> Buffer:
+        """Return a small file: the plan is the look before, one behind the reading tells all."""
+        size = entry.size
+        view = self._buffer()[:size]
+        fd = self._open(entry)
+        try:
+            got = os.readv(fd, (view,)) if size else 0
+            while 0 < got < size:
+                more = os.readv(fd, (view[got:],))
+                got = got + more if more else -1
+            check_same(entry, os.fstat(fd))
+            if got != size:
+                raise SourceChangedError
+            if not size:
+                check_empty(fd)
+            if self._drops:
+                os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
+        finally:
+            os.close(fd)
+        return view
+
+    def _blocks(self, entry: Entry) -> Iterator[Buffer]:
+        """Yield a file block by block, and zeros where it has holes."""
+        fd = self._open(entry)
         try:
             check_same(entry, os.fstat(fd))
-            if not entry.size:
-                check_empty(fd)
-            buffer = memoryview(bytearray(min(BLOCK_BYTES, end - start)))
-            while start < end:
-                count = self._pread(fd, buffer[: end - start], start)
-                if not count:
-                    raise SourceChangedError
-                yield buffer[:count]
-                start += count
+            ranges = [(0, entry.size)]
+            if entry.stored < entry.size:
+                ranges = data_ranges(fd, entry.size)
+            at = 0
+            for start, stop in [*ranges, (entry.size, entry.size)]:
+                while at < start:
+                    yield memoryview(_ZEROS)[: min(BLOCK_BYTES, start - at)]
+                    at += min(BLOCK_BYTES, start - at)
+                while at < stop:
+                    view = self._buffer()[: min(BLOCK_BYTES, stop - at)]
+                    count = os.preadv(fd, (view,), at)
+                    if not count:
+                        raise SourceChangedError
+                    yield view[:count]
+                    at += count
             check_same(entry, os.fstat(fd))
         finally:
             if self._drops:
-                os.posix_fadvise(fd, begin, end - begin, os.POSIX_FADV_DONTNEED)
+                os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
             os.close(fd)
-
-    def _pread(self, fd: int, buffer: memoryview, at: int) -> int:
-        return self._retry(lambda: os.preadv(fd, [buffer], at))
 
     def close(self) -> None:
         """Close the directory."""
         os.close(self._top)
+
+
+def check_same(entry: Entry, info: os.stat_result) -> None:
+    """Refuse a source file that is not what the plan says.
+
+    Raises:
+        SourceChangedError: its type, size, time or inode differs.
+    """
+    if (
+        info.st_mtime_ns != entry.mtime_ns
+        or info.st_size != entry.size
+        or info.st_ino != entry.inode
+        or not stat.S_ISREG(info.st_mode)
+    ):
+        raise SourceChangedError
+
+
+def check_empty(fd: int) -> None:
+    """Refuse a file that has contents though its size is 0, as those of /proc have.
+
+    Raises:
+        SourceChangedError: says so.
+    """
+    if os.read(fd, 1):
+        raise SourceChangedError("says that it is empty but is not, as files of /proc do")

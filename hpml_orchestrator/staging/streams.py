@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import bz2
 import contextlib
+import errno
 import gzip
 import importlib
 import io
@@ -15,8 +16,7 @@ import zlib
 from typing import IO, TYPE_CHECKING, Any, cast
 
 from hpml_orchestrator.errors import StagingError
-from hpml_orchestrator.staging.capacity import readers_for
-from hpml_orchestrator.staging.extents import Blocks, Stamp, open_archive, stamp_of
+from hpml_orchestrator.staging.extents import Stamp, open_archive, stamp_of
 from hpml_orchestrator.staging.faults import SourceChangedError, shown, why
 from hpml_orchestrator.staging.source import BLOCK_BYTES
 
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
     from hpml_orchestrator.staging.faults import Retry
 
-__all__ = ["FileBytes", "Stream", "compression_of"]
+__all__ = ["ArchiveFile", "Stream", "compression_of"]
 
 _MAGIC = {
     b"\x1f\x8b": "gzip",
@@ -36,9 +36,6 @@ _MAGIC = {
     b"\x04\x22\x4d\x18": "lz4",
     b"\x1f\x9d": "compress",
 }
-_NEAR_BYTES = 1 << 13
-_SERVED_NEAR_BYTES = 1 << 17
-_HEADER_BYTES = 512
 _LARGEST_WINDOW_LOG = 31  # `zstd --long=31`: 2 GiB
 _DAMAGED = (EOFError, zlib.error, lzma.LZMAError, ValueError)
 
@@ -52,52 +49,14 @@ def compression_of(start: bytes) -> str:
     return next((name for magic, name in _MAGIC.items() if start.startswith(magic)), "")
 
 
-class FileBytes:
-    """The bytes of a plain archive, for `scan_members`.
-
-    Headers are read one by one, or all data between them too where that takes less time: where
-    they are near each other, the more where each read waits for a server.
-    """
-
-    def __init__(self, stamp: Stamp, retry: Retry) -> None:
-        self._size = stamp.size
-        self._near = _SERVED_NEAR_BYTES if readers_for(stamp.path) > 1 else _NEAR_BYTES
-        self._retry = retry
-        self._blocks = Blocks([stamp], retry)
-
-    def at(self, offset: int, count: int) -> bytes:
-        """Return so many bytes at an offset; fewer where the archive ends."""
-        blocks = self._blocks
-        if offset < blocks.start or offset + count > blocks.end:
-            count = min(count, self._size - offset)
-            if count <= 0:
-                return b""
-            self._retry.check_stop()
-            if offset - blocks.end < self._near:
-                blocks.fill(0, offset)
-            else:
-                blocks.fill(0, offset, _HEADER_BYTES)
-            if offset + count > blocks.end:
-                return blocks.exactly(0, offset, count)
-        at = offset - blocks.start
-        return bytes(blocks.view[at : at + count])
-
-    def reaches(self, offset: int) -> bool:
-        """Say whether the archive has so many bytes."""
-        return offset <= self._size
-
-    def close(self) -> None:
-        """Close the archive."""
-        self._blocks.close()
-
-
 class Stream:
     """The decompressed bytes of an archive, from front to back.
 
+    Besides, it is a file that `tarfile` reads headers from, going forward.
+
     Args:
-        path: the archive.
+        stamp: the archive, as it has to be.
         retry: calls again after faults that pass.
-        stamp: what the archive has to be; None: whatever it is now.
 
     Raises:
         StagingError: its compression is not known, or needs a program that is not there.
@@ -105,20 +64,19 @@ class Stream:
         OSError: it cannot be opened.
     """
 
-    def __init__(self, path: str, retry: Retry, stamp: Stamp | None = None) -> None:
-        self._path = path
+    def __init__(self, stamp: Stamp, retry: Retry) -> None:
+        self._path = stamp.path
         self._retry = retry
-        self._fd = open_archive(path, retry)
+        self._raw = ArchiveFile(stamp, retry)
         self._stream: Any = None
+        self._data = b""
+        self._start = self.end = self._at = 0
         try:
-            self.stamp = stamp or stamp_of(path, self._fd)
-            self._check_same()
-            self._stream = self._opened(compression_of(os.pread(self._fd, 8, 0)))
+            start = os.pread(self._raw.fileno(), 8, 0)
+            self._stream = self._opened(compression_of(start))
         except BaseException:
             self.close()
             raise
-        self._data = b""
-        self._start = self.end = 0
 
     def __enter__(self) -> Self:
         return self
@@ -128,29 +86,33 @@ class Stream:
 
     def _opened(self, kind: str) -> Any:
         if kind == "zstd":
-            return _zstd(self._path, self._fd, self._retry)
+            return _zstd(self._path, self._raw)
         if kind in {"lz4", "compress"}:
             raise StagingError(
                 f"{shown(self._path)}: is compressed with {kind}, which is not read here",
                 hint="repack it, best as tar.zst or plain tar",
             )
-        raw = io.BufferedReader(_Raw(self._fd, self._retry), BLOCK_BYTES)
+        raw = io.BufferedReader(self._raw, BLOCK_BYTES)
         if kind == "gzip":
             return gzip.GzipFile(fileobj=cast("IO[bytes]", raw))
         if kind == "bzip2":
             return bz2.BZ2File(raw)
         return lzma.LZMAFile(raw) if kind == "xz" else raw
 
-    def at(self, offset: int, count: int) -> bytes:
-        """Return so many bytes at an offset, not before the last one; fewer at the end."""
-        return b"".join([bytes(piece) for piece in self.pieces(offset, offset + count)])
+    def seek(self, offset: int) -> int:
+        """Read on from an offset, not more than a byte before what was read last."""
+        self._at = offset
+        return offset
 
-    def reaches(self, offset: int) -> bool:
-        """Say whether there are so many bytes; goes on to there."""
-        while self.end < offset:
-            if not self._more():
-                return False
-        return True
+    def tell(self) -> int:
+        """Return the offset that is read next."""
+        return self._at
+
+    def read(self, count: int) -> bytes:
+        """Return so many bytes; fewer where the archive ends."""
+        data = b"".join([bytes(piece) for piece in self.pieces(self._at, self._at + count)])
+        self._at += len(data)
+        return data
 
     def pieces(self, start: int, stop: int) -> Iterator[memoryview]:
         """Yield the bytes [start, stop), fewer at the end of the stream.
@@ -191,51 +153,102 @@ class Stream:
             ) from error
         except OSError as error:  # gzip and bz2 report damage so
             raise StagingError(f"cannot read {shown(self._path)}: {why(error)}") from error
-        self._check_same()
+        self._raw.check()
         if not data:
             return False
-        self._start, self._data = self.end, data
+        kept = self._data[-1:]  # tarfile goes back by a byte
+        self._start, self._data = self.end - len(kept), kept + data
         self.end += len(data)
         return True
-
-    def _check_same(self) -> None:
-        if stamp_of(self._path, self._fd) != self.stamp:
-            raise SourceChangedError
 
     def close(self) -> None:
         """Close the archive; may be called again."""
         if self._stream is not None:
             self._stream.close()
             self._stream = None
-        if self._fd >= 0:
-            os.close(self._fd)
-            self._fd = -1
+        self._raw.close()
 
 
-class _Raw(io.RawIOBase):
-    """A file that is read with retries."""
+class ArchiveFile(io.RawIOBase):
+    """A file that is read with retries, and has to stay what it was.
 
-    def __init__(self, fd: int, retry: Retry) -> None:
+    Args:
+        stamp: what it has to be.
+        retry: calls again after faults that pass, and says when to stop.
+
+    Raises:
+        StagingError: it is no regular file.
+        SourceChangedError: it is another.
+        OSError: it cannot be opened.
+    """
+
+    def __init__(self, stamp: Stamp, retry: Retry) -> None:
         super().__init__()
-        self._fd = fd
+        self._stamp = stamp
         self._retry = retry
         self._at = 0
+        self._fd = open_archive(stamp.path, retry)
+        self.check()
+
+    def fileno(self) -> int:
+        """Return the descriptor."""
+        return self._fd
 
     def readable(self) -> bool:
+        """Say yes."""
         return True
 
+    def seekable(self) -> bool:
+        """Say yes."""
+        return True
+
+    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
+        """Read on from an offset."""
+        begin = {os.SEEK_SET: 0, os.SEEK_CUR: self._at, os.SEEK_END: self._stamp.size}[whence]
+        if begin + offset < 0:
+            raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
+        self._at = begin + offset
+        return self._at
+
+    def tell(self) -> int:
+        """Return the offset that is read next."""
+        return self._at
+
     def readinto(self, buffer: memoryview) -> int:  # type: ignore[override]
+        """Read, and look whether the file is what it was.
+
+        Raises:
+            SourceChangedError: it is not.
+        """
+        self._retry.check_stop()
         count = self._retry(lambda: os.preadv(self._fd, [buffer], self._at))
+        self.check()
         self._at += count
         return count
 
+    def check(self) -> None:
+        """Compare the open file with what it has to be.
 
-def _zstd(path: str, fd: int, retry: Retry) -> Any:
+        Raises:
+            SourceChangedError: it is another.
+        """
+        if stamp_of(self._stamp.path, self._fd) != self._stamp:
+            raise SourceChangedError
+
+    def close(self) -> None:
+        """Close the file; may be called again."""
+        if self._fd >= 0:
+            os.close(self._fd)
+            self._fd = -1
+        super().close()
+
+
+def _zstd(path: str, file: ArchiveFile) -> Any:
     """Return a reader of zstd: the program, which works beside this process, or a module."""
     program = shutil.which("zstd")
     if program is not None:
-        return _Program([program, "-dcq", f"--long={_LARGEST_WINDOW_LOG}"], fd)
-    raw = io.BufferedReader(_Raw(fd, retry), BLOCK_BYTES)
+        return _Program([program, "-dcq", f"--long={_LARGEST_WINDOW_LOG}"], file.fileno())
+    raw = io.BufferedReader(file, BLOCK_BYTES)
     with contextlib.suppress(ImportError):
         module = importlib.import_module("compression.zstd")
         window = {module.DecompressionParameter.window_log_max: _LARGEST_WINDOW_LOG}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Protocol
 
-from hpml_orchestrator.staging.engine import Copied, EngineOptions, copy
+from hpml_orchestrator.staging.copy import Copied, CopyOptions, copy
 
 if TYPE_CHECKING:
     from hpml_orchestrator.staging.faults import Retry
@@ -16,7 +16,7 @@ __all__ = ["LocalSupply", "Supply"]
 
 
 class Supply(Protocol):
-    """Fills the directory that `CopyStager` then publishes.
+    """Brings the data of a request.
 
     Attributes:
         kind: the source's, as in the manifest.
@@ -57,19 +57,15 @@ class Supply(Protocol):
         """Let other nodes know that this one ends, and why; raises nothing."""
 
     def close(self) -> None:
-        """Give back what it holds; called once at the end, also after errors."""
+        """Give back what it holds; may be called again, also after errors."""
 
 
 class LocalSupply:
-    """This node reads the source by itself.
+    """This node reads the source by itself; it is looked at once."""
 
-    The source is looked at once, and may be closed more than once: whoever chooses a target looks
-    before the stager does, and closes it also when it was never handed on.
-    """
-
-    def __init__(self, source: Source, options: EngineOptions | None = None) -> None:
+    def __init__(self, source: Source, options: CopyOptions | None = None) -> None:
         self._source = source
-        self._options = options or EngineOptions()
+        self._options = options or CopyOptions()
         self._plan: Plan | None = None
         self._open = True
         self.kind = source.kind
@@ -82,14 +78,10 @@ class LocalSupply:
         return self._plan
 
     def fill(self, plan: Plan, partial_dir: str, *, retry: Retry, progress: Progress) -> Copied:
-        """Copy or unpack it with the engine."""
+        """Copy or unpack it."""
+        options = self._options
         return copy(
-            plan,
-            self._source,
-            partial_dir,
-            options=self._options,
-            retry=retry,
-            progress=progress,
+            plan, self._source, partial_dir, options=options, retry=retry, progress=progress
         )
 
     def reuse(self) -> None:

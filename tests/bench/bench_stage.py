@@ -41,9 +41,9 @@ HERE = Path(__file__).parent
 BLOCK_BYTES = 1 << 20
 STAGE = """
 import sys
-from hpml_orchestrator.staging import CopyStager, EngineOptions, StageRequest
+from hpml_orchestrator.staging import CopyStager, CopyOptions, StageRequest
 source, target, kind, hashed, threads = sys.argv[1:]
-options = EngineOptions(hash=hashed == "hash", threads=int(threads) or None)
+options = CopyOptions(hash=hashed == "hash", threads=int(threads) or None)
 stager = CopyStager("bench", options=options)
 request = StageRequest("data", source, kind=kind, target=target, outside_links=True)
 print(stager.stage(request).workers)

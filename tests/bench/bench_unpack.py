@@ -4,9 +4,9 @@
 
 The same files as a pack, a tar and a zip (stored, and deflated at level 1), from and into RAM
 (--into: another place), with a warm cache. hpml runs as it does in a job: in a process that is
-there already, planning included, with as many workers as there are CPUs, comparing a pack's digests
-and making those of the others. Peers: GNU `tar xf` (of all archives, one behind the other),
-`unzip -q`, and Python's zipfile in a process of its own. Ways take turns; medians of RUNS (5).
+there already, planning included, with as many workers as there are CPUs, making digests. Peers:
+GNU `tar xf` (of all archives, one behind the other), `unzip -q`, and Python's zipfile in a process
+of its own. Ways take turns; medians of RUNS (5).
 CPU seconds tell more than the clock where others use the machine. After the last run each tree is
 compared with the source by SHA-256, which hpml does not use.
 """
@@ -29,7 +29,7 @@ from pathlib import Path
 
 from hpml_orchestrator.packing import PackRequest, pack
 from hpml_orchestrator.staging import StageRequest, room_at
-from hpml_orchestrator.staging.engine import EngineOptions, copy
+from hpml_orchestrator.staging.copy import CopyOptions, copy
 from hpml_orchestrator.staging.faults import Retry
 from hpml_orchestrator.staging.progress import Progress
 from hpml_orchestrator.staging.sources import open_source
@@ -40,7 +40,7 @@ ZIPFILE = "import sys, zipfile; zipfile.ZipFile(sys.argv[1]).extractall(sys.argv
 
 
 def hpml(source: Path) -> Way:
-    """Unpacking by the engine."""
+    """Unpacking by the copier."""
 
     def run(target: Path) -> None:
         retry = Retry(time.sleep, lambda: False)
@@ -52,7 +52,7 @@ def hpml(source: Path) -> Way:
                 plan,
                 opened,
                 str(target),
-                options=EngineOptions(),
+                options=CopyOptions(),
                 retry=retry,
                 progress=Progress(None),
             )

@@ -29,6 +29,8 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import PIL.Image
+
 STARTED = time.perf_counter()
 if TYPE_CHECKING:
     from training_jobs import ddp_images, hpml_checkpoint
@@ -122,7 +124,9 @@ def main() -> None:
         os.sched_setaffinity(0, {int(faults["core"])})
     if "quota" in faults:
         Path(os.environ["FAULTY_GROUP"], "cgroup.procs").write_text(str(os.getpid()))
-    ddp_images.opened = delay(ddp_images.opened, faults, options.slow_root)
+    reading = delay(PIL.Image.open, faults, options.slow_root)
+    monkey: Any = PIL.Image
+    monkey.open = reading
     publish = hpml_checkpoint.Checkpoints._publish
 
     def slowly(*arguments: Any) -> int:

@@ -4,46 +4,63 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import json
 import os
+import queue
 import select
 import time
 from typing import TYPE_CHECKING, Any
 
 from hpml_orchestrator.errors import StagingError
+from hpml_orchestrator.staging.copy import Copied, make_directories, make_links
 from hpml_orchestrator.staging.crew import Worker
-from hpml_orchestrator.staging.engine import Copied
 from hpml_orchestrator.staging.faults import Retry
-from hpml_orchestrator.staging.hashing import PIECE_BYTES, file_digest
+from hpml_orchestrator.staging.hashing import hashing_named
 from hpml_orchestrator.staging.manifest import Listing, tree_digest
-from hpml_orchestrator.staging.many.chunks import (
-    ChainLostError,
-    Landing,
-    chunk_hashing,
-    hashing_of_first,
-    make_large_and_empty,
-    pieces_of,
-)
-from hpml_orchestrator.staging.many.link import COMMIT, DATA, DONE, END, GO, PLAN, PLAN_END, READY
-from hpml_orchestrator.staging.many.member import Member
-from hpml_orchestrator.staging.many.planwire import add_part
-from hpml_orchestrator.staging.many.relay import Relay
-from hpml_orchestrator.staging.plan import Entry, Plan
-from hpml_orchestrator.staging.transfer import make_directories, make_links
+from hpml_orchestrator.staging.many.chunks import ChainLostError, Landing, make_empty
+from hpml_orchestrator.staging.many.head import LISTS, plan_digest
+from hpml_orchestrator.staging.many.link import DATA
+from hpml_orchestrator.staging.plan import Entry, HardLink, Plan, Symlink
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-    from hpml_orchestrator.staging.hashing import Buffer, Hashing
+    from hpml_orchestrator.staging.hashing import Hashing
     from hpml_orchestrator.staging.many.link import Caller
+    from hpml_orchestrator.staging.many.member import Member
     from hpml_orchestrator.staging.progress import Progress
     from hpml_orchestrator.staging.request import StageRequest
 
-__all__ = ["Follower"]
+__all__ = ["Follower", "plan_of"]
 
-_POLL_SECONDS = 0.2
+_POLL_SECONDS = 0.05
+_TICK_SECONDS = 0.2
 _MOST_RELAYS = 256
 _DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
+_ROWS: dict[str, Callable[..., Any]] = {
+    "directories": Entry._make,
+    "files": Entry._make,
+    "hard_links": HardLink._make,
+    "symlinks": Symlink._make,
+    "stamps": tuple,
+}
+
+
+def plan_of(source: str, parts: list[Any]) -> Plan:
+    """Return the plan that came in parts.
+
+    Raises:
+        StagingError: they make none.
+    """
+    plan = Plan(source, Entry("", 0, 0))
+    try:
+        for name, rows in parts:
+            if name == "top":
+                plan.top = Entry(*rows[0])
+            elif name in LISTS:
+                getattr(plan, name).extend(map(_ROWS[name], rows))
+    except (TypeError, ValueError, IndexError):
+        raise StagingError("the plan that came over the network is damaged") from None
+    return plan
 
 
 class Follower:
@@ -62,10 +79,8 @@ class Follower:
         self._plan: Plan | None = None
         self._kind = ""
         self._how: Hashing | None = None
-        self._said: dict[int, bytes] = {}
         self._relays: list[Worker] = []
-        self._landed: dict[tuple[int, int], bytes] = {}
-        self._missing = 0
+        self._landed: dict[int, bytes] = {}
         self._tick_at = 0.0
 
     @property
@@ -82,9 +97,24 @@ class Follower:
             StagingStopped: should_stop said so.
         """
         if self._plan is None:
+            member = self._member
             with self._failing():
-                self._member.join()
-                self._plan = self._hear_plan()
+                member.join()
+                terms = member.wait_for("terms")
+                if plan_digest(member.parts, member.secret) != terms.get("digest"):
+                    raise StagingError(f"the plan that came from {member.names[0]} is damaged")
+                plan = plan_of(self._request.source, member.parts)
+                member.parts.clear()
+                plan.at_least = terms.get("at_least") is True
+                self._kind, name = str(terms.get("kind")), str(terms.get("hashing"))
+                self._how = hashing_named(name)
+                if self._how is None:
+                    raise StagingError(
+                        f"this node cannot hash with {name}, as the first node does",
+                        hint="install xxhash for this node's interpreter, or use distribution: "
+                        "shared",
+                    )
+                self._plan = plan
         return self._plan
 
     def fill(self, plan: Plan, partial_dir: str, *, retry: Retry, progress: Progress) -> Copied:
@@ -98,7 +128,7 @@ class Follower:
             fd = os.open(partial_dir, _DIRECTORY)
             try:
                 make_directories(plan, fd, retry)
-                make_large_and_empty(plan, fd)
+                make_empty(plan, fd)
                 copied = self._receive(plan, fd, retry, progress, needed=True)
             finally:
                 os.close(fd)
@@ -137,189 +167,101 @@ class Follower:
                 self._drop_relays()
                 raise
 
-    def _hear_plan(self) -> Plan:
-        plan = Plan(self._request.source, Entry("", 0, 0))
-        member = self._member
-        while True:
-            for kind, payload, from_up in self._heard():
-                if not from_up:
-                    self._said[kind] = payload  # READY of a node that has begun to wait
-                elif kind == PLAN:
-                    add_part(plan, payload)
-                    self._pass_on(kind, payload)
-                elif kind == PLAN_END:
-                    self._pass_on(kind, payload)
-                    self._set_terms(payload)
-                    plan.at_least = json.loads(payload).get("at_least") is True
-                    return plan
-                else:
-                    raise StagingError(f"{member.names[0]} said something out of turn")
-
-    def _heard(self) -> list[tuple[int, bytes, bool]]:
-        """Wait a moment for the neighbours."""
-        links = [link for link in (self._member.up, self._member.down) if link is not None]
-        select.select(links, [link for link in links if link.is_waiting], [], _POLL_SECONDS)
-        return self._member.tick()
-
-    def _pass_on(self, kind: int, payload: bytes = b"") -> None:
-        if self._member.down is not None:
-            self._member.down.send(kind, payload)
-
-    def _set_terms(self, payload: bytes) -> None:
-        try:
-            terms = json.loads(payload)
-            self._kind, name = str(terms["kind"]), str(terms["hashing"])
-        except (ValueError, KeyError, TypeError):
-            raise StagingError("the plan that came over the network has no end") from None
-        self._how = hashing_of_first(name)
-
     def _receive(
         self, plan: Plan, fd: int, retry: Retry, progress: Progress | None, *, needed: bool
     ) -> Copied:
-        assert self._how is not None  # noqa: S101 - plan() has set it
-        self._missing = sum(map(pieces_of, plan.files))
-        if self._wait_ready(needed=needed):
-            self._take_all(plan, fd, progress)
+        member, how = self._member, self._how
+        assert how is not None  # noqa: S101 - plan() has set it
+        below = not member.is_last and bool(member.wait_for("ready"))
+        self._tell_up("ready", needed or below)
+        if member.wait_for("go"):
+            self._take_all(plan, fd, how, progress)
         elif needed:
             raise StagingError("the first node sends nothing, but this node has nothing")
         else:
             return Copied()
         if fd >= 0:
             make_links(plan, fd, retry.stopped_by(self._beat))
-        digests = self._digests(plan, self._how)
-        self._agree(tree_digest(Listing.of(plan, digests), self._how))
+        empty = how.new().digest()
+        digests = [self._landed.get(number, empty) for number in range(len(plan.files))]
+        self._agree(tree_digest(Listing.of(plan, digests), how))
         return Copied(digests, max(1, len(self._relays)))
 
-    def _wait_ready(self, *, needed: bool) -> bool:
-        """Wait until all nodes are ready; returns whether data will come."""
-        member = self._member
-        told_up = False
-        while GO not in self._said:
-            if not told_up and (member.is_last or READY in self._said):
-                told_up = True
-                any_needs = needed or self._said.get(READY) == b"\1"
-                self._tell_up(READY, b"\1" if any_needs else b"\0")
-            self._note(self._heard())
-        for link in (member.up, member.down):
-            if link is not None:
-                link.watch()
-        return self._said[GO] == b"\1"
-
     def _beat(self) -> bool:
-        """Say whether to stop; on the way, tell and hear signs of life.
+        """Say whether to stop; on the way, hear whether another node failed.
 
         Raises:
-            StagingError: another node failed.
+            StagingError: it did.
         """
         now = self._member.notices.clock()
         if now >= self._tick_at:
-            self._tick_at = now + _POLL_SECONDS
-            self._note(self._member.tick())
+            self._tick_at = now + _TICK_SECONDS
+            self._member.listen()
         return self._member.notices.should_stop()
 
-    def _tell_up(self, kind: int, payload: bytes) -> None:
+    def _tell_up(self, word: str, body: object) -> None:
         assert self._member.up is not None  # noqa: S101 - joined
-        self._member.up.send(kind, payload)
+        self._member.up.send(word, body)
 
-    def _note(self, said: list[tuple[int, bytes, bool]]) -> None:
-        """Remember what neighbours said, and tell the node behind what comes from before."""
-        for kind, payload, from_up in said:
-            if from_up != (kind in {GO, END, COMMIT}) or kind in self._said:
-                name = self._member.names[0 if from_up else 1]
-                raise StagingError(f"{name} said something out of turn")
-            self._said[kind] = payload
-            if from_up:
-                self._pass_on(kind, payload)
-
-    def _take_all(self, plan: Plan, fd: int, progress: Progress | None) -> None:
+    def _take_all(self, plan: Plan, fd: int, how: Hashing, progress: Progress | None) -> None:
+        """Give each data connection a process, until all files have come."""
         member = self._member
         assert member.door is not None  # noqa: S101 - joined
-        how = self._how
-        assert how is not None  # noqa: S101
-        digest = chunk_hashing(how.name, member.secret)
-        same = how.name != "blake2b_128"
-        take = functools.partial(self._take, plan, progress)
+        missing = sum(entry.size > 0 for entry in plan.files)
+        take = functools.partial(self._take, progress)
         idle_since = member.notices.clock()
-        while not (END in self._said and not self._missing and self._relays_are_done()):
-            links = [link for link in (member.up, member.down) if link is not None]
-            waiting = {relay.line: relay for relay in self._relays if not relay.is_gone}
-            writers = [link for link in links if link.is_waiting]
-            wanted: list[Any] = [member.door, *links, *waiting]
-            ready = select.select(wanted, writers, [], _POLL_SECONDS)[0]
-            self._note(member.tick())
-            for caller in member.door.poll() if member.door in ready else ():
-                self._start_relay(caller, plan, Landing(plan, fd, how, same=same), digest)
-                idle_since = member.notices.clock()
-            for line, relay in waiting.items():
-                if line in ready:
-                    relay.listen(take)
+        while len(self._landed) < missing or "end" not in member.said or self._working():
+            member.listen()
+            with contextlib.suppress(queue.Empty):
+                while True:
+                    caller = member.door.callers.get_nowait()
+                    self._start_relay(caller, Landing(plan, fd, how))
                     idle_since = member.notices.clock()
+            working = {relay.line: relay for relay in self._working()}
+            for line in select.select(list(working), [], [], _POLL_SECONDS)[0]:
+                working[line].listen(take)
+                idle_since = member.notices.clock()
             silent = member.notices.clock() - idle_since
-            if END in self._said and self._relays_are_done() and silent > member.place.timeout:
-                raise StagingError(f"{self._missing} pieces of files did not come")
+            if "end" in member.said and not self._working() and silent > member.place.timeout:
+                raise StagingError(f"{missing - len(self._landed)} files did not come")
 
-    def _relays_are_done(self) -> bool:
-        return all(relay.is_gone for relay in self._relays)
+    def _working(self) -> list[Worker]:
+        return [relay for relay in self._relays if not relay.is_gone]
 
-    def _start_relay(
-        self, caller: Caller, plan: Plan, landing: Landing, digest: Callable[[Buffer], bytes]
-    ) -> None:
-        if caller.kind != DATA or len(self._relays) >= _MOST_RELAYS:
-            caller.sock.close()
-            return
-        member = self._member
-        timeout = member.place.timeout
-        onward = None if member.is_last else (lambda: member.call(DATA, timeout))
-        relay = Relay(caller.sock, onward, digest, names=member.names, timeout=timeout)
-        keep = [fd for fd in (caller.sock.fileno(), landing.dir_fd) if fd >= 0]
-        with caller.sock:
-            self._relays.append(Worker(functools.partial(relay.run, plan, landing), keep))
+    def _start_relay(self, caller: Caller, landing: Landing) -> None:
+        connection = caller.connection
+        with connection:
+            if caller.kind != DATA or len(self._relays) >= _MOST_RELAYS:
+                return
+            member = self._member
+            timeout = member.place.timeout
+            onward = None if member.is_last else (lambda: member.call(DATA, timeout))
+            keep = [fd for fd in (connection.fileno(), landing.dir_fd) if fd >= 0]
+            work = functools.partial(landing.relay, connection, onward, member.names, timeout)
+            self._relays.append(Worker(work, keep))
 
     def _drop_relays(self) -> None:
         Worker.dismiss(self._relays)
 
     def _take(
-        self,
-        plan: Plan,
-        progress: Progress | None,
-        landed: list[tuple[int, int, bytes]],
-        size: int,
-        lost: str,
+        self, progress: Progress | None, landed: list[tuple[int, bytes]], size: int, broken: str
     ) -> None:
-        """Note what a relay told; see `Relay.run`."""
-        if lost:
-            raise self._member.explain(ChainLostError(lost))
-        files = 0
-        for number, start, digest in landed:
-            if (number, start) not in self._landed:
-                self._missing -= 1
-                files += pieces_of(plan.files[number]) == 1
-            self._landed[number, start] = digest
+        """Note what a relay told; see `Landing.relay`."""
+        if broken:
+            raise self._member.explain(ChainLostError(broken))
+        before = len(self._landed)
+        self._landed.update(landed)
         if progress is not None:
-            progress.add(size, files)
-
-    def _digests(self, plan: Plan, how: Hashing) -> list[bytes]:
-        empty = how.new().digest()
-        found = []
-        landed = self._landed
-        for number, entry in enumerate(plan.files):
-            pieces = [landed[number, start] for start in range(0, entry.size, PIECE_BYTES)] or [
-                empty
-            ]
-            found.append(file_digest(pieces, how))
-        return found
+            progress.add(size, len(self._landed) - before)
 
     def _agree(self, digest: str) -> None:
         """Compare with the nodes behind, tell the one before, and wait for its word."""
         member = self._member
-        while not member.is_last and DONE not in self._said:
-            self._note(self._heard())
-        below = self._said.get(DONE, digest.encode())
-        if below != digest.encode():
+        below = digest if member.is_last else member.wait_for("done")
+        if below != digest:
             raise StagingError(
                 f"what came to {member.names[1]} is not what came to this node: digests "
-                f"{below.decode('ascii', 'replace')} and {digest}"
+                f"{below} and {digest}"
             )
-        self._tell_up(DONE, digest.encode())
-        while COMMIT not in self._said:
-            self._note(self._heard())
+        self._tell_up("done", digest)
+        member.wait_for("commit")

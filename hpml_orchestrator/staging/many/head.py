@@ -4,39 +4,26 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import hashlib
 import json
 import os
-import select
 import threading
 import time
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from hpml_orchestrator.errors import StagingError
-from hpml_orchestrator.staging.engine import Copied, check_directories, copy
-from hpml_orchestrator.staging.faults import Problems
-from hpml_orchestrator.staging.filehash import hashed
-from hpml_orchestrator.staging.hashing import hashing
+from hpml_orchestrator.staging.copy import Copied, copy
+from hpml_orchestrator.staging.faults import StagingStopped
+from hpml_orchestrator.staging.hashing import hashed, hashing
 from hpml_orchestrator.staging.manifest import Listing, tree_digest
-from hpml_orchestrator.staging.many.chunks import Sender, SendingSource, chunk_hashing
-from hpml_orchestrator.staging.many.link import (
-    COMMIT,
-    DATA,
-    DONE,
-    END,
-    GO,
-    PLAN,
-    PLAN_END,
-    READY,
-    BrokenLinkError,
-)
+from hpml_orchestrator.staging.many.chunks import Sender, SendingSource
+from hpml_orchestrator.staging.many.link import DATA, BrokenLinkError
 from hpml_orchestrator.staging.many.member import PeerFailedError
-from hpml_orchestrator.staging.many.planwire import plan_parts
-from hpml_orchestrator.staging.request import StagingStopped
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterable, Iterator
 
-    from hpml_orchestrator.staging.engine import EngineOptions
+    from hpml_orchestrator.staging.copy import CopyOptions
     from hpml_orchestrator.staging.faults import Retry
     from hpml_orchestrator.staging.hashing import Buffer
     from hpml_orchestrator.staging.many.link import Link
@@ -45,10 +32,30 @@ if TYPE_CHECKING:
     from hpml_orchestrator.staging.progress import Progress
     from hpml_orchestrator.staging.source import Source
 
-__all__ = ["Head"]
+__all__ = ["LISTS", "Head", "plan_digest", "plan_parts"]
 
-_POLL_SECONDS = 0.2
+LISTS = ("directories", "files", "hard_links", "symlinks", "stamps")
+"""What a plan is told in."""
+
+_ROWS_AT_ONCE = 1000
 _TICK_SECONDS = 0.1
+
+
+def plan_digest(parts: Iterable[Any], secret: bytes) -> str:
+    """Return a digest of the parts of a plan that only those make who know the secret."""
+    digest = hashlib.blake2b(key=secret)
+    for part in parts:
+        digest.update(json.dumps(part).encode())
+    return digest.hexdigest()
+
+
+def plan_parts(plan: Plan) -> Iterator[list[Any]]:
+    """Yield a plan in parts, so that one node reads the metadata and the others are told."""
+    yield ["top", [plan.top]]
+    for name in LISTS:
+        rows = getattr(plan, name)
+        for at in range(0, len(rows), _ROWS_AT_ONCE):
+            yield [name, rows[at : at + _ROWS_AT_ONCE]]
 
 
 class Head:
@@ -57,17 +64,16 @@ class Head:
     Args:
         source: what is staged.
         member: this node in the chain.
-        options: how the engine copies; files are hashed in any case.
+        options: how it is copied; files are hashed in any case.
     """
 
     method = "chain"
 
-    def __init__(self, source: Source, member: Member, options: EngineOptions) -> None:
+    def __init__(self, source: Source, member: Member, options: CopyOptions) -> None:
         self._source = source
         self._member = member
         self._options = dataclasses.replace(options, hash=True)
         self._plan: Plan | None = None
-        self._said: dict[int, bytes] = {}
         self._ticks = threading.Lock()
         self._tick_at = 0.0
         self._pid = os.getpid()
@@ -85,10 +91,13 @@ class Head:
             with self._member.failing():
                 self._member.join()
                 plan = self._source.plan()
-                for part in plan_parts(plan):
-                    self._down.send(PLAN, part)
+                parts = list(plan_parts(plan))
+                for part in parts:
+                    self._down.send("plan", part)
                 terms = {"kind": self.kind, "hashing": hashing().name, "at_least": plan.at_least}
-                self._down.send(PLAN_END, json.dumps(terms).encode())
+                self._down.send(
+                    "terms", {**terms, "digest": plan_digest(parts, self._member.secret)}
+                )
                 self._plan = plan
         return self._plan
 
@@ -100,14 +109,14 @@ class Head:
             StagingStopped: should_stop said so.
             OSError: the directory cannot be written.
         """
-        with self._member.failing():
-            self._wait_ready()
-            self._go(b"\1")
-            source = SendingSource(self._source, self._sender)
+        member = self._member
+        with member.failing():
+            member.wait_for("ready")
+            self._down.send("go", True)
             try:
                 copied = copy(
                     plan,
-                    source,
+                    SendingSource(self._source, self._sender),
                     partial_dir,
                     options=self._options,
                     retry=retry.stopped_by(self._beat),
@@ -116,13 +125,9 @@ class Head:
             except (PeerFailedError, BrokenLinkError):
                 raise
             except StagingError as error:  # maybe a worker's, whose connection broke
-                raise self._member.explain(error) from error
-            if self.kind == "tree":
-                problems = Problems(f"cannot stage {plan.name}")
-                check_directories(plan, retry.stopped_by(self._beat), problems)
-                problems.raise_any()
+                raise member.explain(error) from error
             self._agree(plan, copied.digests)
-        self._member.is_done = True
+        member.is_done = True
         return copied
 
     def reuse(self) -> None:
@@ -134,11 +139,10 @@ class Head:
         """
         plan = self.plan()
         with self._member.failing():
-            if self._wait_ready():
-                self._go(b"\1")
+            is_needed = bool(self._member.wait_for("ready"))
+            self._down.send("go", is_needed)
+            if is_needed:
                 self._agree(plan, self._send_all(plan))
-            else:
-                self._go(b"\0")
         self._member.is_done = True
 
     def fail(self, reason: str, hint: str = "") -> None:
@@ -155,32 +159,11 @@ class Head:
         assert self._member.down is not None  # noqa: S101 - joined
         return self._member.down
 
-    def _note(self) -> None:
-        for kind, payload, _ in self._member.tick():
-            if kind not in {READY, DONE} or kind in self._said:
-                raise StagingError(f"{self._down.peer} said something out of turn")
-            self._said[kind] = payload
-
-    def _wait_for(self, kind: int) -> bytes:
-        while kind not in self._said:
-            waiting = [self._down] if self._down.is_waiting else []
-            select.select([self._down], waiting, [], _POLL_SECONDS)
-            self._note()
-        return self._said[kind]
-
-    def _wait_ready(self) -> bool:
-        """Wait until all nodes are; returns whether any of the others needs the data."""
-        return self._wait_for(READY) == b"\1"
-
-    def _go(self, payload: bytes) -> None:
-        self._down.send(GO, payload)
-        self._down.watch()
-
     def _beat(self) -> bool:
-        """Say whether to stop; on the way, tell and hear signs of life.
+        """Say whether to stop; on the way, hear whether another node failed.
 
         Raises:
-            StagingError: another node failed.
+            StagingError: it did.
         """
         now = time.monotonic()
         if (
@@ -190,7 +173,7 @@ class Head:
         ):
             try:
                 self._tick_at = now + _TICK_SECONDS
-                self._note()
+                self._member.listen()
             finally:
                 self._ticks.release()
         return self._member.notices.should_stop()
@@ -198,24 +181,17 @@ class Head:
     def _sender(self) -> Sender:
         member = self._member
         timeout = member.place.timeout
-        return Sender(
-            lambda: member.call(DATA, timeout),
-            chunk_hashing(hashing().name, member.secret),
-            self._down.peer,
-            timeout,
-        )
+        return Sender(lambda: member.call(DATA, timeout), self._down.peer, timeout)
 
     def _send_all(self, plan: Plan) -> list[bytes]:
         """Read and send all files without writing them; returns their digests."""
         how = hashing()
-        found = []
         reader = SendingSource(self._source, self._sender).reader(plan)
         try:
-            for number, entry in enumerate(plan.files):
-                found.append(hashed(self._heeding(reader.read(number, 0, entry.size)), how))
+            numbers = range(len(plan.files))
+            return [hashed(self._heeding(reader.read(number)), how) for number in numbers]
         finally:
             reader.close()
-        return found
 
     def _heeding(self, blocks: Iterator[Buffer]) -> Iterator[Buffer]:
         for data in blocks:
@@ -226,11 +202,10 @@ class Head:
     def _agree(self, plan: Plan, digests: list[bytes]) -> None:
         """Say that all was sent, wait for what came of it, and let all publish."""
         digest = tree_digest(Listing.of(plan, digests), hashing())
-        self._down.send(END)
-        below = self._wait_for(DONE)
-        if below != digest.encode():
+        self._down.send("end")
+        below = self._member.wait_for("done")
+        if below != digest:
             raise StagingError(
-                f"what came to {self._down.peer} is not what was read: digests "
-                f"{below.decode('ascii', 'replace')} and {digest}"
+                f"what came to {self._down.peer} is not what was read: digests {below} and {digest}"
             )
-        self._down.send(COMMIT)
+        self._down.send("commit")

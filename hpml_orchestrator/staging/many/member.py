@@ -3,125 +3,49 @@
 Node 0 reads the source. Each of the others has one neighbour before it, which connects to it, and
 but for the last one behind it. Words go from neighbour to neighbour:
 
-    NAME      who connected                        down, at once
-    PLAN…     what will be made, in parts          down
-    PLAN_END  the source's kind, the hashing       down
-    READY     this node and all behind it could    up; with whether any of them needs the data
-    GO        all are ready                        down; from here on silence counts
-    END       all data was sent                    down
-    DONE      digest of the tree                   up, once all behind say the same
-    COMMIT    all have the same: publish           down
-    FAIL      who ends and why                     both ways, at any time
-    BEAT      a sign of life                       both ways
+    plan      what will be made, in parts          down, each node passes it on
+    terms     the source's kind, the hashing       down, passed on
+    ready     this node and all behind it could    up; with whether any of them needs the data
+    go        all are ready; whether data comes    down, passed on
+    end       all data was sent                    down, passed on
+    done      digest of the tree                   up, once all behind say the same
+    commit    all have the same: publish           down, passed on
+    fail      who ends and why                     both ways, at any time, passed on
 """
 
 from __future__ import annotations
 
 import contextlib
-import fcntl
-import ipaddress
-import json
+import queue
 import secrets
-import socket
-import struct
 import time
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Optional
 
 from hpml_orchestrator.errors import StagingError
+from hpml_orchestrator.staging.faults import StagingStopped
 from hpml_orchestrator.staging.many.link import (
     CONTROL,
-    FAIL,
-    NAME,
     SECRET_BYTES,
     BrokenLinkError,
     Caller,
     Door,
+    Heard,
     Link,
     call,
+    own_address,
 )
 from hpml_orchestrator.staging.many.notices import reason_of
-from hpml_orchestrator.staging.request import StagingStopped
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
+    from collections.abc import Iterator
+    from multiprocessing.connection import Connection
 
     from hpml_orchestrator.staging.many.notices import Notices, Place
 
-__all__ = ["Member", "PeerFailedError", "interface_address", "own_address"]
+__all__ = ["Member", "PeerFailedError"]
 
-_SIOCGIFADDR = 0x8915
-_IFREQ = struct.Struct("256s")
-_GLOBAL_SCOPE = "00"
-_NOWHERE = "192.0.2.1"  # RFC 5737: an address for documentation; only the route to it is asked for
-
-
-def own_address(interfaces: Sequence[str] = (), *, towards: str = "") -> str:
-    """Return the address to listen at.
-
-    That of the first given interface which has one; else what the host's name stands for, if that
-    is not the loopback; else the one that packets to the other node would leave with; else that
-    of any interface.
-
-    Args:
-        interfaces: names of network interfaces, the best first.
-        towards: name or address of another node.
-    """
-    for name in interfaces:
-        found = interface_address(name)
-        if found:
-            return found
-    for one in [*_resolved(socket.gethostname()), _route(towards), _route(_NOWHERE)]:
-        if one and not _is_local(one):
-            return one
-    for _, name in socket.if_nameindex():
-        found = interface_address(name)
-        if found and not _is_local(found):
-            return found
-    return "127.0.0.1"
-
-
-def interface_address(name: str, *, inet6: str = "/proc/net/if_inet6") -> str:
-    """Return an interface's first address, IPv4 before global IPv6; "" where it has none."""
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe, contextlib.suppress(OSError):
-        asked = _IFREQ.pack(name.encode()[:15])
-        return socket.inet_ntoa(fcntl.ioctl(probe.fileno(), _SIOCGIFADDR, asked)[20:24])
-    with contextlib.suppress(OSError, ValueError), open(inet6, encoding="ascii") as stream:
-        for line in stream:
-            digits, _, _, scope, _, device = line.split()
-            if device == name and scope == _GLOBAL_SCOPE:
-                return str(ipaddress.IPv6Address(bytes.fromhex(digits)))
-    return ""
-
-
-def _resolved(name: str) -> list[str]:
-    try:
-        found = socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)
-    except (OSError, UnicodeError):
-        return []
-    return [str(one[4][0]) for one in found]
-
-
-def _route(towards: str) -> str:
-    """Return the address that packets to another node leave with; none is sent."""
-    for one in _resolved(towards)[:1] if towards else []:
-        family = socket.AF_INET6 if ":" in one else socket.AF_INET
-        with socket.socket(family, socket.SOCK_DGRAM) as probe, contextlib.suppress(OSError):
-            probe.connect((one, 9))
-            return str(probe.getsockname()[0])
-    return ""
-
-
-def _is_local(address: str) -> bool:
-    """Say whether no other machine can use an address: loopback, or of one link alone."""
-    try:
-        found = ipaddress.ip_address(address)
-    except ValueError:
-        return True
-    return found.is_loopback or found.is_link_local or found.is_unspecified
-
-
+_DOWNWARDS = frozenset({"plan", "terms", "go", "end", "commit"})
 _POLL_SECONDS = 0.05
 _CALL_EVERY_SECONDS = 0.2
 _CALL_SLOWER, _CALL_SLOWEST_SECONDS = 1.1, 2.0
@@ -138,6 +62,8 @@ class Member:
     """A node in the chain.
 
     Attributes:
+        said: what neighbours said, by its word.
+        parts: of the plan, as they came.
         is_done: whether all went well, so that nobody needs to be told when this node leaves.
     """
 
@@ -148,8 +74,11 @@ class Member:
     up: Optional[Link] = None  # noqa: UP045
     down: Optional[Link] = None  # noqa: UP045
     next_at: tuple[str, int] = ("", 0)
+    said: dict[str, Any] = field(default_factory=dict)
+    parts: list[Any] = field(default_factory=list)
     is_done: bool = False
-    _reason: dict[str, str] = field(default_factory=dict)
+    _heard: queue.SimpleQueue[Heard] = field(default_factory=queue.SimpleQueue)
+    _later: list[tuple[Any, ...]] = field(default_factory=list)
     _closed: bool = False
 
     @property
@@ -176,7 +105,7 @@ class Member:
         """Find the neighbours.
 
         Raises:
-            StagingError: one of them did not come in time.
+            StagingError: one of them did not come in time, or failed.
             StagingStopped: should_stop said so.
             RecordError: the attempt's directory cannot be written.
         """
@@ -189,7 +118,8 @@ class Member:
             self.secret = bytes.fromhex(str(told["secret"]))
             towards = place.names[0] if place.names else ""
             address = own_address(place.interfaces, towards=towards)
-            self.door = Door(address, self.secret, me=place.index, caller=place.index - 1)
+            before = place.index - 1
+            self.door = Door(address, self.secret, caller=before, timeout=place.timeout)
             self.notices.post(
                 str(place.index), node=place.node, address=address, port=self.door.port
             )
@@ -201,29 +131,26 @@ class Member:
         pause = _CALL_EVERY_SECONDS
         here: dict[int, float] = {}
         trouble = ""
-        while self._missing():
-            if self.notices.should_stop():
-                raise StagingStopped
+        while missing := self._missing():
             if clock() >= call_at:
-                here.update((one, clock()) for one in self._missing() if self._comes(one, here))
+                here.update((one, clock()) for one in missing if self._comes(one, here))
                 trouble = self._try_to_call() or trouble
                 # all nodes look into one directory: the longer it lasts, the less often
                 pause = min(_CALL_SLOWEST_SECONDS, pause * _CALL_SLOWER)
                 call_at = clock() + pause
-            for caller in self.door.poll(_POLL_SECONDS) if self.door else ():
-                self._take(caller)
-            if self.door is None:
-                time.sleep(_POLL_SECONDS)
+            with contextlib.suppress(queue.Empty):
+                self._take(self.door.callers.get_nowait() if self.door else None)
+            self.listen(_POLL_SECONDS)
             for one in self._missing():
                 self._check_patience(one, began, here.get(one), trouble)
 
     def _missing(self) -> list[int]:
         """Return the numbers of the neighbours that are not connected."""
         index = self.place.index
-        up = [index - 1] if self._is_missing_up else []
-        return up + ([index + 1] if self._is_missing_down else [])
+        up = [index - 1] if not self.is_first and self.up is None else []
+        return up + ([index + 1] if not self.is_last and self.down is None else [])
 
-    def _comes(self, index: int, here: Mapping[int, float]) -> bool:
+    def _comes(self, index: int, here: dict[int, float]) -> bool:
         """Say whether a neighbour that was not here before has begun to look for its own."""
         return index not in here and (index == 0 or self.notices.read(str(index)) is not None)
 
@@ -243,99 +170,104 @@ class Member:
                 "the site profile, or use distribution: shared",
             )
 
-    @property
-    def _is_missing_up(self) -> bool:
-        return not self.is_first and self.up is None
-
-    @property
-    def _is_missing_down(self) -> bool:
-        return not self.is_last and self.down is None
-
-    def _take(self, caller: Caller) -> None:
-        if caller.kind != CONTROL or self.up is not None:
-            caller.sock.close()
+    def _take(self, caller: Caller | None) -> None:
+        if caller is None:
             return
-        name = self.place.called(self.place.index - 1)
-        self.up = Link(caller, name, connector=False, timeout=self.place.timeout)
+        if caller.kind != CONTROL or self.up is not None:
+            caller.connection.close()
+            return
+        name = caller.name or self.place.called(self.place.index - 1)
+        self.up = Link(caller.connection, name, self.place.timeout, self._heard)
 
     def _try_to_call(self) -> str:
         """Connect to the node behind once it has said where it is; returns what went wrong."""
-        if not self._is_missing_down:
-            return ""
         index = self.place.index
+        if index + 1 not in self._missing():
+            return ""
         card = self.notices.read(str(index + 1))
         if card is None:
             return ""
         name = str(card.get("node"))
         self.next_at = (str(card.get("address")), int(card.get("port") or 0))
         try:
-            caller = self.call(CONTROL, _CALL_SECONDS)
+            connection = self.call(CONTROL, _CALL_SECONDS)
         except (OSError, StagingError) as error:
             return f"{name} at {self.next_at[0]}: {error}"
-        self.down = Link(caller, name, connector=True, timeout=self.place.timeout)
-        self.down.send(NAME, self.place.node.encode("utf-8", "surrogateescape"))
+        self.down = Link(connection, name, self.place.timeout, self._heard)
+        self._pass_on()
         return ""
 
-    def call(self, kind: int, timeout: float) -> Caller:
-        """Connect to the node behind (see `handshake.call`)."""
-        me = self.place.index
-        return call(*self.next_at, self.secret, kind, me=me, callee=me + 1, timeout=timeout)
+    def call(self, kind: str, timeout: float) -> Connection:
+        """Connect to the node behind (see `link.call`)."""
+        me, node = self.place.index, self.place.node
+        return call(*self.next_at, self.secret, kind, me=me, name=node, timeout=timeout)
 
-    def tick(self) -> list[tuple[int, bytes, bool]]:
-        """Return what the neighbours said: (kind, payload, whether from the one before).
+    def listen(self, seconds: float = 0.0) -> None:
+        """Wait for neighbours to say something, note all of it, and pass on what goes down.
 
         Raises:
             PeerFailedError: a node failed; the others were told.
             BrokenLinkError: a neighbour is gone or hangs.
+            StagingError: one said something out of turn.
             StagingStopped: should_stop said so.
         """
         if self.notices.should_stop():
             raise StagingStopped
-        found = []
-        broken: BrokenLinkError | None = None
-        for link in (self.up, self.down):
-            if link is None:
-                continue
-            try:
-                messages = link.tick()
-            except BrokenLinkError as error:
-                broken = broken or error
-                continue
-            for kind, payload in messages:
-                if kind == FAIL:
-                    self._failed(link, payload)
-                elif kind == NAME:
-                    link.peer = payload.decode("utf-8", "backslashreplace")[:255]
-                else:
-                    found.append((kind, payload, link is self.up))
-        if broken is not None and not found:
-            raise broken
-        return found
+        with contextlib.suppress(queue.Empty):
+            heard = self._heard.get(timeout=seconds) if seconds else self._heard.get_nowait()
+            while True:
+                self._note(heard)
+                heard = self._heard.get_nowait()
 
-    def _failed(self, link: Link, payload: bytes) -> None:
-        try:
-            told: dict[str, Any] = json.loads(payload)
-        except ValueError:
-            told = {}
-        self._reason = {key: str(told.get(key, "")) for key in ("node", "message", "hint")}
+    def _note(self, heard: Heard) -> None:
+        link, word, body = heard
+        if word == "lost":
+            if "commit" in self.said or self.said.get("go") is False:
+                return  # it is done, as this node soon is
+            raise BrokenLinkError(str(body))
+        if word == "fail":
+            self._failed(link, body)
+        if (word in _DOWNWARDS) != (link is self.up) or word in self.said:
+            raise StagingError(f"{link.peer} said something out of turn")
+        if word == "plan":
+            self.parts.append(body)
+        else:
+            self.said[word] = body
+        if link is self.up and not self.is_last:
+            self._pass_on(word, body)
+
+    def _pass_on(self, *message: Any) -> None:
+        """Tell the node behind, once it is there."""
+        self._later += [message] * bool(message)
+        if self.down is not None:
+            for word, body in self._later:
+                self.down.send(word, body)
+            self._later.clear()
+
+    def wait_for(self, word: str) -> Any:
+        """Return what a neighbour says by a word, once it does; see `listen`."""
+        while word not in self.said:
+            self.listen(_POLL_SECONDS)
+        return self.said[word]
+
+    def _failed(self, link: Link, body: Any) -> None:
+        told = body if isinstance(body, dict) else {}
+        reason = {key: str(told.get(key, "")) for key in ("node", "message", "hint")}
         other = self.down if link is self.up else self.up
         if other is not None:
             with contextlib.suppress(BrokenLinkError):
-                other.send(FAIL, json.dumps(self._reason).encode())
-        raise PeerFailedError(
-            f"{self._reason['node']}: {self._reason['message']}", hint=self._reason["hint"]
-        )
+                other.send("fail", reason)
+        raise PeerFailedError(f"{reason['node']}: {reason['message']}", hint=reason["hint"])
 
-    def explain(self, lost: StagingError) -> StagingError:
+    def explain(self, broken: StagingError) -> StagingError:
         """Return why a data connection broke if a neighbour says so soon, else the error itself."""
         end = time.monotonic() + _GRACE_SECONDS
         try:
             while time.monotonic() < end:
-                self.tick()
-                time.sleep(_POLL_SECONDS)
+                self.listen(_POLL_SECONDS)
         except StagingError as error:
             return error
-        return lost
+        return broken
 
     @contextlib.contextmanager
     def failing(self) -> Iterator[None]:
@@ -359,7 +291,7 @@ class Member:
             for link in (self.up, self.down):
                 if link is not None:
                     with contextlib.suppress(BrokenLinkError):
-                        link.send(FAIL, json.dumps(told).encode())
+                        link.send("fail", told)
         self.close()
 
     def leave(self, unless_done: str) -> None:

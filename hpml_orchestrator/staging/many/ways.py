@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING
 
 from hpml_orchestrator.errors import HpmlError, InputError, StagingError
 from hpml_orchestrator.records.texts import human_bytes
-from hpml_orchestrator.staging.engine import EngineOptions
+from hpml_orchestrator.staging.copy import CopyOptions
 from hpml_orchestrator.staging.faults import Retry, shown, why
 from hpml_orchestrator.staging.many.follower import Follower
 from hpml_orchestrator.staging.many.head import Head
@@ -180,8 +180,8 @@ def supply_for(
     node: str,
     should_stop: Callable[[], bool],
     most: Callable[[], Room],
-    options: EngineOptions | None = None,
-    options_of_all: EngineOptions | None = None,
+    options: CopyOptions | None = None,
+    options_of_all: CopyOptions | None = None,
     rates: Rates | None = None,
     interfaces: Sequence[str] = (),
     names: Sequence[str] = (),
@@ -228,7 +228,7 @@ def supply_for(
         come_seconds=come_seconds,
     )
     notices = Notices(attempt, request.name, place, should_stop=should_stop)
-    found = options or EngineOptions()
+    found = options or CopyOptions()
     retry = Retry(time.sleep, should_stop)
     opened: Source | None = None
     if method != "auto" or nodes == 1:
@@ -254,7 +254,7 @@ def supply_for(
     return LocalSupply(opened or _open(request, retry, most(), found), found)
 
 
-def _open(request: StageRequest, retry: Retry, room: Room, options: EngineOptions) -> Source:
+def _open(request: StageRequest, retry: Retry, room: Room, options: CopyOptions) -> Source:
     try:
         return open_source(request, retry, room, opens_per_second=options.opens_per_second)
     except OSError as error:

@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 
 from hpml_orchestrator.check.stages import check_stages, check_targets
-from hpml_orchestrator.packing.dest import Destination
 from hpml_orchestrator.spec.job import Job
 
 
@@ -80,21 +79,10 @@ def test_data_that_do_not_exist() -> None:
     assert (code, level) == ("stage.missing", "warning")
 
 
-def test_a_pack_that_is_not_finished_is_an_error(tmp_path: Path) -> None:
-    """As staging says it; a job that stages it as a tree has said what it wants."""
-    pack = tmp_path / "phuge"
-    pack.mkdir()
-    Destination(str(pack), "/data", resume=False)
-    for kind in ("auto", "pack"):
-        ((code, _, message),) = found({"source": str(pack), "kind": kind})
-        assert (code, message[:19]) == ("stage.kind", "is no finished pack")
-    assert found({"source": str(pack), "kind": "tree"}) == []
-
-
 @pytest.mark.parametrize(
     ("name", "kind", "message"),
     [
-        ("tree", "pack", "no finished pack"),
+        ("tree", "pack", "no directory of tar shards"),
         ("tree", "tar", "kind tar but a directory"),
         ("no.tar", "auto", "no.tar"),
         ("no.zip", "auto", "no.zip"),

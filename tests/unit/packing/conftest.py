@@ -51,9 +51,11 @@ def left(directory: Path) -> set[str]:
 
 
 def finished(pack: Path) -> bool:
-    """Whether a directory holds a pack and nothing else."""
+    """Whether a directory holds shards and nothing else, and none is beside it."""
     names = left(pack)
-    return {"pack.index", "tree.tar"} <= names and not any(name.startswith(".") for name in names)
+    shards = {name for name in names if name.startswith("data-") and name.endswith(".tar")}
+    beside = {name for name in left(pack.parent) if ".packing-" in name}
+    return names == shards | {"tree.tar"} and not beside
 
 
 def grow(root: Path, files: int, size: int = 3000) -> Path:

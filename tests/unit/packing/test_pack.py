@@ -1,4 +1,4 @@
-"""A pack holds the tree: for tar, for Python's tarfile, for its index, and always the same."""
+"""Shards hold the tree: for tar, for tarfile, for webdataset, and always the same."""
 
 from __future__ import annotations
 
@@ -6,32 +6,44 @@ import os
 import shutil
 import subprocess
 import tarfile
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from xxhash import xxh3_128
 
-from hpml_orchestrator.errors import NotFoundError, StagingError
-from hpml_orchestrator.packing import PackRequest, PackResult, pack, read_index, ustar, verify
-from hpml_orchestrator.packing.layout import place, sample
+from hpml_orchestrator.errors import CapacityError, InputError, NotFoundError, StagingError
+from hpml_orchestrator.packing import PackRequest, PackResult, pack, shards
+from hpml_orchestrator.staging.plan import Entry
+from hpml_orchestrator.staging.request import StagingStopped
 from tests.unit.packing.conftest import contents, finished, grow, left, untar
+from tests.unit.staging.conftest import small_tmpfs  # noqa: F401 - a fixture
 
 
 def packed(tree: Path, dest: Path, size: int = 1 << 20, **more: object) -> PackResult:
     return pack(PackRequest(str(tree), str(dest), size, **more))  # type: ignore[arg-type]
 
 
+def members(pack: Path) -> dict[str, list[tarfile.TarInfo]]:
+    """The members of each shard of files."""
+    found = {}
+    for path in sorted(pack.glob("data-*.tar")):
+        with tarfile.open(path) as tar:
+            found[path.name] = tar.getmembers()
+    return found
+
+
 def test_tar_unpacks_the_same_tree(tree: Path, tmp_path: Path) -> None:
     """GNU tar makes the same names, bytes, modes, times in seconds, and links of all kinds."""
-    result = packed(tree, tmp_path / "pack")
+    result = packed(tree, tmp_path / "pack", 1 << 16)
     untar(tmp_path / "pack", tmp_path / "out")
     assert contents(tmp_path / "out") == contents(tree)
     assert finished(tmp_path / "pack")
-    assert (result.hard_links, result.symbolic_links, result.kept_shards) == (2, 4, 0)
+    assert (result.hard_links, result.symbolic_links) == (2, 4)
     regular = [one for one in tree.rglob("*") if one.is_file() and not one.is_symlink()]
     assert result.files + result.hard_links == len(regular)
+    assert result.shards == len(left(tmp_path / "pack")) > 2
     assert result.archive_bytes == sum(one.stat().st_size for one in tmp_path.glob("pack/*.tar"))
 
 
@@ -68,35 +80,13 @@ def test_equal_trees_give_equal_packs(tree: Path, tmp_path: Path) -> None:
             follow_symlinks=False,
         )
     (tmp_path / "copy" / "empty").chmod(0o555)
-    first = packed(tree, tmp_path / "one", 1 << 16, workers=1)
-    second = packed(tmp_path / "copy", tmp_path / "two", 1 << 16, workers=3)
-    assert first.index_sha256 == second.index_sha256
+    packed(tree, tmp_path / "one", 1 << 16, workers=1)
+    packed(tmp_path / "copy", tmp_path / "two", 1 << 16, workers=3)
     names = left(tmp_path / "one")
     assert names == left(tmp_path / "two")
-    assert len(names) > 4
+    assert len(names) > 3
     for name in names:
         assert (tmp_path / "one" / name).read_bytes() == (tmp_path / "two" / name).read_bytes()
-
-
-def test_the_index_leads_to_the_bytes(tree: Path, tmp_path: Path) -> None:
-    """Each row's offset, size and digest are those of the file; links lead to their file's."""
-    packed(tree, tmp_path / "pack", 1 << 16)
-    index = read_index(str(tmp_path / "pack"))
-    rows = list(index.rows())
-    assert [row.name for row in rows] == sorted((row.name for row in rows), key=place)
-    kinds = {row.name: row.kind for row in rows}
-    assert (kinds[b"run.sh"], kinds[b"also.jpg"], kinds[b"train/link.jpg"]) == (0, 0, 2)
-    assert list(kinds.values()).count(1) == 2
-    assert not {b"up", b"dangling", b"far", b"empty"} & set(kinds)
-    for row in rows:
-        data = (tmp_path / "pack" / index.archives[row.shard].file).read_bytes()
-        piece = data[row.offset : row.offset + row.size]
-        assert piece == (tree / os.fsdecode(row.name)).read_bytes()
-        assert row.digest == xxh3_128(piece).digest()
-    for archive in index.archives:
-        data = (tmp_path / "pack" / archive.file).read_bytes()
-        assert (len(data), xxh3_128(data).hexdigest()) == (archive.bytes, archive.digest)
-    assert sum(archive.files for archive in index.archives) == sum(not row.kind for row in rows)
 
 
 def test_a_sample_is_never_torn_apart(tmp_path: Path) -> None:
@@ -109,21 +99,38 @@ def test_a_sample_is_never_torn_apart(tmp_path: Path) -> None:
         (root / f"{number:04d}-other").write_bytes(bytes(300))
     (root / "large.bin").write_bytes(bytes(200_000))
     packed(root, tmp_path / "pack", 1 << 16)
-    index = read_index(str(tmp_path / "pack"))
-    where: dict[tuple[bytes, bytes], set[int]] = {}
-    for row in index.rows():
-        where.setdefault(sample(row.name), set()).add(row.shard)
-    assert {len(shards) for shards in where.values()} == {1}
-    large = where[b"", b"large"].pop()
-    sizes = [archive.bytes for archive in index.archives]
-    assert max(sizes) == sizes[large] > 200_000
-    assert all(size <= 1 << 16 for number, size in enumerate(sizes) if number != large)
-    assert len(sizes) > 8
-    for archive in sorted((tmp_path / "pack").glob("data-*.tar")):
-        with tarfile.open(archive) as tar:
-            stems = [name.partition(".")[0] for name in tar.getnames()]
+    found = members(tmp_path / "pack")
+    where: dict[str, set[str]] = {}
+    for shard, infos in found.items():
+        stems = [info.name.partition(".")[0] for info in infos]
+        for stem in stems:
+            where.setdefault(stem, set()).add(shard)
         runs = [stem for at, stem in enumerate(stems) if at == 0 or stem != stems[at - 1]]
         assert len(runs) == len(set(runs))
+    assert {len(shards) for shards in where.values()} == {1}
+    (large,) = where["large"]
+    sizes = {shard: (tmp_path / "pack" / shard).stat().st_size for shard in found}
+    assert len(sizes) > 8
+    assert sizes.pop(large) > 200_000
+    assert max(sizes.values()) <= 1 << 16
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # it closes nothing
+def test_webdataset_reads_samples(tmp_path: Path) -> None:
+    """Each sample has a key and one entry for each of its files, as webdataset groups them."""
+    root = tmp_path / "tree"
+    (root / "train").mkdir(parents=True)
+    for number in range(50):
+        (root / "train" / f"{number:04d}.cls").write_text(str(number))
+        (root / "train" / f"{number:04d}.seg.png").write_bytes(bytes(3000))
+    packed(root, tmp_path / "pack", 1 << 16)
+    urls = sorted(map(str, tmp_path.glob("pack/data-*.tar")))
+    assert len(urls) > 2
+    webdataset = pytest.importorskip("webdataset", reason="NOT TESTED: webdataset is not installed")
+    samples = list(webdataset.WebDataset(urls, shardshuffle=False))
+    assert [sample["__key__"] for sample in samples] == [f"train/{n:04d}" for n in range(50)]
+    assert [int(sample["cls"]) for sample in samples] == list(range(50))
+    assert {len(sample["seg.png"]) for sample in samples} == {3000}
 
 
 def test_pax_only_where_it_is_needed(tmp_path: Path) -> None:
@@ -133,26 +140,24 @@ def test_pax_only_where_it_is_needed(tmp_path: Path) -> None:
     packed(root, tmp_path / "pack")
     data = (tmp_path / "pack" / "data-00000.tar").read_bytes()
     assert data.count(b"PaxHeader") == 1
-    with tarfile.open(tmp_path / "pack" / "data-00000.tar") as tar:
-        for member in tar:
-            assert (member.uid, member.gid, member.uname, member.gname) == (0, 0, "", "")
+    for info in members(tmp_path / "pack")["data-00000.tar"]:
+        assert (info.uid, info.gid, info.uname, info.gname) == (0, 0, "", "")
 
 
 def test_an_empty_tree_is_a_pack(tmp_path: Path) -> None:
-    """No files, no archive of data; the index says so."""
+    """No files, no shard of files; in a directory that was not there."""
     (tmp_path / "tree").mkdir()
     result = packed(tmp_path / "tree", tmp_path / "deep" / "pack")
-    assert left(tmp_path / "deep" / "pack") == {"tree.tar", "pack.index"}
+    assert left(tmp_path / "deep" / "pack") == {"tree.tar"}
     assert (result.files, result.shards) == (0, 1)
-    assert list(read_index(str(tmp_path / "deep" / "pack")).rows()) == []
-    assert verify(str(tmp_path / "deep" / "pack")).damaged == ()
+    with tarfile.open(tmp_path / "deep" / "pack" / "tree.tar") as tar:
+        assert tar.getnames() == []
 
 
-def test_a_size_beyond_ustar(tmp_path: Path) -> None:
-    """A file of more than 8 GiB has a pax header, which tarfile and GNU tar read."""
+def test_a_file_beyond_ustar(tmp_path: Path) -> None:
+    """More than 8 GiB take an extended header, which tarfile and GNU tar read."""
     size = 9 << 30
-    head = ustar.header(b"large", mode=0o644, mtime=5, size=size)
-    assert len(head) == ustar.header_bytes(b"large", size) == 1536
+    head = shards._header("large", Entry("large", 0o644, 5_000_000_000, size))
     path = tmp_path / "head.tar"
     with open(path, "wb") as stream:
         stream.write(head)
@@ -165,66 +170,91 @@ def test_a_size_beyond_ustar(tmp_path: Path) -> None:
     assert str(size) in listed.stdout
 
 
-def flip(path: Path, at: int) -> None:
-    with open(path, "r+b") as stream:
-        stream.seek(at)
-        byte = stream.read(1)
-        stream.seek(at)
-        stream.write(bytes([byte[0] ^ 1]))
+@pytest.mark.parametrize("dest", ["full", "file", "tree/inside", "here"])
+def test_places_that_are_refused(tmp_path: Path, dest: str) -> None:
+    """What is not empty or no directory, or in the source; an empty directory is fine."""
+    root = grow(tmp_path / "tree", 3)
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full" / "x").touch()
+    (tmp_path / "file").touch()
+    (tmp_path / "here").mkdir()
+    before = left(tmp_path)
+    if dest == "here":
+        packed(root, tmp_path / dest)
+        assert finished(tmp_path / dest)
+    else:
+        with pytest.raises(InputError, match=r"DEST: (is not empty|is no dir|must not be inside)"):
+            packed(root, tmp_path / dest)
+    assert left(tmp_path) == before
 
 
-def test_verify_names_what_is_damaged(tree: Path, tmp_path: Path) -> None:
-    """A flipped bit in a file, a header, an archive cut short, one that is gone."""
-    dest = tmp_path / "pack"
-    packed(tree, dest, 1 << 16)
-    whole = verify(str(dest), workers=2)
-    assert whole.damaged == ()
-    index = read_index(str(dest))
-    assert (whole.shards, whole.files) == (
-        len(index.archives),
-        sum(row.kind == 0 for row in index.rows()),
-    )
-    row = next(row for row in index.rows() if row.name == b"train/a.cls")
-    shard = index.archives[row.shard].file
-    shutil.copytree(dest, tmp_path / "kept")
-    flip(dest / shard, row.offset)
-    (damage,) = verify(str(dest)).damaged
-    assert (damage.shard, damage.name) == (shard, "train/a.cls")
-    shutil.copy(tmp_path / "kept" / shard, dest / shard)
-    flip(dest / shard, row.offset - 400)
-    (damage,) = verify(str(dest)).damaged
-    assert (damage.shard, damage.name) == (shard, "")
-    assert "header" in damage.reason
-    os.truncate(dest / shard, row.offset)
-    damaged = verify(str(dest)).damaged
-    assert {one.shard for one in damaged} == {shard}
-    assert "train/a.cls" in {one.name for one in damaged}
-    (dest / shard).unlink()
-    (dest / "tree.tar").unlink()
-    assert {one.shard for one in verify(str(dest)).damaged} == {shard, "tree.tar"}
+def test_sources_that_are_refused(tmp_path: Path) -> None:
+    """One that is not there, a file, links that leave, and a size that is too small."""
+    (tmp_path / "file").touch()
+    root = grow(tmp_path / "tree", 1)
+    (root / "out").symlink_to("/etc")
+    with pytest.raises(NotFoundError, match="no such directory"):
+        packed(tmp_path / "none", tmp_path / "pack")
+    with pytest.raises(InputError, match="SOURCE: must be a directory"):
+        packed(tmp_path / "file", tmp_path / "pack")
+    with pytest.raises(StagingError, match="out: symbolic link to an absolute path"):
+        packed(root, tmp_path / "pack")
+    with pytest.raises(InputError, match="--shard-size: must be at least 64K"):
+        packed(root, tmp_path / "pack", 5)
+    assert packed(root, tmp_path / "pack", outside_links=True).symbolic_links == 1
 
 
-@pytest.mark.parametrize("at", [0, 20, 41, 60, -1])
-def test_a_damaged_index_is_not_believed(tree: Path, tmp_path: Path, at: int) -> None:
-    """One flipped bit anywhere, or a missing end: an error, not a wrong answer."""
-    packed(tree, tmp_path / "pack")
-    path = tmp_path / "pack" / "pack.index"
-    data = bytearray(path.read_bytes())
-    data[at] ^= 4
-    path.write_bytes(data)
-    with pytest.raises(StagingError, match="damaged"):
-        read_index(str(tmp_path / "pack"))
-    path.write_bytes(data[:30])
-    with pytest.raises(StagingError, match="too short"):
-        read_index(str(tmp_path / "pack"))
+def change(path: Path) -> None:
+    path.write_bytes(b"other")
 
 
-def test_what_is_no_pack_is_told() -> None:
-    """A directory without an index, and none at all."""
-    with pytest.raises(NotFoundError, match="no finished pack"):
-        verify("/usr")
-    with pytest.raises(NotFoundError, match="no finished pack"):
-        verify("/nowhere")
+@pytest.mark.parametrize(
+    ("harm", "said"),
+    [
+        (lambda root: change(root / "3" / "00003.bin"), "00003.bin: changed while it was packed"),
+        (lambda root: (root / "3" / "00003.bin").unlink(), "00003.bin: No such file"),
+        (lambda root: (root / "3" / "new").touch(), "3: changed while"),
+    ],
+)
+def test_a_source_that_changes_is_an_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, harm: Callable[[Path], object], said: str
+) -> None:
+    """Between the look at the tree and the reading of it: nothing is left of the pack."""
+    root = grow(tmp_path / "tree", 30)
+    real = os.makedirs
+
+    def makedirs(name: str, *arguments: object, **more: object) -> None:
+        if ".packing-" in name:
+            harm(root)
+        real(name, *arguments, **more)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(os, "makedirs", makedirs)
+    with pytest.raises(StagingError, match=said):
+        packed(root, tmp_path / "pack")
+    assert left(tmp_path) == {"tree"}
+
+
+def test_nothing_is_written_that_does_not_fit(
+    tmp_path: Path,
+    small_tmpfs: Callable[[str], Path],  # noqa: F811
+) -> None:
+    """The room is counted before; a stop leaves nothing either."""
+    point = small_tmpfs("size=1m")
+    root = grow(tmp_path / "tree", 600)
+    with pytest.raises(CapacityError, match="DEST: needs"):
+        packed(root, point / "pack")
+    assert left(point) == set()
+    with pytest.raises(StagingStopped):
+        pack(PackRequest(str(root), str(tmp_path / "pack")), should_stop=lambda: True)
+    assert left(tmp_path) == {"tree", point.name}
+
+
+def test_what_a_killed_one_left_is_told(tmp_path: Path) -> None:
+    """Nobody can know whether it runs on another host; the pack is made all the same."""
+    root = grow(tmp_path / "tree", 3)
+    (tmp_path / ".pack.packing-1-x").mkdir()
+    result = packed(root, tmp_path / "pack")
+    assert f"remove what a killed one left: {tmp_path}/.pack.packing-1-x" in result.note
 
 
 part = st.binary(min_size=1, max_size=110).filter(
@@ -247,7 +277,7 @@ def test_any_tree_comes_back(
     links: dict[bytes, bytes],
     size: int,
 ) -> None:
-    """Whatever names and contents: tar makes the same tree, and the index knows each file."""
+    """Whatever names and contents: tar makes the same tree."""
     home = tmp_path_factory.mktemp("any")
     root = os.fsencode(home / "tree")
     os.mkdir(root)
@@ -268,12 +298,15 @@ def test_any_tree_comes_back(
                 os.symlink(data, path)
         except OSError:  # the names do not go together
             continue
-    packed(home / "tree", home / "pack", size, workers=1)
+    packed(home / "tree", home / "pack", size, workers=1, outside_links=True)
     untar(home / "pack", home / "out")
-    expected = contents(home / "tree")
-    assert contents(home / "out") == expected
-    regular = {name for name, found in expected.items() if found[0] == "file"}
-    rows = {row.name for row in read_index(str(home / "pack")).rows() if row.kind == 0}
-    assert rows == regular
-    assert verify(str(home / "pack"), workers=1).damaged == ()
+    assert contents(home / "out") == contents(home / "tree")
     shutil.rmtree(home)
+
+
+def test_tar_lists_what_is_there(tmp_path: Path) -> None:
+    """`tar tf` is how a pack is looked into."""
+    packed(grow(tmp_path / "tree", 3), tmp_path / "pack")
+    words = ["tar", "tf", str(tmp_path / "pack" / "data-00000.tar")]
+    done = subprocess.run(words, capture_output=True, text=True, check=True)
+    assert done.stdout.split() == ["0/00000.bin", "1/00001.bin", "2/00002.bin"]

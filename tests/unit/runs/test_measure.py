@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import tarfile
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,7 @@ from typing import Any
 import pytest
 
 from hpml_orchestrator.errors import InputError
-from hpml_orchestrator.packing.pack import PackRequest, pack
+from hpml_orchestrator.packing import PackRequest, pack
 from hpml_orchestrator.runs.measure import NodeRoom, measured, room_of_site
 from hpml_orchestrator.script.template import directive
 from hpml_orchestrator.spec.job import Job
@@ -113,7 +114,7 @@ def test_the_least_node_of_the_partition_counts() -> None:
 def test_a_pack_is_measured_as_the_tree_that_it_becomes(
     tmp_path: Path, kind: str, size: int | None
 ) -> None:
-    """By its index: small files take a page each in RAM, which they do not in the pack."""
+    """By its headers: small files take a page each in RAM, which they do not in the pack."""
     tree = tmp_path / "tree"
     (tree / "sub").mkdir(parents=True)
     for number in range(600):
@@ -121,9 +122,8 @@ def test_a_pack_is_measured_as_the_tree_that_it_becomes(
     pack(PackRequest(str(tree), str(tmp_path / "packed"), workers=1))
     entry = {"name": "a", "source": "packed", "target": "shm", "kind": kind}
     if kind == "damaged":
-        index = tmp_path / "packed" / "pack.index"
-        index.write_bytes(index.read_bytes()[:-1])
-        with pytest.raises(InputError, match="stage.0.source: .* is damaged"):
+        os.truncate(tmp_path / "packed" / "data-00000.tar", 1000)
+        with pytest.raises(InputError, match=r"stage.0.source: .*data-00000\.tar: not a whole"):
             measured(resolved(tmp_path, [{**entry, "kind": "pack"}]))
     else:
         assert measured(resolved(tmp_path, [entry]))[0].job.stage[0].size == size

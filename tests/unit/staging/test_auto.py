@@ -16,10 +16,15 @@ from hpml_orchestrator.staging.auto import (
     own_storage,
 )
 from hpml_orchestrator.staging.capacity import Need, Room, room_at
-from hpml_orchestrator.staging.errands import name_of, names_of
 from hpml_orchestrator.staging.faults import Retry
 from hpml_orchestrator.staging.plan import Plan, scan_tree
-from hpml_orchestrator.staging.request import IN_PLACE, Bases, StageRequest
+from hpml_orchestrator.staging.request import (
+    IN_PLACE,
+    Bases,
+    StageRequest,
+    name_of,
+    names_of,
+)
 
 RETRY = Retry(lambda _seconds: None, lambda: False)
 

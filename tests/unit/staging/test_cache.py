@@ -18,15 +18,14 @@ import pytest
 from hpml_orchestrator.errors import StagingError
 from hpml_orchestrator.staging import (
     Bases,
+    CopyOptions,
     CopyStager,
-    EngineOptions,
     StageRequest,
     StagingStopped,
     this_owner,
 )
-from hpml_orchestrator.staging.cache import Cache
+from hpml_orchestrator.staging.cache import Cache, whole
 from hpml_orchestrator.staging.faults import Retry
-from hpml_orchestrator.staging.keeping import whole
 from hpml_orchestrator.staging.manifest import Listing, Manifest, manifest_path
 from hpml_orchestrator.staging.root import Root
 from tests.patience import eventually
@@ -233,7 +232,7 @@ def test_waiters_take_over_from_a_hundred_killed_copiers(
 def stage_and_stay(key: str, base: Path, source: Path, told: Any) -> None:
     """A job that stages with the real engine, slowed by its own limit, then goes on."""
     mine = stager(base, key)
-    mine.options = EngineOptions(opens_per_second=1000)
+    mine.options = CopyOptions(opens_per_second=1000)
     result = mine.stage(kept(source))
     told.put((key, result.reused, contents(result.path) == contents(source)))
     time.sleep(600)
@@ -453,14 +452,14 @@ def test_kept_data_is_found_by_the_time_of_its_source(
         one.cleanup()
 
 
-def test_a_pack_is_found_by_the_time_of_its_index(base: Path, source: Path, tmp_path: Path) -> None:
-    """Which `hpml pack` writes at the end."""
+def test_a_pack_is_found_by_its_own_time(base: Path, source: Path, tmp_path: Path) -> None:
+    """That of the directory."""
     pack = tmp_path / "pack"
     subprocess.run([HPML, "pack", source, pack], check=True, capture_output=True)
     wanted = kept(pack, trust_mtime=True)
     assert not stager(base, "1.0").stage(wanted).reused
     assert stager(base, "2.0").stage(wanted).reused
-    os.utime(pack / "pack.index", (5, 5))
+    os.utime(pack, (5, 5))
     assert not stager(base, "3.0").stage(wanted).reused
 
 
@@ -592,7 +591,7 @@ def test_contents_are_looked_at_after_a_crash_of_the_machine(
 ) -> None:
     """Sizes may outlive a crash where contents did not: then only what can be compared counts."""
     first = stager(base, "1.0")
-    first.options = EngineOptions(hash=change != "no digests")
+    first.options = CopyOptions(hash=change != "no digests")
     data = Path(first.stage(kept(source)).path).resolve()
     first.cleanup()
     record = data.parent / ".owner.json"

@@ -13,7 +13,7 @@ import pytest
 
 from hpml_orchestrator.errors import CapacityError, StagingError
 from hpml_orchestrator.records.texts import human_bytes
-from hpml_orchestrator.staging import Bases, CopyStager, EngineOptions, Need, Room, StageRequest
+from hpml_orchestrator.staging import Bases, CopyOptions, CopyStager, Need, Room, StageRequest
 from hpml_orchestrator.staging.capacity import (
     check_room,
     file_system_type,
@@ -338,7 +338,7 @@ def test_a_quota_is_final_and_leaves_nothing(
         "1.0",
         bases=Bases(shm=str(base)),
         sleep=naps.append,
-        options=EngineOptions(processes=processes),
+        options=CopyOptions(processes=processes),
     )
     request = StageRequest("x", str(many), target="shm")
     with pytest.raises(StagingError, match=r"cannot write \d+ of .*: Disk quota exceeded$"):

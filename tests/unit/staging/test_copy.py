@@ -18,7 +18,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from hpml_orchestrator.errors import InputError, StagingError
-from hpml_orchestrator.staging import Bases, CopyStager, EngineOptions, StageRequest, engine
+from hpml_orchestrator.staging import Bases, CopyStager, StageRequest
+from hpml_orchestrator.staging import copy as copier
 from hpml_orchestrator.staging.progress import Progress
 
 if TYPE_CHECKING:
@@ -53,7 +54,7 @@ def around_reading(
     monkeypatch: pytest.MonkeyPatch, wrap: Callable[[Callable[[], int]], int]
 ) -> None:
     """Let something happen around every call that reads a source, with and without hashing."""
-    for name in ("readv", "preadv", "sendfile"):
+    for name in ("readv", "preadv"):
         real = getattr(os, name)
 
         def instead(*arguments: Any, real: Callable[..., int] = real) -> int:
@@ -267,28 +268,11 @@ def test_faults_that_stay_end_it(
     assert nothing_published(stager)
 
 
-def test_without_sendfile_bytes_go_through_memory(
-    base: Path, source: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A file system that cannot sendfile is read and written."""
-
-    def sendfile(*_arguments: Any) -> int:
-        asked.append(1)
-        raise OSError(errno.EINVAL, "injected")
-
-    asked: list[int] = []
-    (source / "large").write_bytes(os.urandom(3 << 20))
-    monkeypatch.setattr(os, "sendfile", sendfile)
-    stager = CopyStager("1", bases=Bases(shm=str(base)), options=EngineOptions(hash=False))
-    assert picture(Path(stager.stage(shm(source)).path)) == picture(source)
-    assert asked
-
-
 def test_slow_sources_are_read_by_several_threads(
     stager: CopyStager, source: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Where a source is served to the node, threads wait for it, and the result is the same."""
-    monkeypatch.setattr(engine, "readers_for", lambda _path: 32)
+    monkeypatch.setattr(copier, "readers_for", lambda _path: 32)
     for number in range(200):
         (source / f"f{number}").write_bytes(b"%d" % number)
     seen = set()

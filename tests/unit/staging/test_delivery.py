@@ -16,7 +16,7 @@ from hpml_orchestrator.staging.sources import TreeSource
 from hpml_orchestrator.staging.supply import LocalSupply
 
 if TYPE_CHECKING:
-    from hpml_orchestrator.staging.engine import Copied
+    from hpml_orchestrator.staging.copy import Copied
     from hpml_orchestrator.staging.plan import Plan
     from hpml_orchestrator.staging.progress import Progress
 

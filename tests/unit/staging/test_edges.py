@@ -17,29 +17,29 @@ import pytest
 from hpml_orchestrator.errors import CapacityError, StagingError
 from hpml_orchestrator.staging import (
     Bases,
+    CopyOptions,
     CopyStager,
-    EngineOptions,
     LocalSupply,
     Room,
     StageRequest,
-    engine,
     lister,
 )
+from hpml_orchestrator.staging import copy as copier
+from hpml_orchestrator.staging.archives import TarSource
 from hpml_orchestrator.staging.cache import entry_key
 from hpml_orchestrator.staging.capacity import room_at
-from hpml_orchestrator.staging.engine import copy
+from hpml_orchestrator.staging.copy import copy
 from hpml_orchestrator.staging.faults import Retry
 from hpml_orchestrator.staging.files import remove_tree
 from hpml_orchestrator.staging.plan import HardLink, Symlink, scan_tree
 from hpml_orchestrator.staging.progress import Progress
 from hpml_orchestrator.staging.sources import FileSource, TreeSource, open_source
-from hpml_orchestrator.staging.tarsource import TarSource
 from hpml_orchestrator.staging.verify import verify
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from hpml_orchestrator.staging.engine import Copied
+    from hpml_orchestrator.staging.copy import Copied
     from hpml_orchestrator.staging.plan import Plan
 
 MIB = 1 << 20
@@ -74,7 +74,7 @@ def test_a_job_that_may_have_no_more_threads_copies_all(
             return real(*words, **options)
 
         monkeypatch.setattr(os, name, slow)
-    for module in (engine, lister):
+    for module in (copier, lister):
         monkeypatch.setattr(module, "readers_for", lambda _path: 32)
     begun = threading.Thread.start
     asked: list[int] = []
@@ -86,7 +86,7 @@ def test_a_job_that_may_have_no_more_threads_copies_all(
         begun(thread)
 
     monkeypatch.setattr(threading.Thread, "start", start)
-    options = EngineOptions(processes=1)
+    options = CopyOptions(processes=1)
     stager = CopyStager("1", bases=Bases(shm=str(base)), options=options)
     result = stager.stage(StageRequest("data", str(source), target="shm"))
     monkeypatch.undo()
@@ -100,22 +100,12 @@ def test_files_that_only_say_that_they_are_empty_are_refused(
     stager: CopyStager, processes: int
 ) -> None:
     """Those of /proc have no size but contents: they would arrive empty."""
-    stager.options = EngineOptions(processes=processes)
+    stager.options = CopyOptions(processes=processes)
     with pytest.raises(StagingError, match="boot_id: says that it is empty but is not"):
         stager.stage(StageRequest("data", "/proc/sys/kernel/random", target="shm"))
     with pytest.raises(StagingError, match="version: says that it is empty but is not"):
         stager.stage(StageRequest("data", "/proc/version", target="shm"))
     assert "data" not in os.listdir(stager.area("shm").job_dir)
-
-
-def test_readers_see_it_too() -> None:
-    """Also where the engine does not read by itself: the head of a chain."""
-    source = FileSource("/proc/version", RETRY)
-    plan = source.plan()
-    reader = source.reader(plan)
-    with pytest.raises(Exception, match="says that it is empty"):
-        list(reader.read(0, 0, 0))
-    reader.close()
 
 
 class Meddled(LocalSupply):
@@ -168,7 +158,7 @@ def test_a_disk_that_fills_up_midway_takes_the_cache_first(
     size = 3 * MIB if has_cache else 6 * MIB
     tree = TreeSource(str(new), RETRY)
     supply = Meddled(tree, before=lambda: other.write_bytes(bytes(size)))
-    supply._options = EngineOptions(processes=processes)
+    supply._options = CopyOptions(processes=processes)
     job = CopyStager("2.0", bases=Bases(shm=str(base)), room=plain_room, job_id="")
     request = StageRequest("data", str(new), target="shm")
     if has_cache:
@@ -220,7 +210,7 @@ def test_an_archive_replaced_after_its_last_byte_is_another_one(base: Path, tmp_
         subprocess.run(words, cwd=tmp_path, check=True)
     archive = tmp_path / "one.tar"
     os.utime(archive, (1, 1))
-    source = TarSource(str(archive), RETRY, most_bytes=1 << 30)
+    source = TarSource(str(archive), "tar", RETRY, most_bytes=1 << 30)
     supply = Meddled(source, after=lambda: os.replace(tmp_path / "two.tar", archive))
     stager = CopyStager("1", bases=Bases(shm=str(base)), checks_source=True)
     request = StageRequest("data", str(archive), target="shm")
@@ -323,7 +313,7 @@ def test_a_bind_mount_below_the_source_is_part_of_it(
 
 
 def copy_file(path: Path, base: Path, before: Callable[[], object] = bool) -> None:
-    """Plan, let something happen, and copy in pieces of 2 MiB."""
+    """Plan, let something happen, and copy."""
     source = FileSource(str(path), RETRY)
     plan = source.plan()
     before()
@@ -331,10 +321,9 @@ def copy_file(path: Path, base: Path, before: Callable[[], object] = bool) -> No
         plan,
         source,
         str(base),
-        options=EngineOptions(),
+        options=CopyOptions(),
         retry=RETRY,
         progress=Progress(None),
-        piece_bytes=2 * MIB,
     )
 
 

@@ -17,15 +17,12 @@ import pytest
 
 from hpml_orchestrator.errors import CapacityError, StagingError
 from hpml_orchestrator.staging import Bases, CopyStager, Room, StageRequest, this_owner
-from hpml_orchestrator.staging.cache import Cache
+from hpml_orchestrator.staging.auto import Outcome, stage_chosen
+from hpml_orchestrator.staging.cache import Cache, whole
 from hpml_orchestrator.staging.capacity import room_at
-from hpml_orchestrator.staging.errands import Errand, Outcome, run_errand
 from hpml_orchestrator.staging.faults import Retry
-from hpml_orchestrator.staging.keeping import whole
 from hpml_orchestrator.staging.many.ways import supply_for
 from hpml_orchestrator.staging.root import Root
-from hpml_orchestrator.staging.sources import open_source
-from hpml_orchestrator.staging.supply import LocalSupply
 from tests.patience import eventually
 
 if TYPE_CHECKING:
@@ -212,15 +209,11 @@ def by_auto(
     owner_pid: int | None = None,
 ) -> tuple[CopyStager, Outcome]:
     """Stage an archive as `hpml stage --to auto` does; returns the stager, which still uses it."""
-    retry = Retry(time.sleep, lambda: False)
     bases = Bases(str(small) if small else "", str(base))
     job = CopyStager(
         key, bases=bases, room=disk_room, job_id="", checks_source=True, owner_pid=owner_pid
     )
-    errand = Errand(StageRequest("a", str(path), target="local", keep=keeps), auto=True)
-    return job, run_errand(
-        errand, job, bases, lambda one, room: LocalSupply(open_source(one, retry, room))
-    )
+    return job, stage_chosen(StageRequest("a", str(path), target="auto", keep=keeps), job, bases)
 
 
 @pytest.mark.parametrize("keeps", [True, False])
@@ -478,11 +471,8 @@ EVICT = """
 import os, sys, time
 from hpml_orchestrator.staging import this_owner
 from hpml_orchestrator.staging.cache import Cache
-from hpml_orchestrator.staging.errands import Errand, Outcome, run_errand
 from hpml_orchestrator.staging.faults import Retry
 from hpml_orchestrator.staging.root import Root
-from hpml_orchestrator.staging.sources import open_source
-from hpml_orchestrator.staging.supply import LocalSupply
 cache = Cache(Root(sys.argv[1]), this_owner("e.0"), Retry(time.sleep, bool))
 removed = 0
 print("ready", flush=True)

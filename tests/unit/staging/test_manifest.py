@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from xxhash import xxh3_128
 
-from hpml_orchestrator.staging import Bases, CopyStager, EngineOptions, Manifest, StageRequest
+from hpml_orchestrator.staging import Bases, CopyOptions, CopyStager, Manifest, StageRequest
 from hpml_orchestrator.staging.hashing import Hashing, hashing, hashing_named
 from hpml_orchestrator.staging.manifest import Listing, tree_digest
 from hpml_orchestrator.staging.verify import verify
@@ -132,7 +132,7 @@ def test_a_damaged_manifest_is_not_read(stager: CopyStager, odd: Path, at: int) 
 
 def test_without_hash_the_manifest_has_no_digests(base: Path, odd: Path) -> None:
     """Names and sizes are there, and names and sizes are what is verified."""
-    stager = CopyStager("1", bases=Bases(shm=str(base)), options=EngineOptions(hash=False))
+    stager = CopyStager("1", bases=Bases(shm=str(base)), options=CopyOptions(hash=False))
     path, manifest = staged(stager, odd)
     assert manifest.digest == ""
     assert manifest.listing.digests == []

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 RANK = """
 import os, sys
-from hpml_orchestrator.staging import Bases, CopyStager, EngineOptions, StageRequest
+from hpml_orchestrator.staging import Bases, CopyStager, CopyOptions, StageRequest
 real = os.readv
 def slow(*arguments):  # so that there is a middle on any machine: 300 files take 0.6 s at least
     import time
@@ -34,7 +34,7 @@ stager = CopyStager(
     "7.0",
     bases=Bases(shm=sys.argv[1]),
     on_progress=told,
-    options=EngineOptions(processes=2, threads=1),
+    options=CopyOptions(processes=2, threads=1),
 )
 result = stager.stage(StageRequest("data", sys.argv[2], target="shm"))
 print("reused" if result.reused else "copied", flush=True)

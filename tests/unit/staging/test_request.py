@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from hpml_orchestrator.errors import InputError
-from hpml_orchestrator.packing.dest import Destination
 from hpml_orchestrator.staging import Bases, StageRequest, target_path
 from hpml_orchestrator.staging.request import kind_of
 
@@ -85,18 +84,3 @@ def test_kind_must_fit_the_source(tmp_path: Path) -> None:
     for source, kind in [(str(tmp_path), "tar"), ("/etc/passwd", "tree"), ("/dev/null", "auto")]:
         with pytest.raises(InputError):
             kind_of(StageRequest("a", source, kind=kind))
-
-
-@pytest.mark.parametrize("kind", ["auto", "pack"])
-def test_a_pack_that_is_not_finished_is_no_tree(tmp_path: Path, kind: str) -> None:
-    """Where hpml pack is at work or was cut off; who says tree gets what is there."""
-    Destination(str(tmp_path), "/data", resume=False)
-    (tmp_path / "data-00000.tar").write_bytes(bytes(1024))
-    with pytest.raises(InputError, match="is no finished pack") as caught:
-        kind_of(StageRequest("a", str(tmp_path), kind=kind))
-    assert caught.value.field == "source"
-    assert caught.value.value == str(tmp_path)
-    assert "`hpml pack --resume" in caught.value.hint
-    assert kind_of(StageRequest("a", str(tmp_path), kind="tree")) == "tree"
-    (tmp_path / "pack.index").touch()  # comes last, before the state goes
-    assert kind_of(StageRequest("a", str(tmp_path), kind=kind)) == "pack"

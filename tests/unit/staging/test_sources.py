@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gzip
 import io
 import os
 import random
@@ -28,8 +29,9 @@ from hpml_orchestrator.staging import (
     Room,
     StageRequest,
     StageResult,
+    archives,
 )
-from hpml_orchestrator.staging.engine import EngineOptions
+from hpml_orchestrator.staging.copy import CopyOptions
 from hpml_orchestrator.staging.request import kind_of
 from tests.unit.packing.conftest import tree  # noqa: F401 - a fixture
 
@@ -103,7 +105,7 @@ def refused(stager: CopyStager, path: Path, match: str, kind: str = "auto") -> N
 @pytest.fixture(params=[1, 2])
 def engine(base: Path, request: pytest.FixtureRequest) -> Iterator[CopyStager]:
     """Give a stager that works with one process, and with two."""
-    options = EngineOptions(processes=request.param)
+    options = CopyOptions(processes=request.param)
     stager = CopyStager("8.0", bases=Bases(shm=str(base)), options=options)
     yield stager
     stager.cleanup()
@@ -176,13 +178,21 @@ def test_kinds_are_recognised(tmp_path: Path, name: str, data: bytes, kind: str)
     assert kind_of(StageRequest("x", str(tmp_path / name))) == kind
 
 
-def test_a_directory_is_a_pack_by_its_index(tmp_path: Path) -> None:
-    """Without an index it is a tree, and no pack whatever the request says."""
+def test_a_directory_is_a_pack_by_its_names(tmp_path: Path) -> None:
+    """Of `hpml pack`; other shards are unpacked when that is said, and never with other files."""
     assert kind_of(StageRequest("x", str(tmp_path))) == "tree"
-    with pytest.raises(InputError, match="no finished pack"):
+    with pytest.raises(InputError, match="no directory of tar shards alone: it is empty"):
         kind_of(StageRequest("x", str(tmp_path), kind="pack"))
-    (tmp_path / "pack.index").touch()
+    (tmp_path / "train-000000.tar").touch()
+    assert kind_of(StageRequest("x", str(tmp_path))) == "tree"
+    assert kind_of(StageRequest("x", str(tmp_path), kind="pack")) == "pack"
+    (tmp_path / "train-000000.tar").rename(tmp_path / "data-00000.tar")
+    (tmp_path / "tree.tar").touch()
     assert kind_of(StageRequest("x", str(tmp_path))) == "pack"
+    (tmp_path / "README").touch()
+    assert kind_of(StageRequest("x", str(tmp_path))) == "tree"
+    with pytest.raises(InputError, match="it holds README"):
+        kind_of(StageRequest("x", str(tmp_path), kind="pack"))
     with pytest.raises(InputError, match="kind zip but a directory"):
         kind_of(StageRequest("x", str(tmp_path), kind="zip"))
 
@@ -262,26 +272,8 @@ def packed(tmp_path: Path, files: int = 40) -> Path:
     return tmp_path / "packed"
 
 
-def change(path: Path, at: int, data: bytes) -> None:
-    with open(path, "r+b") as stream:
-        stream.seek(at)
-        stream.write(data)
-
-
-def test_a_damaged_file_of_a_pack_is_named(engine: CopyStager, tmp_path: Path) -> None:
-    """The index knows every file's digest: one wrong byte stops it all."""
-    path = packed(tmp_path)
-    change(path / "data-00001.tar", 512 + 100, b"\x00\xff\x00\xff")
-    with pytest.raises(StagingError, match=r"\d\d\d\.bin(.|\n)*damaged") as caught:
-        engine.stage(StageRequest("data", str(path), target="shm"))
-    assert (
-        caught.value.hint == "`hpml pack --verify` tells all that is damaged; pack the tree again"
-    )
-    refused(engine, path, r"\d\d\d\.bin(.|\n)*damaged")
-
-
 def test_modes_and_times_are_each_files_own(stager: CopyStager, tmp_path: Path) -> None:
-    """Also times before 1970; they come from the index."""
+    """Also times before 1970."""
     source = packed(tmp_path).parent / "many"
     for number, one in enumerate(sorted(source.iterdir())):
         one.chmod((0o600, 0o644, 0o755)[number % 3])
@@ -291,20 +283,30 @@ def test_modes_and_times_are_each_files_own(stager: CopyStager, tmp_path: Path) 
     assert contents(Path(stage(stager, path).path)) == contents(source)
 
 
-def test_missing_and_short_shards_are_named(stager: CopyStager, tmp_path: Path) -> None:
+def test_damaged_and_compressed_shards_are_named(stager: CopyStager, tmp_path: Path) -> None:
     """Nothing is written before all shards were looked at."""
     path = packed(tmp_path)
     os.truncate(path / "data-00002.tar", 5000)
-    refused(stager, path, r"data-00002\.tar is damaged: has 5000 bytes")
-    (path / "data-00002.tar").unlink()
-    refused(stager, path, r"data-00002\.tar is missing")
+    refused(stager, path, r"data-00002\.tar: not a whole tar archive")
+    shutil.copy(path / "data-00001.tar", path / "data-00002.tar")
+    refused(stager, path, r"is in the archive twice")
+    with gzip.open(path / "data-00002.tar", "wb") as stream:
+        stream.write((path / "data-00001.tar").read_bytes())
+    refused(stager, path, r"data-00002\.tar: is compressed")
 
 
-def test_a_damaged_index_is_an_error(stager: CopyStager, tmp_path: Path) -> None:
-    """Its own digest tells."""
+def test_many_shards_are_read_by_workers(
+    stager: CopyStager, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The result is the same as by one; damage is told as well."""
     path = packed(tmp_path)
-    change(path / "pack.index", 300, b"\xff\xff\xff")
-    refused(stager, path, r"pack\.index is damaged")
+    plain = stage(stager, path)
+    monkeypatch.setattr(archives, "_MANY_BYTES", 0)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1, 2})
+    assert stage(stager, path, name="again").digest == plain.digest
+    os.truncate(path / "data-00001.tar", 5000)
+    with pytest.raises(StagingError, match=r"data-00001\.tar: not a whole tar archive"):
+        stage(stager, path, name="third")
 
 
 def test_a_shard_that_changes_is_an_error(
@@ -321,15 +323,6 @@ def test_a_shard_that_changes_is_an_error(
 
     monkeypatch.setattr(os, "mkdir", mkdir)
     refused(stager, path, "changed while")
-
-
-def test_a_pack_below_that_was_cut_off(stager: CopyStager, source: Path) -> None:
-    """It holds no file by its name; who says tree gets it as it is."""
-    (source / "packed").mkdir()
-    (source / "packed" / ".packing.json").write_text("{}")
-    with pytest.raises(InputError, match="is no finished pack"):
-        stager.stage(StageRequest("data", str(source), target="shm"))
-    assert stager.stage(StageRequest("data", str(source), "tree", target="shm")).files > 0
 
 
 def test_zstd_with_a_long_window(stager: CopyStager, source: Path, tmp_path: Path) -> None:

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 STAGE = """
 import os, signal, sys, time
 from hpml_orchestrator.errors import StagingError
-from hpml_orchestrator.staging import Bases, CopyStager, EngineOptions, StageRequest
+from hpml_orchestrator.staging import Bases, CopyStager, CopyOptions, StageRequest
 base, source, pause = sys.argv[1], sys.argv[2], sys.argv[3]
 stop = []
 signal.signal(signal.SIGTERM, lambda *_: stop.append(1))
@@ -41,7 +41,7 @@ def wait(seconds):
     print("waiting", flush=True)
     time.sleep(seconds)
 os.readv = slow
-options = EngineOptions(threads=1)
+options = CopyOptions(threads=1)
 stager = CopyStager(
     "7.0", bases=Bases(shm=base), should_stop=lambda: bool(stop), options=options,
     sleep=wait,

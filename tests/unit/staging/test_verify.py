@@ -10,8 +10,8 @@ import pytest
 from hpml_orchestrator.errors import NotFoundError
 from hpml_orchestrator.staging import (
     Bases,
+    CopyOptions,
     CopyStager,
-    EngineOptions,
     StageRequest,
     StagingArea,
     StagingStopped,
@@ -100,7 +100,7 @@ def test_odd_names_are_compared(base: Path, tmp_path: Path) -> None:
 
 def test_data_without_digests_is_said_to_be_so(base: Path, source: Path) -> None:
     """Names and sizes are compared; a flipped bit cannot be seen, and the report says that."""
-    options = EngineOptions(hash=False)
+    options = CopyOptions(hash=False)
     job = CopyStager("1.0", bases=Bases(shm=str(base)), options=options, job_id="")
     path = Path(job.stage(StageRequest("data", str(source), target="shm")).path)
     report = verify(str(path))

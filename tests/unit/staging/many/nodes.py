@@ -19,8 +19,8 @@ CHECKOUT = Path(hpml_orchestrator.__file__).parents[1]
 SLOW_SOURCE = """
 import time, hpml_orchestrator.staging.sources as S
 real = S._TreeReader.read
-def read(self, number, start, end):
-    for data in real(self, number, start, end):
+def read(self, number):
+    for data in real(self, number):
         time.sleep(0.05)
         yield data
 S._TreeReader.read = read
@@ -30,7 +30,7 @@ import json, os, signal, sys
 from hpml_orchestrator.errors import HpmlError
 from hpml_orchestrator.staging import Bases, CopyStager, StageRequest
 from hpml_orchestrator.staging.capacity import Room, room_at
-from hpml_orchestrator.staging.engine import EngineOptions
+from hpml_orchestrator.staging.copy import CopyOptions
 from hpml_orchestrator.staging.many.ways import supply_for
 from hpml_orchestrator.staging.many.ways import Rates
 told = json.loads(sys.argv[1])
@@ -52,7 +52,7 @@ try:
         most=lambda: stager.most_room(request), timeout=told["timeout"],
         join_seconds=told["join_seconds"],
         come_seconds=told.get("come_seconds", told["join_seconds"]),
-        options=EngineOptions(**told["options"]),
+        options=CopyOptions(**told["options"]),
         rates=Rates(**told["rates"]), interfaces=told["interfaces"],
         tell=lambda line: print(json.dumps({"tell": line}), flush=True),
     )

@@ -8,7 +8,7 @@ import socket
 import threading
 from pathlib import Path
 
-HELLO_BYTES = 53
+HELLO_BYTES = 100
 THROUGH_PROXY = """
 import hpml_orchestrator.staging.many.member as M
 _call = M.call
@@ -21,11 +21,11 @@ class Proxy:
 
     Args:
         card: the notice, read when a connection comes.
-        kind: of the connections to damage: 1 control, 2 data.
+        kind: of the connections to damage: control or data.
         at: how many bytes pass unharmed.
     """
 
-    def __init__(self, card: Path, *, kind: int, at: int) -> None:
+    def __init__(self, card: Path, *, kind: str, at: int) -> None:
         self._card = card
         self._kind = kind
         self._at = at
@@ -47,12 +47,12 @@ class Proxy:
                     threading.Thread(target=self._pass, args=(*pair, onward), daemon=True).start()
 
     def _pass(self, source: socket.socket, target: socket.socket, onward: bool) -> None:
-        seen, kind = 0, 0
+        seen, begin = 0, b""
         with contextlib.suppress(OSError):
             while data := bytearray(source.recv(1 << 16)):
-                if onward and not seen:
-                    kind = data[8]
-                if onward and kind == self._kind and seen <= self._at < seen + len(data):
+                begin += bytes(data) if len(begin) < HELLO_BYTES else b""
+                is_meant = onward and f'["{self._kind}"'.encode() in begin
+                if is_meant and seen <= self._at < seen + len(data):
                     data[self._at - seen] ^= 1
                     self.flipped += 1
                 seen += len(data)

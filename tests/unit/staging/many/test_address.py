@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from hpml_orchestrator.staging.many import member
-from hpml_orchestrator.staging.many.member import interface_address, own_address
+from hpml_orchestrator.staging.many import link
+from hpml_orchestrator.staging.many.link import interface_address, own_address
 
 IF_INET6 = """\
 fe800000000000000a0027fffe8d1234 02 40 20 80     ib0
@@ -34,7 +34,7 @@ def test_an_interface_may_have_ipv6_alone(tmp_path: Path) -> None:
 def test_a_host_name_that_is_the_loopback_is_no_use(monkeypatch: pytest.MonkeyPatch) -> None:
     """Debian gives hosts 127.0.1.1 by name: the route to another node decides instead."""
     monkeypatch.setattr(socket, "gethostname", lambda: "127.0.1.1")
-    monkeypatch.setattr(member, "_route", lambda towards: "10.1.2.3" if towards == "n0" else "")
+    monkeypatch.setattr(link, "_route", lambda towards: "10.1.2.3" if towards == "n0" else "")
     assert own_address(towards="n0") == "10.1.2.3"
 
 
@@ -47,6 +47,6 @@ def test_a_host_name_with_an_address_is_taken(monkeypatch: pytest.MonkeyPatch) -
 def test_alone_on_a_machine_the_loopback_will_do(monkeypatch: pytest.MonkeyPatch) -> None:
     """No name, no route, no other interface."""
     monkeypatch.setattr(socket, "gethostname", lambda: "localhost")
-    monkeypatch.setattr(member, "_route", lambda _towards: "")
+    monkeypatch.setattr(link, "_route", lambda _towards: "")
     monkeypatch.setattr(socket, "if_nameindex", lambda: [(1, "lo")])
     assert own_address() == "127.0.0.1"

@@ -160,7 +160,7 @@ def test_nodes_with_one_directory_do_not_wait_for_each_other(
 ) -> None:
     """A shared file system that looks like a node's own: one has the lock, the other says so."""
     nodes = job(tree, 2, base=str(tree.parent / "base0"), join_seconds=10.0)
-    soon = "import hpml_orchestrator.staging.stager as S\nS._BUSY_SECONDS = 0.5\n"
+    soon = "import hpml_orchestrator.staging.stage as S\nS._BUSY_SECONDS = 0.5\n"
     nodes.start(before=soon)
     ends = nodes.ends(0, 1)
     told = [end["error"] for end in ends]
@@ -218,11 +218,11 @@ def test_a_full_disk_ends_all(
     assert_nothing_is_there(nodes)
 
 
-@pytest.mark.parametrize(("kind", "told"), [(2, "was damaged on its way from"), (1, "is damaged")])
-def test_a_flipped_bit_is_found(job: Callable[..., Nodes], big: Path, kind: int, told: str) -> None:
+@pytest.mark.parametrize(("kind", "told"), [("data", "not what was read"), ("control", "damaged")])
+def test_a_flipped_bit_is_found(job: Callable[..., Nodes], big: Path, kind: str, told: str) -> None:
     """A fake network flips one bit of the data, or of what nodes say: all end."""
     nodes = job(big, 3)
-    at = 5_000_000 if kind == 2 else 200
+    at = 5_000_000 if kind == "data" else 140
     proxy = Proxy(nodes.root / "attempt" / "chain" / "data.1", kind=kind, at=at)
     try:
         nodes.start(0, before=proxy.before)
@@ -232,10 +232,7 @@ def test_a_flipped_bit_is_found(job: Callable[..., Nodes], big: Path, kind: int,
         proxy.close()
     assert proxy.flipped >= 1
     assert [end["status"] for end in ends] == [8, 8, 8], ends
-    assert any(told in end["error"] for end in ends), ends
-    if kind == 2:
-        assert "n0" in ends[1]["error"]
-        assert all("n1: a chunk" in ends[index]["error"] for index in (0, 2)), ends
+    assert all(told in end["error"] for end in ends), ends
     assert_nothing_is_there(nodes)
     assert_next_run_works(nodes)
 
@@ -283,7 +280,12 @@ def test_strangers_neither_break_nor_stall(job: Callable[..., Nodes], big: Path)
     strangers = []
     for card in cards:
         found = card_of(card)
-        for said in (b"", b"GET / HTTP/1.0\r\n\r\n", b"HPMLchn1" + bytes(45), bytes(53) * 9):
+        for said in (
+            b"",
+            b"GET / HTTP/1.0\r\n\r\n",
+            b"\0\0\0\x20" + bytes(68),
+            b"\x7f\xff\xff\xff" * 9,
+        ):
             stranger = socket.create_connection((found["address"], found["port"]))
             stranger.sendall(said)
             strangers.append(stranger)

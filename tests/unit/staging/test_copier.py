@@ -1,4 +1,4 @@
-"""The engine by itself: what it makes is what find, cmp and hashlib say the source is."""
+"""The copier by itself: what it makes is what find, cmp and hashlib say the source is."""
 
 from __future__ import annotations
 
@@ -15,18 +15,21 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from xxhash import xxh3_128
 
 from hpml_orchestrator.errors import StagingError
-from hpml_orchestrator.packing.pack import PackRequest, pack
-from hpml_orchestrator.staging import EngineOptions, StageRequest, StagingStopped, engine
-from hpml_orchestrator.staging.board import Board
+from hpml_orchestrator.packing import PackRequest, pack
+from hpml_orchestrator.staging import CopyOptions, StageRequest, StagingStopped
+from hpml_orchestrator.staging import copy as copier
 from hpml_orchestrator.staging.capacity import file_system_type, room_at
-from hpml_orchestrator.staging.engine import Copied, copy
+from hpml_orchestrator.staging.copy import Copied, copy
 from hpml_orchestrator.staging.faults import Retry
-from hpml_orchestrator.staging.hashing import Hashing, file_digest, hashing
 from hpml_orchestrator.staging.mounts import MEMORY_TYPES
+from hpml_orchestrator.staging.plan import Entry
 from hpml_orchestrator.staging.progress import Progress
+from hpml_orchestrator.staging.shares import FILE_COST_BYTES, share_out
 from hpml_orchestrator.staging.sources import FileSource, TreeSource, open_source
 from tests.patience import eventually
 
@@ -38,11 +41,10 @@ if TYPE_CHECKING:
 
 MIB = 1 << 20
 CREWS = [
-    pytest.param(EngineOptions(processes=1, threads=1), id="alone"),
-    pytest.param(EngineOptions(processes=3), id="forked"),
-    pytest.param(EngineOptions(processes=1, threads=1, hash=False), id="alone, no hash"),
-    pytest.param(EngineOptions(processes=3, hash=False), id="forked, no hash"),
-    pytest.param(EngineOptions(processes=2, drop_cache=True), id="dropping the cache"),
+    pytest.param(CopyOptions(processes=1, threads=1), id="alone"),
+    pytest.param(CopyOptions(processes=3), id="forked"),
+    pytest.param(CopyOptions(processes=1, threads=1, hash=False), id="alone, no hash"),
+    pytest.param(CopyOptions(processes=3, hash=False), id="forked, no hash"),
 ]
 
 
@@ -53,10 +55,9 @@ def never() -> bool:
 def copied(
     source: Source,
     target: Path,
-    options: EngineOptions,
+    options: CopyOptions,
     *,
     should_stop: Callable[[], bool] = never,
-    piece_bytes: int = 256 * MIB,
     progress: Progress | None = None,
 ) -> Copied:
     """Plan and copy into a new directory."""
@@ -69,7 +70,6 @@ def copied(
         options=options,
         retry=retry,
         progress=progress or Progress(None),
-        piece_bytes=piece_bytes,
     )
 
 
@@ -123,12 +123,11 @@ def wide(tmp_path: Path) -> Path:
 
 
 @pytest.mark.parametrize("options", CREWS)
-@pytest.mark.parametrize("piece_bytes", [256 * MIB, 2 * MIB])
 def test_a_tree_is_copied_as_find_and_sha256_see_it(
-    wide: Path, base: Path, options: EngineOptions, piece_bytes: int
+    wide: Path, base: Path, options: CopyOptions
 ) -> None:
     """Names, types, modes, link counts, times and contents are the source's, however it is done."""
-    copied(tree(wide), base / "to", options, piece_bytes=piece_bytes)
+    copied(tree(wide), base / "to", options)
     assert told_by_find(base / "to") == told_by_find(wide)
     assert sums(base / "to") == sums(wide)
     assert (base / "to" / "sparse").stat().st_blocks * 512 < 2 * MIB
@@ -136,52 +135,23 @@ def test_a_tree_is_copied_as_find_and_sha256_see_it(
 
 def test_onto_a_disk(wide: Path, tmp_path: Path) -> None:
     """The same on a file system that is no tmpfs."""
-    copied(tree(wide), tmp_path / "to", EngineOptions(processes=2))
+    copied(tree(wide), tmp_path / "to", CopyOptions(processes=2))
     assert told_by_find(tmp_path / "to") == told_by_find(wide)
     assert sums(tmp_path / "to") == sums(wide)
 
 
 @pytest.mark.parametrize("processes", [1, 3])
 def test_digests_are_those_of_the_files(wide: Path, base: Path, processes: int) -> None:
-    """Each is the XXH3-128 of the file, or over those of its pieces when it is larger than one."""
+    """Each is the XXH3-128 of the file."""
     source = tree(wide)
-    options = EngineOptions(processes=processes)
-    found = copied(source, base / "to", options, piece_bytes=2 * MIB).digests
+    found = copied(source, base / "to", CopyOptions(processes=processes)).digests
     for entry, digest in zip(source.plan().files, found, strict=True):
-        data = (wide / entry.path).read_bytes()
-        pieces = [data[at : at + 2 * MIB] for at in range(0, max(1, len(data)), 2 * MIB)]
-        each = [xxh3_128(piece).digest() for piece in pieces]
-        wanted = each[0] if len(each) == 1 else xxh3_128(b"".join(each)).digest()
-        assert digest == wanted, entry.path
+        assert digest == xxh3_128((wide / entry.path).read_bytes()).digest(), entry.path
 
 
 def test_without_hash_there_are_no_digests(wide: Path, base: Path) -> None:
     """Nothing is made up for what was not hashed."""
-    assert copied(tree(wide), base / "to", EngineOptions(hash=False)).digests == []
-
-
-@pytest.mark.parametrize("processes", [1, 2])
-def test_a_damaged_source_is_named(wide: Path, base: Path, processes: int) -> None:
-    """A digest that the source records and its bytes do not have is an error; others pass."""
-    source = tree(wide)
-    plan = source.plan()
-    plan.expected = [xxh3_128((wide / e.path).read_bytes()).digest() for e in plan.files]
-    (base / "good").mkdir()
-    arguments = {
-        "options": EngineOptions(processes=processes),
-        "retry": Retry(time.sleep, never),
-        "progress": Progress(None),
-        "piece_bytes": 2 * MIB,
-    }
-    good = copy(plan, source, str(base / "good"), **arguments)  # type: ignore[arg-type]
-    assert sums(base / "good") == sums(wide)
-    again = copied(source, base / "again", EngineOptions(), piece_bytes=2 * MIB)
-    assert good.digests == again.digests
-    number = [entry.path for entry in plan.files].index("large")
-    plan.expected[number] = bytes(16)
-    (base / "bad").mkdir()
-    with pytest.raises(StagingError, match=r"1 path\n  large: is damaged"):
-        copy(plan, source, str(base / "bad"), **arguments)  # type: ignore[arg-type]
+    assert copied(tree(wide), base / "to", CopyOptions(hash=False)).digests == []
 
 
 def test_set_bits_are_left_out_and_the_umask_holds(wide: Path, base: Path) -> None:
@@ -190,25 +160,33 @@ def test_set_bits_are_left_out_and_the_umask_holds(wide: Path, base: Path) -> No
     (wide / "d3").chmod(0o2070)
     old = os.umask(0o027)
     try:
-        copied(tree(wide), base / "to", EngineOptions(processes=2), piece_bytes=2 * MIB)
+        copied(tree(wide), base / "to", CopyOptions(processes=2))
     finally:
         os.umask(old)
     assert (base / "to" / "large").stat().st_mode & 0o7777 == 0o750
     assert (base / "to" / "d3").stat().st_mode & 0o7777 == 0o750
 
 
-def test_a_single_large_file_is_shared_by_workers(base: Path, tmp_path: Path) -> None:
-    """Pieces of one file are copied by several processes, and progress adds up to its size."""
-    (tmp_path / "file").write_bytes(os.urandom(9 * MIB + 1))
+@pytest.mark.parametrize("hash_it", [True, False])
+def test_a_large_file_is_hashed_while_it_is_written(
+    base: Path, tmp_path: Path, *, hash_it: bool
+) -> None:
+    """By a second thread; progress adds up to its size, and holes stay holes."""
+    with open(tmp_path / "file", "wb") as stream:
+        stream.write(os.urandom(MIB + 1))
+        stream.seek(70 * MIB)
+        stream.write(os.urandom(3 * MIB))
+        stream.truncate(100 * MIB + 1)
     told: list[tuple[int, int, int, int]] = []
     progress = Progress(lambda *figures: told.append(figures))
     source = FileSource(str(tmp_path / "file"), Retry(time.sleep, never))
-    options = EngineOptions(processes=2)
-    done = copied(source, base / "to", options, piece_bytes=MIB, progress=progress)
+    done = copied(source, base / "to", CopyOptions(hash=hash_it), progress=progress)
     progress.finish()
     assert sums(base / "to") == {"file": sums(tmp_path)["file"]}
-    assert told[-1][:2] == (9 * MIB + 1, 1)
-    assert done.workers == 2
+    assert told[-1][:2] == (100 * MIB + 1, 1)
+    whole = xxh3_128((tmp_path / "file").read_bytes()).digest()
+    assert done == Copied([whole] if hash_it else [], 1)
+    assert (base / "to" / "file").stat().st_blocks * 512 < 6 * MIB
 
 
 @pytest.fixture
@@ -279,7 +257,7 @@ def test_a_source_that_changes_under_forked_workers(
         "remove": victim.unlink,
         "add": (last / "new").touch,
     }
-    options = EngineOptions(processes=2, threads=1)
+    options = CopyOptions(processes=2, threads=1)
     with (
         while_reading(actions[change]),
         pytest.raises(StagingError, match=r"changed while it was copied|No such file") as caught,
@@ -305,10 +283,10 @@ def test_a_stop_is_heard_within_a_second(
     timer = threading.Timer(0.3, stop.set)
     timer.start()
     begin = time.monotonic()
-    options = EngineOptions(processes=processes, threads=1)
+    options = CopyOptions(processes=processes, threads=1)
     source = FileSource(str(wide / "large"), Retry(time.sleep, never)) if one_file else tree(wide)
     with pytest.raises(StagingStopped):
-        copied(source, base / "to", options, should_stop=stop.is_set, piece_bytes=32 * MIB)
+        copied(source, base / "to", options, should_stop=stop.is_set)
     assert time.monotonic() - begin < 20  # whole, it takes at least twice as long as that
     assert children() == []
 
@@ -334,7 +312,7 @@ def test_a_worker_that_is_killed_is_an_error(
         while_reading(kill),
         pytest.raises(StagingError, match=r"a worker process died \(signal 9\)"),
     ):
-        copied(tree(wide), base / "to", EngineOptions(processes=2, threads=1))
+        copied(tree(wide), base / "to", CopyOptions(processes=2, threads=1))
     assert len(forked) == 2
     assert children() == []
 
@@ -354,9 +332,9 @@ def test_a_full_target_is_final(
 ) -> None:
     """ENOSPC ends it at once with the reason, whoever met it."""
     target = small_tmpfs("size=3m")
-    options = EngineOptions(processes=processes)
+    options = CopyOptions(processes=processes)
     with pytest.raises(StagingError, match="No space left on device"):
-        copied(tree(wide), target / "to", options, piece_bytes=MIB)
+        copied(tree(wide), target / "to", options)
 
 
 def test_no_more_files_are_opened_than_allowed(
@@ -364,7 +342,7 @@ def test_no_more_files_are_opened_than_allowed(
 ) -> None:
     """Two workers with many threads together keep to the rate: 44 files at 40/s take a second."""
     begin = time.monotonic()
-    options = EngineOptions(processes=2, opens_per_second=40)
+    options = CopyOptions(processes=2, opens_per_second=40)
     copied(tree(wide), base / "to", options)
     assert time.monotonic() - begin > 0.6
     assert sums(base / "to") == sums(wide)
@@ -376,12 +354,12 @@ def test_served_sources_get_more_threads(
     """Of all workers together; progress counts what each of them did."""
     for number in range(600):
         (wide / f"n{number}").write_bytes(b"%d" % number)
-    monkeypatch.setattr(engine, "readers_for", lambda _path: 32)
-    assert copied(tree(wide), base / "to", EngineOptions(processes=2)).workers == 32
+    monkeypatch.setattr(copier, "readers_for", lambda _path: 32)
+    assert copied(tree(wide), base / "to", CopyOptions(processes=2)).workers == 32
     assert sums(base / "to") == sums(wide)
     told: list[tuple[int, int, int, int]] = []
     progress = Progress(lambda *figures: told.append(figures))
-    options = EngineOptions(processes=2, threads=300)
+    options = CopyOptions(processes=2, threads=300)
     copied(tree(wide), base / "again", options, progress=progress)
     progress.finish()
     files = [one for one in wide.rglob("*") if one.is_file() and not one.is_symlink()]
@@ -390,8 +368,8 @@ def test_served_sources_get_more_threads(
 
 def test_small_jobs_do_not_fork(wide: Path, base: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A few files are copied sooner than workers would be there."""
-    monkeypatch.setattr(engine, "run_crew", None)
-    copied(tree(wide), base / "to", EngineOptions())
+    monkeypatch.setattr(copier, "run_crew", None)
+    copied(tree(wide), base / "to", CopyOptions())
     assert sums(base / "to") == sums(wide)
 
 
@@ -416,31 +394,8 @@ def test_forked_workers_hold_no_descriptors(
             free.append(process)
 
     with while_reading(look), open(lock, "w"):
-        copied(tree(wide), base / "to", EngineOptions(processes=2, threads=1))
+        copied(tree(wide), base / "to", CopyOptions(processes=2, threads=1))
     assert len(free) == 2
-
-
-def test_the_board_adds_up() -> None:
-    """Tallies of several threads are summed, digests keep their slots."""
-    board = Board(3, 2)
-    first, second = board.tally(0), board.tally(1)
-    first.bytes, first.files = 5, 1
-    second.bytes = 1 << 40
-    first.tell()
-    assert board.done().bytes == 5
-    second.tell()
-    done = board.done()
-    assert (done.bytes, done.files) == (5 + (1 << 40), 1)
-    board.put(2, b"0123456789abcdef")
-    assert (board.digest(1), board.digest(2)) == (bytes(16), b"0123456789abcdef")
-    board.close()
-
-
-def test_pieces_of_a_file_have_one_digest() -> None:
-    """One piece is the file; of several the digest is over theirs."""
-    how: Hashing = hashing()
-    assert file_digest([b"a" * 16], how) == b"a" * 16
-    assert file_digest([b"a" * 16, b"b" * 16], how) == xxh3_128(b"a" * 16 + b"b" * 16).digest()
 
 
 def resident_bytes(directory: Path) -> int:
@@ -481,6 +436,34 @@ def test_pages_of_a_servers_files_leave_the_cache(
     os.sync()  # only clean pages leave
     request = StageRequest("data", str(source))
     opened = open_source(request, Retry(time.sleep, never), room_at(str(tmp_path)))
-    copied(opened, tmp_path / "copy", EngineOptions(processes=2))
+    copied(opened, tmp_path / "copy", CopyOptions(processes=2))
     opened.close()
     assert (resident_bytes(place) > MIB) != served
+
+
+def entries(sizes: list[int]) -> list[Entry]:
+    return [Entry(f"f{n}", 0o644, 0, size, size) for n, size in enumerate(sizes)]
+
+
+@given(
+    sizes=st.lists(st.integers(0, 10 * MIB), max_size=300),
+    workers=st.integers(1, 64),
+    streams=st.integers(1, 16),
+)
+def test_every_file_is_in_one_batch(sizes: list[int], workers: int, streams: int) -> None:
+    """However many work at it."""
+    batches = share_out(entries(sizes), workers, streams=streams)
+    found = [number for batch in batches for number in range(batch.first, batch.last)]
+    assert sorted(found) == list(range(len(sizes)))
+
+
+def test_batches_take_about_as_long() -> None:
+    """One larger file weighs as many small ones, and neighbours in the queue lie far apart."""
+    sizes = [1000] * 5000 + [8 * MIB] * 40
+    batches = share_out(entries(sizes), 2, streams=2)
+    costs = [
+        sum(sizes[n] + FILE_COST_BYTES for n in range(batch.first, batch.last)) for batch in batches
+    ]
+    assert len(batches) > 16
+    assert max(costs) < 2 * (sum(costs) / len(costs)) + 8 * MIB
+    assert abs(batches[0].first - batches[1].first) > 1500

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from hpml_orchestrator.errors import StagingError
-from hpml_orchestrator.staging import Bases, CopyStager, EngineOptions, StageRequest
+from hpml_orchestrator.staging import Bases, CopyOptions, CopyStager, StageRequest
 from tests.patience import eventually
 
 if TYPE_CHECKING:
@@ -22,13 +22,13 @@ if TYPE_CHECKING:
 
 STAGE = """
 import os, sys, time
-from hpml_orchestrator.staging import Bases, CopyStager, EngineOptions, StageRequest
+from hpml_orchestrator.staging import Bases, CopyStager, CopyOptions, StageRequest
 real = os.readv
 def slow(*arguments):  # so that there is a middle on any machine: 1200 files take 1.8 s at least
     time.sleep(0.003)
     return real(*arguments)
 os.readv = slow
-options = EngineOptions(processes=2, threads=1)
+options = CopyOptions(processes=2, threads=1)
 stager = CopyStager("7.0", bases=Bases(shm=sys.argv[1]), options=options)
 stager.stage(StageRequest("data", sys.argv[2], target="shm"))
 sys.stdin.read()
@@ -135,7 +135,7 @@ def test_what_cannot_be_read_is_listed(
         return real(path, flags, *arguments, dir_fd=dir_fd)
 
     monkeypatch.setattr(os, "open", closed)  # a fault: root may read everything
-    options = EngineOptions(processes=processes, threads=1)
+    options = CopyOptions(processes=processes, threads=1)
     stager = CopyStager("1", bases=Bases(shm=str(base)), options=options)
     with pytest.raises(StagingError) as caught:
         stager.stage(StageRequest("data", str(crowd), target="shm"))
@@ -170,7 +170,7 @@ def test_a_disk_that_fails_is_not_waited_for_file_by_file(
         with waited.open("a") as stream:
             stream.write(f"{seconds}\n")
 
-    options = EngineOptions(processes=processes, threads=1)
+    options = CopyOptions(processes=processes, threads=1)
     stager = CopyStager("1", bases=Bases(shm=str(base)), options=options, sleep=sleep)
     with pytest.raises(StagingError, match="1200 paths"):
         stager.stage(StageRequest("data", str(crowd), target="shm"))
@@ -194,7 +194,7 @@ def test_faults_in_workers_that_pass_are_tried_again(
             return real(*arguments)
 
         monkeypatch.setattr(os, name, failing)
-    options = EngineOptions(processes=2, threads=1)
+    options = CopyOptions(processes=2, threads=1)
     stager = CopyStager("1", bases=Bases(shm=str(base)), options=options)
     result = stager.stage(StageRequest("data", str(crowd), target="shm"))
     assert same(Path(result.path), crowd)

@@ -1,0 +1,487 @@
+"""The copier: share a plan out, read, hash and write it with processes and threads, and compare.
+
+Small jobs are done by the calling process. Larger ones are done by forked workers, one per CPU
+that this job really has; where the source is served to this node, each of them has several threads,
+which wait for the server side by side. What is read comes from the source's `Reader`, which also
+notices that a file is not what the plan says.
+"""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import functools
+import itertools
+import os
+import stat
+import threading
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from hpml_orchestrator.errors import StagingError
+from hpml_orchestrator.staging.capacity import readers_for
+from hpml_orchestrator.staging.crew import run_crew
+from hpml_orchestrator.staging.faults import FULL, Problems, SourceChangedError, shown, why
+from hpml_orchestrator.staging.hashing import hashing
+from hpml_orchestrator.staging.manners import TokenBucket
+from hpml_orchestrator.staging.shares import Batch, Shared, share_out
+from hpml_orchestrator.staging.source import BLOCK_BYTES
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+    from concurrent.futures import ThreadPoolExecutor
+
+    from hpml_orchestrator.staging.faults import Retry
+    from hpml_orchestrator.staging.hashing import Buffer, Digest, Hashing
+    from hpml_orchestrator.staging.plan import Entry, Plan
+    from hpml_orchestrator.staging.progress import Progress
+    from hpml_orchestrator.staging.shares import Tally
+    from hpml_orchestrator.staging.source import Reader, Source
+
+__all__ = [
+    "CREATE",
+    "Copied",
+    "CopyOptions",
+    "check_directories",
+    "copy",
+    "make_directories",
+    "make_links",
+]
+
+CREATE = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW
+_DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
+_MOST_PROCESSES = 16
+_MOST_WORKERS = 64
+_SMALL_FILES = 400  # fewer are copied sooner than workers are there
+_SMALL_BYTES = 32 << 20
+_LARGE_BYTES = 64 << 20  # from here on a second thread hashes what is being written
+_TOLD_TOGETHER = 15
+_ZEROS = bytes(BLOCK_BYTES)
+
+
+@dataclass(frozen=True)
+class CopyOptions:
+    """How to copy.
+
+    Attributes:
+        hash: make a digest of every file while it is copied.
+        processes: workers; None for as many as CPUs (at most 16).
+        threads: of each worker; None for 32 in all where the source is served to this node, else 1.
+        opens_per_second: most source files opened per second, all workers together; 0 for any.
+        goes_on: copy all others where a file cannot be copied, which is an error all the same.
+    """
+
+    hash: bool = True
+    processes: int | None = None
+    threads: int | None = None
+    opens_per_second: float = 0.0
+    goes_on: bool = False
+
+
+@dataclass(frozen=True)
+class Copied:
+    """What a copy took.
+
+    Attributes:
+        digests: of each of the plan's files; empty when they were not hashed.
+        workers: processes times threads.
+    """
+
+    digests: list[bytes] = field(default_factory=list)
+    workers: int = 1
+
+
+def copy(
+    plan: Plan,
+    source: Source,
+    target_dir: str,
+    *,
+    options: CopyOptions,
+    retry: Retry,
+    progress: Progress,
+) -> Copied:
+    """Fill an existing empty directory with what was planned.
+
+    Args:
+        plan: from `source.plan()`.
+        source: what is copied.
+        target_dir: the directory.
+        options: how.
+        retry: calls again after faults that pass, and says when to stop.
+        progress: told what is done.
+
+    Raises:
+        StagingError: a source cannot be read, is damaged or changed, the target is full, or a
+            worker died. What lies in the directory then is for the caller to remove.
+        StagingStopped: retry's should_stop said so.
+        OSError: the target cannot be written.
+    """
+    copier = _Copier(plan, source, target_dir, options, retry, progress)
+    problems, threads = copier.problems, copier.processes * copier.threads
+    missing = [FileNotFoundError] if options.goes_on else []  # what could not be copied
+    target = os.open(target_dir, _DIRECTORY)
+    try:
+        make_directories(plan, target, retry)
+        copier.run()
+        if source.kind in {"tree", "file"}:
+            check_directories(plan, retry, problems, threads=threads)
+        if not options.goes_on:
+            problems.raise_any()
+        with contextlib.suppress(*missing):
+            make_links(plan, target, retry)
+        problems.raise_any()
+        digests = copier.shared.digests() if options.hash else []
+    finally:
+        os.close(target)
+        copier.shared.close()
+    return Copied(digests, threads)
+
+
+def make_directories(plan: Plan, dir_fd: int, retry: Retry) -> None:
+    """Create the directories of a plan with their modes (& ~umask, owner rwx)."""
+    for entry in plan.directories:
+        retry.check_stop()
+        os.mkdir(entry.path, (entry.mode & 0o777) | 0o700, dir_fd=dir_fd)
+
+
+def make_links(plan: Plan, dir_fd: int, retry: Retry) -> None:
+    """Create hard and symbolic links, then set the times of directories, children first."""
+    for hard in plan.hard_links:
+        retry.check_stop()
+        os.link(hard.first, hard.path, src_dir_fd=dir_fd, dst_dir_fd=dir_fd, follow_symlinks=False)
+    for link in plan.symlinks:
+        retry.check_stop()
+        os.symlink(link.target, link.path, dir_fd=dir_fd)
+        times = (link.mtime_ns, link.mtime_ns)
+        os.utime(link.path, ns=times, dir_fd=dir_fd, follow_symlinks=False)
+    for entry in reversed([plan.top, *plan.directories]):
+        retry.check_stop()
+        times = (entry.mtime_ns, entry.mtime_ns)
+        os.utime(entry.path or ".", ns=times, dir_fd=dir_fd, follow_symlinks=False)
+
+
+def check_directories(plan: Plan, retry: Retry, problems: Problems, *, threads: int = 1) -> None:
+    """Look at a source's directories again: files that came or went show in their times."""
+    if not stat.S_ISDIR(plan.top.mode):
+        return  # made up for a single file
+    left = collections.deque([plan.top, *plan.directories])
+
+    def check(_thread: int) -> None:
+        with contextlib.suppress(IndexError):  # none left
+            while not retry.stops():
+                entry = left.popleft()
+                path = f"{plan.source_root}/{entry.path}" if entry.path else plan.source_root
+                try:
+                    info = retry(functools.partial(os.lstat, path))
+                except OSError as error:
+                    problems.add(entry.path or ".", why(error), error)
+                    continue
+                if info.st_mtime_ns != entry.mtime_ns:
+                    problems.add(entry.path or ".", str(SourceChangedError()))
+
+    _in_threads(threads, check)
+    retry.check_stop()
+
+
+class _Copier:
+    """Lets threads and forked workers copy the files of a plan."""
+
+    def __init__(
+        self,
+        plan: Plan,
+        source: Source,
+        target: str,
+        options: CopyOptions,
+        retry: Retry,
+        progress: Progress,
+    ) -> None:
+        self._plan = plan
+        self._source = source
+        self._target = target
+        self._options = options
+        self._retry = retry
+        self._progress = progress
+        self._told = (0, 0)
+        self.problems = Problems(f"cannot stage {plan.name}")
+        self.processes = self._process_count()
+        self.threads = 1
+        if not source.ordered:
+            served = readers_for(plan.source_root)
+            self.threads = options.threads or -(-served // self.processes)
+        self._batches = [Batch(0, len(plan.files))]
+        if not source.ordered:
+            self._batches = share_out(plan.files, _MOST_WORKERS, streams=self.processes)
+        self.shared = Shared(len(plan.files), self.processes * self.threads)
+
+    def _process_count(self) -> int:
+        plan, asked = self._plan, self._options.processes
+        small = len(plan.files) <= _SMALL_FILES and plan.bytes <= _SMALL_BYTES
+        if self._source.ordered or len(plan.files) <= 1 or (small and asked is None):
+            return 1
+        return max(1, min(asked or len(os.sched_getaffinity(0)), _MOST_PROCESSES))
+
+    def run(self) -> None:
+        """Copy all files; what goes wrong with single ones is in `problems`."""
+        if self.processes == 1:
+            left = iter(self._batches)
+            lock = threading.Lock()
+
+            def take() -> Batch | None:
+                with lock:
+                    return next(left, None)
+
+            self._work(0, take, self.problems.add, self._retry, self._progress)
+            return
+        run_crew(
+            self.processes,
+            self._work_forked,
+            range(len(self._batches)),
+            told=self.problems.add,
+            heartbeat=self._heartbeat,
+        )
+        self._heartbeat()
+
+    def _heartbeat(self) -> None:
+        self._retry.check_stop()
+        then, self._told = self._told, self.shared.done()
+        self._progress.add(self._told[0] - then[0], self._told[1] - then[1])
+
+    def _work_forked(
+        self, number: int, take: Callable[[], int | None], tell: Callable[..., None]
+    ) -> None:
+        """Do what one worker does, in the forked process."""
+
+        def take_batch() -> Batch | None:
+            found = take()
+            return None if found is None else self._batches[found]
+
+        def problem(path: str, reason: str, _error: BaseException) -> None:
+            tell(path, reason)
+
+        # the parent asks whether to stop, and kills its workers then
+        self._work(number, take_batch, problem, self._retry.stopped_by(lambda: False), None)
+
+    def _work(
+        self,
+        number: int,
+        take: Callable[[], Batch | None],
+        problem: Callable[[str, str, BaseException], None],
+        whole: Retry,
+        progress: Progress | None,
+    ) -> None:
+        """Copy batches with the threads of one process until there are no more."""
+        failed: list[BaseException] = []
+        retry = whole.stopped_by(lambda: bool(failed) or whole.stops())
+        reader = self._source.reader(self._plan)
+        worker = _Worker(
+            self._plan, self._target, self._options, self.shared, reader, retry, problem
+        )
+        rate = self._options.opens_per_second / self.processes
+        if rate > 0:
+            worker.wait = TokenBucket(rate, check_stop=retry.check_stop).take
+        worker.tries_again = not self._source.ordered
+
+        def drain(thread: int) -> None:
+            tally = self.shared.tally(thread * self.processes + number, progress)
+            try:
+                while not failed and (batch := take()) is not None:
+                    worker.do(batch, tally)
+            except BaseException as error:  # noqa: BLE001 - raised again below
+                failed.append(error)
+
+        try:
+            _in_threads(self.threads, drain)
+        finally:
+            worker.close()
+        if failed:
+            raise failed[0]
+
+
+class _Worker:
+    """Copies batches; one per process, its threads call `do` at once."""
+
+    def __init__(
+        self,
+        plan: Plan,
+        target: str,
+        options: CopyOptions,
+        shared: Shared,
+        reader: Reader,
+        retry: Retry,
+        problem: Callable[[str, str, BaseException], None],
+    ) -> None:
+        self._plan = plan
+        self._goes_on = options.goes_on
+        self._how: Hashing | None = hashing() if options.hash else None
+        self._shared = shared
+        self._reader = reader
+        self._retry = retry
+        self._problem = problem
+        self._to = os.open(target, _DIRECTORY)
+        self._pool: ThreadPoolExecutor | None = None
+        self.wait: Callable[[], object] | None = None
+        self.tries_again = True
+
+    def close(self) -> None:
+        """Close what is open."""
+        if self._pool is not None:
+            self._pool.shutdown()
+        os.close(self._to)
+        self._reader.close()
+
+    def do(self, batch: Batch, tally: Tally) -> None:
+        """Copy a batch.
+
+        Raises:
+            StagingError: the target is full, or the source is damaged.
+            StagingStopped: should_stop said so.
+        """
+        files = self._plan.files
+        for number in range(batch.first, batch.last):
+            entry = files[number]
+            self._retry.check_stop()
+            before = tally.bytes
+            try:
+                try:
+                    self._file(number, entry, tally)
+                except OSError as error:
+                    tally.bytes = before
+                    if not self.tries_again or self._shared.faulty:
+                        raise
+                    self._retry.again(_Again(self, number, entry, tally), error)
+            except SourceChangedError as error:
+                tally.bytes = before
+                self._wrong(entry, str(error), error)
+            except OSError as error:
+                tally.bytes = before
+                if error.errno in FULL:
+                    raise StagingError(
+                        f"cannot write {shown(entry.path)} of {self._plan.name}: {why(error)}",
+                        hint="something else took the room that was free before; "
+                        "choose another target",
+                    ) from error
+                self._wrong(entry, why(error), error)
+            if tally.files & _TOLD_TOGETHER == 0:
+                tally.tell()
+        tally.tell()
+
+    def _wrong(self, entry: Entry, reason: str, error: BaseException) -> None:
+        if not self._goes_on:
+            self._shared.set_faulty()
+        self._problem(entry.path, reason, error)
+
+    def _file(self, number: int, entry: Entry, tally: Tally) -> None:
+        """Copy a file; what was made of it is gone after an error."""
+        if self.wait is not None:
+            self.wait()
+        pieces = self._reader.read(number)
+        data = next(pieces, b"")
+        if self._shared.faulty:
+            return
+        if len(data) == entry.size:
+            self._whole(number, entry, data, pieces)
+            tally.bytes += entry.size
+        else:
+            self._blocks(number, entry, itertools.chain((data,), pieces), tally)
+        tally.files += 1
+
+    def _whole(self, number: int, entry: Entry, data: Buffer, rest: Iterator[Buffer]) -> None:
+        """Write a file that came whole, with as few steps as small files deserve.
+
+        What a reader checks at the end of a file, it checks when it is asked for the rest.
+        """
+        if self._how is not None:
+            digest = self._how.new()
+            digest.update(data)
+            self._shared.put(number, digest.digest())
+        size = entry.size
+        target = os.open(entry.path, CREATE, (entry.mode & 0o777) | 0o600, dir_fd=self._to)
+        try:
+            try:
+                wrote = os.write(target, data) if size else 0
+                while wrote < size:
+                    wrote += os.write(target, memoryview(data)[wrote:])
+                if next(rest, None) is not None:
+                    raise SourceChangedError
+                os.utime(target, ns=(entry.mtime_ns, entry.mtime_ns))
+            finally:
+                os.close(target)
+        except BaseException:
+            os.unlink(entry.path, dir_fd=self._to)
+            raise
+
+    def _blocks(self, number: int, entry: Entry, pieces: Iterator[Buffer], tally: Tally) -> None:
+        """Write a file block by block; holes stay holes, as was counted."""
+        digest = self._how.new() if self._how is not None else None
+        target = os.open(entry.path, CREATE, (entry.mode & 0o777) | 0o600, dir_fd=self._to)
+        at = 0
+        try:
+            try:
+                if entry.stored < entry.size:
+                    os.ftruncate(target, entry.size)
+                for data in pieces:
+                    hashed = self._hash(entry, digest, data)
+                    self._write(target, entry, data, at)
+                    hashed()
+                    at += len(data)
+                    tally.bytes += len(data)
+                    tally.tell()
+                    self._retry.check_stop()
+                if at != entry.size:
+                    raise SourceChangedError
+                os.utime(target, ns=(entry.mtime_ns, entry.mtime_ns))
+            finally:
+                os.close(target)
+        except BaseException:
+            os.unlink(entry.path, dir_fd=self._to)
+            raise
+        if digest is not None:
+            self._shared.put(number, digest.digest())
+
+    def _hash(self, entry: Entry, digest: Digest | None, data: Buffer) -> Callable[[], object]:
+        """Hash a block, of large files while it is written; what is returned waits for the end."""
+        if digest is None:
+            return bool
+        if entry.size < _LARGE_BYTES:
+            digest.update(data)
+            return bool
+        if self._pool is None:
+            from concurrent.futures import ThreadPoolExecutor  # noqa: PLC0415 - takes time
+
+            self._pool = ThreadPoolExecutor()
+        return self._pool.submit(digest.update, data).result
+
+    @staticmethod
+    def _write(target: int, entry: Entry, data: Buffer, at: int) -> None:
+        count = wrote = len(data)
+        if entry.stored == entry.size or data != _ZEROS[:count]:
+            wrote = os.pwrite(target, data, at)
+        while wrote < count:
+            wrote += os.pwrite(target, memoryview(data)[wrote:], at + wrote)
+
+
+class _Again:
+    """A call that can be made again, without a closure for every file."""
+
+    def __init__(self, worker: _Worker, number: int, entry: Entry, tally: Tally) -> None:
+        self._worker = worker
+        self._what = (number, entry, tally)
+        self._before = tally.bytes
+
+    def __call__(self) -> None:
+        self._what[2].bytes = self._before
+        self._worker._file(*self._what)  # noqa: SLF001 - of this module
+
+
+def _in_threads(count: int, work: Callable[[int], None]) -> None:
+    """Do work in so many threads, this one being number 0; in fewer where there may be no more."""
+    threads = [threading.Thread(target=work, args=(n,), daemon=True) for n in range(1, count)]
+    try:
+        with contextlib.suppress(RuntimeError):
+            for thread in threads:
+                thread.start()
+        work(0)
+    finally:
+        for thread in threads:
+            if thread.ident is not None:
+                thread.join()

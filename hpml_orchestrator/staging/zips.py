@@ -1,0 +1,206 @@
+"""Zip archives as sources: `zipfile` says what is in them and inflates it.
+
+Nothing of an archive is trusted: members.py decides what may be written.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import stat
+import struct
+import time
+import zipfile
+import zlib
+from typing import IO, TYPE_CHECKING, cast
+
+from hpml_orchestrator.errors import StagingError
+from hpml_orchestrator.staging.archives import not_whole
+from hpml_orchestrator.staging.extents import drop_pages, look_at_archive
+from hpml_orchestrator.staging.faults import SourceChangedError, shown, why
+from hpml_orchestrator.staging.members import Members
+from hpml_orchestrator.staging.source import BLOCK_BYTES
+from hpml_orchestrator.staging.streams import ArchiveFile
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from hpml_orchestrator.staging.faults import Retry
+    from hpml_orchestrator.staging.hashing import Buffer
+    from hpml_orchestrator.staging.plan import Plan
+    from hpml_orchestrator.staging.source import Reader
+
+__all__ = ["ZipSource"]
+
+_NANO = 1_000_000_000
+_BUFFER_BYTES = 1 << 13
+_LOCAL_BYTES = 30
+"""Of the header before a member's data, without name and extra field (APPNOTE.TXT 6.3.10)."""
+_COUNTS = {b"PK\x05\x06": ("<H", 10), b"PK\x06\x06": ("<Q", 32)}
+"""What follows the directory, short or long, and where in it the number of members is."""
+_CENTRAL_BYTES = 46  # of an entry of the directory, likewise
+_LONGEST_LINK_BYTES = 4096
+_UNIX_HOSTS = frozenset({3, 19})  # 19: macOS
+_ENCRYPTED, _UTF8, _DOS_DIRECTORY = 0x1, 0x800, 0x10
+_EXTRA_TIME = 0x5455  # Info-ZIP, extrafld.txt: a byte of flags, then seconds since the epoch, UTC
+_TIME = struct.Struct("<l")
+_LARGEST_RATIO = 1040
+"""Deflate makes at most 1032 bytes of one: zlib's "Technical Details"."""
+_DAMAGED = (zipfile.BadZipFile, struct.error, ValueError, EOFError, zlib.error, OverflowError)
+
+
+class ZipSource:
+    """A zip archive; its checksums cover whole members, which are read from front to back.
+
+    Args:
+        path: the archive.
+        retry: calls again after faults that pass.
+        outside_links: take symbolic links that leave the root as they are.
+
+    Raises:
+        StagingError: it is no regular file.
+        OSError: it cannot be opened.
+    """
+
+    kind = "zip"
+    ordered = False
+
+    def __init__(self, path: str, retry: Retry, *, outside_links: bool = False) -> None:
+        self._path = path
+        self._retry = retry
+        self._outside_links = outside_links
+        self._stamp, _ = look_at_archive(path, retry)
+        self._archive: zipfile.ZipFile | None = None
+        self._infos: list[zipfile.ZipInfo] = []
+
+    def _opened(self) -> IO[bytes]:
+        return io.BufferedReader(ArchiveFile(self._stamp, self._retry), _BUFFER_BYTES)
+
+    def plan(self) -> Plan:
+        """Read the central directory; see `Source.plan`."""
+        members = Members(self._path, self._stamp.mtime_ns, outside_links=self._outside_links)
+        self._infos = []
+        try:
+            self._archive = zipfile.ZipFile(self._opened())
+            self._check_directory(self._archive, members)
+            for info in sorted(self._archive.infolist(), key=lambda one: one.header_offset):
+                self._retry.check_stop()
+                self._take(info, members)
+        except _DAMAGED as error:  # names, times
+            raise not_whole(self._path, "zip", str(error)) from error
+        except SourceChangedError as error:
+            raise StagingError(f"{shown(self._path)}: changed while it was read") from error
+        members.problems.raise_any()
+        members.check_bytes(self._stamp.size)
+        members.plan.stamps = [self._stamp[1:]]
+        return members.plan
+
+    def _check_directory(self, archive: zipfile.ZipFile, members: Members) -> None:
+        """Refuse a directory that has lost members, which zipfile does not, or whose members lie.
+
+        Those that share bytes would let a small archive unpack to any size.
+        """
+        found, at = archive.infolist(), archive.start_dir
+        members.check_count(len(found))
+        for info in found:
+            encoding = "utf-8" if info.flag_bits & _UTF8 else "cp437"
+            name = info.orig_filename.encode(encoding)
+            at += _CENTRAL_BYTES + len(name) + len(info.extra) + len(info.comment)
+        stream = cast("IO[bytes]", archive.fp)
+        stream.seek(at)
+        tail = stream.read(_CENTRAL_BYTES)
+        layout, offset = _COUNTS.get(tail[:4], ("", 0))
+        if not layout or struct.unpack_from(layout, tail, offset)[0] != len(found):
+            raise zipfile.BadZipFile("its central directory is damaged")
+        last = archive.start_dir
+        for info in sorted(found, key=lambda one: -one.header_offset):
+            if info.header_offset + _LOCAL_BYTES + info.compress_size > last:
+                raise zipfile.BadZipFile(
+                    f"{shown(info.filename)} lies in another member, or in none"
+                )
+            last = info.header_offset
+
+    def _take(self, info: zipfile.ZipInfo, members: Members) -> None:
+        """Add a member to the plan."""
+        on_unix = info.create_system in _UNIX_HOSTS
+        name = info.orig_filename
+        if on_unix and not info.flag_bits & _UTF8:  # zipfile takes these bytes for cp437
+            name = name.encode("cp437").decode("utf-8", "surrogateescape")
+        mode = info.external_attr >> 16 if on_unix else 0
+        kind = stat.S_IFMT(mode)
+        is_directory = name.endswith("/") or kind == stat.S_IFDIR
+        is_directory |= not on_unix and bool(info.external_attr & _DOS_DIRECTORY)
+        mode = mode or (0o755 if is_directory else 0o644)  # 0 with a type is what somebody chose
+        mtime_ns = _mtime(info) * _NANO
+        deflated = info.compress_type == zipfile.ZIP_DEFLATED
+        size, packed = info.file_size, info.compress_size
+        if info.flag_bits & _ENCRYPTED:
+            members.refuse(name, "is encrypted")
+        elif not deflated and info.compress_type != zipfile.ZIP_STORED:
+            method = f"is compressed by method {info.compress_type}"
+            members.refuse(name, f"{method}; only stored and deflated ones are read")
+        elif size > _LARGEST_RATIO * (packed + 1) or (not deflated and size != packed):
+            members.refuse(name, f"says that {packed} bytes become {size}, which cannot be")
+        elif is_directory:
+            members.directory(name, mode & 0o7777, mtime_ns)
+        elif kind == stat.S_IFLNK:
+            if size > _LONGEST_LINK_BYTES:
+                members.refuse(name, "symbolic link of absurd length")
+            else:
+                target = b"".join(map(bytes, self._contents(info)))
+                members.symlink(name, target.decode("utf-8", "surrogateescape"), mtime_ns)
+        elif kind not in {0, stat.S_IFREG}:
+            members.refuse(name)
+        elif members.file(name, mode & 0o7777, mtime_ns, size):
+            self._infos.append(info)
+
+    def _contents(self, info: zipfile.ZipInfo) -> Iterator[bytes]:
+        """Yield a member's contents.
+
+        Raises:
+            StagingError: it is damaged.
+        """
+        size = 0
+        try:
+            with cast("zipfile.ZipFile", self._archive).open(info) as stream:
+                while data := stream.read(BLOCK_BYTES):
+                    size += len(data)
+                    yield data
+            if size != info.file_size:
+                raise EOFError("it is shorter than the archive says")
+        except _DAMAGED as error:
+            raise StagingError(
+                f"{shown(self._path)}: {shown(info.filename)} is damaged: {why(error)}",
+                hint="make or copy the archive again; `unzip -t` tells all that is damaged",
+            ) from error
+
+    def reader(self, plan: Plan) -> Reader:  # noqa: ARG002 - the members are known since `plan`
+        """Open for reading what `plan` returned: a worker has a descriptor of its own."""
+        cast("zipfile.ZipFile", self._archive).fp = self._opened()
+        return self
+
+    def read(self, number: int) -> Iterator[Buffer]:
+        """Yield a file; see `Reader`."""
+        return self._contents(self._infos[number])
+
+    def close(self) -> None:
+        """Close the archive; see `drop_pages`."""
+        if self._archive is not None:
+            with contextlib.suppress(OSError):
+                cast("IO[bytes]", self._archive.fp).close()
+            drop_pages(self._path)
+
+
+def _mtime(info: zipfile.ZipInfo) -> int:
+    """Return a time in seconds: Info-ZIP's, which is UTC, or that of DOS, which is local."""
+    extra, at = info.extra, 0
+    while at + 4 <= len(extra):
+        key, length = struct.unpack_from("<2H", extra, at)
+        told = extra[at + 4 : at + 4 + length]
+        if key == _EXTRA_TIME and len(told) > _TIME.size and told[0] & 1:
+            return int(_TIME.unpack_from(told, 1)[0])
+        at += 4 + length
+    try:
+        return int(time.mktime((*info.date_time, 0, 0, -1)))
+    except (OverflowError, ValueError):
+        return 0
