@@ -111,7 +111,7 @@ _RECORDS: tuple[tuple[str, str, dict[str, Callable[[Any], bool]]], ...] = (
     *(("", name, fields) for name, fields in END_FIELDS.items()),
     ("", "head.json", {"node": _is_text}),
     ("nodes", ".monitor.json", {"seconds": is_number, "updated": is_number}),
-    ("nodes", ".collected.json", {"node": _is_text, "entries": _are_entries}),
+    ("nodes", ".collected.json", {"entries": _are_entries}),
     ("nodes", ".failed.json", {"node": _is_text, "message": _is_text}),
 )
 

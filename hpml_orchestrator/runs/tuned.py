@@ -104,7 +104,7 @@ def refuse_unchangeable(record: Mapping[str, Any], label: str, chosen: Chosen) -
     if not chosen.made:
         hint = "; ".join(chosen.left) or f"`hpml report {label}` shows what was found"
         raise InputError(
-            "nothing in the job file has to change", field="RUN", value=label, hint=hint
+            "no advice for this run changes its job file", field="RUN", value=label, hint=hint
         )
 
 

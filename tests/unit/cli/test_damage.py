@@ -23,7 +23,11 @@ OF_RUN = (
 ).split()
 OF_ARRAY = "submit.json runs.tsv job.json final.json".split()
 MONITORED = {"seconds": 60.0, "updated": 1.5e9, "job": {"mean_cpus": 1.0, "cpus": 2.0}, "gpus": []}
-COLLECTED = {"node": "NODE", "entries": []}
+COLLECTED = {
+    "entries": [
+        {"source": "/tmp/a", "node": "NODE", "path": "/b", "files": 1, "bytes": 2, "problem": ""}
+    ]
+}
 NEXT = {"how": "requeue", "job_id": "7", "time": 1.0, "exclude": []}
 OTHER = ("[]", "{}", "null", "3", '"x"', '{"schema_version": 99}', '[{"a": 1}]', "[" * 100_000)
 

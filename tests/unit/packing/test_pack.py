@@ -10,6 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import webdataset
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -126,7 +127,6 @@ def test_webdataset_reads_samples(tmp_path: Path) -> None:
     packed(root, tmp_path / "pack", 1 << 16)
     urls = sorted(map(str, tmp_path.glob("pack/data-*.tar")))
     assert len(urls) > 2
-    webdataset = pytest.importorskip("webdataset", reason="NOT TESTED: webdataset is not installed")
     samples = list(webdataset.WebDataset(urls, shardshuffle=False))
     assert [sample["__key__"] for sample in samples] == [f"train/{n:04d}" for n in range(50)]
     assert [int(sample["cls"]) for sample in samples] == list(range(50))

@@ -99,7 +99,7 @@ def test_a_task_of_an_array_is_tried_by_itself(desk: Desk) -> None:
 @pytest.mark.parametrize(
     ("more", "change", "part"),
     [
-        ("", Change("pin the memory"), "nothing in the job file has to change"),
+        ("", Change("pin the memory"), "no advice for this run changes its job file"),
         ("checkpoint: {directory: /mine}\n", WORKERS, "would be the directory of every run"),
         ("environment: {variables: {SUBMITIT_EXECUTOR: x}}\n", WORKERS, "has no job file"),
     ],
