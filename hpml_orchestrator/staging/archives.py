@@ -12,6 +12,7 @@ import io
 import os
 import struct
 import tarfile
+import threading
 import zipfile
 import zlib
 from array import array
@@ -20,17 +21,18 @@ from typing import IO, TYPE_CHECKING, Any, NoReturn, cast
 from hpml_orchestrator.errors import StagingError
 from hpml_orchestrator.staging.capacity import readers_for
 from hpml_orchestrator.staging.crew import run_crew
-from hpml_orchestrator.staging.extents import (
-    ExtentReader,
-    Stamp,
-    drop_pages,
-    look_at_archive,
-)
 from hpml_orchestrator.staging.faults import SourceChangedError, shown
 from hpml_orchestrator.staging.members import MOST_MEMBERS, UNKNOWN, Members, honest_bytes
 from hpml_orchestrator.staging.request import shards_of
 from hpml_orchestrator.staging.source import BLOCK_BYTES
-from hpml_orchestrator.staging.streams import ArchiveFile, Stream, compression_of
+from hpml_orchestrator.staging.streams import (
+    ArchiveFile,
+    Stamp,
+    Stream,
+    compression_of,
+    drop_pages,
+    look_at_archive,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -205,11 +207,84 @@ class TarSource:
     def reader(self, plan: Plan) -> Reader:
         """Open for reading what `plan` returned."""
         if not self.ordered:
-            return ExtentReader(self._stamps, self._which, self._starts, plan.files, self._retry)
+            return _PlainReader(self._stamps, self._which, self._starts, plan.files, self._retry)
         return _StreamReader(self._stamps[0], self._starts, plan.files, self._retry)
 
     def close(self) -> None:
         """Nothing is held."""
+
+
+class _PlainReader:
+    """A `Reader` of files that lie as they are in archives; each thread reads by itself.
+
+    Args:
+        stamps: the archives.
+        which: number of the archive of each file of the plan.
+        starts: where each file of the plan begins in it.
+        files: of the plan.
+        retry: calls again after faults that pass.
+    """
+
+    def __init__(
+        self,
+        stamps: Sequence[Stamp],
+        which: Sequence[int],
+        starts: Sequence[int],
+        files: Sequence[Entry],
+        retry: Retry,
+    ) -> None:
+        self._stamps = stamps
+        self._which = which
+        self._starts = starts
+        self._files = files
+        self._retry = retry
+        self._local = threading.local()
+        self._all: list[dict[int, io.BufferedReader]] = []
+
+    def _stream(self, archive: int) -> io.BufferedReader:
+        """Return this thread's own, which is open in place of that of another archive."""
+        try:
+            mine: dict[int, io.BufferedReader] = self._local.mine
+        except AttributeError:
+            mine = self._local.mine = {}
+            self._all.append(mine)
+        if archive not in mine:
+            self._close(mine)
+            raw = ArchiveFile(self._stamps[archive], self._retry)
+            mine[archive] = io.BufferedReader(raw, BLOCK_BYTES)
+        return mine[archive]
+
+    def _close(self, streams: dict[int, io.BufferedReader]) -> None:
+        for archive, stream in streams.items():
+            stream.close()
+            drop_pages(self._stamps[archive].path)
+        streams.clear()
+
+    def read(self, number: int) -> Iterator[bytes]:
+        """Yield a file; see `Reader`."""
+        size = self._files[number].size
+        stream = self._stream(self._which[number])
+        stream.seek(self._starts[number])
+        if size <= BLOCK_BYTES:
+            data = stream.read(size)
+            if len(data) < size:
+                raise SourceChangedError
+            return iter((data,))
+        return self._blocks(stream, size)
+
+    @staticmethod
+    def _blocks(stream: io.BufferedReader, size: int) -> Iterator[bytes]:
+        while size:
+            data = stream.read(min(size, BLOCK_BYTES))
+            if not data:
+                raise SourceChangedError
+            yield data
+            size -= len(data)
+
+    def close(self) -> None:
+        """Close all archives; no thread reads any more."""
+        for streams in self._all:
+            self._close(streams)
 
 
 class _StreamReader:

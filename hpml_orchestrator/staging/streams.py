@@ -1,4 +1,4 @@
-"""The bytes of a compressed archive: opened once, watched, decompressed, read in order."""
+"""The bytes of an archive: opened once, watched, decompressed and read in order where need be."""
 
 from __future__ import annotations
 
@@ -11,12 +11,13 @@ import io
 import lzma
 import os
 import shutil
+import stat
 import subprocess
 import zlib
-from typing import IO, TYPE_CHECKING, Any, cast
+from typing import IO, TYPE_CHECKING, Any, NamedTuple, cast
 
 from hpml_orchestrator.errors import StagingError
-from hpml_orchestrator.staging.extents import Stamp, open_archive, stamp_of
+from hpml_orchestrator.staging.capacity import readers_for
 from hpml_orchestrator.staging.faults import SourceChangedError, shown, why
 from hpml_orchestrator.staging.source import BLOCK_BYTES
 
@@ -26,8 +27,16 @@ if TYPE_CHECKING:
 
     from hpml_orchestrator.staging.faults import Retry
 
-__all__ = ["ArchiveFile", "Stream", "compression_of"]
+__all__ = [
+    "ArchiveFile",
+    "Stamp",
+    "Stream",
+    "compression_of",
+    "drop_pages",
+    "look_at_archive",
+]
 
+_READ = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK
 _MAGIC = {
     b"\x1f\x8b": "gzip",
     b"BZh": "bzip2",
@@ -47,6 +56,61 @@ def compression_of(start: bytes) -> str:
     'bzip2'
     """
     return next((name for magic, name in _MAGIC.items() if start.startswith(magic)), "")
+
+
+class Stamp(NamedTuple):
+    """An archive as it was when it was planned."""
+
+    path: str
+    size: int
+    mtime_ns: int
+    inode: int
+
+
+def stamp_of(path: str, fd: int) -> Stamp:
+    """Return the stamp of an open file."""
+    info = os.fstat(fd)
+    return Stamp(path, info.st_size, info.st_mtime_ns, info.st_ino)
+
+
+def open_archive(path: str, retry: Retry) -> int:
+    """Open an archive for reading.
+
+    Raises:
+        StagingError: it is no regular file.
+        OSError: it cannot be opened.
+    """
+    fd = retry(lambda: os.open(path, _READ))
+    if not stat.S_ISREG(os.fstat(fd).st_mode):
+        os.close(fd)
+        raise StagingError(f"{shown(path)}: is no regular file")
+    return fd
+
+
+def look_at_archive(path: str, retry: Retry) -> tuple[Stamp, bytes]:
+    """Return the stamp of an archive and its first bytes.
+
+    Raises:
+        StagingError: it is no regular file.
+        OSError: it cannot be opened.
+    """
+    fd = open_archive(path, retry)
+    try:
+        return stamp_of(path, fd), retry(lambda: os.pread(fd, 8, 0))
+    finally:
+        os.close(fd)
+
+
+def drop_pages(path: str) -> None:
+    """Let the pages of a file that a server has leave the memory.
+
+    The node has its own copy of the data then, and the source's pages would push out those of it.
+    """
+    if readers_for(path) > 1:
+        with contextlib.suppress(OSError):
+            fd = os.open(path, _READ)
+            os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
+            os.close(fd)
 
 
 class Stream:

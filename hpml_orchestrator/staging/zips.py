@@ -16,11 +16,10 @@ from typing import IO, TYPE_CHECKING, cast
 
 from hpml_orchestrator.errors import StagingError
 from hpml_orchestrator.staging.archives import not_whole
-from hpml_orchestrator.staging.extents import drop_pages, look_at_archive
 from hpml_orchestrator.staging.faults import SourceChangedError, shown, why
 from hpml_orchestrator.staging.members import Members
 from hpml_orchestrator.staging.source import BLOCK_BYTES
-from hpml_orchestrator.staging.streams import ArchiveFile
+from hpml_orchestrator.staging.streams import ArchiveFile, drop_pages, look_at_archive
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

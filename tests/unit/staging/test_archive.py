@@ -21,7 +21,6 @@ from hpml_orchestrator.staging import (
     StageRequest,
     StageResult,
     archives,
-    extents,
 )
 
 if TYPE_CHECKING:
@@ -257,11 +256,11 @@ def test_an_archive_that_changes_is_an_error(
 ) -> None:
     """An archive that is written to while it is unpacked is not published."""
     path = make(tmp_path / "x.tar", *[(f"f{n}", {"data": b"1" * 512}) for n in range(3)])
-    real = extents.ExtentReader.read
+    real = archives._PlainReader.read
 
-    def read(*arguments: Any) -> Iterator[memoryview]:
+    def read(*arguments: Any) -> Iterator[bytes]:
         os.utime(path, (9, 9))
         return real(*arguments)
 
-    monkeypatch.setattr(extents.ExtentReader, "read", read)
+    monkeypatch.setattr(archives._PlainReader, "read", read)
     refused(stager, path, "changed while")
