@@ -89,7 +89,8 @@ def _gpus(job: Job) -> Iterator[Finding]:
     if gpus and ranks > most:
         shared = -(-ranks // gpus)
         message = f"{ranks} ranks per node share {counted(gpus, 'GPU')}, up to {shared} on one"
-        hint = f"`ranks_per_gpu: {shared}` where that is intended"
+        hint = f"`ranks_per_node: {most}`, for NCCL refuses two ranks on one GPU; "
+        hint += f"`ranks_per_gpu: {shared}` where sharing is intended"
         yield warning("binding.gpus", _RANKS, ranks, message, most, hint)
 
 

@@ -60,7 +60,7 @@ srun --label python ../train.py --ranks $SLURM_NTASKS
 #!/bin/bash
 #SBATCH --cpus-per-task=2 --mem=500M --time=5
 set -e
-GREETING="a 'b' c" python -u train.py --out=$HOME/x -- {a,b} "$(echo made by the shell)" > log.txt
+GREETING="a 'b' c" python -u train.py --out=$HOME/x -- '{a,b}' "$(echo made by the shell)" > log.txt
 """,
     "array": """\
 #!/bin/bash

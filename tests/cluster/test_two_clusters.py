@@ -112,7 +112,7 @@ def test_a_job_id_names_the_runs_of_both(clusters: Clusters) -> None:
 
 def test_a_sweep_goes_on_where_it_began(clusters: Clusters) -> None:
     """Elsewhere it is neither continued nor cancelled, and waits for nothing."""
-    job = clusters.here.job("base", command=["sleep", "600"])
+    job = clusters.here.job("base", command=["bash", "-c", "sleep 600 # $@", "bash"])
     sweep = ["sweep", "run", str(job), "--grid", "X=1,2", "--repeats", "1", "--detach"]
     planned = clusters.here.hpml(*sweep).stdout.strip()
     for words in ("resume", "tick", "cancel"):

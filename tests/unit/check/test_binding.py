@@ -48,7 +48,10 @@ def test_what_fits_is_not_spoken_of() -> None:
             {"gpus": 4, "ranks_per_node": 6, "cpus_per_rank": 2},
             "binding.gpus",
             "6 ranks per node share 4 GPUs, up to 2 on one",
-            "`ranks_per_gpu: 2` where that is intended",
+            (
+                "`ranks_per_node: 4`, for NCCL refuses two ranks on one GPU; `ranks_per_gpu: 2`"
+                " where sharing is intended"
+            ),
         ),
         (
             {"gpus": 2, "cpus_per_rank": 8, "binding": {"loader_workers": 4}},

@@ -15,7 +15,7 @@ from hpml_orchestrator.spec.load import load_job
 STARTED = 2e9
 TREES = (
     "data/imagenet", "images", "train", "imagenet", "out", "runs/7", "ckpt", "written", "lists",
-    "program", "packed", "links", "models/vit", "cifar10", ".venv",
+    "program", "links", "models/vit", "cifar10", ".venv",
 )  # fmt: skip
 FILES = {"x.tar": 9, "big.h5": 1 << 20, "small.txt": 9, "best.pth.tar": 9, "app.zip": 9}
 
@@ -33,7 +33,8 @@ def here(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (root / "empty").mkdir()
     (root / "train.py").write_text("")
     (root / "program" / "__main__.py").write_text("")
-    (root / "packed" / "pack.index").write_text("")
+    (root / "packed").mkdir()
+    (root / "packed" / "tree.tar").write_bytes(bytes(10240))
     (root / "links" / "out").symlink_to("/etc/hostname")
     os.utime(root / "written", (STARTED + 1, STARTED + 1))
     return root

@@ -371,7 +371,12 @@ def test_check_warns_by_the_last_run(
         return job_of(tmp_path, script=str(tmp_path / "train.py"), resources=resources, **more)
 
     sid = "a-20260102-030405-abcdef"
-    record = {"job": job().model_dump(mode="json"), "backend": "slurm"}
+    record = {
+        "name": "a",
+        "created": 1767322984,
+        "job": job().model_dump(mode="json"),
+        "backend": "slurm",
+    }
     store.prepare(sid, script="", shared={}, submit=record, runs={0: {}})
     attempt = store.runs_dir / sid / "attempts" / "1"
     (attempt / "nodes").mkdir(parents=True)
