@@ -89,6 +89,8 @@ class ZipSource:
             raise not_whole(self._path, "zip", str(error)) from error
         except SourceChangedError as error:
             raise StagingError(f"{shown(self._path)}: changed while it was read") from error
+        finally:
+            self.close()  # a forked worker that dropped it later would close what it opened itself
         members.problems.raise_any()
         members.check_bytes(self._stamp.size)
         members.plan.stamps = [self._stamp[1:]]

@@ -392,3 +392,25 @@ def test_a_zstd_bomb_is_given_up_early(base: Path, tmp_path: Path) -> None:
     with pytest.raises(CapacityError, match=r"at least 16\.0 MiB"):
         stage(stager, path)
     stager.cleanup()
+
+
+def test_a_worker_reads_a_zip_by_a_descriptor_of_its_own(tmp_path: Path) -> None:
+    """It closes all that it inherited, and opens the archive anew, often with the same number."""
+    with zipfile.ZipFile(tmp_path / "x.zip", "w") as archive:
+        archive.writestr("a", b"1" * 9999)
+    program = """\
+import sys
+from hpml_orchestrator.staging.crew import run_crew
+from hpml_orchestrator.staging.faults import Retry
+from hpml_orchestrator.staging.zips import ZipSource
+source = ZipSource(sys.argv[1], Retry())
+plan = source.plan()
+def work(worker, take, tell):
+    reader = source.reader(plan)
+    for number in iter(take, None):
+        tell(sum(map(len, reader.read(number))))
+run_crew(1, work, [0], told=print, heartbeat=lambda: None)
+"""
+    command = [sys.executable, "-c", program, str(tmp_path / "x.zip")]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert (done.stdout, done.stderr) == ("9999\n", "")
