@@ -2,7 +2,7 @@
 
 The rules: a figure that is more than 5 % below the median of its siblings, or of the node's own
 history, is an outlier, but only if that distance is larger than the figure's own scatter and than
-that of what it is compared with. A GPU below half of its XX
+that of what it is compared with. A figure below half of the GPU's specification is one as well.
 """
 
 from __future__ import annotations
@@ -70,10 +70,16 @@ class Verdict:
         own = [one.uncertain for one in self.figures if one.node == node]
         return sum(own), len(own)
 
+    def alone(self, node: str) -> int:
+        """Return how many certain figures of a node have nothing that they can be compared with."""
+        return sum(
+            not one.uncertain and not one.references for one in self.figures if one.node == node
+        )
+
     def is_unclear(self, node: str) -> bool:
-        """Return whether nothing certain is known of a node."""
+        """Return whether no figure of a node could be judged."""
         uncertain, figures = self.uncertain(node)
-        return uncertain == figures
+        return uncertain + self.alone(node) == figures
 
     @property
     def normal(self) -> bool:

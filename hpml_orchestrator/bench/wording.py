@@ -11,11 +11,12 @@ from hpml_orchestrator.bench.judge import BUSY
 from hpml_orchestrator.bench.results import Measurement
 from hpml_orchestrator.diagnosis.models import AllReduce, fit_allreduce
 from hpml_orchestrator.errors import InputError, counted
+from hpml_orchestrator.records.texts import rate_text
 
 if TYPE_CHECKING:
     from hpml_orchestrator.bench.judge import Compared, Verdict
 
-__all__ = ["HEADER", "findings", "fits", "rate_text", "rows", "to_json"]
+__all__ = ["HEADER", "findings", "fits", "rows", "to_json"]
 
 HEADER = (
     "figure",
@@ -44,22 +45,7 @@ _LABELS = (
     (r"shared\.opens", "shared file system opens"),
     (r"cpu\.matmul\.(\w+)", r"CPU matmul \1"),
 )
-_UNITS = ("", "k", "M", "G", "T", "P")
-_STEP = 1000.0
 _REFERENCES = ("siblings", "history", "specification")
-
-
-def rate_text(value: float, unit: str) -> str:
-    """Return a rate with a prefix of its unit.
-
-    >>> rate_text(794e12, "FLOP/s"), rate_text(2.5e9, "B/s"), rate_text(9219.7, "1/s")
-    ('794 TFLOP/s', '2.50 GB/s', '9.22 k/s')
-    """
-    prefix = 0
-    while value >= _STEP and prefix < len(_UNITS) - 1:
-        value, prefix = value / _STEP, prefix + 1
-    digits = f"{value:.3g}" if value >= _STEP / 10 else f"{value:#.3g}".rstrip(".")
-    return f"{digits} {_UNITS[prefix]}{unit.removeprefix('1')}"
 
 
 def _label(name: str) -> str:
@@ -139,6 +125,9 @@ def findings(
         uncertain, figures = verdict.uncertain(made.node)
         if uncertain:
             notes.append(f"{uncertain} of {counted(figures, 'figure')} are too uncertain to judge")
+        if alone := verdict.alone(made.node):
+            text = f"{alone} of {counted(figures, 'figure')} have nothing to be compared with yet"
+            notes.append(text)
         if made.load > BUSY:
             text = f"other processes used {made.load:.0%} of its CPUs meanwhile"
             notes.append(f"{text}: CPU and memory are not judged")
@@ -198,7 +187,9 @@ def to_json(
             }
         )
     return {
-        "normal": verdict.normal and not lost,
+        "normal": verdict.normal
+        and not lost
+        and not any(verdict.is_unclear(made.node) for made in measured),
         "nodes": [
             {
                 **{
@@ -207,6 +198,7 @@ def to_json(
                     if name not in ("figures", "missing")
                 },
                 "figures": by_node.get(made.node, []),
+                "unclear": verdict.is_unclear(made.node),
                 "failed": verdict.failed.get(made.node, {}),
                 "not_measured": verdict.left_out.get(made.node, {}),
             }

@@ -180,7 +180,9 @@ def _source(program: Program, measured: Measured) -> str:
 
 def _lines(job: Job, advice: Advice, source: str, staged: float) -> Iterator[str]:
     resources = job.resources
-    gpus = f"{resources.gpus} GPUs" if resources.gpu_count else "no GPU"
+    gpus = "no GPU"
+    if resources.gpu_count:
+        gpus = f"{resources.gpus} {'GPU' if resources.gpu_count == 1 else 'GPUs'}"
     ranks = f"{counted(resources.nodes, 'node')}, {counted(resources.ranks, 'rank')} each"
     batch = f", batch {advice.batch} per rank" if advice.batch else ""
     yield f"job       {job.name}: {ranks}, {gpus}{batch}"
@@ -313,7 +315,10 @@ def _without_activations(job: Job, advice: Advice) -> str:
 def _headroom(advice: Advice) -> str:
     """Return how much larger the batch may be, or how many trainings a GPU has room for."""
     batch, most = advice.batch, advice.largest_batch
-    text = f", with a batch up to about {most}" if most and batch and most > batch else ""
+    text = ""
+    if most and batch and most > batch:
+        step = 10 ** max(len(str(most)) - 2, 0)  # more digits than two would not be known
+        text = f", with a batch up to about {most // step * step:,}"
     if advice.replicas > 1:
         text += f", or {advice.replicas} such trainings side by side"
     return text

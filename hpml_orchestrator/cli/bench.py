@@ -27,7 +27,7 @@ from hpml_orchestrator.cli.jobfile import NoCheckOption, backend_name
 from hpml_orchestrator.cli.process import EXIT_OUTLIER, notice
 from hpml_orchestrator.cli.submission import job_text, submit_rendered
 from hpml_orchestrator.errors import InputError, JobFailedError, RecordError, counted
-from hpml_orchestrator.records.texts import first_few
+from hpml_orchestrator.records.texts import first_few, rate_text
 from hpml_orchestrator.runs.prepare import Rendered, render_job
 from hpml_orchestrator.runs.state import run_of
 from hpml_orchestrator.site.profile import site_for
@@ -73,7 +73,7 @@ def bench(
     it and prints a table. `--set` changes the job: partition, account, software to measure with.
 
     Exit status: 0 if all nodes are normal, 9 if one is an outlier or a part of it failed, 6 or
-    another one if a node could not be measured.
+    another one if a node could not be measured or judged.
     """
     store = store_of(context)
     wanted = job.parse_nodes(nodes)
@@ -189,10 +189,10 @@ def _report(
         )
     unclear = [made.node for made in measured if verdict.is_unclear(made.node)]
     if unclear:
-        raise JobFailedError(
-            f"all figures of {first_few(unclear)} are too uncertain to judge",
-            hint="other processes disturb: measure again, with the node to yourself",
-        )
+        hint = "other processes disturb: measure again, with the node to yourself"
+        if any(map(verdict.alone, unclear)):
+            hint = "measure again, or several nodes of its type together: results are kept for that"
+        raise JobFailedError(f"no figure of {first_few(unclear)} can be judged", hint=hint)
 
 
 def _is_blind(made: results.Measurement) -> bool:
@@ -222,7 +222,7 @@ def _print(
     for name, fit in wording.fits(measured).items():
         where = "inside the node" if name == "node" else "between nodes"
         latency = f"{fit.alpha * 1e6:.0f} µs"
-        speed = wording.rate_text(fit.bandwidth, "B/s") if fit.beta else "unknown"
+        speed = rate_text(fit.bandwidth, "B/s") if fit.beta else "unknown"
         typer.echo(f"all-reduce {where}: latency {latency} per message, bandwidth {speed}")
     for line in wording.findings(measured, verdict, lost):
         typer.echo(line)

@@ -25,7 +25,7 @@ from hpml_orchestrator.bench.job import place_program
 from hpml_orchestrator.bench.judge import judge
 from hpml_orchestrator.bench.measure import foreign_seconds
 from hpml_orchestrator.bench.results import Figure, Measurement
-from hpml_orchestrator.bench.wording import rate_text
+from hpml_orchestrator.records.texts import rate_text
 
 QUOTA = 0.9
 PERIOD_MICROSECONDS = 100_000  # the default of Linux

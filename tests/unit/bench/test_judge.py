@@ -165,9 +165,10 @@ def test_a_part_that_failed_is_a_finding_and_one_left_out_is_not() -> None:
     hung = node("a", missing={"gpu3": Missing("no answer within 45 s", failed=True)})
     bare = node("b", missing={"matmul": Missing("needs PyTorch")}, disk_read=5, shm_read=6)
     bare = replace(bare, load=0.42)
-    verdict = judge([hung, bare], [])
+    earlier = node("b", "r1", disk_read=5, shm_read=6)
+    verdict = judge([hung, bare], [earlier])
     assert not verdict.normal
-    assert judge([bare], []).normal
+    assert judge([bare], [earlier]).normal
     lines = list(findings([hung, bare], verdict, ["c"]))
     assert [line.split(None, 1) for line in lines] == [
         ["a", "gpu3: no answer within 45 s"],
@@ -212,7 +213,20 @@ def test_a_node_that_scatters_is_not_called_normal() -> None:
         ["2", "of 2 figures are too uncertain to judge"],
     ]
     calm = replace(wild, figures={**wild.figures, "disk.read": Figure(5, UNIT)})
-    assert not judge([calm], []).is_unclear("wild")
+    assert not judge([calm], [replace(calm, run="r1")]).is_unclear("wild")
+
+
+def test_a_first_run_is_not_called_normal() -> None:
+    """Its figures are certain, but there is nothing yet that they could be compared with."""
+    first = node("a", disk_read=5, shm_read=6)
+    verdict = judge([first], [])
+    assert verdict.is_unclear("a")
+    assert [line.split(None, 1) for line in findings([first], verdict)] == [
+        ["a", "unclear"],
+        ["2", "of 2 figures have nothing to be compared with yet"],
+    ]
+    assert to_json([first], verdict, [], "")["normal"] is False
+    assert not judge([first], [node("a", "r1", disk_read=5)]).is_unclear("a")
 
 
 def test_the_table_shows_the_lowest_and_what_it_is_below() -> None:
@@ -220,10 +234,10 @@ def test_the_table_shows_the_lowest_and_what_it_is_below() -> None:
     measured = [*FOUR, node("bad", disk_read=90)]
     verdict = judge(measured, [node("bad", "r1", disk_read=100)])
     assert rows(verdict) == [
-        ("local disk read", "101 B/s", "90.0 B/s", "bad", "0.5%", "-11.3% of 4", "-10.0% of 1", "")
+        ("local disk read", "101 B/s", "90 B/s", "bad", "0.5%", "-11.3% of 4", "-10.0% of 1", "")
     ]
     assert list(findings(measured, verdict))[-1] == (
-        "bad  local disk read 90.0 B/s, 11% below the median of 4 siblings, 102 B/s"
+        "bad  local disk read 90 B/s, 11% below the median of 4 siblings, 102 B/s"
     )
     printed = json.loads(json.dumps(to_json(measured, verdict, [], "")))
     assert printed["normal"] is False
