@@ -109,10 +109,13 @@ def test_every_end_is_called_by_its_name(desk: Desk) -> None:
     sleep = ["sh", "-c", "trap 'exit 3' TERM; echo begins; sleep 200 & wait"]
     crash = ["sh", "-c", 'echo begins; [ "$RANK" = 0 ] || exit 7; sleep 200']
     killed = ["sh", "-c", 'echo begins; [ "$RANK" = 0 ] || kill -SEGV $$; sleep 200']
-    small = {"time": "1:00", "memory": "100M"}
-    two = {**small, "ranks_per_node": 2, "time": "5:00"}
-    names = ("limit", "cancelled", "batch", "unhandled")
-    jobs = {name: desk.submit(name, command=sleep, resources=small) for name in names}
+    small = {"time": "5:00", "memory": "100M"}
+    two = {**small, "ranks_per_node": 2}
+    limits = {"limit": "1:00", "cancelled": "5:00", "batch": "5:00", "unhandled": "5:00"}
+    jobs = {
+        name: desk.submit(name, command=sleep, resources={**small, "time": limit})
+        for name, limit in limits.items()
+    }
     jobs["crash"] = desk.submit("crash", command=crash, resources=two)
     jobs["killed"] = desk.submit("killed", command=killed, resources=two)
 
