@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 __all__ = ["FINDINGS", "diagnose"]
 
 FINDINGS: tuple[Callable[[Facts], Finding | str | None], ...] = (
+    balance.cpu_contention,
     data.waits_for_data,
     balance.slow_rank,
     balance.wrong_binding,
@@ -85,8 +86,11 @@ def _unknown(facts: Facts) -> Iterator[Finding]:
 
 def _unknown_steps(facts: Facts) -> Iterator[Finding]:
     what = "what the time of a step is spent on"
+    took = facts.elapsed_seconds or 0.0
     if not facts.channel:
         needs = "the channel in the training (`hpml_channel.py`)"
+        if facts.over and (facts.failed or took < TOO_SHORT_SECONDS):
+            needs = f"a longer run: this one ended after {seconds_text(took)}, before any step"
         yield _needs("waits-for-data", what, needs)
     elif not steps_known(facts):
         steps = max((rank.steps or 0.0 for rank in facts.ranks), default=0.0)
@@ -94,6 +98,9 @@ def _unknown_steps(facts: Facts) -> Iterator[Finding]:
         needs = f"at least {FEW_STEPS} steps and {TOO_SHORT_SECONDS:g} s of them after the warm-up"
         yield _needs("waits-for-data", what, f"{needs}: there were {had if steps else 'none'}")
     else:
+        if facts.world_size > 1 and balance.contended(facts):
+            told = "communication, and which rank the others wait for"
+            yield _needs("communication", told, "a run whose ranks have their CPUs for themselves")
         several, gpus = facts.world_size > 1, facts.gpu_count > 0
         for kind, name, told, wanted in (
             ("waits-for-data", "data_wait_seconds", "waiting for data", True),
@@ -101,6 +108,8 @@ def _unknown_steps(facts: Facts) -> Iterator[Finding]:
             ("communication", "comm_seconds", "communication", several),
             ("host-to-device", "transfer_seconds", "copies to the GPU", gpus),
         ):
+            if kind in ("slow-rank", "communication") and balance.contended(facts):
+                continue
             if wanted and not shares(facts, name):
                 yield _needs(kind, told, f"`{name}` from the channel")
             elif wanted and kind == "slow-rank" and (doubt := balance.find_slow(facts).doubt):

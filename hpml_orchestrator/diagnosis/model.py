@@ -37,6 +37,7 @@ class RankFacts:
     transfer_seconds: float | None = None  # host to device
     wait_seconds: float | None = None  # for slower ranks, before collectives
     comm_seconds: float | None = None  # in collectives, without that waiting
+    cpu_wait_seconds: float | None = None  # ready to run, but other processes had its CPUs
     save_seconds: float | None = None
     evaluation_seconds: float | None = None
     measured_steps: float | None = None  # in which ranks compared their waiting; None: in all
@@ -157,10 +158,17 @@ class Facts:
     peaks: Peaks | None = None
     values: Mapping[str, Any] = field(default_factory=dict)  # of a sweep's point, by name
     code: str = ""  # commit, and whether files were changed
+    reason: str = ""  # why it failed, or waits
+    on_slurm: bool = False
     node_cpus: int | None = None  # of the smallest node: CPUs that a job can have
     node_memory_bytes: float | None = None  # the same of memory
     memory_bytes: float | None = None  # that the job asked for per node, without staged data
     data: DataArgument | None = None  # if an argument names data that can be staged
+
+    @property
+    def failed(self) -> bool:
+        """Whether the run ended before its program was done."""
+        return self.over and self.state not in ("COMPLETED", "TIMEOUT", "UNKNOWN")
 
 
 @dataclass(frozen=True)
@@ -229,8 +237,9 @@ class Diagnosis:
         """One line for `hpml show`: the first finding, or that nothing holds the run back."""
         if self.findings:
             return self.findings[0].verdict
-        if self.facts.over and self.facts.state not in ("COMPLETED", "TIMEOUT", "UNKNOWN"):
-            return f"it ended {self.facts.state}: `hpml show {self.facts.run}` has the reason"
+        if self.facts.failed:
+            why = self.facts.reason or f"`hpml logs {self.facts.run}` prints its output"
+            return f"it ended {self.facts.state}: {why}"
         unknown = {one.kind for one in self.unknown}
         if "waits-for-data" in unknown or not self.healthy:
             return "not enough data to say what holds it back"

@@ -14,13 +14,12 @@ from hpml_orchestrator.diagnosis.apply import next_step
 from hpml_orchestrator.diagnosis.model import Diagnosis, Facts, Finding, NodeFacts
 from hpml_orchestrator.diagnosis.models import Roofline, imbalance, roofline
 from hpml_orchestrator.diagnosis.shares import hours_unit
-from hpml_orchestrator.diagnosis.side import Row, Side
 from hpml_orchestrator.diagnosis.templates import environment, number, percent
 from hpml_orchestrator.diagnosis.wording import change_text, gain_text, status_line
 from hpml_orchestrator.errors import counted
 from hpml_orchestrator.records.texts import human_bytes, rate_text, seconds_text
 
-__all__ = ["page", "side_page"]
+__all__ = ["page"]
 
 _COLOURS = {  # by phase and part, as numbered in style.css
     "start-up": 6, "staging": 5, "launch": 8, "rendezvous": 7, "warm-up": 4, "running": 3,
@@ -71,55 +70,6 @@ def page(diagnosis: Diagnosis) -> str:
         origins=_origins(facts),
         colours=_COLOURS,
     )
-
-
-def side_page(side: Side) -> str:
-    """Return a page of two runs side by side."""
-    both = side.first, side.second
-    groups: dict[str, list[Row]] = {}
-    for row in side.rows:
-        groups.setdefault(row.group, []).append(row)
-    phases = [_without_queue(one.facts) for one in both]
-    training = [parts.mean_parts(one.facts.ranks) for one in both]
-    template = environment("html").get_template("side.html.j2")
-    return template.render(
-        side=side,
-        title=f"{side.first.facts.run} and {side.second.facts.run}",
-        footer=f"hpml {__version__}",
-        answer=[
-            side.headline,
-            *(f"{status_line(one)}." for one in both),
-            f"{_sentence(side.caution)}.",
-        ],
-        findings=[
-            (f"Only {side.first.facts.run}", side.gone),
-            (f"Only {side.second.facts.run}", side.new),
-            ("Both", side.both),
-            *([("Not judged in the other run", side.unjudged)] if side.unjudged else []),
-        ],
-        strips=[
-            ("Phases", "phases", *_strips(both, phases)),
-            ("Training, mean of the ranks", "training", *_strips(both, training)),
-        ],
-        groups=groups,
-        colours=_COLOURS,
-    )
-
-
-def _strips(
-    both: Sequence[Diagnosis], seconds: Sequence[Mapping[str, float]]
-) -> tuple[list[dict[str, Any]], list[str]]:
-    """Return bars of the same scale, with the names of their pieces."""
-    longest = max(sum(one.values()) for one in seconds)
-    bars = [
-        {
-            "label": diagnosis.facts.run,
-            "pieces": _pieces(one, longest),
-            "total": parts.duration(sum(one.values())),
-        }
-        for diagnosis, one in zip(both, seconds, strict=True)
-    ]
-    return bars, list(dict.fromkeys(name for one in seconds for name in one))
 
 
 def _without_queue(facts: Facts) -> dict[str, float]:
