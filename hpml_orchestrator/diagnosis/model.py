@@ -126,7 +126,6 @@ class Peaks:
     host_to_device: float | None = None
     local_disk_read: float | None = None
     shared_read: float | None = None  # the shared file system, one node
-    shared_opens: float | None = None  # files per second
     link_bandwidth: float | None = None  # all-reduce between nodes, bus bandwidth
     origin: str = ""  # "measured on 2026-11-20 on node1" or "specification of H100 SXM"
 
@@ -231,6 +230,11 @@ class Diagnosis:
     notes: Sequence[Finding] = ()  # of level note: what could be used better
     time: str = ""  # where the run's time went, in one line
     judged: Sequence[str] = ()  # kinds that were judged, with or without a finding
+
+    @property
+    def failure(self) -> str:
+        """Why the run failed, if the headline has a finding instead; empty otherwise."""
+        return self.facts.reason if self.facts.failed and self.findings else ""
 
     @property
     def headline(self) -> str:

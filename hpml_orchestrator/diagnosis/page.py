@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
-from statistics import fmean, median
+from statistics import fmean
 from typing import Any
 
 from hpml_orchestrator import __version__
@@ -29,7 +29,6 @@ _COLOURS = {  # by phase and part, as numbered in style.css
 }  # fmt: skip
 _MOST_RANKS = 16
 _ENDS = 5  # slowest and fastest ranks that are shown of many
-_BINS = 24
 _SMALL_SHARE = 0.01
 _WIDTH, _HEIGHT = 440, 300  # of the roofline
 _LEFT, _RIGHT, _TOP, _BOTTOM = 62, 24, 14, 44
@@ -57,7 +56,11 @@ def page(diagnosis: Diagnosis) -> str:
         title=f"{facts.run}: {diagnosis.headline}",
         next_step=next_step(diagnosis),
         footer=f"hpml {__version__}",
-        answer=[_sentence(diagnosis.headline), f"{status_line(diagnosis)}."],
+        answer=[
+            _sentence(diagnosis.headline),
+            f"{status_line(diagnosis)}.",
+            *([f"Why it failed: {why}."] if (why := diagnosis.failure) else []),
+        ],
         cards=_cards(diagnosis),
         findings=[_finding(one, facts) for one in diagnosis.findings],
         notes=[_finding(one, facts) for one in diagnosis.notes],
@@ -67,7 +70,6 @@ def page(diagnosis: Diagnosis) -> str:
         ranks=_ranks(facts),
         roof=_roof(roofline(facts)),
         nodes=[_node(node, facts) for node in facts.nodes],
-        origins=_origins(facts),
         colours=_COLOURS,
     )
 
@@ -211,7 +213,6 @@ def _ranks(facts: Facts) -> dict[str, Any] | None:
         "legend": list(dict.fromkeys(name for _, inside, _ in rows for name in inside)),
         "imbalance": percent(imbalance([worked for *_, worked in rows]) if longest_work else 0.0),
         "waits": all(parts.own_seconds(rank) is not None for rank, _, _ in rows),
-        "distribution": _distribution([worked for _, _, worked in rows]) if hidden else None,
         "table": [
             {
                 "rank": rank.rank,
@@ -223,28 +224,6 @@ def _ranks(facts: Facts) -> dict[str, Any] | None:
             }
             for rank, inside, _ in shown
         ],
-    }
-
-
-def _distribution(values: Sequence[float]) -> dict[str, Any]:
-    """Return the columns of a histogram, in percent of its width and height."""
-    low, high = min(values), max(values)
-    width = (high - low) / _BINS or 1.0
-    counts = [0] * _BINS
-    for value in values:
-        counts[min(_BINS - 1, int((value - low) / width))] += 1
-    most = max(counts)
-    return {
-        "columns": [
-            (round(100 * place / _BINS, 3), round(max(4, 100 * count / most), 3), count)
-            for place, count in enumerate(counts)
-        ],
-        "step": round(100 / _BINS, 3),
-        "middle": round(100 * (median(values) - low) / (width * _BINS), 3),
-        "low": parts.duration(low),
-        "median": parts.duration(median(values)),
-        "high": parts.duration(high),
-        "count": len(values),
     }
 
 
@@ -349,30 +328,3 @@ def _of(value: float | None, whole: float | None, text: Any) -> str:
 
 def _bytes(count: float | None) -> str:
     return "-" if count is None else human_bytes(count)
-
-
-def _origins(facts: Facts) -> list[tuple[str, str]]:
-    """Return where each kind of figure comes from."""
-    waits = facts.ranks and any(rank.wait_seconds is not None for rank in facts.ranks)
-    channel = "what each rank reported through the training channel, without the warm-up"
-    if not facts.channel:
-        channel = "unknown: the training does not use the training channel"
-    elif waits:
-        channel += "; waiting for slower ranks is sampled"
-    return [
-        ("phases", "the run's record"),
-        ("steps and their parts", channel),
-        (
-            "CPUs, memory, storage, GPUs",
-            "measured on the nodes by `monitor: true`"
-            if facts.monitored
-            else "unknown: the job file has no `monitor: true`",
-        ),
-        (
-            "peaks of the hardware",
-            facts.peaks.origin or "unknown origin"
-            if facts.peaks
-            else "unknown: `hpml bench` measures them",
-        ),
-        ("limits", "named with each finding; the gain is an upper bound, not a measurement"),
-    ]

@@ -206,7 +206,9 @@ def find(
     lines = [f"{evidence[0]} ({threshold})", *evidence[1:]] if evidence else []
     if level != known:
         least = f"{SHORT_SECONDS:g} s" if short else f"{FEW_STEPS} steps"
-        lines.append(f"only a warning, because so little was measured: less than {least}")
+        lines.append(
+            f"only a warning, because so little was measured: less than {least} of training"
+        )
     return Finding(
         kind,
         known,

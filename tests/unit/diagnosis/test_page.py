@@ -139,7 +139,7 @@ def test_unmeasured_parts_are_named_instead_of_drawn_as_nothing() -> None:
     assert "a slow rank is the one that waits least" not in text
 
 
-def test_of_many_ranks_the_extremes_and_the_distribution_are_shown() -> None:
+def test_of_many_ranks_the_extremes_are_shown() -> None:
     """The slow rank is first among 1,024, of which most have no bar."""
     text = page(examples.crowd())
     bars = re.findall(r'aria-label="(rank \d+):', text)
@@ -147,8 +147,6 @@ def test_of_many_ranks_the_extremes_and_the_distribution_are_shown() -> None:
     assert bars[0] == "rank 577"
     assert "1014 ranks in between" in text
     assert "All 256 nodes" in text
-    counts = [int(count) for count in re.findall(r"<title>(\d+) ranks?</title>", text)]
-    assert sum(counts) == 1024
     assert len(text) < 250_000
 
 
