@@ -9,7 +9,12 @@ from typing import TYPE_CHECKING
 from hpml_orchestrator.diagnosis import balance, data, gpu, phases, resources
 from hpml_orchestrator.diagnosis.model import Change, Diagnosis, Finding
 from hpml_orchestrator.diagnosis.shares import is_judged, shares, step_seconds, steps_known
-from hpml_orchestrator.diagnosis.thresholds import FEW_STEPS, JUDGED_SECONDS, TOO_SHORT_SECONDS
+from hpml_orchestrator.diagnosis.thresholds import (
+    FEW_STEPS,
+    JUDGED_SECONDS,
+    SHORT_SECONDS,
+    TOO_SHORT_SECONDS,
+)
 from hpml_orchestrator.records.texts import seconds_text
 
 if TYPE_CHECKING:
@@ -89,8 +94,9 @@ def _unknown_steps(facts: Facts) -> Iterator[Finding]:
     took = facts.elapsed_seconds or 0.0
     if not facts.channel:
         needs = "the channel in the training (`hpml_channel.py`)"
-        if facts.over and (facts.failed or took < TOO_SHORT_SECONDS):
-            needs = f"a longer run: this one ended after {seconds_text(took)}, before any step"
+        if facts.failed or took < (TOO_SHORT_SECONDS if facts.over else SHORT_SECONDS):
+            lasted = "ended after" if facts.over else "has run for"
+            needs = f"a longer run: this one {lasted} {seconds_text(took)} and reported no step"
         yield _needs("waits-for-data", what, needs)
     elif not steps_known(facts):
         steps = max((rank.steps or 0.0 for rank in facts.ranks), default=0.0)

@@ -550,8 +550,9 @@ def test_what_is_advised_can_be_done(over: bool, on_slurm: bool) -> None:
 def test_a_run_that_ended_early_is_not_asked_for_the_channel() -> None:
     """It had no time to report anything; its reason is the verdict."""
     early = {"ranks": (), "channel": False, "phases": {"launch": 1.0}, "elapsed_seconds": 1.0}
-    for state in ("COMPLETED", "FAILED"):
+    for state in ("COMPLETED", "FAILED", "RUNNING"):
         given = replace(facts(**early), state=state, reason="rank 0 exited with code 1")
+        given = replace(given, over=state != "RUNNING")
         found = diagnose(given)
         assert "a longer run" in text(found)
         assert "the channel" not in text(found)
