@@ -118,7 +118,8 @@ class Channel:
         `data_wait_seconds`, `transfer_seconds` (to the device), `wait_seconds` (for slower ranks),
         `comm_seconds` (needs `gauge(comm_method=...)`: how it was measured); between steps
         `save_seconds` and `evaluation_seconds`; or any other. `samples` travels as `samples_total`.
-        Of several steps in one call each counts as long as their mean.
+        Of several steps in one call each counts as long as their mean. `cpu_wait_seconds`, the time
+        in which this thread could run but had no CPU, is added by itself.
         """
         if self._socket is None:
             return
@@ -192,6 +193,8 @@ class Channel:
 
     def _send_step(self, *, keep: bool = True) -> None:
         data, more, self._news = {**self._totals, **self._gauges}, {}, False
+        with suppress(OSError, LookupError), open("/proc/thread-self/schedstat") as counted:
+            data["cpu_wait_seconds_total"] = int(counted.read().split()[1]) / 1e9
         if any(self._buckets):
             more["step_buckets"] = {str(i): count for i, count in enumerate(self._buckets) if count}
         self._send("event", "step", data, keep=keep, time=self._counted_at, **more)

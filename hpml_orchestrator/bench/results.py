@@ -341,7 +341,6 @@ def _peaks_of(newest: Sequence[Measurement], gpu: str) -> Peaks:
         host_to_device=median.get("gpu.host_to_device"),
         local_disk_read=median.get("disk.read"),
         shared_read=median.get("shared.read"),
-        shared_opens=median.get("shared.opens"),
         link_bandwidth=median.get("nodes.allreduce"),
         origin=f"measured on {day} on {where}",
     )

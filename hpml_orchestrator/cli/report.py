@@ -138,13 +138,11 @@ def _compare(
     from hpml_orchestrator.diagnosis import side  # noqa: PLC0415 - seldom needed
 
     if as_markdown:
-        raise InputError("two runs are compared as text, --json or --html", field="--markdown")
-    compared = side.compare(first, second, written=(_written(first), _written(second)))
+        raise InputError("two runs are compared as text or --json", field="--markdown")
     if html is not None:
-        from hpml_orchestrator.diagnosis.page import side_page  # noqa: PLC0415 - jinja2 takes long
-
-        _write(html, side_page(compared))
-    elif as_json:
+        raise InputError("two runs are compared as text or --json", field="--html", value=html)
+    compared = side.compare(first, second, written=(_written(first), _written(second)))
+    if as_json:
         print_json(side.to_json(compared))
     else:
         typer.echo(side.text(compared))

@@ -107,6 +107,8 @@ def next_step(diagnosis: Diagnosis) -> str:
     checkpoints.
     """
     job, run = diagnosis.facts.job, diagnosis.facts.run
+    if diagnosis.facts.failed and not diagnosis.findings:
+        return f"hpml logs {run}"
     variables = (job.get("environment") or {}).get("variables") or {}
     if not run or "SUBMITIT_EXECUTOR" in variables or not choose_changes(diagnosis).made:
         return ""

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from math import ceil, comb, log
-from statistics import median
+from statistics import fmean, median
 from typing import TYPE_CHECKING
 
 from hpml_orchestrator.diagnosis.model import Change
+from hpml_orchestrator.diagnosis.parts import fits, step_shares
+from hpml_orchestrator.diagnosis.room import BUSY, cpus_busy, cpus_per_rank, more_cpus
 from hpml_orchestrator.diagnosis.shares import (
+    cpu_waits,
     excesses,
     exclude,
     find,
@@ -30,6 +33,8 @@ if TYPE_CHECKING:
 __all__ = [
     "Slow",
     "communication",
+    "contended",
+    "cpu_contention",
     "crowded",
     "find_slow",
     "slow_rank",
@@ -121,8 +126,7 @@ def _doubt(ranks: Sequence[RankFacts], slow: Sequence[int] = ()) -> str:
     slowest equally often. So ranks are slow only if they were the slowest more often than that
     allows, by Chernoff's bound for all choices of as many ranks.
     """
-    # a stall in one of few steps can stand for more than all steps
-    if not all(map(_is_plausible, ranks)):
+    if not all(map(fits, ranks)):
         return "a longer run: the few measured steps contradict the rest"
     if all(rank.measured_steps is None for rank in ranks):
         return ""  # each step was measured
@@ -148,11 +152,6 @@ def _doubt(ranks: Sequence[RankFacts], slow: Sequence[int] = ()) -> str:
         return ""
     times = f"{seen * steps:.0f} of {steps:g} measured steps"
     return f"a longer run: {ranks_text(slow)} waited least in {times}, which can be chance"
-
-
-def _is_plausible(rank: RankFacts) -> bool:
-    """Whether the parts of a rank's steps fit into them."""
-    return (rank.wait_seconds or 0.0) + (rank.data_wait_seconds or 0.0) <= (rank.step_seconds or 0)
 
 
 def _excess_of(ranks: Mapping[int, RankFacts], name: str, longest: float) -> dict[int, float]:
@@ -189,6 +188,9 @@ def _cause(
     hot = {gpu.uuid for gpu, _ in _hot_gpus(facts)}
     if all(ranks[number].gpu in hot for number in slow):
         return "throttled", ""
+    lacking = _excess_of(ranks, "cpu_wait_seconds", longest)
+    if lacking.get(first, 0.0) >= CAUSE_SHARE * share:
+        return "cpu-contention", f"without a CPU for {lacking[first]:.0%} of a step longer"
     if loading.get(first, 0.0) >= CAUSE_SHARE * share:
         return "waits-for-data", f"it waits {loading[first]:.0%} of a step longer for its data"
     copies = _excess_of(ranks, "transfer_seconds", longest)
@@ -211,6 +213,8 @@ def slow_rank(facts: Facts) -> Finding | str | None:
     if facts.world_size <= 1 or not steps_known(facts):
         return None
     slow = find_slow(facts)
+    if contended(facts) and slow.cause != "cpu-contention":
+        return None  # which rank is late changes with the other processes
     if not slow.ranks:
         known = shares(facts, "wait_seconds") or shares(facts, "data_wait_seconds")
         if len(known) < len(facts.ranks):
@@ -228,6 +232,7 @@ def slow_rank(facts: Facts) -> Finding | str | None:
     names = ranks_text(slow.ranks)
     reason = {
         "": "the cause is not known",
+        "cpu-contention": "other processes have its CPUs",
         "waits-for-data": "it waits for data",
         "host-to-device": "its copies to the GPU are slow",
         "more-samples": "it has more samples",
@@ -247,6 +252,8 @@ def slow_rank(facts: Facts) -> Finding | str | None:
 
 def _changes(facts: Facts, slow: Slow, names: str, nodes: Sequence[str]) -> list[Change]:
     changes: list[Change] = []
+    if slow.cause == "cpu-contention":
+        return _free_cpus(facts, nodes)
     if slow.cause == "more-samples":
         text = "give every rank the same number of samples, as DistributedSampler does"
         changes.append(Change(text))
@@ -257,7 +264,56 @@ def _changes(facts: Facts, slow: Slow, names: str, nodes: Sequence[str]) -> list
     if set(nodes) < {rank.node for rank in facts.ranks}:
         changes += exclude(facts.job, nodes, faulty=False)
     elif not slow.cause:
-        changes.append(Change(f"look at what else runs on the cores of {names}: `hpml attach`"))
+        changes.append(Change(f"profile a step of {names} and of another rank, and compare them"))
+    return changes
+
+
+def contended(facts: Facts) -> bool:
+    """Whether ranks lacked CPU time: then others wait for them, and collectives take longer."""
+    lacked = cpu_waits(facts)
+    return bool(lacked and THRESHOLDS["cpu-contention"].level(max(lacked.values())))
+
+
+def cpu_contention(facts: Facts) -> Finding | str | None:
+    """Return whether ranks could run but other processes had their CPUs."""
+    lacked = cpu_waits(facts)
+    if not lacked or crowded(facts) or find_slow(facts).cause == "cpu-contention":
+        return None
+    most = max(lacked, key=lambda rank: lacked[rank])
+    share = lacked[most]
+    evidence = [
+        f"{share:.0%} of the training on rank {most}, {fmean(lacked.values()):.0%} on average"
+    ]
+    evidence.append("it was ready to run, but another process or thread had its CPU")
+    if (busy := cpus_busy(facts)) is not None:
+        evidence.append(f"the job itself kept {busy:.0%} of its CPUs busy")
+    nodes = [rank.node for rank in facts.ranks if rank.rank in lacked]
+    found = find(
+        facts,
+        "cpu-contention",
+        share,
+        f"ranks lack CPU time: {share:.0%} of the training",
+        evidence,
+        _free_cpus(facts, nodes),
+        saves=share,
+        of_steps=True,
+    )
+    return found or f"ranks lacked a CPU for {share:.0%} of the training"
+
+
+def _free_cpus(facts: Facts, nodes: Sequence[str]) -> list[Change]:
+    """Return what gives ranks their CPUs for themselves."""
+    changes: list[Change] = []
+    if (cpus_busy(facts) or 0.0) >= BUSY:
+        changes.append(Change("start fewer threads and loader workers (`OMP_NUM_THREADS`)"))
+    if more := more_cpus(facts, cpus_per_rank(facts) + 1):
+        text = f"ask for {more} CPUs per rank, for its threads and loader workers"
+        changes.append(Change(text, "resources.cpus_per_rank", more))
+    if facts.on_slurm and not (facts.job.get("resources") or {}).get("exclusive"):
+        changes.append(Change("take nodes without other jobs", "resources.exclusive", True))
+    where = nodes_text(list(filter(None, nodes))) or "the nodes"
+    see = "" if facts.over else f" (`hpml attach {facts.run} -- top` shows them)"
+    changes.append(Change(f"end the other processes on {where}{see}, or run when they have ended"))
     return changes
 
 
@@ -374,18 +430,39 @@ def communication(facts: Facts) -> Finding | str | None:
     share_of = shares(facts, "comm_seconds")
     if facts.world_size <= 1 or not share_of:
         return None
-    share = median(share_of.values())
-    if not waits_are_known(facts) and find_slow(facts).ranks:
+    slow = find_slow(facts)
+    if contended(facts) or slow.cause == "cpu-contention":
+        return None  # waiting for a rank without a CPU is not communication
+    share = step_shares(facts.ranks)["communication"]
+    waits = shares(facts, "wait_seconds")
+    if not waits and slow.ranks:
         return None  # those seconds hold the waiting for that rank
     if not THRESHOLDS["communication"].level(share):
         return f"communication takes {share:.0%} of the steps"
     evidence = [f"{share:.0%} of the steps' time in collectives"]
-    if not waits_are_known(facts):
+    if not waits:
         evidence.append("part of it may be waiting for slower ranks, which is not measured")
+    if not cpu_waits(facts):
+        evidence.append(
+            "whether other processes used the CPUs is unknown: needs the newest `hpml_channel.py`"
+        )
     peak = facts.peaks.link_bandwidth if facts.peaks else None
     if peak and facts.peaks:
         evidence.append(f"the link carries {peak / 1e9:.3g} GB/s ({facts.peaks.origin})")
-    changes = []
+    return find(
+        facts,
+        "communication",
+        share,
+        f"communication: {share:.0%} of each step",
+        evidence,
+        _less_communication(facts),
+        saves=share,
+        of_steps=True,
+    )
+
+
+def _less_communication(facts: Facts) -> list[Change]:
+    changes: list[Change] = []
     nodes = facts.node_count
     if nodes > 1:
         text = "accumulate gradients over several steps (`no_sync`), or enlarge DDP's buckets"
@@ -398,13 +475,4 @@ def communication(facts: Facts) -> Finding | str | None:
     if nodes > 1:
         text = f"use fewer nodes: {nodes // 2} instead of {nodes}"
         changes.append(Change(text, "resources.nodes", nodes // 2, touches_accuracy=True))
-    return find(
-        facts,
-        "communication",
-        share,
-        f"communication: {share:.0%} of each step",
-        evidence,
-        changes,
-        saves=share,
-        of_steps=True,
-    )
+    return changes

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from hpml_orchestrator.diagnosis.balance import crowded
 from hpml_orchestrator.diagnosis.model import Change
+from hpml_orchestrator.diagnosis.parts import step_shares
 from hpml_orchestrator.diagnosis.room import (
     BUSY,
     cpus_busy,
@@ -45,9 +46,9 @@ def waits_for_data(facts: Facts) -> Finding | str | None:
     usual, longest = median(waits.values()), max(waits, key=lambda rank: waits[rank])
     if crowded(facts):
         return None  # loader and rank have one core: `wrong-binding`
+    share = step_shares(facts.ranks)["waiting for data"]
     if not THRESHOLDS["waits-for-data"].level(usual):
-        return f"waiting for data takes {usual:.0%} of the steps"
-    share = sum(waits.values()) / len(waits)
+        return f"waiting for data takes {share:.0%} of the steps"
     evidence = [f"{share:.0%} of the steps' time, most on rank {longest}: {waits[longest]:.0%}"]
     evidence += _storage(facts)
     busy = cpus_busy(facts)
@@ -191,13 +192,13 @@ def _workers(facts: Facts) -> list[Change]:
     wanted = {} if more is None else {"resources.cpus_per_rank": more}
     cores = "" if more is None else f" and {more} CPUs per rank"
     if not is_free and more is None:
-        cores = (
-            "; the nodes have no more CPUs for them"
-            if facts.node_cpus
-            else "; each needs a CPU, and how many a node has is not recorded"
-        )
-        if busy is not None and busy >= BUSY:  # another worker would take its time from the others
-            return [Change(f"decode less while training: prepare the data once{cores}")]
+        stages = facts.job.get("stage") or ()
+        in_ram = bool(stages) and all(stage.get("target") == "shm" for stage in stages)
+        if (busy is not None and busy >= BUSY) or (facts.node_cpus and in_ram):
+            # another worker would take its time from the others
+            return [Change("decode less while training: prepare the data once, before the job")]
+        cores = ": they help if reading is slow; for decoding "
+        cores += "the node has no free CPU" if facts.node_cpus else "each needs a CPU of its own"
     for index, word in enumerate(args):
         match = _WORKERS.fullmatch(word)
         if not match:

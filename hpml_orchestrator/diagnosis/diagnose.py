@@ -9,7 +9,12 @@ from typing import TYPE_CHECKING
 from hpml_orchestrator.diagnosis import balance, data, gpu, phases, resources
 from hpml_orchestrator.diagnosis.model import Change, Diagnosis, Finding
 from hpml_orchestrator.diagnosis.shares import is_judged, shares, step_seconds, steps_known
-from hpml_orchestrator.diagnosis.thresholds import FEW_STEPS, JUDGED_SECONDS, TOO_SHORT_SECONDS
+from hpml_orchestrator.diagnosis.thresholds import (
+    FEW_STEPS,
+    JUDGED_SECONDS,
+    SHORT_SECONDS,
+    TOO_SHORT_SECONDS,
+)
 from hpml_orchestrator.records.texts import seconds_text
 
 if TYPE_CHECKING:
@@ -20,6 +25,7 @@ if TYPE_CHECKING:
 __all__ = ["FINDINGS", "diagnose"]
 
 FINDINGS: tuple[Callable[[Facts], Finding | str | None], ...] = (
+    balance.cpu_contention,
     data.waits_for_data,
     balance.slow_rank,
     balance.wrong_binding,
@@ -85,8 +91,12 @@ def _unknown(facts: Facts) -> Iterator[Finding]:
 
 def _unknown_steps(facts: Facts) -> Iterator[Finding]:
     what = "what the time of a step is spent on"
+    took = facts.elapsed_seconds or 0.0
     if not facts.channel:
         needs = "the channel in the training (`hpml_channel.py`)"
+        if facts.failed or took < (TOO_SHORT_SECONDS if facts.over else SHORT_SECONDS):
+            lasted = "ended after" if facts.over else "has run for"
+            needs = f"a longer run: this one {lasted} {seconds_text(took)} and reported no step"
         yield _needs("waits-for-data", what, needs)
     elif not steps_known(facts):
         steps = max((rank.steps or 0.0 for rank in facts.ranks), default=0.0)
@@ -94,6 +104,9 @@ def _unknown_steps(facts: Facts) -> Iterator[Finding]:
         needs = f"at least {FEW_STEPS} steps and {TOO_SHORT_SECONDS:g} s of them after the warm-up"
         yield _needs("waits-for-data", what, f"{needs}: there were {had if steps else 'none'}")
     else:
+        if facts.world_size > 1 and balance.contended(facts):
+            told = "communication, and which rank the others wait for"
+            yield _needs("communication", told, "a run whose ranks have their CPUs for themselves")
         several, gpus = facts.world_size > 1, facts.gpu_count > 0
         for kind, name, told, wanted in (
             ("waits-for-data", "data_wait_seconds", "waiting for data", True),
@@ -101,6 +114,8 @@ def _unknown_steps(facts: Facts) -> Iterator[Finding]:
             ("communication", "comm_seconds", "communication", several),
             ("host-to-device", "transfer_seconds", "copies to the GPU", gpus),
         ):
+            if kind in ("slow-rank", "communication") and balance.contended(facts):
+                continue
             if wanted and not shares(facts, name):
                 yield _needs(kind, told, f"`{name}` from the channel")
             elif wanted and kind == "slow-rank" and (doubt := balance.find_slow(facts).doubt):

@@ -37,6 +37,7 @@ class RankFacts:
     transfer_seconds: float | None = None  # host to device
     wait_seconds: float | None = None  # for slower ranks, before collectives
     comm_seconds: float | None = None  # in collectives, without that waiting
+    cpu_wait_seconds: float | None = None  # ready to run, but other processes had its CPUs
     save_seconds: float | None = None
     evaluation_seconds: float | None = None
     measured_steps: float | None = None  # in which ranks compared their waiting; None: in all
@@ -125,7 +126,6 @@ class Peaks:
     host_to_device: float | None = None
     local_disk_read: float | None = None
     shared_read: float | None = None  # the shared file system, one node
-    shared_opens: float | None = None  # files per second
     link_bandwidth: float | None = None  # all-reduce between nodes, bus bandwidth
     origin: str = ""  # "measured on 2026-11-20 on node1" or "specification of H100 SXM"
 
@@ -157,10 +157,17 @@ class Facts:
     peaks: Peaks | None = None
     values: Mapping[str, Any] = field(default_factory=dict)  # of a sweep's point, by name
     code: str = ""  # commit, and whether files were changed
+    reason: str = ""  # why it failed, or waits
+    on_slurm: bool = False
     node_cpus: int | None = None  # of the smallest node: CPUs that a job can have
     node_memory_bytes: float | None = None  # the same of memory
     memory_bytes: float | None = None  # that the job asked for per node, without staged data
     data: DataArgument | None = None  # if an argument names data that can be staged
+
+    @property
+    def failed(self) -> bool:
+        """Whether the run ended before its program was done."""
+        return self.over and self.state not in ("COMPLETED", "TIMEOUT", "UNKNOWN")
 
 
 @dataclass(frozen=True)
@@ -225,12 +232,18 @@ class Diagnosis:
     judged: Sequence[str] = ()  # kinds that were judged, with or without a finding
 
     @property
+    def failure(self) -> str:
+        """Why the run failed, if the headline has a finding instead; empty otherwise."""
+        return self.facts.reason if self.facts.failed and self.findings else ""
+
+    @property
     def headline(self) -> str:
         """One line for `hpml show`: the first finding, or that nothing holds the run back."""
         if self.findings:
             return self.findings[0].verdict
-        if self.facts.over and self.facts.state not in ("COMPLETED", "TIMEOUT", "UNKNOWN"):
-            return f"it ended {self.facts.state}: `hpml show {self.facts.run}` has the reason"
+        if self.facts.failed:
+            why = self.facts.reason or f"`hpml logs {self.facts.run}` prints its output"
+            return f"it ended {self.facts.state}: {why}"
         unknown = {one.kind for one in self.unknown}
         if "waits-for-data" in unknown or not self.healthy:
             return "not enough data to say what holds it back"

@@ -105,11 +105,6 @@ class AllReduce:
         """The bus bandwidth of very large messages, in bytes/s."""
         return 1 / self.beta if self.beta else math.inf
 
-    def seconds(self, ranks: int, size_bytes: float) -> float:
-        """Return the seconds of one all-reduce."""
-        messages, volume = _ring_terms(ranks)
-        return messages * self.alpha + volume * size_bytes * self.beta
-
 
 def fit_allreduce(
     ranks: Sequence[int], size_bytes: Sequence[float], seconds: Sequence[float]

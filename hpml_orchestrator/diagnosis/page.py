@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
-from statistics import fmean, median
+from statistics import fmean
 from typing import Any
 
 from hpml_orchestrator import __version__
@@ -14,13 +14,12 @@ from hpml_orchestrator.diagnosis.apply import next_step
 from hpml_orchestrator.diagnosis.model import Diagnosis, Facts, Finding, NodeFacts
 from hpml_orchestrator.diagnosis.models import Roofline, imbalance, roofline
 from hpml_orchestrator.diagnosis.shares import hours_unit
-from hpml_orchestrator.diagnosis.side import Row, Side
 from hpml_orchestrator.diagnosis.templates import environment, number, percent
 from hpml_orchestrator.diagnosis.wording import change_text, gain_text, status_line
 from hpml_orchestrator.errors import counted
 from hpml_orchestrator.records.texts import human_bytes, rate_text, seconds_text
 
-__all__ = ["page", "side_page"]
+__all__ = ["page"]
 
 _COLOURS = {  # by phase and part, as numbered in style.css
     "start-up": 6, "staging": 5, "launch": 8, "rendezvous": 7, "warm-up": 4, "running": 3,
@@ -30,7 +29,6 @@ _COLOURS = {  # by phase and part, as numbered in style.css
 }  # fmt: skip
 _MOST_RANKS = 16
 _ENDS = 5  # slowest and fastest ranks that are shown of many
-_BINS = 24
 _SMALL_SHARE = 0.01
 _WIDTH, _HEIGHT = 440, 300  # of the roofline
 _LEFT, _RIGHT, _TOP, _BOTTOM = 62, 24, 14, 44
@@ -58,7 +56,11 @@ def page(diagnosis: Diagnosis) -> str:
         title=f"{facts.run}: {diagnosis.headline}",
         next_step=next_step(diagnosis),
         footer=f"hpml {__version__}",
-        answer=[_sentence(diagnosis.headline), f"{status_line(diagnosis)}."],
+        answer=[
+            _sentence(diagnosis.headline),
+            f"{status_line(diagnosis)}.",
+            *([f"Why it failed: {why}."] if (why := diagnosis.failure) else []),
+        ],
         cards=_cards(diagnosis),
         findings=[_finding(one, facts) for one in diagnosis.findings],
         notes=[_finding(one, facts) for one in diagnosis.notes],
@@ -68,58 +70,8 @@ def page(diagnosis: Diagnosis) -> str:
         ranks=_ranks(facts),
         roof=_roof(roofline(facts)),
         nodes=[_node(node, facts) for node in facts.nodes],
-        origins=_origins(facts),
         colours=_COLOURS,
     )
-
-
-def side_page(side: Side) -> str:
-    """Return a page of two runs side by side."""
-    both = side.first, side.second
-    groups: dict[str, list[Row]] = {}
-    for row in side.rows:
-        groups.setdefault(row.group, []).append(row)
-    phases = [_without_queue(one.facts) for one in both]
-    training = [parts.mean_parts(one.facts.ranks) for one in both]
-    template = environment("html").get_template("side.html.j2")
-    return template.render(
-        side=side,
-        title=f"{side.first.facts.run} and {side.second.facts.run}",
-        footer=f"hpml {__version__}",
-        answer=[
-            side.headline,
-            *(f"{status_line(one)}." for one in both),
-            f"{_sentence(side.caution)}.",
-        ],
-        findings=[
-            (f"Only {side.first.facts.run}", side.gone),
-            (f"Only {side.second.facts.run}", side.new),
-            ("Both", side.both),
-            *([("Not judged in the other run", side.unjudged)] if side.unjudged else []),
-        ],
-        strips=[
-            ("Phases", "phases", *_strips(both, phases)),
-            ("Training, mean of the ranks", "training", *_strips(both, training)),
-        ],
-        groups=groups,
-        colours=_COLOURS,
-    )
-
-
-def _strips(
-    both: Sequence[Diagnosis], seconds: Sequence[Mapping[str, float]]
-) -> tuple[list[dict[str, Any]], list[str]]:
-    """Return bars of the same scale, with the names of their pieces."""
-    longest = max(sum(one.values()) for one in seconds)
-    bars = [
-        {
-            "label": diagnosis.facts.run,
-            "pieces": _pieces(one, longest),
-            "total": parts.duration(sum(one.values())),
-        }
-        for diagnosis, one in zip(both, seconds, strict=True)
-    ]
-    return bars, list(dict.fromkeys(name for one in seconds for name in one))
 
 
 def _without_queue(facts: Facts) -> dict[str, float]:
@@ -261,7 +213,6 @@ def _ranks(facts: Facts) -> dict[str, Any] | None:
         "legend": list(dict.fromkeys(name for _, inside, _ in rows for name in inside)),
         "imbalance": percent(imbalance([worked for *_, worked in rows]) if longest_work else 0.0),
         "waits": all(parts.own_seconds(rank) is not None for rank, _, _ in rows),
-        "distribution": _distribution([worked for _, _, worked in rows]) if hidden else None,
         "table": [
             {
                 "rank": rank.rank,
@@ -273,28 +224,6 @@ def _ranks(facts: Facts) -> dict[str, Any] | None:
             }
             for rank, inside, _ in shown
         ],
-    }
-
-
-def _distribution(values: Sequence[float]) -> dict[str, Any]:
-    """Return the columns of a histogram, in percent of its width and height."""
-    low, high = min(values), max(values)
-    width = (high - low) / _BINS or 1.0
-    counts = [0] * _BINS
-    for value in values:
-        counts[min(_BINS - 1, int((value - low) / width))] += 1
-    most = max(counts)
-    return {
-        "columns": [
-            (round(100 * place / _BINS, 3), round(max(4, 100 * count / most), 3), count)
-            for place, count in enumerate(counts)
-        ],
-        "step": round(100 / _BINS, 3),
-        "middle": round(100 * (median(values) - low) / (width * _BINS), 3),
-        "low": parts.duration(low),
-        "median": parts.duration(median(values)),
-        "high": parts.duration(high),
-        "count": len(values),
     }
 
 
@@ -399,30 +328,3 @@ def _of(value: float | None, whole: float | None, text: Any) -> str:
 
 def _bytes(count: float | None) -> str:
     return "-" if count is None else human_bytes(count)
-
-
-def _origins(facts: Facts) -> list[tuple[str, str]]:
-    """Return where each kind of figure comes from."""
-    waits = facts.ranks and any(rank.wait_seconds is not None for rank in facts.ranks)
-    channel = "what each rank reported through the training channel, without the warm-up"
-    if not facts.channel:
-        channel = "unknown: the training does not use the training channel"
-    elif waits:
-        channel += "; waiting for slower ranks is sampled"
-    return [
-        ("phases", "the run's record"),
-        ("steps and their parts", channel),
-        (
-            "CPUs, memory, storage, GPUs",
-            "measured on the nodes by `monitor: true`"
-            if facts.monitored
-            else "unknown: the job file has no `monitor: true`",
-        ),
-        (
-            "peaks of the hardware",
-            facts.peaks.origin or "unknown origin"
-            if facts.peaks
-            else "unknown: `hpml bench` measures them",
-        ),
-        ("limits", "named with each finding; the gain is an upper bound, not a measurement"),
-    ]

@@ -12,11 +12,14 @@ __all__ = [
     "BETWEEN_STEPS",
     "COMPUTE",
     "PARTS",
+    "SAMPLED",
     "duration",
+    "fits",
     "mean_parts",
     "own_seconds",
     "rank_parts",
     "samples_per_second",
+    "step_shares",
 ]
 
 COMPUTE = "compute"
@@ -30,6 +33,7 @@ PARTS = {
 }
 """The parts by the field of `RankFacts`; `compute` is what remains of the steps."""
 BETWEEN_STEPS = ("saving", "evaluation")
+SAMPLED = ("wait_seconds", "comm_seconds")  # measured in few steps
 _MINUTE = 60
 
 
@@ -38,10 +42,33 @@ def rank_parts(rank: RankFacts) -> dict[str, float]:
     if not rank.step_seconds:
         return {}
     known = {
-        name: value for field, name in PARTS.items() if (value := getattr(rank, field)) is not None
+        name: value
+        for field, name in PARTS.items()
+        if (value := getattr(rank, field)) is not None and (field not in SAMPLED or fits(rank))
     }
     inside = sum(value for name, value in known.items() if name not in BETWEEN_STEPS)
     return {COMPUTE: max(0.0, rank.step_seconds - inside), **known}
+
+
+def fits(rank: RankFacts) -> bool:
+    """Whether the waiting of a rank fits into its steps.
+
+    It is measured in few of them: a stall in one can stand for more than all steps.
+    """
+    return (rank.wait_seconds or 0.0) + (rank.data_wait_seconds or 0.0) <= (rank.step_seconds or 0)
+
+
+def step_shares(ranks: Sequence[RankFacts]) -> dict[str, float]:
+    """Return the parts of a step by name, as shares of its time: means of the ranks.
+
+    Every report of a step's parts takes its figures from here.
+    """
+    shares: dict[str, list[float]] = {}
+    for rank in ranks:
+        for name, seconds in rank_parts(rank).items():
+            if name not in BETWEEN_STEPS:
+                shares.setdefault(name, []).append(min(1.0, seconds / (rank.step_seconds or 1.0)))
+    return {name: fmean(shares[name]) for name in (*PARTS.values(), COMPUTE) if name in shares}
 
 
 def own_seconds(rank: RankFacts) -> float | None:

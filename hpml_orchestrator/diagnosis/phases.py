@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from statistics import median
 from typing import TYPE_CHECKING
 
-from hpml_orchestrator.diagnosis.balance import waits_are_known
 from hpml_orchestrator.diagnosis.model import Change
-from hpml_orchestrator.diagnosis.shares import find, part, steps_known
+from hpml_orchestrator.diagnosis.parts import COMPUTE, step_shares
+from hpml_orchestrator.diagnosis.shares import find, steps_known
 from hpml_orchestrator.diagnosis.thresholds import LONG_PHASE_SECONDS
 from hpml_orchestrator.records.texts import seconds_text
 
@@ -27,12 +26,6 @@ _ADVICE = {
     "warm-up": "cache what the first steps compile (`TORCHINDUCTOR_CACHE_DIR` on shared storage)",
 }
 
-_OF_STEPS = {
-    "data_wait_seconds": "waiting for data",
-    "transfer_seconds": "copies to the GPU",
-    "wait_seconds": "waiting for slower ranks",
-    "comm_seconds": "communication",
-}
 _OF_TRAINING = {"evaluation_seconds": "evaluation", "save_seconds": "checkpoints"}
 
 
@@ -48,16 +41,10 @@ def time_text(facts: Facts) -> str:
             for name, text in _OF_TRAINING.items()
         }
         texts.append(_percent(beside, "of the training: "))
-    ranks = [rank for rank in facts.ranks if rank.step_seconds]
-    parts = {}
-    for name, text in _OF_STEPS.items():
-        counted = [rank for rank in ranks if getattr(rank, name) is not None]
-        known = [part(rank, name) / (rank.step_seconds or 1) for rank in counted]
-        if known and (name not in ("wait_seconds", "comm_seconds") or waits_are_known(facts)):
-            parts[text] = median(known)
-    if parts and (rest := 1 - sum(parts.values())) > 0:
-        parts["the rest"] = rest
-    texts.append(_percent(parts, "of the steps: "))
+    parts = step_shares(facts.ranks)
+    if len(parts) > 1:
+        parts["the rest"] = parts.pop(COMPUTE)
+        texts.append(_percent(parts, "of the steps: "))
     return "; ".join(filter(None, texts))
 
 

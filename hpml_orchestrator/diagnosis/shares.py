@@ -7,6 +7,7 @@ from statistics import median
 from typing import TYPE_CHECKING, Any
 
 from hpml_orchestrator.diagnosis.model import Change, Finding
+from hpml_orchestrator.diagnosis.parts import SAMPLED, fits
 from hpml_orchestrator.diagnosis.thresholds import (
     FEW_STEPS,
     JUDGED_SECONDS,
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "busy_cpus",
+    "cpu_waits",
     "excesses",
     "exclude",
     "find",
@@ -42,6 +44,7 @@ _SHOWN = 4
 _IDLE = 0.02  # share of the time with a kernel
 _GAIN_IF = {
     "waits-for-data": "if no step waited for data",
+    "cpu-contention": "if no other process used its CPUs",
     "slow-rank": "if it kept up with the others",
     "wrong-binding": "if each rank had cores of its own",
     "communication": "if communication took no time",
@@ -80,7 +83,25 @@ def shares(facts: Facts, name: str) -> dict[int, float]:
     return {
         rank.rank: part(rank, name) / rank.step_seconds
         for rank in facts.ranks
-        if rank.step_seconds and getattr(rank, name) is not None
+        if rank.step_seconds
+        and getattr(rank, name) is not None
+        and (name not in SAMPLED or fits(rank))
+    }
+
+
+def cpu_waits(facts: Facts) -> dict[int, float]:
+    """Return in which share of its training each rank could run but had no CPU."""
+    if not steps_known(facts):
+        return {}
+    return {
+        rank.rank: min(1.0, rank.cpu_wait_seconds / seconds)
+        for rank in facts.ranks
+        if rank.cpu_wait_seconds is not None
+        and (
+            seconds := (rank.step_seconds or 0.0)
+            + (rank.save_seconds or 0.0)
+            + (rank.evaluation_seconds or 0.0)
+        )
     }
 
 
@@ -183,8 +204,11 @@ def find(
         whole = train_share(facts)
         saves = None if whole is None else saves * whole
     lines = [f"{evidence[0]} ({threshold})", *evidence[1:]] if evidence else []
-    if level == "critical" and short:
-        lines.append("a short run: the same figure of a longer one is more certain")
+    if level != known:
+        least = f"{SHORT_SECONDS:g} s" if short else f"{FEW_STEPS} steps"
+        lines.append(
+            f"only a warning, because so little was measured: less than {least} of training"
+        )
     return Finding(
         kind,
         known,

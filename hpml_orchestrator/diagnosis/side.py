@@ -10,7 +10,7 @@ from typing import Any
 from hpml_orchestrator.diagnosis import comparable, parts
 from hpml_orchestrator.diagnosis.comparable import only_words, value_text
 from hpml_orchestrator.diagnosis.model import Diagnosis, Facts
-from hpml_orchestrator.diagnosis.shares import hours, hours_unit, is_judged, steps_known
+from hpml_orchestrator.diagnosis.shares import hours, hours_unit, is_judged
 from hpml_orchestrator.diagnosis.wording import field_lines, status_line
 from hpml_orchestrator.errors import InputError
 from hpml_orchestrator.records.texts import printable
@@ -30,7 +30,7 @@ _STEP = "one step, mean of the ranks"
 _RATE = "samples/s in steps"
 _NAME, _VALUE = 30, 24
 _OF_STEPS = frozenset(
-    "waits-for-data slow-rank communication host-to-device launch-bound slow-saving "
+    "cpu-contention waits-for-data slow-rank communication host-to-device launch-bound slow-saving "
     "slow-evaluation".split()
 )
 _OF_USE = frozenset(
@@ -38,10 +38,6 @@ _OF_USE = frozenset(
     "gpu-unused cpus-unused memory-over-asked".split()
 )
 _OF_REQUEST = frozenset(("cpus-unused", "memory-over-asked", "time-over-asked"))
-_OF_GPUS = frozenset(
-    "host-to-device tensor-cores-idle launch-bound cpu-bound throttled faulty-gpu "
-    "gpu-unused".split()
-)
 _SILENT = frozenset(("cpu-bound", "faulty-gpu", "memory-over-asked", "time-over-asked"))
 """Kinds that have no sentence if all is well."""
 
@@ -137,6 +133,8 @@ def compare(
     after = {finding.kind: finding.verdict for finding in second.findings}
     gone, lacking = _only_in(first, second, set(after))
     new, lacking_before = _only_in(second, first, set(before))
+    if doubts:  # what one run has and the other has not shows nothing
+        before, gone, new, lacking, lacking_before = {}, (), (), (), ()
     headline = f"Not comparable: {'; '.join(doubts)}" if doubts else _headline(other, rows)
     if differences and not doubts:
         headline += f"; {'; '.join(differences)}: only rates are compared"
@@ -181,26 +179,17 @@ def _only_in(
 def _why_not_judged(kind: str, diagnosis: Diagnosis) -> str:
     """Return why a kind of finding was not judged in a run; empty if it was."""
     facts = diagnosis.facts
+    if kind in diagnosis.judged or (kind == "slow-staging" and not facts.job.get("stage")):
+        return ""
     needs = {one.kind: f"it needs {one.needs}" for one in diagnosis.unknown}
-    cannot_be = (
-        (kind == "slow-staging" and not facts.job.get("stage"))
-        or (kind in _OF_GPUS and not facts.gpu_count)
-        or (kind in ("slow-rank", "communication") and facts.world_size == 1)
-    )
-    if kind in diagnosis.judged or cannot_be:
-        return ""
-    if kind in needs:
-        return needs[kind]
+    sources = [kind, *(["waits-for-data"] if kind in _OF_STEPS else [])]
+    if kind in _OF_USE and not facts.nodes:
+        sources += ["gpu-unused", "cpus-unused"]
+    if found := next((source for source in sources if source in needs), ""):
+        return needs[found]
     if kind in _OF_REQUEST and not is_judged(facts):
-        return "it was shorter than 10 minutes, did not complete, or had whole nodes"
-    if kind in _OF_STEPS and not steps_known(facts):
-        return needs.get("waits-for-data", "too few steps were counted")
-    if kind in _OF_USE and not any(node.gpus if kind in _OF_GPUS else node for node in facts.nodes):
-        known = "gpu-unused" if facts.gpu_count else "cpus-unused"
-        return needs.get(known, "its use of the nodes is not known")
-    if kind in _SILENT:
-        return ""
-    return "it has no figures for it, or another finding explains them"
+        return "it was shorter than 10 minutes, or had whole nodes"
+    return "" if kind in _SILENT else "it has no figures for it, or another finding explains them"
 
 
 def _headline(second: Facts, rows: Sequence[Row]) -> str:

@@ -88,6 +88,13 @@ THRESHOLDS = {
         "ratio",
         "TraceML",
     ),
+    "cpu-contention": Threshold(
+        "share of the training in which a rank could run but had no CPU",
+        0.10,
+        0.20,
+        "ratio",
+        "hpml",
+    ),
     "host-to-device": Threshold(
         "share of the steps for copies to the GPU", 0.10, 0.20, "ratio", "TraceML"
     ),

@@ -32,6 +32,8 @@ def text(diagnosis: Diagnosis) -> str:
     """Return a report of at most 40 lines of 100 columns."""
     verdict = diagnosis.headline
     lines = [*field_lines("run", status_line(diagnosis)), *field_lines("verdict", verdict)]
+    if diagnosis.failure:
+        lines += field_lines("failed", diagnosis.failure)
     lines += [*(field_lines("time", diagnosis.time) if diagnosis.time else ()), ""]
     blocks = [_block(number, one, diagnosis) for number, one in enumerate(diagnosis.findings, 1)]
     tail = _tail(diagnosis)
@@ -146,6 +148,8 @@ def _markdown(diagnosis: Diagnosis) -> Iterator[str]:
     yield status_line(diagnosis)
     yield ""
     yield f"**{diagnosis.headline}**"
+    if diagnosis.failure:
+        yield from ("", f"Failed: {diagnosis.failure}")
     if diagnosis.time:
         yield from ("", f"Time: {diagnosis.time}")
     for number, one in enumerate(diagnosis.findings, 1):

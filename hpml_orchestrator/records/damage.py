@@ -6,7 +6,6 @@ made of the records, the reader has to know that some are missing.
 
 from __future__ import annotations
 
-import json
 import os
 import re
 from collections.abc import Callable
@@ -15,14 +14,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hpml_orchestrator.errors import NotFoundError, RecordError
-from hpml_orchestrator.records.events import event_fault
+from hpml_orchestrator.records.events import event_fault, parse_record
 from hpml_orchestrator.records.feed import is_number
 from hpml_orchestrator.records.files import read_json
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
-__all__ = ["END_FIELDS", "Damage", "field_fault", "find_damage"]
+__all__ = ["END_FIELDS", "RUN_FIELDS", "Damage", "field_fault", "find_damage", "record_damage"]
 
 _BINDING_VERSION = 2
 _ENTRY_FIELDS = ("node", "path", "files", "bytes", "problem")
@@ -67,14 +66,19 @@ def find_damage(attempt: Path, *, is_growing: bool) -> Iterator[Damage]:
             yield from _lines(path, _text_fault, is_growing=False)
     for directory, ending, fields in _RECORDS:
         for path in _files(attempt / directory, ending):
-            try:
-                why = field_fault(read_json(path), fields)
-            except NotFoundError:  # it was replaced or removed just now
-                continue
-            except RecordError as error:
-                why = str(error).replace(f"{path} ", "").replace(str(path), path.name)
-            if why:
-                yield Damage(path, why)
+            yield from record_damage(path, fields)
+
+
+def record_damage(path: Path, fields: Mapping[str, Callable[[Any], bool]]) -> Iterator[Damage]:
+    """Yield the damage of a file that is one record; a missing file is not damaged."""
+    try:
+        why = field_fault(read_json(path), fields)
+    except NotFoundError:
+        return
+    except RecordError as error:
+        why = str(error).replace(f"{path} ", "").replace(str(path), path.name)
+    if why:
+        yield Damage(path, why)
 
 
 def field_fault(record: Mapping[str, Any], fields: Mapping[str, Callable[[Any], bool]]) -> str:
@@ -106,6 +110,12 @@ END_FIELDS: dict[str, dict[str, Callable[[Any], bool]]] = {
     "next.json": {"time": is_number, "job_id": _is_text},
 }
 """What the records of an attempt's end must have."""
+
+RUN_FIELDS: dict[str, Callable[[Any], bool]] = {
+    "rid": _is_text,
+    "job": lambda job: isinstance(job, dict),
+}
+"""What the plan of a run, `run.json`, must have."""
 
 _RECORDS: tuple[tuple[str, str, dict[str, Callable[[Any], bool]]], ...] = (
     *(("", name, fields) for name, fields in END_FIELDS.items()),
@@ -147,15 +157,9 @@ def _lines(path: Path, fault: Callable[[bytes], str], *, is_growing: bool) -> It
 
 
 def _binding_fault(line: bytes) -> str:
-    try:
-        record = json.loads(line.decode("utf-8", "surrogateescape"))
-    except (ValueError, RecursionError):
-        return "not JSON"
-    if not isinstance(record, dict):
-        return "not a JSON object"
-    version = record.get("schema_version", _BINDING_VERSION)
-    if not _is_whole(version) or version > _BINDING_VERSION:
-        return f"schema_version {version!r}; this hpml reads up to {_BINDING_VERSION}"
+    record = parse_record(line, _BINDING_VERSION)
+    if isinstance(record, str):
+        return record
     return field_fault(record, {"rank": _is_whole, "node": _is_text})
 
 

@@ -22,6 +22,7 @@ __all__ = [
     "Event",
     "append",
     "event_fault",
+    "parse_record",
     "read",
     "read_all",
     "read_milestones",
@@ -172,15 +173,9 @@ def event_fault(line: bytes) -> str:
     """Return why a line is not an event; empty if it is one, or one of an unknown name."""
     if _STEP.fullmatch(line):
         return ""
-    try:
-        record = json.loads(line.decode("utf-8", "surrogateescape"))
-    except (ValueError, RecursionError):
-        return "not JSON"
-    if not isinstance(record, dict):
-        return "not a JSON object"
-    version = record.get("schema_version", SCHEMA_VERSION)
-    if type(version) is not int or version > SCHEMA_VERSION:
-        return f"schema_version {version!r}; this hpml reads up to {SCHEMA_VERSION}"
+    record = parse_record(line, SCHEMA_VERSION)
+    if isinstance(record, str):
+        return record
     if not isinstance(record.get("event"), str):
         return "it has no `event`"
     if record["event"] not in VOCABULARY:  # of a newer hpml that this one understands otherwise
@@ -189,6 +184,20 @@ def event_fault(line: bytes) -> str:
     if event is None or not math.isfinite(event.time) or not isinstance(rank, (int, type(None))):
         return "not an event: `time`, `node`, `rank` or `data` has a wrong value"
     return ""
+
+
+def parse_record(line: bytes, newest: int) -> dict[str, Any] | str:
+    """Return a line's JSON object, or why it is not one of a schema up to `newest`."""
+    try:
+        record = json.loads(line.decode("utf-8", "surrogateescape"))
+    except (ValueError, RecursionError):
+        return "not JSON"
+    if not isinstance(record, dict):
+        return "not a JSON object"
+    version = record.get("schema_version", newest)
+    if type(version) is not int or version > newest:
+        return f"schema_version {version!r}; this hpml reads up to {newest}"
+    return record
 
 
 def _event_of(line: bytes) -> Event | None:

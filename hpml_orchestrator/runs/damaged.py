@@ -6,7 +6,7 @@ import contextlib
 from typing import TYPE_CHECKING
 
 from hpml_orchestrator.errors import RecordError, counted
-from hpml_orchestrator.records.damage import find_damage
+from hpml_orchestrator.records.damage import RUN_FIELDS, find_damage, record_damage
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -19,14 +19,15 @@ __all__ = ["damage_error", "damage_of", "naming_damage"]
 
 
 def damage_of(state: State, attempts: Sequence[Attempt]) -> list[Damage]:
-    """Return the damaged files of some attempts of a run.
+    """Return the damaged files of a run: its plan, and those of some attempts.
 
     Args:
         state: of the run.
         attempts: in order, up to the last one. Only that may still be written.
     """
     is_over = state.over or state.lost
-    return [
+    found = [*record_damage(state.run.directory / "run.json", RUN_FIELDS)]
+    return found + [
         damage
         for attempt in attempts
         for damage in find_damage(

@@ -39,13 +39,14 @@ __all__ = ["gather"]
 
 _COUNTERS = (
     "samples steps step_seconds data_wait_seconds transfer_seconds wait_seconds comm_seconds "
-    "save_seconds evaluation_seconds measured_steps slowest_steps"
+    "cpu_wait_seconds save_seconds evaluation_seconds measured_steps slowest_steps"
 ).split()
 _GPU = (
     "utilization_ratio sm_active_ratio tensor_active_ratio dram_active_ratio memory_peak_bytes "
     "memory_total_bytes power_watts power_limit_watts"
 ).split()
 _ACCURACY = ("accuracy", "loss")
+_REPORTED = {"rendezvous", "warm-up"}  # phases that begin when a rank says so
 
 
 def gather(
@@ -102,6 +103,8 @@ def _facts(state: State, summary: Summary | None, now: float) -> Facts:
         core_count=nodes * ranks * int(asked["cpus_per_rank"]),
         world_size=nodes * ranks,
         monitored=bool(job["monitor"]["enabled"]),
+        reason=state.reason or (f"exit code {state.exit_code}" if state.exit_code else ""),
+        on_slurm=state.backend == "slurm",
     )
     attempt = state.run.newest()
     if attempt is None:
@@ -134,7 +137,7 @@ def _facts(state: State, summary: Summary | None, now: float) -> Facts:
         gpu_count=int(allocated.get("gpus", facts.gpu_count)),
         core_count=int(allocated.get("cpus", facts.core_count)),
         world_size=summary.world_size or facts.world_size,
-        channel=bool(summary.training or summary.result),
+        channel=bool(summary.training or summary.result or _REPORTED & phases.keys()),
         ranks=_ranks(summary),
         nodes=[_node(node, attempt, limit) for node in summary.monitored],
         stages=stages,

@@ -134,6 +134,10 @@ class FaultDesk(Desk):
                 limit = f"{os.major(device)}:{os.minor(device)} {case.disk:.0f}"
                 (group / "blkio.throttle.read_bps_device").write_text(limit)
                 self.prefix = ["sh", "-c", f'echo $$ > {group}/cgroup.procs && exec "$@"', "sh"]
+            for _ in range(case.busy):
+                other = subprocess.Popen([sys.executable, "-c", "while True: pass"])
+                stack.callback(other.wait)
+                stack.callback(other.kill)
             if not case.channel:
                 (self.root / "hpml_channel.py").unlink()
             yield

@@ -49,6 +49,7 @@ class Case:
         xid: an error of the last GPU.
         link: bytes per second of the ranks' network, in a network namespace.
         disk: bytes per second of the disk of a staged file of `megabytes`, by a control group.
+        busy: how many other processes keep the CPUs busy.
         channel: whether the training reports anything.
         ddp: whether PyTorch trains (faulty.py), instead of light.py.
     """
@@ -65,6 +66,7 @@ class Case:
     link: float = 0
     disk: float = 0
     megabytes: int = 0
+    busy: int = 0
     channel: bool = True
     ddp: bool = False
 
@@ -114,6 +116,12 @@ CASES = {
         "one rank of PyTorch gets a part of its core's time, by a control group",
         ("slow-rank",),
         {"quota": (35, 50)},
+        ddp=True,
+    ),
+    "busy-cpus": Case(
+        "processes of others compute on the CPUs of the ranks",
+        ("cpu-contention",),
+        busy=4,
         ddp=True,
     ),
     "wrong-binding": Case(

@@ -7,8 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from hpml_orchestrator.diagnosis.page import page, side_page
-from hpml_orchestrator.diagnosis.side import compare
+from hpml_orchestrator.diagnosis.page import page
 from tests.monitoring.browser_support import Browser
 from tests.unit.diagnosis import page_examples as examples
 
@@ -16,7 +15,6 @@ PAGES: dict[str, Callable[[], str]] = {
     "run": lambda: page(examples.gpu_run()),
     "crowd": lambda: page(examples.crowd()),
     "unknown": lambda: page(examples.unknowing()),
-    "side": lambda: side_page(compare(examples.gpu_run(), examples.diagnosed(run="digits-9c1b"))),
 }
 CONTRAST = """(() => {
     const light = color => {

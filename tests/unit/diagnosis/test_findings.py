@@ -292,6 +292,11 @@ FAULTS: dict[str, tuple[Facts, list[str]]] = {
         ),
         [],
     ),
+    "other processes on the CPUs": (
+        facts(ranks=ranks(cpu_wait_seconds=1200.0, comm_seconds=1500.0)),
+        ["cpu-contention"],
+    ),
+    "a little of the CPUs' time": (facts(ranks=ranks(cpu_wait_seconds=100.0)), []),
     "idle CPUs of a failed run": (
         replace(facts(nodes=[node(0, mean_cpus=0.5), node(1, mean_cpus=0.5)]), state="FAILED"),
         [],
@@ -354,7 +359,7 @@ def test_a_fault_is_found_and_nothing_else(name: str) -> None:
         assert bool(one.gain_if) == (one.gain is not None)
     assert found.healthy or kinds or not given_facts.ranks
     if given_facts.state == "FAILED":
-        assert "hpml show digits-1" in found.headline or kinds
+        assert "hpml logs digits-1" in found.headline or kinds
     elif not kinds:
         assert found.headline == (
             "nothing found that holds it back"
@@ -494,11 +499,12 @@ def test_where_the_time_went() -> None:
     """By phases, then what is beside the steps, then the parts of the steps."""
     assert diagnose(facts()).time == (
         "start-up 1%, staging 1%, launch 1%, training 98%; of the training: evaluation 3%, "
-        "checkpoints 1%; of the steps: waiting for data 1%, copies to the GPU 1%, "
+        "checkpoints 1%; of the steps: waiting for data 1%, host to device 1%, "
         "waiting for slower ranks 2%, communication 5%, the rest 92%"
     )
-    doubtful = diagnose(facts(ranks=slow(measured_steps=3.0, slowest_steps=3.0))).time
-    assert "waiting for slower" not in doubtful
+    stalled = diagnose(facts(ranks=ranks(wait_seconds=5000.0)))
+    assert "waiting for slower" not in stalled.time
+    assert not any("communication" in line for line in stalled.healthy)
     assert diagnose(facts(phases={})).time == ""
 
 
@@ -518,6 +524,39 @@ def test_the_cause_of_a_slow_rank(more: dict[str, float], words: str) -> None:
     assert found.kind == "slow-rank"
     assert found.verdict.startswith("rank 2 on n1 slows the others down by ")
     assert found.verdict.endswith(words)
+
+
+def test_a_rank_without_a_cpu_is_slow_for_that_reason() -> None:
+    """Its contention is the first finding, and collectives are not accused."""
+    late = [
+        replace(one, cpu_wait_seconds=930.0 if one.rank == 2 else 20.0, comm_seconds=900.0)
+        for one in slow(2)
+    ]
+    (found,) = diagnose(facts(ranks=late)).findings
+    assert found.verdict.endswith("other processes have its CPUs")
+
+
+@pytest.mark.parametrize("over", [True, False])
+@pytest.mark.parametrize("on_slurm", [True, False])
+def test_what_is_advised_can_be_done(over: bool, on_slurm: bool) -> None:
+    """A run that has ended cannot be attached to; a local one has no nodes for itself."""
+    late = facts(ranks=ranks(cpu_wait_seconds=1200.0), on_slurm=on_slurm)
+    late = replace(late, over=over, state="COMPLETED" if over else "RUNNING")
+    changes = diagnose(late).findings[0].changes
+    assert any("hpml attach" in change.text for change in changes) != over
+    assert any(change.field == "resources.exclusive" for change in changes) == on_slurm
+
+
+def test_a_run_that_ended_early_is_not_asked_for_the_channel() -> None:
+    """It had no time to report anything; its reason is the verdict."""
+    early = {"ranks": (), "channel": False, "phases": {"launch": 1.0}, "elapsed_seconds": 1.0}
+    for state in ("COMPLETED", "FAILED", "RUNNING"):
+        given = replace(facts(**early), state=state, reason="rank 0 exited with code 1")
+        given = replace(given, over=state != "RUNNING")
+        found = diagnose(given)
+        assert "a longer run" in text(found)
+        assert "the channel" not in text(found)
+        assert ("rank 0 exited with code 1" in found.headline) == (state == "FAILED")
 
 
 STAGED = {"stage": [STAGE]}
@@ -554,7 +593,7 @@ def staged(target: str) -> Change:
             {"nodes": BUSY, "node_cpus": 11},
             Change("", "args.2", "3", also={"resources.cpus_per_rank": 5}),
         ),
-        (IN_RAM, {"nodes": [], "node_cpus": 8}, Change("", "args.2", "3")),
+        (IN_RAM, {"nodes": [], "node_cpus": 8}, Change("")),
         (IN_RAM, {"nodes": [], "node_cpus": None}, Change("", "args.2", "3")),
         (IN_RAM, {"nodes": BUSY, "node_cpus": 8}, Change("")),
         (IN_RAM, {"nodes": BUSY, "node_cpus": None}, Change("")),
