@@ -27,7 +27,6 @@ from hpml_orchestrator.spec.job import Job
 from hpml_orchestrator.spec.load import load_job, read_fields
 from hpml_orchestrator.spec.sweep import MAX_POINTS, Range, Sweep
 from hpml_orchestrator.spec.values import parse_time
-from hpml_orchestrator.sweeps import call
 from hpml_orchestrator.sweeps.plan import (
     RESUMED,
     Estimate,
@@ -50,7 +49,6 @@ from hpml_orchestrator.sweeps.scaling import (
     Arguments,
     base_batch,
     base_learning_rate,
-    check_function,
     scaled,
     with_batch,
 )
@@ -128,8 +126,7 @@ def _kind(sweep: Sweep, axis: str) -> Literal["argument", "flag", "variable", "f
     values = sweep.axes[axis]
     if axis.startswith("-") and isinstance(values, list):
         return "flag" if any(isinstance(value, bool) for value in values) else "argument"
-    of_function = sweep.function and axis.isidentifier() and axis not in Job.model_fields
-    if axis.startswith("-") or axis.endswith("=") or of_function:
+    if axis.startswith("-") or axis.endswith("="):
         return "argument"
     return "variable" if axis.startswith(_VARIABLES) else "field"
 
@@ -148,9 +145,6 @@ class _Planner:
     def __init__(self, sweep: Sweep, backend: str, site: ResolvedSite | None) -> None:
         self._backend, self._site = backend, site
         self._settings = list(sweep.set.items())
-        if sweep.function:
-            program = {"script": call.__file__, "module": None, "command": None}
-            self._settings += [*program.items(), ("args", [sweep.function, sweep.search.metric])]
         self._fields = read_fields(sweep.base)  # once, however many shapes there are
         self.base = load_job(sweep.base, self._settings, site, fields=self._fields).job
         check_base(self.base, sweep.base)
@@ -158,7 +152,6 @@ class _Planner:
         self.base_ranks = self.base.resources.nodes * self.base.resources.ranks
         self.kinds = {axis: _kind(sweep, axis) for axis in sweep.axes}
         self._check_fields(sweep)
-        self._takes_seed = bool(sweep.function) and check_function(sweep)
         self.notes: list[str] = []
         self.sweep = self._completed(sweep)
         self._targets = self._value_targets()
@@ -199,19 +192,14 @@ class _Planner:
                 f"{sweep.batch.argument} is the batch of {whose}; the {kept} stays "
                 f"{sweep.batch.size}"
             )
-        seed = (
-            "seed="
-            if sweep.function
-            else sweep.seeds.argument or self.arguments.first(SEED_ARGUMENTS)
-        )
-        varies = self._takes_seed if sweep.function else seed is not None
-        if sweep.mode == "grid" and sweep.repeats is None and not varies:
+        seed = sweep.seeds.argument or self.arguments.first(SEED_ARGUMENTS)
+        if sweep.mode == "grid" and sweep.repeats is None and seed is None:
             sweep = sweep.model_copy(update={"repeats": 1})
             self.notes.append(
                 "each combination runs once, since nothing random is known to vary: name the "
                 "argument of the random seed with seeds.argument, or give repeats"
             )
-        if not varies and sweep.count > 1:
+        if seed is None and sweep.count > 1:
             self.notes.append(
                 "no argument for the random seed is known: repeats differ in timing alone; "
                 "name it with seeds.argument"
@@ -222,7 +210,7 @@ class _Planner:
             for name in named
             if name and name not in self.base.args and self.arguments.value(name) is None
         ]
-        if new and not sweep.function:
+        if new:
             self.notes.append(f"not among the job's arguments, and appended: {', '.join(new)}")
         if sweep.scale is not None and sweep.learning_rate is None:
             self.notes.append(
@@ -253,8 +241,6 @@ class _Planner:
             targets["seed"] = sweep.seeds.argument
         if sweep.mode == "pbt":
             targets["checkpoint"] = sweep.search.resume_argument
-        if sweep.function:  # its arguments are written `name=value`
-            targets |= {key: f"{name}=" for key, name in targets.items() if name.isidentifier()}
         return targets
 
     def _check_reach(self) -> None:
@@ -268,7 +254,7 @@ class _Planner:
         for key, target in self._targets.items():
             if target.startswith(_VARIABLES):
                 check_variable(self.base, target.removeprefix(_VARIABLES), self._place(key))
-            elif not self.sweep.function:
+            else:
                 check_argument(self.base, target, self._place(key))
 
     def check_templates(self, plan: SweepPlan) -> None:

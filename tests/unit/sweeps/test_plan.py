@@ -5,8 +5,6 @@ from __future__ import annotations
 import itertools
 import json
 import re
-import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -19,7 +17,7 @@ from hpml_orchestrator.records.store import Store
 from hpml_orchestrator.spec.schema import sweep_schema
 from hpml_orchestrator.spec.site import ResolvedSite, Site
 from hpml_orchestrator.spec.sweep import load_sweep
-from hpml_orchestrator.sweeps import call, plan
+from hpml_orchestrator.sweeps import plan
 from hpml_orchestrator.sweeps.expand import make_plan
 
 NOW = 1_800_000_000.0
@@ -31,7 +29,6 @@ JOB: dict[str, Any] = {
     "resources": {"nodes": 1, "ranks_per_node": 2, "time": "30:00"},
 }
 STRONG = {"mode": "strong", "scale": {"ranks": [1, 2, 4]}}
-FUNCTION = {"mode": "grid", "axes": {"lr": [1, 2]}, "function": "train.py:train"}
 GPUS = {"resources": {"gpus": "a100:4", "time": "1:00:00"}}
 
 
@@ -44,9 +41,6 @@ def made(
     **job: Any,
 ) -> plan.SweepPlan:
     """The plan of a sweep file, on Slurm: nothing of this machine counts."""
-    (folder / "train.py").write_text(
-        "def train(lr, *, seed=1): return lr\ndef seedless(lr): return lr"
-    )
     (folder / "job.yaml").write_text(json.dumps(JOB | job))
     (folder / "sweep.yaml").write_text(json.dumps({"base": "job.yaml"} | fields))
     return make_plan(load_sweep(folder / "sweep.yaml"), backend=backend, site=site, now=NOW)
@@ -151,8 +145,6 @@ def test_the_order_is_fixed_and_complete(tmp_path: Path, order: str) -> None:
         ({}, {"args": ["--lr=1"]}, 1),
         ({"seeds": {"argument": "--rng"}}, {"args": ["--lr=1"]}, 6),
         ({"repeats": 3}, {"args": ["--lr=1"]}, 3),
-        (FUNCTION, {}, 6),
-        (FUNCTION | {"function": "train.py:seedless"}, {}, 1),
         (STRONG, {"args": ["--batch-size=8"]}, 6),
     ],
 )
@@ -244,10 +236,6 @@ def grid(values: Any, axis: str = "--lr", mode: str = "grid") -> dict[str, Any]:
         (STRONG | {"seeds": {"values": [1, 2]}}, {}, "", "a seed for each of 6"),
         (STRONG | {"base": "nowhere.yaml"}, {}, None, "no such job file"),
         (STRONG | {"base": "sweep.yaml"}, {}, "", "is a sweep file"),
-        (FUNCTION | {"axes": {"--lr": [1]}}, {}, "axes.--lr", "no argument of a function"),
-        (FUNCTION | {"axes": {"rate": [1]}}, {}, "axes.rate", "no argument of that name"),
-        (FUNCTION | {"function": "train.py:tran"}, {}, "function", "has no function tran"),
-        (FUNCTION | {"function": "nowhere.py:f"}, {}, "function", "cannot be read"),
     ],
 )
 def test_bad_sweep_files_are_refused(
@@ -372,38 +360,6 @@ def test_what_only_clusters_have_is_no_axis_here(tmp_path: Path, name: str) -> N
     """The local backend has no partitions: all points would be equal."""
     with pytest.raises(InputError, match="makes no difference on this machine"):
         made(tmp_path, grid(["a", "b"], f"resources.{name}"), backend="local")
-
-
-@pytest.mark.parametrize(
-    ("name", "code", "result"),
-    [
-        (
-            "objective",
-            "import models, statistics\ndef f(x): return statistics.mean([x, models.OWN])",
-            {"score": 4.0},
-        ),
-        ("call", "import plots\ndef f(x): return 1", "No module named 'plots'"),
-        ("inspect", "def f(x): return 1", "rename it"),
-    ],
-)
-def test_a_functions_imports_are_its_own(
-    tmp_path: Path, name: str, code: str, result: dict[str, float] | str
-) -> None:
-    """Modules beside the function and Python's own are found, and none of hpml's files."""
-    (tmp_path / f"{name}.py").write_text(code)
-    (tmp_path / "models.py").write_text("OWN = 7")
-    (tmp_path / "run").mkdir()
-    done = subprocess.run(
-        [sys.executable, call.__file__, f"{tmp_path / name}.py:f", "score", "x=1"],
-        env={"HPML_RUN_DIR": str(tmp_path / "run")},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    if isinstance(result, str):
-        assert result in done.stderr.splitlines()[-1]
-    else:
-        assert json.loads((tmp_path / "run/result.json").read_text()) == result, done.stderr
 
 
 def test_the_schema_accepts_what_is_accepted(tmp_path: Path) -> None:
