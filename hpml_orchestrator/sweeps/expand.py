@@ -20,12 +20,11 @@ from typing import TYPE_CHECKING, Any, Literal
 from hpml_orchestrator.check.paths import is_one_machine
 from hpml_orchestrator.errors import InputError, did_you_mean
 from hpml_orchestrator.records.ids import new_id
-from hpml_orchestrator.runs.prepare import render_job
 from hpml_orchestrator.scheduler.local.resources import cpu_ids
-from hpml_orchestrator.script.template import variable
 from hpml_orchestrator.spec.job import Job
 from hpml_orchestrator.spec.load import load_job, read_fields
 from hpml_orchestrator.spec.sweep import MAX_POINTS, Range, Sweep
+from hpml_orchestrator.spec.text import PLACEHOLDER
 from hpml_orchestrator.spec.values import parse_time
 from hpml_orchestrator.sweeps.plan import (
     RESUMED,
@@ -33,22 +32,15 @@ from hpml_orchestrator.sweeps.plan import (
     Point,
     Shape,
     SweepPlan,
-    job_of,
     point_of,
-)
-from hpml_orchestrator.sweeps.reach import (
-    check_argument,
-    check_base,
-    check_field,
-    check_template,
-    check_values,
-    check_variable,
 )
 from hpml_orchestrator.sweeps.scaling import (
     SEED_ARGUMENTS,
     Arguments,
     base_batch,
     base_learning_rate,
+    check_argument,
+    check_base,
     scaled,
     with_batch,
 )
@@ -114,7 +106,6 @@ def make_plan(
         blocks=(),
         estimate=Estimate(0, 0, 0, 0),
     )
-    planner.check_templates(plan)
     if not sweep.searches:
         plan = planner.with_points(plan)
     estimate = planner.estimate(plan)
@@ -160,9 +151,15 @@ class _Planner:
 
     def _check_fields(self, sweep: Sweep) -> None:
         """Check that axes which are no arguments are fields of the job that may vary."""
-        for name, kind in self.kinds.items():
-            if kind in ("argument", "variable"):
-                check_values(sweep.axes[name], f"axes.{name}")
+        for name, axis in sweep.axes.items():
+            for value in axis if isinstance(axis, list) else ():
+                if isinstance(value, str) and PLACEHOLDER.search(value):
+                    raise InputError(
+                        "has no placeholders: they are replaced in the base job only",
+                        field=f"axes.{name}",
+                        value=value,
+                        hint="write it in `args` of the base job",
+                    )
         for name in (axis for axis, kind in self.kinds.items() if kind in ("field", "variable")):
             axis, place, top = sweep.axes[name], f"axes.{name}", name.partition(".")[0]
             if top not in Job.model_fields:
@@ -244,31 +241,13 @@ class _Planner:
         return targets
 
     def _check_reach(self) -> None:
-        """Check that all that the sweep sets reaches the program."""
-        site = self._site.site if self._site else None
+        """Check that the arguments that the sweep sets reach the program."""
         for axis, kind in self.kinds.items():
-            if kind == "field":
-                check_field(axis, f"axes.{axis}", site, here=self._backend == "local")
             if kind == "flag":
-                check_argument(self.base, axis, f"axes.{axis}", flag=True)
+                check_argument(self.base, axis, f"axes.{axis}")
         for key, target in self._targets.items():
-            if target.startswith(_VARIABLES):
-                check_variable(self.base, target.removeprefix(_VARIABLES), self._place(key))
-            else:
+            if not target.startswith(_VARIABLES):
                 check_argument(self.base, target, self._place(key))
-
-    def check_templates(self, plan: SweepPlan) -> None:
-        """Check that the site's own templates, if it has any, pass the values on."""
-        if not self._site or not self._site.site.templates:
-            return
-        variables = {
-            self._place(key): variable(f"point.{word}")
-            for key, word in self.placeholders.items()
-            if key != "checkpoint"  # only later generations have one
-        }
-        first = job_of(plan, plan.shapes[0], "0")
-        rendered = render_job(first, site=self._site, here=self._backend == "local")
-        check_template(rendered.script, variables)
 
     def _place(self, key: str) -> str:
         """Return the field of the sweep that a value comes from."""

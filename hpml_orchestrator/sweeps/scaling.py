@@ -13,10 +13,11 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from hpml_orchestrator.errors import InputError
+from hpml_orchestrator.spec.shell import ignores_arguments
 from hpml_orchestrator.spec.sweep import BatchSize, Sweep
 
 if TYPE_CHECKING:
-    from hpml_orchestrator.spec.job import Resources
+    from hpml_orchestrator.spec.job import Job, Resources
 
 __all__ = [
     "SEED_ARGUMENTS",
@@ -25,6 +26,8 @@ __all__ = [
     "base_learning_rate",
     "batch_argument",
     "batch_of",
+    "check_argument",
+    "check_base",
     "learning_rate_of",
     "scaled",
     "with_batch",
@@ -79,6 +82,50 @@ class Arguments:
     def first(self, names: Sequence[str]) -> str | None:
         """Return the first of some arguments that is given."""
         return next((name for name in names if self.value(name) is not None), None)
+
+
+def check_base(job: Job, file: object) -> None:
+    """Check that the base job is a single one whose runs do not share their checkpoints.
+
+    Raises:
+        InputError: it is not.
+    """
+    if job.array is not None:
+        raise InputError(
+            "a sweep makes arrays of its own; the base job must be a single one",
+            field="array",
+            value=job.array,
+            hint=f"remove `array` from {file}",
+        )
+    if job.checkpoint.enabled and not job.checkpoint.is_per_run:
+        raise InputError(
+            "would be the directory of every run of the sweep",
+            field="checkpoint.directory",
+            value=job.checkpoint.directory,
+            hint="give a relative path, or put {run.id} into it",
+        )
+
+
+def check_argument(job: Job, name: str, place: str) -> None:
+    """Check that the job's program gets an argument that a sweep sets.
+
+    Args:
+        job: the base job.
+        name: of the argument: `--lr`, or `lr=`.
+        place: the field of the sweep, for the error.
+
+    Raises:
+        InputError: it is a shell program that uses none of its arguments: all runs would be equal.
+    """
+    if ignores_arguments(job.command or (), job.workdir):
+        raise InputError(
+            "would not reach the program: the shell program of `command` does not use its "
+            "arguments",
+            field=place,
+            value=name,
+            hint="write the program in `command` and its arguments in `args`, or pass them on with "
+            '"$@"; a value that comes from a variable is environment.variables.NAME here',
+        )
 
 
 def batch_argument(arguments: Arguments) -> tuple[str, int, bool] | None:
