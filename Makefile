@@ -49,8 +49,9 @@ demo: $(VENV)/.train
 	@cp training_jobs/*.py training_jobs/digits.yaml training_jobs/digits_sweep.yaml $(DEMO)/
 	$(BIN)/python $(DEMO)/make_digits.py $(DEMO)/digits
 	$(BIN)/hpml run $(DEMO)/digits.yaml --local --set environment.venv=$(CURDIR)/$(VENV)
-	@printf '\nnext:\n'; printf '  %s\n' '$(BIN)/hpml list        all runs, this one first' \
-	  '$(BIN)/hpml show last   its phases, staging, results and binding' 'docs/tutorial.md      the tutorial'
+	@printf '\nnext:\n'; printf '  %-28s %s\n' '$(BIN)/hpml report last' 'what held the run back, and what to change' \
+	  '$(BIN)/hpml show last' 'this summary again' '$(BIN)/hpml list' 'all runs, the newest first' \
+	  docs/tutorial.md 'how to write a job file of your own'
 
 # As root on Debian it installs Slurm, Prometheus and gcc; otherwise it does with what is there, and says what is missing.
 demo-monitoring: $(VENV)/.train

@@ -113,12 +113,6 @@ _APPENDING = {
 }
 """Commands whose words after `--` are a program's, and what comes before those words."""
 
-_GONE = {
-    "hpml export slurm --url": "it was removed with --source openmetrics; "
-    "Prometheus scrapes Slurm's own metrics, see docs/slurm-exporter.md",
-}
-"""Options that were removed, and what to use instead."""
-
 
 class LazyGroup(TyperGroup):
     """A group whose commands are imported when one of them is called or its help is asked for."""
@@ -302,8 +296,6 @@ def _usage_error(error: Any) -> HpmlError:
     example = EXAMPLES.get(path.removeprefix("hpml").strip(), [("", hint)])[0][1]
     if any(option in param.opts for param in context.find_root().command.params):
         hint = f"it goes before the command: hpml {option} …{path.removeprefix('hpml')}"
-    elif f"{path} {option}" in _GONE:
-        hint = _GONE[f"{path} {option}"]
     elif type(error).__name__ == "MissingParameter":
         hint = example
     elif match := re.fullmatch(r"No such command '(\S+\.(?:ya?ml|toml))'", message):

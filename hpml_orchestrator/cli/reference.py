@@ -54,8 +54,6 @@ hpml sweep tick
 hpml sweep report
     Open the report: hpml sweep report last --open
     As Markdown: hpml sweep report last --markdown
-hpml sweep compare
-    Before and after a change: hpml sweep compare digits-strong-20260102-030405-abcdef last
 hpml list
     List the five newest runs: hpml list -n 5
     Runs of the last two days that failed: hpml list --since 2d --state failed,timeout,out_of_memory
@@ -123,10 +121,9 @@ hpml bench
     Named nodes, as a health check: hpml bench --nodes node[1-3] --json
 hpml topo
     This node: hpml topo
-    A saved topology, with a picture: hpml topo topo.txt --svg node.svg
-    Where four ranks would run: hpml topo machine.xml --ranks 4 --svg ranks.svg
+    A saved topology: hpml topo topo.txt
+    Where four ranks would run: hpml topo machine.xml --ranks 4
     Where a job's ranks would run: hpml topo --plan job.yaml
-    Where a run's ranks ran: hpml topo --run last --svg ranks.svg
 hpml pack
     Pack a data set into archives of 2 GiB: hpml pack imagenet packed --shard-size 2G
     On a file system that is slow to open files: hpml pack imagenet packed --workers 32

@@ -13,13 +13,6 @@ from hpml_orchestrator.spec.text import Model
 
 __all__ = ["Collect", "Stage"]
 
-_GONE = {
-    "sbcast": "sbcast is no longer supported: use `chain` or `shared`",
-    "partition": "partition is no longer supported: use `chain` or `shared`; for data that is "
-    "larger than a node, webdataset's `split_by_node`",
-    "squashfs": "squashfs is no longer unpacked: stage the image with `kind: file` and mount it",
-}
-
 
 class Stage(Model):
     """Data that is brought to every node before the ranks start."""
@@ -50,23 +43,6 @@ class Stage(Model):
     """Whether to keep symbolic links that lead out of the source; else an error."""
     hash: StrictBool = True
     """Whether to hash contents while copying, to detect damage."""
-
-    @model_validator(mode="before")
-    @classmethod
-    def _no_epochs(cls, data: object) -> object:
-        if isinstance(data, dict) and "epochs" in data:
-            raise ValueError(
-                "epochs: whether staging pays is no longer measured; remove the field: "
-                "`hpml top` and `hpml show` say how long the ranks wait for data"
-            )
-        return data
-
-    @field_validator("kind", "distribution", mode="before")
-    @classmethod
-    def _gone(cls, value: object) -> object:
-        if isinstance(value, str) and value in _GONE:
-            raise ValueError(_GONE[value])
-        return value
 
     @field_validator("target")
     @classmethod

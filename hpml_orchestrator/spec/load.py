@@ -16,7 +16,7 @@ from hpml_orchestrator.errors import InputError, nearest
 from hpml_orchestrator.spec.document import parse_yaml, read_mapping
 from hpml_orchestrator.spec.job import Job, spelled_out
 from hpml_orchestrator.spec.problems import combined, problems_of
-from hpml_orchestrator.spec.shell import shell_program
+from hpml_orchestrator.spec.shell import ignores_arguments
 from hpml_orchestrator.spec.text import (
     BRACES,
     FIXED_PLACEHOLDERS,
@@ -136,7 +136,7 @@ def _refuse_unused(command: Any, workdir: Path, arguments: Sequence[str]) -> Non
         InputError: `command` runs one.
     """
     is_words = isinstance(command, list) and all(isinstance(word, str) for word in command)
-    if is_words and shell_program(command, str(workdir)).ignores_arguments:
+    if is_words and ignores_arguments(command, str(workdir)):
         raise InputError(
             "the program does not receive them: `command` runs a shell that does not use them",
             field="arguments after --",

@@ -55,10 +55,6 @@ _SYNONYMS = {
     "environment.container.image": "image container_image sif",
     "environment.container.mounts": "container_mounts mounts",
 }
-# Fields of earlier versions, and what to do instead.
-_GONE = {
-    "binding.form": "was removed: hpml-bind alone binds the ranks; leave this field out",
-}
 _FIELD_OF = {word: field for field, words in _SYNONYMS.items() for word in words.split()}
 # Where words of sbatch, torchrun and the like are tried; other places have words of their own.
 _PLACES = ("", "resources", "environment", "environment.container", "binding")
@@ -104,16 +100,12 @@ def problems_of(
         parts += [last] * (is_unknown or not _is_internal(last))
         place = [_printable(str(part)) for part in parts]
         value = finding.get("input")
-        gone = _GONE.get(".".join(place), "") if model is Job else ""
-        if is_unknown and gone:
-            message = gone
-        elif is_unknown:
+        if is_unknown:
             field = _nearest_field(place, model)
             message = f"there is no such field{f'; did you mean {prefix}{field}?' * bool(field)}"
         else:
             message = _message(finding, value)
-        is_name_wrong = is_unknown and not gone
-        if is_name_wrong or finding["type"] == "missing" or isinstance(value, (dict, list)):
+        if is_unknown or finding["type"] == "missing" or isinstance(value, (dict, list)):
             value = None
         field = (prefix + ".".join(place)).removesuffix(".")
         problems.append(InputError(message, field=field, value=value))

@@ -218,9 +218,6 @@ class Sweep(Model):
     """The job file of every point, relative to this file."""
     set: dict[str, Any] = Field(default={})
     """Fields of the job to set, as `--set` does: `resources.time: 5:00`."""
-    function: Annotated[str, Field(pattern=r"^.+:[A-Za-z_][\w.]*$")] | None = None
-    """A Python function to run instead of the job's program, `FILE.py:NAME` or `MODULE:NAME`: it is
-    called with the axes' values by name and returns a number or a mapping of figures."""
     mode: Literal["strong", "weak", "grid", "random", "bayes", "evolution", "pbt"]
     """`strong`: more resources, the same global batch. `weak`: the batch grows with them. `grid`:
     all combinations of the axes. The others search the axes."""
@@ -329,10 +326,9 @@ def load_sweep(path: str | Path) -> Sweep:
 
 def make_sweep(data: dict[str, Any], source: Path, *, where: str = "") -> Sweep:
     """Return the sweep of a mapping of fields: paths start at `source`, errors name `where`."""
-    for name in ("base", "function"):
-        value = data.get(name)
-        if isinstance(value, str) and value and (name == "base" or ".py:" in value):
-            data = {**data, name: os.path.join(source.parent, os.path.expanduser(value))}
+    base = data.get("base")
+    if isinstance(base, str) and base:
+        data = {**data, "base": os.path.join(source.parent, os.path.expanduser(base))}
     try:
         return Sweep.model_validate(data)
     except ValidationError as error:

@@ -20,37 +20,27 @@ from typing import TYPE_CHECKING, Any, Literal
 from hpml_orchestrator.check.paths import is_one_machine
 from hpml_orchestrator.errors import InputError, did_you_mean
 from hpml_orchestrator.records.ids import new_id
-from hpml_orchestrator.runs.prepare import render_job
 from hpml_orchestrator.scheduler.local.resources import cpu_ids
-from hpml_orchestrator.script.template import variable
 from hpml_orchestrator.spec.job import Job
 from hpml_orchestrator.spec.load import load_job, read_fields
 from hpml_orchestrator.spec.sweep import MAX_POINTS, Range, Sweep
+from hpml_orchestrator.spec.text import PLACEHOLDER
 from hpml_orchestrator.spec.values import parse_time
-from hpml_orchestrator.sweeps import call
 from hpml_orchestrator.sweeps.plan import (
     RESUMED,
     Estimate,
     Point,
     Shape,
     SweepPlan,
-    job_of,
     point_of,
-)
-from hpml_orchestrator.sweeps.reach import (
-    check_argument,
-    check_base,
-    check_field,
-    check_template,
-    check_values,
-    check_variable,
 )
 from hpml_orchestrator.sweeps.scaling import (
     SEED_ARGUMENTS,
     Arguments,
     base_batch,
     base_learning_rate,
-    check_function,
+    check_argument,
+    check_base,
     scaled,
     with_batch,
 )
@@ -116,7 +106,6 @@ def make_plan(
         blocks=(),
         estimate=Estimate(0, 0, 0, 0),
     )
-    planner.check_templates(plan)
     if not sweep.searches:
         plan = planner.with_points(plan)
     estimate = planner.estimate(plan)
@@ -128,8 +117,7 @@ def _kind(sweep: Sweep, axis: str) -> Literal["argument", "flag", "variable", "f
     values = sweep.axes[axis]
     if axis.startswith("-") and isinstance(values, list):
         return "flag" if any(isinstance(value, bool) for value in values) else "argument"
-    of_function = sweep.function and axis.isidentifier() and axis not in Job.model_fields
-    if axis.startswith("-") or axis.endswith("=") or of_function:
+    if axis.startswith("-") or axis.endswith("="):
         return "argument"
     return "variable" if axis.startswith(_VARIABLES) else "field"
 
@@ -148,9 +136,6 @@ class _Planner:
     def __init__(self, sweep: Sweep, backend: str, site: ResolvedSite | None) -> None:
         self._backend, self._site = backend, site
         self._settings = list(sweep.set.items())
-        if sweep.function:
-            program = {"script": call.__file__, "module": None, "command": None}
-            self._settings += [*program.items(), ("args", [sweep.function, sweep.search.metric])]
         self._fields = read_fields(sweep.base)  # once, however many shapes there are
         self.base = load_job(sweep.base, self._settings, site, fields=self._fields).job
         check_base(self.base, sweep.base)
@@ -158,7 +143,6 @@ class _Planner:
         self.base_ranks = self.base.resources.nodes * self.base.resources.ranks
         self.kinds = {axis: _kind(sweep, axis) for axis in sweep.axes}
         self._check_fields(sweep)
-        self._takes_seed = bool(sweep.function) and check_function(sweep)
         self.notes: list[str] = []
         self.sweep = self._completed(sweep)
         self._targets = self._value_targets()
@@ -167,9 +151,15 @@ class _Planner:
 
     def _check_fields(self, sweep: Sweep) -> None:
         """Check that axes which are no arguments are fields of the job that may vary."""
-        for name, kind in self.kinds.items():
-            if kind in ("argument", "variable"):
-                check_values(sweep.axes[name], f"axes.{name}")
+        for name, axis in sweep.axes.items():
+            for value in axis if isinstance(axis, list) else ():
+                if isinstance(value, str) and PLACEHOLDER.search(value):
+                    raise InputError(
+                        "has no placeholders: they are replaced in the base job only",
+                        field=f"axes.{name}",
+                        value=value,
+                        hint="write it in `args` of the base job",
+                    )
         for name in (axis for axis, kind in self.kinds.items() if kind in ("field", "variable")):
             axis, place, top = sweep.axes[name], f"axes.{name}", name.partition(".")[0]
             if top not in Job.model_fields:
@@ -199,19 +189,14 @@ class _Planner:
                 f"{sweep.batch.argument} is the batch of {whose}; the {kept} stays "
                 f"{sweep.batch.size}"
             )
-        seed = (
-            "seed="
-            if sweep.function
-            else sweep.seeds.argument or self.arguments.first(SEED_ARGUMENTS)
-        )
-        varies = self._takes_seed if sweep.function else seed is not None
-        if sweep.mode == "grid" and sweep.repeats is None and not varies:
+        seed = sweep.seeds.argument or self.arguments.first(SEED_ARGUMENTS)
+        if sweep.mode == "grid" and sweep.repeats is None and seed is None:
             sweep = sweep.model_copy(update={"repeats": 1})
             self.notes.append(
                 "each combination runs once, since nothing random is known to vary: name the "
                 "argument of the random seed with seeds.argument, or give repeats"
             )
-        if not varies and sweep.count > 1:
+        if seed is None and sweep.count > 1:
             self.notes.append(
                 "no argument for the random seed is known: repeats differ in timing alone; "
                 "name it with seeds.argument"
@@ -222,7 +207,7 @@ class _Planner:
             for name in named
             if name and name not in self.base.args and self.arguments.value(name) is None
         ]
-        if new and not sweep.function:
+        if new:
             self.notes.append(f"not among the job's arguments, and appended: {', '.join(new)}")
         if sweep.scale is not None and sweep.learning_rate is None:
             self.notes.append(
@@ -253,36 +238,16 @@ class _Planner:
             targets["seed"] = sweep.seeds.argument
         if sweep.mode == "pbt":
             targets["checkpoint"] = sweep.search.resume_argument
-        if sweep.function:  # its arguments are written `name=value`
-            targets |= {key: f"{name}=" for key, name in targets.items() if name.isidentifier()}
         return targets
 
     def _check_reach(self) -> None:
-        """Check that all that the sweep sets reaches the program."""
-        site = self._site.site if self._site else None
+        """Check that the arguments that the sweep sets reach the program."""
         for axis, kind in self.kinds.items():
-            if kind == "field":
-                check_field(axis, f"axes.{axis}", site, here=self._backend == "local")
             if kind == "flag":
-                check_argument(self.base, axis, f"axes.{axis}", flag=True)
+                check_argument(self.base, axis, f"axes.{axis}")
         for key, target in self._targets.items():
-            if target.startswith(_VARIABLES):
-                check_variable(self.base, target.removeprefix(_VARIABLES), self._place(key))
-            elif not self.sweep.function:
+            if not target.startswith(_VARIABLES):
                 check_argument(self.base, target, self._place(key))
-
-    def check_templates(self, plan: SweepPlan) -> None:
-        """Check that the site's own templates, if it has any, pass the values on."""
-        if not self._site or not self._site.site.templates:
-            return
-        variables = {
-            self._place(key): variable(f"point.{word}")
-            for key, word in self.placeholders.items()
-            if key != "checkpoint"  # only later generations have one
-        }
-        first = job_of(plan, plan.shapes[0], "0")
-        rendered = render_job(first, site=self._site, here=self._backend == "local")
-        check_template(rendered.script, variables)
 
     def _place(self, key: str) -> str:
         """Return the field of the sweep that a value comes from."""

@@ -211,7 +211,7 @@ def point_of(
     per_rank, whole = batch_of(sweep, shape.ranks, values)
     rate = learning_rate_of(sweep, plan.base_learning_rate, plan.base_batch, whole, values)
     texts = {
-        name: json.dumps(value) if sweep.function or isinstance(value, bool) else str(value)
+        name: json.dumps(value) if isinstance(value, bool) else str(value)
         for name, value in values.items()
     } | {"seed": str(seed), "checkpoint": checkpoint}
     if sweep.batch is not None:

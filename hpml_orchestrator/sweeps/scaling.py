@@ -6,20 +6,18 @@ program what the job says, or the axis. The learning rate follows the global bat
 
 from __future__ import annotations
 
-import ast
 import itertools
 import math
 import re
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from hpml_orchestrator.errors import InputError, did_you_mean
-from hpml_orchestrator.spec.job import Job
+from hpml_orchestrator.errors import InputError
+from hpml_orchestrator.spec.shell import ignores_arguments
 from hpml_orchestrator.spec.sweep import BatchSize, Sweep
 
 if TYPE_CHECKING:
-    from hpml_orchestrator.spec.job import Resources
+    from hpml_orchestrator.spec.job import Job, Resources
 
 __all__ = [
     "SEED_ARGUMENTS",
@@ -28,7 +26,8 @@ __all__ = [
     "base_learning_rate",
     "batch_argument",
     "batch_of",
-    "check_function",
+    "check_argument",
+    "check_base",
     "learning_rate_of",
     "scaled",
     "with_batch",
@@ -83,6 +82,50 @@ class Arguments:
     def first(self, names: Sequence[str]) -> str | None:
         """Return the first of some arguments that is given."""
         return next((name for name in names if self.value(name) is not None), None)
+
+
+def check_base(job: Job, file: object) -> None:
+    """Check that the base job is a single one whose runs do not share their checkpoints.
+
+    Raises:
+        InputError: it is not.
+    """
+    if job.array is not None:
+        raise InputError(
+            "a sweep makes arrays of its own; the base job must be a single one",
+            field="array",
+            value=job.array,
+            hint=f"remove `array` from {file}",
+        )
+    if job.checkpoint.enabled and not job.checkpoint.is_per_run:
+        raise InputError(
+            "would be the directory of every run of the sweep",
+            field="checkpoint.directory",
+            value=job.checkpoint.directory,
+            hint="give a relative path, or put {run.id} into it",
+        )
+
+
+def check_argument(job: Job, name: str, place: str) -> None:
+    """Check that the job's program gets an argument that a sweep sets.
+
+    Args:
+        job: the base job.
+        name: of the argument: `--lr`, or `lr=`.
+        place: the field of the sweep, for the error.
+
+    Raises:
+        InputError: it is a shell program that uses none of its arguments: all runs would be equal.
+    """
+    if ignores_arguments(job.command or (), job.workdir):
+        raise InputError(
+            "would not reach the program: the shell program of `command` does not use its "
+            "arguments",
+            field=place,
+            value=name,
+            hint="write the program in `command` and its arguments in `args`, or pass them on with "
+            '"$@"; a value that comes from a variable is environment.variables.NAME here',
+        )
 
 
 def batch_argument(arguments: Arguments) -> tuple[str, int, bool] | None:
@@ -150,44 +193,6 @@ def scaled(resources: Resources, unit: str, scale: int) -> list[tuple[str, Any]]
     return fields
 
 
-def check_function(sweep: Sweep) -> bool:
-    """Check that a sweep's function is in its file and takes the axes; its code is not run.
-
-    Returns:
-        Whether it may take an argument `seed`.
-
-    Raises:
-        InputError: it is not there, or an axis is none of its arguments.
-    """
-    place, _, name = (sweep.function or "").rpartition(":")
-    for axis in sweep.axes:
-        if axis.startswith("-") or axis.endswith("="):
-            plain = axis.strip("-=").replace("-", "_")
-            message, hint = "is no argument of a function", f"write it without dashes: {plain}"
-            raise InputError(message, field=f"axes.{axis}", value=axis, hint=hint)
-    if not place.endswith(".py"):
-        return True  # a module of the job's environment
-    try:
-        tree = ast.parse(Path(place).read_text("utf-8"))
-    except (OSError, SyntaxError, ValueError) as error:
-        message = f"cannot be read: {getattr(error, 'strerror', None) or error}"
-        raise InputError(message, field="function", value=sweep.function) from error
-    functions = {node.name: node for node in tree.body if isinstance(node, ast.FunctionDef)}
-    if name not in functions:
-        if any(isinstance(node, ast.ImportFrom) for node in tree.body) or "." in name:
-            return True  # perhaps it is imported, or a method
-        message, hint = f"{place} has no function {name}", did_you_mean(name, functions)
-        raise InputError(message, field="function", value=sweep.function, hint=hint)
-    arguments = functions[name].args
-    given = [argument.arg for argument in (*arguments.args, *arguments.kwonlyargs)]
-    for axis in sweep.axes:
-        if "." not in axis and axis not in (*given, *Job.model_fields) and not arguments.kwarg:
-            message = f"{name} has no argument of that name"
-            hint = did_you_mean(axis, given) or f"it takes {', '.join(given)}"
-            raise InputError(message, field=f"axes.{axis}", value=axis, hint=hint)
-    return "seed" in given or arguments.kwarg is not None
-
-
 def with_batch(sweep: Sweep, arguments: Arguments, base_ranks: int) -> Sweep:
     """Return the sweep with the batch size that counts, None where there is none.
 
@@ -202,7 +207,7 @@ def with_batch(sweep: Sweep, arguments: Arguments, base_ranks: int) -> Sweep:
     scaling, batch = sweep.scale is not None, sweep.batch
     argument = batch.argument if batch else arguments.first(_GLOBAL_BATCH + _RANK_BATCH)
     if argument is None:
-        if scaling and not sweep.function:
+        if scaling:
             raise InputError(
                 f"a {sweep.mode} sweep has to know the batch size, and the job's arguments have "
                 "none by a usual name",

@@ -24,8 +24,7 @@ from hpml_orchestrator.spec.job import Job
 from hpml_orchestrator.spec.sweep import make_sweep
 from hpml_orchestrator.spec.values import format_time, parse_time
 from hpml_orchestrator.sweeps.plan import Estimate, Point, Shape, SweepPlan
-from hpml_orchestrator.sweeps.reach import check_base
-from hpml_orchestrator.sweeps.scaling import SEED_ARGUMENTS, Arguments
+from hpml_orchestrator.sweeps.scaling import SEED_ARGUMENTS, Arguments, check_base
 from hpml_orchestrator.sweeps.statistics import MIN_REPEATS, Speedup, speedup
 from hpml_orchestrator.sweeps.wording import accuracy_text
 

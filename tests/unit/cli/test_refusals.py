@@ -72,7 +72,6 @@ LINES = [
     ("dashboards show --prometheus http://[::1", 2, "--prometheus: must be an http", "for example"),
     ("dashboards show --listen [::1", 2, "--listen: must be a port", "--listen 8080"),
     ("export slurm --source openmetrics", 2, "--source: no such source", "docs/slurm-exporter.md"),
-    ("export slurm --url http://ctl:6817", 2, "No such option: --url", "docs/slurm-exporter.md"),
     ("export node --listen [::1", 2, "--listen: not an address with a port", "ADDRESS:PORT"),
     ("export slurm --listen 127.example.org", 2, "--listen: not an address with a port", "ADDR"),
     ("targets --serve [zz]:1", 2, "--serve: zz: unknown host name", "ADDRESS:PORT"),

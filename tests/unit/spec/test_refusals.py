@@ -142,22 +142,6 @@ def message_of(load: Load, text: str) -> str:
         ("stage: [{name: D, source: s}]", "stage.0.name: must be lower-case letters, digits"),
         ("stage: [{name: d, source: s, kind: rar}]", "stage.0.kind: must be 'auto', 'file', 'tre"),
         ("stage: [{name: d, source: s, target: x}]", "stage.0.target: must be shm, local, auto"),
-        (
-            "stage: [{name: d, source: s, epochs: 3}]",
-            "stage.0: epochs: whether staging pays is no longer measured; remove the field: ",
-        ),
-        (
-            "stage: [{name: d, source: s, kind: squashfs}]",
-            "stage.0.kind: squashfs is no longer unpacked: stage the image with `kind: file`",
-        ),
-        (
-            "stage: [{name: d, source: s, distribution: sbcast}]",
-            "stage.0.distribution: sbcast is no longer supported: use `chain` or `shared`",
-        ),
-        (
-            "stage: [{name: d, source: s, distribution: partition}]",
-            "stage.0.distribution: partition is no longer supported: use `chain`",
-        ),
         ("stage: [{name: d, source: s, size: x}]", f"stage.0.size: {SIZE} (got 'x')"),
         (
             "stage: [{name: d, source: s}, {name: d, source: t}]",
@@ -253,12 +237,6 @@ def test_an_unknown_field(load: Load, text: str, field: str, meant: str) -> None
     """An unknown field is refused with the nearest known one, at its own place or elsewhere."""
     question = f"; did you mean {meant}?" if meant else ""
     assert f"{field}: there is no such field{question}" in message_of(load, text).splitlines()
-
-
-def test_a_field_that_was_removed(load: Load) -> None:
-    """The error names the field and its value, and says what to do instead."""
-    removed = "was removed: hpml-bind alone binds the ranks; leave this field out (got 'static')"
-    assert f"binding.form: {removed}" in message_of(load, "binding: {form: static}")
 
 
 @pytest.mark.parametrize(

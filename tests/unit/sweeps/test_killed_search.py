@@ -1,4 +1,4 @@
-"""A search of a Python function on this machine, by the commands that a user types."""
+"""A search on this machine, by the commands that a user types."""
 
 from __future__ import annotations
 
@@ -16,12 +16,16 @@ from optuna.trial import TrialState
 from tests.patience import eventually
 from tests.unit.local_runs import Desk
 
-FUNCTION = "def train(rate, decay):\n    return 1 - abs(rate - 0.5) - decay\n"
+PROGRAM = """\
+import json, os, sys
+rate, decay = (float(word.partition("=")[2]) for word in sys.argv[1:])
+with open(os.environ["HPML_RUN_DIR"] + "/result.json", "w") as file:
+    json.dump({"test_accuracy": 1 - abs(rate - 0.5) - decay}, file)
+"""
 SWEEP = {
     "base": "job.yaml",
     "mode": "bayes",
-    "function": "objective.py:train",
-    "axes": {"rate": {"low": 0.0, "high": 1.0}, "decay": [0.0, 0.25]},
+    "axes": {"--rate": {"low": 0.0, "high": 1.0}, "--decay": [0.0, 0.25]},
     "search": {"trials": 20},
     "budget": {"parallel": 5},
 }
@@ -30,8 +34,10 @@ SWEEP = {
 def test_a_search_killed_twice_has_all_trials(tmp_path: Path) -> None:
     """By SIGKILL, in `run` and in `resume`: each of the 20 trials ran once and is in the study."""
     desk = Desk(tmp_path)
-    desk.job(name="probe", command=["true"], environment={"python": sys.executable})
-    (tmp_path / "objective.py").write_text(FUNCTION)
+    desk.job(
+        name="probe", script="objective.py", launcher="srun", environment={"python": sys.executable}
+    )
+    (tmp_path / "objective.py").write_text(PROGRAM)
     (tmp_path / "sweep.yaml").write_text(json.dumps(SWEEP))
 
     def ran(least: int) -> bool:
@@ -51,4 +57,4 @@ def test_a_search_killed_twice_has_all_trials(tmp_path: Path) -> None:
     assert len({trial.user_attrs["run"] for trial in trials}) == 20
     assert not ran(21)
     for trial in trials:
-        assert trial.value == 1 - abs(trial.params["rate"] - 0.5) - trial.params["decay"]
+        assert trial.value == 1 - abs(trial.params["--rate"] - 0.5) - trial.params["--decay"]
