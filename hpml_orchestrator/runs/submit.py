@@ -95,6 +95,7 @@ def request_of(submission: Submission, environment: Mapping[str, str]) -> Submit
         output=Path(record["output"]),
         name=record["name"],
         comment=record["comment"],
+        job_name=record.get("job_name", ""),
         environment=travelling(environment, record["job"]["environment"]["inherit"]),
         array=record["job"].get("array") is not None,
     )

@@ -171,6 +171,7 @@ class SubmitRequest:
         environment: the complete environment of the sbatch process, all of which travels.
         array: whether the script asks for a job array.
         after: jobs to wait for; all of them.
+        job_name: the name that the scheduler shows, if it is not the script's: any text.
         only: index of the one task of the array that is meant; None for all of them.
         exclude: nodes that it must not get.
         answers: directory for `sbatch.out` and `sbatch.err`; the submission's when left out.
@@ -183,6 +184,7 @@ class SubmitRequest:
     environment: Mapping[str, str] = field(repr=False)
     array: bool = False
     after: tuple[Dependency, ...] = ()
+    job_name: str = ""
     only: int | None = None
     exclude: tuple[str, ...] = ()
     answers: Path | None = None

@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import math
 import os
+import re
 import shlex
 import sys
 import time
@@ -33,6 +34,7 @@ from hpml_orchestrator.runs.cancel import cancel
 from hpml_orchestrator.runs.prepare import Rendered, prepare, render_job
 from hpml_orchestrator.runs.status import states
 from hpml_orchestrator.runs.submit import submit
+from hpml_orchestrator.script.directives import leaves_out
 from hpml_orchestrator.site.profile import site_for
 from hpml_orchestrator.spec.job import Job
 from hpml_orchestrator.spec.load import ResolvedJob, load_job, make_absolute
@@ -44,6 +46,7 @@ from hpml_orchestrator.sweeps.submitit_parameters import (
     derived_from,
     fields_of,
     given_in,
+    job_name,
 )
 from hpml_orchestrator.sweeps.submitit_rank import (
     SIGNAL_AFTER,
@@ -300,6 +303,7 @@ class HpmlExecutor(core.Executor):
                 environment=os.environ,
                 after=outstanding(store, job.after, backend=backend),
                 sid=sid,
+                record=self._texts(rendered),
             )
             number = submit(submission, scheduler, environment=os.environ)
         except SchedulerUnavailable:  # a job may exist, and look for its pickle
@@ -330,6 +334,21 @@ class HpmlExecutor(core.Executor):
                 f"max_pickle_size_gb={self.max_pickle_size_gb} that may go to the file system: "
                 "pass paths instead of large objects, or raise executor.max_pickle_size_gb"
             )
+
+    def _texts(self, rendered: Rendered) -> dict[str, str]:
+        """Return what sbatch's command line says of a job, which may be any text: name, comment."""
+        given, job, site = given_in(self.parameters), rendered.resolved.job, rendered.site
+        texts = {}
+        name = _one_line(given.get("job_name", given.get("name", "")))
+        if name != job.name == job_name(name):
+            texts["job_name"] = name
+        if "comment" in given and not leaves_out(site.site.directives if site else {}, "comment"):
+            texts["comment"] = _one_line(given["comment"])
+        return texts
+
+
+def _one_line(text: Any) -> str:
+    return re.sub(r"[\x00-\x1f\x7f]+", " ", str(text))
 
 
 def _run_of(paths: JobPaths) -> Submission | None:

@@ -7,6 +7,7 @@ other units than sbatch: GPUs and memory per node, CPUs per rank.
 from __future__ import annotations
 
 import copy
+import getpass
 import math
 import re
 from collections.abc import Callable, Iterator, Mapping
@@ -18,6 +19,7 @@ from hpml_orchestrator.spec.values import (
     format_time,
     parse_gpu_option,
     parse_gpus,
+    parse_mebibytes,
     split_list,
 )
 
@@ -53,8 +55,9 @@ _FIELDS = {
 }
 """Parameter -> field of the job file; as in submitit, Slurm's name wins over the shared one."""
 _DIRECTIVES = ("exclude", "nodelist", "wckey")
-_DERIVED = ("gpus_per_task", "gres")
-NAMES = {*_FIELDS, *_DIRECTIVES, *_DERIVED} | set(
+_DERIVED = "cpus_per_gpu gpus_per_task gres mail_type mail_user mem_per_cpu mem_per_gpu".split()
+_OF_SBATCH = {*_SLURM, *_DIRECTIVES, *_DERIVED, "comment"}
+NAMES = {*_FIELDS, *_OF_SBATCH} | set(
     "additional_parameters array_parallelism backend job_file records set signal_delay_s site "
     "stderr_to_stdout".split()
 )
@@ -62,6 +65,7 @@ NAMES = {*_FIELDS, *_DIRECTIVES, *_DERIVED} | set(
 
 _ENDS = {"afterok": "ok", "afterany": "any", "afternotok": "notok"}
 _GPU_PART = re.compile(r"(gres[:/])?gpu\b")
+_ALL_EVENTS = ["begin", "end", "fail", "requeue"]
 _NAME_CHARS = 64
 
 
@@ -92,6 +96,8 @@ def job_name(name: Any) -> str:
 def given_in(parameters: Mapping[str, Any]) -> dict[str, Any]:
     """Return the parameters that are set.
 
+    Additional parameters that sbatch and hpml both have replace those; the others stay additional.
+
     Raises:
         InputError: a parameter that must be a mapping is not one.
     """
@@ -100,7 +106,11 @@ def given_in(parameters: Mapping[str, Any]) -> dict[str, Any]:
             hint = f'such as hpml_{name}={{"name": value}}'
             value = str(parameters[name])
             raise InputError("must be a mapping", field=name, value=value, hint=hint)
-    return {name: value for name, value in parameters.items() if value is not None}
+    written = parameters.get("additional_parameters") or {}
+    more = {name.replace("-", "_"): value for name, value in written.items()}
+    known = {name: more.pop(name) for name in _OF_SBATCH & more.keys()}
+    every = {**parameters, **known, "additional_parameters": more}
+    return {name: value for name, value in every.items() if value is not None}
 
 
 def fields_of(given: Mapping[str, Any]) -> dict[str, Any]:
@@ -127,8 +137,8 @@ def derived_from(
     """
     fields: dict[str, Any] = {}
     options = {name: given[name] for name in _DIRECTIVES if name in given}
-    options |= given.get("additional_parameters", {})
-    ranks, gpus = resources.ranks_per_node or 1, parse_gpus(resources.gpus)
+    options |= given["additional_parameters"]
+    ranks, gpus, cpus = resources.ranks_per_node or 1, parse_gpus(resources.gpus), 0
     if "gres" in given:
         parts = [*split_list(str(given["gres"]))]
         of_gpus = [part for part in parts if _GPU_PART.match(part)]
@@ -136,15 +146,41 @@ def derived_from(
         gpus = parse_gpu_option(",".join(of_gpus)) if of_gpus else gpus
         options |= {"gres": ",".join(others)} if others else {}
     if "gpus_per_task" in given:
-        try:
-            each = parse_gpus(given["gpus_per_task"])
-        except ValueError as error:
-            value = str(given["gpus_per_task"])
-            raise InputError(str(error), field="gpus_per_task", value=value) from error
+        each = _converted(given, "gpus_per_task", parse_gpus)
         gpus = Gpus(tuple((kind, number * ranks) for kind, number in each.kinds))
     if {"gres", "gpus_per_task"} & given.keys():
         fields["resources.gpus"] = str(gpus) or "0"
+    if "cpus_per_gpu" in given:
+        cpus, rest = divmod(_converted(given, "cpus_per_gpu", int) * gpus.count, ranks)
+        if rest or not cpus:
+            message = f"the CPUs of {gpus.count} GPUs cannot be divided over {ranks} ranks per node"
+            hint = "give cpus_per_task"
+            raise InputError(message, field="cpus_per_gpu", value=given["cpus_per_gpu"], hint=hint)
+        fields["resources.cpus_per_rank"] = cpus
+    for name, count in (
+        ("mem_per_cpu", ranks * (cpus or resources.cpus_per_rank)),
+        ("mem_per_gpu", gpus.count),
+    ):
+        if name in given:
+            each_mb = _converted(given, name, lambda size: parse_mebibytes(str(size)))
+            if not count:
+                hint = "give gpus_per_node, or mem_gb"
+                raise InputError("needs GPUs", field=name, value=given[name], hint=hint)
+            fields["resources.memory"] = f"{each_mb * count}M"
+    events = str(given.get("mail_type", "")).lower().split(",")
+    if {"mail_user", "mail_type"} & given.keys() and "none" not in events:
+        mail = {"to": given.get("mail_user") or getpass.getuser()}
+        on = {"on": _ALL_EVENTS if "all" in events else events} if any(events) else {}
+        fields["resources.mail"] = {**mail, **on}
     return fields, [_directive(name, value) for name, value in options.items()]
+
+
+def _converted(given: Mapping[str, Any], name: str, convert: Callable[[Any], Any]) -> Any:
+    try:
+        return convert(given[name])
+    except ValueError as error:
+        hint = "as for the option of sbatch"
+        raise InputError(str(error), field=name, value=str(given[name]), hint=hint) from error
 
 
 def _directive(name: str, value: Any) -> str:

@@ -57,7 +57,10 @@ def script(desk: Desk, text: str, **parameters: Any) -> dict[str, Any]:
 
 
 def test_a_function_on_two_nodes(desk: Desk) -> None:
-    """Every rank has its result; hpml has bound them, and knows the job by Slurm's id."""
+    """Every rank has its result; hpml has bound them, and knows the job by Slurm's id.
+
+    Slurm shows the user's own name and comment, whatever they are.
+    """
     answer = script(
         desk,
         "job = executor.submit(place, 'x')\nsay(results=job.results(), job_id=job.job_id)\n",
@@ -65,8 +68,12 @@ def test_a_function_on_two_nodes(desk: Desk) -> None:
         tasks_per_node=2,
         hpml_binding={"verify": "strict"},
         hpml_job_name="sweep [lr: 0.1]/a 'b'",
+        hpml_comment="why: $HOME 'b'",
     )
     job_id = answer["job_id"]
+    record = desk.slurm("scontrol", "show", "job", job_id)
+    assert f"JobId={job_id} JobName=sweep [lr: 0.1]/a 'b'\n" in record
+    assert "Comment=why: $HOME 'b'" in record
     wanted = {"item": "x", "hostnames": list(desk.cluster.nodes), "size": [4, 2], "job_id": job_id}
     ranks = [[0, 0, 0], [1, 1, 0], [2, 0, 1], [3, 1, 1]]
     assert answer["results"] == [{**wanted, "rank": rank} for rank in ranks]

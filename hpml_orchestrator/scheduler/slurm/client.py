@@ -161,6 +161,7 @@ class SlurmScheduler:
             "--parsable",
             f"--chdir={request.directory}",
             f"--output={output}",
+            *([f"--job-name={request.job_name}"] if request.job_name else []),
             *([f"--comment={request.comment}"] if request.comment else []),
             *([f"--dependency={after}", "--kill-on-invalid-dep=yes"] if after else []),
             *([f"--exclude={','.join(request.exclude)}"] if request.exclude else []),

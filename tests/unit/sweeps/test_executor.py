@@ -323,12 +323,19 @@ def test_parameters_are_fields_of_the_job(
         ({"hpml_exclude": "n[1-3]", "hpml_nodelist": "n4"}, "--exclude=n[1-3] --nodelist=n4"),
         ({"hpml_gres": "gpu:a100:4,nvme:1"}, "--gpus-per-node=a100:4 --gres=nvme:1"),
         ({"tasks_per_node": 4, "hpml_gpus_per_task": "a100:2"}, "--gpus-per-node=a100:8"),
+        ({"hpml_num_gpus": 2, "hpml_mem_per_gpu": "16GB"}, "--gpus-per-node=2 --mem=32768M"),
+        ({"cpus_per_task": 4, "hpml_mem_per_cpu": 1000}, "--mem=4000M"),
         ({"mem_gb": 2, "hpml_mem": "3G"}, "--mem=3072M"),
+        ({"gpus_per_node": 2, "hpml_cpus_per_gpu": 4}, "--cpus-per-task=8"),
         ({"timeout_min": 5, "hpml_time": 120}, "--time=02:00:00"),
         ({"tasks_per_node": 5, "hpml_ntasks_per_node": 2}, "--ntasks-per-node=2"),
         (
-            {"hpml_additional_parameters": {"reservation": "r", "no_kill": True}},
-            "--reservation=r --no-kill",
+            {"hpml_mail_user": "ada", "hpml_mail_type": "ALL"},
+            "--mail-user=ada --mail-type=BEGIN,END,FAIL,REQUEUE",
+        ),
+        (
+            {"hpml_additional_parameters": {"mail-user": "eve", "reservation": "r", "mem": "1G"}},
+            "--mail-user=eve --reservation=r --mem=1024M",
         ),
     ],
     ids=lambda value: "" if isinstance(value, str) else ", ".join(value),
@@ -359,16 +366,32 @@ def fake_sbatch(
 
 
 @pytest.mark.parametrize(
-    ("name", "plain"),
-    [("my_job", "my_job"), ("a b/c:[1]", "a_b_c_1_"), ("x" * 67, "x" * 64), ("///", "submitit")],
+    ("name", "plain", "shown"),
+    [
+        ("my_job", "my_job", ""),
+        ("a b/c:[1]", "a_b_c_1_", "a b/c:[1]"),
+        ("[tab]\tü", "tab_", "[tab] ü"),
+        ("x" * 67, "x" * 64, "x" * 67),
+        ("///", "submitit", "///"),
+    ],
 )
 def test_a_job_may_have_any_name(
-    name: str, plain: str, fake_sbatch: submitit.AutoExecutor, records: Store
+    name: str,
+    plain: str,
+    shown: str,
+    fake_sbatch: submitit.AutoExecutor,
+    records: Store,
 ) -> None:
-    """What hpml's names cannot have is replaced."""
-    fake_sbatch.update_parameters(name=name)
+    """Slurm shows the user's, as it does the comment; hpml's is made of what it may have."""
+    fake_sbatch.update_parameters(name=name, hpml_comment="why: a 'b'\n$c")
     fake_sbatch.submit(about)
     (submission,) = records.submissions()
+    arguments = (submission.directory / "arguments").read_text().split("\0")
+    assert [word for word in arguments if word.startswith("--job-name=")] == (
+        [f"--job-name={shown}"] if shown else []
+    )
+    assert "--comment=why: a 'b' $c" in arguments
+    assert submission.record()["name"] == plain
     assert f"#SBATCH --job-name={plain}\n" in submission.script.read_text()
 
 
@@ -399,6 +422,9 @@ def value_at(job: Any, field: str) -> Any:
         ({"nodes": 0}, InputError, "resources.nodes"),
         ({"hpml_set": "resources.nodes=2"}, InputError, "set: must be a mapping"),
         ({"hpml_dependency": "singleton"}, InputError, "dependency: must be afterok"),
+        ({"hpml_mem_per_gpu": "16GB"}, InputError, "mem_per_gpu: needs GPUs"),
+        ({"hpml_mem_per_cpu": "much"}, InputError, "mem_per_cpu: must be a size"),
+        ({"hpml_cpus_per_gpu": 3}, InputError, "cpus_per_gpu: the CPUs of 0 GPUs"),
         ({"hpml_job_file": "missing.yaml"}, HpmlError, "missing.yaml"),
         ({"hpml_set": {"resources.nods": 2}}, InputError, "resources.nods"),
         ({"hpml_set": {"checkpoint": True}}, InputError, "checkpoint: functions are saved"),
