@@ -363,10 +363,16 @@ def wrong_binding(facts: Facts) -> Finding | str | None:
     changes = []
     if policy == "none":
         changes.append(Change("have hpml bind the ranks", "binding.policy", "gpu-local"))
-    changes.append(
-        Change("remove what binds again after hpml: `taskset`, `numactl`, KMP_AFFINITY, GOMP_…")
+    on_one_gpu = any(
+        text.startswith("shares GPU") for rank in wrong for text in rank.binding_faults
     )
-    what = "share cores" if shared else "do not run as planned"
+    if on_one_gpu:
+        text = "one rank per GPU: fewer `ranks_per_node` or more `gpus`; NCCL ends with "
+        changes.append(Change(f"{text}`Duplicate GPU detected` where two ranks share one"))
+    else:
+        text = "remove what binds again after hpml: `taskset`, `numactl`, KMP_AFFINITY, GOMP_…"
+        changes.append(Change(text))
+    what = "share cores" if shared else "share a GPU" if on_one_gpu else "do not run as planned"
     return find(
         facts,
         "wrong-binding",

@@ -826,3 +826,11 @@ def test_the_page_has_the_thresholds() -> None:
     ]
     page = DOCS.read_text("utf-8")
     assert [line for line in page.splitlines() if line.startswith("| `") and line in rows] == rows
+
+
+def test_ranks_that_share_a_gpu_are_told_to_have_one_each() -> None:
+    """As a job with two ranks and one GPU was, which NCCL ended."""
+    shared = {"bound_as_planned": False, "binding_faults": ["shares GPU 0000:00:06.0 with rank 1"]}
+    first = diagnose(facts(ranks=ranks(**shared))).findings[0]
+    assert "share a GPU" in first.verdict
+    assert "fewer `ranks_per_node` or more `gpus`" in first.changes[0].text
