@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from ruamel.yaml import YAML
-from ruamel.yaml.constructor import ConstructorError, SafeConstructor
+from ruamel.yaml.constructor import SafeConstructor
 from ruamel.yaml.error import YAMLError
 from ruamel.yaml.nodes import ScalarNode
 
@@ -114,9 +114,7 @@ class _WrittenFloat(float):
 
 
 class _Constructor(SafeConstructor):
-    """ruamel's safe constructor, with numbers that keep their spelling and bounded merge keys."""
-
-    pairs = 0
+    """ruamel's safe constructor, with numbers that keep their spelling."""
 
     def written_int(self, node: ScalarNode) -> _WrittenInt:
         number = _WrittenInt(self.construct_yaml_int(node))
@@ -125,14 +123,6 @@ class _Constructor(SafeConstructor):
 
     def written_float(self, node: ScalarNode) -> _WrittenFloat:
         return _WrittenFloat.of(str(node.value), self.construct_yaml_float(node))
-
-    def flatten_mapping(self, node: Any) -> None:
-        """Copy the pairs of merge keys (`<<`), which multiply where they are nested."""
-        super().flatten_mapping(node)
-        self.pairs += len(node.value)
-        if self.pairs > _MAX_VALUES:
-            message = f"merge keys make more than {_MAX_VALUES} values"
-            raise ConstructorError(None, None, message, node.start_mark)
 
 
 _Constructor.add_constructor("tag:yaml.org,2002:int", _Constructor.written_int)
@@ -206,7 +196,6 @@ _YAML_HINTS = (
     ("constructor for the tag", "a text that begins with ! stands in quotes"),
     ("another document", "one file holds one job: leave the line --- out"),
     ("digits", "a number that long stands in quotes, if it is meant as text"),
-    ("merge keys", "write the values out"),
 )
 
 

@@ -191,7 +191,7 @@ class Search(Model):
     """What to optimise: a figure of the result that the training reports."""
     direction: Literal["maximize", "minimize"] = "maximize"
     """Whether more of it is better."""
-    sampler: Literal["tpe", "gp", "cmaes", "nsga2"] = "tpe"
+    sampler: Literal["tpe", "gp"] = "tpe"
     """Optuna's sampler for the mode `bayes`."""
     pruner: Literal["none", "median", "halving"] = "none"
     """Which trials to stop early, by the evaluations that they report."""

@@ -2,8 +2,8 @@
 
 Seconds and scales (ranks, GPUs or nodes, the same within a fit) throughout. A fit takes every run
 rather than medians, so that its intervals reflect the scatter of the runs, and predicts nothing
-beyond twice the largest measured scale. A number that is out of its range raises InputError, which
-names the argument.
+beyond twice the largest measured scale. What cannot be fitted raises InputError, which names the
+argument.
 """
 
 from __future__ import annotations
@@ -31,14 +31,6 @@ __all__ = [
 Number: TypeAlias = float | Array
 
 _ROUNDING = 1e-9  # of logs of measured values
-_RANGES: dict[str, tuple[float, float]] = {
-    "contention": (0, 1),
-    "coherency": (0, math.inf),
-    "scale": (1, math.inf),
-}
-"""Lowest and highest value of an argument; the others are above 0."""
-
-
 # --- laws of scaling
 
 
@@ -50,9 +42,6 @@ def karp_flatt(speedup: float, scale: float) -> float:
 
     Source: Karp & Flatt 1990, "Measuring parallel processor performance", CACM 33(5).
     """
-    _check(speedup=speedup, scale=scale)
-    if scale == 1:
-        raise InputError("must be above 1", field="scale", value=scale)
     return (1 / speedup - 1 / scale) / (1 - 1 / scale)
 
 
@@ -61,7 +50,6 @@ def usl_peak(contention: float, coherency: float) -> float:
 
     Source: Gunther 2007, Guerrilla Capacity Planning, chapter 4.
     """
-    _check(contention=contention, coherency=coherency)
     return math.sqrt((1 - contention) / coherency) if coherency else math.inf
 
 
@@ -83,14 +71,7 @@ class Fit:
     curve: Callable[..., Number] = field(repr=False, compare=False)
 
     def predict(self, scale: float) -> float:
-        """Return the model's value, in seconds or samples/s.
-
-        Raises InputError below scale 1 and beyond twice the largest measured scale.
-        """
-        limit = 2 * self.largest_scale
-        if not 1 <= scale <= limit:
-            message = f"must be between 1 and {limit:g}, twice the largest measured scale"
-            raise InputError(message, field="scale", value=scale)
+        """Return the model's value at a measured scale, in seconds or samples/s."""
         values = [parameter.value for parameter in self.parameters.values()]
         return float(self.curve(*values, scale))
 
@@ -219,13 +200,3 @@ def _lack_of_fit(
     if pure <= len(measured) * _ROUNDING**2:  # runs without any scatter
         return float(lack <= len(measured) * _ROUNDING**2)
     return float(stats.f.sf(lack / degrees[0] / (pure / degrees[1]), *degrees))
-
-
-def _check(**numbers: float) -> None:
-    """Refuse a number that is not finite, or not in its range."""
-    for name, number in numbers.items():
-        low, high = _RANGES.get(name, (math.ulp(0), math.inf))
-        if not (math.isfinite(number) and low <= number <= high):
-            span = "above 0" if name not in _RANGES else f"at least {low}"
-            span += f" and at most {high}" if math.isfinite(high) else ""
-            raise InputError(f"must be {span}", field=name, value=number)

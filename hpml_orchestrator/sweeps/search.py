@@ -23,7 +23,7 @@ import optuna
 from optuna.distributions import CategoricalDistribution, FloatDistribution, IntDistribution
 from optuna.exceptions import ExperimentalWarning
 from optuna.pruners import MedianPruner, NopPruner, SuccessiveHalvingPruner
-from optuna.samplers import CmaEsSampler, GPSampler, NSGAIISampler, RandomSampler, TPESampler
+from optuna.samplers import GPSampler, RandomSampler, TPESampler
 from optuna.storages import JournalStorage
 from optuna.storages.journal import JournalFileBackend, JournalFileOpenLock
 from optuna.trial import FrozenTrial, TrialState
@@ -40,7 +40,6 @@ __all__ = ["STUDY", "Searcher", "check_search", "open_search"]
 STUDY = "study.journal"
 """Name of the study in the directory of a sweep."""
 
-_PACKAGES = {"cmaes": "cmaes", "gp": "torch"}  # what a sampler needs beside the extra `sweep`
 _PRUNERS = {"none": NopPruner, "median": MedianPruner, "halving": SuccessiveHalvingPruner}
 _RESTORE = "put it back from a copy; without it the search cannot go on"
 
@@ -52,14 +51,11 @@ def check_search(sweep: Sweep) -> None:
         InputError: settings contradict each other, or a package is missing; all are named.
     """
     search, trials, pbt = sweep.search, sweep.search.trials, sweep.mode == "pbt"
-    sampler = search.sampler if sweep.mode == "bayes" else ""
-    package = _PACKAGES.get(sampler, "")
-    lists = " and ".join(name for name, axis in sweep.axes.items() if not isinstance(axis, Range))
+    needs_torch = sweep.mode == "bayes" and search.sampler == "gp" and not find_spec("torch")
     too_large = sweep.mode in ("evolution", "pbt") and search.population > trials
     pruned = search.pruner != "none" and (pbt or sweep.count > 1)
     checks: list[tuple[object, str, str]] = [
-        (sampler == "cmaes" and lists, "search.sampler", f"needs a range for {lists}"),
-        (package and not find_spec(package), "search.sampler", f"needs `pip install {package}`"),
+        (needs_torch, "search.sampler", "needs `pip install torch`"),
         (too_large, "search.population", f"must be at most the {trials} trials"),
         (pbt and sweep.count > 1, "repeats", "must be 1 in mode pbt"),
         (pruned, "search.pruner", "must be none with repeats and in mode pbt"),
@@ -289,13 +285,8 @@ def _distribution(axis: Sequence[Any] | Range) -> Axis:
 
 def _sampler(sweep: Sweep, seed: int) -> optuna.samplers.BaseSampler:
     """Return the sampler for one trial; those that can take running trials into account do."""
-    match sweep.search.sampler if sweep.mode == "bayes" else "":
-        case "tpe":
-            return TPESampler(seed=seed, constant_liar=True)
-        case "gp":
-            return GPSampler(seed=seed)
-        case "cmaes":
-            return CmaEsSampler(seed=seed)
-        case "nsga2":
-            return NSGAIISampler(seed=seed, population_size=sweep.search.population)
-    return RandomSampler(seed)
+    if sweep.mode != "bayes":
+        return RandomSampler(seed)
+    if sweep.search.sampler == "gp":
+        return GPSampler(seed=seed)
+    return TPESampler(seed=seed, constant_liar=True)

@@ -53,20 +53,11 @@ def test_aliases_and_merge_keys_work(load: Load) -> None:
     assert job.environment.variables == {"A": "x", "B": "a"}
 
 
-@pytest.mark.parametrize(
-    ("first", "more", "message"),
-    [
-        ("[x, x]", "[{}]", "holds more than 200000 values"),
-        ("{a: 1, b: 1}", "{{<<: [{}]}}", "merge keys make more than 200000 values"),
-    ],
-)
-def test_a_bomb_of_aliases_is_refused_at_once(
-    load: Load, first: str, more: str, message: str
-) -> None:
+def test_a_bomb_of_aliases_is_refused_at_once(load: Load) -> None:
     """It is counted, not expanded."""
-    bodies = [first, *(more.format(",".join([f"*a{n}"] * 9)) for n in range(11))]
+    bodies = ["[x, x]", *(f"[{','.join([f'*a{n}'] * 9)}]" for n in range(11))]
     lines = [f"a{n}: &a{n} {body}" for n, body in enumerate(bodies)]
-    with pytest.raises(InputError, match=message):
+    with pytest.raises(InputError, match="holds more than 200000 values"):
         load("\n".join(lines))
 
 

@@ -129,7 +129,7 @@ def leave_checkpoint(trials: Trials, point: Point) -> int:
     return done
 
 
-@pytest.mark.parametrize("name", ["tpe", "gp", "cmaes", "nsga2", "random", "evolution", "pbt"])
+@pytest.mark.parametrize("name", ["tpe", "gp", "random", "evolution", "pbt"])
 def test_no_trial_is_lost_or_made_twice(name: str, folder: SweepFolder) -> None:
     """Dropped twice, with a proposal that nobody recorded: it ends as one that was not dropped."""
 
@@ -344,14 +344,9 @@ def test_a_bad_trial_is_stopped(pruner: str, folder: SweepFolder) -> None:
     assert good.intermediate_values == {1: 0.8, 2: 0.9}
 
 
-LIST = {"--lr": {"low": 0.1, "high": 1.0}, "--opt": ["sgd", "adam"]}
-
-
 @pytest.mark.parametrize(
     ("mode", "settings", "error"),
     [
-        ("bayes", {"sampler": "cmaes", "axes": LIST}, "search.sampler: needs a range for --opt"),
-        ("bayes", {"sampler": "cmaes"}, "search.sampler: needs `pip install cmaes`"),
         ("bayes", {"sampler": "gp"}, "search.sampler: needs `pip install torch`"),
         ("evolution", {"trials": 4}, r"search.population: .* the 4 trials \(got 8\)"),
         ("pbt", {"repeats": 2}, "repeats: must be 1 in mode pbt"),
@@ -363,9 +358,8 @@ LIST = {"--lr": {"low": 0.1, "high": 1.0}, "--opt": ["sgd", "adam"]}
 def test_settings_that_cannot_work_are_refused(
     mode: str, settings: dict[str, Any], error: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """At planning, with the field and what would be right; here packages are missing too."""
-    for package in ("cmaes", "torch"):
-        monkeypatch.setitem(sys.modules, package, None)
+    """At planning, with the field and what would be right; here torch is missing too."""
+    monkeypatch.setitem(sys.modules, "torch", None)
     with pytest.raises(InputError, match=error):
         check_search(Sweep.model_validate({"base": "/job.yaml", **fields_of(mode, **settings)}))
 
