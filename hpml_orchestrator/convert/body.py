@@ -118,7 +118,7 @@ class Body:
         self.add("keep", part, words=words, block=getattr(part, "block", ""))
         self.values.forget(part.source, function=function)
         if re.search(r"\b(cd|pushd|popd)\b", part.source) and not part.source.startswith("("):
-            self.values.directory = ""
+            self.values.directory = self.copies.directory = ""
         if "export" in part.source:
             self.exported |= set(re.findall(r"\w+", part.source))
 
@@ -176,15 +176,19 @@ class Body:
         name = os.path.basename(words[0])
         plain = all(re.search(r"<|&\d$|/dev/", text) for text in command.redirects)
         bare = _without_srun(words)
+        name = "mkdir" if bare[0] == "mkdir" else name
         if name in _HANDLERS:
             _HANDLERS[name](self, command, words)
         elif self.copies.take(bare):
             self.add("stage", command, words=tuple(bare))
         elif name == "mkdir" or (name in {*_PRINTS} - {"printf"} and plain):
-            paths = [word for word in words[1:] if not word.startswith("-")]
+            paths = [word for word in bare[1:] if not word.startswith("-")]
             local = (all if name == "mkdir" else any)(map(self.copies.is_local, paths))
-            self.add("local" if local else "quiet", command, words=tuple(words))
+            self.add("local" if local else "quiet", command, words=tuple(bare))
         else:
+            if os.path.basename(bare[0]) in _COPIES:  # `cp out/*` brings all of `out`
+                whole = [re.sub(r"/[^/$]*[*?][^/$]*$", "/.", word) for word in command.words]
+                bare = _without_srun(self.values.words(whole))
             self.keep(command, words=tuple(bare))
 
     def assign(self, command: Command, assigned: dict[str, str], *, exported: bool) -> None:
@@ -276,6 +280,9 @@ class Body:
                 todo = "have the program write its results to shared storage, such as {run.dir}; "
                 todo += "do the rest in another job with `hpml submit --after`"
                 self.report.lost(line.line, line.source, why, todo)
+            elif name in ("rm", "rmdir"):
+                why = "hpml runs nothing after the program; it removes what it staged"
+                self.report.lost(line.line, line.source, why, "remove the rest in another way")
 
     def divide(self, names: set[str], placed: Callable[[str], str]) -> list[Line]:
         """Divide the lines between fields and `environment.setup`; return those of setup.
@@ -445,12 +452,15 @@ def _eval(body: Body, command: Command, _: list[str]) -> None:
 def _cd(body: Body, command: Command, words: list[str]) -> None:
     rest = [word for word in words[1:] if word not in ("--", "-P", "-L")]
     target = body.values.now(rest[0] if rest else '\0"$HOME"\0')
-    base = body.values.directory
+    base, copies = body.values.directory, body.copies
     if words[0] == "cd" and target != "-" and not has_hole(target) and (base or target[:1] == "/"):
         body.values.directory = os.path.normpath(os.path.join(base, target))
+        copies.directory = ""
         body.add("cd", command, value=body.values.directory)
     else:
         body.keep(command)
+        if words[0] == "cd" and copies.is_local(target):
+            copies.directory = copies.path(target)
 
 
 def _export(body: Body, command: Command, words: list[str]) -> None:

@@ -447,6 +447,44 @@ def test_a_command_line_that_is_put_together_is_taken_apart() -> None:
     assert not findings(made, "lost")
 
 
+@pytest.mark.parametrize(
+    ("lines", "text", "why"),
+    [
+        (["EPOCHS=${EPOCHS:-90}", "python t.py $EPOCHS"], "${EPOCHS:-90}", "is '90' in the job"),
+        (["python t.py --lr ${LR:-0.1}"], "${LR:-0.1}", "whatever LR is at `hpml submit`"),
+    ],
+)
+def test_a_default_that_becomes_a_value_is_reported(lines: list[str], text: str, why: str) -> None:
+    """A variable before `hpml submit` has no effect on it."""
+    (changed,) = (one for one in imported(*lines).findings if one.text == text)
+    assert (changed.line, changed.kind) == (2, "changed")
+    assert why in changed.why
+
+
+def test_a_default_in_setup_stays_one() -> None:
+    """No finding: the shell reads the variable in the job."""
+    made = imported("echo ${A:-1}", "python t.py ${1:-2}")
+    assert made.job["args"] == ["2"]
+    assert not [one for one in made.findings if "whatever" in one.why]
+
+
+@pytest.mark.parametrize("first", ["#!/bin/bash -l", "#!/bin/bash --login", "#!/bin/sh -x"])
+def test_options_of_the_interpreter_are_reported(first: str) -> None:
+    """A login shell and others: hpml's script has none."""
+    text = f"{first}\n#SBATCH --time=5\npython t.py\n"
+    (changed,) = import_script(text, name="job.sh", place=PLACE).findings
+    assert (changed.line, changed.kind, changed.text) == (1, "changed", first)
+    assert ("login" in changed.todo) == ("-x" not in first)
+
+
+def test_results_in_memory_and_in_a_fixed_directory() -> None:
+    """Their paths are the same in the job file."""
+    made = imported("python t.py --out /dev/shm/out", "cp -r /dev/shm/out res", "mv /tmp/a.pt res")
+    assert made.job["args"] == ["--out", "/dev/shm/out"]
+    sources = [{"source": one, "target": "res"} for one in ("/dev/shm/out", "/tmp/a.pt")]
+    assert made.job["collect"] == sources
+
+
 def test_secrets_are_reported() -> None:
     """The finding does not repeat the value."""
     made = imported("export WANDB_API_KEY=abc123", "python t.py")
