@@ -60,7 +60,7 @@ class Line:
 
     Attributes:
         kind: `keep`, `quiet` (prints or makes a directory), `local` (prints the node's own disk),
-            `assign`, `module`, `venv`, `conda`, `hook`, `cd`, `stage` or `drop`.
+            `assign`, `module`, `venv`, `conda`, `cd`, `stage` or `drop`.
         value: of a module, venv, conda or cd line.
         assigned: variables that it sets, and programs see if it is `exported`.
         launch: what it starts.
@@ -309,17 +309,13 @@ class Body:
             later = later or runs
             line.runs = runs or (line.kind == "assign" and unknown)
         blocked = moved = active = False
-        for place, line in enumerate(self.lines):
-            if line.kind == "hook" and line.is_field:
-                following = [one for one in self.lines[place + 1 :] if one.kind in _SOFTWARE]
-                free = any(one.kind == "conda" and one.is_field for one in following[:1])
-            else:
-                free = not (line.kind in ("venv", "conda") and active)
+        for line in self.lines:
+            environment = line.kind in ("venv", "conda")
             if line.is_field and line.kind in _SOFTWARE:
-                if blocked or not free or (line.kind == "cd" and moved):
+                if blocked or (environment and active) or (line.kind == "cd" and moved):
                     line.is_field = False
                     return self.divide(names, placed)  # it stays a shell line, and so do others
-                active = active or line.kind in ("venv", "conda")
+                active = active or environment
             if id(line) in kept:
                 blocked = blocked or line.runs
                 moved = moved or line.runs or line.source.startswith("mkdir")
@@ -328,7 +324,7 @@ class Body:
         return [] if all(re.match(r"set\b", line.source) for line in setup) else setup
 
 
-_SOFTWARE = ("module", "venv", "conda", "hook", "cd")
+_SOFTWARE = ("module", "venv", "conda", "cd")
 
 
 def check_devices(values: Values, line: int, devices: str) -> None:
@@ -419,10 +415,7 @@ def _source(body: Body, command: Command, words: list[str]) -> None:
     directory, script = os.path.dirname(os.path.dirname(path)), os.path.basename(path)
     conda = environment or re.search(r"(conda|mamba|miniforge)\d*$", directory)
     known = directory and not has_hole(path) and body.values.directory
-    root = os.path.dirname(os.path.dirname(body.values.environment.get("CONDA_EXE", "")))
-    if script == "conda.sh" and root and path == f"{root}/etc/profile.d/conda.sh":
-        body.add("hook", command)
-    elif script != "activate" or conda or not known:
+    if script != "activate" or conda or not known:
         body.keep(command)
     else:
         body.add("venv", command, value=os.path.join(body.values.directory, directory))
@@ -435,18 +428,6 @@ def _conda(body: Body, command: Command, words: list[str]) -> None:
         return
     path = os.path.join(body.values.directory, name) if "/" in name else name
     body.add("conda", command, value=path)
-
-
-def _eval(body: Body, command: Command, _: list[str]) -> None:
-    hook = re.fullmatch(
-        r"""eval "\$\(conda (shell\.bash hook|.*hook.*bash.*)\)\"""", command.source
-    )
-    # A module may bring another conda than that of CONDA_EXE, which hpml would take.
-    others = any(line.kind == "module" for line in body.lines)
-    if hook and not (others and "CONDA_EXE" in body.values.environment):
-        body.add("hook", command)
-    else:
-        body.keep(command)
 
 
 def _cd(body: Body, command: Command, words: list[str]) -> None:
@@ -501,7 +482,6 @@ _HANDLERS: dict[str, Callable[[Body, Command, list[str]], None]] = {
     **dict.fromkeys(("conda", "mamba", "micromamba"), _conda),
     **dict.fromkeys(("cd", "pushd", "popd"), _cd),
     **dict.fromkeys(("export", "readonly"), _export),
-    "eval": _eval,
     "set": _set,
     "trap": _trap,
 }

@@ -329,9 +329,6 @@ class _Import:
                 self.put(
                     f"environment.{line.kind}", path, origin=f"line {line.line}: {line.source}"
                 )
-            elif line.kind == "hook":
-                why, todo = "hpml finds conda through CONDA_EXE or PATH", "have one of them set"
-                self.report.changed(line.line, line.source, why, todo)
         if self.workdir != self.place.base:
             self.put("workdir", self.place.path(self.workdir), "chdir")
         if text := self._setup():

@@ -345,9 +345,6 @@ def test_other_lines_become_setup_as_they_stand(line: str) -> None:
         # a copy that no argument names stays: the program may find it by TMPDIR
         (["ls", "mkdir $TMPDIR/d", "cp f.h5 $TMPDIR/d"],
          ["ls", "mkdir $TMPDIR/d", "cp f.h5 $TMPDIR/d"]),
-        (['eval "$(conda shell.bash hook)"', "conda activate e"], []),
-        (['eval "$(conda shell.bash hook)"', "umask 2", "conda activate e"],
-         ['eval "$(conda shell.bash hook)"', "umask 2", "conda activate e"]),
         # copies stay where shell lines work on them
         (["cp /d/a.zip $TMPDIR", "unzip $TMPDIR/a.zip"],
          ["cp /d/a.zip $TMPDIR", "unzip $TMPDIR/a.zip"]),
@@ -384,21 +381,19 @@ def test_variables_that_hpml_sets_after_setup_are_fields() -> None:
 @pytest.mark.parametrize(
     ("lines", "field"),
     [
-        ("source /opt/c/etc/profile.d/conda.sh\nconda activate e", "e"),
-        ("source /usr/conda/etc/profile.d/conda.sh\nconda activate e", None),
-        ('eval "$(conda shell.bash hook)"\nconda activate /envs/e', "/envs/e"),
-        ('module load conda\neval "$(conda shell.bash hook)"\nconda activate e', None),
-        ('eval "$(/usr/conda/bin/conda shell.bash hook)"\nconda activate e', None),
+        ("conda activate e", "e"),
+        ("conda activate /envs/e", "/envs/e"),
+        ("source /opt/c/etc/profile.d/conda.sh\nconda activate e", None),
+        ('eval "$(conda shell.bash hook)"\nconda activate e', None),
         ("source /opt/c/bin/activate e", None),
         ("micromamba activate e", None),
     ],
 )
-def test_only_the_conda_of_the_shell_is_a_field(lines: str, field: str | None) -> None:
-    """Hpml activates by CONDA_EXE; another conda stays in setup, by its path."""
-    place = Place(directory="/d", base="/d", environment={"CONDA_EXE": "/opt/c/bin/conda"})
-    environment = imported(*lines.split("\n"), "python t.py", place=place).job["environment"]
+def test_a_conda_that_the_script_prepares_stays_in_setup(lines: str, field: str | None) -> None:
+    """Hpml would find conda by CONDA_EXE or PATH, which may be another one."""
+    environment = imported(*lines.split("\n"), "python t.py").job["environment"]
     assert environment.get("conda") == field
-    assert field is not None or lines.rpartition("\n")[2] in environment["setup"].splitlines()
+    assert environment.get("setup", "").splitlines() == ([] if field else lines.split("\n"))
 
 
 def test_paths_count_from_the_job_file() -> None:
@@ -424,27 +419,6 @@ def test_a_copy_that_srun_starts_on_every_node_is_staged() -> None:
     made = imported("srun -N2 --ntasks-per-node=1 cp -r /d/set $TMPDIR/", "python t.py $TMPDIR/set")
     assert made.job["stage"] == [{"name": "set", "source": "/d/set"}]
     assert made.job["args"] == ["{stage.set}"]
-
-
-def test_a_command_line_that_is_put_together_is_taken_apart() -> None:
-    """Launcher and program in variables, started through `bash -c`, as large trainings do."""
-    made = imported(
-        "#SBATCH -N4 --ntasks-per-node=1 --gres=gpu:8 -c40 -t 60",
-        "cd $SLURM_SUBMIT_DIR",
-        "N=8",
-        'export LAUNCHER="python -u -m torch.distributed.run --nproc_per_node $N \\',
-        '  --nnodes $SLURM_NNODES --rdzv_endpoint $(hostname):6000 --max_restarts 0"',
-        'export CMD=" $SLURM_SUBMIT_DIR/train.py --save runs/$SLURM_JOB_ID/last "',
-        'srun --jobid $SLURM_JOBID bash -c "$LAUNCHER --node_rank \\$SLURM_PROCID $CMD"',
-    )
-    assert made.job == {
-        "name": "job",
-        "script": "train.py",
-        "args": ["--save", "runs/{job.id}/last"],
-        "resources": {"nodes": 4, "gpus": 8, "cpus_per_rank": 5},
-        "environment": made.job["environment"],  # both texts, as the script exports them
-    }
-    assert not findings(made, "lost")
 
 
 @pytest.mark.parametrize(
