@@ -66,6 +66,7 @@ class Line:
         launch: what it starts.
         block: what a launch is in: a loop, a condition or a function; `&` in the background.
         words: of a simple command, expanded.
+        places: directories in which it runs: on the shared file system, and on the node.
         is_field: whether software or a directory becomes a field, not a shell line.
         runs: whether it runs a command.
     """
@@ -79,6 +80,7 @@ class Line:
     launch: Launch | None = None
     block: str = ""
     words: tuple[str, ...] = ()
+    places: tuple[str, str] = ("", "")
     is_field: bool = True
     runs: bool = False
 
@@ -107,7 +109,9 @@ class Body:
 
     def add(self, kind: str, part: Command | Statement, **fields: object) -> Line:
         """Append a line and return it."""
-        line = dataclasses.replace(Line(kind, part.line, part.source), **fields)  # type: ignore[arg-type]
+        places = (self.values.directory, self.copies.directory)
+        line = Line(kind, part.line, part.source, places=places)
+        line = dataclasses.replace(line, **fields)  # type: ignore[arg-type]
         self.lines.append(line)
         return line
 
@@ -268,13 +272,18 @@ class Body:
 
     def _read_rest(self, lines: list[Line]) -> None:
         """Read the lines after the launch: copies of results, and what is lost."""
+        directory = self.values.directory
         for line in lines:
+            self.values.directory, self.copies.directory = line.places
             name = os.path.basename("".join(line.words[:1]))
             moved = any(has_hole(word) or self.copies.is_local(word) for word in line.words[1:])
             if line.words and name in _COPIES and moved:
                 self.copies.take_back([*line.words], line.line, line.source)
-            elif line.kind == "stage" or (LOCAL.search(line.source) and _copies_in(line.source)):
-                self.copies.take_back([""], line.line, line.source)
+            elif line.kind == "stage" or (
+                re.search(rf"\b({'|'.join(_COPIES)})\s", line.source)
+                and (line.places[1] or self.is_on_node(line.source))
+            ):
+                self.copies.take_back([""], line.line, line.source)  # which is refused
             elif line.kind == "keep" and name not in _REMOVES:
                 why = "hpml runs nothing after the program"
                 todo = "have the program write its results to shared storage, such as {run.dir}; "
@@ -283,6 +292,13 @@ class Body:
             elif name in ("rm", "rmdir"):
                 why = "hpml runs nothing after the program; it removes what it staged"
                 self.report.lost(line.line, line.source, why, "remove the rest in another way")
+        self.values.directory = directory
+
+    def is_on_node(self, source: str) -> bool:
+        """Whether a shell line names the node's own disk, also by a variable of the script."""
+        assigned = [item for line in self.lines for item in line.assigned.items()]
+        names = [rf"\$\{{?{name}\b" for name, value in assigned if LOCAL.search(shown(value))]
+        return re.search("|".join([LOCAL.pattern, *names]), source) is not None
 
     def divide(self, names: set[str], placed: Callable[[str], str]) -> list[Line]:
         """Divide the lines between fields and `environment.setup`; return those of setup.
@@ -340,10 +356,6 @@ def check_devices(values: Values, line: int, devices: str) -> None:
         )
         hint = "remove the line; write --gpus-per-node for the number of GPUs"
         raise InputError(f"{problem}GPUs, and hpml shows the ranks all of them", hint=hint)
-
-
-def _copies_in(source: str) -> bool:
-    return re.search(rf"\b({'|'.join(_COPIES)})\s", source) is not None
 
 
 def _read_after(launch: Launch, command: Command, rest: tuple[Command, ...]) -> None:

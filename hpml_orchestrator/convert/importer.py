@@ -12,7 +12,6 @@ from pydantic import ValidationError
 
 from hpml_orchestrator.convert.arguments import SIZES, Arguments, shell_word
 from hpml_orchestrator.convert.body import PROVIDED, SET_LATER, Body, check_devices
-from hpml_orchestrator.convert.copies import LOCAL
 from hpml_orchestrator.convert.files import job_text
 from hpml_orchestrator.convert.header import read_request
 from hpml_orchestrator.convert.launchers import PYTHON
@@ -191,15 +190,8 @@ class _Import:
         ]
         declined = copies.decline_unless_used(values)
         setup = body.divide(set(used), self.arguments.placed)
-        names = {
-            name
-            for line in body.lines
-            for name, value in line.assigned.items()
-            if LOCAL.search(shown(value))
-        }
-        local = re.compile("|".join([LOCAL.pattern, *(rf"\$\{{?{name}\b" for name in names)]))
         works = [line.source for line in setup if line.kind not in ("quiet", "local", "assign")]
-        if not declined and any(map(local.search, works)):
+        if not declined and any(map(body.is_on_node, works)):
             copies.staged.clear()  # shell lines work with the copies
         for line in body.lines:
             if line.kind == "stage" and not copies.staged:

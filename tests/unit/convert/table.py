@@ -409,6 +409,11 @@ tar czf out.tgz -C $TMPDIR out
 python train.py --out $TMPDIR/out
 if [ -f $TMPDIR/out/best.pt ]; then cp $TMPDIR/out/best.pt .; fi
 """, 3, "would lose it"),
+    "results in a condition, by a variable": (r"""
+OUT=$TMPDIR/out
+python train.py --out $OUT
+if [ -f $OUT/best.pt ]; then cp $OUT/best.pt .; fi
+""", 4, "would lose it"),
     "fewer GPUs by a variable": (r"""
 #SBATCH --gres=gpu:4
 export CUDA_VISIBLE_DEVICES=0,1

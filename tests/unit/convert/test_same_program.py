@@ -241,6 +241,8 @@ cd ${LOCAL_SCRATCH}/job
 cp $SLURM_SUBMIT_DIR/c.txt .
 python $SLURM_SUBMIT_DIR/train.py --output_dir=out c.txt
 cp out/found.txt $SLURM_SUBMIT_DIR/results/
+cd $SLURM_SUBMIT_DIR
+echo done
 """,
     "data beside the results": r"""
 OUT=$LOCAL_SCRATCH/out
