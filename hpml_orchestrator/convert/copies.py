@@ -174,12 +174,11 @@ class Copies:
         """Stage nothing if the program may find data where no value names it; whether it is so."""
         for value in values:
             self.replaced(value)
-        places = self.places(values)
-        around = any(e.place.startswith(f"{place}/") for e in self.staged for place in places)
-        for place in (result.place for result in self.results):  # the program writes there
-            around = around or any(f"{place}/".startswith(f"{e.place}/") for e in self.staged)
-            around = around or any(f"{e.place}/".startswith(f"{place}/") for e in self.staged)
-        if around or not all(entry.used for entry in self.staged):
+        results = [result.place for result in self.results]
+        others = [*self.places(values), *results]
+        around = any(e.place.startswith(f"{one}/") for e in self.staged for one in others)
+        written = any(f"{one}/".startswith(f"{e.place}/") for e in self.staged for one in results)
+        if around or written or not all(entry.used for entry in self.staged):
             self.staged.clear()
         return not self.staged
 
@@ -217,7 +216,7 @@ class Copies:
         ]
 
     def replaced(self, value: str) -> str:
-        """Return a value with the path of staged data or of results as a placeholder."""
+        """Return a value with the path of staged data as a placeholder."""
         option, equals, path = value.partition("=")
         if equals and re.fullmatch(r"-{0,2}[\w.-]+", option):
             return f"{option}={self.replaced(path)}"
