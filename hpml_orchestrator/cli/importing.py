@@ -100,9 +100,16 @@ _KINDS = {"lost": "not carried over", "changed": "changed", "dropped": "not need
 
 
 def _print_findings(name: str, findings: tuple[Finding, ...]) -> None:
+    """Print the findings; those with one reason stand together."""
+    groups: dict[tuple[str, str, str], list[Finding]] = {}
     for finding in findings:
-        where = f"{name}:{finding.line}" if finding.line else name
-        typer.echo(f"{where}: {_KINDS[finding.kind]}: {finding.text}", err=True)
-        typer.echo(f"    {finding.why}", err=True)
-        if finding.todo:
-            typer.echo(f"    -> {finding.todo}", err=True)
+        groups.setdefault((finding.kind, finding.why, finding.todo), []).append(finding)
+    hints = set()
+    for (kind, why, todo), group in groups.items():
+        for finding in group:
+            where = f"{name}:{finding.line}" if finding.line else name
+            typer.echo(f"{where}: {_KINDS[kind]}: {finding.text}", err=True)
+        typer.echo(f"    {why}", err=True)
+        if todo and todo not in hints:
+            typer.echo(f"    -> {todo}", err=True)
+        hints.add(todo)

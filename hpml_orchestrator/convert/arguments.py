@@ -6,8 +6,8 @@ import re
 import shlex
 from typing import TYPE_CHECKING
 
-from hpml_orchestrator.convert.values import HOLE, LOCAL_NAMES, hole_names
-from hpml_orchestrator.spec.text import PER_RANK, PLACEHOLDER
+from hpml_orchestrator.convert.values import HOLE, hole_names
+from hpml_orchestrator.spec.text import NODE_DIRECTORIES, PER_RANK, PLACEHOLDER
 
 if TYPE_CHECKING:
     from hpml_orchestrator.convert.body import Body
@@ -20,7 +20,10 @@ SIZES = re.compile(r"SLURM_(CPUS_PER_TASK|NTASKS|NPROCS|NTASKS_PER_NODE)\b")
 _PLACEHOLDERS = {
     **dict.fromkeys(("SLURM_JOB_ID", "SLURM_JOBID"), "{job.id}"),
     "SLURM_ARRAY_TASK_ID": "{array.index}",
-    **{name: f"{{env.{name}}}" for name in (*LOCAL_NAMES, "SLURM_ARRAY_JOB_ID", "HOME", "USER")},
+    **{
+        name: f"{{env.{name}}}"
+        for name in (*NODE_DIRECTORIES, "SLURM_ARRAY_JOB_ID", "HOME", "USER")
+    },
 }
 _ONE_WORD = "[[ -n ${name} && ${name} != *[[:space:]*?[]* ]]  # {line} has it without quotes"
 

@@ -60,12 +60,13 @@ class Line:
 
     Attributes:
         kind: `keep`, `quiet` (prints or makes a directory), `local` (prints the node's own disk),
-            `assign`, `module`, `venv`, `conda`, `hook`, `cd`, `stage` or `drop`.
+            `assign`, `module`, `venv`, `conda`, `cd`, `stage` or `drop`.
         value: of a module, venv, conda or cd line.
         assigned: variables that it sets, and programs see if it is `exported`.
         launch: what it starts.
         block: what a launch is in: a loop, a condition or a function; `&` in the background.
         words: of a simple command, expanded.
+        places: directories in which it runs: on the shared file system, and on the node.
         is_field: whether software or a directory becomes a field, not a shell line.
         runs: whether it runs a command.
     """
@@ -79,6 +80,7 @@ class Line:
     launch: Launch | None = None
     block: str = ""
     words: tuple[str, ...] = ()
+    places: tuple[str, str] = ("", "")
     is_field: bool = True
     runs: bool = False
 
@@ -107,7 +109,9 @@ class Body:
 
     def add(self, kind: str, part: Command | Statement, **fields: object) -> Line:
         """Append a line and return it."""
-        line = dataclasses.replace(Line(kind, part.line, part.source), **fields)  # type: ignore[arg-type]
+        places = (self.values.directory, self.copies.directory)
+        line = Line(kind, part.line, part.source, places=places)
+        line = dataclasses.replace(line, **fields)  # type: ignore[arg-type]
         self.lines.append(line)
         return line
 
@@ -118,7 +122,7 @@ class Body:
         self.add("keep", part, words=words, block=getattr(part, "block", ""))
         self.values.forget(part.source, function=function)
         if re.search(r"\b(cd|pushd|popd)\b", part.source) and not part.source.startswith("("):
-            self.values.directory = ""
+            self.values.directory = self.copies.directory = ""
         if "export" in part.source:
             self.exported |= set(re.findall(r"\w+", part.source))
 
@@ -176,15 +180,19 @@ class Body:
         name = os.path.basename(words[0])
         plain = all(re.search(r"<|&\d$|/dev/", text) for text in command.redirects)
         bare = _without_srun(words)
+        name = "mkdir" if bare[0] == "mkdir" else name
         if name in _HANDLERS:
             _HANDLERS[name](self, command, words)
         elif self.copies.take(bare):
             self.add("stage", command, words=tuple(bare))
         elif name == "mkdir" or (name in {*_PRINTS} - {"printf"} and plain):
-            paths = [word for word in words[1:] if not word.startswith("-")]
+            paths = [word for word in bare[1:] if not word.startswith("-")]
             local = (all if name == "mkdir" else any)(map(self.copies.is_local, paths))
-            self.add("local" if local else "quiet", command, words=tuple(words))
+            self.add("local" if local else "quiet", command, words=tuple(bare))
         else:
+            if os.path.basename(bare[0]) in _COPIES:  # `cp out/*` brings all of `out`
+                whole = [re.sub(r"/[^/$]*[*?][^/$]*$", "/.", word) for word in command.words]
+                bare = _without_srun(self.values.words(whole))
             self.keep(command, words=tuple(bare))
 
     def assign(self, command: Command, assigned: dict[str, str], *, exported: bool) -> None:
@@ -264,18 +272,33 @@ class Body:
 
     def _read_rest(self, lines: list[Line]) -> None:
         """Read the lines after the launch: copies of results, and what is lost."""
+        directory = self.values.directory
         for line in lines:
+            self.values.directory, self.copies.directory = line.places
             name = os.path.basename("".join(line.words[:1]))
             moved = any(has_hole(word) or self.copies.is_local(word) for word in line.words[1:])
             if line.words and name in _COPIES and moved:
                 self.copies.take_back([*line.words], line.line, line.source)
-            elif line.kind == "stage" or (LOCAL.search(line.source) and _copies_in(line.source)):
-                self.copies.take_back([""], line.line, line.source)
+            elif line.kind == "stage" or (
+                re.search(rf"\b({'|'.join(_COPIES)})\s", line.source)
+                and (line.places[1] or self.is_on_node(line.source))
+            ):
+                self.copies.take_back([""], line.line, line.source)  # which is refused
             elif line.kind == "keep" and name not in _REMOVES:
                 why = "hpml runs nothing after the program"
                 todo = "have the program write its results to shared storage, such as {run.dir}; "
                 todo += "do the rest in another job with `hpml submit --after`"
                 self.report.lost(line.line, line.source, why, todo)
+            elif name in ("rm", "rmdir"):
+                why = "hpml runs nothing after the program; it removes what it staged"
+                self.report.lost(line.line, line.source, why, "remove the rest in another way")
+        self.values.directory = directory
+
+    def is_on_node(self, source: str) -> bool:
+        """Whether a shell line names the node's own disk, also by a variable of the script."""
+        assigned = [item for line in self.lines for item in line.assigned.items()]
+        names = [rf"\$\{{?{name}\b" for name, value in assigned if LOCAL.search(shown(value))]
+        return re.search("|".join([LOCAL.pattern, *names]), source) is not None
 
     def divide(self, names: set[str], placed: Callable[[str], str]) -> list[Line]:
         """Divide the lines between fields and `environment.setup`; return those of setup.
@@ -302,17 +325,13 @@ class Body:
             later = later or runs
             line.runs = runs or (line.kind == "assign" and unknown)
         blocked = moved = active = False
-        for place, line in enumerate(self.lines):
-            if line.kind == "hook" and line.is_field:
-                following = [one for one in self.lines[place + 1 :] if one.kind in _SOFTWARE]
-                free = any(one.kind == "conda" and one.is_field for one in following[:1])
-            else:
-                free = not (line.kind in ("venv", "conda") and active)
+        for line in self.lines:
+            environment = line.kind in ("venv", "conda")
             if line.is_field and line.kind in _SOFTWARE:
-                if blocked or not free or (line.kind == "cd" and moved):
+                if blocked or (environment and active) or (line.kind == "cd" and moved):
                     line.is_field = False
                     return self.divide(names, placed)  # it stays a shell line, and so do others
-                active = active or line.kind in ("venv", "conda")
+                active = active or environment
             if id(line) in kept:
                 blocked = blocked or line.runs
                 moved = moved or line.runs or line.source.startswith("mkdir")
@@ -321,7 +340,7 @@ class Body:
         return [] if all(re.match(r"set\b", line.source) for line in setup) else setup
 
 
-_SOFTWARE = ("module", "venv", "conda", "hook", "cd")
+_SOFTWARE = ("module", "venv", "conda", "cd")
 
 
 def check_devices(values: Values, line: int, devices: str) -> None:
@@ -337,10 +356,6 @@ def check_devices(values: Values, line: int, devices: str) -> None:
         )
         hint = "remove the line; write --gpus-per-node for the number of GPUs"
         raise InputError(f"{problem}GPUs, and hpml shows the ranks all of them", hint=hint)
-
-
-def _copies_in(source: str) -> bool:
-    return re.search(rf"\b({'|'.join(_COPIES)})\s", source) is not None
 
 
 def _read_after(launch: Launch, command: Command, rest: tuple[Command, ...]) -> None:
@@ -412,10 +427,7 @@ def _source(body: Body, command: Command, words: list[str]) -> None:
     directory, script = os.path.dirname(os.path.dirname(path)), os.path.basename(path)
     conda = environment or re.search(r"(conda|mamba|miniforge)\d*$", directory)
     known = directory and not has_hole(path) and body.values.directory
-    root = os.path.dirname(os.path.dirname(body.values.environment.get("CONDA_EXE", "")))
-    if script == "conda.sh" and root and path == f"{root}/etc/profile.d/conda.sh":
-        body.add("hook", command)
-    elif script != "activate" or conda or not known:
+    if script != "activate" or conda or not known:
         body.keep(command)
     else:
         body.add("venv", command, value=os.path.join(body.values.directory, directory))
@@ -430,27 +442,18 @@ def _conda(body: Body, command: Command, words: list[str]) -> None:
     body.add("conda", command, value=path)
 
 
-def _eval(body: Body, command: Command, _: list[str]) -> None:
-    hook = re.fullmatch(
-        r"""eval "\$\(conda (shell\.bash hook|.*hook.*bash.*)\)\"""", command.source
-    )
-    # A module may bring another conda than that of CONDA_EXE, which hpml would take.
-    others = any(line.kind == "module" for line in body.lines)
-    if hook and not (others and "CONDA_EXE" in body.values.environment):
-        body.add("hook", command)
-    else:
-        body.keep(command)
-
-
 def _cd(body: Body, command: Command, words: list[str]) -> None:
     rest = [word for word in words[1:] if word not in ("--", "-P", "-L")]
     target = body.values.now(rest[0] if rest else '\0"$HOME"\0')
-    base = body.values.directory
+    base, copies = body.values.directory, body.copies
     if words[0] == "cd" and target != "-" and not has_hole(target) and (base or target[:1] == "/"):
         body.values.directory = os.path.normpath(os.path.join(base, target))
+        copies.directory = ""
         body.add("cd", command, value=body.values.directory)
     else:
         body.keep(command)
+        if words[0] == "cd" and copies.is_local(target):
+            copies.directory = copies.path(target)
 
 
 def _export(body: Body, command: Command, words: list[str]) -> None:
@@ -491,7 +494,6 @@ _HANDLERS: dict[str, Callable[[Body, Command, list[str]], None]] = {
     **dict.fromkeys(("conda", "mamba", "micromamba"), _conda),
     **dict.fromkeys(("cd", "pushd", "popd"), _cd),
     **dict.fromkeys(("export", "readonly"), _export),
-    "eval": _eval,
     "set": _set,
     "trap": _trap,
 }

@@ -7,11 +7,12 @@ import re
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from hpml_orchestrator.convert.values import LOCAL_NAMES, has_hole, hole_names, shown
+from hpml_orchestrator.convert.values import HOLE, has_hole, hole_names, shown
 from hpml_orchestrator.errors import InputError
+from hpml_orchestrator.spec.text import NODE_DIRECTORIES
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Sequence
 
     from hpml_orchestrator.convert.values import Values
 
@@ -23,7 +24,6 @@ LOCAL = re.compile(r"TMPDIR|LOCAL_?SCRATCH|LSCRATCH|JOBFS|/tmp\b|/dev/shm|/local
 _ROOT = re.compile(r"/(tmp|dev/shm|local|localscratch|var/tmp)(/|$)")
 _FILE = re.compile(r"\.(tar|tgz|zip|gz|bz2|xz|h5|hdf5|npz|pt|pth|ckpt|csv|json|txt|log)$")
 _ARCHIVE = re.compile(r"\.(tar|tgz|tar\.\w+)$")
-_DISK = '\0"$TMPDIR"\0'
 _PLAIN_OPTION = re.compile(  # copies all of the source, as it is
     r"-[arRvzhPLtlpogdDWuHf]+|--(progress|archive|recursive|info=\S+|stats|partial|verbose)"
 )
@@ -75,19 +75,19 @@ class Copies:
         self.staged: list[Staged] = []
         self.results: list[_Result] = []
         self.made: set[str] = set()  # directories that the script makes
+        self.directory = ""  # where the script is, if that is on the node's own disk
 
     def path(self, text: str) -> str:
-        """Return an absolute path; all spellings of the node's own disk become one."""
-        if text.startswith("\0") and hole_names(text)[0] in LOCAL_NAMES:
-            text = re.sub("\0[^\0]*\0", _DISK, text, count=1)
-        elif not text.startswith("\0"):
-            text = os.path.join(self.values.directory, text)
+        """Return an absolute path; the variable of a node's directory stays in front."""
+        if not text.startswith(("\0", "/")):
+            text = os.path.join(self.directory or self.values.directory, text)
+        text = re.sub('^\0"?\\$\\{?(\\w+)\\}?"?\0', '\0"$\\1"\0', text)
         return os.path.normpath(text)
 
     def is_local(self, text: str) -> bool:
         """Whether a path is on the node's own disk or in its RAM."""
         path = self.path(text)
-        return path.startswith(_DISK) or _ROOT.match(path) is not None
+        return bool(_ROOT.match(path) or _root_variable(path))
 
     def take(self, words: list[str]) -> bool:
         """Make entries of a copy to the node; False for any other command."""
@@ -109,8 +109,8 @@ class Copies:
             return False
         place = self.path(target)
         tree = name == "rsync" or any(re.match(r"-[a-zA-Z]*[rRa]|--rec|--arch", o) for o in options)
-        into = len(sources) > 1 or target.endswith(("/", "/.")) or place in (*self.made, _DISK)
-        into = into or _ROOT.fullmatch(place) is not None
+        into = len(sources) > 1 or target.endswith(("/", "/.")) or place in self.made
+        into = into or bool(_ROOT.fullmatch(place) or HOLE.fullmatch(place))
         names = [os.path.basename(source.rstrip("/")) for source in sources]
         files = [not tree or bool(_FILE.search(base)) for base in names]
         if any(files) and not into and names != [os.path.basename(place)]:
@@ -153,16 +153,32 @@ class Copies:
         unique = next(n for n in (name, *(f"{name}_{i}" for i in range(2, 99))) if n not in taken)
         self.staged.append(Staged(unique, source, kind, place, file))
 
-    def decline_unless_used(self, values: Iterable[str]) -> bool:
+    def places(self, values: Iterable[str]) -> list[str]:
+        """Return the paths on the node's own disk that arguments or variables name."""
+        paths = [value.partition("=")[2] or value for value in values]
+        return [self.path(p) for p in paths if not p.startswith("-") and self.is_local(p)]
+
+    def only_staged(self, words: Iterable[str], values: Iterable[str]) -> bool:
+        """Whether a command works only where staged data were, which no other value names."""
+        paths, staged = self.places(words), [f"{entry.place}/" for entry in self.staged]
+        others = [result.place for result in self.results]
+        others += self.places(map(self.replaced, values))
+        if any(f"{other}/".startswith(f"{path}/") for path in paths for other in others):
+            return False
+        return all(
+            any(place.startswith(f"{path}/") or f"{path}/".startswith(place) for place in staged)
+            for path in paths
+        )
+
+    def decline_unless_used(self, values: Sequence[str]) -> bool:
         """Stage nothing if the program may find data where no value names it; whether it is so."""
-        places = []
         for value in values:
             self.replaced(value)
-            path = value.partition("=")[2] or value
-            if not path.startswith("-") and self.is_local(path):
-                places.append(self.path(path))
-        around = any(e.place.startswith(f"{place}/") for e in self.staged for place in places)
-        if around or not all(entry.used for entry in self.staged):
+        results = [result.place for result in self.results]
+        others = [*self.places(values), *results]
+        around = any(e.place.startswith(f"{one}/") for e in self.staged for one in others)
+        written = any(f"{one}/".startswith(f"{e.place}/") for e in self.staged for one in results)
+        if around or written or not all(entry.used for entry in self.staged):
             self.staged.clear()
         return not self.staged
 
@@ -182,57 +198,31 @@ class Copies:
         if not (plain and known and sources) or has_hole(target) or ":" in target:
             raise _lost_results(line, text)
         for source in sources:
-            # The last part may be a pattern, such as *.pt: all of the directory is brought.
-            whole = re.sub("\0([^\0$]*/)[^\0/$]*[*?][^\0/]*\0$", r"\1", source).rstrip("/.")
-            pattern = re.fullmatch('\0("?\\$\\{?\\w+\\}?"?)(/[^\0]*?)/[^/\0$]*\0', whole)
-            whole = f"\0{pattern[1]}\0{pattern[2]}" if pattern else whole
-            if not self.is_local(whole) or "\0" in self.path(whole).removeprefix(_DISK):
+            place = self.path(re.sub(r"/[*.]$", "", self.values.now(source)))
+            variable = _root_variable(place)
+            others = place == variable or _ROOT.fullmatch(place)  # all else on the disk, too
+            if others or not self.is_local(place) or has_hole(place[len(variable) :]):
                 raise _lost_results(line, text)
-            self.results.append(_Result(self.path(whole), self._target(target), line, text))
-
-    def _target(self, target: str) -> str:
-        return os.path.normpath(os.path.join(self.values.directory, target))
-
-    @property
-    def base(self) -> str:
-        """The directory on the node that becomes `{local.dir}`; empty without results."""
-        directories = [
-            os.path.dirname(result.place) if _FILE.search(result.place) else result.place
-            for result in self.results
-        ]
-        return os.path.commonpath(directories) if directories else ""
-
-    def check_results(self, values: Iterable[str], lines: Iterable[str]) -> None:
-        """Check that the program writes into the directory that becomes `{local.dir}`.
-
-        Raises:
-            InputError: no value names it, one names what is around it, or setup works there.
-        """
-        if not self.results:
-            return
-        base, first = self.base, self.results[0]
-        paths = [self.path(v.partition("=")[2] or v) for v in values if v[:1] != "-" or "=" in v]
-        around = any(base.startswith(f"{path}/") for path in paths)
-        inside = any(f"{path}/".startswith(f"{base}/") for path in paths)
-        name = os.path.basename(base) if base != _DISK else ""
-        works = any(LOCAL.search(line) and name in line for line in lines)
-        if around or works or not inside or base in ("/tmp", "/dev/shm"):  # noqa: S108
-            raise _lost_results(first.line, first.text)
+            if {*hole_names(variable)} & self.values.variables.keys():
+                raise _lost_results(line, text)  # its value at the start of the job is another
+            target = os.path.normpath(os.path.join(self.values.directory, target))
+            self.results.append(_Result(place, target, line, text))
 
     def collected(self) -> list[tuple[str, str]]:
         """Return source and target of each result, as `collect` has them."""
-        return [(self.replaced(r.place), r.target) for r in self.results]
+        return [
+            (HOLE.sub(lambda m: f"{{env.{m[1].strip(chr(34))[1:]}}}", r.place), r.target)
+            for r in self.results
+        ]
 
     def replaced(self, value: str) -> str:
-        """Return a value with the path of staged data or of results as a placeholder."""
+        """Return a value with the path of staged data as a placeholder."""
         option, equals, path = value.partition("=")
         if equals and re.fullmatch(r"-{0,2}[\w.-]+", option):
             return f"{option}={self.replaced(path)}"
         if "/" not in value and not value.startswith(("\0", ".")):
             return value
         path = self.path(value)
-        if self.base and f"{path}/".startswith(f"{self.base}/"):
-            return "{local.dir}" + path[len(self.base) :]
         inside = [e for e in self.staged if f"{path}/".startswith(f"{e.place}/")]
         exact = [e for e in inside if e.file and path == os.path.join(e.place, e.file)]
         trees = [e for e in inside if not e.file or path == e.place]
@@ -244,7 +234,13 @@ class Copies:
         return f"{{stage.{best.name}}}{rest}"
 
 
+def _root_variable(path: str) -> str:
+    """Return the variable of a node's directory that a path begins with; empty if none."""
+    match = HOLE.match(path)
+    return match[0] if match and hole_names(match[0])[0] in NODE_DIRECTORIES else ""
+
+
 def _lost_results(line: int, text: str) -> InputError:
     problem = f"line {line}: {shown(text)}: hpml cannot see what it brings back, and would lose it"
-    hint = "name the directory in an argument, as $TMPDIR/out, and copy it with cp -r or rsync -a"
+    hint = "copy a file or directory below $TMPDIR, /tmp or /dev/shm with cp -r or rsync -a"
     return InputError(problem, hint=hint)

@@ -84,6 +84,10 @@ def read_request(script: str, report: Report) -> Request:
             f"line 1: {first[:60]}: hpml reads scripts for sh and bash",
             hint="sbatch wants #! and a shell in the first line, such as #!/bin/bash",
         )
+    if flags := [word for word in first.split()[1:] if word[0] == "-" and word != "-S"]:
+        why = "hpml's script has `#!/bin/bash`, and the environment that you submit from"
+        todo = "for a login shell: call `hpml submit` in one, or source the files in setup"
+        report.changed(1, first, why, todo if {"-l", "--login"} & {*flags} else "")
     try:
         options, others = read_options(list(header_words(script)), SBATCH)
     except HeaderError as error:

@@ -12,7 +12,6 @@ from pydantic import ValidationError
 
 from hpml_orchestrator.convert.arguments import SIZES, Arguments, shell_word
 from hpml_orchestrator.convert.body import PROVIDED, SET_LATER, Body, check_devices
-from hpml_orchestrator.convert.copies import LOCAL
 from hpml_orchestrator.convert.files import job_text
 from hpml_orchestrator.convert.header import read_request
 from hpml_orchestrator.convert.launchers import PYTHON
@@ -149,6 +148,7 @@ class _Import:
         self._checkpoint()
         self._data()
         self.report.entries |= self.launch.report.entries
+        self._defaults()
         job = self._checked()
         findings = self.report.findings()
         lost = sum(finding.kind == "lost" for finding in findings)
@@ -190,14 +190,13 @@ class _Import:
         ]
         declined = copies.decline_unless_used(values)
         setup = body.divide(set(used), self.arguments.placed)
-        works = [line.source for line in setup if line.kind not in ("quiet", "local")]
-        if not declined and any(map(LOCAL.search, works)):
+        works = [line.source for line in setup if line.kind not in ("quiet", "local", "assign")]
+        if not declined and any(map(body.is_on_node, works)):
             copies.staged.clear()  # shell lines work with the copies
-        copies.check_results(values, works)
         for line in body.lines:
             if line.kind == "stage" and not copies.staged:
                 line.kind = "keep"
-            elif line.kind == "local" and not (copies.staged or copies.results):
+            elif line.kind == "local" and not copies.only_staged(line.words[1:], values):
                 line.kind = "quiet"
         self.setup = body.divide(set(used), self.arguments.placed)
 
@@ -322,9 +321,6 @@ class _Import:
                 self.put(
                     f"environment.{line.kind}", path, origin=f"line {line.line}: {line.source}"
                 )
-            elif line.kind == "hook":
-                why, todo = "hpml finds conda through CONDA_EXE or PATH", "have one of them set"
-                self.report.changed(line.line, line.source, why, todo)
         if self.workdir != self.place.base:
             self.put("workdir", self.place.path(self.workdir), "chdir")
         if text := self._setup():
@@ -378,14 +374,24 @@ class _Import:
         for line in self.setup:
             if line.kind != "quiet" and line.block != "function":
                 self._check_shell(line.line, line.source)
-            todo = "a line that fails ends the job: `|| :` behind it helps" * (
-                line.kind != "assign"
-            )
+            todo = "a line that fails ends the job: `|| :` behind it helps"
             if line.launch and line.launch.launcher:
                 todo = "hpml does not bind it: better write another job file for it"
             self.report.changed(line.line, line.source, _IN_SETUP, todo)
         for source in self.arguments.exports.values():
             self._check_shell(self.launch.line, source)
+
+    def _defaults(self) -> None:
+        """Report the values that were taken for `${NAME:-VALUE}`."""
+        kept = {line.line for line in self.setup}
+        for source, value in self.values.defaults.items():
+            name = re.match(r"\$\{(\w+)", source)
+            for number, row in enumerate(self.text.split("\n"), start=1):
+                if source in row and number not in kept and name:
+                    why = f"is {value!r} in the job file, whatever {name[1]} is at `hpml submit`"
+                    self.report.changed(
+                        number, source, why, "change it in the job file, or by --set"
+                    )
 
     def _check_shell(self, line: int, source: str) -> None:
         """Refuse a line of setup that does not find there what the script gives it."""
@@ -458,8 +464,8 @@ class _Import:
         results: list[dict[str, str]] = []
         for (source, target), result in zip(copies.collected(), copies.results, strict=True):
             entry = {"source": source, "target": self.place.path(target)}
-            where = f"{entry['target']}/RUN/NODE/{os.path.basename(source).strip('{}')}"
-            why = f"each node's results come back to {where}"
+            where = f"{entry['target']}/RUN/NODE/{os.path.basename(source)}"
+            why = f"all of each node's {source} comes back to {where}"
             self.report.changed(result.line, result.text, why)
             if entry not in results:
                 results.append(entry)

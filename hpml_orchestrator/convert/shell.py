@@ -278,7 +278,7 @@ class _Splitter:
                     tuple(text for kind, text, _ in command if kind == wanted)
                     for wanted in ("word", "redirect")
                 )
-                source = self.text[first:end]
+                source = self.text[first:end].rstrip()
                 yield Command(operator, self._line(first), source, words, redirects)
             if command or text != "\n":  # a line may end behind `&&`
                 operator = text

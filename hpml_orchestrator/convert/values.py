@@ -13,17 +13,15 @@ import re
 from typing import TYPE_CHECKING
 
 from hpml_orchestrator.convert.shell import ASSIGNMENT, array_words, word_parts
+from hpml_orchestrator.spec.text import NODE_DIRECTORIES
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping
 
-__all__ = ["HOLE", "LOCAL_NAMES", "Values", "has_hole", "hole_names", "shown"]
+__all__ = ["HOLE", "Values", "has_hole", "hole_names", "shown"]
 
 HOLE = re.compile("\0([^\0]*)\0")
-LOCAL_NAMES = frozenset("TMPDIR SLURM_TMPDIR LOCAL_SCRATCH LOCALSCRATCH LSCRATCH JOBFS".split())
-"""Variables that name a directory on the node's own disk."""
-
-_STABLE = LOCAL_NAMES | frozenset(  # mean the same at any time in the job
+_STABLE = NODE_DIRECTORIES | frozenset(  # mean the same at any time in the job
     "SLURM_JOB_ID SLURM_JOBID SLURM_ARRAY_JOB_ID SLURM_ARRAY_TASK_ID HOME USER".split()
 )
 _SIMPLE = re.compile(r"\$(\w+|[@*#?$!-])|\$\{(\w+|[@*#])(?:\[[@*]\])?\}", re.ASCII)
@@ -72,6 +70,7 @@ class Values:
         directory: where the script is now; empty if only the job knows.
         variables: of the script; None for a value that only the job knows.
         sourced: whether a file that is not read may have set anything.
+        defaults: expansions such as `${NAME:-VALUE}` and the value that was taken for each.
     """
 
     def __init__(
@@ -82,6 +81,7 @@ class Values:
         self.directory = directory
         self.variables: dict[str, tuple[str, ...] | None] = {}
         self.sourced = False
+        self.defaults: dict[str, str] = {}
         self._functions: set[str] = set()  # variables that functions may set at any time
 
     def assign(self, source: str) -> tuple[str, str]:
@@ -159,7 +159,7 @@ class Values:
 
         def given(match: re.Match[str]) -> str:
             name = hole_names(match[0])[0]
-            fixed = name in self.variables or name in LOCAL_NAMES or self.sourced
+            fixed = name in self.variables or name in NODE_DIRECTORIES or self.sourced
             return match[0] if fixed else self.environment.get(name, match[0])
 
         return HOLE.sub(given, value)
@@ -176,7 +176,11 @@ class Values:
             items = self._lookup(name)
             if items is None and name not in self.variables and not self.sourced:
                 given = self.environment.get(name, "") if not name.startswith("SLURM") else ""
-                return hole if name in _STABLE else [given or default]
+                if name in _STABLE:
+                    return hole
+                if not (name.isdigit() or name.startswith("SLURM")):
+                    self.defaults[source] = given or default
+                return [given or default]
             return hole if items is None else [*items[:1]] if any(items) else [default]
         if match := _SIMPLE.fullmatch(source):
             items = self._lookup(match[1] or match[2])

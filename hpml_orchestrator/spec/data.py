@@ -70,7 +70,7 @@ class Collect(Model):
     @field_validator("source")
     @classmethod
     def _source(cls, value: str) -> str:
-        if not re.match(r"/|\{(local\.dir|shm\.dir|stage\.\w+)\}(/|$)", value):
+        if not re.match(r"/|\{(local\.dir|shm\.dir|stage\.\w+|env\.\w+)\}(/|$)", value):
             raise ValueError(
                 "must be a path on the nodes: begin it with {local.dir}, {shm.dir} or {stage.NAME}"
             )

@@ -20,6 +20,7 @@ from hpml_orchestrator.spec.shell import ignores_arguments
 from hpml_orchestrator.spec.text import (
     BRACES,
     FIXED_PLACEHOLDERS,
+    NODE_DIRECTORIES,
     PER_RANK,
     PLACEHOLDER,
     intended_placeholder,
@@ -278,7 +279,8 @@ def _fault_of(name: str, known: Sequence[str], *, needed: Mapping[str, str], at_
         return ""
     if root == "env" and not rest[:1].isdigit():
         if at_start:
-            return f"{{{name}}} is not known here: it is read after environment.setup"
+            late = f"{{{name}}} is not known here: it is read after environment.setup"
+            return "" if rest in NODE_DIRECTORIES else late
         per_rank = f"{{{name}}} is not the same in all ranks: read {rest} in the program"
         return per_rank if rest in PER_RANK else ""
     return _names_nothing(f"{{{name}}}", nearest(name, [*FIXED_PLACEHOLDERS, *known]))

@@ -36,6 +36,14 @@ def test_the_job_file_and_the_report(hpml: Hpml, script: str) -> None:
     assert (first["line"], first["text"], first["kind"]) == (2, "--clusters=other", "lost")
 
 
+def test_a_reason_and_a_hint_are_printed_once(hpml: Hpml, script: str, shell: Shell) -> None:
+    """Lines with one reason stand together."""
+    (shell.root / script).write_text(SCRIPT.replace("echo hello", "ulimit -n 9\numask 2"))
+    error = hpml("import", script).err
+    assert "job.sh:3: changed: ulimit -n 9\njob.sh:4: changed: umask 2\n    kept in" in error
+    assert error.count("a line that fails ends the job") == 1
+
+
 def test_a_file_is_replaced_only_with_force(hpml: Hpml, script: str, shell: Shell) -> None:
     """What is made is rendered as any job file; an existing file stays as it is."""
     made = hpml("import", script).out

@@ -383,10 +383,15 @@ wait
 trap 'rsync -a $TMPDIR/out/ results/' EXIT
 python train.py --out $TMPDIR/out
 """, 2, "nothing after the program"),
-    "results of a directory that no argument names": (r"""
-python train.py
-cp -r $TMPDIR/out results/
+    "results among all else on the disk": (r"""
+python train.py --out $TMPDIR/out
+cp $TMPDIR/*.pt results/
 """, 3, "would lose it"),
+    "results of another directory than at the start": (r"""
+TMPDIR=$(mktemp -d)
+python train.py --out $TMPDIR/out
+cp -r $TMPDIR/out results/
+""", 4, "would lose it"),
     "results to another machine": (r"""
 python train.py --out $TMPDIR/out
 rsync -a $TMPDIR/out/ login1:results/
@@ -404,6 +409,11 @@ tar czf out.tgz -C $TMPDIR out
 python train.py --out $TMPDIR/out
 if [ -f $TMPDIR/out/best.pt ]; then cp $TMPDIR/out/best.pt .; fi
 """, 3, "would lose it"),
+    "results in a condition, by a variable": (r"""
+OUT=$TMPDIR/out
+python train.py --out $OUT
+if [ -f $OUT/best.pt ]; then cp $OUT/best.pt .; fi
+""", 4, "would lose it"),
     "fewer GPUs by a variable": (r"""
 #SBATCH --gres=gpu:4
 export CUDA_VISIBLE_DEVICES=0,1

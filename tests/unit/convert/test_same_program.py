@@ -7,6 +7,7 @@ import json
 import os
 import re
 import shlex
+import shutil
 import subprocess
 import sys
 from collections import Counter
@@ -214,45 +215,91 @@ def megabytes(text: str) -> str:
     return str(int(value) * {"": 1, "M": 1, "G": 1024, "T": 1024**2}[unit])
 
 
-STAGES = """\
-#!/bin/bash
-#SBATCH -c 1 --time=5
-mkdir -p $TMPDIR/data $TMPDIR/out
-cp -r set $TMPDIR/data/
-tar -xf more.tar -C $TMPDIR/data
-ls $TMPDIR/data
-python train.py --data $TMPDIR/data/set --more=$TMPDIR/data/m.txt --output_dir=$TMPDIR/out
-cp -r $TMPDIR/out/. results/$SLURM_JOB_ID/
-rm -rf $TMPDIR/data
-"""
+# Programs on data that the script brings to the node: `train.py OUT FILE…` says what it found.
+COPIES = {
+    "staged": r"""
+mkdir -p $LOCAL_SCRATCH/data $LOCAL_SCRATCH/out
+cp -r set $LOCAL_SCRATCH/data/
+tar -xf more.tar -C $LOCAL_SCRATCH/data
+ls $LOCAL_SCRATCH/data
+python train.py --output_dir=$LOCAL_SCRATCH/out $LOCAL_SCRATCH/data/set $LOCAL_SCRATCH/data/m.txt
+cp -r $LOCAL_SCRATCH/out/. results/$SLURM_JOB_ID/
+rm -rf $LOCAL_SCRATCH/data
+""",
+    "a directory of its own, and all of its results by a pattern": r"""
+WORK=$LOCAL_SCRATCH/work
+mkdir -p $WORK/out
+cp -r set $WORK/
+cp c.txt $WORK/
+cd $WORK
+python $SLURM_SUBMIT_DIR/train.py --output_dir=$WORK/out $WORK/set c.txt
+cp -r $WORK/out/* $SLURM_SUBMIT_DIR/results/
+""",
+    "paths from a directory on the node": r"""
+mkdir -p ${LOCAL_SCRATCH}/job/out
+cd ${LOCAL_SCRATCH}/job
+cp $SLURM_SUBMIT_DIR/c.txt .
+python $SLURM_SUBMIT_DIR/train.py --output_dir=out c.txt
+cp out/found.txt $SLURM_SUBMIT_DIR/results/
+cd $SLURM_SUBMIT_DIR
+echo done
+""",
+    "data beside the results": r"""
+OUT=$LOCAL_SCRATCH/out
+mkdir -p $OUT
+cp c.txt $OUT/
+python train.py --output_dir=$OUT $OUT $OUT/c.txt
+rsync -a $OUT results/
+""",
+    "a directory that no argument names": r"""
+mkdir $LOCAL_SCRATCH/out
+python train.py c.txt
+mv $LOCAL_SCRATCH/out results/
+""",
+}
 TRAIN = """\
-import pathlib, sys
-data, more, out = sys.argv[2], sys.argv[3].partition("=")[2], sys.argv[4].partition("=")[2]
-found = sorted(path.name for path in pathlib.Path(data).iterdir())
-pathlib.Path(out, "found.txt").write_text(f"{found} {pathlib.Path(more).read_text()}")
+import os, pathlib, sys
+out = pathlib.Path(os.environ["LOCAL_SCRATCH"], "out")
+if sys.argv[1].startswith("-"):
+    out = pathlib.Path(sys.argv.pop(1).partition("=")[2])
+found = [
+    sorted(one.name for one in path.iterdir()) if path.is_dir() else path.read_text()
+    for path in map(pathlib.Path, sys.argv[1:])
+]
+(out / "found.txt").write_text(str(found))
 """
 
 
-def test_copies_to_the_node_and_back_are_staged_and_collected(tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", COPIES)
+def test_copies_to_the_node_and_back_do_the_same(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The program finds the same data, and its results come back, in a real job."""
+    if "rsync" in COPIES[name] and not shutil.which("rsync"):
+        pytest.skip("no rsync")
     desk = Desk(tmp_path)
-    for name in ("set", "node", "node/out", "results/4711"):
-        (tmp_path / name).mkdir(parents=True)
+    for directory in ("set", "node", "original", "results/4711"):
+        (tmp_path / directory).mkdir(parents=True)
     (tmp_path / "set/a.txt").write_text("a")
+    (tmp_path / "c.txt").write_text("config")
     (tmp_path / "m.txt").write_text("more")
     subprocess.run(["tar", "-cf", "more.tar", "m.txt"], cwd=tmp_path, check=True)
     (tmp_path / "m.txt").unlink()
     (tmp_path / "train.py").write_text(TRAIN)
-    (tmp_path / "job.sh").write_text(STAGES.replace("python", sys.executable))
-    environment = os.environ | {"TMPDIR": f"{tmp_path}/node", "SLURM_JOB_ID": "4711"}
-    subprocess.run(["bash", "job.sh"], cwd=tmp_path, env=environment, check=True, timeout=60)
-    wanted = (tmp_path / "results/4711/found.txt").read_text()
+    header = "#!/bin/bash\n#SBATCH -c 1 --time=5\nset -e"
+    (tmp_path / "job.sh").write_text(header + COPIES[name].replace("python", sys.executable))
+    own = {"SLURM_JOB_ID": "4711", "SLURM_SUBMIT_DIR": str(tmp_path)}
+    own["LOCAL_SCRATCH"] = f"{tmp_path}/original"
+    subprocess.run(["bash", "job.sh"], cwd=tmp_path, env=os.environ | own, check=True, timeout=60)
+    (wanted,) = (tmp_path / "results").rglob("found.txt")
+    text = wanted.read_text()
+    wanted.unlink()
+    monkeypatch.setenv("LOCAL_SCRATCH", f"{tmp_path}/node")
     desk.hpml("import", "job.sh", "-o", "job.yaml")
-    job = (tmp_path / "job.yaml").read_text()
-    assert "setup" not in job
+    assert ("stage:" in (tmp_path / "job.yaml").read_text()) == (name == "staged")
     desk.hpml("run", "--local", "job.yaml")
-    (found,) = (tmp_path / "results").glob("job-*/*/local.dir/found.txt")
-    assert found.read_text() == wanted
+    (found,) = (tmp_path / "results").rglob("found.txt")
+    assert found.read_text() == text
 
 
 @pytest.mark.parametrize("name", REFUSED)

@@ -139,6 +139,10 @@ def message_of(load: Load, text: str) -> str:
             "collect: [{source: '{local.dir}/{point.lr}', target: r}]",
             "collect.0.source: {point.lr} is not known here; results of each run are in TARGET/RUN",
         ),
+        (
+            "collect: [{source: '{env.OUT}/a', target: r}]",
+            "collect.0.source: {env.OUT} is not known here: it is read after environment.setup",
+        ),
         ("stage: [{name: D, source: s}]", "stage.0.name: must be lower-case letters, digits"),
         ("stage: [{name: d, source: s, kind: rar}]", "stage.0.kind: must be 'auto', 'file', 'tre"),
         ("stage: [{name: d, source: s, target: x}]", "stage.0.target: must be shm, local, auto"),
