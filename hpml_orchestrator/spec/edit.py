@@ -49,8 +49,14 @@ def _is_flow(node: Node | None) -> bool:
 def flow_text(value: Any) -> str:
     """Return a value on one line: `{name: digits, target: shm}`."""
     if isinstance(value, str):  # in a list, since a text such as `a{b}` needs quotes there only
-        return _dumped([value], flow=True).strip()[1:-1]
-    return _dumped(value, flow=True).removesuffix("\n...").strip()
+        text = _dumped([value], flow=True).strip()[1:-1]
+    else:
+        text = _dumped(value, flow=True).removesuffix("\n...").strip()
+    try:  # the reader does not take each plain text that the writer leaves, such as `{a: :a}`
+        is_same = YAML(typ="safe", pure=True).load(f"a: {text}\n") == {"a": value}
+    except YAMLError:
+        is_same = False
+    return text if is_same else json.dumps(value, ensure_ascii=False)
 
 
 def _beside(value: Any, around: Node | None) -> str:

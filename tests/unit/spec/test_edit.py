@@ -7,7 +7,7 @@ import json
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from hpml_orchestrator.spec.document import parse_yaml
@@ -104,6 +104,7 @@ FIELDS = st.dictionaries(KEYS, st.dictionaries(KEYS, VALUES, max_size=3), min_si
 
 
 @settings(max_examples=50)
+@example({"a": {"a": 1}}, "a", "a", {"a": ":a"})
 @given(FIELDS, KEYS, KEYS, VALUES)
 def test_what_is_written_is_read_again(
     fields: dict[str, Any], top: str, inner: str, value: Any
