@@ -372,9 +372,9 @@ def _take_lease(directory: Path, now: float) -> str:
                 write_json(newest, record)
             return ""
         if other and owner_is_alive(other) and age < _LEASE_SECONDS:
-            return f"process {other.pid} on {other.hostname}, which carries this sweep on"
+            return f"process {other.pid} on {other.hostname} is already running this sweep"
     if not create_json(directory / f"controller.{number + 1}.json", record):
-        return "another process, which is taking this sweep over"
+        return "another process is taking this sweep over"
     for earlier in leases.values():
         earlier.unlink(missing_ok=True)
     return ""
