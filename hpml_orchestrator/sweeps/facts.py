@@ -66,6 +66,7 @@ class Target:
 
     Attributes:
         accuracy: to which the times belong.
+        beforehand: whether the plan named it before the first run was submitted.
         every_epochs: interval of the evaluations, the resolution of the time.
         reached: how many of the complete runs and timeouts reached the target.
         unknown: complete runs of which no time to this target is known; they are in no other count.
@@ -73,6 +74,7 @@ class Target:
     """
 
     accuracy: float
+    beforehand: bool
     every_epochs: float | None
     reached: int
     unknown: int
@@ -200,7 +202,8 @@ class Notice:
     """What a reader has to know before believing the figures.
 
     Attributes:
-        status: `loud` if it may change the answer.
+        status: `loud` if it may change the answer; of the twelve ways to fool the masses whether
+            the report answers them: `ok`, `not answered` or `does not apply`.
     """
 
     title: str
@@ -243,6 +246,7 @@ class Report:
     best: int | None = None
     notices: tuple[Notice, ...] = ()
     fits: tuple[FittedModel, ...] = ()
+    checks: tuple[Notice, ...] = ()
 
     @property
     def scaling(self) -> bool:

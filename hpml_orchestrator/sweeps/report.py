@@ -98,7 +98,7 @@ def build(plan: SweepPlan, rows: Sequence[Row]) -> Report:
         provenance=_provenance(plan, rows),
     )
     report = _ranked(report, paired=_in_blocks(plan))
-    return replace(
+    report = replace(
         report,
         fits=tuple(_fits(report)),
         notices=tuple(
@@ -112,6 +112,7 @@ def build(plan: SweepPlan, rows: Sequence[Row]) -> Report:
         question=wording.question(report),
         answer=tuple(trial.sentences(plan, rows) if plan.trial else wording.answer(report)),
     )
+    return replace(report, checks=wording.checklist(report))
 
 
 def _complete(row: Row) -> bool:
@@ -232,7 +233,7 @@ def _setting(
         blocks={repeat: value for repeat, value in figures.items() if value is not None}
         if _in_blocks(plan)
         else {},
-        target=target_of(rows, aim),
+        target=target_of(plan, rows, aim),
         ran=_ran(complete or pairs),
         means={name: mean for name, mean in means.items() if mean is not None},
         phases=_mean_phases(runs),

@@ -26,7 +26,7 @@ def aim_of(plan: SweepPlan, rows: Sequence[Row]) -> float | None:
     return told.pop() if len(told) == 1 else None
 
 
-def target_of(rows: Sequence[Row], aim: float | None) -> Target | None:
+def target_of(plan: SweepPlan, rows: Sequence[Row], aim: float | None) -> Target | None:
     """Return the time to accuracy of the runs that had the chance: complete ones and timeouts."""
     tried = [row for row in rows if row.state == MEASURED or row.state in TIMED_OUT]
     if aim is None:
@@ -43,8 +43,10 @@ def target_of(rows: Sequence[Row], aim: float | None) -> Target | None:
         for row, time in zip(known, times, strict=True)
     ]
     reached = [time is not None for time in times]
+    first = min((row.queued or row.started or plan.created for row in rows), default=plan.created)
     return Target(
         accuracy=aim,
+        beforehand=plan.sweep.get("target_accuracy") == aim and plan.created <= first,
         every_epochs=next((row.evaluation_every for row in known if row.evaluation_every), None),
         reached=sum(reached),
         unknown=len(tried) - len(known),

@@ -22,6 +22,7 @@ from hpml_orchestrator.sweeps.facts import (
     NOT_ATTEMPTED,
     PARTS,
     Costs,
+    Notice,
     Report,
     Setting,
 )
@@ -35,6 +36,7 @@ __all__ = [
     "answer",
     "attempts_text",
     "axis_text",
+    "checklist",
     "environment",
     "estimate_text",
     "question",
@@ -394,3 +396,14 @@ def _runs(setting: Setting) -> str:
     of_all = "" if setting.runs == setting.planned else f" of {setting.planned} planned"
     median = "median of " if setting.runs > 1 else ""
     return f"{median}{counted(setting.runs, 'run')}{of_all}, {'' if interval else 'no '}95 % CI"
+
+
+def checklist(report: Report) -> tuple[Notice, ...]:
+    """Return how the report answers each of the twelve ways to fool the masses.
+
+    Source: Hoefler, "Twelve ways to fool the masses when reporting performance of deep learning
+    workloads" (2018).
+    """
+    lines = environment("md").get_template("checklist.j2").render(report=report).splitlines()
+    checks = [line.strip().split(" | ", 2) for line in lines if line.strip()]
+    return tuple(Notice(way, text, status) for way, status, text in checks)

@@ -305,12 +305,16 @@ def test_the_time_to_the_target_is_that_to_the_target() -> None:
     for (wanted, _), recorded in zip(scales, [(), *evaluations], strict=True):
         report = build(*aimed(strong(evaluations=recorded), wanted))
         targets = {
-            (one.target.accuracy, one.target.seconds.value < 6)
+            (one.target.accuracy, one.target.beforehand, one.target.seconds.value < 6)
             for one in report.settings
             if one.target
         }
         found += [*targets]
-    assert found == [(0.95, False), (0.5, True), (0.95, False)]
+    assert found == [(0.95, True, False), (0.5, True, True), (0.95, False, False)]
+    late = replace(scaling()[0], created=scaling()[0].created + 1)
+    target = build(*aimed((late, scaling()[1]), 0.95)).settings[0].target
+    assert target
+    assert not target.beforehand
 
 
 def test_of_many_equal_settings_none_is_called_different() -> None:
@@ -437,3 +441,32 @@ def test_each_series_has_its_own_baseline() -> None:
     assert "8 nodes, lr=0.2 are among the fastest of 8 settings: 4.69" in report.answer[0]
     assert "as fast as 1 node, lr=0.2 at" in report.answer[0]
     assert report.answer[0].endswith("not distinguishable from 8 nodes, lr=0.1.")
+
+
+@pytest.mark.parametrize(
+    ("make", "answers"),
+    [
+        (scaling, "++++++++--+-"),
+        (lambda: aimed(scaling(), 0.95), "++++++++-++-"),
+        (lambda: strong(AT_8, accuracy=0.1), "-+++++++--+-"),
+        (lambda: strong(accuracy_name="accuracy"), "+-+++++---+-"),
+        (lambda: strong(FIRST, hardware=""), "+++-++++--+-"),
+        (lambda: silent(scaling(target=None)), "--+++++---+-"),
+        (search, "++++++++-0-0"),
+        (lambda: (scaling()[0], []), "--+---+-----"),
+    ],
+    ids=[
+        "strong",
+        "target in the plan",
+        "accuracy lost",
+        "no test accuracy",
+        "hardware of one unknown",
+        "no accuracy",
+        "search",
+        "nothing yet",
+    ],
+)
+def test_the_twelve_ways_are_answered_from_the_data(make: Callable[[], Any], answers: str) -> None:
+    """+ ok, - not answered, 0 does not apply."""
+    signs = {"ok": "+", "not answered": "-", "does not apply": "0"}
+    assert "".join(signs[check.status] for check in build(*make()).checks) == answers

@@ -43,7 +43,7 @@ def shown(page: str) -> str:
 
 @pytest.mark.parametrize("name", SWEEPS)
 def test_a_report_says_the_same_in_every_form(name: str) -> None:
-    """Answer, notices and attempts stand in the page, in Markdown and in JSON."""
+    """Answer, notices, attempts and checks stand in the page, in Markdown and in JSON."""
     report = build(*SWEEPS[name]())
     page, markdown, facts = to_html(report), to_markdown(report), to_json(report)
     assert not re.findall(r'<script|(?:src|href)="(?!#|data:)|url\((?!#)', page)
@@ -51,6 +51,7 @@ def test_a_report_says_the_same_in_every_form(name: str) -> None:
         report.question,
         *report.answer,
         *(notice.text for notice in report.notices),
+        *(check.text for check in report.checks),
     ):
         assert sentence in shown(page)
         assert sentence in markdown
@@ -65,11 +66,14 @@ def test_a_report_says_the_same_in_every_form(name: str) -> None:
 @pytest.mark.parametrize(
     ("name", "words"),
     [
+        ("8 points", "Target 0.95, the program's own: the plan does not name it, so it may have"),
+        ("8 points", "chosen later; evaluated every epoch: reached by 7 of 8 runs."),
         ("8 points", "| job |"),
         ("8 points", "| sub-1.0 |"),
         ("200 trials", "Trials without a figure, which are not ranked"),
         ("200 trials", "| 0 of 1 | 1 pruned |"),
         ("200 trials", "| 0 of 1 | 1 out of memory |"),
+        ("never at the target", "evaluated every 2 epochs: reached by 0 of 24 runs."),
         ("never at the target", "| 0.95 | 0 of 6 | not reached | 2 epochs |"),
         ("grid", "| # | lr | amp | complete runs | test accuracy (median) |"),
         ("one point", "- only scale: 1 node (210 s in all)"),
