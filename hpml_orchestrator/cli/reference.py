@@ -54,6 +54,8 @@ hpml sweep tick
 hpml sweep report
     Open the report: hpml sweep report last --open
     As Markdown: hpml sweep report last --markdown
+hpml sweep compare
+    Before and after a change: hpml sweep compare digits-strong-20260102-030405-abcdef last
 hpml list
     List the five newest runs: hpml list -n 5
     Runs of the last two days that failed: hpml list --since 2d --state failed,timeout,out_of_memory

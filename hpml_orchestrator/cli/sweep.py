@@ -1,4 +1,4 @@
-"""Commands about sweeps: plan, run, tick, status, resume, cancel, report."""
+"""Commands about sweeps: plan, run, tick, status, resume, cancel, report, compare."""
 
 from __future__ import annotations
 
@@ -307,6 +307,39 @@ def report(
         typer.echo(str(path))
         if open_ and not webbrowser.open(path.as_uri()):
             notice("no browser here; open the file on your own machine")
+
+
+@group.command()
+def compare(
+    context: typer.Context,
+    before: SweepWord,
+    after: SweepWord,
+    output: Annotated[
+        str, typer.Option("--output", "-o", metavar="FILE", help="Write HTML there.")
+    ] = "",
+    as_json: JsonOption = False,
+) -> None:
+    """Compare two sweeps, such as before and after a change.
+
+    Prints Markdown, which says which differences can be distinguished from noise.
+    """
+    check_extra()
+    store, pages = store_of(context), _load("sweeps.pages")
+    both = [plan.resolve(store, word) for word in (before, after)]
+    kinds = [f"a {planned.mode} sweep {planned.unit}".rstrip() for planned in both]
+    if kinds[0] != kinds[1]:
+        hint = "compare two sweeps of one kind, such as before and after a change"
+        message = f"is {kinds[1]}, and {before} is {kinds[0]}"
+        raise InputError(message, field="SWEEP", value=after, hint=hint)
+    compared = _load("sweeps.compare").compare(*(_report(store, planned) for planned in both))
+    if as_json:
+        print_json(pages.to_json(compared))
+    elif output:
+        path = _path(output)
+        write_text(path, pages.to_html(compared))
+        typer.echo(str(path))
+    else:
+        typer.echo(pages.to_markdown(compared))
 
 
 def check_extra() -> None:

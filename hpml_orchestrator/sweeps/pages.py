@@ -1,4 +1,4 @@
-"""Write a report as HTML, Markdown or JSON.
+"""Write a report, or a comparison of two, as HTML, Markdown or JSON.
 
 The HTML is one file: its plots are in it, it needs no scripts and fetches nothing.
 """
@@ -14,33 +14,45 @@ from pydantic import TypeAdapter
 
 from hpml_orchestrator import __version__
 from hpml_orchestrator.sweeps import plots
+from hpml_orchestrator.sweeps.compare import Comparison
 from hpml_orchestrator.sweeps.facts import Report
 from hpml_orchestrator.sweeps.wording import environment
 
-__all__ = ["to_html", "to_json", "to_markdown"]
+__all__ = ["json_schema", "to_html", "to_json", "to_markdown"]
 
 
-def to_html(report: Report) -> str:
+def to_html(document: Report | Comparison) -> str:
     """Return a page that stands alone, for light and dark screens, phones and paper."""
+    drawn = plots.draw(document) if isinstance(document, Report) else []
     page = environment("html").get_template("page.html.j2")
     return page.render(
-        title=f"{report.name}: {report.question}",
-        body=_body("html", report, plots.draw(report)),
+        title=f"{document.name}: {document.question}",
+        body=_body("html", document, drawn),
         footer=f"hpml {__version__}",
     )
 
 
-def to_markdown(report: Report) -> str:
+def to_markdown(document: Report | Comparison) -> str:
     """Return the same facts as Markdown, without the plots."""
-    text = re.sub(r"[ \t]+\n", "\n", _body("md", report, []))
+    text = re.sub(r"[ \t]+\n", "\n", _body("md", document, []))
     return re.sub(r"\n{3,}", "\n\n", text).strip() + "\n"
 
 
-def to_json(report: Report) -> dict[str, Any]:
-    """Return all facts as JSON values; an infinite number is null."""
-    facts: dict[str, Any] = json.loads(TypeAdapter(Report).dump_json(report))
-    return facts
+def to_json(document: Report | Comparison) -> dict[str, Any]:
+    """Return all facts as JSON values; `json_schema` describes them."""
+    facts: dict[str, Any] = json.loads(TypeAdapter(type(document)).dump_json(document))
+    return facts  # an infinite number is null
 
 
-def _body(form: str, report: Report, drawn: Sequence[plots.Plot]) -> str:
-    return environment(form).get_template("report.j2").render(report=report, plots=drawn)
+def json_schema() -> dict[str, Any]:
+    """Return the JSON Schema (2020-12) of what `to_json` returns."""
+    schema = TypeAdapter(Report | Comparison).json_schema(mode="serialization")
+    for kind, name in (("Estimate", "value"), ("Interval", "high")):
+        schema["$defs"][kind]["properties"][name]["type"] = ["number", "null"]  # null: infinite
+    dialect = "https://json-schema.org/draft/2020-12/schema"
+    return {"$schema": dialect, "title": "hpml sweep report or comparison", **schema}
+
+
+def _body(form: str, document: Report | Comparison, drawn: Sequence[plots.Plot]) -> str:
+    name = "report" if isinstance(document, Report) else "comparison"
+    return environment(form).get_template(f"{name}.j2").render({name: document}, plots=drawn)

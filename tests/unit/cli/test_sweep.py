@@ -68,6 +68,15 @@ def test_show_names_a_point_with_its_values(swept: list[str], hpml: Hpml) -> Non
         assert f"\npoint      {point['point']} of {swept[0]}: {values}\n" in lines
 
 
+def test_two_sweeps_of_one_kind_compare(swept: list[str], hpml: Hpml, tmp_path: Path) -> None:
+    """Before and after, as text and as a page."""
+    newest, oldest = swept
+    assert "lr=0.1" in hpml("sweep", "compare", oldest, newest).out
+    page = tmp_path / "compare.html"
+    assert hpml("sweep", "compare", oldest, newest, "-o", str(page)).code == 0
+    assert page.read_text().startswith("<!doctype html>")
+
+
 def test_a_terminal_shows_a_bar(shell: Shell, job: str) -> None:
     """It goes away at the end; the table stays."""
     words = ("--grid", "lr=1,2", "--repeats", "1", "--local")

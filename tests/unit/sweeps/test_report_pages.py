@@ -13,9 +13,12 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import jsonschema
 import pytest
 
-from hpml_orchestrator.sweeps.pages import to_html, to_json, to_markdown
+from hpml_orchestrator import assets
+from hpml_orchestrator.sweeps.compare import compare
+from hpml_orchestrator.sweeps.pages import json_schema, to_html, to_json, to_markdown
 from hpml_orchestrator.sweeps.plots import draw
 from hpml_orchestrator.sweeps.report import build
 from tests.unit.sweeps.sweep_rows import grid, scaling, search
@@ -61,6 +64,7 @@ def test_a_report_says_the_same_in_every_form(name: str) -> None:
     for table in re.findall(r"(?:^\|.*\n)+", markdown, flags=re.MULTILINE):
         assert len({re.sub(r"\\\|", "", line).count("|") for line in table.splitlines()}) == 1
     json.dumps(facts, allow_nan=False)
+    jsonschema.validate(facts, json_schema())
 
 
 @pytest.mark.parametrize(
@@ -86,6 +90,14 @@ def test_what_the_page_adds_to_the_facts(name: str, words: str) -> None:
     assert words in to_markdown(build(*SWEEPS[name]()))
 
 
+def test_the_schema_in_the_repository_is_current() -> None:
+    """It is what `json_schema` returns; a report of another version would fail it."""
+    schema = assets.path("templates/report/report.schema.json").read_text("utf-8")
+    assert schema == json.dumps(json_schema(), indent=2, ensure_ascii=False) + "\n"
+    with pytest.raises(jsonschema.ValidationError):
+        jsonschema.validate({"version": 1}, json_schema())
+
+
 def test_hostile_names_stay_text() -> None:
     """Names and reasons come from users and programs: neither the page nor a table breaks."""
     plan, rows = grid({"--x": ["<script>alert(1)</script>", "a|b"]}, repeats=1)
@@ -106,7 +118,7 @@ def test_plots_stay_small() -> None:
 
 def test_without_a_package_the_user_is_told_what_to_install() -> None:
     """One line with the command, not a traceback."""
-    program = "import sys; sys.modules['matplotlib'] = None; sys.argv[1:] = 'sweep report last'"
+    program = "import sys; sys.modules['matplotlib'] = None; sys.argv[1:] = 'sweep compare a b'"
     program += ".split(); from hpml_orchestrator.cli.__main__ import run; run()"
     command = [sys.executable, "-c", program]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
@@ -114,6 +126,46 @@ def test_without_a_package_the_user_is_told_what_to_install() -> None:
     assert "matplotlib" in done.stderr
     assert "pip install 'hpml-orchestrator[sweep]'" in done.stderr
     assert "Traceback" not in done.stderr
+
+
+def faster_at_8(row: Any) -> Any:
+    """Half the time on 8 nodes, with another commit."""
+    seconds = row.total_seconds / 2 if row.world_size == 8 else row.total_seconds
+    return replace(row, total_seconds=seconds, code="9f9f9f9")
+
+
+def worse_at_8(row: Any) -> Any:
+    """Half the time on 8 nodes, at which the program does not learn."""
+    faster = faster_at_8(row)
+    return replace(faster, accuracy=0.1) if row.world_size == 8 else faster
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "sentence"),
+    [
+        ({}, {"change": faster_at_8}, "the second is faster in 1, slower in 0, and not dist"),
+        ({"change": faster_at_8}, {}, "the second is faster in 0, slower in 1, and not dist"),
+        ({}, {}, "not distinguishable in 4."),
+        ({}, {"repeats": 3}, "4 cannot be judged with fewer than 6 runs on a side."),
+        ({}, {"scales": (3, 5)}, "No setting is complete in both sweeps"),
+        ({}, {"change": worse_at_8}, "not distinguishable in 3; 1 cannot be compared."),
+    ],
+    ids=["faster", "slower", "the same", "few runs", "other scales", "other accuracy"],
+)
+def test_a_comparison_says_what_is_distinguishable(
+    before: dict[str, Any], after: dict[str, Any], sentence: str
+) -> None:
+    """In all three forms; different code is named."""
+    reports = [build(*scaling(**fields)) for fields in (before, after)]
+    comparison = compare(*reports)
+    assert sentence in comparison.answer[0]
+    assert sentence in shown(to_html(comparison))
+    assert sentence in to_markdown(comparison)
+    jsonschema.validate(to_json(comparison), json_schema())
+    changed_code = "change" in {**before, **after}
+    assert ("Different conditions" in [one.title for one in comparison.notices]) == changed_code
+    assert all(pair.before or pair.after for pair in comparison.pairs)
+    assert ("scales" in after) == any(not pair.before for pair in comparison.pairs)
 
 
 def test_chromium_shows_it_on_a_phone_and_on_a_desk(tmp_path: Path) -> None:

@@ -1,0 +1,162 @@
+"""Set two sweeps side by side, such as before and after a change."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+
+from hpml_orchestrator.errors import counted
+from hpml_orchestrator.records.texts import first_few
+from hpml_orchestrator.sweeps import statistics
+from hpml_orchestrator.sweeps.facts import TIMED_OUT, Costs, Notice, Report, Setting
+from hpml_orchestrator.sweeps.notices import other_work, timed_out, unequal
+from hpml_orchestrator.sweeps.statistics import MIN_REPEATS, Speedup
+from hpml_orchestrator.sweeps.wording import estimate_text
+
+__all__ = ["Comparison", "Pair", "compare"]
+
+_MOST_DOUBTS = 3
+_CONDITIONS = ("base job", "scheduler", "code", "environment", "hardware", "device", "binding")
+
+
+@dataclass(frozen=True)
+class Pair:
+    """One setting as two sweeps measured it; None where a sweep has no complete run of it.
+
+    Attributes:
+        speedup: seconds before / seconds after, above 1 where `after` is faster.
+        verdict: `faster`, `slower`, `not distinguishable`, or `unknown`: with too few runs, or if
+            `doubt` gives a reason against comparing the times.
+        doubt: runs timed out, did another amount of work, or reached another accuracy.
+    """
+
+    label: str
+    before: Setting | None
+    after: Setting | None
+    speedup: Speedup | None
+    verdict: str
+    doubt: str = ""
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """What differs between two sweeps, and whether the data can tell.
+
+    Attributes:
+        notices: what differs besides the change, or restricts the comparison.
+        costs: of all attempts, before and after.
+    """
+
+    version: int
+    name: str
+    question: str
+    answer: tuple[str, ...]
+    notices: tuple[Notice, ...]
+    pairs: tuple[Pair, ...]
+    costs: tuple[Costs, Costs]
+
+
+def compare(before: Report, after: Report) -> Comparison:
+    """Compare two reports setting by setting: equal scales and values of the axes."""
+    old, new = (
+        {repr((one.scale, one.values)): one for one in report.settings if one.runs}
+        for report in (before, after)
+    )
+    pairs = _judged([_pair(old.get(key), new.get(key)) for key in {**old, **new}])
+    return Comparison(
+        version=1,
+        name=f"{before.name} and {after.name}",
+        question=f"What changed from {before.id} to {after.id}?",
+        answer=tuple(_answer(pairs)),
+        notices=tuple(_notices(before, after)),
+        pairs=tuple(pairs),
+        costs=(before.costs, after.costs),
+    )
+
+
+def _pair(before: Setting | None, after: Setting | None) -> Pair:
+    if before and after:
+        seconds = before.samples["total_seconds"], after.samples["total_seconds"]
+        doubts = [
+            timed_out(sum(one.missing.get(state, 0) for state in TIMED_OUT), one.runs)
+            for one in (before, after)
+        ]
+        doubts += [other_work(after, before), unequal(after, before)]
+        doubt = "; ".join(dict.fromkeys(filter(None, doubts)))
+        return Pair(before.label, before, after, statistics.speedup(*seconds), "unknown", doubt)
+    label = "".join(one.label for one in (before, after) if one)
+    return Pair(label, before, after, None, "unknown")
+
+
+def _judged(pairs: Sequence[Pair]) -> list[Pair]:
+    """Return the pairs with their verdicts, corrected for how many there are."""
+    samples = {
+        place: (pair.before.samples["total_seconds"], pair.after.samples["total_seconds"])
+        for place, pair in enumerate(pairs)
+        if pair.before and pair.after and not pair.doubt
+    }
+    found = statistics.distinguishable([*samples.values()], comparisons=len(samples))
+    judged = list(pairs)
+    for place, differ in zip(samples, found, strict=True):
+        speedup = pairs[place].speedup
+        verdict = "faster" if speedup and speedup.value > 1 else "slower"
+        verdict = {None: "unknown", False: "not distinguishable"}.get(differ, verdict)
+        judged[place] = replace(pairs[place], verdict=verdict)
+    return judged
+
+
+def _answer(pairs: Sequence[Pair]) -> Iterable[str]:
+    compared = {pair.label: pair.speedup for pair in pairs if pair.speedup}
+    if not compared:
+        yield "No setting is complete in both sweeps, so there is nothing to compare."
+        return
+    verdicts = Counter(pair.verdict for pair in pairs if pair.speedup)
+    doubtful = [pair for pair in pairs if pair.doubt]
+    unknown = verdicts["unknown"] - len(doubtful)
+    few = f"; {unknown} cannot be judged with fewer than {MIN_REPEATS} runs on a side"
+    few = few if unknown else ""
+    few += f"; {len(doubtful)} cannot be compared" if doubtful else ""
+    yield (
+        f"Of {counted(len(compared), 'setting')} complete in both sweeps, the second is faster in "
+        f"{verdicts['faster']}, slower in {verdicts['slower']}, and not distinguishable in "
+        f"{verdicts['not distinguishable']}{few}."
+    )
+    for pair in doubtful[:_MOST_DOUBTS]:
+        yield f"The times of {pair.label} do not compare: {pair.doubt}."
+    for pair in doubtful:
+        del compared[pair.label]
+    if not compared:
+        return
+    different = {pair.label for pair in pairs if pair.verdict in {"faster", "slower"}}
+    sure = {label: one for label, one in compared.items() if label in different}
+    label, largest = max(
+        (sure or compared).items(), key=lambda pair: max(pair[1].value, 1 / pair[1].value)
+    )
+    yield (
+        f"The largest {'' if sure else 'apparent '}change is at {label}: the second is "
+        f"{estimate_text(largest)} times as fast."
+    )
+
+
+def _notices(before: Report, after: Report) -> Iterable[Notice]:
+    old, new = (
+        {name: report.provenance[name] for name in _CONDITIONS}
+        | {f"sweep file, {name}": value for name, value in report.provenance["sweep file"].items()}
+        for report in (before, after)
+    )
+    details = tuple(
+        f"{name}: {_text(old.get(name))} before, {_text(new.get(name))} after"
+        for name in {**old, **new}
+        if old.get(name) != new.get(name) and name not in {"sweep file, name", "sweep file, base"}
+    )
+    if details:
+        text = "The sweeps differ in more than their times."
+        yield Notice("Different conditions", text, "loud", details)
+    for when, report in (("before", before), ("after", after)):
+        for notice in report.notices:
+            yield replace(notice, title=f"{notice.title} ({when})", status="")
+
+
+def _text(value: object) -> str:
+    return first_few(value, 4) if value and isinstance(value, list) else str(value or "not known")
