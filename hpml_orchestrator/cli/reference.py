@@ -123,9 +123,10 @@ hpml bench
     Named nodes, as a health check: hpml bench --nodes node[1-3] --json
 hpml topo
     This node: hpml topo
-    A saved topology: hpml topo topo.txt
-    Where four ranks would run: hpml topo machine.xml --ranks 4
+    A saved topology, with a picture: hpml topo topo.txt --svg node.svg
+    Where four ranks would run: hpml topo machine.xml --ranks 4 --svg ranks.svg
     Where a job's ranks would run: hpml topo --plan job.yaml
+    Where a run's ranks ran: hpml topo --run last --svg ranks.svg
 hpml pack
     Pack a data set into archives of 2 GiB: hpml pack imagenet packed --shard-size 2G
     On a file system that is slow to open files: hpml pack imagenet packed --workers 32

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from hpml_orchestrator.cli.common import (
+    STANDARD_OUTPUT,
     JsonOption,
     SetOption,
     chosen_site,
@@ -16,9 +17,11 @@ from hpml_orchestrator.cli.common import (
     print_table,
     refuse_empty,
     refuse_with,
+    store_of,
 )
 from hpml_orchestrator.cli.process import refuse_gone_directory
-from hpml_orchestrator.cli.toponode import ShownNode, read_node, show_node
+from hpml_orchestrator.cli.toponode import ShownNode, read_node, show_node, show_run, write_picture
+from hpml_orchestrator.cli.topopicture import boxes_of_plan
 from hpml_orchestrator.errors import InputError, counted
 from hpml_orchestrator.placement.model import PLAN_COLUMNS, plan_json, plan_rows
 from hpml_orchestrator.placement.planner import plan
@@ -26,16 +29,27 @@ from hpml_orchestrator.script.directives import as_asked, whole_nodes
 from hpml_orchestrator.site.profile import kinds_for, site_for, topologies_of
 from hpml_orchestrator.spec.job import Policy
 from hpml_orchestrator.spec.load import load_job, parse_setting
-from hpml_orchestrator.topology.cpulist import parse_list
+from hpml_orchestrator.topology.cpulist import format_list, parse_list
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
     from hpml_orchestrator.spec.job import Job
     from hpml_orchestrator.spec.site import ResolvedSite
     from hpml_orchestrator.topology.model import Topology
 
 __all__ = ["topo"]
+
+_EXCLUDES = {
+    "--run": ("FILE", "--ranks", "--plan", "--policy", "--allowed-cpus"),
+    "--plan": ("--ranks", "--policy"),
+}
+_NEEDS = {
+    "--node": ("--run",),
+    "--set": ("--plan",),
+    "--policy": ("--ranks",),
+    "--allowed-cpus": ("--ranks", "--plan"),
+}
 
 
 def topo(
@@ -49,6 +63,15 @@ def topo(
         ),
     ] = None,
     as_json: JsonOption = False,
+    svg: Annotated[
+        str | None,
+        typer.Option(
+            "--svg",
+            metavar="FILE",
+            help="Write a picture (SVG); - prints it instead of the tables.",
+            show_default=False,
+        ),
+    ] = None,
     ranks: Annotated[
         int | None,
         typer.Option(
@@ -74,20 +97,56 @@ def topo(
         ),
     ] = None,
     settings: SetOption = [],
+    allowed_cpus: Annotated[
+        str | None,
+        typer.Option(
+            "--allowed-cpus",
+            metavar="LIST",
+            help="With --ranks or --plan: use only these CPUs, e.g. 0-15,64-79.",
+            show_default="all",
+        ),
+    ] = None,
+    run: Annotated[
+        str | None,
+        typer.Option(
+            "--run",
+            metavar="RUN",
+            help="Show a node of that run and where its ranks ran.",
+            show_default=False,
+        ),
+    ] = None,
+    node: Annotated[
+        str | None,
+        typer.Option(
+            "--node",
+            metavar="NODE",
+            help="With --run: the node to show.",
+            show_default="the node of the first rank",
+        ),
+    ] = None,
 ) -> None:
     """Show a node's NUMA domains, cores, GPUs and NICs, and which are near each other.
 
-    `--ranks` and `--plan` show which GPU, cores and network card each rank would get.
+    `--ranks` and `--plan` show which GPU, cores and network card each rank would get; `--run` shows
+    where the ranks of a run were bound.
     """
-    refuse_empty({"FILE": file, "--plan": job_file})
-    if job_file:
-        refuse_with("--plan", {"--ranks": ranks, "--policy": policy})
-    for option, given, needed, present in (
-        ("--set", settings, "--plan", job_file),
-        ("--policy", policy, "--ranks", ranks),
-    ):
-        if given and not present:
-            raise InputError(f"needs {needed}", field=option, hint="hpml topo --help")
+    given = {
+        "FILE": file,
+        "--svg": svg,
+        "--ranks": ranks,
+        "--policy": policy,
+        "--plan": job_file,
+        "--set": settings,
+        "--allowed-cpus": allowed_cpus,
+        "--run": run,
+        "--node": node,
+    }
+    _check(given)
+    if svg == STANDARD_OUTPUT:
+        refuse_with("--svg -", {"--json": as_json})
+    if run:
+        show_run(store_of(context), run, node or "", svg=svg, as_json=as_json)
+        return
     if job_file or file not in {None, "-"}:
         refuse_gone_directory()
     if job_file:
@@ -97,11 +156,22 @@ def topo(
         shown = read_node(file)
         request = Request(ranks or 0, policy or "gpu-local")
     if job_file or ranks:
-        show_plan(shown, request, as_json=as_json)
+        show_plan(shown, request, allowed_cpus or "", svg=svg, as_json=as_json)
     else:
-        show_node(shown, as_json=as_json)
-    if shown.usable:
+        show_node(shown, svg=svg, as_json=as_json)
+    if shown.usable and not allowed_cpus:
         typer.echo(f"note: this process may only use CPUs {shown.usable}", err=True)
+
+
+def _check(given: Mapping[str, object]) -> None:
+    """Refuse options that are empty, that exclude one another, or that need another."""
+    refuse_empty({option: value for option, value in given.items() if isinstance(value, str)})
+    for option, others in _EXCLUDES.items():
+        if given[option]:
+            refuse_with(option, {other: given[other] for other in others})
+    for option, others in _NEEDS.items():
+        if given[option] and not any(given[other] for other in others):
+            raise InputError(f"needs {' or '.join(others)}", field=option, hint="hpml topo --help")
 
 
 @dataclass(frozen=True)
@@ -177,48 +247,112 @@ def _site_node(job: Job, site: ResolvedSite) -> ShownNode | None:
     return None
 
 
-def show_plan(node: ShownNode, request: Request, *, as_json: bool) -> None:
-    """Print which GPU, cores and network card each rank of a node would get."""
+def show_plan(
+    node: ShownNode, request: Request, allowed_cpus: str, *, svg: str | None, as_json: bool
+) -> None:
+    """Print which GPU, cores and network card each rank of a node would get, and draw it.
+
+    Args:
+        node: the node.
+        request: what is to be planned.
+        allowed_cpus: the only CPUs to use, in the kernel's list format; empty for all usable ones.
+        svg: file to write a picture to, if any; with - it takes the table's place.
+        as_json: whether to print JSON.
+
+    Raises:
+        InputError: the allowed CPUs are not a list, or the node has none of them.
+    """
     topology, devices = node.topology, node.topology.devices
-    allowed = parse_list(node.usable) if node.usable else None
+    allowed = _allowed(topology, allowed_cpus or node.usable)
+    apart = () if allowed else _away_from_other_gpus(topology, request)
     few = request.gpus is not None and request.gpus < len(devices)
     planned = plan(
         topology,
         request.ranks,
         policy=request.policy,
         ranks_per_gpu=request.ranks_per_gpu,
-        allowed_cpus=allowed,
+        allowed_cpus=apart or allowed,
         visible_gpus=devices[: request.gpus] if few else None,
         loader_workers=request.loader_workers,
         smt=request.hardware_threads,
     )
     warnings = [*topology.warnings, *planned.warnings]
+    if foreign := set(allowed or ()) - topology.cpus:
+        warnings.append(f"this node does not have the allowed CPUs {format_list(foreign)}")
     if request.gpus is not None and request.gpus > len(devices):
         warnings.append(
             f"the job requests {counted(request.gpus, 'GPU')}, and this node has {len(devices)}"
         )
-    note = _note(topology, request)
+    cpus_note = "" if allowed else "the CPUs not next to other jobs' GPUs" if apart else "all CPUs"
+    note = _note(topology, request, cpus_note)
+    if svg is not None:
+        ranks = f"{counted(request.ranks, 'rank')} ({request.policy})"
+        write_picture(
+            topology, svg, title=f"{node.title}: plan of {ranks}", ranks=boxes_of_plan(planned)
+        )
     if as_json:
-        print_json({**plan_json(planned), "warnings": warnings, "notes": [note] if note else []})
+        notes = [note] if note else []
+        print_json({**plan_json(planned), "warnings": warnings, "notes": notes})
         return
-    print_table([column.upper() for column in PLAN_COLUMNS], plan_rows(planned))
+    if svg != STANDARD_OUTPUT:
+        print_table([column.upper() for column in PLAN_COLUMNS], plan_rows(planned))
     for warning in warnings:
         typer.echo(f"warning: {warning}", err=True)
     if note:
         typer.echo(f"note: {note}", err=True)
 
 
-def _note(topology: Topology, request: Request) -> str:
-    """Return which part of the node a job requests; empty if it is all of it."""
-    count, parts = len(topology.devices), []
-    few = request.gpus is not None and 0 < request.gpus < count
-    if request.cpus is not None and request.cpus < len(topology.cpus):
+def _allowed(topology: Topology, text: str) -> tuple[int, ...] | None:
+    """Return the CPUs of `--allowed-cpus`; None for all."""
+    if not text:
+        return None
+    try:
+        allowed = parse_list(text)
+    except ValueError:
+        raise InputError(
+            "must be a list of CPUs such as 0-7,64-71", field="--allowed-cpus", value=text
+        ) from None
+    if not topology.cpus.intersection(allowed):
+        raise InputError("contains none of the node's CPUs", field="--allowed-cpus", value=text)
+    return allowed
+
+
+def _away_from_other_gpus(topology: Topology, request: Request) -> tuple[int, ...]:
+    """Return the CPUs that are not next to GPUs of other jobs, for a job that gets part of a node.
+
+    Empty where that leaves out nothing, or leaves fewer CPUs than the job requests.
+    """
+    if not request.gpus or request.cpus is None:
+        return ()
+    own = {gpu.domain for gpu in topology.devices[: request.gpus]}
+    others = {gpu.domain for gpu in topology.devices[request.gpus :]} - own
+    if None in own or not others:
+        return ()
+    left = [
+        cpu for domain in topology.domains if domain.number not in others for cpu in domain.cpus
+    ]
+    return tuple(left) if request.cpus <= len(left) else ()
+
+
+def _note(topology: Topology, request: Request, cpus: str) -> str:
+    """Return which part of the node a job requests, where it is not all of it.
+
+    Args:
+        topology: the node.
+        request: what the job requests.
+        cpus: which CPUs the plan uses; empty where they were given.
+    """
+    count = len(topology.devices)
+    parts, used = [], [cpus] if cpus else []
+    if cpus and request.cpus is not None and request.cpus < len(topology.cpus):
         parts.append(f"{request.cpus} of {len(topology.cpus)} CPUs")
-    if few:
+    if request.gpus is not None and 0 < request.gpus < count:
         parts.append(f"{request.gpus} of {counted(count, 'GPU')}")
+        first = "GPU" if request.gpus == 1 else f"{request.gpus} GPUs"
+        used.append(f"the first {first}")
     if not parts:
         return ""
     return (
-        f"the job requests {' and '.join(parts)}, and Slurm decides which: "
-        f"this plan uses {'the first GPUs and ' * bool(few)}all CPUs"
+        f"the job requests {' and '.join(parts)}: Slurm decides which; "
+        f"this plan uses {' and '.join(used)}"
     )

@@ -1,18 +1,32 @@
-"""A node as tables or JSON: this one, or that of a file."""
+"""A node as tables, JSON or a picture: this one, that of a file, or one of a run."""
 
 from __future__ import annotations
 
 import os
-import re
 import sys
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import typer
 
-from hpml_orchestrator.cli.common import STANDARD_OUTPUT, print_json, print_table
-from hpml_orchestrator.errors import counted
-from hpml_orchestrator.topology.cpulist import format_list
+from hpml_orchestrator.cli.common import STANDARD_OUTPUT, one_run, print_json, print_table
+from hpml_orchestrator.cli.show import print_ranks
+from hpml_orchestrator.cli.topopicture import (
+    boxes_of_places,
+    boxes_of_plan,
+    names,
+    nearest_nics,
+    picture,
+)
+from hpml_orchestrator.errors import InputError, NotFoundError, RecordError, counted
+from hpml_orchestrator.placement.model import PLAN_COLUMNS, plan_json, plan_rows
+from hpml_orchestrator.placement.planfile import read
+from hpml_orchestrator.records.files import read_text
+from hpml_orchestrator.records.texts import first_few
+from hpml_orchestrator.runs.bound import bound_of, node_topology
+from hpml_orchestrator.runs.state import run_of
+from hpml_orchestrator.topology.cpulist import format_list, parse_list
 from hpml_orchestrator.topology.model import topology_json
 from hpml_orchestrator.topology.nvidia_smi import list_gpus
 from hpml_orchestrator.topology.recognise import (
@@ -24,14 +38,19 @@ from hpml_orchestrator.topology.recognise import (
 from hpml_orchestrator.topology.sysfs import read_sysfs
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Iterable, Iterator, Sequence
 
+    from hpml_orchestrator.cli.topopicture import RankBox
+    from hpml_orchestrator.placement.model import Plan
+    from hpml_orchestrator.records.store import Attempt, Store
+    from hpml_orchestrator.runs.bound import Bound, Place
     from hpml_orchestrator.topology.model import Topology
 
-__all__ = ["ShownNode", "read_node", "show_node"]
+__all__ = ["ShownNode", "read_node", "show_node", "show_run", "write_picture"]
 
 _GIB = 1024**3
-_NEAR = ("PIX", "PXB", "PHB", "NODE")
+_SUFFIX = ".topology.json"
+_NODES_SHOWN = 10
 
 
 @dataclass(frozen=True)
@@ -74,18 +93,47 @@ def read_node(file: str | None) -> ShownNode:
     return ShownNode(read_topology(file), os.path.basename(os.path.abspath(file)) or file)
 
 
-def show_node(node: ShownNode, *, as_json: bool) -> None:
-    """Print a node as tables or as JSON."""
+def show_node(node: ShownNode, *, svg: str | None, as_json: bool) -> None:
+    """Print a node, and draw it; a picture on standard output stands there alone."""
     topology = node.topology
+    if svg is not None:
+        write_picture(topology, svg, title=node.title)
     if as_json:
         print_json(topology_json(topology))
-    else:
-        _print_node(topology, node.title)
+    elif svg != STANDARD_OUTPUT:
+        print_node(topology, node.title)
     for warning in topology.warnings:
         typer.echo(f"warning: {warning}", err=True)
 
 
-def _print_node(topology: Topology, title: str) -> None:
+def write_picture(
+    topology: Topology, path: str, *, title: str, ranks: Sequence[RankBox] = ()
+) -> None:
+    """Write a node's picture.
+
+    Args:
+        topology: the node.
+        path: of the file, a pipe or a device; - for standard output.
+        title: stands above.
+        ranks: the owners of its cores.
+
+    Raises:
+        InputError: the file cannot be written.
+    """
+    drawn = picture(topology, title=title, ranks=ranks).encode()
+    try:
+        if path == STANDARD_OUTPUT:
+            sys.stdout.buffer.write(drawn)
+            sys.stdout.flush()
+        else:
+            Path(path).write_bytes(drawn)
+    except OSError as error:
+        raise InputError(
+            f"cannot be written: {error.strerror}", field="--svg", value=path
+        ) from None
+
+
+def print_node(topology: Topology, title: str) -> None:
     """Print a node's domains, GPUs and network cards as tables."""
     counts = (
         (len({core.socket for core in topology.cores}), "socket"),
@@ -108,8 +156,8 @@ def _print_node(topology: Topology, title: str) -> None:
                 len(cores),
                 format_list(domain.cpus),
                 f"{domain.memory_bytes / _GIB:.0f} GiB" if domain.memory_bytes else "",
-                _names(gpu.name for gpu in topology.gpus if gpu.domain == domain.number),
-                _names(nic.name for nic in topology.nics if nic.domain == domain.number),
+                names(gpu.name for gpu in topology.gpus if gpu.domain == domain.number),
+                names(nic.name for nic in topology.nics if nic.domain == domain.number),
                 " ".join(f"{other}:{away}" for other, away in domain.distances),
             )
         )
@@ -124,7 +172,7 @@ def _print_node(topology: Topology, title: str) -> None:
                     gpu.address,
                     gpu.domain,
                     format_list(gpu.cpus),
-                    _nearest_nics(topology, gpu.name),
+                    nearest_nics(topology, gpu.name),
                 )
                 for gpu in topology.gpus
             ],
@@ -142,30 +190,116 @@ def _print_table(header: str, rows: Iterable[Sequence[object]]) -> None:
     print_table(header.split("|" if "|" in header else " "), cells)
 
 
-def _nearest_nics(topology: Topology, gpu: str) -> str:
-    """Return the level and the names of the cards that are nearest to a GPU; SYS is not near."""
-    for level in _NEAR:
-        near = [nic for name, nic, distance in topology.links if (name, distance) == (gpu, level)]
-        if near:
-            return f"{level} {_names(near)}"
-    return ""
+def show_run(store: Store, run: str, node: str, *, svg: str | None, as_json: bool) -> None:
+    """Print a node of a run's last attempt with where its ranks ran, or else the plan for them.
 
+    Args:
+        store: where records live.
+        run: the run's name.
+        node: the node's name; that of the first rank when empty.
+        svg: file to write a picture to, if any; with - it takes the tables' place.
+        as_json: whether to print JSON.
 
-def _names(words: Iterable[str]) -> str:
-    """Return names as one text, with consecutive numbers as a range.
-
-    >>> _names(["GPU0", "GPU1", "GPU2", "mlx5_0"])
-    'GPU0-2 mlx5_0'
+    Raises:
+        NotFoundError: the run has no record of any node, or of this one.
+        InputError: it is an array, or the node's record is damaged.
     """
-    runs: list[list[str]] = []  # a stem, its first number and its last
-    for word in words:
-        match = re.fullmatch(r"(|.*[^0-9])(0|[1-9][0-9]{0,8})", word)
-        stem, number = (match[1], match[2]) if match else (word, "")
-        last = runs[-1] if runs else ["", "", ""]
-        if number and last[2] and last[0] == stem and int(number) == int(last[2]) + 1:
-            last[2] = number
+    submission = one_run(store.resolve(run), field="--run", has="nodes")
+    attempt = run_of(submission).newest()
+    if attempt is None:
+        raise NotFoundError(
+            f"{submission.label} has not started", hint=f"hpml status {submission.label}"
+        )
+    bound = bound_of(attempt)
+    name = _node(attempt, submission.label, node, bound)
+    topology = node_topology(attempt, name)
+    if topology is None:
+        raise InputError(
+            "its record is damaged",
+            field=f"topology of {name}",
+            hint=str(attempt.directory / "nodes" / f"{name}{_SUFFIX}"),
+        )
+    places = [place for place in bound.places if place.node == name]
+    plan, damage = _plan(attempt, name)
+    title = f"{name} of {submission.label}"
+    if svg is not None:
+        boxes = boxes_of_places(places) if places else boxes_of_plan(plan) if plan else []
+        what = ": where ranks ran" if places else ": plan" if plan else ""
+        write_picture(topology, svg, title=title + what, ranks=boxes)
+    warnings = [*topology.warnings, *(plan.warnings if plan and not places else ())]
+    if damage:
+        warnings.append(f"the plan of node {name} cannot be read: {damage}")
+    warnings += _missing(bound, name, plan, len(places))
+    if as_json:
+        ranks = [_rank_json(topology, place) for place in places]
+        print_json(
+            {
+                "node": name,
+                "seen": bool(places),
+                "ranks": ranks or (plan_json(plan)["ranks"] if plan else []),
+                "warnings": warnings,
+                "topology": topology_json(topology),
+            }
+        )
+        return
+    if svg != STANDARD_OUTPUT:
+        print_node(topology, title)
+        typer.echo("")
+        if places:
+            print_ranks(places)
         else:
-            runs.append([stem, number, number])
-    return " ".join(
-        f"{stem}{first}" + (f"-{last}" if last != first else "") for stem, first, last in runs
-    )
+            typer.echo(f"no rank has recorded where it runs{'; the plan is:' if plan else ''}")
+            if plan:
+                print_table([column.upper() for column in PLAN_COLUMNS], plan_rows(plan))
+    for warning in warnings:
+        typer.echo(f"warning: {warning}", err=True)
+
+
+def _node(attempt: Attempt, label: str, wanted: str, bound: Bound) -> str:
+    """Return the node to show, with a note where there are others."""
+    directory = attempt.directory / "nodes"
+    known = sorted(path.name.removesuffix(_SUFFIX) for path in directory.glob(f"*{_SUFFIX}"))
+    if not known:
+        raise NotFoundError(
+            f"no node of {label} has recorded its topology",
+            hint="nodes do so before the ranks start",
+        )
+    if wanted and wanted not in known:
+        raise NotFoundError(
+            f"{label} has no record of a node {wanted!r}",
+            hint=f"nodes with a record: {first_few(known, _NODES_SHOWN)}",
+        )
+    with_ranks = [place.node for place in bound.places if place.node in known]
+    name = wanted or (with_ranks or known)[0]
+    if not wanted and len(known) > 1:
+        typer.echo(
+            f"note: {name} is one of {len(known)} nodes; --node NODE shows another", err=True
+        )
+    return name
+
+
+def _plan(attempt: Attempt, node: str) -> tuple[Plan | None, str]:
+    """Return what the node's agent planned, if it is there, and why it cannot be read, if so."""
+    try:
+        return read(read_text(attempt.directory / "plan" / f"{node}.txt")), ""
+    except NotFoundError:
+        return None, ""
+    except (RecordError, ValueError) as error:
+        return None, str(error) or type(error).__name__
+
+
+def _missing(bound: Bound, node: str, plan: Plan | None, shown: int) -> Iterator[str]:
+    """Yield which proofs of a node cannot be read, and how many of its ranks left no record."""
+    for proof in bound.unreadable:
+        if proof.node == node:
+            yield f"the proof of node {node} cannot be read: {proof.why}"
+    expected = [proof.expected for proof in bound.proofs if proof.node == node]
+    count = max([*expected, len(plan.ranks) if plan else 0])
+    if 0 < shown < count:
+        yield f"only {shown} of the {count} ranks of {node} left a record"
+
+
+def _rank_json(topology: Topology, place: Place) -> dict[str, Any]:
+    cpus = set(parse_list(place.cpus))
+    cores = [core.number for core in topology.cores if cpus & set(core.cpus)]
+    return {**asdict(place), "cores": cores, "nic": place.nic or None}

@@ -1,18 +1,23 @@
-"""docs/binding.md has the plans that hpml makes."""
+"""docs/binding.md tells the plans that hpml makes, and its picture is the one that it draws."""
 
 from __future__ import annotations
 
+import os
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 from hpml_orchestrator.cli.show import COLUMNS
 from hpml_orchestrator.placement.planner import POLICIES, plan
 from hpml_orchestrator.spec.job import Binding
 from hpml_orchestrator.topology.model import Topology
+from hpml_orchestrator.topology.recognise import read_topology
 from tests.unit.placement.machines import dgx_a100, intel, mi250x, milan, two_by_twelve
 
 DOCS = Path(__file__).parents[2] / "docs"
 PAGE = (DOCS / "binding.md").read_text("utf-8")
+DGX = DOCS / "machines" / "dgx-a100.json"
 USABLE = [cpu for cpu in range(64) if cpu % 8]
 MACHINES: dict[str, tuple[Topology, int, list[int] | None]] = {
     "2 sockets of 8 cores with 2 threads, 4 GPUs": (intel((0, 0, 1, 1)), 4, None),
@@ -53,3 +58,13 @@ def test_the_columns_of_show_are_told() -> None:
     """The page explains the columns that `hpml show` prints, no more and no less."""
     names = ", ".join(row[0] for row in rows("column", "meaning")[1:]).split(", ")
     assert tuple(names) == COLUMNS
+
+
+def test_the_picture_is_current(tmp_path: Path) -> None:
+    """`hpml topo docs/machines/dgx-a100.json --ranks 8 --svg docs/binding.svg` changes nothing."""
+    assert read_topology(DGX) == dgx_a100()
+    target = tmp_path / "binding.svg"
+    hpml = Path(sys.executable).parent / "hpml"
+    command = [str(hpml), "topo", str(DGX), "--ranks", "8", "--svg", str(target)]
+    subprocess.run(command, env={**os.environ, "COLUMNS": "100"}, check=True, timeout=120)
+    assert target.read_text("utf-8") == (DOCS / "binding.svg").read_text("utf-8")

@@ -15,6 +15,7 @@ from typing import Any
 
 HPML = Path(sys.executable).parent / "hpml"
 COLOUR = re.compile(r"\x1b\[[0-9;]*\b(3[0-8]|4[0-8]|9[0-7]|10[0-7])(;[0-9;]*)?m")
+SVG = "{http://www.w3.org/2000/svg}"
 
 
 def as_anybody() -> list[str]:

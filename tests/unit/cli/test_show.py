@@ -1,4 +1,4 @@
-"""`hpml show` of runs whose records were written by hand."""
+"""`hpml show` and `hpml topo --run` of runs whose records were written by hand."""
 
 from __future__ import annotations
 
@@ -9,9 +9,14 @@ from pathlib import Path
 
 import pytest
 
+from hpml_orchestrator.placement.planfile import write
+from hpml_orchestrator.placement.planner import plan
 from hpml_orchestrator.placement.proof import NodeProof, RankProof, proof_json
 from hpml_orchestrator.records.files import write_json
-from tests.unit.cli.support import HPML, Hpml, Shell, in_terminal
+from hpml_orchestrator.topology.model import topology_json
+from hpml_orchestrator.topology.recognise import parse_xml
+from tests.unit.cli.support import HPML, SVG, Hpml, Shell, in_terminal
+from tests.unit.placement.machines import milan
 
 pytestmark = pytest.mark.xdist_group("local runs")
 
@@ -125,7 +130,55 @@ def test_wrong_is_red_on_a_terminal(shell: Shell, attempt: Path) -> None:
     assert "\x1b[1;31mWRONG" in in_terminal([HPML, "show", "bound"], environment)
 
 
+def test_a_node_of_a_run_with_its_ranks(shell: Shell, hpml: Hpml, attempt: Path) -> None:
+    """The node of the first rank, or the one that is named; ranks where they really ran."""
+    prove(attempt, *cluster(2))
+    for node in ("n0", "n1"):
+        write_json(attempt / "nodes" / f"{node}.topology.json", topology_json(milan()))
+    shown = hpml("topo", "--run", "bound")
+    assert shown.code == 0
+    assert shown.out.startswith("n0 of bound-")
+    assert shown.out.partition(f"\n\n{HEADER}\n")[2].splitlines()[3].startswith("3\tn0\t0000:04:")
+    assert shown.err == "note: n0 is one of 2 nodes; --node NODE shows another\n"
+    node = hpml("topo", "--run", "bound", "--node", "n1", "--json", "--svg", "n1.svg").json()
+    assert (node["node"], node["seen"], len(node["topology"]["cores"])) == ("n1", True, 64)
+    assert [rank["rank"] for rank in node["ranks"]] == [4, 5, 6, 7]
+    assert node["ranks"][0]["cores"] == list(range(48, 64))
+    svg = parse_xml((shell.root / "n1.svg").read_text())
+    assert "rank 4: GPU0, mlx5_0" in [text.text for text in svg.iter(f"{SVG}text")]
+    refused = hpml("topo", "--run", "bound", "--node", "n7")
+    assert refused.refuses(3, "no record of a node 'n7'", "hint: nodes with a record: n0 and n1")
+
+
+def test_a_node_whose_ranks_have_not_started(hpml: Hpml, shell: Shell, attempt: Path) -> None:
+    """The agent's plan stands in for ranks that have no record."""
+    assert hpml("topo", "--run", "bound").refuses(3, "has recorded its topology")
+    write_json(attempt / "nodes" / "n0.topology.json", topology_json(milan()))
+    assert hpml("topo", "--run", "bound").out.endswith("no rank has recorded where it runs\n")
+    (attempt / "plan" / "n0.txt").write_text(write(plan(milan(), 4)))
+    shown = hpml("topo", "--run", "bound", "--svg", "planned.svg")
+    assert "it runs; the plan is:\nRANK\tGPU\tCPUS" in shown.out
+    assert ": plan</title>" in (shell.root / "planned.svg").read_text()
+    node = hpml("topo", "--run", "bound", "--json").json()
+    assert (node["seen"], node["ranks"][0]["cpus"]) == (False, "48-63,112-127")
+    (attempt / "plan" / "n0.txt").write_text("nonsense")
+    shown = hpml("topo", "--run", "bound")
+    assert (shown.code, "the plan of node n0 cannot be read: " in shown.err) == (0, True)
+    (attempt / "nodes" / "n0.topology.json").write_text("{}")
+    assert hpml("topo", "--run", "bound").refuses(2, "its record is damaged")
+
+
 def test_missing_records_are_reported(hpml: Hpml, attempt: Path) -> None:
-    """The line of the summary says that there is no record of any rank."""
+    """No record at all, a part of a node's ranks, and a proof that is damaged."""
     no_record = "binding    not proven: gpu-local, there is no record of any rank\n"
     assert no_record in hpml("show", "bound").out
+    write_json(attempt / "nodes" / "n0.topology.json", topology_json(milan()))
+    (attempt / "plan" / "n0.txt").write_text(write(plan(milan(), 4)))
+    (attempt / "binding" / "n0.proof.json").write_text("{")
+    line = {"rank": 1, "local_rank": 1, "world_size": 4, "node": "n0", "cpus": "16-31"}
+    (attempt / "binding" / "n0.jsonl").write_text(f"{json.dumps(line)}\n")
+    warnings = hpml("topo", "--run", "bound", "--json").json()["warnings"]
+    assert any("the proof of node n0 cannot be read: is not JSON" in text for text in warnings)
+    assert "only 1 of the 4 ranks of n0 left a record" in warnings
+    prove(attempt, *cluster(1))
+    assert hpml("topo", "--run", "bound").err == ""
