@@ -29,6 +29,8 @@ def test_the_demo_trains_and_prints_its_report(tmp_path: Path) -> None:
     )
     assert done.returncode == 0, done.stdout + done.stderr
     assert "\naccuracy " in done.stdout
-    assert done.stdout.count("next:\n  .venv/bin/hpml report last ") == done.stdout.count("next:") == 1
+    assert (
+        done.stdout.count("next:\n  .venv/bin/hpml report last ") == done.stdout.count("next:") == 1
+    )
     (run,) = Desk(tmp_path).json("list")
     assert run["state"] == "COMPLETED"
