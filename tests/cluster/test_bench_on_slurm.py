@@ -67,6 +67,7 @@ def test_nodes_and_partitions_that_are_not_there(desk: Desk) -> None:
         assert not list(desk.records.glob("submissions/*"))
 
 
+@pytest.mark.slow
 def test_gpus_that_pytorch_cannot_use(desk: Desk) -> None:
     """The nodes have GPUs by Slurm's account, and PyTorch is of the CPU: status 6, and why."""
     done = desk.hpml("bench", "--set", "resources.memory=4G", code=None)

@@ -80,6 +80,7 @@ def test_results_are_kept_and_compared(tmp_path: Path) -> None:
     assert done.returncode == status(again), done.stderr
 
 
+@pytest.mark.slow
 def test_without_a_place_for_results_it_still_judges(tmp_path: Path) -> None:
     """What cannot be kept is a warning; the table is printed and the status is that of the node."""
     desk = Desk(tmp_path)

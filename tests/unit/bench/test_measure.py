@@ -118,6 +118,7 @@ def test_a_hung_gpu_is_a_finding(place: Path) -> None:
     assert not processes_of(place)
 
 
+@pytest.mark.slow
 def test_a_gpu_that_pytorch_does_not_see_is_a_finding(place: Path) -> None:
     """The job has three GPUs and PyTorch lists two."""
     torch = STANDIN.read_text().replace("time.sleep(600)", "pass")
