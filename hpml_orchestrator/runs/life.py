@@ -150,7 +150,7 @@ class Life:
         if newest.resumed and newest.began_step is not None:
             parts.append(f"resumed at step {newest.began_step:,}")
         if parts and self.left_seconds is not None:
-            parts.append(f"limit in {_about(self.left_seconds)}")
+            parts.append(f"time limit in {_about(self.left_seconds)}")
         return ", ".join(parts)
 
     @property
@@ -194,10 +194,10 @@ class Life:
         text = f"step {self.step:,} of {self.total_steps:,} ({share:.0%})"
         if self.left_seconds is None or not self.steps_per_second:
             return text
-        text += f", {self.steps_per_second:.3g} steps/s, limit in {_about(self.left_seconds)}"
+        text += f", {self.steps_per_second:.3g} steps/s, time limit in {_about(self.left_seconds)}"
         if self.needed_seconds is None or self.needed_seconds <= self.left_seconds:
             return text
-        text += "; will not finish before the limit at this rate: "
+        text += "; will not finish before the time limit at this rate: "
         if self.more_attempts is None:
             return f"{text}it needs {_about(self.needed_seconds)}"
         text += f"about {counted(self.more_attempts, 'more attempt')}"

@@ -58,9 +58,11 @@ def run(shell: Shell, hpml: Hpml, slurm: FakeScheduler) -> Path:
 def test_status_tells_attempt_progress_and_what_restarts_cost(hpml: Hpml, run: Path) -> None:
     """Below the table for people, in `life` for programs."""
     shown = hpml("status", run.name)
-    assert f"{run.name}\tattempt 2 of at most 20, resumed at step 41,200, limit in " in shown.out
+    assert (
+        f"{run.name}\tattempt 2 of at most 20, resumed at step 41,200, time limit in " in shown.out
+    )
     assert "% of the time lost to restarts" in shown.out
-    assert "\tstep 41,300 of 90,000 (46%), 10 steps/s, limit in " in shown.out
+    assert "\tstep 41,300 of 90,000 (46%), 10 steps/s, time limit in " in shown.out
     (told,) = hpml("status", "--json", run.name).json()
     assert told["life"]["attempts"][0]["why"] == "time_limit"
     assert [one["began_step"] for one in told["life"]["attempts"]] == [0, 41200]
@@ -113,4 +115,4 @@ def test_following_names_each_attempt_once(
     assert follow.follow(store, submission, out=sys.stdout, output=False).state == "COMPLETED"
     lines = [line for line in said.getvalue().splitlines() if "attempt 2 of at most 20" in line]
     (line,) = lines
-    assert line.startswith("hpml: attempt 2 of at most 20, resumed at step 41,200, limit in ")
+    assert line.startswith("hpml: attempt 2 of at most 20, resumed at step 41,200, time limit in ")

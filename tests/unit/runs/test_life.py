@@ -92,7 +92,7 @@ def test_three_attempts_and_what_they_lost(training: Training) -> None:
     """A planned end loses the queue and the start-up, one without a warning the work since then."""
     world = training.world
     first = training.start()
-    assert training.life().line == "attempt 1 of at most 20, limit in 58 min"
+    assert training.life().line == "attempt 1 of at most 20, time limit in 58 min"
     training.train(first, 2000, 2000)
     training.save(first, 2000, 10)
     world.event(first, "stopping", 0, step=2000)
@@ -113,7 +113,7 @@ def test_three_attempts_and_what_they_lost(training: Training) -> None:
     assert life.elapsed_seconds == pytest.approx(100 + 2010 + 300 + 60 + 1510 + 200 + 40 + 100)
     assert life.lost_ratio == pytest.approx(1100 / life.elapsed_seconds)
     assert (life.saving_seconds, life.step, life.total_steps) == (20, 3100, 10_000)
-    assert life.line == "attempt 3 of at most 20, resumed at step 3,000, limit in 58 min"
+    assert life.line == "attempt 3 of at most 20, resumed at step 3,000, time limit in 58 min"
     # 6,900 s are left to train, 3,460 of them before the limit, and an attempt has 3,533.
     assert (life.left_seconds, life.needed_seconds, life.more_attempts) == (3460, 6900, 1)
     lines = training.lines()
@@ -125,8 +125,8 @@ def test_three_attempts_and_what_they_lost(training: Training) -> None:
     lost = "25.5% of the time lost to restarts: 18:20 of 1:12:00 "
     kinds = "(unsaved work 8:20, queue 8:20, start-up 1:40); 2 checkpoints took 20.0 s"
     assert lines["restarts"] == [lost + kinds]
-    left = "step 3,100 of 10,000 (31%), 1 steps/s, limit in 58 min; "
-    more = "will not finish before the limit at this rate: about 1 more attempt"
+    left = "step 3,100 of 10,000 (31%), 1 steps/s, time limit in 58 min; "
+    more = "will not finish before the time limit at this rate: about 1 more attempt"
     assert lines["progress"] == [left + more]
     # sqrt(2 * 10 s * 3600 s): one end without a warning in an hour of training
     (advice,) = lines["advice"]
@@ -155,7 +155,7 @@ def test_an_attempt_that_never_trained_is_lost(training: Training) -> None:
     attempt = training.start()
     training.train(attempt, 10, 10)
     told = training.life()
-    assert told.line == "attempt 2 of at most 20, limit in 58 min"
+    assert told.line == "attempt 2 of at most 20, time limit in 58 min"
     assert told.best_save_every_seconds is None
 
 
@@ -184,7 +184,9 @@ def test_a_job_without_checkpoints_has_its_progress(world: World) -> None:
     training.train(attempt, 100, 100)
     life = training.life()
     assert (life.line, life.at_most, life.more_attempts) == ("", None, None)
-    assert life.progress.endswith("will not finish before the limit at this rate: it needs 2.8 h")
+    assert life.progress.endswith(
+        "will not finish before the time limit at this rate: it needs 2.8 h"
+    )
     assert "restarts" not in training.lines()
 
 
