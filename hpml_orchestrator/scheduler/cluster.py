@@ -167,10 +167,8 @@ class Limits:
     max_memory_per_node_mib: int | None = None
     max_memory_per_cpu_mib: int | None = None
     tmp_fs: str = "/tmp"  # noqa: S108 - Slurm's default
-    gres_names: tuple[str, ...] = ()
     job_requeue: bool | None = None  # whether jobs that do not say are requeued; None: unknown
     preemption: str = ""  # PreemptMode if jobs are preempted at all, such as REQUEUE
-    preempt_signal: bool = False  # whether a preempted job gets its --signal (PreemptParameters)
     submit_plugins: tuple[str, ...] = ()  # job_submit plugins, whose rules cannot be known before
 
 

@@ -88,8 +88,7 @@ class LocalScheduler:
             try:
                 record = self._record(request)
                 write_text(request.answer("sbatch.err"), "")
-                environment = resources.without_slurm(request.environment)
-                job_id = self._home.publish(record, environment)
+                job_id = self._home.publish(record, request.environment)
                 write_text(request.answer("sbatch.out"), f"{job_id}\n")
             except SchedulerUnavailable:
                 raise

@@ -22,7 +22,7 @@ from hpml_orchestrator.spec.array import parse_array
 from hpml_orchestrator.spec.values import parse_gpus, parse_mebibytes, parse_time_limit, read_gres
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable
 
     from hpml_orchestrator.scheduler.local.jobs import Job
 
@@ -39,13 +39,11 @@ __all__ = [
     "read_directives",
     "short_hostname",
     "slurm_variables",
-    "without_slurm",
 ]
 
 MAX_TASKS = 1000
 """Most tasks of an array on this machine."""
 
-_KEPT = frozenset({"SLURM_CONF"})
 _DEFAULT_WARNING_SECONDS = 60
 
 
@@ -342,12 +340,3 @@ def slurm_variables(job: Job, cluster: str) -> dict[str, str]:
         values["SLURM_ARRAY_TASK_MAX"] = indices[-1]
         values["SLURM_ARRAY_TASK_STEP"] = indices[1] - indices[0] if len(indices) > 1 else 1
     return {name: str(value) for name, value in values.items() if value is not None}
-
-
-def without_slurm(environment: Mapping[str, str]) -> dict[str, str]:
-    """Return an environment without the variables of a Slurm job around the submission."""
-    return {
-        name: value
-        for name, value in environment.items()
-        if name in _KEPT or not name.startswith(("SLURM_", "SLURMD_", "HPML_LOCAL_"))
-    }

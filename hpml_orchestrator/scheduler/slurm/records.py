@@ -155,10 +155,8 @@ def limits_from(config: Fields) -> Limits:
         max_memory_per_node_mib=_limit(config["MaxMemPerNode"]),
         max_memory_per_cpu_mib=_limit(config["MaxMemPerCPU"]),
         tmp_fs=_plain(config["TmpFS"]) or _DEFAULTS.tmp_fs,
-        gres_names=_names(config["GresTypes"]),
         job_requeue={"1": True, "0": False}.get(config["JobRequeue"]),
         preemption=config["PreemptMode"].upper() if preempts else "",
-        preempt_signal="send_user_signal" in config["PreemptParameters"],
         submit_plugins=_names(config["JobSubmitPlugins"]),
     )
 

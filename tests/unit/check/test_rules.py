@@ -47,7 +47,6 @@ LIMITS = Limits(
     accounting=True,
     accounting_enforce=ENFORCED,
     default_memory_per_cpu_mib=500,
-    gres_names=("gpu",),
 )
 MINE = (
     Association("dev", default=True, qos=("normal", "fast", "slow")),

@@ -66,7 +66,6 @@ def test_limits_partitions_and_nodes() -> None:
         cluster="devcluster",
         accounting=True,
         default_memory_per_cpu_mib=4000,
-        gres_names=("gpu",),
         job_requeue=True,
         preemption="REQUEUE",
     )
@@ -276,7 +275,6 @@ def test_limits_of_another_site() -> None:
         whole_nodes=True,
         max_memory_per_cpu_mib=8000,
         tmp_fs="/scratch",
-        gres_names=("gpu", "mps", "shard"),
         submit_plugins=("lua", "require_timelimit"),
     )
 
@@ -289,7 +287,6 @@ def test_the_config_of_a_newer_slurm() -> None:
         cluster="box",
         accounting=True,
         default_memory_per_cpu_mib=1000,
-        gres_names=("gpu",),
         job_requeue=True,
         preemption="REQUEUE",
     )
