@@ -120,7 +120,7 @@ def run(argv: list[str]) -> int:
     else:
         from hpml_orchestrator.node.planning import bind_alone  # noqa: PLC0415 - reads all of sysfs
 
-        bind_alone(show=show or os.environ.get("HPML_BINDING_VERBOSE", "0") not in ("", "0"))
+        bind_alone(show=show)
     return _exec(command)
 
 

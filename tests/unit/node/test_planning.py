@@ -262,14 +262,13 @@ def test_ranks_without_an_agent_share_the_node(node: Node) -> None:
 
 
 def test_it_shows_where_a_rank_runs_when_asked(node: Node) -> None:
-    """By --show or by HPML_BINDING_VERBOSE, in one line; the user's own threads are kept."""
-    for words, more in ((("--show",), {}), ((), {"HPML_BINDING_VERBOSE": "1"})):
-        environment = {**task(0, 1), "OMP_NUM_THREADS": "5", **more}
-        status, out, err = node.call("bind", *words, "--", "sh", "-c", "echo $RANK", **environment)
-        assert (status, out, err.count("\n")) == (0, "0\n", 1)
-        assert err.startswith(f"hpml-bind: rank 0 on {os.uname().nodename}: CPUs {MINE[0]}")
-        assert ", OMP_NUM_THREADS 5" in err
-        assert "GPU" not in err
+    """In one line; the user's own threads are kept."""
+    command = ("bind", "--show", "--", "sh", "-c", "echo $RANK")
+    status, out, err = node.call(*command, **task(0, 1), OMP_NUM_THREADS="5")
+    assert (status, out, err.count("\n")) == (0, "0\n", 1)
+    assert err.startswith(f"hpml-bind: rank 0 on {os.uname().nodename}: CPUs {MINE[0]}")
+    assert ", OMP_NUM_THREADS 5" in err
+    assert "GPU" not in err
 
 
 @needs_two
@@ -293,7 +292,6 @@ def test_a_rank_that_its_launcher_bound_is_not_bound_again(node: Node) -> None:
     [
         ({"HPML_BINDING": "sideways"}, "not bound: policy: must be one of gpu-local, numa, socket"),
         ({"RANK": "3", "LOCAL_RANK": "3"}, "not bound: local rank 3 of 1: LOCAL_WORLD_SIZE is wr"),
-        ({"HPML_BINDING": "none", "HPML_BINDING_VERBOSE": "1"}, "rank 0 on "),
     ],
 )
 def test_no_error_stops_the_command(node: Node, more: dict[str, str], message: str) -> None:
@@ -302,6 +300,14 @@ def test_no_error_stops_the_command(node: Node, more: dict[str, str], message: s
     assert (status, [int(cpu) for cpu in out.split()[:-1]]) == (0, MINE)
     assert err.startswith(f"hpml-bind: {message}")
     assert err.count("\n") == 1
+
+
+def test_policy_none_binds_nothing(node: Node) -> None:
+    """The rank keeps the CPUs that it was started with."""
+    command = ("bind", "--show", "--", sys.executable, "-c", CPUS)
+    status, out, err = node.call(*command, **task(0, 1), HPML_BINDING="none")
+    assert (status, [int(cpu) for cpu in out.split()[:-1]]) == (0, MINE)
+    assert err.endswith(", policy none\n")
 
 
 EIGHT, FOUR = frozenset(range(8)), frozenset(range(4))
