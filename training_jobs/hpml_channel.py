@@ -119,7 +119,8 @@ class Channel:
         `comm_seconds` (needs `gauge(comm_method=...)`: how it was measured); between steps
         `save_seconds` and `evaluation_seconds`; or any other. `samples` travels as `samples_total`.
         Of several steps in one call each counts as long as their mean. `cpu_wait_seconds`, the time
-        in which this thread could run but had no CPU, is added by itself.
+        in which this thread could run but had no CPU, and `helper_cpu_seconds`, the CPU time
+        of the process's other threads and of its loaders, are added by themselves.
         """
         if self._socket is None:
             return
@@ -194,7 +195,9 @@ class Channel:
     def _send_step(self, *, keep: bool = True) -> None:
         data, more, self._news = {**self._totals, **self._gauges}, {}, False
         with suppress(OSError, LookupError), open("/proc/thread-self/schedstat") as counted:
-            data["cpu_wait_seconds_total"] = int(counted.read().split()[1]) / 1e9
+            ran, waited, _ = map(int, counted.read().split())
+            data["cpu_wait_seconds_total"] = waited / 1e9
+            data["helper_cpu_seconds_total"] = max(0.0, _cpu_seconds(os.getpid()) - ran / 1e9)
         if any(self._buckets):
             more["step_buckets"] = {str(i): count for i, count in enumerate(self._buckets) if count}
         self._send("event", "step", data, keep=keep, time=self._counted_at, **more)
@@ -225,6 +228,18 @@ class Channel:
                 self.dropped += 1
             self._unsent.popleft()
         return True
+
+
+def _cpu_seconds(pid: int | str) -> float:
+    """Return the CPU time of a process and of all that its first threads started: its loaders."""
+    with open(f"/proc/{pid}/stat") as stat:
+        fields = stat.read().rpartition(")")[2].split()
+    seconds = sum(map(int, fields[11:15])) / os.sysconf("SC_CLK_TCK")
+    with suppress(OSError), open(f"/proc/{pid}/task/{pid}/children") as children:
+        for child in children.read().split():
+            with suppress(OSError, LookupError):
+                seconds += _cpu_seconds(child)
+    return seconds
 
 
 def _encode(message: dict[str, Any]) -> bytes:

@@ -37,7 +37,8 @@ class RankFacts:
     transfer_seconds: float | None = None  # host to device
     wait_seconds: float | None = None  # for slower ranks, before collectives
     comm_seconds: float | None = None  # in collectives, without that waiting
-    cpu_wait_seconds: float | None = None  # ready to run, but other processes had its CPUs
+    cpu_wait_seconds: float | None = None  # ready to run, but its CPUs were taken
+    helper_cpu_seconds: float | None = None  # CPU time of its other threads and its loaders
     save_seconds: float | None = None
     evaluation_seconds: float | None = None
     measured_steps: float | None = None  # in which ranks compared their waiting; None: in all

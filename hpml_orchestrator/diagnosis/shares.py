@@ -90,19 +90,23 @@ def shares(facts: Facts, name: str) -> dict[int, float]:
 
 
 def cpu_waits(facts: Facts) -> dict[int, float]:
-    """Return in which share of its training each rank could run but had no CPU."""
+    """Return in which share of its training each rank lacked CPU time that others took, at least.
+
+    While a rank waits for one of its C CPUs, all of them are busy, with others or with its own
+    threads and loaders: others then had at least C times its waiting, less what those used.
+    """
     if not steps_known(facts):
         return {}
-    return {
-        rank.rank: min(1.0, rank.cpu_wait_seconds / seconds)
-        for rank in facts.ranks
-        if rank.cpu_wait_seconds is not None
-        and (
-            seconds := (rank.step_seconds or 0.0)
-            + (rank.save_seconds or 0.0)
-            + (rank.evaluation_seconds or 0.0)
-        )
-    }
+    found = {}
+    for rank in facts.ranks:
+        seconds = sum(filter(None, (rank.step_seconds, rank.save_seconds, rank.evaluation_seconds)))
+        if rank.cpu_wait_seconds is None or not seconds:
+            continue
+        lacked = min(rank.cpu_wait_seconds, seconds)
+        if rank.cpus and rank.helper_cpu_seconds is not None:
+            lacked = max(0.0, lacked - rank.helper_cpu_seconds / len(rank.cpus))
+        found[rank.rank] = lacked / seconds
+    return found
 
 
 def part(rank: RankFacts, name: str) -> float:

@@ -296,6 +296,14 @@ FAULTS: dict[str, tuple[Facts, list[str]]] = {
         facts(ranks=ranks(cpu_wait_seconds=1200.0, comm_seconds=1500.0)),
         ["cpu-contention"],
     ),
+    "loaders on the ranks' own CPUs": (
+        facts(ranks=ranks(cpu_wait_seconds=1200.0, helper_cpu_seconds=4000.0)),
+        [],
+    ),
+    "loaders and other processes on the CPUs": (
+        facts(ranks=ranks(cpu_wait_seconds=1800.0, helper_cpu_seconds=4000.0)),
+        ["cpu-contention"],
+    ),
     "a little of the CPUs' time": (facts(ranks=ranks(cpu_wait_seconds=100.0)), []),
     "idle CPUs of a failed run": (
         replace(facts(nodes=[node(0, mean_cpus=0.5), node(1, mean_cpus=0.5)]), state="FAILED"),
