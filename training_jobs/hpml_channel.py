@@ -119,8 +119,8 @@ class Channel:
         `comm_seconds` (needs `gauge(comm_method=...)`: how it was measured); between steps
         `save_seconds` and `evaluation_seconds`; or any other. `samples` travels as `samples_total`.
         Of several steps in one call each counts as long as their mean. `cpu_wait_seconds`, the time
-        in which this thread could run but had no CPU, and `helper_cpu_seconds`, the CPU time
-        of the process's other threads and of its loaders, are added by themselves.
+        in which this thread could run but had no CPU, and the CPU time of the process with
+        its loaders, `cpu_seconds`, and without this thread, `helper_cpu_seconds`, are added.
         """
         if self._socket is None:
             return
@@ -197,7 +197,8 @@ class Channel:
         with suppress(OSError, LookupError), open("/proc/thread-self/schedstat") as counted:
             ran, waited, _ = map(int, counted.read().split())
             data["cpu_wait_seconds_total"] = waited / 1e9
-            data["helper_cpu_seconds_total"] = max(0.0, _cpu_seconds(os.getpid()) - ran / 1e9)
+            data["cpu_seconds_total"] = _cpu_seconds(os.getpid())
+            data["helper_cpu_seconds_total"] = max(0.0, data["cpu_seconds_total"] - ran / 1e9)
         if any(self._buckets):
             more["step_buckets"] = {str(i): count for i, count in enumerate(self._buckets) if count}
         self._send("event", "step", data, keep=keep, time=self._counted_at, **more)

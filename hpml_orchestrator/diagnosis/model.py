@@ -38,7 +38,8 @@ class RankFacts:
     wait_seconds: float | None = None  # for slower ranks, before collectives
     comm_seconds: float | None = None  # in collectives, without that waiting
     cpu_wait_seconds: float | None = None  # ready to run, but its CPUs were taken
-    helper_cpu_seconds: float | None = None  # CPU time of its other threads and its loaders
+    cpu_seconds: float | None = None  # CPU time of its process and of its loaders
+    helper_cpu_seconds: float | None = None  # the same without the thread that trains
     save_seconds: float | None = None
     evaluation_seconds: float | None = None
     measured_steps: float | None = None  # in which ranks compared their waiting; None: in all

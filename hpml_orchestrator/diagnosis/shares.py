@@ -90,10 +90,11 @@ def shares(facts: Facts, name: str) -> dict[int, float]:
 
 
 def cpu_waits(facts: Facts) -> dict[int, float]:
-    """Return in which share of its training each rank lacked CPU time that others took, at least.
+    """Return in which share of its training each rank lacked CPU time that others took.
 
-    While a rank waits for one of its C CPUs, all of them are busy, with others or with its own
-    threads and loaders: others then had at least C times its waiting, less what those used.
+    Its own threads and loaders use its C CPUs as well. While a rank waits, all C are busy: others
+    had at least the waiting, less what those used of a CPU. They had at most what its process and
+    its loaders left of the CPUs, and the waiting. The mean of both bounds counts.
     """
     if not steps_known(facts):
         return {}
@@ -103,8 +104,10 @@ def cpu_waits(facts: Facts) -> dict[int, float]:
         if rank.cpu_wait_seconds is None or not seconds:
             continue
         lacked = min(rank.cpu_wait_seconds, seconds)
-        if rank.cpus and rank.helper_cpu_seconds is not None:
-            lacked = max(0.0, lacked - rank.helper_cpu_seconds / len(rank.cpus))
+        if rank.cpus and rank.cpu_seconds is not None and rank.helper_cpu_seconds is not None:
+            least = max(0.0, lacked - rank.helper_cpu_seconds / len(rank.cpus))
+            most = max(0.0, seconds - rank.cpu_seconds / len(rank.cpus))
+            lacked = (least + max(least, min(lacked, most))) / 2
         found[rank.rank] = lacked / seconds
     return found
 

@@ -39,8 +39,8 @@ __all__ = ["gather"]
 
 _COUNTERS = (
     "samples steps step_seconds data_wait_seconds transfer_seconds wait_seconds comm_seconds "
-    "cpu_wait_seconds helper_cpu_seconds save_seconds evaluation_seconds measured_steps "
-    "slowest_steps"
+    "cpu_wait_seconds cpu_seconds helper_cpu_seconds save_seconds evaluation_seconds "
+    "measured_steps slowest_steps"
 ).split()
 _GPU = (
     "utilization_ratio sm_active_ratio tensor_active_ratio dram_active_ratio memory_peak_bytes "

@@ -135,7 +135,9 @@ class FaultDesk(Desk):
                 (group / "blkio.throttle.read_bps_device").write_text(limit)
                 self.prefix = ["sh", "-c", f'echo $$ > {group}/cgroup.procs && exec "$@"', "sh"]
             for _ in range(case.busy):
-                other = subprocess.Popen([sys.executable, "-c", "while True: pass"])
+                # a session for each, as other users' jobs have: the kernel shares CPUs by session
+                busy = [sys.executable, "-c", "while True: pass"]
+                other = subprocess.Popen(busy, start_new_session=True)
                 stack.callback(other.wait)
                 stack.callback(other.kill)
             if not case.channel:

@@ -297,11 +297,11 @@ FAULTS: dict[str, tuple[Facts, list[str]]] = {
         ["cpu-contention"],
     ),
     "loaders on the ranks' own CPUs": (
-        facts(ranks=ranks(cpu_wait_seconds=1200.0, helper_cpu_seconds=4000.0)),
+        facts(ranks=ranks(cpu_wait_seconds=1200.0, cpu_seconds=12e3, helper_cpu_seconds=9e3)),
         [],
     ),
     "loaders and other processes on the CPUs": (
-        facts(ranks=ranks(cpu_wait_seconds=1800.0, helper_cpu_seconds=4000.0)),
+        facts(ranks=ranks(cpu_wait_seconds=1200.0, cpu_seconds=6e3, helper_cpu_seconds=4e3)),
         ["cpu-contention"],
     ),
     "a little of the CPUs' time": (facts(ranks=ranks(cpu_wait_seconds=100.0)), []),
