@@ -284,7 +284,7 @@ def cpu_contention(facts: Facts) -> Finding | str | None:
     evidence = [
         f"{share:.0%} of the training on rank {most}, {fmean(lacked.values()):.0%} on average"
     ]
-    evidence.append("it was ready to run, but another process or thread had its CPU")
+    evidence.append("it was ready to run, but other processes had its CPUs")
     if (busy := cpus_busy(facts)) is not None:
         evidence.append(f"the job itself kept {busy:.0%} of its CPUs busy")
     nodes = [rank.node for rank in facts.ranks if rank.rank in lacked]

@@ -89,9 +89,9 @@ THRESHOLDS = {
         "TraceML",
     ),
     "cpu-contention": Threshold(
-        "share of the training in which a rank could run but had no CPU",
-        0.10,
-        0.20,
+        "share of the training in which others took the CPUs of a rank",
+        0.15,
+        0.30,
         "ratio",
         "hpml",
     ),
