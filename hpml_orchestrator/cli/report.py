@@ -21,6 +21,7 @@ from hpml_orchestrator.cli.common import (
 )
 from hpml_orchestrator.cli.process import notice
 from hpml_orchestrator.diagnosis.diagnose import diagnose
+from hpml_orchestrator.diagnosis.profile import DIRECTORY, ProfileError, read_profile
 from hpml_orchestrator.diagnosis.wording import markdown, text, to_json
 from hpml_orchestrator.errors import InputError, NotFoundError, RecordError
 from hpml_orchestrator.records.files import write_text
@@ -237,7 +238,12 @@ def _diagnosed(
 
     profile = site_for("job.yaml", os.environ, chosen=site)
     facts = with_limits(facts, state, profile.site if profile else None)
-    return diagnose(replace(facts, peaks=_peaks(store, facts, profile)))
+    try:
+        traced = read_profile(state.run.directory / DIRECTORY)
+    except ProfileError as error:
+        notice(f"warning: {error}")
+        traced = None
+    return diagnose(replace(facts, peaks=_peaks(store, facts, profile), profile=traced))
 
 
 def _peaks(store: Store, facts: Facts, site: ResolvedSite | None) -> Peaks | None:

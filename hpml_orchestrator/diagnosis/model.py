@@ -5,7 +5,10 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
+
+if TYPE_CHECKING:
+    from hpml_orchestrator.diagnosis.profile import Profile
 
 __all__ = [
     "Change",
@@ -165,6 +168,7 @@ class Facts:
     node_memory_bytes: float | None = None  # the same of memory
     memory_bytes: float | None = None  # that the job asked for per node, without staged data
     data: DataArgument | None = None  # if an argument names data that can be staged
+    profile: Profile | None = None  # of traces that the training left in the run's directory
 
     @property
     def failed(self) -> bool:

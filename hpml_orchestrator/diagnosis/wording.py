@@ -34,7 +34,9 @@ def text(diagnosis: Diagnosis) -> str:
     lines = [*field_lines("run", status_line(diagnosis)), *field_lines("verdict", verdict)]
     if diagnosis.failure:
         lines += field_lines("failed", diagnosis.failure)
-    lines += [*(field_lines("time", diagnosis.time) if diagnosis.time else ()), ""]
+    profile = diagnosis.facts.profile
+    lines += field_lines("time", diagnosis.time) if diagnosis.time else []
+    lines += [*(field_lines("profile", profile.text()) if profile else ()), ""]
     blocks = [_block(number, one, diagnosis) for number, one in enumerate(diagnosis.findings, 1)]
     tail = _tail(diagnosis)
     shown = 0
@@ -152,6 +154,8 @@ def _markdown(diagnosis: Diagnosis) -> Iterator[str]:
         yield from ("", f"Failed: {diagnosis.failure}")
     if diagnosis.time:
         yield from ("", f"Time: {diagnosis.time}")
+    if profile := diagnosis.facts.profile:
+        yield from ("", f"Profile: {profile.text()}")
     for number, one in enumerate(diagnosis.findings, 1):
         cost = _cost(one, diagnosis)
         yield ""

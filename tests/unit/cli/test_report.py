@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gzip
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -55,6 +57,26 @@ def test_a_report(hpml: Hpml, shell: Shell, trained: str) -> None:
     assert hpml("show", trained, "--json").json()["diagnosis"] == verdict
     assert hpml("report", trained, "--html", "page.html").code == 0
     assert verdict in (shell.root / "page.html").read_text("utf-8")
+
+
+def test_a_profile(hpml: Hpml, shell: Shell, trained: str) -> None:
+    """Traces in the run's directory are summed up; a damaged one is named and costs no report."""
+    directory = Path(hpml("show", trained, "--json").json()["directory"]) / "profile"
+    directory.mkdir()
+    event = {"ph": "X", "cat": "user_annotation", "name": "hpml.step", "ts": 0, "dur": 4000}
+    trace = directory / "trace-rank0.json.gz"
+    trace.write_bytes(gzip.compress(json.dumps({"traceEvents": [event]}).encode()))
+    line = "CPU in 1 step of 4 ms, 1 rank: compute 0%, idle 100%"
+    assert f"\nprofile   {line}\n" in hpml("report", trained).out
+    assert f"\nProfile: {line}\n" in hpml("report", trained, "--markdown").out
+    assert hpml("report", trained, "--json").json()["facts"]["profile"]["idle"] == 1
+    assert hpml("report", trained, "--html", "profile.html").code == 0
+    assert line in (shell.root / "profile.html").read_text("utf-8")
+    trace.write_bytes(b"cut off")
+    done = hpml("report", trained)
+    assert done.code == 0
+    assert f"warning: {trace} is not a trace" in done.err
+    shutil.rmtree(directory)
 
 
 def test_two_runs(hpml: Hpml, trained: str, array: str) -> None:

@@ -1,0 +1,205 @@
+"""Sum up the traces of torch.profiler that the ranks of a run wrote into its directory."""
+
+from __future__ import annotations
+
+import gzip
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+from hpml_orchestrator.errors import counted
+
+__all__ = ["DIRECTORY", "Profile", "ProfileError", "read_profile"]
+
+DIRECTORY = "profile"
+"""Where traces lie in a run's directory; one per rank, named ``trace-rank0.json.gz``."""
+
+_PATTERN = "trace-rank*.json.gz"
+_MOST_TRACES = 4  # ranks do the same work; a trace of a large model takes seconds to read
+_MOST_BYTES = 2**30  # of one trace, unpacked
+_COLLECTIVES = ("nccl", "gloo:", "mpi:")  # kernels of NCCL; spans that the other backends record
+_DEVICE = ("kernel", "gpu_memcpy", "gpu_memset")
+
+Span = tuple[float, float]
+
+
+class ProfileError(Exception):
+    """A trace cannot be read; the message names the file and the reason."""
+
+
+@dataclass(frozen=True)
+class Profile:
+    """Shares of the profiled steps' time (0 to 1), as means over the ranks that were read.
+
+    Attributes:
+        steps: profiled steps per rank.
+        ranks: of the traces that were read, in order.
+        traces: how many ranks left a trace.
+        device: `GPU` if the traces have kernels, otherwise `CPU`.
+        step_seconds: mean duration of a step; with the profiler, so longer than without it.
+        compute: kernels that are not collectives; without a GPU, PyTorch's operators.
+        communication: collectives, including the wait for other ranks in them.
+        overlap: compute and communication at the same time; counted in both.
+        copies: between host and GPU; 0 without a GPU.
+        idle: none of the three: Python, the wait for data, launching kernels.
+        data: the wait for the next batch, if the training marks it as `hpml.data`; else None.
+    """
+
+    steps: int
+    ranks: tuple[int, ...]
+    traces: int
+    device: str
+    step_seconds: float
+    compute: float
+    communication: float
+    overlap: float
+    copies: float
+    idle: float
+    data: float | None
+
+    def text(self) -> str:
+        """Return the profile in one line."""
+        parts = [f"compute {self.compute:.0%}"]
+        if self.communication:
+            parts.append(
+                f"communication {self.communication:.0%} ({self.overlap / self.communication:.0%} "
+                "of it during compute)"
+            )
+        if self.copies:
+            parts.append(f"copies {self.copies:.0%}")
+        waiting = "" if self.data is None else f" (waiting for data {self.data:.0%})"
+        parts.append(f"idle {self.idle:.0%}{waiting}")
+        some = f"{len(self.ranks)} of {self.traces}" if len(self.ranks) < self.traces else "all"
+        ranks = "1 rank" if self.traces == 1 else f"{some} ranks"
+        return (
+            f"{self.device} in {counted(self.steps, 'step')} of {1000 * self.step_seconds:.3g} ms, "
+            f"{ranks}: " + ", ".join(parts)
+        )
+
+
+def read_profile(directory: Path) -> Profile | None:
+    """Return the profile of the traces in a directory; None if there are none.
+
+    Raises:
+        ProfileError: a trace is damaged, too large, or has no steps.
+    """
+    found = sorted(directory.glob(_PATTERN), key=_rank)
+    if not found:
+        return None
+    every = max(1, len(found) // _MOST_TRACES)
+    chosen = found[::every][:_MOST_TRACES]
+    traces = [_read_trace(path) for path in chosen]
+
+    def mean(name: str) -> float:
+        return fmean(trace[name] for trace in traces)
+
+    return Profile(
+        steps=int(min(trace["steps"] for trace in traces)),
+        ranks=tuple(_rank(path) for path in chosen),
+        traces=len(found),
+        device="GPU" if any(trace["device"] for trace in traces) else "CPU",
+        step_seconds=mean("seconds") / mean("steps"),
+        data=mean("data") if all(trace["marked"] for trace in traces) else None,
+        **{name: mean(name) for name in ("compute", "communication", "overlap", "copies", "idle")},
+    )
+
+
+def _rank(path: Path) -> int:
+    digits = path.name.removeprefix("trace-rank").partition(".")[0]
+    return int(digits) if digits.isdecimal() else 0
+
+
+def _read_trace(path: Path) -> dict[str, float]:
+    try:
+        with gzip.open(path) as packed:
+            content = packed.read(_MOST_BYTES + 1)
+        if len(content) > _MOST_BYTES:
+            raise ProfileError(f"{path} has more than 1 GiB: profile fewer steps")
+        events = [event for event in json.loads(content)["traceEvents"] if event.get("ph") == "X"]
+        return _sum_up(events, path)
+    except (OSError, EOFError, ValueError, LookupError, TypeError, AttributeError) as error:
+        raise ProfileError(f"{path} is not a trace of torch.profiler: {error}") from error
+
+
+def _sum_up(events: list[dict[str, Any]], path: Path) -> dict[str, float]:
+    """Return shares of the time from the first step's begin to the last one's end, on one rank."""
+
+    def spans(chosen: list[dict[str, Any]]) -> list[Span]:
+        return _union([(float(one["ts"]), float(one["ts"]) + float(one["dur"])) for one in chosen])
+
+    steps = [one for one in events if one["name"] == "hpml.step" and not _on_device(one)]
+    if not steps:  # a training that does not mark its steps: those of the profiler's schedule
+        steps = [one for one in events if str(one["name"]).startswith("ProfilerStep#")]
+        steps = [one for one in steps if not _on_device(one)]
+    if not steps:
+        raise ProfileError(f"{path} has no steps: call the profiler's step() after each one")
+    kernels = [one for one in events if one.get("cat") in _DEVICE]
+    work = kernels or [one for one in events if one.get("cat") in ("cpu_op", "user_annotation")]
+    begin, end = spans(steps)[0][0], spans(steps)[-1][1]
+    if kernels:  # a GPU works on when the program has issued the last step
+        end = max(end, spans(kernels)[-1][1])
+    window = [(begin, end)]
+    named = [(str(one["name"]).lower(), one) for one in work]
+    collective = [one for name, one in named if name.startswith(_COLLECTIVES)]
+    copied = [one for one in work if one.get("cat") == "gpu_memcpy"]
+    # c10d's operators only start a collective; annotations span Python code, which is not work.
+    computing = [
+        one
+        for name, one in named
+        if not name.startswith((*_COLLECTIVES, "c10d::"))
+        and one.get("cat") in ("kernel", "gpu_memset", "cpu_op")
+    ]
+    compute, communication, copies = (
+        _intersection(spans(chosen), window) for chosen in (computing, collective, copied)
+    )
+    data = [one for one in events if one["name"] == "hpml.data" and not _on_device(one)]
+    if (total := end - begin) <= 0:
+        raise ProfileError(f"{path} has no steps that took any time")
+    return {
+        "steps": len(steps),
+        "seconds": total / 1e6,
+        "device": bool(kernels),
+        "compute": _length(compute) / total,
+        "communication": _length(communication) / total,
+        "overlap": _length(_intersection(compute, communication)) / total,
+        "copies": _length(copies) / total,
+        "idle": 1 - _length(_union([*compute, *communication, *copies])) / total,
+        "data": _length(_intersection(spans(data), window)) / total,
+        "marked": bool(data),
+    }
+
+
+def _on_device(event: dict[str, Any]) -> bool:
+    return str(event.get("cat", "")).startswith("gpu_")
+
+
+def _union(spans: list[Span]) -> list[Span]:
+    """Return the same time as spans in order that do not touch each other."""
+    joined: list[Span] = []
+    for begin, end in sorted(spans):
+        if joined and begin <= joined[-1][1]:
+            joined[-1] = (joined[-1][0], max(end, joined[-1][1]))
+        else:
+            joined.append((begin, end))
+    return joined
+
+
+def _intersection(first: list[Span], second: list[Span]) -> list[Span]:
+    """Return the time that two lists of spans, each as `_union` returns it, have in common."""
+    common, i, j = [], 0, 0
+    while i < len(first) and j < len(second):
+        begin, end = max(first[i][0], second[j][0]), min(first[i][1], second[j][1])
+        if begin < end:
+            common.append((begin, end))
+        # The span that ends first cannot meet any later one of the other list.
+        if first[i][1] < second[j][1]:
+            i += 1
+        else:
+            j += 1
+    return common
+
+
+def _length(spans: list[Span]) -> float:
+    return sum(end - begin for begin, end in spans)
