@@ -45,8 +45,8 @@ $(VENV)/.dev: pyproject.toml $(VENV)/.train
 
 # The copyable files are copied, as a user would, and run from there.
 demo: $(VENV)/.train
-	@rm -rf $(DEMO) && mkdir -p $(DEMO)
-	@cp training_jobs/*.py training_jobs/digits.yaml training_jobs/digits_sweep.yaml $(DEMO)/
+	@rm -rf $(DEMO)
+	@$(BIN)/hpml new images $(DEMO) >/dev/null
 	$(BIN)/python $(DEMO)/make_digits.py $(DEMO)/digits
 	$(BIN)/hpml run $(DEMO)/digits.yaml --local --set environment.venv=$(CURDIR)/$(VENV)
 	@printf '\nnext:\n'; printf '  %-28s %s\n' '$(BIN)/hpml report last' 'what held the run back, and what to change' \

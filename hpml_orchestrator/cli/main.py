@@ -59,6 +59,9 @@ COMMANDS = {
         "Convert an sbatch script to a job file; warnings go to stderr.",
         _JOBS,
     ),
+    "new": Entry(
+        "new", "new", "Start a training job from an example, or from your own script.", _JOBS
+    ),
     "sweep": Entry("sweep", "group", "Run a job many times: scaling, grids, searches.", _JOBS),
     "list": Entry("runs", "list_", "List runs, newest first.", _RUNS),
     "status": Entry("runs", "status", "Show the state of unfinished or given runs.", _RUNS),

@@ -127,6 +127,10 @@ hpml topo
     Where four ranks would run: hpml topo machine.xml --ranks 4 --svg ranks.svg
     Where a job's ranks would run: hpml topo --plan job.yaml
     Where a run's ranks ran: hpml topo --run last --svg ranks.svg
+hpml new
+    List the examples: hpml new --list
+    Start from one: hpml new images ~/digits
+    A job file for your own script: hpml new mine . --script train.py
 hpml pack
     Pack a data set into archives of 2 GiB: hpml pack imagenet packed --shard-size 2G
     On a file system that is slow to open files: hpml pack imagenet packed --workers 32

@@ -43,7 +43,7 @@ class Profile:
         communication: collectives, including the wait for other ranks in them.
         overlap: compute and communication at the same time; counted in both.
         copies: between host and GPU; 0 without a GPU.
-        idle: none of the three: Python, the wait for data, launching kernels.
+        idle: none of the three: Python, sleeping, launching kernels.
         data: the wait for the next batch, if the training marks it as `hpml.data`; else None.
     """
 
@@ -69,14 +69,12 @@ class Profile:
             )
         if self.copies:
             parts.append(f"copies {self.copies:.0%}")
-        waiting = "" if self.data is None else f" (waiting for data {self.data:.0%})"
-        parts.append(f"idle {self.idle:.0%}{waiting}")
+        parts.append(f"idle {self.idle:.0%}")
+        waiting = "" if self.data is None else f"; waiting for data {self.data:.0%}"
         some = f"{len(self.ranks)} of {self.traces}" if len(self.ranks) < self.traces else "all"
         ranks = "1 rank" if self.traces == 1 else f"{some} ranks"
-        return (
-            f"{self.device} in {counted(self.steps, 'step')} of {1000 * self.step_seconds:.3g} ms, "
-            f"{ranks}: " + ", ".join(parts)
-        )
+        steps = f"{counted(self.steps, 'step')} of {1000 * self.step_seconds:.3g} ms"
+        return f"{self.device} in {steps}, {ranks}: {', '.join(parts)}{waiting}"
 
 
 def read_profile(directory: Path) -> Profile | None:

@@ -247,12 +247,13 @@ def write_rendered(rendered: Rendered, directory: str, *, force: bool = False) -
 
 
 @contextlib.contextmanager
-def output_directory(path: Path, *, value: str) -> Iterator[None]:
+def output_directory(path: Path, *, value: str, field: str = "--output") -> Iterator[None]:
     """Make a directory for what is written within; if that fails, a new one is removed again.
 
     Args:
         path: the directory, absolute.
-        value: of `--output`, for the error.
+        value: as the user wrote it, for the error.
+        field: the option or argument that names it.
 
     Raises:
         InputError: it cannot be made or written to.
@@ -269,7 +270,7 @@ def output_directory(path: Path, *, value: str) -> Iterator[None]:
         cause = error.__cause__ if isinstance(error, RecordError) else error
         raise InputError(
             f"cannot be written: {getattr(cause, 'strerror', None) or cause or error}",
-            field="--output",
+            field=field,
             value=value,
             hint="name a directory that you may write to and that has room",
         ) from error

@@ -31,6 +31,7 @@ if TYPE_CHECKING:
 else:
     sys.path.insert(0, str(Path(__file__).parents[2] / "training_jobs"))
     import ddp_images
+
     import hpml_waits
 
 GOAL_PERCENT = 0.1

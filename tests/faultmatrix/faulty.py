@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from training_jobs import ddp_images, hpml_checkpoint
 else:
     import ddp_images
+
     import hpml_checkpoint
 
 

@@ -55,7 +55,7 @@ def test_real_traces_of_two_ranks(tmp_path: Path) -> None:
     """Half the sleep is a wait for data, and the fast rank's wait is communication."""
     (tmp_path / "train.py").write_text(TRAINING)
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-    command = [*torchrun, "--nproc-per-node=2", tmp_path / "train.py", tmp_path]
+    command = [*torchrun, "--nproc-per-node=2", str(tmp_path / "train.py"), str(tmp_path)]
     subprocess.run(command, check=True, capture_output=True, timeout=120)
     profile = read_profile(tmp_path)
     assert profile is not None
@@ -89,7 +89,7 @@ def test_shares_on_a_cpu(tmp_path: Path) -> None:
     assert found == pytest.approx((0.5, 0.3, 0.1, 0.3, 0.1))
     assert profile.text() == (
         "CPU in 2 steps of 50 ms, 1 rank: compute 50%, communication 30% (33% of it during "
-        "compute), idle 30% (waiting for data 10%)"
+        "compute), idle 30%; waiting for data 10%"
     )
 
 

@@ -1,0 +1,210 @@
+"""Command `new`: start from an example, or write a job file for one's own script."""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+import string
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from hpml_orchestrator import assets
+from hpml_orchestrator.cli.common import JsonOption, print_json, print_table, refuse_with
+from hpml_orchestrator.errors import InputError, NotFoundError, RecordError, did_you_mean
+from hpml_orchestrator.records.files import write_text
+from hpml_orchestrator.runs.prepare import output_directory
+from hpml_orchestrator.spec.edit import flow_text
+
+__all__ = ["EXAMPLES", "Example", "new"]
+
+_HELPERS = ("hpml_channel.py", "hpml_checkpoint.py", "hpml_waits.py")
+_MINE = "mine"
+
+
+@dataclass(frozen=True)
+class Example:
+    """What `hpml new NAME` writes: files of training_jobs, and the commands that come next."""
+
+    about: str
+    files: tuple[str, ...]
+    commands: tuple[str, ...]
+
+
+EXAMPLES = {
+    "images": Example(
+        "a CNN or ResNet-18 on folders of images, with DDP or Horovod; handwritten digits as data",
+        (
+            "ddp_images.py",
+            "horovod_images.py",
+            "make_digits.py",
+            "digits.yaml",
+            "digits_horovod.yaml",
+            "digits_sweep.yaml",
+            *_HELPERS,
+        ),
+        ("python make_digits.py digits", "hpml run digits.yaml"),
+    ),
+    _MINE: Example(
+        "your own script: --script FILE; without it a short script to fill in",
+        ("train.py", "job.yaml", *_HELPERS),
+        ("hpml check job.yaml", "hpml run job.yaml"),
+    ),
+}
+
+
+def new(
+    name: Annotated[
+        str | None,
+        typer.Argument(metavar="NAME", help="An example of `hpml new --list`.", show_default=False),
+    ] = None,
+    directory: Annotated[
+        str | None,
+        typer.Argument(
+            metavar="DIR", help="Directory to write to; is created.", show_default=False
+        ),
+    ] = None,
+    script: Annotated[
+        str | None,
+        typer.Option(
+            "--script",
+            metavar="FILE",
+            help="With `mine`: your training script; it is not changed.",
+            show_default=False,
+        ),
+    ] = None,
+    list_: Annotated[bool, typer.Option("--list", help="List the examples.")] = False,
+    as_json: JsonOption = False,
+) -> None:
+    """Start a training job from an example, or from your own script.
+
+    Existing files are never replaced.
+    """
+    if list_:
+        refuse_with("--list", {"NAME": name, "DIR": directory, "--script": script})
+        _list(as_json=as_json)
+        return
+    example = _chosen(name)
+    if not directory:
+        message, value = "must name a directory", directory
+        raise InputError(message, field="DIR", value=value, hint=f"hpml new {name} my-{name}")
+    target = Path(os.path.abspath(os.path.expanduser(directory)))
+    if script is None:
+        source = assets.path("training_jobs")
+        files = {file: (source / file).read_bytes() for file in example.files}
+    elif name == _MINE:
+        files = {"job.yaml": _job_of(script, target)}
+    else:
+        hint = f"hpml new {_MINE} {shlex.quote(directory)} --script {shlex.quote(script)}"
+        raise InputError(f"belongs to `{_MINE}`", field="--script", value=script, hint=hint)
+    written = _write(files, target, directory)
+    if as_json:
+        print_json({"directory": str(target), "files": written, "commands": example.commands})
+        return
+    if written:
+        typer.echo(f"wrote {', '.join(written)} to {target}")
+    else:
+        typer.echo(f"{target} has all files already: wrote nothing")
+    typer.echo("next:")
+    for command in (f"cd {shlex.quote(directory)}", *example.commands):
+        typer.echo(f"    {command}")
+
+
+def _list(*, as_json: bool) -> None:
+    if as_json:
+        print_json([{"name": name, "about": one.about} for name, one in EXAMPLES.items()])
+        return
+    print_table(("NAME", "WHAT IT TRAINS"), [(name, one.about) for name, one in EXAMPLES.items()])
+
+
+def _chosen(name: str | None) -> Example:
+    if name not in EXAMPLES:
+        names = ", ".join(EXAMPLES)
+        hint = did_you_mean(name or "", EXAMPLES) or "hpml new --list"
+        raise InputError(f"must be one of {names}", field="NAME", value=name, hint=hint)
+    return EXAMPLES[name]
+
+
+def _write(files: dict[str, bytes], target: Path, named: str) -> list[str]:
+    """Write files that are not there yet; return their names.
+
+    Raises:
+        InputError: another file has one of the names, or the directory cannot be written; then
+            nothing was written.
+    """
+    missing = []
+    with output_directory(target, value=named, field="DIR"):
+        for name, content in files.items():
+            path = target / name
+            if not os.path.lexists(path):
+                missing.append(name)
+            elif not path.is_file() or path.read_bytes() != content:
+                message = f"{path} already exists with other content"
+                raise InputError(message, field="DIR", value=named, hint="name a new directory")
+        umask = os.umask(0)
+        os.umask(umask)
+        for place, name in enumerate(missing):
+            try:
+                write_text(target / name, files[name], mode=0o666 & ~umask)
+            except RecordError:
+                for done in missing[:place]:
+                    with suppress(OSError):
+                        (target / done).unlink()
+                raise
+    return missing
+
+
+_JOB = string.Template("""\
+# hpml check job.yaml    # finds mistakes without submitting
+# hpml run job.yaml      # on Slurm if there is one, otherwise on this machine
+name: $name
+$start
+# args: [--lr=0.1]       # as on the command line; {run.dir} is a directory for results
+resources:
+  nodes: 1
+  ranks_per_node: $ranks      # processes per node; with `gpus: 4` usually as many
+  cpus_per_rank: 1
+  time: 1:00:00          # HH:MM:SS
+# environment:
+#   venv: ~/envs/train
+# checkpoint: true       # save before the time limit and continue: needs a few lines in the script
+# stage:                 # copy data to the node first; {stage.data} is its place there
+#   - {name: data, source: ~/data, target: auto}
+""")
+
+
+def _job_of(script: str, target: Path) -> bytes:
+    """Return a job file that starts a script as it is.
+
+    Raises:
+        NotFoundError: there is no such file.
+        InputError: it cannot be read, or is neither Python nor executable.
+    """
+    path = Path(os.path.abspath(os.path.expanduser(script)))
+    if not path.is_file():
+        raise NotFoundError(f"--script: no such file: {script}", hint="name your training script")
+    try:
+        text = path.read_text("utf-8", "replace")
+    except OSError as error:
+        raise InputError(f"cannot be read: {error}", field="--script", value=script) from error
+    place = os.path.relpath(path, target) if path.is_relative_to(target) else str(path)
+    ranks, launcher = 1, "srun"
+    if path.suffix == ".py":
+        launcher = "torchrun"
+        if re.search(r"^\s*(import|from)\s+horovod\b", text, re.MULTILINE):
+            launcher, ranks = "horovodrun", 2
+        elif re.search(r"\binit_process_group\b|\bDistributedDataParallel\b", text):
+            ranks = 2
+        start = f"script: {flow_text(place)}"
+    elif os.access(path, os.X_OK):
+        start = f"command: {flow_text([str(path)])}"
+    else:
+        message = "must be a Python file or executable"
+        raise InputError(message, field="--script", value=script, hint=f"chmod +x {script}")
+    name = re.sub(r"[^A-Za-z0-9._+-]+", "-", path.stem).lstrip("._+-") or "train"
+    job = _JOB.substitute(name=flow_text(name), start=f"launcher: {launcher}\n{start}", ranks=ranks)
+    return job.encode("utf-8", "surrogateescape")
