@@ -178,11 +178,10 @@ def test_calls_of_hpml_have_commands_and_options_that_exist() -> None:
     assert count > 30
 
 
-def test_the_readme_lists_every_command() -> None:
-    """A command that is added is told of on the first page."""
+def test_the_readme_lists_commands_that_exist() -> None:
+    """The ones that a newcomer needs; the manual has the others."""
     first = re.findall(r"^\| (`hpml [^|]+)\|", read("README.md"), re.MULTILINE)
-    listed = set(re.findall(r"`hpml (\w+)", " ".join(first)))
-    assert listed == set(COMMANDS)
+    assert set(re.findall(r"`hpml (\w+)", " ".join(first))) <= set(COMMANDS)
 
 
 def table(page: str, *header: str) -> list[list[str]]:
@@ -272,10 +271,10 @@ def _anchors(text: str) -> set[str]:
     return {re.sub(r"[^\w\- ]", "", one).strip().lower().replace(" ", "-") for one in headings}
 
 
-def test_every_page_of_docs_is_linked_from_the_readme() -> None:
+def test_every_page_of_docs_is_listed() -> None:
     """Nothing is written where nobody finds it."""
     for page in RUN_PAGES[1:]:
-        assert f"]({page})" in read("README.md"), page
+        assert page == "docs/pages.md" or f"]({Path(page).name})" in read("docs/pages.md"), page
 
 
 @pytest.mark.parametrize("page", PAGES)
