@@ -65,6 +65,7 @@ class Event:
 class Fault:
     """What goes wrong with a function of NVML (pattern, `*` for all), a `field:186` or a `gpm:20`.
 
+    `field:165:17` is field 165 of link 17.
     `kind` is fault (`amount` is the code that it returns) or stuck (seconds that each call hangs,
     at most as long as the state file says so).
     """
@@ -104,17 +105,18 @@ compute_mode=0 util=0 mem_util=0 enc_util=0 dec_util=0 temp=35 mem_temp=40 power
 power_enforced=400 clock_graphics=210 clock_sm=210 clock_mem=1593 clock_video=585 max_graphics=1410
 max_sm=1410 max_mem=1593 max_video=1290 ecc_mode=1 ecc_vol_cor=0 ecc_vol_unc=0 ecc_agg_cor=0
 ecc_agg_unc=0 pcie_gen=4 pcie_width=16 pcie_max_gen=4 pcie_max_width=16 pcie_replay=0 pcie_tx=0
-pcie_rx=0 pcie_bits=32 nvlink_links=12 nvlink_speed=25000 nvlink_crc=0 nvlink_replay=0
-nvlink_recovery=0 nvlink_tx=0 nvlink_rx=0 pstate=0 persistence=1 display_active=0 display_mode=0
-remapped_cor=0 remapped_unc=0 remapped_pending=0 remapped_failure=0 mig_mode=0 mig_max=7
-mem_total=85899345920 mem_reserved=629145600 mem_base=4194304 bar1_total=137438953472
+pcie_rx=0 pcie_bits=32 nvlink_links=12 nvlink_state=1 nvlink_speed=25000 nvlink_crc=0
+nvlink_replay=0 nvlink_recovery=0 nvlink_tx=0 nvlink_rx=0 pstate=0 persistence=1 display_active=0
+display_mode=0 remapped_cor=0 remapped_unc=0 remapped_pending=0 remapped_failure=0 mig_mode=0
+mig_max=7 mem_total=85899345920 mem_reserved=629145600 mem_base=4194304 bar1_total=137438953472
 bar1_used=1048576""")
 _H100 = dict.fromkeys([f"gpm_{metric}" for metric in _GPM], 0) | _table("""
 pci_id=233010DE pci_subsystem=16C110DE cc_major=9 power_limit=700 power_enforced=700 power=75
 clock_graphics=345 clock_sm=345 clock_mem=2619 max_graphics=1980 max_sm=1980 max_mem=2619 pcie_gen=5
 pcie_max_gen=5 nvlink_links=18 gpm=1""")
 _OTHERS = "fan mem_used lost retired_sbe retired_dbe retired_pending gi ci".split()
-_KNOWN = frozenset([*_A100, *_H100, *_OTHERS, *(f"{rate}_base" for rate in _COUNTED)])
+_BLACKWELL = [f"nvlink_field{field}" for field in (*range(206, 213), 214, 215, 219, 221)]
+_KNOWN = frozenset([*_A100, *_H100, *_OTHERS, *_BLACKWELL, *(f"{rate}_base" for rate in _COUNTED)])
 
 
 @dataclass(frozen=True, init=False)

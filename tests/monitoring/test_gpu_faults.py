@@ -249,7 +249,7 @@ def test_what_was_counted_outlives_the_driver(
 
 
 def test_a_driver_that_goes_and_comes(gpu_collector: Start, gpusim_library: Simulator) -> None:
-    """Unloaded: lost, then not here; loaded: as if nothing had been."""
+    """Unloaded under a working exporter it is a failure until it is loaded again."""
     state = State(gpus=(a100(0, util=30),))
     running = gpu_collector(state)
     running.sample()
@@ -258,7 +258,8 @@ def test_a_driver_that_goes_and_comes(gpu_collector: Start, gpusim_library: Simu
     for _ in range(2):
         running.do("close")
         running.do("make")
-        assert running.sample().error == "NotHereError"
+        seen = running.sample()
+        assert (seen.error, "GPUs were read before" in seen.text) == ("DriverLostError", True)
     gpusim_library.write(replace(state, generation=2), running.path)
     running.do("make")
     assert running.sample().one("hpml_gpu_utilization_ratio") == 0.3

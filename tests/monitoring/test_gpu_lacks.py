@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import time
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
-from deploy.gpusim.gpusim import OLD_DRIVER, Fault, Process, Simulator, State, a100
+from deploy.gpusim.gpusim import OLD_DRIVER, Fault, Process, Simulator, State, a100, h100
 from tests.monitoring.gpu_support import ALL, GIB, UP, Answer, Start
 
 # Metrics that go when a call is not supported, and for which there is no other source.
@@ -129,6 +130,60 @@ def test_a_field_without_data_rebuilds_nothing(gpu_collector: Start) -> None:
     for ahead in range(1, 8):
         assert not running.sample(ahead=ahead).all("hpml_gpu_memory_temperature_celsius")
     assert "nvmlGpmSampleAlloc" not in running.calls.read_text()
+
+
+@pytest.mark.parametrize(
+    ("state", "active"), [(0, 0), (1, 18), (2, 18), (3, 0)], ids=["down", "up", "asleep", "blocked"]
+)
+def test_links_are_counted_by_their_state(gpu_collector: Start, state: int, active: int) -> None:
+    """A sleeping link works when it is used; one whose traffic is disabled does not."""
+    seen = gpu_collector(State(gpus=(h100(0, nvlink_state=state),))).sample()
+    assert seen.one("hpml_gpu_nvlink_links_active") == active
+
+
+def test_a_link_without_data_lowers_no_sum(gpu_collector: Start, gpusim_library: Simulator) -> None:
+    """The number of active links is unknown then; 17 of 18 would be a broken one."""
+    name, state = "hpml_gpu_nvlink_links_active", State(gpus=(h100(0),))
+    running = gpu_collector(state)
+    assert running.sample().one(name) == 18
+    silent = replace(state, faults=(Fault("field:165:17", 21),))
+    gpusim_library.write(silent, running.path)
+    assert [running.sample(ahead=ahead).all(name) for ahead in range(60)][-1] == []
+    gpusim_library.write(state, running.path)
+    assert [running.sample(ahead=60 + ahead) for ahead in range(60)][-1].one(name) == 18
+
+
+def test_errors_of_links_on_hopper_and_blackwell(gpu_collector: Start) -> None:
+    """Where the driver has no sums over all links, those of each link are added up."""
+    hopper = h100(0, nvlink_crc=1, nvlink_replay=2, nvlink_recovery=3)
+    newer: dict[str, Any] = {"nvlink_crc": None, "nvlink_replay": None, "nvlink_recovery": None}
+    blackwell = h100(1, **newer, nvlink_field206=4, nvlink_field214=5, nvlink_field215=6)
+    older = tuple(Fault(f"field:{field}", 3) for field in (38, 52, 59))
+    seen = gpu_collector(State(gpus=(hopper, blackwell), faults=older)).sample()
+    errors = {
+        (labels["uuid"] == hopper.uuid, labels["type"]): number
+        for labels, number in seen.all("hpml_gpu_nvlink_errors_total")
+    }
+    assert errors == {
+        (True, "crc"): 18,
+        (True, "replay"): 36,
+        (True, "recovery"): 54,
+        (False, "malformed"): 72,
+        (False, "recovery_failed"): 90,
+        (False, "recovery"): 108,
+    }
+
+
+def test_activity_that_is_not_a_number_is_not_shown(
+    gpu_collector: Start, gpusim_library: Simulator
+) -> None:
+    """As GPM answers while a GPU wakes up: the last value would look like a measured one."""
+    name, state = "hpml_gpu_sm_active_ratio", State(gpus=(h100(0, gpm_sm=50),))
+    running = gpu_collector(state)
+    running.sample()
+    assert running.sample(ahead=1).one(name) == 0.5
+    gpusim_library.write(replace(state, gpus=(h100(0, gpm_sm="nan"),)), running.path)
+    assert not running.sample(ahead=2).all(name)
 
 
 @pytest.mark.parametrize("code", [3, 4, 15, 999])

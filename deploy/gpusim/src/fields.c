@@ -17,8 +17,9 @@ struct field_value { /* nvmlFieldValue_t */
     } value;
 };
 
-/* How a field comes from the state: of a LINK the scope is its number, or NO_INSTANCE for all together. */
-enum source { VALUE, TOTAL, ECC, LINK_TOTAL, LINK_STATE, LINKS_VALUE };
+/* How a field comes from the state: of a LINK the scope is its number, or NO_INSTANCE for all together;
+   LINKS_VALUE is of all links, whatever the scope. */
+enum source { VALUE, TOTAL, ECC, LINK_TOTAL, LINK_VALUE, LINKS_VALUE };
 static const struct rule {
     unsigned field;
     enum source source;
@@ -40,7 +41,12 @@ static const struct rule {
     LONG(138, LINK_TOTAL, "nvlink_tx", 1.0 / 1024), LONG(139, LINK_TOTAL, "nvlink_rx", 1.0 / 1024),
     LONG(140, LINK_TOTAL, "nvlink_tx", 1.0 / 1024), LONG(141, LINK_TOTAL, "nvlink_rx", 1.0 / 1024),
     LONG(38, LINKS_VALUE, "nvlink_crc", 1), LONG(52, LINKS_VALUE, "nvlink_replay", 1),
-    LONG(59, LINKS_VALUE, "nvlink_recovery", 1), {165, LINK_STATE, "nvlink_links", 1, UNSIGNED_INT},
+    LONG(59, LINKS_VALUE, "nvlink_recovery", 1), {165, LINK_VALUE, "nvlink_state", 1, UNSIGNED_INT},
+    LONG(163, LINK_VALUE, "nvlink_crc", 1), LONG(161, LINK_VALUE, "nvlink_replay", 1),
+    LONG(162, LINK_VALUE, "nvlink_recovery", 1),
+#define BLACKWELL(field) LONG(field, LINK_VALUE, "nvlink_field" #field, 1)
+    BLACKWELL(206), BLACKWELL(207), BLACKWELL(208), BLACKWELL(209), BLACKWELL(210), BLACKWELL(211),
+    BLACKWELL(212), BLACKWELL(214), BLACKWELL(215), BLACKWELL(219), BLACKWELL(221),
 };
 
 static ret_t by_rule(const struct call *call, const struct rule *rule, unsigned link, double *value) {
@@ -48,13 +54,13 @@ static ret_t by_rule(const struct call *call, const struct rule *rule, unsigned 
     double links = number_or(call, "nvlink_links", 0);
     if (call->is_mig || (source == ECC && number_or(call, "ecc_mode", 0) < 1) || (source >= LINK_TOTAL && links == 0))
         return NOT_SUPPORTED;
-    if ((source == LINK_TOTAL || source == LINK_STATE) && link != NO_INSTANCE && link >= links)
+    if ((source == LINK_TOTAL || source == LINK_VALUE) && link != NO_INSTANCE && link >= links)
         return INVALID_ARGUMENT;
     bool counts = source == TOTAL || source == LINK_TOTAL;
     bool known = counts ? total(call, rule->key, value) : number(call, rule->key, value);
     if (source == LINKS_VALUE || (link == NO_INSTANCE && source == LINK_TOTAL))
         *value *= links;
-    *value = source == LINK_STATE ? 1 : *value * rule->scale;
+    *value *= rule->scale;
     return known ? OK : NOT_SUPPORTED;
 }
 
@@ -68,6 +74,9 @@ static void fill(const struct call *call, struct field_value *field) {
     field->timestamp = (long long)(call->now * 1e6);
     field->latency = 0;
     field->code = fault_code(call, name, (int)call->index);
+    snprintf(name, sizeof name, "field:%u:%u", field->field, field->scope); /* of a single link */
+    if (field->code == OK)
+        field->code = fault_code(call, name, (int)call->index);
     if (field->code == OK)
         field->code = rule == rules + COUNT(rules) ? NOT_SUPPORTED : by_rule(call, rule, field->scope, &value);
     if (field->code != OK)

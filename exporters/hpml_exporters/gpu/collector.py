@@ -209,6 +209,8 @@ class GpuCollector:
             if not session.devices and not self._down and not self._nameless:
                 raise NotHereError("the NVIDIA driver has no GPU")
         except NotHereError as error:
+            if self._histories:  # somebody has unloaded the driver under a working exporter
+                raise DriverLostError(f"{error}; GPUs were read before") from None
             present = gpus_on_bus(options.roots.sys)
             if present and options.job is None:  # a job need not be allowed to see them
                 raise DriverLostError(f"{error}; but there is a GPU at {present[0]}") from None

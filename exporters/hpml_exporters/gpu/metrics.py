@@ -252,12 +252,16 @@ NVLINK = _counter(
 )
 NVLINK_LINKS = _gauge("nvlink_links", "NVLinks that the GPU has.", _FIELD.format(91))
 NVLINK_ACTIVE = _gauge(
-    "nvlink_links_active", "NVLinks that are up.", _FIELD.format("165, of each link")
+    "nvlink_links_active",
+    "NVLinks that are active or asleep, neither down nor with their traffic disabled.",
+    _FIELD.format("165, of each link"),
 )
 NVLINK_ERRORS = _counter(
     "nvlink_errors",
-    "Errors of all NVLinks: crc (of flow control), replay, recovery.",
-    "nvmlDeviceGetFieldValues, fields 38, 52 and 59",
+    "Errors of all NVLinks: crc (of flow control), replay, recovery; on Blackwell recovery, "
+    "recovery_failed, malformed, overrun, receive, receive_remote, receive_general, integrity, "
+    "discarded, effective (after forward error correction), symbol (before it).",
+    "nvmlDeviceGetFieldValues, fields 38, 52 and 59; of each link 161 to 163, 206 to 215, 219, 221",
     "type",
 )
 PROCESSES = _gauge(

@@ -15,6 +15,7 @@ from hpml_exporters.core.collector import DriverLostError, NotHereError
 __all__ = [
     "INSUFFICIENT_SIZE",
     "NOT_SUPPORTED",
+    "NO_DATA",
     "NO_PERMISSION",
     "SUCCESS",
     "UNSUPPORTED",
@@ -31,6 +32,7 @@ NOT_SUPPORTED = 3
 NO_PERMISSION = 4
 INSUFFICIENT_SIZE = 7
 FUNCTION_NOT_FOUND = 13
+NO_DATA = 21
 GPU_LOST = frozenset({15, 16, 28})
 """NVML_ERROR_GPU_IS_LOST, _RESET_REQUIRED, _GPU_NOT_FOUND."""
 UNSUPPORTED = frozenset({2, 3, 13, 22, 25, 26})

@@ -12,7 +12,7 @@ from typing import Protocol
 
 from hpml_exporters.gpu.devices import Device
 from hpml_exporters.gpu.gpm import Gpm
-from hpml_exporters.gpu.nvml import NOT_SUPPORTED, SUCCESS, Code, Nvml, check
+from hpml_exporters.gpu.nvml import NO_DATA, NOT_SUPPORTED, SUCCESS, UNSUPPORTED, Code, Nvml, check
 from hpml_exporters.gpu.table import Call, Field, GpmMetric, Row
 
 __all__ = ["Answer", "Question", "questions"]
@@ -128,10 +128,15 @@ class _FieldValues:
         for source in self._sources:
             known = [next(parts) for _ in source.scopes]
             good = [_TYPES[kind](raw) for kind, code, raw in known if code == SUCCESS]
-            if good:
-                answers.append((SUCCESS, source.convert(sum(good))))
+            # A link that the GPU does not have is left out. One that has no data now makes the sum
+            # unknown: without it the sum would be too low.
+            silent = [code for _, code, _ in known if code not in (SUCCESS, *UNSUPPORTED)]
+            if silent or not good:
+                answers.append(((*silent, known[0][1])[0], None))
             else:
-                answers.append((known[0][1], None))
+                numbers = [source.convert(number) for number in good]
+                total = sum(number for number in numbers if number is not None)
+                answers.append((SUCCESS, None if None in numbers else total))
         return answers
 
 
@@ -154,6 +159,8 @@ class _GpmMetrics:
             return [(code, None)] * len(self.rows)
         return [
             # NaN and negative numbers have been seen when a GPU wakes up
-            (result, source.convert(number) if result == SUCCESS and number >= 0 else None)
+            (result, source.convert(number) if result == SUCCESS else None)
+            if result != SUCCESS or number >= 0
+            else (NO_DATA, None)
             for source, (result, number) in zip(self._sources, numbers, strict=True)
         ]

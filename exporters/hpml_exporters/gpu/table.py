@@ -21,6 +21,7 @@ Series = tuple[str, tuple[str, ...]]
 
 _ALL_LINKS = (0xFFFFFFFF,)
 _LINKS = tuple(range(18))
+_LINK_UP = (1, 2)  # active, and asleep until there is traffic; 0: inactive, 3: traffic is disabled
 _PSTATE_UNKNOWN = 32
 
 
@@ -42,7 +43,7 @@ class Field:
     Attributes:
         number: NVML_FI_DEV_... of nvml.h.
         convert: from NVML's unit to ours.
-        scopes: links whose values are added up.
+        scopes: links whose converted values are added up.
     """
 
     number: int
@@ -242,10 +243,27 @@ GPU: Sequence[Row] = (
     Row(gpu.NVLINK, Field(139, _KIBI, _ALL_LINKS), 1, ("receive",)),
     Row(gpu.NVLINK, GpmMetric(60, _MEBI), 1, ("receive",), "rate"),
     Row(gpu.NVLINK_LINKS, Field(91), 300),
-    Row(gpu.NVLINK_ACTIVE, Field(165, scopes=_LINKS)),
-    Row(gpu.NVLINK_ERRORS, Field(38), labels=("crc",)),
-    Row(gpu.NVLINK_ERRORS, Field(52), labels=("replay",)),
-    Row(gpu.NVLINK_ERRORS, Field(59), labels=("recovery",)),
+    Row(gpu.NVLINK_ACTIVE, Field(165, lambda state: float(state in _LINK_UP), _LINKS)),
+    *(
+        Row(gpu.NVLINK_ERRORS, source, labels=(error,))
+        for error, sources in {
+            # of all links, then of each link on Hopper, then on Blackwell
+            "crc": (Field(38), Field(163, scopes=_LINKS)),
+            "replay": (Field(52), Field(161, scopes=_LINKS)),
+            "recovery": (Field(59), Field(162, scopes=_LINKS), Field(215, scopes=_LINKS)),
+            "recovery_failed": (Field(214, scopes=_LINKS),),
+            "malformed": (Field(206, scopes=_LINKS),),
+            "overrun": (Field(207, scopes=_LINKS),),
+            "receive": (Field(208, scopes=_LINKS),),
+            "receive_remote": (Field(209, scopes=_LINKS),),
+            "receive_general": (Field(210, scopes=_LINKS),),
+            "integrity": (Field(211, scopes=_LINKS),),
+            "discarded": (Field(212, scopes=_LINKS),),
+            "effective": (Field(219, scopes=_LINKS),),
+            "symbol": (Field(221, scopes=_LINKS),),
+        }.items()
+        for source in sources
+    ),
 )
 """Of a GPU. The fields of clock event reasons are not used: they overlap, and their numbers changed
 between releases of the driver (251-253, then 269-271)."""
