@@ -101,15 +101,15 @@ def _table(text: str) -> dict[str, Any]:
 
 _A100 = dict.fromkeys([f"throttle_{reason}" for reason in _THROTTLE], 0) | _table("""
 name= uuid= serial= bus_id= minor=0 pci_id=20B210DE pci_subsystem=147F10DE cc_major=8 cc_minor=0
-compute_mode=0 util=0 mem_util=0 enc_util=0 dec_util=0 temp=35 mem_temp=40 power=60 power_limit=400
-power_enforced=400 clock_graphics=210 clock_sm=210 clock_mem=1593 clock_video=585 max_graphics=1410
-max_sm=1410 max_mem=1593 max_video=1290 ecc_mode=1 ecc_vol_cor=0 ecc_vol_unc=0 ecc_agg_cor=0
-ecc_agg_unc=0 pcie_gen=4 pcie_width=16 pcie_max_gen=4 pcie_max_width=16 pcie_replay=0 pcie_tx=0
-pcie_rx=0 pcie_bits=32 nvlink_links=12 nvlink_state=1 nvlink_speed=25000 nvlink_crc=0
-nvlink_replay=0 nvlink_recovery=0 nvlink_tx=0 nvlink_rx=0 pstate=0 persistence=1 display_active=0
-display_mode=0 remapped_cor=0 remapped_unc=0 remapped_pending=0 remapped_failure=0 mig_mode=0
-mig_max=7 mem_total=85899345920 mem_reserved=629145600 mem_base=4194304 bar1_total=137438953472
-bar1_used=1048576""")
+compute_mode=0 util=0 mem_util=0 enc_util=0 dec_util=0 temp=35 temp_shutdown=95 temp_slowdown=92
+temp_mem_max=105 mem_temp=40 power=60 power_limit=400 power_enforced=400 clock_graphics=210
+clock_sm=210 clock_mem=1593 clock_video=585 max_graphics=1410 max_sm=1410 max_mem=1593
+max_video=1290 ecc_mode=1 ecc_vol_cor=0 ecc_vol_unc=0 ecc_agg_cor=0 ecc_agg_unc=0 pcie_gen=4
+pcie_width=16 pcie_max_gen=4 pcie_max_width=16 pcie_replay=0 pcie_tx=0 pcie_rx=0 pcie_bits=32
+nvlink_links=12 nvlink_state=1 nvlink_speed=25000 nvlink_crc=0 nvlink_replay=0 nvlink_recovery=0
+nvlink_tx=0 nvlink_rx=0 pstate=0 persistence=1 display_active=0 display_mode=0 remapped_cor=0
+remapped_unc=0 remapped_pending=0 remapped_failure=0 mig_mode=0 mig_max=7 mem_total=85899345920
+mem_reserved=629145600 mem_base=4194304 bar1_total=137438953472 bar1_used=1048576""")
 _H100 = dict.fromkeys([f"gpm_{metric}" for metric in _GPM], 0) | _table("""
 pci_id=233010DE pci_subsystem=16C110DE cc_major=9 power_limit=700 power_enforced=700 power=75
 clock_graphics=345 clock_sm=345 clock_mem=2619 max_graphics=1980 max_sm=1980 max_mem=2619 pcie_gen=5

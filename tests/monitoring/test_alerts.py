@@ -48,7 +48,16 @@ CASES: dict[str, dict[str, tuple[str, str]]] = {
         f'hpml_train_rank_step_duration_seconds{{{JOB},which="fastest"}}': ("1", "1"),
     },
     "RankBindingWrong": {f"hpml_rank_binding_ok{{{JOB}}}": ("0", "1")},
-    "JobOutOfMemory": {f"hpml_job_oom_events_total{{{JOB}}}": ("0+1", "3+0")},
+    "JobUsesForeignGpu": {f"hpml_job_gpus_foreign{{{JOB}}}": ("1", "0")},
+    "GpuUsedByStranger": {
+        f'hpml_gpu_processes{{{GPU},owner="none"}}': ("2", "0"),
+        f'hpml_gpu_processes{{{ON},uuid="G2",owner="none"}}': ("1", "1"),  # of no job
+    },
+    "JobOutOfMemory": {f"hpml_job_oom_events_total{{{JOB}}}": ("_x9 1", "3+0")},
+    "JobsEndedOutOfMemory": {
+        'hpml_slurm_jobs_ended_total{partition="a",state="out_of_memory"}': ("0+1", "5+0"),
+        'hpml_slurm_jobs_ended_total{partition="a",state="completed"}': ("0+1", "0+1"),
+    },
     "JobMemoryNearLimit": {
         f'hpml_job_memory_bytes{{{JOB},kind="rss"}}': ("98", "96"),
         f'hpml_job_memory_bytes{{{JOB},kind="cache"}}': ("0", "4"),
@@ -56,35 +65,81 @@ CASES: dict[str, dict[str, tuple[str, str]]] = {
     },
     "GpuLost": {f"hpml_gpu_up{{{GPU}}}": ("0", "1")},
     "GpuXid": {
-        f'hpml_gpu_xid_last_timestamp_seconds{{{GPU},xid="79"}}': ("0+60", "60+0"),
+        f'hpml_gpu_xid_last_timestamp_seconds{{{GPU},xid="149"}}': ("0+0", "-90000+0"),
         f'hpml_gpu_xid_last_timestamp_seconds{{{GPU},xid="13"}}': ("0+60", "0+60"),
     },
     "GpuUncorrectedMemoryErrors": {
-        f'hpml_gpu_ecc_errors_total{{{GPU},error="uncorrected"}}': ("1", "0"),
-        f'hpml_gpu_ecc_errors_total{{{GPU},error="corrected"}}': ("9", "9"),
+        f'hpml_gpu_ecc_errors_total{{{GPU},error="uncorrected"}}': ("0x9 1", "7"),
+        f'hpml_gpu_ecc_errors_total{{{GPU},error="corrected"}}': ("0+9", "0+9"),
+    },
+    "GpuRowRemapPending": {f"hpml_gpu_remapped_rows_pending{{{GPU}}}": ("1", "0")},
+    "GpuDriverGone": {f'hpml_exporter_up{{{ON},collector="gpu"}}': ("0", "1")},
+    "GpusMissing": {
+        f'hpml_gpus{{{ON},state="up"}}': ("8x9 7", "7"),
+        f'hpml_gpus{{{ON},state="lost"}}': ("0", "1"),
+    },
+    "GpuNvlinkDown": {
+        f"hpml_gpu_nvlink_links{{{GPU}}}": ("18", "18"),
+        f"hpml_gpu_nvlink_links_active{{{GPU}}}": ("17", "18"),
+    },
+    "GpuPcieDegraded": {
+        f"hpml_gpu_pcie_link_width{{{GPU}}}": ("8", "8"),
+        f"hpml_gpu_pcie_link_width_max{{{GPU}}}": ("16", "8"),
     },
     "GpuRowRemapFailed": {f"hpml_gpu_remapped_rows_failed{{{GPU}}}": ("1", "0")},
     "GpuThrottled": {
         f'hpml_gpu_throttled_seconds_total{{{GPU},reason="sw_thermal"}}': ("0+5", "0+1"),
         f'hpml_gpu_throttled_seconds_total{{{GPU},reason="power"}}': ("0+50", "0+50"),
     },
-    "GpuHot": {f"hpml_gpu_temperature_celsius{{{GPU}}}": ("87", "80")},
+    "GpuHot": {
+        f"hpml_gpu_temperature_celsius{{{GPU}}}": ("87", "88"),
+        f'hpml_gpu_temperature_limit_celsius{{{GPU},sensor="core"}}': ("_", "92"),
+        f"hpml_gpu_memory_temperature_celsius{{{GPU}}}": ("60", "101"),
+        f'hpml_gpu_temperature_limit_celsius{{{GPU},sensor="memory"}}': ("105", "105"),
+    },
     "ShmNearlyFull": {
         f"hpml_shm_used_bytes{{{ON}}}": ("95", "50"),
         f"hpml_shm_size_bytes{{{ON}}}": ("100", "100"),
     },
+    "DiskNearlyFull": {
+        f'hpml_filesystem_free_bytes{{{ON},mountpoint="/tmp"}}': ("4", "6"),
+        f'hpml_filesystem_size_bytes{{{ON},mountpoint="/tmp"}}': ("100", "100"),
+    },
+    "InfinibandDown": {
+        f'hpml_infiniband_up{{{ON},device="mlx5_0",port="1"}}': ("1x5 0", "0"),
+        f'hpml_infiniband_up{{{ON},device="mlx5_1",port="1"}}': ("1", "1"),
+    },
+    "NfsTimeouts": {
+        f'hpml_nfs_timeouts_total{{{ON},server="nas",export="/data"}}': ("0+1", "9+0"),
+    },
     "NodeUnavailable": {
+        'hpml_slurm_node_reason_info{node="n1",state="down",reason="fan"}': ("1", "_"),
+        'hpml_slurm_node_reason_info{node="n2",state="drained",reason="plan"}': ("1", "1"),
+    },
+    "ManyNodesUnavailable": {
+        f'hpml_slurm_node_reason_info{{node="n{node}",state="down",reason="Not responding"}}': (
+            "1",
+            "1" if node < 5 else "_",
+        )
+        for node in range(6)
+    },
+    "NodesDrained": {
         'hpml_slurm_node_reason_info{node="n1",state="drained",reason="fan"}': ("1", "_"),
         'hpml_slurm_node_reason_info{node="n2",state="maintenance",reason="plan"}': ("1", "1"),
     },
     "ManyJobsPending": {
-        'hpml_slurm_jobs{state="pending",partition="a",qos="q"}': ("600", "600"),
-        'hpml_slurm_jobs{state="pending",partition="b",qos="q"}': ("600", "300"),
+        'hpml_slurm_jobs{state="pending",partition="a",qos="q"}': ("100x12 600", "600"),
+        'hpml_slurm_jobs{state="pending",partition="b",qos="q"}': ("10x12 60", "600"),
         'hpml_slurm_jobs{state="running",partition="b",qos="q"}': ("900", "900"),
     },
     "ExporterDown": {f"up{{{ON}}}": ("0", "1"), 'up{instance="x",job="other"}': ("0", "0")},
+    "ManyExportersDown": {
+        f'up{{instance="n{node}:9445",job="hpml-node"}}': ("0", "0" if node < 5 else "1")
+        for node in range(6)
+    },
+    "ExporterConfigurationChanged": {f"hpml_exporter_web_config_changed{{{ON}}}": ("1", "0")},
     "CollectorFailing": {
-        f'hpml_exporter_up{{{ON},collector="gpu"}}': ("0", "1"),
+        f'hpml_exporter_up{{{ON},collector="nfs"}}': ("0", "1"),
         # A Slurm that does not answer is SlurmFiguresOld's.
         'hpml_exporter_up{instance="s1",job="hpml-slurm",collector="slurm"}': ("1", "0"),
         'hpml_slurm_last_refresh_timestamp_seconds{instance="s1",job="hpml-slurm"}': (

@@ -60,6 +60,8 @@ def test_gauges_are_what_the_state_says(gpu_collector: Start) -> None:
         ("hpml_gpu_retired_pages", "corrected"): 3,
         ("hpml_gpu_retired_pages", "uncorrected"): 2,
         ("hpml_gpu_retired_pages_pending", ""): 1,
+        ("hpml_gpu_temperature_limit_celsius", "core"): 92,
+        ("hpml_gpu_temperature_limit_celsius", "memory"): 105,
         ("hpml_gpu_nvlink_links", ""): 18,
         ("hpml_gpu_nvlink_links_active", ""): 18,
         ("hpml_gpu_nvlink_errors_total", "crc"): 18 * 1,

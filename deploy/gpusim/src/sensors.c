@@ -87,6 +87,7 @@ ENGINE(nvmlDeviceGetDecoderUtilization, "dec_util")
         return which >= COUNT(keys) ? INVALID_ARGUMENT : number_unsigned(&call, keys[which], 1, value); \
     }
 CHOICE(nvmlDeviceGetTemperature, "temp")
+CHOICE(nvmlDeviceGetTemperatureThreshold, "temp_shutdown", "temp_slowdown", "temp_mem_max")
 CHOICE(nvmlDeviceGetClockInfo, "clock_graphics", "clock_sm", "clock_mem", "clock_video")
 CHOICE(nvmlDeviceGetMaxClockInfo, "max_graphics", "max_sm", "max_mem", "max_video")
 

@@ -133,6 +133,12 @@ TEMPERATURE = _gauge(
 MEMORY_TEMPERATURE = _gauge(
     "memory_temperature_celsius", "Temperature of GPU memory.", _FIELD.format(82)
 )
+TEMPERATURE_LIMIT = _gauge(
+    "temperature_limit_celsius",
+    "Temperature of core or memory from which the GPU lowers its clocks.",
+    "nvmlDeviceGetTemperatureThreshold, slowdown and memory maximum",
+    "sensor",
+)
 FAN = _gauge(
     "fan_speed_ratio", "Speed that the fan is told, against its highest.", "nvmlDeviceGetFanSpeed"
 )

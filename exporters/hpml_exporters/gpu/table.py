@@ -209,6 +209,15 @@ GPU: Sequence[Row] = (
     ),
     Row(gpu.TEMPERATURE, _call("nvmlDeviceGetTemperature", selector=0), 5),
     Row(gpu.MEMORY_TEMPERATURE, Field(82), 5),
+    *(
+        Row(
+            gpu.TEMPERATURE_LIMIT,
+            _call("nvmlDeviceGetTemperatureThreshold", selector=kind),
+            300,
+            (sensor,),
+        )
+        for kind, sensor in ((1, "core"), (2, "memory"))
+    ),
     Row(gpu.FAN, _call("nvmlDeviceGetFanSpeed", _percent)),
     Row(gpu.CLOCK, _call("nvmlDeviceGetClockInfo", _MEGA, selector=1), 5, ("sm",)),
     Row(gpu.CLOCK, _call("nvmlDeviceGetClockInfo", _MEGA, selector=2), 5, ("memory",)),
