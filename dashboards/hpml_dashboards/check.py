@@ -27,10 +27,10 @@ RULES = assets.path("deploy/prometheus/rules")
 UNUSED: Mapping[str, str] = {
     "for accounting": "hpml_gpu_energy_joules_total hpml_slurm_job_run_seconds "
     "hpml_slurm_account_jobs hpml_job_memory_peak_bytes",
-    "says less than what is shown instead": "hpml_gpu_utilization_ratio hpml_gpu_up "
+    "says less than what is shown instead": "hpml_gpu_utilization_ratio "
     "hpml_gpu_memory_utilization_ratio hpml_gpu_clock_max_hertz hpml_gpu_performance_state "
-    "hpml_gpu_ecc_errors_lifetime_total hpml_gpu_retired_pages hpml_gpu_retired_pages_pending "
-    "hpml_gpu_remapped_rows hpml_rank_binding_ok hpml_train_steps_total hpml_slurm_up "
+    "hpml_gpu_ecc_errors_lifetime_total hpml_gpu_retired_pages "
+    "hpml_gpu_remapped_rows hpml_train_steps_total hpml_slurm_up "
     "hpml_slurm_gpus hpml_job_io_syscall_read_bytes_total hpml_job_io_syscall_write_bytes_total "
     "hpml_infiniband_info hpml_slurm_partition_nodes",
     "for a closer look in Explore": "hpml_gpu_dram_active_ratio hpml_gpu_sm_occupancy_ratio "
@@ -38,12 +38,11 @@ UNUSED: Mapping[str, str] = {
     "hpml_gpu_encoder_utilization_ratio hpml_gpu_decoder_utilization_ratio hpml_gpu_driver_info "
     "hpml_job_gpu_memory_used_bytes hpml_job_processes hpml_job_threads "
     "hpml_job_unreadable_processes hpml_disk_operations_total hpml_nfs_mounts "
-    "hpml_disk_io_weighted_seconds_total hpml_nfs_retransmissions_total hpml_nfs_timeouts_total "
+    "hpml_disk_io_weighted_seconds_total hpml_nfs_retransmissions_total "
     "hpml_lustre_operations_total hpml_train_feed_refused_total hpml_train_transfer_seconds_total "
     "hpml_train_wait_seconds_total hpml_train_save_seconds_total "
     "hpml_train_evaluation_seconds_total hpml_train_rank_wait_seconds "
-    "hpml_train_shortest_wait_info "
-    "hpml_exporter_web_config_changed",
+    "hpml_train_shortest_wait_info",
     "for administrators of Slurm": "hpml_slurm_cpus hpml_slurm_memory_bytes "
     "hpml_slurm_partition_cpus hpml_slurm_partition_memory_bytes hpml_slurm_source_info "
     "hpml_slurm_refresh_duration_seconds hpml_slurm_refresh_failures_total hpml_slurm_licenses "
@@ -56,9 +55,9 @@ UNUSED: Mapping[str, str] = {
     "hpml_slurm_scheduler_backfill_cycles_total hpml_slurm_scheduler_backfill_cycle_mean_seconds "
     "hpml_slurm_scheduler_backfill_depth",
 }
-"""Exported metrics that no dashboard shows, by the reason."""
+"""Exported metrics that no dashboard shows and no alert watches, by the reason."""
 
-_FOREIGN = {"up", "scrape_duration_seconds"}
+_FOREIGN = {"up", "scrape_duration_seconds", "ALERTS"}
 _FOREIGN |= {"process_cpu_seconds_total", "process_resident_memory_bytes"}
 _HISTOGRAM = ("_bucket", "_sum", "_count")
 _WITHOUT_UNIT = ("text", "row")
@@ -103,7 +102,7 @@ def check(directory: Path = JSON, rules: Path = RULES) -> list[Finding]:
     for uid, dashboard in found.items():
         findings += [Finding(uid, *finding) for finding in _panel_findings(dashboard)]
     asked = [query for uid, dashboard in found.items() for query in queries(uid, dashboard)]
-    return findings + list(_query_findings(asked, _recorded(rules)))
+    return findings + list(_query_findings(asked, *_rules(rules)))
 
 
 def queries(uid: str, dashboard: Mapping[str, Any]) -> Iterator[Query]:
@@ -139,7 +138,9 @@ def _panel_findings(dashboard: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
             yield one["title"], f"overlaps {other['title']!r}"
 
 
-def _query_findings(asked: list[Query], recorded: Mapping[str, set[str]]) -> Iterator[Finding]:
+def _query_findings(
+    asked: list[Query], recorded: Mapping[str, set[str]], alerted: set[str]
+) -> Iterator[Finding]:
     exported = {spec.name for spec in ALL}
     histograms = {
         f"{spec.name}{end}": spec.name
@@ -159,6 +160,7 @@ def _query_findings(asked: list[Query], recorded: Mapping[str, set[str]]) -> Ite
             if name not in exported | recorded.keys() | _FOREIGN:
                 yield Finding(query.dashboard, query.panel, f"nothing exports {metric}")
             used.add(name)
+    used |= {histograms.get(metric, metric) for metric in alerted}
     pending = [name for name in used if name in recorded]
     while pending:
         for metric in recorded[pending.pop()]:
@@ -168,23 +170,24 @@ def _query_findings(asked: list[Query], recorded: Mapping[str, set[str]]) -> Ite
                 pending += [name] if name in recorded else []
     listed = {name for names in UNUSED.values() for name in names.split()}
     for name in sorted(exported - used - listed):
-        yield Finding("", "", f"no dashboard uses {name}, and UNUSED does not say why")
+        yield Finding("", "", f"no dashboard or alert uses {name}, and UNUSED does not say why")
     for name in sorted(listed & used | listed - exported):
         yield Finding("", "", f"UNUSED names {name}, which is used or not exported")
 
 
-def _recorded(rules: Path) -> dict[str, set[str]]:
-    """Return the metrics that each recording rule uses, by the name that it records."""
+def _rules(rules: Path) -> tuple[dict[str, set[str]], set[str]]:
+    """Return the metrics that each recording rule uses, by its name, and those of all alerts."""
     files = sorted(rules.glob("*.yml"))
     if not files:
         raise InputError("has no rule files", field="rules", value=str(rules))
     groups = [group for file in files for group in YAML(typ="safe").load(file)["groups"]]
-    return {
-        rule["record"]: _metrics(rule["expr"])
-        for group in groups
-        for rule in group["rules"]
-        if "record" in rule
-    }
+    recorded, alerted = {}, set()
+    for rule in (rule for group in groups for rule in group["rules"]):
+        if "record" in rule:
+            recorded[rule["record"]] = _metrics(rule["expr"])
+        else:
+            alerted |= _metrics(rule["expr"])
+    return recorded, alerted
 
 
 def _metrics(expression: str) -> set[str]:

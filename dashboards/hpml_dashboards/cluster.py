@@ -35,7 +35,9 @@ _BUSY = f"sum(hpml:cluster_gpus_busy:sum{_ALL})"
 _ALLOCATED = or_zero(f"sum(hpml:cluster_gpus_allocated:sum{_ALL})", _GPUS)
 _WASTED = or_zero(f"sum(hpml:cluster_gpus_wasted:sum{_ALL})", _GPUS)
 _TOTAL = f"sum({_GPUS})"
-_WORST = f"topk(25, hpml:job_gpus_wasted:sum{_ALL} > 0.5)"
+# A job whose GPU has failed cannot use it: that is nobody's waste.
+_BROKEN = f"hpml:gpu_job{_ALL} and on (uuid) hpml_gpu_up == 0"
+_WORST = f"topk(25, hpml:job_gpus_wasted:sum{_ALL} > 0.5 unless on (cluster, jobid) ({_BROKEN}))"
 _OF_WORST = f"and on (cluster, jobid) {_WORST}"
 _WHOSE = "* on (cluster, jobid) group_left (array, user, partition, name) hpml:job_info"
 _HELD = f"hpml:job_holdback:ratio{_ALL}"
@@ -43,6 +45,7 @@ _GPUS_OF = f"hpml:job_gpus:count{_ALL}"
 _NODE_WASTE = f"hpml:node_gpus_allocated:count{_ALL} - hpml:node_gpus_busy:sum{_ALL}"
 _OF_NODES = f"and on (cluster, node) topk(25, {_NODE_WASTE})"
 
+_FIRING = {"alertstate": "firing", "cluster": "~$cluster|"}
 _ABOUT = """
 Allocated: Share of the GPUs that jobs have. High is good. Low with pending jobs: look at the
     reasons for pending and at nodes that are down.
@@ -54,6 +57,9 @@ Jobs pending: Jobs that wait. Some are healthy; a growing number beside idle GPU
 Median wait: Half of the jobs started in the last 30 minutes waited less. Rising: see the queue.
 Nodes down: Nodes that are down or drained. Good: 0. The reasons stand below.
 GPU power: Power that all GPUs draw. Compare with what cooling and supply allow.
+Hardware faults: Alerts that fire in Prometheus: lost, hot and failing GPUs, links, full disks.
+    Good: none. Drain the node first; each alert's runbook has the next step.
+Other alerts: The rest of hpml-alerts.yml. They need the rules in Prometheus, not only in Grafana.
 GPUs: GPUs that are busy, allocated but unused, and idle. Good: mostly busy. Much unused: see the
     table. Much idle beside pending jobs: see the reasons for pending.
 Queue: Jobs that run and that wait. Pending rises while running stays: the cluster is full.
@@ -81,6 +87,13 @@ _CONTENT: list[Panel | str] = [
     figure("Median wait", "seconds", _wait(0.5), none="none started"),
     figure("Nodes down", "faults", or_zero(_sum("nodes", state=_NOT_IN_USE), _NODES)),
     figure("GPU power", "watts", f"sum(hpml:cluster_gpu_power_watts:sum{_ALL})"),
+    listing(
+        "Hardware faults",
+        "alertname node uuid device mountpoint severity",
+        {"-": select("ALERTS", category="hardware", **_FIRING)},
+        width=12,
+        none="No alert fires",
+    ),
     lines(
         "GPUs",
         "count",
@@ -89,19 +102,6 @@ _CONTENT: list[Panel | str] = [
         stacked=True,
     ),
     lines("Queue", "count", {"running": _RUNNING, "pending": _PENDING}, width=6),
-    lines("Wait for the start", "seconds", {"50 %": _wait(0.5), "90 %": _wait(0.9)}, width=6),
-    listing(
-        "Jobs by what holds them back",
-        "finding",
-        {
-            "Jobs": f"count by (finding) ({_HELD})",
-            "GPUs": "sum by (finding) "
-            f"({_HELD} * 0 + on (cluster, jobid) group_left () {_GPUS_OF})",
-        },
-        width=6,
-        sort="Jobs",
-        none="Nothing found",
-    ),
     listing(
         "Jobs that waste most GPUs",
         "jobid array user partition name",
@@ -116,6 +116,26 @@ _CONTENT: list[Panel | str] = [
         sort="Wasted",
     ),
     listing(
+        "Jobs by what holds them back",
+        "finding",
+        {
+            "Jobs": f"count by (finding) ({_HELD})",
+            "GPUs": "sum by (finding) "
+            f"({_HELD} * 0 + on (cluster, jobid) group_left () {_GPUS_OF})",
+        },
+        width=8,
+        height=10,
+        sort="Jobs",
+        none="Nothing found",
+    ),
+    "Nodes and queue",
+    listing(
+        "Other alerts",
+        "alertname node jobid instance partition severity",
+        {"-": select("ALERTS", category="", **_FIRING)},
+        none="No alert fires",
+    ),
+    listing(
         "Partitions",
         "partition",
         {
@@ -125,11 +145,9 @@ _CONTENT: list[Panel | str] = [
             "Wasted": f"max by (partition) (hpml:partition_gpus_wasted:sum{_ALL})",
             "Pending": _sum("jobs", "partition", state="pending"),
         },
-        width=8,
-        height=10,
+        width=12,
         sort="Used",
     ),
-    "Nodes and queue",
     listing(
         "Nodes with the most waste",
         "node",
@@ -143,8 +161,8 @@ _CONTENT: list[Panel | str] = [
         sort="Wasted",
     ),
     listing("Nodes that need somebody", "node state reason", {"-": _slurm("node_reason_info")}),
-    lines("Nodes by state", "count", {"{{state}}": _sum("nodes", "state")}, width=6),
-    lines("Pending by reason", "count", {"{{reason}}": _sum("jobs_pending", "reason")}, width=6),
+    lines("Nodes by state", "count", {"{{state}}": _sum("nodes", "state")}, width=8),
+    lines("Pending by reason", "count", {"{{reason}}": _sum("jobs_pending", "reason")}, width=8),
     lines(
         "Jobs ended",
         "count",
@@ -152,8 +170,9 @@ _CONTENT: list[Panel | str] = [
             "{{state}}": "60 * sum by (state) "
             f"(rate({_slurm('jobs_ended_total')}[$__rate_interval]))"
         },
-        width=6,
+        width=8,
     ),
+    lines("Wait for the start", "seconds", {"50 %": _wait(0.5), "90 %": _wait(0.9)}, width=12),
     lines(
         "Scheduler cycles",
         "seconds",
@@ -161,7 +180,7 @@ _CONTENT: list[Panel | str] = [
             "main": _slurm("scheduler_cycle_seconds"),
             "backfill": _slurm("scheduler_backfill_cycle_seconds"),
         },
-        width=6,
+        width=12,
     ),
 ]
 

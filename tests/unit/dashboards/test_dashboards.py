@@ -164,7 +164,9 @@ def test_check_says_what_is_missing_and_which_metrics_nobody_looks_at(tmp_path: 
     (tmp_path / "hpml-node.json").unlink()
     messages = [finding.message for finding in check(tmp_path)]
     assert "is missing; run hpml dashboards build" in messages
-    assert any("no dashboard uses hpml_disk_read_bytes_total" in message for message in messages)
+    assert any(
+        "no dashboard or alert uses hpml_disk_read_bytes_total" in message for message in messages
+    )
     with pytest.raises(InputError, match="has no rule files"):
         check(tmp_path, tmp_path)
 
