@@ -49,6 +49,18 @@ EXAMPLES = {
         ),
         ("python make_digits.py digits", "hpml run digits.yaml"),
     ),
+    "communication": Example(
+        "a small network, with nine ways to exchange gradients: what each costs, and when it wins",
+        (
+            "communication.py",
+            "communication_methods.py",
+            "communication.yaml",
+            "communication_sweep.yaml",
+            "shaped_ranks.py",
+            *_HELPERS[:2],
+        ),
+        ("hpml run communication.yaml", "hpml sweep run communication_sweep.yaml --local"),
+    ),
     _MINE: Example(
         "your own script: --script FILE; without it a short script to fill in",
         ("train.py", "job.yaml", *_HELPERS),

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from hpml_orchestrator.spec.sweep import SEARCHES
+from hpml_orchestrator.sweeps.communication import Communication
 from hpml_orchestrator.sweeps.rows import Row
 from hpml_orchestrator.sweeps.statistics import Estimate, Speedup
 
@@ -247,6 +248,7 @@ class Report:
     notices: tuple[Notice, ...] = ()
     fits: tuple[FittedModel, ...] = ()
     checks: tuple[Notice, ...] = ()
+    communication: Communication | None = None
 
     @property
     def scaling(self) -> bool:

@@ -20,6 +20,7 @@ from hpml_orchestrator import __version__
 from hpml_orchestrator.records.texts import clock_text
 from hpml_orchestrator.spec.sweep import SEARCHES, Search
 from hpml_orchestrator.sweeps import models, notices, statistics, trial, wording
+from hpml_orchestrator.sweeps.communication import communication
 from hpml_orchestrator.sweeps.facts import (
     CONTINUED,
     MEASURED,
@@ -96,6 +97,7 @@ def build(plan: SweepPlan, rows: Sequence[Row]) -> Report:
         costs=_costs(ordered),
         failed=_costs([row for row in ordered if row.state not in {MEASURED, "PRUNED", CONTINUED}]),
         provenance=_provenance(plan, rows),
+        communication=communication([row for row in ordered if _complete(row)]),
     )
     report = _ranked(report, paired=_in_blocks(plan))
     report = replace(

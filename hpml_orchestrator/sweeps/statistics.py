@@ -35,6 +35,7 @@ __all__ = [
     "Interval",
     "Speedup",
     "distinguishable",
+    "log_medians",
     "median_estimate",
     "sample",
     "speedup",
@@ -145,7 +146,7 @@ def speedup(
     else:
         value = float(np.median(baseline) / np.median(point))
         if n >= MIN_REPEATS:
-            ratios = _log_medians(baseline)[:, None] - _log_medians(point)
+            ratios = log_medians(baseline)[:, None] - log_medians(point)
             tail = (1 - CONFIDENCE) / 2
             low, high = np.exp(np.quantile(ratios, [tail, 1 - tail])).tolist()
             interval = Interval(low, high, "smoothed bootstrap")
@@ -288,6 +289,6 @@ def _median_positions(n: int) -> Array:
     return np.asarray(quantiles * n - 0.5)
 
 
-def _log_medians(values: Array) -> Array:
+def log_medians(values: Array) -> Array:
     """Return the logs of equally probable medians of samples like this one."""
     return np.interp(_median_positions(len(values)), range(len(values)), np.log(np.sort(values)))

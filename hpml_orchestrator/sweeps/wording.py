@@ -17,6 +17,7 @@ from hpml_orchestrator.diagnosis.templates import number, percent
 from hpml_orchestrator.errors import counted
 from hpml_orchestrator.records.texts import first_few
 from hpml_orchestrator.runs.monitored import numbers
+from hpml_orchestrator.sweeps.communication import Crossover
 from hpml_orchestrator.sweeps.facts import (
     MEASURED,
     NOT_ATTEMPTED,
@@ -154,6 +155,7 @@ def environment(form: str) -> jinja2.Environment:
         "attempts": attempts_text,
         "axis": axis_text,
         "costs": costs_text,
+        "crossover": crossover_text,
         "missing": lambda states: ", ".join(
             f"{n} {_state_text(state)}" for state, n in states.items()
         ),
@@ -167,6 +169,20 @@ def environment(form: str) -> jinja2.Environment:
         "value": value_text,
     }
     return environment
+
+
+def crossover_text(crossover: Crossover) -> str:
+    """Return a crossover bandwidth with its interval; an end that was not measured is open."""
+    if crossover.interval is None:
+        return number(crossover.mbit)
+    low, high = crossover.interval.low, crossover.interval.high
+    ends = (
+        "below all" if not low else number(low),
+        "above all" if math.isinf(high) else number(high),
+    )
+    if ends[0] == ends[1] or (math.isinf(low) or not high):
+        return number(crossover.mbit)  # all draws agree that there is none
+    return f"{number(crossover.mbit)} [{ends[0]}, {ends[1]}]"
 
 
 def value_text(value: Any) -> str:

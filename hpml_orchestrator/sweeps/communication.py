@@ -1,0 +1,212 @@
+"""What methods of communication cost at equal accuracy, and below which bandwidth each one wins."""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from statistics import median
+
+import numpy as np
+
+from hpml_orchestrator.sweeps.rows import Row
+from hpml_orchestrator.sweeps.statistics import (
+    CONFIDENCE,
+    MIN_REPEATS,
+    Estimate,
+    Interval,
+    log_medians,
+    time_to_accuracy,
+)
+
+__all__ = ["BASELINE", "Communication", "Crossover", "MethodCost", "communication"]
+
+BASELINE = "allreduce"
+"""The method that the others are compared with."""
+
+_DRAWS = 2000
+
+
+@dataclass(frozen=True)
+class MethodCost:
+    """One method with one number of ranks at one bandwidth.
+
+    Attributes:
+        ranks: that trained.
+        mbit: bandwidth of each rank's link in Mbit/s; None if it was not limited.
+        runs: that ended.
+        reached: runs that reached the target accuracy.
+        bytes_sent: by one rank until the end of the run, median.
+        steps: to the target, median of the runs that reached it; None without any.
+        comm_seconds: that a rank waited for the others, median.
+        seconds: to the target accuracy; runs that missed it are censored.
+        times: seconds to the target of the runs that reached it.
+    """
+
+    method: str
+    ranks: int
+    mbit: float | None
+    runs: int
+    reached: int
+    bytes_sent: float
+    steps: float | None
+    comm_seconds: float
+    seconds: Estimate
+    times: tuple[float, ...]
+
+
+@dataclass(frozen=True)
+class Crossover:
+    """The bandwidth below which a method reaches the target sooner than the baseline.
+
+    Attributes:
+        mbit: in Mbit/s, interpolated between two measured ones; None if there is no such bandwidth
+            within the measured range.
+        interval: 95 %, from 6 runs of each on; an end outside of the measured range is 0 or
+            infinite.
+        text: the result in words.
+    """
+
+    method: str
+    ranks: int
+    mbit: float | None
+    interval: Interval | None
+    text: str
+
+
+@dataclass(frozen=True)
+class Communication:
+    """The section of a report; `target` is the accuracy that the times belong to."""
+
+    target: float
+    costs: tuple[MethodCost, ...]
+    crossovers: tuple[Crossover, ...]
+
+
+def communication(rows: Iterable[Row]) -> Communication | None:
+    """Return what the runs of a sweep tell about methods of communication.
+
+    A run belongs to it if its result has `method`, `bytes_sent`, `comm_seconds`, `world_size` and
+    `target_accuracy`; `bandwidth_mbit` is optional. None without such runs, with one method only,
+    or if they had different targets: then the times cannot be compared.
+    """
+    groups: dict[tuple[str, int, float | None], list[Mapping[str, object]]] = defaultdict(list)
+    targets = set()
+    for row in rows:
+        told = row.result
+        names = ("bytes_sent", "comm_seconds", "world_size", "target_accuracy", "train_seconds")
+        if isinstance(told.get("method"), str) and all(
+            _is_number(told.get(name)) for name in names
+        ):
+            mbit = told.get("bandwidth_mbit")
+            key = told["method"], int(told["world_size"]), float(mbit) if mbit else None
+            groups[key].append(told)
+            targets.add(float(told["target_accuracy"]))
+    if len(targets) != 1 or len({method for method, _, _ in groups}) < 2:  # noqa: PLR2004
+        return None
+    order = sorted(groups, key=lambda key: (key[1], key[2] or math.inf, key[0] != BASELINE, key[0]))
+    costs = tuple(_cost(*key, groups[key]) for key in order)
+    return Communication(targets.pop(), costs, tuple(_crossovers(costs)))
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, (int, float)) and math.isfinite(value)
+
+
+def _cost(
+    method: str, ranks: int, mbit: float | None, runs: Sequence[Mapping[str, object]]
+) -> MethodCost:
+    def numbers(name: str) -> list[float]:
+        return [float(run[name]) for run in runs if _is_number(run.get(name))]  # type: ignore[arg-type]
+
+    times = numbers("seconds_to_accuracy")
+    missed = [
+        float(run["train_seconds"])  # type: ignore[arg-type]
+        for run in runs
+        if not _is_number(run.get("seconds_to_accuracy"))
+    ]
+    steps = numbers("steps_to_accuracy")
+    return MethodCost(
+        method,
+        ranks,
+        mbit,
+        runs=len(runs),
+        reached=len(times),
+        bytes_sent=median(numbers("bytes_sent")),
+        steps=median(steps) if steps else None,
+        comm_seconds=median(numbers("comm_seconds")),
+        seconds=time_to_accuracy([*times, *missed], [True] * len(times) + [False] * len(missed)),
+        times=tuple(times),
+    )
+
+
+def _crossovers(costs: Sequence[MethodCost]) -> Iterable[Crossover]:
+    shaped = {(one.method, one.ranks, one.mbit): one for one in costs if one.mbit is not None}
+    pairs = dict.fromkeys((method, ranks) for method, ranks, _ in shaped if method != BASELINE)
+    for method, ranks in pairs:
+        mine = {mbit for name, number, mbit in shaped if (name, number) == (method, ranks)}
+        base = {mbit for name, number, mbit in shaped if (name, number) == (BASELINE, ranks)}
+        cells = [
+            (mbit, shaped[method, ranks, mbit], shaped[BASELINE, ranks, mbit])
+            for mbit in sorted(mine & base)
+            if mbit is not None
+        ]
+        # A time to the target that some runs never reached has no mean in logs.
+        cells = [cell for cell in cells if all(one.reached == one.runs for one in cell[1:])]
+        if len(cells) < 2:  # noqa: PLR2004 - between two bandwidths
+            text = "unknown: it needs two bandwidths at which all runs reach the target"
+            yield Crossover(method, ranks, None, None, text)
+        else:
+            yield _crossover(method, ranks, cells)
+
+
+def _crossover(
+    method: str, ranks: int, cells: Sequence[tuple[float, MethodCost, MethodCost]]
+) -> Crossover:
+    """Return where the ratio of the median times to the target crosses 1.
+
+    Both axes are logarithmic. The interval is that of the smoothed bootstrap of `speedup`: each
+    median varies by itself, and the central 95 % of the crossings are kept.
+    """
+    bandwidths = np.array([mbit for mbit, _, _ in cells])
+    ratios = np.array([math.log(median(one.times) / median(base.times)) for _, one, base in cells])
+    found = float(_crossings(bandwidths, ratios[None, :])[0])
+    interval = None
+    if min(len(one.times) for cell in cells for one in cell[1:]) >= MIN_REPEATS:
+        random = np.random.default_rng(0)
+        drawn = [
+            random.choice(log_medians(np.array(one.times)), _DRAWS)
+            - random.choice(log_medians(np.array(base.times)), _DRAWS)
+            for _, one, base in cells
+        ]
+        tail = (1 - CONFIDENCE) / 2
+        crossings = np.sort(_crossings(bandwidths, np.stack(drawn, axis=1)))
+        low, high = (float(crossings[round(part * (_DRAWS - 1))]) for part in (tail, 1 - tail))
+        interval = Interval(low, high, "smoothed bootstrap")
+    least, most = (f"{mbit:g} Mbit/s" for mbit in (bandwidths[0], bandwidths[-1]))
+    if math.isinf(found):
+        text, crossing = f"sooner at every measured bandwidth, up to {most}", None
+    elif not found:
+        text, crossing = f"not sooner at any measured bandwidth, down to {least}", None
+    else:
+        text, crossing = f"sooner below {found:.3g} Mbit/s", found
+    if not all(ratios[:-1] <= ratios[1:]) and len({*np.sign(ratios)}) > 1:
+        text += "; the order changes more than once or not steadily, so measure more bandwidths"
+    return Crossover(method, ranks, crossing, interval, text)
+
+
+def _crossings(bandwidths: np.ndarray, ratios: np.ndarray) -> np.ndarray:
+    """Return for each row of log ratios, by bandwidth, the first bandwidth at which it is 0.
+
+    It is 0 if the row begins with a ratio that is not negative, and infinite if none follows.
+    """
+    answers = np.full(len(ratios), math.inf)
+    logs = np.log(bandwidths)
+    for place in range(len(bandwidths) - 1, 0, -1):  # the lowest crossing has the last word
+        before, after = ratios[:, place - 1], ratios[:, place]
+        crosses = (before < 0) & (after >= 0)
+        share = np.where(crosses, before / np.where(crosses, before - after, 1.0), 0.0)
+        between = np.exp(logs[place - 1] + share * (logs[place] - logs[place - 1]))
+        answers = np.where(crosses, between, answers)
+    return np.where(ratios[:, 0] >= 0, 0.0, answers)

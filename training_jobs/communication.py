@@ -1,0 +1,288 @@
+"""Compare what data-parallel training costs in communication, method by method, at equal accuracy.
+
+    python communication.py --method allreduce
+    torchrun --standalone --nproc-per-node=2 communication.py --method topk --target-accuracy 0.95
+    python shaped_ranks.py --ranks 2 --mbit 100 communication.py --method int8
+
+A small network learns scikit-learn's digits until it reaches the target. All parameters are one
+vector, so that each method in communication_methods.py is a few lines. `bytes_sent` is what a rank
+sends for training, `comm_seconds` the time in which it waits for the others; evaluations are in
+neither of them, nor in `seconds_to_accuracy`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import gc
+import json
+import os
+import sys
+import time
+from collections import deque
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.utils import parameters_to_vector, vector_to_parameters
+from torch.profiler import profile, record_function, schedule
+
+from communication_methods import LOCAL_STEPS, METHODS, Wire, allreduce
+from hpml_channel import Channel
+from hpml_checkpoint import CheckpointError, Checkpoints, StopAgreement
+
+SAVED = ("steps", "elapsed", "accuracy", "reached", "vector")
+
+
+def options() -> argparse.Namespace:
+    """Return the options of the command line."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    add = parser.add_argument
+    add("--method", choices=list(METHODS), default="allreduce")
+    add("--epochs", type=int, default=40)
+    add("--batch-size", type=int, default=32, help="samples per rank and step")
+    add("--lr", type=float, default=0.1, help="learning rate, whatever the number of ranks")
+    add("--width", type=int, default=256, help="of the two hidden layers")
+    add("--seed", type=int, default=1)
+    add("--device", choices=("auto", "cpu", "cuda"), default="auto")
+    add("--target-accuracy", type=float, default=0.95)
+    add("--run-on", action="store_true", help="train on when the target is reached")
+    add("--eval-every", type=int, default=LOCAL_STEPS, metavar="STEPS")
+    add("--warm-up-steps", type=int, default=5, help="first steps that samples/s leaves out")
+    add("--checkpoint", default=os.environ.get("HPML_CHECKPOINT_DIR"), metavar="DIR")
+    add("--checkpoint-every", type=int, default=100, metavar="STEPS")
+    add("--output", type=Path, metavar="DIR", help="write result.json there")
+    traces = Path(os.environ.get("HPML_RUN_DIR", "."), "profile")
+    add("--profile", type=Path, nargs="?", const=traces, metavar="DIR", help="trace five steps")
+    chosen = parser.parse_args()
+    if min(chosen.epochs, chosen.batch_size, chosen.width, chosen.eval_every) < 1:
+        parser.error("--epochs, --batch-size, --width and --eval-every have to be 1 or more")
+    return chosen
+
+
+class Training:
+    """What changes while the network learns, on one rank."""
+
+    def __init__(self, options: argparse.Namespace, device: Any, wire: Wire) -> None:
+        self.options, self.wire = options, wire
+        self.steps, self.elapsed, self.accuracy = 0, 0.0, 0.0
+        self.reached: dict[str, float] = {}  # seconds and steps to the target
+        self.checkpoints: Checkpoints | None = None
+        torch.manual_seed(options.seed)  # all ranks begin with the same parameters
+        width = options.width
+        self.model = nn.Sequential(
+            *(nn.Linear(64, width), nn.ReLU(), nn.Linear(width, width), nn.ReLU()),
+            nn.Linear(width, 10),
+        ).to(device)
+        self.vector = parameters_to_vector(self.model.parameters()).detach()
+        self.memory: dict[str, Any] = {"shapes": [one.shape for one in self.model.parameters()]}
+        mine = self.vector.clone()
+        if options.method == "ps":  # this rank owns an equal part, the last one filled up
+            part = -(-len(mine) // wire.ranks)
+            mine = nn.functional.pad(mine, (0, part * wire.ranks - len(mine)))
+            mine = mine[wire.rank * part :][:part].clone()
+        self.mine = nn.Parameter(mine)
+        self.optimizer = torch.optim.SGD([self.mine], lr=options.lr, momentum=0.9)
+
+    def step(self, images: Tensor, labels: Tensor) -> Tensor:
+        """Take a step; return this rank's loss."""
+        method, wire, mine = self.options.method, self.wire, self.mine
+        vector_to_parameters(self.vector, self.model.parameters())
+        loss = nn.functional.cross_entropy(self.model(images), labels)
+        gradients = torch.autograd.grad(loss, list(self.model.parameters()))
+        gradient = parameters_to_vector(gradients)
+        if method == "ps":  # get all gradients of the own part, and send what becomes of it
+            padded = nn.functional.pad(gradient, (0, len(mine) * wire.ranks - len(gradient)))
+            mine.grad = wire.exchange(padded).reshape(wire.ranks, -1).mean(0)
+        else:
+            mine.grad = METHODS[method](gradient, wire, self.memory)
+        self.optimizer.step()
+        self.steps += 1
+        if method == "localsgd" and self.steps % LOCAL_STEPS == 0:
+            mine.data.copy_(allreduce(mine.detach().clone(), wire, self.memory))
+        whole = wire.all_gather(mine.detach()) if method == "ps" else mine.detach()
+        self.vector = whole[: len(self.vector)].clone()
+        return loss.detach()
+
+    def evaluate(self, images: Tensor, labels: Tensor) -> None:
+        """Measure the accuracy on the test set, of which each rank takes a part."""
+        vector_to_parameters(self.vector, self.model.parameters())
+        mine = slice(self.wire.rank, None, self.wire.ranks)
+        with torch.no_grad():
+            right = (self.model(images[mine]).argmax(1) == labels[mine]).sum().double()
+        if self.wire.ranks > 1:  # not counted: it belongs to no method
+            dist.all_reduce(right)
+        self.accuracy = float(right) / len(labels)
+        if not self.reached and self.accuracy >= self.options.target_accuracy:
+            self.reached = {"seconds": self.elapsed, "steps": self.steps}
+
+    def save(self) -> None:
+        """Write a checkpoint; each rank has parameters, errors and old gradients of its own."""
+        if self.checkpoints is None:
+            return
+        queue = self.memory.get("queue", ())
+        for _, work in queue:
+            self.wire.wait(work)
+        memory = {**self.memory}
+        del memory["shapes"]
+        memory.pop("queue", None)
+        own: dict[str, Any] = {"memory": memory, "queue": [gradient for gradient, _ in queue]}
+        own |= {"mine": self.mine.detach(), "optimizer": self.optimizer.state_dict()}
+        figures = {"bytes_sent": self.wire.bytes_sent, "comm_seconds": self.wire.seconds}
+        figures |= {name: getattr(self, name) for name in SAVED}
+        ranks = self.checkpoints.ranks.gather(own)
+        self.checkpoints.save({"ranks": ranks, **figures}, step=self.steps)
+
+    def load(self) -> None:
+        """Continue from the newest checkpoint, if there is one."""
+        found = self.checkpoints.load() if self.checkpoints else None
+        if found is None:
+            return
+        own = found.state["ranks"][self.wire.rank]
+        self.memory |= own["memory"]
+        self.memory["queue"] = deque((gradient, None) for gradient in own["queue"])
+        self.mine.data.copy_(own["mine"])
+        self.optimizer.load_state_dict(own["optimizer"])
+        for name in SAVED:
+            setattr(self, name, found.state[name])
+        self.vector = self.vector.to(self.mine.device)
+        if self.options.method != "ps":  # ranks of localsgd differ
+            self.vector = self.mine.detach().clone()
+        self.wire.bytes_sent = found.state["bytes_sent"]
+        self.wire.seconds = found.state["comm_seconds"]
+
+
+def profiler(options: argparse.Namespace, rank: int) -> Any:
+    """Return a profiler that traces five steps after the warm-up, or nothing."""
+    if options.profile is None:
+        return contextlib.nullcontext()
+
+    def write(trace: Any) -> None:
+        options.profile.mkdir(parents=True, exist_ok=True)
+        trace.export_chrome_trace(str(options.profile / f"trace-rank{rank}.json.gz"))
+
+    steps = schedule(wait=options.warm_up_steps, warmup=1, active=5, repeat=1)
+    return profile(schedule=steps, on_trace_ready=write)
+
+
+class Data:
+    """scikit-learn's digits: every fifth is for testing."""
+
+    def __init__(self, options: argparse.Namespace, wire: Wire, device: Any) -> None:
+        from sklearn.datasets import load_digits  # noqa: PLC0415 - takes a second
+
+        digits = load_digits()
+        images = torch.tensor(digits.data, dtype=torch.float32, device=device) / 16
+        labels = torch.tensor(digits.target, device=device)
+        is_test = torch.arange(len(labels), device=device) % 5 == 0
+        self.test = images[is_test], labels[is_test]
+        self.images, self.labels, self.seed = images[~is_test], labels[~is_test], options.seed
+        self.batch = options.batch_size * wire.ranks
+        self.mine = slice(wire.rank, None, wire.ranks)
+        self.steps_per_epoch = len(self.labels) // self.batch
+        if not self.steps_per_epoch:
+            reason = f"{self.batch} samples a step, but only {len(self.labels)} in all"
+            raise CheckpointError(f"--batch-size {options.batch_size}: {reason}")
+
+    def batch_of(self, step: int) -> tuple[Tensor, Tensor]:
+        """Return this rank's part of a step's batch: the order follows from seed and epoch."""
+        epoch, place = divmod(step, self.steps_per_epoch)
+        random = torch.Generator().manual_seed(1000 * self.seed + epoch)
+        order = torch.randperm(len(self.labels), generator=random)
+        chosen = order[place * self.batch :][: self.batch][self.mine].to(self.labels.device)
+        return self.images[chosen], self.labels[chosen]
+
+
+def train(options: argparse.Namespace, device: Any, channel: Channel) -> dict[str, Any]:
+    """Train to the target, the last epoch or a stop request; return the figures."""
+    wire = Wire()
+    data, training = Data(options, wire, device), Training(options, device, wire)
+    total = options.epochs * data.steps_per_epoch
+    settings = ("method", "batch_size", "lr", "width", "seed", "epochs")
+    job = {**{name: getattr(options, name) for name in settings}, "ranks": wire.ranks}
+    if options.checkpoint:
+        training.checkpoints = Checkpoints(options.checkpoint, job=job, channel=channel)
+        training.load()
+    agreement = StopAgreement()
+    channel.event("warm-up", steps=options.warm_up_steps)
+    channel.event("training", step=training.steps, total_steps=total)
+    stop = bool(agreement.finish())
+    with profiler(options, wire.rank) as tracer:
+        while training.steps < total and not stop and (options.run_on or not training.reached):
+            began, waited = time.perf_counter(), wire.seconds
+            with record_function("hpml.step"):
+                with record_function("hpml.data"):
+                    batch = data.batch_of(training.steps)
+                loss = training.step(*batch)
+            if tracer:
+                tracer.step()
+            took = time.perf_counter() - began
+            training.elapsed += took
+            channel.gauge(loss=loss, comm_method=options.method)
+            parts = {"step_seconds": took, "comm_seconds": wire.seconds - waited}
+            channel.count(steps=1, samples=len(batch[1]), **parts)
+            if training.steps % options.eval_every == 0 or training.steps == total:
+                with channel.timed("evaluation_seconds"):
+                    training.evaluate(*data.test)
+                channel.event("evaluation", accuracy=training.accuracy)
+            stop = bool(agreement.exchange(channel.stop_requested()))
+            if training.steps % options.checkpoint_every == 0:
+                training.save()
+    training.save()
+    if stop:
+        channel.event("stopping", step=training.steps)
+    return {
+        "method": options.method,
+        "test_accuracy": training.accuracy,
+        "target_accuracy": options.target_accuracy,
+        "seconds_to_accuracy": training.reached.get("seconds"),
+        "steps_to_accuracy": training.reached.get("steps"),
+        "bytes_sent": wire.bytes_sent,
+        "comm_seconds": wire.seconds,
+        "train_seconds": training.elapsed,
+        "steps": training.steps,
+        "world_size": wire.ranks,
+        "bandwidth_mbit": float(os.environ.get("SHAPED_MBIT", "0")) or None,
+        "batch_size_per_rank": options.batch_size,
+        "seed": options.seed,
+        "stopped": stop,
+    }
+
+
+def main() -> None:
+    """Join the ranks, train, write the figures, and end with 0, or with 2 and one line."""
+    chosen, channel, status = options(), Channel.from_env(), 0
+    channel.event("rendezvous")
+    use_gpu = chosen.device == "cuda" or (chosen.device == "auto" and torch.cuda.is_available())
+    device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0"))) if use_gpu else "cpu"
+    if "RANK" in os.environ:
+        dist.init_process_group("nccl" if use_gpu else "gloo")
+    rank = dist.get_rank() if dist.is_initialized() else 0
+    try:
+        figures = train(chosen, device, channel)
+        if rank == 0:
+            channel.result(**figures)
+            if chosen.output:
+                chosen.output.mkdir(parents=True, exist_ok=True)
+                aside = chosen.output / ".result.json.new"
+                aside.write_text(json.dumps(figures, indent=2) + "\n")
+                aside.replace(chosen.output / "result.json")
+            print("done:", json.dumps(figures), flush=True)
+    except (CheckpointError, OSError) as error:
+        print(f"communication.py: error: {error}", file=sys.stderr, flush=True)
+        status = 2
+    channel.close()
+    # With gloo a correct training may die at the interpreter's exit (pytorch#190489).
+    gc.collect()
+    if dist.is_initialized():
+        with contextlib.suppress(RuntimeError):
+            dist.all_reduce(torch.zeros(1, device=device))
+        dist.destroy_process_group()
+    sys.stdout.flush()
+    os._exit(status)
+
+
+if __name__ == "__main__":
+    main()

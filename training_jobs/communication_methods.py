@@ -1,0 +1,177 @@
+"""The methods that communication.py compares: from a rank's gradient to the one that it applies.
+
+| method | what is sent | reference |
+|---|---|---|
+| allreduce | the gradient, as float32 | |
+| fp16, bf16 | the gradient in half precision | |
+| powersgd | two thin factors of each matrix, with error feedback | Vogels et al. 2019 |
+| int8 | the gradient in 8 bits with one scale, with error feedback | Seide et al. 2014 |
+| topk | the largest hundredth of the gradient, with error feedback | Stich et al. 2018 |
+| localsgd | the parameters, every eighth step | Stich 2019 |
+| stale | the gradient; it is applied some steps later, and nobody waits | Ho et al. 2013 |
+| ps | the gradient to the owners of its parts, who send the parameters | Li et al. 2014 |
+
+`Wire` counts what a rank sends, and the time in which it waits for it.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+TOP = 0.01  # of the gradient that topk sends
+RANK_OF_FACTORS = 2  # of powersgd
+LOCAL_STEPS = 8  # of localsgd
+STALENESS = 2  # steps by which a gradient may be late
+
+
+class Wire:
+    """The collectives, with the bytes that this rank sends and the seconds in which it waits.
+
+    The formulas are those of ring algorithms on n ranks: an all-reduce of P bytes sends
+    2 P (n - 1) / n per rank, an all-gather of P bytes per rank P (n - 1), and an exchange of all
+    with all P (n - 1) / n.
+    """
+
+    def __init__(self) -> None:
+        self.ranks = dist.get_world_size() if dist.is_initialized() else 1
+        self.rank = dist.get_rank() if dist.is_initialized() else 0
+        self.bytes_sent, self.seconds = 0.0, 0.0
+
+    def all_reduce(self, tensor: Tensor, *, wait: bool = True) -> Any:
+        """Add up a tensor over the ranks, in place; without waiting, return what to wait for."""
+        self.bytes_sent += 2 * tensor.nbytes * (self.ranks - 1) / self.ranks
+        if self.ranks == 1:
+            return None
+        return self._timed(lambda: dist.all_reduce(tensor, async_op=not wait))
+
+    def all_gather(self, tensor: Tensor) -> Tensor:
+        """Return the tensors of all ranks, in a row."""
+        self.bytes_sent += tensor.nbytes * (self.ranks - 1)
+        whole = tensor.new_empty(self.ranks * len(tensor))
+        if self.ranks == 1:
+            return tensor
+        self._timed(lambda: dist.all_gather(list(whole.chunk(self.ranks)), tensor))
+        return whole
+
+    def exchange(self, tensor: Tensor) -> Tensor:
+        """Send the i-th part of a tensor to rank i; return the parts that this rank gets."""
+        self.bytes_sent += tensor.nbytes * (self.ranks - 1) / self.ranks
+        parts = torch.empty_like(tensor)
+        if self.ranks == 1:
+            return tensor
+        self._timed(lambda: dist.all_to_all_single(parts, tensor))
+        return parts
+
+    def wait(self, work: Any) -> None:
+        """Wait for an all-reduce that was started before."""
+        if work is not None:
+            self._timed(work.wait)
+
+    def _timed(self, call: Callable[[], Any]) -> Any:
+        began = time.perf_counter()
+        answer = call()
+        self.seconds += time.perf_counter() - began
+        return answer
+
+
+# --- the methods: from this rank's gradient to the one that it applies; `memory` is kept for them
+
+
+def allreduce(gradient: Tensor, wire: Wire, _: dict[str, Any]) -> Tensor:
+    """Average as it is."""
+    wire.all_reduce(gradient)
+    return gradient / wire.ranks
+
+
+def half(kind: torch.dtype) -> Any:
+    """Average in half precision; divided before, so that the sum does not overflow."""
+
+    def average(gradient: Tensor, wire: Wire, _: dict[str, Any]) -> Tensor:
+        small = (gradient / wire.ranks).to(kind)
+        wire.all_reduce(small)
+        return small.float()
+
+    return average
+
+
+def int8(gradient: Tensor, wire: Wire, memory: dict[str, Any]) -> Tensor:
+    """Send 8 bits of each number; what rounding takes away is added to the next gradient."""
+    wanted = gradient + memory.get("error", 0)
+    scale = (wanted.abs().max() / 127).clamp_min(1e-12).reshape(1)
+    rounded = (wanted / scale).round().to(torch.int8)
+    memory["error"] = wanted - rounded.float() * scale
+    scales, numbers = wire.all_gather(scale), wire.all_gather(rounded)
+    return (numbers.reshape(wire.ranks, -1).float() * scales[:, None]).mean(0)
+
+
+def topk(gradient: Tensor, wire: Wire, memory: dict[str, Any]) -> Tensor:
+    """Send the largest numbers and their places; the others are added to the next gradient."""
+    wanted = gradient + memory.get("error", 0)
+    places = wanted.abs().topk(max(1, int(TOP * len(wanted)))).indices
+    sent = wanted[places]
+    memory["error"] = wanted.index_fill(0, places, 0.0)
+    all_places, all_sent = wire.all_gather(places.int()), wire.all_gather(sent)
+    total = torch.zeros_like(gradient).index_add_(0, all_places.long(), all_sent)
+    return total / wire.ranks
+
+
+def powersgd(gradient: Tensor, wire: Wire, memory: dict[str, Any]) -> Tensor:
+    """Approximate each matrix M by P Q^T: one step of power iteration, with the last Q."""
+    wanted = gradient + memory.get("error", 0)
+    answer, place = torch.empty_like(wanted), 0
+    for number, shape in enumerate(memory["shapes"]):
+        part = wanted[place : place + shape.numel()]
+        if len(shape) == 1:  # biases are small
+            average = allreduce(part.clone(), wire, memory)
+        else:
+            matrix, key = part.reshape(shape), f"q{number}"
+            random = torch.Generator().manual_seed(number)  # the same on all ranks
+            first = torch.randn(shape[1], RANK_OF_FACTORS, generator=random).to(part.device)
+            left = allreduce(matrix @ memory.get(key, first), wire, memory)
+            left = torch.linalg.qr(left).Q
+            memory[key] = allreduce(matrix.T @ left, wire, memory)
+            average = (left @ memory[key].T).reshape(-1)
+        answer[place : place + shape.numel()] = average
+        place += shape.numel()
+    memory["error"] = wanted - answer
+    return answer
+
+
+def stale(gradient: Tensor, wire: Wire, memory: dict[str, Any]) -> Tensor:
+    """Start to average this gradient, and apply the one of STALENESS steps before.
+
+    It is divided by its age (Zhang et al. 2016): with momentum, old gradients overshoot.
+    """
+    queue = memory.setdefault("queue", deque())
+    queue.append((gradient, wire.all_reduce(gradient, wait=False)))
+    if len(queue) <= STALENESS:
+        return torch.zeros_like(gradient)
+    averaged: Tensor
+    averaged, work = queue.popleft()
+    wire.wait(work)
+    return averaged / wire.ranks / (1 + STALENESS)
+
+
+def own(gradient: Tensor, _: Wire, __: dict[str, Any]) -> Tensor:
+    """Apply this rank's gradient: localsgd averages the parameters instead."""
+    return gradient
+
+
+METHODS: dict[str, Any] = {
+    "allreduce": allreduce,
+    "fp16": half(torch.float16),
+    "bf16": half(torch.bfloat16),
+    "powersgd": powersgd,
+    "int8": int8,
+    "topk": topk,
+    "localsgd": own,
+    "stale": stale,
+    "ps": own,
+}
