@@ -6,6 +6,10 @@ BIN := $(VENV)/bin
 TORCH ?= torch==2.13.0
 DEMO := .demo
 
+# Without its bytecode each of the thousands of commands that tests start would compile hpml again, and
+# each of pytest's workers all tests.
+unexport PYTHONDONTWRITEBYTECODE
+
 .DEFAULT_GOAL := help
 .PHONY: help demo demo-monitoring test test-long lint system horovod bench docs viewer clean
 

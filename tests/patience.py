@@ -27,13 +27,15 @@ def eventually(
         check: looked at again and again; the last look is made after the time is over.
         what: told when it never becomes true.
         seconds: for how long.
-        pause: seconds between two looks; more where a look costs a command.
+        pause: seconds between two looks at least. Looks take a quarter of the time at most: one
+            that starts a command would otherwise slow down what it waits for.
     """
     deadline = time.monotonic() + seconds
     while True:
-        late = time.monotonic() > deadline
+        began = time.monotonic()
+        late = began > deadline
         found = check()
         if found:
             return found
         assert not late, f"not within {seconds} s: {what or check}"
-        time.sleep(pause)
+        time.sleep(max(pause, 3 * (time.monotonic() - began)))

@@ -27,10 +27,11 @@ from typing import Any
 from hpml_orchestrator.errors import BindingError, HpmlError, NotFoundError, RecordError
 from hpml_orchestrator.node import hang, planning
 from hpml_orchestrator.node.channel import ChannelReader, attempt_channel
+from hpml_orchestrator.node.environment import node_name
 from hpml_orchestrator.node.feed import Feed, exporter_sockets
 from hpml_orchestrator.node.jobstate import kill_wait
 from hpml_orchestrator.node.monitor import Monitor
-from hpml_orchestrator.node.options import AgentOptions, BindOptions, node_name, parse_options
+from hpml_orchestrator.node.options import AgentOptions, BindOptions, parse_options
 from hpml_orchestrator.node.processes import RankRecords, is_alive, kill_families
 from hpml_orchestrator.node.results import NodeResults, make_own
 from hpml_orchestrator.node.stages import NodeStaging

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from hpml_orchestrator.errors import BindingError, HpmlError, StagingError
 from hpml_orchestrator.node import going_on
-from hpml_orchestrator.node.options import CheckpointOptions
+from hpml_orchestrator.node.environment import CheckpointOptions
 from hpml_orchestrator.placement import planfile
 from hpml_orchestrator.placement.proof import NodeProof, proof_of_json
 from hpml_orchestrator.placement.report import table, wrong_rows

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from hpml_orchestrator.errors import HpmlError
 from hpml_orchestrator.node import jobstate
-from hpml_orchestrator.node.options import CheckpointOptions
+from hpml_orchestrator.node.environment import CheckpointOptions
 from hpml_orchestrator.records.files import read_text, write_json
 from hpml_orchestrator.records.progress import nodes_to_avoid
 from hpml_orchestrator.records.run import PRUNED, Attempt

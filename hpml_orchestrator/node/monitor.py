@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hpml_orchestrator.errors import HpmlError
-from hpml_orchestrator.node.options import job_key
+from hpml_orchestrator.node.environment import job_key
 from hpml_orchestrator.node.startup import resolve
 from hpml_orchestrator.placement.gpus import visible_devices
 from hpml_orchestrator.records import targets

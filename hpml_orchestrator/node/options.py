@@ -3,16 +3,11 @@
 from __future__ import annotations
 
 import argparse
-import json
-import os
-import re
-import socket
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
-from hpml_orchestrator.errors import InputError
+from hpml_orchestrator.node.environment import CheckpointOptions, read_option
 from hpml_orchestrator.staging import StageRequest
 
 if TYPE_CHECKING:
@@ -21,19 +16,11 @@ if TYPE_CHECKING:
 __all__ = [
     "AgentOptions",
     "BindOptions",
-    "CheckpointOptions",
     "MonitorOptions",
     "SiteLimits",
     "StageOptions",
-    "job_key",
-    "node_index",
-    "node_name",
-    "node_names",
     "parse_options",
 ]
-
-T = TypeVar("T")
-_RANGE = r"\d{1,9}(?:-\d{1,9})?"
 
 
 @dataclass(frozen=True)
@@ -121,43 +108,6 @@ class MonitorOptions:
 
 
 @dataclass(frozen=True)
-class CheckpointOptions:
-    """When the ranks are asked to save and stop, and what follows; the job file's `checkpoint`.
-
-    Attributes:
-        requeue: the reasons after which the run continues.
-        lead: seconds before the time limit at which ranks are asked to stop; None for automatic.
-        attempts: how many the run may have.
-        hang: seconds without a sign of life after which the ranks of a node hang; 0 for never.
-        avoid_failed_nodes: whether the next attempt leaves out nodes that failed or hung.
-        signal: name of the signal that ranks get with a stop request, such as USR1; may be empty.
-        time_limit: the job's, in seconds; None if unknown.
-        can_requeue: whether the site lets a job's owner requeue it.
-    """
-
-    requeue: Sequence[str] = ()
-    lead: float | None = None
-    attempts: int = 20
-    hang: float = 0
-    avoid_failed_nodes: bool = True
-    signal: str = ""
-    time_limit: float | None = None
-    can_requeue: bool = True
-
-    @classmethod
-    def from_environment(
-        cls, environment: Mapping[str, str] = os.environ
-    ) -> CheckpointOptions | None:
-        """Return the options in HPML_CHECKPOINT; None if the job file has no `checkpoint`.
-
-        Raises:
-            InputError: it cannot be read.
-        """
-        text = environment.get("HPML_CHECKPOINT", "")
-        return _read(cls, "HPML_CHECKPOINT", text) if text else None
-
-
-@dataclass(frozen=True)
 class AgentOptions:
     """All that a batch script asks of an agent.
 
@@ -212,60 +162,11 @@ def parse_options(argv: Sequence[str]) -> AgentOptions:
 
     return AgentOptions(
         given.attempt,
-        _read(BindOptions, "--bind", given.bind or '{"ranks": 1}'),
-        [_read(stage, "--stage", text) for text in given.stage],
-        _read(SiteLimits, "--site", given.site or "{}"),
-        _read(MonitorOptions, "--monitor", given.monitor) if given.monitor else None,
+        read_option(BindOptions, "--bind", given.bind or '{"ranks": 1}'),
+        [read_option(stage, "--stage", text) for text in given.stage],
+        read_option(SiteLimits, "--site", given.site or "{}"),
+        read_option(MonitorOptions, "--monitor", given.monitor) if given.monitor else None,
         {name: bases[name] or name for name in given.own},
         [(source, target) for source, target in given.collect],
         CheckpointOptions.from_environment(),
     )
-
-
-def _read(kind: Callable[..., T], option: str, text: str) -> T:
-    try:
-        return kind(**json.loads(text))
-    except (ValueError, TypeError, KeyError) as error:
-        raise InputError(f"cannot be read: {error}", field=option, value=text) from error
-
-
-def node_name(environment: Mapping[str, str] = os.environ) -> str:
-    """Return Slurm's name of this node; the host's short name without Slurm."""
-    return environment.get("SLURMD_NODENAME") or socket.gethostname().partition(".")[0]
-
-
-def job_key(environment: Mapping[str, str]) -> str:
-    """Return `<cluster>-<job id>`, which the batch script sets as HPML_JOB_KEY."""
-    cluster = environment.get("SLURM_CLUSTER_NAME") or "slurm"
-    return environment.get("HPML_JOB_KEY") or f"{cluster}-{environment.get('SLURM_JOB_ID', '0')}"
-
-
-def node_index(environment: Mapping[str, str]) -> tuple[int, int]:
-    """Return this node's number in the job, from 0, and how many nodes the job has."""
-    index, nodes = (environment.get(f"SLURM_{name}", "") for name in ("NODEID", "NNODES"))
-    count = int(nodes) if nodes.isdecimal() else 1
-    return (int(index) if index.isdecimal() else 0), max(1, count)
-
-
-def node_names(text: str) -> list[str]:
-    """Return the names in a job's node list; empty where it cannot be read.
-
-    Not `scheduler.nodelist`, which needs a library: this runs where only Python is.
-
-    >>> node_names("n[08-10,12],login"), node_names("n[1-"), node_names("")
-    (['n08', 'n09', 'n10', 'n12', 'login'], [], [])
-    """
-    names: list[str] = []
-    for entry in re.findall(r"(?:[^,\[\]]|\[[^\]]*\]?)+", text):
-        match = re.fullmatch(rf"([^\[\]]*)(?:\[({_RANGE}(?:,{_RANGE})*)\])?([^\[\]]*)", entry)
-        if match is None:
-            return []
-        prefix, ranges, suffix = match.groups()
-        if ranges is None:
-            names.append(prefix)
-            continue
-        for part in ranges.split(","):
-            first, _, last = part.partition("-")
-            numbers = range(int(first), int(last or first) + 1)
-            names += [f"{prefix}{number:0{len(first)}d}{suffix}" for number in numbers]
-    return names

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from hpml_orchestrator.errors import StagingError
-from hpml_orchestrator.node.options import job_key, node_index, node_names
+from hpml_orchestrator.node.environment import job_key, node_index, node_names
 from hpml_orchestrator.records import events
 from hpml_orchestrator.records.texts import human_bytes, seconds_text
 from hpml_orchestrator.staging import (

@@ -22,7 +22,7 @@ from hpml_orchestrator.errors import (
     NotFoundError,
     StagingError,
 )
-from hpml_orchestrator.node.options import node_name
+from hpml_orchestrator.node.environment import node_name
 from hpml_orchestrator.placement.report import plan_lines
 from hpml_orchestrator.records import events
 from hpml_orchestrator.records.files import read_json, read_text, write_json, write_text

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 
 from hpml_orchestrator.errors import HpmlError
 from hpml_orchestrator.node import hang, jobstate
-from hpml_orchestrator.node.options import node_index
+from hpml_orchestrator.node.environment import node_index
 from hpml_orchestrator.node.peers import Slowest
 from hpml_orchestrator.node.processes import ProcessTable, catches, kill_families
 from hpml_orchestrator.records import events
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
     from hpml_orchestrator.node.channel import ChannelReader
-    from hpml_orchestrator.node.options import CheckpointOptions
+    from hpml_orchestrator.node.environment import CheckpointOptions
 
     Ranks = Sequence[Mapping[str, Any]]
 

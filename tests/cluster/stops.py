@@ -125,7 +125,8 @@ class Life:
 
     @property
     def ranks_in_all(self) -> int:
-        return 2 * int(self.fields.get("resources", {}).get("ranks_per_node", 1))
+        own = {"ranks_per_node": 2 if self.local else 1}
+        return (1 if self.local else 2) * int((own | self.fields["resources"])["ranks_per_node"])
 
     @property
     def job_id(self) -> str:

@@ -180,7 +180,7 @@ def test_a_listing_finds_the_job_of_a_submission_that_was_cut_off(
     assert state["state"] == "PENDING"
 
 
-@pytest.mark.parametrize("races", [4, pytest.param(25, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("races", [2, pytest.param(25, marks=pytest.mark.slow)])
 def test_one_job_comes_of_two_that_resume_at_the_same_time(
     desk: Desk, points: list[Point], races: int
 ) -> None:

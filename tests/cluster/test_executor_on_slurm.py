@@ -7,6 +7,8 @@ import re
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from tests.cluster.conftest import booted
 from tests.cluster.hpml_on_slurm import PYTHON, Desk, eventually
 
@@ -83,6 +85,7 @@ def test_a_function_on_two_nodes(desk: Desk) -> None:
     assert "Job completed successfully" in desk.hpml("logs", job_id).stdout
 
 
+@pytest.mark.slow
 def test_fifty_calls_are_arrays_of_what_the_cluster_takes(desk: Desk) -> None:
     """One array for all."""
     answer = script(

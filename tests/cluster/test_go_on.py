@@ -15,7 +15,7 @@ import pytest
 from tests.cluster.hpml_on_slurm import HPML, Desk, eventually
 
 LONG = os.environ.get("HPML_LONG") == "1"
-KILLS = 10 if LONG else 2
+KILLS = 10 if LONG else 1
 
 # Counts how often it was started; a program without the channel, which ends when told to.
 PROGRAM = (

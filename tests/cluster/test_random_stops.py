@@ -54,23 +54,24 @@ def live(life: Life, kinds: list[str], seed: int, lives: list[Life]) -> None:
 
 
 def test_stops_on_slurm(desk: Desk, lives: list[Life]) -> None:
-    """Three of the five stops of `make test`: two that are warned, and a dead slurmd."""
+    """Three of the four stops of `make test`: two that are warned, and a dead slurmd."""
     kinds = ["hpml requeue, twice", "preemption", "slurmd killed"]
-    live(Life(desk, "three", {"resources": {}}), kinds, 2, lives)
+    live(Life(desk, "three", {"resources": {}, "launcher": "srun"}), kinds, 2, lives)
 
 
 @pytest.mark.parametrize(
-    ("kinds", "seed"),
+    ("kinds", "ranks", "seed"),
     [
-        pytest.param(["rank killed", "hpml requeue"], 1, id="requests"),
-        pytest.param(LOCAL, 2, id="damage", marks=pytest.mark.slow),
+        pytest.param(["rank killed"], 1, 1, id="one"),
+        pytest.param(LOCAL, 2, 2, id="four", marks=pytest.mark.slow),
     ],
 )
 def test_stops_on_the_local_backend(
-    local_desk: Desk, lives: list[Life], kinds: list[str], seed: int
+    local_desk: Desk, lives: list[Life], kinds: list[str], ranks: int, seed: int
 ) -> None:
     """Requests, and a killed rank with and without a damaged checkpoint, by hand each time."""
-    live(Life(local_desk, "local", {"resources": {}}, local=True), kinds, seed, lives)
+    fields = {"resources": {"ranks_per_node": ranks}}
+    live(Life(local_desk, "local", fields, local=True), kinds, seed, lives)
 
 
 def test_a_full_disk_leaves_the_checkpoints_and_says_so(local_desk: Desk, tmp_path: Path) -> None:
@@ -81,7 +82,7 @@ def test_a_full_disk_leaves_the_checkpoints_and_says_so(local_desk: Desk, tmp_pa
     if subprocess.run(mount, capture_output=True, check=False).returncode != 0:
         pytest.skip("needs root and the right to mount a tmpfs")
     try:
-        fields = {"resources": {}, "checkpoint": {"directory": str(small)}}
+        fields = {"resources": {"ranks_per_node": 1}, "checkpoint": {"directory": str(small)}}
         with Life(local_desk, "full", fields, pause=0, local=True) as life:
             life.set_pace(life.steps)
             failed = local_desk.json("wait", life.job["id"], code=6)
@@ -98,6 +99,7 @@ def test_a_full_disk_leaves_the_checkpoints_and_says_so(local_desk: Desk, tmp_pa
         subprocess.run(["umount", "--lazy", str(small)], check=True)
 
 
+@pytest.mark.slow
 def test_a_checkpoint_of_another_job_is_refused(local_desk: Desk, tmp_path: Path) -> None:
     """Two jobs that share a directory and differ in a setting: the second names it, and fails."""
     fields = {"resources": {}, "checkpoint": {"directory": str(tmp_path / "shared")}}

@@ -5,9 +5,12 @@ from __future__ import annotations
 import os
 import shutil
 
+import pytest
+
 from tests.cluster.hpml_on_slurm import PYTHON, ROOT, Desk
 
 
+@pytest.mark.slow
 def test_a_change_is_tried(desk: Desk) -> None:
     """The data of a slow server are staged, for an ordinary user, by runs of some seconds."""
     for path in ("tests/trialtraining.py", "training_jobs/hpml_channel.py"):

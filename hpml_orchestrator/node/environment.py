@@ -1,0 +1,123 @@
+"""What Slurm and the batch script tell a node in variables.
+
+Every part of a job reads these; what an agent alone is told stands in `options`, which imports the
+staging.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import socket
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, TypeVar
+
+from hpml_orchestrator.errors import InputError
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+__all__ = [
+    "CheckpointOptions",
+    "job_key",
+    "node_index",
+    "node_name",
+    "node_names",
+    "read_option",
+]
+
+T = TypeVar("T")
+_RANGE = r"\d{1,9}(?:-\d{1,9})?"
+
+
+@dataclass(frozen=True)
+class CheckpointOptions:
+    """When the ranks are asked to save and stop, and what follows; the job file's `checkpoint`.
+
+    Attributes:
+        requeue: the reasons after which the run continues.
+        lead: seconds before the time limit at which ranks are asked to stop; None for automatic.
+        attempts: how many the run may have.
+        hang: seconds without a sign of life after which the ranks of a node hang; 0 for never.
+        avoid_failed_nodes: whether the next attempt leaves out nodes that failed or hung.
+        signal: name of the signal that ranks get with a stop request, such as USR1; may be empty.
+        time_limit: the job's, in seconds; None if unknown.
+        can_requeue: whether the site lets a job's owner requeue it.
+    """
+
+    requeue: Sequence[str] = ()
+    lead: float | None = None
+    attempts: int = 20
+    hang: float = 0
+    avoid_failed_nodes: bool = True
+    signal: str = ""
+    time_limit: float | None = None
+    can_requeue: bool = True
+
+    @classmethod
+    def from_environment(
+        cls, environment: Mapping[str, str] = os.environ
+    ) -> CheckpointOptions | None:
+        """Return the options in HPML_CHECKPOINT; None if the job file has no `checkpoint`.
+
+        Raises:
+            InputError: it cannot be read.
+        """
+        text = environment.get("HPML_CHECKPOINT", "")
+        return read_option(cls, "HPML_CHECKPOINT", text) if text else None
+
+
+def read_option(kind: Callable[..., T], option: str, text: str) -> T:
+    """Return what a JSON object says.
+
+    Raises:
+        InputError: it is none, or has other fields.
+    """
+    try:
+        return kind(**json.loads(text))
+    except (ValueError, TypeError, KeyError) as error:
+        raise InputError(f"cannot be read: {error}", field=option, value=text) from error
+
+
+def node_name(environment: Mapping[str, str] = os.environ) -> str:
+    """Return Slurm's name of this node; the host's short name without Slurm."""
+    return environment.get("SLURMD_NODENAME") or socket.gethostname().partition(".")[0]
+
+
+def job_key(environment: Mapping[str, str]) -> str:
+    """Return `<cluster>-<job id>`, which the batch script sets as HPML_JOB_KEY."""
+    cluster = environment.get("SLURM_CLUSTER_NAME") or "slurm"
+    return environment.get("HPML_JOB_KEY") or f"{cluster}-{environment.get('SLURM_JOB_ID', '0')}"
+
+
+def node_index(environment: Mapping[str, str]) -> tuple[int, int]:
+    """Return this node's number in the job, from 0, and how many nodes the job has."""
+    index, nodes = (environment.get(f"SLURM_{name}", "") for name in ("NODEID", "NNODES"))
+    count = int(nodes) if nodes.isdecimal() else 1
+    return (int(index) if index.isdecimal() else 0), max(1, count)
+
+
+def node_names(text: str) -> list[str]:
+    """Return the names in a job's node list; empty where it cannot be read.
+
+    Not `scheduler.nodelist`, which needs a library: this runs where only Python is.
+
+    >>> node_names("n[08-10,12],login"), node_names("n[1-"), node_names("")
+    (['n08', 'n09', 'n10', 'n12', 'login'], [], [])
+    """
+    names: list[str] = []
+    for entry in re.findall(r"(?:[^,\[\]]|\[[^\]]*\]?)+", text):
+        match = re.fullmatch(rf"([^\[\]]*)(?:\[({_RANGE}(?:,{_RANGE})*)\])?([^\[\]]*)", entry)
+        if match is None:
+            return []
+        prefix, ranges, suffix = match.groups()
+        if ranges is None:
+            names.append(prefix)
+            continue
+        for part in ranges.split(","):
+            first, _, last = part.partition("-")
+            numbers = range(int(first), int(last or first) + 1)
+            names += [f"{prefix}{number:0{len(first)}d}{suffix}" for number in numbers]
+    return names
