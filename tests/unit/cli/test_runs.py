@@ -350,6 +350,8 @@ def test_an_early_ctrl_c(
 ) -> None:
     """What is printed holds at every moment; the submission that was prepared can be completed."""
     name = "early" + place.rpartition(".")[2].replace("_", "")
+    # The submitter, this process, lives on: it would be waited for.
+    monkeypatch.setattr("hpml_orchestrator.runs.submit.GRACE_SECONDS", 0.1)
 
     def interrupted(*_: Any, **__: Any) -> None:
         for _press in range(presses):
