@@ -72,12 +72,15 @@ def find_images(data: Path) -> tuple[list[tuple[str, int]], list[tuple[str, int]
 
     Raises:
         JobError: there are no two folders with two PNG files.
-        OSError: there is no such directory.
     """
     train: list[tuple[str, int]] = []
     test: list[tuple[str, int]] = []
     classes: list[str] = []
-    for folder in sorted(one for one in data.iterdir() if one.is_dir() and one.name[0] != "."):
+    try:
+        folders = sorted(one for one in data.iterdir() if one.is_dir() and one.name[0] != ".")
+    except OSError as error:
+        raise JobError(f"--data {data}: {error.strerror}") from error
+    for folder in folders:
         names = [name for name in os.listdir(folder) if name.lower().endswith(".png")]
         digests = [hashlib.sha256(os.fsencode(f"{folder.name}/{name}")).digest() for name in names]
         files = [(str(folder / name), len(classes)) for _, name in sorted(zip(digests, names))]  # noqa: B905 - Python 3.9

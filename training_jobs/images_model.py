@@ -23,7 +23,10 @@ class Residual(nn.Module):
     def __init__(self, inputs: int, outputs: int, stride: int) -> None:
         super().__init__()
         layers = [*convolution(inputs, outputs, stride), *convolution(outputs, outputs)[:-1]]
-        self.inner, self.shortcut = nn.Sequential(*layers), nn.Conv2d(inputs, outputs, 1, stride)
+        self.inner, self.shortcut = nn.Sequential(*layers), nn.Sequential()  # the input as it is
+        if stride > 1 or inputs != outputs:
+            self.shortcut.append(nn.Conv2d(inputs, outputs, 1, stride))
+            self.shortcut.append(nn.GroupNorm(4, outputs))
 
     def forward(self, images: Tensor) -> Tensor:
         """Return the sum of both ways."""

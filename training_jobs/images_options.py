@@ -10,7 +10,9 @@ from pathlib import Path
 from images_model import MODELS
 
 PRECISIONS = ("auto", "bf16", "fp16", "off")
-COUNTS = "width epochs batch_size accumulate eval_every checkpoint_every timeout_seconds".split()
+COUNTS = (
+    "width epochs batch_size accumulate eval_every checkpoint_every groups timeout_seconds".split()
+)
 # A checkpoint with other settings is refused: it belongs to another training.
 SETTINGS = "model width dropout epochs batch_size lr lr_warmup_epochs seed".split()
 
@@ -52,7 +54,7 @@ def parse(parser: argparse.ArgumentParser, arguments: list[str] | None) -> argpa
     """Return the options of the command line; ends the process if one makes no sense."""
     options = parser.parse_args(arguments)
     for name in COUNTS:
-        if getattr(options, name, 1) < 1:
+        if getattr(options, name, None) is not None and getattr(options, name) < 1:
             parser.error(f"--{name.replace('_', '-')} must be at least 1")
     if options.width % 4:
         parser.error("--width must be a multiple of 4")
