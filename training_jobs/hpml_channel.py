@@ -10,8 +10,7 @@
         ...
         channel.gauge(loss=loss)
         channel.count(samples=len(labels), steps=1, data_wait_seconds=waited, step_seconds=took)
-        if channel.stop_requested():
-            break
+        stop = channel.stop_requested()
     channel.result(test_accuracy=evaluate(model))
     channel.close()
 

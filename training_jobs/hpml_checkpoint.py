@@ -1,8 +1,7 @@
 """Save and resume a training, and stop all of its ranks at the same step; copy this one file.
 
 Needs PyTorch only. All ranks make the same calls, after `init_process_group`; an error of one is
-raised on all. A checkpoint is a directory `step-00041200`, named when all of it is on the disk: a
-full disk leaves the earlier ones. It has random states, shards of models and SHA-256 digests.
+raised on all. A checkpoint is a directory `step-00041200`, named when all of it is on the disk.
 """
 
 from __future__ import annotations
