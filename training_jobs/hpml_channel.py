@@ -10,24 +10,19 @@
         ...
         channel.gauge(loss=loss)
         channel.count(samples=len(labels), steps=1, data_wait_seconds=waited, step_seconds=took)
-        if channel.stop_requested():
-            break
-    with channel.timed("evaluation_seconds"):
-        accuracy = evaluate(model)
-    channel.result(test_accuracy=accuracy)
+        stop = channel.stop_requested()
+    channel.result(test_accuracy=evaluate(model))
     channel.close()
 
-Outside hpml (`HPML_CHANNEL` is not set, or nobody listens) every call does nothing. No call waits
-for hpml, except `close`, which waits half a second at most; no call raises. Standard library only,
-Python 3.9 and newer. Make all calls from one thread, that of the training loop.
+Outside hpml (`HPML_CHANNEL` is not set, or nobody listens) every call does nothing. No call raises
+or waits, except `close`: half a second at most. Make all calls from one thread, that of the loop.
 
 Messages are JSON objects, one per datagram of at most 8 KiB, to an abstract unix socket:
 `{"v": 1, "type": "event" | "result" | "hello", "event": NAME, "time": SECONDS, "rank": 0,
 "local_rank": 0, "world_size": 1, "pid": 4242, "data": {...}}`. `from_env` sends a `hello`; the only
 answer, at any time, is `{"v": 1, "stop": REASON}`. Counters are sums since the process began, so a
 lost datagram loses nothing. With those of `step` travels `"step_buckets": {"4": 1200, ...}`: the
-number of steps in each bucket of a histogram with the bounds STEP_BOUNDS_SECONDS (0: at most 1 ms,
-..., 10: over 60 s), without the empty ones.
+steps in each bucket of a histogram with the bounds STEP_BOUNDS_SECONDS, without the empty ones.
 """
 
 from __future__ import annotations
@@ -48,8 +43,7 @@ __all__ = ["MAX_DATAGRAM_BYTES", "STEP_BOUNDS_SECONDS", "Channel"]
 
 MAX_DATAGRAM_BYTES = 8192
 STEP_EVERY_SECONDS = 1.0
-CLOSE_WAITS = 100  # of 5 ms
-UNSENT_EVENTS = 64
+CLOSE_WAITS, UNSENT_EVENTS = 100, 64  # the waits of 5 ms
 STEP_BOUNDS_SECONDS = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 60.0)
 MOST_AMOUNT = 1e18  # in one count of anything; NaN and infinity are not amounts either
 
@@ -57,31 +51,29 @@ MOST_AMOUNT = 1e18  # in one count of anything; NaN and infinity are not amounts
 class Channel:
     """The connection of one rank (`rank`, `local_rank`, `world_size`) to the agent of its node.
 
-    `sent` counts datagrams that were sent; `dropped` those that were lost (the agent is gone or too
-    slow, the message is too long or not JSON), and counts that are negative, NaN or not numbers.
+    `sent` counts datagrams; `dropped` those that were lost (no agent, or too slow; not JSON, or too
+    long), and counts that are negative, NaN or not numbers.
     """
 
     def __init__(self, name: str = "", **who: int) -> None:
         """Connect to an abstract socket, named without its leading NUL; without a name to none."""
-        self.sent = self.dropped = 0
-        self._address = "\0" + name
+        self.sent, self.dropped, self._address = 0, 0, "\0" + name
         self._who = {"rank": 0, "local_rank": 0, "world_size": 1, **who}
         self._socket: socket.socket | None = None
         with suppress(OSError, AttributeError):  # no descriptor left; a system without unix sockets
             if name:
                 new = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
                 new.setblocking(False)
-                # A name, so that the agent can answer. Not bind(""), for which Linux chooses one:
-                # Python before 3.10.6 gives all sockets the same.
+                # So that the agent can answer; bind("") names all alike before Python 3.10.6.
                 new.bind("\0hpml-rank-" + os.urandom(12).hex())
                 self._socket = new
-        names = ("samples", "steps", "data_wait_seconds", "step_seconds")
-        self._totals: dict[str, float] = {f"{name}_total": 0 for name in names}
+        names = "samples_total steps_total data_wait_seconds_total step_seconds_total".split()
+        self._totals: dict[str, float] = dict.fromkeys(names, 0)
         self._gauges: dict[str, Any] = {}
         self._buckets = [0] * (len(STEP_BOUNDS_SECONDS) + 1)
         self._unsent: deque[bytes] = deque()
         self._step_due = self._warm_until = 0.0  # seconds; steps, before which none are sent
-        self._counted_at: float | None = None  # the time of the last step
+        self._counted_at: float | None = None
         self._first, self._news, self._stop = True, False, False
 
     @classmethod
@@ -100,38 +92,33 @@ class Channel:
 
         `rendezvous` (before the process group's start), `warm-up(steps=20)`, `training(step=,
         total_steps=)` (before the first step), `resumed(step=, checkpoint=)`, `evaluation`,
-        `checkpoint(step=, seconds=, size_bytes=)` or `stopping(step=)`. `step` counts the
-        optimizer's steps since the training began, over all restarts. The first counters that hpml
-        gets end the warm-up: those of `warm-up(steps=20)` are sent after 20 steps.
+        `checkpoint(step=, seconds=, size_bytes=)` or `stopping(step=)`. `step` counts optimizer
+        steps over all restarts. Counters are held back until the warm-up's steps are done.
         """
         self._send("event", event, data)
         if event == "warm-up":
-            steps: Any = data.get("steps")
-            self._warm_until = self._totals["steps_total"] + (steps if _is_amount(steps) else 0)
-            self._first = True
+            steps: Any = data["steps"] if _is_amount(data.get("steps")) else 0
+            self._warm_until, self._first = self._totals["steps_total"] + steps, True
 
     def count(self, **increments: float) -> None:
         """Add to the counters since the process began, which are sent at most once a second.
 
         Without increments it is a sign of life: hpml ends ranks that send nothing for too long.
-        `samples`, `steps`, `step_seconds` and its parts, as far as they were measured:
-        `data_wait_seconds`, `transfer_seconds` (to the device), `wait_seconds` (for slower ranks),
-        `comm_seconds` (needs `gauge(comm_method=...)`: how it was measured); between steps
-        `save_seconds` and `evaluation_seconds`; or any other. `samples` travels as `samples_total`.
-        Of several steps in one call each counts as long as their mean. `cpu_wait_seconds`, the time
-        in which this thread could run but had no CPU, and the CPU time of the process with
-        its loaders, `cpu_seconds`, and without this thread, `helper_cpu_seconds`, are added.
+        `samples`, `steps`, `step_seconds` and its parts: `data_wait_seconds`, `transfer_seconds`
+        (to the device), `wait_seconds` (for slower ranks), `comm_seconds` (see `gauge`); between
+        steps `save_seconds` and `evaluation_seconds`; or any other. Of several steps in one call
+        each counts as long as their mean. Added are `cpu_wait_seconds` (this thread could run but
+        had no CPU), and CPU time: `cpu_seconds` (with loaders), `helper_cpu_seconds` (the others).
         """
         if self._socket is None:
             return
         amounts = {name: value for name, value in increments.items() if _is_amount(value)}
         self.dropped += len(increments) - len(amounts)
         for name, amount in amounts.items():
-            total = name + "_total"
-            self._totals[total] = self._totals.get(total, 0) + amount
-        steps, seconds = amounts.get("steps", 0), amounts.get("step_seconds")
-        if steps and seconds is not None:
-            self._buckets[bisect_left(STEP_BOUNDS_SECONDS, seconds / steps)] += int(steps)
+            self._totals[f"{name}_total"] = self._totals.get(f"{name}_total", 0) + amount
+        if (steps := amounts.get("steps", 0)) and "step_seconds" in amounts:
+            mean = amounts["step_seconds"] / steps
+            self._buckets[bisect_left(STEP_BOUNDS_SECONDS, mean)] += int(steps)
         # An evaluation or a save does not prolong the time in which the steps were taken.
         if self._counted_at is None or not amounts or amounts.keys() & {"steps", "samples"}:
             self._counted_at = time.time()
@@ -151,8 +138,8 @@ class Channel:
     def gauge(self, **values: Any) -> None:
         """Set what is sent with the next counters; of a tensor the value that it has then.
 
-        Exported are `loss`, `accuracy` (0 to 1) and `mfu` (0 to 1: FLOP/s of the model over the
-        devices' peak); `comm_method` is how `comm_seconds` was measured, see hpml_waits.py.
+        Exported are `loss`, `accuracy` (0 to 1) and `mfu` (0 to 1); `comm_seconds` needs
+        `comm_method`, which is how it was measured (see hpml_waits.py).
         """
         self._gauges.update(values)
         self._news = True
@@ -178,17 +165,15 @@ class Channel:
     def stop_requested(self) -> bool:
         """Return whether hpml asked the training to stop; takes a microsecond, so call it often.
 
-        Ranks learn of the request at different moments, and have to agree on it before they act:
-        see `StopAgreement` in hpml_checkpoint.py.
+        Ranks learn of it at different moments: agree first, see hpml_checkpoint.StopAgreement.
         """
         while self._socket is not None and not self._stop:
             try:
                 datagram, sender = self._socket.recvfrom(MAX_DATAGRAM_BYTES)
             except OSError:  # usually: there is none
                 break
-            # Anybody on this node may send anything, but only the agent has that address.
-            if sender == os.fsencode(self._address):
-                with suppress(Exception):
+            with suppress(Exception):  # anybody may send anything, but only the agent from there
+                if sender == os.fsencode(self._address):
                     self._stop = bool(json.loads(datagram)["stop"])
         return self._stop
 

@@ -1,9 +1,7 @@
 """Save and resume a training, and stop all of its ranks at the same step; copy this one file.
 
 Needs PyTorch only. All ranks make the same calls, after `init_process_group`; an error of one is
-raised on all. A checkpoint is a directory `step-00041200`, which gets its name when all of it is on
-the disk: a crash or a full disk leaves the earlier ones. It has each rank's random states (PyTorch
-and Python), the shards of a sharded model, and the SHA-256 of each file.
+raised on all. A checkpoint is a directory `step-00041200`, named when all of it is on the disk.
 """
 
 from __future__ import annotations
@@ -114,15 +112,16 @@ class Checkpoints:
         took = time.perf_counter() - began
         if self.channel is not None:
             self.channel.count(save_seconds=took)
-        if self.channel is not None and self.ranks.rank == 0:
-            self.channel.event("checkpoint", step=step, seconds=took, size_bytes=size)
+            if self.ranks.rank == 0:
+                self.channel.event("checkpoint", step=step, seconds=took, size_bytes=size)
 
     def load(self, sharded: dict[str, Any] | None = None) -> Any:
         """Return what `latest` returns, and restore the random states of this rank."""
-        found = self.latest(sharded)
-        if found is not None and len(found.random) == self.ranks.world_size:
+        if (found := self.latest(sharded)) is None:
+            return None
+        if len(found.random) == self.ranks.world_size:
             _random_states(found.random[self.ranks.rank])
-        if found is not None and self.channel is not None:
+        if self.channel is not None:
             self.channel.event("resumed", step=found.step, checkpoint=str(found.path))
         return found
 
@@ -222,8 +221,7 @@ class Checkpoints:
 
 
 def _reason(error: Exception) -> str:
-    text = str(error)
-    if unsupported := re.search(r"Unsupported.*GLOBAL (\S+)", text):
+    if unsupported := re.search(r"Unsupported.*GLOBAL (\S+)", text := str(error)):
         return f"can have tensors, numbers and text, in dicts and lists, but not {unsupported[1]}"
     if "inline_container" in text:
         return "PyTorch cannot write it: is the disk or your quota full?"

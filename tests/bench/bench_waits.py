@@ -27,10 +27,10 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 if TYPE_CHECKING:
-    from training_jobs import ddp_images, hpml_waits
+    from training_jobs import hpml_waits, images_model
 else:
     sys.path.insert(0, str(Path(__file__).parents[2] / "training_jobs"))
-    import ddp_images
+    import images_model
 
     import hpml_waits
 
@@ -48,8 +48,8 @@ class Nobody:
 
 
 def digits() -> tuple[nn.Module, torch.Tensor]:
-    """Return the network of ddp_images.py and a batch for it: steps of some milliseconds."""
-    return ddp_images.cnn(1, 10, 16), torch.randn(32, 1, 8, 8)
+    """Return the CNN of ddp_images.py and a batch for it: steps of some milliseconds."""
+    return images_model.cnn(1, 10, 16, 0.2), torch.randn(32, 1, 8, 8)
 
 
 def wide() -> tuple[nn.Module, torch.Tensor]:

@@ -21,14 +21,9 @@ REPEATS = 6 if os.environ.get("HPML_LONG") else 2
 @pytest.mark.parametrize("mode", ["strong", "weak"])
 def test_a_sweep_of_the_digits_ends_in_a_true_report(mode: str, desk: Desk, tmp_path: Path) -> None:
     """1, 2 and 4 ranks; one array per scale and repeat; Slurm knows each task once."""
-    for name in (
-        "ddp_images.py",
-        "hpml_channel.py",
-        "hpml_checkpoint.py",
-        "make_digits.py",
-        "digits.yaml",
-    ):
-        shutil.copy(ROOT / "training_jobs" / name, tmp_path)
+    jobs = ROOT / "training_jobs"
+    for file in (*jobs.glob("*.py"), jobs / "digits.yaml"):
+        shutil.copy(file, tmp_path)
     desk.call(PYTHON, "make_digits.py", "digits")
     sweep = SWEEPS[mode] | {"repeats": REPEATS, "budget": {"submits_per_minute": 600}}
     sweep["set"] = BASE | {"environment.python": str(PYTHON), "resources.memory": "1G"}

@@ -18,8 +18,6 @@ from tests.cluster.hpml_on_slurm import MPIRUN_AS_ROOT, ROOT, Desk, eventually
 PYTHON = sys.executable
 pytestmark = pytest.mark.alone
 
-FILES = "ddp_images horovod_images hpml_channel hpml_checkpoint make_digits".split()
-
 
 @pytest.fixture(scope="module", autouse=True)
 def _horovod() -> None:
@@ -43,8 +41,9 @@ def local_desk(tmp_path: Path) -> Desk:
 
 def with_training(cluster: SlurmCluster, place: Path) -> Desk:
     """Copy the training, its job file and the digits to a desk."""
-    for name in [*(f"{module}.py" for module in FILES), "digits_horovod.yaml"]:
-        shutil.copy(ROOT / "training_jobs" / name, place)
+    jobs = ROOT / "training_jobs"
+    for file in (*jobs.glob("*.py"), jobs / "digits_horovod.yaml"):
+        shutil.copy(file, place)
     subprocess.run([PYTHON, "make_digits.py", "digits"], cwd=place, check=True, timeout=120)
     # As root, who alone may use the real-time class: without it these ranks starve (see `patient`)
     return Desk(cluster, place, MPIRUN_AS_ROOT, as_root=True)

@@ -56,14 +56,9 @@ def test_the_digits_train_on_two_nodes_and_leave_nothing_behind(
     at_its_limit: tuple[Desk, str], desk: Desk, tmp_path: Path
 ) -> None:
     """`hpml run` trains on 2 nodes x 2 ranks; script, records, accounting and nodes agree."""
-    for name in (
-        "ddp_images.py",
-        "hpml_channel.py",
-        "hpml_checkpoint.py",
-        "make_digits.py",
-        "digits.yaml",
-    ):
-        shutil.copy(ROOT / "training_jobs" / name, tmp_path)
+    jobs = ROOT / "training_jobs"
+    for file in (*jobs.glob("*.py"), jobs / "digits.yaml"):
+        shutil.copy(file, tmp_path)
     desk.call(PYTHON, "make_digits.py", "digits")
     sets = [f"--set=resources.{key}={value}" for key, value in TWO_BY_TWO.items()]
     sets.append(f"--set=environment.python={PYTHON}")

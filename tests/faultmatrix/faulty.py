@@ -21,10 +21,10 @@
 
 from __future__ import annotations
 
+import argparse
 import functools
 import os
 import subprocess
-import sys
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -33,9 +33,10 @@ import PIL.Image
 
 STARTED = time.perf_counter()
 if TYPE_CHECKING:
-    from training_jobs import ddp_images, hpml_checkpoint
+    from training_jobs import ddp_images, hpml_checkpoint, images_common
 else:
     import ddp_images
+    import images_common
 
     import hpml_checkpoint
 
@@ -58,24 +59,23 @@ def busy(seconds: float) -> None:
         pass
 
 
-class Faulty(ddp_images.Training):
-    """A training with faults."""
+class Faults:
+    """What is wrong with a training, by hooks of its network."""
 
-    def _build(self) -> None:
-        super()._build()
-        self.faults: dict[str, float] = self.options.faults
+    def __init__(self, run: Any, faults: dict[str, float]) -> None:
+        self.rank, self.network, self.faults = run.ranks.rank, run.network, faults
         self.forward_seconds = self.pass_began = 0.0
         self.kept: list[bytes] = []
         self.network.register_forward_pre_hook(self._before_forward)
         self.network.register_forward_hook(self._after_forward)
         self.network.register_full_backward_pre_hook(self._before_backward)
         if "gpus" in self.faults:
-            pids = self.ranks.gather(os.getpid())
+            pids = run.ranks.gather(os.getpid())
             for gpu in range(int(self.faults["gpus"])):
                 self._set_gpu(gpu, "--pid", str(pids[gpu % len(pids)]))
 
     def _set_gpu(self, gpu: int, *words: str) -> None:
-        if self.ranks.rank == 0:
+        if self.rank == 0:
             tool, file = os.environ["FAULTY_GPUSIM"], os.environ["GPUSIM"]
             subprocess.run([tool, "set", file, "--gpu", str(gpu), *words], check=True)
 
@@ -115,11 +115,11 @@ def delay(function: Any, faults: dict[str, float], slow_root: str) -> Any:
 
 def main() -> None:
     """Train with the options of the command line."""
-    parser = ddp_images.options_of("Train with faults.")
+    parser = argparse.ArgumentParser(description="Train with faults.")
     parser.add_argument("--fault", action="append", default=[], dest="fault_words")
     parser.add_argument("--slow-root", default="")
-    options = ddp_images.parse(sys.argv[1:], parser)
-    faults = options.faults = faults_of(options.fault_words)
+    options, others = parser.parse_known_args()
+    faults = faults_of(options.fault_words)
     os.environ.setdefault("FAULTY_MOST_MIB", "0")
     if "core" in faults:
         os.sched_setaffinity(0, {int(faults["core"])})
@@ -136,7 +136,16 @@ def main() -> None:
 
     hpml_checkpoint.Checkpoints._publish = slowly  # type: ignore[assignment,method-assign]
     time.sleep(max(0.0, faults.get("start", 0) - (time.perf_counter() - STARTED)))
-    ddp_images.run(options, kind=Faulty)
+    prepare = images_common.prepare
+
+    def prepare_with_faults(*arguments: Any) -> Any:
+        run = prepare(*arguments)
+        Faults(run, faults)  # the hooks keep it
+        return run
+
+    common: Any = images_common
+    common.prepare = prepare_with_faults
+    ddp_images.main(others)
 
 
 if __name__ == "__main__":

@@ -22,8 +22,8 @@ REPEATS = 6 if os.environ.get("HPML_LONG") else 2
 @pytest.mark.parametrize("mode", ["strong", pytest.param("weak", marks=pytest.mark.slow)])
 def test_a_sweep_of_the_digits_ends_in_a_true_report(mode: str, few: Path, tmp_path: Path) -> None:
     """1, 2 and 4 ranks; on two cores, four are marked, and no 95 % interval comes of two runs."""
-    for name in ("ddp_images.py", "hpml_channel.py", "hpml_checkpoint.py", "digits.yaml"):
-        shutil.copy(JOBS / name, tmp_path)
+    for file in (*JOBS.glob("*.py"), JOBS / "digits.yaml"):
+        shutil.copy(file, tmp_path)
     shutil.copytree(few, tmp_path / "digits")
     sweep = SWEEPS[mode] | {"repeats": REPEATS, "budget": {"parallel": 2}}
     sweep["set"] = BASE | {"environment.python": sys.executable}

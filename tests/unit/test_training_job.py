@@ -3,10 +3,9 @@
 import json
 import re
 import shutil
-import sys
+import subprocess
 import tarfile
 import uuid
-from collections.abc import Sequence
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -27,11 +26,11 @@ from tests.unit.training_runs import (
     result_of,
     run,
     run_ranks,
-    start,
     start_ranks,
 )
 
 TRAIN = JOBS / "ddp_images.py"
+EPOCH = re.compile(r"epoch \d+/\d+: (loss [\d.]+, test accuracy [\d.]+)")
 
 pytestmark = TRAINS
 
@@ -40,20 +39,9 @@ def torchrun(ranks: int) -> list[object]:
     return ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
 
 
-def train_here(job: ModuleType, arguments: Sequence[object]) -> None:
-    """Train in this process: what needs no process of its own saves seconds of imports."""
-    options = job.parse([*map(str, arguments), "--device", "cpu"])
-    job.train(options, job.Ranks(options), job.Channel())
-
-
-@pytest.fixture(scope="module")
-def job() -> ModuleType:
-    """Return ddp_images.py as a module, for what needs no process of its own."""
-    sys.path.insert(0, str(JOBS))
-    try:
-        return load(TRAIN)
-    finally:
-        sys.path.remove(str(JOBS))
+def alone(*arguments: object) -> subprocess.CompletedProcess[str]:
+    """Train with one rank."""
+    return run([TRAIN, "--workers", 0, *arguments])
 
 
 def test_digits_are_written_once_and_whole(digits: Path, tmp_path: Path) -> None:
@@ -121,21 +109,15 @@ def test_two_ranks_reach_the_accuracy_and_report_it(digits: Path, tmp_path: Path
     assert 0 < parts <= result["train_seconds"]
 
 
-def test_one_rank_needs_no_launcher_and_no_channel(few: Path, tmp_path: Path) -> None:
-    """A copy without hpml_channel.py trains; the same seed gives the same."""
-    copy = tmp_path / "alone" / TRAIN.name
-    copy.parent.mkdir()
-    copy.write_bytes(TRAIN.read_bytes())
-    shutil.copy(JOBS / "hpml_checkpoint.py", copy.parent)
-    command = [copy, "--data", few, "--epochs", 3, "--seed", 5, "--output"]
-    twice = [start([*command, tmp_path / str(number)]) for number in range(2)]
+def test_the_same_seed_gives_the_same_without_a_launcher(few: Path, tmp_path: Path) -> None:
+    """Loss and accuracy of each epoch are equal, with processes that read and without."""
     seen = []
-    for number, process in enumerate(twice):
-        done = finish(process)
+    for workers in (0, 2):
+        done = run([TRAIN, "--data", few, "--epochs", 3, "--workers", workers])
         assert (done.returncode, done.stderr) == (0, "")
-        lines = [line.split(", test")[0] for line in done.stdout.splitlines() if "loss" in line]
-        seen.append((result_of(tmp_path / str(number))["test_accuracy"], lines))
+        seen.append(EPOCH.findall(done.stdout))
     assert seen[0] == seen[1]
+    assert len(seen[0]) == 3
 
 
 # Two ranks of the training as it is, forked for each attempt, which note the images of each step.
@@ -144,46 +126,50 @@ LIVES = f"""
 import json, os, signal, sys
 from pathlib import Path
 sys.path.insert(0, {str(JOBS)!r})
-import ddp_images
+import ddp_images, images_common, images_data
 from hpml_orchestrator.node.startup import free_port
 notes, lives, arguments = Path(sys.argv[1]), json.loads(sys.argv[2]), sys.argv[3:]
-read, phase, training, fetch = [], ["start"], [], ddp_images.Images.__getitem__
+read, phase, training = [], ["start"], []
+fetch, train_step = images_data.Images.__getitem__, ddp_images.train_step
+prepare, evaluate = images_common.prepare, images_common.evaluate
 
-class Training(ddp_images.Training):
-    def __init__(self, *args):
-        training.append(self)
-        super().__init__(*args)
+def prepared(*args):
+    training.append(prepare(*args))
+    return training[0]
 
-    def _train_step(self, images, labels):
-        phase[0] = "step"
-        if (how, rank, self.global_step) == ("kill", where, at):
-            os.kill(os.getpid(), 9)
-        loss = super()._train_step(images, labels)
-        with (notes / str(rank)).open("a") as file:
-            file.write(json.dumps([self.global_step, read[-len(labels):]]) + "\\n")
-        return loss
+def noted_step(run, images, labels):
+    phase[0] = "step"
+    step = images_common.global_step(run)
+    if (how, rank, step) == ("kill", where, at):
+        os.kill(os.getpid(), 9)
+    loss = train_step(run, images, labels)
+    with (notes / str(rank)).open("a") as file:
+        file.write(json.dumps([step, read[-len(labels):]]) + "\\n")
+    return loss
 
-    def _evaluate(self, epoch):
-        phase[0] = "evaluation"
-        return super()._evaluate(epoch)
+def evaluate_phase(run, epoch):
+    phase[0] = "evaluation"
+    return evaluate(run, epoch)
 
 def stop_requested(self):
-    here = training[0].global_step if training else 0
+    here = images_common.global_step(training[0]) if training else 0
     return (how, where, at <= here) == (phase[0], rank, True)
 
 def getitem(self, index):
     read.append(index)
     return fetch(self, index)
 
-ddp_images.Images.__getitem__ = getitem
+images_data.Images.__getitem__ = getitem
 ddp_images.Channel.stop_requested = stop_requested
+ddp_images.train_step = noted_step
+images_common.prepare, images_common.evaluate = prepared, evaluate_phase
 for number, (how, where, at) in enumerate(lives):
     ranks, port = set(), str(free_port(f"{{notes}} {{number}}"))
     for rank in (0, 1):
         pid = os.fork()
         if pid == 0:
             os.environ.update(RANK=str(rank), WORLD_SIZE="2", MASTER_PORT=port)
-            ddp_images.run(ddp_images.parse(arguments), kind=Training)
+            ddp_images.main(arguments)
         ranks.add(pid)
     statuses = []
     while ranks:
@@ -270,7 +256,7 @@ def newest(directory: Path) -> Any:
 def same(one: Any, other: Any) -> bool:
     """Whether two states are the same to the bit, except for the seconds that they took."""
     if isinstance(one, dict):
-        names = [name for name in one if "seconds" not in str(name) and name != "_steady_samples"]
+        names = [name for name in one if "seconds" not in str(name) and name != "steady_samples"]
         return one.keys() == other.keys() and all(same(one[name], other[name]) for name in names)
     if isinstance(one, list):
         return len(one) == len(other) and all(map(same, one, other))
@@ -286,47 +272,44 @@ def uninterrupted(few: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_other_settings_or_a_damaged_checkpoint_are_not_resumed_from(
-    job: ModuleType, few: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    few: Path, tmp_path: Path
 ) -> None:
     """The first is an error; of the damaged one there is an older one."""
-    command: list[object] = ["--data", few, "--epochs", 2, "--workers", 0]
-    command += ["--checkpoint", tmp_path / "c"]
-    train_here(job, command)
-    with pytest.raises(job.hpml_checkpoint.CheckpointError, match=r"settings: lr 0\.05 -> 0\.5"):
-        train_here(job, [*command, "--lr", 0.5])
+    command = ["--data", few, "--epochs", 2, "--checkpoint", tmp_path / "c"]
+    assert alone(*command).returncode == 0
+    refused = alone(*command, "--lr", 0.5)
+    assert refused.returncode == 2
+    assert "settings: lr 0.05 -> 0.5" in refused.stderr
+    assert len(refused.stderr.splitlines()) == 1
     first, last = sorted((tmp_path / "c").iterdir())
     (last / "state.pt").write_bytes(b"torn")
-    train_here(job, command)
-    out, err = capsys.readouterr()
-    assert f"{last} is skipped: state.pt is missing or damaged" in err
-    assert f"resumed from {first}: 1 epochs and 0 steps are done" in out
+    done = alone(*command)
+    assert f"{last} is skipped: state.pt is missing or damaged" in done.stderr
+    assert f"resumed from {first}: 1 epochs and 0 steps are done" in done.stdout
 
 
-def test_a_training_starts_from_the_checkpoint_of_another(
-    job: ModuleType, few: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_training_starts_from_the_checkpoint_of_another(few: Path, tmp_path: Path) -> None:
     """The model is the other run's, the settings are its own, and so is a checkpoint to resume."""
     parent, own = tmp_path / "parent", tmp_path / "own"
-    common: list[object] = ["--data", few, "--workers", 0, "--output", tmp_path]
-    train_here(job, [*common, "--epochs", 9, "--checkpoint", parent])
+    common = ["--data", few, "--output", tmp_path]
+    alone(*common, "--epochs", 9, "--checkpoint", parent)
     reached = result_of(tmp_path)["test_accuracy"]
     assert reached > 0.6
     child = [*common, "--epochs", 1, "--lr", 1e-9, "--checkpoint", own]
     child += ["--checkpoint-from", parent]
-    train_here(job, child)
+    assert f"started from {parent}" in alone(*child).stdout
     result = result_of(tmp_path)
     assert (result["epochs"], result["learning_rate"]) == (1, 1e-9)
     assert result["test_accuracy"] == pytest.approx(reached, abs=0.05)
-    assert f"started from {parent}" in capsys.readouterr().out
     shutil.rmtree(parent)
-    train_here(job, child)
-    assert f"resumed from {own}" in capsys.readouterr().out
+    assert f"resumed from {own}" in alone(*child).stdout
     for arguments, problem in (
-        (["--checkpoint-from", parent], r"--checkpoint-from .*/parent: there is no checkpoint"),
-        (["--checkpoint-from", own, "--width", 8], "width 16 -> 8"),
+        (["--checkpoint-from", parent], f"--checkpoint-from {parent}: there is no checkpoint"),
+        (["--checkpoint-from", own, "--width", 8], "has another model: --model or --width differs"),
     ):
-        with pytest.raises(job.JobError, match=problem):
-            train_here(job, [*common, *arguments])
+        refused = alone(*common, *arguments)
+        assert refused.returncode == 2
+        assert problem in refused.stderr
 
 
 def test_a_request_stops_all_ranks_at_the_same_step(few: Path, tmp_path: Path) -> None:
@@ -355,67 +338,55 @@ def test_a_request_stops_all_ranks_at_the_same_step(few: Path, tmp_path: Path) -
     assert training == [{"step": 0, "total_steps": 400 * STEPS}] * 2
 
 
-def test_a_target_that_is_not_reached_is_censored(
-    job: ModuleType, few: Path, tmp_path: Path
-) -> None:
+def test_a_target_that_is_not_reached_is_censored(few: Path, tmp_path: Path) -> None:
     """Not reached is null, not a number and not an error; reached may end the training."""
-    common: list[object] = ["--data", few, "--workers", 0, "--output", tmp_path]
-    train_here(job, [*common, "--epochs", 1, "--lr", 1e-9, "--target-accuracy", 1])
+    common = ["--data", few, "--output", tmp_path]
+    alone(*common, "--epochs", 1, "--lr", 1e-9, "--target-accuracy", 1)
     assert result_of(tmp_path)["seconds_to_accuracy"] is None
-    train_here(job, [*common, "--epochs", 9, "--target-accuracy", 0.01, "--stop-at-target"])
+    alone(*common, "--epochs", 9, "--target-accuracy", 0.01, "--stop-at-target")
     result = result_of(tmp_path)
     assert result["epochs"] == 1
     assert 0 < result["seconds_to_accuracy"] <= result["train_seconds"]
 
 
-def test_every_test_image_counts_once(job: ModuleType) -> None:
-    """The ranks' shares of the test set are disjoint and complete; those of training are equal."""
+@pytest.fixture(scope="module")
+def data() -> ModuleType:
+    """Return images_data.py as a module."""
+    return load(JOBS / "images_data.py")
+
+
+def test_each_image_is_used_once_in_an_epoch(data: ModuleType) -> None:
+    """The ranks' shares are disjoint and equally large; another epoch has another order."""
     ranks = [SimpleNamespace(rank=rank, world_size=3) for rank in range(3)]
-    samplers = [job.EpochSampler(100, rank, 1, 8) for rank in ranks]
-    shares = [list(sampler) for sampler in samplers]
+    shares = [data.order_of(0, 100, 1, rank) for rank in ranks]
     assert [len(share) for share in shares] == [33, 33, 33]
     assert len(set().union(*shares)) == 99
-    samplers[1].first_step = 2
-    assert list(samplers[1]) == shares[1][16:]
-    samplers[1].epoch = 1
-    assert list(samplers[1]) != shares[1][16:]
-    assert len(samplers[1]) == 17
+    assert data.order_of(1, 100, 1, ranks[0]) != shares[0]
 
 
 def test_the_split_does_not_depend_on_where_the_data_lie(
-    job: ModuleType, few: Path, tmp_path: Path
+    data: ModuleType, few: Path, tmp_path: Path
 ) -> None:
     """Staged elsewhere, the same images are for testing: a fifth of every class."""
     (tmp_path / "elsewhere").symlink_to(few)
-    splits = [job.find_images(root) for root in (few, tmp_path / "elsewhere")]
+    splits = [data.find_images(root) for root in (few, tmp_path / "elsewhere")]
     names = [[Path(path).name for path, _ in test] for _, test, _ in splits]
     assert names[0] == names[1]
     assert [label for _, label in splits[0][1]] == [0] * 6 + [1] * 6 + [2] * 6 + [3] * 6
     assert not set(splits[0][0]) & set(splits[0][1])
 
 
-@pytest.mark.parametrize(
-    ("folders", "named"),
-    [
-        (None, "No such file"),
-        ([], "no folders with PNG files"),
-        (["only"], "only one class (only)"),
-    ],
-)
+@pytest.mark.parametrize(("folders", "named"), [([], "no such folder"), (["only"], "only only")])
 def test_bad_data_are_named(
-    job: ModuleType, folders: list[str] | None, named: str, tmp_path: Path
+    data: ModuleType, folders: list[str], named: str, tmp_path: Path
 ) -> None:
     """The message names the directory and what is wrong with it."""
-    data = tmp_path / "data"
-    for folder in folders or ():
-        (data / folder).mkdir(parents=True)
+    for folder in folders:
+        (tmp_path / folder).mkdir()
         for number in range(4):
-            (data / folder / f"{number}.png").touch()
-    if folders == []:
-        data.mkdir()
-    with pytest.raises(job.JobError, match=re.escape(str(data))) as caught:
-        job.find_images(data)
-    assert named in str(caught.value)
+            (tmp_path / folder / f"{number}.png").touch()
+    with pytest.raises(data.JobError, match=f"--data {tmp_path}: .*{named}"):
+        data.find_images(tmp_path)
 
 
 def test_a_missing_directory_ends_all_ranks(tmp_path: Path) -> None:
@@ -445,13 +416,11 @@ def test_a_broken_image_ends_all_ranks_with_its_name(few: Path, tmp_path: Path) 
         (["--epochs", "0"], "--epochs"),
         (["--target-accuracy", "95"], "--target-accuracy"),
         (["--width", "6"], "--width"),
+        (["--accumulate", "0"], "--accumulate"),
     ],
 )
-def test_options_that_make_no_sense_are_refused(
-    job: ModuleType, arguments: list[str], named: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_options_that_make_no_sense_are_refused(arguments: list[str], named: str) -> None:
     """The message names the option, the status is 2."""
-    with pytest.raises(SystemExit) as caught:
-        job.parse(["--data", "x", *arguments])
-    assert caught.value.code == 2
-    assert named in capsys.readouterr().err.splitlines()[-1]
+    done = run([TRAIN, "--data", "x", *arguments])
+    assert done.returncode == 2
+    assert named in done.stderr.splitlines()[-1]

@@ -34,13 +34,14 @@ SLOW = f"""
 import os, sys, time
 sys.path.insert(0, {str(JOBS)!r})
 import ddp_images
+import images_data
 which = sys.argv.pop()
-quick = ddp_images.Images.__getitem__
+quick = images_data.Images.__getitem__
 def slow(self, index):
     time.sleep({SLEPT} if os.environ["RANK"] == which else {ALWAYS})
     return quick(self, index)
-ddp_images.Images.__getitem__ = slow
-ddp_images.run(ddp_images.parse(None))
+images_data.Images.__getitem__ = slow
+ddp_images.main()
 """
 Figures = dict[Series, float]
 

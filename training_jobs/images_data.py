@@ -1,0 +1,153 @@
+"""Folders of PNG files for ddp_images.py and horovod_images.py: what a rank reads, and when."""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import math
+import os
+from functools import partial
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import torch
+from PIL import Image
+from torch import Tensor
+from torch.utils.data import DataLoader, Dataset
+
+TEST_PART = 5  # every fifth image of a class is for testing
+
+
+class JobError(Exception):
+    """Something that the user can mend; the message is one line."""
+
+
+def raise_together(ranks: Any, problem: str) -> None:
+    """Raise a JobError on all ranks if one of them has a problem: otherwise the others wait."""
+    if problems := [*filter(None, ranks.gather(problem))]:
+        raise JobError(problems[0])
+
+
+class Images(Dataset[tuple[Tensor, int, str]]):
+    """PNG files as tensors in [-1, 1], with the label and what is wrong with the file, if anything.
+
+    A file that cannot be read is not an exception: a rank that ended alone would leave the others
+    waiting for it.
+
+    Args:
+        files: paths and labels; the first one says how large the images are, and if they are gray.
+    """
+
+    def __init__(self, files: list[tuple[str, int]]) -> None:
+        self.files = files
+        with Image.open(files[0][0]) as image:
+            self.mode = "L" if image.mode in {"1", "L", "LA", "I", "I;16"} else "RGB"
+            self.size = image.size
+
+    def __len__(self) -> int:
+        return len(self.files)
+
+    def __getitem__(self, index: int) -> tuple[Tensor, int, str]:
+        path, label = self.files[index]
+        pixels = np.zeros((*self.size[::-1], len(self.mode)), dtype=np.float32)
+        problem = ""
+        try:
+            with Image.open(path) as image:
+                if image.size != self.size:
+                    problem = f"{path} has {image.size} pixels, others {self.size}"
+                else:
+                    pixels[:] = np.asarray(image.convert(self.mode)).reshape(pixels.shape)
+        except Exception as error:  # noqa: BLE001 - Pillow raises many kinds for a broken file
+            problem = f"cannot read the image {path}: {error}"
+        return torch.from_numpy(pixels.transpose(2, 0, 1).copy()) / 127.5 - 1.0, label, problem
+
+
+def find_images(data: Path) -> tuple[list[tuple[str, int]], list[tuple[str, int]], int]:
+    """Return (path, label) of the images to train with and to test with, and how many classes.
+
+    Which images are for testing depends on their names only: not on the seed, the number of ranks
+    or the place of the data.
+
+    Raises:
+        JobError: there are no two folders with two PNG files.
+    """
+    train: list[tuple[str, int]] = []
+    test: list[tuple[str, int]] = []
+    classes: list[str] = []
+    try:
+        folders = sorted(one for one in data.iterdir() if one.is_dir() and one.name[0] != ".")
+    except OSError as error:
+        raise JobError(f"--data {data}: {error.strerror}") from error
+    for folder in folders:
+        names = [name for name in os.listdir(folder) if name.lower().endswith(".png")]
+        digests = [hashlib.sha256(os.fsencode(f"{folder.name}/{name}")).digest() for name in names]
+        files = [(str(folder / name), len(classes)) for _, name in sorted(zip(digests, names))]  # noqa: B905 - Python 3.9
+        if len(files) > 1:  # one to train with and one to test with
+            tested = max(1, len(files) // TEST_PART)
+            test, train = test + files[:tested], train + files[tested:]
+            classes.append(folder.name)
+    if len(classes) <= 1:
+        found = f"only {classes[0]}" if classes else "no such folder"
+        raise JobError(f"--data {data}: needs two folders with PNG files (CLASS/NAME.png): {found}")
+    return sorted(train), sorted(test), len(classes)
+
+
+def load_images(options: argparse.Namespace, ranks: Any, device: torch.device) -> SimpleNamespace:
+    """Return the loaders of this rank, how many images there are, and how many classes.
+
+    `order` has the indices that `train_loader` reads: fill it anew for each epoch.
+
+    Raises:
+        JobError: the data or a directory cannot be used; on all ranks.
+    """
+    order: list[int] = []
+    found = SimpleNamespace(order=order, train_images=0, test_images=0, classes=0, channels=1)
+    load = partial(
+        DataLoader,
+        batch_size=options.batch_size,
+        num_workers=options.workers,
+        persistent_workers=options.workers > 0,
+        pin_memory=device.type == "cuda",
+        generator=torch.Generator().manual_seed(options.seed),
+    )
+    problem = ""
+    try:
+        train, test, found.classes = find_images(options.data)
+        if len(train) < ranks.world_size:
+            raise JobError(
+                f"--data {options.data}: {len(train)} images for {ranks.world_size} ranks"
+            )
+        images, first = Images(train + test), len(train) + ranks.rank
+        found.train_images, found.test_images, found.channels = (
+            len(train),
+            len(test),
+            len(images.mode),
+        )
+        found.train_loader = load(images, sampler=order)
+        found.test_loader = load(images, sampler=range(first, len(images), ranks.world_size))
+        # Workers start before the first collective: after it, gloo's threads create Python thread
+        # states, and up to Python 3.11 a fork in that moment leaves a worker that hangs.
+        for loader in (found.train_loader, found.test_loader) if options.workers else ():
+            iter(loader)
+        for directory in filter(None, (options.output, getattr(options, "profile", None))):
+            directory.mkdir(parents=True, exist_ok=True)
+    except (JobError, OSError) as error:
+        problem = str(error)
+    raise_together(ranks, problem)
+    per_rank, largest = len(train) // ranks.world_size, math.ceil(len(test) / ranks.world_size)
+    found.train_steps = math.ceil(per_rank / options.batch_size)
+    found.test_steps = math.ceil(largest / options.batch_size)  # of the rank that has the most
+    return found
+
+
+def order_of(epoch: int, images: int, seed: int, ranks: Any) -> list[int]:
+    """Return this rank's share of an epoch's order, which depends on the seed and the epoch alone.
+
+    Ranks take turns; the few images that do not go round are left out of this epoch, so that all
+    ranks have the same number of steps.
+    """
+    random = torch.Generator().manual_seed(seed * 1_000_003 + epoch)
+    order: list[int] = torch.randperm(images, generator=random).tolist()
+    return order[ranks.rank : images - images % ranks.world_size : ranks.world_size]
