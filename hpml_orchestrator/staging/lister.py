@@ -9,9 +9,9 @@ import queue
 import threading
 from typing import TYPE_CHECKING
 
-from hpml_orchestrator.staging.capacity import readers_for
 from hpml_orchestrator.staging.faults import why
 from hpml_orchestrator.staging.manners import TokenBucket
+from hpml_orchestrator.staging.space import readers_for
 
 if TYPE_CHECKING:
     from hpml_orchestrator.staging.faults import Retry

@@ -11,9 +11,9 @@ import stat
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple
 
-from hpml_orchestrator.staging.capacity import Need, round_up
 from hpml_orchestrator.staging.faults import OUTSIDE_LINKS, Problems, shown, why
 from hpml_orchestrator.staging.lister import DEEPEST, Lister
+from hpml_orchestrator.staging.space import Need, round_up
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -8,22 +8,22 @@ import threading
 from typing import TYPE_CHECKING
 
 from hpml_orchestrator.staging.archives import TarSource
-from hpml_orchestrator.staging.capacity import readers_for
 from hpml_orchestrator.staging.faults import SourceChangedError
 from hpml_orchestrator.staging.plan import data_ranges, scan_file, scan_tree
 from hpml_orchestrator.staging.request import kind_of
 from hpml_orchestrator.staging.source import BLOCK_BYTES
+from hpml_orchestrator.staging.space import readers_for
 from hpml_orchestrator.staging.zips import ZipSource
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from hpml_orchestrator.staging.capacity import Room
     from hpml_orchestrator.staging.faults import Retry
     from hpml_orchestrator.staging.hashing import Buffer
     from hpml_orchestrator.staging.plan import Entry, Plan
     from hpml_orchestrator.staging.request import StageRequest
     from hpml_orchestrator.staging.source import Reader, Source
+    from hpml_orchestrator.staging.space import Room
 
 __all__ = ["FileSource", "TreeSource", "check_same", "open_source"]
 

@@ -14,12 +14,16 @@ from typing import TYPE_CHECKING
 
 from hpml_orchestrator.errors import HpmlError, InputError, StagingError
 from hpml_orchestrator.records.files import fsync_dir
-from hpml_orchestrator.staging.area import StagingArea
-from hpml_orchestrator.staging.cache import DATA, Cache, linked_key, whole
-from hpml_orchestrator.staging.capacity import Room, check_room, room_at
+from hpml_orchestrator.staging.area import JobArea
 from hpml_orchestrator.staging.copy import CopyOptions
 from hpml_orchestrator.staging.faults import Retry, shown, why
-from hpml_orchestrator.staging.files import partial_path, remove_tree
+from hpml_orchestrator.staging.files import (
+    BusyError,
+    NameLock,
+    partial_path,
+    remove_partials,
+    remove_tree,
+)
 from hpml_orchestrator.staging.manifest import (
     Manifest,
     damage_path,
@@ -27,8 +31,6 @@ from hpml_orchestrator.staging.manifest import (
     manifest_path,
     published_manifest,
 )
-from hpml_orchestrator.staging.namelock import BusyError, NameLock
-from hpml_orchestrator.staging.private import private_reason
 from hpml_orchestrator.staging.progress import Progress
 from hpml_orchestrator.staging.request import (
     Bases,
@@ -37,6 +39,8 @@ from hpml_orchestrator.staging.request import (
     StagingStopped,
 )
 from hpml_orchestrator.staging.sources import open_source
+from hpml_orchestrator.staging.space import Need, Room, check_room, private_reason, room_at
+from hpml_orchestrator.staging.store import DATA, linked_key, whole
 from hpml_orchestrator.staging.supply import LocalSupply
 from hpml_orchestrator.staging.work import (
     SOURCE_KEY,
@@ -51,12 +55,14 @@ from hpml_orchestrator.staging.work import (
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-    from hpml_orchestrator.staging.cache import Kept
-    from hpml_orchestrator.staging.capacity import Need
+    from hpml_orchestrator.staging.area import Entry
     from hpml_orchestrator.staging.progress import OnProgress
     from hpml_orchestrator.staging.supply import Supply
 
 __all__ = ["CopyStager"]
+
+_ROOM_TO_BEGIN = Need(1 << 20, 64)
+"""What the area and records of a job take."""
 
 _BUSY_SECONDS = 10.0
 """How long a node that others wait for waits for a process of its own job, such as an agent of an
@@ -103,8 +109,8 @@ class CopyStager:
         self._on_progress = on_progress
         self._room = room
         self.options = options or CopyOptions()
-        self._areas: dict[str, StagingArea] = {}
-        self._leases: dict[str, Kept] = {}
+        self._areas: dict[str, JobArea] = {}
+        self._leases: dict[str, Entry] = {}
         self._job_id = os.environ.get("SLURM_JOB_ID", "") if job_id is None else job_id
         self._checks_source = checks_source
         self._evicted: list[str] = []
@@ -133,7 +139,7 @@ class CopyStager:
             self._retry.check_stop()
             with looking_at(request):
                 unopened = self._unopened(request.target)
-                unopened.place.check_base()
+                unopened.store.check_base()
                 check_apart(request, unopened)
             area = self.area(request.target)
             if supply is None:
@@ -142,7 +148,7 @@ class CopyStager:
                 stack.push(functools.partial(ended, supply))
             work = Work(request, supply, area, evicted=self._evicted)
             self._evicted = []  # what went when the area was opened is told once
-            private = private_reason(area.base, self._job_id)
+            private = private_reason(area.store.base, self._job_id)
             with self._one_of_the_job(work) as lock:
                 if work.is_collective:
                     work.plan  # noqa: B018 - all nodes look, before one of them finds the data
@@ -151,7 +157,7 @@ class CopyStager:
                     lock.raise_reason("another process of this job failed")
                     manifest = self._kept(work, lock, keeps=request.keep and not private)
                 if manifest is None:
-                    manifest = self._publish(work, area.job_dir, request.name, lock)
+                    manifest = self._publish(work, area.path, request.name, lock)
                 if work.copied is None:
                     supply.reuse()
         path, copied = area.path_of(request.name), work.copied
@@ -175,7 +181,7 @@ class CopyStager:
         """Hold the lock of the job's name; whoever waits for it is told what went wrong."""
         request, area = work.request, work.area
         lock = NameLock(
-            f"{area.job_dir}/.{request.name}.lock",
+            f"{area.path}/.{request.name}.lock",
             self._retry,
             on_wait=self._on_progress,
             most_seconds=_BUSY_SECONDS if work.is_collective else None,
@@ -185,7 +191,7 @@ class CopyStager:
                 stack.enter_context(lock)
             except BusyError as error:
                 raise StagingError(
-                    f"another process of this job stages {request.name} in {shown(area.job_dir)}, "
+                    f"another process of this job stages {request.name} in {shown(area.path)}, "
                     "maybe on another node",
                     hint="the target must be a directory of each node's own",
                 ) from error
@@ -194,7 +200,7 @@ class CopyStager:
             except BaseException as error:
                 # who waits for one that was only stopped takes over, as after a kill
                 if not lock.holders_reason and not isinstance(error, StagingStopped):
-                    lock.fail(str(error) or type(error).__name__)
+                    lock.fail(error)
                 if isinstance(error, (OSError, HpmlError)):
                     raise as_told(request, error) from error
                 raise
@@ -204,9 +210,7 @@ class CopyStager:
         request, area = work.request, work.area
         path = area.path_of(request.name)
         try:
-            for name in os.listdir(area.job_dir):
-                if name.startswith(f".{request.name}.partial-"):
-                    remove_tree(f"{area.job_dir}/{name}")
+            remove_partials(area.path, request.name)
             manifest = published_manifest(path) if os.path.lexists(path) else None
             if manifest is not None and not is_same_data(manifest, work):
                 raise InputError(
@@ -228,19 +232,19 @@ class CopyStager:
                 manifest = None
             if manifest is not None or not os.path.lexists(path):
                 return manifest
-            damaged = partial_path(area.job_dir, request.name)
+            damaged = partial_path(area.path, request.name)
             os.rename(path, damaged)
             remove_tree(damaged)
         except OSError as error:
             raise StagingError(f"cannot use {shown(path)}: {why(error)}") from error
         return None
 
-    def _linked(self, area: StagingArea, name: str, key: str) -> Manifest | None:
+    def _linked(self, area: JobArea, name: str, key: str) -> Manifest | None:
         """Return the manifest of kept data that a name of the job leads to.
 
         A link that leads nowhere or to damaged data is removed.
         """
-        entry = self._cache(area).take(key, create=False)
+        entry = area.take(key, create=False)
         if entry is not None:
             manifest = whole(entry.data)
             if manifest is not None:
@@ -267,16 +271,22 @@ class CopyStager:
         keys = work.entry_keys(hashed=self.options.hash)
         for key in keys:
             makes = fill if keeps and key == keys[-1] else None
-            cache = self._cache(work.area)
-            obtained = cache.obtain(key, whole, makes, waits=not work.is_collective)
+            obtained = work.area.obtain(
+                key,
+                makes,
+                self._retry,
+                waits=not work.is_collective,
+                on_progress=self._on_progress,
+            )
             if obtained is not None:
+                entry, manifest = obtained
                 try:
-                    obtained.entry.link_from(work.area.path_of(work.request.name))
+                    entry.link_from(work.area.path_of(work.request.name))
                 except BaseException:
-                    obtained.entry.release()
+                    entry.release()
                     raise
-                self._hold(obtained.entry)
-                return obtained.manifest
+                self._hold(entry)
+                return manifest
         return None
 
     def _publish(self, work: Work, directory: str, name: str, *locks: NameLock) -> Manifest:
@@ -292,7 +302,7 @@ class CopyStager:
             CapacityError: it does not fit; found before a byte is copied.
             StagingError, RecordError, OSError: something else; nothing is left half-done.
         """
-        request, where = work.request, work.area.base
+        request, where = work.request, work.area.store.base
         work.source_key()  # as it was planned: what comes to the source meanwhile is not in it
         there = self._room(directory)
         need = work.plan.need(there.block_bytes, there.inode_bytes)
@@ -317,7 +327,7 @@ class CopyStager:
 
     def _make_room(self, work: Work, need: Need, directory: str) -> bool:
         """Remove kept data that nothing uses where that is what it takes; say whether any went."""
-        gone = self._cache(work.area).make_room(need, lambda: self._room(directory))
+        gone = work.area.store.make_room(need, lambda: self._room(directory))
         work.evicted.extend(gone)
         return bool(gone)
 
@@ -326,7 +336,7 @@ class CopyStager:
     ) -> Manifest:
         """Check the room, copy beside the name, and rename."""
         request, plan = work.request, work.plan
-        check_room(need, self._room(directory), name=request.name, where=work.area.base)
+        check_room(need, self._room(directory), name=request.name, where=work.area.store.base)
         progress = Progress(functools.partial(self._tell, locks))
         progress.expect(plan.bytes, len(plan.files))
         target, partial = f"{directory}/{name}", partial_path(directory, name)
@@ -379,7 +389,7 @@ class CopyStager:
         if manifest is not None and is_same_data(manifest, work):
             return not self._is_outdated(manifest, work)
         keys = work.entry_keys(hashed=self.options.hash)
-        return any(os.path.exists(f"{area.place.cache}/{key}/{DATA}") for key in keys)
+        return any(os.path.exists(f"{area.store.cache}/{key}/{DATA}") for key in keys)
 
     def most_room(self, request: StageRequest) -> Room:
         """Return the room up to which a source is counted: without anything that hpml has there.
@@ -389,8 +399,8 @@ class CopyStager:
             OSError: the room cannot be measured.
         """
         area = self._unopened(request.target)
-        room = self._room(area.base)
-        return self._cache(area).most_room(room, area.path_of(request.name))
+        room = self._room(area.store.base)
+        return area.store.most_room(room, area.path_of(request.name))
 
     def room_without_idle(self, base: str) -> Room:
         """Return the room in a base without kept data that nothing uses, which goes if it must.
@@ -403,9 +413,9 @@ class CopyStager:
         """
         area = self._unopened(base)
         area.remove_stale()
-        return self._cache(area).room_without_idle(self._room(base))
+        return area.store.room_without_idle(self._room(base))
 
-    def area(self, target: str) -> StagingArea:
+    def area(self, target: str) -> JobArea:
         """Return the open area of a target, clearing away dead jobs when it is opened."""
         base = self._bases.resolve(target)
         if base not in self._areas:
@@ -415,7 +425,7 @@ class CopyStager:
             except StagingError:  # kept data may take the very last block
                 gone = []
                 with contextlib.suppress(HpmlError, OSError):
-                    gone = self._cache(area).make_room_to_begin(lambda: self._room(base))
+                    gone = area.store.make_room(_ROOM_TO_BEGIN, lambda: self._room(base))
                 if not gone:
                     raise
                 self._evicted.extend(gone)
@@ -424,13 +434,10 @@ class CopyStager:
             area.remove_stale()
         return self._areas[base]
 
-    def _unopened(self, target: str) -> StagingArea:
+    def _unopened(self, target: str) -> JobArea:
         """Return the area of a target without making anything there."""
         base = self._bases.resolve(target)
-        return StagingArea(base, self._job_key, owner_pid=self._owner_pid)
-
-    def _cache(self, area: StagingArea) -> Cache:
-        return Cache(area.place, area.owner(), self._retry, on_progress=self._on_progress)
+        return JobArea(base, self._job_key, owner_pid=self._owner_pid)
 
     def local(self, request: StageRequest, room: Room) -> LocalSupply:
         """Return what reads the source of a request, counted up to a room.
@@ -442,7 +449,7 @@ class CopyStager:
         source = open_source(request, self._retry, room, opens_per_second=rate)
         return LocalSupply(source, self.options)
 
-    def _hold(self, entry: Kept) -> None:
+    def _hold(self, entry: Entry) -> None:
         """Keep one lease per entry."""
         if entry.path in self._leases:
             entry.release()

@@ -36,10 +36,10 @@ from hpml_orchestrator.staging.supply import LocalSupply
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
-    from hpml_orchestrator.staging.capacity import Room
     from hpml_orchestrator.staging.plan import Plan
     from hpml_orchestrator.staging.request import StageRequest
     from hpml_orchestrator.staging.source import Reader, Source
+    from hpml_orchestrator.staging.space import Room
     from hpml_orchestrator.staging.supply import Supply
 
 __all__ = ["METHODS", "Rates", "Way", "choose", "seconds_of", "supply_for"]

@@ -22,19 +22,19 @@ from hpml_orchestrator.staging import (
     CopyStager,
     StageRequest,
     StagingStopped,
-    this_owner,
 )
-from hpml_orchestrator.staging.cache import Cache, whole
+from hpml_orchestrator.staging.area import JobArea
 from hpml_orchestrator.staging.faults import Retry
 from hpml_orchestrator.staging.manifest import Listing, Manifest, manifest_path
-from hpml_orchestrator.staging.root import Root
+from hpml_orchestrator.staging.store import Store, whole
 from tests.patience import eventually
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
     from multiprocessing.context import ForkProcess
 
-    from hpml_orchestrator.staging.namelock import NameLock
+    from hpml_orchestrator.staging.area import Entry
+    from hpml_orchestrator.staging.files import NameLock
     from hpml_orchestrator.staging.progress import OnProgress
 
 FORK = multiprocessing.get_context("fork")
@@ -169,19 +169,21 @@ class Slow:
         return manifest
 
 
-def cache(base: Path, key: str, on_progress: OnProgress | None = None) -> Cache:
-    """A job's view of the cache."""
-    root = Root(str(base))
-    retry = Retry(time.sleep, lambda: False)
-    return Cache(root, this_owner(key), retry, on_progress=on_progress)
+def entry_for(
+    base: Path, key: str, fill: Slow, on_progress: OnProgress | None = None
+) -> tuple[Entry, Manifest]:
+    """What a job gets from the cache."""
+    got = JobArea(str(base), key).obtain(KEY, fill, Retry(), on_progress=on_progress)
+    assert got is not None
+    return got
 
 
 def obtain(key: str, base: Path, fill: Slow, told: Any) -> None:
     """Get the entry and say how that went, then keep it until the end."""
     try:
-        got = cache(base, key).obtain(KEY, whole, fill)
-        assert got is not None
-        told.put((key, "reused" if got.reused else "copied", sorted(os.listdir(got.entry.data))))
+        entry, _ = entry_for(base, key, fill)
+        copied = fill.pid.value == os.getpid()
+        told.put((key, "copied" if copied else "reused", sorted(os.listdir(entry.data))))
         time.sleep(600)
     except StagingError as error:
         told.put((key, "error", str(error)))
@@ -331,9 +333,8 @@ def test_a_failed_copy_is_told_to_all_who_waited(
         )
     assert fill.begun.value == 1
     assert entries(base) == []
-    fine = cache(base, "9.0").obtain(KEY, whole, Slow(0))
-    assert fine is not None, "who did not wait tries again"
-    fine.entry.release()
+    fine, _ = entry_for(base, "9.0", Slow(0))  # a job that did not wait tries again
+    fine.release()
 
 
 def test_a_stopped_copy_is_taken_over(base: Path, start: Callable[..., ForkProcess]) -> None:
@@ -354,10 +355,10 @@ def test_who_waits_is_told_how_far_the_copy_is(
     start(obtain, "0.0", base, fill, told)
     begun(fill)
     heard: list[tuple[int, ...]] = []
-    got = cache(base, "1.0", lambda *figures: heard.append(figures)).obtain(KEY, whole, Slow(0))
-    assert got is not None
-    assert got.reused
-    got.entry.release()
+    mine = Slow(0)
+    entry, _ = entry_for(base, "1.0", mine, lambda *figures: heard.append(figures))
+    assert mine.begun.value == 0
+    entry.release()
     assert len(heard) >= 1
     assert all(0 < done < FILES and total == FILES for done, _, total, _ in heard)
 
@@ -560,13 +561,13 @@ def test_cleaning_up_does_not_follow_links(base: Path, source: Path, tmp_path: P
     (outside / "kept").touch()
     mine = stager(base, "1.0")
     mine.stage(kept(source))
-    job_dir = Path(mine.area("shm").job_dir)
-    (job_dir / "stray").symlink_to(outside)
+    area = Path(mine.area("shm").path)
+    (area / "stray").symlink_to(outside)
     data = entries(base)[0] / "data"
     (data / "stray").symlink_to(outside)
     mine.cleanup()
     assert contents(data) == contents(source)
-    assert cache(base, "2.0").remove(data.parent.name)
+    assert Store(str(base)).remove(str(data.parent))
     assert os.listdir(outside) == ["kept"]
     assert os.listdir(base) == []
 
@@ -576,11 +577,11 @@ def test_a_cache_that_is_a_link_is_not_used(base: Path, source: Path, tmp_path: 
     outside = tmp_path / "outside"
     (outside / KEY / "data").mkdir(parents=True)
     mine = stager(base, "1.0")
-    Path(mine.area("shm").root, ".cache").symlink_to(outside)
+    Path(mine.area("shm").store.cache).symlink_to(outside)
     with pytest.raises(StagingError, match="is a link or a file: not used"):
         mine.stage(kept(source))
     with pytest.raises(StagingError, match="not used"):
-        cache(base, "1.0").remove(KEY)
+        Store(str(base)).remove(str(outside / KEY))
     assert os.listdir(outside) == [KEY]
     mine.cleanup()
 

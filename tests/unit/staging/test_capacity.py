@@ -14,15 +14,15 @@ import pytest
 from hpml_orchestrator.errors import CapacityError, StagingError
 from hpml_orchestrator.records.texts import human_bytes
 from hpml_orchestrator.staging import Bases, CopyOptions, CopyStager, Need, Room, StageRequest
-from hpml_orchestrator.staging.capacity import (
+from hpml_orchestrator.staging.faults import Retry
+from hpml_orchestrator.staging.plan import scan_tree
+from hpml_orchestrator.staging.space import (
     check_room,
     file_system_type,
+    memory_headroom,
     room_at,
     round_up,
 )
-from hpml_orchestrator.staging.cgroup import memory_headroom
-from hpml_orchestrator.staging.faults import Retry
-from hpml_orchestrator.staging.plan import scan_tree
 
 if TYPE_CHECKING:
     import subprocess
@@ -230,7 +230,7 @@ def test_nothing_is_copied_that_does_not_fit(
     stager = CopyStager("1.0", bases=Bases(shm=str(point)))
     with pytest.raises(CapacityError, match=re.escape(said)):
         stager.stage(StageRequest("x", str(source), target="shm"))
-    job_dir = stager.area("shm").job_dir
+    job_dir = stager.area("shm").path
     assert not [name for name in os.listdir(job_dir) if "partial" in name or name == "x"]
     stager.cleanup()
     assert os.listdir(point) == []
@@ -252,7 +252,7 @@ def test_a_full_target_is_final_and_leaves_nothing(
     with pytest.raises(Exception, match="No space left on device"):
         stager.stage(StageRequest("x", str(source), target="shm"))
     assert naps == []
-    assert not [n for n in os.listdir(stager.area("shm").job_dir) if n.startswith((".x.p", "x"))]
+    assert not [n for n in os.listdir(stager.area("shm").path) if n.startswith((".x.p", "x"))]
     stager.cleanup()
 
 
@@ -345,7 +345,7 @@ def test_a_quota_is_final_and_leaves_nothing(
         stager.stage(request)
     monkeypatch.undo()
     assert naps == []
-    assert not [n for n in os.listdir(stager.area("shm").job_dir) if n.startswith((".x.p", "x"))]
+    assert not [n for n in os.listdir(stager.area("shm").path) if n.startswith((".x.p", "x"))]
     assert stager.stage(request).files == 200
     stager.cleanup()
 

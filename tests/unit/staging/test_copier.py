@@ -23,14 +23,13 @@ from hpml_orchestrator.errors import StagingError
 from hpml_orchestrator.packing import PackRequest, pack
 from hpml_orchestrator.staging import CopyOptions, StageRequest, StagingStopped
 from hpml_orchestrator.staging import copy as copier
-from hpml_orchestrator.staging.capacity import file_system_type, room_at
 from hpml_orchestrator.staging.copy import Copied, copy
 from hpml_orchestrator.staging.faults import Retry
-from hpml_orchestrator.staging.mounts import MEMORY_TYPES
 from hpml_orchestrator.staging.plan import Entry
 from hpml_orchestrator.staging.progress import Progress
 from hpml_orchestrator.staging.shares import FILE_COST_BYTES, share_out
 from hpml_orchestrator.staging.sources import FileSource, TreeSource, open_source
+from hpml_orchestrator.staging.space import MEMORY_TYPES, file_system_type, room_at
 from tests.patience import eventually
 
 if TYPE_CHECKING:
@@ -415,7 +414,7 @@ def test_pages_of_a_servers_files_leave_the_cache(
     if not shutil.which("fincore") or file_system_type(str(tmp_path)) in MEMORY_TYPES:
         pytest.skip("NOT TESTED: needs fincore, and a temporary directory that is not in memory")
     # FAKE: this machine's disk counts as a file server
-    monkeypatch.setattr("hpml_orchestrator.staging.capacity.is_served_type", lambda _kind: served)
+    monkeypatch.setattr("hpml_orchestrator.staging.space.is_served_type", lambda _kind: served)
     tree, place = tmp_path / "tree", tmp_path / "place"
     for directory in (tree, place):
         directory.mkdir()

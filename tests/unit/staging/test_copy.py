@@ -64,7 +64,7 @@ def around_reading(
 
 
 def nothing_published(stager: CopyStager) -> bool:
-    names = os.listdir(stager.area("shm").job_dir)
+    names = os.listdir(stager.area("shm").path)
     return "data" not in names and not [name for name in names if "partial" in name]
 
 

@@ -26,15 +26,15 @@ from hpml_orchestrator.staging import (
 )
 from hpml_orchestrator.staging import copy as copier
 from hpml_orchestrator.staging.archives import TarSource
-from hpml_orchestrator.staging.cache import entry_key
-from hpml_orchestrator.staging.capacity import room_at
 from hpml_orchestrator.staging.copy import copy
 from hpml_orchestrator.staging.faults import Retry
 from hpml_orchestrator.staging.files import remove_tree
 from hpml_orchestrator.staging.plan import HardLink, Symlink, scan_tree
 from hpml_orchestrator.staging.progress import Progress
 from hpml_orchestrator.staging.sources import FileSource, TreeSource, open_source
+from hpml_orchestrator.staging.space import room_at
 from hpml_orchestrator.staging.verify import verify
+from hpml_orchestrator.staging.work import entry_key
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -105,7 +105,7 @@ def test_files_that_only_say_that_they_are_empty_are_refused(
         stager.stage(StageRequest("data", "/proc/sys/kernel/random", target="shm"))
     with pytest.raises(StagingError, match="version: says that it is empty but is not"):
         stager.stage(StageRequest("data", "/proc/version", target="shm"))
-    assert "data" not in os.listdir(stager.area("shm").job_dir)
+    assert "data" not in os.listdir(stager.area("shm").path)
 
 
 class Meddled(LocalSupply):
@@ -412,7 +412,7 @@ def test_an_archive_that_changes_behind_the_last_read_is_noticed(
     monkeypatch.setattr(os, "preadv", read)
     with pytest.raises(StagingError, match="changed while it was copied"):
         stager.stage(request, supply)
-    assert "data" not in os.listdir(stager.area("shm").job_dir)
+    assert "data" not in os.listdir(stager.area("shm").path)
     stager.cleanup()
 
 

@@ -12,7 +12,8 @@ import pytest
 
 from hpml_orchestrator.errors import StagingError
 from hpml_orchestrator.staging import Bases, CopyStager, StageRequest
-from hpml_orchestrator.staging.held import clean, list_staged, shell_key
+from hpml_orchestrator.staging.caller import shell_key
+from hpml_orchestrator.staging.inventory import clean, list_staged
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -12,7 +12,7 @@ import pytest
 import hpml_orchestrator
 from hpml_orchestrator.records.mounts import parse_mounts
 from hpml_orchestrator.staging import Bases, CopyStager, StageRequest
-from hpml_orchestrator.staging.private import private_reason, reason_from
+from hpml_orchestrator.staging.space import private_reason, reason_from
 
 # Read by a job of Slurm 22.05.8 with JobContainerType=job_container/tmpfs on a virtual node, and by
 # process 1 meanwhile; lines of other file systems and the machine's own names are left out.

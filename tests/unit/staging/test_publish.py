@@ -41,7 +41,7 @@ def test_the_manifest_is_on_disk_before_the_data_have_their_name(
         rename(old, new, **options)
 
     stager = CopyStager("1", bases=Bases(shm=str(base)))
-    directory = stager.area("shm").job_dir
+    directory = stager.area("shm").path
     monkeypatch.setattr(os, "fsync", synced)
     monkeypatch.setattr(os, "rename", renamed)
     monkeypatch.setattr(os, "replace", renamed)

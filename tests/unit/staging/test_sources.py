@@ -97,7 +97,7 @@ def refused(stager: CopyStager, path: Path, match: str, kind: str = "auto") -> N
     """Check that an archive is refused and that nothing of it is left."""
     with pytest.raises((StagingError, InputError), match=match):
         stage(stager, path, kind)
-    names = os.listdir(stager.area("shm").job_dir)
+    names = os.listdir(stager.area("shm").path)
     assert "data" not in names
     assert not [name for name in names if "partial" in name]
 

@@ -35,7 +35,7 @@ def refused(stager: CopyStager, path: Path, match: str, *, outside_links: bool =
     request = StageRequest("data", str(path), target="shm", outside_links=outside_links)
     with pytest.raises((StagingError, InputError), match=match):
         stager.stage(request)
-    names = os.listdir(stager.area("shm").job_dir)
+    names = os.listdir(stager.area("shm").path)
     assert "data" not in names
     assert not [name for name in names if "partial" in name]
 

@@ -11,7 +11,7 @@ import pytest
 
 from hpml_orchestrator.errors import InputError, StagingError
 from hpml_orchestrator.staging import Bases, CopyStager, StageRequest, StagingStopped
-from hpml_orchestrator.staging.namelock import NameLock
+from hpml_orchestrator.staging.files import NameLock
 from tests.patience import PATIENCE_SECONDS
 
 if TYPE_CHECKING:
@@ -125,7 +125,7 @@ def test_a_large_file_stops_between_chunks(source: Path, base: Path) -> None:
     stager = CopyStager("1", bases=Bases(shm=str(base)), should_stop=should_stop)
     with pytest.raises(StagingStopped, match=r"^stopped$"):
         stager.stage(StageRequest("data", str(source / "big"), target="shm"))
-    assert "data" not in os.listdir(stager.area("shm").job_dir)
+    assert "data" not in os.listdir(stager.area("shm").path)
 
 
 def test_two_processes_copy_once(
@@ -196,7 +196,7 @@ def test_waiting_can_be_stopped(base: Path, source: Path) -> None:
     options = {"bases": Bases(shm=str(base))}
     request = StageRequest("data", str(source), target="shm")
     holder = CopyStager("1", bases=options["bases"])
-    lock = f"{holder.area('shm').job_dir}/.data.lock"
+    lock = f"{holder.area('shm').path}/.data.lock"
     held = NameLock(lock, holder._retry)
     waiter = CopyStager(
         "1",
@@ -276,5 +276,5 @@ def test_a_failing_rename_publishes_nothing(
     with pytest.raises(StagingError, match="injected"):
         stager.stage(StageRequest("data", str(source), target="shm"))
     monkeypatch.undo()
-    names = os.listdir(area.job_dir)
+    names = os.listdir(area.path)
     assert not [name for name in names if name == "data" or "partial" in name]

@@ -29,7 +29,7 @@ NODE = """
 import json, os, signal, sys
 from hpml_orchestrator.errors import HpmlError
 from hpml_orchestrator.staging import Bases, CopyStager, StageRequest
-from hpml_orchestrator.staging.capacity import Room, room_at
+from hpml_orchestrator.staging.space import Room, room_at
 from hpml_orchestrator.staging.copy import CopyOptions
 from hpml_orchestrator.staging.many.ways import supply_for
 from hpml_orchestrator.staging.many.ways import Rates

@@ -1,4 +1,4 @@
-"""What this user holds on a node's storage: list it, and remove what nothing uses."""
+"""List what this user has staged on a node, and remove what nothing uses."""
 
 from __future__ import annotations
 
@@ -9,16 +9,14 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from hpml_orchestrator.errors import HpmlError
-from hpml_orchestrator.records.owner import this_owner
-from hpml_orchestrator.staging.cache import entry_users, last_used
 from hpml_orchestrator.staging.faults import why
 from hpml_orchestrator.staging.manifest import is_whole, measure, published_manifest
-from hpml_orchestrator.staging.root import Root, as_staging_error
+from hpml_orchestrator.staging.store import Store
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-__all__ = ["Cleaned", "Staged", "clean", "list_staged", "shell_key"]
+__all__ = ["Cleaned", "Staged", "clean", "list_staged"]
 
 _OWN = ("local.dir", "shm.dir")
 
@@ -28,17 +26,17 @@ class Staged:
     """One thing that is staged, or was being staged.
 
     Attributes:
-        base: directory on the node that its root is in.
+        base: directory on the node that its store is in.
         path: of the data.
-        name: what the job calls it; in the cache what the job that brought it called it, "data"
+        name: what the job calls it; of kept data what the job that brought it called it, "data"
             while that is not known.
-        owner: key of the job that made it; "" when unknown.
-        kept: it is an entry of the cache.
-        in_use: who uses it, in words; "" when nothing does.
+        owner: key of the job that made it; "" if unknown.
+        kept: it outlives the job.
+        in_use: what uses it, in words; "" if nothing does.
         last_used: in seconds since the epoch.
         state: "ok", "damaged" (sizes or count are wrong), "incomplete" (was never published) or
             "own" (the job's own directory, for what it writes).
-        source, kind, method, bytes, files, digest: as published; empty when incomplete.
+        source, kind, method, bytes, files, digest: as published; empty if incomplete.
     """
 
     base: str
@@ -77,25 +75,19 @@ class Cleaned:
         return sum(staged.bytes for staged in self.removed)
 
 
-def shell_key(pid: int) -> str:
-    """Return the job key of what a shell or batch script stages with `hpml stage`.
-
-    The same for all that one process stages; another one with the same pid has another key.
-    """
-    return f"shell-{pid}-{this_owner('', pid).start_ticks}"
-
-
 def list_staged(bases: Sequence[str]) -> list[Staged]:
     """Return what this user has under some bases; links of jobs to kept data are not listed.
 
     Raises:
-        StagingError: a root is not ours to use.
+        StagingError: a store is not ours to use.
     """
     found: list[Staged] = []
     for base in bases:
-        root = Root(base)
-        for directory, used_by in _directories(root):
-            found.extend(_look(root, directory, used_by))
+        store = Store(base)
+        with store.hold() as there:
+            used = [(path, store.user_of(path)) for path in _directories(store, there=there)]
+        for path, used_by in used:
+            found.extend(_look(store, path, used_by))
     return found
 
 
@@ -106,43 +98,43 @@ def clean(
     older_seconds: float | None = None,
     dry_run: bool = False,
 ) -> Cleaned:
-    """Remove what dead jobs left and entries of the cache that were never completed.
+    """Remove what dead jobs left and kept data that was never completed or is damaged.
 
     What is in use stays in any case, and so does what belongs to others.
 
     Args:
         bases: where to look.
-        everything: remove all entries of the cache too.
-        older_seconds: remove entries of the cache that were not used for so long.
-        dry_run: only tell what would be removed.
+        everything: remove all kept data too.
+        older_seconds: remove kept data that was not used for so long.
+        dry_run: only report what would be removed.
     """
     done = Cleaned()
     for base in bases:
-        root = Root(base)
+        store = Store(base)
         try:
-            _clean(root, done, everything=everything, older_seconds=older_seconds, dry_run=dry_run)
+            _clean(store, done, everything=everything, older_seconds=older_seconds, dry_run=dry_run)
         except (HpmlError, OSError) as error:
-            done.kept.append((root.path, str(error)))
+            done.kept.append((store.path, str(error)))
     return done
 
 
 def _clean(
-    root: Root, done: Cleaned, *, everything: bool, older_seconds: float | None, dry_run: bool
+    store: Store, done: Cleaned, *, everything: bool, older_seconds: float | None, dry_run: bool
 ) -> None:
-    with root.hold(create=False) as there, as_staging_error(root.path):
-        left = root.leftovers() if there else []
-    aside = [(path, path, list[Staged]()) for path in left]
-    for directory, _ in _directories(root):
-        staged = _look(root, directory)
-        is_whole = any(one.state == "ok" for one in staged)
-        with root.hold(create=False) as there:
+    with store.hold() as there:
+        aside = [(path, path, list[Staged]()) for path in (store.leftovers() if there else [])]
+        directories = _directories(store, there=there)
+    for directory in directories:
+        staged = _look(store, directory)  # without the lock: others need not wait for it
+        is_good = any(one.state == "ok" for one in staged)
+        with store.hold() as there:
             if not there or not os.path.lexists(directory):
                 continue
             reason = _reason_to_keep(
-                root, directory, everything=everything or not is_whole, older_seconds=older_seconds
+                store, directory, everything=everything or not is_good, older_seconds=older_seconds
             )
             try:
-                retired = directory if reason or dry_run else root.retire(directory)
+                retired = directory if reason or dry_run else store.retire(directory)
             except OSError as error:
                 retired, reason = None, f"cannot be removed: {why(error)}"
         if reason or retired is None:
@@ -151,69 +143,53 @@ def _clean(
             aside.append((retired, directory, staged))
     for path, directory, staged in aside:
         try:
-            root.sweep([] if dry_run else [path])
+            store.sweep(*([] if dry_run else [path]))
         except HpmlError as error:
             done.kept.append((path, str(error)))
         else:
             done.removed.extend(staged)
             done.leftovers.extend([] if staged else [directory])
     if not dry_run:
-        root.sweep([])
+        store.sweep()
 
 
-def _directories(root: Root) -> list[tuple[str, str]]:
-    """Return the directories of jobs and of the cache, and who uses each."""
-    with root.hold(create=False) as there, as_staging_error(root.path):
-        if not there:
-            return []
-        paths = [f"{root.path}/{key}" for key in root.job_keys()]
-        paths += [f"{root.cache}/{key}" for key in root.cache_keys()]
-        return [(path, _user_of(root, path)) for path in paths]
-
-
-def _is_entry(root: Root, directory: str) -> bool:
-    return os.path.dirname(directory) == root.cache
-
-
-def _user_of(root: Root, directory: str) -> str:
-    """Return who uses a directory; "" when nobody does; the root is held."""
-    jobs = entry_users(root, os.path.basename(directory)) if _is_entry(root, directory) else []
-    return f"job {', '.join(jobs)}" if jobs else root.user_of(directory)
+def _directories(store: Store, *, there: bool) -> list[str]:
+    return [*store.areas(), *store.entries()] if there else []
 
 
 def _reason_to_keep(
-    root: Root, directory: str, *, everything: bool, older_seconds: float | None
+    store: Store, directory: str, *, everything: bool, older_seconds: float | None
 ) -> str:
-    """Return why a directory stays; "" when it may go; the root is held."""
-    used_by = _user_of(root, directory)
+    """Return why a directory stays; "" if it may go; the store is held."""
+    used_by = store.user_of(directory)
     if used_by:
         return f"in use by {used_by}"
-    if not _is_entry(root, directory):
-        owner = root.owner_of(directory)
+    if not store.is_entry(directory):
+        owner = store.owner_of(directory)
         known = owner is not None and owner.job_key == os.path.basename(directory)
         return "" if known else "nothing tells whose it is"
-    idle_seconds = max(0.0, time.time() - last_used(directory))
+    idle_seconds = max(0.0, time.time() - store.last_used(directory))
     if everything or (older_seconds is not None and idle_seconds >= older_seconds):
         return ""
-    return f"kept for later jobs, last used {_ago(idle_seconds)} ago"
+    return f"kept for later jobs, last used {_age(idle_seconds)} ago"
 
 
-def _look(root: Root, directory: str, used_by: str = "") -> list[Staged]:
-    """Return what lies in a directory of a job or of the cache; it may go away meanwhile."""
-    owner = root.owner_of(directory)
-    common = Staged(
-        root.base,
-        directory,
-        "",
-        owner=owner.job_key if owner else "",
-        kept=_is_entry(root, directory),
-        in_use=used_by,
-        last_used=last_used(directory),
-    )
+def _look(store: Store, directory: str, used_by: str = "") -> list[Staged]:
+    """Return what lies in an area or entry, which may be removed meanwhile."""
     try:
         names = sorted(os.listdir(directory))
     except FileNotFoundError:
         return []
+    owner = store.owner_of(directory)
+    common = Staged(
+        store.base,
+        directory,
+        "",
+        owner=owner.job_key if owner else "",
+        kept=store.is_entry(directory),
+        in_use=used_by,
+        last_used=store.last_used(directory),
+    )
     return [
         _described(replace(common, path=f"{directory}/{name}", name=name))
         for name in names
@@ -227,16 +203,15 @@ def _is_partial(name: str) -> bool:
 
 
 def _described(staged: Staged) -> Staged:
-    """Return what a manifest tells of data, and whether its sizes and count are right."""
+    """Return what the manifest of data says, and whether its sizes and count are right."""
     with contextlib.suppress(FileNotFoundError):
-        found_bytes, found_files = measure(staged.path)
+        size, files = measure(staged.path)
+        staged = replace(staged, bytes=size, files=files)
         if _is_partial(staged.name):
-            name = staged.name[1:].partition(".partial-")[0]
-            return replace(staged, name=name, bytes=found_bytes, files=found_files)
+            return replace(staged, name=staged.name[1:].partition(".partial-")[0])
         manifest = published_manifest(staged.path)
         if manifest is None:
-            state = "own" if staged.name in _OWN else staged.state
-            return replace(staged, state=state, bytes=found_bytes, files=found_files)
+            return replace(staged, state="own") if staged.name in _OWN else staged
         return replace(
             staged,
             name=manifest.name if staged.kept else staged.name,
@@ -245,13 +220,11 @@ def _described(staged: Staged) -> Staged:
             source=manifest.source,
             kind=manifest.kind,
             method=manifest.method,
-            bytes=found_bytes,
-            files=found_files,
         )
     return staged
 
 
-def _ago(seconds: float) -> str:
+def _age(seconds: float) -> str:
     for size, unit in ((86400, "d"), (3600, "h"), (60, "min")):
         if seconds >= size:
             return f"{seconds / size:.0f} {unit}"
