@@ -8,13 +8,12 @@ import os
 import secrets
 from typing import TYPE_CHECKING
 
-from hpml_orchestrator.errors import CapacityError, HpmlError
+from hpml_orchestrator.errors import CapacityError, HpmlError, StagingError
 from hpml_orchestrator.records.owner import Owner, this_owner
 from hpml_orchestrator.staging.files import (
     CREATE_OR_OPEN,
     BusyError,
     NameLock,
-    remove_partials,
     remove_tree,
     try_lock,
     unlock,
@@ -25,8 +24,10 @@ from hpml_orchestrator.staging.store import (
     DATA,
     LEASE,
     OWNER,
+    PARTIAL,
     Store,
     as_staging_error,
+    job_of,
     whole,
 )
 from hpml_orchestrator.staging.verify import verify
@@ -38,8 +39,8 @@ if TYPE_CHECKING:
     from hpml_orchestrator.staging.manifest import Manifest
     from hpml_orchestrator.staging.progress import OnProgress
 
-    Fill = Callable[[str, str, NameLock], Manifest]
-    # publishes data in a directory by a name, and tells the lock its progress
+    Fill = Callable[[str, NameLock], Manifest]
+    # publishes data in an entry's directory, and tells the lock its progress
 
 __all__ = ["Entry", "JobArea"]
 
@@ -142,15 +143,14 @@ class JobArea:
             self._lease = -1
 
     def is_empty(self) -> bool:
-        """Return whether nothing is published here and no copy is being made."""
+        """Return whether nothing is published here."""
         try:
-            names = os.listdir(self.path)
+            return all(name.startswith(".") for name in os.listdir(self.path))
         except OSError:
             return True
-        return all(name.startswith(".") and ".partial-" not in name for name in names)
 
     def cleanup(self) -> bool:
-        """Remove the area, and the store if it is empty then.
+        """Remove the area and the job's own entries, and the store if it is empty then.
 
         Returns:
             False if another process of the job still uses it: the last one removes it.
@@ -162,17 +162,21 @@ class JobArea:
         with self.store.hold() as there:
             if not there:
                 return True
-            trash = self.store.retire(self.path) if os.path.lexists(self.path) else ""
-            if trash is None:
+            trash = [self.store.retire(self.path)] if os.path.lexists(self.path) else []
+            if None in trash:
                 return False
-        self.store.sweep(*filter(None, [trash]))
+            with contextlib.suppress(StagingError):  # a cache that is a link: nothing was put there
+                own = [entry for entry in self.store.entries() if job_of(entry) == self.job_key]
+                trash += map(self.store.retire, own)
+        self.store.sweep(*filter(None, trash))
         return True
 
     def remove_stale(self, is_alive: Callable[[Owner], bool] | None = None) -> list[str]:
         """Remove what dead jobs of this user left under this base.
 
         An area stays if its owner lives or cannot be judged, if a process holds its lease, or if it
-        is this one. Of the entries only those go that a killed stager never completed.
+        is this one. Of the entries only those go that a killed stager never completed, and those
+        that go with a job which is gone.
 
         Returns:
             The job keys that were removed.
@@ -189,8 +193,9 @@ class JobArea:
                 if retired:
                     removed.append(key)
                     trash.append(retired)
+            jobs = {"", *map(os.path.basename, store.areas() if there else [])}
             for entry in store.entries() if there else []:
-                if not os.path.lexists(f"{entry}/{DATA}"):
+                if job_of(entry) not in jobs or not os.path.lexists(f"{entry}/{DATA}"):
                     trash.extend(filter(None, [store.retire(entry)]))
         store.sweep(*trash)
         return removed
@@ -266,7 +271,9 @@ class JobArea:
     ) -> Manifest | None:
         """Return the manifest of an entry's data, which is looked at and made if need be."""
         with as_staging_error(entry.path):
-            remove_partials(entry.path, DATA)
+            for found in os.listdir(entry.path):
+                if found.startswith(PARTIAL):  # its stager did not complete it
+                    remove_tree(f"{entry.path}/{found}")
             manifest = whole(entry.data)
             if manifest is not None and self._is_sure(entry, retry):
                 return manifest
@@ -276,7 +283,7 @@ class JobArea:
             return None
         lock.raise_reason("another job failed to stage the same data")
         try:
-            return fill(entry.path, DATA, lock)
+            return fill(entry.path, lock)
         except (StagingStopped, CapacityError):
             raise  # the next one that waits takes over: it may have more time, or memory
         except Exception as error:
@@ -299,6 +306,14 @@ class JobArea:
             return False
         owner.write(f"{entry.path}/{OWNER}")
         return True
+
+    def drop(self, key: str) -> None:
+        """Remove the job's own entry, which its name leads to no more; its lock is held."""
+        path = f"{self.store.cache}/{key}"
+        with self.store.hold() as there:
+            trash = self.store.move_aside(path) if there and os.path.lexists(path) else ""
+        if trash:
+            remove_tree(trash)
 
     def _take_away(self, entry: Entry) -> bool:
         """Remove an entry's damaged data; False if another job uses it."""

@@ -8,7 +8,6 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import os
-import secrets
 import shutil
 import sys
 from typing import TYPE_CHECKING, Any
@@ -27,8 +26,6 @@ __all__ = [
     "BusyError",
     "NameLock",
     "is_locked",
-    "partial_path",
-    "remove_partials",
     "remove_tree",
     "try_lock",
     "unlock",
@@ -173,22 +170,6 @@ class NameLock:
         with contextlib.suppress(OSError):  # a full disk must not hide why the copy failed
             os.pwrite(self._fd, data, 0)
             os.ftruncate(self._fd, len(data))
-
-
-def partial_path(directory: str, name: str) -> str:
-    """Return a new path for data that is not complete yet."""
-    return f"{directory}/.{name}.partial-{os.getpid()}-{secrets.token_hex(4)}"
-
-
-def remove_partials(directory: str, name: str) -> None:
-    """Remove copies that their stagers did not complete; the name's lock is held.
-
-    Raises:
-        OSError: one cannot be removed.
-    """
-    for found in os.listdir(directory):
-        if found.startswith(f".{name}.partial-"):
-            remove_tree(f"{directory}/{found}")
 
 
 def remove_tree(path: str) -> None:

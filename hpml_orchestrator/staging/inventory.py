@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from hpml_orchestrator.errors import HpmlError
 from hpml_orchestrator.staging.faults import why
 from hpml_orchestrator.staging.manifest import is_whole, measure, published_manifest
-from hpml_orchestrator.staging.store import Store
+from hpml_orchestrator.staging.store import DATA, PARTIAL, Store, job_of, linked_key
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -85,7 +85,8 @@ def list_staged(bases: Sequence[str]) -> list[Staged]:
     for base in bases:
         store = Store(base)
         with store.hold() as there:
-            used = [(path, store.user_of(path)) for path in _directories(store, there=there)]
+            groups = _groups(store) if there else []
+            used = [(path, store.user_of(path)) for group in groups for path in group]
         for path, used_by in used:
             found.extend(_look(store, path, used_by))
     return found
@@ -122,10 +123,12 @@ def _clean(
     store: Store, done: Cleaned, *, everything: bool, older_seconds: float | None, dry_run: bool
 ) -> None:
     with store.hold() as there:
-        aside = [(path, path, list[Staged]()) for path in (store.leftovers() if there else [])]
-        directories = _directories(store, there=there)
-    for directory in directories:
-        staged = _look(store, directory)  # without the lock: others need not wait for it
+        aside = [([path], path, list[Staged]()) for path in (store.leftovers() if there else [])]
+        groups = _groups(store) if there else []
+    for group in groups:
+        directory, retired = group[0], list[str]()
+        # without the lock: others need not wait for it
+        staged = [one for path in group for one in _look(store, path)]
         is_good = any(one.state == "ok" for one in staged)
         with store.hold() as there:
             if not there or not os.path.lexists(directory):
@@ -133,19 +136,17 @@ def _clean(
             reason = _reason_to_keep(
                 store, directory, everything=everything or not is_good, older_seconds=older_seconds
             )
-            try:
-                retired = directory if reason or dry_run else store.retire(directory)
-            except OSError as error:
-                retired, reason = None, f"cannot be removed: {why(error)}"
-        if reason or retired is None:
-            done.kept.append((directory, reason or "in use by a process"))
-        else:
+            if not reason:
+                retired, reason = _retire(store, group, dry_run=dry_run)
+        if reason:
+            done.kept.append((directory, reason))
+        if retired:
             aside.append((retired, directory, staged))
-    for path, directory, staged in aside:
+    for paths, directory, staged in aside:
         try:
-            store.sweep(*([] if dry_run else [path]))
+            store.sweep(*([] if dry_run else paths))
         except HpmlError as error:
-            done.kept.append((path, str(error)))
+            done.kept.append((paths[0], str(error)))
         else:
             done.removed.extend(staged)
             done.leftovers.extend([] if staged else [directory])
@@ -153,8 +154,26 @@ def _clean(
         store.sweep()
 
 
-def _directories(store: Store, *, there: bool) -> list[str]:
-    return [*store.areas(), *store.entries()] if there else []
+def _retire(store: Store, group: list[str], *, dry_run: bool) -> tuple[list[str], str]:
+    """Move directories aside; returns where they are, and why one stays; the store is held."""
+    retired = list(group) if dry_run else []
+    for path in [] if dry_run else group:
+        try:
+            aside = store.retire(path)
+        except OSError as error:
+            return retired, f"cannot be removed: {why(error)}"
+        if aside is None:
+            return retired, "in use by a process"
+        retired.append(aside)
+    return retired, ""
+
+
+def _groups(store: Store) -> list[list[str]]:
+    """Return the areas of jobs, each with the job's own entries, and all other entries."""
+    groups = {os.path.basename(area): [area] for area in store.areas()}
+    for entry in store.entries():
+        groups.setdefault(job_of(entry) or entry, []).append(entry)
+    return list(groups.values())
 
 
 def _reason_to_keep(
@@ -168,6 +187,7 @@ def _reason_to_keep(
         owner = store.owner_of(directory)
         known = owner is not None and owner.job_key == os.path.basename(directory)
         return "" if known else "nothing tells whose it is"
+    everything = everything or bool(job_of(directory))
     idle_seconds = max(0.0, time.time() - store.last_used(directory))
     if everything or (older_seconds is not None and idle_seconds >= older_seconds):
         return ""
@@ -181,25 +201,25 @@ def _look(store: Store, directory: str, used_by: str = "") -> list[Staged]:
     except FileNotFoundError:
         return []
     owner = store.owner_of(directory)
+    job, key = job_of(directory), os.path.basename(directory)
     common = Staged(
         store.base,
         directory,
-        "",
+        key.partition("@")[0] if job else DATA if store.is_entry(directory) else "",
         owner=owner.job_key if owner else "",
-        kept=store.is_entry(directory),
+        kept=store.is_entry(directory) and not job,
         in_use=used_by,
         last_used=store.last_used(directory),
     )
-    return [
-        _described(replace(common, path=f"{directory}/{name}", name=name))
-        for name in names
-        if (_is_partial(name) or not name.startswith("."))
-        and not os.path.islink(f"{directory}/{name}")
-    ]
-
-
-def _is_partial(name: str) -> bool:
-    return name.startswith(".") and ".partial-" in name
+    link = f"{store.path}/{job}/{common.name}"
+    found = []
+    for name in names:
+        path = f"{directory}/{name}"
+        if name.startswith(PARTIAL) or not (name.startswith(".") or os.path.islink(path)):
+            # a job's own data are shown by its name for them
+            path = link if job and name == DATA and linked_key(link) == key else path
+            found.append(_described(replace(common, path=path, name=common.name or name)))
+    return found
 
 
 def _described(staged: Staged) -> Staged:
@@ -207,14 +227,12 @@ def _described(staged: Staged) -> Staged:
     with contextlib.suppress(FileNotFoundError):
         size, files = measure(staged.path)
         staged = replace(staged, bytes=size, files=files)
-        if _is_partial(staged.name):
-            return replace(staged, name=staged.name[1:].partition(".partial-")[0])
         manifest = published_manifest(staged.path)
         if manifest is None:
             return replace(staged, state="own") if staged.name in _OWN else staged
         return replace(
             staged,
-            name=manifest.name if staged.kept else staged.name,
+            name=manifest.name,
             state="ok" if is_whole(staged.path, manifest) else "damaged",
             digest=manifest.digest,
             source=manifest.source,

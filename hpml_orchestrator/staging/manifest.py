@@ -275,7 +275,8 @@ def content_digest(path: str, how: Hashing) -> bytes:
 
 
 def manifest_path(data: str) -> str:
-    """Return where the manifest of published data lies: beside it."""
+    """Return where the manifest of published data lies: beside it, not beside a link to it."""
+    data = os.path.realpath(data)
     return f"{os.path.dirname(data)}/.{os.path.basename(data)}.manifest"
 
 
@@ -288,7 +289,7 @@ def damage_path(data: str) -> str:
 def published_head(data: str) -> dict[str, Any]:
     """Read only the first line of a published manifest, whatever its length; {} without one."""
     try:
-        with open(manifest_path(os.path.realpath(data)), "rb") as stream:
+        with open(manifest_path(data), "rb") as stream:
             head = json.loads(stream.readline())
     except (OSError, ValueError, RecursionError):
         return {}
@@ -297,7 +298,7 @@ def published_head(data: str) -> dict[str, Any]:
 
 def published_manifest(data: str) -> Manifest | None:
     """Read the manifest of published data, or of the entry that a job's link leads to."""
-    return Manifest.read(manifest_path(os.path.realpath(data)))
+    return Manifest.read(manifest_path(data))
 
 
 def is_whole(directory: str, manifest: Manifest) -> bool:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import os
+import secrets
 import time
 from typing import TYPE_CHECKING
 
@@ -16,18 +17,15 @@ from hpml_orchestrator.errors import HpmlError, InputError, StagingError
 from hpml_orchestrator.records.files import fsync_dir
 from hpml_orchestrator.staging.area import JobArea
 from hpml_orchestrator.staging.copy import CopyOptions
-from hpml_orchestrator.staging.faults import Retry, shown, why
+from hpml_orchestrator.staging.faults import Retry, shown
 from hpml_orchestrator.staging.files import (
     BusyError,
     NameLock,
-    partial_path,
-    remove_partials,
     remove_tree,
 )
 from hpml_orchestrator.staging.manifest import (
     Manifest,
     damage_path,
-    is_whole,
     manifest_path,
     published_manifest,
 )
@@ -40,7 +38,7 @@ from hpml_orchestrator.staging.request import (
 )
 from hpml_orchestrator.staging.sources import open_source
 from hpml_orchestrator.staging.space import Need, Room, check_room, private_reason, room_at
-from hpml_orchestrator.staging.store import DATA, linked_key, whole
+from hpml_orchestrator.staging.store import DATA, PARTIAL, job_of, linked_key, own_key, whole
 from hpml_orchestrator.staging.supply import LocalSupply
 from hpml_orchestrator.staging.work import (
     SOURCE_KEY,
@@ -152,12 +150,10 @@ class CopyStager:
             with self._one_of_the_job(work) as lock:
                 if work.is_collective:
                     work.plan  # noqa: B018 - all nodes look, before one of them finds the data
-                manifest = self._published(work)
+                manifest = self._linked(work)
                 if manifest is None:
                     lock.raise_reason("another process of this job failed")
-                    manifest = self._kept(work, lock, keeps=request.keep and not private)
-                if manifest is None:
-                    manifest = self._publish(work, area.path, request.name, lock)
+                    manifest = self._obtained(work, lock, keeps=request.keep and not private)
                 if work.copied is None:
                     supply.reuse()
         path, copied = area.path_of(request.name), work.copied
@@ -170,7 +166,7 @@ class CopyStager:
             method=manifest.method,
             reused=copied is None,
             digest=manifest.digest,
-            kept=bool(linked_key(path)),
+            kept=not job_of(os.path.dirname(os.path.realpath(path))),
             private=private,
             workers=copied.workers if copied else 1,
             evicted=tuple(work.evicted),
@@ -205,97 +201,83 @@ class CopyStager:
                     raise as_told(request, error) from error
                 raise
 
-    def _published(self, work: Work) -> Manifest | None:
-        """Return the manifest of whole data of this job; take away data that is not whole."""
+    def _linked(self, work: Work) -> Manifest | None:
+        """Return the manifest of whole data that the job's name leads to.
+
+        A link that leads nowhere, to damaged data or to those of a source that has changed is
+        removed.
+        """
         request, area = work.request, work.area
         path = area.path_of(request.name)
-        try:
-            remove_partials(area.path, request.name)
-            manifest = published_manifest(path) if os.path.lexists(path) else None
-            if manifest is not None and not is_same_data(manifest, work):
-                raise InputError(
-                    f"this job or shell staged {shown(manifest.source)} ({manifest.kind}) by that "
-                    "name",
-                    field="name",
-                    value=request.name,
-                    hint="give it another name (--name); `hpml stage clean --mine` removes what "
-                    "this shell staged",
-                )
-            key = linked_key(path)
-            if manifest is not None and self._is_outdated(manifest, work):
-                manifest = None
-                if key:
-                    os.unlink(path)
-            elif key:
-                manifest = self._linked(area, request.name, key)
-            elif manifest is not None and not is_whole(path, manifest):
-                manifest = None
-            if manifest is not None or not os.path.lexists(path):
-                return manifest
-            damaged = partial_path(area.path, request.name)
-            os.rename(path, damaged)
-            remove_tree(damaged)
-        except OSError as error:
-            raise StagingError(f"cannot use {shown(path)}: {why(error)}") from error
-        return None
-
-    def _linked(self, area: JobArea, name: str, key: str) -> Manifest | None:
-        """Return the manifest of kept data that a name of the job leads to.
-
-        A link that leads nowhere or to damaged data is removed.
-        """
-        entry = area.take(key, create=False)
-        if entry is not None:
-            manifest = whole(entry.data)
-            if manifest is not None:
-                self._hold(entry)
-                return manifest
-            entry.release()
-        with contextlib.suppress(FileNotFoundError):
-            os.unlink(area.path_of(name))
-        return None
-
-    def _kept(self, work: Work, lock: NameLock, *, keeps: bool) -> Manifest | None:
-        """Let the job's name lead to an entry of the cache: found, waited for, or made.
-
-        Returns:
-            None when there is none and none is to be made, when the entry is damaged but other
-            jobs use it, and when waiting for another job could hold up other nodes.
-        """
-        if not work.request.trust_mtime and work.plan.at_least:
+        if not os.path.lexists(path):
             return None
+        key = linked_key(path)
+        manifest = published_manifest(path) if key and os.path.exists(path) else None
+        if manifest is not None and not is_same_data(manifest, work):
+            raise InputError(
+                f"this job or shell staged {shown(manifest.source)} ({manifest.kind}) by that name",
+                field="name",
+                value=request.name,
+                hint="give it another name (--name); `hpml stage clean --mine` removes what "
+                "this shell staged",
+            )
+        if manifest is not None and not self._is_outdated(manifest, work):
+            entry = area.take(key, create=False)
+            if entry is not None:
+                manifest = whole(entry.data)
+                if manifest is not None:
+                    self._hold(entry)
+                    return manifest
+                entry.release()
+        remove_tree(path)
+        return None
 
-        def fill(directory: str, name: str, entry_lock: NameLock) -> Manifest:
-            return self._publish(work, directory, name, lock, entry_lock)
+    def _obtained(self, work: Work, lock: NameLock, *, keeps: bool) -> Manifest:
+        """Let the job's name lead to an entry with the data: found, waited for, or made.
 
-        keys = work.entry_keys(hashed=self.options.hash)
-        for key in keys:
-            makes = fill if keeps and key == keys[-1] else None
-            obtained = work.area.obtain(
+        The job's own entry is made if the data are not to be kept, if the kept ones are damaged but
+        other jobs use them, and if waiting for another job could hold up other nodes.
+        """
+        name, area = work.request.name, work.area
+
+        def fill(directory: str, entry_lock: NameLock) -> Manifest:
+            return self._publish(work, directory, lock, entry_lock)
+
+        keys = []
+        if work.request.trust_mtime or not work.plan.at_least:
+            keys = work.entry_keys(hashed=self.options.hash)
+        made = own = own_key(name, area.job_key)
+        if keeps and keys:
+            made = keys[-1]
+        for key in (*keys, own):
+            if key == own:
+                self._release(f"{area.store.cache}/{own}")
+                area.drop(own)
+            obtained = area.obtain(
                 key,
-                makes,
+                fill if key in {made, own} else None,
                 self._retry,
                 waits=not work.is_collective,
                 on_progress=self._on_progress,
             )
             if obtained is not None:
-                entry, manifest = obtained
-                try:
-                    entry.link_from(work.area.path_of(work.request.name))
-                except BaseException:
-                    entry.release()
-                    raise
-                self._hold(entry)
-                return manifest
-        return None
+                break
+        assert obtained is not None  # noqa: S101 - of its own entry a job has one
+        entry, manifest = obtained
+        try:
+            entry.link_from(area.path_of(name))
+        except BaseException:
+            entry.release()
+            raise
+        self._hold(entry)
+        return manifest
 
-    def _publish(self, work: Work, directory: str, name: str, *locks: NameLock) -> Manifest:
-        """Bring the data into a directory, by a name that appears when all of it is there.
+    def _publish(self, work: Work, directory: str, *locks: NameLock) -> Manifest:
+        """Bring the data into an entry, where their name appears when all of it is there.
 
         Args:
             work: what is wanted.
-            directory: of the job or of an entry of the cache.
-            name: of the data in it.
+            directory: of the entry.
             locks: told how far the copy is, for those who wait.
 
         Raises:
@@ -316,7 +298,7 @@ class CopyStager:
         self._make_room(work, need, directory)
         for again in (not work.is_collective, False):
             try:
-                return self._copy(work, need, directory, name, locks)
+                return self._copy(work, need, directory, locks)
             except StagingStopped:
                 raise
             except (HpmlError, OSError):
@@ -332,21 +314,22 @@ class CopyStager:
         return bool(gone)
 
     def _copy(
-        self, work: Work, need: Need, directory: str, name: str, locks: tuple[NameLock, ...]
+        self, work: Work, need: Need, directory: str, locks: tuple[NameLock, ...]
     ) -> Manifest:
         """Check the room, copy beside the name, and rename."""
         request, plan = work.request, work.plan
         check_room(need, self._room(directory), name=request.name, where=work.area.store.base)
         progress = Progress(functools.partial(self._tell, locks))
         progress.expect(plan.bytes, len(plan.files))
-        target, partial = f"{directory}/{name}", partial_path(directory, name)
+        target = f"{directory}/{DATA}"
+        partial = f"{directory}/{PARTIAL}{os.getpid()}-{secrets.token_hex(4)}"
         try:
             os.mkdir(partial, (plan.top.mode & 0o777) | 0o700)
             copied = work.supply.fill(plan, partial, retry=self._retry, progress=progress)
             manifest = work.manifest(copied)
             manifest.write(manifest_path(target))
             self._retry.check_stop()
-            with contextlib.suppress(FileNotFoundError):  # told of what lay there before
+            with contextlib.suppress(FileNotFoundError):  # left by what lay there before
                 os.unlink(damage_path(target))
             os.rename(partial, target)
             fsync_dir(directory)
@@ -384,8 +367,7 @@ class CopyStager:
         work = Work(request, supply, area)
         if work.plan.at_least:
             return False
-        own = area.path_of(request.name)
-        manifest = published_manifest(own) if os.path.exists(own) else None
+        manifest = published_manifest(area.path_of(request.name))
         if manifest is not None and is_same_data(manifest, work):
             return not self._is_outdated(manifest, work)
         keys = work.entry_keys(hashed=self.options.hash)
@@ -400,7 +382,7 @@ class CopyStager:
         """
         area = self._unopened(request.target)
         room = self._room(area.store.base)
-        return area.store.most_room(room, area.path_of(request.name))
+        return area.store.most_room(room, own_key(request.name, area.job_key))
 
     def room_without_idle(self, base: str) -> Room:
         """Return the room in a base without kept data that nothing uses, which goes if it must.
@@ -456,10 +438,12 @@ class CopyStager:
         else:
             self._leases[entry.path] = entry
 
-    def _release(self) -> None:
-        for entry in self._leases.values():
-            entry.release()
-        self._leases.clear()
+    def _release(self, *paths: str) -> None:
+        """Give up the leases on some entries, or on all."""
+        for path in paths or tuple(self._leases):
+            entry = self._leases.pop(path, None)
+            if entry is not None:
+                entry.release()
 
     def leave(self) -> None:
         """Go without removing data: it stays while the owner lives; an empty area does not."""

@@ -7,16 +7,20 @@
             .owner.json           the process that answers for it
             .lease                shared flock: in use
             .{name}.lock          one stager for this name at a time
-            .{name}.manifest      what was published
-            .{name}.damaged       `hpml stage verify` found damage
-            .{name}.partial-*     a copy that is being made, or was when its stager died
-            {name}/               the data, or a link to ../.cache/{key}/data
-        .cache/{key}/             an entry: data that outlives jobs, with the same files for the
-                                  name "data"; the lease's modification time is its last use
+            {name}                a link to ../.cache/{key}/data
+        .cache/{key}/             an entry: the data of one source
+            .owner.json, .lease   as above; the lease's modification time is its last use
+            .data.lock            one stager for this entry at a time
+            .data.manifest        what was published
+            .data.damaged         `hpml stage verify` found damage
+            .data.partial-*       a copy that is being made, or was when its stager died
+            data/                 the data
         .new-*, .trash-*          a directory before and after its life
 
-An entry is in use while a process holds its lease, and while the area of a job whose owner lives
-links to it: a shell that staged something continues without hpml.
+The key of an entry that is kept for later jobs is a digest of its source. Data that go with their
+job lie in an entry of its own, with the key {name}@{job_key}. An entry is in use while a process
+holds its lease, and while the area of a job whose owner lives links to it: a shell that staged
+something continues without hpml.
 """
 
 from __future__ import annotations
@@ -55,10 +59,13 @@ __all__ = [
     "LEASE",
     "MARKER",
     "OWNER",
+    "PARTIAL",
     "Store",
     "as_staging_error",
     "base_above",
+    "job_of",
     "linked_key",
+    "own_key",
     "whole",
 ]
 
@@ -69,6 +76,7 @@ OWNER = ".owner.json"
 LEASE = ".lease"
 CACHE = ".cache"
 NEW, TRASH = ".new-", ".trash-"
+PARTIAL = f".{DATA}.partial-"
 _DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC | os.O_NOFOLLOW
 _STAT_BLOCK_BYTES = 512
 
@@ -86,6 +94,16 @@ def linked_key(path: str) -> str:
     except OSError:
         return ""
     return parts[2] if parts[:2] == ["..", CACHE] and parts[3:] == [DATA] else ""
+
+
+def own_key(name: str, job_key: str) -> str:
+    """Return the key of the entry of data that go with their job."""
+    return f"{name}@{job_key}"
+
+
+def job_of(entry: str) -> str:
+    """Return the key of the job that an entry goes with; "" if it is kept for later jobs."""
+    return os.path.basename(entry).partition("@")[2]
 
 
 def whole(data: str) -> Manifest | None:
@@ -244,12 +262,13 @@ class Store:
 
     def user_of(self, directory: str) -> str:
         """Return what uses an area or entry, in words; "" if nothing does."""
-        if self.is_entry(directory):
+        job = job_of(directory)
+        if self.is_entry(directory) and not job:
             jobs = self.jobs_using(os.path.basename(directory))
             if jobs:
                 return f"job {', '.join(jobs)}"
         else:
-            owner = self.owner_of(directory)
+            owner = self.owner_of(f"{self.path}/{job}" if job else directory)
             if owner is not None and self.is_alive(owner):
                 return f"process {owner.pid}"
         return "a process" if is_locked(f"{directory}/{LEASE}") else ""
@@ -349,21 +368,23 @@ class Store:
         return bool(trash)
 
     def most_room(self, room: Room, own: str) -> Room:
-        """Return the room that there would be without all entries and without a job's own data.
+        """Return the room that there would be without all kept entries and one of a job's own.
 
         What is wanted may be one of them, even one in use, or replace another: up to there a source
         has to be counted.
 
         Args:
             room: that is there.
-            own: where the job's data lie or are linked, if there are any.
+            own: the key of the job's own entry, if there is one.
 
         Raises:
             StagingError: the store is not ours to use.
         """
         with self.hold() as there:
             entries = self.entries() if there else []
-        data = {os.path.realpath(path) for path in (own, *(f"{one}/{DATA}" for one in entries))}
+        data = [
+            f"{one}/{DATA}" for one in entries if os.path.basename(one) == own or not job_of(one)
+        ]
         return _grown(room, data, per_file=room.block_bytes)
 
     def room_without_idle(self, room: Room) -> Room:

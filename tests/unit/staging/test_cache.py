@@ -73,8 +73,8 @@ def kept(
 
 
 def entries(base: Path) -> list[Path]:
-    """The entries of the user's cache."""
-    return sorted(base.glob("hpml-*/.cache/*"))
+    """The entries that are kept for later jobs."""
+    return sorted(path for path in base.glob("hpml-*/.cache/*") if "@" not in path.name)
 
 
 def leftovers(base: Path) -> list[str]:
@@ -144,9 +144,9 @@ class Slow:
         self.begun = FORK.Value("i", 0)
         self.pid = FORK.Value("i", 0)
 
-    def __call__(self, directory: str, name: str, lock: NameLock) -> Manifest:
+    def __call__(self, directory: str, lock: NameLock) -> Manifest:
         """Publish FILES small files."""
-        partial = f"{directory}/.{name}.partial-{os.getpid()}-slow"
+        partial = f"{directory}/.data.partial-{os.getpid()}-slow"
         self.pid.value = os.getpid()
         self.begun.value += 1
         os.mkdir(partial)
@@ -163,9 +163,9 @@ class Slow:
         size = sum(len(str(number)) for number in range(FILES))
         names = [str(number) for number in range(FILES)]
         listing = Listing(names, [len(name) for name in names])
-        manifest = Manifest(name, "/source", "tree", "copy", size, FILES, listing=listing)
-        manifest.write(manifest_path(f"{directory}/{name}"))
-        os.rename(partial, f"{directory}/{name}")
+        manifest = Manifest("data", "/source", "tree", "copy", size, FILES, listing=listing)
+        manifest.write(manifest_path(f"{directory}/data"))
+        os.rename(partial, f"{directory}/data")
         return manifest
 
 
@@ -392,7 +392,7 @@ def test_a_later_job_reuses_what_an_earlier_one_kept(base: Path, source: Path) -
 
 
 def test_data_that_is_not_kept_goes_with_the_job(base: Path, source: Path) -> None:
-    """A request without keep makes no entry, but uses one that is there."""
+    """A request without keep leaves nothing, but uses a kept entry that is there."""
     first = stager(base, "1.0")
     assert not first.stage(kept(source, keep=False)).kept
     assert entries(base) == []
@@ -549,7 +549,7 @@ def test_a_manifest_without_data_means_nothing(base: Path, source: Path) -> None
     """A crash between the manifest and the data leaves the name free, for other data too."""
     mine = stager(base, "1.0")
     path = mine.stage(kept(source / "a", keep=False)).path
-    shutil.rmtree(path)
+    shutil.rmtree(os.path.realpath(path))
     assert contents(mine.stage(kept(source, keep=False)).path) == contents(source)
     mine.cleanup()
 

@@ -20,6 +20,7 @@ from hypothesis import strategies as st
 from hpml_orchestrator.errors import InputError, StagingError
 from hpml_orchestrator.staging import Bases, CopyStager, StageRequest
 from hpml_orchestrator.staging import copy as copier
+from hpml_orchestrator.staging.inventory import list_staged
 from hpml_orchestrator.staging.progress import Progress
 
 if TYPE_CHECKING:
@@ -64,8 +65,7 @@ def around_reading(
 
 
 def nothing_published(stager: CopyStager) -> bool:
-    names = os.listdir(stager.area("shm").path)
-    return "data" not in names and not [name for name in names if "partial" in name]
+    return not list_staged([stager.area("shm").store.base])
 
 
 def test_a_tree_arrives_whole(stager: CopyStager, source: Path, base: Path) -> None:

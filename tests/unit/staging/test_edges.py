@@ -170,7 +170,7 @@ def test_a_disk_that_fills_up_midway_takes_the_cache_first(
         with pytest.raises(StagingError, match="No space left"):
             job.stage(request, supply)
         assert supply.fills == 1
-        assert not list(base.glob("hpml-*/2.0/*data*.partial*"))
+        assert not list(base.glob("hpml-*/.cache/*@2.0/.data.partial*"))
     assert other.stat().st_size == size
     job.cleanup()
 
@@ -198,7 +198,7 @@ def test_what_the_cache_gave_is_measured_before_it_is_tried_again(
         job.stage(StageRequest("data", str(new), target="shm"), supply)
     assert second.exists()
     assert supply.fills == 1
-    assert not list(base.glob("hpml-*/2.0/*data*.partial*"))
+    assert not list(base.glob("hpml-*/.cache/*@2.0/.data.partial*"))
     job.cleanup()
 
 
@@ -235,7 +235,7 @@ def test_the_manifest_counts_as_room(small_tmpfs: Callable[[str], Path], tmp_pat
     assert supply.fills == 0
     need = scan_tree(str(many), RETRY).need(4096)
     roomy = CopyStager("1", bases=Bases(shm=str(small_tmpfs("size=64m"))), room=plain_room)
-    path = Path(roomy.stage(StageRequest("data", str(many), target="shm")).path)
+    path = Path(roomy.stage(StageRequest("data", str(many), target="shm")).path).resolve()
     written = (path.parent / ".data.manifest").stat().st_size
     assert written <= need.bytes <= written + 4 * 4096
     stager.cleanup()

@@ -69,8 +69,9 @@ def keep(base: Path, tree: Path, key: str, used: float) -> None:
 
 
 def held(base: Path) -> set[int]:
-    """Which of the trees are in the cache."""
-    return {path.read_bytes()[0] for path in base.glob("hpml-*/.cache/*/data/data")}
+    """Which of the trees are kept."""
+    found = base.glob("hpml-*/.cache/*/data/data")
+    return {path.read_bytes()[0] for path in found if "@" not in str(path)}
 
 
 def request(tree: Path, *, keeps: bool = True) -> StageRequest:

@@ -50,10 +50,11 @@ def test_all_that_is_staged_is_listed(base: Path, source: Path) -> None:
     """Data of jobs and of the cache, each once, with whose it is and who uses it."""
     job = stager(base, "1.0")
     own, kept = stage(job, source, "own"), stage(job, source / "a", "kept", keep=True)
-    (kept.parent.parent.parent / "1.0" / ".own.partial-1-aa").mkdir()
+    half_path = own.parent / ".data.partial-1-aa"
+    half_path.mkdir()
     found = {staged.path: staged for staged in list_staged([str(base)])}
-    assert set(found) == {str(own), str(kept), f"{root(base)}/1.0/.own.partial-1-aa"}
-    mine, entry = found[str(own)], found[str(kept)]
+    assert set(found) == {f"{root(base)}/1.0/own", str(kept), str(half_path)}
+    mine, entry = found[f"{root(base)}/1.0/own"], found[str(kept)]
     assert (mine.name, mine.source, mine.kind, mine.bytes, mine.files) == (
         "own", str(source), "tree", 5003, 3,
     )  # fmt: skip
@@ -62,7 +63,7 @@ def test_all_that_is_staged_is_listed(base: Path, source: Path) -> None:
     assert (entry.source, entry.kept, entry.in_use) == (str(source / "a"), True, "job 1.0")
     assert (entry.owner, entry.state) == ("1.0", "ok")
     assert abs(entry.last_used - time.time()) < 600
-    half = found[f"{root(base)}/1.0/.own.partial-1-aa"]
+    half = found[str(half_path)]
     assert (half.name, half.state, half.source) == ("own", "incomplete", "")
     job.cleanup()
     assert [(one.path, one.in_use) for one in list_staged([str(base)])] == [(str(kept), "")]

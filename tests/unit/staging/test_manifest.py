@@ -27,10 +27,11 @@ def odd(source: Path) -> Path:
 
 def staged(stager: CopyStager, source: Path) -> tuple[Path, Manifest]:
     result = stager.stage(StageRequest("data", str(source), target="shm"))
-    manifest = Manifest.read(f"{os.path.dirname(result.path)}/.data.manifest")
+    path = Path(result.path).resolve()
+    manifest = Manifest.read(f"{path.parent}/.data.manifest")
     assert manifest is not None
     assert manifest.digest == result.digest
-    return Path(result.path), manifest
+    return path, manifest
 
 
 def test_it_holds_every_name_and_digest(stager: CopyStager, odd: Path) -> None:

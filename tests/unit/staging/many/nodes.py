@@ -188,11 +188,11 @@ def children_of(root: Path) -> list[str]:
 
 def begun(nodes: Nodes, index: int) -> Callable[[], bool]:
     """Return what says whether files have come to a node."""
-    area = nodes.data(index).parent
+    base = nodes.base(index)
 
     def some() -> bool:
         try:
-            found = list(area.glob(".data.partial-*/*"))
+            found = list(base.glob("hpml-*/.cache/*/.data.partial-*/*"))
             return any(path.is_file() and path.stat().st_size for path in found)
         except FileNotFoundError:  # published, or given up, in the midst of the look
             return False
