@@ -174,14 +174,14 @@ def test_a_signal_stops_in_good_order(
 ) -> None:
     """Status 128 + its number; nothing is half-published, and the next run works."""
     process = node.start(str(tree), str(big), "--to", "shm", *SLOWLY, start_new_session=True)
-    eventually(lambda: any(node.ram.glob("hpml-*/.cache/*/.data.partial-*/*/*")))
+    eventually(lambda: any(node.ram.glob("hpml-*/.cache/big@*/.data.partial-*/*/*")))
     os.killpg(process.pid, sent)
     out, err = process.communicate(timeout=120)
     assert process.returncode == 128 + sent, (out, err)
     assert out.startswith("staged tree: 50 files")
     name = "Ctrl-C" if sent == signal.SIGINT else sent.name
     assert err.splitlines()[-1] == f"hpml: {name}: not staged: big; kept: tree"
-    assert not [*node.ram.glob("hpml-*/.cache/*"), *node.ram.glob("hpml-*/*/big")]
+    assert not [*node.ram.glob("hpml-*/.cache/big@*"), *node.ram.glob("hpml-*/*/big")]
     assert node.stage(str(big), "--to", "shm", "--print", "files").out == "3000\n"
 
 

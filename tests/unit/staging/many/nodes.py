@@ -99,8 +99,8 @@ class Nodes:
         return self.root / f"base{index}"
 
     def data(self, index: int) -> Path:
-        """Where a node publishes."""
-        return self.base(index) / f"hpml-{os.getuid()}" / "7.0" / "data"
+        """Where a node's data lie: what the job's name leads to."""
+        return (self.base(index) / f"hpml-{os.getuid()}" / "7.0" / "data").resolve()
 
     def start(self, *indices: int, prefix: tuple[str, ...] = (), **options: Any) -> None:
         """Start nodes; all of them when none is named."""
