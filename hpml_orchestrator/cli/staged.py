@@ -27,13 +27,13 @@ from hpml_orchestrator.staging.caller import calling_process, shell_key
 from hpml_orchestrator.staging.faults import is_directory, shown, why
 from hpml_orchestrator.staging.inventory import clean as clean_bases
 from hpml_orchestrator.staging.inventory import list_staged
+from hpml_orchestrator.staging.manifest import verify as verify_staged
 from hpml_orchestrator.staging.store import base_above
-from hpml_orchestrator.staging.verify import verify as verify_staged
 
 if TYPE_CHECKING:
     from hpml_orchestrator.site.profile import NodePaths
     from hpml_orchestrator.staging.inventory import Cleaned, Staged
-    from hpml_orchestrator.staging.verify import Report
+    from hpml_orchestrator.staging.manifest import Report
 
 __all__ = ["bases_of", "clean", "ls", "paths_here", "verify"]
 

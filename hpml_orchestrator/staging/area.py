@@ -18,6 +18,7 @@ from hpml_orchestrator.staging.files import (
     try_lock,
     unlock,
 )
+from hpml_orchestrator.staging.manifest import verify
 from hpml_orchestrator.staging.request import StagingStopped, check_job_key, target_path
 from hpml_orchestrator.staging.store import (
     CACHE,
@@ -30,7 +31,6 @@ from hpml_orchestrator.staging.store import (
     job_of,
     whole,
 )
-from hpml_orchestrator.staging.verify import verify
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -42,9 +42,9 @@ if TYPE_CHECKING:
 
     from hpml_orchestrator.staging.plan import Plan
     from hpml_orchestrator.staging.request import Bases
+    from hpml_orchestrator.staging.source import Supply
     from hpml_orchestrator.staging.space import Need
     from hpml_orchestrator.staging.stage import CopyStager
-    from hpml_orchestrator.staging.supply import Supply
 
 __all__ = [
     "NO_ROOM",

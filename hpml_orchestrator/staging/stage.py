@@ -36,10 +36,9 @@ from hpml_orchestrator.staging.request import (
     StageResult,
     StagingStopped,
 )
-from hpml_orchestrator.staging.sources import open_source
+from hpml_orchestrator.staging.sources import LocalSupply, open_source
 from hpml_orchestrator.staging.space import Need, Room, check_room, private_reason, room_at
 from hpml_orchestrator.staging.store import DATA, PARTIAL, job_of, linked_key, own_key, whole
-from hpml_orchestrator.staging.supply import LocalSupply
 from hpml_orchestrator.staging.work import (
     SOURCE_KEY,
     Work,
@@ -55,7 +54,7 @@ if TYPE_CHECKING:
 
     from hpml_orchestrator.staging.area import Entry
     from hpml_orchestrator.staging.progress import OnProgress
-    from hpml_orchestrator.staging.supply import Supply
+    from hpml_orchestrator.staging.source import Supply
 
 __all__ = ["CopyStager"]
 

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from hpml_orchestrator.staging.copy import Copied
     from hpml_orchestrator.staging.plan import Plan
     from hpml_orchestrator.staging.request import StageRequest
-    from hpml_orchestrator.staging.supply import Supply
+    from hpml_orchestrator.staging.source import Supply
 
 __all__ = [
     "SOURCE_KEY",

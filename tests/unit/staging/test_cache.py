@@ -195,42 +195,6 @@ def begun(fill: Slow, times: int = 1) -> int:
     return int(fill.pid.value)
 
 
-def kill_copiers(base: Path, start: Callable[..., ForkProcess], kills: int) -> None:
-    """Kill whoever copies while eight wait, then let the last one through."""
-    fill, told = Slow(0.3, doomed=kills), FORK.Queue()
-    jobs = {}
-    for number in range(9):
-        process = start(obtain, f"{number}.0", base, fill, told)
-        jobs[process.pid] = process
-    for number in range(kills):
-        pid = begun(fill, number + 1)
-        time.sleep(0.01 * (number % 20))
-        os.kill(pid, signal.SIGKILL)
-        jobs.pop(pid).join()
-        replacement = start(obtain, f"{number + 9}.0", base, fill, told)
-        jobs[replacement.pid] = replacement
-    said = [told.get(timeout=120) for _ in jobs]
-    assert sorted(how for _, how, _ in said) == ["copied"] + ["reused"] * (len(jobs) - 1)
-    assert {tuple(names) for _, _, names in said} == {tuple(sorted(map(str, range(FILES))))}
-    assert leftovers(base) == []
-    assert len(entries(base)) == 1
-
-
-def test_waiters_take_over_from_a_killed_copier(
-    base: Path, start: Callable[..., ForkProcess]
-) -> None:
-    """Five copiers in a row are killed in the middle: the next takes over, nothing is left."""
-    kill_copiers(base, start, 5)
-
-
-@pytest.mark.slow
-def test_waiters_take_over_from_a_hundred_killed_copiers(
-    base: Path, start: Callable[..., ForkProcess]
-) -> None:
-    """The same a hundred times over."""
-    kill_copiers(base, start, 100)
-
-
 def stage_and_stay(key: str, base: Path, source: Path, told: Any) -> None:
     """A job that stages with the real engine, slowed by its own limit, then goes on."""
     mine = stager(base, key)

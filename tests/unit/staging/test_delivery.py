@@ -11,8 +11,7 @@ from hpml_orchestrator.errors import CapacityError, InputError, StagingError
 from hpml_orchestrator.staging import Bases, CopyStager, Room, StageRequest
 from hpml_orchestrator.staging.faults import Retry
 from hpml_orchestrator.staging.files import NameLock
-from hpml_orchestrator.staging.sources import TreeSource
-from hpml_orchestrator.staging.supply import LocalSupply
+from hpml_orchestrator.staging.sources import LocalSupply, TreeSource
 
 if TYPE_CHECKING:
     from hpml_orchestrator.staging.copy import Copied

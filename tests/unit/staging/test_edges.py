@@ -22,18 +22,18 @@ from hpml_orchestrator.staging import (
     LocalSupply,
     Room,
     StageRequest,
-    lister,
+    plan,
 )
 from hpml_orchestrator.staging import copy as copier
 from hpml_orchestrator.staging.archives import TarSource
 from hpml_orchestrator.staging.copy import copy
 from hpml_orchestrator.staging.faults import Retry
 from hpml_orchestrator.staging.files import remove_tree
+from hpml_orchestrator.staging.manifest import verify
 from hpml_orchestrator.staging.plan import HardLink, Symlink, scan_tree
 from hpml_orchestrator.staging.progress import Progress
 from hpml_orchestrator.staging.sources import FileSource, TreeSource, open_source
 from hpml_orchestrator.staging.space import room_at
-from hpml_orchestrator.staging.verify import verify
 from hpml_orchestrator.staging.work import entry_key
 
 if TYPE_CHECKING:
@@ -74,7 +74,7 @@ def test_a_job_that_may_have_no_more_threads_copies_all(
             return real(*words, **options)
 
         monkeypatch.setattr(os, name, slow)
-    for module in (copier, lister):
+    for module in (copier, plan):
         monkeypatch.setattr(module, "readers_for", lambda _path: 32)
     begun = threading.Thread.start
     asked: list[int] = []

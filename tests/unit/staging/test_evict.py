@@ -18,7 +18,7 @@ import pytest
 from hpml_orchestrator.errors import CapacityError, StagingError
 from hpml_orchestrator.staging import Bases, CopyStager, Room, StageRequest
 from hpml_orchestrator.staging.auto import Outcome, stage_chosen
-from hpml_orchestrator.staging.many.ways import supply_for
+from hpml_orchestrator.staging.distribution import supply_for
 from hpml_orchestrator.staging.space import room_at
 from hpml_orchestrator.staging.store import Store, whole
 from tests.patience import eventually
@@ -26,7 +26,7 @@ from tests.patience import eventually
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from hpml_orchestrator.staging.supply import Supply
+    from hpml_orchestrator.staging.source import Supply
 
 MIB = 1 << 20
 

@@ -11,8 +11,7 @@ from xxhash import xxh3_128
 
 from hpml_orchestrator.staging import Bases, CopyOptions, CopyStager, Manifest, StageRequest
 from hpml_orchestrator.staging.hashing import Hashing, hashing, hashing_named
-from hpml_orchestrator.staging.manifest import Listing, tree_digest
-from hpml_orchestrator.staging.verify import verify
+from hpml_orchestrator.staging.manifest import Listing, tree_digest, verify
 
 
 @pytest.fixture

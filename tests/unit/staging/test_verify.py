@@ -16,8 +16,7 @@ from hpml_orchestrator.staging import (
     StageRequest,
     StagingStopped,
 )
-from hpml_orchestrator.staging.manifest import is_whole, published_manifest
-from hpml_orchestrator.staging.verify import verify
+from hpml_orchestrator.staging.manifest import is_whole, published_manifest, verify
 
 
 @pytest.fixture

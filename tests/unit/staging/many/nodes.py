@@ -31,8 +31,8 @@ from hpml_orchestrator.errors import HpmlError
 from hpml_orchestrator.staging import Bases, CopyStager, StageRequest
 from hpml_orchestrator.staging.space import Room, room_at
 from hpml_orchestrator.staging.copy import CopyOptions
-from hpml_orchestrator.staging.many.ways import supply_for
-from hpml_orchestrator.staging.many.ways import Rates
+from hpml_orchestrator.staging.distribution import supply_for
+from hpml_orchestrator.staging.distribution import Rates
 told = json.loads(sys.argv[1])
 stop = []
 signal.signal(signal.SIGTERM, lambda *_: stop.append(1))
@@ -163,7 +163,7 @@ class Nodes:
             for path in self.base(index).rglob("*")
             if ".partial-" in path.name
         ]
-        found += [str(path) for path in (self.root / self.attempt).rglob("*.secret")]
+        found += [str(path) for path in (self.root / self.attempt).rglob("*.start")]
         return found + children_of(self.root)
 
     def close(self) -> None:
