@@ -18,7 +18,7 @@ from hpml_orchestrator.staging.archives import check_archive
 from hpml_orchestrator.staging.faults import OUTSIDE_LINKS, shown
 from hpml_orchestrator.staging.plan import NO_FILE, link_fault
 from hpml_orchestrator.staging.request import kind_at
-from hpml_orchestrator.staging.root import Root
+from hpml_orchestrator.staging.store import Store
 
 if TYPE_CHECKING:
     from hpml_orchestrator.spec.data import Stage
@@ -84,13 +84,13 @@ def check_targets(job: Job) -> Iterator[Finding]:
         if not stage.target.startswith("/"):
             continue
         place = f"stage.{index}.target"
-        root = Root(stage.target)
+        store = Store(stage.target)
         try:
-            root.check_base()
+            store.check_base()
         except HpmlError as fault:
             yield error("stage.target", place, stage.target, fault.message, None, fault.hint)
             continue
-        inner = root.path if os.path.isdir(root.path) else root.base
+        inner = store.path if os.path.isdir(store.path) else store.base
         if not os.access(inner, os.W_OK | os.X_OK):
             yield error("stage.target", place, inner, f"{inner} is not writable by you")
 

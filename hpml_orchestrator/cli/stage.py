@@ -25,11 +25,10 @@ from hpml_orchestrator.errors import CapacityError, HpmlError, InputError, count
 from hpml_orchestrator.records.texts import exact_bytes, human_bytes
 from hpml_orchestrator.staging import CopyStager
 from hpml_orchestrator.staging.auto import stage_chosen
-from hpml_orchestrator.staging.caller import calling_process
+from hpml_orchestrator.staging.caller import calling_process, shell_key
 from hpml_orchestrator.staging.copy import CopyOptions
 from hpml_orchestrator.staging.faults import shown
-from hpml_orchestrator.staging.held import shell_key
-from hpml_orchestrator.staging.manners import open_rate
+from hpml_orchestrator.staging.rate_limit import open_rate
 from hpml_orchestrator.staging.request import IN_PLACE, requests_for
 
 if TYPE_CHECKING:

@@ -22,18 +22,18 @@ from hpml_orchestrator.cli.copying import count_option, stoppable
 from hpml_orchestrator.errors import InputError, NotFoundError, StagingError, counted
 from hpml_orchestrator.records.texts import exact_bytes, human_bytes
 from hpml_orchestrator.site.profile import node_paths
-from hpml_orchestrator.staging import Bases, StagingArea
-from hpml_orchestrator.staging.caller import calling_process
+from hpml_orchestrator.staging import Bases, JobArea
+from hpml_orchestrator.staging.caller import calling_process, shell_key
 from hpml_orchestrator.staging.faults import is_directory, shown, why
-from hpml_orchestrator.staging.held import clean as clean_bases
-from hpml_orchestrator.staging.held import list_staged, shell_key
-from hpml_orchestrator.staging.root import base_above
-from hpml_orchestrator.staging.verify import verify as verify_staged
+from hpml_orchestrator.staging.inventory import clean as clean_bases
+from hpml_orchestrator.staging.inventory import list_staged
+from hpml_orchestrator.staging.manifest import verify as verify_staged
+from hpml_orchestrator.staging.store import base_above
 
 if TYPE_CHECKING:
     from hpml_orchestrator.site.profile import NodePaths
-    from hpml_orchestrator.staging.held import Cleaned, Staged
-    from hpml_orchestrator.staging.verify import Report
+    from hpml_orchestrator.staging.inventory import Cleaned, Staged
+    from hpml_orchestrator.staging.manifest import Report
 
 __all__ = ["bases_of", "clean", "ls", "paths_here", "verify"]
 
@@ -196,7 +196,7 @@ def _leave(bases: list[str]) -> list[Staged]:
     own = [data for data in list_staged(bases) if data.owner in keys and not data.kept]
     for base in bases:
         for key in keys:
-            StagingArea(base, key).cleanup()
+            JobArea(base, key).cleanup()
     return own
 
 

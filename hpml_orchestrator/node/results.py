@@ -18,7 +18,7 @@ from hpml_orchestrator.records.texts import human_bytes
 from hpml_orchestrator.staging.collect import Collected, collect
 from hpml_orchestrator.staging.faults import Retry, shown, why
 from hpml_orchestrator.staging.files import remove_tree
-from hpml_orchestrator.staging.root import base_above
+from hpml_orchestrator.staging.store import base_above
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -38,7 +38,7 @@ def make_own(options: AgentOptions, stager: CopyStager) -> None:
         StagingError: one cannot be made.
     """
     for name, base in options.own.items():
-        path = f"{stager.area(base).job_dir}/{name}.dir"
+        path = f"{stager.area(base).path}/{name}.dir"
         try:
             if os.path.lexists(path):  # of an attempt that was killed here
                 remove_tree(path)

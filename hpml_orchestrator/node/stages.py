@@ -19,9 +19,9 @@ from hpml_orchestrator.staging import (
     StageResult,
     StagingStopped,
 )
+from hpml_orchestrator.staging.distribution import Rates, supply_for
 from hpml_orchestrator.staging.faults import shown, why
-from hpml_orchestrator.staging.manners import array_delay, open_rate
-from hpml_orchestrator.staging.many.ways import Rates, supply_for
+from hpml_orchestrator.staging.rate_limit import array_delay, open_rate
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping

@@ -23,7 +23,6 @@ from typing import IO, TYPE_CHECKING, Any
 
 from hpml_orchestrator.errors import InputError, NotFoundError, StagingError
 from hpml_orchestrator.records.files import fsync_dir
-from hpml_orchestrator.staging.capacity import Need, check_room, file_system_type, room_at
 from hpml_orchestrator.staging.copy import check_directories
 from hpml_orchestrator.staging.crew import run_crew
 from hpml_orchestrator.staging.faults import (
@@ -37,6 +36,7 @@ from hpml_orchestrator.staging.faults import (
 from hpml_orchestrator.staging.plan import scan_tree
 from hpml_orchestrator.staging.request import TREE_SHARD
 from hpml_orchestrator.staging.sources import check_same
+from hpml_orchestrator.staging.space import Need, check_room, file_system_type, room_at
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence

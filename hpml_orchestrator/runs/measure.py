@@ -157,10 +157,10 @@ def _bytes_in_ram(stage: Stage) -> int | None:
         HpmlError: an archive or pack is damaged or not what the job file says.
         OSError: it cannot be read.
     """
-    from hpml_orchestrator.staging.capacity import INODE_BYTES, Room  # noqa: PLC0415 - few stage
     from hpml_orchestrator.staging.faults import Retry  # noqa: PLC0415
     from hpml_orchestrator.staging.request import StageRequest  # noqa: PLC0415
     from hpml_orchestrator.staging.sources import open_source  # noqa: PLC0415
+    from hpml_orchestrator.staging.space import INODE_BYTES, Room  # noqa: PLC0415 - few stage
 
     request = StageRequest(stage.name, stage.source, stage.kind, outside_links=stage.outside_links)
     room = Room(_ANY_BYTES, "", None, _PAGE_BYTES, in_memory=True)

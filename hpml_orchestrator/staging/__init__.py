@@ -6,8 +6,7 @@ Standard library only and Python >= 3.9: it travels in `hpml-node.pyz`.
 from __future__ import annotations
 
 from hpml_orchestrator.records.owner import Owner, owner_is_alive, this_owner
-from hpml_orchestrator.staging.area import MARKER, StagingArea
-from hpml_orchestrator.staging.capacity import Need, Room, check_room, room_at
+from hpml_orchestrator.staging.area import JobArea
 from hpml_orchestrator.staging.copy import CopyOptions
 from hpml_orchestrator.staging.manifest import Manifest
 from hpml_orchestrator.staging.progress import OnProgress
@@ -18,14 +17,16 @@ from hpml_orchestrator.staging.request import (
     StagingStopped,
     target_path,
 )
+from hpml_orchestrator.staging.source import Supply
+from hpml_orchestrator.staging.sources import LocalSupply
+from hpml_orchestrator.staging.space import Need, Room, check_room, room_at
 from hpml_orchestrator.staging.stage import CopyStager
-from hpml_orchestrator.staging.supply import LocalSupply, Supply
 
 __all__ = [
-    "MARKER",
     "Bases",
     "CopyOptions",
     "CopyStager",
+    "JobArea",
     "LocalSupply",
     "Manifest",
     "Need",
@@ -34,7 +35,6 @@ __all__ = [
     "Room",
     "StageRequest",
     "StageResult",
-    "StagingArea",
     "StagingStopped",
     "Supply",
     "check_room",

@@ -19,12 +19,12 @@ from array import array
 from typing import IO, TYPE_CHECKING, Any, NoReturn, cast
 
 from hpml_orchestrator.errors import StagingError
-from hpml_orchestrator.staging.capacity import readers_for
 from hpml_orchestrator.staging.crew import run_crew
 from hpml_orchestrator.staging.faults import SourceChangedError, shown
 from hpml_orchestrator.staging.members import MOST_MEMBERS, UNKNOWN, Members, honest_bytes
 from hpml_orchestrator.staging.request import shards_of
 from hpml_orchestrator.staging.source import BLOCK_BYTES
+from hpml_orchestrator.staging.space import readers_for
 from hpml_orchestrator.staging.streams import (
     ArchiveFile,
     Stamp,

@@ -1,51 +1,91 @@
-"""One job's directory on a node, and its end.
-
-    {base}/hpml-{uid}/{job_key}/
-        .owner.json               the process that answers for it
-        .lease                    shared flock: in use
-        .{name}.lock              one stager for this name at a time
-        .{name}.manifest          what was published
-        .{name}.damaged           `hpml stage verify` found that it is not that any more
-        .{name}.partial-*         a copy that is being made, or was when its stager died
-        {name}/                   the data, or a link to ../.cache/{key}/data
-
-The root that it lies in, and what else lies there, is told in root.py.
-"""
+"""One job's area in the store of a node, and the entries that it uses; store.py has the layout."""
 
 from __future__ import annotations
 
 import contextlib
 import fcntl
 import os
+import secrets
 from typing import TYPE_CHECKING
 
-from hpml_orchestrator.errors import HpmlError
+from hpml_orchestrator.errors import CapacityError, HpmlError, StagingError
 from hpml_orchestrator.records.owner import Owner, this_owner
-from hpml_orchestrator.staging.files import unlock
-from hpml_orchestrator.staging.request import check_job_key, target_path
-from hpml_orchestrator.staging.root import (
-    FILE,
+from hpml_orchestrator.staging.files import (
+    CREATE_OR_OPEN,
+    BusyError,
+    NameLock,
+    remove_tree,
+    try_lock,
+    unlock,
+)
+from hpml_orchestrator.staging.manifest import verify
+from hpml_orchestrator.staging.request import StagingStopped, check_job_key, target_path
+from hpml_orchestrator.staging.store import (
+    CACHE,
+    DATA,
     LEASE,
-    MARKER,
     OWNER,
-    Root,
+    PARTIAL,
+    Store,
     as_staging_error,
-    new_directory,
+    job_of,
+    whole,
 )
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-__all__ = ["MARKER", "StagingArea"]
+    from hpml_orchestrator.staging.faults import Retry
+    from hpml_orchestrator.staging.manifest import Manifest
+    from hpml_orchestrator.staging.progress import OnProgress
+
+    Fill = Callable[[str, NameLock], Manifest]
+    # publishes data in an entry's directory, and tells the lock its progress
+
+__all__ = ["Entry", "JobArea"]
 
 
-class StagingArea:
-    """One job's directory under one base; the same for every process of the job on this node.
+class Entry:
+    """An entry that this process holds a lease on.
+
+    Attributes:
+        path: its directory.
+        data: the published data in it, if there is any.
+    """
+
+    def __init__(self, path: str, lease: int) -> None:
+        self.path = path
+        self.data = f"{path}/{DATA}"
+        self.lease = lease
+        self.touch()
+
+    def touch(self) -> None:
+        """Record that it is used now."""
+        with contextlib.suppress(OSError):  # a read-only file system: only the order is lost
+            os.utime(self.lease)
+
+    def link_from(self, path: str) -> None:
+        """Make a path of a job lead to the data, in one step."""
+        directory, name = os.path.split(path)
+        temporary = f"{directory}/.{name}.partial-link-{secrets.token_hex(4)}"
+        os.symlink(f"../{CACHE}/{os.path.basename(self.path)}/{DATA}", temporary)
+        os.rename(temporary, path)
+
+    def release(self) -> None:
+        """Give up the lease; the data stays until its room is needed."""
+        if self.lease >= 0:
+            self.touch()
+            unlock(self.lease)
+            self.lease = -1
+
+
+class JobArea:
+    """One job's area under one base; the same for every process of the job on this node.
 
     Args:
         base: an existing directory on the node, for example /dev/shm.
         job_key: names the job on this node, for example "<job id>.<restart>".
-        owner_pid: the process whose end makes the data stale; the calling one when left out.
+        owner_pid: the process whose end makes the data stale; the calling one if left out.
         proc_root: where to look for processes and mounts.
     """
 
@@ -58,47 +98,43 @@ class StagingArea:
         proc_root: str = "/proc",
     ) -> None:
         check_job_key(job_key)
-        self.place = Root(base, proc_root=proc_root)
-        self.base = base
+        self.store = Store(base, proc_root=proc_root)
         self.job_key = job_key
-        self.job_dir = target_path(base, os.getuid(), job_key, "").rstrip("/")
-        self.root = self.place.path
+        self.path = target_path(base, os.getuid(), job_key, "").rstrip("/")
         self._owner_pid = owner_pid
         self._lease = -1
 
     def path_of(self, name: str) -> str:
         """Return where data of that name is published."""
-        return f"{self.job_dir}/{name}"
+        return f"{self.path}/{name}"
 
     def owner(self) -> Owner:
         """Describe the process that answers for what this area makes."""
-        return this_owner(self.job_key, self._owner_pid, proc_root=self.place.proc_root)
+        return this_owner(self.job_key, self._owner_pid, proc_root=self.store.proc_root)
 
     def open(self) -> None:
-        """Create what is missing, record the owner and mark the job directory as in use.
+        """Create what is missing, record the owner and mark the area as in use.
 
         Raises:
-            InputError: the base is no directory, or on a file system that nodes share.
-            StagingError: the root is not ours to use: a link, another user's, without our marker.
+            InputError: the base is not a directory, or on a file system that nodes share.
+            StagingError: the store is not ours to use: a link, another user's, without our marker.
         """
         if self._lease >= 0:
             return
-        self.place.check_base()
+        self.store.check_base()
         try:
-            with self.place.hold(create=True), as_staging_error(self.job_dir):
-                self._enter()
+            with self.store.hold(create=True):
+                if not os.path.lexists(self.path):
+                    self.store.make(self.path, self.owner())
+                else:
+                    owner = self.store.owner_of(self.path)
+                    if owner is None or not self.store.is_alive(owner):
+                        self.owner().write(f"{self.path}/{OWNER}")
+                self._lease = _leased(self.path)
         except BaseException:
-            with contextlib.suppress(HpmlError):  # a root that was made for nothing goes again
-                self.place.sweep([])
+            with contextlib.suppress(HpmlError):  # a store that was made for nothing is removed
+                self.store.sweep()
             raise
-
-    def _enter(self) -> None:
-        if not os.path.lexists(self.job_dir):
-            new_directory(self.place, self.job_dir, self.owner())
-        elif not self._owned():
-            self.owner().write(f"{self.job_dir}/{OWNER}")
-        self._lease = os.open(f"{self.job_dir}/{LEASE}", FILE, 0o600)
-        fcntl.flock(self._lease, fcntl.LOCK_SH)
 
     def close(self) -> None:
         """Give up the lease but leave the data."""
@@ -107,61 +143,204 @@ class StagingArea:
             self._lease = -1
 
     def is_empty(self) -> bool:
-        """Say whether nothing is published here, and no copy is being made."""
+        """Return whether nothing is published here."""
         try:
-            names = os.listdir(self.job_dir)
+            return all(name.startswith(".") for name in os.listdir(self.path))
         except OSError:
             return True
-        return all(name.startswith(".") and ".partial-" not in name for name in names)
 
     def cleanup(self) -> bool:
-        """Remove the job directory, and the root when it is empty then.
+        """Remove the area and the job's own entries, and the store if it is empty then.
 
         Returns:
-            False when another process of the job still uses it: the last one removes it.
+            False if another process of the job still uses it: the last one removes it.
 
         Raises:
-            StagingError: the root is not ours, or something in it cannot be removed.
+            StagingError: the store is not ours, or something in it cannot be removed.
         """
         self.close()
-        with self.place.hold(create=False) as there, as_staging_error(self.job_dir):
+        with self.store.hold() as there:
             if not there:
                 return True
-            trash = self.place.retire(self.job_dir) if os.path.lexists(self.job_dir) else ""
-            if trash is None:
+            trash = [self.store.retire(self.path)] if os.path.lexists(self.path) else []
+            if None in trash:
                 return False
-        self.place.sweep([trash] if trash else [])
+            with contextlib.suppress(StagingError):  # a cache that is a link: nothing was put there
+                own = [entry for entry in self.store.entries() if job_of(entry) == self.job_key]
+                trash += map(self.store.retire, own)
+        self.store.sweep(*filter(None, trash))
         return True
 
     def remove_stale(self, is_alive: Callable[[Owner], bool] | None = None) -> list[str]:
         """Remove what dead jobs of this user left under this base.
 
-        A job directory stays when its owner lives or cannot be judged, when a process holds its
-        lease, or when it is this area's own. Of the cache only goes what a killed stager never
-        finished.
+        An area stays if its owner lives or cannot be judged, if a process holds its lease, or if it
+        is this one. Of the entries only those go that a killed stager never completed, and those
+        that go with a job which is gone.
 
         Returns:
             The job keys that were removed.
         """
-        alive = is_alive or self.place.is_alive
+        store, alive = self.store, is_alive or self.store.is_alive
         removed, trash = [], []
-        with self.place.hold(create=False) as there, as_staging_error(self.root):
-            trash.extend(self.place.leftovers() if there else [])
-            for name in self.place.job_keys() if there else []:
-                owner = self.place.owner_of(f"{self.root}/{name}")
-                if name == self.job_key or owner is None or owner.job_key != name or alive(owner):
+        with store.hold() as there:
+            trash.extend(store.leftovers() if there else [])
+            for area in store.areas() if there else []:
+                key, owner = os.path.basename(area), store.owner_of(area)
+                if key == self.job_key or owner is None or owner.job_key != key or alive(owner):
                     continue
-                retired = self.place.retire(f"{self.root}/{name}")
+                retired = store.retire(area)
                 if retired:
-                    removed.append(name)
+                    removed.append(key)
                     trash.append(retired)
-            for key in self.place.cache_keys() if there else []:
-                if not os.path.lexists(f"{self.place.cache}/{key}/data"):
-                    trash.extend(filter(None, [self.place.retire(f"{self.place.cache}/{key}")]))
-        self.place.sweep(trash)
+            jobs = {"", *map(os.path.basename, store.areas() if there else [])}
+            for entry in store.entries() if there else []:
+                if job_of(entry) not in jobs or not os.path.lexists(f"{entry}/{DATA}"):
+                    trash.extend(filter(None, [store.retire(entry)]))
+        store.sweep(*trash)
         return removed
 
-    def _owned(self) -> bool:
-        """Say whether a living process answers for the job directory already."""
-        owner = self.place.owner_of(self.job_dir)
-        return owner is not None and self.place.is_alive(owner)
+    def take(self, key: str, *, create: bool) -> Entry | None:
+        """Return an entry with a lease on it, or None if there is none; it may be empty.
+
+        Raises:
+            StagingError: the store is not ours to use, or cannot be written.
+        """
+        path = f"{self.store.cache}/{key}"
+        with self.store.hold(create=create) as there:
+            if not there:
+                return None
+            if create:
+                with contextlib.suppress(FileExistsError):
+                    os.mkdir(self.store.cache, 0o700)
+            if path not in self.store.entries():
+                if not create:
+                    return None
+                self.store.make(path, self.owner())
+            return Entry(path, _leased(path))
+
+    def obtain(
+        self,
+        key: str,
+        fill: Fill | None,
+        retry: Retry,
+        *,
+        waits: bool = True,
+        on_progress: OnProgress | None = None,
+    ) -> tuple[Entry, Manifest] | None:
+        """Return an entry with complete data in it: found, waited for, or made.
+
+        Args:
+            key: its name.
+            fill: publishes the data; None: only look for an entry, do not make one.
+            retry: asked whether to stop while another job copies.
+            waits: until another job's copy is done. Two jobs that copy from node to node could wait
+                for each other on different nodes: they must not.
+            on_progress: called with the other job's progress while this one waits for it.
+
+        Returns:
+            None if there is none and none is to be made, if the entry is damaged but other jobs use
+            it (it stays theirs), and if another job is busy with it and `waits` is not set.
+
+        Raises:
+            StagingError: the copy failed, here or in the job that this one waited for.
+        """
+        entry = self.take(key, create=fill is not None)
+        if entry is None:
+            return None
+        manifest = None
+        most_seconds = None if waits else 0.0
+        path = f"{entry.path}/.{DATA}.lock"
+        try:
+            with NameLock(path, retry, on_wait=on_progress, most_seconds=most_seconds) as lock:
+                manifest = self._filled(entry, fill, retry, lock)
+        except BusyError:
+            pass
+        except BaseException:
+            with contextlib.suppress(HpmlError, OSError):  # the first error is the one to report
+                self._leave(entry)
+            entry.release()
+            raise
+        if manifest is None:
+            self._leave(entry)
+            return None
+        return entry, manifest
+
+    def _filled(
+        self, entry: Entry, fill: Fill | None, retry: Retry, lock: NameLock
+    ) -> Manifest | None:
+        """Return the manifest of an entry's data, which is looked at and made if need be."""
+        with as_staging_error(entry.path):
+            for found in os.listdir(entry.path):
+                if found.startswith(PARTIAL):  # its stager did not complete it
+                    remove_tree(f"{entry.path}/{found}")
+            manifest = whole(entry.data)
+            if manifest is not None and self._is_sure(entry, retry):
+                return manifest
+            if os.path.lexists(entry.data) and not self._take_away(entry):
+                return None
+        if fill is None:
+            return None
+        lock.raise_reason("another job failed to stage the same data")
+        try:
+            return fill(entry.path, lock)
+        except (StagingStopped, CapacityError):
+            raise  # the next one that waits takes over: it may have more time, or memory
+        except Exception as error:
+            lock.fail(error)
+            raise
+
+    def _is_sure(self, entry: Entry, retry: Retry) -> bool:
+        """Return whether contents are right: they are read once after the machine has restarted.
+
+        Names and sizes may outlive a crash that the contents of the last seconds did not.
+
+        Raises:
+            StagingStopped: should_stop said so.
+        """
+        made, owner = self.store.owner_of(entry.path), self.owner()
+        if made is not None and made.boot_id == owner.boot_id:
+            return True
+        report = verify(entry.data, should_stop=retry.stops)
+        if not report.hashed or report.count:
+            return False
+        owner.write(f"{entry.path}/{OWNER}")
+        return True
+
+    def drop(self, key: str) -> None:
+        """Remove the job's own entry, which its name leads to no more; its lock is held."""
+        path = f"{self.store.cache}/{key}"
+        with self.store.hold() as there:
+            trash = self.store.move_aside(path) if there and os.path.lexists(path) else ""
+        if trash:
+            remove_tree(trash)
+
+    def _take_away(self, entry: Entry) -> bool:
+        """Remove an entry's damaged data; False if another job uses it."""
+        key = os.path.basename(entry.path)
+        with self.store.hold():
+            others = self.store.jobs_using(key, besides=self.job_key)
+            alone = not others and try_lock(entry.lease, exclusive=True)
+            trash = self.store.move_aside(entry.data) if alone else ""
+            # a refused change of a flock gives up the one that was held
+            fcntl.flock(entry.lease, fcntl.LOCK_SH)
+        if trash:
+            remove_tree(trash)
+        return bool(trash)
+
+    def _leave(self, entry: Entry) -> None:
+        """Give up an entry, and remove it if no job published anything in it."""
+        trash = None
+        with self.store.hold() as there:
+            entry.release()
+            if there and os.path.lexists(entry.path) and not os.path.lexists(entry.data):
+                trash = self.store.retire(entry.path)
+        if trash:
+            self.store.sweep(trash)
+
+
+def _leased(directory: str) -> int:
+    """Return a lease on an area or entry; the store is held."""
+    lease = os.open(f"{directory}/{LEASE}", CREATE_OR_OPEN, 0o600)
+    fcntl.flock(lease, fcntl.LOCK_SH)
+    return lease

@@ -19,9 +19,7 @@ from hpml_orchestrator.errors import (
     nearest,
 )
 from hpml_orchestrator.records.texts import human_bytes
-from hpml_orchestrator.staging.capacity import Room, file_system_type, room_at
 from hpml_orchestrator.staging.faults import UNREADABLE, brief, shown, why
-from hpml_orchestrator.staging.mounts import MEMORY_TYPES, SHARED_TYPES, is_own_type
 from hpml_orchestrator.staging.request import (
     AUTO,
     COMMANDS,
@@ -30,15 +28,23 @@ from hpml_orchestrator.staging.request import (
     StageResult,
     kind_of,
 )
+from hpml_orchestrator.staging.space import (
+    MEMORY_TYPES,
+    SHARED_TYPES,
+    Room,
+    file_system_type,
+    is_own_type,
+    room_at,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from hpml_orchestrator.staging.capacity import Need
     from hpml_orchestrator.staging.plan import Plan
     from hpml_orchestrator.staging.request import Bases
+    from hpml_orchestrator.staging.source import Supply
+    from hpml_orchestrator.staging.space import Need
     from hpml_orchestrator.staging.stage import CopyStager
-    from hpml_orchestrator.staging.supply import Supply
 
 __all__ = [
     "NO_ROOM",

@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import os
 
+from hpml_orchestrator.records.owner import this_owner
 from hpml_orchestrator.records.process import read_stat
 
-__all__ = ["calling_process"]
+__all__ = ["calling_process", "shell_key"]
 
 _SHELLS = frozenset({"ash", "bash", "busybox", "dash", "ksh", "mksh", "sh", "zsh"})
 _RUNNERS = frozenset({"conda", "mamba", "micromamba"})  # with a shell script of their own
@@ -40,6 +41,14 @@ def calling_process(pid: int | None = None, *, proc_root: str = "/proc") -> int:
     while (above := _parent(found, proc_root)) > 1 and _helps(found, above, proc_root):
         found = above
     return found
+
+
+def shell_key(pid: int) -> str:
+    """Return the job key of what a shell or batch script stages with `hpml stage`.
+
+    The same for all that one process stages; another one with the same pid has another key.
+    """
+    return f"shell-{pid}-{this_owner('', pid).start_ticks}"
 
 
 def _helps(pid: int, above: int, proc_root: str) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import secrets
 import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -12,7 +13,7 @@ from hpml_orchestrator.errors import HpmlError
 from hpml_orchestrator.records.files import fsync_dir
 from hpml_orchestrator.staging.copy import CopyOptions, copy
 from hpml_orchestrator.staging.faults import Problems, shown, why
-from hpml_orchestrator.staging.files import partial_path, remove_tree
+from hpml_orchestrator.staging.files import remove_tree
 from hpml_orchestrator.staging.hashing import hashing
 from hpml_orchestrator.staging.manifest import Listing, tree_digest
 from hpml_orchestrator.staging.plan import NO_FILE, scan_file, scan_tree
@@ -67,8 +68,9 @@ def collect(source: str, directory: str, retry: Retry) -> Collected:
     begin = time.monotonic()
     if not os.path.exists(source):
         return Collected(problem="is a link to nothing" if os.path.islink(source) else "")
-    target = f"{directory}/{os.path.basename(source)}"
-    partial = partial_path(directory, os.path.basename(source))
+    name = os.path.basename(source)
+    target = f"{directory}/{name}"
+    partial = f"{directory}/.{name}.partial-{os.getpid()}-{secrets.token_hex(4)}"
     left_out = _Unread("not all could be read")
     plan, digest, problem = None, "", ""
     try:

@@ -19,13 +19,13 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from hpml_orchestrator.errors import StagingError
-from hpml_orchestrator.staging.capacity import readers_for
 from hpml_orchestrator.staging.crew import run_crew
 from hpml_orchestrator.staging.faults import FULL, Problems, SourceChangedError, shown, why
 from hpml_orchestrator.staging.hashing import hashing
-from hpml_orchestrator.staging.manners import TokenBucket
-from hpml_orchestrator.staging.shares import Batch, Shared, share_out
+from hpml_orchestrator.staging.progress import Batch, Shared, share_out
+from hpml_orchestrator.staging.rate_limit import TokenBucket
 from hpml_orchestrator.staging.source import BLOCK_BYTES
+from hpml_orchestrator.staging.space import readers_for
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -34,8 +34,7 @@ if TYPE_CHECKING:
     from hpml_orchestrator.staging.faults import Retry
     from hpml_orchestrator.staging.hashing import Buffer, Digest, Hashing
     from hpml_orchestrator.staging.plan import Entry, Plan
-    from hpml_orchestrator.staging.progress import Progress
-    from hpml_orchestrator.staging.shares import Tally
+    from hpml_orchestrator.staging.progress import Progress, Tally
     from hpml_orchestrator.staging.source import Reader, Source
 
 __all__ = [

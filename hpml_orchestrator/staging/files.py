@@ -1,22 +1,46 @@
-"""Small things done to files: lock them, remove whole trees of them."""
+"""Locks on files of the node, and the removal of whole trees.
+
+All locks are flocks: the kernel frees those of a process that dies.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import fcntl
 import os
-import secrets
 import shutil
 import sys
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-__all__ = ["is_locked", "partial_path", "remove_tree", "try_lock", "unlock"]
+from hpml_orchestrator.errors import StagingError
+from hpml_orchestrator.staging.faults import shown, why
 
+if TYPE_CHECKING:
+    from typing import Self
+
+    from hpml_orchestrator.staging.faults import Retry
+    from hpml_orchestrator.staging.progress import OnProgress
+
+__all__ = [
+    "CREATE_OR_OPEN",
+    "BusyError",
+    "NameLock",
+    "is_locked",
+    "remove_tree",
+    "try_lock",
+    "unlock",
+]
+
+CREATE_OR_OPEN = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
 _ATTEMPTS = 5
+_POLL_SECONDS = 0.1
+_POLLS_PER_REPORT = 10
+_FAILED, _COPYING = "failed ", "copying "
+_TEXT_BYTES = 4096
 
 
 def try_lock(fd: int, *, exclusive: bool) -> bool:
-    """Take a flock without waiting; False when another holder is in the way."""
+    """Take a flock without waiting; False if another process holds it."""
     kind = fcntl.LOCK_EX if exclusive else fcntl.LOCK_SH
     try:
         fcntl.flock(fd, kind | fcntl.LOCK_NB)
@@ -26,7 +50,7 @@ def try_lock(fd: int, *, exclusive: bool) -> bool:
 
 
 def is_locked(path: str) -> bool:
-    """Say whether anyone holds a flock on a file; False when there is no such file."""
+    """Return whether a process holds a flock on a file; False if there is no such file."""
     try:
         fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
     except FileNotFoundError:
@@ -46,13 +70,110 @@ def unlock(fd: int) -> None:
     os.close(fd)
 
 
-def partial_path(directory: str, name: str) -> str:
-    """Return a path for data that is not whole yet; one of a kind."""
-    return f"{directory}/.{name}.partial-{os.getpid()}-{secrets.token_hex(4)}"
+class BusyError(StagingError):
+    """Another process held the lock for longer than this one may wait."""
+
+    def __init__(self) -> None:
+        super().__init__("another process is staging this")
+
+
+class NameLock:
+    """One stager per name and node: an exclusive flock on a file, as a context manager.
+
+    A lock that is held means "still copying". The file tells the processes that wait how far the
+    holder is, or why it failed.
+
+    Args:
+        path: of the file.
+        retry: waits, and is asked whether to stop.
+        on_wait: called with the holder's progress about once a second.
+        most_seconds: to wait before BusyError; None for no limit.
+
+    Attributes:
+        holders_reason: why the holder that this one waited for failed; "" if it did not fail, was
+            killed, or the lock was free.
+    """
+
+    def __init__(
+        self,
+        path: str,
+        retry: Retry,
+        *,
+        on_wait: OnProgress | None = None,
+        most_seconds: float | None = None,
+    ) -> None:
+        self.holders_reason = ""
+        self._path = path
+        self._retry = retry
+        self._on_wait = on_wait
+        self._most = most_seconds
+        self._fd = -1
+
+    def __enter__(self) -> Self:
+        try:
+            self._fd = os.open(self._path, CREATE_OR_OPEN, 0o600)
+        except OSError as error:
+            raise StagingError(f"cannot lock {shown(self._path)}: {why(error)}") from error
+        try:
+            waited = 0
+            while not try_lock(self._fd, exclusive=True):
+                if self._most is not None and waited * _POLL_SECONDS >= self._most:
+                    raise BusyError
+                waited += 1
+                self._retry.check_stop()
+                if waited % _POLLS_PER_REPORT == 0:
+                    self._report_holder()
+                self._retry.sleep(_POLL_SECONDS)
+            text = self._text() if waited else ""
+            if text.startswith(_FAILED):
+                self.holders_reason = text[len(_FAILED) :]  # stays for the others that wait
+            else:
+                os.ftruncate(self._fd, 0)
+        except BaseException:
+            unlock(self._fd)
+            raise
+        return self
+
+    def fail(self, error: BaseException) -> None:
+        """Leave the reason for the processes that wait."""
+        self._write(_FAILED + (str(error) or type(error).__name__))
+
+    def tell(self, done: int, files: int, bytes_total: int, files_total: int) -> None:
+        """Leave the progress for the processes that wait."""
+        self._write(f"{_COPYING}{done} {files} {bytes_total} {files_total} ")
+
+    def raise_reason(self, what: str) -> None:
+        """Stop a caller that waited for a stager which failed.
+
+        Raises:
+            StagingError: what happened, and the reason that was left.
+        """
+        if self.holders_reason:
+            raise StagingError(f"{what}: {self.holders_reason}")
+
+    def __exit__(self, *_: object) -> None:
+        unlock(self._fd)
+
+    def _report_holder(self) -> None:
+        text = self._text()
+        numbers = [int(field) for field in text.split()[1:5] if field.isdigit()]
+        if self._on_wait is None or not text.startswith(_COPYING):
+            return
+        if len(numbers) == 4:  # noqa: PLR2004 - as `tell` writes them
+            self._on_wait(*numbers)
+
+    def _text(self) -> str:
+        return os.pread(self._fd, _TEXT_BYTES, 0).decode("utf-8", "replace")
+
+    def _write(self, text: str) -> None:
+        data = text.encode("utf-8", "backslashreplace")[:_TEXT_BYTES]
+        with contextlib.suppress(OSError):  # a full disk must not hide why the copy failed
+            os.pwrite(self._fd, data, 0)
+            os.ftruncate(self._fd, len(data))
 
 
 def remove_tree(path: str) -> None:
-    """Remove a directory that may be removed by others at the same time; no links are followed.
+    """Remove a directory that others may be removing at the same time; no links are followed.
 
     Raises:
         OSError: it cannot be removed.
@@ -67,14 +188,14 @@ def remove_tree(path: str) -> None:
         except PermissionError:  # a job may have taken its own right to write
             _open_up(path)
         except OSError:
-            continue  # somebody still wrote into it
+            continue  # a process still wrote into it
         else:
             return
     _remove(path)
 
 
 def _remove(path: str) -> None:
-    """Remove a directory; what others remove at the same time is no error."""
+    """Remove a directory; what others remove at the same time is not an error."""
 
     def fault(_call: object, _path: str, found: Any) -> None:
         error = found[1] if isinstance(found, tuple) else found

@@ -1,7 +1,7 @@
-"""What data is staged from: one Source per kind, read by several workers at once.
+"""What data is staged from: one `Source` per kind, read by several workers at once.
 
 The copier (`copy.py`) asks a source for its plan, forks its workers, and lets each of them open a
-reader.
+reader. A `Supply` brings the data of a request: this node reads the source, or others send it.
 """
 
 from __future__ import annotations
@@ -11,10 +11,13 @@ from typing import TYPE_CHECKING, Protocol
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+    from hpml_orchestrator.staging.copy import Copied
+    from hpml_orchestrator.staging.faults import Retry
     from hpml_orchestrator.staging.hashing import Buffer
     from hpml_orchestrator.staging.plan import Plan
+    from hpml_orchestrator.staging.progress import Progress
 
-__all__ = ["BLOCK_BYTES", "Reader", "Source"]
+__all__ = ["BLOCK_BYTES", "Reader", "Source", "Supply"]
 
 BLOCK_BYTES = 1 << 20
 """What is read, hashed and written at a time: larger blocks leave the cache of a core."""
@@ -63,3 +66,48 @@ class Reader(Protocol):
 
     def close(self) -> None:
         """Close what is open."""
+
+
+class Supply(Protocol):
+    """Brings the data of a request.
+
+    Attributes:
+        kind: the source's, as in the manifest.
+        method: how the data comes: "copy", "unpack" or "chain".
+    """
+
+    @property
+    def kind(self) -> str: ...  # noqa: D102 - see above
+
+    @property
+    def method(self) -> str: ...  # noqa: D102
+
+    def plan(self) -> Plan:
+        """Say what will be made; nothing is written, and the room is checked by it.
+
+        Raises:
+            StagingError, OSError: it cannot be staged.
+        """
+
+    def fill(self, plan: Plan, partial_dir: str, *, retry: Retry, progress: Progress) -> Copied:
+        """Make everything of the plan in an empty directory.
+
+        Raises:
+            StagingError: something went wrong; the caller removes the directory.
+            StagingStopped: retry's should_stop said so.
+            OSError: the directory cannot be written.
+        """
+
+    def reuse(self) -> None:
+        """Do what other nodes need of this one, which has the data already; in place of `fill`.
+
+        Raises:
+            StagingError: another node failed.
+            StagingStopped: should_stop said so.
+        """
+
+    def fail(self, reason: str, hint: str = "") -> None:
+        """Let other nodes know that this one ends, and why; raises nothing."""
+
+    def close(self) -> None:
+        """Give back what it holds; may be called again, also after errors."""

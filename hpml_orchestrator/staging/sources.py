@@ -8,24 +8,26 @@ import threading
 from typing import TYPE_CHECKING
 
 from hpml_orchestrator.staging.archives import TarSource
-from hpml_orchestrator.staging.capacity import readers_for
+from hpml_orchestrator.staging.copy import Copied, CopyOptions, copy
 from hpml_orchestrator.staging.faults import SourceChangedError
 from hpml_orchestrator.staging.plan import data_ranges, scan_file, scan_tree
 from hpml_orchestrator.staging.request import kind_of
 from hpml_orchestrator.staging.source import BLOCK_BYTES
+from hpml_orchestrator.staging.space import readers_for
 from hpml_orchestrator.staging.zips import ZipSource
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from hpml_orchestrator.staging.capacity import Room
     from hpml_orchestrator.staging.faults import Retry
     from hpml_orchestrator.staging.hashing import Buffer
     from hpml_orchestrator.staging.plan import Entry, Plan
+    from hpml_orchestrator.staging.progress import Progress
     from hpml_orchestrator.staging.request import StageRequest
     from hpml_orchestrator.staging.source import Reader, Source
+    from hpml_orchestrator.staging.space import Room
 
-__all__ = ["FileSource", "TreeSource", "check_same", "open_source"]
+__all__ = ["FileSource", "LocalSupply", "TreeSource", "check_same", "open_source"]
 
 READ = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
 _ZEROS = bytes(BLOCK_BYTES)
@@ -216,3 +218,38 @@ def check_empty(fd: int) -> None:
     """
     if os.read(fd, 1):
         raise SourceChangedError("says that it is empty but is not, as files of /proc do")
+
+
+class LocalSupply:
+    """This node reads the `source` by itself; it is looked at once."""
+
+    def __init__(self, source: Source, options: CopyOptions | None = None) -> None:
+        self.source = source
+        self._options = options or CopyOptions()
+        self._plan: Plan | None = None
+        self._open = True
+        self.kind = source.kind
+        self.method = "copy" if source.kind in {"tree", "file"} else "unpack"
+
+    def plan(self) -> Plan:
+        """Return what was found in the source at the first call."""
+        if self._plan is None:
+            self._plan = self.source.plan()
+        return self._plan
+
+    def fill(self, plan: Plan, partial_dir: str, *, retry: Retry, progress: Progress) -> Copied:
+        """Copy or unpack it."""
+        options = self._options
+        return copy(plan, self.source, partial_dir, options=options, retry=retry, progress=progress)
+
+    def reuse(self) -> None:
+        """Nobody else needs anything."""
+
+    def fail(self, reason: str, hint: str = "") -> None:
+        """Nobody else needs to know."""
+
+    def close(self) -> None:
+        """Close the source, once."""
+        if self._open:
+            self._open = False
+            self.source.close()

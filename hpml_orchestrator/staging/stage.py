@@ -9,26 +9,26 @@ from __future__ import annotations
 import contextlib
 import functools
 import os
+import secrets
 import time
 from typing import TYPE_CHECKING
 
 from hpml_orchestrator.errors import HpmlError, InputError, StagingError
 from hpml_orchestrator.records.files import fsync_dir
-from hpml_orchestrator.staging.area import StagingArea
-from hpml_orchestrator.staging.cache import DATA, Cache, linked_key, whole
-from hpml_orchestrator.staging.capacity import Room, check_room, room_at
+from hpml_orchestrator.staging.area import JobArea
 from hpml_orchestrator.staging.copy import CopyOptions
-from hpml_orchestrator.staging.faults import Retry, shown, why
-from hpml_orchestrator.staging.files import partial_path, remove_tree
+from hpml_orchestrator.staging.faults import Retry, shown
+from hpml_orchestrator.staging.files import (
+    BusyError,
+    NameLock,
+    remove_tree,
+)
 from hpml_orchestrator.staging.manifest import (
     Manifest,
     damage_path,
-    is_whole,
     manifest_path,
     published_manifest,
 )
-from hpml_orchestrator.staging.namelock import BusyError, NameLock
-from hpml_orchestrator.staging.private import private_reason
 from hpml_orchestrator.staging.progress import Progress
 from hpml_orchestrator.staging.request import (
     Bases,
@@ -36,8 +36,9 @@ from hpml_orchestrator.staging.request import (
     StageResult,
     StagingStopped,
 )
-from hpml_orchestrator.staging.sources import open_source
-from hpml_orchestrator.staging.supply import LocalSupply
+from hpml_orchestrator.staging.sources import LocalSupply, open_source
+from hpml_orchestrator.staging.space import Need, Room, check_room, private_reason, room_at
+from hpml_orchestrator.staging.store import DATA, PARTIAL, job_of, linked_key, own_key, whole
 from hpml_orchestrator.staging.work import (
     SOURCE_KEY,
     Work,
@@ -51,12 +52,14 @@ from hpml_orchestrator.staging.work import (
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-    from hpml_orchestrator.staging.cache import Kept
-    from hpml_orchestrator.staging.capacity import Need
+    from hpml_orchestrator.staging.area import Entry
     from hpml_orchestrator.staging.progress import OnProgress
-    from hpml_orchestrator.staging.supply import Supply
+    from hpml_orchestrator.staging.source import Supply
 
 __all__ = ["CopyStager"]
+
+_ROOM_TO_BEGIN = Need(1 << 20, 64)
+"""What the area and records of a job take."""
 
 _BUSY_SECONDS = 10.0
 """How long a node that others wait for waits for a process of its own job, such as an agent of an
@@ -103,8 +106,8 @@ class CopyStager:
         self._on_progress = on_progress
         self._room = room
         self.options = options or CopyOptions()
-        self._areas: dict[str, StagingArea] = {}
-        self._leases: dict[str, Kept] = {}
+        self._areas: dict[str, JobArea] = {}
+        self._leases: dict[str, Entry] = {}
         self._job_id = os.environ.get("SLURM_JOB_ID", "") if job_id is None else job_id
         self._checks_source = checks_source
         self._evicted: list[str] = []
@@ -133,7 +136,7 @@ class CopyStager:
             self._retry.check_stop()
             with looking_at(request):
                 unopened = self._unopened(request.target)
-                unopened.place.check_base()
+                unopened.store.check_base()
                 check_apart(request, unopened)
             area = self.area(request.target)
             if supply is None:
@@ -142,16 +145,14 @@ class CopyStager:
                 stack.push(functools.partial(ended, supply))
             work = Work(request, supply, area, evicted=self._evicted)
             self._evicted = []  # what went when the area was opened is told once
-            private = private_reason(area.base, self._job_id)
+            private = private_reason(area.store.base, self._job_id)
             with self._one_of_the_job(work) as lock:
                 if work.is_collective:
                     work.plan  # noqa: B018 - all nodes look, before one of them finds the data
-                manifest = self._published(work)
+                manifest = self._linked(work)
                 if manifest is None:
                     lock.raise_reason("another process of this job failed")
-                    manifest = self._kept(work, lock, keeps=request.keep and not private)
-                if manifest is None:
-                    manifest = self._publish(work, area.job_dir, request.name, lock)
+                    manifest = self._obtained(work, lock, keeps=request.keep and not private)
                 if work.copied is None:
                     supply.reuse()
         path, copied = area.path_of(request.name), work.copied
@@ -164,7 +165,7 @@ class CopyStager:
             method=manifest.method,
             reused=copied is None,
             digest=manifest.digest,
-            kept=bool(linked_key(path)),
+            kept=not job_of(os.path.dirname(os.path.realpath(path))),
             private=private,
             workers=copied.workers if copied else 1,
             evicted=tuple(work.evicted),
@@ -175,7 +176,7 @@ class CopyStager:
         """Hold the lock of the job's name; whoever waits for it is told what went wrong."""
         request, area = work.request, work.area
         lock = NameLock(
-            f"{area.job_dir}/.{request.name}.lock",
+            f"{area.path}/.{request.name}.lock",
             self._retry,
             on_wait=self._on_progress,
             most_seconds=_BUSY_SECONDS if work.is_collective else None,
@@ -185,7 +186,7 @@ class CopyStager:
                 stack.enter_context(lock)
             except BusyError as error:
                 raise StagingError(
-                    f"another process of this job stages {request.name} in {shown(area.job_dir)}, "
+                    f"another process of this job stages {request.name} in {shown(area.path)}, "
                     "maybe on another node",
                     hint="the target must be a directory of each node's own",
                 ) from error
@@ -194,105 +195,95 @@ class CopyStager:
             except BaseException as error:
                 # who waits for one that was only stopped takes over, as after a kill
                 if not lock.holders_reason and not isinstance(error, StagingStopped):
-                    lock.fail(str(error) or type(error).__name__)
+                    lock.fail(error)
                 if isinstance(error, (OSError, HpmlError)):
                     raise as_told(request, error) from error
                 raise
 
-    def _published(self, work: Work) -> Manifest | None:
-        """Return the manifest of whole data of this job; take away data that is not whole."""
+    def _linked(self, work: Work) -> Manifest | None:
+        """Return the manifest of whole data that the job's name leads to.
+
+        A link that leads nowhere, to damaged data or to those of a source that has changed is
+        removed.
+        """
         request, area = work.request, work.area
         path = area.path_of(request.name)
-        try:
-            for name in os.listdir(area.job_dir):
-                if name.startswith(f".{request.name}.partial-"):
-                    remove_tree(f"{area.job_dir}/{name}")
-            manifest = published_manifest(path) if os.path.lexists(path) else None
-            if manifest is not None and not is_same_data(manifest, work):
-                raise InputError(
-                    f"this job or shell staged {shown(manifest.source)} ({manifest.kind}) by that "
-                    "name",
-                    field="name",
-                    value=request.name,
-                    hint="give it another name (--name); `hpml stage clean --mine` removes what "
-                    "this shell staged",
-                )
-            key = linked_key(path)
-            if manifest is not None and self._is_outdated(manifest, work):
-                manifest = None
-                if key:
-                    os.unlink(path)
-            elif key:
-                manifest = self._linked(area, request.name, key)
-            elif manifest is not None and not is_whole(path, manifest):
-                manifest = None
-            if manifest is not None or not os.path.lexists(path):
-                return manifest
-            damaged = partial_path(area.job_dir, request.name)
-            os.rename(path, damaged)
-            remove_tree(damaged)
-        except OSError as error:
-            raise StagingError(f"cannot use {shown(path)}: {why(error)}") from error
-        return None
-
-    def _linked(self, area: StagingArea, name: str, key: str) -> Manifest | None:
-        """Return the manifest of kept data that a name of the job leads to.
-
-        A link that leads nowhere or to damaged data is removed.
-        """
-        entry = self._cache(area).take(key, create=False)
-        if entry is not None:
-            manifest = whole(entry.data)
-            if manifest is not None:
-                self._hold(entry)
-                return manifest
-            entry.release()
-        with contextlib.suppress(FileNotFoundError):
-            os.unlink(area.path_of(name))
-        return None
-
-    def _kept(self, work: Work, lock: NameLock, *, keeps: bool) -> Manifest | None:
-        """Let the job's name lead to an entry of the cache: found, waited for, or made.
-
-        Returns:
-            None when there is none and none is to be made, when the entry is damaged but other
-            jobs use it, and when waiting for another job could hold up other nodes.
-        """
-        if not work.request.trust_mtime and work.plan.at_least:
+        if not os.path.lexists(path):
             return None
-
-        def fill(directory: str, name: str, entry_lock: NameLock) -> Manifest:
-            return self._publish(work, directory, name, lock, entry_lock)
-
-        keys = work.entry_keys(hashed=self.options.hash)
-        for key in keys:
-            makes = fill if keeps and key == keys[-1] else None
-            cache = self._cache(work.area)
-            obtained = cache.obtain(key, whole, makes, waits=not work.is_collective)
-            if obtained is not None:
-                try:
-                    obtained.entry.link_from(work.area.path_of(work.request.name))
-                except BaseException:
-                    obtained.entry.release()
-                    raise
-                self._hold(obtained.entry)
-                return obtained.manifest
+        key = linked_key(path)
+        manifest = published_manifest(path) if key and os.path.exists(path) else None
+        if manifest is not None and not is_same_data(manifest, work):
+            raise InputError(
+                f"this job or shell staged {shown(manifest.source)} ({manifest.kind}) by that name",
+                field="name",
+                value=request.name,
+                hint="give it another name (--name); `hpml stage clean --mine` removes what "
+                "this shell staged",
+            )
+        if manifest is not None and not self._is_outdated(manifest, work):
+            entry = area.take(key, create=False)
+            if entry is not None:
+                manifest = whole(entry.data)
+                if manifest is not None:
+                    self._hold(entry)
+                    return manifest
+                entry.release()
+        remove_tree(path)
         return None
 
-    def _publish(self, work: Work, directory: str, name: str, *locks: NameLock) -> Manifest:
-        """Bring the data into a directory, by a name that appears when all of it is there.
+    def _obtained(self, work: Work, lock: NameLock, *, keeps: bool) -> Manifest:
+        """Let the job's name lead to an entry with the data: found, waited for, or made.
+
+        The job's own entry is made if the data are not to be kept, if the kept ones are damaged but
+        other jobs use them, and if waiting for another job could hold up other nodes.
+        """
+        name, area = work.request.name, work.area
+
+        def fill(directory: str, entry_lock: NameLock) -> Manifest:
+            return self._publish(work, directory, lock, entry_lock)
+
+        keys = []
+        if work.request.trust_mtime or not work.plan.at_least:
+            keys = work.entry_keys(hashed=self.options.hash)
+        made = own = own_key(name, area.job_key)
+        if keeps and keys:
+            made = keys[-1]
+        for key in (*keys, own):
+            if key == own:
+                self._release(f"{area.store.cache}/{own}")
+                area.drop(own)
+            obtained = area.obtain(
+                key,
+                fill if key in {made, own} else None,
+                self._retry,
+                waits=not work.is_collective,
+                on_progress=self._on_progress,
+            )
+            if obtained is not None:
+                break
+        assert obtained is not None  # noqa: S101 - of its own entry a job has one
+        entry, manifest = obtained
+        try:
+            entry.link_from(area.path_of(name))
+        except BaseException:
+            entry.release()
+            raise
+        self._hold(entry)
+        return manifest
+
+    def _publish(self, work: Work, directory: str, *locks: NameLock) -> Manifest:
+        """Bring the data into an entry, where their name appears when all of it is there.
 
         Args:
             work: what is wanted.
-            directory: of the job or of an entry of the cache.
-            name: of the data in it.
+            directory: of the entry.
             locks: told how far the copy is, for those who wait.
 
         Raises:
             CapacityError: it does not fit; found before a byte is copied.
             StagingError, RecordError, OSError: something else; nothing is left half-done.
         """
-        request, where = work.request, work.area.base
+        request, where = work.request, work.area.store.base
         work.source_key()  # as it was planned: what comes to the source meanwhile is not in it
         there = self._room(directory)
         need = work.plan.need(there.block_bytes, there.inode_bytes)
@@ -306,7 +297,7 @@ class CopyStager:
         self._make_room(work, need, directory)
         for again in (not work.is_collective, False):
             try:
-                return self._copy(work, need, directory, name, locks)
+                return self._copy(work, need, directory, locks)
             except StagingStopped:
                 raise
             except (HpmlError, OSError):
@@ -317,26 +308,27 @@ class CopyStager:
 
     def _make_room(self, work: Work, need: Need, directory: str) -> bool:
         """Remove kept data that nothing uses where that is what it takes; say whether any went."""
-        gone = self._cache(work.area).make_room(need, lambda: self._room(directory))
+        gone = work.area.store.make_room(need, lambda: self._room(directory))
         work.evicted.extend(gone)
         return bool(gone)
 
     def _copy(
-        self, work: Work, need: Need, directory: str, name: str, locks: tuple[NameLock, ...]
+        self, work: Work, need: Need, directory: str, locks: tuple[NameLock, ...]
     ) -> Manifest:
         """Check the room, copy beside the name, and rename."""
         request, plan = work.request, work.plan
-        check_room(need, self._room(directory), name=request.name, where=work.area.base)
+        check_room(need, self._room(directory), name=request.name, where=work.area.store.base)
         progress = Progress(functools.partial(self._tell, locks))
         progress.expect(plan.bytes, len(plan.files))
-        target, partial = f"{directory}/{name}", partial_path(directory, name)
+        target = f"{directory}/{DATA}"
+        partial = f"{directory}/{PARTIAL}{os.getpid()}-{secrets.token_hex(4)}"
         try:
             os.mkdir(partial, (plan.top.mode & 0o777) | 0o700)
             copied = work.supply.fill(plan, partial, retry=self._retry, progress=progress)
             manifest = work.manifest(copied)
             manifest.write(manifest_path(target))
             self._retry.check_stop()
-            with contextlib.suppress(FileNotFoundError):  # told of what lay there before
+            with contextlib.suppress(FileNotFoundError):  # left by what lay there before
                 os.unlink(damage_path(target))
             os.rename(partial, target)
             fsync_dir(directory)
@@ -374,12 +366,11 @@ class CopyStager:
         work = Work(request, supply, area)
         if work.plan.at_least:
             return False
-        own = area.path_of(request.name)
-        manifest = published_manifest(own) if os.path.exists(own) else None
+        manifest = published_manifest(area.path_of(request.name))
         if manifest is not None and is_same_data(manifest, work):
             return not self._is_outdated(manifest, work)
         keys = work.entry_keys(hashed=self.options.hash)
-        return any(os.path.exists(f"{area.place.cache}/{key}/{DATA}") for key in keys)
+        return any(os.path.exists(f"{area.store.cache}/{key}/{DATA}") for key in keys)
 
     def most_room(self, request: StageRequest) -> Room:
         """Return the room up to which a source is counted: without anything that hpml has there.
@@ -389,8 +380,8 @@ class CopyStager:
             OSError: the room cannot be measured.
         """
         area = self._unopened(request.target)
-        room = self._room(area.base)
-        return self._cache(area).most_room(room, area.path_of(request.name))
+        room = self._room(area.store.base)
+        return area.store.most_room(room, own_key(request.name, area.job_key))
 
     def room_without_idle(self, base: str) -> Room:
         """Return the room in a base without kept data that nothing uses, which goes if it must.
@@ -403,9 +394,9 @@ class CopyStager:
         """
         area = self._unopened(base)
         area.remove_stale()
-        return self._cache(area).room_without_idle(self._room(base))
+        return area.store.room_without_idle(self._room(base))
 
-    def area(self, target: str) -> StagingArea:
+    def area(self, target: str) -> JobArea:
         """Return the open area of a target, clearing away dead jobs when it is opened."""
         base = self._bases.resolve(target)
         if base not in self._areas:
@@ -415,7 +406,7 @@ class CopyStager:
             except StagingError:  # kept data may take the very last block
                 gone = []
                 with contextlib.suppress(HpmlError, OSError):
-                    gone = self._cache(area).make_room_to_begin(lambda: self._room(base))
+                    gone = area.store.make_room(_ROOM_TO_BEGIN, lambda: self._room(base))
                 if not gone:
                     raise
                 self._evicted.extend(gone)
@@ -424,13 +415,10 @@ class CopyStager:
             area.remove_stale()
         return self._areas[base]
 
-    def _unopened(self, target: str) -> StagingArea:
+    def _unopened(self, target: str) -> JobArea:
         """Return the area of a target without making anything there."""
         base = self._bases.resolve(target)
-        return StagingArea(base, self._job_key, owner_pid=self._owner_pid)
-
-    def _cache(self, area: StagingArea) -> Cache:
-        return Cache(area.place, area.owner(), self._retry, on_progress=self._on_progress)
+        return JobArea(base, self._job_key, owner_pid=self._owner_pid)
 
     def local(self, request: StageRequest, room: Room) -> LocalSupply:
         """Return what reads the source of a request, counted up to a room.
@@ -442,17 +430,19 @@ class CopyStager:
         source = open_source(request, self._retry, room, opens_per_second=rate)
         return LocalSupply(source, self.options)
 
-    def _hold(self, entry: Kept) -> None:
+    def _hold(self, entry: Entry) -> None:
         """Keep one lease per entry."""
         if entry.path in self._leases:
             entry.release()
         else:
             self._leases[entry.path] = entry
 
-    def _release(self) -> None:
-        for entry in self._leases.values():
-            entry.release()
-        self._leases.clear()
+    def _release(self, *paths: str) -> None:
+        """Give up the leases on some entries, or on all."""
+        for path in paths or tuple(self._leases):
+            entry = self._leases.pop(path, None)
+            if entry is not None:
+                entry.release()
 
     def leave(self) -> None:
         """Go without removing data: it stays while the owner lives; an empty area does not."""

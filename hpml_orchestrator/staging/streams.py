@@ -17,9 +17,9 @@ import zlib
 from typing import IO, TYPE_CHECKING, Any, NamedTuple, cast
 
 from hpml_orchestrator.errors import StagingError
-from hpml_orchestrator.staging.capacity import readers_for
 from hpml_orchestrator.staging.faults import SourceChangedError, shown, why
 from hpml_orchestrator.staging.source import BLOCK_BYTES
+from hpml_orchestrator.staging.space import readers_for
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

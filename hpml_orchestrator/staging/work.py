@@ -4,26 +4,38 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import hashlib
 import os
+import stat
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from hpml_orchestrator.errors import HpmlError, InputError, StagingError
-from hpml_orchestrator.staging.cache import entry_key
 from hpml_orchestrator.staging.faults import UNREADABLE, shown, why
 from hpml_orchestrator.staging.hashing import hashing
 from hpml_orchestrator.staging.manifest import Listing, Manifest, tree_digest
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterable, Iterator
 
-    from hpml_orchestrator.staging.area import StagingArea
+    from hpml_orchestrator.staging.area import JobArea
     from hpml_orchestrator.staging.copy import Copied
     from hpml_orchestrator.staging.plan import Plan
     from hpml_orchestrator.staging.request import StageRequest
-    from hpml_orchestrator.staging.supply import Supply
+    from hpml_orchestrator.staging.source import Supply
 
-__all__ = ["SOURCE_KEY", "Work", "as_told", "check_apart", "ended", "is_same_data", "looking_at"]
+__all__ = [
+    "SOURCE_KEY",
+    "Work",
+    "as_told",
+    "check_apart",
+    "ended",
+    "entry_key",
+    "is_same_data",
+    "looking_at",
+]
+
+_KEY_BYTES = 16
 
 SOURCE_KEY = "source_key"
 """Among the options of a manifest: the source as it was when it was staged."""
@@ -40,7 +52,7 @@ class Work:
 
     request: StageRequest
     supply: Supply
-    area: StagingArea
+    area: JobArea
     copied: Copied | None = None
     evicted: list[str] = field(default_factory=list)
     _source_key: str = ""
@@ -90,6 +102,34 @@ class Work:
         )
 
 
+def entry_key(plan: Plan | None, *, source: str, kind: str, options: Iterable[str] = ()) -> str:
+    """Return the name of the entry for a source as it is now, as 32 hexadecimal digits.
+
+    Over the real path and its status, the kind, the options, and names, sizes, times, modes and
+    links of everything in the plan; without a plan the source's own status stands for all in it.
+    BLAKE2b, which every Python has: the name must not depend on which of them looks.
+
+    Raises:
+        OSError: the source cannot be looked at.
+    """
+    real = os.path.realpath(source)
+    info = os.stat(real)
+    digest = hashlib.blake2b(digest_size=_KEY_BYTES)
+
+    def add(*values: object) -> None:
+        for value in values:
+            data = os.fsencode(value) if isinstance(value, str) else repr(value).encode()
+            digest.update(b"%d:" % len(data))
+            digest.update(data)
+
+    add(real, kind, sorted(options))
+    if plan is not None:
+        digest.update(plan.fingerprint)
+    if plan is None or not stat.S_ISDIR(info.st_mode):
+        add(info.st_size, info.st_mtime_ns, info.st_ino)
+    return digest.hexdigest()
+
+
 def ended(supply: Supply, _kind: object, error: BaseException | None, _trace: object) -> None:
     """Close a supply; one that was left by an error lets the other nodes know of it."""
     try:
@@ -106,10 +146,10 @@ def is_same_data(manifest: Manifest, work: Work) -> bool:
     return same and manifest.kind == work.supply.kind
 
 
-def check_apart(request: StageRequest, area: StagingArea) -> None:
+def check_apart(request: StageRequest, area: JobArea) -> None:
     """Refuse a source that holds the target or lies in it."""
     source = os.path.realpath(request.source) + "/"
-    target = os.path.realpath(area.job_dir) + "/"
+    target = os.path.realpath(area.path) + "/"
     published = f"{target}{request.name}/"
     if target.startswith(source) or source.startswith(published):
         raise InputError(

@@ -9,7 +9,7 @@ opens and bytes; nodes read it through a `Source` of this bench, and all else is
 engine, chain, digests, publishing. So ratios count, not rates. Ways take turns; a run ends when the
 last node has published. Two sets of data: one of large files, one of many small ones.
 
-Last comes the model (`staging/many/ways.py`): against what was measured here, and on paper for
+Last comes the model (`staging/distribution.py`): against what was measured here, and on paper for
 1,024 nodes, with its inputs.
 """
 
@@ -32,7 +32,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
-from hpml_orchestrator.staging.many.ways import Rates, choose, seconds_of
+from hpml_orchestrator.staging.distribution import Rates, choose, seconds_of
 from tests.unit.staging.many.networks import Network, NoNetworkError
 from tests.unit.staging.many.nodes import Nodes
 
@@ -47,7 +47,7 @@ WAYS = ("shared", "chain")
 
 REMOTE = """
 import socket, struct, threading
-import hpml_orchestrator.staging.many.ways as D
+import hpml_orchestrator.staging.distribution as D
 from hpml_orchestrator.staging.sources import TreeSource
 RANGE = struct.Struct(">HQQ")
 class Remote(TreeSource):

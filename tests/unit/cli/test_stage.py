@@ -126,7 +126,7 @@ def test_a_source_that_changes_midway(node: Node, big: Path, tmp_path: Path, fau
     tree = tmp_path / "tree"
     shutil.copytree(big, tree, symlinks=True)
     process = node.start(str(tree), "--to", "shm", *SLOWLY)
-    eventually(lambda: any(node.ram.glob("hpml-*/*/.tree.partial-*/*/*")))
+    eventually(lambda: any(node.ram.glob("hpml-*/.cache/*/.data.partial-*/*/*")))
     last = tree / "6" / max(os.listdir(tree / "6"))
     if fault == "grows":
         last.write_bytes(b"x" * 10_000)
@@ -145,7 +145,7 @@ def test_a_disk_that_fills_midway(node: Node, big: Path, tmpfs: Callable[[str], 
     """Another process takes the room that was there when the copy began."""
     disk = tmpfs("32m")
     process = node.start(str(big), "--to", str(disk), *SLOWLY)
-    eventually(lambda: any(disk.glob("hpml-*/*/.big.partial-*/*/*")))
+    eventually(lambda: any(disk.glob("hpml-*/.cache/*/.data.partial-*/*/*")))
     command = ["dd", "if=/dev/zero", f"of={disk / 'filler'}", "bs=64k", "status=none"]
     subprocess.run(command, check=False)
     out, err = process.communicate(timeout=60)
@@ -174,14 +174,14 @@ def test_a_signal_stops_in_good_order(
 ) -> None:
     """Status 128 + its number; nothing is half-published, and the next run works."""
     process = node.start(str(tree), str(big), "--to", "shm", *SLOWLY, start_new_session=True)
-    eventually(lambda: any(node.ram.glob("hpml-*/*/.big.partial-*/*/*")))
+    eventually(lambda: any(node.ram.glob("hpml-*/.cache/big@*/.data.partial-*/*/*")))
     os.killpg(process.pid, sent)
     out, err = process.communicate(timeout=120)
     assert process.returncode == 128 + sent, (out, err)
     assert out.startswith("staged tree: 50 files")
     name = "Ctrl-C" if sent == signal.SIGINT else sent.name
     assert err.splitlines()[-1] == f"hpml: {name}: not staged: big; kept: tree"
-    assert not [*node.ram.glob("hpml-*/*/.*.partial-*"), *node.ram.glob("hpml-*/*/big")]
+    assert not [*node.ram.glob("hpml-*/.cache/big@*"), *node.ram.glob("hpml-*/*/big")]
     assert node.stage(str(big), "--to", "shm", "--print", "files").out == "3000\n"
 
 

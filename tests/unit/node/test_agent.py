@@ -193,7 +193,7 @@ def test_told_to_end_while_it_stages(
     checkpoint = '{"requeue": ["preemption"]}'
     words = (*stage("data", source, target, kind="tree"), *slowly)
     running = start(*words, HPML_CHECKPOINT=checkpoint)
-    until(lambda: list(target.glob("*/*/.data.partial-*")))
+    until(lambda: list(target.glob("*/.cache/*/.data.partial-*")))
     running.process.send_signal(signal.SIGTERM)
     assert running.end()[0] == 0
     request = Attempt(running.attempt).stop_request()

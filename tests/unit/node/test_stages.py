@@ -15,7 +15,7 @@ from hpml_orchestrator.node.options import parse_options
 from hpml_orchestrator.node.stages import NodeStaging, Progress
 from hpml_orchestrator.records import events
 from hpml_orchestrator.staging import StageResult, StagingStopped
-from hpml_orchestrator.staging.manners import array_delay
+from hpml_orchestrator.staging.rate_limit import array_delay
 from tests.unit.node.conftest import stage
 
 MIB = 1 << 20

@@ -22,6 +22,7 @@ from hpml_orchestrator.staging import (
     StageResult,
     archives,
 )
+from hpml_orchestrator.staging.inventory import list_staged
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -51,9 +52,7 @@ def refused(stager: CopyStager, path: Path, match: str) -> None:
     """Check that an archive is refused and that nothing of it is left."""
     with pytest.raises(StagingError, match=match):
         stage(stager, path)
-    names = os.listdir(stager.area("shm").job_dir)
-    assert "data" not in names
-    assert not [name for name in names if "partial" in name]
+    assert list_staged([stager.area("shm").store.base]) == []
 
 
 @pytest.mark.parametrize("mode", ["w:", "w:gz", "w:bz2", "w:xz"])

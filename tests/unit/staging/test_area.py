@@ -10,8 +10,9 @@ from typing import TYPE_CHECKING
 import pytest
 
 from hpml_orchestrator.errors import InputError, StagingError
-from hpml_orchestrator.staging import MARKER, Owner, StagingArea, owner_is_alive, this_owner
+from hpml_orchestrator.staging import JobArea, Owner, owner_is_alive, this_owner
 from hpml_orchestrator.staging.files import remove_tree
+from hpml_orchestrator.staging.store import MARKER
 
 if TYPE_CHECKING:
     import subprocess
@@ -19,8 +20,8 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 
-def area(base: Path, key: str = "1.0") -> StagingArea:
-    return StagingArea(str(base), key)
+def area(base: Path, key: str = "1.0") -> JobArea:
+    return JobArea(str(base), key)
 
 
 def dead(_owner: Owner) -> bool:
@@ -36,11 +37,11 @@ def test_an_area_is_private_and_marked(base: Path) -> None:
         job.open()
     finally:
         os.umask(old)
-    for path in (job.root, job.job_dir):
+    for path in (job.store.path, job.path):
         assert stat.S_IMODE(os.stat(path).st_mode) == 0o700
-    assert os.path.exists(f"{job.root}/{MARKER}")
-    assert Owner.read(f"{job.job_dir}/.owner.json") == this_owner("1.0")
-    assert job.job_dir == f"{base}/hpml-{os.getuid()}/1.0"
+    assert os.path.exists(f"{job.store.path}/{MARKER}")
+    assert Owner.read(f"{job.path}/.owner.json") == this_owner("1.0")
+    assert job.path == f"{base}/hpml-{os.getuid()}/1.0"
 
 
 def test_cleanup_leaves_the_base_as_it_was(base: Path) -> None:
@@ -50,7 +51,7 @@ def test_cleanup_leaves_the_base_as_it_was(base: Path) -> None:
     second.open()
     (base / "other").touch()
     assert first.cleanup()
-    assert os.path.isdir(second.job_dir)
+    assert os.path.isdir(second.path)
     assert second.cleanup()
     assert second.cleanup()
     assert os.listdir(base) == ["other"]
@@ -62,7 +63,7 @@ def test_cleanup_waits_for_the_last_process_of_the_job(base: Path) -> None:
     first.open()
     second.open()
     assert not first.cleanup()
-    assert os.path.isdir(second.job_dir)
+    assert os.path.isdir(second.path)
     assert second.cleanup()
     assert os.listdir(base) == []
 
@@ -74,7 +75,7 @@ def test_cleanup_removes_what_the_job_locked_for_itself(base: Path) -> None:
     outside = base / "outside"
     outside.mkdir()
     (outside / "kept").touch()
-    inner = f"{job.job_dir}/x/y"
+    inner = f"{job.path}/x/y"
     os.makedirs(inner)
     os.symlink(outside, f"{inner}/link")
     os.chmod(inner, 0o500)
@@ -126,19 +127,19 @@ def test_bases_must_be_there_and_local(base: Path, tmp_path: Path) -> None:
     with pytest.raises(InputError, match="no such directory"):
         area(base / "none").open()
     with pytest.raises(InputError, match="absolute"):
-        StagingArea("relative", "1.0")
+        JobArea("relative", "1.0")
     (tmp_path / "self").mkdir()
     device = os.stat(base).st_dev
     line = f"1 0 {os.major(device)}:{os.minor(device)} / / rw - nfs4 server:/ rw\n"
     (tmp_path / "self" / "mountinfo").write_text(line)
     with pytest.raises(InputError, match="nfs4, which nodes share"):
-        StagingArea(str(base), "1.0", proc_root=str(tmp_path)).open()
+        JobArea(str(base), "1.0", proc_root=str(tmp_path)).open()
 
 
 HOLD = """
 import sys
-from hpml_orchestrator.staging import StagingArea
-area = StagingArea(sys.argv[1], sys.argv[2])
+from hpml_orchestrator.staging import JobArea
+area = JobArea(sys.argv[1], sys.argv[2])
 area.open()
 print("open", flush=True)
 sys.stdin.read() if len(sys.argv) > 3 else __import__("time").sleep(600)
@@ -159,7 +160,7 @@ def test_what_a_killed_job_left_is_removed(
     job = area(base)
     job.open()
     assert job.remove_stale() == ["killed.0"]
-    assert set(os.listdir(job.root)) == {MARKER, ".lock", "1.0", "running.0"}
+    assert set(os.listdir(job.store.path)) == {MARKER, ".lock", "1.0", "running.0"}
     assert job.remove_stale(dead) == [], "a lease protects what is in use"
     running.kill()
     running.wait()
@@ -173,14 +174,14 @@ def test_leftovers_of_making_and_removing_are_removed(base: Path) -> None:
     job = area(base)
     job.open()
     for name in (".new-3.0-aa", ".trash-4.0-bb", "unknown"):
-        os.makedirs(f"{job.root}/{name}/data")
+        os.makedirs(f"{job.store.path}/{name}/data")
     assert job.remove_stale(dead) == []
-    assert sorted(n for n in os.listdir(job.root) if n not in {MARKER, ".lock"}) == [
+    assert sorted(n for n in os.listdir(job.store.path) if n not in {MARKER, ".lock"}) == [
         "1.0",
         "unknown",
     ]
     job.cleanup()
-    assert os.path.isdir(f"{job.root}/unknown")
+    assert os.path.isdir(f"{job.store.path}/unknown")
 
 
 def test_the_living_are_told_from_the_dead() -> None:
@@ -201,21 +202,21 @@ def test_a_restart_takes_its_own_directory_over(base: Path) -> None:
     job.open()
     os.mkdir(job.path_of("data"))
     gone = dataclasses.replace(this_owner("1.0"), start_ticks=1)
-    gone.write(f"{job.job_dir}/.owner.json")
+    gone.write(f"{job.path}/.owner.json")
     job.close()
     again = area(base)
     again.open()
     assert again.remove_stale() == []
     assert os.path.isdir(again.path_of("data"))
-    assert Owner.read(f"{again.job_dir}/.owner.json") == this_owner("1.0")
+    assert Owner.read(f"{again.path}/.owner.json") == this_owner("1.0")
     again.cleanup()
 
 
 CHURN = """
 import os, sys
-from hpml_orchestrator.staging import StagingArea
+from hpml_orchestrator.staging import JobArea
 for number in range(60):
-    area = StagingArea(sys.argv[1], f"{sys.argv[2]}.{number}")
+    area = JobArea(sys.argv[1], f"{sys.argv[2]}.{number}")
     area.open()
     os.mkdir(area.path_of("data"))
     area.remove_stale()

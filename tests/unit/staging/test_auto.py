@@ -15,7 +15,6 @@ from hpml_orchestrator.staging.auto import (
     choose_target,
     own_storage,
 )
-from hpml_orchestrator.staging.capacity import Need, Room, room_at
 from hpml_orchestrator.staging.faults import Retry
 from hpml_orchestrator.staging.plan import Plan, scan_tree
 from hpml_orchestrator.staging.request import (
@@ -25,6 +24,7 @@ from hpml_orchestrator.staging.request import (
     name_of,
     names_of,
 )
+from hpml_orchestrator.staging.space import Need, Room, room_at
 
 RETRY = Retry(lambda _seconds: None, lambda: False)
 

@@ -14,15 +14,16 @@ import pytest
 from hpml_orchestrator.errors import CapacityError, StagingError
 from hpml_orchestrator.records.texts import human_bytes
 from hpml_orchestrator.staging import Bases, CopyOptions, CopyStager, Need, Room, StageRequest
-from hpml_orchestrator.staging.capacity import (
+from hpml_orchestrator.staging.faults import Retry
+from hpml_orchestrator.staging.inventory import list_staged
+from hpml_orchestrator.staging.plan import scan_tree
+from hpml_orchestrator.staging.space import (
     check_room,
     file_system_type,
+    memory_headroom,
     room_at,
     round_up,
 )
-from hpml_orchestrator.staging.cgroup import memory_headroom
-from hpml_orchestrator.staging.faults import Retry
-from hpml_orchestrator.staging.plan import scan_tree
 
 if TYPE_CHECKING:
     import subprocess
@@ -48,80 +49,55 @@ def _headroom(root: Path) -> tuple[int, str] | None:
     return memory_headroom(proc_root=str(root / "proc"), cgroup_root=str(root / "cg"))
 
 
-def test_v1_takes_the_least_of_all_ancestors(tmp_path: Path) -> None:
-    """A job's limit above its step counts on cgroup version 1."""
-    job = "cg/memory/slurm/uid_0/job_7"
-    _write(
-        tmp_path,
-        {
-            "proc/self/cgroup": "5:cpu:/x\n4:memory:/slurm/uid_0/job_7/step_0",
-            "proc/self/mountinfo": MOUNTS_V1.format(top="/", root=tmp_path),
-            f"{job}/step_0/memory.limit_in_bytes": NO_LIMIT_V1,
-            f"{job}/step_0/memory.usage_in_bytes": 10,
-            f"{job}/memory.limit_in_bytes": 1000,
-            f"{job}/memory.usage_in_bytes": 400,
-            "cg/memory/slurm/memory.limit_in_bytes": 5000,
-            "cg/memory/slurm/memory.usage_in_bytes": 4000,
-        },
-    )
-    found = _headroom(tmp_path)
-    assert found is not None
-    assert found[0] == 600
-    assert found[1].endswith("/memory/slurm/uid_0/job_7")
-
-
-def test_v2_takes_the_least_of_all_ancestors(tmp_path: Path) -> None:
-    """A limit anywhere above counts on cgroup version 2; "max" does not."""
-    _write(
-        tmp_path,
-        {
-            "proc/self/cgroup": "0::/system.slice/job_7/step_0",
-            "proc/self/mountinfo": MOUNTS_V2.format(top="/"),
-            "cg/system.slice/job_7/step_0/memory.max": "max",
-            "cg/system.slice/job_7/step_0/memory.current": 5,
-            "cg/system.slice/job_7/memory.max": 900,
-            "cg/system.slice/job_7/memory.current": 100,
-            "cg/system.slice/memory.max": 2000,
-            "cg/system.slice/memory.current": 1300,
-        },
-    )
-    found = _headroom(tmp_path)
-    assert found is not None
-    assert found[0] == 700
-
-
-def test_a_mounted_part_of_the_hierarchy_is_followed(tmp_path: Path) -> None:
-    """Inside a container the mount shows only the part below its own cgroup."""
-    _write(
-        tmp_path,
-        {
-            "proc/self/cgroup": "4:memory:/docker/abc/step",
-            "proc/self/mountinfo": MOUNTS_V1.format(top="/docker/abc", root=tmp_path),
-            "cg/memory/step/memory.limit_in_bytes": 70,
-            "cg/memory/step/memory.usage_in_bytes": 20,
-        },
-    )
-    found = _headroom(tmp_path)
-    assert found is not None
-    assert found[0] == 50
-
-
-def test_idle_page_cache_is_free_and_use_above_the_limit_is_none(tmp_path: Path) -> None:
-    """What the kernel would drop is not held against the job; room is never negative."""
-    files: dict[str, object] = {
-        "proc/self/cgroup": "0::/j",
-        "cg/j/memory.max": 1000,
-        "cg/j/memory.current": 990,
-        "cg/j/memory.stat": "anon 100\ninactive_file 300\nshmem 500",
+def _cgroups(top: str, version: int, **groups: tuple[object, object]) -> dict[str, object]:
+    """The files of memory cgroups by their directory below the top: limit and use."""
+    names = ("limit_in_bytes", "usage_in_bytes") if version == 1 else ("max", "current")
+    return {
+        f"{top}/{group}/memory.{name}".replace("//", "/"): value
+        for group, values in groups.items()
+        for name, value in zip(names, values, strict=True)
     }
-    _write(tmp_path, files)
+
+
+CACHE = {"cg/j/memory.stat": "anon 100\ninactive_file 300\nshmem 500"}
+HIERARCHIES = {
+    "version 1": (
+        "5:cpu:/x\n4:memory:/slurm/uid_0/job_7/step_0", MOUNTS_V1, "/",
+        _cgroups("cg/memory/slurm", 1, **{
+            "uid_0/job_7/step_0": (NO_LIMIT_V1, 10), "uid_0/job_7": (1000, 400), "": (5000, 4000),
+        }),
+        600, "/memory/slurm/uid_0/job_7",
+    ),
+    "version 2": (
+        "0::/system.slice/job_7/step_0", MOUNTS_V2, "/",
+        _cgroups("cg/system.slice", 2, **{
+            "job_7/step_0": ("max", 5), "job_7": (900, 100), "": (2000, 1300),
+        }),
+        700, "/system.slice",
+    ),
+    "mounted in part, as in a container": (
+        "4:memory:/docker/abc/step", MOUNTS_V1, "/docker/abc",
+        _cgroups("cg/memory", 1, step=(70, 20)), 50, "/memory/step",
+    ),
+    "idle page cache is free": (
+        "0::/j", "", "/", {**_cgroups("cg", 2, j=(1000, 990)), **CACHE}, 310, "/j",
+    ),
+    "never below 0": (
+        "0::/j", "", "/", {**_cgroups("cg", 2, j=(1000, 2000)), **CACHE}, 0, "/j",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", HIERARCHIES)
+def test_the_least_of_all_cgroups_above_counts(tmp_path: Path, case: str) -> None:
+    """A job's limit above its step counts, on cgroup versions 1 and 2."""
+    own, mounts, top, files, free, where = HIERARCHIES[case]
+    mounts = mounts.format(top=top, root=tmp_path)
+    _write(tmp_path, {"proc/self/cgroup": own, "proc/self/mountinfo": mounts, **files})
     found = _headroom(tmp_path)
     assert found is not None
-    assert found[0] == 310
-    _write(tmp_path, {"cg/j/memory.current": 2000})
-    found = _headroom(tmp_path)
-    assert found is not None
-    assert found[0] == 0
+    assert found[0] == free
+    assert found[1].endswith(where)
 
 
 def test_without_limits_free_memory_counts_or_nothing(tmp_path: Path) -> None:
@@ -230,8 +206,7 @@ def test_nothing_is_copied_that_does_not_fit(
     stager = CopyStager("1.0", bases=Bases(shm=str(point)))
     with pytest.raises(CapacityError, match=re.escape(said)):
         stager.stage(StageRequest("x", str(source), target="shm"))
-    job_dir = stager.area("shm").job_dir
-    assert not [name for name in os.listdir(job_dir) if "partial" in name or name == "x"]
+    assert list_staged([str(point)]) == []
     stager.cleanup()
     assert os.listdir(point) == []
 
@@ -252,7 +227,7 @@ def test_a_full_target_is_final_and_leaves_nothing(
     with pytest.raises(Exception, match="No space left on device"):
         stager.stage(StageRequest("x", str(source), target="shm"))
     assert naps == []
-    assert not [n for n in os.listdir(stager.area("shm").job_dir) if n.startswith((".x.p", "x"))]
+    assert not [n for n in os.listdir(stager.area("shm").path) if n.startswith((".x.p", "x"))]
     stager.cleanup()
 
 
@@ -345,7 +320,7 @@ def test_a_quota_is_final_and_leaves_nothing(
         stager.stage(request)
     monkeypatch.undo()
     assert naps == []
-    assert not [n for n in os.listdir(stager.area("shm").job_dir) if n.startswith((".x.p", "x"))]
+    assert not [n for n in os.listdir(stager.area("shm").path) if n.startswith((".x.p", "x"))]
     assert stager.stage(request).files == 200
     stager.cleanup()
 

@@ -23,14 +23,12 @@ from hpml_orchestrator.errors import StagingError
 from hpml_orchestrator.packing import PackRequest, pack
 from hpml_orchestrator.staging import CopyOptions, StageRequest, StagingStopped
 from hpml_orchestrator.staging import copy as copier
-from hpml_orchestrator.staging.capacity import file_system_type, room_at
 from hpml_orchestrator.staging.copy import Copied, copy
 from hpml_orchestrator.staging.faults import Retry
-from hpml_orchestrator.staging.mounts import MEMORY_TYPES
 from hpml_orchestrator.staging.plan import Entry
-from hpml_orchestrator.staging.progress import Progress
-from hpml_orchestrator.staging.shares import FILE_COST_BYTES, share_out
+from hpml_orchestrator.staging.progress import FILE_COST_BYTES, Progress, share_out
 from hpml_orchestrator.staging.sources import FileSource, TreeSource, open_source
+from hpml_orchestrator.staging.space import MEMORY_TYPES, file_system_type, room_at
 from tests.patience import eventually
 
 if TYPE_CHECKING:
@@ -133,13 +131,6 @@ def test_a_tree_is_copied_as_find_and_sha256_see_it(
     assert (base / "to" / "sparse").stat().st_blocks * 512 < 2 * MIB
 
 
-def test_onto_a_disk(wide: Path, tmp_path: Path) -> None:
-    """The same on a file system that is no tmpfs."""
-    copied(tree(wide), tmp_path / "to", CopyOptions(processes=2))
-    assert told_by_find(tmp_path / "to") == told_by_find(wide)
-    assert sums(tmp_path / "to") == sums(wide)
-
-
 @pytest.mark.parametrize("processes", [1, 3])
 def test_digests_are_those_of_the_files(wide: Path, base: Path, processes: int) -> None:
     """Each is the XXH3-128 of the file."""
@@ -147,24 +138,6 @@ def test_digests_are_those_of_the_files(wide: Path, base: Path, processes: int) 
     found = copied(source, base / "to", CopyOptions(processes=processes)).digests
     for entry, digest in zip(source.plan().files, found, strict=True):
         assert digest == xxh3_128((wide / entry.path).read_bytes()).digest(), entry.path
-
-
-def test_without_hash_there_are_no_digests(wide: Path, base: Path) -> None:
-    """Nothing is made up for what was not hashed."""
-    assert copied(tree(wide), base / "to", CopyOptions(hash=False)).digests == []
-
-
-def test_set_bits_are_left_out_and_the_umask_holds(wide: Path, base: Path) -> None:
-    """No setuid or setgid; what the umask takes is taken, but not from the owner."""
-    (wide / "large").chmod(0o6777)
-    (wide / "d3").chmod(0o2070)
-    old = os.umask(0o027)
-    try:
-        copied(tree(wide), base / "to", CopyOptions(processes=2))
-    finally:
-        os.umask(old)
-    assert (base / "to" / "large").stat().st_mode & 0o7777 == 0o750
-    assert (base / "to" / "d3").stat().st_mode & 0o7777 == 0o750
 
 
 @pytest.mark.parametrize("hash_it", [True, False])
@@ -326,17 +299,6 @@ def children_of(thread: int) -> list[str]:
     return Path(f"/proc/self/task/{thread}/children").read_text("ascii").split()
 
 
-@pytest.mark.parametrize("processes", [1, 2])
-def test_a_full_target_is_final(
-    wide: Path, small_tmpfs: Callable[[str], Path], processes: int
-) -> None:
-    """ENOSPC ends it at once with the reason, whoever met it."""
-    target = small_tmpfs("size=3m")
-    options = CopyOptions(processes=processes)
-    with pytest.raises(StagingError, match="No space left on device"):
-        copied(tree(wide), target / "to", options)
-
-
 def test_no_more_files_are_opened_than_allowed(
     wide: Path, base: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -415,7 +377,7 @@ def test_pages_of_a_servers_files_leave_the_cache(
     if not shutil.which("fincore") or file_system_type(str(tmp_path)) in MEMORY_TYPES:
         pytest.skip("NOT TESTED: needs fincore, and a temporary directory that is not in memory")
     # FAKE: this machine's disk counts as a file server
-    monkeypatch.setattr("hpml_orchestrator.staging.capacity.is_served_type", lambda _kind: served)
+    monkeypatch.setattr("hpml_orchestrator.staging.space.is_served_type", lambda _kind: served)
     tree, place = tmp_path / "tree", tmp_path / "place"
     for directory in (tree, place):
         directory.mkdir()

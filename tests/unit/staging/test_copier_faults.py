@@ -72,11 +72,11 @@ def kill_once(
     """Kill a stager after a delay, then stage anew; say whether it was in the middle."""
     process = child(STAGE, base, crowd)
     root = base / f"hpml-{os.getuid()}" / "7.0"
-    eventually(lambda: list(root.glob(".data.partial-*")))
+    eventually(lambda: list(base.glob("hpml-*/.cache/*/.data.partial-*")))
     time.sleep(delay)
     process.send_signal(signal.SIGKILL)
     process.wait()
-    partial = list(root.glob(".data.partial-*"))
+    partial = list(base.glob("hpml-*/.cache/*/.data.partial-*"))
     published = (root / "data").exists()
     if published:
         assert same(root / "data", crowd)
@@ -85,7 +85,7 @@ def kill_once(
     result = stager.stage(StageRequest("data", str(crowd), target="shm"))
     assert result.reused == published
     assert same(Path(result.path), crowd)
-    assert not list(root.glob(".data.partial-*"))
+    assert not list(base.glob("hpml-*/.cache/*/.data.partial-*"))
     stager.cleanup()
     assert os.listdir(base) == []
     return bool(partial)

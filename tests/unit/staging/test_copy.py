@@ -4,22 +4,16 @@ from __future__ import annotations
 
 import errno
 import os
-import shutil
 import socket
 import stat
-import tempfile
-import threading
-import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
 
 from hpml_orchestrator.errors import InputError, StagingError
 from hpml_orchestrator.staging import Bases, CopyStager, StageRequest
-from hpml_orchestrator.staging import copy as copier
+from hpml_orchestrator.staging.inventory import list_staged
 from hpml_orchestrator.staging.progress import Progress
 
 if TYPE_CHECKING:
@@ -64,8 +58,7 @@ def around_reading(
 
 
 def nothing_published(stager: CopyStager) -> bool:
-    names = os.listdir(stager.area("shm").job_dir)
-    return "data" not in names and not [name for name in names if "partial" in name]
+    return not list_staged([stager.area("shm").store.base])
 
 
 def test_a_tree_arrives_whole(stager: CopyStager, source: Path, base: Path) -> None:
@@ -165,19 +158,6 @@ def test_twenty_paths_are_told_and_the_rest_counted(stager: CopyStager, source: 
     assert lines[-1].strip() == "and 13 more"
 
 
-def test_holes_stay_holes(stager: CopyStager, source: Path) -> None:
-    """A sparse file takes no more room than before, is not counted as more, and reads the same."""
-    with open(source / "sparse", "wb") as stream:
-        stream.seek(50 << 20)
-        stream.write(b"middle")
-        stream.truncate(100 << 20)
-    result = stager.stage(shm(source))
-    staged = os.stat(Path(result.path) / "sparse")
-    assert staged.st_size == 100 << 20
-    assert staged.st_blocks * 512 < 1 << 20
-    assert (Path(result.path) / "sparse").read_bytes() == (source / "sparse").read_bytes()
-
-
 def test_a_missing_source_is_named(stager: CopyStager, tmp_path: Path) -> None:
     """A source that is not there is told by its path."""
     with pytest.raises(StagingError, match="/nowhere: No such file"):
@@ -268,25 +248,6 @@ def test_faults_that_stay_end_it(
     assert nothing_published(stager)
 
 
-def test_slow_sources_are_read_by_several_threads(
-    stager: CopyStager, source: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Where a source is served to the node, threads wait for it, and the result is the same."""
-    monkeypatch.setattr(copier, "readers_for", lambda _path: 32)
-    for number in range(200):
-        (source / f"f{number}").write_bytes(b"%d" % number)
-    seen = set()
-
-    def slowly(call: Callable[[], int]) -> int:
-        seen.add(threading.get_ident())
-        time.sleep(0.001)
-        return call()
-
-    around_reading(monkeypatch, slowly)
-    assert picture(Path(stager.stage(shm(source)).path)) == picture(source)
-    assert len(seen) > 2
-
-
 def test_progress_is_told_at_most_once_a_second() -> None:
     """Calls are a second apart by the clock, and the last one is complete."""
     now = iter(n / 4 for n in range(10**6))
@@ -348,63 +309,3 @@ def as_nobody(call: Callable[[], str]) -> str:
         text = stream.read()
     os.waitpid(pid, 0)
     return text
-
-
-NAMES = st.binary(min_size=1, max_size=12).filter(
-    lambda name: b"/" not in name and b"\0" not in name and name not in {b".", b".."}
-) | st.sampled_from([b"-rf", b"\xc3\xa9", b"new\nline", b" ", b"\xff\xfe", b"*", "名".encode()])
-
-TREES: st.SearchStrategy[Any] = st.recursive(
-    st.tuples(st.binary(max_size=9000), st.sampled_from([0o644, 0o755, 0o400, 0o4711, 0o777])),
-    lambda below: st.dictionaries(NAMES, below, max_size=4),
-    max_leaves=12,
-)
-
-
-def _plant(path: bytes, tree: Any) -> Iterator[bytes]:
-    """Create a tree; yields its files."""
-    if isinstance(tree, dict):
-        os.mkdir(path)
-        for name, below in tree.items():
-            yield from _plant(path + b"/" + name, below)
-    else:
-        with open(path, "wb") as stream:
-            stream.write(tree[0])
-        os.chmod(path, tree[1])
-        yield path
-
-
-@settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
-@given(tree=st.dictionaries(NAMES, TREES, max_size=5), data=st.data())
-def test_any_tree_arrives_whole(tree: dict[bytes, Any], data: st.DataObject) -> None:
-    """Random names, contents, modes, links: the copy is the source but for set bits."""
-    work = tempfile.mkdtemp(prefix="hpml-test-", dir="/dev/shm")
-    try:
-        top = os.fsencode(work) + b"/source"
-        files = list(_plant(top, tree))
-        if files:
-            first = data.draw(st.sampled_from(files))
-            if data.draw(st.booleans()):
-                os.link(first, top + b"/hard link")
-            if data.draw(st.booleans()):
-                os.symlink(os.path.relpath(first, top), top + b"/soft\nlink")
-        os.mkdir(f"{work}/base")
-        stager = CopyStager("1", bases=Bases(shm=f"{work}/base"))
-        result = stager.stage(shm(Path(os.fsdecode(top))))
-        umask = os.umask(0)
-        os.umask(umask)
-        wanted = {
-            name: (
-                kind,
-                mode if "120000" in oct(int(kind)) else (mode & ~umask) | 0o600,
-                time,
-                what,
-            )
-            for name, (kind, mode, time, what) in picture(Path(os.fsdecode(top))).items()
-        }
-        assert picture(Path(result.path)) == wanted
-        assert stager.stage(shm(Path(os.fsdecode(top)))).reused
-        stager.cleanup()
-        assert os.listdir(f"{work}/base") == []
-    finally:
-        shutil.rmtree(work)

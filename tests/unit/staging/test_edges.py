@@ -22,19 +22,19 @@ from hpml_orchestrator.staging import (
     LocalSupply,
     Room,
     StageRequest,
-    lister,
+    plan,
 )
 from hpml_orchestrator.staging import copy as copier
 from hpml_orchestrator.staging.archives import TarSource
-from hpml_orchestrator.staging.cache import entry_key
-from hpml_orchestrator.staging.capacity import room_at
 from hpml_orchestrator.staging.copy import copy
 from hpml_orchestrator.staging.faults import Retry
 from hpml_orchestrator.staging.files import remove_tree
+from hpml_orchestrator.staging.manifest import verify
 from hpml_orchestrator.staging.plan import HardLink, Symlink, scan_tree
 from hpml_orchestrator.staging.progress import Progress
 from hpml_orchestrator.staging.sources import FileSource, TreeSource, open_source
-from hpml_orchestrator.staging.verify import verify
+from hpml_orchestrator.staging.space import room_at
+from hpml_orchestrator.staging.work import entry_key
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -74,7 +74,7 @@ def test_a_job_that_may_have_no_more_threads_copies_all(
             return real(*words, **options)
 
         monkeypatch.setattr(os, name, slow)
-    for module in (copier, lister):
+    for module in (copier, plan):
         monkeypatch.setattr(module, "readers_for", lambda _path: 32)
     begun = threading.Thread.start
     asked: list[int] = []
@@ -105,7 +105,7 @@ def test_files_that_only_say_that_they_are_empty_are_refused(
         stager.stage(StageRequest("data", "/proc/sys/kernel/random", target="shm"))
     with pytest.raises(StagingError, match="version: says that it is empty but is not"):
         stager.stage(StageRequest("data", "/proc/version", target="shm"))
-    assert "data" not in os.listdir(stager.area("shm").job_dir)
+    assert "data" not in os.listdir(stager.area("shm").path)
 
 
 class Meddled(LocalSupply):
@@ -170,7 +170,7 @@ def test_a_disk_that_fills_up_midway_takes_the_cache_first(
         with pytest.raises(StagingError, match="No space left"):
             job.stage(request, supply)
         assert supply.fills == 1
-        assert not list(base.glob("hpml-*/2.0/*data*.partial*"))
+        assert not list(base.glob("hpml-*/.cache/*@2.0/.data.partial*"))
     assert other.stat().st_size == size
     job.cleanup()
 
@@ -198,7 +198,7 @@ def test_what_the_cache_gave_is_measured_before_it_is_tried_again(
         job.stage(StageRequest("data", str(new), target="shm"), supply)
     assert second.exists()
     assert supply.fills == 1
-    assert not list(base.glob("hpml-*/2.0/*data*.partial*"))
+    assert not list(base.glob("hpml-*/.cache/*@2.0/.data.partial*"))
     job.cleanup()
 
 
@@ -235,7 +235,7 @@ def test_the_manifest_counts_as_room(small_tmpfs: Callable[[str], Path], tmp_pat
     assert supply.fills == 0
     need = scan_tree(str(many), RETRY).need(4096)
     roomy = CopyStager("1", bases=Bases(shm=str(small_tmpfs("size=64m"))), room=plain_room)
-    path = Path(roomy.stage(StageRequest("data", str(many), target="shm")).path)
+    path = Path(roomy.stage(StageRequest("data", str(many), target="shm")).path).resolve()
     written = (path.parent / ".data.manifest").stat().st_size
     assert written <= need.bytes <= written + 4 * 4096
     stager.cleanup()
@@ -412,7 +412,7 @@ def test_an_archive_that_changes_behind_the_last_read_is_noticed(
     monkeypatch.setattr(os, "preadv", read)
     with pytest.raises(StagingError, match="changed while it was copied"):
         stager.stage(request, supply)
-    assert "data" not in os.listdir(stager.area("shm").job_dir)
+    assert "data" not in os.listdir(stager.area("shm").path)
     stager.cleanup()
 
 

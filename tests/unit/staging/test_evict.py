@@ -16,19 +16,17 @@ from typing import TYPE_CHECKING
 import pytest
 
 from hpml_orchestrator.errors import CapacityError, StagingError
-from hpml_orchestrator.staging import Bases, CopyStager, Room, StageRequest, this_owner
+from hpml_orchestrator.staging import Bases, CopyStager, Room, StageRequest
 from hpml_orchestrator.staging.auto import Outcome, stage_chosen
-from hpml_orchestrator.staging.cache import Cache, whole
-from hpml_orchestrator.staging.capacity import room_at
-from hpml_orchestrator.staging.faults import Retry
-from hpml_orchestrator.staging.many.ways import supply_for
-from hpml_orchestrator.staging.root import Root
+from hpml_orchestrator.staging.distribution import supply_for
+from hpml_orchestrator.staging.space import room_at
+from hpml_orchestrator.staging.store import Store, whole
 from tests.patience import eventually
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from hpml_orchestrator.staging.supply import Supply
+    from hpml_orchestrator.staging.source import Supply
 
 MIB = 1 << 20
 
@@ -71,8 +69,9 @@ def keep(base: Path, tree: Path, key: str, used: float) -> None:
 
 
 def held(base: Path) -> set[int]:
-    """Which of the trees are in the cache."""
-    return {path.read_bytes()[0] for path in base.glob("hpml-*/.cache/*/data/data")}
+    """Which of the trees are kept."""
+    found = base.glob("hpml-*/.cache/*/data/data")
+    return {path.read_bytes()[0] for path in found if "@" not in str(path)}
 
 
 def request(tree: Path, *, keeps: bool = True) -> StageRequest:
@@ -440,11 +439,9 @@ def test_data_of_a_living_shell_stays(
     assert shell.stdout is not None
     path = shell.stdout.readline().strip()
     keep(base, trees[1], "2.0", time.time() + 60)
-    mine = this_owner("9.0")
-    cache = Cache(Root(str(base)), mine, Retry(time.sleep, lambda: False))
-    key = Path(path).resolve().parent.name
-    assert key not in [idle for _, idle in cache.idle()]
-    assert not cache.remove(key), "it came into use after somebody looked"
+    store, entry = Store(str(base)), str(Path(path).resolve().parent)
+    assert entry not in store.idle()
+    assert not store.remove(entry), "it came into use after somebody looked"
     job = stager(base, "9.0")
     assert job.stage(request(trees[2])).evicted == (str(trees[1]),)
     assert Path(path, "data").read_bytes()[0] == 0
@@ -469,15 +466,12 @@ for number in range(40):
 """
 EVICT = """
 import os, sys, time
-from hpml_orchestrator.staging import this_owner
-from hpml_orchestrator.staging.cache import Cache
-from hpml_orchestrator.staging.faults import Retry
-from hpml_orchestrator.staging.root import Root
-cache = Cache(Root(sys.argv[1]), this_owner("e.0"), Retry(time.sleep, bool))
+from hpml_orchestrator.staging.store import Store
+store = Store(sys.argv[1])
 removed = 0
 print("ready", flush=True)
 while not os.path.exists(sys.argv[2]):
-    removed += sum(cache.remove(key) for _, key in cache.idle())
+    removed += sum(store.remove(entry) for entry in store.idle())
 print(removed, flush=True)
 """
 
@@ -509,9 +503,9 @@ def test_a_full_cache_of_another_user_is_not_looked_at(base: Path, trees: list[P
     entry = other / ".cache" / ("0" * 32) / "data"
     entry.mkdir(parents=True)
     (other / ".hpml-staging").touch()
-    cache = Cache(Root(str(base)), this_owner("1.0"), Retry(time.sleep, lambda: False))
-    assert cache.idle() == []
-    assert not cache.remove("0" * 32)
+    store = Store(str(base))
+    assert store.idle() == []
+    assert not store.remove(str(entry.parent))
     assert entry.is_dir()
     assert whole(str(entry)) is None
     assert trees[0].is_dir()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from hpml_orchestrator.staging import mounts
+from hpml_orchestrator.staging import space
 
 
 @pytest.mark.parametrize(
@@ -19,7 +19,7 @@ from hpml_orchestrator.staging import mounts
 def test_types_are_known_as_mountinfo_names_them(kinds: str, served: bool, own: bool) -> None:
     """What is served leaves the page cache once it is read; what is own may be read in place."""
     for kind in kinds.split():
-        assert (mounts.is_served_type(kind), mounts.is_own_type(kind)) == (served, own), kind
+        assert (space.is_served_type(kind), space.is_own_type(kind)) == (served, own), kind
 
 
 @pytest.mark.parametrize(
@@ -27,10 +27,10 @@ def test_types_are_known_as_mountinfo_names_them(kinds: str, served: bool, own: 
 )
 def test_nothing_is_staged_to_what_nodes_share(kind: str) -> None:
     """Else a copy for each node would go to one place."""
-    assert kind in mounts.SHARED_TYPES
+    assert kind in space.SHARED_TYPES
 
 
 def test_a_type_that_is_not_known_is_neither() -> None:
     """Without mountinfo nothing is promised."""
-    assert not mounts.is_served_type("")
-    assert not mounts.is_own_type("")
+    assert not space.is_served_type("")
+    assert not space.is_own_type("")

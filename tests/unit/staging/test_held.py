@@ -12,7 +12,8 @@ import pytest
 
 from hpml_orchestrator.errors import StagingError
 from hpml_orchestrator.staging import Bases, CopyStager, StageRequest
-from hpml_orchestrator.staging.held import clean, list_staged, shell_key
+from hpml_orchestrator.staging.caller import shell_key
+from hpml_orchestrator.staging.inventory import clean, list_staged
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -49,10 +50,11 @@ def test_all_that_is_staged_is_listed(base: Path, source: Path) -> None:
     """Data of jobs and of the cache, each once, with whose it is and who uses it."""
     job = stager(base, "1.0")
     own, kept = stage(job, source, "own"), stage(job, source / "a", "kept", keep=True)
-    (kept.parent.parent.parent / "1.0" / ".own.partial-1-aa").mkdir()
+    half_path = own.parent / ".data.partial-1-aa"
+    half_path.mkdir()
     found = {staged.path: staged for staged in list_staged([str(base)])}
-    assert set(found) == {str(own), str(kept), f"{root(base)}/1.0/.own.partial-1-aa"}
-    mine, entry = found[str(own)], found[str(kept)]
+    assert set(found) == {f"{root(base)}/1.0/own", str(kept), str(half_path)}
+    mine, entry = found[f"{root(base)}/1.0/own"], found[str(kept)]
     assert (mine.name, mine.source, mine.kind, mine.bytes, mine.files) == (
         "own", str(source), "tree", 5003, 3,
     )  # fmt: skip
@@ -61,7 +63,7 @@ def test_all_that_is_staged_is_listed(base: Path, source: Path) -> None:
     assert (entry.source, entry.kept, entry.in_use) == (str(source / "a"), True, "job 1.0")
     assert (entry.owner, entry.state) == ("1.0", "ok")
     assert abs(entry.last_used - time.time()) < 600
-    half = found[f"{root(base)}/1.0/.own.partial-1-aa"]
+    half = found[str(half_path)]
     assert (half.name, half.state, half.source) == ("own", "incomplete", "")
     job.cleanup()
     assert [(one.path, one.in_use) for one in list_staged([str(base)])] == [(str(kept), "")]
@@ -101,7 +103,7 @@ def test_cleaning_removes_what_dead_jobs_left(
     assert [one.path for one in preview.removed] == [one.path for one in done.removed]
     assert done.bytes == 5003
     assert done.leftovers == [f"{root(base)}/.trash-9.0-aa"]
-    entry = next((root(base) / ".cache").iterdir())
+    entry = next(one for one in (root(base) / ".cache").iterdir() if "@" not in one.name)
     assert dict(done.kept) == {
         f"{root(base)}/2.0": f"in use by process {jobs[1].pid}",
         str(entry): "in use by job 2.0",

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from hpml_orchestrator.errors import StagingError
-from hpml_orchestrator.staging import StagingStopped, lister
+from hpml_orchestrator.staging import StagingStopped, plan
 from hpml_orchestrator.staging.faults import Retry
 from hpml_orchestrator.staging.plan import scan_tree
 
@@ -41,7 +41,7 @@ def retry() -> Retry:
 
 def slow_metadata(monkeypatch: pytest.MonkeyPatch, seconds: float) -> set[int]:
     """Let a tree be served and slow to look at, and tell who looked."""
-    monkeypatch.setattr(lister, "readers_for", lambda _path: 32)
+    monkeypatch.setattr(plan, "readers_for", lambda _path: 32)
     threads: set[int] = set()
     for name, pause in (("listdir", 10 * seconds), ("stat", seconds), ("lstat", seconds)):
         real = getattr(os, name)
@@ -73,13 +73,13 @@ def test_parts_of_a_large_directory_are_sorted_once(
 ) -> None:
     """A directory of a million files comes in thousands of parts."""
     compared: list[str] = []
-    monkeypatch.setattr(lister, "_NAMES_AT_ONCE", 5)
+    monkeypatch.setattr(plan, "_NAMES_AT_ONCE", 5)
 
     def name(row: tuple[str, object, str]) -> str:
         compared.append(row[0])
         return row[0]
 
-    monkeypatch.setattr(lister, "_name", name)
+    monkeypatch.setattr(plan, "_name", name)
     slow_metadata(monkeypatch, 0.0005)
     names = [one.path for one in scan_tree(str(leafy), retry()).files if "many" in one.path]
     assert names == sorted(names)
@@ -138,7 +138,7 @@ def test_no_more_entries_are_looked_at_than_allowed(
     leafy: Path, monkeypatch: pytest.MonkeyPatch, readers: int
 ) -> None:
     """A scan of a thousand files asks the file server as often as opening them does."""
-    monkeypatch.setattr(lister, "readers_for", lambda _path: readers)
+    monkeypatch.setattr(plan, "readers_for", lambda _path: readers)
     begin = time.monotonic()
     assert len(scan_tree(str(leafy), retry(), rate=2000).files) == 1000
     assert time.monotonic() - begin > 0.2  # 1,068 entries, a fifth of a second's at once

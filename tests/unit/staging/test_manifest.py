@@ -11,8 +11,7 @@ from xxhash import xxh3_128
 
 from hpml_orchestrator.staging import Bases, CopyOptions, CopyStager, Manifest, StageRequest
 from hpml_orchestrator.staging.hashing import Hashing, hashing, hashing_named
-from hpml_orchestrator.staging.manifest import Listing, tree_digest
-from hpml_orchestrator.staging.verify import verify
+from hpml_orchestrator.staging.manifest import Listing, tree_digest, verify
 
 
 @pytest.fixture
@@ -27,10 +26,11 @@ def odd(source: Path) -> Path:
 
 def staged(stager: CopyStager, source: Path) -> tuple[Path, Manifest]:
     result = stager.stage(StageRequest("data", str(source), target="shm"))
-    manifest = Manifest.read(f"{os.path.dirname(result.path)}/.data.manifest")
+    path = Path(result.path).resolve()
+    manifest = Manifest.read(f"{path.parent}/.data.manifest")
     assert manifest is not None
     assert manifest.digest == result.digest
-    return Path(result.path), manifest
+    return path, manifest
 
 
 def test_it_holds_every_name_and_digest(stager: CopyStager, odd: Path) -> None:

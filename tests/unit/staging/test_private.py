@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 
 import hpml_orchestrator
-from hpml_orchestrator.records.mounts import parse_mounts
+from hpml_orchestrator.records.mounts import Mount, parse_mounts
 from hpml_orchestrator.staging import Bases, CopyStager, StageRequest
-from hpml_orchestrator.staging.private import private_reason, reason_from
+from hpml_orchestrator.staging.space import private_reason, reason_from
 
 # Read by a job of Slurm 22.05.8 with JobContainerType=job_container/tmpfs on a virtual node, and by
 # process 1 meanwhile; lines of other file systems and the machine's own names are left out.
@@ -22,44 +22,32 @@ EVERYONES = parse_mounts((DATA / "job_container-22.05.8.init.mountinfo").read_te
 CHECKOUT = Path(hpml_orchestrator.__file__).parents[1]
 
 
-def test_a_tmp_that_slurm_mounted_is_the_jobs_own() -> None:
-    """The directory that is mounted there names the job."""
-    assert reason_from("/tmp/x", "2", MINE, EVERYONES) == (
-        "/tmp belongs to job 2 alone (/var/spool/slurm/container/node1/2/.2 is mounted there) "
-        "and ends with it"
-    )
+NODE = [mount for mount in MINE if "container" not in mount.root]
+SHM_ALONE = "/dev/shm belongs to job 2 alone (a new tmpfs) and ends with it"
+ALONE = "/tmp belongs to job 2 alone (/var/spool/slurm/container/node1/2/.2 is mounted there)"
 
 
-def test_a_shm_that_slurm_mounted_is_the_jobs_own() -> None:
-    """Its tmpfs names no job: it is new beside what process 1 sees."""
-    assert reason_from("/dev/shm", "2", MINE, EVERYONES) == (
-        "/dev/shm belongs to job 2 alone (a new tmpfs) and ends with it"
-    )
-
-
-def test_other_directories_of_a_contained_job_are_common() -> None:
-    """What Slurm did not mount over is the node's."""
-    assert reason_from("/scratch", "2", MINE, EVERYONES) == ""
-    assert reason_from("/", "2", MINE, EVERYONES) == ""
-
-
-def test_a_node_of_its_own_is_not_a_job_of_its_own() -> None:
-    """Mounts of another namespace that no job container made say nothing."""
-    node = [mount for mount in MINE if "container" not in mount.root]
-    assert reason_from("/dev/shm", "2", node, EVERYONES) == ""
-    assert reason_from("/tmp", "2", node, EVERYONES) == ""
-
-
-def test_another_jobs_number_says_nothing() -> None:
-    """Only this job's."""
-    assert reason_from("/tmp", "22", MINE, EVERYONES) == ""
-    assert reason_from("/dev/shm", "22", MINE, EVERYONES) == ""
-
-
-def test_mounts_of_process_1_may_be_hidden() -> None:
-    """Then a new tmpfs cannot be told, and a named directory still can."""
-    assert reason_from("/dev/shm", "2", MINE, []) == ""
-    assert reason_from("/tmp", "2", MINE, []) != ""
+@pytest.mark.parametrize(
+    ("base", "job", "mine", "everyones", "reason"),
+    [
+        ("/tmp/x", "2", MINE, EVERYONES, f"{ALONE} and ends with it"),
+        # a tmpfs names no job: it is new beside what process 1 sees
+        ("/dev/shm", "2", MINE, EVERYONES, SHM_ALONE),
+        ("/scratch", "2", MINE, EVERYONES, ""),  # what Slurm did not mount over is the node's
+        ("/", "2", MINE, EVERYONES, ""),
+        ("/dev/shm", "2", NODE, EVERYONES, ""),  # a namespace that no job container made
+        ("/tmp", "2", NODE, EVERYONES, ""),
+        ("/tmp", "22", MINE, EVERYONES, ""),  # of another job
+        ("/dev/shm", "22", MINE, EVERYONES, ""),
+        ("/dev/shm", "2", MINE, [], ""),  # the mounts of process 1 may be hidden
+        ("/tmp", "2", MINE, [], f"{ALONE} and ends with it"),
+    ],
+)  # fmt: skip
+def test_what_slurm_mounted_for_a_job_is_its_own(
+    base: str, job: str, mine: list[Mount], everyones: list[Mount], reason: str
+) -> None:
+    """By the directory that is mounted there, or as new beside what process 1 sees."""
+    assert reason_from(base, job, mine, everyones) == reason
 
 
 @pytest.mark.parametrize(

@@ -41,15 +41,16 @@ def test_the_manifest_is_on_disk_before_the_data_have_their_name(
         rename(old, new, **options)
 
     stager = CopyStager("1", bases=Bases(shm=str(base)))
-    directory = stager.area("shm").job_dir
     monkeypatch.setattr(os, "fsync", synced)
     monkeypatch.setattr(os, "rename", renamed)
     monkeypatch.setattr(os, "replace", renamed)
     result = stager.stage(StageRequest("data", str(source), target="shm"))
     monkeypatch.undo()
+    data = os.path.realpath(result.path)
+    directory = os.path.dirname(data)
     named = events.index(("to", f"{directory}/.data.manifest"))
     (_, written) = events[named - 1]
-    published = events.index(("to", result.path))
+    published = events.index(("to", data))
     assert events.index(("fsync", written)) < named < published
     assert ("fsync", directory) in events[published:]
     assert ".partial-" in events[published - 1][1]

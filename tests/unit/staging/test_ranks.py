@@ -96,7 +96,7 @@ def copier(base: Path, ranks: dict[int, Rank]) -> int:
     """Return the rank that copies now, by the name of the directory that it fills."""
 
     def copying() -> int:
-        partial = base.glob("hpml-*/7.0/.data.partial-*")
+        partial = base.glob("hpml-*/.cache/*/.data.partial-*")
         pids = (int(path.name.split("-")[1]) for path in partial)
         return next((pid for pid in pids if pid in ranks), 0)
 
@@ -129,7 +129,7 @@ def kill_stagers(base: Path, many: Path, rank: Callable[[], Rank], kills: int) -
     said = sorted(end_of(one) for one in ranks.values())
     assert said[1:] == ["reused"] * (len(ranks) - 1)
     assert same(root / "data", many)
-    assert not list(root.glob(".data.partial-*"))
+    assert not list(base.glob("hpml-*/.cache/*/.data.partial-*"))
     for process, _ in ranks.values():
         process.kill()
         process.wait()

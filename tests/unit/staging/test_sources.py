@@ -32,6 +32,7 @@ from hpml_orchestrator.staging import (
     archives,
 )
 from hpml_orchestrator.staging.copy import CopyOptions
+from hpml_orchestrator.staging.inventory import list_staged
 from hpml_orchestrator.staging.request import kind_of
 from tests.unit.packing.conftest import tree  # noqa: F401 - a fixture
 
@@ -97,9 +98,7 @@ def refused(stager: CopyStager, path: Path, match: str, kind: str = "auto") -> N
     """Check that an archive is refused and that nothing of it is left."""
     with pytest.raises((StagingError, InputError), match=match):
         stage(stager, path, kind)
-    names = os.listdir(stager.area("shm").job_dir)
-    assert "data" not in names
-    assert not [name for name in names if "partial" in name]
+    assert list_staged([stager.area("shm").store.base]) == []
 
 
 @pytest.fixture(params=[1, 2])

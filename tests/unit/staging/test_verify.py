@@ -12,12 +12,11 @@ from hpml_orchestrator.staging import (
     Bases,
     CopyOptions,
     CopyStager,
+    JobArea,
     StageRequest,
-    StagingArea,
     StagingStopped,
 )
-from hpml_orchestrator.staging.manifest import is_whole, published_manifest
-from hpml_orchestrator.staging.verify import verify
+from hpml_orchestrator.staging.manifest import is_whole, published_manifest, verify
 
 
 @pytest.fixture
@@ -128,7 +127,7 @@ def test_what_is_damaged_is_not_handed_out_again(staged: Path, base: Path, sourc
     """A bit that size and time do not show: the next job gets new data, and they are whole."""
     flip_a_bit(staged / "one.bin")
     assert verify(str(staged)).count
-    StagingArea(str(base), "1.0").cleanup()  # while a job uses it, it stays that job's
+    JobArea(str(base), "1.0").cleanup()  # while a job uses it, it stays that job's
     job = CopyStager("2.0", bases=Bases(shm=str(base)), job_id="")
     found = job.stage(StageRequest("data", str(source), target="shm", keep=True))
     job.leave()

@@ -29,10 +29,10 @@ NODE = """
 import json, os, signal, sys
 from hpml_orchestrator.errors import HpmlError
 from hpml_orchestrator.staging import Bases, CopyStager, StageRequest
-from hpml_orchestrator.staging.capacity import Room, room_at
+from hpml_orchestrator.staging.space import Room, room_at
 from hpml_orchestrator.staging.copy import CopyOptions
-from hpml_orchestrator.staging.many.ways import supply_for
-from hpml_orchestrator.staging.many.ways import Rates
+from hpml_orchestrator.staging.distribution import supply_for
+from hpml_orchestrator.staging.distribution import Rates
 told = json.loads(sys.argv[1])
 stop = []
 signal.signal(signal.SIGTERM, lambda *_: stop.append(1))
@@ -99,8 +99,8 @@ class Nodes:
         return self.root / f"base{index}"
 
     def data(self, index: int) -> Path:
-        """Where a node publishes."""
-        return self.base(index) / f"hpml-{os.getuid()}" / "7.0" / "data"
+        """Where a node's data lie: what the job's name leads to."""
+        return (self.base(index) / f"hpml-{os.getuid()}" / "7.0" / "data").resolve()
 
     def start(self, *indices: int, prefix: tuple[str, ...] = (), **options: Any) -> None:
         """Start nodes; all of them when none is named."""
@@ -163,7 +163,7 @@ class Nodes:
             for path in self.base(index).rglob("*")
             if ".partial-" in path.name
         ]
-        found += [str(path) for path in (self.root / self.attempt).rglob("*.secret")]
+        found += [str(path) for path in (self.root / self.attempt).rglob("*.start")]
         return found + children_of(self.root)
 
     def close(self) -> None:
@@ -188,11 +188,11 @@ def children_of(root: Path) -> list[str]:
 
 def begun(nodes: Nodes, index: int) -> Callable[[], bool]:
     """Return what says whether files have come to a node."""
-    area = nodes.data(index).parent
+    base = nodes.base(index)
 
     def some() -> bool:
         try:
-            found = list(area.glob(".data.partial-*/*"))
+            found = list(base.glob("hpml-*/.cache/*/.data.partial-*/*"))
             return any(path.is_file() and path.stat().st_size for path in found)
         except FileNotFoundError:  # published, or given up, in the midst of the look
             return False

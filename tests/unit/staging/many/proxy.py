@@ -10,7 +10,7 @@ from pathlib import Path
 
 HELLO_BYTES = 100
 THROUGH_PROXY = """
-import hpml_orchestrator.staging.many.member as M
+import hpml_orchestrator.staging.member as M
 _call = M.call
 M.call = lambda address, port, *rest, **more: _call("127.0.0.1", {port}, *rest, **more)
 """

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from hpml_orchestrator.staging.many import link
-from hpml_orchestrator.staging.many.link import interface_address, own_address
+from hpml_orchestrator.staging import link
+from hpml_orchestrator.staging.link import interface_address, own_address
 
 IF_INET6 = """\
 fe800000000000000a0027fffe8d1234 02 40 20 80     ib0

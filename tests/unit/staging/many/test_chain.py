@@ -172,13 +172,13 @@ def test_a_node_that_has_the_data_passes_it_on(job: Callable[..., Nodes], tree: 
 
 
 def test_the_notices_are_for_the_user_alone(job: Callable[..., Nodes], tree: Path) -> None:
-    """The secret's file is mode 0600 in a directory of mode 0700, and gone at the end."""
+    """The file with the secret is mode 0600 in a directory of mode 0700, and gone at the end."""
     nodes = job(tree, 2)
     nodes.start(0)
     chain = nodes.root / "attempt" / "chain"
-    secret = chain / "data.secret"
-    eventually(secret.exists)
-    assert stat.S_IMODE(secret.stat().st_mode) == 0o600
+    start = chain / "data.start"
+    eventually(start.exists)
+    assert stat.S_IMODE(start.stat().st_mode) == 0o600
     assert stat.S_IMODE(chain.stat().st_mode) == 0o700
     nodes.start(1)
     assert [end["status"] for end in nodes.ends()] == [0, 0]

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as some
 
 from hpml_orchestrator.errors import InputError
-from hpml_orchestrator.staging.many.ways import METHODS, Rates, choose, seconds_of
+from hpml_orchestrator.staging.distribution import METHODS, Rates, choose, seconds_of
 
 sizes = some.integers(0, 1 << 50)
 counts = some.integers(0, 100_000_000)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from hpml_orchestrator.errors import StagingError
-from hpml_orchestrator.staging.many.notices import Notices, Place
+from hpml_orchestrator.staging.member import Notices, Place
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -50,7 +50,7 @@ def waited(root: Path, monkeypatch: pytest.MonkeyPatch, pauses: Iterator[float])
         if not pause:
             other.post("choice", method="chain")
 
-    monkeypatch.setattr("hpml_orchestrator.staging.many.notices.time.sleep", sleep)
+    monkeypatch.setattr("hpml_orchestrator.staging.member.time.sleep", sleep)
     place = Place(1, 2, "n1", timeout=5.0)
     mine = Notices(str(root), "a", place, should_stop=lambda: False, clock=lambda: now[0])
     return str(mine.hear("choice")["method"])

@@ -1,9 +1,9 @@
 """Connections between the nodes of a chain, and the address at which a node listens.
 
-They are `multiprocessing.connection`'s: messages of bytes over TCP. Two nodes prove to each other
-that they know the job's secret before anything else is said (HMAC-SHA256 over a nonce of each).
-What follows is not encrypted. Each node connects to the one behind it: once to talk (`Link`), and
-once for each process that sends data.
+They are `multiprocessing.connection`'s: messages of bytes over TCP. Each node connects to the one
+behind it: once to talk (`Link`), and once for each process that sends data. Two nodes prove to each
+other that they know the job's secret (HMAC-SHA256 over a nonce of each) before anything else is
+sent, and each message of a link carries a keyed digest. Nothing is encrypted.
 """
 
 from __future__ import annotations
@@ -37,14 +37,15 @@ __all__ = [
     "Link",
     "call",
     "interface_address",
+    "lost",
     "own_address",
 ]
 
 CONTROL, DATA = "control", "data"
 SECRET_BYTES = 32
-_NONCE_BYTES = _PROOF_BYTES = 32
+_DIGEST_BYTES = 32
 _HELLO_BYTES = 4096
-_MOST_BYTES = 64 << 20  # of what nodes say: a thousand names and their sizes
+_MOST_BYTES = 64 << 20  # of a message: a thousand names and their sizes
 _PATIENCE_SECONDS = 10.0
 _MOST_STRANGERS = 512
 _BEATS_PER_TIMEOUT = 5.0
@@ -60,6 +61,14 @@ _NOWHERE = "192.0.2.1"  # RFC 5737: an address for documentation; only the route
 
 class BrokenLinkError(StagingError):
     """The neighbour is gone or hangs; what it said last may tell why."""
+
+
+def lost(peer: str, timeout: float, error: BaseException) -> str:
+    """Return what to say of a connection that failed."""
+    if isinstance(error, BlockingIOError):
+        return f"{peer} hangs: nothing went through for {timeout:.0f} s"
+    why = getattr(error, "strerror", "") or "its connection ended"
+    return f"{peer} was lost: {why}"
 
 
 class Caller(NamedTuple):
@@ -118,8 +127,7 @@ class Door:
         connection = _connection(sock, _PATIENCE_SECONDS)
         try:
             _prove(connection, self._secret, b"acceptor", b"connector")
-            hello = json.loads(connection.recv_bytes(_HELLO_BYTES))
-            kind, number, name = hello
+            kind, number, name = json.loads(connection.recv_bytes(_HELLO_BYTES))
             if kind not in {CONTROL, DATA} or number != self._caller or not self._is_open:
                 raise ValueError(kind)
             # data comes when there are some: that a node hangs is heard where nodes talk
@@ -162,12 +170,11 @@ def call(
         _prove(connection, secret, b"connector", b"acceptor")
         connection.send_bytes(json.dumps([kind, me, name]).encode())
         _limit(connection.fileno(), timeout)
-    except (ValueError, EOFError) as error:
+    except BaseException as error:
         connection.close()
-        message = f"what answers at {address} port {port} is no node of this job"
-        raise StagingError(message) from error
-    except BaseException:
-        connection.close()
+        if isinstance(error, (ValueError, EOFError)):
+            message = f"what answers at {address} port {port} is no node of this job"
+            raise StagingError(message) from error
         raise
     return connection
 
@@ -200,11 +207,11 @@ def _prove(connection: Connection, secret: bytes, mine: bytes, theirs: bytes) ->
         ValueError: the other end does not know it.
         OSError, EOFError: it is gone, or talks nonsense.
     """
-    ours = secrets.token_bytes(_NONCE_BYTES)
+    ours = secrets.token_bytes(_DIGEST_BYTES)
     connection.send_bytes(ours)
-    other = connection.recv_bytes(_NONCE_BYTES)
+    other = connection.recv_bytes(_DIGEST_BYTES)
     connection.send_bytes(hmac.digest(secret, mine + ours + other, "sha256"))
-    proof = connection.recv_bytes(_PROOF_BYTES)
+    proof = connection.recv_bytes(_DIGEST_BYTES)
     if not hmac.compare_digest(proof, hmac.digest(secret, theirs + other + ours, "sha256")):
         raise ValueError("the secret is another")
 
@@ -212,12 +219,13 @@ def _prove(connection: Connection, secret: bytes, mine: bytes, theirs: bytes) ->
 class Link:
     """One end of a connection on which neighbours talk: a word and what goes with it.
 
-    A thread listens and another gives signs of life, whatever else this process is busy with: so
-    silence means that the neighbour hangs.
+    A thread listens and gives signs of life, whatever else this process is busy with: so silence
+    means that the neighbour hangs.
 
     Args:
         connection: to the neighbour.
         peer: what to call it.
+        secret: the job's, for the digest of each message.
         timeout: seconds without a sign of life after which it counts as hung.
         heard: gets what it says.
     """
@@ -226,18 +234,19 @@ class Link:
         self,
         connection: Connection,
         peer: str,
+        secret: bytes,
         timeout: float,
         heard: queue.SimpleQueue[Heard],
     ) -> None:
         self.peer = peer
         self._connection = connection
+        self._secret = secret
         self._timeout = timeout
         self._heard = heard
         self._lock = threading.Lock()
-        self._closed = threading.Event()
-        self._ear = threading.Thread(target=self._listen, daemon=True)
-        self._ear.start()
-        threading.Thread(target=self._beat, daemon=True).start()
+        self._is_open = True
+        self._thread = threading.Thread(target=self._listen, daemon=True)
+        self._thread.start()
 
     def send(self, word: str, body: Any = None) -> None:
         """Say something.
@@ -248,56 +257,58 @@ class Link:
         data = json.dumps([word, body]).encode()
         try:
             with self._lock:
-                self._connection.send_bytes(data)
+                self._connection.send_bytes(hmac.digest(self._secret, data, "sha256") + data)
         except OSError as error:
             raise BrokenLinkError(lost(self.peer, self._timeout, error)) from error
 
-    def _beat(self) -> None:
-        while not self._closed.wait(self._timeout / _BEATS_PER_TIMEOUT):
-            with contextlib.suppress(BrokenLinkError):  # who listens finds out
-                self.send("beat")
-
     def _listen(self) -> None:
+        period = self._timeout / _BEATS_PER_TIMEOUT
+        heard_at = beat_at = time.monotonic()
         reason = ""
         while not reason:
+            looked = time.monotonic()
             try:
-                reason = self._hear()
+                if self._connection.poll(max(0.0, min(period, beat_at - looked))):
+                    self._take(self._connection.recv_bytes(_MOST_BYTES))
+                    heard_at = time.monotonic()
             except (OSError, EOFError) as error:
                 reason = lost(self.peer, self._timeout, error)
             except (ValueError, TypeError):
                 reason = f"what came from {self.peer} is damaged"
+            now = time.monotonic()
+            if now - looked > self._timeout:  # this process was stopped, and perhaps the whole job
+                heard_at = now
+            if now - heard_at > self._timeout:
+                reason = f"{self.peer} hangs: no sign of life for {self._timeout:.0f} s"
+            if self._is_open and now >= beat_at:
+                beat_at = now + period
+                with contextlib.suppress(BrokenLinkError):  # whoever listens finds out
+                    self.send("beat")
         self._heard.put(Heard(self, "lost", reason))
 
-    def _hear(self) -> str:
-        """Hear one message; returns why there was none."""
-        began = time.monotonic()
-        if not self._connection.poll(self._timeout):
-            # longer: this process was stopped, and perhaps the whole job; nobody listened
-            if time.monotonic() - began > 1.5 * self._timeout:
-                return ""
-            return f"{self.peer} hangs: no sign of life for {self._timeout:.0f} s"
-        word, body = json.loads(self._connection.recv_bytes(_MOST_BYTES))
+    def _take(self, message: bytes) -> None:
+        """Hand on a message.
+
+        Raises:
+            ValueError, TypeError: it is none.
+        """
+        data = message[_DIGEST_BYTES:]
+        digest = hmac.digest(self._secret, data, "sha256")
+        if not hmac.compare_digest(message[:_DIGEST_BYTES], digest):
+            raise ValueError("another digest")
+        word, body = json.loads(data)
         if word != "beat":
             self._heard.put(Heard(self, str(word), body))
-        return ""
 
     def close(self) -> None:
         """Close; what was sent still arrives, and what the neighbour said is read."""
-        self._closed.set()
+        self._is_open = False
         with contextlib.suppress(OSError), self._lock:
             sock = socket.socket(fileno=_duplicate(self._connection.fileno()))
             with sock:
                 sock.shutdown(socket.SHUT_WR)
         # an end with something unread would reset the connection, and lose what was sent
-        self._ear.join(_FAREWELL_SECONDS)
-
-
-def lost(peer: str, timeout: float, error: BaseException) -> str:
-    """Return what to say of a connection that failed."""
-    if isinstance(error, BlockingIOError):
-        return f"{peer} hangs: nothing went through for {timeout:.0f} s"
-    why = getattr(error, "strerror", "") or "its connection ended"
-    return f"{peer} was lost: {why}"
+        self._thread.join(_FAREWELL_SECONDS)
 
 
 def own_address(interfaces: Sequence[str] = (), *, towards: str = "") -> str:
@@ -326,7 +337,7 @@ def own_address(interfaces: Sequence[str] = (), *, towards: str = "") -> str:
 
 
 def interface_address(name: str, *, inet6: str = "/proc/net/if_inet6") -> str:
-    """Return an interface's first address, IPv4 before global IPv6; "" where it has none."""
+    """Return an interface's first address, IPv4 before global IPv6; "" if it has none."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe, contextlib.suppress(OSError):
         asked = _IFREQ.pack(name.encode()[:15])
         return socket.inet_ntoa(fcntl.ioctl(probe.fileno(), _SIOCGIFADDR, asked)[20:24])
@@ -357,7 +368,7 @@ def _route(towards: str) -> str:
 
 
 def _is_local(address: str) -> bool:
-    """Say whether no other machine can use an address: loopback, or of one link alone."""
+    """Return whether no other machine can use an address: loopback, or of one link alone."""
     try:
         found = ipaddress.ip_address(address)
     except ValueError:

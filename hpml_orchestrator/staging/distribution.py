@@ -16,31 +16,29 @@ Model of the pipeline: docs/staging.md, "Many nodes".
 from __future__ import annotations
 
 import os
+import secrets
 import sys
 import time
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from hpml_orchestrator.errors import HpmlError, InputError, StagingError
+from hpml_orchestrator.errors import InputError, StagingError
 from hpml_orchestrator.records.texts import human_bytes
+from hpml_orchestrator.staging.chain import Follower, Head
 from hpml_orchestrator.staging.copy import CopyOptions
 from hpml_orchestrator.staging.faults import Retry, shown, why
-from hpml_orchestrator.staging.many.follower import Follower
-from hpml_orchestrator.staging.many.head import Head
-from hpml_orchestrator.staging.many.member import Member
-from hpml_orchestrator.staging.many.notices import Notices, Place
+from hpml_orchestrator.staging.link import SECRET_BYTES
+from hpml_orchestrator.staging.member import START, Notices, Place
 from hpml_orchestrator.staging.request import kind_of
-from hpml_orchestrator.staging.sources import open_source
-from hpml_orchestrator.staging.supply import LocalSupply
+from hpml_orchestrator.staging.sources import LocalSupply, open_source
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
-    from hpml_orchestrator.staging.capacity import Room
     from hpml_orchestrator.staging.plan import Plan
     from hpml_orchestrator.staging.request import StageRequest
-    from hpml_orchestrator.staging.source import Reader, Source
-    from hpml_orchestrator.staging.supply import Supply
+    from hpml_orchestrator.staging.source import Source, Supply
+    from hpml_orchestrator.staging.space import Room
 
 __all__ = ["METHODS", "Rates", "Way", "choose", "seconds_of", "supply_for"]
 
@@ -228,30 +226,34 @@ def supply_for(
         come_seconds=come_seconds,
     )
     notices = Notices(attempt, request.name, place, should_stop=should_stop)
-    found = options or CopyOptions()
-    retry = Retry(time.sleep, should_stop)
-    opened: Source | None = None
     if method != "auto" or nodes == 1:
         method = choose(size=0, files=0, nodes=nodes, wanted=method).method
         if node_index == 0 and nodes > 1:
             tell(f"{request.name} comes to {nodes} nodes by {method}, as asked for")
-    elif node_index:
-        method = str(notices.hear("choice")["method"])
-    else:
-        beating = Retry(time.sleep, notices.beat)
-        opened = _Planned(_open(request, beating, most(), found))
-        method = _decide(request, opened, notices, nodes, rates, tell)
-    if method == "chain":
-        member = Member(notices)
-        if node_index:
-            return Follower(request, member)
-        try:
-            return Head(opened or _open(request, retry, most(), found), member, found)
-        except (HpmlError, OSError) as error:
-            notices.refuse(error, "secret")
-            raise
-    found = options_of_all or found
-    return LocalSupply(opened or _open(request, retry, most(), found), found)
+    if node_index and method != "shared":
+        told = notices.hear(START)
+        method = str(told["method"])
+        if method == "chain":
+            return Follower(request.source, notices, bytes.fromhex(str(told["secret"])))
+    reading = options or CopyOptions()
+    stop = notices.beat if method == "auto" else should_stop
+    asked = method
+    try:
+        source = _open(request, Retry(time.sleep, stop), most(), reading)
+        supply = LocalSupply(source, options_of_all or reading)
+        if method == "auto":
+            method = _decide(request, supply.plan(), nodes, rates, tell)
+        if method == "shared":
+            if asked == "auto":
+                notices.post(START, method=method)
+            return supply
+        secret = secrets.token_bytes(SECRET_BYTES)
+        notices.post(START, method=method, secret=secret.hex())
+    except BaseException as error:
+        if asked != "shared":
+            notices.refuse(error, START)
+        raise
+    return Head(supply, notices, secret, reading)
 
 
 def _open(request: StageRequest, retry: Retry, room: Room, options: CopyOptions) -> Source:
@@ -265,25 +267,18 @@ def _open(request: StageRequest, retry: Retry, room: Room, options: CopyOptions)
 
 def _decide(
     request: StageRequest,
-    source: Source,
-    notices: Notices,
+    plan: Plan,
     nodes: int,
     rates: Rates | None,
     tell: Callable[[str], object],
 ) -> str:
-    """Look at the source, choose a way, and let the other nodes know."""
-    try:
-        plan = source.plan()
-        choice = choose(
-            size=_source_bytes(request, plan),
-            files=len(plan.files) if kind_of(request) == "tree" else 1,
-            nodes=nodes,
-            rates=rates,
-        )
-    except BaseException as error:
-        notices.refuse(error, "choice")
-        raise
-    notices.post("choice", method=choice.method, reason=choice.reason)
+    """Choose a way for what was found at the source."""
+    choice = choose(
+        size=_source_bytes(request, plan),
+        files=len(plan.files) if kind_of(request) == "tree" else 1,
+        nodes=nodes,
+        rates=rates,
+    )
     tell(f"{request.name}: {choice.reason}")
     return choice.method
 
@@ -293,24 +288,3 @@ def _source_bytes(request: StageRequest, plan: Plan) -> int:
     if os.path.isfile(request.source):
         return os.path.getsize(request.source)
     return plan.bytes
-
-
-class _Planned:
-    """A source that is looked at once, whoever asks."""
-
-    def __init__(self, source: Source) -> None:
-        self._source = source
-        self._plan: Plan | None = None
-        self.kind = source.kind
-        self.ordered = source.ordered
-
-    def plan(self) -> Plan:
-        if self._plan is None:
-            self._plan = self._source.plan()
-        return self._plan
-
-    def reader(self, plan: Plan) -> Reader:
-        return self._source.reader(plan)
-
-    def close(self) -> None:
-        self._source.close()

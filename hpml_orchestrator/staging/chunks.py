@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 from hpml_orchestrator.errors import StagingError
 from hpml_orchestrator.staging.copy import CREATE
 from hpml_orchestrator.staging.faults import FULL, shown, why
-from hpml_orchestrator.staging.many.link import lost
+from hpml_orchestrator.staging.link import lost
 from hpml_orchestrator.staging.source import BLOCK_BYTES
 
 if TYPE_CHECKING:
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from hpml_orchestrator.staging.plan import Entry, Plan
     from hpml_orchestrator.staging.source import Reader, Source
 
-__all__ = ["ChainLostError", "Landing", "Sender", "SendingReader", "SendingSource", "make_empty"]
+__all__ = ["ChainLostError", "Landing", "Sender", "SendingSource", "make_empty"]
 
 _HEAD = struct.Struct(">QQI")
 _GATHERED_BYTES = 256 << 10  # small files go together: one message for many
@@ -95,12 +95,20 @@ class Sender:
                 self._connection = None
 
 
-class SendingReader:
-    """A `Reader` that sends on whatever is read."""
+class SendingSource:
+    """A `Source` whose readers send on whatever they read; each worker has one `Reader`."""
 
-    def __init__(self, reader: Reader, sender: Sender) -> None:
-        self._reader = reader
-        self._sender = sender
+    def __init__(self, source: Source, sender: Callable[[], Sender]) -> None:
+        self._source = source
+        self._new_sender = sender
+        self.kind = source.kind
+        self.ordered = source.ordered
+        self.plan = source.plan
+
+    def reader(self, plan: Plan) -> Reader:
+        """Open for reading and sending."""
+        self._reader, self._sender = self._source.reader(plan), self._new_sender()
+        return self
 
     def read(self, number: int) -> Iterator[Buffer]:
         """Yield the bytes of a file; they are on their way by then."""
@@ -112,31 +120,9 @@ class SendingReader:
             yield buffer
 
     def close(self) -> None:
-        """Close both."""
+        """Close the reader; the source stays open."""
         with contextlib.closing(self._reader):
             self._sender.close()
-
-
-class SendingSource:
-    """A `Source` whose readers send on whatever they read."""
-
-    def __init__(self, source: Source, sender: Callable[[], Sender]) -> None:
-        self._source = source
-        self._sender = sender
-        self.kind = source.kind
-        self.ordered = source.ordered
-
-    def plan(self) -> Plan:
-        """Return the source's plan."""
-        return self._source.plan()
-
-    def reader(self, plan: Plan) -> SendingReader:
-        """Open for reading and sending."""
-        return SendingReader(self._source.reader(plan), self._sender())
-
-    def close(self) -> None:
-        """Close the source."""
-        self._source.close()
 
 
 def make_empty(plan: Plan, dir_fd: int) -> None:
@@ -146,13 +132,12 @@ def make_empty(plan: Plan, dir_fd: int) -> None:
         OSError: one cannot be made.
     """
     for entry in plan.files:
-        if entry.size:
-            continue
-        fd = os.open(entry.path, CREATE, _mode(entry), dir_fd=dir_fd)
-        try:
-            os.utime(fd, ns=(entry.mtime_ns, entry.mtime_ns))
-        finally:
-            os.close(fd)
+        if not entry.size:
+            fd = os.open(entry.path, CREATE, _mode(entry), dir_fd=dir_fd)
+            try:
+                os.utime(fd, ns=(entry.mtime_ns, entry.mtime_ns))
+            finally:
+                os.close(fd)
 
 
 class _Open:
@@ -230,10 +215,9 @@ class Landing:
         """
         view = memoryview(message)
         while view:
-            if len(view) < _HEAD.size:
-                raise StagingError("a chunk that came over the network is damaged")
-            number, offset, length = _HEAD.unpack_from(view)
-            data, view = view[_HEAD.size : _HEAD.size + length], view[_HEAD.size + length :]
+            head, view = view[: _HEAD.size], view[_HEAD.size :]
+            number, offset, length = _HEAD.unpack(head) if len(head) == _HEAD.size else (0, 0, 0)
+            data, view = view[:length], view[length:]
             if number >= len(self._files) or not length or len(data) < length:
                 raise StagingError("a chunk that came over the network is damaged")
             entry = self._files[number]
@@ -255,14 +239,18 @@ class Landing:
         file = self._open.get(number)
         if file is None or file.at != offset or offset + len(data) > entry.size:
             raise StagingError(f"chunks of {shown(entry.path)} came out of order")
-        self._write(file.fd, entry, data, offset)
+        # what is a hole in the source stays one
+        if file.fd >= 0 and (entry.stored == entry.size or data != _ZEROS[: len(data)]):
+            at, view = offset, memoryview(data)
+            while view:
+                count = os.pwrite(file.fd, view, at)
+                at, view = at + count, view[count:]
         file.digest.update(data)
         file.at += len(data)
         self._bytes += len(data)
         if file.at == entry.size:
-            if file.fd >= 0 and entry.stored < entry.size:
-                os.ftruncate(file.fd, entry.size)
             if file.fd >= 0:
+                os.ftruncate(file.fd, entry.size)
                 os.utime(file.fd, ns=(entry.mtime_ns, entry.mtime_ns))
             self._landed.append((number, file.digest.digest()))
             self._forget(number)
@@ -270,21 +258,10 @@ class Landing:
     def _create(self, number: int, entry: Entry) -> int:
         if self.dir_fd < 0:
             return -1
-        if self._made[number]:
-            return os.open(entry.path, _AGAIN, dir_fd=self.dir_fd)
-        fd = os.open(entry.path, CREATE, _mode(entry), dir_fd=self.dir_fd)
+        flags = _AGAIN if self._made[number] else CREATE
+        fd = os.open(entry.path, flags, _mode(entry), dir_fd=self.dir_fd)
         self._made[number] = 1
         return fd
-
-    @staticmethod
-    def _write(fd: int, entry: Entry, data: Buffer, offset: int) -> None:
-        if fd < 0 or (entry.stored < entry.size and data == _ZEROS[: len(data)]):
-            return  # a hole stays one
-        view = memoryview(data)
-        while view:
-            count = os.pwrite(fd, view, offset)
-            offset += count
-            view = view[count:]
 
     def _forget(self, number: int) -> None:
         file = self._open.pop(number, None)

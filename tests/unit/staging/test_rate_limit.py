@@ -8,7 +8,7 @@ import time
 import pytest
 
 from hpml_orchestrator.staging import StagingStopped
-from hpml_orchestrator.staging.manners import (
+from hpml_orchestrator.staging.rate_limit import (
     SECONDS_PER_TASK,
     TokenBucket,
     array_delay,

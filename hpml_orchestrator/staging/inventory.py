@@ -1,0 +1,249 @@
+"""List what this user has staged on a node, and remove what nothing uses."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import time
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING
+
+from hpml_orchestrator.errors import HpmlError
+from hpml_orchestrator.staging.faults import why
+from hpml_orchestrator.staging.manifest import is_whole, measure, published_manifest
+from hpml_orchestrator.staging.store import DATA, PARTIAL, Store, job_of, linked_key
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+__all__ = ["Cleaned", "Staged", "clean", "list_staged"]
+
+_OWN = ("local.dir", "shm.dir")
+
+
+@dataclass(frozen=True)
+class Staged:
+    """One thing that is staged, or was being staged.
+
+    Attributes:
+        base: directory on the node that its store is in.
+        path: of the data.
+        name: what the job calls it; of kept data what the job that brought it called it, "data"
+            while that is not known.
+        owner: key of the job that made it; "" if unknown.
+        kept: it outlives the job.
+        in_use: what uses it, in words; "" if nothing does.
+        last_used: in seconds since the epoch.
+        state: "ok", "damaged" (sizes or count are wrong), "incomplete" (was never published) or
+            "own" (the job's own directory, for what it writes).
+        source, kind, method, bytes, files, digest: as published; empty if incomplete.
+    """
+
+    base: str
+    path: str
+    name: str
+    owner: str = ""
+    kept: bool = False
+    in_use: str = ""
+    last_used: float = 0.0
+    state: str = "incomplete"
+    source: str = ""
+    kind: str = ""
+    method: str = ""
+    bytes: int = 0
+    files: int = 0
+    digest: str = ""
+
+
+@dataclass
+class Cleaned:
+    """What `clean` did.
+
+    Attributes:
+        removed: the data that is gone.
+        kept: (path, reason) of what stays.
+        leftovers: directories of dead jobs without published data, and half-removed ones.
+    """
+
+    removed: list[Staged] = field(default_factory=list)
+    kept: list[tuple[str, str]] = field(default_factory=list)
+    leftovers: list[str] = field(default_factory=list)
+
+    @property
+    def bytes(self) -> int:
+        """Sum of the sizes of the data that is gone."""
+        return sum(staged.bytes for staged in self.removed)
+
+
+def list_staged(bases: Sequence[str]) -> list[Staged]:
+    """Return what this user has under some bases; links of jobs to kept data are not listed.
+
+    Raises:
+        StagingError: a store is not ours to use.
+    """
+    found: list[Staged] = []
+    for base in bases:
+        store = Store(base)
+        with store.hold() as there:
+            groups = _groups(store) if there else []
+            used = [(path, store.user_of(path)) for group in groups for path in group]
+        for path, used_by in used:
+            found.extend(_look(store, path, used_by))
+    return found
+
+
+def clean(
+    bases: Sequence[str],
+    *,
+    everything: bool = False,
+    older_seconds: float | None = None,
+    dry_run: bool = False,
+) -> Cleaned:
+    """Remove what dead jobs left and kept data that was never completed or is damaged.
+
+    What is in use stays in any case, and so does what belongs to others.
+
+    Args:
+        bases: where to look.
+        everything: remove all kept data too.
+        older_seconds: remove kept data that was not used for so long.
+        dry_run: only report what would be removed.
+    """
+    done = Cleaned()
+    for base in bases:
+        store = Store(base)
+        try:
+            _clean(store, done, everything=everything, older_seconds=older_seconds, dry_run=dry_run)
+        except (HpmlError, OSError) as error:
+            done.kept.append((store.path, str(error)))
+    return done
+
+
+def _clean(
+    store: Store, done: Cleaned, *, everything: bool, older_seconds: float | None, dry_run: bool
+) -> None:
+    with store.hold() as there:
+        aside = [([path], path, list[Staged]()) for path in (store.leftovers() if there else [])]
+        groups = _groups(store) if there else []
+    for group in groups:
+        directory, retired = group[0], list[str]()
+        # without the lock: others need not wait for it
+        staged = [one for path in group for one in _look(store, path)]
+        is_good = any(one.state == "ok" for one in staged)
+        with store.hold() as there:
+            if not there or not os.path.lexists(directory):
+                continue
+            reason = _reason_to_keep(
+                store, directory, everything=everything or not is_good, older_seconds=older_seconds
+            )
+            if not reason:
+                retired, reason = _retire(store, group, dry_run=dry_run)
+        if reason:
+            done.kept.append((directory, reason))
+        if retired:
+            aside.append((retired, directory, staged))
+    for paths, directory, staged in aside:
+        try:
+            store.sweep(*([] if dry_run else paths))
+        except HpmlError as error:
+            done.kept.append((paths[0], str(error)))
+        else:
+            done.removed.extend(staged)
+            done.leftovers.extend([] if staged else [directory])
+    if not dry_run:
+        store.sweep()
+
+
+def _retire(store: Store, group: list[str], *, dry_run: bool) -> tuple[list[str], str]:
+    """Move directories aside; returns where they are, and why one stays; the store is held."""
+    retired = list(group) if dry_run else []
+    for path in [] if dry_run else group:
+        try:
+            aside = store.retire(path)
+        except OSError as error:
+            return retired, f"cannot be removed: {why(error)}"
+        if aside is None:
+            return retired, "in use by a process"
+        retired.append(aside)
+    return retired, ""
+
+
+def _groups(store: Store) -> list[list[str]]:
+    """Return the areas of jobs, each with the job's own entries, and all other entries."""
+    groups = {os.path.basename(area): [area] for area in store.areas()}
+    for entry in store.entries():
+        groups.setdefault(job_of(entry) or entry, []).append(entry)
+    return list(groups.values())
+
+
+def _reason_to_keep(
+    store: Store, directory: str, *, everything: bool, older_seconds: float | None
+) -> str:
+    """Return why a directory stays; "" if it may go; the store is held."""
+    used_by = store.user_of(directory)
+    if used_by:
+        return f"in use by {used_by}"
+    if not store.is_entry(directory):
+        owner = store.owner_of(directory)
+        known = owner is not None and owner.job_key == os.path.basename(directory)
+        return "" if known else "nothing tells whose it is"
+    everything = everything or bool(job_of(directory))
+    idle_seconds = max(0.0, time.time() - store.last_used(directory))
+    if everything or (older_seconds is not None and idle_seconds >= older_seconds):
+        return ""
+    return f"kept for later jobs, last used {_age(idle_seconds)} ago"
+
+
+def _look(store: Store, directory: str, used_by: str = "") -> list[Staged]:
+    """Return what lies in an area or entry, which may be removed meanwhile."""
+    try:
+        names = sorted(os.listdir(directory))
+    except FileNotFoundError:
+        return []
+    owner = store.owner_of(directory)
+    job, key = job_of(directory), os.path.basename(directory)
+    common = Staged(
+        store.base,
+        directory,
+        key.partition("@")[0] if job else DATA if store.is_entry(directory) else "",
+        owner=owner.job_key if owner else "",
+        kept=store.is_entry(directory) and not job,
+        in_use=used_by,
+        last_used=store.last_used(directory),
+    )
+    link = f"{store.path}/{job}/{common.name}"
+    found = []
+    for name in names:
+        path = f"{directory}/{name}"
+        if name.startswith(PARTIAL) or not (name.startswith(".") or os.path.islink(path)):
+            # a job's own data are shown by its name for them
+            path = link if job and name == DATA and linked_key(link) == key else path
+            found.append(_described(replace(common, path=path, name=common.name or name)))
+    return found
+
+
+def _described(staged: Staged) -> Staged:
+    """Return what the manifest of data says, and whether its sizes and count are right."""
+    with contextlib.suppress(FileNotFoundError):
+        size, files = measure(staged.path)
+        staged = replace(staged, bytes=size, files=files)
+        manifest = published_manifest(staged.path)
+        if manifest is None:
+            return replace(staged, state="own") if staged.name in _OWN else staged
+        return replace(
+            staged,
+            name=manifest.name,
+            state="ok" if is_whole(staged.path, manifest) else "damaged",
+            digest=manifest.digest,
+            source=manifest.source,
+            kind=manifest.kind,
+            method=manifest.method,
+        )
+    return staged
+
+
+def _age(seconds: float) -> str:
+    for size, unit in ((86400, "d"), (3600, "h"), (60, "min")):
+        if seconds >= size:
+            return f"{seconds / size:.0f} {unit}"
+    return f"{seconds:.0f} s"

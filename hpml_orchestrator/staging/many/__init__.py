@@ -1,1 +1,0 @@
-"""Data for all nodes of a job: each reads, a chain passes on, Slurm sends, or each has a part."""

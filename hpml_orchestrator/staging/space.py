@@ -1,0 +1,379 @@
+"""Room on the node: bytes, inodes, memory limits of cgroups, and what a mount belongs to.
+
+Files on a tmpfs count as memory of the job that wrote them, so a job that stages into RAM is
+killed when a limit of any cgroup above it is reached, however empty the tmpfs is.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, NamedTuple
+
+from hpml_orchestrator.errors import CapacityError
+from hpml_orchestrator.records.mounts import read_mounts
+from hpml_orchestrator.records.texts import human_bytes
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from hpml_orchestrator.records.mounts import Mount
+
+__all__ = [
+    "INODE_BYTES",
+    "MEMORY_TYPES",
+    "SHARED_TYPES",
+    "Headroom",
+    "Need",
+    "Room",
+    "check_room",
+    "file_system_type",
+    "fits",
+    "is_own_type",
+    "is_served_type",
+    "memory_headroom",
+    "private_reason",
+    "readers_for",
+    "reason_from",
+    "room_at",
+    "round_up",
+]
+
+MEMORY_TYPES = frozenset({"tmpfs", "devtmpfs", "ramfs"})
+"""They keep their files in the node's memory."""
+
+SHARED_TYPES = frozenset(
+    "9p afs beegfs beegfs_nodev ceph cifs fhgfs fuse.ceph-fuse fuse.dfuse fuse.glusterfs "
+    "fuse.juicefs fuse.sshfs gfs2 gpfs lustre ncpfs nfs nfs4 ocfs2 orangefs panfs pvfs2 smb3 smbfs "
+    "virtiofs wekafs".split()
+)
+"""Nodes share them: nothing is staged to them."""
+
+_UNKNOWN_TYPES = frozenset({"", "autofs"})
+
+INODE_BYTES = 1024
+"""Inode and name on a tmpfs: 957 measured in a memory cgroup, Linux 6.18."""
+
+_FREE_SPACE = "free space"
+_UNLIMITED = 1 << 62
+_NO_LIMIT = 1 << 60  # version 1 shows "no limit" as 2^63 rounded down to a page
+_READERS_OF_A_SERVER = 32
+
+
+def is_served_type(kind: str) -> bool:
+    """Tell whether what is read there comes from outside of the node.
+
+    >>> is_served_type("lustre"), is_served_type("fuse.s3fs"), is_served_type("ext4")
+    (True, True, False)
+    """
+    return kind in SHARED_TYPES or kind == "cvmfs2" or kind.startswith("fuse.")
+
+
+def is_own_type(kind: str) -> bool:
+    """Tell whether it is storage of the node itself, read by its kernel.
+
+    >>> is_own_type("xfs"), is_own_type("tmpfs"), is_own_type("fuseblk"), is_own_type("9p")
+    (True, True, False, False)
+    """
+    return not (is_served_type(kind) or kind in _UNKNOWN_TYPES or kind.startswith("fuse"))
+
+
+@dataclass(frozen=True)
+class Need:
+    """What data takes on a file system; `at_least` when counting stopped early."""
+
+    bytes: int
+    inodes: int
+    at_least: bool = False
+
+
+@dataclass(frozen=True)
+class Room:
+    """What a directory's file system still takes.
+
+    Attributes:
+        bytes: for an ordinary user; on a tmpfs no more than the job's memory limits leave.
+        limit: what sets that figure.
+        inodes: None when the file system does not count them.
+        block_bytes: a file takes a multiple of this.
+        in_memory: files there count as memory of the job.
+        inode_bytes: what the kernel itself takes for each file or directory and counts as memory
+            of the job; 0 where memory is not what limits.
+    """
+
+    bytes: int
+    limit: str
+    inodes: int | None
+    block_bytes: int
+    in_memory: bool
+    inode_bytes: int = 0
+
+
+def room_at(
+    path: str,
+    *,
+    proc_root: str = "/proc",
+    cgroup_root: str = "/sys/fs/cgroup",
+    statvfs: Callable[[str], os.statvfs_result] = os.statvfs,
+) -> Room:
+    """Measure the room in an existing directory.
+
+    Raises:
+        OSError: the directory is not there.
+    """
+    figures = statvfs(path)
+    free = figures.f_bavail * figures.f_frsize
+    limit = f"{_FREE_SPACE} of the file system at {path}"
+    kind = file_system_type(path, proc_root=proc_root)
+    in_memory = kind in MEMORY_TYPES
+    if in_memory and figures.f_blocks == 0:
+        free = _UNLIMITED  # ramfs, and a tmpfs mounted with size=0
+    headroom = memory_headroom(proc_root=proc_root, cgroup_root=cgroup_root) if in_memory else None
+    by_memory = headroom is not None and headroom.bytes < free
+    if headroom is not None and by_memory:
+        free, limit = headroom
+    return Room(
+        bytes=free,
+        limit=limit,
+        inodes=figures.f_favail if figures.f_files else None,
+        block_bytes=figures.f_frsize or 4096,
+        in_memory=in_memory,
+        inode_bytes=INODE_BYTES if by_memory else 0,
+    )
+
+
+def file_system_type(path: str, *, proc_root: str = "/proc") -> str:
+    """Return the type as mountinfo names it ("tmpfs", "ext4", "nfs4"), "" when unknown.
+
+    By device number, and by the longest mount point where the number is not listed (btrfs).
+    """
+    device = os.stat(path).st_dev
+    wanted = f"{os.major(device)}:{os.minor(device)}"
+    real = os.path.realpath(path).rstrip("/") + "/"
+    best, longest = "", -1
+    for mount in read_mounts(f"{proc_root}/self/mountinfo"):
+        if mount.device == wanted:
+            return mount.kind
+        point = mount.point.rstrip("/") + "/"
+        if real.startswith(point) and len(point) >= longest:
+            best, longest = mount.kind, len(point)
+    return best
+
+
+def readers_for(path: str) -> int:
+    """Return how many readers at once are worth it: many where each waits for a server."""
+    return _READERS_OF_A_SERVER if is_served_type(file_system_type(path)) else 1
+
+
+def fits(need: Need, room: Room) -> bool:
+    """Say whether a need is met.
+
+    >>> fits(Need(10, 1), Room(10, "", None, 1, False)), fits(Need(1, 2), Room(1, "", 1, 1, False))
+    (True, False)
+    """
+    return need.bytes <= room.bytes and (room.inodes is None or need.inodes <= room.inodes)
+
+
+def check_room(need: Need, room: Room, *, name: str, where: str) -> None:
+    """Refuse what does not fit.
+
+    Raises:
+        CapacityError: says what is needed and available, what sets the limit and what helps.
+    """
+    faults, hints = [], []
+    least = "at least " if need.at_least else ""
+    if need.bytes > room.bytes:
+        faults.append(
+            f"needs {least}{human_bytes(need.bytes)} ({need.bytes} bytes) in {where}, available "
+            f"{human_bytes(room.bytes)} ({room.bytes} bytes; {room.limit})"
+        )
+        if room.in_memory and not room.limit.startswith(_FREE_SPACE):
+            more = human_bytes(need.bytes - room.bytes)
+            hints.append(f"ask for at least {more} more memory (--mem), or use target: local")
+        else:
+            hints.append("free space there, or choose another target directory")
+    if room.inodes is not None and need.inodes > room.inodes:
+        faults.append(
+            f"needs {least}{need.inodes} inodes in {where}, available {room.inodes} "
+            f"(inode limit of the file system)"
+        )
+        hints.append("pack the files into one archive and stage it with kind: file")
+    if faults:
+        raise CapacityError("; ".join(faults), field=name, hint="; ".join(hints))
+
+
+def round_up(count: int, block_bytes: int) -> int:
+    """Return the next multiple of the block size."""
+    return -(-count // block_bytes) * block_bytes
+
+
+class Headroom(NamedTuple):
+    """Bytes that may still be used, and what sets that figure."""
+
+    bytes: int
+    why: str
+
+
+class _Files(NamedTuple):
+    limit: str
+    used: str
+    reclaimable: str
+
+
+_V1 = _Files("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
+_V2 = _Files("memory.max", "memory.current", "inactive_file")
+
+
+def memory_headroom(
+    *, proc_root: str = "/proc", cgroup_root: str = "/sys/fs/cgroup"
+) -> Headroom | None:
+    """Return the least of limit - used over all ancestors and of the machine's free memory.
+
+    Clean page cache that was not touched lately (`inactive_file` of memory.stat) is taken as free:
+    the kernel drops it before it kills anyone, and pages of a tmpfs are not in it.
+
+    Returns:
+        None when neither a limit nor /proc/meminfo is known.
+    """
+    found = []
+    available = _meminfo_available(proc_root)
+    if available is not None:
+        found.append(Headroom(available, "free memory of the node (MemAvailable)"))
+    for directory, files in _ancestors(proc_root, cgroup_root):
+        free = _free_bytes(directory, files)
+        if free is not None:
+            found.append(Headroom(free, f"memory limit of cgroup {directory}"))
+    return min(found, default=None)
+
+
+def _free_bytes(directory: str, files: _Files) -> int | None:
+    limit = _number(_text(f"{directory}/{files.limit}"))
+    used = _number(_text(f"{directory}/{files.used}"))
+    if limit is None or used is None or limit >= _NO_LIMIT:
+        return None
+    cache = 0
+    for line in _text(f"{directory}/memory.stat").splitlines():
+        key, _, value = line.partition(" ")
+        if key == files.reclaimable:
+            cache = _number(value) or 0
+    return max(0, limit - used + min(cache, used))
+
+
+def _ancestors(proc_root: str, cgroup_root: str) -> list[tuple[str, _Files]]:
+    """Return the directories of this process's memory cgroup and of all above it."""
+    result = []
+    for line in _text(f"{proc_root}/self/cgroup").split("\n"):
+        number, _, rest = line.partition(":")
+        controllers, _, path = rest.partition(":")
+        if number == "0" and not controllers:
+            files, type_name = _V2, "cgroup2"
+        elif "memory" in controllers.split(","):
+            files, type_name = _V1, "cgroup"
+        else:
+            continue
+        mount_root, point = _mount(proc_root, cgroup_root, type_name)
+        below = path
+        if mount_root != "/" and (path + "/").startswith(mount_root + "/"):
+            below = path[len(mount_root) :]
+        parts = [part for part in below.split("/") if part not in {"", ".."}]
+        result += [("/".join([point, *parts[:n]]), files) for n in range(len(parts), -1, -1)]
+    return result
+
+
+def _mount(proc_root: str, cgroup_root: str, type_name: str) -> tuple[str, str]:
+    """Return (directory of the hierarchy that is mounted, mount point under cgroup_root)."""
+    for mount in read_mounts(f"{proc_root}/self/mountinfo"):
+        if mount.kind == type_name and (type_name == "cgroup2" or "memory" in mount.options):
+            point = mount.point
+            if f"{point}/".startswith("/sys/fs/cgroup/"):
+                point = cgroup_root + point[len("/sys/fs/cgroup") :]
+            return mount.root, point
+    return "/", f"{cgroup_root}/memory" if type_name == "cgroup" else cgroup_root
+
+
+def _meminfo_available(proc_root: str) -> int | None:
+    for line in _text(f"{proc_root}/meminfo").splitlines():
+        if line.startswith("MemAvailable:"):
+            kibibytes = _number(line.split()[1])
+            return None if kibibytes is None else kibibytes * 1024
+    return None
+
+
+def _number(text: str) -> int | None:
+    try:
+        return int(text.strip())
+    except ValueError:
+        return None  # "max", or no such file
+
+
+def _text(path: str) -> str:
+    try:
+        with open(os.fsencode(path), encoding="utf-8", errors="replace") as stream:
+            return stream.read()
+    except OSError:
+        return ""
+
+
+def private_reason(base: str, job_id: str, *, proc_root: str = "/proc") -> str:
+    """Return why later jobs cannot find what lies in a base; "" if they can, or outside a job.
+
+    Slurm's job_container/tmpfs (manual page job_container.conf; seen with 22.05.8) gives each job
+    directories of its own: `{BasePath}/{node}/{job id}/.{job id}` is bound over /tmp, and /dev/shm
+    becomes a new tmpfs, which names no job. Other sites make `/scratch/{job id}` in a prolog.
+
+    Args:
+        base: an existing directory on this node.
+        job_id: as Slurm counts; "" outside a job.
+        proc_root: where to look for mounts: this process's and those of process 1.
+    """
+    if not job_id:
+        return ""
+    mine = read_mounts(f"{proc_root}/self/mountinfo")
+    return reason_from(
+        os.path.realpath(base), job_id, mine, read_mounts(f"{proc_root}/1/mountinfo")
+    )
+
+
+def reason_from(base: str, job_id: str, mine: list[Mount], everyones: list[Mount]) -> str:
+    """Return the reason from the mounts of this process and of process 1 (none: not known).
+
+    >>> from hpml_orchestrator.records.mounts import Mount
+    >>> line = Mount("8:1", "/var/slurm/4711/.4711", "/tmp", "ext4")
+    >>> reason_from("/tmp/x", "4711", [line], [])
+    '/tmp belongs to job 4711 alone (/var/slurm/4711/.4711 is mounted there) and ends with it'
+    >>> reason_from("/scratch/4711", "4711", [], [])
+    '/scratch/4711 is named after job 4711 and ends with it'
+    """
+    over = _mount_over(base, mine)
+    alone = f"belongs to job {job_id} alone"
+    if over is not None:
+        if _is_named_after(job_id, over.root):
+            return f"{over.point} {alone} ({over.root} is mounted there) and ends with it"
+        known = {(mount.device, mount.root) for mount in everyones}
+        contained = any(f"/{job_id}/.{job_id}/" in f"{mount.root}/" for mount in mine)
+        if contained and known and (over.device, over.root) not in known:
+            return f"{over.point} {alone} (a new {over.kind}) and ends with it"
+    if _is_named_after(job_id, base):
+        return f"{base} is named after job {job_id} and ends with it"
+    return ""
+
+
+def _mount_over(path: str, mounts: list[Mount]) -> Mount | None:
+    """Return the mount that a path lies on.
+
+    The last one that holds it: mounts come after what they lie on and what they hide.
+    """
+    holding = [
+        mount
+        for mount in mounts
+        if f"{path.rstrip('/')}/".startswith(f"{mount.point.rstrip('/')}/")
+    ]
+    return holding[-1] if holding else None
+
+
+def _is_named_after(job_id: str, path: str) -> bool:
+    """Say whether a component of a path is the job's id, or that with a word for a job in front."""
+    number = re.escape(job_id)
+    pattern = rf"\.?(?:(?:slurm|job|slurmjob|slurm[._-]job|jobid|tmp|scratch)[._-]?)?{number}"
+    return any(re.fullmatch(pattern, part, re.IGNORECASE) for part in path.split("/"))

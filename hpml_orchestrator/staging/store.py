@@ -1,0 +1,490 @@
+"""A user's directory on a node: the areas of jobs, kept data, leases, and what may be removed.
+
+    {base}/hpml-{uid}/            mode 0700
+        .hpml-staging             marker: nothing is removed in a directory without it
+        .lock                     held while areas and entries come and go
+        {job_key}/                the area of a job
+            .owner.json           the process that answers for it
+            .lease                shared flock: in use
+            .{name}.lock          one stager for this name at a time
+            {name}                a link to ../.cache/{key}/data
+        .cache/{key}/             an entry: the data of one source
+            .owner.json, .lease   as above; the lease's modification time is its last use
+            .data.lock            one stager for this entry at a time
+            .data.manifest        what was published
+            .data.damaged         `hpml stage verify` found damage
+            .data.partial-*       a copy that is being made, or was when its stager died
+            data/                 the data
+        .new-*, .trash-*          a directory before and after its life
+
+The key of an entry that is kept for later jobs is a digest of its source. Data that go with their
+job lie in an entry of its own, with the key {name}@{job_key}. An entry is in use while a process
+holds its lease, and while the area of a job whose owner lives links to it: a shell that staged
+something continues without hpml.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import errno
+import fcntl
+import os
+import secrets
+import stat
+from typing import TYPE_CHECKING
+
+from hpml_orchestrator.errors import HpmlError, InputError, StagingError
+from hpml_orchestrator.records.owner import Owner, owner_is_alive
+from hpml_orchestrator.staging.faults import is_directory, shown, why
+from hpml_orchestrator.staging.files import (
+    CREATE_OR_OPEN,
+    is_locked,
+    remove_tree,
+    try_lock,
+    unlock,
+)
+from hpml_orchestrator.staging.manifest import is_whole, published_head, published_manifest
+from hpml_orchestrator.staging.space import SHARED_TYPES, Need, file_system_type, fits
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Iterator
+
+    from hpml_orchestrator.staging.manifest import Manifest
+    from hpml_orchestrator.staging.space import Room
+
+__all__ = [
+    "CACHE",
+    "DATA",
+    "LEASE",
+    "MARKER",
+    "OWNER",
+    "PARTIAL",
+    "Store",
+    "as_staging_error",
+    "base_above",
+    "job_of",
+    "linked_key",
+    "own_key",
+    "whole",
+]
+
+MARKER = ".hpml-staging"
+DATA = "data"
+LOCK = ".lock"
+OWNER = ".owner.json"
+LEASE = ".lease"
+CACHE = ".cache"
+NEW, TRASH = ".new-", ".trash-"
+PARTIAL = f".{DATA}.partial-"
+_DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC | os.O_NOFOLLOW
+_STAT_BLOCK_BYTES = 512
+
+
+def base_above(path: str) -> str:
+    """Return the base of this user's store that a path lies in; "" if it lies in none."""
+    above, inside, _ = f"{path}/".partition(f"/hpml-{os.getuid()}/")
+    return inside and (above or "/")
+
+
+def linked_key(path: str) -> str:
+    """Return the key of the entry that a path of a job links to; "" if it is not such a link."""
+    try:
+        parts = os.readlink(path).split("/")
+    except OSError:
+        return ""
+    return parts[2] if parts[:2] == ["..", CACHE] and parts[3:] == [DATA] else ""
+
+
+def own_key(name: str, job_key: str) -> str:
+    """Return the key of the entry of data that go with their job."""
+    return f"{name}@{job_key}"
+
+
+def job_of(entry: str) -> str:
+    """Return the key of the job that an entry goes with; "" if it is kept for later jobs."""
+    return os.path.basename(entry).partition("@")[2]
+
+
+def whole(data: str) -> Manifest | None:
+    """Return the manifest of published data if its names and sizes are right, else None."""
+    manifest = published_manifest(data)
+    return manifest if manifest is not None and is_whole(data, manifest) else None
+
+
+class Store:
+    """The directory `{base}/hpml-{uid}`.
+
+    Args:
+        base: an absolute directory on the node, for example /dev/shm.
+        proc_root: where to look for processes and mounts.
+
+    Attributes:
+        path: of the directory.
+        cache: of its entries.
+    """
+
+    def __init__(self, base: str, *, proc_root: str = "/proc") -> None:
+        if not os.path.isabs(base):
+            raise InputError("must be an absolute path", field="target", value=base)
+        self.base = base
+        self.path = f"{base.rstrip('/')}/hpml-{os.getuid()}"
+        self.cache = f"{self.path}/{CACHE}"
+        self.proc_root = proc_root
+
+    def check_base(self) -> None:
+        """Refuse a base that is not a directory or that nodes share.
+
+        Raises:
+            InputError: says which.
+            StagingError: a directory above it is closed to this user.
+        """
+        if not is_directory(self.base):
+            raise InputError("no such directory on this node", field="target", value=self.base)
+        kind = file_system_type(self.base, proc_root=self.proc_root)
+        if kind in SHARED_TYPES:
+            raise InputError(
+                f"lies on {kind}, which nodes share; staging is for the node's own storage",
+                field="target",
+                value=self.base,
+                hint="shm and local are the node's own; `findmnt -T DIR` says where others lie",
+            )
+
+    @contextlib.contextmanager
+    def hold(self, *, create: bool = False) -> Iterator[bool]:
+        """Hold the store's lock; yields False, without a lock, if there is no store.
+
+        Raises:
+            StagingError: it is not ours to use: a link, another user's, without our marker.
+        """
+        fds: tuple[int, int] | None = None
+        while fds is None:
+            with as_staging_error(self.path):
+                if create:
+                    with contextlib.suppress(FileExistsError):
+                        os.mkdir(self.path, 0o700)
+                fds = self._lock()
+            if fds is None and not create and not os.path.lexists(self.path):
+                yield False
+                return
+        try:
+            with as_staging_error(self.path):
+                yield True
+        finally:
+            unlock(fds[1])
+            os.close(fds[0])
+
+    def _lock(self) -> tuple[int, int] | None:
+        """Return (directory, lock); None if another job removed the store in between."""
+        with contextlib.ExitStack() as stack:
+            try:
+                root = os.open(self.path, _DIRECTORY)
+            except FileNotFoundError:
+                return None
+            except OSError as error:
+                if error.errno not in {errno.ENOTDIR, errno.ELOOP}:
+                    raise
+                raise StagingError(f"{shown(self.path)} is a link or a file: not used") from None
+            stack.callback(os.close, root)
+            self._check(root)
+            try:
+                lock = os.open(LOCK, CREATE_OR_OPEN, 0o600, dir_fd=root)
+            except FileNotFoundError:
+                return None
+            except OSError:
+                with contextlib.suppress(OSError):  # made in vain, or not empty
+                    os.rmdir(self.path)
+                raise
+            stack.callback(unlock, lock)
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            if not _same(root, self.path) or not _same(lock, f"{self.path}/{LOCK}"):
+                return None
+            self._mark(root)
+            stack.pop_all()
+        return root, lock
+
+    def _check(self, root: int) -> None:
+        info = os.fstat(root)
+        if info.st_uid != os.geteuid():
+            raise StagingError(f"{shown(self.path)} belongs to user {info.st_uid}: not used")
+        if stat.S_IMODE(info.st_mode) & 0o022:
+            raise StagingError(f"{shown(self.path)} can be written by others: not used")
+        names = set(os.listdir(root))
+        if MARKER not in names and not names <= {LOCK}:
+            try:
+                os.stat(MARKER, dir_fd=root, follow_symlinks=False)
+            except FileNotFoundError:
+                raise StagingError(
+                    f"{shown(self.path)} holds data but not hpml's marker {MARKER}: not used",
+                    hint="move it away; hpml only works in directories that it made itself",
+                ) from None
+
+    def _mark(self, root: int) -> None:
+        """Write the marker; a store that cannot have one is removed again. The lock is held."""
+        try:
+            os.close(os.open(MARKER, CREATE_OR_OPEN, 0o600, dir_fd=root))
+        except OSError:
+            if os.listdir(root) == [LOCK]:
+                with contextlib.suppress(OSError):
+                    os.unlink(LOCK, dir_fd=root)
+                    os.rmdir(self.path)
+            raise
+
+    # What follows, up to `sweep`, needs the lock.
+
+    def areas(self) -> list[str]:
+        """Return the paths of the areas of all jobs."""
+        return [path for path in _directories(self.path) if os.path.basename(path)[0] != "."]
+
+    def entries(self) -> list[str]:
+        """Return the paths of all entries.
+
+        Raises:
+            StagingError: the cache is a link: what is removed in it would lie outside the store.
+        """
+        if not os.path.lexists(self.cache):
+            return []
+        if not stat.S_ISDIR(os.lstat(self.cache).st_mode):
+            raise StagingError(f"{shown(self.cache)} is a link or a file: not used")
+        return _directories(self.cache)
+
+    def is_entry(self, directory: str) -> bool:
+        """Return whether a directory is an entry, and not an area."""
+        return os.path.dirname(directory) == self.cache
+
+    def owner_of(self, directory: str) -> Owner | None:
+        """Return the owner of an area or entry; None if it is unknown."""
+        return Owner.read(f"{directory}/{OWNER}")
+
+    def is_alive(self, owner: Owner) -> bool:
+        """Return whether an owner lives; one that cannot be judged from here counts as alive."""
+        return owner_is_alive(owner, proc_root=self.proc_root)
+
+    def user_of(self, directory: str) -> str:
+        """Return what uses an area or entry, in words; "" if nothing does."""
+        job = job_of(directory)
+        if self.is_entry(directory) and not job:
+            jobs = self.jobs_using(os.path.basename(directory))
+            if jobs:
+                return f"job {', '.join(jobs)}"
+        else:
+            owner = self.owner_of(f"{self.path}/{job}" if job else directory)
+            if owner is not None and self.is_alive(owner):
+                return f"process {owner.pid}"
+        return "a process" if is_locked(f"{directory}/{LEASE}") else ""
+
+    def jobs_using(self, key: str, *, besides: str = "") -> list[str]:
+        """Return the keys of the living jobs whose areas link to an entry."""
+        found = []
+        for area in self.areas():
+            job_key = os.path.basename(area)
+            if job_key != besides and _links(area, key) and self.user_of(area):
+                found.append(job_key)
+        return found
+
+    def last_used(self, directory: str) -> float:
+        """Return when an area or entry was last used, in seconds since the epoch."""
+        for path in (f"{directory}/{LEASE}", directory):
+            with contextlib.suppress(OSError):
+                return os.lstat(path).st_mtime
+        return 0.0
+
+    def make(self, path: str, owner: Owner) -> None:
+        """Make an area or entry, with its owner and lease, in one step."""
+        new = f"{self.path}/{NEW}{os.path.basename(path)}-{secrets.token_hex(4)}"
+        os.mkdir(new, 0o700)
+        try:
+            os.chmod(new, 0o700)  # whatever the umask
+            owner.write(f"{new}/{OWNER}")
+            os.close(os.open(f"{new}/{LEASE}", CREATE_OR_OPEN, 0o600))
+            os.rename(new, path)
+        except BaseException:
+            with contextlib.suppress(OSError):
+                remove_tree(new)
+            raise
+
+    def retire(self, directory: str) -> str | None:
+        """Move an area or entry aside; None if a process holds its lease."""
+        lease = os.open(f"{directory}/{LEASE}", CREATE_OR_OPEN, 0o600)
+        try:
+            return self.move_aside(directory) if try_lock(lease, exclusive=True) else None
+        finally:
+            unlock(lease)
+
+    def move_aside(self, path: str) -> str:
+        """Rename what is to be removed; returns its new path, for `sweep`."""
+        trash = f"{self.path}/{TRASH}{os.path.basename(path)}-{secrets.token_hex(4)}"
+        os.rename(path, trash)
+        return trash
+
+    def leftovers(self) -> list[str]:
+        """Return what a crash left half made or half removed."""
+        names = sorted(os.listdir(self.path))
+        return [f"{self.path}/{name}" for name in names if name.startswith((NEW, TRASH))]
+
+    def sweep(self, *trash: str) -> None:
+        """Remove what was moved aside, then the store if nothing of any job is in it.
+
+        Raises:
+            StagingError: something cannot be removed.
+        """
+        for path in trash:
+            with as_staging_error(path):
+                remove_tree(path)
+        with self.hold() as there:
+            if not there:
+                return
+            with contextlib.suppress(OSError):  # none, or not empty
+                os.rmdir(self.cache)
+            if set(os.listdir(self.path)) <= {MARKER, LOCK}:
+                for name in (MARKER, LOCK):
+                    with contextlib.suppress(FileNotFoundError):
+                        os.unlink(f"{self.path}/{name}")
+                with contextlib.suppress(OSError):  # another job came, and takes it over
+                    os.rmdir(self.path)
+
+    def idle(self) -> list[str]:
+        """Return the entries that nothing uses, the least recently used first.
+
+        Raises:
+            StagingError: the store is not ours to use.
+        """
+        with self.hold() as there:
+            found = [path for path in self.entries() if not self.user_of(path)] if there else []
+        return sorted(found, key=self.last_used)
+
+    def remove(self, entry: str) -> bool:
+        """Remove an entry unless something uses it.
+
+        Raises:
+            StagingError: it cannot be removed.
+        """
+        with self.hold() as there:
+            if not there or entry not in self.entries():
+                return False
+            trash = None if self.jobs_using(os.path.basename(entry)) else self.retire(entry)
+        if trash:
+            self.sweep(trash)
+        return bool(trash)
+
+    def most_room(self, room: Room, own: str) -> Room:
+        """Return the room that there would be without all kept entries and one of a job's own.
+
+        What is wanted may be one of them, even one in use, or replace another: up to there a source
+        has to be counted.
+
+        Args:
+            room: that is there.
+            own: the key of the job's own entry, if there is one.
+
+        Raises:
+            StagingError: the store is not ours to use.
+        """
+        with self.hold() as there:
+            entries = self.entries() if there else []
+        data = [
+            f"{one}/{DATA}" for one in entries if os.path.basename(one) == own or not job_of(one)
+        ]
+        return _grown(room, data, per_file=room.block_bytes)
+
+    def room_without_idle(self, room: Room) -> Room:
+        """Return the room that there would be without the entries that nothing uses.
+
+        Raises:
+            StagingError: the store is not ours to use.
+        """
+        return _grown(room, [f"{one}/{DATA}" for one in self.idle()])
+
+    def make_room(self, need: Need, measure: Callable[[], Room]) -> list[str]:
+        """Remove entries that nothing uses, least recently used first, until a need is met.
+
+        None is removed if even all of them would not make enough room.
+
+        Returns:
+            the sources of what was removed.
+
+        Raises:
+            StagingError: the store is not ours to use.
+        """
+        room = measure()
+        if fits(need, room):
+            return []
+        idle = self.idle()
+        held = [_usage(entry) for entry in idle]
+        inodes = None if room.inodes is None else room.inodes + sum(item.inodes for item in held)
+        most = room.bytes + sum(item.bytes for item in held)
+        if not fits(need, dataclasses.replace(room, bytes=most, inodes=inodes)):
+            return []
+        removed = []
+        for entry in idle:
+            head = published_head(f"{entry}/{DATA}")
+            with contextlib.suppress(StagingError):  # one that resists must not stop the others
+                if self.remove(entry):
+                    removed.append(str(head.get("source", os.path.basename(entry))))
+            if fits(need, measure()):
+                break
+        return removed
+
+
+@contextlib.contextmanager
+def as_staging_error(path: str) -> Iterator[None]:
+    """Turn what the system says about a path into a StagingError."""
+    try:
+        yield
+    except (InputError, StagingError):
+        raise
+    except HpmlError as error:
+        raise StagingError(f"{error}", hint="is the node's storage full?") from error
+    except OSError as error:
+        raise StagingError(f"cannot use {shown(path)}: {why(error)}") from error
+
+
+def _directories(path: str) -> list[str]:
+    """Return the paths of the directories in a directory, links left out."""
+    with os.scandir(path) as entries:
+        return sorted(one.path for one in entries if one.is_dir(follow_symlinks=False))
+
+
+def _same(fd: int, path: str) -> bool:
+    """Return whether a path still leads to an open file."""
+    try:
+        return os.path.samestat(os.fstat(fd), os.lstat(path))
+    except FileNotFoundError:
+        return False
+
+
+def _links(area: str, key: str) -> bool:
+    """Return whether a job's area links to an entry."""
+    with contextlib.suppress(OSError), os.scandir(area) as entries:
+        return any(one.is_symlink() and linked_key(one.path) == key for one in entries)
+    return False
+
+
+def _grown(room: Room, paths: Iterable[str], per_file: int = 0) -> Room:
+    """Return the room without some published data, by what their manifests say."""
+    size = count = 0
+    for path in paths:
+        head = published_head(path)
+        held, files = head.get("bytes"), head.get("files")
+        if isinstance(held, int) and isinstance(files, int):  # nobody knows what others wrote
+            size += max(0, held) + max(0, files) * per_file
+            count += max(0, files)
+    inodes = None if room.inodes is None else room.inodes + count
+    return dataclasses.replace(room, bytes=room.bytes + size, inodes=inodes)
+
+
+def _usage(directory: str) -> Need:
+    """Return what a directory takes on its file system."""
+    size = inodes = 0
+    seen: set[int] = set()
+    for parent, directories, files in os.walk(directory):
+        for name in (*directories, *files):
+            with contextlib.suppress(OSError):
+                info = os.lstat(f"{parent}/{name}")
+                if info.st_nlink > 1 and not stat.S_ISDIR(info.st_mode):
+                    if info.st_ino in seen:
+                        continue
+                    seen.add(info.st_ino)
+                size += info.st_blocks * _STAT_BLOCK_BYTES
+                inodes += 1
+    return Need(size, inodes + 1)
