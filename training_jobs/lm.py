@@ -24,7 +24,6 @@ from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
-from lm_model import GPT, flops_per_token, peak_flops
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.device_mesh import init_device_mesh
@@ -36,6 +35,7 @@ from torch.profiler import profile, record_function, schedule
 from hpml_channel import Channel
 from hpml_checkpoint import CheckpointError, Checkpoints, Ranks, StopAgreement
 from hpml_waits import measure_waits
+from lm_model import GPT, flops_per_token, peak_flops
 
 NUMBERS = {  # options that are numbers
     "steps": 1000, "batch-size": 16, "accumulate": 1,  # sequences per rank, batches per step
