@@ -287,8 +287,10 @@ def train(options: Namespace, channel: Channel, device: Any) -> None:  # noqa: C
     if stop:
         channel.event("stopping", step=step)
     reached = [at for at, loss in evaluations.values() if loss <= (options.target_loss or 0)]
-    result = {name: value for name, value in vars(options).items() if not isinstance(value, Path)}
-    result |= {
+    result = {
+        "parallel": options.parallel,
+        "batch_size_per_rank": options.batch_size,
+        "steps": step,
         "test_loss": evaluations[max(evaluations)][1] if evaluations else None,
         "seconds_to_loss": min(reached, default=None),
         "train_seconds": time.perf_counter() - start,

@@ -53,6 +53,11 @@ EXAMPLES = {
         ),
         ("python make_digits.py digits", "hpml run digits.yaml"),
     ),
+    "lm": Example(
+        "a byte-level GPT with DDP or FSDP; the licence texts of Debian as data",
+        ("lm.py", "lm_model.py", "lm.yaml", *_HELPERS),
+        ("hpml run lm.yaml",),
+    ),
     "communication": Example(
         "a small network, with nine ways to exchange gradients: what each costs, and when it wins",
         (

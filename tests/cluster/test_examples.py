@@ -12,6 +12,7 @@ from tests.cluster.hpml_on_slurm import PYTHON, Desk
 # Name, job file, and arguments that make it short.
 SHORT = {
     "communication": ("communication.yaml", ("--method=topk", "--target-accuracy=0.9")),
+    "lm": ("lm.yaml", ("--steps=20", "--parallel=fsdp")),
     "mine": ("job.yaml", ("--steps=50",)),
 }
 
