@@ -246,7 +246,9 @@ def _axes(report: Report) -> Iterable[_Drawn]:
     ranges = report.provenance["sweep file"].get("axes", {}) if report.search else {}
     for place, (name, axis) in enumerate(zip(names, panels, strict=False)):
         points = [(one.values.get(name), one.figure.value) for one in settings if one.figure]
-        if not all(isinstance(value, (int, float)) for value, _ in points):
+        if all(isinstance(value, (int, float)) for value, _ in points):
+            points.sort()  # the plan is in a random order, and the line goes from point to point
+        else:
             points = [(str(value), height) for value, height in points]
         x, y = zip(*points, strict=True)
         _dots(axis, x, y, _SERIES[0])
