@@ -20,7 +20,7 @@ GOES = {
     "nvmlGpm*": {
         "sm_active_ratio", "sm_occupancy_ratio", "tensor_active_ratio", "dram_active_ratio",
     },
-    "nvmlDeviceGetTemperature*": {"temperature_celsius"},
+    "nvmlDeviceGetTemperature*": {"temperature_celsius", "temperature_limit_celsius"},
     "nvmlDeviceGetTemperatureV": set(),
     "nvmlDeviceGetEnforcedPowerLimit": {"power_limit_watts"},
     "nvmlDeviceGetClockInfo": {"clock_hertz"},

@@ -104,5 +104,6 @@ def bench(tmp_path: Path) -> Iterator[Bench]:
     numbers = [path.name for path in jobs.glob("[0-9]*")] if jobs.exists() else []
     bench.scheduler().cancel(numbers)
     for number in numbers:
-        bench.over(number)
+        if bench.scheduler().query([number]):  # not a killed submission that was cleaned up since
+            bench.over(number)
     eventually(lambda: not bench.processes())
