@@ -35,7 +35,8 @@ NOT_HERE = {
     r"hpml_nfs|node_nfs": "no NFS mount",
     r"hpml_lustre": "no Lustre mount",
     r"hpml_disk|hpml_filesystem": "a container may have no disk of its own",
-    r"xid|hpml_gpu_up\S* == 0|lost": "no GPU has failed",
+    r"xid|(?<!and on \(uuid\) )hpml_gpu_up\S* == 0|lost": "no GPU has failed",
+    r"^ALERTS\b": "no alert fires within the first minutes",
     r"hpml_exporter_up == 0|^up == 0|code!=|dropped_total|_failures_total|errors_total|stuck": (
         "nothing has failed"
     ),
