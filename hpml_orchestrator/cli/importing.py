@@ -13,7 +13,7 @@ import typer
 from hpml_orchestrator.cli.common import JsonOption, print_json
 from hpml_orchestrator.convert import Place, import_script, read_script
 from hpml_orchestrator.errors import InputError, RecordError
-from hpml_orchestrator.records.files import write_text
+from hpml_orchestrator.records.files import write_users_file
 from hpml_orchestrator.script import Capabilities, render
 from hpml_orchestrator.script.user_template import check_setup
 from hpml_orchestrator.spec.load import load_job
@@ -61,10 +61,8 @@ def import_(
     made = import_script(read_script(Path(script)), name=name, place=place)
     _check(made.text)
     if target is not None:
-        umask = os.umask(0)
-        os.umask(umask)
         try:
-            write_text(target, made.text, mode=0o666 & ~umask)
+            write_users_file(target, made.text)
         except RecordError as error:
             raise InputError(str(error), hint="name another file with --output") from error
     if as_json:

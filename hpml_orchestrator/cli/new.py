@@ -16,7 +16,7 @@ import typer
 from hpml_orchestrator import assets
 from hpml_orchestrator.cli.common import JsonOption, print_json, print_table, refuse_with
 from hpml_orchestrator.errors import InputError, NotFoundError, RecordError, did_you_mean
-from hpml_orchestrator.records.files import write_text
+from hpml_orchestrator.records.files import write_users_file
 from hpml_orchestrator.runs.prepare import output_directory
 from hpml_orchestrator.spec.edit import flow_text
 
@@ -166,11 +166,9 @@ def _write(files: dict[str, bytes], target: Path, named: str) -> list[str]:
             elif not path.is_file() or path.read_bytes() != content:
                 message = f"{path} already exists with other content"
                 raise InputError(message, field="DIR", value=named, hint="name a new directory")
-        umask = os.umask(0)
-        os.umask(umask)
         for place, name in enumerate(missing):
             try:
-                write_text(target / name, files[name], mode=0o666 & ~umask)
+                write_users_file(target / name, files[name])
             except RecordError:
                 for done in missing[:place]:
                     with suppress(OSError):

@@ -26,6 +26,7 @@ __all__ = [
     "read_text_or_nothing",
     "write_json",
     "write_text",
+    "write_users_file",
 ]
 
 SCHEMA_VERSION = 1
@@ -51,6 +52,17 @@ def write_text(path: PathLike, text: Union[str, bytes], *, mode: int = 0o644) ->
     """
     with _written_sibling(Path(path), text, mode) as temporary:
         os.replace(temporary, path)
+
+
+def write_users_file(path: PathLike, text: Union[str, bytes]) -> None:
+    """Publish a file as `write_text` does, with the permissions that the user's umask leaves.
+
+    Raises:
+        RecordError: the directory cannot be written.
+    """
+    umask = os.umask(0)
+    os.umask(umask)
+    write_text(path, text, mode=0o666 & ~umask)
 
 
 def write_json(path: PathLike, record: Any) -> None:

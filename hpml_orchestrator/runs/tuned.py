@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import difflib
-import os
 import re
 import shlex
 from collections.abc import Mapping
@@ -14,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from hpml_orchestrator.diagnosis.apply import changed_job, differences
 from hpml_orchestrator.errors import HpmlError, InputError, RecordError
-from hpml_orchestrator.records.files import read_text_or_nothing, write_text
+from hpml_orchestrator.records.files import read_text_or_nothing, write_users_file
 from hpml_orchestrator.script.template import variable
 from hpml_orchestrator.spec.document import parse_yaml
 from hpml_orchestrator.spec.edit import CannotEditError, block_text, flow_text, set_field
@@ -307,9 +306,7 @@ def write_tuned(tuned: Tuned) -> None:
     Raises:
         InputError: it cannot be written.
     """
-    umask = os.umask(0)
-    os.umask(umask)
     try:
-        write_text(tuned.path, tuned.text, mode=0o666 & ~umask)
+        write_users_file(tuned.path, tuned.text)
     except RecordError as error:
         raise InputError(str(error), hint="name another file with --apply") from error

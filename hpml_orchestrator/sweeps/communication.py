@@ -10,6 +10,7 @@ from statistics import median
 
 import numpy as np
 
+from hpml_orchestrator.runs.monitored import numbers
 from hpml_orchestrator.sweeps.rows import Row
 from hpml_orchestrator.sweeps.statistics import (
     CONFIDENCE,
@@ -26,6 +27,7 @@ BASELINE = "allreduce"
 """The method that the others are compared with."""
 
 _DRAWS = 2000
+_NEEDED = {"bytes_sent", "comm_seconds", "world_size", "target_accuracy", "train_seconds"}
 
 
 @dataclass(frozen=True)
@@ -91,18 +93,14 @@ def communication(rows: Iterable[Row]) -> Communication | None:
     `target_accuracy`; `bandwidth_mbit` is optional. None without such runs, with one method only,
     or if they had different targets: then the times cannot be compared.
     """
-    groups: dict[tuple[str, int, float | None], list[Mapping[str, object]]] = defaultdict(list)
+    groups: dict[tuple[str, int, float | None], list[Mapping[str, float]]] = defaultdict(list)
     targets = set()
     for row in rows:
-        told = row.result
-        names = ("bytes_sent", "comm_seconds", "world_size", "target_accuracy", "train_seconds")
-        if isinstance(told.get("method"), str) and all(
-            _is_number(told.get(name)) for name in names
-        ):
-            mbit = told.get("bandwidth_mbit")
-            key = told["method"], int(told["world_size"]), float(mbit) if mbit else None
+        method, told = row.result.get("method"), numbers(dict(row.result))
+        if isinstance(method, str) and told.keys() >= _NEEDED:
+            key = method, int(told["world_size"]), told.get("bandwidth_mbit") or None
             groups[key].append(told)
-            targets.add(float(told["target_accuracy"]))
+            targets.add(told["target_accuracy"])
     if len(targets) != 1 or len({method for method, _, _ in groups}) < 2:  # noqa: PLR2004
         return None
     order = sorted(groups, key=lambda key: (key[1], key[2] or math.inf, key[0] != BASELINE, key[0]))
@@ -110,32 +108,23 @@ def communication(rows: Iterable[Row]) -> Communication | None:
     return Communication(targets.pop(), costs, tuple(_crossovers(costs)))
 
 
-def _is_number(value: object) -> bool:
-    return isinstance(value, (int, float)) and math.isfinite(value)
-
-
 def _cost(
-    method: str, ranks: int, mbit: float | None, runs: Sequence[Mapping[str, object]]
+    method: str, ranks: int, mbit: float | None, runs: Sequence[Mapping[str, float]]
 ) -> MethodCost:
-    def numbers(name: str) -> list[float]:
-        return [float(run[name]) for run in runs if _is_number(run.get(name))]  # type: ignore[arg-type]
+    def values(name: str) -> list[float]:
+        return [run[name] for run in runs if name in run]
 
-    times = numbers("seconds_to_accuracy")
-    missed = [
-        float(run["train_seconds"])  # type: ignore[arg-type]
-        for run in runs
-        if not _is_number(run.get("seconds_to_accuracy"))
-    ]
-    steps = numbers("steps_to_accuracy")
+    times, steps = values("seconds_to_accuracy"), values("steps_to_accuracy")
+    missed = [run["train_seconds"] for run in runs if "seconds_to_accuracy" not in run]
     return MethodCost(
         method,
         ranks,
         mbit,
         runs=len(runs),
         reached=len(times),
-        bytes_sent=median(numbers("bytes_sent")),
+        bytes_sent=median(values("bytes_sent")),
         steps=median(steps) if steps else None,
-        comm_seconds=median(numbers("comm_seconds")),
+        comm_seconds=median(values("comm_seconds")),
         seconds=time_to_accuracy([*times, *missed], [True] * len(times) + [False] * len(missed)),
         times=tuple(times),
     )

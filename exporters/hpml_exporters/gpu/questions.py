@@ -157,10 +157,12 @@ class _GpmMetrics:
         check(code)
         if not numbers:
             return [(code, None)] * len(self.rows)
-        return [
-            # NaN and negative numbers have been seen when a GPU wakes up
-            (result, source.convert(number) if result == SUCCESS else None)
-            if result != SUCCESS or number >= 0
-            else (NO_DATA, None)
-            for source, (result, number) in zip(self._sources, numbers, strict=True)
-        ]
+        answers: list[Answer] = []
+        for source, (result, number) in zip(self._sources, numbers, strict=True):
+            if result != SUCCESS:
+                answers.append((result, None))
+            elif number >= 0:
+                answers.append((SUCCESS, source.convert(number)))
+            else:  # NaN and negative numbers have been seen when a GPU wakes up
+                answers.append((NO_DATA, None))
+        return answers
