@@ -29,7 +29,7 @@ from torch import Tensor, nn
 from torch.nn.utils import parameters_to_vector, vector_to_parameters
 from torch.profiler import profile, record_function, schedule
 
-from communication_methods import LOCAL_STEPS, METHODS, Wire, allreduce
+from communication_methods import LOCAL_STEPS, METHODS, Wire, allreduce, synchronize
 from hpml_channel import Channel
 from hpml_checkpoint import CheckpointError, Checkpoints, StopAgreement
 
@@ -47,6 +47,7 @@ def options() -> argparse.Namespace:
     add("--width", type=int, default=256, help="of the two hidden layers")
     add("--seed", type=int, default=1)
     add("--device", choices=("auto", "cpu", "cuda"), default="auto")
+    add("--backend", choices=("nccl", "gloo"), help="default: nccl with GPUs, otherwise gloo")
     add("--target-accuracy", type=float, default=0.95)
     add("--run-on", action="store_true", help="train on when the target is reached")
     add("--eval-every", type=int, default=LOCAL_STEPS, metavar="STEPS")
@@ -140,14 +141,14 @@ class Training:
         found = self.checkpoints.load() if self.checkpoints else None
         if found is None:
             return
-        own = found.state["ranks"][self.wire.rank]
-        self.memory |= own["memory"]
-        self.memory["queue"] = deque((gradient, None) for gradient in own["queue"])
+        own, device = found.state["ranks"][self.wire.rank], self.mine.device
+        self.memory |= {name: value.to(device) for name, value in own["memory"].items()}
+        self.memory["queue"] = deque((gradient.to(device), None) for gradient in own["queue"])
         self.mine.data.copy_(own["mine"])
         self.optimizer.load_state_dict(own["optimizer"])
         for name in SAVED:
             setattr(self, name, found.state[name])
-        self.vector = self.vector.to(self.mine.device)
+        self.vector = self.vector.to(device)
         if self.options.method != "ps":  # ranks of localsgd differ
             self.vector = self.mine.detach().clone()
         self.wire.bytes_sent = found.state["bytes_sent"]
@@ -216,6 +217,7 @@ def train(options: argparse.Namespace, device: Any, channel: Channel) -> dict[st
                 with record_function("hpml.data"):
                     batch = data.batch_of(training.steps)
                 loss = training.step(*batch)
+                synchronize()
             if tracer:
                 tracer.step()
             took = time.perf_counter() - began
@@ -256,9 +258,13 @@ def main() -> None:
     chosen, channel, status = options(), Channel.from_env(), 0
     channel.event("rendezvous")
     use_gpu = chosen.device == "cuda" or (chosen.device == "auto" and torch.cuda.is_available())
-    device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0"))) if use_gpu else "cpu"
+    device = torch.device("cpu")
+    if use_gpu:  # ranks may share one, but NCCL refuses that
+        local_rank = int(os.environ.get("LOCAL_RANK", "0"))
+        device = torch.device("cuda", local_rank % torch.cuda.device_count())
+        torch.cuda.set_device(device)
     if "RANK" in os.environ:
-        dist.init_process_group("nccl" if use_gpu else "gloo")
+        dist.init_process_group(chosen.backend or ("nccl" if use_gpu else "gloo"))
     rank = dist.get_rank() if dist.is_initialized() else 0
     try:
         figures = train(chosen, device, channel)

@@ -31,6 +31,13 @@ LOCAL_STEPS = 8  # of localsgd
 STALENESS = 2  # steps by which a gradient may be late
 
 
+def synchronize() -> None:
+    """Wait for the GPU, if one is in use: a program runs ahead of it."""
+    cuda: Any = torch.cuda  # some of its functions have no types
+    if cuda.is_initialized():
+        cuda.synchronize()
+
+
 class Wire:
     """The collectives, with the bytes that this rank sends and the seconds in which it waits.
 
@@ -47,25 +54,19 @@ class Wire:
     def all_reduce(self, tensor: Tensor, *, wait: bool = True) -> Any:
         """Add up a tensor over the ranks, in place; without waiting, return what to wait for."""
         self.bytes_sent += 2 * tensor.nbytes * (self.ranks - 1) / self.ranks
-        if self.ranks == 1:
-            return None
-        return self._timed(lambda: dist.all_reduce(tensor, async_op=not wait))
+        return self._timed(lambda: dist.all_reduce(tensor, async_op=not wait), wait=wait)
 
     def all_gather(self, tensor: Tensor) -> Tensor:
         """Return the tensors of all ranks, in a row."""
         self.bytes_sent += tensor.nbytes * (self.ranks - 1)
-        whole = tensor.new_empty(self.ranks * len(tensor))
-        if self.ranks == 1:
-            return tensor
+        whole = tensor.repeat(self.ranks)
         self._timed(lambda: dist.all_gather(list(whole.chunk(self.ranks)), tensor))
         return whole
 
     def exchange(self, tensor: Tensor) -> Tensor:
         """Send the i-th part of a tensor to rank i; return the parts that this rank gets."""
         self.bytes_sent += tensor.nbytes * (self.ranks - 1) / self.ranks
-        parts = torch.empty_like(tensor)
-        if self.ranks == 1:
-            return tensor
+        parts = tensor.clone()
         self._timed(lambda: dist.all_to_all_single(parts, tensor))
         return parts
 
@@ -74,9 +75,15 @@ class Wire:
         if work is not None:
             self._timed(work.wait)
 
-    def _timed(self, call: Callable[[], Any]) -> Any:
+    def _timed(self, call: Callable[[], Any], *, wait: bool = True) -> Any:
+        if not dist.is_initialized():  # alone
+            return None
+        if wait:
+            synchronize()
         began = time.perf_counter()
         answer = call()
+        if wait:
+            synchronize()
         self.seconds += time.perf_counter() - began
         return answer
 

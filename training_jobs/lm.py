@@ -19,6 +19,7 @@ import os
 import sys
 import time
 from argparse import Namespace
+from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -47,10 +48,6 @@ NUMBERS = {  # options that are numbers
 # With others it is another training. The number of ranks, --batch-size and --parallel may change.
 SAME = "steps sequence layers heads width seed lr lr_warmup_steps weight_decay clip".split()
 MOST_TEST_BYTES = 1 << 16  # the test text is the last tenth, but no more: a stop waits for its end
-
-
-class JobError(Exception):
-    """The training cannot start; one line that says what the user can change."""
 
 
 def parse(arguments: list[str] | None = None) -> Namespace:
@@ -94,7 +91,7 @@ def read_text(data: Path, sequence: int) -> tuple[Tensor, Tensor]:
     test = min(len(text) // 10, MOST_TEST_BYTES)
     if test <= sequence:
         least = f"the last tenth has to be longer than --sequence {sequence}"
-        raise JobError(f"--data {data}: {len(text)} bytes are too few, {least}")
+        raise ValueError(f"--data {data}: {len(text)} bytes are too few, {least}")
     return text[:-test], text[-test:]
 
 
@@ -206,12 +203,12 @@ def train(options: Namespace, channel: Channel, device: Any) -> None:  # noqa: C
         for directory in filter(None, (options.output, options.profile)):
             directory.mkdir(parents=True, exist_ok=True)
         size = len(text) + len(test_text)
-    except (JobError, OSError, RuntimeError) as error:
+    except (ValueError, OSError, RuntimeError) as error:
         problem = str(error).partition("\n")[0]
     problems, sizes = zip(*ranks.gather((problem, size)))  # noqa: B905 - Python 3.9
     if any(problems) or len(set(sizes)) > 1:  # on any rank, so that none waits for it
         different = f"--data {options.data}: ranks see different texts, of {set(sizes)} bytes"
-        raise JobError(next(filter(None, problems), different))
+        raise ValueError(next(filter(None, problems), different))
     torch.manual_seed(options.seed)  # the same weights on all ranks
     network = GPT(options).to(device)
     flops, (peak, origin) = flops_per_token(network, options), peak_flops(device, options)
@@ -226,14 +223,10 @@ def train(options: Namespace, channel: Channel, device: Any) -> None:  # noqa: C
         checkpoints = Checkpoints(options.checkpoint, job=job, channel=channel, ranks=ranks)
         step, state = load(checkpoints, model, optimizer)
     evaluations = state.get("evaluations", {})  # by step: seconds, bits per byte
-    start, first, saved = time.perf_counter() - state.get("seconds", 0), step, step
+    start, saved = time.perf_counter() - state.get("seconds", 0), step
     every = options.log_every, options.eval_every, options.checkpoint_every
-    steady_steps, steady_seconds, rate, mfu = 0, 0.0, 0.0, None
-
-    def say(line: str) -> None:
-        if ranks.rank == 0:
-            print(line, flush=True)
-
+    steady, steady_seconds, rate, mfu = step + options.warm_up_steps, 0.0, 0.0, None
+    say: Any = partial(print, flush=True) if ranks.rank == 0 else lambda _: None
     say(f"{options.parallel}, {ranks.world_size} ranks, {step} of {options.steps} steps are done")
     say(f"MFU = tokens/s * (6 N + 12 L H Q T) / (devices * peak); {flops:,} FLOP, peak {origin}")
     channel.event("warm-up", steps=options.warm_up_steps)
@@ -266,14 +259,15 @@ def train(options: Namespace, channel: Channel, device: Any) -> None:  # noqa: C
                     group["lr"] = learning_rate(step, options)
                 loss = train_step(model, optimizer, windows, options)
             step += 1
-            is_due = step == options.steps or any(step % one == 0 for one in every)
+            is_due = step in {options.steps, steady} or any(step % one == 0 for one in every)
             if is_due:
                 loss = loss.cpu() / ranks.world_size  # waits for the GPU
                 dist.all_reduce(loss)
             took = time.perf_counter() - mark
-            if step - first > options.warm_up_steps:
-                steady_steps, steady_seconds = steady_steps + 1, steady_seconds + took
-                rate = steady_steps * tokens / steady_seconds
+            if step > steady:
+                steady_seconds += took
+            if step > steady and is_due:  # between, the program may be ahead of the GPU
+                rate = (step - steady) * tokens / steady_seconds
                 mfu = rate * flops / (ranks.world_size * peak) if peak else None
                 channel.gauge(mfu=mfu)
             channel.gauge(loss=loss)
@@ -292,6 +286,7 @@ def train(options: Namespace, channel: Channel, device: Any) -> None:  # noqa: C
         "batch_size_per_rank": options.batch_size,
         "steps": step,
         "test_loss": evaluations[max(evaluations)][1] if evaluations else None,
+        "target_loss": options.target_loss,
         "seconds_to_loss": min(reached, default=None),
         "train_seconds": time.perf_counter() - start,
         "tokens_per_second": rate or None,
@@ -319,7 +314,7 @@ def choose_device(options: Namespace) -> torch.device:
         device = torch.device("cuda", local_rank % torch.cuda.device_count())
         torch.cuda.set_device(device)
     elif options.device == "cuda":
-        raise JobError("--device cuda: PyTorch sees no GPU here")
+        raise ValueError("--device cuda: PyTorch sees no GPU here")
     if options.amp == "auto":
         is_fast = device.type == "cuda" and torch.cuda.get_device_capability() >= (8, 0)
         options.amp = "bf16" if is_fast else "off"
@@ -337,7 +332,7 @@ def main(arguments: list[str] | None = None) -> NoReturn:
         device = choose_device(options)
         dist.init_process_group("cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo")
         train(options, channel, device)
-    except (JobError, CheckpointError, ValueError) as error:
+    except (CheckpointError, ValueError) as error:
         status = 2
         if not dist.is_initialized() or dist.get_rank() == 0:
             print(f"{Path(sys.argv[0]).name}: error: {error}", file=sys.stderr)

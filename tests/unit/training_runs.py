@@ -26,6 +26,57 @@ TRAINS = pytest.mark.skipif(
     reason="the training jobs need the extra 'train'",
 )
 
+# Runs one after the other, whose ranks are forked: PyTorch is imported once. Of each: its number
+# of ranks, its arguments, and Python code that changes the script (`job`) on each `rank`.
+FORKED = f"""
+import importlib, json, os, sys
+sys.path.insert(0, {str(JOBS)!r})
+name, wanted, preload = json.loads(sys.argv[1])
+from hpml_orchestrator.node.startup import free_port
+job = importlib.import_module(name)
+for module in preload:
+    importlib.import_module(module)
+
+for number, (world, arguments, change) in enumerate(wanted):
+    port, pids = str(free_port(f"{{os.getpid()}} {{number}}")), []
+    for rank in range(world):
+        pid = os.fork()
+        if pid:
+            pids.append(pid)
+            continue
+        if world > 1:
+            os.environ.update(RANK=str(rank), WORLD_SIZE=str(world), LOCAL_RANK=str(rank))
+            os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=port)
+        exec(change, {{"job": job, "rank": rank}})
+        sys.argv = [f"{{name}}.py", "--device=cpu", *arguments]
+        job.main()
+    print(number, [os.waitpid(pid, 0)[1] for pid in pids], flush=True)
+"""
+
+
+def run_forked(
+    directory: Path,
+    name: str,
+    wanted: Sequence[tuple[int, list[str], str]],
+    preload: Sequence[str] = (),
+) -> str:
+    """Train with a script as FORKED describes; return what was printed.
+
+    Args:
+        directory: for a temporary script.
+        name: of the script, without `.py`.
+        wanted: the runs.
+        preload: modules to import once, which the script imports later.
+    """
+    script = directory / "forked.py"
+    script.write_text(FORKED)
+    done = run([script, json.dumps([name, wanted, preload])])
+    assert done.returncode == 0, done.stderr
+    statuses = [line for line in done.stdout.splitlines() if line[:1].isdigit()]
+    expected = [f"{number} {[0] * world}" for number, (world, *_) in enumerate(wanted)]
+    assert statuses == expected, done.stderr
+    return done.stdout
+
 
 def load(script: Path) -> ModuleType:
     """Import a file as a module of its own."""
@@ -57,9 +108,11 @@ def launch(command: Sequence[object], **more: str) -> subprocess.Popen[str]:
     )
 
 
-def finish(process: subprocess.Popen[str]) -> subprocess.CompletedProcess[str]:
+def finish(
+    process: subprocess.Popen[str], limit_seconds: float = LIMIT_SECONDS
+) -> subprocess.CompletedProcess[str]:
     try:
-        stdout, stderr = process.communicate(timeout=LIMIT_SECONDS)
+        stdout, stderr = process.communicate(timeout=limit_seconds)
     finally:
         process.kill()
     return subprocess.CompletedProcess(process.args, process.returncode, stdout, stderr)
@@ -90,6 +143,13 @@ def start_ranks(count: int, command: Sequence[object], **more: str) -> list[subp
         mine = {name: value.replace("{rank}", rank) for name, value in common.items()}
         ranks.append(start(command, **mine, WORLD_SIZE=str(count), RANK=rank, LOCAL_RANK=rank))
     return ranks
+
+
+def write_text(directory: Path) -> Path:
+    """Write a text of 50 kB that is the same on every machine."""
+    file = directory / "text.txt"
+    file.write_text("".join(f"{n} and {n * n} are {n + n * n}. " for n in range(2300)))
+    return file
 
 
 def free_port() -> int:
