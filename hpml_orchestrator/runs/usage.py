@@ -210,7 +210,9 @@ def _of_run(state: State) -> Usage | None:
         for one in state.run.attempts():
             started, ended = times.get(one.number, (None, None))
             gpus = [gpu for node in monitored_nodes(one) for gpu in node.gpus]
-            last = ended or one.last_written or time.time()
+            if one.number == attempt.number:  # records of a killed job have no end, Slurm has
+                ended = state.ended or (ended if state.over else time.time())
+            last = ended or one.last_written or 0.0
             asked = facts.gpu_count * max(0.0, last - started) if started else 0.0
             known = sum(gpu.seconds for gpu in gpus)
             seconds += max(asked, known)
