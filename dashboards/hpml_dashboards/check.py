@@ -33,7 +33,8 @@ UNUSED: Mapping[str, str] = {
     "hpml_gpu_remapped_rows hpml_train_steps_total hpml_slurm_up "
     "hpml_slurm_gpus hpml_job_io_syscall_read_bytes_total hpml_job_io_syscall_write_bytes_total "
     "hpml_infiniband_info hpml_slurm_partition_nodes",
-    "for a closer look in Explore": "hpml_gpu_pcie_link_generation hpml_gpu_pcie_link_generation_max hpml_gpu_fan_speed_ratio "
+    "for a closer look in Explore": "hpml_gpu_pcie_link_generation "
+    "hpml_gpu_pcie_link_generation_max hpml_gpu_fan_speed_ratio "
     "hpml_gpu_encoder_utilization_ratio hpml_gpu_decoder_utilization_ratio hpml_gpu_driver_info "
     "hpml_job_gpu_memory_used_bytes hpml_job_processes hpml_job_threads "
     "hpml_job_unreadable_processes hpml_disk_operations_total hpml_nfs_mounts "
