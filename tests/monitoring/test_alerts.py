@@ -111,7 +111,7 @@ CASES: dict[str, dict[str, tuple[str, str]]] = {
     },
     "LinkFlaps": {
         f'hpml_network_link_down_total{{{ON},device="eth0"}}': ("0+1", "2+0"),
-        f'hpml_infiniband_events_total{{{ON},device="mlx5_0",event="link_downed"}}': ("0+1", "3+0"),
+        f'hpml_infiniband_events_total{{{ON},device="mlx5_0",event="link_downed"}}': ("3+0", "3+0"),
     },
     "NodeFileSystemReadOnly": {
         f'hpml_filesystem_read_only{{{ON},mountpoint="/local",fstype="xfs"}}': ("1", "0"),

@@ -250,6 +250,7 @@ def test_collectors_are_switched(tmp_path: Path) -> None:
         "disks",
         "infiniband",
         "nfs",
+        "health",
         "training",
     ]
 
