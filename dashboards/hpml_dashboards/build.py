@@ -12,6 +12,7 @@ from hpml_dashboards.health import health
 from hpml_dashboards.job import job
 from hpml_dashboards.node import node
 from hpml_dashboards.sweep import sweep
+from hpml_dashboards.usage import usage
 from hpml_dashboards.user import user
 from hpml_orchestrator.errors import InputError
 from hpml_orchestrator.records.files import write_text
@@ -21,7 +22,7 @@ __all__ = ["build", "write"]
 
 def build() -> dict[str, str]:
     """Return the JSON text of each dashboard, by uid."""
-    built = (made() for made in (cluster, health, job, node, sweep, user))
+    built = (made() for made in (cluster, health, job, node, sweep, usage, user))
     texts = (json.dumps(one, cls=JSONEncoder, indent=1, sort_keys=True) for one in built)
     return {json.loads(text)["uid"]: f"{text}\n" for text in texts}
 

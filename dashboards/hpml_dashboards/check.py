@@ -33,16 +33,13 @@ UNUSED: Mapping[str, str] = {
     "hpml_gpu_remapped_rows hpml_train_steps_total hpml_slurm_up "
     "hpml_slurm_gpus hpml_job_io_syscall_read_bytes_total hpml_job_io_syscall_write_bytes_total "
     "hpml_infiniband_info hpml_slurm_partition_nodes",
-    "for a closer look in Explore": "hpml_gpu_dram_active_ratio hpml_gpu_sm_occupancy_ratio "
-    "hpml_gpu_pcie_link_generation hpml_gpu_pcie_link_generation_max hpml_gpu_fan_speed_ratio "
+    "for a closer look in Explore": "hpml_gpu_pcie_link_generation "
+    "hpml_gpu_pcie_link_generation_max hpml_gpu_fan_speed_ratio "
     "hpml_gpu_encoder_utilization_ratio hpml_gpu_decoder_utilization_ratio hpml_gpu_driver_info "
     "hpml_job_gpu_memory_used_bytes hpml_job_processes hpml_job_threads "
     "hpml_job_unreadable_processes hpml_disk_operations_total hpml_nfs_mounts "
     "hpml_disk_io_weighted_seconds_total hpml_nfs_retransmissions_total "
-    "hpml_lustre_operations_total hpml_train_feed_refused_total hpml_train_transfer_seconds_total "
-    "hpml_train_wait_seconds_total hpml_train_save_seconds_total "
-    "hpml_train_evaluation_seconds_total hpml_train_rank_wait_seconds "
-    "hpml_train_shortest_wait_info",
+    "hpml_lustre_operations_total hpml_train_feed_refused_total",
     "for administrators of Slurm": "hpml_slurm_cpus hpml_slurm_memory_bytes "
     "hpml_slurm_partition_cpus hpml_slurm_partition_memory_bytes hpml_slurm_source_info "
     "hpml_slurm_refresh_duration_seconds hpml_slurm_refresh_failures_total hpml_slurm_licenses "

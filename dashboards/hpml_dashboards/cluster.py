@@ -22,9 +22,14 @@ def _sum(metric: str, by: str = "", **labels: str) -> str:
 
 
 def _wait(share: float, by: str = "le") -> str:
-    """Return the wait that this share of the jobs stayed below, of those that started lately."""
+    """Return the wait that this share of the jobs stayed below, of those that started lately.
+
+    If none did, of all since the exporter started: a partition's first jobs have no rate.
+    """
     waits = _slurm("job_wait_seconds_bucket")
-    return f"histogram_quantile({share}, sum by ({by}) (rate({waits}[30m]))) >= 0"  # not NaN
+    of = (f"rate({waits}[30m])", waits)
+    waited = (f"histogram_quantile({share}, sum by ({by}) ({one})) >= 0" for one in of)  # not NaN
+    return " or ".join(waited)
 
 
 _NODES = _slurm("nodes")
@@ -54,7 +59,8 @@ GPU active: Share of time with a kernel on the GPUs that jobs have. Good: above 
 GPUs wasted: Allocated GPUs less busy ones, in whole GPUs. Good: near 0. The table has the jobs.
 Jobs running: Jobs that run, in all partitions. A sudden drop: a file system or a switch.
 Jobs pending: Jobs that wait. Some are healthy; a growing number beside idle GPUs is not.
-Median wait: Half of the jobs started in the last 30 minutes waited less. Rising: see the queue.
+Median wait: Half of the jobs that started in the last 30 minutes waited less; if none did, of those
+    since the exporter started. Rising: see the queue.
 Nodes down: Nodes that are down or drained. Good: 0. The reasons stand below.
 GPU power: Power that all GPUs draw. Compare with what cooling and supply allow.
 Hardware faults: Alerts that fire in Prometheus: lost, hot and failing GPUs, links, full disks.
@@ -64,12 +70,13 @@ GPUs: GPUs that are busy, allocated but unused, and idle. Good: mostly busy. Muc
     table. Much idle beside pending jobs: see the reasons for pending.
 Queue: Jobs that run and that wait. Pending rises while running stays: the cluster is full.
 Wait for the start: Waits that half and nine tenths of the jobs stayed below, of those that
-    started in the last 30 minutes. Rising beside idle GPUs: look at limits and priorities.
+    started in the last 30 minutes; if none did, of those since the exporter started. Rising beside
+    idle GPUs: look at limits and priorities.
 Jobs by what holds them back: Running jobs with each finding of hpml report, and the GPUs that
     they have; a job may have several. Many with one: storage, a node type or a habit to look at.
 Jobs that waste most GPUs: Running jobs by GPUs that they keep idle. Open one to see why.
-Partitions: GPUs of each partition, and its pending jobs. A node in several partitions counts in
-    each. Idle beside pending: look at limits; much wasted: at its jobs.
+Partitions: GPUs of each partition's nodes, and its jobs. A node in several partitions counts in
+    each; By its jobs is what the partition's own jobs have. Idle beside pending: look at limits.
 Nodes with the most waste: Allocated GPUs less busy ones, on each node. Open one to see its jobs.
 Nodes that need somebody: Why nodes are down, in the words of whoever drained them. Good: none.
 Nodes by state: Nodes as Slurm sees them. Good: allocated, mixed or idle.
@@ -81,7 +88,7 @@ Scheduler cycles: Good: seconds. Minutes: too many pending jobs, see bf_max_job_
 _CONTENT: list[Panel | str] = [
     figure("Allocated", "share", f"{_ALLOCATED} / {_TOTAL}"),
     figure("GPU active", "use", f"{_BUSY} / {_ALLOCATED}"),
-    figure("GPUs wasted", "count", _WASTED),
+    figure("GPUs wasted", "amount", _WASTED),
     figure("Jobs running", "count", _RUNNING, none="no exporter"),
     figure("Jobs pending", "count", _PENDING),
     figure("Median wait", "seconds", _wait(0.5), none="none started"),
@@ -142,6 +149,7 @@ _CONTENT: list[Panel | str] = [
             "Used": _sum("partition_gpus", "partition", state="allocated"),
             "Idle": _sum("partition_gpus", "partition", state="idle"),
             "Down": _sum("partition_gpus", "partition", state="down"),
+            "By its jobs": f"max by (partition) (hpml:partition_gpus_allocated:sum{_ALL})",
             "Wasted": f"max by (partition) (hpml:partition_gpus_wasted:sum{_ALL})",
             "Pending": _sum("jobs", "partition", state="pending"),
         },

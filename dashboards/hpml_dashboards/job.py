@@ -74,10 +74,44 @@ _BEGAN = f"on () group_left () max(hpml_job_start_timestamp_seconds{_JOB})"
 _GPUS = f"hpml:job_gpus:count{_JOB}"
 _CPUS = _once("hpml_job_cpus")
 _HOLDBACK = f"hpml:job_holdback:ratio{_JOB}"
-_LONGEST = (
-    f"{_once('hpml_train_longest_data_wait_info')} * on (cluster, jobid, instance, job) "
-    f"group_left () {_this('hpml_train_rank_data_wait_seconds', which='longest')}"
+
+
+def _whose(finding: str, info: str, waits: str) -> str:
+    """Return the rank that a finding is about, with its node, if the job had that finding."""
+    rank = (
+        f"{_once(info)} * on (cluster, jobid, instance, job) group_left () {waits}"
+        f" and on () count_over_time({_this('hpml:job_holdback:ratio', finding=finding)}[$__range])"
+    )
+    return f'label_replace({rank}, "finding", "{finding}", "", "")'
+
+
+_READER = _this("hpml_train_rank_data_wait_seconds", which="longest")
+_SLOWEST = _this("hpml_train_rank_wait_seconds", which="shortest")
+_RANK = (
+    f"topk(1, {_whose('waits-for-data', 'hpml_train_longest_data_wait_info', _READER)}) or "
+    f"bottomk(1, {_whose('slow-rank', 'hpml_train_shortest_wait_info', _SLOWEST)})"
 )
+_PARTS = {
+    "data": "hpml_train_data_wait_seconds_total",
+    "transfer": "hpml_train_transfer_seconds_total",
+    "other ranks": "hpml_train_wait_seconds_total",
+    "checkpoints": "hpml_train_save_seconds_total",
+    "evaluation": "hpml_train_evaluation_seconds_total",
+}
+
+
+def _mounts(metric: str) -> str:
+    """Return what each of the job's nodes reads or writes on a shared file system, in bytes/s."""
+    node = 'on (instance, job) group_left (cluster, node) hpml_node_info{scope="node"}'
+    return f"rate({metric}[$__rate_interval]) * {node}"
+
+
+def _shared(direction: str) -> str:
+    either = " or ".join(
+        _mounts(f"hpml_{name}_{direction}_bytes_total") for name in ("nfs", "lustre")
+    )
+    return f"sum by (node) ({either}) and on (node) (hpml:job_exporter{_JOB})"
+
 
 _ABOUT = """
 Job $jobid: What the job is. Open the sweep to compare its runs, the user for their other jobs.
@@ -99,9 +133,9 @@ Faults: Processes ended for want of memory, GPU errors (XID) since the job's sta
     wrong CPUs or GPUs. Good: 0. Otherwise see the tables of nodes and errors below.
 Tensor cores active: Share of time with tensor cores at work (Hopper and later). GPUs that are
     active without them compute in full precision, copy data or wait in communication.
-What holds it back: Findings as hpml report has them, each with its mean figure while it was over
-    its limit, and with the share of the time range in which it was. Good: none. Otherwise run
-    `hpml report`: it has the remedies.
+What holds it back: Findings as hpml report has them, each with the rank that it is about, with its
+    mean figure while it was over its limit, and with the share of the time range in which it was.
+    Good: none. Otherwise run `hpml report`: it has the remedies.
 Samples per second: Speed of the training on each node. Good: steady and alike. Dips are
     checkpoints, evaluation, or storage that others use too.
 Step time: Mean step of the fastest and the slowest rank. Good: alike. A gap above 20 % means that
@@ -112,6 +146,11 @@ GPU memory: Much free memory allows larger batches; above 95 % a slightly larger
 GPU power: GPUs at work draw near their limit; active but cool ones mostly communicate.
 Multiprocessors active: Share of multiprocessors at work (Hopper and later). If much lower than
     GPU active, kernels are too small: larger batches, fused kernels, CUDA graphs.
+Temperature: Of the GPU's core. When it nears the limit of the device, clocks go down.
+SM occupancy: Resident warps against the most that fit (Hopper and later). Low with active
+    multiprocessors: kernels that need many registers, or too little work in each.
+Memory bandwidth: Bandwidth of GPU memory against its peak (Hopper and later). Near 100 %: the
+    kernels wait for memory: fuse them, or use smaller types.
 CPUs busy: CPUs at work on each node, and those that the job is bound to. All busy with data wait:
     ask for more CPUs. Few busy: others could use them.
 Memory by kind: Memory of processes, of /dev/shm and the like, and the page cache, which the
@@ -121,6 +160,8 @@ Waiting for resources: Share of time in which a task waited for a CPU, memory or
 Storage: Bytes in each second. Reads in every epoch: stage the data. High writes: checkpoints.
 Staged data, /dev/shm: The job's files in memory, such as what hpml staged for it. They count as
     its memory; a full /dev/shm ends loader workers.
+Shared file systems: NFS and Lustre on the job's nodes, with other jobs there. Reads in every epoch:
+    stage the data.
 Network of the nodes: InfiniBand and RoCE of the job's nodes, with other jobs there. Compare with
     the link rate on the Node dashboard: near it, communication limits the job.
 NVLink and PCIe: Bytes between GPUs over NVLink, and to the host over PCIe. Gradients over PCIe
@@ -132,7 +173,9 @@ Clocks held down: Share of time in which a GPU had to run slower. The power limi
 Learning: Last loss, mean over ranks. Good: falling. A jump after a change of scale: warm-up.
 GPU errors (XID): Errors of the job's GPUs, also from before it. 13, 31 and 43 come from programs;
     48, 62, 64, 74, 79, 95, 119 and 120 from hardware: tell the administrators.
-Slowest readers: Rank that waits longest on each node. Always the same: see its node's storage.
+Where the time goes: Mean share of a rank's time that is not computation: waiting for data, copying
+    it to the device, waiting for other ranks, checkpoints, evaluation. The largest is the first to
+    look at.
 MFU, communication, accuracy: Model FLOP/s against the peak (good: above 30 %), the share of time
     in communication, and the last accuracy. Much communication: larger batches, fewer nodes.
 """
@@ -191,8 +234,9 @@ _CONTENT: list[Panel | str] = [
     lines("Tensor cores active", "share", {_GPU: _each("hpml:gpu_tensor_active:ratio")}),
     listing(
         "What holds it back",
-        "finding",
+        "finding rank node",
         {
+            "-": f"max by (finding, rank, node) ({_RANK})",
             "Mean figure": f"max by (finding) (avg_over_time({_HOLDBACK}[$__range]))",
             "Of the time": f"max by (finding) (count_over_time({_HOLDBACK}[$__range])) "
             f"/ on () group_left () max(count_over_time(hpml:job_info{_JOB}[$__range]))",
@@ -210,6 +254,11 @@ _CONTENT: list[Panel | str] = [
     lines("GPU memory", "share", {_GPU: _each("hpml:gpu_memory_used:ratio")}),
     lines("GPU power", "watts", {_GPU: _each("hpml:gpu_power_watts:max")}),
     lines("Multiprocessors active", "share", {_GPU: _each("hpml:gpu_sm_active:ratio")}),
+    lines("Temperature", "heat", {_GPU: each(_of_gpus("hpml_gpu_temperature_celsius", "uuid"))}),
+    lines("SM occupancy", "share", {_GPU: each(_of_gpus("hpml_gpu_sm_occupancy_ratio", "uuid"))}),
+    lines(
+        "Memory bandwidth", "share", {_GPU: each(_of_gpus("hpml_gpu_dram_active_ratio", "uuid"))}
+    ),
     "CPU and memory",
     lines(
         "CPUs busy",
@@ -242,11 +291,13 @@ _CONTENT: list[Panel | str] = [
             "read": f"sum(hpml:job_io_read_bytes:rate5m{_JOB})",
             "written": f"sum(hpml:job_io_write_bytes:rate5m{_JOB})",
         },
-        width=6,
     ),
     lines(
-        "Staged data, /dev/shm", "bytes", {"{{node}}": each(_once("hpml_job_shm_bytes"))}, width=6
+        "Shared file systems",
+        "rate",
+        {"{{node}} read": each(_shared("read")), "{{node}} written": each(_shared("written"))},
     ),
+    lines("Staged data, /dev/shm", "bytes", {"{{node}}": each(_once("hpml_job_shm_bytes"))}),
     lines(
         "Network of the nodes",
         "rate",
@@ -254,13 +305,13 @@ _CONTENT: list[Panel | str] = [
             "received": f"sum({_of_nodes('hpml:node_network_received_bytes:rate5m')})",
             "sent": f"sum({_of_nodes('hpml:node_network_transmitted_bytes:rate5m')})",
         },
-        width=6,
+        width=12,
     ),
     lines(
         "NVLink and PCIe",
         "rate",
         {"{{link}}": f"sum by (link) (hpml:gpu_link_bytes:rate2m{_JOB})"},
-        width=6,
+        width=12,
     ),
     "Nodes, binding and events",
     listing(
@@ -282,7 +333,15 @@ _CONTENT: list[Panel | str] = [
         "node index xid",
         {"Last": f"1000 * {_XID}", "Errors": _of_gpus("hpml_gpu_xid_errors_total", "uuid, xid")},
     ),
-    listing("Slowest readers", "node rank", {"Wait": _LONGEST}, width=6, sort="Wait"),
+    lines(
+        "Where the time goes",
+        "share",
+        {
+            name: f"sum(rate({metric}{_JOB}[$__rate_interval])) / sum(hpml_train_ranks{_JOB})"
+            for name, metric in _PARTS.items()
+        },
+        width=6,
+    ),
     lines(
         "MFU, communication, accuracy",
         "share",

@@ -75,6 +75,10 @@ Disks busy: Above 90 % a disk limits the jobs: stage into memory, or read larger
 Local file systems: How full each is. Good: below 80 %. Otherwise delete leftovers of ended jobs.
 NFS and Lustre: Bytes in each second. The same reads in each epoch: stage the data.
 NFS answer time: Good: below 10 ms. Slow on all nodes: the server; on this one: its network.
+Host temperatures: Hottest sensor of each chip. Near its critical temperature, drain the node.
+Links lost: Losses in the last hour. More than one or two: exchange the cable.
+Host health: Stuck processes wait for a disk or a file server and cannot be ended. Clock off: of
+    the kernel's own estimate, in seconds. Memory errors are uncorrected ones. Good: 0 of each.
 InfiniBand: Bytes through each port, and ticks in which it had data but could not send. Compare
     with the rate of the link; many waits: other traffic fills the fabric.
 Ports: Good: all up at the same rate. A slow one slows every job across nodes: see its cable.
@@ -201,6 +205,25 @@ _CONTENT: list[Panel | str] = [
             "{{device}} received": _rate("infiniband_received_bytes", "device"),
             "{{device}} sent": _rate("infiniband_transmitted_bytes", "device"),
             "{{device}} waits": _rate("infiniband_transmit_wait_ticks", "device"),
+        },
+        width=8,
+    ),
+    lines("Host temperatures", "heat", {"{{chip}}": _own("hpml_node_temperature_celsius")}),
+    lines(
+        "Links lost",
+        "count",
+        {"{{device}}": f"increase({_own('hpml_network_link_down_total')}[1h])"},
+    ),
+    figure(
+        "Host health",
+        "faults",
+        {
+            "stuck": f"max({_own('hpml_node_stuck_processes')})",
+            "zombies": f"max({_own('hpml_node_zombies')})",
+            "read-only": f"sum({_own('hpml_filesystem_read_only')})",
+            "memory errors": f"sum({_own('hpml_node_memory_errors_total', error='uncorrected')})",
+            "clock off": f"max({_own('hpml_node_clock_error_seconds')} > 1 "
+            f"or 0 * {_own('hpml_node_clock_error_seconds')})",
         },
         width=8,
     ),

@@ -36,16 +36,18 @@ _P = TypeVar("_P", timeseries.Panel, stat.Panel, bargauge.Panel, table.Panel)
 
 
 class _Kind(NamedTuple):
-    """A kind of figure: Grafana's unit, colours from each value on, and the highest value."""
+    """A kind of figure: Grafana's unit, colours from each value on, the highest value, digits."""
 
     unit: str
     steps: Sequence[tuple[float | None, str]] = ((None, "text"),)
     top: float | None = None
+    decimals: int | None = None
 
 
 _GREEN, _RED = (None, "green"), (None, "red")
 _KINDS = {
     "count": _Kind("short"),
+    "amount": _Kind("short", decimals=1),  # of what is no whole number, such as busy GPUs
     "faults": _Kind("short", (_GREEN, (1, "red"))),
     "share": _Kind("percentunit", top=1),
     "ratio": _Kind("percentunit"),
@@ -64,6 +66,7 @@ _KINDS = {
     "age": _Kind("s", (_GREEN, (120, "orange"), (600, "red"))),
     "time": _Kind("dateTimeAsIso"),
     "watts": _Kind("watt"),
+    "energy": _Kind("kwatth"),
     "hertz": _Kind("hertz"),
     "heat": _Kind("celsius", (_GREEN, (75, "orange"), (84, "red"))),
     "label": _Kind("string"),
@@ -76,6 +79,8 @@ _COLUMNS = {
     "whole": ["PCIe", "NVLink", "Up"],
     "faults": ["Misbound", "Foreign GPUs", "ECC errors", "Bad rows", "Down"],
     "bytes": ["Memory", "Shm"],
+    "amount": ["Wasted", "Unused", "GPU-hours", "Hours", "CPUs busy"],
+    "energy": ["Energy"],
     "watts": ["GPU power", "Power", "Power limit"],
     "heat": ["Core", "HBM"],
     "hertz": ["Clock"],
@@ -103,6 +108,7 @@ _DASHBOARDS = {
     "hpml-job": "Job",
     "hpml-sweep": "Sweep",
     "hpml-user": "User",
+    "hpml-usage": "Usage",
     "hpml-health": "Exporters",
 }
 _TITLES = {"jobid": "Job", "array": "Array task", "index": "GPU", "xid": "XID", "mig": "MIG"}
@@ -251,8 +257,10 @@ def listing(
     """
     panel = _panel(table.Panel(), title, "label", values, (width, height), now=True, rows=True)
     shown: dict[str, tuple[str, dict[str, Any]]] = {}  # title and properties by name of the field
-    for label in labels.split():
-        shown[label] = (_TITLES.get(label, label.capitalize()), _label_properties(label))
+    names = labels.split()
+    for label in names:  # the last one takes the room that is left
+        properties = _label_properties(label, is_last=label == names[-1])
+        shown[label] = (_TITLES.get(label, label.capitalize()), properties)
     for letter, name in zip(string.ascii_uppercase, values, strict=False):
         field = f"Value #{letter}" if len(values) > 1 else "Value"  # as Grafana calls them
         if not name.startswith("-"):
@@ -359,7 +367,7 @@ def _panel(
     now: bool = False,
     rows: bool = False,
 ) -> _P:
-    unit, steps, top = _KINDS[kind]
+    unit, steps, top, decimals = _KINDS[kind]
     thresholds = builders.ThresholdsConfig().mode(models.ThresholdsMode.ABSOLUTE)
     panel = (
         panel.title(title)
@@ -372,6 +380,8 @@ def _panel(
     )
     if top is not None:
         panel = panel.max(top)
+    if decimals is not None:
+        panel = panel.decimals(decimals)
     for letter, (legend, expression) in zip(string.ascii_uppercase, queries.items(), strict=False):
         query = prometheus.Dataquery().ref_id(letter).expr(expression)
         query = query.instant() if now else query.range()
@@ -380,24 +390,26 @@ def _panel(
     return panel
 
 
-def _label_properties(label: str) -> dict[str, Any]:
+def _label_properties(label: str, *, is_last: bool) -> dict[str, Any]:
     properties: dict[str, Any] = {}
     if label in _LINKED:
         kept = "${__url_time_range}&${datasource:queryparam}&${cluster:queryparam}"
         url = f"/d/hpml-{_LINKED[label]}?{kept}&var-{label}=${{__value.raw}}"
         properties["links"] = [{"title": f"Open this {_LINKED[label]}", "url": url}]
-    if label in _WIDTHS:
+    if label in _WIDTHS and not is_last:
         properties["custom.width"] = _WIDTHS[label]
     return properties
 
 
 def _value_properties(title: str, *, is_sorted: bool) -> dict[str, Any]:
     kind = _KIND_OF.get(title, "count")
-    unit, steps, _ = _KINDS[kind]
+    unit, steps, _, decimals = _KINDS[kind]
     bar = kind in ("use", "scaling")
     least = 165 if kind == "time" else 150 if bar else 64 if unit == "short" else 88
     width = max(least, 20 + 8 * len(title) + (16 if is_sorted else 0))
     properties: dict[str, Any] = {"unit": unit, "custom.width": width}
+    if decimals is not None:
+        properties["decimals"] = decimals
     if len(steps) > 1:
         properties["thresholds"] = _steps(_KINDS[kind])
         properties["custom.cellOptions"] = {"type": "color-text"}

@@ -66,7 +66,7 @@ _CONTENT: list[Panel | str] = [
     ),
     figure("GPUs", "count", or_zero(f"sum({_GPUS})", _SEEN)),
     figure("GPU active", "use", f"sum({_BUSY}) / sum({_GPUS})"),
-    figure("GPUs wasted", "count", f"sum({_mine('hpml:job_gpus_wasted:sum')})"),
+    figure("GPUs wasted", "amount", f"sum({_mine('hpml:job_gpus_wasted:sum')})"),
     figure("Data wait", "wait", f"max({_WAITS})", none="not reported"),
     figure("Memory", "full", f"max({_MEMORY})"),
     figure("Fair share", "share", f"max({_slurm('user_fairshare_ratio')})", none="needs --users"),

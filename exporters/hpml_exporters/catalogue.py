@@ -9,7 +9,7 @@ from hpml_exporters.core import selfmetrics
 from hpml_exporters.core.metric import MetricSpec
 from hpml_exporters.gpu import metrics as gpu
 from hpml_exporters.jobs import metrics as jobs
-from hpml_exporters.node import disks, infiniband, lustre, nfs, shm
+from hpml_exporters.node import disks, health, infiniband, lustre, nfs, shm
 from hpml_exporters.slurm import metrics as slurm
 from hpml_exporters.training import metrics as training
 
@@ -18,7 +18,7 @@ __all__ = ["ALL", "SUBJECTS", "page"]
 SUBJECTS = {
     "GPUs": gpu.SPECS,
     "Jobs": jobs.SPECS,
-    "Node": (*shm.SPECS, *disks.SPECS, *infiniband.SPECS, *nfs.SPECS, *lustre.SPECS),
+    "Node": (*shm.SPECS, *disks.SPECS, *infiniband.SPECS, *nfs.SPECS, *lustre.SPECS, *health.SPECS),
     "Training": training.SPECS,
     "Slurm": slurm.SPECS,
     "The exporter itself": selfmetrics.SPECS,

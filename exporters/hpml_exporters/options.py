@@ -34,6 +34,7 @@ COLLECTORS = {
     "infiniband": "node.infiniband",
     "nfs": "node.nfs",
     "lustre": "node.lustre",
+    "health": "node.health",
     "training": "training.collector",
 }
 """Collectors that can be switched off, and the module of each."""

@@ -73,6 +73,7 @@ def node(
     no_infiniband: Annotated[bool, _switch("infiniband", "InfiniBand ports")] = False,
     no_nfs: Annotated[bool, _switch("nfs", "NFS mounts")] = False,
     no_lustre: Annotated[bool, _switch("lustre", "Lustre mounts")] = False,
+    no_health: Annotated[bool, _switch("health", "clock, memory, links, heat of the node")] = False,
     no_training: Annotated[bool, _switch("training", "metrics sent by training jobs")] = False,
     gpu_interval: Annotated[float, _seconds("gpu-interval", "Interval of GPU readings.")] = 1.0,
     job_interval: Annotated[float, _seconds("job-interval", "Interval of job readings.")] = 5.0,

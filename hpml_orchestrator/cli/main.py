@@ -71,6 +71,7 @@ COMMANDS = {
         "Show running jobs live: GPUs, memory, I/O, samples/s, time left, bottlenecks.",
         _RUNS,
     ),
+    "usage": Entry("usage", "usage", "Show GPU-hours, waste and energy of jobs over weeks.", _RUNS),
     "show": Entry("show", "show", "Show a run's phases, staging, results and binding.", _RUNS),
     "report": Entry(
         "report", "report", "Report why a run is slow, and what to change in its job file.", _RUNS

@@ -67,6 +67,10 @@ hpml top
     Your jobs, live: hpml top
     Figures from a Prometheus: hpml top --prometheus http://prometheus.example.org:9090
     Once, for a script: hpml top --json
+hpml usage
+    GPU-hours of your jobs in the last four weeks: hpml usage
+    Accounts with the most unused GPU-hours: hpml usage --by account --all-users --since 1w
+    Letters to users who leave many GPUs unused: hpml usage --all-users --since 1w --mail letters/
 hpml report
     Why is it slow, and what to change: hpml report last
     As a page for others: hpml report last --html report.html

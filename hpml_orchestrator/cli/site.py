@@ -23,6 +23,7 @@ from hpml_orchestrator.cli.common import (
     store_of,
 )
 from hpml_orchestrator.cli.process import notice
+from hpml_orchestrator.errors import InputError
 from hpml_orchestrator.runs.templates import eject as eject_template
 from hpml_orchestrator.runs.templates import templates
 from hpml_orchestrator.scheduler.command import SubprocessRunner
@@ -141,11 +142,39 @@ def init(
     typer.echo(f"next: read and edit it, then run: hpml {applies}check job.yaml")
 
 
-def doctor(context: typer.Context, as_json: JsonOption = False) -> None:
-    """Check the installation, Slurm and this machine.
+def doctor(
+    context: typer.Context,
+    node: Annotated[
+        bool, typer.Option("--node", help="Check whether this node is fit for jobs instead.")
+    ] = False,
+    gpus: Annotated[
+        int | None,
+        typer.Option(
+            "--gpus",
+            metavar="N",
+            min=0,
+            help="With --node: how many GPUs it should have.",
+            show_default="those on the PCI bus",
+        ),
+    ] = None,
+    drain: Annotated[
+        bool, typer.Option("--drain", help="With --node: drain it in Slurm if it is not fit.")
+    ] = False,
+    as_json: JsonOption = False,
+) -> None:
+    """Check the installation, Slurm and this machine, or with --node a node's hardware.
 
-    The exit status is 1 if something that hpml needs is missing.
+    The exit status is 1 if something that hpml needs is missing, with --node if the node is not
+    fit for jobs.
     """
+    if node:
+        from hpml_orchestrator.cli.nodehealth import check_node  # noqa: PLC0415 - for few
+
+        check_node(gpus, drain=drain, as_json=as_json)
+        return
+    for option, given in {"--gpus": gpus is not None, "--drain": drain}.items():
+        if given:
+            raise InputError("needs --node", field=option, hint=f"hpml doctor --node {option}")
     findings = examine(store_of(context), site=chosen_site(context))
     if as_json:
         print_json([finding.to_json() for finding in findings])

@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 __all__ = ["Monitor", "Timing", "allocated_gpus", "free_cpus", "job_facts", "target_address"]
 
 _NICE = 10
-_OF_THE_NODE = ("disks", "infiniband", "nfs", "lustre")
+_OF_THE_NODE = ("disks", "infiniband", "nfs", "lustre", "health")
 """Collectors of what all jobs of the node share: two jobs would both claim it."""
 _TLS = re.compile(r"^[^#]*\btls_server_config\b", re.MULTILINE)
 

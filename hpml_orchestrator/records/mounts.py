@@ -20,6 +20,8 @@ class Mount(NamedTuple):
         point: mount point.
         kind: type of the file system.
         options: of the file system.
+        here: options of this mount; a file system that the kernel made read-only after an error is
+            `ro`, and its mounts stay `rw`.
     """
 
     device: str
@@ -27,6 +29,7 @@ class Mount(NamedTuple):
     point: str
     kind: str
     options: tuple[str, ...] = ()
+    here: tuple[str, ...] = ()
 
 
 def read_mounts(path: str) -> list[Mount]:
@@ -51,7 +54,8 @@ def parse_mounts(text: str) -> list[Mount]:
             kind, _, rest = right.partition(" ")
             options = tuple(rest.rpartition(" ")[2].split(","))
             root, point = plain_path(fields[3]), plain_path(fields[4])
-            mounts.append(Mount(fields[2], root, point, kind, options))
+            here = tuple(fields[5].split(","))
+            mounts.append(Mount(fields[2], root, point, kind, options, here))
     return mounts
 
 

@@ -21,12 +21,14 @@ from hpml_orchestrator.records.texts import printable
 from hpml_orchestrator.spec.address import opener_for, split_login
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Mapping
 
-__all__ = ["TIMEOUT_SECONDS", "MeasuredJob", "Prometheus", "PrometheusError"]
+__all__ = ["TIMEOUT_SECONDS", "MeasuredJob", "Prometheus", "PrometheusError", "any_of"]
 
 TIMEOUT_SECONDS = 3.0
-"""Longest wait for an answer."""
+"""Longest wait for an answer about jobs of now, or about one job."""
+
+_WEEKS_SECONDS = 60.0  # the same about all jobs of weeks
 
 _MOST_BYTES = 32 << 20
 
@@ -180,8 +182,8 @@ class Prometheus:
         clusters, ids = zip(*jobs, strict=True)
         uuids = {uuid for job in jobs.values() for uuid in job.gpus}
         selectors = {
-            "jobs": f"cluster=~{_any_of(clusters)}, jobid=~{_any_of(ids)}",
-            "gpus": f"uuid=~{_any_of(uuids)}",
+            "jobs": f"cluster=~{any_of(clusters)}, jobid=~{any_of(ids)}",
+            "gpus": f"uuid=~{any_of(uuids)}",
         }
         queries = [
             f'label_replace({query}, "figure", "{name}", "", "")'
@@ -221,15 +223,32 @@ class Prometheus:
         ]
         return self._query(Template("\nor ".join(queries)).substitute(words), at=ended)
 
-    def _query(self, promql: str, at: float | None = None) -> list[tuple[dict[str, str], float]]:
+    def figures(
+        self, queries: Mapping[str, str], *, at: float
+    ) -> list[tuple[dict[str, str], float]]:
+        """Return labels and value of each sample of several queries, at a time.
+
+        The label `figure` has the name of the query. They may read weeks of data.
+
+        Raises:
+            PrometheusError: it gives no usable answer.
+        """
+        named = [
+            f'label_replace({query}, "figure", "{name}", "", "")' for name, query in queries.items()
+        ]
+        return self._query("\nor ".join(named), at=at, seconds=_WEEKS_SECONDS)
+
+    def _query(
+        self, promql: str, at: float | None = None, *, seconds: float = TIMEOUT_SECONDS
+    ) -> list[tuple[dict[str, str], float]]:
         """Return labels and value of each finite sample of an instant query, now or at a time."""
-        words = {"query": promql, "timeout": f"{TIMEOUT_SECONDS:g}s"}
+        words = {"query": promql, "timeout": f"{seconds:g}s"}
         data = urlencode(words if at is None else {**words, "time": f"{at:.3f}"}).encode()
         request = Request(f"{self.url}/api/v1/query", data)  # noqa: S310 - http or https
         if self._authorization:  # which a redirection must not take to another host
             request.add_unredirected_header("Authorization", self._authorization)
         try:
-            with self._opener.open(request, timeout=TIMEOUT_SECONDS) as answer:
+            with self._opener.open(request, timeout=seconds) as answer:
                 result = json.loads(answer.read(_MOST_BYTES))["data"]["result"]
             samples = [(series["metric"], float(series["value"][1])) for series in result]
         except HTTPError as error:
@@ -255,6 +274,6 @@ def _refusal(error: HTTPError) -> str:
         return f"not a Prometheus: HTTP {error.code}"
 
 
-def _any_of(values: Iterable[str]) -> str:
+def any_of(values: Iterable[str]) -> str:
     """Return a regular expression that matches any of some values, in quotes as PromQL has it."""
     return json.dumps("|".join(sorted({re.escape(value) for value in values})))

@@ -109,6 +109,26 @@ CASES: dict[str, dict[str, tuple[str, str]]] = {
         f'hpml_infiniband_up{{{ON},device="mlx5_0",port="1"}}': ("1x5 0", "0"),
         f'hpml_infiniband_up{{{ON},device="mlx5_1",port="1"}}': ("1", "1"),
     },
+    "LinkFlaps": {
+        f'hpml_network_link_down_total{{{ON},device="eth0"}}': ("0+1", "2+0"),
+        f'hpml_infiniband_events_total{{{ON},device="mlx5_0",event="link_downed"}}': ("3+0", "3+0"),
+    },
+    "NodeFileSystemReadOnly": {
+        f'hpml_filesystem_read_only{{{ON},mountpoint="/local",fstype="xfs"}}': ("1", "0"),
+    },
+    "NodeMemoryErrors": {
+        f'hpml_node_memory_errors_total{{{ON},error="uncorrected"}}': ("1", "0"),
+        f'hpml_node_memory_errors_total{{{ON},error="corrected"}}': ("0+5", "0+5"),
+    },
+    "NodeHot": {
+        f'hpml_node_temperature_celsius{{{ON},chip="coretemp"}}': ("100", "99"),
+        f'hpml_node_temperature_limit_celsius{{{ON},chip="coretemp"}}': ("100", "100"),
+    },
+    "NodeClockOff": {
+        f"hpml_node_clock_synchronized{{{ON}}}": ("0", "1"),
+        f"hpml_node_clock_error_seconds{{{ON}}}": ("16", "0.5"),
+    },
+    "NodeStuckProcesses": {f"hpml_node_stuck_processes{{{ON}}}": ("1", "1x5 0 1x5 0 1x5 0")},
     "NfsTimeouts": {
         f'hpml_nfs_timeouts_total{{{ON},server="nas",export="/data"}}': ("0+1", "9+0"),
     },

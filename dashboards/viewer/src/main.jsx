@@ -65,7 +65,9 @@ function Row({ row, width, view, onZoom, sync }) {
   const [folded, setFolded] = useState(row.folded);
   const unit = (width - 23 * GAP) / 24;
   const isPhone = width < PHONE_PIXELS;
-  const box = ({ x, y, w, h }) => (isPhone ? { width, height: h * STEP - GAP } : {
+  const across = width < PHONE_PIXELS / 2 ? 2 : 4; // figures stand side by side where all else is stacked
+  const stacked = ({ type }) => (type === 'stat' ? (width - (across - 1) * GAP) / across : width);
+  const box = ({ x, y, w, h }, panel) => (isPhone ? { width: stacked(panel), height: h * STEP - GAP } : {
     position: 'absolute', left: x * (unit + GAP), top: y * STEP,
     width: w * (unit + GAP) - GAP, height: h * STEP - GAP });
   return (
@@ -81,7 +83,7 @@ function Row({ row, width, view, onZoom, sync }) {
       {!folded && (
         <div className={isPhone ? 'column' : 'grid'} style={{ height: isPhone ? 'auto' : row.height * STEP }}>
           {row.placed.map(({ panel, key, scope, ...place }) => {
-            const style = box(place);
+            const style = box(place, panel);
             return (
               <div key={key} style={style}>
                 <Panel json={panel} scope={scope} view={view} width={style.width} height={style.height}

@@ -62,19 +62,27 @@ function tableFrame({ refId }, series, onlyTarget) {
   ] });
 }
 
+/** A series on every step of its range, null where it has no sample: a chart would draw its last value on. */
+function onSteps(values, { start, end, step }) {
+  const known = new Map(values.map(([time, value]) => [Math.round((time - start) / step), Number(value)]));
+  return Array.from({ length: Math.floor((end - start) / step) + 1 },
+    (_, index) => [start + index * step, known.get(index) ?? null]);
+}
+
 /** The frames of an answer ({resultType, result}) to a target, as Grafana's data source makes them. */
-function framesOf(target, { resultType, result }, step, onlyTarget) {
+function framesOf(target, { resultType, result, steps }, step, onlyTarget) {
   const series = resultType === 'scalar' ? [{ metric: {}, value: result }] : result;
   if (target.format === 'table') {
     return [tableFrame(target, series, onlyTarget)];
   }
   return series.map(({ metric: { __name__, ...labels }, value, values }) => {
-    const points = values ?? [value];
+    const points = values && steps ? onSteps(values, steps) : values ?? [value];
     const config = { displayNameFromDS: seriesName(target, labels) };
     return createDataFrame({ refId: target.refId, fields: [
       field('Time', FieldType.time, points.map((point) => point[0] * 1000),
         { config: { interval: step * 1000 } }),
-      field('Value', FieldType.number, points.map((point) => Number(point[1])), { labels, config }),
+      field('Value', FieldType.number, points.map(([, number]) => (number === null ? null : Number(number))),
+        { labels, config }),
     ] });
   });
 }
@@ -84,7 +92,8 @@ async function ask(target, range, step, signal) {
     return query(target.expr, range, signal);
   }
   const [start, end] = [range.from, range.to].map((time) => Math.floor(time / 1000 / step) * step);
-  return ofPrometheus('query_range', { query: target.expr, start, end, step }, signal);
+  const answer = await ofPrometheus('query_range', { query: target.expr, start, end, step }, signal);
+  return { ...answer, steps: { start, end, step } };
 }
 
 // Grafana keeps defaults in panel plugins, which are not published; these are the ones that show.

@@ -21,7 +21,15 @@ from hpml_orchestrator.cli.dashboards import group
 from hpml_orchestrator.errors import InputError
 
 SCHEMAS = Path(__file__).parents[2] / "data/grafana"
-UIDS = ["hpml-cluster", "hpml-health", "hpml-job", "hpml-node", "hpml-sweep", "hpml-user"]
+UIDS = [
+    "hpml-cluster",
+    "hpml-health",
+    "hpml-job",
+    "hpml-node",
+    "hpml-sweep",
+    "hpml-usage",
+    "hpml-user",
+]
 SCREEN = 21  # grid rows that 1400x900 shows
 
 

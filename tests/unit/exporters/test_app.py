@@ -166,7 +166,8 @@ def test_wrong_options_are_told(words: list[str], message: str) -> None:
         [*COMMAND, *words], capture_output=True, text=True, timeout=120, check=False
     )
     assert (done.returncode, done.stdout) == (2, "")
-    assert message in done.stderr.splitlines()[0]
+    # a collector of the last case may have found nothing to read before the file is written
+    assert [line for line in done.stderr.splitlines() if message in line]
     assert "Traceback" not in done.stderr
 
 
@@ -250,6 +251,7 @@ def test_collectors_are_switched(tmp_path: Path) -> None:
         "disks",
         "infiniband",
         "nfs",
+        "health",
         "training",
     ]
 

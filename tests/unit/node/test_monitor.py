@@ -162,7 +162,9 @@ def test_it_is_told_of_its_job_and_found(watch: Watch, until: Until, tmp_path: P
     )
     assert (start["gpu_interval"], start["job_interval"], start["process_interval"]) == (3, 15, 15)
     assert (start["web_config"], start["parent_pid"]) == (str(web), os.getpid())
-    assert set(start["without"]) == {"disks", "infiniband", "nfs", "lustre"}, "the whole node's"
+    assert set(start["without"]) == {"disks", "infiniband", "nfs", "lustre", "health"}, (
+        "the whole node's"
+    )
     watched.monitor.stop()
     until(lambda: not list(watched.targets.iterdir()))
 

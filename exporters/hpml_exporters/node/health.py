@@ -1,0 +1,273 @@
+"""What makes a node unfit for jobs: its clock, file systems, memory, links, heat, stuck processes.
+
+A process in uninterruptible sleep waits for a disk or a file server and cannot be ended. Most do so
+for milliseconds; one that is found in two readings in a row is counted as stuck.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+
+from prometheus_client.core import Metric
+
+from hpml_exporters.core.collector import NotHereError
+from hpml_exporters.core.metric import MetricSpec, Row, families, metric
+from hpml_exporters.core.procfs import process_ids, read, read_or_empty, text
+from hpml_exporters.node.disks import local_mounts
+from hpml_exporters.options import Context
+from hpml_orchestrator.records.mounts import parse_mounts
+
+__all__ = ["SPECS", "Chip", "Health", "NodeHealth", "make", "read_health"]
+
+_SYNCHRONIZED = metric(
+    "hpml_node_clock_synchronized",
+    "Whether the kernel's clock is kept by NTP, PTP or the like.",
+    source="adjtimex(2), without STA_UNSYNC",
+)
+_CLOCK_ERROR = metric(
+    "hpml_node_clock_error_seconds",
+    "How far the clock may be off at most, by the kernel's own estimate.",
+    source="adjtimex(2), maxerror",
+)
+_STUCK = metric(
+    "hpml_node_stuck_processes",
+    "Processes in uninterruptible sleep in this reading and in the one before.",
+    source="/proc/*/stat, state D",
+)
+_ZOMBIES = metric(
+    "hpml_node_zombies",
+    "Processes that have ended and that their parents have not waited for.",
+    source="/proc/*/stat, state Z",
+)
+_READ_ONLY = metric(
+    "hpml_filesystem_read_only",
+    "Whether a local file system that was mounted to be written is read-only, as after errors.",
+    "mountpoint fstype",
+    source="/proc/self/mountinfo",
+)
+_MEMORY_ERRORS = metric(
+    "hpml_node_memory_errors_total",
+    "Errors of the node's memory since boot.",
+    "error",
+    source="/sys/devices/system/edac/mc/mc*/{ce,ue}_count",
+)
+_TEMPERATURE = metric(
+    "hpml_node_temperature_celsius",
+    "Temperature of the hottest sensor of a chip, such as a CPU or a disk.",
+    "chip",
+    source="/sys/class/hwmon/*/temp*_input",
+)
+_TEMPERATURE_LIMIT = metric(
+    "hpml_node_temperature_limit_celsius",
+    "Temperature that the chip calls critical.",
+    "chip",
+    source="/sys/class/hwmon/*/temp*_crit",
+)
+_LINK_LOSSES = metric(
+    "hpml_network_link_down_total",
+    "How often a network device has lost its link since boot.",
+    "device",
+    source="/sys/class/net/*/carrier_down_count of devices with hardware",
+)
+SPECS = (
+    _SYNCHRONIZED,
+    _CLOCK_ERROR,
+    _STUCK,
+    _ZOMBIES,
+    _READ_ONLY,
+    _MEMORY_ERRORS,
+    _TEMPERATURE,
+    _TEMPERATURE_LIMIT,
+    _LINK_LOSSES,
+)
+
+_STA_UNSYNC = 0x0040
+_MAX_CHIPS = 32
+_MAX_DEVICES = 32
+
+
+class _Timex(ctypes.Structure):
+    """`struct timex` of adjtimex(2), up to what is read here; the rest is room for the kernel."""
+
+    _fields_ = (
+        ("modes", ctypes.c_uint),
+        ("offset", ctypes.c_long),
+        ("freq", ctypes.c_long),
+        ("maxerror", ctypes.c_long),
+        ("esterror", ctypes.c_long),
+        ("status", ctypes.c_int),
+        ("rest", ctypes.c_char * 192),
+    )
+
+
+@dataclass(frozen=True)
+class Chip:
+    """The hottest sensor of a chip, and its critical temperature, in degrees Celsius."""
+
+    celsius: float
+    critical: float | None = None
+
+
+@dataclass(frozen=True)
+class Health:
+    """What one reading found; see the metrics. Mappings are by mount point, chip or device."""
+
+    synchronized: bool | None = None
+    clock_error_seconds: float | None = None
+    sleeping: frozenset[tuple[int, bytes]] = frozenset()  # process ids with their start times
+    zombies: int = 0
+    read_only: dict[tuple[str, str], bool] = field(default_factory=dict)
+    corrected_errors: int | None = None
+    uncorrected_errors: int | None = None
+    chips: dict[str, Chip] = field(default_factory=dict)
+    link_losses: dict[str, int] = field(default_factory=dict)
+
+
+def read_health(proc: str = "/proc", sys: str = "/sys") -> Health:
+    """Return what makes the node unfit, as far as it can be read without a wait.
+
+    Args:
+        proc: mount point of procfs.
+        sys: mount point of sysfs.
+    """
+    synchronized, error = _clock()
+    sleeping, zombies = _processes(proc)
+    mounts = parse_mounts(os.fsdecode(read_or_empty(f"{proc}/self/mountinfo")))
+    return Health(
+        synchronized=synchronized,
+        clock_error_seconds=error,
+        sleeping=frozenset(sleeping),
+        zombies=zombies,
+        read_only={
+            (mount.point, mount.kind): "ro" in mount.options and "rw" in mount.here
+            for mount in local_mounts(mounts)
+        },
+        corrected_errors=_memory_errors(sys, "ce_count"),
+        uncorrected_errors=_memory_errors(sys, "ue_count"),
+        chips=_chips(f"{sys}/class/hwmon"),
+        link_losses=_link_losses(f"{sys}/class/net"),
+    )
+
+
+class NodeHealth:
+    """The collector `health`."""
+
+    name = "health"
+    specs: Sequence[MetricSpec] = SPECS
+
+    def __init__(self, context: Context) -> None:
+        self.interval = context.options.node_interval
+        self._roots = context.options.roots
+        self._before: frozenset[tuple[int, bytes]] = frozenset()
+
+    def sample(self, now: float) -> list[Metric]:  # noqa: ARG002
+        """Return the families as they are now; see `Collector.sample`."""
+        if not process_ids(self._roots.proc):
+            raise NotHereError(f"no processes in {self._roots.proc}")
+        health = read_health(self._roots.proc, self._roots.sys)
+        rows: dict[MetricSpec, list[Row]] = {
+            _STUCK: [((), len(health.sleeping & self._before))],
+            _ZOMBIES: [((), health.zombies)],
+            _READ_ONLY: [(labels, int(is_so)) for labels, is_so in health.read_only.items()],
+            _TEMPERATURE: [((name,), chip.celsius) for name, chip in health.chips.items()],
+            _TEMPERATURE_LIMIT: [
+                ((name,), chip.critical)
+                for name, chip in health.chips.items()
+                if chip.critical is not None
+            ],
+            _LINK_LOSSES: [((name,), count) for name, count in health.link_losses.items()],
+            _MEMORY_ERRORS: [
+                ((kind,), count)
+                for kind, count in (
+                    ("corrected", health.corrected_errors),
+                    ("uncorrected", health.uncorrected_errors),
+                )
+                if count is not None
+            ],
+        }
+        if health.synchronized is not None and health.clock_error_seconds is not None:
+            rows[_SYNCHRONIZED] = [((), int(health.synchronized))]
+            rows[_CLOCK_ERROR] = [((), health.clock_error_seconds)]
+        self._before = health.sleeping
+        return families({spec: rows.get(spec, []) for spec in SPECS})
+
+    def close(self) -> None:
+        """Nothing is open."""
+
+
+make = NodeHealth
+
+
+def _clock() -> tuple[bool | None, float | None]:
+    """Return whether the clock is synchronised, and its largest error in seconds."""
+    state = _Timex()
+    try:
+        failed = ctypes.CDLL(None, use_errno=True).adjtimex(ctypes.byref(state)) < 0
+    except (OSError, AttributeError):
+        failed = True
+    return (None, None) if failed else (not state.status & _STA_UNSYNC, state.maxerror / 1e6)
+
+
+def _processes(proc: str) -> tuple[list[tuple[int, bytes]], int]:
+    """Return the processes in uninterruptible sleep, and the number of zombies."""
+    sleeping, zombies = [], 0
+    for pid in process_ids(proc):
+        try:
+            data = read(f"{proc}/{pid}/stat")
+            fields = data[data.rindex(b")") + 2 :].split(None, 20)
+            # proc(5) counts from 1: the state is the third field, the start the 22nd
+            state, start = fields[0], fields[19]
+        except (OSError, ValueError, IndexError):  # it has ended
+            continue
+        if state == b"D":
+            sleeping.append((pid, start))
+        zombies += state == b"Z"
+    return sleeping, zombies
+
+
+def _memory_errors(sys: str, file: str) -> int | None:
+    """Return the sum over the memory controllers; None without one that the kernel watches."""
+    directory = f"{sys}/devices/system/edac/mc"
+    counts = [text(f"{directory}/{name}/{file}") for name in _entries(directory)]
+    known = [int(count) for count in counts if count.isdecimal()]
+    return sum(known) if known else None
+
+
+def _chips(directory: str) -> dict[str, Chip]:
+    chips: dict[str, Chip] = {}
+    for entry in _entries(directory)[:_MAX_CHIPS]:
+        name = text(f"{directory}/{entry}/name") or entry
+        for file in _entries(f"{directory}/{entry}"):
+            sensor = file.removesuffix("_input")
+            value = text(f"{directory}/{entry}/{file}") if file.startswith("temp") else ""
+            if sensor == file or not value.removeprefix("-").isdecimal():
+                continue
+            celsius = int(value) / 1000
+            limit = text(f"{directory}/{entry}/{sensor}_crit")
+            critical = int(limit) / 1000 if limit.isdecimal() and int(limit) else None
+            if name not in chips or celsius > chips[name].celsius:
+                chips[name] = Chip(celsius, critical)
+    return chips
+
+
+def _link_losses(directory: str) -> dict[str, int]:
+    """Return the counts of devices with hardware: no bridges, tunnels or jobs' namespaces."""
+
+    def counts() -> Iterator[tuple[str, int]]:
+        for device in _entries(directory):
+            if os.path.exists(f"{directory}/{device}/device"):
+                count = text(f"{directory}/{device}/carrier_down_count")
+                if count.isdecimal():
+                    yield device, int(count)
+
+    return dict(list(counts())[:_MAX_DEVICES])
+
+
+def _entries(directory: str) -> list[str]:
+    try:
+        return sorted(os.listdir(directory))
+    except OSError:
+        return []
