@@ -1,6 +1,6 @@
 """`python -m hpml_exporters OPTIONS_JSON`: the exporter of a node as a lean process.
 
-Exit statuses: 0 told to end, 2 the options are wrong, 75 a driver call does not return (start me
+Exit statuses: 0 on request, 2 wrong options, 75 a driver call does not return (start me
 again), those of `hpml_orchestrator.errors` for what else is wrong.
 """
 

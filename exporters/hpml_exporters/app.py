@@ -39,11 +39,11 @@ _GZIP_LEVEL = 1  # the answer travels once, and is a tenth of its size already
 
 
 class NodeCollector(Sampler):
-    """What is to be known of this node, for any registry of prometheus_client.
+    """This node's metrics, for any registry of prometheus_client.
 
         REGISTRY.register(NodeCollector())
 
-    It reads in threads of its own from then on, until `stop`.
+    It reads in separate threads from then on, until `stop`.
     """
 
     def __init__(self, options: NodeOptions | None = None) -> None:
@@ -75,7 +75,7 @@ class Pages:
         """
         try:
             encode, content_type = choose_encoder(accept)
-        except TypeError:  # the version that the client wants is no number
+        except TypeError:  # the version that the client wants is not a number
             encode, content_type = choose_encoder("")
         registry = self._registry.restricted_registry(names) if names else self._registry
         body = encode(registry)
@@ -98,7 +98,7 @@ class _ServerCollector:
 
 
 class _SummaryWriter:
-    """Adds up the job's figures in a thread of its own, and writes them now and then.
+    """Adds up the job's figures in a separate thread, and writes them regularly.
 
     What it does wrong harms no metrics.
     """
@@ -159,7 +159,7 @@ def _made(module: str, context: Context) -> Collector:
 
 
 def run(options: NodeOptions, sources: Iterable[Source] | None = None) -> int:
-    """Export this node until told to end; returns the exit status.
+    """Export this node until a signal ends it; returns the exit status.
 
     Args:
         options: what and where.
@@ -220,7 +220,7 @@ def _publish_address(path: str, address: str) -> None:
 def block_signals() -> set[signal.Signals]:
     """Keep back the signals that end the exporter, for the main thread to wait for.
 
-    Those that the caller ignores, as `nohup` and a shell's `&` do, go on being ignored: Linux
+    Those that the caller ignores, as `nohup` and a shell's `&` do, stay ignored: Linux
     delivers even these to who waits.
     """
     ending = {signal.SIGTERM}
@@ -232,7 +232,7 @@ def block_signals() -> set[signal.Signals]:
 
 
 def _wait_for_end(ending: set[signal.Signals], parent: int) -> None:
-    """Return when a signal says so, or when the parent is another than it was.
+    """Return at a signal, or when the parent process has changed.
 
     Not by sigtimedwait: when the process was stopped for longer than the time that it waits, as
     `scontrol suspend` does, Python returns a signal that never was (seen with 3.9 to 3.13).

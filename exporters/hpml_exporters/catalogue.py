@@ -34,7 +34,7 @@ Written by `make docs` from the descriptions that the exporters use; `hpml expor
 the same. How to get them: [Monitoring](monitoring.md).
 
 Units are base units and part of the name. Counters end in `_total`: use `rate()` and `increase()`.
-They count from when the description says, else from the exporter's start. What identifies a thing
+They count from the exporter's start unless the description differs. What identifies a thing
 is in an `_info` metric, whose value is always 1: join it, as in
 `hpml_gpu_power_watts * on (uuid) group_left (jobid) hpml_job_gpu_info{owner="1"}`. A value that
 cannot be read now is absent, never 0. The exporter's own CPU time, memory and start are the

@@ -1,4 +1,4 @@
-"""What an exporter of a node is told: a frozen object, which travels as JSON to its process."""
+"""Options of a node's exporter: a frozen object, sent to its process as JSON."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ COLLECTORS = {
 """Collectors that can be switched off, and the module of each."""
 
 SECONDS_MIN = 0.1
-"""Between two readings: more often would cost more than it tells."""
+"""Between two readings: more frequent ones cost more than they are worth."""
 SECONDS_MAX = 3600.0
 
 _SLURM_CONFS = ("/run/slurm/conf/slurm.conf", "/etc/slurm/slurm.conf")
@@ -73,7 +73,7 @@ class NodeOptions:
 
     Attributes:
         listen: ADDRESS:PORT; port 0 takes a free one.
-        any_port: take a free port where that of `listen` is another's, as several jobs of a node
+        any_port: take a free port if that of `listen` is in use, as several jobs of a node
             may want one port.
         web_config: file in Prometheus' web-config format (TLS, users); empty: none.
         without: names of collectors that are off.
@@ -83,7 +83,7 @@ class NodeOptions:
         node_interval: seconds between two readings of disks and networks.
         stuck_seconds: after which a reading that has not ended counts as stuck: its series go.
         exit_seconds: after which a stuck reading ends the process for its supervisor.
-        cluster: name of the cluster, for the label of that name; empty: not told.
+        cluster: name of the cluster, for the label of that name; empty: no label.
         node: name of this node; empty: that of the machine, up to the first dot.
         job: set by the node agent: only this job is exported.
         address_file: is written with the address that is listened on, once it is; empty: none.
@@ -126,7 +126,7 @@ class NodeOptions:
         """Return the options in a line of JSON.
 
         Raises:
-            ValueError: it is no such object.
+            ValueError: it is not such an object.
         """
         data: dict[str, Any] = json.loads(text)
         unknown = set(data) - {one.name for one in fields(cls)}
@@ -147,7 +147,7 @@ class Context:
     """What the collectors of one exporter share.
 
     Attributes:
-        options: what the exporter was told.
+        options: of the exporter.
         jobs: the jobs of the node; the collector `jobs` posts them, others look.
     """
 
@@ -167,7 +167,7 @@ def check(options: NodeOptions) -> None:
     for name in options.without:
         if name not in COLLECTORS:
             raise InputError(
-                "there is no such collector",
+                "unknown collector",
                 field="without",
                 value=name,
                 hint=did_you_mean(str(name), COLLECTORS) or f"there are: {', '.join(COLLECTORS)}",

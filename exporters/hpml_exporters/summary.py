@@ -1,7 +1,7 @@
-"""What a job used of one node, added up from the snapshots of its own exporter.
+"""What a job used of one node, added up from the snapshots of its exporter.
 
 The file is complete at any moment. It also holds what an exporter that is started again needs to
-go on adding, so that neither a killed exporter nor a short job leaves a gap.
+continue to add, so that neither a killed exporter nor a short job leaves a gap.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ JOB_LEVELS = {
 
 _TRAIN = (*OF_COUNTERS, *OF_PARTS, "comm_seconds")
 TRAIN_METRICS = {f"hpml_train_{name}_total": name for name in _TRAIN}
-"""Counters of what the ranks tell."""
+"""Counters that the ranks report."""
 
 _COUNTED = ("busy_seconds", "energy_joules", "throttled_seconds", "xid_errors")
 _MEANS = (
@@ -78,7 +78,7 @@ class Summary:
         self._jobid = "" if facts is None else facts.key
         self._run = "" if facts is None else facts.run
         self._last = time.monotonic() if now is None else now
-        self._counts: dict[str, list[float]] = {}  # key -> all that was counted, the last reading
+        self._counts: dict[str, list[float]] = {}  # key -> total, last reading
         self._means: dict[str, list[float]] = {}  # key -> mean, seconds that it is the mean of
         self._peaks: dict[str, float] = {}
         self._facts: dict[str, Any] = {"gpus": {}, "sure": False}
@@ -109,7 +109,7 @@ class Summary:
         write_json(path, self.to_json())
 
     def to_json(self) -> dict[str, Any]:
-        """Return the figures; what was never told is left out."""
+        """Return the figures; those that were never reported are left out."""
         return {
             "jobid": self._jobid,
             "run": self._run,
@@ -178,7 +178,7 @@ class Summary:
             self._mean(key, value, step)
 
     def _own_gpus(self, families: Mapping[str, Metric]) -> set[str]:
-        """Return the GPUs of the job; all that are seen where nobody has ever said which are."""
+        """Return the GPUs of the job; every visible one if the job's were never known."""
         family = families.get("hpml_job_gpu_info")
         own = {uuid for uuid, jobid in _by_uuid(family, "jobid") if jobid == self._jobid}
         if family is not None:
@@ -212,7 +212,7 @@ class Summary:
         Args:
             key: of the counter.
             value: its reading.
-            first: whether its first reading counts; else that is where it begins.
+            first: whether its first reading counts; else it is the starting point.
             anew: whether it begins with the exporter; one that does not may be lower after an
                 exporter's end, by what only that one knew of processes that are gone.
         """

@@ -15,7 +15,7 @@ __all__ = ["Collector", "DriverLostError", "NotHereError", "StaleError"]
 class NotHereError(Exception):
     """There is nothing to read on this machine now: no driver, no such file system.
 
-    The collector shows no series, which is no failure; it is asked again a minute later.
+    The collector shows no series, which is not a failure; it is tried again a minute later.
     """
 
 
@@ -24,7 +24,7 @@ class DriverLostError(Exception):
 
 
 class StaleError(Exception):
-    """This reading failed, and the families of an earlier one are to be shown all the same."""
+    """This reading failed, and the families of an earlier one must still be shown."""
 
     def __init__(self, message: str, families: Iterable[Metric]) -> None:
         super().__init__(message)
@@ -32,7 +32,7 @@ class StaleError(Exception):
 
 
 class Collector(Protocol):
-    """One source of metrics. It reads in a thread of its own, which may hang in a call.
+    """One source of metrics. It reads in a separate thread, which may hang in a call.
 
     Attributes:
         name: of the switch (`--no-gpu`) and the label `collector`.

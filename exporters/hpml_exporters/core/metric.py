@@ -43,9 +43,9 @@ class MetricSpec:
     Attributes:
         name: full name with unit and suffix: counters end in `_total`, identity in `_info`.
         type: of the metric.
-        help: one sentence that says what it counts, and from when where that matters.
+        help: one sentence about what it counts, and since when if that matters.
         labels: names of its labels, in the order in which samples give their values.
-        unit: base unit as it stands in the name (seconds, bytes, ratio, joules, watts, celsius,
+        unit: base unit, as in the name (seconds, bytes, ratio, joules, watts, celsius,
             hertz); empty for plain numbers.
         source: where the value is read: a file, a driver call.
     """
@@ -67,7 +67,7 @@ class MetricSpec:
 
         Raises:
             ValueError: a sample has not the labels of this metric.
-            TypeError: a label is no text, a value is not a number, or no histogram where one is
+            TypeError: a label is not text, a value is not a number, or not a histogram if one is
                 wanted.
         """
         found = Metric(self.family_name, self.help, self.type, self.unit)

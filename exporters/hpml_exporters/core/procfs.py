@@ -123,7 +123,7 @@ def stat(proc: str, pid: int) -> Stat | None:
 def uid(proc: str, pid: int) -> int:
     """Return the real user of a process; -1 if it is gone.
 
-    The owner of /proc/PID is no answer: it is root for a process that may not dump core.
+    The owner of /proc/PID is not used: it is root for a process that may not dump core.
     """
     _, _, rest = text(f"{proc}/{pid}/status").partition("\nUid:")
     words = rest.split(None, 1)

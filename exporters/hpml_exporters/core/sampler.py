@@ -1,7 +1,7 @@
 """Has every collector read at its own interval, and holds what they read last.
 
 A scrape takes the latest readings and waits for no collector. A collector that fails, hangs or
-reads nothing new loses its series; the others go on.
+reads nothing new loses its series; the others continue.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ class _Slot:
         name: of the collector.
         interval: seconds between two readings; 1 until the collector is made.
         state: what is known; replaced as a whole.
-        reading: number of the reading that goes on; 0: none does.
+        reading: number of the current reading; 0: none.
         thread: the kernel's number of the thread that reads.
     """
 
@@ -124,7 +124,7 @@ class _Slot:
         except StaleError as error:
             found = error.families
             self._tell_once(str(error), f"old figures are shown: {error}")
-        except Exception as error:  # noqa: BLE001 - whatever it is, the others go on
+        except Exception as error:  # noqa: BLE001 - whatever it is, the others continue
             self._tell_error(error)
             if self._collector is None or isinstance(error, DriverLostError):
                 self.close()
@@ -203,7 +203,7 @@ class _Slot:
 
 
 class Sampler:
-    """The collectors of an exporter, each in a thread of its own.
+    """The collectors of an exporter, each in a separate thread.
 
     It is a custom collector of prometheus_client: `registry.register(sampler)`.
     """
@@ -394,4 +394,4 @@ def tell(message: str) -> None:
         sys.stderr.write(f"hpml: {line}\n")
         sys.stderr.flush()
     except (OSError, ValueError, AttributeError):
-        pass  # nobody listens; that is no reason to stop reading
+        pass  # nobody reads the log; that must not stop the exporter

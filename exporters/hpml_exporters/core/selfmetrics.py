@@ -29,7 +29,7 @@ class State:
         last_success: when the last good one ended, seconds since the epoch; 0: never.
         errors: readings that failed.
         stuck_readings: readings that did not end in time.
-        stuck: one of these goes on.
+        stuck: one of these has not ended.
     """
 
     outcome: Outcome = "new"

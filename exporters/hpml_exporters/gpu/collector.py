@@ -53,7 +53,7 @@ class _Kept:
 
 
 _KEPT: weakref.WeakKeyDictionary[JobsBoard, _Kept] = weakref.WeakKeyDictionary()
-"""By exporter, for which its board stands: a collector is made anew when the driver is lost."""
+"""By exporter, identified by its board: a new collector is made when the driver is lost."""
 
 
 class _Pace:
@@ -185,10 +185,10 @@ class GpuCollector:
     # Which GPUs ------------------------------------------------------------------------------
 
     def _current(self, now: float) -> Session:
-        """Return the session, made anew or looked through again where it is time to."""
+        """Return the session, opened or searched again if it is due."""
         session = self._session
         if session is not None and (self._down or self._nameless) and now >= self._next_retry:
-            # A driver forgets that a GPU was lost only when nobody has it open any more.
+            # A driver forgets that a GPU was lost only after everybody has closed it.
             session.events.poll(self._log, self._clock())
             self.close()
             session = None
@@ -224,7 +224,7 @@ class GpuCollector:
         self._known = {device.uuid: device for device in session.roots}
         nameless = sum(not device.uuid for device in session.lost)
         if before and not self._known and not session.lost and not self._down:
-            raise DriverLostError("the NVIDIA driver lists no GPU any more")
+            raise DriverLostError("the NVIDIA driver no longer lists a GPU")
         named = {device.uuid: device for device in session.lost if device.uuid}
         if self._context.options.job is not None:  # of those that do not answer, which are ours?
             named = {uuid: device for uuid, device in named.items() if uuid in before}
@@ -237,7 +237,7 @@ class GpuCollector:
         self._next_processes = now
 
     def _lose(self, session: Session, device: Device, now: float) -> None:
-        """Take a GPU out; the others go on."""
+        """Take a GPU out; the others stay."""
         session.events.poll(self._log, self._clock())
         before = self._known
         session.remove(device.parent or device.uuid)
@@ -314,8 +314,8 @@ class GpuCollector:
     def _of_jobs(self, session: Session, jobs: Jobs) -> list[Metric]:
         options = self._context.options
         if not self._context.jobs.wait(0) and "jobs" not in options.without:
-            return []  # nobody has said yet whose the processes are
-        # Of a job that may have any GPU, those that it did not use are no concern.
+            return []  # it is not yet known whose the processes are
+        # A job that may use any GPU need not use all of them.
         unknown = options.job is not None and options.job.gpus is None
         there = session.shown if unknown else session.devices
         devices = [*there, *self._down.values()]

@@ -22,13 +22,13 @@ class Device:
     """A GPU or MIG instance: what it is called, and how NVML is asked for it.
 
     Attributes:
-        uuid: "GPU-…" or "MIG-…"; of a GPU that was lost before it told it, the PCI address.
+        uuid: "GPU-…" or "MIG-…"; of a GPU that was lost before its UUID was read, the PCI address.
         index: NVML's number of the GPU, of an instance its GPU's; -1 unknown.
         name: product name.
         pci: PCI address with eight digits of domain and small letters ("00000000:3b:00.0"), of an
             instance its GPU's; empty unknown.
         minor: number of the device file (/dev/nvidia<minor>), of an instance its GPU's; -1 unknown.
-            It is no index: NVML orders GPUs by PCI address, the kernel by when they came up.
+            It is not an index: NVML orders GPUs by PCI address, the kernel by when they came up.
         serial: number on the board, of an instance its GPU's; empty unknown.
         mig: "" for a whole GPU, "enabled" for a GPU that is split, else the instance's profile
             ("1g.10gb").
@@ -109,9 +109,9 @@ def discover(nvml: Nvml, known: dict[int, Any], sys: str) -> tuple[Sequence[Devi
     Args:
         nvml: the library.
         known: nvitop's objects of this driver by index, to use again and to add to: a handle
-            takes milliseconds to get on some drivers.
+            takes milliseconds to read with some drivers.
         sys: mount point of sysfs, which knows the PCI addresses of GPUs that do not answer. The
-            name and UUID of such a device are empty where it does not tell which one it is.
+            name and UUID of such a device are empty if NVML does not identify it.
 
     Raises:
         DriverLostError: nothing answers.
@@ -213,7 +213,7 @@ def _instance(gpu: Device, device: Any) -> Device | None:
 
 
 def _text(answer: object) -> str:
-    """Return an answer of nvitop's, empty for its NA (which is a str of a class of its own)."""
+    """Return an answer of nvitop's, empty for its NA (a subclass of str)."""
     return str(answer) if type(answer) is str else ""
 
 

@@ -71,7 +71,7 @@ class Gpm:
     def read(self) -> tuple[Code, Sequence[tuple[Code, float]]]:
         """Take a sample; returns NVML's code, and code and value of each chosen metric.
 
-        The first sample gives no metrics: there is no time between two yet.
+        The first sample gives no metrics: they need two samples.
         """
         older, newer = self._samples
         code = self._sample(self._handle, *self._where, newer)

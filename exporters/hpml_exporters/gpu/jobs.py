@@ -18,7 +18,7 @@ from hpml_exporters.jobs.board import JobFacts, Jobs
 __all__ = ["Processes", "job_families", "process_families", "processes_of", "resolve"]
 
 Processes = Mapping[str, Mapping[int, int | None] | None]
-"""Bytes of GPU memory by process id (None: not told), by UUID of the GPU or instance; None for one
+"""Bytes of GPU memory by process id (None: unknown), by UUID of the GPU or instance; None for one
 whose list cannot be read."""
 
 _JOB_SPECS = (
@@ -36,7 +36,7 @@ _TRIES = 4
 def processes_of(nvml: Nvml, device: Device) -> dict[int, int | None] | None:
     """Return bytes of GPU memory by process id, or None while the lists cannot be read.
 
-    A process that computes and draws, or is a client of MPS, stands in several lists with the same
+    A process that computes and draws, or is a client of MPS, is in several lists with the same
     memory. nvitop knows which of the five layouts of nvmlProcessInfo_t the driver has; its objects
     of processes are not used: they read /proc for names and times that are shown nowhere.
 

@@ -1,4 +1,4 @@
-"""What is shown of GPUs and of the jobs' use of them; one series per GPU where not said otherwise.
+"""Metrics of GPUs and of the jobs' use of them; one series per GPU unless the help differs.
 
 `uuid` is the GPU's UUID or, for an instance of a GPU that is split (MIG), the instance's.
 """
@@ -87,7 +87,7 @@ MEMORY_UTILIZATION = _gauge(
 )
 MEMORY_USED = _gauge(
     "memory_used_bytes",
-    "GPU memory in use, without what the driver keeps for itself where it says so.",
+    "GPU memory in use, without what the driver reserves if it reports that.",
     "nvmlDeviceGetMemoryInfo_v2, or nvmlDeviceGetMemoryInfo",
 )
 MEMORY_TOTAL = _gauge(
@@ -140,7 +140,7 @@ TEMPERATURE_LIMIT = _gauge(
     "sensor",
 )
 FAN = _gauge(
-    "fan_speed_ratio", "Speed that the fan is told, against its highest.", "nvmlDeviceGetFanSpeed"
+    "fan_speed_ratio", "Speed that the fan is set to, against its highest.", "nvmlDeviceGetFanSpeed"
 )
 CLOCK = _gauge(
     "clock_hertz",
@@ -286,13 +286,13 @@ JOB_GPU_INFO = _of_job(
 )
 JOB_GPUS_ALLOCATED = _of_job(
     "gpus_allocated",
-    "GPUs of this node that the job was allocated; absent where that is not known.",
+    "GPUs of this node that the job was allocated; absent if that is unknown.",
     "the prolog's map or Slurm's environment; by UUID, PCI address and minor number",
 )
 JOB_GPUS_USED = _of_job(
     "gpus_used",
-    "Allocated GPUs on which the job has a process; all that it uses where the allocation is not"
-    " known. Absent while the processes of one of them cannot be read.",
+    "Allocated GPUs on which the job has a process; every GPU that it uses if the allocation is "
+    "unknown. Absent while the processes of one of them cannot be read.",
     _PROCESS_LISTS,
 )
 JOB_GPUS_FOREIGN = _of_job(

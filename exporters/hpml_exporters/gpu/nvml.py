@@ -36,7 +36,7 @@ NO_DATA = 21
 GPU_LOST = frozenset({15, 16, 28})
 """NVML_ERROR_GPU_IS_LOST, _RESET_REQUIRED, _GPU_NOT_FOUND."""
 UNSUPPORTED = frozenset({2, 3, 13, 22, 25, 26})
-"""Codes with which a call says that it will never work here: NVML_ERROR_INVALID_ARGUMENT,
+"""Codes of a call that will never work here: NVML_ERROR_INVALID_ARGUMENT,
 _NOT_SUPPORTED, _FUNCTION_NOT_FOUND, _VGPU_ECC_NOT_SUPPORTED,
 _ARGUMENT_VERSION_MISMATCH, _DEPRECATED."""
 _DRIVER_GONE = {1: "not initialised", 9: "not loaded", 12: "library not found", 18: "other version"}
@@ -48,7 +48,7 @@ _Call = Callable[..., Code]
 
 
 class GpuLostError(Exception):
-    """A GPU does not answer any more; the others may."""
+    """A GPU no longer answers; the others may."""
 
 
 def check(code: Code) -> bool:
@@ -56,7 +56,7 @@ def check(code: Code) -> bool:
 
     Raises:
         GpuLostError: the GPU has fallen off the bus or needs a reset.
-        DriverLostError: nothing works any more.
+        DriverLostError: the driver is gone.
     """
     if code == SUCCESS:
         return True
@@ -90,7 +90,7 @@ class Nvml:
 
         Raises:
             NotHereError: no driver, no right to ask it, or no nvitop.
-            DriverLostError: there is one, and it does not work: that is a fault to be told, such as
+            DriverLostError: there is one, and it does not work: a fault to report, such as
                 the versions of library and kernel module after an upgrade.
         """
         try:

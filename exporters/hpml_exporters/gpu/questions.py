@@ -18,7 +18,7 @@ from hpml_exporters.gpu.table import Call, Field, GpmMetric, Row
 __all__ = ["Answer", "Question", "questions"]
 
 Answer = tuple[Code, float | None]
-"""NVML's code, and the value in our unit; None where it is not known this time."""
+"""NVML's code, and the value in our unit; None if it is unknown this time."""
 
 _SIZE = 40  # sizeof(nvmlFieldValue_t)
 _TYPES: tuple[Callable[[int], float], ...] = (
@@ -103,7 +103,7 @@ class _Call:
 
 
 class _FieldValues:
-    """Several fields with one call; each has a code of its own."""
+    """Several fields with one call; each has its own code."""
 
     def __init__(self, nvml: Nvml, handle: int, rows: Sequence[Row]) -> None:
         self.rows = rows

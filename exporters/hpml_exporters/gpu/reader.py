@@ -136,7 +136,7 @@ class Reader:
             now: seconds, monotonic.
 
         Raises:
-            GpuLostError: the GPU does not answer any more.
+            GpuLostError: the GPU no longer answers.
             DriverLostError: nothing does.
         """
         asked = answered = False

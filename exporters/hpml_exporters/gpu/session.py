@@ -40,7 +40,7 @@ class Session:
             sys: mount point of sysfs.
 
         Raises:
-            NotHereError: there is no driver.
+            NotHereError: no driver is installed.
             DriverLostError: it does not work.
         """
         self._nvml = Nvml()
@@ -62,7 +62,7 @@ class Session:
         """Look which GPUs and instances there are, and keep readers of what is as it was.
 
         Args:
-            select: which are to be shown.
+            select: which ones to show.
 
         Raises:
             DriverLostError: nothing answers.

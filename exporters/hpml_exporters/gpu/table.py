@@ -61,7 +61,7 @@ class Call:
         selector: second argument (kind of clock, sensor).
         layout: type of the answer.
         pick: which of its integers is meant.
-        version: of a structure whose first integer says its version and size; 0 for others.
+        version: of a structure whose first integer is its version and size; 0 for others.
         pointers: how many arguments point to an integer each.
     """
 
@@ -89,7 +89,7 @@ class GpmMetric:
 
 @dataclass(frozen=True)
 class Row:
-    """A series of each GPU and where it is read.
+    """A series of each GPU and its source.
 
     Attributes:
         spec: the metric.

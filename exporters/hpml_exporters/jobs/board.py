@@ -17,9 +17,9 @@ LOCAL_CLUSTER = re.compile(r"local-[0-9a-f]{6}")  # what hpml's local backend ca
 
 @dataclass(frozen=True)
 class JobFacts:
-    """What the prolog's map, the job's environment or its node agent says of a job.
+    """A job, by the prolog's map, the job's environment or its node agent.
 
-    An unknown text is empty and an unknown number is 0, unless the field says otherwise.
+    An unknown text is empty and an unknown number is 0, unless the field's line differs.
 
     Attributes:
         jobid: Slurm's number of the job (of an array task: its own, not the array's).
@@ -64,7 +64,7 @@ class JobFacts:
     def key(self) -> str:
         """What names it in `Jobs` and in the label `jobid`.
 
-        Runs of the local backend have numbers of their own: theirs is as local-3fa9c1-7.
+        Runs of the local backend are counted separately: their ids are like local-3fa9c1-7.
         """
         return job_key(self.jobid, self.cluster)
 

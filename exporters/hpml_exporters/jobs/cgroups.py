@@ -29,7 +29,7 @@ _SEARCH_SECONDS = 30.0  # between two searches for the directories that hold job
 _STEPD = b"slurmstepd: ["
 _JOB = re.compile(r"job_([0-9]+)")  # a group is named so, or by SLUID
 _STEPDS = 32  # processes of slurmstepd that are asked for theirs
-_MOST_GROUPS = 2000  # of one step: a job may make groups of its own
+_MOST_GROUPS = 2000  # of one step: a job may create further groups
 _RELIST_LOOKS = 6  # after which the groups of a job are listed again in any case
 _EMPTY_LOOKS = 3  # between two steps a job may have no process; later its groups are left-overs
 
@@ -280,7 +280,7 @@ def _unified(cgroup: str) -> list[str]:
 
 
 def _named_roots(cgroup: str, mounts: Mapping[str, str]) -> Iterator[_Root]:
-    """Yield the directories that hold jobs, where they have Slurm's usual names."""
+    """Yield the directories that hold jobs, if they have Slurm's usual names."""
     for mount in _unified(cgroup):
         for top in procfs.subdirectories(mount):
             if top.endswith(".slice"):

@@ -58,7 +58,7 @@ class JobsCollector:
         """Nothing is kept open."""
 
     def _usage(self, key: str, seen: JobSeen) -> tuple[list[Usage], Counters]:
-        """Return what each slurmd's groups of a job show now, and all that they ever counted."""
+        """Return the present figures of a job's groups by slurmd, and their totals so far."""
         usages = [read_usage(groups) for groups in seen.groups]
         counters = self._counters.setdefault(key, {})
         for usage in usages:

@@ -1,6 +1,6 @@
 """Finds the jobs of this node: in control groups, and by the environments of processes.
 
-`SLURM_JOB_ID` in an environment stands for a job where Slurm uses no control groups
+`SLURM_JOB_ID` in an environment identifies a job if Slurm uses no control groups
 (proctrack/linuxproc), and always for a run of hpml's local backend, whose SLURM_CLUSTER_NAME is
 `local-` and six digits. Users can write anything into an environment: so a job has only the
 processes of the user who used its id first, and the jobs of a user have a limit.
@@ -41,7 +41,7 @@ class JobFinder:
     """Looks at control groups and at environments.
 
     Once a job in a control group was seen, other processes that name a job in their environment,
-    such as what outlived it, are no job; only runs of the local backend still are.
+    such as what outlived it, belong to no job; runs of the local backend still count.
 
     Args:
         options: where the file systems are, and the one job of an exporter inside of a job.
@@ -51,7 +51,7 @@ class JobFinder:
         roots = options.roots
         self._is_own = options.job is not None
         self._only = options.job.key if options.job else ""
-        # A job of Slurm may have the number of our own local run.
+        # A Slurm job may have the same number as a local run.
         is_local = options.job is not None and options.job.cluster
         self._groups = None if is_local else GroupJobs(roots.proc, roots.cgroup, self._only)
         self._environments = _Environments(roots.proc, is_own=self._is_own)
@@ -69,7 +69,7 @@ class JobFinder:
         found = [] if self._groups is None else self._groups.look(now)
         if found and not self._has_groups:
             self._has_groups = True
-            # What was taken for jobs before, perhaps their prologs, says nothing of them.
+            # Earlier findings, perhaps of their prologs, are not about these jobs.
             self._identities.keep(())
         if not (self._is_own and self._has_groups):
             found += self._in_environments(found, now)
@@ -139,7 +139,7 @@ class JobFinder:
 
 @dataclass(frozen=True)
 class _Process:
-    """What the environment of a process says; `cluster` is empty but for a local run."""
+    """A job by the environment of a process; `cluster` is empty except for a local run."""
 
     start: int
     jobid: str
@@ -158,7 +158,7 @@ class _Environments:
 
     def __init__(self, proc: str, *, is_own: bool) -> None:
         self._proc = proc
-        # A node's exporter whose machine is several nodes is told which of them it is.
+        # If one machine is several nodes, an exporter's options name its node.
         names = _DISTINCT if is_own else ("SLURMD_NODENAME",)
         self._own = {name: os.environ[name] for name in names if name in os.environ}
         self._known: dict[int, _Process] = {}

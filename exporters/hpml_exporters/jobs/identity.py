@@ -48,7 +48,7 @@ class _Known:
             another's.
         uid: of its user as its processes show it; -1 unknown.
         looks: since this user was known.
-        told: what the environment of its processes says.
+        told: the job by the environment of its processes.
         pids: its processes at the last look that found any.
     """
 
@@ -64,7 +64,7 @@ class Identities:
 
     Args:
         roots: where procfs and the prolog's maps are.
-        own: what the node agent says of the only job that is looked at; None: all jobs.
+        own: the node agent's facts about the only job to export; None: all jobs.
         names: names of users; by default the system's.
     """
 
@@ -83,7 +83,7 @@ class Identities:
     def facts(self, job: FoundJob, now: float) -> JobFacts:
         """Return what is known of a job.
 
-        The environment, which users can change, only completes what the map or the agent says.
+        The environment, which users can change, only completes the map's or the agent's facts.
 
         Args:
             job: as it was found, of all slurmd of this machine.
@@ -128,7 +128,7 @@ class Identities:
             known.uid, known.looks, known.told = uid, 0, None
 
     def _ask(self, job: FoundJob, known: _Known) -> None:
-        """Read what the environment of the job's processes says."""
+        """Read the job's facts from the environment of its processes."""
         for step, pid in _first(job):
             if procfs.uid(self._roots.proc, pid) == known.uid:
                 values = procfs.environment(self._roots.proc, pid)
@@ -143,10 +143,10 @@ class Identities:
 class UserNames:
     """Names of users, which may come from a directory service that is slow or down.
 
-    A thread of its own looks them up, and is waited for only a moment.
+    A separate thread looks them up, and is waited for only briefly.
 
     Args:
-        lookup: name by number; raises KeyError if there is no such user, OSError if unknown now.
+        lookup: name by number; raises KeyError for an unknown user, OSError if that is unclear.
     """
 
     def __init__(self, lookup: Callable[[int], str] | None = None) -> None:
@@ -185,7 +185,7 @@ def _system_name(uid: int) -> str:
 
 
 def read_map(run: str, jobid: str) -> JobFacts | None:
-    """Return what the prolog's map `{run}/jobs/<jobid>.json` says; None if it is not trusted.
+    """Return the facts in the prolog's map `{run}/jobs/<jobid>.json`; None if it is not trusted.
 
     It is trusted if it and its directory belong to root or to this process's user, nobody else may
     write to them, it is a small regular file, was written since boot, and is about that job.
@@ -234,7 +234,7 @@ def _told(jobid: str, values: Mapping[str, str]) -> JobFacts:
 
 
 def _gpus(step: str, values: Mapping[str, str]) -> tuple[str, ...] | None:
-    """Return the names of this node's GPUs in the environment of a process; None: not told.
+    """Return the names of this node's GPUs in the environment of a process; None: unknown.
 
     What a step inherited from the batch script are the GPUs of the job's first node. Numbers are
     places in Slurm's list, which `/etc/hpml/gpus` translates, as for the prolog.

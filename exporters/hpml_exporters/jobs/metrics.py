@@ -36,7 +36,7 @@ RANKS = _of_job(
 )
 RUN = _of_job(
     "hpml_run_info",
-    "The run of hpml that a job is, and the point of a sweep where it is one.",
+    "The run of hpml that a job belongs to, and the point of a sweep if it has one.",
     "run sweep point",
     source="node agent; HPML_RUN_DIR of the job's processes",
 )
@@ -53,7 +53,7 @@ CPU_SECONDS = _of_job(
 )
 MEMORY = _of_job(
     "hpml_job_memory_bytes",
-    "Memory of the job: rss is anonymous, shmem is /dev/shm and the like, cache is other files'.",
+    "Memory of the job: rss is anonymous, shmem is shared (such as /dev/shm), cache is of files.",
     "kind",
     source="memory.stat; without control groups rss alone, from /proc/PID/statm and smaps_rollup",
 )

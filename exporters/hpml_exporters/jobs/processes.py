@@ -1,6 +1,6 @@
 """I/O and threads of the jobs' processes; CPU time and memory where no control group counts them.
 
-The I/O controller of version 2 is no source here: Slurm enables cpuset, cpu and memory for its
+The I/O controller of version 2 is not used: Slurm enables cpuset, cpu and memory for its
 jobs and not io, so their io.stat is missing; and it would not know of network file systems.
 """
 
@@ -272,7 +272,7 @@ class _Pages:
     def divide(self, processes: Mapping[int, _Process], now: float) -> None:
         """Bring the shares of a job's processes up to date, as far as the ration allows."""
         large = [(one.shared_at, pid) for pid, one in processes.items() if _is_large(one)]
-        if len(large) == 1:  # it has nobody to share with (any more)
+        if len(large) == 1:  # no other process shares it
             processes[large[0][1]].own_share = 1.0
             return
         for _, pid in sorted(large):

@@ -61,7 +61,7 @@ _COLUMNS: tuple[tuple[MetricSpec, tuple[str, ...], int, float], ...] = (
 _FIELDS = 14
 _MAX_DISKS = 64
 _MAX_MOUNTS = 32
-_SMALLEST_BYTES = 16 * 1024**2  # what is smaller is no place for data
+_SMALLEST_BYTES = 16 * 1024**2  # smaller file systems hold no data
 _NO_DISKS = ("sr", "fd", "loop", "ram", "zram")
 _SPACE = frozenset("ext2 ext3 ext4 xfs btrfs zfs f2fs bcachefs jfs reiserfs tmpfs".split())
 _PASSABLE = _SPACE | frozenset("rootfs ramfs devtmpfs overlay squashfs proc sysfs cgroup2".split())
@@ -108,7 +108,7 @@ class Disks:
     def _add_space(self, mount: Mount, rows: dict[MetricSpec, list[Row]]) -> None:
         """Add the space of a file system, if it is among the first mount points ever seen.
 
-        Jobs and containers may mount at ever new places, which must not be new series for ever.
+        Jobs and containers may mount at ever new places, which must not create series without end.
         """
         try:
             space = os.statvfs(mount.point)
@@ -129,7 +129,7 @@ make = Disks
 def local_mounts(mounted: Iterable[Mount]) -> list[Mount]:
     """Return the local file systems whose space can be asked without a wait.
 
-    Each file system is in it once, where it is mounted at the shortest path.
+    Each file system is listed once, at its shortest mount point.
     """
     local: list[Mount] = []
     barred: list[str] = []

@@ -24,7 +24,7 @@ __all__ = ["SPECS", "Chip", "Health", "NodeHealth", "make", "read_health"]
 
 _SYNCHRONIZED = metric(
     "hpml_node_clock_synchronized",
-    "Whether the kernel's clock is kept by NTP, PTP or the like.",
+    "Whether the kernel's clock is synchronised, by NTP or PTP.",
     source="adjtimex(2), without STA_UNSYNC",
 )
 _CLOCK_ERROR = metric(

@@ -1,10 +1,10 @@
 """Ports of RDMA devices, InfiniBand and RoCE: traffic, errors and signs of congestion.
 
 Read are the files of /sys/class/infiniband/<device>/ports/<port>
-(Documentation/ABI/stable/sysfs-class-infiniband of the kernel). A device without a counter says
+(Documentation/ABI/stable/sysfs-class-infiniband of the kernel). A device without a counter reads
 "N/A (no PMA)", or the read fails: that series is not shown. AWS's EFA counts bytes in
-`hw_counters`. Of those, which differ between drivers, a few are read that tell of lost packets and
-of congestion.
+`hw_counters`. Of those, which differ between drivers, a few are read that count lost packets and
+congestion.
 """
 
 from __future__ import annotations

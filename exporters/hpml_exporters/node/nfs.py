@@ -9,7 +9,7 @@ kernel's fs/nfs/super.c and net/sunrpc/stats.c; nfs-utils' mountstats(8) explain
             READ: <requests> <transmissions> <time-outs> <sent> <received> <queue> <rtt> <total> ...
 
 Times there are in milliseconds. One file system of a server may be mounted at several places, also
-by parts of it: the kernel counts for all of them together, and says so at each. They have one
+by parts of it: the kernel counts for all of them together, and repeats it at each. They have one
 device number in /proc/self/mountinfo, and count once.
 """
 

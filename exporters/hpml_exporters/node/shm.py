@@ -46,14 +46,14 @@ _USED = metric("hpml_shm_used_bytes", "Memory that files in /dev/shm take.", sou
 _OF_JOB = metric(
     "hpml_job_shm_bytes",
     "Memory of files in /dev/shm that are a job's: what hpml staged for it,"
-    " and files of its user where that user has no other job here.",
+    " and files of its user if that user has no other job here.",
     "cluster jobid",
     source="a bounded walk of /dev/shm, manifests of hpml's staged data",
 )
 SPECS = (_SIZE, _USED, _OF_JOB)
 
 ENTRIES = 500
-"""Entries that a sample looks at, about 10 ms: there may be millions, the next one goes on there.
+"""Entries that a sample reads, about 10 ms: of millions, the next sample reads the next ones.
 
 Shown is the last walk that came to its end.
 """
@@ -126,7 +126,7 @@ class _Walk:
     """One walk through /dev/shm, in pieces.
 
     Args:
-        root: where it is.
+        root: its directory.
         size: bytes that no manifest can exceed.
 
     Attributes:
@@ -167,14 +167,14 @@ class _Walk:
     def _count(
         self, name: str, parent: int, depth: int = 1, job: tuple[int, str] | None = None
     ) -> Iterator[None]:
-        """Count an entry, and all that a directory holds, as a job's or else as its user's."""
+        """Count an entry, with a directory's content, as a job's or else as its user's."""
         yield
         with suppress(OSError), self._held(name, parent) as (fd, info):
             is_directory = stat.S_ISDIR(info.st_mode)
             if depth == 1 and is_directory and name == f"hpml-{info.st_uid}":
                 yield from self._count_jobs(fd, info.st_uid)
                 return
-            # Of a file of several names each stands for its share, so that it counts once.
+            # Each of several names of a file counts as its share, so that the file counts once.
             names = 1 if is_directory else max(1, info.st_nlink)
             self.bytes[job or (info.st_uid, "")] += info.st_blocks * _BLOCK_BYTES // names
             if is_directory and depth < _MAX_DEPTH:
@@ -215,7 +215,7 @@ class _Walk:
             return None
 
     def _manifest_bytes(self, name: str, parent: int) -> int | None:
-        """Return the size in a manifest's first line; None where there is none."""
+        """Return the size in a manifest's first line; None without one."""
         try:
             with self._held(name, parent) as (fd, info):
                 if not stat.S_ISREG(info.st_mode):
@@ -233,7 +233,7 @@ class _Walk:
 
     @contextmanager
     def _held(self, name: str, parent: int) -> Iterator[tuple[int, os.stat_result]]:
-        """Give a descriptor (O_PATH) and the inode of what lies at a name on our mount.
+        """Yield a descriptor (O_PATH) and the inode of a name on our mount.
 
         Raises:
             OSError: nothing does, it is not for us, or another file system.
@@ -259,7 +259,7 @@ def _job_of(name: str) -> str | None:
 
 
 def _names(directory: int) -> Iterator[str]:
-    """Yield the names in a directory; none where it cannot be read."""
+    """Yield the names in a directory; none if it cannot be read."""
     with suppress(OSError):
         # "." stays below what may be mounted there by now.
         fd = os.open(".", os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC, dir_fd=directory)

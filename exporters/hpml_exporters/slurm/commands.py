@@ -206,7 +206,7 @@ def head_of_reason(text: str) -> str:
 
 
 def count_tasks(job_id: str) -> int:
-    """Return how many tasks an array's row stands for.
+    """Return the number of tasks in an array's row.
 
     >>> count_tasks("3_[2-3%2]"), count_tasks("3_[1,5-9:2]"), count_tasks("10_[0x248%1]")
     (2, 4, 3)

@@ -27,7 +27,7 @@ class Native:
         """Import pyslurm.
 
         Raises:
-            SchedulerUnavailable: there is no slurm.conf, without which libslurm ends the process.
+            SchedulerUnavailable: slurm.conf is missing, without which libslurm ends the process.
             ImportError: pyslurm is not installed, or was built for another Slurm.
         """
         check_configuration("squeue", os.environ)

@@ -27,7 +27,7 @@ class SlurmOptions:
 
     Attributes:
         listen, web_config, address_file: as of a node's exporter.
-        source: one of SOURCES; auto is pyslurm where it can be imported, else commands.
+        source: one of SOURCES; auto is pyslurm if it can be imported, else commands.
         interval: seconds between two refreshes, 30 at least.
         users, accounts: show jobs by user, by account.
     """
@@ -87,7 +87,7 @@ class SlurmOptions:
         )
 
     def _source(self) -> Source:
-        # Each source is imported where it is chosen: the exporter stays small.
+        # Only the chosen source is imported: the exporter stays small.
         from hpml_exporters.slurm.commands import Commands  # noqa: PLC0415
 
         if self.source != "commands":

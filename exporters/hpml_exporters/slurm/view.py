@@ -23,7 +23,7 @@ class Job(NamedTuple):
     Attributes:
         id: `25`, `25_3` or `25_[4-9]`.
         tasks: jobs in this row.
-        eligible, start, end: seconds since the epoch; 0 where there is none yet.
+        eligible, start, end: seconds since the epoch; 0 if it has none yet.
     """
 
     id: str

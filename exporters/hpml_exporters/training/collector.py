@@ -1,11 +1,11 @@
-"""What trainings say of themselves: samples, steps, waits, loss, and where their ranks run.
+"""What trainings report: samples, steps, waits, loss, and where their ranks run.
 
-The ranks tell their node's agent (training_jobs/hpml_channel.py), which tells its job's exporter
-through an inherited socket, and the node's through `{run}/exporter.sock`. A job's series end when
+The ranks report to their node's agent (training_jobs/hpml_channel.py), which informs its job's
+exporter through an inherited socket, and the node's through `{run}/exporter.sock`. A job's series end when
 it has left the node, or its agent was silent for a minute.
 
 The figures of each agent's ranks only grow, so what a message adds is the difference to the one
-before; an agent that is heard for the first time adds all it says. So the job's counters never
+before; the first message of an agent counts in full. So the job's counters never
 fall: not when a rank starts again (its agent adds up its processes), and not when the agent does
 (a job that Slurm requeued).
 """
@@ -34,7 +34,7 @@ from hpml_orchestrator.records.feed import (
 __all__ = ["TrainingCollector", "make"]
 
 _SILENT_SECONDS = 60.0
-_STALE_SECONDS = 600.0  # a loss or an accuracy that is older is no news
+_STALE_SECONDS = 600.0  # an older loss or accuracy is not shown
 _WINDOW_SECONDS = 60.0
 _MAX_AGENTS = 64  # nodes that one machine plays, and the job's earlier attempts
 _MAX_RANKS = 4096
@@ -117,7 +117,7 @@ def _series(
 
 
 def _spread(job: _JobTotals, now: float) -> Iterator[tuple[MetricSpec, tuple[str, ...], float]]:
-    """Yield what tells ranks apart, in as many series whatever their number."""
+    """Yield the extremes of the ranks, in a fixed number of series."""
     each = [(rank, rank.per_step("step_seconds")) for rank in job.ranks(now)]
     steps = [seconds for _, seconds in each if seconds is not None]
     if steps:
@@ -147,7 +147,7 @@ def _spread(job: _JobTotals, now: float) -> Iterator[tuple[MetricSpec, tuple[str
 
 @dataclass
 class _Rank:
-    """One rank of one agent: its last word, and its steps over the last minute.
+    """One rank of one agent: its last message, and its steps over the last minute.
 
     Attributes:
         number: global rank.
@@ -185,7 +185,7 @@ class _JobTotals:
     Attributes:
         totals: its counters by name.
         comm: seconds of communication by method.
-        buckets: steps by duration, not cumulative; None where no rank tells.
+        buckets: steps by duration, not cumulative; None if no rank reports them.
         bucket_seconds: duration of those steps.
     """
 
@@ -197,10 +197,10 @@ class _JobTotals:
         self._agents: dict[int, _Agent] = {}
 
     def add(self, message: FeedMessage, agent: int, now: float) -> None:
-        """Take in what an agent says.
+        """Take in an agent's message.
 
         Args:
-            message: what it says.
+            message: its content.
             agent: its process id.
             now: monotonic seconds.
         """
@@ -228,7 +228,7 @@ class _JobTotals:
         return (sum(one[0] for one in judged), sum(one[1] for one in judged)) if judged else None
 
     def mean(self, gauge: str, now: float) -> float | None:
-        """Return the mean of a gauge over the ranks that tell it."""
+        """Return the mean of a gauge over the ranks that report it."""
         ranks = self.ranks(now, _STALE_SECONDS)
         values = [rank.gauges[gauge] for rank in ranks if gauge in rank.gauges]
         return sum(values) / len(values) if values else None

@@ -4,7 +4,7 @@ Nothing is read between two samples. What does not fit into a connection's own q
 sender, who loses nothing by that (counters are sums), and what is read of one at a sample is
 limited: so a flood of messages harms only who sends it.
 
-A connection belongs to the job that its process is in, as the kernel says. A job that just began
+A connection belongs to the job of its process, by the kernel's credentials. A job that just began
 may not be on the board yet: its connection waits for some samples.
 """
 
@@ -99,7 +99,7 @@ class InheritedFeed:
         refused: messages that were not taken, by reason.
 
     Raises:
-        NotHereError: it is no socket.
+        NotHereError: it is not a socket.
     """
 
     def __init__(self, fd: int, jobid: str) -> None:
@@ -130,7 +130,7 @@ class ListeningFeed:
     the share of its job or user: so those who connect again and again keep no other out.
 
     Args:
-        directory: where it is made, as `exporter.sock`; made too where that is allowed.
+        directory: of the socket `exporter.sock`; created if that is allowed.
         jobs: which processes belong to which job.
 
     Attributes:
@@ -203,7 +203,7 @@ class ListeningFeed:
             os.unlink(new)
         self._socket.setblocking(False)
         self._socket.bind(new)
-        os.chmod(new, 0o666)  # noqa: S103 - the kernel says whose each connection is
+        os.chmod(new, 0o666)  # noqa: S103 - the kernel identifies each connection's owner
         self._socket.listen(_BACKLOG)
         os.rename(new, self._path)
 
@@ -239,7 +239,7 @@ class ListeningFeed:
         return self._shares[owner] < _PER_OWNER and len(self._connections) < _CONNECTIONS
 
     def _look_up(self, one: _Connection) -> None:
-        """Give a connection to its job, or refuse it where there is none after some samples."""
+        """Give a connection to its job, or refuse it if none is found after some samples."""
         jobid = self._jobs.now.job_of(one.pid)
         one.looks += 1
         if jobid is not None and self._has_room(jobid):
@@ -262,7 +262,7 @@ def _is_taken(path: str) -> bool:
         one.setblocking(False)
         try:
             one.connect(path)
-        except BlockingIOError:  # so many wait there that there is no room
+        except BlockingIOError:  # too many connections wait
             return True
         except OSError:
             return False

@@ -1,4 +1,4 @@
-"""Metrics that a training tells of itself, summed over the ranks that a job has on this node."""
+"""Metrics that a training reports, summed over the ranks of a job on this node."""
 
 from __future__ import annotations
 
@@ -124,7 +124,7 @@ BINDING_OK = _of_job(
 )
 BINDING_WRONG = _of_job(
     "hpml_rank_binding_wrong_ranks",
-    "Ranks on this node that do not run where they should.",
+    "Ranks on this node that do not run on the planned CPUs, memory or devices.",
     source=_VERIFIED,
 )
 FEED_REFUSED = metric(

@@ -89,7 +89,7 @@ class WebConfig:
 
 
 def read(path: str) -> WebConfig:
-    """Return what a file says, without opening the certificates that it names.
+    """Return the settings in a file, without opening the certificates that it names.
 
     Raises:
         InputError: a field is unknown or not supported, or its value is wrong; it names file and
@@ -116,7 +116,7 @@ def _parse(path: str) -> Any:
     Raises:
         InputError: it cannot be read or parsed; its text is not shown.
     """
-    from ruamel.yaml import YAML  # noqa: PLC0415 - only where there is a file
+    from ruamel.yaml import YAML  # noqa: PLC0415 - only with a file
     from ruamel.yaml.constructor import DuplicateKeyError  # noqa: PLC0415 - as above
     from ruamel.yaml.error import MarkedYAMLError, YAMLError  # noqa: PLC0415 - as above
 
@@ -149,7 +149,7 @@ def _mapping(data: Any, kinds: Mapping[str, Any], name: str, prefix: str) -> dic
         prefix: of its fields' names.
 
     Raises:
-        InputError: it is no mapping, or a field is unknown or wrong.
+        InputError: it is not a mapping, or a field is unknown or wrong.
     """
     if not isinstance(data, dict) or not all(isinstance(key, str) for key in data):
         raise InputError("must be a mapping", field=name, hint=f"fields: {', '.join(kinds)}")

@@ -56,7 +56,7 @@ class Pages(Protocol):
         """
 
     def health(self) -> tuple[bool, str]:
-        """Return whether the exporter works, and a line that says so or what is wrong."""
+        """Return whether the exporter works, and a line about what is wrong."""
 
 
 @dataclass(frozen=True)

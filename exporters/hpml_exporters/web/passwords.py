@@ -40,7 +40,7 @@ class Passwords:
         """
         if users:
             try:
-                import bcrypt  # noqa: F401, PLC0415 - only where there are users
+                import bcrypt  # noqa: F401, PLC0415 - only with users
             except ImportError:
                 hint = "pip install 'hpml-orchestrator[export]'"
                 raise InputError("needs bcrypt", field="basic_auth_users", hint=hint) from None
@@ -85,7 +85,7 @@ class Passwords:
 
     def _check(self, name: bytes, password: bytes, key: bytes) -> bool:
         """Check a password, and rest after a wrong one."""
-        import bcrypt  # noqa: PLC0415 - only where there are users
+        import bcrypt  # noqa: PLC0415 - only with users
 
         begun = time.thread_time()
         hashed = self._users.get(name.decode("utf-8", "replace"))

@@ -153,7 +153,7 @@ def test_it_goes_on(
         (['{"gpu_interval": 0}'], "error: gpu_interval: must be 0.1 to 3600 seconds (got 0)"),
         (['{"node_interval": NaN}'], "error: node_interval: must be 0.1 to 3600 seconds"),
         (['{"exit_seconds": 5}'], "error: exit_seconds: must be more than the 10 s after which"),
-        (['{"without": ["gpus"]}'], "error: without: there is no such collector (got 'gpus')"),
+        (['{"without": ["gpus"]}'], "error: without: unknown collector (got 'gpus')"),
         (['{"gpu_interval": "1"}'], "error: the options are no JSON object of NodeOptions"),
         (['{"roots": {"dev": "x"}}'], "error: the options are no JSON object of NodeOptions"),
         (['{"web_config": "/none/web.yml"}'], "error: "),
