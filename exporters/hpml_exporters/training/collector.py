@@ -1,8 +1,8 @@
 """What trainings report: samples, steps, waits, loss, and where their ranks run.
 
-The ranks report to their node's agent (training_jobs/hpml_channel.py). It informs its job's exporter
-through an inherited socket, and the node's through `{run}/exporter.sock`. A job's series end when it
-has left the node, or its agent was silent for a minute.
+The ranks report to their node's agent (training_jobs/hpml_channel.py). It informs its job's
+exporter through an inherited socket, and the node's through `{run}/exporter.sock`. A job's series
+end when it has left the node, or its agent was silent for a minute.
 
 The figures of each agent's ranks only grow, so what a message adds is the difference to the one
 before; the first message of an agent counts in full. So the job's counters never
