@@ -33,24 +33,24 @@ __all__ = ["Request", "apply_option", "read_request"]
 
 _OTHER_SYSTEMS = {"#PBS": "PBS", "#BSUB": "LSF", "#$ -": "Grid Engine", "#COBALT": "Cobalt"}
 _MAIL_EVENTS = "begin end fail requeue time_limit_80 time_limit_90".split()
-_SIGNAL_SECONDS = 60  # if --signal does not say
+_SIGNAL_SECONDS = 60  # Slurm's default
 _REQUEUES_ITSELF = re.compile(r"^[^#\n]*\bscontrol\s+requeue\b", re.MULTILINE)
 _MEMORY = ("mem", "mem-per-cpu", "mem-per-gpu")
 
 
 @dataclass
 class Request:
-    """What the header asks for, by the long names of its options.
+    """What the header requests, by the long names of its options.
 
     Attributes:
         options: the last option of each name.
         numbers: counts; memory in MiB, 0 for all of it; time limit in seconds, 0 for none.
-        gpus: of `--gpus`, `--gpus-per-node` (`--gres` too) and `--gpus-per-task`.
-        mail_on: events to write mail about.
+        gpus: of `--gpus`, `--gpus-per-node` (also `--gres`) and `--gpus-per-task`.
+        mail_on: events that Slurm sends mail about.
         extra: options for `resources.extra`.
-        signal: of `--signal`, as `checkpoint.signal` has it; empty for none.
+        signal: of `--signal`, for `checkpoint.signal`; empty for none.
         signal_seconds: how long before the time limit it is sent.
-        requeue: the ends after which the script continues, as `checkpoint.requeue` has them.
+        requeue: the job states after which the script continues, for `checkpoint.requeue`.
     """
 
     options: dict[str, Option] = field(default_factory=dict)
@@ -67,12 +67,12 @@ class Request:
         return next((self.options[name] for name in names if name in self.options), None)
 
     def text(self, name: str) -> str:
-        """Return the value of an option, empty where the script does not have it."""
+        """Return the value of an option; empty if the script does not have it."""
         return self.options[name].value if name in self.options else ""
 
 
 def read_request(script: str, report: Report) -> Request:
-    """Return what the header of a script asks for; later options win, as for sbatch.
+    """Return what the header of a script requests; the last option of a name counts.
 
     Raises:
         InputError: it is not a shell script for Slurm, or sbatch would refuse the header.
@@ -82,7 +82,7 @@ def read_request(script: str, report: Report) -> Request:
     if not first.startswith("#!") or interpreter[-1:] not in (["bash"], ["sh"], ["dash"]):
         raise InputError(
             f"line 1: {first[:60]}: hpml reads scripts for sh and bash",
-            hint="sbatch wants #! and a shell in the first line, such as #!/bin/bash",
+            hint="the first line must be #! and a shell, such as #!/bin/bash",
         )
     if flags := [word for word in first.split()[1:] if word[0] == "-" and word != "-S"]:
         why = "hpml's script has `#!/bin/bash`, and the environment that you submit from"
@@ -93,9 +93,7 @@ def read_request(script: str, report: Report) -> Request:
     except HeaderError as error:
         raise InputError(f"line {error.line}: {error}", hint=error.hint) from None
     for number, line in enumerate(lines if not options else (), start=2):
-        if system := next(
-            (name for mark, name in _OTHER_SYSTEMS.items() if line.startswith(mark)), ""
-        ):
+        for system in (name for mark, name in _OTHER_SYSTEMS.items() if line.startswith(mark)):
             raise InputError(
                 f"line {number}: {line[:40]!r} belongs to {system}, and there is no #SBATCH line",
                 hint="`hpml import` reads scripts for sbatch; write the #SBATCH lines first",
@@ -115,13 +113,13 @@ def read_request(script: str, report: Report) -> Request:
         except ValueError as error:
             raise InputError(
                 f"line {option.line}: {option.shown}: {error}",
-                hint="correct the line; Slurm refuses it, too",
+                hint="correct the line; Slurm also refuses it",
             ) from None
     return request
 
 
 def apply_option(request: Request, option: Option, report: Report) -> None:
-    """Add an option to what a script asks for.
+    """Add an option to a request.
 
     Raises:
         ValueError: Slurm would refuse its value.
@@ -188,7 +186,7 @@ def _requeue(request: Request, _option: Option, _report: Report) -> None:
 
 
 def _signal(request: Request, option: Option, report: Report) -> None:
-    """Read `[B:|R:]SIGNAL[@SECONDS]`; what `checkpoint` has no words for stays an option."""
+    """Read `[B:|R:]SIGNAL[@SECONDS]`; a signal that `checkpoint` cannot name stays an option."""
     match = re.fullmatch(r"([BR]{1,2}:)?(?:SIG)?([A-Z]+\d?)(?:@(\d{1,5}))?", option.value.upper())
     if match is None or match[2] not in SIGNALS:
         _extra(request, option, report)
@@ -233,7 +231,7 @@ _NOT_CARRIED: dict[str, tuple[Kind, str, str]] = {
     "input": ("lost", "ranks read no standard input", "pass the program a file name"),
     **dict.fromkeys(
         "get-user-env export-file gpus-per-socket ntasks-per-tres tres-per-task".split(),
-        ("lost", "a job file has no field for it", "say it in another way, such as resources.gpus"),
+        ("lost", "a job file has no field for it", "use another option, such as --gpus-per-node"),
     ),
     **dict.fromkeys(
         "kill-on-invalid-dep no-requeue open-mode help ignore-pbs immediate parsable quiet "

@@ -20,6 +20,8 @@ if TYPE_CHECKING:
 __all__ = ["Allocation", "Size", "add_srun_options", "allocation", "job_size", "known_variables"]
 
 _GPUS = ("gres", "gpus", "gpus-per-node", "gpus-per-task")
+_RANKS = ("nodes", "ntasks", "ntasks-per-node")  # job_size reads those of srun
+_SHARES = (*_GPUS, "cpus-per-task", "cpus-per-gpu", "ntasks-per-gpu")
 _MEMORY = ("mem", "mem-per-cpu", "mem-per-gpu")
 
 
@@ -108,10 +110,10 @@ def known_variables(request: Request, given: Allocation) -> dict[str, str]:
 
 
 def add_srun_options(request: Request, launch: Launch, report: Report) -> None:
-    """Add what the srun of a launch asks for and the header does not.
+    """Add the resources that the srun of a launch requests and the header does not.
 
     Raises:
-        InputError: it asks for something else than the header.
+        InputError: it requests GPUs or CPUs in another way than the header.
     """
     for option in launch.options:
         name, value, family = option.name, option.value, [option.name]
@@ -128,25 +130,14 @@ def add_srun_options(request: Request, launch: Launch, report: Report) -> None:
             except ValueError as error:
                 problem = f"line {option.line}: srun {option.shown}: {error}"
                 raise InputError(problem, hint="correct the option") from None
-        elif name in _GPUS or name in ("cpus-per-task", "cpus-per-gpu", "ntasks-per-gpu"):
-            _compare(request, launch, option.name, value, earlier.shown)
-        elif name not in ("nodes", "ntasks", "ntasks-per-node") and value != earlier.value:
+        elif (name, value) == (earlier.name, earlier.value) or name in _RANKS:
+            continue
+        elif name in _SHARES:
+            why = f"the header has {earlier.shown}: a job file gives the ranks all of the job"
+            raise launch.refused(f"srun {option.shown}", why, "write the same in the header")
+        else:
             why = f"the header has {earlier.shown}, which counts in the job file"
             launch.lost(f"srun {option.shown}", why)
-
-
-def _compare(request: Request, launch: Launch, name: str, value: str, shown: str) -> None:
-    """Refuse an option of srun that gives the ranks another part of the node than the header."""
-    given = allocation(request, launch.report)
-    number = value.rpartition(":")[2]
-    count = int(number) if number.isdigit() else -1
-    shares = {"gpus": 1 / given.nodes, "gpus-per-task": given.tasks_per_node}
-    is_gpus = name in _GPUS
-    wanted = given.gpus.count if is_gpus else request.numbers.get(name)
-    if count * shares.get(name, 1) != wanted:
-        what = "GPUs" if is_gpus else "CPUs"
-        why = f"the header has {shown}: a job file gives the ranks all {what} of the job"
-        raise launch.refused(f"srun --{name}={value}", why, "write the same in the header")
 
 
 @dataclass(frozen=True)
