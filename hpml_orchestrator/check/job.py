@@ -1,4 +1,4 @@
-"""Check a job before it is submitted: gather the facts, apply the rules."""
+"""Check a job before it is submitted: collect the facts, apply the rules."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ from hpml_orchestrator.scheduler.local.resources import (
     short_hostname,
 )
 from hpml_orchestrator.script.directives import (
-    as_asked,
+    effective_job,
     memory_mebibytes,
     whole_nodes,
     without_time,
@@ -60,7 +60,7 @@ if TYPE_CHECKING:
 __all__ = ["Report", "check_job", "check_local", "invalid_job", "refusal"]
 
 CLUSTER_SECONDS = 8.0
-"""How long a controller that does not answer is waited for."""
+"""How long to wait for the controller."""
 _LOCAL_HINT = "submit it to a Slurm cluster"
 
 
@@ -70,8 +70,7 @@ class Report:
 
     Attributes:
         findings: errors first.
-        not_asked: why the cluster was not asked, or what it does not show; empty where all was
-            seen that the job is compared with.
+        not_asked: why the cluster was not asked, or what it hides; empty if everything was visible.
         notes: what was decided for the job, a line each.
         not_checked: what of the job was not compared with anything, such as `--signal=USR1@60`.
         verdict: which partitions would accept the job; empty for the local backend.
@@ -85,7 +84,7 @@ class Report:
 
     @property
     def errors(self) -> list[Finding]:
-        """Those that keep the job from running."""
+        """Those that prevent the job from running."""
         return [finding for finding in self.findings if finding.level == "error"]
 
     @property
@@ -136,9 +135,9 @@ def check_job(
     targets: Mapping[str, str] | None = None,
     dependencies: bool = True,
 ) -> Report:
-    """Return what keeps a job from running, or may; nothing is submitted.
+    """Return what prevents a job from running, or may; nothing is submitted.
 
-    Files, modules and the cluster are looked at in parallel: it takes as long as the slowest.
+    Files, modules and the cluster are checked in parallel.
 
     Args:
         job: a complete job.
@@ -146,7 +145,7 @@ def check_job(
         records: where records will live.
         environment: of the submitting process.
         run: starts commands.
-        cluster_seconds: how long the cluster and the module system are waited for.
+        cluster_seconds: how long to wait for the cluster and the module system.
         walk_seconds: after which the walk through the data ends.
         site: the site profile, whose rules change what Slurm is asked for.
         topologies: of the site profile's node types that have one, by the type's name.
@@ -163,7 +162,7 @@ def check_job(
     ]
     with ThreadPoolExecutor(max_workers=3, thread_name_prefix="hpml-check") as pool:
         profile = site.site if site else None
-        asked = as_asked(job, profile.directives) if profile else job
+        asked = effective_job(job, profile.directives) if profile else job
         options = asked.resources.extra
         cluster_answer = (
             pool.submit(_read_cluster, runner, environment, options) if on_slurm else None
@@ -215,7 +214,7 @@ def check_job(
 
 
 def _stages(job: Job, seconds: float, *, here: bool) -> tuple[list[Finding], Sizes]:
-    """Return what of the data cannot be staged, `here` or on nodes, and how much there is."""
+    """Return findings about data that cannot be staged, `here` or on nodes, and its size."""
     if not job.stage:
         return [], Sizes()
     from hpml_orchestrator.check import stages  # noqa: PLC0415 - loads all of staging
@@ -315,7 +314,7 @@ def _compare(job: Job, cluster: Cluster, sizes: Sizes, site: Site | None) -> Ver
 
 
 def _other_cluster(site: Site, cluster: Cluster) -> list[Finding]:
-    """Return a warning where the profile was written for another cluster."""
+    """Return a warning if the profile was written for another cluster."""
     here = cluster.limits.cluster
     if site.cluster is None or not here or site.cluster == here:
         return []

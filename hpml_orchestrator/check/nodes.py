@@ -1,4 +1,4 @@
-"""Whether enough nodes have all that a job requests at once, node by node."""
+"""Count the nodes that meet all requests of a job at once."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class _Need:
     Attributes:
         code: of the finding, up to its dot.
         field: of the job's `resources`.
-        text: how a message says it.
+        text: for messages.
         has: how much of it a node has.
         least: how much of it a node must have.
         show: how a message shows an amount.
@@ -49,7 +49,7 @@ class _Need:
 
 
 def fit(placement: Placement) -> tuple[list[Node], list[Finding]]:
-    """Return the nodes that have all that a job requests, and what too few of them have.
+    """Return the nodes that meet all requests of a job, and findings about unmet requests.
 
     The state of a node does not matter; one that is only planned (FUTURE) does not count.
     """
@@ -98,7 +98,7 @@ def unknown_to_cluster(request: Request, cluster: Cluster) -> Iterator[Finding]:
     names = {node.name for node in cluster.nodes}
     for name in sorted((request.required | request.excluded) - names):
         hint = did_you_mean(name, names) or "`sinfo --Node` lists them"
-        message = f"there is no node {name}"
+        message = f"unknown node {name}"
         yield error("nodes.unknown", "resources.extra", name, message, None, hint)
 
 
@@ -195,7 +195,7 @@ def _unknown_gpus(request: Request, cluster: Cluster) -> Iterator[Finding]:
 
 
 def check_room(job: Job, site: Site | None, *, disk_mib: int) -> Iterator[Finding]:
-    """Yield a finding where data are more than local disks have, as a site profile records them.
+    """Yield a finding if the data exceed the local disks in the site profile.
 
     Args:
         job: a complete job.

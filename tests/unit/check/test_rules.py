@@ -191,7 +191,7 @@ def test_of_several_partitions_one_will_do_unless_all_must(how: str, codes: set[
 
 
 def test_a_partition_that_is_closed_spoils_the_others() -> None:
-    """Seen with Slurm: where it stands first, the job waits for ever; else it is left out."""
+    """Observed with Slurm: as the first partition it blocks the job; else it is skipped."""
     closed = dataclasses.replace(GPUS, name="closed", root_only=True)
     lax = with_partition(MAIN, closed)
     assert found(lax, partition="closed,main")["partition.root-only"].level == "error"
@@ -299,7 +299,7 @@ def test_too_many_cpus_are_blamed_on_the_field_that_asks_for_them(
 
 
 def test_what_is_not_enforced_is_a_warning() -> None:
-    """An account that is not yours, where accounting only looks on; nothing where it is silent."""
+    """A warning for an account of others if accounting does not enforce it."""
     unknown = dataclasses.replace(CLUSTER, associations=None, qos=None)
     assert found(unknown, account="other", qos="other") == {}
     none = dataclasses.replace(CLUSTER, associations=())
@@ -324,7 +324,7 @@ def test_of_each_limit_the_first_that_is_set_counts() -> None:
 
 
 def test_limits_per_node_per_user_of_groups_and_from_below() -> None:
-    """Each kind of TRES limit says its scope; whole nodes count with all of their CPUs."""
+    """Each TRES limit is reported with its scope; whole nodes count with all of their CPUs."""
     limits: dict[str, tuple[dict[str, int], dict[str, Any], str, str]] = {
         "max_tres_per_node": ({"cpu": 2}, {"cpus_per_rank": 3}, "cpu.qos", "2 CPUs per node"),
         "max_tres_per_user": ({"mem": 3000}, {"memory": "4G"}, "mem.qos", "for all jobs of a user"),
@@ -428,7 +428,7 @@ def test_arrays(size: int, array: str, limits: dict[str, int]) -> None:
 
 
 def test_what_no_node_of_the_cluster_has_is_reported_once() -> None:
-    """Not again for each partition; a cluster without GPUs says so, whatever type is asked for."""
+    """Once, not for each partition; a cluster without GPUs is reported as such for any type."""
     cluster = dataclasses.replace(CLUSTER, nodes=NODES[:2], partitions=(LONG,))
     assert list(found(cluster, partition="long", gpus=1)) == ["gpus.none"]
     findings = check(job(gpus="h100:1", constraint="nope"), CLUSTER).findings

@@ -312,7 +312,7 @@ def test_other_lines_become_setup_as_they_stand(line: str) -> None:
         (["set -e", "module load a", "source v/bin/activate"], []),
         (["set -e", "date"], ["set -e", "date"]),
         (["#SBATCH --export=ALL,A=1", "./f $A"], ["export A=1", "./f $A"]),
-        # `cd` behind a line that may depend on the directory stays where it is
+        # `cd` after a line that may depend on the directory stays there
         (["date", "cd /home/ada/proj"], ["date"]),
         (["mkdir out", "cd ../proj", "./prepare"], ["mkdir out", "cd ../proj", "./prepare"]),
         (["cd $(mktemp -d)", "cd ~/proj", "./prepare"],

@@ -215,7 +215,7 @@ def megabytes(text: str) -> str:
     return str(int(value) * {"": 1, "M": 1, "G": 1024, "T": 1024**2}[unit])
 
 
-# Programs on data that the script brings to the node: `train.py OUT FILE…` says what it found.
+# Programs on data that the script copies to the node: `train.py OUT FILE…` writes what it found.
 COPIES = {
     "staged": r"""
 mkdir -p $LOCAL_SCRATCH/data $LOCAL_SCRATCH/out
@@ -226,7 +226,7 @@ python train.py --output_dir=$LOCAL_SCRATCH/out $LOCAL_SCRATCH/data/set $LOCAL_S
 cp -r $LOCAL_SCRATCH/out/. results/$SLURM_JOB_ID/
 rm -rf $LOCAL_SCRATCH/data
 """,
-    "a directory of its own, and all of its results by a pattern": r"""
+    "another directory, and all of its results by a pattern": r"""
 WORK=$LOCAL_SCRATCH/work
 mkdir -p $WORK/out
 cp -r set $WORK/
@@ -244,7 +244,7 @@ cp out/found.txt $SLURM_SUBMIT_DIR/results/
 cd $SLURM_SUBMIT_DIR
 echo done
 """,
-    "data beside the results": r"""
+    "data in the results' directory": r"""
 OUT=$LOCAL_SCRATCH/out
 mkdir -p $OUT
 cp c.txt $OUT/
