@@ -163,10 +163,7 @@ def check_job(
     with ThreadPoolExecutor(max_workers=3, thread_name_prefix="hpml-check") as pool:
         profile = site.site if site else None
         asked = effective_job(job, profile.directives) if profile else job
-        options = asked.resources.extra
-        cluster_answer = (
-            pool.submit(_read_cluster, runner, environment, options) if on_slurm else None
-        )
+        cluster_answer = pool.submit(_read_cluster, runner, environment) if on_slurm else None
         stages_answer = pool.submit(_stages, job, walk_seconds, here=not on_slurm)
         software_answer = pool.submit(
             check_software,
@@ -199,11 +196,8 @@ def check_job(
         return Report(errors_first(findings), notes=notes, not_checked=unseen)
     verdict = Verdict()
     if cluster is not None:
-        try:
-            verdict = _compare(asked, cluster, sizes, profile)
-            findings += verdict.findings
-        except InputError as fault:
-            findings.append(_as_finding(fault))
+        verdict = _compare(asked, cluster, sizes, profile)
+        findings += verdict.findings
         not_asked = _hidden(cluster)
         notes += cluster_notes(asked, cluster, profile)
     findings += _binding(asked, cluster, profile, topologies or {})
@@ -266,19 +260,15 @@ def refusal(errors: Sequence[Finding]) -> InputError:
     return fault
 
 
-def _read_cluster(
-    run: Runner, environment: Mapping[str, str], options: Sequence[str]
-) -> tuple[Cluster | None, str]:
-    """Return the cluster with what a job's options name, or why it could not be read."""
+def _read_cluster(run: Runner, environment: Mapping[str, str]) -> tuple[Cluster | None, str]:
+    """Return the cluster, or why it could not be read."""
     from hpml_orchestrator.scheduler.slurm.cluster import (  # noqa: PLC0415
         read_cluster,
         with_group_limits,
-        with_named_resources,
     )
 
     try:
-        cluster = with_group_limits(read_cluster(run, env=environment), run, env=environment)
-        return with_named_resources(cluster, options, run, env=environment), ""
+        return with_group_limits(read_cluster(run, env=environment), run, env=environment), ""
     except SchedulerUnavailable as fault:
         return None, str(fault)
     except Exception as fault:  # noqa: BLE001 - a submission must not fail because of its check
@@ -296,11 +286,7 @@ def _hidden(cluster: Cluster) -> str:
 
 
 def _compare(job: Job, cluster: Cluster, sizes: Sizes, site: Site | None) -> Verdict:
-    """Compare a job, as Slurm will see it, with the cluster.
-
-    Raises:
-        InputError: a node list is not valid.
-    """
+    """Compare a job, as Slurm will see it, with the cluster."""
     disk_mib = sizes.disk_mib
     if site is not None and site.path("scratch", job.resources.partition) is not None:
         disk_mib = 0  # Slurm's TmpDisk is the size of another directory

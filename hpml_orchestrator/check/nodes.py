@@ -55,37 +55,25 @@ def fit(placement: Placement) -> tuple[list[Node], list[Finding]]:
     """
     request, partition = placement.request, placement.partition
     members = placement.cluster.nodes_of(partition)
-    there = [node for node in members if "FUTURE" not in node.states]
-    nodes = [node for node in there if node.name not in request.excluded]
+    nodes = [node for node in members if "FUTURE" not in node.states]
     needs = list(_needs(placement))
     fitting = [node for node in nodes if all(need.met(node) for need in needs)]
-    unfit = sorted(request.required - {node.name for node in fitting})
-    if len(fitting) >= request.nodes and not unfit:
+    if len(fitting) >= request.nodes:
         return fitting, []
-    where, field = f"of partition {partition.name}", "resources.extra"
     short = [need for need in needs if sum(map(need.met, nodes)) < request.nodes]
-    if len(nodes) < request.nodes <= len(there):
-        value = f"--exclude={','.join(sorted(request.excluded))}"
-        message = f"{_only(len(nodes))} {where} left without the excluded ones; "
-        message += f"{request.nodes} needed"
-        findings = [error("nodes.excluded", field, value, message, len(nodes))]
-    elif short:
+    if short:
         findings = [_short(placement, need, nodes) for need in short]
-    elif unfit:
-        value = f"--nodelist={','.join(sorted(request.required))}"
-        findings = [
-            error("nodes.required", field, value, f"{first_few(unfit)} {where} cannot run this job")
-        ]
     else:
         texts = [need.text for need in needs if need.least > 1 or need.code == "features"]
-        message = f"{_only(len(fitting))} {where} with {first_few(texts)} at once; "
+        message = f"{_only(len(fitting))} of partition {partition.name} with "
+        message += f"{first_few(texts)} at once; "
         message += f"{request.nodes} needed"
         findings = [request.fault("nodes.together", "nodes", message, len(fitting))]
     return fitting, findings
 
 
 def unknown_to_cluster(request: Request, cluster: Cluster) -> Iterator[Finding]:
-    """Yield what no node of the whole cluster has: GPUs, types of them, features, node names."""
+    """Yield what no node of the whole cluster has: GPUs, types of them, features."""
     if not cluster.nodes:
         return
     yield from _unknown_gpus(request, cluster)
@@ -95,11 +83,6 @@ def unknown_to_cluster(request: Request, cluster: Cluster) -> Iterator[Finding]:
             message = f"no node has the feature {name}; there are {first_few(features)}"
             hint = did_you_mean(name, features)
             yield request.fault("features.unknown", "constraint", message, features, hint)
-    names = {node.name for node in cluster.nodes}
-    for name in sorted((request.required | request.excluded) - names):
-        hint = did_you_mean(name, names) or "`sinfo --Node` lists them"
-        message = f"unknown node {name}"
-        yield error("nodes.unknown", "resources.extra", name, message, None, hint)
 
 
 def plain_features(request: Request) -> list[str]:
@@ -135,10 +118,6 @@ def _needs(placement: Placement) -> Iterator[_Need]:
     for kind, count in request.gpus:
         text = f"{counted(count, 'GPU')}{f' of type {kind}' if kind else ''} per node"
         yield _Need("gpus", "gpus", text, functools.partial(Node.gpus, kind=kind), count)
-    for name, kind, count in request.gres:
-        text = f"{count} of {name}{f':{kind}' * bool(kind)} per node"
-        has = functools.partial(Node.amount, name=name, kind=kind)
-        yield _Need("gres", "extra", text, has, count)
     features = frozenset(plain_features(request))
     if features:
         text = f"the features {resources.constraint}"
@@ -164,9 +143,6 @@ def _short(placement: Placement, need: _Need, nodes: Sequence[Node]) -> Finding:
         message += f"no node of partition {partition.name} has any"
     if need.code == "features":
         return request.fault("features.nodes", need.field, message, having)
-    if need.code == "gres":
-        value = request.option("gres")
-        return error("gres.most", "resources.extra", value, message, need.show(most))
     if need.code == "disk":
         value = size_text(request.disk_mib)
         return error("disk.most", "stage", value, message, need.show(most))

@@ -13,8 +13,7 @@ from typing import TYPE_CHECKING
 
 from hpml_orchestrator.check.accounting import AccountSelection, accounting_limits, select_account
 from hpml_orchestrator.check.finding import Finding, error, errors_first, warning
-from hpml_orchestrator.check.named import named_resources, not_judged
-from hpml_orchestrator.check.nodes import fit, unknown_to_cluster
+from hpml_orchestrator.check.nodes import fit, plain_features, unknown_to_cluster
 from hpml_orchestrator.check.request import Placement, Request, request_of
 from hpml_orchestrator.errors import counted, did_you_mean
 from hpml_orchestrator.records.texts import first_few
@@ -31,12 +30,12 @@ _BUSY = {"PLANNED", "RESERVED", "COMPLETING", "POWERING_DOWN", "POWERED_DOWN"}
 _IMPLIED = {
     "gpus.type": "gpus.most",
     "gpus.none": "gpus.most",
-    "gres.unknown": "gres.most",
     "features.unknown": "features.nodes",
 }
 """What holds for the whole cluster -> what would be reported of each partition again."""
 
 
+_CHECKED = ("overcommit", "time-min")  # options of resources.extra
 _STATES = {
     "DOWN": ("partition.down", "is DOWN: a job waits until it is up again"),
     "DRAIN": ("partition.drain", "is draining and takes no jobs"),
@@ -92,9 +91,6 @@ def check(job: Job, cluster: Cluster, *, disk_mib: int = 0, shm_mib: int = 0) ->
         cluster: as the user sees it.
         disk_mib: what will be staged to each node's local disk.
         shm_mib: what will be staged to each node's RAM, as far as known.
-
-    Raises:
-        InputError: a node list is not valid.
     """
     if cluster.limits.tmp_fs != _STAGED_TO:
         disk_mib = 0  # TmpDisk is the size of another directory than the one that is staged to
@@ -102,8 +98,7 @@ def check(job: Job, cluster: Cluster, *, disk_mib: int = 0, shm_mib: int = 0) ->
     selection = select_account(request, cluster)
     chosen, faults = _partitions(request, cluster)
     unknown = unknown_to_cluster(request, cluster)
-    named = named_resources(request, cluster)
-    findings = [*_array(job, cluster), *selection.findings, *unknown, *named, *faults]
+    findings = [*_array(job, cluster), *selection.findings, *unknown, *faults]
     verdicts = [_compare(Placement(request, partition, cluster), selection) for partition in chosen]
     usable = [verdict for verdict in verdicts if not verdict.findings]
     if verdicts:
@@ -112,12 +107,22 @@ def check(job: Job, cluster: Cluster, *, disk_mib: int = 0, shm_mib: int = 0) ->
     findings = errors_first(finding for finding in findings if finding.code not in implied)
     idle = max((verdict.idle_nodes for verdict in usable), default=0)
     names = tuple(verdict.partition.name for verdict in usable)
-    not_checked = [*not_judged(request, cluster)]
+    not_checked = [*_not_checked(request)]
     if cluster.partitions and not (chosen or faults):
         not_checked.append("the partition, which this site chooses at submission")
     return Verdict(
         findings, names, request.nodes, idle if cluster.nodes else None, tuple(not_checked)
     )
+
+
+def _not_checked(request: Request) -> Iterator[str]:
+    """Yield the options that only Slurm checks, such as licences and reservations."""
+    for option in request.job.resources.extra:
+        if option.removeprefix("--").partition("=")[0] not in _CHECKED:
+            yield option
+    constraint = request.job.resources.constraint
+    if constraint and not plain_features(request):
+        yield f"--constraint={constraint}"
 
 
 def _array(job: Job, cluster: Cluster) -> Iterator[Finding]:
@@ -296,7 +301,7 @@ def _nodes_down(
     """Yield a warning where nodes are out of service, so that the job cannot start now."""
     for verdict in usable:
         up = {node.name for node in verdict.nodes if node.up}
-        if len(up) >= request.nodes and request.required <= up:
+        if len(up) >= request.nodes:
             return
     best = usable[0]
     down = [node for node in best.nodes if not node.up]

@@ -288,8 +288,7 @@ def _start(report: Report) -> str:
         return ""
     idle = f"{counted(verdict.idle_nodes, 'node')} idle"
     if verdict.idle_nodes >= verdict.nodes:
-        waits = report.not_checked or any(one.code == "license.free" for one in report.warnings)
-        return f" ({idle})" if waits else f" (can start now, {idle})"
+        return f" ({idle})" if report.not_checked else f" (can start now, {idle})"
     return f" ({idle} of the {verdict.nodes} it needs)"
 
 

@@ -216,8 +216,6 @@ class Cluster:
     groups: tuple[str, ...] = ()
     associations: tuple[Association, ...] | None = None
     qos: tuple[Qos, ...] | None = None
-    reservations: tuple[str, ...] | None = None  # None: not asked for
-    licenses: Mapping[str, tuple[int, int]] | None = None  # all and free ones; None: not asked for
 
     @property
     def may_rewrite_jobs(self) -> bool:

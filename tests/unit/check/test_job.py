@@ -120,8 +120,6 @@ TOO_LONG = {"time": "2-00:00:00"}
         (TOO_LONG, None, {"time.partition": "error"}),
         ({}, Site(cluster="box"), {}),  # as the captured cluster is called
         ({}, Site(cluster="elsewhere"), {"site.cluster": "warning"}),
-        ({"extra": ["--exclude=node1"]}, None, {"nodes.excluded": "error"}),
-        ({"extra": ["--exclude=node[1"]}, None, {"job.wrong": "error"}),
     ],
 )
 def test_the_check_follows_the_sites_rules(

@@ -87,7 +87,10 @@ def message_of(load: Load, text: str) -> str:
         ("resources: {extra: [--mem=3]}", "resources.extra: --mem has its own field: reso"),
         ("resources: {extra: [--requeue]}", "resources.extra: --requeue has its own field: "),
         ("resources: {extra: [--output=a]}", "resources.extra: --output is set by hpml: leave it"),
-        ("resources: {extra: ['--gres=lustre:1,gpu:2']}", "resources.extra: --gres has its own field"),
+        (
+            "resources: {extra: ['--gres=lustre:1,gpu:2']}",
+            "resources.extra: --gres has its own",
+        ),
         ("environment: {modules: [a b]}", "environment.modules.0: must be a module's name such"),
         ("environment: {conda: -x}", "environment.conda: must not begin with a dash"),
         ("environment: {conda: a, venv: b}", "environment: give conda or venv, not both"),
@@ -204,7 +207,10 @@ def message_of(load: Load, text: str) -> str:
         ),
         ("1: x", "1: a field's name must be text (got 1)"),
         ("after: afterok:1", "after.0: must be a run as `hpml list` names it, or one behind ok:"),
-        ("resources: {extra: [--dependency=singleton]}", "resources.extra: --dependency has its own field"),
+        (
+            "resources: {extra: [--dependency=singleton]}",
+            "resources.extra: --dependency has its own",
+        ),
         ('environment: {setup: "a\\n\\eb"}', "environment.setup: line 2: must not hold the"),
         ('environment: {setup: "a\\0"}', "environment.setup: must not hold a NUL character"),
     ],
