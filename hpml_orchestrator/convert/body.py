@@ -151,7 +151,7 @@ class Body:
             self._command(one)
         # Once more, because the commands before it may set variables.
         launch = self._launch(command) or Launch(command.line, command.source, [], "")
-        line = self.keep(statement)
+        line = self.add("keep", statement)
         line.launch = launch
         line.source = statement.source[statement.source.index(command.source) :]
         _read_after(launch, command, after)
@@ -442,6 +442,9 @@ def _export(body: Body, command: Command, words: list[str]) -> None:
 def _set(body: Body, command: Command, words: list[str]) -> None:
     if {"-a", "+a", "allexport"} & set(words):
         body.exports_all = not {"+a", "+o"} & set(words)
+    if "--" in words:
+        problem = f"line {command.line}: {command.source}: sets the arguments of the script"
+        raise InputError(problem, hint="write them into the line of the program")
     body.add("quiet", command)
 
 

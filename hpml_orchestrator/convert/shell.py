@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass, field
 from functools import cache
+from itertools import pairwise
 from typing import TYPE_CHECKING
 
 import tree_sitter_bash
@@ -36,6 +37,7 @@ _EXPANSIONS = frozenset(
     "simple_expansion expansion command_substitution arithmetic_expansion process_substitution "
     "ansi_c_string translated_string".split()
 )
+_BLANKS = re.compile(r"(?:[ \t\r]|\\\n)+")
 _BLANK_AFTER_BACKSLASH = re.compile(r"(?<!\\)\\[ \t]+\n")
 
 
@@ -184,6 +186,8 @@ def _add_redirect(command: Command, node: Node) -> None:
 def _command(node: Node, operator: str) -> Command:
     command = Command(operator, node.start_point.row + 1, _text(node).rstrip())
     nodes = [node] if node.type == "variable_assignment" else node.children
+    if node.type != "test_command":
+        _check_gaps(nodes, command)
     words = []
     for child in nodes:
         if child.type == "variable_assignment" and child.children[0].type == "variable_name":
@@ -194,6 +198,24 @@ def _command(node: Node, operator: str) -> Command:
             words.append(_word(child))
     command.words = tuple(words)
     return command
+
+
+def _check_gaps(nodes: list[Node], command: Command) -> None:
+    """Check that blanks separate the words: the grammar joins some lines, and divides `$"text"`.
+
+    Raises:
+        InputError: it read the command in another way than bash.
+    """
+    for before, after in pairwise(nodes):
+        parent = after.parent
+        raw = (parent.text or b"") if parent else b""
+        start = parent.start_byte if parent else 0
+        gap = raw[before.end_byte - start : after.start_byte - start].decode(errors="replace")
+        if not _BLANKS.fullmatch(gap):
+            raise InputError(
+                f"line {command.line}: {_text(before)}: hpml cannot read this command",
+                hint="write one assignment or command on each line",
+            )
 
 
 def _assignment(node: Node) -> Assignment:

@@ -28,7 +28,7 @@ _STABLE = NODE_DIRECTORIES | frozenset(  # the same at every time of the job
 )
 _SIMPLE = re.compile(r"\$(\w+|[@*#?$!-])|\$\{(\w+|[@*#])(?:\[[@*]\])?\}", re.ASCII)
 _DEFAULT = re.compile(r"\$\{(\w+):?[-=]([^{}$`\"'\\]*)\}", re.ASCII)
-_FILE_PATTERN = re.compile(r"[*?]|\[[^]]*\]|(?<!\$)\{[^\s{}]*(?:,|\.\.)[^\s{}]*\}")
+_FILE_PATTERN = re.compile(r"^~[\w+-]|[*?]|\[[^]]*\]|(?<!\$)\{[^\s{}]*(?:,|\.\.)[^\s{}]*\}")
 _NAME = re.compile(r"(?<![\w$])(?<!\$\{)[A-Za-z_]\w*", re.ASCII)
 _LAUNCHER = re.compile(
     r"\b(torchrun|torch\.distributed|accelerate|deepspeed)\b|--(rdzv|master|main_proc|node_rank)"
@@ -139,9 +139,12 @@ class Values:
 
     def text(self, word: Word) -> str:
         """Return a word as one value, as in an assignment: nothing is split."""
+        parts = self._parts(word)
+        if any(":~" in part.text and not part.quoted for part in parts):
+            return f'\0"{word.source}"\0'  # bash expands these, too
         return "".join(
             " ".join(self._expand(part.text, quoted=True)) if part.is_expansion else part.text
-            for part in self._parts(word)
+            for part in parts
         )
 
     def at_submission(self, value: str) -> str:

@@ -58,6 +58,16 @@ RUN=$(uuidgen)
 DAY=$(date +%Y)
 python train.py --run $RUN --day "$DAY" --home $HOME/x --user=$USER --to $SCRATCH/$SLURM_JOB_ID
 """,
+    "a directory for one command": r"""
+#SBATCH --time=10
+LR=0.1
+cd src && python ../train.py --lr $LR
+""",
+    "home directories in a list": r"""
+#SBATCH --time=10
+DIRS=/data:~/data
+python train.py --dirs "$DIRS"
+""",
     "an expression in an argument": r"""
 #SBATCH --array=0-3 --time=10
 LRS=(0.1 0.01 0.001 0.0001)
@@ -421,6 +431,16 @@ python train.py
 if [ -f x ]; then export OMP_NUM_THREADS=3; fi
 python train.py
 """, 2, "after environment.setup"),
+    "arguments that the script sets": (r"""
+set -- --lr 1
+python train.py "$@"
+""", 2, "the arguments of the script"),
+    "assignments that the grammar joins to the next line": ("""
+A=1 B=2
+python train.py $A
+""", 2, "cannot read this command"),
+    "a translated text": ('python train.py $"x"', 2, "cannot read this command"),
+    "the home of another user": ("python train.py ~ada/x", 2, "which words it becomes"),
     "output for another program": (
         "srun python train.py | python plot.py", 2, "another program reads"),
 }  # fmt: skip
