@@ -223,7 +223,7 @@ class _Import:
             why = f"{launch.program} starts the launcher, which hpml starts itself"
             raise launch.refused(launch.source, why, "write the launcher first")
         for word in launch.words:
-            if shown(word) in ("$@", "${@}", "$*", "${*}"):
+            if has_hole(word) and shown(word) in ("$@", "${@}", "$*", "${*}"):
                 why = "`hpml submit` passes no arguments to the program"
                 launch.lost(word, why, "write them into args")
             else:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass, field
 from functools import cache
-from itertools import pairwise
+from itertools import pairwise, zip_longest
 from typing import TYPE_CHECKING
 
 import tree_sitter_bash
@@ -37,8 +37,9 @@ _EXPANSIONS = frozenset(
     "simple_expansion expansion command_substitution arithmetic_expansion process_substitution "
     "ansi_c_string translated_string".split()
 )
+_MISSED = re.compile(r"\$[\w({@*#?$!-]", re.ASCII)  # an expansion that the grammar takes for text
 _BLANKS = re.compile(r"(?:[ \t\r]|\\\n)+")
-_BLANK_AFTER_BACKSLASH = re.compile(r"(?<!\\)\\[ \t]+\n")
+_BLANK_AFTER_BACKSLASH = re.compile(r"(?<!\\)\\[ \t]+\n|(?<=[\s\"'`)}])\\[ \t]")
 
 
 @dataclass(frozen=True)
@@ -121,8 +122,8 @@ def parse_script(text: str) -> list[Statement]:
     """
     if match := _BLANK_AFTER_BACKSLASH.search(text):
         raise InputError(
-            f"line {text.count(chr(10), 0, match.start()) + 1}: a blank after the \\ at its end",
-            hint="remove the blank: the next line is another command for bash",
+            f"line {text.count(chr(10), 0, match.start()) + 1}: a blank after a \\",
+            hint="at the end of a line remove it; elsewhere put the blank in quotes",
         )
     root = _parser().parse(text.encode()).root_node
     if root.has_error:
@@ -159,13 +160,18 @@ def _syntax_error(root: Node) -> InputError:
 def _statement(node: Node) -> Statement:
     """Read a statement without recursion: `a && b && …` may be nested thousands of times."""
     found = Statement(node.start_point.row + 1, _text(node).rstrip(), [])
+    raw, first, start = node.text or b"", node.start_byte, 0
     operator, stack = "", [node]
     while stack:
         node = stack.pop()
         if node.type in _COMMANDS:
             found.commands.append(_command(node, operator))
+            start = node.start_byte
         elif node.type.endswith("_redirect") and found.commands:
-            _add_redirect(found.commands[-1], node)
+            found.commands[-1].redirects.append(_text(node))
+            if node.type == "file_redirect":
+                source = raw[start - first : node.end_byte - first]
+                found.commands[-1].source = source.decode(errors="replace")
         elif not node.is_named:
             operator = node.type if node.type in ("&&", "||", "|", "|&") else ""
         else:
@@ -174,13 +180,6 @@ def _statement(node: Node) -> Statement:
             if node.type == "negated_command":
                 found.block = found.block or "a condition"
     return found
-
-
-def _add_redirect(command: Command, node: Node) -> None:
-    text = _text(node)
-    command.redirects.append(text)
-    if node.type == "file_redirect":
-        command.source += f" {text}"
 
 
 def _command(node: Node, operator: str) -> Command:
@@ -236,17 +235,23 @@ def _parts(node: Node) -> Iterator[Part]:
     """Yield the parts of a word's node."""
     text = _text(node)
     if node.type in _EXPANSIONS:
-        yield Part(text, is_expansion=True)
+        yield from _expansion(text, quoted=False)
     elif node.type == "raw_string":
         yield Part(text[1:-1], quoted=True)
     elif node.type == "string":
         yield from _string_parts(node)
     elif node.type in ("concatenation", "command_name"):
-        for child in node.children:
-            yield from _parts(child)
+        for child, after in zip_longest(node.children, node.children[1:]):
+            if after is not None and after.type == "string" and _text(child).endswith("$"):
+                yield Part(f"${_text(after)}", is_expansion=True)  # `$"text"` is translated
+            else:
+                yield from _parts(child)
     else:
         for match in re.finditer(r"\\(.?)|[^\\]+", text.replace("\\\n", ""), re.DOTALL):
-            yield Part(match[1] or "", quoted=True) if match[0][0] == "\\" else Part(match[0])
+            if match[0][0] == "\\":
+                yield Part(match[1], quoted=True)
+            else:
+                yield Part(match[0], is_expansion=_MISSED.search(match[0]) is not None)
 
 
 def _string_parts(node: Node) -> Iterator[Part]:
@@ -259,11 +264,22 @@ def _string_parts(node: Node) -> Iterator[Part]:
             source = _text(child).lstrip()
             end = child.end_byte - start
             yield _literal(raw[position : end - len(source.encode())])
-            yield Part(source, is_expansion=True, quoted=True)
+            yield from _expansion(source, quoted=True)
             position = end
     yield _literal(raw[position:-1])
 
 
+def _expansion(text: str, *, quoted: bool) -> Iterator[Part]:
+    """Yield an expansion, and what the grammar wrongly adds to a name: `é` of `$NAMEé`."""
+    match = re.match(r"\$[A-Za-z_]\w*(?=[^\x00-\x7f])", text, re.ASCII)
+    end = match.end() if match else len(text)
+    yield Part(text[:end], is_expansion=True, quoted=quoted)
+    if text[end:]:
+        yield Part(text[end:], quoted=quoted)
+
+
 def _literal(raw: bytes) -> Part:
     text = raw.decode(errors="replace").replace("\\\n", "")
+    if _MISSED.search(re.sub(r"\\.", "", text, flags=re.DOTALL)):
+        return Part(text, is_expansion=True, quoted=True)
     return Part(re.sub(r'\\([$`"\\])', r"\1", text), quoted=True)

@@ -118,7 +118,7 @@ class Values:
         parts = self._parts(word)
         plain = "".join("x" if part.quoted or part.is_expansion else part.text for part in parts)
         if _FILE_PATTERN.search(plain):
-            return [f"\0{word.source}\0"]
+            return [f"\0!{word.source}\0"]
         fields: list[str] = []
         current = None
         for part in parts:
@@ -129,7 +129,7 @@ class Values:
             if not part.quoted:
                 items = [piece for item in items for piece in _split_blanks(item)]
                 if any(_FILE_PATTERN.search(HOLE.sub("", item)) for item in items):
-                    return [f"\0{word.source}\0"]
+                    return [f"\0!{word.source}\0"]
             for position, item in enumerate(items):
                 if position:
                     fields.append(current or "")

@@ -66,7 +66,8 @@ cd src && python ../train.py --lr $LR
     "home directories in a list": r"""
 #SBATCH --time=10
 DIRS=/data:~/data
-python train.py --dirs "$DIRS"
+A=$(echo x)
+python train.py --dirs "$DIRS" "${A}é" "$Aé" 'cost $' "a$"
 """,
     "an expression in an argument": r"""
 #SBATCH --array=0-3 --time=10
@@ -287,7 +288,7 @@ srun ${AUTO_RESUME} -l "${ARGS[@]}" torchrun --nproc_per_node=4 train.py
         "torchrun $(cat options) train.py", 2, "may be options of torchrun"),
     "a blank behind a backslash": ("""
 python train.py \\ \n  --lr 0.1
-""", 2, "a blank after the \\"),
+""", 2, "a blank after a \\"),
     "a quote that is open": ("python train.py 'a", 2, "not valid bash"),
     "a number of ranks that only the job knows": (r"""
 #SBATCH --gres=gpu:4
@@ -440,6 +441,10 @@ A=1 B=2
 python train.py $A
 """, 2, "cannot read this command"),
     "a translated text": ('python train.py $"x"', 2, "cannot read this command"),
+    "the id of the shell": ("python train.py a$$", 2, "which words it becomes"),
+    "a translated part": ('python train.py a$"x"', 2, "which words it becomes"),
+    "a blank as an argument": ("python train.py \\ & wait", 2, "a blank after a"),
+    "a pattern around an expansion": ("python train.py ${A[0]}{1,2}", 2, "which words it becomes"),
     "the home of another user": ("python train.py ~ada/x", 2, "which words it becomes"),
     "output for another program": (
         "srun python train.py | python plot.py", 2, "another program reads"),
