@@ -55,12 +55,8 @@ class Node:
 
     def gpus(self, kind: str = "") -> int:
         """GPUs of that type; of all types when none is given."""
-        return self.amount("gpu", kind)
-
-    def amount(self, name: str, kind: str = "") -> int:
-        """Generic resources of that name and type; of all types when none is given."""
         return sum(
-            gres.count for gres in self.gres if gres.name == name and kind in ("", gres.kind)
+            gres.count for gres in self.gres if gres.name == "gpu" and kind in ("", gres.kind)
         )
 
 
