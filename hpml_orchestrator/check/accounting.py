@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from hpml_orchestrator.check.finding import Finding, Level
-from hpml_orchestrator.check.request import Placement, Request, cpus_field
+from hpml_orchestrator.check.request import JobRequest, Placement, cpus_field
 from hpml_orchestrator.errors import did_you_mean
 from hpml_orchestrator.records.texts import first_few
 from hpml_orchestrator.scheduler.cluster import Association, Cluster, Qos
@@ -43,7 +43,7 @@ class AccountSelection:
     findings: tuple[Finding, ...] = ()
 
 
-def select_account(request: Request, cluster: Cluster) -> AccountSelection:
+def select_account(request: JobRequest, cluster: Cluster) -> AccountSelection:
     """Return account and QOS of a job, and what is wrong with them."""
     findings: list[Finding] = []
     resources = request.job.resources
@@ -148,7 +148,7 @@ def _enforcement_note(owner: Qos | Association) -> str:
     return "" if refused else "; Slurm would accept the job and never start it"
 
 
-def _association(request: Request, cluster: Cluster) -> Association | None:
+def _association(request: JobRequest, cluster: Cluster) -> Association | None:
     """Return the association that a job would use: with its account and, best, its partition."""
     wanted = request.job.resources.account
     partitions, default = request.partitions, cluster.default_partition
@@ -164,7 +164,7 @@ def _association(request: Request, cluster: Cluster) -> Association | None:
 
 
 def _account(
-    request: Request, cluster: Cluster, mine: tuple[Association, ...]
+    request: JobRequest, cluster: Cluster, mine: tuple[Association, ...]
 ) -> Iterator[Finding]:
     wanted = request.job.resources.account
     enforced = bool(cluster.limits.accounting_enforce - _NOT_ABOUT_ACCOUNTS)

@@ -57,7 +57,7 @@ if TYPE_CHECKING:
     from hpml_orchestrator.spec.site import ResolvedSite, Site
     from hpml_orchestrator.topology.model import Topology
 
-__all__ = ["Report", "check_job", "check_local", "invalid_job", "refusal"]
+__all__ = ["CheckReport", "check_job", "check_local", "invalid_job", "refusal"]
 
 CLUSTER_SECONDS = 8.0
 """How long to wait for the controller."""
@@ -65,7 +65,7 @@ _LOCAL_HINT = "submit it to a Slurm cluster"
 
 
 @dataclass(frozen=True)
-class Report:
+class CheckReport:
     """What was found.
 
     Attributes:
@@ -134,7 +134,7 @@ def check_job(
     topologies: Mapping[str, Topology] | None = None,
     targets: Mapping[str, str] | None = None,
     dependencies: bool = True,
-) -> Report:
+) -> CheckReport:
     """Return what prevents a job from running, or may; nothing is submitted.
 
     Files, modules and the cluster are checked in parallel.
@@ -193,7 +193,7 @@ def check_job(
     if not on_slurm:
         machine = Machine(tuple(cpu_ids()), tuple(gpu_ids()), memory_mb())
         findings += [*check_local(job, machine), *check_binding(job)]
-        return Report(errors_first(findings), notes=notes, not_checked=unseen)
+        return CheckReport(errors_first(findings), notes=notes, not_checked=unseen)
     verdict = Verdict()
     if cluster is not None:
         verdict = _compare(asked, cluster, sizes, profile)
@@ -204,7 +204,7 @@ def check_job(
     if "disk.most" not in {finding.code for finding in findings}:
         findings += check_room(job, profile, disk_mib=sizes.disk_mib)  # else reported already
     not_checked = [*verdict.not_checked, *unseen]
-    return Report(errors_first(findings), not_asked, notes, verdict, not_checked)
+    return CheckReport(errors_first(findings), not_asked, notes, verdict, not_checked)
 
 
 def _stages(job: Job, seconds: float, *, here: bool) -> tuple[list[Finding], Sizes]:
@@ -338,9 +338,9 @@ def _existing(cluster: Cluster, names: Iterable[str]) -> list[Partition]:
     return [partition for partition in map(cluster.partition, names) if partition is not None]
 
 
-def invalid_job(fault: InputError) -> Report:
+def invalid_job(fault: InputError) -> CheckReport:
     """Return the report on a job that cannot be loaded or rendered: each problem is a finding."""
-    return Report([_as_finding(problem, fault.hint) for problem in fault.problems or [fault]])
+    return CheckReport([_as_finding(problem, fault.hint) for problem in fault.problems or [fault]])
 
 
 def _as_finding(fault: HpmlError, hint: str = "") -> Finding:

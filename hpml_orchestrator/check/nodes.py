@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from hpml_orchestrator.check.finding import Finding, error, warning
-from hpml_orchestrator.check.request import Placement, Request, cpus_field
+from hpml_orchestrator.check.request import JobRequest, Placement, cpus_field
 from hpml_orchestrator.errors import counted, did_you_mean
 from hpml_orchestrator.records.texts import first_few
 from hpml_orchestrator.scheduler.cluster import Cluster, Node
@@ -72,7 +72,7 @@ def fit(placement: Placement) -> tuple[list[Node], list[Finding]]:
     return fitting, findings
 
 
-def unknown_to_cluster(request: Request, cluster: Cluster) -> Iterator[Finding]:
+def unknown_to_cluster(request: JobRequest, cluster: Cluster) -> Iterator[Finding]:
     """Yield what no node of the whole cluster has: GPUs, types of them, features."""
     if not cluster.nodes:
         return
@@ -85,7 +85,7 @@ def unknown_to_cluster(request: Request, cluster: Cluster) -> Iterator[Finding]:
             yield request.fault("features.unknown", "constraint", message, features, hint)
 
 
-def plain_features(request: Request) -> list[str]:
+def plain_features(request: JobRequest) -> list[str]:
     """Return the features of `a` or `a&b`; what has other operators is Slurm's to judge."""
     constraint = request.job.resources.constraint or ""
     return re.split("[&,]", constraint) if _FEATURES.fullmatch(constraint) else []
@@ -153,7 +153,7 @@ def _only(count: int) -> str:
     return f"only {counted(count, 'node')}" if count else "no node"
 
 
-def _unknown_gpus(request: Request, cluster: Cluster) -> Iterator[Finding]:
+def _unknown_gpus(request: JobRequest, cluster: Cluster) -> Iterator[Finding]:
     types: dict[str, int] = {}
     for gres in (gres for node in cluster.nodes for gres in node.gres if gres.name == "gpu"):
         types[gres.kind] = max(types.get(gres.kind, 0), gres.count)

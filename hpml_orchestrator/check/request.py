@@ -16,7 +16,7 @@ from hpml_orchestrator.spec import values
 if TYPE_CHECKING:
     from hpml_orchestrator.spec.job import Job
 
-__all__ = ["Placement", "Request", "Sizes", "cpus_field", "request_of"]
+__all__ = ["JobRequest", "Placement", "Sizes", "cpus_field", "job_request"]
 
 
 @dataclass
@@ -39,7 +39,7 @@ def cpus_field(job: Job) -> str:
 
 
 @dataclass(frozen=True)
-class Request:
+class JobRequest:
     """A job's request.
 
     Attributes:
@@ -80,7 +80,7 @@ class Request:
 class Placement:
     """A request in one partition of a cluster."""
 
-    request: Request
+    request: JobRequest
     partition: Partition
     cluster: Cluster
 
@@ -133,8 +133,8 @@ class Placement:
         return {"cpu": cpus, "node": nodes, "mem": self.memory_mib * nodes, **gpus}
 
 
-def request_of(job: Job, *, disk_mib: int = 0, shm_mib: int = 0) -> Request:
-    """Return what a complete job requests; the rest as in `Request`."""
+def job_request(job: Job, *, disk_mib: int = 0, shm_mib: int = 0) -> JobRequest:
+    """Return what a complete job requests; the rest as in `JobRequest`."""
     resources = job.resources
     options: dict[str, str | None] = {}
     for option in resources.extra:
@@ -145,7 +145,7 @@ def request_of(job: Job, *, disk_mib: int = 0, shm_mib: int = 0) -> Request:
     with contextlib.suppress(ValueError):  # `--time-min` lets Slurm shorten the time limit
         shortest = values.parse_time_limit(options.get("time-min") or "")
         seconds = min(seconds, shortest or seconds)
-    return Request(
+    return JobRequest(
         job=job,
         nodes=resources.nodes,
         tasks=1 if job.launcher == "torchrun" else resources.ranks,

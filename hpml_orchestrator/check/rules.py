@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 from hpml_orchestrator.check.accounting import AccountSelection, accounting_limits, select_account
 from hpml_orchestrator.check.finding import Finding, error, errors_first, warning
 from hpml_orchestrator.check.nodes import fit, plain_features, unknown_to_cluster
-from hpml_orchestrator.check.request import Placement, Request, request_of
+from hpml_orchestrator.check.request import JobRequest, Placement, job_request
 from hpml_orchestrator.errors import counted, did_you_mean
 from hpml_orchestrator.records.texts import first_few
 from hpml_orchestrator.spec.values import format_time, size_text
@@ -94,7 +94,7 @@ def check(job: Job, cluster: Cluster, *, disk_mib: int = 0, shm_mib: int = 0) ->
     """
     if cluster.limits.tmp_fs != _STAGED_TO:
         disk_mib = 0  # TmpDisk is the size of another directory than the one that is staged to
-    request = request_of(job, disk_mib=disk_mib, shm_mib=shm_mib)
+    request = job_request(job, disk_mib=disk_mib, shm_mib=shm_mib)
     selection = select_account(request, cluster)
     chosen, faults = _partitions(request, cluster)
     unknown = unknown_to_cluster(request, cluster)
@@ -115,7 +115,7 @@ def check(job: Job, cluster: Cluster, *, disk_mib: int = 0, shm_mib: int = 0) ->
     )
 
 
-def _not_checked(request: Request) -> Iterator[str]:
+def _not_checked(request: JobRequest) -> Iterator[str]:
     """Yield the options that only Slurm checks, such as licences and reservations."""
     for option in request.job.resources.extra:
         if option.removeprefix("--").partition("=")[0] not in _CHECKED:
@@ -137,7 +137,7 @@ def _array(job: Job, cluster: Cluster) -> Iterator[Finding]:
         yield error("array.index", "array", last, message, size - 1)
 
 
-def _partitions(request: Request, cluster: Cluster) -> tuple[list[Partition], list[Finding]]:
+def _partitions(request: JobRequest, cluster: Cluster) -> tuple[list[Partition], list[Finding]]:
     """Return the partitions that a job is considered in, and what is wrong with the choice."""
     names = [partition.name for partition in cluster.partitions]
     plugins = cluster.limits.submit_plugins
@@ -264,7 +264,7 @@ def _among(name: str, names: Iterable[str]) -> bool:
 
 
 def _combined(
-    request: Request,
+    request: JobRequest,
     verdicts: Sequence[_PartitionVerdict],
     usable: Sequence[_PartitionVerdict],
     cluster: Cluster,
@@ -296,7 +296,7 @@ def _combined(
 
 
 def _nodes_down(
-    request: Request, usable: Sequence[_PartitionVerdict], cluster: Cluster
+    request: JobRequest, usable: Sequence[_PartitionVerdict], cluster: Cluster
 ) -> Iterator[Finding]:
     """Yield a warning where nodes are out of service, so that the job cannot start now."""
     for verdict in usable:
@@ -318,7 +318,7 @@ def _nodes_down(
 
 
 def _staged_memory(
-    request: Request, usable: Sequence[_PartitionVerdict], cluster: Cluster
+    request: JobRequest, usable: Sequence[_PartitionVerdict], cluster: Cluster
 ) -> Iterator[Finding]:
     """Yield a warning where what is staged to RAM is more than the job gets by default."""
     if request.memory_mib is not None:

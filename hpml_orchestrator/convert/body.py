@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from hpml_orchestrator.convert.copies import LOCAL, Copies
 from hpml_orchestrator.convert.launchers import PYTHON, Launch, remove_launchers
-from hpml_orchestrator.convert.report import OUTPUT, Report
+from hpml_orchestrator.convert.report import OUTPUT, ImportReport
 from hpml_orchestrator.convert.shell import Command, Part, Statement, Word, parse_script
 from hpml_orchestrator.convert.values import Values, has_hole, shown
 from hpml_orchestrator.errors import InputError
@@ -84,7 +84,7 @@ class Body:
         launch: the launch that becomes the job's program.
     """
 
-    def __init__(self, text: str, values: Values, report: Report) -> None:
+    def __init__(self, text: str, values: Values, report: ImportReport) -> None:
         self.values = values
         self.report = report
         self.copies = Copies(values)
@@ -327,7 +327,7 @@ def _name(command: Command) -> str:
 
 
 def _read_after(launch: Launch, command: Command, rest: list[Command]) -> None:
-    """Report the redirections of a launch, and what follows it on its line."""
+    """ImportReport the redirections of a launch, and what follows it on its line."""
     for text in command.redirects:
         if "<" in text and "/dev/null" not in text:
             why, hint = "ranks read no standard input", "have the program read a file"

@@ -7,7 +7,7 @@ import re
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from hpml_orchestrator.convert.report import OUTPUT, Kind, Report
+from hpml_orchestrator.convert.report import OUTPUT, ImportReport, Kind
 from hpml_orchestrator.errors import InputError
 from hpml_orchestrator.scheduler.slurm.options import (
     SBATCH,
@@ -29,7 +29,7 @@ from hpml_orchestrator.spec.values import (
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-__all__ = ["Request", "apply_option", "read_request"]
+__all__ = ["Header", "apply_option", "read_header"]
 
 _OTHER_SYSTEMS = {"#PBS": "PBS", "#BSUB": "LSF", "#$ -": "Grid Engine", "#COBALT": "Cobalt"}
 _MAIL_EVENTS = "begin end fail requeue time_limit_80 time_limit_90".split()
@@ -39,7 +39,7 @@ _MEMORY = ("mem", "mem-per-cpu", "mem-per-gpu")
 
 
 @dataclass
-class Request:
+class Header:
     """What the header requests, by the long names of its options.
 
     Attributes:
@@ -71,7 +71,7 @@ class Request:
         return self.options[name].value if name in self.options else ""
 
 
-def read_request(script: str, report: Report) -> Request:
+def read_header(script: str, report: ImportReport) -> Header:
     """Return what the header of a script requests; the last option of a name counts.
 
     Raises:
@@ -104,95 +104,95 @@ def read_request(script: str, report: Report) -> Request:
             f"line {word.line}: {word.text!r} in an #SBATCH line is not an option",
             hint=known.get(word.text, "remove it, or quote a value with blanks"),
         )
-    request = Request()
+    header = Header()
     if _REQUEUES_ITSELF.search(script):
-        request.requeue.append("time_limit")
+        header.requeue.append("time_limit")
     for option in options:
         try:
-            apply_option(request, option, report)
+            apply_option(header, option, report)
         except ValueError as error:
             raise InputError(
                 f"line {option.line}: {option.shown}: {error}",
                 hint="correct the line; Slurm also refuses it",
             ) from None
-    return request
+    return header
 
 
-def apply_option(request: Request, option: Option, report: Report) -> None:
-    """Add an option to a request.
+def apply_option(header: Header, option: Option, report: ImportReport) -> None:
+    """Add an option to a header.
 
     Raises:
         ValueError: Slurm would refuse its value.
     """
     name, value = option.name, option.value
     for other in _MEMORY if name in _MEMORY else ():
-        if other != name and (earlier := request.options.pop(other, None)):
-            del request.numbers[other]
+        if other != name and (earlier := header.options.pop(other, None)):
+            del header.numbers[other]
             why = f"--{name} in line {option.line} replaces it"
             report.lost(earlier.line, earlier.shown, why)
-    request.options[name] = option
+    header.options[name] = option
     if name in _NUMBERS:
-        request.numbers[name] = _NUMBERS[name](value)
+        header.numbers[name] = _NUMBERS[name](value)
     elif name in ("gpus", "gpus-per-node", "gpus-per-task"):
-        request.gpus[name] = parse_gpu_option(value)
+        header.gpus[name] = parse_gpu_option(value)
     elif name in _SPECIAL:
-        _SPECIAL[name](request, option, report)
+        _SPECIAL[name](header, option, report)
     elif name in _NOT_CARRIED:
         kind, why, todo = _NOT_CARRIED[name]
         report.add(kind, option.line, option.shown, why, todo)
     elif name not in _TEXTS:
-        _extra(request, option, report)
+        _extra(header, option, report)
 
 
-def _extra(request: Request, option: Option, report: Report) -> None:
+def _extra(header: Header, option: Option, report: ImportReport) -> None:
     text = f"--{option.name}={option.value}" if option.value else f"--{option.name}"
     if option.known and re.fullmatch(
         r"--[a-z][a-z0-9-]*(=[\w.,:@/+=%*()\[\]|&-]+)?", text, re.ASCII
     ):
-        request.extra[option.name] = text
+        header.extra[option.name] = text
     else:
         why = "its value has odd characters" if option.known else "hpml does not know this option"
         report.lost(option.line, option.shown, why, "write it into resources.extra if you need it")
 
 
-def _nodes(request: Request, option: Option, report: Report) -> None:
+def _nodes(header: Header, option: Option, report: ImportReport) -> None:
     least, _, most = option.value.partition("-")
-    nodes = request.numbers["nodes"] = parse_count(least)
+    nodes = header.numbers["nodes"] = parse_count(least)
     if most and parse_count(most) != nodes:
         why = f"a job file has one number of nodes: {nodes}, the smallest"
         report.changed(option.line, option.shown, why, f"for more: --set resources.nodes={most}")
 
 
-def _gres(request: Request, option: Option, report: Report) -> None:
+def _gres(header: Header, option: Option, report: ImportReport) -> None:
     parts = [part for part in split_list(option.value) if part and part.lower() != "none"]
     gpus = [part for part in parts if re.match(r"(gres[:/])?gpu\b", part)]
     if gpus:
-        request.gpus["gpus-per-node"] = parse_gpu_option(",".join(gpus))
+        header.gpus["gpus-per-node"] = parse_gpu_option(",".join(gpus))
     if others := ",".join(part for part in parts if part not in gpus):
-        _extra(request, Option("gres", others, option.shown, option.line, known=True), report)
+        _extra(header, Option("gres", others, option.shown, option.line, known=True), report)
 
 
-def _mail_type(request: Request, option: Option, report: Report) -> None:
+def _mail_type(header: Header, option: Option, report: ImportReport) -> None:
     events = option.value.lower().replace("all", ",".join(_MAIL_EVENTS[:4])).split(",")
-    wanted = {*request.mail_on, *events}  # sbatch adds up several --mail-type
-    request.mail_on = [event for event in _MAIL_EVENTS if event in wanted]
+    wanted = {*header.mail_on, *events}  # sbatch adds up several --mail-type
+    header.mail_on = [event for event in _MAIL_EVENTS if event in wanted]
     if others := set(events) - {*_MAIL_EVENTS, "none"}:
         why = f"resources.mail has no {', '.join(sorted(others)).upper()}"
         report.lost(option.line, option.shown, why, f"events are {', '.join(_MAIL_EVENTS)}")
 
 
-def _requeue(request: Request, _option: Option, _report: Report) -> None:
-    request.requeue += ["preemption", "node_failure"]
+def _requeue(header: Header, _option: Option, _report: ImportReport) -> None:
+    header.requeue += ["preemption", "node_failure"]
 
 
-def _signal(request: Request, option: Option, report: Report) -> None:
+def _signal(header: Header, option: Option, report: ImportReport) -> None:
     """Read `[B:|R:]SIGNAL[@SECONDS]`; a signal that `checkpoint` cannot name stays an option."""
     match = re.fullmatch(r"([BR]{1,2}:)?(?:SIG)?([A-Z]+\d?)(?:@(\d{1,5}))?", option.value.upper())
     if match is None or match[2] not in SIGNALS:
-        _extra(request, option, report)
+        _extra(header, option, report)
         return
-    request.signal = match[2]
-    request.signal_seconds = _SIGNAL_SECONDS if match[3] is None else int(match[3])
+    header.signal = match[2]
+    header.signal_seconds = _SIGNAL_SECONDS if match[3] is None else int(match[3])
     if match[1] and "B" in match[1]:
         why = "hpml sends the signal to the ranks, not to the script"
         report.changed(option.line, option.shown, why, "handle it in the program: `checkpoint`")
@@ -208,7 +208,7 @@ _NUMBERS: dict[str, Callable[[str], int]] = {
 _TEXTS = frozenset(
     "job-name array chdir mail-user export partition account qos constraint exclusive".split()
 )
-_SPECIAL: dict[str, Callable[[Request, Option, Report], None]] = {
+_SPECIAL: dict[str, Callable[[Header, Option, ImportReport], None]] = {
     "nodes": _nodes,
     "gres": _gres,
     "mail-type": _mail_type,

@@ -13,9 +13,9 @@ from pydantic import ValidationError
 from hpml_orchestrator.convert.arguments import SIZES, Arguments, shell_word
 from hpml_orchestrator.convert.body import PROVIDED, SET_LATER, Body, Line, check_devices
 from hpml_orchestrator.convert.files import job_text
-from hpml_orchestrator.convert.header import read_request
+from hpml_orchestrator.convert.header import read_header
 from hpml_orchestrator.convert.launchers import PYTHON
-from hpml_orchestrator.convert.report import Finding, Report
+from hpml_orchestrator.convert.report import ImportNote, ImportReport
 from hpml_orchestrator.convert.resources import (
     add_srun_options,
     allocation,
@@ -30,7 +30,7 @@ from hpml_orchestrator.spec.values import format_time, size_text
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-__all__ = ["Imported", "Place", "import_script"]
+__all__ = ["ImportContext", "Imported", "import_script"]
 
 _ORDER = (
     "name array launcher mpi script module command args workdir resources environment stage "
@@ -54,7 +54,7 @@ _SECRET = re.compile(r"_KEY|TOKEN|SECRET|PASSWORD")
 
 
 @dataclass(frozen=True)
-class Place:
+class ImportContext:
     """Where an import happens.
 
     Attributes:
@@ -84,16 +84,16 @@ class Imported:
 
     job: dict[str, Any]
     text: str
-    findings: tuple[Finding, ...]
+    findings: tuple[ImportNote, ...]
 
 
-def import_script(text: str, *, name: str, place: Place) -> Imported:
+def import_script(text: str, *, name: str, context: ImportContext) -> Imported:
     """Return the job file of an sbatch script; nothing of the script is run.
 
     Args:
         text: the script.
         name: its file name, which names the job if the script has no --job-name.
-        place: directory of the submission and of the job file.
+        context: directories of the submission and of the job file.
 
     Raises:
         InputError: it is not a shell script for sbatch, starts no program, or starts one in a way
@@ -101,33 +101,33 @@ def import_script(text: str, *, name: str, place: Place) -> Imported:
     """
     if "\0" in text:
         raise InputError("a NUL character: not a text file", hint="name the script for sbatch")
-    return _Import(text, name, place).run()
+    return _Import(text, name, context).run()
 
 
 class _Import:
-    def __init__(self, text: str, name: str, place: Place) -> None:
-        self.name, self.place = name, place
-        self.report = Report()
+    def __init__(self, text: str, name: str, context: ImportContext) -> None:
+        self.name, self.context = name, context
+        self.report = ImportReport()
         self.fields: dict[str, Any] = {}
         self.origins: dict[str, str] = {}  # of fields: the line of the script, for errors
-        self.request = read_request(text, self.report)
-        self.known = known_variables(self.request, allocation(self.request, Report()))
-        self.known["SLURM_SUBMIT_DIR"] = place.directory
-        self.known["SLURM_JOB_NAME"] = self.request.text("job-name") or name
-        start = os.path.normpath(os.path.join(place.directory, self.request.text("chdir")))
-        self.body = Body(text, Values(place.environment, self.known, start), self.report)
+        self.header = read_header(text, self.report)
+        self.known = known_variables(self.header, allocation(self.header, ImportReport()))
+        self.known["SLURM_SUBMIT_DIR"] = context.directory
+        self.known["SLURM_JOB_NAME"] = self.header.text("job-name") or name
+        start = os.path.normpath(os.path.join(context.directory, self.header.text("chdir")))
+        self.body = Body(text, Values(context.environment, self.known, start), self.report)
         self.launch = self.body.launch
-        add_srun_options(self.request, self.launch, self.report)
-        given = allocation(self.request, self.report)
-        self.size = job_size(self.request, given, self.launch, self.report)
-        self.arguments = Arguments(text, self.body, is_array="array" in self.request.options)
+        add_srun_options(self.header, self.launch, self.report)
+        given = allocation(self.header, self.report)
+        self.size = job_size(self.header, given, self.launch, self.report)
+        self.arguments = Arguments(text, self.body, is_array="array" in self.header.options)
         self._divide_lines()
         places = [line.value for line in self.body.lines if line.kind == "cd"]
         self.workdir = places[-1] if places else start
 
     def put(self, field: str, value: Any, *options: str, origin: str = "") -> None:
         """Set a field by its dotted name; it comes from an option, a line or the launch."""
-        option = self.request.option(*options)
+        option = self.header.option(*options)
         where = f"line {option.line}: {option.shown}" if option else origin
         self.origins[field] = where or f"line {self.launch.line}: {self.launch.source}"
         *parents, last = field.split(".")
@@ -138,10 +138,10 @@ class _Import:
 
     def run(self) -> Imported:
         """Return the job file and the findings."""
-        name = self.request.text("job-name") or os.path.splitext(os.path.basename(self.name))[0]
+        name = self.header.text("job-name") or os.path.splitext(os.path.basename(self.name))[0]
         name = re.sub(r"[^A-Za-z0-9._+-]+", "-", name).lstrip("._+-")[:64] or "job"
         self.put("name", name, "job-name")
-        if array := self.request.text("array"):
+        if array := self.header.text("array"):
             self.put("array", array, "array")
         self._put_launcher()
         self._put_program()
@@ -250,16 +250,16 @@ class _Import:
         if rest:
             self.put("args", rest)
         if python not in ("", "python") and not has_hole(python):
-            path = self.place.path(os.path.join(launch.directory, python))
+            path = self.context.path(os.path.join(launch.directory, python))
             named = path if "/" in path else f"./{path}"
             self.put("environment.python", named if "/" in python else python)
 
     def _put_resources(self) -> None:
-        size, request = self.size, self.request
+        size, header = self.size, self.header
         gpus, kinds = size.gpus.count, str(size.gpus) or "0"
         shared = size.ranks // gpus if gpus and size.ranks % gpus == 0 else 1
         default = gpus * shared or 1
-        seconds, time = request.numbers.get("time"), request.option("time")
+        seconds, time = header.numbers.get("time"), header.option("time")
         if time is None:
             why = "hpml asks for an hour, sbatch for the partition's default"
             self.report.changed(0, "no --time", why, "write resources.time")
@@ -274,25 +274,25 @@ class _Import:
             "cpus_per_rank": size.cpus_per_rank,
             "memory": size_text(size.memory_mb) if size.memory_mb else None,
             "time": format_time(seconds or _HOUR_SECONDS),
-            **{n: request.text(n) or None for n in ("partition", "account", "qos", "constraint")},
-            "exclusive": "exclusive" in request.options,
-            "extra": list(request.extra.values()),
+            **{n: header.text(n) or None for n in ("partition", "account", "qos", "constraint")},
+            "exclusive": "exclusive" in header.options,
+            "extra": list(header.extra.values()),
         }
         for field, value in values.items():
             if str(value) != str(Resources.model_fields[field].default):
                 self.put(f"resources.{field}", value, *_OPTIONS.get(field, field).split())
-        if request.mail_on:
-            to = request.text("mail-user") or self.place.environment.get("USER", "")
-            self.put("resources.mail", {"to": to, "on": request.mail_on}, "mail-user", "mail-type")
+        if header.mail_on:
+            to = header.text("mail-user") or self.context.environment.get("USER", "")
+            self.put("resources.mail", {"to": to, "on": header.mail_on}, "mail-user", "mail-type")
 
     def _put_checkpoint(self) -> None:
-        request = self.request
-        if request.signal:
-            self.put("checkpoint.signal", request.signal, "signal")
-            if request.signal_seconds:
-                self.put("checkpoint.lead", f"{request.signal_seconds}s", "signal")
-        if request.signal or "requeue" in request.options:
-            ends = list(dict.fromkeys(request.requeue))
+        header = self.header
+        if header.signal:
+            self.put("checkpoint.signal", header.signal, "signal")
+            if header.signal_seconds:
+                self.put("checkpoint.lead", f"{header.signal_seconds}s", "signal")
+        if header.signal or "requeue" in header.options:
+            ends = list(dict.fromkeys(header.requeue))
             self.put("checkpoint.requeue", ends, "requeue", "signal")
 
     def _put_environment(self) -> None:
@@ -301,11 +301,11 @@ class _Import:
             self.put("environment.modules", modules)
         for line in lines:
             if line.kind in ("venv", "conda"):
-                path = self.place.path(line.value) if "/" in line.value else line.value
+                path = self.context.path(line.value) if "/" in line.value else line.value
                 origin = f"line {line.line}: {line.source}"
                 self.put(f"environment.{line.kind}", path, origin=origin)
-        if self.workdir != self.place.base:
-            self.put("workdir", self.place.path(self.workdir), "chdir")
+        if self.workdir != self.context.base:
+            self.put("workdir", self.context.path(self.workdir), "chdir")
         if text := self._setup():
             self.put("environment.setup", "\n".join(text) + "\n")
         if launch.container:
@@ -328,7 +328,7 @@ class _Import:
                 self.report.changed(line.line, line.source, _IN_SETUP, todo)
                 lines.append(line.source)
         if any("SLURM_SUBMIT_DIR" in line for line in lines):
-            lines.insert(0, f"SLURM_SUBMIT_DIR={shlex.quote(self.place.directory)}")
+            lines.insert(0, f"SLURM_SUBMIT_DIR={shlex.quote(self.context.directory)}")
         self._put_export(lines)
         for name, value in launch.variables.items():
             self._put_variable(name, value, launch.line, f"{name}={shown(value)}")
@@ -374,13 +374,13 @@ class _Import:
 
     def _put_export(self, lines: list[str]) -> None:
         """Set the environment that the header's `--export` asks for, also for setup's lines."""
-        option = self.request.option("export")
+        option = self.header.option("export")
         parts = [part for part in option.value.split(",") if part] if option else []
         if option and not {"ALL", "all"} & set(parts):
             self.put("environment.inherit", "minimal", "export")
         for part in parts:
             name, equals, value = part.partition("=")
-            value = value if equals else self.place.environment.get(name, "")
+            value = value if equals else self.context.environment.get(name, "")
             if value:
                 self.put(f"environment.variables.{name}", value, "export")
                 if any(name in line for line in lines):
@@ -413,9 +413,9 @@ class _Import:
         """Set what is staged and collected."""
         copies, results = self.body.copies, []
         if copies.staged:
-            self.put("stage", [one.entry(self.place.path(one.source)) for one in copies.staged])
+            self.put("stage", [one.entry(self.context.path(one.source)) for one in copies.staged])
         for result in copies.results:
-            entry = {"source": result.source, "target": self.place.path(result.target)}
+            entry = {"source": result.source, "target": self.context.path(result.target)}
             where = f"{entry['target']}/RUN/NODE/{os.path.basename(result.source)}"
             why = f"all of each node's {result.source} is copied back to {where}"
             self.report.changed(result.line, result.text, why)

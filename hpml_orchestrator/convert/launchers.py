@@ -11,7 +11,7 @@ import re
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from hpml_orchestrator.convert.report import ALL_GPUS, HIDES_GPUS, OUTPUT, Report
+from hpml_orchestrator.convert.report import ALL_GPUS, HIDES_GPUS, OUTPUT, ImportReport
 from hpml_orchestrator.convert.values import has_hole, shown
 from hpml_orchestrator.errors import InputError
 from hpml_orchestrator.scheduler.slurm.options import (
@@ -64,7 +64,7 @@ class Launch:
     container: dict[str, Any] = field(default_factory=dict)
     variables: dict[str, str] = field(default_factory=dict)
     python: str = ""
-    report: Report = field(default_factory=Report)
+    report: ImportReport = field(default_factory=ImportReport)
     error: InputError | None = None
 
     @property
@@ -90,11 +90,11 @@ class Launch:
         return InputError(f"line {self.line}: {shown(text)}: {why}", hint=hint)
 
     def lost(self, text: str, why: str, todo: str = "") -> None:
-        """Report a part of the line that the job file does not have."""
+        """ImportReport a part of the line that the job file does not have."""
         self.report.lost(self.line, shown(text), why, todo)
 
     def changed(self, why: str, todo: str = "") -> None:
-        """Report that the job file does this in another way."""
+        """ImportReport that the job file does this in another way."""
         self.report.changed(self.line, self.source, why, todo)
 
     def set(self, setting: str) -> None:

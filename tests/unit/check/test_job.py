@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from hpml_orchestrator.check.job import Report, check_job, check_local, invalid_job, refusal
+from hpml_orchestrator.check.job import CheckReport, check_job, check_local, invalid_job, refusal
 from hpml_orchestrator.errors import InputError
 from hpml_orchestrator.scheduler.command import Completed, SubprocessRunner
 from hpml_orchestrator.scheduler.local.resources import Machine
@@ -47,7 +47,7 @@ def reported(
     site: Site | None = None,
     partition: str | Completed = PARTITION,
     node: str | Completed = NODE,
-) -> Report:
+) -> CheckReport:
     """What a check finds on a cluster of one node."""
     answers = {
         "scontrol --all show config": (DATA / "config.txt").read_text("utf-8"),

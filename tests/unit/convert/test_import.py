@@ -10,24 +10,32 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hpml_orchestrator.convert import Finding, Imported, Place, import_script, read_script
+from hpml_orchestrator.convert import (
+    ImportContext,
+    Imported,
+    ImportNote,
+    import_script,
+    read_script,
+)
 from hpml_orchestrator.errors import HpmlError, InputError, NotFoundError
 from hpml_orchestrator.script import Capabilities, render
 from hpml_orchestrator.spec.document import parse_yaml
 from hpml_orchestrator.spec.job import Job
 
-PLACE = Place(directory="/home/ada/proj", base="/home/ada/proj", environment={"HOME": "/home/ada"})
+CONTEXT = ImportContext(
+    directory="/home/ada/proj", base="/home/ada/proj", environment={"HOME": "/home/ada"}
+)
 
 
-def imported(*lines: str, place: Place = PLACE) -> Imported:
-    return import_script("\n".join(["#!/bin/bash", *lines, ""]), name="job.sh", place=place)
+def imported(*lines: str, context: ImportContext = CONTEXT) -> Imported:
+    return import_script("\n".join(["#!/bin/bash", *lines, ""]), name="job.sh", context=context)
 
 
 def launch(line: str, *options: str) -> Imported:
     return imported(*(f"#SBATCH {option}" for option in options), "#SBATCH --time=1:00:00", line)
 
 
-def findings(made: Imported, kind: str) -> list[Finding]:
+def findings(made: Imported, kind: str) -> list[ImportNote]:
     return [finding for finding in made.findings if finding.kind == kind]
 
 
@@ -200,7 +208,7 @@ def test_launches_that_no_job_file_can_start_are_refused(lines: str, part: str) 
 def test_other_interpreters_are_refused(first: str) -> None:
     """A batch script for hpml is a shell script."""
     with pytest.raises(InputError, match="line 1"):
-        import_script(f"{first}\npython train.py\n", name="job.sh", place=PLACE)
+        import_script(f"{first}\npython train.py\n", name="job.sh", context=CONTEXT)
 
 
 SRUN = {"launcher": "srun"}
@@ -381,8 +389,8 @@ def test_a_conda_that_the_script_prepares_stays_in_setup(lines: str, field: str 
 
 def test_paths_count_from_the_job_file() -> None:
     """With the job file in another directory than sbatch's, paths are still right."""
-    place = Place(directory="/home/ada/proj", base="/home/ada/proj/jobs", environment={})
-    made = imported("cp data.h5 $TMPDIR/", "python t.py $TMPDIR/data.h5", place=place)
+    context = ImportContext(directory="/home/ada/proj", base="/home/ada/proj/jobs", environment={})
+    made = imported("cp data.h5 $TMPDIR/", "python t.py $TMPDIR/data.h5", context=context)
     assert made.job["workdir"] == "/home/ada/proj"
     assert made.job["stage"] == [{"name": "data", "source": "/home/ada/proj/data.h5"}]
     assert made.job["args"] == ["{stage.data}/data.h5"]
@@ -428,7 +436,7 @@ def test_defaults_are_evaluated_in_the_job(
 def test_options_of_the_interpreter_are_reported(first: str) -> None:
     """A login shell and others: hpml's script has none."""
     text = f"{first}\n#SBATCH --time=5\npython t.py\n"
-    (changed,) = import_script(text, name="job.sh", place=PLACE).findings
+    (changed,) = import_script(text, name="job.sh", context=CONTEXT).findings
     assert (changed.line, changed.kind, changed.text) == (1, "changed", first)
     assert ("login" in changed.todo) == ("-x" not in first)
 
@@ -463,8 +471,8 @@ def test_gpus_that_are_hidden_no_more_are_reported(options: str, line: str) -> N
 
 def test_export_of_the_header_says_what_travels() -> None:
     """`--export` without ALL is a minimal environment."""
-    place = Place(directory="/d", base="/d", environment={"KEPT": "1"})
-    made = imported("#SBATCH --export=KEPT,MADE=2", "python t.py", place=place)
+    context = ImportContext(directory="/d", base="/d", environment={"KEPT": "1"})
+    made = imported("#SBATCH --export=KEPT,MADE=2", "python t.py", context=context)
     assert made.job["environment"] == {
         "inherit": "minimal",
         "variables": {"KEPT": "1", "MADE": "2"},
@@ -517,7 +525,7 @@ WORDS = st.sampled_from(
 def test_any_text_is_imported_or_refused(body: str) -> None:
     """For any text there is a job file that loads, or one of hpml's own errors."""
     try:
-        made = import_script(f"#!/bin/bash\n{body}\n", name="job.sh", place=PLACE)
+        made = import_script(f"#!/bin/bash\n{body}\n", name="job.sh", context=CONTEXT)
     except HpmlError:
         return
     assert made.text.endswith("\n")

@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 
 from hpml_orchestrator import assets
-from hpml_orchestrator.convert import Imported, Place, import_script
+from hpml_orchestrator.convert import ImportContext, Imported, import_script
 from hpml_orchestrator.errors import InputError
 from hpml_orchestrator.script import Capabilities, render
 from hpml_orchestrator.spec.load import load_job
@@ -128,8 +128,8 @@ class Cluster:
             "SCRATCH": "/scratch/ada", "LANG": "C.UTF-8",
         }  # fmt: skip
 
-    def place(self) -> Place:
-        return Place(str(self.project), str(self.project), self.environment)
+    def context(self) -> ImportContext:
+        return ImportContext(str(self.project), str(self.project), self.environment)
 
     def run(self, script: Path, directory: Path, given: Allocation) -> list[dict[str, Any]]:
         """Run a batch script; return what its programs got."""
@@ -186,7 +186,7 @@ def test_the_job_starts_the_same_program(name: str, tmp_path: Path) -> None:
     script.write_text(SAME[name])
     given = sbatch(SAME[name])
     wanted = cluster.run(script, cluster.project, given)
-    made = import_script(SAME[name], name="job.sh", place=cluster.place())
+    made = import_script(SAME[name], name="job.sh", context=cluster.context())
     got, asked = cluster.run_imported(made)
     # Of several programs the imported job starts the one before its last, too: in setup.
     same = [one for one in wanted if program(one, tmp_path) == program(got, tmp_path)]
@@ -307,7 +307,7 @@ def test_what_a_job_file_cannot_hold_is_refused(name: str, tmp_path: Path) -> No
     """The error has the line of the script and the reason."""
     script, line, part = REFUSED[name]
     with pytest.raises(InputError) as caught:
-        import_script(script, name="job.sh", place=Cluster(tmp_path).place())
+        import_script(script, name="job.sh", context=Cluster(tmp_path).context())
     assert str(caught.value).startswith(f"line {line}: ")
     assert part in str(caught.value)
     assert caught.value.hint

@@ -9,11 +9,11 @@ import subprocess
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from hpml_orchestrator.convert import Place, import_script
+from hpml_orchestrator.convert import ImportContext, import_script
 from hpml_orchestrator.errors import HpmlError
 
 ENVIRONMENT = {"HOME": "/home/ada", "U": "u v", "W": "w", "PATH": "/usr/bin:/bin"}
-PLACE = Place("/", "/", ENVIRONMENT)
+CONTEXT = ImportContext("/", "/", ENVIRONMENT)
 # The program of the script: it prints its arguments, each with a NUL character at its end.
 PROGRAM = "python() { shift; printf '%s\\0' \"$@\"; }\n"
 ASSIGNMENTS = (
@@ -62,7 +62,7 @@ def test_bash_would_pass_the_same_arguments(assignments: list[str], fragments: l
     """Or the script is refused, or a line of setup refuses the value when the job starts."""
     script = "\n".join([*assignments, f"python t.py {''.join(fragments)}", ""])
     try:
-        job = import_script(f"#!/bin/bash\n{script}", name="job.sh", place=PLACE).job
+        job = import_script(f"#!/bin/bash\n{script}", name="job.sh", context=CONTEXT).job
     except HpmlError:
         return
     environment = job.get("environment", {})
