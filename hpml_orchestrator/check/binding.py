@@ -61,7 +61,7 @@ def shape_of_kind(name: str, kind: NodeType, topology: Topology | None) -> Shape
 
 
 def shape_of_node(node: Node) -> Shape:
-    """Return the shape of a node as Slurm has it; it knows nothing of NUMA domains."""
+    """Return the shape of a node as Slurm has it; NUMA domains are unknown."""
     cores = node.sockets * node.cores_per_socket
     return Shape(f"node {node.name}", cores, max(1, node.cpus // max(1, cores)), node.sockets)
 

@@ -107,7 +107,7 @@ def data_argument(job: Mapping[str, Any], *, before: float | None = None) -> Dat
         if option and (not any(map(_DATA.fullmatch, tokens)) or _is_not_data(option)):
             continue
         is_archive = value.lower().endswith(tuple(SUFFIXES))
-        # `train` may be a command of the program, and `--dataset imagenet` one that it knows
+        # `train` may be a command of the program, and `--dataset imagenet` one of its names
         is_path = "/" in value or is_archive
         if not is_path and (not option or {*tokens} & {"dataset", "datasets"}):
             continue

@@ -267,7 +267,7 @@ def _read_options(launch: Launch, table: _Launcher, who: str) -> set[str]:
         if word == "--":
             break
         if word.startswith("\0"):
-            why = f"only the job knows it, and it may be options of {who}"
+            why = f"only the job can compute it, and it may be options of {who}"
             raise launch.refused(word, why, f"write the options of {who} and the program there")
         spelling, equals, value = word.lstrip("-").partition("=")
         name = spelling.replace("_", "-")
@@ -316,7 +316,7 @@ def _read_srun(launch: Launch) -> None:
         raise InputError(f"line {launch.line}: srun {error}", hint=error.hint) from None
     launch.launcher, launch.words = launch.launcher or "srun", [word.text for word in rest]
     if launch.words and re.fullmatch(r'\0(?!"?\$\((which|command -v) )[^\0]*\0', launch.words[0]):
-        why = "only the job knows it, and it may be options of srun"
+        why = "only the job can compute it, and it may be options of srun"
         raise launch.refused(launch.words[0], why, "write the options and the program there")
     for option in options:
         if option.name in _SRUN_SIZES:

@@ -186,7 +186,7 @@ def _at_most(limit: int, advice: str) -> AfterValidator:
 def _as_written(value: Any) -> Any:
     """Return numbers as they are written; booleans would lose their spelling."""
     if isinstance(value, bool):
-        raise ValueError("is a boolean: put it in quotes, as the program shall read it")  # noqa: TRY004
+        raise ValueError("is a boolean: put it in quotes, as the program should receive it")  # noqa: TRY004
     if isinstance(value, (int, float)):
         return getattr(value, "written", None) or str(value)
     return value

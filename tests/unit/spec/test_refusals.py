@@ -66,7 +66,10 @@ def message_of(load: Load, text: str) -> str:
         ("args: [[a, 1]]", 'args.0: must be text, and this is a list: ["a", 1]'),
         ("args: [{a: {b: 1}}]", 'args.0: must be text, and this is a mapping: {"a": {"b": 1}}'),
         ("command: [x, note: true]", "command.1: must be text, and YAML reads `note: true` as a"),
-        ("args: [true]", "args.0: is a boolean: put it in quotes, as the program shall read it"),
+        (
+            "args: [true]",
+            "args.0: is a boolean: put it in quotes, as the program should receive it",
+        ),
         ('args: ["a\\0b"]', "args.0: must not hold a NUL character"),
         ("args: ['" + "é" * 65_536 + "']", "args.0: is 131072 bytes long; Linux passes at most"),
         ("resources: 5", f"resources: {FIELDS} (got 5)"),
