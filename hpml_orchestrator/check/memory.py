@@ -1,4 +1,4 @@
-"""Will a job fit into memory? Advice for `hpml advise`, and what `hpml check` knows without a run.
+"""Will a job fit into memory? Advice for `hpml advise`, and warnings for `hpml check`.
 
 `hpml check` starts nothing of the user's: it reads a stored advice and the record of the last run.
 """
@@ -178,7 +178,7 @@ def extension_notes(
     """Yield a note if the batch is larger than those that ran and their memory did not yet grow.
 
     At small batches the optimizer's step may need more memory than the activations; a line through
-    them says nothing of batches at which it is the other way round.
+    them does not hold for batches at which the activations need more.
     """
     largest, each = max(measured.figures), device.activations.per_sample or 0.0
     if batch is not None and batch > largest and (host.process.per_sample or 0.0) < each:
@@ -252,7 +252,7 @@ def advise(
     )
 
 
-# --- what check knows
+# --- for hpml check
 
 
 def _key(job: Job) -> str:

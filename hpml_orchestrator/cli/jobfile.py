@@ -48,7 +48,7 @@ from hpml_orchestrator.spec.load import load_job, parse_setting
 from hpml_orchestrator.spec.site_find import find_profiles
 
 if TYPE_CHECKING:
-    from hpml_orchestrator.check.job import Report
+    from hpml_orchestrator.check.job import CheckReport
     from hpml_orchestrator.records.store import Store, Submission
     from hpml_orchestrator.runs.prepare import Rendered
 
@@ -258,7 +258,7 @@ def check(
         raise typer.Exit(SchedulerUnavailable.exit_code)
 
 
-def _print(report: Report, backend: str, job: str) -> None:
+def _print(report: CheckReport, backend: str, job: str) -> None:
     for note in report.notes:
         typer.echo(f"note: {note}")
     for finding in report.findings:
@@ -281,15 +281,14 @@ def _print(report: Report, backend: str, job: str) -> None:
     typer.echo(f"{job}: {verdict}" + (f", {counted(count, 'warning')}" if count else ""))
 
 
-def _start(report: Report) -> str:
+def _start(report: CheckReport) -> str:
     """Return how many nodes are idle, if known, and whether nothing else delays the job."""
     verdict = report.verdict
     if not verdict.partitions or verdict.idle_nodes is None:
         return ""
     idle = f"{counted(verdict.idle_nodes, 'node')} idle"
     if verdict.idle_nodes >= verdict.nodes:
-        waits = report.not_checked or any(one.code == "license.free" for one in report.warnings)
-        return f" ({idle})" if waits else f" (can start now, {idle})"
+        return f" ({idle})" if report.not_checked else f" (can start now, {idle})"
     return f" ({idle} of the {verdict.nodes} it needs)"
 
 

@@ -20,7 +20,7 @@ from hpml_orchestrator.records.provenance import collect
 from hpml_orchestrator.records.targets import default_directory, sweep
 from hpml_orchestrator.runs.backend import check_backend
 from hpml_orchestrator.runs.snapshot import Snapshot, find
-from hpml_orchestrator.scheduler.environment import travelling
+from hpml_orchestrator.scheduler.environment import job_environment
 from hpml_orchestrator.scheduler.local.resources import memory_mb
 from hpml_orchestrator.script import Capabilities, archive, directives, render
 from hpml_orchestrator.script.directives import leaves_out
@@ -170,7 +170,7 @@ def prepare(
             "submitter": asdict(this_owner(sid)),
             "comment": "" if no_comment else f"hpml:{sid}",
             "output": str(store.runs_dir / sid / "output.log"),
-            "environment_names": sorted(travelling(environment, job.environment.inherit)),
+            "environment_names": sorted(job_environment(environment, job.environment.inherit)),
             "job_file": str(rendered.resolved.source),
             "after": list(after),
             "site": [str(path) for path in site.sources] if site else [],

@@ -19,7 +19,7 @@ from hpml_orchestrator.records.files import read_text_or_nothing, write_text
 from hpml_orchestrator.records.owner import Owner, owner_is_alive
 from hpml_orchestrator.records.run import Run
 from hpml_orchestrator.runs.backend import elsewhere, not_here
-from hpml_orchestrator.scheduler.environment import travelling
+from hpml_orchestrator.scheduler.environment import job_environment
 from hpml_orchestrator.scheduler.model import Dependency, SubmitRequest
 from hpml_orchestrator.scheduler.recovery import (
     GRACE_SECONDS,
@@ -96,7 +96,7 @@ def request_of(submission: Submission, environment: Mapping[str, str]) -> Submit
         name=record["name"],
         comment=record["comment"],
         job_name=record.get("job_name", ""),
-        environment=travelling(environment, record["job"]["environment"]["inherit"]),
+        environment=job_environment(environment, record["job"]["environment"]["inherit"]),
         array=record["job"].get("array") is not None,
     )
 

@@ -55,12 +55,8 @@ class Node:
 
     def gpus(self, kind: str = "") -> int:
         """GPUs of that type; of all types when none is given."""
-        return self.amount("gpu", kind)
-
-    def amount(self, name: str, kind: str = "") -> int:
-        """Generic resources of that name and type; of all types when none is given."""
         return sum(
-            gres.count for gres in self.gres if gres.name == name and kind in ("", gres.kind)
+            gres.count for gres in self.gres if gres.name == "gpu" and kind in ("", gres.kind)
         )
 
 
@@ -216,8 +212,6 @@ class Cluster:
     groups: tuple[str, ...] = ()
     associations: tuple[Association, ...] | None = None
     qos: tuple[Qos, ...] | None = None
-    reservations: tuple[str, ...] | None = None  # None: not asked for
-    licenses: Mapping[str, tuple[int, int]] | None = None  # all and free ones; None: not asked for
 
     @property
     def may_rewrite_jobs(self) -> bool:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-__all__ = ["travelling"]
+__all__ = ["job_environment"]
 
 _DROPPED_PREFIXES = tuple(
     "SLURM_ SLURMD_ SBATCH_ SRUN_ SALLOC_ SQUEUE_ SACCT_ SINFO_ SCANCEL_ PMI_ PMI2_ PMIX_ OMPI_ "
@@ -28,7 +28,7 @@ _MINIMAL = frozenset(
 )
 
 
-def travelling(environment: Mapping[str, str], inherit: str) -> dict[str, str]:
+def job_environment(environment: Mapping[str, str], inherit: str) -> dict[str, str]:
     """Return the variables that a job starts with.
 
     Args:
@@ -36,7 +36,7 @@ def travelling(environment: Mapping[str, str], inherit: str) -> dict[str, str]:
         inherit: `all` for everything but what belongs to the submitting session, to schedulers and
             to launchers; `minimal` for what a login has anyway.
 
-    >>> travelling({"PATH": "/bin", "SLURM_JOB_ID": "1", "TOKEN": "x"}, "minimal")
+    >>> job_environment({"PATH": "/bin", "SLURM_JOB_ID": "1", "TOKEN": "x"}, "minimal")
     {'PATH': '/bin'}
     """
     if inherit == "minimal":

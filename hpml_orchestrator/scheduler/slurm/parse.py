@@ -23,7 +23,7 @@ from datetime import datetime
 from typing import TYPE_CHECKING
 
 from hpml_orchestrator.scheduler.model import JobStatus, parse_state, representative
-from hpml_orchestrator.spec.array import covers
+from hpml_orchestrator.spec.array import row_covers_task
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -215,7 +215,7 @@ def match(rows: Iterable[Row], job_ids: Sequence[str]) -> dict[str, JobStatus]:
     statuses = {}
     for job_id in job_ids:
         known = by_id.get(job_id) or [
-            row for row in several.get(_base(job_id), ()) if covers(row.shown_id, job_id)
+            row for row in several.get(_base(job_id), ()) if row_covers_task(row.shown_id, job_id)
         ]
         if known:
             statuses[job_id] = representative(job_id, [row.status for row in known])

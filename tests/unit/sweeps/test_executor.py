@@ -431,7 +431,7 @@ def value_at(job: Any, field: str) -> Any:
         (
             {"hpml_additional_parameters": {"chdir": "/tmp"}},
             InputError,
-            "chdir has a field of its own",
+            "chdir has its own field",
         ),
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",

@@ -251,10 +251,10 @@ def test_a_job_inside_a_job_is_its_own(bench: Bench) -> None:
         f"import os, sys; sys.path.insert(0, {ROOT!r}); from pathlib import Path\n"
         "from hpml_orchestrator.scheduler.local.backend import LocalScheduler\n"
         "from hpml_orchestrator.scheduler.model import SubmitRequest\n"
-        "from hpml_orchestrator.scheduler.environment import travelling\n"
+        "from hpml_orchestrator.scheduler.environment import job_environment\n"
         f"p, d = Path({str(bench.path)!r}), Path({str(inner.directory)!r})\n"
         "s = LocalScheduler(p / 'home', cpu_ids=lambda: [0, 1], lock_root=p / 'locks')\n"
-        "s.submit(SubmitRequest(d, d / 'out.txt', 'in', '', travelling(os.environ, 'all')))\n"
+        "s.submit(SubmitRequest(d, d / 'out.txt', 'in', '', job_environment(os.environ, 'all')))\n"
     )
     status = bench.run(f"#SBATCH --ntasks-per-node=1\n{sys.executable} {code}")
     assert status.state is JobState.COMPLETED

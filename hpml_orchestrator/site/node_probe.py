@@ -1,4 +1,4 @@
-"""Look at a node: the parser of what the shell program `templates/look.sh` prints there."""
+"""Probe of a node: parse the output of the shell program `templates/look.sh`."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from hpml_orchestrator import assets
 
-__all__ = ["Interface", "Look", "Place", "command", "parse"]
+__all__ = ["Interface", "NodeProbe", "Place", "command", "parse"]
 
 _BEGIN, _END = "=== hpml look ===", "=== hpml end ==="
 _TOPOLOGY = "=== hpml topology ==="
@@ -53,13 +53,13 @@ class Interface:
 
 
 @dataclass(frozen=True)
-class Look:
+class NodeProbe:
     """What was found on one node."""
 
     host: str
     places: tuple[Place, ...] = ()  # directories for temporary data
     interfaces: tuple[Interface, ...] = ()  # the best first
-    modules: tuple[str, ...] | None = None  # None where there is no `module` command
+    modules: tuple[str, ...] | None = None  # None without a `module` command
     topology: str = ""  # hwloc XML of version 2
 
     @property
@@ -69,7 +69,7 @@ class Look:
 
     @property
     def scratch(self) -> Place | None:
-        """The local directory to stage to, where it is not one that hpml uses by itself.
+        """The local directory to stage to, unless hpml uses it by default.
 
         A job's own directory comes before Slurm's TmpFS, and that before the largest disk.
         """
@@ -92,13 +92,13 @@ class Look:
 
 
 def command(tmp_fs: str, *, topology: bool) -> list[str]:
-    """Return the command that looks, as an argument list."""
+    """Return the command of the probe as an argument list."""
     script = assets.path("templates/look.sh").read_text("utf-8")
     return ["/bin/sh", "-c", script, "hpml-look", tmp_fs, "xml" if topology else ""]
 
 
-def parse(text: str) -> Look | None:
-    """Return what a look printed; None where it is not complete."""
+def parse(text: str) -> NodeProbe | None:
+    """Return the result of a probe; None if its output is not complete."""
     match = re.search(rf"^{_BEGIN}\n(.*?){_END}$", text, re.DOTALL | re.MULTILINE)
     if match is None:
         return None
@@ -123,7 +123,7 @@ def parse(text: str) -> Look | None:
     whole = '<topology version="2.' in xml[:2000] and xml.rstrip().endswith("</topology>")
     # `module -t avail` prints paths as well, which end in a colon.
     names = dict.fromkeys(name for name in modules[1:] if _MODULE.fullmatch(name))
-    return Look(
+    return NodeProbe(
         host=host,
         places=tuple(places.values()),
         interfaces=tuple(interfaces),
