@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from hpml_orchestrator.api.submission import check_rendered
 from hpml_orchestrator.check.job import invalid_job
 from hpml_orchestrator.cli.common import (
     AfterOption,
@@ -33,7 +34,6 @@ from hpml_orchestrator.cli.process import (
 )
 from hpml_orchestrator.cli.show import print_summary
 from hpml_orchestrator.cli.submission import (
-    check_rendered,
     job_text,
     report_submission,
     submit_rendered,

@@ -15,7 +15,6 @@ from hpml_orchestrator.cli.common import (
     print_table,
     store_of,
 )
-from hpml_orchestrator.cli.follow import fail_unless_completed
 from hpml_orchestrator.diagnosis.diagnose import diagnose
 from hpml_orchestrator.errors import HpmlError, InputError, RecordError, counted
 from hpml_orchestrator.placement.report import by_sentence
@@ -23,6 +22,7 @@ from hpml_orchestrator.runs.damaged import damage_error, damage_of, naming_damag
 from hpml_orchestrator.runs.dashboard import job_dashboard, state_json
 from hpml_orchestrator.runs.described import describe
 from hpml_orchestrator.runs.facts import gather
+from hpml_orchestrator.runs.follow import refuse_failed
 from hpml_orchestrator.runs.life import read_life
 from hpml_orchestrator.runs.show import array_lines, attempt_reports, summary_lines, task_rows
 from hpml_orchestrator.runs.status import UNREADABLE, states
@@ -149,7 +149,7 @@ def print_summary(state: State, *, site: str, as_json: bool) -> None:
         draw_summary(lines, completed=state.state == "COMPLETED")
     else:
         _print_lines(lines)
-    fail_unless_completed(state)
+    refuse_failed(state)
 
 
 def _print_lines(lines: list[tuple[str, str]]) -> None:

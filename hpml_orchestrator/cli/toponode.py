@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
-from hpml_orchestrator.cli.common import STANDARD_OUTPUT, one_run, print_json, print_table
+from hpml_orchestrator.cli.common import STANDARD_OUTPUT, print_json, print_table
 from hpml_orchestrator.cli.show import print_ranks
 from hpml_orchestrator.cli.topopicture import (
     boxes_of_places,
@@ -25,6 +25,7 @@ from hpml_orchestrator.placement.planfile import read
 from hpml_orchestrator.records.files import read_text
 from hpml_orchestrator.records.texts import first_few
 from hpml_orchestrator.runs.bound import bound_of, node_topology
+from hpml_orchestrator.runs.select import one_run
 from hpml_orchestrator.runs.state import run_of
 from hpml_orchestrator.topology.cpulist import format_list, parse_list
 from hpml_orchestrator.topology.model import topology_json
