@@ -15,15 +15,15 @@ from hpml_orchestrator.records.store import Store, default_root
 from hpml_orchestrator.runs.cancel import NOT_CANCELLED
 from hpml_orchestrator.runs.cancel import cancel as cancel_runs
 from hpml_orchestrator.runs.dashboard import state_json
-from hpml_orchestrator.runs.described import describe
 from hpml_orchestrator.runs.follow import (
     refuse_failed,
     start_of_last,
     wait_until_over,
 )
+from hpml_orchestrator.runs.reporting.description import describe
+from hpml_orchestrator.runs.reporting.summary import summarise
 from hpml_orchestrator.runs.select import one_run, parse_states, select
 from hpml_orchestrator.runs.status import UNREADABLE, states
-from hpml_orchestrator.runs.summary import summarise
 from hpml_orchestrator.spec.ages import parse_since
 
 if TYPE_CHECKING:
@@ -51,7 +51,7 @@ class Run:
         id: the run's id; of a task of an array with its index.
 
     Raises:
-        NotFoundError: there is no such run.
+        NotFoundError: no run has that name.
         InputError: the word names several runs.
     """
 
@@ -64,7 +64,7 @@ class Run:
         return f"Run({self.id!r})"
 
     def _state(self, has: str = "") -> State:
-        """Return the state; `has`: what each task of an array has of its own."""
+        """Return the state; `has`: names what only a task has."""
         submission = one_run(self._submission, field="Run", has=has) if has else self._submission
         state = states(self._store, [submission])[0]
         if state.state == UNREADABLE:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from hpml_orchestrator.check.job import check_job, refusal
 from hpml_orchestrator.records.files import read_text_or_nothing
 from hpml_orchestrator.records.texts import printable
-from hpml_orchestrator.runs.after import outstanding
+from hpml_orchestrator.runs.after import pending_dependencies
 from hpml_orchestrator.runs.backend import cluster_name, open_backend
 from hpml_orchestrator.runs.prepare import prepare
 from hpml_orchestrator.runs.resubmit import refuse_shared_checkpoints
@@ -53,7 +53,7 @@ def prepare_checked(
     """
     job = rendered.resolved.job
     refuse_shared_checkpoints(store, job)
-    dependencies = outstanding(store, job.after, backend=backend)
+    dependencies = pending_dependencies(store, job.after, backend=backend)
     if checked:
         _refuse_unaccepted(rendered, backend, store, notice)
     scheduler = open_backend(backend, store)

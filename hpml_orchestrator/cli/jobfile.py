@@ -39,7 +39,7 @@ from hpml_orchestrator.cli.submission import (
     submit_rendered,
 )
 from hpml_orchestrator.errors import InputError, SchedulerUnavailable, counted
-from hpml_orchestrator.runs.after import outstanding
+from hpml_orchestrator.runs.after import pending_dependencies
 from hpml_orchestrator.runs.backend import choose, open_backend
 from hpml_orchestrator.runs.prepare import explained, render_job, write_rendered
 from hpml_orchestrator.runs.submit import resume
@@ -220,7 +220,7 @@ def _resume(store: Store, submission: Submission) -> str:
         open_backend(backend, store, host=str(record["host"])),
         environment=dict(os.environ),
         notice=notice,
-        after=lambda words: outstanding(store, words, backend=backend),
+        after=lambda words: pending_dependencies(store, words, backend=backend),
     )
 
 

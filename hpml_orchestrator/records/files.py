@@ -90,7 +90,7 @@ def create_json(path: PathLike, record: Any) -> bool:
 
 @contextlib.contextmanager
 def _written_sibling(target: Path, text: Union[str, bytes], mode: int) -> Iterator[str]:
-    """Yield a durable temporary file beside a target, and make what is done with it durable."""
+    """Yield a durable temporary file next to a target, and make what is done with it durable."""
     temporary = ""
     try:
         fd, temporary = tempfile.mkstemp(prefix=f".{target.name}.", dir=target.parent)
@@ -118,7 +118,7 @@ def read_text(path: PathLike) -> str:
     """Read a UTF-8 file; bytes that are none survive a round trip.
 
     Raises:
-        NotFoundError: there is no such file.
+        NotFoundError: the file does not exist.
         RecordError: it cannot be read.
     """
     try:
@@ -130,7 +130,7 @@ def read_text(path: PathLike) -> str:
 
 
 def read_text_or_nothing(path: PathLike) -> str:
-    """Read a UTF-8 file; empty where that is impossible."""
+    """Read a UTF-8 file; empty if that is impossible."""
     try:
         return read_text(path)
     except (NotFoundError, RecordError):
@@ -141,7 +141,7 @@ def read_json(path: PathLike) -> Any:
     """Read a JSON record of this or an older schema version.
 
     Raises:
-        NotFoundError: there is no such file.
+        NotFoundError: the file does not exist.
         RecordError: it is no JSON mapping, or was written by a newer hpml.
     """
     text = read_text(path)
@@ -172,7 +172,7 @@ def read_lines(path: PathLike) -> Iterator[bytes]:
     """Yield the complete lines of a file without holding it; a torn last one is left out.
 
     Raises:
-        NotFoundError: there is no such file.
+        NotFoundError: the file does not exist.
         RecordError: it cannot be read.
     """
     try:

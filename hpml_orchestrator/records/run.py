@@ -34,7 +34,7 @@ PRUNED = "pruned"
 
 
 def user_name(uid: int) -> str:
-    """Return the name of a user, the number where there is none."""
+    """Return the name of a user; without one the number."""
     try:
         return pwd.getpwuid(uid).pw_name
     except KeyError:
@@ -78,7 +78,7 @@ def task_output(submission: Path, index: int | str) -> Path:
 
     Args:
         submission: the submission's directory.
-        index: the task's index, or what stands for it.
+        index: the task's index, or a placeholder of Slurm.
     """
     return submission / "output" / f"{index}.log"
 
@@ -130,7 +130,7 @@ class Attempt:
 
     @property
     def goes_on(self) -> bool:
-        """Whether it ended before the run was done, and the run is to go on by itself."""
+        """Whether it ended before the run was done, and the run continues automatically."""
         return bool((self.ended or {}).get("goes_on"))
 
     @property

@@ -1,6 +1,6 @@
 """One call of sbatch on record: its script, its job, and which process may make the call.
 
-A run that goes on gets its next job by another sbatch in the same directory: a continuation.
+A run that continues gets its next job by another sbatch in the same directory: a continuation.
 `job.json` has the newest job and the earlier ones; that of one task of an array is in
 `job.<index>.json`.
 """
@@ -138,7 +138,7 @@ class Submission:
         """The array index and run id of its runs, by index; of one task if one is meant.
 
         Raises:
-            NotFoundError: there is no table.
+            NotFoundError: the table does not exist.
             RecordError: it cannot be read, or is damaged.
         """
         path, table = self.directory / RUN_TABLE, []
@@ -188,7 +188,7 @@ class Submission:
         write_json(self.directory / "not_submitted.json", {"starts": starts})
 
     def is_absent(self, starts: int) -> bool:
-        """Return whether it is on record that no job came of the starts so far, of that number."""
+        """Whether it is recorded that the starts so far, of that number, made no job."""
         return (self._optional("not_submitted.json") or {}).get("starts") == starts
 
     def mark_started(self, *, now: float, number: int | None = None) -> bool:

@@ -30,8 +30,8 @@ __all__ = [
     "default_directory",
     "is_loopback",
     "publish",
+    "remove_stale",
     "renew",
-    "sweep",
     "target_name",
     "withdraw",
     "withdraw_run",
@@ -123,7 +123,7 @@ def withdraw_run(directory: Path, run: str) -> None:
             withdraw(path)
 
 
-def sweep(directory: Path) -> list[str]:
+def remove_stale(directory: Path) -> list[str]:
     """Remove this user's targets whose agents died; returns their names.
 
     A file removed because of a wrong clock comes back: its agent writes it again.

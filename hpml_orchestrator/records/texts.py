@@ -123,6 +123,6 @@ def printable(text: str) -> str:
 
 
 def beside(rows: Iterable[Mapping[str, Any]]) -> str:
-    """Return what lies where results were looked for, by rows of `collected.json`, to append."""
+    """Return what else was found at the place of the results, by rows of `collected.json`."""
     names = sorted({name for row in rows for name in row["beside"]})
     return f"; beside it: {', '.join(names)}" if names else ""

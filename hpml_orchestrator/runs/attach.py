@@ -13,7 +13,7 @@ from hpml_orchestrator.errors import HpmlError, InputError, RecordError
 from hpml_orchestrator.records.files import read_json
 from hpml_orchestrator.records.texts import first_few
 from hpml_orchestrator.runs.backend import not_here
-from hpml_orchestrator.scheduler.environment import travelling
+from hpml_orchestrator.scheduler.environment import job_environment
 from hpml_orchestrator.scheduler.local.processes import environment_of, marked
 from hpml_orchestrator.scheduler.model import JobState
 from hpml_orchestrator.scheduler.nodelist import expand
@@ -127,7 +127,7 @@ def attachment(
     with contextlib.suppress(HpmlError):
         cluster = read_json(attempt.directory / "head.json").get("cluster") or "slurm"
         known["HPML_JOB_KEY"] = f"{cluster}-{attempt.job_id}"
-    return Attachment([*srun, *words], {**travelling(environment, "all"), **known})
+    return Attachment([*srun, *words], {**job_environment(environment, "all"), **known})
 
 
 def _directory(state: State, job: Mapping[str, Any], provenance: Mapping[str, Any]) -> Path:

@@ -1,4 +1,4 @@
-"""Choose the scheduler: the cluster's where there is one, else this machine."""
+"""Choose the scheduler: Slurm if available, else the local backend."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ __all__ = [
 ]
 
 Backends: TypeAlias = Callable[[str, str], Scheduler]
-"""`(name, host) -> Scheduler`: each machine has a local backend of its own."""
+"""`(name, host) -> Scheduler`: every machine has its own local backend."""
 
 
 def choose(wanted: str) -> str:
@@ -47,7 +47,7 @@ def choose(wanted: str) -> str:
             field="--backend",
             value=wanted,
             hint=did_you_mean(wanted, ("auto", "slurm", "local"))
-            or "auto is Slurm where sbatch is found, else this machine",
+            or "auto is Slurm if sbatch is found, else this machine",
         )
     return wanted
 

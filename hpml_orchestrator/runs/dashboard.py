@@ -73,7 +73,7 @@ def _site_of(state: State, chosen: str) -> Site | None:
 def _site(paths: tuple[str, ...]) -> Site | None:
     if not paths:
         return None
-    from hpml_orchestrator.spec.site import load_site  # noqa: PLC0415 - where there is one
+    from hpml_orchestrator.spec.site import load_site  # noqa: PLC0415 - few have one
 
     return load_site([*map(Path, paths)]).site
 

@@ -21,9 +21,9 @@ from hpml_orchestrator.errors import HpmlError
 from hpml_orchestrator.records.damage import Damage
 from hpml_orchestrator.runs.damaged import damage_error, damage_of, naming_damage
 from hpml_orchestrator.runs.dashboard import cluster_job
-from hpml_orchestrator.runs.described import describe
-from hpml_orchestrator.runs.monitored import Gpu, Monitored, numbers
-from hpml_orchestrator.runs.summary import summarise
+from hpml_orchestrator.runs.reporting.description import describe
+from hpml_orchestrator.runs.reporting.monitor import Gpu, Monitored, numbers
+from hpml_orchestrator.runs.reporting.summary import summarise
 from hpml_orchestrator.spec.values import MIB, parse_gpus, parse_mebibytes, parse_time
 from hpml_orchestrator.topology.cpulist import parse_list
 
@@ -32,8 +32,8 @@ if TYPE_CHECKING:
 
     from hpml_orchestrator.records.store import Attempt
     from hpml_orchestrator.runs.prometheus import Prometheus
+    from hpml_orchestrator.runs.reporting.summary import Summary
     from hpml_orchestrator.runs.state import State
-    from hpml_orchestrator.runs.summary import Summary
 
 __all__ = ["gather"]
 
@@ -47,7 +47,7 @@ _GPU = (
     "memory_total_bytes power_watts power_limit_watts"
 ).split()
 _ACCURACY = ("accuracy", "loss")
-_REPORTED = {"rendezvous", "warm-up"}  # phases that begin when a rank says so
+_REPORTED = {"rendezvous", "warm-up"}  # phases that begin when a rank reports them
 
 
 def gather(
@@ -125,7 +125,7 @@ def _facts(state: State, summary: Summary | None, now: float) -> Facts:
     phases = {phase.name: phase.seconds for phase in summary.phases}
     described = describe(state, summary, now=now)
     stages = _stages(summary, job)
-    limit = own = None  # where the scheduler sets no limit, what was asked for is the limit
+    limit = own = None  # without a limit of the scheduler, the requested memory is the limit
     if asked["memory"]:
         in_ram = sum(stage.bytes or 0 for stage in stages if stage.target == "shm")
         own = float(parse_mebibytes(str(asked["memory"])) * MIB)
@@ -162,7 +162,7 @@ def _code(code: Mapping[str, Any]) -> str:
 
 
 def _ranks(summary: Summary) -> list[RankFacts]:
-    """Return the counters of each rank since its warm-up, and where it ran."""
+    """Return the counters of each rank since its warm-up, and its node and CPUs."""
     bound = summary.bound
     places = {place.rank: place for place in bound.places if place.rank >= 0}
     uuids = {rank.rank: rank.uuid for proof in bound.proofs for rank in proof.ranks}

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 
 from hpml_orchestrator.errors import BindingError, JobFailedError, RecordError
 from hpml_orchestrator.runs.backend import backends_of, not_here
+from hpml_orchestrator.runs.reporting.summary import binding_of
 from hpml_orchestrator.runs.status import UNREADABLE, State, states
-from hpml_orchestrator.runs.summary import binding_of
 from hpml_orchestrator.scheduler.slurm.client import PollSchedule
 
 if TYPE_CHECKING:
@@ -112,7 +112,7 @@ class Tail:
     def read_to_end(
         self, *, settle_seconds: float = 0.3, sleep: Callable[[float], None] = time.sleep
     ) -> bytes:
-        """Return all that is new, and what is written within a moment: the end may be late."""
+        """Return everything new, and what is written shortly afterwards: the end may be late."""
         parts = list(iter(self.read, b""))
         sleep(settle_seconds)
         return b"".join([*parts, self.read()])

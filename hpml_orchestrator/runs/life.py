@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from hpml_orchestrator.errors import HpmlError, RecordError, counted
 from hpml_orchestrator.records.texts import seconds_text
-from hpml_orchestrator.runs.monitored import numbers
+from hpml_orchestrator.runs.reporting.monitor import numbers
 from hpml_orchestrator.scheduler.model import JobState
 from hpml_orchestrator.spec.values import parse_time
 

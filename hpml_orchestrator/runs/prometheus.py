@@ -136,7 +136,7 @@ class MeasuredJob:
     job_id: str
     user: str = ""
     name: str = ""
-    run: str = ""  # id of its run; empty where it is none of hpml's
+    run: str = ""  # id of its run; empty if not started by hpml
     gpus: set[str] = field(default_factory=set)  # UUIDs
     figures: dict[str, float] = field(default_factory=dict)
 
@@ -152,7 +152,7 @@ class Prometheus:
         url: the address without user and password, to be shown.
 
     Raises:
-        InputError: it is no http or https address.
+        InputError: not an http or https address.
     """
 
     def __init__(self, url: str, authorization: str = "") -> None:

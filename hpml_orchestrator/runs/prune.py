@@ -147,7 +147,7 @@ def is_own(path: Path) -> bool:
 
 
 def _stays(state: State, runs: Iterable[Path]) -> str:
-    """Return why a submission must not be removed; empty where it may."""
+    """Return why a submission must not be removed; empty if it may be."""
     if not state.over:
         return f"is not over: {state.state}{f' ({state.reason})' if state.reason else ''}"
     try:
@@ -162,7 +162,7 @@ class _Remover:
 
     Attributes:
         done: what it did.
-        runs: the directories of runs by submission, also of those that are not there any more.
+        runs: the directories of runs by submission, including submissions that no longer exist.
     """
 
     def __init__(self, store: Store, *, dry_run: bool) -> None:
@@ -184,7 +184,7 @@ class _Remover:
                     self._remove(hidden[1], directory)
             for state in over:
                 self._remove(state.submission.sid, state.submission.directory, state)
-            # the store's shared files that no submission links to any more
+            # the store's shared files that no submission links to
             for name in _names(self._store.archives_dir):
                 with contextlib.suppress(OSError):
                     self._remove_shared(self._store.archives_dir / name)

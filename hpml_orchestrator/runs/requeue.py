@@ -49,7 +49,7 @@ def requeue(
 
     Raises:
         InputError: there is nothing to continue, or it belongs to another cluster.
-        SchedulerError: the scheduler refused the continuation; there is no job.
+        SchedulerError: the scheduler refused the continuation; no job exists.
         SchedulerUnavailable: the scheduler gives no answer; the same call looks for the job.
     """
     backends = backends or backends_of(store)

@@ -151,7 +151,7 @@ def one_run(submission: Submission, *, field: str, has: str) -> Submission:
     Args:
         submission: what the user named.
         field: the argument or option that names it.
-        has: what each task has of its own.
+        has: what every task has, such as output.
 
     Raises:
         InputError: it is a job array and none of its tasks is named.

@@ -1,7 +1,7 @@
 """The state of a submission, of an array and of its tasks, and its record once it is over.
 
 `final.json` has the last state of a submission that is over, of an array with all of its tasks.
-While tasks of an array still go on, `ends.json` has those that are over, because a scheduler
+While some tasks of an array are unfinished, `ends.json` has those that ended, because a scheduler
 forgets them long before the last one ends.
 """
 
@@ -31,7 +31,7 @@ __all__ = ["State", "array_state", "keep_ends", "read_ends", "read_final", "reop
 _FINAL, _ENDS = "final.json", "ends.json"
 _SHOWN = "job_id state reason nodes started ended exit_code attempts over".split()
 _KEPT = "state raw_state reason nodes started ended exit_code attempts".split()
-# An array that is over has the state of its worst task, errors of the program first.
+# An array that has ended has the state of its worst task, errors of the program first.
 _WORST_FIRST = (
     "FAILED OUT_OF_MEMORY TIMEOUT DEADLINE NODE_FAIL BOOT_FAIL PREEMPTED CANCELLED COMPLETED"
 ).split()
@@ -52,7 +52,7 @@ class State:
     Times are seconds since the epoch.
     """
 
-    submission: Submission  # its index is the task's where this is one of an array
+    submission: Submission  # with the index of the task, for a task of an array
     name: str
     backend: str
     job_id: str  # the scheduler's; empty while it is not known
@@ -72,14 +72,14 @@ class State:
     # Whether it belongs to another cluster than the one that this process reaches: `reason` names
     # both, and the state is UNKNOWN because only that cluster knows it.
     elsewhere: bool = False
-    # Whether it was to go on, and nothing has come of that: it is over, until somebody requeues it.
+    # Whether its continuation failed: it is over until a user requeues it.
     interrupted: bool = False
     raw_state: str = ""  # the scheduler's own name of the state, once it is over
     tasks: tuple[State, ...] = ()  # of an array, one state per task, by index
 
     @staticmethod
     def of(submission: Submission, record: Mapping[str, Any], **known: Any) -> State:
-        """Return the state of a submission with what its record says and what else is known."""
+        """Return the state of a submission: its record, and the other known fields."""
         name, backend = str(record["name"]), str(record["backend"])
         cluster, created = str(record.get("cluster", "")), float(record["created"])
         return State(submission, name, backend, cluster=cluster, created=created, **known)
@@ -90,7 +90,7 @@ class State:
         return run_of(self.submission)
 
     def to_json(self) -> dict[str, Any]:
-        """Return the state for programs; `tasks` is empty for what is no array."""
+        """Return the state for programs; `tasks` is empty unless it is an array."""
         return {
             "id": self.submission.label,
             "name": self.name,
@@ -129,7 +129,7 @@ def keep_ends(state: State) -> None:
     kept = [task for task in state.tasks if task.over and not task.interrupted]
     over = {str(task.submission.index): end(task) for task in kept}
     tasks = {"tasks": over} if over else {}
-    # Somebody else's records, or a full disk: then the scheduler is asked again.
+    # Another user's records, or a full disk: the scheduler is queried again next time.
     with contextlib.suppress(RecordError, OSError):
         if not state.over or len(kept) < len(state.tasks):
             write_json(directory / _ENDS, tasks)
@@ -145,7 +145,7 @@ def keep_ends(state: State) -> None:
 
 
 def reopen(submission: Submission, *, undo: bool = False) -> None:
-    """Have the record of an end count no longer, because a run goes on; or undo that."""
+    """Withdraw the record of an end, because a run continues; or undo that."""
     final, ends = submission.directory / _FINAL, submission.directory / _ENDS
     with contextlib.suppress(FileNotFoundError):
         os.replace(*((ends, final) if undo else (final, ends)))
@@ -160,7 +160,7 @@ def read_final(submission: Submission, record: Mapping[str, Any]) -> State | Non
     tasks = tuple(_tasks(submission, record, final, job_id).values())
     job = submission.job() or final
     if str(job["job_id"]) != job_id or len(tasks) < len(final.get("tasks", ())):
-        return None  # it goes on: that was the end of an earlier job
+        return None  # it continues: that was the end of an earlier job
     return _ended(submission, record, final, job_id=job_id, tasks=tasks)
 
 
@@ -174,7 +174,7 @@ def read_ends(
 
 
 def _read(path: Path) -> dict[str, Any]:
-    """Return a record of ends; empty without one, and if it is damaged: others say the same."""
+    """Return a record of ends; empty if missing or damaged: other records have the same."""
     try:
         record = dict(read_json(path))
         tasks = record.get("tasks", {})
@@ -269,7 +269,7 @@ def _counted_as(task: State) -> str:
 
 
 def _counts(tasks: Sequence[State], state: str) -> str:
-    """Return `3 of 10 done, 2 running, 1 failed`, and why tasks wait where none runs."""
+    """Return `3 of 10 done, 2 running, 1 failed`, and why tasks wait if none runs."""
     counts = Counter(_counted_as(task) for task in tasks)
     kinds = [*_COUNT_ORDER, *(kind for kind in counts if kind not in (*_COUNT_ORDER, "done"))]
     parts = [f"{counts['done']} of {len(tasks)} done"]

@@ -15,7 +15,7 @@ from hpml_orchestrator.errors import InputError, NotFoundError, RecordError, Sch
 from hpml_orchestrator.records.files import write_text
 from hpml_orchestrator.records.texts import first_few
 from hpml_orchestrator.scheduler.command import CommandMissing, ConfigurationMissing
-from hpml_orchestrator.scheduler.environment import travelling
+from hpml_orchestrator.scheduler.environment import job_environment
 from hpml_orchestrator.scheduler.slurm.cluster import read_cluster
 from hpml_orchestrator.site.look import Look
 from hpml_orchestrator.site.nodes import gpu_text, group_nodes
@@ -180,7 +180,7 @@ def initialise(
             "jobs run without a profile, too",
         )
     groups = group_nodes(cluster)
-    looks = probe(cluster, groups, run, travelling(environment, "minimal")) if look else {}
+    looks = probe(cluster, groups, run, job_environment(environment, "minimal")) if look else {}
     topologies = {
         kind: seen.topology
         for kind, seen in looks.items()

@@ -178,7 +178,7 @@ class LocalScheduler:
         if ":" in os.fspath(self._home.path):
             raise SchedulerError(
                 f"the directory of local jobs has a colon in its name: {self._home.path}",
-                hint="it goes on the jobs' PATH: keep the records elsewhere ($HPML_HOME)",
+                hint="it is added to the PATH of jobs: keep the records elsewhere ($HPML_HOME)",
             )
         try:
             asked = resources.read_directives(read_text(request.directory / "job.sh"))

@@ -3,7 +3,7 @@
     <home>/jobs/<id>/       one submission; it appears complete, by one rename
         job.json            what was submitted; it never changes
         environment         the job's environment, NUL-separated, mode 0600; removed once all of its
-                            tasks are over, for it may hold passwords
+                            tasks are over, because it may hold passwords
         bin/srun            the local srun, first on the job's PATH
         bin/scontrol        of which it has `scontrol requeue`
         <task>.json         the state of one task, by its position in the array (0 for a single
@@ -13,7 +13,7 @@
     <home>/jobs/next        the next id: that of a job that was pruned is not used again
     /tmp/hpml-locks-<uid>/  one lock per home, never on the file system of the records
 
-Whoever changes which jobs wait or run holds the lock; a job that runs is written by its supervisor.
+A process holds the lock while it changes which jobs wait or run; a supervisor writes its own job.
 The tasks of an array have the numbers from the array's id on, as in Slurm.
 """
 
@@ -258,7 +258,7 @@ class Home:
     def jobs_of(self, number: int, index: int | None = None) -> list[Job]:
         """Return the jobs of a submission: all tasks of an array, or the one of an index.
 
-        None are returned where there are none, or their records cannot be read.
+        The list is empty without jobs, or if their records cannot be read.
         """
         directory = self._jobs / str(number)
         try:
@@ -277,7 +277,7 @@ class Home:
             return []
 
     def find(self, job_id: str) -> list[Job]:
-        """Return the jobs behind an id: `7` stands for all tasks of an array, `7_3` for one."""
+        """Return the jobs of an id: `7` means all tasks of an array, `7_3` one of them."""
         number, _, index = job_id.partition("_")
         if not number.isdecimal() or (index and not index.isdecimal()):
             return []
@@ -301,7 +301,7 @@ class Home:
         """Write a new submission and return its id. Needs the lock.
 
         Raises:
-            RecordError, OSError: it cannot be written; there is no job.
+            RecordError, OSError: it cannot be written; no job exists.
         """
         self._jobs.mkdir(parents=True, exist_ok=True)
         self._remove_unfinished()

@@ -35,8 +35,8 @@ __all__ = ["Queue", "schedule"]
 _SPAWN_PATIENCE_SECONDS = 10.0
 _KILL_PATIENCE_SECONDS = 5.0
 
-# Python isolated from the user's variables and directory. The package comes from where this module
-# lies, a checkout or site-packages, and nothing else comes from there. The supervisor is a daemon.
+# Python isolated from the user's variables and directory. Only the package is imported from the
+# directory of this one, a checkout or site-packages. The supervisor is a daemon.
 _BOOT = (
     "import os, sys; os.fork() and os._exit(0); sys.path.insert(0, sys.argv.pop(1)); "
     "import hpml_orchestrator; del sys.path[0]; "
@@ -49,7 +49,7 @@ class Queue:
     """The jobs that are not over, at one moment.
 
     Args:
-        home: where they are.
+        home: the directory of their records.
         jobs: all of them, in order.
 
     Attributes:
@@ -131,7 +131,7 @@ def schedule(home: Home) -> list[Job]:
     overdue = time.time() - _SPAWN_PATIENCE_SECONDS
     for job in jobs:
         if job.state in (JobState.RUNNING, JobState.COMPLETING) and job.supervisor is None:
-            why = _bury(job, home)
+            why = _clean_up_lost_job(job, home)
             if full := home.full():
                 why += f"; its end cannot be recorded: {full}"
             _end(job, JobState.NODE_FAIL, why)
@@ -153,7 +153,7 @@ def _end(job: Job, state: JobState, reason: str) -> None:
         job.write(state=state, ended=time.time(), reason=reason)
 
 
-def _bury(job: Job, home: Home) -> str:
+def _clean_up_lost_job(job: Job, home: Home) -> str:
     """End the processes of a job whose supervisor is gone, and return the reason of its end."""
     if job.status["supervisor"]["boot"] != boot_id():
         return "the machine was restarted while the job ran"

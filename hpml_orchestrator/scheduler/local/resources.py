@@ -64,7 +64,7 @@ class StopSignal:
 
 @dataclass(frozen=True)
 class Directives:
-    """What a script asks for; None where it does not say.
+    """What a script requests; None if not given.
 
     Attributes:
         time_limit_seconds: None for no limit.
@@ -170,7 +170,7 @@ def _gpus(text: str) -> int:
 
 
 def _gres(text: str) -> int | None:
-    """Return the GPUs of `gpu[:type][:number][,...]`; None where it asks for other things only."""
+    """Return the GPUs of `gpu[:type][:number][,...]`; None without any."""
     gpus = [count for name, _, count in read_gres(text) if name == "gpu"]
     return sum(gpus) if gpus else None
 
@@ -222,7 +222,7 @@ def cpu_ids() -> list[int]:
 def gpu_ids() -> list[str]:
     """Return the NVIDIA GPUs of this machine as CUDA_VISIBLE_DEVICES would name them.
 
-    CUDA_VISIBLE_DEVICES of this process decides where it is set (like CUDA, up to the first
+    CUDA_VISIBLE_DEVICES of this process decides if it is set (like CUDA, up to the first
     entry that is none); otherwise the device files are counted.
     """
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
@@ -238,7 +238,7 @@ def gpu_ids() -> list[str]:
 
 
 def memory_mb() -> int:
-    """Return the memory of this machine in MiB; 0 where it is not known."""
+    """Return the memory of this machine in MiB; 0 if unknown."""
     try:
         return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 1024**2
     except (OSError, ValueError):
@@ -254,7 +254,7 @@ def needs_of(asked: Directives, machine: Machine) -> Needs:
     """Return the CPUs and GPUs of a job.
 
     Raises:
-        SchedulerError: this machine does not have them; names the directive and what there is.
+        SchedulerError: this machine does not have them; names the directive and what it has.
     """
     tasks = asked.ntasks or asked.ntasks_per_node or 1
     nodes = asked.nodes or 1

@@ -1,6 +1,6 @@
 """The process that runs one local job and records how it ended.
 
-A daemon of its own session, started by `queue.schedule`. Whatever the job leaves behind stays below
+A daemon in its own session, started by `queue.schedule`. Processes that the job leaves stay below
 this process, a child subreaper, and ends with the job. It understands three signals: USR1 cancels
 the job, USR2 requeues it, TERM ends it as a node failure, as at the machine's shutdown.
 """
@@ -130,7 +130,7 @@ class _Run:
             reason = f"{reason or 'ended'}; these processes remain: {left}"
             state = JobState.NODE_FAIL if state is JobState.REQUEUED else state
         if state is JobState.REQUEUED:
-            with self.home.lock():  # `cancel` has it while it looks whom to tell
+            with self.home.lock():  # `cancel` holds it while it chooses which processes to signal
                 self._change(self.signals.wait(0.0))
                 if self.ending == (state, reason):
                     self._record(state, code, number, reason)
@@ -149,7 +149,7 @@ class _Run:
         elif signal.SIGUSR1 in received:
             self._end(JobState.CANCELLED, "cancelled")
         elif signal.SIGTERM in received:
-            self._end(JobState.NODE_FAIL, "the job's supervisor was told to stop")
+            self._end(JobState.NODE_FAIL, "the job's supervisor received a signal to stop")
         elif now >= self.limit_at:
             self._end(JobState.TIMEOUT, "TimeLimit")
         elif now >= self.warn_at:
@@ -207,7 +207,7 @@ class _Run:
             environment = self._environment(parent)
             signal.pthread_sigmask(signal.SIG_SETMASK, [])
             os.execvpe("bash", ["bash", script], environment)  # noqa: S606 - it is the shell
-        except BaseException as error:  # noqa: BLE001 - the child must not go on as a supervisor
+        except BaseException as error:  # noqa: BLE001 - the child must not continue as a supervisor
             os.write(2, f"hpml: the script could not be started: {error}\n".encode())
         finally:
             os._exit(_CANNOT_EXECUTE)
@@ -261,7 +261,7 @@ class _Run:
                 send(who, self.warning["number"])
 
     def _send(self, number: int) -> None:
-        # Oldest first: a script must not go on to its next command because this one was ended.
+        # Oldest first: otherwise a script would continue with its next command.
         for who in sorted(self._members(), key=lambda who: (who.start, who.pid)):
             send(who, number)
 

@@ -70,7 +70,7 @@ def test_importing_the_package_imports_nothing_else() -> None:
 
 
 def test_examples_in_docstrings() -> None:
-    """They do what stands below them."""
+    """They print what the docstring shows."""
     assert doctest.testmod(job_module).failed == 0
 
 
@@ -120,7 +120,7 @@ def test_wait_gives_up_and_cancel_ends_the_job() -> None:
 
 
 def test_a_job_array_has_a_run_per_task() -> None:
-    """What each task has of its own is read from the task."""
+    """Output and results are read from each task."""
     job = shell('echo "task $0"', args=["{array.index}"], array="3,5")
     array = run(job, local=True, timeout=LIMIT_SECONDS)
     assert [task.logs(lines=1) for task in array.tasks()] == ["task 3\n", "task 5\n"]

@@ -135,7 +135,7 @@ def test_between_two_jobs_a_run_is_not_over(world: World, marked: bool, seconds:
     assert (state.state, state.over) == (("FAILED", True) if seconds else ("SUBMITTING", False))
     if seconds:
         assert state.reason == (
-            f"interrupted before it could go on: `hpml requeue {submission.sid}`"
+            f"interrupted before it could continue: `hpml requeue {submission.sid}`"
         )
     assert not (submission.directory / "final.json").exists()
     assert go_on(world, submission)["job_id"] == "2"

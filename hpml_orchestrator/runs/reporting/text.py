@@ -15,18 +15,18 @@ from hpml_orchestrator.records.texts import (
     seconds_text,
     zoned_text,
 )
-from hpml_orchestrator.runs.described import command_text, describe, figures
-from hpml_orchestrator.runs.monitored import numbers
-from hpml_orchestrator.runs.staged import staged_lines
-from hpml_orchestrator.runs.summary import Summary
+from hpml_orchestrator.runs.reporting.description import command_text, describe, figures
+from hpml_orchestrator.runs.reporting.monitor import numbers
+from hpml_orchestrator.runs.reporting.staging import staged_lines
+from hpml_orchestrator.runs.reporting.summary import Summary
 from hpml_orchestrator.scheduler.model import JobState
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from hpml_orchestrator.records.store import Attempt
-    from hpml_orchestrator.runs.described import Description
     from hpml_orchestrator.runs.life import Life
+    from hpml_orchestrator.runs.reporting.description import Description
     from hpml_orchestrator.runs.state import State
 
 __all__ = ["AttemptReport", "array_lines", "attempt_reports", "summary_lines", "task_rows"]
@@ -258,8 +258,8 @@ class AttemptReport:
 
     number: int  # counted from 0
     over: bool = True
-    # Why it ended, or the state of one that has not; empty where it left no record of its end, as
-    # when its node failed: then `last_written` says when its newest event was written.
+    # Why it ended, or its state now; empty if its end was not recorded, as
+    # when its node failed: then `last_written` has the time of its newest event.
     reason: str = ""
     nodes: str = ""  # node list
     started: float | None = None
