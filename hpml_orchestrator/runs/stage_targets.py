@@ -106,9 +106,9 @@ def _target(size: int, own: int, in_ram: int, room: NodeRoom) -> tuple[str, str]
     if not size:
         return "local", "its size is not known, and RAM has to be asked for"
     if room.memory_mib is None:
-        return "local", "node memory is unknown; define it in the site profile"
+        return "local", "node memory is unknown, define it in the site profile"
     left = max(0, room.memory_mib - own)
-    beside = f"{size_text(left)} of a node's memory left by the {size_text(own)} of the job"
+    beside = f"{size_text(left)} of node memory left by the {size_text(own)} of the job"
     if room.disk_mib is not None and size > room.disk_mib and in_ram + size <= left:
         disk = size_text(room.disk_mib)
         return "shm", f"{size_text(size)} fit into the {beside}, not on a disk of {disk}"

@@ -49,7 +49,13 @@ def test_sizes_are_filled_in_and_said_to_be_measured(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("sizes", "memory", "room", "target", "why"),
     [
-        (["30G"], "4G", NodeRoom(64 * GIB), "shm", "30G are at most half of the 60G that a node"),
+        (
+            ["30G"],
+            "4G",
+            NodeRoom(64 * GIB),
+            "shm",
+            "30G are at most half of the 60G of node memory left",
+        ),
         (["31G"], "4G", NodeRoom(64 * GIB), "local", "more than half of the 60G"),
         (["1M", "30G"], "4G", NodeRoom(64 * GIB), "local", "30G with 1M of other data are more"),
         (["40G"], "4G", NodeRoom(64 * GIB, 20 * GIB), "shm", "not on a disk of 20G"),
