@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hpml_orchestrator.api.reporting import Report, diagnose_run
-from hpml_orchestrator.errors import RecordError, SchedulerUnavailable
+from hpml_orchestrator.errors import SchedulerUnavailable
 from hpml_orchestrator.records.store import Store, default_root
 from hpml_orchestrator.runs.cancel import NOT_CANCELLED
 from hpml_orchestrator.runs.cancel import cancel as cancel_runs
@@ -23,7 +23,7 @@ from hpml_orchestrator.runs.follow import (
 from hpml_orchestrator.runs.reporting.description import describe
 from hpml_orchestrator.runs.reporting.summary import summarise
 from hpml_orchestrator.runs.select import one_run, parse_states, select
-from hpml_orchestrator.runs.status import UNREADABLE, states
+from hpml_orchestrator.runs.status import state_of
 from hpml_orchestrator.spec.ages import parse_since
 
 if TYPE_CHECKING:
@@ -66,10 +66,7 @@ class Run:
     def _state(self, has: str = "") -> State:
         """Return the state; `has`: names what only a task has."""
         submission = one_run(self._submission, field="Run", has=has) if has else self._submission
-        state = states(self._store, [submission])[0]
-        if state.state == UNREADABLE:
-            raise RecordError(state.reason)
-        return state
+        return state_of(self._store, submission)
 
     def state(self) -> str:
         """Return its state now, such as PENDING, RUNNING, COMPLETED or FAILED.

@@ -25,7 +25,7 @@ from hpml_orchestrator.errors import InputError, RecordError
 from hpml_orchestrator.records.files import write_text
 from hpml_orchestrator.runs.prometheus import Prometheus
 from hpml_orchestrator.runs.select import one_run
-from hpml_orchestrator.runs.status import UNREADABLE, states
+from hpml_orchestrator.runs.status import state_of
 from hpml_orchestrator.site.profile import prometheus_of_site
 from hpml_orchestrator.spec.address import read_credentials
 
@@ -218,7 +218,5 @@ def _diagnosed(
         NotFoundError: it has not started.
         RecordError: its records cannot be read.
     """
-    state = states(store, [submission])[0]
-    if state.state == UNREADABLE:
-        raise RecordError(state.reason)
+    state = state_of(store, submission)
     return diagnose_run(store, state, site=site, notice=notice, prometheus=server)

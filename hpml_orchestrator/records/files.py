@@ -19,6 +19,7 @@ __all__ = [
     "append_line",
     "create_json",
     "fsync_dir",
+    "names_in",
     "read_json",
     "read_json_lines",
     "read_lines",
@@ -127,6 +128,14 @@ def read_text(path: PathLike) -> str:
         raise NotFoundError(f"no such file: {path}") from error
     except OSError as error:
         raise _cannot("read", path, error) from error
+
+
+def names_in(directory: Path) -> list[str]:
+    """Return the names in a directory, sorted; none if it is missing or may not be read."""
+    try:
+        return sorted(os.listdir(directory))
+    except OSError:
+        return []
 
 
 def read_text_or_nothing(path: PathLike) -> str:

@@ -15,6 +15,7 @@ from hpml_orchestrator.records.damage import END_FIELDS, field_fault
 from hpml_orchestrator.records.events import read, read_all, read_milestones
 from hpml_orchestrator.records.files import (
     append_line,
+    names_in,
     read_json,
     read_json_lines,
     read_text,
@@ -57,11 +58,7 @@ def _unreadable(what: str, path: Path, error: OSError) -> RecordError:
 
 
 def _files(directory: Path, ending: str) -> list[Path]:
-    """Return the files of a directory with that ending, by name; none if it may not be read."""
-    try:
-        return sorted(directory / name for name in os.listdir(directory) if name.endswith(ending))
-    except OSError:
-        return []
+    return [directory / name for name in names_in(directory) if name.endswith(ending)]
 
 
 def _records(directory: Path, ending: str) -> list[dict[str, Any]]:

@@ -8,7 +8,6 @@ A run that continues gets its next job by another sbatch in the same directory: 
 from __future__ import annotations
 
 import contextlib
-import os
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
@@ -18,7 +17,7 @@ from typing import Any
 from hpml_orchestrator.errors import NotFoundError, RecordError
 from hpml_orchestrator.records.damage import field_fault
 from hpml_orchestrator.records.feed import is_number
-from hpml_orchestrator.records.files import read_json, read_text, write_json
+from hpml_orchestrator.records.files import names_in, read_json, read_text, write_json
 from hpml_orchestrator.records.owner import owner_is_alive
 from hpml_orchestrator.records.starts import Start, mark_start, newest_start
 
@@ -102,7 +101,7 @@ class Submission:
     def continued(self) -> dict[int, str]:
         """The newest job of each task of the array that was continued by itself, by index."""
         jobs = {}
-        for match in filter(None, map(_TASK_JOB.fullmatch, _names(self.directory))):
+        for match in filter(None, map(_TASK_JOB.fullmatch, names_in(self.directory))):
             task = replace(self, index=int(match[1]))
             with contextlib.suppress(RecordError, KeyError):
                 jobs[int(match[1])] = f"{(task.job() or {})['job_id']}_{match[1]}"
@@ -120,7 +119,7 @@ class Submission:
 
     def job_ids(self) -> set[str]:
         """The ids of all jobs of the submission so far, also those of its tasks' continuations."""
-        names = [name for name in _names(self.directory) if _TASK_JOB.fullmatch(name)]
+        names = [name for name in names_in(self.directory) if _TASK_JOB.fullmatch(name)]
         found: set[str] = set()
         for name in ("job.json", *names):
             record = self._optional(name, _JOB) or {}
@@ -242,11 +241,3 @@ def _checked(path: Path, fields: Fields) -> dict[str, Any]:
     if why := field_fault(record, fields):
         raise RecordError(f"{path} is damaged: {why}")
     return record
-
-
-def _names(directory: Path) -> list[str]:
-    """Return the names in a directory; none if it is missing or may not be read."""
-    try:
-        return sorted(os.listdir(directory))
-    except OSError:
-        return []

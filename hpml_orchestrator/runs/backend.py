@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from hpml_orchestrator.records.store import Store
+    from hpml_orchestrator.runs.state import State
     from hpml_orchestrator.spec.job import Job
 
 __all__ = [
@@ -27,6 +28,7 @@ __all__ = [
     "elsewhere",
     "not_here",
     "open_backend",
+    "refuse_elsewhere",
 ]
 
 Backends: TypeAlias = Callable[[str, str], Scheduler]
@@ -105,6 +107,16 @@ def not_here(where: str, *, field: str, value: str) -> InputError:
     """
     hint = "run hpml on a login node of that cluster"
     return InputError(f"is {where}", field=field, value=value, hint=hint)
+
+
+def refuse_elsewhere(state: State) -> None:
+    """Refuse a run of another cluster.
+
+    Raises:
+        InputError: names both clusters.
+    """
+    if state.elsewhere:
+        raise not_here(state.reason, field="RUN", value=state.submission.label)
 
 
 def open_backend(name: str, store: Store, *, host: str = "") -> Scheduler:

@@ -7,9 +7,9 @@ import time
 from typing import TYPE_CHECKING
 
 from hpml_orchestrator.errors import BindingError, JobFailedError, RecordError
-from hpml_orchestrator.runs.backend import backends_of, not_here
+from hpml_orchestrator.runs.backend import backends_of, refuse_elsewhere
 from hpml_orchestrator.runs.reporting.summary import binding_of
-from hpml_orchestrator.runs.status import UNREADABLE, State, states
+from hpml_orchestrator.runs.status import State, state_of
 from hpml_orchestrator.scheduler.slurm.client import PollSchedule
 
 if TYPE_CHECKING:
@@ -54,12 +54,9 @@ def wait_until_over(
     lost = 0
     end_seen = False  # before the scheduler was asked: what is written meanwhile is news
     while True:
-        state = states(store, [submission], backends=backends, now=now)[0]
+        state = state_of(store, submission, backends=backends, now=now)
         each(state)
-        if state.state == UNREADABLE:
-            raise RecordError(state.reason)
-        if state.elsewhere:
-            raise not_here(state.reason, field="RUN", value=submission.label)
+        refuse_elsewhere(state)
         lost = lost + 1 if state.lost else 0
         if state.over or lost >= _LOST_ANSWERS:
             return state

@@ -12,15 +12,14 @@ from typing import TYPE_CHECKING
 
 from hpml_orchestrator.errors import (
     InputError,
-    RecordError,
     SchedulerError,
     SchedulerUnavailable,
 )
 from hpml_orchestrator.records.progress import nodes_to_avoid
-from hpml_orchestrator.runs.backend import backends_of, elsewhere, not_here
+from hpml_orchestrator.runs.backend import backends_of, elsewhere, not_here, refuse_elsewhere
 from hpml_orchestrator.runs.resubmit import refuse_if_continued
 from hpml_orchestrator.runs.state import reopen, run_of
-from hpml_orchestrator.runs.status import UNREADABLE, states
+from hpml_orchestrator.runs.status import state_of
 from hpml_orchestrator.runs.submit import AGAIN_SECONDS, STALE_SECONDS, next_outcome, request_of
 from hpml_orchestrator.scheduler.recovery import Found, Undecided
 
@@ -54,12 +53,9 @@ def requeue(
     """
     backends = backends or backends_of(store)
     known = submission.job_ids()  # before the look: a later one is another hpml's continuation
-    (state,) = states(store, [submission], backends=backends, now=clock)
+    state = state_of(store, submission, backends=backends, now=clock)
     label = submission.label
-    if state.state == UNREADABLE:
-        raise RecordError(state.reason)
-    if state.elsewhere:
-        raise not_here(state.reason, field="RUN", value=label)
+    refuse_elsewhere(state)
     if state.tasks:
         hint = f"hpml requeue {label}.{state.tasks[0].submission.index}"
         raise _wrong(label, "is a job array: tasks continue one by one", hint)

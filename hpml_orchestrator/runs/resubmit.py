@@ -7,7 +7,7 @@ import os
 from typing import TYPE_CHECKING, Any
 
 from hpml_orchestrator.errors import HpmlError, InputError
-from hpml_orchestrator.runs.backend import not_here
+from hpml_orchestrator.runs.backend import refuse_elsewhere
 from hpml_orchestrator.runs.status import states
 
 if TYPE_CHECKING:
@@ -56,8 +56,7 @@ def refuse_to_resubmit(store: Store, state: State, *, backends: Backends | None 
         InputError: with the reason, and what to do instead.
     """
     label = state.submission.label
-    if state.elsewhere:
-        raise not_here(state.reason, field="RUN", value=label)
+    refuse_elsewhere(state)
     message, hint = _started_by_others(state) or _not_over(state) or ("", "")
     if message:
         raise InputError(message, field="RUN", value=label, hint=hint)

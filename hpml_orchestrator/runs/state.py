@@ -19,7 +19,7 @@ from hpml_orchestrator.records import targets
 from hpml_orchestrator.records.feed import is_number
 from hpml_orchestrator.records.files import read_json, write_json
 from hpml_orchestrator.records.store import Run
-from hpml_orchestrator.scheduler.model import JobState
+from hpml_orchestrator.scheduler.model import JobState, parse_state
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -88,6 +88,11 @@ class State:
     def run(self) -> Run:
         """Its run; of an array as a whole a directory that does not exist."""
         return run_of(self.submission)
+
+    @property
+    def waits(self) -> bool:
+        """Whether its job has not begun to run."""
+        return parse_state(self.state).waiting
 
     def to_json(self) -> dict[str, Any]:
         """Return the state for programs; `tasks` is empty unless it is an array."""

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from hpml_orchestrator.scheduler.model import Scheduler
     from hpml_orchestrator.scheduler.recovery import Outcome
 
-__all__ = ["UNREADABLE", "State", "states"]
+__all__ = ["UNREADABLE", "State", "state_of", "states"]
 
 UNREADABLE = "UNREADABLE"
 _FORGOTTEN_SECONDS = 60.0
@@ -95,6 +95,24 @@ def states(
             except RecordError as error:
                 known[pending.submission.sid] = _unreadable(pending.submission, error)
     return [_chosen(known[submission.sid], submission) for submission in wanted]
+
+
+def state_of(
+    store: Store,
+    submission: Submission,
+    *,
+    backends: Backends | None = None,
+    now: Callable[[], float] = time.time,
+) -> State:
+    """Return the state of one submission or task.
+
+    Raises:
+        RecordError: its record cannot be read.
+    """
+    (state,) = states(store, [submission], backends=backends, now=now)
+    if state.state == UNREADABLE:
+        raise RecordError(state.reason)
+    return state
 
 
 def _chosen(state: State, submission: Submission) -> State:
