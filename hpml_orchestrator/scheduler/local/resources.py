@@ -296,9 +296,9 @@ def _refuse(asked: Directives, names: list[str], wanted: str, available: str) ->
 
 def slurm_variables(job: Job, cluster: str) -> dict[str, str]:
     """Return the variables of a one-node Slurm job, for a job that has its CPUs and GPUs."""
-    request, cpus, gpus = job.request, job.status["cpus"], job.status["gpus"]
-    asked, started = request["directives"], job.status["started"]
-    tasks = asked["ntasks"] or asked["ntasks_per_node"]
+    request, cpus, gpus = job.request, job.status.cpus, job.status.gpus
+    asked, started = request.directives, job.status.started or 0.0
+    tasks = asked.ntasks or asked.ntasks_per_node
     host = short_hostname()
     values: dict[str, object] = {
         **dict.fromkeys(("SLURM_JOB_ID", "SLURM_JOBID"), job.number),
@@ -307,31 +307,31 @@ def slurm_variables(job: Job, cluster: str) -> dict[str, str]:
         **dict.fromkeys(("SLURM_NODEID", "SLURM_PROCID", "SLURM_LOCALID", "SLURM_GTIDS"), 0),
         **dict.fromkeys(("SLURM_CPUS_ON_NODE", "SLURM_JOB_CPUS_PER_NODE"), len(cpus)),
         **dict.fromkeys(("SLURM_NTASKS", "SLURM_NPROCS"), tasks),
-        "SLURM_JOB_NAME": request["name"],
+        "SLURM_JOB_NAME": request.name,
         "SLURM_CLUSTER_NAME": cluster,
         "SLURM_TASKS_PER_NODE": tasks or 1,
-        "SLURM_SUBMIT_DIR": request["directory"],
-        "SLURM_SUBMIT_HOST": request["host"],
+        "SLURM_SUBMIT_DIR": request.directory,
+        "SLURM_SUBMIT_HOST": request.host,
         "SLURM_JOB_PARTITION": "local",
         "SLURM_JOB_UID": os.getuid(),
         "SLURM_JOB_GID": os.getgid(),
         "SLURM_JOB_USER": user_name(os.getuid()),
         "SLURM_JOB_START_TIME": int(started),
-        "SLURM_RESTART_COUNT": job.status["restarts"] or None,
-        "SLURM_MEM_PER_NODE": asked["memory_mb"],
-        "SLURM_MEM_PER_CPU": asked["memory_per_cpu_mb"],
-        "SLURM_MEM_PER_GPU": asked["memory_per_gpu_mb"],
+        "SLURM_RESTART_COUNT": job.status.restarts or None,
+        "SLURM_MEM_PER_NODE": asked.memory_mb,
+        "SLURM_MEM_PER_CPU": asked.memory_per_cpu_mb,
+        "SLURM_MEM_PER_GPU": asked.memory_per_gpu_mb,
         **{
-            f"SLURM_{name.upper()}": asked[name]
+            f"SLURM_{name.upper()}": getattr(asked, name)
             for name in ("ntasks_per_node", "cpus_per_task", "cpus_per_gpu", "gpus_per_task")
         },
     }
     if gpus:
         values["SLURM_GPUS_ON_NODE"] = values["SLURM_GPUS_PER_NODE"] = len(gpus)
         values["SLURM_JOB_GPUS"] = values["CUDA_VISIBLE_DEVICES"] = ",".join(gpus)
-    if asked["time_limit_seconds"] is not None:
-        values["SLURM_JOB_END_TIME"] = int(started + asked["time_limit_seconds"])
-    indices = request["indices"]
+    if asked.time_limit_seconds is not None:
+        values["SLURM_JOB_END_TIME"] = int(started + asked.time_limit_seconds)
+    indices = request.indices
     if indices:
         values["SLURM_ARRAY_JOB_ID"] = job.directory.name
         values["SLURM_ARRAY_TASK_ID"] = job.index

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
 from hpml_orchestrator.errors import HpmlError, RecordError
-from hpml_orchestrator.scheduler.local.jobs import Home, Record
+from hpml_orchestrator.scheduler.local.jobs import Home
 from hpml_orchestrator.scheduler.local.processes import (
     Identity,
     descendants,
@@ -29,7 +29,7 @@ from hpml_orchestrator.scheduler.local.processes import (
     send,
 )
 from hpml_orchestrator.scheduler.local.queue import schedule
-from hpml_orchestrator.scheduler.local.resources import slurm_variables
+from hpml_orchestrator.scheduler.local.resources import StopSignal, slurm_variables
 from hpml_orchestrator.scheduler.model import JobState
 
 if TYPE_CHECKING:
@@ -94,7 +94,7 @@ class _Run:
         self.status: int | None = None
         self.ending: tuple[JobState, str] | None = None
         self.limit_at = self.warn_at = self.kill_at = _NEVER  # a laptop's sleep does not count
-        self.warning: Record = {}
+        self.warning: StopSignal | None = None
 
     def until_over(self, job: Job) -> None:
         """Run the job and record its end."""
@@ -104,11 +104,11 @@ class _Run:
         if problem:
             self._record(JobState.FAILED, 1, 0, problem)
             return
-        asked = job.request["directives"]
-        if asked["time_limit_seconds"] is not None:
-            self.limit_at = time.monotonic() + asked["time_limit_seconds"]
-            self.warning = asked["stop_signal"]
-        self.warn_at = self.limit_at - self.warning["seconds"] if self.warning else _NEVER
+        asked = job.request.directives
+        if asked.time_limit_seconds is not None:
+            self.limit_at = time.monotonic() + asked.time_limit_seconds
+            self.warning = asked.stop_signal
+        self.warn_at = self.limit_at - self.warning.seconds if self.warning else _NEVER
         while self.status is None:
             deadline = min(self.limit_at, self.warn_at) if self.ending is None else self.kill_at
             pause = max(deadline - time.monotonic(), _PAUSE_SECONDS)
@@ -169,7 +169,7 @@ class _Run:
 
     def _start(self) -> str:
         """Start the script; return what is in the way, or nothing."""
-        script = os.path.join(self.job.request["directory"], "job.sh")
+        script = os.path.join(self.job.request.directory, "job.sh")
         path = self.job.output
         try:
             output = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
@@ -198,12 +198,12 @@ class _Run:
             for number in _HANDLED | _IGNORED | {signal.SIGXFSZ}:
                 signal.signal(number, signal.SIG_DFL)
             with contextlib.suppress(OSError):
-                os.sched_setaffinity(0, self.job.status["cpus"])
+                os.sched_setaffinity(0, self.job.status.cpus)
             null = os.open("/dev/null", os.O_RDONLY)
             for source, target in ((null, 0), (output, 1), (output, 2)):
                 os.dup2(source, target)
-            os.umask(request["umask"])
-            os.chdir(request["directory"])
+            os.umask(request.umask)
+            os.chdir(request.directory)
             environment = self._environment(parent)
             signal.pthread_sigmask(signal.SIG_SETMASK, [])
             os.execvpe("bash", ["bash", script], environment)  # noqa: S606 - it is the shell
@@ -225,7 +225,7 @@ class _Run:
         environment["SLURM_TASK_PID"] = str(os.getpid())
         environment["HPML_LOCAL_STEPS"] = str(steps)
         environment["HPML_LOCAL_SUPERVISOR_PID"] = str(supervisor)
-        environment["HPML_LOCAL_KILL_WAIT"] = f"{self.job.request['kill_wait_seconds']:g}"
+        environment["HPML_LOCAL_KILL_WAIT"] = f"{self.job.request.kill_wait_seconds:g}"
         return environment
 
     def _end(self, state: JobState, reason: str) -> None:
@@ -245,7 +245,7 @@ class _Run:
         self._terminate(reason)
 
     def _terminate(self, reason: str) -> None:
-        self.kill_at = time.monotonic() + self.job.request["kill_wait_seconds"]
+        self.kill_at = time.monotonic() + self.job.request.kill_wait_seconds
         with contextlib.suppress(RecordError):
             self.job.write(state=JobState.COMPLETING, reason=reason)
         self._send(signal.SIGCONT)
@@ -253,12 +253,14 @@ class _Run:
 
     def _warn(self) -> None:
         """Send the signal of `--signal` to the batch shell (`B:`) or to the steps."""
-        if self.warning["batch_shell_only"]:
-            send(self.shell, self.warning["number"])
+        if self.warning is None:
+            return
+        if self.warning.batch_shell_only:
+            send(self.shell, self.warning.number)
             return
         for who in self._members():
             if any(entry.startswith(b"SLURM_STEP_ID=") for entry in environment_of(who.pid)):
-                send(who, self.warning["number"])
+                send(who, self.warning.number)
 
     def _send(self, number: int) -> None:
         # Oldest first: otherwise a script would continue with its next command.
