@@ -79,14 +79,14 @@ def diagnose_run(
         NotFoundError: it has not started.
         RecordError: its records cannot be read.
     """
-    label, why = state.submission.label, f" ({state.reason})" if state.reason else ""
+    label = state.submission.label
     if state.run.newest() is None:
         ended = "it never started" if state.over else f"it is {state.state} and has not started"
         because = f": {state.reason}" if state.reason else ""
         message = f"{label}: nothing to report, {ended}{because}"
         raise NotFoundError(message, hint=f"hpml show {label}")
     if not state.over:
-        notice(f"{label} is {state.state}{why}: this is what is known so far")
+        notice(f"{label} is {state.text}: this is what is known so far")
     try:
         facts = gather(state, prometheus=prometheus)
     except PrometheusError as error:

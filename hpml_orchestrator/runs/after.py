@@ -46,7 +46,7 @@ def pending_dependencies(
             raise _wrong(dependency, f"{label} is {state.reason}")
         if state.state == UNREADABLE or not state.job_id:
             raise _wrong(dependency, f"{label} has no job to wait for: {state.reason}")
-        if not (state.over or state.lost):
+        if state.unfinished:
             waiting.append({"run": label, "end": end, "job_id": state.job_id})
             continue
         as_wanted = state.over and (state.state == "COMPLETED") == (end == "ok")

@@ -76,9 +76,8 @@ def attachment(
     label = state.submission.label
     refuse_elsewhere(state)
     if state.state != JobState.RUNNING:
-        why = f" ({state.reason})" if state.reason else ""
         hint = f"hpml status {label}"
-        raise InputError(f"is {state.state}{why}, not RUNNING", field="RUN", value=label, hint=hint)
+        raise InputError(f"is {state.text}, not RUNNING", field="RUN", value=label, hint=hint)
     attempt = state.run.newest()
     if attempt is None or not attempt.job_id or attempt.ended is not None:
         raise InputError(

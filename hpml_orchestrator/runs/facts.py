@@ -120,7 +120,7 @@ def _facts(state: State, summary: Summary | None, now: float) -> Facts:
     started = state.started or (begun.time if begun else None)
     ended = state.ended or (attempt.ended or {}).get("time")
     # of a job that only its own cluster knows, the last event is the latest that is certain
-    is_running = not (state.over or state.lost or state.elsewhere)
+    is_running = state.unfinished and not state.elsewhere
     ended = ended or (now if is_running else attempt.last_written)
     phases = {phase.name: phase.seconds for phase in summary.phases}
     described = describe(state, summary, now=now)

@@ -64,7 +64,7 @@ def requeue(
     if where := elsewhere(record, scheduler):
         raise not_here(where, field="RUN", value=label)
     newest = run_of(submission).newest()
-    if not (state.over or state.lost) and state.job_id:
+    if state.unfinished and state.job_id:
         return _ask_to_stop(state, newest)
     if state.state == "COMPLETED":
         raise _wrong(label, "has completed: there is nothing to continue")

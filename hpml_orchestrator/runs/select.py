@@ -142,7 +142,7 @@ def unfinished(store: Store, pattern: str, *, backends: Backends | None = None) 
     """
     mine = [submission for submission in named(store, pattern) if is_own(submission.directory)]
     every = states(store, mine, backends=backends)
-    return [state for state in every if not (state.over or state.lost or state.elsewhere)]
+    return [state for state in every if state.unfinished and not state.elsewhere]
 
 
 def one_run(submission: Submission, *, field: str, has: str) -> Submission:

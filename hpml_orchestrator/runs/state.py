@@ -90,6 +90,16 @@ class State:
         return run_of(self.submission)
 
     @property
+    def unfinished(self) -> bool:
+        """Whether its job may still run, as far as this cluster knows."""
+        return not (self.over or self.lost)
+
+    @property
+    def text(self) -> str:
+        """Its state, and why in parentheses."""
+        return f"{self.state} ({self.reason})" if self.reason else self.state
+
+    @property
     def waits(self) -> bool:
         """Whether its job has not begun to run."""
         return parse_state(self.state).waiting
@@ -246,7 +256,7 @@ def array_state(whole: State, tasks: Sequence[State]) -> State:
         exit_code=worst.exit_code if over else None,
         attempts=sum(task.attempts for task in tasks),
         over=over,
-        lost=not over and all(task.over or task.lost for task in tasks),
+        lost=not over and not any(task.unfinished for task in tasks),
         raw_state=worst.raw_state if over else "",
         tasks=tuple(tasks),
     )

@@ -103,7 +103,7 @@ class HpmlInfoWatcher(core.InfoWatcher):
             for (job_id, run), state in zip(submissions.items(), answer, strict=True):
                 info = {"State": state.state, "Reason": state.reason, "NodeList": state.nodes}
                 self._info_dict[job_id] = {"JobID": job_id, "Run": run.label, **info}
-                if state.over or state.lost or not run.directory.exists():
+                if not state.unfinished or not run.directory.exists():
                     self._finished.add(job_id)
 
 
