@@ -82,7 +82,7 @@ class RankFigures(NamedTuple):
 
 
 class FeedMessage(NamedTuple):
-    """One part of what an agent knows.
+    """One message of an agent.
 
     Attributes:
         pid: the agent's process id, as the agent reports it.

@@ -72,7 +72,7 @@ def write_json(path: PathLike, record: Any) -> None:
 
 
 def create_json(path: PathLike, record: Any) -> bool:
-    """Publish a mapping durably unless there is such a file: of many callers one succeeds.
+    """Publish a mapping durably unless the file exists: one of many callers succeeds.
 
     Returns:
         False when the file is there already; it stays as it is.

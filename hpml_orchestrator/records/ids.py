@@ -50,7 +50,7 @@ def dated(sid: str) -> str:
     """Return an id with its time as local time, for messages."""
     try:
         moment = calendar.timegm(time.strptime(stamp_of(sid), "%Y%m%d-%H%M%S"))
-    except ValueError:  # hpml made no such id
+    except ValueError:  # not an id of hpml
         return sid
     return f"{sid} ({clock_text(moment)})"
 

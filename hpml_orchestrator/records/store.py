@@ -187,7 +187,7 @@ class Store:
             os.replace(temporary, kept)
 
     def _remove_left_overs(self) -> None:
-        """Remove what a killed hpml had begun to write: it may hold a copy of code."""
+        """Remove unfinished directories of a killed hpml: they may hold a copy of code."""
         with os.scandir(self.submissions_dir) as entries:
             begun = [entry for entry in entries if _TEMPORARY.fullmatch(entry.name)]
         for entry in begun:

@@ -75,7 +75,7 @@ class Submission:
 
     @property
     def started_by(self) -> str:
-        """The command that needed it for itself, such as `hpml bench`; empty for a user's own."""
+        """The command that submitted it for its own use, such as `hpml bench`; else empty."""
         try:
             return str(self.record().get("started_by", ""))
         except RecordError:
@@ -99,7 +99,7 @@ class Submission:
         return own or self._optional("job.json", _JOB)
 
     def continued(self) -> dict[int, str]:
-        """The newest job of each task of the array that was continued by itself, by index."""
+        """The newest job of each task of the array that was continued separately, by index."""
         jobs = {}
         for match in filter(None, map(_TASK_JOB.fullmatch, names_in(self.directory))):
             task = replace(self, index=int(match[1]))

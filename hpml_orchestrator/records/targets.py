@@ -116,7 +116,7 @@ def withdraw(path: Path) -> None:
 
 
 def withdraw_run(directory: Path, run: str) -> None:
-    """Remove the targets of a run that is over, or of all tasks of an array."""
+    """Remove the targets of a run that has ended, or of all tasks of an array."""
     begin = f"{_UNSAFE.sub('_', run)}."
     for path in _own_files(directory):
         if path.name.startswith(begin):

@@ -46,7 +46,7 @@ def seconds_text(seconds: float) -> str:
 
 
 def elapsed_text(started: float | None, ended: float | None) -> str:
-    """Return how long what began at a moment took, or has taken; `-` before it has begun."""
+    """Return the time between two moments, or until now; `-` without a start."""
     if not started:
         return "-"
     return seconds_text(max(0, (ended or time.time()) - started))

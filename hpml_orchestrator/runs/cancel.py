@@ -69,7 +69,7 @@ def _cancel(
     clock: Callable[[], float],
     backends: Backends,
 ) -> list[Submission]:
-    """Cancel what has a job, add to the outcomes, and return what is still being submitted."""
+    """Cancel submissions that have a job, add outcomes, and return those still being submitted."""
     pending = []
     arrays = []
     job_ids: dict[tuple[str, str], list[str]] = {}

@@ -119,7 +119,7 @@ def _facts(state: State, summary: Summary | None, now: float) -> Facts:
         raise damage_error(state, damage)
     started = state.started or (begun.time if begun else None)
     ended = state.ended or (attempt.ended or {}).get("time")
-    # of a job that only its own cluster knows, the last event is the latest that is certain
+    # for a job of another cluster, the last event is the latest certain time
     is_running = state.unfinished and not state.elsewhere
     ended = ended or (now if is_running else attempt.last_written)
     phases = {phase.name: phase.seconds for phase in summary.phases}
@@ -212,7 +212,7 @@ def _node(
 def _measured(
     samples: Sequence[tuple[Mapping[str, str], float]], seconds: float
 ) -> list[NodeFacts]:
-    """Return what Prometheus knows of a job's nodes, in the form of a record."""
+    """Return Prometheus' figures of a job's nodes, in the form of a record."""
     nodes: dict[str, dict[str, float]] = defaultdict(dict)
     names: dict[tuple[str, str], str] = {}
     # of each GPU by node and UUID: figures, and what is by reason or by XID

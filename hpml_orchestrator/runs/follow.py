@@ -52,7 +52,7 @@ def wait_until_over(
     pauses = pauses or PollSchedule()
     backends = backends or backends_of(store)
     lost = 0
-    end_seen = False  # before the scheduler was asked: what is written meanwhile is news
+    end_seen = False  # before the query: a record written since then is new
     while True:
         state = state_of(store, submission, backends=backends, now=now)
         each(state)

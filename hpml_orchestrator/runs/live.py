@@ -34,7 +34,7 @@ RATE_SECONDS = 300.0
 
 _RATES = {"cpus_busy", "read_bytes_per_second", "write_bytes_per_second", "samples_per_second"}
 _RETRY_SECONDS = 30.0
-_SCRAPED_SECONDS = 120.0  # after its start at the latest, a job is seen by Prometheus
+_SCRAPED_SECONDS = 120.0  # after this time Prometheus has scraped a job
 _NO_JOBS = "no running jobs: are hpml's exporters scraped, its recording rules loaded?"
 
 
@@ -162,7 +162,7 @@ class LiveJobs:
         self._job_ids = {word for word in self.words if self.prometheus and word.isdecimal()}
         self._runs: list[Submission] = []
         self._words: dict[str, str] = {}  # that name runs, by the submission's id
-        self._unknown: set[str] = set()  # job ids, until Prometheus knows them
+        self._unknown: set[str] = set()  # job ids that Prometheus has not returned yet
         for word in self.words:
             try:
                 self._runs.append(run := self.store.resolve(word))

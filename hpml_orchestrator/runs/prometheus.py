@@ -1,4 +1,4 @@
-"""Jobs as a Prometheus with hpml's recording rules knows them: whose they are, and their figures.
+"""Jobs in a Prometheus with hpml's recording rules: their users and their figures.
 
 All of it are two instant queries, however many jobs there are.
 """
@@ -130,7 +130,7 @@ class PrometheusError(Exception):
 
 @dataclass
 class MeasuredJob:
-    """A job that is running, as Prometheus knows it."""
+    """A running job in Prometheus."""
 
     cluster: str
     job_id: str

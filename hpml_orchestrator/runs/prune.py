@@ -128,7 +128,7 @@ def prune(
 
 
 def _saved_to(store: Store, chosen: Collection[str]) -> dict[str, str]:
-    """Return those of the chosen submissions in whose runs others save, with one such other."""
+    """Return the chosen submissions that hold checkpoints of others, each with one of those."""
     used = {}
     for submission in store.submissions():
         with contextlib.suppress(HpmlError, AttributeError, KeyError, TypeError):

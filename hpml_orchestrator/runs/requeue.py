@@ -1,6 +1,6 @@
-"""Have a run continue: ask a running one to save and be requeued, or continue one that is over.
+"""Continue a run: ask a running one to save and be requeued, or resubmit one that has ended.
 
-A continuation is another sbatch in the directory of the run's submission. It obeys the same rules
+A continuation is another sbatch in the directory of the run's submission. It follows the same rules
 as a submission: never two jobs, never a lost one, whenever hpml is killed.
 """
 
@@ -44,7 +44,7 @@ def requeue(
     notice: Callable[[str], None] = lambda _: None,
     backends: Backends | None = None,
 ) -> dict[str, str]:
-    """Have a run or one task of an array continue; return `id`, `job_id` and `outcome`.
+    """Continue a run or one task of an array; return `id`, `job_id` and `outcome`.
 
     Raises:
         InputError: there is nothing to continue, or it belongs to another cluster.
@@ -169,7 +169,7 @@ def _start(
         hint = f"`hpml requeue {submission.label}` looks for the job and makes one if there is none"
         raise SchedulerUnavailable(str(error), hint=hint) from error
     except SchedulerError:
-        # Refused: what is on record of its end holds, and this start is answered.
+        # Refused: the recorded end is still valid, and the result of this start is known.
         newest.record_next("refused", "", now=clock())
         if closed:
             reopen(submission, undo=True)

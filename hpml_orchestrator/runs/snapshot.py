@@ -209,7 +209,7 @@ def _is_within(path: str, folder: str) -> bool:
 
 
 def _list_entries(top: str, below: str = "", *, tracked: bool = True) -> dict[str, _Entry]:
-    """Return what the repository at `top`/`below` holds, its submodules and inner ones included.
+    """Return the files of the repository at `top`/`below`, with submodules and nested ones.
 
     All files of a nested repository that is not a submodule count as untracked.
     """

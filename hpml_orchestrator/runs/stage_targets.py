@@ -1,4 +1,4 @@
-"""Fill in what `stage` leaves open: where data goes, and the size of what goes to RAM.
+"""Complete `stage`: the target of each entry, and the size of data in RAM.
 
 `target: auto` becomes RAM if data and job fit well into memory, else the node's disk. The
 staging package is imported only when something is measured.
@@ -96,15 +96,15 @@ def resolve_stage_targets(
 
 
 def _target(size: int, own: int, in_ram: int, room: NodeRoom) -> tuple[str, str]:
-    """Return where an entry of `stage` goes, and why, in words that need no quoting in a script.
+    """Return the target of an entry of `stage`, and the reason, without characters to quote.
 
     Sizes are in MiB per node: of its data once staged (0: not known), of what the job asks for
     itself (0: nothing), and of what other entries bring to RAM.
     """
     if not own:
-        return "local", "the job asks for no memory, to which what goes to RAM would be added"
+        return "local", "the job asks for no memory, to which the data in RAM would be added"
     if not size:
-        return "local", "its size is not known, and RAM has to be asked for"
+        return "local", "its size is not known, and RAM has to be requested"
     if room.memory_mib is None:
         return "local", "node memory is unknown, define it in the site profile"
     left = max(0, room.memory_mib - own)

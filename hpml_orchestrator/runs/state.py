@@ -47,7 +47,7 @@ _COUNT_ORDER = ("running", "waiting", "unknown", "failed")
 
 @dataclass(frozen=True)
 class State:
-    """One submission and its job, or one task of an array, as far as known.
+    """One submission and its job, or one task of an array.
 
     Times are seconds since the epoch.
     """
@@ -91,7 +91,7 @@ class State:
 
     @property
     def unfinished(self) -> bool:
-        """Whether its job may still run, as far as this cluster knows."""
+        """Whether its job may still run."""
         return not (self.over or self.lost)
 
     @property
@@ -135,7 +135,7 @@ def run_of(submission: Submission) -> Run:
 
 
 def keep_ends(state: State) -> None:
-    """Record how a submission ended, or the tasks of an array that are over already."""
+    """Record the end of a submission, or of those tasks of an array that have ended."""
 
     def end(ended: State) -> dict[str, Any]:
         return {"job_id": ended.job_id, **{name: getattr(ended, name) for name in _KEPT}}
@@ -182,7 +182,7 @@ def read_final(submission: Submission, record: Mapping[str, Any]) -> State | Non
 def read_ends(
     submission: Submission, record: Mapping[str, Any], job_id: str
 ) -> dict[int | None, State]:
-    """Return the tasks of an array that are known to be over while others are not, by index."""
+    """Return the tasks of an unfinished array that are recorded as ended, by index."""
     directory = submission.directory
     ends = _read(directory / _ENDS) or _read(directory / _FINAL)
     return _tasks(submission, record, ends, job_id)

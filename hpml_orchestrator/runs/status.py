@@ -217,7 +217,7 @@ class _Unfinished:
         return [job_id for index, job_id in self.job_ids.items() if index not in self.ends]
 
     def state(self, answer: Mapping[str, JobStatus], query_error: str, now: float) -> State:
-        """Combine the scheduler's answer with the records, and record what is over.
+        """Combine the scheduler's answer with the records, and record ends.
 
         Args:
             answer: by job id.

@@ -150,7 +150,7 @@ class Partition:
 
 @dataclass(frozen=True)
 class Limits:
-    """What holds for the whole cluster, from `scontrol show config`."""
+    """Limits of the whole cluster, from `scontrol show config`."""
 
     version: tuple[int, ...] = ()  # such as (22, 5, 8)
     cluster: str = ""

@@ -94,7 +94,7 @@ def parse_state(text: str) -> JobState:
 
 @dataclass(frozen=True)
 class JobStatus:
-    """What a scheduler knows of one job at one moment.
+    """The status of one job at one moment, from a scheduler.
 
     Attributes:
         job_id: the scheduler's id, as text.

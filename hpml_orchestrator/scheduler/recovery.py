@@ -41,11 +41,11 @@ __all__ = [
 ]
 
 GRACE_SECONDS = 120.0
-"""How long an sbatch that is not seen may still be under way, on this machine or another."""
+"""How long an invisible sbatch may still be running, on this machine or another."""
 
 _POLL_SECONDS = 5.0
 UNAVAILABLE_SECONDS = 30.0
-"""When to ask a scheduler again that gives no answer."""
+"""Pause before the next query of a scheduler that does not answer."""
 
 
 @dataclass(frozen=True)

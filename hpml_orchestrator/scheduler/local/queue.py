@@ -1,4 +1,4 @@
-"""Whose turn it is on this machine: jobs start in the order of their numbers.
+"""The queue of this machine: jobs start in the order of their numbers.
 
 Tasks above their array's limit (`%2`), and jobs that wait for others, let later jobs pass. There is
 no daemon: whoever submits, asks, cancels or ends a job calls `schedule`.
@@ -129,7 +129,7 @@ def schedule(home: Home) -> list[Job]:
     """
     jobs = home.active()
     if any(job.request.host != short_hostname() for job in jobs):
-        return jobs  # another machine's, seen through a shared file system
+        return jobs  # of another machine, on a shared file system
     overdue = time.time() - _SPAWN_PATIENCE_SECONDS
     for job in jobs:
         if job.state in (JobState.RUNNING, JobState.COMPLETING) and job.supervisor is None:

@@ -1,4 +1,4 @@
-"""What a script asks for, whether this machine has it, and the Slurm variables that say so."""
+"""Requests of a script, resources of this machine, and the Slurm variables of a job."""
 
 from __future__ import annotations
 

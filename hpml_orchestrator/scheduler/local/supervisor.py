@@ -139,7 +139,7 @@ class _Run:
         self._record(state, code, number, reason)
 
     def _act(self, received: set[int], now: float) -> None:
-        """Do what signals and the clock ask for while the script runs."""
+        """React to signals and to the clock while the script runs."""
         self._change(received)
         if self.ending is not None and self.kill_at == _NEVER:
             self._end(*self.ending)
@@ -168,7 +168,7 @@ class _Run:
             self.ending = (JobState.REQUEUED, "requeued")
 
     def _start(self) -> str:
-        """Start the script; return what is in the way, or nothing."""
+        """Start the script; return why that failed, or nothing."""
         script = os.path.join(self.job.request.directory, "job.sh")
         path = self.job.output
         try:

@@ -325,7 +325,7 @@ class SlurmScheduler:
             reason = f"gone from the queue, and accounting gives no answer: {error}"
             return {key: JobStatus(key, JobState.UNKNOWN, reason=reason) for key in job_ids}
         # Accounting lags: its row for all tasks of an array that wait may still count one that was
-        # taken out, of which nobody keeps a record. The queue was asked before and knows better.
+        # removed, which leaves no record. The queue was queried before and is right.
         asked = set(job_ids)
         rows = [
             row
@@ -423,7 +423,7 @@ class SlurmScheduler:
 
 
 class _NoSuchJobError(SchedulerError):
-    """The controller answered, and knows none of the jobs."""
+    """The controller answered that it has none of the jobs."""
 
 
 def _ids_in(rows: Sequence[Row], directory: Path) -> set[str]:
@@ -434,7 +434,7 @@ def _ids_in(rows: Sequence[Row], directory: Path) -> set[str]:
 
 
 def _whole(job_ids: Sequence[str]) -> list[str]:
-    """Return the ids with arrays in place of their tasks: one id asks for ten thousand."""
+    """Return the ids with arrays in place of their tasks: one id covers ten thousand."""
     return list(dict.fromkeys(job_id.partition("_")[0] for job_id in job_ids))
 
 

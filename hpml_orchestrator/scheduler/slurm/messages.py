@@ -137,10 +137,9 @@ def transport_fault(text: str) -> bool:
 
 
 def not_configured(text: str) -> bool:
-    """Return whether the command found no configuration, and so nobody to send anything to.
+    """Return whether the command found no configuration, and so could contact no controller.
 
-    A client without slurm.conf that knows a slurmd to fetch it from is another matter: there the
-    way to the cluster is at fault.
+    This excludes a client that fetches slurm.conf from a slurmd: there the connection failed.
     """
     return _NO_CONFIGURATION.search(text) is not None and not transport_fault(text)
 

@@ -82,7 +82,7 @@ class Option:
 
 @dataclass(frozen=True)
 class OptionTable:
-    """What a program's getopt knows.
+    """The options of a program's getopt.
 
     Attributes:
         short: letter -> long name.

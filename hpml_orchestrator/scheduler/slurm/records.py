@@ -120,7 +120,7 @@ def _pairs(line: str) -> Iterator[tuple[str, str]]:
 
 
 def parse_config(text: str) -> Fields:
-    r"""Return the values of `scontrol show config`; the first, where a name comes twice.
+    r"""Return the values of `scontrol show config`; the first if a name appears twice.
 
     >>> parse_config("Configuration data as of now\nMaxArraySize    = 1001\n")
     {'MaxArraySize': '1001'}
@@ -135,7 +135,7 @@ def parse_config(text: str) -> Fields:
 
 
 def limits_from(config: Fields) -> Limits:
-    """Return what holds everywhere, from `scontrol show config`."""
+    """Return the limits of the whole cluster, from `scontrol show config`."""
     script = re.search(r"\bmax_script_size=(\d{1,12})\b", config["SchedulerParameters"], re.ASCII)
     enforce = config["EnforcePartLimits"].upper()
     preempts = config["PreemptType"].rpartition("/")[2] not in ("", "none", "(null)")
@@ -209,7 +209,7 @@ def node_from(record: Fields) -> Node:
         tmp_disk_mib=parse_memory(record["TmpDisk"]) or 0,
         gres=parse_gres(record["Gres"]),
         features=frozenset(_names(record["AvailableFeatures"])),
-        # without who gave the reason and when: `bad disk [root@2026-11-20T19:45:34]`
+        # without its author and time: `bad disk [root@2026-11-20T19:45:34]`
         reason=re.sub(r"\s*\[[^\[\]@]*@[^\[\]]*\]$", "", _plain(record["Reason"])),
     )
 
