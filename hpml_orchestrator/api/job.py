@@ -123,7 +123,7 @@ def submit(
     submit_prepared(submission, scheduler, environment=dict(os.environ))
     for line in scheduler_messages(submission):
         _log.warning("%s", line)
-    return Run(submission.sid, records=store.root)
+    return Run(submission, records=store.root)
 
 
 def run(

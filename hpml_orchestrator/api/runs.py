@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import time
+from dataclasses import replace
 from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -27,6 +28,7 @@ from hpml_orchestrator.runs.status import state_of
 from hpml_orchestrator.spec.ages import parse_since
 
 if TYPE_CHECKING:
+    from hpml_orchestrator.records.store import Submission
     from hpml_orchestrator.runs.state import State
 
 __all__ = ["Run", "list_runs", "open_store"]
@@ -44,7 +46,8 @@ class Run:
     """A run on record: a job, a job array or one of its tasks.
 
     Args:
-        word: what names it for `hpml show`: its id, the name of its job, a job id, or `last`.
+        word: what names it for `hpml show`: its id, the name of its job, a job id, or `last`; or
+            its record.
         records: directory of the records; default: `HPML_HOME`.
 
     Attributes:
@@ -55,9 +58,11 @@ class Run:
         InputError: the word names several runs.
     """
 
-    def __init__(self, word: str = "last", *, records: str | Path | None = None) -> None:
+    def __init__(
+        self, word: str | Submission = "last", *, records: str | Path | None = None
+    ) -> None:
         self._store = open_store(records)
-        self._submission = self._store.resolve(word)
+        self._submission = self._store.resolve(word) if isinstance(word, str) else word
         self.id = self._submission.label
 
     def __repr__(self) -> str:
@@ -121,7 +126,8 @@ class Run:
         """Return the tasks of a job array, by index; for a single job only the run itself."""
         if self._submission.index is not None or not self._submission.is_array():
             return [self]
-        return [Run(rid, records=self._store.root) for _, rid in self._submission.runs()]
+        tasks = [replace(self._submission, index=index) for index, _ in self._submission.runs()]
+        return [Run(task, records=self._store.root) for task in tasks]
 
     def logs(self, lines: int = 0) -> str:
         """Return the output so far; bytes that are not UTF-8 become U+FFFD.
@@ -213,4 +219,4 @@ def list_runs(
         in_states=parse_states(state, field="state") if state else (),
         limit=limit,
     )
-    return [Run(one.submission.label, records=store.root) for one in found]
+    return [Run(one.submission, records=store.root) for one in found]
