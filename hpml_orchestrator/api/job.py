@@ -141,15 +141,15 @@ def run(
         job: the job.
         site: as for `submit`.
         local: as for `submit`.
-        check: whether to check the job first, and to raise JobFailedError if it fails.
+        check: as for `submit`.
         records: as for `submit`.
         timeout: seconds to wait; None: without limit.
 
     Raises:
-        JobFailedError: it ended in another state than COMPLETED.
+        JobFailedError: it ended in another state than COMPLETED; `Run("last")` is the run.
         TimeoutError: it has not ended in time; it continues.
         HpmlError: as `submit`.
     """
     submitted = submit(job, site=site, local=local, check=check, records=records)
-    submitted.wait(timeout, check=check)
+    submitted.wait(timeout)
     return submitted

@@ -87,15 +87,15 @@ class Run:
         """Return job id, state, reason, nodes, times (seconds since the epoch) and directories."""
         return state_json(self._state())
 
-    def wait(self, timeout: float | None = None, *, check: bool = True) -> str:
+    def wait(self, timeout: float | None = None, *, must_complete: bool = True) -> str:
         """Wait until the run has ended, and return its state.
 
         Args:
             timeout: seconds to wait; None: without limit.
-            check: whether to raise an error if it did not complete.
+            must_complete: whether to raise an error if it ends in another state than COMPLETED.
 
         Raises:
-            JobFailedError: it ended in another state than COMPLETED.
+            JobFailedError: it did not complete.
             TimeoutError: it has not ended in time; it continues.
         """
         deadline = None if timeout is None else time.monotonic() + timeout
@@ -105,7 +105,7 @@ class Run:
                 raise TimeoutError(f"{self.id} is {state.state} after {timeout:g} s")
 
         state = wait_until_over(self._store, self._submission, each=refuse_late)
-        if check:
+        if must_complete:
             refuse_failed(state)
         return state.state
 

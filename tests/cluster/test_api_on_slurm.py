@@ -24,7 +24,7 @@ slow = submit(Job(name="slow", command=["sleep", "600"], **fields))
 cancelled = slow.cancel()
 print(json.dumps({
     "id": done.id,
-    "states": [before, after, slow.wait(200, check=False)],
+    "states": [before, after, slow.wait(200, must_complete=False)],
     "ranks": sorted(done.logs().split()[-2:]),
     "results": done.results(),
     "info": done.info(),

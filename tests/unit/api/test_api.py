@@ -105,7 +105,7 @@ def test_a_failed_job() -> None:
     failed = submit(shell("exit 3"), local=True)
     with pytest.raises(JobFailedError, match="ended FAILED, exit code 3"):
         failed.wait(LIMIT_SECONDS)
-    assert failed.wait(check=False) == "FAILED"
+    assert failed.wait(must_complete=False) == "FAILED"
     assert failed.results() == {}
 
 
@@ -116,7 +116,7 @@ def test_wait_gives_up_and_cancel_ends_the_job() -> None:
         running.wait(0)
     assert running.state() in {"PENDING", "CONFIGURING", "RUNNING"}
     assert running.cancel().startswith("cancelled job ")
-    assert running.wait(LIMIT_SECONDS, check=False) == "CANCELLED"
+    assert running.wait(LIMIT_SECONDS, must_complete=False) == "CANCELLED"
 
 
 def test_a_job_array_has_a_run_per_task() -> None:
