@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from hpml_orchestrator.check.stages import check_stages
 from hpml_orchestrator.diagnosis.model import DataArgument
 from hpml_orchestrator.errors import HpmlError
-from hpml_orchestrator.runs.bound import node_topology
+from hpml_orchestrator.runs.reporting.binding import node_topology
 from hpml_orchestrator.scheduler.local.resources import cpu_ids, memory_mb
 from hpml_orchestrator.spec.job import Job
 from hpml_orchestrator.spec.values import MIB

@@ -32,7 +32,7 @@ from hpml_orchestrator.check.request import Sizes, cpus_field
 from hpml_orchestrator.check.rules import Verdict, check
 from hpml_orchestrator.errors import HpmlError, InputError, SchedulerUnavailable, counted
 from hpml_orchestrator.records.store import Store
-from hpml_orchestrator.runs.after import outstanding
+from hpml_orchestrator.runs.after import pending_dependencies
 from hpml_orchestrator.runs.backend import check_backend
 from hpml_orchestrator.scheduler.command import Completed, Runner, SubprocessRunner
 from hpml_orchestrator.scheduler.local.resources import (
@@ -180,7 +180,7 @@ def check_job(
         try:
             check_backend(job, backend)
             if dependencies:
-                outstanding(Store(records), job.after, backend=backend)
+                pending_dependencies(Store(records), job.after, backend=backend)
         except HpmlError as fault:
             findings.append(_as_finding(fault))
         findings += check_monitor(job, on_nodes=on_nodes)

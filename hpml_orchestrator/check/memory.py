@@ -20,7 +20,7 @@ from hpml_orchestrator.diagnosis.memory import DeviceNeed, HostNeed, Linear, Way
 from hpml_orchestrator.errors import HpmlError
 from hpml_orchestrator.records.files import read_json, write_json
 from hpml_orchestrator.records.texts import human_bytes
-from hpml_orchestrator.runs.monitored import monitored_nodes, together
+from hpml_orchestrator.runs.reporting.monitor import aggregate_nodes, monitored_nodes
 from hpml_orchestrator.spec.values import MIB, parse_gpus, parse_size_mib
 
 if TYPE_CHECKING:
@@ -350,7 +350,7 @@ def _last_run(job: Job, store: Store) -> Iterator[Finding]:
         asked = parse_size_mib(before["memory"] or 0)
         if not asked or now.memory is None or now.memory > asked:
             return
-        used = together(monitored_nodes(attempt))
+        used = aggregate_nodes(monitored_nodes(attempt))
         peak = used.figures.get("memory_peak_bytes", 0.0) if used else 0.0
         limit = used.figures.get("memory_limit_bytes", 0.0) if used else 0.0
         if ended.get("state") == "OUT_OF_MEMORY":

@@ -13,7 +13,7 @@ from hpml_orchestrator.check.finding import Finding, error, warning
 from hpml_orchestrator.check.request import Sizes
 from hpml_orchestrator.errors import HpmlError
 from hpml_orchestrator.records.texts import first_few
-from hpml_orchestrator.runs.measure import is_compressed
+from hpml_orchestrator.runs.stage_targets import is_compressed
 from hpml_orchestrator.staging.archives import check_archive
 from hpml_orchestrator.staging.faults import OUTSIDE_LINKS, shown
 from hpml_orchestrator.staging.plan import NO_FILE, link_fault

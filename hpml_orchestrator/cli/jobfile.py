@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from hpml_orchestrator.api.submission import check_rendered
 from hpml_orchestrator.check.job import invalid_job
 from hpml_orchestrator.cli.common import (
     AfterOption,
@@ -33,13 +34,12 @@ from hpml_orchestrator.cli.process import (
 )
 from hpml_orchestrator.cli.show import print_summary
 from hpml_orchestrator.cli.submission import (
-    check_rendered,
     job_text,
     report_submission,
     submit_rendered,
 )
 from hpml_orchestrator.errors import InputError, SchedulerUnavailable, counted
-from hpml_orchestrator.runs.after import outstanding
+from hpml_orchestrator.runs.after import pending_dependencies
 from hpml_orchestrator.runs.backend import choose, open_backend
 from hpml_orchestrator.runs.prepare import explained, render_job, write_rendered
 from hpml_orchestrator.runs.submit import resume
@@ -220,7 +220,7 @@ def _resume(store: Store, submission: Submission) -> str:
         open_backend(backend, store, host=str(record["host"])),
         environment=dict(os.environ),
         notice=notice,
-        after=lambda words: outstanding(store, words, backend=backend),
+        after=lambda words: pending_dependencies(store, words, backend=backend),
     )
 
 

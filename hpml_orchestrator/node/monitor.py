@@ -140,7 +140,7 @@ class Monitor:
                 if self._cpus:
                     os.sched_setaffinity(0, self._cpus)
             if self.environment.get("SLURM_NODEID", "0") == "0":  # one node's look is enough
-                targets.sweep(self.target.parent)
+                targets.remove_stale(self.target.parent)
             self._keep_alive()
         except Exception as error:  # noqa: BLE001 - whatever it is, the job goes on
             self._report(f"failed: {type(error).__name__}: {error}")

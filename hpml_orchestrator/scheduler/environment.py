@@ -20,7 +20,7 @@ _DROPPED = frozenset(
     "ROCR_VISIBLE_DEVICES DISPLAY XAUTHORITY XDG_RUNTIME_DIR DBUS_SESSION_BUS_ADDRESS "
     "WINDOWID TERM_SESSION_ID STY".split()
 )
-# Open MPI starts nothing for root, as who runs in a container, unless root says so by these.
+# Open MPI refuses to start as root, the usual user in a container, unless these are set.
 _KEPT = frozenset({"SLURM_CONF", "OMPI_ALLOW_RUN_AS_ROOT", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM"})
 _MINIMAL = frozenset(
     "HOME USER LOGNAME SHELL PATH LANG LANGUAGE TZ TERM MAIL MODULEPATH MODULESHOME LMOD_CMD "

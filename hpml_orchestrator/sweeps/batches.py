@@ -24,7 +24,7 @@ from hpml_orchestrator.records.files import (
 from hpml_orchestrator.records.ids import new_id
 from hpml_orchestrator.records.run import PRUNED
 from hpml_orchestrator.records.store import Store, Submission
-from hpml_orchestrator.runs.after import outstanding
+from hpml_orchestrator.runs.after import pending_dependencies
 from hpml_orchestrator.runs.backend import cluster_name
 from hpml_orchestrator.runs.prepare import prepare, render_job
 from hpml_orchestrator.runs.state import State, run_of
@@ -247,7 +247,7 @@ def _prepare(
         cluster=cluster,
         argv=["hpml", "sweep", "tick", plan.id],
         environment=environment,
-        after=outstanding(store, resolved.job.after, backend=plan.backend),
+        after=pending_dependencies(store, resolved.job.after, backend=plan.backend),
         now=now,
         sid=batch.sid,
         fill=lambda directory: write_text(directory / "points.sh", script),

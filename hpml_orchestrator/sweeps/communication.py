@@ -10,7 +10,7 @@ from statistics import median
 
 import numpy as np
 
-from hpml_orchestrator.runs.monitored import numbers
+from hpml_orchestrator.runs.reporting.monitor import numbers
 from hpml_orchestrator.sweeps.rows import Row
 from hpml_orchestrator.sweeps.statistics import (
     CONFIDENCE,

@@ -20,7 +20,7 @@ from hpml_orchestrator.records.files import create_json, write_json
 from hpml_orchestrator.records.owner import Owner, owner_is_alive, this_owner
 from hpml_orchestrator.runs.backend import backends_of, elsewhere, not_here
 from hpml_orchestrator.runs.cancel import cancel as cancel_runs
-from hpml_orchestrator.runs.submit import settle
+from hpml_orchestrator.runs.submit import determine_outcome
 from hpml_orchestrator.scheduler.recovery import Undecided
 from hpml_orchestrator.sweeps import batches
 from hpml_orchestrator.sweeps.allowance import allowance
@@ -152,7 +152,9 @@ class Controller:
             if not cancelled:
                 self._send(batch)
             elif begun:
-                outcome = settle(self._store, submission, self._scheduler, now=self._clock())
+                outcome = determine_outcome(
+                    self._store, submission, self._scheduler, now=self._clock()
+                )
                 if isinstance(outcome, Undecided):
                     self._undecided.append(outcome.reason)
                 batch.read_answer(self._store)

@@ -28,7 +28,7 @@ from submitit.core.utils import DelayedSubmission, JobPaths
 from hpml_orchestrator.errors import HpmlError, InputError, SchedulerUnavailable, did_you_mean
 from hpml_orchestrator.records.ids import new_id
 from hpml_orchestrator.records.store import Store, Submission, default_root
-from hpml_orchestrator.runs.after import outstanding
+from hpml_orchestrator.runs.after import pending_dependencies
 from hpml_orchestrator.runs.backend import choose, cluster_name, open_backend
 from hpml_orchestrator.runs.cancel import cancel
 from hpml_orchestrator.runs.prepare import Rendered, prepare, render_job
@@ -103,7 +103,7 @@ class HpmlInfoWatcher(core.InfoWatcher):
             for (job_id, run), state in zip(submissions.items(), answer, strict=True):
                 info = {"State": state.state, "Reason": state.reason, "NodeList": state.nodes}
                 self._info_dict[job_id] = {"JobID": job_id, "Run": run.label, **info}
-                if state.over or state.lost or not run.directory.exists():
+                if not state.unfinished or not run.directory.exists():
                     self._finished.add(job_id)
 
 
@@ -301,7 +301,7 @@ class HpmlExecutor(core.Executor):
                 cluster=cluster_name(scheduler),
                 argv=sys.argv,
                 environment=os.environ,
-                after=outstanding(store, job.after, backend=backend),
+                after=pending_dependencies(store, job.after, backend=backend),
                 sid=sid,
                 record=self._texts(rendered),
             )

@@ -14,16 +14,16 @@ from typing import TYPE_CHECKING, Any
 
 from hpml_orchestrator.errors import HpmlError, NotFoundError, RecordError, counted
 from hpml_orchestrator.records.files import read_json, read_text_or_nothing
-from hpml_orchestrator.runs.bound import node_topology
-from hpml_orchestrator.runs.described import Hours, hours_of
 from hpml_orchestrator.runs.life import Life, read_life
-from hpml_orchestrator.runs.monitored import (
+from hpml_orchestrator.runs.reporting.binding import node_topology
+from hpml_orchestrator.runs.reporting.description import Hours, hours_of
+from hpml_orchestrator.runs.reporting.monitor import (
     JOULES_PER_KWH,
+    aggregate_nodes,
     monitored_nodes,
     numbers,
-    together,
 )
-from hpml_orchestrator.runs.summary import Summary, binding_of, summarise
+from hpml_orchestrator.runs.reporting.summary import Summary, binding_of, summarise
 
 if TYPE_CHECKING:
     from hpml_orchestrator.records.store import Attempt, Submission
@@ -304,7 +304,7 @@ def _cpu_model(attempt: Attempt, node: str) -> str:
 def _monitored(summary: Summary, earlier: Sequence[Attempt]) -> dict[str, Any]:
     """Return energy of all attempts and activity of the last one's GPUs, where monitored."""
     last = summary.monitor
-    wholes = [last, *(together(monitored_nodes(attempt)) for attempt in earlier)]
+    wholes = [last, *(aggregate_nodes(monitored_nodes(attempt)) for attempt in earlier)]
     figures = [gpu.figures for gpu in (last.gpus if last else ())]
     every = [gpu.figures for whole in wholes if whole for gpu in whole.gpus]
     joules = [gpu["energy_joules"] for gpu in every if "energy_joules" in gpu]

@@ -16,7 +16,7 @@ from hpml_orchestrator.diagnosis import templates
 from hpml_orchestrator.diagnosis.templates import number, percent
 from hpml_orchestrator.errors import counted
 from hpml_orchestrator.records.texts import first_few
-from hpml_orchestrator.runs.monitored import numbers
+from hpml_orchestrator.runs.reporting.monitor import numbers
 from hpml_orchestrator.sweeps.communication import Crossover
 from hpml_orchestrator.sweeps.facts import (
     MEASURED,

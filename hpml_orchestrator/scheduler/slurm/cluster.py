@@ -18,7 +18,7 @@ from hpml_orchestrator.errors import SchedulerUnavailable
 from hpml_orchestrator.records.run import user_name
 from hpml_orchestrator.scheduler.cluster import Cluster
 from hpml_orchestrator.scheduler.command import SubprocessRunner
-from hpml_orchestrator.scheduler.slurm.ask import ask, unusable
+from hpml_orchestrator.scheduler.slurm.ask import ask, slurm_error
 from hpml_orchestrator.scheduler.slurm.messages import denied
 from hpml_orchestrator.scheduler.slurm.records import (
     ASSOCIATION_FIELDS,
@@ -53,7 +53,7 @@ def read_cluster(
     user: str | None = None,
     groups: Iterable[str] | None = None,
 ) -> Cluster:
-    """Return the cluster as its controller, and its accounting where there is one, describe it.
+    """Return the cluster as its controller, and its accounting if available, describe it.
 
     Args:
         run: starts commands.
@@ -80,7 +80,7 @@ def read_cluster(
             return done.stdout
         if kind != "config" and denied(done.stderr):
             return ""  # a site that shows its users less (PrivateData); newer ones print nothing
-        raise unusable("scontrol", done)
+        raise slurm_error("scontrol", done)
 
     def account(*arguments: str) -> str | None:
         return _account(runner, arguments, env, _ACCOUNTING_SECONDS)

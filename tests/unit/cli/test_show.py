@@ -170,7 +170,7 @@ def test_a_node_whose_ranks_have_not_started(hpml: Hpml, shell: Shell, attempt: 
 
 def test_missing_records_are_reported(hpml: Hpml, attempt: Path) -> None:
     """No record at all, a part of a node's ranks, and a proof that is damaged."""
-    no_record = "binding    not proven: gpu-local, there is no record of any rank\n"
+    no_record = "binding    not proven: gpu-local, no rank left a record\n"
     assert no_record in hpml("show", "bound").out
     write_json(attempt / "nodes" / "n0.topology.json", topology_json(milan()))
     (attempt / "plan" / "n0.txt").write_text(write(plan(milan(), 4)))

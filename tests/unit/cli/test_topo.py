@@ -10,7 +10,7 @@ import pytest
 
 from hpml_orchestrator.cli.topopicture import boxes_of_places, boxes_of_plan, names, picture
 from hpml_orchestrator.placement.planner import plan
-from hpml_orchestrator.runs.bound import Place
+from hpml_orchestrator.runs.reporting.binding import Place
 from hpml_orchestrator.topology.cpulist import format_list, parse_list
 from hpml_orchestrator.topology.model import Core, Domain, Topology
 from hpml_orchestrator.topology.recognise import parse_xml, read_topology

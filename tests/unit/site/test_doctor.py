@@ -118,7 +118,7 @@ def test_a_configuration_that_is_not_there_is_told_at_once(
     monkeypatch.setenv("SLURM_CONF", f"{tmp_path}/nowhere.conf")
     slurm = found(Store(tmp_path / "records"))["Slurm"]
     assert slurm.result == "missing"
-    assert slurm.found == f"SLURM_CONF names {tmp_path}/nowhere.conf, and there is no such file"
+    assert slurm.found == f"SLURM_CONF names {tmp_path}/nowhere.conf, which does not exist"
     runner = SubprocessRunner()
     with pytest.raises(ConfigurationMissing, match="SLURM_CONF names"):
         initialise(runner, dict(os.environ), writer="t", when="today")

@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 from hpml_orchestrator.records.events import VOCABULARY, Event, append
 from hpml_orchestrator.records.files import append_line
 from hpml_orchestrator.records.run import Attempt
-from hpml_orchestrator.runs.show import attempt_reports, summary_lines
-from hpml_orchestrator.runs.summary import Timeline, phases, summarise
+from hpml_orchestrator.runs.reporting.summary import Timeline, phases, summarise
+from hpml_orchestrator.runs.reporting.text import attempt_reports, summary_lines
 from hpml_orchestrator.scheduler.model import JobState
 
 if TYPE_CHECKING:
@@ -220,7 +220,7 @@ STEP = Event(9.0, "step", "n1", 0, {"samples_total": 7}).to_json() + "\n"
     ],
 )
 def test_the_milestones_tell_all(world: World, submitted: Submission, end: str) -> None:
-    """However the nodes' files end; of what lies between a rank's first and last count nothing."""
+    """However the files end; events between the first and last of a rank do not matter."""
     directory = world.starts(submitted, "1")
     for node in ("a1", "n1"):
         path = directory / "events" / f"{node}.jsonl"
@@ -255,7 +255,7 @@ def test_the_phases_reach_the_schedulers_end(
 
 
 def test_a_run_in_words(world: World, submitted: Submission) -> None:
-    """Each line has a name and says what matters."""
+    """Each line has a name and its text."""
     trained(world, submitted)
     state = world.state(submitted)
     lines = dict(summary_lines(state, summarise(state)))
@@ -307,7 +307,7 @@ def test_a_requeued_run_says_how_each_attempt_ended(
 
 
 def _attempts_told(world: World, submission: Submission) -> list[str]:
-    """What the summary says of attempts; without requeues nothing."""
+    """The line about attempts; none without requeues."""
     state = world.state(submission)
     lines = summary_lines(state, summarise(state))
     names = [name for name, _ in lines]

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from hpml_orchestrator.records.store import Attempt
     from hpml_orchestrator.topology.model import Topology
 
-__all__ = ["Bound", "Place", "Unreadable", "bound_of", "node_topology"]
+__all__ = ["BindingReport", "Place", "Unreadable", "node_topology", "read_binding"]
 
 _SUFFIX = ".proof.json"
 _SHOWN_NODES = 3
@@ -31,14 +31,14 @@ class Place:
     rank: int
     local_rank: int
     node: str  # Slurm's name of it
-    gpu: str | None = None  # PCI address (or name); None without one, and where it is not known
+    gpu: str | None = None  # PCI address (or name); None without one, or if unknown
     cpus: str = ""  # CPUs that it may run on, in the kernel's list format; empty where not known
     cores: int | None = None  # number of physical cores of those
     numa: tuple[int, ...] = ()  # NUMA domains that those are in
     distance: int | None = None  # largest NUMA distance from its GPU to one of its CPUs
     nic: str = ""  # its network card; empty without one
     threads: int | None = None  # OMP_NUM_THREADS; None where not set
-    right: bool | None = None  # whether it is bound as planned; None where that was not verified
+    right: bool | None = None  # whether it is bound as planned; None if not verified
     wrong: tuple[str, ...] = ()  # what is wrong, one sentence each
 
 
@@ -51,10 +51,10 @@ class Unreadable:
 
 
 @dataclass(frozen=True)
-class Bound:
+class BindingReport:
     """The binding of an attempt, as far as it was recorded."""
 
-    line: str = ""  # a summary in one line; empty where nothing was recorded
+    line: str = ""  # a summary in one line; empty if nothing was recorded
     places: tuple[Place, ...] = ()  # by rank
     proofs: tuple[NodeProof, ...] = ()  # of the nodes, by name
     unreadable: tuple[Unreadable, ...] = ()
@@ -69,9 +69,9 @@ class Bound:
         }
 
 
-def bound_of(
+def read_binding(
     attempt: Attempt, asked: object = None, records: Sequence[Mapping[str, Any]] | None = None
-) -> Bound:
+) -> BindingReport:
     """Return what is known of an attempt's binding; damaged records are reported, never raised.
 
     Args:
@@ -94,7 +94,7 @@ def bound_of(
     total = max([len(places), sum(proof.expected for proof in proofs), *sizes])
     ended = attempt.ended
     failed = ended is not None and ended.get("reason") == "binding"
-    # Before any rank was to start there is nothing to record.
+    # Nothing is recorded before the ranks start.
     planned = next((attempt.directory / "plan").glob("*.txt"), None) is not None
     had_ranks = ended is not None and (planned or failed or ended.get("exit_code") == 0)
     line = ""
@@ -103,11 +103,13 @@ def bound_of(
         line += "; the job failed for it (verify: strict)" * (bad and failed)
     wrong = any(proof.wrong or any(rank.wrong for rank in proof.ranks) for proof in proofs)
     ordered = sorted(places.values(), key=lambda place: (place.rank, place.node, place.local_rank))
-    return Bound(line, tuple(ordered), tuple(proofs), tuple(unreadable), fatal=wrong and failed)
+    return BindingReport(
+        line, tuple(ordered), tuple(proofs), tuple(unreadable), fatal=wrong and failed
+    )
 
 
 def node_topology(attempt: Attempt, node: str) -> Topology | None:
-    """Return the topology that a node's agent recorded; None where it is missing or damaged."""
+    """Return the topology that a node's agent recorded; None if missing or damaged."""
     from hpml_orchestrator.topology.model import topology_of_json  # noqa: PLC0415
 
     try:
@@ -185,7 +187,7 @@ def _line(
     if policy == "none":
         return "none: nothing was bound", False
     if not total:
-        return f"not proven: {policy}, there is no record of any rank", True
+        return f"not proven: {policy}, no rank left a record", True
     if verify == "off":
         return f"not proven: {policy}, verify is off", True
     if verified < total:

@@ -1,6 +1,6 @@
-"""Fill in what `stage` leaves open: where data goes, and the size of what goes to RAM.
+"""Complete `stage`: the target of each entry, and the size of data in RAM.
 
-`target: auto` becomes RAM where the data fits well beside the job, else the node's disk. The
+`target: auto` becomes RAM if data and job fit well into memory, else the node's disk. The
 staging package is imported only when something is measured.
 """
 
@@ -22,10 +22,10 @@ if TYPE_CHECKING:
     from hpml_orchestrator.spec.load import ResolvedJob
     from hpml_orchestrator.spec.site import Site
 
-__all__ = ["NodeRoom", "is_compressed", "measured", "room_of_site"]
+__all__ = ["NodeRoom", "is_compressed", "resolve_stage_targets", "room_of_site"]
 
 RAM_SHARE = 0.5
-"""Of the memory that a node has beside what the job asks for, how much staging may take: the rest
+"""Share of the memory not requested by the job that staging may use: the rest
 is for the page cache, for other jobs, and for what the job did not foresee."""
 
 _PAGE_BYTES = 4096
@@ -42,7 +42,7 @@ class NodeRoom:
 
 
 def room_of_site(job: Job, site: Site | None) -> NodeRoom:
-    """Return what a site profile tells of the nodes of a job's partition."""
+    """Return the nodes' memory and disks by the site profile, for a job's partition."""
     if site is None:
         return NodeRoom()
     partition = job.resources.partition
@@ -57,10 +57,10 @@ def room_of_site(job: Job, site: Site | None) -> NodeRoom:
     )
 
 
-def measured(
+def resolve_stage_targets(
     resolved: ResolvedJob, room: NodeRoom = NodeRoom()
 ) -> tuple[ResolvedJob, dict[str, str]]:
-    """Return the job with a target for every `auto`, and the size of all that goes to RAM.
+    """Return the job with a target for every `auto`, and the size of all data in RAM.
 
     The second value is why each `auto` became what it is, by the name of its entry.
 
@@ -96,19 +96,19 @@ def measured(
 
 
 def _target(size: int, own: int, in_ram: int, room: NodeRoom) -> tuple[str, str]:
-    """Return where an entry of `stage` goes, and why, in words that need no quoting in a script.
+    """Return the target of an entry of `stage`, and the reason, without characters to quote.
 
     Sizes are in MiB per node: of its data once staged (0: not known), of what the job asks for
     itself (0: nothing), and of what other entries bring to RAM.
     """
     if not own:
-        return "local", "the job asks for no memory, to which what goes to RAM would be added"
+        return "local", "the job asks for no memory, to which the data in RAM would be added"
     if not size:
-        return "local", "its size is not known, and RAM has to be asked for"
+        return "local", "its size is not known, and RAM has to be requested"
     if room.memory_mib is None:
-        return "local", "the memory of the nodes is not known, a site profile would tell it"
+        return "local", "node memory is unknown, define it in the site profile"
     left = max(0, room.memory_mib - own)
-    beside = f"{size_text(left)} that a node has beside the {size_text(own)} of the job"
+    beside = f"{size_text(left)} of node memory left by the {size_text(own)} of the job"
     if room.disk_mib is not None and size > room.disk_mib and in_ram + size <= left:
         disk = size_text(room.disk_mib)
         return "shm", f"{size_text(size)} fit into the {beside}, not on a disk of {disk}"
@@ -119,7 +119,7 @@ def _target(size: int, own: int, in_ram: int, room: NodeRoom) -> tuple[str, str]
 
 
 def is_compressed(stage: Stage) -> bool:
-    """Whether only unpacking an archive would tell how much it holds."""
+    """Whether the size of an archive's content is unknown before unpacking."""
     from hpml_orchestrator.staging.request import SUFFIXES  # noqa: PLC0415 - few jobs stage data
 
     name = stage.source.lower()
@@ -151,10 +151,10 @@ def _size(stage: Stage, index: int) -> int:
 
 
 def _bytes_in_ram(stage: Stage) -> int | None:
-    """Return what staging would take in RAM for an entry; None where only unpacking would tell.
+    """Return the RAM that staging an entry takes; None if unknown before unpacking.
 
     Raises:
-        HpmlError: an archive or pack is damaged or not what the job file says.
+        HpmlError: an archive or pack is damaged, or not of the kind in the job file.
         OSError: it cannot be read.
     """
     from hpml_orchestrator.staging.faults import Retry  # noqa: PLC0415

@@ -1,4 +1,4 @@
-"""What nodes' monitors wrote down is told: per node, of all nodes, and what is odd."""
+"""Figures of the nodes' monitors: per node, of all nodes, and what is unusual."""
 
 from __future__ import annotations
 
@@ -11,7 +11,12 @@ import pytest
 
 from hpml_orchestrator.records import targets
 from hpml_orchestrator.records.store import Attempt
-from hpml_orchestrator.runs.monitored import Monitored, monitor_lines, monitored_nodes, together
+from hpml_orchestrator.runs.reporting.monitor import (
+    Monitored,
+    aggregate_nodes,
+    monitor_lines,
+    monitored_nodes,
+)
 from hpml_orchestrator.scheduler.model import JobState
 
 if TYPE_CHECKING:
@@ -77,7 +82,7 @@ def test_nodes_are_added_up(attempt: Attempt) -> None:
     first = record(mean_cpus=2.0, memory_peak_bytes=3.0 * GIB, io_read_bytes=10.0, oom_events=1.0)
     second = record(mean_cpus=1.5, memory_peak_bytes=1.0 * GIB, io_read_bytes=5.0, cpus=4.0)
     nodes = write(attempt, n1=first, n2=second)
-    whole = together(nodes)
+    whole = aggregate_nodes(nodes)
     assert whole is not None
     assert whole.figures == {
         "mean_cpus": 3.5,
@@ -110,7 +115,7 @@ def test_trouble_is_told(attempt: Attempt) -> None:
 
 
 def test_what_is_missing_at_the_end_is_told(attempt: Attempt) -> None:
-    """The monitor was killed: its last word is older than the job's end."""
+    """The monitor was killed: its last record is older than the job's end."""
     nodes = write(attempt, n1=record(mean_cpus=1.0, updated=1000.0))
     told = "the last 25 s are missing: the monitor was killed"
     assert monitor_lines(nodes, ended=1025.0)[1:] == [told]
@@ -123,7 +128,7 @@ def test_what_is_missing_at_the_end_is_told(attempt: Attempt) -> None:
     ["", "{", "[]", '{"schema_version": 99}', '{"schema_version": 1, "job": 7, "gpus": [3, "x"]}'],
 )
 def test_damaged_files_are_passed_over(attempt: Attempt, text: str) -> None:
-    """And what is no number in a good one."""
+    """So are values in a good one that are not numbers."""
     nodes = write(attempt, n1=text, n2=record(mean_cpus=1.0, cpus="four"))  # type: ignore[arg-type]
     assert monitor_lines(nodes)[0] == "1.0 CPUs busy"
 

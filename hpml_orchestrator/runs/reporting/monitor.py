@@ -20,10 +20,10 @@ __all__ = [
     "JOULES_PER_KWH",
     "Gpu",
     "Monitored",
+    "aggregate_nodes",
     "monitor_lines",
     "monitored_nodes",
     "numbers",
-    "together",
 ]
 
 _SUFFIX = ".monitor.json"
@@ -63,7 +63,7 @@ class Monitored:
     updated: float = 0.0  # when it was last recorded, seconds since the epoch
     # `memory_peak_bytes` is without the page cache, of all nodes that of the one that had most;
     # `memory_with_cache_peak_bytes` is the kernel's; `io_read_bytes` and `io_write_bytes` are of
-    # storage, `io_syscall_…_bytes` all that was read and written.
+    # storage, `io_syscall_…_bytes` everything that was read and written.
     figures: Mapping[str, float] = field(default_factory=dict)
     # What ranks reported: `samples`, `steps`, `data_wait_seconds`, `comm_seconds`.
     training: Mapping[str, float] = field(default_factory=dict)
@@ -128,8 +128,8 @@ def _sums(mappings: Iterable[Mapping[str, float]]) -> dict[str, float]:
     return total
 
 
-def together(nodes: Sequence[Monitored]) -> Monitored | None:
-    """Return the figures of all nodes; None where no node was monitored.
+def aggregate_nodes(nodes: Sequence[Monitored]) -> Monitored | None:
+    """Return the figures of all nodes; None if no node was monitored.
 
     CPU time, I/O, energy and counts are sums. Memory is that of the node with most.
     """
@@ -179,14 +179,14 @@ def _joined(gpus: Sequence[Gpu]) -> Gpu:
 def monitor_lines(
     nodes: Sequence[Monitored], *, ready: Sequence[str] = (), ended: float | None = None
 ) -> list[str]:
-    """Return a line of all nodes, one per node where they are few, and what is missing.
+    """Return a line for all nodes, one per node if they are few, and what is missing.
 
     Args:
         nodes: what was recorded.
         ready: names of the nodes that the run had.
         ended: when it was over; None while it runs.
     """
-    whole = together(nodes)
+    whole = aggregate_nodes(nodes)
     if whole is None:
         return []
     lines = [_line(whole)]
@@ -228,7 +228,7 @@ def _line(node: Monitored) -> str:
 
 
 def _gpu_text(node: Monitored, gpu: Gpu) -> str:
-    """Return what the GPUs of a node did; empty where it has none."""
+    """Return what the GPUs of a node did; empty without GPUs."""
     if not node.gpus:
         return ""
     parts = [counted(len(node.gpus), "GPU")]

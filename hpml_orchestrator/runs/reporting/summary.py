@@ -8,16 +8,16 @@ from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
 from hpml_orchestrator.errors import HpmlError
-from hpml_orchestrator.runs.bound import Bound, bound_of
 from hpml_orchestrator.runs.damaged import naming_damage
-from hpml_orchestrator.runs.monitored import (
+from hpml_orchestrator.runs.reporting.binding import BindingReport, read_binding
+from hpml_orchestrator.runs.reporting.monitor import (
     Monitored,
+    aggregate_nodes,
     monitor_lines,
     monitored_nodes,
     numbers,
-    together,
 )
-from hpml_orchestrator.runs.staged import Staged, collected_lines, staged_entries
+from hpml_orchestrator.runs.reporting.staging import Staged, collected_lines, staged_entries
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
@@ -34,7 +34,7 @@ class Phase:
     """One stretch of a run's time.
 
     The names are `queue`, `start-up`, `staging`, `launch`, `rendezvous`, `warm-up`, `training`,
-    `end`; `running` where the program reports nothing of itself.
+    `end`; `running` if the program reports nothing.
     """
 
     name: str
@@ -62,7 +62,7 @@ class Summary:
     training: list[dict[str, float]] = field(default_factory=list)
     # Share of the step time spent waiting for data since the warm-up, as the mean of the ranks.
     data_wait_ratio: float | None = None
-    # Of all ranks, as the result says, else by the counters since the warm-up ended.
+    # Of all ranks: by the result, else by the counters since the warm-up ended.
     samples_per_second: float | None = None
     binding: str = ""  # whether the ranks are bound as planned, in one line
     binding_failed: bool = False  # whether the job failed because they are not
@@ -73,17 +73,19 @@ class Summary:
     signals: dict[str, tuple[int, float]] = field(default_factory=dict)
     command: list[str] = field(default_factory=list)  # as rank 0 received it; empty if not recorded
     bindings: list[dict[str, Any]] = field(default_factory=list)  # of the ranks, as recorded
-    bound: Bound = field(default_factory=Bound)  # the same with what the nodes verified
+    bound: BindingReport = field(
+        default_factory=BindingReport
+    )  # the same with what the nodes verified
 
     def to_json(self) -> dict[str, Any]:
         """Return the summary for programs, without the binding of each rank."""
-        value = asdict(replace(self, bindings=[], bound=Bound()))
+        value = asdict(replace(self, bindings=[], bound=BindingReport()))
         del value["bindings"], value["bound"]
         return value
 
 
 def summarise(state: State) -> Summary:
-    """Return the summary of a run's last attempt; empty where nothing was recorded.
+    """Return the summary of a run's last attempt; empty if nothing was recorded.
 
     Raises:
         RecordError: its records may not be read, or are damaged.
@@ -144,7 +146,7 @@ def _summary(state: State, attempt: Attempt) -> Summary:
         samples_per_second=rate,
         binding=bound.line,
         binding_failed=bound.fatal,
-        monitor=together(monitored),
+        monitor=aggregate_nodes(monitored),
         monitored=monitored,
         monitor_lines=monitor_lines(
             monitored, ready=[event.node for event in ready], ended=script_ended
@@ -156,7 +158,7 @@ def _summary(state: State, attempt: Attempt) -> Summary:
     )
 
 
-def binding_of(state: State, records: Sequence[Mapping[str, Any]] | None = None) -> Bound:
+def binding_of(state: State, records: Sequence[Mapping[str, Any]] | None = None) -> BindingReport:
     """Return the binding of the last attempt's ranks.
 
     Args:
@@ -168,12 +170,12 @@ def binding_of(state: State, records: Sequence[Mapping[str, Any]] | None = None)
     """
     attempt = state.run.newest()
     if attempt is None:
-        return Bound()
+        return BindingReport()
     try:
         asked = state.submission.record()["job"]["binding"]
     except (HpmlError, KeyError, TypeError):
         asked = None
-    return bound_of(attempt, asked, records)
+    return read_binding(attempt, asked, records)
 
 
 class Timeline:
@@ -227,6 +229,8 @@ class Timeline:
         """
         ranks = []
         for rank, counters in sorted(self.steps.items()):
+            # The first event is the origin, not part of the sum: what was counted before it belongs
+            # to the warm-up. A drop of `steps` means that the rank was started again from 0.
             seconds = counters[-1].time - counters[0].time
             figures = {"rank": float(rank), "seconds": seconds}
             before = _totals(counters[0])
@@ -280,10 +284,13 @@ def phases(
         timeline: the attempt's.
         queued: when it was submitted.
         bound: when each rank became its program.
-        left: when the script ended; None where it left no record.
+        left: when the script ended; None if that was not recorded.
         ended: when the job was over.
     """
     first, trained = timeline.first, timeline.trained
+    # Each phase ends at its mark, in this order, and the next begins there. A mark may be missing:
+    # not every program reports all events, and a killed job reports no end. Then the time goes to
+    # the next phase with a mark, so that the sum stays the whole duration.
     marks: dict[str, float | None] = {
         "queue": first.get("started"),
         "start-up": first.get("staging", first.get("ready")),

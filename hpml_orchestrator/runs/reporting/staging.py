@@ -30,8 +30,8 @@ class Staged:
     seconds: float = 0.0
     bytes_per_second: float = 0.0  # 0 where no node copied anything
     methods: tuple[str, ...] = ()  # how it was copied, each once
-    reused: int = 0  # number of nodes where it was already
-    kept: int = 0  # number of nodes where it stays for later jobs
+    reused: int = 0  # number of nodes that had it already
+    kept: int = 0  # number of nodes that keep it for later jobs
     private: str = ""  # why later jobs cannot reuse it
     evicted: tuple[str, ...] = ()  # sources that were removed to make room for it
     digests: tuple[str, ...] = ()  # of names, sizes and contents, each once

@@ -20,8 +20,8 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from hpml_orchestrator.records.store import Attempt
+    from hpml_orchestrator.runs.reporting.summary import Summary
     from hpml_orchestrator.runs.state import State
-    from hpml_orchestrator.runs.summary import Summary
 
 __all__ = [
     "RESULT_FILE",

@@ -12,13 +12,13 @@ import pytest
 from hpml_orchestrator.placement.proof import NodeProof, RankProof, proof_json
 from hpml_orchestrator.records.files import append_line, write_json
 from hpml_orchestrator.records.store import Attempt
-from hpml_orchestrator.runs.bound import bound_of
+from hpml_orchestrator.runs.reporting.binding import read_binding
 
 LOCAL = {"policy": "gpu-local", "verify": "warn"}
 
 
 def rank(number: int, local: int, *wrong: str, live: bool = True) -> RankProof:
-    """A rank of a milan node, where it should be unless something is said to be wrong."""
+    """A rank of a milan node, bound as planned unless a fault is given."""
     domain = 3 - local
     return RankProof(
         rank=number,
@@ -89,7 +89,7 @@ def end(attempt: Attempt, code: int, reason: str) -> None:
 def test_every_rank_is_bound_as_planned(attempt: Attempt) -> None:
     """The line counts all nodes' ranks, and each of them has a place."""
     prove(attempt, node(1), node(0))
-    bound = bound_of(attempt, LOCAL)
+    bound = read_binding(attempt, LOCAL)
     assert bound.line == "gpu-local, 8 of 8 ranks bound as planned"
     assert [(place.rank, place.node, place.right) for place in bound.places] == [
         (number, f"n{number // 4}", True) for number in range(8)
@@ -115,7 +115,7 @@ DONE, FATAL = (0, "completed"), (79, "binding")
     ("proofs", "records", "ended", "asked", "line"),
     [
         ([], [], None, LOCAL, ""),
-        ([], [], (1, "failed"), LOCAL, ""),  # before any rank was to start
+        ([], [], (1, "failed"), LOCAL, ""),  # before the ranks start
         ([ODD, node(1)], [], None, LOCAL, "2 of 8 ranks WRONG"),
         ([ODD, node(1, "x")], [], DONE, LOCAL, "2 of 8 ranks WRONG, node n1 WRONG"),
         ([ONE], [], FATAL, None, f"1 of 1 rank WRONG{FAILED}"),
@@ -128,7 +128,7 @@ DONE, FATAL = (0, "completed"), (79, "binding")
         ([BEHIND], [0, 1], None, LOCAL, "not proven: gpu-local, 1 of 4 ranks verified so far"),
         ([ALONE], [], None, LOCAL, "4 of 4 ranks bound as planned (1 checked at their start only)"),
         ([node(0, warnings=(FAR,))], [], None, LOCAL, "4 of 4 ranks bound as planned; 1 warning"),
-        ([], [], DONE, LOCAL, "not proven: gpu-local, there is no record of any rank"),
+        ([], [], DONE, LOCAL, "not proven: gpu-local, no rank left a record"),
     ],
 )
 def test_the_binding_in_one_line(
@@ -139,12 +139,12 @@ def test_the_binding_in_one_line(
     asked: object,
     line: str,
 ) -> None:
-    """Wrong, unproven, missing and unbound ranks are told apart."""
+    """Wrong, unproven, missing and unbound ranks are distinguished."""
     prove(attempt, *proofs)
     bind(attempt, *(record(number) for number in records))
     if ended:
         end(attempt, *ended)
-    bound = bound_of(attempt, asked)
+    bound = read_binding(attempt, asked)
     begins = line[:1].isdigit() * "gpu-local, "
     assert bound.line == f"{begins}{line}"
     assert bound.fatal == ("WRONG" in line and FAILED in line)
@@ -155,9 +155,9 @@ def test_a_node_without_a_proof_is_missed(attempt: Attempt) -> None:
     prove(attempt, node(0))
     bind(attempt, record(0, world_size=8))
     expected = "not proven: gpu-local, 4 of 8 ranks verified so far"
-    assert bound_of(attempt, LOCAL).line == expected
+    assert read_binding(attempt, LOCAL).line == expected
     (attempt.directory / "binding" / "n0.proof.json").unlink()
-    (place,) = bound_of(attempt, LOCAL).places
+    (place,) = read_binding(attempt, LOCAL).places
     assert (place.gpu, place.cpus, place.right) == ("0", "0-15,64-79", None)
     assert (place.nic, place.threads, place.cores) == ("mlx5_1", 16, None)
 
@@ -182,10 +182,10 @@ def damaged(**values: Any) -> str:
     ],
 )
 def test_a_damaged_proof_is_told(attempt: Attempt, text: str, why: str) -> None:
-    """The other nodes' proofs count, and the line says that one cannot be read."""
+    """The proofs of the other nodes count, and the line names the unreadable one."""
     prove(attempt, node(0))
     (attempt.directory / "binding" / "n1.proof.json").write_text(text)
-    told = bound_of(attempt, LOCAL)
+    told = read_binding(attempt, LOCAL)
     assert told.line.startswith("not proven: the proof of n1 cannot be read (")
     assert why in told.unreadable[0].why
     assert str(attempt.directory) not in told.line

@@ -1,4 +1,4 @@
-"""What came of each entry of `stage`, joined over the nodes, in words."""
+"""The result of each entry of `stage`, combined over the nodes, as text."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 from hpml_orchestrator.node.results import NodeResults
 from hpml_orchestrator.records.events import Event
 from hpml_orchestrator.records.files import read_json
-from hpml_orchestrator.runs.staged import (
+from hpml_orchestrator.runs.reporting.staging import (
     collected_lines,
     staged_entries,
     staged_lines,
@@ -61,7 +61,7 @@ def test_nodes_are_joined() -> None:
 
 
 def test_reuse_and_what_it_cost_is_said() -> None:
-    """Data that was there already has no rate; a private base and what had to go are told."""
+    """Data that was there already has no rate; a private base and removed data are reported."""
     again = {**ENTRY, "seconds": 0.004, "reused": True, "kept": True, "bytes_per_second": 0}
     assert lines(ready(again))[0].endswith("there already (4 ms); kept for later jobs")
     why = "/tmp is this job's own"
@@ -83,7 +83,7 @@ def test_nodes_that_differ_are_told() -> None:
 
 
 def test_results_of_a_node_that_was_killed_meanwhile(tmp_path: Path) -> None:
-    """What had come is told, and what had not; so is a node that wrote nothing down."""
+    """Collected and missing results are reported, and nodes without a record."""
 
     class KilledError(BaseException):
         """Ends the node, as SIGKILL would."""

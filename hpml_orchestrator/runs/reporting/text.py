@@ -15,18 +15,18 @@ from hpml_orchestrator.records.texts import (
     seconds_text,
     zoned_text,
 )
-from hpml_orchestrator.runs.described import command_text, describe, figures
-from hpml_orchestrator.runs.monitored import numbers
-from hpml_orchestrator.runs.staged import staged_lines
-from hpml_orchestrator.runs.summary import Summary
-from hpml_orchestrator.scheduler.model import JobState
+from hpml_orchestrator.runs.reporting.description import command_text, describe, figures
+from hpml_orchestrator.runs.reporting.monitor import numbers
+from hpml_orchestrator.runs.reporting.staging import staged_lines
+from hpml_orchestrator.runs.reporting.summary import Summary
+from hpml_orchestrator.scheduler.model import parse_state
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from hpml_orchestrator.records.store import Attempt
-    from hpml_orchestrator.runs.described import Description
     from hpml_orchestrator.runs.life import Life
+    from hpml_orchestrator.runs.reporting.description import Description
     from hpml_orchestrator.runs.state import State
 
 __all__ = ["AttemptReport", "array_lines", "attempt_reports", "summary_lines", "task_rows"]
@@ -37,8 +37,6 @@ _SHOWN_FIGURES = 100
 _LINE_CHARS = 88
 _COMMAND_CHARS = 4000
 _SHORT_SECONDS = 10
-_WAITING = [state.value for state in JobState if state.waiting]
-_OVER = [state.value for state in JobState if state.over]
 
 
 def summary_lines(
@@ -258,8 +256,8 @@ class AttemptReport:
 
     number: int  # counted from 0
     over: bool = True
-    # Why it ended, or the state of one that has not; empty where it left no record of its end, as
-    # when its node failed: then `last_written` says when its newest event was written.
+    # Why it ended, or its state now; empty if its end was not recorded, as
+    # when its node failed: then `last_written` has the time of its newest event.
     reason: str = ""
     nodes: str = ""  # node list
     started: float | None = None
@@ -301,7 +299,7 @@ def attempt_reports(state: State) -> list[AttemptReport]:
 def _attempts(reports: list[AttemptReport], state: State, life: Life | None) -> list[str]:
     """Return the lines about the attempts of a run that was or will be requeued."""
     stays = life is not None and life.attempts[-1].stays
-    if len(reports) <= 1 and state.state not in _WAITING and not stays:
+    if len(reports) <= 1 and not state.waits and not stays:
         return []
     lived = life.attempts if life is not None else ()
     texts = {one.number: f"; {one}" if str(one) else "" for one in lived}
@@ -349,10 +347,10 @@ def _report(attempt: Attempt, state: State, *, last: bool) -> AttemptReport:
     if end is not None:
         known["reason"] = str(end.get("reason", ""))
         known |= {"ended": float(end["time"]), "exit_code": int(end["exit_code"])}
-    elif not last or state.state in _WAITING:
+    elif not last or state.waits:
         known["last_written"] = attempt.last_written
     else:
-        known["over"] = state.state in _OVER
+        known["over"] = parse_state(state.state).over
         known["reason"] = state.state.lower().replace("_", " ")
         known |= {"ended": state.ended, "exit_code": state.exit_code}
     return AttemptReport(attempt.number, **known)

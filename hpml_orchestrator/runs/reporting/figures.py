@@ -1,7 +1,7 @@
 """Figures of a running attempt from its records: its monitor's files and the ranks' counters.
 
 The monitor's are means and peaks since the start. Those of the training are about its last 30
-seconds, or its last two counters where they are further apart.
+seconds, or its last two counters if they are further apart.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from collections import defaultdict
 from typing import TYPE_CHECKING
 
 from hpml_orchestrator.records.events import read_recent
-from hpml_orchestrator.runs.monitored import monitored_nodes, numbers, together
+from hpml_orchestrator.runs.reporting.monitor import aggregate_nodes, monitored_nodes, numbers
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
@@ -32,7 +32,7 @@ def recorded_figures(attempt: Attempt, now: float) -> dict[str, float]:
         now: seconds since the epoch.
     """
     figures = _trained(read_recent(attempt.directory / "events"), now)
-    whole = together(monitored_nodes(attempt))
+    whole = aggregate_nodes(monitored_nodes(attempt))
     if whole is None:
         return figures
     gpus, seconds = whole.gpus, max(whole.seconds, 1.0)

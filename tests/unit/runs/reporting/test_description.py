@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from hpml_orchestrator.records.files import append_line, write_json
-from hpml_orchestrator.runs.described import Description, Hours, command_text, describe
-from hpml_orchestrator.runs.show import array_lines, summary_lines
-from hpml_orchestrator.runs.summary import summarise
+from hpml_orchestrator.runs.reporting.description import Description, Hours, command_text, describe
+from hpml_orchestrator.runs.reporting.summary import summarise
+from hpml_orchestrator.runs.reporting.text import array_lines, summary_lines
 from hpml_orchestrator.scheduler.model import JobState
 
 if TYPE_CHECKING:

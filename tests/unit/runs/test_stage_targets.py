@@ -12,7 +12,7 @@ import pytest
 
 from hpml_orchestrator.errors import InputError
 from hpml_orchestrator.packing import PackRequest, pack
-from hpml_orchestrator.runs.measure import NodeRoom, measured, room_of_site
+from hpml_orchestrator.runs.stage_targets import NodeRoom, resolve_stage_targets, room_of_site
 from hpml_orchestrator.script.template import directive
 from hpml_orchestrator.spec.job import Job
 from hpml_orchestrator.spec.load import ResolvedJob, load_job
@@ -39,7 +39,7 @@ def test_sizes_are_filled_in_and_said_to_be_measured(tmp_path: Path) -> None:
             {"name": "c", "source": "/none", "target": "shm", "size": "7M"},
         ],
     )
-    after, _ = measured(before)
+    after, _ = resolve_stage_targets(before)
     assert [stage.size for stage in after.job.stage] == [4, None, 7]
     assert after.origins["stage.0.size"] == "measured"
     assert before.origins["stage.0.size"] == "default"
@@ -49,7 +49,13 @@ def test_sizes_are_filled_in_and_said_to_be_measured(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("sizes", "memory", "room", "target", "why"),
     [
-        (["30G"], "4G", NodeRoom(64 * GIB), "shm", "30G are at most half of the 60G that a node"),
+        (
+            ["30G"],
+            "4G",
+            NodeRoom(64 * GIB),
+            "shm",
+            "30G are at most half of the 60G of node memory left",
+        ),
         (["31G"], "4G", NodeRoom(64 * GIB), "local", "more than half of the 60G"),
         (["1M", "30G"], "4G", NodeRoom(64 * GIB), "local", "30G with 1M of other data are more"),
         (["40G"], "4G", NodeRoom(64 * GIB, 20 * GIB), "shm", "not on a disk of 20G"),
@@ -57,7 +63,7 @@ def test_sizes_are_filled_in_and_said_to_be_measured(tmp_path: Path) -> None:
         (["1M"], "64G", NodeRoom(32 * GIB), "local", "more than half of the 0M"),
         ([None], "4G", NodeRoom(64 * GIB), "local", "its size is not known"),
         (["1M"], None, NodeRoom(), "local", "the job asks for no memory"),
-        (["1M"], "4G", NodeRoom(), "local", "the memory of the nodes is not known"),
+        (["1M"], "4G", NodeRoom(), "local", "node memory is unknown"),
     ],
 )
 def test_ram_where_it_fits_well(
@@ -68,13 +74,13 @@ def test_ram_where_it_fits_well(
     target: str,
     why: str,
 ) -> None:
-    """Half of what a node has beside the job; and the reason can stand in a script as it is."""
+    """Half of the memory left by the job; the reason can be written into a script unchanged."""
     names = [f"d{number}" for number in range(len(sizes))]
     entries = [
         {"name": name, "source": f"{name}.tar.zst", "target": "auto", "size": size}
         for name, size in zip(names, sizes, strict=True)
     ]
-    after, reasons = measured(resolved(tmp_path, entries, memory), room)
+    after, reasons = resolve_stage_targets(resolved(tmp_path, entries, memory), room)
     reason = reasons[names[-1]]
     assert after.job.stage[-1].target == target
     assert why in reason
@@ -124,9 +130,9 @@ def test_a_pack_is_measured_as_the_tree_that_it_becomes(
     if kind == "damaged":
         os.truncate(tmp_path / "packed" / "data-00000.tar", 1000)
         with pytest.raises(InputError, match=r"stage.0.source: .*data-00000\.tar: not a whole"):
-            measured(resolved(tmp_path, [{**entry, "kind": "pack"}]))
+            resolve_stage_targets(resolved(tmp_path, [{**entry, "kind": "pack"}]))
     else:
-        assert measured(resolved(tmp_path, [entry]))[0].job.stage[0].size == size
+        assert resolve_stage_targets(resolved(tmp_path, [entry]))[0].job.stage[0].size == size
 
 
 def test_a_tar_archive_is_measured_by_its_headers(tmp_path: Path) -> None:
@@ -137,10 +143,13 @@ def test_a_tar_archive_is_measured_by_its_headers(tmp_path: Path) -> None:
             for number in range(600):
                 archive.add(tmp_path / "one", str(number))
     entry = {"name": "a", "source": "d.tar", "target": "shm"}
-    assert measured(resolved(tmp_path, [entry]))[0].job.stage[0].size == 4
-    assert measured(resolved(tmp_path, [{**entry, "kind": "file"}]))[0].job.stage[0].size == 2
+    assert resolve_stage_targets(resolved(tmp_path, [entry]))[0].job.stage[0].size == 4
+    assert (
+        resolve_stage_targets(resolved(tmp_path, [{**entry, "kind": "file"}]))[0].job.stage[0].size
+        == 2
+    )
     with pytest.raises(InputError, match="stage.0.size: must be given for a compressed archive"):
-        measured(resolved(tmp_path, [{**entry, "source": "gzd.tar"}]))
+        resolve_stage_targets(resolved(tmp_path, [{**entry, "source": "gzd.tar"}]))
 
 
 @pytest.mark.parametrize("name", ["d.tar.gz", "d.tgz", "d.tar.xz", "d.tar.bz2"])
@@ -149,8 +158,8 @@ def test_the_size_of_a_compressed_archive_has_to_be_said(tmp_path: Path, name: s
     (tmp_path / name).write_bytes(b"x")
     stage = {"name": "a", "source": name, "target": "shm"}
     with pytest.raises(InputError, match="stage.0.size: must be given for a compressed archive"):
-        measured(resolved(tmp_path, [stage]))
-    as_file, _ = measured(resolved(tmp_path, [{**stage, "kind": "file"}]))
+        resolve_stage_targets(resolved(tmp_path, [stage]))
+    as_file, _ = resolve_stage_targets(resolved(tmp_path, [{**stage, "kind": "file"}]))
     assert as_file.job.stage[0].size == 1
 
 
@@ -158,6 +167,6 @@ def test_a_source_that_is_not_there(tmp_path: Path) -> None:
     """The error names the field, the path and the way around."""
     stage = {"name": "a", "source": "none", "target": "shm"}
     with pytest.raises(InputError, match="stage.0.source: cannot be read: No such file") as caught:
-        measured(resolved(tmp_path, [stage]))
+        resolve_stage_targets(resolved(tmp_path, [stage]))
     assert caught.value.value == f"{tmp_path}/none"
     assert "give `size`" in caught.value.hint
