@@ -18,7 +18,7 @@ from hpml_orchestrator.site.profile import topologies_of
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
-    from hpml_orchestrator.check.job import Report
+    from hpml_orchestrator.check.job import CheckReport
     from hpml_orchestrator.records.store import Store, Submission
     from hpml_orchestrator.runs.prepare import Rendered
     from hpml_orchestrator.scheduler.model import Scheduler
@@ -106,7 +106,7 @@ def _refuse_unaccepted(
         notice(f"warning: not checked against the cluster: {report.not_asked}")
 
 
-def check_rendered(rendered: Rendered, name: str, store: Store, **limits: Any) -> Report:
+def check_rendered(rendered: Rendered, name: str, store: Store, **limits: Any) -> CheckReport:
     """Check a job that was rendered for the scheduler of that name; `limits` are `check_job`'s."""
     job = rendered.resolved.job
     return check_job(

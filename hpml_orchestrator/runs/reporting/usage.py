@@ -17,8 +17,8 @@ from hpml_orchestrator.records.texts import printable
 from hpml_orchestrator.runs.dashboard import cluster_job
 from hpml_orchestrator.runs.facts import gather
 from hpml_orchestrator.runs.life import read_life
-from hpml_orchestrator.runs.monitored import JOULES_PER_KWH, monitored_nodes
 from hpml_orchestrator.runs.prometheus import any_of
+from hpml_orchestrator.runs.reporting.monitor import JOULES_PER_KWH, monitored_nodes
 from hpml_orchestrator.runs.select import select
 
 if TYPE_CHECKING:
