@@ -54,5 +54,5 @@ def test_one_gpu_trains_under_nccl_with_mixed_precision(
     result = json.loads((tmp_path / "result.json").read_text())
     assert result["test_accuracy"] >= 0.95
     assert result["device"] != "cpu"
-    assert result["amp"] in ({"float16"} if amp == "fp16" else {"bfloat16", "float16"})
+    assert result["amp"] in ({"fp16"} if amp == "fp16" else {"bf16", "fp16"})
     assert result["samples_per_second"] > 0
