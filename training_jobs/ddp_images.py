@@ -270,7 +270,8 @@ def train(options: Any, device: torch.device, channel: Channel) -> None:  # noqa
             (options.output / "result.json").write_text(json.dumps(result, indent=2) + "\n")
     shown = "-" if at.test_accuracy is None else f"{at.test_accuracy:.4f}"
     text = f"{at.epochs} epochs in {at.train_seconds:.1f} s, test accuracy {shown}"
-    run.say(f"done: {text}, {rate:.0f} samples/s, {size} ranks on {name}")
+    speed = f"{rate:.0f}" if rate else "-"  # shorter than its warm-up
+    run.say(f"done: {text}, {speed} samples/s, {size} ranks on {name}")
 
 
 def main(arguments: list[str] | None = None) -> NoReturn:
