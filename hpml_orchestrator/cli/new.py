@@ -41,10 +41,8 @@ EXAMPLES = {
         (
             "ddp_images.py",
             "horovod_images.py",
-            "images_common.py",
             "images_data.py",
             "images_model.py",
-            "images_options.py",
             "make_digits.py",
             "digits.yaml",
             "digits_horovod.yaml",
