@@ -18,6 +18,7 @@ from typing import Any
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.ticker import NullLocator
 
 __all__ = ["draw"]
 
@@ -61,8 +62,11 @@ def _times(axis: Axes, results: Sequence[dict[str, Any]]) -> None:
         axis.plot(bandwidths, [median(points[one]) for one in bandwidths], f"{mark}-", label=name)
     axis.set_xscale("log")
     axis.set_yscale("log")
-    axis.xaxis.set_major_formatter("{x:g}")
-    axis.yaxis.set_major_formatter("{x:g}")
+    axis.set_xticks(sorted({one["bandwidth_mbit"] for one in results}), minor=False)
+    axis.xaxis.set_minor_locator(NullLocator())
+    for formatted in (axis.xaxis.set_major_formatter, axis.yaxis.set_major_formatter):
+        formatted("{x:g}")
+    axis.yaxis.set_minor_formatter("{x:g}")
     axis.set_xlabel("bandwidth of each rank's link, Mbit/s")
     axis.set_ylabel(f"seconds to an accuracy of {results[0]['target_accuracy']:g}")
 
