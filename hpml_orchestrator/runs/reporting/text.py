@@ -77,7 +77,8 @@ def summary_lines(
             "binding": [summary.binding] if summary.binding else [],
             "phases": [phases] if phases else [],
             "training": _training(summary),
-            "accuracy": _accuracy(summary.result),
+            "accuracy": _on_test_set(summary.result, "accuracy"),
+            "loss": _on_test_set(summary.result, "loss"),
             "result": _result(described),
             **_hours(described),
             "signals": signals,
@@ -191,18 +192,19 @@ def _training(summary: Summary) -> list[str]:
     return [f"{summary.samples_per_second:.0f} samples/s{wait}"]
 
 
-def _accuracy(result: Mapping[str, object]) -> list[str]:
+def _on_test_set(result: Mapping[str, object], name: str) -> list[str]:
+    """Return the line about the accuracy or loss of the test set, and the time to its target."""
     figures = numbers(result)
-    if "test_accuracy" not in figures:
+    if f"test_{name}" not in figures:
         return []
     reached = ""
-    if "target_accuracy" in figures:
-        seconds = figures.get("seconds_to_accuracy")
+    if f"target_{name}" in figures:
+        seconds = figures.get(f"seconds_to_{name}")
         how = (
             "not reached" if seconds is None else f"reached after {seconds:.2f} s, warm-up included"
         )
-        reached = f"; {figures['target_accuracy']:g} {how}"
-    return [f"{figures['test_accuracy']:.4f} on the test set{reached}"]
+        reached = f"; {figures[f'target_{name}']:g} {how}"
+    return [f"{figures[f'test_{name}']:.4f} on the test set{reached}"]
 
 
 def array_lines(state: State) -> list[tuple[str, str]]:

@@ -269,6 +269,19 @@ def test_a_run_in_words(world: World, submitted: Submission) -> None:
     assert lines["record"] == str(state.run.directory)
 
 
+def test_the_loss_of_the_test_set_is_shown(world: World, submitted: Submission) -> None:
+    """As the accuracy is, for trainings that have none."""
+    attempt = world.starts(submitted, "1")
+    result = {"final": True, "test_loss": 2.51237, "target_loss": 2.4, "seconds_to_loss": None}
+    world.event(attempt, "evaluation", 0, **result)
+    world.ends(attempt)
+    world.scheduler.move("1", JobState.COMPLETED)
+    state = world.state(submitted)
+    lines = dict(summary_lines(state, summarise(state)))
+    assert lines["loss"] == "2.5124 on the test set; 2.4 not reached"
+    assert "accuracy" not in lines
+
+
 def test_a_requeued_run_says_how_each_attempt_ended(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
