@@ -1,0 +1,154 @@
+"""make_trees.py and trees.py by their command lines: accuracy, equal ranks, exact resume."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hpml_orchestrator.diagnosis.profile import read_profile
+from tests.unit.training_runs import JOBS, TRAINS, load, result_of, run, run_ranks
+
+MAKE, TRAIN = JOBS / "make_trees.py", JOBS / "trees.py"
+# 99 trees to train with: the last of 4 steps has 3, so one of four ranks has none in it.
+FEW, STEPS, TESTED = 124, 12, 25
+SMALL: list[object] = ["--epochs", 3, "--width", 8, "--points", 64, "--lr-warmup-steps", 2]
+WITHOUT = """
+import sys
+sys.path.insert(0, sys.argv[1])
+import trees, hpml_waits
+from torch.futures import Future
+
+def average_alone(group, bucket):
+    future = Future()
+    future.set_result(bucket.buffer())
+    return future
+
+hpml_waits._average = average_alone
+trees.dist.all_reduce = lambda tensor, *more, **options: None
+trees.main(sys.argv[2:])
+"""
+
+pytestmark = TRAINS
+
+
+def written(file: Path, *arguments: object) -> Path:
+    subprocess.run([sys.executable, MAKE, file, *map(str, arguments)], check=True)
+    return file
+
+
+@pytest.fixture(scope="module")
+def few(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return written(tmp_path_factory.mktemp("few") / "few.npz", "--trees", FEW)
+
+
+@pytest.fixture(scope="module")
+def many(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return written(tmp_path_factory.mktemp("many") / "many.npz")
+
+
+def trained(ranks: int, data: Path, home: Path, script: list[object] | None = None) -> Any:
+    """Train with a global batch of 32; return the weights and result.json."""
+    command = [*(script or [TRAIN]), "--data", data, *SMALL, "--batch-size", 32 // ranks]
+    command += ["--checkpoint", home / "c", "--checkpoint-every", 5, "--output", home]
+    for done in run_ranks(ranks, command):
+        assert done.returncode == 0, done.stderr
+    newest = load(JOBS / "hpml_checkpoint.py").Checkpoints(home / "c").latest()
+    assert newest.step == STEPS
+    return newest.state["network"], result_of(home)
+
+
+@pytest.fixture(scope="module")
+def one_rank(few: Path, tmp_path_factory: pytest.TempPathFactory) -> Any:
+    return trained(1, few, tmp_path_factory.mktemp("one"))
+
+
+def difference(one: Any, other: Any) -> float:
+    """Return the largest difference of two models' weights."""
+    return max(float((one[name] - other[name]).abs().max()) for name in one)
+
+
+def test_the_shape_reveals_the_species_and_the_size_does_not(many: Path, tmp_path: Path) -> None:
+    """PointNet reaches 0.9 with the defaults; the baseline, which knows the box, stays low."""
+    done = run([TRAIN, "--data", many, "--output", tmp_path, "--eval-every", 4,
+                "--target-accuracy", 0.9, "--profile", tmp_path / "profile"])  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    result = result_of(tmp_path)
+    assert result["test_accuracy"] >= 0.9
+    assert 0 < result["seconds_to_accuracy"] <= result["train_seconds"]
+    table = result["confusion"]
+    assert [sum(row) for row in table] == [80] * 6
+    assert sum(table[n][n] for n in range(6)) / 480 == result["test_accuracy"]
+    assert min(table[n][n] for n in range(6)) >= 80 * 0.7
+    profile = read_profile(tmp_path / "profile")
+    assert profile is not None
+    assert profile.steps == 5
+    box = ["--model", "box", "--points", 1024, "--eval-every", 8, "--output", tmp_path]
+    done = run([TRAIN, "--data", many, *box])
+    assert done.returncode == 0, done.stderr
+    assert 0.2 < result_of(tmp_path)["test_accuracy"] < 0.6
+
+
+def test_two_ranks_train_what_one_does_and_a_resume_is_exact(
+    few: Path, tmp_path: Path, one_rank: Any
+) -> None:
+    """To float tolerance with the same global batch; to the bit after a resume."""
+    weights, result = trained(2, few, tmp_path)
+    assert difference(one_rank[0], weights) < 1e-5
+    assert result["confusion"] == one_rank[1]["confusion"]
+    assert result["test_loss"] == pytest.approx(one_rank[1]["test_loss"], abs=1e-5)
+    shutil.rmtree(tmp_path / "c" / f"step-{STEPS:08d}")
+    again, resumed = trained(2, few, tmp_path)
+    assert difference(again, weights) == 0
+    assert resumed["test_loss"] == result["test_loss"]
+
+
+def test_four_ranks_train_what_one_does(few: Path, tmp_path: Path, one_rank: Any) -> None:
+    """Although one of them has no tree in the last step of an epoch."""
+    weights, result = trained(4, few, tmp_path)
+    assert difference(one_rank[0], weights) < 1e-5
+    assert result["confusion"] == one_rank[1]["confusion"]
+
+
+def test_the_ranks_differ_without_the_all_reduce(few: Path, tmp_path: Path, one_rank: Any) -> None:
+    """Then each rank has other weights, and rank 0 counts its own test trees only."""
+    program = tmp_path / "without.py"
+    program.write_text(WITHOUT)
+    weights, result = trained(2, few, tmp_path, [program, JOBS])
+    assert difference(one_rank[0], weights) > 1e-3
+    assert sum(map(sum, one_rank[1]["confusion"])) == TESTED
+    assert sum(map(sum, result["confusion"])) == 13
+
+
+def test_trees_are_seen_from_one_side() -> None:
+    """A tree depends on the seed and its number only; the points are on one side of its stem."""
+    np = pytest.importorskip("numpy")
+    job = load(MAKE)
+    points, labels = job.make_trees(200)
+    assert points.shape == (200, 1024, 3)
+    assert (labels[:7] == [0, 1, 2, 3, 4, 5, 0]).all()
+    assert (job.make_trees(10)[0] == points[:10]).all()
+    assert (job.make_trees(10, seed=2)[0] != points[:10]).any()
+    across = points[labels == 0][:, :, :2]  # spruces have one stem, at 0
+    aside = np.linalg.norm(across.mean(1), axis=1) / np.sqrt((across**2).sum(2).mean(1))
+    assert np.median(aside) > 0.25  # 0.05 if the far side is seen, too
+
+
+@pytest.mark.parametrize(
+    ("arguments", "named"),
+    [
+        (["--points", "0"], "--points 0 is not above 0"),
+        (["--data", "/no/such"], "/no/such: No such file"),
+        (["--data", __file__], "not a file of make_trees.py"),
+    ],
+)
+def test_wrong_options_are_one_line(arguments: list[str], named: str) -> None:
+    """Exit status 2, and the option with its value."""
+    done = run([TRAIN, *arguments])
+    assert done.returncode == 2
+    assert named in done.stderr
+    assert len(done.stderr.splitlines()) == 1
