@@ -16,7 +16,6 @@ import argparse
 import os
 import sys
 import tempfile
-import zipfile
 from pathlib import Path
 from typing import Any
 
@@ -43,17 +42,19 @@ SHAPES = {
 }
 
 
-class TreesError(Exception):
-    """A file of trees cannot be used; the message is for the user."""
+def make_trees(
+    count: int, seed: int = 1, noise: float = 0.05, *, turn: bool = True
+) -> tuple[Any, Any]:
+    """Return points (count, POINTS, 3) in metres and labels; tree i depends on seed and i only.
 
-
-def make_trees(count: int, seed: int = 1, noise: float = 0.05) -> tuple[Any, Any]:
-    """Return points (count, POINTS, 3) in metres and labels; tree i depends on seed and i only."""
+    Without `turn` the scanner is in the direction of x.
+    """
     points, labels = np.empty((count, POINTS, 3), np.float32), np.arange(count) % len(SPECIES)
     for first in range(0, count, CHUNK):
         random = np.random.default_rng((seed, first))
         species = np.arange(first, first + CHUNK) % len(SPECIES)
         trees = _scan(_grow(species, random), noise, random)
+        trees = _turn(trees, random) if turn else trees
         points[first : first + CHUNK] = trees[: count - first]
     return points, labels
 
@@ -131,11 +132,15 @@ def _scan(points: Any, noise: float, random: np.random.Generator) -> Any:
     error += np.where(random.random(order.shape) < STRAY, stray, 0)
     error /= np.take_along_axis(distance, order, 1)
     seen = np.take_along_axis(points, order[:, :, None], 1)
-    seen += np.take_along_axis(away, order[:, :, None], 1) * error[:, :, None]
-    # Turn each tree, so that the scanner is on any side.
-    x, y, angle = seen[:, :, 0], seen[:, :, 1], random.uniform(0, 2 * np.pi, (trees, 1))
+    return seen + np.take_along_axis(away, order[:, :, None], 1) * error[:, :, None]
+
+
+def _turn(trees: Any, random: np.random.Generator) -> Any:
+    """Return trees that are turned about the vertical axis: the scanner may be on any side."""
+    x, y, z = trees.transpose(2, 0, 1)
+    angle = random.uniform(0, 2 * np.pi, (len(trees), 1))
     turned = x * np.cos(angle) - y * np.sin(angle), x * np.sin(angle) + y * np.cos(angle)
-    return np.stack((*turned, seen[:, :, 2]), 2)
+    return np.stack((*turned, z), 2)
 
 
 def write_trees(file: Path, points: Any, labels: Any) -> None:
@@ -150,26 +155,6 @@ def write_trees(file: Path, points: Any, labels: Any) -> None:
     except BaseException:
         Path(temporary).unlink(missing_ok=True)
         raise
-
-
-def read_trees(file: Path) -> tuple[Any, Any, tuple[str, ...]]:
-    """Return points, labels and species of a file.
-
-    Raises:
-        TreesError: it cannot be read, or has something else.
-    """
-    try:
-        with np.load(file) as content:
-            points, labels, species = (content[name] for name in ("points", "labels", "species"))
-    except OSError as error:
-        raise TreesError(f"{file}: {error.strerror or 'not a file of make_trees.py'}") from None
-    except (ValueError, LookupError, TypeError, zipfile.BadZipFile):
-        raise TreesError(f"{file}: not a file of make_trees.py") from None
-    if points.shape != (len(labels), *points.shape[1:2], 3):
-        raise TreesError(f"{file}: {labels.shape} labels do not fit to {points.shape} points")
-    if not len(labels) or not 0 <= labels.min() <= labels.max() < len(species):
-        raise TreesError(f"{file}: labels are not from 0 to {len(species) - 1}")
-    return points.astype("float32"), labels.astype("int64"), tuple(map(str, species))
 
 
 def main(arguments: list[str] | None = None) -> int:

@@ -33,8 +33,7 @@ from torch.profiler import profile, record_function, schedule
 from hpml_channel import Channel
 from hpml_checkpoint import CheckpointError, Checkpoints, Ranks, StopAgreement
 from hpml_waits import measure_waits
-from make_trees import TreesError
-from trees_data import Data, load_data
+from trees_data import Data, TreesError, load_data
 from trees_model import MODELS
 
 NUMBERS = {  # options that are numbers
@@ -43,7 +42,7 @@ NUMBERS = {  # options that are numbers
     "points": 128,  # of a tree in a training step, drawn at random; a test uses all
     "width": 32, "lr": 0.05, "lr-warmup-steps": 20, "weight-decay": 1e-4, "clip": 1.0,
     "jitter": 0.02, "seed": 1,  # jitter: noise of each coordinate; a tree's size is 1
-    "log-every": 20, "eval-every": 1, "checkpoint-every": 100,  # steps, epochs, steps
+    "log-every": 20, "eval-every": 2, "checkpoint-every": 100,  # steps, epochs, steps
     "warm-up-steps": 20,  # the first, which samples/s leaves out
 }  # fmt: skip
 # With others it is another training; the number of ranks and --batch-size may change together.

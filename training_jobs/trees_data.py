@@ -3,13 +3,21 @@
 from __future__ import annotations
 
 import math
+import zipfile
 from argparse import Namespace
+from pathlib import Path
+from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from hpml_checkpoint import Ranks
-from make_trees import SPECIES, TreesError, make_trees, read_trees
+from make_trees import SPECIES, make_trees
+
+
+class TreesError(Exception):
+    """A file of trees cannot be used; the message is for the user."""
 
 
 class Data:
@@ -65,6 +73,26 @@ class Data:
         turn = torch.tensor([[cosine, -sine, 0.0], [sine, cosine, 0.0], [0.0, 0.0, 1.0]])
         noise = options.jitter * torch.randn(cloud.shape, generator=random)
         return torch.addmm(noise, cloud, turn)
+
+
+def read_trees(file: Path) -> tuple[Any, Any, tuple[str, ...]]:
+    """Return points, labels and species of a file.
+
+    Raises:
+        TreesError: it cannot be read, or has something else.
+    """
+    try:
+        with np.load(file) as content:
+            points, labels, species = (content[name] for name in ("points", "labels", "species"))
+    except OSError as error:
+        raise TreesError(f"{file}: {error.strerror or 'not a file of make_trees.py'}") from None
+    except (ValueError, LookupError, TypeError, zipfile.BadZipFile):
+        raise TreesError(f"{file}: not a file of make_trees.py") from None
+    if points.shape != (len(labels), *points.shape[1:2], 3):
+        raise TreesError(f"{file}: {labels.shape} labels do not fit to {points.shape} points")
+    if not len(labels) or not 0 <= labels.min() <= labels.max() < len(species):
+        raise TreesError(f"{file}: labels are not from 0 to {len(species) - 1}")
+    return points.astype("float32"), labels.astype("int64"), tuple(map(str, species))
 
 
 def load_data(options: Namespace, ranks: Ranks) -> Data:
