@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -33,6 +32,19 @@ hpml_waits._average = average_alone
 trees.dist.all_reduce = lambda tensor, *more, **options: None
 trees.main(sys.argv[2:])
 """
+STOPPING = """
+import os, sys
+sys.path.insert(0, sys.argv[1])
+import trees
+calls = []
+
+def stop_requested(channel):
+    calls.append(1)
+    return len(calls) > 4 and os.environ["RANK"] == "1"
+
+trees.Channel.stop_requested = stop_requested
+trees.main(sys.argv[2:])
+"""
 
 pytestmark = TRAINS
 
@@ -59,8 +71,9 @@ def trained(ranks: int, data: Path, home: Path, script: list[object] | None = No
     for done in run_ranks(ranks, command):
         assert done.returncode == 0, done.stderr
     newest = load(JOBS / "hpml_checkpoint.py").Checkpoints(home / "c").latest()
-    assert newest.step == STEPS
-    return newest.state["network"], result_of(home)
+    result = result_of(home)
+    assert (newest.step, result["stopped"]) == (result["steps"], newest.step < STEPS)
+    return newest.state["network"], result
 
 
 @pytest.fixture(scope="module")
@@ -97,13 +110,17 @@ def test_the_shape_reveals_the_species_and_the_size_does_not(many: Path, tmp_pat
 def test_two_ranks_train_what_one_does_and_a_resume_is_exact(
     few: Path, tmp_path: Path, one_rank: Any
 ) -> None:
-    """To float tolerance with the same global batch; to the bit after a resume."""
-    weights, result = trained(2, few, tmp_path)
+    """To float tolerance with the same global batch; to the bit if one was asked to stop."""
+    whole, parts, program = tmp_path / "whole", tmp_path / "parts", tmp_path / "stopping.py"
+    weights, result = trained(2, few, whole)
+    assert result["steps"] == STEPS
     assert difference(one_rank[0], weights) < 1e-5
     assert result["confusion"] == one_rank[1]["confusion"]
     assert result["test_loss"] == pytest.approx(one_rank[1]["test_loss"], abs=1e-5)
-    shutil.rmtree(tmp_path / "c" / f"step-{STEPS:08d}")
-    again, resumed = trained(2, few, tmp_path)
+    program.write_text(STOPPING)
+    assert 3 < trained(2, few, parts, [program, JOBS])[1]["steps"] < STEPS
+    again, resumed = trained(2, few, parts)
+    assert resumed["steps"] == STEPS
     assert difference(again, weights) == 0
     assert resumed["test_loss"] == result["test_loss"]
 
