@@ -5,9 +5,7 @@
 
 Runs alone, under torchrun, and under any launcher that sets RANK, WORLD_SIZE, LOCAL_RANK,
 MASTER_ADDR and MASTER_PORT, such as srun with hpml. Uses GPUs (NCCL) if there are any, otherwise
-the CPU (gloo). Needs PyTorch and, in the same directory, make_trees.py, trees_data.py,
-trees_model.py, hpml_channel.py, hpml_checkpoint.py and hpml_waits.py. Every
-fifth tree is for testing.
+the CPU (gloo). `hpml new trees DIR` copies it with the files that it needs.
 """
 
 from __future__ import annotations
@@ -33,7 +31,7 @@ from torch.profiler import profile, record_function, schedule
 from hpml_channel import Channel
 from hpml_checkpoint import CheckpointError, Checkpoints, Ranks, StopAgreement
 from hpml_waits import measure_waits
-from trees_data import Data, TreesError, load_data
+from trees_data import Data, load_data
 from trees_model import MODELS
 
 NUMBERS = {  # options that are numbers
@@ -82,15 +80,15 @@ def learning_rate(step: int, steps: int, options: Namespace) -> float:
     return float(rate * 0.5 * (1 + math.cos(math.pi * part)))
 
 
-def train_step(model: Any, optimizer: Any, batch: tuple[Tensor, Tensor, int], run: Any) -> Tensor:
-    """Take one step of the optimizer; return this rank's part of the mean loss."""
+def train_step(model: Any, optimizer: Any, batch: tuple[Tensor, Tensor, int], run: Any) -> Any:
+    """Take one step of the optimizer; return this rank's loss, whose mean over ranks is all's."""
     clouds, targets, count = batch
     with run.autocast():
         scores = model(clouds.to(run.device))
     # The sum over all ranks divided by their trees: a last batch may be uneven.
-    targets = targets.to(run.device)
-    loss = nn.functional.cross_entropy(scores.float(), targets, reduction="sum") / count
-    (loss * run.ranks.world_size).backward()  # DDP divides by it
+    loss: Any = nn.functional.cross_entropy(scores.float(), targets.to(run.device), reduction="sum")
+    loss = loss * (run.ranks.world_size / count)  # DDP divides by the world size
+    loss.backward()
     nn.utils.clip_grad_norm_(model.parameters(), run.options.clip)
     optimizer.step()
     optimizer.zero_grad()
@@ -173,12 +171,13 @@ def train(options: Namespace, channel: Channel, device: torch.device) -> None:
     """Train from the newest checkpoint to the last step, or until asked to stop."""
     run, data = prepare(options, channel, device)
     steps, ranks = options.epochs * data.steps_per_epoch, run.ranks
-    first = step = saved = load(run)
-    samples, seconds, agreement = 0, 0.0, StopAgreement(ranks)
+    step = saved = load(run)
+    steady, samples, seconds, rate = step + options.warm_up_steps, 0, 0.0, None
     trees = f"{len(data.targets)} trees to train with, {len(data.test[1])} to test"
     run.say(f"{options.model}, {ranks.world_size} ranks, {trees}, {step} of {steps} steps are done")
     channel.event("warm-up", steps=options.warm_up_steps)
     channel.event("training", step=step, total_steps=steps)
+    agreement = StopAgreement(ranks)
     stop = agreement.exchange(channel.stop_requested()) or agreement.finish()
     with profiler(options, ranks.rank) as tracing:
         while step < steps and not stop:
@@ -191,21 +190,23 @@ def train(options: Namespace, channel: Channel, device: torch.device) -> None:
                     group["lr"] = learning_rate(step, steps, options)
                 loss = train_step(run.model, run.optimizer, batch, run)
             step += 1
-            if step % options.log_every == 0:
-                loss = loss.cpu()  # waits for the GPU
+            epoch, place = divmod(step, data.steps_per_epoch)
+            is_due = step == steady or step % options.log_every == 0 or place == 0
+            if is_due:
+                loss = loss.cpu() / ranks.world_size  # waits for the GPU
                 dist.all_reduce(loss)
                 run.say(f"step {step}: loss {loss:.4f}")
             took = time.perf_counter() - mark
-            if step - first > options.warm_up_steps:
+            if step > steady:
                 samples, seconds = samples + batch[2], seconds + took
-            channel.gauge(loss=loss, epoch=step // data.steps_per_epoch)
+                rate = samples / seconds if is_due else rate  # else it may be ahead of the GPU
+            channel.gauge(loss=loss, epoch=epoch)
             channel.count(
                 steps=1, samples=len(batch[1]), data_wait_seconds=waited, step_seconds=took
             )
             if tracing is not None:
                 tracing.step()
             stop = agreement.exchange(channel.stop_requested())
-            epoch, place = divmod(step, data.steps_per_epoch)
             if step == steps or (place == 0 and epoch % options.eval_every == 0):
                 with channel.timed("evaluation_seconds"):
                     accuracy, *more = evaluate(run.network, data, run)
@@ -219,7 +220,7 @@ def train(options: Namespace, channel: Channel, device: torch.device) -> None:
         save(run, step)
     if stop:
         channel.event("stopping", step=step)
-    report(run, data, step, samples / seconds if seconds else None, stopped=step < steps)
+    report(run, data, step, rate, stopped=step < steps)
 
 
 def report(run: Any, data: Data, step: int, rate: float | None, *, stopped: bool) -> None:
@@ -232,6 +233,7 @@ def report(run: Any, data: Data, step: int, rate: float | None, *, stopped: bool
         "model": options.model,
         "test_accuracy": accuracy,
         "test_loss": loss,
+        "target_accuracy": target,
         "seconds_to_accuracy": min(reached, default=None),
         "train_seconds": total,
         "samples_per_second": rate,
@@ -263,7 +265,7 @@ def choose_device(options: Namespace) -> torch.device:
         device = torch.device("cuda", local_rank % torch.cuda.device_count())
         torch.cuda.set_device(device)
     elif options.device == "cuda":
-        raise TreesError("--device cuda: PyTorch sees no GPU here")
+        raise ValueError("--device cuda: PyTorch sees no GPU here")
     if options.amp == "auto":
         is_fast = device.type == "cuda" and torch.cuda.get_device_capability() >= (8, 0)
         options.amp = "bf16" if is_fast else "off"
@@ -281,7 +283,7 @@ def main(arguments: list[str] | None = None) -> NoReturn:
         device = choose_device(options)
         dist.init_process_group("cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo")
         train(options, channel, device)
-    except (TreesError, CheckpointError, ValueError) as error:
+    except (CheckpointError, ValueError) as error:
         status = 2
         if not dist.is_initialized() or dist.get_rank() == 0:
             print(f"{Path(sys.argv[0]).name}: error: {error}", file=sys.stderr)

@@ -16,10 +16,6 @@ from hpml_checkpoint import Ranks
 from make_trees import SPECIES, make_trees
 
 
-class TreesError(Exception):
-    """A file of trees cannot be used; the message is for the user."""
-
-
 class Data:
     """The trees of this rank: centred, and of size 1, so that only the shape differs."""
 
@@ -39,7 +35,7 @@ class Data:
         self.batch, self.options, self.ranks = options.batch_size * ranks.world_size, options, ranks
         self.steps_per_epoch = -(-len(self.targets) // self.batch)
         if not self.steps_per_epoch:
-            raise TreesError(f"--trees {len(targets)}: too few to train with")
+            raise ValueError(f"--trees {len(targets)}: too few to train with")
 
     def batch_of(self, step: int) -> tuple[Tensor, Tensor, int]:
         """Return this rank's part of a step's batch, and how many trees all ranks have."""
@@ -79,19 +75,19 @@ def read_trees(file: Path) -> tuple[Any, Any, tuple[str, ...]]:
     """Return points, labels and species of a file.
 
     Raises:
-        TreesError: it cannot be read, or has something else.
+        ValueError: it cannot be read, or has something else.
     """
     try:
         with np.load(file) as content:
             points, labels, species = (content[name] for name in ("points", "labels", "species"))
     except OSError as error:
-        raise TreesError(f"{file}: {error.strerror or 'not a file of make_trees.py'}") from None
+        raise ValueError(f"{file}: {error.strerror or 'not a file of make_trees.py'}") from None
     except (ValueError, LookupError, TypeError, zipfile.BadZipFile):
-        raise TreesError(f"{file}: not a file of make_trees.py") from None
+        raise ValueError(f"{file}: not a file of make_trees.py") from None
     if points.shape != (len(labels), *points.shape[1:2], 3):
-        raise TreesError(f"{file}: {labels.shape} labels do not fit to {points.shape} points")
+        raise ValueError(f"{file}: {labels.shape} labels do not fit to {points.shape} points")
     if not len(labels) or not 0 <= labels.min() <= labels.max() < len(species):
-        raise TreesError(f"{file}: labels are not from 0 to {len(species) - 1}")
+        raise ValueError(f"{file}: labels are not from 0 to {len(species) - 1}")
     return points.astype("float32"), labels.astype("int64"), tuple(map(str, species))
 
 
@@ -99,7 +95,7 @@ def load_data(options: Namespace, ranks: Ranks) -> Data:
     """Return the data of this rank, and make the directories of the results.
 
     Raises:
-        TreesError: that is impossible on one rank; it is raised on all, so that none waits for it.
+        ValueError: that is impossible on one rank; it is raised on all, so that none waits for it.
     """
     data, problem, size = None, "", 0
     try:
@@ -107,10 +103,10 @@ def load_data(options: Namespace, ranks: Ranks) -> Data:
         size = len(data.targets) + len(data.test[1])
         for directory in filter(None, (options.output, options.profile)):
             directory.mkdir(parents=True, exist_ok=True)
-    except (TreesError, OSError) as error:
+    except (ValueError, OSError) as error:
         problem = str(error)
     problems, sizes = zip(*ranks.gather((problem, size)))  # noqa: B905 - Python 3.9
     if data is None or any(problems) or len(set(sizes)) > 1:
         different = f"--data {options.data}: ranks see different numbers of trees, {set(sizes)}"
-        raise TreesError(next(filter(None, problems), different))
+        raise ValueError(next(filter(None, problems), different))
     return data

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -11,16 +12,14 @@ from typing import Any
 import pytest
 
 from hpml_orchestrator.diagnosis.profile import read_profile
-from tests.unit.training_runs import JOBS, TRAINS, load, result_of, run, run_ranks
+from tests.unit.training_runs import JOBS, TRAINS, load, result_of, run, run_forked
 
 MAKE, TRAIN = JOBS / "make_trees.py", JOBS / "trees.py"
 # 99 trees to train with: the last of 4 steps has 3, so one of four ranks has none in it.
 FEW, STEPS, TESTED = 124, 12, 25
 SMALL: list[object] = ["--epochs", 3, "--width", 8, "--points", 64, "--lr-warmup-steps", 2]
 WITHOUT = """
-import sys
-sys.path.insert(0, sys.argv[1])
-import trees, hpml_waits
+import hpml_waits
 from torch.futures import Future
 
 def average_alone(group, bucket):
@@ -29,21 +28,16 @@ def average_alone(group, bucket):
     return future
 
 hpml_waits._average = average_alone
-trees.dist.all_reduce = lambda tensor, *more, **options: None
-trees.main(sys.argv[2:])
+job.dist.all_reduce = lambda tensor, *more, **options: None
 """
 STOPPING = """
-import os, sys
-sys.path.insert(0, sys.argv[1])
-import trees
 calls = []
 
 def stop_requested(channel):
     calls.append(1)
-    return len(calls) > 4 and os.environ["RANK"] == "1"
+    return len(calls) > 4 and rank == 1
 
-trees.Channel.stop_requested = stop_requested
-trees.main(sys.argv[2:])
+job.Channel.stop_requested = stop_requested
 """
 
 pytestmark = TRAINS
@@ -55,30 +49,31 @@ def written(file: Path, *arguments: object) -> Path:
 
 
 @pytest.fixture(scope="module")
-def few(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return written(tmp_path_factory.mktemp("few") / "few.npz", "--trees", FEW)
-
-
-@pytest.fixture(scope="module")
 def many(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return written(tmp_path_factory.mktemp("many") / "many.npz")
 
 
-def trained(ranks: int, data: Path, home: Path, script: list[object] | None = None) -> Any:
-    """Train with a global batch of 32; return the weights and result.json."""
-    command = [*(script or [TRAIN]), "--data", data, *SMALL, "--batch-size", 32 // ranks]
-    command += ["--checkpoint", home / "c", "--checkpoint-every", 5, "--output", home]
-    for done in run_ranks(ranks, command):
-        assert done.returncode == 0, done.stderr
-    newest = load(JOBS / "hpml_checkpoint.py").Checkpoints(home / "c").latest()
-    result = result_of(home)
-    assert (newest.step, result["stopped"]) == (result["steps"], newest.step < STEPS)
-    return newest.state["network"], result
+# By name: the number of ranks, and what is changed. The second `parts` resumes the first one.
+RUNS = [("one", 1, ""), ("two", 2, ""), ("parts", 2, STOPPING), ("parts", 2, "")]
+RUNS += [("four", 4, ""), ("without", 2, WITHOUT)]
 
 
 @pytest.fixture(scope="module")
-def one_rank(few: Path, tmp_path_factory: pytest.TempPathFactory) -> Any:
-    return trained(1, few, tmp_path_factory.mktemp("one"))
+def trained(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """Weights and result.json of trainings with a global batch of 32, and the printed `text`."""
+    home = tmp_path_factory.mktemp("trained")
+    few, wanted = written(home / "few.npz", "--trees", FEW), []
+    for name, ranks, change in RUNS:
+        arguments = [*SMALL, "--data", few, "--batch-size", 32 // ranks, "--output", home / name]
+        arguments += ["--checkpoint", home / name / "c", "--checkpoint-every", 5]
+        wanted.append((ranks, [*map(str, arguments)], change))
+    found: dict[str, Any] = {"text": run_forked(home, "trees", wanted)}
+    checkpoints = load(JOBS / "hpml_checkpoint.py").Checkpoints
+    for name, *_ in RUNS:
+        newest = checkpoints(home / name / "c").latest()
+        assert newest.step == STEPS
+        found[name] = newest.state["network"], result_of(home / name)
+    return found
 
 
 def difference(one: Any, other: Any) -> float:
@@ -107,39 +102,32 @@ def test_the_shape_reveals_the_species_and_the_size_does_not(many: Path, tmp_pat
     assert 0.2 < result_of(tmp_path)["test_accuracy"] < 0.6
 
 
-def test_two_ranks_train_what_one_does_and_a_resume_is_exact(
-    few: Path, tmp_path: Path, one_rank: Any
-) -> None:
-    """To float tolerance with the same global batch; to the bit if one was asked to stop."""
-    whole, parts, program = tmp_path / "whole", tmp_path / "parts", tmp_path / "stopping.py"
-    weights, result = trained(2, few, whole)
-    assert result["steps"] == STEPS
-    assert difference(one_rank[0], weights) < 1e-5
-    assert result["confusion"] == one_rank[1]["confusion"]
-    assert result["test_loss"] == pytest.approx(one_rank[1]["test_loss"], abs=1e-5)
-    program.write_text(STOPPING)
-    assert 3 < trained(2, few, parts, [program, JOBS])[1]["steps"] < STEPS
-    again, resumed = trained(2, few, parts)
-    assert resumed["steps"] == STEPS
-    assert difference(again, weights) == 0
-    assert resumed["test_loss"] == result["test_loss"]
+@pytest.mark.parametrize("name", ["two", "four"])
+def test_more_ranks_train_what_one_does(trained: dict[str, Any], name: str) -> None:
+    """To float tolerance, although one of four has no tree in the last step of an epoch."""
+    (weights, result), (expected, one) = trained[name], trained["one"]
+    assert difference(expected, weights) < 1e-5
+    assert result["confusion"] == one["confusion"]
+    assert result["test_loss"] == pytest.approx(one["test_loss"], abs=1e-5)
+    assert sum(map(sum, one["confusion"])) == TESTED
 
 
-def test_four_ranks_train_what_one_does(few: Path, tmp_path: Path, one_rank: Any) -> None:
-    """Although one of them has no tree in the last step of an epoch."""
-    weights, result = trained(4, few, tmp_path)
-    assert difference(one_rank[0], weights) < 1e-5
-    assert result["confusion"] == one_rank[1]["confusion"]
-
-
-def test_the_ranks_differ_without_the_all_reduce(few: Path, tmp_path: Path, one_rank: Any) -> None:
+def test_the_ranks_differ_without_the_all_reduce(trained: dict[str, Any]) -> None:
     """Then each rank has other weights, and rank 0 counts its own test trees only."""
-    program = tmp_path / "without.py"
-    program.write_text(WITHOUT)
-    weights, result = trained(2, few, tmp_path, [program, JOBS])
-    assert difference(one_rank[0], weights) > 1e-3
-    assert sum(map(sum, one_rank[1]["confusion"])) == TESTED
+    weights, result = trained["without"]
+    assert difference(trained["one"][0], weights) > 1e-3
     assert sum(map(sum, result["confusion"])) == 13
+
+
+def test_a_stopped_and_resumed_training_is_the_same_to_the_bit(trained: dict[str, Any]) -> None:
+    """One of two ranks is asked to stop: both save at the same step, and continue there."""
+    stopped = re.search(r"stopped: (\d+) steps", trained["text"])
+    assert stopped
+    assert 3 < int(stopped[1]) < STEPS
+    assert f"{stopped[1]} of {STEPS} steps are done" in trained["text"]
+    (weights, result), (expected, whole) = trained["parts"], trained["two"]
+    assert difference(expected, weights) == 0
+    assert result["test_loss"] == whole["test_loss"]
 
 
 def test_trees_are_seen_from_one_side() -> None:
@@ -172,11 +160,11 @@ def test_wrong_options_are_one_line(arguments: list[str], named: str) -> None:
     assert len(done.stderr.splitlines()) == 1
 
 
-def test_the_picture_is_drawn(one_rank: Any, tmp_path: Path) -> None:
+def test_the_picture_is_drawn(trained: dict[str, Any], tmp_path: Path) -> None:
     """As docs/trees.md does; without a result it is one line."""
     pytest.importorskip("matplotlib")
     plot, picture = JOBS / "trees_plot.py", tmp_path / "trees.png"
-    (tmp_path / "result.json").write_text(json.dumps(one_rank[1]))
+    (tmp_path / "result.json").write_text(json.dumps(trained["one"][1]))
     assert run([plot, tmp_path, picture]).returncode == 0
     assert picture.read_bytes().startswith(b"\x89PNG")
     done = run([plot, tmp_path / "none", picture])
