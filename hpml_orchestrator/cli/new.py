@@ -56,6 +56,19 @@ EXAMPLES = {
         ("lm.py", "lm_model.py", "lm.yaml", *_HELPERS),
         ("hpml run lm.yaml",),
     ),
+    "trees": Example(
+        "a PointNet on point clouds of trees, with DDP; six synthetic species as data",
+        (
+            "trees.py",
+            "trees_data.py",
+            "trees_model.py",
+            "make_trees.py",
+            "trees_plot.py",
+            "trees.yaml",
+            *_HELPERS,
+        ),
+        ("hpml run trees.yaml",),
+    ),
     "communication": Example(
         "a small network, with nine ways to exchange gradients: what each costs, and when it wins",
         (
