@@ -1,7 +1,6 @@
-"""What Slurm and the batch script tell a node in variables.
+"""Variables that Slurm and the batch script set on a node.
 
-Every part of a job reads these; what an agent alone is told stands in `options`, which imports the
-staging.
+Every part of a job reads these. The agent's own options are in `options`, which imports `staging`.
 """
 
 from __future__ import annotations
@@ -70,10 +69,10 @@ class CheckpointOptions:
 
 
 def read_option(kind: Callable[..., T], option: str, text: str) -> T:
-    """Return what a JSON object says.
+    """Build an options object from the text of a JSON object.
 
     Raises:
-        InputError: it is none, or has other fields.
+        InputError: the text is not a JSON object, or has unknown fields.
     """
     try:
         return kind(**json.loads(text))
@@ -100,9 +99,9 @@ def node_index(environment: Mapping[str, str]) -> tuple[int, int]:
 
 
 def node_names(text: str) -> list[str]:
-    """Return the names in a job's node list; empty where it cannot be read.
+    """Return the names in a job's node list; empty if it cannot be read.
 
-    Not `scheduler.nodelist`, which needs a library: this runs where only Python is.
+    Not `scheduler.nodelist`, which needs a library: nodes may have only Python.
 
     >>> node_names("n[08-10,12],login"), node_names("n[1-"), node_names("")
     (['n08', 'n09', 'n10', 'n12', 'login'], [], [])

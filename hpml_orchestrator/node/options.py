@@ -1,4 +1,4 @@
-"""What a node's agent is told: by the batch script in JSON, and by Slurm in variables."""
+"""The options of a node's agent, which the batch script passes as JSON."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ __all__ = [
 
 @dataclass(frozen=True)
 class BindOptions:
-    """How the ranks of a node are to be bound.
+    """How to bind the ranks of a node.
 
     Attributes:
         ranks: how many the node has.
@@ -33,9 +33,9 @@ class BindOptions:
         verify: `strict`, `warn` or `off`.
         ranks_per_gpu: how many ranks share a GPU.
         loader_workers: processes per rank that load data.
-        one_thread: whether ranks get the first hardware thread of each core alone.
-        keep_threads: whether OMP_NUM_THREADS stays as the job file has it.
-        no_gpus: whether the job asked for no GPUs, so that the node's do not count.
+        one_thread: whether ranks get only the first hardware thread of each core.
+        keep_threads: whether the job file sets OMP_NUM_THREADS, which is kept then.
+        no_gpus: whether the job requested no GPUs, so that the node's do not count.
     """
 
     ranks: int
@@ -65,7 +65,7 @@ class StageOptions:
 
 @dataclass(frozen=True)
 class SiteLimits:
-    """What the site profile says of its file system and network; 0 where it says nothing.
+    """Limits of the site's file system and network from the site profile; 0 if unknown.
 
     Attributes:
         opens_per_second: most files that one node may open per second.
@@ -92,13 +92,13 @@ class SiteLimits:
 
 @dataclass(frozen=True)
 class MonitorOptions:
-    """How the job is to be monitored.
+    """How to monitor the job.
 
     Attributes:
         listen: ADDRESS:PORT of the exporter.
         interval: seconds between two readings of GPUs.
         web_config: its file of TLS and users; empty for none.
-        targets: directory that Prometheus finds it by; empty for the one beside the records.
+        targets: directory of Prometheus targets; empty for the one next to the records.
     """
 
     listen: str
@@ -109,16 +109,16 @@ class MonitorOptions:
 
 @dataclass(frozen=True)
 class AgentOptions:
-    """All that a batch script asks of an agent.
+    """The options of an agent.
 
     Attributes:
         attempt: the attempt's directory.
         bind: how to bind the ranks.
         stages: what to stage, in order.
-        site: what the site says of its file system.
-        monitor: how to monitor the job; None where it is not.
-        own: bases in which the job has a directory of its own: its name, `local` or `shm`, and it.
-        collect: source and target of what is brought back at the end, the most important first.
+        site: limits of the site's file system.
+        monitor: how to monitor the job; None for no monitoring.
+        job_directories: where the job gets an empty directory, by name: `local` or `shm`.
+        collect: source and target of each result to copy back, the most important first.
         checkpoint: when to stop the ranks; None if they are not stopped before their end.
     """
 
@@ -127,7 +127,7 @@ class AgentOptions:
     stages: Sequence[StageOptions] = ()
     site: SiteLimits = SiteLimits()
     monitor: MonitorOptions | None = None
-    own: Mapping[str, str] = field(default_factory=dict)
+    job_directories: Mapping[str, str] = field(default_factory=dict)
     collect: Sequence[tuple[str, str]] = ()
     checkpoint: CheckpointOptions | None = None
 
@@ -137,8 +137,8 @@ def parse_options(argv: Sequence[str]) -> AgentOptions:
 
     Each JSON object has the attributes of the class above as its keys; a `--stage` has those of
     StageRequest and StageOptions together, and its target is a directory, or `shm` or `local` for
-    the directories of `--shm` and `--local`, which only the node knows. `--own NAME` makes a
-    directory for the job in one of these, `--collect SOURCE TARGET` brings something back.
+    the directories of `--shm` and `--local`, which differ between nodes. `--job-directory NAME`
+    makes a directory for the job in one of these, `--collect SOURCE TARGET` copies a result back.
 
     Raises:
         InputError: an object cannot be read.
@@ -150,7 +150,7 @@ def parse_options(argv: Sequence[str]) -> AgentOptions:
     for name in ("--shm", "--local"):
         parser.add_argument(name, metavar="DIRECTORY")
     parser.add_argument("--stage", metavar="JSON", action="append", default=[])
-    parser.add_argument("--own", choices=("shm", "local"), action="append", default=[])
+    parser.add_argument("--job-directory", choices=("shm", "local"), action="append", default=[])
     parser.add_argument("--collect", metavar="PATH", nargs=2, action="append", default=[])
     given = parser.parse_args(argv)
     bases = {"shm": given.shm, "local": given.local}
@@ -166,7 +166,7 @@ def parse_options(argv: Sequence[str]) -> AgentOptions:
         [read_option(stage, "--stage", text) for text in given.stage],
         read_option(SiteLimits, "--site", given.site or "{}"),
         read_option(MonitorOptions, "--monitor", given.monitor) if given.monitor else None,
-        {name: bases[name] or name for name in given.own},
+        {name: bases[name] or name for name in given.job_directory},
         [(source, target) for source, target in given.collect],
         CheckpointOptions.from_environment(),
     )

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from hpml_orchestrator.placement.proof import Process, Seen
     from hpml_orchestrator.topology.model import Topology
 
-__all__ = ["Circumstances", "judge"]
+__all__ = ["NodeContext", "judge"]
 
 _WORK_LOAD = 0.02  # CPUs kept busy, from which a process counts as at work
 _FULL_LOAD = 0.9  # of each core, from which processes wait for each other
@@ -39,7 +39,7 @@ _NEAR_POLICIES = ("gpu-local", "numa", "socket")
 
 
 @dataclass(frozen=True)
-class Circumstances:
+class NodeContext:
     """What a node's ranks were planned with.
 
     Attributes:
@@ -60,7 +60,7 @@ class Circumstances:
 
 
 def judge(
-    topology: Topology, plan: Plan, seen: Iterable[Seen], around: Circumstances, *, looks: int = 0
+    topology: Topology, plan: Plan, seen: Iterable[Seen], context: NodeContext, *, looks: int = 0
 ) -> NodeProof:
     """Return where every rank that was seen runs, and what is wrong with that.
 
@@ -71,10 +71,10 @@ def judge(
         topology: the node.
         plan: its plan.
         seen: the ranks, one each.
-        around: what the plan was made with.
+        context: what the plan was made with.
         looks: how often live processes were looked at, for the record.
     """
-    node = _Node(topology, plan, around)
+    node = _Node(topology, plan, context)
     ranks = [_Rank(node, rank) for rank in sorted(seen, key=lambda r: (r.local_rank, r.rank))]
     warnings = list(plan.warnings)
     if plan.policy != "none":
@@ -87,9 +87,9 @@ def judge(
         _add_shared_gpus(node, ranks)
         _add_shared_cores(node, ranks)
     return NodeProof(
-        node=around.node,
+        node=context.node,
         policy=plan.policy,
-        verify=around.verify,
+        verify=context.verify,
         expected=len(plan.ranks),
         ranks=tuple(replace(rank.proof, wrong=tuple(rank.wrong)) for rank in ranks),
         warnings=tuple(dict.fromkeys(warnings)),
@@ -100,24 +100,24 @@ def judge(
 class _Node:
     """What all ranks of the node are judged by."""
 
-    def __init__(self, topology: Topology, plan: Plan, around: Circumstances) -> None:
+    def __init__(self, topology: Topology, plan: Plan, context: NodeContext) -> None:
         self.topology = topology
         self.plan = plan
-        self.around = around
+        self.context = context
         self.machine = Machine(topology, None, smt=True)
         self.core_of = {cpu: core.number for core in topology.cores for cpu in core.cpus}
-        self.gpus = visible_devices(topology, around.visible, around.hidden)
+        self.gpus = visible_devices(topology, context.visible, context.hidden)
         # Of several MIG instances a process sees one alone, whatever its list is.
         known = [gpu for gpu in self.gpus if gpu]
         self.is_divided = bool(known) and all(gpu.parent for gpu in known)
-        self.is_scarce = len(self.cores(around.allowed)) < len(plan.ranks)
+        self.is_scarce = len(self.cores(context.allowed)) < len(plan.ranks)
 
     @property
     def ranks_per_gpu(self) -> int:
         """How many ranks may have the same device; any number where the job was given no GPUs."""
-        if self.around.visible is None and self.gpus:
-            return max(self.around.ranks_per_gpu, -(-len(self.plan.ranks) // len(self.gpus)))
-        return self.around.ranks_per_gpu
+        if self.context.visible is None and self.gpus:
+            return max(self.context.ranks_per_gpu, -(-len(self.plan.ranks) // len(self.gpus)))
+        return self.context.ranks_per_gpu
 
     def cores(self, cpus: Iterable[int]) -> frozenset[int]:
         """Return the physical cores that some CPUs are in."""
@@ -137,8 +137,8 @@ class _Rank:
         self.outside = [p for p in seen.others if self.own and not self.own >= set(p.cpus)]
         self.cpus = self.main.union(*(process.cpus for process in self.outside))
         # A job that was given no GPUs has none, whatever its ranks' lists show.
-        visible = "" if node.around.visible == "" else seen.visible
-        self.gpus = visible_devices(node.topology, visible, node.around.hidden)
+        visible = "" if node.context.visible == "" else seen.visible
+        self.gpus = visible_devices(node.topology, visible, node.context.hidden)
         self.hides_gpus = 0 < len(self.gpus) < len(node.gpus) and not node.is_divided
         self.gpu = self.gpus[seen.local_rank % len(self.gpus)] if self.gpus else None
         self.domains = node.machine.domains_of_cpus(self.cpus)
@@ -170,7 +170,7 @@ def _start_faults(node: _Node, rank: _Rank) -> list[str]:
         faults.append(f"is not in the plan, which has {len(node.plan.ranks)} ranks for this node")
     if seen.error:
         faults.append(f"hpml-bind: {seen.error}")
-    allowed = set(node.around.allowed)
+    allowed = set(node.context.allowed)
     if seen.inherited is not None and rank.own and set(seen.inherited) not in (allowed, rank.own):
         faults.append(
             f"was bound twice: it was started on CPUs {format_list(seen.inherited)}, neither on "
@@ -221,7 +221,7 @@ def _cpu_faults(node: _Node, rank: _Rank, warnings: list[str]) -> list[str]:
             f"{counted(plan.loader_workers, 'loader worker')} need {needed}"
         )
     is_near = node.plan.policy not in _NEAR_POLICIES or set(rank.domains) & set(rank.near)
-    if node.around.verify == "strict" and not faults and rank.gpu and rank.near and not is_near:
+    if node.context.verify == "strict" and not faults and rank.gpu and rank.near and not is_near:
         faults.append(
             f"runs on {rank.place}, its GPU {gpu_name(rank.gpu)} is next to NUMA "
             f"{format_list(rank.near)}, where the job has no CPU: request whole nodes "

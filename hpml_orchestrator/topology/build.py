@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 __all__ = [
     "Devices",
     "Place",
-    "adopt_strays",
+    "assign_unplaced_cpus",
     "cores_of_groups",
     "cores_without_siblings",
     "domain_of_cpus",
@@ -111,7 +111,9 @@ def nearest_with_cpus(number: int, domains: Sequence[Domain]) -> int | None:
     return ranked[0][1]
 
 
-def adopt_strays(homes: dict[int, int], online: Collection[int], warnings: list[str]) -> None:
+def assign_unplaced_cpus(
+    homes: dict[int, int], online: Collection[int], warnings: list[str]
+) -> None:
     """Add the CPUs that no domain has to the first that has some, with a warning.
 
     Args:

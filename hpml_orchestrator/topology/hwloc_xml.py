@@ -9,7 +9,7 @@ from hpml_orchestrator.errors import InputError
 from hpml_orchestrator.topology.build import (
     Devices,
     Place,
-    adopt_strays,
+    assign_unplaced_cpus,
     cores_of_groups,
     domain_of_cpus,
     nearest_with_cpus,
@@ -103,7 +103,7 @@ class _Reader:
         for number in sorted(nodes, key=lambda n: (_is_special(nodes[n]), len(near[n]), n)):
             for cpu in near[number]:
                 homes.setdefault(cpu, number)
-        adopt_strays(homes or dict.fromkeys(online, min(nodes)), online, self.warnings)
+        assign_unplaced_cpus(homes or dict.fromkeys(online, min(nodes)), online, self.warnings)
         distances = self._distances(sorted(nodes))
         domains = tuple(
             Domain(

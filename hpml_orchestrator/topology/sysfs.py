@@ -11,7 +11,7 @@ from hpml_orchestrator.errors import InputError
 from hpml_orchestrator.topology.build import (
     Devices,
     Place,
-    adopt_strays,
+    assign_unplaced_cpus,
     cores_of_groups,
     domain_of_cpus,
     nearest_with_cpus,
@@ -91,7 +91,7 @@ def _domains(
     if not homes:
         warnings.append("The kernel has no NUMA domains: all CPUs count as domain 0.")
         return (Domain(0, tuple(sorted(online)), _memory(_read_text(proc_root, "meminfo"))),)
-    adopt_strays(homes, online, warnings)
+    assign_unplaced_cpus(homes, online, warnings)
     return tuple(
         Domain(
             number,
