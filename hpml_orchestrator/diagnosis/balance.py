@@ -180,7 +180,7 @@ def _cause(
     ranks: Mapping[int, RankFacts],
     longest: float,
 ) -> tuple[str, str]:
-    """Return what explains a slow rank, by a figure of its own, and that figure."""
+    """Return the cause of a slow rank, if a figure of that rank explains it, and the figure."""
     if all(ranks[number].bound_as_planned is False for number in slow) or (
         set(slow) <= set(crowded(facts))
     ):
@@ -340,7 +340,7 @@ def crowded(facts: Facts) -> dict[int, float]:
 
 
 def wrong_binding(facts: Facts) -> Finding | str | None:
-    """Return ranks that do not run where they were to, or share a core with others."""
+    """Return ranks that do not run as planned, or share a core with others."""
     wrong = [rank for rank in facts.ranks if rank.bound_as_planned is False]
     shared = crowded(facts)
     numbers = sorted({rank.rank for rank in wrong} | set(shared))

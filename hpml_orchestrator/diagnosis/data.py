@@ -198,7 +198,7 @@ def _workers(facts: Facts) -> list[Change]:
             # another worker would take its time from the others
             return [Change("decode less while training: prepare the data once, before the job")]
         cores = ": they help if reading is slow; for decoding "
-        cores += "the node has no free CPU" if facts.node_cpus else "each needs a CPU of its own"
+        cores += "the node has no free CPU" if facts.node_cpus else "each needs a separate CPU"
     for index, word in enumerate(args):
         match = _WORKERS.fullmatch(word)
         if not match:

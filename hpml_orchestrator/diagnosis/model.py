@@ -35,7 +35,7 @@ class RankFacts:
     node: str = ""
     samples: float | None = None
     steps: float | None = None
-    step_seconds: float | None = None  # whole steps, with all that follows but saving, evaluation
+    step_seconds: float | None = None  # whole steps, without saving and evaluation
     data_wait_seconds: float | None = None
     transfer_seconds: float | None = None  # host to device
     wait_seconds: float | None = None  # for slower ranks, before collectives
@@ -198,11 +198,11 @@ class Change:
 
 @dataclass(frozen=True)
 class Finding:
-    """One thing that holds the run back, or that could not be found out.
+    """A reason why the run is slow or wasteful, or a question that the data do not answer.
 
     Attributes:
         kind: stable name for programs, such as `waits-for-data`; see `thresholds.py`.
-        level: `unknown` accuses nobody; `note` is for the healthy ones.
+        level: `unknown` if data are missing; `note` if nothing is wrong but could be better.
         verdict: one sentence without a final full stop.
         evidence: the figures, one per line, with the threshold and its source.
         changes: what to do, the best first.

@@ -238,7 +238,7 @@ def _roof(roof: Roofline | None) -> dict[str, Any] | None:
     text = [f"{rate_text(roof.flops, 'FLOP/s')} per device, {of_peak} of the peak ({roof.source})"]
     drawing: dict[str, Any] = {"text": text, "origin": roof.origin, "plot": None}
     if roof.intensity is None or roof.bandwidth is None or roof.ridge is None:
-        text.append("The bytes that the memory moved are unknown, so there is no roofline")
+        text.append("No roofline: the bytes that the memory moved are unknown")
         return drawing
     by = "memory bandwidth" if roof.intensity < roof.ridge else "compute units"
     text.append(

@@ -348,7 +348,7 @@ def text(side: Side) -> str:
 
 
 def _row(row: Row) -> Iterable[str]:
-    """Yield the lines of a row; long values get lines of their own."""
+    """Yield the lines of a row; long values get separate lines."""
     if max(len(row.first), len(row.second)) >= _VALUE or len(row.name) >= _NAME:
         yield f"  {row.name}"
         for name, value in (("first", row.first), ("second", row.second)):

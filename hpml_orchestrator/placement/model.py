@@ -21,10 +21,10 @@ class RankPlan:
 
     Attributes:
         local_rank: number among the ranks of its node, from 0.
-        gpu: PCI address of its GPU, or the source's name of it; None without a GPU, and where the
-            topology does not know it.
+        gpu: PCI address of its GPU, or the source's name of it; None without a GPU, or if the GPU
+            is not in the topology.
         gpu_index: the GPU's index in the topology.
-        gpu_uuid: UUID of the GPU or MIG instance; empty where unknown.
+        gpu_uuid: UUID of the GPU or MIG instance; empty if unknown.
         cpus: CPUs that it may run on, ascending.
         cores: numbers of the physical cores that those are in, ascending.
         numa: NUMA domains that those are in, ascending.
@@ -33,7 +33,7 @@ class RankPlan:
         threads: OpenMP threads: its cores less its loader workers, at least 1.
         loader_workers: processes that load data for it, on its cores.
         distance: the largest NUMA distance from its GPU to one of its cores (10 is local); None
-            without a GPU, and where unknown.
+            without a GPU, or if unknown.
     """
 
     local_rank: int
@@ -60,8 +60,8 @@ class Plan:
 
     Attributes:
         ranks: by local rank, from 0 without a gap.
-        policy: the policy that it was made with; `none` means that nothing is to be bound.
-        warnings: what could not be done as it should, one sentence each.
+        policy: the policy that it was made with; `none` means that nothing is bound.
+        warnings: which rules could not be kept, one sentence each.
     """
 
     ranks: tuple[RankPlan, ...]

@@ -1,4 +1,4 @@
-"""What the live ranks of one node were seen to do, and what is wrong with it: plain records.
+"""Records of the observed ranks of one node, and of what is wrong with their binding.
 
 Standard library only, Python 3.9 or newer: it travels to the nodes.
 """
@@ -23,8 +23,8 @@ class Process:
         cpus: CPUs that its threads may run on, all together.
         first: CPUs of its first thread, which are those of what it forks.
         load: how many CPUs it kept busy since the look before; 0 at its first.
-        openmp: a variable of its environment that has OpenMP bind threads, such as
-            `OMP_PROC_BIND=close`; empty where there is none.
+        openmp: a variable of its environment that makes OpenMP bind threads, such as
+            `OMP_PROC_BIND=close`; empty if there is none.
     """
 
     pid: int
@@ -37,26 +37,26 @@ class Process:
 
 @dataclass(frozen=True)
 class Seen:
-    """One rank as it was seen, nothing of it taken from the plan.
+    """One rank as observed, independent of the plan.
 
     Attributes:
         local_rank: number among the ranks of its node.
         rank: number among all ranks.
         pid: its process.
-        inherited: CPUs that it was allowed when hpml-bind started; None where unknown.
+        inherited: CPUs that it was allowed when hpml-bind started; None if unknown.
         cpus: CPUs that hpml-bind read back after it had set them.
-        child_cpus: CPUs that a child forked by hpml-bind was allowed; None where none was forked.
-        main: the process that does the rank's work, which a wrapper may have started; None where
-            no process could be looked at.
-        others: its other processes: wrappers, loader workers and what else it started.
-        visible: CUDA_VISIBLE_DEVICES (or ROCR_VISIBLE_DEVICES) of its main process; None where not
+        child_cpus: CPUs that a child forked by hpml-bind was allowed; None if none was forked.
+        main: the process that does the rank's work, which a wrapper may have started; None if
+            no process could be read.
+        others: its other processes: wrappers, loader workers and others that it started.
+        visible: CUDA_VISIBLE_DEVICES (or ROCR_VISIBLE_DEVICES) of its main process; None if not
             set.
-        memory: its memory policy, such as `prefer:3`; empty where unknown.
-        threads: OMP_NUM_THREADS; None where not set.
+        memory: its memory policy, such as `prefer:3`; empty if unknown.
+        threads: OMP_NUM_THREADS; None if not set.
         nic: its network card; empty without one.
-        live: whether the process itself was looked at, or only hpml-bind's own record of it.
-        error: what hpml-bind could not do; empty when it could do all that counts.
-        note: what it could not do and is no fault: a memory policy that a container refuses.
+        live: whether the live process was read, or only hpml-bind's record of it.
+        error: why hpml-bind could not bind the rank; empty if it could.
+        note: a failure that is not a fault, such as a memory policy that a container refuses.
     """
 
     local_rank: int
@@ -85,16 +85,16 @@ class RankProof:
         local_rank: number among the ranks of its node.
         pid: its process.
         gpu: PCI address (or name) of the device it really has; None without one.
-        uuid: UUID of that device; empty where unknown.
+        uuid: UUID of that device; empty if unknown.
         cpus: CPUs that it may run on, in the kernel's list format.
         cores: how many physical cores those are in.
         numa: NUMA domains that those are in.
-        memory: memory policy, such as `prefer:3`; empty where unknown.
+        memory: memory policy, such as `prefer:3`; empty if unknown.
         nic: its network card; empty without one.
-        distance: largest NUMA distance from its device to one of its CPUs; None where unknown.
-        threads: OMP_NUM_THREADS; None where not set.
-        live: whether the process itself was looked at.
-        wrong: what is wrong, one sentence each; empty when the rank runs as planned.
+        distance: largest NUMA distance from its device to one of its CPUs; None if unknown.
+        threads: OMP_NUM_THREADS; None if not set.
+        live: whether the live process was read.
+        wrong: the faults, one sentence each; empty if the rank runs as planned.
     """
 
     rank: int
@@ -115,7 +115,7 @@ class RankProof:
 
 @dataclass(frozen=True)
 class NodeProof:
-    """What was seen on one node.
+    """The proof of one node: where its ranks run.
 
     Attributes:
         node: Slurm's name of it.
@@ -125,7 +125,7 @@ class NodeProof:
         ranks: those that were seen, by local rank.
         wrong: what is wrong with the node as a whole, one sentence each.
         warnings: the plan's and the topology's.
-        looks: how often the live processes were looked at.
+        looks: how often the live processes were read.
         time: seconds since the epoch of the last change.
     """
 
@@ -154,13 +154,13 @@ def proof_of_json(data: dict[str, Any]) -> NodeProof:
     """Return the proof that plain data hold; unknown fields are ignored.
 
     Raises:
-        ValueError: they are no proof.
+        ValueError: they are not a proof.
     """
     try:
         ranks = tuple(RankProof(**_values(RankProof, rank)) for rank in data.get("ranks", ()))
         return NodeProof(**_values(NodeProof, {**data, "ranks": ranks}))
     except (TypeError, AttributeError) as error:
-        raise ValueError(f"no proof of a node's binding: {error}") from None
+        raise ValueError(f"not a proof of a node's binding: {error}") from None
 
 
 def _values(kind: Any, data: dict[str, Any]) -> dict[str, Any]:

@@ -126,7 +126,7 @@ def table(rows: Sequence[tuple[str, ...]]) -> list[str]:
 
 
 def _each(cores: Sequence[int], threads: Sequence[int]) -> str:
-    """Return what each rank has; no threads where they are unknown."""
+    """Return the cores and threads of each rank as text; without threads if these are unknown."""
     return (
         " and ".join(
             _span(counts, noun) for counts, noun in ((cores, "core"), (threads, "thread")) if counts

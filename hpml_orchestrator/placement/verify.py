@@ -1,14 +1,13 @@
-"""Judges where ranks run: from a node's plan and what was seen of its ranks to what is wrong.
+"""Compares the observed ranks of a node with its plan, and lists the faults.
 
-Pure: it reads no clock, no file and no process. What a rank has is taken from what was seen; the
-plan says what it should have. Cores of another domain that the plan lends are right.
+These functions are pure: they read no clock, no file and no process. Cores of another domain are
+right if the plan lends them.
 
-Of a rank's processes one is its main process, which must be able to use all of the rank's CPUs,
-with all of its threads together: a single thread may be held on fewer. Any process outside of the
-rank's CPUs is wrong. One on fewer of them is right (a loader worker with a core of its own), unless
-more such processes work on the same CPUs than those have cores, and keep these busy. Where a
-wrapper has started several programs on different CPUs, it has divided those of the rank, and any
-of them may be on fewer.
+The main process of a rank must be able to use all of the rank's CPUs, all its threads together; a
+single thread may be bound to fewer. A process outside of the rank's CPUs is a fault. A process on
+only some of them is right (a loader worker bound to one core), unless more busy processes are on
+these CPUs than they have cores. If a wrapper has started several programs on different CPUs, it has
+divided the rank's CPUs, and each program may be on some of them.
 """
 
 from __future__ import annotations
@@ -40,13 +39,13 @@ _NEAR_POLICIES = ("gpu-local", "numa", "socket")
 
 @dataclass(frozen=True)
 class NodeContext:
-    """What a node's ranks were planned with.
+    """The inputs of a node's plan besides its topology.
 
     Attributes:
         node: Slurm's name of it.
         verify: `strict`, `warn` or `off`.
         allowed: CPUs that the job may use there.
-        visible: the job's CUDA_VISIBLE_DEVICES (or ROCR_VISIBLE_DEVICES) there; None where not set.
+        visible: the job's CUDA_VISIBLE_DEVICES (or ROCR_VISIBLE_DEVICES) there; None if not set.
         hidden: PCI addresses of GPUs that a cgroup hides from the job.
         ranks_per_gpu: how many ranks are meant to share a GPU.
     """
@@ -62,17 +61,17 @@ class NodeContext:
 def judge(
     topology: Topology, plan: Plan, seen: Iterable[Seen], context: NodeContext, *, looks: int = 0
 ) -> NodeProof:
-    """Return where every rank that was seen runs, and what is wrong with that.
+    """Compare the observed ranks with the plan; return where they run and their faults.
 
-    With the policy `none` nothing is wrong. Ranks that were not seen are left out: whether they
-    should have been is known at the job's end alone.
+    The policy `none` has no faults. Ranks that were not observed are left out: they may start
+    later, so only the job's end shows whether one is missing.
 
     Args:
         topology: the node.
         plan: its plan.
         seen: the ranks, one each.
         context: what the plan was made with.
-        looks: how often live processes were looked at, for the record.
+        looks: how often live processes were read, for the record.
     """
     node = _Node(topology, plan, context)
     ranks = [_Rank(node, rank) for rank in sorted(seen, key=lambda r: (r.local_rank, r.rank))]
@@ -98,7 +97,7 @@ def judge(
 
 
 class _Node:
-    """What all ranks of the node are judged by."""
+    """The facts about the node that the checks of all ranks use."""
 
     def __init__(self, topology: Topology, plan: Plan, context: NodeContext) -> None:
         self.topology = topology
@@ -107,25 +106,25 @@ class _Node:
         self.machine = Machine(topology, None, smt=True)
         self.core_of = {cpu: core.number for core in topology.cores for cpu in core.cpus}
         self.gpus = visible_devices(topology, context.visible, context.hidden)
-        # Of several MIG instances a process sees one alone, whatever its list is.
+        # A CUDA process can use only one MIG instance, whatever its list is.
         known = [gpu for gpu in self.gpus if gpu]
         self.is_divided = bool(known) and all(gpu.parent for gpu in known)
         self.is_scarce = len(self.cores(context.allowed)) < len(plan.ranks)
 
     @property
     def ranks_per_gpu(self) -> int:
-        """How many ranks may have the same device; any number where the job was given no GPUs."""
+        """How many ranks may share a device; unlimited if the job got no list of GPUs."""
         if self.context.visible is None and self.gpus:
             return max(self.context.ranks_per_gpu, -(-len(self.plan.ranks) // len(self.gpus)))
         return self.context.ranks_per_gpu
 
     def cores(self, cpus: Iterable[int]) -> frozenset[int]:
-        """Return the physical cores that some CPUs are in."""
+        """Return the physical cores that the CPUs belong to."""
         return frozenset(self.core_of[cpu] for cpu in cpus if cpu in self.core_of)
 
 
 class _Rank:
-    """One rank: what was seen, what was planned, and where it runs."""
+    """One rank: the observation, the plan, and the CPUs and GPU that it has."""
 
     def __init__(self, node: _Node, seen: Seen) -> None:
         self.seen = seen
@@ -164,7 +163,7 @@ class _Rank:
 
 
 def _start_faults(node: _Node, rank: _Rank) -> list[str]:
-    """Return what hpml-bind itself found, before the rank began."""
+    """Return the faults that hpml-bind recorded before the rank began."""
     seen, faults = rank.seen, []
     if rank.plan is None:
         faults.append(f"is not in the plan, which has {len(node.plan.ranks)} ranks for this node")
@@ -186,14 +185,14 @@ def _start_faults(node: _Node, rank: _Rank) -> list[str]:
 
 
 def _cpu_faults(node: _Node, rank: _Rank, warnings: list[str]) -> list[str]:
-    """Return what is wrong with its CPUs: it must run on all that are its own, and no others."""
+    """Return the faults of its CPUs: a rank must run on exactly the CPUs of its plan."""
     seen, plan, main, own = rank.seen, rank.plan, rank.main, rank.own
     if plan is None or not own or not rank.cpus:
         return []
     if not own >= main:
         return [_elsewhere(node, rank)]
     faults = [
-        f"{_process(process)} runs on CPUs {format_list(process.cpus)}, outside of its own "
+        f"{_process(process)} runs on CPUs {format_list(process.cpus)}, outside of the rank's "
         f"{format_list(own)}"
         for process in rank.outside[:1]
     ]
@@ -238,7 +237,7 @@ def _divides(rank: _Rank) -> bool:
 
 
 def _elsewhere(node: _Node, rank: _Rank) -> str:
-    """Return the sentence about a rank that runs on CPUs that are not its own."""
+    """Return the sentence about a rank that runs on CPUs that it was not assigned."""
     own = f"{format_list(rank.own)}"
     if node.plan.policy in _NEAR_POLICIES and rank.gpu and rank.near and rank.domains and rank.plan:
         planned, seen = rank.plan.distance, rank.proof.distance
@@ -253,7 +252,7 @@ def _elsewhere(node: _Node, rank: _Rank) -> str:
 
 
 def _crowds(node: _Node, rank: _Rank) -> list[str]:
-    """Return where processes are at work on so few of the rank's CPUs that they wait."""
+    """Return sentences about busy processes that share too few of the rank's CPUs."""
     working: dict[tuple[int, ...], list[Process]] = {}
     for process in rank.seen.others:
         if set(process.cpus) < rank.own and process.load >= _WORK_LOAD:
@@ -270,7 +269,7 @@ def _crowds(node: _Node, rank: _Rank) -> list[str]:
 
 
 def _gpu_faults(node: _Node, rank: _Rank) -> list[str]:
-    """Return what is wrong with its GPUs: it must see all of the job's and have its own."""
+    """Return the faults of its GPUs: it must see all GPUs of the job and have the planned one."""
     value = "not set" if rank.seen.visible is None else _shown(repr(rank.seen.visible))
     visible = f"(its list of visible devices is {value})"
     if rank.hides_gpus:
@@ -290,7 +289,7 @@ def _gpu_faults(node: _Node, rank: _Rank) -> list[str]:
 
 
 def _add_shared_gpus(node: _Node, ranks: Sequence[_Rank]) -> None:
-    """Add to the faults of ranks that share one GPU, more of them than are meant to."""
+    """Add a fault to ranks that share one GPU with more ranks than planned."""
     on_gpu: dict[str, list[_Rank]] = {}
     for rank in ranks:
         if rank.gpu and not rank.hides_gpus:  # hidden GPUs are a fault already
@@ -303,9 +302,9 @@ def _add_shared_gpus(node: _Node, ranks: Sequence[_Rank]) -> None:
 
 
 def _add_shared_cores(node: _Node, ranks: Sequence[_Rank]) -> None:
-    """Add to the faults of ranks that have moved to physical cores of others.
+    """Add a fault to ranks that run on physical cores of other ranks.
 
-    A rank on its own cores is not to blame for another that came there.
+    A rank that stays on its cores has no fault if another rank moves there.
     """
     for rank in ranks:
         if node.is_scarce or not rank.own or rank.cpus <= rank.own:

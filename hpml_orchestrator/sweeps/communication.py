@@ -63,8 +63,8 @@ class Crossover:
     """The bandwidth below which a method reaches the target sooner than the baseline.
 
     Attributes:
-        mbit: in Mbit/s, interpolated between two measured ones; None if there is no such bandwidth
-            within the measured range.
+        mbit: in Mbit/s, interpolated between two measured ones; None if it is outside of the
+            measured range.
         interval: 95 %, from 6 runs of each on; an end outside of the measured range is 0 or
             infinite.
         text: the result in words.
@@ -87,7 +87,7 @@ class Communication:
 
 
 def communication(rows: Iterable[Row]) -> Communication | None:
-    """Return what the runs of a sweep tell about methods of communication.
+    """Compare the methods of communication that the runs of a sweep used.
 
     A run belongs to it if its result has `method`, `bytes_sent`, `comm_seconds`, `world_size` and
     `target_accuracy`; `bandwidth_mbit` is optional. None without such runs, with one method only,
@@ -155,9 +155,11 @@ def _crossover(
 ) -> Crossover:
     """Return where the ratio of the median times to the target crosses 1.
 
-    Both axes are logarithmic. The interval is that of the smoothed bootstrap of `speedup`: each
-    median varies by itself, and the central 95 % of the crossings are kept.
+    Both axes are logarithmic.
     """
+    # The interval is a smoothed bootstrap, as in `statistics.speedup`: draw a median for each
+    # method and bandwidth independently, compute the crossing of each draw, and take the central
+    # 95 % of the crossings.
     bandwidths = np.array([mbit for mbit, _, _ in cells])
     ratios = np.array([math.log(median(one.times) / median(base.times)) for _, one, base in cells])
     found = float(_crossings(bandwidths, ratios[None, :])[0])
@@ -192,7 +194,7 @@ def _crossings(bandwidths: np.ndarray, ratios: np.ndarray) -> np.ndarray:
     """
     answers = np.full(len(ratios), math.inf)
     logs = np.log(bandwidths)
-    for place in range(len(bandwidths) - 1, 0, -1):  # the lowest crossing has the last word
+    for place in range(len(bandwidths) - 1, 0, -1):  # backwards, so that the lowest one remains
         before, after = ratios[:, place - 1], ratios[:, place]
         crosses = (before < 0) & (after >= 0)
         share = np.where(crosses, before / np.where(crosses, before - after, 1.0), 0.0)

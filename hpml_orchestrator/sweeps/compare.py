@@ -1,4 +1,4 @@
-"""Set two sweeps side by side, such as before and after a change."""
+"""Compare two sweeps, such as before and after a change."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Pair:
     """One setting as two sweeps measured it; None where a sweep has no complete run of it.
 
     Attributes:
-        speedup: seconds before / seconds after, above 1 where `after` is faster.
+        speedup: seconds before / seconds after, above 1 if `after` is faster.
         verdict: `faster`, `slower`, `not distinguishable`, or `unknown`: with too few runs, or if
             `doubt` gives a reason against comparing the times.
         doubt: runs timed out, did another amount of work, or reached another accuracy.
@@ -41,7 +41,7 @@ class Pair:
 
 @dataclass(frozen=True)
 class Comparison:
-    """What differs between two sweeps, and whether the data can tell.
+    """The differences between two sweeps, and whether they can be distinguished from noise.
 
     Attributes:
         notices: what differs besides the change, or restricts the comparison.

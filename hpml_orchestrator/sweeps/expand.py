@@ -1,6 +1,6 @@
 """From a sweep file to its plan: every point, seed and batch, their order, and what they may cost.
 
-What cannot be believed afterwards is refused here, with the reason: a strong sweep without a
+Sweeps without a meaningful result are refused here, with the reason: a strong sweep without a
 batch size, a global batch that the ranks do not divide, a base job that is an array.
 """
 
@@ -126,7 +126,7 @@ class _Planner:
     """The base job of a sweep and what each axis sets in it, for the steps of planning.
 
     Attributes:
-        sweep: the sweep with what counts where its file leaves it open: batch, seed, parallel runs.
+        sweep: the sweep with the values that its file leaves open: batch, seed, parallel runs.
         base: the base job; base_ranks: how many it has; arguments: its own.
         kinds: what each axis sets.
         placeholders: the placeholder of each value that goes into arguments or variables.
@@ -150,7 +150,7 @@ class _Planner:
         self._check_reach()
 
     def _check_fields(self, sweep: Sweep) -> None:
-        """Check that axes which are no arguments are fields of the job that may vary."""
+        """Check that axes other than arguments are fields of the job that may vary."""
         for name, axis in sweep.axes.items():
             for value in axis if isinstance(axis, list) else ():
                 if isinstance(value, str) and PLACEHOLDER.search(value):
@@ -211,7 +211,7 @@ class _Planner:
             self.notes.append(f"not among the job's arguments, and appended: {', '.join(new)}")
         if sweep.scale is not None and sweep.learning_rate is None:
             self.notes.append(
-                "the learning rate is left as it is: where the program multiplies it by the ranks, "
+                "the learning rate is left as it is: if the program multiplies it by the ranks, "
                 "it differs between scales (see learning_rate in the sweep file)"
             )
         budget = sweep.budget
@@ -368,13 +368,13 @@ class _Planner:
                 yield replace(point, excluded=rule) if rule else point
 
     def _excluding_rule(self, unit: str, point: Point) -> str:
-        """Return the rule that leaves a point out; empty where it is to run."""
+        """Return the rule that excludes a point; empty if none does."""
         known = {**point.values, "repeat": point.repeat, "seed": point.seed, unit: point.scale}
         for number, rule in enumerate(self.sweep.exclude):
             for name in rule:
                 if name not in known:
                     raise InputError(
-                        "is no axis of this sweep",
+                        "is not an axis of this sweep",
                         field=f"exclude.{number}.{name}",
                         value=name,
                         hint=did_you_mean(name, known)

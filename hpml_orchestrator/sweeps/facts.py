@@ -1,4 +1,4 @@
-"""What a sweep's report says, as data: every module of the report reads or makes these."""
+"""The contents of a sweep's report as data, shared by all modules of the report."""
 
 from __future__ import annotations
 
@@ -185,7 +185,7 @@ class FittedModel:
         lack_of_fit: p-value of the test whether the curve misses the measured scales by more than
             the runs scatter; None if that cannot be tested.
         speedups: the curve, by the measured scales.
-        note: what the model says beyond its parameters.
+        note: further results of the model, such as a peak.
     """
 
     model: str
@@ -200,7 +200,7 @@ class FittedModel:
 
 @dataclass(frozen=True)
 class Notice:
-    """What a reader has to know before believing the figures.
+    """A warning that a reader needs before trusting the figures.
 
     Attributes:
         status: `loud` if it may change the answer; of the twelve ways to fool the masses whether
@@ -215,7 +215,7 @@ class Notice:
 
 @dataclass(frozen=True)
 class Report:
-    """Everything that the report of a sweep says.
+    """The contents of a sweep's report.
 
     Attributes:
         accuracy_name: what `accuracy` is: `test accuracy`, or what the program calls it.
@@ -223,7 +223,7 @@ class Report:
         states: attempts, and points that were never attempted, by state.
         failed: costs of attempts that are neither complete, nor pruned, nor continued; requeued
             starts included.
-        best: number of the best setting, None where nothing can be recommended.
+        best: number of the best setting, None if none can be recommended.
         provenance: where the figures come from, by heading.
     """
 

@@ -1,7 +1,7 @@
-"""How many tasks the scheduler takes.
+"""How many tasks the scheduler accepts.
 
-Slurm tells the largest size of an array, but not how many jobs a user may have submitted. So a
-refused array is halved until it fits; one task more is tried after five minutes.
+Slurm reports the largest size of an array, but not how many jobs a user may have submitted. So a
+refused array is halved until it fits; after five minutes one more task is tried.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ MAX_TASKS = 1000
 
 _RETRY_SECONDS = 300.0
 _ARRAY_LIMIT = re.compile(r"invalid job array specification", re.IGNORECASE)
-# Slurm names the limit in a line of its own; old versions do not.
+# Slurm names the limit in a separate line; old versions do not name it.
 _SUBMIT_LIMIT = re.compile(
     r"\b(?:QOS|Assoc)\w*Submit\w*Limit|^Batch job submission failed: Job violates accounting"
 )
 
 
 def max_array_size(backend: str, environment: Mapping[str, str]) -> int:
-    """Return the largest array that a batch may be, as the cluster's configuration says."""
+    """Return the largest array for a batch, from the cluster's configuration."""
     if backend != "slurm":
         return MAX_TASKS
     try:

@@ -22,7 +22,7 @@ __all__ = ["json_schema", "to_html", "to_json", "to_markdown"]
 
 
 def to_html(document: Report | Comparison) -> str:
-    """Return a page that stands alone, for light and dark screens, phones and paper."""
+    """Return a self-contained page for light and dark screens, phones and paper."""
     drawn = plots.draw(document) if isinstance(document, Report) else []
     page = environment("html").get_template("page.html.j2")
     return page.render(

@@ -51,7 +51,7 @@ __all__ = [
 ]
 
 RESUMED = "resumed"
-"""What tells shapes of a population apart: whether a member goes on from a checkpoint."""
+"""The key by which shapes of a population differ: whether a member resumes a checkpoint."""
 
 _POINTS, _PLAN = "points.jsonl", "plan.json"
 
@@ -64,7 +64,7 @@ class Shape:
         number: its place in the plan, from 0.
         fixed: what all of its points have in common: axes that are fields of the job or flags, and
             the scale under its unit.
-        job: the complete job, `args` with `{point.NAME}` where a value of the point stands.
+        job: the complete job, `args` with `{point.NAME}` in place of a point's values.
         nodes, ranks, gpus, cores: of one point, in all.
         seconds: the time limit of one point.
         oversubscribed: whether there are more ranks than cores of this machine.
@@ -94,9 +94,9 @@ class Point:
         seed: random seed of the repeat.
         variables: what `points.sh` sets, by the placeholder's name: `{"lr": "0.1"}` for
             `{point.lr}`.
-        batch_global, batch_per_rank: planned batch sizes, None where not known.
-        learning_rate: planned, of the optimiser; None where the sweep does not set it.
-        excluded: why it is left out; empty for a point that is to run.
+        batch_global, batch_per_rank: planned batch sizes, None if unknown.
+        learning_rate: planned, of the optimiser; None if the sweep does not set it.
+        excluded: why it does not run; empty if it does.
     """
 
     number: int
@@ -144,7 +144,7 @@ class SweepPlan:
         shapes, points: see there; a search has no points here, they are in its batches.
         blocks: numbers of the points that are submitted together, in order of submission.
         estimate: the most that it may cost.
-        notes: what a reader has to know, such as which argument was taken for the batch size.
+        notes: decisions of the planner, such as which argument is the batch size.
         trial: of a trial of `hpml report --try` (`trial.py`): the `run` that it is of, `seconds` of
             training after which a run is stopped (0: never), and what else its answer needs.
     """
@@ -199,7 +199,7 @@ def point_of(
         values: by the axes' names.
         repeat: as in `Point`.
         scale: as in `Point`.
-        checkpoint: what a member of a population goes on from.
+        checkpoint: that a member of a population resumes.
 
     Raises:
         InputError: the global batch cannot be divided over the ranks.

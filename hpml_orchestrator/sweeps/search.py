@@ -41,7 +41,7 @@ STUDY = "study.journal"
 """Name of the study in the directory of a sweep."""
 
 _PRUNERS = {"none": NopPruner, "median": MedianPruner, "halving": SuccessiveHalvingPruner}
-_RESTORE = "put it back from a copy; without it the search cannot go on"
+_RESTORE = "restore it from a copy; the search cannot continue without it"
 
 
 def check_search(sweep: Sweep) -> None:
@@ -81,7 +81,7 @@ def open_search(directory: Path, plan: SweepPlan) -> Searcher:
         InputError: the study belongs to another sweep.
         RecordError: the study cannot be read or written.
     """
-    optuna.logging.set_verbosity(optuna.logging.ERROR)  # its messages are no output of hpml's
+    optuna.logging.set_verbosity(optuna.logging.ERROR)  # its messages are not hpml's output
     warnings.simplefilter("ignore", ExperimentalWarning)  # of samplers, before Optuna 5
     path = directory / STUDY
     try:
@@ -146,7 +146,7 @@ class Searcher:
         if completed and all(row.metric is None for row in completed):
             figures = ", ".join(sorted(completed[0].result)) or "nothing"
             raise InputError(
-                "is no figure of the results",
+                "is not a figure of the results",
                 field="search.metric",
                 value=self._sweep.search.metric,
                 hint=f"the first run reported {figures}; start the sweep again with one of them",

@@ -1,4 +1,4 @@
-"""What the readers share: cores, domains and devices from what a source tells of them."""
+"""Shared by all readers: builds cores, domains and devices from the data of a source."""
 
 from __future__ import annotations
 
@@ -60,9 +60,9 @@ def cores_of_groups(
 def cores_without_siblings(domains: Sequence[Domain]) -> tuple[tuple[Core, ...], str]:
     """Return the cores of a source that has only the CPUs of each domain, and a warning.
 
-    Where the CPUs of every domain are two equal runs the same distance apart (`0-23,96-119` and
-    `24-47,120-143`), these are first and second hardware threads: Linux numbers so on x86. Any
-    other shape proves nothing, and each CPU counts as a core. A domain counts as a socket.
+    If the CPUs of every domain are two equal runs the same distance apart (`0-23,96-119` and
+    `24-47,120-143`), these are first and second hardware threads, as Linux numbers them on x86.
+    Otherwise nothing is known and each CPU counts as a core. A domain counts as a socket.
     """
     homes = {cpu: domain.number for domain in domains for cpu in domain.cpus}
     steps = {_sibling_step(domain.cpus) for domain in domains if domain.cpus}
@@ -79,7 +79,7 @@ def cores_without_siblings(domains: Sequence[Domain]) -> tuple[tuple[Core, ...],
 
 
 def _sibling_step(cpus: Sequence[int]) -> int:
-    """Return the distance of the two equal runs that some CPUs are; 0 where they are not."""
+    """Return the distance between the two equal runs that CPUs form; 0 if they do not."""
     half = len(cpus) // 2
     first, second = cpus[:half], cpus[half:]
     if not first[1:] or len(second) != half or first[-1] - first[0] != half - 1:
@@ -90,16 +90,16 @@ def _sibling_step(cpus: Sequence[int]) -> int:
 
 
 def domain_of_cpus(cpus: Iterable[int], domains: Sequence[Domain]) -> int | None:
-    """Return the one domain that holds all of these CPUs; None where it is none or several."""
+    """Return the domain that holds all of these CPUs; None if there is none or several."""
     wanted = set(cpus)
     holding = [domain.number for domain in domains if wanted & set(domain.cpus)]
     return holding[0] if len(holding) == 1 else None
 
 
 def nearest_with_cpus(number: int, domains: Sequence[Domain]) -> int | None:
-    """Return a domain itself where it has CPUs, else the nearest that has some.
+    """Return the domain itself if it has CPUs, else the nearest one that has some.
 
-    None where distances are unknown or two domains are equally near.
+    None if distances are unknown or two domains are equally near.
     """
     home = next((domain for domain in domains if domain.number == number), None)
     if home is None or home.cpus:
@@ -114,21 +114,21 @@ def nearest_with_cpus(number: int, domains: Sequence[Domain]) -> int | None:
 def assign_unplaced_cpus(
     homes: dict[int, int], online: Collection[int], warnings: list[str]
 ) -> None:
-    """Add the CPUs that no domain has to the first that has some, with a warning.
+    """Assign CPUs without a domain to the first domain that has CPUs, with a warning.
 
     Args:
         homes: CPU -> domain; not empty.
         online: all CPUs.
         warnings: the warning is added here.
     """
-    strays = set(online) - set(homes)
-    if strays:
+    unplaced = set(online) - set(homes)
+    if unplaced:
         first = min(homes.values())
         warnings.append(
-            f"The NUMA domain of the CPUs {format_list(strays)} is unknown: they count as "
+            f"The NUMA domain of the CPUs {format_list(unplaced)} is unknown: they count as "
             f"domain {first}."
         )
-        homes.update(dict.fromkeys(strays, first))
+        homes.update(dict.fromkeys(unplaced, first))
 
 
 def free_number(used: Collection[int]) -> int:
@@ -164,9 +164,9 @@ class Place:
     """Where a device is.
 
     Attributes:
-        address: PCI address; empty where unknown.
-        domain: NUMA domain; None where unknown.
-        cpus: CPUs near to it; empty where unknown.
+        address: PCI address; empty if unknown.
+        domain: NUMA domain; None if unknown.
+        cpus: CPUs near to it; empty if unknown.
         path: the bridges above it.
     """
 
@@ -201,17 +201,17 @@ class Devices:
         Args:
             place: where its PCI device is.
             partition: its number among the partitions of this device.
-            number: what the source's library counts it as.
-            name: what the source calls it.
+            number: its number in the source's library.
+            name: its name in the source.
             uuid: its UUID.
-            vendor: of PCI; 0 where unknown.
+            vendor: of PCI; 0 if unknown.
             kind: class of PCI (16 bits).
             named: whether a compute library or driver knows it.
         """
         address = partition_address(place.address, partition)
         self._paths[address] = place.path
         gpu = Gpu(0, name, address, uuid, domain=place.domain, cpus=place.cpus)
-        # A VGA device beside other GPUs only draws the screen, but for NVIDIA's cards.
+        # A VGA device next to other GPUs only draws the screen, unless it is from NVIDIA.
         self._gpus.append((number, gpu, named or kind != VGA or vendor == NVIDIA))
 
     def add_nic(
@@ -260,7 +260,7 @@ class Devices:
         """Return the GPUs that compute, by number, then PCI address."""
         computing = [entry for entry in self._gpus if entry[2]] or self._gpus
         ordered = sorted(computing, key=lambda entry: (entry[0], address_key(entry[1].address)))
-        # A UUID that several partitions share says nothing about any of them.
+        # A UUID that several partitions share does not identify any of them.
         count = Counter(gpu.uuid for _, gpu, _ in ordered)
         return tuple(
             replace(
@@ -279,7 +279,7 @@ class Devices:
         return tuple(self._nics[name][1] for name in names if self._nics[name][0] == best)
 
     def _level(self, gpu: Gpu, nic: Nic) -> str:
-        """Return how far a GPU is from a card; empty where that is unknown."""
+        """Return the PCI level between a GPU and a card, such as PIX; empty if unknown."""
         path, other = self._paths.get(gpu.address), self._paths.get(nic.address)
         known = gpu.domain is not None and nic.domain is not None
         same = gpu.domain == nic.domain

@@ -43,15 +43,15 @@ def hwloc_topology(root: ET.Element) -> Topology:
         root: the element `<topology>`.
 
     Raises:
-        InputError: it is no such file.
+        InputError: the file is not from hwloc, or is damaged.
     """
     machine = root.find("object")
     if machine is None:
-        raise InputError("is no hwloc XML: <topology> with an <object> is missing")
+        raise InputError("is not an hwloc XML file: <topology> with an <object> is missing")
     try:
         return _Reader(root, machine).topology()
     except ValueError as error:
-        raise InputError(f"is no hwloc XML that hpml understands: {error}") from None
+        raise InputError(f"is not an hwloc XML file that hpml can read: {error}") from None
 
 
 class _Reader:
@@ -241,7 +241,7 @@ def _cpu(unit: ET.Element) -> int:
 
 def _integer(text: str) -> int:
     if not _INTEGER.fullmatch(text.strip()):
-        raise ValueError(f"{text[:40]!r} is no whole number")
+        raise ValueError(f"{text[:40]!r} is not a whole number")
     return int(text)
 
 

@@ -107,8 +107,8 @@ class Topology:
         domains: all NUMA domains, by number.
         gpus: all GPUs, by index.
         nics: all network cards, by name.
-        links: `(GPU's name, NIC's name, level)`, where level is how far apart they are on PCI, in
-            nvidia-smi's terms: PIX, PXB, PHB, NODE, SYS; unknown ones are left out.
+        links: `(GPU's name, NIC's name, level)` with nvidia-smi's level of their PCI connection:
+            PIX, PXB, PHB, NODE, SYS; unknown ones are left out.
         warnings: what was missing or inferred, one sentence each.
         sockets_told: whether the source has sockets; else each domain counts as one.
     """
@@ -180,7 +180,7 @@ def topology_of_json(data: Any) -> Topology:
     except (TypeError, AttributeError) as error:
         reason = f"a value is of the wrong type: {error}"
     raise InputError(
-        f"is no topology as `hpml topo --json` writes it: {reason}",
+        f"is not a topology from `hpml topo --json`: {reason}",
         hint="hpml topo --json > node.json",
     )
 

@@ -1,4 +1,4 @@
-"""PCI addresses and classes, and how far apart two devices are."""
+"""PCI addresses and classes, and the distance between two devices."""
 
 from __future__ import annotations
 
@@ -118,7 +118,7 @@ def nic_rank(name: str, device_class: int, vendor: int, *, rdma: bool) -> int:
 
 
 def level(path: PciPath, other: PciPath, *, same_domain: bool) -> str:
-    """Return how far apart two devices are: PIX, PXB, PHB, NODE or SYS, as `nvidia-smi` has it.
+    """Return the distance between two devices as in `nvidia-smi`: PIX, PXB, PHB, NODE or SYS.
 
     PIX is one switch between them, PXB several, PHB the host bridge, NODE two host bridges of one
     NUMA domain, SYS two domains.

@@ -104,7 +104,7 @@ def _domains(
 
 
 def _memory(meminfo: str) -> int:
-    """Return the total of a meminfo file in bytes; 0 where it has none."""
+    """Return the total of a meminfo file in bytes; 0 if it has none."""
     match = re.search(r"MemTotal:\s*([0-9]{1,15}) kB", meminfo)
     return int(match[1]) * _KIB if match else 0
 
@@ -168,7 +168,7 @@ def _read_cpus(*parts: str, mask: str = "") -> tuple[int, ...]:
 
 
 def _list_directory(*parts: str) -> list[str]:
-    """Return the sorted names in a directory; none where it is missing."""
+    """Return the sorted names in a directory; none if it is missing."""
     try:
         return sorted(os.listdir(os.path.join(*parts)))
     except OSError:
@@ -230,7 +230,7 @@ class _PciDevices:
             # The domain of a GPU's own memory has no CPUs: those of the nearest count.
             homes = [home for home in self.domains if home.number == domain]
             local = local or (homes[0].cpus if homes else ())
-        elif set(local) == self.cpus:  # the kernel's answer where it does not know
+        elif set(local) == self.cpus:  # the kernel's answer if it does not know
             domain, local = None, ()
         else:
             domain = domain_of_cpus(local, self.domains)

@@ -150,7 +150,7 @@ CASES: dict[str, tuple[Place, dict[int, tuple[str, ...]]]] = {
         pair().change(0, others=(Process(7, "dataloader", (0, 8), (0,), 0.0),)),
         {
             0: (
-                "its process 7 (dataloader) runs on CPUs 0,8, outside of its own 0-7,16-23",
+                "its process 7 (dataloader) runs on CPUs 0,8, outside of the rank's 0-7,16-23",
                 "shares physical cores with rank 9",
             )
         },

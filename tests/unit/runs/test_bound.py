@@ -173,7 +173,7 @@ def damaged(**values: Any) -> str:
         ("", "is not JSON"),
         ("[]", "holds no JSON object"),
         ('{"schema_version": 99}', "has schema_version 99"),
-        ("{}", "no proof of a node's binding"),
+        ("{}", "not a proof of a node's binding"),
         (
             damaged(ranks=[{"rank": 1, "local_rank": 0, "cpus": "0-9999999999"}]),
             "not a list of CPUs",
