@@ -48,23 +48,14 @@ _HOT = ("hw_", "sw_thermal", "power_brake")  # the power cap holds every busy GP
 
 @dataclass(frozen=True)
 class Slow:
-    """Ranks that the others wait for.
+    """Ranks that the others wait for."""
 
-    Attributes:
-        ranks: their numbers.
-        share: how much longer the slowest works than the others, as a share of a step.
-        how: what shows it, in words.
-        cause: kind of finding that explains it, or `more-samples`; empty if nothing does.
-        why: the figures of the cause.
-        doubt: what is missing if the measured waits are not enough to compare the ranks.
-    """
-
-    ranks: tuple[int, ...] = ()
-    share: float = 0.0
-    how: str = ""
-    cause: str = ""
-    why: str = ""
-    doubt: str = ""
+    ranks: tuple[int, ...] = ()  # their numbers
+    share: float = 0.0  # how much longer the slowest works than the others, as a share of a step
+    how: str = ""  # what shows it, in words
+    cause: str = ""  # kind of finding that explains it, or `more-samples`; empty if nothing does
+    why: str = ""  # the figures of the cause
+    doubt: str = ""  # what is missing if the measured waits are not enough to compare the ranks
 
 
 def find_slow(facts: Facts) -> Slow:

@@ -42,23 +42,6 @@ __all__ = [
 
 _SHOWN = 4
 _IDLE = 0.02  # share of the time with a kernel
-_GAIN_IF = {
-    "waits-for-data": "if no step waited for data",
-    "cpu-contention": "if no other process used its CPUs",
-    "slow-rank": "if it kept up with the others",
-    "wrong-binding": "if each rank ran on the planned cores",
-    "communication": "if communication took no time",
-    "host-to-device": "if copies took no time",
-    "tensor-cores-idle": "if tensor cores halved the time in which SMs compute",
-    "launch-bound": "if kernels kept all SMs busy",
-    "cpu-bound": "if the GPUs never waited for the CPUs",
-    "throttled": "if throttling ended, which halves the clocks at most",
-    "slow-staging": "if staging took no time",
-    "slow-start": "if the start took no time",
-    "slow-saving": "if checkpoints took no time",
-    "slow-evaluation": "if evaluation took no time",
-}
-"""What the upper bound of a gain rests on."""
 
 
 def steps_known(facts: Facts) -> bool:
@@ -226,7 +209,7 @@ def find(
         tuple(changes),
         saves,
         free_hours if saves is None else hours(facts, saves),
-        gain_if="" if saves is None else _GAIN_IF[kind],
+        gain_if="" if saves is None else threshold.gain_if,
     )
 
 

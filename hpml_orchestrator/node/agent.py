@@ -70,15 +70,10 @@ def main(argv: list[str]) -> int:
 
 @dataclass
 class Agent:
-    """One node's agent.
+    """One node's agent."""
 
-    Attributes:
-        options: what the batch script asks for.
-        node: Slurm's name of this node.
-    """
-
-    options: AgentOptions
-    node: str = field(default_factory=node_name)
+    options: AgentOptions  # what the batch script asks for
+    node: str = field(default_factory=node_name)  # Slurm's name of this node
     _asked_at: float = math.inf  # monotonic seconds of the first signal that ends the job
     _terminated_at: float = math.inf  # of a SIGTERM that the stop path has not seen yet
     _over: bool = False

@@ -344,9 +344,6 @@ def shield(argv: list[str]) -> int:
     The signal is blocked and not ignored, because launchers such as torchrun install a handler.
     Child processes inherit that, and hpml-bind unblocks it for the rank. A separate session would
     not be enough: which processes get a signal depends on Slurm's ProctrackType.
-
-    Args:
-        argv: the launcher's command.
     """
     signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGTERM,))
     return _exec(argv, (signal.SIGPIPE, signal.SIGXFSZ))

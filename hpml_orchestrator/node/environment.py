@@ -33,27 +33,19 @@ _RANGE = r"\d{1,9}(?:-\d{1,9})?"
 
 @dataclass(frozen=True)
 class CheckpointOptions:
-    """When the ranks are asked to save and stop, and what follows; the job file's `checkpoint`.
+    """When the ranks are asked to save and stop, and what follows; the job file's `checkpoint`."""
 
-    Attributes:
-        requeue: the reasons after which the run continues.
-        lead: seconds before the time limit at which ranks are asked to stop; None for automatic.
-        attempts: how many the run may have.
-        hang: seconds without a sign of life after which the ranks of a node hang; 0 for never.
-        avoid_failed_nodes: whether the next attempt leaves out nodes that failed or hung.
-        signal: name of the signal that ranks get with a stop request, such as USR1; may be empty.
-        time_limit: the job's, in seconds; None if unknown.
-        can_requeue: whether the site lets a job's owner requeue it.
-    """
-
-    requeue: Sequence[str] = ()
+    requeue: Sequence[str] = ()  # the reasons after which the run continues
+    # Seconds before the time limit at which ranks are asked to stop; None for automatic
     lead: float | None = None
-    attempts: int = 20
+    attempts: int = 20  # how many the run may have
+    # Seconds without a sign of life after which the ranks of a node hang; 0 for never
     hang: float = 0
-    avoid_failed_nodes: bool = True
+    avoid_failed_nodes: bool = True  # whether the next attempt leaves out nodes that failed or hung
+    # Name of the signal that ranks get with a stop request, such as USR1; may be empty
     signal: str = ""
-    time_limit: float | None = None
-    can_requeue: bool = True
+    time_limit: float | None = None  # the job's, in seconds; None if unknown
+    can_requeue: bool = True  # whether the site lets a job's owner requeue it
 
     @classmethod
     def from_environment(

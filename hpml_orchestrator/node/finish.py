@@ -101,17 +101,11 @@ _SAID_CHARS = 240
 
 
 class Ending(NamedTuple):
-    """How an attempt ended.
+    """How an attempt ended."""
 
-    Attributes:
-        exit_code: the script's: if known, the failed rank's status, or 128 plus its signal.
-        state: Slurm's word.
-        reason: in words.
-    """
-
-    exit_code: int
-    state: str
-    reason: str
+    exit_code: int  # the script's: if known, the failed rank's status, or 128 plus its signal
+    state: str  # Slurm's word
+    reason: str  # in words
 
 
 def finish(attempt: str, code: str, reason: str = "", launcher: str = "") -> int:

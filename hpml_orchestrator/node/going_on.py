@@ -43,17 +43,11 @@ _UNDER_WAY = re.compile(r"Job is pending execution|already (?:being )?requeued",
 
 
 class Decision(NamedTuple):
-    """Whether a run continues.
+    """Whether a run continues."""
 
-    Attributes:
-        goes_on: whether it continues.
-        why: what ended the attempt before the run was done; empty if the run is done.
-        stays: why an unfinished run does not continue.
-    """
-
-    goes_on: bool = False
-    why: str = ""
-    stays: str = ""
+    goes_on: bool = False  # whether it continues
+    why: str = ""  # what ended the attempt before the run was done; empty if the run is done
+    stays: str = ""  # why an unfinished run does not continue
 
 
 def decide(
@@ -100,12 +94,7 @@ def decide(
 
 
 def go_on(attempt: str, code: str) -> int:
-    """Start the next attempt if the run continues; print the script's exit status.
-
-    Args:
-        attempt: the attempt's directory.
-        code: the status otherwise.
-    """
+    """Start the next attempt if the run continues; print the script's exit status."""
     records = Attempt(Path(attempt))
     status = int(code)
     if records.ended is None and records.stop_request():

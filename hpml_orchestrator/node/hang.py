@@ -1,17 +1,14 @@
 """Detects that the ranks of a node hang, and saves their stacks before they are ended.
 
-A rank that uses `hpml_channel.py` writes its stacks when the agent signals it. For other ranks
-`py-spy` reads them, if it is on the rank's PATH. PyTorch writes the last collectives of NCCL to
-files when the agent writes to its named pipe (the flight recorder).
+A rank that uses `hpml_channel.py` writes its stacks when the agent signals it. PyTorch writes the
+last collectives of NCCL to files when the agent writes to its named pipe (the flight recorder).
 """
 
 from __future__ import annotations
 
 import contextlib
 import os
-import shutil
 import stat as modes
-import subprocess
 import time
 from typing import TYPE_CHECKING, Any
 
@@ -27,7 +24,6 @@ __all__ = ["HangWatch", "collect_stacks", "directory_of", "recorder_stem", "remo
 
 _PAUSED_SECONDS = 10.0
 _STACK_SECONDS = 2.0
-_PY_SPY_SECONDS = 10
 _LOOK_SECONDS = 0.05
 _MAX_STACK_BYTES = 1 << 20
 _PIPE = "TORCH_NCCL_DEBUG_INFO_PIPE_FILE"
@@ -111,40 +107,16 @@ def collect_stacks(
                 _trigger_flight_recorder(table.environment(member), record["rank"], member)
             known = [member for member in family if member in peers] or family[:1]
             for member in known:
-                text = _stacks(member, peers.get(member), table.environment(member))
+                text = _stacks(member, peers.get(member))
                 stream.write(f"rank {record['rank']}, process {member}\n{text.rstrip()}\n\n")
 
 
-def _stacks(pid: int, peer: Peer | None, environment: Mapping[str, str]) -> str:
-    """Return the stacks of a process, or why there are none."""
-    if peer is not None and peer.stacks_signal:
-        text = _own_stacks(pid, peer)
-        if text:
-            return text
-    program = shutil.which("py-spy", path=environment.get("PATH", os.defpath))
-    if program is None:
-        return "no stacks: the program does not use hpml_channel, and py-spy is not on its PATH"
-    command = [program, "dump", "--pid", str(pid)]
-    try:
-        done = subprocess.run(
-            command,
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            errors="replace",
-            timeout=_PY_SPY_SECONDS,
-            check=False,
-        )
-    except (OSError, subprocess.SubprocessError) as error:
-        return f"no stacks: py-spy: {error}"
-    return done.stdout[:_MAX_STACK_BYTES]
-
-
-def _own_stacks(pid: int, peer: Peer) -> str:
-    """Make a process write its stacks and return them; empty if it writes none."""
+def _stacks(pid: int, peer: Peer | None) -> str:
+    """Make a process write its stacks and return them, or why there are none."""
+    if peer is None or not peer.stacks_signal:
+        return "no stacks: the program does not use hpml_channel"
     if not catches(pid, peer.stacks_signal):
-        return ""  # without its handler the signal would end the process
+        return "no stacks: its signal handler was replaced"  # the signal would end the process
     path = f"/proc/{pid}/fd/{peer.stacks_fd}"
     try:
         before = os.stat(path).st_size
@@ -157,9 +129,10 @@ def _own_stacks(pid: int, peer: Peer) -> str:
                 break
         with open(path, "rb") as stream:
             stream.seek(before)
-            return stream.read(_MAX_STACK_BYTES).decode("utf-8", "replace")
-    except OSError:
-        return ""
+            text = stream.read(_MAX_STACK_BYTES).decode("utf-8", "replace")
+    except OSError as error:
+        return f"no stacks: {error.strerror}"
+    return text or "no stacks: it wrote none in time"
 
 
 def _trigger_flight_recorder(environment: Mapping[str, str], rank: int, pid: int) -> None:
@@ -179,12 +152,7 @@ def _trigger_flight_recorder(environment: Mapping[str, str], rank: int, pid: int
 
 
 def remove_pipes(attempt: Path, ranks: Iterable[int]) -> None:
-    """Remove the flight recorder's pipes: copying the records would block on them.
-
-    Args:
-        attempt: the attempt's directory.
-        ranks: their global ranks.
-    """
+    """Remove the flight recorder's pipes: copying the records would block on them."""
     for rank in ranks:
         with contextlib.suppress(OSError):
             os.unlink(f"{recorder_stem(attempt)}{rank}.pipe")

@@ -63,12 +63,7 @@ def run_command(command: Sequence[str], environment: Mapping[str, str]) -> str:
 
 
 def ask(environment: Mapping[str, str], run: Run = run_command) -> JobState:
-    """Return the state of the job that these variables belong to.
-
-    Args:
-        environment: variables of a process of the job.
-        run: runs a command.
-    """
+    """Return the state of the job that these variables belong to."""
     if "HPML_LOCAL_STEPS" in environment:
         return _local(environment["HPML_LOCAL_STEPS"])
     job_id, restarts = environment.get("SLURM_JOB_ID", ""), environment.get("SLURM_RESTART_COUNT")

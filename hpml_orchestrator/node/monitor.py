@@ -43,43 +43,27 @@ _TLS = re.compile(r"^[^#]*\btls_server_config\b", re.MULTILINE)
 
 @dataclass(frozen=True)
 class Timing:
-    """How the exporter is supervised; times in seconds.
+    """How the exporter is supervised; times in seconds."""
 
-    Attributes:
-        first_pause: before the first restart; it doubles with each that follows.
-        longest_pause: between two starts.
-        restarts: how often it is restarted.
-        until_address: after which an exporter that does not listen yet is killed.
-        terminate: between SIGTERM and SIGKILL at the end.
-        look: between two checks of it.
-    """
-
-    first_pause: float = 1.0
-    longest_pause: float = 60.0
-    restarts: int = 20
-    until_address: float = 60.0
-    terminate: float = 1.5
-    look: float = 1.0
+    first_pause: float = 1.0  # before the first restart; it doubles with each that follows
+    longest_pause: float = 60.0  # between two starts
+    restarts: int = 20  # how often it is restarted
+    until_address: float = 60.0  # after which an exporter that does not listen yet is killed
+    terminate: float = 1.5  # between SIGTERM and SIGKILL at the end
+    look: float = 1.0  # between two checks of it
 
 
 @dataclass
 class Monitor:
-    """The exporter of one node's part of a job, and the thread that supervises it.
+    """The exporter of one node's part of a job, and the thread that supervises it."""
 
-    Attributes:
-        options: what the batch script asks for.
-        attempt: the attempt's directory.
-        node: Slurm's name of the node.
-        environment: the agent's own variables.
-        timing: how it is supervised.
-        command: what runs the exporter; its options follow as one argument, in JSON.
-    """
-
-    options: MonitorOptions
-    attempt: Path
-    node: str
+    options: MonitorOptions  # what the batch script asks for
+    attempt: Path  # the attempt's directory
+    node: str  # Slurm's name of the node
+    # The agent's own variables
     environment: Mapping[str, str] = field(default_factory=lambda: os.environ)
-    timing: Timing = Timing()
+    timing: Timing = Timing()  # how it is supervised
+    # What runs the exporter; its options follow as one argument, in JSON
     command: Sequence[str] = (sys.executable, "-I", "-m", "hpml_exporters")
 
     def __post_init__(self) -> None:
@@ -107,12 +91,7 @@ class Monitor:
         return self._thread is not None and self._thread.is_alive()
 
     def start(self, node_plan: NodePlan | None, *, no_gpus: bool = False) -> None:
-        """Start the exporter and its supervision; returns at once.
-
-        Args:
-            node_plan: the node's plan, with the job's GPUs and the ranks' CPUs.
-            no_gpus: whether the job asked for no GPUs.
-        """
+        """Start the exporter and its supervision; returns at once."""
         gpus = [] if no_gpus else allocated_gpus(node_plan, self.environment)
         self._facts = job_facts(self.environment, self._run, gpus)
         self._cpus = free_cpus(node_plan, os.sched_getaffinity(0))
@@ -279,11 +258,6 @@ def job_facts(
     """Return the facts about the job that the exporter labels its metrics with.
 
     A sweep sets `HPML_SWEEP` and `HPML_POINT` for its jobs.
-
-    Args:
-        environment: the agent's own variables.
-        run: id of the run.
-        gpus: names of the job's GPUs on this node; None if they are unknown.
     """
     uid = environment.get("SLURM_JOB_UID", "")
     start = environment.get("SLURM_JOB_START_TIME", "")
@@ -313,10 +287,6 @@ def allocated_gpus(node_plan: NodePlan | None, environment: Mapping[str, str]) -
     Names are UUIDs or PCI addresses from the node's topology, else the UUIDs that the local backend
     sets in place of Slurm's numbers. The GPU variables that the batch script inherits describe the
     first node, so they are ignored if the job has several nodes.
-
-    Args:
-        node_plan: the node's plan.
-        environment: the agent's own variables.
     """
     if node_plan is not None and node_plan.topology is not None and node_plan.topology.gpus:
         gpus = visible_devices(
@@ -334,12 +304,7 @@ def allocated_gpus(node_plan: NodePlan | None, environment: Mapping[str, str]) -
 
 
 def free_cpus(node_plan: NodePlan | None, allowed: Collection[int]) -> frozenset[int]:
-    """Return CPUs of the job without a rank, preferably on whole free cores; empty if none is free.
-
-    Args:
-        node_plan: the node's plan; None if nothing is bound.
-        allowed: CPUs that the job may use.
-    """
+    """Return CPUs of the job without a rank, preferably whole free cores; empty if none is free."""
     if node_plan is None:
         return frozenset()
     ranks = {cpu for rank in node_plan.plan.ranks for cpu in rank.cpus}

@@ -25,110 +25,66 @@ __all__ = [
 
 @dataclass(frozen=True)
 class BindOptions:
-    """How to bind the ranks of a node.
+    """How to bind the ranks of a node."""
 
-    Attributes:
-        ranks: how many the node has.
-        policy: the planner's policy.
-        verify: `strict`, `warn` or `off`.
-        ranks_per_gpu: how many ranks share a GPU.
-        loader_workers: processes per rank that load data.
-        one_thread: whether ranks get only the first hardware thread of each core.
-        keep_threads: whether the job file sets OMP_NUM_THREADS, which is kept then.
-        no_gpus: whether the job requested no GPUs, so that the node's do not count.
-    """
-
-    ranks: int
-    policy: str = "gpu-local"
-    verify: str = "warn"
-    ranks_per_gpu: int = 1
-    loader_workers: int = 0
-    one_thread: bool = False
-    keep_threads: bool = False
-    no_gpus: bool = False
+    ranks: int  # how many the node has
+    policy: str = "gpu-local"  # the planner's policy
+    verify: str = "warn"  # `strict`, `warn` or `off`
+    ranks_per_gpu: int = 1  # how many ranks share a GPU
+    loader_workers: int = 0  # processes per rank that load data
+    one_thread: bool = False  # whether ranks get only the first hardware thread of each core
+    keep_threads: bool = False  # whether the job file sets OMP_NUM_THREADS, which is kept then
+    no_gpus: bool = False  # whether the job requested no GPUs, so that the node's do not count
 
 
 @dataclass(frozen=True)
 class StageOptions:
-    """One entry of the job file's `stage`.
+    """One entry of the job file's `stage`."""
 
-    Attributes:
-        request: what to copy, and to which base directory.
-        distribution: how several nodes get it.
-        hash: whether contents are hashed while they are copied.
-    """
-
-    request: StageRequest
-    distribution: str = "auto"
-    hash: bool = True
+    request: StageRequest  # what to copy, and to which base directory
+    distribution: str = "auto"  # how several nodes get it
+    hash: bool = True  # whether contents are hashed while they are copied
 
 
 @dataclass(frozen=True)
 class SiteLimits:
-    """Limits of the site's file system and network from the site profile; 0 if unknown.
+    """Limits of the site's file system and network from the site profile; 0 if unknown."""
 
-    Attributes:
-        opens_per_second: most files that one node may open per second.
-        opens_per_second_per_job: most that all nodes of the job may, together.
-        metadata_rate: files per second that the file system opens for all nodes.
-        shared_rate: bytes/s that it reads for all nodes.
-        link_rate: bytes/s between two nodes.
-        disk_rate: bytes/s that a node's disk writes.
-        array_jitter: seconds over which the tasks of an array spread their start, at most.
-        array_tasks: how many tasks the array has.
-        interfaces: network interfaces between nodes, the best first.
-    """
-
-    opens_per_second: int = 0
-    opens_per_second_per_job: int = 0
-    metadata_rate: int = 0
-    shared_rate: int = 0
-    link_rate: int = 0
-    disk_rate: int = 0
-    array_jitter: int = 0
-    array_tasks: int = 0
-    interfaces: Sequence[str] = ()
+    opens_per_second: int = 0  # most files that one node may open per second
+    opens_per_second_per_job: int = 0  # most that all nodes of the job may, together
+    metadata_rate: int = 0  # files per second that the file system opens for all nodes
+    shared_rate: int = 0  # bytes/s that it reads for all nodes
+    link_rate: int = 0  # bytes/s between two nodes
+    disk_rate: int = 0  # bytes/s that a node's disk writes
+    array_jitter: int = 0  # seconds over which the tasks of an array spread their start, at most
+    array_tasks: int = 0  # how many tasks the array has
+    interfaces: Sequence[str] = ()  # network interfaces between nodes, the best first
 
 
 @dataclass(frozen=True)
 class MonitorOptions:
-    """How to monitor the job.
+    """How to monitor the job."""
 
-    Attributes:
-        listen: ADDRESS:PORT of the exporter.
-        interval: seconds between two readings of GPUs.
-        web_config: its file of TLS and users; empty for none.
-        targets: directory of Prometheus targets; empty for the one next to the records.
-    """
-
-    listen: str
-    interval: int = 1
-    web_config: str = ""
-    targets: str = ""
+    listen: str  # ADDRESS:PORT of the exporter
+    interval: int = 1  # seconds between two readings of GPUs
+    web_config: str = ""  # its file of TLS and users; empty for none
+    targets: str = ""  # directory of Prometheus targets; empty for the one next to the records
 
 
 @dataclass(frozen=True)
 class AgentOptions:
-    """The options of an agent.
+    """The options of an agent."""
 
-    Attributes:
-        attempt: the attempt's directory.
-        bind: how to bind the ranks.
-        stages: what to stage, in order.
-        site: limits of the site's file system.
-        monitor: how to monitor the job; None for no monitoring.
-        job_directories: where the job gets an empty directory, by name: `local` or `shm`.
-        collect: source and target of each result to copy back, the most important first.
-        checkpoint: when to stop the ranks; None if they are not stopped before their end.
-    """
-
-    attempt: Path
-    bind: BindOptions = BindOptions(1)
-    stages: Sequence[StageOptions] = ()
-    site: SiteLimits = SiteLimits()
-    monitor: MonitorOptions | None = None
+    attempt: Path  # the attempt's directory
+    bind: BindOptions = BindOptions(1)  # how to bind the ranks
+    stages: Sequence[StageOptions] = ()  # what to stage, in order
+    site: SiteLimits = SiteLimits()  # limits of the site's file system
+    monitor: MonitorOptions | None = None  # how to monitor the job; None for no monitoring
+    # Where the job gets an empty directory, by name: `local` or `shm`
     job_directories: Mapping[str, str] = field(default_factory=dict)
+    # Source and target of each result to copy back, the most important first
     collect: Sequence[tuple[str, str]] = ()
+    # When to stop the ranks; None if they are not stopped before their end
     checkpoint: CheckpointOptions | None = None
 
 

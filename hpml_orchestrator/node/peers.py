@@ -23,19 +23,12 @@ _MAX_SECONDS = 7 * 86400.0  # a longer save or step is a mistake of the sender
 
 @dataclass
 class Peer:
-    """One process that uses the channel.
+    """One process that uses the channel."""
 
-    Attributes:
-        rank: global rank.
-        address: of its socket; empty if it has none, and then nothing can be sent to it.
-        stacks_fd: its descriptor of the file that its stacks are written to; -1 for none.
-        stacks_signal: the signal that makes it write its stacks; 0 for none.
-    """
-
-    rank: int
-    address: bytes = b""
-    stacks_fd: int = -1
-    stacks_signal: int = 0
+    rank: int  # global rank
+    address: bytes = b""  # of its socket; empty if it has none, and then nothing can be sent to it
+    stacks_fd: int = -1  # its descriptor of the file that its stacks are written to; -1 for none
+    stacks_signal: int = 0  # the signal that makes it write its stacks; 0 for none
 
 
 class Slowest(NamedTuple):

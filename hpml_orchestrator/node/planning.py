@@ -48,36 +48,22 @@ __all__ = [
 
 @dataclass(frozen=True)
 class Roots:
-    """Where the node's files are; tests pass a fixture tree.
+    """Where the node's files are; tests pass a fixture tree."""
 
-    Attributes:
-        sys: sysfs.
-        proc: procfs.
-        dev: device files.
-        open: opens a device file, as os.open.
-    """
-
-    sys: str = "/sys"
-    proc: str = "/proc"
-    dev: str = "/dev"
-    open: Callable[[str, int], int] = os.open
+    sys: str = "/sys"  # sysfs
+    proc: str = "/proc"  # procfs
+    dev: str = "/dev"  # device files
+    open: Callable[[str, int], int] = os.open  # opens a device file, as os.open
 
 
 @dataclass(frozen=True)
 class NodePlan:
-    """A node's plan, and its inputs.
+    """A node's plan, and its inputs."""
 
-    Attributes:
-        plan: the plan.
-        topology: the node; None if it could not be read.
-        context: the other inputs, needed to verify the ranks.
-        cpu_model: as the kernel names it; empty if it does not, as on ARM.
-    """
-
-    plan: Plan
-    topology: Topology | None
-    context: NodeContext
-    cpu_model: str = ""
+    plan: Plan  # the plan
+    topology: Topology | None  # the node; None if it could not be read
+    context: NodeContext  # the other inputs, needed to verify the ranks
+    cpu_model: str = ""  # as the kernel names it; empty if it does not, as on ARM
 
 
 def prepare(
@@ -163,13 +149,6 @@ def publish(
 ) -> None:
     """Write the plan, which hpml-bind reads, and the topology.
 
-    Args:
-        attempt: the attempt's directory.
-        options: the agent's options.
-        node_plan: the plan.
-        channel: where the agent listens.
-        more: further values for hpml-bind.
-
     Raises:
         RecordError: they cannot be written.
     """
@@ -194,9 +173,6 @@ def bind_alone(*, show: bool) -> None:
     Each rank plans the whole node; all have the same input, so all get the same plan. The input
     includes the CPUs that the ranks share. If the launcher has already bound this rank, these are
     unknown, and the rank is not bound a second time. Errors are printed; the command runs anyway.
-
-    Args:
-        show: print a line about where the rank runs.
     """
     try:
         binding = _bind_alone()

@@ -95,12 +95,7 @@ def catches(pid: int, number: int) -> bool:
 
 
 def kill_families(records: Collection[Mapping[str, Any]], number: int = signal.SIGKILL) -> None:
-    """Send a signal to live ranks and to all processes that they started.
-
-    Args:
-        records: of the ranks.
-        number: the signal.
-    """
+    """Send a signal to live ranks and to all processes that they started."""
     table = ProcessTable()
     ranks = [record for record in records if table.lives(record["pid"], start_of(record))]
     pids = {record["pid"] for record in ranks}

@@ -51,17 +51,11 @@ def make_job_directories(options: AgentOptions, stager: CopyStager) -> None:
 
 @dataclass
 class NodeResults:
-    """The results of one node.
+    """The results of one node."""
 
-    Attributes:
-        entries: source and target of each, the most important first.
-        attempt: the attempt's directory, `…/RUN/attempts/N`.
-        node: Slurm's name of this node.
-    """
-
-    entries: Sequence[tuple[str, str]]
-    attempt: Path
-    node: str
+    entries: Sequence[tuple[str, str]]  # source and target of each, the most important first
+    attempt: Path  # the attempt's directory, `…/RUN/attempts/N`
+    node: str  # Slurm's name of this node
     _rows: list[dict[str, Any]] = field(init=False)
     _directories: list[str] = field(init=False)  # for the results of this node and attempt
 
@@ -95,11 +89,7 @@ class NodeResults:
                 ) from error
 
     def collect(self, should_stop: Callable[[], bool]) -> None:
-        """Copy each result back and record the outcome; an error does not stop the others.
-
-        Args:
-            should_stop: returns whether the time is up.
-        """
+        """Copy each result back and record the outcome; an error does not stop the others."""
         retry = Retry(time.sleep, should_stop)
         self._write()
         for row, directory in zip(self._rows, self._directories):

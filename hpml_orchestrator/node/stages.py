@@ -46,19 +46,12 @@ def _say(line: str) -> None:
 
 @dataclass
 class Progress:
-    """Copy progress of one entry: an event, and on the first node also a line of the output.
+    """Copy progress of one entry: an event, and on the first node also a line of the output."""
 
-    Attributes:
-        name: the entry's.
-        note: records the figures of an event.
-        say: prints a line; None on all nodes but the first.
-        clock: seconds, monotonic.
-    """
-
-    name: str
-    note: Callable[..., object]
-    say: Callable[[str], object] | None = None
-    clock: Callable[[], float] = time.monotonic
+    name: str  # the entry's
+    note: Callable[..., object]  # records the figures of an event
+    say: Callable[[str], object] | None = None  # prints a line; None on all nodes but the first
+    clock: Callable[[], float] = time.monotonic  # seconds, monotonic
     _began: float = 0.0
     _next: float = 0.0
 
@@ -94,23 +87,15 @@ class Progress:
 
 @dataclass
 class NodeStaging:
-    """The staging of one node.
+    """The staging of one node."""
 
-    Attributes:
-        options: the agent's options.
-        node: Slurm's name of this node.
-        log: the node's events.
-        is_ending: returns whether the agent must end.
-        environment: of the agent, a step of the job.
-        say: prints a line to the job's output.
-    """
-
-    options: AgentOptions
-    node: str
-    log: Path
-    is_ending: Callable[[], bool]
+    options: AgentOptions  # the agent's options
+    node: str  # Slurm's name of this node
+    log: Path  # the node's events
+    is_ending: Callable[[], bool]  # returns whether the agent must end
+    # Of the agent, a step of the job
     environment: Mapping[str, str] = field(default_factory=lambda: os.environ)
-    say: Callable[[str], object] = _say
+    say: Callable[[str], object] = _say  # prints a line to the job's output
     stager: CopyStager = field(init=False)
     _progress: Progress | None = None
 

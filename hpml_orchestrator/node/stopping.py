@@ -227,7 +227,7 @@ class StopPath:
             if not self.reason:
                 self._request("hang", now)
         self._kill_at = min(self._kill_at, now + _HANG_SECONDS)
-        # In a thread: py-spy may be slow, and ending the ranks must not wait for it.
+        # In a thread: each process may take seconds, and ending the ranks must not wait.
         self._stacks = threading.Thread(target=self._keep_stacks, args=(ranks,), daemon=True)
         self._stacks.start()
 

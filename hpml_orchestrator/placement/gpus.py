@@ -34,17 +34,11 @@ VISIBLE_VARIABLES = ("CUDA_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES")
 
 @dataclass(frozen=True)
 class RankGpu:
-    """The GPU of one rank.
+    """The GPU of one rank."""
 
-    Attributes:
-        rank: local rank.
-        gpu: its GPU; None without one, or if it is not in the topology.
-        near: NUMA domains that the GPU is next to; empty if unknown.
-    """
-
-    rank: int
-    gpu: Gpu | None = None
-    near: tuple[int, ...] = ()
+    rank: int  # local rank
+    gpu: Gpu | None = None  # its GPU; None without one, or if it is not in the topology
+    near: tuple[int, ...] = ()  # NUMA domains that the GPU is next to; empty if unknown
 
 
 def gpus_of_ranks(
@@ -77,12 +71,6 @@ def domains_of_idle(
     """Return the domains that are next to visible GPUs without a rank only.
 
     Domains without a GPU are included if they are nearer to these than to the GPU of any rank.
-
-    Args:
-        topology: the node.
-        machine: the same, for its distances.
-        ranks: how many ranks there are.
-        devices: the visible GPUs.
     """
     near = [() if gpu is None else local_domains(topology, machine, gpu) for gpu in devices]
     ranked = {domain for domains in near[:ranks] for domain in domains}

@@ -241,14 +241,7 @@ def _rank(
 def _choose_nics(
     topology: Topology, machine: Machine, gpus: Sequence[RankGpu], homes: Sequence[tuple[int, ...]]
 ) -> list[str | None]:
-    """Return the name of each rank's network card: the nearest, and among equals each as often.
-
-    Args:
-        topology: the node.
-        machine: the same, for its distances.
-        gpus: each rank's GPU, whose place decides.
-        homes: each rank's domains, which decide for ranks without a GPU.
-    """
+    """Return the name of each rank's network card: the nearest, and among equals each as often."""
     if not topology.nics:
         return [None] * len(gpus)
     links = {(gpu, nic): _LEVELS.get(level, 4) for gpu, nic, level in topology.links}

@@ -15,17 +15,11 @@ __all__ = ["Group", "choose_homes", "chunks", "even", "lend", "merge", "share_gr
 
 @dataclass
 class Group:
-    """Ranks that share the cores of some domains.
+    """Ranks that share the cores of some domains."""
 
-    Attributes:
-        domains: the domains whose cores all belong to this group.
-        homes: domain to the ranks whose GPU is next to it, in order.
-        lent: cores of other domains.
-    """
-
-    domains: list[int]
-    homes: dict[int, list[int]]
-    lent: list[int] = field(default_factory=list)
+    domains: list[int]  # the domains whose cores all belong to this group
+    homes: dict[int, list[int]]  # domain to the ranks whose GPU is next to it, in order
+    lent: list[int] = field(default_factory=list)  # cores of other domains
 
     @property
     def ranks(self) -> list[int]:
@@ -79,12 +73,7 @@ def chunks(units: Sequence[Sequence[int]], ranks: int) -> list[list[int]]:
 
 
 def choose_homes(machine: Machine, near: Sequence[Sequence[int]]) -> list[int]:
-    """Return each rank's home: of its possible domains the one with most cores left per rank.
-
-    Args:
-        machine: the node.
-        near: the possible domains of each rank.
-    """
+    """Return each rank's home: of its possible domains the one with most cores left per rank."""
     # Greedy, ranks with the fewest possible domains first: the others can still go elsewhere.
     # Ranks with equal possibilities then get their homes in order, so that neighbouring ranks are
     # on the same or neighbouring domains; the number of ranks per domain does not change.

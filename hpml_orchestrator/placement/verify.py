@@ -39,23 +39,15 @@ _NEAR_POLICIES = ("gpu-local", "numa", "socket")
 
 @dataclass(frozen=True)
 class NodeContext:
-    """The inputs of a node's plan besides its topology.
+    """The inputs of a node's plan besides its topology."""
 
-    Attributes:
-        node: Slurm's name of it.
-        verify: `strict`, `warn` or `off`.
-        allowed: CPUs that the job may use there.
-        visible: the job's CUDA_VISIBLE_DEVICES (or ROCR_VISIBLE_DEVICES) there; None if not set.
-        hidden: PCI addresses of GPUs that a cgroup hides from the job.
-        ranks_per_gpu: how many ranks are meant to share a GPU.
-    """
-
-    node: str
-    verify: str
-    allowed: tuple[int, ...]
+    node: str  # Slurm's name of it
+    verify: str  # `strict`, `warn` or `off`
+    allowed: tuple[int, ...]  # CPUs that the job may use there
+    # The job's CUDA_VISIBLE_DEVICES (or ROCR_VISIBLE_DEVICES) there; None if not set
     visible: str | None = None
-    hidden: frozenset[str] = frozenset()
-    ranks_per_gpu: int = 1
+    hidden: frozenset[str] = frozenset()  # PCI addresses of GPUs that a cgroup hides from the job
+    ranks_per_gpu: int = 1  # how many ranks are meant to share a GPU
 
 
 def judge(

@@ -32,30 +32,18 @@ _NEEDED = {"bytes_sent", "comm_seconds", "world_size", "target_accuracy", "train
 
 @dataclass(frozen=True)
 class MethodCost:
-    """One method with one number of ranks at one bandwidth.
-
-    Attributes:
-        ranks: that trained.
-        mbit: bandwidth of each rank's link in Mbit/s; None if it was not limited.
-        runs: that ended.
-        reached: runs that reached the target accuracy.
-        bytes_sent: by one rank until the end of the run, median.
-        steps: to the target, median of the runs that reached it; None without any.
-        comm_seconds: that a rank waited for the others, median.
-        seconds: to the target accuracy; runs that missed it are censored.
-        times: seconds to the target of the runs that reached it.
-    """
+    """One method with one number of ranks at one bandwidth."""
 
     method: str
-    ranks: int
-    mbit: float | None
-    runs: int
-    reached: int
-    bytes_sent: float
-    steps: float | None
-    comm_seconds: float
-    seconds: Estimate
-    times: tuple[float, ...]
+    ranks: int  # that trained
+    mbit: float | None  # bandwidth of each rank's link in Mbit/s; None if it was not limited
+    runs: int  # that ended
+    reached: int  # runs that reached the target accuracy
+    bytes_sent: float  # by one rank until the end of the run, median
+    steps: float | None  # to the target, median of the runs that reached it; None without any
+    comm_seconds: float  # that a rank waited for the others, median
+    seconds: Estimate  # to the target accuracy; runs that missed it are censored
+    times: tuple[float, ...]  # seconds to the target of the runs that reached it
 
 
 @dataclass(frozen=True)

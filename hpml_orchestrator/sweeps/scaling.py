@@ -143,11 +143,6 @@ def batch_argument(arguments: Arguments) -> tuple[str, int, bool] | None:
 def scaled(resources: Resources, unit: str, scale: int) -> list[tuple[str, Any]]:
     """Return the fields of the job that give it the size of a scale.
 
-    Args:
-        resources: of the base job.
-        unit: `nodes`, `ranks` or `gpus`, in all.
-        scale: how many.
-
     Raises:
         InputError: the scale does not fit the base job's nodes.
     """
@@ -195,11 +190,6 @@ def scaled(resources: Resources, unit: str, scale: int) -> list[tuple[str, Any]]
 
 def with_batch(sweep: Sweep, arguments: Arguments, base_ranks: int) -> Sweep:
     """Return the sweep with its batch size filled in; None if it has none.
-
-    Args:
-        sweep: as the file has it.
-        arguments: of the base job.
-        base_ranks: ranks of the base job.
 
     Raises:
         InputError: a strong or weak sweep has none.
@@ -308,15 +298,7 @@ def learning_rate_of(
     batch: int | None,
     values: Mapping[str, Any],
 ) -> float | None:
-    """Return the optimiser's learning rate by the sweep's rule; None if the sweep sets none.
-
-    Args:
-        sweep: the sweep.
-        base: learning rate of the base job's optimiser.
-        base_batch: its global batch.
-        batch: the point's global batch.
-        values: the axes' values.
-    """
+    """Return the optimiser's learning rate by the sweep's rule; None if the sweep sets none."""
     rule = sweep.learning_rate
     if rule is None or base is None:
         return None

@@ -73,10 +73,6 @@ def check_search(sweep: Sweep) -> None:
 def open_search(directory: Path, plan: SweepPlan) -> Searcher:
     """Open or create the study of a sweep; only its controller may, one process at a time.
 
-    Args:
-        directory: `<records>/sweeps/<id>`.
-        plan: of the sweep.
-
     Raises:
         InputError: the study belongs to another sweep.
         RecordError: the study cannot be read or written.

@@ -161,19 +161,12 @@ def walk(root: ET.Element, tag: str) -> Iterator[tuple[ET.Element, tuple[ET.Elem
 
 @dataclass(frozen=True)
 class Place:
-    """Where a device is.
+    """Where a device is."""
 
-    Attributes:
-        address: PCI address; empty if unknown.
-        domain: NUMA domain; None if unknown.
-        cpus: CPUs near to it; empty if unknown.
-        path: the bridges above it.
-    """
-
-    address: str = ""
-    domain: int | None = None
-    cpus: tuple[int, ...] = ()
-    path: PciPath = field(default_factory=PciPath)
+    address: str = ""  # PCI address; empty if unknown
+    domain: int | None = None  # NUMA domain; None if unknown
+    cpus: tuple[int, ...] = ()  # CPUs near to it; empty if unknown
+    path: PciPath = field(default_factory=PciPath)  # the bridges above it
 
 
 @dataclass

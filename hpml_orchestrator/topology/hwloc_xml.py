@@ -39,9 +39,6 @@ _NOT_MAIN_MEMORY = ("GPUMemory", "MCDRAM", "HBM", "SPM", "NVM", "CXL", "DAX")
 def hwloc_topology(root: ET.Element) -> Topology:
     """Return the machine that hwloc exported.
 
-    Args:
-        root: the element `<topology>`.
-
     Raises:
         InputError: the file is not from hwloc, or is damaged.
     """

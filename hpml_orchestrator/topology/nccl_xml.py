@@ -34,9 +34,6 @@ _INTERFACE = re.compile(r"eth|en[opsx]|ib[0-9]|bond|wl|$")  # what is no RDMA de
 def nccl_topology(root: ET.Element) -> Topology:
     """Return the node that a NCCL or RCCL topology file describes.
 
-    Args:
-        root: the element `<system>`.
-
     Raises:
         InputError: the file is not from NCCL, is damaged, or describes several nodes.
     """

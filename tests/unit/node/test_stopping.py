@@ -458,10 +458,9 @@ def test_a_program_without_the_channel_gets_its_signal_once(start: Callable[...,
 def test_the_stacks_of_a_hang_are_kept(
     node: Node, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of a rank that writes its own; for another the reason is kept; then all are ended."""
+    """Those of a rank that writes them; for another the reason is kept; then all are ended."""
     monkeypatch.setattr("hpml_orchestrator.node.stopping._HANG_SECONDS", 3.0)
     monkeypatch.setenv("HPML_LOCAL_STEPS", f"{tmp_path}/steps-0")
-    monkeypatch.setenv("PATH", "/nowhere")  # no py-spy
     node.claim("1")
     stuck = """
 fd = os.memfd_create("stacks")
