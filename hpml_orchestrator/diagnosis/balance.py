@@ -7,9 +7,9 @@ from math import ceil, comb, log
 from statistics import fmean, median
 from typing import TYPE_CHECKING
 
+from hpml_orchestrator.diagnosis.capacity import BUSY, cpus_busy, cpus_per_rank, more_cpus
 from hpml_orchestrator.diagnosis.model import Change
 from hpml_orchestrator.diagnosis.parts import fits, step_shares
-from hpml_orchestrator.diagnosis.room import BUSY, cpus_busy, cpus_per_rank, more_cpus
 from hpml_orchestrator.diagnosis.shares import (
     cpu_waits,
     excesses,

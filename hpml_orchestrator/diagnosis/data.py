@@ -7,15 +7,15 @@ from statistics import median
 from typing import TYPE_CHECKING, Any
 
 from hpml_orchestrator.diagnosis.balance import crowded
-from hpml_orchestrator.diagnosis.model import Change
-from hpml_orchestrator.diagnosis.parts import step_shares
-from hpml_orchestrator.diagnosis.room import (
+from hpml_orchestrator.diagnosis.capacity import (
     BUSY,
     cpus_busy,
     cpus_per_rank,
     fits_in_ram,
     more_cpus,
 )
+from hpml_orchestrator.diagnosis.model import Change
+from hpml_orchestrator.diagnosis.parts import step_shares
 from hpml_orchestrator.diagnosis.shares import find, hours, shares, train_share
 from hpml_orchestrator.diagnosis.thresholds import (
     BANDWIDTH_SHARE,

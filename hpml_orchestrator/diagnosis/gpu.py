@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from hpml_orchestrator.diagnosis.capacity import cpus_per_rank, more_cpus
 from hpml_orchestrator.diagnosis.model import Change
-from hpml_orchestrator.diagnosis.room import cpus_per_rank, more_cpus
 from hpml_orchestrator.diagnosis.shares import (
     busy_cpus,
     exclude,

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "CheckpointOptions",
+    "integer",
     "job_key",
     "node_index",
     "node_name",
@@ -83,11 +84,16 @@ def job_key(environment: Mapping[str, str]) -> str:
     return environment.get("HPML_JOB_KEY") or f"{cluster}-{environment.get('SLURM_JOB_ID', '0')}"
 
 
+def integer(environment: Mapping[str, str], name: str, default: int) -> int:
+    """Return a variable as a number; the default if it is not set, or not a number."""
+    text = environment.get(name, "")
+    return int(text) if text.isdecimal() else default
+
+
 def node_index(environment: Mapping[str, str]) -> tuple[int, int]:
     """Return this node's number in the job, from 0, and how many nodes the job has."""
-    index, nodes = (environment.get(f"SLURM_{name}", "") for name in ("NODEID", "NNODES"))
-    count = int(nodes) if nodes.isdecimal() else 1
-    return (int(index) if index.isdecimal() else 0), max(1, count)
+    nodes = integer(environment, "SLURM_NNODES", 1)
+    return integer(environment, "SLURM_NODEID", 0), max(1, nodes)
 
 
 def node_names(text: str) -> list[str]:

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from hpml_orchestrator.errors import BindingError, HpmlError, StagingError
-from hpml_orchestrator.node import going_on
+from hpml_orchestrator.node import continuation
 from hpml_orchestrator.node.environment import CheckpointOptions
 from hpml_orchestrator.placement import planfile
 from hpml_orchestrator.placement.proof import NodeProof, proof_of_json
@@ -173,7 +173,7 @@ def _future(
         began = os.stat(records.directory / "head.json").st_mtime
         directory = os.environ.get("HPML_CHECKPOINT_DIR", "")
         flags.append(bool(directory) and written_since(directory, began))
-    decision = going_on.decide(
+    decision = continuation.decide(
         options,
         state=end.state,
         exit_code=end.exit_code,
@@ -201,7 +201,7 @@ def _future(
         end = Ending(end.exit_code, state, words)
     if decision.why and not decision.goes_on:
         reason = f"{end.reason}; {decision.stays}" if decision.stays else end.reason
-        end = Ending(end.exit_code or going_on.EXIT_CONTINUED, end.state, reason)
+        end = Ending(end.exit_code or continuation.EXIT_CONTINUED, end.state, reason)
     return end, future
 
 

@@ -40,7 +40,7 @@ _COMMANDS: dict[str, tuple[str, str, tuple[int, ...] | None]] = {
     "note-signal": ("finish", "note_signal", (2,)),
     "terminated": ("stopping", "terminated", (1,)),
     "finish": ("finish", "finish", (2, 3, 4)),
-    "go-on": ("going_on", "go_on", (2,)),
+    "go-on": ("continuation", "continue_run", (2,)),
 }
 
 

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hpml_orchestrator.errors import HpmlError
-from hpml_orchestrator.node.environment import job_key
+from hpml_orchestrator.node.environment import integer, job_key
 from hpml_orchestrator.node.startup import resolve
 from hpml_orchestrator.placement.gpus import visible_devices
 from hpml_orchestrator.records import targets
@@ -259,12 +259,9 @@ def job_facts(
 
     A sweep sets `HPML_SWEEP` and `HPML_POINT` for its jobs.
     """
-    uid = environment.get("SLURM_JOB_UID", "")
-    start = environment.get("SLURM_JOB_START_TIME", "")
-    end = environment.get("SLURM_JOB_END_TIME", "")
     return {
         "jobid": environment.get("SLURM_JOB_ID", ""),
-        "uid": int(uid) if uid.isdecimal() else os.getuid(),
+        "uid": integer(environment, "SLURM_JOB_UID", os.getuid()),
         "user": environment.get("SLURM_JOB_USER") or environment.get("USER", ""),
         "account": environment.get("SLURM_JOB_ACCOUNT", ""),
         "partition": environment.get("SLURM_JOB_PARTITION", ""),
@@ -272,8 +269,8 @@ def job_facts(
         "name": environment.get("SLURM_JOB_NAME", ""),
         "array_job": environment.get("SLURM_ARRAY_JOB_ID", ""),
         "array_task": environment.get("SLURM_ARRAY_TASK_ID", ""),
-        "start": int(start) if start.isdecimal() else 0,
-        "end": int(end) if end.isdecimal() else 0,
+        "start": integer(environment, "SLURM_JOB_START_TIME", 0),
+        "end": integer(environment, "SLURM_JOB_END_TIME", 0),
         "gpus": gpus,
         "run": run,
         "sweep": environment.get("HPML_SWEEP", ""),

@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from hpml_orchestrator.errors import HpmlError
+from hpml_orchestrator.node.environment import integer
 from hpml_orchestrator.node.kernel import prefer_memory, set_cpus
 from hpml_orchestrator.node.options import BindOptions
 from hpml_orchestrator.node.processes import visible_of
@@ -202,20 +203,20 @@ def is_bound(
     node, or those of torchrun, or as many as Slurm counts for the step. Without torchrun the parent
     is not compared: it may be a shell that srun bound together with this rank.
     """
-    if _number(environment, "LOCAL_WORLD_SIZE", 1) == 1 or cpus >= online:
+    if integer(environment, "LOCAL_WORLD_SIZE", 1) == 1 or cpus >= online:
         return False
     if "TORCHELASTIC_RUN_ID" in environment:
         return cpus != parent_cpus
-    step_cpus = _number(environment, "SLURM_CPUS_ON_NODE", 0)
+    step_cpus = integer(environment, "SLURM_CPUS_ON_NODE", 0)
     return not step_cpus or len(cpus) < step_cpus
 
 
 def _bind_alone() -> str:
     """Bind this rank; return its binding as text."""
     cpus = frozenset(os.sched_getaffinity(0))
-    local_rank = _number(os.environ, "LOCAL_RANK", 0)
+    local_rank = integer(os.environ, "LOCAL_RANK", 0)
     policy = os.environ.get("HPML_BINDING") or "gpu-local"
-    options = BindOptions(_number(os.environ, "LOCAL_WORLD_SIZE", 1), policy=policy)
+    options = BindOptions(integer(os.environ, "LOCAL_WORLD_SIZE", 1), policy=policy)
     node_plan = prepare(options, os.environ, node=os.uname().nodename, allowed=cpus)
     if local_rank >= len(node_plan.plan.ranks):
         ranks = len(node_plan.plan.ranks)
@@ -254,11 +255,6 @@ def _apply(rank: RankPlan) -> str:
     # An existing value is the user's, or torchrun's 1, which looks the same.
     threads = os.environ.setdefault("OMP_NUM_THREADS", str(rank.threads))
     return ", ".join([*binding, f"OMP_NUM_THREADS {threads}"])
-
-
-def _number(environment: Mapping[str, str], name: str, default: int) -> int:
-    text = environment.get(name, "")
-    return int(text) if text.isdecimal() else default
 
 
 def _context(

@@ -194,13 +194,7 @@ class StopPath:
             self._begin(reason, asked, now)
 
     def _begin(self, reason: str, asked: Any, now: float) -> None:
-        """Begin to stop the ranks of this node.
-
-        Args:
-            reason: why.
-            asked: when that was requested, in seconds since the epoch.
-            now: seconds on a monotonic clock.
-        """
+        """Begin to stop the ranks of this node; `asked` is in seconds since the epoch."""
         self.reason = reason
         with contextlib.suppress(HpmlError, OSError):  # a full disk ends no job
             log = self._records.directory / "events" / f"{self._node}.jsonl"

@@ -95,12 +95,9 @@ def choose_homes(machine: Machine, near: Sequence[Sequence[int]]) -> list[int]:
 
 
 def lend(machine: Machine, groups: dict[int, Group], kept: Collection[int] = ()) -> None:
-    """Give the cores of domains without ranks to the nearest groups, as equally as possible.
+    """Give the cores of domains without ranks, except `kept`, to the nearest groups, equally.
 
-    Args:
-        machine: the node.
-        groups: a domain with ranks to its group, which gets the cores.
-        kept: domains that lend nothing.
+    `groups` has the group of each domain with ranks.
     """
     # Lenders with the same nearest groups ("takers") are divided together, those with the fewest
     # takers first, since their cores cannot go elsewhere. The first loop decides how many cores

@@ -57,13 +57,6 @@ def judge(
 
     The policy `none` has no faults. Ranks that were not observed are left out: they may start
     later, so only the job's end shows whether one is missing.
-
-    Args:
-        topology: the node.
-        plan: its plan.
-        seen: the ranks, one each.
-        context: what the plan was made with.
-        looks: how often live processes were read, for the record.
     """
     node = _Node(topology, plan, context)
     ranks = [_Rank(node, rank) for rank in sorted(seen, key=lambda r: (r.local_rank, r.rank))]

@@ -71,14 +71,6 @@ def make_plan(
 ) -> SweepPlan:
     """Return the plan of a sweep; nothing is written or submitted.
 
-    Args:
-        sweep: the sweep, with the base job's absolute path.
-        backend: `slurm` or `local`.
-        site: the site profile in use.
-        chosen_site: the word of `--site`, kept for the submissions.
-        argv: the command line, for the record.
-        now: seconds since the epoch.
-
     Raises:
         InputError: something in the sweep is wrong; names the field, the value and what would be
             right.

@@ -171,14 +171,6 @@ def point_of(
 ) -> Point:
     """Return the point of an axes' values: its shape, what `points.sh` sets, its batch.
 
-    Args:
-        plan: the plan; a search's points are made while it runs.
-        number: the point's number.
-        values: by the axes' names.
-        repeat: as in `Point`.
-        scale: as in `Point`.
-        checkpoint: that a member of a population resumes.
-
     Raises:
         InputError: the global batch cannot be divided over the ranks.
     """

@@ -43,13 +43,7 @@ _DEPTH_MAX = 200
 def cores_of_groups(
     groups: Iterable[Iterable[int]], sockets: Mapping[int, int], domains: Mapping[int, int]
 ) -> tuple[Core, ...]:
-    """Return cores, numbered in the order of their lowest CPU.
-
-    Args:
-        groups: the CPUs of each core.
-        sockets: CPU -> socket.
-        domains: CPU -> domain.
-    """
+    """Return cores, numbered by their lowest CPU; the maps are CPU -> socket and CPU -> domain."""
     ordered = sorted(tuple(sorted(group)) for group in groups)
     return tuple(
         Core(number, sockets[cpus[0]], domains[cpus[0]], cpus)
@@ -114,12 +108,9 @@ def nearest_with_cpus(number: int, domains: Sequence[Domain]) -> int | None:
 def assign_unplaced_cpus(
     homes: dict[int, int], online: Collection[int], warnings: list[str]
 ) -> None:
-    """Assign CPUs without a domain to the first domain that has CPUs, with a warning.
+    """Assign online CPUs without a domain to the first domain that has CPUs, with a warning.
 
-    Args:
-        homes: CPU -> domain; not empty.
-        online: all CPUs.
-        warnings: the warning is added here.
+    `homes` is CPU -> domain, and not empty.
     """
     unplaced = set(online) - set(homes)
     if unplaced:
@@ -181,26 +172,15 @@ class Devices:
         self,
         place: Place,
         *,
-        partition: int = 0,
-        number: int = CPUS_MAX,
-        name: str = "",
+        partition: int = 0,  # number among the partitions of this device
+        number: int = CPUS_MAX,  # in the source's library
+        name: str = "",  # in the source
         uuid: str = "",
-        vendor: int = 0,
-        kind: int = 0,
-        named: bool = False,
+        vendor: int = 0,  # of PCI; 0 if unknown
+        kind: int = 0,  # class of PCI (16 bits)
+        named: bool = False,  # whether a compute library or driver knows it
     ) -> None:
-        """Add a GPU, or a partition of one.
-
-        Args:
-            place: where its PCI device is.
-            partition: its number among the partitions of this device.
-            number: its number in the source's library.
-            name: its name in the source.
-            uuid: its UUID.
-            vendor: of PCI; 0 if unknown.
-            kind: class of PCI (16 bits).
-            named: whether a compute library or driver knows it.
-        """
+        """Add a GPU, or a partition of one."""
         address = partition_address(place.address, partition)
         self._paths[address] = place.path
         gpu = Gpu(0, name, address, uuid, domain=place.domain, cpus=place.cpus)

@@ -100,12 +100,7 @@ def nic_rank(name: str, device_class: int, vendor: int, *, rdma: bool) -> int:
 
     0 is a card of the fabric (InfiniBand, Omni-Path, Slingshot, EFA), 1 another RDMA device (RoCE),
     2 a network interface on a card of the fabric (IPoIB), 3 Ethernet, 4 a card without a name.
-
-    Args:
-        name: of the device or interface; empty where unknown.
-        device_class: of PCI (16 bits); 0 where unknown.
-        vendor: of PCI; 0 where unknown.
-        rdma: whether the name is an RDMA device's.
+    What is unknown is empty or 0. `rdma` means that the name is an RDMA device's.
     """
     fabric = device_class in _FABRIC_CLASSES
     if not name:

@@ -65,10 +65,6 @@ def decode(data: bytes, *, name: str) -> str:
 def topology_of_text(text: str, *, name: str = "topology") -> Topology:
     """Return the topology that a text describes.
 
-    Args:
-        text: the whole text of the file.
-        name: what to call it in errors.
-
     Raises:
         InputError: the format is unknown, or the text is damaged.
     """

@@ -20,8 +20,8 @@ import pytest
 from hpml_orchestrator.errors import InputError
 from hpml_orchestrator.node import planning
 from hpml_orchestrator.node.channel import ChannelReader
+from hpml_orchestrator.node.continuation import Decision, decide
 from hpml_orchestrator.node.environment import CheckpointOptions
-from hpml_orchestrator.node.going_on import Decision, decide
 from hpml_orchestrator.node.hang import collect_stacks
 from hpml_orchestrator.node.jobstate import JobState
 from hpml_orchestrator.node.options import AgentOptions, BindOptions

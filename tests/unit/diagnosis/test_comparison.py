@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
+from hpml_orchestrator.diagnosis.comparison import compare, text, to_json
 from hpml_orchestrator.diagnosis.diagnose import diagnose
 from hpml_orchestrator.diagnosis.model import Change, Diagnosis, Finding
-from hpml_orchestrator.diagnosis.side import compare, text, to_json
 from hpml_orchestrator.diagnosis.thresholds import THRESHOLDS
 from hpml_orchestrator.diagnosis.wording import text as report_text
 from hpml_orchestrator.errors import InputError

@@ -1,6 +1,6 @@
 """Whether a run continues after an attempt, and in which job: a requeue or a continuation.
 
-`decide` is called before the attempt's end is recorded, `go_on` when the agents have stopped.
+`decide` is called before the attempt's end is recorded, `continue_run` after the agents have ended.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from hpml_orchestrator.records.submission import Submission
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-__all__ = ["EXIT_CONTINUED", "Decision", "continuation_arguments", "decide", "go_on"]
+__all__ = ["EXIT_CONTINUED", "Decision", "continuation_arguments", "continue_run", "decide"]
 
 EXIT_CONTINUED = 75
 """Exit status of a script whose run continues in another job: not 0, since the run is not done."""
@@ -93,7 +93,7 @@ def decide(
     return Decision(goes_on=True, why=why)
 
 
-def go_on(attempt: str, code: str) -> int:
+def continue_run(attempt: str, code: str) -> int:
     """Start the next attempt if the run continues; print the script's exit status."""
     records = Attempt(Path(attempt))
     status = int(code)

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from hpml_orchestrator.node.continuation import Decision, continuation_arguments, decide
 from hpml_orchestrator.node.environment import CheckpointOptions
-from hpml_orchestrator.node.going_on import Decision, continuation_arguments, decide
 from hpml_orchestrator.records import events
 from hpml_orchestrator.records.files import write_json, write_text
 from hpml_orchestrator.records.store import Attempt
