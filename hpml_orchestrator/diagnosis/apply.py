@@ -111,7 +111,7 @@ def next_step(diagnosis: Diagnosis) -> str:
 
 
 def fields_of(job: Mapping[str, Any], change: Change) -> dict[str, Any]:
-    """Return the fields that a change sets, with those that have to follow it.
+    """Return the fields that a change sets, with those that must follow it.
 
     Data that are staged newly reach the program only if its arguments name the copy, so the path of
     the source becomes `{stage.NAME}` there.
@@ -149,7 +149,7 @@ def _stages(job: Mapping[str, Any]) -> list[tuple[str, str]]:
 
 
 def _staged_arguments(job: Mapping[str, Any], stage: tuple[str, str]) -> dict[str, Any]:
-    """Return the fields in which the path of staged data has to become that of the copy."""
+    """Return the fields in which the path of staged data must become that of the copy."""
     name, source = stage
     word = f"{{stage.{name}}}"
     workdir = str(job.get("workdir") or "")

@@ -1,4 +1,4 @@
-"""Two runs side by side: what differs in their jobs, their time, their figures and findings."""
+"""Compares two runs: their jobs, times, figures and findings."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ class Row:
 
     @property
     def change_text(self) -> str:
-        """The change in percent, or what a reader has to know instead."""
+        """The change in percent, or that it may be noise; empty without a change."""
         if self.change is None or self.first == self.second:
             return ""
         return "may be noise" if self.noise else f"{self.change:+.0%}"

@@ -178,7 +178,7 @@ class Change:
     field: str = ""
     value: Any = None  # the new value of that field as YAML would have it; None removes the field
     touches_accuracy: bool = False  # whether the trained model can become another one
-    # Further fields that have to change with it, such as the argument that has the path of data
+    # Further fields that must change with it, such as the argument that has the path of data
     # which `stage` moves; dotted, with their values
     also: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 

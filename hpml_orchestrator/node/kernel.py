@@ -21,7 +21,7 @@ def set_cpus(cpus: str) -> str:
     """Set this process's CPU affinity and read it back.
 
     The kernel silently ignores CPUs outside of the cpuset. A rank that would get only some of its
-    CPUs keeps those that it was started with, since the rest may be very few.
+    CPUs keeps those that it was started with, since these few may be far too few.
 
     Args:
         cpus: in the kernel's list format.

@@ -21,7 +21,7 @@ class Machine:
     Args:
         topology: the node.
         allowed: the CPUs that may be used; None for all.
-        smt: whether all hardware threads of a core are used, or its first usable one alone.
+        smt: whether all hardware threads of a core are used, or only its first usable one.
 
     Attributes:
         pool: NUMA domain to its usable cores, both by socket and number; none is empty.

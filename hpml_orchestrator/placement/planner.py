@@ -34,8 +34,8 @@ __all__ = ["POLICIES", "plan"]
 
 POLICIES = {
     "gpu-local": "cores of the GPU's NUMA domain, then those of the nearest domains without a GPU",
-    "numa": "cores of the GPU's NUMA domain alone; without GPUs one rank per domain",
-    "socket": "cores of the GPU's socket alone; without GPUs one rank per socket",
+    "numa": "only cores of the GPU's NUMA domain; without GPUs one rank per domain",
+    "socket": "only cores of the GPU's socket; without GPUs one rank per socket",
     "spread": "equal parts of all cores in order, wherever the GPU is",
     "none": "nothing is bound: every rank may run on all allowed CPUs",
 }
@@ -69,7 +69,7 @@ def plan(
         visible_gpus: in the order of CUDA_VISIBLE_DEVICES, None for one that the topology does not
             know; None for all GPUs.
         loader_workers: processes per rank that load data and need a core each.
-        smt: use all hardware threads of a core, or its first allowed one alone.
+        smt: use all hardware threads of a core, or only its first allowed one.
 
     Raises:
         InputError: for an unknown policy, numbers below their minimum, and allowed CPUs of which
@@ -276,7 +276,7 @@ def _choose_nics(
 
 
 def _nic_domains(machine: Machine, nic: Nic) -> tuple[int, ...]:
-    """Return the domains that a card is next to; none where unknown."""
+    """Return the domains that a card is next to; none if unknown."""
     if nic.domain is not None:
         return (nic.domain,)
     domains = machine.domains_of_cpus(nic.cpus)

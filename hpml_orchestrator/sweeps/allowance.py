@@ -40,7 +40,7 @@ def allowance(
     groups: Sequence[Sequence[Task]],
     now: float,
 ) -> Allowance:
-    """Return how many tasks of the first group may be submitted, while some of `batches` are out.
+    """Return how many tasks of the first group may be submitted, given the active `batches`.
 
     `groups` are the tasks of each array that could be next, in order.
     """

@@ -22,7 +22,7 @@ _CONDITIONS = ("base job", "scheduler", "code", "environment", "hardware", "devi
 
 @dataclass(frozen=True)
 class Pair:
-    """One setting as two sweeps measured it; None where a sweep has no complete run of it."""
+    """One setting as two sweeps measured it; None if a sweep has no complete run of it."""
 
     label: str
     before: Setting | None

@@ -49,7 +49,7 @@ _RENEW_SECONDS = 15.0  # how often the lease is renewed
 _QUERY_SECONDS = {"slurm": 30.0, "local": 1.0}  # the scheduler is not queried more often
 _LOOK_SECONDS = {"slurm": 5.0, "local": 1.0}  # how often the tasks' own records are read
 _LOOKS_PER_SECOND = 100
-_FIRST_POINTS = 4  # a sweep stops if so many points have ended first, and all of them failed
+_FIRST_POINTS = 4  # a sweep stops if its first points to end have all failed
 _STOP_SECONDS = 60.0  # a trial that does not stop on request within this time is cancelled
 
 

@@ -280,7 +280,7 @@ class HpmlExecutor(core.Executor):
     def _submit(
         self, calls: Sequence[DelayedSubmission], rendered: Rendered, backend: str, *, of: int
     ) -> list[core.Job[Any]]:
-        """Submit some `of` so many calls as one job or array."""
+        """Submit some of all calls (`of` is their number) as one job or array."""
         job = rendered.resolved.job
         sid = new_id(job.name)
         suffixes = [f".{index}" for index in range(len(calls))] if job.array else [""]

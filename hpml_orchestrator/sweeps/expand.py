@@ -122,7 +122,7 @@ class _Planner:
         base: the base job; base_ranks: how many it has; arguments: its own.
         kinds: what each axis sets.
         placeholders: the placeholder of each value that goes into arguments or variables.
-        notes: what a reader has to know.
+        notes: decisions and warnings for the user.
     """
 
     def __init__(self, sweep: Sweep, backend: str, site: ResolvedSite | None) -> None:
@@ -382,7 +382,7 @@ class _Planner:
     def _blocks(self, points: Sequence[Point], shapes: int) -> list[list[int]]:
         """Return the points' indices in the order of submission; excluded ones are in none."""
         order, count = self.sweep.order, self.sweep.count
-        shuffler = random.Random(0)  # the plan has to be the same for the same file
+        shuffler = random.Random(0)  # the same file must give the same plan
         kept = [index for index, point in enumerate(points) if not point.excluded]
         size = -(-len(kept) // count)
         if order == "random":

@@ -52,7 +52,7 @@ class Limits:
     reason: str = ""  # the scheduler's, of the last refusal
 
     def room(self, out: int, now: float) -> int:
-        """Return how many tasks may be submitted now, while so many of the sweep are out."""
+        """Return how many tasks may be submitted now, if `out` tasks of the sweep are active."""
         if self.ceiling is None:
             return self.array
         if out < self.ceiling:
@@ -60,7 +60,7 @@ class Limits:
         return 1 if now >= self.retry_at else 0
 
     def refused(self, tasks: int, reason: str, *, out: int, now: float) -> None:
-        """Learn from a batch of so many tasks that was refused while others were out."""
+        """Learn from a batch that was refused while `out` other tasks were active."""
         self.reason = reason.partition(";")[0]
         if tasks > 1 and _ARRAY_LIMIT.search(reason):
             self.array = tasks // 2
@@ -68,11 +68,11 @@ class Limits:
             self.ceiling, self.retry_at = out + tasks // 2, now + _RETRY_SECONDS
 
     def accepted(self, *, out: int) -> None:
-        """Learn that a batch was accepted while others were out: above the ceiling it is gone."""
+        """Learn that a batch was accepted while `out` tasks were active: no ceiling if above it."""
         if self.ceiling is not None and out >= self.ceiling:
             self.ceiling = None
 
 
 def is_limit(reason: str, tasks: int) -> bool:
-    """Return whether so many tasks were refused for a limit, and fewer may be accepted."""
+    """Return whether a batch of this size was refused for a limit, so that fewer may fit."""
     return bool((tasks > 1 and _ARRAY_LIMIT.search(reason)) or _SUBMIT_LIMIT.search(reason))

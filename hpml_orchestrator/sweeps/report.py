@@ -51,7 +51,7 @@ def build(plan: SweepPlan, rows: Sequence[Row]) -> Report:
     """Return the report of a sweep, of an unfinished one too.
 
     Args:
-        plan: of a search with the points of its batches in `points`, as far as they are known.
+        plan: for a search, with the known points of its batches in `points`.
         rows: every start of every point; a planned point without a row counts as waiting.
     """
     rows = [start for row in rows for start in _starts(row)]

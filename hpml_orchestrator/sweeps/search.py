@@ -121,7 +121,7 @@ class Searcher:
         self._study_id = storage.get_study_id_from_name(plan.id)
 
     def propose(self, rows: Sequence[Row], free: int) -> list[Point]:
-        """Tell the study which trials ended, and return the next points.
+        """Report the ended trials to the study, and return the next points.
 
         Points of unfinished trials that no row has are returned again, with the same values: a
         controller may have been killed before it recorded them.
@@ -132,7 +132,7 @@ class Searcher:
 
         Returns:
             At most `free` points; none when all trials are made, or while a generation of
-            population-based training has to end first.
+            population-based training must end first.
 
         Raises:
             InputError: the runs of a generation left no checkpoint, or no run reports the metric.

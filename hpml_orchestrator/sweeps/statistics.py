@@ -165,8 +165,8 @@ def distinguishable(
 
     Many comparisons find a difference by chance: of 20 equal settings, 56 % of the sweeps would
     call one of them different from the best. So p-values of Student's t test of the logs (Welch's
-    form, or of the differences within pairs) are corrected by Holm's method, and what differs has
-    to have a CI of the ratio without 1 as well. With one comparison the CI alone decides.
+    form, or of the differences within pairs) are corrected by Holm's method, and a difference also
+    needs a CI of the ratio without 1. With one comparison only the CI decides.
 
     Args:
         pairs: samples, which have no ratios where a value is not positive.

@@ -55,7 +55,7 @@ class Outcome:
     # samples per second
     whole: bool
     # Of both jobs, before and after: `samples_per_second`, `data_wait_ratio`, `setup_seconds`,
-    # `accuracy`, as far as they are known of both
+    # `accuracy`, if known for both
     medians: Mapping[str, tuple[float, float]]
     accuracy_name: str  # what `accuracy` is
     # Runs that are over and cannot be compared, by job: state and reason of the last
@@ -199,7 +199,7 @@ def _shape(number: int, name: str, job: Job) -> Shape:
 
 
 def _points(count: int, *, seeded: bool) -> Iterator[Point]:
-    """Yield both runs of each repeat; who is first changes, so that a drift favours nobody."""
+    """Yield both runs of each repeat; their order alternates, so that a drift favours neither."""
     for repeat in range(count):
         for place in (0, 1):
             shape = (repeat + place) % 2
@@ -354,7 +354,7 @@ def _waits(found: Outcome) -> str:
 
 
 def _whole_run(found: Outcome, trial: Mapping[str, Any]) -> Iterator[str]:
-    """Yield how the speed of shortened runs adds up with what comes before the training."""
+    """Yield the speed of a whole run, from that of shortened runs and the time before training."""
     if found.speedup is None:
         return
     if "samples_per_second" in found.medians:

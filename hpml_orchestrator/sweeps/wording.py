@@ -215,7 +215,7 @@ def question(report: Report) -> str:
 
 
 def answer(report: Report) -> Iterable[str]:
-    """Return the answer in a few sentences, as far as the data carry one."""
+    """Return the answer in a few sentences, if the data allow one."""
     doubtful = [one for one in report.settings if one.doubt and report.scaling]
     if not report.states.get(MEASURED):
         what = "No run is complete yet" if UNFINISHED & set(report.states) else "No run completed"

@@ -85,7 +85,7 @@ class _Reader:
     def _domains(self) -> tuple[tuple[Domain, ...], dict[int, int]]:
         """Return the domains, and the domain of each CPU.
 
-        A domain of memory alone (of a GPU, HBM, CXL) has the CPUs that are near it in hwloc's XML.
+        In hwloc's XML a domain without CPUs (memory of a GPU, HBM, CXL) lists the CPUs near it.
         A CPU belongs to the smallest domain of main memory that holds it, as in the kernel.
         """
         online = frozenset(_cpu(unit) for unit in self._of_type("PU"))

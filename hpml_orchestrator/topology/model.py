@@ -35,9 +35,9 @@ class Domain:
     """One NUMA domain."""
 
     number: int  # the kernel's number of it
-    cpus: tuple[int, ...]  # its CPUs; empty for memory alone, such as that of a GPU or CXL
-    memory_bytes: int = 0  # its memory; 0 where unknown
-    # `(domain, distance)` to every known domain, itself included (10 is local); empty where unknown
+    cpus: tuple[int, ...]  # its CPUs; empty for a domain of memory only, such as a GPU's or CXL
+    memory_bytes: int = 0  # its memory; 0 if unknown
+    # `(domain, distance)` to every known domain, itself included (10 is local); empty if unknown
     distances: tuple[tuple[int, int], ...] = ()
 
 
@@ -47,15 +47,15 @@ class Gpu:
 
     index: int  # its place among the GPUs of the node, in the order of the source
     name: str  # what the source calls it, such as `GPU0`
-    # PCI address; empty where unknown. Partitions of a GPU (AMD's TPX and CPX modes) differ in its
+    # PCI address; empty if unknown. Partitions of a GPU (AMD's TPX and CPX modes) differ in its
     # last digit, as AMD's tools write it
     address: str = ""
-    uuid: str = ""  # of the device or the MIG instance; empty where unknown
+    uuid: str = ""  # of the device or the MIG instance; empty if unknown
     parent: str = ""  # UUID (or PCI address) of the GPU that a MIG instance is part of; else empty
-    # NUMA domain with CPUs that it is nearest to; None where unknown. A source may name a domain
+    # NUMA domain with CPUs that it is nearest to; None if unknown. A source may name a domain
     # whose CPUs it does not have (nvidia-smi)
     domain: int | None = None
-    cpus: tuple[int, ...] = ()  # CPUs that are local to it; empty where unknown
+    cpus: tuple[int, ...] = ()  # CPUs that are local to it; empty if unknown
 
 
 @dataclass(frozen=True)
@@ -63,9 +63,9 @@ class Nic:
     """One network card (or port) that ranks may talk through."""
 
     name: str  # such as `mlx5_0`
-    address: str = ""  # PCI address; empty where unknown
-    domain: int | None = None  # NUMA domain that it is nearest to; None where unknown
-    cpus: tuple[int, ...] = ()  # CPUs that are local to it; empty where unknown
+    address: str = ""  # PCI address; empty if unknown
+    domain: int | None = None  # NUMA domain that it is nearest to; None if unknown
+    cpus: tuple[int, ...] = ()  # CPUs that are local to it; empty if unknown
 
 
 @dataclass(frozen=True)

@@ -152,7 +152,7 @@ def _row(line: str, header: _Header, number: int) -> _Row:
         # The columns are one or two tabs wide: where all are filled, empty cells are padding;
         tails = [cell for cell in tails if cell]
     elif not by_tab:
-        tails = []  # without tabs nobody knows which column is blank
+        tails = []  # without tabs it is unknown which column is blank
     elif len(tails) > len(header.tails) and _MEMORIES in header.tails:
         tails = [*tails[:2], tails[-1]]  # else one before the last column is.
     return _Row(levels, dict(zip(header.tails, tails)))

@@ -39,10 +39,10 @@ class PciPath:
     """What is between a device and its host.
 
     Attributes:
-        bridges: from the host bridge on; empty where unknown.
+        bridges: from the host bridge on; empty if unknown.
         own: those of `bridges` that are part of the device's own package.
         hops: how many bridges below the common one still make a single switch: 1 where both ports
-            of a switch are listed, 0 where a switch is one entry.
+            of a switch are listed, 0 if a switch is one entry.
     """
 
     bridges: tuple[str, ...] = ()
@@ -51,7 +51,7 @@ class PciPath:
 
 
 def full_address(text: str) -> str:
-    """Return an address complete and in lower case; empty where the text is none.
+    """Return an address complete and in lower case; empty if the text is not one.
 
     >>> full_address("C7:00.0"), full_address("00000000:C7:00.0"), full_address("card0")
     ('0000:c7:00.0', '0000:c7:00.0', '')

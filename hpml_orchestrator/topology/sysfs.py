@@ -110,7 +110,7 @@ def _memory(meminfo: str) -> int:
 
 
 def _distances(text: str, numbers: Sequence[int]) -> tuple[tuple[int, int], ...]:
-    """Return the distances to all domains; none where the counts differ."""
+    """Return the distances to all domains; none if the counts differ."""
     words = re.findall(r"[0-9]{1,9}", text)
     return tuple(zip(numbers, map(int, words))) if len(words) == len(numbers) else ()
 
@@ -196,7 +196,7 @@ class _PciDevices:
                 self.children.setdefault(chain[depth], set()).add(below)
 
     def number(self, address: str, name: str) -> int:
-        """Return a number of a device in hexadecimal; 0 where unknown."""
+        """Return a number of a device in hexadecimal; 0 if unknown."""
         text = _read_text(self.bus, address, name)
         return int(text, 16) if re.fullmatch(r"(0x)?[0-9a-fA-F]{1,8}", text) else 0
 
