@@ -142,7 +142,8 @@ def test_of_many_ranks_some_are_read(tmp_path: Path) -> None:
         (gzip.compress(b'{"traceEvents": [', mtime=0)[:-4], "not a trace"),
         (
             gzip.compress(
-                b'{"traceEvents": [{"ph": "X", "name": "hpml.step", "ts": 0, "dur": 0}]}'
+                b'{"traceEvents": [{"ph": "X", "name": "hpml.step", "ts": 0, "dur": 0}]}',
+                mtime=0,
             ),
             "has no steps",
         ),
