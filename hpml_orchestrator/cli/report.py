@@ -132,17 +132,17 @@ def _compare(
     first: Diagnosis, second: Diagnosis, *, as_json: bool, as_markdown: bool, html: str | None
 ) -> None:
     """Print or write two runs side by side."""
-    from hpml_orchestrator.diagnosis import side  # noqa: PLC0415 - seldom needed
+    from hpml_orchestrator.diagnosis import comparison  # noqa: PLC0415 - seldom needed
 
     if as_markdown:
         raise InputError("two runs are compared as text or --json", field="--markdown")
     if html is not None:
         raise InputError("two runs are compared as text or --json", field="--html", value=html)
-    compared = side.compare(first, second, written=(_written(first), _written(second)))
+    compared = comparison.compare(first, second, written=(_written(first), _written(second)))
     if as_json:
-        print_json(side.to_json(compared))
+        print_json(comparison.to_json(compared))
     else:
-        typer.echo(side.text(compared))
+        typer.echo(comparison.text(compared))
 
 
 def _written(diagnosis: Diagnosis) -> Mapping[str, Any]:

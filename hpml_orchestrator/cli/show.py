@@ -193,9 +193,6 @@ def print_places(bound: BindingReport, *, everything: bool) -> None:
             wrong.setdefault(sentence, []).append(place)
     for sentence, its_places in wrong.items():
         typer.echo(f"WRONG {_where(its_places)}: {sentence}")
-    for proof in bound.proofs:
-        for sentence in proof.wrong:
-            typer.echo(f"WRONG node {proof.node}: {sentence}")
     warnings = [
         f"the proof of node {proof.node} cannot be read: {proof.why}" for proof in bound.unreadable
     ]

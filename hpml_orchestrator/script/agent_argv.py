@@ -35,7 +35,7 @@ def agent_argv(job: Job, site: ResolvedSite | None) -> list[tuple[str, str]]:
     argv = [(option, _json(fields)) for option, fields in options.items() if fields]
     argv += [(f"--{base}", template.Raw(f'"$hpml_{base}"')) for base in bases_of(job)]
     argv += [("--stage", _json(_stage(stage))) for stage in job.stage]
-    argv += [("--own", name) for name in own_directories(job)]
+    argv += [("--job-directory", name) for name in own_directories(job)]
     for entry in job.collect:
         words = [template.word(path) for path in (entry.source, entry.target)]
         argv.append(("--collect", template.Raw(" ".join(words))))

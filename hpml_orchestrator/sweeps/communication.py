@@ -33,32 +33,19 @@ _NEEDED = {"bytes_sent", "comm_seconds", "world_size", "target_accuracy", "train
 
 @dataclass(frozen=True)
 class MethodCost:
-    """One method with one number of ranks at one bandwidth.
-
-    Attributes:
-        ranks: that trained.
-        mbit: bandwidth of each rank's link in Mbit/s; None if it was not limited.
-        runs: that ended.
-        reached: runs that reached the target accuracy.
-        bytes_sent: by one rank until the end of the run, median.
-        steps: to the target, median of the runs that reached it; None without any.
-        comm_seconds: that a rank waited for the others, median.
-        seconds: to the target accuracy; runs that missed it are censored.
-        times: seconds to the target of the runs that reached it.
-        seeds: of these runs, in the same order; empty if the runs did not report it.
-    """
+    """One method with one number of ranks at one bandwidth."""
 
     method: str
-    ranks: int
-    mbit: float | None
-    runs: int
-    reached: int
-    bytes_sent: float
-    steps: float | None
-    comm_seconds: float
-    seconds: Estimate
-    times: tuple[float, ...]
-    seeds: tuple[float, ...] = ()
+    ranks: int  # that trained
+    mbit: float | None  # bandwidth of each rank's link in Mbit/s; None if it was not limited
+    runs: int  # that ended
+    reached: int  # runs that reached the target accuracy
+    bytes_sent: float  # by one rank until the end of the run, median
+    steps: float | None  # to the target, median of the runs that reached it; None without any
+    comm_seconds: float  # that a rank waited for the others, median
+    seconds: Estimate  # to the target accuracy; runs that missed it are censored
+    times: tuple[float, ...]  # seconds to the target of the runs that reached it
+    seeds: tuple[float, ...] = ()  # of these runs, in the same order; empty if not reported
 
 
 @dataclass(frozen=True)
@@ -66,8 +53,8 @@ class Crossover:
     """The bandwidth below which a method reaches the target sooner than the baseline.
 
     Attributes:
-        mbit: in Mbit/s, interpolated between two measured ones; None if there is no such bandwidth
-            within the measured range.
+        mbit: in Mbit/s, interpolated between two measured ones; None if it is outside of the
+            measured range.
         interval: 95 %, from 6 runs of each on; an end outside of the measured range is 0 or
             infinite.
         text: the result in words.
@@ -94,7 +81,7 @@ class Communication:
 
 
 def communication(rows: Iterable[Row]) -> Communication | None:
-    """Return what the runs of a sweep tell about methods of communication.
+    """Compare the methods of communication that the runs of a sweep used.
 
     A run belongs to it if its result has `method`, `bytes_sent`, `comm_seconds`, `world_size` and
     `target_accuracy`; `bandwidth_mbit` is optional. None without such runs, with one method only,
@@ -238,7 +225,7 @@ def _crossings(bandwidths: np.ndarray, ratios: np.ndarray) -> np.ndarray:
     """
     answers = np.full(len(ratios), math.inf)
     logs = np.log(bandwidths)
-    for place in range(len(bandwidths) - 1, 0, -1):  # the lowest crossing has the last word
+    for place in range(len(bandwidths) - 1, 0, -1):  # backwards, so that the lowest one remains
         before, after = ratios[:, place - 1], ratios[:, place]
         crosses = (before < 0) & (after >= 0)
         share = np.where(crosses, before / np.where(crosses, before - after, 1.0), 0.0)

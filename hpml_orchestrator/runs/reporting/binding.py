@@ -101,7 +101,7 @@ def read_binding(
     if proofs or unreadable or records or (asked is not None and had_ranks):
         line, bad = _line(proofs, unreadable, asked, total, verified, over=ended is not None)
         line += "; the job failed for it (verify: strict)" * (bad and failed)
-    wrong = any(proof.wrong or any(rank.wrong for rank in proof.ranks) for proof in proofs)
+    wrong = not all(proof.right for proof in proofs)
     ordered = sorted(places.values(), key=lambda place: (place.rank, place.node, place.local_rank))
     return BindingReport(
         line, tuple(ordered), tuple(proofs), tuple(unreadable), fatal=wrong and failed
@@ -175,12 +175,8 @@ def _line(
         policy, verify = str(asked.get("policy", "?")), str(asked.get("verify", "warn"))
     of_all = f"of {counted(total, 'rank')}"
     wrong = sum(bool(rank.wrong) for proof in proofs for rank in proof.ranks)
-    nodes = [proof.node for proof in proofs if proof.wrong]
-    if wrong or nodes:
-        parts = [f"{wrong} {of_all} WRONG"] * bool(wrong)
-        names = first_few(nodes, _SHOWN_NODES)
-        parts += [f"node{'s' * (len(nodes) > 1)} {names} WRONG"] * bool(nodes)
-        return f"{policy}, {', '.join(parts)}", True
+    if wrong:
+        return f"{policy}, {wrong} {of_all} WRONG", True
     if unreadable:
         names = first_few([node.node for node in unreadable], _SHOWN_NODES)
         return f"not proven: the proof of {names} cannot be read ({unreadable[0].why})", True

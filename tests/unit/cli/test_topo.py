@@ -93,7 +93,7 @@ def test_a_copy_of_sys_and_standard_input(shell: Shell, hpml: Hpml, tmp_path: Pa
     [
         ("none.xml", 3, "no such file: none.xml"),
         (".", 2, ".: is a directory without devices/system/cpu"),
-        ("notes.txt", 2, "notes.txt: describes no machine"),
+        ("notes.txt", 2, "notes.txt: is not a topology in a known format"),
         ("cut.xml", 2, "cut.xml: the XML is cut off"),
         ("{v100} --svg notes.txt/x.svg", 2, "--svg: cannot be written"),
         ("{v100} --svg - --json", 2, "--json: cannot be given together with --svg -"),

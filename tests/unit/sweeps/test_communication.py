@@ -121,7 +121,7 @@ def test_an_uncertain_crossover_has_an_open_interval() -> None:
 
 
 def test_runs_that_miss_the_target_are_counted_and_cross_nowhere() -> None:
-    """A bandwidth with such a run is not used; the table says how many reached it."""
+    """A bandwidth with such a run is not used; the table has how many reached it."""
     rows = sweep("allreduce", "topk", mbits=(10, 30, 100))
     rows.append(result("topk", 10, None))
     told = found(rows)

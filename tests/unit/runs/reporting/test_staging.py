@@ -106,6 +106,6 @@ def test_results_of_a_node_that_was_killed_meanwhile(tmp_path: Path) -> None:
     told = read_json(attempt / "nodes" / "n1.collected.json")
     assert collected_lines([told], ["first", "second"], ["n2"]) == [
         f"first: 1 file, 5 bytes in {tmp_path}/results/train-1/n1/first",
-        "second of n1: NOT collected: the node was ended before it came to this",
+        "second of n1: NOT collected: the node was stopped before this was copied",
         "NOT collected from n2: the node ended before it could",
     ]

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
+from hpml_orchestrator.diagnosis.comparison import compare, text, to_json
 from hpml_orchestrator.diagnosis.diagnose import diagnose
 from hpml_orchestrator.diagnosis.model import Change, Diagnosis, Finding
-from hpml_orchestrator.diagnosis.side import compare, text, to_json
 from hpml_orchestrator.diagnosis.thresholds import THRESHOLDS
 from hpml_orchestrator.diagnosis.wording import text as report_text
 from hpml_orchestrator.errors import InputError
@@ -102,7 +102,7 @@ def test_what_differs_is_shown_and_nothing_else_of_the_job() -> None:
     ],
 )
 def test_runs_that_differ_otherwise_are_not_compared(changed: dict[str, Any], doubt: str) -> None:
-    """The verdict says why in all forms, in either order, and claims no speed."""
+    """The verdict has the reason in all forms, in either order, and claims no speed."""
     for pair in [(examples.gpu_run(), second(**changed)), (second(**changed), examples.gpu_run())]:
         side = compare(*pair)
         assert side.headline.startswith("Not comparable: ")

@@ -1,6 +1,6 @@
 """Whether a run continues after an attempt, and in which job: a requeue or a continuation.
 
-`decide` is called before the attempt's end is recorded, `go_on` when the agents have stopped.
+`decide` is called before the attempt's end is recorded, `continue_run` after the agents have ended.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ from hpml_orchestrator.records.submission import Submission
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-__all__ = ["EXIT_CONTINUED", "Decision", "continuation_arguments", "decide", "go_on"]
+__all__ = ["EXIT_CONTINUED", "Decision", "continuation_arguments", "continue_run", "decide"]
 
 EXIT_CONTINUED = 75
-"""Exit status of a script whose run continues in another job: not 0, for the run is not done."""
+"""Exit status of a script whose run continues in another job: not 0, since the run is not done."""
 
 _REASONS = {"TIMEOUT": "time_limit", "PREEMPTED": "preemption", "NODE_FAIL": "node_failure"}
 _ASKED = ("time_limit", "preemption", "hang", "requested")  # not a search, which gives a point up
@@ -43,17 +43,11 @@ _UNDER_WAY = re.compile(r"Job is pending execution|already (?:being )?requeued",
 
 
 class Decision(NamedTuple):
-    """Whether a run continues.
+    """Whether a run continues."""
 
-    Attributes:
-        goes_on: whether it does.
-        why: what ended the attempt before the run was done; empty if that did not happen.
-        stays: why it does not continue in spite of that.
-    """
-
-    goes_on: bool = False
-    why: str = ""
-    stays: str = ""
+    goes_on: bool = False  # whether it continues
+    why: str = ""  # what ended the attempt before the run was done; empty if the run is done
+    stays: str = ""  # why an unfinished run does not continue
 
 
 def decide(
@@ -73,17 +67,17 @@ def decide(
         state: how the attempt ended, in Slurm's word.
         exit_code: of the ranks.
         asked: the reason for which the ranks were asked to stop; empty if they were not.
-        stopping: whether a rank reported that it stops as asked.
+        stopping: whether a rank reported that it stops on request.
         channel: whether any rank used the channel.
-        progress: of each attempt so far, this one last, whether it got any further.
+        progress: for each attempt so far, this one last: whether it made progress.
     """
     if options is None or state == "CANCELLED" or asked == PRUNED:
         return Decision()
     if asked in _ASKED:
-        # A program that cannot say whether it is done continues: if it is, it ends at once then.
+        # A program that does not report whether it is done continues; if it is, it ends at once.
         done = exit_code == 0 and channel and not stopping and state == "COMPLETED"
         why = "" if done else asked
-        if asked == "preemption":  # the agents' word for any SIGTERM; Slurm says why it sent it
+        if asked == "preemption":  # agents use this for any SIGTERM; Slurm has the reason
             why = why and _REASONS.get(state, why)
     else:
         why = _REASONS.get(state, "")
@@ -99,13 +93,8 @@ def decide(
     return Decision(goes_on=True, why=why)
 
 
-def go_on(attempt: str, code: str) -> int:
-    """Have the run continue if it is to; print the status that the script ends with.
-
-    Args:
-        attempt: the attempt's directory.
-        code: the status otherwise.
-    """
+def continue_run(attempt: str, code: str) -> int:
+    """Start the next attempt if the run continues; print the script's exit status."""
     records = Attempt(Path(attempt))
     status = int(code)
     if records.ended is None and records.stop_request():
@@ -154,7 +143,7 @@ def _next_job(records: Attempt) -> str:
 
 
 def job_name(environment: Mapping[str, str]) -> str:
-    """Return the id that means this job alone: a task's own may be that of its whole array."""
+    """Return the id of this job alone: SLURM_JOB_ID of an array's task may mean the whole array."""
     array = environment.get("SLURM_ARRAY_JOB_ID")
     if array:
         return f"{array}_{environment['SLURM_ARRAY_TASK_ID']}"
@@ -213,7 +202,7 @@ def _continue(records: Attempt, job_id: str, avoid: Sequence[str]) -> str:
             return ""
         message = read_text(err)
         if not done.returncode or _UNREACHABLE.search(message):
-            # There may be a job all the same. The next look at the state of the run finds it.
+            # A job may exist nevertheless; the next query of the run's state finds it.
             _say(f"sbatch gave no usable answer: {_clean(message)}")
             return ""
     return f"sbatch refused: {_clean(message)}"
@@ -225,10 +214,10 @@ def continuation_arguments(
     """Return the call of sbatch for a continuation.
 
     Args:
-        recorded: the call that made the run's first job; its dependencies are met.
-        after: the job that has to end before.
+        recorded: the call that submitted the run's first job; its dependencies are met.
+        after: the job that must end before.
         exclude: nodes that it must not get.
-        index: of the one task to continue; None for a job that is not an array.
+        index: of the task to continue; None for a job that is not an array.
     """
     *options, script = recorded
     kept = [
@@ -254,7 +243,7 @@ def _leaves_enough(avoid: Sequence[str]) -> bool:
 
 
 def _excluded(job_id: str, avoid: Sequence[str]) -> str:
-    """Return the nodes that the job excludes already and those to avoid, as one list."""
+    """Return the nodes that the job already excludes and those to avoid, as one list."""
     if not avoid:
         return ""
     shown = _command(["scontrol", "--oneliner", "show", "job", job_id]).stdout
@@ -276,7 +265,7 @@ def _environment() -> dict[str, str]:
 
 
 def _patiently(command: Sequence[str]) -> subprocess.CompletedProcess[str]:
-    """Run a command again and again while the controller gives no answer."""
+    """Run a command, and repeat it while the controller does not answer."""
     until = time.monotonic() + _PATIENCE_SECONDS
     while True:
         done = _command(command)

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from hpml_orchestrator.node.continuation import Decision, continuation_arguments, decide
 from hpml_orchestrator.node.environment import CheckpointOptions
-from hpml_orchestrator.node.going_on import Decision, continuation_arguments, decide
 from hpml_orchestrator.records import events
 from hpml_orchestrator.records.files import write_json, write_text
 from hpml_orchestrator.records.store import Attempt
@@ -50,7 +50,7 @@ SAVED = {"channel": True, "stopping": True}
             "node_failure",
             "",
         ),
-        # not asked: what Slurm says
+        # not asked to stop: Slurm's state decides
         ({"state": "TIMEOUT", "exit_code": 143}, True, "time_limit", ""),
         ({"state": "PREEMPTED", "exit_code": 143}, True, "preemption", ""),
         ({"state": "NODE_FAIL", "exit_code": 1}, True, "node_failure", ""),
@@ -89,7 +89,7 @@ def test_the_call_of_a_continuation() -> None:
 
 
 class Site:
-    """A job on a site whose Slurm answers as it is told."""
+    """A job on a site with a scripted Slurm."""
 
     def __init__(self, node: Node, where: Path) -> None:
         self.node, self.where = node, where
@@ -174,7 +174,7 @@ def test_the_next_job(
 ) -> None:
     """It is the same one, else another; the records say which, and the script does not end with 0.
 
-    If neither is possible, the record says why.
+    If neither is possible, the record has the reason.
     """
     site.says("scontrol requeue", *requeue)
     site.says("sbatch ", *sbatch)

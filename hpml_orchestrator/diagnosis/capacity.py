@@ -1,4 +1,4 @@
-"""How much more of a node a job may ask for, as far as its size is known."""
+"""How many more resources of a node a job may request, if the size of the node is known."""
 
 from __future__ import annotations
 
@@ -37,10 +37,10 @@ def more_cpus(facts: Facts, wanted: int) -> int | None:
 
 
 def fits_in_ram(facts: Facts, size_bytes: float, own_bytes: float | None) -> bool | None:
-    """Return whether data fits into the memory of the nodes beside the job; None if unknown.
+    """Return whether data and the job fit into the memory of the nodes; None if unknown.
 
-    Data in /dev/shm counts as memory of the job, so it is added to what the job asks for. A job
-    that asks for no memory has a limit that only its monitor may know.
+    Data in /dev/shm counts as memory of the job, so it is added to the requested memory. If the
+    job requests no memory, only its monitor may know the limit.
 
     Args:
         facts: of the run.

@@ -1,4 +1,4 @@
-"""Two runs side by side: what differs in their jobs, their time, their figures and findings."""
+"""Compares two runs: their jobs, times, figures and findings."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from hpml_orchestrator.diagnosis.wording import field_lines, status_line
 from hpml_orchestrator.errors import InputError
 from hpml_orchestrator.records.texts import printable
 
-__all__ = ["NOISE", "NOISE_SECONDS", "Row", "Side", "compare", "text", "to_json"]
+__all__ = ["NOISE", "NOISE_SECONDS", "Comparison", "Row", "compare", "text", "to_json"]
 
 NOISE = 0.05
 """Smaller differences between one run each may be noise: the same limit as for sibling nodes."""
@@ -65,14 +65,14 @@ class Row:
 
     @property
     def change_text(self) -> str:
-        """The change in percent, or what a reader has to know instead."""
+        """The change in percent, or that it may be noise; empty without a change."""
         if self.change is None or self.first == self.second:
             return ""
         return "may be noise" if self.noise else f"{self.change:+.0%}"
 
 
 @dataclass(frozen=True)
-class Side:
+class Comparison:
     """A comparison of two runs.
 
     Attributes:
@@ -108,7 +108,7 @@ def compare(
     second: Diagnosis,
     *,
     written: tuple[Mapping[str, Any], Mapping[str, Any]] | None = None,
-) -> Side:
+) -> Comparison:
     """Compare two runs.
 
     Args:
@@ -138,7 +138,7 @@ def compare(
     headline = f"Not comparable: {'; '.join(doubts)}" if doubts else _headline(other, rows)
     if differences and not doubts:
         headline += f"; {'; '.join(differences)}: only rates are compared"
-    return Side(
+    return Comparison(
         first,
         second,
         headline,
@@ -318,37 +318,37 @@ def _throughput(facts: Facts) -> dict[str, float]:
 # --- words
 
 
-def text(side: Side) -> str:
+def text(comparison: Comparison) -> str:
     """Return the comparison for a terminal."""
     lines = [
-        f"{'first':<10}{status_line(side.first)}",
-        f"{'second':<10}{status_line(side.second)}",
-        *field_lines("verdict", side.headline),
-        *field_lines("", side.caution),
+        f"{'first':<10}{status_line(comparison.first)}",
+        f"{'second':<10}{status_line(comparison.second)}",
+        *field_lines("verdict", comparison.headline),
+        *field_lines("", comparison.caution),
     ]
     group = ""
-    for row in side.rows:
+    for row in comparison.rows:
         if row.group != group:
             group = row.group
             lines += ["", f"{group:<{_NAME + 2}}{'first':<{_VALUE}}second"]
         lines += _row(row)
     lines.append("")
     for name, verdicts in (
-        ("gone", side.gone),
-        ("new", side.new),
-        ("in both", side.both),
-        ("unknown", side.unjudged),
+        ("gone", comparison.gone),
+        ("new", comparison.new),
+        ("in both", comparison.both),
+        ("unknown", comparison.unjudged),
     ):
         for verdict in verdicts:
             lines += field_lines(name, verdict)
-    if not side.doubts:
-        hint = f"hpml report {side.first.facts.run} --try measures with repeats"
+    if not comparison.doubts:
+        hint = f"hpml report {comparison.first.facts.run} --try measures with repeats"
         lines += field_lines("next", hint)
     return "\n".join(printable(line) for line in lines)
 
 
 def _row(row: Row) -> Iterable[str]:
-    """Yield the lines of a row; long values get lines of their own."""
+    """Yield the lines of a row; long values get separate lines."""
     if max(len(row.first), len(row.second)) >= _VALUE or len(row.name) >= _NAME:
         yield f"  {row.name}"
         for name, value in (("first", row.first), ("second", row.second)):
@@ -357,15 +357,15 @@ def _row(row: Row) -> Iterable[str]:
     yield f"  {row.name:<{_NAME}}{row.first:<{_VALUE}}{row.second:<14}{row.change_text}".rstrip()
 
 
-def to_json(side: Side) -> dict[str, Any]:
+def to_json(comparison: Comparison) -> dict[str, Any]:
     """Return the comparison for programs."""
     return {
-        "runs": [side.first.facts.run, side.second.facts.run],
-        "headline": side.headline,
-        "comparable": not side.doubts,
-        "doubts": list(side.doubts),
-        "differences": list(side.differences),
-        "caution": side.caution,
+        "runs": [comparison.first.facts.run, comparison.second.facts.run],
+        "headline": comparison.headline,
+        "comparable": not comparison.doubts,
+        "doubts": list(comparison.doubts),
+        "differences": list(comparison.differences),
+        "caution": comparison.caution,
         "rows": [
             {
                 "group": row.group,
@@ -375,12 +375,12 @@ def to_json(side: Side) -> dict[str, Any]:
                 "change": row.change,
                 "may_be_noise": row.noise,
             }
-            for row in side.rows
+            for row in comparison.rows
         ],
         "findings": {
-            "gone": side.gone,
-            "new": side.new,
-            "both": side.both,
-            "not_judged": side.unjudged,
+            "gone": comparison.gone,
+            "new": comparison.new,
+            "both": comparison.both,
+            "not_judged": comparison.unjudged,
         },
     }
