@@ -21,7 +21,9 @@ from hpml_orchestrator.staging import (
 )
 from hpml_orchestrator.staging.distribution import Rates, supply_for
 from hpml_orchestrator.staging.faults import shown, why
+from hpml_orchestrator.staging.link import Place
 from hpml_orchestrator.staging.rate_limit import array_delay, open_rate
+from hpml_orchestrator.staging.space import capacity_at
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -104,7 +106,6 @@ class NodeStaging:
             job_key=job_key(self.environment),
             should_stop=self.is_ending,
             on_progress=self._on_progress,
-            checks_source=True,  # a killed attempt may have left older or other data
         )
 
     def stage_all(self) -> list[dict[str, Any]]:
@@ -149,17 +150,22 @@ class NodeStaging:
             HpmlError: the target cannot be used, or other nodes failed.
         """
         request, limits = entry.request, self.options.site
-        self.stager.area(request.target)  # a target that cannot be used is an error at once
+        area = self.stager.area(request.target)  # a target that cannot be used is an error at once
         try:
             return supply_for(
                 request,
                 entry.distribution,
-                node_index=index,
-                nodes=nodes,
-                attempt=str(self.options.attempt),
-                node=self.node,
-                should_stop=self.is_ending,
-                most=lambda: self.stager.most_room(request),
+                Place(
+                    path=f"{self.options.attempt}/chain/{request.name}",
+                    should_stop=self.is_ending,
+                    index=index,
+                    nodes=nodes,
+                    node=self.node,
+                    names=node_names(self.environment.get("SLURM_JOB_NODELIST", "")),
+                    interfaces=limits.interfaces,
+                    come_seconds=ARRIVAL_SECONDS if entry is self.options.stages[0] else math.inf,
+                ),
+                most_bytes=capacity_at(area.store.base),
                 options=self._options(entry, readers=1),
                 options_of_all=self.stager.options,
                 rates=Rates(
@@ -168,10 +174,7 @@ class NodeStaging:
                     disk_rate=limits.disk_rate,
                     metadata_rate=limits.metadata_rate,
                 ),
-                interfaces=self.options.site.interfaces,
-                names=node_names(self.environment.get("SLURM_JOB_NODELIST", "")),
                 tell=self.say,
-                come_seconds=ARRIVAL_SECONDS if entry is self.options.stages[0] else math.inf,
             )
         except OSError as error:
             raise StagingError(

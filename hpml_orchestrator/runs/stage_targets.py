@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import os
-import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -160,9 +159,8 @@ def _bytes_in_ram(stage: Stage) -> int | None:
     from hpml_orchestrator.staging.faults import Retry  # noqa: PLC0415
     from hpml_orchestrator.staging.request import StageRequest  # noqa: PLC0415
     from hpml_orchestrator.staging.sources import open_source  # noqa: PLC0415
-    from hpml_orchestrator.staging.space import INODE_BYTES, Room  # noqa: PLC0415 - few stage
+    from hpml_orchestrator.staging.space import INODE_BYTES  # noqa: PLC0415 - few stage
 
     request = StageRequest(stage.name, stage.source, stage.kind, outside_links=stage.outside_links)
-    room = Room(_ANY_BYTES, "", None, _PAGE_BYTES, in_memory=True)
-    with contextlib.closing(open_source(request, Retry(time.sleep, lambda: False), room)) as source:
+    with contextlib.closing(open_source(request, Retry(), _ANY_BYTES)) as source:
         return None if source.ordered else source.plan().need(_PAGE_BYTES, INODE_BYTES).bytes

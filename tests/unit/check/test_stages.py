@@ -82,7 +82,7 @@ def test_data_that_do_not_exist() -> None:
 @pytest.mark.parametrize(
     ("name", "kind", "message"),
     [
-        ("tree", "pack", "no directory of tar shards"),
+        ("tree", "pack", "not a directory of tar shards"),
         ("tree", "tar", "kind tar but a directory"),
         ("no.tar", "auto", "no.tar"),
         ("no.zip", "auto", "no.zip"),

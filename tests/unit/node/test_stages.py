@@ -106,7 +106,9 @@ def test_how_long_nodes_wait_for_one_another(
     node = staging(tmp_path, *entries, SLURM_NODEID="1", SLURM_NNODES="2")
     waits: list[float] = []
     result = StageResult("a", "/", 1, 1, 1.0, "chain", True)
-    monkeypatch.setattr(stages, "supply_for", lambda *_, **more: waits.append(more["come_seconds"]))
+    monkeypatch.setattr(
+        stages, "supply_for", lambda *given, **_: waits.append(given[2].come_seconds)
+    )
     monkeypatch.setattr(node.stager, "stage", lambda *_: result)
     node.stage_all()
     assert waits == [300.0, math.inf]
