@@ -1,4 +1,4 @@
-"""The built dashboards: current, valid, described, and asking only for what there is."""
+"""The built dashboards: current, valid, described, and without queries of unknown metrics."""
 
 from __future__ import annotations
 
@@ -198,7 +198,7 @@ def test_every_query_of_a_job_is_of_that_job() -> None:
 
 
 def test_the_commands_write_and_check(tmp_path: Path) -> None:
-    """And the exit code says whether something is wrong."""
+    """The exit status is 1 if something is wrong."""
 
     def hpml(*words: str) -> tuple[int, str]:
         result = CliRunner().invoke(group, words)

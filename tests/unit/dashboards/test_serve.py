@@ -108,7 +108,7 @@ def ask(
 
 
 def test_the_address_gives_a_cookie_and_forgets_the_token(viewer: ViewerServer) -> None:
-    """The cookie is for this server alone; the page's address goes on without the token."""
+    """The cookie is for this server alone; the page's new address has no token."""
     path = f"/d/hpml-one?token={viewer.token}&var-jobid=17"
     status, _, headers = ask(viewer, path, cookie=False)
     assert status == 200
@@ -270,7 +270,7 @@ def test_long_queries_are_refused(
 def test_what_prometheus_cannot_answer(
     status: int, body: bytes, message: str, viewer: ViewerServer, source: FakePrometheus
 ) -> None:
-    """One message that says what to do."""
+    """One message that names the remedy."""
     source.answer = (status, body, "text/html")
     got, text, _ = ask(viewer, "/api/v1/query?query=up")
     assert got == 502
