@@ -1,4 +1,4 @@
-"""What goes wrong under an exporter stays where it is: the others are scraped on, and all heals."""
+"""Faults of one exporter do not affect the others, and each exporter recovers."""
 
 from __future__ import annotations
 

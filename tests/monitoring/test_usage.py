@@ -80,7 +80,7 @@ def rows(text: str) -> list[list[str]]:
 
 
 def test_jobs_of_everybody_the_largest_waste_first(server: Prometheus, tmp_path: Path) -> None:
-    """A job whose activity is unknown is not called unused, and stands last."""
+    """A job whose activity is unknown is not called unused and is listed last."""
     text = Desk(tmp_path).hpml("usage", "--all-users", "--prometheus", server.url)
     assert text.startswith("4 jobs since ")
     assert "310 GPU-hours; 54% of that time a kernel ran; 138 GPU-hours unused; 123 kWh" in text

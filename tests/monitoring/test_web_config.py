@@ -23,7 +23,7 @@ VERIFY = {**ASKING, "client_auth_type": "RequireAndVerifyClientCert"}
 def test_prometheus_scrapes_with_tls_and_a_password(
     prometheus: BootPrometheus, tmp_path: Path
 ) -> None:
-    """And with a certificate of its own: every series arrives, all over one connection."""
+    """And with its own certificate: every series arrives, all over one connection."""
     make_certificates(tmp_path)
     path = tmp_path / "web.yml"
     tls = {**VERIFY, "client_allowed_sans": ["prometheus.example"]}
