@@ -50,7 +50,7 @@ def devcluster(*arguments: str | Path, seconds: float = 300) -> subprocess.Compl
 
 @dataclass(frozen=True)
 class SlurmCluster:
-    """A cluster that is up: where it is, and how to use and inspect it."""
+    """A cluster that is up: its directory, and functions to use and inspect it."""
 
     box: Path
     slurm_conf: Path
@@ -110,7 +110,7 @@ class SlurmCluster:
         self.pids[daemon] = json.loads(done.stdout)["pid"]
 
     def leftovers(self, node: str) -> list[str]:
-        """Lists all that lies in a node's own /tmp and /dev/shm, shared folders left out."""
+        """Lists the contents of a node's private /tmp and /dev/shm, without shared folders."""
         found = self.exec(node, "find", "/tmp", "/dev/shm", "-xdev", "-mindepth", "1", "-print0")
         assert found.returncode == 0, found.stderr
         # Mount points of shared folders, and the folders they lie in, are the cluster's own.
@@ -223,5 +223,5 @@ def desk(slurm_cluster: SlurmCluster, tmp_path: Path) -> Desk:
 
 @pytest.fixture
 def bare(bare_cluster: SlurmCluster, tmp_path: Path) -> Desk:
-    """A desk in front of a one-node cluster of its own, without accounting."""
+    """A desk in front of a separate one-node cluster without accounting."""
     return Desk(bare_cluster, tmp_path)

@@ -51,7 +51,7 @@ def say(**facts):
 
 
 def script(desk: Desk, text: str, **parameters: Any) -> dict[str, Any]:
-    """Run a script of the user; returns what it says at its end."""
+    """Run a script of the user; returns what it prints last."""
     (desk.directory / "functions.py").write_text(SCRIPT + text)
     done = desk.call(PYTHON, "functions.py", json.dumps(parameters))
     answer: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])

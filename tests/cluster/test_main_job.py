@@ -43,7 +43,7 @@ def at_its_limit(
 ) -> Iterator[tuple[Desk, str]]:
     """A job of one minute that wants to run for ten, started before everything else here.
 
-    Slurm's limits are whole minutes: it runs beside the other tests, which need not wait for it.
+    Slurm's limits are whole minutes: it runs during the other tests, which need not wait for it.
     """
     desk = Desk(slurm_cluster, tmp_path_factory.mktemp("limit"))
     short = {"nodes": 2, "time": 1}
@@ -120,7 +120,7 @@ def test_a_failing_rank_fails_the_job_and_its_data_goes(desk: Desk, data: Path) 
 
 
 def test_ranks_never_start_when_a_node_cannot_be_made_ready(desk: Desk) -> None:
-    """A source that is not there is told by node and path, and no rank has run."""
+    """A missing source is reported with node and path, and no rank has run."""
     gone = {"name": "gone", "source": "/no/such/data", "target": "local"}
     command = ["sh", "-c", "echo RANK RAN"]
     file = desk.job("no-source", command=command, resources={"nodes": 2}, stage=[gone])
@@ -187,7 +187,7 @@ def test_the_queue_is_asked_in_words_for_people_and_programs(desk: Desk) -> None
     (listed,) = desk.json("list")
     assert (listed["state"], listed["backend"]) == ("COMPLETED", "slurm")
     assert desk.hpml("logs", ran["job_id"], "-n", "1").stdout == "two\n"
-    # what srun says to each --cpu-bind on a cluster without a task plugin, as this one
+    # srun's warning about each --cpu-bind on a cluster without a task plugin, such as this one
     assert "lacks support for cpu binding" not in Path(ran["output"]).read_text()
     checks: list[dict[str, Any]] = desk.json("doctor")
     assert {"check": "accounting", "result": "ok", "found": "sacct answers", "hint": ""} in checks

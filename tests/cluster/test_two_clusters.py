@@ -100,7 +100,7 @@ def test_no_command_touches_a_job_of_the_other_cluster(clusters: Clusters) -> No
 
 
 def test_a_job_id_names_the_runs_of_both(clusters: Clusters) -> None:
-    """The same id twice is refused; the id of the run says which is meant."""
+    """The same id twice is refused; the id of the run selects one."""
     done = clusters.there.hpml("cancel", clusters.run["job_id"], code=2)
     assert clusters.run["id"] in done.stderr
     assert clusters.other["id"] in done.stderr
