@@ -1,4 +1,4 @@
-"""Collectors that do what a test tells them: stand-ins for faults that a machine cannot make."""
+"""Collectors controlled by tests: stand-ins for faults that cannot be produced on a machine."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ __all__ = ["Probe", "Turned", "family", "figures", "spec_of"]
 
 def spec_of(name: str) -> MetricSpec:
     """The gauge that a probe of that name shows."""
-    return MetricSpec(f"hpml_{name}_level", "gauge", "What a probe was told to show.", source="x")
+    return MetricSpec(f"hpml_{name}_level", "gauge", "The value given to a probe.", source="x")
 
 
 def family(name: str, value: float) -> Metric:
@@ -70,7 +70,7 @@ class Turned:
 
     Attributes:
         ahead: seconds that it goes before the real one.
-        still: the moment at which it stands; none: it goes on.
+        still: the moment at which it is stopped; none: it runs.
     """
 
     def __init__(self, still: float | None = None) -> None:
