@@ -54,7 +54,7 @@ def record_training(
         node: the node's name.
         ranks: how many it has.
         seconds: how long they train.
-        chatter: events that every rank reports beside each of its counters.
+        chatter: events that every rank reports with each of its counters.
     """
     clock = FakeClock(0.0)
     name = f"hpml/test/{uuid.uuid4().hex}"
@@ -79,6 +79,6 @@ def record_training(
                 for event in chatter:
                     say(rank, event, seconds=clock.now, note="x" * 100)
             eventually(lambda: reader.received >= sent, pause=0.0002)
-            time.sleep(0.0002)  # it writes what is due before the clock goes on
+            time.sleep(0.0002)  # it writes what is due before the clock advances
         say(0, "evaluation", final=True, test_accuracy=0.97)
     return reader

@@ -52,7 +52,7 @@ _RARE = 50  # one node in so many has had a GPU error or is down
 
 @dataclass(frozen=True)
 class _Place:
-    """What has a series of its own: labels, and whether it is the cluster, a node, GPU or job."""
+    """An object with its own series: labels, and its kind (cluster, node, GPU or job)."""
 
     kind: str
     labels: dict[str, str]
