@@ -1,6 +1,6 @@
 # Look at a node, for `hpml init --probe`: changes nothing, and needs only sh, df, awk and sed. It
 # prints one finding per line, separated by tabs, between two marks, so that a greeting of the login
-# shell does no harm. `hpml_orchestrator/site/look.py` reads what it prints.
+# shell does no harm. `hpml_orchestrator/site/node_probe.py` reads what it prints.
 # $1: directory of TmpFS; $2: `xml` where the hardware's description is wanted as well.
 PATH=${PATH:-/usr/local/bin:/usr/bin:/bin:/usr/sbin:/sbin}; export PATH; LC_ALL=C; export LC_ALL
 tab=$(printf '\t')

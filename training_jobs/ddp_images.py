@@ -3,79 +3,119 @@
     python ddp_images.py --data digits
     torchrun --standalone --nproc-per-node=2 ddp_images.py --data digits --target-accuracy 0.95
 
-Here are the loop and what DDP needs. Beside this file: images_options.py (options), images_data.py
-(what a rank reads), images_model.py, and images_common.py (evaluate, save, load, the figures).
-docs/images.md describes what to type, what you see and what to change.
+Runs alone or under a launcher that sets torchrun's variables, on GPUs (NCCL) if there are any, else
+on the CPU (gloo). It needs images_data.py, images_model.py and the three hpml_*.py next to it.
 """
 
 from __future__ import annotations
 
 import argparse
-import contextlib
-import gc
+import json
 import os
 import sys
 import time
 from datetime import timedelta
+from functools import partial
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, NoReturn
 
-import images_common as common
-import images_options
+import images_model
 import torch
 import torch.distributed as dist
-from images_data import JobError
+from images_data import ImageData, JobError, raise_together
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.profiler import record_function
 
 from hpml_channel import Channel
-from hpml_checkpoint import CheckpointError, Ranks
-from hpml_waits import measure_waits
+from hpml_checkpoint import CheckpointError, Checkpoints, Ranks, StopAgreement
+from hpml_waits import measure_waits, trace_steps
+
+NUMBERS = {  # options that are numbers: default, least, help
+    "width": (16, 1, "channels of the model's first layer"),
+    "dropout": (0.2, 0, "part of the features that the last layer does not get"),
+    "epochs": (12, 1, "length of the training"),
+    "batch-size": (32, 1, "images per rank and step"),
+    "accumulate": (1, 1, "compute each batch in N parts, to save memory"),
+    "lr": (0.05, 0, "learning rate of one rank; times the number of ranks"),
+    "lr-warmup-epochs": (2, 0, "epochs to reach the rate of all ranks"),
+    "seed": (1, 0, "of weights, dropout and the order of the images"),
+    "workers": (1, 0, "processes per rank that read images; 0: none"),
+    "bucket-mb": (25.0, 0, "size of DDP's buckets of gradients"),
+    "eval-every": (1, 1, "epochs from one evaluation to the next"),
+    "checkpoint-every": (1, 1, "epochs from one checkpoint to the next"),
+    "checkpoint-steps": (0, 0, "save every N steps, too; 0: do not"),
+    "stop-after-epochs": (0, 0, "end early; the schedule stays; 0: do not"),
+    "warm-up-steps": (20, 0, "first steps, which samples/s leaves out"),
+    "timeout-seconds": (600, 1, "how long a rank waits for others"),
+}
+# A checkpoint with other settings is refused. It has these parts of a run, and the position.
+SAME = "model width dropout epochs batch_size lr lr_warmup_epochs seed".split()
+PARTS = "network optimizer scaler".split()
+POSITION = {  # `run.at`, the position, which counts over all restarts
+    "epochs": 0, "step": 0, "test_accuracy": None, "seconds_to_accuracy": None,
+    "train_seconds": 0.0, "evaluation_seconds": 0.0, "checkpoint_seconds": 0.0,
+    "steady_seconds": 0.0, "steady_samples": 0,  # of this rank, after the warm-up
+}  # fmt: skip
+STOP, FAIL = 1, 2  # what a rank can wish; the highest wish counts
 
 
-def parse(arguments: list[str] | None) -> Any:
-    """Return the options of the command line."""
-    parser = images_options.options_of("Train on folders of images with DDP.")
-    add = parser.add_argument
-    add("--accumulate", type=int, default=1, metavar="N", help="compute each batch in N parts")
+def parse(arguments: list[str] | None) -> argparse.Namespace:
+    """Return the options of the command line; exits with 2 if they make no sense."""
+    parser = argparse.ArgumentParser(description="Train on folders of images with DDP.")
+    add, saved = parser.add_argument, os.environ.get("HPML_CHECKPOINT_DIR") or None
+    traces = Path(os.environ.get("HPML_RUN_DIR", "."), "profile")
+    for name, (default, _, text) in NUMBERS.items():
+        add(f"--{name}", type=type(default), default=default, metavar="N", help=text)
+    add("--data", type=Path, required=True, metavar="DIR", help="has one folder per class")
+    add("--model", choices=tuple(images_model.MODELS), default="cnn")
+    add("--amp", choices=("auto", "bf16", "fp16", "off"), default="auto", help="mixed precision")
     add("--channels-last", action="store_true", help="the memory format that tensor cores prefer")
     add("--compile", action="store_true", help="use torch.compile")
-    add("--bucket-mb", type=float, default=25, help="size of DDP's buckets of gradients")
-    return images_options.parse(parser, arguments)
+    add("--device", choices=("auto", "cpu", "cuda"), default="auto")
+    add("--target-accuracy", type=float, metavar="PART", help="report the seconds to reach it")
+    add("--stop-at-target", action="store_true", help="end when the target is reached")
+    add("--checkpoint", type=Path, default=saved, metavar="DIR", help="save and resume there")
+    add("--checkpoint-from", type=Path, metavar="DIR", help="start with another run's model")
+    add("--output", type=Path, metavar="DIR", help="write result.json there")
+    add("--profile", type=Path, nargs="?", const=traces, metavar="DIR", help="trace five steps")
+    options = parser.parse_args(arguments)
+    for name, (_, least, _) in NUMBERS.items():
+        if not getattr(options, name.replace("-", "_")) >= least:
+            parser.error(f"--{name} must be at least {least}")
+    if not 0 < (options.target_accuracy or 1 - options.stop_at_target) <= 1:
+        parser.error("--target-accuracy must be above 0 and at most 1; --stop-at-target needs it")
+    return options
 
 
-def prepare(options: argparse.Namespace, device: torch.device, channel: Channel) -> Any:
-    """Return the data, the model, and how far the training is."""
-    run = common.prepare(options, device, channel, Ranks())
-    if options.channels_last:
-        run.network.to(memory_format=torch.channels_last)
-    if options.compile:
-        run.network.compile()
-    if dist.is_initialized():
-        run.model = DistributedDataParallel(
-            run.network, bucket_cap_mb=options.bucket_mb, gradient_as_bucket_view=True
-        )
-        run.waits = measure_waits(run.model, channel)  # finds the rank that the others wait for
-    return run
+def is_stopped(run: Any, *, at_once: bool = False) -> bool:
+    """Return if the ranks stop; a problem of one is raised on all. All call it equally often."""
+    wish = run.agreement.exchange(FAIL if run.data.problem else run.channel.stop_requested())
+    wish = max(wish, run.agreement.finish()) if at_once else wish
+    if wish == FAIL:
+        raise_together(run.ranks, run.data.problem)
+    return bool(wish == STOP)
 
 
 def train_step(run: Any, images: Tensor, labels: Tensor) -> Tensor:
-    """Make one step of the optimizer with a batch; return the loss."""
-    is_distributed = run.model is not run.network
-    if not is_distributed:  # with DDP, its first bucket of gradients begins a step
-        run.waits.step()
-    images, labels = common.to_device(run, images, labels)
-    total, parts = torch.zeros((), device=run.device), run.options.accumulate
+    """Take one step of the optimizer; return this rank's loss."""
+    parts, total = run.options.accumulate, torch.zeros((), device=run.device)
+    if run.device.type == "cuda":
+        with run.waits.timed("transfer_seconds"):
+            images, labels = (one.to(run.device, non_blocking=True) for one in (images, labels))
     batches = [*zip(images.chunk(parts), labels.chunk(parts))]  # noqa: B905 - Python 3.9
     for number, (some, targets) in enumerate(batches, 1):
-        waits = is_distributed and number < len(batches)  # gradients travel after the last part
-        with run.model.no_sync() if waits else contextlib.nullcontext():
-            with run.autocast():
-                loss = nn.functional.cross_entropy(run.model(some), targets)
-            loss = loss * (len(targets) / len(labels))
-            run.scaler.scale(loss).backward()
+        run.model.require_backward_grad_sync = number == len(batches)  # average once, at the end
+        with run.autocast():
+            loss = nn.functional.cross_entropy(run.model(some), targets)
+        loss = loss * (len(targets) / len(labels))
+        run.scaler.scale(loss).backward()
         total += loss.detach()
-    common.set_learning_rate(run)
+    sizes = run.data.train_steps, run.ranks.world_size
+    run.optimizer.param_groups[0]["lr"] = images_model.learning_rate(
+        run.at.step, *sizes, run.options
+    )
     run.scaler.step(run.optimizer)
     run.scaler.update()
     run.optimizer.zero_grad()
@@ -84,67 +124,176 @@ def train_step(run: Any, images: Tensor, labels: Tensor) -> Tensor:
 
 def train_epoch(run: Any) -> bool:
     """Train from the position to the epoch's end; return whether the ranks stop before it."""
-    batches, stopped = common.begin_epoch(run), False
-    while run.position.step < run.data.train_steps and not stopped:
+    options, at, data, stopped = run.options, run.at, run.data, False
+    run.loss_sum, run.sums = torch.zeros((), device=run.device), torch.tensor([0, 1e-9, 0])
+    end, batches = (at.epochs + 1) * data.train_steps, data.train_batches(at.step)
+    run.model.train()
+    while at.step < end and not stopped:
         began = time.perf_counter()
         with record_function("hpml.step"):
             with record_function("hpml.data"):
-                images, labels, problems = next(batches)
-            waited = time.perf_counter() - began
+                images, labels = next(batches)
+            waited, count = time.perf_counter() - began, len(labels)
             loss = train_step(run, images, labels)
-        run.problem = run.problem or next(filter(None, problems), "")  # of a file
-        stopped = common.end_step(run, loss, len(labels), waited, began)
-    return stopped
+        at.step, run.steps_done = at.step + 1, run.steps_done + 1
+        is_steady = run.steps_done > options.warm_up_steps
+        if run.device.type == "cuda" and (at.step == end or not is_steady):
+            torch.cuda.synchronize()
+        took = time.perf_counter() - began
+        run.loss_sum += loss * count
+        run.sums += torch.tensor([count, took, waited])
+        at.steady_samples += count * is_steady
+        at.steady_seconds += took * is_steady
+        run.channel.gauge(loss=loss, epoch=at.epochs)
+        run.channel.count(steps=1, samples=count, data_wait_seconds=waited, step_seconds=took)
+        run.tracing.step()
+        stopped = is_stopped(run)
+        if at.step % (options.checkpoint_steps or end) == 0 and at.step < end and not stopped:
+            save(run)
+    return stopped or is_stopped(run, at_once=True)
 
 
-def train(options: argparse.Namespace, device: torch.device, channel: Channel) -> None:
+def evaluate(run: Any) -> bool:
+    """Set the accuracy on the test set; return whether the ranks stop before its end."""
+    began, right, at = time.perf_counter(), 0, run.at
+    run.model.eval()
+    for images, labels in run.data.test_batches():
+        with torch.no_grad(), run.autocast():
+            scores = run.network(images.to(run.device, non_blocking=True))
+        right += int((scores.argmax(1).cpu() == labels).sum())
+        if is_stopped(run):
+            return True
+    if is_stopped(run, at_once=True):
+        return True
+    at.test_accuracy = sum(run.ranks.gather(right)) / run.data.test_images
+    if at.seconds_to_accuracy is None and at.test_accuracy >= (run.options.target_accuracy or 2):
+        at.seconds_to_accuracy = time.perf_counter() - run.started
+        run.say(f"the target was reached after {at.seconds_to_accuracy:.1f} s")
+    took = time.perf_counter() - began
+    at.evaluation_seconds += took
+    run.channel.count(evaluation_seconds=took)
+    run.channel.gauge(accuracy=at.test_accuracy)
+    run.channel.event("evaluation", accuracy=at.test_accuracy, epoch=at.epochs + 1)
+    return False
+
+
+def save(run: Any) -> None:
+    """Write a checkpoint, if there is a directory for them and none of this position."""
+    began, at = time.perf_counter(), run.at
+    if run.checkpoints is not None and run.saved != (at.epochs, at.step):
+        at.train_seconds, run.saved = began - run.started, (at.epochs, at.step)
+        state = {name: getattr(run, name).state_dict() for name in PARTS}
+        run.checkpoints.save({**state, "position": vars(at)}, step=at.step)
+        at.checkpoint_seconds += time.perf_counter() - began
+
+
+def load(run: Any) -> None:
+    """Continue from the newest checkpoint; without one, start with another run's if asked."""
+    other, at = run.options.checkpoint_from, run.at
+    found: Any = run.checkpoints.load() if run.checkpoints else None
+    if found:
+        vars(at).update(found.state["position"])
+        run.saved, steps = (at.epochs, at.step), at.step - at.epochs * run.data.train_steps
+        run.say(f"resumed from {found.path}: {at.epochs} epochs and {steps} steps are done")
+    elif other is not None:
+        found = Checkpoints(other, ranks=run.ranks).latest()
+        if not found:
+            raise JobError(f"--checkpoint-from {other}: there is no checkpoint")
+        run.say(f"started from {found.path}")
+    try:
+        for name in PARTS if found else ():
+            if found.state[name]:  # only fp16 has something in its scaler
+                getattr(run, name).load_state_dict(found.state[name])
+    except (RuntimeError, ValueError, LookupError) as error:
+        raise JobError(f"{found.path} has another model: --model or --width differs") from error
+
+
+def train(options: Any, device: torch.device, channel: Channel) -> None:  # noqa: PLR0915
     """Train from the newest checkpoint to the last epoch, the target or a stop request."""
-    run = prepare(options, device, channel)
-    common.load(run)
-    stopped = common.begin(run)
-    with common.profiler(options, run.ranks.rank) as run.profiler:
-        while not stopped and not common.is_over(run):
-            stopped = train_epoch(run) or common.end_epoch(run)  # evaluates and saves
-    common.finish(run, stopped=stopped)
-
-
-def leave(status: int) -> NoReturn:
-    """End this process, after all ranks came here.
-
-    With gloo a correct training may die at the interpreter's exit (pytorch#190489): threads of the
-    DDP model or the group are still there when C++ tears down. So nothing refers to the model any
-    more, all ranks meet, the group is destroyed, and the tear-down is left out.
-    """
-    gc.collect()
-    if dist.is_initialized():
-        with contextlib.suppress(RuntimeError):  # a rank that died already cannot come
-            dist.all_reduce(torch.zeros(1))  # a barrier that touches no GPU
-        dist.destroy_process_group()
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(status)
+    run = SimpleNamespace(options=options, device=device, channel=channel, ranks=Ranks())
+    run.at, run.steps_done, run.saved = SimpleNamespace(**POSITION), 0, (0, 0)
+    run.say = partial(print, flush=True) if run.ranks.rank == 0 else lambda _: None
+    run.agreement, run.data = StopAgreement(run.ranks), ImageData(options, run.ranks, device)
+    at, data, ranks, size, run.checkpoints = run.at, run.data, run.ranks, run.ranks.world_size, None
+    if options.checkpoint is not None:
+        job = {name: getattr(options, name) for name in SAME}
+        job.update(world_size=size, train_images=data.train_images)
+        run.checkpoints = Checkpoints(options.checkpoint, job=job, channel=channel, ranks=ranks)
+    torch.manual_seed(options.seed)
+    run.network = images_model.make_model(options, data.channels, data.classes, device)
+    torch.manual_seed(options.seed * 1_000_003 + ranks.rank)  # each rank has its own dropout
+    ddp: Any = {"bucket_cap_mb": options.bucket_mb, "gradient_as_bucket_view": True}
+    run.model = DistributedDataParallel(run.network, **ddp)
+    run.waits = measure_waits(run.model, channel)  # finds the rank that the others wait for
+    run.optimizer = images_model.make_optimizer(run.network, options)
+    run.autocast, run.scaler = images_model.precision_of(options, device)
+    load(run)
+    last = min(options.epochs, at.epochs + (options.stop_after_epochs or options.epochs))
+    channel.event("warm-up", steps=options.warm_up_steps)
+    channel.event("training", step=at.step, total_steps=options.epochs * data.train_steps)
+    run.started = time.perf_counter() - at.train_seconds  # one clock over all restarts
+    stopped = is_stopped(run, at_once=True)
+    with trace_steps(options.profile, ranks.rank, after=options.warm_up_steps) as run.tracing:
+        while not (stopped or at.epochs == last):
+            if options.stop_at_target and at.seconds_to_accuracy:
+                break
+            is_due = (at.epochs + 1) % options.eval_every == 0 or at.epochs + 1 == last
+            stopped = train_epoch(run) or (is_due and evaluate(run))
+            if stopped:
+                break
+            at.epochs += 1
+            sums = zip(*ranks.gather((float(run.loss_sum), *run.sums.tolist())))  # noqa: B905
+            loss, samples, took, waited = map(sum, sums)
+            accuracy = f"{at.test_accuracy:.4f}" if is_due else "-"
+            speed = f"{size * samples / took:.0f} samples/s, data wait {waited / took:.0%}"
+            text = f"loss {loss / max(samples, 1):.4f}, test accuracy {accuracy}, {speed}"
+            run.say(f"epoch {at.epochs}/{options.epochs}: {text}")
+            if at.epochs % options.checkpoint_every == 0:
+                save(run)
+    if stopped:
+        run.say(f"stopping in epoch {at.epochs + 1} at step {at.step}, as asked")
+        channel.event("stopping", step=at.step)
+    save(run)
+    at.train_seconds = time.perf_counter() - run.started
+    rate = size * at.steady_samples / (at.steady_seconds or 1)
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
+    result = {
+        **vars(at), "samples_per_second": rate or None, "stopped": stopped,
+        "world_size": size, "batch_size_per_rank": options.batch_size,
+        "train_images": data.train_images, "test_images": data.test_images, "device": name,
+        "learning_rate": options.lr * size, "eval_every_epochs": options.eval_every,
+        **{name: getattr(options, name) for name in ("model", "seed", "amp", "target_accuracy")},
+    }  # fmt: skip
+    if ranks.rank == 0:
+        channel.result(**result)
+        if options.output is not None:
+            (options.output / "result.json").write_text(json.dumps(result, indent=2) + "\n")
+    shown = "-" if at.test_accuracy is None else f"{at.test_accuracy:.4f}"
+    text = f"{at.epochs} epochs in {at.train_seconds:.1f} s, test accuracy {shown}"
+    speed = f"{rate:.0f}" if rate else "-"  # shorter than its warm-up
+    run.say(f"done: {text}, {speed} samples/s, {size} ranks on {name}")
 
 
 def main(arguments: list[str] | None = None) -> NoReturn:
-    """Train and end the process: with 0, or with 2 and one line that says why."""
+    """Join the other ranks, train, and end with 0, or with 2 and a line on stderr."""
     options, channel, status = parse(arguments), Channel.from_env(), 0
     channel.event("rendezvous")
+    if "RANK" not in os.environ:  # alone
+        os.environ.update(RANK="0", WORLD_SIZE="1", MASTER_ADDR="localhost", MASTER_PORT="0")
     try:
-        device = common.device_of(options.device, int(os.environ.get("LOCAL_RANK", "0")))
-        if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
-            backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
-            dist.init_process_group(backend, timeout=timedelta(seconds=options.timeout_seconds))
-    except (JobError, RuntimeError, ValueError) as error:
-        common.complain(error)
-        os._exit(2)
-    try:
+        device = images_model.choose_device(options)
+        backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
+        dist.init_process_group(backend, timeout=timedelta(seconds=options.timeout_seconds))
         train(options, device, channel)
-    except (JobError, CheckpointError) as error:
+    except (JobError, CheckpointError, dist.DistNetworkError, dist.DistStoreError) as error:
         status = 2
         if not dist.is_initialized() or dist.get_rank() == 0:
-            common.complain(error)
+            print(f"{Path(sys.argv[0]).name}: error: {error}", file=sys.stderr)
     channel.close()
-    leave(status)
+    if dist.is_initialized():
+        dist.all_reduce(torch.zeros(1))  # the ranks meet a last time
+        dist.destroy_process_group()
+    os._exit(status)  # at Python's own end threads of gloo may crash it (pytorch#190489)
 
 
 if __name__ == "__main__":

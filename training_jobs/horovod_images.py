@@ -1,180 +1,177 @@
-"""Train a CNN or a ResNet-18 on folders of PNG files with Horovod: the twin of ddp_images.py.
+"""Train a CNN or a ResNet-18 on folders of PNG files with Horovod; see docs/horovod.md.
 
-    horovodrun --gloo --network-interface lo -np 2 -H localhost:2 \
-        python horovod_images.py --data digits --target-accuracy 0.95
-    mpirun -np 4 --map-by ppr:2:node --bind-to none python horovod_images.py --data digits
-
-It uses the same images_*.py. Different are how ranks find each other, how they begin with the same
-state, and how they average gradients: see docs/horovod.md.
+horovodrun --gloo -np 2 -H localhost:2 python horovod_images.py --data digits
+mpirun -np 4 --map-by ppr:2:node --bind-to none python horovod_images.py --data digits
 """
 
 from __future__ import annotations
 
 import argparse
-import contextlib
-import gc
-import hashlib
+import json
 import os
+import sys
 import time
 from functools import partial
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, NoReturn
 
 import horovod.torch as hvd
-import images_common as common
-import images_options
 import torch
-from horovod.common.exceptions import HorovodInternalError
-from images_data import JobError
-from torch import nn
-from torch.profiler import record_function
+from images_data import ImageData, JobError, raise_together
+from images_model import MODELS, choose_device, learning_rate, make_model, make_optimizer
+from torch.nn.functional import cross_entropy
 
 from hpml_channel import Channel
-from hpml_checkpoint import CheckpointError
+from hpml_checkpoint import CheckpointError, Checkpoints, StopAgreement
 from hpml_waits import Waits
 
-FUSION, CYCLE = "HOROVOD_FUSION_THRESHOLD", "HOROVOD_CYCLE_TIME"
-COMPRESSIONS = {"none": hvd.Compression.none, "fp16": hvd.Compression.fp16}
+NUMBERS = {  # options that are numbers; images and learning rate are those of one rank
+    "width": 16, "dropout": 0.2, "epochs": 12, "batch-size": 32, "lr": 0.05, "lr-warmup-epochs": 2,
+    "seed": 1, "workers": 1, "warm-up-steps": 20, "stop-after-epochs": 0, "timeout-seconds": 600,
+}  # fmt: skip
+TUNING = {"fusion-threshold-mb": 0.0, "cycle-time-ms": 0.01, "groups": 1}  # the least values
+SAME = "model width dropout epochs batch_size lr lr_warmup_epochs seed".split()  # of checkpoints
+SHOWN = "model seed target_accuracy compression groups fusion_threshold_mb cycle_time_ms".split()
 
 
-class Ranks:
-    """Exchanges small values between the ranks, for hpml_checkpoint.py."""
-
-    def __init__(self) -> None:
-        self.rank, self.world_size, self.group = hvd.rank(), hvd.size(), None
-
-    def gather(self, value: Any) -> list[Any]:
-        """Return every rank's value, by rank."""
-        values: list[Any] = hvd.allgather_object(value, name="gather")
-        return values
-
-    def highest(self, *values: float) -> list[float]:
-        """Return the highest of all ranks of each number."""
-        found = hvd.allreduce(torch.tensor(values, dtype=torch.float64), op=hvd.Max)
-        return [float(number) for number in found]
-
-
-def parse(arguments: list[str] | None) -> Any:
-    """Return the options of the command line."""
-    parser = images_options.options_of("Train on folders of images with Horovod.")
-    add, number = parser.add_argument, images_options.at_least
-    add("--fusion-threshold-mb", type=number(0), metavar="MB", help="average up to MB together")
-    add("--cycle-time-ms", type=number(0.01), metavar="MS", help="wait so long for more to average")
-    add("--groups", type=int, metavar="N", help="average the gradients in N groups")
-    add("--compression", choices=tuple(COMPRESSIONS), default="none", help="of gradients")
-    return images_options.parse(parser, arguments)
+def parse(arguments: list[str] | None) -> argparse.Namespace:
+    """Return the options of the command line; exits with 2 if they make no sense."""
+    parser = argparse.ArgumentParser(description="Train on folders of images with Horovod.")
+    add, saved = parser.add_argument, os.environ.get("HPML_CHECKPOINT_DIR") or None
+    for name, default in NUMBERS.items():
+        add(f"--{name}", type=type(default), default=default, metavar="N", help="%(default)s")
+    for name, least in TUNING.items():
+        add(f"--{name}", type=type(least), metavar="N", help="default: Horovod's own")
+    add("--compression", choices=("none", "fp16"), default="none", help="of gradients")
+    add("--data", type=Path, required=True, metavar="DIR", help="has one folder per class")
+    add("--model", choices=tuple(MODELS), default="cnn")
+    add("--target-accuracy", type=float, metavar="PART", help="report the seconds to reach it")
+    add("--checkpoint", type=Path, default=saved, metavar="DIR", help="save and resume there")
+    add("--output", type=Path, metavar="DIR", help="write result.json there")
+    options = parser.parse_args(arguments)
+    for name, least in TUNING.items():
+        if (value := getattr(options, name.replace("-", "_"))) is not None and value < least:
+            parser.error(f"--{name} must be at least {least}")
+    return options
 
 
-def set_environment(options: argparse.Namespace) -> None:
-    """Set what Horovod reads as it starts, and who this rank is for the channel of hpml."""
-    environment = os.environ
-    if options.fusion_threshold_mb is not None:
-        environment[FUSION] = str(round(options.fusion_threshold_mb * 2**20))
-    if options.cycle_time_ms is not None:
-        environment[CYCLE] = f"{options.cycle_time_ms:g}"
-    environment["HOROVOD_STALL_CHECK_TIME_SECONDS"] = str(min(60, options.timeout_seconds))
-    environment["HOROVOD_STALL_SHUTDOWN_TIME_SECONDS"] = str(options.timeout_seconds)
-    for name, theirs in (("RANK", "RANK"), ("LOCAL_RANK", "LOCAL_RANK"), ("WORLD_SIZE", "SIZE")):
-        for prefix in ("HOROVOD", "OMPI_COMM_WORLD"):
-            if f"{prefix}_{theirs}" in environment:
-                environment.setdefault(name, environment[f"{prefix}_{theirs}"])
+@torch.no_grad()
+def evaluate(network: Any, data: ImageData, device: torch.device, ranks: Any) -> float:
+    """Return the accuracy on the test set."""
+    right = 0
+    network.eval()
+    for images, labels in data.test_batches():
+        right += int((network(images.to(device)).argmax(1).cpu() == labels).sum())
+    raise_together(ranks, data.problem)  # a file that cannot be read
+    return float(sum(ranks.gather(right)) / data.test_images)
 
 
-def begin_equal(run: Any) -> None:
-    """Give rank 0's weights and momenta to all ranks, and compare the digests."""
-    before = run.ranks.gather(digest(run))
+def train(options: Any, device: torch.device, channel: Channel) -> None:  # noqa: C901, PLR0915
+    """Train from the newest checkpoint to the last epoch or a stop request."""
+    rank, size, highest = hvd.rank(), hvd.size(), partial(hvd.allreduce, op=hvd.Max)
+    ranks: Any = SimpleNamespace(rank=rank, world_size=size, group=None)  # for hpml_checkpoint.py
+    ranks.gather = partial(hvd.allgather_object, name="gather")
+    ranks.highest = lambda *values: highest(torch.tensor(values, dtype=torch.float64)).tolist()
+    say: Any = partial(print, flush=True) if rank == 0 else lambda _: None
+    data = ImageData(options, ranks, device)
+    torch.manual_seed(options.seed + rank)  # all ranks get the weights of rank 0, below
+    network = make_model(options, data.channels, data.classes, device)
+    torch.manual_seed(options.seed * 1_000_003 + rank)  # each rank has its own dropout
+    how = {"compression": getattr(hvd.Compression, options.compression), "groups": options.groups}
+    optimizer, names = make_optimizer(network, options), network.named_parameters()
+    optimizer = hvd.DistributedOptimizer(optimizer, names, op=hvd.Average, **how)
+    at = SimpleNamespace(epochs=0, step=0, train_seconds=0.0, samples_per_second=None)
+    at.test_accuracy = at.seconds_to_accuracy = checkpoints = None
+    if options.checkpoint is not None:
+        job = {name: getattr(options, name) for name in SAME}
+        job.update(world_size=size, train_images=data.train_images)
+        checkpoints = Checkpoints(options.checkpoint, job=job, channel=channel, ranks=ranks)
+    if checkpoints and (found := checkpoints.load()):
+        network.load_state_dict(found.state["network"])
+        optimizer.load_state_dict(found.state["optimizer"])
+        vars(at).update(found.state["position"])
+        say(f"resumed from {found.path}: {at.epochs} epochs, {at.step} steps are done")
     # Not broadcast_optimizer_state: its step with gradients of zero moves weights by weight decay.
-    state = hvd.broadcast_object(run.optimizer.state_dict(), root_rank=0, name="optimizer")
-    run.optimizer.load_state_dict(state)
-    hvd.broadcast_parameters(run.network.state_dict(), root_rank=0)
-    after = run.ranks.gather(digest(run))
-    if len(set(after)) > 1:
-        raise JobError(f"the ranks begin with different states: {' '.join(after)}")
-    different = f"{len(set(before))} different among {len(before)} ranks"
-    run.say(f"initial state {after[0]}: {different}, equal after the broadcast")
-
-
-def digest(run: Any) -> str:
-    """Return 12 digits that stand for the weights and the momenta."""
-    momenta = [kept["momentum_buffer"] for kept in run.optimizer.state_dict()["state"].values()]
-    tensors = [*run.network.state_dict().values(), *filter(torch.is_tensor, momenta)]
-    return hashlib.sha256(b"".join(one.cpu().numpy().tobytes() for one in tensors)).hexdigest()[:12]
-
-
-def train_epoch(run: Any) -> bool:
-    """Train from the position to the epoch's end; return whether the ranks stop before it."""
-    batches, stopped = common.begin_epoch(run), False
-    while run.position.step < run.data.train_steps and not stopped:
-        began = time.perf_counter()
-        with record_function("hpml.step"):
-            with record_function("hpml.data"):
-                images, labels, problems = next(batches)
-            waited = time.perf_counter() - began
-            run.waits.step()
-            images, labels = common.to_device(run, images, labels)
-            with run.autocast():
-                loss = nn.functional.cross_entropy(run.network(images), labels)
-            run.scaler.scale(loss).backward()
-            run.waits.meet()
-            # Averaged before the scaler looks at them: else ranks could differ about an overflow.
-            run.optimizer.synchronize()
-            common.set_learning_rate(run)
-            with run.optimizer.skip_synchronize():
-                run.scaler.step(run.optimizer)
-            run.scaler.update()
-            run.optimizer.zero_grad()
-        run.problem = run.problem or next(filter(None, problems), "")  # of a file
-        stopped = common.end_step(run, loss.detach(), len(labels), waited, began)
-    return stopped
-
-
-def train(options: argparse.Namespace, device: torch.device, channel: Channel) -> None:
-    """Train from the newest checkpoint to the last epoch, the target or a stop request."""
-    run = common.prepare(options, device, channel, Ranks())
-    run.waits = Waits(channel, device=device, highest=partial(hvd.allreduce, op=hvd.Max))
-    how: Any = {"compression": COMPRESSIONS[options.compression], "groups": options.groups}
-    names = run.network.named_parameters()
-    run.optimizer = hvd.DistributedOptimizer(run.optimizer, names, op=hvd.Average, **how)
-    common.load(run)
-    begin_equal(run)
-    stopped = common.begin(run)
-    with common.profiler(options, run.ranks.rank) as run.profiler:
-        while not stopped and not common.is_over(run):
-            stopped = train_epoch(run) or common.end_epoch(run)  # evaluates and saves
-    fusion, cycle = os.environ.get(FUSION), os.environ.get(CYCLE)
-    common.finish(
-        run,
-        stopped=stopped,
-        controller="mpi" if hvd.mpi_enabled() else "gloo",
-        compression=options.compression,
-        groups=options.groups,
-        fusion_threshold_bytes=int(fusion) if fusion else None,  # None: Horovod's own default
-        cycle_time_ms=float(cycle) if cycle else None,
-    )
+    optimizer.load_state_dict(hvd.broadcast_object(optimizer.state_dict(), 0, name="optimizer"))
+    hvd.broadcast_parameters(network.state_dict(), 0)
+    last = min(options.epochs, at.epochs + (options.stop_after_epochs or options.epochs))
+    channel.event("warm-up", steps=options.warm_up_steps)
+    channel.event("training", step=at.step, total_steps=options.epochs * data.train_steps)
+    started, stop, steps = time.perf_counter() - at.train_seconds, 0, data.train_steps
+    agreement, waits = StopAgreement(ranks), Waits(channel, device=device, highest=highest)
+    while at.epochs < last and not stop:
+        batches, sums = data.train_batches(at.step), torch.tensor([0, 0, 1e-9])
+        network.train()
+        while at.step < (at.epochs + 1) * steps and not stop:
+            began = time.perf_counter()
+            images, labels = next(batches)
+            waited, count = time.perf_counter() - began, len(labels)
+            waits.step()
+            loss: Any = cross_entropy(network(images.to(device)), labels.to(device))
+            loss.backward()
+            waits.meet()
+            optimizer.param_groups[0]["lr"] = learning_rate(at.step, steps, size, options)
+            optimizer.step()  # averages the gradients
+            optimizer.zero_grad()
+            at.step, took = at.step + 1, time.perf_counter() - began
+            sums += torch.tensor([loss.item() * count, count, took])
+            channel.gauge(loss=loss.item(), epoch=at.epochs)
+            channel.count(steps=1, samples=count, data_wait_seconds=waited, step_seconds=took)
+            stop = agreement.exchange(channel.stop_requested())
+        if not (stop := stop or agreement.finish()):
+            with channel.timed("evaluation_seconds"):
+                at.test_accuracy = evaluate(network, data, device, ranks)
+            at.epochs += 1
+            channel.event("evaluation", accuracy=at.test_accuracy, epoch=at.epochs)
+            if not at.seconds_to_accuracy and at.test_accuracy >= (options.target_accuracy or 2):
+                at.seconds_to_accuracy = time.perf_counter() - started
+            total, samples, took = hvd.allreduce(sums, op=hvd.Sum).tolist()
+            at.samples_per_second = rate = size * samples / took
+            text = f"loss {total / max(samples, 1):.4f}, test accuracy {at.test_accuracy:.4f}"
+            say(f"epoch {at.epochs}/{options.epochs}: {text}, {rate:.0f} samples/s")
+        at.train_seconds = time.perf_counter() - started
+        if checkpoints:
+            state = {"network": network.state_dict(), "optimizer": optimizer.state_dict()}
+            checkpoints.save({**state, "position": vars(at)}, step=at.step)
+    if stop:
+        channel.event("stopping", step=at.step)
+    result = {
+        **vars(at), **{name: getattr(options, name) for name in SHOWN}, "stopped": bool(stop),
+        "world_size": size, "batch_size_per_rank": options.batch_size, "device": device.type,
+        "learning_rate": options.lr * size, "controller": "mpi" if hvd.mpi_enabled() else "gloo",
+        "train_images": data.train_images, "test_images": data.test_images,
+    }  # fmt: skip
+    if rank == 0:
+        channel.result(**result)
+        if options.output is not None:
+            (options.output / "result.json").write_text(json.dumps(result, indent=2) + "\n")
+    line = f"{'stopped' if stop else 'done'}: {at.epochs} epochs in {at.train_seconds:.1f} s"
+    say(f"{line}, {size} ranks on {device.type}")
 
 
 def main(arguments: list[str] | None = None) -> NoReturn:
-    """Train and end the process: with 0, or with 2 and one line that says why."""
-    options, status = parse(arguments), 0
-    set_environment(options)
+    """Join the other ranks, train, and end with 0, or with 2 and a line on stderr."""
+    options, variables, status = parse(arguments), os.environ, 0
+    if options.fusion_threshold_mb is not None:
+        variables["HOROVOD_FUSION_THRESHOLD"] = str(round(options.fusion_threshold_mb * 2**20))
+    if options.cycle_time_ms is not None:
+        variables["HOROVOD_CYCLE_TIME"] = str(options.cycle_time_ms)
+    variables["HOROVOD_STALL_SHUTDOWN_TIME_SECONDS"] = str(options.timeout_seconds)
     channel = Channel.from_env()
     channel.event("rendezvous")
+    hvd.init()
+    variables["LOCAL_RANK"] = str(hvd.local_rank())
     try:
-        hvd.init()
-        if (told := int(os.environ.get("WORLD_SIZE", hvd.size()))) != hvd.size():
-            problem = f"WORLD_SIZE is {told}, but Horovod sees {hvd.size()} ranks"
-            raise JobError(f"{problem}: start this script with horovodrun or mpirun")
-        train(options, common.device_of(options.device, hvd.local_rank()), channel)
+        if (size := int(variables.get("WORLD_SIZE", hvd.size()))) != hvd.size():
+            raise JobError(f"WORLD_SIZE is {size}, but Horovod sees {hvd.size()} ranks: use mpirun")
+        train(options, choose_device(options), channel)
     except (JobError, CheckpointError) as error:
         status = 2
         if hvd.rank() == 0:
-            common.complain(error)
-    except HorovodInternalError as error:
-        common.complain(RuntimeError(f"another rank ended or came too late: {error}"))
-        os._exit(1)
+            print(f"{Path(sys.argv[0]).name}: error: {error}", file=sys.stderr)
     channel.close()
-    gc.collect()
-    with contextlib.suppress(HorovodInternalError):  # a rank that died already cannot come
-        hvd.allreduce(torch.zeros(1), op=hvd.Sum)
+    hvd.allreduce(torch.zeros(1), op=hvd.Sum)  # the ranks meet a last time
     hvd.shutdown()  # MPI_Finalize, too: without it mpirun takes a rank's end for a crash
     os._exit(status)
 

@@ -3,26 +3,23 @@
     from hpml_channel import Channel
 
     channel = Channel.from_env()
-    channel.event("rendezvous")
     channel.event("warm-up", steps=20)
     channel.event("training", step=step, total_steps=total_steps)
-    for images, labels in loader:
-        ...
+    for images, labels in loader:  # train with them
         channel.gauge(loss=loss)
         channel.count(samples=len(labels), steps=1, data_wait_seconds=waited, step_seconds=took)
         stop = channel.stop_requested()
     channel.result(test_accuracy=evaluate(model))
     channel.close()
 
-Outside hpml (`HPML_CHANNEL` is not set, or nobody listens) every call does nothing. No call raises
-or waits, except `close`: half a second at most. Make all calls from one thread, that of the loop.
+Outside hpml (without `HPML_CHANNEL`) every call does nothing. No call raises or waits, except that
+`close` may take half a second. Make all calls from one thread, that of the loop.
 
-Messages are JSON objects, one per datagram of at most 8 KiB, to an abstract unix socket:
+Each message is a datagram of at most 8 KiB with a JSON object, to an abstract unix socket:
 `{"v": 1, "type": "event" | "result" | "hello", "event": NAME, "time": SECONDS, "rank": 0,
-"local_rank": 0, "world_size": 1, "pid": 4242, "data": {...}}`. `from_env` sends a `hello`; the only
-answer, at any time, is `{"v": 1, "stop": REASON}`. Counters are sums since the process began, so a
-lost datagram loses nothing. With those of `step` travels `"step_buckets": {"4": 1200, ...}`: the
-steps in each bucket of a histogram with the bounds STEP_BOUNDS_SECONDS, without the empty ones.
+"local_rank": 0, "world_size": 1, "pid": 4242, "data": {...}}`. The only answer, at any time, is
+`{"v": 1, "stop": REASON}`. Counters are sums since the process began, so a lost datagram loses
+nothing. `"step_buckets": {"4": 1200, ...}` counts steps by STEP_BOUNDS_SECONDS.
 """
 
 from __future__ import annotations
@@ -41,8 +38,8 @@ from typing import Any
 
 __all__ = ["MAX_DATAGRAM_BYTES", "STEP_BOUNDS_SECONDS", "Channel"]
 
-MAX_DATAGRAM_BYTES = 8192
-STEP_EVERY_SECONDS = 1.0
+MAX_DATAGRAM_BYTES, STEP_EVERY_SECONDS = 8192, 1.0
+ALWAYS_SENT = "samples_total steps_total data_wait_seconds_total step_seconds_total".split()
 CLOSE_WAITS, UNSENT_EVENTS = 100, 64  # the waits of 5 ms
 STEP_BOUNDS_SECONDS = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 60.0)
 MOST_AMOUNT = 1e18  # in one count of anything; NaN and infinity are not amounts either
@@ -51,8 +48,7 @@ MOST_AMOUNT = 1e18  # in one count of anything; NaN and infinity are not amounts
 class Channel:
     """The connection of one rank (`rank`, `local_rank`, `world_size`) to the agent of its node.
 
-    `sent` counts datagrams; `dropped` those that were lost (no agent, or too slow; not JSON, or too
-    long), and counts that are negative, NaN or not numbers.
+    `sent` counts datagrams; `dropped` lost ones, and amounts that are negative or not numbers.
     """
 
     def __init__(self, name: str = "", **who: int) -> None:
@@ -67,8 +63,7 @@ class Channel:
                 # So that the agent can answer; bind("") names all alike before Python 3.10.6.
                 new.bind("\0hpml-rank-" + os.urandom(12).hex())
                 self._socket = new
-        names = "samples_total steps_total data_wait_seconds_total step_seconds_total".split()
-        self._totals: dict[str, float] = dict.fromkeys(names, 0)
+        self._totals: dict[str, float] = dict.fromkeys(ALWAYS_SENT, 0)
         self._gauges: dict[str, Any] = {}
         self._buckets = [0] * (len(STEP_BOUNDS_SECONDS) + 1)
         self._unsent: deque[bytes] = deque()
@@ -80,9 +75,11 @@ class Channel:
     def from_env(cls) -> Channel:
         """Return the channel that hpml prepared for this rank, or one that does nothing."""
         channel = cls(os.environ.get("HPML_CHANNEL", ""))
-        for name in channel._who:
-            with suppress(KeyError, ValueError):
-                channel._who[name] = int(os.environ[name.upper()])
+        for name in channel._who:  # Open MPI and Horovod call the world size SIZE
+            theirs = name.upper().replace("WORLD_", "")
+            for variable in (f"OMPI_COMM_WORLD_{theirs}", f"HOROVOD_{theirs}", name.upper()):
+                with suppress(KeyError, ValueError):
+                    channel._who[name] = int(os.environ[variable])
         if channel._socket is not None:
             channel._send("hello", "hello", _write_stacks_on_signal())
         return channel
@@ -104,11 +101,10 @@ class Channel:
         """Add to the counters since the process began, which are sent at most once a second.
 
         Without increments it is a sign of life: hpml ends ranks that send nothing for too long.
-        `samples`, `steps`, `step_seconds` and its parts: `data_wait_seconds`, `transfer_seconds`
-        (to the device), `wait_seconds` (for slower ranks), `comm_seconds` (see `gauge`); between
-        steps `save_seconds` and `evaluation_seconds`; or any other. Of several steps in one call
-        each counts as long as their mean. Added are `cpu_wait_seconds` (this thread could run but
-        had no CPU), and CPU time: `cpu_seconds` (with loaders), `helper_cpu_seconds` (the others).
+        `samples`, `steps`, `step_seconds` (of several steps: their sum) and its parts
+        `data_wait_seconds`, `transfer_seconds` (to the device), `wait_seconds` (for slower ranks),
+        `comm_seconds` (see `gauge`); `save_seconds`, `evaluation_seconds`; or any other. Added are
+        `cpu_wait_seconds` (this thread had no CPU), `cpu_seconds` and `helper_cpu_seconds`.
         """
         if self._socket is None:
             return

@@ -32,15 +32,18 @@ import random
 import time
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
+from pathlib import Path
 from statistics import median
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
+from torch.profiler import profile, schedule
 
-__all__ = ["Waits", "measure_waits"]
+__all__ = ["Waits", "measure_waits", "trace_steps"]
 
 METHOD = "ddp-comm-hook, sampled"
 COST = 0.001  # the part of the time that measuring may take, without the calls of the hook
@@ -208,3 +211,19 @@ def _average(group: Any, bucket: Any) -> Any:
     gradients = bucket.buffer().mul_(1 / group.size())
     work = dist.all_reduce(gradients, group=group, async_op=True)
     return work.get_future().then(lambda future: future.value()[0])
+
+
+def trace_steps(directory: Path | None, rank: int, *, after: int) -> Any:
+    """Return a context that traces five steps for `hpml report`; without a directory, none.
+
+    Its `step` ends a step. Mark steps with `torch.profiler.record_function("hpml.step")`, and in
+    them the wait for data with `"hpml.data"`.
+    """
+    if directory is None:
+        return nullcontext(SimpleNamespace(step=lambda: None))
+    trace = str(directory / f"trace-rank{rank}.json.gz")
+    return profile(  # the CPU, and a GPU if there is one
+        schedule=schedule(wait=after, warmup=1, active=5, repeat=1),
+        on_trace_ready=lambda found: found.export_chrome_trace(trace),
+        acc_events=True,
+    )

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import argparse
 import hashlib
-import math
 import os
+from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -37,7 +36,7 @@ class Images(Dataset[tuple[Tensor, int, str]]):
     waiting for it.
 
     Args:
-        files: paths and labels; the first one says how large the images are, and if they are gray.
+        files: paths and labels; all images have the size and the colours of the first one.
     """
 
     def __init__(self, files: list[tuple[str, int]]) -> None:
@@ -94,52 +93,77 @@ def find_images(data: Path) -> tuple[list[tuple[str, int]], list[tuple[str, int]
     return sorted(train), sorted(test), len(classes)
 
 
-def load_images(options: argparse.Namespace, ranks: Any, device: torch.device) -> SimpleNamespace:
-    """Return the loaders of this rank, how many images there are, and how many classes.
+class ImageData:
+    """The images of one rank.
 
-    `order` has the indices that `train_loader` reads: fill it anew for each epoch.
+    Args:
+        options: has data, output, profile (may be missing), batch_size, workers and seed.
+        ranks: of hpml_checkpoint.py, or another object with rank, world_size and gather.
+        device: that the images are for.
+
+    Attributes:
+        problem: what is wrong with an image that was read, if anything.
+        train_images, test_images: of all ranks.
+        classes, channels: of the model.
+        train_steps: of an epoch.
 
     Raises:
         JobError: the data or a directory cannot be used; on all ranks.
     """
-    order: list[int] = []
-    found = SimpleNamespace(order=order, train_images=0, test_images=0, classes=0, channels=1)
-    load = partial(
-        DataLoader,
-        batch_size=options.batch_size,
-        num_workers=options.workers,
-        persistent_workers=options.workers > 0,
-        pin_memory=device.type == "cuda",
-        generator=torch.Generator().manual_seed(options.seed),
-    )
-    problem = ""
-    try:
-        train, test, found.classes = find_images(options.data)
-        if len(train) < ranks.world_size:
-            raise JobError(
-                f"--data {options.data}: {len(train)} images for {ranks.world_size} ranks"
-            )
-        images, first = Images(train + test), len(train) + ranks.rank
-        found.train_images, found.test_images, found.channels = (
-            len(train),
-            len(test),
-            len(images.mode),
+
+    def __init__(self, options: argparse.Namespace, ranks: Any, device: torch.device) -> None:
+        self._ranks, self._seed, self._batch_size = ranks, options.seed, options.batch_size
+        self._order: list[int] = []
+        self.problem = ""
+        load = partial(
+            DataLoader,
+            batch_size=options.batch_size,
+            num_workers=options.workers,
+            persistent_workers=options.workers > 0,
+            pin_memory=device.type == "cuda",
+            generator=torch.Generator().manual_seed(options.seed),
         )
-        found.train_loader = load(images, sampler=order)
-        found.test_loader = load(images, sampler=range(first, len(images), ranks.world_size))
-        # Workers start before the first collective: after it, gloo's threads create Python thread
-        # states, and up to Python 3.11 a fork in that moment leaves a worker that hangs.
-        for loader in (found.train_loader, found.test_loader) if options.workers else ():
-            iter(loader)
-        for directory in filter(None, (options.output, getattr(options, "profile", None))):
-            directory.mkdir(parents=True, exist_ok=True)
-    except (JobError, OSError) as error:
-        problem = str(error)
-    raise_together(ranks, problem)
-    per_rank, largest = len(train) // ranks.world_size, math.ceil(len(test) / ranks.world_size)
-    found.train_steps = math.ceil(per_rank / options.batch_size)
-    found.test_steps = math.ceil(largest / options.batch_size)  # of the rank that has the most
-    return found
+        try:
+            train, test, self.classes = find_images(options.data)
+            self.train_images, self.test_images = len(train), len(test)
+            if len(train) < ranks.world_size:
+                few = f"{len(train)} images for {ranks.world_size} ranks"
+                raise JobError(f"--data {options.data}: {few}")
+            padding = [(train[0][0], -1)] * (-len(test) % ranks.world_size)
+            images = Images([*train, *test, *padding])
+            self.channels = len(images.mode)
+            first = len(train) + ranks.rank
+            self._train = load(images, sampler=self._order)
+            self._test = load(images, sampler=range(first, len(images), ranks.world_size))
+            # Workers start before the first collective: after it, gloo's threads create Python
+            # thread states, and up to Python 3.11 a fork in that moment leaves a worker that hangs.
+            for loader in (self._train, self._test) if options.workers else ():
+                iter(loader)
+            for directory in filter(None, (options.output, getattr(options, "profile", None))):
+                directory.mkdir(parents=True, exist_ok=True)
+        except (JobError, OSError) as error:
+            self.problem = str(error)
+        raise_together(ranks, self.problem)
+        self.train_steps = -(-(len(train) // ranks.world_size) // options.batch_size)
+
+    def train_batches(self, step: int) -> Iterator[tuple[Tensor, Tensor]]:
+        """Return images and labels from a step, counted over all epochs, to its epoch's end."""
+        epoch, done = divmod(step, self.train_steps)
+        order = order_of(epoch, self.train_images, self._seed, self._ranks)
+        self._order[:] = order[done * self._batch_size :]
+        return self._batches(self._train)
+
+    def test_batches(self) -> Iterator[tuple[Tensor, Tensor]]:
+        """Return images and labels of the test set: equally many batches on all ranks.
+
+        For that some ranks have an image more, with a label of no class: -1.
+        """
+        return self._batches(self._test)
+
+    def _batches(self, loader: Any) -> Iterator[tuple[Tensor, Tensor]]:
+        for images, labels, problems in loader:
+            self.problem = self.problem or next(filter(None, problems), "")
+            yield images, labels
 
 
 def order_of(epoch: int, images: int, seed: int, ranks: Any) -> list[int]:

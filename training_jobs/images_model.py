@@ -1,13 +1,26 @@
-"""The models of ddp_images.py and horovod_images.py: a small CNN and a ResNet-18."""
+"""Models of ddp_images.py and horovod_images.py, their optimizer, device and precision."""
 
 from __future__ import annotations
 
+import argparse
+import os
+from functools import partial
+from math import cos, gcd, pi
+from typing import Any
+
+import torch
+from images_data import JobError
 from torch import Tensor, nn
 
 
+def normalization(channels: int) -> nn.Module:
+    """Return a GroupNorm: the averages of a BatchNorm would differ between ranks."""
+    return nn.GroupNorm(gcd(4, channels), channels)
+
+
 def convolution(inputs: int, outputs: int, stride: int = 1) -> list[nn.Module]:
-    """Return a layer; GroupNorm, because the averages of BatchNorm would differ between ranks."""
-    return [nn.Conv2d(inputs, outputs, 3, stride, 1), nn.GroupNorm(4, outputs), nn.ReLU()]
+    """Return a layer."""
+    return [nn.Conv2d(inputs, outputs, 3, stride, 1), normalization(outputs), nn.ReLU()]
 
 
 def cnn(channels: int, classes: int, width: int, dropout: float) -> nn.Module:
@@ -26,7 +39,7 @@ class Residual(nn.Module):
         self.inner, self.shortcut = nn.Sequential(*layers), nn.Sequential()  # the input as it is
         if stride > 1 or inputs != outputs:
             self.shortcut.append(nn.Conv2d(inputs, outputs, 1, stride))
-            self.shortcut.append(nn.GroupNorm(4, outputs))
+            self.shortcut.append(normalization(outputs))
 
     def forward(self, images: Tensor) -> Tensor:
         """Return the sum of both ways."""
@@ -45,3 +58,52 @@ def resnet18(channels: int, classes: int, width: int, dropout: float) -> nn.Modu
 
 
 MODELS = {"cnn": cnn, "resnet18": resnet18}
+
+
+def make_model(options: Any, channels: int, classes: int, device: torch.device) -> Any:
+    """Return the model that the options describe, in which some may be missing."""
+    sizes = channels, classes, options.width, options.dropout
+    model: Any = MODELS[options.model](*sizes).to(device)
+    if getattr(options, "channels_last", False):
+        model.to(memory_format=torch.channels_last)
+    if getattr(options, "compile", False):
+        model.compile()
+    return model
+
+
+def make_optimizer(model: nn.Module, options: Any) -> Any:
+    """Return what changes the weights: SGD with Nesterov's momentum."""
+    parameters = model.parameters()
+    return torch.optim.SGD(parameters, options.lr, 0.9, weight_decay=1e-4, nesterov=True)
+
+
+def learning_rate(step: int, epoch_steps: int, world_size: int, options: Any) -> float:
+    """Return the rate of a step: from that of one rank to that of all, then a cosine to 0."""
+    warm_up, total = options.lr_warmup_epochs * epoch_steps, options.epochs * epoch_steps
+    if step < warm_up:
+        return float(options.lr * (1 + (world_size - 1) * step / warm_up))
+    part = min(1.0, (step - warm_up) / max(1, total - warm_up))
+    return float(options.lr * world_size * 0.5 * (1 + cos(pi * part)))
+
+
+def choose_device(options: argparse.Namespace) -> torch.device:
+    """Return the GPU of this rank or the CPU, and replace `--amp auto` by what is fast there."""
+    device, choice = torch.device("cpu"), getattr(options, "device", "auto")
+    if choice != "cpu" and torch.cuda.is_available():
+        # If only one GPU is visible, the launcher gave each rank its own.
+        local_rank = int(os.environ.get("LOCAL_RANK", "0"))
+        device = torch.device("cuda", local_rank % torch.cuda.device_count())
+        torch.cuda.set_device(device)
+    elif choice == "cuda":
+        raise JobError("--device cuda: PyTorch sees no GPU here")
+    if getattr(options, "amp", "") == "auto":  # GPUs from Ampere on are fast in bfloat16
+        is_fast = device.type == "cuda" and torch.cuda.get_device_capability() >= (8, 0)
+        options.amp = "bf16" if is_fast else "fp16" if device.type == "cuda" else "off"
+    return device
+
+
+def precision_of(options: argparse.Namespace, device: torch.device) -> tuple[Any, Any]:
+    """Return what begins mixed precision, and the scaler that fp16's gradients need."""
+    half = torch.float16 if options.amp == "fp16" else torch.bfloat16
+    autocast = partial(torch.autocast, device.type, half, enabled=options.amp != "off")
+    return autocast, torch.amp.GradScaler(device.type, enabled=options.amp == "fp16")

@@ -229,6 +229,8 @@ def train(options: Namespace, channel: Channel, device: Any) -> None:  # noqa: C
     say: Any = partial(print, flush=True) if ranks.rank == 0 else lambda _: None
     say(f"{options.parallel}, {ranks.world_size} ranks, {step} of {options.steps} steps are done")
     say(f"MFU = tokens/s * (6 N + 12 L H Q T) / (devices * peak); {flops:,} FLOP, peak {origin}")
+    if options.compile:
+        say("the first step compiles the model: a minute on idle cores, several on busy ones")
     channel.event("warm-up", steps=options.warm_up_steps)
     channel.event("training", step=step, total_steps=options.steps)
     agreement = StopAgreement(ranks)
@@ -238,7 +240,8 @@ def train(options: Namespace, channel: Channel, device: Any) -> None:  # noqa: C
             is_last = step == options.steps
             is_due = is_last or step % options.eval_every == 0
             if is_due and not stop and step not in evaluations:
-                with channel.timed("evaluation_seconds"):
+                # Eager: else each block is compiled once more, without gradients.
+                with channel.timed("evaluation_seconds"), torch.compiler.set_stance("force_eager"):
                     test_loss = evaluate(model, test_text.to(device), options, ranks)
                 evaluations[step] = [time.perf_counter() - start, test_loss]
                 channel.event("evaluation", loss=test_loss)
@@ -335,13 +338,11 @@ def main(arguments: list[str] | None = None) -> NoReturn:
     except (CheckpointError, ValueError) as error:
         status = 2
         if not dist.is_initialized() or dist.get_rank() == 0:
-            print(f"{Path(sys.argv[0]).name}: error: {error}", file=sys.stderr)
+            print(f"{Path(sys.argv[0]).name}: error: {error}", file=sys.stderr, flush=True)
     channel.close()
     if dist.is_initialized():
         dist.all_reduce(torch.zeros(1))  # the ranks meet a last time
         dist.destroy_process_group()
-    sys.stdout.flush()
-    sys.stderr.flush()
     os._exit(status)  # at Python's own end threads of gloo may crash it (pytorch#190489)
 
 

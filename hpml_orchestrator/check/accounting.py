@@ -1,4 +1,4 @@
-"""What accounting allows: accounts, QOS, and their limits."""
+"""Limits of accounting: accounts, QOS, and what they allow."""
 
 from __future__ import annotations
 
@@ -6,13 +6,13 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from hpml_orchestrator.check.finding import Finding, Level
-from hpml_orchestrator.check.request import Placement, Request, cpus_field
+from hpml_orchestrator.check.request import JobRequest, Placement, cpus_field
 from hpml_orchestrator.errors import did_you_mean
 from hpml_orchestrator.records.texts import first_few
 from hpml_orchestrator.scheduler.cluster import Association, Cluster, Qos
 from hpml_orchestrator.spec.values import format_time, size_text
 
-__all__ = ["Standing", "accounting_limits", "standing_of"]
+__all__ = ["AccountSelection", "accounting_limits", "select_account"]
 
 _FIELDS = {
     "cpu": ("cpus_per_rank", "CPUs"),
@@ -25,13 +25,13 @@ _NOT_ABOUT_ACCOUNTS = {"nojobs", "nosteps", "wckeys"}
 
 
 @dataclass(frozen=True)
-class Standing:
+class AccountSelection:
     """Account and QOS of a job.
 
     Attributes:
-        account: that it is charged to; empty where it is not known.
+        account: that it is charged to; empty if unknown.
         association: of the user and that account.
-        qos_name: of the job, empty where it has none.
+        qos_name: of the job; empty if it has none.
         qos: that QOS.
         findings: what is wrong with the choice.
     """
@@ -43,12 +43,12 @@ class Standing:
     findings: tuple[Finding, ...] = ()
 
 
-def standing_of(request: Request, cluster: Cluster) -> Standing:
+def select_account(request: JobRequest, cluster: Cluster) -> AccountSelection:
     """Return account and QOS of a job, and what is wrong with them."""
     findings: list[Finding] = []
     resources = request.job.resources
     if cluster.associations is None:  # no slurmdbd, or it did not answer
-        return Standing(resources.account or "", None, resources.qos or "")
+        return AccountSelection(resources.account or "", None, resources.qos or "")
     association = _association(request, cluster)
     if association is None:
         findings += _account(request, cluster, cluster.associations)
@@ -56,11 +56,11 @@ def standing_of(request: Request, cluster: Cluster) -> Standing:
         findings += _qos(resources.qos, cluster, association)
     name = resources.qos or _default_qos(association, cluster)
     account = resources.account or (association.account if association else "")
-    return Standing(account, association, name, _qos_named(cluster, name), (*findings,))
+    return AccountSelection(account, association, name, _qos_named(cluster, name), (*findings,))
 
 
 def accounting_limits(
-    placement: Placement, standing: Standing, tres: Mapping[str, int]
+    placement: Placement, selection: AccountSelection, tres: Mapping[str, int]
 ) -> Iterator[Finding]:
     """Yield which limits of the partition's QOS, the job's QOS and the association it is over.
 
@@ -68,18 +68,18 @@ def accounting_limits(
 
     Args:
         placement: the job's request in a partition.
-        standing: its account and QOS.
+        selection: its account and QOS.
         tres: what the whole job is charged with.
     """
     if not {"limits", "safe"} & placement.cluster.limits.accounting_enforce:
         return
     request = placement.request
-    owners = list(_limit_owners(placement, standing))
+    owners = list(_limit_owners(placement, selection))
     timed = [(name, owner, owner.max_seconds) for name, owner in owners if owner.max_seconds]
     for name, owner, seconds in timed[:1]:
         if request.minutes * 60 > seconds:
             most = format_time(seconds)
-            message = f"{name} allows at most {most} per job{_fate(owner)}"
+            message = f"{name} allows at most {most} per job{_enforcement_note(owner)}"
             yield request.fault(_code("time", owner), "time", message, most)
     per_node = {name: tres[name] // request.nodes for name in _PER_NODE}
     for attribute, scope, amounts in (
@@ -97,7 +97,7 @@ def accounting_limits(
             bound = "requires at least" if at_least else "allows at most"
             message = f"{name} {bound} {_amount(resource, limit)} {scope}; "
             message += f"this job asks for {_amount(resource, wanted)}"
-            message += _fate(owner) * (not at_least)
+            message += _enforcement_note(owner) * (not at_least)
             code = _code(resource.removeprefix("gres/"), owner)
             field, _ = _FIELDS[resource.partition(":")[0]]
             field = cpus_field(request.job) if resource == "cpu" else field
@@ -124,31 +124,31 @@ def _amount(resource: str, number: int) -> str:
 
 
 def _limit_owners(
-    placement: Placement, standing: Standing
+    placement: Placement, selection: AccountSelection
 ) -> Iterator[tuple[str, Qos | Association]]:
     """Yield whose limits count, the first one first."""
     own = _qos_named(placement.cluster, placement.partition.qos)
     owners: list[tuple[str, Qos | Association]] = []
     if own is not None:
         owners.append((f"partition {placement.partition.name} (by its QOS {own.name})", own))
-    if standing.qos is not None:
-        index = 0 if "OverPartQOS" in standing.qos.flags else len(owners)
-        owners.insert(index, (f"QOS {standing.qos.name}", standing.qos))
+    if selection.qos is not None:
+        index = 0 if "OverPartQOS" in selection.qos.flags else len(owners)
+        owners.insert(index, (f"QOS {selection.qos.name}", selection.qos))
     yield from owners
-    if standing.association is not None:
-        yield f"account {standing.account}", standing.association
+    if selection.association is not None:
+        yield f"account {selection.account}", selection.association
 
 
 def _code(limit: str, owner: Qos | Association) -> str:
     return f"{limit}.{'qos' if isinstance(owner, Qos) else 'account'}"
 
 
-def _fate(owner: Qos | Association) -> str:
+def _enforcement_note(owner: Qos | Association) -> str:
     refused = isinstance(owner, Qos) and "DenyOnLimit" in owner.flags
     return "" if refused else "; Slurm would accept the job and never start it"
 
 
-def _association(request: Request, cluster: Cluster) -> Association | None:
+def _association(request: JobRequest, cluster: Cluster) -> Association | None:
     """Return the association that a job would use: with its account and, best, its partition."""
     wanted = request.job.resources.account
     partitions, default = request.partitions, cluster.default_partition
@@ -164,7 +164,7 @@ def _association(request: Request, cluster: Cluster) -> Association | None:
 
 
 def _account(
-    request: Request, cluster: Cluster, mine: tuple[Association, ...]
+    request: JobRequest, cluster: Cluster, mine: tuple[Association, ...]
 ) -> Iterator[Finding]:
     wanted = request.job.resources.account
     enforced = bool(cluster.limits.accounting_enforce - _NOT_ABOUT_ACCOUNTS)

@@ -1,6 +1,6 @@
-"""Whether a job's ranks find GPUs, cores and domains as its binding wants them: pure rules.
+"""Compare a job's binding with the GPUs, cores and domains of the nodes: pure rules.
 
-All of it is warnings: the job runs all the same, and each node's plan records what became of it.
+These are warnings: the job runs anyway, and each node's plan records the binding.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _RANKS = "resources.ranks_per_node"
 
 @dataclass(frozen=True)
 class Shape:
-    """What of a kind of nodes matters for binding; 0 where it is not known.
+    """The properties of a kind of nodes that matter for binding; 0 if unknown.
 
     Attributes:
         name: what to call such a node.
@@ -44,7 +44,7 @@ class Shape:
 
 
 def shape_of_kind(name: str, kind: NodeType, topology: Topology | None) -> Shape:
-    """Return the shape of a site profile's node type, by its topology where it has one."""
+    """Return the shape of a site profile's node type, by its topology if it has one."""
     label = f"node type {name}"
     if topology is not None:
         cores = len(topology.cores)
@@ -61,7 +61,7 @@ def shape_of_kind(name: str, kind: NodeType, topology: Topology | None) -> Shape
 
 
 def shape_of_node(node: Node) -> Shape:
-    """Return the shape of a node as Slurm has it; it knows nothing of NUMA domains."""
+    """Return the shape of a node as Slurm has it; NUMA domains are unknown."""
     cores = node.sockets * node.cores_per_socket
     return Shape(f"node {node.name}", cores, max(1, node.cpus // max(1, cores)), node.sockets)
 
@@ -120,7 +120,7 @@ def _cores(job: Job, shape: Shape, *, whole: bool) -> Iterator[Finding]:
 
 
 def _units(job: Job, shape: Shape) -> Iterator[Finding]:
-    """Ranks without GPUs that are to have a socket or a domain each, and more of them than those.
+    """More ranks without GPUs than sockets or domains, if each must have one.
 
     With GPUs it is the GPU's socket or domain that is meant, and sharing that is as usual.
     """

@@ -1,4 +1,4 @@
-"""What a change of a job may ask for: the size of the nodes that it ran on, and its data."""
+"""Limits of a changed job: the size of the nodes that it ran on, and its data."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from hpml_orchestrator.check.stages import check_stages
 from hpml_orchestrator.diagnosis.model import DataArgument
 from hpml_orchestrator.errors import HpmlError
-from hpml_orchestrator.runs.bound import node_topology
+from hpml_orchestrator.runs.reporting.binding import node_topology
 from hpml_orchestrator.scheduler.local.resources import cpu_ids, memory_mb
 from hpml_orchestrator.spec.job import Job
 from hpml_orchestrator.spec.values import MIB
@@ -94,7 +94,7 @@ def data_argument(job: Mapping[str, Any], *, before: float | None = None) -> Dat
     """Return the argument that names the data of a job; None if none does, or several might.
 
     An option has to be called so, such as `--data-dir`; what is there has to be a directory or an
-    archive that can be staged. A path that is no option's value has to look like one, too.
+    archive that can be staged. A bare word must also look like a path.
 
     Args:
         job: a complete job.
@@ -107,7 +107,7 @@ def data_argument(job: Mapping[str, Any], *, before: float | None = None) -> Dat
         if option and (not any(map(_DATA.fullmatch, tokens)) or _is_not_data(option)):
             continue
         is_archive = value.lower().endswith(tuple(SUFFIXES))
-        # `train` may be a command of the program, and `--dataset imagenet` one that it knows
+        # `train` may be a command of the program, and `--dataset imagenet` one of its names
         is_path = "/" in value or is_archive
         if not is_path and (not option or {*tokens} & {"dataset", "datasets"}):
             continue
@@ -141,7 +141,7 @@ def _arguments(job: Mapping[str, Any]) -> Iterator[tuple[str, str, str, str]]:
             option = "" if is_script else word.strip("-")
             continue
         elif is_script:
-            is_script = False  # the first word that is no option is the program
+            is_script = False  # the first word that is not an option is the program
         else:
             yield field, option, "", word
         option = ""

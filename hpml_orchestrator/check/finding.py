@@ -1,4 +1,4 @@
-"""What a check finds: one thing that is wrong with a job, and what the limit is."""
+"""A finding of a check: one problem of a job, and the limit."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ Level = Literal["error", "warning"]
 
 @dataclass(frozen=True)
 class Finding:
-    """One thing that is wrong, or may be.
+    """One problem, or a possible one.
 
     Attributes:
         level: `error` (the job would not run) or `warning` (it may not, or not as intended).
         code: short word for programs, such as `time.partition`; stays the same over releases.
         field: the field of the job file.
-        value: its value; None where it has none.
+        value: its value; None if it has none.
         message: what is wrong with it.
-        limit: what is allowed, where that is a value.
-        hint: how to fix it, where the message does not say so already.
+        limit: the value that is allowed, if there is one.
+        hint: how to fix it, if the message does not contain that.
     """
 
     level: Level

@@ -1,4 +1,4 @@
-"""Check a job before it is submitted: gather the facts, apply the rules."""
+"""Check a job before it is submitted: collect the facts, apply the rules."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from hpml_orchestrator.check.request import Sizes, cpus_field
 from hpml_orchestrator.check.rules import Verdict, check
 from hpml_orchestrator.errors import HpmlError, InputError, SchedulerUnavailable, counted
 from hpml_orchestrator.records.store import Store
-from hpml_orchestrator.runs.after import outstanding
+from hpml_orchestrator.runs.after import pending_dependencies
 from hpml_orchestrator.runs.backend import check_backend
 from hpml_orchestrator.scheduler.command import Completed, Runner, SubprocessRunner
 from hpml_orchestrator.scheduler.local.resources import (
@@ -44,7 +44,7 @@ from hpml_orchestrator.scheduler.local.resources import (
     short_hostname,
 )
 from hpml_orchestrator.script.directives import (
-    as_asked,
+    effective_job,
     memory_mebibytes,
     whole_nodes,
     without_time,
@@ -57,21 +57,20 @@ if TYPE_CHECKING:
     from hpml_orchestrator.spec.site import ResolvedSite, Site
     from hpml_orchestrator.topology.model import Topology
 
-__all__ = ["Report", "check_job", "check_local", "invalid_job", "refusal"]
+__all__ = ["CheckReport", "check_job", "check_local", "invalid_job", "refusal"]
 
 CLUSTER_SECONDS = 8.0
-"""How long a controller that does not answer is waited for."""
+"""How long to wait for the controller."""
 _LOCAL_HINT = "submit it to a Slurm cluster"
 
 
 @dataclass(frozen=True)
-class Report:
+class CheckReport:
     """What was found.
 
     Attributes:
         findings: errors first.
-        not_asked: why the cluster was not asked, or what it does not show; empty where all was
-            seen that the job is compared with.
+        not_asked: why the cluster was not asked, or what it hides; empty if everything was visible.
         notes: what was decided for the job, a line each.
         not_checked: what of the job was not compared with anything, such as `--signal=USR1@60`.
         verdict: which partitions would accept the job; empty for the local backend.
@@ -85,7 +84,7 @@ class Report:
 
     @property
     def errors(self) -> list[Finding]:
-        """Those that keep the job from running."""
+        """Those that prevent the job from running."""
         return [finding for finding in self.findings if finding.level == "error"]
 
     @property
@@ -135,10 +134,10 @@ def check_job(
     topologies: Mapping[str, Topology] | None = None,
     targets: Mapping[str, str] | None = None,
     dependencies: bool = True,
-) -> Report:
-    """Return what keeps a job from running, or may; nothing is submitted.
+) -> CheckReport:
+    """Return what prevents a job from running, or may; nothing is submitted.
 
-    Files, modules and the cluster are looked at in parallel: it takes as long as the slowest.
+    Files, modules and the cluster are checked in parallel.
 
     Args:
         job: a complete job.
@@ -146,7 +145,7 @@ def check_job(
         records: where records will live.
         environment: of the submitting process.
         run: starts commands.
-        cluster_seconds: how long the cluster and the module system are waited for.
+        cluster_seconds: how long to wait for the cluster and the module system.
         walk_seconds: after which the walk through the data ends.
         site: the site profile, whose rules change what Slurm is asked for.
         topologies: of the site profile's node types that have one, by the type's name.
@@ -163,11 +162,8 @@ def check_job(
     ]
     with ThreadPoolExecutor(max_workers=3, thread_name_prefix="hpml-check") as pool:
         profile = site.site if site else None
-        asked = as_asked(job, profile.directives) if profile else job
-        options = asked.resources.extra
-        cluster_answer = (
-            pool.submit(_read_cluster, runner, environment, options) if on_slurm else None
-        )
+        asked = effective_job(job, profile.directives) if profile else job
+        cluster_answer = pool.submit(_read_cluster, runner, environment) if on_slurm else None
         stages_answer = pool.submit(_stages, job, walk_seconds, here=not on_slurm)
         software_answer = pool.submit(
             check_software,
@@ -184,7 +180,7 @@ def check_job(
         try:
             check_backend(job, backend)
             if dependencies:
-                outstanding(Store(records), job.after, backend=backend)
+                pending_dependencies(Store(records), job.after, backend=backend)
         except HpmlError as fault:
             findings.append(_as_finding(fault))
         findings += check_monitor(job, on_nodes=on_nodes)
@@ -197,25 +193,22 @@ def check_job(
     if not on_slurm:
         machine = Machine(tuple(cpu_ids()), tuple(gpu_ids()), memory_mb())
         findings += [*check_local(job, machine), *check_binding(job)]
-        return Report(errors_first(findings), notes=notes, not_checked=unseen)
+        return CheckReport(errors_first(findings), notes=notes, not_checked=unseen)
     verdict = Verdict()
     if cluster is not None:
-        try:
-            verdict = _compare(asked, cluster, sizes, profile)
-            findings += verdict.findings
-        except InputError as fault:
-            findings.append(_as_finding(fault))
+        verdict = _compare(asked, cluster, sizes, profile)
+        findings += verdict.findings
         not_asked = _hidden(cluster)
         notes += cluster_notes(asked, cluster, profile)
     findings += _binding(asked, cluster, profile, topologies or {})
     if "disk.most" not in {finding.code for finding in findings}:
         findings += check_room(job, profile, disk_mib=sizes.disk_mib)  # else reported already
     not_checked = [*verdict.not_checked, *unseen]
-    return Report(errors_first(findings), not_asked, notes, verdict, not_checked)
+    return CheckReport(errors_first(findings), not_asked, notes, verdict, not_checked)
 
 
 def _stages(job: Job, seconds: float, *, here: bool) -> tuple[list[Finding], Sizes]:
-    """Return what of the data cannot be staged, `here` or on nodes, and how much there is."""
+    """Return findings about data that cannot be staged, `here` or on nodes, and its size."""
     if not job.stage:
         return [], Sizes()
     from hpml_orchestrator.check import stages  # noqa: PLC0415 - loads all of staging
@@ -267,19 +260,15 @@ def refusal(errors: Sequence[Finding]) -> InputError:
     return fault
 
 
-def _read_cluster(
-    run: Runner, environment: Mapping[str, str], options: Sequence[str]
-) -> tuple[Cluster | None, str]:
-    """Return the cluster with what a job's options name, or why it could not be read."""
+def _read_cluster(run: Runner, environment: Mapping[str, str]) -> tuple[Cluster | None, str]:
+    """Return the cluster, or why it could not be read."""
     from hpml_orchestrator.scheduler.slurm.cluster import (  # noqa: PLC0415
         read_cluster,
         with_group_limits,
-        with_named_resources,
     )
 
     try:
-        cluster = with_group_limits(read_cluster(run, env=environment), run, env=environment)
-        return with_named_resources(cluster, options, run, env=environment), ""
+        return with_group_limits(read_cluster(run, env=environment), run, env=environment), ""
     except SchedulerUnavailable as fault:
         return None, str(fault)
     except Exception as fault:  # noqa: BLE001 - a submission must not fail because of its check
@@ -297,11 +286,7 @@ def _hidden(cluster: Cluster) -> str:
 
 
 def _compare(job: Job, cluster: Cluster, sizes: Sizes, site: Site | None) -> Verdict:
-    """Compare a job, as Slurm will see it, with the cluster.
-
-    Raises:
-        InputError: a node list is not valid.
-    """
+    """Compare a job, as Slurm will see it, with the cluster."""
     disk_mib = sizes.disk_mib
     if site is not None and site.path("scratch", job.resources.partition) is not None:
         disk_mib = 0  # Slurm's TmpDisk is the size of another directory
@@ -315,7 +300,7 @@ def _compare(job: Job, cluster: Cluster, sizes: Sizes, site: Site | None) -> Ver
 
 
 def _other_cluster(site: Site, cluster: Cluster) -> list[Finding]:
-    """Return a warning where the profile was written for another cluster."""
+    """Return a warning if the profile was written for another cluster."""
     here = cluster.limits.cluster
     if site.cluster is None or not here or site.cluster == here:
         return []
@@ -353,9 +338,9 @@ def _existing(cluster: Cluster, names: Iterable[str]) -> list[Partition]:
     return [partition for partition in map(cluster.partition, names) if partition is not None]
 
 
-def invalid_job(fault: InputError) -> Report:
+def invalid_job(fault: InputError) -> CheckReport:
     """Return the report on a job that cannot be loaded or rendered: each problem is a finding."""
-    return Report([_as_finding(problem, fault.hint) for problem in fault.problems or [fault]])
+    return CheckReport([_as_finding(problem, fault.hint) for problem in fault.problems or [fault]])
 
 
 def _as_finding(fault: HpmlError, hint: str = "") -> Finding:

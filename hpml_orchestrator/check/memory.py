@@ -1,4 +1,4 @@
-"""Will a job fit into memory? Advice for `hpml advise`, and what `hpml check` knows without a run.
+"""Will a job fit into memory? Advice for `hpml advise`, and warnings for `hpml check`.
 
 `hpml check` starts nothing of the user's: it reads a stored advice and the record of the last run.
 """
@@ -20,7 +20,7 @@ from hpml_orchestrator.diagnosis.memory import DeviceNeed, HostNeed, Linear, Way
 from hpml_orchestrator.errors import HpmlError
 from hpml_orchestrator.records.files import read_json, write_json
 from hpml_orchestrator.records.texts import human_bytes
-from hpml_orchestrator.runs.monitored import monitored_nodes, together
+from hpml_orchestrator.runs.reporting.monitor import aggregate_nodes, monitored_nodes
 from hpml_orchestrator.spec.values import MIB, parse_gpus, parse_size_mib
 
 if TYPE_CHECKING:
@@ -178,7 +178,7 @@ def extension_notes(
     """Yield a note if the batch is larger than those that ran and their memory did not yet grow.
 
     At small batches the optimizer's step may need more memory than the activations; a line through
-    them says nothing of batches at which it is the other way round.
+    them does not hold for batches at which the activations need more.
     """
     largest, each = max(measured.figures), device.activations.per_sample or 0.0
     if batch is not None and batch > largest and (host.process.per_sample or 0.0) < each:
@@ -252,7 +252,7 @@ def advise(
     )
 
 
-# --- what check knows
+# --- for hpml check
 
 
 def _key(job: Job) -> str:
@@ -350,7 +350,7 @@ def _last_run(job: Job, store: Store) -> Iterator[Finding]:
         asked = parse_size_mib(before["memory"] or 0)
         if not asked or now.memory is None or now.memory > asked:
             return
-        used = together(monitored_nodes(attempt))
+        used = aggregate_nodes(monitored_nodes(attempt))
         peak = used.figures.get("memory_peak_bytes", 0.0) if used else 0.0
         limit = used.figures.get("memory_limit_bytes", 0.0) if used else 0.0
         if ended.get("state") == "OUT_OF_MEMORY":

@@ -53,7 +53,7 @@ def _warning(code: str, field: str, value: object, message: str, hint: str) -> F
 
 def _software(job: Job, installed: Callable[[str], bool]) -> Iterator[Finding]:
     if not installed("hpml_exporters"):
-        message = "hpml_exporters is not installed beside hpml: the job will not be monitored"
+        message = "hpml_exporters is not installed with hpml: the job will not be monitored"
         yield _warning("missing", "enabled", True, message, _INSTALL)
     elif job.resources.gpu_count:
         missing = [name for name in ("nvitop", "pynvml") if not installed(name)]
@@ -77,7 +77,7 @@ def _listening(monitor: Monitor, on_nodes: bool) -> Iterator[Finding]:
 
 
 def _web_config(path: str, *, alone: bool) -> Iterator[Finding]:
-    """Yield what the exporter would say of the file; nothing where it cannot be asked."""
+    """Yield the exporter's error about the file; nothing if it cannot be started."""
     if not os.access(path, os.R_OK):
         message = "is not readable by you: the job will not be monitored"
         yield _warning("web_config", "web_config", path, message, "create it, or name another")
@@ -100,7 +100,7 @@ def _web_config(path: str, *, alone: bool) -> Iterator[Finding]:
 
 
 def _read(path: str) -> dict[str, Any]:
-    """Return what the exporter's reader says of a file; empty where there is none.
+    """Return the error of the exporter's reader about a file; empty if it accepts it.
 
     It is a process, isolated as the job's exporter will be: no room imports the exporters.
     """

@@ -1,4 +1,4 @@
-"""Whether enough nodes have all that a job requests at once, node by node."""
+"""Count the nodes that meet all requests of a job at once."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from hpml_orchestrator.check.finding import Finding, error, warning
-from hpml_orchestrator.check.request import Placement, Request, cpus_field
+from hpml_orchestrator.check.request import JobRequest, Placement, cpus_field
 from hpml_orchestrator.errors import counted, did_you_mean
 from hpml_orchestrator.records.texts import first_few
 from hpml_orchestrator.scheduler.cluster import Cluster, Node
@@ -31,7 +31,7 @@ class _Need:
     Attributes:
         code: of the finding, up to its dot.
         field: of the job's `resources`.
-        text: how a message says it.
+        text: for messages.
         has: how much of it a node has.
         least: how much of it a node must have.
         show: how a message shows an amount.
@@ -49,43 +49,31 @@ class _Need:
 
 
 def fit(placement: Placement) -> tuple[list[Node], list[Finding]]:
-    """Return the nodes that have all that a job requests, and what too few of them have.
+    """Return the nodes that meet all requests of a job, and findings about unmet requests.
 
     The state of a node does not matter; one that is only planned (FUTURE) does not count.
     """
     request, partition = placement.request, placement.partition
     members = placement.cluster.nodes_of(partition)
-    there = [node for node in members if "FUTURE" not in node.states]
-    nodes = [node for node in there if node.name not in request.excluded]
+    nodes = [node for node in members if "FUTURE" not in node.states]
     needs = list(_needs(placement))
     fitting = [node for node in nodes if all(need.met(node) for need in needs)]
-    unfit = sorted(request.required - {node.name for node in fitting})
-    if len(fitting) >= request.nodes and not unfit:
+    if len(fitting) >= request.nodes:
         return fitting, []
-    where, field = f"of partition {partition.name}", "resources.extra"
     short = [need for need in needs if sum(map(need.met, nodes)) < request.nodes]
-    if len(nodes) < request.nodes <= len(there):
-        value = f"--exclude={','.join(sorted(request.excluded))}"
-        message = f"{_only(len(nodes))} {where} left without the excluded ones; "
-        message += f"{request.nodes} needed"
-        findings = [error("nodes.excluded", field, value, message, len(nodes))]
-    elif short:
+    if short:
         findings = [_short(placement, need, nodes) for need in short]
-    elif unfit:
-        value = f"--nodelist={','.join(sorted(request.required))}"
-        findings = [
-            error("nodes.required", field, value, f"{first_few(unfit)} {where} cannot run this job")
-        ]
     else:
         texts = [need.text for need in needs if need.least > 1 or need.code == "features"]
-        message = f"{_only(len(fitting))} {where} with {first_few(texts)} at once; "
+        message = f"{_only(len(fitting))} of partition {partition.name} with "
+        message += f"{first_few(texts)} at once; "
         message += f"{request.nodes} needed"
         findings = [request.fault("nodes.together", "nodes", message, len(fitting))]
     return fitting, findings
 
 
-def unknown_to_cluster(request: Request, cluster: Cluster) -> Iterator[Finding]:
-    """Yield what no node of the whole cluster has: GPUs, types of them, features, node names."""
+def unknown_to_cluster(request: JobRequest, cluster: Cluster) -> Iterator[Finding]:
+    """Yield what no node of the whole cluster has: GPUs, types of them, features."""
     if not cluster.nodes:
         return
     yield from _unknown_gpus(request, cluster)
@@ -95,14 +83,9 @@ def unknown_to_cluster(request: Request, cluster: Cluster) -> Iterator[Finding]:
             message = f"no node has the feature {name}; there are {first_few(features)}"
             hint = did_you_mean(name, features)
             yield request.fault("features.unknown", "constraint", message, features, hint)
-    names = {node.name for node in cluster.nodes}
-    for name in sorted((request.required | request.excluded) - names):
-        hint = did_you_mean(name, names) or "`sinfo --Node` lists them"
-        message = f"there is no node {name}"
-        yield error("nodes.unknown", "resources.extra", name, message, None, hint)
 
 
-def plain_features(request: Request) -> list[str]:
+def plain_features(request: JobRequest) -> list[str]:
     """Return the features of `a` or `a&b`; what has other operators is Slurm's to judge."""
     constraint = request.job.resources.constraint or ""
     return re.split("[&,]", constraint) if _FEATURES.fullmatch(constraint) else []
@@ -135,10 +118,6 @@ def _needs(placement: Placement) -> Iterator[_Need]:
     for kind, count in request.gpus:
         text = f"{counted(count, 'GPU')}{f' of type {kind}' if kind else ''} per node"
         yield _Need("gpus", "gpus", text, functools.partial(Node.gpus, kind=kind), count)
-    for name, kind, count in request.gres:
-        text = f"{count} of {name}{f':{kind}' * bool(kind)} per node"
-        has = functools.partial(Node.amount, name=name, kind=kind)
-        yield _Need("gres", "extra", text, has, count)
     features = frozenset(plain_features(request))
     if features:
         text = f"the features {resources.constraint}"
@@ -164,9 +143,6 @@ def _short(placement: Placement, need: _Need, nodes: Sequence[Node]) -> Finding:
         message += f"no node of partition {partition.name} has any"
     if need.code == "features":
         return request.fault("features.nodes", need.field, message, having)
-    if need.code == "gres":
-        value = request.option("gres")
-        return error("gres.most", "resources.extra", value, message, need.show(most))
     if need.code == "disk":
         value = size_text(request.disk_mib)
         return error("disk.most", "stage", value, message, need.show(most))
@@ -177,7 +153,7 @@ def _only(count: int) -> str:
     return f"only {counted(count, 'node')}" if count else "no node"
 
 
-def _unknown_gpus(request: Request, cluster: Cluster) -> Iterator[Finding]:
+def _unknown_gpus(request: JobRequest, cluster: Cluster) -> Iterator[Finding]:
     types: dict[str, int] = {}
     for gres in (gres for node in cluster.nodes for gres in node.gres if gres.name == "gpu"):
         types[gres.kind] = max(types.get(gres.kind, 0), gres.count)
@@ -195,7 +171,7 @@ def _unknown_gpus(request: Request, cluster: Cluster) -> Iterator[Finding]:
 
 
 def check_room(job: Job, site: Site | None, *, disk_mib: int) -> Iterator[Finding]:
-    """Yield a finding where data are more than local disks have, as a site profile records them.
+    """Yield a finding if the data exceed the local disks in the site profile.
 
     Args:
         job: a complete job.

@@ -1,4 +1,4 @@
-"""Look at what a job names on this machine: program, software, modules; and where records go."""
+"""Check the files and software that a job names on this machine, and the records' directory."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ def _program(job: Job, environment: Mapping[str, str]) -> Iterator[Finding]:
         level: Level = "warning" if job.environment.container else "error"
         folder = os.path.dirname(job.script)
         if not os.path.exists(job.script):
-            hint = "" if os.path.isdir(folder) else f"there is no directory {folder} either"
+            hint = "" if os.path.isdir(folder) else f"nor does the directory {folder}"
             yield _fault(level, "script.missing", "script", job.script, "does not exist", hint)
         elif not os.path.isfile(job.script):
             yield _fault(level, "script.kind", "script", job.script, "is not a file")
@@ -208,7 +208,7 @@ def check_software(
     timeout: float,
     on_nodes: bool = True,
 ) -> tuple[list[Finding], list[str]]:
-    """Return what of modules and conda this machine lacks, and what could not be looked up.
+    """Return modules and conda environments that this machine lacks, and those not checked.
 
     Args:
         software: what the job loads.
@@ -285,17 +285,17 @@ def check_records(root: Path, *, on_nodes: bool) -> Iterator[Finding]:
 
 
 def check_collect(job: Job) -> Iterator[Finding]:
-    """Yield where results cannot be put, as far as this machine sees it."""
+    """Yield targets of results that cannot be written, as far as this machine sees them."""
     for index, entry in enumerate(job.collect):
         place = "" if entry.target.startswith("{") else unwritable(Path(entry.target))
         if place:
-            what = "is not writable by you" if os.path.isdir(place) else "is no directory"
+            what = "is not writable by you" if os.path.isdir(place) else "is not a directory"
             where = f"collect.{index}.target"
             yield error("collect.target", where, entry.target, f"{place} {what}")
 
 
 def unwritable(path: Path) -> str:
-    """Return the existing directory that has to be writable for a path, where it is not."""
+    """Return the existing directory that must be writable for a path; empty if it is."""
     place = Path(os.path.abspath(path))
     while not os.path.lexists(place) and place != place.parent:
         place = place.parent
@@ -303,7 +303,7 @@ def unwritable(path: Path) -> str:
 
 
 def local_reason(path: Path) -> str:
-    """Return why other machines do not see a directory; empty where nothing says so."""
+    """Return why other machines do not see a directory; empty if nothing indicates it."""
     real = Path(os.path.realpath(path))
     tops = (top for top in _OF_THIS_NODE if real.is_relative_to(top) and str(real) != top)
     return next(tops, "")

@@ -8,16 +8,15 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from hpml_orchestrator.check.finding import Finding, error
-from hpml_orchestrator.errors import InputError, counted
+from hpml_orchestrator.errors import counted
 from hpml_orchestrator.scheduler.cluster import Cluster, Node, Partition
-from hpml_orchestrator.scheduler.nodelist import expand
 from hpml_orchestrator.script.directives import memory_mebibytes
 from hpml_orchestrator.spec import values
 
 if TYPE_CHECKING:
     from hpml_orchestrator.spec.job import Job
 
-__all__ = ["Placement", "Request", "Sizes", "cpus_field", "request_of"]
+__all__ = ["JobRequest", "Placement", "Sizes", "cpus_field", "job_request"]
 
 
 @dataclass
@@ -40,7 +39,7 @@ def cpus_field(job: Job) -> str:
 
 
 @dataclass(frozen=True)
-class Request:
+class JobRequest:
     """A job's request.
 
     Attributes:
@@ -53,7 +52,6 @@ class Request:
         minutes: time limit, rounded up as Slurm does.
         partitions: names; empty for the default one.
         options: the other sbatch options, without their dashes; None for one without a value.
-        required, excluded: nodes of `--nodelist` and `--exclude`.
         disk_mib, shm_mib: what is staged to each node's local disk and RAM, as far as known.
     """
 
@@ -67,20 +65,8 @@ class Request:
     minutes: int
     partitions: tuple[str, ...]
     options: Mapping[str, str | None]
-    required: frozenset[str]
-    excluded: frozenset[str]
     disk_mib: int = 0
     shm_mib: int = 0
-
-    @property
-    def gres(self) -> list[tuple[str, str, int]]:
-        """Name, type and number per node of the generic resources in `resources.extra`."""
-        return values.read_gres(self.options.get("gres") or "")
-
-    def option(self, name: str) -> str:
-        """Return an option of `resources.extra` as it is written; empty if there is none."""
-        value = self.options.get(name)
-        return (f"--{name}" + f"={value}" * (value is not None)) * (name in self.options)
 
     def fault(
         self, code: str, name: str, message: str, limit: Any = None, hint: str = ""
@@ -94,7 +80,7 @@ class Request:
 class Placement:
     """A request in one partition of a cluster."""
 
-    request: Request
+    request: JobRequest
     partition: Partition
     cluster: Cluster
 
@@ -147,12 +133,8 @@ class Placement:
         return {"cpu": cpus, "node": nodes, "mem": self.memory_mib * nodes, **gpus}
 
 
-def request_of(job: Job, *, disk_mib: int = 0, shm_mib: int = 0) -> Request:
-    """Return what a complete job requests; the rest as in `Request`.
-
-    Raises:
-        InputError: the value of `--nodelist` or `--exclude` is not a node list.
-    """
+def job_request(job: Job, *, disk_mib: int = 0, shm_mib: int = 0) -> JobRequest:
+    """Return what a complete job requests; the rest as in `JobRequest`."""
     resources = job.resources
     options: dict[str, str | None] = {}
     for option in resources.extra:
@@ -163,7 +145,7 @@ def request_of(job: Job, *, disk_mib: int = 0, shm_mib: int = 0) -> Request:
     with contextlib.suppress(ValueError):  # `--time-min` lets Slurm shorten the time limit
         shortest = values.parse_time_limit(options.get("time-min") or "")
         seconds = min(seconds, shortest or seconds)
-    return Request(
+    return JobRequest(
         job=job,
         nodes=resources.nodes,
         tasks=1 if job.launcher == "torchrun" else resources.ranks,
@@ -174,26 +156,6 @@ def request_of(job: Job, *, disk_mib: int = 0, shm_mib: int = 0) -> Request:
         minutes=-(-seconds // 60),
         partitions=tuple(filter(None, (resources.partition or "").split(","))),
         options=options,
-        required=_nodes_of_option(job, "--nodelist="),
-        excluded=_nodes_of_option(job, "--exclude="),
         disk_mib=disk_mib,
         shm_mib=shm_mib,
     )
-
-
-def _nodes_of_option(job: Job, option: str) -> frozenset[str]:
-    """Return the nodes that an option of `resources.extra` names.
-
-    Raises:
-        InputError: its value is not a node list.
-    """
-    names: list[str] = []
-    for index, line in enumerate(job.resources.extra):
-        if line.startswith(option):
-            try:
-                names += expand(line.removeprefix(option))
-            except InputError as fault:
-                raise InputError(
-                    fault.message, field=f"resources.extra.{index}", value=line, hint=fault.hint
-                ) from fault
-    return frozenset(names)

@@ -1,8 +1,7 @@
 """Compare a job with a cluster before it is submitted: pure rules, no command is run.
 
-What Slurm 22.05 does was found by experiment; `tests/cluster/test_check_against_slurm.py` repeats
-it. Two things count as an error: that Slurm refuses the job, and that it accepts it and never
-starts it.
+The rules follow experiments with Slurm 22.05, which `tests/cluster/test_check_against_slurm.py`
+repeats. An error means that Slurm refuses the job, or accepts it and never starts it.
 """
 
 from __future__ import annotations
@@ -12,11 +11,10 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from hpml_orchestrator.check.accounting import Standing, accounting_limits, standing_of
+from hpml_orchestrator.check.accounting import AccountSelection, accounting_limits, select_account
 from hpml_orchestrator.check.finding import Finding, error, errors_first, warning
-from hpml_orchestrator.check.named import named_resources, not_judged
-from hpml_orchestrator.check.nodes import fit, unknown_to_cluster
-from hpml_orchestrator.check.request import Placement, Request, request_of
+from hpml_orchestrator.check.nodes import fit, plain_features, unknown_to_cluster
+from hpml_orchestrator.check.request import JobRequest, Placement, job_request
 from hpml_orchestrator.errors import counted, did_you_mean
 from hpml_orchestrator.records.texts import first_few
 from hpml_orchestrator.spec.values import format_time, size_text
@@ -27,17 +25,17 @@ if TYPE_CHECKING:
 
 __all__ = ["Verdict", "check"]
 
-_STAGED_TO = "/tmp"  # noqa: S108 - where `target: local` is on a node, unless the job says else
+_STAGED_TO = "/tmp"  # noqa: S108 - the default directory of `target: local`
 _BUSY = {"PLANNED", "RESERVED", "COMPLETING", "POWERING_DOWN", "POWERED_DOWN"}
 _IMPLIED = {
     "gpus.type": "gpus.most",
     "gpus.none": "gpus.most",
-    "gres.unknown": "gres.most",
     "features.unknown": "features.nodes",
 }
 """What holds for the whole cluster -> what would be reported of each partition again."""
 
 
+_CHECKED = ("overcommit", "time-min")  # options of resources.extra
 _STATES = {
     "DOWN": ("partition.down", "is DOWN: a job waits until it is up again"),
     "DRAIN": ("partition.drain", "is draining and takes no jobs"),
@@ -47,13 +45,13 @@ _STATES = {
 
 @dataclass(frozen=True)
 class Verdict:
-    """What a cluster says to a job.
+    """A cluster's answer to a job.
 
     Attributes:
-        findings: what keeps the job from running, or may; errors first.
+        findings: what prevents the job from running, or may; errors first.
         partitions: names of those that would accept the job.
         nodes: that it needs.
-        idle_nodes: idle nodes that fit it, in the partition with most; None where none are shown.
+        idle_nodes: idle nodes that fit it, in the partition with most; None if nodes are hidden.
         not_checked: what of the job was not compared with the cluster, such as `--signal=USR1@60`.
     """
 
@@ -66,7 +64,7 @@ class Verdict:
 
 @dataclass(frozen=True)
 class _PartitionVerdict:
-    """What one partition says to a job, and its nodes that fit it."""
+    """A partition's answer to a job, and its nodes that fit it."""
 
     partition: Partition
     closed: list[Finding]
@@ -86,39 +84,45 @@ class _PartitionVerdict:
 
 
 def check(job: Job, cluster: Cluster, *, disk_mib: int = 0, shm_mib: int = 0) -> Verdict:
-    """Return all that keeps a job from running on a cluster, or may.
+    """Return everything that prevents a job from running on a cluster, or may.
 
     Args:
         job: a complete job.
         cluster: as the user sees it.
         disk_mib: what will be staged to each node's local disk.
         shm_mib: what will be staged to each node's RAM, as far as known.
-
-    Raises:
-        InputError: a node list is not valid.
     """
     if cluster.limits.tmp_fs != _STAGED_TO:
         disk_mib = 0  # TmpDisk is the size of another directory than the one that is staged to
-    request = request_of(job, disk_mib=disk_mib, shm_mib=shm_mib)
-    standing = standing_of(request, cluster)
+    request = job_request(job, disk_mib=disk_mib, shm_mib=shm_mib)
+    selection = select_account(request, cluster)
     chosen, faults = _partitions(request, cluster)
     unknown = unknown_to_cluster(request, cluster)
-    named = named_resources(request, cluster)
-    findings = [*_array(job, cluster), *standing.findings, *unknown, *named, *faults]
-    verdicts = [_compare(Placement(request, partition, cluster), standing) for partition in chosen]
+    findings = [*_array(job, cluster), *selection.findings, *unknown, *faults]
+    verdicts = [_compare(Placement(request, partition, cluster), selection) for partition in chosen]
     usable = [verdict for verdict in verdicts if not verdict.findings]
     if verdicts:
-        findings += _combined(request, verdicts, usable, cluster, standing)
+        findings += _combined(request, verdicts, usable, cluster, selection)
     implied = {_IMPLIED.get(finding.code) for finding in findings}
     findings = errors_first(finding for finding in findings if finding.code not in implied)
     idle = max((verdict.idle_nodes for verdict in usable), default=0)
     names = tuple(verdict.partition.name for verdict in usable)
-    not_checked = [*not_judged(request, cluster)]
+    not_checked = [*_not_checked(request)]
     if cluster.partitions and not (chosen or faults):
         not_checked.append("the partition, which this site chooses at submission")
     return Verdict(
         findings, names, request.nodes, idle if cluster.nodes else None, tuple(not_checked)
     )
+
+
+def _not_checked(request: JobRequest) -> Iterator[str]:
+    """Yield the options that only Slurm checks, such as licences and reservations."""
+    for option in request.job.resources.extra:
+        if option.removeprefix("--").partition("=")[0] not in _CHECKED:
+            yield option
+    constraint = request.job.resources.constraint
+    if constraint and not plain_features(request):
+        yield f"--constraint={constraint}"
 
 
 def _array(job: Job, cluster: Cluster) -> Iterator[Finding]:
@@ -133,7 +137,7 @@ def _array(job: Job, cluster: Cluster) -> Iterator[Finding]:
         yield error("array.index", "array", last, message, size - 1)
 
 
-def _partitions(request: Request, cluster: Cluster) -> tuple[list[Partition], list[Finding]]:
+def _partitions(request: JobRequest, cluster: Cluster) -> tuple[list[Partition], list[Finding]]:
     """Return the partitions that a job is considered in, and what is wrong with the choice."""
     names = [partition.name for partition in cluster.partitions]
     plugins = cluster.limits.submit_plugins
@@ -159,23 +163,23 @@ def _partitions(request: Request, cluster: Cluster) -> tuple[list[Partition], li
     return [], [request.fault("partition.none", "partition", message, names, hint)]
 
 
-def _compare(placement: Placement, standing: Standing) -> _PartitionVerdict:
+def _compare(placement: Placement, selection: AccountSelection) -> _PartitionVerdict:
     nodes, missing = fit(placement) if placement.cluster.nodes else ([], [])
-    limits = list(_limit_findings(placement, standing.qos.flags if standing.qos else ()))
+    limits = list(_limit_findings(placement, selection.qos.flags if selection.qos else ()))
     if any(finding.code == "nodes.most" for finding in limits):
         missing = []  # reported once
     return _PartitionVerdict(
         placement.partition,
         closed=list(_closed_findings(placement)),
-        limits=[*_access_findings(placement, standing), *limits],
-        accounting=list(accounting_limits(placement, standing, placement.tres(nodes))),
+        limits=[*_access_findings(placement, selection), *limits],
+        accounting=list(accounting_limits(placement, selection, placement.tres(nodes))),
         others=[*_state_findings(placement), *missing],
         nodes=nodes,
     )
 
 
 def _state_findings(placement: Placement) -> Iterator[Finding]:
-    """Yield what the partition's state says: `DOWN` takes jobs and starts none."""
+    """Yield a finding about the partition's state: `DOWN` takes jobs and starts none."""
     if placement.partition.state in _STATES:
         code, reason = _STATES[placement.partition.state]
         message = f"partition {placement.partition.name} {reason}"
@@ -198,11 +202,11 @@ def _closed_findings(placement: Placement) -> Iterator[Finding]:
         yield request.fault("partition.reservation-only", "partition", message, None, hint)
 
 
-def _access_findings(placement: Placement, standing: Standing) -> Iterator[Finding]:
+def _access_findings(placement: Placement, selection: AccountSelection) -> Iterator[Finding]:
     """Yield why the job's account or QOS may not use the partition."""
     partition, resources = placement.partition, placement.request.job.resources
-    accounts = (standing.account, partition.allow_accounts, partition.deny_accounts)
-    qos = (standing.qos_name, partition.allow_qos, partition.deny_qos)
+    accounts = (selection.account, partition.allow_accounts, partition.deny_accounts)
+    qos = (selection.qos_name, partition.allow_qos, partition.deny_qos)
     rules = {"account": ("account", *accounts), "qos": ("QOS", *qos)}
     for option, (label, name, allowed, denied) in rules.items():
         message = f"partition {partition.name} is not open to {label} {name}"
@@ -260,11 +264,11 @@ def _among(name: str, names: Iterable[str]) -> bool:
 
 
 def _combined(
-    request: Request,
+    request: JobRequest,
     verdicts: Sequence[_PartitionVerdict],
     usable: Sequence[_PartitionVerdict],
     cluster: Cluster,
-    standing: Standing,
+    selection: AccountSelection,
 ) -> list[Finding]:
     """Return what the partitions of a job say together: one that would run it is enough, mostly."""
     if not usable:
@@ -274,7 +278,7 @@ def _combined(
     for index, verdict in enumerate(verdicts):
         closed = verdict.closed
         if enforced == "NO" and index:
-            # Seen: Slurm leaves such a partition out, but not where it is the first one.
+            # Observed: Slurm skips such a partition, unless it is the first one.
             closed = [dataclasses.replace(finding, level="warning") for finding in closed]
         findings += closed
         if enforced == "ALL":
@@ -282,7 +286,7 @@ def _combined(
     # With DenyOnLimit Slurm compares the first partition's limits when the job is submitted.
     first = verdicts[0]
     own = [qos for qos in cluster.qos or () if qos.name == first.partition.qos]
-    if any("DenyOnLimit" in qos.flags for qos in (standing.qos, *own) if qos is not None):
+    if any("DenyOnLimit" in qos.flags for qos in (selection.qos, *own) if qos is not None):
         findings += first.accounting
     return [
         *findings,
@@ -292,12 +296,12 @@ def _combined(
 
 
 def _nodes_down(
-    request: Request, usable: Sequence[_PartitionVerdict], cluster: Cluster
+    request: JobRequest, usable: Sequence[_PartitionVerdict], cluster: Cluster
 ) -> Iterator[Finding]:
     """Yield a warning where nodes are out of service, so that the job cannot start now."""
     for verdict in usable:
         up = {node.name for node in verdict.nodes if node.up}
-        if len(up) >= request.nodes and request.required <= up:
+        if len(up) >= request.nodes:
             return
     best = usable[0]
     down = [node for node in best.nodes if not node.up]
@@ -314,7 +318,7 @@ def _nodes_down(
 
 
 def _staged_memory(
-    request: Request, usable: Sequence[_PartitionVerdict], cluster: Cluster
+    request: JobRequest, usable: Sequence[_PartitionVerdict], cluster: Cluster
 ) -> Iterator[Finding]:
     """Yield a warning where what is staged to RAM is more than the job gets by default."""
     if request.memory_mib is not None:

@@ -1,4 +1,4 @@
-"""Whether a job's data can be staged: options, sources and targets, by a look at this machine."""
+"""Check whether a job's data can be staged: options, sources and targets on this machine."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from hpml_orchestrator.check.finding import Finding, error, warning
 from hpml_orchestrator.check.request import Sizes
 from hpml_orchestrator.errors import HpmlError
 from hpml_orchestrator.records.texts import first_few
-from hpml_orchestrator.runs.measure import is_compressed
+from hpml_orchestrator.runs.stage_targets import is_compressed
 from hpml_orchestrator.staging.archives import check_archive
 from hpml_orchestrator.staging.faults import OUTSIDE_LINKS, shown
 from hpml_orchestrator.staging.plan import NO_FILE, link_fault
@@ -50,7 +50,7 @@ class _Walk:
 def check_stages(
     job: Job, *, seconds: float, clock: Callable[[], float] = time.monotonic
 ) -> tuple[list[Finding], Sizes]:
-    """Return what of the data cannot be staged, and how much there is to stage.
+    """Return findings about data that cannot be staged, and the size of the data.
 
     Args:
         job: a complete job.
@@ -108,7 +108,7 @@ def _options(job: Job, stage: Stage, place: str) -> Iterator[Finding]:
 
 
 def _kind(stage: Stage, place: str, walk: _Walk) -> Iterator[Finding]:
-    """Yield in which way a source is not of the kind that it is said to be; sets the walk's."""
+    """Yield an error if a source is not of its `kind`; set the walk's kind."""
     try:
         walk.kind = kind_at(stage.source, stage.kind)
         check_archive(stage.source, walk.kind)

@@ -25,8 +25,7 @@ from hpml_orchestrator.diagnosis.memory import GIB, RESERVE, read_model
 from hpml_orchestrator.errors import InputError, counted
 from hpml_orchestrator.records.texts import human_bytes, seconds_text
 from hpml_orchestrator.runs.backend import choose
-from hpml_orchestrator.runs.measure import measured as with_sizes
-from hpml_orchestrator.runs.measure import room_of_site
+from hpml_orchestrator.runs.stage_targets import resolve_stage_targets, room_of_site
 from hpml_orchestrator.scheduler.local.resources import memory_mb
 from hpml_orchestrator.script.directives import memory_mebibytes
 from hpml_orchestrator.site.profile import site_for
@@ -96,7 +95,7 @@ def advise(
     site = site_for(job_file, os.environ, chosen=chosen_site(context), backend=backend)
     values = [parse_setting(setting) for setting in settings]
     resolved = load_job(job_file, values, site, arguments=appended_arguments(context))
-    resolved, _ = with_sizes(resolved)
+    resolved, _ = resolve_stage_targets(resolved)
     job = resolved.job
     profile = site.site if site else None
     mebibytes = memory_mb() if backend == "local" else room_of_site(job, profile).memory_mib

@@ -13,12 +13,12 @@ import typer
 from hpml_orchestrator.cli.common import (
     RunWord,
     appended_arguments,
-    one_run,
     refuse_empty,
     store_of,
 )
 from hpml_orchestrator.errors import NotFoundError
 from hpml_orchestrator.runs.attach import attachment
+from hpml_orchestrator.runs.select import one_run
 from hpml_orchestrator.runs.status import states
 
 __all__ = ["attach"]

@@ -22,12 +22,13 @@ from hpml_orchestrator.cli.common import (
     refuse_empty,
     store_of,
 )
-from hpml_orchestrator.cli.follow import fail_unless_completed, follow
+from hpml_orchestrator.cli.follow import follow
 from hpml_orchestrator.cli.jobfile import NoCheckOption, backend_name
 from hpml_orchestrator.cli.process import EXIT_OUTLIER, notice
 from hpml_orchestrator.cli.submission import job_text, submit_rendered
 from hpml_orchestrator.errors import InputError, JobFailedError, RecordError, counted
 from hpml_orchestrator.records.texts import first_few, rate_text
+from hpml_orchestrator.runs.follow import refuse_failed
 from hpml_orchestrator.runs.prepare import Rendered, render_job
 from hpml_orchestrator.runs.state import run_of
 from hpml_orchestrator.site.profile import site_for
@@ -176,7 +177,7 @@ def _report(
         _print(measured, verdict, lost, kept)
     if not verdict.normal:
         raise typer.Exit(EXIT_OUTLIER)
-    fail_unless_completed(state)
+    refuse_failed(state)
     if lost:
         raise JobFailedError(
             f"{first_few(lost)} left no result", hint=f"hpml logs {state.submission.label}"

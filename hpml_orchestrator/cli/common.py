@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import sys
-from dataclasses import replace
-from datetime import datetime
 from functools import cache
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -16,13 +13,9 @@ import typer
 from hpml_orchestrator.cli.process import APPENDED, notice
 from hpml_orchestrator.errors import InputError, NotFoundError
 from hpml_orchestrator.records.store import Store, default_root
-from hpml_orchestrator.records.texts import first_few
-from hpml_orchestrator.spec.values import read_span
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
-
-    from hpml_orchestrator.records.store import Submission
 
 __all__ = [
     "STANDARD_OUTPUT",
@@ -38,9 +31,6 @@ __all__ = [
     "appended_arguments",
     "chosen_site",
     "completion",
-    "one_run",
-    "parse_age",
-    "parse_since",
     "print_json",
     "print_table",
     "refuse_empty",
@@ -51,7 +41,6 @@ __all__ = [
 STANDARD_OUTPUT = "-"
 """Stands for standard output where a file is expected."""
 
-_NAMED_TASKS = 3
 _MAKE_RECORDS = frozenset({"run", "submit", "check", "doctor", "bench", "advise"})
 """Commands that may be the first ones in a directory of records, also as `hpml sweep run`."""
 
@@ -150,31 +139,6 @@ def _notice_once(text: str) -> None:
     notice(text)
 
 
-def one_run(submission: Submission, *, field: str, has: str) -> Submission:
-    """Return a submission of one run; of a job array with several tasks, one must be named.
-
-    Args:
-        submission: what the user named.
-        field: the argument or option that names it.
-        has: what each task has of its own.
-
-    Raises:
-        InputError: it is a job array and none of its tasks is named.
-    """
-    tasks = submission.runs()
-    if submission.index is not None or not submission.is_array():
-        return submission
-    if len(tasks) == 1:
-        return replace(submission, index=tasks[0][0])
-    names = [f"{submission.sid}.{index}" for index, _ in tasks]
-    raise InputError(
-        f"is a job array of {len(tasks)} tasks, each with its own {has}",
-        field=field,
-        value=submission.sid,
-        hint=f"name one: {first_few(names, _NAMED_TASKS)}",
-    )
-
-
 def chosen_site(context: typer.Context) -> str:
     """Return the value of `--site` or `HPML_SITE`: a file, `none`, or nothing."""
     return (context.find_root().obj or {}).get("site") or ""
@@ -213,51 +177,6 @@ def refuse_with(option: str, others: Mapping[str, object]) -> None:
             raise InputError(
                 f"cannot be given together with {option}", field=other, hint="give only one"
             )
-
-
-def parse_age(text: str, *, field: str) -> float:
-    """Return the seconds of an age such as 7d.
-
-    Raises:
-        InputError: it is in another form; names the option.
-
-    >>> parse_age("90m", field="--older"), parse_age("1.5h", field="--older")
-    (5400.0, 5400.0)
-    """
-    seconds = read_span(text)
-    if seconds is None:
-        raise InputError(
-            "must be a number with a unit (s, m, h, d, w), e.g. 90m, 12h or 7d",
-            field=field,
-            value=text,
-        )
-    return seconds
-
-
-def parse_since(text: str, *, field: str, now: float) -> float:
-    """Return the moment that an age such as 3d, or a date such as 2026-11-20, means.
-
-    Args:
-        text: the age, or the local date with or without a time.
-        field: the option.
-        now: seconds since the epoch.
-
-    Raises:
-        InputError: it is in another form, or in the future; names the option.
-    """
-    with contextlib.suppress(InputError):
-        return now - parse_age(text, field=field)
-    try:
-        moment = datetime.fromisoformat(text.strip()).timestamp()
-    except (ValueError, OverflowError):
-        raise InputError(
-            "must be an age such as 2h or 3d, or a date such as 2026-11-20 or 2026-11-20T08:00",
-            field=field,
-            value=text,
-        ) from None
-    if moment > now:
-        raise InputError("is in the future", field=field, value=text)
-    return moment
 
 
 def print_json(value: Any) -> None:

@@ -3,27 +3,25 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import re
 import sys
 from typing import TYPE_CHECKING, Annotated, Any, TextIO
 
 import typer
 
-from hpml_orchestrator.cli.common import JsonOption, RunWord, one_run, print_json, store_of
+from hpml_orchestrator.cli.common import JsonOption, RunWord, print_json, store_of
 from hpml_orchestrator.cli.process import EXIT_INTERRUPTED, notice
-from hpml_orchestrator.errors import (
-    BindingError,
-    HpmlError,
-    JobFailedError,
-    NotFoundError,
-    RecordError,
+from hpml_orchestrator.errors import HpmlError, NotFoundError
+from hpml_orchestrator.runs.follow import (
+    Tail,
+    refuse_failed,
+    start_of_last,
+    wait_until_over,
 )
-from hpml_orchestrator.runs.follow import Tail, start_of_last, wait_until_over
 from hpml_orchestrator.runs.life import Life, read_life
+from hpml_orchestrator.runs.select import one_run
 from hpml_orchestrator.runs.state import run_of
 from hpml_orchestrator.runs.status import State
-from hpml_orchestrator.runs.summary import binding_of
 
 if TYPE_CHECKING:
     from hpml_orchestrator.records.store import Store, Submission
@@ -31,7 +29,7 @@ if TYPE_CHECKING:
 # Slurm's reasons for a job that waits until somebody releases it, as `launch_failed_requeued_held`.
 _HELD = re.compile(r"requeued[ _]held|JobHeld(?:User|Admin)", re.IGNORECASE)
 
-__all__ = ["fail_unless_completed", "follow", "logs", "wait"]
+__all__ = ["follow", "logs", "wait"]
 
 
 def logs(
@@ -74,7 +72,7 @@ def wait(context: typer.Context, run: RunWord = "last", as_json: JsonOption = Fa
     state = follow(store, store.resolve(run), out=sys.stdout, output=False)
     if as_json:
         print_json(state.to_json())
-    fail_unless_completed(state)
+    refuse_failed(state)
 
 
 def follow(
@@ -211,30 +209,3 @@ def _state_line(state: State, *, reason: bool) -> str:
     why = f" ({state.reason})" if reason and state.reason else ""
     where = f" on {state.nodes}" if state.nodes and state.state == "RUNNING" else ""
     return f"{state.state}{why}{where}"
-
-
-def fail_unless_completed(state: State) -> None:
-    """Raise JobFailedError for a run that did not complete; its reason was printed before."""
-    if state.state == "COMPLETED":
-        return
-    code = f", exit code {state.exit_code}" if state.exit_code else ""
-    message = f"job {state.job_id or '-'} ended {state.state}{code}"
-    if not state.over:
-        message = f"it is not known how job {state.job_id or '-'} ended: {state.reason}"
-    if _failed_binding(state):
-        raise JobFailedError(
-            f"{message}: {BindingError.meaning}", hint=f"hpml show {state.submission.label}"
-        )
-    # of an array, the first task that ended like this
-    failed = [task for task in state.tasks if task.state == state.state] or [state]
-    with_output = [one for one in failed if os.path.exists(one.run.output)]
-    hint = f"hpml logs {with_output[0].submission.label}" if with_output else ""
-    raise JobFailedError(message, hint=hint)
-
-
-def _failed_binding(state: State) -> bool:
-    """Whether a run ended because its ranks were not bound as planned."""
-    try:
-        return not state.tasks and binding_of(state).fatal
-    except RecordError:  # another user's record
-        return False

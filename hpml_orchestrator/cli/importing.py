@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from hpml_orchestrator.cli.common import JsonOption, print_json
-from hpml_orchestrator.convert import Place, import_script, read_script
+from hpml_orchestrator.convert import ImportContext, import_script, read_script
 from hpml_orchestrator.errors import InputError, RecordError
 from hpml_orchestrator.records.files import write_users_file
 from hpml_orchestrator.script import Capabilities, render
@@ -19,7 +19,7 @@ from hpml_orchestrator.script.user_template import check_setup
 from hpml_orchestrator.spec.load import load_job
 
 if TYPE_CHECKING:
-    from hpml_orchestrator.convert import Finding
+    from hpml_orchestrator.convert import ImportNote
 
 __all__ = ["import_"]
 
@@ -56,9 +56,9 @@ def import_(
             "already exists", field="--output", value=output, hint="--force replaces it"
         )
     base = str(target.parent) if target else directory
-    place = Place(directory=directory, base=base, environment=dict(os.environ))
+    context = ImportContext(directory=directory, base=base, environment=dict(os.environ))
     name = os.path.basename(script)
-    made = import_script(read_script(Path(script)), name=name, place=place)
+    made = import_script(read_script(Path(script)), name=name, context=context)
     _check(made.text)
     if target is not None:
         try:
@@ -97,9 +97,9 @@ def _check(text: str) -> None:
 _KINDS = {"lost": "not carried over", "changed": "changed", "dropped": "not needed"}
 
 
-def _print_findings(name: str, findings: tuple[Finding, ...]) -> None:
+def _print_findings(name: str, findings: tuple[ImportNote, ...]) -> None:
     """Print the findings; those with one reason stand together."""
-    groups: dict[tuple[str, str, str], list[Finding]] = {}
+    groups: dict[tuple[str, str, str], list[ImportNote]] = {}
     for finding in findings:
         groups.setdefault((finding.kind, finding.why, finding.todo), []).append(finding)
     hints = set()

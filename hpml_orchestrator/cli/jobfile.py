@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from hpml_orchestrator.api.submission import check_rendered
 from hpml_orchestrator.check.job import invalid_job
 from hpml_orchestrator.cli.common import (
     AfterOption,
@@ -33,13 +34,12 @@ from hpml_orchestrator.cli.process import (
 )
 from hpml_orchestrator.cli.show import print_summary
 from hpml_orchestrator.cli.submission import (
-    check_rendered,
     job_text,
     report_submission,
     submit_rendered,
 )
 from hpml_orchestrator.errors import InputError, SchedulerUnavailable, counted
-from hpml_orchestrator.runs.after import outstanding
+from hpml_orchestrator.runs.after import pending_dependencies
 from hpml_orchestrator.runs.backend import choose, open_backend
 from hpml_orchestrator.runs.prepare import explained, render_job, write_rendered
 from hpml_orchestrator.runs.submit import resume
@@ -48,7 +48,7 @@ from hpml_orchestrator.spec.load import load_job, parse_setting
 from hpml_orchestrator.spec.site_find import find_profiles
 
 if TYPE_CHECKING:
-    from hpml_orchestrator.check.job import Report
+    from hpml_orchestrator.check.job import CheckReport
     from hpml_orchestrator.records.store import Store, Submission
     from hpml_orchestrator.runs.prepare import Rendered
 
@@ -220,7 +220,7 @@ def _resume(store: Store, submission: Submission) -> str:
         open_backend(backend, store, host=str(record["host"])),
         environment=dict(os.environ),
         notice=notice,
-        after=lambda words: outstanding(store, words, backend=backend),
+        after=lambda words: pending_dependencies(store, words, backend=backend),
     )
 
 
@@ -258,7 +258,7 @@ def check(
         raise typer.Exit(SchedulerUnavailable.exit_code)
 
 
-def _print(report: Report, backend: str, job: str) -> None:
+def _print(report: CheckReport, backend: str, job: str) -> None:
     for note in report.notes:
         typer.echo(f"note: {note}")
     for finding in report.findings:
@@ -281,15 +281,14 @@ def _print(report: Report, backend: str, job: str) -> None:
     typer.echo(f"{job}: {verdict}" + (f", {counted(count, 'warning')}" if count else ""))
 
 
-def _start(report: Report) -> str:
+def _start(report: CheckReport) -> str:
     """Return how many nodes are idle, if known, and whether nothing else delays the job."""
     verdict = report.verdict
     if not verdict.partitions or verdict.idle_nodes is None:
         return ""
     idle = f"{counted(verdict.idle_nodes, 'node')} idle"
     if verdict.idle_nodes >= verdict.nodes:
-        waits = report.not_checked or any(one.code == "license.free" for one in report.warnings)
-        return f" ({idle})" if waits else f" (can start now, {idle})"
+        return f" ({idle})" if report.not_checked else f" (can start now, {idle})"
     return f" ({idle} of the {verdict.nodes} it needs)"
 
 

@@ -41,10 +41,8 @@ EXAMPLES = {
         (
             "ddp_images.py",
             "horovod_images.py",
-            "images_common.py",
             "images_data.py",
             "images_model.py",
-            "images_options.py",
             "make_digits.py",
             "digits.yaml",
             "digits_horovod.yaml",
@@ -57,6 +55,19 @@ EXAMPLES = {
         "a byte-level GPT with DDP or FSDP; the licence texts of Debian as data",
         ("lm.py", "lm_model.py", "lm.yaml", *_HELPERS),
         ("hpml run lm.yaml",),
+    ),
+    "trees": Example(
+        "a PointNet on point clouds of trees, with DDP; six synthetic species as data",
+        (
+            "trees.py",
+            "trees_data.py",
+            "trees_model.py",
+            "make_trees.py",
+            "trees_plot.py",
+            "trees.yaml",
+            *_HELPERS,
+        ),
+        ("hpml run trees.yaml",),
     ),
     "communication": Example(
         "a small network, with nine ways to exchange gradients: what each costs, and when it wins",

@@ -3,41 +3,37 @@
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from hpml_orchestrator.api.reporting import diagnose_run
 from hpml_orchestrator.cli.common import (
     JsonOption,
     PrometheusAuthOption,
     RunWords,
     chosen_site,
-    one_run,
     print_json,
     refuse_empty,
     refuse_with,
     store_of,
 )
 from hpml_orchestrator.cli.process import notice
-from hpml_orchestrator.diagnosis.diagnose import diagnose
-from hpml_orchestrator.diagnosis.profile import DIRECTORY, ProfileError, read_profile
 from hpml_orchestrator.diagnosis.wording import markdown, text, to_json
-from hpml_orchestrator.errors import InputError, NotFoundError, RecordError
+from hpml_orchestrator.errors import InputError, RecordError
 from hpml_orchestrator.records.files import write_text
-from hpml_orchestrator.runs.facts import gather
-from hpml_orchestrator.runs.prometheus import Prometheus, PrometheusError
-from hpml_orchestrator.runs.status import UNREADABLE, states
-from hpml_orchestrator.site.profile import prometheus_of_site, site_for
+from hpml_orchestrator.runs.prometheus import Prometheus
+from hpml_orchestrator.runs.select import one_run
+from hpml_orchestrator.runs.status import state_of
+from hpml_orchestrator.site.profile import prometheus_of_site
 from hpml_orchestrator.spec.address import read_credentials
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from hpml_orchestrator.diagnosis.model import Diagnosis, Facts, Peaks
+    from hpml_orchestrator.diagnosis.model import Diagnosis
     from hpml_orchestrator.records.store import Store, Submission
-    from hpml_orchestrator.runs.state import State
-    from hpml_orchestrator.spec.site import ResolvedSite
 
 __all__ = ["Wanted", "report"]
 
@@ -136,17 +132,17 @@ def _compare(
     first: Diagnosis, second: Diagnosis, *, as_json: bool, as_markdown: bool, html: str | None
 ) -> None:
     """Print or write two runs side by side."""
-    from hpml_orchestrator.diagnosis import side  # noqa: PLC0415 - seldom needed
+    from hpml_orchestrator.diagnosis import comparison  # noqa: PLC0415 - seldom needed
 
     if as_markdown:
         raise InputError("two runs are compared as text or --json", field="--markdown")
     if html is not None:
         raise InputError("two runs are compared as text or --json", field="--html", value=html)
-    compared = side.compare(first, second, written=(_written(first), _written(second)))
+    compared = comparison.compare(first, second, written=(_written(first), _written(second)))
     if as_json:
-        print_json(side.to_json(compared))
+        print_json(comparison.to_json(compared))
     else:
-        typer.echo(side.text(compared))
+        typer.echo(comparison.text(compared))
 
 
 def _written(diagnosis: Diagnosis) -> Mapping[str, Any]:
@@ -222,46 +218,5 @@ def _diagnosed(
         NotFoundError: it has not started.
         RecordError: its records cannot be read.
     """
-    state = states(store, [submission])[0]
-    if state.state == UNREADABLE:
-        raise RecordError(state.reason)
-    _refuse_unstarted(state)
-    if not state.over:
-        why = f" ({state.reason})" if state.reason else ""
-        notice(f"{state.submission.label} is {state.state}{why}: this is what is known so far")
-    try:
-        facts = gather(state, prometheus=server)
-    except PrometheusError as error:
-        notice(f"warning: {error}; figures are from records")
-        facts = gather(state)
-    from hpml_orchestrator.check.changes import with_limits  # noqa: PLC0415 - loads all of staging
-
-    profile = site_for("job.yaml", os.environ, chosen=site)
-    facts = with_limits(facts, state, profile.site if profile else None)
-    try:
-        traced = read_profile(state.run.directory / DIRECTORY)
-    except ProfileError as error:
-        notice(f"warning: {error}")
-        traced = None
-    return diagnose(replace(facts, peaks=_peaks(store, facts, profile), profile=traced))
-
-
-def _peaks(store: Store, facts: Facts, site: ResolvedSite | None) -> Peaks | None:
-    """Return what the nodes of a run can do, as far as it was measured or is specified."""
-    from hpml_orchestrator.bench.results import directories_of, peaks_for  # noqa: PLC0415
-
-    named = [*(node.node for node in facts.nodes), *(rank.node for rank in facts.ranks)]
-    nodes = list(dict.fromkeys(filter(None, named)))
-    names = [gpu.name for node in facts.nodes for gpu in node.gpus]
-    places = directories_of(store.root, site.sources if site else [])
-    return peaks_for(
-        nodes, names[0] if names else "", directories=places, site=site.site if site else None
-    )
-
-
-def _refuse_unstarted(state: State) -> None:
-    if state.run.newest() is not None:
-        return
-    label, why = state.submission.label, f": {state.reason}" if state.reason else ""
-    ended = "it never started" if state.over else f"it is {state.state} and has not started"
-    raise NotFoundError(f"{label}: nothing to report, {ended}{why}", hint=f"hpml show {label}")
+    state = state_of(store, submission)
+    return diagnose_run(store, state, site=site, notice=notice, prometheus=server)

@@ -14,8 +14,6 @@ from hpml_orchestrator.cli.common import (
     RunWords,
     chosen_site,
     completion,
-    parse_age,
-    parse_since,
     print_json,
     print_table,
     refuse_empty,
@@ -50,6 +48,7 @@ from hpml_orchestrator.runs.select import (
     unfinished,
 )
 from hpml_orchestrator.runs.status import UNREADABLE, states
+from hpml_orchestrator.spec.ages import parse_age, parse_since
 
 if TYPE_CHECKING:
     from hpml_orchestrator.records.store import Store, Submission

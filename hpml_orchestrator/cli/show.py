@@ -15,25 +15,30 @@ from hpml_orchestrator.cli.common import (
     print_table,
     store_of,
 )
-from hpml_orchestrator.cli.follow import fail_unless_completed
 from hpml_orchestrator.diagnosis.diagnose import diagnose
 from hpml_orchestrator.errors import HpmlError, InputError, RecordError, counted
 from hpml_orchestrator.placement.report import by_sentence
 from hpml_orchestrator.runs.damaged import damage_error, damage_of, naming_damage
 from hpml_orchestrator.runs.dashboard import job_dashboard, state_json
-from hpml_orchestrator.runs.described import describe
 from hpml_orchestrator.runs.facts import gather
+from hpml_orchestrator.runs.follow import refuse_failed
 from hpml_orchestrator.runs.life import read_life
-from hpml_orchestrator.runs.show import array_lines, attempt_reports, summary_lines, task_rows
+from hpml_orchestrator.runs.reporting.description import describe
+from hpml_orchestrator.runs.reporting.summary import Summary, summarise
+from hpml_orchestrator.runs.reporting.text import (
+    array_lines,
+    attempt_reports,
+    summary_lines,
+    task_rows,
+)
 from hpml_orchestrator.runs.status import UNREADABLE, states
-from hpml_orchestrator.runs.summary import Summary, summarise
 from hpml_orchestrator.topology.cpulist import format_list
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-    from hpml_orchestrator.runs.bound import Bound, Place
     from hpml_orchestrator.runs.life import Life
+    from hpml_orchestrator.runs.reporting.binding import BindingReport, Place
     from hpml_orchestrator.runs.status import State
 
 __all__ = ["COLUMNS", "print_ranks", "print_summary", "show"]
@@ -149,7 +154,7 @@ def print_summary(state: State, *, site: str, as_json: bool) -> None:
         draw_summary(lines, completed=state.state == "COMPLETED")
     else:
         _print_lines(lines)
-    fail_unless_completed(state)
+    refuse_failed(state)
 
 
 def _print_lines(lines: list[tuple[str, str]]) -> None:
@@ -163,7 +168,7 @@ _ALL_RANKS = 16
 """With more ranks only those that are not bound as planned are shown."""
 
 
-def print_places(bound: Bound, *, everything: bool) -> None:
+def print_places(bound: BindingReport, *, everything: bool) -> None:
     """Print the table of ranks, how many it leaves out, and what is wrong.
 
     Args:
@@ -188,9 +193,6 @@ def print_places(bound: Bound, *, everything: bool) -> None:
             wrong.setdefault(sentence, []).append(place)
     for sentence, its_places in wrong.items():
         typer.echo(f"WRONG {_where(its_places)}: {sentence}")
-    for proof in bound.proofs:
-        for sentence in proof.wrong:
-            typer.echo(f"WRONG node {proof.node}: {sentence}")
     warnings = [
         f"the proof of node {proof.node} cannot be read: {proof.why}" for proof in bound.unreadable
     ]

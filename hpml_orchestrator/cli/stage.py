@@ -21,13 +21,21 @@ from hpml_orchestrator.cli.common import (
     refuse_with,
 )
 from hpml_orchestrator.cli.copying import Meter, count_option, outside_links_option, stoppable
-from hpml_orchestrator.errors import CapacityError, HpmlError, InputError, counted
+from hpml_orchestrator.errors import (
+    CapacityError,
+    HpmlError,
+    InputError,
+    NotFoundError,
+    StagingError,
+    counted,
+    nearest,
+)
 from hpml_orchestrator.records.texts import exact_bytes, human_bytes
 from hpml_orchestrator.staging import CopyStager
 from hpml_orchestrator.staging.auto import stage_chosen
 from hpml_orchestrator.staging.caller import calling_process, shell_key
 from hpml_orchestrator.staging.copy import CopyOptions
-from hpml_orchestrator.staging.faults import shown
+from hpml_orchestrator.staging.faults import UNREADABLE, brief, shown
 from hpml_orchestrator.staging.rate_limit import open_rate
 from hpml_orchestrator.staging.request import IN_PLACE, requests_for
 
@@ -39,6 +47,9 @@ if TYPE_CHECKING:
     from hpml_orchestrator.staging.auto import Outcome
 
 __all__ = ["group"]
+
+COMMANDS = ("ls", "verify", "clean")
+_WORD_CHARACTERS = 40
 
 _Field = Literal["path", "digest", "bytes", "files", "seconds", "reused", "target", "name"]
 
@@ -256,6 +267,7 @@ def _outcomes(
     caller = calling_process()
     for request in requests:
         with Meter("staged", lines=not quiet) as meter:
+            _check_source(request.source)
             stager = CopyStager(
                 shell_key(caller),
                 bases=bases,
@@ -263,13 +275,33 @@ def _outcomes(
                 should_stop=stop,
                 on_progress=meter,
                 options=options,
-                checks_source=True,
             )
             try:
-                outcome = stage_chosen(request, stager, bases)
+                outcome = stage_chosen(request, stager)
             finally:
                 stager.leave()
         yield outcome
+
+
+def _check_source(path: str) -> None:
+    """Refuse a source that is not there; it may be a mistyped subcommand.
+
+    Raises:
+        NotFoundError: says so.
+        StagingError: a directory above is closed to this user.
+    """
+    try:
+        os.lstat(path)
+    except PermissionError as error:
+        raise StagingError(
+            f"cannot look at {brief(path)}: {error.strerror}", hint=UNREADABLE
+        ) from error
+    except (OSError, ValueError) as error:
+        near = nearest(os.path.basename(path)[:_WORD_CHARACTERS], COMMANDS)
+        hint = f"`hpml stage` also has the commands {', '.join(COMMANDS)}"
+        if near:
+            hint = f"did you mean `hpml stage {near}`? its options stand behind it"
+        raise NotFoundError(f"no such file or directory: {brief(path)}", hint=hint) from error
 
 
 def _print(outcome: Outcome) -> None:

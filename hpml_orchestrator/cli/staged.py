@@ -13,7 +13,6 @@ import typer
 from hpml_orchestrator.cli.common import (
     JsonOption,
     chosen_site,
-    parse_age,
     print_json,
     print_table,
     refuse_with,
@@ -22,6 +21,7 @@ from hpml_orchestrator.cli.copying import count_option, stoppable
 from hpml_orchestrator.errors import InputError, NotFoundError, StagingError, counted
 from hpml_orchestrator.records.texts import exact_bytes, human_bytes
 from hpml_orchestrator.site.profile import node_paths
+from hpml_orchestrator.spec.ages import parse_age
 from hpml_orchestrator.staging import Bases, JobArea
 from hpml_orchestrator.staging.caller import calling_process, shell_key
 from hpml_orchestrator.staging.faults import is_directory, shown, why

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
-from hpml_orchestrator.check.job import check_job, refusal
+from hpml_orchestrator.api.submission import prepare_checked, scheduler_messages
 from hpml_orchestrator.cli.common import print_json
 from hpml_orchestrator.cli.process import (
     EXIT_INTERRUPTED,
@@ -19,25 +19,15 @@ from hpml_orchestrator.cli.process import (
     report_unwritable_output,
 )
 from hpml_orchestrator.errors import counted
-from hpml_orchestrator.records.files import read_text_or_nothing
-from hpml_orchestrator.records.texts import printable
-from hpml_orchestrator.runs.after import outstanding
-from hpml_orchestrator.runs.backend import cluster_name, open_backend
-from hpml_orchestrator.runs.prepare import prepare
-from hpml_orchestrator.runs.resubmit import refuse_shared_checkpoints
 from hpml_orchestrator.runs.submit import submit as submit_prepared
-from hpml_orchestrator.site.profile import topologies_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
-    from hpml_orchestrator.check.job import Report
     from hpml_orchestrator.records.store import Store, Submission
     from hpml_orchestrator.runs.prepare import Rendered
 
-__all__ = ["check_rendered", "job_text", "report_submission", "submit_rendered"]
-
-_CLUSTER_SECONDS = 5.0  # while a submission waits
+__all__ = ["job_text", "report_submission", "submit_rendered"]
 
 
 def submit_rendered(
@@ -63,28 +53,15 @@ def submit_rendered(
     submission = None
     try:
         rendered, name = make()
-        refuse_shared_checkpoints(store, rendered.resolved.job)
-        dependencies = outstanding(store, rendered.resolved.job.after, backend=name)
-        if checked:
-            _check_before_submission(rendered, name, store)
-        scheduler = open_backend(name, store)
-        environment = dict(os.environ)
-        submission = prepare(
-            store,
-            rendered,
-            backend=name,
-            cluster=cluster_name(scheduler),
-            argv=sys.argv,
-            environment=environment,
-            after=dependencies,
-            notice=notice,
-            record=record,
+        submission, scheduler = prepare_checked(
+            store, rendered, name, checked=checked, notice=notice, record=record
         )
         # Ctrl-C waits for the answer, so that no job exists unreported; a second one does not.
         with Stop(signal.SIGINT, message="submitting; press Ctrl-C again to abort") as stop:
-            job_id = submit_prepared(submission, scheduler, environment=environment)
+            job_id = submit_prepared(submission, scheduler, environment=dict(os.environ))
         if not stop():
-            _print_messages(submission)
+            for line in scheduler_messages(submission):
+                notice(line)
             return submission, job_id
     except KeyboardInterrupt:
         pass
@@ -151,53 +128,4 @@ def _outcome(submission: Submission | None) -> str:
     return (
         f"{sid} may have been submitted: `hpml status {sid}` shows its state, "
         f"`hpml submit --resume {sid}` completes it"
-    )
-
-
-def _print_messages(submission: Submission) -> None:
-    """Print what sbatch reported of a job that it accepted, such as a site's message to users."""
-    for line in read_text_or_nothing(submission.directory / "sbatch.err").splitlines():
-        text = printable(line).strip()
-        if text:
-            notice(f"{'' if text.startswith('sbatch: ') else 'sbatch: '}{text}")
-
-
-def _check_before_submission(rendered: Rendered, name: str, store: Store) -> None:
-    """Check a job that is about to be submitted; warnings go to standard error.
-
-    Raises:
-        InputError: the cluster would not run it; names everything that is wrong with it.
-    """
-    report = check_rendered(
-        rendered,
-        name,
-        store,
-        cluster_seconds=_CLUSTER_SECONDS,
-        walk_seconds=1.0,
-        dependencies=False,
-    )
-    # The submission itself reports a moment later that records cannot be written.
-    errors = [finding for finding in report.errors if finding.code != "records.unwritable"]
-    if errors:
-        raise refusal(errors)
-    for finding in report.warnings:
-        if finding.code != "stage.partly":
-            hint = f"; {finding.hint}" if finding.hint else ""
-            notice(f"warning: {finding}{hint}")
-    if report.not_asked:
-        notice(f"warning: not checked against the cluster: {report.not_asked}")
-
-
-def check_rendered(rendered: Rendered, name: str, store: Store, **limits: Any) -> Report:
-    """Check a job that was rendered for the scheduler of that name; `limits` are `check_job`'s."""
-    job = rendered.resolved.job
-    return check_job(
-        job,
-        backend=name,
-        records=store.root,
-        environment=dict(os.environ),
-        site=rendered.site,
-        topologies={} if name == "local" else topologies_of(job, rendered.site),
-        targets=rendered.targets,
-        **limits,
     )

@@ -41,7 +41,7 @@ from hpml_orchestrator.runs.backend import cluster_name, open_backend
 from hpml_orchestrator.runs.facts import gather
 from hpml_orchestrator.runs.status import states
 from hpml_orchestrator.sweeps import plan
-from hpml_orchestrator.sweeps.table import FINE, Table
+from hpml_orchestrator.sweeps.table import SUCCESS_STATES, Table
 
 if TYPE_CHECKING:
     from hpml_orchestrator.records.store import Store
@@ -419,7 +419,7 @@ def drive_sweep(store: Store, planned: SweepPlan, *, detach: bool, as_json: bool
             typer.echo(sentence)
         typer.echo(f"report  {path}")
     if progress.failed:
-        runs = [row.run for row in rows if row.run and row.over and row.state not in FINE]
+        runs = [row.run for row in rows if row.run and row.over and row.state not in SUCCESS_STATES]
         shows = f"`hpml logs {runs[-1]}` shows the output of one" if runs else ""
         number = counted(progress.failed, "point")
         raise JobFailedError(f"{number} of {progress.total} did not complete", hint=shows)

@@ -11,11 +11,11 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
+from hpml_orchestrator.api.submission import check_rendered
 from hpml_orchestrator.check.job import refusal
 from hpml_orchestrator.cli.common import chosen_site, refuse_with
 from hpml_orchestrator.cli.jobfile import backend_name
 from hpml_orchestrator.cli.process import notice
-from hpml_orchestrator.cli.submission import check_rendered
 from hpml_orchestrator.errors import InputError
 from hpml_orchestrator.runs.prepare import render_job
 from hpml_orchestrator.site.profile import site_for

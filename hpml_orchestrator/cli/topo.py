@@ -25,7 +25,7 @@ from hpml_orchestrator.cli.topopicture import boxes_of_plan
 from hpml_orchestrator.errors import InputError, counted
 from hpml_orchestrator.placement.model import PLAN_COLUMNS, plan_json, plan_rows
 from hpml_orchestrator.placement.planner import plan
-from hpml_orchestrator.script.directives import as_asked, whole_nodes
+from hpml_orchestrator.script.directives import effective_job, whole_nodes
 from hpml_orchestrator.site.profile import kinds_for, site_for, topologies_of
 from hpml_orchestrator.spec.job import Policy
 from hpml_orchestrator.spec.load import load_job, parse_setting
@@ -209,7 +209,7 @@ def request_of_job(
     resolved = site_for(job_file, os.environ, chosen=chosen_site(context))
     job = load_job(job_file, [parse_setting(setting) for setting in settings], resolved).job
     site = resolved.site if resolved else None
-    whole = whole_nodes(as_asked(job, site.directives) if site else job, site)
+    whole = whole_nodes(effective_job(job, site.directives) if site else job, site)
     request = Request(
         job.resources.ranks,
         job.binding.policy,

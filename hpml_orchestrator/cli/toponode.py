@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
-from hpml_orchestrator.cli.common import STANDARD_OUTPUT, one_run, print_json, print_table
+from hpml_orchestrator.cli.common import STANDARD_OUTPUT, print_json, print_table
 from hpml_orchestrator.cli.show import print_ranks
 from hpml_orchestrator.cli.topopicture import (
     boxes_of_places,
@@ -24,7 +24,8 @@ from hpml_orchestrator.placement.model import PLAN_COLUMNS, plan_json, plan_rows
 from hpml_orchestrator.placement.planfile import read
 from hpml_orchestrator.records.files import read_text
 from hpml_orchestrator.records.texts import first_few
-from hpml_orchestrator.runs.bound import bound_of, node_topology
+from hpml_orchestrator.runs.reporting.binding import node_topology, read_binding
+from hpml_orchestrator.runs.select import one_run
 from hpml_orchestrator.runs.state import run_of
 from hpml_orchestrator.topology.cpulist import format_list, parse_list
 from hpml_orchestrator.topology.model import topology_json
@@ -43,7 +44,7 @@ if TYPE_CHECKING:
     from hpml_orchestrator.cli.topopicture import RankBox
     from hpml_orchestrator.placement.model import Plan
     from hpml_orchestrator.records.store import Attempt, Store
-    from hpml_orchestrator.runs.bound import Bound, Place
+    from hpml_orchestrator.runs.reporting.binding import BindingReport, Place
     from hpml_orchestrator.topology.model import Topology
 
 __all__ = ["ShownNode", "read_node", "show_node", "show_run", "write_picture"]
@@ -210,7 +211,7 @@ def show_run(store: Store, run: str, node: str, *, svg: str | None, as_json: boo
         raise NotFoundError(
             f"{submission.label} has not started", hint=f"hpml status {submission.label}"
         )
-    bound = bound_of(attempt)
+    bound = read_binding(attempt)
     name = _node(attempt, submission.label, node, bound)
     topology = node_topology(attempt, name)
     if topology is None:
@@ -255,7 +256,7 @@ def show_run(store: Store, run: str, node: str, *, svg: str | None, as_json: boo
         typer.echo(f"warning: {warning}", err=True)
 
 
-def _node(attempt: Attempt, label: str, wanted: str, bound: Bound) -> str:
+def _node(attempt: Attempt, label: str, wanted: str, bound: BindingReport) -> str:
     """Return the node to show, with a note where there are others."""
     directory = attempt.directory / "nodes"
     known = sorted(path.name.removesuffix(_SUFFIX) for path in directory.glob(f"*{_SUFFIX}"))
@@ -288,7 +289,7 @@ def _plan(attempt: Attempt, node: str) -> tuple[Plan | None, str]:
         return None, str(error) or type(error).__name__
 
 
-def _missing(bound: Bound, node: str, plan: Plan | None, shown: int) -> Iterator[str]:
+def _missing(bound: BindingReport, node: str, plan: Plan | None, shown: int) -> Iterator[str]:
     """Yield which proofs of a node cannot be read, and how many of its ranks left no record."""
     for proof in bound.unreadable:
         if proof.node == node:

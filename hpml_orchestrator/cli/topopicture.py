@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
 
     from hpml_orchestrator.placement.model import Plan, RankPlan
-    from hpml_orchestrator.runs.bound import Place
+    from hpml_orchestrator.runs.reporting.binding import Place
     from hpml_orchestrator.topology.model import Core, Domain, Gpu, Nic, Topology
 
 __all__ = ["RankBox", "boxes_of_places", "boxes_of_plan", "names", "nearest_nics", "picture"]

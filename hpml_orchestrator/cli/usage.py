@@ -15,7 +15,6 @@ from hpml_orchestrator.cli.common import (
     JsonOption,
     PrometheusAuthOption,
     chosen_site,
-    parse_since,
     print_json,
     print_table,
     refuse_empty,
@@ -27,9 +26,16 @@ from hpml_orchestrator.errors import HpmlError, InputError, counted
 from hpml_orchestrator.records.files import write_text
 from hpml_orchestrator.records.run import user_name
 from hpml_orchestrator.runs.prometheus import Prometheus, PrometheusError
-from hpml_orchestrator.runs.usage import GROUPS, Selection, Usage, recorded_usage, stored_usage
+from hpml_orchestrator.runs.reporting.usage import (
+    GROUPS,
+    Selection,
+    Usage,
+    recorded_usage,
+    stored_usage,
+)
 from hpml_orchestrator.site.profile import prometheus_of_site
 from hpml_orchestrator.spec.address import read_credentials
+from hpml_orchestrator.spec.ages import parse_since
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 __all__ = ["SIZES", "Arguments", "shell_word"]
 
 SIZES = re.compile(r"SLURM_(CPUS_PER_TASK|NTASKS|NPROCS|NTASKS_PER_NODE)\b")
-"""Variables of Slurm that hpml's job may have with other values than the script's."""
+"""Variables of Slurm that may have other values in hpml's job than in the script's."""
 
 _PLACEHOLDERS = {
     **dict.fromkeys(("SLURM_JOB_ID", "SLURM_JOBID"), "{job.id}"),
@@ -26,10 +26,34 @@ _PLACEHOLDERS = {
     },
 }
 _ONE_WORD = "[[ -n ${name} && ${name} != *[[:space:]*?[]* ]]  # {line} has it without quotes"
+_UNKNOWN_WORDS = "only the job can compute which words it becomes"
+_WRITE_OUT = "write it out, or have the program find it out"
+_REFUSED = (  # expansions that a placeholder cannot replace
+    (
+        re.compile(r"\$[0-9#@*]|\$\{([0-9@*]|#[@*}])"),
+        "`hpml submit` passes the script no arguments",
+        "give it a value in the script: ${1:-VALUE}",
+    ),
+    (
+        re.compile(r"(?!\$[\w{(]|\$'|`)|\$\{(?!#).*\[[@*]\]|\$[?!]"),
+        _UNKNOWN_WORDS,
+        _WRITE_OUT,
+    ),
+    (
+        re.compile(rf"\$\{{?{SIZES.pattern}\}}?$"),
+        "the header does not decide it, and hpml's job has another value",
+        "write the number",
+    ),
+    (
+        re.compile(rf"\$\{{?({'|'.join(sorted(PER_RANK))})\b"),
+        "it is not the same in all ranks",
+        "read the variable in the program",
+    ),
+)
 
 
 class Arguments:
-    """Puts placeholders into words.
+    """Replaces expansions in words by placeholders.
 
     Args:
         text: the script.
@@ -58,70 +82,54 @@ class Arguments:
             return _PLACEHOLDERS[name]
 
         if match := PLACEHOLDER.search(HOLE.sub("", value)):
-            why = "is a placeholder of hpml's own"
+            why = "hpml would replace this placeholder"
             raise self.launch.refused(match[0], why, "rename the file")
         return HOLE.sub(placeholder, self.body.copies.replaced(value))
 
-    def argument(self, word: str) -> str:
-        """Return a word with placeholders; setup finds out what only the shell can.
+    def filled(self, value: str) -> str:
+        """Return a value with placeholders for all of its holes.
 
         Raises:
-            InputError: it may be several words, or is a pattern for file names.
+            InputError: a hole may be several words, or is a pattern for file names.
         """
-        return self.filled(self.placed(word))
-
-    def filled(self, value: str) -> str:
-        """Return a value with placeholders for its holes."""
-        return HOLE.sub(lambda match: self._expansion(match[1]), value)
+        return HOLE.sub(lambda match: self._expansion(match[1]), self.placed(value))
 
     def _expansion(self, source: str) -> str:
-        """Return the placeholder of an expansion."""
-        quoted, text = source.startswith('"'), source.strip('!"')
+        """Return the placeholder of an expansion that the shell evaluates in setup."""
+        is_quoted, text = source.startswith('"'), source.strip('!"')
+        for pattern, why, hint in _REFUSED:
+            if pattern.match(text):
+                raise self.launch.refused(text, why, hint)
+        if source[0] == "!":
+            raise self.launch.refused(text, _UNKNOWN_WORDS, _WRITE_OUT)
         name = hole_names(f"\0{text}\0")[0]
-        where = f"line {self.launch.line}"
-        hint = "write it out, or have the program find it out"
-        if name.isdigit() or name in ("#", "@", "*") or re.match(r"\$\{([0-9@*]|#[@*}])", text):
-            why = "`hpml submit` passes the script no arguments"
-            hint = "give it a value in the script: ${1:-VALUE}"
-            raise self.launch.refused(text, why, hint)
-        if (
-            source[0] == "!"
-            or not re.match(r"\$[\w{(]|\$'|`", text)
-            or re.search(r"^\$\{(?!#).*\[[@*]\]|^\$[?!]", text)
-        ):
-            raise self.launch.refused(text, "only the job knows which words it becomes", hint)
-        if SIZES.fullmatch(name):
-            why = "the header does not decide it, and hpml's job has another value"
-            raise self.launch.refused(text, why, "write the number")
-        if name in PER_RANK:
-            why = "it is not the same in all ranks"
-            raise self.launch.refused(text, why, f"read {name} in the program")
         own = name in self.values.variables
-        if not quoted and name and re.search(rf"\b{name}\+?=[\"'](?!\$\()[^\"'(]*\s", self.text):
-            why = "only the job knows how many words it becomes"
+        if not is_quoted and name and re.search(rf"\b{name}\+?=[\"'](?!\$\()[^\"'(]*\s", self.text):
+            why = "only the job can compute how many words it becomes"
             raise self.launch.refused(text, why, "assign it on one line, before any condition")
         if not re.fullmatch(r"[A-Za-z_]\w*", name) or name in ("RANDOM", "SECONDS", "LINENO", "_"):
             name, own = self.assign(source), False
         given = self.values.environment.get(name, "")
         plain = not own and not self.values.sourced and given and not re.search(r"[\s*?[]", given)
-        number = text.startswith(("$((", "$'", "${#")) or name.startswith("SLURM") or plain
-        if not (quoted or number):
-            self.exports[f"{name} "] = _ONE_WORD.format(name=name, line=where)
+        is_number = text.startswith(("$((", "$'", "${#")) or name.startswith("SLURM")
+        if not (is_quoted or is_number or plain):
+            line = f"line {self.launch.line}"
+            self.exports[f"{name} "] = _ONE_WORD.format(name=name, line=line)
         return f"{{env.{name}}}"
 
     def assign(self, source: str) -> str:
-        """Have setup assign the value of an expansion to a variable; return its name."""
+        """Add a line to setup that assigns an expansion to a variable; return its name."""
         for name, line in self.exports.items():
             if line == f"{name}={source}":
                 return name
         names = (f"ARG_{number}" for number in range(1, 1000))
         name = next(n for n in names if n not in self.exports and n not in self.text)
-        self.exports[name] = f"{name}={source}"  # the ranks do not find it
+        self.exports[name] = f"{name}={source}"  # not exported: only hpml reads it
         return name
 
 
 def shell_word(value: str) -> str:
-    """Return a value as one word for a shell, which fills in its holes and placeholders."""
+    """Return a value as one word of a shell line, with variables in place of placeholders."""
     value = re.sub(r"\{stage\.(\w+)\}", lambda m: f'\0"$HPML_STAGE_{m[1].upper()}"\0', value)
     value = value.replace("{job.id}", '\0"$SLURM_JOB_ID"\0')
     value = value.replace("{array.index}", '\0"$SLURM_ARRAY_TASK_ID"\0')

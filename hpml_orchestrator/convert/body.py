@@ -1,41 +1,42 @@
-"""Sort the commands of a script: what has a field, what stays a shell line, and the launch."""
+"""Classify the commands of a script: fields, shell lines, copies, and the launch."""
 
 from __future__ import annotations
 
-import dataclasses
 import os
 import re
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from hpml_orchestrator.convert.copies import LOCAL, Copies
-from hpml_orchestrator.convert.launchers import PYTHON, Launch, peel
-from hpml_orchestrator.convert.report import OUTPUT, Report
-from hpml_orchestrator.convert.shell import ASSIGNMENT, Command, Statement, split_script
+from hpml_orchestrator.convert.launchers import PYTHON, Launch, remove_launchers
+from hpml_orchestrator.convert.report import OUTPUT, ImportReport
+from hpml_orchestrator.convert.shell import Command, Part, Statement, Word, parse_script
 from hpml_orchestrator.convert.values import Values, has_hole, shown
 from hpml_orchestrator.errors import InputError
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-__all__ = ["PROVIDED", "SET_LATER", "Body", "Line"]
+__all__ = ["PROVIDED", "SET_LATER", "Body", "Line", "check_devices"]
 
 PROVIDED = frozenset(
     "MASTER_ADDR MASTER_PORT WORLD_SIZE RANK LOCAL_RANK LOCAL_WORLD_SIZE GROUP_RANK "
     "SRUN_CPUS_PER_TASK SLURM_CPU_BIND SLURM_EXPORT_ENV".split()
 )
-"""Variables that hpml sets for the ranks, or that its own srun needs not."""
+"""Variables that hpml sets for the ranks, or that its own srun does not need."""
 SET_LATER = frozenset({"OMP_NUM_THREADS", "PYTHONUNBUFFERED"})
-"""Variables that hpml sets after the lines of setup: only `environment.variables` changes them."""
+"""Variables that hpml sets after `environment.setup`, so only `environment.variables` counts."""
 
+_SOFTWARE = frozenset({"module", "venv", "conda", "cd"})
 _PRINTS = frozenset(  # commands that print, test or wait
-    "echo printf set shopt nvidia-smi rocm-smi date hostname wait exit true false pwd ls which "
+    "echo set shopt nvidia-smi rocm-smi date hostname wait exit true false pwd ls which "
     "type df du free lscpu printenv uname id whoami sleep [ [[ test uptime cat head tail squeue "
     "sinfo scontrol sacct nproc lspci ibstat ip numastat top ps wc sstat seff".split()
 )
-_TESTS = frozenset("[ [[ test !".split())
-_COPIES = frozenset("cp rsync mv scp tar".split())
+_TESTS = frozenset({"[", "[[", "test"})
+_COPIES = frozenset({"cp", "rsync", "mv", "scp", "tar"})
 _REMOVES = frozenset("rm rmdir mkdir unzip kill wait sleep exit true printf :".split())
+_NOT_PROGRAMS = {"", "printf", *_PRINTS, *_COPIES, *_REMOVES}
 _TRAINS = re.compile(r"train|fit|finetune|fine_tune|\brun\b|main|sft|ddp|learn", re.IGNORECASE)
 _NOT_STARTED = {"", *"-V --version - -c -mpip -mvenv -mensurepip -mvirtualenv".split()}
 _SHELLS = frozenset("bash sh julia Rscript timeout nice stdbuf ionice setsid".split())
@@ -44,14 +45,7 @@ _NOT_FIELDS = re.compile(  # modules and activations change these, too; or no jo
     r"\w*PATH|ENV|NODE_RANK|_|"
     r"(SLURM|SBATCH|SRUN|HPML|PMI(?!X_MCA)|BASH|PRTE_(?!MCA)|OMPI_(?!MCA|ALLOW))\w*"
 )
-_BLOCKS = {
-    **dict.fromkeys(("for", "while", "until", "select"), "a loop"),
-    **dict.fromkeys(("if", "case", "||"), "a condition"),
-    "|": "a pipeline",
-    "function": "a function",
-    "{": "a group of commands",
-    "(": "a subshell",
-}
+_NO_EPILOGUE = "hpml runs nothing after the program"
 
 
 @dataclass
@@ -59,181 +53,162 @@ class Line:
     """A command of the script.
 
     Attributes:
-        kind: `keep`, `quiet` (prints or makes a directory), `local` (prints the node's own disk),
-            `assign`, `module`, `venv`, `conda`, `cd`, `stage` or `drop`.
-        value: of a module, venv, conda or cd line.
-        assigned: variables that it sets, and programs see if it is `exported`.
-        launch: what it starts.
-        block: what a launch is in: a loop, a condition or a function; `&` in the background.
+        kind: `keep` for a shell line, `quiet` for one that only prints or makes a directory, `set`
+            for variables, `stage` for a copy to the node, or the field's name.
+        value: of the field.
+        assigned: variables that it sets; programs inherit them if it is `exported`.
+        launch: what it starts; `block` names the loop or condition around it.
         words: of a simple command, expanded.
-        places: directories in which it runs: on the shared file system, and on the node.
-        is_field: whether software or a directory becomes a field, not a shell line.
-        runs: whether it runs a command.
+        directories: its current directory, on the shared file system and on the node's disk.
+        in_setup: whether it becomes a line of `environment.setup`.
     """
 
     kind: str
     line: int
     source: str
+    directories: tuple[str, str]
     value: str = ""
     assigned: dict[str, str] = field(default_factory=dict)
     exported: bool = False
     launch: Launch | None = None
     block: str = ""
     words: tuple[str, ...] = ()
-    places: tuple[str, str] = ("", "")
-    is_field: bool = True
-    runs: bool = False
+    in_setup: bool = False
 
 
 class Body:
-    """The commands of a script, divided.
+    """The commands of a script.
 
     Attributes:
         lines: those before the launch, in order.
         launch: the launch that becomes the job's program.
     """
 
-    def __init__(self, text: str, values: Values, report: Report) -> None:
+    def __init__(self, text: str, values: Values, report: ImportReport) -> None:
         self.values = values
         self.report = report
         self.copies = Copies(values)
         self.lines: list[Line] = []
         self.exports_all = False
         self.exported = set(values.environment)
-        for statement in split_script(text):
+        for statement in parse_script(text):
             self._read(statement)
         chosen, self.launch = self._choose()
-        place = self.lines.index(chosen)
-        self._read_rest(self.lines[place + 1 :])
-        del self.lines[place:]
+        position = self.lines.index(chosen)
+        self._read_rest(self.lines[position + 1 :])
+        del self.lines[position:]
 
-    def add(self, kind: str, part: Command | Statement, **fields: object) -> Line:
+    def add(
+        self, kind: str, part: Command | Statement, value: str = "", words: tuple[str, ...] = ()
+    ) -> Line:
         """Append a line and return it."""
-        places = (self.values.directory, self.copies.directory)
-        line = Line(kind, part.line, part.source, places=places)
-        line = dataclasses.replace(line, **fields)  # type: ignore[arg-type]
-        self.lines.append(line)
-        return line
+        directories = (self.values.directory, self.copies.directory)
+        self.lines.append(Line(kind, part.line, part.source, directories, value, words=words))
+        return self.lines[-1]
 
-    def keep(
-        self, part: Command | Statement, *, function: bool = False, words: tuple[str, ...] = ()
-    ) -> None:
+    def keep(self, part: Command | Statement, words: tuple[str, ...] = (), block: str = "") -> Line:
         """Append a shell line that may set variables."""
-        self.add("keep", part, words=words, block=getattr(part, "block", ""))
-        self.values.forget(part.source, function=function)
+        line = self.add("keep", part, words=words)
+        line.block = block
+        self.values.forget(part.source, is_function=block == "a function")
         if re.search(r"\b(cd|pushd|popd)\b", part.source) and not part.source.startswith("("):
             self.values.directory = self.copies.directory = ""
         if "export" in part.source:
             self.exported |= set(re.findall(r"\w+", part.source))
+        return line
 
     def _read(self, statement: Statement) -> None:
-        commands, block = statement.commands, statement.block
-        launches = [self._launch(command) for command in commands]
-        if any(launches):
-            self._read_launch(statement, launches)
-        elif len(commands) == 1 and not (block or statement.background):
-            self._command(dataclasses.replace(commands[0], source=statement.source))
-        elif re.match(r"cd [^|&;]*\|\|", statement.source):  # `cd DIRECTORY || exit`
+        commands, source = statement.commands, statement.source
+        is_simple = len(commands) == 1 and not (statement.block or statement.background)
+        if any(map(self._launch, commands)):
+            self._read_launch(statement)
+        elif is_simple or re.match(r"cd [^|&;]*\|\|", source):  # `cd DIRECTORY || exit`
+            commands[0].source = source
             self._command(commands[0])
-        elif (
-            commands
-            and all("".join(c.words[:1]) in _PRINTS - {"printf"} for c in commands)
-            and not (block or any(">" in text for c in commands for text in c.redirects))
-        ):
-            self.add("quiet", statement)
         else:
-            self.keep(statement, function=block == "function")
+            self.keep(statement, block=statement.block)
 
-    def _read_launch(self, statement: Statement, launches: list[Launch | None]) -> None:
+    def _read_launch(self, statement: Statement) -> None:
         """Read a statement that launches something."""
-        commands = statement.commands
+        launches = list(map(self._launch, statement.commands))
         position = next(place for place, launch in enumerate(launches) if launch)
-        before, last, after = commands[:position], commands[position], commands[position + 1 :]
-        operators = {command.operator for command in commands[: position + 1]}
-        tests = any(command.words[:1] and command.words[0] in _TESTS for command in before)
-        handled = (
-            after[:1] and after[0].operator == "||" and statement.source.startswith(last.source)
+        before, command, after = (
+            statement.commands[:position],
+            statement.commands[position],
+            statement.commands[position + 1 :],
         )
-        inside = "" if handled else statement.block
-        if operators - {"", "&&"} or tests:
-            inside = inside or ("|" if "|" in operators else "||")
+        operators = {one.operator for one in (*before, command)}
+        inside = statement.block
+        if operators & {"|", "|&"}:
+            inside = inside or "a pipeline"
+        elif operators - {"", "&&"} or any(_name(one) in _TESTS for one in before):
+            inside = inside or "a condition"
         if inside:
-            self.keep(statement, function=inside == "function")
-            self.lines[-1].launch = max(filter(None, launches), key=_score)
-            self.lines[-1].block = inside
+            line = self.keep(statement, block=inside)
+            line.launch = max(filter(None, launches), key=_score)
             return
-        for command in before:
-            self._command(command)
-        # Once more, with what the commands before it set.
-        launch = self._launch(last) or Launch(last.line, last.source, [], "")
-        line = self.add("keep", statement, block="&" * statement.background, launch=launch)
-        line.source = statement.source[statement.source.index(last.source) :]
-        _read_after(launch, last, after)
+        for one in before:
+            self._command(one)
+        # Once more, because the commands before it may set variables.
+        launch = self._launch(command) or Launch(command.line, command.source, [], "")
+        line = self.add("keep", statement)
+        line.launch = launch
+        line.source = statement.source[statement.source.index(command.source) :]
+        _read_after(launch, command, after)
 
     def _command(self, command: Command) -> None:
         """Read a simple command that launches nothing."""
-        if command.words and all(map(ASSIGNMENT.fullmatch, command.words)):
-            assigned = dict(map(self.values.assign, command.words))
+        if not command.words and command.assignments:
+            assigned = dict(map(self.values.assign, command.assignments))
             self.assign(command, assigned, exported=self.exports_all)
             return
         words = self.values.words(command.words) or [""]
         name = os.path.basename(words[0])
         plain = all(re.search(r"<|&\d$|/dev/", text) for text in command.redirects)
-        bare = _without_srun(words)
-        name = "mkdir" if bare[0] == "mkdir" else name
+        bare = tuple(_without_srun(words))
         if name in _HANDLERS:
             _HANDLERS[name](self, command, words)
         elif self.copies.take(bare):
-            self.add("stage", command, words=tuple(bare))
-        elif name == "mkdir" or (name in {*_PRINTS} - {"printf"} and plain):
-            paths = [word for word in bare[1:] if not word.startswith("-")]
-            local = (all if name == "mkdir" else any)(map(self.copies.is_local, paths))
-            self.add("local" if local else "quiet", command, words=tuple(bare))
+            self.add("stage", command, words=bare)
+        elif bare[0] == "mkdir" or (name in _PRINTS and plain):
+            self.add("quiet", command, words=bare)
         else:
-            if os.path.basename(bare[0]) in _COPIES:  # `cp out/*` brings all of `out`
-                whole = [re.sub(r"/[^/$]*[*?][^/$]*$", "/.", word) for word in command.words]
-                bare = _without_srun(self.values.words(whole))
-            self.keep(command, words=tuple(bare))
+            if os.path.basename(bare[0]) in _COPIES:
+                bare = tuple(_without_srun(self.values.words(map(_whole, command.words))))
+            self.keep(command, words=bare)
 
     def assign(self, command: Command, assigned: dict[str, str], *, exported: bool) -> None:
         """Append a line that sets variables."""
         if "IFS" in assigned:
             problem = f"line {command.line}: {command.source}: hpml splits words at blanks only"
             raise InputError(problem, hint="write IFS before the one command that needs it")
-        exported = exported or bool(assigned.keys() & self.exported)
-        paths = any(map(_NOT_FIELDS.fullmatch, assigned.keys() - PROVIDED))
-        cuda = assigned.get("CUDA_VISIBLE_DEVICES")
-        line = self.add("assign", command, assigned=assigned, exported=exported)
-        if paths and exported:
-            line.kind = "keep"  # modules and activations change these, too
-        elif self.values.sourced and not exported:
+        line = self.add("set", command)
+        line.assigned = assigned
+        line.exported = exported or bool(assigned.keys() & self.exported)
+        if line.exported and any(map(_NOT_FIELDS.fullmatch, assigned.keys() - PROVIDED)):
+            line.kind = "keep"
+        elif self.values.sourced and not line.exported:
             line.kind = "quiet"  # the file that was read may have exported it
-        if cuda is not None:
-            check_devices(self.values, command.line, cuda)
-            line.assigned = {n: v for n, v in assigned.items() if n != "CUDA_VISIBLE_DEVICES"}
-            line.kind = "assign" if line.assigned else "drop"
+        if (devices := assigned.pop("CUDA_VISIBLE_DEVICES", None)) is not None:
+            check_devices(self.values, command.line, devices)
+            line.kind = "set"
 
     def _launch(self, command: Command) -> Launch | None:
         """Return what a simple command launches; None for other commands."""
-        words = list(command.words)
-        settings = []
-        while words and (match := ASSIGNMENT.fullmatch(words[0])):
-            settings.append(match)
-            words.pop(0)
-        assigned = [f"{match[1]}={self.values.text(match[3])}" for match in settings if words]
-        words = self.values.words(words)
-        if not words or words[0] in ("eval", "for", "trap"):
+        words = self.values.words(command.words)
+        if not words or words[0] in ("eval", "trap", "export"):
             return None
+        assigned = [f"{one.name}={self.values.text(one.value)}" for one in command.assignments]
         launch = Launch(command.line, command.source, assigned + words, self.values.directory)
         try:
-            peel(launch)
+            remove_launchers(launch)
         except InputError as error:
-            launch.error = error  # it counts if this is the job's program
+            launch.error = error  # raised if this is the job's program
             return launch
         name, rest = launch.program, [w for w in launch.words[1:] if w not in ("-u", "-B", "-O")]
         verb = "".join(rest[:1])
         if launch.launcher == "srun":  # it also starts small commands on the nodes
-            starts = name not in {"", *_PRINTS, *_COPIES, *_REMOVES}
+            starts = name not in _NOT_PROGRAMS
         elif PYTHON.fullmatch(name):
             starts = "".join(rest[: 1 + (rest[:1] == ["-m"])]) not in _NOT_STARTED
         elif name in _SHELLS:
@@ -250,14 +225,13 @@ class Body:
         if not launches:
             raise InputError(
                 "no line starts a program",
-                hint="hpml looks for srun, torchrun, mpirun, python …; write `srun` before yours",
+                hint="hpml recognizes srun, torchrun, mpirun, python …; write `srun` before yours",
             )
         chosen, launch = max(reversed(launches), key=lambda pair: _score(pair[1]))
         where = f"line {launch.line}: {launch.source.partition(chr(10))[0][:60]}"
-        if chosen.block not in ("", "&"):
-            inside = _BLOCKS[chosen.block]
+        if chosen.block:
             raise InputError(
-                f"{where}: starts the program in {inside}, which hpml does not evaluate",
+                f"{where}: starts the program in {chosen.block}, which hpml does not evaluate",
                 hint="write the launch on a separate line; for several runs use `--array`",
             )
         if launch.error:
@@ -265,7 +239,7 @@ class Body:
         for line, other in launches:
             if line is not chosen and _score(other) == _score(launch):
                 raise InputError(
-                    f"{where}: line {other.line} starts a program, too; a job file runs one",
+                    f"{where}: line {other.line} also starts a program; a job file runs one",
                     hint="use `--array` and one launch, or write a script for each",
                 )
         return chosen, launch
@@ -274,24 +248,21 @@ class Body:
         """Read the lines after the launch: copies of results, and what is lost."""
         directory = self.values.directory
         for line in lines:
-            self.values.directory, self.copies.directory = line.places
+            self.values.directory, self.copies.directory = line.directories
             name = os.path.basename("".join(line.words[:1]))
             moved = any(has_hole(word) or self.copies.is_local(word) for word in line.words[1:])
-            if line.words and name in _COPIES and moved:
+            copies = re.search(rf"\b({'|'.join(_COPIES)})\s", line.source)
+            if name in _COPIES and moved:
                 self.copies.take_back([*line.words], line.line, line.source)
-            elif line.kind == "stage" or (
-                re.search(rf"\b({'|'.join(_COPIES)})\s", line.source)
-                and (line.places[1] or self.is_on_node(line.source))
-            ):
-                self.copies.take_back([""], line.line, line.source)  # which is refused
+            elif copies and (line.directories[1] or self.is_on_node(line.source)):
+                self.copies.take_back([""], line.line, line.source)  # refused
+            elif name in ("rm", "rmdir"):
+                why = f"{_NO_EPILOGUE}; it removes what it staged"
+                self.report.lost(line.line, line.source, why, "remove the rest in another way")
             elif line.kind == "keep" and name not in _REMOVES:
-                why = "hpml runs nothing after the program"
                 todo = "have the program write its results to shared storage, such as {run.dir}; "
                 todo += "do the rest in another job with `hpml submit --after`"
-                self.report.lost(line.line, line.source, why, todo)
-            elif name in ("rm", "rmdir"):
-                why = "hpml runs nothing after the program; it removes what it staged"
-                self.report.lost(line.line, line.source, why, "remove the rest in another way")
+                self.report.lost(line.line, line.source, _NO_EPILOGUE, todo)
         self.values.directory = directory
 
     def is_on_node(self, source: str) -> bool:
@@ -300,47 +271,42 @@ class Body:
         names = [rf"\$\{{?{name}\b" for name, value in assigned if LOCAL.search(shown(value))]
         return re.search("|".join([LOCAL.pattern, *names]), source) is not None
 
-    def divide(self, names: set[str], placed: Callable[[str], str]) -> list[Line]:
-        """Divide the lines between fields and `environment.setup`; return those of setup.
+    def divide(self, names: set[str], placed: Callable[[str], str]) -> None:
+        """Decide which lines stay shell lines of `environment.setup`, and which become fields.
+
+        hpml loads modules and activates environments before setup. So they are fields only as
+        long as no line before them must stay in setup; a `cd` also stays behind a `mkdir`.
 
         Args:
-            names: variables that the command line itself needs from the shell.
-            placed: returns a value with placeholders for what a job file can name.
+            names: variables that the launch line needs from the shell.
+            placed: returns a value with the placeholders that a job file can have.
         """
-        kept: set[int] = set()
-        later = False  # whether a command that may read variables comes later
-        for line in reversed(self.lines):
-            runs = line.kind == "keep" or (line.kind in _SOFTWARE and not line.is_field)
-            unknown = any(has_hole(placed(value)) for value in line.assigned.values())
-            named = bool(names & line.assigned.keys())
-            own = line.assigned.keys() <= PROVIDED
-            if (
-                runs
-                or line.kind == "quiet"
-                or named
-                or (line.kind == "assign" and line.exported and not own and (unknown or later))
-            ):
-                kept.add(id(line))
-                names = names | set(re.findall(r"[A-Za-z_]\w*", line.source))
-            later = later or runs
-            line.runs = runs or (line.kind == "assign" and unknown)
         blocked = moved = active = False
         for line in self.lines:
             environment = line.kind in ("venv", "conda")
-            if line.is_field and line.kind in _SOFTWARE:
-                if blocked or (environment and active) or (line.kind == "cd" and moved):
-                    line.is_field = False
-                    return self.divide(names, placed)  # it stays a shell line, and so do others
-                active = active or environment
-            if id(line) in kept:
-                blocked = blocked or line.runs
-                moved = moved or line.runs or line.source.startswith("mkdir")
-        setup = [line for line in self.lines if id(line) in kept]
-        # Shell options alone are for lines that are not there.
-        return [] if all(re.match(r"set\b", line.source) for line in setup) else setup
+            if line.kind in _SOFTWARE and (
+                blocked or (environment and active) or (line.kind == "cd" and moved)
+            ):
+                line.kind = "keep"
+            active = active or environment
+            blocked = blocked or line.kind == "keep" or _is_unknown(line, placed)
+            moved = moved or blocked or line.source.startswith("mkdir")
+        needed = False  # whether a later command may read exported variables
+        for line in reversed(self.lines):
+            own = line.assigned.keys() <= PROVIDED
+            inherited = line.exported and not own and (needed or _is_unknown(line, placed))
+            if line.kind in ("keep", "quiet") or names & line.assigned.keys() or inherited:
+                line.in_setup = line.kind not in ("stage", *_SOFTWARE)
+                names = names | set(re.findall(r"[A-Za-z_]\w*", line.source))
+            needed = needed or line.kind == "keep"
+        if all(re.match(r"set\b", line.source) for line in self.lines if line.in_setup):
+            for line in self.lines:
+                line.in_setup = False  # shell options without a line that they apply to
 
 
-_SOFTWARE = ("module", "venv", "conda", "cd")
+def _is_unknown(line: Line, placed: Callable[[str], str]) -> bool:
+    values = [value for name, value in line.assigned.items() if name not in PROVIDED]
+    return any(has_hole(placed(value)) for value in values)
 
 
 def check_devices(values: Values, line: int, devices: str) -> None:
@@ -351,15 +317,17 @@ def check_devices(values: Values, line: int, devices: str) -> None:
     """
     count = int(values.known.get("SLURM_GPUS_ON_NODE") or 0)
     if devices != ",".join(map(str, range(count))):
-        problem = (
-            f"line {line}: CUDA_VISIBLE_DEVICES={shown(devices)}: the header asks for {count} "
-        )
+        problem = f"line {line}: CUDA_VISIBLE_DEVICES={shown(devices)}: the header asks for {count}"
         hint = "remove the line; write --gpus-per-node for the number of GPUs"
-        raise InputError(f"{problem}GPUs, and hpml shows the ranks all of them", hint=hint)
+        raise InputError(f"{problem} GPUs, and hpml shows the ranks all of them", hint=hint)
 
 
-def _read_after(launch: Launch, command: Command, rest: tuple[Command, ...]) -> None:
-    """Report the redirections of a launch, and what follows it on its line."""
+def _name(command: Command) -> str:
+    return os.path.basename(command.words[0].source) if command.words else ""
+
+
+def _read_after(launch: Launch, command: Command, rest: list[Command]) -> None:
+    """ImportReport the redirections of a launch, and what follows it on its line."""
     for text in command.redirects:
         if "<" in text and "/dev/null" not in text:
             why, hint = "ranks read no standard input", "have the program read a file"
@@ -367,19 +335,25 @@ def _read_after(launch: Launch, command: Command, rest: tuple[Command, ...]) -> 
         elif not re.search(r"/dev/null|&\d$", text):
             launch.report.changed(launch.line, text, *OUTPUT)
     for after in rest:
-        name = os.path.basename("".join(after.words[:1]))
-        text = f"{after.operator} {after.source}"
+        name, text = _name(after), f"{after.operator} {after.source}"
         if after.operator in ("|", "|&") and name == "tee":
             launch.report.changed(after.line, f"| {after.source}", *OUTPUT)
         elif after.operator in ("|", "|&"):
             why, hint = "another program reads the output", "have the program write a file"
             launch.error = launch.error or launch.refused(text, why, hint)
         elif name in _COPIES:
-            launch.error = launch.error or launch.refused(
-                text, "hpml runs nothing after the program", "write the copy on a separate line"
-            )
-        elif name not in _PRINTS:
-            launch.report.lost(after.line, text, "hpml runs nothing after the program")
+            hint = "write the copy on a separate line"
+            launch.error = launch.error or launch.refused(text, _NO_EPILOGUE, hint)
+        elif name not in {*_PRINTS, "printf"}:
+            launch.report.lost(after.line, text, _NO_EPILOGUE)
+
+
+def _whole(word: Word) -> Word:
+    """Return `out/*` as `out/.`: copies of both contain all of `out`."""
+    last = word.parts[-1]
+    if last.is_expansion or last.quoted or not last.text.endswith("/*"):
+        return word
+    return replace(word, parts=(*word.parts[:-1], Part(f"{last.text[:-1]}.")))
 
 
 def _without_srun(words: list[str]) -> list[str]:
@@ -387,7 +361,7 @@ def _without_srun(words: list[str]) -> list[str]:
     if words[0] != "srun":
         return words
     launch = Launch(0, "", list(words), "")
-    peel(launch)
+    remove_launchers(launch)
     return launch.words or words
 
 
@@ -404,52 +378,47 @@ def _score(launch: Launch) -> tuple[bool, ...]:
 
 def _module(body: Body, command: Command, words: list[str]) -> None:
     rest = [word for word in words[1:] if not word.startswith("--") and word != "-q"]
-    looks = "list avail av spider show display help whatis is-loaded".split()
-    changes = "purge unload rm del use unuse swap switch restore save reset".split()
-    verb = rest.pop(0) if rest and rest[0] in [*looks, *changes, "load", "add"] else "load"
-    plain = all(re.fullmatch(r"[A-Za-z0-9_][A-Za-z0-9_./+@:=~-]*", name) for name in rest)
-    loaded = body.values.environment.get("LOADEDMODULES") or any(
-        line.kind not in ("assign", "quiet", "local") for line in body.lines
-    )
-    if verb in ("load", "add") and plain:
-        body.add("module", command, value=" ".join(rest))
-    elif verb == "purge" and not loaded:
+    named = words[0] == "module" or rest[:1] in (["load"], ["add"])  # `ml NAME` loads, too
+    verb = rest.pop(0) if rest and named else "load"
+    is_plain = all(re.fullmatch(r"[A-Za-z0-9_][A-Za-z0-9_./+@:=~-]*", name) for name in rest)
+    before = [line for line in body.lines if line.kind not in ("set", "quiet")]
+    if verb in ("load", "add") and rest and is_plain:
+        body.add("module", command, " ".join(rest))
+    elif "purge" in (verb, *rest) and not (before or body.values.environment.get("LOADEDMODULES")):
         why = "no module is loaded in the environment that you submit from"
         body.report.add("dropped", command.line, command.source, why)
-    elif verb in looks:
-        body.add("quiet", command)
     else:
         body.keep(command)
 
 
 def _source(body: Body, command: Command, words: list[str]) -> None:
-    path, environment = body.values.now("".join(words[1:2])), "".join(words[2:3])
+    path, environment = body.values.at_submission("".join(words[1:2])), "".join(words[2:3])
     directory, script = os.path.dirname(os.path.dirname(path)), os.path.basename(path)
     conda = environment or re.search(r"(conda|mamba|miniforge)\d*$", directory)
     known = directory and not has_hole(path) and body.values.directory
-    if script != "activate" or conda or not known:
-        body.keep(command)
+    if script == "activate" and known and not conda:
+        body.add("venv", command, os.path.join(body.values.directory, directory))
     else:
-        body.add("venv", command, value=os.path.join(body.values.directory, directory))
+        body.keep(command)
 
 
 def _conda(body: Body, command: Command, words: list[str]) -> None:
-    name = body.values.now(words[2]) if words[2:] else "base"
-    if words[:2] != ["conda", "activate"] or has_hole(name) or name.startswith("-"):
+    name = body.values.at_submission(words[2]) if words[2:] else "base"
+    if words[:2] == ["conda", "activate"] and not has_hole(name) and not name.startswith("-"):
+        path = os.path.join(body.values.directory, name) if "/" in name else name
+        body.add("conda", command, path)
+    else:
         body.keep(command)
-        return
-    path = os.path.join(body.values.directory, name) if "/" in name else name
-    body.add("conda", command, value=path)
 
 
 def _cd(body: Body, command: Command, words: list[str]) -> None:
     rest = [word for word in words[1:] if word not in ("--", "-P", "-L")]
-    target = body.values.now(rest[0] if rest else '\0"$HOME"\0')
+    target = body.values.at_submission(rest[0] if rest else '\0"$HOME"\0')
     base, copies = body.values.directory, body.copies
     if words[0] == "cd" and target != "-" and not has_hole(target) and (base or target[:1] == "/"):
         body.values.directory = os.path.normpath(os.path.join(base, target))
         copies.directory = ""
-        body.add("cd", command, value=body.values.directory)
+        body.add("cd", command, body.values.directory)
     else:
         body.keep(command)
         if words[0] == "cd" and copies.is_local(target):
@@ -457,34 +426,35 @@ def _cd(body: Body, command: Command, words: list[str]) -> None:
 
 
 def _export(body: Body, command: Command, words: list[str]) -> None:
-    assigned: dict[str, str] = {}
-    for word in command.words[1:]:
-        if ASSIGNMENT.match(word):
-            assigned |= dict([body.values.assign(word)])
-        elif word.isidentifier():
-            items = body.values.variables.get(word)
-            assigned[word] = items[0] if items else f'\0"${word}"\0'
-        else:  # an option
-            body.keep(command)
-            return
-    if words[0] == "export":
+    if any(not word.isidentifier() for word in words):  # an option such as `export -p`
+        body.keep(command)
+        return
+    assigned = dict(map(body.values.assign, command.assignments))
+    for name in words[1:]:
+        items = body.values.variables.get(name)
+        assigned[name] = items[0] if items else f'\0"${name}"\0'
+    exports = words[0] == "export"
+    if exports:
         body.exported |= assigned.keys()
-    body.assign(command, assigned, exported=words[0] == "export")
+    body.assign(command, assigned, exported=exports)
 
 
 def _set(body: Body, command: Command, words: list[str]) -> None:
     if {"-a", "+a", "allexport"} & set(words):
         body.exports_all = not {"+a", "+o"} & set(words)
+    if "--" in words:
+        problem = f"line {command.line}: {command.source}: sets the arguments of the script"
+        raise InputError(problem, hint="write them into the line of the program")
     body.add("quiet", command)
 
 
 def _trap(body: Body, command: Command, words: list[str]) -> None:
     ends = {"EXIT", "0"} & set(words)
     if ends and not re.fullmatch(r"['\"]?(rm|kill|echo)\b[^;&|]*", "".join(words[1:2])):
-        problem = f"line {command.line}: {command.source}: hpml runs nothing after the program"
-        hint = "write what it does on lines behind the launch; hpml removes what it staged"
+        problem = f"line {command.line}: {command.source}: {_NO_EPILOGUE}"
+        hint = "write what it does on lines after the launch; hpml removes what it staged"
         raise InputError(problem, hint=hint)
-    why, todo = "traps are hpml's: ranks get the signals", "handle the signal in the program"
+    why, todo = "hpml sets its own traps; ranks get the signals", "handle the signal in the program"
     body.report.lost(command.line, command.source, why, todo)
 
 

@@ -1,4 +1,4 @@
-"""Copies of data to the node's own disk become `stage`, those of results from it `collect`."""
+"""Copies of data to the node's own disk become `stage`, copies of results from it `collect`."""
 
 from __future__ import annotations
 
@@ -24,6 +24,7 @@ LOCAL = re.compile(r"TMPDIR|LOCAL_?SCRATCH|LSCRATCH|JOBFS|/tmp\b|/dev/shm|/local
 _ROOT = re.compile(r"/(tmp|dev/shm|local|localscratch|var/tmp)(/|$)")
 _FILE = re.compile(r"\.(tar|tgz|zip|gz|bz2|xz|h5|hdf5|npz|pt|pth|ckpt|csv|json|txt|log)$")
 _ARCHIVE = re.compile(r"\.(tar|tgz|tar\.\w+)$")
+_UNPACK = re.compile(r"tar -?[a-z]*x[a-z]*f (\S+)(?: (?:-C |--directory[ =])(\S+))?")
 _PLAIN_OPTION = re.compile(  # copies all of the source, as it is
     r"-[arRvzhPLtlpogdDWuHf]+|--(progress|archive|recursive|info=\S+|stats|partial|verbose)"
 )
@@ -36,7 +37,7 @@ class Staged:
     Attributes:
         place: the directory on the node that the script uses.
         file: its name there if the source is one file, else empty.
-        used: whether an argument or a variable names it.
+        is_used: whether an argument or a variable names it.
     """
 
     name: str
@@ -44,12 +45,13 @@ class Staged:
     kind: str
     place: str
     file: str = ""
-    used: bool = False
+    is_used: bool = False
 
-    @property
-    def target(self) -> str:
-        """Where hpml stages it to."""
-        return "shm" if self.place.startswith("/dev/shm") else "local"  # noqa: S108
+    def entry(self, source: str) -> dict[str, str]:
+        """Return it as the job file has it."""
+        entry = {"name": self.name, "source": source}
+        entry |= {"kind": self.kind} if self.kind != "auto" else {}
+        return entry | ({"target": "shm"} if self.place.startswith("/dev/shm") else {})  # noqa: S108
 
 
 @dataclass(frozen=True)
@@ -61,6 +63,11 @@ class _Result:
     line: int
     text: str
 
+    @property
+    def source(self) -> str:
+        """Its path as `collect` has it."""
+        return HOLE.sub(lambda match: f"{{env.{match[1].strip(chr(34))[1:]}}}", self.place)
+
 
 class Copies:
     """What a script copies to its nodes and back.
@@ -68,17 +75,18 @@ class Copies:
     Attributes:
         staged: entries of `stage`.
         results: what is copied back.
+        directory: the script's current directory if that is on the node's own disk, else empty.
     """
 
     def __init__(self, values: Values) -> None:
         self.values = values
         self.staged: list[Staged] = []
         self.results: list[_Result] = []
-        self.made: set[str] = set()  # directories that the script makes
-        self.directory = ""  # where the script is, if that is on the node's own disk
+        self.directory = ""
+        self._made: set[str] = set()  # directories that the script makes
 
     def path(self, text: str) -> str:
-        """Return an absolute path; the variable of a node's directory stays in front."""
+        """Return an absolute path; it may start with the variable of a node's directory."""
         if not text.startswith(("\0", "/")):
             text = os.path.join(self.directory or self.values.directory, text)
         text = re.sub('^\0"?\\$\\{?(\\w+)\\}?"?\0', '\0"$\\1"\0', text)
@@ -89,27 +97,26 @@ class Copies:
         path = self.path(text)
         return bool(_ROOT.match(path) or _root_variable(path))
 
-    def take(self, words: list[str]) -> bool:
-        """Make entries of a copy to the node; False for any other command."""
+    def take(self, words: Sequence[str]) -> bool:
+        """Add entries for a copy to the node; return False for any other command."""
         name = os.path.basename(words[0])
         if name == "tar":
-            return self._tar(words[1:])
+            return self._unpack(" ".join(words))
         options = [word for word in words[1:] if word.startswith("-")]
         paths = [word for word in words[1:] if not word.startswith("-")] or [""]
-        *sources, target = map(self.values.now, paths)
+        *sources, target = map(self.values.at_submission, paths)
         if name == "mkdir":
-            self.made |= {self.path(path) for path in (*sources, target)}
+            self._made |= {self.path(path) for path in (*sources, target)}
         if name not in ("cp", "rsync") or not sources or not self.is_local(target):
             return False
         if any(has_hole(word) or ":" in word or _ROOT.match(word) for word in sources):
             return False
-        if not all(word.startswith("/") or self.values.directory for word in sources):
-            return False  # relative to a directory that only the job knows
-        if not all(map(_PLAIN_OPTION.fullmatch, options)):
+        known = self.values.directory or all(word.startswith("/") for word in sources)
+        if not (known and all(map(_PLAIN_OPTION.fullmatch, options))):
             return False
         place = self.path(target)
         tree = name == "rsync" or any(re.match(r"-[a-zA-Z]*[rRa]|--rec|--arch", o) for o in options)
-        into = len(sources) > 1 or target.endswith(("/", "/.")) or place in self.made
+        into = len(sources) > 1 or target.endswith(("/", "/.")) or place in self._made
         into = into or bool(_ROOT.fullmatch(place) or HOLE.fullmatch(place))
         names = [os.path.basename(source.rstrip("/")) for source in sources]
         files = [not tree or bool(_FILE.search(base)) for base in names]
@@ -125,18 +132,15 @@ class Copies:
                 self._add(source.removesuffix("/."), "auto", inside)
         return True
 
-    def _tar(self, words: list[str]) -> bool:
+    def _unpack(self, command: str) -> bool:
         """Read `tar -xf ARCHIVE -C DIRECTORY`, and nothing else."""
-        match = re.fullmatch(
-            r"-?[a-z]*x[a-z]*f (\S+)(?: (?:-C |--directory[ =])(\S+))?",
-            self.values.now(" ".join(words)),
-        )
+        match = _UNPACK.fullmatch(self.values.at_submission(command))
         place = match[2] or self.values.directory if match else ""
         if match is None or not self.is_local(place):
             return False
-        place, held = self.path(place), self.path(match[1])
+        place, archive = self.path(place), self.path(match[1])
         for entry in self.staged:  # an archive that was copied first
-            if entry.file and os.path.join(entry.place, entry.file) == held:
+            if entry.file and os.path.join(entry.place, entry.file) == archive:
                 entry.kind, entry.file, entry.place = "tar", "", place
                 return True
         if match[1] == "-" or has_hole(match[1]) or not self.values.directory:
@@ -153,70 +157,49 @@ class Copies:
         unique = next(n for n in (name, *(f"{name}_{i}" for i in range(2, 99))) if n not in taken)
         self.staged.append(Staged(unique, source, kind, place, file))
 
-    def places(self, values: Iterable[str]) -> list[str]:
-        """Return the paths on the node's own disk that arguments or variables name."""
-        paths = [value.partition("=")[2] or value for value in values]
-        return [self.path(p) for p in paths if not p.startswith("-") and self.is_local(p)]
+    def decline_unless_used(self, values: Iterable[str]) -> None:
+        """Stage nothing unless arguments and exports name all of it, and only it.
 
-    def only_staged(self, words: Iterable[str], values: Iterable[str]) -> bool:
-        """Whether a command works only where staged data were, which no other value names."""
-        paths, staged = self.places(words), [f"{entry.place}/" for entry in self.staged]
-        others = [result.place for result in self.results]
-        others += self.places(map(self.replaced, values))
-        if any(f"{other}/".startswith(f"{path}/") for path in paths for other in others):
-            return False
-        return all(
-            any(place.startswith(f"{path}/") or f"{path}/".startswith(place) for place in staged)
-            for path in paths
-        )
-
-    def decline_unless_used(self, values: Sequence[str]) -> bool:
-        """Stage nothing if the program may find data where no value names it; whether it is so."""
+        A program may also find data by a parent directory, or write results to the same directory.
+        """
+        values = list(values)
         for value in values:
             self.replaced(value)
+        paths = [value.partition("=")[2] or value for value in values if value[:1] != "-"]
         results = [result.place for result in self.results]
-        others = [*self.places(values), *results]
+        others = [*(self.path(path) for path in paths if self.is_local(path)), *results]
         around = any(e.place.startswith(f"{one}/") for e in self.staged for one in others)
         written = any(f"{one}/".startswith(f"{e.place}/") for e in self.staged for one in results)
-        if around or written or not all(entry.used for entry in self.staged):
+        if around or written or not all(entry.is_used for entry in self.staged):
             self.staged.clear()
-        return not self.staged
 
     def take_back(self, words: list[str], line: int, text: str) -> None:
-        """Note a copy of results.
+        """Add a copy of results.
 
         Raises:
-            InputError: `collect` cannot bring the same.
+            InputError: `collect` cannot copy the same.
         """
         options = [word for word in words[1:] if word.startswith("-")]
         *sources, target = [word for word in words[1:] if not word.startswith("-")] or [""]
         # A directory that is named after the job: collect makes one for each run.
         target = re.sub("/[^/]*\0[^\0]*JOB_?ID[^/]*", "", target.rstrip("/")) or "."
-        target = self.values.now(target)
+        target = self.values.at_submission(target)
         plain = words[0] in ("cp", "rsync", "mv") and all(map(_PLAIN_OPTION.fullmatch, options))
         known = target.startswith("/") or self.values.directory
         if not (plain and known and sources) or has_hole(target) or ":" in target:
             raise _lost_results(line, text)
         for source in sources:
-            place = self.path(re.sub(r"/[*.]$", "", self.values.now(source)))
+            place = self.path(self.values.at_submission(source).removesuffix("/."))
             variable = _root_variable(place)
-            others = place == variable or _ROOT.fullmatch(place)  # all else on the disk, too
-            if others or not self.is_local(place) or has_hole(place[len(variable) :]):
+            is_root = place == variable or _ROOT.fullmatch(place)  # with all else on the disk
+            changed = {*hole_names(variable)} & self.values.variables.keys()
+            if is_root or changed or not self.is_local(place) or has_hole(place[len(variable) :]):
                 raise _lost_results(line, text)
-            if {*hole_names(variable)} & self.values.variables.keys():
-                raise _lost_results(line, text)  # its value at the start of the job is another
             target = os.path.normpath(os.path.join(self.values.directory, target))
             self.results.append(_Result(place, target, line, text))
 
-    def collected(self) -> list[tuple[str, str]]:
-        """Return source and target of each result, as `collect` has them."""
-        return [
-            (HOLE.sub(lambda m: f"{{env.{m[1].strip(chr(34))[1:]}}}", r.place), r.target)
-            for r in self.results
-        ]
-
     def replaced(self, value: str) -> str:
-        """Return a value with the path of staged data as a placeholder."""
+        """Return a value with a placeholder in place of the path of staged data."""
         option, equals, path = value.partition("=")
         if equals and re.fullmatch(r"-{0,2}[\w.-]+", option):
             return f"{option}={self.replaced(path)}"
@@ -229,18 +212,18 @@ class Copies:
         best = max(exact or trees, key=lambda entry: len(entry.place), default=None)
         if best is None:
             return value
-        best.used = True
+        best.is_used = True
         rest = f"/{os.path.basename(best.source)}" if exact else path[len(best.place) :]
         return f"{{stage.{best.name}}}{rest}"
 
 
 def _root_variable(path: str) -> str:
-    """Return the variable of a node's directory that a path begins with; empty if none."""
+    """Return the variable of a node's directory that a path starts with; empty if none."""
     match = HOLE.match(path)
     return match[0] if match and hole_names(match[0])[0] in NODE_DIRECTORIES else ""
 
 
 def _lost_results(line: int, text: str) -> InputError:
-    problem = f"line {line}: {shown(text)}: hpml cannot see what it brings back, and would lose it"
+    problem = f"line {line}: {shown(text)}: `collect` cannot copy back the same files"
     hint = "copy a file or directory below $TMPDIR, /tmp or /dev/shm with cp -r or rsync -a"
     return InputError(problem, hint=hint)

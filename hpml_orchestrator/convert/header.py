@@ -7,7 +7,7 @@ import re
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from hpml_orchestrator.convert.report import OUTPUT, Kind, Report
+from hpml_orchestrator.convert.report import OUTPUT, ImportReport, Kind
 from hpml_orchestrator.errors import InputError
 from hpml_orchestrator.scheduler.slurm.options import (
     SBATCH,
@@ -29,28 +29,28 @@ from hpml_orchestrator.spec.values import (
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-__all__ = ["Request", "apply_option", "read_request"]
+__all__ = ["Header", "apply_option", "read_header"]
 
 _OTHER_SYSTEMS = {"#PBS": "PBS", "#BSUB": "LSF", "#$ -": "Grid Engine", "#COBALT": "Cobalt"}
 _MAIL_EVENTS = "begin end fail requeue time_limit_80 time_limit_90".split()
-_SIGNAL_SECONDS = 60  # if --signal does not say
+_SIGNAL_SECONDS = 60  # Slurm's default
 _REQUEUES_ITSELF = re.compile(r"^[^#\n]*\bscontrol\s+requeue\b", re.MULTILINE)
 _MEMORY = ("mem", "mem-per-cpu", "mem-per-gpu")
 
 
 @dataclass
-class Request:
-    """What the header asks for, by the long names of its options.
+class Header:
+    """What the header requests, by the long names of its options.
 
     Attributes:
         options: the last option of each name.
         numbers: counts; memory in MiB, 0 for all of it; time limit in seconds, 0 for none.
-        gpus: of `--gpus`, `--gpus-per-node` (`--gres` too) and `--gpus-per-task`.
-        mail_on: events to write mail about.
+        gpus: of `--gpus`, `--gpus-per-node` (also `--gres`) and `--gpus-per-task`.
+        mail_on: events that Slurm sends mail about.
         extra: options for `resources.extra`.
-        signal: of `--signal`, as `checkpoint.signal` has it; empty for none.
+        signal: of `--signal`, for `checkpoint.signal`; empty for none.
         signal_seconds: how long before the time limit it is sent.
-        requeue: the ends after which the script continues, as `checkpoint.requeue` has them.
+        requeue: the job states after which the script continues, for `checkpoint.requeue`.
     """
 
     options: dict[str, Option] = field(default_factory=dict)
@@ -67,12 +67,12 @@ class Request:
         return next((self.options[name] for name in names if name in self.options), None)
 
     def text(self, name: str) -> str:
-        """Return the value of an option, empty where the script does not have it."""
+        """Return the value of an option; empty if the script does not have it."""
         return self.options[name].value if name in self.options else ""
 
 
-def read_request(script: str, report: Report) -> Request:
-    """Return what the header of a script asks for; later options win, as for sbatch.
+def read_header(script: str, report: ImportReport) -> Header:
+    """Return what the header of a script requests; the last option of a name counts.
 
     Raises:
         InputError: it is not a shell script for Slurm, or sbatch would refuse the header.
@@ -82,7 +82,7 @@ def read_request(script: str, report: Report) -> Request:
     if not first.startswith("#!") or interpreter[-1:] not in (["bash"], ["sh"], ["dash"]):
         raise InputError(
             f"line 1: {first[:60]}: hpml reads scripts for sh and bash",
-            hint="sbatch wants #! and a shell in the first line, such as #!/bin/bash",
+            hint="the first line must be #! and a shell, such as #!/bin/bash",
         )
     if flags := [word for word in first.split()[1:] if word[0] == "-" and word != "-S"]:
         why = "hpml's script has `#!/bin/bash`, and the environment that you submit from"
@@ -93,9 +93,7 @@ def read_request(script: str, report: Report) -> Request:
     except HeaderError as error:
         raise InputError(f"line {error.line}: {error}", hint=error.hint) from None
     for number, line in enumerate(lines if not options else (), start=2):
-        if system := next(
-            (name for mark, name in _OTHER_SYSTEMS.items() if line.startswith(mark)), ""
-        ):
+        for system in (name for mark, name in _OTHER_SYSTEMS.items() if line.startswith(mark)):
             raise InputError(
                 f"line {number}: {line[:40]!r} belongs to {system}, and there is no #SBATCH line",
                 hint="`hpml import` reads scripts for sbatch; write the #SBATCH lines first",
@@ -106,95 +104,95 @@ def read_request(script: str, report: Report) -> Request:
             f"line {word.line}: {word.text!r} in an #SBATCH line is not an option",
             hint=known.get(word.text, "remove it, or quote a value with blanks"),
         )
-    request = Request()
+    header = Header()
     if _REQUEUES_ITSELF.search(script):
-        request.requeue.append("time_limit")
+        header.requeue.append("time_limit")
     for option in options:
         try:
-            apply_option(request, option, report)
+            apply_option(header, option, report)
         except ValueError as error:
             raise InputError(
                 f"line {option.line}: {option.shown}: {error}",
-                hint="correct the line; Slurm refuses it, too",
+                hint="correct the line; Slurm also refuses it",
             ) from None
-    return request
+    return header
 
 
-def apply_option(request: Request, option: Option, report: Report) -> None:
-    """Add an option to what a script asks for.
+def apply_option(header: Header, option: Option, report: ImportReport) -> None:
+    """Add an option to a header.
 
     Raises:
         ValueError: Slurm would refuse its value.
     """
     name, value = option.name, option.value
     for other in _MEMORY if name in _MEMORY else ():
-        if other != name and (earlier := request.options.pop(other, None)):
-            del request.numbers[other]
+        if other != name and (earlier := header.options.pop(other, None)):
+            del header.numbers[other]
             why = f"--{name} in line {option.line} replaces it"
             report.lost(earlier.line, earlier.shown, why)
-    request.options[name] = option
+    header.options[name] = option
     if name in _NUMBERS:
-        request.numbers[name] = _NUMBERS[name](value)
+        header.numbers[name] = _NUMBERS[name](value)
     elif name in ("gpus", "gpus-per-node", "gpus-per-task"):
-        request.gpus[name] = parse_gpu_option(value)
+        header.gpus[name] = parse_gpu_option(value)
     elif name in _SPECIAL:
-        _SPECIAL[name](request, option, report)
+        _SPECIAL[name](header, option, report)
     elif name in _NOT_CARRIED:
         kind, why, todo = _NOT_CARRIED[name]
         report.add(kind, option.line, option.shown, why, todo)
     elif name not in _TEXTS:
-        _extra(request, option, report)
+        _extra(header, option, report)
 
 
-def _extra(request: Request, option: Option, report: Report) -> None:
+def _extra(header: Header, option: Option, report: ImportReport) -> None:
     text = f"--{option.name}={option.value}" if option.value else f"--{option.name}"
     if option.known and re.fullmatch(
         r"--[a-z][a-z0-9-]*(=[\w.,:@/+=%*()\[\]|&-]+)?", text, re.ASCII
     ):
-        request.extra[option.name] = text
+        header.extra[option.name] = text
     else:
         why = "its value has odd characters" if option.known else "hpml does not know this option"
         report.lost(option.line, option.shown, why, "write it into resources.extra if you need it")
 
 
-def _nodes(request: Request, option: Option, report: Report) -> None:
+def _nodes(header: Header, option: Option, report: ImportReport) -> None:
     least, _, most = option.value.partition("-")
-    nodes = request.numbers["nodes"] = parse_count(least)
+    nodes = header.numbers["nodes"] = parse_count(least)
     if most and parse_count(most) != nodes:
         why = f"a job file has one number of nodes: {nodes}, the smallest"
         report.changed(option.line, option.shown, why, f"for more: --set resources.nodes={most}")
 
 
-def _gres(request: Request, option: Option, report: Report) -> None:
+def _gres(header: Header, option: Option, report: ImportReport) -> None:
     parts = [part for part in split_list(option.value) if part and part.lower() != "none"]
     gpus = [part for part in parts if re.match(r"(gres[:/])?gpu\b", part)]
     if gpus:
-        request.gpus["gpus-per-node"] = parse_gpu_option(",".join(gpus))
+        header.gpus["gpus-per-node"] = parse_gpu_option(",".join(gpus))
     if others := ",".join(part for part in parts if part not in gpus):
-        _extra(request, Option("gres", others, option.shown, option.line, known=True), report)
+        _extra(header, Option("gres", others, option.shown, option.line, known=True), report)
 
 
-def _mail_type(request: Request, option: Option, report: Report) -> None:
+def _mail_type(header: Header, option: Option, report: ImportReport) -> None:
     events = option.value.lower().replace("all", ",".join(_MAIL_EVENTS[:4])).split(",")
-    wanted = {*request.mail_on, *events}  # sbatch adds up several --mail-type
-    request.mail_on = [event for event in _MAIL_EVENTS if event in wanted]
+    wanted = {*header.mail_on, *events}  # sbatch adds up several --mail-type
+    header.mail_on = [event for event in _MAIL_EVENTS if event in wanted]
     if others := set(events) - {*_MAIL_EVENTS, "none"}:
         why = f"resources.mail has no {', '.join(sorted(others)).upper()}"
         report.lost(option.line, option.shown, why, f"events are {', '.join(_MAIL_EVENTS)}")
 
 
-def _requeue(request: Request, _option: Option, _report: Report) -> None:
-    request.requeue += ["preemption", "node_failure"]
+def _requeue(header: Header, _option: Option, _report: ImportReport) -> None:
+    header.requeue += ["preemption", "node_failure"]
 
 
-def _signal(request: Request, option: Option, report: Report) -> None:
-    """Read `[B:|R:]SIGNAL[@SECONDS]`; what `checkpoint` has no words for stays an option."""
+def _signal(header: Header, option: Option, report: ImportReport) -> None:
+    """Read `[B:|R:]SIGNAL[@SECONDS]`; a signal that `checkpoint` cannot name stays an option."""
     match = re.fullmatch(r"([BR]{1,2}:)?(?:SIG)?([A-Z]+\d?)(?:@(\d{1,5}))?", option.value.upper())
     if match is None or match[2] not in SIGNALS:
-        _extra(request, option, report)
+        _extra(header, option, report)
         return
-    request.signal = match[2]
-    request.signal_seconds = _SIGNAL_SECONDS if match[3] is None else int(match[3])
+    header.signal = match[2]
+    header.signal_seconds = _SIGNAL_SECONDS if match[3] is None else int(match[3])
     if match[1] and "B" in match[1]:
         why = "hpml sends the signal to the ranks, not to the script"
         report.changed(option.line, option.shown, why, "handle it in the program: `checkpoint`")
@@ -210,7 +208,7 @@ _NUMBERS: dict[str, Callable[[str], int]] = {
 _TEXTS = frozenset(
     "job-name array chdir mail-user export partition account qos constraint exclusive".split()
 )
-_SPECIAL: dict[str, Callable[[Request, Option, Report], None]] = {
+_SPECIAL: dict[str, Callable[[Header, Option, ImportReport], None]] = {
     "nodes": _nodes,
     "gres": _gres,
     "mail-type": _mail_type,
@@ -233,7 +231,7 @@ _NOT_CARRIED: dict[str, tuple[Kind, str, str]] = {
     "input": ("lost", "ranks read no standard input", "pass the program a file name"),
     **dict.fromkeys(
         "get-user-env export-file gpus-per-socket ntasks-per-tres tres-per-task".split(),
-        ("lost", "a job file has no field for it", "say it in another way, such as resources.gpus"),
+        ("lost", "a job file has no field for it", "use another option, such as --gpus-per-node"),
     ),
     **dict.fromkeys(
         "kill-on-invalid-dep no-requeue open-mode help ignore-pbs immediate parsable quiet "

@@ -11,11 +11,11 @@ from typing import TYPE_CHECKING, Any
 from pydantic import ValidationError
 
 from hpml_orchestrator.convert.arguments import SIZES, Arguments, shell_word
-from hpml_orchestrator.convert.body import PROVIDED, SET_LATER, Body, check_devices
+from hpml_orchestrator.convert.body import PROVIDED, SET_LATER, Body, Line, check_devices
 from hpml_orchestrator.convert.files import job_text
-from hpml_orchestrator.convert.header import read_request
+from hpml_orchestrator.convert.header import read_header
 from hpml_orchestrator.convert.launchers import PYTHON
-from hpml_orchestrator.convert.report import Finding, Report
+from hpml_orchestrator.convert.report import ImportNote, ImportReport
 from hpml_orchestrator.convert.resources import (
     add_srun_options,
     allocation,
@@ -28,16 +28,15 @@ from hpml_orchestrator.spec.job import Job, Resources
 from hpml_orchestrator.spec.values import format_time, size_text
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
+    from collections.abc import Mapping
 
-__all__ = ["Imported", "Place", "import_script"]
+__all__ = ["ImportContext", "Imported", "import_script"]
 
 _ORDER = (
     "name array launcher mpi script module command args workdir resources environment stage "
     "collect checkpoint"
 )
-_HOUR = 3600
-_PLAIN = ("partition", "account", "qos", "constraint")
+_HOUR_SECONDS = 3600
 _OPTIONS = {  # that fields of resources come from
     "gpus": "gres gpus-per-node gpus gpus-per-task",
     "memory": "mem mem-per-cpu mem-per-gpu",
@@ -46,12 +45,16 @@ _OPTIONS = {  # that fields of resources come from
 }
 _OTHER_MPI = re.compile(r"(intel-?mpi|impi|mpich|mvapich|cray-mpich)", re.IGNORECASE)
 _IN_SETUP = "kept in environment.setup: runs once, on the first node, before the ranks"
-_STARTS = re.compile(r"(^|[\s;&|])(srun|mpirun|mpiexec|sbatch)\s")
+_STARTS = re.compile(
+    r"(^|[\s;&|])(srun|mpirun|mpiexec|sbatch|torchrun|accelerate launch|deepspeed)\s|torch\.distrib"
+)
 _ARGUMENTS = re.compile(r"\$(?:[0-9#]|\{[0-9#][}:])|\b(?:shift|getopts|BASH_SOURCE)\b")
+_LATER = re.compile(rf"\b({'|'.join(SET_LATER)})=")
+_SECRET = re.compile(r"_KEY|TOKEN|SECRET|PASSWORD")
 
 
 @dataclass(frozen=True)
-class Place:
+class ImportContext:
     """Where an import happens.
 
     Attributes:
@@ -65,7 +68,7 @@ class Place:
     environment: Mapping[str, str]
 
     def path(self, path: str) -> str:
-        """Return a path as a job file has it: relative if it is below it, `~` for home."""
+        """Return a path for the job file: relative below its directory, `~` for home."""
         full = os.path.normpath(os.path.join(self.directory, path))
         for root, prefix in ((self.base, ""), (self.environment.get("HOME", ""), "~/")):
             if root not in ("", "/") and full == root:
@@ -77,55 +80,54 @@ class Place:
 
 @dataclass(frozen=True)
 class Imported:
-    """A job file made of a script: its fields, its YAML text, and the findings by line."""
+    """A job file made from a script: its fields, its YAML text, and the findings by line."""
 
     job: dict[str, Any]
     text: str
-    findings: tuple[Finding, ...]
+    findings: tuple[ImportNote, ...]
 
 
-def import_script(text: str, *, name: str, place: Place) -> Imported:
+def import_script(text: str, *, name: str, context: ImportContext) -> Imported:
     """Return the job file of an sbatch script; nothing of the script is run.
 
     Args:
         text: the script.
-        name: its file name, which names the job where no --job-name does.
-        place: where it would be submitted, and where the job file will be.
+        name: its file name, which names the job if the script has no --job-name.
+        context: directories of the submission and of the job file.
 
     Raises:
-        InputError: it is not a shell script for sbatch, starts no program, or starts one
-            that no job file can start the same way.
+        InputError: it is not a shell script for sbatch, starts no program, or starts one in a way
+            that a job file cannot.
     """
     if "\0" in text:
-        raise InputError("a NUL character: it is not a text", hint="name the script for sbatch")
-    return _Import(text, name, place).run()
+        raise InputError("a NUL character: not a text file", hint="name the script for sbatch")
+    return _Import(text, name, context).run()
 
 
 class _Import:
-    def __init__(self, text: str, name: str, place: Place) -> None:
-        self.name, self.place = name, place
-        self.report = Report()
+    def __init__(self, text: str, name: str, context: ImportContext) -> None:
+        self.name, self.context = name, context
+        self.report = ImportReport()
         self.fields: dict[str, Any] = {}
-        self.origins: dict[str, str] = {}
-        self.text = text
-        self.request = read_request(text, self.report)
-        self.known = known_variables(self.request, allocation(self.request, Report()))
-        self.known["SLURM_SUBMIT_DIR"] = place.directory
-        self.known["SLURM_JOB_NAME"] = self.request.text("job-name") or name
-        start = os.path.normpath(os.path.join(place.directory, self.request.text("chdir")))
-        self.values = Values(place.environment, self.known, start)
-        self.body = Body(text, self.values, self.report)
+        self.origins: dict[str, str] = {}  # of fields: the line of the script, for errors
+        self.header = read_header(text, self.report)
+        self.known = known_variables(self.header, allocation(self.header, ImportReport()))
+        self.known["SLURM_SUBMIT_DIR"] = context.directory
+        self.known["SLURM_JOB_NAME"] = self.header.text("job-name") or name
+        start = os.path.normpath(os.path.join(context.directory, self.header.text("chdir")))
+        self.body = Body(text, Values(context.environment, self.known, start), self.report)
         self.launch = self.body.launch
-        add_srun_options(self.request, self.launch, self.report)
-        given = allocation(self.request, self.report)
-        self.size = job_size(self.request, given, self.launch, self.report)
-        self.arguments = Arguments(text, self.body, is_array="array" in self.request.options)
-        self._copies()
-        self.words = [self.arguments.argument(word) for word in self._arguments()]
+        add_srun_options(self.header, self.launch, self.report)
+        given = allocation(self.header, self.report)
+        self.size = job_size(self.header, given, self.launch, self.report)
+        self.arguments = Arguments(text, self.body, is_array="array" in self.header.options)
+        self._divide_lines()
+        places = [line.value for line in self.body.lines if line.kind == "cd"]
+        self.workdir = places[-1] if places else start
 
     def put(self, field: str, value: Any, *options: str, origin: str = "") -> None:
         """Set a field by its dotted name; it comes from an option, a line or the launch."""
-        option = self.request.option(*options)
+        option = self.header.option(*options)
         where = f"line {option.line}: {option.shown}" if option else origin
         self.origins[field] = where or f"line {self.launch.line}: {self.launch.source}"
         *parents, last = field.split(".")
@@ -136,19 +138,18 @@ class _Import:
 
     def run(self) -> Imported:
         """Return the job file and the findings."""
-        name = self.request.text("job-name") or os.path.splitext(os.path.basename(self.name))[0]
+        name = self.header.text("job-name") or os.path.splitext(os.path.basename(self.name))[0]
         name = re.sub(r"[^A-Za-z0-9._+-]+", "-", name).lstrip("._+-")[:64] or "job"
         self.put("name", name, "job-name")
-        if array := self.request.text("array"):
+        if array := self.header.text("array"):
             self.put("array", array, "array")
-        self._launcher()
-        self._program()
-        self._resources()
-        self._environment()
-        self._checkpoint()
-        self._data()
+        self._put_launcher()
+        self._put_program()
+        self._put_resources()
+        self._put_environment()
+        self._put_checkpoint()
+        self._put_data()
         self.report.entries |= self.launch.report.entries
-        self._defaults()
         job = self._checked()
         findings = self.report.findings()
         lost = sum(finding.kind == "lost" for finding in findings)
@@ -162,7 +163,7 @@ class _Import:
         """Return the fields in order.
 
         Raises:
-            InputError: a value is none that a job file may hold.
+            InputError: a job file must not have one of the values.
         """
         fields = {name: self.fields[name] for name in _ORDER.split() if name in self.fields}
         try:
@@ -178,45 +179,26 @@ class _Import:
             ) from None
         return fields
 
-    def _copies(self) -> None:
+    def _divide_lines(self) -> None:
         """Decide which copies become `stage` and `collect`, and which lines stay in setup."""
         body, copies = self.body, self.body.copies
         values = [*self.launch.words, *self.launch.variables.values()]
-        used = {name for word in values for name in re.findall(r"\w+", "".join(HOLE.findall(word)))}
-        if re.search(r"\$|`", "".join(values)):  # a program for a shell names variables, too
-            used |= {name for word in values for name in re.findall(r"\$\{?(\w+)", word)}
-        values += [
-            value for line in body.lines for value in line.assigned.values() if line.exported
-        ]
-        declined = copies.decline_unless_used(values)
-        setup = body.divide(set(used), self.arguments.placed)
-        works = [line.source for line in setup if line.kind not in ("quiet", "local", "assign")]
-        if not declined and any(map(body.is_on_node, works)):
-            copies.staged.clear()  # shell lines work with the copies
+        used = set(re.findall(r"\w+", " ".join(" ".join(HOLE.findall(word)) for word in values)))
+        # A program such as `bash -c '… $NAME'` also reads variables of setup.
+        used |= set(re.findall(r"\$\{?(\w+)", " ".join(values)))
+        exported = [v for li in body.lines if li.exported for v in li.assigned.values()]
+        copies.decline_unless_used([*values, *exported])
+        for line in body.lines:
+            if line.kind in ("keep", "venv") and body.is_on_node(line.source):
+                copies.staged.clear()  # a shell line works with the copies
         for line in body.lines:
             if line.kind == "stage" and not copies.staged:
                 line.kind = "keep"
-            elif line.kind == "local" and not copies.only_staged(line.words[1:], values):
-                line.kind = "quiet"
-        self.setup = body.divide(set(used), self.arguments.placed)
+            elif line.kind == "quiet" and copies.staged and body.is_on_node(line.source):
+                line.kind = "quiet" if line.source.startswith("mkdir") else "dropped"
+        body.divide(used, self.arguments.placed)
 
-    def _arguments(self) -> Iterator[str]:
-        """Yield the words of the program without `"$@"`, which is empty in a job."""
-        if self.launch.error:
-            raise self.launch.error
-        rest = " ".join(map(shown, self.launch.words[1:]))
-        if not PYTHON.fullmatch(self.launch.program) and _STARTS.search(rest):
-            why = f"{self.launch.program} starts the launcher, which hpml starts itself"
-            raise self.launch.refused(self.launch.source, why, "write the launcher first")
-        for word in self.launch.words:
-            if shown(word) in ("$@", "${@}", "$*", "${*}"):
-                why = "`hpml submit` passes no arguments to the program"
-                self.launch.lost(word, why, "write them into args")
-            else:
-                yield word
-
-    def _launcher(self) -> None:
-        """Set the launcher, and srun's `--mpi` as written."""
+    def _put_launcher(self) -> None:
         launch, launcher = self.launch, self.launch.launcher or "srun"
         modules = [n for li in self.body.lines if li.kind == "module" for n in li.value.split()]
         others = [name for name in modules if _OTHER_MPI.search(name)]
@@ -233,41 +215,51 @@ class _Import:
             why = "srun without --mpi takes the cluster's default, hpml takes none"
             launch.changed(why, "a program that uses MPI needs `mpi: pmix` or `mpi: pmi2`")
 
-    def _program(self) -> None:
-        launch, words, workdir = self.launch, self.words, self.workdir
+    def _words(self) -> list[str]:
+        """Return the words of the program with placeholders, without `"$@"`."""
+        launch, words = self.launch, []
+        rest = " ".join(map(shown, launch.words[1:]))
+        if not PYTHON.fullmatch(launch.program) and _STARTS.search(rest):
+            why = f"{launch.program} starts the launcher, which hpml starts itself"
+            raise launch.refused(launch.source, why, "write the launcher first")
+        for word in launch.words:
+            if has_hole(word) and shown(word) in ("$@", "${@}", "$*", "${*}"):
+                why = "`hpml submit` passes no arguments to the program"
+                launch.lost(word, why, "write them into args")
+            else:
+                words.append(self.arguments.filled(word))
         if not words:
             raise InputError(f"line {launch.line}: {launch.source}: starts no program")
+        return words
+
+    def _put_program(self) -> None:
+        launch, words = self.launch, self._words()
         python = words[0] if PYTHON.fullmatch(launch.program) else ""
         rest = words[2:] if words[1:2] == ["-u"] else words[1:]
-        if python and rest[:1] == ["-m"] and len(rest) > 1:
+        first = "".join(rest[:1])
+        if python and first == "-m" and len(rest) > 1:
             self.put("module", rest[1])
             rest = rest[2:]
-        elif (
-            python
-            and rest
-            and rest[0][:1] not in ("-", "{", "")
-            and "{" not in rest[0]
-            and launch.directory
-        ):
+        elif python and first and first[0] != "-" and "{" not in first and launch.directory:
             path = os.path.normpath(os.path.join(launch.directory, rest.pop(0)))
-            inside = path.startswith(f"{workdir}/")
-            self.put("script", os.path.relpath(path, workdir) if inside else path)
+            inside = path.startswith(f"{self.workdir}/")
+            self.put("script", os.path.relpath(path, self.workdir) if inside else path)
         else:
             self.put("command", words)
             python, rest = launch.python if launch.launcher == "torchrun" else "", []
         if rest:
             self.put("args", rest)
         if python not in ("", "python") and not has_hole(python):
-            path = self.place.path(os.path.join(launch.directory, python))
+            path = self.context.path(os.path.join(launch.directory, python))
             named = path if "/" in path else f"./{path}"
             self.put("environment.python", named if "/" in python else python)
 
-    def _resources(self) -> None:
-        size, request = self.size, self.request
+    def _put_resources(self) -> None:
+        size, header = self.size, self.header
         gpus, kinds = size.gpus.count, str(size.gpus) or "0"
         shared = size.ranks // gpus if gpus and size.ranks % gpus == 0 else 1
         default = gpus * shared or 1
-        seconds, time = request.numbers.get("time"), request.option("time")
+        seconds, time = header.numbers.get("time"), header.option("time")
         if time is None:
             why = "hpml asks for an hour, sbatch for the partition's default"
             self.report.changed(0, "no --time", why, "write resources.time")
@@ -281,48 +273,39 @@ class _Import:
             "ranks_per_node": None if size.ranks == default else size.ranks,
             "cpus_per_rank": size.cpus_per_rank,
             "memory": size_text(size.memory_mb) if size.memory_mb else None,
-            "time": format_time(seconds or _HOUR),
-            **{name: request.text(name) or None for name in _PLAIN},
-            "exclusive": "exclusive" in request.options,
-            "extra": list(request.extra.values()),
+            "time": format_time(seconds or _HOUR_SECONDS),
+            **{n: header.text(n) or None for n in ("partition", "account", "qos", "constraint")},
+            "exclusive": "exclusive" in header.options,
+            "extra": list(header.extra.values()),
         }
         for field, value in values.items():
             if str(value) != str(Resources.model_fields[field].default):
                 self.put(f"resources.{field}", value, *_OPTIONS.get(field, field).split())
-        if request.mail_on:
-            to = request.text("mail-user") or self.place.environment.get("USER", "")
-            self.put("resources.mail", {"to": to, "on": request.mail_on}, "mail-user", "mail-type")
+        if header.mail_on:
+            to = header.text("mail-user") or self.context.environment.get("USER", "")
+            self.put("resources.mail", {"to": to, "on": header.mail_on}, "mail-user", "mail-type")
 
-    def _checkpoint(self) -> None:
-        request = self.request
-        if request.signal:
-            self.put("checkpoint.signal", request.signal, "signal")
-            if request.signal_seconds:
-                self.put("checkpoint.lead", f"{request.signal_seconds}s", "signal")
-        if request.signal or "requeue" in request.options:
-            ends = list(dict.fromkeys(request.requeue))
+    def _put_checkpoint(self) -> None:
+        header = self.header
+        if header.signal:
+            self.put("checkpoint.signal", header.signal, "signal")
+            if header.signal_seconds:
+                self.put("checkpoint.lead", f"{header.signal_seconds}s", "signal")
+        if header.signal or "requeue" in header.options:
+            ends = list(dict.fromkeys(header.requeue))
             self.put("checkpoint.requeue", ends, "requeue", "signal")
 
-    @property
-    def workdir(self) -> str:
-        """The directory in which the lines of setup start; the last `cd` that is a field."""
-        places = [line.value for line in self.body.lines if line.kind == "cd" and line.is_field]
-        start = os.path.join(self.place.directory, self.request.text("chdir"))
-        return places[-1] if places else os.path.normpath(start)
-
-    def _environment(self) -> None:
+    def _put_environment(self) -> None:
         launch, lines = self.launch, self.body.lines
-        fields = [line for line in lines if line.is_field]
-        if modules := [n for line in fields if line.kind == "module" for n in line.value.split()]:
+        if modules := [name for li in lines if li.kind == "module" for name in li.value.split()]:
             self.put("environment.modules", modules)
-        for line in fields:
+        for line in lines:
             if line.kind in ("venv", "conda"):
-                path = self.place.path(line.value) if "/" in line.value else line.value
-                self.put(
-                    f"environment.{line.kind}", path, origin=f"line {line.line}: {line.source}"
-                )
-        if self.workdir != self.place.base:
-            self.put("workdir", self.place.path(self.workdir), "chdir")
+                path = self.context.path(line.value) if "/" in line.value else line.value
+                origin = f"line {line.line}: {line.source}"
+                self.put(f"environment.{line.kind}", path, origin=origin)
+        if self.workdir != self.context.base:
+            self.put("workdir", self.context.path(self.workdir), "chdir")
         if text := self._setup():
             self.put("environment.setup", "\n".join(text) + "\n")
         if launch.container:
@@ -333,70 +316,48 @@ class _Import:
 
     def _setup(self) -> list[str]:
         """Set the variables of the ranks; return the lines of `environment.setup`."""
-        launch, kept = self.launch, {id(line) for line in self.setup}
-        self._check_setup()
-        lines = [line.source for line in self.setup]
-        if any("SLURM_SUBMIT_DIR" in line for line in lines):
-            lines.insert(0, f"SLURM_SUBMIT_DIR={shlex.quote(self.place.directory)}")
-        self._export(lines)
+        launch, lines = self.launch, []
         for line in self.body.lines:
-            for name, value in line.assigned.items() if line.exported else ():
-                if id(line) not in kept or name in SET_LATER:
-                    self._variable(name, value, line.line, line.source)
-            if line.kind == "keep" and (
-                match := re.search(rf"\b({'|'.join(SET_LATER)})=", line.source)
-            ):
-                default = self.size.cpus_per_rank if match[1] == "OMP_NUM_THREADS" else 1
-                name = self.arguments.assign(f'"${{{match[1]}:-{default}}}"')
-                self.put(f"environment.variables.{match[1]}", f"{{env.{name}}}")
+            self._read_line(line)
+            if line.in_setup:
+                if line.kind != "quiet" and line.block != "a function":
+                    self._check_line(line.line, line.source)
+                todo = "a line that fails ends the job: `|| :` behind it helps"
+                if line.launch and line.launch.launcher:
+                    todo = "hpml does not bind it: better write another job file for it"
+                self.report.changed(line.line, line.source, _IN_SETUP, todo)
+                lines.append(line.source)
+        if any("SLURM_SUBMIT_DIR" in line for line in lines):
+            lines.insert(0, f"SLURM_SUBMIT_DIR={shlex.quote(self.context.directory)}")
+        self._put_export(lines)
         for name, value in launch.variables.items():
-            self._variable(name, value, launch.line, f"{name}={shown(value)}")
+            self._put_variable(name, value, launch.line, f"{name}={shown(value)}")
         if launch.directory and launch.directory != self.body.values.directory:
             lines.append(f"cd {shlex.quote(launch.directory)}")
+        for source in self.arguments.exports.values():
+            self._check_line(launch.line, source)
         return lines + list(self.arguments.exports.values())
 
-    def _check_setup(self) -> None:
-        """Report the lines of setup and what is left out.
+    def _read_line(self, line: Line) -> None:
+        """Set the variables that a line exports, and report it if it is left out."""
+        placed = {name: self.arguments.placed(value) for name, value in line.assigned.items()}
+        is_known = not any(map(has_hole, placed.values()))
+        if placed and is_known and SIZES.search(line.source):
+            words = (f"{name}={shell_word(value)}" for name, value in placed.items())
+            line.source = "export " * line.exported + " ".join(words)
+        if line.kind == "keep" and (match := _LATER.search(line.source)):
+            raise _computed_later(line.line, line.source, match[1])
+        for name, value in line.assigned.items() if line.exported else ():
+            if not line.in_setup or name in SET_LATER:
+                self._put_variable(name, value, line.line, line.source)
+        if not line.in_setup and (line.kind == "dropped" or not is_known):
+            why = "nothing else uses it, or hpml does itself what it was for"
+            self.report.add("dropped", line.line, line.source, why)
 
-        Raises:
-            InputError: a line needs arguments of the script, or a size that hpml's job has not.
-        """
-        kept = {id(line) for line in self.setup}
-        for line in self.body.lines:
-            values = {name: self.arguments.placed(value) for name, value in line.assigned.items()}
-            known = not any(map(has_hole, values.values()))
-            if not known and id(line) not in kept:
-                why = "nothing else uses it, or hpml does itself what it was for"
-                self.report.add("dropped", line.line, line.source, why)
-            if known and values and SIZES.search(line.source):
-                words = (f"{name}={shell_word(value)}" for name, value in values.items())
-                line.source = "export " * line.exported + " ".join(words)
-        for line in self.setup:
-            if line.kind != "quiet" and line.block != "function":
-                self._check_shell(line.line, line.source)
-            todo = "a line that fails ends the job: `|| :` behind it helps"
-            if line.launch and line.launch.launcher:
-                todo = "hpml does not bind it: better write another job file for it"
-            self.report.changed(line.line, line.source, _IN_SETUP, todo)
-        for source in self.arguments.exports.values():
-            self._check_shell(self.launch.line, source)
-
-    def _defaults(self) -> None:
-        """Report the values that were taken for `${NAME:-VALUE}`."""
-        kept = {line.line for line in self.setup}
-        for source, value in self.values.defaults.items():
-            name = re.match(r"\$\{(\w+)", source)
-            for number, row in enumerate(self.text.split("\n"), start=1):
-                if source in row and number not in kept and name:
-                    why = f"is {value!r} in the job file, whatever {name[1]} is at `hpml submit`"
-                    self.report.changed(
-                        number, source, why, "change it in the job file, or by --set"
-                    )
-
-    def _check_shell(self, line: int, source: str) -> None:
-        """Refuse a line of setup that does not find there what the script gives it."""
+    def _check_line(self, line: int, source: str) -> None:
+        """Refuse a line that would find other values in `environment.setup` than in the script."""
         where = f"line {line}: {source.partition(chr(10))[0]}: "
-        if _ARGUMENTS.search(re.sub(r"'[^']*'", "", source)):  # quoted text may be of awk
+        if _ARGUMENTS.search(re.sub(r"'[^']*'", "", source)):  # quoted text may be a program of awk
             problem = "needs the name or the arguments of the script, which hpml's job has not"
             raise InputError(where + problem, hint="write the values into it, as ${1:-VALUE}")
         size = self.size
@@ -408,66 +369,62 @@ class _Import:
         for name, value in own.items():
             given = self.known.get(name, "")
             if re.search(rf"\b{name}\b", source) and given != str(value):
-                problem = (
-                    f"{name} is {given or 'not set'} in the script's job and {value} in hpml's"
-                )
+                problem = f"{name} is {given or 'not set'} in the script's job, {value} in hpml's"
                 raise InputError(where + problem, hint=f"write the number in place of ${name}")
 
-    def _export(self, lines: list[str]) -> None:
+    def _put_export(self, lines: list[str]) -> None:
         """Set the environment that the header's `--export` asks for, also for setup's lines."""
-        option = self.request.option("export")
+        option = self.header.option("export")
         parts = [part for part in option.value.split(",") if part] if option else []
         if option and not {"ALL", "all"} & set(parts):
             self.put("environment.inherit", "minimal", "export")
         for part in parts:
             name, equals, value = part.partition("=")
-            value = value if equals else self.place.environment.get(name, "")
+            value = value if equals else self.context.environment.get(name, "")
             if value:
                 self.put(f"environment.variables.{name}", value, "export")
                 if any(name in line for line in lines):
                     lines.insert(0, f"export {name}={shlex.quote(value)}")
 
-    def _variable(self, name: str, value: str, line: int, text: str) -> None:
-        """Set a variable of the ranks; in setup if its value is known in the job only."""
+    def _put_variable(self, name: str, value: str, line: int, text: str) -> None:
+        """Set a variable of the ranks; in setup if only the job can compute its value."""
         default = {"OMP_NUM_THREADS": str(self.size.cpus_per_rank), "PYTHONUNBUFFERED": "1"}
         value = self.arguments.placed(value)
         splits = re.search('\0(?!")[^\0]', value)  # without quotes it may become several words
         if name == "CUDA_VISIBLE_DEVICES":
-            check_devices(self.values, line, value)
+            check_devices(self.body.values, line, value)
         elif name in PROVIDED:
             return
         elif name in SET_LATER and value == default[name]:
             self.report.add("dropped", line, text, f"hpml sets {name} itself")
-        elif has_hole(value) and name not in SET_LATER and not splits:
+        elif has_hole(value) and name in SET_LATER:
+            raise _computed_later(line, text, name)
+        elif has_hole(value) and not splits:
             self.arguments.exports[name] = f"export {name}={shell_word(value)}"
         else:
-            if re.search(r"_KEY|TOKEN|SECRET|PASSWORD", name):
+            if _SECRET.search(name):
                 why = "the value can be read in the job file and in the records of its runs"
                 todo = "remove it there, and export it before `hpml submit` instead"
                 self.report.changed(line, f"{name}=…", why, todo)
-            if splits:
-                value = self.arguments.filled(value)
-            value = HOLE.sub(lambda match: f"{{env.{self.arguments.assign(match[1])}}}", value)
-            self.put(f"environment.variables.{name}", value, origin=f"line {line}: {text}")
+            origin = f"line {line}: {text}"
+            self.put(f"environment.variables.{name}", self.arguments.filled(value), origin=origin)
 
-    def _data(self) -> None:
+    def _put_data(self) -> None:
         """Set what is staged and collected."""
-        copies = self.body.copies
-        entries = []
-        for staged in copies.staged:
-            entry = {"name": staged.name, "source": self.place.path(staged.source)}
-            entry |= {"kind": staged.kind} if staged.kind != "auto" else {}
-            entry |= {"target": staged.target} if staged.target != "local" else {}
-            entries.append(entry)
-        if entries:
-            self.put("stage", entries)
-        results: list[dict[str, str]] = []
-        for (source, target), result in zip(copies.collected(), copies.results, strict=True):
-            entry = {"source": source, "target": self.place.path(target)}
-            where = f"{entry['target']}/RUN/NODE/{os.path.basename(source)}"
-            why = f"all of each node's {source} comes back to {where}"
+        copies, results = self.body.copies, []
+        if copies.staged:
+            self.put("stage", [one.entry(self.context.path(one.source)) for one in copies.staged])
+        for result in copies.results:
+            entry = {"source": result.source, "target": self.context.path(result.target)}
+            where = f"{entry['target']}/RUN/NODE/{os.path.basename(result.source)}"
+            why = f"all of each node's {result.source} is copied back to {where}"
             self.report.changed(result.line, result.text, why)
             if entry not in results:
                 results.append(entry)
         if results:
             self.put("collect", results)
+
+
+def _computed_later(line: int, text: str, name: str) -> InputError:
+    problem = f"line {line}: {text}: hpml sets {name} again after environment.setup"
+    return InputError(problem, hint="export a number, on a separate line")

@@ -1,7 +1,7 @@
-"""Take launchers off a command line: srun, torchrun, mpirun, env.
+"""Remove launchers from a command line: srun, torchrun, mpirun, env.
 
-An option is one of the tables below, or the line is refused: what hpml does not know may change
-what the program gets.
+Each option must be in one of the tables below. Other options are refused, because they may change
+how the program starts.
 """
 
 from __future__ import annotations
@@ -11,9 +11,8 @@ import re
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from hpml_orchestrator.convert.report import ALL_GPUS, HIDES_GPUS, OUTPUT, Report
-from hpml_orchestrator.convert.shell import ASSIGNMENT, split_script
-from hpml_orchestrator.convert.values import HOLE, Values, has_hole, hole_names, shown
+from hpml_orchestrator.convert.report import ALL_GPUS, HIDES_GPUS, OUTPUT, ImportReport
+from hpml_orchestrator.convert.values import has_hole, shown
 from hpml_orchestrator.errors import InputError
 from hpml_orchestrator.scheduler.slurm.options import (
     SRUN,
@@ -26,9 +25,10 @@ from hpml_orchestrator.scheduler.slurm.options import (
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-__all__ = ["LAUNCHERS", "PYTHON", "Launch", "peel"]
+__all__ = ["LAUNCHERS", "PYTHON", "Launch", "remove_launchers"]
 
 PYTHON = re.compile(r"python(\d+(\.\d+)?)?")
+_SETTING = re.compile(r"([A-Za-z_]\w*)=(.*)", re.ASCII | re.DOTALL)
 
 
 @dataclass
@@ -38,18 +38,18 @@ class Launch:
     Attributes:
         line: where.
         source: as written.
-        words: the command line; once the launchers are taken off, the program.
-        directory: where it starts; empty if only the job knows.
+        words: the command line; the program and its arguments after the launchers are removed.
+        directory: its working directory; empty if only the job can compute it.
         launcher: `torchrun`, `srun`, `mpirun`, `horovodrun`, or empty for a plain process.
-        sizes: what the line asks for, as text: `nodes`, `per_node` and `total` (ranks).
+        sizes: what the line requests, as text: `nodes`, and ranks `per_node` or in `total`.
         outer: sizes of an srun around the launcher.
         options: srun's own options.
         mpi: of srun's `--mpi`.
         container: of pyxis: engine, image and mounts.
         variables: environment of this line alone.
         python: the interpreter that ran the launcher.
-        report: what its options change; it counts if the job file carries this launch over.
-        error: why no job file can carry it over.
+        report: what its options change; used if the job file starts this launch.
+        error: why a job file cannot start it.
     """
 
     line: int
@@ -64,7 +64,7 @@ class Launch:
     container: dict[str, Any] = field(default_factory=dict)
     variables: dict[str, str] = field(default_factory=dict)
     python: str = ""
-    report: Report = field(default_factory=Report)
+    report: ImportReport = field(default_factory=ImportReport)
     error: InputError | None = None
 
     @property
@@ -73,10 +73,10 @@ class Launch:
         return os.path.basename(self.words[0]) if self.words else ""
 
     def size(self, name: str) -> int | None:
-        """Return one of the sizes as a number; None if the line does not say it.
+        """Return one of the sizes as a number; None if the line does not have it.
 
         Raises:
-            InputError: it is not a whole number above zero, or not known now.
+            InputError: it is not a positive whole number, or only the job can compute it.
         """
         if name not in self.sizes:
             return None
@@ -90,33 +90,33 @@ class Launch:
         return InputError(f"line {self.line}: {shown(text)}: {why}", hint=hint)
 
     def lost(self, text: str, why: str, todo: str = "") -> None:
-        """Report a part of the line that is not carried over."""
+        """ImportReport a part of the line that the job file does not have."""
         self.report.lost(self.line, shown(text), why, todo)
 
     def changed(self, why: str, todo: str = "") -> None:
-        """Report the line as carried over in another way."""
+        """ImportReport that the job file does this in another way."""
         self.report.changed(self.line, self.source, why, todo)
 
     def set(self, setting: str) -> None:
-        """Set a variable of its environment by NAME=VALUE."""
+        """Set a variable of its environment from NAME=VALUE."""
         name, equals, value = setting.partition("=")
         if equals:
             self.variables[name] = value
 
 
-def peel(launch: Launch) -> None:
-    """Take the launchers off the words of a launch and fill its fields.
+def remove_launchers(launch: Launch) -> None:
+    """Remove the launchers from the words of a launch and set its fields.
 
     Raises:
-        InputError: an option cannot be carried over.
+        InputError: hpml has no counterpart of an option.
     """
     before: list[str] = []
     while launch.words and launch.words != before:
         before, words = list(launch.words), launch.words
         if match := re.fullmatch(r'\0"?\$\((?:which|command -v) ([\w.+-]+)\)"?\0', words[0]):
-            words[0] = match[1]  # it is looked up where the program starts, too
+            words[0] = match[1]  # PATH is searched again where the program starts
         program, rest = launch.program, [word for word in words[1:] if word not in _QUIET_PYTHON]
-        if ASSIGNMENT.fullmatch(words[0]):
+        if _SETTING.fullmatch(words[0]):
             launch.set(words.pop(0))
         elif program in _READERS:
             _READERS[program](launch)
@@ -131,7 +131,7 @@ def peel(launch: Launch) -> None:
 
 
 def _read_prefix(launch: Launch) -> None:
-    """Take `exec`, `env` or `time` off the words; with options it stays."""
+    """Remove `exec`, `env` or `time`; with options it stays."""
     rest = launch.words[1:]
     while rest[:1] in (["-p"], ["--"]):
         rest.pop(0)
@@ -144,16 +144,16 @@ _QUIET_PYTHON = ("-u", "-O", "-B")
 
 @dataclass(frozen=True)
 class _Launcher:
-    """A launcher and the options that hpml has a counterpart for; all others are refused.
+    """A launcher and the options that hpml has a counterpart for; others are refused.
 
     Attributes:
-        launcher: of the job file.
-        options: those with a value: `NAME` alone is hpml's to choose, `NAME=SIZE` is one of the
-            sizes of a launch, `NAME=$VARIABLE` a variable, `NAME=$` one whose value is
-            VARIABLE=VALUE, `NAME!` is reported as not carried over.
-        flags: options without a value, with the same `!`.
-        pairs: options with two values, `NAME=$PREFIX`: the first is the rest of a variable's name.
-        per_node: ranks on each node by default.
+        launcher: the launcher in the job file.
+        options: options with a value. hpml chooses that of a bare `NAME`; `NAME=SIZE` is one of
+            the sizes of a launch, `NAME=$VARIABLE` sets a variable, `NAME=$` is followed by
+            VARIABLE=VALUE, and `NAME!` is reported as lost.
+        flags: options without a value; `!` as above.
+        pairs: options with two values, `NAME=$PREFIX`: the first value ends a variable's name.
+        per_node: default number of ranks on each node.
     """
 
     launcher: str
@@ -213,19 +213,18 @@ _MODULES = {
     **dict.fromkeys(("deepspeed", "deepspeed.launcher.runner"), _DEEPSPEED),
 }
 _ADDS_LOCAL_RANK = ("deepspeed", "deepspeed.launcher.runner", "torch.distributed.launch")
-_HYDRA = frozenset("ppn perhost hosts genv env genvlist envlist bootstrap rmk envall".split())
 _OWN_FILE = "accelerate reads ~/.cache/huggingface/accelerate/default_config.yaml, hpml does not"
 
 
 def _read_launcher(launch: Launch, table: _Launcher) -> None:
-    """Take a launcher and its options off the words."""
+    """Remove a launcher and its options from the words."""
     who = launch.program
     if who == "accelerate" and launch.words[1:2] != ["launch"]:
         return
     if launch.launcher == "srun":
         launch.outer = launch.sizes
     launch.launcher, launch.words = table.launcher, launch.words[1 + (who == "accelerate") :]
-    if table == _MPIRUN and (who == "mpiexec.hydra" or _HYDRA & _spellings(launch.words)):
+    if who == "mpiexec.hydra":
         why = "hpml starts Open MPI's mpirun only"
         raise launch.refused(who, why, "write `srun --mpi=pmi2` or `srun --mpi=pmix` in its place")
     launch.sizes = {}
@@ -245,7 +244,7 @@ def _read_launcher(launch: Launch, table: _Launcher) -> None:
 
 
 def _add_python(launch: Launch, names: set[str], who: str) -> None:
-    """Put the Python before the program that the launcher starts by it."""
+    """Add the Python interpreter that the launcher would start the program with."""
     if launch.words and "no-python" not in names:
         module = ["-m"] if {"m", "module"} & names else []
         launch.words = [launch.python or "python", *module, *launch.words]
@@ -254,12 +253,8 @@ def _add_python(launch: Launch, names: set[str], who: str) -> None:
         launch.changed(why, "read os.environ['LOCAL_RANK'] in it, as with torchrun")
 
 
-def _spellings(words: list[str]) -> set[str]:
-    return {word.lstrip("-").partition("=")[0] for word in words if word.startswith("-")}
-
-
 def _read_options(launch: Launch, table: _Launcher, who: str) -> set[str]:
-    """Take the options of a launcher off the words and return their names."""
+    """Remove the options of a launcher from the words and return their names."""
     pairs = dict(option.split("=") for option in table.pairs.split())
     targets = dict(
         option.replace("!", "=!").partition("=")[::2]
@@ -272,7 +267,7 @@ def _read_options(launch: Launch, table: _Launcher, who: str) -> set[str]:
         if word == "--":
             break
         if word.startswith("\0"):
-            why = f"only the job knows it, and it may be options of {who}"
+            why = f"only the job can compute it, and it may be options of {who}"
             raise launch.refused(word, why, f"write the options of {who} and the program there")
         spelling, equals, value = word.lstrip("-").partition("=")
         name = spelling.replace("_", "-")
@@ -313,7 +308,7 @@ _SRUN_BINDING = frozenset(
 
 
 def _read_srun(launch: Launch) -> None:
-    """Take srun and its options off the words."""
+    """Remove srun and its options from the words."""
     try:
         words = [Word(word, launch.line) for word in launch.words[1:]]
         options, rest = read_options(words, SRUN, stop=True)
@@ -321,7 +316,7 @@ def _read_srun(launch: Launch) -> None:
         raise InputError(f"line {launch.line}: srun {error}", hint=error.hint) from None
     launch.launcher, launch.words = launch.launcher or "srun", [word.text for word in rest]
     if launch.words and re.fullmatch(r'\0(?!"?\$\((which|command -v) )[^\0]*\0', launch.words[0]):
-        why = "only the job knows it, and it may be options of srun"
+        why = "only the job can compute it, and it may be options of srun"
         raise launch.refused(launch.words[0], why, "write the options and the program there")
     for option in options:
         if option.name in _SRUN_SIZES:
@@ -358,28 +353,6 @@ def _srun_option(launch: Launch, option: Option) -> None:
         raise launch.refused(f"srun {option.shown}", why, "remove it; `mpi` is none, pmix or pmi2")
 
 
-_SAME_ON_ALL_NODES = {"SLURM_JOB_ID", "SLURM_JOBID", "SLURM_ARRAY_TASK_ID"}
-
-
-def _read_shell(launch: Launch) -> None:
-    """Read `bash -c TEXT` if the text starts torchrun, which each node starts the same way."""
-    if len(launch.words) != len(("bash", "-c", "TEXT")) or launch.words[1] not in ("-c", "-lc"):
-        return
-    try:
-        statements = split_script(HOLE.sub(lambda m: m[1].strip('!"'), launch.words[2]))
-        commands = [command for statement in statements for command in statement.commands]
-        if len(commands) != 1 or commands[0].redirects or statements[0].block:
-            return
-        words = Values({}, {}, launch.directory).words(commands[0].words)
-        inner = Launch(launch.line, launch.source, list(words), launch.directory)
-        peel(inner)
-    except InputError:
-        return  # it stays a command
-    names = {name for word in inner.words for name in hole_names(word)}
-    if inner.launcher == "torchrun" and names <= _SAME_ON_ALL_NODES:
-        launch.words = words
-
-
 def _refuse_binding(launch: Launch) -> None:
     why = "hpml binds the ranks itself"
     raise launch.refused(launch.program, why, "remove it; set `binding` in the job file")
@@ -387,7 +360,6 @@ def _refuse_binding(launch: Launch) -> None:
 
 _READERS: dict[str, Callable[[Launch], None]] = {
     "srun": _read_srun,
-    **dict.fromkeys(("bash", "sh"), _read_shell),
     **dict.fromkeys(("exec", "command", "nohup", "time", "env"), _read_prefix),
     **dict.fromkeys(("numactl", "taskset"), _refuse_binding),
 }

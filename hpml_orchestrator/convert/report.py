@@ -6,7 +6,7 @@ import dataclasses
 from dataclasses import dataclass
 from typing import Any, Literal
 
-__all__ = ["ALL_GPUS", "HIDES_GPUS", "OUTPUT", "Finding", "Kind", "Report"]
+__all__ = ["ALL_GPUS", "HIDES_GPUS", "OUTPUT", "ImportNote", "ImportReport", "Kind"]
 
 Kind = Literal["lost", "changed", "dropped"]
 
@@ -21,7 +21,7 @@ _SHOWN_CHARS = 90
 
 
 @dataclass(frozen=True)
-class Finding:
+class ImportNote:
     """A line of the script that the job file does not carry over unchanged.
 
     Attributes:
@@ -44,11 +44,11 @@ class Finding:
         return dataclasses.asdict(self)
 
 
-class Report:
+class ImportReport:
     """Collects findings; the same finding about the same line is kept once."""
 
     def __init__(self) -> None:
-        self.entries: dict[Finding, None] = {}
+        self.entries: dict[ImportNote, None] = {}
 
     def add(self, kind: Kind, line: int, text: str, why: str, todo: str = "") -> None:
         """Keep a finding; unprintable characters of its text are replaced."""
@@ -56,16 +56,16 @@ class Report:
         text = "".join(letter if letter.isprintable() else "\ufffd" for letter in text)
         if len(text) > _SHOWN_CHARS:
             text = f"{text[:_SHOWN_CHARS]}…"
-        self.entries[Finding(line, text, kind, why, todo)] = None
+        self.entries[ImportNote(line, text, kind, why, todo)] = None
 
     def lost(self, line: int, text: str, why: str, todo: str = "") -> None:
-        """Report something that is not carried over."""
+        """ImportReport something that is not carried over."""
         self.add("lost", line, text, why, todo)
 
     def changed(self, line: int, text: str, why: str, todo: str = "") -> None:
-        """Report something that is carried over in another way."""
+        """ImportReport something that is carried over in another way."""
         self.add("changed", line, text, why, todo)
 
-    def findings(self) -> tuple[Finding, ...]:
+    def findings(self) -> tuple[ImportNote, ...]:
         """Return all findings by line."""
         return tuple(sorted(self.entries, key=lambda finding: finding.line))

@@ -13,13 +13,15 @@ from hpml_orchestrator.errors import InputError
 from hpml_orchestrator.spec.values import Gpus, size_text
 
 if TYPE_CHECKING:
-    from hpml_orchestrator.convert.header import Request
+    from hpml_orchestrator.convert.header import Header
     from hpml_orchestrator.convert.launchers import Launch
-    from hpml_orchestrator.convert.report import Report
+    from hpml_orchestrator.convert.report import ImportReport
 
 __all__ = ["Allocation", "Size", "add_srun_options", "allocation", "job_size", "known_variables"]
 
 _GPUS = ("gres", "gpus", "gpus-per-node", "gpus-per-task")
+_RANKS = ("nodes", "ntasks", "ntasks-per-node")  # job_size reads those of srun
+_SHARES = (*_GPUS, "cpus-per-task", "cpus-per-gpu", "ntasks-per-gpu")
 _MEMORY = ("mem", "mem-per-cpu", "mem-per-gpu")
 
 
@@ -41,16 +43,16 @@ class Allocation:
         return -(-self.tasks // self.nodes) if self.tasks else 1
 
 
-def allocation(request: Request, report: Report) -> Allocation:
+def allocation(header: Header, report: ImportReport) -> Allocation:
     """Return the allocation; if Slurm may choose the number of nodes, the fewest.
 
     Raises:
         InputError: its nodes would not be equal, as those of a job file are.
     """
-    numbers = request.numbers
+    numbers = header.numbers
     per_node, tasks = numbers.get("ntasks-per-node"), numbers.get("ntasks")
-    all_gpus, gpus = request.gpus.get("gpus", Gpus(())), request.gpus.get("gpus-per-node", Gpus(()))
-    nodes = _nodes(request, per_node, tasks, report)
+    all_gpus, gpus = header.gpus.get("gpus", Gpus(())), header.gpus.get("gpus-per-node", Gpus(()))
+    nodes = _nodes(header, per_node, tasks, report)
     if not gpus.count:
         gpus = Gpus(tuple((kind, -(-number // nodes)) for kind, number in all_gpus.kinds))
     if tasks is None and per_node:
@@ -58,8 +60,8 @@ def allocation(request: Request, report: Report) -> Allocation:
     if tasks is None and "ntasks-per-gpu" in numbers:
         tasks = numbers["ntasks-per-gpu"] * nodes * gpus.count or None
     tasks_per_node = -(-tasks // nodes) if tasks else 1
-    if not gpus.count and "gpus-per-task" in request.gpus:
-        each = request.gpus["gpus-per-task"].kinds
+    if not gpus.count and "gpus-per-task" in header.gpus:
+        each = header.gpus["gpus-per-task"].kinds
         gpus = Gpus(tuple((kind, number * tasks_per_node) for kind, number in each))
     if not gpus.count and tasks and "ntasks-per-gpu" in numbers:
         gpus = Gpus((("", -(-tasks_per_node // numbers["ntasks-per-gpu"])),))
@@ -69,11 +71,11 @@ def allocation(request: Request, report: Report) -> Allocation:
     return Allocation(nodes, tasks, gpus, cpus or 1)
 
 
-def _nodes(request: Request, per_node: int | None, tasks: int | None, report: Report) -> int:
+def _nodes(header: Header, per_node: int | None, tasks: int | None, report: ImportReport) -> int:
     """Return the number of nodes; all of them are alike."""
-    nodes, option = request.numbers.get("nodes"), request.option("ntasks", "gpus")
-    gpus = request.gpus["gpus"].count if "gpus" in request.gpus else 0
-    each = request.gpus["gpus-per-node"].count if "gpus-per-node" in request.gpus else 0
+    nodes, option = header.numbers.get("nodes"), header.option("ntasks", "gpus")
+    gpus = header.gpus["gpus"].count if "gpus" in header.gpus else 0
+    each = header.gpus["gpus-per-node"].count if "gpus-per-node" in header.gpus else 0
     for total, part in ((tasks, per_node), (gpus, each)):
         if nodes is None and total and part:
             nodes = -(-total // part)
@@ -89,10 +91,10 @@ def _nodes(request: Request, per_node: int | None, tasks: int | None, report: Re
     return nodes
 
 
-def known_variables(request: Request, given: Allocation) -> dict[str, str]:
+def known_variables(header: Header, given: Allocation) -> dict[str, str]:
     """Return the variables that the header decides; empty for those that Slurm does not set."""
-    numbers, options = request.numbers, request.options
-    total = request.gpus.get("gpus")
+    numbers, options = header.numbers, header.options
+    total = header.gpus.get("gpus")
     known: dict[str, int | None] = {
         **dict.fromkeys(("SLURM_NNODES", "SLURM_JOB_NUM_NODES"), given.nodes),
         "SLURM_CPUS_ON_NODE": given.cpus,
@@ -107,11 +109,11 @@ def known_variables(request: Request, given: Allocation) -> dict[str, str]:
     return {name: str(number or "") for name, number in known.items()}
 
 
-def add_srun_options(request: Request, launch: Launch, report: Report) -> None:
-    """Add what the srun of a launch asks for and the header does not.
+def add_srun_options(header: Header, launch: Launch, report: ImportReport) -> None:
+    """Add the resources that the srun of a launch requests and the header does not.
 
     Raises:
-        InputError: it asks for something else than the header.
+        InputError: it requests GPUs or CPUs in another way than the header.
     """
     for option in launch.options:
         name, value, family = option.name, option.value, [option.name]
@@ -121,32 +123,21 @@ def add_srun_options(request: Request, launch: Launch, report: Report) -> None:
             continue  # all of the job's memory
         if has_hole(value):
             raise launch.refused(option.shown, "a job file needs this value", "write it out")
-        earlier = request.option(*family)
+        earlier = header.option(*family)
         if earlier is None or (name == "gres" and "gpu" not in value):
             try:
-                apply_option(request, option, report)
+                apply_option(header, option, report)
             except ValueError as error:
                 problem = f"line {option.line}: srun {option.shown}: {error}"
                 raise InputError(problem, hint="correct the option") from None
-        elif name in _GPUS or name in ("cpus-per-task", "cpus-per-gpu", "ntasks-per-gpu"):
-            _compare(request, launch, option.name, value, earlier.shown)
-        elif name not in ("nodes", "ntasks", "ntasks-per-node") and value != earlier.value:
+        elif (name, value) == (earlier.name, earlier.value) or name in _RANKS:
+            continue
+        elif name in _SHARES:
+            why = f"the header has {earlier.shown}: a job file gives the ranks all of the job"
+            raise launch.refused(f"srun {option.shown}", why, "write the same in the header")
+        else:
             why = f"the header has {earlier.shown}, which counts in the job file"
             launch.lost(f"srun {option.shown}", why)
-
-
-def _compare(request: Request, launch: Launch, name: str, value: str, shown: str) -> None:
-    """Refuse an option of srun that gives the ranks another part of the node than the header."""
-    given = allocation(request, launch.report)
-    number = value.rpartition(":")[2]
-    count = int(number) if number.isdigit() else -1
-    shares = {"gpus": 1 / given.nodes, "gpus-per-task": given.tasks_per_node}
-    is_gpus = name in _GPUS
-    wanted = given.gpus.count if is_gpus else request.numbers.get(name)
-    if count * shares.get(name, 1) != wanted:
-        what = "GPUs" if is_gpus else "CPUs"
-        why = f"the header has {shown}: a job file gives the ranks all {what} of the job"
-        raise launch.refused(f"srun --{name}={value}", why, "write the same in the header")
 
 
 @dataclass(frozen=True)
@@ -160,7 +151,7 @@ class Size:
     memory_mb: int | None
 
 
-def job_size(request: Request, given: Allocation, launch: Launch, report: Report) -> Size:
+def job_size(header: Header, given: Allocation, launch: Launch, report: ImportReport) -> Size:
     """Return what a job file must ask for so that the program gets what it gets now.
 
     Raises:
@@ -194,10 +185,10 @@ def job_size(request: Request, given: Allocation, launch: Launch, report: Report
             "if it starts one process per GPU itself (Lightning, accelerate), remove launcher and "
             "ranks_per_node: hpml then starts one rank per GPU",
         )
-    hides = request.option(*HIDES_GPUS)
+    hides = header.option(*HIDES_GPUS)
     if hides and given.gpus.count > 1 and launch.launcher != "torchrun":
         report.changed(hides.line, hides.shown, *ALL_GPUS)
-    return Size(nodes, ranks, cpus, given.gpus, _memory(request, given, report))
+    return Size(nodes, ranks, cpus, given.gpus, _memory(header, given, report))
 
 
 def _started_nodes(given: Allocation, launch: Launch) -> int:
@@ -231,9 +222,9 @@ def _ranks(given: Allocation, launch: Launch) -> int:
     return total // given.nodes
 
 
-def _memory(request: Request, given: Allocation, report: Report) -> int | None:
+def _memory(header: Header, given: Allocation, report: ImportReport) -> int | None:
     """Return the memory of a node in MiB; None if the header does not say."""
-    option, numbers = request.option(*_MEMORY), request.numbers
+    option, numbers = header.option(*_MEMORY), header.numbers
     if option is None or numbers.get("mem"):
         return numbers.get("mem")
     if option.name == "mem":

@@ -1,326 +1,285 @@
-"""Split a batch script into statements and simple commands, and words into their parts.
+"""Parse a batch script with tree-sitter's bash grammar: statements, commands, parts of words.
 
-Compound commands and here-documents stay whole. The reader finds where a command ends; it evaluates
-nothing.
+Nothing is evaluated. Loops, conditions and functions stay whole; the commands inside them are only
+searched for launch lines.
 """
 
 from __future__ import annotations
 
 import re
-from bisect import bisect_right
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import cache
+from itertools import pairwise, zip_longest
 from typing import TYPE_CHECKING
+
+import tree_sitter_bash
+from tree_sitter import Language, Node, Parser
 
 from hpml_orchestrator.errors import InputError
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-__all__ = ["ASSIGNMENT", "Command", "Statement", "array_words", "split_script", "word_parts"]
+__all__ = ["Assignment", "Command", "Part", "Statement", "Word", "parse_script"]
 
-ASSIGNMENT = re.compile(r"([A-Za-z_]\w*)(\+?=)(.*)", re.ASCII | re.DOTALL)
-
-_KEYWORDS = frozenset("if then elif else while until do done fi esac ! { } in".split())
-_CLOSERS = {"if": "fi", "case": "esac", "{": "}", "(": ")"}
-_CLOSERS |= dict.fromkeys(("for", "while", "until", "select"), "done")
-_BEFORE_COMMAND = frozenset("do then else elif if while until ! time {".split())
-_MAX_NESTING = 30
-
-_BLANK = re.compile(r"(?:[ \t\r]|\\\n)+")
-_COMMENT = re.compile(r"#[^\n]*")
-_REDIRECT = re.compile(r"(?:\d*(?:<<<|<<-?|>>|>\||<>|[<>]&|[<>](?!\())|&>>?)[ \t]*")
-_OPERATOR = re.compile(r"&&|\|\||\|&|;;&|;;|;&|[|;&()]")
-_BLANK_AFTER_BACKSLASH = re.compile(r"\\[ \t]+(?=\n)")
-_VARIABLE = re.compile(r"\$(?:\w+|[@*#?$!-])", re.ASCII)
-_EXPANSION = re.compile(r"\$[\w@*#?$!({-]|`", re.ASCII)
-
-
-class _OpenError(ValueError):
-    """A quote or an expansion is not closed, or too many are in each other."""
-
-
-def _skip(text: str, at: int, *, quoted: bool = False, depth: int = 0) -> int:
-    """Return where the quote, the expansion or the single character that starts at `at` ends."""
-    two, inside = text[at : at + 2], depth + 1
-    if two[0] == "\\":
-        return at + 2
-    if two[0] == '"':
-        return _until(text, at + 1, '"', quoted=True, depth=inside)
-    if two[0] in "'`" and not (quoted and two[0] == "'"):
-        return _until(text, at + 1, two[0], quoted=quoted, depth=inside)
-    if two == "$'" and not quoted:
-        return _until(text, at + 2, "$'", quoted=quoted, depth=inside)
-    if two == "${":
-        return _until(text, at + 2, "}", quoted=quoted, depth=inside)
-    if two == "$(" or (two in ("<(", ">(") and not quoted):
-        return _until(text, at + 2, ")", quoted=False, depth=inside)
-    match = _VARIABLE.match(text, at)
-    return match.end() if match else at + 1
-
-
-def _until(text: str, at: int, close: str, *, quoted: bool, depth: int) -> int:
-    """Return the position behind the next `close` that belongs to what is open."""
-    while at < len(text) and depth <= _MAX_NESTING:
-        letter = text[at]
-        if letter == close[-1]:
-            return at + 1
-        if close == "'":
-            at += 1
-        elif close in ("`", "$'"):
-            at += 2 if letter == "\\" else 1
-        elif close == ")" and letter == "(":
-            at = _until(text, at + 1, ")", quoted=False, depth=depth + 1)
-        elif close == ")" and letter == "#" and text[at - 1] in " \t\n":
-            at = text.find("\n", at) % (len(text) + 1)
-        else:
-            at = _skip(text, at, quoted=quoted, depth=depth)
-    raise _OpenError
-
-
-def _word_end(text: str, start: int) -> int:
-    """Return where the word that starts at `start` ends; `start` itself if there is none."""
-    at = start
-    while at < len(text):
-        if text[at] == "(" and re.fullmatch(r"\w+\+?=", text[start:at]):
-            at = _until(text, at + 1, ")", quoted=False, depth=1)
-        elif text[at : at + 2] in ("<(", ">(") or text[at] not in " \t\r\n;&|<>()":
-            if _BLANK_AFTER_BACKSLASH.match(text, at):
-                break
-            at = _skip(text, at)
-        else:
-            break
-    return min(at, len(text))
+_BLOCKS = {
+    **dict.fromkeys(("for_statement", "c_style_for_statement", "while_statement"), "a loop"),
+    **dict.fromkeys(("if_statement", "case_statement"), "a condition"),
+    "function_definition": "a function",
+    "compound_statement": "a group of commands",
+    "subshell": "a subshell",
+}
+_COMMANDS = frozenset(
+    "command declaration_command unset_command test_command variable_assignment "
+    "variable_assignments".split()
+)
+_EXPANSIONS = frozenset(
+    "simple_expansion expansion command_substitution arithmetic_expansion process_substitution "
+    "ansi_c_string translated_string".split()
+)
+_MISSED = re.compile(r"\$[\w({@*#?$!-]", re.ASCII)  # an expansion that the grammar takes for text
+_BLANKS = re.compile(r"(?:[ \t\r]|\\\n)+")
+_BLANK_AFTER_BACKSLASH = re.compile(r"(?<!\\)\\[ \t]+\n|(?<=[\s\"'`)}])\\[ \t]")
 
 
 @dataclass(frozen=True)
+class Part:
+    """A part of a word: literal text without its quotes, or the source of an expansion."""
+
+    text: str
+    is_expansion: bool = False
+    quoted: bool = False
+
+
+@dataclass(frozen=True)
+class Word:
+    """A word of a command; `source` is as written."""
+
+    source: str
+    parts: tuple[Part, ...]
+
+
+@dataclass(frozen=True)
+class Assignment:
+    """`NAME=VALUE`; `items` are the words of an array's value, None for any other value."""
+
+    name: str
+    appends: bool
+    value: Word
+    items: tuple[Word, ...] | None
+
+
+@dataclass
 class Command:
-    """A simple command of a statement; words and redirections are as written.
+    """A simple command of a statement.
 
     Attributes:
-        operator: what stands before it: `&&`, `||`, `|`, …; empty for the first command.
-        line: where it starts, from 1.
+        operator: what precedes it: `&&`, `||`, `|` or `|&`; empty for the first command.
+        line: of its first word, from 1.
         source: as written, without here-documents.
+        words: the command's name and arguments.
+        assignments: those before the name, or of `export` and `declare`.
+        redirects: as written.
     """
 
     operator: str
     line: int
     source: str
-    words: tuple[str, ...]
-    redirects: tuple[str, ...]
+    words: tuple[Word, ...] = ()
+    assignments: tuple[Assignment, ...] = ()
+    redirects: list[str] = field(default_factory=list)
 
 
-@dataclass(frozen=True)
+@dataclass
 class Statement:
     """Commands joined by `&&`, `||` and `|`, or a compound command as a whole.
 
     Attributes:
-        line: where it starts, from 1.
+        line: of its first word, from 1.
         source: as written, here-documents and a final `&` included.
-        commands: its simple commands, those inside of compound commands included.
-        block: keyword that starts the first compound command in it; empty for simple commands.
+        commands: its simple commands, including those inside compound commands.
+        block: the kind of the first compound command in it, such as "a loop"; else empty.
         background: whether `&` ends it.
     """
 
     line: int
     source: str
-    commands: tuple[Command, ...]
+    commands: list[Command]
     block: str = ""
     background: bool = False
 
 
-class _Splitter:
-    """One pass over a script; `tokens` are kind, text and position of the statement so far."""
-
-    def __init__(self, text: str) -> None:
-        self.text = text
-        self.lines = [match.end() for match in re.finditer("\n", text)]
-        self.statements: list[Statement] = []
-        self.documents: list[tuple[str, bool]] = []  # here-documents to come: end, strip tabs
-        self._reset()
-
-    def _reset(self) -> None:
-        self.tokens: list[tuple[str, str, int]] = []
-        self.open: list[str] = []
-        self.block = ""
-        self.awaits_body = False  # of a function
-        self.command = True  # whether a command word may stand here
-
-    def _line(self, position: int) -> int:
-        return bisect_right(self.lines, position) + 1
-
-    def _error(self, position: int, message: str) -> InputError:
-        hint = "`bash -n SCRIPT` checks the syntax"
-        return InputError(f"line {self._line(position)}: {message}", hint=hint)
-
-    def run(self) -> list[Statement]:
-        position = 0
-        while position < len(self.text):
-            try:
-                position = self._token(position)
-            except _OpenError:
-                raise self._error(position, "a quote or parenthesis is not closed") from None
-        if self.open or self.awaits_body:
-            missing = f"`{self.open[-1]}`" if self.open else "the body of a function"
-            raise self._error(self.tokens[0][2], f"{missing} is missing")
-        self._end(len(self.text))
-        return self.statements
-
-    def _token(self, at: int) -> int:
-        """Read a token; return where the next one starts."""
-        text = self.text
-        after_for = bool(self.tokens) and self.tokens[-1][1] == "for"
-        if match := _BLANK.match(text, at) or _COMMENT.match(text, at):
-            return match.end()
-        if text[at] == "\n":
-            return self._newline(at + 1)
-        if text.startswith("((", at) and (self.command or after_for):
-            end = _until(text, at + 1, ")", quoted=False, depth=1)
-            self._word(text[at:end], at)
-            return end
-        if match := _REDIRECT.match(text, at):
-            end = _word_end(text, match.end())
-            if heredoc := re.match(r"\d*<<(-?)(?!<)", match[0]):
-                word = re.sub(r"[\\'\"]", "", text[match.end() : end])
-                self.documents.append((word, bool(heredoc[1])))
-            self.tokens.append(("redirect", text[at:end], at))
-            return end
-        if match := _OPERATOR.match(text, at):
-            self._operator(match[0], at)
-            return match.end()
-        end = _word_end(text, at)
-        if _BLANK_AFTER_BACKSLASH.match(text, end):
-            problem = f"line {self._line(end)}: a blank behind the \\ at the end of the line"
-            hint = "remove the blank: for bash the command ends here, and the next line is another"
-            raise InputError(problem, hint=hint)
-        self._word(text[at:end], at)
-        return end
-
-    def _newline(self, end: int) -> int:
-        start = end
-        for delimiter, tabs in self.documents:
-            row = ""
-            while end < len(self.text) and (row.lstrip("\t") if tabs else row) != delimiter:
-                stop = self.text.find("\n", end)
-                row = self.text[end : stop if stop >= 0 else None]
-                end = stop + 1 if stop >= 0 else len(self.text)
-        self.documents.clear()
-        last = self.tokens[-1][1] if self.tokens else ""
-        if self.open or self.awaits_body or last in ("&&", "||", "|", "|&"):
-            self.tokens.append(("operator", "\n", start - 1))
-            self.command = True
-        else:
-            self._end(end)
-        return end
-
-    def _operator(self, operator: str, start: int) -> None:
-        if operator in (";", "&") and not self.open and not self.documents:
-            if not self.tokens:
-                raise self._error(start, f"unexpected {operator}")
-            self._end(start, background=operator == "&")
-            return
-        function = operator == "(" and re.match(r"\s*\)", self.text[start + 1 : start + 9])
-        if function and self.tokens and self.tokens[-1][0] == "word":
-            self.block = self.block or "function"
-            self.awaits_body = True
-            self.open.append(")")
-        elif operator == "(":
-            self._begin("(")
-        elif operator == ")" and self.open[-1:] == [")"]:
-            self.open.pop()
-        elif operator == ")" and "esac" not in self.open:
-            raise self._error(start, "unexpected )")
-        self.tokens.append(("operator", operator, start))
-        self.command = operator != ")" or self.awaits_body or "esac" in self.open
-
-    def _begin(self, keyword: str) -> None:
-        self.block = self.block or keyword
-        self.awaits_body = False
-        self.open.append(_CLOSERS[keyword])
-
-    def _word(self, word: str, start: int) -> None:
-        if self.command and self.open[-1:] == [word]:
-            self.open.pop()
-            self.command = False
-        elif self.command and word in _CLOSERS:
-            self._begin(word)
-            self.command = word in _BEFORE_COMMAND
-        elif self.command and word == "function":
-            self.block = self.block or word
-            self.awaits_body = True
-        else:
-            named = self.awaits_body and self.tokens[-1][1] == "function"
-            before = word in _BEFORE_COMMAND or named or ASSIGNMENT.match(word) is not None
-            self.command = self.command and before
-        self.tokens.append(("word", word, start))
-
-    def _end(self, end: int, *, background: bool = False) -> None:
-        if self.tokens:
-            start = self.tokens[0][2]
-            source = self.text[start:end].rstrip(" \t\r\n") + " &" * background
-            commands = tuple(self._commands())
-            self.statements.append(
-                Statement(self._line(start), source, commands, self.block, background)
-            )
-        self._reset()
-
-    def _commands(self) -> Iterator[Command]:
-        """Yield the simple commands of the statement so far."""
-        operator = ""
-        command: list[tuple[str, str, int]] = []
-        for kind, text, start in [*self.tokens, ("operator", "", len(self.text))]:
-            if kind != "operator":
-                if command or text not in _KEYWORDS:
-                    command.append((kind, text, start))
-                continue
-            if command:
-                first, end = command[0][2], command[-1][2] + len(command[-1][1])
-                words, redirects = (
-                    tuple(text for kind, text, _ in command if kind == wanted)
-                    for wanted in ("word", "redirect")
-                )
-                source = self.text[first:end].rstrip()
-                yield Command(operator, self._line(first), source, words, redirects)
-            if command or text != "\n":  # a line may end behind `&&`
-                operator = text
-            command = []
+@cache
+def _parser() -> Parser:
+    return Parser(Language(tree_sitter_bash.language()))
 
 
-def split_script(text: str) -> list[Statement]:
+def parse_script(text: str) -> list[Statement]:
     """Return the statements of a script in order.
 
     Raises:
-        InputError: a quote, a parenthesis or a compound command is not closed.
+        InputError: the text is not valid bash.
     """
-    return _Splitter(text).run()
+    if match := _BLANK_AFTER_BACKSLASH.search(text):
+        raise InputError(
+            f"line {text.count(chr(10), 0, match.start()) + 1}: a blank after a \\",
+            hint="at the end of a line remove it; elsewhere put the blank in quotes",
+        )
+    root = _parser().parse(text.encode()).root_node
+    if root.has_error:
+        raise _syntax_error(root)
+    statements: list[Statement] = []
+    for node in root.children:
+        if node.is_named and node.type != "comment":
+            statements.append(_statement(node))
+        elif node.type == "&" and statements:
+            statements[-1].background = True
+            statements[-1].source += " &"
+    return statements
 
 
-def array_words(source: str) -> list[str]:
-    """Return the words between the parentheses of an array's value."""
-    inner, at, words = source[1:-1], 0, []
-    while at < len(inner):
-        if match := _BLANK.match(inner, at) or _COMMENT.match(inner, at):
-            at = match.end()
-            continue
-        end = max(_word_end(inner, at), at + 1)
-        words.append(inner[at:end])
-        at = end
-    return [word for word in words if word != "\n"]
+def _text(node: Node) -> str:
+    return (node.text or b"").decode(errors="replace")
 
 
-def word_parts(source: str) -> Iterator[tuple[bool, str, bool]]:
-    """Yield the parts of a word: whether it is an expansion, its text, whether it is quoted."""
-    at, quoted = 0, False
-    while at < len(source):
-        letter = source[at]
-        end = at + 1 if letter == '"' else _skip(source, at, quoted=quoted)
-        part, at = source[at:end], end
-        if letter == '"':
-            quoted = not quoted
-            yield False, "", True
-        elif letter == "\\" and part != "\\\n":
-            keeps = quoted and part[1:] not in ("$", "`", '"', "\\")
-            yield False, part if keeps else part[1:], True
-        elif letter == "'" and len(part) > 1:
-            yield False, part[1:-1], True
-        elif letter != "\\":
-            yield bool(_EXPANSION.match(part)) or part.startswith(("$'", "<(", ">(")), part, quoted
+def _syntax_error(root: Node) -> InputError:
+    """Return the error about the first node that the grammar could not place."""
+    node, parent = root, root
+    while inner := next((child for child in node.children if child.has_error), None):
+        node, parent = inner, node
+    if node.is_missing:
+        problem, node = f"`{node.type}` is missing", parent
+    else:
+        problem, node = "not valid bash", node.children[-1] if node.children else node
+    return InputError(
+        f"line {node.start_point.row + 1}: {problem}",
+        hint="`bash -n SCRIPT` checks the syntax; move what bash accepts into another script",
+    )
+
+
+def _statement(node: Node) -> Statement:
+    """Read a statement without recursion: `a && b && …` may be nested thousands of times."""
+    found = Statement(node.start_point.row + 1, _text(node).rstrip(), [])
+    raw, first, start = node.text or b"", node.start_byte, 0
+    operator, stack = "", [node]
+    while stack:
+        node = stack.pop()
+        if node.type in _COMMANDS:
+            found.commands.append(_command(node, operator))
+            start = node.start_byte
+        elif node.type.endswith("_redirect") and found.commands:
+            found.commands[-1].redirects.append(_text(node))
+            if node.type == "file_redirect":
+                source = raw[start - first : node.end_byte - first]
+                found.commands[-1].source = source.decode(errors="replace")
+        elif not node.is_named:
+            operator = node.type if node.type in ("&&", "||", "|", "|&") else ""
+        else:
+            found.block = found.block or _BLOCKS.get(node.type, "")
+            stack.extend(reversed(node.children))
+            if node.type == "negated_command":
+                found.block = found.block or "a condition"
+    return found
+
+
+def _command(node: Node, operator: str) -> Command:
+    command = Command(operator, node.start_point.row + 1, _text(node).rstrip())
+    nodes = [node] if node.type == "variable_assignment" else node.children
+    if node.type != "test_command":
+        _check_gaps(nodes, command)
+    words = []
+    for child in nodes:
+        if child.type == "variable_assignment" and child.children[0].type == "variable_name":
+            command.assignments += (_assignment(child),)
+        elif child.type.endswith("_redirect"):
+            command.redirects.append(_text(child))
+        elif child.type != "comment":
+            words.append(_word(child))
+    command.words = tuple(words)
+    return command
+
+
+def _check_gaps(nodes: list[Node], command: Command) -> None:
+    """Check that blanks separate the words: the grammar joins some lines, and divides `$"text"`.
+
+    Raises:
+        InputError: it read the command in another way than bash.
+    """
+    for before, after in pairwise(nodes):
+        parent = after.parent
+        raw = (parent.text or b"") if parent else b""
+        start = parent.start_byte if parent else 0
+        gap = raw[before.end_byte - start : after.start_byte - start].decode(errors="replace")
+        if not _BLANKS.fullmatch(gap):
+            raise InputError(
+                f"line {command.line}: {_text(before)}: hpml cannot read this command",
+                hint="write one assignment or command on each line",
+            )
+
+
+def _assignment(node: Node) -> Assignment:
+    name, sign, *value = node.children
+    items = None
+    if value and value[0].type == "array":
+        inner = [child for child in value[0].children if child.is_named]
+        items = tuple(_word(child) for child in inner if child.type != "comment")
+    word = _word(value[0]) if value else Word("", ())
+    return Assignment(_text(name), sign.type == "+=", word, items)
+
+
+def _word(node: Node) -> Word:
+    return Word(_text(node), tuple(_parts(node)))
+
+
+def _parts(node: Node) -> Iterator[Part]:
+    """Yield the parts of a word's node."""
+    text = _text(node)
+    if node.type in _EXPANSIONS:
+        yield from _expansion(text, quoted=False)
+    elif node.type == "raw_string":
+        yield Part(text[1:-1], quoted=True)
+    elif node.type == "string":
+        yield from _string_parts(node)
+    elif node.type in ("concatenation", "command_name"):
+        for child, after in zip_longest(node.children, node.children[1:]):
+            if after is not None and after.type == "string" and _text(child).endswith("$"):
+                yield Part(f"${_text(after)}", is_expansion=True)  # `$"text"` is translated
+            else:
+                yield from _parts(child)
+    else:
+        for match in re.finditer(r"\\(.?)|[^\\]+", text.replace("\\\n", ""), re.DOTALL):
+            if match[0][0] == "\\":
+                yield Part(match[1], quoted=True)
+            else:
+                yield Part(match[0], is_expansion=_MISSED.search(match[0]) is not None)
+
+
+def _string_parts(node: Node) -> Iterator[Part]:
+    """Yield the parts of a double-quoted string; blanks may belong to no node or to a `$`."""
+    raw, start = node.text or b"", node.start_byte
+    yield Part("", quoted=True)
+    position = 1
+    for child in node.children:
+        if child.type in _EXPANSIONS:
+            source = _text(child).lstrip()
+            end = child.end_byte - start
+            yield _literal(raw[position : end - len(source.encode())])
+            yield from _expansion(source, quoted=True)
+            position = end
+    yield _literal(raw[position:-1])
+
+
+def _expansion(text: str, *, quoted: bool) -> Iterator[Part]:
+    """Yield an expansion, and what the grammar wrongly adds to a name: `é` of `$NAMEé`."""
+    match = re.match(r"\$[A-Za-z_]\w*(?=[^\x00-\x7f])", text, re.ASCII)
+    end = match.end() if match else len(text)
+    yield Part(text[:end], is_expansion=True, quoted=quoted)
+    if text[end:]:
+        yield Part(text[end:], quoted=quoted)
+
+
+def _literal(raw: bytes) -> Part:
+    text = raw.decode(errors="replace").replace("\\\n", "")
+    if _MISSED.search(re.sub(r"\\.", "", text, flags=re.DOTALL)):
+        return Part(text, is_expansion=True, quoted=True)
+    return Part(re.sub(r'\\([$`"\\])', r"\1", text), quoted=True)

@@ -28,16 +28,11 @@ _ARGUMENTS = ("args", "command")
 
 @dataclass(frozen=True)
 class Made:
-    """One change that is made.
+    """One change that is made."""
 
-    Attributes:
-        finding: what it is made for.
-        change: the change.
-        fields: every field of the job that it sets, with the value; None removes the field.
-    """
-
-    finding: Finding
-    change: Change
+    finding: Finding  # what it is made for
+    change: Change  # the change
+    # Every field of the job that it sets, with the value; None removes the field
     fields: Mapping[str, Any]
 
     @property
@@ -49,14 +44,10 @@ class Made:
 
 @dataclass(frozen=True)
 class Chosen:
-    """The changes that are made, and advice that hpml cannot follow by itself.
+    """The changes that are made, and advice that hpml cannot follow by itself."""
 
-    Attributes:
-        made: the changes, that of the most expensive finding first.
-        left: the findings of which no change is made: each with what to do instead.
-    """
-
-    made: Sequence[Made] = ()
+    made: Sequence[Made] = ()  # the changes, that of the most expensive finding first
+    # The findings of which no change is made: each with what to do instead
     left: Sequence[str] = ()
 
     @property
@@ -120,14 +111,10 @@ def next_step(diagnosis: Diagnosis) -> str:
 
 
 def fields_of(job: Mapping[str, Any], change: Change) -> dict[str, Any]:
-    """Return the fields that a change sets, with those that have to follow it.
+    """Return the fields that a change sets, with those that must follow it.
 
     Data that are staged newly reach the program only if its arguments name the copy, so the path of
     the source becomes `{stage.NAME}` there.
-
-    Args:
-        job: the complete job, with absolute paths.
-        change: a change of the job file.
 
     Raises:
         InputError: the job has that value already, or the change would not reach the program.
@@ -162,7 +149,7 @@ def _stages(job: Mapping[str, Any]) -> list[tuple[str, str]]:
 
 
 def _staged_arguments(job: Mapping[str, Any], stage: tuple[str, str]) -> dict[str, Any]:
-    """Return the fields in which the path of staged data has to become that of the copy."""
+    """Return the fields in which the path of staged data must become that of the copy."""
     name, source = stage
     word = f"{{stage.{name}}}"
     workdir = str(job.get("workdir") or "")

@@ -7,9 +7,9 @@ from math import ceil, comb, log
 from statistics import fmean, median
 from typing import TYPE_CHECKING
 
+from hpml_orchestrator.diagnosis.capacity import BUSY, cpus_busy, cpus_per_rank, more_cpus
 from hpml_orchestrator.diagnosis.model import Change
 from hpml_orchestrator.diagnosis.parts import fits, step_shares
-from hpml_orchestrator.diagnosis.room import BUSY, cpus_busy, cpus_per_rank, more_cpus
 from hpml_orchestrator.diagnosis.shares import (
     cpu_waits,
     excesses,
@@ -48,23 +48,14 @@ _HOT = ("hw_", "sw_thermal", "power_brake")  # the power cap holds every busy GP
 
 @dataclass(frozen=True)
 class Slow:
-    """Ranks that the others wait for.
+    """Ranks that the others wait for."""
 
-    Attributes:
-        ranks: their numbers.
-        share: how much longer the slowest works than the others, as a share of a step.
-        how: what shows it, in words.
-        cause: kind of finding that explains it, or `more-samples`; empty if nothing does.
-        why: the figures of the cause.
-        doubt: what is missing if the measured waits are not enough to compare the ranks.
-    """
-
-    ranks: tuple[int, ...] = ()
-    share: float = 0.0
-    how: str = ""
-    cause: str = ""
-    why: str = ""
-    doubt: str = ""
+    ranks: tuple[int, ...] = ()  # their numbers
+    share: float = 0.0  # how much longer the slowest works than the others, as a share of a step
+    how: str = ""  # what shows it, in words
+    cause: str = ""  # kind of finding that explains it, or `more-samples`; empty if nothing does
+    why: str = ""  # the figures of the cause
+    doubt: str = ""  # what is missing if the measured waits are not enough to compare the ranks
 
 
 def find_slow(facts: Facts) -> Slow:
@@ -180,7 +171,7 @@ def _cause(
     ranks: Mapping[int, RankFacts],
     longest: float,
 ) -> tuple[str, str]:
-    """Return what explains a slow rank, by a figure of its own, and that figure."""
+    """Return the cause of a slow rank, if a figure of that rank explains it, and the figure."""
     if all(ranks[number].bound_as_planned is False for number in slow) or (
         set(slow) <= set(crowded(facts))
     ):
@@ -340,7 +331,7 @@ def crowded(facts: Facts) -> dict[int, float]:
 
 
 def wrong_binding(facts: Facts) -> Finding | str | None:
-    """Return ranks that do not run where they were to, or share a core with others."""
+    """Return ranks that do not run as planned, or share a core with others."""
     wrong = [rank for rank in facts.ranks if rank.bound_as_planned is False]
     shared = crowded(facts)
     numbers = sorted({rank.rank for rank in wrong} | set(shared))

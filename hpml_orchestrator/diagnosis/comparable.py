@@ -98,7 +98,7 @@ def _different_data(first: Facts, second: Facts) -> Iterator[str]:
         yield f"different data: {texts[0]} and {texts[1]}"
         return
     counts = [sum(rank.samples or 0.0 for rank in facts.ranks) for facts in (first, second)]
-    batches = [_batch(facts) for facts in (first, second)]  # other ones are a doubt of their own
+    batches = [_batch(facts) for facts in (first, second)]  # `doubts` reports different ones
     if all(counts) and _equal(*batches) and not _equal(*counts):
         yield f"different numbers of samples: {counts[0]:,.0f} and {counts[1]:,.0f}"
 

@@ -7,15 +7,15 @@ from statistics import median
 from typing import TYPE_CHECKING, Any
 
 from hpml_orchestrator.diagnosis.balance import crowded
-from hpml_orchestrator.diagnosis.model import Change
-from hpml_orchestrator.diagnosis.parts import step_shares
-from hpml_orchestrator.diagnosis.room import (
+from hpml_orchestrator.diagnosis.capacity import (
     BUSY,
     cpus_busy,
     cpus_per_rank,
     fits_in_ram,
     more_cpus,
 )
+from hpml_orchestrator.diagnosis.model import Change
+from hpml_orchestrator.diagnosis.parts import step_shares
 from hpml_orchestrator.diagnosis.shares import find, hours, shares, train_share
 from hpml_orchestrator.diagnosis.thresholds import (
     BANDWIDTH_SHARE,
@@ -198,7 +198,7 @@ def _workers(facts: Facts) -> list[Change]:
             # another worker would take its time from the others
             return [Change("decode less while training: prepare the data once, before the job")]
         cores = ": they help if reading is slow; for decoding "
-        cores += "the node has no free CPU" if facts.node_cpus else "each needs a CPU of its own"
+        cores += "the node has no free CPU" if facts.node_cpus else "each needs a separate CPU"
     for index, word in enumerate(args):
         match = _WORKERS.fullmatch(word)
         if not match:

@@ -1,4 +1,4 @@
-"""From facts to findings: what costs most first, then what could not be found out."""
+"""From facts to findings: the most expensive first, then those without enough data."""
 
 from __future__ import annotations
 
@@ -48,13 +48,13 @@ FINDINGS: tuple[Callable[[Facts], Finding | str | None], ...] = (
     phases.slow_saving,
     phases.slow_evaluation,
 )
-"""Each returns a finding, a sentence with figures if all is well, or None without data."""
+"""Each returns a finding, a sentence with figures if nothing is wrong, or None without data."""
 
 _RANKS_RUN = ("running", "rendezvous", "warm-up", "training")
 
 
 def diagnose(facts: Facts) -> Diagnosis:
-    """Return what holds a run back, what is as it should be, and what is not known."""
+    """Return the findings about a run, the healthy figures, and what could not be judged."""
     results = [finding(facts) for finding in FINDINGS]
     found = [result for result in results if isinstance(result, Finding)]
     notes = [one for one in found if one.kind == "memory-headroom"]
@@ -77,7 +77,7 @@ def diagnose(facts: Facts) -> Diagnosis:
 
 
 def _unknown(facts: Facts) -> Iterator[Finding]:
-    """Yield what could not be judged, one per source of data that is missing."""
+    """Yield a finding of level `unknown` for each missing source of data."""
     yield from _unknown_steps(facts)
     yield from _unknown_use(facts)
     if facts.ranks and all(rank.bound_as_planned is None for rank in facts.ranks):

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from hpml_orchestrator.diagnosis.capacity import cpus_per_rank, more_cpus
 from hpml_orchestrator.diagnosis.model import Change
-from hpml_orchestrator.diagnosis.room import cpus_per_rank, more_cpus
 from hpml_orchestrator.diagnosis.shares import (
     busy_cpus,
     exclude,
@@ -49,7 +49,7 @@ def _mean(gpus: list[GpuFacts], name: str) -> float | None:
 
 
 def _share(facts: Facts, *names: str) -> float:
-    """Return the share of the steps that some parts take together, as far as they are known."""
+    """Return the share of the steps that some known parts take together."""
     means = (shares(facts, name) for name in names)
     return sum(sum(values.values()) / len(values) for values in means if values)
 
@@ -98,7 +98,7 @@ def launch_bound(facts: Facts) -> Finding | str | None:
     gpus = [gpu for gpu in used_gpus(facts) if gpu.sm_active_ratio is not None]
     active, busy = _mean(gpus, "sm_active_ratio"), _mean(gpus, "utilization_ratio")
     if active is None or not shares(facts, "data_wait_seconds"):
-        return None  # without the channel nobody knows what the GPU waits for
+        return None  # without the channel it is unknown what the GPU waits for
     computing = 1 - _share(facts, "wait_seconds", "comm_seconds")
     if (
         _share(facts, "data_wait_seconds", "transfer_seconds") >= _EXPLAINED

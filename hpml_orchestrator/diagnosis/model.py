@@ -35,7 +35,7 @@ class RankFacts:
     node: str = ""
     samples: float | None = None
     steps: float | None = None
-    step_seconds: float | None = None  # whole steps, with all that follows but saving, evaluation
+    step_seconds: float | None = None  # whole steps, without saving and evaluation
     data_wait_seconds: float | None = None
     transfer_seconds: float | None = None  # host to device
     wait_seconds: float | None = None  # for slower ranks, before collectives
@@ -107,19 +107,12 @@ class StageFacts:
 
 @dataclass(frozen=True)
 class DataArgument:
-    """The argument of the program that names the data it reads.
+    """The argument of the program that names the data it reads."""
 
-    Attributes:
-        field: its place in the job, such as `args.2`.
-        word: the argument with the path of a staged copy in it: `--data={stage.data}`.
-        entry: the entry of `stage` for the data, without a target.
-        size_bytes: of the data; None: not known.
-    """
-
-    field: str
-    word: str
-    entry: Mapping[str, Any]
-    size_bytes: float | None = None
+    field: str  # its place in the job, such as `args.2`
+    word: str  # the argument with the path of a staged copy in it: `--data={stage.data}`
+    entry: Mapping[str, Any]  # the entry of `stage` for the data, without a target
+    size_bytes: float | None = None  # of the data; None: not known
 
 
 @dataclass(frozen=True)
@@ -178,51 +171,35 @@ class Facts:
 
 @dataclass(frozen=True)
 class Change:
-    """One change to the job file, or advice if hpml cannot make it.
+    """One change to the job file, or advice if hpml cannot make it."""
 
-    Attributes:
-        text: imperative, such as "stage the data to /dev/shm".
-        field: dotted, of the job file, such as `stage`; empty: it is outside of the job file.
-        value: the new value of that field as YAML would have it; None removes the field.
-        touches_accuracy: whether the trained model can become another one.
-        also: further fields that have to change with it, such as the argument that has the path
-            of data which `stage` moves; dotted, with their values.
-    """
-
-    text: str
+    text: str  # imperative, such as "stage the data to /dev/shm"
+    # Dotted, of the job file, such as `stage`; empty: it is outside of the job file
     field: str = ""
-    value: Any = None
-    touches_accuracy: bool = False
+    value: Any = None  # the new value of that field as YAML would have it; None removes the field
+    touches_accuracy: bool = False  # whether the trained model can become another one
+    # Further fields that must change with it, such as the argument that has the path of data
+    # which `stage` moves; dotted, with their values
     also: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
 
 @dataclass(frozen=True)
 class Finding:
-    """One thing that holds the run back, or that could not be found out.
+    """A reason why the run is slow or wasteful, or a question that the data do not answer."""
 
-    Attributes:
-        kind: stable name for programs, such as `waits-for-data`; see `thresholds.py`.
-        level: `unknown` accuses nobody; `note` is for the healthy ones.
-        verdict: one sentence without a final full stop.
-        evidence: the figures, one per line, with the threshold and its source.
-        changes: what to do, the best first.
-        gain: the largest share of the run's time that the first change can save, from 0 to 1;
-            None: it is not known.
-        gain_if: what this upper bound rests on, such as "if no step waited for data".
-        gain_hours: GPU-hours of this run (core-hours without GPUs) that `gain` is, or that the
-            fault costs; for over-asked resources the hours that they would have been free.
-        needs: for `unknown`: what would provide the data, such as `monitor: true`.
-    """
-
-    kind: str
-    level: Level
-    verdict: str
-    evidence: Sequence[str] = ()
-    changes: Sequence[Change] = ()
+    kind: str  # stable name for programs, such as `waits-for-data`; see `thresholds.py`
+    level: Level  # `unknown` if data are missing; `note` if nothing is wrong but could be better
+    verdict: str  # one sentence without a final full stop
+    evidence: Sequence[str] = ()  # the figures, one per line, with the threshold and its source
+    changes: Sequence[Change] = ()  # what to do, the best first
+    # The largest share of the run's time that the first change can save, from 0 to 1; None: it is
+    # not known
     gain: float | None = None
+    # GPU-hours of this run (core-hours without GPUs) that `gain` is, or that the fault costs; for
+    # over-asked resources the hours that they would have been free
     gain_hours: float | None = None
-    needs: str = ""
-    gain_if: str = ""
+    needs: str = ""  # for `unknown`: what would provide the data, such as `monitor: true`
+    gain_if: str = ""  # what this upper bound rests on, such as "if no step waited for data"
 
 
 @dataclass(frozen=True)

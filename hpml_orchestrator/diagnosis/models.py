@@ -25,7 +25,7 @@ _MIN_SIZES = 3
 
 @dataclass(frozen=True)
 class Roofline:
-    """What one device did, beside what it can do; a device is a GPU, or a node without GPUs.
+    """Achieved and possible rates of one device: a GPU, or a node without GPUs.
 
     Source: Williams, Waterman & Patterson 2009, "Roofline", CACM 52(4).
     """
@@ -150,7 +150,7 @@ def bus_bandwidth(ranks: int, size_bytes: float, seconds: float) -> float:
 
 
 def _ring_terms(ranks: int) -> tuple[int, float]:
-    """Return how many messages a rank sends one after the other, and how often all the bytes."""
+    """Return how many messages a rank sends in sequence, and how often it sends all bytes."""
     if ranks <= 1:
         raise InputError("must be at least 2", field="ranks", value=ranks)
     return 2 * (ranks - 1), 2 * (ranks - 1) / ranks

@@ -13,9 +13,8 @@ from hpml_orchestrator.diagnosis import parts
 from hpml_orchestrator.diagnosis.apply import next_step
 from hpml_orchestrator.diagnosis.model import Diagnosis, Facts, Finding, NodeFacts
 from hpml_orchestrator.diagnosis.models import Roofline, imbalance, roofline
-from hpml_orchestrator.diagnosis.shares import hours_unit
 from hpml_orchestrator.diagnosis.templates import environment, number, percent
-from hpml_orchestrator.diagnosis.wording import change_text, gain_text, status_line
+from hpml_orchestrator.diagnosis.wording import change_text, cost_text, gain_text, status_line
 from hpml_orchestrator.errors import counted
 from hpml_orchestrator.records.texts import human_bytes, rate_text, seconds_text
 
@@ -103,10 +102,6 @@ def _cards(diagnosis: Diagnosis) -> list[tuple[str, str, str]]:
 
 
 def _finding(finding: Finding, facts: Facts) -> dict[str, Any]:
-    cost = ""
-    if finding.gain_hours:
-        most = "about" if finding.gain is None else "at most"
-        cost = f"{most} {finding.gain_hours:.2g} {hours_unit(facts)}"
     return {
         "kind": finding.kind,
         "level": finding.level,
@@ -115,7 +110,7 @@ def _finding(finding: Finding, facts: Facts) -> dict[str, Any]:
         "changes": [_sentence(change_text(one)) for one in finding.changes],
         "gain": finding.gain,
         "gain_text": gain_text(finding),
-        "hours": cost,
+        "hours": cost_text(finding, facts),
     }
 
 
@@ -238,7 +233,7 @@ def _roof(roof: Roofline | None) -> dict[str, Any] | None:
     text = [f"{rate_text(roof.flops, 'FLOP/s')} per device, {of_peak} of the peak ({roof.source})"]
     drawing: dict[str, Any] = {"text": text, "origin": roof.origin, "plot": None}
     if roof.intensity is None or roof.bandwidth is None or roof.ridge is None:
-        text.append("The bytes that the memory moved are unknown, so there is no roofline")
+        text.append("No roofline: the bytes that the memory moved are unknown")
         return drawing
     by = "memory bandwidth" if roof.intensity < roof.ridge else "compute units"
     text.append(

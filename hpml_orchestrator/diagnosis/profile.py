@@ -31,32 +31,19 @@ class ProfileError(Exception):
 
 @dataclass(frozen=True)
 class Profile:
-    """Shares of the profiled steps' time (0 to 1), as means over the ranks that were read.
+    """Shares of the profiled steps' time (0 to 1), as means over the ranks that were read."""
 
-    Attributes:
-        steps: profiled steps per rank.
-        ranks: of the traces that were read, in order.
-        traces: how many ranks left a trace.
-        device: `GPU` if the traces have kernels, otherwise `CPU`.
-        step_seconds: mean duration of a step; with the profiler, so longer than without it.
-        compute: kernels that are not collectives; without a GPU, PyTorch's operators.
-        communication: collectives, including the wait for other ranks in them.
-        overlap: compute and communication at the same time; counted in both.
-        copies: between host and GPU; 0 without a GPU.
-        idle: none of the three: Python, sleeping, launching kernels.
-        data: the wait for the next batch, if the training marks it as `hpml.data`; else None.
-    """
-
-    steps: int
-    ranks: tuple[int, ...]
-    traces: int
-    device: str
-    step_seconds: float
-    compute: float
-    communication: float
-    overlap: float
-    copies: float
-    idle: float
+    steps: int  # profiled steps per rank
+    ranks: tuple[int, ...]  # of the traces that were read, in order
+    traces: int  # how many ranks left a trace
+    device: str  # `GPU` if the traces have kernels, otherwise `CPU`
+    step_seconds: float  # mean duration of a step; with the profiler, so longer than without it
+    compute: float  # kernels that are not collectives; without a GPU, PyTorch's operators
+    communication: float  # collectives, including the wait for other ranks in them
+    overlap: float  # compute and communication at the same time; counted in both
+    copies: float  # between host and GPU; 0 without a GPU
+    idle: float  # none of the three: Python, sleeping, launching kernels
+    # The wait for the next batch, if the training marks it as `hpml.data`; else None
     data: float | None
 
     def text(self) -> str:

@@ -1,4 +1,4 @@
-"""Findings about what was asked for: memory that runs out, and what was allocated for nothing."""
+"""Findings about requested resources: memory that runs out, and resources that are not used."""
 
 from __future__ import annotations
 

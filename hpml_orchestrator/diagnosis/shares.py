@@ -42,23 +42,6 @@ __all__ = [
 
 _SHOWN = 4
 _IDLE = 0.02  # share of the time with a kernel
-_GAIN_IF = {
-    "waits-for-data": "if no step waited for data",
-    "cpu-contention": "if no other process used its CPUs",
-    "slow-rank": "if it kept up with the others",
-    "wrong-binding": "if each rank had cores of its own",
-    "communication": "if communication took no time",
-    "host-to-device": "if copies took no time",
-    "tensor-cores-idle": "if tensor cores halved the time in which SMs compute",
-    "launch-bound": "if kernels kept all SMs busy",
-    "cpu-bound": "if the GPUs never waited for the CPUs",
-    "throttled": "if throttling ended, which halves the clocks at most",
-    "slow-staging": "if staging took no time",
-    "slow-start": "if the start took no time",
-    "slow-saving": "if checkpoints took no time",
-    "slow-evaluation": "if evaluation took no time",
-}
-"""What the upper bound of a gain rests on."""
 
 
 def steps_known(facts: Facts) -> bool:
@@ -90,25 +73,27 @@ def shares(facts: Facts, name: str) -> dict[int, float]:
 
 
 def cpu_waits(facts: Facts) -> dict[int, float]:
-    """Return in which share of its training each rank lacked CPU time that others took.
-
-    Its own threads and loaders use its C CPUs as well. While a rank waits, all C are busy: others
-    had at least the waiting, less what those used of a CPU. They had at most what its process and
-    its loaders left of the CPUs, and the waiting. The mean of both bounds counts.
-    """
+    """Return for each rank the share of its training in which other processes used its CPUs."""
+    # The kernel counts how long a rank was ready but had no CPU. The rank's own threads and loaders
+    # cause some of that, since they use its C CPUs too. While the rank waits, all C are busy, so:
+    # - other processes had at least the waiting time, minus what its helpers used per CPU;
+    # - they had at most what the rank and its helpers left of the CPUs, and never more than the
+    #   waiting time.
+    # The truth is between both bounds; their mean is reported. Without the CPU times nothing is:
+    # the rank's own loaders could cause all of its waiting.
     if not steps_known(facts):
         return {}
     found = {}
     for rank in facts.ranks:
         seconds = sum(filter(None, (rank.step_seconds, rank.save_seconds, rank.evaluation_seconds)))
-        if rank.cpu_wait_seconds is None or not seconds:
+        if rank.cpu_wait_seconds is None or not seconds or not rank.cpus:
             continue
-        lacked = min(rank.cpu_wait_seconds, seconds)
-        if rank.cpus and rank.cpu_seconds is not None and rank.helper_cpu_seconds is not None:
-            least = max(0.0, lacked - rank.helper_cpu_seconds / len(rank.cpus))
-            most = max(0.0, seconds - rank.cpu_seconds / len(rank.cpus))
-            lacked = (least + max(least, min(lacked, most))) / 2
-        found[rank.rank] = lacked / seconds
+        if rank.cpu_seconds is None or rank.helper_cpu_seconds is None:
+            continue
+        waited = min(rank.cpu_wait_seconds, seconds)
+        least = max(0.0, waited - rank.helper_cpu_seconds / len(rank.cpus))
+        most = max(0.0, seconds - rank.cpu_seconds / len(rank.cpus))
+        found[rank.rank] = (least + max(least, min(waited, most))) / 2 / seconds
     return found
 
 
@@ -163,7 +148,7 @@ def is_idle(gpu: GpuFacts) -> bool:
 
 
 def is_judged(facts: Facts) -> bool:
-    """Whether a run is long enough, and went well enough, to say what it asked for in vain."""
+    """Whether a run was long enough, and successful, so that its unused resources can be judged."""
     asked = facts.job.get("resources") or {}
     ended_well = facts.state == "COMPLETED" if facts.over else facts.state == "RUNNING"
     return (
@@ -224,7 +209,7 @@ def find(
         tuple(changes),
         saves,
         free_hours if saves is None else hours(facts, saves),
-        gain_if="" if saves is None else _GAIN_IF[kind],
+        gain_if="" if saves is None else threshold.gain_if,
     )
 
 
@@ -243,7 +228,7 @@ def nodes_text(nodes: Sequence[str]) -> str:
 
 
 def exclude(job: Mapping[str, Any], nodes: Sequence[str], *, faulty: bool = True) -> list[Change]:
-    """Return the change that keeps a job off some nodes; faulty ones are to be reported, too."""
+    """Return the change that excludes nodes from a job; faulty ones should also be reported."""
     names = [name for name in dict.fromkeys(nodes) if re.fullmatch(r"[\w.-]+", name)]
     if not names:
         return []
@@ -257,5 +242,5 @@ def exclude(job: Mapping[str, Any], nodes: Sequence[str], *, faulty: bool = True
         return [Change(text, "resources.extra", value)]
     return [
         Change(f"leave out {where} until it is repaired", "resources.extra", value),
-        Change(f"tell the administrators: {where}, with the lines above"),
+        Change(f"report {where} to the administrators, with the lines above"),
     ]

@@ -64,7 +64,7 @@ def environment(form: str) -> jinja2.Environment:
 
 
 def _with_code(text: str) -> Markup:
-    """Return a text in which what stands between backticks is code, for HTML."""
+    """Return a text as HTML, with the words between backticks as code."""
     return Markup(re.sub(r"`([^`]+)`", r"<code>\1</code>", str(escape(text))))  # noqa: S704
 
 

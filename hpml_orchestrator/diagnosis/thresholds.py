@@ -40,22 +40,16 @@ BANDWIDTH_SHARE = 0.8
 
 @dataclass(frozen=True)
 class Threshold:
-    """Limits of one figure.
+    """Limits of one figure."""
 
-    Attributes:
-        figure: what is compared, in words.
-        warn, critical: limits; None: that level is not used.
-        unit: `ratio`, `factor` or `count`.
-        source: where the numbers come from.
-        below: whether figures below the limits are the bad ones.
-    """
-
-    figure: str
+    # `warn`, `critical`: limits; None: that level is not used. Below 1 they are shares
     warn: float
     critical: float | None
-    unit: str
-    source: str
-    below: bool = False
+    source: str  # where the numbers come from
+    figure: str  # what is compared, in words
+    # The condition of the largest possible gain, in words; empty if no gain is known
+    gain_if: str = ""
+    below: bool = False  # whether figures below the limits are the bad ones
 
     def level(self, value: float) -> str:
         """Return `critical`, `warning`, or nothing."""
@@ -66,8 +60,8 @@ class Threshold:
         return "critical" if passed(self.critical) else "warning" if passed(self.warn) else ""
 
     def text(self, limit: float) -> str:
-        """Return a limit in its unit."""
-        return f"{limit:.0%}" if self.unit == "ratio" else f"{limit:g}"
+        """Return a limit as a share in percent, or as a number from 1 on."""
+        return f"{limit:.0%}" if limit < 1 else f"{limit:g}"
 
     def __str__(self) -> str:
         name = "at most" if self.below else "from"
@@ -77,97 +71,61 @@ class Threshold:
         return f"{', '.join(levels)}: {self.source}"
 
 
+# fmt: off
 THRESHOLDS = {
-    "waits-for-data": Threshold(
-        "share of the steps in which the median rank waits for data", 0.10, 0.20, "ratio", "TraceML"
-    ),
-    "slow-rank": Threshold(
+    # warn, critical, source; figure, condition of the gain
+    "waits-for-data": Threshold(0.10, 0.20, "TraceML",
+        "share of the steps in which the median rank waits for data", "if no step waited for data"),
+    "slow-rank": Threshold(0.10, 0.20, "TraceML",
         "how much longer a rank works than the others, as a share of a step",
-        0.10,
-        0.20,
-        "ratio",
-        "TraceML",
-    ),
-    "cpu-contention": Threshold(
+        "if it kept up with the others"),
+    "cpu-contention": Threshold(0.15, 0.30, "hpml",
         "share of the training in which others took the CPUs of a rank",
-        0.15,
-        0.30,
-        "ratio",
-        "hpml",
-    ),
-    "host-to-device": Threshold(
-        "share of the steps for copies to the GPU", 0.10, 0.20, "ratio", "TraceML"
-    ),
-    "communication": Threshold(
-        "share of the steps in collectives",
-        0.20,
-        0.40,
-        "ratio",
+        "if no other process used its CPUs"),
+    "host-to-device": Threshold(0.10, 0.20, "TraceML",
+        "share of the steps for copies to the GPU", "if copies took no time"),
+    "communication": Threshold(0.20, 0.40,
         "twice torch-tb-profiler's, since part of it overlaps with computation",
-    ),
-    "slow-storage": Threshold(
-        "read rate, of the rate that was measured", 0.80, None, "ratio", "ClusterCockpit"
-    ),
-    "tensor-cores-idle": Threshold(
+        "share of the steps in collectives", "if communication took no time"),
+    "slow-storage": Threshold(0.80, None, "ClusterCockpit",
+        "read rate, of the rate that was measured"),
+    "tensor-cores-idle": Threshold(0.05, None, "hpml",
         "activity of the tensor cores while over 50 % of the SMs work",
-        0.05,
-        None,
-        "ratio",
-        "hpml",
-        below=True,
-    ),
-    "launch-bound": Threshold(
+        "if tensor cores halved the time in which SMs compute", below=True),
+    "launch-bound": Threshold(0.25, 0.10, "job_defense_shield (GPU below 25 %)",
         "share of the SMs that work while ranks wait neither for data nor for each other",
-        0.25,
-        0.10,
-        "ratio",
-        "job_defense_shield (GPU below 25 %)",
-        below=True,
-    ),
-    "cpu-bound": Threshold(
-        "busy CPUs while the GPUs work less than half of the time", 0.95, None, "ratio", "hpml"
-    ),
-    "memory-pressure": Threshold(
-        "peak of the memory, of its limit", 0.92, 0.97, "ratio", "TraceML"
-    ),
-    "memory-headroom": Threshold("peak of the GPU memory", 0.50, None, "ratio", "hpml", below=True),
-    "gpu-unused": Threshold(
-        "allocated GPUs without a process or without work", 1, 1, "count", "job_defense_shield"
-    ),
-    "cpus-unused": Threshold(
-        "busy CPUs, of those that were allocated",
-        0.40,
-        None,
-        "ratio",
-        "half of jobstats'",
-        below=True,
-    ),
-    "memory-over-asked": Threshold(
-        "memory limit, in peaks of the memory", 4, None, "factor", "hpml"
-    ),
-    "time-over-asked": Threshold(
-        "time limit, in durations of the run", 10, None, "factor", "jobstats"
-    ),
-    "wrong-binding": Threshold(
-        "ranks that do not run as planned, or share cores", 1, 1, "count", "hpml"
-    ),
-    "throttled": Threshold(
+        "if kernels kept all SMs busy", below=True),
+    "cpu-bound": Threshold(0.95, None, "hpml",
+        "busy CPUs while the GPUs work less than half of the time",
+        "if the GPUs never waited for the CPUs"),
+    "memory-pressure": Threshold(0.92, 0.97, "TraceML",
+        "peak of the memory, of its limit"),
+    "memory-headroom": Threshold(0.50, None, "hpml",
+        "peak of the GPU memory", below=True),
+    "gpu-unused": Threshold(1, 1, "job_defense_shield",
+        "allocated GPUs without a process or without work"),
+    "cpus-unused": Threshold(0.40, None, "half of jobstats'",
+        "busy CPUs, of those that were allocated", below=True),
+    "memory-over-asked": Threshold(4, None, "hpml",
+        "memory limit, in peaks of the memory"),
+    "time-over-asked": Threshold(10, None, "jobstats",
+        "time limit, in durations of the run"),
+    "wrong-binding": Threshold(1, 1, "hpml",
+        "ranks that do not run as planned, or share cores",
+        "if each rank ran on the planned cores"),
+    "throttled": Threshold(0.05, 0.20, "hpml",
         "share of the time in which heat or a power brake holds a GPU down",
-        0.05,
-        0.20,
-        "ratio",
-        "hpml",
-    ),
-    "faulty-gpu": Threshold(
-        "XID errors that mean a fault of the hardware", 1, 1, "count", "NVIDIA's XID catalogue"
-    ),
-    "slow-start": Threshold(
-        "share of the run before the first step, without staging", 0.10, 0.20, "ratio", "hpml"
-    ),
-    "slow-staging": Threshold("share of the run for staging", 0.10, 0.20, "ratio", "hpml"),
-    "slow-saving": Threshold("share of the training for checkpoints", 0.10, 0.20, "ratio", "hpml"),
-    "slow-evaluation": Threshold(
-        "share of the training for evaluation", 0.25, 0.50, "ratio", "hpml"
-    ),
+        "if throttling ended, which halves the clocks at most"),
+    "faulty-gpu": Threshold(1, 1, "NVIDIA's XID catalogue",
+        "XID errors that mean a fault of the hardware"),
+    "slow-start": Threshold(0.10, 0.20, "hpml",
+        "share of the run before the first step, without staging", "if the start took no time"),
+    "slow-staging": Threshold(0.10, 0.20, "hpml",
+        "share of the run for staging", "if staging took no time"),
+    "slow-saving": Threshold(0.10, 0.20, "hpml",
+        "share of the training for checkpoints", "if checkpoints took no time"),
+    "slow-evaluation": Threshold(0.25, 0.50, "hpml",
+        "share of the training for evaluation", "if evaluation took no time"),
 }
+# fmt: on
 """Limits by the kind of finding."""

@@ -14,7 +14,7 @@ from hpml_orchestrator.records.texts import printable, seconds_text
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from hpml_orchestrator.diagnosis.model import Diagnosis, Finding
+    from hpml_orchestrator.diagnosis.model import Diagnosis, Facts, Finding
 
 __all__ = ["SHOWN", "field_lines", "markdown", "status_line", "text", "to_json"]
 
@@ -69,7 +69,7 @@ def status_line(diagnosis: Diagnosis) -> str:
 
 
 def field_lines(name: str, value: str, *, margin: int = 0) -> list[str]:
-    """Return a named field, wrapped at the width of the report, after so many spaces."""
+    """Return a named field, indented by `margin` and wrapped at the width of the report."""
     first, *rest = _wrapped(value, margin + _INDENT) or [""]
     lines = [f"{name:<{_INDENT}}{first}", *(" " * _INDENT + line for line in rest)]
     return [" " * margin + line for line in lines]
@@ -93,7 +93,8 @@ def _tail(diagnosis: Diagnosis) -> list[str]:
 
 
 def _block(number: int, finding: Finding, diagnosis: Diagnosis) -> list[str]:
-    cost = _cost(finding, diagnosis)
+    cost = cost_text(finding, diagnosis.facts)
+    cost += " of this run" * bool(cost)
     first, *rest = _wrapped(f"{finding.verdict} ({finding.level})", _MARGIN)
     lines = [f"{number}  {first}", *(f"   {part}" for part in rest)]
     if cost and len(lines[-1]) + len(cost) + 2 <= _WIDTH:
@@ -132,11 +133,12 @@ def gain_text(finding: Finding) -> str:
     return f"at most {finding.gain:.0%} of the run's time, {finding.gain_if}"
 
 
-def _cost(finding: Finding, diagnosis: Diagnosis) -> str:
+def cost_text(finding: Finding, facts: Facts) -> str:
+    """Return what a finding costs in hours; empty if unknown."""
     if not finding.gain_hours:
         return ""
     most = "about" if finding.gain is None else "at most"
-    return f"{most} {finding.gain_hours:.2g} {hours_unit(diagnosis.facts)} of this run"
+    return f"{most} {finding.gain_hours:.2g} {hours_unit(facts)}"
 
 
 def markdown(diagnosis: Diagnosis) -> str:
@@ -157,14 +159,14 @@ def _markdown(diagnosis: Diagnosis) -> Iterator[str]:
     if profile := diagnosis.facts.profile:
         yield from ("", f"Profile: {profile.text()}")
     for number, one in enumerate(diagnosis.findings, 1):
-        cost = _cost(one, diagnosis)
+        cost = cost_text(one, diagnosis.facts)
         yield ""
         yield f"## {number}. {one.verdict} ({one.level})"
         yield ""
         yield from (f"- {line}" for line in one.evidence)
         yield from (f"- change: {change_text(change)}" for change in one.changes)
         if one.gain is not None:
-            yield f"- gain: {gain_text(one)}{f', {cost}' if cost else ''}"
+            yield f"- gain: {gain_text(one)}{f', {cost} of this run' if cost else ''}"
     for title, lines in (
         ("Notes", [one.verdict for one in diagnosis.notes]),
         ("As it should be", diagnosis.healthy),

@@ -2,9 +2,10 @@
 
 It plans where the ranks will run, stages the data, marks the node as ready, listens to the ranks,
 verifies their binding, runs the job's exporter, and removes what it staged when the job is over.
-The file `over` says so; SIGUSR1 only makes it look at once. Signals reach every step of a job, also
-those that a user means for the ranks: while ranks live, none of them ends an agent. If the job
-saves checkpoints, SIGTERM and the time limit begin the stop path (`node/stopping.py`).
+The file `over` marks the end of the job; SIGUSR1 only makes the agent check for it at once. A
+signal that a user sends to the ranks reaches every step of the job, so no signal ends an agent
+while ranks live. If the job saves checkpoints, SIGTERM and the time limit begin the stop path
+(`node/stopping.py`).
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ from hpml_orchestrator.node.jobstate import kill_wait
 from hpml_orchestrator.node.monitor import Monitor
 from hpml_orchestrator.node.options import AgentOptions, BindOptions, parse_options
 from hpml_orchestrator.node.processes import RankRecords, is_alive, kill_families
-from hpml_orchestrator.node.results import NodeResults, make_own
+from hpml_orchestrator.node.results import NodeResults, make_job_directories
 from hpml_orchestrator.node.stages import NodeStaging
 from hpml_orchestrator.node.startup import resolve
 from hpml_orchestrator.node.stopping import StopPath
@@ -58,7 +59,7 @@ def main(argv: list[str]) -> int:
     agent = Agent(parse_options(argv))
     for number in _ENDING:
         signal.signal(number, agent.on_signal)
-    # Blocked and not handled: all that the agent starts inherits that, and no copy dies of them.
+    # Blocked, not handled: child processes inherit the mask, so no copy of the agent dies of them.
     signal.pthread_sigmask(signal.SIG_BLOCK, _FOR_RANKS)
     threading.Thread(target=agent.listen, name="hpml-signals", daemon=True).start()
     status = agent.run()
@@ -69,15 +70,10 @@ def main(argv: list[str]) -> int:
 
 @dataclass
 class Agent:
-    """One node's agent.
+    """One node's agent."""
 
-    Attributes:
-        options: what the batch script asks for.
-        node: Slurm's name of this node.
-    """
-
-    options: AgentOptions
-    node: str = field(default_factory=node_name)
+    options: AgentOptions  # what the batch script asks for
+    node: str = field(default_factory=node_name)  # Slurm's name of this node
     _asked_at: float = math.inf  # monotonic seconds of the first signal that ends the job
     _terminated_at: float = math.inf  # of a SIGTERM that the stop path has not seen yet
     _over: bool = False
@@ -89,8 +85,8 @@ class Agent:
     _watch: Watch | None = None
     _stop: StopPath | None = None
     _channel: ChannelReader | None = None
-    _request_at: float = 0.0  # monotonic seconds of the next look for a request to stop
-    _made: planning.Prepared | None = None
+    _request_at: float = 0.0  # monotonic seconds of the next check for a stop request
+    _node_plan: planning.NodePlan | None = None
     _feed: Feed = field(default_factory=lambda: Feed(exporter_sockets(os.environ)))
     _wake: tuple[int, int] = field(default_factory=lambda: os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK))
 
@@ -102,15 +98,15 @@ class Agent:
         self._results = NodeResults(self.options.collect, self._attempt, self.node)
 
     def listen(self) -> None:
-        """Take the signals that users send to ranks, for ever; a thread's work."""
+        """Receive the signals that users send to ranks; runs in a thread that never ends."""
         while True:
             self.on_signal(signal.sigwait(_FOR_RANKS), None)
 
     def on_signal(self, number: int, _frame: FrameType | None) -> None:
-        """Note a signal; the main loop acts on it.
+        """Record a signal; the main loop acts on it.
 
-        A pipe and no `threading.Event`: that one's lock may be held by the very code that the
-        signal interrupts.
+        It wakes the loop through a pipe. A `threading.Event` could deadlock: the code that the
+        signal interrupts may hold its lock.
         """
         self._received.append(signal.Signals(number).name)
         now = time.monotonic()
@@ -127,7 +123,7 @@ class Agent:
         return self._asked_at < math.inf
 
     def _is_over(self) -> bool:
-        """Whether the script is at its end; the file system is asked every few seconds."""
+        """Whether the script has ended; checks the file system every few seconds."""
         now = time.monotonic()
         if not self._over and now >= self._look_at:
             self._look_at = now + _POLL_SECONDS
@@ -138,7 +134,7 @@ class Agent:
         return self._asked_to_end or self._is_over()
 
     def _started_ranks(self) -> list[dict[str, Any]]:
-        """Return what hpml-bind recorded of this node's ranks so far."""
+        """Return hpml-bind's records of this node's ranks so far."""
         self._ranks += self._records.new()
         return self._ranks
 
@@ -146,7 +142,7 @@ class Agent:
         sys.stderr.write(f"hpml: {self.node}: {message}\n")
 
     def run(self) -> int:
-        """Plan, stage, mark the node, listen, prove, wait for the end, clean up.
+        """Plan, stage, mark the node, listen, verify, wait for the end, clean up.
 
         Returns:
             0 when the node was ready and the job is over, 1 when it could not be made ready.
@@ -166,7 +162,7 @@ class Agent:
         finally:
             hang.remove_pipes(self._attempt, (record["rank"] for record in self._ranks))
             if monitor is not None:
-                monitor.end()  # which takes a moment, like cleaning up
+                monitor.end()  # it ends while the node is cleaned up
             self._clean()
             if monitor is not None:
                 monitor.stop()
@@ -174,7 +170,7 @@ class Agent:
         return 0 if ready else 1
 
     def _stop_path(self, channel: ChannelReader) -> StopPath | None:
-        """Return what stops the ranks before their end; None if the job saves no checkpoints."""
+        """Return the stop path of the ranks; None if the job saves no checkpoints."""
         options = self.options.checkpoint
         if options is None:
             return None
@@ -188,7 +184,7 @@ class Agent:
         )
 
     def _monitor(self) -> Monitor | None:
-        """Return the job's exporter, not started yet; None where the job is not monitored."""
+        """Return the job's exporter, not started yet; None if the job is not monitored."""
         if self.options.monitor is None:
             return None
         try:
@@ -200,16 +196,16 @@ class Agent:
         return monitor
 
     def _make_ready(self, channel: str, monitor: Monitor | None = None) -> bool:
-        """Plan, stage everything and write the node's marker; False where that failed."""
+        """Plan, stage everything and write the node's marker; False if that failed."""
         if self._is_over():
-            return True  # the script failed before this node's agent could hear its signal
+            return True  # the script failed before this agent could receive its signal
         try:
             placed = self._plan(self.options.bind, channel)
             if monitor is not None:
                 self._start(monitor)
             self._results.prepare()
             began = time.monotonic()
-            make_own(self.options, self._staging.stager)
+            make_job_directories(self.options, self._staging.stager)
             stages = self._staging.stage_all()
         except (HpmlError, OSError) as error:
             if self._should_stop():
@@ -235,43 +231,47 @@ class Agent:
         return True
 
     def _start(self, monitor: Monitor) -> None:
-        """Start the job's exporter; without one the job goes on."""
+        """Start the job's exporter; if that fails, the job continues without one."""
         try:
-            monitor.start(self._made, no_gpus=self.options.bind.no_gpus)
-        except Exception as error:  # noqa: BLE001 - whatever it is, the job goes on
+            monitor.start(self._node_plan, no_gpus=self.options.bind.no_gpus)
+        except Exception as error:  # noqa: BLE001 - no error of monitoring may end the job
             self._report(f"the job is not monitored: {type(error).__name__}: {error}")
 
     def _plan(self, options: BindOptions, channel: str) -> dict[str, Any]:
-        """Plan the node's ranks and publish that; where that is impossible nothing is bound.
+        """Plan the node's ranks and write the plan; bind nothing if no plan is possible.
 
         Returns:
-            What the script prints of it once all nodes are ready.
+            The figures of the plan that the script prints when all nodes are ready.
 
         Raises:
-            BindingError: it is impossible, and the job wants proof.
+            BindingError: no plan is possible, and `verify` is strict.
             RecordError: the plan cannot be written.
         """
         allowed = os.sched_getaffinity(0)
         try:
-            made = planning.prepare(options, os.environ, node=self.node, allowed=allowed)
+            node_plan = planning.prepare(options, os.environ, node=self.node, allowed=allowed)
         except (HpmlError, OSError, ValueError) as error:
             why = f"the ranks cannot be placed: {error}"
             if options.verify == "strict":
                 raise BindingError(why, hint=getattr(error, "hint", "")) from error
             why = f"{why}; nothing is bound"
-            made = planning.unbound(options, os.environ, node=self.node, allowed=allowed, why=why)
-        self._made = made
-        planning.publish(self._attempt, options, made, channel=channel, more=self._for_ranks(made))
+            node_plan = planning.unbound(
+                options, os.environ, node=self.node, allowed=allowed, why=why
+            )
+        self._node_plan = node_plan
+        planning.publish(
+            self._attempt, options, node_plan, channel=channel, more=self._for_ranks(node_plan)
+        )
         if options.verify != "off":
-            self._watch = Watch(self._attempt, made)
-        return plan_figures(made.plan, sets_threads=not options.keep_threads)
+            self._watch = Watch(self._attempt, node_plan)
+        return plan_figures(node_plan.plan, sets_threads=not options.keep_threads)
 
-    def _for_ranks(self, made: planning.Prepared) -> dict[str, str]:
-        """Return what hpml-bind needs so that this agent can stop the ranks."""
+    def _for_ranks(self, node_plan: planning.NodePlan) -> dict[str, str]:
+        """Return the settings of hpml-bind that let this agent stop the ranks."""
         checkpoint = self.options.checkpoint
         if checkpoint is None:
             return {}
-        has_gpus = any(rank.gpu is not None for rank in made.plan.ranks)
+        has_gpus = any(rank.gpu is not None for rank in node_plan.plan.ranks)
         if not checkpoint.hang or not has_gpus:
             return {"sigterm": "ignore"}
         hang.directory_of(self._attempt).mkdir(exist_ok=True)
@@ -289,12 +289,12 @@ class Agent:
         write_json(path, {**marker, "time": round(time.time(), 6), **data})
 
     def _wait(self) -> None:
-        """Wait until the job is over, or is being ended and no rank lives any more."""
+        """Wait until the job is over, or until it is being ended and its ranks have ended."""
         kill_at = math.inf
         while True:
             now = time.monotonic()
             ranks: list[dict[str, Any]] = []
-            if self._stop is not None or self._should_stop():  # nobody else asks which ones live
+            if self._stop is not None or self._should_stop():  # otherwise the list is not needed
                 ranks = [*filter(is_alive, self._started_ranks())]
             if self._is_over():
                 if not ranks:
@@ -302,7 +302,7 @@ class Agent:
                 if kill_at == math.inf:
                     kill_at = now + max(1.0, self._rank_grace())
                 if now >= kill_at:
-                    kill_families(ranks)  # SIGKILL would come next, for this agent too
+                    kill_families(ranks)  # Slurm's SIGKILL comes next, and would end this agent too
             elif self._asked_to_end and not ranks and (self._ranks or not self._is_ready):
                 self._stop_ranks(now, ranks)  # records why, so that the run can continue
                 return
@@ -315,7 +315,7 @@ class Agent:
                 os.read(self._wake[0], 4096)
 
     def _stop_ranks(self, now: float, ranks: list[dict[str, Any]]) -> float:
-        """Stop the ranks if that is due; returns seconds until there is more."""
+        """Stop the ranks if that is due; returns seconds until the next call is needed."""
         if self._stop is None:
             return self._pass_on_request(now)
         if self._terminated_at < math.inf:
@@ -323,19 +323,19 @@ class Agent:
             self._terminated_at = math.inf
         try:
             pause = self._stop.act(now, ranks)
-        except Exception as error:  # noqa: BLE001 - whatever it is, the job goes on
+        except Exception as error:  # noqa: BLE001 - no error of the stop path may end the job
             what = f"{type(error).__name__}: {error}"
             self._report(f"its ranks cannot be stopped before their end: {what}")
             self._stop = None
             return math.inf
         if self._stop.state == "RUNNING" and self._is_ready:
-            self._asked_at = math.inf  # the signal was for the ranks, whatever their number is
+            self._asked_at = math.inf  # the signal was meant for the ranks
         return pause
 
     def _pass_on_request(self, now: float) -> float:
-        """Pass a request to stop on to the ranks; returns seconds until the next look.
+        """Pass a stop request on to the ranks; returns seconds until the next check.
 
-        For jobs without `checkpoint`: a search asks trials to stop that it gives up.
+        For jobs without `checkpoint`: a search stops the trials that it prunes.
         """
         if self._channel is None:
             return math.inf
@@ -347,9 +347,10 @@ class Agent:
         return self._request_at - now
 
     def _note_signals(self, now: float) -> float:
-        """Record signals that did not end the job; returns seconds until the next look.
+        """Record signals that did not end the job; returns seconds until the next check.
 
-        The script's own comes with its file, which a shared file system may show a moment later.
+        Waits a moment before: the script sends a signal too when it writes `over`, and a shared
+        file system may show that file late.
         """
         if self._over:
             return math.inf
@@ -364,9 +365,9 @@ class Agent:
         return min(self._look_at, self._note_at) - now
 
     def _watch_ranks(self, *, closing: bool = False) -> float:
-        """Prove where the ranks run, where that is due; returns seconds until there is more.
+        """Verify where the ranks run if that is due; returns seconds until the next call is needed.
 
-        Should it fail, the ranks and their data stay as they are.
+        An error ends the verification only; the ranks and their data are not affected.
         """
         pause = _POLL_SECONDS
         if self._watch is not None:
@@ -377,24 +378,24 @@ class Agent:
                     due = self._watch.act(time.monotonic(), self._started_ranks())
                     pause = min(pause, due)
                 if self._watch.binding is not None:
-                    self._feed.tell_binding(*self._watch.binding)
-            except Exception as error:  # noqa: BLE001 - whatever it is, the job goes on
+                    self._feed.set_binding(*self._watch.binding)
+            except Exception as error:  # noqa: BLE001 - no error of the proof may end the job
                 what = f"{type(error).__name__}: {error}"
-                self._report(f"the binding of the ranks is no longer verified: {what}")
+                self._report(f"binding verification stopped: {what}")
                 self._watch = None
         return pause
 
     def _rank_grace(self) -> float:
-        """The seconds from a job's SIGTERM until its ranks have to be gone."""
+        """The seconds from a job's SIGTERM until its ranks must have ended."""
         return self._grace / (2 if self.options.collect else 1)  # the other half is for the results
 
     @functools.cached_property
     def _grace(self) -> float:
-        """The seconds from a job's SIGTERM until the cleaning has to begin; asks Slurm."""
+        """The seconds from a job's SIGTERM until cleaning must begin; asks Slurm."""
         return kill_wait(os.environ) - _CLEAN_SECONDS
 
     def _collect(self) -> None:
-        """Bring the results back; after a signal as long as there is time."""
+        """Copy the results back; after a signal, for as long as time is left."""
 
         def should_stop() -> bool:
             return self._asked_to_end and time.monotonic() >= self._asked_at + self._grace

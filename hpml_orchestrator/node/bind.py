@@ -1,20 +1,19 @@
 """`hpml-bind [ATTEMPT] -- COMMAND`: bind this rank as planned, record it, exec the command.
 
-Started once per rank, perhaps ten thousand times at once from a shared file system. So the node's
-agent plans, and this reads one line of the plan, applies it, reads back what the kernel made of it,
-appends one line to the node's record and becomes the command in the same process. Its imports are
-few: json, dataclasses and typing would each cost a third of an interpreter's start.
+It starts once per rank, perhaps ten thousand times at once from a shared file system. So the node's
+agent plans; this program reads one line of the plan, applies it, reads the result back from the
+kernel, appends one line to the node's record and executes the command in the same process. It
+imports little: json, dataclasses and typing would each add a third to the interpreter's start.
 
-It sets CPU affinity, preferred memory, OMP_NUM_THREADS (unless the job file does) and the names by
-which a rank finds its node's agent. HPML_NIC names the nearest network card and nothing reads it:
-NCCL and UCX rank the cards by themselves as long as they see all of them, and NCCL_IB_HCA or
-UCX_NET_DEVICES would only take the others away. KMP_AFFINITY and OMP_PROC_BIND are not set either:
-with PyTorch they push all loader workers onto one core.
+It sets CPU affinity, preferred memory, OMP_NUM_THREADS (unless the job file does) and the name of
+the node agent's socket. HPML_NIC names the nearest network card, for the user's information: NCCL
+and UCX choose among all cards that they see, and NCCL_IB_HCA or UCX_NET_DEVICES would hide cards.
+KMP_AFFINITY and OMP_PROC_BIND are not set: with PyTorch they push all loader workers onto one core.
 
-If the job saves checkpoints, ranks ignore SIGTERM: Slurm sends it when a rank still has to save,
-and the node's agent ends the rank in time. A program that handles SIGTERM gets it.
+If the job saves checkpoints, ranks ignore SIGTERM: Slurm sends it while a rank still has to save,
+and the node's agent ends the rank in time. A program that installs a handler still gets SIGTERM.
 
-Where no agent runs, such as in your own batch script, `planning.bind_alone` plans for this rank.
+Without an agent, such as in your own batch script, `planning.bind_alone` plans for this rank.
 """
 
 from __future__ import annotations
@@ -52,14 +51,14 @@ EXIT_BINDING = 79
 _SCHEMA_VERSION = 2
 _COMMAND_CHARS = 1 << 16  # a longer command is not recorded: lines of a record are short
 _OTHERS_SECONDS = 2.0  # so that the other ranks can record theirs before the job ends
-# Python ignores the first two, the script has launchers ignore the others, and what is ignored
-# stays so across exec: not for the command.
+# Python ignores the first two and the script makes launchers ignore the others. An ignored signal
+# stays ignored across exec, so they are reset for the command.
 _DEFAULTS = (signal.SIGPIPE, signal.SIGXFSZ, signal.SIGUSR1, signal.SIGUSR2)
 _ALL_CPUS = "give the step all CPUs of the job: srun --cpu-bind=none, without --cpus-per-task"
-# Rank, world size, local rank, local world size, node's number. Most particular first: horovodrun
-# starts its ranks from the batch step, whose SLURM_PROCID is 0 everywhere; Open MPI's daemons are
-# tasks of an srun, whose SLURM_PROCID all ranks of one node inherit; MPICH's and Intel's too, which
-# alone set MPI_LOCALRANKID (Slurm's own PMI sets PMI_RANK as well).
+# Rank, world size, local rank, local world size, node number; the most specific launcher first.
+# SLURM_PROCID cannot be trusted under these: horovodrun starts its ranks from the batch step, where
+# it is 0; Open MPI, MPICH and Intel MPI start daemons with srun, and all ranks of a node inherit
+# the daemon's. MPI_LOCALRANKID is set by MPICH and Intel MPI only (Slurm's PMI also sets PMI_RANK).
 _LAUNCHERS = (
     (
         "HOROVOD_RANK",
@@ -73,7 +72,7 @@ _LAUNCHERS = (
         "OMPI_COMM_WORLD_SIZE",
         "OMPI_COMM_WORLD_LOCAL_RANK",
         "OMPI_COMM_WORLD_LOCAL_SIZE",
-        "",  # its srun starts daemons on all nodes but the first, so SLURM_NODEID is 0 on two
+        "",  # srun starts no daemon on the first node, so SLURM_NODEID is 0 on two nodes
     ),
     ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS", "SLURM_NODEID"),
 )
@@ -88,12 +87,12 @@ def run(argv: list[str]) -> int:
     """Bind this rank and exec its command; returns only on an error.
 
     Args:
-        argv: optionally `--show`, which prints a line about the binding where no agent ran;
+        argv: optionally `--show`, which prints a line about the binding if no agent ran;
             optionally the attempt's directory; then `--` and the command.
 
     Returns:
-        2 for wrong usage, 79 where the rank cannot be bound and must be, 126 or 127 when the
-        command cannot be executed.
+        2 for wrong usage, 79 if the rank must be bound and cannot be, 126 or 127 if the command
+        cannot be executed.
     """
     if argv[:1] in (["-h"], ["--help"]):
         sys.stdout.write(USAGE)
@@ -109,9 +108,7 @@ def run(argv: list[str]) -> int:
         return 2
     attempt = arguments[0] if split else os.environ.get("HPML_ATTEMPT_DIR", "")
     command = arguments[split + 1 :]
-    signal.pthread_sigmask(
-        signal.SIG_UNBLOCK, (signal.SIGTERM,)
-    )  # the script has launchers block it
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, (signal.SIGTERM,))  # `shield` blocks it
     os.environ.update(rank_variables(os.environ))
     if attempt:
         status = apply_plan(attempt, command)
@@ -127,9 +124,9 @@ def run(argv: list[str]) -> int:
 def rank_variables(environment: Mapping[str, str]) -> dict[str, str]:
     """Return RANK, LOCAL_RANK, WORLD_SIZE, LOCAL_WORLD_SIZE and GROUP_RANK, as torchrun sets them.
 
-    Empty where a launcher has set RANK itself, and for a process that no launcher started, such as
-    one of the batch script: Slurm sets SLURM_PROCID there, too, but no number of tasks in the step.
-    GROUP_RANK is the node's number; where it is unknown, ranks are taken to be in blocks.
+    Empty if a launcher has set RANK itself, and for a process that no launcher started, such as
+    one of the batch script: there Slurm sets SLURM_PROCID but not the step's number of tasks.
+    GROUP_RANK is the node's number; if it is unknown, ranks are assumed to be placed in blocks.
 
     >>> rank_variables({"SLURM_PROCID": "3", "SLURM_LOCALID": "1", "SLURM_STEP_NUM_TASKS": "4",
     ...     "SLURM_STEP_NUM_NODES": "2"})["LOCAL_WORLD_SIZE"]
@@ -176,14 +173,14 @@ def tasks_here(environment: Mapping[str, str]) -> int:
 
 
 def apply_plan(attempt: str, command: list[str]) -> int:
-    """Bind this rank as the plan says and record the result.
+    """Bind this rank as planned and record the result.
 
     Args:
         attempt: the attempt's directory.
         command: of the rank, for the record; rank 0 records its arguments too.
 
     Returns:
-        EXIT_BINDING where the rank is not bound as planned and must be, else 0.
+        EXIT_BINDING if the rank must be bound as planned and is not, else 0.
     """
     host = os.uname().nodename
     node = os.environ.get("SLURMD_NODENAME") or host.partition(".")[0]
@@ -192,7 +189,7 @@ def apply_plan(attempt: str, command: list[str]) -> int:
     verify = head.get("verify") or os.environ.get("HPML_BINDING_VERIFY") or "warn"
     _export(head)
     bound = line.get("bind") == "yes"
-    memory_problem = ""  # recorded, and never ends a job: a preference is no promise
+    memory_problem = ""  # recorded only: the memory policy is a preference
     if bound:
         problem, hint = set_cpus(line.get("cpus", "")), _ALL_CPUS
         bound = not problem
@@ -239,8 +236,8 @@ def apply_plan(attempt: str, command: list[str]) -> int:
     if not problem:
         return 0
     strict = verify == "strict"
-    goes_on = "it continues" if bound else "it continues unbound"
-    end = "it ends (binding.verify: strict)" if strict else goes_on
+    continues = "it continues" if bound else "it continues unbound"
+    end = "it ends (binding.verify: strict)" if strict else continues
     rank = f"rank {record['rank']} (local rank {record['local_rank']}) on {node}"
     sys.stderr.write(f"hpml-bind: {rank}: {problem}; {end}. Hint: {hint or _ALL_CPUS}\n")
     if strict:
@@ -250,7 +247,7 @@ def apply_plan(attempt: str, command: list[str]) -> int:
 
 
 def _planned(attempt: str, node: str) -> tuple[dict[str, str], dict[str, str], str, str]:
-    """Return the plan's header, this rank's line, what is wrong with them, and a hint."""
+    """Return the plan's header, this rank's line, the problem with them if any, and a hint."""
     path = f"{attempt}/plan/{node}.txt"
     head: dict[str, str] = {}
     try:
@@ -263,7 +260,7 @@ def _planned(attempt: str, node: str) -> tuple[dict[str, str], dict[str, str], s
             return head, {}, problem, "do not set LOCAL_RANK yourself"
         if local_rank >= int(head["ranks"]):
             problem = f"the plan has only {head['ranks']} ranks for this node"
-            return head, {}, problem, "start as many ranks on each node as the job file says"
+            return head, {}, problem, "start as many ranks per node as in the job file"
         line = find(text, local_rank)
         parse_list(line.get("cpus", ""))
     except OSError as error:
@@ -276,7 +273,7 @@ def _planned(attempt: str, node: str) -> tuple[dict[str, str], dict[str, str], s
 
 
 def _export(head: dict[str, str]) -> None:
-    """Set what the rank needs to reach this node's agent, and what the agent asks of it."""
+    """Set the name of the agent's socket, and the agent's settings for this rank."""
     if "channel" in head:
         os.environ["HPML_CHANNEL"] = head["channel"]
     if head.get("sigterm") == "ignore":
@@ -286,9 +283,9 @@ def _export(head: dict[str, str]) -> None:
 
 
 def _set_recorder(stem: str) -> None:
-    """Have PyTorch keep the last collectives of NCCL, and write them when the agent asks.
+    """Make PyTorch keep NCCL's last collectives and write them when the agent asks.
 
-    PyTorch makes the named pipe and ends the program if it cannot, so it is tried here.
+    PyTorch would end the program if it cannot create the named pipe, so this creates it.
     """
     for name, value in (
         ("TORCH_NCCL_TRACE_BUFFER_SIZE", "2000"),
@@ -316,7 +313,7 @@ def _child(cpus: set[int]) -> tuple[str | None, str]:
 
 
 def _append(path: str, record: Mapping[str, object]) -> None:
-    """Append a line of JSON: with one write, since all ranks of the node share the file."""
+    """Append a line of JSON with one write, because all ranks of the node share the file."""
     pairs = ", ".join(f'"{key}": {_json(value)}' for key, value in record.items())
     with open(path, "ab", buffering=0) as stream:
         stream.write(f"{{{pairs}}}\n".encode("ascii"))
@@ -331,25 +328,22 @@ def _json(value: object) -> str:
 
 
 def _variable(name: str, default: int | None) -> int | None:
-    """A variable as a number; the default where it is not set, None where it is no number."""
+    """Return a variable as a number; the default if it is not set, None if it is not a number."""
     text = os.environ.get(name, "")
     return (int(text) if text.isdecimal() else None) if text else default
 
 
 def _at_least(least: int, text: str) -> int:
-    """A number that a launcher wrote; the least that it can be where it is none."""
+    """Return a launcher's number; the least possible one if the text is not a number."""
     return max(least, int(text)) if text.isdecimal() else least
 
 
 def shield(argv: list[str]) -> int:
-    """Exec a launcher that no SIGTERM reaches: its ranks still have to save.
+    """Exec a launcher with SIGTERM blocked, because its ranks still have to save.
 
-    The signal is blocked and not ignored: launchers such as torchrun handle it. What the launcher
-    starts inherits that, and hpml-bind undoes it for the rank. An own session would not do: how
-    far a signal gets depends on Slurm's ProctrackType.
-
-    Args:
-        argv: the launcher's command.
+    The signal is blocked and not ignored, because launchers such as torchrun install a handler.
+    Child processes inherit that, and hpml-bind unblocks it for the rank. A separate session would
+    not be enough: which processes get a signal depends on Slurm's ProctrackType.
     """
     signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGTERM,))
     return _exec(argv, (signal.SIGPIPE, signal.SIGXFSZ))

@@ -1,17 +1,17 @@
-"""The agent's end of the training channel: what the ranks of a node report becomes its events.
+"""The agent's end of the training channel: turns the reports of a node's ranks into events.
 
 Ranks send datagrams to an abstract unix socket (`training_jobs/hpml_channel.py` is their end and
 describes the wire format). `ChannelReader` checks the sender's user, reads, and writes the node's
 JSONL file of events. The only answer to a rank is a stop request (`node/peers.py`).
 
-Counters are cumulative, so of a rank's steps only the latest of each second is written, later in a
-job of every 2 % of its age, in the end of every ten minutes: what ranks send, and how fast, does
-not decide what reaches the shared file system. Of other events beyond what a rank may report, too,
-only the latest of each name is written with the next of these.
-A rank's first step after its warm-up is written like any other event: the warm-up ends there.
-Before any other event of a rank, and when the reader stops, its latest step is written.
+The shared file system gets few writes, however fast ranks send. Counters are cumulative, so only
+the latest step of each rank is written: once per second at first, later once per 2 % of the job's
+age, and at least every ten minutes. A rank that reports too many other events gets the same
+treatment: the latest event of each name is kept for the next write.
+A rank's first step after its warm-up is always written, since the warm-up ends there. Before any
+other event of a rank, and when the reader stops, its latest step is written.
 
-An abstract name belongs to a network namespace: a container with one of its own sees no channel.
+An abstract name belongs to a network namespace: a container with a separate one has no channel.
 """
 
 from __future__ import annotations
@@ -60,11 +60,11 @@ RANK_EVENTS = (
     "checkpoint",
     "stopping",
 )
-"""Events that a rank may report; the others are the run's and the node's own."""
+"""Events that a rank may report; the run and the node report the others."""
 
 STEP_EVERY_SECONDS = 1.0
 EVENT_WITHIN_SECONDS = 0.1  # events that come together (every rank's rendezvous) are one write
-EVENTS_PER_WINDOW = 50  # per rank; more than that is a training gone wrong
+EVENTS_PER_WINDOW = 50  # per rank; no healthy training reports more
 # A week of 8 ranks is 3.4 MB of steps, and at most as much of other events.
 BYTES_PER_GAP = 2500  # counters of 8 to 10 ranks
 GAP_OF_AGE = 0.02
@@ -108,10 +108,10 @@ def parse(datagram: bytes) -> dict[str, Any]:
     except RecursionError as error:
         raise ValueError("nested too deep") from error
     if not isinstance(message, dict) or message.get("v") != WIRE_VERSION:
-        raise ValueError("no object of this version")
+        raise ValueError("not an object of this version")
     rank, data = message.get("rank"), _clean(message.get("data", {}))
     if not isinstance(data, dict) or not isinstance(rank, int) or isinstance(rank, bool):
-        raise ValueError("no rank, or data is no object")  # noqa: TRY004 - the sender's fault
+        raise ValueError("no rank, or data is not an object")  # noqa: TRY004 - the sender's fault
     if not 0 <= rank < MAX_RANK:
         raise ValueError("a rank out of range")
     return {**message, "data": data}
@@ -132,7 +132,7 @@ def event_of(message: Mapping[str, Any], *, node: str, now: float) -> Event:
         name, data = "evaluation", {**data, "final": True}
     elif kind != "event" or name not in RANK_EVENTS:
         raise ValueError("no event of a rank")
-    if name == "rendezvous":  # who is who is said once, not with every step
+    if name == "rendezvous":  # a rank identifies itself once, not with every step
         for key in ("local_rank", "world_size", "pid"):
             data.setdefault(key, _clean(message.get(key)))
     sent: Any = message.get("time")
@@ -158,7 +158,7 @@ def _clean(value: Any, depth: int = 0) -> Any:
 
 
 class _Allowance:
-    """How soon more may be written, by how much was written and since when."""
+    """When more may be written: the pause grows with the bytes written and the job's age."""
 
     def __init__(self) -> None:
         self.due = self._paid = -math.inf
@@ -179,16 +179,16 @@ class ChannelReader:
         name: abstract name without its NUL, see `attempt_channel`.
         events_file: the node's JSONL file; its directory is made when missing.
         node: Slurm's name of the node.
-        uid: the only user who is heard; the kernel vouches for the sender.
+        uid: the only user whose datagrams are accepted; the kernel reports the sender.
         clock: seconds since the epoch.
         monotonic: seconds on a clock that is never set.
-        feed: takes every rank's counters, for an exporter.
+        feed: receives every rank's counters, for an exporter.
 
     Attributes:
         received: datagrams taken from the socket.
         refused: of these, from another user, malformed, too long or of an unknown event.
-        superseded: of these, those of which a later one of the same rank and name is written.
-        write_errors: attempts to write that failed; their events are kept for the next.
+        superseded: of these, those replaced by a later one of the same rank and name.
+        write_errors: failed writes; their events are kept for the next write.
         peers: the processes that have sent.
     """
 
@@ -291,16 +291,15 @@ class ChannelReader:
         self._write(self._steps, self._excess)
 
     def _wait_ms(self) -> float | None:
-        """Return until when something has to be written; None sleeps until something comes."""
+        """Return the milliseconds until the next write is due; None if nothing is pending."""
         due = [self._events_due] if self._events else []
         due += [self._step_allowance.due] if self._steps else []
         due += [self._window_due()] if self._excess else []
         return max(0.0, min(due) - self._monotonic()) * 1000 + 1 if due else None
 
     def _receive(self) -> int:
-        """Take what is queued, up to a bound; return how many datagrams that were."""
-        # Room for the credentials and nothing else: descriptors that a sender attaches are closed
-        # by the kernel.
+        """Read queued datagrams, at most a batch; return how many."""
+        # Room for the credentials only: the kernel closes descriptors that a sender attaches.
         room = socket.CMSG_SPACE(_UCRED.size)
         for taken in range(BATCH_DATAGRAMS):
             try:
@@ -363,7 +362,7 @@ class ChannelReader:
             self._in_window[rank] = seen + 1
             if event.event == "warm-up":
                 self._stepping.discard(rank)
-            # How far it was: perhaps the last that this process counted.
+            # The latest step first: it may be the last that this process reported.
             if rank in self._steps:
                 self._hold(self._steps.pop(rank))
             self._hold(event)
@@ -383,11 +382,11 @@ class ChannelReader:
             self._write(steps, excess)
 
     def _window_due(self) -> float:
-        """Return when ranks may report as many events again: not before those that they did."""
+        """Return when the next window of events begins: not before the pending ones are written."""
         return max(self._events_due, self._event_allowance.due)
 
     def _write(self, steps: dict[int, Event], excess: dict[tuple[int, str, bool], Event]) -> None:
-        """Append events and these with one write; what cannot be written is kept for the next."""
+        """Append all pending events with one write; after an error they are kept for the next."""
         batch = [(event, self._event_allowance) for event in (*self._events, *excess.values())]
         batch += [(event, self._step_allowance) for event in steps.values()]
         if not batch:

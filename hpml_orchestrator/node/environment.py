@@ -1,7 +1,6 @@
-"""What Slurm and the batch script tell a node in variables.
+"""Variables that Slurm and the batch script set on a node.
 
-Every part of a job reads these; what an agent alone is told stands in `options`, which imports the
-staging.
+Every part of a job reads these. The agent's own options are in `options`, which imports `staging`.
 """
 
 from __future__ import annotations
@@ -21,6 +20,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "CheckpointOptions",
+    "integer",
     "job_key",
     "node_index",
     "node_name",
@@ -34,27 +34,19 @@ _RANGE = r"\d{1,9}(?:-\d{1,9})?"
 
 @dataclass(frozen=True)
 class CheckpointOptions:
-    """When the ranks are asked to save and stop, and what follows; the job file's `checkpoint`.
+    """When the ranks are asked to save and stop, and what follows; the job file's `checkpoint`."""
 
-    Attributes:
-        requeue: the reasons after which the run continues.
-        lead: seconds before the time limit at which ranks are asked to stop; None for automatic.
-        attempts: how many the run may have.
-        hang: seconds without a sign of life after which the ranks of a node hang; 0 for never.
-        avoid_failed_nodes: whether the next attempt leaves out nodes that failed or hung.
-        signal: name of the signal that ranks get with a stop request, such as USR1; may be empty.
-        time_limit: the job's, in seconds; None if unknown.
-        can_requeue: whether the site lets a job's owner requeue it.
-    """
-
-    requeue: Sequence[str] = ()
+    requeue: Sequence[str] = ()  # the reasons after which the run continues
+    # Seconds before the time limit at which ranks are asked to stop; None for automatic
     lead: float | None = None
-    attempts: int = 20
+    attempts: int = 20  # how many the run may have
+    # Seconds without a sign of life after which the ranks of a node hang; 0 for never
     hang: float = 0
-    avoid_failed_nodes: bool = True
+    avoid_failed_nodes: bool = True  # whether the next attempt leaves out nodes that failed or hung
+    # Name of the signal that ranks get with a stop request, such as USR1; may be empty
     signal: str = ""
-    time_limit: float | None = None
-    can_requeue: bool = True
+    time_limit: float | None = None  # the job's, in seconds; None if unknown
+    can_requeue: bool = True  # whether the site lets a job's owner requeue it
 
     @classmethod
     def from_environment(
@@ -70,10 +62,10 @@ class CheckpointOptions:
 
 
 def read_option(kind: Callable[..., T], option: str, text: str) -> T:
-    """Return what a JSON object says.
+    """Build an options object from the text of a JSON object.
 
     Raises:
-        InputError: it is none, or has other fields.
+        InputError: the text is not a JSON object, or has unknown fields.
     """
     try:
         return kind(**json.loads(text))
@@ -92,17 +84,22 @@ def job_key(environment: Mapping[str, str]) -> str:
     return environment.get("HPML_JOB_KEY") or f"{cluster}-{environment.get('SLURM_JOB_ID', '0')}"
 
 
+def integer(environment: Mapping[str, str], name: str, default: int) -> int:
+    """Return a variable as a number; the default if it is not set, or not a number."""
+    text = environment.get(name, "")
+    return int(text) if text.isdecimal() else default
+
+
 def node_index(environment: Mapping[str, str]) -> tuple[int, int]:
     """Return this node's number in the job, from 0, and how many nodes the job has."""
-    index, nodes = (environment.get(f"SLURM_{name}", "") for name in ("NODEID", "NNODES"))
-    count = int(nodes) if nodes.isdecimal() else 1
-    return (int(index) if index.isdecimal() else 0), max(1, count)
+    nodes = integer(environment, "SLURM_NNODES", 1)
+    return integer(environment, "SLURM_NODEID", 0), max(1, nodes)
 
 
 def node_names(text: str) -> list[str]:
-    """Return the names in a job's node list; empty where it cannot be read.
+    """Return the names in a job's node list; empty if it cannot be read.
 
-    Not `scheduler.nodelist`, which needs a library: this runs where only Python is.
+    Not `scheduler.nodelist`, which needs a library: nodes may have only Python.
 
     >>> node_names("n[08-10,12],login"), node_names("n[1-"), node_names("")
     (['n08', 'n09', 'n10', 'n12', 'login'], [], [])

@@ -1,12 +1,12 @@
-"""What the ranks of this node report, handed on to exporters: of this job, and of the whole node.
+"""Forwards what the ranks of this node report to exporters: the job's, and the whole node's.
 
 The agent keeps each rank's counters, summed over the processes that have been that rank (torchrun
-starts ranks again), and sends all of them once a second when some are new, and every ten seconds
-at least, so that an exporter which starts again knows everything soon. Nothing waits for an
-exporter: what its queue has no room for is left out, and the next message holds it too.
+restarts ranks). It sends all of them once a second if some are new, and at least every ten seconds,
+so that a restarted exporter soon has everything. It never waits for an exporter: if the queue is
+full, a message is dropped, and the next one contains the same counters.
 
-An exporter is reached by a socket that it inherited from the agent, or by `{run}/exporter.sock`
-(SOCK_SEQPACKET: every agent has a queue of its own there). Messages are those of `records/feed.py`.
+The job's exporter inherits a socket from the agent; the node's listens at `{run}/exporter.sock`
+(SOCK_SEQPACKET: each agent has a separate queue there). Messages are those of `records/feed.py`.
 """
 
 from __future__ import annotations
@@ -54,16 +54,16 @@ class _Rank:
 
     def __init__(self) -> None:
         self.processes: dict[int, list[float]] = {}
-        self.ended = [0.0] * (len(COUNTERS) + BUCKETS)  # of channels that began anew
+        self.ended = [0.0] * (len(COUNTERS) + BUCKETS)  # of channels that were opened again
         self.has_buckets = False
         self.gauges: dict[str, float] = {}
         self.method = ""
         self.heard = 0.0
 
     def take(self, pid: int, values: list[float | None]) -> None:
-        """Note the values of a process, None where it reports none.
+        """Store the values of a process; None for a counter that it does not report.
 
-        One that falls keeps its value, unless the process begins anew, with another channel.
+        A counter never decreases, unless the process opened a new channel and counts from 0 again.
         """
         before = self.processes.get(pid, [0.0] * len(values))
         progress = [(old, new) for old, new in zip(before, values[:_PROGRESS]) if old]
@@ -73,7 +73,7 @@ class _Rank:
         self.processes[pid] = [max(old, new or 0.0) for new, old in zip(values, before)]
 
     def figures(self, rank: int, now: float) -> RankFigures:
-        """Return its sums over all processes."""
+        """Return the sums over all processes of the rank."""
         sums = [sum(column) for column in zip(self.ended, *self.processes.values())]
         buckets = tuple(map(int, sums[len(COUNTERS) :])) if self.has_buckets else None
         totals = tuple(sums[: len(COUNTERS)])
@@ -82,7 +82,7 @@ class _Rank:
 
 
 class Feed:
-    """Keeps what ranks report, and sends it on; safe to use from several threads.
+    """Keeps the counters of ranks and sends them to exporters; thread-safe.
 
     Args:
         targets: paths where an exporter of the whole node may listen.
@@ -90,7 +90,7 @@ class Feed:
 
     Attributes:
         sent: messages that an exporter has taken.
-        dropped: messages that found no room.
+        dropped: messages that an exporter's queue had no room for.
     """
 
     def __init__(self, targets: Sequence[str] = (), clock: Any = time.monotonic) -> None:
@@ -98,9 +98,7 @@ class Feed:
         self._targets = tuple(targets)
         self._clock = clock
         self._lock = threading.Lock()
-        self._ranks: dict[
-            int, _Rank
-        ] = {}  # in the order in which they came, which is that of parts
+        self._ranks: dict[int, _Rank] = {}  # in order of arrival, as in the messages
         self._binding: tuple[int, int] | None = None
         self._inherited: list[socket.socket] = []
         self._reached: dict[str, socket.socket] = {}
@@ -114,19 +112,19 @@ class Feed:
             self._inherited.append(exporter)
             self._beat_at = -math.inf
 
-    def tell_binding(self, right: int, wrong: int) -> None:
-        """Note how many ranks of this node are bound as planned, and how many are not."""
+    def set_binding(self, right: int, wrong: int) -> None:
+        """Set how many ranks of this node are bound as planned, and how many are not."""
         with self._lock:
             if self._binding != (right, wrong):
                 self._binding, self._news = (right, wrong), True
 
     def take(self, rank: int, pid: int, data: Mapping[str, Any], buckets: Any = None) -> None:
-        """Note the counters of a process of a rank.
+        """Store the counters of a process of a rank.
 
         Args:
             rank: global rank.
             pid: the process, as the kernel vouches for it.
-            data: its counters since it began, and gauges; what is no number counts as none.
+            data: its counters since it began, and gauges; anything but a number is ignored.
             buckets: steps by duration, as hpml_channel.py sends them.
         """
         with self._lock:
@@ -144,7 +142,7 @@ class Feed:
             self._news = True
 
     def act(self, now: float) -> float:
-        """Send what is due; return after how many seconds there may be more.
+        """Send what is due; return the seconds until the next call is needed.
 
         Args:
             now: seconds on the clock.
@@ -161,7 +159,7 @@ class Feed:
             return max(0.0, min(due, self._look_at) - now)
 
     def flush(self) -> None:
-        """Send everything now; the training is over, or its node is told to end."""
+        """Send everything now, at the end of the training or of the node's part of it."""
         with self._lock:
             self._look()
             self._send(self._clock())
@@ -175,7 +173,7 @@ class Feed:
             self._reached.clear()
 
     def _look(self) -> None:
-        """Connect to exporters that have come since the last look."""
+        """Connect to exporters that have started since the last call."""
         for path in self._targets:
             exporter = None if path in self._reached else _connect(path)
             if exporter is not None:
@@ -192,7 +190,7 @@ class Feed:
         }
 
     def _hand_over(self, exporter: socket.socket, messages: list[bytes]) -> bool:
-        """Give messages to the kernel; False where nobody will ever take them."""
+        """Send messages; False if the exporter is gone."""
         for message in messages:
             try:
                 exporter.send(message, socket.MSG_DONTWAIT)
@@ -202,7 +200,7 @@ class Feed:
                     exporter.close()
                     return False
                 self.dropped += 1
-                self._news = True  # there may be room at the next time
+                self._news = True  # its queue may have room next time
         return True
 
     def _messages(self, now: float) -> list[bytes]:
@@ -213,12 +211,12 @@ class Feed:
 
 
 def amount(value: Any) -> float | None:
-    """Return a counter; None where it is not reported, or is none."""
+    """Return a counter's value; None if it is missing or not a valid counter."""
     return float(value) if is_number(value) and value >= 0 else None
 
 
 def _connect(path: str) -> socket.socket | None:
-    """Return a socket to the exporter that listens at a path; None where none does."""
+    """Return a socket to the exporter that listens at a path; None if none does."""
     exporter = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     try:
         # connect() waits for room in the exporter's backlog, but not for long.

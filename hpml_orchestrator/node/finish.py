@@ -1,7 +1,7 @@
-"""The last act of a job: find out what ended it, verify the binding, and record both.
+"""The end of a job: find out what ended it, verify the binding, and record both.
 
-Slurm says only in the job's output why it ends a job, and no launcher's status says which rank
-failed first. So both are read from the output.
+Slurm reports the reason for ending a job only in the job's output, and a launcher's exit status
+does not identify the rank that failed first. So both are read from the output.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from hpml_orchestrator.errors import BindingError, HpmlError, StagingError
-from hpml_orchestrator.node import going_on
+from hpml_orchestrator.node import continuation
 from hpml_orchestrator.node.environment import CheckpointOptions
 from hpml_orchestrator.placement import planfile
 from hpml_orchestrator.placement.proof import NodeProof, proof_of_json
@@ -52,8 +52,8 @@ _STOPPED = {
     "requested": ("FAILED", "stopped as requested"),
 }
 """State and reason of an attempt whose ranks were asked to stop, by why."""
-# `srun: error: node1: tasks 2-3: Exited with exit code 7`, or what strsignal says of a signal.
-# Programs may print the same: every repetition is bounded, so that no output takes long to search.
+# `srun: error: node1: tasks 2-3: Exited with exit code 7`, or strsignal's text of a signal.
+# Programs may print anything, so every repetition is bounded: no output takes long to search.
 _SRUN = (
     r"^srun: error: \S{1,255}: tasks? (?P<rank>\d{1,9})[\d,-]{0,255}: "
     r"(?:Exited with exit code (?P<code>\d{1,3}\b)|(?P<word>\w[\w -]{0,40}))"
@@ -101,18 +101,11 @@ _SAID_CHARS = 240
 
 
 class Ending(NamedTuple):
-    """How an attempt ended.
+    """How an attempt ended."""
 
-    Attributes:
-        exit_code: the script's: the failed rank's own status, or 128 and the number of its signal,
-            where that is known.
-        state: Slurm's word.
-        reason: in words.
-    """
-
-    exit_code: int
-    state: str
-    reason: str
+    exit_code: int  # the script's: if known, the failed rank's status, or 128 plus its signal
+    state: str  # Slurm's word
+    reason: str  # in words
 
 
 def finish(attempt: str, code: str, reason: str = "", launcher: str = "") -> int:
@@ -123,7 +116,7 @@ def finish(attempt: str, code: str, reason: str = "", launcher: str = "") -> int
     Args:
         attempt: the attempt's directory.
         code: exit status of the script.
-        reason: why, where the script knows better than its status.
+        reason: why it ended, if the script has determined it.
         launcher: the job's.
     """
     directory = Path(attempt)
@@ -148,7 +141,7 @@ def finish(attempt: str, code: str, reason: str = "", launcher: str = "") -> int
     sys.stderr.write("".join(f"hpml: {line}\n" for line in lines))
     if missing and end.state == "COMPLETED":
         end = Ending(StagingError.exit_code, "FAILED", "results were not collected")
-    # The agents are gone, also those that were killed: what they sent each other is of no use.
+    # All agents have ended, so the files that they exchanged are not needed.
     shutil.rmtree(directory / "chain", ignore_errors=True)
     sys.stdout.write(f"{end.exit_code}\n")
     if future.get("why"):  # launchers print a lot about ranks that were ended
@@ -164,7 +157,7 @@ def finish(attempt: str, code: str, reason: str = "", launcher: str = "") -> int
 def _future(
     records: Attempt, options: CheckpointOptions, end: Ending
 ) -> tuple[Ending, dict[str, Any]]:
-    """Decide whether the run continues; return the ending with that in mind, and what to record."""
+    """Decide whether the run continues; return the ending that follows, and fields to record."""
     reached = progress_of(records)
     flags: list[bool] = []
     best: int | None = None
@@ -180,7 +173,7 @@ def _future(
         began = os.stat(records.directory / "head.json").st_mtime
         directory = os.environ.get("HPML_CHECKPOINT_DIR", "")
         flags.append(bool(directory) and written_since(directory, began))
-    decision = going_on.decide(
+    decision = continuation.decide(
         options,
         state=end.state,
         exit_code=end.exit_code,
@@ -203,24 +196,24 @@ def _future(
         state, words = _STOPPED[decision.why]
         if end.exit_code == 0:
             state = "REQUEUED" if decision.goes_on else state
-        elif "SIGKILL" not in end.reason:  # by which agents end ranks that have not stopped
+        elif "SIGKILL" not in end.reason:  # agents send it to ranks that have not stopped
             words = f"{words}: {end.reason}"
         end = Ending(end.exit_code, state, words)
     if decision.why and not decision.goes_on:
         reason = f"{end.reason}; {decision.stays}" if decision.stays else end.reason
-        end = Ending(end.exit_code or going_on.EXIT_CONTINUED, end.state, reason)
+        end = Ending(end.exit_code or continuation.EXIT_CONTINUED, end.state, reason)
     return end, future
 
 
 def note_signal(attempt: str, name: str) -> int:
-    """Put on record that the script passed a signal on to the ranks."""
+    """Record that the script passed a signal on to the ranks."""
     log = Path(attempt) / "events" / "batch.jsonl"
     events.append(log, "signal", node="batch", name=f"SIG{name}", count=1)
     return 0
 
 
 def _output(attempt: Path) -> str:
-    """Return what this attempt wrote, its last MiB at most; empty where that is no file."""
+    """Return the attempt's output, its last MiB at most; empty if the output is not a file."""
     try:
         began = int(read_json(attempt / "head.json")["output_bytes"])
         with open(f"/proc/self/fd/{sys.stderr.fileno()}", "rb") as stream:
@@ -234,14 +227,14 @@ def _output(attempt: Path) -> str:
 def ending(
     status: int, output: str, *, job_id: str, launcher: str = "", reason: str = ""
 ) -> Ending:
-    """Say how an attempt ended.
+    """Determine how an attempt ended.
 
     Args:
         status: of the script.
         output: what the job wrote, or the end of it.
-        job_id: the job's, for other jobs' output may stand in it.
+        job_id: the job's; the file may contain other jobs' output.
         launcher: the job's.
-        reason: why, where the script knows better than its status.
+        reason: why it ended, if the script has determined it.
     """
     cancelled = re.finditer(_CANCELLED.format(re.escape(job_id)), output)
     causes = [(match[1], match[2] or "") for match in cancelled]
@@ -261,9 +254,9 @@ def ending(
 
 
 def _failed_rank(status: int, output: str, launcher: str) -> Ending | None:
-    """Return the ending of a job of which a rank failed: the one that its launcher names first.
+    """Return the ending of a job with a failed rank: the one that its launcher reports first.
 
-    The status of srun is the highest of its ranks', so a line with a higher one is not its own.
+    srun exits with the highest status of its ranks, so srun did not print a line with a higher one.
     """
     matches = (
         match
@@ -294,8 +287,8 @@ def _failed_rank(status: int, output: str, launcher: str) -> Ending | None:
             words = f"rank {rank} exited with code {code}"
         else:
             continue
-        said = _complaint(output, code, rank)
-        return Ending(code, "FAILED", f"{words}: {said}" if said else words)
+        message = _complaint(output, code, rank)
+        return Ending(code, "FAILED", f"{words}: {message}" if message else words)
     return None
 
 
@@ -315,15 +308,15 @@ def _complaint(output: str, code: int, rank: str = "") -> str:
         rank: the failed rank; empty if it is not known.
     """
     lines = [line.rstrip("\r") for line in _ESCAPES.sub("", output).split("\n")]
-    said = _exception(lines, rank) if code == 1 else ""
-    for line in [] if said else lines[-_COMPLAINT_LINES:]:
+    message = _exception(lines, rank) if code == 1 else ""
+    for line in [] if message else lines[-_COMPLAINT_LINES:]:
         text = _RANK.sub("", line, count=1).strip()
         if _COMPLAINT.fullmatch(text):
-            said = text
-    if "CUDA out of memory" in said:
-        said = f"GPU memory is full, use a smaller batch per rank: {said}"
-    said = printable(said)
-    return said if len(said) <= _SAID_CHARS else f"{said[:_SAID_CHARS]}…"
+            message = text
+    if "CUDA out of memory" in message:
+        message = f"GPU memory is full, use a smaller batch per rank: {message}"
+    message = printable(message)
+    return message if len(message) <= _SAID_CHARS else f"{message[:_SAID_CHARS]}…"
 
 
 def _exception(lines: list[str], rank: str) -> str:
@@ -342,8 +335,8 @@ def _exception(lines: list[str], rank: str) -> str:
         elif writer in begun and _EXCEPTION.fullmatch(text):
             begun.remove(writer)
             found.append((writer, text))
-    # The launcher may name a rank that only lost its connection to the one that failed. Of several
-    # exceptions the last counts: a program may have logged others and continued.
+    # The launcher may name a rank that only lost its connection to the failed one. If there are
+    # several exceptions, the last one counts: a program may log others and continue.
     causes = [one for one in found if not _FOLLOWS.search(one[1])]
     own = [one for one in causes if one[0] == rank]
     losses = [one for one in found if "ChildFailedError" not in one[1]]
@@ -369,17 +362,16 @@ def _has_result(attempt: Attempt) -> bool:
 def verify_binding(
     plans: Mapping[str, str], proofs: Iterable[dict[str, Any]], *, completed: bool
 ) -> tuple[list[str], bool]:
-    """Join what the nodes' agents have judged.
+    """Combine the proofs of all nodes.
 
     Args:
         plans: the text of each node's plan, by node.
-        proofs: what the agents wrote down, as plain data.
-        completed: whether the script ended well; else a rank may be missing because the job failed
-            before.
+        proofs: the agents' proofs, as plain data.
+        completed: whether the script succeeded; if not, a rank may be missing because of that.
 
     Returns:
-        The lines to print, none where all ranks are bound as planned; and whether the job fails
-        for it (`verify: strict`).
+        The lines to print, none if all ranks are bound as planned; and whether the job fails
+        because of the binding (`verify: strict`).
     """
     judged = _proofs(proofs)
     rows: list[tuple[str, ...]] = []

@@ -1,17 +1,14 @@
-"""Hangs: when the ranks of a node give no sign of life, and what is kept of them before they end.
+"""Detects that the ranks of a node hang, and saves their stacks before they are ended.
 
-A rank that uses `hpml_channel.py` writes its stacks by itself when the agent signals it. Of any
-other one `py-spy` reads them, if it is on the rank's PATH. PyTorch writes the last collectives of
-NCCL to files when its named pipe is written to (the flight recorder).
+A rank that uses `hpml_channel.py` writes its stacks when the agent signals it. PyTorch writes the
+last collectives of NCCL to files when the agent writes to its named pipe (the flight recorder).
 """
 
 from __future__ import annotations
 
 import contextlib
 import os
-import shutil
 import stat as modes
-import subprocess
 import time
 from typing import TYPE_CHECKING, Any
 
@@ -27,7 +24,6 @@ __all__ = ["HangWatch", "collect_stacks", "directory_of", "recorder_stem", "remo
 
 _PAUSED_SECONDS = 10.0
 _STACK_SECONDS = 2.0
-_PY_SPY_SECONDS = 10
 _LOOK_SECONDS = 0.05
 _MAX_STACK_BYTES = 1 << 20
 _PIPE = "TORCH_NCCL_DEBUG_INFO_PIPE_FILE"
@@ -36,8 +32,8 @@ _PIPE = "TORCH_NCCL_DEBUG_INFO_PIPE_FILE"
 class HangWatch:
     """Decides whether the ranks of one node hang.
 
-    They do if at least one has reported a step and lives, and no datagram of any rank came for
-    `limit` seconds. A rank in a debugger hangs for its user only.
+    They do if at least one live rank has reported a step and no datagram of any rank arrived for
+    `limit` seconds. Ranks that run in a debugger never count as hanging.
 
     Args:
         limit: seconds without a sign of life; 0 for never.
@@ -51,7 +47,7 @@ class HangWatch:
         self._since = self._looked_at = 0.0
 
     def silence(self, now: float, ranks: Collection[int]) -> float:
-        """Return for how long the ranks hang, in seconds; 0 if they do not.
+        """Return how long the ranks have been hanging, in seconds; 0 if they are not.
 
         Args:
             now: seconds on a monotonic clock.
@@ -69,7 +65,7 @@ class HangWatch:
         table, stepping = ProcessTable(), self._peers.stepping
         family = {stat.pid for pid in ranks for stat in table.family(pid)}
         if stepping.isdisjoint(family):
-            self._since = now  # they have ended; others may be about to begin
+            self._since = now  # those have ended; others may be starting
             return 0.0
         if any(status_of(pid).get("TracerPid", "0") != "0" for pid in family):
             self._since = now
@@ -90,7 +86,7 @@ def recorder_stem(attempt: Path) -> str:
 def collect_stacks(
     records: Sequence[Mapping[str, Any]], peers: Mapping[int, Peer], target: Path
 ) -> None:
-    """Write the stacks of ranks to a file, and have NCCL's flight recorder write its own.
+    """Write the stacks of ranks to a file, and trigger NCCL's flight recorder.
 
     Args:
         records: of the live ranks, as hpml-bind wrote them.
@@ -111,40 +107,16 @@ def collect_stacks(
                 _trigger_flight_recorder(table.environment(member), record["rank"], member)
             known = [member for member in family if member in peers] or family[:1]
             for member in known:
-                text = _stacks(member, peers.get(member), table.environment(member))
+                text = _stacks(member, peers.get(member))
                 stream.write(f"rank {record['rank']}, process {member}\n{text.rstrip()}\n\n")
 
 
-def _stacks(pid: int, peer: Peer | None, environment: Mapping[str, str]) -> str:
-    """Return the stacks of a process, or why there are none."""
-    if peer is not None and peer.stacks_signal:
-        text = _own_stacks(pid, peer)
-        if text:
-            return text
-    program = shutil.which("py-spy", path=environment.get("PATH", os.defpath))
-    if program is None:
-        return "no stacks: it does not write its own, and py-spy is not on its PATH"
-    command = [program, "dump", "--pid", str(pid)]
-    try:
-        done = subprocess.run(
-            command,
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            errors="replace",
-            timeout=_PY_SPY_SECONDS,
-            check=False,
-        )
-    except (OSError, subprocess.SubprocessError) as error:
-        return f"no stacks: py-spy: {error}"
-    return done.stdout[:_MAX_STACK_BYTES]
-
-
-def _own_stacks(pid: int, peer: Peer) -> str:
-    """Have a process write its stacks and return them; empty if it writes none."""
+def _stacks(pid: int, peer: Peer | None) -> str:
+    """Make a process write its stacks and return them, or why there are none."""
+    if peer is None or not peer.stacks_signal:
+        return "no stacks: the program does not use hpml_channel"
     if not catches(pid, peer.stacks_signal):
-        return ""  # without its handler the signal would end the process
+        return "no stacks: its signal handler was replaced"  # the signal would end the process
     path = f"/proc/{pid}/fd/{peer.stacks_fd}"
     try:
         before = os.stat(path).st_size
@@ -157,13 +129,14 @@ def _own_stacks(pid: int, peer: Peer) -> str:
                 break
         with open(path, "rb") as stream:
             stream.seek(before)
-            return stream.read(_MAX_STACK_BYTES).decode("utf-8", "replace")
-    except OSError:
-        return ""
+            text = stream.read(_MAX_STACK_BYTES).decode("utf-8", "replace")
+    except OSError as error:
+        return f"no stacks: {error.strerror}"
+    return text or "no stacks: it wrote none in time"
 
 
 def _trigger_flight_recorder(environment: Mapping[str, str], rank: int, pid: int) -> None:
-    """Have PyTorch write the last collectives of a rank, if it reads a pipe of that name."""
+    """Make PyTorch write the last collectives of a rank, if it reads a pipe of that name."""
     stem = environment.get(_PIPE)
     if not stem:
         return
@@ -179,12 +152,7 @@ def _trigger_flight_recorder(environment: Mapping[str, str], rank: int, pid: int
 
 
 def remove_pipes(attempt: Path, ranks: Iterable[int]) -> None:
-    """Remove the flight recorder's pipes of ranks: who copies the records would wait for a writer.
-
-    Args:
-        attempt: the attempt's directory.
-        ranks: their global ranks.
-    """
+    """Remove the flight recorder's pipes: copying the records would block on them."""
     for rank in ranks:
         with contextlib.suppress(OSError):
             os.unlink(f"{recorder_stem(attempt)}{rank}.pipe")

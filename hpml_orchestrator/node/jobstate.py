@@ -1,4 +1,4 @@
-"""The state of this job: how it is being ended, its end, and the cluster's KillWait.
+"""The state of this job: why it is being ended, when it ends, and the cluster's KillWait.
 
 A local job has no `scontrol`: its state is in the file that its supervisor writes.
 """
@@ -32,7 +32,7 @@ class JobState(NamedTuple):
     """The state of a job.
 
     Attributes:
-        state: RUNNING, CANCELLED, TIMEOUT, PREEMPTED, REQUEUED or FAILED; empty if nobody answered.
+        state: RUNNING, CANCELLED, TIMEOUT, PREEMPTED, REQUEUED or FAILED; empty without an answer.
         end: when the time limit ends it, in seconds since the epoch; None if unknown or unlimited.
     """
 
@@ -63,12 +63,7 @@ def run_command(command: Sequence[str], environment: Mapping[str, str]) -> str:
 
 
 def ask(environment: Mapping[str, str], run: Run = run_command) -> JobState:
-    """Return the state of the job that these variables belong to.
-
-    Args:
-        environment: variables of a process of the job.
-        run: runs a command.
-    """
+    """Return the state of the job that these variables belong to."""
     if "HPML_LOCAL_STEPS" in environment:
         return _local(environment["HPML_LOCAL_STEPS"])
     job_id, restarts = environment.get("SLURM_JOB_ID", ""), environment.get("SLURM_RESTART_COUNT")
@@ -85,8 +80,8 @@ def ask(environment: Mapping[str, str], run: Run = run_command) -> JobState:
 def parse_job(text: str, job_id: str, *, restarts: int = 0) -> JobState:
     """Return the state of a job in the output of `scontrol show job`.
 
-    While a job is being ended its state is COMPLETING, however that came (22.05 to 26.05): the
-    other fields say why.
+    While a job is being ended its state is COMPLETING, whatever the reason (22.05 to 26.05); the
+    reason is in other fields.
 
     Args:
         text: the output; of an array it has all tasks.

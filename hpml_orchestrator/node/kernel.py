@@ -1,6 +1,6 @@
-"""What a rank asks the kernel about where it runs: CPU affinity and memory policy.
+"""CPU affinity and memory policy of a rank, set and read through the kernel.
 
-Imports little, because every rank's start pays for it.
+It imports little, because every rank imports it at its start.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ _WORD_BITS = 64
 def set_cpus(cpus: str) -> str:
     """Set this process's CPU affinity and read it back.
 
-    The kernel silently leaves out what is outside of the cpuset. A rank that gets only a part of
-    its CPUs goes back to those that it was started with: the part may be one of many.
+    The kernel silently ignores CPUs outside of the cpuset. A rank that would get only some of its
+    CPUs keeps those that it was started with, since these few may be far too few.
 
     Args:
         cpus: in the kernel's list format.
 
     Returns:
-        What is wrong, or the empty text.
+        The problem, or the empty text.
     """
     wanted = frozenset(parse_list(cpus))
     before = os.sched_getaffinity(0)
@@ -59,7 +59,7 @@ def prefer_memory(domain: int) -> str:
     words = domain // _WORD_BITS + 1
     mask = (1 << domain).to_bytes(words * _WORD_BITS // 8, "little")
     syscall = ctypes.CDLL(None, use_errno=True).syscall
-    # The kernel looks at one bit less than it is told of.
+    # The kernel reads one bit less than the length that it is given.
     if syscall(_SET_MEMPOLICY[machine], _PREFERRED, mask, words * _WORD_BITS + 1) == 0:
         return ""
     reason = os.strerror(ctypes.get_errno())
@@ -69,8 +69,8 @@ def prefer_memory(domain: int) -> str:
 def memory_policy() -> str | None:
     """Return this process's memory policy as the kernel writes it, such as `default` or `prefer:3`.
 
-    None where it cannot be read. The first line of numa_maps has the policy of the process, since
-    no page of the interpreter's program file has one of its own.
+    None if it cannot be read. The first line of numa_maps shows the policy of the process, since
+    the pages of the interpreter's program file have no separate policy.
     """
     try:
         with open("/proc/self/numa_maps", "rb", buffering=0) as stream:

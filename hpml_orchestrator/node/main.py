@@ -15,17 +15,17 @@ usage: hpml-node.pyz COMMAND …
   claim SUBMISSION                    claim this attempt of the run; prints its directory
   agent ATTEMPT [--bind JSON] [--site JSON] [--monitor JSON]
         [--shm DIRECTORY] [--local DIRECTORY] [--stage JSON]…
-                                      one per node, for as long as the job
-  wait-ready ATTEMPT NODES PID        wait until all nodes are ready, or say why not
+                                      run the agent of this node until the job ends
+  wait-ready ATTEMPT NODES PID        wait until all nodes are ready, or print why not
   rendezvous ATTEMPT                  print the address and a free port of the head node
   bind ATTEMPT -- COMMAND …           bind one rank and run its command
-  shield COMMAND …                    run a launcher that SIGTERM does not reach
-  note-signal ATTEMPT NAME            record that the ranks were passed a signal
+  shield COMMAND …                    run a launcher with SIGTERM blocked
+  note-signal ATTEMPT NAME            record that a signal was passed on to the ranks
   terminated ATTEMPT                  request a stop if the script got SIGTERM while its job runs
   finish ATTEMPT CODE [REASON [LAUNCHER]]
                                       record how the attempt ended; prints the script's status
-  go-on ATTEMPT STATUS                requeue the job or submit its continuation, if the run goes
-                                      on; prints the script's status
+  go-on ATTEMPT STATUS                requeue the job or submit its continuation, if the run
+                                      continues; prints the script's status
 """
 
 # Module and function of each command, and its numbers of arguments; None: it reads argv itself.
@@ -40,7 +40,7 @@ _COMMANDS: dict[str, tuple[str, str, tuple[int, ...] | None]] = {
     "note-signal": ("finish", "note_signal", (2,)),
     "terminated": ("stopping", "terminated", (1,)),
     "finish": ("finish", "finish", (2, 3, 4)),
-    "go-on": ("going_on", "go_on", (2,)),
+    "go-on": ("continuation", "continue_run", (2,)),
 }
 
 

@@ -1,8 +1,8 @@
-"""The job's own exporter: started by the node agent, restarted when it dies, ended with the agent.
+"""The job's exporter: the node agent starts it, restarts it after a crash, and ends it.
 
-It is a process of the interpreter that runs this agent, with nothing of the job's Python in it, at
-low priority and off the ranks' CPUs where there are others. Whatever becomes of it, the job goes
-on: what goes wrong is one line in the job's output.
+It runs with the agent's interpreter, isolated from the job's Python environment, at low priority
+and outside of the ranks' CPUs if there are others. Its errors never end the job; each one is a line
+in the job's output.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hpml_orchestrator.errors import HpmlError
-from hpml_orchestrator.node.environment import job_key
+from hpml_orchestrator.node.environment import integer, job_key
 from hpml_orchestrator.node.startup import resolve
 from hpml_orchestrator.placement.gpus import visible_devices
 from hpml_orchestrator.records import targets
@@ -31,59 +31,43 @@ if TYPE_CHECKING:
     from collections.abc import Collection, Mapping, Sequence
 
     from hpml_orchestrator.node.options import MonitorOptions
-    from hpml_orchestrator.node.planning import Prepared
+    from hpml_orchestrator.node.planning import NodePlan
 
 __all__ = ["Monitor", "Timing", "allocated_gpus", "free_cpus", "job_facts", "target_address"]
 
 _NICE = 10
 _OF_THE_NODE = ("disks", "infiniband", "nfs", "lustre", "health")
-"""Collectors of what all jobs of the node share: two jobs would both claim it."""
+"""Collectors of resources that all jobs of the node share: two jobs would both count them."""
 _TLS = re.compile(r"^[^#]*\btls_server_config\b", re.MULTILINE)
 
 
 @dataclass(frozen=True)
 class Timing:
-    """How the exporter is supervised; times in seconds.
+    """How the exporter is supervised; times in seconds."""
 
-    Attributes:
-        first_pause: before the first restart; it doubles with each that follows.
-        longest_pause: between two starts.
-        restarts: how often it is started again.
-        until_address: after which one that does not listen yet is killed.
-        terminate: between SIGTERM and SIGKILL at the end.
-        look: between two looks at it.
-    """
-
-    first_pause: float = 1.0
-    longest_pause: float = 60.0
-    restarts: int = 20
-    until_address: float = 60.0
-    terminate: float = 1.5
-    look: float = 1.0
+    first_pause: float = 1.0  # before the first restart; it doubles with each that follows
+    longest_pause: float = 60.0  # between two starts
+    restarts: int = 20  # how often it is restarted
+    until_address: float = 60.0  # after which an exporter that does not listen yet is killed
+    terminate: float = 1.5  # between SIGTERM and SIGKILL at the end
+    look: float = 1.0  # between two checks of it
 
 
 @dataclass
 class Monitor:
-    """The exporter of one node's part of a job, and the thread that supervises it.
+    """The exporter of one node's part of a job, and the thread that supervises it."""
 
-    Attributes:
-        options: what the batch script asks for.
-        attempt: the attempt's directory.
-        node: Slurm's name of the node.
-        environment: the agent's own variables.
-        timing: how it is supervised.
-        command: what runs the exporter; its options follow as one argument, in JSON.
-    """
-
-    options: MonitorOptions
-    attempt: Path
-    node: str
+    options: MonitorOptions  # what the batch script asks for
+    attempt: Path  # the attempt's directory
+    node: str  # Slurm's name of the node
+    # The agent's own variables
     environment: Mapping[str, str] = field(default_factory=lambda: os.environ)
-    timing: Timing = Timing()
+    timing: Timing = Timing()  # how it is supervised
+    # What runs the exporter; its options follow as one argument, in JSON
     command: Sequence[str] = (sys.executable, "-I", "-m", "hpml_exporters")
 
     def __post_init__(self) -> None:
-        """Make the socket that the ranks' counters go through, before anything is started."""
+        """Create the socket for the ranks' counters, before anything is started."""
         self.feed, self._exporter_feed = socket.socketpair(socket.AF_UNIX, socket.SOCK_DGRAM)
         self.feed.setblocking(False)
         self._thread: threading.Thread | None = None
@@ -95,7 +79,7 @@ class Monitor:
         self._renew_at = 0.0
         directory = self.options.targets or targets.default_directory(self.attempt.parents[3])
         name = targets.target_name(self._run, job_key(self.environment), self.node)
-        self.target = Path(directory) / name  # by which Prometheus finds it
+        self.target = Path(directory) / name  # the file in which Prometheus finds it
 
     @property
     def _run(self) -> str:
@@ -106,26 +90,21 @@ class Monitor:
         """Whether the exporter is still supervised."""
         return self._thread is not None and self._thread.is_alive()
 
-    def start(self, made: Prepared | None, *, no_gpus: bool = False) -> None:
-        """Start the exporter and its supervision; returns at once.
-
-        Args:
-            made: the node's plan, which has the job's GPUs and the CPUs that no rank has.
-            no_gpus: whether the job asked for no GPUs.
-        """
-        gpus = [] if no_gpus else allocated_gpus(made, self.environment)
+    def start(self, node_plan: NodePlan | None, *, no_gpus: bool = False) -> None:
+        """Start the exporter and its supervision; returns at once."""
+        gpus = [] if no_gpus else allocated_gpus(node_plan, self.environment)
         self._facts = job_facts(self.environment, self._run, gpus)
-        self._cpus = free_cpus(made, os.sched_getaffinity(0))
+        self._cpus = free_cpus(node_plan, os.sched_getaffinity(0))
         thread = threading.Thread(target=self._supervise, name="hpml-monitor", daemon=True)
         thread.start()
         self._thread = thread
 
     def end(self) -> None:
-        """Tell the exporter to write its summary and end; returns at once, harmless twice."""
+        """Ask the exporter to write its summary and end; returns at once, may be called twice."""
         self._ending.set()
 
     def stop(self) -> None:
-        """Wait until the exporter is gone and its target removed, for a bounded time."""
+        """Wait, for a bounded time, until the exporter has ended and its target is removed."""
         self.end()
         if self._thread is not None:
             self._thread.join(self.timing.terminate + 0.5)
@@ -135,23 +114,23 @@ class Monitor:
     def _supervise(self) -> None:
         try:
             with contextlib.suppress(OSError):
-                # Of this thread alone, and of what it starts, from its first moment.
+                # Both apply to this thread and the processes that it starts.
                 os.nice(_NICE)
                 if self._cpus:
                     os.sched_setaffinity(0, self._cpus)
-            if self.environment.get("SLURM_NODEID", "0") == "0":  # one node's look is enough
-                targets.sweep(self.target.parent)
+            if self.environment.get("SLURM_NODEID", "0") == "0":  # one node is enough
+                targets.remove_stale(self.target.parent)
             self._keep_alive()
-        except Exception as error:  # noqa: BLE001 - whatever it is, the job goes on
+        except Exception as error:  # noqa: BLE001 - no error of monitoring may end the job
             self._report(f"failed: {type(error).__name__}: {error}")
         finally:
-            targets.withdraw(self.target)  # first: nobody waits for the rest beyond its time
+            targets.withdraw(self.target)  # first, because the agent does not wait long for this
             self._terminate()
 
     def _keep_alive(self) -> None:
-        """Start the exporter, again and again where it dies, until the end.
+        """Start the exporter, and restart it after a crash, until the end.
 
-        One that ends before it listens would do so again: it is not started a second time.
+        An exporter that ends before it listens would do so again, so it is not restarted.
         """
         pause, listen = self.timing.first_pause, self.options.listen
         for left in range(self.timing.restarts, -1, -1):
@@ -206,12 +185,12 @@ class Monitor:
         interval = float(self.options.interval)
         return {
             "listen": listen,
-            "any_port": True,  # other jobs of this node may want the same one
+            "any_port": True,  # other jobs of this node may use the same one
             "web_config": self.options.web_config,
             "without": [*_OF_THE_NODE, *(["gpu"] if self._facts["gpus"] == [] else [])],
             "gpu_interval": interval,
             "job_interval": 5 * interval,
-            "process_interval": 5 * interval,  # one job has few
+            "process_interval": 5 * interval,  # short, because one job has few processes
             "node_interval": 10 * interval,
             "cluster": self.environment.get("SLURM_CLUSTER_NAME", ""),
             "node": self.node,
@@ -226,7 +205,7 @@ class Monitor:
         return self.attempt / "nodes" / f"{self.node}.monitor.{kind}"
 
     def _find_address(self, listen: str) -> None:
-        """See whether the exporter listens, and report a port other than the one asked for."""
+        """Read the exporter's address once it listens; report a port other than the requested."""
         try:
             self._address = self._file("address").read_text("utf-8").strip()
         except OSError:
@@ -234,10 +213,10 @@ class Monitor:
         self._renew_at = 0.0
         wanted, port = (address.rpartition(":")[2] for address in (listen, self._address))
         if wanted not in ("0", port):
-            self._report(f"listens at {self._address}: port {wanted} is another's on this node")
+            self._report(f"listens at {self._address}: port {wanted} is in use on this node")
 
     def _publish(self) -> None:
-        """Let Prometheus find the exporter, or renew its target."""
+        """Write the exporter's target for Prometheus, or renew it."""
         address = target_address(self._address, self.environment, self.node)
         if not address or (address == self._published and targets.renew(self.target)):
             return
@@ -263,7 +242,7 @@ class Monitor:
                     return
 
     def _last_line(self) -> str:
-        """Return the last line that exporters of this node wrote, hints left out."""
+        """Return the last line of the exporter's log, without hints."""
         text = self._file("log").read_text("utf-8", "replace")
         lines = [line.removeprefix("hpml: ") for line in text.splitlines() if line.strip()]
         messages = [line for line in lines if not line.startswith("hint: ")]
@@ -276,21 +255,13 @@ class Monitor:
 def job_facts(
     environment: Mapping[str, str], run: str, gpus: Sequence[str] | None
 ) -> dict[str, Any]:
-    """Return what the exporter says of its job, in the form of its options.
+    """Return the facts about the job that the exporter labels its metrics with.
 
-    `HPML_SWEEP` and `HPML_POINT` are what a sweep gives to its jobs.
-
-    Args:
-        environment: the agent's own variables.
-        run: id of the run.
-        gpus: names of the job's GPUs on this node; None where they are unknown.
+    A sweep sets `HPML_SWEEP` and `HPML_POINT` for its jobs.
     """
-    uid = environment.get("SLURM_JOB_UID", "")
-    start = environment.get("SLURM_JOB_START_TIME", "")
-    end = environment.get("SLURM_JOB_END_TIME", "")
     return {
         "jobid": environment.get("SLURM_JOB_ID", ""),
-        "uid": int(uid) if uid.isdecimal() else os.getuid(),
+        "uid": integer(environment, "SLURM_JOB_UID", os.getuid()),
         "user": environment.get("SLURM_JOB_USER") or environment.get("USER", ""),
         "account": environment.get("SLURM_JOB_ACCOUNT", ""),
         "partition": environment.get("SLURM_JOB_PARTITION", ""),
@@ -298,8 +269,8 @@ def job_facts(
         "name": environment.get("SLURM_JOB_NAME", ""),
         "array_job": environment.get("SLURM_ARRAY_JOB_ID", ""),
         "array_task": environment.get("SLURM_ARRAY_TASK_ID", ""),
-        "start": int(start) if start.isdecimal() else 0,
-        "end": int(end) if end.isdecimal() else 0,
+        "start": integer(environment, "SLURM_JOB_START_TIME", 0),
+        "end": integer(environment, "SLURM_JOB_END_TIME", 0),
         "gpus": gpus,
         "run": run,
         "sweep": environment.get("HPML_SWEEP", ""),
@@ -307,19 +278,17 @@ def job_facts(
     }
 
 
-def allocated_gpus(made: Prepared | None, environment: Mapping[str, str]) -> list[str] | None:
-    """Return the names of this node's GPUs that the job has; None where they are unknown.
+def allocated_gpus(node_plan: NodePlan | None, environment: Mapping[str, str]) -> list[str] | None:
+    """Return the names of the job's GPUs on this node; None if they are unknown.
 
-    Names are UUIDs or PCI addresses as the node's own topology has them, else the UUIDs that the
-    local backend gives in place of Slurm's numbers. What the batch script inherited of the first
-    node's GPUs means nothing on another node.
-
-    Args:
-        made: the node's plan and what it was made of.
-        environment: the agent's own variables.
+    Names are UUIDs or PCI addresses from the node's topology, else the UUIDs that the local backend
+    sets in place of Slurm's numbers. The GPU variables that the batch script inherits describe the
+    first node, so they are ignored if the job has several nodes.
     """
-    if made is not None and made.topology is not None and made.topology.gpus:
-        gpus = visible_devices(made.topology, made.around.visible, made.around.hidden)
+    if node_plan is not None and node_plan.topology is not None and node_plan.topology.gpus:
+        gpus = visible_devices(
+            node_plan.topology, node_plan.context.visible, node_plan.context.hidden
+        )
         names = [gpu.uuid or gpu.address or gpu.name for gpu in gpus if gpu is not None]
         if names:
             return names
@@ -331,34 +300,29 @@ def allocated_gpus(made: Prepared | None, environment: Mapping[str, str]) -> lis
     return names if all(name.startswith(("GPU-", "MIG-")) for name in names) else None
 
 
-def free_cpus(made: Prepared | None, allowed: Collection[int]) -> frozenset[int]:
-    """Return CPUs of the job that no rank has, best on cores of their own; empty where none is.
-
-    Args:
-        made: the node's plan; without one no CPU is a rank's.
-        allowed: CPUs that the job may use.
-    """
-    if made is None:
+def free_cpus(node_plan: NodePlan | None, allowed: Collection[int]) -> frozenset[int]:
+    """Return CPUs of the job without a rank, preferably whole free cores; empty if none is free."""
+    if node_plan is None:
         return frozenset()
-    ranks = {cpu for rank in made.plan.ranks for cpu in rank.cpus}
+    ranks = {cpu for rank in node_plan.plan.ranks for cpu in rank.cpus}
     free = frozenset(allowed) - ranks
-    cores = made.topology.cores if made.topology is not None else ()
+    cores = node_plan.topology.cores if node_plan.topology is not None else ()
     apart = {cpu for core in cores if not ranks & set(core.cpus) for cpu in core.cpus}
     return frozenset(free & apart) or free
 
 
 def target_address(address: str, environment: Mapping[str, str], node: str, host: str = "") -> str:
-    """Return where Prometheus reaches an exporter; empty where only its own host could.
+    """Return the address at which Prometheus reaches an exporter; empty if only this host could.
 
-    What listens everywhere is reached by the node's name, or the host's where that does not
-    resolve. A loopback address is a target where the job was submitted from this very host: only
-    there may a Prometheus of the same records run.
+    An exporter that listens on all addresses is reached by the node's name, or by the host's if
+    that does not resolve. A loopback address is a target only if the job was submitted from this
+    host, because then Prometheus may run here too.
 
     Args:
         address: HOST:PORT that it listens at.
         environment: the agent's own variables.
         node: Slurm's name of the node.
-        host: this host's name; asked for when left out.
+        host: this host's name; by default the operating system's.
     """
     host = host or socket.gethostname()
     name, _, port = address.rpartition(":")

@@ -1,4 +1,4 @@
-"""What a node's agent is told: by the batch script in JSON, and by Slurm in variables."""
+"""The options of a node's agent, which the batch script passes as JSON."""
 
 from __future__ import annotations
 
@@ -25,110 +25,66 @@ __all__ = [
 
 @dataclass(frozen=True)
 class BindOptions:
-    """How the ranks of a node are to be bound.
+    """How to bind the ranks of a node."""
 
-    Attributes:
-        ranks: how many the node has.
-        policy: the planner's policy.
-        verify: `strict`, `warn` or `off`.
-        ranks_per_gpu: how many ranks share a GPU.
-        loader_workers: processes per rank that load data.
-        one_thread: whether ranks get the first hardware thread of each core alone.
-        keep_threads: whether OMP_NUM_THREADS stays as the job file has it.
-        no_gpus: whether the job asked for no GPUs, so that the node's do not count.
-    """
-
-    ranks: int
-    policy: str = "gpu-local"
-    verify: str = "warn"
-    ranks_per_gpu: int = 1
-    loader_workers: int = 0
-    one_thread: bool = False
-    keep_threads: bool = False
-    no_gpus: bool = False
+    ranks: int  # how many the node has
+    policy: str = "gpu-local"  # the planner's policy
+    verify: str = "warn"  # `strict`, `warn` or `off`
+    ranks_per_gpu: int = 1  # how many ranks share a GPU
+    loader_workers: int = 0  # processes per rank that load data
+    one_thread: bool = False  # whether ranks get only the first hardware thread of each core
+    keep_threads: bool = False  # whether the job file sets OMP_NUM_THREADS, which is kept then
+    no_gpus: bool = False  # whether the job requested no GPUs, so that the node's do not count
 
 
 @dataclass(frozen=True)
 class StageOptions:
-    """One entry of the job file's `stage`.
+    """One entry of the job file's `stage`."""
 
-    Attributes:
-        request: what to copy, and to which base directory.
-        distribution: how several nodes get it.
-        hash: whether contents are hashed while they are copied.
-    """
-
-    request: StageRequest
-    distribution: str = "auto"
-    hash: bool = True
+    request: StageRequest  # what to copy, and to which base directory
+    distribution: str = "auto"  # how several nodes get it
+    hash: bool = True  # whether contents are hashed while they are copied
 
 
 @dataclass(frozen=True)
 class SiteLimits:
-    """What the site profile says of its file system and network; 0 where it says nothing.
+    """Limits of the site's file system and network from the site profile; 0 if unknown."""
 
-    Attributes:
-        opens_per_second: most files that one node may open per second.
-        opens_per_second_per_job: most that all nodes of the job may, together.
-        metadata_rate: files per second that the file system opens for all nodes.
-        shared_rate: bytes/s that it reads for all nodes.
-        link_rate: bytes/s between two nodes.
-        disk_rate: bytes/s that a node's disk writes.
-        array_jitter: seconds over which the tasks of an array spread their start, at most.
-        array_tasks: how many tasks the array has.
-        interfaces: network interfaces between nodes, the best first.
-    """
-
-    opens_per_second: int = 0
-    opens_per_second_per_job: int = 0
-    metadata_rate: int = 0
-    shared_rate: int = 0
-    link_rate: int = 0
-    disk_rate: int = 0
-    array_jitter: int = 0
-    array_tasks: int = 0
-    interfaces: Sequence[str] = ()
+    opens_per_second: int = 0  # most files that one node may open per second
+    opens_per_second_per_job: int = 0  # most that all nodes of the job may, together
+    metadata_rate: int = 0  # files per second that the file system opens for all nodes
+    shared_rate: int = 0  # bytes/s that it reads for all nodes
+    link_rate: int = 0  # bytes/s between two nodes
+    disk_rate: int = 0  # bytes/s that a node's disk writes
+    array_jitter: int = 0  # seconds over which the tasks of an array spread their start, at most
+    array_tasks: int = 0  # how many tasks the array has
+    interfaces: Sequence[str] = ()  # network interfaces between nodes, the best first
 
 
 @dataclass(frozen=True)
 class MonitorOptions:
-    """How the job is to be monitored.
+    """How to monitor the job."""
 
-    Attributes:
-        listen: ADDRESS:PORT of the exporter.
-        interval: seconds between two readings of GPUs.
-        web_config: its file of TLS and users; empty for none.
-        targets: directory that Prometheus finds it by; empty for the one beside the records.
-    """
-
-    listen: str
-    interval: int = 1
-    web_config: str = ""
-    targets: str = ""
+    listen: str  # ADDRESS:PORT of the exporter
+    interval: int = 1  # seconds between two readings of GPUs
+    web_config: str = ""  # its file of TLS and users; empty for none
+    targets: str = ""  # directory of Prometheus targets; empty for the one next to the records
 
 
 @dataclass(frozen=True)
 class AgentOptions:
-    """All that a batch script asks of an agent.
+    """The options of an agent."""
 
-    Attributes:
-        attempt: the attempt's directory.
-        bind: how to bind the ranks.
-        stages: what to stage, in order.
-        site: what the site says of its file system.
-        monitor: how to monitor the job; None where it is not.
-        own: bases in which the job has a directory of its own: its name, `local` or `shm`, and it.
-        collect: source and target of what is brought back at the end, the most important first.
-        checkpoint: when to stop the ranks; None if they are not stopped before their end.
-    """
-
-    attempt: Path
-    bind: BindOptions = BindOptions(1)
-    stages: Sequence[StageOptions] = ()
-    site: SiteLimits = SiteLimits()
-    monitor: MonitorOptions | None = None
-    own: Mapping[str, str] = field(default_factory=dict)
+    attempt: Path  # the attempt's directory
+    bind: BindOptions = BindOptions(1)  # how to bind the ranks
+    stages: Sequence[StageOptions] = ()  # what to stage, in order
+    site: SiteLimits = SiteLimits()  # limits of the site's file system
+    monitor: MonitorOptions | None = None  # how to monitor the job; None for no monitoring
+    # Where the job gets an empty directory, by name: `local` or `shm`
+    job_directories: Mapping[str, str] = field(default_factory=dict)
+    # Source and target of each result to copy back, the most important first
     collect: Sequence[tuple[str, str]] = ()
+    # When to stop the ranks; None if they are not stopped before their end
     checkpoint: CheckpointOptions | None = None
 
 
@@ -137,8 +93,8 @@ def parse_options(argv: Sequence[str]) -> AgentOptions:
 
     Each JSON object has the attributes of the class above as its keys; a `--stage` has those of
     StageRequest and StageOptions together, and its target is a directory, or `shm` or `local` for
-    the directories of `--shm` and `--local`, which only the node knows. `--own NAME` makes a
-    directory for the job in one of these, `--collect SOURCE TARGET` brings something back.
+    the directories of `--shm` and `--local`, which differ between nodes. `--job-directory NAME`
+    makes a directory for the job in one of these, `--collect SOURCE TARGET` copies a result back.
 
     Raises:
         InputError: an object cannot be read.
@@ -150,7 +106,7 @@ def parse_options(argv: Sequence[str]) -> AgentOptions:
     for name in ("--shm", "--local"):
         parser.add_argument(name, metavar="DIRECTORY")
     parser.add_argument("--stage", metavar="JSON", action="append", default=[])
-    parser.add_argument("--own", choices=("shm", "local"), action="append", default=[])
+    parser.add_argument("--job-directory", choices=("shm", "local"), action="append", default=[])
     parser.add_argument("--collect", metavar="PATH", nargs=2, action="append", default=[])
     given = parser.parse_args(argv)
     bases = {"shm": given.shm, "local": given.local}
@@ -166,7 +122,7 @@ def parse_options(argv: Sequence[str]) -> AgentOptions:
         [read_option(stage, "--stage", text) for text in given.stage],
         read_option(SiteLimits, "--site", given.site or "{}"),
         read_option(MonitorOptions, "--monitor", given.monitor) if given.monitor else None,
-        {name: bases[name] or name for name in given.own},
+        {name: bases[name] or name for name in given.job_directory},
         [(source, target) for source, target in given.collect],
         CheckpointOptions.from_environment(),
     )

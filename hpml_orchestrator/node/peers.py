@@ -1,4 +1,4 @@
-"""The ranks of a node as the training channel knows them: where to answer, and signs of life."""
+"""The ranks of a node as seen on the training channel: their addresses and signs of life."""
 
 from __future__ import annotations
 
@@ -23,19 +23,12 @@ _MAX_SECONDS = 7 * 86400.0  # a longer save or step is a mistake of the sender
 
 @dataclass
 class Peer:
-    """One process that uses the channel.
+    """One process that uses the channel."""
 
-    Attributes:
-        rank: global rank.
-        address: of its socket; empty if it has none, and then nothing can be sent to it.
-        stacks_fd: its descriptor of the file that its stacks are written to; -1 for none.
-        stacks_signal: the signal that makes it write its stacks; 0 for none.
-    """
-
-    rank: int
-    address: bytes = b""
-    stacks_fd: int = -1
-    stacks_signal: int = 0
+    rank: int  # global rank
+    address: bytes = b""  # of its socket; empty if it has none, and then nothing can be sent to it
+    stacks_fd: int = -1  # its descriptor of the file that its stacks are written to; -1 for none
+    stacks_signal: int = 0  # the signal that makes it write its stacks; 0 for none
 
 
 class Slowest(NamedTuple):
@@ -61,7 +54,7 @@ class Peers:
         self._slowest = Slowest()
 
     def hear(self, pid: int, rank: int, address: bytes) -> None:
-        """Note a datagram of a process.
+        """Record a datagram of a process.
 
         Args:
             pid: the process, as the kernel vouches for it.
@@ -74,7 +67,7 @@ class Peers:
             peer.rank, peer.address = rank, address or peer.address
 
     def hello(self, pid: int, data: Mapping[str, Any]) -> None:
-        """Note how the stacks of a process can be read; what is impossible is ignored.
+        """Record how to read the stacks of a process; invalid values are ignored.
 
         Only a real-time signal is accepted: another one could end a process without a handler.
         """
@@ -85,7 +78,7 @@ class Peers:
                 peer.stacks_fd, peer.stacks_signal = descriptor, number
 
     def take(self, pid: int, event: str, data: Mapping[str, Any]) -> None:
-        """Note the duration of steps and saves that an event reports."""
+        """Record the duration of steps and saves that an event reports."""
         with self._lock:
             if event == "checkpoint":
                 seconds = _seconds(data.get("seconds"))
@@ -107,7 +100,7 @@ class Peers:
 
     @property
     def heard(self) -> int:
-        """How many datagrams came so far."""
+        """How many datagrams have arrived so far."""
         return self._heard
 
     @property
@@ -122,7 +115,7 @@ class Peers:
             return {pid: Peer(**vars(peer)) for pid, peer in self._peers.items()}
 
     def ask_to_stop(self, channel: socket.socket, reason: str) -> None:
-        """Send a stop request to every process; one that has ended is not asked again."""
+        """Send a stop request to every process; an ended process is not asked again."""
         datagram = json.dumps({"v": 1, "stop": reason}).encode("ascii")
         for pid, peer in self.by_pid().items():
             if peer.address:

@@ -1,4 +1,4 @@
-"""Where the ranks of this node will run: read its topology, see which GPUs are the job's, plan.
+"""Plan where the ranks of this node will run: read its topology, find the job's GPUs, plan.
 
 The agent plans for all ranks of its node; without an agent each rank does, see `bind_alone`.
 """
@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from hpml_orchestrator.errors import HpmlError
+from hpml_orchestrator.node.environment import integer
 from hpml_orchestrator.node.kernel import prefer_memory, set_cpus
 from hpml_orchestrator.node.options import BindOptions
 from hpml_orchestrator.node.processes import visible_of
@@ -21,7 +22,7 @@ from hpml_orchestrator.placement import planfile
 from hpml_orchestrator.placement.gpus import visible_devices
 from hpml_orchestrator.placement.model import Plan, RankPlan
 from hpml_orchestrator.placement.planner import plan
-from hpml_orchestrator.placement.verify import Circumstances
+from hpml_orchestrator.placement.verify import NodeContext
 from hpml_orchestrator.records.files import write_json, write_text
 from hpml_orchestrator.topology.cpulist import format_list, parse_list
 from hpml_orchestrator.topology.model import topology_json
@@ -36,7 +37,7 @@ if TYPE_CHECKING:
     from hpml_orchestrator.topology.model import Gpu, Topology
 
 __all__ = [
-    "Prepared",
+    "NodePlan",
     "Roots",
     "bind_alone",
     "is_bound",
@@ -48,36 +49,22 @@ __all__ = [
 
 @dataclass(frozen=True)
 class Roots:
-    """Where the node's files are; tests give a tree of their own.
+    """Where the node's files are; tests pass a fixture tree."""
 
-    Attributes:
-        sys: sysfs.
-        proc: procfs.
-        dev: device files.
-        open: opens a device file, as os.open.
-    """
-
-    sys: str = "/sys"
-    proc: str = "/proc"
-    dev: str = "/dev"
-    open: Callable[[str, int], int] = os.open
+    sys: str = "/sys"  # sysfs
+    proc: str = "/proc"  # procfs
+    dev: str = "/dev"  # device files
+    open: Callable[[str, int], int] = os.open  # opens a device file, as os.open
 
 
 @dataclass(frozen=True)
-class Prepared:
-    """A node's plan, and what it was made of.
+class NodePlan:
+    """A node's plan, and its inputs."""
 
-    Attributes:
-        plan: the plan.
-        topology: the node; None where it could not be read.
-        around: what else the ranks are judged by.
-        cpu_model: as the kernel names it; empty if it does not, as on ARM.
-    """
-
-    plan: Plan
-    topology: Topology | None
-    around: Circumstances
-    cpu_model: str = ""
+    plan: Plan  # the plan
+    topology: Topology | None  # the node; None if it could not be read
+    context: NodeContext  # the other inputs, needed to verify the ranks
+    cpu_model: str = ""  # as the kernel names it; empty if it does not, as on ARM
 
 
 def prepare(
@@ -88,31 +75,31 @@ def prepare(
     allowed: Collection[int],
     roots: Roots = Roots(),
     listing: Callable[[], str] = list_gpus,
-) -> Prepared:
+) -> NodePlan:
     """Read this node's topology and plan its ranks.
 
     Args:
-        options: what the script asks for.
-        environment: the agent's own variables.
+        options: the agent's options.
+        environment: the agent's variables.
         node: Slurm's name of the node.
         allowed: CPUs that the agent's step may use, which are the job's.
         roots: where the node's files are.
-        listing: returns what `nvidia-smi -L` prints; called only where MIG instances are visible.
+        listing: returns the output of `nvidia-smi -L`; called only if MIG instances are visible.
 
     Raises:
         InputError: the kernel lists no CPUs, or none of those that are allowed.
     """
     visible = "" if options.no_gpus else visible_of(environment)
-    instances = listing() if visible and "MIG-" in visible else ""  # which sysfs does not have
+    instances = listing() if visible and "MIG-" in visible else ""  # sysfs does not list them
     topology = read_sysfs(roots.sys, roots.proc, gpu_listing=instances)
     minors = _minors(roots.proc)
     hidden: frozenset[str] = frozenset()
-    # UUIDs name one device whatever is hidden, and opening a device may wake it.
+    # Only indices depend on hidden devices. UUIDs do not, and opening a device may wake it.
     if visible is None or re.search(r"(^|,)\s*[0-9]+\s*(,|$)", visible):
         hidden = _hidden_gpus(topology, minors, roots)
     unknown: list[str] = []
     devices = visible_devices(topology, visible, hidden, unknown)
-    made = plan(
+    planned = plan(
         topology,
         options.ranks,
         policy=options.policy,
@@ -124,11 +111,11 @@ def prepare(
     )
     warnings = (
         *unknown,
-        *made.warnings,
+        *planned.warnings,
         *_warnings(devices, visible, minors, environment, options.ranks),
     )
-    around = _circumstances(options, node, allowed, visible, hidden)
-    return Prepared(replace(made, warnings=warnings), topology, around, _cpu_model(roots.proc))
+    context = _context(options, node, allowed, visible, hidden)
+    return NodePlan(replace(planned, warnings=warnings), topology, context, _cpu_model(roots.proc))
 
 
 def unbound(
@@ -138,10 +125,10 @@ def unbound(
     node: str,
     allowed: Collection[int],
     why: str,
-) -> Prepared:
+) -> NodePlan:
     """Return a plan that binds nothing, for a node that cannot be planned.
 
-    Its ranks share the allowed CPUs, and so does the number of their OpenMP threads.
+    Its ranks share the allowed CPUs, which also limits their OpenMP threads.
     """
     workers = options.loader_workers
     threads = max(1, len(allowed) // options.ranks - workers)
@@ -149,54 +136,44 @@ def unbound(
         RankPlan(local_rank=rank, threads=threads, loader_workers=workers)
         for rank in range(options.ranks)
     )
-    around = _circumstances(options, node, allowed, visible_of(environment), frozenset())
-    return Prepared(Plan(ranks, "none", (why,)), None, around)
+    context = _context(options, node, allowed, visible_of(environment), frozenset())
+    return NodePlan(Plan(ranks, "none", (why,)), None, context)
 
 
 def publish(
     attempt: Path,
     options: BindOptions,
-    made: Prepared,
+    node_plan: NodePlan,
     *,
     channel: str,
     more: Mapping[str, str] | None = None,
 ) -> None:
     """Write the plan, which hpml-bind reads, and the topology.
 
-    Args:
-        attempt: the attempt's directory.
-        options: what the script asks for.
-        made: the plan, and what it was made of.
-        channel: where the agent listens.
-        more: further values for hpml-bind.
-
     Raises:
         RecordError: they cannot be written.
     """
-    around = made.around
-    if made.topology is not None:
-        path = attempt / "nodes" / f"{around.node}.topology.json"
-        write_json(path, {**topology_json(made.topology), "cpu_model": made.cpu_model})
+    context = node_plan.context
+    if node_plan.topology is not None:
+        path = attempt / "nodes" / f"{context.node}.topology.json"
+        write_json(path, {**topology_json(node_plan.topology), "cpu_model": node_plan.cpu_model})
     header = {
-        "verify": around.verify,
-        "allowed": format_list(around.allowed),
-        "visible": around.visible or "",
+        "verify": context.verify,
+        "allowed": format_list(context.allowed),
+        "visible": context.visible or "",
         "omp": "keep" if options.keep_threads else "set",
         "channel": channel,
         **(more or {}),
     }
-    write_text(attempt / "plan" / f"{around.node}.txt", planfile.write(made.plan, header))
+    write_text(attempt / "plan" / f"{context.node}.txt", planfile.write(node_plan.plan, header))
 
 
 def bind_alone(*, show: bool) -> None:
     """Plan this node and bind this rank, for `hpml-bind -- COMMAND` in any script.
 
-    Each rank plans the node for itself; equal input gives an equal plan, so the ranks agree. That
-    needs the CPUs that all of them share. Where the launcher has bound this rank already, the
-    others' CPUs are unknown, and nothing is bound a second time. No error stops the command.
-
-    Args:
-        show: print a line about where the rank runs.
+    Each rank plans the whole node; all have the same input, so all get the same plan. The input
+    includes the CPUs that the ranks share. If the launcher has already bound this rank, these are
+    unknown, and the rank is not bound a second time. Errors are printed; the command runs anyway.
     """
     try:
         binding = _bind_alone()
@@ -214,7 +191,7 @@ def is_bound(
     parent_cpus: frozenset[int],
     online: frozenset[int],
 ) -> bool:
-    """Whether the launcher has given this rank CPUs of its own already.
+    """Whether the launcher has already bound this rank.
 
     Args:
         environment: the rank's variables.
@@ -222,48 +199,48 @@ def is_bound(
         parent_cpus: those of its parent; torchrun's ranks are its children.
         online: all CPUs of the node.
 
-    A rank that is alone on its node shares with nobody. Else what all ranks share is the node, or,
-    with torchrun, what torchrun itself may use, or as many CPUs as Slurm counts for the step. A
-    parent says nothing elsewhere: a shell between srun and here has the rank's own CPUs.
+    A rank that is alone on its node does not count as bound. Unbound ranks share all CPUs of the
+    node, or those of torchrun, or as many as Slurm counts for the step. Without torchrun the parent
+    is not compared: it may be a shell that srun bound together with this rank.
     """
-    if _number(environment, "LOCAL_WORLD_SIZE", 1) == 1 or cpus >= online:
+    if integer(environment, "LOCAL_WORLD_SIZE", 1) == 1 or cpus >= online:
         return False
     if "TORCHELASTIC_RUN_ID" in environment:
         return cpus != parent_cpus
-    step_cpus = _number(environment, "SLURM_CPUS_ON_NODE", 0)
+    step_cpus = integer(environment, "SLURM_CPUS_ON_NODE", 0)
     return not step_cpus or len(cpus) < step_cpus
 
 
 def _bind_alone() -> str:
-    """Bind this rank; returns where it runs now."""
+    """Bind this rank; return its binding as text."""
     cpus = frozenset(os.sched_getaffinity(0))
-    local_rank = _number(os.environ, "LOCAL_RANK", 0)
+    local_rank = integer(os.environ, "LOCAL_RANK", 0)
     policy = os.environ.get("HPML_BINDING") or "gpu-local"
-    options = BindOptions(_number(os.environ, "LOCAL_WORLD_SIZE", 1), policy=policy)
-    made = prepare(options, os.environ, node=os.uname().nodename, allowed=cpus)
-    if local_rank >= len(made.plan.ranks):
-        ranks = len(made.plan.ranks)
+    options = BindOptions(integer(os.environ, "LOCAL_WORLD_SIZE", 1), policy=policy)
+    node_plan = prepare(options, os.environ, node=os.uname().nodename, allowed=cpus)
+    if local_rank >= len(node_plan.plan.ranks):
+        ranks = len(node_plan.plan.ranks)
         raise ValueError(f"local rank {local_rank} of {ranks}: LOCAL_WORLD_SIZE is wrong")
-    if made.plan.policy == "none":
+    if node_plan.plan.policy == "none":
         return f"CPUs {format_list(cpus)}, policy none"
     try:
         parent_cpus = frozenset(os.sched_getaffinity(os.getppid()))
     except OSError:
         parent_cpus = frozenset()
-    online = made.topology.cpus if made.topology else frozenset()
+    online = node_plan.topology.cpus if node_plan.topology else frozenset()
     if is_bound(os.environ, cpus, parent_cpus, online):
         return f"CPUs {format_list(cpus)} as its launcher bound it, not bound a second time"
-    return "; ".join([_apply(made.plan.ranks[local_rank]), *made.plan.warnings])
+    return "; ".join([_apply(node_plan.plan.ranks[local_rank]), *node_plan.plan.warnings])
 
 
 def _apply(rank: RankPlan) -> str:
-    """Set what the plan says of a rank; returns it in words.
+    """Bind this rank as planned; return its binding as text.
 
     Raises:
         ValueError: its CPUs cannot be set.
     """
     if not rank.cpus:
-        return "the plan has no CPUs for it, not bound"
+        return "not bound, the plan has no CPUs for this rank"
     problem = set_cpus(format_list(rank.cpus))
     if problem:
         raise ValueError(problem)
@@ -275,24 +252,19 @@ def _apply(rank: RankPlan) -> str:
     if rank.nic:
         os.environ["HPML_NIC"] = rank.nic
         binding.append(f"network card {rank.nic}")
-    # One that is set is the user's own, or the 1 of torchrun, which looks the same.
+    # An existing value is the user's, or torchrun's 1, which looks the same.
     threads = os.environ.setdefault("OMP_NUM_THREADS", str(rank.threads))
     return ", ".join([*binding, f"OMP_NUM_THREADS {threads}"])
 
 
-def _number(environment: Mapping[str, str], name: str, default: int) -> int:
-    text = environment.get(name, "")
-    return int(text) if text.isdecimal() else default
-
-
-def _circumstances(
+def _context(
     options: BindOptions,
     node: str,
     allowed: Collection[int],
     visible: str | None,
     hidden: frozenset[str],
-) -> Circumstances:
-    return Circumstances(
+) -> NodeContext:
+    return NodeContext(
         node=node,
         verify=options.verify,
         allowed=tuple(sorted(allowed)),
@@ -335,10 +307,9 @@ def _minors(proc_root: str) -> dict[str, int]:
 
 
 def _hidden_gpus(topology: Topology, minors: Mapping[str, int], roots: Roots) -> frozenset[str]:
-    """Return the PCI addresses of GPUs that a cgroup keeps this process from.
+    """Return the PCI addresses of GPUs that this process's cgroup does not allow.
 
-    The kernel refuses to open their device files with EPERM. After any other answer the GPU counts
-    as allowed.
+    Opening their device files fails with EPERM. After any other result the GPU counts as allowed.
     """
     hidden = set()
     for gpu in topology.gpus:
@@ -368,11 +339,11 @@ def _warnings(
     environment: Mapping[str, str],
     ranks: int,
 ) -> list[str]:
-    """Return what may be otherwise than it was understood."""
+    """Return warnings about variables whose meaning is uncertain."""
     warnings = []
     if ranks > 1 and sum(bool(gpu and gpu.parent) for gpu in devices) > 1:
         warnings.append(
-            "several MIG instances are visible: CUDA shows a process the first of its list alone"
+            "several MIG instances are visible: a CUDA process can use only the first of its list"
         )
     step = environment.get("SLURM_STEP_GPUS") or ""
     if environment.get("SLURM_NNODES") == "1":  # else SLURM_JOB_GPUS is that of the first node
@@ -385,7 +356,7 @@ def _warnings(
     if numbers and minors and known != numbers:
         meant = f"/dev/nvidia{format_list(known - {-1})}" if known - {-1} else "none of them"
         warnings.append(
-            f"Slurm gave this step the GPUs {step}; its list of visible devices "
+            f"Slurm allocated the GPUs {step} to this step, but its list of visible devices "
             f"{visible or '(not set)'} means {meant} here"
         )
     return warnings

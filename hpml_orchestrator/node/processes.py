@@ -1,4 +1,4 @@
-"""The processes of a node's ranks: what hpml-bind recorded of them, and where they run now."""
+"""The processes of a node's ranks: hpml-bind's records of them, and the CPUs they run on."""
 
 from __future__ import annotations
 
@@ -31,16 +31,17 @@ __all__ = [
 ]
 
 _PROCESSES_MAX = 256
-_WORK_SECONDS, _WORK_PART = 1.0, 10  # CPU time, and its part of a child's, from which one works
+# A parent works itself if it used this much CPU time, and at least a tenth of its child's.
+_WORK_SECONDS, _WORK_PART = 1.0, 10
 _CPUS = b"\nCpus_allowed_list:\t"
 _OPENMP = ("OMP_PROC_BIND", "OMP_PLACES", "GOMP_CPU_AFFINITY", "KMP_AFFINITY")
 
 
 class RankRecords:
-    """The lines that hpml-bind appends for each rank of a node, read as they come.
+    """The lines that hpml-bind appends for each rank of a node, read while they are written.
 
     Args:
-        path: the JSONL file; it need not be there yet.
+        path: the JSONL file; it may not exist yet.
     """
 
     def __init__(self, path: Path) -> None:
@@ -48,7 +49,7 @@ class RankRecords:
         self._offset = 0
 
     def new(self) -> list[dict[str, Any]]:
-        """Return the records of complete lines that came since the last call; often none."""
+        """Return the records of complete lines since the last call; often none."""
         try:
             if os.stat(self._path).st_size <= self._offset:
                 return []
@@ -94,12 +95,7 @@ def catches(pid: int, number: int) -> bool:
 
 
 def kill_families(records: Collection[Mapping[str, Any]], number: int = signal.SIGKILL) -> None:
-    """Send a signal to live ranks and to all processes that they started.
-
-    Args:
-        records: of the ranks.
-        number: the signal.
-    """
+    """Send a signal to live ranks and to all processes that they started."""
     table = ProcessTable()
     ranks = [record for record in records if table.lives(record["pid"], start_of(record))]
     pids = {record["pid"] for record in ranks}
@@ -110,13 +106,13 @@ def kill_families(records: Collection[Mapping[str, Any]], number: int = signal.S
 
 
 def start_of(record: Mapping[str, Any]) -> int:
-    """Return when a rank's process began, in clock ticks after boot; -1 where that is unknown."""
+    """Return when a rank's process started, in clock ticks after boot; -1 if unknown."""
     ticks = record.get("start_ticks")
     return ticks if type(ticks) is int else -1
 
 
 def seen_of_record(record: Mapping[str, Any]) -> Seen:
-    """Return what a rank's own record says; what is missing or damaged is unknown."""
+    """Convert a rank's record; missing or damaged fields become unknown."""
     visible, threads = record.get("visible"), record.get("threads")
     return Seen(
         local_rank=record["local_rank"],
@@ -139,7 +135,7 @@ def _cpus(value: Any) -> tuple[int, ...]:
 
 
 class ProcessTable:
-    """All processes at one moment; what has ended since is left out as if it had never been there.
+    """All processes at one moment; those that have ended since are left out.
 
     Args:
         proc_root: where /proc is.
@@ -162,10 +158,10 @@ class ProcessTable:
         return pid in self.stats and self.stats[pid].start_ticks == start_ticks
 
     def family(self, pid: int, others: Collection[int] = ()) -> list[ProcessStat]:
-        """Return a process and those that descend from it, parents first.
+        """Return a process and its descendants, parents first.
 
-        Processes of other users are left out, and so are `others` with all that descends from them:
-        other ranks.
+        Processes of other users are left out, and so are `others` (other ranks) and their
+        descendants.
         """
         family: list[ProcessStat] = []
         pending = [pid]
@@ -179,12 +175,12 @@ class ProcessTable:
         return family
 
     def main_of(self, family: list[ProcessStat]) -> ProcessStat:
-        """Return the process that does the work: the busiest one, or which has forked that.
+        """Return the rank's main process: the busiest one, or the process that forked it.
 
-        A wrapper (a shell, numactl, a profiler) is none: it starts another program, and waits.
-        One that has worked a good deal itself is no wrapper, but has a helper that works more.
-        What was forked without a program of its own, as loader workers are, belongs to the one
-        that did so, which its command line tells.
+        Start at the busiest process and climb. A helper (a loader worker, or a fork that still has
+        its parent's command line) belongs to its parent. A parent that has itself used much CPU
+        time is the main process and the child its helper; any other parent is a wrapper (a shell,
+        numactl, a profiler) that only waits, so the climb ends below it.
         """
         worked = os.sysconf("SC_CLK_TCK") * _WORK_SECONDS
         known = {stat.pid: stat for stat in family}
@@ -200,9 +196,9 @@ class ProcessTable:
         return main
 
     def process(self, stat: ProcessStat) -> Process | None:
-        """Return where a process runs; None where it has ended or may not be read.
+        """Return the CPUs of a process; None if it has ended or may not be read.
 
-        Threads that are bound one by one must all be read: a part of them has a part of the CPUs.
+        Threads may be bound separately, so the CPUs of all of them are joined.
         """
         cpus: set[str] = set()
         first = ""
@@ -226,7 +222,7 @@ class ProcessTable:
         )
 
     def environment(self, pid: int) -> dict[str, str]:
-        """Return the variables that a process began with; empty where they cannot be read."""
+        """Return the variables that a process started with; empty if they cannot be read."""
         variables: dict[str, str] = {}
         for pair in self._read(pid, "environ").split(b"\0"):
             name, equals, value = pair.partition(b"=")
@@ -241,7 +237,7 @@ class ProcessTable:
             return False
 
     def _read(self, pid: int, *names: str) -> bytes:
-        """Return a file of a process; empty where it cannot be read."""
+        """Return a file of a process; empty if it cannot be read."""
         try:
             with open("/".join((self._root, str(pid), *names)), "rb") as stream:
                 return stream.read()
@@ -250,12 +246,12 @@ class ProcessTable:
 
 
 def visible_of(environment: Mapping[str, str]) -> str | None:
-    """Return the list of visible devices in an environment; None where it is not set."""
+    """Return the list of visible devices in an environment; None if it is not set."""
     return next((environment[name] for name in VISIBLE_VARIABLES if name in environment), None)
 
 
 def openmp_of(environment: Mapping[str, str]) -> str:
-    """Return the variable that has OpenMP bind its threads; empty where there is none."""
+    """Return the variable that makes OpenMP bind its threads; empty if none does."""
     for name in _OPENMP:
         value = environment.get(name, "")
         if value and not {"false", "none", "disabled"} & set(value.lower().split(",")):

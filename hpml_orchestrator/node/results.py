@@ -1,4 +1,4 @@
-"""Bring a job's results back from this node: `collect` of the job file."""
+"""Copy a job's results back from this node: `collect` of the job file."""
 
 from __future__ import annotations
 
@@ -26,18 +26,18 @@ if TYPE_CHECKING:
     from hpml_orchestrator.node.options import AgentOptions
     from hpml_orchestrator.staging import CopyStager
 
-__all__ = ["NodeResults", "make_own"]
+__all__ = ["NodeResults", "make_job_directories"]
 
-_NOT_BEGUN = Collected(problem="the node was ended before it came to this")
+_NOT_BEGUN = Collected(problem="the node was stopped before this was copied")
 
 
-def make_own(options: AgentOptions, stager: CopyStager) -> None:
-    """Make the job's own empty directories on this node, as `{local.dir}`.
+def make_job_directories(options: AgentOptions, stager: CopyStager) -> None:
+    """Make the job's empty directories on this node, such as `{local.dir}`.
 
     Raises:
-        StagingError: one cannot be made.
+        StagingError: a directory cannot be made.
     """
-    for name, base in options.own.items():
+    for name, base in options.job_directories.items():
         path = f"{stager.area(base).path}/{name}.dir"
         try:
             if os.path.lexists(path):  # of an attempt that was killed here
@@ -51,17 +51,11 @@ def make_own(options: AgentOptions, stager: CopyStager) -> None:
 
 @dataclass
 class NodeResults:
-    """The results of one node.
+    """The results of one node."""
 
-    Attributes:
-        entries: source and target of each, the most important first.
-        attempt: the attempt's directory, `…/RUN/attempts/N`.
-        node: Slurm's name of this node.
-    """
-
-    entries: Sequence[tuple[str, str]]
-    attempt: Path
-    node: str
+    entries: Sequence[tuple[str, str]]  # source and target of each, the most important first
+    attempt: Path  # the attempt's directory, `…/RUN/attempts/N`
+    node: str  # Slurm's name of this node
     _rows: list[dict[str, Any]] = field(init=False)
     _directories: list[str] = field(init=False)  # for the results of this node and attempt
 
@@ -83,7 +77,7 @@ class NodeResults:
         for index, directory in enumerate(self._directories):
             try:
                 if base_above(os.path.realpath(directory)):
-                    raise PermissionError(0, "what is there is removed with the job")
+                    raise PermissionError(0, "files there are removed with the job")
                 os.makedirs(directory, exist_ok=True)
                 if not os.access(directory, os.W_OK | os.X_OK):
                     raise PermissionError(0, "not writable by you")
@@ -95,11 +89,7 @@ class NodeResults:
                 ) from error
 
     def collect(self, should_stop: Callable[[], bool]) -> None:
-        """Bring each back, and record what came of it; what fails keeps no other from being tried.
-
-        Args:
-            should_stop: says when there is no more time.
-        """
+        """Copy each result back and record the outcome; an error does not stop the others."""
         retry = Retry(time.sleep, should_stop)
         self._write()
         for row, directory in zip(self._rows, self._directories):
@@ -113,14 +103,14 @@ class NodeResults:
             if not found.path:
                 row["beside"] = _names(os.path.dirname(source))
             self._write()
-            self._tell(source, found)
+            self._report(source, found)
         for directory in self._directories:
             self._remove_empty(directory)
 
     def _write(self) -> None:
         write_json(self.attempt / "nodes" / f"{self.node}.collected.json", {"entries": self._rows})
 
-    def _tell(self, source: str, found: Collected) -> None:
+    def _report(self, source: str, found: Collected) -> None:
         line, name = "", shown(os.path.basename(source))
         if found.path:
             size = f"{counted(found.files, 'file')}, {human_bytes(found.bytes)}"
@@ -131,14 +121,14 @@ class NodeResults:
             sys.stderr.write(f"hpml: {self.node}: {line}\n")
 
     def _remove_empty(self, directory: str) -> None:
-        """Remove what was made for nothing: the node's directory, and the run's."""
+        """Remove the node's and the run's directory if they are empty."""
         with contextlib.suppress(OSError):  # there is something
             os.rmdir(directory)
             os.rmdir(os.path.dirname(directory))
 
 
 def _names(directory: str) -> list[str]:
-    """Return the first few names in a directory, for someone who meant one of them."""
+    """Return the first few names in a directory: the user may have meant one of them."""
     with contextlib.suppress(OSError):
         return [shown(name) for name in heapq.nsmallest(5, os.listdir(directory))]
     return []

@@ -21,7 +21,9 @@ from hpml_orchestrator.staging import (
 )
 from hpml_orchestrator.staging.distribution import Rates, supply_for
 from hpml_orchestrator.staging.faults import shown, why
+from hpml_orchestrator.staging.link import Place
 from hpml_orchestrator.staging.rate_limit import array_delay, open_rate
+from hpml_orchestrator.staging.space import capacity_at
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -34,9 +36,9 @@ __all__ = ["NodeStaging", "Progress", "figures_of"]
 
 REPORT_SECONDS = 10.0
 ARRIVAL_SECONDS = 300.0
-"""How long nodes wait for one another before the first entry, which all begin at once. Before a
-later one they wait for as long as the job: what one node has already, or reads fast, another may
-still be busy with; and the job ends when an agent does."""
+"""How long nodes wait for one another before the first entry, which all begin at once. Before later
+entries they wait without a limit: another node may still copy an entry that this one has already,
+and the job ends anyway if an agent ends."""
 _NAP_SECONDS = 0.2
 
 
@@ -46,19 +48,12 @@ def _say(line: str) -> None:
 
 @dataclass
 class Progress:
-    """Reports how far one entry is: as an event, and on the first node as a line of the output.
+    """Copy progress of one entry: an event, and on the first node also a line of the output."""
 
-    Attributes:
-        name: the entry's.
-        note: takes the figures of an event.
-        say: takes a line; None on all nodes but the first.
-        clock: seconds that never go back.
-    """
-
-    name: str
-    note: Callable[..., object]
-    say: Callable[[str], object] | None = None
-    clock: Callable[[], float] = time.monotonic
+    name: str  # the entry's
+    note: Callable[..., object]  # records the figures of an event
+    say: Callable[[str], object] | None = None  # prints a line; None on all nodes but the first
+    clock: Callable[[], float] = time.monotonic  # seconds, monotonic
     _began: float = 0.0
     _next: float = 0.0
 
@@ -67,7 +62,7 @@ class Progress:
         self._next = self._began + REPORT_SECONDS
 
     def __call__(self, done: int, files: int, all_bytes: int, all_files: int) -> None:
-        """Take what is done and what there is to do; reports it when it is time."""
+        """Report the progress if the last report is old enough."""
         now = self.clock()
         if now < self._next:
             return
@@ -94,23 +89,15 @@ class Progress:
 
 @dataclass
 class NodeStaging:
-    """The staging of one node.
+    """The staging of one node."""
 
-    Attributes:
-        options: what the script asks of the agent.
-        node: Slurm's name of this node.
-        log: the node's events.
-        is_ending: whether the agent was told to end.
-        environment: of the agent, a step of the job.
-        say: takes a line for the job's output.
-    """
-
-    options: AgentOptions
-    node: str
-    log: Path
-    is_ending: Callable[[], bool]
+    options: AgentOptions  # the agent's options
+    node: str  # Slurm's name of this node
+    log: Path  # the node's events
+    is_ending: Callable[[], bool]  # returns whether the agent must end
+    # Of the agent, a step of the job
     environment: Mapping[str, str] = field(default_factory=lambda: os.environ)
-    say: Callable[[str], object] = _say
+    say: Callable[[str], object] = _say  # prints a line to the job's output
     stager: CopyStager = field(init=False)
     _progress: Progress | None = None
 
@@ -119,11 +106,10 @@ class NodeStaging:
             job_key=job_key(self.environment),
             should_stop=self.is_ending,
             on_progress=self._on_progress,
-            checks_source=True,  # an attempt that was killed may have left older or other data
         )
 
     def stage_all(self) -> list[dict[str, Any]]:
-        """Stage every entry, one after the other; returns the figures of each, for the records.
+        """Stage all entries in order; return the figures of each, for the records.
 
         Raises:
             HpmlError: one could not be staged.
@@ -152,29 +138,34 @@ class NodeStaging:
         return figures_of(result)
 
     def _options(self, entry: StageOptions, *, readers: int) -> CopyOptions:
-        """Return how an entry is copied where so many nodes read the source at once."""
+        """Return how to copy an entry while `readers` nodes read the source at once."""
         limits = self.options.site
         rate = open_rate(limits.opens_per_second, limits.opens_per_second_per_job, readers)
         return CopyOptions(hash=entry.hash, opens_per_second=rate)
 
     def _supply(self, entry: StageOptions, index: int, nodes: int) -> Supply:
-        """Return what gets an entry to this one of several nodes.
+        """Return how this node gets an entry that several nodes need.
 
         Raises:
             HpmlError: the target cannot be used, or other nodes failed.
         """
         request, limits = entry.request, self.options.site
-        self.stager.area(request.target)  # a target that cannot be used is an error at once
+        area = self.stager.area(request.target)  # a target that cannot be used is an error at once
         try:
             return supply_for(
                 request,
                 entry.distribution,
-                node_index=index,
-                nodes=nodes,
-                attempt=str(self.options.attempt),
-                node=self.node,
-                should_stop=self.is_ending,
-                most=lambda: self.stager.most_room(request),
+                Place(
+                    path=f"{self.options.attempt}/chain/{request.name}",
+                    should_stop=self.is_ending,
+                    index=index,
+                    nodes=nodes,
+                    node=self.node,
+                    names=node_names(self.environment.get("SLURM_JOB_NODELIST", "")),
+                    interfaces=limits.interfaces,
+                    come_seconds=ARRIVAL_SECONDS if entry is self.options.stages[0] else math.inf,
+                ),
+                most_bytes=capacity_at(area.store.base),
                 options=self._options(entry, readers=1),
                 options_of_all=self.stager.options,
                 rates=Rates(
@@ -183,10 +174,7 @@ class NodeStaging:
                     disk_rate=limits.disk_rate,
                     metadata_rate=limits.metadata_rate,
                 ),
-                interfaces=self.options.site.interfaces,
-                names=node_names(self.environment.get("SLURM_JOB_NODELIST", "")),
                 tell=self.say,
-                come_seconds=ARRIVAL_SECONDS if entry is self.options.stages[0] else math.inf,
             )
         except OSError as error:
             raise StagingError(
@@ -197,10 +185,10 @@ class NodeStaging:
         events.append(self.log, "staging", node=self.node, **data)
 
     def _wait_for_others(self) -> float:
-        """Wait as long as this task of an array does; returns the seconds.
+        """Delay this task of an array, so that not all tasks start at once; return the seconds.
 
         Raises:
-            StagingStopped: the agent was told to end.
+            StagingStopped: the agent must end.
         """
         limits = self.options.site
         index = self.environment.get("SLURM_ARRAY_TASK_ID", "")
@@ -217,7 +205,7 @@ class NodeStaging:
 
 
 def figures_of(result: StageResult) -> dict[str, Any]:
-    """Return what records keep of one entry on one node; what is empty is left out."""
+    """Return the figures of one entry on one node for the records; empty ones are left out."""
     figures: dict[str, Any] = {
         "name": result.name,
         "path": result.path,

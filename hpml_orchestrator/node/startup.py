@@ -58,7 +58,7 @@ def claim(submission: str) -> int:
     The run is the one that the submission's table gives for `$SLURM_ARRAY_TASK_ID` (0 without an
     array); a script started by hand, without a table, gets `runs/<job id>` below its directory,
     a task of an array `runs/<array's id>_<index>`.
-    Claiming is one `mkdir`, which one of two jobs wins even on NFS.
+    Claiming is one `mkdir`: of two jobs only one succeeds, even on NFS.
 
     Returns:
         0, or 75 when another job has claimed the run: this one is a duplicate and must end.
@@ -91,7 +91,7 @@ def claim(submission: str) -> int:
         (attempt.directory / name).mkdir(parents=True, exist_ok=True)
     started = attempt.directory / "started"
     if again:
-        # The script was started again without a requeue, so what its nodes wrote no longer holds.
+        # The script was restarted without a requeue, so the files of its nodes are out of date.
         _forget(attempt)
     else:
         try:
@@ -99,25 +99,25 @@ def claim(submission: str) -> int:
         except FileExistsError:
             _claimant(attempt)
             return _duplicate(attempt, job_id)
-    # It is there from the beginning: NFS remembers for a while that a file does not exist.
+    # Create it now: NFS caches for a while that a file does not exist.
     write_text(attempt.directory / "stop", "")
     write_text(started / "restart", f"{restart}\n")
-    if array:  # before the id that completes the claim: whoever reads that one finds both
+    if array:  # before job_id, which completes the claim: a reader of that file needs both
         write_text(started / "array_job_id", f"{array}\n")
     write_text(started / "job_id", f"{job_id}\n")
     output = task_output(Path(submission), os.environ.get("SLURM_ARRAY_TASK_ID", ""))
     link = run.directory / "output.log"
-    if output.exists() and not os.path.lexists(link):  # of a task: an earlier attempt may have it
+    if output.exists() and not os.path.lexists(link):  # an earlier attempt may have made it
         link.symlink_to(os.path.relpath(output, run.directory))
     node = node_name()
     names = [
         name
         for name in dict.fromkeys([node, socket.getfqdn(), socket.gethostname()])
-        if name.partition(".")[0] != "localhost"  # every node would find itself
+        if name.partition(".")[0] != "localhost"  # every node would resolve it to itself
     ]
     write_json(
         attempt.directory / "head.json",
-        # the output grows with each attempt: here begins what this one's Slurm and launcher say
+        # all attempts append to the same output: this attempt's part begins here
         {
             "node": node,
             "names": names,
@@ -145,7 +145,7 @@ def claim(submission: str) -> int:
 
 
 def allocation(environment: Mapping[str, str]) -> dict[str, int]:
-    """Return the number of CPUs and GPUs of a job on all of its nodes, as far as they are known.
+    """Return the number of CPUs and GPUs of a job on all its nodes; unknown ones are left out.
 
     Jobs ask for GPUs per node, so each node has as many as the first one.
 
@@ -166,9 +166,9 @@ def allocation(environment: Mapping[str, str]) -> dict[str, int]:
 
 
 def _claimant(attempt: Attempt) -> str:
-    """Return the id of the job that claimed an attempt; empty where none has, or none ever will.
+    """Return the id of the job that claimed an attempt; empty if none has.
 
-    A winner writes its id right after the mkdir: it is given a moment.
+    The claiming job writes its id right after its mkdir, so this waits a while for the id.
     """
     deadline = time.monotonic() + _CLAIM_SECONDS
     while True:
@@ -183,8 +183,8 @@ def _claimant(attempt: Attempt) -> str:
 def _may_follow(last: Attempt, claimant: str, job_id: str, submitted_id: str) -> bool:
     """Return whether a job may make the next attempt.
 
-    The same job may, for it was requeued, unless the run goes on in another one. Another job may if
-    the run goes on, and then only the one that was submitted for that, as soon as it is known.
+    The same job may after a requeue, unless the run continues in another job. Another job may if
+    the run continues, and only the continuation itself once its id is recorded.
 
     Args:
         last: the newest attempt.
@@ -262,7 +262,7 @@ def wait_ready(
     pause = _FIRST_POLL_SECONDS
     noticed = clock()
     while True:
-        agents = read_stat(agent_pid)  # before the markers: what it wrote last is then there
+        agents = read_stat(agent_pid)  # first, so that markers of an ended agent are complete
         failed = directory.markers("failed")
         if failed:
             message = "; ".join(
@@ -309,8 +309,8 @@ def rendezvous(attempt: str) -> int:
     directory = Path(attempt)
     nodes = int(os.environ.get("SLURM_NNODES") or 1)
     address = "127.0.0.1" if nodes == 1 else _common_name(directory)
-    # A port is free until its job's ranks have started: two jobs must not begin at the same one.
-    # Job ids do not tell jobs of the local backend apart, which count from 1 in every HPML_HOME.
+    # The port is bound only when the ranks start, so two jobs must not begin their search at the
+    # same one. The key is not the job id: local jobs count from 1 in every HPML_HOME.
     sys.stdout.write(f"{address} {free_port(str(directory.resolve()))}\n")
     return 0
 
@@ -341,8 +341,8 @@ def resolve(names: list[str]) -> dict[str, str]:
 def candidate_ports(key: str, ephemeral: tuple[int, int]) -> Iterator[int]:
     """Yield ports from 10000 to 31999 in an order made from a key, those outside a range first.
 
-    The kernel gives ports of the ephemeral range to any connection; on nodes where it was widened
-    over all of these, a port in it that is free now is better than none.
+    The kernel may give a port of the ephemeral range to any connection. If that range covers all
+    candidates, a port in it that is free now is better than none.
 
     >>> next(candidate_ports("/r/17", (32768, 60999))) == next(candidate_ports("/r/17", (32768, 1)))
     True

@@ -1,11 +1,11 @@
 """The stop path on one node: when ranks are asked to save and stop, and when they are ended.
 
-Reasons are the time limit, which the agent of the first node watches, a SIGTERM that is not from a
-cancellation, and a hang. The first one is a line in the attempt's file `stop`, which all agents
-read; each passes it on to its own ranks until they end. A cancelled job is ended at once.
+The reasons are the time limit, which the agent of the first node watches, a SIGTERM that is not
+from a cancellation, and a hang. The first reason becomes a line in the attempt's file `stop`. All
+agents read it and pass it on to their ranks until these end. A cancelled job is ended at once.
 
-hpml-bind has ranks ignore SIGTERM, so that Slurm's, which comes first, does not keep them from
-saving. So this ends those that outlive their time.
+hpml-bind makes ranks ignore SIGTERM, so that Slurm's does not end them before they have saved.
+So the stop path must end ranks that exceed their time.
 """
 
 from __future__ import annotations
@@ -60,8 +60,8 @@ class StopPath:
         clock: seconds since the epoch.
 
     Attributes:
-        reason: why the ranks of this node have to stop; empty if they do not.
-        state: the job's at the last SIGTERM; empty before one, or if nobody answered.
+        reason: why the ranks of this node must stop; empty if they need not.
+        state: the job's at the last SIGTERM; empty before one, or if Slurm did not answer.
     """
 
     def __init__(
@@ -101,7 +101,7 @@ class StopPath:
         self._earlier = _slowest_of(self._records) if watches else Slowest()
 
     def on_sigterm(self, now: float) -> None:
-        """Note a SIGTERM; nodes ask Slurm one after another, since all of them get it at once.
+        """Record a SIGTERM; all nodes get it at once, so they query Slurm with a small delay each.
 
         Args:
             now: seconds on a monotonic clock.
@@ -109,11 +109,11 @@ class StopPath:
         self._term_at, self._ask_at = now, now + self._index * _SPREAD_SECONDS
 
     def act(self, now: float, ranks: Ranks) -> float:
-        """Do what is due, and return after how many seconds there will be more.
+        """Do what is due; return the seconds until the next call is needed.
 
         Args:
             now: seconds on a monotonic clock.
-            ranks: what hpml-bind recorded of the live ranks of this node.
+            ranks: hpml-bind's records of the live ranks of this node.
         """
         if now >= self._ask_at:
             self._judge_sigterm(now)
@@ -134,7 +134,7 @@ class StopPath:
         return max(0.0, min(due, self._ask_at, self._kill_at) - now)
 
     def _judge_sigterm(self, now: float) -> None:
-        """Ask Slurm what a SIGTERM means, and react."""
+        """Ask Slurm for the reason of a SIGTERM, and react."""
         self.state = self._ask(self._environment).state
         deadline = self._term_at + self._grace()
         unanswered = not self.state and now + _LOOK_SECONDS < deadline
@@ -160,7 +160,7 @@ class StopPath:
             self._request("time_limit", now)
 
     def _ask_for_end(self) -> None:
-        """Take the end of the job from Slurm: its limit may differ from the script's."""
+        """Get the end of the job from Slurm: its limit may differ from the script's."""
         state = self._ask(self._environment)
         if state.state == "RUNNING" and "HPML_LOCAL_STEPS" not in self._environment:
             if state.end is not None and self._end is not None and self._limit is not None:
@@ -177,13 +177,13 @@ class StopPath:
         return lead_seconds(self._options.lead, self._limit, **slowest._asdict())
 
     def _read_request(self, now: float) -> None:
-        """Look whether anybody has requested a stop."""
+        """Check for a stop request."""
         request = self._records.stop_request()
         if request is not None:
             self._begin(str(request["reason"]), request.get("time"), now)
 
     def _request(self, reason: str, now: float) -> None:
-        """Request a stop of all nodes; what was requested first counts."""
+        """Request a stop of all nodes; the first request counts."""
         asked = self._clock()
         try:
             self._records.request_stop(reason, by=self._node, now=asked)
@@ -194,13 +194,7 @@ class StopPath:
             self._begin(reason, asked, now)
 
     def _begin(self, reason: str, asked: Any, now: float) -> None:
-        """Begin to stop the ranks of this node.
-
-        Args:
-            reason: why.
-            asked: when that was requested, in seconds since the epoch.
-            now: seconds on a monotonic clock.
-        """
+        """Begin to stop the ranks of this node; `asked` is in seconds since the epoch."""
         self.reason = reason
         with contextlib.suppress(HpmlError, OSError):  # a full disk ends no job
             log = self._records.directory / "events" / f"{self._node}.jsonl"
@@ -211,11 +205,11 @@ class StopPath:
             if self._end is not None and isinstance(asked, (int, float)):
                 left = self._end - self._clock() - end_margin(self._end - asked)
                 self._kill_at = min(self._kill_at, now + max(0.0, left))
-        if reason == "requested":  # ranks that cannot hear it would never stop
+        if reason == "requested":  # ranks that do not use the channel would never stop
             self._kill_at = min(self._kill_at, now + self._lead())
 
     def _watch_hang(self, now: float, ranks: Ranks) -> None:
-        """Request a stop if the ranks hang; where a stop is due to that, keep their stacks."""
+        """Request a stop if the ranks hang; save their stacks if they stop for that reason."""
         if self.reason != "hang":
             seconds = self._hang.silence(now, [record["pid"] for record in ranks])
             if not seconds:
@@ -227,7 +221,7 @@ class StopPath:
             if not self.reason:
                 self._request("hang", now)
         self._kill_at = min(self._kill_at, now + _HANG_SECONDS)
-        # In a thread: py-spy may take its time, and the end of the ranks does not wait for it.
+        # In a thread: each process may take seconds, and ending the ranks must not wait.
         self._stacks = threading.Thread(target=self._keep_stacks, args=(ranks,), daemon=True)
         self._stacks.start()
 
@@ -254,22 +248,22 @@ class StopPath:
                     break
 
     def _end_ranks(self, now: float, ranks: Ranks) -> None:
-        """End the ranks whose time is over.
+        """End the ranks whose time is up.
 
-        If the job is cancelled, those that handle SIGTERM get one, and as long as Slurm would give
-        them: the launcher, which may be protected from Slurm's, does not pass it on.
+        If the job is cancelled, ranks that handle SIGTERM get one, and as much time as Slurm would
+        give them: the launcher may have blocked Slurm's SIGTERM, and does not pass it on then.
         """
         self._kill_at = now + _PUSH_SECONDS
-        doomed = list(ranks)
+        to_kill = list(ranks)
         if self.state == "CANCELLED" and now < self._term_at + self._grace():
-            polite = [one for one in ranks if catches(one["pid"], signal.SIGTERM)]
-            asked = [one for one in polite if one["pid"] not in self._stopped]
+            handling = [one for one in ranks if catches(one["pid"], signal.SIGTERM)]
+            asked = [one for one in handling if one["pid"] not in self._stopped]
             if asked:
                 self._kill(asked, signal.SIGTERM)
             self._stopped.update(one["pid"] for one in asked)
-            doomed = [one for one in ranks if one not in polite]
-        if doomed:
-            self._kill(doomed, signal.SIGKILL)
+            to_kill = [one for one in ranks if one not in handling]
+        if to_kill:
+            self._kill(to_kill, signal.SIGKILL)
 
 
 def _slowest_of(attempt: Attempt) -> Slowest:
@@ -285,9 +279,9 @@ def _slowest_of(attempt: Attempt) -> Slowest:
 
 
 def terminated(attempt: str) -> int:
-    """Request a stop if the batch script got SIGTERM while its job runs; its agents got none then.
+    """Request a stop if only the batch script got SIGTERM and its job still runs.
 
-    So it is with `scancel --batch --signal=TERM` and with sbatch's `--signal=B:TERM@120`.
+    `scancel --batch --signal=TERM` and sbatch's `--signal=B:TERM@120` do that.
     """
     if jobstate.ask(os.environ).state == "RUNNING":
         Attempt(Path(attempt)).request_stop("preemption", by="batch", now=time.time())

@@ -1,9 +1,9 @@
-"""Proves where the ranks of this node run, and looks at them twice while they run.
+"""Verifies where the ranks of this node run: at their start, after 10 s and after 60 s.
 
-When ranks start, what hpml-bind recorded of them is judged (`placement/verify.py`) and written as
-the proof. 10 s and 60 s later the live processes are looked at, since programs and libraries bind
-themselves while they start. What is wrong then is reported, or with `verify: strict` ends the ranks
-of this node. A rank that is bound to other CPUs after the second look is not noticed.
+When ranks start, hpml-bind's records of them are checked (`placement/verify.py`) and written as the
+proof. 10 s and 60 s later the live processes are checked, since programs and libraries may bind
+themselves while they start. A wrong binding is reported, or with `verify: strict` ends the ranks of
+this node. Changes after the second check are not detected.
 """
 
 from __future__ import annotations
@@ -35,13 +35,13 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
     from pathlib import Path
 
-    from hpml_orchestrator.node.planning import Prepared
+    from hpml_orchestrator.node.planning import NodePlan
     from hpml_orchestrator.records.process import ProcessStat
 
 __all__ = ["LOOKS_SECONDS", "Watch"]
 
 LOOKS_SECONDS = (10.0, 60.0)
-"""When the live ranks are looked at, after the last of them started."""
+"""When the live ranks are checked, after the last of them started."""
 
 _POLL_SECONDS = 1.0  # until all ranks have started
 _KILL_SECONDS = 10.0
@@ -49,20 +49,20 @@ _NO_TOPOLOGY = Topology("none", (), ())
 
 
 class Watch:
-    """Proves where the ranks of one node run; the agent's loop calls `act` when something is due.
+    """Verifies where the ranks of one node run; the agent's loop calls `act` when a check is due.
 
     Args:
         attempt: the attempt's directory.
-        made: the node's plan and what it was made of.
-        write: where messages go; standard error when left out.
+        node_plan: the node's plan.
+        write: prints messages; by default to standard error.
     """
 
     def __init__(
-        self, attempt: Path, made: Prepared, write: Callable[[str], object] | None = None
+        self, attempt: Path, node_plan: NodePlan, write: Callable[[str], object] | None = None
     ) -> None:
-        self._made = made
+        self._node_plan = node_plan
         self._write = write or sys.stderr.write
-        self._file = attempt / "binding" / f"{made.around.node}.proof.json"
+        self._file = attempt / "binding" / f"{node_plan.context.node}.proof.json"
         self._taken = 0
         self._ranks: dict[int, dict[str, Any]] = {}  # records by local rank
         self._seen: dict[int, Seen] = {}
@@ -71,16 +71,16 @@ class Watch:
         self._used: dict[tuple[int, int], tuple[int, float]] = {}  # ticks and time of a process
         self._reported: list[tuple[str, ...]] = []
         self._kill_at = math.inf
-        self._doomed: dict[tuple[int, int], None] = {}
+        self._to_kill: dict[tuple[int, int], None] = {}
         self.binding: tuple[int, int] | None = None
         """Ranks that are bound as planned, and ranks that are not; None before any started."""
 
     def act(self, now: float, started: Sequence[dict[str, Any]]) -> float:
-        """Do what is due, and return after how many seconds there will be more.
+        """Do what is due; return the seconds until the next call is needed.
 
         Args:
             now: seconds on a monotonic clock.
-            started: what hpml-bind recorded of the ranks so far, in order.
+            started: hpml-bind's records of the ranks so far, in order.
         """
         if self._take(started):
             self._save(self._judge())
@@ -93,17 +93,17 @@ class Watch:
             self._kill_at = math.inf
             self._end_ranks(signal.SIGKILL)
         poll_at = now + _POLL_SECONDS
-        if len(self._ranks) >= len(self._made.plan.ranks):
+        if len(self._ranks) >= len(self._node_plan.plan.ranks):
             poll_at = math.inf
         return max(0.0, min([*self._due[:1], poll_at, self._kill_at]) - now)
 
     def close(self, started: Sequence[dict[str, Any]]) -> None:
-        """Take in what was recorded last, and write and report the last judgement."""
+        """Read the last records, then write and report the final result."""
         self._take(started)
         self._conclude(math.inf)
 
     def _take(self, started: Sequence[dict[str, Any]]) -> bool:
-        """Take in the records that are new, and return whether there were any."""
+        """Read the new records; return whether there were any."""
         new = started[self._taken :]
         self._taken += len(new)
         for record in new:  # of a rank that started again, the last counts
@@ -112,7 +112,7 @@ class Watch:
         return bool(new)
 
     def _look(self, now: float) -> None:
-        """Look at every rank that lives; of one that has ended, what was seen before stays."""
+        """Check every live rank; for an ended one the last observation is kept."""
         self._looks += 1
         processes = ProcessTable()
         used: dict[tuple[int, int], tuple[int, float]] = {}
@@ -143,7 +143,7 @@ class Watch:
         now: float,
         used: dict[tuple[int, int], tuple[int, float]],
     ) -> Process | None:
-        """Return where a process runs, and how much it has worked since the look before."""
+        """Return the CPUs of a process and its load since the previous check."""
         process = processes.process(stat)
         key = stat.pid, stat.start_ticks
         used[key] = stat.cpu_ticks, now
@@ -161,12 +161,12 @@ class Watch:
         return processes.family(record["pid"], others)
 
     def _judge(self) -> NodeProof:
-        """Return what is wrong with what was seen last."""
+        """Return the proof from the latest observations."""
         proof = judge(
-            self._made.topology or _NO_TOPOLOGY,
-            self._made.plan,
+            self._node_plan.topology or _NO_TOPOLOGY,
+            self._node_plan.plan,
             self._seen.values(),
-            self._made.around,
+            self._node_plan.context,
             looks=self._looks,
         )
         wrong = sum(bool(rank.wrong) for rank in proof.ranks)
@@ -204,8 +204,8 @@ class Watch:
         processes = ProcessTable()
         for local_rank in self._ranks:
             for stat in self._family(processes, local_rank):
-                self._doomed[stat.pid, stat.start_ticks] = None
-        for pid, start_ticks in self._doomed:
+                self._to_kill[stat.pid, stat.start_ticks] = None
+        for pid, start_ticks in self._to_kill:
             if processes.lives(pid, start_ticks):
                 with contextlib.suppress(OSError):
                     os.kill(pid, number)

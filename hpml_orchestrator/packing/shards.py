@@ -1,14 +1,13 @@
 """Make shards of a tree: plain POSIX tar archives, written by several processes at once.
 
 `data-00000.tar` and on hold the regular files, `tree.tar` directories and links: it is unpacked
-last, and so keeps the times of directories. All of it is written into a hidden directory beside the
-destination, which gets its name when it is whole.
+last, and so keeps the times of directories. All is written into a hidden directory next to the
+destination, which is renamed when it is complete.
 """
 
 from __future__ import annotations
 
 import contextlib
-import functools
 import os
 import re
 import secrets
@@ -34,13 +33,16 @@ from hpml_orchestrator.staging.faults import (
     why,
 )
 from hpml_orchestrator.staging.plan import scan_tree
+from hpml_orchestrator.staging.progress import Tally
 from hpml_orchestrator.staging.request import TREE_SHARD
-from hpml_orchestrator.staging.sources import check_same
+from hpml_orchestrator.staging.source import BLOCK_BYTES
+from hpml_orchestrator.staging.sources import TreeSource
 from hpml_orchestrator.staging.space import Need, check_room, file_system_type, room_at
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
+    from hpml_orchestrator.staging.hashing import Buffer
     from hpml_orchestrator.staging.plan import Entry, Plan
 
 __all__ = ["OnPack", "PackRequest", "PackResult", "pack"]
@@ -49,16 +51,13 @@ OnPack = Callable[[int, int, int, int], None]
 """Called often with (bytes done, files done, bytes in all, files in all)."""
 
 _LEAST_SHARD_BYTES = 1 << 16
-_CHUNK_BYTES = 1 << 20
 _BLOCK = 512
 _END = bytes(2 * _BLOCK)
 _NANO = 1_000_000_000
 _LONGEST_NAME = 100  # longer names, and sizes from 8 GiB on, take an extended header
 _LARGEST = 8**11
-_TOLD_EVERY_SECONDS = 0.2
 _SURROGATES = re.compile("[\ud800-\udfff]")
 _CHANGED = "changed while it was packed"
-_READ = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
 _PER_STRIPE_BYTES = 256 << 20
 _MOST_STRIPES = 8
 _LFS_SECONDS = 30
@@ -66,7 +65,7 @@ _LFS_SECONDS = 30
 
 @dataclass(frozen=True)
 class PackRequest:
-    """What is to be packed, and how.
+    """A request to pack a directory.
 
     Attributes:
         source: a directory.
@@ -85,7 +84,7 @@ class PackRequest:
 
 @dataclass(frozen=True)
 class PackResult:
-    """What was packed.
+    """The result of packing.
 
     Attributes:
         pack: the directory.
@@ -121,11 +120,11 @@ def pack(
 
     Args:
         request: what is wanted.
-        on_pack: is told how far it is.
-        should_stop: asked ten times a second; True ends it with StagingStopped.
+        on_pack: called with the progress.
+        should_stop: called ten times a second; True ends it with StagingStopped.
 
     Raises:
-        InputError: source or destination cannot be used as asked.
+        InputError: source or destination cannot be used.
         CapacityError: it does not fit; found before a byte is written.
         StagingError: something of the source cannot be read or changed, or the destination cannot
             be written.
@@ -192,7 +191,7 @@ def _dest(request: PackRequest) -> str:
     if f"{dest}/".startswith(os.path.realpath(request.source).rstrip("/") + "/"):
         fault = "must not be inside SOURCE"
     elif os.path.lexists(dest) and not os.path.isdir(dest):
-        fault = "is no directory"
+        fault = "is not a directory"
     elif os.path.isdir(dest) and os.listdir(dest):
         fault = "is not empty"
     if fault:
@@ -238,7 +237,7 @@ def _place(name: bytes) -> tuple[bytes, bytes, bytes]:
     """Return what names are sorted by: directory, name up to its first dot, name.
 
     The first two are what the files of a sample have in common, by webdataset's convention. Plain
-    order would tear samples apart: `a.d/x` stands between `a.cls` and `a.jpg`.
+    order would split samples: `a.d/x` sorts between `a.cls` and `a.jpg`.
 
     >>> sorted([b"a.jpg", b"a.d/x", b"b", b"a.cls"], key=_place)
     [b'a.cls', b'a.jpg', b'b', b'a.d/x']
@@ -266,24 +265,24 @@ def _write(
 ) -> None:
     """Write all archives; each worker takes the next shard."""
     problems = Problems(f"cannot pack {shown(tree.source_root)}")
-    done = [0, 0]
+    numbers = {entry.path: number for number, entry in enumerate(tree.files)}
+    sums = [0, 0]
 
     def told(word: str, *values: Any) -> None:
         if word == "problem":
             problems.add(*values)
         else:
-            done[0] += values[0]
-            done[1] += values[1]
-            on_pack(done[0], done[1], tree.bytes, len(tree.files))
+            sums[:] = sums[0] + values[0], sums[1] + values[1]
+            on_pack(sums[0], sums[1], tree.bytes, len(tree.files))
 
     def work(_worker: int, take: Callable[[], int | None], tell: Callable[..., None]) -> None:
-        writer = _Writer(tree.source_root, tell)
+        writer = _Writer(tree, tell)
         digits = max(5, len(str(len(shards))))
         for number in iter(take, None):
             with _new_file(f"{directory}/data-{number:0{digits}d}.tar") as out:
                 for entry in shards[number]:
-                    writer.add(entry, out)
-        writer.tell_progress(last=True)
+                    writer.add(numbers[entry.path], out)
+        writer.tally.report()
 
     count = min(workers or len(os.sched_getaffinity(0)), len(shards))
     if shards:
@@ -299,79 +298,62 @@ def _write(
 @contextlib.contextmanager
 def _new_file(path: str) -> Iterator[IO[bytes]]:
     """Yield a new archive; it gets its end, and is on the disk, when the block is through."""
-    with open(path, "xb", buffering=_CHUNK_BYTES) as out:
-        yield out
+    with open(path, "xb", buffering=BLOCK_BYTES) as out:
+        try:
+            yield out
+        except _ArchiveError as error:
+            raise error.cause from error
         out.write(_END)
         out.flush()
         os.fsync(out.fileno())
 
 
 class _Writer:
-    """Adds files to archives; what cannot be read is told, and the others are tried."""
+    """Adds files to archives; reports what cannot be read, and continues with the others."""
 
-    def __init__(self, root: str, tell: Callable[..., None]) -> None:
-        self._root = os.open(root, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-        self._tell = tell
+    def __init__(self, tree: Plan, tell: Callable[..., None]) -> None:
+        self._files = tree.files
         self._retry = Retry()
-        self._done = [0, 0]
-        self._faulty = False  # the pack is lost: the others are only looked at
-        self._next = time.monotonic() + _TOLD_EVERY_SECONDS
+        self._reader = TreeSource(tree.source_root, self._retry).reader(tree)
+        self._tell = tell
+        self._faulty = False  # the pack is lost: the other files are only read
+        self.tally = Tally(lambda size, files, _digests: tell("done", size, files))
 
-    def add(self, entry: Entry, out: IO[bytes]) -> None:
+    def add(self, number: int, out: IO[bytes]) -> None:
         """Copy one file.
 
         Raises:
             OSError: the archive cannot be written.
         """
+        entry = self._files[number]
+        self._write(out, _header(entry.path, entry))
         try:
-            fd = self._source(functools.partial(os.open, entry.path, _READ, dir_fd=self._root))
-            try:
-                self._copy(entry, fd, out)
-            finally:
-                os.close(fd)
-        except (_SourceError, SourceChangedError) as error:
+            pieces = self._retry(lambda: self._reader.read(number))  # small files are read here
+            while (data := next(pieces, None)) is not None:
+                self._write(out, data)
+                self.tally.bytes += len(data)
+                self.tally.report_sometimes()
+        except (OSError, SourceChangedError) as error:
             self._faulty = True
-            changed = isinstance(error, SourceChangedError)
-            self._tell("problem", entry.path, _CHANGED if changed else str(error))
-        self._done[1] += 1
-        self.tell_progress()
+            reason = _CHANGED if isinstance(error, SourceChangedError) else why(error)
+            self._tell("problem", entry.path, reason)
+        self._write(out, bytes(-entry.size % _BLOCK))
+        self.tally.files += 1
 
-    def _copy(self, entry: Entry, fd: int, out: IO[bytes]) -> None:
-        check_same(entry, os.fstat(fd))
-        if self._faulty:
-            return
-        out.write(_header(entry.path, entry))
-        at = 0
-        while at < entry.size:
-            count = min(_CHUNK_BYTES, entry.size - at)
-            data = self._source(functools.partial(os.pread, fd, count, at))
-            if not data:
-                raise SourceChangedError
-            out.write(data)
-            at += len(data)
-            self._done[0] += len(data)
-            self.tell_progress()
-        out.write(bytes(-entry.size % _BLOCK))
-        check_same(entry, os.fstat(fd))
-
-    def _source(self, call: Callable[[], Any]) -> Any:
-        """Call what may fail of the source, which is no fault of the archive."""
-        try:
-            return self._retry(call)
-        except OSError as error:
-            raise _SourceError(why(error)) from error
-
-    def tell_progress(self, *, last: bool = False) -> None:
-        """Tell how far it is, a few times a second."""
-        now = time.monotonic()
-        if now >= self._next or last:
-            self._tell("done", *self._done)
-            self._done = [0, 0]
-            self._next = now + _TOLD_EVERY_SECONDS
+    def _write(self, out: IO[bytes], data: Buffer) -> None:
+        if not self._faulty:
+            try:
+                out.write(data)
+            except OSError as error:
+                raise _ArchiveError(error) from error
 
 
-class _SourceError(Exception):
-    """A file cannot be read; an OSError would be taken for one of the archive."""
+class _ArchiveError(Exception):
+    """An archive cannot be written; an OSError would be taken for one of the source."""
+
+    def __init__(self, cause: OSError) -> None:
+        super().__init__(str(cause))
+        self.cause = cause
 
 
 def _header(
@@ -388,7 +370,7 @@ def _header(
         info.size = entry.size if kind == tarfile.REGTYPE else 0
     try:
         return info.tobuf(tarfile.USTAR_FORMAT, "utf-8", "surrogateescape")
-    except ValueError:  # it does not fit; names that are no text are told as GNU tar tells them
+    except ValueError:  # it does not fit; names that are not text are written as GNU tar does
         is_text = not _SURROGATES.search(name + link)
         if is_text:
             return info.tobuf(tarfile.PAX_FORMAT, "utf-8", "surrogateescape")
@@ -411,7 +393,7 @@ def _stripe(directory: str, shard_bytes: int) -> str:
     """Spread new archives over Lustre's servers: one for each 256 MiB, 8 at most.
 
     Returns:
-        what went wrong; empty where nothing did, or there is no Lustre.
+        what went wrong; "" if nothing did, or the file system is not Lustre.
     """
     if file_system_type(directory) != "lustre":
         return ""

@@ -34,17 +34,11 @@ VISIBLE_VARIABLES = ("CUDA_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES")
 
 @dataclass(frozen=True)
 class RankGpu:
-    """The GPU of one rank.
+    """The GPU of one rank."""
 
-    Attributes:
-        rank: local rank.
-        gpu: its GPU; None without one, and where the topology does not know it.
-        near: NUMA domains that the GPU is next to; empty where unknown.
-    """
-
-    rank: int
-    gpu: Gpu | None = None
-    near: tuple[int, ...] = ()
+    rank: int  # local rank
+    gpu: Gpu | None = None  # its GPU; None without one, or if it is not in the topology
+    near: tuple[int, ...] = ()  # NUMA domains that the GPU is next to; empty if unknown
 
 
 def gpus_of_ranks(
@@ -55,7 +49,7 @@ def gpus_of_ranks(
     devices: Sequence[Gpu | None],
     warnings: list[str],
 ) -> list[RankGpu]:
-    """Return the GPU of each rank: the visible device of its number, beginning anew after the last.
+    """Return the GPU of each rank: the visible device of its number, modulo their count.
 
     That is what `torch.device("cuda", local_rank % device_count)` does in the rank itself.
     """
@@ -74,25 +68,19 @@ def gpus_of_ranks(
 def domains_of_idle(
     topology: Topology, machine: Machine, ranks: int, devices: Sequence[Gpu | None]
 ) -> set[int]:
-    """Return the domains next to visible GPUs that no rank has, and next to none that one has.
+    """Return the domains that are next to visible GPUs without a rank only.
 
-    Included are the domains without a GPU that are nearer to these than to any rank's.
-
-    Args:
-        topology: the node.
-        machine: the same, for its distances.
-        ranks: how many ranks there are.
-        devices: the visible GPUs.
+    Domains without a GPU are included if they are nearer to these than to the GPU of any rank.
     """
     near = [() if gpu is None else local_domains(topology, machine, gpu) for gpu in devices]
     ranked = {domain for domains in near[:ranks] for domain in domains}
     idle = {domain for domains in near[ranks:] for domain in domains} - ranked
-    beside = [
+    without_gpu = [
         domain
         for domain in (machine.pool if idle else ())
         if idle.issuperset(machine.nearest(domain, ranked | idle))
     ]
-    return idle.union(beside)
+    return idle.union(without_gpu)
 
 
 def visible_devices(
@@ -101,14 +89,14 @@ def visible_devices(
     hidden: Collection[str] = (),
     warnings: list[str] | None = None,
 ) -> list[Gpu | None]:
-    """Return the devices of a visible list in its order; None stands for an unknown one.
+    """Return the devices of a visible list in its order; None for an unknown device.
 
-    As for the driver, the list ends before an entry that can be no device, such as `-1` or
+    As in the driver, the list ends before an entry that cannot be a device, such as `-1` or
     Slurm's `NoDevFiles`.
 
     Args:
         topology: the node.
-        text: the variable's value; None where it is not set: then all that are not hidden.
+        text: the variable's value; None if it is not set: then every GPU that is not hidden.
         hidden: PCI addresses of GPUs that a cgroup hides.
         warnings: gets a sentence about each unknown device.
     """
@@ -131,17 +119,17 @@ def visible_devices(
 
 
 def _by_uuid(gpus: Sequence[Gpu], uuid: str) -> Gpu | None:
-    """Return the GPU of a UUID; of the beginning of one, as in CUDA, where it is the only one."""
+    """Return the GPU with a UUID; as in CUDA an unambiguous prefix is enough."""
     begun = [gpu for gpu in gpus if gpu.uuid.lower().startswith(uuid)]
     exact = [gpu for gpu in begun if gpu.uuid.lower() == uuid]
     return exact[0] if exact else begun[0] if len(begun) == 1 else None
 
 
 def local_domains(topology: Topology, machine: Machine, gpu: Gpu) -> tuple[int, ...]:
-    """Return the domains with CPUs that a GPU is next to; several where only CPUs are known.
+    """Return the domains with CPUs that a GPU is next to; several if only its CPUs are known.
 
-    Empty where unknown: a GPU that is near to all CPUs of several domains could be anywhere. A MIG
-    instance of unknown place is where its parent is, or another instance of it.
+    Empty if unknown: a GPU that is near to all CPUs of several domains could be anywhere. A MIG
+    instance without a known domain has that of its parent, or of another instance of the parent.
     """
     with_cpus = machine.domains_with_cpus
     if len(with_cpus) == 1:
@@ -164,5 +152,5 @@ def local_domains(topology: Topology, machine: Machine, gpu: Gpu) -> tuple[int, 
 
 
 def gpu_name(gpu: Gpu) -> str:
-    """Return what to call a GPU: its PCI address, else the source's name of it, else its index."""
+    """Return a GPU's name for messages: PCI address, else the source's name, else its index."""
     return gpu.address or gpu.name or str(gpu.index)

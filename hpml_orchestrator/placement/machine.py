@@ -1,4 +1,4 @@
-"""A topology as the planner needs it: the cores that may be used, and how far domains are apart."""
+"""A topology as the planner needs it: the usable cores, and distances between domains."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 __all__ = ["UNKNOWN_DISTANCE", "Machine"]
 
 UNKNOWN_DISTANCE = 256  # the kernel's distances end at 255
-_LOCAL, _REMOTE = 10, 20  # assumed for comparisons where distances are unknown
+_LOCAL, _REMOTE = 10, 20  # assumed for comparisons if distances are unknown
 
 
 class Machine:
@@ -21,7 +21,7 @@ class Machine:
     Args:
         topology: the node.
         allowed: the CPUs that may be used; None for all.
-        smt: whether all hardware threads of a core are used, or its first usable one alone.
+        smt: whether all hardware threads of a core are used, or only its first usable one.
 
     Attributes:
         pool: NUMA domain to its usable cores, both by socket and number; none is empty.
@@ -67,9 +67,9 @@ class Machine:
         return tuple(sorted(self._sockets))
 
     def distance(self, domain: int, other: int) -> int:
-        """Return how far a domain is from another; where unknown 10 within and 20 between.
+        """Return the distance between two domains; if unknown, 10 within and 20 between domains.
 
-        For comparisons alone: what people read is from `farthest`.
+        For comparisons only; `farthest` has the distances to display.
         """
         default = _LOCAL if domain == other else _REMOTE
         return self._distances.get(domain, {}).get(other, default)
@@ -77,14 +77,14 @@ class Machine:
     def farthest(self, near: Collection[int], domains: Iterable[int]) -> int | None:
         """Return the largest distance of some domains, each from the nearest of `near`.
 
-        None where the distance of one of them is unknown.
+        None if the distance of one of them is unknown.
         """
         rows = [self._distances.get(domain, {}) for domain in near]
         away = [[row[other] for row in rows if other in row] for other in domains]
         return max(map(min, away), default=None) if all(away) else None
 
     def gap(self, domain: int, other: int) -> tuple[int, int]:
-        """Return the distance, and 1 where no socket is common: for sources without distances."""
+        """Return the distance, and 1 if no socket is shared: for sources without distances."""
         sockets, others = self._sockets.get(domain, set()), self._sockets.get(other, set())
         return self.distance(domain, other), int(sockets.isdisjoint(others))
 

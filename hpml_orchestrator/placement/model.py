@@ -17,36 +17,23 @@ PLAN_COLUMNS = ("rank", "GPU", "CPUs", "cores", "NUMA", "distance", "memory", "N
 
 @dataclass(frozen=True)
 class RankPlan:
-    """Where one rank runs.
+    """Where one rank runs."""
 
-    Attributes:
-        local_rank: number among the ranks of its node, from 0.
-        gpu: PCI address of its GPU, or the source's name of it; None without a GPU, and where the
-            topology does not know it.
-        gpu_index: the GPU's index in the topology.
-        gpu_uuid: UUID of the GPU or MIG instance; empty where unknown.
-        cpus: CPUs that it may run on, ascending.
-        cores: numbers of the physical cores that those are in, ascending.
-        numa: NUMA domains that those are in, ascending.
-        memory: the NUMA domain whose memory to prefer; None for no preference.
-        nic: name of its network card; None without one.
-        threads: OpenMP threads: its cores less its loader workers, at least 1.
-        loader_workers: processes that load data for it, on its cores.
-        distance: the largest NUMA distance from its GPU to one of its cores (10 is local); None
-            without a GPU, and where unknown.
-    """
-
-    local_rank: int
+    local_rank: int  # number among the ranks of its node, from 0
+    # PCI address of its GPU, or the source's name of it; None without a GPU, or if the GPU is not
+    # in the topology
     gpu: str | None = None
-    gpu_index: int | None = None
-    gpu_uuid: str = ""
-    cpus: tuple[int, ...] = ()
-    cores: tuple[int, ...] = ()
-    numa: tuple[int, ...] = ()
-    memory: int | None = None
-    nic: str | None = None
-    threads: int = 1
-    loader_workers: int = 0
+    gpu_index: int | None = None  # the GPU's index in the topology
+    gpu_uuid: str = ""  # UUID of the GPU or MIG instance; empty if unknown
+    cpus: tuple[int, ...] = ()  # CPUs that it may run on, ascending
+    cores: tuple[int, ...] = ()  # numbers of the physical cores that those are in, ascending
+    numa: tuple[int, ...] = ()  # NUMA domains that those are in, ascending
+    memory: int | None = None  # the NUMA domain whose memory to prefer; None for no preference
+    nic: str | None = None  # name of its network card; None without one
+    threads: int = 1  # OpenMP threads: its cores less its loader workers, at least 1
+    loader_workers: int = 0  # processes that load data for it, on its cores
+    # The largest NUMA distance from its GPU to one of its cores (10 is local); None without a GPU,
+    # or if unknown
     distance: int | None = None
 
     def cpu_list(self) -> str:
@@ -56,17 +43,12 @@ class RankPlan:
 
 @dataclass(frozen=True)
 class Plan:
-    """The ranks of one node.
+    """The ranks of one node."""
 
-    Attributes:
-        ranks: by local rank, from 0 without a gap.
-        policy: the policy that it was made with; `none` means that nothing is to be bound.
-        warnings: what could not be done as it should, one sentence each.
-    """
-
-    ranks: tuple[RankPlan, ...]
+    ranks: tuple[RankPlan, ...]  # by local rank, from 0 without a gap
+    # The policy that it was made with; `none` means that nothing is bound
     policy: str = "gpu-local"
-    warnings: tuple[str, ...] = ()
+    warnings: tuple[str, ...] = ()  # which rules could not be kept, one sentence each
 
 
 def plan_json(plan: Plan) -> dict[str, Any]:

@@ -1,17 +1,16 @@
-"""The plan file: one line for each local rank, which hpml-bind finds and reads at little cost.
+"""The plan file: one line per local rank, which hpml-bind can find and read quickly.
 
     file    = header, rank lines, warnings
     header  = "hpml-plan 1 ranks=" N " policy=" TEXT { " " KEY "=" VALUE } NEWLINE
     rank    = "rank " N { " " KEY "=" VALUE } NEWLINE
     warning = "warning " TEXT NEWLINE
 
-Rank lines stand in order from 0; readers skip keys that they do not know, so that one may be added
-without a new version. A value is text without white space, in which `%` and two hexadecimal digits
-stand for a byte of UTF-8; `-` alone means that there is none. CPUs, cores and domains are in the
-kernel's list format; `bind=no` means that no affinity and no memory policy is to be set. What else
-the header holds is from the agent for hpml-bind (`verify`, `allowed`, `visible`, `omp`, `channel`,
-`sigterm`, `recorder`).
-The number after `hpml-plan` is this grammar's version.
+Rank lines are in order from 0. Readers skip unknown keys, so a key can be added without a new
+version. A value is text without white space, in which `%` and two hexadecimal digits encode a byte
+of UTF-8; a value of `-` is a missing one. CPUs, cores and domains are in the kernel's list format;
+with `bind=no` hpml-bind sets neither affinity nor memory policy. The other values of the header are
+the agent's settings for hpml-bind (`verify`, `allowed`, `visible`, `omp`, `channel`, `sigterm`,
+`recorder`). The number after `hpml-plan` is the version of this grammar.
 
 Importing this module imports nothing but `cpulist`; only `read` needs the plan's own classes.
 """
@@ -68,7 +67,7 @@ def find(text: str, local_rank: int) -> dict[str, str]:
     """Return the values of one rank's line by key; those that are `-` are left out.
 
     Raises:
-        ValueError: when this is no plan file of this version, or the rank is not in it.
+        ValueError: this is not a plan file of this version, or it lacks the rank.
     """
     header(text)
     begin = text.find(f"\nrank {local_rank} ")
@@ -82,7 +81,7 @@ def header(text: str) -> dict[str, str]:
     """Return the values of the first line by key; those that are `-` are left out.
 
     Raises:
-        ValueError: when this is no plan file of this version.
+        ValueError: this is not a plan file of this version.
     """
     words = text.partition("\n")[0].split(" ")
     if words[0] != "hpml-plan":
@@ -99,7 +98,7 @@ def read(text: str) -> Plan:
     """Return the plan that a file holds.
 
     Raises:
-        ValueError: when it is no plan file of this version, or a line cannot be read.
+        ValueError: this is not a plan file of this version, or a line cannot be read.
     """
     from hpml_orchestrator.placement.model import Plan, RankPlan  # noqa: PLC0415 - see above
 

@@ -1,4 +1,4 @@
-"""The planner: from a topology to where each local rank runs.
+"""The planner: decides from a node's topology where each local rank runs.
 
 The GPUs' order is never changed: local rank r has visible device r, and the CPUs follow the GPU.
 The planner reads no clock, no environment and no file; equal input gives an equal plan.
@@ -34,8 +34,8 @@ __all__ = ["POLICIES", "plan"]
 
 POLICIES = {
     "gpu-local": "cores of the GPU's NUMA domain, then those of the nearest domains without a GPU",
-    "numa": "cores of the GPU's NUMA domain alone; without GPUs one rank per domain",
-    "socket": "cores of the GPU's socket alone; without GPUs one rank per socket",
+    "numa": "only cores of the GPU's NUMA domain; without GPUs one rank per domain",
+    "socket": "only cores of the GPU's socket; without GPUs one rank per socket",
     "spread": "equal parts of all cores in order, wherever the GPU is",
     "none": "nothing is bound: every rank may run on all allowed CPUs",
 }
@@ -58,7 +58,7 @@ def plan(
     No core belongs to two ranks unless there are fewer cores than ranks (and with policy `none`).
     Ranks next to the same domain get equal numbers of cores, give or take one, those of the domain
     first. With `gpu-local` domains without a visible GPU lend their cores to the nearest ranks.
-    What cannot be done is done as nearly as possible, with a warning in the plan.
+    If a rule cannot be kept, the nearest possible plan is made, with a warning in it.
 
     Args:
         topology: the node.
@@ -69,7 +69,7 @@ def plan(
         visible_gpus: in the order of CUDA_VISIBLE_DEVICES, None for one that the topology does not
             know; None for all GPUs.
         loader_workers: processes per rank that load data and need a core each.
-        smt: use all hardware threads of a core, or its first allowed one alone.
+        smt: use all hardware threads of a core, or only its first allowed one.
 
     Raises:
         InputError: for an unknown policy, numbers below their minimum, and allowed CPUs of which
@@ -109,7 +109,7 @@ def plan(
 
 
 def _check(policy: str, ranks: int, ranks_per_gpu: int, loader_workers: int) -> None:
-    """Refuse what no plan can be made of."""
+    """Refuse invalid arguments."""
     if policy not in POLICIES:
         raise InputError(f"must be one of {', '.join(POLICIES)}", field="policy", value=policy)
     for name, value, least in (
@@ -128,7 +128,7 @@ def _share(
     warnings: list[str],
     idle_domains: Collection[int],
 ) -> list[list[int]]:
-    """Return each rank's cores; the domains of GPUs without a rank, and beside them, lend none."""
+    """Return each rank's cores; `idle_domains`, near to GPUs without a rank, lend none."""
     if not machine.cores:
         warnings.append("the topology has no CPUs: no rank can be bound")
         return [[] for _ in gpus]
@@ -174,7 +174,7 @@ def _units(machine: Machine, policy: str) -> list[Sequence[int]]:
 
 
 def _homes(machine: Machine, gpus: Sequence[RankGpu]) -> list[int]:
-    """Return each rank's home domain, in which there are cores."""
+    """Return each rank's home: a domain with usable cores, nearest to its GPU."""
     wanted: list[tuple[int, ...]] = []
     for gpu in gpus:
         usable = tuple(domain for domain in gpu.near if domain in machine.pool)
@@ -191,7 +191,7 @@ def _homes(machine: Machine, gpus: Sequence[RankGpu]) -> list[int]:
 def _groups(
     machine: Machine, homes: Sequence[int], policy: str, idle_domains: Collection[int]
 ) -> list[Group]:
-    """Return the groups of ranks that share cores, and idle ones whose cores nobody has yet."""
+    """Return the groups of ranks that share cores, and groups without ranks for idle cores."""
     ranks: dict[int, list[int]] = {}
     for rank, home in enumerate(homes):
         ranks.setdefault(home, []).append(rank)
@@ -241,14 +241,7 @@ def _rank(
 def _choose_nics(
     topology: Topology, machine: Machine, gpus: Sequence[RankGpu], homes: Sequence[tuple[int, ...]]
 ) -> list[str | None]:
-    """Return the name of each rank's network card: the nearest, and among equals each as often.
-
-    Args:
-        topology: the node.
-        machine: the same, for its distances.
-        gpus: each rank's GPU, whose place decides.
-        homes: each rank's domains, which decide where there is no GPU.
-    """
+    """Return the name of each rank's network card: the nearest, and among equals each as often."""
     if not topology.nics:
         return [None] * len(gpus)
     links = {(gpu, nic): _LEVELS.get(level, 4) for gpu, nic, level in topology.links}
@@ -283,7 +276,7 @@ def _choose_nics(
 
 
 def _nic_domains(machine: Machine, nic: Nic) -> tuple[int, ...]:
-    """Return the domains that a card is next to; none where unknown."""
+    """Return the domains that a card is next to; none if unknown."""
     if nic.domain is not None:
         return (nic.domain,)
     domains = machine.domains_of_cpus(nic.cpus)

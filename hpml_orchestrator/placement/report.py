@@ -31,12 +31,7 @@ _WARNINGS_MAX = 20
 
 
 def plan_figures(plan: Plan, *, sets_threads: bool) -> dict[str, Any]:
-    """Return the figures of a node's plan that `plan_lines` prints, as plain data.
-
-    Args:
-        plan: the plan.
-        sets_threads: whether hpml-bind sets OMP_NUM_THREADS.
-    """
+    """Return the figures of a node's plan that `plan_lines` prints, as plain data."""
     return {
         "policy": plan.policy,
         "ranks": len(plan.ranks),
@@ -47,11 +42,7 @@ def plan_figures(plan: Plan, *, sets_threads: bool) -> dict[str, Any]:
 
 
 def plan_lines(figures: Sequence[tuple[str, dict[str, Any]]]) -> list[str]:
-    """Return a line about how the ranks of all nodes are bound, and the nodes' warnings.
-
-    Args:
-        figures: node and `plan_figures` of each.
-    """
+    """Return a line about how the ranks of all nodes are bound, and the nodes' warnings."""
     lines = []
     bound = [plan for _, plan in figures if plan["policy"] != "none"]
     if bound:
@@ -108,7 +99,6 @@ def wrong_rows(proof: NodeProof) -> list[tuple[str, ...]]:
         cells = (str(rank.rank), proof.node, rank.gpu or "-", cpus or "-", numa or "-")
         for place, sentence in enumerate(rank.wrong):
             rows.append((*(cells if place == 0 else ("",) * len(cells)), sentence))
-    rows += [("-", proof.node, "-", "-", "-", sentence) for sentence in proof.wrong]
     return rows
 
 
@@ -126,7 +116,7 @@ def table(rows: Sequence[tuple[str, ...]]) -> list[str]:
 
 
 def _each(cores: Sequence[int], threads: Sequence[int]) -> str:
-    """Return what each rank has; no threads where they are unknown."""
+    """Return the cores and threads of each rank as text; without threads if these are unknown."""
     return (
         " and ".join(
             _span(counts, noun) for counts, noun in ((cores, "core"), (threads, "thread")) if counts

@@ -1,4 +1,4 @@
-"""How cores are shared out: homes for ranks, idle domains' cores for the nearest, equal parts."""
+"""Divides cores among ranks: a home domain per rank, idle domains lend cores, equal parts."""
 
 from __future__ import annotations
 
@@ -15,17 +15,11 @@ __all__ = ["Group", "choose_homes", "chunks", "even", "lend", "merge", "share_gr
 
 @dataclass
 class Group:
-    """Ranks that share the cores of some domains.
+    """Ranks that share the cores of some domains."""
 
-    Attributes:
-        domains: the domains whose cores are all for this group.
-        homes: domain to the ranks whose GPU is next to it, in order.
-        lent: cores of other domains.
-    """
-
-    domains: list[int]
-    homes: dict[int, list[int]]
-    lent: list[int] = field(default_factory=list)
+    domains: list[int]  # the domains whose cores all belong to this group
+    homes: dict[int, list[int]]  # domain to the ranks whose GPU is next to it, in order
+    lent: list[int] = field(default_factory=list)  # cores of other domains
 
     @property
     def ranks(self) -> list[int]:
@@ -48,11 +42,14 @@ def even(total: int, parts: int) -> list[int]:
 
 
 def chunks(units: Sequence[Sequence[int]], ranks: int) -> list[list[int]]:
-    """Share units (sockets, domains or the whole node) out to ranks in order, as equally as can be.
+    """Divide units (sockets, domains or the whole node) among ranks in order, equally if possible.
 
-    With fewer ranks than units each rank gets one unit, and they are spread over all. No unit takes
-    more ranks than it has cores while another has cores to spare.
+    With fewer ranks than units each rank gets one unit, spread over all units. No unit gets more
+    ranks than it has cores while another one has cores to spare.
     """
+    # First spread the ranks evenly over the units, whatever their size. Then, while a unit has more
+    # ranks than cores, move one of its ranks to the unit that leaves the most cores per rank.
+    # With fewer cores than ranks on the node no move can help, so none is made.
     count = [0] * len(units)
     for rank in range(ranks):
         count[rank * len(units) // ranks] += 1
@@ -76,11 +73,10 @@ def chunks(units: Sequence[Sequence[int]], ranks: int) -> list[list[int]]:
 
 
 def choose_homes(machine: Machine, near: Sequence[Sequence[int]]) -> list[int]:
-    """Return each rank's home among the domains that would do for it, where most cores are left.
-
-    Ranks with the least choice come first. Ranks with the same choice are handed their homes in
-    order, so that neighbours stay together.
-    """
+    """Return each rank's home: of its possible domains the one with most cores left per rank."""
+    # Greedy, ranks with the fewest possible domains first: the others can still go elsewhere.
+    # Ranks with equal possibilities then get their homes in order, so that neighbouring ranks are
+    # on the same or neighbouring domains; the number of ranks per domain does not change.
     counts = dict.fromkeys(machine.pool, 0)
     homes = [0] * len(near)
     alike: dict[tuple[int, ...], list[int]] = {}
@@ -99,13 +95,14 @@ def choose_homes(machine: Machine, near: Sequence[Sequence[int]]) -> list[int]:
 
 
 def lend(machine: Machine, groups: dict[int, Group], kept: Collection[int] = ()) -> None:
-    """Give the cores of domains without ranks to the nearest groups, whoever has fewest per rank.
+    """Give the cores of domains without ranks, except `kept`, to the nearest groups, equally.
 
-    Args:
-        machine: the node.
-        groups: a domain with ranks to its group, which gets the cores.
-        kept: domains that lend nothing.
+    `groups` has the group of each domain with ranks.
     """
+    # Lenders with the same nearest groups ("takers") are divided together, those with the fewest
+    # takers first, since their cores cannot go elsewhere. The first loop decides how many cores
+    # each taker gets: one at a time to the taker with the fewest cores per rank. The second loop
+    # decides which cores.
     alike: dict[tuple[int, ...], list[int]] = {}
     for idle in machine.pool:
         if idle not in groups and idle not in kept:
@@ -128,10 +125,12 @@ def lend(machine: Machine, groups: dict[int, Group], kept: Collection[int] = ())
 
 
 def merge(machine: Machine, groups: list[Group]) -> None:
-    """Join every group that has fewer cores than ranks with the nearest that has some to spare.
+    """Join each group that has fewer cores than ranks with the nearest one that has cores to spare.
 
     The node must have a core for each rank.
     """
+    # A join may leave the joined group short, so repeat until none is. This ends: each round
+    # removes a group, and the node as a whole has enough cores.
     while True:
         short = next((group for group in groups if group.cores(machine) < len(group.ranks)), None)
         if short is None:
@@ -152,10 +151,14 @@ def merge(machine: Machine, groups: list[Group]) -> None:
 
 
 def share_group(machine: Machine, group: Group) -> dict[int, list[int]]:
-    """Share a group's cores out: equal parts, and of these as many as can be from the own domain.
+    """Divide a group's cores into equal parts, with as many cores as possible from the own domain.
 
     The group must have a core for each rank. Cores stay in order, so that a rank's are neighbours.
     """
+    # 1. `part`: how many cores each rank gets; if they do not divide evenly, the ranks with most
+    #    cores in their home domain get one more, because they can take it there.
+    # 2. Each rank takes what its own domain offers, up to its part.
+    # 3. Ranks that still need cores take the remaining ones, nearest domain first.
     local: dict[int, int] = {}
     for domain, ranks in group.homes.items():
         local.update(zip(ranks, even(len(machine.pool[domain]), len(ranks))))
@@ -185,10 +188,11 @@ def share_group(machine: Machine, group: Group) -> dict[int, list[int]]:
 
 
 def share_short(machine: Machine, homes: Sequence[int]) -> list[list[int]]:
-    """Give one core to each rank where there are fewer cores than ranks: the same number on each.
+    """Give one core to each rank if there are fewer cores than ranks, equally many to each core.
 
-    A rank gets a core of its own domain while that has a place left, else the nearest.
+    A rank gets a core of its home domain while there is a place left, else the nearest core.
     """
+    # Each core has `places` ranks; only `more` cores have one more than that.
     places, more = divmod(len(homes), len(machine.cores))
     load = dict.fromkeys(machine.cores, 0)
     shared: list[list[int]] = []

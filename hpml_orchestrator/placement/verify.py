@@ -1,14 +1,13 @@
-"""Judges where ranks run: from a node's plan and what was seen of its ranks to what is wrong.
+"""Compares the observed ranks of a node with its plan, and lists the faults.
 
-Pure: it reads no clock, no file and no process. What a rank has is taken from what was seen; the
-plan says what it should have. Cores of another domain that the plan lends are right.
+These functions are pure: they read no clock, no file and no process. Cores of another domain are
+right if the plan lends them.
 
-Of a rank's processes one is its main process, which must be able to use all of the rank's CPUs,
-with all of its threads together: a single thread may be held on fewer. Any process outside of the
-rank's CPUs is wrong. One on fewer of them is right (a loader worker with a core of its own), unless
-more such processes work on the same CPUs than those have cores, and keep these busy. Where a
-wrapper has started several programs on different CPUs, it has divided those of the rank, and any
-of them may be on fewer.
+The main process of a rank must be able to use all of the rank's CPUs, all its threads together; a
+single thread may be bound to fewer. A process outside of the rank's CPUs is a fault. A process on
+only some of them is right (a loader worker bound to one core), unless more busy processes are on
+these CPUs than they have cores. If a wrapper has started several programs on different CPUs, it has
+divided the rank's CPUs, and each program may be on some of them.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ if TYPE_CHECKING:
     from hpml_orchestrator.placement.proof import Process, Seen
     from hpml_orchestrator.topology.model import Topology
 
-__all__ = ["Circumstances", "judge"]
+__all__ = ["NodeContext", "judge"]
 
 _WORK_LOAD = 0.02  # CPUs kept busy, from which a process counts as at work
 _FULL_LOAD = 0.9  # of each core, from which processes wait for each other
@@ -39,42 +38,27 @@ _NEAR_POLICIES = ("gpu-local", "numa", "socket")
 
 
 @dataclass(frozen=True)
-class Circumstances:
-    """What a node's ranks were planned with.
+class NodeContext:
+    """The inputs of a node's plan besides its topology."""
 
-    Attributes:
-        node: Slurm's name of it.
-        verify: `strict`, `warn` or `off`.
-        allowed: CPUs that the job may use there.
-        visible: the job's CUDA_VISIBLE_DEVICES (or ROCR_VISIBLE_DEVICES) there; None where not set.
-        hidden: PCI addresses of GPUs that a cgroup hides from the job.
-        ranks_per_gpu: how many ranks are meant to share a GPU.
-    """
-
-    node: str
-    verify: str
-    allowed: tuple[int, ...]
+    node: str  # Slurm's name of it
+    verify: str  # `strict`, `warn` or `off`
+    allowed: tuple[int, ...]  # CPUs that the job may use there
+    # The job's CUDA_VISIBLE_DEVICES (or ROCR_VISIBLE_DEVICES) there; None if not set
     visible: str | None = None
-    hidden: frozenset[str] = frozenset()
-    ranks_per_gpu: int = 1
+    hidden: frozenset[str] = frozenset()  # PCI addresses of GPUs that a cgroup hides from the job
+    ranks_per_gpu: int = 1  # how many ranks are meant to share a GPU
 
 
 def judge(
-    topology: Topology, plan: Plan, seen: Iterable[Seen], around: Circumstances, *, looks: int = 0
+    topology: Topology, plan: Plan, seen: Iterable[Seen], context: NodeContext, *, looks: int = 0
 ) -> NodeProof:
-    """Return where every rank that was seen runs, and what is wrong with that.
+    """Compare the observed ranks with the plan; return where they run and their faults.
 
-    With the policy `none` nothing is wrong. Ranks that were not seen are left out: whether they
-    should have been is known at the job's end alone.
-
-    Args:
-        topology: the node.
-        plan: its plan.
-        seen: the ranks, one each.
-        around: what the plan was made with.
-        looks: how often live processes were looked at, for the record.
+    The policy `none` has no faults. Ranks that were not observed are left out: they may start
+    later, so only the job's end shows whether one is missing.
     """
-    node = _Node(topology, plan, around)
+    node = _Node(topology, plan, context)
     ranks = [_Rank(node, rank) for rank in sorted(seen, key=lambda r: (r.local_rank, r.rank))]
     warnings = list(plan.warnings)
     if plan.policy != "none":
@@ -87,9 +71,9 @@ def judge(
         _add_shared_gpus(node, ranks)
         _add_shared_cores(node, ranks)
     return NodeProof(
-        node=around.node,
+        node=context.node,
         policy=plan.policy,
-        verify=around.verify,
+        verify=context.verify,
         expected=len(plan.ranks),
         ranks=tuple(replace(rank.proof, wrong=tuple(rank.wrong)) for rank in ranks),
         warnings=tuple(dict.fromkeys(warnings)),
@@ -98,34 +82,34 @@ def judge(
 
 
 class _Node:
-    """What all ranks of the node are judged by."""
+    """The facts about the node that the checks of all ranks use."""
 
-    def __init__(self, topology: Topology, plan: Plan, around: Circumstances) -> None:
+    def __init__(self, topology: Topology, plan: Plan, context: NodeContext) -> None:
         self.topology = topology
         self.plan = plan
-        self.around = around
+        self.context = context
         self.machine = Machine(topology, None, smt=True)
         self.core_of = {cpu: core.number for core in topology.cores for cpu in core.cpus}
-        self.gpus = visible_devices(topology, around.visible, around.hidden)
-        # Of several MIG instances a process sees one alone, whatever its list is.
+        self.gpus = visible_devices(topology, context.visible, context.hidden)
+        # A CUDA process can use only one MIG instance, whatever its list is.
         known = [gpu for gpu in self.gpus if gpu]
         self.is_divided = bool(known) and all(gpu.parent for gpu in known)
-        self.is_scarce = len(self.cores(around.allowed)) < len(plan.ranks)
+        self.is_scarce = len(self.cores(context.allowed)) < len(plan.ranks)
 
     @property
     def ranks_per_gpu(self) -> int:
-        """How many ranks may have the same device; any number where the job was given no GPUs."""
-        if self.around.visible is None and self.gpus:
-            return max(self.around.ranks_per_gpu, -(-len(self.plan.ranks) // len(self.gpus)))
-        return self.around.ranks_per_gpu
+        """How many ranks may share a device; unlimited if the job got no list of GPUs."""
+        if self.context.visible is None and self.gpus:
+            return max(self.context.ranks_per_gpu, -(-len(self.plan.ranks) // len(self.gpus)))
+        return self.context.ranks_per_gpu
 
     def cores(self, cpus: Iterable[int]) -> frozenset[int]:
-        """Return the physical cores that some CPUs are in."""
+        """Return the physical cores that the CPUs belong to."""
         return frozenset(self.core_of[cpu] for cpu in cpus if cpu in self.core_of)
 
 
 class _Rank:
-    """One rank: what was seen, what was planned, and where it runs."""
+    """One rank: the observation, the plan, and the CPUs and GPU that it has."""
 
     def __init__(self, node: _Node, seen: Seen) -> None:
         self.seen = seen
@@ -137,8 +121,8 @@ class _Rank:
         self.outside = [p for p in seen.others if self.own and not self.own >= set(p.cpus)]
         self.cpus = self.main.union(*(process.cpus for process in self.outside))
         # A job that was given no GPUs has none, whatever its ranks' lists show.
-        visible = "" if node.around.visible == "" else seen.visible
-        self.gpus = visible_devices(node.topology, visible, node.around.hidden)
+        visible = "" if node.context.visible == "" else seen.visible
+        self.gpus = visible_devices(node.topology, visible, node.context.hidden)
         self.hides_gpus = 0 < len(self.gpus) < len(node.gpus) and not node.is_divided
         self.gpu = self.gpus[seen.local_rank % len(self.gpus)] if self.gpus else None
         self.domains = node.machine.domains_of_cpus(self.cpus)
@@ -164,13 +148,13 @@ class _Rank:
 
 
 def _start_faults(node: _Node, rank: _Rank) -> list[str]:
-    """Return what hpml-bind itself found, before the rank began."""
+    """Return the faults that hpml-bind recorded before the rank began."""
     seen, faults = rank.seen, []
     if rank.plan is None:
         faults.append(f"is not in the plan, which has {len(node.plan.ranks)} ranks for this node")
     if seen.error:
         faults.append(f"hpml-bind: {seen.error}")
-    allowed = set(node.around.allowed)
+    allowed = set(node.context.allowed)
     if seen.inherited is not None and rank.own and set(seen.inherited) not in (allowed, rank.own):
         faults.append(
             f"was bound twice: it was started on CPUs {format_list(seen.inherited)}, neither on "
@@ -186,14 +170,14 @@ def _start_faults(node: _Node, rank: _Rank) -> list[str]:
 
 
 def _cpu_faults(node: _Node, rank: _Rank, warnings: list[str]) -> list[str]:
-    """Return what is wrong with its CPUs: it must run on all that are its own, and no others."""
+    """Return the faults of its CPUs: a rank must run on exactly the CPUs of its plan."""
     seen, plan, main, own = rank.seen, rank.plan, rank.main, rank.own
     if plan is None or not own or not rank.cpus:
         return []
     if not own >= main:
         return [_elsewhere(node, rank)]
     faults = [
-        f"{_process(process)} runs on CPUs {format_list(process.cpus)}, outside of its own "
+        f"{_process(process)} runs on CPUs {format_list(process.cpus)}, outside of the rank's "
         f"{format_list(own)}"
         for process in rank.outside[:1]
     ]
@@ -221,7 +205,7 @@ def _cpu_faults(node: _Node, rank: _Rank, warnings: list[str]) -> list[str]:
             f"{counted(plan.loader_workers, 'loader worker')} need {needed}"
         )
     is_near = node.plan.policy not in _NEAR_POLICIES or set(rank.domains) & set(rank.near)
-    if node.around.verify == "strict" and not faults and rank.gpu and rank.near and not is_near:
+    if node.context.verify == "strict" and not faults and rank.gpu and rank.near and not is_near:
         faults.append(
             f"runs on {rank.place}, its GPU {gpu_name(rank.gpu)} is next to NUMA "
             f"{format_list(rank.near)}, where the job has no CPU: request whole nodes "
@@ -238,7 +222,7 @@ def _divides(rank: _Rank) -> bool:
 
 
 def _elsewhere(node: _Node, rank: _Rank) -> str:
-    """Return the sentence about a rank that runs on CPUs that are not its own."""
+    """Return the sentence about a rank that runs on CPUs that it was not assigned."""
     own = f"{format_list(rank.own)}"
     if node.plan.policy in _NEAR_POLICIES and rank.gpu and rank.near and rank.domains and rank.plan:
         planned, seen = rank.plan.distance, rank.proof.distance
@@ -253,7 +237,7 @@ def _elsewhere(node: _Node, rank: _Rank) -> str:
 
 
 def _crowds(node: _Node, rank: _Rank) -> list[str]:
-    """Return where processes are at work on so few of the rank's CPUs that they wait."""
+    """Return sentences about busy processes that share too few of the rank's CPUs."""
     working: dict[tuple[int, ...], list[Process]] = {}
     for process in rank.seen.others:
         if set(process.cpus) < rank.own and process.load >= _WORK_LOAD:
@@ -270,7 +254,7 @@ def _crowds(node: _Node, rank: _Rank) -> list[str]:
 
 
 def _gpu_faults(node: _Node, rank: _Rank) -> list[str]:
-    """Return what is wrong with its GPUs: it must see all of the job's and have its own."""
+    """Return the faults of its GPUs: it must see all GPUs of the job and have the planned one."""
     value = "not set" if rank.seen.visible is None else _shown(repr(rank.seen.visible))
     visible = f"(its list of visible devices is {value})"
     if rank.hides_gpus:
@@ -290,7 +274,7 @@ def _gpu_faults(node: _Node, rank: _Rank) -> list[str]:
 
 
 def _add_shared_gpus(node: _Node, ranks: Sequence[_Rank]) -> None:
-    """Add to the faults of ranks that share one GPU, more of them than are meant to."""
+    """Add a fault to ranks that share one GPU with more ranks than planned."""
     on_gpu: dict[str, list[_Rank]] = {}
     for rank in ranks:
         if rank.gpu and not rank.hides_gpus:  # hidden GPUs are a fault already
@@ -303,9 +287,9 @@ def _add_shared_gpus(node: _Node, ranks: Sequence[_Rank]) -> None:
 
 
 def _add_shared_cores(node: _Node, ranks: Sequence[_Rank]) -> None:
-    """Add to the faults of ranks that have moved to physical cores of others.
+    """Add a fault to ranks that run on physical cores of other ranks.
 
-    A rank on its own cores is not to blame for another that came there.
+    A rank that stays on its cores has no fault if another rank moves there.
     """
     for rank in ranks:
         if node.is_scarce or not rank.own or rank.cpus <= rank.own:

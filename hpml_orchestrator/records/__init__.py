@@ -1,1 +1,1 @@
-"""What is written down: plain, versioned records and the directories they live in."""
+"""Records on disk: plain, versioned files and their directories."""

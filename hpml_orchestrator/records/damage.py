@@ -6,7 +6,6 @@ made of the records, the reader has to know that some are missing.
 
 from __future__ import annotations
 
-import os
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -16,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from hpml_orchestrator.errors import NotFoundError, RecordError
 from hpml_orchestrator.records.events import event_fault, parse_record
 from hpml_orchestrator.records.feed import is_number
-from hpml_orchestrator.records.files import read_json
+from hpml_orchestrator.records.files import names_in, read_json
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
@@ -127,11 +126,8 @@ _RECORDS: tuple[tuple[str, str, dict[str, Callable[[Any], bool]]], ...] = (
 
 
 def _files(directory: Path, ending: str) -> list[Path]:
-    try:
-        names = os.listdir(directory)
-    except OSError:  # none yet, or the run of another user, which is reported elsewhere
-        return []
-    return [directory / name for name in sorted(names) if name.endswith(ending)]
+    """Return files by name; none yet, or another user's run, which is reported elsewhere."""
+    return [directory / name for name in names_in(directory) if name.endswith(ending)]
 
 
 def _lines(path: Path, fault: Callable[[bytes], str], *, is_growing: bool) -> Iterator[Damage]:

@@ -37,15 +37,15 @@ VOCABULARY = (
     "rendezvous",  # a rank entered the process group's start
     "resumed",  # a rank continues from a checkpoint
     "warm-up",  # a rank runs its first steps
-    "training",  # a rank begins to train; `data.step` says where, `data.total_steps` how far
+    "training",  # a rank begins to train at `data.step` of `data.total_steps`
     "step",  # a rank's cumulative counters, at most once a second, and less often later
     "evaluation",  # a rank evaluates
     "checkpoint",  # a rank writes a checkpoint
     "signal",  # one that did not end the job reached its script (node `batch`) or a node's steps
     "hang",  # no rank of a node gave a sign of life for too long
-    "stop",  # a node learned that the job is to be stopped; `data.reason` says why
+    "stop",  # a node was asked to stop the job; the reason is in `data.reason`
     "stopping",  # a rank stops as it was asked
-    "ended",  # over; `data.reason` says how
+    "ended",  # the attempt ended; how is in `data.reason`
 )
 """The only names that an event may have, in the order of a job's life."""
 
@@ -77,7 +77,7 @@ class Event:
 
     def __post_init__(self) -> None:
         if self.event not in VOCABULARY:
-            raise ValueError(f"{self.event!r} is no event; one of {', '.join(VOCABULARY)}")
+            raise ValueError(f"{self.event!r} is not an event; one of {', '.join(VOCABULARY)}")
 
     def to_json(self) -> str:
         """Return the event as one line of JSON."""

@@ -1,4 +1,4 @@
-r"""What a node's agent tells exporters of a training: the figures of its ranks, as messages.
+r"""Messages from a node's agent to exporters: the figures of the ranks of a training.
 
 One message, of at most 32 KiB:
 
@@ -62,13 +62,13 @@ _HIGHEST = 1e18
 
 
 class RankFigures(NamedTuple):
-    """What one rank has said.
+    """What one rank has reported.
 
     Attributes:
         rank: global rank.
-        age: seconds since it said anything.
+        age: seconds since its last report.
         totals: its counters, in the order of `COUNTERS`.
-        buckets: its steps by duration, not cumulative, the last one unbounded; None: not told.
+        buckets: its steps by duration, not cumulative, the last one unbounded; None: not reported.
         method: how communication was measured; empty if it was not.
         gauges: the latest values by name.
     """
@@ -82,10 +82,10 @@ class RankFigures(NamedTuple):
 
 
 class FeedMessage(NamedTuple):
-    """One part of what an agent knows.
+    """One message of an agent.
 
     Attributes:
-        pid: the agent's process id, as it says itself.
+        pid: the agent's process id, as the agent reports it.
         binding: ranks that are bound as planned, and others; None: not judged.
         ranks: the ranks of this part.
     """
@@ -96,7 +96,7 @@ class FeedMessage(NamedTuple):
 
 
 def encode(pid: int, binding: tuple[int, int] | None, ranks: Sequence[RankFigures]) -> list[bytes]:
-    """Return the messages that tell all ranks."""
+    """Return the messages about all ranks."""
     messages = []
     for part, first in enumerate(range(0, max(1, len(ranks)), _RANKS_PER_PART)):
         told = [
@@ -120,7 +120,7 @@ def part_of(datagram: bytes) -> int:
     """Return which part a message is, without reading the rest.
 
     Raises:
-        ValueError: it is no message of a training feed, or too long.
+        ValueError: not a message of a training feed, or too long.
     """
     number = datagram[len(_HEAD) : _HEAD_BYTES].partition(b"\n")[0]
     if not datagram.startswith(_HEAD) or len(datagram) > MAX_MESSAGE_BYTES:
@@ -129,10 +129,10 @@ def part_of(datagram: bytes) -> int:
 
 
 def decode(datagram: bytes) -> FeedMessage:
-    """Return what a message says; its numbers are finite and, except for gauges, not negative.
+    """Return a message's content; its numbers are finite and, except for gauges, not negative.
 
     Raises:
-        ValueError: it is no message of a training feed.
+        ValueError: not a message of a training feed.
     """
     part_of(datagram)
     try:

@@ -19,6 +19,7 @@ __all__ = [
     "append_line",
     "create_json",
     "fsync_dir",
+    "names_in",
     "read_json",
     "read_json_lines",
     "read_lines",
@@ -71,7 +72,7 @@ def write_json(path: PathLike, record: Any) -> None:
 
 
 def create_json(path: PathLike, record: Any) -> bool:
-    """Publish a mapping durably unless there is such a file: of many callers one succeeds.
+    """Publish a mapping durably unless the file exists: one of many callers succeeds.
 
     Returns:
         False when the file is there already; it stays as it is.
@@ -90,7 +91,7 @@ def create_json(path: PathLike, record: Any) -> bool:
 
 @contextlib.contextmanager
 def _written_sibling(target: Path, text: Union[str, bytes], mode: int) -> Iterator[str]:
-    """Yield a durable temporary file beside a target, and make what is done with it durable."""
+    """Yield a durable temporary file next to a target, and make what is done with it durable."""
     temporary = ""
     try:
         fd, temporary = tempfile.mkstemp(prefix=f".{target.name}.", dir=target.parent)
@@ -118,7 +119,7 @@ def read_text(path: PathLike) -> str:
     """Read a UTF-8 file; bytes that are none survive a round trip.
 
     Raises:
-        NotFoundError: there is no such file.
+        NotFoundError: the file does not exist.
         RecordError: it cannot be read.
     """
     try:
@@ -129,8 +130,16 @@ def read_text(path: PathLike) -> str:
         raise _cannot("read", path, error) from error
 
 
+def names_in(directory: Path) -> list[str]:
+    """Return the names in a directory, sorted; none if it is missing or may not be read."""
+    try:
+        return sorted(os.listdir(directory))
+    except OSError:
+        return []
+
+
 def read_text_or_nothing(path: PathLike) -> str:
-    """Read a UTF-8 file; empty where that is impossible."""
+    """Read a UTF-8 file; empty if that is impossible."""
     try:
         return read_text(path)
     except (NotFoundError, RecordError):
@@ -141,7 +150,7 @@ def read_json(path: PathLike) -> Any:
     """Read a JSON record of this or an older schema version.
 
     Raises:
-        NotFoundError: there is no such file.
+        NotFoundError: the file does not exist.
         RecordError: it is no JSON mapping, or was written by a newer hpml.
     """
     text = read_text(path)
@@ -172,7 +181,7 @@ def read_lines(path: PathLike) -> Iterator[bytes]:
     """Yield the complete lines of a file without holding it; a torn last one is left out.
 
     Raises:
-        NotFoundError: there is no such file.
+        NotFoundError: the file does not exist.
         RecordError: it cannot be read.
     """
     try:

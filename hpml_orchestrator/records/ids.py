@@ -37,20 +37,20 @@ def new_id(name: str, *, now: float | None = None) -> str:
 
 
 def stamp(seconds: float) -> str:
-    """Return a time, seconds since the epoch, as it stands in ids; stamps compare as times do."""
+    """Return a time, seconds since the epoch, as ids have it; stamps compare as times do."""
     return time.strftime("%Y%m%d-%H%M%S", time.gmtime(seconds))
 
 
 def stamp_of(sid: str) -> str:
-    """Return the time that stands in an id."""
+    """Return the time in an id."""
     return "-".join(sid.rsplit("-", 3)[1:3])
 
 
 def dated(sid: str) -> str:
-    """Return an id with the local time that stands in it, for messages."""
+    """Return an id with its time as local time, for messages."""
     try:
         moment = calendar.timegm(time.strptime(stamp_of(sid), "%Y%m%d-%H%M%S"))
-    except ValueError:  # hpml made no such id
+    except ValueError:  # not an id of hpml
         return sid
     return f"{sid} ({clock_text(moment)})"
 

@@ -16,7 +16,7 @@ __all__ = ["Owner", "boot_id", "owner_is_alive", "this_owner"]
 
 @dataclass(frozen=True)
 class Owner:
-    """The process that answers for a directory, such as a job's staged data or a submission.
+    """The process that owns a directory, such as a job's staged data or a submission.
 
     Attributes:
         job_key: the directory's name.

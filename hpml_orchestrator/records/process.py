@@ -48,6 +48,6 @@ def read_stat(pid: int | str, proc_root: str = "/proc") -> ProcessStat | None:
 
 
 def live_processes(proc_root: str = "/proc") -> list[ProcessStat]:
-    """Return every process that is no zombie, as it was at one moment."""
+    """Return every process except zombies, as it was at one moment."""
     stats = (read_stat(name, proc_root) for name in os.listdir(proc_root) if name.isdecimal())
     return [stat for stat in stats if stat is not None and not stat.ended]

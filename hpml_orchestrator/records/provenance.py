@@ -40,7 +40,7 @@ def collect(
 
     Returns:
         A mapping for the record, and the diff (`git diff HEAD --binary`) as bytes: empty when the
-        tree is clean, is no git checkout, or the diff is over 4 MiB (then `git.diff` says so).
+        tree is clean or not a git checkout, or the diff is over 4 MiB (`git.diff` notes that).
     """
     git, diff = _git(directory, own)
     record = {

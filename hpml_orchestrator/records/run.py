@@ -15,6 +15,7 @@ from hpml_orchestrator.records.damage import END_FIELDS, field_fault
 from hpml_orchestrator.records.events import read, read_all, read_milestones
 from hpml_orchestrator.records.files import (
     append_line,
+    names_in,
     read_json,
     read_json_lines,
     read_text,
@@ -34,7 +35,7 @@ PRUNED = "pruned"
 
 
 def user_name(uid: int) -> str:
-    """Return the name of a user, the number where there is none."""
+    """Return the name of a user; without one the number."""
     try:
         return pwd.getpwuid(uid).pw_name
     except KeyError:
@@ -57,11 +58,7 @@ def _unreadable(what: str, path: Path, error: OSError) -> RecordError:
 
 
 def _files(directory: Path, ending: str) -> list[Path]:
-    """Return the files of a directory with that ending, by name; none if it may not be read."""
-    try:
-        return sorted(directory / name for name in os.listdir(directory) if name.endswith(ending))
-    except OSError:
-        return []
+    return [directory / name for name in names_in(directory) if name.endswith(ending)]
 
 
 def _records(directory: Path, ending: str) -> list[dict[str, Any]]:
@@ -78,7 +75,7 @@ def task_output(submission: Path, index: int | str) -> Path:
 
     Args:
         submission: the submission's directory.
-        index: the task's index, or what stands for it.
+        index: the task's index, or a placeholder of Slurm.
     """
     return submission / "output" / f"{index}.log"
 
@@ -130,7 +127,7 @@ class Attempt:
 
     @property
     def goes_on(self) -> bool:
-        """Whether it ended before the run was done, and the run is to go on by itself."""
+        """Whether it ended before the run was done, and the run continues automatically."""
         return bool((self.ended or {}).get("goes_on"))
 
     @property

@@ -91,7 +91,7 @@ class Store:
 
     @property
     def places(self) -> tuple[Path, ...]:
-        """All directories that records are written to; there may be others beside them."""
+        """All directories that records are written to; the root may hold others."""
         return (self.submissions_dir, self.runs_dir, self.archives_dir, self.root / "local")
 
     def local_home(self, host: str) -> Path:
@@ -118,7 +118,7 @@ class Store:
             script: text of the batch script.
             shared: name and content of files that most submissions have in common.
             submit: content of `submit.json`.
-            runs: array index -> content of `run.json`, which a task of an array does without.
+            runs: array index -> content of `run.json`; tasks of an array have no such file.
             fill: puts more into the submission's directory, before the records are written.
             array: whether it is a job array; more than one run always are.
 
@@ -167,7 +167,7 @@ class Store:
         return Submission(target)
 
     def _place_shared(self, content: bytes, path: Path) -> None:
-        """Write a shared file there: as a hard link to the store's copy, where there is one.
+        """Write a shared file there, as a hard link to the store's copy if possible.
 
         The copy is linked first and read then, so that it cannot change in between. One that a full
         disk cut short or that somebody else owns is not used.
@@ -179,7 +179,7 @@ class Store:
                 return
             path.unlink()
         write_text(path, content, mode=0o444)
-        # Without hard links, or the right to write there, every submission has a copy of its own.
+        # Without hard links, or permission to write there, every submission has its own copy.
         with contextlib.suppress(OSError):
             self.archives_dir.mkdir(exist_ok=True)
             temporary = self.archives_dir / path.parent.name
@@ -187,7 +187,7 @@ class Store:
             os.replace(temporary, kept)
 
     def _remove_left_overs(self) -> None:
-        """Remove what a killed hpml had begun to write: it may hold a copy of code."""
+        """Remove unfinished directories of a killed hpml: they may hold a copy of code."""
         with os.scandir(self.submissions_dir) as entries:
             begun = [entry for entry in entries if _TEMPORARY.fullmatch(entry.name)]
         for entry in begun:
@@ -220,7 +220,7 @@ class Store:
 
         Raises:
             NotFoundError: nothing fits, or the array has no such task.
-            InputError: more than one fits, or it is no array.
+            InputError: more than one fits, or it is not an array.
         """
         if not word:
             raise InputError("must name a run", field="RUN", value=word, hint="see `hpml list`")
@@ -276,7 +276,7 @@ def _named(
 def _task(submission: Submission, index: int, word: str) -> Submission:
     if not submission.is_array():
         raise InputError(
-            "names a task, but the run is no job array",
+            "names a task, but the run is not a job array",
             field="RUN",
             value=word,
             hint=f"use {submission.sid}",

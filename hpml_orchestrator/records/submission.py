@@ -1,6 +1,6 @@
 """One call of sbatch on record: its script, its job, and which process may make the call.
 
-A run that goes on gets its next job by another sbatch in the same directory: a continuation.
+A run that continues gets its next job by another sbatch in the same directory: a continuation.
 `job.json` has the newest job and the earlier ones; that of one task of an array is in
 `job.<index>.json`.
 """
@@ -8,7 +8,6 @@ A run that goes on gets its next job by another sbatch in the same directory: a 
 from __future__ import annotations
 
 import contextlib
-import os
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
@@ -18,7 +17,7 @@ from typing import Any
 from hpml_orchestrator.errors import NotFoundError, RecordError
 from hpml_orchestrator.records.damage import field_fault
 from hpml_orchestrator.records.feed import is_number
-from hpml_orchestrator.records.files import read_json, read_text, write_json
+from hpml_orchestrator.records.files import names_in, read_json, read_text, write_json
 from hpml_orchestrator.records.owner import owner_is_alive
 from hpml_orchestrator.records.starts import Start, mark_start, newest_start
 
@@ -76,7 +75,7 @@ class Submission:
 
     @property
     def started_by(self) -> str:
-        """The command that needed it for itself, such as `hpml bench`; empty for a user's own."""
+        """The command that submitted it for its own use, such as `hpml bench`; else empty."""
         try:
             return str(self.record().get("started_by", ""))
         except RecordError:
@@ -100,9 +99,9 @@ class Submission:
         return own or self._optional("job.json", _JOB)
 
     def continued(self) -> dict[int, str]:
-        """The newest job of each task of the array that was continued by itself, by index."""
+        """The newest job of each task of the array that was continued separately, by index."""
         jobs = {}
-        for match in filter(None, map(_TASK_JOB.fullmatch, _names(self.directory))):
+        for match in filter(None, map(_TASK_JOB.fullmatch, names_in(self.directory))):
             task = replace(self, index=int(match[1]))
             with contextlib.suppress(RecordError, KeyError):
                 jobs[int(match[1])] = f"{(task.job() or {})['job_id']}_{match[1]}"
@@ -120,7 +119,7 @@ class Submission:
 
     def job_ids(self) -> set[str]:
         """The ids of all jobs of the submission so far, also those of its tasks' continuations."""
-        names = [name for name in _names(self.directory) if _TASK_JOB.fullmatch(name)]
+        names = [name for name in names_in(self.directory) if _TASK_JOB.fullmatch(name)]
         found: set[str] = set()
         for name in ("job.json", *names):
             record = self._optional(name, _JOB) or {}
@@ -138,7 +137,7 @@ class Submission:
         """The array index and run id of its runs, by index; of one task if one is meant.
 
         Raises:
-            NotFoundError: there is no table.
+            NotFoundError: the table does not exist.
             RecordError: it cannot be read, or is damaged.
         """
         path, table = self.directory / RUN_TABLE, []
@@ -188,7 +187,7 @@ class Submission:
         write_json(self.directory / "not_submitted.json", {"starts": starts})
 
     def is_absent(self, starts: int) -> bool:
-        """Return whether it is on record that no job came of the starts so far, of that number."""
+        """Whether it is recorded that the starts so far, of that number, made no job."""
         return (self._optional("not_submitted.json") or {}).get("starts") == starts
 
     def mark_started(self, *, now: float, number: int | None = None) -> bool:
@@ -242,11 +241,3 @@ def _checked(path: Path, fields: Fields) -> dict[str, Any]:
     if why := field_fault(record, fields):
         raise RecordError(f"{path} is damaged: {why}")
     return record
-
-
-def _names(directory: Path) -> list[str]:
-    """Return the names in a directory; none if it is missing or may not be read."""
-    try:
-        return sorted(os.listdir(directory))
-    except OSError:
-        return []

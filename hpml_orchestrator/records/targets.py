@@ -30,8 +30,8 @@ __all__ = [
     "default_directory",
     "is_loopback",
     "publish",
+    "remove_stale",
     "renew",
-    "sweep",
     "target_name",
     "withdraw",
     "withdraw_run",
@@ -116,14 +116,14 @@ def withdraw(path: Path) -> None:
 
 
 def withdraw_run(directory: Path, run: str) -> None:
-    """Remove the targets of a run that is over, or of all tasks of an array."""
+    """Remove the targets of a run that has ended, or of all tasks of an array."""
     begin = f"{_UNSAFE.sub('_', run)}."
     for path in _own_files(directory):
         if path.name.startswith(begin):
             withdraw(path)
 
 
-def sweep(directory: Path) -> list[str]:
+def remove_stale(directory: Path) -> list[str]:
     """Remove this user's targets whose agents died; returns their names.
 
     A file removed because of a wrong clock comes back: its agent writes it again.

@@ -46,7 +46,7 @@ def seconds_text(seconds: float) -> str:
 
 
 def elapsed_text(started: float | None, ended: float | None) -> str:
-    """Return how long what began at a moment took, or has taken; `-` before it has begun."""
+    """Return the time between two moments, or until now; `-` without a start."""
     if not started:
         return "-"
     return seconds_text(max(0, (ended or time.time()) - started))
@@ -123,6 +123,6 @@ def printable(text: str) -> str:
 
 
 def beside(rows: Iterable[Mapping[str, Any]]) -> str:
-    """Return what lies where results were looked for, by rows of `collected.json`, to append."""
+    """Return what else was found at the place of the results, by rows of `collected.json`."""
     names = sorted({name for row in rows for name in row["beside"]})
     return f"; beside it: {', '.join(names)}" if names else ""

@@ -14,12 +14,12 @@ if TYPE_CHECKING:
     from hpml_orchestrator.records.store import Store, Submission
     from hpml_orchestrator.runs.backend import Backends
 
-__all__ = ["outstanding"]
+__all__ = ["pending_dependencies"]
 
 _WANTED = {"ok": "completed", "notok": "failed"}
 
 
-def outstanding(
+def pending_dependencies(
     store: Store, dependencies: Sequence[str], *, backend: str, backends: Backends | None = None
 ) -> list[dict[str, str]]:
     """Return `run`, `end` and `job_id` of each run that must still be waited for.
@@ -34,8 +34,8 @@ def outstanding(
         backends: the schedulers; the real ones when left out.
 
     Raises:
-        InputError: there is no such run, it is another scheduler's, has no job, or did not end as
-            wanted.
+        InputError: the run does not exist, belongs to another scheduler, has no job, or did not end
+            as required.
     """
     runs = [_resolve(store, dependency, backend) for dependency in dependencies]
     waiting = []
@@ -46,13 +46,13 @@ def outstanding(
             raise _wrong(dependency, f"{label} is {state.reason}")
         if state.state == UNREADABLE or not state.job_id:
             raise _wrong(dependency, f"{label} has no job to wait for: {state.reason}")
-        if not (state.over or state.lost):
+        if state.unfinished:
             waiting.append({"run": label, "end": end, "job_id": state.job_id})
             continue
         as_wanted = state.over and (state.state == "COMPLETED") == (end == "ok")
         if end != "any" and not as_wanted:
             how = f"ended {state.state}" if state.over else "ended in an unknown way"
-            wanted = f"the job is to start only after it {_WANTED[end]}"
+            wanted = f"the job should start only after it {_WANTED[end]}"
             raise _wrong(dependency, f"{label} {how}, and {wanted}")
     return waiting
 

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any
 from hpml_orchestrator.errors import HpmlError, InputError, RecordError
 from hpml_orchestrator.records.files import read_json
 from hpml_orchestrator.records.texts import first_few
-from hpml_orchestrator.runs.backend import not_here
-from hpml_orchestrator.scheduler.environment import travelling
+from hpml_orchestrator.runs.backend import refuse_elsewhere
+from hpml_orchestrator.scheduler.environment import job_environment
 from hpml_orchestrator.scheduler.local.processes import environment_of, marked
 from hpml_orchestrator.scheduler.model import JobState
 from hpml_orchestrator.scheduler.nodelist import expand
@@ -74,12 +74,10 @@ def attachment(
         RecordError: its records cannot be read.
     """
     label = state.submission.label
-    if state.elsewhere:
-        raise not_here(state.reason, field="RUN", value=label)
+    refuse_elsewhere(state)
     if state.state != JobState.RUNNING:
-        why = f" ({state.reason})" if state.reason else ""
         hint = f"hpml status {label}"
-        raise InputError(f"is {state.state}{why}, not RUNNING", field="RUN", value=label, hint=hint)
+        raise InputError(f"is {state.text}, not RUNNING", field="RUN", value=label, hint=hint)
     attempt = state.run.newest()
     if attempt is None or not attempt.job_id or attempt.ended is not None:
         raise InputError(
@@ -127,7 +125,7 @@ def attachment(
     with contextlib.suppress(HpmlError):
         cluster = read_json(attempt.directory / "head.json").get("cluster") or "slurm"
         known["HPML_JOB_KEY"] = f"{cluster}-{attempt.job_id}"
-    return Attachment([*srun, *words], {**travelling(environment, "all"), **known})
+    return Attachment([*srun, *words], {**job_environment(environment, "all"), **known})
 
 
 def _directory(state: State, job: Mapping[str, Any], provenance: Mapping[str, Any]) -> Path:

@@ -1,4 +1,4 @@
-"""Choose the scheduler: the cluster's where there is one, else this machine."""
+"""Choose the scheduler: Slurm if available, else the local backend."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from hpml_orchestrator.records.store import Store
+    from hpml_orchestrator.runs.state import State
     from hpml_orchestrator.spec.job import Job
 
 __all__ = [
@@ -27,10 +28,11 @@ __all__ = [
     "elsewhere",
     "not_here",
     "open_backend",
+    "refuse_elsewhere",
 ]
 
 Backends: TypeAlias = Callable[[str, str], Scheduler]
-"""`(name, host) -> Scheduler`: each machine has a local backend of its own."""
+"""`(name, host) -> Scheduler`: every machine has its own local backend."""
 
 
 def choose(wanted: str) -> str:
@@ -47,7 +49,7 @@ def choose(wanted: str) -> str:
             field="--backend",
             value=wanted,
             hint=did_you_mean(wanted, ("auto", "slurm", "local"))
-            or "auto is Slurm where sbatch is found, else this machine",
+            or "auto is Slurm if sbatch is found, else this machine",
         )
     return wanted
 
@@ -105,6 +107,16 @@ def not_here(where: str, *, field: str, value: str) -> InputError:
     """
     hint = "run hpml on a login node of that cluster"
     return InputError(f"is {where}", field=field, value=value, hint=hint)
+
+
+def refuse_elsewhere(state: State) -> None:
+    """Refuse a run of another cluster.
+
+    Raises:
+        InputError: names both clusters.
+    """
+    if state.elsewhere:
+        raise not_here(state.reason, field="RUN", value=state.submission.label)
 
 
 def open_backend(name: str, store: Store, *, host: str = "") -> Scheduler:

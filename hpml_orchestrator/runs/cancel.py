@@ -33,7 +33,7 @@ def cancel(
     sleep: Callable[[float], None] = time.sleep,
     backends: Backends | None = None,
 ) -> list[dict[str, str]]:
-    """Cancel what is not over and return `id`, `job_id` and `outcome` of each.
+    """Cancel what has not ended and return `id`, `job_id` and `outcome` of each.
 
     A run that is being submitted is waited for, some seconds, with a `notice`; if it still has no
     job, it is not cancelled and its outcome begins with `NOT_CANCELLED`. So does that of a run of
@@ -69,7 +69,7 @@ def _cancel(
     clock: Callable[[], float],
     backends: Backends,
 ) -> list[Submission]:
-    """Cancel what has a job, add to the outcomes, and return what is still being submitted."""
+    """Cancel submissions that have a job, add outcomes, and return those still being submitted."""
     pending = []
     arrays = []
     job_ids: dict[tuple[str, str], list[str]] = {}
@@ -99,7 +99,7 @@ def _cancel(
         outcomes[label] = {"id": label, "job_id": state.job_id, "outcome": outcome}
     for scheduler, ids in job_ids.items():
         backends(*scheduler).cancel(ids)
-    # A task that never started leaves no record of its own: its end is recorded now, before a
-    # scheduler without accounting forgets it.
+    # A task that never started has no record. Record its end now, before a scheduler without
+    # accounting forgets it.
     states(store, arrays, backends=backends)
     return pending

@@ -25,14 +25,13 @@ def damage_of(state: State, attempts: Sequence[Attempt]) -> list[Damage]:
         state: of the run.
         attempts: in order, up to the last one. Only that may still be written.
     """
-    is_over = state.over or state.lost
     found = [*record_damage(state.run.directory / "run.json", RUN_FIELDS)]
     return found + [
         damage
         for attempt in attempts
         for damage in find_damage(
             attempt.directory,
-            is_growing=attempt is attempts[-1] and not is_over and attempt.ended is None,
+            is_growing=attempt is attempts[-1] and state.unfinished and attempt.ended is None,
         )
     ]
 

@@ -10,7 +10,6 @@ from urllib.parse import urlencode
 
 from hpml_orchestrator.errors import HpmlError
 from hpml_orchestrator.records.files import read_json
-from hpml_orchestrator.scheduler.model import JobState
 from hpml_orchestrator.spec.site_find import find_profiles
 
 if TYPE_CHECKING:
@@ -19,8 +18,6 @@ if TYPE_CHECKING:
     from hpml_orchestrator.spec.site import Site
 
 __all__ = ["cluster_job", "job_dashboard", "state_json"]
-
-_WAITING = {state.value for state in JobState if state.waiting}
 
 
 def cluster_job(attempt: Attempt) -> tuple[str, str]:
@@ -73,7 +70,7 @@ def _site_of(state: State, chosen: str) -> Site | None:
 def _site(paths: tuple[str, ...]) -> Site | None:
     if not paths:
         return None
-    from hpml_orchestrator.spec.site import load_site  # noqa: PLC0415 - where there is one
+    from hpml_orchestrator.spec.site import load_site  # noqa: PLC0415 - few have one
 
     return load_site([*map(Path, paths)]).site
 
@@ -81,7 +78,7 @@ def _site(paths: tuple[str, ...]) -> Site | None:
 def _address(state: State, site: Site | None) -> str | None:
     if site is None or site.monitoring.dashboards is None:
         return None
-    if not state.started or state.tasks or state.state in _WAITING:
+    if not state.started or state.tasks or state.waits:
         return None
     try:
         attempt = state.run.newest()

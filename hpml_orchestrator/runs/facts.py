@@ -21,9 +21,9 @@ from hpml_orchestrator.errors import HpmlError
 from hpml_orchestrator.records.damage import Damage
 from hpml_orchestrator.runs.damaged import damage_error, damage_of, naming_damage
 from hpml_orchestrator.runs.dashboard import cluster_job
-from hpml_orchestrator.runs.described import describe
-from hpml_orchestrator.runs.monitored import Gpu, Monitored, numbers
-from hpml_orchestrator.runs.summary import summarise
+from hpml_orchestrator.runs.reporting.description import describe
+from hpml_orchestrator.runs.reporting.monitor import Gpu, Monitored, numbers
+from hpml_orchestrator.runs.reporting.summary import summarise
 from hpml_orchestrator.spec.values import MIB, parse_gpus, parse_mebibytes, parse_time
 from hpml_orchestrator.topology.cpulist import parse_list
 
@@ -32,8 +32,8 @@ if TYPE_CHECKING:
 
     from hpml_orchestrator.records.store import Attempt
     from hpml_orchestrator.runs.prometheus import Prometheus
+    from hpml_orchestrator.runs.reporting.summary import Summary
     from hpml_orchestrator.runs.state import State
-    from hpml_orchestrator.runs.summary import Summary
 
 __all__ = ["gather"]
 
@@ -47,7 +47,7 @@ _GPU = (
     "memory_total_bytes power_watts power_limit_watts"
 ).split()
 _ACCURACY = ("accuracy", "loss")
-_REPORTED = {"rendezvous", "warm-up"}  # phases that begin when a rank says so
+_REPORTED = {"rendezvous", "warm-up"}  # phases that begin when a rank reports them
 
 
 def gather(
@@ -119,13 +119,13 @@ def _facts(state: State, summary: Summary | None, now: float) -> Facts:
         raise damage_error(state, damage)
     started = state.started or (begun.time if begun else None)
     ended = state.ended or (attempt.ended or {}).get("time")
-    # of a job that only its own cluster knows, the last event is the latest that is certain
-    is_running = not (state.over or state.lost or state.elsewhere)
+    # for a job of another cluster, the last event is the latest certain time
+    is_running = state.unfinished and not state.elsewhere
     ended = ended or (now if is_running else attempt.last_written)
     phases = {phase.name: phase.seconds for phase in summary.phases}
     described = describe(state, summary, now=now)
     stages = _stages(summary, job)
-    limit = own = None  # where the scheduler sets no limit, what was asked for is the limit
+    limit = own = None  # without a limit of the scheduler, the requested memory is the limit
     if asked["memory"]:
         in_ram = sum(stage.bytes or 0 for stage in stages if stage.target == "shm")
         own = float(parse_mebibytes(str(asked["memory"])) * MIB)
@@ -162,7 +162,7 @@ def _code(code: Mapping[str, Any]) -> str:
 
 
 def _ranks(summary: Summary) -> list[RankFacts]:
-    """Return the counters of each rank since its warm-up, and where it ran."""
+    """Return the counters of each rank since its warm-up, and its node and CPUs."""
     bound = summary.bound
     places = {place.rank: place for place in bound.places if place.rank >= 0}
     uuids = {rank.rank: rank.uuid for proof in bound.proofs for rank in proof.ranks}
@@ -212,7 +212,7 @@ def _node(
 def _measured(
     samples: Sequence[tuple[Mapping[str, str], float]], seconds: float
 ) -> list[NodeFacts]:
-    """Return what Prometheus knows of a job's nodes, in the form of a record."""
+    """Return Prometheus' figures of a job's nodes, in the form of a record."""
     nodes: dict[str, dict[str, float]] = defaultdict(dict)
     names: dict[tuple[str, str], str] = {}
     # of each GPU by node and UUID: figures, and what is by reason or by XID

@@ -6,9 +6,10 @@ import os
 import time
 from typing import TYPE_CHECKING
 
-from hpml_orchestrator.errors import RecordError
-from hpml_orchestrator.runs.backend import backends_of, not_here
-from hpml_orchestrator.runs.status import UNREADABLE, State, states
+from hpml_orchestrator.errors import BindingError, JobFailedError, RecordError
+from hpml_orchestrator.runs.backend import backends_of, refuse_elsewhere
+from hpml_orchestrator.runs.reporting.summary import binding_of
+from hpml_orchestrator.runs.status import State, state_of
 from hpml_orchestrator.scheduler.slurm.client import PollSchedule
 
 if TYPE_CHECKING:
@@ -18,7 +19,7 @@ if TYPE_CHECKING:
     from hpml_orchestrator.records.store import Run, Store, Submission
     from hpml_orchestrator.runs.backend import Backends
 
-__all__ = ["Tail", "start_of_last", "wait_until_over"]
+__all__ = ["Tail", "refuse_failed", "start_of_last", "wait_until_over"]
 
 _BLOCK_BYTES = 1 << 20
 _LOST_ANSWERS = 3
@@ -51,14 +52,11 @@ def wait_until_over(
     pauses = pauses or PollSchedule()
     backends = backends or backends_of(store)
     lost = 0
-    end_seen = False  # before the scheduler was asked: what is written meanwhile is news
+    end_seen = False  # before the query: a record written since then is new
     while True:
-        state = states(store, [submission], backends=backends, now=now)[0]
+        state = state_of(store, submission, backends=backends, now=now)
         each(state)
-        if state.state == UNREADABLE:
-            raise RecordError(state.reason)
-        if state.elsewhere:
-            raise not_here(state.reason, field="RUN", value=submission.label)
+        refuse_elsewhere(state)
         lost = lost + 1 if state.lost else 0
         if state.over or lost >= _LOST_ANSWERS:
             return state
@@ -111,7 +109,7 @@ class Tail:
     def read_to_end(
         self, *, settle_seconds: float = 0.3, sleep: Callable[[float], None] = time.sleep
     ) -> bytes:
-        """Return all that is new, and what is written within a moment: the end may be late."""
+        """Return everything new, and what is written shortly afterwards: the end may be late."""
         parts = list(iter(self.read, b""))
         sleep(settle_seconds)
         return b"".join([*parts, self.read()])
@@ -129,3 +127,34 @@ def start_of_last(path: Path, count: int) -> int:
     # Not splitlines(): progress bars end theirs in \r. The last line may have no end yet.
     lines = data.removesuffix(b"\n").split(b"\n")[-count:]
     return size - len(b"\n".join(lines)) - data.endswith(b"\n")
+
+
+def refuse_failed(state: State) -> None:
+    """Refuse a run that has ended in another state than COMPLETED.
+
+    Raises:
+        JobFailedError: names the state and the exit code.
+    """
+    if state.state == "COMPLETED":
+        return
+    code = f", exit code {state.exit_code}" if state.exit_code else ""
+    message = f"job {state.job_id or '-'} ended {state.state}{code}"
+    if not state.over:
+        message = f"it is not known how job {state.job_id or '-'} ended: {state.reason}"
+    if _failed_binding(state):
+        raise JobFailedError(
+            f"{message}: {BindingError.meaning}", hint=f"hpml show {state.submission.label}"
+        )
+    # of an array, the first task that ended like this
+    failed = [task for task in state.tasks if task.state == state.state] or [state]
+    with_output = [one for one in failed if os.path.exists(one.run.output)]
+    hint = f"hpml logs {with_output[0].submission.label}" if with_output else ""
+    raise JobFailedError(message, hint=hint)
+
+
+def _failed_binding(state: State) -> bool:
+    """Whether a run ended because its ranks were not bound as planned."""
+    try:
+        return not state.tasks and binding_of(state).fatal
+    except RecordError:  # another user's record
+        return False

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from hpml_orchestrator.errors import HpmlError, RecordError, counted
 from hpml_orchestrator.records.texts import seconds_text
-from hpml_orchestrator.runs.monitored import numbers
+from hpml_orchestrator.runs.reporting.monitor import numbers
 from hpml_orchestrator.scheduler.model import JobState
 from hpml_orchestrator.spec.values import parse_time
 
@@ -23,7 +23,6 @@ if TYPE_CHECKING:
 __all__ = ["AttemptLife", "Life", "Limits", "life_of", "read_life", "seconds_left"]
 
 _PLANNED = ("time_limit", "requested")
-_WAITING = [state.value for state in JobState if state.waiting]
 _MINUTE, _HOUR = 60, 3600
 
 
@@ -268,7 +267,7 @@ def read_life(state: State, *, now: float | None = None) -> Life | None:
     # A requeued job runs for a moment before its script claims the next attempt.
     runs = state.state == JobState.RUNNING and attempts[-1].ended is None
     left = seconds_left(state, now) if runs else None
-    waits = state.state in _WAITING or (observed[-1].goes_on and left is None)
+    waits = state.waits or (observed[-1].goes_on and left is None)
     return life_of(
         observed,
         limits=_limits_of(state),

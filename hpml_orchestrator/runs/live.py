@@ -13,7 +13,7 @@ from hpml_orchestrator.records.run import owner_name
 from hpml_orchestrator.runs.dashboard import cluster_job, job_dashboard
 from hpml_orchestrator.runs.life import seconds_left
 from hpml_orchestrator.runs.prometheus import PrometheusError
-from hpml_orchestrator.runs.recorded import recorded_figures
+from hpml_orchestrator.runs.reporting.figures import recorded_figures
 from hpml_orchestrator.runs.status import states
 
 if TYPE_CHECKING:
@@ -34,7 +34,7 @@ RATE_SECONDS = 300.0
 
 _RATES = {"cpus_busy", "read_bytes_per_second", "write_bytes_per_second", "samples_per_second"}
 _RETRY_SECONDS = 30.0
-_SCRAPED_SECONDS = 120.0  # after its start at the latest, a job is seen by Prometheus
+_SCRAPED_SECONDS = 120.0  # after this time Prometheus has scraped a job
 _NO_JOBS = "no running jobs: are hpml's exporters scraped, its recording rules loaded?"
 
 
@@ -86,7 +86,7 @@ class LiveJob:
     name: str
     user: str
     state: str
-    run: str  # `<id>.<index>` of an array's task; empty where it is no run of hpml
+    run: str  # `<id>.<index>` of an array's task; empty if not started by hpml
     cluster: str = ""  # empty where not known
     reason: str = ""  # why it waits
     started: float | None = None  # since the epoch
@@ -112,7 +112,7 @@ class LiveJob:
             # Rates of five minutes: most of that time the job did not exist.
             for name in _RATES & every.keys():
                 every[name] *= RATE_SECONDS / age
-            if busy_now is not None:  # the GPUs' counters go on from job to job
+            if busy_now is not None:  # the counters of GPUs continue from job to job
                 every["gpus_busy"] = busy_now
         if every.get("gpus") and "gpus_busy" in every:
             every["gpu_busy_ratio"] = every["gpus_busy"] / every["gpus"]
@@ -134,13 +134,13 @@ class LiveJobs:
 
     Attributes:
         store: where records live.
-        words: name the runs, or jobs that Prometheus knows; all that have not ended when empty.
+        words: name the runs, or jobs in Prometheus; if empty, every run that has not ended.
         prometheus: where figures come from; records alone without one.
         user: whose jobs Prometheus is asked for; those of everybody when empty.
         site: the value of `--site` or `HPML_SITE`.
         backends: opens schedulers.
         now: seconds since the epoch.
-        problem: why Prometheus gives no figures; empty where it does, or is not asked.
+        problem: why Prometheus returns no figures; empty if it does, or is not queried.
 
     Raises:
         HpmlError: a word names no run, and cannot be a job that Prometheus knows.
@@ -162,7 +162,7 @@ class LiveJobs:
         self._job_ids = {word for word in self.words if self.prometheus and word.isdecimal()}
         self._runs: list[Submission] = []
         self._words: dict[str, str] = {}  # that name runs, by the submission's id
-        self._unknown: set[str] = set()  # job ids, until Prometheus knows them
+        self._unknown: set[str] = set()  # job ids that Prometheus has not returned yet
         for word in self.words:
             try:
                 self._runs.append(run := self.store.resolve(word))
@@ -195,7 +195,7 @@ class LiveJobs:
         jobs = []
         for state in self._states:
             if state.over and self._words.get(state.submission.sid) in running:
-                continue  # an old run; a job that goes on has its number now
+                continue  # an old run: a job that continues has its number now
             attempt = _attempt(state)
             job = self._job(state, attempt, now)
             key = ("", "") if attempt is None else cluster_job(attempt)
@@ -266,7 +266,7 @@ class LiveJobs:
 
 
 def _key(cluster: str, job_id: str) -> tuple[str, str]:
-    """What tells jobs apart; the id of a local run does so alone."""
+    """Return the identity of a job; the id of a local run is unique by itself."""
     return ("" if job_id.startswith("local-") else cluster), job_id
 
 

@@ -17,10 +17,10 @@ from hpml_orchestrator.records.files import write_text
 from hpml_orchestrator.records.ids import new_id
 from hpml_orchestrator.records.owner import this_owner
 from hpml_orchestrator.records.provenance import collect
-from hpml_orchestrator.records.targets import default_directory, sweep
+from hpml_orchestrator.records.targets import default_directory, remove_stale
 from hpml_orchestrator.runs.backend import check_backend
 from hpml_orchestrator.runs.snapshot import Snapshot, find
-from hpml_orchestrator.scheduler.environment import travelling
+from hpml_orchestrator.scheduler.environment import job_environment
 from hpml_orchestrator.scheduler.local.resources import memory_mb
 from hpml_orchestrator.script import Capabilities, archive, directives, render
 from hpml_orchestrator.script.directives import leaves_out
@@ -69,13 +69,13 @@ def render_job(
     """
     targets: dict[str, str] = {}
     if resolved.job.stage:  # most jobs stage nothing, and need none of this
-        from hpml_orchestrator.runs import measure  # noqa: PLC0415
+        from hpml_orchestrator.runs import stage_targets  # noqa: PLC0415
 
         profile = site.site if site else None
-        room = measure.room_of_site(resolved.job, profile)
+        room = stage_targets.room_of_site(resolved.job, profile)
         if here:
-            room = measure.NodeRoom(memory_mb() or None)
-        resolved, targets = measure.measured(resolved, room)
+            room = stage_targets.NodeRoom(memory_mb() or None)
+        resolved, targets = stage_targets.resolve_stage_targets(resolved, room)
     job = resolved.job
     if job.environment.setup:
         from hpml_orchestrator.script.user_template import check_setup  # noqa: PLC0415 - few have it
@@ -120,7 +120,7 @@ def prepare(
         cluster: the cluster that it is for, see `backend.cluster_name`.
         argv: the command line, for the record.
         environment: of the submitting process.
-        after: the runs that it waits for, as `after.outstanding` returns them.
+        after: the runs that it waits for, as `after.pending_dependencies` returns them.
         now: seconds since the epoch; the clock when left out.
         notice: takes a line to show when the snapshot is large.
         sid: the submission's id, if it was chosen before.
@@ -170,7 +170,7 @@ def prepare(
             "submitter": asdict(this_owner(sid)),
             "comment": "" if no_comment else f"hpml:{sid}",
             "output": str(store.runs_dir / sid / "output.log"),
-            "environment_names": sorted(travelling(environment, job.environment.inherit)),
+            "environment_names": sorted(job_environment(environment, job.environment.inherit)),
             "job_file": str(rendered.resolved.source),
             "after": list(after),
             "site": [str(path) for path in site.sources] if site else [],
@@ -185,7 +185,7 @@ def prepare(
     if diff:
         write_text(submission.directory / "dirty.diff", diff, mode=0o600)  # code, as in code/
     if job.monitor.enabled:
-        sweep(Path(job.monitor.targets or default_directory(store.root)))
+        remove_stale(Path(job.monitor.targets or default_directory(store.root)))
     return submission
 
 
@@ -217,7 +217,7 @@ def write_rendered(rendered: Rendered, directory: str, *, force: bool = False) -
     snapshot = rendered.snapshot
     if snapshot is not None and snapshot.holds(target):
         raise refused(
-            f"lies inside the repository {snapshot.top!r} that the snapshot is taken of",
+            f"is inside the repository {snapshot.top!r} that the snapshot copies",
             "name a directory outside of it",
         )
     script, code = target / "job.sh", target / CODE_DIRECTORY

@@ -1,4 +1,4 @@
-"""Jobs as a Prometheus with hpml's recording rules knows them: whose they are, and their figures.
+"""Jobs in a Prometheus with hpml's recording rules: their users and their figures.
 
 All of it are two instant queries, however many jobs there are.
 """
@@ -132,13 +132,13 @@ class PrometheusError(Exception):
 
 @dataclass
 class MeasuredJob:
-    """A job that is running, as Prometheus knows it."""
+    """A running job in Prometheus."""
 
     cluster: str
     job_id: str
     user: str = ""
     name: str = ""
-    run: str = ""  # id of its run; empty where it is none of hpml's
+    run: str = ""  # id of its run; empty if not started by hpml
     gpus: set[str] = field(default_factory=set)  # UUIDs
     figures: dict[str, float] = field(default_factory=dict)
 
@@ -154,7 +154,7 @@ class Prometheus:
         url: the address without user and password, to be shown.
 
     Raises:
-        InputError: it is no http or https address.
+        InputError: not an http or https address.
     """
 
     def __init__(self, url: str, authorization: str = "") -> None:

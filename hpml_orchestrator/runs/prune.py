@@ -16,7 +16,7 @@ from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from hpml_orchestrator.errors import HpmlError, RecordError
-from hpml_orchestrator.records.files import read_json
+from hpml_orchestrator.records.files import names_in, read_json
 from hpml_orchestrator.records.ids import stamp, stamp_of
 from hpml_orchestrator.records.run import Run, owner_name
 from hpml_orchestrator.records.submission import Submission
@@ -128,7 +128,7 @@ def prune(
 
 
 def _saved_to(store: Store, chosen: Collection[str]) -> dict[str, str]:
-    """Return those of the chosen submissions in whose runs others save, with one such other."""
+    """Return the chosen submissions that hold checkpoints of others, each with one of those."""
     used = {}
     for submission in store.submissions():
         with contextlib.suppress(HpmlError, AttributeError, KeyError, TypeError):
@@ -147,9 +147,9 @@ def is_own(path: Path) -> bool:
 
 
 def _stays(state: State, runs: Iterable[Path]) -> str:
-    """Return why a submission must not be removed; empty where it may."""
+    """Return why a submission must not be removed; empty if it may be."""
     if not state.over:
-        return f"is not over: {state.state}{f' ({state.reason})' if state.reason else ''}"
+        return f"is not over: {state.text}"
     try:
         attempts = sum(len(Run(directory).attempts()) for directory in runs)
     except RecordError as error:
@@ -162,7 +162,7 @@ class _Remover:
 
     Attributes:
         done: what it did.
-        runs: the directories of runs by submission, also of those that are not there any more.
+        runs: the directories of runs by submission, including submissions that no longer exist.
     """
 
     def __init__(self, store: Store, *, dry_run: bool) -> None:
@@ -171,21 +171,21 @@ class _Remover:
         self._store = store
         self._dry_run = dry_run
         self._links: Counter[tuple[int, int]] = Counter()
-        for name in _names(store.runs_dir):
+        for name in names_in(store.runs_dir):
             self.runs[re.sub(r"\.\d+$", "", name)].append(store.runs_dir / name)
 
     def remove_all(self, over: Iterable[State]) -> None:
         """Complete interrupted removals, and remove these submissions."""
         try:
-            for name in _names(self._store.submissions_dir):
+            for name in names_in(self._store.submissions_dir):
                 hidden = _HIDDEN.fullmatch(name)
                 directory = self._store.submissions_dir / name
                 if hidden and is_own(directory):
                     self._remove(hidden[1], directory)
             for state in over:
                 self._remove(state.submission.sid, state.submission.directory, state)
-            # the store's shared files that no submission links to any more
-            for name in _names(self._store.archives_dir):
+            # the store's shared files that no submission links to
+            for name in names_in(self._store.archives_dir):
                 with contextlib.suppress(OSError):
                     self._remove_shared(self._store.archives_dir / name)
         except KeyboardInterrupt:
@@ -255,10 +255,3 @@ class _Remover:
                     if path == folder or links >= info.st_nlink:  # a file's last name
                         freed += info.st_blocks * _BLOCK_BYTES
         return freed
-
-
-def _names(directory: Path) -> list[str]:
-    try:
-        return os.listdir(directory)
-    except OSError:
-        return []

@@ -1,6 +1,6 @@
-"""Have a run continue: ask a running one to save and be requeued, or continue one that is over.
+"""Continue a run: ask a running one to save and be requeued, or resubmit one that has ended.
 
-A continuation is another sbatch in the directory of the run's submission. It obeys the same rules
+A continuation is another sbatch in the directory of the run's submission. It follows the same rules
 as a submission: never two jobs, never a lost one, whenever hpml is killed.
 """
 
@@ -12,15 +12,14 @@ from typing import TYPE_CHECKING
 
 from hpml_orchestrator.errors import (
     InputError,
-    RecordError,
     SchedulerError,
     SchedulerUnavailable,
 )
 from hpml_orchestrator.records.progress import nodes_to_avoid
-from hpml_orchestrator.runs.backend import backends_of, elsewhere, not_here
+from hpml_orchestrator.runs.backend import backends_of, elsewhere, not_here, refuse_elsewhere
 from hpml_orchestrator.runs.resubmit import refuse_if_continued
 from hpml_orchestrator.runs.state import reopen, run_of
-from hpml_orchestrator.runs.status import UNREADABLE, states
+from hpml_orchestrator.runs.status import state_of
 from hpml_orchestrator.runs.submit import AGAIN_SECONDS, STALE_SECONDS, next_outcome, request_of
 from hpml_orchestrator.scheduler.recovery import Found, Undecided
 
@@ -45,21 +44,18 @@ def requeue(
     notice: Callable[[str], None] = lambda _: None,
     backends: Backends | None = None,
 ) -> dict[str, str]:
-    """Have a run or one task of an array continue; return `id`, `job_id` and `outcome`.
+    """Continue a run or one task of an array; return `id`, `job_id` and `outcome`.
 
     Raises:
         InputError: there is nothing to continue, or it belongs to another cluster.
-        SchedulerError: the scheduler refused the continuation; there is no job.
+        SchedulerError: the scheduler refused the continuation; no job exists.
         SchedulerUnavailable: the scheduler gives no answer; the same call looks for the job.
     """
     backends = backends or backends_of(store)
     known = submission.job_ids()  # before the look: a later one is another hpml's continuation
-    (state,) = states(store, [submission], backends=backends, now=clock)
+    state = state_of(store, submission, backends=backends, now=clock)
     label = submission.label
-    if state.state == UNREADABLE:
-        raise RecordError(state.reason)
-    if state.elsewhere:
-        raise not_here(state.reason, field="RUN", value=label)
+    refuse_elsewhere(state)
     if state.tasks:
         hint = f"hpml requeue {label}.{state.tasks[0].submission.index}"
         raise _wrong(label, "is a job array: tasks continue one by one", hint)
@@ -68,7 +64,7 @@ def requeue(
     if where := elsewhere(record, scheduler):
         raise not_here(where, field="RUN", value=label)
     newest = run_of(submission).newest()
-    if not (state.over or state.lost) and state.job_id:
+    if state.unfinished and state.job_id:
         return _ask_to_stop(state, newest)
     if state.state == "COMPLETED":
         raise _wrong(label, "has completed: there is nothing to continue")
@@ -173,7 +169,7 @@ def _start(
         hint = f"`hpml requeue {submission.label}` looks for the job and makes one if there is none"
         raise SchedulerUnavailable(str(error), hint=hint) from error
     except SchedulerError:
-        # Refused: what is on record of its end holds, and this start is answered.
+        # Refused: the recorded end is still valid, and the result of this start is known.
         newest.record_next("refused", "", now=clock())
         if closed:
             reopen(submission, undo=True)

@@ -7,7 +7,7 @@ import os
 from typing import TYPE_CHECKING, Any
 
 from hpml_orchestrator.errors import HpmlError, InputError
-from hpml_orchestrator.runs.backend import not_here
+from hpml_orchestrator.runs.backend import refuse_elsewhere
 from hpml_orchestrator.runs.status import states
 
 if TYPE_CHECKING:
@@ -56,8 +56,7 @@ def refuse_to_resubmit(store: Store, state: State, *, backends: Backends | None 
         InputError: with the reason, and what to do instead.
     """
     label = state.submission.label
-    if state.elsewhere:
-        raise not_here(state.reason, field="RUN", value=label)
+    refuse_elsewhere(state)
     message, hint = _started_by_others(state) or _not_over(state) or ("", "")
     if message:
         raise InputError(message, field="RUN", value=label, hint=hint)
@@ -83,14 +82,13 @@ def refuse_if_continued(
     others = [other for other in sharers if other.record().get("continues")]
     for other_state in states(store, others, backends=backends):
         other = other_state.submission
-        is_over = other_state.over or other_state.lost
-        if not is_over or (also_ended and other_state.created > state.created):
+        if other_state.unfinished or (also_ended and other_state.created > state.created):
             wait = f"wait for it, or `hpml cancel {other.sid}` first"
             raise InputError(
                 f"is continued by {other.sid}, which is {other_state.state}",
                 field="RUN",
                 value=state.submission.label,
-                hint=f"hpml requeue {other.sid}" if is_over else wait,
+                hint=f"hpml requeue {other.sid}" if not other_state.unfinished else wait,
             )
 
 
@@ -104,7 +102,7 @@ def refuse_shared_checkpoints(store: Store, job: Job) -> None:
     if not own.enabled or not own.is_shared or "{" in own.directory:
         return
     for state in states(store, _with_directory(store, os.path.normpath(own.directory))):
-        if not (state.over or state.lost):
+        if state.unfinished:
             raise InputError(
                 f"{state.submission.sid}, which is {state.state}, saves its checkpoints there",
                 field="checkpoint.directory",
@@ -132,7 +130,7 @@ def _not_over(state: State) -> tuple[str, str] | None:
     label = state.submission.label
     if state.state == "NOT SUBMITTED":
         return "was not submitted yet", f"hpml submit --resume {label}"
-    if state.over or state.lost:
+    if not state.unfinished:
         return None
     if state.state == "COMPLETING":
         return "is ending", "try again in a few seconds"

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import fnmatch
+from dataclasses import replace
 from itertools import islice
 from typing import TYPE_CHECKING
 
 from hpml_orchestrator.errors import HpmlError, InputError, did_you_mean
 from hpml_orchestrator.records.ids import MAX_NAME_CHARS, stamp, stamp_of
+from hpml_orchestrator.records.texts import first_few
 from hpml_orchestrator.runs.prune import is_own
 from hpml_orchestrator.runs.status import UNREADABLE, states
 from hpml_orchestrator.scheduler.model import STATE_FLAGS, JobState
@@ -19,7 +21,18 @@ if TYPE_CHECKING:
     from hpml_orchestrator.runs.backend import Backends
     from hpml_orchestrator.runs.state import State
 
-__all__ = ["STATES", "named", "parse_states", "run_name", "select", "sweep_of", "unfinished"]
+__all__ = [
+    "STATES",
+    "named",
+    "one_run",
+    "parse_states",
+    "run_name",
+    "select",
+    "sweep_of",
+    "unfinished",
+]
+
+_NAMED_TASKS = 3
 
 STATES = (
     *(state.value for state in JobState),
@@ -129,4 +142,29 @@ def unfinished(store: Store, pattern: str, *, backends: Backends | None = None) 
     """
     mine = [submission for submission in named(store, pattern) if is_own(submission.directory)]
     every = states(store, mine, backends=backends)
-    return [state for state in every if not (state.over or state.lost or state.elsewhere)]
+    return [state for state in every if state.unfinished and not state.elsewhere]
+
+
+def one_run(submission: Submission, *, field: str, has: str) -> Submission:
+    """Return a submission of one run; of a job array with several tasks, one must be named.
+
+    Args:
+        submission: what the user named.
+        field: the argument or option that names it.
+        has: what every task has, such as output.
+
+    Raises:
+        InputError: it is a job array and none of its tasks is named.
+    """
+    tasks = submission.runs()
+    if submission.index is not None or not submission.is_array():
+        return submission
+    if len(tasks) == 1:
+        return replace(submission, index=tasks[0][0])
+    names = [f"{submission.sid}.{index}" for index, _ in tasks]
+    raise InputError(
+        f"is a job array of {len(tasks)} tasks, each with its own {has}",
+        field=field,
+        value=submission.sid,
+        hint=f"name one: {first_few(names, _NAMED_TASKS)}",
+    )

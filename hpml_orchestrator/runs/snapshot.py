@@ -1,7 +1,7 @@
 """Copy the git repository of a job's code, so that later edits do not change what the job runs.
 
 Git lists the names, the files are copied as they lie on disk: `git archive` would leave out what
-`export-ignore` says, and a checkout would run filters.
+`export-ignore` names, and a checkout would run filters.
 """
 
 from __future__ import annotations
@@ -45,10 +45,10 @@ class Snapshot:
 
     top: str  # of its working tree, without symbolic links
     workdir: str  # the job's working directory, relative to the top; empty for the top
-    script: str | None = None  # the job's script, relative to the top; None where it lies outside
+    script: str | None = None  # the job's script, relative to the top; None if outside
 
     def holds(self, path: str | Path) -> bool:
-        """Whether a path is the top or lies below it."""
+        """Whether a path is the top or below it."""
         return os.path.realpath(path) == self.top or bool(_relative(path, self.top))
 
     def take(
@@ -62,11 +62,11 @@ class Snapshot:
 
         Args:
             target: the directory to make.
-            leave_out: places whose untracked files are no code, such as hpml's records.
+            leave_out: places whose untracked files are not code, such as hpml's records.
             notice: takes one line to show before a large copy.
 
         Returns:
-            For the record: `commit` and `branch`, empty where there is none; the number of `files`
+            For the record: `commit` and `branch`, empty without one; the number of `files`
             (links included), their `bytes`, and how many of them are `untracked`.
 
         Raises:
@@ -198,7 +198,7 @@ def find(job: Job) -> Snapshot:
 
 
 def _relative(path: str | Path, top: str) -> str:
-    """Return a path relative to the top of a working tree; empty unless it lies below it."""
+    """Return a path relative to the top of a working tree; empty unless below it."""
     real, start = os.path.realpath(path), top.rstrip("/") + "/"
     return real.removeprefix(start) if real.startswith(start) else ""
 
@@ -209,14 +209,14 @@ def _is_within(path: str, folder: str) -> bool:
 
 
 def _list_entries(top: str, below: str = "", *, tracked: bool = True) -> dict[str, _Entry]:
-    """Return what the repository at `top`/`below` holds, its submodules and inner ones included.
+    """Return the files of the repository at `top`/`below`, with submodules and nested ones.
 
-    All files of a repository that lies inside and is no submodule count as untracked.
+    All files of a nested repository that is not a submodule count as untracked.
     """
     directory = os.path.join(top, below)
     if below and _git(directory, "rev-parse", "--show-cdup", check=False).strip():
         raise _refused(
-            f"{directory!r} has a .git that is no repository",
+            f"{directory!r} has a .git that is not a repository",
             "for a submodule: git submodule update --init; else remove it",
         )
     entries: dict[str, _Entry] = {}

@@ -1,7 +1,7 @@
 """The state of a submission, of an array and of its tasks, and its record once it is over.
 
 `final.json` has the last state of a submission that is over, of an array with all of its tasks.
-While tasks of an array still go on, `ends.json` has those that are over, because a scheduler
+While some tasks of an array are unfinished, `ends.json` has those that ended, because a scheduler
 forgets them long before the last one ends.
 """
 
@@ -19,7 +19,7 @@ from hpml_orchestrator.records import targets
 from hpml_orchestrator.records.feed import is_number
 from hpml_orchestrator.records.files import read_json, write_json
 from hpml_orchestrator.records.store import Run
-from hpml_orchestrator.scheduler.model import JobState
+from hpml_orchestrator.scheduler.model import JobState, parse_state
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -31,7 +31,7 @@ __all__ = ["State", "array_state", "keep_ends", "read_ends", "read_final", "reop
 _FINAL, _ENDS = "final.json", "ends.json"
 _SHOWN = "job_id state reason nodes started ended exit_code attempts over".split()
 _KEPT = "state raw_state reason nodes started ended exit_code attempts".split()
-# An array that is over has the state of its worst task, errors of the program first.
+# An array that has ended has the state of its worst task, errors of the program first.
 _WORST_FIRST = (
     "FAILED OUT_OF_MEMORY TIMEOUT DEADLINE NODE_FAIL BOOT_FAIL PREEMPTED CANCELLED COMPLETED"
 ).split()
@@ -47,12 +47,12 @@ _COUNT_ORDER = ("running", "waiting", "unknown", "failed")
 
 @dataclass(frozen=True)
 class State:
-    """One submission and its job, or one task of an array, as far as known.
+    """One submission and its job, or one task of an array.
 
     Times are seconds since the epoch.
     """
 
-    submission: Submission  # its index is the task's where this is one of an array
+    submission: Submission  # with the index of the task, for a task of an array
     name: str
     backend: str
     job_id: str  # the scheduler's; empty while it is not known
@@ -72,14 +72,14 @@ class State:
     # Whether it belongs to another cluster than the one that this process reaches: `reason` names
     # both, and the state is UNKNOWN because only that cluster knows it.
     elsewhere: bool = False
-    # Whether it was to go on, and nothing has come of that: it is over, until somebody requeues it.
+    # Whether its continuation failed: it is over until a user requeues it.
     interrupted: bool = False
     raw_state: str = ""  # the scheduler's own name of the state, once it is over
     tasks: tuple[State, ...] = ()  # of an array, one state per task, by index
 
     @staticmethod
     def of(submission: Submission, record: Mapping[str, Any], **known: Any) -> State:
-        """Return the state of a submission with what its record says and what else is known."""
+        """Return the state of a submission: its record, and the other known fields."""
         name, backend = str(record["name"]), str(record["backend"])
         cluster, created = str(record.get("cluster", "")), float(record["created"])
         return State(submission, name, backend, cluster=cluster, created=created, **known)
@@ -89,8 +89,23 @@ class State:
         """Its run; of an array as a whole a directory that does not exist."""
         return run_of(self.submission)
 
+    @property
+    def unfinished(self) -> bool:
+        """Whether its job may still run."""
+        return not (self.over or self.lost)
+
+    @property
+    def text(self) -> str:
+        """Its state, and why in parentheses."""
+        return f"{self.state} ({self.reason})" if self.reason else self.state
+
+    @property
+    def waits(self) -> bool:
+        """Whether its job has not begun to run."""
+        return parse_state(self.state).waiting
+
     def to_json(self) -> dict[str, Any]:
-        """Return the state for programs; `tasks` is empty for what is no array."""
+        """Return the state for programs; `tasks` is empty unless it is an array."""
         return {
             "id": self.submission.label,
             "name": self.name,
@@ -120,7 +135,7 @@ def run_of(submission: Submission) -> Run:
 
 
 def keep_ends(state: State) -> None:
-    """Record how a submission ended, or the tasks of an array that are over already."""
+    """Record the end of a submission, or of those tasks of an array that have ended."""
 
     def end(ended: State) -> dict[str, Any]:
         return {"job_id": ended.job_id, **{name: getattr(ended, name) for name in _KEPT}}
@@ -129,7 +144,7 @@ def keep_ends(state: State) -> None:
     kept = [task for task in state.tasks if task.over and not task.interrupted]
     over = {str(task.submission.index): end(task) for task in kept}
     tasks = {"tasks": over} if over else {}
-    # Somebody else's records, or a full disk: then the scheduler is asked again.
+    # Another user's records, or a full disk: the scheduler is queried again next time.
     with contextlib.suppress(RecordError, OSError):
         if not state.over or len(kept) < len(state.tasks):
             write_json(directory / _ENDS, tasks)
@@ -145,7 +160,7 @@ def keep_ends(state: State) -> None:
 
 
 def reopen(submission: Submission, *, undo: bool = False) -> None:
-    """Have the record of an end count no longer, because a run goes on; or undo that."""
+    """Withdraw the record of an end, because a run continues; or undo that."""
     final, ends = submission.directory / _FINAL, submission.directory / _ENDS
     with contextlib.suppress(FileNotFoundError):
         os.replace(*((ends, final) if undo else (final, ends)))
@@ -160,21 +175,21 @@ def read_final(submission: Submission, record: Mapping[str, Any]) -> State | Non
     tasks = tuple(_tasks(submission, record, final, job_id).values())
     job = submission.job() or final
     if str(job["job_id"]) != job_id or len(tasks) < len(final.get("tasks", ())):
-        return None  # it goes on: that was the end of an earlier job
+        return None  # it continues: that was the end of an earlier job
     return _ended(submission, record, final, job_id=job_id, tasks=tasks)
 
 
 def read_ends(
     submission: Submission, record: Mapping[str, Any], job_id: str
 ) -> dict[int | None, State]:
-    """Return the tasks of an array that are known to be over while others are not, by index."""
+    """Return the tasks of an unfinished array that are recorded as ended, by index."""
     directory = submission.directory
     ends = _read(directory / _ENDS) or _read(directory / _FINAL)
     return _tasks(submission, record, ends, job_id)
 
 
 def _read(path: Path) -> dict[str, Any]:
-    """Return a record of ends; empty without one, and if it is damaged: others say the same."""
+    """Return a record of ends; empty if missing or damaged: other records have the same."""
     try:
         record = dict(read_json(path))
         tasks = record.get("tasks", {})
@@ -241,7 +256,7 @@ def array_state(whole: State, tasks: Sequence[State]) -> State:
         exit_code=worst.exit_code if over else None,
         attempts=sum(task.attempts for task in tasks),
         over=over,
-        lost=not over and all(task.over or task.lost for task in tasks),
+        lost=not over and not any(task.unfinished for task in tasks),
         raw_state=worst.raw_state if over else "",
         tasks=tuple(tasks),
     )
@@ -269,7 +284,7 @@ def _counted_as(task: State) -> str:
 
 
 def _counts(tasks: Sequence[State], state: str) -> str:
-    """Return `3 of 10 done, 2 running, 1 failed`, and why tasks wait where none runs."""
+    """Return `3 of 10 done, 2 running, 1 failed`, and why tasks wait if none runs."""
     counts = Counter(_counted_as(task) for task in tasks)
     kinds = [*_COUNT_ORDER, *(kind for kind in counts if kind not in (*_COUNT_ORDER, "done"))]
     parts = [f"{counts['done']} of {len(tasks)} done"]

@@ -1,4 +1,4 @@
-"""What state submissions are in: own records first, then one batched question per scheduler."""
+"""The state of submissions: from their records first, then one batched query per scheduler."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from hpml_orchestrator.runs.state import (
     read_final,
     run_of,
 )
-from hpml_orchestrator.runs.submit import known_absent, next_outcome, settle
+from hpml_orchestrator.runs.submit import determine_outcome, known_absent, next_outcome
 from hpml_orchestrator.scheduler.model import BEFORE_REQUEUE, JobState, JobStatus, parse_state
 from hpml_orchestrator.scheduler.recovery import Absent, Found
 
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from hpml_orchestrator.scheduler.model import Scheduler
     from hpml_orchestrator.scheduler.recovery import Outcome
 
-__all__ = ["UNREADABLE", "State", "states"]
+__all__ = ["UNREADABLE", "State", "state_of", "states"]
 
 UNREADABLE = "UNREADABLE"
 _FORGOTTEN_SECONDS = 60.0
@@ -50,14 +50,14 @@ def states(
 ) -> list[State]:
     """Return the state of each submission or task, in the order given.
 
-    What is over is in the submission's own record; each scheduler is asked once for all the rest.
-    A submission of another cluster is not judged: its job id means another job here.
+    The record of a submission has its end; each scheduler is queried once for all the others. The
+    state of a submission of another cluster is UNKNOWN: its job id means another job here.
     """
     backends = backends or backends_of(store)
     wanted = list(submissions)
 
-    @cache  # a controller that stands still is waited for once, not for each submission
-    def trouble_of(scheduler: tuple[str, str]) -> str:
+    @cache  # wait once for a controller that does not answer, not for each submission
+    def query_error_of(scheduler: tuple[str, str]) -> str:
         try:
             backends(*scheduler).cluster()
         except SchedulerUnavailable as error:
@@ -73,7 +73,7 @@ def states(
             scheduler = name, str(record["host"]) if name == "local" else ""
             state = (
                 read_final(submission, record)
-                or _elsewhere(submission, record, scheduler, backends, trouble_of)
+                or _elsewhere(submission, record, scheduler, backends, query_error_of)
                 or _without_job(store, submission, record, partial(backends, *scheduler), now())
             )
             if state is None:
@@ -86,15 +86,33 @@ def states(
     for scheduler, group in unfinished.items():
         job_ids = [job_id for pending in group for job_id in pending.job_ids_to_query]
         try:
-            answer, trouble = backends(*scheduler).query(job_ids), ""
+            answer, query_error = backends(*scheduler).query(job_ids), ""
         except SchedulerUnavailable as error:
-            answer, trouble = {}, str(error)
+            answer, query_error = {}, str(error)
         for pending in group:
             try:
-                known[pending.submission.sid] = pending.state(answer, trouble, now())
+                known[pending.submission.sid] = pending.state(answer, query_error, now())
             except RecordError as error:
                 known[pending.submission.sid] = _unreadable(pending.submission, error)
     return [_chosen(known[submission.sid], submission) for submission in wanted]
+
+
+def state_of(
+    store: Store,
+    submission: Submission,
+    *,
+    backends: Backends | None = None,
+    now: Callable[[], float] = time.time,
+) -> State:
+    """Return the state of one submission or task.
+
+    Raises:
+        RecordError: its record cannot be read.
+    """
+    (state,) = states(store, [submission], backends=backends, now=now)
+    if state.state == UNREADABLE:
+        raise RecordError(state.reason)
+    return state
 
 
 def _chosen(state: State, submission: Submission) -> State:
@@ -113,17 +131,17 @@ def _elsewhere(
     record: Mapping[str, Any],
     scheduler: tuple[str, str],
     backends: Backends,
-    trouble_of: Callable[[tuple[str, str]], str],
+    query_error_of: Callable[[tuple[str, str]], str],
 ) -> State | None:
     """Return the state of a submission of another cluster; None for one of the scheduler's own."""
     if not record.get("cluster"):
         return None
-    trouble = trouble_of(scheduler)
-    where = trouble or elsewhere(record, backends(*scheduler))
+    query_error = query_error_of(scheduler)
+    where = query_error or elsewhere(record, backends(*scheduler))
     if not where:
         return None
     job_id = str((submission.job() or {}).get("job_id", ""))
-    known = {"state": "UNKNOWN", "reason": where, "elsewhere": not trouble}
+    known = {"state": "UNKNOWN", "reason": where, "elsewhere": not query_error}
     return State.of(submission, record, job_id=job_id, **known)
 
 
@@ -134,7 +152,7 @@ def _without_job(
     scheduler: Callable[[], Scheduler],
     now: float,
 ) -> State | None:
-    """Return the state of a submission that has no job (yet); None where it has one."""
+    """Return the state of a submission without a job (yet); None if it has one."""
     if submission.job() is not None:
         return None
     refused = submission.refused()
@@ -142,7 +160,9 @@ def _without_job(
     if refused is not None:
         outcome = Absent("refused", refused=str(refused["reason"]))
     else:
-        outcome = known_absent(store, submission) or settle(store, submission, scheduler(), now=now)
+        outcome = known_absent(store, submission) or determine_outcome(
+            store, submission, scheduler(), now=now
+        )
     if isinstance(outcome, Found):
         return None
     state, reason, over = "SUBMITTING", outcome.reason, False
@@ -196,12 +216,12 @@ class _Unfinished:
         """The ids to ask the scheduler about."""
         return [job_id for index, job_id in self.job_ids.items() if index not in self.ends]
 
-    def state(self, answer: Mapping[str, JobStatus], trouble: str, now: float) -> State:
-        """Combine the scheduler's answer with the records, and record what is over.
+    def state(self, answer: Mapping[str, JobStatus], query_error: str, now: float) -> State:
+        """Combine the scheduler's answer with the records, and record ends.
 
         Args:
             answer: by job id.
-            trouble: why there is no answer; empty where there is one.
+            query_error: why the scheduler did not answer; empty if it did.
             now: seconds since the epoch.
         """
         # A controller that was set up anew gives the same ids to other jobs.
@@ -219,16 +239,16 @@ class _Unfinished:
                 states.append(self.ends[index])
                 continue
             status, run = answer.get(job_id), replace(self.submission, index=index)
-            if status is None and any_known and not trouble and not run_of(run).attempts():
+            if status is None and any_known and not query_error and not run_of(run).attempts():
                 # Slurm keeps no record of a task that is cancelled while its array waits.
                 status = JobStatus(job_id, JobState.CANCELLED)
             states.append(
-                _judge(
+                _merge_status(
                     self.record,
                     run,
                     job_id,
                     status,
-                    trouble=trouble,
+                    query_error=query_error,
                     other=job_id in others,
                     now=now,
                 )
@@ -243,24 +263,24 @@ class _Unfinished:
         return state
 
 
-def _judge(
+def _merge_status(
     record: Mapping[str, Any],
     submission: Submission,
     job_id: str,
     status: JobStatus | None,
     *,
-    trouble: str,
+    query_error: str,
     other: bool,
     now: float,
 ) -> State:
-    """Combine what the scheduler says of one job with what the job recorded itself.
+    """Combine the scheduler's status of one job with the records of the job.
 
     Args:
         record: the submission's.
         submission: the submission, or one task of it.
         job_id: the job's.
-        status: what the scheduler says; None if it does not know the job.
-        trouble: why there is no answer; empty if there is one.
+        status: from the scheduler; None if it does not know the job.
+        query_error: why the scheduler did not answer; empty if it did.
         other: whether another job has that id now.
         now: seconds since the epoch.
     """
@@ -270,13 +290,18 @@ def _judge(
     own = attempts[-1] if attempts else None
     end = own.ended if own is not None else None
     lost = False
+    # The scheduler decides whether the job has ended: it also ends jobs that can record nothing,
+    # and a script that has recorded its end may still be holding its nodes. The job's own record
+    # decides only if the scheduler has forgotten the job, as Slurm does without accounting.
     if status is None or (status.state is JobState.UNKNOWN and end is not None):
-        if own is not None and not trouble:
+        if own is not None and not query_error:
             own.check_readable()
-        status, lost = _own_status(submission, job_id, end, trouble, now, other=other)
+        status, lost = _own_status(submission, job_id, end, query_error, now, other=other)
     if not status.state.over:
         end = None
     exit_code = status.exit_code
+    # Slurm's exit code may be missing, and is 0 for an end by a signal (`0:15`): then the one that
+    # the script recorded counts.
     if end is not None and (not exit_code or status.state is JobState.FAILED):
         exit_code = int(end["exit_code"])
     if status.state is JobState.CANCELLED and status.started is None and own is None:
@@ -316,7 +341,7 @@ def _judge(
 
 
 def _between(own: Attempt, state: JobState, now: float) -> dict[str, Any]:
-    """Return what is known of a run between two jobs: the last one is over, and it goes on."""
+    """Return the state of a run between two jobs: the last has ended, the next is to follow."""
     start = own.newest_start()
     if not own.goes_on and (start is None or own.next is not None):
         return {}
@@ -333,7 +358,7 @@ def _between(own: Attempt, state: JobState, now: float) -> dict[str, Any]:
         "state": "FAILED" if state is JobState.COMPLETED else state.value,
         "over": True,
         "interrupted": True,
-        "reason": f"interrupted before it could go on: `hpml requeue {rid}`",
+        "reason": f"interrupted before it could continue: `hpml requeue {rid}`",
     }
 
 
@@ -391,7 +416,7 @@ def _binding_error(attempt: Attempt) -> str:
         if rank.get("wrong")
     ]
     if not wrong:
-        return "ranks are not bound as planned: the job's output says which"
+        return "ranks are not bound as planned: the job's output names them"
     return wrong[0] + (f" (and {len(wrong) - 1} more)" if len(wrong) > 1 else "")
 
 
@@ -399,14 +424,14 @@ def _own_status(
     submission: Submission,
     job_id: str,
     end: Mapping[str, Any] | None,
-    trouble: str,
+    query_error: str,
     now: float,
     *,
     other: bool,
 ) -> tuple[JobStatus, bool]:
     """Return the status of a job that its scheduler does not report, and whether it is lost."""
-    if trouble:
-        return JobStatus(job_id, JobState.UNKNOWN, reason=trouble), False
+    if query_error:
+        return JobStatus(job_id, JobState.UNKNOWN, reason=query_error), False
     if end is not None:
         code = int(end["exit_code"])
         known = parse_state(str(end.get("state") or ""))

@@ -19,7 +19,7 @@ from hpml_orchestrator.records.files import read_text_or_nothing, write_text
 from hpml_orchestrator.records.owner import Owner, owner_is_alive
 from hpml_orchestrator.records.run import Run
 from hpml_orchestrator.runs.backend import elsewhere, not_here
-from hpml_orchestrator.scheduler.environment import travelling
+from hpml_orchestrator.scheduler.environment import job_environment
 from hpml_orchestrator.scheduler.model import Dependency, SubmitRequest
 from hpml_orchestrator.scheduler.recovery import (
     GRACE_SECONDS,
@@ -40,11 +40,11 @@ if TYPE_CHECKING:
 __all__ = [
     "AGAIN_SECONDS",
     "STALE_SECONDS",
+    "determine_outcome",
     "known_absent",
     "next_outcome",
     "request_of",
     "resume",
-    "settle",
     "submit",
 ]
 
@@ -56,7 +56,7 @@ STALE_SECONDS = 15.0
 """Oldest start with which sbatch may be called: well below what others wait before theirs."""
 
 AGAIN_SECONDS = 1.0
-"""How often a waiting hpml looks whether another one has recorded the job."""
+"""How often a waiting hpml checks whether another process has recorded the job."""
 
 
 def submit(
@@ -96,7 +96,7 @@ def request_of(submission: Submission, environment: Mapping[str, str]) -> Submit
         name=record["name"],
         comment=record["comment"],
         job_name=record.get("job_name", ""),
-        environment=travelling(environment, record["job"]["environment"]["inherit"]),
+        environment=job_environment(environment, record["job"]["environment"]["inherit"]),
         array=record["job"].get("array") is not None,
     )
 
@@ -111,7 +111,7 @@ def _start(
 ) -> str | None:
     """Call sbatch as the start of that number and return the job's id.
 
-    None where another hpml has made that start, or it may take ours for one that failed.
+    None if another hpml has made that start, or may treat ours as failed.
     """
     waits_for = tuple(Dependency(run["job_id"], run["end"]) for run in after)
     request = replace(request_of(submission, environment), after=waits_for)
@@ -122,7 +122,7 @@ def _start(
     if not submission.mark_started(now=before, number=number):
         return None
     if clock() - before >= STALE_SECONDS:
-        # A file server that stood still: others may believe that this start came to nothing.
+        # If the file server hung, other processes may treat this start as failed.
         return None
     try:
         job_id = scheduler.submit(request, arguments)
@@ -135,12 +135,14 @@ def _start(
     return job_id
 
 
-def settle(store: Store, submission: Submission, scheduler: Scheduler, *, now: float) -> Outcome:
-    """Find out what became of a submission whose job is not recorded; never submits.
+def determine_outcome(
+    store: Store, submission: Submission, scheduler: Scheduler, *, now: float
+) -> Outcome:
+    """Determine whether a submission without a recorded job has one; never submits.
 
     Returns:
-        `Found` (its job is recorded then), `Absent` (there is no job and there will be none), or
-        `Undecided` with the reason and when to ask again.
+        `Found` (the job is recorded), `Absent` (no job exists or will exist), or `Undecided` with
+        the reason and when to ask again.
 
     Raises:
         InputError: it belongs to another cluster.
@@ -152,7 +154,7 @@ def settle(store: Store, submission: Submission, scheduler: Scheduler, *, now: f
         return Undecided(f"the scheduler gives no answer: {error}", UNAVAILABLE_SECONDS)
     if where:
         raise not_here(where, field="RUN", value=submission.sid)
-    starts = submission.starts()  # before the look: it says nothing about later ones
+    starts = submission.starts()  # before the query: it does not cover later starts
     started, created = submission.started_at(), float(record["created"])
     outcome = recover(
         scheduler,
@@ -221,7 +223,7 @@ def next_outcome(
 
 
 def known_absent(store: Store, submission: Submission) -> Absent | None:
-    """Return that a submission has no job, if `settle` has found so before; else None.
+    """Return that a submission has no job, if `determine_outcome` has found so before; else None.
 
     Nobody is asked: it holds until sbatch is called again, or a job of it shows up in its records.
     """
@@ -256,7 +258,7 @@ def resume(
     The job is looked for first. It is submitted only when it is certain that there is none and that
     no sbatch of an earlier hpml can still make one; of several hpml that find so at the same time,
     one submits it. `after` returns which of the runs that it waits for are not over yet, as
-    `outstanding` does; those on record count when it is left out.
+    `pending_dependencies` does; those on record count when it is left out.
 
     Raises:
         InputError: it was refused by the scheduler: a new submission is due, not this one. Or it
@@ -271,8 +273,8 @@ def resume(
         refused = submission.refused()
         if refused is not None:
             raise _was_refused(submission, str(refused["reason"]))
-        starts = submission.starts()  # before the look: it says nothing about later ones
-        outcome = settle(store, submission, scheduler, now=clock())
+        starts = submission.starts()  # before the query: it does not cover later starts
+        outcome = determine_outcome(store, submission, scheduler, now=clock())
         if isinstance(outcome, Found):
             return outcome.job_id
         if isinstance(outcome, Absent) and outcome.refused:

@@ -39,7 +39,7 @@ def templates(directory: str | None = None) -> list[Template]:
     """Return the templates that are used: the user's, and hpml's where the user has none.
 
     Raises:
-        InputError: one of the user's cannot be parsed, or there is no such directory.
+        InputError: a user's template cannot be parsed, or the directory does not exist.
     """
     environment = UserEnvironment(directory) if directory else template.environment()
     listed: dict[str, Template] = {}
@@ -84,7 +84,7 @@ def eject(name: str, directory: str | Path, *, whole: bool = False, force: bool 
         force: whether an existing file may be replaced.
 
     Raises:
-        InputError: there is no such template, the file exists, or it cannot be written.
+        InputError: no template has that name, the file exists, or it cannot be written.
     """
     plain = name.removesuffix(_SUFFIX)
     if plain not in own_names():

@@ -17,7 +17,7 @@ from hpml_orchestrator.records.files import read_text_or_nothing, write_users_fi
 from hpml_orchestrator.script.template import variable
 from hpml_orchestrator.spec.document import parse_yaml
 from hpml_orchestrator.spec.edit import CannotEditError, block_text, flow_text, set_field
-from hpml_orchestrator.spec.job import Job, spelled_out
+from hpml_orchestrator.spec.job import Job, expand_shorthand
 from hpml_orchestrator.spec.load import ResolvedJob, load_job, make_absolute, read_fields
 
 if TYPE_CHECKING:
@@ -274,8 +274,8 @@ class _Writer:
         """Return the text with a field of the complete job, in the form that the file has."""
         fields = parse_yaml(text, str(self._target))
         top, _, inner = name.partition(".")
-        if inner and top in fields and spelled_out(top, fields[top]) is not fields[top]:
-            mapping = _plain(spelled_out(top, fields[top]))
+        if inner and top in fields and expand_shorthand(top, fields[top]) is not fields[top]:
+            mapping = _plain(expand_shorthand(top, fields[top]))
             return set_field(text, top, {**mapping, inner: value}, comment=comment)
         if inner and isinstance(whole.get(top), list) and not _has_entry(fields.get(top), inner):
             name, value = top, whole[top]

@@ -1,6 +1,6 @@
 """A cluster as its controller describes it: nodes, partitions, limits, accounts.
 
-Sizes are in MiB, as Slurm counts memory; times are in seconds. A limit of None is no limit; a list
+Sizes are in MiB, as Slurm counts memory; times are in seconds. None means unlimited; a list
 of None could not be asked for, or is open to everybody.
 """
 
@@ -27,7 +27,7 @@ class Gres:
     """Generic resources of one kind on one node."""
 
     name: str  # such as gpu, mps, shard
-    kind: str  # the type, such as a100 or a MIG profile 1g.10gb; empty where none is configured
+    kind: str  # the type, such as a100 or a MIG profile 1g.10gb; empty if not configured
     count: int
 
 
@@ -43,7 +43,7 @@ class Node:
     threads_per_core: int = 1
     cpus: int = 1
     memory_mib: int = 1
-    tmp_disk_mib: int = 0  # 0 where it is not configured
+    tmp_disk_mib: int = 0  # 0 if not configured
     gres: tuple[Gres, ...] = ()
     features: frozenset[str] = frozenset()
     reason: str = ""  # why it is down or drained
@@ -55,12 +55,8 @@ class Node:
 
     def gpus(self, kind: str = "") -> int:
         """GPUs of that type; of all types when none is given."""
-        return self.amount("gpu", kind)
-
-    def amount(self, name: str, kind: str = "") -> int:
-        """Generic resources of that name and type; of all types when none is given."""
         return sum(
-            gres.count for gres in self.gres if gres.name == name and kind in ("", gres.kind)
+            gres.count for gres in self.gres if gres.name == "gpu" and kind in ("", gres.kind)
         )
 
 
@@ -150,7 +146,7 @@ class Partition:
 
 @dataclass(frozen=True)
 class Limits:
-    """What holds for the whole cluster, from `scontrol show config`."""
+    """Limits of the whole cluster, from `scontrol show config`."""
 
     version: tuple[int, ...] = ()  # such as (22, 5, 8)
     cluster: str = ""
@@ -216,8 +212,6 @@ class Cluster:
     groups: tuple[str, ...] = ()
     associations: tuple[Association, ...] | None = None
     qos: tuple[Qos, ...] | None = None
-    reservations: tuple[str, ...] | None = None  # None: not asked for
-    licenses: Mapping[str, tuple[int, int]] | None = None  # all and free ones; None: not asked for
 
     @property
     def may_rewrite_jobs(self) -> bool:

@@ -42,7 +42,7 @@ class ConfigurationMissing(CommandMissing):
 
 @dataclass(frozen=True)
 class Completed:
-    """How a command ended: exit status (negative: minus the signal) and what it said."""
+    """How a command ended: exit status (negative: minus the signal) and its output."""
 
     returncode: int
     stdout: str = ""
@@ -69,7 +69,7 @@ class Runner(Protocol):
     """Starts one command; never through a shell, always with standard input closed."""
 
     def run(self, argv: Sequence[str], *, env: Mapping[str, str], timeout: float) -> Completed:
-        """Run a command and return what it said.
+        """Run a command and return its output.
 
         Args:
             argv: command and arguments.
@@ -77,7 +77,7 @@ class Runner(Protocol):
             timeout: seconds after which it is killed.
 
         Raises:
-            CommandMissing: there is no such command.
+            CommandMissing: the command does not exist.
             SchedulerUnavailable: it gave no answer in time.
         """
         ...
@@ -98,7 +98,7 @@ class Runner(Protocol):
         it is never killed: past `timeout` seconds it is left to itself.
 
         Raises:
-            CommandMissing: there is no such command.
+            CommandMissing: the command does not exist.
             SchedulerUnavailable: it has not ended in time; it still works.
         """
         ...
@@ -111,7 +111,7 @@ class SubprocessRunner:
         self._left: list[subprocess.Popen[bytes]] = []
 
     def run(self, argv: Sequence[str], *, env: Mapping[str, str], timeout: float) -> Completed:
-        """Run a command and return what it said; see `Runner.run`."""
+        """Run a command and return its output; see `Runner.run`."""
         check_configuration(argv[0], env)
         try:
             done = subprocess.run(
@@ -179,7 +179,7 @@ def check_configuration(command: str, env: Mapping[str, str]) -> None:
     path = env.get("SLURM_CONF", "")
     if path and os.path.basename(command) in _SLURM_COMMANDS and not os.path.exists(path):
         raise ConfigurationMissing(
-            f"SLURM_CONF names {path}, and there is no such file",
+            f"SLURM_CONF names {path}, which does not exist",
             hint="unset SLURM_CONF, or set it to the slurm.conf of your cluster",
         )
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-__all__ = ["travelling"]
+__all__ = ["job_environment"]
 
 _DROPPED_PREFIXES = tuple(
     "SLURM_ SLURMD_ SBATCH_ SRUN_ SALLOC_ SQUEUE_ SACCT_ SINFO_ SCANCEL_ PMI_ PMI2_ PMIX_ OMPI_ "
@@ -20,7 +20,7 @@ _DROPPED = frozenset(
     "ROCR_VISIBLE_DEVICES DISPLAY XAUTHORITY XDG_RUNTIME_DIR DBUS_SESSION_BUS_ADDRESS "
     "WINDOWID TERM_SESSION_ID STY".split()
 )
-# Open MPI starts nothing for root, as who runs in a container, unless root says so by these.
+# Open MPI refuses to start as root, the usual user in a container, unless these are set.
 _KEPT = frozenset({"SLURM_CONF", "OMPI_ALLOW_RUN_AS_ROOT", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM"})
 _MINIMAL = frozenset(
     "HOME USER LOGNAME SHELL PATH LANG LANGUAGE TZ TERM MAIL MODULEPATH MODULESHOME LMOD_CMD "
@@ -28,7 +28,7 @@ _MINIMAL = frozenset(
 )
 
 
-def travelling(environment: Mapping[str, str], inherit: str) -> dict[str, str]:
+def job_environment(environment: Mapping[str, str], inherit: str) -> dict[str, str]:
     """Return the variables that a job starts with.
 
     Args:
@@ -36,7 +36,7 @@ def travelling(environment: Mapping[str, str], inherit: str) -> dict[str, str]:
         inherit: `all` for everything but what belongs to the submitting session, to schedulers and
             to launchers; `minimal` for what a login has anyway.
 
-    >>> travelling({"PATH": "/bin", "SLURM_JOB_ID": "1", "TOKEN": "x"}, "minimal")
+    >>> job_environment({"PATH": "/bin", "SLURM_JOB_ID": "1", "TOKEN": "x"}, "minimal")
     {'PATH': '/bin'}
     """
     if inherit == "minimal":

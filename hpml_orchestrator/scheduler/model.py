@@ -74,13 +74,13 @@ STATE_FLAGS = {
     "SIGNALING": JobState.RUNNING,
     "SPECIAL_EXIT": JobState.REQUEUED,  # requeued and held
     "STAGE_OUT": JobState.COMPLETING,
-    "UPDATE_DB": JobState.UNKNOWN,  # says nothing of the job
+    "UPDATE_DB": JobState.UNKNOWN,  # not about the job
 }
-"""Flags that squeue shows in place of a base state and that have no state of their own here."""
+"""Flags that squeue shows in place of a base state, and the state that each becomes here."""
 
 
 def parse_state(text: str) -> JobState:
-    """Return the state that Slurm's name stands for; UNKNOWN for a name that is not known.
+    """Return the state of one of Slurm's names; UNKNOWN for any other name.
 
     >>> [parse_state(text).value for text in ("CANCELLED by 1000", "COMPLETED+", "BRAND_NEW")]
     ['CANCELLED', 'COMPLETED', 'UNKNOWN']
@@ -94,7 +94,7 @@ def parse_state(text: str) -> JobState:
 
 @dataclass(frozen=True)
 class JobStatus:
-    """What a scheduler knows of one job at one moment.
+    """The status of one job at one moment, from a scheduler.
 
     Attributes:
         job_id: the scheduler's id, as text.
@@ -131,7 +131,7 @@ BEFORE_REQUEUE = (JobState.PREEMPTED, JobState.NODE_FAIL, JobState.BOOT_FAIL)
 
 
 def representative(job_id: str, statuses: Sequence[JobStatus]) -> JobStatus:
-    """Return the status that stands for an array, under the id that was asked for.
+    """Return the status of an array as a whole, under the requested id.
 
     That of a task that runs, else of one that waits, else of one that did not complete.
     """
@@ -150,7 +150,7 @@ class Dependency:
 
     Attributes:
         job_id: its id, of a task of an array `<array's id>_<index>`.
-        end: `ok` where it has to complete, `notok` where it has to end otherwise, or `any`.
+        end: `ok` if it has to complete, `notok` if it has to end otherwise, or `any`.
     """
 
     job_id: str
@@ -194,12 +194,12 @@ class SubmitRequest:
         return (self.answers or self.directory) / name
 
     def task_output(self, index: int | str) -> Path:
-        """Return the output file of an array's task, of an index or what stands for it."""
+        """Return the output file of an array's task, by its index or Slurm's placeholder."""
         return task_output(self.directory, index)
 
 
 class Scheduler(Protocol):
-    """What hpml needs of a scheduler; every call takes many jobs at once where that makes sense."""
+    """What hpml needs from a scheduler; calls take many jobs at once if that makes sense."""
 
     name: str
 

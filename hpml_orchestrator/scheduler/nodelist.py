@@ -74,6 +74,6 @@ def _node_set(text: str) -> NodeSet:
 
 
 def _size(ranges: str) -> int:
-    """Return how many numbers `[1-3,7]` stands for, without making them."""
+    """Return how many numbers `[1-3,7]` means, without making them."""
     spans = (part.partition("-") for part in ranges[1:-1].split(","))
     return sum(max(int(last or first) - int(first) + 1, 1) for first, _, last in spans)

@@ -1,11 +1,11 @@
-"""Find out what became of a submission whose job id was not recorded, because hpml was killed.
+"""Find the job of a submission whose job id was not recorded, because hpml was killed.
 
 `recover` submits nothing. Only `Absent` permits another sbatch. The caller guarantees that:
 
 - the submission's directory is complete, and the marker `sbatch.started` durable in it, before
   sbatch is started;
 - sbatch runs in that directory and answers into `sbatch.out` and `sbatch.err` there;
-- the job's first act is to write its own id below its run's directory, and to end at once if
+- a job first writes its own id below its run's directory, and ends immediately if
   another job has done so before. That is the last guard.
 """
 
@@ -41,11 +41,11 @@ __all__ = [
 ]
 
 GRACE_SECONDS = 120.0
-"""How long an sbatch that is not seen may still be under way, on this machine or another."""
+"""How long an invisible sbatch may still be running, on this machine or another."""
 
 _POLL_SECONDS = 5.0
 UNAVAILABLE_SECONDS = 30.0
-"""When to ask a scheduler again that gives no answer."""
+"""Pause before the next query of a scheduler that does not answer."""
 
 
 @dataclass(frozen=True)
@@ -54,7 +54,7 @@ class Found:
 
     Attributes:
         job_id: its id.
-        how: where it was found: sbatch's answer, the job's own record, or the queue.
+        how: by which source: sbatch's answer, the job's own record, or the queue.
     """
 
     job_id: str
@@ -63,7 +63,7 @@ class Found:
 
 @dataclass(frozen=True)
 class Absent:
-    """There is no job, and none is on its way: sbatch may be called.
+    """No job exists, and none will appear: sbatch may be called.
 
     Attributes:
         reason: why that is certain.
@@ -105,18 +105,18 @@ def recover(
     answers: Path | None = None,
     known: Collection[str] = (),
 ) -> Outcome:
-    """Decide what became of a submission.
+    """Decide whether a submission has a job.
 
     Args:
-        scheduler: where it was submitted to.
+        scheduler: that it was submitted to.
         directory: the submission's directory.
         name: the job's name.
         prepared_at: when the directory was written, seconds since the epoch; no job is older.
-        sbatch_started_at: time of the marker `sbatch.started`, None where there is no marker.
+        sbatch_started_at: time of the marker `sbatch.started`; None without a marker.
         attempt_job_ids: ids that jobs of this submission have recorded themselves.
         now: seconds since the epoch.
         grace_seconds: how long after its start an sbatch may still be under way unseen; never
-            shorter than `GRACE_SECONDS` where sbatch itself has said that its answer was lost.
+            shorter than `GRACE_SECONDS` if sbatch itself reported that its answer was lost.
         answers: where sbatch's answer is, if it is not the submission's directory.
         known: ids of earlier jobs of the submission, which are not meant.
     """
@@ -152,7 +152,7 @@ def recover(
 
 
 def _jobless(directory: Path, grace_seconds: float, elapsed_seconds: float) -> Outcome:
-    """Decide for an sbatch that was started, is not seen any more, and left no job in sight."""
+    """Decide for an sbatch that was started, is gone, and left no visible job."""
     stderr = read_text_or_nothing(directory / "sbatch.err")
     refused = final_refusal(stderr)
     if refused:

@@ -26,7 +26,7 @@ _SIZES = ("shared_rate", "link_rate", "disk_rate")
 def agent_argv(job: Job, site: ResolvedSite | None) -> list[tuple[str, str]]:
     """Return option and value of each argument; objects leave out what is as by default.
 
-    What the site says of its file system is there only as far as this job's staging depends on it.
+    Of the site's file system only the values that this job's staging needs are included.
     """
     options = {"--bind": _bind(job), "--site": _site(job, site)}
     if job.monitor.enabled:
@@ -35,7 +35,7 @@ def agent_argv(job: Job, site: ResolvedSite | None) -> list[tuple[str, str]]:
     argv = [(option, _json(fields)) for option, fields in options.items() if fields]
     argv += [(f"--{base}", template.Raw(f'"$hpml_{base}"')) for base in bases_of(job)]
     argv += [("--stage", _json(_stage(stage))) for stage in job.stage]
-    argv += [("--own", name) for name in own_directories(job)]
+    argv += [("--job-directory", name) for name in own_directories(job)]
     for entry in job.collect:
         words = [template.word(path) for path in (entry.source, entry.target)]
         argv.append(("--collect", template.Raw(" ".join(words))))
@@ -43,7 +43,7 @@ def agent_argv(job: Job, site: ResolvedSite | None) -> list[tuple[str, str]]:
 
 
 def own_directories(job: Job) -> list[str]:
-    """Return in which of `shm` and `local` the job has a directory of its own."""
+    """Return which of `shm` and `local` have a directory of the job."""
     used = [*(job.command or ()), *job.args, *job.environment.variables.values()]
     used += [entry.source for entry in job.collect]
     names = {name for text in used for name in PLACEHOLDER.findall(str(text))}

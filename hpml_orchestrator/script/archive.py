@@ -29,7 +29,7 @@ from hpml_orchestrator.node.main import main
 
 sys.exit(main(sys.argv[1:]))
 """
-_UNCHECKED_HASH = (1).to_bytes(4, "little")  # PEP 552: the source beside it is not compared
+_UNCHECKED_HASH = (1).to_bytes(4, "little")  # PEP 552: it is not compared with the source
 # Up to Python 3.13 later versions mark shared objects, which differ from process to process; only
 # version 5, of Python 3.14, can write slices, and it gives the same bytes in all.
 _MARSHAL_VERSION = 2 if marshal.version < 5 else marshal.version  # noqa: PLR2004 - as above

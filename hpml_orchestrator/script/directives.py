@@ -14,9 +14,9 @@ if TYPE_CHECKING:
     from hpml_orchestrator.spec.site import DirectiveRule, ResolvedSite, Site
 
 __all__ = [
-    "as_asked",
     "can_requeue",
     "directives",
+    "effective_job",
     "leaves_out",
     "memory_mebibytes",
     "whole_nodes",
@@ -74,7 +74,7 @@ def memory_mebibytes(job: Job) -> int:
 
 
 def can_requeue(site: Site | None) -> bool:
-    """Return whether a job may ask Slurm to run it again, as far as the site profile says."""
+    """Return whether the site profile permits that a job is requeued."""
     return site is None or (site.requeue != "no" and not leaves_out(site.directives, "requeue"))
 
 
@@ -105,7 +105,7 @@ def _own_options(job: Job, site: Site | None = None) -> list[str]:
     if job.array is not None:
         options.append(f"--array={job.array}")
     if job.checkpoint.enabled:
-        # JobRequeue is the default of the cluster only: Slurm asks what the job says.
+        # JobRequeue is only the cluster's default; the job's option counts.
         is_asked = bool(job.checkpoint.requeue) and can_requeue(site)
         options.append("--requeue" if is_asked else "--no-requeue")
     return [*options, "--open-mode=append", *resources.extra]
@@ -129,7 +129,7 @@ def _apply(rules: Mapping[str, DirectiveRule], options: Sequence[str]) -> list[s
     return changed
 
 
-def as_asked(job: Job, rules: Mapping[str, DirectiveRule]) -> Job:
+def effective_job(job: Job, rules: Mapping[str, DirectiveRule]) -> Job:
     """Return the job as Slurm will see it: without what the rules drop, with what they add.
 
     GPUs and numbers of nodes, ranks and CPUs count as what they were under another name, too. All
@@ -162,7 +162,7 @@ def whole_nodes(asked: Job, site: Site | None) -> bool:
     """Return whether a job gets whole nodes: it asks for them, or its partitions give no others.
 
     Args:
-        asked: the job as Slurm will see it (`as_asked`).
+        asked: the job as Slurm will see it (`effective_job`).
         site: the site profile, if there is one.
     """
     if asked.resources.exclusive or "--exclusive" in asked.resources.extra:

@@ -59,11 +59,11 @@ class Capabilities:
 
 @dataclass(frozen=True)
 class SnapshotPaths:
-    """What of a job lies in its snapshot.
+    """The files of a job in its snapshot.
 
     Attributes:
         workdir: the working directory, relative to the snapshot; empty for its top.
-        script: the script, relative to the snapshot; None where it lies outside of it.
+        script: the script, relative to the snapshot; None if it is outside.
     """
 
     workdir: str
@@ -84,7 +84,7 @@ def render(
         job: the job, complete.
         capabilities: what was found out about this installation.
         site: the site profile, if there is one.
-        snapshot: what of the job lies in the submission's copy of the code, if it takes one.
+        snapshot: files of the job in the submission's copy of the code, if it has one.
         targets: why each `target: auto` became what it is now, by the name of its entry.
 
     Raises:
@@ -214,7 +214,7 @@ def _container(
     Args:
         job: the job, complete.
         workdir: the shell word of the ranks' directory.
-        is_copy: whether the code is a snapshot, which lies in the submission.
+        is_copy: whether the code is a snapshot in the submission.
     """
     container = job.environment.container
     if container is None:

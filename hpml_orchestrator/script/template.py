@@ -35,7 +35,7 @@ class Raw(str):
 
 
 def quote(value: Any) -> Raw:
-    """Return a value as one shell word that stands for exactly that text."""
+    """Return a value as one shell word for exactly that text."""
     if isinstance(value, Raw):
         return value
     return Raw(shlex.quote(str(value)))  # str() of an undefined variable raises, naming it

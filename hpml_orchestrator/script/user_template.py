@@ -58,13 +58,13 @@ class UserEnvironment(ScriptEnvironment):
     """Finds a user's templates before hpml's own.
 
     Raises:
-        InputError: there is no such directory.
+        InputError: the directory does not exist.
     """
 
     def __init__(self, directory: str) -> None:
         if not os.access(directory, os.R_OK | os.X_OK) or not os.path.isdir(directory):
             raise InputError(
-                "there is no such directory, or it is not readable",
+                "does not exist, or is not readable",
                 field="templates",
                 value=directory,
                 hint="`hpml template eject` creates one",
@@ -90,7 +90,7 @@ class UserEnvironment(ScriptEnvironment):
             place = f"{file}:{node.lineno}"
             if isinstance(node, nodes.Block) and node.name not in known:
                 hint = did_you_mean(node.name, known) or f"blocks are {', '.join(sorted(known))}"
-                raise _fault(place, f"there is no block {node.name!r}", hint)
+                raise _fault(place, f"unknown block {node.name!r}", hint)
             if isinstance(node, nodes.Output) and any(
                 not isinstance(part, nodes.TemplateData) or part.data.strip() for part in node.nodes
             ):
@@ -189,7 +189,7 @@ def check_setup(lines: str, origin: str) -> None:
 
     Args:
         lines: the user's shell lines.
-        origin: where they come from, for the hint.
+        origin: their source, for the hint.
 
     Raises:
         InputError: names the line.

@@ -51,7 +51,7 @@ class Finding:
 
 
 def examine(store: Store, *, site: str = "") -> list[Finding]:
-    """Return what there is, in a fixed order; runs a few short commands.
+    """Return the findings in a fixed order; runs a few short commands.
 
     Args:
         store: where records live.
@@ -73,7 +73,7 @@ def examine(store: Store, *, site: str = "") -> list[Finding]:
         ),
         _templates(),
         _finding("bash", bash, "not on PATH", "install bash 4 or newer"),
-        _finding("git", git, "not on PATH: records have no commit, and there are no snapshots"),
+        _finding("git", git, "not on PATH: records have no commit and no snapshots"),
         _records(store),
         _site(site),
         *_slurm(),
@@ -144,7 +144,7 @@ def _slurm() -> list[Finding]:
         return [_slurm_fault(error.message, error.hint)]
     version = _output(["sbatch", "--version"]) or "of unknown version"
     if " is UP" not in (_output(["scontrol", "ping"]) or ""):
-        hint = "`scontrol ping` says more; is SLURM_CONF right?"
+        hint = "`scontrol ping` shows the reason; is SLURM_CONF right?"
         return [_slurm_fault(f"{version}, and its controller does not answer", hint)]
     try:
         is_old = () < slurm_version(SubprocessRunner())[:2] < _OLDEST_SLURM
@@ -176,7 +176,7 @@ def _space(check: str, path: str) -> Finding:
 
 
 def _output(command: Sequence[str]) -> str | None:
-    """Return what a command prints; None where it fails."""
+    """Return the output of a command; None if it fails."""
     try:
         done = subprocess.run(
             command,

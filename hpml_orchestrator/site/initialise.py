@@ -15,9 +15,9 @@ from hpml_orchestrator.errors import InputError, NotFoundError, RecordError, Sch
 from hpml_orchestrator.records.files import write_text
 from hpml_orchestrator.records.texts import first_few
 from hpml_orchestrator.scheduler.command import CommandMissing, ConfigurationMissing
-from hpml_orchestrator.scheduler.environment import travelling
+from hpml_orchestrator.scheduler.environment import job_environment
 from hpml_orchestrator.scheduler.slurm.cluster import read_cluster
-from hpml_orchestrator.site.look import Look
+from hpml_orchestrator.site.node_probe import NodeProbe
 from hpml_orchestrator.site.nodes import gpu_text, group_nodes
 from hpml_orchestrator.site.probe import probe
 from hpml_orchestrator.site.profile_text import Origin, profile_text, release
@@ -44,13 +44,13 @@ class Profile:
     groups: Sequence[NodeGroup]
     text: str
     # By kind of node, what a probe found, or why there is none.
-    looks: Mapping[str, Look | str] = field(default_factory=dict)
+    probes: Mapping[str, NodeProbe | str] = field(default_factory=dict)
     files: Mapping[str, str] = field(default_factory=dict)  # topologies: relative path -> text
 
     def to_json(self) -> dict[str, Any]:
         """Return what was found, for programs."""
         limits, default = self.cluster.limits, self.cluster.default_partition
-        hosts = {kind: look.host for kind, look in self.looks.items() if isinstance(look, Look)}
+        hosts = {kind: one.host for kind, one in self.probes.items() if isinstance(one, NodeProbe)}
         accounts = self.cluster.associations
         return {
             "cluster": limits.cluster,
@@ -87,9 +87,9 @@ class Profile:
             accounts = first_few(known["accounts"], none="none of yours")
         out = sum(not node.up for node in cluster.nodes)
         default = known["default_partition"] or "none"
-        probed = [kind for kind, look in self.looks.items() if isinstance(look, Look)]
+        probed = [kind for kind, one in self.probes.items() if isinstance(one, NodeProbe)]
         refused = [
-            f"not {kind}: {look}" for kind, look in self.looks.items() if isinstance(look, str)
+            f"not {kind}: {one}" for kind, one in self.probes.items() if isinstance(one, str)
         ]
         rows = [
             ("cluster", f"{known['cluster'] or '(without a name)'}, Slurm {known['slurm'] or '?'}"),
@@ -97,7 +97,7 @@ class Profile:
             ("nodes", nodes),
             *[("", f"{out} out of service")] * bool(out),
             ("accounts", accounts),
-            *[("probed", first_few(probed, none="no kind of node"))] * bool(self.looks),
+            *[("probed", first_few(probed, none="no kind of node"))] * bool(self.probes),
             *[("", reason) for reason in refused[:_REFUSALS_SHOWN]],
         ]
         return [f"{name:<11} {text}" for name, text in rows]
@@ -122,7 +122,7 @@ def profile_path(output: str, *, user: bool, force: bool, environment: Mapping[s
         own = user_path(environment)
         if own is None:
             raise InputError(
-                "there is no home directory to write to",
+                "this account has no home directory to write to",
                 field="--user",
                 hint="set HOME, or XDG_CONFIG_HOME to an absolute path, or give --output FILE",
             )
@@ -135,7 +135,7 @@ def profile_path(output: str, *, user: bool, force: bool, environment: Mapping[s
         raise InputError("is a directory: give a file", field="--output", value=str(path))
     _refuse_existing(path, force=force)
     if not path.parent.is_dir():
-        raise _cannot_write(path, "there is no such directory")
+        raise _cannot_write(path, "the directory does not exist")
     return path
 
 
@@ -154,7 +154,7 @@ def initialise(
         environment: of the process.
         writer: who asks, such as `ada@login1`.
         when: the date, as text.
-        look: whether to look at a node of each kind with a short srun.
+        look: whether to probe a node of each kind with a short srun.
 
     Raises:
         NotFoundError: there is no Slurm here.
@@ -180,26 +180,26 @@ def initialise(
             "jobs run without a profile, too",
         )
     groups = group_nodes(cluster)
-    looks = probe(cluster, groups, run, travelling(environment, "minimal")) if look else {}
+    probes = probe(cluster, groups, run, job_environment(environment, "minimal")) if look else {}
     topologies = {
         kind: seen.topology
-        for kind, seen in looks.items()
-        if isinstance(seen, Look) and seen.topology
+        for kind, seen in probes.items()
+        if isinstance(seen, NodeProbe) and seen.topology
     }
     names = {kind: f"topology/{kind}.xml" for kind in topologies}
-    text = profile_text(cluster, Origin(__version__, writer, when, looks, names), groups)
+    text = profile_text(cluster, Origin(__version__, writer, when, probes, names), groups)
     try:
         Site.model_validate(tomllib.loads(text))
     except ValidationError as error:
         problem = error.errors()[0]
         field = ".".join(map(str, problem["loc"]))
-        raise SchedulerError(f"a profile cannot hold what Slurm says of {field}") from error
+        raise SchedulerError(f"a profile cannot contain Slurm's value of {field}") from error
     files = {names[kind]: xml for kind, xml in topologies.items()}
-    return Profile(cluster, groups, text, looks, files)
+    return Profile(cluster, groups, text, probes, files)
 
 
 def save(profile: Profile, path: Path, *, force: bool = False) -> list[Path]:
-    """Write the topology files and then the profile; return all that was written.
+    """Write the topology files and then the profile; return their paths.
 
     Raises:
         InputError: a file exists already and `force` is not given, or cannot be written.

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 __all__ = ["NodeGroup", "fold", "gpu_text", "group_nodes"]
 
 _MAX_KINDS = 64
-"""With more kinds than this, features are no longer compared, then disks and memory."""
+"""Above this number of kinds features are ignored, then disks and memory."""
 
 _DIFFERING: dict[str, Callable[[Node], Hashable]] = {
     "features": lambda node: node.features,
@@ -54,7 +54,7 @@ def group_nodes(cluster: Cluster) -> tuple[NodeGroup, ...]:
     """Return the kinds of nodes, those with GPUs and the larger ones first.
 
     Compared are sockets, cores, threads, CPUs, GPUs, memory, local disk and features, but less
-    where that makes more than 64 kinds.
+    if that makes more than 64 kinds.
     """
     comparisons: tuple[Callable[[Node], Hashable], ...] = (
         lambda node: (_hardware(node), node.memory_mib, node.tmp_disk_mib, node.features),
@@ -87,7 +87,7 @@ def fold(names: Iterable[str]) -> str:
 
 
 def gpu_text(gpus: Sequence[Gres]) -> str:
-    """Return GPUs as a job file names them; their number where it cannot name their types."""
+    """Return GPUs as a job file names them; their number if it cannot name their types."""
     typed = ",".join(f"{gres.kind}:{gres.count}" if gres.kind else f"{gres.count}" for gres in gpus)
     try:
         return str(values.parse_gpus(typed))

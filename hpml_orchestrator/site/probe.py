@@ -1,4 +1,4 @@
-"""Look at one idle node of each kind with a short srun, without waiting long for it."""
+"""Probe one idle node of each kind with a short srun."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from hpml_orchestrator.errors import HpmlError
 from hpml_orchestrator.scheduler.cluster import takes_jobs
-from hpml_orchestrator.site import look
+from hpml_orchestrator.site import node_probe
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -31,8 +31,8 @@ _REASON_CHARS = 200
 
 def probe(
     cluster: Cluster, groups: Sequence[NodeGroup], run: Runner, env: Mapping[str, str]
-) -> dict[str, look.Look | str]:
-    """Look at one idle node of each kind: kind -> what was found, or why nothing was.
+) -> dict[str, node_probe.NodeProbe | str]:
+    """Probe one idle node of each kind: kind -> the result, or why there is none.
 
     Args:
         cluster: the cluster.
@@ -43,16 +43,16 @@ def probe(
     name = f"hpml-probe-{secrets.token_hex(4)}"
     try:
         with ThreadPoolExecutor(_AT_ONCE) as pool:
-            looks = list(pool.map(partial(_probe, cluster, run=run, env=env, name=name), groups))
+            found = list(pool.map(partial(_probe, cluster, run=run, env=env, name=name), groups))
     except BaseException:
         _cancel(name, run, env)  # Ctrl-C: no probe stays in the queue
         raise
-    return {group.name: seen for group, seen in zip(groups, looks, strict=True)}
+    return {group.name: seen for group, seen in zip(groups, found, strict=True)}
 
 
 def _probe(
     cluster: Cluster, group: NodeGroup, *, run: Runner, env: Mapping[str, str], name: str
-) -> look.Look | str:
+) -> node_probe.NodeProbe | str:
     idle = (node for node in group.nodes if "IDLE" in node.states and takes_jobs(node.states))
     node = next(idle, None)
     if node is None:
@@ -66,13 +66,13 @@ def _probe(
         argv.append(f"--mem={_MEMORY_MIB}M")
     reason = "it is in no usable partition"
     for options in _attempts(cluster, group, node):
-        command = [*argv, *options, *look.command(cluster.limits.tmp_fs, topology=True)]
+        command = [*argv, *options, *node_probe.command(cluster.limits.tmp_fs, topology=True)]
         try:
             done = run.run(command, env=env, timeout=_TIMEOUT_SECONDS)
         except HpmlError as error:
             _cancel(name, run, env)
             return _short(str(error))
-        seen = look.parse(done.stdout)
+        seen = node_probe.parse(done.stdout)
         if seen is not None:
             return seen
         lines = [line.strip() for line in done.stderr.splitlines() if line.strip()]

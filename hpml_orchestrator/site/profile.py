@@ -30,7 +30,7 @@ __all__ = [
 class NodePaths(NamedTuple):
     """Where this node stages data, and the site's limits on opening files."""
 
-    ram: str  # a directory in RAM; empty where there is none
+    ram: str  # a directory in RAM; empty for none
     scratch: str  # one on the local disk
     opens_per_node: float = 0  # files per second; 0 for no limit
     opens_per_job: float = 0  # of all `nodes` of the job together
@@ -44,7 +44,7 @@ def site_for(
     chosen: str = "",
     backend: str = "slurm",
 ) -> ResolvedSite | None:
-    """Return the site profile of a job file; None where there is none.
+    """Return the site profile of a job file; None without a profile.
 
     Local jobs use one only if it is chosen by name, since a profile describes the cluster.
 
@@ -52,7 +52,7 @@ def site_for(
         job_file: the job file; a project's profile is in its directory or above.
         environment: of the process.
         chosen: the value of `--site` or `HPML_SITE`: a file, or `none`.
-        backend: where the job is to run.
+        backend: of the job.
 
     Raises:
         NotFoundError: the chosen profile does not exist.
@@ -63,7 +63,7 @@ def site_for(
     paths = find_profiles(job_file, environment, chosen=chosen)
     if not paths:
         return None
-    from hpml_orchestrator.spec.site import load_site  # noqa: PLC0415 - where there is one
+    from hpml_orchestrator.spec.site import load_site  # noqa: PLC0415 - only with a profile
 
     return load_site(paths)
 
@@ -84,9 +84,9 @@ def prometheus_of_site(environment: Mapping[str, str], *, chosen: str = "") -> s
 
 def kinds_for(job: Job, site: ResolvedSite) -> dict[str, NodeType]:
     """Return the node types that a job may land on by the site's own rules, by name."""
-    from hpml_orchestrator.script.directives import as_asked  # noqa: PLC0415 - where there is one
+    from hpml_orchestrator.script.directives import effective_job  # noqa: PLC0415 - only with a profile
 
-    return site.site.kinds_of(as_asked(job, site.site.directives).resources.partition)
+    return site.site.kinds_of(effective_job(job, site.site.directives).resources.partition)
 
 
 def topologies_of(job: Job, site: ResolvedSite | None) -> dict[str, Topology]:
@@ -163,7 +163,7 @@ def node_paths(directory: Path, environment: Mapping[str, str], *, chosen: str =
 
 
 def _expanded(path: str, environment: Mapping[str, str]) -> str:
-    """Return a path with its first variable replaced; empty where that is not set."""
+    """Return a path with its first variable replaced; empty if that is not set."""
     variable = re.match(r"\$([A-Za-z_][A-Za-z0-9_]*)", path)
     if variable is None:
         return path

@@ -16,7 +16,7 @@ from pydantic import BaseModel, ValidationError
 
 from hpml_orchestrator import assets
 from hpml_orchestrator.records.texts import first_few, printable
-from hpml_orchestrator.site.look import Look
+from hpml_orchestrator.site.node_probe import NodeProbe
 from hpml_orchestrator.site.nodes import fold, gpu_text, group_nodes
 from hpml_orchestrator.spec import site as models
 from hpml_orchestrator.spec import values
@@ -44,7 +44,7 @@ class Origin:
     writer: str = "(unknown)"  # such as `ada@login1`
     when: str = "(unknown)"
     # By kind of node, what a probe found, or why there is none; empty without probes.
-    looks: Mapping[str, Look | str] = field(default_factory=dict)
+    probes: Mapping[str, NodeProbe | str] = field(default_factory=dict)
     # By kind of node, its topology file, relative to the profile.
     topologies: Mapping[str, str] = field(default_factory=dict)
 
@@ -60,9 +60,9 @@ def profile_text(
     origin = origin or Origin()
     groups = group_nodes(cluster) if groups is None else groups
     slurm, default = release(cluster.limits.version), cluster.default_partition
-    looks = [look for look in origin.looks.values() if isinstance(look, Look)]
-    looked = f" and a probe of {len(looks)} of {len(origin.looks)} kinds of nodes"
-    modules = list(dict.fromkeys(name for look in looks for name in look.modules or ()))
+    probes = [probe for probe in origin.probes.values() if isinstance(probe, NodeProbe)]
+    looked = f" and a probe of {len(probes)} of {len(origin.probes)} kinds of nodes"
+    modules = list(dict.fromkeys(name for probe in probes for name in probe.modules or ()))
     head = {
         "cluster": cluster.limits.cluster,
         "slurm": slurm,
@@ -84,7 +84,7 @@ def profile_text(
         writer=printable(origin.writer),
         when=printable(origin.when),
         slurm=slurm,
-        looked=looked if origin.looks else "",
+        looked=looked if origin.probes else "",
         head=_toml(models.Site, head, remarks),
         limits=_limits(cluster),
         paths=_paths(cluster, origin),
@@ -166,7 +166,7 @@ def _limits(cluster: Cluster) -> str:
     text = _toml(models.Limits, {name: getattr(limits, name) for name in remarks}, remarks)
     if limits.submit_plugins:
         plugins = first_few(limits.submit_plugins)
-        text += _remark(f"This site has rules of its own (job_submit plugins: {plugins}).")
+        text += _remark(f"This site changes jobs at submission (job_submit plugins: {plugins}).")
     if not limits.memory_consumable:
         text += _remark("Slurm does not track memory here: --mem is accepted and not enforced.")
     return text
@@ -179,7 +179,7 @@ def _paths(cluster: Cluster, origin: Origin) -> str:
     if not is_plain or not text:
         return _off("scratch", "$LOCAL_SCRATCH")
     has_disk = any(node.tmp_disk_mib for node in cluster.nodes)
-    return text if has_disk and not origin.looks else f"#{text}"
+    return text if has_disk and not origin.probes else f"#{text}"
 
 
 def _partition(partition: Partition, groups: Sequence[NodeGroup], *, default: bool) -> str:
@@ -237,7 +237,7 @@ def _duration(seconds: int | None) -> str | None:
 
 
 def _node_type(group: NodeGroup, origin: Origin) -> str:
-    node, look = group.sample, origin.looks.get(group.name)
+    node, probe = group.sample, origin.probes.get(group.name)
     text = f"\n[node_types.{group.name}]\n"
     if group.uneven:
         text += _remark(f"Nodes differ in {', '.join(group.uneven)}: these are the least values.")
@@ -254,9 +254,9 @@ def _node_type(group: NodeGroup, origin: Origin) -> str:
         "features": sorted(node.features) or None,
         "topology": origin.topologies.get(group.name),
     }
-    if isinstance(look, Look):
-        hardware["interfaces"] = list(look.network[:1]) or None
-        scratch = look.scratch
+    if isinstance(probe, NodeProbe):
+        hardware["interfaces"] = list(probe.network[:1]) or None
+        scratch = probe.scratch
         if scratch is not None:
             hardware["scratch"] = scratch.name if scratch.name[0] == "$" else scratch.path
     text += _toml(models.NodeType, hardware)
@@ -271,25 +271,25 @@ def _node_type(group: NodeGroup, origin: Origin) -> str:
     if out:
         text += _remark(f"Out of service when this was written: {len(out)} of {len(group.nodes)}.")
         text += _remark(first_few(out, _SHOWN_OUT))
-    if isinstance(look, str):
-        text += _remark(f"Not probed: {look}.")
-    elif look is not None:
-        text += _look(look)
+    if isinstance(probe, str):
+        text += _remark(f"Not probed: {probe}.")
+    elif probe is not None:
+        text += _probe_remark(probe)
     return text
 
 
-def _look(look: Look) -> str:
+def _probe_remark(probe: NodeProbe) -> str:
     """Return what a probe found on a node of this kind."""
-    lines = [f"Found on {look.host}:"]
-    if not any(place.name == "ram" and place.writable for place in look.places):
+    lines = [f"Found on {probe.host}:"]
+    if not any(place.name == "ram" and place.writable for place in probe.places):
         lines.append("- no writable /dev/shm: stage with `target: local`")
-    for place in look.places:
+    for place in probe.places:
         path = f"{place.name} = {place.path}" if place.name[0] == "$" else place.path
         kind = "RAM" if place.in_ram else "shared" if place.shared else "local"
         free = f"{place.free_kib / 1024**2:.1f} of {place.total_kib / 1024**2:.1f} GiB free"
         closed = "" if place.writable else ", not writable"
         lines.append(f"- {path}: {place.filesystem} ({kind}), {free}{closed}")
-    for interface in look.interfaces:
+    for interface in probe.interfaces:
         speed = interface.speed_mbps
         parts = [f"{speed / 1000:g} Gbit/s" if speed else "speed unknown"]
         parts += ["IP over InfiniBand"] * interface.infiniband

@@ -1,4 +1,4 @@
-"""Addresses of servers, and what they are told about who asks."""
+"""Addresses of servers, and the identity that requests to them show."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def split_login(url: str, *, field: str) -> tuple[str, str]:
     The header is empty where the address has neither.
 
     Raises:
-        InputError: it is no such address; the value is not shown if it may hold a password.
+        InputError: it is not such an address; the value is not shown if it may hold a password.
     """
     parts = web_address(url)
     if parts is None:

@@ -7,7 +7,7 @@ import re
 from dataclasses import dataclass
 from typing import Any
 
-__all__ = ["ArraySpec", "covers", "parse_array"]
+__all__ = ["ArraySpec", "parse_array", "row_covers_task"]
 
 _MAX_INDEX = 4_000_000
 """The largest index that any Slurm takes (MaxArraySize is at most 4,000,001)."""
@@ -95,14 +95,14 @@ def parse_array(value: Any) -> ArraySpec:
     return ArraySpec(tuple(sorted(indices)), int(limit) if percent else None)
 
 
-def covers(shown_id: str, job_id: str) -> bool:
+def row_covers_task(shown_id: str, job_id: str) -> bool:
     """Return whether the id of one of Slurm's rows covers a task of an array.
 
     `25_[2,4-9:2%3]` covers 25_6. Slurm cuts long lists short, as `25_[2,4,...%3]` (accounting),
-    as `25_[2,4,` (squeue without SLURM_BITSTR_LEN=0), or as plain `25`: such an id covers all that
-    may have been cut off.
+    as `25_[2,4,` (squeue without SLURM_BITSTR_LEN=0), or as plain `25`: such an id covers every
+    task that may have been cut off.
 
-    >>> covers("25_[2,4-9:2%3]", "25_6"), covers("25_[2,4-9:2%3]", "25_5")
+    >>> row_covers_task("25_[2,4-9:2%3]", "25_6"), row_covers_task("25_[2,4-9:2%3]", "25_5")
     (True, False)
     """
     base, _, tasks = shown_id.partition("_")

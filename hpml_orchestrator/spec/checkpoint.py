@@ -27,7 +27,7 @@ _UNSTOPPABLE = frozenset({"KILL", "STOP"})
 
 
 def _time_or(word: Literal["auto", "off"], value: Any) -> Any:
-    """Return a time as Slurm writes it, or the word that stands for no time."""
+    """Return a time as Slurm writes it, or the word for no time."""
     if isinstance(value, str) and value.strip().lower() == word:
         return word
     if word == "off" and value is False:

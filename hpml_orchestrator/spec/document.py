@@ -38,7 +38,7 @@ def read_mapping(
     """Return the fields of a file, not validated yet; `.toml` is read as TOML, all else as YAML.
 
     Raises:
-        NotFoundError: there is no such file.
+        NotFoundError: the file does not exist.
         InputError: it cannot be read, is too large, or holds no mapping.
     """
     try:
@@ -55,7 +55,7 @@ def read_mapping(
     if len(raw) > _MAX_FILE_BYTES:
         raise InputError(
             f"{source} is over {_MAX_FILE_BYTES} bytes, the most that a {kind} may have",
-            hint=f"keep data in files of their own and name them in the {kind}",
+            hint=f"keep data in separate files and name them in the {kind}",
         )
     try:
         text = raw.decode("utf-8-sig")
@@ -192,10 +192,10 @@ _QUOTES_HINT = "texts with any of : # { } [ ] , & * ! | > ' \" % @ ` stand in qu
 _YAML_HINTS = (
     (r"'\t'", "indent with blanks: YAML takes no tabs there"),
     ("duplicate key", "leave one of the two out"),
-    ("undefined alias", "a text that begins with * stands in quotes"),
-    ("constructor for the tag", "a text that begins with ! stands in quotes"),
+    ("undefined alias", "a text that begins with * needs quotes"),
+    ("constructor for the tag", "a text that begins with ! needs quotes"),
     ("another document", "one file holds one job: leave the line --- out"),
-    ("digits", "a number that long stands in quotes, if it is meant as text"),
+    ("digits", "a number that long needs quotes if it is meant as text"),
 )
 
 

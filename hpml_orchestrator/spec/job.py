@@ -31,7 +31,7 @@ __all__ = [
     "Mail",
     "Monitor",
     "Resources",
-    "spelled_out",
+    "expand_shorthand",
 ]
 
 
@@ -126,7 +126,7 @@ class Resources(Model):
         return self.ranks_per_node or self.gpu_count * self.ranks_per_gpu or 1
 
 
-# GPUs have a field of their own; licences of a file system and such are generic resources, too
+# GPUs have their own field; licences of a file system are also generic resources
 _GRES_WITHOUT_GPUS = re.compile(r"--gres=(?!(gres[:/])?gpu\b)[^,]+(,(?!(gres[:/])?gpu\b)[^,]+)*")
 
 _FIELD_OF = {
@@ -154,7 +154,7 @@ _REASONS = {
     "is not supported: a job goes to the cluster of this login node": "cluster clusters",
     "is not supported: leave it out": "error export-file get-user-env help input test-only usage "
     "version wait",
-    **{f"has a field of its own: {field}": names for field, names in _FIELD_OF.items()},
+    **{f"has its own field: {field}": names for field, names in _FIELD_OF.items()},
 }
 _NOT_EXTRA = {name: reason for reason, names in _REASONS.items() for name in names.split()}
 """Options of sbatch that `extra` may not have, and why."""
@@ -218,7 +218,7 @@ Policy = Literal["gpu-local", "socket", "numa", "spread", "none"]
 
 
 class Binding(Model):
-    """Which cores and memory each rank gets on its node, and how that is checked."""
+    """The cores and memory that each rank gets on its node, and the check of it."""
 
     policy: Policy = "gpu-local"
     """`gpu-local`: cores next to each rank's GPU. `socket`, `numa`: those of one socket or NUMA
@@ -245,7 +245,7 @@ class Monitor(Model):
     """Prometheus web-config file with TLS and users; relative to the file that names it."""
     targets: text.PathText | None = None
     """Directory for Prometheus' file_sd_configs, on the shared file system; default: targets/
-    beside the records."""
+    in the records' directory."""
     interval: Annotated[StrictInt, Field(ge=1, le=60)] = 1
     """Seconds between readings of the GPUs; processes are read every fifth time, the node's disks
     and networks every tenth."""
@@ -258,11 +258,11 @@ _SHORT_FORMS: dict[str, tuple[type, str]] = {
 }
 
 
-def spelled_out(name: str, value: Any) -> Any:
-    """Return a field's short form as the mapping that it stands for; any other value as it is.
+def expand_shorthand(name: str, value: Any) -> Any:
+    """Expand a field's short form to a mapping; return any other value as it is.
 
-    >>> spelled_out("binding", "numa"), spelled_out("monitor", True), spelled_out("name", "a")
-    ({'policy': 'numa'}, {'enabled': True}, 'a')
+    >>> expand_shorthand("binding", "numa"), expand_shorthand("name", "a")
+    ({'policy': 'numa'}, 'a')
     """
     kind, inner = _SHORT_FORMS.get(name, (None, ""))
     return {inner: value} if kind is not None and isinstance(value, kind) else value
@@ -347,14 +347,15 @@ class Job(Model):
     binding: Annotated[
         Binding,
         BeforeValidator(
-            lambda value: spelled_out("binding", value), json_schema_input_type=Policy | Binding
+            lambda value: expand_shorthand("binding", value),
+            json_schema_input_type=Policy | Binding,
         ),
     ] = Binding()
     """Which cores and memory each rank gets: a policy, or a mapping."""
     monitor: Annotated[
         Monitor,
         BeforeValidator(
-            lambda value: spelled_out("monitor", value), json_schema_input_type=bool | Monitor
+            lambda value: expand_shorthand("monitor", value), json_schema_input_type=bool | Monitor
         ),
     ] = Monitor()
     """Whether the nodes export metrics of this job and its record sums them up: `true`, `false`, or
@@ -362,7 +363,8 @@ class Job(Model):
     checkpoint: Annotated[
         Checkpoint,
         BeforeValidator(
-            lambda value: spelled_out("checkpoint", value), json_schema_input_type=bool | Checkpoint
+            lambda value: expand_shorthand("checkpoint", value),
+            json_schema_input_type=bool | Checkpoint,
         ),
     ] = Checkpoint()
     """Whether the run saves before its time limit, at preemption and at a hang, and continues from

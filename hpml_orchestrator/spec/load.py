@@ -1,4 +1,10 @@
-"""Load a job: command line over job file over site profile over defaults."""
+"""Load a job: command line over job file over site profile over defaults.
+
+`origins` is kept next to the values while they are merged: dotted field -> source. Only leaves have
+an origin, so a mapping of the command line must first remove the origins of the fields inside it.
+The site's defaults come last because they depend on the job: a job with conda ignores the site's
+venv.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +20,7 @@ from pydantic import ValidationError
 
 from hpml_orchestrator.errors import InputError, nearest
 from hpml_orchestrator.spec.document import parse_yaml, read_mapping
-from hpml_orchestrator.spec.job import Job, spelled_out
+from hpml_orchestrator.spec.job import Job, expand_shorthand
 from hpml_orchestrator.spec.problems import combined, problems_of
 from hpml_orchestrator.spec.shell import ignores_arguments
 from hpml_orchestrator.spec.text import (
@@ -31,11 +37,11 @@ if TYPE_CHECKING:
 
 __all__ = [
     "ResolvedJob",
-    "covers",
     "leaves",
     "load_job",
     "make_absolute",
     "merged",
+    "overlaps",
     "parse_setting",
     "read_fields",
 ]
@@ -45,7 +51,7 @@ _INDEX_DIGITS = 6
 
 @dataclass(frozen=True)
 class ResolvedJob:
-    """A complete job, and where each of its values came from.
+    """A complete job, and the source of each of its values.
 
     Attributes:
         job: the job; every path in it is absolute.
@@ -79,15 +85,15 @@ def load_job(
         arguments: of the command line, to append to `args`.
 
     Raises:
-        NotFoundError: there is no such file.
+        NotFoundError: the file does not exist.
         InputError: something in it is wrong; every finding is named with its field.
     """
     source = Path(os.path.abspath(path))
     fields = read_fields(path) if fields is None else copy.deepcopy(fields)
-    data = {name: spelled_out(name, value) for name, value in fields.items()}
+    data = {name: expand_shorthand(name, value) for name, value in fields.items()}
     given = dict.fromkeys(leaves(data, empty=False), "job file")
     for name, written in settings or []:
-        value, field = spelled_out(name, written), name
+        value, field = expand_shorthand(name, written), name
         if value is not written:  # a short form sets one inner field and keeps the others
             ((inner, value),) = value.items()
             field = f"{name}.{inner}"
@@ -95,14 +101,15 @@ def load_job(
         kept = {other: origin for other, origin in given.items() if not is_in(other, field)}
         given = kept | dict.fromkeys(leaves(value, field, empty=False), "command line")
     for name in ("monitor", "checkpoint"):
-        # Whoever says how one job does it wants that; a site's mapping only says how.
+        # Settings in a job file switch the feature on. A site's defaults do not: they only
+        # configure it for the jobs that use it.
         mapping = data.get(name)
         if isinstance(mapping, dict) and "enabled" not in mapping:
             data[name] = {"enabled": True, **mapping}
-            origins = {origin for field, origin in given.items() if covers(field, name)}
+            origins = {origin for field, origin in given.items() if overlaps(field, name)}
             given[f"{name}.enabled"] = min(origins, default="job file")
     if site is not None:
-        below = _without_rivals(site.site.defaults, data)
+        below = _drop_conflicting_defaults(site.site.defaults, data)
         data = merged(below, data)
         given = {
             name: f"site profile {site.origin(f'defaults.{name}')}"
@@ -151,7 +158,7 @@ def read_fields(path: str | Path) -> dict[str, Any]:
     """Return the fields of a job file, not validated yet.
 
     Raises:
-        NotFoundError: there is no such file.
+        NotFoundError: the file does not exist.
         InputError: it cannot be read, holds no mapping, or is a sweep file.
     """
     source = Path(os.path.abspath(path))
@@ -182,9 +189,7 @@ def _set(data: dict[str, Any], field: str, value: Any) -> None:
     for depth, part in enumerate(parts, 1):
         place = ".".join(parts[:depth])
         if not isinstance(here, (dict, list)):
-            raise InputError(
-                "has no fields of its own", field=place.rpartition(".")[0], value=field
-            )
+            raise InputError("has no inner fields", field=place.rpartition(".")[0], value=field)
         key: Any = _index(here, part, place, value) if isinstance(here, list) else part
         if depth == len(parts):
             here[key] = value
@@ -304,7 +309,7 @@ def _texts(value: Any, field: str = "") -> Iterator[tuple[str, str]]:
 
 
 def _wrong_targets(data: dict[str, Any]) -> Iterator[InputError]:
-    """Yield an error for each target of results that means more than it says, as it is written."""
+    """Yield an error for each target of results with characters that would not be expanded."""
     for index, entry in enumerate(_entries(data, "collect")):
         target = entry.get("target") if isinstance(entry, dict) else None
         if not isinstance(target, str):
@@ -316,19 +321,19 @@ def _wrong_targets(data: dict[str, Any]) -> Iterator[InputError]:
 
 
 def _entries(data: dict[str, Any], name: str) -> list[Any]:
-    """Return the entries of a field that is to be a list; none where it is something else."""
+    """Return the entries of a list field; none if the value is not a list."""
     entries = data.get(name)
     return entries if isinstance(entries, list) else []
 
 
 def _origin(given: dict[str, str], name: str) -> str:
-    """Return where a value came from; the strongest origin of its parts."""
-    origins = {origin for field, origin in given.items() if covers(field, name)}
+    """Return the source of a value; the strongest one if its parts have several."""
+    origins = {origin for field, origin in given.items() if overlaps(field, name)}
     strongest = [origin for origin in ("command line", "job file") if origin in origins]
     return strongest[0] if strongest else min(origins, default="default")
 
 
-def _without_rivals(defaults: dict[str, Any], data: dict[str, Any]) -> dict[str, Any]:
+def _drop_conflicting_defaults(defaults: dict[str, Any], data: dict[str, Any]) -> dict[str, Any]:
     """Return the site's defaults without its venv for a job with conda, and the reverse."""
     chosen, below = data.get("environment"), defaults.get("environment")
     if not isinstance(chosen, dict) or not isinstance(below, dict):
@@ -415,10 +420,10 @@ def is_in(field: str, around: str) -> bool:
     return f"{field}.".startswith(f"{around}.")
 
 
-def covers(given: str, name: str) -> bool:
+def overlaps(given: str, name: str) -> bool:
     """Return whether one field is the other, holds it, or is in it.
 
-    >>> covers("a.b", "a.b.c"), covers("a.b.c", "a.b"), covers("a.b", "a.bc")
+    >>> overlaps("a.b", "a.b.c"), overlaps("a.b.c", "a.b"), overlaps("a.b", "a.bc")
     (True, True, False)
     """
     return is_in(name, given) or is_in(given, name)

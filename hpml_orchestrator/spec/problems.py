@@ -56,7 +56,7 @@ _SYNONYMS = {
     "environment.container.mounts": "container_mounts mounts",
 }
 _FIELD_OF = {word: field for field, words in _SYNONYMS.items() for word in words.split()}
-# Where words of sbatch, torchrun and the like are tried; other places have words of their own.
+# Fields at which options of sbatch and torchrun are suggestions; others have their own words.
 _PLACES = ("", "resources", "environment", "environment.container", "binding")
 
 _MESSAGES = {
@@ -94,7 +94,7 @@ def problems_of(
     problems = []
     for finding in error.errors(include_url=False):
         is_unknown = finding["type"] == "extra_forbidden"
-        # pydantic puts names of its own between the user's; an unknown field ends with the user's
+        # pydantic adds names between the user's; an unknown field ends with the user's
         *inner, last = finding["loc"] or ("",)
         parts = [part for part in inner if not _is_internal(part)]
         parts += [last] * (is_unknown or not _is_internal(last))
@@ -102,7 +102,7 @@ def problems_of(
         value = finding.get("input")
         if is_unknown:
             field = _nearest_field(place, model)
-            message = f"there is no such field{f'; did you mean {prefix}{field}?' * bool(field)}"
+            message = f"unknown field{f'; did you mean {prefix}{field}?' * bool(field)}"
         else:
             message = _message(finding, value)
         if is_unknown or finding["type"] == "missing" or isinstance(value, (dict, list)):
@@ -155,7 +155,7 @@ def _in_quotes(value: Any) -> str:
 
 
 def _printable(part: str) -> str:
-    """Return a part of a field's name on one line, cut where it is absurdly long."""
+    """Return a part of a field's name on one line; a very long one is shortened."""
     shown = "".join(letter if letter.isprintable() else "�" for letter in part)
     return shown if len(shown) <= _PART_CHARS else f"{shown[:_PART_CHARS]}…"
 

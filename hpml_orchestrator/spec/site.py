@@ -21,8 +21,8 @@ from pydantic import (
 from hpml_orchestrator.errors import InputError
 from hpml_orchestrator.spec import text, values
 from hpml_orchestrator.spec.document import read_mapping
-from hpml_orchestrator.spec.job import Job, spelled_out
-from hpml_orchestrator.spec.load import covers, leaves, make_absolute, merged
+from hpml_orchestrator.spec.job import Job, expand_shorthand
+from hpml_orchestrator.spec.load import leaves, make_absolute, merged, overlaps
 from hpml_orchestrator.spec.problems import combined, problems_of
 from hpml_orchestrator.spec.text import MAX_LIST, Count, GpuText, Memory, Model, PositiveInt
 
@@ -227,7 +227,7 @@ class Site(Model):
     slurm: text.PlainWord | None = None
     """Slurm's version, such as 22.05.8."""
     requeue: Requeue = "auto"
-    """Whether jobs may be requeued, so that a run with `checkpoint` goes on under the same job id.
+    """Whether jobs may be requeued, so that a run with `checkpoint` keeps its job id.
     `auto` tries it. With `no`, and where Slurm refuses it, the job submits its continuation."""
     paths: Paths = Paths()
     """Where data is staged on all nodes."""
@@ -256,7 +256,7 @@ class Site(Model):
     defaults: dict[str, Any] = Field(default={})
     """Defaults for fields of job files, such as `resources.partition`."""
     templates: text.PathText | None = None
-    """Directory of your own templates, which replace hpml's; relative to the profile."""
+    """Directory of your templates, which replace hpml's; relative to the profile."""
 
     @field_validator("directives")
     @classmethod
@@ -297,7 +297,7 @@ class Site(Model):
         for name, partition in self.partitions.items():
             for kind in partition.node_types:
                 if kind not in self.node_types:
-                    raise ValueError(f"partitions.{name}.node_types: there is no node type {kind}")
+                    raise ValueError(f"partitions.{name}.node_types: unknown node type {kind}")
         return self
 
     def partitions_of(self, partition: str | None) -> list[str]:
@@ -351,10 +351,10 @@ class ResolvedSite:
     origins: Mapping[str, Path] = field(default_factory=dict)
 
     def origin(self, name: str) -> Path | None:
-        """Return the file that a field came from; the strongest one if its parts came of more."""
+        """Return the file that a field came from; the strongest one if its parts have several."""
         if name in self.origins:
             return self.origins[name]
-        files = {path for given, path in self.origins.items() if covers(given, name)}
+        files = {path for given, path in self.origins.items() if overlaps(given, name)}
         return next((path for path in reversed(self.sources) if path in files), None)
 
 
@@ -362,7 +362,7 @@ def load_site(paths: list[Path]) -> ResolvedSite:
     """Load profiles, each laid over those before it.
 
     Raises:
-        NotFoundError: there is no such file.
+        NotFoundError: the file does not exist.
         InputError: something in one is wrong; every finding is named with its field and file.
     """
     data: dict[str, Any] = {}
@@ -375,7 +375,7 @@ def load_site(paths: list[Path]) -> ResolvedSite:
         origins = {
             name: file
             for name, file in origins.items()
-            if not any(covers(other, name) for other in given)
+            if not any(overlaps(other, name) for other in given)
         }
         origins.update(dict.fromkeys(leaves(fields), path))
     problems: list[InputError] = []
@@ -392,7 +392,7 @@ def load_site(paths: list[Path]) -> ResolvedSite:
             problems += problems_of(error, Job, "defaults.")
     if problems:
         field = problems[0].field
-        files = {str(path) for given, path in origins.items() if field and covers(given, field)}
+        files = {str(path) for given, path in origins.items() if field and overlaps(given, field)}
         where = ", ".join(sorted(files) or map(str, paths))
         raise combined(problems, f"in {where}; `hpml schema site` prints every field")
     return ResolvedSite(site, tuple(paths), origins)
@@ -409,5 +409,5 @@ def _make_absolute(fields: dict[str, Any], base: Path) -> None:
     defaults = fields.get("defaults")
     if isinstance(defaults, dict):
         for name, value in defaults.items():
-            defaults[name] = spelled_out(name, value)
+            defaults[name] = expand_shorthand(name, value)
         make_absolute(defaults, base)

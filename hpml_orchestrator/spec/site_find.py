@@ -17,7 +17,7 @@ PROJECT_NAME = "hpml.toml"
 
 
 def user_path(environment: Mapping[str, str]) -> Path | None:
-    """Return where the user's own profile is, or would be; None where there is no home."""
+    """Return the path of the user's profile, which may not exist; None without a home directory."""
     home = environment.get("HOME", "")
     config = environment.get("XDG_CONFIG_HOME") or (os.path.join(home, ".config") if home else "")
     return Path(config, "hpml", "site.toml") if os.path.isabs(config) else None
@@ -34,7 +34,7 @@ def find_profiles(
 
     They are `/etc/hpml/site.toml`, the user's `hpml/site.toml` below `$XDG_CONFIG_HOME`
     (`~/.config`), and the project's `hpml.toml`: the nearest one in the job file's directory or a
-    directory above it. Another one, chosen by name, counts alone; `none` stands for no profile.
+    directory above it. Another one, chosen by name, counts alone; `none` means no profile.
 
     A project's profile of a third person (neither the user, nor root, nor the job file's owner),
     and one that everybody can write, is refused: it could change what a job runs.
@@ -46,7 +46,7 @@ def find_profiles(
         chosen: the value of `--site` or `HPML_SITE`.
 
     Raises:
-        InputError: a project's profile is not to be trusted, one cannot be read, or the system's
+        InputError: a project's profile is not trusted, one cannot be read, or the system's
             cannot be looked for.
     """
     if chosen:
@@ -94,7 +94,7 @@ def _exists(path: Path, *, may_be_closed: bool = True) -> bool:
 def _check_trusted(profile: Path, job_file: Path) -> None:
     info = profile.stat()
     trusted = {0, os.getuid()}
-    with contextlib.suppress(OSError):  # a missing job file has an error of its own
+    with contextlib.suppress(OSError):  # a missing job file is reported elsewhere
         trusted.add(job_file.stat().st_uid)
     hint = f"if it is right, name it with `--site {profile}`; `--site none` uses no profile"
     if info.st_uid not in trusted:

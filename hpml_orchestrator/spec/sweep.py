@@ -113,7 +113,7 @@ class Scale(Model):
     ranks: _Sizes | None = None
     """Numbers of ranks in all, on as many nodes as the base job has."""
     gpus: _Sizes | None = None
-    """Numbers of GPUs in all: nodes of the base job's size are filled one after the other."""
+    """Total numbers of GPUs: nodes of the base job's size are filled in turn."""
 
     @model_validator(mode="after")
     def _one(self) -> Scale:
@@ -233,7 +233,7 @@ class Sweep(Model):
     seeds: Seeds = Seeds()
     """Random seeds of the repeats."""
     batch: BatchSize | None = None
-    """The batch size; found among the job's arguments where it has a usual name."""
+    """The batch size; found among the job's arguments if it has a usual name."""
     learning_rate: LearningRate | None = None
     """How the learning rate follows the batch; by default the argument stays as it is."""
     baseline: Annotated[StrictInt, Field(ge=1)] | None = None
@@ -241,7 +241,7 @@ class Sweep(Model):
     target_accuracy: Annotated[StrictFloat | StrictInt, Field(gt=0, le=1)] | None = None
     """Accuracy whose time is compared; default: what the training reports as its target."""
     order: Literal["interleaved", "random", "written"] = "interleaved"
-    """`interleaved`: one repeat of everything after the other, each in an order of its own;
+    """`interleaved`: the repeats run in turn, each in its own order;
     `random`: all mixed; `written`: as in this file."""
     exclude: list[Annotated[dict[str, Any], Field(min_length=1)]] = Field(default=[])
     """Combinations to leave out: `{ranks: 4, --lr: [0.1, 0.2]}`."""
@@ -317,7 +317,7 @@ def load_sweep(path: str | Path) -> Sweep:
     """Load a sweep from a YAML or TOML file; the base job's path becomes absolute.
 
     Raises:
-        NotFoundError: there is no such file.
+        NotFoundError: the file does not exist.
         InputError: something in it is wrong; every finding is named with its field.
     """
     source = Path(os.path.abspath(path))

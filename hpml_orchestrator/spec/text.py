@@ -95,7 +95,7 @@ _NAMED = re.compile(
     r"|stage|run|array|local|shm|job",
     re.IGNORECASE,
 )
-_MISSPELT = 0.8  # so that {epoch}, {index} and the like remain text
+_MISSPELT = 0.8  # so that {epoch}, {index} and similar words remain text
 
 MAX_ARGUMENT_BYTES = 131_071
 """Longest single argument or NAME=value that Linux hands to a process (MAX_ARG_STRLEN - 1)."""
@@ -105,7 +105,7 @@ _MAX_PORT = 65_535
 
 _RESERVED_PREFIXES = tuple("SLURM_ SLURMD_ SBATCH_ SRUN_ HPML_ PMI OMPI_ PRTE_ BASH".split())
 _RESERVED = frozenset(
-    # a shell gives these a meaning of its own, or refuses to set them
+    # a shell gives these a special meaning, or refuses to set them
     "ENV IFS PS4 PROMPT_COMMAND SHELLOPTS UID EUID PPID GROUPS FUNCNAME DIRSTACK GLOBIGNORE "
     "POSIXLY_CORRECT CDPATH LINENO SECONDS RANDOM SRANDOM EPOCHSECONDS EPOCHREALTIME OPTARG OPTIND "
     "OPTERR PIPESTATUS PWD OLDPWD SHLVL TIMEFORMAT HISTCMD COMP_WORDBREAKS MAPFILE REPLY COPROC "
@@ -151,7 +151,7 @@ def intended_placeholder(word: str, known: Iterable[str] = ()) -> str | None:
 
 
 def unescaped(text: str) -> str:
-    """Return text with single braces where they were doubled to be no placeholder.
+    """Return text with single braces in place of doubled ones, which escape a placeholder.
 
     >>> unescaped("{{run.dir}} {{epoch}} {'a': {'b': 1}}")
     "{run.dir} {{epoch}} {'a': {'b': 1}}"
@@ -186,7 +186,7 @@ def _at_most(limit: int, advice: str) -> AfterValidator:
 def _as_written(value: Any) -> Any:
     """Return numbers as they are written; booleans would lose their spelling."""
     if isinstance(value, bool):
-        raise ValueError("is a boolean: put it in quotes, as the program shall read it")  # noqa: TRY004
+        raise ValueError("is a boolean: put it in quotes, as the program should receive it")  # noqa: TRY004
     if isinstance(value, (int, float)):
         return getattr(value, "written", None) or str(value)
     return value

@@ -1,6 +1,6 @@
 """Times, sizes, counts and GPUs in Slurm's forms: the one place that reads and writes them.
 
-`parse_*` reads what a user wrote and raises ValueError, whose text says what would be right.
+`parse_*` reads what a user wrote and raises ValueError, whose text describes the right form.
 `read_*` reads what Slurm printed, and returns None for anything else.
 """
 
@@ -65,7 +65,7 @@ _UNSET = 2**63
 _UNSET_32 = frozenset({2**32 - 1, 2**32 - 2})
 
 # a type or MIG profile with or without a count, or a count alone; a type that begins with a digit,
-# such as 2080ti or 3090, needs its count to be told from one
+# such as 2080ti or 3090, needs its count to differ from one
 _GPU = re.compile(
     r"(?:([A-Za-z][\w.+-]{0,63}|\d{1,2}g\.[\w.+]{1,60})(?::(\d{1,4}))?"
     r"|(\d[\w.+-]{2,63}):(\d{1,4})|(\d{1,4}))",

@@ -1,13 +1,14 @@
 """Tar archives and directories of tar shards as sources, read with the standard library.
 
-Nothing of an archive is trusted: `tarfile` only says what is in it, members.py decides
-what may be written, and the engine writes it. The first pass reads the headers and plans, nothing
+Nothing of an archive is trusted: `tarfile` only reads headers, members.py decides what may be
+written, and the copier writes it. The first pass reads the headers and plans, nothing
 is written before that; a compressed archive is decompressed a second time, and a bomb is given up
 as soon as it does not fit.
 """
 
 from __future__ import annotations
 
+import contextlib
 import io
 import os
 import struct
@@ -20,31 +21,32 @@ from typing import IO, TYPE_CHECKING, Any, NoReturn, cast
 
 from hpml_orchestrator.errors import StagingError
 from hpml_orchestrator.staging.crew import run_crew
-from hpml_orchestrator.staging.faults import SourceChangedError, shown
+from hpml_orchestrator.staging.faults import SourceChangedError, shown, why
 from hpml_orchestrator.staging.members import MOST_MEMBERS, UNKNOWN, Members, honest_bytes
 from hpml_orchestrator.staging.request import shards_of
 from hpml_orchestrator.staging.source import BLOCK_BYTES
 from hpml_orchestrator.staging.space import readers_for
 from hpml_orchestrator.staging.streams import (
+    DAMAGED,
     ArchiveFile,
-    Stamp,
-    Stream,
     compression_of,
+    decompressed,
     drop_pages,
     look_at_archive,
+    not_whole,
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Callable, Iterator
 
     from hpml_orchestrator.staging.faults import Retry
-    from hpml_orchestrator.staging.plan import Entry, Plan
+    from hpml_orchestrator.staging.plan import Plan
     from hpml_orchestrator.staging.source import Reader
 
     Row = tuple[bytes, str, int, int, int, int, str]
     # type, name, mode, mtime in ns, size, offset of the data, link
 
-__all__ = ["TarSource", "check_archive", "not_whole"]
+__all__ = ["TarSource", "check_archive"]
 
 _NANO = 1_000_000_000
 _MOST_DIGITS = 20
@@ -57,20 +59,20 @@ _ROWS_AT_ONCE = 10_000
 _MANY_BYTES = 64 << 20  # of shards, from where on workers read their headers
 _NEAR_BYTES, _SERVED_NEAR_BYTES = 1 << 13, 1 << 17
 _UNSUPPORTED = {
-    b"M": "goes on from another volume: join the volumes first",
+    b"M": "continues from another volume: join the volumes first",
     b"D": "belongs to an incremental archive of GNU tar: make a plain one",
 }
 
 
 def check_archive(path: str, kind: str) -> None:
-    """Refuse an archive that is none, by its first block or its last 64 KiB: it is not read whole.
+    """Refuse a file that is not an archive, by its first block or its last 64 KiB.
 
     Args:
         path: the file.
-        kind: as `kind_of` returns it; nothing is looked at where it is no archive's.
+        kind: as `kind_of` returns it; other kinds than archives are not read.
 
     Raises:
-        StagingError: it would not be staged; says so as staging would.
+        StagingError: it would not be staged; with the message of staging.
         OSError: it cannot be read.
     """
     if kind == "zip" and not zipfile.is_zipfile(path):
@@ -81,7 +83,7 @@ def check_archive(path: str, kind: str) -> None:
         if not compression_of(start) and start != bytes(tarfile.BLOCKSIZE):
             try:
                 _Info.of(path).frombuf(start, "utf-8", "surrogateescape")
-            except tarfile.HeaderError as error:
+            except tarfile.TarError as error:
                 raise not_whole(path, "tar", f"it does not begin as one does: {error}") from error
 
 
@@ -92,12 +94,12 @@ class TarSource:
         path: the archive, or the directory.
         kind: "tar" or "pack".
         retry: calls again after faults that pass.
-        most_bytes: what there is room for; planning stops once the members hold more.
+        most_bytes: planning stops when the members have more.
         outside_links: take symbolic links that leave the root as they are.
 
     Raises:
         InputError: the directory holds something else, or nothing.
-        StagingError: it is no regular file, or a shard is compressed.
+        StagingError: it is not a regular file, or a shard is compressed.
         OSError: it cannot be opened.
     """
 
@@ -142,7 +144,7 @@ class TarSource:
         return members.plan
 
     def _judge(self, row: Row, members: Members) -> bool:
-        """Let the judge take a member; True when it is a file of the plan."""
+        """Pass a member to members.py; True if it is a file of the plan."""
         kind, name, mode, mtime_ns, size, _, link = row
         if kind == tarfile.REGTYPE:
             return members.file(name, mode, mtime_ns, size)
@@ -183,187 +185,123 @@ class TarSource:
         """Yield what the headers of one archive say.
 
         Raises:
-            StagingError: it is no whole archive, or changed meanwhile.
+            StagingError: the archive is not whole, or changed meanwhile.
             OSError: it cannot be read.
         """
         stamp = self._stamps[number]
+        path, most = stamp.path, min(self._most_bytes, honest_bytes(stamp.size))
+        near = _SERVED_NEAR_BYTES if readers_for(path) > 1 else _NEAR_BYTES
+        kind = _Info.of(path)
         try:
-            if not self.ordered:
-                served = readers_for(stamp.path) > 1
-                near = _SERVED_NEAR_BYTES if served else _NEAR_BYTES
-                with ArchiveFile(stamp, self._retry) as raw, io.BufferedReader(raw, near) as data:
-                    yield from _tar_rows(stamp.path, data, stamp.size)
-                return
-            most = min(self._most_bytes, honest_bytes(stamp.size))
-            with Stream(stamp, self._retry) as stream:
-                for row in _tar_rows(stamp.path, cast("IO[bytes]", stream), 0):
-                    yield row
-                    if members is not None and members.total_bytes > most:
-                        members.check_bytes(stamp.size)  # what follows is not even read
-                stream.drain()
+            with self.opened(number, near) as data:
+                with tarfile.open(fileobj=data, mode="r:", tarinfo=kind) as tar:
+                    for count, info in enumerate(iter(tar.next, None)):
+                        if count >= MOST_MEMBERS:
+                            more = f"{shown(path)}: holds more than {MOST_MEMBERS} members"
+                            raise StagingError(more)
+                        tar.members = []  # type: ignore[attr-defined] # they would all be kept
+                        row = _row(cast("_Info", info))
+                        if not self.ordered and row[5] + row[4] > stamp.size:
+                            raise EOFError("it ends inside a member")
+                        yield row
+                        if self.ordered and members is not None and members.total_bytes > most:
+                            members.check_bytes(stamp.size)  # what follows is not even read
+                _check_end(path, data, kind.last_block)
         except SourceChangedError as error:
-            raise StagingError(f"{shown(stamp.path)}: changed while it was read") from error
+            raise StagingError(f"{shown(path)}: changed while it was read") from error
+        except (tarfile.TarError, OverflowError, *DAMAGED) as error:
+            raise not_whole(path, "tar", why(error)) from error
+        except OSError as error:
+            if error.errno is not None:
+                raise
+            raise not_whole(path, "tar", why(error)) from error  # as bz2 reports damage
+
+    @contextlib.contextmanager
+    def opened(self, number: int, buffer_bytes: int = BLOCK_BYTES) -> Iterator[IO[bytes]]:
+        """Open an archive for reading what it holds."""
+        stamp = self._stamps[number]
+        file = ArchiveFile(stamp.path, self._retry, stamp)
+        with io.BufferedReader(file, BLOCK_BYTES if self.ordered else buffer_bytes) as raw:
+            data = decompressed(file, raw) if self.ordered else raw
+            with contextlib.closing(data):
+                yield data
+        drop_pages(stamp.path)
 
     def reader(self, plan: Plan) -> Reader:
         """Open for reading what `plan` returned."""
-        if not self.ordered:
-            return _PlainReader(self._stamps, self._which, self._starts, plan.files, self._retry)
-        return _StreamReader(self._stamps[0], self._starts, plan.files, self._retry)
+        return _TarReader(self, plan)
+
+    def place_of(self, number: int) -> tuple[int, int]:
+        """Return in which archive a file of the plan is, and at what offset."""
+        return self._which[number], self._starts[number]
 
     def close(self) -> None:
         """Nothing is held."""
 
 
-class _PlainReader:
-    """A `Reader` of files that lie as they are in archives; each thread reads by itself.
+class _TarReader:
+    """A `Reader` of archives; each thread has one open."""
 
-    Args:
-        stamps: the archives.
-        which: number of the archive of each file of the plan.
-        starts: where each file of the plan begins in it.
-        files: of the plan.
-        retry: calls again after faults that pass.
-    """
-
-    def __init__(
-        self,
-        stamps: Sequence[Stamp],
-        which: Sequence[int],
-        starts: Sequence[int],
-        files: Sequence[Entry],
-        retry: Retry,
-    ) -> None:
-        self._stamps = stamps
-        self._which = which
-        self._starts = starts
-        self._files = files
-        self._retry = retry
+    def __init__(self, source: TarSource, plan: Plan) -> None:
+        self._source = source
+        self._files = plan.files
         self._local = threading.local()
-        self._all: list[dict[int, io.BufferedReader]] = []
+        self._all: list[contextlib.ExitStack] = []
 
-    def _stream(self, archive: int) -> io.BufferedReader:
-        """Return this thread's own, which is open in place of that of another archive."""
-        try:
-            mine: dict[int, io.BufferedReader] = self._local.mine
-        except AttributeError:
-            mine = self._local.mine = {}
-            self._all.append(mine)
-        if archive not in mine:
-            self._close(mine)
-            raw = ArchiveFile(self._stamps[archive], self._retry)
-            mine[archive] = io.BufferedReader(raw, BLOCK_BYTES)
-        return mine[archive]
-
-    def _close(self, streams: dict[int, io.BufferedReader]) -> None:
-        for archive, stream in streams.items():
-            stream.close()
-            drop_pages(self._stamps[archive].path)
-        streams.clear()
+    def _stream(self, archive: int) -> IO[bytes]:
+        """Return this thread's archive, which is opened in place of another one."""
+        mine = self._local
+        if getattr(mine, "archive", None) != archive:
+            if not hasattr(mine, "stack"):
+                mine.stack = contextlib.ExitStack()
+                self._all.append(mine.stack)
+            mine.stack.close()
+            mine.stream = mine.stack.enter_context(self._source.opened(archive))
+            mine.archive = archive
+        return cast("IO[bytes]", mine.stream)
 
     def read(self, number: int) -> Iterator[bytes]:
         """Yield a file; see `Reader`."""
         size = self._files[number].size
-        stream = self._stream(self._which[number])
-        stream.seek(self._starts[number])
-        if size <= BLOCK_BYTES:
-            data = stream.read(size)
-            if len(data) < size:
-                raise SourceChangedError
-            return iter((data,))
-        return self._blocks(stream, size)
+        archive, start = self._source.place_of(number)
+        stream = self._stream(archive)
+        if size:
+            stream.seek(start)
+        if size > BLOCK_BYTES or self._source.ordered:
+            return self._blocks(stream, number, size)
+        data = stream.read(size)
+        if len(data) < size:
+            raise SourceChangedError
+        return iter((data,))
 
-    @staticmethod
-    def _blocks(stream: io.BufferedReader, size: int) -> Iterator[bytes]:
+    def _blocks(self, stream: IO[bytes], number: int, size: int) -> Iterator[bytes]:
         while size:
             data = stream.read(min(size, BLOCK_BYTES))
             if not data:
                 raise SourceChangedError
             yield data
             size -= len(data)
+        if self._source.ordered and number == len(self._files) - 1:
+            while stream.read(BLOCK_BYTES):
+                pass  # to the end, where the decompressor compares its checksum
 
     def close(self) -> None:
-        """Close all archives; no thread reads any more."""
-        for streams in self._all:
-            self._close(streams)
+        """Close all archives; all threads have ended."""
+        for stack in self._all:
+            stack.close()
 
 
-class _StreamReader:
-    """A `Reader` of a compressed archive, whose files are asked for in their order."""
-
-    def __init__(
-        self, stamp: Stamp, starts: array[int], files: Sequence[Entry], retry: Retry
-    ) -> None:
-        self._stamp = stamp
-        self._starts = starts
-        self._files = files
-        self._end = max((at + one.size for at, one in zip(starts, files) if one.size), default=0)
-        self._retry = retry
-        self._stream: Stream | None = None
-
-    def read(self, number: int) -> Iterator[memoryview]:
-        """Yield a file; see `Reader`. Going back begins anew, which takes its time."""
-        at = self._starts[number]
-        stop = at + self._files[number].size
-        try:
-            yield from self._pieces(at, stop)
-        except ValueError:
-            self.close()
-            yield from self._pieces(at, stop)
-        if stop == self._end and self._stream is not None:
-            self._stream.drain()
-
-    def _pieces(self, at: int, stop: int) -> Iterator[memoryview]:
-        if self._stream is None:
-            self._stream = Stream(self._stamp, self._retry)
-        for piece in self._stream.pieces(at, stop):
-            at += len(piece)
-            yield piece
-        if at < stop:
-            raise SourceChangedError
-
-    def close(self) -> None:
-        """Close the archive; see `drop_pages`."""
-        if self._stream is not None:
-            self._stream.close()
-            self._stream = None
-            drop_pages(self._stamp.path)
-
-
-def _tar_rows(path: str, data: IO[bytes], size: int) -> Iterator[Row]:
-    """Yield what the headers of an archive say.
-
-    Args:
-        path: the archive, for errors.
-        data: its bytes.
-        size: how many there are; 0 when that is not known.
+def _check_end(path: str, data: IO[bytes], block: bytes) -> None:
+    """Refuse an archive whose last header is not its end, or with something behind that.
 
     Raises:
-        StagingError: it is no tar archive, cut short or damaged.
-        OSError: it cannot be read.
+        StagingError, EOFError: one of these; tarfile checks neither.
     """
-    try:
-        with tarfile.open(fileobj=data, mode="r:", tarinfo=_Info.of(path)) as tar:
-            for count, info in enumerate(iter(tar.next, None)):
-                if count >= MOST_MEMBERS:
-                    raise StagingError(f"{shown(path)}: holds more than {MOST_MEMBERS} members")
-                tar.members = []  # type: ignore[attr-defined] # they would all be kept
-                row = _row(path, cast("_Info", info))
-                if size and row[5] + row[4] > size:
-                    raise not_whole(path, "tar", "it ends inside a member")
-                yield row
-            _check_end(path, data, tar.offset)
-    except (tarfile.TarError, OverflowError, EOFError) as error:
-        raise not_whole(path, "tar", str(error)) from error
-
-
-def _check_end(path: str, data: IO[bytes], at: int) -> None:
-    """Refuse an archive without an end, which tarfile does not ask for, or with more behind it."""
-    data.seek(at)
-    block = data.read(tarfile.BLOCKSIZE)
+    at = data.tell() - len(block)
     if len(block) < tarfile.BLOCKSIZE or block.strip(b"\0"):
         what = "a damaged header" if block else "nothing"
         reason = f"no end-of-archive mark where the members end, but {what} (at byte {at})"
-        raise not_whole(path, "tar", reason)
+        raise EOFError(reason)
     while block := data.read(BLOCK_BYTES):
         if block.strip(b"\0"):
             raise StagingError(
@@ -373,12 +311,12 @@ def _check_end(path: str, data: IO[bytes], at: int) -> None:
             )
 
 
-def _row(path: str, info: _Info) -> Row:
+def _row(info: _Info) -> Row:
     records = info.pax_headers
     mtime_ns = int(info.mtime * _NANO) if "mtime" not in records else _nanoseconds(records["mtime"])
     size = records.get("size", "0")
     if not size.isdigit() or len(size) > _MOST_DIGITS:
-        raise not_whole(path, "tar", "it holds a member with an absurd size")
+        raise EOFError("it holds a member with an absurd size")
     if any(key.startswith("GNU.sparse") for key in records):
         info._sparse()  # noqa: SLF001 - of our class
     kind = tarfile.REGTYPE if info.isreg() else info.type
@@ -399,6 +337,7 @@ class _Info(tarfile.TarInfo):
     """A member as tarfile reads it, without what tarfile believes or keeps too readily."""
 
     archive = ""
+    last_block = b""  # that was read as a header
     kept_bytes = 0  # of extended headers for all members that follow
 
     @classmethod
@@ -409,11 +348,12 @@ class _Info(tarfile.TarInfo):
     @classmethod
     def frombuf(cls, buf: Any, encoding: str, errors: str) -> _Info:
         """Read a header; that of a file by a short way, in a third of the time."""
+        cls.last_block = bytes(buf)
         if len(buf) == tarfile.BLOCKSIZE and any(buf[:257]):
             name, *numbers, kind, _, prefix = _FORM.unpack(buf)
             for number in numbers:
                 if not number[0] & 0x80 and number.strip(b" \0").strip(b"01234567"):
-                    raise not_whole(cls.archive, "tar", "a damaged header: a number in it is none")
+                    raise tarfile.ReadError("a damaged header: a number in it is not one")
             mode, size, mtime, check = numbers
             if kind == tarfile.REGTYPE and not (prefix[0] or size[0] & 0x80 or mtime[0] & 0x80):
                 # the low half of Adler-32 is the sum of the bytes + 1, modulo 65521
@@ -428,14 +368,14 @@ class _Info(tarfile.TarInfo):
 
     def _check(self) -> None:
         if self.size < 0:
-            raise not_whole(self.archive, "tar", "it holds a header with a negative size")
+            raise tarfile.ReadError("it holds a header with a negative size")
         if self.type == tarfile.GNUTYPE_SPARSE:
             self._sparse()
         if self.type in _EXTENSIONS:
             kind = type(self)
             kind.kept_bytes += self.size if self.type == tarfile.XGLTYPE else 0
             if self.size > _LARGEST_EXTENSION_BYTES or kind.kept_bytes > _GLOBAL_BYTES:
-                raise not_whole(self.archive, "tar", "it holds a header of absurd size")
+                raise tarfile.ReadError("it holds a header of absurd size")
         elif self.type == b"V":  # the name of the whole
             self.type, self.name, self.mode = tarfile.DIRTYPE, ".", 0o755
 
@@ -451,11 +391,3 @@ class _Info(tarfile.TarInfo):
 
 def _octal(field: bytes) -> int:
     return int(field.strip(b" \0") or b"0", 8)
-
-
-def not_whole(path: str, kind: str, reason: str) -> StagingError:
-    """Return the error for an archive that is cut short or damaged."""
-    return StagingError(
-        f"{shown(path)}: not a whole {kind} archive: {reason}",
-        hint="the archive is cut short or damaged: make or copy it again",
-    )

@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from hpml_orchestrator.staging.progress import OnProgress
 
     Fill = Callable[[str, NameLock], Manifest]
-    # publishes data in an entry's directory, and tells the lock its progress
+    # publishes data in an entry's directory, and leaves its progress in the lock
 
 __all__ = ["Entry", "JobArea"]
 
@@ -239,7 +239,7 @@ class JobArea:
             on_progress: called with the other job's progress while this one waits for it.
 
         Returns:
-            None if there is none and none is to be made, if the entry is damaged but other jobs use
+            None if there is none and none may be made, if the entry is damaged but other jobs use
             it (it stays theirs), and if another job is busy with it and `waits` is not set.
 
         Raises:
@@ -296,7 +296,7 @@ class JobArea:
         Names and sizes may outlive a crash that the contents of the last seconds did not.
 
         Raises:
-            StagingStopped: should_stop said so.
+            StagingStopped: should_stop returned True.
         """
         made, owner = self.store.owner_of(entry.path), self.owner()
         if made is not None and made.boot_id == owner.boot_id:

@@ -1,8 +1,8 @@
 """Which process a command works for: the job step, script or shell, and not a helper of that.
 
 `data=$(hpml stage …)`, `timeout 600 hpml stage …` and `sh -c "hpml stage …; true"` put a process in
-between that is gone when the command is. What was staged shall last as long as the script does, and
-the ranks of a Slurm step, each with a shell of its own, shall have it once.
+between that ends with the command. Staged data should last as long as the script, and the ranks of
+a Slurm step, each with its own shell, should share one copy.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from hpml_orchestrator.records.process import read_stat
 __all__ = ["calling_process", "shell_key"]
 
 _SHELLS = frozenset({"ash", "bash", "busybox", "dash", "ksh", "mksh", "sh", "zsh"})
-_RUNNERS = frozenset({"conda", "mamba", "micromamba"})  # with a shell script of their own
+_RUNNERS = frozenset({"conda", "mamba", "micromamba"})  # their command is a shell script
 _WRAPPERS = _RUNNERS | frozenset(
     "chrt doas env find flock hatch ionice nice nohup numactl pdm pipenv pixi poetry runuser "
     "stdbuf strace su sudo taskset time timeout uv uvx xargs".split()
@@ -46,7 +46,7 @@ def calling_process(pid: int | None = None, *, proc_root: str = "/proc") -> int:
 def shell_key(pid: int) -> str:
     """Return the job key of what a shell or batch script stages with `hpml stage`.
 
-    The same for all that one process stages; another one with the same pid has another key.
+    It is the same for everything that a process stages; a later process with its pid has another.
     """
     return f"shell-{pid}-{this_owner('', pid).start_ticks}"
 

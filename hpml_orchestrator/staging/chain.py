@@ -1,164 +1,335 @@
-"""A chain of nodes: the first reads the source, the others take what comes and pass it on."""
+"""A chain of nodes: the first reads the source, the others write what comes and pass it on.
+
+Words go from neighbour to neighbour:
+
+    plan      what will be made, and how it is hashed     down, each node passes it on
+    ready     this node and all behind it could begin,    up, once all behind are ready
+              and whether any of them needs the data
+    go        all are ready; whether data comes           down, passed on
+    data      file contents (chunks.py)                   down, passed on
+    end       all data was sent                           down, passed on
+    done      digest of the tree                          up, once all behind have the same
+    commit    all have the same: publish                  down, passed on
+    fail      which node ends and why                     both ways, at any time, passed on
+
+A node that ends gives its neighbours the reason, so that all end; none publishes before "commit".
+"""
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
-import functools
 import os
 import queue
-import select
+import threading
 import time
 from typing import TYPE_CHECKING, Any
 
 from hpml_orchestrator.errors import StagingError
-from hpml_orchestrator.staging.chunks import (
-    ChainLostError,
-    Landing,
-    Sender,
-    SendingSource,
-    make_empty,
-)
+from hpml_orchestrator.staging.chunks import ChunkWriter, SendingSource
 from hpml_orchestrator.staging.copy import Copied, copy, make_directories, make_links
-from hpml_orchestrator.staging.crew import Worker
 from hpml_orchestrator.staging.faults import StagingStopped
 from hpml_orchestrator.staging.hashing import hashed, hashing, hashing_named
-from hpml_orchestrator.staging.link import DATA, BrokenLinkError
+from hpml_orchestrator.staging.link import (
+    START,
+    BrokenLinkError,
+    Link,
+    Listener,
+    connect,
+    growing_pauses,
+    own_address,
+    packed,
+    reason_of,
+)
 from hpml_orchestrator.staging.manifest import Listing, tree_digest
-from hpml_orchestrator.staging.member import POLL_SECONDS, Member, PeerFailedError
-from hpml_orchestrator.staging.plan import Entry, HardLink, Plan, Symlink
+from hpml_orchestrator.staging.space import readers_for
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Iterator
+    from multiprocessing.connection import Connection
 
     from hpml_orchestrator.staging.copy import CopyOptions
     from hpml_orchestrator.staging.faults import Retry
-    from hpml_orchestrator.staging.hashing import Buffer, Hashing
-    from hpml_orchestrator.staging.link import Caller
-    from hpml_orchestrator.staging.member import Notices
+    from hpml_orchestrator.staging.hashing import Buffer
+    from hpml_orchestrator.staging.link import Place
+    from hpml_orchestrator.staging.plan import Plan
     from hpml_orchestrator.staging.progress import Progress
     from hpml_orchestrator.staging.sources import LocalSupply
 
-__all__ = ["Follower", "Head", "plan_of", "plan_parts"]
+__all__ = ["Follower", "Head"]
 
-_MOST_RELAYS = 256
-_ROWS_AT_ONCE = 1000
+_MOST_MESSAGES = 32  # that wait to be written; 1.25 MiB each at most
+_POLL_SECONDS = 0.05
+_BEAT_SECONDS = 0.1
+_GRACE_SECONDS = 2.0
+_FEWEST_THREADS = 4
 _DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
-_ROWS: dict[str, Callable[..., Any]] = {
-    "directories": Entry._make,
-    "files": Entry._make,
-    "hard_links": HardLink._make,
-    "symlinks": Symlink._make,
-    "stamps": tuple,
-}
 
 
-def plan_parts(plan: Plan) -> Iterator[list[Any]]:
-    """Yield a plan in parts, so that one node reads the metadata and the others are told."""
-    yield ["top", [plan.top]]
-    for name in _ROWS:
-        rows = getattr(plan, name)
-        for at in range(0, len(rows), _ROWS_AT_ONCE):
-            yield [name, rows[at : at + _ROWS_AT_ONCE]]
+class PeerFailedError(StagingError):
+    """Another node of the chain ended; its reason is in the message."""
 
 
-def plan_of(source: str, parts: list[Any]) -> Plan:
-    """Return the plan that came in parts.
+class _Member:
+    """A node in the chain, and a `Supply`.
 
-    Raises:
-        StagingError: they make none.
+    Args:
+        place: this node's.
+        secret: the job's.
     """
-    plan = Plan(source, Entry("", 0, 0))
-    try:
-        for name, rows in parts:
-            if name == "top":
-                plan.top = Entry(*rows[0])
-            elif name in _ROWS:
-                getattr(plan, name).extend(map(_ROWS[name], rows))
-    except (TypeError, ValueError, IndexError):
-        raise StagingError("the plan that came over the network is damaged") from None
-    return plan
+
+    method = "chain"
+
+    def __init__(self, place: Place, secret: bytes) -> None:
+        self._place = place
+        self._secret = secret
+        self._inbox: queue.Queue[tuple[Any, str, Any, bytes]] = queue.Queue(_MOST_MESSAGES)
+        self._listener: Listener | None = None
+        self._up: Link | None = None
+        self._down: Link | None = None
+        self._said: dict[str, Any] = {}  # by the neighbours: word and body
+        self._later: list[Buffer] = []  # for the node behind, until it has come
+        self._writer: ChunkWriter | None = None
+        self._plan: Plan | None = None
+        self._is_done = self._is_closed = False
+        self._beat_at = 0.0
+        self._beating = threading.Lock()
+
+    def _join(self) -> None:
+        """Connect with the neighbours; raises what `_listen` does, or that one did not come."""
+        place = self._place
+        if place.index:
+            address = own_address(place.interfaces, towards=place.names[0] if place.names else "")
+            self._listener = Listener(
+                address, self._secret, place.index - 1, place.timeout, self._inbox
+            )
+            port = self._listener.port
+            place.post(str(place.index), node=place.node, address=address, port=port)
+        began = time.monotonic()
+        came: dict[int, float] = {}
+        trouble = ""
+        pauses = growing_pauses()
+        while missing := self._missing():
+            for one in missing:
+                card = place.read(str(one))
+                if card is not None:
+                    came.setdefault(one, time.monotonic())
+                    if one > place.index:
+                        trouble = self._call(card) or trouble
+                patience = place.join_seconds if one in came else place.come_seconds
+                if one in self._missing() and time.monotonic() - came.get(one, began) > patience:
+                    raise StagingError(
+                        f"{place.name_of(one)} did not come within {patience:.0f} s"
+                        f"{f' ({trouble})' if trouble else ''}",
+                        hint="if the nodes cannot reach one another, name the interfaces that can "
+                        "in the site profile, or use distribution: shared",
+                    )
+            self._listen(next(pauses))
+
+    def _missing(self) -> list[int]:
+        """Return the indices of the neighbours that are not connected."""
+        index = self._place.index
+        up = [index - 1] if index and self._up is None else []
+        return up + ([index + 1] if not self._place.is_last and self._down is None else [])
+
+    def _call(self, card: dict[str, Any]) -> str:
+        """Connect to the node behind; returns what went wrong."""
+        place, name = self._place, str(card.get("node"))
+        address, port = str(card.get("address")), int(card.get("port") or 0)
+        try:
+            connection = connect(
+                address, port, self._secret, (place.index, place.node), place.timeout
+            )
+        except (OSError, StagingError) as error:
+            return f"{name} at {address}: {error}"
+        self._down = self._link(connection, name)
+        self._pass_on()
+        return ""
+
+    def _link(self, connection: Connection, name: str) -> Link:
+        return Link(connection, name, self._secret, self._place.timeout, self._inbox)
+
+    def _send(self, link: Link | None, word: str, body: object = None) -> None:
+        assert link is not None  # noqa: S101 - joined
+        link.send(packed(self._secret, word, body))
+
+    def _pass_on(self, *messages: Buffer) -> None:
+        """Send messages to the node behind, if there is one, once it has come."""
+        self._later += messages
+        if self._down is not None:
+            for message in self._later:
+                self._down.send(message)
+            self._later.clear()
+
+    def _listen(self, seconds: float = 0.0) -> None:
+        """Wait for a message of the neighbours, and process all that have come.
+
+        Raises:
+            PeerFailedError: a node failed; the others have the reason.
+            BrokenLinkError: a neighbour is gone or hangs.
+            StagingError: what came cannot be written.
+            StagingStopped: should_stop returned True.
+        """
+        if self._place.should_stop():
+            raise StagingStopped
+        with contextlib.suppress(queue.Empty):
+            message = self._inbox.get(timeout=seconds) if seconds else self._inbox.get_nowait()
+            while True:
+                self._take(*message)
+                message = self._inbox.get_nowait()
+
+    def _take(self, link: Link | None, word: str, body: Any, message: bytes) -> None:
+        if word == "caller":
+            connection, name = body
+            if self._up is None:
+                self._up = self._link(connection, name or "the node before")
+            else:
+                connection.close()
+        elif word == "lost":
+            if "commit" not in self._said and self._said.get("go") is not False:
+                raise BrokenLinkError(str(body))  # else it is done, as this node soon is
+        elif word == "fail":
+            node, reason, hint = body
+            self._give_reason(self._down if link is self._up else self._up, *body)
+            raise PeerFailedError(f"{node}: {reason}", hint=hint)
+        else:
+            if link is self._up:
+                self._pass_on(message)
+            if word == "data" and self._writer is not None:
+                self._writer.take(body)
+            else:
+                self._said[word] = body
+
+    def _give_reason(self, link: Link | None, *reason: str) -> None:
+        if link is not None:
+            with contextlib.suppress(BrokenLinkError):
+                self._send(link, "fail", reason)
+
+    def _wait_for(self, word: str) -> Any:
+        """Return the body of a word, once a neighbour has sent it; see `_listen`."""
+        while word not in self._said:
+            self._listen(_POLL_SECONDS)
+        return self._said[word]
+
+    def _beat(self) -> bool:
+        """Return whether to stop; raises what `_listen` does, if another node failed."""
+        if time.monotonic() >= self._beat_at and self._beating.acquire(blocking=False):
+            try:  # in one of the threads that copy
+                self._beat_at = time.monotonic() + _BEAT_SECONDS
+                self._listen()
+            finally:
+                self._beating.release()
+        return self._place.should_stop()
+
+    @contextlib.contextmanager
+    def _failing(self) -> Iterator[None]:
+        """Give the neighbours the reason of any error in the block, and leave the chain."""
+        try:
+            yield
+        except BrokenLinkError as error:
+            known = self._known_reason(error)
+            self._leave(known)
+            raise known from error
+        except BaseException as error:
+            self._leave(error)
+            raise
+
+    def _known_reason(self, broken: BrokenLinkError) -> StagingError:
+        """Return why a neighbour was lost, if a neighbour soon gives the reason."""
+        end = time.monotonic() + _GRACE_SECONDS
+        while time.monotonic() < end:
+            try:
+                self._listen(_POLL_SECONDS)
+            except BrokenLinkError:
+                continue  # the same again
+            except StagingError as error:
+                return error
+        return broken
+
+    def _leave(self, error: BaseException | None) -> None:
+        """Leave the chain: remove what was posted, and give the neighbours the reason."""
+        if self._is_closed:
+            return
+        self._is_closed = True
+        links = [link for link in (self._up, self._down) if link is not None]
+        if error is not None and not isinstance(error, PeerFailedError):
+            hint = str(getattr(error, "hint", ""))
+            for link in links:
+                self._give_reason(link, self._place.node, reason_of(error), hint)
+        for link in links:
+            link.close()
+        if self._listener is not None:
+            self._listener.close()
+        for what in (str(self._place.index), *([] if self._place.index else [START])):
+            self._place.remove(what)
+
+    def fail(self, reason: str, hint: str = "") -> None:
+        """Give the other nodes the reason why this one ends."""
+        self._leave(StagingError(reason, hint=hint))
+
+    def close(self) -> None:
+        """Leave the chain."""
+        self._leave(None if self._is_done else StagingError("ended before the data came"))
 
 
-class Head(Member):
+class Head(_Member):
     """The first node of a chain: it reads the source, and what it reads goes to all the others.
 
     Args:
         local: reads the source.
-        notices, secret: see `Member`.
+        place, secret: see `_Member`.
         options: how it is copied; files are hashed in any case.
     """
 
     def __init__(
-        self, local: LocalSupply, notices: Notices, secret: bytes, options: CopyOptions
+        self, local: LocalSupply, place: Place, secret: bytes, options: CopyOptions
     ) -> None:
-        super().__init__(notices, secret)
+        super().__init__(place, secret)
         self._local = local
-        self._options = dataclasses.replace(options, hash=True)
+        self._options = dataclasses.replace(options, hash=True, processes=1)
         self.kind = local.kind
 
     def plan(self) -> Plan:
-        """Look at the source and tell the others.
-
-        Raises:
-            StagingError: it cannot be staged, or a node did not come or failed.
-            StagingStopped: should_stop said so.
-            OSError: the source cannot be read.
-        """
+        """Look at the source, and pass the plan on; see `Supply`."""
         if self._plan is None:
             with self._failing():
                 self._join()
                 plan = self._local.plan()
-                self._pass_on(*(("plan", part) for part in plan_parts(plan)))
-                terms = {"kind": self.kind, "hashing": hashing().name, "at_least": plan.at_least}
-                self._pass_on(("terms", terms))
+                terms = (plan, self.kind, hashing().name)
+                self._send(self._down, "plan", terms)
                 self._plan = plan
         return self._plan
 
     def fill(self, plan: Plan, partial_dir: str, *, retry: Retry, progress: Progress) -> Copied:
-        """Copy the source; what is read is sent, too.
-
-        Raises:
-            StagingError: this or another node failed; all nodes end, and none publishes.
-            StagingStopped: should_stop said so.
-            OSError: the directory cannot be written.
-        """
+        """Copy the source; what is read is sent, too. If any node fails, none publishes."""
+        threads = self._options.threads or max(_FEWEST_THREADS, readers_for(plan.source_root))
         with self._failing():
             self._wait_for("ready")
-            self._pass_on(("go", True))
-            try:
-                copied = copy(
-                    plan,
-                    self._sending(),
-                    partial_dir,
-                    options=self._options,
-                    retry=retry.stopped_by(self._beat),
-                    progress=progress,
-                )
-            except (PeerFailedError, BrokenLinkError):
-                raise
-            except StagingError as error:  # maybe a worker's, whose connection broke
-                raise self._explain(error) from error
-            self._agree(plan, copied.digests)
+            self._send(self._down, "go", True)
+            source = self._sending()
+            copied = copy(
+                plan,
+                source,
+                partial_dir,
+                options=dataclasses.replace(self._options, threads=threads),
+                retry=retry.stopped_by(self._beat),
+                progress=progress,
+            )
+            self._agree(plan, source, copied.digests)
         return copied
 
     def reuse(self) -> None:
-        """Send the source to the others, if any of them needs it; this node has it already.
-
-        Raises:
-            StagingError: another node failed, or the source is not what it was.
-            StagingStopped: should_stop said so.
-        """
+        """Send the source to the others, if any of them needs it; this node has it already."""
         plan = self.plan()
         with self._failing():
             is_needed = bool(self._wait_for("ready"))
-            self._pass_on(("go", is_needed))
+            self._send(self._down, "go", is_needed)
             if is_needed:
-                with contextlib.closing(self._sending().reader(plan)) as reader:
-                    numbers = range(len(plan.files))
-                    how = hashing()
-                    digests = [hashed(self._heeding(reader.read(one)), how) for one in numbers]
-                self._agree(plan, digests)
+                source = self._sending()
+                with contextlib.closing(source.reader(plan)) as reader:
+                    each = (reader.read(number) for number in range(len(plan.files)))
+                    digests = [hashed(self._heeding(blocks), hashing()) for blocks in each]
+                self._agree(plan, source, digests)
         self._is_done = True
 
     def close(self) -> None:
@@ -168,9 +339,7 @@ class Head(Member):
 
     def _sending(self) -> SendingSource:
         assert self._down is not None  # noqa: S101 - joined
-        timeout, peer = self._place.timeout, self._down.peer
-        connect = functools.partial(self._call, DATA, timeout)
-        return SendingSource(self._local.source, lambda: Sender(connect, peer, timeout))
+        return SendingSource(self._local.source, self._down.send)
 
     def _heeding(self, blocks: Iterator[Buffer]) -> Iterator[Buffer]:
         for data in blocks:
@@ -178,61 +347,39 @@ class Head(Member):
             if self._beat():
                 raise StagingStopped
 
-    def _agree(self, plan: Plan, digests: list[bytes]) -> None:
-        """Say that all was sent, wait for what came of it, and let all publish."""
+    def _agree(self, plan: Plan, source: SendingSource, digests: list[bytes]) -> None:
+        """Send the rest, wait for what the others have, and let all publish."""
+        source.flush()
         digest = tree_digest(Listing.of(plan, digests), hashing())
-        self._pass_on(("end", None))
+        self._send(self._down, "end")
         below = self._wait_for("done")
         if below != digest:
             raise StagingError(
-                f"what came to {self._place.called(1)} is not what was read: digests {below} and "
+                f"what came to {self._place.name_of(1)} is not what was read: digests {below} and "
                 f"{digest}"
             )
-        self._pass_on(("commit", None))
+        self._send(self._down, "commit")
         self._is_done = True
 
 
-class Follower(Member):
-    """All nodes of a chain but the first.
-
-    Args:
-        source: path of what is staged.
-        notices, secret: see `Member`.
-    """
-
-    def __init__(self, source: str, notices: Notices, secret: bytes) -> None:
-        super().__init__(notices, secret)
-        self._source = source
-        self._kind = ""
-        self._how: Hashing | None = None
-        self._relays: list[Worker] = []
-        self._landed: dict[int, bytes] = {}
+class Follower(_Member):
+    """All nodes of a chain but the first."""
 
     @property
     def kind(self) -> str:
         """The source's kind, as the first node found it."""
         self.plan()
-        return self._kind
+        return str(self._said["plan"][1])
 
     def plan(self) -> Plan:
-        """Join the chain and hear what will be made.
-
-        Raises:
-            StagingError: a node did not come, is gone or failed.
-            StagingStopped: should_stop said so.
-        """
+        """Join the chain and receive the plan; see `Supply`."""
         if self._plan is None:
             with self._failing():
                 self._join()
-                terms = self._wait_for("terms")
-                plan = plan_of(self._source, self._parts)
-                self._parts.clear()
-                plan.at_least = terms["at_least"] is True
-                self._kind, name = str(terms["kind"]), str(terms["hashing"])
-                self._how = hashing_named(name)
-                if self._how is None:
+                plan, _, how = self._wait_for("plan")
+                if hashing_named(how) is None:
                     raise StagingError(
-                        f"this node cannot hash with {name}, as the first node does",
+                        f"this node cannot hash with {how}, as the first node does",
                         hint="install xxhash for this node's interpreter, or use distribution: "
                         "shared",
                     )
@@ -240,107 +387,53 @@ class Follower(Member):
         return self._plan
 
     def fill(self, plan: Plan, partial_dir: str, *, retry: Retry, progress: Progress) -> Copied:
-        """Take all files from the node before, and pass them on.
-
-        Raises:
-            StagingError: this or another node failed; all nodes end, and none publishes.
-            StagingStopped: should_stop said so.
-        """
+        """Receive all files, write them and pass them on. If any node fails, none publishes."""
         with self._failing():
             fd = os.open(partial_dir, _DIRECTORY)
             try:
                 make_directories(plan, fd, retry)
-                make_empty(plan, fd)
                 return self._receive(plan, fd, progress, retry.stopped_by(self._beat))
             finally:
                 os.close(fd)
 
     def reuse(self) -> None:
-        """Pass on what others need; this node has the data already.
-
-        Raises:
-            StagingError: another node failed.
-            StagingStopped: should_stop said so.
-        """
+        """Pass on what others need; this node has the data already."""
         plan = self.plan()
         with self._failing():
             self._receive(plan, -1, None, None)
 
-    def _leave(self, error: BaseException | None) -> None:
-        Worker.dismiss(self._relays)
-        super()._leave(error)
-
     def _receive(
         self, plan: Plan, fd: int, progress: Progress | None, retry: Retry | None
     ) -> Copied:
-        """Take and pass on what comes; without a descriptor nothing is written."""
-        place, how = self._place, self._how
-        assert how is not None  # noqa: S101 - plan() has set it
+        """Receive the data; without a descriptor nothing is written."""
+        place, how = self._place, hashing_named(self._said["plan"][2])
+        assert how is not None  # noqa: S101 - `plan` has looked
+        writer = self._writer = ChunkWriter(plan, fd, how)
         below = not place.is_last and bool(self._wait_for("ready"))
-        self._tell_up("ready", fd >= 0 or below)
+        self._send(self._up, "ready", fd >= 0 or below)
         if not self._wait_for("go"):
             if fd >= 0:
                 raise StagingError("the first node sends nothing, but this node has nothing")
             self._is_done = True
             return Copied()
-        self._take_all(plan, fd, how, progress)
+        while "end" not in self._said:
+            before = (writer.bytes, len(writer.digests))
+            self._listen(_POLL_SECONDS)
+            if progress is not None:
+                progress.add(writer.bytes - before[0], len(writer.digests) - before[1])
+        if len(writer.digests) < len(plan.files):
+            raise StagingError(f"{len(plan.files) - len(writer.digests)} files did not come")
         if retry is not None:
             make_links(plan, fd, retry)
-        empty = how.new().digest()
-        digests = [self._landed.get(number, empty) for number in range(len(plan.files))]
+        digests = [writer.digests[number] for number in range(len(plan.files))]
         digest = tree_digest(Listing.of(plan, digests), how)
         theirs = digest if place.is_last else self._wait_for("done")
         if theirs != digest:
             raise StagingError(
-                f"what came to {place.called(place.index + 1)} is not what came to this node: "
+                f"what came to {place.name_of(place.index + 1)} is not what came to this node: "
                 f"digests {theirs} and {digest}"
             )
-        self._tell_up("done", digest)
+        self._send(self._up, "done", digest)
         self._wait_for("commit")
         self._is_done = True
-        return Copied(digests, max(1, len(self._relays)))
-
-    def _take_all(self, plan: Plan, fd: int, how: Hashing, progress: Progress | None) -> None:
-        """Give each data connection a process, until all files have come."""
-        assert self._door is not None  # noqa: S101 - joined
-        missing = sum(entry.size > 0 for entry in plan.files)
-        take = functools.partial(self._take, progress)
-        idle_since = time.monotonic()
-        while len(self._landed) < missing or "end" not in self._said or self._working():
-            self._listen()
-            with contextlib.suppress(queue.Empty):
-                while True:
-                    self._start_relay(self._door.callers.get_nowait(), Landing(plan, fd, how))
-                    idle_since = time.monotonic()
-            working = {relay.line: relay for relay in self._working()}
-            for line in select.select(list(working), [], [], POLL_SECONDS)[0]:
-                working[line].listen(take)
-                idle_since = time.monotonic()
-            silent = time.monotonic() - idle_since
-            if "end" in self._said and not self._working() and silent > self._place.timeout:
-                raise StagingError(f"{missing - len(self._landed)} files did not come")
-
-    def _working(self) -> list[Worker]:
-        return [relay for relay in self._relays if not relay.is_gone]
-
-    def _start_relay(self, caller: Caller, landing: Landing) -> None:
-        with caller.connection as connection:
-            if caller.kind != DATA or len(self._relays) >= _MOST_RELAYS:
-                return
-            timeout = self._place.timeout
-            onward = None if self._place.is_last else functools.partial(self._call, DATA, timeout)
-            names = (self._up.peer if self._up else "", self._down.peer if self._down else "")
-            keep = [fd for fd in (connection.fileno(), landing.dir_fd) if fd >= 0]
-            work = functools.partial(landing.relay, connection, onward, names, timeout)
-            self._relays.append(Worker(work, keep))
-
-    def _take(
-        self, progress: Progress | None, landed: list[tuple[int, bytes]], size: int, broken: str
-    ) -> None:
-        """Note what a relay told; see `Landing.relay`."""
-        if broken:
-            raise self._explain(ChainLostError(broken))
-        before = len(self._landed)
-        self._landed.update(landed)
-        if progress is not None:
-            progress.add(size, len(self._landed) - before)
+        return Copied(digests)

@@ -19,7 +19,7 @@ from hpml_orchestrator.staging.manifest import Listing, tree_digest
 from hpml_orchestrator.staging.plan import NO_FILE, scan_file, scan_tree
 from hpml_orchestrator.staging.progress import Progress
 from hpml_orchestrator.staging.request import StagingStopped
-from hpml_orchestrator.staging.sources import FileSource, TreeSource
+from hpml_orchestrator.staging.sources import TreeSource
 
 if TYPE_CHECKING:
     from hpml_orchestrator.staging.faults import Retry
@@ -35,10 +35,10 @@ _TIME_STEP_NS = 10**9  # of the modification times of some file systems
 
 @dataclass(frozen=True)
 class Collected:
-    """What became of one file or directory.
+    """The result for one file or directory.
 
     Attributes:
-        path: where it is now; empty: nothing was brought.
+        path: of the result; "" if nothing was copied.
         bytes: of the files there.
         files: their number.
         seconds: that it took.
@@ -57,13 +57,13 @@ class Collected:
 def collect(source: str, directory: str, retry: Retry) -> Collected:
     """Copy a file or directory into another directory, by its own name.
 
-    It appears there when all of it is there. What can be read is brought also where the rest cannot
-    or there is no time for it: by a name that ends with `INCOMPLETE`, each file whole.
+    It appears when it is complete. If a part cannot be read, or time runs out, the rest gets a name
+    that ends with `INCOMPLETE`, and each of its files is complete.
 
     Args:
-        source: its path; nothing there is no fault.
+        source: its path; it may be missing.
         directory: an existing one, in which nothing has that name yet.
-        retry: calls again after faults that pass, and says when to stop.
+        retry: calls again after faults that pass, and has the condition to stop.
     """
     begin = time.monotonic()
     if not os.path.exists(source):
@@ -75,7 +75,7 @@ def collect(source: str, directory: str, retry: Retry) -> Collected:
     plan, digest, problem = None, "", ""
     try:
         is_directory = os.path.isdir(source)
-        reader = TreeSource(source, retry) if is_directory else FileSource(source, retry)
+        reader = TreeSource(source, retry, "tree" if is_directory else "file")
         if is_directory:
             plan = scan_tree(source, retry, outside_links=True, problems=left_out)
         else:
@@ -92,7 +92,7 @@ def collect(source: str, directory: str, retry: Retry) -> Collected:
         left_out.raise_any()
         digest = tree_digest(Listing.of(plan, copied.digests), hashing())
     except StagingStopped:
-        problem = "there was no time for all of it"
+        problem = "time ran out"
     except HpmlError as error:
         problem = "; ".join(line.strip() for line in str(error).splitlines())
     except OSError as error:

@@ -1,9 +1,8 @@
-"""The copier: share a plan out, read, hash and write it with processes and threads, and compare.
+"""The copier: reads, hashes, writes and compares a plan with processes and threads.
 
-Small jobs are done by the calling process. Larger ones are done by forked workers, one per CPU
-that this job really has; where the source is served to this node, each of them has several threads,
-which wait for the server side by side. What is read comes from the source's `Reader`, which also
-notices that a file is not what the plan says.
+The calling process copies small plans itself. Larger ones are copied by forked workers, one per CPU
+of this job; if a server provides the source, each of them has several threads, which wait for the
+server at the same time. The source's `Reader` reads, and notices that a file has changed.
 """
 
 from __future__ import annotations
@@ -16,13 +15,20 @@ import os
 import stat
 import threading
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from hpml_orchestrator.errors import StagingError
 from hpml_orchestrator.staging.crew import run_crew
-from hpml_orchestrator.staging.faults import FULL, Problems, SourceChangedError, shown, why
+from hpml_orchestrator.staging.faults import (
+    FULL,
+    NO_ROOM_LEFT,
+    Problems,
+    SourceChangedError,
+    shown,
+    why,
+)
 from hpml_orchestrator.staging.hashing import hashing
-from hpml_orchestrator.staging.progress import Batch, Shared, share_out
+from hpml_orchestrator.staging.progress import Batch, Tally, share_out
 from hpml_orchestrator.staging.rate_limit import TokenBucket
 from hpml_orchestrator.staging.source import BLOCK_BYTES
 from hpml_orchestrator.staging.space import readers_for
@@ -34,7 +40,7 @@ if TYPE_CHECKING:
     from hpml_orchestrator.staging.faults import Retry
     from hpml_orchestrator.staging.hashing import Buffer, Digest, Hashing
     from hpml_orchestrator.staging.plan import Entry, Plan
-    from hpml_orchestrator.staging.progress import Progress, Tally
+    from hpml_orchestrator.staging.progress import Progress
     from hpml_orchestrator.staging.source import Reader, Source
 
 __all__ = [
@@ -54,7 +60,6 @@ _MOST_WORKERS = 64
 _SMALL_FILES = 400  # fewer are copied sooner than workers are there
 _SMALL_BYTES = 32 << 20
 _LARGE_BYTES = 64 << 20  # from here on a second thread hashes what is being written
-_TOLD_TOGETHER = 15
 _ZEROS = bytes(BLOCK_BYTES)
 
 
@@ -65,9 +70,9 @@ class CopyOptions:
     Attributes:
         hash: make a digest of every file while it is copied.
         processes: workers; None for as many as CPUs (at most 16).
-        threads: of each worker; None for 32 in all where the source is served to this node, else 1.
-        opens_per_second: most source files opened per second, all workers together; 0 for any.
-        goes_on: copy all others where a file cannot be copied, which is an error all the same.
+        threads: of each worker; None for 32 in all if a server provides the source, else 1.
+        opens_per_second: limit of source files opened per second by all workers; 0 for none.
+        goes_on: if a file cannot be copied, copy the others before raising the error.
     """
 
     hash: bool = True
@@ -79,10 +84,10 @@ class CopyOptions:
 
 @dataclass(frozen=True)
 class Copied:
-    """What a copy took.
+    """The result of a copy.
 
     Attributes:
-        digests: of each of the plan's files; empty when they were not hashed.
+        digests: of each of the plan's files; empty without hashing.
         workers: processes times threads.
     """
 
@@ -99,20 +104,12 @@ def copy(
     retry: Retry,
     progress: Progress,
 ) -> Copied:
-    """Fill an existing empty directory with what was planned.
-
-    Args:
-        plan: from `source.plan()`.
-        source: what is copied.
-        target_dir: the directory.
-        options: how.
-        retry: calls again after faults that pass, and says when to stop.
-        progress: told what is done.
+    """Fill an existing empty directory with what was planned; the caller removes it on errors.
 
     Raises:
         StagingError: a source cannot be read, is damaged or changed, the target is full, or a
-            worker died. What lies in the directory then is for the caller to remove.
-        StagingStopped: retry's should_stop said so.
+            worker died.
+        StagingStopped: retry's should_stop returned True.
         OSError: the target cannot be written.
     """
     copier = _Copier(plan, source, target_dir, options, retry, progress)
@@ -129,11 +126,9 @@ def copy(
         with contextlib.suppress(*missing):
             make_links(plan, target, retry)
         problems.raise_any()
-        digests = copier.shared.digests() if options.hash else []
     finally:
         os.close(target)
-        copier.shared.close()
-    return Copied(digests, threads)
+    return Copied(copier.digests if options.hash else [], threads)
 
 
 def make_directories(plan: Plan, dir_fd: int, retry: Retry) -> None:
@@ -200,7 +195,7 @@ class _Copier:
         self._options = options
         self._retry = retry
         self._progress = progress
-        self._told = (0, 0)
+        self.digests = [b""] * len(plan.files)
         self.problems = Problems(f"cannot stage {plan.name}")
         self.processes = self._process_count()
         self.threads = 1
@@ -210,7 +205,6 @@ class _Copier:
         self._batches = [Batch(0, len(plan.files))]
         if not source.ordered:
             self._batches = share_out(plan.files, _MOST_WORKERS, streams=self.processes)
-        self.shared = Shared(len(plan.files), self.processes * self.threads)
 
     def _process_count(self) -> int:
         plan, asked = self._plan, self._options.processes
@@ -229,24 +223,30 @@ class _Copier:
                 with lock:
                     return next(left, None)
 
-            self._work(0, take, self.problems.add, self._retry, self._progress)
+            self._work(take, self.problems.add, self._done, self._retry)
             return
         run_crew(
             self.processes,
             self._work_forked,
             range(len(self._batches)),
-            told=self.problems.add,
+            told=self._told,
             heartbeat=self._heartbeat,
         )
-        self._heartbeat()
 
     def _heartbeat(self) -> None:
         self._retry.check_stop()
-        then, self._told = self._told, self.shared.done()
-        self._progress.add(self._told[0] - then[0], self._told[1] - then[1])
+        self._progress.add(0)
+
+    def _told(self, word: str, *values: Any) -> None:
+        (self._done if word == "done" else self.problems.add)(*values)
+
+    def _done(self, more_bytes: int, more_files: int, digests: list[tuple[int, bytes]]) -> None:
+        for number, digest in digests:
+            self.digests[number] = digest
+        self._progress.add(more_bytes, more_files)
 
     def _work_forked(
-        self, number: int, take: Callable[[], int | None], tell: Callable[..., None]
+        self, _number: int, take: Callable[[], int | None], tell: Callable[..., None]
     ) -> None:
         """Do what one worker does, in the forked process."""
 
@@ -255,33 +255,31 @@ class _Copier:
             return None if found is None else self._batches[found]
 
         def problem(path: str, reason: str, _error: BaseException) -> None:
-            tell(path, reason)
+            tell("problem", path, reason)
 
-        # the parent asks whether to stop, and kills its workers then
-        self._work(number, take_batch, problem, self._retry.stopped_by(lambda: False), None)
+        # the parent checks whether to stop, and then kills its workers
+        retry = self._retry.stopped_by(lambda: False)
+        self._work(take_batch, problem, functools.partial(tell, "done"), retry)
 
     def _work(
         self,
-        number: int,
         take: Callable[[], Batch | None],
         problem: Callable[[str, str, BaseException], None],
+        done: Callable[[int, int, list[tuple[int, bytes]]], None],
         whole: Retry,
-        progress: Progress | None,
     ) -> None:
-        """Copy batches with the threads of one process until there are no more."""
+        """Copy batches with the threads of one process until none is left."""
         failed: list[BaseException] = []
         retry = whole.stopped_by(lambda: bool(failed) or whole.stops())
         reader = self._source.reader(self._plan)
-        worker = _Worker(
-            self._plan, self._target, self._options, self.shared, reader, retry, problem
-        )
+        worker = _Worker(self._plan, self._target, self._options, reader, retry, problem)
         rate = self._options.opens_per_second / self.processes
         if rate > 0:
             worker.wait = TokenBucket(rate, check_stop=retry.check_stop).take
         worker.tries_again = not self._source.ordered
 
-        def drain(thread: int) -> None:
-            tally = self.shared.tally(thread * self.processes + number, progress)
+        def drain(_thread: int) -> None:
+            tally = Tally(done)
             try:
                 while not failed and (batch := take()) is not None:
                     worker.do(batch, tally)
@@ -304,7 +302,6 @@ class _Worker:
         plan: Plan,
         target: str,
         options: CopyOptions,
-        shared: Shared,
         reader: Reader,
         retry: Retry,
         problem: Callable[[str, str, BaseException], None],
@@ -312,7 +309,7 @@ class _Worker:
         self._plan = plan
         self._goes_on = options.goes_on
         self._how: Hashing | None = hashing() if options.hash else None
-        self._shared = shared
+        self._faulty = False  # nothing more is copied, only looked at
         self._reader = reader
         self._retry = retry
         self._problem = problem
@@ -329,12 +326,7 @@ class _Worker:
         self._reader.close()
 
     def do(self, batch: Batch, tally: Tally) -> None:
-        """Copy a batch.
-
-        Raises:
-            StagingError: the target is full, or the source is damaged.
-            StagingStopped: should_stop said so.
-        """
+        """Copy a batch; raises StagingError if the target is full or the source is damaged."""
         files = self._plan.files
         for number in range(batch.first, batch.last):
             entry = files[number]
@@ -342,12 +334,12 @@ class _Worker:
             before = tally.bytes
             try:
                 try:
-                    self._file(number, entry, tally)
+                    self._file(number, entry, tally, before)
                 except OSError as error:
-                    tally.bytes = before
-                    if not self.tries_again or self._shared.faulty:
+                    if not self.tries_again or self._faulty:
                         raise
-                    self._retry.again(_Again(self, number, entry, tally), error)
+                    again = functools.partial(self._file, number, entry, tally, before)
+                    self._retry.again(again, error)
             except SourceChangedError as error:
                 tally.bytes = before
                 self._wrong(entry, str(error), error)
@@ -356,35 +348,34 @@ class _Worker:
                 if error.errno in FULL:
                     raise StagingError(
                         f"cannot write {shown(entry.path)} of {self._plan.name}: {why(error)}",
-                        hint="something else took the room that was free before; "
-                        "choose another target",
+                        hint=NO_ROOM_LEFT,
                     ) from error
                 self._wrong(entry, why(error), error)
-            if tally.files & _TOLD_TOGETHER == 0:
-                tally.tell()
-        tally.tell()
+        tally.report()
 
     def _wrong(self, entry: Entry, reason: str, error: BaseException) -> None:
         if not self._goes_on:
-            self._shared.set_faulty()
+            self._faulty = True
         self._problem(entry.path, reason, error)
 
-    def _file(self, number: int, entry: Entry, tally: Tally) -> None:
-        """Copy a file; what was made of it is gone after an error."""
+    def _file(self, number: int, entry: Entry, tally: Tally, before: int) -> None:
+        """Copy a file, with so many bytes done before; after an error no part of it is left."""
+        tally.bytes = before
         if self.wait is not None:
             self.wait()
         pieces = self._reader.read(number)
         data = next(pieces, b"")
-        if self._shared.faulty:
+        if self._faulty:
             return
         if len(data) == entry.size:
-            self._whole(number, entry, data, pieces)
-            tally.bytes += entry.size
+            self._whole(number, entry, data, pieces, tally)
         else:
             self._blocks(number, entry, itertools.chain((data,), pieces), tally)
         tally.files += 1
 
-    def _whole(self, number: int, entry: Entry, data: Buffer, rest: Iterator[Buffer]) -> None:
+    def _whole(
+        self, number: int, entry: Entry, data: Buffer, rest: Iterator[Buffer], tally: Tally
+    ) -> None:
         """Write a file that came whole, with as few steps as small files deserve.
 
         What a reader checks at the end of a file, it checks when it is asked for the rest.
@@ -392,8 +383,9 @@ class _Worker:
         if self._how is not None:
             digest = self._how.new()
             digest.update(data)
-            self._shared.put(number, digest.digest())
+            tally.digests.append((number, digest.digest()))
         size = entry.size
+        tally.bytes += size
         target = os.open(entry.path, CREATE, (entry.mode & 0o777) | 0o600, dir_fd=self._to)
         try:
             try:
@@ -424,7 +416,7 @@ class _Worker:
                     hashed()
                     at += len(data)
                     tally.bytes += len(data)
-                    tally.tell()
+                    tally.report_sometimes()
                     self._retry.check_stop()
                 if at != entry.size:
                     raise SourceChangedError
@@ -435,7 +427,7 @@ class _Worker:
             os.unlink(entry.path, dir_fd=self._to)
             raise
         if digest is not None:
-            self._shared.put(number, digest.digest())
+            tally.digests.append((number, digest.digest()))
 
     def _hash(self, entry: Entry, digest: Digest | None, data: Buffer) -> Callable[[], object]:
         """Hash a block, of large files while it is written; what is returned waits for the end."""
@@ -457,19 +449,6 @@ class _Worker:
             wrote = os.pwrite(target, data, at)
         while wrote < count:
             wrote += os.pwrite(target, memoryview(data)[wrote:], at + wrote)
-
-
-class _Again:
-    """A call that can be made again, without a closure for every file."""
-
-    def __init__(self, worker: _Worker, number: int, entry: Entry, tally: Tally) -> None:
-        self._worker = worker
-        self._what = (number, entry, tally)
-        self._before = tally.bytes
-
-    def __call__(self) -> None:
-        self._what[2].bytes = self._before
-        self._worker._file(*self._what)  # noqa: SLF001 - of this module
 
 
 def _in_threads(count: int, work: Callable[[int], None]) -> None:

@@ -1,7 +1,7 @@
-"""Forked workers that tell what they do and what goes wrong.
+"""Forked workers that take numbers from a queue, and report what they did and what went wrong.
 
-Everything that they need is in memory before the fork. Those of a crew take numbers from one queue,
-a pipe that all of them read: the kernel hands out each number once, without a word to the parent.
+Everything that they need is in memory before the fork. The queue is a pipe that all of them read:
+the kernel hands out each number once, without a word to the parent.
 """
 
 from __future__ import annotations
@@ -22,68 +22,122 @@ from typing import TYPE_CHECKING, NoReturn
 from hpml_orchestrator.errors import HpmlError, StagingError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Sequence
+    from collections.abc import Callable, Iterator, Sequence
     from typing import Any
 
     Tell = Callable[..., None]
     Work = Callable[[int, Callable[[], int | None], Tell], None]
-    # called in a worker with its number, what returns the next number or None, and what tells
+    # called in a worker with its number, what returns the next number or None, and what reports
 
-__all__ = ["Worker", "run_crew"]
+__all__ = ["run_crew"]
 
 _HEARTBEAT_SECONDS = 0.1
 _REAP_SECONDS = 5.0
 _PR_SET_PDEATHSIG = 1
-_MEMORY = "was the memory of the job short?"
 _NUMBER = struct.Struct("=i")
 _LENGTH = struct.Struct("=I")
 _NUMBERS_AT_ONCE = 1024  # fits the smallest pipe, a page
 
 
-class Worker:
-    """A forked process that ends with this one and holds none of its descriptors.
+def run_crew(
+    processes: int,
+    work: Work,
+    numbers: Sequence[int],
+    *,
+    told: Callable[..., None],
+    heartbeat: Callable[[], None],
+) -> None:
+    """Let forked workers work on numbers until none is left.
 
     Args:
-        work: called there, with what tells this process some plain values.
-        keep: descriptors that it needs.
-        died: the hint where it was killed.
+        processes: how many.
+        work: what a worker does.
+        numbers: the queue.
+        told: called with what a worker reports, several plain values.
+        heartbeat: called about ten times a second; may raise.
+
+    Raises:
+        StagingError: a worker died, or raised an HpmlError; or what `told` or `heartbeat` raise.
+        OSError: a worker raised it, or there can be no worker.
+    """
+    queue, feed = os.pipe()
+    os.set_blocking(feed, False)
+    workers: dict[int, _Worker] = {}
+    poll = select.poll()
+    poll.register(feed, select.POLLOUT)
+    given = 0
+    try:
+        for worker in _hired(processes, work, queue):
+            workers[worker.line] = worker
+            poll.register(worker.line, select.POLLIN)
+        while workers:
+            for fd, _ in poll.poll(_HEARTBEAT_SECONDS * 1000):
+                if fd == feed:
+                    given += _feed(feed, numbers[given : given + _NUMBERS_AT_ONCE])
+                    if given >= len(numbers):
+                        poll.unregister(feed)
+                        os.close(feed)
+                        feed = -1
+                elif not workers[fd].listen(told):
+                    poll.unregister(fd)
+                    del workers[fd]
+            heartbeat()
+    finally:
+        _dismiss(list(workers.values()))
+        for fd in (queue, feed):
+            if fd >= 0:
+                os.close(fd)
+
+
+def _hired(processes: int, work: Work, queue: int) -> Iterator[_Worker]:
+    for number in range(processes):
+        try:
+            yield _Worker(number, work, queue)
+        except OSError:
+            if not number:
+                raise
+            return  # no more processes allowed: those that are there do it all
+
+
+def _feed(feed: int, numbers: Sequence[int]) -> int:
+    """Put numbers in the queue; returns how many it took."""
+    with contextlib.suppress(BlockingIOError, BrokenPipeError):
+        return os.write(feed, b"".join(map(_NUMBER.pack, numbers))) // _NUMBER.size
+    return 0
+
+
+class _Worker:
+    """A forked process that ends with this one and holds none of its descriptors.
 
     Attributes:
-        process: its number.
         line: a descriptor that is readable when `listen` has something to do.
-        is_gone: whether it has ended.
 
     Raises:
         OSError: no more processes are allowed.
     """
 
-    def __init__(
-        self, work: Callable[[Tell], None], keep: Sequence[int], died: str = _MEMORY
-    ) -> None:
-        self._died = died
+    def __init__(self, number: int, work: Work, queue: int) -> None:
         self._heard = bytearray()
         self._has_ended = False
-        self.is_gone = False
         self.line, theirs = os.pipe()
         parent = os.getpid()
         gc.freeze()  # collecting would copy pages that the worker shares with this process
         try:
             with warnings.catch_warnings():
-                # newer interpreters warn when other threads run: the child only runs what is here
+                # newer interpreters warn if other threads run: the child only runs what is here
                 warnings.simplefilter("ignore", DeprecationWarning)
                 self.process = os.fork()
             if self.process == 0:  # still frozen: nothing is collected there
-                _serve(work, theirs, keep, parent)
+                _serve(number, work, queue, theirs, parent)
         except OSError:
             os.close(self.line)
-            os.close(theirs)
             raise
         finally:
             gc.unfreeze()
-        os.close(theirs)
+            os.close(theirs)
 
     def listen(self, told: Callable[..., None]) -> bool:
-        """Call `told` with what the worker told; False when it has ended well.
+        """Call `told` with what the worker reported; False when it has ended well.
 
         Raises:
             StagingError: it died, or raised an HpmlError.
@@ -99,8 +153,7 @@ class Worker:
             word, *values = marshal.loads(bytes(heard[_LENGTH.size : end]))  # noqa: S302 - our own
             del heard[:end]
             if word == "failed":
-                text, hint = values
-                raise StagingError(text, hint=hint)
+                raise StagingError(values[0], hint=values[1])
             if word == "fault":
                 raise OSError(*values)
             if word == "end":
@@ -109,123 +162,31 @@ class Worker:
                 told(*values)
         if data:
             return True
-        self.is_gone = True
-        os.close(self.line)
         status = 0
-        with contextlib.suppress(ChildProcessError):  # whoever waits for any child was faster
+        with contextlib.suppress(ChildProcessError):  # another waiter was faster
             status = os.waitstatus_to_exitcode(os.waitpid(self.process, 0)[1])
         if not self._has_ended:
             how = f"signal {-status}" if status < 0 else f"status {status}"
-            raise StagingError(f"a worker process died ({how})", hint=self._died)
+            hint = "was the memory of the job short?"
+            raise StagingError(f"a worker process died ({how})", hint=hint)
+        os.close(self.line)
         return False
 
-    @staticmethod
-    def dismiss(workers: Iterable[Worker]) -> None:
-        """Kill and reap those that are left; one that the kernel holds in a call is left."""
-        left = [worker for worker in workers if not worker.is_gone]
-        for worker in left:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(worker.process, signal.SIGKILL)
-        end = time.monotonic() + _REAP_SECONDS
-        for worker in left:
-            while time.monotonic() < end:
-                with contextlib.suppress(ChildProcessError):
-                    if os.waitpid(worker.process, os.WNOHANG)[0] == 0:
-                        time.sleep(0.002)
-                        continue
-                break
-            worker.is_gone = True
-            os.close(worker.line)
+
+def _dismiss(workers: list[_Worker]) -> None:
+    """Kill and reap those that are left; one that hangs in the kernel is given up."""
+    for worker in workers:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(worker.process, signal.SIGKILL)
+    end = time.monotonic() + _REAP_SECONDS
+    for worker in workers:
+        with contextlib.suppress(ChildProcessError):
+            while os.waitpid(worker.process, os.WNOHANG)[0] == 0 and time.monotonic() < end:
+                time.sleep(0.002)
+        os.close(worker.line)
 
 
-def run_crew(
-    processes: int,
-    work: Work,
-    numbers: Sequence[int],
-    *,
-    told: Callable[..., None],
-    heartbeat: Callable[[], None],
-    died: str = _MEMORY,
-) -> None:
-    """Let forked workers work on numbers until there are no more.
-
-    Args:
-        processes: how many.
-        work: what a worker does.
-        numbers: the queue.
-        told: called with what a worker tells, several plain values.
-        heartbeat: called about ten times a second; may raise.
-        died: the hint where a worker was killed.
-
-    Raises:
-        StagingError: a worker died, or raised an HpmlError; or what `told` or `heartbeat` raise.
-    """
-    crew = _Crew(numbers)
-    try:
-        for number in range(processes):
-            crew.hire(number, work, died)
-        crew.attend(told, heartbeat)
-    finally:
-        crew.dismiss()
-
-
-class _Crew:
-    def __init__(self, numbers: Sequence[int]) -> None:
-        self._left = numbers
-        self._given = 0
-        self._queue, self._feed = os.pipe()
-        os.set_blocking(self._feed, False)
-        self._workers: dict[int, Worker] = {}  # by descriptor
-
-    def hire(self, number: int, work: Work, died: str) -> None:
-        queue = self._queue
-        try:
-            worker = Worker(lambda tell: work(number, lambda: _take(queue), tell), [queue], died)
-        except OSError:
-            if not self._workers:
-                raise
-            return  # no more processes allowed: those that are there do it all
-        self._workers[worker.line] = worker
-
-    def attend(self, told: Callable[..., None], heartbeat: Callable[[], None]) -> None:
-        """Feed the queue and listen until every worker has ended well."""
-        poll = select.poll()
-        poll.register(self._feed, select.POLLOUT)
-        for line in self._workers:
-            poll.register(line, select.POLLIN)
-        while self._workers:
-            ready = poll.poll(_HEARTBEAT_SECONDS * 1000)
-            for fd, _ in ready:
-                if fd == self._feed:
-                    if not self._feed_some():
-                        poll.unregister(fd)
-                        os.close(fd)
-                        self._feed = -1
-                elif not self._workers[fd].listen(told):
-                    poll.unregister(fd)
-                    del self._workers[fd]
-            heartbeat()
-
-    def _feed_some(self) -> bool:
-        """Put numbers in the queue; False when all are in, or nobody takes them any more."""
-        some = self._left[self._given : self._given + _NUMBERS_AT_ONCE]
-        try:
-            wrote = os.write(self._feed, b"".join(map(_NUMBER.pack, some))) if some else 0
-        except BlockingIOError:
-            return True
-        except BrokenPipeError:
-            return False
-        self._given += wrote // _NUMBER.size
-        return self._given < len(self._left)
-
-    def dismiss(self) -> None:
-        Worker.dismiss(self._workers.values())
-        for fd in (self._queue, self._feed):
-            if fd >= 0:
-                os.close(fd)
-
-
-def _serve(work: Callable[[Tell], None], line: int, keep: Sequence[int], parent: int) -> NoReturn:
+def _serve(number: int, work: Work, queue: int, line: int, parent: int) -> NoReturn:
     status = 1
     try:
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, ctypes.c_ulong(signal.SIGKILL), 0, 0, 0)
@@ -234,16 +195,16 @@ def _serve(work: Callable[[Tell], None], line: int, keep: Sequence[int], parent:
             for name in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT):
                 signal.signal(name, signal.SIG_IGN)  # the parent gets it too, and ends the workers
             gc.disable()
-            _close_others(line, *keep)
+            _close_others(line, queue)
             tell = _Line(line)
             try:
-                work(tell)
+                work(number, lambda: _take(queue), tell)
                 tell.send("end")
             except HpmlError as error:
                 tell.send("failed", str(error), error.hint)
             except OSError as error:
                 tell.send("fault", error.errno or 0, error.strerror or str(error), error.filename)
-            except Exception as error:  # noqa: BLE001 - the parent tells it
+            except Exception as error:  # noqa: BLE001 - the parent reports it
                 tell.send("failed", f"{type(error).__name__}: {error}", "")
             status = 0
     finally:
@@ -262,15 +223,11 @@ def _close_others(*keep: int) -> None:
     for fd in sorted(keep):
         os.closerange(at, fd)
         at = fd + 1
-    os.closerange(at, max(at, _highest() + 1))
-
-
-def _highest() -> int:
-    return max(map(int, os.listdir("/proc/self/fd")))
+    os.closerange(at, max(at, *map(int, os.listdir("/proc/self/fd"))) + 1)
 
 
 class _Line:
-    """Tells the parent; safe from several threads."""
+    """Reports to the parent; safe from several threads."""
 
     def __init__(self, fd: int) -> None:
         self._fd = fd

@@ -1,4 +1,4 @@
-"""Faults of file systems: which are tried again, and how many are told."""
+"""Faults of file systems: which are retried, and how they are reported."""
 
 from __future__ import annotations
 
@@ -15,7 +15,10 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
 __all__ = [
+    "FULL",
+    "NO_ROOM_LEFT",
     "OUTSIDE_LINKS",
+    "PATHS_TOLD",
     "UNREADABLE",
     "Problems",
     "Retry",
@@ -34,7 +37,8 @@ _PATH_CHARACTERS = 4096
 TRANSIENT = frozenset({errno.EIO, errno.ESTALE, errno.EAGAIN, errno.EINTR})
 FULL = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EROFS})
 OUTSIDE_LINKS = "outside_links: true (as an option --outside-links) takes links that leave the tree"
-UNREADABLE = "you have no right to that: ask its owner for it"
+UNREADABLE = "ask its owner for access"
+NO_ROOM_LEFT = "something else took the room that was free before; choose another target"
 _WRITTEN = "if the source is being written, stage it when it is complete"
 _FIRST_DELAY_SECONDS = 0.1
 _DELAYS = 6
@@ -42,14 +46,14 @@ _GIVEN_UP_SECONDS = 60.0
 
 
 class StagingStopped(StagingError):  # noqa: N818 - an event, not a fault
-    """Staging was told to stop (SIGTERM, time limit); nothing was published."""
+    """Staging was stopped (SIGTERM, time limit); nothing was published."""
 
     def __init__(self) -> None:
         super().__init__("stopped")
 
 
 class SourceChangedError(Exception):
-    """A source is not what it was when it was scanned."""
+    """A source has changed since it was scanned."""
 
     def __init__(self, how: str = "changed while it was copied") -> None:
         super().__init__(how)
@@ -78,10 +82,10 @@ def why(error: BaseException) -> str:
 
 
 def is_directory(path: str) -> bool:
-    """Say whether there is a directory at a path.
+    """Return whether there is a directory at a path.
 
     Raises:
-        StagingError: nobody could say, because a directory on the way is closed to this user.
+        StagingError: unknown, because a directory above it is closed to this user.
     """
     try:
         return stat.S_ISDIR(os.stat(path).st_mode)
@@ -94,10 +98,10 @@ def is_directory(path: str) -> bool:
 
 
 class Retry:
-    """Calls again after faults that pass: EIO, ESTALE, EAGAIN, EINTR; 0.1 s to 3.2 s apart.
+    """Retries after faults that may pass: EIO, ESTALE, EAGAIN, EINTR; 0.1 s to 3.2 s apart.
 
-    Once a fault did not pass, others are not waited for either, for a minute: a disk that fails has
-    many of them, and the copy is lost.
+    After a fault that did not pass, others are not retried for a minute: a failing disk has many of
+    them, and the copy is lost.
     """
 
     def __init__(
@@ -110,23 +114,23 @@ class Retry:
         self._given_up = float("-inf")
 
     def stops(self) -> bool:
-        """Say whether staging was told to stop."""
+        """Return whether staging must stop."""
         return self._should_stop()
 
     def check_stop(self) -> None:
-        """Raise StagingStopped once staging was told to stop."""
+        """Raise StagingStopped if staging must stop."""
         if self._should_stop():
             raise StagingStopped
 
     def __call__(self, call: Callable[[], T]) -> T:
-        """Return what the call returns; its last OSError when the fault does not pass."""
+        """Return what the call returns; raises its last OSError if the fault does not pass."""
         try:
             return call()
         except OSError as error:
             return self.again(call, error)
 
     def again(self, call: Callable[[], T], fault: OSError) -> T:
-        """Go on after a first fault of a call; raises it when it is none that passes."""
+        """Retry after the first fault of a call; raises it if it is not one that may pass."""
         delay = _FIRST_DELAY_SECONDS
         for _ in range(_DELAYS):
             if fault.errno not in TRANSIENT or time.monotonic() < self._given_up:
@@ -143,7 +147,7 @@ class Retry:
         raise fault
 
     def stopped_by(self, should_stop: Callable[[], bool]) -> Retry:
-        """Return the same but for what stops it."""
+        """Return a copy with another condition to stop."""
         return Retry(self.sleep, should_stop)
 
 
@@ -153,11 +157,11 @@ _HINTS = {
     os.strerror(errno.ENOENT): _WRITTEN,  # it was there when its directory was listed
     str(SourceChangedError()): _WRITTEN,
 }
-"""What helps, by the reason: that is all that workers in other processes tell of a fault."""
+"""Hints by the reason of a fault, which is all that workers in other processes report."""
 
 
 class Problems:
-    """Collects what is wrong by path, tells the first 20 and the count."""
+    """Collects faults by path; reports the first 20 and the count."""
 
     def __init__(self, what: str) -> None:
         self._what = what
@@ -173,13 +177,13 @@ class Problems:
     def add(
         self, path: str, reason: str, cause: BaseException | None = None, *, hint: str = ""
     ) -> None:
-        """Note one path; safe from several threads.
+        """Record the fault of a path; safe from several threads.
 
         Args:
-            path: what it is about.
-            reason: what is wrong with it.
-            cause: the error that told so.
-            hint: what helps; known without being told for what the system says.
+            path: of the file.
+            reason: the fault.
+            cause: the error.
+            hint: what helps; found by the reason for errors of the system.
         """
         hint = hint or _HINTS.get(reason, "")
         with self._lock:
@@ -191,11 +195,7 @@ class Problems:
                 self._told.append(f"{shown(path)}: {reason}")
 
     def raise_any(self, hint: str = "") -> None:
-        """Raise one StagingError for all that was noted, if anything was.
-
-        Args:
-            hint: told rather than what helps against each kind of fault.
-        """
+        """Raise one StagingError for all faults, if there are any; `hint` replaces theirs."""
         if not self._count:
             return
         paths = "1 path" if self._count == 1 else f"{self._count} paths"

@@ -80,8 +80,8 @@ class BusyError(StagingError):
 class NameLock:
     """One stager per name and node: an exclusive flock on a file, as a context manager.
 
-    A lock that is held means "still copying". The file tells the processes that wait how far the
-    holder is, or why it failed.
+    While the lock is held, the holder is still copying. The file has its progress, or the reason of
+    its failure, for the processes that wait.
 
     Args:
         path: of the file.

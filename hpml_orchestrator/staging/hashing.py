@@ -1,6 +1,6 @@
 """Digests of staged data: XXH3-128 where the interpreter has xxhash, else BLAKE2b with 128 bits.
 
-The node agent runs without site-packages; xxhash is looked for beside its interpreter all the same.
+The node agent runs without site-packages; xxhash is loaded from those of its interpreter anyway.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ def hashing() -> Hashing:
 
 
 def hashing_named(name: str) -> Hashing | None:
-    """Return a hashing by its name; None where this interpreter does not have it."""
+    """Return a hashing by its name; None if this interpreter does not have it."""
     if name == "blake2b_128":
         return Hashing(name, _blake2b)
     module = _xxhash()

@@ -155,7 +155,7 @@ def _clean(
 
 
 def _retire(store: Store, group: list[str], *, dry_run: bool) -> tuple[list[str], str]:
-    """Move directories aside; returns where they are, and why one stays; the store is held."""
+    """Move directories aside; returns their new paths, and why one stays; the store is held."""
     retired = list(group) if dry_run else []
     for path in [] if dry_run else group:
         try:
@@ -186,7 +186,7 @@ def _reason_to_keep(
     if not store.is_entry(directory):
         owner = store.owner_of(directory)
         known = owner is not None and owner.job_key == os.path.basename(directory)
-        return "" if known else "nothing tells whose it is"
+        return "" if known else "its owner is unknown"
     everything = everything or bool(job_of(directory))
     idle_seconds = max(0.0, time.time() - store.last_used(directory))
     if everything or (older_seconds is not None and idle_seconds >= older_seconds):
@@ -195,7 +195,7 @@ def _reason_to_keep(
 
 
 def _look(store: Store, directory: str, used_by: str = "") -> list[Staged]:
-    """Return what lies in an area or entry, which may be removed meanwhile."""
+    """Return what is in an area or entry, which may be removed meanwhile."""
     try:
         names = sorted(os.listdir(directory))
     except FileNotFoundError:
@@ -223,7 +223,7 @@ def _look(store: Store, directory: str, used_by: str = "") -> list[Staged]:
 
 
 def _described(staged: Staged) -> Staged:
-    """Return what the manifest of data says, and whether its sizes and count are right."""
+    """Add the manifest of data, and whether sizes and count are right."""
     with contextlib.suppress(FileNotFoundError):
         size, files = measure(staged.path)
         staged = replace(staged, bytes=size, files=files)

@@ -1,9 +1,12 @@
-"""Connections between the nodes of a chain, and the address at which a node listens.
+"""How the nodes of a chain find each other, and the connections between them.
 
-They are `multiprocessing.connection`'s: messages of bytes over TCP. Each node connects to the one
-behind it: once to talk (`Link`), and once for each process that sends data. Two nodes prove to each
-other that they know the job's secret (HMAC-SHA256 over a nonce of each) before anything else is
-sent, and each message of a link carries a keyed digest. Nothing is encrypted.
+Nodes meet by small files in `attempts/<n>/chain/`, which appear by rename and are readable by the
+job's user alone; nothing is locked.
+
+Each node connects once to the node behind it, and this one connection carries everything: messages
+of `multiprocessing.connection` over TCP. First both ends prove that they have the job's secret
+(HMAC-SHA256 over a nonce of each). Control messages carry a keyed digest; file contents are covered
+by the digest of the whole tree. Nothing is encrypted.
 """
 
 from __future__ import annotations
@@ -13,199 +16,268 @@ import fcntl
 import hmac
 import ipaddress
 import json
+import os
+import pickle
 import queue
 import secrets
 import socket
 import struct
 import threading
 import time
+from dataclasses import dataclass
 from multiprocessing.connection import Connection
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
-from hpml_orchestrator.errors import StagingError
+from hpml_orchestrator.errors import NotFoundError, RecordError, StagingError
+from hpml_orchestrator.records.files import read_text, write_text
+from hpml_orchestrator.staging.faults import StagingStopped
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Iterator, Sequence
+
+    from hpml_orchestrator.staging.hashing import Buffer
+
+    Inbox = queue.Queue[tuple[Any, str, Any, bytes]]
+    # of (link, word, body, message as it came): "data" has file contents, "lost" the reason why
+    # nothing more comes, and "caller" the connection and name of the node before
 
 __all__ = [
-    "CONTROL",
     "DATA",
+    "SECRET_BYTES",
+    "START",
     "BrokenLinkError",
-    "Caller",
-    "Door",
-    "Heard",
     "Link",
-    "call",
+    "Listener",
+    "Place",
+    "connect",
+    "growing_pauses",
     "interface_address",
-    "lost",
     "own_address",
+    "packed",
+    "reason_of",
 ]
 
-CONTROL, DATA = "control", "data"
+START = "start"
+"""The first node's record: the method, and of a chain the secret."""
 SECRET_BYTES = 32
+DATA = b"D"
+"""The first byte of a message with file contents; control messages begin with another."""
+_CONTROL = b"C"
 _DIGEST_BYTES = 32
 _HELLO_BYTES = 4096
-_MOST_BYTES = 64 << 20  # of a message: a thousand names and their sizes
-_PATIENCE_SECONDS = 10.0
-_MOST_STRANGERS = 512
 _BEATS_PER_TIMEOUT = 5.0
-_ACCEPT_SECONDS = 0.2
-_FAREWELL_SECONDS = 1.0
+_SUSPENDED_SECONDS = 1.0
+_POLL_SECONDS = 0.2
+_CLOSE_SECONDS = 1.0
+_DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
 _TIMEVAL = struct.Struct("ll")
 _TCP_USER_TIMEOUT = 18
 _SIOCGIFADDR = 0x8915
 _IFREQ = struct.Struct("256s")
 _GLOBAL_SCOPE = "00"
-_NOWHERE = "192.0.2.1"  # RFC 5737: an address for documentation; only the route to it is asked for
+_NOWHERE = "192.0.2.1"  # RFC 5737: an address for documentation; only the route to it is used
+
+
+@dataclass(frozen=True)
+class Place:
+    """A node's position among those that stage one thing, and the files by which they meet.
+
+    Attributes:
+        path: of those files, without the last part of their names.
+        should_stop: True ends waiting with StagingStopped.
+        index: 0 reads the source.
+        nodes: how many there are.
+        node: this node's name.
+        names: of all nodes, in order; empty if unknown.
+        interfaces: network interfaces to use, the best first.
+        timeout: seconds of silence after which a node counts as hung.
+        join_seconds: within how long a neighbour that has come must be reached.
+        come_seconds: how long nodes wait for one another to come.
+    """
+
+    path: str
+    should_stop: Callable[[], bool]
+    index: int
+    nodes: int
+    node: str
+    names: Sequence[str] = ()
+    interfaces: Sequence[str] = ()
+    timeout: float = 30.0
+    join_seconds: float = 300.0
+    come_seconds: float = 300.0
+
+    @property
+    def is_last(self) -> bool:
+        """Whether this is the last node."""
+        return self.index == self.nodes - 1
+
+    def name_of(self, index: int) -> str:
+        """Return what to call a node that has not given its name."""
+        return self.names[index] if index < len(self.names) else f"node {index} of {self.nodes}"
+
+    def post(self, what: str, **record: object) -> None:
+        """Publish a record.
+
+        Raises:
+            RecordError: the attempt's directory cannot be written.
+        """
+        directory = os.path.dirname(self.path)
+        try:
+            os.makedirs(directory, mode=0o700, exist_ok=True)
+        except OSError as error:
+            raise RecordError(f"cannot write {directory}: {error.strerror}") from error
+        write_text(f"{self.path}.{what}", json.dumps(record), mode=0o600)
+
+    def read(self, what: str) -> dict[str, Any] | None:
+        """Return a record; None until it is there."""
+        with contextlib.suppress(OSError):
+            # NFS caches "no such file" for up to a minute, until the directory is opened
+            os.close(os.open(os.path.dirname(self.path), _DIRECTORY))
+        try:
+            found = json.loads(read_text(f"{self.path}.{what}"))
+        except (NotFoundError, RecordError, ValueError):
+            return None
+        return found if isinstance(found, dict) else None
+
+    def start(self) -> dict[str, Any]:
+        """Return the first node's record, once it is there.
+
+        Raises:
+            StagingError: the first node did not come, or failed; with its reason.
+            StagingStopped: should_stop returned True.
+        """
+        end = time.monotonic() + self.come_seconds
+        pauses = growing_pauses()
+        while (found := self.read(START)) is None:
+            if self.should_stop():
+                raise StagingStopped
+            # once it has come it may look at the source for long: the job ends if its agent does
+            if time.monotonic() > end and self.read("0") is None:
+                within = f"within {self.come_seconds:.0f} s"
+                raise StagingError(f"{self.name_of(0)} did not come {within}")
+            time.sleep(next(pauses))
+        if "error" in found:
+            raise StagingError(str(found["error"]), hint=str(found.get("hint", "")))
+        return found
+
+    def refuse(self, error: BaseException) -> None:
+        """Give all who wait for this first node's record the reason why it ends."""
+        told = f"{self.node}: {reason_of(error)}"
+        self.post(START, error=told, hint=str(getattr(error, "hint", "")))
+
+    def remove(self, what: str) -> None:
+        """Remove a record; not the directory, where another node may be about to post one."""
+        with contextlib.suppress(OSError):
+            os.unlink(f"{self.path}.{what}")
+
+
+def growing_pauses() -> Iterator[float]:
+    """Yield longer and longer pauses: all nodes look into one directory."""
+    pause = 0.02
+    while True:
+        yield pause
+        pause = min(1.0, pause * 1.3)
+
+
+def reason_of(error: BaseException) -> str:
+    """Return why a node ends, for the others."""
+    if isinstance(error, StagingStopped):
+        return "was stopped"
+    return str(error) or type(error).__name__
 
 
 class BrokenLinkError(StagingError):
-    """The neighbour is gone or hangs; what it said last may tell why."""
+    """The neighbour is gone or hangs; its last message may give the reason."""
 
 
-def lost(peer: str, timeout: float, error: BaseException) -> str:
-    """Return what to say of a connection that failed."""
-    if isinstance(error, BlockingIOError):
-        return f"{peer} hangs: nothing went through for {timeout:.0f} s"
-    why = getattr(error, "strerror", "") or "its connection ended"
-    return f"{peer} was lost: {why}"
-
-
-class Caller(NamedTuple):
-    """A connection whose other end proved itself: CONTROL or DATA, and the node's name."""
-
-    connection: Connection
-    kind: str
-    name: str
-
-
-class Heard(NamedTuple):
-    """What came from a neighbour; `word` is "lost" when nothing will come any more."""
-
-    link: Link
-    word: str
-    body: Any
-
-
-class Door:
-    """Listens at one address and lets in who knows the secret; strangers do not hold it up.
-
-    Args:
-        address: to listen at, and at no other.
-        secret: the job's.
-        caller: number of the one node that may connect.
-        timeout: seconds after which a node that sends nothing on a data connection hangs.
-
-    Attributes:
-        callers: who was let in.
-    """
-
-    def __init__(self, address: str, secret: bytes, *, caller: int, timeout: float) -> None:
-        self._secret = secret
-        self._caller = caller
-        self._timeout = timeout
-        family = socket.AF_INET6 if ":" in address else socket.AF_INET
-        self._listener = socket.create_server((address, 0), family=family, backlog=1024)
-        self._listener.settimeout(_ACCEPT_SECONDS)
-        self._strangers = threading.Semaphore(_MOST_STRANGERS)
-        self._is_open = True
-        self.port: int = self._listener.getsockname()[1]
-        self.callers: queue.SimpleQueue[Caller] = queue.SimpleQueue()
-        threading.Thread(target=self._serve, daemon=True).start()
-
-    def _serve(self) -> None:
-        while self._is_open:
-            with contextlib.suppress(OSError, RuntimeError):  # no thread to be had: it calls again
-                sock, _ = self._listener.accept()
-                if self._strangers.acquire(blocking=False):
-                    threading.Thread(target=self._welcome, args=(sock,), daemon=True).start()
-                else:
-                    sock.close()
-        self._listener.close()
-
-    def _welcome(self, sock: socket.socket) -> None:
-        connection = _connection(sock, _PATIENCE_SECONDS)
-        try:
-            _prove(connection, self._secret, b"acceptor", b"connector")
-            kind, number, name = json.loads(connection.recv_bytes(_HELLO_BYTES))
-            if kind not in {CONTROL, DATA} or number != self._caller or not self._is_open:
-                raise ValueError(kind)
-            # data comes when there are some: that a node hangs is heard where nodes talk
-            _limit(connection.fileno(), self._timeout, receive=kind == CONTROL)
-            self.callers.put(Caller(connection, kind, str(name)[:255]))
-        except (OSError, EOFError, ValueError, TypeError):
-            connection.close()
-        finally:
-            self._strangers.release()
-
-    def close(self) -> None:
-        """Stop listening."""
-        self._is_open = False
-        with contextlib.suppress(queue.Empty):
-            while True:
-                self.callers.get_nowait().connection.close()
-
-
-def call(
-    address: str, port: int, secret: bytes, kind: str, *, me: int, name: str, timeout: float
+def connect(
+    address: str, port: int, secret: bytes, own: tuple[int, str], timeout: float
 ) -> Connection:
-    """Connect to a node and prove each other the secret.
-
-    Args:
-        address: of the node.
-        port: likewise.
-        secret: the job's.
-        kind: CONTROL or DATA.
-        me: this node's number.
-        name: this node's.
-        timeout: seconds until the node answers, and later until it takes bytes.
+    """Connect to the node behind, with the own index and name; both prove the secret.
 
     Raises:
-        StagingError: what answers there does not know the secret.
+        StagingError: what answers there does not have the secret.
         OSError: nothing answers there, or not in time.
     """
-    sock = socket.create_connection((address, port), timeout=min(timeout, _PATIENCE_SECONDS))
-    connection = _connection(sock, min(timeout, _PATIENCE_SECONDS))
+    connection = _connection(socket.create_connection((address, port), timeout=timeout), timeout)
     try:
         _prove(connection, secret, b"connector", b"acceptor")
-        connection.send_bytes(json.dumps([kind, me, name]).encode())
-        _limit(connection.fileno(), timeout)
+        connection.send_bytes(json.dumps(own).encode())
     except BaseException as error:
         connection.close()
         if isinstance(error, (ValueError, EOFError)):
-            message = f"what answers at {address} port {port} is no node of this job"
+            message = f"what answers at {address} port {port} is not a node of this job"
             raise StagingError(message) from error
         raise
     return connection
 
 
+class Listener:
+    """Accepts the connection of the node before; others that connect do not delay it.
+
+    Args:
+        address: to listen at, and at no other.
+        secret: the job's.
+        caller: index of the only node that may connect.
+        timeout: seconds after which a neighbour that takes nothing counts as hung.
+        inbox: receives the connection.
+    """
+
+    def __init__(
+        self, address: str, secret: bytes, caller: int, timeout: float, inbox: Inbox
+    ) -> None:
+        self._secret = secret
+        self._caller = caller
+        self._timeout = timeout
+        self._inbox = inbox
+        family = socket.AF_INET6 if ":" in address else socket.AF_INET
+        self._socket = socket.create_server((address, 0), family=family, backlog=1024)
+        self._socket.settimeout(_POLL_SECONDS)
+        self._is_open = True
+        self.port: int = self._socket.getsockname()[1]
+        threading.Thread(target=self._serve, daemon=True).start()
+
+    def _serve(self) -> None:
+        while self._is_open:
+            with contextlib.suppress(OSError, RuntimeError):  # no thread left: it connects again
+                sock, _ = self._socket.accept()
+                threading.Thread(target=self._greet, args=(sock,), daemon=True).start()
+        self._socket.close()
+
+    def _greet(self, sock: socket.socket) -> None:
+        connection = _connection(sock, self._timeout)
+        try:
+            _prove(connection, self._secret, b"acceptor", b"connector")
+            index, name = json.loads(connection.recv_bytes(_HELLO_BYTES))
+            if index != self._caller or not self._is_open:
+                raise ValueError(index)
+            self._inbox.put((None, "caller", (connection, str(name)[:255]), b""))
+        except (OSError, EOFError, ValueError, TypeError):
+            connection.close()
+
+    def close(self) -> None:
+        """Stop listening."""
+        self._is_open = False
+
+
 def _connection(sock: socket.socket, timeout: float) -> Connection:
+    """Let the kernel end calls that take too long, and notice a host that is gone."""
     sock.settimeout(None)
+    limit = _TIMEVAL.pack(int(timeout), int(timeout % 1 * 1e6))
+    for option in (socket.SO_SNDTIMEO, socket.SO_RCVTIMEO):
+        sock.setsockopt(socket.SOL_SOCKET, option, limit)
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    _limit(sock.fileno(), timeout)
+    # later than the silence that `Link` notices and reports with the name
+    sock.setsockopt(socket.IPPROTO_TCP, _TCP_USER_TIMEOUT, int(timeout * 3000))
     return Connection(sock.detach())
 
 
-def _limit(fd: int, timeout: float, *, receive: bool = True) -> None:
-    """Let the kernel end calls that take too long, and notice a host that is gone."""
-    with socket.socket(fileno=_duplicate(fd)) as sock:
-        limit = _TIMEVAL.pack(int(timeout), int(timeout % 1 * 1e6))
-        sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, limit)
-        limit = limit if receive else _TIMEVAL.pack(0, 0)
-        sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, limit)
-        sock.setsockopt(socket.IPPROTO_TCP, _TCP_USER_TIMEOUT, int(timeout * 1000))
-
-
-def _duplicate(fd: int) -> int:
-    return fcntl.fcntl(fd, fcntl.F_DUPFD_CLOEXEC, 0)
-
-
 def _prove(connection: Connection, secret: bytes, mine: bytes, theirs: bytes) -> None:
-    """Prove the secret and have it proved; what was recorded is of no use.
+    """Prove the secret to each other; a recorded conversation is of no use.
 
     Raises:
-        ValueError: the other end does not know it.
-        OSError, EOFError: it is gone, or talks nonsense.
+        ValueError: the other end does not have it.
+        OSError, EOFError: it is gone, or does not follow the protocol.
     """
     ours = secrets.token_bytes(_DIGEST_BYTES)
     connection.send_bytes(ours)
@@ -213,109 +285,132 @@ def _prove(connection: Connection, secret: bytes, mine: bytes, theirs: bytes) ->
     connection.send_bytes(hmac.digest(secret, mine + ours + other, "sha256"))
     proof = connection.recv_bytes(_DIGEST_BYTES)
     if not hmac.compare_digest(proof, hmac.digest(secret, theirs + other + ours, "sha256")):
-        raise ValueError("the secret is another")
+        raise ValueError("the secret differs")
 
 
 class Link:
-    """One end of a connection on which neighbours talk: a word and what goes with it.
+    """The connection to a neighbour.
 
-    A thread listens and gives signs of life, whatever else this process is busy with: so silence
-    means that the neighbour hangs.
+    One thread reads; another sends signs of life, whatever else this process is busy with, so
+    silence means that the neighbour hangs.
 
     Args:
         connection: to the neighbour.
-        peer: what to call it.
-        secret: the job's, for the digest of each message.
+        peer: its name.
+        secret: the job's.
         timeout: seconds without a sign of life after which it counts as hung.
-        heard: gets what it says.
+        inbox: receives what arrives.
     """
 
     def __init__(
-        self,
-        connection: Connection,
-        peer: str,
-        secret: bytes,
-        timeout: float,
-        heard: queue.SimpleQueue[Heard],
+        self, connection: Connection, peer: str, secret: bytes, timeout: float, inbox: Inbox
     ) -> None:
         self.peer = peer
         self._connection = connection
         self._secret = secret
         self._timeout = timeout
-        self._heard = heard
+        self._inbox = inbox
         self._lock = threading.Lock()
-        self._is_open = True
-        self._thread = threading.Thread(target=self._listen, daemon=True)
-        self._thread.start()
+        self._closed = threading.Event()
+        self._reader = threading.Thread(target=self._read, daemon=True)
+        self._reader.start()
+        threading.Thread(target=self._beat, daemon=True).start()
 
-    def send(self, word: str, body: Any = None) -> None:
-        """Say something.
+    def send(self, message: Buffer) -> None:
+        """Send a message: file contents, or what `packed` returned.
 
         Raises:
             BrokenLinkError: the neighbour is gone, or took nothing for the whole timeout.
         """
-        data = json.dumps([word, body]).encode()
         try:
             with self._lock:
-                self._connection.send_bytes(hmac.digest(self._secret, data, "sha256") + data)
+                self._connection.send_bytes(message)
         except OSError as error:
-            raise BrokenLinkError(lost(self.peer, self._timeout, error)) from error
+            raise BrokenLinkError(self._lost(error)) from error
 
-    def _listen(self) -> None:
-        period = self._timeout / _BEATS_PER_TIMEOUT
-        heard_at = beat_at = time.monotonic()
-        reason = ""
-        while not reason:
-            looked = time.monotonic()
-            try:
-                if self._connection.poll(max(0.0, min(period, beat_at - looked))):
-                    self._take(self._connection.recv_bytes(_MOST_BYTES))
-                    heard_at = time.monotonic()
-            except (OSError, EOFError) as error:
-                reason = lost(self.peer, self._timeout, error)
-            except (ValueError, TypeError):
-                reason = f"what came from {self.peer} is damaged"
-            now = time.monotonic()
-            if now - looked > self._timeout:  # this process was stopped, and perhaps the whole job
-                heard_at = now
-            if now - heard_at > self._timeout:
-                reason = f"{self.peer} hangs: no sign of life for {self._timeout:.0f} s"
-            if self._is_open and now >= beat_at:
-                beat_at = now + period
-                with contextlib.suppress(BrokenLinkError):  # whoever listens finds out
-                    self.send("beat")
-        self._heard.put(Heard(self, "lost", reason))
+    def _lost(self, error: BaseException) -> str:
+        if isinstance(error, (BlockingIOError, TimeoutError)):
+            return f"{self.peer} hangs: nothing went through for {self._timeout:.0f} s"
+        why = getattr(error, "strerror", "") or "its connection ended"
+        return f"{self.peer} was lost: {why}"
 
-    def _take(self, message: bytes) -> None:
-        """Hand on a message.
+    def _beat(self) -> None:
+        beat = packed(self._secret, "beat")
+        with contextlib.suppress(BrokenLinkError):  # the reader reports it
+            while not self._closed.wait(self._timeout / _BEATS_PER_TIMEOUT):
+                self.send(beat)
+
+    def _read(self) -> None:
+        try:
+            while True:
+                self._wait()
+                message = self._connection.recv_bytes()
+                self._deliver(*_unpacked(self._secret, message), message)
+        except TimeoutError:
+            reason = f"{self.peer} hangs: no sign of life for {self._timeout:.0f} s"
+        except ValueError:
+            reason = f"what came from {self.peer} is damaged"
+        except (OSError, EOFError) as error:
+            reason = self._lost(error)
+        self._deliver("lost", reason, b"")
+
+    def _wait(self) -> None:
+        """Wait until something can be read.
 
         Raises:
-            ValueError, TypeError: it is none.
+            TimeoutError: nothing came in time. If this took much longer than the timeout, the
+                process was stopped, and perhaps the whole job: then it waits once more.
         """
-        data = message[_DIGEST_BYTES:]
-        digest = hmac.digest(self._secret, data, "sha256")
-        if not hmac.compare_digest(message[:_DIGEST_BYTES], digest):
-            raise ValueError("another digest")
-        word, body = json.loads(data)
-        if word != "beat":
-            self._heard.put(Heard(self, str(word), body))
+        began = time.monotonic()
+        while not self._connection.poll(self._timeout):
+            now = time.monotonic()
+            if now - began < self._timeout + _SUSPENDED_SECONDS:
+                raise TimeoutError
+            began = now
+
+    def _deliver(self, word: str, body: Any, message: bytes) -> None:
+        while word != "beat" and not self._closed.is_set():
+            with contextlib.suppress(queue.Full):
+                self._inbox.put((self, word, body, message), timeout=_POLL_SECONDS)
+                return
 
     def close(self) -> None:
-        """Close; what was sent still arrives, and what the neighbour said is read."""
-        self._is_open = False
+        """Close; what was sent still arrives, because what the neighbour still sends is read."""
+        self._closed.set()
         with contextlib.suppress(OSError), self._lock:
-            sock = socket.socket(fileno=_duplicate(self._connection.fileno()))
+            sock = socket.socket(fileno=os.dup(self._connection.fileno()))
             with sock:
                 sock.shutdown(socket.SHUT_WR)
-        # an end with something unread would reset the connection, and lose what was sent
-        self._thread.join(_FAREWELL_SECONDS)
+        # closing with something unread would reset the connection, and lose what was sent
+        self._reader.join(_CLOSE_SECONDS)
+
+
+def packed(secret: bytes, word: str, body: Any = None) -> bytes:
+    """Return a control message with its digest."""
+    data = pickle.dumps((word, body), protocol=4)
+    return _CONTROL + hmac.digest(secret, data, "sha256") + data
+
+
+def _unpacked(secret: bytes, message: bytes) -> tuple[str, Any]:
+    """Return the word and body of a message.
+
+    Raises:
+        ValueError: it is damaged: only what has the right digest is unpickled.
+    """
+    if message[:1] == DATA:
+        return "data", memoryview(message)[1:]
+    digest, data = message[1 : 1 + _DIGEST_BYTES], message[1 + _DIGEST_BYTES :]
+    if not hmac.compare_digest(digest, hmac.digest(secret, data, "sha256")):
+        raise ValueError("another digest")
+    word, body = pickle.loads(data)  # noqa: S301 - made by this job
+    return word, body
 
 
 def own_address(interfaces: Sequence[str] = (), *, towards: str = "") -> str:
     """Return the address to listen at.
 
-    That of the first given interface which has one; else what the host's name stands for, if that
-    is not the loopback; else the one that packets to the other node would leave with; else that
+    That of the first given interface which has one; else that of the host's name, if it is not the
+    loopback; else the one that packets to the other node would leave with; else that
     of any interface.
 
     Args:

@@ -1,14 +1,7 @@
-r"""What was published, written down so that a later stager can tell whether it is all there.
+"""What was published, written down so that a later stager can check that it is complete.
 
-A file of two parts: a line of JSON, and a body with all names, sizes and digests. Names are bytes
-and may be anything but NUL, which therefore ends each of them. The line holds a digest of the body.
-
-    {"schema_version": 1, "name": ..., "counts": [files, hard links, directories, symbolic links],
-     "body": "<BLAKE2b-128 of the body>", ...}\n
-    names of files, NUL after each; hard links and their first names alternating; directories;
-    symbolic links and their texts alternating
-    sizes of files, 8 bytes little-endian each
-    digests of files, 16 bytes each; nothing when they were not hashed
+A file of two lines of JSON: the manifest, with a BLAKE2b-128 of the second line; and the listing.
+Bytes of names that are not UTF-8 stand as they are; the digests are one row of hexadecimal digits.
 """
 
 from __future__ import annotations
@@ -20,7 +13,6 @@ import os
 import stat
 import sys
 import time
-from array import array
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -60,14 +52,11 @@ __all__ = [
 ]
 
 _MOST_WORKERS = 16
-_FILES_AT_ONCE = 256
-_BYTES_AT_ONCE = 64 << 20
-_PLAIN = ("name", "source", "kind", "method", "bytes", "files", "digest", "options")
 
 
 @dataclass(frozen=True)
 class Listing:
-    """What lies in a published directory, all paths relative to it.
+    """The contents of a published directory, all paths relative to it.
 
     Attributes:
         files: names of files; of several hard links the first.
@@ -103,15 +92,15 @@ class Manifest:
     """The record of one published directory; bytes count each inode once, files each name.
 
     Attributes:
-        name: what the job calls it.
-        source: path that it came from.
+        name: the job's name for it.
+        source: path of the source.
         kind: the source's kind.
-        method: how it came.
+        method: how the data was brought.
         bytes: sum of the sizes of its files.
         files: number of names of files.
-        digest: of the tree, as "xxh3_128:<hex>"; "" when it was not hashed.
-        options: what else decides whether the data can be used again.
-        listing: what is in it.
+        digest: of the tree, as "xxh3_128:<hex>"; "" without hashing.
+        options: what else decides whether the data can be reused.
+        listing: the contents.
     """
 
     name: str
@@ -130,84 +119,33 @@ class Manifest:
         Raises:
             RecordError: the directory cannot be written.
         """
-        body = _body(self.listing)
-        there = self.listing
-        head = {
-            "schema_version": SCHEMA_VERSION,
-            **{key: getattr(self, key) for key in _PLAIN},
-            "counts": [
-                len(there.files),
-                len(there.hard_links),
-                len(there.directories),
-                len(there.symlinks),
-            ],
-            "body": _sum(body),
-        }
+        listing = {**vars(self.listing), "digests": b"".join(self.listing.digests).hex()}
+        body = json.dumps(listing, ensure_ascii=False).encode("utf-8", "surrogateescape")
+        head = {**vars(self), "schema_version": SCHEMA_VERSION, "body": _sum(body)}
+        del head["listing"]
         write_text(path, json.dumps(head, default=dict).encode() + b"\n" + body)
 
     @classmethod
     def read(cls, path: str) -> Manifest | None:
-        """Read; None when there is none or it cannot be understood."""
+        """Read; None if there is none or it is damaged."""
         try:
             with open(path, "rb") as stream:
                 line, _, body = stream.read().partition(b"\n")
             head: dict[str, Any] = json.loads(line)
-            if head["schema_version"] != SCHEMA_VERSION or head["body"] != _sum(body):
+            if head.pop("schema_version") != SCHEMA_VERSION or head.pop("body") != _sum(body):
                 return None
-            return cls(
-                name=str(head["name"]),
-                source=str(head["source"]),
-                kind=str(head["kind"]),
-                method=str(head["method"]),
-                bytes=int(head["bytes"]),
-                files=int(head["files"]),
-                digest=str(head["digest"]),
-                options=dict(head["options"]),
-                listing=_listing(body, head["counts"]),
-            )
-        except (OSError, KeyError, TypeError, ValueError, IndexError, RecursionError):
+            lists = json.loads(body.decode("utf-8", "surrogateescape"))
+            sums = bytes.fromhex(lists.pop("digests"))
+            digests = [sums[at : at + DIGEST_BYTES] for at in range(0, len(sums), DIGEST_BYTES)]
+            for links in ("hard_links", "symlinks"):
+                lists[links] = list(map(tuple, lists[links]))
+            return cls(**head, listing=Listing(**lists, digests=digests))
+        except (OSError, KeyError, TypeError, ValueError, AttributeError, RecursionError):
             return None
 
 
 def _sum(body: bytes) -> str:
     return hashlib.blake2b(body, digest_size=DIGEST_BYTES).hexdigest()
-
-
-def _body(listing: Listing) -> bytes:
-    names = [
-        *listing.files,
-        *(name for pair in listing.hard_links for name in pair),
-        *listing.directories,
-        *(name for pair in listing.symlinks for name in pair),
-    ]
-    text = "\0".join([*names, ""]).encode(sys.getfilesystemencoding(), "surrogateescape")
-    sizes = array("Q", listing.sizes)
-    if sys.byteorder == "big":
-        sizes.byteswap()
-    return b"".join([text, sizes.tobytes(), *listing.digests])
-
-
-def _listing(body: bytes, counts: list[int]) -> Listing:
-    files, hard_links, directories, symlinks = counts
-    total = files + 2 * hard_links + directories + 2 * symlinks
-    *names, rest = body.split(b"\0", total)
-    if len(names) != total:
-        raise ValueError("too few names")
-    texts = iter([name.decode(sys.getfilesystemencoding(), "surrogateescape") for name in names])
-    sizes = array("Q", rest[: 8 * files])
-    if sys.byteorder == "big":
-        sizes.byteswap()
-    sums = rest[8 * files :]
-    if len(sizes) != files or len(sums) not in {0, files * DIGEST_BYTES}:
-        raise ValueError("too short")
-    return Listing(
-        [next(texts) for _ in range(files)],
-        sizes.tolist(),
-        [sums[at : at + DIGEST_BYTES] for at in range(0, len(sums), DIGEST_BYTES)],
-        [(next(texts), next(texts)) for _ in range(hard_links)],
-        [next(texts) for _ in range(directories)],
-        [(next(texts), next(texts)) for _ in range(symlinks)],
-    )
 
 
 def tree_digest(listing: Listing, how: Hashing) -> str:
@@ -242,7 +180,7 @@ def tree_digest(listing: Listing, how: Hashing) -> str:
 
 
 def verify_tree(directory: str, manifest: Manifest) -> Iterator[tuple[str, str]]:
-    """Yield (path, fault) of all that is not as the manifest says: names, types, sizes, link texts.
+    """Yield (path, fault) of all differences from the manifest: names, types, sizes, link texts.
 
     Raises:
         OSError: the directory cannot be looked at.
@@ -291,13 +229,13 @@ def content_digest(path: str, how: Hashing) -> bytes:
 
 
 def manifest_path(data: str) -> str:
-    """Return where the manifest of published data lies: beside it, not beside a link to it."""
+    """Return the path of the manifest of published data, in the directory that contains it."""
     data = os.path.realpath(data)
     return f"{os.path.dirname(data)}/.{os.path.basename(data)}.manifest"
 
 
 def damage_path(data: str) -> str:
-    """Return the file whose presence says that published data was found to be damaged."""
+    """Return the path of the file that marks published data as damaged."""
     data = os.path.realpath(data)
     return f"{os.path.dirname(data)}/.{os.path.basename(data)}.damaged"
 
@@ -318,10 +256,7 @@ def published_manifest(data: str) -> Manifest | None:
 
 
 def is_whole(directory: str, manifest: Manifest) -> bool:
-    """Say whether published data is as its manifest tells, contents aside: see `verify_tree`.
-
-    Where somebody read the contents and found damage, it is not.
-    """
+    """Return whether published data matches its manifest, contents aside, and is not marked."""
     if os.path.lexists(damage_path(directory)):
         return False
     try:
@@ -331,7 +266,7 @@ def is_whole(directory: str, manifest: Manifest) -> bool:
 
 
 def measure(directory: str) -> tuple[int, int]:
-    """Return (bytes, files) of what lies below a directory, counted as a manifest counts."""
+    """Return (bytes, files) below a directory, counted as in a manifest."""
     total = files = 0
     seen: set[tuple[int, int]] = set()
     for parent, _, names in os.walk(directory):
@@ -350,17 +285,17 @@ def measure(directory: str) -> tuple[int, int]:
 
 @dataclass
 class Report:
-    """What a comparison found.
+    """The result of a comparison.
 
     Attributes:
         path: of the data.
         files: number of names of files that were staged.
         bytes: sum of the sizes of the files whose contents were read.
         seconds: wall time.
-        hashed: contents were compared; else only names, types, sizes and links, because the data
-            was staged without digests, or with a hashing that this Python does not have.
+        hashed: contents were compared; else only names, types, sizes and links, because there are
+            no digests, or this Python does not have their hashing.
         count: number of paths with faults.
-        problems: (path below the data, fault) of the first 20 of them.
+        problems: (path below the data, fault) of the first 20.
     """
 
     path: str
@@ -384,18 +319,18 @@ def verify(
     workers: int | None = None,
     should_stop: Callable[[], bool] = lambda: False,
 ) -> Report:
-    """Compare published data, or what a job's link leads to, with its manifest.
+    """Compare published data, or the target of a job's link, with its manifest.
 
-    What is damaged is marked, so that nobody is given it again and `clean` may remove it.
+    Damaged data is marked, so that it is not used again and `clean` may remove it.
 
     Args:
         path: of the data.
-        workers: processes that read; one for each CPU, at most 16, when left out.
-        should_stop: asked ten times a second.
+        workers: processes that read; one for each CPU, at most 16, if left out.
+        should_stop: called ten times a second.
 
     Raises:
-        NotFoundError: there is no such data, or no manifest beside it.
-        StagingStopped: should_stop said so.
+        NotFoundError: the data or its manifest does not exist.
+        StagingStopped: should_stop returned True.
         StagingError: a worker died, or a directory above is closed to this user.
         OSError: the data cannot be looked at.
     """
@@ -403,7 +338,7 @@ def verify(
     manifest = published_manifest(path)
     if manifest is None:
         there = is_directory(path) or os.path.lexists(path)
-        what = "is no staged data, or its manifest is gone" if there else "is not there"
+        what = "is not staged data, or its manifest is gone" if there else "does not exist"
         raise NotFoundError(f"{shown(path)} {what}", hint="`hpml stage ls` shows what is staged")
     listing = manifest.listing
     how = hashing_named(manifest.digest.partition(":")[0]) if listing.digests else None
@@ -423,7 +358,7 @@ def verify(
 
 
 def _mark(path: str, *, damaged: bool) -> None:
-    """Leave beside data what a comparison found; where that cannot be written, nothing is left."""
+    """Mark data as damaged, or remove the mark, if the directory can be written."""
     mark = damage_path(path)
     with contextlib.suppress(OSError):
         if not damaged:
@@ -442,43 +377,22 @@ def _compare(
     should_stop: Callable[[], bool],
 ) -> None:
     """Read files and note those whose contents differ."""
-    batches = list(_batches(listing, numbers))
 
     def work(_worker: int, take: Callable[[], int | None], tell: Callable[..., None]) -> None:
-        for batch in iter(take, None):
-            for number in batches[batch]:
-                name = listing.files[number]
-                try:
-                    found = content_digest(f"{path}/{name}", how)
-                except OSError as error:
-                    tell(name, why(error))
-                else:
-                    if found != listing.digests[number]:
-                        tell(name, "its contents are not what was staged")
+        for number in iter(take, None):
+            name = listing.files[number]
+            try:
+                found = content_digest(f"{path}/{name}", how)
+            except OSError as error:
+                tell(name, why(error))
+            else:
+                if found != listing.digests[number]:
+                    tell(name, "its contents differ from what was staged")
 
     def heartbeat() -> None:
         if should_stop():
             raise StagingStopped
 
     heartbeat()
-    run_crew(
-        max(1, min(workers, len(batches))),
-        work,
-        range(len(batches)),
-        told=report.add,
-        heartbeat=heartbeat,
-    )
-
-
-def _batches(listing: Listing, numbers: list[int]) -> Iterator[list[int]]:
-    """Yield files in groups of a size that is worth a worker's while, large files alone."""
-    left = iter(numbers)
-    for first in left:
-        batch, size = [first], listing.sizes[first]
-        while size < _BYTES_AT_ONCE and len(batch) < _FILES_AT_ONCE:
-            following = next(left, None)
-            if following is None:
-                break
-            batch.append(following)
-            size += listing.sizes[following]
-        yield batch
+    count = max(1, min(workers, len(numbers)))
+    run_crew(count, work, numbers, told=report.add, heartbeat=heartbeat)

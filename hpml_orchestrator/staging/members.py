@@ -1,7 +1,7 @@
 """Builds the plan of an archive from its members, none of which is trusted.
 
 Every kind of archive goes through here: names that are absolute, climb out, hold a NUL or come
-twice, what lies below a file or a link, and links that leave the root are refused. What is written
+twice, members below a file or a link, and links that leave the root are refused. What is written
 later is created through a descriptor of the target, and symbolic links are made last.
 """
 
@@ -41,7 +41,7 @@ _TWICE = (
 
 
 class RefusedError(Exception):
-    """A member of an archive is not unpacked; `hint` says what helps."""
+    """A member of an archive is refused; `hint` is advice."""
 
     def __init__(self, reason: str, hint: str = "") -> None:
         super().__init__(reason)
@@ -151,7 +151,7 @@ class Members:
                 self.symlink(name, *self._links[first][1:])
                 return
             if self._kinds.get(first) != _FILE:
-                raise RefusedError(f"hard link to {shown(first)}, which is no file before it")
+                raise RefusedError(f"hard link to {shown(first)}, which is not a file before it")
         except RefusedError as error:
             self.problems.add(name, str(error), hint=error.hint)
             return
@@ -191,7 +191,7 @@ class Members:
 
     def _check_directory(self, path: str) -> None:
         if self._kinds[path] != _DIRECTORY:
-            raise RefusedError(f"lies below {shown(path)}, which is no directory")
+            raise RefusedError(f"is below {shown(path)}, which is not a directory")
 
     def _again(self, entry: Entry) -> None:
         if entry.path:

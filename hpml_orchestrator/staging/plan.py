@@ -1,4 +1,4 @@
-"""What a copy will make, found by looking at the source; nothing is written here."""
+"""The plan of a copy, made by scanning the source; nothing is written here."""
 
 from __future__ import annotations
 
@@ -8,18 +8,16 @@ import errno
 import functools
 import hashlib
 import os
-import queue
 import stat
-import threading
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 from hpml_orchestrator.staging.faults import OUTSIDE_LINKS, Problems, shown, why
 from hpml_orchestrator.staging.rate_limit import TokenBucket
 from hpml_orchestrator.staging.space import Need, readers_for, round_up
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
     from hpml_orchestrator.staging.faults import Retry
 
@@ -30,7 +28,6 @@ __all__ = [
     "DEEPEST",
     "NO_FILE",
     "Entry",
-    "Lister",
     "Plan",
     "data_ranges",
     "link_fault",
@@ -41,13 +38,15 @@ __all__ = [
 NO_FILE = "is a device, fifo or socket"
 """Why neither a regular file nor a directory or link is copied."""
 
+T = TypeVar("T")
+R = TypeVar("R")
+
 DEEPEST = 256
 _NAMES_AT_ONCE = 512
-_DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
 _STAT_BLOCK_BYTES = 512
 _KEY_BYTES = 16
 _ROWS_AT_ONCE = 1000
-_MANIFEST_BYTES_PER_FILE = 24
+_MANIFEST_BYTES_PER_FILE = 34
 _STAGER_BYTES_PER_FILE = 650  # of Python, while a million files of short names are staged
 _S_IFMT, _S_IFREG, _S_IFDIR = 0o170000, 0o100000, 0o040000
 
@@ -87,9 +86,9 @@ class Plan:
         top: the directory itself.
         directories: parents before children.
         origins: source name of an entry that changes its name.
-        stamps: size, time and inode of each archive; empty where there is none.
-        at_least: scanning stopped early because it cannot fit.
-        told: what the source is called in messages, where that is not `source_root`.
+        stamps: size, time and inode of each archive.
+        at_least: scanning stopped early because the data cannot fit.
+        told: the source's name in messages, if it is not `source_root`.
     """
 
     source_root: str
@@ -122,8 +121,8 @@ class Plan:
     def fingerprint(self) -> builtins.bytes:
         """BLAKE2b over names, sizes, times, modes and links of a plan, 16 bytes.
 
-        Not XXH3, which not every interpreter has: whoever looks finds the same. Archives tell times
-        in whole seconds: their own tell that they were written anew.
+        Not XXH3, which not every interpreter has. Members of archives have times in whole seconds;
+        the stamps show that an archive was written again.
         """
         digest = hashlib.blake2b(digest_size=_KEY_BYTES)
         digest.update(b"%d:" % self.top.mode)
@@ -155,8 +154,9 @@ class Plan:
         lists = (self.directories, self.files, self.hard_links, self.symlinks)
         names = [entry[0] for entries in lists for entry in entries]
         names += [link[1] for links in (self.hard_links, self.symlinks) for link in links]
-        text = "\0".join(names).encode("utf-8", "surrogateescape")
-        return len(text) + len(names) + _MANIFEST_BYTES_PER_FILE * len(self.files)
+        text = "".join(names).encode("utf-8", "surrogateescape")
+        sizes = sum(len(str(entry.size)) for entry in self.files)
+        return len(text) + 4 * len(names) + sizes + _MANIFEST_BYTES_PER_FILE * len(self.files)
 
 
 def _add_many(digest: hashlib.blake2b, rows: Sequence[tuple[object, ...]], columns: int) -> None:
@@ -167,140 +167,69 @@ def _add_many(digest: hashlib.blake2b, rows: Sequence[tuple[object, ...]], colum
         digest.update(ascii(some).encode("ascii"))
 
 
-class Lister:
-    """Lists directories below a root; entries come sorted by name.
+class _Looker:
+    """Lists directories below a root and looks at what is in them.
 
-    On a file system that is served to this node, where each look waits for a server, the whole tree
-    is listed ahead by many threads.
-
-    Args:
-        root: the top.
-        retry: calls again after faults that pass.
-        rate: entries that may be looked at per second; 0 for any.
+    On a file system that is served to this node many threads do it, as each call waits for the
+    server.
     """
 
-    def __init__(self, root: str, retry: Retry, rate: float = 0.0) -> None:
+    def __init__(self, root: str, retry: Retry, rate: float) -> None:
         self._root = root
-        self._take = TokenBucket(rate, check_stop=retry.check_stop).take
         self._retry = retry
+        self._take = TokenBucket(rate, check_stop=retry.check_stop).take
         self._threads = readers_for(root)
-        self._ready: dict[str, list[Row]] = {}
-        self._tasks: queue.SimpleQueue[tuple[str, list[str] | None] | None] = queue.SimpleQueue()
-        self._lock = threading.Lock()
-        self._open = 0
-        self._failed: list[BaseException] = []
 
-    def rows(self, directory: str) -> list[Row]:
-        """Return the entries of a directory, relative to the root; of the root itself first."""
-        self._retry.check_stop()
-        if not directory and self._threads > 1:
-            self._list_ahead()
-        ready = self._ready.pop(directory, None)
-        if ready is not None:
-            ready.sort(key=_name)  # once: its parts came one by one
-            return ready
-        names = self._names(directory)
-        if isinstance(names, str):
-            return [(".", None, names)]
-        try:
-            fd = os.open(f"{self._root}/{directory}", _DIRECTORY)
-        except OSError:
-            return self._rows_of(directory, names)
-        rows: list[Row] = []
-        try:
-            for start in range(0, len(names), _NAMES_AT_ONCE):
-                self._retry.check_stop()
-                some = names[start : start + _NAMES_AT_ONCE]
-                self._take(len(some))
-                try:
-                    rows += [
-                        (name, os.stat(name, dir_fd=fd, follow_symlinks=False), "") for name in some
-                    ]
-                except OSError:
-                    rows += self._rows_of(directory, some)
-        finally:
-            os.close(fd)
-        return rows
+    def level(self, directories: list[str]) -> Iterator[tuple[str, list[Row]]]:
+        """Yield (directory, some of its entries), sorted by name within each directory."""
+        parts: list[tuple[str, list[str] | str]] = []
+        for directory, names in zip(directories, self._map(self._names, directories)):
+            if isinstance(names, str):
+                parts.append((directory, names))
+                continue
+            each = range(0, len(names), _NAMES_AT_ONCE)
+            parts += [(directory, names[at : at + _NAMES_AT_ONCE]) for at in each]
+        for (directory, _), rows in zip(parts, self._map(self._rows, parts)):
+            yield directory, rows
+
+    def _map(self, call: Callable[[T], R], items: Sequence[T]) -> Iterator[R]:
+        if self._threads > 1 and len(items) > 1:
+            from concurrent.futures import ThreadPoolExecutor  # noqa: PLC0415 - takes time
+
+            with ThreadPoolExecutor(self._threads) as pool, contextlib.suppress(RuntimeError):
+                results = pool.map(call, items)  # raises if the job may have no more threads
+                return (yield from results)
+        yield from map(call, items)
 
     def _names(self, directory: str) -> list[str] | str:
         """Return the sorted names in a directory, or what is wrong with it."""
         if directory.count("/") >= DEEPEST:
             return f"nested deeper than {DEEPEST} directories"
+        self._retry.check_stop()
         try:
             full = f"{self._root}/{directory}"
             return sorted(self._retry(functools.partial(os.listdir, full)))
         except OSError as error:
             return why(error)
 
-    def _rows_of(self, directory: str, names: list[str]) -> list[Row]:
-        """Look at each of some names, with retries."""
+    def _rows(self, part: tuple[str, list[str] | str]) -> list[Row]:
+        """Look at some names of a directory."""
+        directory, names = part
+        if isinstance(names, str):
+            return [(".", None, names)]
+        self._retry.check_stop()
+        self._take(len(names))
         rows: list[Row] = []
         full = f"{self._root}/{directory}/" if directory else f"{self._root}/"
         for name in names:
             try:
-                rows.append((name, self._retry(functools.partial(os.lstat, full + name)), ""))
-            except OSError as error:
-                rows.append((name, None, why(error)))
+                rows.append((name, os.lstat(full + name), ""))
+            except OSError:
+                try:
+                    rows.append((name, self._retry(functools.partial(os.lstat, full + name)), ""))
+                except OSError as error:
+                    rows.append((name, None, why(error)))
         return rows
-
-    def _list_ahead(self) -> None:
-        """List everything with threads."""
-        self._put("", None)
-        threads = []
-        with contextlib.suppress(RuntimeError):  # the job may have no more: those that are do it
-            for _ in range(self._threads):
-                one = threading.Thread(target=self._work, daemon=True)
-                one.start()
-                threads.append(one)
-        if not threads:
-            self._work()
-        for one in threads:
-            one.join()
-        if self._failed:
-            raise self._failed[0]
-
-    def _put(self, directory: str, names: list[str] | None) -> None:
-        with self._lock:
-            self._open += 1
-        self._tasks.put((directory, names))
-
-    def _work(self) -> None:
-        while (task := self._tasks.get()) is not None:
-            try:
-                if not self._failed:
-                    self._retry.check_stop()
-                    self._list(*task)
-            except BaseException as error:  # noqa: BLE001 - raised again by who runs this
-                self._failed.append(error)
-            with self._lock:
-                self._open -= 1
-                last = self._open == 0
-            if last:
-                for _ in range(self._threads):
-                    self._tasks.put(None)
-
-    def _list(self, directory: str, names: list[str] | None) -> None:
-        """List a directory, or look at some of its names."""
-        if names is None:
-            found = self._names(directory)
-            if isinstance(found, str):
-                self._ready[directory] = [(".", None, found)]
-                return
-            self._ready[directory] = []
-            for start in range(0, len(found), _NAMES_AT_ONCE):
-                self._put(directory, found[start : start + _NAMES_AT_ONCE])
-            return
-        self._take(len(names))
-        rows = self._rows_of(directory, names)
-        with self._lock:
-            self._ready[directory] += rows
-        for name, info, _ in rows:
-            if info is not None and info.st_mode & _S_IFMT == _S_IFDIR:
-                self._put(f"{directory}/{name}" if directory else name, None)
-
-
-def _name(row: Row) -> str:
-    return row[0]
 
 
 def scan_file(source: str, retry: Retry) -> Plan:
@@ -332,11 +261,11 @@ def scan_tree(
     Args:
         source: the directory.
         retry: calls again after faults that pass.
-        verb: what is to be done with the tree, for the error.
+        verb: the caller's action, for the error.
         outside_links: take symbolic links that leave the tree as they are.
         rate: entries that may be looked at per second; 0 for any.
-        problems: told what cannot be copied, which the plan then leaves out; an error when not
-            given.
+        problems: collects what cannot be copied and is left out of the plan; without it this is an
+            error.
 
     Raises:
         StagingError: something there cannot be read or is not copied: devices, fifos, sockets,
@@ -349,28 +278,28 @@ def scan_tree(
     is_strict = problems is None
     problems = Problems(f"cannot {verb} {shown(source)}") if problems is None else problems
     first_names: dict[tuple[int, int], str] = {}
-    lister = Lister(real, retry, rate)
-    todo = [""]
-    while todo:
-        directory = todo.pop()
-        prefix = f"{directory}/" if directory else ""
+    looker = _Looker(real, retry, rate)
+    level = [""]
+    while level:
         below = []
-        for name, found, fault in lister.rows(directory):
-            path = prefix + name
-            if found is None:
-                problems.add(path, fault)
-                continue
-            mode = found.st_mode
-            kind = mode & _S_IFMT
-            if kind == _S_IFREG and found.st_nlink == 1 and not has_holes(found):
-                size = found.st_size
-                plan.files.append(Entry(path, mode, found.st_mtime_ns, size, size, found.st_ino))
-            elif kind == _S_IFDIR:
-                plan.directories.append(Entry(path, mode, found.st_mtime_ns))
-                below.append(path)
-            else:
-                _add(plan, path, found, first_names, problems, outside_links=outside_links)
-        todo.extend(reversed(below))
+        for directory, rows in looker.level(level):
+            prefix = f"{directory}/" if directory else ""
+            for name, found, fault in rows:
+                path = prefix + name
+                if found is None:
+                    problems.add(path, fault)
+                    continue
+                mode = found.st_mode
+                kind = mode & _S_IFMT
+                if kind == _S_IFREG and found.st_nlink == 1 and not has_holes(found):
+                    size, inode = found.st_size, found.st_ino
+                    plan.files.append(Entry(path, mode, found.st_mtime_ns, size, size, inode))
+                elif kind == _S_IFDIR:
+                    plan.directories.append(Entry(path, mode, found.st_mtime_ns))
+                    below.append(path)
+                else:
+                    _add(plan, path, found, first_names, problems, outside_links=outside_links)
+        level = below
     if is_strict:
         problems.raise_any()
     return plan
@@ -413,8 +342,8 @@ def _add(
 def link_fault(path: str, target: str, root: str = "") -> str:
     """Return why a symbolic link is refused, "" when it stays below the top.
 
-    A `..` behind a name could climb out through another link: then the text alone cannot tell, and
-    only a link of a real tree below `root` may pass, by where it really leads.
+    A `..` behind a name could climb out through another link, which the text alone does not show:
+    then only a link of a real tree below `root` is accepted, by its real target.
     """
     parts = [part for part in target.split("/") if part not in {"", "."}]
     leading = 0

@@ -1,18 +1,11 @@
-"""Copy progress, reported at most once per second; and how a copy is shared out between workers.
-
-Workers leave what they have done in memory that all of them share.
-"""
+"""Copy progress, reported at most once per second; and the batches of a copy for its workers."""
 
 from __future__ import annotations
 
-import mmap
-import struct
 import threading
 import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING, NamedTuple
-
-from hpml_orchestrator.staging.hashing import DIGEST_BYTES
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -24,7 +17,6 @@ __all__ = [
     "Batch",
     "OnProgress",
     "Progress",
-    "Shared",
     "Tally",
     "share_out",
 ]
@@ -41,7 +33,7 @@ _MOST_BATCHES = 8192
 _LEAST_COST_BYTES = 2 << 20
 _BATCHES_PER_WORKER = 8
 _FEWEST_FILES = 4
-_TALLY = struct.Struct("=qq")
+_REPORT_SECONDS = 0.2
 
 
 class Progress:
@@ -61,11 +53,11 @@ class Progress:
         self._bytes_total = self._files_total = 0
 
     def expect(self, total_bytes: int, total_files: int) -> None:
-        """Set what there is to do."""
+        """Set the totals."""
         self._bytes_total, self._files_total = total_bytes, total_files
 
     def add(self, done_bytes: int, done_files: int = 0) -> None:
-        """Count what was done (or undone: negative) and tell when a second has passed."""
+        """Count what was done (negative: undone), and report it once a second."""
         with self._lock:
             self._bytes += done_bytes
             self._files += done_files
@@ -95,7 +87,7 @@ def share_out(files: Sequence[Entry], workers: int, *, streams: int = 1) -> list
     """Divide files into batches of like effort.
 
     Args:
-        files: what is to be copied.
+        files: of the plan.
         workers: how many will work at most.
         streams: processes, which are kept in different parts of the tree: creating files in one
             directory makes them wait for each other.
@@ -117,65 +109,28 @@ def share_out(files: Sequence[Entry], workers: int, *, streams: int = 1) -> list
     return [one for at in range(each) for one in found[at::each]]
 
 
-class Shared:
-    """Memory that all workers share: whether all is lost, how far they are, the digests."""
-
-    def __init__(self, files: int, threads: int) -> None:
-        self._files = files
-        self._tallies = range(_TALLY.size, _TALLY.size * (threads + 1), _TALLY.size)
-        self._digests = _TALLY.size * (threads + 1)
-        self.memory = mmap.mmap(-1, self._digests + files * DIGEST_BYTES)
-
-    @property
-    def faulty(self) -> bool:
-        """Something is wrong with the source: nothing more is copied, only looked at."""
-        return self.memory[0] != 0
-
-    def set_faulty(self) -> None:
-        """Let all workers know that nothing will be published."""
-        self.memory[0] = 1
-
-    def put(self, number: int, digest: bytes) -> None:
-        """Keep the digest of a file."""
-        at = self._digests + number * DIGEST_BYTES
-        self.memory[at : at + DIGEST_BYTES] = digest
-
-    def digests(self) -> list[bytes]:
-        """Return those of all files."""
-        data = self.memory[self._digests :]
-        return [data[at : at + DIGEST_BYTES] for at in range(0, len(data), DIGEST_BYTES)][
-            : self._files
-        ]
-
-    def tally(self, thread: int, progress: Progress | None) -> Tally:
-        """Return what counts for one thread; the progress is told at once, else by `done`."""
-        return Tally(self.memory, self._tallies[thread], progress)
-
-    def done(self) -> tuple[int, int]:
-        """Return the bytes and files of all threads."""
-        each = [_TALLY.unpack_from(self.memory, at) for at in self._tallies]
-        return sum(one[0] for one in each), sum(one[1] for one in each)
-
-    def close(self) -> None:
-        """Give the memory back."""
-        self.memory.close()
-
-
 class Tally:
-    """The bytes and files that one thread did; others see them after `tell`."""
+    """Counts what one thread of a worker has done, and reports it from time to time.
 
-    __slots__ = ("_at", "_memory", "_progress", "_told", "bytes", "files")
+    Args:
+        done: called with bytes, files, and (number, digest) of files since the last report.
+    """
 
-    def __init__(self, memory: mmap.mmap, at: int, progress: Progress | None) -> None:
+    def __init__(self, done: Callable[[int, int, list[tuple[int, bytes]]], None]) -> None:
         self.bytes = self.files = 0
-        self._memory = memory
-        self._at = at
-        self._progress = progress
-        self._told = (0, 0)
+        self.digests: list[tuple[int, bytes]] = []
+        self._done = done
+        self._reported = (0, 0)
+        self._next = 0.0
 
-    def tell(self) -> None:
-        """Let the figures be seen."""
-        _TALLY.pack_into(self._memory, self._at, self.bytes, self.files)
-        if self._progress is not None:
-            then, self._told = self._told, (self.bytes, self.files)
-            self._progress.add(self.bytes - then[0], self.files - then[1])
+    def report_sometimes(self) -> None:
+        """Report, a few times per second at most."""
+        if time.monotonic() >= self._next:
+            self.report()
+
+    def report(self) -> None:
+        """Report what was done since the last report; fewer bytes if a file is read again."""
+        then, self._reported = self._reported, (self.bytes, self.files)
+        self._done(self.bytes - then[0], self.files - then[1], self.digests)
+        self.digests = []
+        self._next = time.monotonic() + _REPORT_SECONDS

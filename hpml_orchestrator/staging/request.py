@@ -1,4 +1,4 @@
-"""What is to be staged, what came of it, and where it lies on the node."""
+"""Requests to stage data, their results, and the directories that they name."""
 
 from __future__ import annotations
 
@@ -15,7 +15,6 @@ if TYPE_CHECKING:
 
 __all__ = [
     "AUTO",
-    "COMMANDS",
     "IN_PLACE",
     "KINDS",
     "Bases",
@@ -33,10 +32,8 @@ __all__ = [
 
 KINDS = ("auto", "file", "tree", "pack", "tar", "zip")
 AUTO = "auto"
-COMMANDS = ("ls", "verify", "clean")
-"""What `hpml stage` does beside staging."""
 IN_PLACE = "in place"
-"""The method of data that is left where it is."""
+"""The method of data that is used in place."""
 
 TREE_SHARD = "tree.tar"
 """The shard of a pack with its directories and links."""
@@ -63,24 +60,24 @@ _JOB_KEY = re.compile(r"[A-Za-z0-9][A-Za-z0-9._+-]{0,199}")
 
 @dataclass(frozen=True)
 class StageRequest:
-    """One thing to bring to the node.
+    """One source to copy to the node.
 
     Attributes:
-        name: what the job calls it, `[a-z][a-z0-9_]{0,30}`.
+        name: the job's name for it, `[a-z][a-z0-9_]{0,30}`.
         source: absolute path of a directory or a file.
         kind: "tree" or "file", which are copied as they are; "pack", "tar" or "zip", which are
-            unpacked; or "auto". A "pack" is a directory of tar shards and nothing else. By "auto",
-            whatever says that it is an archive arrives as the tree that it holds: a directory that
-            `hpml pack` wrote, and a file by its suffix: .zip and those of TAR_SUFFIXES. Its
-            contents then tell which kind it is. They alone make no archive: .npz and .pt files are
-            zip archives. Other files are "file", other directories "tree": shards that a
-            training reads itself, for example with webdataset, are not touched.
+            unpacked; or "auto". A "pack" is a directory of tar shards and nothing else. With "auto"
+            a directory that `hpml pack` wrote is unpacked, and so is a file with the suffix .zip or
+            one of TAR_SUFFIXES; its contents decide between the two. The suffix is needed because
+            .npz and .pt files are zip archives as well. Other files are "file", other directories
+            "tree": shards that a training reads itself, for example with webdataset, are not
+            touched.
         target: "shm" (RAM), "local" (the node's disk), an absolute directory on the node, or "auto"
             until one of these is chosen.
-        keep: leave it in the node's cache for later jobs, rather than remove it with the job.
-        outside_links: take symbolic links that leave the tree as they are; else they are refused.
-        trust_mtime: find kept data by the times of the source itself, without a look at everything
-            in it; what was kept without this is not found.
+        keep: leave it in the node's cache for later jobs; else it is removed with the job.
+        outside_links: copy symbolic links that leave the tree as they are; else they are refused.
+        trust_mtime: identify kept data by the times of the source alone, without looking at
+            everything in it; data kept without this is not found.
 
     Raises:
         InputError: a field is wrong; names the field.
@@ -117,21 +114,21 @@ class StageRequest:
 
 @dataclass(frozen=True)
 class StageResult:
-    """What lies on the node now.
+    """The staged data on the node.
 
     Attributes:
         name: the request's name.
-        path: a directory; it holds the tree, the unpacked archive, or the one file by its name.
+        path: a directory with the tree, the unpacked archive, or the one file by its name.
         bytes: sum of the sizes of its regular files, each inode counted once.
         files: number of its regular files, each name counted.
-        seconds: wall time that this call took, waiting for another stager included.
-        method: how the data came here: "copy", "unpack" or "chain".
+        seconds: wall time of this call, waiting for another stager included.
+        method: how the data was brought: "copy", "unpack" or "chain".
         reused: the data was there already; this call copied nothing.
-        digest: of all names, sizes and contents, as "xxh3_128:<hex>"; "" when it was not hashed.
+        digest: of all names, sizes and contents, as "xxh3_128:<hex>"; "" without hashing.
         kept: it stays in the node's cache after the job.
-        private: later jobs cannot find it, because the base is this job's own; says why.
+        private: why later jobs cannot find it, if the base belongs to this job alone.
         workers: processes times threads that copied.
-        evicted: sources of kept data that had to go to make room.
+        evicted: sources of kept data that was removed to make room.
     """
 
     name: str
@@ -149,14 +146,14 @@ class StageResult:
 
     @property
     def rate(self) -> float:
-        """Bytes per second of this call; 0 when nothing was copied."""
+        """Bytes per second of this call; 0 if nothing was copied."""
         copied = not self.reused and self.method != IN_PLACE
         return self.bytes / self.seconds if copied and self.seconds else 0.0
 
 
 @dataclass(frozen=True)
 class Bases:
-    """The directories that "shm" and "local" stand for on this node; `local` "" means none."""
+    """The directories of "shm" and "local" on this node; `local` is "" if there is none."""
 
     shm: str = "/dev/shm"  # noqa: S108 - the node's tmpfs is the point
     local: str = ""
@@ -165,7 +162,7 @@ class Bases:
         """Return the base directory of a request's target.
 
         Raises:
-            InputError: the node has no local directory, or the target is no such word or path.
+            InputError: the node has no local directory, or the target is neither word nor path.
         """
         if target == "local" and not self.local:
             raise InputError(
@@ -184,7 +181,7 @@ def target_path(base: str, uid: int, job_key: str, name: str) -> str:
     """Return where data is published; the batch script builds the same text.
 
     Raises:
-        InputError: the job key is no plain file name.
+        InputError: the job key is not a plain file name.
 
     >>> target_path("/dev/shm", 1000, "4711.0", "train")
     '/dev/shm/hpml-1000/4711.0/train'
@@ -194,7 +191,7 @@ def target_path(base: str, uid: int, job_key: str, name: str) -> str:
 
 
 def check_job_key(job_key: str) -> None:
-    """Refuse a job key that is no plain, visible file name."""
+    """Refuse a job key that is not a plain, visible file name."""
     if not _JOB_KEY.fullmatch(job_key):
         raise InputError(
             "must begin with a letter or digit and hold only those and . _ + -",
@@ -204,12 +201,7 @@ def check_job_key(job_key: str) -> None:
 
 
 def kind_of(request: StageRequest) -> str:
-    """Return the kind of a request, never "auto", by looking at its source.
-
-    Raises:
-        InputError: the source is not what the request says it is, or neither file nor directory.
-        OSError: the source cannot be looked at.
-    """
+    """Return the kind of a request, never "auto"; see `kind_at`."""
     return kind_at(request.source, request.kind)
 
 
@@ -225,7 +217,7 @@ def shards_of(directory: str) -> list[str]:
     if others or not names:
         found = f"it holds {others[0]}" if others else "it is empty"
         raise InputError(
-            f"kind pack, but no directory of tar shards alone: {found}",
+            f"kind pack, but not a directory of tar shards alone: {found}",
             field="source",
             value=directory,
             hint="`hpml pack SOURCE DEST` makes one; kind: tree takes a directory as it is",
@@ -236,12 +228,8 @@ def shards_of(directory: str) -> list[str]:
 def kind_at(source: str, kind: str) -> str:
     """Return the kind of a source, never "auto", by looking at it.
 
-    Args:
-        source: a path.
-        kind: what it is said to be.
-
     Raises:
-        InputError: it is not what is said, or neither file nor directory.
+        InputError: it is not of the given kind, or neither file nor directory.
         OSError: it cannot be looked at.
     """
     is_dir = os.path.isdir(source)
@@ -261,7 +249,7 @@ def kind_at(source: str, kind: str) -> str:
 
 
 def _is_packed(directory: str) -> bool:
-    """Say whether `hpml pack` wrote a directory."""
+    """Return whether `hpml pack` wrote a directory."""
     if not os.path.isfile(f"{directory}/{TREE_SHARD}"):
         return False
     return all(_SHARD.fullmatch(name) for name in os.listdir(directory))
@@ -288,19 +276,12 @@ def requests_for(
     outside_links: bool = False,
     trust_mtime: bool = False,
 ) -> list[StageRequest]:
-    """Return a request for each source, by names made of theirs.
+    """Return a request for each source, named after the last part of its path.
 
-    Args:
-        sources: paths, relative ones too.
-        to: "auto", "shm", "local" or a directory's path.
-        name: of the only source; made of its path when empty.
-        kind: of all of them.
-        keep: leave it in the node's cache.
-        outside_links: take symbolic links that leave the tree as they are.
-        trust_mtime: see `StageRequest`.
+    Sources may be relative paths; `name` is for the only source. See `StageRequest` for the rest.
 
     Raises:
-        InputError: nothing is to be staged, two sources have the same name, a value is wrong.
+        InputError: a source is missing, two have the same name, or a value is wrong.
     """
     if not sources:
         raise InputError("must be given", field="SRC", hint="hpml stage data --to shm")
@@ -328,7 +309,7 @@ def requests_for(
 
 
 def name_of(source: str) -> str:
-    """Return a valid name made of the last part of a path.
+    """Return a valid name for a source, from the last part of its path.
 
     >>> name_of("/scratch/ImageNet-1k.tar.gz"), name_of("2024/"), name_of("/")
     ('imagenet_1k', 'data_2024', 'data')
@@ -345,19 +326,15 @@ def name_of(source: str) -> str:
 
 
 def names_of(sources: Sequence[str]) -> list[str]:
-    """Return a name for each source.
-
-    Raises:
-        InputError: two of them would have the same; names both.
-    """
+    """Return a name for each source; refuses two that would have the same."""
     whose: dict[str, str] = {}
     for source in sources:
         name = name_of(source)
         if name in whose:
             raise InputError(
-                f"{shown(whose[name])} and {shown(source)} would both be called {name}",
+                f"{shown(whose[name])} and {shown(source)} would both be named {name}",
                 field="SRC",
-                hint="stage one after the other, each with a --name of its own",
+                hint="stage them with separate commands, each with --name",
             )
         whose[name] = source
     return list(whose)

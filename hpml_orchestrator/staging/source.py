@@ -60,7 +60,7 @@ class Reader(Protocol):
         error.
 
         Raises:
-            SourceChangedError: the file is not what the plan says, before or after reading.
+            SourceChangedError: the file has changed since it was planned.
             OSError: it cannot be read.
         """
 
@@ -69,7 +69,7 @@ class Reader(Protocol):
 
 
 class Supply(Protocol):
-    """Brings the data of a request.
+    """Brings the data of a request; all may raise StagingError and OSError but `fail`.
 
     Attributes:
         kind: the source's, as in the manifest.
@@ -83,31 +83,16 @@ class Supply(Protocol):
     def method(self) -> str: ...  # noqa: D102
 
     def plan(self) -> Plan:
-        """Say what will be made; nothing is written, and the room is checked by it.
-
-        Raises:
-            StagingError, OSError: it cannot be staged.
-        """
+        """Return what will be made; nothing is written, and the room is checked by it."""
 
     def fill(self, plan: Plan, partial_dir: str, *, retry: Retry, progress: Progress) -> Copied:
-        """Make everything of the plan in an empty directory.
-
-        Raises:
-            StagingError: something went wrong; the caller removes the directory.
-            StagingStopped: retry's should_stop said so.
-            OSError: the directory cannot be written.
-        """
+        """Make everything of the plan in an empty directory, which the caller removes on errors."""
 
     def reuse(self) -> None:
-        """Do what other nodes need of this one, which has the data already; in place of `fill`.
-
-        Raises:
-            StagingError: another node failed.
-            StagingStopped: should_stop said so.
-        """
+        """Do what other nodes need of this one, which has the data already; in place of `fill`."""
 
     def fail(self, reason: str, hint: str = "") -> None:
-        """Let other nodes know that this one ends, and why; raises nothing."""
+        """Give the other nodes the reason why this one ends."""
 
     def close(self) -> None:
         """Give back what it holds; may be called again, also after errors."""

@@ -25,88 +25,75 @@ if TYPE_CHECKING:
     from hpml_orchestrator.staging.progress import Progress
     from hpml_orchestrator.staging.request import StageRequest
     from hpml_orchestrator.staging.source import Reader, Source
-    from hpml_orchestrator.staging.space import Room
 
-__all__ = ["FileSource", "LocalSupply", "TreeSource", "check_same", "open_source"]
+__all__ = ["LocalSupply", "TreeSource", "check_same", "open_source"]
 
 READ = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
 _ZEROS = bytes(BLOCK_BYTES)
 
 
 def open_source(
-    request: StageRequest, retry: Retry, room: Room, *, opens_per_second: float = 0.0
+    request: StageRequest, retry: Retry, most_bytes: int, *, opens_per_second: float = 0.0
 ) -> Source:
     """Return the source that a request names.
 
     Args:
-        request: what is to be staged.
+        request: what to stage.
         retry: calls again after faults that pass.
-        room: what the target takes: scanning an archive stops when it holds more.
+        most_bytes: scanning an archive stops when it holds more.
         opens_per_second: most entries of a tree that are looked at per second; 0 for any.
 
     Raises:
-        InputError: the source is not what the request says it is.
+        InputError: the source is not of the request's kind.
         StagingError: this node lacks what it takes to read it.
         OSError: the source cannot be looked at.
     """
     kind = retry(lambda: kind_of(request))
     path, outside_links = request.source, request.outside_links
-    if kind == "tree":
-        tree = TreeSource(path, retry, outside_links=outside_links)
-        tree.rate = opens_per_second
-        return tree
-    if kind == "file":
-        return FileSource(path, retry)
+    if kind in {"tree", "file"}:
+        return TreeSource(path, retry, kind, outside_links=outside_links, rate=opens_per_second)
     if kind == "zip":
         return ZipSource(path, retry, outside_links=outside_links)
-    return TarSource(path, kind, retry, most_bytes=room.bytes, outside_links=outside_links)
+    return TarSource(path, kind, retry, most_bytes=most_bytes, outside_links=outside_links)
 
 
 class TreeSource:
-    """A directory.
+    """A directory, or one regular file.
 
-    Attributes:
+    Args:
+        path: of it.
+        retry: calls again after faults that pass.
+        kind: "tree" or "file".
+        outside_links: take symbolic links that leave the tree as they are.
         rate: entries that are looked at per second at most; 0 for any.
     """
 
-    kind = "tree"
     ordered = False
-    rate = 0.0
 
-    def __init__(self, path: str, retry: Retry, *, outside_links: bool = False) -> None:
+    def __init__(
+        self,
+        path: str,
+        retry: Retry,
+        kind: str = "tree",
+        *,
+        outside_links: bool = False,
+        rate: float = 0.0,
+    ) -> None:
+        self.kind = kind
         self._path = path
         self._retry = retry
         self._outside_links = outside_links
+        self._rate = rate
 
     def plan(self) -> Plan:
         """Look at the tree."""
+        if self.kind == "file":
+            return scan_file(self._path, self._retry)
         links = self._outside_links
-        return scan_tree(self._path, self._retry, outside_links=links, rate=self.rate)
+        return scan_tree(self._path, self._retry, outside_links=links, rate=self._rate)
 
     def reader(self, plan: Plan) -> Reader:
-        """Open the tree for reading."""
-        return _TreeReader(plan, self._retry)
-
-    def close(self) -> None:
-        """Nothing is held."""
-
-
-class FileSource:
-    """One regular file."""
-
-    kind = "file"
-    ordered = False
-
-    def __init__(self, path: str, retry: Retry) -> None:
-        self._path = path
-        self._retry = retry
-
-    def plan(self) -> Plan:
-        """Look at the file."""
-        return scan_file(self._path, self._retry)
-
-    def reader(self, plan: Plan) -> Reader:
-        """Open it for reading."""
+        """Open for reading."""
         return _TreeReader(plan, self._retry)
 
     def close(self) -> None:
@@ -144,7 +131,7 @@ class _TreeReader:
         return found
 
     def _whole(self, entry: Entry) -> Buffer:
-        """Return a small file: the plan is the look before, one behind the reading tells all."""
+        """Return a small file; one comparison with the plan, after reading, is enough."""
         size = entry.size
         view = self._buffer()[:size]
         fd = self._open(entry)
@@ -165,7 +152,7 @@ class _TreeReader:
         return view
 
     def _blocks(self, entry: Entry) -> Iterator[Buffer]:
-        """Yield a file block by block, and zeros where it has holes."""
+        """Yield a file block by block, and zeros for its holes."""
         fd = self._open(entry)
         try:
             check_same(entry, os.fstat(fd))
@@ -196,7 +183,7 @@ class _TreeReader:
 
 
 def check_same(entry: Entry, info: os.stat_result) -> None:
-    """Refuse a source file that is not what the plan says.
+    """Refuse a source file that has changed since it was planned.
 
     Raises:
         SourceChangedError: its type, size, time or inode differs.
@@ -211,13 +198,9 @@ def check_same(entry: Entry, info: os.stat_result) -> None:
 
 
 def check_empty(fd: int) -> None:
-    """Refuse a file that has contents though its size is 0, as those of /proc have.
-
-    Raises:
-        SourceChangedError: says so.
-    """
+    """Refuse a file of size 0 that has contents, as in /proc."""
     if os.read(fd, 1):
-        raise SourceChangedError("says that it is empty but is not, as files of /proc do")
+        raise SourceChangedError("has size 0 but is not empty, as files of /proc")
 
 
 class LocalSupply:

@@ -27,6 +27,7 @@ __all__ = [
     "Headroom",
     "Need",
     "Room",
+    "capacity_at",
     "check_room",
     "file_system_type",
     "fits",
@@ -143,6 +144,16 @@ def room_at(
     )
 
 
+def capacity_at(path: str) -> int:
+    """Return the bytes that the file system of an existing directory could hold if it were empty.
+
+    Raises:
+        OSError: the directory is not there.
+    """
+    figures = os.statvfs(path)
+    return figures.f_blocks * figures.f_frsize or _UNLIMITED
+
+
 def file_system_type(path: str, *, proc_root: str = "/proc") -> str:
     """Return the type as mountinfo names it ("tmpfs", "ext4", "nfs4"), "" when unknown.
 
@@ -179,7 +190,7 @@ def check_room(need: Need, room: Room, *, name: str, where: str) -> None:
     """Refuse what does not fit.
 
     Raises:
-        CapacityError: says what is needed and available, what sets the limit and what helps.
+        CapacityError: with what is needed and available, what sets the limit, and advice.
     """
     faults, hints = [], []
     least = "at least " if need.at_least else ""
@@ -316,10 +327,10 @@ def _text(path: str) -> str:
 
 
 def private_reason(base: str, job_id: str, *, proc_root: str = "/proc") -> str:
-    """Return why later jobs cannot find what lies in a base; "" if they can, or outside a job.
+    """Return why later jobs cannot find data in a base; "" if they can, or outside a job.
 
     Slurm's job_container/tmpfs (manual page job_container.conf; seen with 22.05.8) gives each job
-    directories of its own: `{BasePath}/{node}/{job id}/.{job id}` is bound over /tmp, and /dev/shm
+    private directories: `{BasePath}/{node}/{job id}/.{job id}` is bound over /tmp, and /dev/shm
     becomes a new tmpfs, which names no job. Other sites make `/scratch/{job id}` in a prolog.
 
     Args:
@@ -360,7 +371,7 @@ def reason_from(base: str, job_id: str, mine: list[Mount], everyones: list[Mount
 
 
 def _mount_over(path: str, mounts: list[Mount]) -> Mount | None:
-    """Return the mount that a path lies on.
+    """Return the mount of a path.
 
     The last one that holds it: mounts come after what they lie on and what they hide.
     """

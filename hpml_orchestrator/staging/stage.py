@@ -1,7 +1,7 @@
 """One request on its way: cache, plan, room, copy, verify, publish.
 
 `CopyStager.stage` goes through these in a line. Data comes by a `Supply`: this node reads the
-source, or the nodes of a chain pass it on (`many/`).
+source, or the nodes of a chain pass it on.
 """
 
 from __future__ import annotations
@@ -11,78 +11,62 @@ import functools
 import os
 import secrets
 import time
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from hpml_orchestrator.errors import HpmlError, InputError, StagingError
 from hpml_orchestrator.records.files import fsync_dir
 from hpml_orchestrator.staging.area import JobArea
 from hpml_orchestrator.staging.copy import CopyOptions
-from hpml_orchestrator.staging.faults import Retry, shown
-from hpml_orchestrator.staging.files import (
-    BusyError,
-    NameLock,
-    remove_tree,
-)
-from hpml_orchestrator.staging.manifest import (
-    Manifest,
-    damage_path,
-    manifest_path,
-    published_manifest,
-)
+from hpml_orchestrator.staging.faults import Retry, StagingStopped, shown, why
+from hpml_orchestrator.staging.files import BusyError, NameLock, remove_tree
+from hpml_orchestrator.staging.manifest import damage_path, manifest_path, published_manifest
 from hpml_orchestrator.staging.progress import Progress
-from hpml_orchestrator.staging.request import (
-    Bases,
-    StageRequest,
-    StageResult,
-    StagingStopped,
-)
+from hpml_orchestrator.staging.request import Bases, StageRequest, StageResult
 from hpml_orchestrator.staging.sources import LocalSupply, open_source
-from hpml_orchestrator.staging.space import Need, Room, check_room, private_reason, room_at
-from hpml_orchestrator.staging.store import DATA, PARTIAL, job_of, linked_key, own_key, whole
-from hpml_orchestrator.staging.work import (
-    SOURCE_KEY,
-    Work,
-    as_told,
-    check_apart,
-    ended,
-    is_same_data,
-    looking_at,
+from hpml_orchestrator.staging.space import (
+    Need,
+    Room,
+    capacity_at,
+    check_room,
+    private_reason,
+    room_at,
 )
+from hpml_orchestrator.staging.store import DATA, PARTIAL, job_of, linked_key, own_key, whole
+from hpml_orchestrator.staging.work import SOURCE_KEY, Work, check_apart, request_error
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
     from hpml_orchestrator.staging.area import Entry
+    from hpml_orchestrator.staging.manifest import Manifest
     from hpml_orchestrator.staging.progress import OnProgress
     from hpml_orchestrator.staging.source import Supply
 
 __all__ = ["CopyStager"]
 
 _ROOM_TO_BEGIN = Need(1 << 20, 64)
-"""What the area and records of a job take."""
+"""The room for the area and records of a job."""
 
 _BUSY_SECONDS = 10.0
-"""How long a node that others wait for waits for a process of its own job, such as an agent of an
-earlier attempt: where nodes have one directory, each would wait for the other."""
+"""How long a node of a chain waits for another process of its job, such as the agent of an earlier
+attempt. If two nodes had one directory, each would wait for the other."""
 
 
 class CopyStager:
-    """Fills a directory beside the final one, and renames it when it is whole.
+    """Copies into a hidden directory and renames it when it is complete.
 
     Args:
         job_key: names the job on this node.
-        bases: what "shm" and "local" stand for.
-        owner_pid: the process whose end makes the data stale; the calling one when left out.
-        should_stop: asked per file and per MiB; True ends staging with StagingStopped.
-        on_progress: told (bytes, files, bytes in all, files in all) at most once a second.
+        bases: the directories of "shm" and "local".
+        owner_pid: the process whose end makes the data stale; the calling one if left out.
+        should_stop: called per file and per MiB; True ends staging with StagingStopped.
+        on_progress: called with (bytes, files, total bytes, total files) at most once a second.
         room: measures the room in a directory.
-        job_id: as Slurm counts, to tell bases that are this job's own; its own variable when left
-            out.
-        checks_source: look at the source also where this job has it staged already, and stage it
-            again when it has changed or has no digests though they are asked for.
+        job_id: Slurm's, which marks bases that belong to this job alone; $SLURM_JOB_ID if left out.
 
     Attributes:
-        options: how it is copied; may be set between requests.
+        options: how to copy; may be set between requests.
     """
 
     def __init__(
@@ -97,7 +81,6 @@ class CopyStager:
         room: Callable[[str], Room] = room_at,
         options: CopyOptions | None = None,
         job_id: str | None = None,
-        checks_source: bool = False,
     ) -> None:
         self._job_key = job_key
         self._bases = bases or Bases()
@@ -109,52 +92,59 @@ class CopyStager:
         self._areas: dict[str, JobArea] = {}
         self._leases: dict[str, Entry] = {}
         self._job_id = os.environ.get("SLURM_JOB_ID", "") if job_id is None else job_id
-        self._checks_source = checks_source
         self._evicted: list[str] = []
 
     def stage(self, request: StageRequest, supply: Supply | None = None) -> StageResult:
         """Publish the data of one request, or find it published already.
 
-        The first request for a base also removes there what dead jobs of this user left.
+        The first request for a base also removes what dead jobs of this user left there.
 
         Args:
-            request: what is wanted, and where.
-            supply: brings the data; this node reads the source by itself when it is left out.
-                It is closed in any case; before, it is told by `fill`, `reuse` or `fail` what
-                comes of it here. One that all nodes share is planned on each of them.
+            request: what to stage, and where.
+            supply: brings the data; without one this node reads the source. It is closed in any
+                case, after one of `fill`, `reuse` and `fail`. One of a chain is planned on each
+                node, before any of them finds the data.
 
         Raises:
             CapacityError: it does not fit in bytes or inodes; found before a byte is copied.
-            InputError: source or target cannot be used as asked.
-            StagingStopped: should_stop said so.
+            InputError: source or target cannot be used.
+            StagingStopped: should_stop returned True.
             StagingError: anything else; nothing is published and nothing is left half-done.
         """
         begin = time.monotonic()
-        with contextlib.ExitStack() as stack:
-            if supply is not None:
-                stack.push(functools.partial(ended, supply))
+        try:
             self._retry.check_stop()
-            with looking_at(request):
-                unopened = self._unopened(request.target)
-                unopened.store.check_base()
-                check_apart(request, unopened)
+            unopened = self._unopened(request.target)
+            unopened.store.check_base()
+            check_apart(request, unopened)
             area = self.area(request.target)
             if supply is None:
-                with looking_at(request):
-                    supply = self.local(request, self.most_room(request))
-                stack.push(functools.partial(ended, supply))
+                supply = self.local(request, request.target)
             work = Work(request, supply, area, evicted=self._evicted)
-            self._evicted = []  # what went when the area was opened is told once
+            self._evicted = []  # what was removed when the area was opened is reported once
             private = private_reason(area.store.base, self._job_id)
-            with self._one_of_the_job(work) as lock:
+            with self._lock_of(work) as lock:
                 if work.is_collective:
-                    work.plan  # noqa: B018 - all nodes look, before one of them finds the data
+                    work.plan  # noqa: B018 - see above
                 manifest = self._linked(work)
                 if manifest is None:
                     lock.raise_reason("another process of this job failed")
                     manifest = self._obtained(work, lock, keeps=request.keep and not private)
                 if work.copied is None:
                     supply.reuse()
+        except BaseException as error:
+            known = error
+            if isinstance(error, (OSError, HpmlError)):
+                known = request_error(request, error)
+            if supply is not None:
+                reason = str(known) or type(known).__name__
+                supply.fail(reason, str(getattr(known, "hint", "")))
+            if known is error:
+                raise
+            raise known from error
+        finally:
+            if supply is not None:
+                supply.close()
         path, copied = area.path_of(request.name), work.copied
         return StageResult(
             name=request.name,
@@ -172,8 +162,8 @@ class CopyStager:
         )
 
     @contextlib.contextmanager
-    def _one_of_the_job(self, work: Work) -> Iterator[NameLock]:
-        """Hold the lock of the job's name; whoever waits for it is told what went wrong."""
+    def _lock_of(self, work: Work) -> Iterator[NameLock]:
+        """Hold the lock of the job's name; whoever waits for it gets the reason of an error."""
         request, area = work.request, work.area
         lock = NameLock(
             f"{area.path}/.{request.name}.lock",
@@ -193,18 +183,16 @@ class CopyStager:
             try:
                 yield lock
             except BaseException as error:
-                # who waits for one that was only stopped takes over, as after a kill
+                # a process that waits for one that was only stopped takes over, as after a kill
                 if not lock.holders_reason and not isinstance(error, StagingStopped):
-                    lock.fail(error)
-                if isinstance(error, (OSError, HpmlError)):
-                    raise as_told(request, error) from error
+                    is_known = isinstance(error, (OSError, HpmlError))
+                    lock.fail(request_error(request, error) if is_known else error)
                 raise
 
     def _linked(self, work: Work) -> Manifest | None:
-        """Return the manifest of whole data that the job's name leads to.
+        """Return the manifest of the complete data that the job's name links to.
 
-        A link that leads nowhere, to damaged data or to those of a source that has changed is
-        removed.
+        A link to nothing, to damaged data or to those of a source that has changed is removed.
         """
         request, area = work.request, work.area
         path = area.path_of(request.name)
@@ -212,7 +200,7 @@ class CopyStager:
             return None
         key = linked_key(path)
         manifest = published_manifest(path) if key and os.path.exists(path) else None
-        if manifest is not None and not is_same_data(manifest, work):
+        if manifest is not None and not work.is_source_of(manifest):
             raise InputError(
                 f"this job or shell staged {shown(manifest.source)} ({manifest.kind}) by that name",
                 field="name",
@@ -232,10 +220,10 @@ class CopyStager:
         return None
 
     def _obtained(self, work: Work, lock: NameLock, *, keeps: bool) -> Manifest:
-        """Let the job's name lead to an entry with the data: found, waited for, or made.
+        """Link the job's name to an entry with the data: found, waited for, or made.
 
-        The job's own entry is made if the data are not to be kept, if the kept ones are damaged but
-        other jobs use them, and if waiting for another job could hold up other nodes.
+        The job's own entry is made if the data go with the job, if the kept ones are damaged but
+        other jobs use them, and if waiting for another job could delay other nodes.
         """
         name, area = work.request.name, work.area
 
@@ -261,7 +249,7 @@ class CopyStager:
             )
             if obtained is not None:
                 break
-        assert obtained is not None  # noqa: S101 - of its own entry a job has one
+        assert obtained is not None  # noqa: S101 - a job always gets its own entry
         entry, manifest = obtained
         try:
             entry.link_from(area.path_of(name))
@@ -272,28 +260,20 @@ class CopyStager:
         return manifest
 
     def _publish(self, work: Work, directory: str, *locks: NameLock) -> Manifest:
-        """Bring the data into an entry, where their name appears when all of it is there.
+        """Copy the data into an entry's directory; they appear when they are complete.
 
-        Args:
-            work: what is wanted.
-            directory: of the entry.
-            locks: told how far the copy is, for those who wait.
+        The locks carry the progress, for processes that wait.
 
         Raises:
             CapacityError: it does not fit; found before a byte is copied.
             StagingError, RecordError, OSError: something else; nothing is left half-done.
         """
         request, where = work.request, work.area.store.base
-        work.source_key()  # as it was planned: what comes to the source meanwhile is not in it
+        work.source_key()  # of the source as planned, whatever happens to it meanwhile
         there = self._room(directory)
         need = work.plan.need(there.block_bytes, there.inode_bytes)
-        if need.at_least:  # the plan has a part of the data only
-            check_room(need, there, name=request.name, where=where)
-            raise StagingError(
-                f"cannot stage {request.name}: room in {where} came free while it was "
-                "found to be too little",
-                hint="try again",
-            )
+        if need.at_least:  # the plan has only a part of the data, too large already
+            check_room(need, replace(there, bytes=0), name=request.name, where=where)
         self._make_room(work, need, directory)
         for again in (not work.is_collective, False):
             try:
@@ -301,24 +281,24 @@ class CopyStager:
             except StagingStopped:
                 raise
             except (HpmlError, OSError):
-                # where something else took the room, kept data that nothing uses goes for it, once
+                # if something else took the room, unused kept data is removed for it, once
                 if not again or not self._make_room(work, need, directory):
                     raise
         raise AssertionError
 
     def _make_room(self, work: Work, need: Need, directory: str) -> bool:
-        """Remove kept data that nothing uses where that is what it takes; say whether any went."""
-        gone = work.area.store.make_room(need, lambda: self._room(directory))
-        work.evicted.extend(gone)
-        return bool(gone)
+        """Remove unused kept data if a need takes it; returns whether any was removed."""
+        removed = work.area.store.make_room(need, lambda: self._room(directory))
+        work.evicted.extend(removed)
+        return bool(removed)
 
     def _copy(
         self, work: Work, need: Need, directory: str, locks: tuple[NameLock, ...]
     ) -> Manifest:
-        """Check the room, copy beside the name, and rename."""
+        """Check the room, copy to a hidden name, and rename."""
         request, plan = work.request, work.plan
         check_room(need, self._room(directory), name=request.name, where=work.area.store.base)
-        progress = Progress(functools.partial(self._tell, locks))
+        progress = Progress(functools.partial(self._report, locks))
         progress.expect(plan.bytes, len(plan.files))
         target = f"{directory}/{DATA}"
         partial = f"{directory}/{PARTIAL}{os.getpid()}-{secrets.token_hex(4)}"
@@ -328,7 +308,7 @@ class CopyStager:
             manifest = work.manifest(copied)
             manifest.write(manifest_path(target))
             self._retry.check_stop()
-            with contextlib.suppress(FileNotFoundError):  # left by what lay there before
+            with contextlib.suppress(FileNotFoundError):  # of earlier data of that name
                 os.unlink(damage_path(target))
             os.rename(partial, target)
             fsync_dir(directory)
@@ -340,76 +320,74 @@ class CopyStager:
         work.copied = copied
         return manifest
 
-    def _tell(self, locks: tuple[NameLock, ...], *figures: int) -> None:
-        """Tell the caller and those who wait for the locks how far it is."""
+    def _report(self, locks: tuple[NameLock, ...], *figures: int) -> None:
+        """Report the progress to the caller and to processes that wait for the locks."""
         for lock in locks:
             lock.tell(*figures)
         if self._on_progress is not None:
             self._on_progress(*figures)
 
     def _is_outdated(self, manifest: Manifest, work: Work) -> bool:
-        """Say whether the source is no longer what was staged, where that is to be looked at."""
-        if not self._checks_source:
-            return False
+        """Return whether the source has changed since it was staged, or digests are missing."""
         if self.options.hash and not manifest.digest:
             return True
         return manifest.options.get(SOURCE_KEY) != work.source_key()
 
     def has(self, request: StageRequest, supply: Supply) -> bool:
-        """Return whether a copy of a request's data is at its target already: staging finds it.
+        """Return whether a copy of a request's data is at its target already.
 
         Raises:
-            StagingError: the source cannot be read.
-            OSError: likewise.
+            StagingError, OSError: the source cannot be read.
         """
         area = self._unopened(request.target)
         work = Work(request, supply, area)
         if work.plan.at_least:
             return False
         manifest = published_manifest(area.path_of(request.name))
-        if manifest is not None and is_same_data(manifest, work):
+        if manifest is not None and work.is_source_of(manifest):
             return not self._is_outdated(manifest, work)
         keys = work.entry_keys(hashed=self.options.hash)
         return any(os.path.exists(f"{area.store.cache}/{key}/{DATA}") for key in keys)
 
-    def most_room(self, request: StageRequest) -> Room:
-        """Return the room up to which a source is counted: without anything that hpml has there.
+    def refusal(self, target: str) -> str:
+        """Return why "shm" or "local" cannot be used at all; "" if it can."""
+        base = getattr(self._bases, target)
+        if not base:
+            return "this node has no such directory"
+        try:
+            self._unopened(target).store.check_base()
+            self.room_without_idle(target)
+        except (HpmlError, OSError) as error:  # a root that belongs to another user, for example
+            return str(error) if isinstance(error, HpmlError) else f"{base}: {why(error)}"
+        return "" if os.access(base, os.W_OK | os.X_OK) else f"{base} cannot be written"
 
-        Raises:
-            InputError, StagingError: the target cannot be used.
-            OSError: the room cannot be measured.
-        """
-        area = self._unopened(request.target)
-        room = self._room(area.store.base)
-        return area.store.most_room(room, own_key(request.name, area.job_key))
+    def room_without_idle(self, target: str) -> Room:
+        """Return the room at a target, with what unused kept data would give back.
 
-    def room_without_idle(self, base: str) -> Room:
-        """Return the room in a base without kept data that nothing uses, which goes if it must.
-
-        What dead jobs of this user left there is removed first, as when an area is opened.
+        What dead jobs of this user left there is removed first.
 
         Raises:
             StagingError: the root is not ours to use.
             OSError: the room cannot be measured.
         """
-        area = self._unopened(base)
+        area = self._unopened(target)
         area.remove_stale()
-        return area.store.room_without_idle(self._room(base))
+        return area.store.room_without_idle(self._room(area.store.base))
 
     def area(self, target: str) -> JobArea:
-        """Return the open area of a target, clearing away dead jobs when it is opened."""
+        """Return the open area of a target; what dead jobs left is removed when it is opened."""
         base = self._bases.resolve(target)
         if base not in self._areas:
             area = self._unopened(target)
             try:
                 area.open()
             except StagingError:  # kept data may take the very last block
-                gone = []
+                removed = []
                 with contextlib.suppress(HpmlError, OSError):
-                    gone = area.store.make_room(_ROOM_TO_BEGIN, lambda: self._room(base))
-                if not gone:
+                    removed = area.store.make_room(_ROOM_TO_BEGIN, lambda: self._room(base))
+                if not removed:
                     raise
-                self._evicted.extend(gone)
+                self._evicted.extend(removed)
                 area.open()
             self._areas[base] = area
             area.remove_stale()
@@ -420,14 +398,15 @@ class CopyStager:
         base = self._bases.resolve(target)
         return JobArea(base, self._job_key, owner_pid=self._owner_pid)
 
-    def local(self, request: StageRequest, room: Room) -> LocalSupply:
-        """Return what reads the source of a request, counted up to a room.
+    def local(self, request: StageRequest, *targets: str) -> LocalSupply:
+        """Return what reads the source of a request, an archive as far as any target could hold it.
 
         Raises:
             InputError, StagingError, OSError: as `open_source`.
         """
+        most = max((capacity_at(self._bases.resolve(one)) for one in targets), default=0)
         rate = self.options.opens_per_second
-        source = open_source(request, self._retry, room, opens_per_second=rate)
+        source = open_source(request, self._retry, most, opens_per_second=rate)
         return LocalSupply(source, self.options)
 
     def _hold(self, entry: Entry) -> None:
@@ -445,10 +424,10 @@ class CopyStager:
                 entry.release()
 
     def leave(self) -> None:
-        """Go without removing data: it stays while the owner lives; an empty area does not."""
+        """End without removing data: it stays while the owner lives; an empty area does not."""
         self._release()
         for area in self._areas.values():
-            with contextlib.suppress(HpmlError):  # what led here is the error to tell
+            with contextlib.suppress(HpmlError):  # an earlier error is the one to report
                 if area.is_empty():
                     area.cleanup()
             area.close()

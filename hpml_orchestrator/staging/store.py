@@ -18,7 +18,7 @@
         .new-*, .trash-*          a directory before and after its life
 
 The key of an entry that is kept for later jobs is a digest of its source. Data that go with their
-job lie in an entry of its own, with the key {name}@{job_key}. An entry is in use while a process
+job are in its own entry, with the key {name}@{job_key}. An entry is in use while a process
 holds its lease, and while the area of a job whose owner lives links to it: a shell that staged
 something continues without hpml.
 """
@@ -48,7 +48,7 @@ from hpml_orchestrator.staging.manifest import is_whole, published_head, publish
 from hpml_orchestrator.staging.space import SHARED_TYPES, Need, file_system_type, fits
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator
+    from collections.abc import Callable, Iterator
 
     from hpml_orchestrator.staging.manifest import Manifest
     from hpml_orchestrator.staging.space import Room
@@ -82,7 +82,7 @@ _STAT_BLOCK_BYTES = 512
 
 
 def base_above(path: str) -> str:
-    """Return the base of this user's store that a path lies in; "" if it lies in none."""
+    """Return the base of this user's store that contains a path; "" if none does."""
     above, inside, _ = f"{path}/".partition(f"/hpml-{os.getuid()}/")
     return inside and (above or "/")
 
@@ -136,7 +136,7 @@ class Store:
         """Refuse a base that is not a directory or that nodes share.
 
         Raises:
-            InputError: says which.
+            InputError: one of these.
             StagingError: a directory above it is closed to this user.
         """
         if not is_directory(self.base):
@@ -144,18 +144,18 @@ class Store:
         kind = file_system_type(self.base, proc_root=self.proc_root)
         if kind in SHARED_TYPES:
             raise InputError(
-                f"lies on {kind}, which nodes share; staging is for the node's own storage",
+                f"is on {kind}, which nodes share; staging is for the node's own storage",
                 field="target",
                 value=self.base,
-                hint="shm and local are the node's own; `findmnt -T DIR` says where others lie",
+                hint="shm and local are the node's own; others: see `findmnt -T DIR`",
             )
 
     @contextlib.contextmanager
     def hold(self, *, create: bool = False) -> Iterator[bool]:
-        """Hold the store's lock; yields False, without a lock, if there is no store.
+        """Hold the store's lock; yields False, without a lock, if the store does not exist.
 
         Raises:
-            StagingError: it is not ours to use: a link, another user's, without our marker.
+            StagingError: it cannot be used: a link, another user's, without our marker.
         """
         fds: tuple[int, int] | None = None
         while fds is None:
@@ -312,7 +312,7 @@ class Store:
             unlock(lease)
 
     def move_aside(self, path: str) -> str:
-        """Rename what is to be removed; returns its new path, for `sweep`."""
+        """Rename a path before its removal; returns the new path, for `sweep`."""
         trash = f"{self.path}/{TRASH}{os.path.basename(path)}-{secrets.token_hex(4)}"
         os.rename(path, trash)
         return trash
@@ -347,7 +347,7 @@ class Store:
         """Return the entries that nothing uses, the least recently used first.
 
         Raises:
-            StagingError: the store is not ours to use.
+            StagingError: the store cannot be used.
         """
         with self.hold() as there:
             found = [path for path in self.entries() if not self.user_of(path)] if there else []
@@ -367,33 +367,13 @@ class Store:
             self.sweep(trash)
         return bool(trash)
 
-    def most_room(self, room: Room, own: str) -> Room:
-        """Return the room that there would be without all kept entries and one of a job's own.
-
-        What is wanted may be one of them, even one in use, or replace another: up to there a source
-        has to be counted.
-
-        Args:
-            room: that is there.
-            own: the key of the job's own entry, if there is one.
-
-        Raises:
-            StagingError: the store is not ours to use.
-        """
-        with self.hold() as there:
-            entries = self.entries() if there else []
-        data = [
-            f"{one}/{DATA}" for one in entries if os.path.basename(one) == own or not job_of(one)
-        ]
-        return _grown(room, data, per_file=room.block_bytes)
-
     def room_without_idle(self, room: Room) -> Room:
         """Return the room that there would be without the entries that nothing uses.
 
         Raises:
-            StagingError: the store is not ours to use.
+            StagingError: the store cannot be used.
         """
-        return _grown(room, [f"{one}/{DATA}" for one in self.idle()])
+        return _grown(room, self.idle())
 
     def make_room(self, need: Need, measure: Callable[[], Room]) -> list[str]:
         """Remove entries that nothing uses, least recently used first, until a need is met.
@@ -404,16 +384,13 @@ class Store:
             the sources of what was removed.
 
         Raises:
-            StagingError: the store is not ours to use.
+            StagingError: the store cannot be used.
         """
         room = measure()
         if fits(need, room):
             return []
         idle = self.idle()
-        held = [_usage(entry) for entry in idle]
-        inodes = None if room.inodes is None else room.inodes + sum(item.inodes for item in held)
-        most = room.bytes + sum(item.bytes for item in held)
-        if not fits(need, dataclasses.replace(room, bytes=most, inodes=inodes)):
+        if not fits(need, _grown(room, idle)):
             return []
         removed = []
         for entry in idle:
@@ -428,7 +405,7 @@ class Store:
 
 @contextlib.contextmanager
 def as_staging_error(path: str) -> Iterator[None]:
-    """Turn what the system says about a path into a StagingError."""
+    """Turn errors of the system into a StagingError that names the path."""
     try:
         yield
     except (InputError, StagingError):
@@ -460,17 +437,13 @@ def _links(area: str, key: str) -> bool:
     return False
 
 
-def _grown(room: Room, paths: Iterable[str], per_file: int = 0) -> Room:
-    """Return the room without some published data, by what their manifests say."""
-    size = count = 0
-    for path in paths:
-        head = published_head(path)
-        held, files = head.get("bytes"), head.get("files")
-        if isinstance(held, int) and isinstance(files, int):  # nobody knows what others wrote
-            size += max(0, held) + max(0, files) * per_file
-            count += max(0, files)
-    inodes = None if room.inodes is None else room.inodes + count
-    return dataclasses.replace(room, bytes=room.bytes + size, inodes=inodes)
+def _grown(room: Room, directories: list[str]) -> Room:
+    """Return the room that there would be without some directories."""
+    held = [_usage(one) for one in directories]
+    inodes = None if room.inodes is None else room.inodes + sum(one.inodes for one in held)
+    return dataclasses.replace(
+        room, bytes=room.bytes + sum(one.bytes for one in held), inodes=inodes
+    )
 
 
 def _usage(directory: str) -> Need:

@@ -1,8 +1,7 @@
-"""What is known of a request while it is worked on, and the errors that its caller is told."""
+"""The state of a request while it is staged, and the keys by which its data is found again."""
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import hashlib
 import os
@@ -16,24 +15,13 @@ from hpml_orchestrator.staging.hashing import hashing
 from hpml_orchestrator.staging.manifest import Listing, Manifest, tree_digest
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
-
     from hpml_orchestrator.staging.area import JobArea
     from hpml_orchestrator.staging.copy import Copied
     from hpml_orchestrator.staging.plan import Plan
     from hpml_orchestrator.staging.request import StageRequest
     from hpml_orchestrator.staging.source import Supply
 
-__all__ = [
-    "SOURCE_KEY",
-    "Work",
-    "as_told",
-    "check_apart",
-    "ended",
-    "entry_key",
-    "is_same_data",
-    "looking_at",
-]
+__all__ = ["SOURCE_KEY", "Work", "check_apart", "request_error"]
 
 _KEY_BYTES = 16
 
@@ -43,11 +31,11 @@ SOURCE_KEY = "source_key"
 
 @dataclass
 class Work:
-    """What is known of a request while it is worked on.
+    """The state of a request while it is staged.
 
     Attributes:
-        copied: what the copy took; None when nothing was copied.
-        evicted: sources of the kept data that went to make room.
+        copied: the result of the copy; None if nothing was copied.
+        evicted: sources of the kept data that was removed to make room.
     """
 
     request: StageRequest
@@ -59,7 +47,7 @@ class Work:
 
     @functools.cached_property
     def plan(self) -> Plan:
-        """What will be made, looked up at the source once."""
+        """What will be made; the source is looked at once."""
         return self.supply.plan()
 
     @property
@@ -68,22 +56,48 @@ class Work:
         return self.supply.method == "chain"
 
     def source_key(self) -> str:
-        """Return a digest of all that a look at the source tells, as it was at the first call."""
+        """Return the key of the source as it was at the first call."""
         if not self._source_key:
             self._source_key = self.key()
         return self._source_key
 
     def key(self, *options: str) -> str:
-        """Return a digest of the source as it is now, and of options; see `entry_key`."""
-        plan = None if self.request.trust_mtime else self.plan
-        source, kind = self.request.source, self.supply.kind
-        return entry_key(plan, source=source, kind=kind, options=options)
+        """Return the key of the source as it is now and of options, as 32 hexadecimal digits.
+
+        It covers the real path and its status, the kind, and names, sizes, times, modes and links
+        of everything in the plan; with `trust_mtime` only the status. BLAKE2b, which every Python
+        has: the name must not depend on the interpreter.
+
+        Raises:
+            OSError: the source cannot be looked at.
+        """
+        real = os.path.realpath(self.request.source)
+        info = os.stat(real)
+        digest = hashlib.blake2b(digest_size=_KEY_BYTES)
+
+        def add(*values: object) -> None:
+            for value in values:
+                data = os.fsencode(value) if isinstance(value, str) else repr(value).encode()
+                digest.update(b"%d:" % len(data))
+                digest.update(data)
+
+        add(real, self.supply.kind, sorted(options))
+        if not self.request.trust_mtime:
+            digest.update(self.plan.fingerprint)
+        if self.request.trust_mtime or not stat.S_ISDIR(info.st_mode):
+            add(info.st_size, info.st_mtime_ns, info.st_ino)
+        return digest.hexdigest()
 
     def entry_keys(self, *, hashed: bool) -> list[str]:
         """Return the keys of entries that serve; that of an entry made for this one is last."""
         outside_links = f"outside_links={self.request.outside_links}"
         digests = (True,) if hashed else (True, False)
         return [self.key(outside_links, f"hash={each}") for each in digests]
+
+    def is_source_of(self, manifest: Manifest) -> bool:
+        """Return whether published data came from this source; a link to it is the same."""
+        same = os.path.realpath(manifest.source) == os.path.realpath(self.request.source)
+        return same and manifest.kind == self.supply.kind
 
     def manifest(self, copied: Copied) -> Manifest:
         """Return the record of what was copied."""
@@ -102,74 +116,21 @@ class Work:
         )
 
 
-def entry_key(plan: Plan | None, *, source: str, kind: str, options: Iterable[str] = ()) -> str:
-    """Return the name of the entry for a source as it is now, as 32 hexadecimal digits.
-
-    Over the real path and its status, the kind, the options, and names, sizes, times, modes and
-    links of everything in the plan; without a plan the source's own status stands for all in it.
-    BLAKE2b, which every Python has: the name must not depend on which of them looks.
-
-    Raises:
-        OSError: the source cannot be looked at.
-    """
-    real = os.path.realpath(source)
-    info = os.stat(real)
-    digest = hashlib.blake2b(digest_size=_KEY_BYTES)
-
-    def add(*values: object) -> None:
-        for value in values:
-            data = os.fsencode(value) if isinstance(value, str) else repr(value).encode()
-            digest.update(b"%d:" % len(data))
-            digest.update(data)
-
-    add(real, kind, sorted(options))
-    if plan is not None:
-        digest.update(plan.fingerprint)
-    if plan is None or not stat.S_ISDIR(info.st_mode):
-        add(info.st_size, info.st_mtime_ns, info.st_ino)
-    return digest.hexdigest()
-
-
-def ended(supply: Supply, _kind: object, error: BaseException | None, _trace: object) -> None:
-    """Close a supply; one that was left by an error lets the other nodes know of it."""
-    try:
-        if error is not None:
-            reason = str(error) or type(error).__name__
-            supply.fail(reason, str(getattr(error, "hint", "")))
-    finally:
-        supply.close()
-
-
-def is_same_data(manifest: Manifest, work: Work) -> bool:
-    """Say whether published data came from where a request's would; a link to it is the same."""
-    same = os.path.realpath(manifest.source) == os.path.realpath(work.request.source)
-    return same and manifest.kind == work.supply.kind
-
-
 def check_apart(request: StageRequest, area: JobArea) -> None:
-    """Refuse a source that holds the target or lies in it."""
+    """Refuse a source that contains the target, or is in it."""
     source = os.path.realpath(request.source) + "/"
     target = os.path.realpath(area.path) + "/"
     published = f"{target}{request.name}/"
     if target.startswith(source) or source.startswith(published):
         raise InputError(
-            f"source and target lie in one another; the target is {shown(published)}",
+            f"one of source and target contains the other; the target is {shown(published)}",
             field="source",
             value=request.source,
         )
 
 
-@contextlib.contextmanager
-def looking_at(request: StageRequest) -> Iterator[None]:
-    """Turn what the system says of a source or target into an error of the request."""
-    try:
-        yield
-    except OSError as error:
-        raise as_told(request, error) from error
-
-
-def as_told(request: StageRequest, error: BaseException) -> HpmlError:
-    """Return the error that a caller of stage() is told."""
+def request_error(request: StageRequest, error: BaseException) -> HpmlError:
+    """Return the error of a request that an error of the system, or of a record, becomes."""
     if isinstance(error, (StagingError, InputError)):
         return error
     if not isinstance(error, OSError):

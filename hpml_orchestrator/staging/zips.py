@@ -1,4 +1,4 @@
-"""Zip archives as sources: `zipfile` says what is in them and inflates it.
+"""Zip archives as sources: `zipfile` lists and inflates their members.
 
 Nothing of an archive is trusted: members.py decides what may be written.
 """
@@ -15,11 +15,10 @@ import zlib
 from typing import IO, TYPE_CHECKING, cast
 
 from hpml_orchestrator.errors import StagingError
-from hpml_orchestrator.staging.archives import not_whole
 from hpml_orchestrator.staging.faults import SourceChangedError, shown, why
 from hpml_orchestrator.staging.members import Members
 from hpml_orchestrator.staging.source import BLOCK_BYTES
-from hpml_orchestrator.staging.streams import ArchiveFile, drop_pages, look_at_archive
+from hpml_orchestrator.staging.streams import ArchiveFile, drop_pages, look_at_archive, not_whole
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -57,7 +56,7 @@ class ZipSource:
         outside_links: take symbolic links that leave the root as they are.
 
     Raises:
-        StagingError: it is no regular file.
+        StagingError: it is not a regular file.
         OSError: it cannot be opened.
     """
 
@@ -73,24 +72,25 @@ class ZipSource:
         self._infos: list[zipfile.ZipInfo] = []
 
     def _opened(self) -> IO[bytes]:
-        return io.BufferedReader(ArchiveFile(self._stamp, self._retry), _BUFFER_BYTES)
+        return io.BufferedReader(ArchiveFile(self._path, self._retry, self._stamp), _BUFFER_BYTES)
 
     def plan(self) -> Plan:
         """Read the central directory; see `Source.plan`."""
         members = Members(self._path, self._stamp.mtime_ns, outside_links=self._outside_links)
         self._infos = []
         try:
-            self._archive = zipfile.ZipFile(self._opened())
-            self._check_directory(self._archive, members)
-            for info in sorted(self._archive.infolist(), key=lambda one: one.header_offset):
-                self._retry.check_stop()
-                self._take(info, members)
+            with self._opened() as stream:
+                self._archive = zipfile.ZipFile(stream)
+                self._check_directory(self._archive, members)
+                for info in sorted(self._archive.infolist(), key=lambda one: one.header_offset):
+                    self._retry.check_stop()
+                    self._take(info, members)
         except _DAMAGED as error:  # names, times
             raise not_whole(self._path, "zip", str(error)) from error
         except SourceChangedError as error:
             raise StagingError(f"{shown(self._path)}: changed while it was read") from error
         finally:
-            self.close()  # a forked worker that dropped it later would close what it opened itself
+            drop_pages(self._path)
         members.problems.raise_any()
         members.check_bytes(self._stamp.size)
         members.plan.stamps = [self._stamp[1:]]
@@ -116,9 +116,7 @@ class ZipSource:
         last = archive.start_dir
         for info in sorted(found, key=lambda one: -one.header_offset):
             if info.header_offset + _LOCAL_BYTES + info.compress_size > last:
-                raise zipfile.BadZipFile(
-                    f"{shown(info.filename)} lies in another member, or in none"
-                )
+                raise zipfile.BadZipFile(f"{shown(info.filename)} overlaps another member")
             last = info.header_offset
 
     def _take(self, info: zipfile.ZipInfo, members: Members) -> None:
@@ -141,7 +139,7 @@ class ZipSource:
             method = f"is compressed by method {info.compress_type}"
             members.refuse(name, f"{method}; only stored and deflated ones are read")
         elif size > _LARGEST_RATIO * (packed + 1) or (not deflated and size != packed):
-            members.refuse(name, f"says that {packed} bytes become {size}, which cannot be")
+            members.refuse(name, f"claims that {packed} bytes become {size}, which is impossible")
         elif is_directory:
             members.directory(name, mode & 0o7777, mtime_ns)
         elif kind == stat.S_IFLNK:
@@ -168,15 +166,15 @@ class ZipSource:
                     size += len(data)
                     yield data
             if size != info.file_size:
-                raise EOFError("it is shorter than the archive says")
+                raise EOFError("it is shorter than announced")
         except _DAMAGED as error:
             raise StagingError(
                 f"{shown(self._path)}: {shown(info.filename)} is damaged: {why(error)}",
-                hint="make or copy the archive again; `unzip -t` tells all that is damaged",
+                hint="make or copy the archive again; `unzip -t` lists what is damaged",
             ) from error
 
     def reader(self, plan: Plan) -> Reader:  # noqa: ARG002 - the members are known since `plan`
-        """Open for reading what `plan` returned: a worker has a descriptor of its own."""
+        """Open for reading what `plan` returned: each worker has its own descriptor."""
         cast("zipfile.ZipFile", self._archive).fp = self._opened()
         return self
 

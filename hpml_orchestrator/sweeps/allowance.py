@@ -40,7 +40,7 @@ def allowance(
     groups: Sequence[Sequence[Task]],
     now: float,
 ) -> Allowance:
-    """Return how many tasks of the first group may be submitted, while some of `batches` are out.
+    """Return how many tasks of the first group may be submitted, given the active `batches`.
 
     `groups` are the tasks of each array that could be next, in order.
     """
@@ -51,13 +51,13 @@ def allowance(
         return Allowance(reason=f"at most {most} per minute")
     if sweep.seconds is not None and now - plan.created > sweep.seconds:
         return Allowance(reason=f"budget: {seconds_text(sweep.seconds)} are over", over=True)
-    out = [(batch, len(batch.indices(table.out))) for batch in batches]
+    out = [(batch, len(batch.indices(table.active))) for batch in batches]
     for unit in ("gpu", "core"):
-        affordable, reason = _affordable(plan, unit, groups[0][0], out, table.over.values())
+        affordable, reason = _affordable(plan, unit, groups[0][0], out, table.finished.values())
         if affordable < 1:
-            return Allowance(reason=reason, over=not table.out)
+            return Allowance(reason=reason, over=not table.active)
         size = min(size, affordable)
-    room = table.limits.room(len(table.out), now)
+    room = table.limits.room(len(table.active), now)
     if not room:
         left = seconds_text(max(0.0, table.limits.retry_at - now))
         return Allowance(reason=f"{table.limits.reason}; next try in {left}")

@@ -1,9 +1,9 @@
-"""A batch: points of one shape that go out as one job array, and what becomes of its tasks.
+"""A batch: points of one shape that are submitted as one job array, and the states of its tasks.
 
 `batches/<number>.json` names its points and the id of its submission before anything else happens.
-It is created exclusively, so whoever continues a sweep after a kill continues that very batch; the
-submission itself is made exactly once by `runs/`. Afterwards a task whose own record says COMPLETED
-is over without asking; for the rest there is one question for all.
+It is created exclusively, so a process that continues a sweep after a kill continues the same
+batch; `runs/` makes the submission itself exactly once. Afterwards, tasks that completed according
+to their own records are over; for all others the scheduler is queried once.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from hpml_orchestrator.records.files import (
 from hpml_orchestrator.records.ids import new_id
 from hpml_orchestrator.records.run import PRUNED
 from hpml_orchestrator.records.store import Store, Submission
-from hpml_orchestrator.runs.after import outstanding
+from hpml_orchestrator.runs.after import pending_dependencies
 from hpml_orchestrator.runs.backend import cluster_name
 from hpml_orchestrator.runs.prepare import prepare, render_job
 from hpml_orchestrator.runs.state import State, run_of
@@ -96,7 +96,7 @@ class Batch:
         return Submission(store.submissions_dir / self.sid, index)
 
     def read_answer(self, store: Store) -> None:
-        """Read the scheduler's answer, where it is recorded."""
+        """Read the scheduler's answer, if it is recorded."""
         submission = self.submission(store)
         if self.refusal:  # and its records may be gone
             return
@@ -111,7 +111,7 @@ class Batch:
         return [index for index, task in enumerate(self.tasks) if task.key in keys]
 
     def rows(self) -> dict[tuple[int, int], Row]:
-        """Return the rows of its tasks before anything is known of them; none if it was refused."""
+        """Return the rows of its tasks before they have a state; none if it was refused."""
         state, job = ("PENDING", f"{self.job_id}_{{}}") if self.job_id else ("WAITING", "")
         return {
             task.key: Row(
@@ -154,11 +154,11 @@ def create_batch(
     throttle: int | None,
     now: float,
 ) -> Batch | None:
-    """Record durably that these tasks go out as the batch of that number.
+    """Record durably that these tasks are submitted as the batch of that number.
 
     Returns:
-        None where another controller has made a batch of that number: what was decided from the
-        earlier ones has to be decided again.
+        None if another controller has made a batch of that number; then the next batch must be
+        decided again.
     """
     sid, shape = new_id(plan.name, now=now), tasks[0].point.shape
     batch = Batch(number, sid, shape, throttle, now, tuple(tasks))
@@ -181,12 +181,12 @@ def send(
     environment: Mapping[str, str],
     clock: Callable[[], float],
 ) -> None:
-    """Submit a batch, or find out what became of its submission, and read the answer.
+    """Submit a batch, or find the job of an interrupted submission, and read the answer.
 
     Raises:
         InputError: its job cannot be rendered.
         RecordError: the records cannot be written.
-        SchedulerUnavailable: it is not known yet; a later call finds out.
+        SchedulerUnavailable: the outcome is unknown; a later call determines it.
     """
     submission = batch.submission(store)
     try:
@@ -209,10 +209,9 @@ def send(
 
 
 def forget(store: Store, directory: Path, batch: Batch) -> None:
-    """Remove the records of a refused submission, whose points go out again in other batches.
+    """Remove the records of a refused submission; its points are submitted in other batches.
 
-    The refusal is kept in the batch's own record, and comes first: without it the batch would be
-    submitted again.
+    First the batch's own record gets the refusal: without it the batch would be submitted again.
     """
     submission = batch.submission(store)
     if submission.refused() is None or submission.job() is not None:
@@ -247,7 +246,7 @@ def _prepare(
         cluster=cluster,
         argv=["hpml", "sweep", "tick", plan.id],
         environment=environment,
-        after=outstanding(store, resolved.job.after, backend=plan.backend),
+        after=pending_dependencies(store, resolved.job.after, backend=plan.backend),
         now=now,
         sid=batch.sid,
         fill=lambda directory: write_text(directory / "points.sh", script),
@@ -280,7 +279,7 @@ def _points_script(plan: SweepPlan, batch: Batch) -> str:
 
 
 def completed(store: Store, batch: Batch, indices: Collection[int]) -> Iterator[tuple[int, State]]:
-    """Yield index and state of the tasks whose own record says that they completed."""
+    """Yield index and state of the tasks that completed according to their own records."""
     record = batch.submission(store).record()
     for index in indices:
         task = batch.submission(store, index)
@@ -298,7 +297,7 @@ def query(
 ) -> Iterator[tuple[Batch, int, State]]:
     """Ask the scheduler once and yield the state of every task of the batches.
 
-    A task that nobody has known for ten minutes is over.
+    A task that the scheduler has not known for ten minutes is over.
     """
     submissions = [batch.submission(store) for batch in batches]
     arrays = states(store, submissions, backends=backends, now=now)
@@ -316,7 +315,7 @@ def query(
 
 
 def evaluations(task: Submission, metric: str) -> list[tuple[int, float]]:
-    """Return step (the epoch, where it is told) and value of a run's evaluations so far.
+    """Return step (the epoch, if reported) and value of a run's evaluations so far.
 
     Args:
         task: one task of an array.
@@ -349,9 +348,9 @@ def ask_to_stop(task: Submission, now: float) -> float:
 
 
 def stop_asked_at(task: Submission) -> float | None:
-    """Return when the search asked a run to stop; None if it did not, even if something else did.
+    """Return when the search asked a run to stop; None if it did not.
 
-    If the attempt was to stop for another reason already, the next one is asked.
+    An attempt that already stops for another reason is not asked; the next attempt is.
     """
     attempt = run_of(task).newest()
     for request in attempt.stop_requests() if attempt else ():

@@ -1,4 +1,4 @@
-"""Set two sweeps side by side, such as before and after a change."""
+"""Compare two sweeps, such as before and after a change."""
 
 from __future__ import annotations
 
@@ -22,39 +22,29 @@ _CONDITIONS = ("base job", "scheduler", "code", "environment", "hardware", "devi
 
 @dataclass(frozen=True)
 class Pair:
-    """One setting as two sweeps measured it; None where a sweep has no complete run of it.
-
-    Attributes:
-        speedup: seconds before / seconds after, above 1 where `after` is faster.
-        verdict: `faster`, `slower`, `not distinguishable`, or `unknown`: with too few runs, or if
-            `doubt` gives a reason against comparing the times.
-        doubt: runs timed out, did another amount of work, or reached another accuracy.
-    """
+    """One setting as two sweeps measured it; None if a sweep has no complete run of it."""
 
     label: str
     before: Setting | None
     after: Setting | None
-    speedup: Speedup | None
+    speedup: Speedup | None  # seconds before / seconds after, above 1 if `after` is faster
+    # `faster`, `slower`, `not distinguishable`, or `unknown`: with too few runs, or if `doubt`
+    # gives a reason against comparing the times
     verdict: str
-    doubt: str = ""
+    doubt: str = ""  # runs timed out, did another amount of work, or reached another accuracy
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """What differs between two sweeps, and whether the data can tell.
-
-    Attributes:
-        notices: what differs besides the change, or restricts the comparison.
-        costs: of all attempts, before and after.
-    """
+    """The differences between two sweeps, and whether they can be distinguished from noise."""
 
     version: int
     name: str
     question: str
     answer: tuple[str, ...]
-    notices: tuple[Notice, ...]
+    notices: tuple[Notice, ...]  # what differs besides the change, or restricts the comparison
     pairs: tuple[Pair, ...]
-    costs: tuple[Costs, Costs]
+    costs: tuple[Costs, Costs]  # of all attempts, before and after
 
 
 def compare(before: Report, after: Report) -> Comparison:

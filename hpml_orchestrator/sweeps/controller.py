@@ -1,8 +1,8 @@
-"""Carry a sweep on: collect what ended, decide what is next, submit it.
+"""Continue a sweep: collect ended runs, choose the next points, submit them.
 
-`tick` does one round and returns. It can be killed anywhere and called from anywhere, by several
-processes too: what it decides is on disk before it acts (`batches.py`), so that no point is
-submitted twice and none is lost.
+`tick` does one round and returns. It can be killed at any time and called from several processes:
+its decisions are on disk before it acts (`batches.py`), so that no point is submitted twice and
+none is lost.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from hpml_orchestrator.records.files import create_json, write_json
 from hpml_orchestrator.records.owner import Owner, owner_is_alive, this_owner
 from hpml_orchestrator.runs.backend import backends_of, elsewhere, not_here
 from hpml_orchestrator.runs.cancel import cancel as cancel_runs
-from hpml_orchestrator.runs.submit import settle
+from hpml_orchestrator.runs.submit import determine_outcome
 from hpml_orchestrator.scheduler.recovery import Undecided
 from hpml_orchestrator.sweeps import batches
 from hpml_orchestrator.sweeps.allowance import allowance
@@ -44,17 +44,17 @@ if TYPE_CHECKING:
 
 __all__ = ["Controller", "cancel", "resume"]
 
-_LEASE_SECONDS = 90.0  # after so long without a sign of life another process may carry on
-_RENEW_SECONDS = 15.0  # how often the one that does gives such a sign
-_QUERY_SECONDS = {"slurm": 30.0, "local": 1.0}  # how often the scheduler is asked at most
-_LOOK_SECONDS = {"slurm": 5.0, "local": 1.0}  # how often the tasks' own records are looked at
+_LEASE_SECONDS = 90.0  # a lease that was not renewed for so long can be taken by another process
+_RENEW_SECONDS = 15.0  # how often the lease is renewed
+_QUERY_SECONDS = {"slurm": 30.0, "local": 1.0}  # the scheduler is not queried more often
+_LOOK_SECONDS = {"slurm": 5.0, "local": 1.0}  # how often the tasks' own records are read
 _LOOKS_PER_SECOND = 100
-_FIRST_POINTS = 4  # a sweep stops if so many points have ended first, and all of them failed
-_STOP_SECONDS = 60.0  # a trial that was asked to stop, and has not after so long, is cancelled
+_FIRST_POINTS = 4  # a sweep stops if its first points to end have all failed
+_STOP_SECONDS = 60.0  # a trial that does not stop on request within this time is cancelled
 
 
 class Controller:
-    """Carries a sweep on, one `tick` after the other.
+    """Runs a sweep, one `tick` at a time.
 
     `environment` is the submitting process's, by default `os.environ`; `clock` returns seconds
     since the epoch.
@@ -109,15 +109,15 @@ class Controller:
         return self._progress(self._waits_for or "".join(self._undecided[-1:]))
 
     def _begin(self) -> None:
-        """Begin a round: read the batches that are not known yet, and what came of the others."""
+        """Begin a round: read new batches, and the scheduler's answers to the others."""
         self._batches += read_batches(self._directory, self._plan, len(self._batches))
-        known, self._table.out = self._table.out, {}
+        known, self._table.active = self._table.active, {}
         for batch in self._batches:
             if not batch.job_id and not batch.refusal:
                 batch.read_answer(self._store)
             self._add(batch)
-        self._table.out |= {
-            key: row for key, row in known.items() if row.job_id and key in self._table.out
+        self._table.active |= {
+            key: row for key, row in known.items() if row.job_id and key in self._table.active
         }
         since = self._clock() - self._table.asked
         self._may_ask = not 0 <= since < _QUERY_SECONDS[self._plan.backend]
@@ -125,16 +125,16 @@ class Controller:
         self._undecided, self._waits_for = [], ""
 
     def _add(self, batch: Batch) -> None:
-        """Make the rows of a batch's tasks that are not over; of a refused one there are none."""
+        """Add the rows of a batch's tasks that are not over; a refused batch has none."""
         self._points |= {task.point.number: task.point for task in batch.tasks}
         rows = batch.rows().items()
-        self._table.out |= {key: row for key, row in rows if key not in self._table.over}
+        self._table.active |= {key: row for key, row in rows if key not in self._table.finished}
 
     def _is_cancelled(self) -> bool:
         return bool(read_mark(self._directory / "stopped.json").get("cancel"))
 
     def _settle(self) -> None:
-        """Find the jobs of batches whose submission was interrupted, or submit those."""
+        """Find the jobs of batches whose submission was interrupted, or submit these batches."""
         cancelled = self._is_cancelled()
         for batch in self._batches:
             if batch.refusal:
@@ -148,20 +148,22 @@ class Controller:
                 continue
             if begun:
                 self._table.asked = self._clock()
-                self._table.save()  # who follows a killed controller does not ask again at once
+                self._table.save()  # so that the successor of a killed controller waits, too
             if not cancelled:
                 self._send(batch)
             elif begun:
-                outcome = settle(self._store, submission, self._scheduler, now=self._clock())
+                outcome = determine_outcome(
+                    self._store, submission, self._scheduler, now=self._clock()
+                )
                 if isinstance(outcome, Undecided):
                     self._undecided.append(outcome.reason)
                 batch.read_answer(self._store)
                 self._add(batch)
 
     def _send(self, batch: Batch) -> None:
-        """Submit a batch and record what came of it."""
+        """Submit a batch and record the outcome."""
         limits, tasks = self._table.limits, len(batch.tasks)
-        out = len(self._table.out) - tasks
+        out = len(self._table.active) - tasks
         try:
             send(self._store, self._plan, batch, self._scheduler, self._environment, self._clock)
         except SchedulerUnavailable as error:
@@ -173,15 +175,15 @@ class Controller:
             return
         limits.refused(tasks, batch.refusal, out=out, now=self._clock())
         for task in batch.tasks:
-            self._table.out.pop(task.key)
+            self._table.active.pop(task.key)
         self._refuse(batch)
 
     def _refuse(self, batch: Batch) -> None:
-        """Write the rows of a refused batch, unless its points go out again in smaller ones."""
+        """Write the rows of a refused batch, unless smaller batches replace it."""
         if is_limit(batch.refusal, len(batch.tasks)):
             batches.forget(self._store, self._directory, batch)
             return
-        keys = [task.key for task in batch.tasks if task.key not in self._table.over]
+        keys = [task.key for task in batch.tasks if task.key not in self._table.finished]
         if not keys:
             return
         if not any(other.job_id for other in self._batches):
@@ -190,8 +192,10 @@ class Controller:
             self._table.end(Row(*key, state="REFUSED", reason=batch.refusal, over=True))
 
     def _running(self) -> list[tuple[Batch, list[int]]]:
-        """Return the batches with tasks that are out and have a job, and the indices of those."""
-        found = [(batch, batch.indices(self._table.out)) for batch in self._batches if batch.job_id]
+        """Return the batches with active tasks that have a job, and the indices of these tasks."""
+        found = [
+            (batch, batch.indices(self._table.active)) for batch in self._batches if batch.job_id
+        ]
         return [(batch, indices) for batch, indices in found if indices]
 
     def _collect(self) -> None:
@@ -204,16 +208,16 @@ class Controller:
             self._table.asked = self._clock()
             answer = batches.query(self._store, asked, self._backends, self._clock)
             for batch, index, state in answer:
-                if batch.tasks[index].key in self._table.out:
+                if batch.tasks[index].key in self._table.active:
                     self._keep(batch, index, state)
 
     def _keep(self, batch: Batch, index: int, state: State) -> None:
-        """Keep the state of a task that is out."""
+        """Record the state of an active task."""
         task = batch.tasks[index]
         if not state.over:
             names = ("job_id", "state", "reason", "started", "nodes")
             known = {name: getattr(state, name) for name in names}
-            self._table.out[task.key] = replace(self._table.out[task.key], **known)
+            self._table.active[task.key] = replace(self._table.active[task.key], **known)
             return
         row = row_of(self._plan, self._plan.shapes[batch.shape], task.key, state)
         ended = row.state in ("COMPLETED", "CANCELLED")
@@ -227,17 +231,17 @@ class Controller:
 
     def _check_first_points(self) -> None:
         """Stop a sweep whose first points all failed, unless it was resumed after such a stop."""
-        over = self._table.over
+        over = self._table.finished
         if self._table.resumed() or any(row.state == "COMPLETED" for row in over.values()):
             return
-        active = {point for point, _ in (*self._table.out, *self._table.retries())}
+        active = {point for point, _ in (*self._table.active, *self._table.retries())}
         last = {point: row for (point, _), row in over.items() if point not in active}
         first = list(last.values())[:_FIRST_POINTS]
         if sum(row.state == "FAILED" for row in first) == _FIRST_POINTS:
             reason = f": {first[-1].reason}" if first[-1].reason else ""
             hint = (
                 f"`hpml logs {first[-1].run}` shows why, "
-                f"`hpml sweep resume {self._plan.id}` goes on anyway"
+                f"`hpml sweep resume {self._plan.id}` continues anyway"
             )
             self._stop(f"the first {_FIRST_POINTS} points failed{reason}; {hint}", cancel=True)
 
@@ -248,7 +252,7 @@ class Controller:
         return open_search(self._directory, self._plan)
 
     def _stop_early(self) -> None:
-        """Ask runs to stop that have shown enough; cancel those that do not."""
+        """Ask runs to stop whose result is clear; cancel those that do not stop."""
         search, now = self._plan.spec.search, self._clock()
         seconds = self._plan.trial.get("seconds", 0.0)
         if not seconds and (not self._plan.spec.searches or search.pruner == "none"):
@@ -261,7 +265,7 @@ class Controller:
         if seconds:
             begun = {number: batches.trained_since(task) for number, task in running.items()}
             chosen = {number for number, time in begun.items() if time and now - time >= seconds}
-        else:  # what has just ended counts too: others are compared with it
+        else:  # runs that have just ended are included, for comparison
             seen = self._ended | running
             values = {
                 number: batches.evaluations(task, search.metric) for number, task in seen.items()
@@ -270,22 +274,22 @@ class Controller:
         asked = {
             running[number].label: batches.ask_to_stop(running[number], now) for number in chosen
         }
-        rows = [row for row in self._table.out.values() if row.run in asked]
+        rows = [row for row in self._table.active.values() if row.run in asked]
         late = [row.job_id for row in rows if now - asked[row.run] > _STOP_SECONDS]
         if late:
             with contextlib.suppress(SchedulerUnavailable):  # the next round tries again
                 self._scheduler.cancel(late)
 
     def _waiting(self) -> list[list[Task]]:
-        """Return the tasks to submit next, in order: a list holds what may go out together."""
+        """Return the tasks to submit next, in order, grouped by tasks that can share a batch."""
         tasks = [(-1, Task(self._points[point], start)) for point, start in self._table.retries()]
         if self._plan.spec.searches:
-            free = max(0, (self._plan.spec.parallel or 0) - len(self._table.out))
+            free = max(0, (self._plan.spec.parallel or 0) - len(self._table.active))
             points = self._search.propose(self._table.rows(), free)
             tasks += [(0, Task(point, 0)) for point in points]
-        out, over = self._table.out, self._table.over
+        active, finished = self._table.active, self._table.finished
         for block, numbers in enumerate(self._plan.blocks):
-            fresh = [n for n in numbers if (n, 0) not in out and (n, 0) not in over]
+            fresh = [n for n in numbers if (n, 0) not in active and (n, 0) not in finished]
             tasks += [(block, Task(self._points[number], 0)) for number in fresh]
         groups: dict[tuple[int, int], list[Task]] = {}
         for block, task in tasks:
@@ -297,7 +301,7 @@ class Controller:
         limits = self._table.limits
         if limits.array == 0:
             limits.array = max_array_size(self._plan.backend, self._environment)
-        # One batch in doubt does not hold up the others; more look like a scheduler in trouble.
+        # With one batch in doubt others are still submitted; more mean a scheduler in trouble.
         doubts = min(1, len(self._undecided))
         while not self._table.stopped() and len(self._undecided) <= doubts:
             groups, now = self._waiting(), self._clock()
@@ -323,7 +327,7 @@ class Controller:
         create_json(self._directory / "stopped.json", {"reason": reason, "cancel": cancel})
 
     def _cancel(self) -> None:
-        """Cancel what is out, of a sweep that was cancelled; as often as the scheduler is asked."""
+        """Cancel the active tasks of a cancelled sweep, not more often than queries are allowed."""
         ids: list[str] = []
         for batch, _ in self._running():
             continued = batch.submission(self._store).continued()
@@ -335,10 +339,10 @@ class Controller:
             self._waits_for = str(error)
 
     def _progress(self, waits_for: str) -> Progress:
-        """Return how far the sweep is; on a cluster the next tick is due after 5 to 30 s."""
+        """Return the progress of the sweep; on a cluster the next tick is due after 5 to 30 s."""
         seen, least = self._table.progress(waits_for), _LOOK_SECONDS[self._plan.backend]
         finished = seen.finished and not self._undecided
-        pause = max(least, min(len(self._table.out) / _LOOKS_PER_SECOND, 30.0))
+        pause = max(least, min(len(self._table.active) / _LOOKS_PER_SECOND, 30.0))
         return replace(seen, finished=finished, next_tick_seconds=0.0 if finished else pause)
 
 
@@ -346,8 +350,8 @@ def _check_cluster(plan: SweepPlan, scheduler: Scheduler) -> None:
     """Refuse a sweep of another cluster.
 
     Raises:
-        InputError: it is one.
-        SchedulerUnavailable: the scheduler does not say which cluster it is.
+        InputError: the sweep belongs to another cluster.
+        SchedulerUnavailable: the scheduler does not report its cluster.
     """
     where = elsewhere({"cluster": plan.cluster}, scheduler)
     if where:
@@ -355,10 +359,10 @@ def _check_cluster(plan: SweepPlan, scheduler: Scheduler) -> None:
 
 
 def _take_lease(directory: Path, now: float) -> str:
-    """Take or renew the lease of a sweep; return who else has it, empty where nobody has.
+    """Take or renew the lease of a sweep; return the process that has it, empty if it is ours.
 
-    The newest `controller.<n>.json` is the lease. It is made exclusively, so that of several who
-    find it free one takes it: batches would be safe with two controllers, a search is not.
+    The newest `controller.<n>.json` is the lease. It is created exclusively, so that only one
+    process gets a free lease: batches are safe with two controllers, but a search is not.
     """
     owner = this_owner(directory.name)
     record = {**asdict(owner), "renewed": now}
@@ -383,13 +387,13 @@ def _take_lease(directory: Path, now: float) -> str:
 def cancel(
     store: Store, plan: SweepPlan, *, backends: Backends | None = None
 ) -> list[dict[str, str]]:
-    """Cancel a sweep and return what came of each of its submissions, as `runs.cancel` does.
+    """Cancel a sweep; return the outcome for each of its submissions, as `runs.cancel` does.
 
-    The mark is durable and comes first: nothing is submitted any more, by nobody, until `resume`.
+    First a durable mark is written, so that no process submits anything until `resume`.
 
     Raises:
         InputError: it belongs to another cluster.
-        SchedulerUnavailable: the scheduler gives no answer; ticks go on to cancel.
+        SchedulerUnavailable: the scheduler does not answer; later ticks cancel the rest.
     """
     backends = backends or backends_of(store)
     _check_cluster(plan, backends(plan.backend, plan.host))
@@ -403,7 +407,7 @@ def cancel(
 def resume(
     store: Store, plan: SweepPlan, *, now: float | None = None, backends: Backends | None = None
 ) -> None:
-    """Let a sweep go on that was cancelled or has stopped; `tick` then does.
+    """Allow a cancelled or stopped sweep to continue at the next `tick`.
 
     Points that were cancelled with the sweep are started again.
 

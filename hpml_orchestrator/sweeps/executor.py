@@ -1,9 +1,9 @@
 """submitit's executor `hpml`: `submitit.AutoExecutor(folder, cluster="hpml")`.
 
-A function is submitted like any job: its parameters are fields of a job file, and submission,
-states and cancelling are those of `runs/`. submitit's files are in its folder, `%j` being the
-scheduler's job id, on this machine the end of the run's id. `%A_submission.sh` is a link to the
-batch script, and so leads to hpml's records.
+A function is submitted like any job: its parameters become fields of a job file, and `runs/`
+submits, queries and cancels it. submitit's files are in its folder; `%j` is the scheduler's job id,
+or on this machine the end of the run's id. `%A_submission.sh` is a link to the batch script in
+hpml's records.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from submitit.core.utils import DelayedSubmission, JobPaths
 from hpml_orchestrator.errors import HpmlError, InputError, SchedulerUnavailable, did_you_mean
 from hpml_orchestrator.records.ids import new_id
 from hpml_orchestrator.records.store import Store, Submission, default_root
-from hpml_orchestrator.runs.after import outstanding
+from hpml_orchestrator.runs.after import pending_dependencies
 from hpml_orchestrator.runs.backend import choose, cluster_name, open_backend
 from hpml_orchestrator.runs.cancel import cancel
 from hpml_orchestrator.runs.prepare import Rendered, prepare, render_job
@@ -103,7 +103,7 @@ class HpmlInfoWatcher(core.InfoWatcher):
             for (job_id, run), state in zip(submissions.items(), answer, strict=True):
                 info = {"State": state.state, "Reason": state.reason, "NodeList": state.nodes}
                 self._info_dict[job_id] = {"JobID": job_id, "Run": run.label, **info}
-                if state.over or state.lost or not run.directory.exists():
+                if not state.unfinished or not run.directory.exists():
                     self._finished.add(job_id)
 
 
@@ -114,7 +114,7 @@ class HpmlJob(core.Job[core.R]):
 
     @property
     def run(self) -> Submission | None:
-        """Its submission, or task of one; None where its batch script is not in the folder."""
+        """Its submission, or task of one; None if its batch script is not in the folder."""
         return _run_of(self.paths)
 
     def _register_in_watcher(self) -> None:
@@ -122,9 +122,9 @@ class HpmlJob(core.Job[core.R]):
             self.watcher.watch(self.job_id, self.paths)
 
     def wait(self) -> None:
-        """Wait until the results are there, or the job is over without them.
+        """Wait for the results, or until the job is over without them.
 
-        The job ends a moment after its results: the next look at its state asks for it again.
+        The job ends a moment after its results, so its state must be queried again.
         """
         super().wait()
         self.watcher.register_job(self.job_id)
@@ -173,11 +173,11 @@ class HpmlExecutor(core.Executor):
         """Change parameters, all or none.
 
         Raises:
-            InputError: there is no such parameter, or no job can have this value.
+            InputError: a parameter or its value is not valid.
         """
-        for name in kwargs.keys() - NAMES:  # AutoExecutor has checked the names of its own calls
+        for name in kwargs.keys() - NAMES:  # AutoExecutor checks names only for its calls
             hint = did_you_mean(name, NAMES) or f"there are: {', '.join(sorted(NAMES))}"
-            raise InputError("is no parameter of this executor", field=name, hint=hint)
+            raise InputError("is not a parameter of this executor", field=name, hint=hint)
         parameters = {**self.parameters, **kwargs}
         with _hints():
             self._load(parameters, choose(parameters.get("backend", "auto")))
@@ -186,7 +186,7 @@ class HpmlExecutor(core.Executor):
     def _internal_process_submissions(
         self, delayed_submissions: list[DelayedSubmission]
     ) -> list[core.Job[Any]]:
-        """Submit calls: one as a job, several as an array, or arrays where one would be too large.
+        """Submit calls: one as a job, several as an array, or as arrays if one would be too large.
 
         Raises:
             HpmlError: the job is wrong, or the scheduler refused it; what was submitted of it
@@ -259,7 +259,7 @@ class HpmlExecutor(core.Executor):
         delay = int(self.parameters.get("signal_delay_s", _SIGNAL_SECONDS))
         delay = min(delay, seconds // 2)
         if backend == "local":
-            # Its ranks start again in the same job, each time with a time limit of their own.
+            # Its ranks start again in the same job, each time with the full time limit.
             again = any(hasattr(call.function, "checkpoint") for call in calls)
             starts = 1 + self.max_num_timeout if again else 1
             limits: dict[str, Any] = {"time": format_time(starts * (seconds + _START_SECONDS))}
@@ -280,7 +280,7 @@ class HpmlExecutor(core.Executor):
     def _submit(
         self, calls: Sequence[DelayedSubmission], rendered: Rendered, backend: str, *, of: int
     ) -> list[core.Job[Any]]:
-        """Submit some `of` so many calls as one job or array."""
+        """Submit some of all calls (`of` is their number) as one job or array."""
         job = rendered.resolved.job
         sid = new_id(job.name)
         suffixes = [f".{index}" for index in range(len(calls))] if job.array else [""]
@@ -301,7 +301,7 @@ class HpmlExecutor(core.Executor):
                 cluster=cluster_name(scheduler),
                 argv=sys.argv,
                 environment=os.environ,
-                after=outstanding(store, job.after, backend=backend),
+                after=pending_dependencies(store, job.after, backend=backend),
                 sid=sid,
                 record=self._texts(rendered),
             )
@@ -336,7 +336,7 @@ class HpmlExecutor(core.Executor):
             )
 
     def _texts(self, rendered: Rendered) -> dict[str, str]:
-        """Return what sbatch's command line says of a job, which may be any text: name, comment."""
+        """Return name and comment for sbatch's command line, which may be any text."""
         given, job, site = given_in(self.parameters), rendered.resolved.job, rendered.site
         texts = {}
         name = _one_line(given.get("job_name", given.get("name", "")))
@@ -352,7 +352,7 @@ def _one_line(text: Any) -> str:
 
 
 def _run_of(paths: JobPaths) -> Submission | None:
-    """Return the run whose batch script a job's folder leads to; None where there is none."""
+    """Return the run whose batch script a job's folder links to; None if there is none."""
     try:
         directory = paths.submission_file.readlink().parent
     except OSError:

@@ -1,6 +1,6 @@
 """From a sweep file to its plan: every point, seed and batch, their order, and what they may cost.
 
-What cannot be believed afterwards is refused here, with the reason: a strong sweep without a
+Sweeps without a meaningful result are refused here, with the reason: a strong sweep without a
 batch size, a global batch that the ranks do not divide, a base job that is an array.
 """
 
@@ -71,14 +71,6 @@ def make_plan(
 ) -> SweepPlan:
     """Return the plan of a sweep; nothing is written or submitted.
 
-    Args:
-        sweep: the sweep, with the base job's absolute path.
-        backend: `slurm` or `local`.
-        site: the site profile in use.
-        chosen_site: the word of `--site`, kept for the submissions.
-        argv: the command line, for the record.
-        now: seconds since the epoch.
-
     Raises:
         InputError: something in the sweep is wrong; names the field, the value and what would be
             right.
@@ -126,11 +118,11 @@ class _Planner:
     """The base job of a sweep and what each axis sets in it, for the steps of planning.
 
     Attributes:
-        sweep: the sweep with what counts where its file leaves it open: batch, seed, parallel runs.
+        sweep: the sweep with the values that its file leaves open: batch, seed, parallel runs.
         base: the base job; base_ranks: how many it has; arguments: its own.
         kinds: what each axis sets.
         placeholders: the placeholder of each value that goes into arguments or variables.
-        notes: what a reader has to know.
+        notes: decisions and warnings for the user.
     """
 
     def __init__(self, sweep: Sweep, backend: str, site: ResolvedSite | None) -> None:
@@ -150,7 +142,7 @@ class _Planner:
         self._check_reach()
 
     def _check_fields(self, sweep: Sweep) -> None:
-        """Check that axes which are no arguments are fields of the job that may vary."""
+        """Check that axes other than arguments are fields of the job that may vary."""
         for name, axis in sweep.axes.items():
             for value in axis if isinstance(axis, list) else ():
                 if isinstance(value, str) and PLACEHOLDER.search(value):
@@ -211,7 +203,7 @@ class _Planner:
             self.notes.append(f"not among the job's arguments, and appended: {', '.join(new)}")
         if sweep.scale is not None and sweep.learning_rate is None:
             self.notes.append(
-                "the learning rate is left as it is: where the program multiplies it by the ranks, "
+                "the learning rate is left as it is: if the program multiplies it by the ranks, "
                 "it differs between scales (see learning_rate in the sweep file)"
             )
         budget = sweep.budget
@@ -368,13 +360,13 @@ class _Planner:
                 yield replace(point, excluded=rule) if rule else point
 
     def _excluding_rule(self, unit: str, point: Point) -> str:
-        """Return the rule that leaves a point out; empty where it is to run."""
+        """Return the rule that excludes a point; empty if none does."""
         known = {**point.values, "repeat": point.repeat, "seed": point.seed, unit: point.scale}
         for number, rule in enumerate(self.sweep.exclude):
             for name in rule:
                 if name not in known:
                     raise InputError(
-                        "is no axis of this sweep",
+                        "is not an axis of this sweep",
                         field=f"exclude.{number}.{name}",
                         value=name,
                         hint=did_you_mean(name, known)
@@ -390,7 +382,7 @@ class _Planner:
     def _blocks(self, points: Sequence[Point], shapes: int) -> list[list[int]]:
         """Return the points' indices in the order of submission; excluded ones are in none."""
         order, count = self.sweep.order, self.sweep.count
-        shuffler = random.Random(0)  # the plan has to be the same for the same file
+        shuffler = random.Random(0)  # the same file must give the same plan
         kept = [index for index, point in enumerate(points) if not point.excluded]
         size = -(-len(kept) // count)
         if order == "random":

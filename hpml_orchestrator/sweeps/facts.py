@@ -1,4 +1,4 @@
-"""What a sweep's report says, as data: every module of the report reads or makes these."""
+"""The contents of a sweep's report as data, shared by all modules of the report."""
 
 from __future__ import annotations
 
@@ -48,116 +48,82 @@ PARTS = tuple(
 
 @dataclass(frozen=True)
 class Attempt:
-    """One start of a point, or a point that was never started: its row, and its place in the plan.
+    """One start of a point, or a point that was never started: its row and its place."""
 
-    Attributes:
-        setting: number of its setting.
-        seed: that the program was given; None if the sweep gives it none.
-    """
-
-    setting: int
+    setting: int  # number of its setting
     repeat: int
-    seed: int | None
+    seed: int | None  # that the program was given; None if the sweep gives it none
     row: Row
 
 
 @dataclass(frozen=True)
 class Target:
-    """Time to a target accuracy; runs that did not reach it are censored, not dropped.
+    """Time to a target accuracy; runs that did not reach it are censored, not dropped."""
 
-    Attributes:
-        accuracy: to which the times belong.
-        beforehand: whether the plan named it before the first run was submitted.
-        every_epochs: interval of the evaluations, the resolution of the time.
-        reached: how many of the complete runs and timeouts reached the target.
-        unknown: complete runs of which no time to this target is known; they are in no other count.
-        seconds: median of all of these, infinite where too few reached it.
-    """
-
-    accuracy: float
-    beforehand: bool
-    every_epochs: float | None
-    reached: int
+    accuracy: float  # to which the times belong
+    beforehand: bool  # whether the plan named it before the first run was submitted
+    every_epochs: float | None  # interval of the evaluations, the resolution of the time
+    reached: int  # how many of the complete runs and timeouts reached the target
+    # Complete runs of which no time to this target is known; they are in no other count
     unknown: int
-    seconds: Estimate
+    seconds: Estimate  # median of all of these, infinite where too few reached it
 
 
 @dataclass(frozen=True)
 class Costs:
-    """What attempts cost.
-
-    Attributes:
-        energy_kwh: None if it was measured for none of them.
-        requested: attempts whose hours are those of what was requested, because what was allocated
-            is not recorded.
-    """
+    """What attempts cost."""
 
     gpu_hours: float
     core_hours: float
     node_hours: float
-    energy_kwh: float | None
+    energy_kwh: float | None  # None if it was measured for none of them
     energy_attempts: int
+    # Attempts whose hours are those of what was requested, because what was allocated is not
+    # recorded
     requested: int
 
 
 @dataclass(frozen=True)
 class Setting:
-    """What was measured with one scale and one combination of the axes' values.
+    """What was measured with one scale and one combination of the axes' values."""
 
-    Attributes:
-        number: its place in `Report.settings`.
-        label: scale and values in one line. series: the values alone, empty without axes.
-        planned, runs: runs that the plan has and no rule excludes; how many of them are complete.
-        missing: those that are not complete, by the state of their last start.
-        seconds: total time of a run, staging included; None where no run is complete.
-        figure: what settings are ranked by (`Report.figure`).
-        samples: the values of the complete runs: `total_seconds`, `accuracy`, `figure`.
-        blocks: the figure of each complete run by its repeat, if the plan runs repeat after repeat.
-        ran: every `batch_global`, `batch_per_rank`, `learning_rate`, `steps` and `epochs` that runs
-            reported, by these names.
-        means: of complete runs: `work` (samples trained with), `steps`, `epochs`, `accuracy`,
-            `queue_seconds`, `data_wait_ratio` and `gpu_active`, if known.
-        phases: mean seconds by `PARTS`.
-        costs: of all attempts.
-        oversubscribed, unverified: complete runs with more ranks than cores, and those whose
-            binding is not verified.
-        doubt: why it is not compared with other scales, empty if it is: runs timed out, trained
-            less than at the baseline, or to another accuracy.
-        unequal: how its accuracy differs from the baseline's, empty if it does not.
-        speedup: over the baseline of the same series.
-        serial_fraction: of Karp and Flatt.
-        lost: mean seconds more than with ideal scaling from the baseline, by `PARTS`.
-        distinguishable: from the setting with the best figure, corrected for how many settings are
-            compared; None: unknown.
-    """
-
-    number: int
-    label: str
-    series: str
+    number: int  # its place in `Report.settings`
+    label: str  # scale and values in one line
+    series: str  # the values alone, empty without axes
     scale: int | None
     values: Mapping[str, Any]
-    planned: int
-    runs: int
-    missing: Mapping[str, int]
-    seconds: Estimate | None
+    planned: int  # runs of the plan that no rule excludes
+    runs: int  # how many of them are complete
+    missing: Mapping[str, int]  # those that are not complete, by the state of their last start
+    seconds: Estimate | None  # total time of a run, staging included; None if no run is complete
     seconds_without_staging: Estimate | None
     samples_per_second: Estimate | None
     accuracy: Estimate | None
-    figure: Estimate | None
+    figure: Estimate | None  # what settings are ranked by (`Report.figure`)
+    # The values of the complete runs: `total_seconds`, `accuracy`, `figure`
     samples: Mapping[str, tuple[float, ...]]
+    # The figure of each complete run by its repeat, if the plan runs repeat after repeat
     blocks: Mapping[int, float]
     target: Target | None
+    # Every `batch_global`, `batch_per_rank`, `learning_rate`, `steps` and `epochs` that runs
+    # reported, by these names
     ran: Mapping[str, tuple[float, ...]]
+    # Of complete runs: `work` (samples trained with), `steps`, `epochs`, `accuracy`,
+    # `queue_seconds`, `data_wait_ratio` and `gpu_active`, if known
     means: Mapping[str, float]
-    phases: Mapping[str, float]
-    costs: Costs
-    oversubscribed: int
-    unverified: int
+    phases: Mapping[str, float]  # mean seconds by `PARTS`
+    costs: Costs  # of all attempts
+    oversubscribed: int  # complete runs with more ranks than cores
+    unverified: int  # complete runs whose binding is not verified
+    # Why it is not compared with other scales, empty if it is: runs timed out, trained less than at
+    # the baseline, or to another accuracy
     doubt: str = ""
-    unequal: str = ""
-    speedup: Speedup | None = None
-    serial_fraction: Estimate | None = None
+    unequal: str = ""  # how its accuracy differs from the baseline's, empty if it does not
+    speedup: Speedup | None = None  # over the baseline of the same series
+    serial_fraction: Estimate | None = None  # of Karp and Flatt
+    # Mean seconds more than with ideal scaling from the baseline, by `PARTS`
     lost: Mapping[str, float] = field(default_factory=dict)
+    # From the best setting, corrected for how many settings are compared; None: unknown
     distinguishable: bool | None = None
 
 
@@ -177,30 +143,24 @@ class Figure:
 
 @dataclass(frozen=True)
 class FittedModel:
-    """A scaling model fitted to the runs of one series.
-
-    Attributes:
-        parameters: by the formula's names; scales count in units of the smallest one.
-        residual: typical relative distance of a run from the curve.
-        lack_of_fit: p-value of the test whether the curve misses the measured scales by more than
-            the runs scatter; None if that cannot be tested.
-        speedups: the curve, by the measured scales.
-        note: what the model says beyond its parameters.
-    """
+    """A scaling model fitted to the runs of one series."""
 
     model: str
     formula: str
     series: str
+    # By the formula's names; scales count in units of the smallest one
     parameters: Mapping[str, Estimate]
-    residual: float
+    residual: float  # typical relative distance of a run from the curve
+    # P-value of the test whether the curve misses the measured scales by more than the runs
+    # scatter; None if that cannot be tested
     lack_of_fit: float | None
-    speedups: Mapping[int, float]
-    note: str
+    speedups: Mapping[int, float]  # the curve, by the measured scales
+    note: str  # further results of the model, such as a peak
 
 
 @dataclass(frozen=True)
 class Notice:
-    """What a reader has to know before believing the figures.
+    """A warning that a reader needs before trusting the figures.
 
     Attributes:
         status: `loud` if it may change the answer; of the twelve ways to fool the masses whether
@@ -215,17 +175,7 @@ class Notice:
 
 @dataclass(frozen=True)
 class Report:
-    """Everything that the report of a sweep says.
-
-    Attributes:
-        accuracy_name: what `accuracy` is: `test accuracy`, or what the program calls it.
-        mixed: why no speedups are given, by rule 1 (equal batches), or empty.
-        states: attempts, and points that were never attempted, by state.
-        failed: costs of attempts that are neither complete, nor pruned, nor continued; requeued
-            starts included.
-        best: number of the best setting, None where nothing can be recommended.
-        provenance: where the figures come from, by heading.
-    """
+    """The contents of a sweep's report."""
 
     version: int
     id: str
@@ -234,17 +184,19 @@ class Report:
     unit: str
     baseline: int | None
     figure: Figure
-    accuracy_name: str
-    mixed: str
-    states: Mapping[str, int]
+    accuracy_name: str  # what `accuracy` is: `test accuracy`, or what the program calls it
+    mixed: str  # why no speedups are given, by rule 1 (equal batches), or empty
+    states: Mapping[str, int]  # attempts, and points that were never attempted, by state
     settings: tuple[Setting, ...]
     attempts: tuple[Attempt, ...]
     costs: Costs
+    # Costs of attempts that are neither complete, nor pruned, nor continued; requeued starts
+    # included
     failed: Costs
-    provenance: Mapping[str, Any]
+    provenance: Mapping[str, Any]  # where the figures come from, by heading
     question: str = ""
     answer: tuple[str, ...] = ()
-    best: int | None = None
+    best: int | None = None  # number of the best setting, None if none can be recommended
     notices: tuple[Notice, ...] = ()
     fits: tuple[FittedModel, ...] = ()
     checks: tuple[Notice, ...] = ()

@@ -1,7 +1,7 @@
-"""How many tasks the scheduler takes.
+"""How many tasks the scheduler accepts.
 
-Slurm tells the largest size of an array, but not how many jobs a user may have submitted. So a
-refused array is halved until it fits; one task more is tried after five minutes.
+Slurm reports the largest size of an array, but not how many jobs a user may have submitted. So a
+refused array is halved until it fits; after five minutes one more task is tried.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ MAX_TASKS = 1000
 
 _RETRY_SECONDS = 300.0
 _ARRAY_LIMIT = re.compile(r"invalid job array specification", re.IGNORECASE)
-# Slurm names the limit in a line of its own; old versions do not.
+# Slurm names the limit in a separate line; old versions do not name it.
 _SUBMIT_LIMIT = re.compile(
     r"\b(?:QOS|Assoc)\w*Submit\w*Limit|^Batch job submission failed: Job violates accounting"
 )
 
 
 def max_array_size(backend: str, environment: Mapping[str, str]) -> int:
-    """Return the largest array that a batch may be, as the cluster's configuration says."""
+    """Return the largest array for a batch, from the cluster's configuration."""
     if backend != "slurm":
         return MAX_TASKS
     try:
@@ -52,7 +52,7 @@ class Limits:
     reason: str = ""  # the scheduler's, of the last refusal
 
     def room(self, out: int, now: float) -> int:
-        """Return how many tasks may be submitted now, while so many of the sweep are out."""
+        """Return how many tasks may be submitted now, if `out` tasks of the sweep are active."""
         if self.ceiling is None:
             return self.array
         if out < self.ceiling:
@@ -60,7 +60,7 @@ class Limits:
         return 1 if now >= self.retry_at else 0
 
     def refused(self, tasks: int, reason: str, *, out: int, now: float) -> None:
-        """Learn from a batch of so many tasks that was refused while others were out."""
+        """Learn from a batch that was refused while `out` other tasks were active."""
         self.reason = reason.partition(";")[0]
         if tasks > 1 and _ARRAY_LIMIT.search(reason):
             self.array = tasks // 2
@@ -68,11 +68,11 @@ class Limits:
             self.ceiling, self.retry_at = out + tasks // 2, now + _RETRY_SECONDS
 
     def accepted(self, *, out: int) -> None:
-        """Learn that a batch was accepted while others were out: above the ceiling it is gone."""
+        """Learn that a batch was accepted while `out` tasks were active: no ceiling if above it."""
         if self.ceiling is not None and out >= self.ceiling:
             self.ceiling = None
 
 
 def is_limit(reason: str, tasks: int) -> bool:
-    """Return whether so many tasks were refused for a limit, and fewer may be accepted."""
+    """Return whether a batch of this size was refused for a limit, so that fewer may fit."""
     return bool((tasks > 1 and _ARRAY_LIMIT.search(reason)) or _SUBMIT_LIMIT.search(reason))

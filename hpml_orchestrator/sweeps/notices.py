@@ -1,4 +1,4 @@
-"""What a reader of a sweep's report has to know first, and what keeps scales from being compared.
+"""The warnings of a sweep's report, and the reasons against comparing scales.
 
 The rules are those of docs/sweeps.md.
 """
@@ -24,7 +24,7 @@ from hpml_orchestrator.sweeps.wording import (
 __all__ = ["mixed_batches", "notices", "other_work", "timed_out", "unequal"]
 
 _SAME_WORK = 0.05  # relative difference of the samples that runs at two scales trained with
-_SMALL_LOSS, _LARGE_LOSS = 0.01, 0.05  # of accuracy: if it can be told from noise, and else
+_SMALL_LOSS, _LARGE_LOSS = 0.01, 0.05  # of accuracy: if distinguishable from noise, and if not
 _MOST_DETAILS = 8
 
 
@@ -81,7 +81,7 @@ def _differing(settings: Sequence[Setting], name: str) -> list[float]:
 def notices(
     plan: SweepPlan, report: Report, *, aim: float | None, one_after_other: bool
 ) -> Iterable[Notice]:
-    """Return what a reader has to know before believing the figures, the gravest first.
+    """Return the warnings of a report, the most serious first.
 
     Args:
         plan: the plan.

@@ -18,11 +18,11 @@ from hpml_orchestrator.sweeps.compare import Comparison
 from hpml_orchestrator.sweeps.facts import Report
 from hpml_orchestrator.sweeps.wording import environment
 
-__all__ = ["json_schema", "to_html", "to_json", "to_markdown"]
+__all__ = ["to_html", "to_json", "to_markdown"]
 
 
 def to_html(document: Report | Comparison) -> str:
-    """Return a page that stands alone, for light and dark screens, phones and paper."""
+    """Return a self-contained page for light and dark screens, phones and paper."""
     drawn = plots.draw(document) if isinstance(document, Report) else []
     page = environment("html").get_template("page.html.j2")
     return page.render(
@@ -39,18 +39,9 @@ def to_markdown(document: Report | Comparison) -> str:
 
 
 def to_json(document: Report | Comparison) -> dict[str, Any]:
-    """Return all facts as JSON values; `json_schema` describes them."""
+    """Return all facts as JSON values; an infinite number becomes null."""
     facts: dict[str, Any] = json.loads(TypeAdapter(type(document)).dump_json(document))
-    return facts  # an infinite number is null
-
-
-def json_schema() -> dict[str, Any]:
-    """Return the JSON Schema (2020-12) of what `to_json` returns."""
-    schema = TypeAdapter(Report | Comparison).json_schema(mode="serialization")
-    for kind, name in (("Estimate", "value"), ("Interval", "high")):
-        schema["$defs"][kind]["properties"][name]["type"] = ["number", "null"]  # null: infinite
-    dialect = "https://json-schema.org/draft/2020-12/schema"
-    return {"$schema": dialect, "title": "hpml sweep report or comparison", **schema}
+    return facts
 
 
 def _body(form: str, document: Report | Comparison, drawn: Sequence[plots.Plot]) -> str:

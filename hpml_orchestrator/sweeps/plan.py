@@ -51,34 +51,28 @@ __all__ = [
 ]
 
 RESUMED = "resumed"
-"""What tells shapes of a population apart: whether a member goes on from a checkpoint."""
+"""The key by which shapes of a population differ: whether a member resumes a checkpoint."""
 
 _POINTS, _PLAN = "points.jsonl", "plan.json"
 
 
 @dataclass(frozen=True)
 class Shape:
-    """Points whose scripts are equal: what differs between them comes from `points.sh`.
+    """Points whose scripts are equal: what differs between them comes from `points.sh`."""
 
-    Attributes:
-        number: its place in the plan, from 0.
-        fixed: what all of its points have in common: axes that are fields of the job or flags, and
-            the scale under its unit.
-        job: the complete job, `args` with `{point.NAME}` where a value of the point stands.
-        nodes, ranks, gpus, cores: of one point, in all.
-        seconds: the time limit of one point.
-        oversubscribed: whether there are more ranks than cores of this machine.
-    """
-
-    number: int
+    number: int  # its place in the plan, from 0
+    # What all of its points have in common: axes that are fields of the job or flags, and the scale
+    # under its unit
     fixed: Mapping[str, Any]
+    # The complete job, `args` with `{point.NAME}` in place of a point's values
     job: Mapping[str, Any]
+    # `nodes`, `ranks`, `gpus`, `cores`: of one point, in all
     nodes: int
     ranks: int
     gpus: int
     cores: int
-    seconds: int
-    oversubscribed: bool = False
+    seconds: int  # the time limit of one point
+    oversubscribed: bool = False  # whether there are more ranks than cores of this machine
 
 
 @dataclass(frozen=True)
@@ -94,9 +88,9 @@ class Point:
         seed: random seed of the repeat.
         variables: what `points.sh` sets, by the placeholder's name: `{"lr": "0.1"}` for
             `{point.lr}`.
-        batch_global, batch_per_rank: planned batch sizes, None where not known.
-        learning_rate: planned, of the optimiser; None where the sweep does not set it.
-        excluded: why it is left out; empty for a point that is to run.
+        batch_global, batch_per_rank: planned batch sizes, None if unknown.
+        learning_rate: planned, of the optimiser; None if the sweep does not set it.
+        excluded: why it does not run; empty if it does.
     """
 
     number: int
@@ -124,51 +118,35 @@ class Estimate:
 
 @dataclass(frozen=True)
 class SweepPlan:
-    """Everything that is decided before the first submission.
+    """Everything that is decided before the first submission."""
 
-    Attributes:
-        id: `<name>-<date>-<time>-<6 characters>`, as of runs.
-        name: the sweep's name.
-        mode: as in the sweep file.
-        sweep: the sweep file, complete (`Sweep.model_dump(mode="json")`), `batch` with the argument
-            and the size that count.
-        backend: `slurm` or `local`; host: the machine of the local backend; cluster: the Slurm
-            cluster, empty if it is not known.
-        site: the site profile that was chosen with `--site`; empty for the usual ones.
-        argv: the command line.
-        created: seconds since the epoch.
-        unit: `nodes`, `ranks` or `gpus` of a strong or weak sweep, else empty.
-        baseline: the scale that speedups refer to, None without scales.
-        base_batch: global batch of the base job. base_learning_rate: its optimiser's.
-        placeholders: the placeholder's name of each axis, and of `seed`, `batch`, `checkpoint`.
-        shapes, points: see there; a search has no points here, they are in its batches.
-        blocks: numbers of the points that are submitted together, in order of submission.
-        estimate: the most that it may cost.
-        notes: what a reader has to know, such as which argument was taken for the batch size.
-        trial: of a trial of `hpml report --try` (`trial.py`): the `run` that it is of, `seconds` of
-            training after which a run is stopped (0: never), and what else its answer needs.
-    """
-
-    id: str
-    name: str
-    mode: str
+    id: str  # `<name>-<date>-<time>-<6 characters>`, as of runs
+    name: str  # the sweep's name
+    mode: str  # as in the sweep file
+    # The sweep file, complete (`Sweep.model_dump(mode="json")`), `batch` with the argument and the
+    # size that count
     sweep: Mapping[str, Any]
-    backend: str
-    host: str
-    site: str
-    argv: tuple[str, ...]
-    created: float
-    unit: str
-    baseline: int | None
-    base_batch: int | None
-    base_learning_rate: float | None
+    backend: str  # `slurm` or `local`
+    host: str  # the machine of the local backend
+    site: str  # the site profile that was chosen with `--site`; empty for the usual ones
+    argv: tuple[str, ...]  # the command line
+    created: float  # seconds since the epoch
+    unit: str  # `nodes`, `ranks` or `gpus` of a strong or weak sweep, else empty
+    baseline: int | None  # the scale that speedups refer to, None without scales
+    base_batch: int | None  # global batch of the base job
+    base_learning_rate: float | None  # its optimiser's
+    # The placeholder's name of each axis, and of `seed`, `batch`, `checkpoint`
     placeholders: Mapping[str, str]
     shapes: tuple[Shape, ...]
-    points: tuple[Point, ...]
+    points: tuple[Point, ...]  # those of a search are in its batches
+    # Numbers of the points that are submitted together, in order of submission
     blocks: tuple[tuple[int, ...], ...]
-    estimate: Estimate
+    estimate: Estimate  # the most that it may cost
+    # Decisions of the planner, such as which argument is the batch size
     notes: tuple[str, ...] = ()
-    cluster: str = ""
+    cluster: str = ""  # the Slurm cluster; empty if unknown
+    # Of a trial of `hpml report --try` (`trial.py`): the `run` that it is of, `seconds` of training
+    # after which a run is stopped (0: never), and what else its answer needs
     trial: Mapping[str, Any] = field(default_factory=dict)
 
     @cached_property
@@ -192,14 +170,6 @@ def point_of(
     checkpoint: str = "",
 ) -> Point:
     """Return the point of an axes' values: its shape, what `points.sh` sets, its batch.
-
-    Args:
-        plan: the plan; a search's points are made while it runs.
-        number: the point's number.
-        values: by the axes' names.
-        repeat: as in `Point`.
-        scale: as in `Point`.
-        checkpoint: what a member of a population goes on from.
 
     Raises:
         InputError: the global batch cannot be divided over the ranks.

@@ -1,7 +1,7 @@
 """Draw a report's plots as SVG text whose colours follow the page, light or dark.
 
 Text stays text, so it has the page's font and can be found and read aloud. Every colour is a CSS
-variable with the light colour as its default: a plot also looks right in a file of its own.
+variable with the light colour as its default, so that a plot also looks right in a separate file.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ _Points: TypeAlias = Mapping[int, tuple[Estimate, Sequence[float]]]  # median an
 
 @dataclass(frozen=True)
 class Plot:
-    """A plot as an SVG element that can stand beside others in a page."""
+    """A plot as an SVG element that can be put next to others in a page."""
 
     name: str
     title: str
@@ -163,7 +163,7 @@ def _over_scales(report: Report, label: str, points: _Points) -> Iterable[tuple[
         shades = [_QUIET if one.oversubscribed else colour for one in drawn]
         medians = [points[one.number][0] for one in drawn]
         x, y = [one.scale or 1 for one in drawn], [one.value for one in medians]
-        dots = [  # beside the median, which would hide them
+        dots = [  # next to the median, which would hide them
             (1.05 * (one.scale or 1), run, shade)
             for one, shade in zip(drawn, shades, strict=True)
             for run in points[one.number][1]

@@ -39,7 +39,7 @@ def evolve(
 
     Returns:
         A running trial with its `parents` and `generation` as attributes; None while the first
-        population is to be drawn at random.
+        population is drawn at random.
     """
     alive = [trial for trial in trials if trial.state is TrialState.COMPLETE][-search.population :]
     if len(trials) < search.population or not alive:
@@ -71,8 +71,8 @@ def train_on(
 
     Returns:
         A running trial with its `parents`, `generation` and `checkpoint` as attributes; None for
-        the first generation, and for one that follows upon failures alone: these are to be drawn
-        at random, and start without a checkpoint.
+        the first generation, and after a generation that failed completely: their members are drawn
+        at random and start without a checkpoint.
 
     Raises:
         InputError: trainings completed, but none of them left a checkpoint.

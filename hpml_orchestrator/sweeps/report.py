@@ -51,7 +51,7 @@ def build(plan: SweepPlan, rows: Sequence[Row]) -> Report:
     """Return the report of a sweep, of an unfinished one too.
 
     Args:
-        plan: of a search with the points of its batches in `points`, as far as they are known.
+        plan: for a search, with the known points of its batches in `points`.
         rows: every start of every point; a planned point without a row counts as waiting.
     """
     rows = [start for row in rows for start in _starts(row)]
@@ -63,7 +63,7 @@ def build(plan: SweepPlan, rows: Sequence[Row]) -> Report:
     for row in ordered:  # a search may have rows of batches that the caller does not know
         point = points.get(row.point) or Point(row.point, 0, values={"trial": row.point})
         place = series.setdefault(repr(point.values), len(series))
-        # a member of a population goes on from a checkpoint, so it repeats no other
+        # a member of a population resumes a checkpoint, so it does not repeat another one
         within = point.number if plan.mode == "pbt" else point.scale or 0
         groups[place, within].append((point, row))
     named = wording.accuracy_text({row.accuracy_name for row in rows if row.accuracy is not None})
@@ -268,7 +268,7 @@ def _mean(values: Iterable[float | None]) -> float | None:
 
 
 def _work(row: Row) -> float | None:
-    """Return how many samples a run trained with; None where it did not report batch and steps."""
+    """Return how many samples a run trained with; None if it did not report batch and steps."""
     if row.steps and row.batch_global:
         return row.steps * row.batch_global
     images = row.result.get("train_images")
@@ -305,7 +305,7 @@ def _parts(row: Row) -> dict[str, float]:
 
 
 def _doubted(setting: Setting, baseline: Setting | None, plan: SweepPlan) -> Setting:
-    """Return the setting with what keeps it from being compared with the baseline of its series."""
+    """Return the setting with the reasons against comparing it with the baseline of its series."""
     if baseline is None or setting is baseline or not (setting.runs and baseline.runs):
         return setting
     unequal = notices.unequal(setting, baseline)
@@ -316,7 +316,7 @@ def _doubted(setting: Setting, baseline: Setting | None, plan: SweepPlan) -> Set
 
 
 def _compared(setting: Setting, baseline: Setting | None, plan: SweepPlan) -> Setting:
-    """Return the setting with its speedup over the baseline of its series, and what was lost."""
+    """Return the setting with its speedup over the baseline of its series, and the time lost."""
     if not (baseline and baseline.figure and setting.figure and setting.scale and baseline.scale):
         return setting
     if setting.doubt or baseline.doubt:
@@ -421,7 +421,7 @@ def _fits(report: Report) -> Iterable[FittedModel]:
 
 
 def _peak(fit: models.Fit, unit: int, noun: str) -> Iterable[str]:
-    """Say where the Universal Scalability Law has its peak."""
+    """Yield the peak of the Universal Scalability Law as text."""
     if "b" in fit.parameters:
         peak = models.usl_peak(fit.parameters["a"].value, fit.parameters["b"].value)
         limit = 2 * fit.largest_scale
@@ -432,7 +432,7 @@ def _peak(fit: models.Fit, unit: int, noun: str) -> Iterable[str]:
 
 
 def _misfit(p_value: float | None) -> Iterable[str]:
-    """Say whether the curve describes the measured scales."""
+    """Yield a warning if the curve does not describe the measured scales."""
     if p_value is None:
         yield "whether it fits is not known: that takes repeats, and more scales than parameters"
     elif p_value < _LACK_OF_FIT:

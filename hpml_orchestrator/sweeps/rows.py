@@ -1,4 +1,4 @@
-"""What became of each start of a point: the rows of a sweep's table, from the runs' records."""
+"""The rows of a sweep's table: the outcome of each start of a point, from the runs' records."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from typing import TYPE_CHECKING, Any
 
 from hpml_orchestrator.errors import HpmlError, NotFoundError, RecordError, counted
 from hpml_orchestrator.records.files import read_json, read_text_or_nothing
-from hpml_orchestrator.runs.bound import node_topology
-from hpml_orchestrator.runs.described import Hours, hours_of
 from hpml_orchestrator.runs.life import Life, read_life
-from hpml_orchestrator.runs.monitored import (
+from hpml_orchestrator.runs.reporting.binding import node_topology
+from hpml_orchestrator.runs.reporting.description import Hours, hours_of
+from hpml_orchestrator.runs.reporting.monitor import (
     JOULES_PER_KWH,
+    aggregate_nodes,
     monitored_nodes,
     numbers,
-    together,
 )
-from hpml_orchestrator.runs.summary import Summary, binding_of, summarise
+from hpml_orchestrator.runs.reporting.summary import Summary, binding_of, summarise
 
 if TYPE_CHECKING:
     from hpml_orchestrator.records.store import Attempt, Submission
@@ -94,13 +94,13 @@ class Row:
     # Starts that were requeued within this one: `started`, `ended`, `nodes`, `reason`, `seconds`,
     # and `continued` if the next one continues their work. The hours include theirs.
     requeued: Sequence[Mapping[str, Any]] = ()
-    energy_kwh: float | None = None  # of the GPUs, where measured
+    energy_kwh: float | None = None  # of the GPUs, if measured
     gpu_active: float | None = None  # mean share of the time in which the GPUs computed
     binding: str = ""  # its verdict in one line
     verified: bool | None = None  # whether all ranks were bound as planned
     oversubscribed: bool = False  # whether there were more ranks than cores of a machine
     device: str = ""  # what it computed on
-    result: Mapping[str, Any] = field(default_factory=dict)  # all that the training reported
+    result: Mapping[str, Any] = field(default_factory=dict)  # everything the training reported
     code: str = ""  # commit, with `+dirty-<digest>` for uncommitted changes
     environment: str = ""  # digest of interpreter, modules and variables
     hardware: str = ""  # CPU and GPU models of the nodes
@@ -117,7 +117,7 @@ def row_of(plan: SweepPlan, shape: Shape, key: tuple[int, int], state: State) ->
         summary, attempts = summarise(state), state.run.attempts()
         placed = _placed(state, attempts[-1], shape) if attempts else {}
         hours, life = hours_of(state, job, now=state.ended), read_life(state)
-    except RecordError as error:  # damaged: the row says so, and the sweep goes on
+    except RecordError as error:  # damaged: the row has the reason, and the sweep continues
         state = replace(state, reason=state.reason or str(error))
         summary, attempts, placed, life = Summary(), [], {}, None
     result = summary.result or _result_file(state)
@@ -223,8 +223,8 @@ def _requeued(attempt: Attempt) -> dict[str, Any]:
 def _evaluations(attempts: Sequence[Attempt]) -> list[tuple[float | None, float]]:
     """Return time since the warm-up began, and accuracy, of the last attempt's evaluations.
 
-    The time is None where the training's clock is not known: a requeued run may continue from
-    a checkpoint.
+    The time is None after a requeue: such a run may continue from a checkpoint, so the time of
+    its training is unknown.
     """
     began, found = None, []
     for event in attempts[-1].milestones() if attempts else ():
@@ -243,7 +243,7 @@ def _evaluations(attempts: Sequence[Attempt]) -> list[tuple[float | None, float]
 def _best_so_far(
     evaluations: Sequence[tuple[float | None, float]],
 ) -> tuple[tuple[float, float], ...]:
-    """Return the evaluations that were better than all before: they say when a target was met."""
+    """Return the evaluations that were better than all before: they show when a target was met."""
     best, kept = -math.inf, []
     for time, value in evaluations:
         if time is not None and value > best:
@@ -271,7 +271,7 @@ def _accuracy(
 
 
 def _placed(state: State, attempt: Attempt, shape: Shape) -> dict[str, Any]:
-    """Return what is known of the ranks' places: binding, CPUs and GPUs."""
+    """Return the fields about the ranks' places: binding, CPUs and GPUs."""
     judged = [place.right for place in binding_of(state).places if place.right is not None]
     records = attempt.bindings()
     # By machine: the nodes of a development cluster share one.
@@ -302,9 +302,9 @@ def _cpu_model(attempt: Attempt, node: str) -> str:
 
 
 def _monitored(summary: Summary, earlier: Sequence[Attempt]) -> dict[str, Any]:
-    """Return energy of all attempts and activity of the last one's GPUs, where monitored."""
+    """Return energy of all attempts and activity of the last one's GPUs, if monitored."""
     last = summary.monitor
-    wholes = [last, *(together(monitored_nodes(attempt)) for attempt in earlier)]
+    wholes = [last, *(aggregate_nodes(monitored_nodes(attempt)) for attempt in earlier)]
     figures = [gpu.figures for gpu in (last.gpus if last else ())]
     every = [gpu.figures for whole in wholes if whole for gpu in whole.gpus]
     joules = [gpu["energy_joules"] for gpu in every if "energy_joules" in gpu]

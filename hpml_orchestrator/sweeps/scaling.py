@@ -1,7 +1,7 @@
 """What changes from point to point: arguments, resources, batch size and learning rate.
 
-A strong sweep keeps the global batch, a weak one the batch of a rank; all other modes give the
-program what the job says, or the axis. The learning rate follows the global batch by a rule.
+A strong sweep keeps the global batch, a weak one the batch of a rank; all other modes pass the
+value of the job or of the axis. The learning rate follows the global batch by a rule.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ class Arguments:
         return found
 
     def value(self, name: str) -> str | None:
-        """Return the value of an argument, None where it is not given; of several the last."""
+        """Return the value of an argument, None if it is not given; the last one of several."""
         places = self._places(name)
         return self.words[places[-1][0]].removeprefix(places[-1][1]) if places else None
 
@@ -92,7 +92,7 @@ def check_base(job: Job, file: object) -> None:
     """
     if job.array is not None:
         raise InputError(
-            "a sweep makes arrays of its own; the base job must be a single one",
+            "a sweep makes the arrays itself; the base job must be a single job",
             field="array",
             value=job.array,
             hint=f"remove `array` from {file}",
@@ -141,12 +141,7 @@ def batch_argument(arguments: Arguments) -> tuple[str, int, bool] | None:
 
 
 def scaled(resources: Resources, unit: str, scale: int) -> list[tuple[str, Any]]:
-    """Return the fields of the job that make it as large as a scale says.
-
-    Args:
-        resources: of the base job.
-        unit: `nodes`, `ranks` or `gpus`, in all.
-        scale: how many.
+    """Return the fields of the job that give it the size of a scale.
 
     Raises:
         InputError: the scale does not fit the base job's nodes.
@@ -194,12 +189,7 @@ def scaled(resources: Resources, unit: str, scale: int) -> list[tuple[str, Any]]
 
 
 def with_batch(sweep: Sweep, arguments: Arguments, base_ranks: int) -> Sweep:
-    """Return the sweep with the batch size that counts, None where there is none.
-
-    Args:
-        sweep: as the file has it.
-        arguments: of the base job.
-        base_ranks: ranks of the base job.
+    """Return the sweep with its batch size filled in; None if it has none.
 
     Raises:
         InputError: a strong or weak sweep has none.
@@ -246,7 +236,7 @@ def _is_global(sweep: Sweep, batch: BatchSize) -> bool:
 
 
 def base_batch(sweep: Sweep, base_ranks: int) -> int | None:
-    """Return the global batch of the base job, None where it is not known."""
+    """Return the global batch of the base job, None if unknown."""
     batch = sweep.batch
     if batch is None or batch.size is None:
         return None
@@ -254,7 +244,7 @@ def base_batch(sweep: Sweep, base_ranks: int) -> int | None:
 
 
 def batch_of(sweep: Sweep, ranks: int, values: Mapping[str, Any]) -> tuple[int | None, int | None]:
-    """Return the batch of one rank and the global one; None where not known.
+    """Return the batch of one rank and the global one; None if unknown.
 
     Raises:
         InputError: the global batch of a strong sweep cannot be divided over the ranks.
@@ -278,7 +268,7 @@ def batch_of(sweep: Sweep, ranks: int, values: Mapping[str, Any]) -> tuple[int |
 
 
 def base_learning_rate(sweep: Sweep, arguments: Arguments, base_ranks: int) -> float | None:
-    """Return the learning rate of the base job's optimiser, None where the sweep sets none.
+    """Return the learning rate of the base job's optimiser, None if the sweep sets none.
 
     Raises:
         InputError: the base job does not give it as a number.
@@ -308,15 +298,7 @@ def learning_rate_of(
     batch: int | None,
     values: Mapping[str, Any],
 ) -> float | None:
-    """Return the optimiser's learning rate by the sweep's rule; None where it sets none.
-
-    Args:
-        sweep: the sweep.
-        base: learning rate of the base job's optimiser.
-        base_batch: its global batch.
-        batch: the point's global batch.
-        values: the axes' values.
-    """
+    """Return the optimiser's learning rate by the sweep's rule; None if the sweep sets none."""
     rule = sweep.learning_rate
     if rule is None or base is None:
         return None

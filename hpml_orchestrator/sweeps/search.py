@@ -41,7 +41,7 @@ STUDY = "study.journal"
 """Name of the study in the directory of a sweep."""
 
 _PRUNERS = {"none": NopPruner, "median": MedianPruner, "halving": SuccessiveHalvingPruner}
-_RESTORE = "put it back from a copy; without it the search cannot go on"
+_RESTORE = "restore it from a copy; the search cannot continue without it"
 
 
 def check_search(sweep: Sweep) -> None:
@@ -73,15 +73,11 @@ def check_search(sweep: Sweep) -> None:
 def open_search(directory: Path, plan: SweepPlan) -> Searcher:
     """Open or create the study of a sweep; only its controller may, one process at a time.
 
-    Args:
-        directory: `<records>/sweeps/<id>`.
-        plan: of the sweep.
-
     Raises:
         InputError: the study belongs to another sweep.
         RecordError: the study cannot be read or written.
     """
-    optuna.logging.set_verbosity(optuna.logging.ERROR)  # its messages are no output of hpml's
+    optuna.logging.set_verbosity(optuna.logging.ERROR)  # its messages are not hpml's output
     warnings.simplefilter("ignore", ExperimentalWarning)  # of samplers, before Optuna 5
     path = directory / STUDY
     try:
@@ -125,7 +121,7 @@ class Searcher:
         self._study_id = storage.get_study_id_from_name(plan.id)
 
     def propose(self, rows: Sequence[Row], free: int) -> list[Point]:
-        """Tell the study which trials ended, and return the next points.
+        """Report the ended trials to the study, and return the next points.
 
         Points of unfinished trials that no row has are returned again, with the same values: a
         controller may have been killed before it recorded them.
@@ -136,7 +132,7 @@ class Searcher:
 
         Returns:
             At most `free` points; none when all trials are made, or while a generation of
-            population-based training has to end first.
+            population-based training must end first.
 
         Raises:
             InputError: the runs of a generation left no checkpoint, or no run reports the metric.
@@ -146,7 +142,7 @@ class Searcher:
         if completed and all(row.metric is None for row in completed):
             figures = ", ".join(sorted(completed[0].result)) or "nothing"
             raise InputError(
-                "is no figure of the results",
+                "is not a figure of the results",
                 field="search.metric",
                 value=self._sweep.search.metric,
                 hint=f"the first run reported {figures}; start the sweep again with one of them",

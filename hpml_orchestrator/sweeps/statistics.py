@@ -56,13 +56,13 @@ class Interval:
     """A 95 % confidence interval, in the unit of its estimate."""
 
     low: float
-    high: float  # infinite where runs that never ended allow no bound
+    high: float  # infinite if runs that never ended allow no bound
     method: str  # how it was computed, in words for a report
 
 
 @dataclass(frozen=True)
 class Estimate:
-    """A value computed from n runs; `interval` is None where n is too small for a 95 % CI."""
+    """A value computed from n runs; `interval` is None if n is too small for a 95 % CI."""
 
     value: float
     n: int
@@ -165,8 +165,8 @@ def distinguishable(
 
     Many comparisons find a difference by chance: of 20 equal settings, 56 % of the sweeps would
     call one of them different from the best. So p-values of Student's t test of the logs (Welch's
-    form, or of the differences within pairs) are corrected by Holm's method, and what differs has
-    to have a CI of the ratio without 1 as well. With one comparison the CI alone decides.
+    form, or of the differences within pairs) are corrected by Holm's method, and a difference also
+    needs a CI of the ratio without 1. With one comparison only the CI decides.
 
     Args:
         pairs: samples, which have no ratios where a value is not positive.
@@ -227,6 +227,8 @@ def time_to_accuracy(seconds: Sequence[float], reached: Sequence[bool]) -> Estim
     if len(reached) != len(times):
         raise InputError(f"needs {len(times)} entries, one a run", field="reached", value=reached)
     events = np.asarray(reached, dtype=bool)
+    # Kaplan-Meier: the median is where the estimated share of runs that have not reached the target
+    # falls to one half; runs that ended without it leave the estimate at their end (censored).
     survival = stats.ecdf(stats.CensoredData(times[events], right=times[~events])).sf
     # a survival of exactly one half lasts from the first of these times to the second
     until = [survival.quantiles[survival.probabilities <= half] for half in (_HALF, 1 - _HALF)]
@@ -267,6 +269,9 @@ def _order_position(n: int) -> tuple[float, str]:
 
     The k-th smallest and largest cover the median with probability 1 - 2 P(Binomial(n, 1/2) < k).
     """
+    # Take the narrowest pair that covers at least 95 %. For small n the steps between pairs are
+    # large; if this pair covers much more, interpolate towards the next one inside (Hettmansperger
+    # & Sheather): `surplus` is the share of the step that can be given up.
     covers = 1 - 2 * stats.binom.cdf(np.arange(n // 2 + 1) - 1, n, 0.5)
     k = int(np.flatnonzero(covers >= CONFIDENCE)[-1])
     if covers[k] <= _TOO_WIDE:
@@ -281,8 +286,8 @@ def _order_position(n: int) -> tuple[float, str]:
 def _median_positions(n: int) -> Array:
     """Return equally probable positions of the median among n sorted values, 0 to n - 1.
 
-    The median of n draws lies at the quantile Beta((n+1)/2, (n+1)/2), and sorted value i at the
-    quantile (i + 1/2) / n (Hazen).
+    The median of n draws has the quantile Beta((n+1)/2, (n+1)/2), and sorted value i the quantile
+    (i + 1/2) / n (Hazen).
     """
     probabilities = (np.arange(_GRID) + 0.5) / _GRID
     quantiles = stats.beta.ppf(probabilities, (n + 1) / 2, (n + 1) / 2)

@@ -128,10 +128,6 @@ def derived_from(
 ) -> tuple[dict[str, Any], list[str]]:
     """Return the fields that depend on the job's size, and the options of sbatch without a field.
 
-    Args:
-        given: the parameters.
-        resources: of the job that the other parameters make.
-
     Raises:
         InputError: a value has the wrong form, or does not fit the job's size.
     """

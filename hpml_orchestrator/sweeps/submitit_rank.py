@@ -1,6 +1,6 @@
 """What each rank of a submitted function runs: `python -m hpml_orchestrator.sweeps.submitit_rank`.
 
-It takes the pickle of its call, has submitit run the call in a process of its own, and copies
+It takes the pickle of its call, has submitit run the call in a separate process, and copies
 submitit's logs to the job's output. The first start of a job finds the pickle under the run's id,
 which is known before the job's: so a job that starts at once finds it, and one whose submitter was
 killed does too.
@@ -36,9 +36,9 @@ __all__ = ["SIGNAL_AFTER", "HpmlJobEnvironment", "call_pickle", "local_job_id", 
 SIGNAL_AFTER = "HPML_SUBMITIT_SIGNAL_AFTER"
 """Variable: seconds from the start of a call to the signal of its time limit, on this machine."""
 
-_RESTART = 144  # exit status of a call that is to start again in the same job
+_RESTART = 144  # exit status of a call that must start again in the same job
 _LOOK_SECONDS = 0.2
-# submitit's TorchDistributedEnvironment sets these, and refuses to where they are set already.
+# submitit's TorchDistributedEnvironment sets these, and fails if they are already set.
 _TORCH_VARIABLES = "MASTER_ADDR MASTER_PORT RANK WORLD_SIZE LOCAL_RANK LOCAL_WORLD_SIZE".split()
 # A job's signals go to all of its processes; only the call acts on them.
 _SIGNALS = {getattr(signal, f"SIG{name}") for name in "HUP INT TERM USR1 USR2".split()}
@@ -56,7 +56,7 @@ def local_job_id(rid: str) -> str:
 
 
 def call_pickle(folder: str | Path, rid: str) -> Path:
-    """Return where the call of a run lies until its job has an id."""
+    """Return the path of a run's call until its job has an id."""
     return JobPaths.get_first_id_independent_folder(folder) / f"{rid}.pkl"
 
 

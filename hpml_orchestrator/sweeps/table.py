@@ -1,7 +1,7 @@
-"""The table of a sweep: a row for each start of each point, and how far the sweep is.
+"""The table of a sweep: a row for each start of each point, and the progress of the sweep.
 
-What is over is in `rows.jsonl`: each row is collected once and never changes. What is submitted is
-in `state.json` as the scheduler answered last, and what waits follows from the plan.
+Finished rows are in `rows.jsonl`; each is collected once and never changes. Active rows are in
+`state.json` with the scheduler's last answer. Waiting ones follow from the plan.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ if TYPE_CHECKING:
     from hpml_orchestrator.records.store import Store
     from hpml_orchestrator.sweeps.plan import SweepPlan
 
-__all__ = ["FINE", "Progress", "Table", "read_mark"]
+__all__ = ["SUCCESS_STATES", "Progress", "Table", "read_mark"]
 
-FINE = ("COMPLETED", "PRUNED")
+SUCCESS_STATES = ("COMPLETED", "PRUNED")
 """The states of points that ended well."""
 
 _EMPTY = vars(Row(-1))
@@ -35,40 +35,40 @@ _EMPTY = vars(Row(-1))
 
 @dataclass(frozen=True)
 class Progress:
-    """How far a sweep is."""
+    """The progress of a sweep."""
 
     counts: Mapping[str, int] = field(default_factory=dict)  # points by state of their last start
     done: int = 0  # points that are over
-    total: int = 0  # all that are not excluded
-    gpu_hours: float = 0.0  # spent so far, by what is over
+    total: int = 0  # points without the excluded ones
+    gpu_hours: float = 0.0  # spent so far, by finished starts
     core_hours: float = 0.0
-    # Until all points are over, at the rate so far; None where not known.
+    # Until all points are over, at the rate so far; None if unknown.
     eta_seconds: float | None = None
-    waits_for: str = ""  # in a sentence; empty where nothing holds the sweep up
-    finished: bool = False  # whether nothing more will happen by itself
-    next_tick_seconds: float = 0.0  # when to look again
+    waits_for: str = ""  # a sentence; empty if the sweep waits for nothing
+    finished: bool = False  # whether further ticks would do nothing
+    next_tick_seconds: float = 0.0  # until the next tick is useful
 
     @property
     def failed(self) -> int:
         """Points that are over, or never will be, and did not end well."""
-        return self.total - sum(self.counts.get(state, 0) for state in FINE)
+        return self.total - sum(self.counts.get(state, 0) for state in SUCCESS_STATES)
 
 
 class Table:
-    """The rows of a sweep, and what its scheduler said last.
+    """The rows of a sweep, and the scheduler's last answer.
 
     Attributes:
         directory: of the sweep's records.
-        over: the starts that are over, by point and start.
-        out: those that are submitted, or about to be, and not over.
-        limits: what the scheduler takes at once.
-        asked: when it was last asked for the state of jobs, seconds since the epoch.
+        finished: the starts that are over, by point and start.
+        active: those that are submitted, or about to be, and not over.
+        limits: what the scheduler accepts at once.
+        asked: when it was last queried for the state of jobs, seconds since the epoch.
     """
 
     def __init__(self, store: Store, plan: SweepPlan) -> None:
         self.directory = directory_of(store, plan.id)
-        self.over: dict[tuple[int, int], Row] = {}
-        self.out: dict[tuple[int, int], Row] = {}
+        self.finished: dict[tuple[int, int], Row] = {}
+        self.active: dict[tuple[int, int], Row] = {}
         self.limits, self.asked = Limits(), 0.0
         self._plan, self._saved = plan, self._state()
         self._offset, self._torn = 0, False
@@ -80,8 +80,8 @@ class Table:
         state: Mapping[str, Any] = read_mark(self.directory / "state.json")
         if state:
             self.limits, self.asked = Limits(**state["limits"]), state["asked"]
-            rows = [Row(**row) for row in state["out"]]
-            self.out = {(row.point, row.start): row for row in rows}
+            rows = [Row(**row) for row in state["active"]]
+            self.active = {(row.point, row.start): row for row in rows}
             self._saved = state
 
     def _read_rows(self) -> None:
@@ -98,14 +98,14 @@ class Table:
         for line in text[:end].splitlines():
             with contextlib.suppress(ValueError):
                 row = Row(**json.loads(line))
-                self.over[row.point, row.start] = row
+                self.finished[row.point, row.start] = row
 
     def _state(self) -> Mapping[str, Any]:
-        out = [
+        active = [
             {name: value for name, value in vars(row).items() if value != _EMPTY[name]}
-            for row in self.out.values()
+            for row in self.active.values()
         ]
-        known = {"asked": self.asked, "limits": asdict(self.limits), "out": out}
+        known = {"asked": self.asked, "limits": asdict(self.limits), "active": active}
         return {"schema_version": SCHEMA_VERSION, **known}
 
     def save(self) -> None:
@@ -120,11 +120,11 @@ class Table:
         line = json.dumps(vars(row), separators=(",", ":"), default=str)
         append_line(self.directory / "rows.jsonl", f"\n{line}" if self._torn else line)
         self._torn = False
-        self.over[row.point, row.start] = row
-        self.out.pop((row.point, row.start), None)
+        self.finished[row.point, row.start] = row
+        self.active.pop((row.point, row.start), None)
 
     def stopped(self) -> str:
-        """Return why nothing more is submitted; empty where the sweep goes on."""
+        """Return why nothing more is submitted; empty if the sweep continues."""
         return str(read_mark(self.directory / "stopped.json").get("reason", ""))
 
     def resumed(self) -> float:
@@ -132,23 +132,23 @@ class Table:
         return float(read_mark(self.directory / "resumed.json").get("time", 0.0))
 
     def retries(self) -> list[tuple[int, int]]:
-        """Return the starts that are due of points that ended: numbers of point and start."""
+        """Return the retries that are due: numbers of point and start."""
         retry, resumed = self._plan.sweep["retry"], self.resumed()
-        counts = Counter((row.point, row.state) for row in self.over.values())
-        last = {point: row for (point, _), row in sorted(self.over.items())}
+        counts = Counter((row.point, row.state) for row in self.finished.values())
+        last = {point: row for (point, _), row in sorted(self.finished.items())}
         due = []
         for point, row in last.items():
             allowed = counts[point, row.state] <= retry.get(row.state, 0)
             with_sweep = row.state == "CANCELLED" and (row.queued or 0.0) < resumed
-            if (allowed or with_sweep) and (point, row.start + 1) not in self.out:
+            if (allowed or with_sweep) and (point, row.start + 1) not in self.active:
                 due.append((point, row.start + 1))
         return due
 
     def rows(self) -> list[Row]:
-        """Return the rows of what is over, out or waiting, by point and start."""
+        """Return the rows of all starts, finished, active or waiting, by point and start."""
         stopped = self.stopped()
-        found = {key: row for key, row in self.out.items() if row.job_id or not stopped}
-        found |= self.over
+        found = {key: row for key, row in self.active.items() if row.job_id or not stopped}
+        found |= self.finished
         if not stopped:
             found |= {key: Row(*key) for key in self.retries()}
         for point in self._plan.points:
@@ -159,7 +159,7 @@ class Table:
         return [found[key] for key in sorted(found)]
 
     def progress(self, waits_for: str = "") -> Progress:
-        """Return how far the sweep is, as of the last tick; `waits_for` as in `Progress`."""
+        """Return the progress as of the last tick; `waits_for` as in `Progress`."""
         rows, stopped = self.rows(), self.stopped()
         last = {row.point: row for row in rows}
         planned = [row for row in last.values() if row.state != "EXCLUDED"]
@@ -182,7 +182,7 @@ class Table:
 
 
 def read_mark(path: Path) -> Mapping[str, Any]:
-    """Read a record that need not be there; empty where it is not."""
+    """Read a record that may not exist; empty if it does not."""
     try:
         record: Mapping[str, Any] = read_json(path)
     except NotFoundError:

@@ -46,28 +46,21 @@ _TIMES = 3.0  # from this speedup on it is given as a factor
 
 @dataclass(frozen=True)
 class Outcome:
-    """What the runs of a trial showed.
+    """What the runs of a trial showed."""
 
-    Attributes:
-        planned: pairs in the plan. pairs: those of which both runs can be compared.
-        speedup: of the changed job over the original one; None without a pair.
-        whole: whether all of these runs ended by themselves: their total times are compared; else
-            their samples per second.
-        medians: of both jobs, before and after: `samples_per_second`, `data_wait_ratio`,
-            `setup_seconds`, `accuracy`, as far as they are known of both.
-        accuracy_name: what `accuracy` is.
-        failed: runs that are over and cannot be compared, by job: state and reason of the last.
-        unfinished: whether runs are still to come.
-    """
-
-    planned: int
-    pairs: int
-    speedup: Speedup | None
+    planned: int  # pairs in the plan
+    pairs: int  # those of which both runs can be compared
+    speedup: Speedup | None  # of the changed job over the original one; None without a pair
+    # Whether all of these runs ended by themselves: their total times are compared; else their
+    # samples per second
     whole: bool
+    # Of both jobs, before and after: `samples_per_second`, `data_wait_ratio`, `setup_seconds`,
+    # `accuracy`, if known for both
     medians: Mapping[str, tuple[float, float]]
-    accuracy_name: str
+    accuracy_name: str  # what `accuracy` is
+    # Runs that are over and cannot be compared, by job: state and reason of the last
     failed: Mapping[str, tuple[int, str]]
-    unfinished: bool
+    unfinished: bool  # whether runs are still to come
 
 
 def make_trial(
@@ -206,7 +199,7 @@ def _shape(number: int, name: str, job: Job) -> Shape:
 
 
 def _points(count: int, *, seeded: bool) -> Iterator[Point]:
-    """Yield both runs of each repeat; who is first changes, so that a drift favours nobody."""
+    """Yield both runs of each repeat; their order alternates, so that a drift favours neither."""
     for repeat in range(count):
         for place in (0, 1):
             shape = (repeat + place) % 2
@@ -252,12 +245,7 @@ def summary_lines(plan: SweepPlan) -> list[str]:
 
 
 def outcome(plan: SweepPlan, rows: Sequence[Row]) -> Outcome:
-    """Return what a trial showed so far.
-
-    Args:
-        plan: of the trial.
-        rows: of its table.
-    """
+    """Return what a trial showed so far."""
     points = {point.number: point for point in plan.points}
     last = {row.point: row for row in sorted(rows, key=lambda row: row.start)}
     usable: dict[str, dict[int, Row]] = {name: {} for name in _NAMES}
@@ -366,7 +354,7 @@ def _waits(found: Outcome) -> str:
 
 
 def _whole_run(found: Outcome, trial: Mapping[str, Any]) -> Iterator[str]:
-    """Yield how the speed of shortened runs adds up with what comes before the training."""
+    """Yield the speed of a whole run, from that of shortened runs and the time before training."""
     if found.speedup is None:
         return
     if "samples_per_second" in found.medians:

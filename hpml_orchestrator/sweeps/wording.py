@@ -16,7 +16,7 @@ from hpml_orchestrator.diagnosis import templates
 from hpml_orchestrator.diagnosis.templates import number, percent
 from hpml_orchestrator.errors import counted
 from hpml_orchestrator.records.texts import first_few
-from hpml_orchestrator.runs.monitored import numbers
+from hpml_orchestrator.runs.reporting.monitor import numbers
 from hpml_orchestrator.sweeps.communication import Crossover
 from hpml_orchestrator.sweeps.facts import (
     MEASURED,
@@ -50,7 +50,7 @@ UNFINISHED = {"WAITING", "PENDING", "RUNNING", "CONFIGURING", "COMPLETING", "SUS
 _UNSURE = f"; fewer than {MIN_REPEATS} runs each cannot tell them apart"
 _MOST_NAMES = 3
 _SMALL_SHARE = 0.02
-_WIDE = 0.5  # an interval of a serial fraction that says little
+_WIDE = 0.5  # an interval of a serial fraction from which it is called wide
 _CAUSES = {
     "steps": "steps (communication, or too little work per rank)",
     "data wait": "waiting for data",
@@ -215,11 +215,11 @@ def question(report: Report) -> str:
 
 
 def answer(report: Report) -> Iterable[str]:
-    """Return the answer in a few sentences, as far as the data carry one."""
+    """Return the answer in a few sentences, if the data allow one."""
     doubtful = [one for one in report.settings if one.doubt and report.scaling]
     if not report.states.get(MEASURED):
         what = "No run is complete yet" if UNFINISHED & set(report.states) else "No run completed"
-        yield f"{what} ({attempts_text(report.states)}), so there is no answer."
+        yield f"{what} ({attempts_text(report.states)}): no answer is possible."
         return
     more: list[str] = []
     if report.best is None:
@@ -288,7 +288,7 @@ def _scaling(report: Report, best: Setting) -> Iterable[str]:
 
 
 def _no_gain(report: Report, best: Setting, others: Sequence[Setting]) -> Iterable[str]:
-    """Say that no scale is faster than the baseline, and of each whether it is slower."""
+    """Return the answer if no scale is faster than the baseline: which ones are slower."""
     larger = [one for one in others if one.series == best.series and one.speedup]
     found: dict[str, list[Setting]] = {"same": [], "slower": [], "unsure": []}
     for one in larger:
@@ -318,7 +318,7 @@ def _no_gain(report: Report, best: Setting, others: Sequence[Setting]) -> Iterab
 
 
 def _accuracies(report: Report, best: Setting) -> str:
-    """Say to which accuracy the best scale and the baseline trained."""
+    """Return the accuracies of the best scale and the baseline as a sentence."""
     base = next((one for one in report.series[best.series] if one.scale == report.baseline), best)
     shown = [best] if base is best else [best, base]
     if not all(one.accuracy for one in shown):
@@ -334,7 +334,7 @@ def _accuracies(report: Report, best: Setting) -> str:
 
 
 def _limit(setting: Setting, baseline: str) -> Iterable[str]:
-    """Say what the time is lost to at a scale, by phase and by Karp and Flatt."""
+    """Return the causes of lost time at a scale, by phase and by Karp and Flatt."""
     if not setting.lost or not setting.seconds:
         return
     lost = sum(setting.lost.values())
@@ -356,7 +356,7 @@ def _limit(setting: Setting, baseline: str) -> Iterable[str]:
 
 
 def _serial_comment(fraction: Estimate | None, baseline: str) -> str:
-    """Say what a serial fraction means that is none, or is too uncertain."""
+    """Return a comment on a serial fraction outside of 0 to 100 %, or a too uncertain one."""
     if fraction is None:
         return ""
     low, high = fraction.value, fraction.value

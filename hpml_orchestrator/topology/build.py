@@ -1,4 +1,4 @@
-"""What the readers share: cores, domains and devices from what a source tells of them."""
+"""Shared by all readers: builds cores, domains and devices from the data of a source."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 __all__ = [
     "Devices",
     "Place",
-    "adopt_strays",
+    "assign_unplaced_cpus",
     "cores_of_groups",
     "cores_without_siblings",
     "domain_of_cpus",
@@ -43,13 +43,7 @@ _DEPTH_MAX = 200
 def cores_of_groups(
     groups: Iterable[Iterable[int]], sockets: Mapping[int, int], domains: Mapping[int, int]
 ) -> tuple[Core, ...]:
-    """Return cores, numbered in the order of their lowest CPU.
-
-    Args:
-        groups: the CPUs of each core.
-        sockets: CPU -> socket.
-        domains: CPU -> domain.
-    """
+    """Return cores, numbered by their lowest CPU; the maps are CPU -> socket and CPU -> domain."""
     ordered = sorted(tuple(sorted(group)) for group in groups)
     return tuple(
         Core(number, sockets[cpus[0]], domains[cpus[0]], cpus)
@@ -60,9 +54,9 @@ def cores_of_groups(
 def cores_without_siblings(domains: Sequence[Domain]) -> tuple[tuple[Core, ...], str]:
     """Return the cores of a source that has only the CPUs of each domain, and a warning.
 
-    Where the CPUs of every domain are two equal runs the same distance apart (`0-23,96-119` and
-    `24-47,120-143`), these are first and second hardware threads: Linux numbers so on x86. Any
-    other shape proves nothing, and each CPU counts as a core. A domain counts as a socket.
+    If the CPUs of every domain are two equal runs the same distance apart (`0-23,96-119` and
+    `24-47,120-143`), these are first and second hardware threads, as Linux numbers them on x86.
+    Otherwise nothing is known and each CPU counts as a core. A domain counts as a socket.
     """
     homes = {cpu: domain.number for domain in domains for cpu in domain.cpus}
     steps = {_sibling_step(domain.cpus) for domain in domains if domain.cpus}
@@ -79,7 +73,7 @@ def cores_without_siblings(domains: Sequence[Domain]) -> tuple[tuple[Core, ...],
 
 
 def _sibling_step(cpus: Sequence[int]) -> int:
-    """Return the distance of the two equal runs that some CPUs are; 0 where they are not."""
+    """Return the distance between the two equal runs that CPUs form; 0 if they do not."""
     half = len(cpus) // 2
     first, second = cpus[:half], cpus[half:]
     if not first[1:] or len(second) != half or first[-1] - first[0] != half - 1:
@@ -90,16 +84,16 @@ def _sibling_step(cpus: Sequence[int]) -> int:
 
 
 def domain_of_cpus(cpus: Iterable[int], domains: Sequence[Domain]) -> int | None:
-    """Return the one domain that holds all of these CPUs; None where it is none or several."""
+    """Return the domain that holds all of these CPUs; None if there is none or several."""
     wanted = set(cpus)
     holding = [domain.number for domain in domains if wanted & set(domain.cpus)]
     return holding[0] if len(holding) == 1 else None
 
 
 def nearest_with_cpus(number: int, domains: Sequence[Domain]) -> int | None:
-    """Return a domain itself where it has CPUs, else the nearest that has some.
+    """Return the domain itself if it has CPUs, else the nearest one that has some.
 
-    None where distances are unknown or two domains are equally near.
+    None if distances are unknown or two domains are equally near.
     """
     home = next((domain for domain in domains if domain.number == number), None)
     if home is None or home.cpus:
@@ -111,22 +105,21 @@ def nearest_with_cpus(number: int, domains: Sequence[Domain]) -> int | None:
     return ranked[0][1]
 
 
-def adopt_strays(homes: dict[int, int], online: Collection[int], warnings: list[str]) -> None:
-    """Add the CPUs that no domain has to the first that has some, with a warning.
+def assign_unplaced_cpus(
+    homes: dict[int, int], online: Collection[int], warnings: list[str]
+) -> None:
+    """Assign online CPUs without a domain to the first domain that has CPUs, with a warning.
 
-    Args:
-        homes: CPU -> domain; not empty.
-        online: all CPUs.
-        warnings: the warning is added here.
+    `homes` is CPU -> domain, and not empty.
     """
-    strays = set(online) - set(homes)
-    if strays:
+    unplaced = set(online) - set(homes)
+    if unplaced:
         first = min(homes.values())
         warnings.append(
-            f"The NUMA domain of the CPUs {format_list(strays)} is unknown: they count as "
+            f"The NUMA domain of the CPUs {format_list(unplaced)} is unknown: they count as "
             f"domain {first}."
         )
-        homes.update(dict.fromkeys(strays, first))
+        homes.update(dict.fromkeys(unplaced, first))
 
 
 def free_number(used: Collection[int]) -> int:
@@ -159,19 +152,12 @@ def walk(root: ET.Element, tag: str) -> Iterator[tuple[ET.Element, tuple[ET.Elem
 
 @dataclass(frozen=True)
 class Place:
-    """Where a device is.
+    """Where a device is."""
 
-    Attributes:
-        address: PCI address; empty where unknown.
-        domain: NUMA domain; None where unknown.
-        cpus: CPUs near to it; empty where unknown.
-        path: the bridges above it.
-    """
-
-    address: str = ""
-    domain: int | None = None
-    cpus: tuple[int, ...] = ()
-    path: PciPath = field(default_factory=PciPath)
+    address: str = ""  # PCI address; empty if unknown
+    domain: int | None = None  # NUMA domain; None if unknown
+    cpus: tuple[int, ...] = ()  # CPUs near to it; empty if unknown
+    path: PciPath = field(default_factory=PciPath)  # the bridges above it
 
 
 @dataclass
@@ -186,30 +172,19 @@ class Devices:
         self,
         place: Place,
         *,
-        partition: int = 0,
-        number: int = CPUS_MAX,
-        name: str = "",
+        partition: int = 0,  # number among the partitions of this device
+        number: int = CPUS_MAX,  # in the source's library
+        name: str = "",  # in the source
         uuid: str = "",
-        vendor: int = 0,
-        kind: int = 0,
-        named: bool = False,
+        vendor: int = 0,  # of PCI; 0 if unknown
+        kind: int = 0,  # class of PCI (16 bits)
+        named: bool = False,  # whether a compute library or driver knows it
     ) -> None:
-        """Add a GPU, or a partition of one.
-
-        Args:
-            place: where its PCI device is.
-            partition: its number among the partitions of this device.
-            number: what the source's library counts it as.
-            name: what the source calls it.
-            uuid: its UUID.
-            vendor: of PCI; 0 where unknown.
-            kind: class of PCI (16 bits).
-            named: whether a compute library or driver knows it.
-        """
+        """Add a GPU, or a partition of one."""
         address = partition_address(place.address, partition)
         self._paths[address] = place.path
         gpu = Gpu(0, name, address, uuid, domain=place.domain, cpus=place.cpus)
-        # A VGA device beside other GPUs only draws the screen, but for NVIDIA's cards.
+        # A VGA device next to other GPUs only draws the screen, unless it is from NVIDIA.
         self._gpus.append((number, gpu, named or kind != VGA or vendor == NVIDIA))
 
     def add_nic(
@@ -258,7 +233,7 @@ class Devices:
         """Return the GPUs that compute, by number, then PCI address."""
         computing = [entry for entry in self._gpus if entry[2]] or self._gpus
         ordered = sorted(computing, key=lambda entry: (entry[0], address_key(entry[1].address)))
-        # A UUID that several partitions share says nothing about any of them.
+        # A UUID that several partitions share does not identify any of them.
         count = Counter(gpu.uuid for _, gpu, _ in ordered)
         return tuple(
             replace(
@@ -277,7 +252,7 @@ class Devices:
         return tuple(self._nics[name][1] for name in names if self._nics[name][0] == best)
 
     def _level(self, gpu: Gpu, nic: Nic) -> str:
-        """Return how far a GPU is from a card; empty where that is unknown."""
+        """Return the PCI level between a GPU and a card, such as PIX; empty if unknown."""
         path, other = self._paths.get(gpu.address), self._paths.get(nic.address)
         known = gpu.domain is not None and nic.domain is not None
         same = gpu.domain == nic.domain

@@ -23,7 +23,7 @@ def parse_list(text: str) -> tuple[int, ...]:
     """Return the numbers of a list in the kernel's format, ascending, each once.
 
     Raises:
-        ValueError: the text is no such list, or a number is too large.
+        ValueError: the text is not such a list, or a number is too large.
 
     >>> parse_list("0-2,8"), parse_list("")
     ((0, 1, 2, 8), ())
@@ -46,7 +46,7 @@ def parse_mask(text: str) -> tuple[int, ...]:
     An empty word is 0 and `0x` may precede each, as hwloc writes them.
 
     Raises:
-        ValueError: the text is no such mask, or a number is too large.
+        ValueError: the text is not such a mask, or a number is too large.
 
     >>> parse_mask("1,00000003"), parse_mask("0x00000003,,0x1")
     ((0, 1, 32), (0, 64, 65))

@@ -9,7 +9,7 @@ from hpml_orchestrator.errors import InputError
 from hpml_orchestrator.topology.build import (
     Devices,
     Place,
-    adopt_strays,
+    assign_unplaced_cpus,
     cores_of_groups,
     domain_of_cpus,
     nearest_with_cpus,
@@ -39,19 +39,16 @@ _NOT_MAIN_MEMORY = ("GPUMemory", "MCDRAM", "HBM", "SPM", "NVM", "CXL", "DAX")
 def hwloc_topology(root: ET.Element) -> Topology:
     """Return the machine that hwloc exported.
 
-    Args:
-        root: the element `<topology>`.
-
     Raises:
-        InputError: it is no such file.
+        InputError: the file is not from hwloc, or is damaged.
     """
     machine = root.find("object")
     if machine is None:
-        raise InputError("is no hwloc XML: <topology> with an <object> is missing")
+        raise InputError("is not an hwloc XML file: <topology> with an <object> is missing")
     try:
         return _Reader(root, machine).topology()
     except ValueError as error:
-        raise InputError(f"is no hwloc XML that hpml understands: {error}") from None
+        raise InputError(f"is not an hwloc XML file that hpml can read: {error}") from None
 
 
 class _Reader:
@@ -88,7 +85,7 @@ class _Reader:
     def _domains(self) -> tuple[tuple[Domain, ...], dict[int, int]]:
         """Return the domains, and the domain of each CPU.
 
-        A domain of memory alone (of a GPU, HBM, CXL) has the CPUs that are near it in hwloc's XML.
+        In hwloc's XML a domain without CPUs (memory of a GPU, HBM, CXL) lists the CPUs near it.
         A CPU belongs to the smallest domain of main memory that holds it, as in the kernel.
         """
         online = frozenset(_cpu(unit) for unit in self._of_type("PU"))
@@ -103,7 +100,7 @@ class _Reader:
         for number in sorted(nodes, key=lambda n: (_is_special(nodes[n]), len(near[n]), n)):
             for cpu in near[number]:
                 homes.setdefault(cpu, number)
-        adopt_strays(homes or dict.fromkeys(online, min(nodes)), online, self.warnings)
+        assign_unplaced_cpus(homes or dict.fromkeys(online, min(nodes)), online, self.warnings)
         distances = self._distances(sorted(nodes))
         domains = tuple(
             Domain(
@@ -241,7 +238,7 @@ def _cpu(unit: ET.Element) -> int:
 
 def _integer(text: str) -> int:
     if not _INTEGER.fullmatch(text.strip()):
-        raise ValueError(f"{text[:40]!r} is no whole number")
+        raise ValueError(f"{text[:40]!r} is not a whole number")
     return int(text)
 
 

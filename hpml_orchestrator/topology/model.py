@@ -22,105 +22,66 @@ _TEXTS = ("name", "address", "uuid", "parent")
 
 @dataclass(frozen=True)
 class Core:
-    """One physical core.
+    """One physical core."""
 
-    Attributes:
-        number: its number in the node, counted from 0 in the order of its lowest CPU.
-        socket: number of its socket.
-        domain: number of the NUMA domain that its CPUs are in.
-        cpus: its hardware threads, lowest first.
-    """
-
-    number: int
-    socket: int
-    domain: int
-    cpus: tuple[int, ...]
+    number: int  # its number in the node, counted from 0 in the order of its lowest CPU
+    socket: int  # number of its socket
+    domain: int  # number of the NUMA domain that its CPUs are in
+    cpus: tuple[int, ...]  # its hardware threads, lowest first
 
 
 @dataclass(frozen=True)
 class Domain:
-    """One NUMA domain.
+    """One NUMA domain."""
 
-    Attributes:
-        number: the kernel's number of it.
-        cpus: its CPUs; empty for memory alone, such as that of a GPU or CXL.
-        memory_bytes: its memory; 0 where unknown.
-        distances: `(domain, distance)` to every known domain, itself included (10 is local); empty
-            where unknown.
-    """
-
-    number: int
-    cpus: tuple[int, ...]
-    memory_bytes: int = 0
+    number: int  # the kernel's number of it
+    cpus: tuple[int, ...]  # its CPUs; empty for a domain of memory only, such as a GPU's or CXL
+    memory_bytes: int = 0  # its memory; 0 if unknown
+    # `(domain, distance)` to every known domain, itself included (10 is local); empty if unknown
     distances: tuple[tuple[int, int], ...] = ()
 
 
 @dataclass(frozen=True)
 class Gpu:
-    """One GPU, or one MIG instance of one.
+    """One GPU, or one MIG instance of one."""
 
-    Attributes:
-        index: its place among the GPUs of the node, in the order of the source.
-        name: what the source calls it, such as `GPU0`.
-        address: PCI address; empty where unknown. Partitions of a GPU (AMD's TPX and CPX
-            modes) differ in its last digit, as AMD's tools write it.
-        uuid: of the device or the MIG instance; empty where unknown.
-        parent: UUID (or PCI address) of the GPU that a MIG instance is part of; else empty.
-        domain: NUMA domain with CPUs that it is nearest to; None where unknown. A source may name
-            a domain whose CPUs it does not have (nvidia-smi).
-        cpus: CPUs that are local to it; empty where unknown.
-    """
-
-    index: int
-    name: str
+    index: int  # its place among the GPUs of the node, in the order of the source
+    name: str  # what the source calls it, such as `GPU0`
+    # PCI address; empty if unknown. Partitions of a GPU (AMD's TPX and CPX modes) differ in its
+    # last digit, as AMD's tools write it
     address: str = ""
-    uuid: str = ""
-    parent: str = ""
+    uuid: str = ""  # of the device or the MIG instance; empty if unknown
+    parent: str = ""  # UUID (or PCI address) of the GPU that a MIG instance is part of; else empty
+    # NUMA domain with CPUs that it is nearest to; None if unknown. A source may name a domain
+    # whose CPUs it does not have (nvidia-smi)
     domain: int | None = None
-    cpus: tuple[int, ...] = ()
+    cpus: tuple[int, ...] = ()  # CPUs that are local to it; empty if unknown
 
 
 @dataclass(frozen=True)
 class Nic:
-    """One network card (or port) that ranks may talk through.
+    """One network card (or port) that ranks may talk through."""
 
-    Attributes:
-        name: such as `mlx5_0`.
-        address: PCI address; empty where unknown.
-        domain: NUMA domain that it is nearest to; None where unknown.
-        cpus: CPUs that are local to it; empty where unknown.
-    """
-
-    name: str
-    address: str = ""
-    domain: int | None = None
-    cpus: tuple[int, ...] = ()
+    name: str  # such as `mlx5_0`
+    address: str = ""  # PCI address; empty if unknown
+    domain: int | None = None  # NUMA domain that it is nearest to; None if unknown
+    cpus: tuple[int, ...] = ()  # CPUs that are local to it; empty if unknown
 
 
 @dataclass(frozen=True)
 class Topology:
-    """A node.
+    """A node."""
 
-    Attributes:
-        source: `sysfs`, `hwloc XML`, `NCCL XML` or `nvidia-smi topo -m`.
-        cores: all cores that are online, by number.
-        domains: all NUMA domains, by number.
-        gpus: all GPUs, by index.
-        nics: all network cards, by name.
-        links: `(GPU's name, NIC's name, level)`, where level is how far apart they are on PCI, in
-            nvidia-smi's terms: PIX, PXB, PHB, NODE, SYS; unknown ones are left out.
-        warnings: what was missing or inferred, one sentence each.
-        sockets_told: whether the source has sockets; else each domain counts as one.
-    """
-
-    source: str
-    cores: tuple[Core, ...]
-    domains: tuple[Domain, ...]
-    gpus: tuple[Gpu, ...] = ()
-    nics: tuple[Nic, ...] = ()
+    source: str  # `sysfs`, `hwloc XML`, `NCCL XML` or `nvidia-smi topo -m`
+    cores: tuple[Core, ...]  # all cores that are online, by number
+    domains: tuple[Domain, ...]  # all NUMA domains, by number
+    gpus: tuple[Gpu, ...] = ()  # all GPUs, by index
+    nics: tuple[Nic, ...] = ()  # all network cards, by name
+    # `(GPU's name, NIC's name, level)` with nvidia-smi's level of their PCI connection: PIX, PXB,
+    # PHB, NODE, SYS; unknown ones are left out
     links: tuple[tuple[str, str, str], ...] = ()
-    warnings: tuple[str, ...] = ()
-    sockets_told: bool = True
+    warnings: tuple[str, ...] = ()  # what was missing or inferred, one sentence each
+    sockets_told: bool = True  # whether the source has sockets; else each domain counts as one
 
     @property
     def cpus(self) -> frozenset[int]:
@@ -180,7 +141,7 @@ def topology_of_json(data: Any) -> Topology:
     except (TypeError, AttributeError) as error:
         reason = f"a value is of the wrong type: {error}"
     raise InputError(
-        f"is no topology as `hpml topo --json` writes it: {reason}",
+        f"is not a topology from `hpml topo --json`: {reason}",
         hint="hpml topo --json > node.json",
     )
 

@@ -34,11 +34,8 @@ _INTERFACE = re.compile(r"eth|en[opsx]|ib[0-9]|bond|wl|$")  # what is no RDMA de
 def nccl_topology(root: ET.Element) -> Topology:
     """Return the node that a NCCL or RCCL topology file describes.
 
-    Args:
-        root: the element `<system>`.
-
     Raises:
-        InputError: it is no such file, or describes several nodes.
+        InputError: the file is not from NCCL, is damaged, or describes several nodes.
     """
     parts = root.findall("cpu")
     if not parts:
@@ -199,7 +196,7 @@ def _domain_number(part: ET.Element) -> int | None:
 
 def _number(text: str) -> int:
     if not re.fullmatch("[0-9]{1,9}", text) or int(text) >= CPUS_MAX:
-        raise ValueError(f"{text[:40]!r} is no number of a device or domain")
+        raise ValueError(f"{text[:40]!r} is not the number of a device or domain")
     return int(text)
 
 
@@ -208,4 +205,4 @@ def _hex(element: ET.Element, name: str) -> int:
     try:
         return int(text[:12], 16)
     except ValueError:
-        raise ValueError(f"{name}={text[:40]!r} is no number in hexadecimal") from None
+        raise ValueError(f"{name}={text[:40]!r} is not a hexadecimal number") from None

@@ -85,7 +85,7 @@ def read_nvidia_smi(text: str) -> Topology:
     """Return the node; what the matrix does not have (memory, sockets) is missing there too.
 
     Raises:
-        InputError: it is no such text, or rows are missing.
+        InputError: the text is not from nvidia-smi, or rows are missing.
     """
     header: _Header | None = None
     rows: dict[str, _Row] = {}
@@ -102,12 +102,14 @@ def read_nvidia_smi(text: str) -> Topology:
                 raise InputError(f"line {number}: a second row for {name}")
             rows[name] = _row(line, header, number)
     if header is None:
-        raise InputError("is no output of nvidia-smi topo -m: a line of GPU0, GPU1, … is missing")
+        raise InputError(
+            "is not the output of nvidia-smi topo -m: the line GPU0, GPU1, … is missing"
+        )
     gpus = [name for name in header.devices if name.startswith("GPU")]
     lost = [name for name in gpus if name not in rows]
     if lost:
         raise InputError(
-            f"is cut off: there is no row for {', '.join(lost)}",
+            f"is cut off: rows are missing for {', '.join(lost)}",
             hint="save it again: nvidia-smi topo -m > topo.txt",
         )
     cards = {name: legend.get(name, name) for name in header.devices if name not in gpus}
@@ -117,7 +119,7 @@ def read_nvidia_smi(text: str) -> Topology:
 
 
 def _header(line: str) -> _Header | None:
-    """Return the header that a line is; None where it is none."""
+    """Parse a line as a header; None if it is not one."""
     expanded = line.expandtabs(8)
     words = expanded.split()
     if not words or not re.fullmatch(r"GPU[0-9]+", words[0]) or "X" in words:
@@ -150,7 +152,7 @@ def _row(line: str, header: _Header, number: int) -> _Row:
         # The columns are one or two tabs wide: where all are filled, empty cells are padding;
         tails = [cell for cell in tails if cell]
     elif not by_tab:
-        tails = []  # without tabs nobody knows which column is blank
+        tails = []  # without tabs it is unknown which column is blank
     elif len(tails) > len(header.tails) and _MEMORIES in header.tails:
         tails = [*tails[:2], tails[-1]]  # else one before the last column is.
     return _Row(levels, dict(zip(header.tails, tails)))
@@ -208,8 +210,8 @@ def _domains(
     """Return the domain of each GPU that has a known one, and all domains by number.
 
     A GPU names one domain, none (N/A), or several: that of its CPUs with those of GPU memory
-    (`0,2-17` on a GB200), or all that a virtual machine has (`0-1`). Without one number the CPUs
-    decide: those of a domain that is named are that domain, others are one of their own.
+    (`0,2-17` on a GB200), or all domains of a virtual machine (`0-1`). If it does not name one
+    number, its CPUs decide: they belong to a named domain, or else form a new one.
 
     Args:
         rows: GPU -> row.

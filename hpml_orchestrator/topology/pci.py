@@ -1,4 +1,4 @@
-"""PCI addresses and classes, and how far apart two devices are."""
+"""PCI addresses and classes, and the distance between two devices."""
 
 from __future__ import annotations
 
@@ -39,10 +39,10 @@ class PciPath:
     """What is between a device and its host.
 
     Attributes:
-        bridges: from the host bridge on; empty where unknown.
+        bridges: from the host bridge on; empty if unknown.
         own: those of `bridges` that are part of the device's own package.
         hops: how many bridges below the common one still make a single switch: 1 where both ports
-            of a switch are listed, 0 where a switch is one entry.
+            of a switch are listed, 0 if a switch is one entry.
     """
 
     bridges: tuple[str, ...] = ()
@@ -51,7 +51,7 @@ class PciPath:
 
 
 def full_address(text: str) -> str:
-    """Return an address complete and in lower case; empty where the text is none.
+    """Return an address complete and in lower case; empty if the text is not one.
 
     >>> full_address("C7:00.0"), full_address("00000000:C7:00.0"), full_address("card0")
     ('0000:c7:00.0', '0000:c7:00.0', '')
@@ -100,12 +100,7 @@ def nic_rank(name: str, device_class: int, vendor: int, *, rdma: bool) -> int:
 
     0 is a card of the fabric (InfiniBand, Omni-Path, Slingshot, EFA), 1 another RDMA device (RoCE),
     2 a network interface on a card of the fabric (IPoIB), 3 Ethernet, 4 a card without a name.
-
-    Args:
-        name: of the device or interface; empty where unknown.
-        device_class: of PCI (16 bits); 0 where unknown.
-        vendor: of PCI; 0 where unknown.
-        rdma: whether the name is an RDMA device's.
+    What is unknown is empty or 0. `rdma` means that the name is an RDMA device's.
     """
     fabric = device_class in _FABRIC_CLASSES
     if not name:
@@ -118,7 +113,7 @@ def nic_rank(name: str, device_class: int, vendor: int, *, rdma: bool) -> int:
 
 
 def level(path: PciPath, other: PciPath, *, same_domain: bool) -> str:
-    """Return how far apart two devices are: PIX, PXB, PHB, NODE or SYS, as `nvidia-smi` has it.
+    """Return the distance between two devices as in `nvidia-smi`: PIX, PXB, PHB, NODE or SYS.
 
     PIX is one switch between them, PXB several, PHB the host bridge, NODE two host bridges of one
     NUMA domain, SYS two domains.

@@ -32,7 +32,7 @@ def read_topology(source: str | os.PathLike[str]) -> Topology:
 
     Raises:
         InputError: the format is unknown, or the file is damaged; names the file.
-        NotFoundError: there is no such file.
+        NotFoundError: the file does not exist.
     """
     path = os.fspath(source)
     if os.path.isdir(path):
@@ -59,15 +59,11 @@ def decode(data: bytes, *, name: str) -> str:
     try:
         return data.decode("utf-8")
     except UnicodeDecodeError:
-        raise InputError(f"{name}: is no text in UTF-8", hint=_HINT) from None
+        raise InputError(f"{name}: is not UTF-8 text", hint=_HINT) from None
 
 
 def topology_of_text(text: str, *, name: str = "topology") -> Topology:
     """Return the topology that a text describes.
-
-    Args:
-        text: the whole text of the file.
-        name: what to call it in errors.
 
     Raises:
         InputError: the format is unknown, or the text is damaged.
@@ -86,24 +82,24 @@ def _read_by_content(text: str) -> Topology:
         try:
             return topology_of_json(json.loads(body))
         except (ValueError, RecursionError) as error:
-            raise InputError(f"is no JSON: {error}", hint=_HINT) from None
+            raise InputError(f"is not valid JSON: {error}", hint=_HINT) from None
     if body.startswith("<"):
         root = parse_xml(body)
         if root.tag == "topology":
             return hwloc_topology(root)
         if root.tag == "system":
             return nccl_topology(root)
-        raise InputError(f"is XML that describes no machine: <{root.tag[:40]}>", hint=_HINT)
+        raise InputError(f"is XML but not a machine's topology: <{root.tag[:40]}>", hint=_HINT)
     if looks_like_nvidia_smi(text):
         return read_nvidia_smi(text)
-    raise InputError("describes no machine in a format that hpml knows", hint=_HINT)
+    raise InputError("is not a topology in a known format", hint=_HINT)
 
 
 def parse_xml(text: str) -> ET.Element:
     """Return the root of an XML document of bounded size.
 
     Raises:
-        InputError: it is no XML, is cut off, or defines entities, which could grow without bound.
+        InputError: the text is not XML, is cut off, or defines entities, which may expand forever.
     """
     if "<!ENTITY" in text:
         raise InputError(
@@ -118,13 +114,13 @@ def parse_xml(text: str) -> ET.Element:
                 f"the XML is cut off: it ends at line {error.position[0]} with elements still open",
                 hint="copy or export the file again",
             ) from None
-        raise InputError(f"is no valid XML: {error}") from None
+        raise InputError(f"is not valid XML: {error}") from None
     except (ValueError, LookupError) as error:  # a declared encoding that Python does not know
-        raise InputError(f"is no valid XML: {error}") from None
+        raise InputError(f"is not valid XML: {error}") from None
 
 
 def _read_tree(path: str) -> Topology:
-    """Return the topology in a copy of /sys; /proc counts where it was copied, too."""
+    """Return the topology in a copy of /sys; a copy of /proc next to it is also read."""
     for sys_root, proc_root in (
         (os.path.join(path, "sys"), os.path.join(path, "proc")),
         (path, os.path.join(path, os.pardir, "proc")),

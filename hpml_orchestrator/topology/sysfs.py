@@ -11,7 +11,7 @@ from hpml_orchestrator.errors import InputError
 from hpml_orchestrator.topology.build import (
     Devices,
     Place,
-    adopt_strays,
+    assign_unplaced_cpus,
     cores_of_groups,
     domain_of_cpus,
     nearest_with_cpus,
@@ -91,7 +91,7 @@ def _domains(
     if not homes:
         warnings.append("The kernel has no NUMA domains: all CPUs count as domain 0.")
         return (Domain(0, tuple(sorted(online)), _memory(_read_text(proc_root, "meminfo"))),)
-    adopt_strays(homes, online, warnings)
+    assign_unplaced_cpus(homes, online, warnings)
     return tuple(
         Domain(
             number,
@@ -104,13 +104,13 @@ def _domains(
 
 
 def _memory(meminfo: str) -> int:
-    """Return the total of a meminfo file in bytes; 0 where it has none."""
+    """Return the total of a meminfo file in bytes; 0 if it has none."""
     match = re.search(r"MemTotal:\s*([0-9]{1,15}) kB", meminfo)
     return int(match[1]) * _KIB if match else 0
 
 
 def _distances(text: str, numbers: Sequence[int]) -> tuple[tuple[int, int], ...]:
-    """Return the distances to all domains; none where the counts differ."""
+    """Return the distances to all domains; none if the counts differ."""
     words = re.findall(r"[0-9]{1,9}", text)
     return tuple(zip(numbers, map(int, words))) if len(words) == len(numbers) else ()
 
@@ -168,7 +168,7 @@ def _read_cpus(*parts: str, mask: str = "") -> tuple[int, ...]:
 
 
 def _list_directory(*parts: str) -> list[str]:
-    """Return the sorted names in a directory; none where it is missing."""
+    """Return the sorted names in a directory; none if it is missing."""
     try:
         return sorted(os.listdir(os.path.join(*parts)))
     except OSError:
@@ -196,7 +196,7 @@ class _PciDevices:
                 self.children.setdefault(chain[depth], set()).add(below)
 
     def number(self, address: str, name: str) -> int:
-        """Return a number of a device in hexadecimal; 0 where unknown."""
+        """Return a number of a device in hexadecimal; 0 if unknown."""
         text = _read_text(self.bus, address, name)
         return int(text, 16) if re.fullmatch(r"(0x)?[0-9a-fA-F]{1,8}", text) else 0
 
@@ -230,7 +230,7 @@ class _PciDevices:
             # The domain of a GPU's own memory has no CPUs: those of the nearest count.
             homes = [home for home in self.domains if home.number == domain]
             local = local or (homes[0].cpus if homes else ())
-        elif set(local) == self.cpus:  # the kernel's answer where it does not know
+        elif set(local) == self.cpus:  # the kernel's answer if it does not know
             domain, local = None, ()
         else:
             domain = domain_of_cpus(local, self.domains)

@@ -51,7 +51,6 @@ import hpml_orchestrator.staging.distribution as D
 from hpml_orchestrator.staging.sources import TreeSource
 RANGE = struct.Struct(">HQQ")
 class Remote(TreeSource):
-    kind = "stand-in"
     def reader(self, plan):
         return Reader(plan)
 class Reader:
@@ -75,7 +74,7 @@ class Reader:
     def close(self):
         for sock in self.open:
             sock.close()
-D.open_source = lambda request, retry, room, **_: Remote(request.source, retry)
+D.open_source = lambda request, retry, most, **_: Remote(request.source, retry, "stand-in")
 """
 
 
@@ -174,8 +173,8 @@ def measured(files: int, size: int, nodes: int) -> dict[str, float]:
     """The model's estimate for this benchmark's network."""
     link = LINK_MEGABITS * 1e6 / 8
     rates = Rates(
-        shared_rate=link, node_rate=link, link_rate=link, disk_rate=1e9,
-        metadata_rate=OPENS_AT_ONCE / OPEN_SECONDS, open_seconds=OPEN_SECONDS, parallel=16,
+        shared_rate=link, link_rate=link, disk_rate=1e9,
+        metadata_rate=OPENS_AT_ONCE / OPEN_SECONDS,
     )  # fmt: skip
     return {
         way: seconds_of(way, size=files * size, files=files, nodes=nodes, rates=rates)
@@ -186,7 +185,6 @@ def measured(files: int, size: int, nodes: int) -> dict[str, float]:
 def on_paper() -> None:
     """The model for large jobs, with its inputs."""
     print("\non paper: 150 GB in 1,281,167 files (the size of ImageNet-1k), by the model with its")
-    print(f"defaults: {Rates().filled()}")
     for nodes in (4, 16, 64, 256, 1024):
         choice = choose(size=150 * 10**9, files=1_281_167, nodes=nodes)
         shared, chain = choice.seconds["shared"], choice.seconds["chain"]

@@ -91,30 +91,6 @@ def test_nodes_that_are_down_are_told_and_waited_for(desk: Desk) -> None:
         desk.slurm("scontrol", "update", f"nodename={node}", "state=resume")
 
 
-@pytest.mark.parametrize(
-    ("option", "code"),
-    [
-        ("--licenses=matlab:7", ""),
-        ("--licenses=matlab:8", "license.most"),
-        ("--licenses=matlap", "license.unknown"),
-        ("--reservation=nope", "reservation.unknown"),
-        ("--gres=lustre:1", "gres.unknown"),
-    ],
-)
-def test_what_an_option_names_is_what_slurm_knows(
-    desk: Desk, slurm_cluster: SlurmCluster, option: str, code: str
-) -> None:
-    """The check finds an error exactly if sbatch refuses the option."""
-    with slurm_cluster.configured("Licenses=matlab:7"):
-        file = desk.job("named", command=["true"], resources={**SHORT, "extra": [option]})
-        report = desk.json("check", file, code=2 if code else 0)
-        asked = slurm_cluster.run("sbatch", "--test-only", option, "--wrap=true", check=False)
-    found = [one["code"] for one in report["findings"] if one["level"] == "error"]
-    assert found == [code] * bool(code)
-    assert (asked.returncode != 0) == bool(code), asked.stderr
-    assert report["not_checked"] == [option] * (code == "reservation.unknown")
-
-
 def test_placeholders_of_an_array(desk: Desk) -> None:
     """Each task has the id that Slurm gave it, its own run, and the variables of setup."""
     words = ["{job.id}", "{run.id}", "{env.SLURM_ARRAY_JOB_ID}_{array.index}", "{env.MADE}"]

@@ -13,6 +13,7 @@ from tests.cluster.hpml_on_slurm import PYTHON, Desk
 SHORT = {
     "communication": ("communication.yaml", ("--method=topk", "--target-accuracy=0.9")),
     "lm": ("lm.yaml", ("--steps=20", "--parallel=fsdp")),
+    "trees": ("trees.yaml", ("--trees=200", "--epochs=1")),
     "mine": ("job.yaml", ("--steps=50",)),
 }
 

@@ -58,4 +58,4 @@ def test_jobs_wait_for_other_runs(desk: Desk) -> None:
     (state,) = desk.json("status", "never-")
     assert state["reason"] == f"did not start: it waited for {bad} (ok), which ended otherwise"
     refused = desk.hpml("submit", chain, "--after", bad, code=2)
-    assert f"{bad} ended FAILED, and the job is to start only after it completed" in refused.stderr
+    assert f"{bad} ended FAILED, and the job should start only after it completed" in refused.stderr

@@ -70,7 +70,7 @@ def test_a_chain_brings_it_to_both_nodes(desk: Desk, data: Path) -> None:
     (stage,) = ran["summary"]["stages"]
     assert (stage["nodes"], stage["files"], stage["methods"]) == (2, 2 * FILES, ["chain"])
     assert len(stage["digests"]) == 1
-    assert log.count("hpml: data comes to 2 nodes by chain, as asked for\n") == 1
+    assert log.count("hpml: data comes to 2 nodes by chain, as requested\n") == 1
     assert log.splitlines().count(str(FILES)) == 2
 
 

@@ -33,10 +33,9 @@ import PIL.Image
 
 STARTED = time.perf_counter()
 if TYPE_CHECKING:
-    from training_jobs import ddp_images, hpml_checkpoint, images_common
+    from training_jobs import ddp_images, hpml_checkpoint
 else:
     import ddp_images
-    import images_common
 
     import hpml_checkpoint
 
@@ -136,15 +135,13 @@ def main() -> None:
 
     hpml_checkpoint.Checkpoints._publish = slowly  # type: ignore[assignment,method-assign]
     time.sleep(max(0.0, faults.get("start", 0) - (time.perf_counter() - STARTED)))
-    prepare = images_common.prepare
+    load = ddp_images.load
 
-    def prepare_with_faults(*arguments: Any) -> Any:
-        run = prepare(*arguments)
+    def load_with_faults(run: Any) -> None:
         Faults(run, faults)  # the hooks keep it
-        return run
+        load(run)
 
-    common: Any = images_common
-    common.prepare = prepare_with_faults
+    ddp_images.load = load_with_faults
     ddp_images.main(others)
 
 

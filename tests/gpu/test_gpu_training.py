@@ -43,7 +43,7 @@ def test_one_gpu_trains_under_nccl_with_mixed_precision(
     assert "resumed from" in printed
     assert result["test_accuracy"] >= 0.95
     assert (result["device"] == "cpu") == (DEVICE == "cpu")
-    assert result["amp"] in ({"float16"} if amp == "fp16" else {"bfloat16", "float16"})
+    assert result["amp"] in ({"fp16"} if amp == "fp16" else {"bf16", "fp16"})
     assert result["samples_per_second"] > 0
     print_figures("images, cnn", **{name: result[name] for name in FIGURES})
 
@@ -56,4 +56,4 @@ def test_a_resnet_18_reaches_its_accuracy(digits: Path, tmp_path: Path) -> None:
     result, _ = Started(*script, output=tmp_path, launcher=TORCHRUN).finish()
     print_figures("images, ResNet-18", **{name: result[name] for name in FIGURES})
     assert result["test_accuracy"] >= 0.97
-    assert (result["model"], result["amp"]) == ("resnet18", "bfloat16")
+    assert (result["model"], result["amp"]) == ("resnet18", "bf16")

@@ -18,7 +18,7 @@ from deploy.gpusim.gpusim import Event, Process, State, a100
 from hpml_orchestrator.node.monitor import Monitor
 from hpml_orchestrator.node.options import MonitorOptions
 from hpml_orchestrator.records.store import Attempt
-from hpml_orchestrator.runs.monitored import monitor_lines, monitored_nodes
+from hpml_orchestrator.runs.reporting.monitor import monitor_lines, monitored_nodes
 from tests.patience import eventually
 
 if TYPE_CHECKING:

@@ -176,6 +176,19 @@ def test_without_a_channel_nothing_happens(monkeypatch: pytest.MonkeyPatch) -> N
     channel.close()
 
 
+@pytest.mark.parametrize("prefix", ["", "HOROVOD_", "OMPI_COMM_WORLD_"])
+def test_the_rank_is_the_launchers(monkeypatch: pytest.MonkeyPatch, prefix: str) -> None:
+    """It is read from the variables of torchrun, horovodrun and mpirun; torchrun's come first."""
+    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "HPML_CHANNEL"):
+        monkeypatch.delenv(name, raising=False)
+    if prefix == "":
+        monkeypatch.setenv("HOROVOD_RANK", "7")
+    for name, value in (("RANK", "3"), ("LOCAL_RANK", "1"), ("SIZE", "4")):
+        monkeypatch.setenv(prefix + name if prefix or name != "SIZE" else "WORLD_SIZE", value)
+    found = hpml_channel.Channel.from_env()._who
+    assert found == {"rank": 3, "local_rank": 1, "world_size": 4}
+
+
 @pytest.mark.parametrize(
     "name", [f"hpml/test/{uuid.uuid4().hex}", "x" * 500], ids=["nobody", "too long"]
 )

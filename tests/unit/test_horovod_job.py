@@ -11,7 +11,6 @@ import uuid
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -67,7 +66,7 @@ def fused(timeline: Path) -> bool:
 def test_two_ranks_of_horovodrun_reach_the_accuracy_and_report_it(
     digits: Path, tmp_path: Path
 ) -> None:
-    """0.95 on the test set from two different beginnings, and every phase of both ranks told."""
+    """0.95 on the test set, and every phase of both ranks is reported."""
     file, timeline = tmp_path / "events.jsonl", tmp_path / "timeline.json"
     command = [TRAIN, "--data", digits, "--epochs", 6, "--output", tmp_path]
     command += ["--target-accuracy", 0.95, "--checkpoint", tmp_path / "c"]
@@ -75,12 +74,11 @@ def test_two_ranks_of_horovodrun_reach_the_accuracy_and_report_it(
     with ChannelReader(f"hpml/test/{uuid.uuid4().hex}", file, "n1") as reader:
         done = horovodrun(2, command, HPML_CHANNEL=reader.name, HOROVOD_TIMELINE=str(timeline))
     assert done.returncode == 0, done.stderr
-    assert ": 2 different among 2 ranks, equal after the broadcast" in done.stdout
     result = result_of(tmp_path)
     assert result["test_accuracy"] >= 0.95
     assert 0 < result["seconds_to_accuracy"] <= result["train_seconds"]
     assert (result["world_size"], result["epochs"], result["controller"]) == (2, 6, "gloo")
-    assert (result["fusion_threshold_bytes"], result["cycle_time_ms"]) == (8 * 2**20, 2.5)
+    assert (result["fusion_threshold_mb"], result["cycle_time_ms"]) == (8, 2.5)
     assert fused(timeline)
     found = list(events.read(file))
     assert reader.refused == 0
@@ -104,7 +102,7 @@ def test_mpi_and_ddp_train_the_same_as_each_other(few: Path, tmp_path: Path) -> 
     assert "improperly" not in done.stderr
     result = result_of(tmp_path)
     assert (result["controller"], result["world_size"]) == ("mpi", 2)
-    assert result["fusion_threshold_bytes"] == 0
+    assert result["fusion_threshold_mb"] == 0
     assert not fused(timeline)
     torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
     ddp = run([*torchrun, JOBS / "ddp_images.py", *common])
@@ -114,13 +112,11 @@ def test_mpi_and_ddp_train_the_same_as_each_other(few: Path, tmp_path: Path) -> 
 
 
 LOST = """
-import contextlib, sys
+import sys
 sys.path.insert(0, sys.argv[1])
 import horovod.torch as hvd
 import horovod_images
 def alone(optimizer, names, **how):
-    optimizer.synchronize = lambda: None
-    optimizer.skip_synchronize = contextlib.nullcontext
     return optimizer
 hvd.DistributedOptimizer = alone
 horovod_images.main(sys.argv[2:])
@@ -156,8 +152,7 @@ def test_a_resumed_training_ends_with_the_weights_of_one_that_was_not(
     _, whole = weights(tmp_path / "whole")
     weights(tmp_path / "part", "--stop-after-epochs", 2)
     said, resumed = weights(tmp_path / "part")
-    assert "2 epochs and 0 steps are done" in said
-    assert ": 1 different among 2 ranks" in said
+    assert ": 2 epochs, " in said
     assert whole.keys() == resumed.keys()
     assert all(torch.equal(whole[name], resumed[name]) for name in whole)
 
@@ -175,7 +170,7 @@ def test_half_precision_and_groups_train_as_well(few: Path, tmp_path: Path) -> N
     assert done.returncode == 0, done.stderr
     result = result_of(tmp_path)
     assert (result["compression"], result["groups"], result["stopped"]) == ("fp16", 2, True)
-    assert done.stdout.count("stopping in epoch ") == 1
+    assert done.stdout.count("stopped: ") == 1
 
 
 def test_a_missing_directory_ends_all_ranks(tmp_path: Path) -> None:
@@ -195,34 +190,6 @@ def test_ranks_that_horovod_does_not_know_are_refused(few: Path) -> None:
     assert done.returncode == 2
     assert "WORLD_SIZE is 2, but Horovod sees 1 ranks" in done.stderr
     assert len(done.stderr.splitlines()) == 1
-
-
-@pytest.mark.parametrize("world_size", [1, 2, 8])
-def test_the_learning_rate_is_scaled_after_a_warm_up(world_size: int) -> None:
-    """It begins at one rank's, reaches the world's at the end of the warm-up, and ends at 0."""
-    sys.path.insert(0, str(JOBS))
-    try:
-        common = load(JOBS / "images_common.py")
-    finally:
-        sys.path.remove(str(JOBS))
-    group: dict[str, float] = {}
-    run = SimpleNamespace(
-        options=SimpleNamespace(lr=1.0, lr_warmup_epochs=2, epochs=6),
-        data=SimpleNamespace(train_steps=10),
-        ranks=SimpleNamespace(world_size=world_size),
-        optimizer=SimpleNamespace(param_groups=[group]),
-    )
-    rates = []
-    for step in range(61):
-        run.position = SimpleNamespace(epoch=0, step=step)
-        common.set_learning_rate(run)
-        rates.append(group["lr"])
-    assert rates[0] == pytest.approx(1)
-    assert rates[10] == pytest.approx((1 + world_size) / 2)
-    assert rates[20] == pytest.approx(world_size)
-    assert rates[:21] == sorted(rates[:21])
-    assert rates[20:] == sorted(rates[20:], reverse=True)
-    assert rates[60] == pytest.approx(0)
 
 
 @pytest.mark.parametrize(

@@ -215,7 +215,7 @@ def test_two_jobs_of_one_port_are_both_monitored(desk: Watched) -> None:
     first, second = (ports[job["id"]] for job in desk.jobs)
     assert first == port != second
     assert "the job's monitor" not in outputs[0]
-    assert f"monitor listens at 127.0.0.1:{second}: port {port} is another's" in outputs[1]
+    assert f"monitor listens at 127.0.0.1:{second}: port {port} is in use" in outputs[1]
     for job in desk.jobs:
         training = desk.json("show", job["id"])["summary"]["monitor"]["training"]
         assert training["samples"] >= SAMPLES

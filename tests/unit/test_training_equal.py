@@ -110,7 +110,7 @@ def test_the_other_ways_to_compute(few: Path, tmp_path: Path) -> None:
     losses = [float(loss) for loss in re.findall(r"loss ([\d.]+)", done.stdout)]
     assert losses[-1] < losses[0]
     result = result_of(tmp_path)
-    assert (result["model"], result["amp"]) == ("resnet18", "bfloat16")
+    assert (result["model"], result["amp"]) == ("resnet18", "bf16")
     profile = read_profile(tmp_path / "profile")
     assert profile is not None
     assert (profile.steps, profile.ranks) == (5, (0,))

@@ -14,7 +14,7 @@ import pytest
 
 from hpml_orchestrator.node.channel import ChannelReader
 from hpml_orchestrator.records import events
-from hpml_orchestrator.runs.summary import Timeline, phases
+from hpml_orchestrator.runs.reporting.summary import Timeline, phases
 from tests.patience import eventually
 from tests.unit.training_runs import (
     DIGITS,
@@ -105,7 +105,7 @@ def test_two_ranks_reach_the_accuracy_and_report_it(digits: Path, tmp_path: Path
     took = {phase.name: phase.seconds for phase in phases(Timeline(found), queued=found[0].time)}
     in_phases = took["warm-up"] + took["training"]
     assert 0 < result["seconds_to_accuracy"] <= result["train_seconds"] <= in_phases + 0.05
-    parts = sum(result[f"{part}_seconds"] for part in ("step", "evaluation", "checkpoint"))
+    parts = sum(result[f"{part}_seconds"] for part in ("steady", "evaluation", "checkpoint"))
     assert 0 < parts <= result["train_seconds"]
 
 
@@ -126,20 +126,20 @@ LIVES = f"""
 import json, os, signal, sys
 from pathlib import Path
 sys.path.insert(0, {str(JOBS)!r})
-import ddp_images, images_common, images_data
+import ddp_images, images_data
 from hpml_orchestrator.node.startup import free_port
 notes, lives, arguments = Path(sys.argv[1]), json.loads(sys.argv[2]), sys.argv[3:]
 read, phase, training = [], ["start"], []
 fetch, train_step = images_data.Images.__getitem__, ddp_images.train_step
-prepare, evaluate = images_common.prepare, images_common.evaluate
+load, evaluate = ddp_images.load, ddp_images.evaluate
 
-def prepared(*args):
-    training.append(prepare(*args))
-    return training[0]
+def noted_load(run):
+    training.append(run)
+    load(run)
 
 def noted_step(run, images, labels):
     phase[0] = "step"
-    step = images_common.global_step(run)
+    step = run.at.step
     if (how, rank, step) == ("kill", where, at):
         os.kill(os.getpid(), 9)
     loss = train_step(run, images, labels)
@@ -147,12 +147,12 @@ def noted_step(run, images, labels):
         file.write(json.dumps([step, read[-len(labels):]]) + "\\n")
     return loss
 
-def evaluate_phase(run, epoch):
+def noted_evaluate(run):
     phase[0] = "evaluation"
-    return evaluate(run, epoch)
+    return evaluate(run)
 
 def stop_requested(self):
-    here = images_common.global_step(training[0]) if training else 0
+    here = training[0].at.step
     return (how, where, at <= here) == (phase[0], rank, True)
 
 def getitem(self, index):
@@ -162,7 +162,7 @@ def getitem(self, index):
 images_data.Images.__getitem__ = getitem
 ddp_images.Channel.stop_requested = stop_requested
 ddp_images.train_step = noted_step
-images_common.prepare, images_common.evaluate = prepared, evaluate_phase
+ddp_images.load, ddp_images.evaluate = noted_load, noted_evaluate
 for number, (how, where, at) in enumerate(lives):
     ranks, port = set(), str(free_port(f"{{notes}} {{number}}"))
     for rank in (0, 1):
@@ -349,6 +349,23 @@ def test_a_target_that_is_not_reached_is_censored(few: Path, tmp_path: Path) -> 
     assert 0 < result["seconds_to_accuracy"] <= result["train_seconds"]
 
 
+@pytest.mark.parametrize("world_size", [1, 2, 8])
+def test_the_learning_rate_is_scaled_after_a_warm_up(
+    world_size: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It begins at one rank's, reaches the world's at the end of the warm-up, and ends at 0."""
+    monkeypatch.syspath_prepend(str(JOBS))
+    model = load(JOBS / "images_model.py")
+    options = SimpleNamespace(lr=1.0, lr_warmup_epochs=2, epochs=6)
+    rates = [model.learning_rate(step, 10, world_size, options) for step in range(61)]
+    assert rates[0] == pytest.approx(1)
+    assert rates[10] == pytest.approx((1 + world_size) / 2)
+    assert rates[20] == pytest.approx(world_size)
+    assert rates[:21] == sorted(rates[:21])
+    assert rates[20:] == sorted(rates[20:], reverse=True)
+    assert rates[60] == pytest.approx(0)
+
+
 @pytest.fixture(scope="module")
 def data() -> ModuleType:
     """Return images_data.py as a module."""
@@ -415,7 +432,7 @@ def test_a_broken_image_ends_all_ranks_with_its_name(few: Path, tmp_path: Path) 
         (["--stop-at-target"], "--target-accuracy"),
         (["--epochs", "0"], "--epochs"),
         (["--target-accuracy", "95"], "--target-accuracy"),
-        (["--width", "6"], "--width"),
+        (["--width", "0"], "--width"),
         (["--accumulate", "0"], "--accumulate"),
     ],
 )

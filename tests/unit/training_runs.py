@@ -29,13 +29,14 @@ TRAINS = pytest.mark.skipif(
 # Runs one after the other, whose ranks are forked: PyTorch is imported once. Of each: its number
 # of ranks, its arguments, and Python code that changes the script (`job`) on each `rank`.
 FORKED = f"""
-import importlib, json, os, sys
+import gc, importlib, json, os, sys
 sys.path.insert(0, {str(JOBS)!r})
 name, wanted, preload = json.loads(sys.argv[1])
 from hpml_orchestrator.node.startup import free_port
 job = importlib.import_module(name)
-for module in preload:
+for module in ("torch._dynamo", *preload):  # each rank's first step would import it: a second
     importlib.import_module(module)
+gc.freeze()  # what is there is not searched by the ranks
 
 for number, (world, arguments, change) in enumerate(wanted):
     port, pids = str(free_port(f"{{os.getpid()}} {{number}}")), []

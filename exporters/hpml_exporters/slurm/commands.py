@@ -14,7 +14,7 @@ from hpml_exporters.core.sampler import tell
 from hpml_exporters.slurm.view import Job, Node, Reservation, View
 from hpml_orchestrator.errors import SchedulerUnavailable
 from hpml_orchestrator.scheduler.command import Runner, SubprocessRunner
-from hpml_orchestrator.scheduler.slurm.ask import ask, unusable
+from hpml_orchestrator.scheduler.slurm.ask import ask, slurm_error
 from hpml_orchestrator.scheduler.slurm.parse import parse_time
 from hpml_orchestrator.scheduler.slurm.records import node_states, parse_records, parse_rows
 from hpml_orchestrator.spec.values import MIB, read_gres
@@ -107,7 +107,7 @@ class Commands:
     def _output(self, *argv: str) -> str:
         done = ask(self._runner, argv, timeout=_TIMEOUT_SECONDS)
         if done.returncode != 0:
-            raise unusable(argv[0], done)
+            raise slurm_error(argv[0], done)
         return done.stdout
 
     def _optional(self, *argv: str) -> str:

@@ -7,7 +7,7 @@ import os
 import re
 import signal
 import time
-from dataclasses import asdict
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -19,7 +19,7 @@ from hpml_orchestrator.errors import (
 )
 from hpml_orchestrator.records.files import read_text, write_text
 from hpml_orchestrator.scheduler.local import resources
-from hpml_orchestrator.scheduler.local.jobs import Home, Job, Record
+from hpml_orchestrator.scheduler.local.jobs import Home, Job, Request
 from hpml_orchestrator.scheduler.local.processes import descendants, send
 from hpml_orchestrator.scheduler.local.queue import Queue, schedule
 from hpml_orchestrator.scheduler.model import JobState, JobStatus, SubmitRequest, representative
@@ -130,9 +130,9 @@ class LocalScheduler:
         return [
             job.directory.name
             for job in firsts
-            if job.request["directory"] == os.path.abspath(directory)
-            and name in ("", job.request["name"])
-            and job.request["submitted"] >= since - _CLOCK_SLACK_SECONDS
+            if job.request.directory == os.path.abspath(directory)
+            and name in ("", job.request.name)
+            and job.request.submitted >= since - _CLOCK_SLACK_SECONDS
         ]
 
     def submitting(self, directory: Path) -> bool:  # noqa: ARG002 - there is one lock for all
@@ -151,7 +151,7 @@ class LocalScheduler:
             SchedulerUnavailable: the state could not be written.
         """
         jobs = [job for job_id in job_ids for job in self._home.find(job_id)]
-        for host in {job.request["host"] for job in jobs} - {resources.short_hostname()}:
+        for host in {job.request.host for job in jobs} - {resources.short_hostname()}:
             raise SchedulerError(f"the local jobs of {host} cannot be cancelled from here")
         with self._home.lock():
             for job in [job for job_id in job_ids for job in self._home.find(job_id)]:
@@ -173,12 +173,12 @@ class LocalScheduler:
             return schedule(self._home)
         return self._home.active()
 
-    def _record(self, request: SubmitRequest) -> Record:
-        """Return what is written down of a submission; later calls know nothing else of it."""
+    def _record(self, request: SubmitRequest) -> Request:
+        """Return the record of a submission, the only source of later calls."""
         if ":" in os.fspath(self._home.path):
             raise SchedulerError(
                 f"the directory of local jobs has a colon in its name: {self._home.path}",
-                hint="it goes on the jobs' PATH: keep the records elsewhere ($HPML_HOME)",
+                hint="it is added to the PATH of jobs: keep the records elsewhere ($HPML_HOME)",
             )
         try:
             asked = resources.read_directives(read_text(request.directory / "job.sh"))
@@ -197,22 +197,22 @@ class LocalScheduler:
                 f"backend takes {resources.MAX_TASKS} at once",
                 hint="ask for fewer, or submit it to a Slurm cluster",
             )
-        return {
-            "name": request.name or asked.job_name or "job.sh",
-            "comment": request.comment,
-            "directory": os.path.abspath(request.directory),
-            "output": os.fspath(request.output),
-            "host": resources.short_hostname(),
-            "directives": asdict(asked),
-            "indices": array.indices if request.only is None else (request.only,),
-            "limit": array.limit,
-            "needs": asdict(resources.needs_of(asked, machine)),
-            "machine": asdict(machine),
-            "kill_wait_seconds": self._kill_wait(),
-            "umask": umask,
-            "after": [[dependency.job_id, dependency.end] for dependency in request.after],
-            "submitted": time.time(),
-        }
+        return Request(
+            name=request.name or asked.job_name or "job.sh",
+            comment=request.comment,
+            directory=os.path.abspath(request.directory),
+            output=os.fspath(request.output),
+            host=resources.short_hostname(),
+            directives=asked,
+            indices=array.indices if request.only is None else (request.only,),
+            limit=array.limit,
+            needs=resources.needs_of(asked, machine),
+            machine=machine,
+            kill_wait_seconds=self._kill_wait(),
+            umask=umask,
+            after=[(dependency.job_id, dependency.end) for dependency in request.after],
+            submitted=time.time(),
+        )
 
     def _kill_wait(self) -> float:
         text = os.environ.get(_KILL_WAIT_VARIABLE, "")
@@ -227,19 +227,19 @@ def _status(job: Job, queue: Queue, full: str) -> JobStatus:
     if supervisor is not None and not descendants(supervisor.pid):
         # The supervisor retries for ten minutes to record the end.
         reason = f"the job has ended, and its end cannot be recorded: {full}"
-        status = {**status, "state": JobState.UNKNOWN, "reason": reason}
+        status = replace(status, state=JobState.UNKNOWN, reason=reason)
     return JobStatus(
         job_id=job.job_id,
-        state=JobState(status["state"]),
-        raw_state=str(status["state"]),
-        reason=queue.reason(job) if job.state is JobState.PENDING else status["reason"],
-        exit_code=status["exit_code"],
-        signal=status["signal"],
-        nodes=job.request["host"] if status["started"] is not None else "",
-        submitted=job.request["submitted"],
-        started=status["started"],
-        ended=status["ended"],
-        restarts=status["restarts"],
-        name=job.request["name"],
-        directory=job.request["directory"],
+        state=status.state,
+        raw_state=status.state.value,
+        reason=queue.reason(job) if job.state is JobState.PENDING else status.reason,
+        exit_code=status.exit_code,
+        signal=status.signal,
+        nodes=job.request.host if status.started is not None else "",
+        submitted=job.request.submitted,
+        started=status.started,
+        ended=status.ended,
+        restarts=status.restarts,
+        name=job.request.name,
+        directory=job.request.directory,
     )

@@ -3,7 +3,7 @@
     <home>/jobs/<id>/       one submission; it appears complete, by one rename
         job.json            what was submitted; it never changes
         environment         the job's environment, NUL-separated, mode 0600; removed once all of its
-                            tasks are over, for it may hold passwords
+                            tasks are over, because it may hold passwords
         bin/srun            the local srun, first on the job's PATH
         bin/scontrol        of which it has `scontrol requeue`
         <task>.json         the state of one task, by its position in the array (0 for a single
@@ -13,7 +13,7 @@
     <home>/jobs/next        the next id: that of a job that was pruned is not used again
     /tmp/hpml-locks-<uid>/  one lock per home, never on the file system of the records
 
-Whoever changes which jobs wait or run holds the lock; a job that runs is written by its supervisor.
+A process holds the lock while it changes which jobs wait or run; a supervisor writes its own job.
 The tasks of an array have the numbers from the array's id on, as in Slurm.
 """
 
@@ -29,7 +29,7 @@ import stat
 import sys
 import tempfile
 import time
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -44,12 +44,13 @@ from hpml_orchestrator.records.files import (
 from hpml_orchestrator.records.owner import boot_id
 from hpml_orchestrator.records.run import task_output
 from hpml_orchestrator.scheduler.local.processes import Identity, identity, is_alive
+from hpml_orchestrator.scheduler.local.resources import Directives, Machine, Needs, StopSignal
 from hpml_orchestrator.scheduler.model import JobState
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
+    from collections.abc import Iterator, Mapping, Sequence
 
-__all__ = ["Home", "Job", "Record"]
+__all__ = ["Home", "Job", "Request", "Status"]
 
 _LOCK_PATIENCE_SECONDS = 60.0
 _LOCK_PAUSE_SECONDS = 0.005
@@ -72,21 +73,90 @@ esac
 exec kill -USR2 "$HPML_LOCAL_SUPERVISOR_PID"
 """
 
-Record = dict[str, Any]
 
-_PENDING: Record = {
-    "state": JobState.PENDING,
-    "cpus": [],
-    "gpus": [],
-    "spawned": 0.0,
-    "supervisor": None,
-    "started": None,
-    "ended": None,
-    "exit_code": None,
-    "signal": 0,
-    "reason": "",
-    "restarts": 0,
-}
+@dataclass(frozen=True)
+class Supervisor:
+    """The process that runs a job; the boot id makes its pid and start unique."""
+
+    pid: int
+    start: int
+    boot: str
+
+
+@dataclass(frozen=True)
+class Status:
+    """The state of one task, `<task>.json`; times are seconds since the epoch."""
+
+    state: JobState = JobState.PENDING
+    cpus: Sequence[int] = ()
+    gpus: Sequence[str] = ()
+    spawned: float = 0.0  # when a supervisor was last started
+    supervisor: Supervisor | None = None
+    started: float | None = None
+    ended: float | None = None
+    exit_code: int | None = None
+    signal: int = 0
+    reason: str = ""
+    restarts: int = 0
+
+    @staticmethod
+    def read(path: Path) -> Status:
+        """Read a state file; a task without one is pending."""
+        try:
+            known = _fields(Status, read_json(path))
+        except NotFoundError:
+            return Status()
+        supervisor = known.pop("supervisor", None)
+        state = JobState(known.pop("state"))
+        return Status(state, supervisor=supervisor and Supervisor(**supervisor), **known)
+
+
+@dataclass(frozen=True)
+class Request:
+    """What was submitted, `job.json`.
+
+    Attributes:
+        output: of the script, unless it is an array.
+        indices: of an array, or of its one task to run; empty for a single job.
+        limit: number of tasks to run at once; None: all.
+        after: id of each job to wait for, and the end that it must have.
+        submitted: seconds since the epoch.
+    """
+
+    name: str
+    comment: str
+    directory: str
+    output: str
+    host: str
+    directives: Directives
+    indices: Sequence[int]
+    limit: int | None
+    needs: Needs
+    machine: Machine
+    kill_wait_seconds: float
+    umask: int
+    after: Sequence[tuple[str, str]]
+    submitted: float
+
+    @staticmethod
+    def read(path: Path) -> Request:
+        """Read a request; raises TypeError or KeyError if a field is missing."""
+        known = _fields(Request, read_json(path))
+        directives = _fields(Directives, known.pop("directives"))
+        stop_signal = directives.pop("stop_signal")
+        return Request(
+            directives=Directives(
+                stop_signal=stop_signal and StopSignal(**stop_signal), **directives
+            ),
+            needs=Needs(**known.pop("needs")),
+            machine=Machine(**known.pop("machine")),
+            **known,
+        )
+
+
+def _fields(cls: type, record: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the fields of a dataclass that a record has."""
+    return {field.name: record[field.name] for field in fields(cls) if field.name in record}
 
 
 @dataclass
@@ -101,9 +171,9 @@ class Job:
     """
 
     directory: Path
-    request: Record = field(repr=False)
+    request: Request = field(repr=False)
     position: int
-    status: Record
+    status: Status
 
     @property
     def number(self) -> int:
@@ -113,8 +183,8 @@ class Job:
     @property
     def index(self) -> int | None:
         """The index in the array; None for a single job."""
-        indices = self.request["indices"]
-        return int(indices[self.position]) if indices else None
+        indices = self.request.indices
+        return indices[self.position] if indices else None
 
     @property
     def job_id(self) -> str:
@@ -126,13 +196,13 @@ class Job:
     def output(self) -> str:
         """Path of the output file."""
         if self.index is None:
-            return str(self.request["output"])
-        return str(task_output(Path(self.request["directory"]), self.index))
+            return self.request.output
+        return str(task_output(Path(self.request.directory), self.index))
 
     @property
     def state(self) -> JobState:
         """The recorded state."""
-        return JobState(self.status["state"])
+        return self.status.state
 
     @property
     def has_slots(self) -> bool:
@@ -142,21 +212,21 @@ class Job:
     @property
     def supervisor(self) -> Identity | None:
         """Its supervisor, if that very process still runs."""
-        recorded = self.status["supervisor"]
-        if not recorded or recorded["boot"] != boot_id():
+        recorded = self.status.supervisor
+        if recorded is None or recorded.boot != boot_id():
             return None
-        who = Identity(recorded["pid"], recorded["start"])
+        who = Identity(recorded.pid, recorded.start)
         return who if is_alive(who) else None
 
     def claim(self) -> None:
         """Record that the calling process is its supervisor and starts it now. Needs the lock."""
         me = identity(os.getpid())
-        supervisor = {"pid": me.pid, "start": me.start, "boot": boot_id()}
+        supervisor = Supervisor(me.pid, me.start, boot_id())
         self.write(state=JobState.RUNNING, started=time.time(), supervisor=supervisor)
 
     def requeue(self) -> None:
         """Have it wait in the queue once more, with the same id."""
-        self.write(**{**_PENDING, "restarts": self.status["restarts"] + 1})
+        self._save(Status(restarts=self.status.restarts + 1))
 
     def write(self, **changes: Any) -> None:
         """Change the state, here and on disk.
@@ -164,8 +234,11 @@ class Job:
         Raises:
             RecordError: it cannot be written; it is changed here all the same.
         """
-        self.status = {**self.status, **changes}
-        write_json(self.directory / f"{self.position}.json", self.status)
+        self._save(replace(self.status, **changes))
+
+    def _save(self, status: Status) -> None:
+        self.status = status
+        write_json(self.directory / f"{self.position}.json", asdict(status))
 
 
 class Home:
@@ -183,7 +256,7 @@ class Home:
         digest = hashlib.sha256(os.fsencode(self.path)).hexdigest()
         self.cluster = f"local-{digest[:6]}"
         self._lock_name = f"local-{digest[:16]}.lock"
-        self._requests: dict[int, Record] = {}
+        self._requests: dict[int, Request] = {}
         self._over: set[int] = set()
 
     @contextlib.contextmanager
@@ -258,26 +331,26 @@ class Home:
     def jobs_of(self, number: int, index: int | None = None) -> list[Job]:
         """Return the jobs of a submission: all tasks of an array, or the one of an index.
 
-        None are returned where there are none, or their records cannot be read.
+        The list is empty without jobs, or if their records cannot be read.
         """
         directory = self._jobs / str(number)
         try:
             if number not in self._requests:
-                self._requests[number] = read_json(directory / "job.json")
+                self._requests[number] = Request.read(directory / "job.json")
             request = self._requests[number]
-            indices = request["indices"]
+            indices = list(request.indices)
             positions = range(len(indices) or 1)
             if index is not None:
                 positions = range(indices.index(index), indices.index(index) + 1)
             return [
-                Job(directory, request, position, _read_status(directory / f"{position}.json"))
+                Job(directory, request, position, Status.read(directory / f"{position}.json"))
                 for position in positions
             ]
-        except (NotFoundError, RecordError, KeyError, ValueError):
+        except (NotFoundError, RecordError, KeyError, TypeError, ValueError):
             return []
 
     def find(self, job_id: str) -> list[Job]:
-        """Return the jobs behind an id: `7` stands for all tasks of an array, `7_3` for one."""
+        """Return the jobs of an id: `7` means all tasks of an array, `7_3` one of them."""
         number, _, index = job_id.partition("_")
         if not number.isdecimal() or (index and not index.isdecimal()):
             return []
@@ -297,11 +370,11 @@ class Home:
                         os.unlink(self._jobs / str(number) / "environment")
         return active
 
-    def publish(self, request: Record, environment: Mapping[str, str]) -> str:
+    def publish(self, request: Request, environment: Mapping[str, str]) -> str:
         """Write a new submission and return its id. Needs the lock.
 
         Raises:
-            RecordError, OSError: it cannot be written; there is no job.
+            RecordError, OSError: it cannot be written; no job exists.
         """
         self._jobs.mkdir(parents=True, exist_ok=True)
         self._remove_unfinished()
@@ -320,8 +393,8 @@ class Home:
         srun = shlex.join([sys.executable, "-I", "-S", str(self._jobs / f"{number}/bin/srun.py")])
         write_text(building / "bin" / "srun", f'#!/bin/sh\nexec {srun} "$@"\n', mode=0o755)
         write_text(building / "bin" / "scontrol", _SCONTROL, mode=0o755)
-        write_json(building / "job.json", request)
-        write_text(self._jobs / _NEXT, f"{number + max(1, len(request['indices']))}\n")
+        write_json(building / "job.json", asdict(request))
+        write_text(self._jobs / _NEXT, f"{number + max(1, len(request.indices))}\n")
         os.rename(building, self._jobs / str(number))
         fsync_dir(self._jobs)
         return str(number)
@@ -332,10 +405,3 @@ class Home:
             with contextlib.suppress(OSError):
                 if time.time() - path.stat().st_mtime > _STALE_SECONDS:
                     shutil.rmtree(path)
-
-
-def _read_status(path: Path) -> Record:
-    try:
-        return {**_PENDING, **read_json(path)}
-    except NotFoundError:
-        return _PENDING

@@ -63,7 +63,7 @@ def send(who: Identity, number: int) -> bool:
 
 
 def environment_of(pid: int) -> list[bytes]:
-    """Return the variables that a process was started with; none where they cannot be read."""
+    """Return the variables that a process was started with; none if they cannot be read."""
     try:
         with open(f"/proc/{pid}/environ", "rb") as stream:
             return stream.read().split(b"\0")

@@ -1,4 +1,4 @@
-"""Whose turn it is on this machine: jobs start in the order of their numbers.
+"""The queue of this machine: jobs start in the order of their numbers.
 
 Tasks above their array's limit (`%2`), and jobs that wait for others, let later jobs pass. There is
 no daemon: whoever submits, asks, cancels or ends a job calls `schedule`.
@@ -13,7 +13,7 @@ import sys
 import time
 from collections import Counter
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from hpml_orchestrator.errors import RecordError
 from hpml_orchestrator.records.owner import boot_id
@@ -35,8 +35,8 @@ __all__ = ["Queue", "schedule"]
 _SPAWN_PATIENCE_SECONDS = 10.0
 _KILL_PATIENCE_SECONDS = 5.0
 
-# Python isolated from the user's variables and directory. The package comes from where this module
-# lies, a checkout or site-packages, and nothing else comes from there. The supervisor is a daemon.
+# Python isolated from the user's variables and directory. Only the package is imported from the
+# directory of this one, a checkout or site-packages. The supervisor is a daemon.
 _BOOT = (
     "import os, sys; os.fork() and os._exit(0); sys.path.insert(0, sys.argv.pop(1)); "
     "import hpml_orchestrator; del sys.path[0]; "
@@ -49,7 +49,7 @@ class Queue:
     """The jobs that are not over, at one moment.
 
     Args:
-        home: where they are.
+        home: the directory of their records.
         jobs: all of them, in order.
 
     Attributes:
@@ -68,8 +68,8 @@ class Queue:
         for job in jobs:
             if job.state is not JobState.PENDING:
                 continue
-            met = {self._dependency(job_id, end) for job_id, end in job.request["after"]}
-            limit = job.request["limit"]
+            met = {self._dependency(job_id, end) for job_id, end in job.request.after}
+            limit = job.request.limit
             if False in met:
                 self.impossible.append(job)
             elif None in met:
@@ -92,21 +92,23 @@ class Queue:
 
     def allocation(self, job: Job) -> tuple[list[int], list[str]] | str:
         """Return the CPUs and GPUs that the first job in line gets, or why it has to wait."""
-        machine, needs = job.request["machine"], job.request["needs"]
-        free: dict[str, list[Any]] = {}
-        for kind in ("cpus", "gpus"):
-            taken = {number for holder in self._holders for number in holder.status[kind]}
-            free[kind] = [number for number in machine[kind] if number not in taken]
+        machine, needs = job.request.machine, job.request.needs
+        taken_cpus = {cpu for holder in self._holders for cpu in holder.status.cpus}
+        taken_gpus = {gpu for holder in self._holders for gpu in holder.status.gpus}
+        cpus = [cpu for cpu in machine.cpus if cpu not in taken_cpus]
+        gpus = [gpu for gpu in machine.gpus if gpu not in taken_gpus]
         short = [
-            f"{needs[kind]} {kind.upper()[:-1]}s wanted, {len(free[kind])} of "
-            f"{len(machine[kind])} free"
-            for kind in free
-            if len(free[kind]) < needs[kind]
+            f"{wanted} {kind}s wanted, {free} of {total} free"
+            for kind, wanted, free, total in (
+                ("CPU", needs.cpus, len(cpus), len(machine.cpus)),
+                ("GPU", needs.gpus, len(gpus), len(machine.gpus)),
+            )
+            if free < wanted
         ]
         if short:
             running = ", ".join(holder.job_id for holder in self._holders)
             return f"Resources: {'; '.join(short)} (running: {running})"
-        return free["cpus"][: needs["cpus"]], free["gpus"][: needs["gpus"]]
+        return cpus[: needs.cpus], gpus[: needs.gpus]
 
     def _dependency(self, job_id: str, end: str) -> bool | None:
         """Return whether a dependency is met; None while that job is not over."""
@@ -126,17 +128,17 @@ def schedule(home: Home) -> list[Job]:
     Needs the lock. What cannot be written to disk now is tried again by the next call.
     """
     jobs = home.active()
-    if any(job.request["host"] != short_hostname() for job in jobs):
-        return jobs  # another machine's, seen through a shared file system
+    if any(job.request.host != short_hostname() for job in jobs):
+        return jobs  # of another machine, on a shared file system
     overdue = time.time() - _SPAWN_PATIENCE_SECONDS
     for job in jobs:
         if job.state in (JobState.RUNNING, JobState.COMPLETING) and job.supervisor is None:
-            why = _bury(job, home)
+            why = _clean_up_lost_job(job, home)
             if full := home.full():
                 why += f"; its end cannot be recorded: {full}"
             _end(job, JobState.NODE_FAIL, why)
-        elif job.state is JobState.CONFIGURING and job.status["spawned"] < overdue:
-            _start(home, job, job.status["cpus"], job.status["gpus"])
+        elif job.state is JobState.CONFIGURING and job.status.spawned < overdue:
+            _start(home, job, job.status.cpus, job.status.gpus)
     queue = Queue(home, jobs)
     while queue.impossible:  # each may be what others wait for
         for job in queue.impossible:
@@ -153,9 +155,9 @@ def _end(job: Job, state: JobState, reason: str) -> None:
         job.write(state=state, ended=time.time(), reason=reason)
 
 
-def _bury(job: Job, home: Home) -> str:
+def _clean_up_lost_job(job: Job, home: Home) -> str:
     """End the processes of a job whose supervisor is gone, and return the reason of its end."""
-    if job.status["supervisor"]["boot"] != boot_id():
+    if job.status.supervisor is None or job.status.supervisor.boot != boot_id():
         return "the machine was restarted while the job ran"
     variables = [f"SLURM_JOB_ID={job.number}", f"SLURM_CLUSTER_NAME={home.cluster}"]
     left = kill_until_gone(lambda: marked(variables), patience_seconds=_KILL_PATIENCE_SECONDS)
@@ -164,7 +166,7 @@ def _bury(job: Job, home: Home) -> str:
     return "the job's supervisor died; its processes were killed"
 
 
-def _start(home: Home, job: Job, cpus: list[int], gpus: list[str]) -> None:
+def _start(home: Home, job: Job, cpus: Sequence[int], gpus: Sequence[str]) -> None:
     """Allocate CPUs and GPUs and start a supervisor, which claims the job under the lock.
 
     Dying in between does no harm: a later call starts another one, and only the first claims.

@@ -1,4 +1,4 @@
-"""What a script asks for, whether this machine has it, and the Slurm variables that say so."""
+"""Requests of a script, resources of this machine, and the Slurm variables of a job."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ class StopSignal:
 
 @dataclass(frozen=True)
 class Directives:
-    """What a script asks for; None where it does not say.
+    """What a script requests; None if not given.
 
     Attributes:
         time_limit_seconds: None for no limit.
@@ -170,7 +170,7 @@ def _gpus(text: str) -> int:
 
 
 def _gres(text: str) -> int | None:
-    """Return the GPUs of `gpu[:type][:number][,...]`; None where it asks for other things only."""
+    """Return the GPUs of `gpu[:type][:number][,...]`; None without any."""
     gpus = [count for name, _, count in read_gres(text) if name == "gpu"]
     return sum(gpus) if gpus else None
 
@@ -222,7 +222,7 @@ def cpu_ids() -> list[int]:
 def gpu_ids() -> list[str]:
     """Return the NVIDIA GPUs of this machine as CUDA_VISIBLE_DEVICES would name them.
 
-    CUDA_VISIBLE_DEVICES of this process decides where it is set (like CUDA, up to the first
+    CUDA_VISIBLE_DEVICES of this process decides if it is set (like CUDA, up to the first
     entry that is none); otherwise the device files are counted.
     """
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
@@ -238,7 +238,7 @@ def gpu_ids() -> list[str]:
 
 
 def memory_mb() -> int:
-    """Return the memory of this machine in MiB; 0 where it is not known."""
+    """Return the memory of this machine in MiB; 0 if unknown."""
     try:
         return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 1024**2
     except (OSError, ValueError):
@@ -254,7 +254,7 @@ def needs_of(asked: Directives, machine: Machine) -> Needs:
     """Return the CPUs and GPUs of a job.
 
     Raises:
-        SchedulerError: this machine does not have them; names the directive and what there is.
+        SchedulerError: this machine does not have them; names the directive and what it has.
     """
     tasks = asked.ntasks or asked.ntasks_per_node or 1
     nodes = asked.nodes or 1
@@ -296,9 +296,9 @@ def _refuse(asked: Directives, names: list[str], wanted: str, available: str) ->
 
 def slurm_variables(job: Job, cluster: str) -> dict[str, str]:
     """Return the variables of a one-node Slurm job, for a job that has its CPUs and GPUs."""
-    request, cpus, gpus = job.request, job.status["cpus"], job.status["gpus"]
-    asked, started = request["directives"], job.status["started"]
-    tasks = asked["ntasks"] or asked["ntasks_per_node"]
+    request, cpus, gpus = job.request, job.status.cpus, job.status.gpus
+    asked, started = request.directives, job.status.started or 0.0
+    tasks = asked.ntasks or asked.ntasks_per_node
     host = short_hostname()
     values: dict[str, object] = {
         **dict.fromkeys(("SLURM_JOB_ID", "SLURM_JOBID"), job.number),
@@ -307,31 +307,31 @@ def slurm_variables(job: Job, cluster: str) -> dict[str, str]:
         **dict.fromkeys(("SLURM_NODEID", "SLURM_PROCID", "SLURM_LOCALID", "SLURM_GTIDS"), 0),
         **dict.fromkeys(("SLURM_CPUS_ON_NODE", "SLURM_JOB_CPUS_PER_NODE"), len(cpus)),
         **dict.fromkeys(("SLURM_NTASKS", "SLURM_NPROCS"), tasks),
-        "SLURM_JOB_NAME": request["name"],
+        "SLURM_JOB_NAME": request.name,
         "SLURM_CLUSTER_NAME": cluster,
         "SLURM_TASKS_PER_NODE": tasks or 1,
-        "SLURM_SUBMIT_DIR": request["directory"],
-        "SLURM_SUBMIT_HOST": request["host"],
+        "SLURM_SUBMIT_DIR": request.directory,
+        "SLURM_SUBMIT_HOST": request.host,
         "SLURM_JOB_PARTITION": "local",
         "SLURM_JOB_UID": os.getuid(),
         "SLURM_JOB_GID": os.getgid(),
         "SLURM_JOB_USER": user_name(os.getuid()),
         "SLURM_JOB_START_TIME": int(started),
-        "SLURM_RESTART_COUNT": job.status["restarts"] or None,
-        "SLURM_MEM_PER_NODE": asked["memory_mb"],
-        "SLURM_MEM_PER_CPU": asked["memory_per_cpu_mb"],
-        "SLURM_MEM_PER_GPU": asked["memory_per_gpu_mb"],
+        "SLURM_RESTART_COUNT": job.status.restarts or None,
+        "SLURM_MEM_PER_NODE": asked.memory_mb,
+        "SLURM_MEM_PER_CPU": asked.memory_per_cpu_mb,
+        "SLURM_MEM_PER_GPU": asked.memory_per_gpu_mb,
         **{
-            f"SLURM_{name.upper()}": asked[name]
+            f"SLURM_{name.upper()}": getattr(asked, name)
             for name in ("ntasks_per_node", "cpus_per_task", "cpus_per_gpu", "gpus_per_task")
         },
     }
     if gpus:
         values["SLURM_GPUS_ON_NODE"] = values["SLURM_GPUS_PER_NODE"] = len(gpus)
         values["SLURM_JOB_GPUS"] = values["CUDA_VISIBLE_DEVICES"] = ",".join(gpus)
-    if asked["time_limit_seconds"] is not None:
-        values["SLURM_JOB_END_TIME"] = int(started + asked["time_limit_seconds"])
-    indices = request["indices"]
+    if asked.time_limit_seconds is not None:
+        values["SLURM_JOB_END_TIME"] = int(started + asked.time_limit_seconds)
+    indices = request.indices
     if indices:
         values["SLURM_ARRAY_JOB_ID"] = job.directory.name
         values["SLURM_ARRAY_TASK_ID"] = job.index

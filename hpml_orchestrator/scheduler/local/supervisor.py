@@ -1,6 +1,6 @@
 """The process that runs one local job and records how it ended.
 
-A daemon of its own session, started by `queue.schedule`. Whatever the job leaves behind stays below
+A daemon in its own session, started by `queue.schedule`. Processes that the job leaves stay below
 this process, a child subreaper, and ends with the job. It understands three signals: USR1 cancels
 the job, USR2 requeues it, TERM ends it as a node failure, as at the machine's shutdown.
 """
@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
 from hpml_orchestrator.errors import HpmlError, RecordError
-from hpml_orchestrator.scheduler.local.jobs import Home, Record
+from hpml_orchestrator.scheduler.local.jobs import Home
 from hpml_orchestrator.scheduler.local.processes import (
     Identity,
     descendants,
@@ -29,7 +29,7 @@ from hpml_orchestrator.scheduler.local.processes import (
     send,
 )
 from hpml_orchestrator.scheduler.local.queue import schedule
-from hpml_orchestrator.scheduler.local.resources import slurm_variables
+from hpml_orchestrator.scheduler.local.resources import StopSignal, slurm_variables
 from hpml_orchestrator.scheduler.model import JobState
 
 if TYPE_CHECKING:
@@ -94,7 +94,7 @@ class _Run:
         self.status: int | None = None
         self.ending: tuple[JobState, str] | None = None
         self.limit_at = self.warn_at = self.kill_at = _NEVER  # a laptop's sleep does not count
-        self.warning: Record = {}
+        self.warning: StopSignal | None = None
 
     def until_over(self, job: Job) -> None:
         """Run the job and record its end."""
@@ -104,11 +104,11 @@ class _Run:
         if problem:
             self._record(JobState.FAILED, 1, 0, problem)
             return
-        asked = job.request["directives"]
-        if asked["time_limit_seconds"] is not None:
-            self.limit_at = time.monotonic() + asked["time_limit_seconds"]
-            self.warning = asked["stop_signal"]
-        self.warn_at = self.limit_at - self.warning["seconds"] if self.warning else _NEVER
+        asked = job.request.directives
+        if asked.time_limit_seconds is not None:
+            self.limit_at = time.monotonic() + asked.time_limit_seconds
+            self.warning = asked.stop_signal
+        self.warn_at = self.limit_at - self.warning.seconds if self.warning else _NEVER
         while self.status is None:
             deadline = min(self.limit_at, self.warn_at) if self.ending is None else self.kill_at
             pause = max(deadline - time.monotonic(), _PAUSE_SECONDS)
@@ -130,7 +130,7 @@ class _Run:
             reason = f"{reason or 'ended'}; these processes remain: {left}"
             state = JobState.NODE_FAIL if state is JobState.REQUEUED else state
         if state is JobState.REQUEUED:
-            with self.home.lock():  # `cancel` has it while it looks whom to tell
+            with self.home.lock():  # `cancel` holds it while it chooses which processes to signal
                 self._change(self.signals.wait(0.0))
                 if self.ending == (state, reason):
                     self._record(state, code, number, reason)
@@ -139,7 +139,7 @@ class _Run:
         self._record(state, code, number, reason)
 
     def _act(self, received: set[int], now: float) -> None:
-        """Do what signals and the clock ask for while the script runs."""
+        """React to signals and to the clock while the script runs."""
         self._change(received)
         if self.ending is not None and self.kill_at == _NEVER:
             self._end(*self.ending)
@@ -149,7 +149,7 @@ class _Run:
         elif signal.SIGUSR1 in received:
             self._end(JobState.CANCELLED, "cancelled")
         elif signal.SIGTERM in received:
-            self._end(JobState.NODE_FAIL, "the job's supervisor was told to stop")
+            self._end(JobState.NODE_FAIL, "the job's supervisor received a signal to stop")
         elif now >= self.limit_at:
             self._end(JobState.TIMEOUT, "TimeLimit")
         elif now >= self.warn_at:
@@ -168,8 +168,8 @@ class _Run:
             self.ending = (JobState.REQUEUED, "requeued")
 
     def _start(self) -> str:
-        """Start the script; return what is in the way, or nothing."""
-        script = os.path.join(self.job.request["directory"], "job.sh")
+        """Start the script; return why that failed, or nothing."""
+        script = os.path.join(self.job.request.directory, "job.sh")
         path = self.job.output
         try:
             output = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
@@ -198,16 +198,16 @@ class _Run:
             for number in _HANDLED | _IGNORED | {signal.SIGXFSZ}:
                 signal.signal(number, signal.SIG_DFL)
             with contextlib.suppress(OSError):
-                os.sched_setaffinity(0, self.job.status["cpus"])
+                os.sched_setaffinity(0, self.job.status.cpus)
             null = os.open("/dev/null", os.O_RDONLY)
             for source, target in ((null, 0), (output, 1), (output, 2)):
                 os.dup2(source, target)
-            os.umask(request["umask"])
-            os.chdir(request["directory"])
+            os.umask(request.umask)
+            os.chdir(request.directory)
             environment = self._environment(parent)
             signal.pthread_sigmask(signal.SIG_SETMASK, [])
             os.execvpe("bash", ["bash", script], environment)  # noqa: S606 - it is the shell
-        except BaseException as error:  # noqa: BLE001 - the child must not go on as a supervisor
+        except BaseException as error:  # noqa: BLE001 - the child must not continue as a supervisor
             os.write(2, f"hpml: the script could not be started: {error}\n".encode())
         finally:
             os._exit(_CANNOT_EXECUTE)
@@ -225,7 +225,7 @@ class _Run:
         environment["SLURM_TASK_PID"] = str(os.getpid())
         environment["HPML_LOCAL_STEPS"] = str(steps)
         environment["HPML_LOCAL_SUPERVISOR_PID"] = str(supervisor)
-        environment["HPML_LOCAL_KILL_WAIT"] = f"{self.job.request['kill_wait_seconds']:g}"
+        environment["HPML_LOCAL_KILL_WAIT"] = f"{self.job.request.kill_wait_seconds:g}"
         return environment
 
     def _end(self, state: JobState, reason: str) -> None:
@@ -245,7 +245,7 @@ class _Run:
         self._terminate(reason)
 
     def _terminate(self, reason: str) -> None:
-        self.kill_at = time.monotonic() + self.job.request["kill_wait_seconds"]
+        self.kill_at = time.monotonic() + self.job.request.kill_wait_seconds
         with contextlib.suppress(RecordError):
             self.job.write(state=JobState.COMPLETING, reason=reason)
         self._send(signal.SIGCONT)
@@ -253,15 +253,17 @@ class _Run:
 
     def _warn(self) -> None:
         """Send the signal of `--signal` to the batch shell (`B:`) or to the steps."""
-        if self.warning["batch_shell_only"]:
-            send(self.shell, self.warning["number"])
+        if self.warning is None:
+            return
+        if self.warning.batch_shell_only:
+            send(self.shell, self.warning.number)
             return
         for who in self._members():
             if any(entry.startswith(b"SLURM_STEP_ID=") for entry in environment_of(who.pid)):
-                send(who, self.warning["number"])
+                send(who, self.warning.number)
 
     def _send(self, number: int) -> None:
-        # Oldest first: a script must not go on to its next command because this one was ended.
+        # Oldest first: otherwise a script would continue with its next command.
         for who in sorted(self._members(), key=lambda who: (who.start, who.pid)):
             send(who, number)
 

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
     from hpml_orchestrator.scheduler.command import Completed, Runner
 
-__all__ = ["READ_TIMEOUT_SECONDS", "SILENT_HINT", "ask", "slurm_version", "unusable"]
+__all__ = ["READ_TIMEOUT_SECONDS", "SILENT_HINT", "ask", "slurm_error", "slurm_version"]
 
 _VERSION_TIMEOUT_SECONDS = 15.0
 READ_TIMEOUT_SECONDS = 60.0  # Slurm's own is 10 s (MessageTimeout), twice over in some commands
@@ -62,8 +62,8 @@ def ask(
     """Run a command of Slurm's once; see `reading_environment` for `env`.
 
     Raises:
-        CommandMissing: there is no such command.
-        SchedulerUnavailable: it gave no answer in time; says which service is silent.
+        CommandMissing: the command does not exist.
+        SchedulerUnavailable: it did not answer in time; names the silent service.
     """
     try:
         return run.run(argv, env=reading_environment(env), timeout=timeout)
@@ -74,7 +74,7 @@ def ask(
         raise SchedulerUnavailable(error.message, hint=hint) from error
 
 
-def unusable(command: str, done: Completed) -> SchedulerUnavailable:
+def slurm_error(command: str, done: Completed) -> SchedulerUnavailable:
     """Return the error for a command that ended without a usable answer."""
     if not_configured(done.stderr):
         return SchedulerUnavailable(NOT_CONFIGURED, hint=NOT_CONFIGURED_HINT)
@@ -90,13 +90,13 @@ def slurm_version(run: Runner) -> tuple[int, ...]:
     """Return the version that sbatch prints, such as `(22, 5, 8)`.
 
     Raises:
-        CommandMissing: there is no sbatch.
-        SchedulerUnavailable: it says no version.
+        CommandMissing: sbatch does not exist.
+        SchedulerUnavailable: it prints no version.
     """
     done = ask(run, ["sbatch", "--version"], timeout=_VERSION_TIMEOUT_SECONDS)
     if done.returncode != 0:
-        raise unusable("sbatch", done)
+        raise slurm_error("sbatch", done)
     version = parse_version(done.stdout)
     if not version:
-        raise SchedulerUnavailable(f"sbatch says no version: {done.stdout.strip()[:60] or '?'}")
+        raise SchedulerUnavailable(f"sbatch printed no version: {done.stdout.strip()[:60] or '?'}")
     return version

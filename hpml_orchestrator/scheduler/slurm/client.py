@@ -15,7 +15,7 @@ from hpml_orchestrator.scheduler.model import BEFORE_REQUEUE, JobState, JobStatu
 from hpml_orchestrator.scheduler.slurm.ask import (
     SILENT_HINT,
     ask,
-    unusable,
+    slurm_error,
 )
 from hpml_orchestrator.scheduler.slurm.messages import (
     NOT_CONFIGURED,
@@ -124,7 +124,7 @@ class SlurmScheduler:
         self._rng = rng or random.Random()
         self._last: _Answer | None = None
         self._over: dict[str, JobStatus] = {}
-        self._accounting = True  # until sacct says otherwise
+        self._accounting = True  # until sacct reports otherwise
         self._may_requeue: dict[str, bool] = {}  # by the id of a job or array
         self._cluster: str | None = None
 
@@ -137,7 +137,7 @@ class SlurmScheduler:
         if self._cluster is None:
             done = self._read_command(["scontrol", "show", "config"])
             if done.returncode != 0:
-                raise unusable("scontrol", done)
+                raise slurm_error("scontrol", done)
             self._cluster = parse_config(done.stdout)["ClusterName"].lower()
         return self._cluster
 
@@ -180,7 +180,7 @@ class SlurmScheduler:
         Raises:
             SchedulerError: refused; no job exists.
             SchedulerUnavailable: no usable answer; a job may exist.
-            NotFoundError: there is no such directory.
+            NotFoundError: the directory does not exist.
         """
         out, err = request.answer("sbatch.out"), request.answer("sbatch.err")
         self._last = None
@@ -217,7 +217,7 @@ class SlurmScheduler:
     def query(self, job_ids: Sequence[str]) -> dict[str, JobStatus]:
         """Return the status of each known job; unknown ids are left out.
 
-        squeue is asked first; sacct, where there is one, for what has left the queue. A job that
+        squeue is queried first; sacct, if available, for jobs that left the queue. A job that
         the queue has shown to be over stays so, although accounting lags behind. A job that has
         left the queue while accounting does not answer, or still calls it alive, is UNKNOWN.
 
@@ -254,7 +254,7 @@ class SlurmScheduler:
     ) -> list[str]:
         """Return the ids of this user's jobs whose working directory is `directory`, oldest first.
 
-        An empty list is an answer: the controller was reached, accounting too where there is one,
+        An empty list is an answer: the controller was reached, and accounting if available,
         and neither knows of such a job. The name is not used: the directory decides, and a script
         whose name was edited must be found as well.
 
@@ -263,7 +263,7 @@ class SlurmScheduler:
         """
         job_ids = _ids_in(self._squeue(["--me"]), directory)
         if not job_ids:
-            # A job that was cancelled before its begin time lies in the future of accounting, and
+            # Accounting dates a job that was cancelled before its begin time in the future, and
             # without an end there sacct does not show it. It takes no start in the 1970s.
             start = max(int(min(since, self._clock.time()) - _CLOCK_SKEW_SECONDS), _EARLIEST)
             window = [f"--starttime=uts{start}", "--endtime=now+365days"]
@@ -293,7 +293,7 @@ class SlurmScheduler:
                 continue
             message = clean(done.stderr)
             if not_configured(done.stderr):
-                raise unusable("scancel", done)
+                raise slurm_error("scancel", done)
             if transport_fault(done.stderr) or done.returncode < 0:
                 raise SchedulerUnavailable(
                     f"scancel gave no usable answer: {message or f'status {done.returncode}'}",
@@ -325,7 +325,7 @@ class SlurmScheduler:
             reason = f"gone from the queue, and accounting gives no answer: {error}"
             return {key: JobStatus(key, JobState.UNKNOWN, reason=reason) for key in job_ids}
         # Accounting lags: its row for all tasks of an array that wait may still count one that was
-        # taken out, of which nobody keeps a record. The queue was asked before and knows better.
+        # removed, which leaves no record. The queue was queried before and is right.
         asked = set(job_ids)
         rows = [
             row
@@ -335,7 +335,7 @@ class SlurmScheduler:
         statuses = match(rows, job_ids)
         for job_id, status in statuses.items():
             if not status.state.over:
-                reason = f"not seen in the queue; accounting still says {status.raw_state}"
+                reason = f"not in the queue; accounting still reports {status.raw_state}"
                 statuses[job_id] = replace(status, state=JobState.UNKNOWN, reason=reason)
         return statuses
 
@@ -347,7 +347,7 @@ class SlurmScheduler:
             if "," in asked:
                 return self._squeue([f"--jobs={asked}"])
             # For one id squeue asks for the federation first, and so waits twice as long for a
-            # controller that stands still; only a job that went to a sibling needs that.
+            # controller that does not answer; only a job that moved to a sibling needs that.
             rows = self._squeue(["--local", f"--jobs={asked}"])
             if any("REVOKED" in row.status.raw_state for row in rows):
                 rows = self._squeue([f"--jobs={asked}"])
@@ -362,7 +362,7 @@ class SlurmScheduler:
             return parse_squeue(done.stdout)
         if no_such_job(done.stderr):
             raise _NoSuchJobError(clean(done.stderr))
-        raise unusable("squeue", done)
+        raise slurm_error("squeue", done)
 
     def _sacct(self, which: Sequence[str]) -> list[Row]:
         """Return accounting's rows; none where the cluster keeps no accounting."""
@@ -379,7 +379,7 @@ class SlurmScheduler:
         if _ACCOUNTING_OFF in done.stderr + done.stdout:
             self._accounting = False
             return []
-        raise unusable("sacct", done)
+        raise slurm_error("sacct", done)
 
     def _read_command(self, argv: Sequence[str]) -> Completed:
         """Run a command that changes nothing; tried again, ever later, while Slurm is busy.
@@ -423,7 +423,7 @@ class SlurmScheduler:
 
 
 class _NoSuchJobError(SchedulerError):
-    """The controller answered, and knows none of the jobs."""
+    """The controller answered that it has none of the jobs."""
 
 
 def _ids_in(rows: Sequence[Row], directory: Path) -> set[str]:
@@ -434,7 +434,7 @@ def _ids_in(rows: Sequence[Row], directory: Path) -> set[str]:
 
 
 def _whole(job_ids: Sequence[str]) -> list[str]:
-    """Return the ids with arrays in place of their tasks: one id asks for ten thousand."""
+    """Return the ids with arrays in place of their tasks: one id covers ten thousand."""
     return list(dict.fromkeys(job_id.partition("_")[0] for job_id in job_ids))
 
 

@@ -18,12 +18,11 @@ from hpml_orchestrator.errors import SchedulerUnavailable
 from hpml_orchestrator.records.run import user_name
 from hpml_orchestrator.scheduler.cluster import Cluster
 from hpml_orchestrator.scheduler.command import SubprocessRunner
-from hpml_orchestrator.scheduler.slurm.ask import ask, unusable
+from hpml_orchestrator.scheduler.slurm.ask import ask, slurm_error
 from hpml_orchestrator.scheduler.slurm.messages import denied
 from hpml_orchestrator.scheduler.slurm.records import (
     ASSOCIATION_FIELDS,
     QOS_FIELDS,
-    Fields,
     limits_from,
     node_from,
     parse_associations,
@@ -34,14 +33,13 @@ from hpml_orchestrator.scheduler.slurm.records import (
     parse_tres,
     partition_from,
 )
-from hpml_orchestrator.spec.values import read_count
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
 
     from hpml_orchestrator.scheduler.command import Runner
 
-__all__ = ["groups_of", "read_cluster", "with_group_limits", "with_named_resources"]
+__all__ = ["groups_of", "read_cluster", "with_group_limits"]
 
 _GROUP_FIELDS = "account,parentname,grptres"
 _ACCOUNTING_SECONDS = 25.0  # what can be done without should not be waited for
@@ -55,7 +53,7 @@ def read_cluster(
     user: str | None = None,
     groups: Iterable[str] | None = None,
 ) -> Cluster:
-    """Return the cluster as its controller, and its accounting where there is one, describe it.
+    """Return the cluster as its controller, and its accounting if available, describe it.
 
     Args:
         run: starts commands.
@@ -82,7 +80,7 @@ def read_cluster(
             return done.stdout
         if kind != "config" and denied(done.stderr):
             return ""  # a site that shows its users less (PrivateData); newer ones print nothing
-        raise unusable("scontrol", done)
+        raise slurm_error("scontrol", done)
 
     def account(*arguments: str) -> str | None:
         return _account(runner, arguments, env, _ACCOUNTING_SECONDS)
@@ -107,43 +105,6 @@ def read_cluster(
             ),
             qos=None if qos is None else parse_qos(qos),
         )
-
-
-def with_named_resources(
-    cluster: Cluster,
-    options: Iterable[str],
-    run: Runner | None = None,
-    *,
-    env: Mapping[str, str] | None = None,
-) -> Cluster:
-    """Return the cluster with the reservations and licences that a job's sbatch options ask for.
-
-    Those that the site hides, or does not print, stay None.
-    """
-    names = {option.partition("=")[0] for option in options}
-    runner = run or SubprocessRunner()
-
-    def show(kind: str, field: str) -> dict[str, Fields] | None:
-        if f"--{kind}" not in names:
-            return None
-        done = ask(runner, ["scontrol", "--all", "show", kind], env=env)
-        if done.returncode != 0:
-            return None
-        return {record[field]: record for record in parse_records(done.stdout) if record[field]}
-
-    reservations = show("reservation", "ReservationName")
-    licenses = show("licenses", "LicenseName")
-    return replace(
-        cluster,
-        reservations=None if reservations is None else tuple(reservations),
-        licenses=None if licenses is None else {name: _counts(licenses[name]) for name in licenses},
-    )
-
-
-def _counts(license_: Fields) -> tuple[int, int]:
-    """Return how many licences there are and how many are free."""
-    total, free = (read_count(license_[name]) or 0 for name in ("Total", "Free"))
-    return total, free
 
 
 def with_group_limits(

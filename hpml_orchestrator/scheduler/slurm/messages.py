@@ -93,18 +93,18 @@ _HINTS: tuple[tuple[str, str], ...] = (
     (r"invalid feature", "ask for features that nodes have: `sinfo --format='%P %N %f'`"),
     (
         r"invalid job array specification",
-        "the largest index must be below what `scontrol show config` says of MaxArraySize",
+        "the largest index must be below MaxArraySize of `scontrol show config`",
     ),
     (r"reservation", "see what is reserved for you: `scontrol show reservation`"),
     (r"invalid node name", "see which nodes there are: `sinfo --Node`"),
-    (r"job dependency|dependency problem", "the job that it depends on is not known any more"),
+    (r"job dependency|dependency problem", "the job that it depends on is no longer known"),
     (
         rf"^{re.escape(NOT_CONFIGURED)}|fatal: could not establish a configuration source",
         NOT_CONFIGURED_HINT,
     ),
     (
         r"configuration source|fetch config|slurm\.conf",
-        "this machine is no client of a Slurm cluster; is SLURM_CONF right?",
+        "this machine is not a client of a Slurm cluster; is SLURM_CONF right?",
     ),
     (
         r"dos line breaks|does not look like a batch script|script is empty",
@@ -124,7 +124,7 @@ def clean(text: str) -> str:
 
 
 def hint_for(text: str) -> str:
-    """Return what the user can do about a refusal, empty where nothing is known."""
+    """Return what the user can do about a refusal; empty if nothing is known."""
     for pattern, hint in _HINTS:
         if re.search(pattern, text, re.IGNORECASE):
             return hint
@@ -137,10 +137,9 @@ def transport_fault(text: str) -> bool:
 
 
 def not_configured(text: str) -> bool:
-    """Return whether the command found no configuration, and so nobody to send anything to.
+    """Return whether the command found no configuration, and so could contact no controller.
 
-    A client without slurm.conf that knows a slurmd to fetch it from is another matter: there the
-    way to the cluster is at fault.
+    This excludes a client that fetches slurm.conf from a slurmd: there the connection failed.
     """
     return _NO_CONFIGURATION.search(text) is not None and not transport_fault(text)
 
@@ -159,7 +158,7 @@ def no_such_job(text: str) -> bool:
 def final_refusal(text: str) -> str | None:
     """Return why sbatch refused, if its messages alone say for certain that no job exists.
 
-    Complete lines only: a torn last line is as good as none. Anything that may be said of a
+    Complete lines only: a torn last line does not count. Any message that may be about a
     request under way, or after a lost answer, is not certain.
     """
     if transport_fault(text):

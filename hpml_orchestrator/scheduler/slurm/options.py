@@ -55,7 +55,7 @@ class HeaderError(ValueError):
 
 @dataclass(frozen=True)
 class Word:
-    """A word of the header or of a command line, and the line of the script that it stands on."""
+    """A word of the header or of a command line, and its line in the script."""
 
     text: str
     line: int = 0
@@ -66,11 +66,11 @@ class Option:
     """One option as it was read.
 
     Attributes:
-        name: its long name where it is known, else its spelling without dashes.
-        value: its value; empty where it has none.
+        name: its long name if known, else its spelling without dashes.
+        value: its value; empty without one.
         shown: as written, for messages.
-        line: where it stands.
-        known: whether the program has this option; what it takes is a guess where it has not.
+        line: its line in the script.
+        known: whether the program has this option; if not, its value is a guess.
     """
 
     name: str
@@ -82,7 +82,7 @@ class Option:
 
 @dataclass(frozen=True)
 class OptionTable:
-    """What a program's getopt knows.
+    """The options of a program's getopt.
 
     Attributes:
         short: letter -> long name.
@@ -101,7 +101,7 @@ class OptionTable:
     short_flags: frozenset[str]
 
     def resolve(self, name: str) -> str | None:
-        """Return the long name of a spelling or an unambiguous beginning; None where none fits."""
+        """Return the long name of a spelling or an unambiguous beginning; None if none fits."""
         if name in self.aliases:
             return self.aliases[name]
         known = self.values | self.optional | self.flags
@@ -133,7 +133,7 @@ def read_options(
     Args:
         words: the command line without the program.
         table: what the program knows.
-        stop: end at the first word that is no option, as srun does, where its command begins;
+        stop: end at the first word that is not an option, the begin of srun's command;
             else such words are collected.
 
     Raises:

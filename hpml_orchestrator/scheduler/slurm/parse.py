@@ -23,7 +23,7 @@ from datetime import datetime
 from typing import TYPE_CHECKING
 
 from hpml_orchestrator.scheduler.model import JobStatus, parse_state, representative
-from hpml_orchestrator.spec.array import covers
+from hpml_orchestrator.spec.array import row_covers_task
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -46,7 +46,7 @@ __all__ = [
 ]
 
 TASK = "%a"
-"""What stands for a task's index in `--output`."""
+"""Placeholder of a task's index in `--output`."""
 
 UNIT = "\x1f"
 RECORD = "\x1e"
@@ -91,7 +91,7 @@ def escape_output(path: str) -> str:
 
     A backslash anywhere switches every `%` pattern off and is itself removed (observed with
     22.05; `remove_path_slashes` in Slurm's source, also of the newest): then only backslashes are
-    to be doubled. Without one, `%` is to be doubled.
+    to be doubled. Without one, `%` must be doubled.
 
     >>> escape_output("/data/100%/out.log")
     '/data/100%%/out.log'
@@ -158,7 +158,7 @@ def parse_time(text: str) -> float | None:
 
 
 def parse_exit(text: str) -> tuple[int, int] | None:
-    """Return (exit code, signal) of `3:0` or of a plain wait status, None where it is neither.
+    """Return (exit code, signal) of `3:0` or of a plain wait status; None if neither.
 
     >>> parse_exit("0:15"), parse_exit("768"), parse_exit("9"), parse_exit("")
     ((0, 15), (3, 0), (0, 9), None)
@@ -176,7 +176,7 @@ def parse_exit(text: str) -> tuple[int, int] | None:
 
 
 def parse_version(text: str) -> tuple[int, ...]:
-    """Return the version in such as `slurm-wlm 22.05.8` or `26.05.0-0rc1`; () where there is none.
+    """Return the version in a text such as `slurm-wlm 22.05.8` or `26.05.0-0rc1`; () without one.
 
     >>> parse_version("slurm 24.11.5-1.el9")
     (24, 11, 5)
@@ -186,13 +186,13 @@ def parse_version(text: str) -> tuple[int, ...]:
 
 
 def parse_squeue(text: str) -> list[Row]:
-    """Return the rows of `squeue --Format=SQUEUE_FORMAT`; what is no row is left out."""
+    """Return the rows of `squeue --Format=SQUEUE_FORMAT`, without other lines."""
     rows = (_row(record.lstrip("\r\n"), restarts=True) for record in text.split(RECORD))
     return [row for row in rows if row]
 
 
 def parse_sacct(text: str) -> list[Row]:
-    """Return the rows of `sacct --format=SACCT_FIELDS`; what is no row is left out."""
+    """Return the rows of `sacct --format=SACCT_FIELDS`, without other lines."""
     # A newline in a name or a directory does not begin a row; an id and a separator do.
     records = re.split(rf"\n(?=\d+{UNIT})", text.removesuffix("\n"))
     rows = (_row(record, restarts=False) for record in records)
@@ -215,7 +215,7 @@ def match(rows: Iterable[Row], job_ids: Sequence[str]) -> dict[str, JobStatus]:
     statuses = {}
     for job_id in job_ids:
         known = by_id.get(job_id) or [
-            row for row in several.get(_base(job_id), ()) if covers(row.shown_id, job_id)
+            row for row in several.get(_base(job_id), ()) if row_covers_task(row.shown_id, job_id)
         ]
         if known:
             statuses[job_id] = representative(job_id, [row.status for row in known])

@@ -92,7 +92,7 @@ class Fields(dict[str, str]):
 
 
 def parse_records(text: str) -> list[Fields]:
-    """Return the records of `scontrol show node` and its like; what is no record is left out."""
+    """Return the records of commands such as `scontrol show node`, without other lines."""
     records: list[Fields] = []
     last = ""
     for line in text.splitlines():
@@ -101,7 +101,7 @@ def parse_records(text: str) -> list[Fields]:
         elif not records or not line.strip():
             continue
         elif not line[0].isspace() or not _KEY.match(line.lstrip()):
-            if last:  # the free text above goes on
+            if last:  # the free text above continues
                 records[-1][last] += f"\n{line.strip()}"
             continue
         for name, value in _pairs(line.strip()):
@@ -120,7 +120,7 @@ def _pairs(line: str) -> Iterator[tuple[str, str]]:
 
 
 def parse_config(text: str) -> Fields:
-    r"""Return the values of `scontrol show config`; the first, where a name comes twice.
+    r"""Return the values of `scontrol show config`; the first if a name appears twice.
 
     >>> parse_config("Configuration data as of now\nMaxArraySize    = 1001\n")
     {'MaxArraySize': '1001'}
@@ -135,7 +135,7 @@ def parse_config(text: str) -> Fields:
 
 
 def limits_from(config: Fields) -> Limits:
-    """Return what holds everywhere, from `scontrol show config`."""
+    """Return the limits of the whole cluster, from `scontrol show config`."""
     script = re.search(r"\bmax_script_size=(\d{1,12})\b", config["SchedulerParameters"], re.ASCII)
     enforce = config["EnforcePartLimits"].upper()
     preempts = config["PreemptType"].rpartition("/")[2] not in ("", "none", "(null)")
@@ -203,13 +203,13 @@ def node_from(record: Fields) -> Node:
         sockets=read_count(record["Sockets"]) or 1,
         cores_per_socket=read_count(record["CoresPerSocket"]) or 1,
         threads_per_core=read_count(record["ThreadsPerCore"]) or 1,
-        # Versions before 21.08 do not show how many CPUs are left beside specialised ones.
+        # Versions before 21.08 do not show how many CPUs remain besides specialised ones.
         cpus=read_count(record["CPUEfctv"]) or read_count(record["CPUTot"]) or 1,
         memory_mib=max(memory, 1),
         tmp_disk_mib=parse_memory(record["TmpDisk"]) or 0,
         gres=parse_gres(record["Gres"]),
         features=frozenset(_names(record["AvailableFeatures"])),
-        # without who gave the reason and when: `bad disk [root@2026-11-20T19:45:34]`
+        # without its author and time: `bad disk [root@2026-11-20T19:45:34]`
         reason=re.sub(r"\s*\[[^\[\]@]*@[^\[\]]*\]$", "", _plain(record["Reason"])),
     )
 
@@ -221,7 +221,7 @@ def parse_associations(text: str, cluster: str) -> tuple[Association, ...]:
             account=row["account"],
             partition=row["partition"],
             default=row["account"] == row["defaultaccount"],
-            # A sign says that the name was added to, or taken from, what the account has.
+            # A sign means that the name was added to, or removed from, those of the account.
             qos=tuple(name.lstrip("+") for name in _names(row["qos"]) if name[0] != "-"),
             default_qos=row["defaultqos"],
             max_seconds=_seconds(row["maxwall"]),
@@ -262,7 +262,7 @@ def parse_rows(text: str, fields: str) -> Iterator[Mapping[str, str]]:
 
 
 def parse_memory(text: str) -> int | None:
-    """Return MiB of a size; None for no limit and for what is no size.
+    """Return MiB of a size; None if unlimited or not a size.
 
     >>> parse_memory("62.50G"), parse_memory("1000Mc"), parse_memory("16000")
     (64000, 1000, 16000)
@@ -309,7 +309,7 @@ def node_states(text: str) -> frozenset[str]:
 
 
 def _plain(text: str) -> str:
-    """Return the text, empty where it is one of Slurm's words for nothing."""
+    """Return the text; empty for Slurm's words for nothing."""
     text = text.strip()
     return "" if text.lower() in _NOTHING else text
 
@@ -342,5 +342,5 @@ def _seconds(text: str) -> int | None:
 
 
 def _limit(text: str) -> int | None:
-    """Memory; 0 stands for no limit in some forms."""
+    """Memory; 0 means unlimited in some forms."""
     return parse_memory(text) or None

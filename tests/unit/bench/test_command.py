@@ -114,7 +114,7 @@ def test_without_a_place_for_results_it_still_judges(tmp_path: Path) -> None:
         (["--set", "resources.cpus_per_rank=9999"], "resources.cpus_per_rank"),
         (["--set", "environment.venv=missing"], "environment.venv"),
         (["--set", "environment.python=missing-python", "--set", "name=x y"], "name"),
-        (["--set", "resources.memroy=3"], "resources.memroy: there is no such field"),
+        (["--set", "resources.memroy=3"], "resources.memroy: unknown field"),
         (["--backend", "nowhere"], "--backend"),
     ],
 )

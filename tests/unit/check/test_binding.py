@@ -97,13 +97,13 @@ def test_what_fits_is_not_spoken_of() -> None:
 def test_what_does_not_fit_is_warned_of(
     fields: dict[str, Any], code: str, message: str, hint: str
 ) -> None:
-    """With the field, what there is, and what would do; once for nodes that are alike."""
+    """With the field, the limit and a fix; once for equal nodes."""
     (one,) = found(INTEL, INTEL, **fields)
     assert (one.level, one.code, one.message, one.hint) == ("warning", code, message, hint)
 
 
 def test_without_a_shape_the_job_alone_is_looked_at() -> None:
-    """CPUs count as cores where nobody knows better."""
+    """CPUs count as cores if the cores are unknown."""
     (one,) = found(cpus_per_rank=2, binding={"loader_workers": 3})
     assert one.message == (
         "each rank gets 2 cores and needs 4: its own and those of 3 loader workers"
@@ -126,7 +126,7 @@ def test_no_binding_has_no_needs() -> None:
 
 
 def test_shapes_are_those_of_the_nodes() -> None:
-    """By the topology where there is one, else by the profile's numbers or Slurm's."""
+    """By the topology if there is one, else by the profile's numbers or Slurm's."""
     threaded = NodeType.model_validate({"cpus": 32})
     assert shape_of_kind("x", threaded, intel(())) == Shape("node type x", 16, 2, 2, 2)
     one_each = NodeType.model_validate({"cpus": 16})

@@ -77,7 +77,7 @@ def found(root: Path, **fields: Any) -> tuple[str, str, str] | None:
 def test_an_argument_names_the_data(
     here: Path, args: list[str], field: str, word: str, source: str
 ) -> None:
-    """A directory or an archive, which is to stay one."""
+    """A directory, or an archive that is not unpacked."""
     words = [one.replace("{here}", str(here)) for one in args]
     assert found(here, script="train.py", args=words) == (field, word, source)
 

@@ -64,7 +64,7 @@ def test_data_are_measured(tree: Path, entry: dict[str, Any], disk_mib: int, shm
 def test_options_that_do_not_go_together(
     tree: Path, entry: dict[str, Any], nodes: int, code: str, level: str, message: str
 ) -> None:
-    """Warnings where it may not be intended."""
+    """Warnings if it may not be intended."""
     findings = found({**entry, "source": str(tree)}, nodes=nodes)
     assert [finding[:2] for finding in findings] == [(code, level)] * bool(code)
     assert all(message in finding[2] for finding in findings)
@@ -82,7 +82,7 @@ def test_data_that_do_not_exist() -> None:
 @pytest.mark.parametrize(
     ("name", "kind", "message"),
     [
-        ("tree", "pack", "no directory of tar shards"),
+        ("tree", "pack", "not a directory of tar shards"),
         ("tree", "tar", "kind tar but a directory"),
         ("no.tar", "auto", "no.tar"),
         ("no.zip", "auto", "no.zip"),
@@ -119,7 +119,7 @@ def test_what_staging_refuses_of_a_tree(tmp_path: Path) -> None:
 
 
 def test_the_walk_through_data_ends(tmp_path: Path) -> None:
-    """After its time it says how far it came, and claims to know no size."""
+    """After its time limit it reports the number of entries and no size."""
     for index in range(5):
         (tmp_path / f"{index}").write_bytes(b"x" * 1024**2)
     ticks = iter(range(100))

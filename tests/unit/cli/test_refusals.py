@@ -38,7 +38,7 @@ LINES = [
     ("run j --backend slrum", 2, "--backend: must be auto, slurm or local", "did you mean slurm?"),
     ("submit good.yaml --local --backend slurm", 2, "--backend: cannot be given together", ""),
     ("submit --resume last --set name=x", 2, "--set: cannot be given together with --r", ""),
-    ("submit good.yaml --set resource.nodes=2", 2, "resource: there is no such field; did you", ""),
+    ("submit good.yaml --set resource.nodes=2", 2, "resource: unknown field; did you", ""),
     ("submit none.yaml", 3, "no such job file: ", ""),
     ("advise none.yaml", 3, "no such job file: ", ""),
     ("advise good.yaml", 2, "command: is not a Python program that can be measured", "--model 7B"),
@@ -179,7 +179,7 @@ def test_several_faults_are_named_at_once(hpml: Hpml, place: Path) -> None:
     ended = hpml("render", "job.yaml")
     assert (ended.code, ended.out) == (2, "")
     assert "             resources.nodes: must be at least 1" in ended.err
-    assert "resorces: there is no such field; did you mean resources?" in ended.err
+    assert "resorces: unknown field; did you mean resources?" in ended.err
 
 
 @pytest.mark.parametrize(("fields", "field"), CANNOT_RUN, ids=[one[1] for one in CANNOT_RUN])

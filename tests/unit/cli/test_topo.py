@@ -10,7 +10,7 @@ import pytest
 
 from hpml_orchestrator.cli.topopicture import boxes_of_places, boxes_of_plan, names, picture
 from hpml_orchestrator.placement.planner import plan
-from hpml_orchestrator.runs.bound import Place
+from hpml_orchestrator.runs.reporting.binding import Place
 from hpml_orchestrator.topology.cpulist import format_list, parse_list
 from hpml_orchestrator.topology.model import Core, Domain, Topology
 from hpml_orchestrator.topology.recognise import parse_xml, read_topology
@@ -93,7 +93,7 @@ def test_a_copy_of_sys_and_standard_input(shell: Shell, hpml: Hpml, tmp_path: Pa
     [
         ("none.xml", 3, "no such file: none.xml"),
         (".", 2, ".: is a directory without devices/system/cpu"),
-        ("notes.txt", 2, "notes.txt: describes no machine"),
+        ("notes.txt", 2, "notes.txt: is not a topology in a known format"),
         ("cut.xml", 2, "cut.xml: the XML is cut off"),
         ("{v100} --svg notes.txt/x.svg", 2, "--svg: cannot be written"),
         ("{v100} --svg - --json", 2, "--json: cannot be given together with --svg -"),

@@ -58,6 +58,17 @@ RUN=$(uuidgen)
 DAY=$(date +%Y)
 python train.py --run $RUN --day "$DAY" --home $HOME/x --user=$USER --to $SCRATCH/$SLURM_JOB_ID
 """,
+    "a directory for one command": r"""
+#SBATCH --time=10
+LR=0.1
+cd src && python ../train.py --lr $LR
+""",
+    "home directories in a list": r"""
+#SBATCH --time=10
+DIRS=/data:~/data
+A=$(echo x)
+python train.py --dirs "$DIRS" "${A}é" "$Aé" 'cost $' "a$"
+""",
     "an expression in an argument": r"""
 #SBATCH --array=0-3 --time=10
 LRS=(0.1 0.01 0.001 0.0001)
@@ -95,12 +106,6 @@ python train.py --seed $SEED --lr=$LR --x "$X"
 #SBATCH --time=10
 export PYTHONPATH=$PWD/src:$PYTHONPATH
 A=1 B="x y" python train.py > train.log 2>&1
-""",
-    "a variable that hpml sets later": r"""
-#SBATCH -c 8 --time=10
-export OMP_NUM_THREADS=$(expr 2 + 1)
-export PYTHONUNBUFFERED=0
-python train.py
 """,
     "functions and arrays": r"""
 #SBATCH --time=10
@@ -172,13 +177,6 @@ DIST=(--nproc_per_node $GPUS_PER_NODE --nnodes $SLURM_NNODES --master_addr $MAST
       --master_port 6000)
 srun python -m torch.distributed.run ${DIST[@]} train.py --hidden 1024
 """,
-    "launcher in a text": r"""
-#SBATCH -N 4 --ntasks-per-node=1 --gres=gpu:8 -c 40 -t 60
-LAUNCHER="python -u -m torch.distributed.run --nproc_per_node 8 --nnodes $SLURM_NNODES \
-  --rdzv_endpoint $(hostname):6000 "
-CMD="train.py --save runs/$SLURM_JOB_ID --lr 3e-4"
-srun --jobid $SLURM_JOBID bash -c "$LAUNCHER $CMD"
-""",
     "as many as there are GPUs": r"""
 #SBATCH --gpus=2 -N 1 --time=10
 torchrun --nproc-per-node=gpu -m src.train
@@ -222,14 +220,6 @@ srun --export=ALL,MODE=fast python train.py
     "a task chooses its argument": r"""
 #SBATCH -N1 -n 2 --time=10
 srun bash -c 'exec python train.py --shard $SLURM_PROCID'
-""",
-    "one launcher per node": r"""
-#SBATCH --nodes=2 --ntasks-per-node=1 --gres=gpu:8 --cpus-per-task=16 --time=10
-MODEL=wan
-srun --label bash -c "
-  torchrun --standalone --nproc_per_node=$SLURM_GPUS_ON_NODE train.py --model $MODEL \
-    --part \$SLURM_NODEID --parts $SLURM_JOB_NUM_NODES
-"
 """,
     "Lightning with all GPUs named": r"""
 #SBATCH --nodes=2             # as in Trainer(num_nodes=…)
@@ -298,8 +288,8 @@ srun ${AUTO_RESUME} -l "${ARGS[@]}" torchrun --nproc_per_node=4 train.py
         "torchrun $(cat options) train.py", 2, "may be options of torchrun"),
     "a blank behind a backslash": ("""
 python train.py \\ \n  --lr 0.1
-""", 2, "a blank behind the \\"),
-    "a quote that is open": ("python train.py 'a", 2, "not closed"),
+""", 2, "a blank after a \\"),
+    "a quote that is open": ("python train.py 'a", 2, "not valid bash"),
     "a number of ranks that only the job knows": (r"""
 #SBATCH --gres=gpu:4
 N=$(nvidia-smi -L | wc -l)
@@ -328,11 +318,11 @@ srun torchrun --standalone --nproc_per_node=4 train.py
     "srun with other GPUs than the header": (r"""
 #SBATCH -N1 --gres=gpu:4
 srun --gres=gpu:1 python train.py
-""", 3, "all GPUs of the job"),
+""", 3, "all of the job"),
     "srun with other CPUs than the header": (r"""
 #SBATCH -N1 -n4 -c 8
 srun -c 2 python train.py
-""", 3, "all CPUs of the job"),
+""", 3, "all of the job"),
     "a script that parses options": (r"""
 while getopts "l:" name; do
   case $name in l) LR=$OPTARG;; esac
@@ -373,12 +363,12 @@ done
     "two trainings": (r"""
 python train.py --seed 1
 python train.py --seed 2
-""", 3, "line 2 starts a program, too"),
+""", 3, "line 2 also starts a program"),
     "side by side": (r"""
 python train.py --seed 1 &
 python train.py --seed 2 &
 wait
-""", 3, "line 2 starts a program, too"),
+""", 3, "line 2 also starts a program"),
     "results by a trap": (r"""
 trap 'rsync -a $TMPDIR/out/ results/' EXIT
 python train.py --out $TMPDIR/out
@@ -386,34 +376,34 @@ python train.py --out $TMPDIR/out
     "results among all else on the disk": (r"""
 python train.py --out $TMPDIR/out
 cp $TMPDIR/*.pt results/
-""", 3, "would lose it"),
+""", 3, "cannot copy back"),
     "results of another directory than at the start": (r"""
 TMPDIR=$(mktemp -d)
 python train.py --out $TMPDIR/out
 cp -r $TMPDIR/out results/
-""", 4, "would lose it"),
+""", 4, "cannot copy back"),
     "results to another machine": (r"""
 python train.py --out $TMPDIR/out
 rsync -a $TMPDIR/out/ login1:results/
-""", 3, "would lose it"),
+""", 3, "cannot copy back"),
     "results to a directory that only the job knows": ("""
 cd $(cat where)
 python train.py --out $TMPDIR/out
 cp -r $TMPDIR/out results
-""", 4, "would lose it"),
+""", 4, "cannot copy back"),
     "results in an archive": (r"""
 python train.py --out $TMPDIR/out
 tar czf out.tgz -C $TMPDIR out
-""", 3, "would lose it"),
+""", 3, "cannot copy back"),
     "results in a condition": (r"""
 python train.py --out $TMPDIR/out
 if [ -f $TMPDIR/out/best.pt ]; then cp $TMPDIR/out/best.pt .; fi
-""", 3, "would lose it"),
+""", 3, "cannot copy back"),
     "results in a condition, by a variable": (r"""
 OUT=$TMPDIR/out
 python train.py --out $OUT
 if [ -f $OUT/best.pt ]; then cp $OUT/best.pt .; fi
-""", 4, "would lose it"),
+""", 4, "cannot copy back"),
     "fewer GPUs by a variable": (r"""
 #SBATCH --gres=gpu:4
 export CUDA_VISIBLE_DEVICES=0,1
@@ -430,6 +420,32 @@ torchrun --nproc_per_node=4 train.py --workers $WORKERS
     "a wrapper around the launcher": ("timeout 60 srun python train.py", 2, "hpml starts itself"),
     "a text that starts the launcher": (
         "bash -c 'cd src && srun python train.py'", 2, "hpml starts itself"),
+    "a launcher in a text": (r"""
+LAUNCHER="python -m torch.distributed.run --nproc_per_node 8"
+srun bash -c "$LAUNCHER train.py"
+""", 3, "hpml starts itself"),
+    "threads that only the job knows": (r"""
+export OMP_NUM_THREADS=$(expr 2 + 1)
+python train.py
+""", 2, "after environment.setup"),
+    "threads that a condition decides": (r"""
+if [ -f x ]; then export OMP_NUM_THREADS=3; fi
+python train.py
+""", 2, "after environment.setup"),
+    "arguments that the script sets": (r"""
+set -- --lr 1
+python train.py "$@"
+""", 2, "the arguments of the script"),
+    "assignments that the grammar joins to the next line": ("""
+A=1 B=2
+python train.py $A
+""", 2, "cannot read this command"),
+    "a translated text": ('python train.py $"x"', 2, "cannot read this command"),
+    "the id of the shell": ("python train.py a$$", 2, "which words it becomes"),
+    "a translated part": ('python train.py a$"x"', 2, "which words it becomes"),
+    "a blank as an argument": ("python train.py \\ & wait", 2, "a blank after a"),
+    "a pattern around an expansion": ("python train.py ${A[0]}{1,2}", 2, "which words it becomes"),
+    "the home of another user": ("python train.py ~ada/x", 2, "which words it becomes"),
     "output for another program": (
         "srun python train.py | python plot.py", 2, "another program reads"),
 }  # fmt: skip

@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 
 from hpml_orchestrator import assets
-from hpml_orchestrator.convert import Imported, Place, import_script
+from hpml_orchestrator.convert import ImportContext, Imported, import_script
 from hpml_orchestrator.errors import InputError
 from hpml_orchestrator.script import Capabilities, render
 from hpml_orchestrator.spec.load import load_job
@@ -128,8 +128,8 @@ class Cluster:
             "SCRATCH": "/scratch/ada", "LANG": "C.UTF-8",
         }  # fmt: skip
 
-    def place(self) -> Place:
-        return Place(str(self.project), str(self.project), self.environment)
+    def context(self) -> ImportContext:
+        return ImportContext(str(self.project), str(self.project), self.environment)
 
     def run(self, script: Path, directory: Path, given: Allocation) -> list[dict[str, Any]]:
         """Run a batch script; return what its programs got."""
@@ -186,7 +186,7 @@ def test_the_job_starts_the_same_program(name: str, tmp_path: Path) -> None:
     script.write_text(SAME[name])
     given = sbatch(SAME[name])
     wanted = cluster.run(script, cluster.project, given)
-    made = import_script(SAME[name], name="job.sh", place=cluster.place())
+    made = import_script(SAME[name], name="job.sh", context=cluster.context())
     got, asked = cluster.run_imported(made)
     # Of several programs the imported job starts the one before its last, too: in setup.
     same = [one for one in wanted if program(one, tmp_path) == program(got, tmp_path)]
@@ -215,7 +215,7 @@ def megabytes(text: str) -> str:
     return str(int(value) * {"": 1, "M": 1, "G": 1024, "T": 1024**2}[unit])
 
 
-# Programs on data that the script brings to the node: `train.py OUT FILE…` says what it found.
+# Programs on data that the script copies to the node: `train.py OUT FILE…` writes what it found.
 COPIES = {
     "staged": r"""
 mkdir -p $LOCAL_SCRATCH/data $LOCAL_SCRATCH/out
@@ -226,7 +226,7 @@ python train.py --output_dir=$LOCAL_SCRATCH/out $LOCAL_SCRATCH/data/set $LOCAL_S
 cp -r $LOCAL_SCRATCH/out/. results/$SLURM_JOB_ID/
 rm -rf $LOCAL_SCRATCH/data
 """,
-    "a directory of its own, and all of its results by a pattern": r"""
+    "another directory, and all of its results by a pattern": r"""
 WORK=$LOCAL_SCRATCH/work
 mkdir -p $WORK/out
 cp -r set $WORK/
@@ -244,7 +244,7 @@ cp out/found.txt $SLURM_SUBMIT_DIR/results/
 cd $SLURM_SUBMIT_DIR
 echo done
 """,
-    "data beside the results": r"""
+    "data in the results' directory": r"""
 OUT=$LOCAL_SCRATCH/out
 mkdir -p $OUT
 cp c.txt $OUT/
@@ -307,7 +307,7 @@ def test_what_a_job_file_cannot_hold_is_refused(name: str, tmp_path: Path) -> No
     """The error has the line of the script and the reason."""
     script, line, part = REFUSED[name]
     with pytest.raises(InputError) as caught:
-        import_script(script, name="job.sh", place=Cluster(tmp_path).place())
+        import_script(script, name="job.sh", context=Cluster(tmp_path).context())
     assert str(caught.value).startswith(f"line {line}: ")
     assert part in str(caught.value)
     assert caught.value.hint

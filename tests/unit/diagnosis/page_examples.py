@@ -56,7 +56,7 @@ SLOW = Finding(
     "warning",
     "rank 3 works 14 % longer than the others",
     evidence=["the other ranks wait 11 % of each step (warning from 10 %: TraceML)"],
-    changes=[Change("exclude node1 and tell the administrators")],
+    changes=[Change("exclude node1 and inform the administrators")],
     gain=0.11,
     gain_if="if it kept up with the others",
     gain_hours=0.08,
@@ -131,7 +131,7 @@ def facts(**changed: Any) -> Facts:
 
 
 def gpu_run(**changed: Any) -> Diagnosis:
-    """Three findings with all that a finding can have."""
+    """Three findings with every field of a finding."""
     return Diagnosis(
         facts(**changed),
         [DATA, SLOW, BATCH],

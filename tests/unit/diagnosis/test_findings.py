@@ -135,6 +135,10 @@ def facts(**more: Any) -> Facts:
     return Facts("digits-1", "COMPLETED", over=True, **{**well, **more})
 
 
+ALONE = {"cpu_seconds": 1800.0, "helper_cpu_seconds": 0.0}
+"""CPU time of a rank without loaders, which cannot cause its own waiting."""
+
+
 def ranks(**each: Any) -> list[RankFacts]:
     """Four ranks with the same figures."""
     return [rank(number, **each) for number in range(4)]
@@ -293,7 +297,7 @@ FAULTS: dict[str, tuple[Facts, list[str]]] = {
         [],
     ),
     "other processes on the CPUs": (
-        facts(ranks=ranks(cpu_wait_seconds=1200.0, comm_seconds=1500.0)),
+        facts(ranks=ranks(cpu_wait_seconds=1200.0, comm_seconds=1500.0, **ALONE)),
         ["cpu-contention"],
     ),
     "loaders on the ranks' own CPUs": (
@@ -504,7 +508,7 @@ def test_short_runs(steps: float, seconds: float, level: str | None, had: str) -
 
 
 def test_where_the_time_went() -> None:
-    """By phases, then what is beside the steps, then the parts of the steps."""
+    """By phases, then saving and evaluation, then the parts of the steps."""
     assert diagnose(facts()).time == (
         "start-up 1%, staging 1%, launch 1%, training 98%; of the training: evaluation 3%, "
         "checkpoints 1%; of the steps: waiting for data 1%, host to device 1%, "
@@ -527,7 +531,7 @@ def test_where_the_time_went() -> None:
     ],
 )
 def test_the_cause_of_a_slow_rank(more: dict[str, float], words: str) -> None:
-    """It is named only if a figure of its own explains the delay."""
+    """It is named only if a figure of that rank explains the delay."""
     (found,) = diagnose(facts(ranks=slow(2, **more))).findings
     assert found.kind == "slow-rank"
     assert found.verdict.startswith("rank 2 on n1 slows the others down by ")
@@ -548,7 +552,7 @@ def test_a_rank_without_a_cpu_is_slow_for_that_reason() -> None:
 @pytest.mark.parametrize("on_slurm", [True, False])
 def test_what_is_advised_can_be_done(over: bool, on_slurm: bool) -> None:
     """A run that has ended cannot be attached to; a local one has no nodes for itself."""
-    late = facts(ranks=ranks(cpu_wait_seconds=1200.0), on_slurm=on_slurm)
+    late = facts(ranks=ranks(cpu_wait_seconds=1200.0, **ALONE), on_slurm=on_slurm)
     late = replace(late, over=over, state="COMPLETED" if over else "RUNNING")
     changes = diagnose(late).findings[0].changes
     assert any("hpml attach" in change.text for change in changes) != over

@@ -29,7 +29,7 @@ PAGES: dict[str, Callable[[], str]] = {
 
 
 class Tree(HTMLParser):
-    """Checks that every element is closed where it should be."""
+    """Checks that every element is closed in the right place."""
 
     def __init__(self, text: str) -> None:
         super().__init__()
@@ -138,7 +138,7 @@ def test_bars_have_the_length_of_their_seconds() -> None:
 
 
 def test_unmeasured_parts_are_named_instead_of_drawn_as_nothing() -> None:
-    """They are in the bar of compute, and the page says so."""
+    """They are part of the bar of compute, with a note."""
     text = page(examples.diagnosed(ranks=examples.ranks(4, waits=False)))
     assert "part of “compute” if it happens: waiting for slower ranks." in shown(text)
     assert "a slow rank is the one that waits least" not in text
@@ -159,7 +159,7 @@ def test_of_many_ranks_the_extremes_are_shown() -> None:
     ("known", "sentence", "drawn"),
     [
         ({}, "At 115 FLOP/byte the memory bandwidth would allow 346 TFLOP/s", True),
-        ({"peaks": Peaks({"bfloat16": 989e12}, origin="sheet")}, "so there is no roofline", False),
+        ({"peaks": Peaks({"bfloat16": 989e12}, origin="sheet")}, "No roofline: the bytes", False),
         ({"achieved_flops": 4 * 700e12, "peaks": Peaks({"bfloat16": 794e12}, 8e11)},
          "the compute units would allow 794 TFLOP/s", True),
         ({"achieved_flops": None, "nodes": ()}, None, False),

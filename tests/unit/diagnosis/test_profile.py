@@ -48,7 +48,7 @@ def trace(path: Path, *events: tuple[str, str, float, float]) -> None:
         for category, name, begin, end in events
     ]
     content = json.dumps({"traceEvents": [{"ph": "M", "name": "process_name"}, *written]})
-    path.write_bytes(gzip.compress(content.encode()))
+    path.write_bytes(gzip.compress(content.encode(), mtime=0))
 
 
 def test_real_traces_of_two_ranks(tmp_path: Path) -> None:
@@ -133,13 +133,17 @@ def test_of_many_ranks_some_are_read(tmp_path: Path) -> None:
     [
         (b"", "not a trace"),
         (b"not packed", "not a trace"),
-        (gzip.compress(b"[]"), "not a trace"),
-        (gzip.compress(b'{"traceEvents": []}'), "has no steps"),
-        (gzip.compress(b'{"traceEvents": [{"ph": "X", "name": "hpml.step"}]}'), "not a trace"),
-        (gzip.compress(b'{"traceEvents": [')[:-4], "not a trace"),
+        (gzip.compress(b"[]", mtime=0), "not a trace"),
+        (gzip.compress(b'{"traceEvents": []}', mtime=0), "has no steps"),
+        (
+            gzip.compress(b'{"traceEvents": [{"ph": "X", "name": "hpml.step"}]}', mtime=0),
+            "not a trace",
+        ),
+        (gzip.compress(b'{"traceEvents": [', mtime=0)[:-4], "not a trace"),
         (
             gzip.compress(
-                b'{"traceEvents": [{"ph": "X", "name": "hpml.step", "ts": 0, "dur": 0}]}'
+                b'{"traceEvents": [{"ph": "X", "name": "hpml.step", "ts": 0, "dur": 0}]}',
+                mtime=0,
             ),
             "has no steps",
         ),

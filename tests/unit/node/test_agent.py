@@ -1,4 +1,4 @@
-"""The agent of a node stages, says when it is ready, and removes what it staged at the end."""
+"""The agent of a node stages data, marks the node as ready, and removes the data at the end."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ class Running:
         self.process.send_signal(signal.SIGUSR1)
 
     def end(self) -> tuple[int, str]:
-        """Wait for the agent's end; returns its status and what it said."""
+        """Wait for the agent's end; return its status and its messages."""
         _, err = self.process.communicate(timeout=PATIENCE_SECONDS)
         return self.process.returncode, err
 
@@ -83,7 +83,7 @@ def start(node: Node) -> Iterator[Callable[..., Running]]:
 def test_it_stages_and_cleans_up_when_the_job_is_over(
     start: Callable[..., Running], source: Path, tmp_path: Path, until: Until
 ) -> None:
-    """Data lies there once the node is ready, and nothing does after the end."""
+    """The data is there when the node is ready, and is removed at the end."""
     target = tmp_path / "target"
     target.mkdir()
     running = start(*stage("data", source, target))
@@ -169,11 +169,11 @@ def failed(running: Running) -> dict[str, Any]:
 def test_data_that_is_not_there_fails_the_node(
     start: Callable[..., Running], tmp_path: Path
 ) -> None:
-    """The failed marker says what is missing; nothing stays."""
+    """The failed marker names the missing source; nothing is left."""
     target = tmp_path / "target"
     target.mkdir()
     running = start(*stage("data", tmp_path / "none", target))
-    assert running.end() == (1, "")  # wait-ready tells it, once for all nodes
+    assert running.end() == (1, "")  # wait-ready prints it, once for all nodes
     assert "No such file or directory" in failed(running)["message"]
     assert not running.marker.exists()
     assert list(target.iterdir()) == []
@@ -274,7 +274,7 @@ def test_it_looks_at_the_ranks(
 
 def cannot_be_read(*_: object, **__: object) -> None:
     """A fake fault: a kernel without /sys cannot be had on demand."""
-    raise InputError("/sys: no CPUs are told there", hint="is /sys mounted?")
+    raise InputError("/sys: no CPUs found", hint="is /sys mounted?")
 
 
 @pytest.mark.parametrize("verify", ["warn", "strict"])
@@ -284,7 +284,7 @@ def test_a_node_that_cannot_be_planned(
     capsys: pytest.CaptureFixture[str],
     verify: str,
 ) -> None:
-    """Nothing is bound, and that is told; where the job wants proof the node fails instead."""
+    """Nothing is bound, with a warning; with `verify: strict` the node fails instead."""
     monkeypatch.setattr(planning, "read_sysfs", cannot_be_read)
     node.claim("1")
     options = AgentOptions(node.attempt, bind=BindOptions(2, verify=verify))
@@ -292,15 +292,15 @@ def test_a_node_that_cannot_be_planned(
     plan = node.attempt / "plan/n1.txt"
     if verify == "strict":
         marker = json.loads((node.attempt / "nodes/n1.failed.json").read_text("utf-8"))
-        assert marker["message"] == "the ranks cannot be placed: /sys: no CPUs are told there"
+        assert marker["message"] == "the ranks cannot be placed: /sys: no CPUs found"
         assert (marker["hint"], marker["exit_code"]) == ("is /sys mounted?", 79)
         assert not plan.exists()
     else:
         assert planfile.find(plan.read_text(), 1)["bind"] == "no"
         assert wait_ready(str(node.attempt), "1", str(os.getpid())) == 0
         assert capsys.readouterr().err == (
-            "hpml: 1 node ready\nhpml: warning: n1: the ranks cannot be placed: /sys: no CPUs are "
-            "told there; nothing is bound\n"
+            "hpml: 1 node ready\nhpml: warning: n1: the ranks cannot be placed: /sys: no CPUs "
+            "found; nothing is bound\n"
         )
 
 
@@ -319,6 +319,6 @@ def test_faults_of_hpmls_own_leave_the_job_alone(
     monitor = MonitorOptions("127.0.0.1:0")
     assert run_here(AgentOptions(node.attempt, monitor=monitor)) == 0
     assert sorted(capsys.readouterr().err.splitlines()) == [
-        "hpml: n1: the binding of the ranks is no longer verified: ZeroDivisionError: no CPUs",
+        "hpml: n1: binding verification stopped: ZeroDivisionError: no CPUs",
         "hpml: n1: the job is not monitored: ZeroDivisionError: no CPUs",
     ]

@@ -1,4 +1,4 @@
-"""`hpml-bind` becomes one rank, and writes down where it runs."""
+"""`hpml-bind` binds one rank, records the binding and executes the rank's command."""
 
 from __future__ import annotations
 
@@ -103,10 +103,10 @@ def test_rank_0_records_its_command(node: Node) -> None:
 
 
 def kernel_list(cpus: list[int]) -> str:
-    """CPUs as /proc tells those of this test."""
-    told = Path("/proc/self/status").read_text().partition("Cpus_allowed_list:")[2].split()[0]
+    """CPUs of this test in /proc's format."""
+    text = Path("/proc/self/status").read_text().partition("Cpus_allowed_list:")[2].split()[0]
     assert sorted(os.sched_getaffinity(0)) == cpus
-    return told
+    return text
 
 
 def test_many_ranks_at_once_write_whole_lines(node: Node) -> None:
@@ -160,7 +160,7 @@ def test_it_ends_as_its_command_ends(
     [[], ["--"], ["true"], ["a", "b", "--", "true"], ["a", "--"], ["--shwo", "--", "true"]],
 )
 def test_wrong_usage(node: Node, words: list[str]) -> None:
-    """Anything but [ATTEMPT] -- COMMAND is told with the usage."""
+    """Anything but [ATTEMPT] -- COMMAND prints the usage."""
     status, _, err = node.call("bind", *words)
     usage = "usage: hpml-bind [--show] [ATTEMPT] -- COMMAND [ARGUMENT]…\n"
     unknown = "hpml-bind: unknown option --shwo\n"
@@ -190,7 +190,7 @@ def test_the_command_hpml_bind(node: Node) -> None:
 
 
 def test_each_rank_is_bound_as_its_line_says(node: Node) -> None:
-    """The kernel says so of the command itself, and of its threads."""
+    """The kernel reports that for the command and for its threads."""
     attempt = claimed(node)
     put_plan(attempt, *one_each())
     for rank in (0, 1):
@@ -214,7 +214,7 @@ NOWHERE = 8000  # no machine of the tests has that many CPUs
 def strictly(
     node: Node, attempt: str, *command: str, **more: str
 ) -> tuple[int, str, dict[str, Any]]:
-    """Run a rank; returns its status, what it said in one line, and its record."""
+    """Run a rank; return its status, its one line of output, and its record."""
     status, out, err = node.call("bind", attempt, "--", *(command or ("echo", "ran")), **more)
     assert (out, err.count("\n")) == ("ran\n" if status == 0 else "", 1)
     return status, err, records(attempt)[-1]
@@ -222,7 +222,7 @@ def strictly(
 
 @pytest.mark.parametrize("verify", ["warn", "strict", "off"])
 @pytest.mark.parametrize(
-    ("cpus", "wished", "told"),
+    ("cpus", "wished", "problem"),
     [
         ((NOWHERE,), "8000", "the kernel refuses them: Invalid argument"),
         ((MINE[0], NOWHERE), f"{MINE[0]},8000", f"the kernel allows only {MINE[0]}"),
@@ -230,9 +230,9 @@ def strictly(
     ids=["outside", "partly-outside"],
 )
 def test_cpus_that_the_job_does_not_have(
-    node: Node, attempt: str, verify: str, cpus: tuple[int, ...], wished: str, told: str
+    node: Node, attempt: str, verify: str, cpus: tuple[int, ...], wished: str, problem: str
 ) -> None:
-    """The line says which rank, what was wished, what is and what to do; strict ends with 79."""
+    """The line has the rank, the planned and actual CPUs, and a hint; strict ends with 79."""
     put_plan(attempt, RankPlan(0), RankPlan(1, cpus=cpus), verify=verify)
     began = time.monotonic()
     rank = {"RANK": "5", "LOCAL_RANK": "1"}
@@ -242,20 +242,20 @@ def test_cpus_that_the_job_does_not_have(
         assert time.monotonic() - began > 1.9
     inherited = record["inherited"]
     assert said.startswith(
-        f"hpml-bind: rank 5 (local rank 1) on n1: the plan assigns CPUs {wished}, {told}; the "
+        f"hpml-bind: rank 5 (local rank 1) on n1: the plan assigns CPUs {wished}, {problem}; the "
         f"rank was started with {inherited}; "
     )
     assert "; it ends (binding.verify: strict). Hint: give the step all CPUs" in said or (
         verify != "strict" and "; it continues unbound. Hint: give the step all CPUs" in said
     )
     assert (record["bound"], record["cpus"]) == (False, inherited)
-    assert told in record["error"]
+    assert problem in record["error"]
 
 
 @pytest.mark.parametrize(
     ("old", "new", "local_rank", "message", "status"),
     [
-        # strict, as the plan's first line says where that can be read
+        # strict, from the plan's first line if it is readable
         ("hpml-plan 1", "hpml-plan 9", "1", "is damaged: a plan file of another version", 0),
         ("ranks=2", "ranks=x", "1", "is damaged: the plan file's first line is damaged", 0),
         ("rank 1 ", "rank 7 ", "1", "is damaged: the plan has no rank 1", 79),
@@ -268,7 +268,7 @@ def test_cpus_that_the_job_does_not_have(
 def test_a_plan_that_does_not_fit(
     node: Node, attempt: str, old: str, new: str, local_rank: str, message: str, status: int
 ) -> None:
-    """One line, no traceback; where there is no plan, the script's variable says how strict."""
+    """One line, no traceback; without a plan the script's variable decides whether to fail."""
     variable = {"HPML_BINDING_VERIFY": "strict"}
     ended, err, record = strictly(node, attempt, **variable)
     assert (ended, record["bound"]) == (79, False)
@@ -335,7 +335,7 @@ def test_a_preference_for_memory_is_no_promise(
 def test_a_rank_gets_what_torchrun_would_give_it(
     environment: dict[str, str], expected: str
 ) -> None:
-    """The nearest launcher counts; the batch script itself is no rank."""
+    """The nearest launcher counts; the batch script itself is not a rank."""
     assert rank_variables(environment) == dict(zip(NAMES, expected.split(), strict=False))
 
 
@@ -370,7 +370,7 @@ PIPE = {"TORCH_NCCL_DEBUG_INFO_PIPE_FILE": "{stem}"}
 def test_the_agent_prepares_ranks_for_a_stop(
     node: Node, head: dict[str, str], given: dict[str, str], ignores: bool, recorder: dict[str, str]
 ) -> None:
-    """They ignore SIGTERM if it says so, and never have it blocked; NCCL's recorder is theirs."""
+    """They ignore SIGTERM if the plan has that, never have it blocked, and get NCCL's recorder."""
     attempt = claimed(node)
     head = {name: text.format(attempt=attempt) for name, text in head.items()}
     put_plan(attempt, *one_each(), **head)

@@ -180,7 +180,7 @@ def test_an_exporter_that_does_not_read_holds_nobody_up(clocked: Clocked) -> Non
 
 
 def test_an_exporter_that_is_gone(clocked: Clocked) -> None:
-    """The others go on, and one that comes later gets everything at once."""
+    """The others continue, and one that starts later gets everything at once."""
     gone, stays = clocked.exporter(), clocked.exporter()
     gone.close()
     clocked.feed.take(0, 11, counters(1, 1))
@@ -196,7 +196,7 @@ def test_the_binding_goes_out_without_any_channel(clocked: Clocked) -> None:
     end = clocked.exporter()
     clocked.act()
     assert messages(end) == []
-    clocked.feed.tell_binding(7, 1)
+    clocked.feed.set_binding(7, 1)
     clocked.act(1)
     assert messages(end) == [{"pid": os.getpid(), "binding": [7, 1], "ranks": []}]
 

@@ -1,4 +1,4 @@
-"""The last act of a job says what ended it, as Slurm and the launchers tell in its output."""
+"""`finish` finds what ended a job in the output of Slurm and the launchers."""
 
 from __future__ import annotations
 
@@ -232,7 +232,7 @@ def test_a_mebibyte_of_the_same_is_read_in_no_time(line: str, launcher: str) -> 
 
 
 def test_only_what_this_attempt_wrote_counts(node: Node, tmp_path: Path) -> None:
-    """A requeued job goes on writing to the same file, which says how the first start ended."""
+    """A requeued job appends to the same file, which has the messages of the first start."""
     output = tmp_path / "output.log"
     output.write_text(JOB.format(" DUE TO PREEMPTION"))
     claim, finish = ["claim", str(node.submission.directory)], ["finish", str(node.attempt), "9"]
@@ -274,7 +274,7 @@ def test_the_end_is_written_down(node: Node, code: str, reason: str, told: str) 
 
 @pytest.mark.parametrize("how", ["channel", "file", "earlier file", "nothing"])
 def test_a_crash_after_the_result(node: Node, how: str) -> None:
-    """Python may crash at its end, after the training's result: the reason says so."""
+    """Python may crash at its end, after the training's result; the reason mentions that."""
     result = node.run_directory / "result.json"
     if how == "earlier file":
         result.write_text("{}")

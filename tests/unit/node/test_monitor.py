@@ -21,30 +21,30 @@ from hpml_orchestrator.node.monitor import (
     target_address,
 )
 from hpml_orchestrator.node.options import MonitorOptions
-from hpml_orchestrator.node.planning import Prepared
+from hpml_orchestrator.node.planning import NodePlan
 from hpml_orchestrator.placement.model import Plan, RankPlan
-from hpml_orchestrator.placement.verify import Circumstances
+from hpml_orchestrator.placement.verify import NodeContext
 from hpml_orchestrator.records import targets
 from hpml_orchestrator.topology.model import Topology
 from tests.unit.placement.machines import dgx_a100
 
 Until = Callable[[Callable[[], object]], object]
 
-# A fake exporter for faults that the real one cannot make on demand. It tells what it was given.
+# A fake exporter for faults that the real one cannot make on demand. It records its options.
 FAKE = """
 import json, os, signal, sys, time
-behaviour, told = sys.argv[1], json.loads(sys.argv[2])
-starts = told["summary_file"] + ".starts"
+behaviour, options = sys.argv[1], json.loads(sys.argv[2])
+starts = options["summary_file"] + ".starts"
 with open(starts, "a") as stream:
     nice = os.getpriority(os.PRIO_PROCESS, 0)  # its own look: what it starts with
-    own = {**told, "pid": os.getpid(), "nice": nice, "cpus": sorted(os.sched_getaffinity(0))}
+    own = {**options, "pid": os.getpid(), "nice": nice, "cpus": sorted(os.sched_getaffinity(0))}
     stream.write(json.dumps(own) + "\\n")
 count = len(open(starts).readlines())
 def listen():
-    port = told["listen"].rpartition(":")[2]
-    with open(told["address_file"] + ".new", "w") as stream:
+    port = options["listen"].rpartition(":")[2]
+    with open(options["address_file"] + ".new", "w") as stream:
         stream.write("127.0.0.1:%d\\n" % (int(port) or 40000 + count))
-    os.rename(told["address_file"] + ".new", told["address_file"])
+    os.rename(options["address_file"] + ".new", options["address_file"])
 if behaviour == "deaf":
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     listen()
@@ -56,7 +56,7 @@ if behaviour.isdecimal():
     sys.exit(int(behaviour))
 if behaviour == "twice" and count <= 2:
     listen()
-    while not os.path.exists(told["summary_file"] + f".found{count}"):
+    while not os.path.exists(options["summary_file"] + f".found{count}"):
         time.sleep(0.01)
     os.kill(os.getpid(), signal.SIGKILL)
 while True:
@@ -74,7 +74,7 @@ ENVIRONMENT = {
 
 
 class Watched:
-    """A monitor with a fake exporter, and what became of both."""
+    """A monitor with a fake exporter, and the files that both wrote."""
 
     def __init__(self, root: Path, behaviour: str, timing: Timing, options: MonitorOptions) -> None:
         self.attempt = root / "records" / "runs" / "r-1" / "attempts" / "0"
@@ -92,7 +92,7 @@ class Watched:
         self.targets = root / "records" / "targets"
 
     def starts(self) -> list[dict[str, Any]]:
-        """What each exporter was told, and who it was."""
+        """The options and the process of each exporter."""
         path = self.attempt / "nodes" / "n1.monitor.json.starts"
         lines = path.read_text().split("\n")[:-1] if path.exists() else []
         return [json.loads(line) for line in lines]
@@ -172,7 +172,7 @@ def test_it_is_told_of_its_job_and_found(watch: Watch, until: Until, tmp_path: P
 def test_a_target_that_was_swept_in_error_comes_back(
     watch: Watch, until: Until, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The agent stood still meanwhile (a suspended job): it writes the file again."""
+    """The agent was suspended with its job: it writes the file again."""
     monkeypatch.setattr(targets, "RENEW_SECONDS", 0.1)
     watched = watch("good")
     watched.monitor.start(None)
@@ -186,17 +186,17 @@ def test_a_target_that_was_swept_in_error_comes_back(
 
 def prepared(
     *cpus: Sequence[int], topology: Topology | None = None, visible: str | None = None
-) -> Prepared:
+) -> NodePlan:
     """A node whose ranks have these CPUs."""
     ranks = tuple(RankPlan(rank, cpus=tuple(own)) for rank, own in enumerate(cpus))
-    around = Circumstances("n1", "warn", (), visible, frozenset(), 1)
-    return Prepared(Plan(ranks), topology, around)
+    context = NodeContext("n1", "warn", (), visible, frozenset(), 1)
+    return NodePlan(Plan(ranks), topology, context)
 
 
 def test_one_that_dies_is_started_again(
     watch: Watch, until: Until, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """At the same port, so that Prometheus goes on; each end is a line."""
+    """At the same port, so that Prometheus still finds it; each end is a line."""
     watched = watch("twice")
     watched.monitor.start(None)
     for count in (1, 2):
@@ -271,9 +271,9 @@ def test_gpus_by_the_nodes_own_topology() -> None:
 def test_gpus_by_what_the_scheduler_says(
     environment: dict[str, str], gpus: list[str] | None
 ) -> None:
-    """UUIDs name devices; Slurm's numbers are places in gres.conf, and nobody is named by those.
+    """UUIDs name devices; Slurm's numbers are indices of gres.conf and name no device.
 
-    Of a job on several nodes the batch script's list is that of its own node only.
+    In a job with several nodes, the batch script's list describes the first node only.
     """
     assert allocated_gpus(None, environment) == gpus
 

@@ -16,7 +16,7 @@ import pytest
 from hpml_orchestrator.errors import InputError
 from hpml_orchestrator.node.options import BindOptions
 from hpml_orchestrator.node.planning import (
-    Prepared,
+    NodePlan,
     Roots,
     is_bound,
     prepare,
@@ -73,7 +73,7 @@ class Machine:
         assert flags & os.O_NONBLOCK
         return os.open(path, flags)
 
-    def prepare(self, options: BindOptions, listing: str = "", **environment: str) -> Prepared:
+    def prepare(self, options: BindOptions, listing: str = "", **environment: str) -> NodePlan:
         def list_gpus() -> str:
             self.listed += 1
             return listing
@@ -94,11 +94,11 @@ def make(tmp_path: Path) -> Callable[..., Machine]:
     return lambda machine=None: Machine(tmp_path, machine or reversed_node())
 
 
-def gpus(made: Prepared) -> list[str | None]:
+def gpus(made: NodePlan) -> list[str | None]:
     return [one.gpu for one in made.plan.ranks]
 
 
-def cpus(made: Prepared) -> list[str]:
+def cpus(made: NodePlan) -> list[str]:
     return [one.cpu_list() for one in made.plan.ranks]
 
 
@@ -109,7 +109,7 @@ def test_every_rank_goes_to_its_gpu(make: Callable[..., Machine]) -> None:
     """The GPUs' order is reversed to that of the domains: the CPUs follow the GPUs."""
     made = make().prepare(BindOptions(4), CUDA_VISIBLE_DEVICES="0,1,2,3")
     assert (gpus(made), cpus(made)) == (ALL, ["12-15", "8-11", "4-7", "0-3"])
-    assert (made.plan.warnings, made.around.hidden) == ((), frozenset())
+    assert (made.plan.warnings, made.context.hidden) == ((), frozenset())
 
 
 def test_gpus_that_a_cgroup_hides(make: Callable[..., Machine]) -> None:
@@ -118,10 +118,10 @@ def test_gpus_that_a_cgroup_hides(make: Callable[..., Machine]) -> None:
     node.refused = {"nvidia0", "nvidia2"}
     made = node.prepare(BindOptions(2), CUDA_VISIBLE_DEVICES="0,1", SLURM_STEP_GPUS="1,3")
     assert gpus(made) == [ALL[1], ALL[3]]
-    assert made.around.hidden == {ALL[0], ALL[2]}
+    assert made.context.hidden == {ALL[0], ALL[2]}
     assert made.plan.warnings == ()
     without = node.prepare(BindOptions(2))
-    assert gpus(without) == [ALL[1], ALL[3]], "no list: all that are admitted"
+    assert gpus(without) == [ALL[1], ALL[3]], "no list: all allowed GPUs"
 
 
 def test_uuids_need_no_device_to_be_opened(make: Callable[..., Machine]) -> None:
@@ -161,11 +161,11 @@ def test_mig_instances_by_uuid(make: Callable[..., Machine]) -> None:
     assert node.listed == 1
     assert [one.gpu_uuid for one in made.plan.ranks] == [f"{uuid}2", f"{uuid}1"]
     assert all(3 in one.numa for one in made.plan.ranks)
-    assert "CUDA shows a process the first of its list alone" in made.plan.warnings[-1]
+    assert "a CUDA process can use only the first of its list" in made.plan.warnings[-1]
 
 
 def test_what_is_written(make: Callable[..., Machine], tmp_path: Path) -> None:
-    """The plan that hpml-bind reads, with what the agent tells it; and the topology."""
+    """The plan that hpml-bind reads, with the agent's settings; and the topology."""
     node = make()
     cpuinfo = "processor\t: 0\nmodel name\t: AMD EPYC 7763  64-Core\nprocessor\t: 1\n"
     Path(node.roots.proc, "cpuinfo").write_text(cpuinfo)
@@ -215,7 +215,7 @@ def test_slurms_own_list_is_a_cross_check(
 ) -> None:
     """Where it differs there is a warning; of several nodes the job's list is the first one's."""
     warnings = make().prepare(BindOptions(1), **environment).plan.warnings
-    crossed = [text for text in warnings if text.startswith("Slurm gave this step")]
+    crossed = [text for text in warnings if text.startswith("Slurm allocated the GPUs")]
     assert len(crossed) == bool(warning)
     assert all(warning in text for text in crossed)
 
@@ -273,7 +273,7 @@ def test_it_shows_where_a_rank_runs_when_asked(node: Node) -> None:
 
 @needs_two
 def test_a_rank_that_its_launcher_bound_is_not_bound_again(node: Node) -> None:
-    """The others' CPUs are unknown: it stays where it is."""
+    """The others' CPUs are unknown: it keeps its CPUs."""
     cpu = str(MINE[-1])
     command = ["taskset", "-c", cpu, sys.executable, "-I", "-S", "-c", CODE, ROOT, "bind"]
     done = subprocess.run(

@@ -106,7 +106,9 @@ def test_how_long_nodes_wait_for_one_another(
     node = staging(tmp_path, *entries, SLURM_NODEID="1", SLURM_NNODES="2")
     waits: list[float] = []
     result = StageResult("a", "/", 1, 1, 1.0, "chain", True)
-    monkeypatch.setattr(stages, "supply_for", lambda *_, **more: waits.append(more["come_seconds"]))
+    monkeypatch.setattr(
+        stages, "supply_for", lambda *given, **_: waits.append(given[2].come_seconds)
+    )
     monkeypatch.setattr(node.stager, "stage", lambda *_: result)
     node.stage_all()
     assert waits == [300.0, math.inf]
@@ -115,7 +117,7 @@ def test_how_long_nodes_wait_for_one_another(
 def test_tasks_of_an_array_wait_each_its_own_time(
     tmp_path: Path, places: tuple[Path, Path]
 ) -> None:
-    """As long as its index says, unless it is told to end; a single job does not wait."""
+    """For a time that depends on its index, unless it must end; a single job does not wait."""
     jitter = ("--site", '{"array_jitter": 60, "array_tasks": 2}')
     entry = stage("a", *places)
     array: dict[str, Any] = {"SLURM_ARRAY_TASK_ID": "1", "SLURM_ARRAY_JOB_ID": "77"}

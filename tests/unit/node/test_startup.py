@@ -53,7 +53,7 @@ def test_the_first_job_gets_the_run(node: Node) -> None:
 
 
 def test_another_job_of_the_same_run_is_a_duplicate(node: Node) -> None:
-    """It exits 75, says whose the run is, and changes nothing."""
+    """It exits 75, names the job that owns the run, and changes nothing."""
     node.claim("17")
     before = sorted(path.name for path in node.attempt.rglob("*"))
     for restart in ("0", "1"):
@@ -98,7 +98,7 @@ def test_a_requeued_job_gets_the_next_attempt(node: Node) -> None:
 def test_a_run_goes_on_in_one_job_only(
     node: Node, records: dict[str, dict[str, object]], right: list[str], wrong: list[str]
 ) -> None:
-    """Another job may claim the next attempt if the records say that the run goes on in it."""
+    """Another job may claim the next attempt if the run continues in it, by its records."""
     node.claim("17")
     for name, record in records.items():
         write_json(node.attempt / name, record)
@@ -126,7 +126,7 @@ def test_the_same_job_started_again_forgets_its_markers(node: Node) -> None:
 
 
 def test_of_two_jobs_at_once_one_wins(node: Node) -> None:
-    """However close they come: one claims the run, the other is told whose it is."""
+    """However close their starts: one claims the run, the other names its owner."""
     for number in range(4):
         for path in (node.run_directory / "attempts").glob("*"):
             path.rename(node.store.root / f"old-{number}")
@@ -160,7 +160,7 @@ def test_a_claim_that_is_being_written_is_waited_for(node: Node, restart: str) -
 def test_an_array_task_claims_its_own_run(node: Node) -> None:
     """The table gives the run of each index; an index that it lacks is an error.
 
-    Its output lies in the submission, and from its first start on in its own directory, too.
+    Its output is in the submission and, from its first start on, also in its directory.
     """
     sid = "many-20240101-000000-abcdef"
     many = node.store.prepare(sid, script="", shared={}, submit={}, runs={0: {}, 7: {}})
@@ -191,7 +191,7 @@ def test_by_hand_there_is_no_table(node: Node, tmp_path: Path) -> None:
 
 @pytest.fixture
 def attempt(tmp_path: Path) -> Path:
-    """An attempt in which no node has said anything."""
+    """An attempt without markers."""
     (tmp_path / "nodes").mkdir()
     return tmp_path
 
@@ -219,7 +219,7 @@ def test_all_nodes_are_ready(attempt: Path, capsys: pytest.CaptureFixture[str]) 
 def test_it_waits_ever_more_rarely_and_says_so(
     attempt: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Half of the nodes are there: it looks again, at most a second apart, and tells every 30 s."""
+    """Half of the nodes are ready: it checks at least every second, and reports every 30 s."""
     clock = FakeClock()
     mark(attempt, "n1", "ready")
     naps = 0
@@ -260,13 +260,13 @@ def test_agents_that_die_end_the_waiting(attempt: Path) -> None:
 
 
 def test_a_node_that_cannot_place_its_ranks(attempt: Path) -> None:
-    """The job's status says which kind of failure it was; with both kinds it is the data's."""
-    mark(attempt, "n1", "failed", message="no CPUs are told", hint="is /sys there?", exit_code=79)
-    with pytest.raises(BindingError, match="n1: no CPUs are told") as caught:
+    """The exit status shows the kind of failure; staging's counts if there are both kinds."""
+    mark(attempt, "n1", "failed", message="no CPUs found", hint="is /sys there?", exit_code=79)
+    with pytest.raises(BindingError, match="n1: no CPUs found") as caught:
         wait(attempt, 2, os.getpid())
     assert (caught.value.exit_code, caught.value.hint) == (79, "is /sys there?")
     mark(attempt, "n2", "failed", message="disk full", exit_code=8)
-    with pytest.raises(StagingError, match="n1: no CPUs are told; n2: disk full"):
+    with pytest.raises(StagingError, match="n1: no CPUs found; n2: disk full"):
         wait(attempt, 2, os.getpid())
 
 

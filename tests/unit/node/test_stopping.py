@@ -20,8 +20,8 @@ import pytest
 from hpml_orchestrator.errors import InputError
 from hpml_orchestrator.node import planning
 from hpml_orchestrator.node.channel import ChannelReader
+from hpml_orchestrator.node.continuation import Decision, decide
 from hpml_orchestrator.node.environment import CheckpointOptions
-from hpml_orchestrator.node.going_on import Decision, decide
 from hpml_orchestrator.node.hang import collect_stacks
 from hpml_orchestrator.node.jobstate import JobState
 from hpml_orchestrator.node.options import AgentOptions, BindOptions
@@ -241,14 +241,14 @@ def test_the_lead_is_learned_from_earlier_attempts(tmp_path: Path) -> None:
     with rig.channel, socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as rank:
         rig.until(900.0, [])
         assert rig.requests == []
-        tell(rank, rig.channel.name, "event", "checkpoint", seconds=80)
+        send(rank, rig.channel.name, "event", "checkpoint", seconds=80)
         eventually(lambda: rig.channel.peers.slowest.save)
         rig.until(901.5, [])
         rig.until(903.0, [])  # 1000 - 80 - 3 - 15 = 902
     assert rig.requests == ["time_limit"]
 
 
-def tell(rank: socket.socket, name: str, kind: str, event: str, **data: Any) -> None:
+def send(rank: socket.socket, name: str, kind: str, event: str, **data: Any) -> None:
     """Send a datagram as hpml_channel.py does."""
     message = {"v": 1, "type": kind, "event": event, "rank": 0, "local_rank": 0, "world_size": 1}
     rank.sendto(json.dumps({**message, "time": time.time(), "data": data}).encode(), "\0" + name)
@@ -261,7 +261,7 @@ def test_silence_after_a_step_is_a_hang(tmp_path: Path) -> None:
 
     def hear(event: str) -> None:
         heard = rig.channel.peers.heard
-        tell(rank, rig.channel.name, "event", event)
+        send(rank, rig.channel.name, "event", event)
         eventually(lambda: rig.channel.peers.heard > heard)
 
     with rig.channel, socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as rank:
@@ -304,12 +304,12 @@ PREAMBLE = """\
 import faulthandler, json, os, signal, socket, sys, time
 channel = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
 channel.bind("")
-def tell(kind, event, **data):
+def send(kind, event, **data):
     message = {"v": 1, "type": kind, "event": event, "rank": int(os.environ["RANK"]), "data": data}
     channel.sendto(json.dumps(message).encode(), chr(0) + os.environ["HPML_CHANNEL"])
 """
 WAITS_FOR_THE_REQUEST = (
-    'tell("hello", "hello"); print("up", flush=True); print(json.loads(channel.recv(999)))'
+    'send("hello", "hello"); print("up", flush=True); print(json.loads(channel.recv(999)))'
 )
 OUTLIVES = 'print("up", flush=True); time.sleep(600)'
 HANDLES = (
@@ -458,17 +458,16 @@ def test_a_program_without_the_channel_gets_its_signal_once(start: Callable[...,
 def test_the_stacks_of_a_hang_are_kept(
     node: Node, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of a rank that writes its own; for another the reason is kept; then all are ended."""
+    """Those of a rank that writes them; for another the reason is kept; then all are ended."""
     monkeypatch.setattr("hpml_orchestrator.node.stopping._HANG_SECONDS", 3.0)
     monkeypatch.setenv("HPML_LOCAL_STEPS", f"{tmp_path}/steps-0")
-    monkeypatch.setenv("PATH", "/nowhere")  # no py-spy
     node.claim("1")
     stuck = """
 fd = os.memfd_create("stacks")
 number = signal.SIGRTMAX - 3
 faulthandler.register(number, file=fd, all_threads=True)
-tell("hello", "hello", stacks_fd=fd, stacks_signal=number)
-tell("event", "step", steps_total=1)
+send("hello", "hello", stacks_fd=fd, stacks_signal=number)
+send("event", "step", steps_total=1)
 def stuck_in_a_collective():
     print("up", flush=True)
     while True:

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from hpml_orchestrator.node.options import BindOptions
-from hpml_orchestrator.node.planning import Prepared, prepare
+from hpml_orchestrator.node.planning import NodePlan, prepare
 from hpml_orchestrator.node.processes import ProcessTable, RankRecords
 from hpml_orchestrator.node.watch import Watch
 from hpml_orchestrator.placement.proof import NodeProof, proof_of_json
@@ -116,21 +116,21 @@ def attempt(tmp_path: Path) -> Path:
 @pytest.fixture
 def ranks(attempt: Path) -> Iterator[Ranks]:
     """Ranks of node n1, ended at the end."""
-    made = Ranks(attempt)
-    yield made
-    made.end()
+    ranks = Ranks(attempt)
+    yield ranks
+    ranks.end()
 
 
 class Watching:
     """A watch of this machine whose clock the test turns."""
 
     def __init__(self, attempt: Path, ranks: int, verify: str = "warn", **env: str) -> None:
-        self.made: Prepared = prepare(
+        self.node_plan: NodePlan = prepare(
             BindOptions(ranks, verify=verify), env, node="n1", allowed=frozenset(CPUS)
         )
         self.said = ""
         self.now = 1000.0
-        self.watch = Watch(attempt, self.made, self.write)
+        self.watch = Watch(attempt, self.node_plan, self.write)
         self._records = RankRecords(attempt / "binding" / "n1.jsonl")
         self._started: list[dict[str, Any]] = []
         self.file = attempt / "binding" / "n1.proof.json"
@@ -332,7 +332,7 @@ def kernel_s_table(root: Path, pid: int, parent: int, ticks: int, *cpus: int) ->
 def test_a_helper_that_works_more_than_the_program(
     tmp_path: Path, seconds: float, of_helper: int, main: int
 ) -> None:
-    """What has worked itself is no wrapper, busy as the program may be that it has started."""
+    """A parent that used much CPU time is not a wrapper, however busy its child is."""
     ticks = os.sysconf("SC_CLK_TCK")
     kernel_s_table(tmp_path, 1000, 1, int(seconds * ticks), 0)
     kernel_s_table(tmp_path, 2000, 1000, of_helper * ticks, 0)

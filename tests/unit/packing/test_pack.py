@@ -35,61 +35,6 @@ def members(pack: Path) -> dict[str, list[tarfile.TarInfo]]:
     return found
 
 
-def test_tar_unpacks_the_same_tree(tree: Path, tmp_path: Path) -> None:
-    """GNU tar makes the same names, bytes, modes, times in seconds, and links of all kinds."""
-    result = packed(tree, tmp_path / "pack", 1 << 16)
-    untar(tmp_path / "pack", tmp_path / "out")
-    assert contents(tmp_path / "out") == contents(tree)
-    assert finished(tmp_path / "pack")
-    assert (result.hard_links, result.symbolic_links) == (2, 4)
-    regular = [one for one in tree.rglob("*") if one.is_file() and not one.is_symlink()]
-    assert result.files + result.hard_links == len(regular)
-    assert result.shards == len(left(tmp_path / "pack")) > 2
-    assert result.archive_bytes == sum(one.stat().st_size for one in tmp_path.glob("pack/*.tar"))
-
-
-def test_tarfile_unpacks_the_same_tree(tree: Path, tmp_path: Path) -> None:
-    """Python's tarfile does too, where links are taken as they are."""
-    packed(tree, tmp_path / "pack")
-    (tmp_path / "out").mkdir()
-    for archive in sorted((tmp_path / "pack").glob("*.tar")):
-        with tarfile.open(archive, errorlevel=2) as tar:
-            # `filter=` is not known to older Pythons, Debian 12's among them
-            tar.extraction_filter = getattr(tarfile, "tar_filter", None)
-            tar.extractall(tmp_path / "out")  # noqa: S202 - made here
-    out, expected = contents(tmp_path / "out"), contents(tree)
-    assert out.keys() == expected.keys()
-    for name, was in expected.items():
-        is_now = out[name]
-        if was[0] == "link":  # tarfile keeps no times of links
-            assert is_now[:2] == was[:2]
-        elif was[0] == "file":
-            assert is_now == was, name
-    (tmp_path / "out" / "empty").chmod(0o755)
-
-
-def test_equal_trees_give_equal_packs(tree: Path, tmp_path: Path) -> None:
-    """Another copy of the tree, with other workers, gives the same bytes in every file."""
-    shutil.copytree(tree, tmp_path / "copy", symlinks=True)
-    for name in ("also.jpg", "zz.jpg"):
-        (tmp_path / "copy" / name).unlink()
-        os.link(tmp_path / "copy" / "train" / "a.jpg", tmp_path / "copy" / name)
-    for path in tree.rglob("*"):
-        os.utime(
-            tmp_path / "copy" / path.relative_to(tree),
-            ns=(0, path.lstat().st_mtime_ns),
-            follow_symlinks=False,
-        )
-    (tmp_path / "copy" / "empty").chmod(0o555)
-    packed(tree, tmp_path / "one", 1 << 16, workers=1)
-    packed(tmp_path / "copy", tmp_path / "two", 1 << 16, workers=3)
-    names = left(tmp_path / "one")
-    assert names == left(tmp_path / "two")
-    assert len(names) > 3
-    for name in names:
-        assert (tmp_path / "one" / name).read_bytes() == (tmp_path / "two" / name).read_bytes()
-
-
 def test_a_sample_is_never_torn_apart(tmp_path: Path) -> None:
     """Files of one base name are neighbours in one archive; only a sample can exceed the size."""
     root = tmp_path / "tree"
@@ -144,16 +89,6 @@ def test_pax_only_where_it_is_needed(tmp_path: Path) -> None:
         assert (info.uid, info.gid, info.uname, info.gname) == (0, 0, "", "")
 
 
-def test_an_empty_tree_is_a_pack(tmp_path: Path) -> None:
-    """No files, no shard of files; in a directory that was not there."""
-    (tmp_path / "tree").mkdir()
-    result = packed(tmp_path / "tree", tmp_path / "deep" / "pack")
-    assert left(tmp_path / "deep" / "pack") == {"tree.tar"}
-    assert (result.files, result.shards) == (0, 1)
-    with tarfile.open(tmp_path / "deep" / "pack" / "tree.tar") as tar:
-        assert tar.getnames() == []
-
-
 def test_a_file_beyond_ustar(tmp_path: Path) -> None:
     """More than 8 GiB take an extended header, which tarfile and GNU tar read."""
     size = 9 << 30
@@ -183,7 +118,9 @@ def test_places_that_are_refused(tmp_path: Path, dest: str) -> None:
         packed(root, tmp_path / dest)
         assert finished(tmp_path / dest)
     else:
-        with pytest.raises(InputError, match=r"DEST: (is not empty|is no dir|must not be inside)"):
+        with pytest.raises(
+            InputError, match=r"DEST: (is not empty|is not a dir|must not be inside)"
+        ):
             packed(root, tmp_path / dest)
     assert left(tmp_path) == before
 
@@ -302,11 +239,3 @@ def test_any_tree_comes_back(
     untar(home / "pack", home / "out")
     assert contents(home / "out") == contents(home / "tree")
     shutil.rmtree(home)
-
-
-def test_tar_lists_what_is_there(tmp_path: Path) -> None:
-    """`tar tf` is how a pack is looked into."""
-    packed(grow(tmp_path / "tree", 3), tmp_path / "pack")
-    words = ["tar", "tf", str(tmp_path / "pack" / "data-00000.tar")]
-    done = subprocess.run(words, capture_output=True, text=True, check=True)
-    assert done.stdout.split() == ["0/00000.bin", "1/00001.bin", "2/00002.bin"]

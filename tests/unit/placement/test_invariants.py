@@ -59,7 +59,7 @@ class Case:
         return [self.topology.gpus[index] for index in self.visible]
 
     def near(self) -> list[int | None]:
-        """Each rank's GPU's domain with CPUs; None where there is no GPU or it is not told."""
+        """Each rank's GPU's domain with CPUs; None without a GPU or if unknown."""
         held = {core.domain for core in self.topology.cores}
         gpus = self.gpus()
         if not gpus:
@@ -68,7 +68,7 @@ class Case:
         return [one if one in held else None for one in domains]
 
     def distance(self, one: int, other: int) -> int:
-        """How far apart domains are: as told, else 10 within and 20 between."""
+        """The distance between domains: as given, else 10 within and 20 between."""
         domain = self.topology.domain(one)
         assert domain is not None
         return dict(domain.distances).get(other, 10 if one == other else 20)

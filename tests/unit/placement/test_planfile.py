@@ -44,13 +44,13 @@ warning a%20line%0aand%20100%20%25%20more
 
 
 def test_the_text_of_a_plan() -> None:
-    """The file is what the grammar says, and reads back as the same plan."""
+    """The file follows the grammar, and reads back as the same plan."""
     assert write(PLAN) == TEXT
     assert read(TEXT) == PLAN
 
 
 def test_one_rank_is_found_alone() -> None:
-    """What is not told is left out; keys that are not known are kept and harm nobody."""
+    """Missing values are left out; unknown keys are kept and do no harm."""
     assert find(TEXT, 1) == {
         "bind": "yes",
         "cpus": "7",
@@ -80,7 +80,7 @@ def test_one_rank_is_found_alone() -> None:
     ],
 )
 def test_a_damaged_file_is_refused(text: str, words: str) -> None:
-    """A file that is no plan, of another version, cut short or garbled gives no plan."""
+    """A file that is not a plan, of another version, cut short or garbled gives no plan."""
     with pytest.raises(ValueError, match=words):
         read(text)
 

@@ -11,7 +11,7 @@ import pytest
 from hpml_orchestrator.placement.gpus import visible_devices
 from hpml_orchestrator.placement.planner import plan
 from hpml_orchestrator.placement.proof import NodeProof, Process, Seen, proof_json, proof_of_json
-from hpml_orchestrator.placement.verify import Circumstances, judge
+from hpml_orchestrator.placement.verify import NodeContext, judge
 from hpml_orchestrator.topology.cpulist import parse_list
 from hpml_orchestrator.topology.model import Gpu, Topology
 from tests.unit.placement.machines import dgx_a100, intel, mi250x, milan, two_by_twelve
@@ -28,7 +28,7 @@ class Place:
         allowed = options.pop("allowed", sorted(topology.cpus))
         chosen = visible_devices(topology, self.visible)
         self.plan = plan(topology, ranks, allowed_cpus=allowed, visible_gpus=chosen, **options)
-        self.around = Circumstances(
+        self.context = NodeContext(
             node="node1",
             verify="warn",
             allowed=tuple(allowed),
@@ -63,11 +63,11 @@ class Place:
 
     def around_is(self, **fields: Any) -> Place:
         """Change the circumstances."""
-        self.around = replace(self.around, **fields)
+        self.context = replace(self.context, **fields)
         return self
 
     def proof(self) -> NodeProof:
-        return judge(self.topology, self.plan, self.seen, self.around, looks=1)
+        return judge(self.topology, self.plan, self.seen, self.context, looks=1)
 
     def wrong(self) -> dict[int, tuple[str, ...]]:
         """What is wrong, by local rank."""
@@ -150,7 +150,7 @@ CASES: dict[str, tuple[Place, dict[int, tuple[str, ...]]]] = {
         pair().change(0, others=(Process(7, "dataloader", (0, 8), (0,), 0.0),)),
         {
             0: (
-                "its process 7 (dataloader) runs on CPUs 0,8, outside of its own 0-7,16-23",
+                "its process 7 (dataloader) runs on CPUs 0,8, outside of the rank's 0-7,16-23",
                 "shares physical cores with rank 9",
             )
         },

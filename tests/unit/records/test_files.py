@@ -75,7 +75,7 @@ def test_text_survives_a_round_trip(tmp_path: Path) -> None:
 
 
 def test_a_record_carries_its_version(tmp_path: Path) -> None:
-    """`schema_version` stands first, and what cannot be JSON becomes text."""
+    """`schema_version` is first, and what cannot be JSON becomes text."""
     write_json(tmp_path / "a.json", {"path": Path("/x")})
     assert (tmp_path / "a.json").read_text().startswith('{\n  "schema_version": 1,')
     assert read_json(tmp_path / "a.json") == {"schema_version": SCHEMA_VERSION, "path": "/x"}

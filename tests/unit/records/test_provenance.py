@@ -1,4 +1,4 @@
-"""What a run was made from is told from real repositories of git."""
+"""The provenance of a run, read from real git repositories."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def collect(directory: Path) -> tuple[dict[str, Any], bytes]:
 
 
 def test_a_clean_tree(repository: Path) -> None:
-    """Commit, branch and top are told, and there is no diff."""
+    """Commit, branch and top are recorded, without a diff."""
     record, diff = collect(repository / "code")
     assert record["git"] == {
         "commit": git(repository, "rev-parse", "HEAD").strip(),
@@ -104,7 +104,7 @@ def test_a_dirty_tree_can_be_made_again(repository: Path, tmp_path: Path) -> Non
 def test_a_working_directory_that_was_removed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A shell that stands in a removed directory can still submit."""
+    """A shell in a removed directory can still submit."""
     gone = tmp_path / "gone"
     gone.mkdir()
     monkeypatch.chdir(gone)

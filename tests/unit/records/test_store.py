@@ -327,14 +327,14 @@ def test_one_task_is_named_by_its_index(store: Store) -> None:
 
 
 def test_a_task_that_is_not_there(store: Store) -> None:
-    """An index that the array lacks, and a task of a single job, are told apart."""
+    """An index that the array lacks and a task of a single job have different errors."""
     sid = "a-20240101-000000-abcdef"
     array(store, sid)
     with pytest.raises(NotFoundError, match="has no task 4") as missing:
         store.resolve("last.4")
     assert missing.value.hint == "its tasks: 3 and 5"
     prepare(store, "b-20240101-000001-ghijkm")
-    with pytest.raises(InputError, match="no job array"):
+    with pytest.raises(InputError, match="not a job array"):
         store.resolve("last.0")
     with pytest.raises(NotFoundError, match=r"no run 'zzz.3'"):
         store.resolve("zzz.3")

@@ -47,7 +47,7 @@ def test_one_of_several_processes_gets_each_start(tmp_path: Path) -> None:
 
 
 def test_a_start_is_never_taken_back(tmp_path: Path) -> None:
-    """Made once it stays as it is; the next number is free; the last one is told."""
+    """A start is never replaced; the next number is free; the last one is returned."""
     assert Submission(tmp_path).newest_start() is None
     assert Submission(tmp_path / "nowhere").newest_start() is None
     assert Submission(tmp_path).mark_started(number=1, now=5.0)
@@ -65,7 +65,7 @@ def test_a_start_is_never_taken_back(tmp_path: Path) -> None:
 def test_a_link_whose_answer_was_lost_is_ones_own(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A fake for NFS, which repeats a request and is then told that the name exists."""
+    """A fake for NFS, which repeats a request and then gets the error that the name exists."""
     real = os.link
 
     def link(source: str, target: str) -> None:

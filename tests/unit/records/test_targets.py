@@ -10,8 +10,8 @@ from pathlib import Path
 from hpml_orchestrator.records.targets import (
     STALE_SECONDS,
     publish,
+    remove_stale,
     renew,
-    sweep,
     withdraw,
     withdraw_run,
 )
@@ -49,16 +49,16 @@ def test_the_dead_are_swept_and_the_living_stay(tmp_path: Path) -> None:
     left = tmp_path / ".dead.c-1@n1.json.x1y2z3"
     left.write_text("[")
     aged(left)
-    assert sorted(sweep(tmp_path)) == [left.name, dead.name]
+    assert sorted(remove_stale(tmp_path)) == [left.name, dead.name]
     assert os.listdir(tmp_path) == [alive.name]
-    assert sweep(tmp_path) == []
+    assert remove_stale(tmp_path) == []
 
 
 def test_a_sign_of_life_saves(tmp_path: Path) -> None:
     """A file that is renewed is young; of one that is gone that is known."""
     path = aged(published(tmp_path))
     assert renew(path)
-    assert sweep(tmp_path) == []
+    assert remove_stale(tmp_path) == []
     withdraw(path)
     assert not renew(path)
     withdraw(path)
@@ -76,7 +76,7 @@ def test_what_is_not_ours_is_left_alone(tmp_path: Path) -> None:
     for path in list(tmp_path.iterdir()):
         os.utime(path, (1, 1), follow_symlinks=False)
     before = sorted(os.listdir(tmp_path))
-    assert sweep(tmp_path) == []
+    assert remove_stale(tmp_path) == []
     withdraw_run(tmp_path, "r-1")
     assert sorted(os.listdir(tmp_path)) == before
     renew(tmp_path / "r-1.link@n1.json")

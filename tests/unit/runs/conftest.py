@@ -63,7 +63,7 @@ class World:
         return submit(submission, self.scheduler, environment={}, clock=self.clock.time)
 
     def resume(self, submission: Submission, said: list[str] | None = None, **more: Any) -> str:
-        """Complete a submission that was cut off; its notices are added to `said`."""
+        """Complete an interrupted submission; its notices are added to `said`."""
         return resume(
             self.store,
             submission,
@@ -136,7 +136,7 @@ allow = always
 
 @pytest.fixture
 def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A home of its own, so that no git settings of the machine matter."""
+    """A new home directory, so that git settings of the machine do not matter."""
     directory = tmp_path / "home"
     directory.mkdir()
     (directory / ".gitconfig").write_text(GIT_CONFIG)

@@ -23,7 +23,7 @@ class Repository:
         return done.stdout
 
     def write(self, name: str | bytes, content: str | bytes = b"") -> Path:
-        """Write a file and the directories that it lies in."""
+        """Write a file and its directories."""
         path = self.top / os.fsdecode(name)
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_bytes(content.encode() if isinstance(content, str) else content)
@@ -61,7 +61,7 @@ def contents(root: Path) -> dict[str, tuple[str, bytes, bool]]:
 
 
 def digest(root: Path) -> str:
-    """A hash of all that lies below a directory: names, modes, bytes."""
+    """A hash of everything below a directory: names, modes, bytes."""
     found = hashlib.sha256()
     for path in sorted(root.rglob("*")):
         found.update(f"{path.relative_to(root)} {path.lstat().st_mode}".encode())

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from hpml_orchestrator.errors import InputError
-from hpml_orchestrator.runs.after import outstanding
+from hpml_orchestrator.runs.after import pending_dependencies
 from hpml_orchestrator.scheduler.model import Dependency, JobState
 from hpml_orchestrator.testing import Fault, Killed
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 def found(world: World, words: Sequence[str], backend: str = "slurm") -> list[dict[str, str]]:
-    return outstanding(world.store, words, backend=backend, backends=world.backends)
+    return pending_dependencies(world.store, words, backend=backend, backends=world.backends)
 
 
 def run(world: World, name: str, **fields: Any) -> str:
@@ -30,7 +30,7 @@ def run(world: World, name: str, **fields: Any) -> str:
 
 
 def test_runs_that_are_not_over_are_waited_for(world: World) -> None:
-    """By their job ids, an array as a whole or one task; `ok` where nothing else is said."""
+    """By their job ids, an array as a whole or one task; `ok` by default."""
     one, many = run(world, "one"), run(world, "many", array="0-3")
     assert found(world, ["one-", f"any:{many}.3", f"notok:{many}", "ok:1"]) == [
         {"run": one, "end": "ok", "job_id": "1"},
@@ -55,7 +55,7 @@ def test_runs_that_are_over(
         found(world, [f"any:{one}"])  # somebody asked in time: the end is on record
         del world.scheduler.jobs["1"]
     assert found(world, [f"any:{one}", f"{right}:{one}"]) == []
-    with pytest.raises(InputError, match=f"{one} ended {state.value}, and the job is to start"):
+    with pytest.raises(InputError, match=f"{one} ended {state.value}, and the job should start"):
         found(world, [f"{wrong}:{one}"])
 
 
@@ -78,7 +78,7 @@ def test_runs_that_cannot_be_waited_for(world: World) -> None:
 
 
 def test_a_resumed_submission_still_waits(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What it waits for is on record, is looked at again, and is told while it waits."""
+    """The runs to wait for are recorded, checked again, and reported while it waits."""
     asked: list[SubmitRequest] = []
     arguments = world.scheduler.arguments
 

@@ -1,4 +1,4 @@
-"""Cancelling ends what has a job, waits for what is about to get one, and says what it did not."""
+"""Cancelling ends jobs, waits for those being submitted, and names what it did not cancel."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def test_a_run_whose_hpml_is_about_to_call_sbatch_is_waited_for(world: World) ->
 
 
 def test_a_run_that_gets_no_job_in_time_is_not_cancelled(world: World) -> None:
-    """The others are, at once; of this one it is said that nothing was cancelled."""
+    """The others are cancelled at once; the outcome of this one is `not cancelled`."""
     stuck = cut_off(world, 1000.0)
     other = world.submit()
     began = world.clock.now

@@ -17,8 +17,8 @@ from hpml_orchestrator.errors import RecordError
 from hpml_orchestrator.records.files import write_json
 from hpml_orchestrator.runs.facts import gather
 from hpml_orchestrator.runs.prometheus import Prometheus
-from hpml_orchestrator.runs.show import summary_lines
-from hpml_orchestrator.runs.summary import summarise
+from hpml_orchestrator.runs.reporting.summary import summarise
+from hpml_orchestrator.runs.reporting.text import summary_lines
 from hpml_orchestrator.scheduler.model import JobState
 
 if TYPE_CHECKING:
@@ -67,7 +67,7 @@ def trained(world: World, **fields: Any) -> tuple[Submission, Path]:
 
 
 def test_a_run_that_goes_on(world: World) -> None:
-    """The counters since the warm-up, the time so far, and what was asked for."""
+    """The counters since the warm-up, the time so far, and the request."""
     submission, attempt = trained(world)
     write_json(attempt / "nodes" / "n1.monitor.json", MONITORED)
     facts = gather(world.state(submission), now=world.clock.now)
@@ -79,7 +79,7 @@ def test_a_run_that_goes_on(world: World) -> None:
         assert (rank.wait_seconds, rank.save_seconds, rank.bound_as_planned) == (None, None, None)
     (node,) = facts.nodes
     assert (node.cpus, node.mean_cpus, node.read_bytes) == (2, 1.5, 7e9)
-    assert node.memory_limit_bytes == 4 * GIB  # what was asked for: the kernel knows no limit
+    assert node.memory_limit_bytes == 4 * GIB  # the requested memory: the kernel has no limit
     (gpu,) = node.gpus
     assert (gpu.memory_total_bytes, gpu.throttled_seconds["hw_thermal"]) == (80 * GIB, 3)
     found = diagnose(facts)

@@ -9,8 +9,8 @@ import pytest
 
 from hpml_orchestrator.records.files import write_json
 from hpml_orchestrator.runs.life import AttemptLife, Life, Limits, life_of, read_life
-from hpml_orchestrator.runs.show import summary_lines
-from hpml_orchestrator.runs.summary import summarise
+from hpml_orchestrator.runs.reporting.summary import summarise
+from hpml_orchestrator.runs.reporting.text import summary_lines
 from hpml_orchestrator.scheduler.model import JobState
 
 if TYPE_CHECKING:

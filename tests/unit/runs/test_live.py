@@ -172,7 +172,7 @@ def test_a_prometheus_without_figures(
     problem: str,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """One line says why, without the password; the jobs are shown all the same."""
+    """One line has the reason, without the password; the jobs are still shown."""
     monkeypatch.setattr(prometheus, "TIMEOUT_SECONDS", 0.3)
     running(world)
     world.clock.sleep(500)
@@ -242,7 +242,7 @@ def test_the_address_of_a_jobs_dashboard(world: World) -> None:
 
 
 def test_the_addresses_of_an_arrays_tasks(world: World) -> None:
-    """Each task has a job id of its own; without a recorded cluster the profile's counts."""
+    """Each task has its own job id; without a recorded cluster the profile's counts."""
     site = profile(world, 'cluster = "elbe"')
     submission = world.submit(array="0-1")
     world.scheduler.move("1_1", JobState.RUNNING)

@@ -11,7 +11,7 @@ from hpml_orchestrator.records.files import write_json
 from hpml_orchestrator.records.store import Attempt
 from hpml_orchestrator.runs.cancel import cancel
 from hpml_orchestrator.runs.requeue import requeue
-from hpml_orchestrator.runs.status import states
+from hpml_orchestrator.runs.status import state_of
 from hpml_orchestrator.scheduler.model import JobState
 from hpml_orchestrator.testing import Fault, Killed
 
@@ -70,7 +70,7 @@ def test_a_continuation_that_another_hpml_makes_meanwhile(
 ) -> None:
     """After the look at the state and before the start: that job is the answer, and no second."""
     submission, _ = ended(world)
-    look = states
+    look = state_of
 
     def too_late(*arguments: Any, **options: Any) -> Any:
         seen = look(*arguments, **options)
@@ -78,7 +78,7 @@ def test_a_continuation_that_another_hpml_makes_meanwhile(
         assert go_on(world, submission)["job_id"] == "2"
         return seen
 
-    monkeypatch.setattr("hpml_orchestrator.runs.requeue.states", too_late)
+    monkeypatch.setattr("hpml_orchestrator.runs.requeue.state_of", too_late)
     assert go_on(world, submission)["job_id"] == "2"
     assert sorted(world.scheduler.jobs) == ["1", "2"]
 
@@ -135,7 +135,7 @@ def test_between_two_jobs_a_run_is_not_over(world: World, marked: bool, seconds:
     assert (state.state, state.over) == (("FAILED", True) if seconds else ("SUBMITTING", False))
     if seconds:
         assert state.reason == (
-            f"interrupted before it could go on: `hpml requeue {submission.sid}`"
+            f"interrupted before it could continue: `hpml requeue {submission.sid}`"
         )
     assert not (submission.directory / "final.json").exists()
     assert go_on(world, submission)["job_id"] == "2"

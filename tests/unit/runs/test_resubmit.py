@@ -149,7 +149,7 @@ def test_only_one_run_continues_another_at_a_time(world: World) -> None:
     refuse_to_resubmit(world.store, world.state(second), backends=world.backends)
     with pytest.raises(InputError, match="is continued by third") as caught:
         requeue(world.store, first, environment={}, clock=world.clock.time, backends=world.backends)
-    assert caught.value.hint == f"hpml requeue {third.sid}"  # first has none of its steps any more
+    assert caught.value.hint == f"hpml requeue {third.sid}"  # first has none of its steps left
 
 
 def test_prune_keeps_the_checkpoints_of_a_run_that_is_continued(world: World) -> None:

@@ -1,4 +1,4 @@
-"""A snapshot is the working tree as it lies on disk, later edits do not change it."""
+"""A snapshot is the working tree as it is on disk; later edits do not change it."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ import pytest
 from hpml_orchestrator.errors import InputError
 from hpml_orchestrator.runs import snapshot as module
 from hpml_orchestrator.runs.prepare import render_job, write_rendered
-from hpml_orchestrator.runs.show import array_lines, summary_lines
+from hpml_orchestrator.runs.reporting.summary import Summary
+from hpml_orchestrator.runs.reporting.text import array_lines, summary_lines
 from hpml_orchestrator.runs.snapshot import Snapshot
 from hpml_orchestrator.runs.status import states
-from hpml_orchestrator.runs.summary import Summary
 from hpml_orchestrator.spec.load import load_job
 from tests.unit.runs.repositories import Repository, contents, digest, init
 
@@ -125,7 +125,7 @@ def test_submodules_come_with_their_own_changes(tmp_path: Path, repository: Repo
     repository.write("lib/used/inner.py", "changed")
     repository.write("lib/used/new.py", "new")
     repository.git("submodule", "--quiet", "deinit", "--force", "unused")
-    clone = init(repository.top / "apex")  # a repository inside that is no submodule
+    clone = init(repository.top / "apex")  # a nested repository, not a submodule
     clone.write("apex.py", "x")
     with tempfile.TemporaryDirectory() as directory:
         made = Snapshot(str(repository.top), "").take(Path(directory, "code"))
@@ -136,7 +136,7 @@ def test_submodules_come_with_their_own_changes(tmp_path: Path, repository: Repo
     assert made["untracked"] == 2
     (repository.top / "lib/used/.git").unlink()
     (repository.top / "lib/used/.git").mkdir()
-    with pytest.raises(InputError, match="has a .git that is no repository"):
+    with pytest.raises(InputError, match="has a .git that is not a repository"):
         taken(repository)
 
 
@@ -307,7 +307,7 @@ def test_rendering_into_a_directory_brings_the_code(
     assert sorted(os.listdir(script.parent)) == ["code", "hpml-job.sh", "hpml-node.pyz", "job.sh"]
     with pytest.raises(InputError, match="--output: already holds a directory code"):
         write_rendered(rendered, str(tmp_path / "out"), force=True)
-    with pytest.raises(InputError, match="--output: lies inside the repository"):
+    with pytest.raises(InputError, match="--output: is inside the repository"):
         write_rendered(rendered, str(repository.top / "out"))
     monkeypatch.setattr(module, "MAX_UNTRACKED_BYTES", -1)
     with pytest.raises(InputError, match="neither tracks nor ignores"):

@@ -47,7 +47,7 @@ def submitted(world: World) -> Submission:
 
 
 def test_a_job_goes_through_its_states(world: World, submitted: Submission) -> None:
-    """What the scheduler says, joined with when it was submitted and started."""
+    """The scheduler's status, joined with when it was submitted and started."""
     waiting = world.state(submitted)
     assert (waiting.state, waiting.over, waiting.attempts) == ("PENDING", False, 0)
     assert (waiting.job_id, waiting.name, waiting.backend) == ("1", "probe", "slurm")
@@ -101,7 +101,7 @@ def test_a_scheduler_is_asked_once_for_all(world: World) -> None:
 def test_a_forgotten_job_is_judged_by_its_own_word(
     world: World, submitted: Submission, code: int, reason: str, state: str
 ) -> None:
-    """Without accounting, the job's last act says how it ended."""
+    """Without accounting, the last record of the job has its end."""
     world.ends(world.starts(submitted, "1"), code, reason, state)
     world.clock.sleep(3600)
     world.scheduler.jobs.clear()
@@ -185,7 +185,7 @@ def test_an_uncertain_scheduler_yields_to_the_jobs_own_word(
 
 
 def test_a_job_that_nobody_knows(world: World, submitted: Submission) -> None:
-    """Right after the submission it may still show up; later it is lost, which is said."""
+    """Right after the submission it may still appear; later it is reported as lost."""
     world.scheduler.jobs.clear()
     found = world.state(submitted)
     assert (found.state, found.over, found.lost) == ("UNKNOWN", False, False)
@@ -214,12 +214,12 @@ def test_ranks_that_are_elsewhere_are_the_reason(
     assert state.reason == (
         "rank 3 on n1 runs on CPUs 0 (and 1 more)"
         if proven
-        else "ranks are not bound as planned: the job's output says which"
+        else "ranks are not bound as planned: the job's output names them"
     )
 
 
 def test_submissions_without_a_job(world: World) -> None:
-    """Refused, never submitted, and cut off a moment ago: each has a state of its own."""
+    """Refused, never submitted, and interrupted a moment ago: each has its own state."""
     refused = world.prepare()
     refused.record_refusal("no such account", now=1.0)
     assert (world.state(refused).state, world.state(refused).over) == ("REFUSED", True)
@@ -245,7 +245,7 @@ def test_submissions_without_a_job(world: World) -> None:
 
 
 def test_damaged_records_do_not_hide_the_others(world: World) -> None:
-    """A record that is gone, is no JSON, or is newer is told as such; the rest is listed."""
+    """A record that is missing, not JSON, or newer is reported; the others are listed."""
     made = [world.prepare(f"p{number}") for number in range(6)]
     for submission in made[1:]:
         world.go(submission)

@@ -37,7 +37,7 @@ def test_a_prepared_submission_says_everything(world: World) -> None:
 
 
 def test_the_job_is_recorded(world: World) -> None:
-    """The marker stands before sbatch is called, the id after it, the arguments to the byte."""
+    """The marker is written before sbatch is called, the id after it, the arguments exactly."""
     submission = world.prepare()
     assert world.go(submission) == "1"
     job = submission.job()
@@ -51,7 +51,7 @@ def test_the_job_is_recorded(world: World) -> None:
 
 
 def test_a_refusal_is_recorded(world: World) -> None:
-    """No job came of it, and resuming says why instead of trying again."""
+    """No job exists, and resuming reports the reason instead of trying again."""
     submission = world.prepare()
     world.scheduler.faults = [Fault.REFUSED]
     with pytest.raises(SchedulerError, match="Invalid account"):
@@ -66,7 +66,7 @@ def test_a_refusal_is_recorded(world: World) -> None:
 
 @pytest.mark.parametrize("fault", [Fault.UNAVAILABLE, Fault.LOST_ANSWER])
 def test_no_answer_is_no_refusal(world: World, fault: Fault) -> None:
-    """The error says how to go on; going on finds the job, or makes it when there is none."""
+    """The hint names `--resume`, which finds the job, or submits it if none exists."""
     submission = world.prepare()
     world.scheduler.faults = [fault]
     with pytest.raises(SchedulerUnavailable) as caught:
@@ -134,7 +134,7 @@ def test_a_submission_that_another_hpml_has_taken_is_left_to_it(world: World) ->
 
 
 def test_a_start_that_was_long_under_way_is_not_used(world: World) -> None:
-    """A file server stood still for minutes: others may have gone on, so sbatch is not called."""
+    """The file server hung for minutes: other processes may have continued; no call of sbatch."""
     submission = world.prepare()
     times = iter([100.0, 400.0])
     with pytest.raises(SchedulerUnavailable, match="too slow"):
@@ -160,7 +160,7 @@ def test_a_waiting_hpml_sees_the_job_of_the_other_at_once(world: World) -> None:
 
 
 def test_a_job_that_has_started_is_known_by_its_own_word(world: World) -> None:
-    """The attempt that it claimed names it, also when the queue does not show it any more."""
+    """The attempt that it claimed names it, also when the queue no longer shows it."""
     submission = world.prepare()
     submission.mark_started(now=world.clock.now)
     world.starts(submission, "77")

@@ -18,7 +18,7 @@ JOB = """\
 # The images of my thesis
 name: digits
 launcher: srun
-script: train.py # beside this file
+script: train.py # next to this file
 args:
   - --data={data}
   - --workers=2 # per rank
@@ -160,7 +160,7 @@ def test_conflicting_changes_are_not_both_made(desk: Desk) -> None:
 def test_without_a_change_of_the_job_file_nothing_is_written(
     desk: Desk, changes: list[Change], hint: str
 ) -> None:
-    """The error says what to do instead."""
+    """The hint names an alternative."""
     with pytest.raises(InputError, match="no advice for this run changes its job file") as caught:
         desk.tuned(desk.ran(JOB), *changes)
     assert hint in caught.value.hint
@@ -168,7 +168,7 @@ def test_without_a_change_of_the_job_file_nothing_is_written(
 
 
 def test_a_task_keeps_its_array_and_a_point_gets_its_values(desk: Desk) -> None:
-    """The tasks of an array share the job file; the point of a sweep is a job of its own."""
+    """The tasks of an array share the job file; the point of a sweep is a separate job."""
     task = replace(desk.ran(JOB + "array: 0-3\n"), index=2)
     assert desk.tuned(task, WORKERS).resolved.job.array == "0-3"
     base = JOB.replace("--lr=0.05", "--lr=0.5")
@@ -184,7 +184,7 @@ def test_a_task_keeps_its_array_and_a_point_gets_its_values(desk: Desk) -> None:
 
 
 def test_a_document_with_aliases_is_written_anew(desk: Desk) -> None:
-    """Changing the anchor would change what the alias stands for, too."""
+    """Changing the anchor would change the alias, too."""
     text = JOB.replace("time: 30:00 # MM:SS", "time: &t 30:00\n  qos: *t")
     made = desk.tuned(desk.ran(text), Change("ask for 5:00", "resources.time", "5:00"))
     assert (made.resolved.job.resources.time, made.resolved.job.resources.qos) == (

@@ -10,7 +10,7 @@ import pytest
 
 from hpml_orchestrator.errors import InputError, SchedulerUnavailable
 from hpml_orchestrator.records.store import Submission
-from hpml_orchestrator.runs.after import outstanding
+from hpml_orchestrator.runs.after import pending_dependencies
 from hpml_orchestrator.runs.cancel import cancel
 from hpml_orchestrator.runs.follow import wait_until_over
 from hpml_orchestrator.runs.prune import prune
@@ -41,7 +41,7 @@ def a_run(world: World) -> Submission:
 
 
 def test_a_run_of_another_cluster_is_not_judged(world: World, a_run: Submission) -> None:
-    """It is said where it is, nothing is recorded, and on its own cluster it still runs."""
+    """Its cluster is named, nothing is recorded, and on its own cluster it still runs."""
     state = world.state(a_run)
     assert (state.state, state.over, state.lost) == ("UNKNOWN", False, False)
     assert (state.cluster, state.job_id) == ("a", "1")
@@ -69,7 +69,9 @@ def waited(world: World, run: Submission) -> str:
 
 def depended(world: World, run: Submission) -> str:
     with pytest.raises(InputError) as refused:
-        outstanding(world.store, [f"any:{run.sid}"], backend="slurm", backends=world.backends)
+        pending_dependencies(
+            world.store, [f"any:{run.sid}"], backend="slurm", backends=world.backends
+        )
     return str(refused.value)
 
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from hpml_orchestrator.records.files import write_json
-from hpml_orchestrator.runs.usage import Selection, recorded_usage
+from hpml_orchestrator.runs.reporting.usage import Selection, recorded_usage
 from hpml_orchestrator.scheduler.model import JobState
 
 if TYPE_CHECKING:

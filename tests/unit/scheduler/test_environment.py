@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 import pytest
 
-from hpml_orchestrator.scheduler.environment import travelling
+from hpml_orchestrator.scheduler.environment import job_environment
 
 
 @pytest.mark.parametrize(
@@ -23,4 +23,4 @@ from hpml_orchestrator.scheduler.environment import travelling
 def test_what_travels(environment: Mapping[str, str], inherit: str, travels: str | None) -> None:
     """All but the session's, the scheduler's and the launcher's; or only what a login has."""
     kept = environment if travels is None else {name: environment[name] for name in travels.split()}
-    assert travelling(environment, inherit) == kept
+    assert job_environment(environment, inherit) == kept

@@ -1,4 +1,4 @@
-"""What became of a submission: every branch, and every way to be killed."""
+"""Recovery of a submission: every branch, and every way to be killed."""
 
 from __future__ import annotations
 
@@ -144,7 +144,7 @@ def test_uncertain_words(tmp_path: Path, text: str) -> None:
 
 
 def test_short_grace_is_not_for_lost_answers(tmp_path: Path) -> None:
-    """7. After "Socket timed out" the whole grace period counts, whatever the caller says."""
+    """7. After "Socket timed out" the whole grace period counts, whatever the caller passes."""
     assert isinstance(decide(FakeScheduler(), tmp_path, grace_seconds=10), Absent)
     text = "sbatch: error: Batch job submission failed: Socket timed out on send/recv operation\n"
     (tmp_path / "sbatch.err").write_text(text)

@@ -20,7 +20,7 @@ from hpml_orchestrator.placement.model import RankPlan
 from hpml_orchestrator.script import archive
 from tests.unit.node.plans import MINE, put_plan, records
 
-# Where pyenv or a distribution would have put one; most machines have none any more.
+# Paths of pyenv and distributions; most machines do not have it.
 OLD_PYTHON = next(
     iter(sorted(Path.home().glob(".pyenv/versions/3.9.*/bin/python"))),
     Path(shutil.which("python3.9") or "python3.9"),
@@ -128,7 +128,7 @@ def test_a_wrong_call_is_one_line(pyz: Path, argv: str, status: int, message: st
 
 
 def test_the_sources_keep_to_python_3_9() -> None:
-    """By vermin's table of features; newer annotations stand where nothing evaluates them."""
+    """By vermin's table of features; newer annotations are never evaluated."""
     config = vermin.Config()
     config.set_eval_annotations(False)
     sources = [

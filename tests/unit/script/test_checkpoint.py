@@ -11,7 +11,7 @@ import pytest
 
 from hpml_orchestrator.errors import InputError
 from hpml_orchestrator.script import directives, render
-from hpml_orchestrator.script.directives import as_asked
+from hpml_orchestrator.script.directives import effective_job
 from hpml_orchestrator.spec.site import ResolvedSite, Site
 from tests.unit.script.support import APPTAINER, HERE, LAUNCHERS, PYXIS, job
 
@@ -111,7 +111,7 @@ def test_whether_slurm_may_run_the_job_again(
     asked = job(checkpoint={"enabled": True, "requeue": requeue})
     lines = directives(asked, site(**profile))
     assert [line for line in lines if "requeue" in line] == [option] * bool(option)
-    seen = as_asked(asked, site(**profile).site.directives)
+    seen = effective_job(asked, site(**profile).site.directives)
     assert seen.resources.extra == []
     (text,) = shlex.split(exported(render(asked, HERE, site(**profile)))["HPML_CHECKPOINT"])
     is_asked_of_site = "requeue" not in profile.get("directives", {})

@@ -8,7 +8,7 @@ import pytest
 
 from hpml_orchestrator.errors import InputError
 from hpml_orchestrator.script import directives, render
-from hpml_orchestrator.script.directives import as_asked, memory_mebibytes
+from hpml_orchestrator.script.directives import effective_job, memory_mebibytes
 from hpml_orchestrator.spec.job import Job
 from hpml_orchestrator.spec.site import ResolvedSite, Site
 from tests.unit.script.support import HERE
@@ -20,7 +20,7 @@ def job(**resources: Any) -> Job:
 
 
 def rules(**options: dict[str, Any]) -> ResolvedSite:
-    """A profile with these rules; `_` stands for `-`."""
+    """A profile with these rules; `_` means `-`."""
     named = {name.replace("_", "-"): rule for name, rule in options.items()}
     return ResolvedSite(Site.model_validate({"directives": named}))
 
@@ -52,7 +52,7 @@ def test_what_is_staged_into_ram_is_asked_for_as_memory() -> None:
     assert memory_mebibytes(asked) == 4096 + 2048
     assert "--mem=6144M" in directives(asked)
     assert not any("--mem" in line for line in directives(job_of(stage=stage)))
-    assert as_asked(asked, rules(mem={}).site.directives).resources.memory == 4096
+    assert effective_job(asked, rules(mem={}).site.directives).resources.memory == 4096
 
 
 @pytest.mark.parametrize(
@@ -130,7 +130,7 @@ def test_the_job_as_slurm_will_see_it() -> None:
         gpus=2,
         extra=["--nice=3", "--contiguous"],
     )
-    seen = as_asked(asked, site.site.directives).resources
+    seen = effective_job(asked, site.site.directives).resources
     assert (seen.memory, seen.exclusive, seen.time) == (None, False, "01:00:00")
     assert (seen.account, seen.qos, seen.constraint) == ("physics", "high", None)
     assert seen.gpus == "2", "under another name it is asked for all the same"

@@ -154,14 +154,14 @@ PLACES = dict(places(SCHEMA))
 
 
 def job_holding(place: str, value: str) -> dict[str, Any]:
-    """The smallest job in which that value stands at that place."""
+    """The smallest job with that value in that field."""
     program = {} if place.startswith(("module", "command")) else {"script": "x.py"}
     return {"name": "probe", **program, **PLACES[place](value)}
 
 
 @pytest.mark.parametrize("place", sorted({*PLACES} - {"environment.setup"}))
 def test_a_value_in_any_field_is_refused_or_stays_data(sandbox: Sandbox, place: str) -> None:
-    """Whatever stands in a field, the loader refuses it by name or the script carries it quoted.
+    """The loader refuses a value with its field, or the script quotes it.
 
     `environment.setup` is shell code, the user's own. 1 MB fits no argument and no path.
     """
@@ -181,7 +181,7 @@ def no_code(script: str, workdir: Path) -> bool:
     """Whether bash, running the script with every command out of reach, leaves no canary.
 
     By an empty PATH each external program is a no-op: expansions and substitutions still happen,
-    so a payload would act. A canary lies where the script was then: in its first directory, or in
+    so a payload would act. A canary file is in the script's first directory, or in
     the job's workdir.
     """
     scratch = workdir / "no-code"

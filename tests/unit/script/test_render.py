@@ -1,4 +1,4 @@
-"""The script of a job is deterministic, valid, and says what the job says."""
+"""The script of a job is deterministic, valid, and matches the job."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ BINDING = {"policy": "numa", "verify": "strict", "loader_workers": 2, "hardware_
 
 
 def staged_script() -> str:
-    """A script with all about staging; why `auto` became what it is stands in a comment."""
+    """A script with all options of staging; the reason for `auto`'s choice is in a comment."""
     why = {"test": "4G are at most half of the 436G left"}
     return render(job(**INPUT["jobs"]["staged"]), HERE, STAGED_SITE, targets=why)
 

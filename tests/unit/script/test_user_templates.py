@@ -1,4 +1,4 @@
-"""Templates of a user's own change the script; what is wrong with them is told by file and line."""
+"""A user's templates change the script; errors in them have file and line."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ def test_a_base_of_ones_own_counts_for_every_launcher(office: Office) -> None:
         ("user", "{{ 'a;b' | directive }}", "torchrun.sh.j2:2: .*must not stand unquoted"),
         ("user", '{% include "../secret.j2" %}', "TemplateNotFound: ../secret.j2"),
         ("user", '{% include "/etc/passwd" %}', "TemplateNotFound: /etc/passwd"),
-        ("usr", "true", "torchrun.sh.j2:2: there is no block 'usr'"),
+        ("usr", "true", "torchrun.sh.j2:2: unknown block 'usr'"),
         ("user", "{% endblock %}ulimit{% block ready %}", ":2: text outside of the blocks"),
         ("user", "#SBATCH --requeue\n", "no directive after the first command: #SBATCH --requeue"),
         ("user", "true )", "bash cannot read the script: line .*syntax error"),
@@ -201,5 +201,5 @@ def test_the_list_shows_where_each_comes_from(office: Office) -> None:
     office.write("srun.sh.j2", "\n{% block user %}")
     with pytest.raises(InputError, match=r"srun\.sh\.j2:2: "):
         templates(str(office.templates))
-    with pytest.raises(InputError, match="no such directory"):
+    with pytest.raises(InputError, match="does not exist"):
         templates(str(office.templates / "none"))

@@ -1,4 +1,4 @@
-"""The doctor says what there is, and what to do where something is missing."""
+"""The doctor lists what it found, and how to add what is missing."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def test_nothing_on_the_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_launchers_of_mpi_programs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Open MPI's mpirun will do; another's is told as such."""
+    """Open MPI's mpirun is accepted; another one is reported."""
     monkeypatch.setenv("PATH", f"{tmp_path}/bin:/usr/bin:/bin")
     put(tmp_path / "bin", mpirun="echo 'mpirun (Open MPI) 5.0.3'; echo more", horovodrun="")
     findings = found(Store(tmp_path / "records"))
@@ -67,7 +67,7 @@ def test_launchers_of_mpi_programs(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 
 
 def test_a_cluster(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Slurm's version, its controller, its accounting, and the GPUs are told."""
+    """Slurm's version, its controller, its accounting, and the GPUs are listed."""
     monkeypatch.setenv("PATH", f"{tmp_path}/bin:/usr/bin:/bin")
     put(tmp_path / "bin", *ANSWERS)
     findings = found(Store(tmp_path / "records"))
@@ -118,7 +118,7 @@ def test_a_configuration_that_is_not_there_is_told_at_once(
     monkeypatch.setenv("SLURM_CONF", f"{tmp_path}/nowhere.conf")
     slurm = found(Store(tmp_path / "records"))["Slurm"]
     assert slurm.result == "missing"
-    assert slurm.found == f"SLURM_CONF names {tmp_path}/nowhere.conf, and there is no such file"
+    assert slurm.found == f"SLURM_CONF names {tmp_path}/nowhere.conf, which does not exist"
     runner = SubprocessRunner()
     with pytest.raises(ConfigurationMissing, match="SLURM_CONF names"):
         initialise(runner, dict(os.environ), writer="t", when="today")

@@ -1,4 +1,4 @@
-"""The profile is written where it was asked for, whole or not at all, and never over another."""
+"""The profile is written to the requested path, atomically, and never replaces another."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def test_it_goes_where_it_was_asked_for(tmp_path: Path, monkeypatch: pytest.Monk
 @pytest.mark.parametrize(
     ("output", "user", "message"),
     [
-        ("nowhere/hpml.toml", False, "no such directory"),
+        ("nowhere/hpml.toml", False, "does not exist"),
         (".", False, "is a directory"),
         ("x", True, "one of --user and --output"),
         ("", True, "no home directory"),
@@ -107,7 +107,7 @@ def test_a_cluster_that_hides_its_nodes_gets_a_profile_that_says_so() -> None:
 
 def test_what_was_found_is_told_in_a_few_lines(small: Cluster) -> None:
     """Cluster, partitions, nodes, accounts; what was not looked at and why."""
-    profile = Profile(small, group_nodes(small), "", looks={"cpu": "no node was idle"})
+    profile = Profile(small, group_nodes(small), "", probes={"cpu": "no node was idle"})
     assert profile.lines() == [
         "cluster     elbe, Slurm 22.05.8",
         "partitions  gpu and all (DRAIN); default: none",

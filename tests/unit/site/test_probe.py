@@ -1,7 +1,7 @@
 """A look at the nodes: bounded, in turn through what a site may want, and never a hindrance.
 
-The looks themselves run for real, here and in tests/cluster; what srun answers on sites with rules
-of their own comes from a fake.
+The probes themselves run for real, here and in tests/cluster; what srun answers on sites with rules
+comes from a fake.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import pytest
 
 from hpml_orchestrator.scheduler.cluster import Cluster
 from hpml_orchestrator.scheduler.command import Completed
-from hpml_orchestrator.site.look import Interface, Look, Place, command, parse
+from hpml_orchestrator.site.node_probe import Interface, NodeProbe, Place, command, parse
 from hpml_orchestrator.site.nodes import group_nodes
 from hpml_orchestrator.site.probe import probe
 from hpml_orchestrator.testing import FakeRunner
@@ -68,8 +68,8 @@ def test_a_look_that_was_cut_off_is_none(text: str) -> None:
     assert parse(text) is None
 
 
-def places(*rows: tuple[str, str, str, int, bool]) -> Look:
-    return Look(
+def places(*rows: tuple[str, str, str, int, bool]) -> NodeProbe:
+    return NodeProbe(
         "n", tuple(Place(name, path, kind, size, size, ok) for name, path, kind, size, ok in rows)
     )
 
@@ -93,10 +93,10 @@ def places(*rows: tuple[str, str, str, int, bool]) -> Look:
             None,
         ),
         (places(("$TMPDIR", "/tmp", "ext4", 5, True), ("path", "/raid", "xfs", 9, True)), "/raid"),
-        (Look("n"), None),
+        (NodeProbe("n"), None),
     ],
 )
-def test_scratch_is_what_hpml_would_not_find_by_itself(look: Look, path: str | None) -> None:
+def test_scratch_is_what_hpml_would_not_find_by_itself(look: NodeProbe, path: str | None) -> None:
     """A local disk that can be written; not RAM, not what is shared, not what is taken anyway."""
     found = look.scratch
     assert (found.path if found else None) == path
@@ -104,7 +104,7 @@ def test_scratch_is_what_hpml_would_not_find_by_itself(look: Look, path: str | N
 
 @pytest.mark.parametrize("shell", ["dash", "bash --posix"])
 def test_the_script_is_plain_sh_and_takes_odd_names(shell: str, tmp_path: Path) -> None:
-    """Any POSIX shell runs it; a directory's odd name is no code and breaks no line."""
+    """Any POSIX shell runs it; a directory's odd name is not executed and breaks no line."""
     odd = tmp_path / "a $(touch ran) 'b"
     odd.mkdir()
     argv = command(str(odd), topology=True)
@@ -152,7 +152,7 @@ def test_each_kind_is_looked_at_once_on_an_idle_node(small: Cluster) -> None:
     """One short srun per kind: a minute, one task, a node that is up, no waiting."""
     run = FakeRunner({"srun": [Completed(0, SEEN)]})
     found = probe(small, group_nodes(small), run, {"PATH": "/bin"})
-    assert isinstance(found["a100x4"], Look)
+    assert isinstance(found["a100x4"], NodeProbe)
     assert found["cpu"] == "it is in no usable partition"  # but in one that drains
     (call,) = run.calls
     assert {"--time=1", "--ntasks=1", "--nodelist=gpu1", "--partition=gpu"} <= set(call.argv)
@@ -164,7 +164,7 @@ def test_a_site_that_wants_gpus_asked_for_is_asked_so(small: Cluster) -> None:
     """After a refusal the same with a GPU."""
     run = FakeRunner({"srun": [REFUSED, Completed(0, SEEN)]})
     groups = group_nodes(small)[:1]
-    assert isinstance(probe(small, groups, run, {})["a100x4"], Look)
+    assert isinstance(probe(small, groups, run, {})["a100x4"], NodeProbe)
     assert [word for word in run.calls[1].argv if word.startswith("--gres")] == [
         "--gres=gpu:a100:1"
     ]
@@ -172,7 +172,7 @@ def test_a_site_that_wants_gpus_asked_for_is_asked_so(small: Cluster) -> None:
 
 
 def test_refusals_are_told_in_slurms_words(small: Cluster) -> None:
-    """The profile says why a kind was not looked at."""
+    """The profile has the reason why a kind was not probed."""
     run = FakeRunner({"srun": [REFUSED]})
     found = probe(small, group_nodes(small)[:1], run, {})
     assert found == {"a100x4": "Unable to allocate resources: Invalid qos specification"}

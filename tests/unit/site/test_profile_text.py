@@ -1,4 +1,4 @@
-"""A site profile says of a cluster what the cluster said, and hpml reads it."""
+"""A site profile contains the cluster's values, and hpml reads it."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from hpml_orchestrator.scheduler.cluster import Association, Cluster, Gres, Limits, Node, Partition
-from hpml_orchestrator.site.look import Interface, Look, Place
+from hpml_orchestrator.site.node_probe import Interface, NodeProbe, Place
 from hpml_orchestrator.site.nodes import group_nodes
 from hpml_orchestrator.site.profile_text import Origin, profile_text
 from hpml_orchestrator.spec.site import Site
@@ -59,15 +59,15 @@ CLUSTERS = anything(
 )
 PLACE_NAMES = st.sampled_from(["ram", "TmpFS", "path", "$LOCAL", "$TMPDIR"])
 PLACES = anything(Place, name=PLACE_NAMES, path=ODD.map(lambda name: f"/{name}"))
-LOOKS = anything(Look, places=several(PLACES), interfaces=several(anything(Interface)))
+LOOKS = anything(NodeProbe, places=several(PLACES), interfaces=several(anything(Interface)))
 
 
 @settings(suppress_health_check=[HealthCheck.too_slow], deadline=None)
 @given(CLUSTERS, LOOKS, ODD)
-def test_whatever_slurm_says_becomes_a_profile(cluster: Cluster, look: Look, odd: str) -> None:
+def test_whatever_slurm_says_becomes_a_profile(cluster: Cluster, look: NodeProbe, odd: str) -> None:
     """Odd names, quotes, unicode and absurd numbers never make a file that hpml does not read."""
-    looks = {group.name: look for group in group_nodes(cluster)}
-    for around in (Origin(odd, odd, odd), Origin(looks=looks)):
+    probes = {group.name: look for group in group_nodes(cluster)}
+    for around in (Origin(odd, odd, odd), Origin(probes=probes)):
         text = profile_text(cluster, around)
         text.encode("utf-8")
         loaded(text)
@@ -89,7 +89,7 @@ def test_a_real_cluster_is_described_completely(captured: Cluster) -> None:
     [(None, ""), (True, "JobRequeue=1"), (False, "JobRequeue=0")],
 )
 def test_whether_jobs_are_requeued_by_default(found: bool | None, line: str) -> None:
-    """The profile has what the cluster does with jobs that do not say."""
+    """The profile has the cluster's defaults for jobs."""
     text = profile_text(Cluster(Limits(job_requeue=found)))
     assert loaded(text).requeue == "auto"
     assert [
@@ -116,7 +116,7 @@ def test_a_partition_tells_its_limits(small: Cluster) -> None:
 
 
 def test_nodes_are_grouped_by_equal_hardware(small: Cluster) -> None:
-    """Each kind with its list, count and size; what is down is told with its reason."""
+    """Each kind with its list, count and size; nodes that are down have their reason."""
     text = profile_text(small)
     kinds = loaded(text).node_types
     assert list(kinds) == ["a100x4", "cpu"]
@@ -128,7 +128,7 @@ def test_nodes_are_grouped_by_equal_hardware(small: Cluster) -> None:
 
 
 def test_mixed_and_odd_gpus_are_named_sensibly() -> None:
-    """MIG slices beside whole GPUs, types without a name, and equal GPUs on unequal nodes."""
+    """MIG slices and whole GPUs, types without a name, and equal GPUs on unequal nodes."""
 
     def node(name: str, memory: int, *gres: Gres) -> Node:
         return Node(name, IDLE, memory_mib=memory, gres=gres)
@@ -214,8 +214,8 @@ def test_scratch_is_slurms_directory_where_it_has_one(small: Cluster) -> None:
 
 
 def test_what_a_look_found_is_set_for_its_kind(small: Cluster) -> None:
-    """The largest local disk, the best network, the topology; a kind not looked at says why."""
-    look = Look(
+    """The largest local disk, the best network, the topology; the reason if there is no probe."""
+    look = NodeProbe(
         "gpu1",
         places=(
             Place("ram", "/dev/shm", "tmpfs", 1000, 900, True),
@@ -229,7 +229,7 @@ def test_what_a_look_found_is_set_for_its_kind(small: Cluster) -> None:
         modules=("cuda/12.4",),
     )
     around = Origin(
-        looks={"a100x4": look, "cpu": "no node of this kind was idle"},
+        probes={"a100x4": look, "cpu": "no node of this kind was idle"},
         topologies={"a100x4": "topology/a100x4.xml"},
     )
     text = profile_text(small, around)

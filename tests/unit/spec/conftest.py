@@ -30,7 +30,7 @@ def load(tmp_path: Path) -> Load:
 
 @pytest.fixture
 def site(tmp_path: Path) -> LoadSite:
-    """Write site profiles, each in a directory `0`, `1`, … of its own, and load them."""
+    """Write site profiles to the directories `0`, `1`, …, and load them."""
 
     def write_and_load(*texts: str) -> ResolvedSite:
         paths = [tmp_path / str(number) / "hpml.toml" for number in range(len(texts))]

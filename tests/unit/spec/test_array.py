@@ -61,7 +61,7 @@ def test_in_a_job_file(load: Load, line: str, text: str | None) -> None:
 
 
 def test_from_the_command_line(load: Load) -> None:
-    """`--set array=…` says the same as the job file."""
+    """`--set array=…` has the same effect as the job file."""
     base = "name: a\nscript: x.py\n"
     assert load(base, "array=0-31:4%2").job.tasks == ArraySpec(tuple(range(0, 32, 4)), 2)
     assert load(base, "array=3").job.array == "3"

@@ -76,7 +76,7 @@ def test_values(load: Load, text: str, name: str, value: Any) -> None:
     ("text", "message"),
     [
         ("checkpoint: yes please", "checkpoint: must be true or false, or a mapping of fields"),
-        ("checkpoint: {dir: a}", "checkpoint.dir: there is no such field; did you mean"),
+        ("checkpoint: {dir: a}", "checkpoint.dir: unknown field; did you mean"),
         ("checkpoint: {lead: soon}", "checkpoint.lead: must be `auto`, or a time: 2h"),
         ("checkpoint: {lead: 0}", "checkpoint.lead: must be `auto`, or more than zero"),
         ("checkpoint: {lead: true}", "checkpoint.lead: must be `auto`, or a time"),
@@ -108,7 +108,7 @@ def test_values(load: Load, text: str, name: str, value: Any) -> None:
             "checkpoint: true\nresources: {extra: [--signal=USR1@60]}",
             "resources.extra: --signal=USR1@60 would reach hpml's own processes, too: use `check",
         ),
-        ("resources: {extra: [--no-requeue]}", "resources.extra: --no-requeue has a field of its "),
+        ("resources: {extra: [--no-requeue]}", "resources.extra: --no-requeue has its own field"),
         ("args: ['{checkpoint.dir}']", "args.0: {checkpoint.dir} needs `checkpoint: true`"),
         (
             "args: ['{checkpoint.dir}']\ncheckpoint: false",

@@ -69,7 +69,7 @@ stage:
     ],
 )
 def test_one_field_changes_and_nothing_else(field: str, value: Any, old: str, new: str) -> None:
-    """Comments, blank lines, quotes and order stay; the comment stands above the field."""
+    """Comments, blank lines, quotes and order stay; the comment is above the field."""
     assert set_field(JOB, field, value) == JOB.replace(old, new)
     explained = set_field(JOB, field, value, comment="because").splitlines()
     marks = [line for line in explained if line.strip() == "# because"]

@@ -25,7 +25,7 @@ def test_yaml_is_version_1_2(load: Load) -> None:
 
 
 def test_numbers_in_arguments_stay_as_they_are_written(load: Load) -> None:
-    """A program reads `1.10`, `1e-3` and `007` as the file says them, not as Python would."""
+    """A program receives `1.10`, `1e-3` and `007` as written in the file."""
     written = ["1.10", "1e-3", "007", "0x10", "1_000", "-0.0", "12"]
     text = f"{BASE}args: [{', '.join(written)}]\nenvironment: {{variables: {{V: 2.50}}}}"
     job = load(text, "environment.variables.W=3.0").job
@@ -87,7 +87,7 @@ def test_a_bomb_of_aliases_is_refused_at_once(load: Load) -> None:
     ],
 )
 def test_what_is_no_job_file(load: Load, text: str | bytes, name: str, message: str) -> None:
-    """Every fault of the file itself is one line that names the file and says what is wrong."""
+    """Every error of the file itself is one line with the file's name and the reason."""
     with pytest.raises(InputError, match=message) as caught:
         load(text, name=name)
     assert name in str(caught.value)
@@ -167,8 +167,8 @@ def test_settings_reach_into_lists(load: Load) -> None:
         ("stage.²=x", "stage.²: stage has no such entry"),
         ("stage.\u0660.source=x", "stage.\u0660: stage has no such entry"),
         ("args.0=--epochs=3", "args.0: args has no such entry; it is a list of length 0"),
-        ("name.x=1", "name: has no fields of its own"),
-        ("nam=1", "nam: there is no such field; did you mean name?"),
+        ("name.x=1", "name: has no inner fields"),
+        ("nam=1", "nam: unknown field; did you mean name?"),
         ("resources.noes=1", "did you mean resources.nodes?"),
         ("resources.nodes=", "resources.nodes: must be a whole number, and there is nothing"),
     ],
@@ -184,7 +184,7 @@ def test_settings_of_what_is_not_there(load: Load, setting: str, message: str) -
     "text", ["x", "=1", "a..b=1", "a b=1", ".a=1", "1a=1", "", "a.=1", "--x=1"]
 )
 def test_what_is_no_setting(text: str) -> None:
-    """--set takes FIELD=VALUE and says so."""
+    """--set takes FIELD=VALUE; its error shows that form."""
     with pytest.raises(InputError, match="--set: must be FIELD=VALUE, such as resources.nodes=4"):
         parse_setting(text)
 

@@ -66,7 +66,10 @@ def message_of(load: Load, text: str) -> str:
         ("args: [[a, 1]]", 'args.0: must be text, and this is a list: ["a", 1]'),
         ("args: [{a: {b: 1}}]", 'args.0: must be text, and this is a mapping: {"a": {"b": 1}}'),
         ("command: [x, note: true]", "command.1: must be text, and YAML reads `note: true` as a"),
-        ("args: [true]", "args.0: is a boolean: put it in quotes, as the program shall read it"),
+        (
+            "args: [true]",
+            "args.0: is a boolean: put it in quotes, as the program should receive it",
+        ),
         ('args: ["a\\0b"]', "args.0: must not hold a NUL character"),
         ("args: ['" + "é" * 65_536 + "']", "args.0: is 131072 bytes long; Linux passes at most"),
         ("resources: 5", f"resources: {FIELDS} (got 5)"),
@@ -84,10 +87,13 @@ def message_of(load: Load, text: str) -> str:
         ("resources: {mail: {to: a, on: []}}", "resources.mail.on: must have 1 or more entries"),
         ("resources: {mail: {to: a, on: [x]}}", "resources.mail.on.0: must be 'begin', 'end'"),
         ("resources: {extra: [-N 3]}", "resources.extra.0: must be one long sbatch option"),
-        ("resources: {extra: [--mem=3]}", "resources.extra: --mem has a field of its own: reso"),
-        ("resources: {extra: [--requeue]}", "resources.extra: --requeue has a field of its own: "),
+        ("resources: {extra: [--mem=3]}", "resources.extra: --mem has its own field: reso"),
+        ("resources: {extra: [--requeue]}", "resources.extra: --requeue has its own field: "),
         ("resources: {extra: [--output=a]}", "resources.extra: --output is set by hpml: leave it"),
-        ("resources: {extra: ['--gres=lustre:1,gpu:2']}", "resources.extra: --gres has a field"),
+        (
+            "resources: {extra: ['--gres=lustre:1,gpu:2']}",
+            "resources.extra: --gres has its own",
+        ),
         ("environment: {modules: [a b]}", "environment.modules.0: must be a module's name such"),
         ("environment: {conda: -x}", "environment.conda: must not begin with a dash"),
         ("environment: {conda: a, venv: b}", "environment: give conda or venv, not both"),
@@ -204,13 +210,16 @@ def message_of(load: Load, text: str) -> str:
         ),
         ("1: x", "1: a field's name must be text (got 1)"),
         ("after: afterok:1", "after.0: must be a run as `hpml list` names it, or one behind ok:"),
-        ("resources: {extra: [--dependency=singleton]}", "resources.extra: --dependency has a"),
+        (
+            "resources: {extra: [--dependency=singleton]}",
+            "resources.extra: --dependency has its own",
+        ),
         ('environment: {setup: "a\\n\\eb"}', "environment.setup: line 2: must not hold the"),
         ('environment: {setup: "a\\0"}', "environment.setup: must not hold a NUL character"),
     ],
 )
 def test_a_wrong_value(load: Load, text: str, message: str) -> None:
-    """The message begins with the field, says what would be right, and shows the value."""
+    """The message starts with the field, describes the right form, and shows the value."""
     shown = message_of(load, text)
     assert shown.startswith(message)
     assert "Input" not in shown
@@ -240,7 +249,7 @@ def test_a_wrong_value(load: Load, text: str, message: str) -> None:
 def test_an_unknown_field(load: Load, text: str, field: str, meant: str) -> None:
     """An unknown field is refused with the nearest known one, at its own place or elsewhere."""
     question = f"; did you mean {meant}?" if meant else ""
-    assert f"{field}: there is no such field{question}" in message_of(load, text).splitlines()
+    assert f"{field}: unknown field{question}" in message_of(load, text).splitlines()
 
 
 @pytest.mark.parametrize(
@@ -315,7 +324,7 @@ def test_an_unknown_placeholder(load: Load, text: str, message: str) -> None:
     ],
 )
 def test_other_braces_are_text(load: Load, text: str) -> None:
-    """JSON, formats of Python, shell variables and doubled braces are no placeholders."""
+    """JSON, formats of Python, shell variables and doubled braces are not placeholders."""
     job = load("name: a\nscript: x\n", f"args=[{json.dumps(text)}]").job
     assert job.args == [text]
 

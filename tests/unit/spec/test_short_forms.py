@@ -55,7 +55,7 @@ def test_a_setting_changes_one_field(load: Load) -> None:
 def test_a_mapping_switches_the_monitor_on(
     load: Load, text: str, settings: tuple[str, ...], enabled: bool, origin: str
 ) -> None:
-    """Unless it says no itself; the switch has the origin of the fields around it."""
+    """Unless it is switched off explicitly; the switch has the origin of its other fields."""
     resolved = load(BASE + text, *settings)
     assert resolved.job.monitor.enabled is enabled
     assert resolved.origins["monitor.enabled"] == origin
@@ -88,7 +88,7 @@ def test_a_site_says_how_and_a_job_says_whether(load: Load, site: LoadSite) -> N
 def test_paths_are_relative_to_the_file_that_names_them(
     load: Load, site: LoadSite, tmp_path: Path
 ) -> None:
-    """The job file's lie beside it, the profile's beside the profile."""
+    """The paths of a job file are relative to it, those of a profile to the profile."""
     own = load(f"{BASE}monitor: {{targets: ~/t, web_config: w.yml}}").job.monitor
     assert own.targets == str(Path("~/t").expanduser())
     assert own.web_config == str(tmp_path / "w.yml")

@@ -1,4 +1,4 @@
-"""Site profiles: where they are found, how they lie over one another, and what is refused."""
+"""Site profiles: search, precedence, and errors."""
 
 from __future__ import annotations
 
@@ -155,7 +155,7 @@ def test_paths_are_relative_to_their_profile(site: LoadSite, tmp_path: Path) -> 
 
 
 def test_a_partition_stages_where_its_nodes_say(site: LoadSite) -> None:
-    """Node types decide where they agree, else what is said of all nodes."""
+    """Node types decide if they agree, else the value for all nodes."""
     made = site(
         '[paths]\nscratch = "/scratch"\n'
         '[node_types.a]\nscratch = "/nvme"\ninterfaces = ["ib0"]\n[node_types.b]\n'
@@ -174,11 +174,11 @@ def test_a_partition_stages_where_its_nodes_say(site: LoadSite) -> None:
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("clster = 'a'", "clster: there is no such field; did you mean cluster?"),
+        ("clster = 'a'", "clster: unknown field; did you mean cluster?"),
         ("schema_version = 2", "schema_version: must be 1 (got 2)"),
         (
             "[partitions.gpu]\nmaxtime = 5",
-            "partitions.gpu.maxtime: there is no such field; did you mean partitions.gpu.max_time?",
+            "partitions.gpu.maxtime: unknown field; did you mean partitions.gpu.max_time?",
         ),
         (
             "[partitions.gpu]\nmax_time = '5 days'",
@@ -186,7 +186,7 @@ def test_a_partition_stages_where_its_nodes_say(site: LoadSite) -> None:
         ),
         (
             "[partitions.gpu]\nnode_types = ['a']",
-            "partitions.gpu.node_types: there is no node type a",
+            "partitions.gpu.node_types: unknown node type a",
         ),
         ("[directives.mem]\nforbid = true", "directives.mem.forbid: must be text"),
         ("[directives.mem]\nforbid = 'x'\nomit = true", "give one of forbid, omit, rename and"),
@@ -209,7 +209,7 @@ def test_a_partition_stages_where_its_nodes_say(site: LoadSite) -> None:
         (
             "[defaults.resources]\npartion = 'a'",
             (
-                "defaults.resources.partion: there is no such field; "
+                "defaults.resources.partion: unknown field; "
                 "did you mean defaults.resources.partition?"
             ),
         ),
@@ -219,7 +219,7 @@ def test_a_partition_stages_where_its_nodes_say(site: LoadSite) -> None:
 def test_what_is_wrong_is_named_with_its_field_and_file(
     site: LoadSite, tmp_path: Path, text: str, message: str
 ) -> None:
-    """Each finding says what would be right, and in which file."""
+    """Each finding has the right form and the file."""
     with pytest.raises(InputError) as caught:
         site(text + "\n")
     assert message in str(caught.value)
@@ -235,7 +235,7 @@ def test_the_file_of_a_finding_is_the_one_that_holds_it(site: LoadSite, tmp_path
 
 
 def test_the_default_partition_of_a_weaker_profile_is_taken_back(site: LoadSite) -> None:
-    """Two defaults are refused also where they come of two files; one of them says false."""
+    """Conflicting defaults of two files are refused, unless one of them is false."""
     weak, strong = "[partitions.a]\ndefault = true\n", "[partitions.b]\ndefault = true\n"
     with pytest.raises(InputError, match="a and b are all the default"):
         site(weak, strong)

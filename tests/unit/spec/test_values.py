@@ -213,6 +213,6 @@ def test_gpus_of_an_sbatch_option(option: str, gpus: str) -> None:
     ],
 )
 def test_options_that_are_refused(parse: Any, text: str) -> None:
-    """The error says what would be right."""
+    """The error describes the right form."""
     with pytest.raises(ValueError, match="must be"):
         parse(text)

@@ -11,7 +11,6 @@ import pytest
 
 from hpml_orchestrator.errors import InputError, StagingError
 from hpml_orchestrator.staging import JobArea, Owner, owner_is_alive, this_owner
-from hpml_orchestrator.staging.files import remove_tree
 from hpml_orchestrator.staging.store import MARKER
 
 if TYPE_CHECKING:
@@ -111,17 +110,6 @@ def test_roots_that_are_not_ours_are_refused(base: Path, tmp_path: Path, fault: 
         assert (root / "1.0" / "data").is_dir()
 
 
-def test_an_empty_root_of_a_crash_is_taken_over(base: Path) -> None:
-    """A root whose maker died before it could mark it is used."""
-    root = base / f"hpml-{os.getuid()}"
-    root.mkdir(mode=0o700)
-    (root / ".lock").touch()
-    job = area(base)
-    job.open()
-    job.cleanup()
-    assert os.listdir(base) == []
-
-
 def test_bases_must_be_there_and_local(base: Path, tmp_path: Path) -> None:
     """A missing base and one on a shared file system are the caller's error."""
     with pytest.raises(InputError, match="no such directory"):
@@ -167,21 +155,6 @@ def test_what_a_killed_job_left_is_removed(
     job.cleanup()
     assert area(base, "2.0").remove_stale() == ["running.0"]
     assert os.listdir(base) == []
-
-
-def test_leftovers_of_making_and_removing_are_removed(base: Path) -> None:
-    """A job directory half made or half removed belongs to nobody; an unreadable owner stays."""
-    job = area(base)
-    job.open()
-    for name in (".new-3.0-aa", ".trash-4.0-bb", "unknown"):
-        os.makedirs(f"{job.store.path}/{name}/data")
-    assert job.remove_stale(dead) == []
-    assert sorted(n for n in os.listdir(job.store.path) if n not in {MARKER, ".lock"}) == [
-        "1.0",
-        "unknown",
-    ]
-    job.cleanup()
-    assert os.path.isdir(f"{job.store.path}/unknown")
 
 
 def test_the_living_are_told_from_the_dead() -> None:
@@ -232,8 +205,3 @@ def test_jobs_that_begin_and_end_at_once_do_not_disturb_each_other(
     processes = [child(CHURN, base, name) for name in "abcd"]
     assert [process.wait(timeout=120) for process in processes] == [0, 0, 0, 0]
     assert os.listdir(base) == []
-
-
-def test_removing_what_is_gone_is_no_error(tmp_path: Path) -> None:
-    """Two processes may remove the same tree."""
-    remove_tree(str(tmp_path / "none"))

@@ -3,20 +3,14 @@
 from __future__ import annotations
 
 import os
+import tarfile
 from pathlib import Path
 
 import pytest
 
 from hpml_orchestrator.errors import CapacityError, InputError
-from hpml_orchestrator.staging.auto import (
-    NO_ROOM,
-    Candidate,
-    choose,
-    choose_target,
-    own_storage,
-)
-from hpml_orchestrator.staging.faults import Retry
-from hpml_orchestrator.staging.plan import Plan, scan_tree
+from hpml_orchestrator.staging import CopyStager
+from hpml_orchestrator.staging.auto import Choice, misfit, own_storage, stage_chosen
 from hpml_orchestrator.staging.request import (
     IN_PLACE,
     Bases,
@@ -24,9 +18,9 @@ from hpml_orchestrator.staging.request import (
     name_of,
     names_of,
 )
-from hpml_orchestrator.staging.space import Need, Room, room_at
+from hpml_orchestrator.staging.space import Need, Room
 
-RETRY = Retry(lambda _seconds: None, lambda: False)
+GIB = 1 << 30
 
 
 @pytest.fixture
@@ -45,117 +39,83 @@ def bases(tmp_path: Path) -> Bases:
     return Bases(str(tmp_path / "ram"), str(tmp_path / "disk"))
 
 
-def far(_path: str) -> str:
-    """A file system that this test cannot have: one far away."""
-    return ""
-
-
-def ask(source: Path, kind: str = "auto") -> StageRequest:
-    return StageRequest("data", str(source), kind, "local")
-
-
-def test_the_rooms_are_this_machines(tree: Path, bases: Bases) -> None:
-    """A small tree from afar goes to the first place, and the plan sees the largest room."""
-    seen: list[Room] = []
-
-    def plan(room: Room) -> Plan:
-        seen.append(room)
-        return scan_tree(str(tree), RETRY)
-
-    found = choose_target(ask(tree), bases, plan, own=far)
-    assert found.target == "shm"
-    assert seen[0].bytes > 40_000
-    assert seen[0].block_bytes == room_at(bases.shm).block_bytes
-    small = Room(1000, "the test's", None, 4096, in_memory=True)
+def chosen(source: Path, bases: Bases, free: int = GIB, storage: str = "") -> Choice:
+    """Stage with so much free memory; the storage of the source stands for one far away."""
 
     def room(path: str) -> Room:
-        return small if path == bases.shm else room_at(path)
+        there = free if path == bases.shm else 64 * free
+        return Room(there, "the test's", None, 4096, in_memory=path == bases.shm)
 
-    assert choose_target(ask(tree), bases, plan, room=room, own=far).target == "local"
-    assert seen[-1].bytes > small.bytes
+    stager = CopyStager("1", bases=bases, room=room, job_id="")
+    request = StageRequest("data", str(source), target="auto")
+    found = stage_chosen(request, stager, storage=lambda _path: storage)
+    stager.cleanup()
+    assert found.choice is not None
+    assert {found.choice.target, *dict(found.choice.others)} == {"shm", "local", IN_PLACE}
+    return found.choice
 
 
-def test_own_storage_is_not_even_looked_at(tree: Path, bases: Bases) -> None:
-    """What is on this node's memory or disk already stays, however large; nobody counts it."""
+def test_the_first_place_that_fits_is_chosen(tree: Path, bases: Bases) -> None:
+    """Memory if half of what is free is enough, else the disk, else nothing is moved."""
+    found = chosen(tree, bases)
+    assert (found.target, dict(found.others)["local"]) == ("shm", "shm comes first")
+    found = chosen(tree, bases, 300_000)
+    assert (found.target, "half of what is free" in found.others[0][1]) == ("local", True)
+    found = chosen(tree, bases, 1000)
+    assert (found.target, found.why) == (IN_PLACE, "nothing fits")
 
-    def plan(_room: Room) -> Plan:
-        raise AssertionError
 
-    found = choose_target(ask(tree), bases, plan, own=lambda _path: "memory (tmpfs)")
-    assert found.target == IN_PLACE
+def test_own_storage_is_used_in_place(tree: Path, bases: Bases) -> None:
+    """What is on this node's memory or disk already stays, however large."""
+    found = chosen(tree, bases, storage="memory (tmpfs)")
+    assert (found.target, "memory (tmpfs) already" in found.why) == (IN_PLACE, True)
 
 
 def test_places_that_cannot_be_used_are_named(tree: Path, tmp_path: Path) -> None:
-    """A missing directory, and a node without a local one, are reasons and no errors."""
-    none = Bases(str(tmp_path / "nowhere"), "")
-    found = choose_target(ask(tree), none, lambda _room: scan_tree(str(tree), RETRY), own=far)
+    """A missing directory, and a node without a local one, are reasons and not errors."""
+    found = chosen(tree, Bases(str(tmp_path / "nowhere"), ""))
     assert (found.target, found.why) == (IN_PLACE, "nothing fits")
-    assert dict(found.others)["shm"].endswith("No such file or directory")
+    assert "no such directory" in dict(found.others)["shm"]
     assert dict(found.others)["local"] == "this node has no such directory"
 
 
-def test_archives_must_go_somewhere(tmp_path: Path, bases: Bases) -> None:
-    """Nothing fits, and unpacked it must be."""
+def test_archives_must_go_somewhere(tree: Path, tmp_path: Path, bases: Bases) -> None:
+    """They are never used where they are; without any place it is the request that is wrong."""
     archive = tmp_path / "a.tar"
-    archive.write_bytes(b"")
-    with pytest.raises(CapacityError, match="must be unpacked"):
-        choose_target(
-            ask(archive),
-            bases,
-            lambda _room: Plan("", scan_tree(str(tmp_path), RETRY).top),
-            room=lambda _path: NO_ROOM,
-            own=far,
-        )
-
-
-GIB = 1 << 30
-
-
-def place(target: str, need: int, free: int, inodes: int | None = None) -> Candidate:
-    room = Room(free, "a limit", inodes, 4096, in_memory=target == "shm")
-    return Candidate(target, Need(need, 10), room)
+    with tarfile.open(archive, "w") as tar:
+        tar.add(tree, ".")
+    assert dict(chosen(archive, bases).others)[IN_PLACE] == "it must be unpacked"
+    with pytest.raises(CapacityError, match="shm: needs .*local: needs.*must be unpacked"):
+        chosen(archive, bases, 1000)
+    with pytest.raises(InputError, match="shm: .*no such directory.*; local: ") as caught:
+        chosen(archive, Bases(str(tmp_path / "nowhere"), ""))
+    assert not isinstance(caught.value, CapacityError)
 
 
 @pytest.mark.parametrize(
-    ("places", "target", "why_not"),
+    ("need", "room", "fault"),
     [
-        ([place("shm", GIB, 2 * GIB), place("local", 1, GIB)], "shm", "shm comes first"),
+        (Need(GIB, 9), Room(2 * GIB, "a limit", None, 4096, in_memory=True), ""),
         (
-            [place("shm", GIB + 1, 2 * GIB), place("local", GIB + 1, GIB + 1)],
-            "local",
+            Need(GIB + 1, 9),
+            Room(2 * GIB, "a limit", None, 4096, in_memory=True),
             "needs 1.0 GiB, and half of what is free is 1.0 GiB (a limit)",
         ),
         (
-            [place("shm", 1, GIB, 9), place("local", 1, GIB)],
-            "local",
+            Need(2, 9, at_least=True),
+            Room(1, "a limit", None, 4096, in_memory=False),
+            "needs at least 2 bytes, and what is free is 1 bytes (a limit)",
+        ),
+        (
+            Need(1, 10),
+            Room(GIB, "a limit", 9, 4096, in_memory=False),
             "needs 10 inodes, and 9 are free",
         ),
-        ([place("local", GIB, GIB), Candidate("shm")], "local", "its room is not known"),
-        ([Candidate("shm", refused="no"), place("local", 2, 1)], IN_PLACE, "no"),
     ],
 )
-def test_the_first_place_that_fits_is_chosen(
-    places: list[Candidate], target: str, why_not: str
-) -> None:
-    """Memory to half of what is free, a disk to all of it, and neither beyond its inodes."""
-    found = choose("/scratch/data", places)
-    assert found.target == target
-    assert found.others[0][1] == why_not
-    assert {target, *dict(found.others)} == {"shm", "local", IN_PLACE}
-    assert found.why
-
-
-def test_what_must_be_unpacked_fits_or_is_an_error() -> None:
-    """It is never used where it is; without any place it is the request that is wrong."""
-    fits = choose("/scratch/a.tar", [place("shm", 1, GIB)], usable=False)
-    assert fits.others == ((IN_PLACE, "it must be unpacked"),)
-    large = [place("shm", 3 * GIB, GIB), place("local", 3 * GIB, GIB)]
-    with pytest.raises(CapacityError, match="shm: needs 3.0 GiB.*local: needs.*must be unpacked"):
-        choose("/scratch/a.tar", large, usable=False)
-    nowhere = [Candidate(one, refused="is not there") for one in ("shm", "local")]
-    with pytest.raises(InputError, match="shm: is not there; local: is not there") as caught:
-        choose("/scratch/a.tar", nowhere, usable=False)
-    assert not isinstance(caught.value, CapacityError)
+def test_what_does_not_fit(need: Need, room: Room, fault: str) -> None:
+    """Memory holds half of what is free, a disk all of it, and neither more than its inodes."""
+    assert misfit(need, room) == fault
 
 
 MOUNTS = """\
@@ -221,5 +181,5 @@ def test_names_are_made_of_paths(source: str, name: str) -> None:
 def test_equal_names_are_an_error_with_both() -> None:
     """Two directories of one name cannot both be staged by it."""
     assert names_of(["a/train", "a/val"]) == ["train", "val"]
-    with pytest.raises(InputError, match=r"a/train and b/Train\.tar would both be called train"):
+    with pytest.raises(InputError, match=r"a/train and b/Train\.tar would both be named train"):
         names_of(["a/train", "b/Train.tar"])

@@ -7,7 +7,6 @@ import multiprocessing
 import os
 import shutil
 import signal
-import subprocess
 import sys
 import time
 from pathlib import Path
@@ -26,7 +25,6 @@ from hpml_orchestrator.staging import (
 from hpml_orchestrator.staging.area import JobArea
 from hpml_orchestrator.staging.faults import Retry
 from hpml_orchestrator.staging.manifest import Listing, Manifest, manifest_path
-from hpml_orchestrator.staging.store import Store, whole
 from tests.patience import eventually
 
 if TYPE_CHECKING:
@@ -250,14 +248,6 @@ def test_the_real_engine_is_killed_while_eight_wait(
     kill_engines(base, tmp_path / "tree", start, 5)
 
 
-@pytest.mark.slow
-def test_the_real_engine_is_killed_a_hundred_times(
-    base: Path, tmp_path: Path, start: Callable[..., ForkProcess]
-) -> None:
-    """The same a hundred times over."""
-    kill_engines(base, tmp_path / "tree", start, 100)
-
-
 def test_what_a_killed_copier_left_goes_with_the_next_job(
     base: Path, source: Path, start: Callable[..., ForkProcess]
 ) -> None:
@@ -301,16 +291,6 @@ def test_a_failed_copy_is_told_to_all_who_waited(
     fine.release()
 
 
-def test_a_stopped_copy_is_taken_over(base: Path, start: Callable[..., ForkProcess]) -> None:
-    """A cancelled job's end is no fault of the data: the job that waited copies."""
-    stopped, told = Slow(0.5, "stopped"), FORK.Queue()
-    start(obtain, "0.0", base, stopped, told)
-    begun(stopped)
-    start(obtain, "1.0", base, Slow(0), told)
-    said = sorted(told.get(timeout=120)[:2] for _ in range(2))
-    assert said == [("0.0", "error"), ("1.0", "copied")]
-
-
 def test_who_waits_is_told_how_far_the_copy_is(
     base: Path, start: Callable[..., ForkProcess]
 ) -> None:
@@ -325,19 +305,6 @@ def test_who_waits_is_told_how_far_the_copy_is(
     entry.release()
     assert len(heard) >= 1
     assert all(0 < done < FILES and total == FILES for done, _, total, _ in heard)
-
-
-def test_a_copy_does_not_hold_up_other_data(
-    base: Path, source: Path, start: Callable[..., ForkProcess]
-) -> None:
-    """While one entry is being copied another one is made and used."""
-    fill, told = Slow(60), FORK.Queue()
-    start(obtain, "0.0", base, fill, told)
-    begun(fill)
-    other = stager(base, "1.0")
-    assert contents(other.stage(kept(source)).path) == contents(source)
-    other.cleanup()
-    assert whole(f"{base}/hpml-{os.getuid()}/.cache/{KEY}/data") is None
 
 
 def test_a_later_job_reuses_what_an_earlier_one_kept(base: Path, source: Path) -> None:
@@ -417,74 +384,6 @@ def test_kept_data_is_found_by_the_time_of_its_source(
         one.cleanup()
 
 
-def test_a_pack_is_found_by_its_own_time(base: Path, source: Path, tmp_path: Path) -> None:
-    """That of the directory."""
-    pack = tmp_path / "pack"
-    subprocess.run([HPML, "pack", source, pack], check=True, capture_output=True)
-    wanted = kept(pack, trust_mtime=True)
-    assert not stager(base, "1.0").stage(wanted).reused
-    assert stager(base, "2.0").stage(wanted).reused
-    os.utime(pack, (5, 5))
-    assert not stager(base, "3.0").stage(wanted).reused
-
-
-def test_links_to_the_source_are_the_same_source(base: Path, source: Path, tmp_path: Path) -> None:
-    """The entry belongs to the real path, and so does the job's name for it."""
-    (tmp_path / "link").symlink_to(source)
-    mine = stager(base, "1.0")
-    mine.stage(kept(source))
-    assert mine.stage(kept(tmp_path / "link", name="other")).reused
-    assert mine.stage(kept(tmp_path / "link")).reused
-    assert len(entries(base)) == 1
-    mine.cleanup()
-
-
-def damage(data: Path, how: str) -> None:
-    """Do something to published data."""
-    if how == "missing":
-        (data / "a" / "two.txt").unlink()
-    elif how == "short":
-        os.truncate(data / "one.bin", 3)
-    elif how == "extra":
-        (data / "extra").touch()
-    elif how == "gone":
-        shutil.rmtree(data)
-    else:
-        Path(manifest_path(str(data))).write_text("{")
-
-
-@pytest.mark.parametrize("how", ["missing", "short", "extra", "gone", "manifest"])
-def test_a_damaged_entry_is_replaced(base: Path, source: Path, how: str) -> None:
-    """Data that is not whole is staged anew in its place."""
-    first, second = stager(base, "1.0"), stager(base, "2.0")
-    first.stage(kept(source))
-    first.cleanup()
-    damage(entries(base)[0] / "data", how)
-    result = second.stage(kept(source))
-    assert (result.reused, result.kept) == (False, True)
-    assert contents(result.path) == contents(source)
-    assert len(entries(base)) == 1
-    assert leftovers(base) == []
-    second.cleanup()
-
-
-@pytest.mark.parametrize(
-    "head", ['{"bytes": "many"}', '{"bytes": null, "source": 5}', "[" * 100_000, "[]", ""]
-)
-def test_a_spoilt_manifest_holds_nobody_up(base: Path, source: Path, head: str) -> None:
-    """What it says counts for nothing: its entry is brought anew, and others beside it."""
-    first = stager(base, "1.0")
-    path = Path(first.stage(kept(source)).path)
-    manifest = path.resolve().parent / ".data.manifest"
-    first.cleanup()
-    manifest.write_text(head)
-    (source.parent / "other").mkdir()
-    second = stager(base, "2.0")
-    assert not second.stage(kept(source.parent / "other", name="other")).reused
-    assert not second.stage(kept(source)).reused
-    second.cleanup()
-
-
 def test_a_damaged_entry_in_use_stays_with_its_users(base: Path, source: Path) -> None:
     """A job that finds it damaged stages its own copy, and takes nothing from the others."""
     first, second = stager(base, "1.0"), stager(base, "2.0")
@@ -496,58 +395,6 @@ def test_a_damaged_entry_in_use_stays_with_its_users(base: Path, source: Path) -
     assert (path / "extra").exists()
     second.cleanup()
     first.cleanup()
-
-
-def test_a_link_to_an_entry_that_is_gone_is_made_anew(base: Path, source: Path) -> None:
-    """A job whose kept data was removed by hand gets it again."""
-    mine = stager(base, "1.0")
-    mine.stage(kept(source))
-    shutil.rmtree(entries(base)[0])
-    result = mine.stage(kept(source))
-    assert not result.reused
-    assert contents(result.path) == contents(source)
-    mine.cleanup()
-
-
-def test_a_manifest_without_data_means_nothing(base: Path, source: Path) -> None:
-    """A crash between the manifest and the data leaves the name free, for other data too."""
-    mine = stager(base, "1.0")
-    path = mine.stage(kept(source / "a", keep=False)).path
-    shutil.rmtree(os.path.realpath(path))
-    assert contents(mine.stage(kept(source, keep=False)).path) == contents(source)
-    mine.cleanup()
-
-
-def test_cleaning_up_does_not_follow_links(base: Path, source: Path, tmp_path: Path) -> None:
-    """Links in a job directory and in an entry lead to nothing that is removed."""
-    outside = tmp_path / "outside"
-    outside.mkdir()
-    (outside / "kept").touch()
-    mine = stager(base, "1.0")
-    mine.stage(kept(source))
-    area = Path(mine.area("shm").path)
-    (area / "stray").symlink_to(outside)
-    data = entries(base)[0] / "data"
-    (data / "stray").symlink_to(outside)
-    mine.cleanup()
-    assert contents(data) == contents(source)
-    assert Store(str(base)).remove(str(data.parent))
-    assert os.listdir(outside) == ["kept"]
-    assert os.listdir(base) == []
-
-
-def test_a_cache_that_is_a_link_is_not_used(base: Path, source: Path, tmp_path: Path) -> None:
-    """What is in it would lie outside the root: nothing is put there or removed."""
-    outside = tmp_path / "outside"
-    (outside / KEY / "data").mkdir(parents=True)
-    mine = stager(base, "1.0")
-    Path(mine.area("shm").store.cache).symlink_to(outside)
-    with pytest.raises(StagingError, match="is a link or a file: not used"):
-        mine.stage(kept(source))
-    with pytest.raises(StagingError, match="not used"):
-        Store(str(base)).remove(str(outside / KEY))
-    assert os.listdir(outside) == [KEY]
-    mine.cleanup()
 
 
 @pytest.mark.parametrize("change", ["nothing", "zeros", "no digests"])

@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING
 import pytest
 
 from hpml_orchestrator.errors import CapacityError, StagingError
-from hpml_orchestrator.records.texts import human_bytes
 from hpml_orchestrator.staging import Bases, CopyOptions, CopyStager, Need, Room, StageRequest
 from hpml_orchestrator.staging.faults import Retry
 from hpml_orchestrator.staging.inventory import list_staged
@@ -22,7 +21,6 @@ from hpml_orchestrator.staging.space import (
     file_system_type,
     memory_headroom,
     room_at,
-    round_up,
 )
 
 if TYPE_CHECKING:
@@ -100,13 +98,6 @@ def test_the_least_of_all_cgroups_above_counts(tmp_path: Path, case: str) -> Non
     assert found[1].endswith(where)
 
 
-def test_without_limits_free_memory_counts_or_nothing(tmp_path: Path) -> None:
-    """A machine without cgroup limits is limited by MemAvailable, an unknown one by nothing."""
-    assert _headroom(tmp_path) is None
-    _write(tmp_path, {"proc/meminfo": "MemTotal: 9 kB\nMemAvailable:       4 kB"})
-    assert _headroom(tmp_path) == (4096, "free memory of the node (MemAvailable)")
-
-
 def test_memory_limits_hold_for_tmpfs_only(tmp_path: Path, base: Path) -> None:
     """The type of the file system decides, not its path."""
     _write(tmp_path, {"proc/self/cgroup": "0::/", "cg/memory.max": 9, "cg/memory.current": 2})
@@ -133,29 +124,6 @@ def test_tmpfs_is_known_anywhere(small_tmpfs: Callable[[str], Path]) -> None:
     assert endless.inodes is None
 
 
-def test_type_by_longest_mount_point(tmp_path: Path) -> None:
-    """Where the device number is not listed the mount point decides, escapes undone."""
-    (tmp_path / "a b").mkdir()
-    _write(
-        tmp_path,
-        {
-            "proc/self/mountinfo": "1 0 999:1 / / rw - btrfs d rw\n"
-            f"2 1 999:2 / {tmp_path}/a\\040b rw - nfs4 s rw"
-        },
-    )
-    assert file_system_type(f"{tmp_path}/a b", proc_root=f"{tmp_path}/proc") == "nfs4"
-    assert file_system_type("/", proc_root=f"{tmp_path}/proc") == "btrfs"
-    assert file_system_type("/", proc_root=f"{tmp_path}/none") == ""
-
-
-def test_uncounted_inodes_are_unlimited(tmp_path: Path) -> None:
-    """f_files of 0 (btrfs, many parallel file systems) means no inode limit."""
-    figures = os.statvfs_result((4096, 4096, 9, 9, 9, 0, 0, 0, 0, 255))
-    room = room_at(str(tmp_path), statvfs=lambda _path: figures)
-    assert room.inodes is None
-    check_room(Need(1, 10**9), room, name="x", where="/x")
-
-
 def test_refusal_says_all_there_is_to_know() -> None:
     """Needed and available, in units and exactly, what limits, and what helps."""
     room = Room(1 << 20, "memory limit of cgroup /job", 5, 4096, in_memory=True)
@@ -167,19 +135,6 @@ def test_refusal_says_all_there_is_to_know() -> None:
     assert "9 inodes in /dev/shm, available 5" in text
     assert "2.0 MiB more memory (--mem)" in caught.value.hint
     assert "kind: file" in caught.value.hint
-
-
-def test_sizes_in_units() -> None:
-    """Sizes are rounded for people, and files up to blocks."""
-    assert [human_bytes(n) for n in (0, 99.6, 1023, 1024, 5 << 30, 5000 << 40)] == [
-        "0 bytes",
-        "100 bytes",
-        "1023 bytes",
-        "1.0 KiB",
-        "5.0 GiB",
-        "4.9 PiB",
-    ]
-    assert [round_up(n, 4096) for n in (0, 1, 4096, 4097)] == [0, 4096, 4096, 8192]
 
 
 @pytest.mark.parametrize(
@@ -336,12 +291,3 @@ def test_many_empty_files_take_memory(base: Path, tmp_path: Path) -> None:
     with pytest.raises(CapacityError, match=r"needs 3\d\d\.. KiB"):
         stager.stage(StageRequest("x", source, target="shm"))
     stager.cleanup()
-
-
-def test_a_full_tmpfs_is_not_mended_by_more_memory() -> None:
-    """Where the size of the file system is the limit, the hint does not name `--mem`."""
-    room = Room(0, "free space of the file system at /ram", None, 4096, in_memory=True)
-    with pytest.raises(CapacityError) as caught:
-        check_room(Need(4096, 1), room, name="data", where="/ram")
-    assert "--mem" not in caught.value.hint
-    assert "free space there" in caught.value.hint

@@ -86,7 +86,7 @@ def test_what_there_was_time_for_is_whole(tmp_path: Path, target: Path, *, large
         return any(target.rglob("large")) if large else next(looks, None) is None
 
     found = bring(source, target, stop)
-    assert found.problem == "there was no time for all of it"
+    assert found.problem == "time ran out"
     assert found.digest == ""
     there = target / "out.incomplete"
     if found.path:

@@ -15,20 +15,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 from xxhash import xxh3_128
 
 from hpml_orchestrator.errors import StagingError
 from hpml_orchestrator.packing import PackRequest, pack
 from hpml_orchestrator.staging import CopyOptions, StageRequest, StagingStopped
-from hpml_orchestrator.staging import copy as copier
 from hpml_orchestrator.staging.copy import Copied, copy
 from hpml_orchestrator.staging.faults import Retry
-from hpml_orchestrator.staging.plan import Entry
-from hpml_orchestrator.staging.progress import FILE_COST_BYTES, Progress, share_out
-from hpml_orchestrator.staging.sources import FileSource, TreeSource, open_source
-from hpml_orchestrator.staging.space import MEMORY_TYPES, file_system_type, room_at
+from hpml_orchestrator.staging.progress import Progress
+from hpml_orchestrator.staging.sources import TreeSource, open_source
+from hpml_orchestrator.staging.space import MEMORY_TYPES, file_system_type
 from tests.patience import eventually
 
 if TYPE_CHECKING:
@@ -131,15 +127,6 @@ def test_a_tree_is_copied_as_find_and_sha256_see_it(
     assert (base / "to" / "sparse").stat().st_blocks * 512 < 2 * MIB
 
 
-@pytest.mark.parametrize("processes", [1, 3])
-def test_digests_are_those_of_the_files(wide: Path, base: Path, processes: int) -> None:
-    """Each is the XXH3-128 of the file."""
-    source = tree(wide)
-    found = copied(source, base / "to", CopyOptions(processes=processes)).digests
-    for entry, digest in zip(source.plan().files, found, strict=True):
-        assert digest == xxh3_128((wide / entry.path).read_bytes()).digest(), entry.path
-
-
 @pytest.mark.parametrize("hash_it", [True, False])
 def test_a_large_file_is_hashed_while_it_is_written(
     base: Path, tmp_path: Path, *, hash_it: bool
@@ -152,7 +139,7 @@ def test_a_large_file_is_hashed_while_it_is_written(
         stream.truncate(100 * MIB + 1)
     told: list[tuple[int, int, int, int]] = []
     progress = Progress(lambda *figures: told.append(figures))
-    source = FileSource(str(tmp_path / "file"), Retry(time.sleep, never))
+    source = TreeSource(str(tmp_path / "file"), Retry(time.sleep, never), "file")
     done = copied(source, base / "to", CopyOptions(hash=hash_it), progress=progress)
     progress.finish()
     assert sums(base / "to") == {"file": sums(tmp_path)["file"]}
@@ -257,7 +244,8 @@ def test_a_stop_is_heard_within_a_second(
     timer.start()
     begin = time.monotonic()
     options = CopyOptions(processes=processes, threads=1)
-    source = FileSource(str(wide / "large"), Retry(time.sleep, never)) if one_file else tree(wide)
+    large = TreeSource(str(wide / "large"), Retry(time.sleep, never), "file")
+    source = large if one_file else tree(wide)
     with pytest.raises(StagingStopped):
         copied(source, base / "to", options, should_stop=stop.is_set)
     assert time.monotonic() - begin < 20  # whole, it takes at least twice as long as that
@@ -307,31 +295,6 @@ def test_no_more_files_are_opened_than_allowed(
     options = CopyOptions(processes=2, opens_per_second=40)
     copied(tree(wide), base / "to", options)
     assert time.monotonic() - begin > 0.6
-    assert sums(base / "to") == sums(wide)
-
-
-def test_served_sources_get_more_threads(
-    wide: Path, base: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Of all workers together; progress counts what each of them did."""
-    for number in range(600):
-        (wide / f"n{number}").write_bytes(b"%d" % number)
-    monkeypatch.setattr(copier, "readers_for", lambda _path: 32)
-    assert copied(tree(wide), base / "to", CopyOptions(processes=2)).workers == 32
-    assert sums(base / "to") == sums(wide)
-    told: list[tuple[int, int, int, int]] = []
-    progress = Progress(lambda *figures: told.append(figures))
-    options = CopyOptions(processes=2, threads=300)
-    copied(tree(wide), base / "again", options, progress=progress)
-    progress.finish()
-    files = [one for one in wide.rglob("*") if one.is_file() and not one.is_symlink()]
-    assert told[-1][1] == len({one.stat().st_ino for one in files})
-
-
-def test_small_jobs_do_not_fork(wide: Path, base: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A few files are copied sooner than workers would be there."""
-    monkeypatch.setattr(copier, "run_crew", None)
-    copied(tree(wide), base / "to", CopyOptions())
     assert sums(base / "to") == sums(wide)
 
 
@@ -397,35 +360,7 @@ def test_pages_of_a_servers_files_leave_the_cache(
         source /= "0.bin"
     os.sync()  # only clean pages leave
     request = StageRequest("data", str(source))
-    opened = open_source(request, Retry(time.sleep, never), room_at(str(tmp_path)))
+    opened = open_source(request, Retry(time.sleep, never), 1 << 40)
     copied(opened, tmp_path / "copy", CopyOptions(processes=2))
     opened.close()
     assert (resident_bytes(place) > MIB) != served
-
-
-def entries(sizes: list[int]) -> list[Entry]:
-    return [Entry(f"f{n}", 0o644, 0, size, size) for n, size in enumerate(sizes)]
-
-
-@given(
-    sizes=st.lists(st.integers(0, 10 * MIB), max_size=300),
-    workers=st.integers(1, 64),
-    streams=st.integers(1, 16),
-)
-def test_every_file_is_in_one_batch(sizes: list[int], workers: int, streams: int) -> None:
-    """However many work at it."""
-    batches = share_out(entries(sizes), workers, streams=streams)
-    found = [number for batch in batches for number in range(batch.first, batch.last)]
-    assert sorted(found) == list(range(len(sizes)))
-
-
-def test_batches_take_about_as_long() -> None:
-    """One larger file weighs as many small ones, and neighbours in the queue lie far apart."""
-    sizes = [1000] * 5000 + [8 * MIB] * 40
-    batches = share_out(entries(sizes), 2, streams=2)
-    costs = [
-        sum(sizes[n] + FILE_COST_BYTES for n in range(batch.first, batch.last)) for batch in batches
-    ]
-    assert len(batches) > 16
-    assert max(costs) < 2 * (sum(costs) / len(costs)) + 8 * MIB
-    assert abs(batches[0].first - batches[1].first) > 1500

@@ -114,14 +114,6 @@ def test_workers_end_with_a_stager_that_is_killed(
     eventually(lambda: not alive(str(base)), seconds=60)  # they would have five minutes' work
 
 
-@pytest.mark.slow
-def test_a_stager_killed_a_hundred_times(
-    base: Path, crowd: Path, child: Callable[..., subprocess.Popen[str]]
-) -> None:
-    """The same, at a hundred moments."""
-    kills(base, crowd, child, 100)
-
-
 @pytest.mark.parametrize("processes", [1, 2])
 def test_what_cannot_be_read_is_listed(
     base: Path, crowd: Path, monkeypatch: pytest.MonkeyPatch, processes: int

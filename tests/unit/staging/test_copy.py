@@ -61,17 +61,6 @@ def nothing_published(stager: CopyStager) -> bool:
     return not list_staged([stager.area("shm").store.base])
 
 
-def test_a_tree_arrives_whole(stager: CopyStager, source: Path, base: Path) -> None:
-    """Contents, empty directories, modes and times are the source's, and the result says so."""
-    os.utime(source / "one.bin", ns=(1, 1_234_567_890_123_456_789))
-    result = stager.stage(shm(source))
-    assert result.path == f"{base}/hpml-{os.getuid()}/7.0/data"
-    assert (result.bytes, result.files, result.method, result.reused) == (5003, 3, "copy", False)
-    assert result.seconds >= 0
-    assert picture(Path(result.path)) == picture(source)
-    assert stager.stage(shm(source)).reused
-
-
 def test_a_file_lies_in_a_directory(stager: CopyStager, source: Path) -> None:
     """A single file keeps its name, and a link's name when the source is one."""
     (source / "link.bin").symlink_to("one.bin")
@@ -146,31 +135,13 @@ def test_device_nodes_are_refused(stager: CopyStager, source: Path) -> None:
     assert nothing_published(stager)
 
 
-def test_twenty_paths_are_told_and_the_rest_counted(stager: CopyStager, source: Path) -> None:
-    """A long list of faults is cut, the count is not."""
-    for number in range(33):
-        os.mkfifo(source / f"fifo{number:02}")
-    with pytest.raises(StagingError) as caught:
-        stager.stage(shm(source))
-    lines = str(caught.value).splitlines()
-    assert len(lines) == 22
-    assert lines[0].endswith("33 paths")
-    assert lines[-1].strip() == "and 13 more"
-
-
-def test_a_missing_source_is_named(stager: CopyStager, tmp_path: Path) -> None:
-    """A source that is not there is told by its path."""
-    with pytest.raises(StagingError, match="/nowhere: No such file"):
-        stager.stage(shm(tmp_path / "nowhere"))
-
-
 def test_source_and_target_stay_apart(stager: CopyStager, base: Path) -> None:
     """A source that holds the target, or lies in it, is refused."""
-    with pytest.raises(InputError, match="lie in one another"):
+    with pytest.raises(InputError, match="contains the other"):
         stager.stage(shm(base))
     inside = Path(stager.area("shm").path_of("data")) / "x"
     inside.mkdir(parents=True)
-    with pytest.raises(InputError, match="lie in one another"):
+    with pytest.raises(InputError, match="contains the other"):
         stager.stage(shm(inside))
 
 

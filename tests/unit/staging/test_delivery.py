@@ -7,8 +7,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from hpml_orchestrator.errors import CapacityError, InputError, StagingError
-from hpml_orchestrator.staging import Bases, CopyStager, Room, StageRequest
+from hpml_orchestrator.staging import Bases, CopyStager, StageRequest
 from hpml_orchestrator.staging.faults import Retry
 from hpml_orchestrator.staging.files import NameLock
 from hpml_orchestrator.staging.sources import LocalSupply, TreeSource
@@ -69,54 +68,6 @@ def test_a_node_that_has_the_data_says_so(stager: CopyStager, source: Path, keep
     assert again.calls == ["plan", "reuse", "close"]
 
 
-def test_a_node_whose_cache_has_the_data_says_so(
-    stager: CopyStager, base: Path, source: Path
-) -> None:
-    """Kept by an earlier job that copied by itself."""
-    earlier = CopyStager("1.0", bases=Bases(shm=str(base)), job_id="")
-    earlier.stage(request(source, keep=True))
-    earlier.cleanup()
-    supply = Shared(source)
-    result = stager.stage(request(source), supply)
-    assert (result.reused, result.kept, result.method) == (True, True, "copy")
-    assert supply.calls == ["plan", "reuse", "close"]
-
-
-def test_a_node_without_room_says_so(base: Path, source: Path) -> None:
-    """The others learn the reason."""
-
-    def full(_path: str) -> Room:
-        return Room(bytes=0, limit="test", inodes=None, block_bytes=4096, in_memory=False)
-
-    stager = CopyStager("1.0", bases=Bases(shm=str(base)), room=full, job_id="")
-    supply = Shared(source)
-    with pytest.raises(CapacityError):
-        stager.stage(request(source), supply)
-    assert [call.partition(":")[0] for call in supply.calls] == ["plan", "fail", "close"]
-    assert "needs" in supply.calls[1]
-    stager.cleanup()
-
-
-def test_what_fails_before_it_is_planned_is_told_too(stager: CopyStager, source: Path) -> None:
-    """The other nodes wait for this one from the start."""
-    supply = Shared(source)
-    with pytest.raises(InputError):
-        stager.stage(StageRequest("data", str(source), target="/nonexistent"), supply)
-    assert [call.partition(":")[0] for call in supply.calls] == ["fail", "close"]
-
-
-def test_a_failed_fill_is_told(stager: CopyStager, source: Path) -> None:
-    """Nothing of it stays, in the cache neither."""
-    supply = Shared(source)
-    plan = supply.plan()
-    (source / "one.bin").write_bytes(b"changed")
-    supply.plan = lambda: plan  # type: ignore[method-assign]
-    with pytest.raises(StagingError, match="changed"):
-        stager.stage(request(source, keep=True), supply)
-    assert [call.partition(":")[0] for call in supply.calls] == ["plan", "fill", "fail", "close"]
-    assert not list(Path(stager.area("shm").store.path).glob(".cache/*"))
-
-
 def test_a_chain_does_not_wait_for_another_jobs_copy(
     stager: CopyStager, base: Path, source: Path
 ) -> None:
@@ -131,33 +82,3 @@ def test_a_chain_does_not_wait_for_another_jobs_copy(
     assert (result.reused, result.kept) == (False, False)
     assert supply.calls == ["plan", "fill", "close"]
     earlier.cleanup()
-
-
-def test_a_supply_of_this_node_alone_is_not_planned_for_nothing(
-    stager: CopyStager, source: Path
-) -> None:
-    """Data that the job has already costs no look at the source."""
-    stager.stage(request(source))
-    supply = Shared(source)
-    supply.method = "copy"
-    assert stager.stage(request(source), supply).reused
-    assert supply.calls == ["reuse", "close"]
-
-
-def test_a_source_is_looked_at_once_and_closed_once(source: Path) -> None:
-    """Whoever chose the target has looked before the stager does, and both close it."""
-    calls = []
-
-    class Watched(TreeSource):
-        def plan(self) -> Plan:
-            calls.append("plan")
-            return super().plan()
-
-        def close(self) -> None:
-            calls.append("close")
-
-    supply = LocalSupply(Watched(str(source), Retry(lambda _seconds: None, lambda: False)))
-    assert supply.plan() is supply.plan()
-    supply.close()
-    supply.close()
-    assert calls == ["plan", "close"]

@@ -8,11 +8,7 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import pytest
-
-from hpml_orchestrator.errors import StagingError
 from hpml_orchestrator.staging import Bases, CopyStager, StageRequest
-from hpml_orchestrator.staging.caller import shell_key
 from hpml_orchestrator.staging.inventory import clean, list_staged
 
 if TYPE_CHECKING:
@@ -67,22 +63,6 @@ def test_all_that_is_staged_is_listed(base: Path, source: Path) -> None:
     assert (half.name, half.state, half.source) == ("own", "incomplete", "")
     job.cleanup()
     assert [(one.path, one.in_use) for one in list_staged([str(base)])] == [(str(kept), "")]
-
-
-def test_damage_shows_in_the_list(base: Path, source: Path) -> None:
-    """Sizes and count are looked at."""
-    job = stager(base, "1.0")
-    os.truncate(stage(job, source, "own") / "one.bin", 1)
-    assert [staged.state for staged in list_staged([str(base)])] == ["damaged"]
-    job.cleanup()
-
-
-def test_nothing_staged_is_an_empty_list(base: Path) -> None:
-    """Neither listing nor cleaning makes a root."""
-    assert list_staged([str(base)]) == []
-    done = clean([str(base)])
-    assert (done.removed, done.kept, done.leftovers) == ([], [], [])
-    assert os.listdir(base) == []
 
 
 def test_cleaning_removes_what_dead_jobs_left(
@@ -162,55 +142,6 @@ def test_cleaning_never_leaves_the_root(base: Path, source: Path, tmp_path: Path
     assert not data.exists()
 
 
-def test_a_directory_without_an_owner_stays(base: Path, source: Path) -> None:
-    """What nobody answers for might be anyone's."""
-    job = stager(base, "1.0")
-    stage(job, source, "data")
-    (root(base) / "unknown").mkdir()
-    assert (f"{root(base)}/unknown", "nothing tells whose it is") in clean([str(base)]).kept
-    job.cleanup()
-
-
-@pytest.mark.parametrize("fault", ["unmarked", "other", "link"])
-def test_roots_that_are_not_ours_are_not_touched(base: Path, tmp_path: Path, fault: str) -> None:
-    """Cleaning tells why it leaves them, and listing refuses."""
-    mine = root(base)
-    if fault == "link":
-        (tmp_path / "elsewhere" / "1.0").mkdir(parents=True)
-        mine.symlink_to(tmp_path / "elsewhere")
-    else:
-        (mine / "1.0").mkdir(parents=True)
-        mine.chmod(0o700)
-    if fault == "other":
-        (mine / ".hpml-staging").touch()
-        if os.getuid() != 0:
-            pytest.skip("needs root to give a directory away")
-        os.chown(mine, 65534, 65534)
-    (path, reason), *_ = clean([str(base)], everything=True).kept
-    assert path == str(mine)
-    assert "not used" in reason
-    assert (mine / "1.0").is_dir()
-    with pytest.raises(StagingError, match="not used"):
-        list_staged([str(base)])
-
-
-def test_what_cannot_be_removed_is_told(
-    small_tmpfs: Callable[[str], Path], base: Path, source: Path
-) -> None:
-    """A read-only file system keeps its data, and the other bases are cleaned all the same."""
-    fixed = small_tmpfs("size=1m")
-    for place in (fixed, base):
-        job = stager(place, "1.0")
-        stage(job, source, "data", keep=True)
-        job.cleanup()
-    subprocess.run(["mount", "-o", "remount,ro", str(fixed)], check=True)
-    done = clean([str(fixed), str(base)], everything=True)
-    assert len(done.removed) == 1
-    assert [reason for _, reason in done.kept if "Read-only file system" in reason]
-    assert os.listdir(base) == []
-    subprocess.run(["mount", "-o", "remount,rw", str(fixed)], check=True)
-
-
 def test_data_that_resists_is_told(
     small_tmpfs: Callable[[str], Path], base: Path, source: Path
 ) -> None:
@@ -227,10 +158,3 @@ def test_data_that_resists_is_told(
     subprocess.run(["umount", f"{stuck}/data/empty"], check=True)
     assert clean([str(base)]).kept == []
     assert os.listdir(base) == []
-
-
-def test_a_shell_has_one_key() -> None:
-    """The same for all that it stages, another one for another process."""
-    assert shell_key(os.getpid()) == shell_key(os.getpid())
-    assert shell_key(os.getpid()) != shell_key(os.getppid())
-    stager(Path("/dev/shm"), shell_key(os.getpid())).leave()

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from hpml_orchestrator.errors import StagingError
-from hpml_orchestrator.staging import StagingStopped, plan
+from hpml_orchestrator.staging import plan
 from hpml_orchestrator.staging.faults import Retry
 from hpml_orchestrator.staging.plan import scan_tree
 
@@ -68,25 +68,6 @@ def test_a_slow_source_is_listed_by_many_threads(
     assert len(fast.files) == 1000
 
 
-def test_parts_of_a_large_directory_are_sorted_once(
-    leafy: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A directory of a million files comes in thousands of parts."""
-    compared: list[str] = []
-    monkeypatch.setattr(plan, "_NAMES_AT_ONCE", 5)
-
-    def name(row: tuple[str, object, str]) -> str:
-        compared.append(row[0])
-        return row[0]
-
-    monkeypatch.setattr(plan, "_name", name)
-    slow_metadata(monkeypatch, 0.0005)
-    names = [one.path for one in scan_tree(str(leafy), retry()).files if "many" in one.path]
-    assert names == sorted(names)
-    assert len(names) == 700
-    assert len(compared) < 5 * 700
-
-
 def test_faults_are_listed_by_path_from_many_threads(
     leafy: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -118,21 +99,6 @@ def test_faults_are_listed_by_path_from_many_threads(
     ]
 
 
-def test_faults_that_pass_are_tried_again(leafy: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A look that fails once with ESTALE finds the entry the second time."""
-    expected = scan_tree(str(leafy), retry())
-    real, faults = os.stat, [errno.ESTALE]
-
-    def stale(path: Any, **options: Any) -> os.stat_result:
-        if str(path) == "f3" and faults:
-            raise OSError(faults.pop(), "injected")
-        return real(path, **options)
-
-    monkeypatch.setattr(os, "stat", stale)
-    assert scan_tree(str(leafy), retry()) == expected
-    assert faults == []
-
-
 @pytest.mark.parametrize("readers", [1, 32])
 def test_no_more_entries_are_looked_at_than_allowed(
     leafy: Path, monkeypatch: pytest.MonkeyPatch, readers: int
@@ -142,10 +108,3 @@ def test_no_more_entries_are_looked_at_than_allowed(
     begin = time.monotonic()
     assert len(scan_tree(str(leafy), retry(), rate=2000).files) == 1000
     assert time.monotonic() - begin > 0.2  # 1,068 entries, a fifth of a second's at once
-
-
-def test_many_threads_heed_the_stop(leafy: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A stop while the threads list ends it."""
-    threads = slow_metadata(monkeypatch, 0.001)
-    with pytest.raises(StagingStopped):
-        scan_tree(str(leafy), Retry(time.sleep, lambda: len(threads) > 4))

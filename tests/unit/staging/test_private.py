@@ -12,7 +12,7 @@ import pytest
 import hpml_orchestrator
 from hpml_orchestrator.records.mounts import Mount, parse_mounts
 from hpml_orchestrator.staging import Bases, CopyStager, StageRequest
-from hpml_orchestrator.staging.space import private_reason, reason_from
+from hpml_orchestrator.staging.space import reason_from
 
 # Read by a job of Slurm 22.05.8 with JobContainerType=job_container/tmpfs on a virtual node, and by
 # process 1 meanwhile; lines of other file systems and the machine's own names are left out.
@@ -64,12 +64,6 @@ def test_a_directory_named_after_the_job_is_its_own(base: str) -> None:
 def test_a_number_in_a_name_is_not_the_job(base: str) -> None:
     """Numbers of disks, users and runs are no job's."""
     assert reason_from(base, "1", [], []) == ""
-
-
-def test_outside_a_job_nothing_is_private(base: Path) -> None:
-    """No job, no job's directory."""
-    assert private_reason(str(base), "") == ""
-    assert private_reason("/dev/shm", "4711") == ""
 
 
 CONTAINED = """

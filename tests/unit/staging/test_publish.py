@@ -14,14 +14,11 @@ import pytest
 
 from hpml_orchestrator.errors import StagingError
 from hpml_orchestrator.packing import PackRequest, pack
-from hpml_orchestrator.staging import Bases, CopyOptions, CopyStager, Room, StageRequest
+from hpml_orchestrator.staging import Bases, CopyOptions, CopyStager, StageRequest
 from hpml_orchestrator.staging.copy import copy
 from hpml_orchestrator.staging.faults import Retry
 from hpml_orchestrator.staging.progress import Progress
 from hpml_orchestrator.staging.sources import open_source
-
-ROOM = Room(1 << 40, "test", None, 4096, in_memory=False)
-MIB = 1 << 20
 
 
 def test_the_manifest_is_on_disk_before_the_data_have_their_name(
@@ -72,7 +69,7 @@ def sources(source: Path, tmp_path: Path) -> dict[str, Path]:
 def fill(path: Path, target: Path, processes: int) -> None:
     """Copy into a directory as the stager does."""
     retry = Retry(time.sleep, lambda: False)
-    opened = open_source(StageRequest("data", str(path), target="shm"), retry, ROOM)
+    opened = open_source(StageRequest("data", str(path), target="shm"), retry, 1 << 40)
     with contextlib.closing(opened):
         copy(
             opened.plan(),

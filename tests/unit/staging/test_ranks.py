@@ -146,14 +146,6 @@ def test_ranks_wait_while_the_one_that_stages_is_killed(
     kill_stagers(base, many, rank, 5)
 
 
-@pytest.mark.slow
-def test_ranks_wait_while_a_hundred_are_killed(
-    base: Path, many: Path, rank: Callable[[], Rank]
-) -> None:
-    """The same a hundred times over."""
-    kill_stagers(base, many, rank, 100)
-
-
 def test_ranks_that_wait_hear_how_far_it_is(
     base: Path, many: Path, rank: Callable[[], Rank]
 ) -> None:

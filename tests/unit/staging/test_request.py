@@ -60,25 +60,6 @@ def test_local_needs_a_directory() -> None:
     assert Bases().resolve("/mnt/x") == "/mnt/x"
 
 
-@pytest.mark.parametrize(
-    ("name", "kind"),
-    [
-        ("x.tar", "tar"),
-        ("x.TGZ", "tar"),
-        ("x.tar.xz", "tar"),
-        ("x.zip", "zip"),
-        ("x.sqfs", "file"),
-        ("x.npz", "file"),
-        ("x", "file"),
-    ],
-)
-def test_auto_looks_at_the_source(tmp_path: Path, name: str, kind: str) -> None:
-    """Kind auto is told by directory or suffix."""
-    (tmp_path / name).touch()
-    assert kind_of(StageRequest("a", str(tmp_path / name))) == kind
-    assert kind_of(StageRequest("a", str(tmp_path))) == "tree"
-
-
 def test_kind_must_fit_the_source(tmp_path: Path) -> None:
     """A directory is no file, a file no tree, and a device neither."""
     for source, kind in [(str(tmp_path), "tar"), ("/etc/passwd", "tree"), ("/dev/null", "auto")]:

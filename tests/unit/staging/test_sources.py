@@ -26,7 +26,6 @@ from hpml_orchestrator.packing import PackRequest, pack
 from hpml_orchestrator.staging import (
     Bases,
     CopyStager,
-    Room,
     StageRequest,
     StageResult,
     archives,
@@ -37,7 +36,7 @@ from hpml_orchestrator.staging.request import kind_of
 from tests.unit.packing.conftest import tree  # noqa: F401 - a fixture
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
 
 Contents = dict[bytes, tuple[object, ...]]
 TOOLS = {"tar.zst": "zstd", "zip": "zip"}
@@ -128,23 +127,6 @@ def test_a_tree_comes_back_the_same(
     assert result.digest == copied.digest != ""
 
 
-def test_a_tree_comes_back_from_a_zip(
-    engine: CopyStager,
-    tree: Path,  # noqa: F811
-    tmp_path: Path,
-) -> None:
-    """A zip keeps all but which names are one file; bytes that are no text stay as they are."""
-    result = stage(engine, archived("zip", tree, tmp_path))
-    found = contents(Path(result.path), inodes=False)
-    assert set(found) == set(contents(tree))
-    expected = contents(tree, inodes=False)
-    zone = {key: value[2] for key, value in expected.items()}
-    assert {key: value[2] for key, value in found.items()}.keys() == zone.keys()
-    for key, value in expected.items():
-        kept = (value[0], value[1], *value[3:])
-        assert (found[key][0], found[key][1], *found[key][3:]) == kept, key
-
-
 def test_a_pack_is_staged_as_it_is_when_asked(
     stager: CopyStager,
     tree: Path,  # noqa: F811
@@ -180,7 +162,7 @@ def test_kinds_are_recognised(tmp_path: Path, name: str, data: bytes, kind: str)
 def test_a_directory_is_a_pack_by_its_names(tmp_path: Path) -> None:
     """Of `hpml pack`; other shards are unpacked when that is said, and never with other files."""
     assert kind_of(StageRequest("x", str(tmp_path))) == "tree"
-    with pytest.raises(InputError, match="no directory of tar shards alone: it is empty"):
+    with pytest.raises(InputError, match="not a directory of tar shards alone: it is empty"):
         kind_of(StageRequest("x", str(tmp_path), kind="pack"))
     (tmp_path / "train-000000.tar").touch()
     assert kind_of(StageRequest("x", str(tmp_path))) == "tree"
@@ -373,8 +355,8 @@ def test_zstd_is_read_by_program_or_module(
             stage(stager, path, name="again")
 
 
-def test_a_zstd_bomb_is_given_up_early(base: Path, tmp_path: Path) -> None:
-    """No more is decompressed than there is room for, and a bit."""
+def test_a_zstd_bomb_is_given_up_early(small_tmpfs: Callable[[str], Path], tmp_path: Path) -> None:
+    """Little more is decompressed than the file system holds."""
     if shutil.which("zstd") is None:
         pytest.skip("NOT TESTED: zstd is not installed")
     path = tmp_path / "x.tar.zst"
@@ -386,30 +368,7 @@ def test_a_zstd_bomb_is_given_up_early(base: Path, tmp_path: Path) -> None:
                 info.size = 8 << 20
                 tar.addfile(info, io.BytesIO(bytes(info.size)))
     assert path.stat().st_size < 1 << 20
-    room = Room(10 << 20, "test", None, 4096, in_memory=False)
-    stager = CopyStager("1", bases=Bases(shm=str(base)), room=lambda _path: room)
+    stager = CopyStager("1", bases=Bases(shm=str(small_tmpfs("size=10m"))))
     with pytest.raises(CapacityError, match=r"at least 16\.0 MiB"):
         stage(stager, path)
     stager.cleanup()
-
-
-def test_a_worker_reads_a_zip_by_a_descriptor_of_its_own(tmp_path: Path) -> None:
-    """It closes all that it inherited, and opens the archive anew, often with the same number."""
-    with zipfile.ZipFile(tmp_path / "x.zip", "w") as archive:
-        archive.writestr("a", b"1" * 9999)
-    program = """\
-import sys
-from hpml_orchestrator.staging.crew import run_crew
-from hpml_orchestrator.staging.faults import Retry
-from hpml_orchestrator.staging.zips import ZipSource
-source = ZipSource(sys.argv[1], Retry())
-plan = source.plan()
-def work(worker, take, tell):
-    reader = source.reader(plan)
-    for number in iter(take, None):
-        tell(sum(map(len, reader.read(number))))
-run_crew(1, work, [0], told=print, heartbeat=lambda: None)
-"""
-    command = [sys.executable, "-c", program, str(tmp_path / "x.zip")]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert (done.stdout, done.stderr) == ("9999\n", "")

@@ -17,12 +17,10 @@ from typing import TYPE_CHECKING
 import pytest
 
 from hpml_orchestrator.errors import InputError, StagingError
-from hpml_orchestrator.packing import PackRequest, pack
 from hpml_orchestrator.staging import Bases, CopyStager, StageRequest, members
 from hpml_orchestrator.staging.archives import TarSource
 from hpml_orchestrator.staging.faults import Retry
 from hpml_orchestrator.staging.inventory import list_staged
-from hpml_orchestrator.staging.zips import ZipSource
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -78,9 +76,9 @@ ONE = member(b"one", b"1" * 600)
         ("incremental", member(b"x", b"x\0", b"D")),
         ("unknown type", member(b"x", b"1", b"?")),
         ("negative size", member(b"x", size=b"\xff" * 12)),
-        ("number in it is none", member(b"x", size=b"0000000+1\0\0\0")),
-        ("number in it is none", member(b"x", size=b"000000_1\0\0\0\0")),
-        ("number in it is none", member(b"x", size=b"00000000009\0")),
+        ("number in it is not one", member(b"x", size=b"0000000+1\0\0\0")),
+        ("number in it is not one", member(b"x", size=b"000000_1\0\0\0\0")),
+        ("number in it is not one", member(b"x", size=b"00000000009\0")),
         ("ends inside a member", member(b"x", size=b"\x80" + b"\x7f" * 11)),
         ("ends inside a member", member(b"x", size=b"77777777777\0")),
         ("absurd size", pax(size="-5") + member(b"x")),
@@ -126,14 +124,6 @@ def test_records_for_all_members_take_no_memory(stager: CopyStager, tmp_path: Pa
         assert tracemalloc.get_traced_memory()[1] < 60 << 20
     finally:
         tracemalloc.stop()
-
-
-def test_times_of_absurd_length_are_none(stager: CopyStager, tmp_path: Path) -> None:
-    """Python refuses to read numbers of thousands of digits."""
-    path = tmp_path / "x.tar"
-    path.write_bytes(pax(mtime="9" * 5000) + ONE + ZERO * 2)
-    data = Path(stager.stage(StageRequest("data", str(path), target="shm")).path)
-    assert (data / "one").stat().st_mtime == 0
 
 
 def test_old_and_star_headers_are_read(stager: CopyStager, tmp_path: Path) -> None:
@@ -225,15 +215,6 @@ def test_hostile_members_of_a_zip_are_refused(
     refused(stager, zipped(tmp_path / "x.zip", change, data), said)
 
 
-def test_names_that_come_twice_in_a_zip(stager: CopyStager, tmp_path: Path) -> None:
-    """Two members of one name, or one below the other."""
-    for first, second, said in [("x", "./x", "twice"), ("x", "x/y", "lies below x")]:
-        with zipfile.ZipFile(tmp_path / "x.zip", "w") as target:
-            target.writestr(first, "1")
-            target.writestr(second, "2")
-        refused(stager, tmp_path / "x.zip", said)
-
-
 def patched(path: Path, magic: bytes, at: int, value: bytes) -> Path:
     """Overwrite a field of the first header of a kind."""
     data = bytearray(path.read_bytes())
@@ -251,11 +232,11 @@ CENTRAL, LOCAL, END = b"PK\x01\x02", b"PK\x03\x04", b"PK\x05\x06"
     [
         ("is encrypted", CENTRAL, 8, b"\x01"),
         ("is damaged: Bad CRC", CENTRAL, 16, b"\x00\x00\x00\x00"),
-        ("which cannot be", CENTRAL, 24, struct.pack("<L", 1 << 31)),
+        ("which is impossible", CENTRAL, 24, struct.pack("<L", 1 << 31)),
         ("is damaged", CENTRAL, 24, struct.pack("<L", 5000)),
         ("is damaged: Bad CRC", CENTRAL, 24, struct.pack("<L", 2999)),
-        ("lies in another member", CENTRAL, 20, struct.pack("<L", 1 << 20)),
-        ("which cannot be", CENTRAL, 24, b"\xff\xff\xff\xff"),
+        ("overlaps another member", CENTRAL, 20, struct.pack("<L", 1 << 20)),
+        ("which is impossible", CENTRAL, 24, b"\xff\xff\xff\xff"),
         ("is damaged", LOCAL, 30 + 1, b"\xff\xff\xff\xff"),
         ("Bad magic number", LOCAL, 0, b"PK\x09\x09"),
         ("is damaged", LOCAL, 26, struct.pack("<H", 30000)),
@@ -290,7 +271,7 @@ def test_members_that_share_bytes_are_refused(stager: CopyStager, tmp_path: Path
     data = path.read_bytes()
     second = data.index(CENTRAL, data.index(CENTRAL) + 4)
     path.write_bytes(data[: second + 42] + bytes(4) + data[second + 46 :])
-    refused(stager, path, "lies in another member")
+    refused(stager, path, "overlaps another member")
 
 
 @pytest.mark.parametrize("kind", ["gz", "zip"])
@@ -330,43 +311,3 @@ def test_a_zip_cut_anywhere_is_refused(stager: CopyStager, tmp_path: Path) -> No
     for at in range(0, len(whole), 19):
         path.write_bytes(whole[:at])
         refused(stager, path, "not a whole zip archive")
-
-
-def test_a_zip_of_more_members_than_fit_16_bits(base: Path, tmp_path: Path) -> None:
-    """Zip64 tells the count, and sizes and places where they are large."""
-    path = tmp_path / "x.zip"
-    with zipfile.ZipFile(path, "w") as target:
-        for number in range(66_000):
-            target.writestr(zipfile.ZipInfo(f"{number:x}"), b"")
-        with target.open(zipfile.ZipInfo("forced"), "w", force_zip64=True) as stream:
-            stream.write(b"123")
-    plan = ZipSource(str(path), RETRY).plan()
-    assert (plan.file_count, plan.bytes) == (66_001, 3)
-    wide = struct.pack("<HHQQ", 1, 16, 3, 3)
-    entry = path.read_bytes()
-    at = entry.rindex(b"forced") - 46
-    assert entry[at : at + 4] == CENTRAL
-    # Python tells small sizes in 32 bits: here they are told in 64, by hand
-    head = bytearray(entry[at : at + 52])
-    head[20:28] = b"\xff" * 8
-    head[30:32] = struct.pack("<H", len(wide))
-    grown = bytearray(entry[:at] + head + wide + entry[at + 52 :])
-    end64 = grown.rindex(b"PK\x06\x06")
-    length = int.from_bytes(grown[end64 + 40 : end64 + 48], "little") + len(wide)
-    grown[end64 + 40 : end64 + 48] = length.to_bytes(8, "little")
-    locator = grown.rindex(b"PK\x06\x07")
-    grown[locator + 8 : locator + 16] = end64.to_bytes(8, "little")
-    path.write_bytes(grown)
-    assert ZipSource(str(path), RETRY).plan().bytes == 3
-
-
-def test_links_that_leave_a_pack_need_a_word(stager: CopyStager, tmp_path: Path) -> None:
-    """They are packed with --outside-links, and staged with outside_links alone."""
-    source = tmp_path / "linked"
-    source.mkdir()
-    (source / "out").symlink_to("/etc/hostname")
-    path = tmp_path / "packed-links"
-    pack(PackRequest(str(source), str(path), workers=1, outside_links=True))
-    refused(stager, path, "absolute path")
-    request = StageRequest("data", str(path), target="shm", outside_links=True)
-    assert os.readlink(Path(stager.stage(request).path) / "out") == "/etc/hostname"

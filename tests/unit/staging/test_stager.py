@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from hpml_orchestrator.errors import InputError, StagingError
-from hpml_orchestrator.staging import Bases, CopyStager, StageRequest, StagingStopped
-from hpml_orchestrator.staging.files import NameLock
+from hpml_orchestrator.staging import CopyStager, StageRequest
 from tests.patience import PATIENCE_SECONDS
 
 if TYPE_CHECKING:
@@ -89,21 +88,6 @@ def test_sigterm_stops_promptly_and_cleans_up(
     assert os.listdir(base) == []
 
 
-def test_a_large_file_stops_between_chunks(source: Path, base: Path) -> None:
-    """One file of many MiB does not have to end first."""
-    (source / "big").write_bytes(bytes(8 << 20))
-    asked = []
-
-    def should_stop() -> bool:
-        asked.append(1)
-        return len(asked) > 6
-
-    stager = CopyStager("1", bases=Bases(shm=str(base)), should_stop=should_stop)
-    with pytest.raises(StagingStopped, match=r"^stopped$"):
-        stager.stage(StageRequest("data", str(source / "big"), target="shm"))
-    assert "data" not in os.listdir(stager.area("shm").path)
-
-
 def test_waiters_learn_why_the_other_failed(
     base: Path, many: Path, child: Callable[..., subprocess.Popen[str]]
 ) -> None:
@@ -130,37 +114,6 @@ def test_waiters_take_over_from_a_stopped_stager(
     first.send_signal(signal.SIGTERM)
     assert line(first, "copying") == "error: stopped"
     assert line(second, "copying", "waiting") == "copied 20000 20"
-
-
-def test_a_failure_is_not_remembered(stager: CopyStager, source: Path) -> None:
-    """Who did not wait tries again, and succeeds when the cause is gone."""
-    request = StageRequest("data", str(source), target="shm")
-    os.mkfifo(source / "fifo")
-    with pytest.raises(StagingError):
-        stager.stage(request)
-    os.unlink(source / "fifo")
-    assert not stager.stage(request).reused
-
-
-def test_waiting_can_be_stopped(base: Path, source: Path) -> None:
-    """A stager that waits for another one heeds the stop too."""
-    stop: list[int] = []
-    options = {"bases": Bases(shm=str(base))}
-    request = StageRequest("data", str(source), target="shm")
-    holder = CopyStager("1", bases=options["bases"])
-    lock = f"{holder.area('shm').path}/.data.lock"
-    held = NameLock(lock, holder._retry)
-    waiter = CopyStager(
-        "1",
-        bases=options["bases"],
-        should_stop=lambda: bool(stop),
-        sleep=stop.append,  # type: ignore[arg-type]
-    )
-    with held, pytest.raises(StagingStopped):
-        waiter.stage(request)
-    waiter.cleanup()
-    holder.cleanup()
-    assert os.listdir(base) == []
 
 
 @pytest.mark.parametrize("damage", ["missing", "short", "extra", "manifest"])
@@ -190,29 +143,6 @@ def test_a_name_means_one_thing_in_a_job(stager: CopyStager, source: Path) -> No
     with pytest.raises(InputError, match="by that name"):
         stager.stage(StageRequest("data", str(source / "a"), target="shm"))
     assert os.path.exists(f"{path}/one.bin")
-
-
-def test_targets_are_separate(stager: CopyStager, source: Path, tmp_path: Path) -> None:
-    """RAM, local disk and a path of one's own are each used and each cleaned up."""
-    own = tmp_path / "own"
-    own.mkdir()
-    results = [
-        stager.stage(StageRequest("data", str(source), target=target))
-        for target in ("shm", "local", str(own))
-    ]
-    assert len({result.path for result in results}) == 3
-    stager.cleanup()
-    stager.cleanup()
-    assert os.listdir(own) == []
-    assert os.listdir(tmp_path / "local") == []
-    assert not any(os.path.exists(result.path) for result in results)
-
-
-def test_staged_data_can_be_the_next_source(stager: CopyStager, source: Path) -> None:
-    """From disk into RAM within one job."""
-    first = stager.stage(StageRequest("data", str(source), target="local"))
-    second = stager.stage(StageRequest("data", first.path, target="shm"))
-    assert (second.files, second.bytes) == (first.files, first.bytes)
 
 
 def test_a_failing_rename_publishes_nothing(

@@ -14,7 +14,6 @@ from hpml_orchestrator.staging import (
     CopyStager,
     JobArea,
     StageRequest,
-    StagingStopped,
 )
 from hpml_orchestrator.staging.manifest import is_whole, published_manifest, verify
 
@@ -39,18 +38,10 @@ def flip_a_bit(path: Path) -> None:
     os.utime(path, ns=(info.st_atime_ns, info.st_mtime_ns))
 
 
-def test_whole_data_is_whole(staged: Path) -> None:
-    """Everything is read once, through the job's link."""
-    report = verify(str(staged))
-    assert (report.count, report.problems, report.hashed) == (0, [], True)
-    assert (report.files, report.bytes) == (4, 5003)
-    assert report.seconds > 0
-
-
 @pytest.mark.parametrize(
     ("damage", "problem"),
     [
-        (lambda d: flip_a_bit(d / "one.bin"), "its contents are not what was staged"),
+        (lambda d: flip_a_bit(d / "one.bin"), "its contents differ from what was staged"),
         (lambda d: (d / "a" / "two.txt").unlink(), "is missing"),
         (lambda d: (d / "extra").touch(), "was not staged"),
         (lambda d: os.truncate(d / "one.bin", 9), "is not a file of the size that was staged"),
@@ -67,36 +58,6 @@ def test_damage_is_named(staged: Path, damage: object, problem: str) -> None:
     assert all(problem in fault for _, fault in report.problems)
 
 
-def test_the_first_twenty_paths_and_the_count_are_told(base: Path, tmp_path: Path) -> None:
-    """Several workers find it all; no more than 20 are named."""
-    many = tmp_path / "many"
-    many.mkdir()
-    for number in range(600):
-        (many / f"f{number}").write_text(str(number))
-    job = CopyStager("1.0", bases=Bases(shm=str(base)), job_id="")
-    path = Path(job.stage(StageRequest("data", str(many), target="shm")).path)
-    for number in range(0, 600, 2):
-        flip_a_bit(path / f"f{number}")
-    report = verify(str(path), workers=3)
-    assert (report.count, len(report.problems)) == (300, 20)
-    assert all(int(name[1:]) % 2 == 0 for name, _ in report.problems)
-    job.cleanup()
-
-
-def test_odd_names_are_compared(base: Path, tmp_path: Path) -> None:
-    """Names that are no text and names with line ends are found, and found damaged."""
-    odd = tmp_path / "odd"
-    odd.mkdir()
-    name = os.fsdecode(b"\xff\n x")
-    (odd / name).write_text("data")
-    job = CopyStager("1.0", bases=Bases(shm=str(base)), job_id="")
-    path = Path(job.stage(StageRequest("data", str(odd), target="shm")).path)
-    assert verify(str(path)).count == 0
-    flip_a_bit(path / name)
-    assert verify(str(path)).problems == [(name, "its contents are not what was staged")]
-    job.cleanup()
-
-
 def test_data_without_digests_is_said_to_be_so(base: Path, source: Path) -> None:
     """Names and sizes are compared; a flipped bit cannot be seen, and the report says that."""
     options = CopyOptions(hash=False)
@@ -111,16 +72,10 @@ def test_data_without_digests_is_said_to_be_so(base: Path, source: Path) -> None
 
 def test_only_what_was_staged_can_be_verified(staged: Path, tmp_path: Path) -> None:
     """Paths without a manifest, and paths that are not there, are told apart."""
-    with pytest.raises(NotFoundError, match="is no staged data"):
+    with pytest.raises(NotFoundError, match="is not staged data"):
         verify(str(tmp_path))
-    with pytest.raises(NotFoundError, match="is not there"):
+    with pytest.raises(NotFoundError, match="does not exist"):
         verify(str(staged / "none"))
-
-
-def test_comparing_can_be_stopped(staged: Path) -> None:
-    """A told stop ends it."""
-    with pytest.raises(StagingStopped):
-        verify(str(staged), should_stop=lambda: True)
 
 
 def test_what_is_damaged_is_not_handed_out_again(staged: Path, base: Path, source: Path) -> None:

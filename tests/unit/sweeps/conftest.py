@@ -115,7 +115,7 @@ class SweepFolder:
         """Write the plan of a sweep on Slurm: by default a grid of six points of one shape."""
         grid = {"mode": "grid", "axes": {"--lr": [0.1, 0.2, 0.3]}, "repeats": 2}
         planned = self.local_plan(job, backend="slurm", now=self.slurm.clock.now, **grid | fields)
-        # As if scontrol had told the usual MaxArraySize: there is no scontrol here.
+        # As if scontrol had reported the usual MaxArraySize; the tests have no scontrol.
         table = Table(self.store, planned)
         table.limits.array = 1000
         table.save()

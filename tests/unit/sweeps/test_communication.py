@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -65,6 +66,35 @@ def test_a_crossover_is_found_between_the_bandwidths_around_it() -> None:
     assert found(few).crossovers[0].interval is None
 
 
+def test_seeds_that_are_hard_for_all_methods_do_not_widen_the_interval() -> None:
+    """Runs of a seed are compared with each other, in whatever order they ended."""
+    hard = dict(enumerate((0.5, 0.7, 0.9, 1.2, 1.6, 2.0)))
+
+    def seconds(method: str, mbit: int, seed: int) -> float:
+        noise = NOISE[(seed + len(method) + mbit // 10) % 6]
+        return model(method, mbit, noise) * hard[seed]
+
+    rows = [
+        result(method, mbit, seconds(method, mbit, seed), seed=seed)
+        for method in ("allreduce", "topk")
+        for mbit in (10, 30, 60, 100)
+        for seed in (hard if method == "topk" else reversed(hard))
+    ]
+    (paired,) = found(rows).crossovers
+    without = [replace(row, result={**row.result, "seed": None}) for row in rows]
+    other = [replace(row, result={**row.result, "seed": 7}) for row in rows[:1]] + rows[1:]
+    assert paired.interval is not None
+    assert paired.interval.method == "bootstrap, paired by seed"
+    assert 30 < paired.interval.low < 45 < paired.interval.high < 60
+    for unpaired in (without, other):
+        (crossover,) = found(unpaired).crossovers
+        assert crossover.mbit == paired.mbit
+        assert crossover.interval is not None
+        assert crossover.interval.method == "smoothed bootstrap"
+        assert crossover.interval.high > 2 * paired.interval.high
+        assert crossover.interval.low < paired.interval.low / 2
+
+
 @pytest.mark.parametrize(
     ("mbits", "text", "shown"),
     [
@@ -91,7 +121,7 @@ def test_an_uncertain_crossover_has_an_open_interval() -> None:
 
 
 def test_runs_that_miss_the_target_are_counted_and_cross_nowhere() -> None:
-    """A bandwidth with such a run is not used; the table says how many reached it."""
+    """A bandwidth with such a run is not used; the table has how many reached it."""
     rows = sweep("allreduce", "topk", mbits=(10, 30, 100))
     rows.append(result("topk", 10, None))
     told = found(rows)

@@ -228,7 +228,7 @@ def test_a_sweep_whose_first_points_fail_stops(folder: SweepFolder) -> None:
     run = f"{next(folder.store.submissions()).sid}.3"
     assert progress.waits_for == (
         f"the first 4 points failed; `hpml logs {run}` shows why, "
-        f"`hpml sweep resume {plan.id}` goes on anyway"
+        f"`hpml sweep resume {plan.id}` continues anyway"
     )
     assert states(folder, plan) == {"FAILED": 4, "CANCELLED": 4, "EXCLUDED": 4}
     resume(folder.store, plan, now=folder.slurm.clock.now)
@@ -237,7 +237,7 @@ def test_a_sweep_whose_first_points_fail_stops(folder: SweepFolder) -> None:
 
 
 def test_points_in_parallel(folder: SweepFolder) -> None:
-    """The throttles of the arrays that are out never allow more than the sweep says."""
+    """The throttles of active arrays never allow more than the sweep does."""
     plan = folder.plan(**TWO_SHAPES, repeats=3, budget={"parallel": 3})
     folder.carry_on(plan)
     records = [submission.record() for submission in folder.store.submissions()]
@@ -377,7 +377,7 @@ def test_a_search_is_carried_on_by_the_next_controller(folder: SweepFolder) -> N
 
 
 def test_a_hopeless_trial_is_asked_to_stop(folder: SweepFolder) -> None:
-    """By a stop request; a minute later it is cancelled, and its row says PRUNED."""
+    """By a stop request; a minute later it is cancelled, and its row is PRUNED."""
     search = {"trials": 7, "pruner": "median"}
     plan = folder.plan(**SEARCH | {"search": search, "budget": {"parallel": 7}})
     controller = folder.controller(plan)
@@ -396,7 +396,7 @@ def test_a_hopeless_trial_is_asked_to_stop(folder: SweepFolder) -> None:
     folder.slurm.clock.sleep(30)
     controller.tick()
     request = Attempt(folder.attempt(bad)).stop_request() or {}
-    assert request.get("reason") == "pruned"  # after which no job goes on
+    assert request.get("reason") == "pruned"  # after which no job continues
     assert not any(Attempt(folder.attempt(job_id)).stop_request() for job_id in good)
     for _ in range(3):
         folder.slurm.clock.sleep(40)

@@ -71,7 +71,7 @@ def executor(tmp_path: Path) -> submitit.AutoExecutor:
 def test_submitits_tests_of_an_executor_pass(
     own_test: Callable[[Path], None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What submitit asks of its own local executor holds for this one."""
+    """The tests of submitit's local executor pass with this one."""
     monkeypatch.setattr(local, "LocalExecutor", LocalExecutor)
     monkeypatch.setattr(local, "LocalJob", HpmlJob)
     own_test(tmp_path / "logs")
@@ -87,7 +87,7 @@ def test_the_folder_may_have_any_name(tmp_path: Path) -> None:
 
 
 def test_submitits_tests_of_plugins_and_streams_pass(executor: submitit.AutoExecutor) -> None:
-    """Both entry points are there; each stream has a log of its own unless they are merged."""
+    """Both entry points are there; each stream has a separate log unless they are merged."""
     test_plugins.test_executors(get_executors()["hpml"])
     test_plugins.test_env(get_job_environments()["hpml"])
     test_auto.test_redirect_stdout_stderr(executor)
@@ -215,7 +215,7 @@ def test_an_array_with_an_error(
 def test_a_job_is_cancelled(
     executor: submitit.AutoExecutor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It is over then, and asking for its result says so; a state is never older than a result."""
+    """It is over then, which asking for its result shows; a state is never older than a result."""
     failing = executor.submit(divmod, 1, 0)
     assert "ZeroDivisionError" in str(failing.exception())
     job = executor.submit(time.sleep, 600)
@@ -256,7 +256,7 @@ class Counter(submitit.helpers.Checkpointable):
 def test_all_ranks_start_again_from_a_checkpoint(
     executor: submitit.AutoExecutor, tmp_path: Path, records: Store
 ) -> None:
-    """The first rank's checkpoint is what every rank goes on with."""
+    """Every rank continues with the first rank's checkpoint."""
     executor.update_parameters(tasks_per_node=2)
     job = executor.submit(Counter(tmp_path))
     eventually(lambda: len(list(tmp_path.glob("0.?"))) == 2)
@@ -431,7 +431,7 @@ def value_at(job: Any, field: str) -> Any:
         (
             {"hpml_additional_parameters": {"chdir": "/tmp"}},
             InputError,
-            "chdir has a field of its own",
+            "chdir has its own field",
         ),
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
@@ -442,13 +442,13 @@ def test_wrong_parameters_change_nothing(
     message: str,
     executor: submitit.AutoExecutor,
 ) -> None:
-    """They are refused when they are given; the executor goes on as before."""
+    """They are refused at once; the executor keeps its parameters."""
     before = dict(executor.parameters)
     with pytest.raises(error, match=re.escape(message)) as refused:
         executor.update_parameters(**parameters)
     assert error is not InputError or any("hint: " in note for note in refused.value.__notes__)
     assert executor.parameters == before
-    with pytest.raises(InputError, match="is no parameter") as raised:
+    with pytest.raises(InputError, match="is not a parameter") as raised:
         HpmlExecutor(executor.folder).update_parameters(partion="gpu")
     assert raised.value.hint == "did you mean partition?"
 
@@ -456,7 +456,7 @@ def test_wrong_parameters_change_nothing(
 def test_the_killed_submitters_job_finds_its_call(
     executor: submitit.AutoExecutor, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A call lies ready before its job exists: nobody has to put it there afterwards."""
+    """A call is written before its job exists, so the submitter need not live until then."""
 
     def never(*_: Any) -> None:
         raise KeyboardInterrupt

@@ -89,7 +89,7 @@ def test_a_weak_sweep_keeps_the_batch_of_a_rank(tmp_path: Path) -> None:
 def test_scales_become_resources(
     tmp_path: Path, scales: dict[str, Any], job: dict[str, Any], shapes: list[tuple[int, ...]]
 ) -> None:
-    """Nodes are filled one after the other; what a node has stays as the base job says."""
+    """Nodes are filled in order; the size of a node is that of the base job."""
     planned = made(tmp_path, {"mode": "weak", "scale": scales, "repeats": 1}, **job)
     assert [(s.nodes, s.ranks, s.gpus) for s in planned.shapes] == shapes
 
@@ -150,7 +150,7 @@ def test_the_order_is_fixed_and_complete(tmp_path: Path, order: str) -> None:
 def test_repeats_need_something_random(
     tmp_path: Path, fields: dict[str, Any], job: dict[str, Any], repeats: int
 ) -> None:
-    """A grid runs each combination once by default unless its seeds vary; the plan says so."""
+    """A grid runs each combination once unless its seeds vary, with a note in the plan."""
     planned = made(tmp_path, {"mode": "grid", "axes": {"--lr": [1]}} | fields, **job)
     combination = [point for point in planned.points if point.values == planned.points[0].values]
     assert len({point.repeat for point in combination}) == repeats
@@ -158,7 +158,7 @@ def test_repeats_need_something_random(
 
 
 def test_excluded_points_stay_in_the_plan_with_their_rule(tmp_path: Path) -> None:
-    """They are in no block, and the plan says why."""
+    """They are in no block, and the plan has the reason."""
     fields = {**STRONG, "repeats": 2, "exclude": [{"ranks": [2, 4], "repeat": 1}]}
     planned = made(tmp_path, fields)
     excluded = [point for point in planned.points if point.excluded]
@@ -179,7 +179,7 @@ def test_a_plan_on_disk_is_the_same_plan(tmp_path: Path) -> None:
 
 
 def test_a_members_checkpoint_selects_its_shape(tmp_path: Path) -> None:
-    """A population's first generation has no checkpoint to go on from."""
+    """A population's first generation has no checkpoint to resume."""
     axes = {"--lr": {"low": 0.001, "high": 0.1, "log": True}}
     planned = made(tmp_path, {"mode": "pbt", "axes": axes})
     first = plan.point_of(planned, 0, {"--lr": 0.01})
@@ -225,9 +225,9 @@ def grid(values: Any, axis: str = "--lr", mode: str = "grid") -> dict[str, Any]:
         (STRONG | {"scale": {"gpus": [1]}}, {}, "scale.gpus", "has no GPUs"),
         (STRONG | {"scale": {"gpus": [6]}}, GPUS, "scale.gpus", "whole nodes of 4"),
         (STRONG | {"scale": {"ranks": [2]}}, GPUS, "scale.ranks", "would stay the same"),
-        (STRONG, {"array": "0-3"}, "array", "a single one"),
+        (STRONG, {"array": "0-3"}, "array", "a single job"),
         (STRONG, {"checkpoint": {"directory": "/a"}}, "checkpoint.directory", "every run of the"),
-        (STRONG | {"exclude": [{"--lr": 1}]}, {}, "exclude.0.--lr", "is no axis"),
+        (STRONG | {"exclude": [{"--lr": 1}]}, {}, "exclude.0.--lr", "is not an axis"),
         (STRONG | {"exclude": [{"ranks": [1, 2, 4]}]}, {}, "exclude", "leave nothing to run"),
         (STRONG | {"budget": {"core_hours": 1}}, {}, "budget.core_hours", "suffice for one point"),
         (STRONG | {"budget": {"time": "5"}}, {}, "budget.time", "shorter than the time limit"),

@@ -13,12 +13,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import jsonschema
 import pytest
 
-from hpml_orchestrator import assets
 from hpml_orchestrator.sweeps.compare import compare
-from hpml_orchestrator.sweeps.pages import json_schema, to_html, to_json, to_markdown
+from hpml_orchestrator.sweeps.pages import to_html, to_json, to_markdown
 from hpml_orchestrator.sweeps.plots import draw
 from hpml_orchestrator.sweeps.report import build
 from tests.unit.sweeps.sweep_rows import grid, scaling, search
@@ -64,7 +62,6 @@ def test_a_report_says_the_same_in_every_form(name: str) -> None:
     for table in re.findall(r"(?:^\|.*\n)+", markdown, flags=re.MULTILINE):
         assert len({re.sub(r"\\\|", "", line).count("|") for line in table.splitlines()}) == 1
     json.dumps(facts, allow_nan=False)
-    jsonschema.validate(facts, json_schema())
 
 
 @pytest.mark.parametrize(
@@ -88,14 +85,6 @@ def test_a_report_says_the_same_in_every_form(name: str) -> None:
 def test_what_the_page_adds_to_the_facts(name: str, words: str) -> None:
     """Cards, captions and units read as sentences do."""
     assert words in to_markdown(build(*SWEEPS[name]()))
-
-
-def test_the_schema_in_the_repository_is_current() -> None:
-    """It is what `json_schema` returns; a report of another version would fail it."""
-    schema = assets.path("templates/report/report.schema.json").read_text("utf-8")
-    assert schema == json.dumps(json_schema(), indent=2, ensure_ascii=False) + "\n"
-    with pytest.raises(jsonschema.ValidationError):
-        jsonschema.validate({"version": 1}, json_schema())
 
 
 def test_hostile_names_stay_text() -> None:
@@ -161,7 +150,7 @@ def test_a_comparison_says_what_is_distinguishable(
     assert sentence in comparison.answer[0]
     assert sentence in shown(to_html(comparison))
     assert sentence in to_markdown(comparison)
-    jsonschema.validate(to_json(comparison), json_schema())
+    json.dumps(to_json(comparison), allow_nan=False)
     changed_code = "change" in {**before, **after}
     assert ("Different conditions" in [one.title for one in comparison.notices]) == changed_code
     assert all(pair.before or pair.after for pair in comparison.pairs)

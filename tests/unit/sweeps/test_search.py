@@ -39,7 +39,7 @@ MIXED = {
 
 @pytest.fixture
 def folder() -> Iterator[SweepFolder]:
-    """A folder in memory where that is possible: a study is written step by step."""
+    """A folder in memory if possible: a study makes many small writes."""
     memory = Path("/dev/shm")
     with TemporaryDirectory(dir=memory if memory.is_dir() else None) as directory:
         yield SweepFolder(Path(directory))
@@ -88,7 +88,7 @@ class Trials:
         return self.reopened().propose(self.rows, free)
 
     def end(self, number: int, result: float | str | None = None) -> None:
-        """End a run with its accuracy, or in a state; by default as `train` says."""
+        """End a run with its accuracy, or in a state; by default that of `train`."""
         result = self.train(self.points[number]) if result is None else result
         metric = result if isinstance(result, float) else None
         state = "COMPLETED" if isinstance(result, float) else result
@@ -172,7 +172,7 @@ def test_a_line_cut_short_is_dropped(folder: SweepFolder) -> None:
 
 
 def test_the_study_is_one_of_optuna(folder: SweepFolder, capfd: pytest.CaptureFixture[str]) -> None:
-    """It opens as any other, even beside a lock that a killed process left, and prints nothing."""
+    """It opens normally, even with a lock that a killed process left, and prints nothing."""
     trials = Trials(folder, trials=3, direction="minimize")
     (trials.directory / f"{STUDY}.lock").symlink_to(STUDY)
     trials.searcher = trials.reopened()
@@ -277,7 +277,7 @@ def test_evolution_follows_its_parents(folder: SweepFolder) -> None:
 
 
 def test_population_based_training_goes_on_from_checkpoints(folder: SweepFolder) -> None:
-    """The best 80 % go on from their own checkpoint, the rest from one of the best 20 %."""
+    """The best 80 % resume their own checkpoint, the rest one of the best 20 %."""
 
     def train(point: Point) -> float | str:
         if point.number == 12:  # in the second generation, after which it has to be replaced
@@ -314,7 +314,7 @@ def test_a_generation_waits_for_the_one_before(folder: SweepFolder) -> None:
 
 
 def test_a_training_without_checkpoint_is_named(folder: SweepFolder) -> None:
-    """Population-based training cannot go on when no run left the file that the sweep names."""
+    """Population-based training cannot continue if no run left the file that the sweep names."""
     trials = Trials(folder, "pbt", trials=8, population=2)
     with pytest.raises(InputError, match=r"^search.checkpoint: .*runs/run-\d/checkpoint\.pt"):
         trials.search()
@@ -322,7 +322,7 @@ def test_a_training_without_checkpoint_is_named(folder: SweepFolder) -> None:
 
 @pytest.mark.parametrize("pruner", ["median", "halving"])
 def test_a_bad_trial_is_stopped(pruner: str, folder: SweepFolder) -> None:
-    """It stays stopped until it ends, and the study has its last value; a good one goes on."""
+    """It stays stopped until it ends, and the study has its last value; a good one continues."""
     trials = Trials(folder, parallel=11, pruner=pruner)
     trials.tick()
     told = {number: [(step, 0.5 + number / 100) for step in range(1, 9)] for number in range(9)} | {
@@ -365,7 +365,7 @@ def test_settings_that_cannot_work_are_refused(
 
 
 def test_studies_that_do_not_fit_are_refused(folder: SweepFolder) -> None:
-    """Another sweep's study, one that lost trials, and one that is no journal."""
+    """Another sweep's study, one that lost trials, and one that is not a journal."""
     trials = Trials(folder, trials=9)
     trials.search(6)
     journal = trials.directory / STUDY

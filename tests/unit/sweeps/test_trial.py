@@ -105,7 +105,7 @@ def test_a_task_of_an_array_is_tried_by_itself(desk: Desk) -> None:
     ],
 )
 def test_what_cannot_be_tried(desk: Desk, more: str, change: Change, part: str) -> None:
-    """The error says why."""
+    """The error has the reason."""
     with pytest.raises(InputError, match=part):
         trial(desk.ran(JOB + more), change)
 

@@ -1,4 +1,4 @@
-"""Machines described plainly, and written as the kernel, hwloc, NCCL and nvidia-smi tell them."""
+"""Machines as plain data, and in the formats of the kernel, hwloc, NCCL and nvidia-smi."""
 
 from __future__ import annotations
 

@@ -85,7 +85,7 @@ def sysfs(parts: int, root: Path, shift: int) -> Topology:
 @pytest.mark.parametrize("parts", [3, 6], ids=["TPX", "CPX"])
 @pytest.mark.parametrize("source", ["rsmi{}", "nccl", "kfd", "kfd before 6.9"])
 def test_ranks_are_planned_on_all_partitions(source: str, parts: int, tmp_path: Path) -> None:
-    """Each partition has an address of its own, is on its GPU's domain, and gets cores there."""
+    """Each partition has a separate address, is on its GPU's domain, and gets cores there."""
     if source == "nccl":
         got = nccl(parts)
     elif source.startswith("kfd"):

@@ -48,19 +48,19 @@ def told(**values: Any) -> str:
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("{", "is no JSON"),
-        ("{" * 100_000, "is no JSON"),
-        ("{}", "is no topology as `hpml topo --json` writes it: the field "),
+        ("{", "is not valid JSON"),
+        ("{" * 100_000, "is not valid JSON"),
+        ("{}", "is not a topology from `hpml topo --json`: the field "),
         (changed("cores", 3, cpus=""), "core 3 does not fit"),
         (changed("cores", 3, cpus="2,131"), "core 3 does not fit"),
         (changed("cores", 3, domain=77), "core 3 does not fit"),
         (changed("cores", 3, number=4), "two cores have the same number"),
         (changed("cores", 3, cpus="0-99999999999"), "not a list of CPUs"),
         (changed("cores", 0, socket=-1), "socket is negative: -1"),
-        (changed("domains", 0, distances=[1, 2]), "is no topology"),
+        (changed("domains", 0, distances=[1, 2]), "is not a topology"),
         (changed("domains", 1, distances={"0": -5}), "distance is negative: -5"),
         (changed("gpus", 1, index=0), "two GPUs have the same number"),
-        (changed("gpus", 1, index=1e999), "is no topology"),
+        (changed("gpus", 1, index=1e999), "is not a topology"),
         (changed("gpus", 1, domain=8), "next to domain 8, which is missing"),
         (changed("nics", 2, name=None), "name=None"),
         (told(warnings="none"), "warnings a list"),
@@ -69,7 +69,7 @@ def told(**values: Any) -> str:
 )
 def test_what_is_none_is_refused(text: str, message: str) -> None:
     """With what is wrong, as every other format."""
-    with pytest.raises(InputError, match="topology: is no ") as caught:
+    with pytest.raises(InputError, match="topology: is not ") as caught:
         topology_of_text(text)
     assert message in caught.value.message
 

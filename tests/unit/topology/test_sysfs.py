@@ -1,4 +1,4 @@
-"""The kernel's description is read right where it is odd, incomplete, or missing."""
+"""The kernel's description is read correctly, also if it is odd, incomplete or missing."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def test_offline_cpus_and_holes_are_left_out(tree: Tree) -> None:
 
 
 def test_without_siblings_each_cpu_is_a_core(tree: Tree) -> None:
-    """A container that hides the topology: told as a warning."""
+    """A container that hides the topology gives a warning."""
     for path in tree.sys.glob("devices/system/cpu/cpu*/topology"):
         shutil.rmtree(path)
     got = tree.read()
@@ -111,13 +111,13 @@ def test_a_domain_of_memory_alone(tmp_path: Path) -> None:
 
 
 def test_an_unknown_domain_is_never_domain_0(tree: Tree) -> None:
-    """A numa_node of -1, with all CPUs as local ones, says nothing: a warning, no guess."""
+    """A numa_node of -1, with all CPUs as local ones, is unknown: a warning, no guess."""
     write(tree.sys / GPU0 / "numa_node", "-1")
     write(tree.sys / GPU0 / "local_cpulist", "0-15")
     got = tree.read()
     assert (got.gpus[0].domain, got.gpus[0].cpus) == (None, ())
     assert got.warnings == ("The NUMA domain of GPU0 0000:43:00.0 is unknown.",)
-    assert ("GPU0", "mlx5_0", "PIX") in got.links  # PCI tells that still
+    assert ("GPU0", "mlx5_0", "PIX") in got.links  # known from PCI
 
 
 @pytest.mark.parametrize("kept", ["numa_node", "local_cpulist"])
@@ -153,7 +153,7 @@ def test_gpus_with_and_without_nvidias_driver(tree: Tree) -> None:
 
 
 def test_amd_gpus(tmp_path: Path) -> None:
-    """They are found by class, have the UUID of their unique_id, and bridges of their own."""
+    """They are found by class, have the UUID of their unique_id, and separate bridges."""
     switch = ("pci0000:40", "0000:40:01.1", "0000:41:00.0")
     gpu = Device(
         "gpu",
@@ -230,7 +230,7 @@ CARDS = {
 
 @pytest.mark.parametrize("fabric", CARDS)
 def test_the_fabrics_cards_are_offered(fabric: str, tmp_path: Path) -> None:
-    """No management Ethernet, IPoIB nor virtual functions where there is something better."""
+    """No management Ethernet, IPoIB nor virtual functions if there is something better."""
     rdma, interfaces, offered = CARDS[fabric]
     tree = Tree(tmp_path, dataclasses.replace(MACHINE, devices=MACHINE.devices[:1]))
     for number, (name, (kind, vendor, virtual)) in enumerate({**rdma, **interfaces}.items()):

@@ -27,7 +27,7 @@ def smi(*lines: str) -> Topology:
 
 @pytest.mark.parametrize("path", sorted(DATA.glob("*/*.xml")), ids=lambda path: path.name)
 def test_xml_cut_anywhere_is_refused(path: Path) -> None:
-    """Wherever a copy ended too early, it is told as such."""
+    """A copy that ends too early is reported as cut off."""
     text = path.read_text()
     for part in range(1, 40):
         with pytest.raises(InputError, match="cut off"):
@@ -39,19 +39,19 @@ def test_xml_cut_anywhere_is_refused(path: Path) -> None:
     [
         ("", "is empty"),
         ("\n \n", "is empty"),
-        ("hello\n", "no machine in a format"),
-        ("GPU0 fell off the bus\n", "no machine in a format"),
-        ("<html><body/></html>", "is XML that describes no machine: <html>"),
+        ("hello\n", "is not a topology in a known format"),
+        ("GPU0 fell off the bus\n", "is not a topology in a known format"),
+        ("<html><body/></html>", "is XML but not a machine's topology: <html>"),
         ("<topology/>", "<object> is missing"),
         ("<system/>", "<cpu> is missing"),
         ("<system><cpu numaid='0' affinity='xyz'/></system>", "not a mask of CPUs"),
         ("<system><cpu host_hash='1'/><cpu host_hash='2'/></system>", "several nodes"),
         ("<topology><object type='Machine' cpuset='0x1'", "cut off: it ends at line 1"),
-        ("<topology><object type='Machine'></topology>", "no valid XML: mismatched tag"),
+        ("<topology><object type='Machine'></topology>", "not valid XML: mismatched tag"),
         ("<topology><object type='Machine' os_index='0'/></topology>", "it has no CPUs"),
         ("<topology><object type='PU' os_index='9999999'/></topology>", "too large"),
-        ("<!--" * 500_000, "no valid XML"),
-        ("\tGPU0\tGPU1\tCPU Affinity\nGPU0\t X \tSYS\t0-3\n", "no row for GPU1"),
+        ("<!--" * 500_000, "not valid XML"),
+        ("\tGPU0\tGPU1\tCPU Affinity\nGPU0\t X \tSYS\t0-3\n", "rows are missing for GPU1"),
         ("\tGPU0\tGPU1\tCPU Affinity\nGPU0\t X \n", "must have 2 cells"),
         ("\tGPU0\tCPU Affinity\nGPU0\t?\t0-3\n", "not '?'"),
         ("\tGPU0\tCPU Affinity\nGPU0\t X \t3-0\n", "not a range of CPUs: '3-0'"),
@@ -80,13 +80,13 @@ def test_entities_are_refused() -> None:
 
 
 def test_files_that_cannot_be_read(tmp_path: Path) -> None:
-    """A missing one, a directory, and one that is no text; each is named."""
+    """A missing file, a directory, and a file that is not text; each is named."""
     with pytest.raises(NotFoundError, match="no such file: .*none.xml"):
         read_topology(tmp_path / "none.xml")
     with pytest.raises(InputError, match="is a directory without devices"):
         read_topology(tmp_path)
     (tmp_path / "bytes").write_bytes(b"\xff\xfe\x00")
-    with pytest.raises(InputError, match="bytes: is no text in UTF-8"):
+    with pytest.raises(InputError, match="bytes: is not UTF-8 text"):
         read_topology(str(tmp_path / "bytes"))
     with pytest.raises(InputError, match="cannot be read"):
         read_topology("a\0b")
@@ -186,7 +186,7 @@ def test_hardware_threads_by_the_shape_of_domains(
     [("0", {0: "0-7", 1: "8-15"}, [0, 1]), ("1", {0: "8-15", 1: "0-7"}, [1, 0])],
 )
 def test_nccl_without_a_domain(other: str, domains: dict[int, str], gpus: list[int]) -> None:
-    """CPUs of a numaid of -1 are a domain of their own; alone they say nothing about GPUs."""
+    """CPUs of a numaid of -1 form a new domain; alone they do not place GPUs."""
     pci = '<pci busid="0000:{}:00.0" class="0x030200"><gpu dev="{}"/></pci>'
     virtual = f'<cpu numaid="-1" affinity="ff00">{pci.format("02", 1)}</cpu></system>'
     got = topology_of_text(
@@ -336,7 +336,7 @@ def test_no_damaged_file_crashes_the_reader(path: Path, data: st.DataObject) -> 
 
 @given(st.frozensets(st.integers(0, 4000)))
 def test_lists_and_masks_of_cpus(cpus: frozenset[int]) -> None:
-    """What is written is read again, and a mask says the same as a list."""
+    """Written text is read again, and a mask means the same as a list."""
     assert parse_list(format_list(cpus)) == tuple(sorted(cpus))
     value = f"{sum(1 << cpu for cpu in cpus):x}"
     padded = value.zfill(-(-len(value) // 8) * 8)

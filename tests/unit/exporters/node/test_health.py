@@ -114,7 +114,7 @@ def judged(node: Path, **more: object) -> dict[str, tuple[str, str]]:
     expected = Expected(
         proc=str(node / "proc"), sys=str(node / "sys"), nvidia_smi=str(node / "smi")
     )
-    found = examine_node(Expected(**{**vars(expected), **more}))  # type: ignore[arg-type]
+    found = examine_node(Expected(**{**vars(expected), **more}))
     return {finding.check: (finding.result, finding.found) for finding in found}
 
 

@@ -111,7 +111,7 @@ def test_a_job_s_ranks_are_added_up(training: Training) -> None:
     one |= {"transfer_seconds": 0.25, "save_seconds": 1.5, "evaluation_seconds": 1.0}
     training.say(0, 320, 10, {"6": 10}, **one, loss=0.5, accuracy=0.8, comm_method="hook")
     training.say(1, 640, 20, {"4": 19, "10": 1}, **one, loss=1.5, comm_method="hook")
-    training.feed.tell_binding(1, 1)
+    training.feed.set_binding(1, 1)
     bounds = (*map(str, STEP_BOUNDS_SECONDS), "+Inf")
     counts = (0, 0, 0, 0, 19, 19, 29, 29, 29, 29, 30)
     duration = "hpml_train_step_duration_seconds"
@@ -248,7 +248,7 @@ def test_labels_and_series_have_a_bound(training: Training) -> None:
             more = {"step_seconds": steps, "data_wait_seconds": 1, "loss": 1, "accuracy": 1}
             more |= dict.fromkeys(OF_PARTS, 1)
             training.say(rank, steps, steps, {"1": steps}, **more, mfu=1)
-        training.feed.tell_binding(64, 0)
+        training.feed.set_binding(64, 0)
         found = training.shown()
     assert len(found) - len(methods) == 34
     assert found["hpml_train_ranks", *JOB] == 64

@@ -1,4 +1,4 @@
-"""A local backend of its own for each test, on a machine of two CPUs and two GPUs."""
+"""A new local backend for each test, on a machine of two CPUs and two GPUs."""
 
 from __future__ import annotations
 

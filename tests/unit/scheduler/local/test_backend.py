@@ -80,7 +80,7 @@ def test_runs_a_script_as_slurm_would(bench: Bench) -> None:
 def test_records_how_a_script_failed(
     bench: Bench, body: str, exit_code: int, number: int, reason: str
 ) -> None:
-    """Exit status and signal are told apart; output is appended, never replaced."""
+    """Exit status and signal are distinguished; output is appended, never replaced."""
     (bench.request("").directory / "out.txt").write_text("before\n")
     status = bench.run(body)
     assert status.state is JobState.FAILED
@@ -251,10 +251,10 @@ def test_a_job_inside_a_job_is_its_own(bench: Bench) -> None:
         f"import os, sys; sys.path.insert(0, {ROOT!r}); from pathlib import Path\n"
         "from hpml_orchestrator.scheduler.local.backend import LocalScheduler\n"
         "from hpml_orchestrator.scheduler.model import SubmitRequest\n"
-        "from hpml_orchestrator.scheduler.environment import travelling\n"
+        "from hpml_orchestrator.scheduler.environment import job_environment\n"
         f"p, d = Path({str(bench.path)!r}), Path({str(inner.directory)!r})\n"
         "s = LocalScheduler(p / 'home', cpu_ids=lambda: [0, 1], lock_root=p / 'locks')\n"
-        "s.submit(SubmitRequest(d, d / 'out.txt', 'in', '', travelling(os.environ, 'all')))\n"
+        "s.submit(SubmitRequest(d, d / 'out.txt', 'in', '', job_environment(os.environ, 'all')))\n"
     )
     status = bench.run(f"#SBATCH --ntasks-per-node=1\n{sys.executable} {code}")
     assert status.state is JobState.COMPLETED
@@ -424,7 +424,7 @@ def test_an_end_without_room_is_recorded_later(
 
 
 def test_a_dead_supervisor_is_never_running(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also where that cannot be written down."""
+    """Also if that cannot be recorded."""
     job_id = bench.submit("echo > up; sleep 600")
     bench.file("up")
     who = bench.supervisor(job_id)
@@ -468,7 +468,7 @@ def test_a_refusal_leaves_no_job(bench: Bench) -> None:
 def test_gpus_come_from_cuda_visible_devices(
     monkeypatch: pytest.MonkeyPatch, value: str, ids: list[str]
 ) -> None:
-    """Up to the first entry that is no device, as CUDA reads it."""
+    """Up to the first entry that is not a device, as CUDA reads it."""
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", value)
     assert gpu_ids() == ids
 
@@ -501,7 +501,7 @@ def test_every_task_runs_with_its_own_variables_and_output(bench: Bench) -> None
 
 
 def test_no_more_tasks_at_once_than_asked_for(bench: Bench) -> None:
-    """With %1 the second task waits for the first, and says why, though CPUs are free."""
+    """With %1 the second task waits for the first, with a reason, though CPUs are free."""
     release = bench.path / "release"
     asked = bench.array("0-2%1", f"while [ ! -e {release} ]; do sleep 0.02; done")
     job_id = bench.scheduler().submit(asked)
@@ -534,7 +534,7 @@ def test_one_task_or_all_are_cancelled(bench: Bench) -> None:
 
 
 def test_too_many_tasks_are_refused(bench: Bench) -> None:
-    """The message says how many this machine takes."""
+    """The message names the limit of this machine."""
     with pytest.raises(SchedulerError, match="the local backend takes 1000 at once") as caught:
         bench.scheduler().submit(bench.array("0-1000", "true"))
     assert "Slurm" in caught.value.hint

@@ -61,7 +61,7 @@ def test_reads_each_spelling(line: str, field: str, value: object) -> None:
 
 
 def test_stops_at_the_first_command() -> None:
-    """Neither what stands below a command nor what only looks like one is a directive."""
+    """Lines below a command, and lines that only resemble one, are not directives."""
     comments = ("", "# text", "##SBATCH -n 9", " #SBATCH -n 9", "# SBATCH -n 9")
     found = header(*comments, "#SBATCH -n 2", "set -e", "#SBATCH -n 9")
     assert found.ntasks == 2
@@ -84,7 +84,7 @@ def test_stops_at_the_first_command() -> None:
     ],
 )
 def test_refuses_what_it_cannot_honour(line: str, part: str) -> None:
-    """The message holds the words that are wrong and the hint says what to do."""
+    """The message has the wrong words and the hint a solution."""
     with pytest.raises(SchedulerError) as caught:
         header(line)
     assert part in str(caught.value)
@@ -102,7 +102,7 @@ PLAIN = st.text(st.characters(exclude_characters="\n\r\0", exclude_categories=["
 
 @given(PLAIN, st.integers(1, 99))
 def test_a_quoted_name_comes_back(name: str, ntasks: int) -> None:
-    """Whatever the name holds, quoting it as the manual says gives it back, and the rest too."""
+    """Any name that is quoted as in the manual is read back, and so are the other fields."""
     quoted = '"' + name.replace("\\", "\\\\").replace('"', '\\"') + '"'
     found = header(f"#SBATCH --job-name={quoted} --ntasks={ntasks}")
     assert (found.job_name, found.ntasks) == (name, ntasks)
@@ -145,7 +145,7 @@ def test_counts_slots(line: str, cpus: int, gpus: int) -> None:
     ],
 )
 def test_refuses_more_than_the_machine_has(line: str, parts: tuple[str, ...]) -> None:
-    """The message names the directive, what it asks for, and what there is."""
+    """The message names the directive, the request and the available number."""
     with pytest.raises(SchedulerError) as caught:
         needs_of(header(line), MACHINE)
     assert all(part in str(caught.value) for part in parts), str(caught.value)

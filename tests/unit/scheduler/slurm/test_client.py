@@ -106,7 +106,7 @@ def test_arguments(tmp_path: Path) -> None:
 
 
 def test_dependencies_and_arrays_are_arguments(tmp_path: Path) -> None:
-    """`%a` stands in the name of a task's output; a percent sign of the user's own stays one."""
+    """`%a` is part of the name of a task's output; a percent sign of the user stays one."""
     after = (Dependency("12_3", "ok"), Dependency("7", "notok"))
     request = replace(request_in(tmp_path), directory=tmp_path / "100%", array=True, after=after)
     arguments = slurm(FakeRunner({})).arguments(request)
@@ -118,7 +118,7 @@ def test_dependencies_and_arrays_are_arguments(tmp_path: Path) -> None:
 
 
 def test_the_tasks_of_an_array_are_one_question() -> None:
-    """Squeue and sacct are asked for the array; the answer is told task by task."""
+    """Squeue and sacct are queried for the array; the answer is task by task."""
     rest = "\x1f" * 9 + "\x1e\n"
     queue = f"9\x1f9_[4-7%2]\x1fPENDING{rest}12\x1f9_3\x1fRUNNING{rest}"
     done = "10\x1f9_1\x1fCOMPLETED\x1f0:0\x1f1\x1f1\x1f2\x1f3\x1fn1\x1f\x1fa\x1f/d"
@@ -174,7 +174,7 @@ def test_refused(tmp_path: Path) -> None:
     ],
 )
 def test_no_usable_answer(tmp_path: Path, answer: Completed | BaseException) -> None:
-    """Without a certain answer the user is told how to find out, and sbatch runs only once."""
+    """Without a certain answer the hint names how to find out, and sbatch runs only once."""
     runner = FakeRunner({"sbatch": [answer]})
     with pytest.raises(SchedulerUnavailable) as caught:
         slurm(runner).submit(request_in(tmp_path))
@@ -304,7 +304,7 @@ def test_a_dead_controller_is_not_asked_for_ever() -> None:
 
 
 def test_one_id_is_asked_for_without_the_federation() -> None:
-    """That takes one wait for a dead controller, not two; siblings are asked where it matters."""
+    """That takes one wait for a dead controller, not two; siblings are queried if it matters."""
     runner = FakeRunner({"squeue": [SQUEUE]})
     slurm(runner).query(["3"])
     slurm(runner).query(["3", "5"])
@@ -407,7 +407,7 @@ def test_find_in_accounting() -> None:
     ],
 )
 def test_no_answer_is_not_no_job(answers: dict[str, Sequence[Completed]]) -> None:
-    """Only an answer of the controller, and of accounting, may say that there is no job."""
+    """Only an answer of the controller and of accounting may exclude a job."""
     with pytest.raises(SchedulerError):
         slurm(FakeRunner(answers)).find(Path("/x"), name="n", since=0)
 
@@ -465,7 +465,7 @@ def test_cancel_fails() -> None:
 
 
 def test_runner_times_out() -> None:
-    """A command that hangs is killed, and that is no answer."""
+    """A command that hangs is killed, and that does not count as an answer."""
     with pytest.raises(SchedulerUnavailable, match=r"no answer in 0\.1 s"):
         SubprocessRunner().run(["sleep", "30"], env=dict(os.environ), timeout=0.1)
 

@@ -215,7 +215,7 @@ def test_a_cluster_without_accounting_is_not_asked_for_it() -> None:
 
 
 def test_a_controller_that_does_not_answer() -> None:
-    """The words are Slurm's, and a hint says what to do."""
+    """The words are Slurm's, and a hint has a solution."""
     down = Completed(1, "", SILENT)
     with pytest.raises(SchedulerUnavailable, match="Unable to contact") as caught:
         read_cluster(runner(config=down, partition=down, node=down), user="a", groups=[])
@@ -234,7 +234,7 @@ def test_what_a_site_hides_is_empty() -> None:
 
 
 def test_specialised_cpus_and_memory_are_not_for_jobs() -> None:
-    """CPUEfctv where there is one, and memory without what the system keeps."""
+    """CPUEfctv if given, and memory without the system's share."""
     text = (
         "NodeName=a CPUEfctv=14 CPUTot=16\n   RealMemory=64000 MemSpecLimit=4000\n   State=IDLE\n"
     )
@@ -245,7 +245,7 @@ def test_specialised_cpus_and_memory_are_not_for_jobs() -> None:
 
 
 def test_limits_of_another_site() -> None:
-    """What a site with linear selection, enforcement and plugins says."""
+    """The answers of a site with linear selection, enforcement and plugins."""
     limits = limits_from(
         parse_config(
             "AccountingStorageEnforce = associations,limits,qos,safe\n"
@@ -346,7 +346,7 @@ def test_the_least_of_all_levels_counts() -> None:
 def test_where_nobody_answers_the_cluster_stays_as_it_is(
     answer: Completed | SchedulerUnavailable,
 ) -> None:
-    """The check goes on without."""
+    """The check continues without."""
     assert with_group_limits(CLUSTER, FakeRunner({"sacctmgr": [answer]}), env={}) == CLUSTER
 
 

@@ -95,7 +95,7 @@ def test_nobody_knows(text: str) -> None:
     ],
 )
 def test_not_certain(text: str) -> None:
-    """A torn line, a remark or nothing at all is no certain refusal."""
+    """A torn line, a remark or nothing at all is not a certain refusal."""
     assert final_refusal(text) is None
 
 

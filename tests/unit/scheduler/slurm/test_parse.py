@@ -110,7 +110,7 @@ def test_real_text_of_25_11() -> None:
 
 
 def test_array_tasks_that_wait_are_found_by_their_own_id() -> None:
-    """`6_[2-5%2]` stands for 6_2 to 6_5, and for nothing else."""
+    """`6_[2-5%2]` means 6_2 to 6_5, and nothing else."""
     rows = parse_squeue(read("22.05.8/squeue.txt"))
     found = match(rows, ["6_0", "6_2", "6_5", "6_6", "60_2"])
     assert {key: s.state.value for key, s in found.items()} == {
@@ -133,7 +133,7 @@ def test_array_tasks_that_wait_are_found_by_their_own_id() -> None:
     ],
 )
 def test_a_list_that_was_cut_short_stands_for_the_rest(shown: str, known: list[str]) -> None:
-    """What may have been cut off counts; what lies before the cut and is not named does not."""
+    """Jobs that may have been cut off count; those before the cut and not named do not."""
     row = f"9\x1f{shown}\x1fCANCELLED" + "\x1f" * 9 + "\x1e\n"
     asked = [f"9_{n}" for n in (1, 5, 9, 12, 28, 31, 40)]
     assert list(match(parse_squeue(row), asked)) == known
@@ -149,7 +149,7 @@ def test_a_tasks_own_row_counts_more_than_the_rest_of_its_array() -> None:
 
 
 def test_an_array_is_as_well_as_its_worst_task() -> None:
-    """An array's own id tells of what runs, then of what waits, then of what failed."""
+    """The id of an array has the state of running, then waiting, then failed tasks."""
 
     def array(*states: str) -> str:
         rows = [

@@ -36,7 +36,7 @@ NodeName=node3 State=DOWN*
 
 
 def test_free_text_takes_its_whole_line() -> None:
-    """It may hold equals signs and go on in the next line; blank lines and headings are nothing."""
+    """It may hold equals signs and continue in the next line; blank lines do not matter."""
     first, second = parse_records(f"a heading\n{NODE}")
     assert first["OS"] == "Linux 6.1 #1 SMP PREEMPT_DYNAMIC @0"
     assert first["AllocTRES"] == first["absent"] == ""
@@ -62,7 +62,7 @@ def test_time_limits(text: str, seconds: int | None) -> None:
 
 
 def test_config_of_a_real_cluster() -> None:
-    """Values keep their equals signs and blanks; the heading is no value."""
+    """Values keep their equals signs and blanks; the heading is not a value."""
     config = parse_config((DATA / "22.05.8" / "config.txt").read_text())
     assert config["SLURM_VERSION"] == "22.05.8"
     assert config["AuthInfo"] == "socket=/tmp/devcluster/run/munge.socket,cred_expire=5"
@@ -131,7 +131,7 @@ def test_tres() -> None:
     ],
 )
 def test_gres(text: str, gres: tuple[Gres, ...]) -> None:
-    """Sockets and indices are no part of the count; commas may stand in brackets."""
+    """Sockets and indices are not part of the count; commas may be in brackets."""
     assert parse_gres(text) == gres
 
 

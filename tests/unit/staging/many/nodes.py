@@ -33,6 +33,7 @@ from hpml_orchestrator.staging.space import Room, room_at
 from hpml_orchestrator.staging.copy import CopyOptions
 from hpml_orchestrator.staging.distribution import supply_for
 from hpml_orchestrator.staging.distribution import Rates
+from hpml_orchestrator.staging.link import Place
 told = json.loads(sys.argv[1])
 stop = []
 signal.signal(signal.SIGTERM, lambda *_: stop.append(1))
@@ -46,14 +47,15 @@ stager = CopyStager("7.0", bases=Bases(shm=told["base"]), should_stop=lambda: bo
 request = StageRequest("data", told["source"], kind=told["kind"], target="shm")
 status = 0
 try:
-    supply = supply_for(
-        request, told["method"], node_index=told["index"], nodes=told["nodes"],
-        attempt=told["attempt"], node=f"n{told['index']}", should_stop=lambda: bool(stop),
-        most=lambda: stager.most_room(request), timeout=told["timeout"],
+    place = Place(
+        f"{told['attempt']}/chain/data", lambda: bool(stop), told["index"], told["nodes"],
+        f"n{told['index']}", interfaces=told["interfaces"], timeout=told["timeout"],
         join_seconds=told["join_seconds"],
         come_seconds=told.get("come_seconds", told["join_seconds"]),
-        options=CopyOptions(**told["options"]),
-        rates=Rates(**told["rates"]), interfaces=told["interfaces"],
+    )
+    supply = supply_for(
+        request, told["method"], place, most_bytes=1 << 40,
+        options=CopyOptions(**told["options"]), rates=Rates(**told["rates"]),
         tell=lambda line: print(json.dumps({"tell": line}), flush=True),
     )
     result = stager.stage(request, supply)

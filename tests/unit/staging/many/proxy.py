@@ -8,11 +8,10 @@ import socket
 import threading
 from pathlib import Path
 
-HELLO_BYTES = 100
 THROUGH_PROXY = """
-import hpml_orchestrator.staging.member as M
-_call = M.call
-M.call = lambda address, port, *rest, **more: _call("127.0.0.1", {port}, *rest, **more)
+import hpml_orchestrator.staging.chain as C
+_connect = C.connect
+C.connect = lambda address, port, *rest: _connect("127.0.0.1", {port}, *rest)
 """
 
 
@@ -21,13 +20,11 @@ class Proxy:
 
     Args:
         card: the notice, read when a connection comes.
-        kind: of the connections to damage: control or data.
         at: how many bytes pass unharmed.
     """
 
-    def __init__(self, card: Path, *, kind: str, at: int) -> None:
+    def __init__(self, card: Path, *, at: int) -> None:
         self._card = card
-        self._kind = kind
         self._at = at
         self.flipped = 0
         self._listener = socket.create_server(("127.0.0.1", 0))
@@ -47,12 +44,10 @@ class Proxy:
                     threading.Thread(target=self._pass, args=(*pair, onward), daemon=True).start()
 
     def _pass(self, source: socket.socket, target: socket.socket, onward: bool) -> None:
-        seen, begin = 0, b""
+        seen = 0
         with contextlib.suppress(OSError):
             while data := bytearray(source.recv(1 << 16)):
-                begin += bytes(data) if len(begin) < HELLO_BYTES else b""
-                is_meant = onward and f'["{self._kind}"'.encode() in begin
-                if is_meant and seen <= self._at < seen + len(data):
+                if onward and seen <= self._at < seen + len(data):
                     data[self._at - seen] ^= 1
                     self.flipped += 1
                 seen += len(data)

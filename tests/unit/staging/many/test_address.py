@@ -36,17 +36,3 @@ def test_a_host_name_that_is_the_loopback_is_no_use(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(socket, "gethostname", lambda: "127.0.1.1")
     monkeypatch.setattr(link, "_route", lambda towards: "10.1.2.3" if towards == "n0" else "")
     assert own_address(towards="n0") == "10.1.2.3"
-
-
-def test_a_host_name_with_an_address_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Before any route."""
-    monkeypatch.setattr(socket, "gethostname", lambda: "192.0.2.7")
-    assert own_address(towards="n0") == "192.0.2.7"
-
-
-def test_alone_on_a_machine_the_loopback_will_do(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No name, no route, no other interface."""
-    monkeypatch.setattr(socket, "gethostname", lambda: "localhost")
-    monkeypatch.setattr(link, "_route", lambda _towards: "")
-    monkeypatch.setattr(socket, "if_nameindex", lambda: [(1, "lo")])
-    assert own_address() == "127.0.0.1"

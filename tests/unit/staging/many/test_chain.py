@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import shutil
 import stat
-import subprocess
 import tarfile
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -63,43 +62,6 @@ def test_only_the_first_node_reads_the_source(job: Callable[..., Nodes], tree: P
     assert not (nodes.root / "opened2").exists()
 
 
-def test_digest_is_that_of_a_plain_copy(job: Callable[..., Nodes], tree: Path) -> None:
-    """A tree has one digest however it came."""
-    nodes = job(tree, 2)
-    nodes.start()
-    chained = nodes.ends()
-    alone = job(tree, 2)
-    alone.attempt = "second"
-    shutil.rmtree(nodes.base(0))
-    alone.start(0, method="shared")
-    assert alone.ends()[0]["digest"] == chained[0]["digest"] == chained[1]["digest"]
-
-
-def test_a_chain_without_hash(job: Callable[..., Nodes], tree: Path) -> None:
-    """hash: false asks for less of this node; what others get is compared in any case."""
-    nodes = job(tree, 2, options={"hash": False, "processes": 2})
-    nodes.start()
-    assert [end["status"] for end in nodes.ends()] == [0, 0]
-
-
-def test_a_large_file(job: Callable[..., Nodes], root: Path) -> None:
-    """300 MiB with holes arrive on all nodes."""
-    source = root / "one"
-    with open(source, "wb") as stream:
-        stream.truncate(300 << 20)
-        for at in (0, 255 << 20, 256 << 20, (300 << 20) - 3):
-            stream.seek(at)
-            stream.write(b"xyz")
-    nodes = job(source, 3)
-    nodes.start()
-    ends = nodes.ends()
-    assert [end["status"] for end in ends] == [0, 0, 0], ends
-    assert len({end["digest"] for end in ends}) == 1
-    for index in range(3):
-        words: list[str | Path] = ["cmp", source, nodes.data(index) / "one"]
-        assert subprocess.run(words, check=False).returncode == 0
-
-
 def test_archives_are_unpacked_once(job: Callable[..., Nodes], tree: Path, root: Path) -> None:
     """What travels is what is in the archive."""
     archive = root / "data.tar.gz"
@@ -112,17 +74,6 @@ def test_archives_are_unpacked_once(job: Callable[..., Nodes], tree: Path, root:
     ends = nodes.ends()
     assert [end["status"] for end in ends] == [0, 0, 0], ends
     assert all(same(tree / "a", nodes.data(index)) for index in range(3))
-
-
-def test_without_xxhash_chunks_have_keyed_digests(job: Callable[..., Nodes], tree: Path) -> None:
-    """BLAKE2b takes over where no node has xxhash."""
-    before = "import hpml_orchestrator.staging.hashing as H; H._xxhash = lambda: None"
-    nodes = job(tree, 3, before=before)
-    nodes.start()
-    ends = nodes.ends()
-    assert [end["status"] for end in ends] == [0, 0, 0], ends
-    assert ends[2]["digest"].startswith("blake2b_128:")
-    assert same(tree, nodes.data(2))
 
 
 def test_old_isolated_interpreters_will_do(job: Callable[..., Nodes], tree: Path) -> None:

@@ -1,0 +1,121 @@
+"""Check a job that was rendered and write its submission; the command and the API share it."""
+
+from __future__ import annotations
+
+import os
+import sys
+from typing import TYPE_CHECKING, Any
+
+from hpml_orchestrator.check.job import check_job, refusal
+from hpml_orchestrator.records.files import read_text_or_nothing
+from hpml_orchestrator.records.texts import printable
+from hpml_orchestrator.runs.after import pending_dependencies
+from hpml_orchestrator.runs.backend import cluster_name, open_backend
+from hpml_orchestrator.runs.prepare import prepare
+from hpml_orchestrator.runs.resubmit import refuse_shared_checkpoints
+from hpml_orchestrator.site.profile import topologies_of
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+
+    from hpml_orchestrator.check.job import CheckReport
+    from hpml_orchestrator.records.store import Store, Submission
+    from hpml_orchestrator.runs.prepare import Rendered
+    from hpml_orchestrator.scheduler.model import Scheduler
+
+__all__ = ["check_rendered", "prepare_checked", "scheduler_messages"]
+
+_CLUSTER_SECONDS = 5.0  # while a submission waits
+
+
+def prepare_checked(
+    store: Store,
+    rendered: Rendered,
+    backend: str,
+    *,
+    checked: bool,
+    notice: Callable[[str], None],
+    record: Mapping[str, Any] | None = None,
+) -> tuple[Submission, Scheduler]:
+    """Check a job and write its submission; return it with its scheduler, to be submitted.
+
+    Args:
+        store: where records live.
+        rendered: the job and its script.
+        backend: name of the scheduler.
+        checked: whether to check the job first.
+        notice: takes each line to show, such as a warning.
+        record: more for `submit.json`.
+
+    Raises:
+        InputError: the job cannot run, or the cluster would not run it.
+        RecordError: the records cannot be written.
+    """
+    job = rendered.resolved.job
+    refuse_shared_checkpoints(store, job)
+    dependencies = pending_dependencies(store, job.after, backend=backend)
+    if checked:
+        _refuse_unaccepted(rendered, backend, store, notice)
+    scheduler = open_backend(backend, store)
+    submission = prepare(
+        store,
+        rendered,
+        backend=backend,
+        cluster=cluster_name(scheduler),
+        argv=sys.argv,
+        environment=dict(os.environ),
+        after=dependencies,
+        notice=notice,
+        record=record,
+    )
+    return submission, scheduler
+
+
+def scheduler_messages(submission: Submission) -> list[str]:
+    """Return what sbatch printed about a job that it accepted, such as a site's message."""
+    lines = read_text_or_nothing(submission.directory / "sbatch.err").splitlines()
+    texts = filter(None, (printable(line).strip() for line in lines))
+    return [text if text.startswith("sbatch: ") else f"sbatch: {text}" for text in texts]
+
+
+def _refuse_unaccepted(
+    rendered: Rendered, backend: str, store: Store, notice: Callable[[str], None]
+) -> None:
+    """Check a job that is about to be submitted.
+
+    Raises:
+        InputError: the cluster would not run it; names everything that is wrong with it.
+    """
+    report = check_rendered(
+        rendered,
+        backend,
+        store,
+        cluster_seconds=_CLUSTER_SECONDS,
+        walk_seconds=1.0,
+        dependencies=False,
+    )
+    # The submission itself reports a moment later that records cannot be written.
+    errors = [finding for finding in report.errors if finding.code != "records.unwritable"]
+    if errors:
+        raise refusal(errors)
+    for finding in report.warnings:
+        if finding.code != "stage.partly":
+            hint = f"; {finding.hint}" if finding.hint else ""
+            notice(f"warning: {finding}{hint}")
+    if report.not_asked:
+        notice(f"warning: not checked against the cluster: {report.not_asked}")
+
+
+def check_rendered(rendered: Rendered, name: str, store: Store, **limits: Any) -> CheckReport:
+    """Check a job that was rendered for the scheduler of that name; `limits` are `check_job`'s."""
+    job = rendered.resolved.job
+    return check_job(
+        job,
+        backend=name,
+        records=store.root,
+        environment=dict(os.environ),
+        site=rendered.site,
+        topologies={} if name == "local" else topologies_of(job, rendered.site),
+        targets=rendered.targets,
+        **limits,
+    )

@@ -1,0 +1,196 @@
+"""Where the ranks of an attempt ran, and whether as planned: from its own records."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, fields
+from typing import TYPE_CHECKING, Any
+
+from hpml_orchestrator.errors import HpmlError, counted
+from hpml_orchestrator.placement.proof import NodeProof, RankProof, proof_json, proof_of_json
+from hpml_orchestrator.records.files import read_json
+from hpml_orchestrator.records.texts import first_few
+from hpml_orchestrator.topology.cpulist import parse_list
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+    from pathlib import Path
+
+    from hpml_orchestrator.records.store import Attempt
+    from hpml_orchestrator.topology.model import Topology
+
+__all__ = ["BindingReport", "Place", "Unreadable", "node_topology", "read_binding"]
+
+_SUFFIX = ".proof.json"
+_SHOWN_NODES = 3
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where one rank ran."""
+
+    rank: int
+    local_rank: int
+    node: str  # Slurm's name of it
+    gpu: str | None = None  # PCI address (or name); None without one, or if unknown
+    cpus: str = ""  # CPUs that it may run on, in the kernel's list format; empty where not known
+    cores: int | None = None  # number of physical cores of those
+    numa: tuple[int, ...] = ()  # NUMA domains that those are in
+    distance: int | None = None  # largest NUMA distance from its GPU to one of its CPUs
+    nic: str = ""  # its network card; empty without one
+    threads: int | None = None  # OMP_NUM_THREADS; None where not set
+    right: bool | None = None  # whether it is bound as planned; None if not verified
+    wrong: tuple[str, ...] = ()  # what is wrong, one sentence each
+
+
+@dataclass(frozen=True)
+class Unreadable:
+    """A node whose proof cannot be read, and why."""
+
+    node: str
+    why: str
+
+
+@dataclass(frozen=True)
+class BindingReport:
+    """The binding of an attempt, as far as it was recorded."""
+
+    line: str = ""  # a summary in one line; empty if nothing was recorded
+    places: tuple[Place, ...] = ()  # by rank
+    proofs: tuple[NodeProof, ...] = ()  # of the nodes, by name
+    unreadable: tuple[Unreadable, ...] = ()
+    fatal: bool = False  # whether the job failed because of ranks in `places` that are wrong
+
+    def to_json(self) -> dict[str, Any]:
+        """Return ranks, proofs and unreadable proofs for programs."""
+        return {
+            "ranks": [asdict(place) for place in self.places],
+            "proofs": [proof_json(proof) for proof in self.proofs],
+            "unreadable_proofs": [asdict(node) for node in self.unreadable],
+        }
+
+
+def read_binding(
+    attempt: Attempt, asked: object = None, records: Sequence[Mapping[str, Any]] | None = None
+) -> BindingReport:
+    """Return what is known of an attempt's binding; damaged records are reported, never raised.
+
+    Args:
+        attempt: which one.
+        asked: what the job's record has under `binding`: a mapping, or a policy's name.
+        records: of its ranks' binding, if they were read already.
+    """
+    proofs, unreadable = _read_proofs(attempt.directory / "binding")
+    records = attempt.bindings() if records is None else records
+    places = {
+        (proof.node, rank.local_rank): _verified(proof, rank)
+        for proof in proofs
+        for rank in proof.ranks
+    }
+    verified = len(places)
+    for record in records:
+        place = _recorded(record)
+        places.setdefault((place.node, place.local_rank), place)
+    sizes = [record["world_size"] for record in records if record.get("world_size")]
+    total = max([len(places), sum(proof.expected for proof in proofs), *sizes])
+    ended = attempt.ended
+    failed = ended is not None and ended.get("reason") == "binding"
+    # Nothing is recorded before the ranks start.
+    planned = next((attempt.directory / "plan").glob("*.txt"), None) is not None
+    had_ranks = ended is not None and (planned or failed or ended.get("exit_code") == 0)
+    line = ""
+    if proofs or unreadable or records or (asked is not None and had_ranks):
+        line, bad = _line(proofs, unreadable, asked, total, verified, over=ended is not None)
+        line += "; the job failed for it (verify: strict)" * (bad and failed)
+    wrong = not all(proof.right for proof in proofs)
+    ordered = sorted(places.values(), key=lambda place: (place.rank, place.node, place.local_rank))
+    return BindingReport(
+        line, tuple(ordered), tuple(proofs), tuple(unreadable), fatal=wrong and failed
+    )
+
+
+def node_topology(attempt: Attempt, node: str) -> Topology | None:
+    """Return the topology that a node's agent recorded; None if missing or damaged."""
+    from hpml_orchestrator.topology.model import topology_of_json  # noqa: PLC0415
+
+    try:
+        return topology_of_json(read_json(attempt.directory / "nodes" / f"{node}.topology.json"))
+    except (HpmlError, ValueError, RecursionError):  # a node's name may hold what no path can
+        return None
+
+
+def _read_proofs(directory: Path) -> tuple[list[NodeProof], list[Unreadable]]:
+    proofs: list[NodeProof] = []
+    unreadable: list[Unreadable] = []
+    for path in sorted(directory.glob(f"*{_SUFFIX}")):
+        try:
+            proof = proof_of_json(read_json(path))
+            for rank in proof.ranks:
+                parse_list(rank.cpus)
+        except (HpmlError, AttributeError, TypeError, ValueError, RecursionError) as error:
+            why = str(error).replace(f"{path} ", "").replace(str(path), path.name)
+            unreadable.append(Unreadable(path.name.removesuffix(_SUFFIX), why))
+        else:
+            proofs.append(proof)
+    return proofs, unreadable
+
+
+def _verified(proof: NodeProof, rank: RankProof) -> Place:
+    """Return what a node's agent verified; with the policy `none` no place is right or wrong."""
+    names = {field.name for field in fields(Place)} - {"node", "right"}
+    common = {name: getattr(rank, name) for name in names}
+    right = None if proof.policy == "none" else not rank.wrong
+    return Place(node=proof.node, right=right, **common)
+
+
+def _recorded(record: Mapping[str, Any]) -> Place:
+    """Return what hpml-bind recorded of a rank."""
+    local_rank = record.get("local_rank")
+    number = record["rank"] if local_rank is None else local_rank
+    gpus = (record.get("visible") or "").split(",")
+    return Place(
+        rank=record["rank"],
+        local_rank=number,
+        node=record.get("node") or "?",
+        gpu=gpus[number % len(gpus)].strip() or None,
+        cpus=record.get("cpus") or "",
+        nic=record.get("nic") or "",
+        threads=record.get("threads"),
+    )
+
+
+def _line(
+    proofs: Sequence[NodeProof],
+    unreadable: Sequence[Unreadable],
+    asked: object,
+    total: int,
+    verified: int,
+    *,
+    over: bool,
+) -> tuple[str, bool]:
+    """Return in one line whether the ranks are bound as planned, and whether that is in doubt."""
+    policy, verify = str(asked or "none"), "warn"
+    if proofs:
+        policy, verify = proofs[0].policy, proofs[0].verify
+    elif isinstance(asked, dict):
+        policy, verify = str(asked.get("policy", "?")), str(asked.get("verify", "warn"))
+    of_all = f"of {counted(total, 'rank')}"
+    wrong = sum(bool(rank.wrong) for proof in proofs for rank in proof.ranks)
+    if wrong:
+        return f"{policy}, {wrong} {of_all} WRONG", True
+    if unreadable:
+        names = first_few([node.node for node in unreadable], _SHOWN_NODES)
+        return f"not proven: the proof of {names} cannot be read ({unreadable[0].why})", True
+    if policy == "none":
+        return "none: nothing was bound", False
+    if not total:
+        return f"not proven: {policy}, no rank left a record", True
+    if verify == "off":
+        return f"not proven: {policy}, verify is off", True
+    if verified < total:
+        count = f"{verified} {of_all}" if verified else "no rank"
+        return f"not proven: {policy}, {count} verified{'' if over else ' so far'}", True
+    own = sum(not rank.live for proof in proofs for rank in proof.ranks)
+    by = f" ({own} checked at their start only)" if own else ""
+    warnings = len({warning for proof in proofs for warning in proof.warnings})
+    warned = f"; {counted(warnings, 'warning')}" if warnings else ""
+    return f"{policy}, {total} {of_all} bound as planned{by}{warned}", False

@@ -1,0 +1,329 @@
+"""What a run was: its command, its code, its results, and the hours that it occupied."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import shlex
+import stat
+import time
+from dataclasses import asdict, dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from hpml_orchestrator.errors import HpmlError, RecordError
+from hpml_orchestrator.records.texts import human_bytes, printable
+from hpml_orchestrator.spec.values import parse_gpus
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping
+    from pathlib import Path
+
+    from hpml_orchestrator.records.store import Attempt
+    from hpml_orchestrator.runs.reporting.summary import Summary
+    from hpml_orchestrator.runs.state import State
+
+__all__ = [
+    "RESULT_FILE",
+    "Description",
+    "Hours",
+    "command_text",
+    "describe",
+    "figures",
+    "hours_of",
+]
+
+RESULT_FILE = "result.json"
+"""What a training may write to its run directory."""
+
+_RESULT_BYTES = 1 << 20
+_RESULT_LEVELS = 20
+_TEXT_CHARS = 200
+_LIST_ITEMS = 8
+_HOUR_SECONDS = 3600.0
+
+
+@dataclass(frozen=True)
+class Hours:
+    """What all attempts of a run occupied.
+
+    Attributes:
+        gpu, core: GPU-hours and core-hours; a core is a CPU as the scheduler counts it.
+        wall: hours on the clock, of an array the sum of its tasks'.
+        basis: `allocated` if each attempt recorded its allocation, else `requested`.
+        attempts: number of starts.
+    """
+
+    gpu: float
+    core: float
+    basis: str
+    attempts: int
+    wall: float = 0.0
+
+
+@dataclass(frozen=True)
+class Description:
+    """What a run was, as far as it was recorded.
+
+    Attributes:
+        launcher: what starts the ranks.
+        command: program and arguments as rank 0 received them; before it starts those of the job
+            file, with their placeholders.
+        received: whether rank 0 recorded the command.
+        sweep: id of its sweep; empty without one.
+        point: number of its point; None without a sweep, and for several points.
+        values: the point's values, by name.
+        code: `commit`, `branch`, `dirty` and `snapshot`; None without a git repository.
+        result: figures that the training reported, those of `result()` before those of the file.
+        result_file: content of `result.json`; None without such a file.
+        result_error: why that file cannot be read.
+        hours: None before it has started, and if its records cannot be read.
+    """
+
+    launcher: str = ""
+    command: list[str] = field(default_factory=list)
+    received: bool = False
+    sweep: str = ""
+    point: int | None = None
+    values: dict[str, Any] = field(default_factory=dict)
+    code: dict[str, Any] | None = None
+    result: dict[str, Any] = field(default_factory=dict)
+    result_file: dict[str, Any] | None = None
+    result_error: str = ""
+    hours: Hours | None = None
+
+    def to_json(self) -> dict[str, Any]:
+        """Return it for programs."""
+        return asdict(self)
+
+
+def describe(state: State, summary: Summary, *, now: float | None = None) -> Description:
+    """Return what a run was; what was not recorded is left out.
+
+    Args:
+        state: of the run.
+        summary: of its last attempt.
+        now: seconds since the epoch; the clock when left out.
+    """
+    try:
+        record = state.submission.record()
+        job = record["job"]
+        known = {
+            "launcher": str(job["launcher"]),
+            "command": _command_of_job(job),
+            "code": _code(record["provenance"]),
+            **_point(record, state),
+        }
+        hours = hours_of(state, job, now=now)
+    except (HpmlError, AttributeError, LookupError, TypeError, ValueError):
+        return Description(result=summary.result)
+    if state.tasks:
+        return Description(**known, hours=hours)
+    if summary.command:
+        known |= {"command": summary.command, "received": True}
+    found, error = None, ""
+    try:
+        found = read_result(state.run.directory / RESULT_FILE)
+    except RecordError as problem:
+        error = str(problem)
+    return Description(
+        **known,
+        result={**(found or {}), **summary.result},
+        result_file=found,
+        result_error=error,
+        hours=hours,
+    )
+
+
+def _command_of_job(job: Mapping[str, Any]) -> list[str]:
+    """Return the command of the ranks, with the placeholders of the job file."""
+    if job["command"]:
+        program = list(job["command"])
+    else:
+        named = ["-m", job["module"]] if job["module"] else [job["script"]]
+        program = [job["environment"]["python"], *named]
+    return [*program, *job["args"]]
+
+
+def _code(provenance: Mapping[str, Any]) -> dict[str, Any] | None:
+    git, snapshot = provenance.get("git") or {}, provenance.get("snapshot")
+    if not git and not snapshot:
+        return None
+    known = {"commit": "", "branch": "", "dirty": None, **git, **(snapshot or {})}
+    names = ("commit", "branch", "dirty")
+    return {**{name: known[name] for name in names}, "snapshot": bool(snapshot)}
+
+
+def _point(record: Mapping[str, Any], state: State) -> dict[str, Any]:
+    """Return the point of a sweep that a run is."""
+    if "sweep" not in record:
+        return {}
+    sweep, place = {"sweep": str(record["sweep"])}, state.submission.index
+    points = record.get("points") or []
+    if place is None or place >= len(points):
+        return sweep
+    values = record.get("values") or []
+    return {
+        **sweep,
+        "point": int(points[place]),
+        "values": dict(values[place]) if place < len(values) else {},
+    }
+
+
+def read_result(path: Path) -> dict[str, Any] | None:
+    """Return what a training wrote to `result.json`; None if it wrote none.
+
+    Any program may have written it, so that size and depth are limited.
+
+    Raises:
+        RecordError: it cannot be read.
+    """
+    try:
+        # a pipe of that name would be waited for
+        with open(
+            path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK)
+        ) as stream:
+            if not stat.S_ISREG(os.fstat(stream.fileno()).st_mode):
+                raise RecordError(f"{path} cannot be read: not a regular file")
+            data = stream.read(_RESULT_BYTES + 1)
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        raise RecordError(f"{path} cannot be read: {error.strerror or error}") from error
+    if len(data) > _RESULT_BYTES:
+        raise RecordError(f"{path} cannot be read: it is over {human_bytes(_RESULT_BYTES)}")
+    try:
+        # JSON has no NaN and no infinity: such a value becomes a text
+        result = json.loads(data, parse_constant=str, parse_float=_finite)
+    except (ValueError, RecursionError) as error:
+        why = "nested too deeply" if isinstance(error, RecursionError) else error
+        raise RecordError(f"{path} cannot be read: not JSON: {why}") from error
+    if not isinstance(result, dict):
+        raise RecordError(f"{path} cannot be read: not a JSON object")
+    if _is_deep(result, _RESULT_LEVELS):
+        raise RecordError(f"{path} cannot be read: nested over {_RESULT_LEVELS} levels")
+    result.pop("schema_version", None)
+    return result
+
+
+def _finite(text: str) -> float | str:
+    value = float(text)
+    return value if math.isfinite(value) else text
+
+
+def _is_deep(value: Any, levels: int) -> bool:
+    inner = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+    return levels < 0 or any(_is_deep(one, levels - 1) for one in inner)
+
+
+def hours_of(state: State, job: Mapping[str, Any], *, now: float | None = None) -> Hours | None:
+    """Return what all attempts of a run occupied, or of an array those of all tasks.
+
+    Args:
+        state: of the run.
+        job: the resolved job of its record.
+        now: seconds since the epoch; the clock when left out.
+
+    Raises:
+        RecordError: the run's directory may not be read.
+    """
+    now = time.time() if now is None else now
+    if state.tasks:
+        tasks = [hours for task in state.tasks if (hours := hours_of(task, job, now=now))]
+        return _sum(tasks) if tasks else None
+    resources = job["resources"]
+    nodes, gpus = int(resources["nodes"]), parse_gpus(resources["gpus"]).count
+    ranks = int(resources["ranks_per_node"] or gpus * int(resources["ranks_per_gpu"]) or 1)
+    asked = nodes * gpus, nodes * ranks * int(resources["cpus_per_rank"])
+    attempts = state.run.attempts()
+    if not attempts:
+        if state.started is None:
+            return None
+        return _hours(_lasted(state.started, state.ended or now), asked, "requested")
+    return _sum([_hours_of_attempt(one, state, asked, now) for one in attempts])
+
+
+def _hours_of_attempt(attempt: Attempt, state: State, asked: tuple[int, int], now: float) -> Hours:
+    begun, end = attempt.started, (attempt.ended or {}).get("time")
+    start = begun.time if begun else None
+    if attempt.number == state.attempts - 1 and state.started:
+        # the scheduler's times include what comes before and after the script
+        start, end = state.started, state.ended or (end if state.over else now)
+    end = end or attempt.last_written
+    allocated = dict(begun.data) if begun else {}
+    cpus, gpus = allocated.get("cpus"), allocated.get("gpus")
+    if gpus is None and not asked[0]:
+        gpus = 0
+    if isinstance(cpus, int) and isinstance(gpus, int):
+        return _hours(_lasted(start, end), (gpus, cpus), "allocated")
+    return _hours(_lasted(start, end), asked, "requested")
+
+
+def _lasted(start: float | None, end: float | None) -> float:
+    return max(0.0, float(end) - start) if start and end else 0.0
+
+
+def _hours(seconds: float, counts: tuple[int, int], basis: str) -> Hours:
+    (gpus, cores), wall = counts, seconds / _HOUR_SECONDS
+    return Hours(gpus * wall, cores * wall, basis, 1, wall)
+
+
+def _sum(parts: list[Hours]) -> Hours:
+    """Return the sum; it is `allocated` only if every part is."""
+    return Hours(
+        math.fsum(part.gpu for part in parts),
+        math.fsum(part.core for part in parts),
+        max(part.basis for part in parts),  # `requested` is the later word
+        sum(part.attempts for part in parts),
+        math.fsum(part.wall for part in parts),
+    )
+
+
+def figures(result: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, str]]:
+    """Yield name and value of each figure of a result; nested names are joined with dots.
+
+    >>> list(figures({"loss": 0.123456789, "best": {"epoch": 3, "of": [1, 2]}}))
+    [('loss', '0.123457'), ('best.epoch', '3'), ('best.of', '[1, 2]')]
+    """
+    for key, value in result.items():
+        name = f"{prefix}{printable(str(key))[:_TEXT_CHARS]}"
+        if isinstance(value, dict) and value:
+            yield from figures(value, f"{name}.")
+        else:
+            yield name, _figure(value)
+
+
+def _figure(value: Any) -> str:
+    if isinstance(value, bool) or value is None:
+        return {True: "true", False: "false", None: "null"}[value]
+    if isinstance(value, float):
+        return f"{value:.6g}"
+    if isinstance(value, list):
+        shown = [_figure(one) for one in value[:_LIST_ITEMS]]
+        more = [f"… {len(value)} in all"] if len(value) > _LIST_ITEMS else []
+        return f"[{', '.join([*shown, *more])}]"
+    if isinstance(value, dict):
+        inner = [f"{name}: {text}" for name, text in figures(value)]
+        value = f"{{{', '.join(inner)}}}"
+    text = printable(str(value))
+    return text if len(text) <= _TEXT_CHARS else f"{text[:_TEXT_CHARS]}…"
+
+
+def command_text(words: list[str]) -> str:
+    r"""Return a command as one line that bash reads as the same words.
+
+    >>> command_text(["echo", "a b", "c\nd"])
+    "echo 'a b' $'c\\nd'"
+    """
+    return " ".join(shlex.quote(word) if word.isprintable() else _escaped(word) for word in words)
+
+
+def _escaped(word: str) -> str:
+    """Return a word with control characters in bash's `$'…'`."""
+    known = {"\n": "\\n", "\t": "\\t", "\\": "\\\\", "'": "\\'"}
+    parts = [known.get(char) or (char if char.isprintable() else _code_of(char)) for char in word]
+    return f"$'{''.join(parts)}'"
+
+
+def _code_of(char: str) -> str:
+    return "".join(f"\\x{byte:02x}" for byte in char.encode("utf-8", "surrogatepass"))

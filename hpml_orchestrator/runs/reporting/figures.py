@@ -1,0 +1,94 @@
+"""Figures of a running attempt from its records: its monitor's files and the ranks' counters.
+
+The monitor's are means and peaks since the start. Those of the training are about its last 30
+seconds, or its last two counters if they are further apart.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from typing import TYPE_CHECKING
+
+from hpml_orchestrator.records.events import read_recent
+from hpml_orchestrator.runs.reporting.monitor import aggregate_nodes, monitored_nodes, numbers
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping
+
+    from hpml_orchestrator.records.events import Event
+    from hpml_orchestrator.records.store import Attempt
+
+__all__ = ["recorded_figures"]
+
+_WINDOW_SECONDS = 30.0
+_STALE_SECONDS = 1200.0  # twice the longest time between two counters of a rank
+
+
+def recorded_figures(attempt: Attempt, now: float) -> dict[str, float]:
+    """Return the figures of an attempt, by the names in docs/top.md; what is not known is left out.
+
+    Args:
+        attempt: that runs.
+        now: seconds since the epoch.
+    """
+    figures = _trained(read_recent(attempt.directory / "events"), now)
+    whole = aggregate_nodes(monitored_nodes(attempt))
+    if whole is None:
+        return figures
+    gpus, seconds = whole.gpus, max(whole.seconds, 1.0)
+    known = whole.figures
+    if gpus:
+        figures["gpus"] = float(len(gpus))
+        figures["gpus_busy"] = sum(gpu.figures.get("utilization_ratio", 0.0) for gpu in gpus)
+        memory = [gpu.figures.get("memory_peak_bytes", 0.0) for gpu in gpus]
+        figures["gpu_memory_used_bytes"] = sum(memory)
+        figures["gpu_throttled_ratio"] = max(_hot(gpu.throttled_seconds) for gpu in gpus) / seconds
+    names = {"mean_cpus": "cpus_busy", "memory_peak_bytes": "memory_bytes"}
+    for name in ("gpus_allocated", "gpus_used", "cpus", *names):
+        if name in known:
+            figures[names.get(name, name)] = known[name]
+    for name in ("read", "write"):
+        if f"io_{name}_bytes" in known:
+            figures[f"{name}_bytes_per_second"] = known[f"io_{name}_bytes"] / seconds
+    if known.get("memory_limit_bytes") and "memory_bytes" in figures:
+        figures["memory_ratio"] = figures["memory_bytes"] / known["memory_limit_bytes"]
+    return figures
+
+
+def _hot(throttled: Mapping[str, float]) -> float:
+    """Return the seconds that clocks were held down by heat or a brake, not by the power cap."""
+    hot = ("hw_", "sw_thermal", "power_brake")
+    return sum(seconds for reason, seconds in throttled.items() if reason.startswith(hot))
+
+
+def _trained(events: Iterable[Event], now: float) -> dict[str, float]:
+    """Return the figures that the last counters of the ranks give."""
+    steps: dict[int | None, list[Event]] = defaultdict(list)
+    for event in events:
+        if event.event == "step" and now - event.time < _STALE_SECONDS:
+            steps[event.rank].append(event)
+    rate, waited, stepped = 0.0, 0.0, 0.0
+    waits, durations = [], []
+    for counters in steps.values():
+        last = counters[-1]
+        earlier = [step for step in counters if step.time <= last.time - _WINDOW_SECONDS]
+        first = (earlier[-1:] or counters)[0]
+        before, after = numbers(first.data), numbers(last.data)
+        grown = {name: after[name] - before.get(name, 0.0) for name in after}
+        count, seconds = grown.get("steps_total", 0.0), last.time - first.time
+        if count <= 0 or seconds <= 0:
+            continue
+        rate += grown.get("samples_total", 0.0) / seconds
+        if grown.get("step_seconds_total", 0.0) > 0:
+            stepped += grown["step_seconds_total"]
+            durations.append(grown["step_seconds_total"] / count)
+            if "data_wait_seconds_total" in grown:
+                waited += grown["data_wait_seconds_total"]
+                waits.append(grown["data_wait_seconds_total"] / count)
+    figures = {"samples_per_second": rate} if rate else {}
+    if durations:
+        figures["step_spread_ratio"] = 1 - min(durations) / max(durations)
+    if waits:
+        figures["data_wait_ratio"] = waited / stepped
+        figures["wait_spread_ratio"] = (max(waits) - min(waits)) / max(durations)
+    return figures

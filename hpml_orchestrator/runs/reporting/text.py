@@ -1,0 +1,358 @@
+"""Text for people about runs and arrays, made from their records."""
+
+from __future__ import annotations
+
+import contextlib
+from dataclasses import asdict, dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+from hpml_orchestrator.errors import HpmlError, RecordError, counted
+from hpml_orchestrator.records.texts import (
+    clock_text,
+    elapsed_text,
+    exact_bytes,
+    printable,
+    seconds_text,
+    zoned_text,
+)
+from hpml_orchestrator.runs.reporting.description import command_text, describe, figures
+from hpml_orchestrator.runs.reporting.monitor import numbers
+from hpml_orchestrator.runs.reporting.staging import staged_lines
+from hpml_orchestrator.runs.reporting.summary import Summary
+from hpml_orchestrator.scheduler.model import parse_state
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from hpml_orchestrator.records.store import Attempt
+    from hpml_orchestrator.runs.life import Life
+    from hpml_orchestrator.runs.reporting.description import Description
+    from hpml_orchestrator.runs.state import State
+
+__all__ = ["AttemptReport", "array_lines", "attempt_reports", "summary_lines", "task_rows"]
+
+_SHORT_COMMIT = 7
+_SHOWN = 10
+_SHOWN_FIGURES = 100
+_LINE_CHARS = 88
+_COMMAND_CHARS = 4000
+_SHORT_SECONDS = 10
+
+
+def summary_lines(
+    state: State, summary: Summary, life: Life | None = None
+) -> list[tuple[str, str]]:
+    """Return name and text of each line of a run's summary.
+
+    Args:
+        state: of the run.
+        summary: of its last attempt.
+        life: the run over all of its attempts; None before the first.
+    """
+    staged = []
+    if summary.nodes:
+        size = f"{exact_bytes(summary.staged_bytes)} in {summary.staging_seconds:.2f} s"
+        files = f"{counted(summary.staged_files, 'file')}, {size}"
+        staged = [files if summary.staged_files else "nothing", *staged_lines(summary.stages)]
+    phases = ", ".join(f"{phase.name} {phase.seconds:.2f} s" for phase in summary.phases)
+    signals = [
+        f"{name} {count}x, last {clock_text(last)}"
+        for name, (count, last) in summary.signals.items()
+    ]
+    # a reason that is about one rank is left out where `binding` counts all
+    reason = "" if summary.binding_failed else state.reason
+    described = describe(state, summary)
+    return _lines(
+        {
+            "run": [f"{state.submission.label}  {state.state}"],
+            "job": [f"{state.job_id or '-'} ({_scheduler(state)}){_ran_on(state, summary)}"],
+            "reason": [reason] if reason else [],
+            **_what(described),
+            **_when(state),
+            "attempts": _attempts(attempt_reports(state), state, life),
+            **_life(state, life),
+            **_code(described),
+            "staged": staged,
+            "collected": summary.collected_lines,
+            "binding": [summary.binding] if summary.binding else [],
+            "phases": [phases] if phases else [],
+            "training": _training(summary),
+            "accuracy": _on_test_set(summary.result, "accuracy"),
+            "loss": _on_test_set(summary.result, "loss"),
+            "result": _result(described),
+            **_hours(described),
+            "signals": signals,
+            "stacks": _stacks(state),
+            "monitor": summary.monitor_lines,
+            "record": [str(state.run.directory)],
+        }
+    )
+
+
+def _lines(sections: Mapping[str, Sequence[str]]) -> list[tuple[str, str]]:
+    """Return the lines of all sections; the first of each has its name."""
+    return [
+        ("" if number else name, printable(line))
+        for name, lines in sections.items()
+        for number, line in enumerate(lines)
+    ]
+
+
+def _scheduler(state: State) -> str:
+    return f"{state.backend}, cluster {state.cluster}" if state.cluster else state.backend
+
+
+def _ran_on(state: State, summary: Summary) -> str:
+    if not state.nodes:
+        return ""
+    if not summary.ranks:
+        return f" on {state.nodes}"
+    of_all = "" if summary.ranks >= summary.world_size else f" of {summary.world_size}"
+    ranks = counted(max(summary.ranks, summary.world_size), "rank").partition(" ")[2]
+    return f" on {state.nodes}, {summary.ranks}{of_all} {ranks}"
+
+
+def _what(described: Description) -> dict[str, list[str]]:
+    """Return the lines about the command and the point of a sweep."""
+    lines = {}
+    if described.sweep:
+        number = "" if described.point is None else f"{described.point} of "
+        values = ", ".join(
+            f"{name.lstrip('-')} {value}" for name, value in figures(described.values)
+        )
+        lines["point"] = [f"{number}{described.sweep}{f': {values}' if values else ''}"]
+    if described.command:
+        text = f"{described.launcher}: {command_text(described.command)}"
+        lines["command"] = [text if len(text) <= _COMMAND_CHARS else f"{text[:_COMMAND_CHARS]}…"]
+    return lines
+
+
+def _when(state: State) -> dict[str, list[str]]:
+    """Return the lines about the start and the end."""
+    if not state.started:
+        lines = {"submitted": [zoned_text(state.created)]} if state.created else {}
+        return lines | ({"ended": [zoned_text(state.ended)]} if state.ended else {})
+    if not state.over or not state.ended:
+        runs = "" if state.over else f", {elapsed_text(state.started, None)} ago"
+        return {"started": [f"{zoned_text(state.started)}{runs}"]}
+    took = max(0.0, state.ended - state.started)
+    after = f"{took:.1f} s" if took < _SHORT_SECONDS else seconds_text(took)
+    code = "" if state.exit_code is None else f", exit code {state.exit_code}"
+    return {
+        "started": [zoned_text(state.started)],
+        "ended": [f"{zoned_text(state.ended)}, after {after}{code}"],
+    }
+
+
+def _code(described: Description) -> dict[str, list[str]]:
+    """Return the line about the code's commit."""
+    code = described.code
+    if code is None:
+        return {"code": ["no git commit is known"]} if described.command else {}
+    commit = code["commit"][:_SHORT_COMMIT] or "no commit yet"
+    changes = {True: " + changes", None: ", changes are not known"}.get(code["dirty"], "")
+    where = f" (branch {code['branch']})" if code["branch"] not in ("", "HEAD") else ""
+    return {"code": [f"{commit}{changes}{' (snapshot)' if code['snapshot'] else where}"]}
+
+
+def _result(described: Description) -> list[str]:
+    """Return the figures of the result, several to a line."""
+    texts, other = [], dict(figures(described.result_file or {}))
+    for name, value in figures(described.result):
+        differs = other.get(name, value) != value
+        texts.append(f"{name} {value}{f' (result.json: {other[name]})' if differs else ''}")
+    more = len(texts) - _SHOWN_FIGURES
+    lines: list[str] = []
+    for text in texts[:_SHOWN_FIGURES]:
+        if lines and len(lines[-1]) + len(text) <= _LINE_CHARS:
+            lines[-1] += f", {text}"
+        else:
+            lines.append(text)
+    if more > 0:
+        lines.append(f"… and {more} more: hpml show --json")
+    return [*lines, *([described.result_error] if described.result_error else [])]
+
+
+def _hours(described: Description) -> dict[str, list[str]]:
+    """Return the line about GPU-hours and core-hours; its name is what they are of."""
+    hours = described.hours
+    if hours is None:
+        return {}
+    gpus = f"{hours.gpu:.3g} GPU-hours, " if hours.gpu else ""
+    attempts = f" in {counted(hours.attempts, 'attempt')}" if hours.attempts > 1 else ""
+    return {hours.basis: [f"{gpus}{hours.core:.3g} core-hours{attempts}"]}
+
+
+def _training(summary: Summary) -> list[str]:
+    if summary.samples_per_second is None:
+        return []
+    wait = ""
+    if summary.data_wait_ratio is not None:
+        wait = f", {summary.data_wait_ratio:.0%} of the step time spent waiting for data"
+    return [f"{summary.samples_per_second:.0f} samples/s{wait}"]
+
+
+def _on_test_set(result: Mapping[str, object], name: str) -> list[str]:
+    """Return the line about the accuracy or loss of the test set, and the time to its target."""
+    figures = numbers(result)
+    if f"test_{name}" not in figures:
+        return []
+    reached = ""
+    if f"target_{name}" in figures:
+        seconds = figures.get(f"seconds_to_{name}")
+        how = (
+            "not reached" if seconds is None else f"reached after {seconds:.2f} s, warm-up included"
+        )
+        reached = f"; {figures[f'target_{name}']:g} {how}"
+    return [f"{figures[f'test_{name}']:.4f} on the test set{reached}"]
+
+
+def array_lines(state: State) -> list[tuple[str, str]]:
+    """Return name and text of each line of an array's summary."""
+    sid = state.submission.sid
+    failed = [task for task in state.tasks if task.over and task.state != "COMPLETED"]
+    described = describe(state, Summary())
+    tasks = {}
+    for task in failed[:_SHOWN]:
+        code = "" if task.exit_code is None else f", exit code {task.exit_code}"
+        why = f": {task.reason}" if task.reason else ""
+        tasks[f"task {task.submission.index}"] = [f"{task.state}{code}{why}"]
+    more = len(failed) - _SHOWN
+    return _lines(
+        {
+            "run": [f"{sid}  {state.state}"],
+            "job": [
+                f"{state.job_id or '-'} ({_scheduler(state)}), {counted(len(state.tasks), 'task')}"
+            ],
+            "tasks": [state.reason],
+            **tasks,
+            "": [f"… and {more} more: hpml show {sid}"] if more > 0 else [],
+            **_what(described),
+            **_when(replace(state, exit_code=None)),
+            **_code(described),
+            **_hours(described),
+            "record": [str(state.submission.directory)],
+        }
+    )
+
+
+def task_rows(state: State) -> list[tuple[str, ...]]:
+    """Return a row per task of an array: task, job, state, time, nodes, exit code, reason."""
+    return [
+        (
+            task.submission.label,
+            task.job_id,
+            task.state,
+            elapsed_text(task.started, task.ended),
+            task.nodes or "-",
+            "-" if task.exit_code is None else str(task.exit_code),
+            task.reason or "-",
+        )
+        for task in state.tasks
+    ]
+
+
+@dataclass(frozen=True)
+class AttemptReport:
+    """How one attempt went; times are seconds since the epoch, None where not known."""
+
+    number: int  # counted from 0
+    over: bool = True
+    # Why it ended, or its state now; empty if its end was not recorded, as
+    # when its node failed: then `last_written` has the time of its newest event.
+    reason: str = ""
+    nodes: str = ""  # node list
+    started: float | None = None
+    ended: float | None = None
+    last_written: float | None = None
+    exit_code: int | None = None  # of its script
+    error: RecordError | None = None  # why its records cannot be read
+
+    def to_json(self) -> dict[str, Any]:
+        """Return it for programs."""
+        return {**asdict(self), "error": str(self.error) if self.error else None}
+
+    def __str__(self) -> str:
+        number = self.number + 1
+        if self.error is not None:
+            return f"{number}: cannot be read"
+        where = f" on {self.nodes}" if self.nodes else ""
+        if not self.over:
+            since = f" since {clock_text(self.started)}" if self.started else ""
+            return f"{number}: {self.reason}{since}{where}"
+        text = self.reason or "left no record of its end; last event"
+        if self.reason == "failed" and self.exit_code is not None:
+            text += f" with exit code {self.exit_code}"
+        end = self.ended or self.last_written
+        after = f" after {seconds_text(max(0, end - self.started))}" if end and self.started else ""
+        return f"{number}: {text}{after}{where}{f', {clock_text(end)}' if end else ''}"
+
+
+def attempt_reports(state: State) -> list[AttemptReport]:
+    """Return how each attempt of a run went, in order.
+
+    Raises:
+        RecordError: the run's directory may not be read.
+    """
+    attempts = state.run.attempts()
+    return [_report(attempt, state, last=attempt is attempts[-1]) for attempt in attempts]
+
+
+def _attempts(reports: list[AttemptReport], state: State, life: Life | None) -> list[str]:
+    """Return the lines about the attempts of a run that was or will be requeued."""
+    stays = life is not None and life.attempts[-1].stays
+    if len(reports) <= 1 and not state.waits and not stays:
+        return []
+    lived = life.attempts if life is not None else ()
+    texts = {one.number: f"; {one}" if str(one) else "" for one in lived}
+    lines = [f"{report}{texts.get(report.number, '')}" for report in reports[-_SHOWN:]]
+    if life is not None and life.attempts[-1].stays not in reports[-1].reason:
+        lines[-1] += f"; does not continue: {life.attempts[-1].stays}"
+    if len(reports) > _SHOWN:
+        lines.insert(0, f"{len(reports)}, of which the last {_SHOWN}:")
+    return lines
+
+
+def _life(state: State, life: Life | None) -> dict[str, list[str]]:
+    """Return the lines about the attempts together, and about the rest of the training."""
+    if life is None:
+        return {}
+    continues = []
+    with contextlib.suppress(HpmlError):
+        continues = [str(run) for run in [state.submission.record().get("continues")] if run]
+    cost = "restarts" if len(life.attempts) > 1 else "saving"
+    lines = {
+        "continues": continues,
+        "now": [life.line] if life.left_seconds is not None and life.line else [],
+        cost: [life.restarts] if life.restarts else [],
+        "progress": [life.progress] if life.progress and not state.over else [],
+        "advice": [life.advice] if life.advice else [],
+    }
+    return {name: text for name, text in lines.items() if text}
+
+
+def _stacks(state: State) -> list[str]:
+    """Return the files with the stacks of ranks that hung."""
+    found = [attempt.directory.glob("stacks/*.txt") for attempt in state.run.attempts()]
+    return [str(path) for files in found for path in sorted(files)]
+
+
+def _report(attempt: Attempt, state: State, *, last: bool) -> AttemptReport:
+    try:
+        attempt.check_readable()
+    except RecordError as error:
+        return AttemptReport(attempt.number, error=error)
+    end, begun = attempt.ended, attempt.started
+    known: dict[str, Any] = {}
+    if begun is not None:
+        known = {"started": begun.time, "nodes": str(begun.data.get("nodes", ""))}
+    if end is not None:
+        known["reason"] = str(end.get("reason", ""))
+        known |= {"ended": float(end["time"]), "exit_code": int(end["exit_code"])}
+    elif not last or state.waits:
+        known["last_written"] = attempt.last_written
+    else:
+        known["over"] = parse_state(state.state).over
+        known["reason"] = state.state.lower().replace("_", " ")
+        known |= {"ended": state.ended, "exit_code": state.exit_code}
+    return AttemptReport(attempt.number, **known)

@@ -1,0 +1,132 @@
+"""Probe of a node: parse the output of the shell program `templates/look.sh`."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+from hpml_orchestrator import assets
+
+__all__ = ["Interface", "NodeProbe", "Place", "command", "parse"]
+
+_BEGIN, _END = "=== hpml look ===", "=== hpml end ==="
+_TOPOLOGY = "=== hpml topology ==="
+_SHARED = re.compile(
+    r"nfs|lustre|gpfs|beegfs|ceph|afs|9p|cifs|smb|fuse|panfs|orangefs|pvfs|wekafs|glusterfs|quobyte"
+)
+_MEMORY = ("tmpfs", "ramfs")
+_MODULE = re.compile(r"[A-Za-z0-9_](?:[A-Za-z0-9_./+@:=~-]{0,254}[A-Za-z0-9_+@=~-])?")
+_INFINIBAND = "32"  # ARPHRD_INFINIBAND
+_TMP = "/tmp"  # noqa: S108 - where hpml stages when nothing else is known
+
+
+@dataclass(frozen=True)
+class Place:
+    """A directory on a node: its name (a variable or `path`), path, file system, sizes in KiB."""
+
+    name: str
+    path: str
+    filesystem: str
+    total_kib: int
+    free_kib: int
+    writable: bool
+
+    @property
+    def in_ram(self) -> bool:
+        """Whether it takes memory, not disk."""
+        return self.filesystem in _MEMORY
+
+    @property
+    def shared(self) -> bool:
+        """Whether other nodes may see it too."""
+        return bool(_SHARED.search(self.filesystem.lower()))
+
+
+@dataclass(frozen=True)
+class Interface:
+    """A network interface that is up; speed in Mbit/s, 0 where the kernel does not know it."""
+
+    name: str
+    speed_mbps: int
+    infiniband: bool
+    addressed: bool
+
+
+@dataclass(frozen=True)
+class NodeProbe:
+    """What was found on one node."""
+
+    host: str
+    places: tuple[Place, ...] = ()  # directories for temporary data
+    interfaces: tuple[Interface, ...] = ()  # the best first
+    modules: tuple[str, ...] | None = None  # None without a `module` command
+    topology: str = ""  # hwloc XML of version 2
+
+    @property
+    def network(self) -> tuple[str, ...]:
+        """Names of the interfaces that have an address, the best first."""
+        return tuple(interface.name for interface in self.interfaces if interface.addressed)
+
+    @property
+    def scratch(self) -> Place | None:
+        """The local directory to stage to, unless hpml uses it by default.
+
+        A job's own directory comes before Slurm's TmpFS, and that before the largest disk.
+        """
+        fit = [
+            place
+            for place in self.places
+            if place.writable and not (place.shared or place.in_ram or place.name == "ram")
+        ]
+        own = [place for place in fit if place.name.startswith("$") and place.path != _TMP]
+        if any(place.name in ("$SLURM_TMPDIR", "$TMPDIR") for place in own):
+            return None
+        if own:
+            return own[0]
+        tmp = max((place.total_kib for place in fit if place.path == _TMP), default=0)
+        largest = max(fit, key=lambda place: place.total_kib, default=None)
+        if largest is not None and largest.total_kib <= tmp:
+            largest = None
+        tmp_fs = (place for place in fit if place.name == "TmpFS" and place.path != _TMP)
+        return next(tmp_fs, largest)
+
+
+def command(tmp_fs: str, *, topology: bool) -> list[str]:
+    """Return the command of the probe as an argument list."""
+    script = assets.path("templates/look.sh").read_text("utf-8")
+    return ["/bin/sh", "-c", script, "hpml-look", tmp_fs, "xml" if topology else ""]
+
+
+def parse(text: str) -> NodeProbe | None:
+    """Return the result of a probe; None if its output is not complete."""
+    match = re.search(rf"^{_BEGIN}\n(.*?){_END}$", text, re.DOTALL | re.MULTILINE)
+    if match is None:
+        return None
+    lines, _, xml = match[1].partition(f"{_TOPOLOGY}\n")
+    places: dict[str, Place] = {}
+    interfaces: list[Interface] = []
+    modules: list[str] = []
+    host = ""
+    for line in lines.split("\n"):
+        match line.split("\t"):
+            case ["host", host]:
+                pass
+            case ["place", name, path, kind, total, free, writable] if (total + free).isdecimal():
+                place = Place(name, path, kind, int(total), int(free), writable == "yes")
+                places.setdefault(path, place)
+            case ["interface", name, speed, kind, addressed]:
+                mbps = int(speed) if speed.isdecimal() else 0  # -1: not known
+                interfaces.append(Interface(name, mbps, kind == _INFINIBAND, addressed == "yes"))
+            case ["module", module]:
+                modules.append(re.sub(r"\s*(\([^)]*\)|<[^>]*>)$", "", module.strip()))
+    interfaces.sort(key=lambda link: (-link.infiniband, -link.speed_mbps, link.name))
+    whole = '<topology version="2.' in xml[:2000] and xml.rstrip().endswith("</topology>")
+    # `module -t avail` prints paths as well, which end in a colon.
+    names = dict.fromkeys(name for name in modules[1:] if _MODULE.fullmatch(name))
+    return NodeProbe(
+        host=host,
+        places=tuple(places.values()),
+        interfaces=tuple(interfaces),
+        modules=tuple(names) if modules[:1] == ["modules yes"] else None,
+        topology=xml if whole else "",
+    )

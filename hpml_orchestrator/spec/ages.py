@@ -1,0 +1,56 @@
+"""Ages and moments on the command line and in the Python API, such as 90m, 3d or 2026-11-20."""
+
+from __future__ import annotations
+
+import contextlib
+from datetime import datetime
+
+from hpml_orchestrator.errors import InputError
+from hpml_orchestrator.spec.values import read_span
+
+__all__ = ["parse_age", "parse_since"]
+
+
+def parse_age(text: str, *, field: str) -> float:
+    """Return the seconds of an age such as 7d.
+
+    Raises:
+        InputError: it is in another form; names the option.
+
+    >>> parse_age("90m", field="--older"), parse_age("1.5h", field="--older")
+    (5400.0, 5400.0)
+    """
+    seconds = read_span(text)
+    if seconds is None:
+        raise InputError(
+            "must be a number with a unit (s, m, h, d, w), e.g. 90m, 12h or 7d",
+            field=field,
+            value=text,
+        )
+    return seconds
+
+
+def parse_since(text: str, *, field: str, now: float) -> float:
+    """Return the moment that an age such as 3d, or a date such as 2026-11-20, means.
+
+    Args:
+        text: the age, or the local date with or without a time.
+        field: the option.
+        now: seconds since the epoch.
+
+    Raises:
+        InputError: it is in another form, or in the future; names the option.
+    """
+    with contextlib.suppress(InputError):
+        return now - parse_age(text, field=field)
+    try:
+        moment = datetime.fromisoformat(text.strip()).timestamp()
+    except (ValueError, OverflowError):
+        raise InputError(
+            "must be an age such as 2h or 3d, or a date such as 2026-11-20 or 2026-11-20T08:00",
+            field=field,
+            value=text,
+        ) from None
+    if moment > now:
+        raise InputError("is in the future", field=field, value=text)
+    return moment

@@ -1,0 +1,165 @@
+"""The Python API, on the local backend."""
+
+from __future__ import annotations
+
+import ast
+import doctest
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import hpml_orchestrator
+from hpml_orchestrator import (
+    InputError,
+    Job,
+    JobFailedError,
+    NotFoundError,
+    Run,
+    list_runs,
+    run,
+    submit,
+)
+from hpml_orchestrator.api import job as job_module
+from hpml_orchestrator.errors import HpmlError
+
+LIMIT_SECONDS = 120
+
+
+@pytest.fixture(autouse=True)
+def records(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A current directory and records of each test's own."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HPML_HOME", str(tmp_path / "records"))
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "config"))
+    for name in ("HPML_SITE", "HPML_DEBUG"):
+        monkeypatch.delenv(name, raising=False)
+    return tmp_path / "records"
+
+
+def shell(text: str, **fields: Any) -> Job:
+    """A job that runs a shell program in one rank."""
+    return Job(**{"name": "api", "launcher": "srun", "command": ["bash", "-c", text], **fields})
+
+
+def test_all_is_complete() -> None:
+    """Every exported name can be imported, and every name imported for types is exported."""
+    tree = ast.parse(Path(hpml_orchestrator.__file__).read_text("utf-8"))
+    named = {
+        alias.name
+        for node in ast.walk(tree)
+        if isinstance(node, ast.ImportFrom) and str(node.module).startswith("hpml_orchestrator")
+        for alias in node.names
+    }
+    assert named | {"__version__"} == set(hpml_orchestrator.__all__) <= set(dir(hpml_orchestrator))
+    for name in hpml_orchestrator.__all__:
+        assert getattr(hpml_orchestrator, name) is not None
+    assert issubclass(JobFailedError, HpmlError)
+    with pytest.raises(AttributeError, match="no attribute 'Jobs'"):
+        _ = hpml_orchestrator.Jobs
+
+
+def test_importing_the_package_imports_nothing_else() -> None:
+    """`import hpml_orchestrator` stays cheap, as the start of `hpml` needs it."""
+    code = "import sys, hpml_orchestrator; print([m for m in sys.modules if 'hpml' in m])"
+    done = subprocess.run([sys.executable, "-P", "-c", code], capture_output=True, check=True)
+    loaded = ast.literal_eval(done.stdout.decode())
+    assert [name for name in loaded if not name.startswith("__editable__")] == ["hpml_orchestrator"]
+
+
+def test_examples_in_docstrings() -> None:
+    """They print what the docstring shows."""
+    assert doctest.testmod(job_module).failed == 0
+
+
+def test_a_run_from_its_submission_to_its_results() -> None:
+    """State, output, results, events, report and tables of a job that completes."""
+    done = run(
+        shell('echo one; echo two; echo \'{"loss": 0.5}\' > "$HPML_RUN_DIR/result.json"'),
+        local=True,
+        timeout=LIMIT_SECONDS,
+    )
+    assert done.state() == done.wait() == "COMPLETED"
+    assert done.logs().splitlines()[-2:] == ["one", "two"]
+    assert done.logs(lines=1) == "two\n"
+    assert done.results() == {"loss": 0.5}
+    info = done.info()
+    assert (info["id"], info["exit_code"], info["backend"]) == (done.id, 0, "local")
+    events = done.events()
+    assert {"started", "ready", "ended"} <= {event["event"] for event in events}
+    assert {(event["attempt"], event["rank"]) for event in events} == {(0, None)}
+    report = done.report()
+    assert report.headline in str(report)
+    assert report.to_dict()["findings"] == report.findings
+    assert report._repr_html_().startswith('<iframe srcdoc="&lt;!doctype html')
+    assert [one.id for one in list_runs(state="completed", since="1h", limit=1)] == [done.id]
+    assert list_runs(state="failed") == list_runs(name="other-*") == []
+    assert (Run().id, [task.id for task in Run(done.id).tasks()]) == (done.id, [done.id])
+    assert done.cancel() == "is over already (COMPLETED)"
+
+
+def test_a_failed_job() -> None:
+    """`wait` raises, unless the caller looks at the state itself."""
+    failed = submit(shell("exit 3"), local=True)
+    with pytest.raises(JobFailedError, match="ended FAILED, exit code 3"):
+        failed.wait(LIMIT_SECONDS)
+    assert failed.wait(must_complete=False) == "FAILED"
+    assert failed.results() == {}
+
+
+def test_wait_gives_up_and_cancel_ends_the_job() -> None:
+    """The job continues after a time-out."""
+    running = submit(shell("echo begun; sleep 600"), local=True)
+    with pytest.raises(TimeoutError, match="after 0 s"):
+        running.wait(0)
+    assert running.state() in {"PENDING", "CONFIGURING", "RUNNING"}
+    assert running.cancel().startswith("cancelled job ")
+    assert running.wait(LIMIT_SECONDS, must_complete=False) == "CANCELLED"
+
+
+def test_a_job_array_has_a_run_per_task() -> None:
+    """Output and results are read from each task."""
+    job = shell('echo "task $0"', args=["{array.index}"], array="3,5")
+    array = run(job, local=True, timeout=LIMIT_SECONDS)
+    assert [task.logs(lines=1) for task in array.tasks()] == ["task 3\n", "task 5\n"]
+    assert [task["index"] for task in array.info()["tasks"]] == [3, 5]
+    with pytest.raises(InputError, match="is a job array of 2 tasks, each with its own results"):
+        array.results()
+
+
+def test_a_job_file_and_its_changes(tmp_path: Path, records: Path) -> None:
+    """Paths in a job file start at its directory, and settings win over it."""
+    folder = tmp_path / "project"
+    folder.mkdir()
+    (folder / "fit.py").write_text("import sys; print(sys.argv[1:])")
+    (folder / "job.yaml").write_text("name: fit\nscript: fit.py\nargs: [a]\n")
+    job = Job.from_file("project/job.yaml", {"args": ["b"], "launcher": "srun"})
+    (folder / "job.yaml").unlink()  # it was read when the job was made
+    assert run(job, local=True, timeout=LIMIT_SECONDS).logs(lines=1) == "['b']\n"
+    assert repr(job) == "Job('fit')"
+    assert Run("fit", records=records).state() == "COMPLETED"
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "message"),
+    [
+        (lambda: Job(name="a"), InputError, "exactly one of script, module and command"),
+        (lambda: shell("true", resources={"gpu": 1}), InputError, "did you mean resources.gpus?"),
+        (lambda: shell("true", args=["{stage.x}"]), InputError, "names nothing"),
+        (lambda: Job.from_file("none.yaml"), NotFoundError, "none.yaml"),
+        (lambda: submit(shell("true"), local=True, site="no.toml"), NotFoundError, "no.toml"),
+        (lambda: submit(shell("true", mpi="pmix"), local=True), InputError, "srun offers no pmix"),
+        (lambda: submit(shell("true", after=["x"]), local=True), InputError, "no run 'x'"),
+        (lambda: Run("nothing"), NotFoundError, "no run 'nothing'"),
+        (lambda: list_runs(state="lost"), InputError, "unknown state"),
+        (lambda: list_runs(since="soon"), InputError, "must be an age"),
+    ],
+)
+def test_what_is_wrong_is_an_error_of_hpml(call: Any, error: type[Exception], message: str) -> None:
+    """The message names the field or the word; nothing is submitted."""
+    with pytest.raises(error, match=message) as raised:
+        call()
+    assert isinstance(raised.value, HpmlError)
+    assert list_runs() == []

@@ -1,0 +1,300 @@
+"""Train a PointNet on point clouds of trees with PyTorch DistributedDataParallel.
+
+    python trees.py
+    torchrun --standalone --nproc-per-node=2 trees.py --data trees.npz --output results
+
+Runs alone, under torchrun, and under any launcher that sets RANK, WORLD_SIZE, LOCAL_RANK,
+MASTER_ADDR and MASTER_PORT, such as srun with hpml. Uses GPUs (NCCL) if there are any, otherwise
+the CPU (gloo). `hpml new trees DIR` copies it with the files that it needs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import math
+import os
+import sys
+import time
+from argparse import Namespace
+from functools import partial
+from pathlib import Path
+from typing import Any, NoReturn
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.profiler import profile, record_function, schedule
+
+from hpml_channel import Channel
+from hpml_checkpoint import CheckpointError, Checkpoints, Ranks, StopAgreement
+from hpml_waits import measure_waits
+from trees_data import Data, load_data
+from trees_model import MODELS
+
+NUMBERS = {  # options that are numbers
+    "trees": 2400,  # to make if there is no --data
+    "epochs": 8, "batch-size": 32,  # trees per rank and step
+    "points": 128,  # of a tree in a training step, drawn at random; a test uses all
+    "width": 32, "lr": 0.05, "lr-warmup-steps": 20, "weight-decay": 1e-4, "clip": 1.0,
+    "jitter": 0.02, "seed": 1,  # jitter: noise of each coordinate; a tree's size is 1
+    "log-every": 20, "eval-every": 2, "checkpoint-every": 100,  # steps, epochs, steps
+    "warm-up-steps": 20,  # the first, which samples/s leaves out
+}  # fmt: skip
+# With others it is another training; the number of ranks and --batch-size may change together.
+SAME = "epochs points width lr lr_warmup_steps weight_decay clip jitter seed model".split()
+
+
+def parse(arguments: list[str] | None = None) -> Namespace:
+    """Return the options of the command line; exits with 2 if they make no sense."""
+    parser = argparse.ArgumentParser(usage=argparse.SUPPRESS, description=__doc__)
+    add = parser.add_argument  # without the usage an error is one line
+    add("--data", type=Path, metavar="FILE", help="written by make_trees.py; else made in memory")
+    for name, default in NUMBERS.items():
+        add(f"--{name}", type=type(default), default=default, metavar="N", help="%(default)s")
+    add("--model", choices=tuple(MODELS), default="pointnet", help="box: knows the size only")
+    add("--amp", choices=("auto", "bf16", "off"), default="auto", help="auto: bf16 on GPUs with it")
+    add("--device", choices=("auto", "cpu", "cuda"), default="auto")
+    add("--target-accuracy", type=float, metavar="PART", help="report the seconds to reach it")
+    saved = os.environ.get("HPML_CHECKPOINT_DIR") or None
+    add("--checkpoint", type=Path, default=saved, metavar="DIR", help="save, and resume there")
+    add("--output", type=Path, metavar="DIR", help="write result.json there")
+    traces = Path(os.environ.get("HPML_RUN_DIR", "."), "profile")
+    add("--profile", type=Path, nargs="?", const=traces, metavar="DIR", help="trace five steps")
+    options = parser.parse_args(arguments)
+    for name in (*NUMBERS, "target-accuracy"):
+        value = getattr(options, name.replace("-", "_"))
+        least = 0 if name in {"warm-up-steps", "weight-decay", "seed", "jitter"} else 1e-9
+        if value is not None and not least <= value < math.inf:
+            parser.error(f"--{name} {value} is not {'0 or ' if not least else ''}above 0")
+    return options
+
+
+def learning_rate(step: int, steps: int, options: Namespace) -> float:
+    """Return the rate of a step: up to --lr, then a cosine to 0; only the step decides."""
+    warm_up = options.lr_warmup_steps
+    part = min(1.0, max(0, step - warm_up) / max(1, steps - warm_up))
+    rate = options.lr * min(1.0, (step + 1) / warm_up)
+    return float(rate * 0.5 * (1 + math.cos(math.pi * part)))
+
+
+def train_step(model: Any, optimizer: Any, batch: tuple[Tensor, Tensor, int], run: Any) -> Any:
+    """Take one step of the optimizer; return this rank's loss, whose mean over ranks is all's."""
+    clouds, targets, count = batch
+    with run.autocast():
+        scores = model(clouds.to(run.device))
+    # The sum over all ranks divided by their trees: a last batch may be uneven.
+    loss: Any = nn.functional.cross_entropy(scores.float(), targets.to(run.device), reduction="sum")
+    loss = loss * (run.ranks.world_size / count)  # DDP divides by the world size
+    loss.backward()
+    nn.utils.clip_grad_norm_(model.parameters(), run.options.clip)
+    optimizer.step()
+    optimizer.zero_grad()
+    return loss.detach()
+
+
+@torch.no_grad()
+def evaluate(network: nn.Module, data: Data, run: Any) -> tuple[float, float, list[list[int]]]:
+    """Return accuracy and loss on the test trees, and how many of each species got each name."""
+    classes, loss, ranks = len(data.species), torch.zeros(1, dtype=torch.float64), run.ranks
+    confusion = torch.zeros(classes * classes, dtype=torch.int64)
+    mine = [part[ranks.rank :: ranks.world_size] for part in data.test]
+    for clouds, targets in zip(*(part.split(64) for part in mine)):  # noqa: B905 - Python 3.9
+        with run.autocast():
+            groups = data.groups_of(clouds.to(run.device))
+            scores = network(groups.flatten(0, 1)).float().cpu()
+        scores = scores.unflatten(0, groups.shape[:2]).mean(1)
+        loss += nn.functional.cross_entropy(scores, targets, reduction="sum")
+        pairs = classes * targets + scores.argmax(1)
+        confusion += torch.bincount(pairs, minlength=len(confusion))
+    dist.all_reduce(confusion)
+    dist.all_reduce(loss)
+    table, total = confusion.view(classes, classes), len(data.test[1])
+    return int(table.trace()) / total, float(loss) / total, table.tolist()
+
+
+def save(run: Any, step: int) -> None:
+    """Write a checkpoint."""
+    state = {name: getattr(run, name).state_dict() for name in ("network", "optimizer")}
+    state.update(evaluations=run.evaluations, seconds=time.perf_counter() - run.started)
+    run.checkpoints.save(state, step=step)
+
+
+def load(run: Any) -> int:
+    """Take over the newest checkpoint; return its step, 0 if there is none."""
+    found = run.checkpoints.load() if run.checkpoints else None
+    if found is None:
+        return 0
+    run.network.load_state_dict(found.state["network"])
+    run.optimizer.load_state_dict(found.state["optimizer"])
+    run.evaluations, run.started = found.state["evaluations"], run.started - found.state["seconds"]
+    return int(found.step)
+
+
+def profiler(options: Namespace, rank: int) -> Any:
+    """Return what traces five steps after the warm-up for `hpml report`, if that is asked for."""
+    if options.profile is None:
+        return contextlib.nullcontext()
+    trace = options.profile / f"trace-rank{rank}.json.gz"
+    return profile(  # the CPU, and a GPU if there is one
+        schedule=schedule(wait=options.warm_up_steps, warmup=1, active=5, repeat=1),
+        on_trace_ready=lambda found: found.export_chrome_trace(str(trace)),
+        acc_events=True,
+    )
+
+
+def prepare(options: Namespace, channel: Channel, device: torch.device) -> tuple[Any, Data]:
+    """Return what the loop works with, and the data; an error of one rank is raised on all."""
+    data = load_data(options, ranks := Ranks())
+    torch.manual_seed(options.seed)  # the same weights on all ranks
+    run = Namespace(options=options, ranks=ranks, channel=channel, device=device, evaluations={})
+    run.network = MODELS[options.model](len(data.species), options.width).to(device)
+    run.model = DistributedDataParallel(run.network, gradient_as_bucket_view=True)
+    measure_waits(run.model, channel)
+    sgd: Any = {"momentum": 0.9, "nesterov": True, "weight_decay": options.weight_decay}
+    run.optimizer = torch.optim.SGD(run.network.parameters(), lr=options.lr, **sgd)
+    is_bf16 = options.amp == "bf16"
+    run.autocast = lambda: torch.autocast(device.type, torch.bfloat16, enabled=is_bf16)
+    run.started, run.checkpoints = time.perf_counter(), None
+    if options.checkpoint is not None:
+        job = {name: getattr(options, name) for name in SAME}
+        job.update(trees=len(data.targets), batch=data.batch)
+        run.checkpoints = Checkpoints(options.checkpoint, job=job, channel=channel, ranks=ranks)
+    run.say = partial(print, flush=True) if ranks.rank == 0 else lambda _: None
+    return run, data
+
+
+# One loop to read from top to bottom, and to change.
+def train(options: Namespace, channel: Channel, device: torch.device) -> None:
+    """Train from the newest checkpoint to the last step, or until asked to stop."""
+    run, data = prepare(options, channel, device)
+    steps, ranks = options.epochs * data.steps_per_epoch, run.ranks
+    step = saved = load(run)
+    steady, samples, seconds, rate = step + options.warm_up_steps, 0, 0.0, None
+    trees = f"{len(data.targets)} trees to train with, {len(data.test[1])} to test"
+    run.say(f"{options.model}, {ranks.world_size} ranks, {trees}, {step} of {steps} steps are done")
+    channel.event("warm-up", steps=options.warm_up_steps)
+    channel.event("training", step=step, total_steps=steps)
+    agreement = StopAgreement(ranks)
+    stop = agreement.exchange(channel.stop_requested()) or agreement.finish()
+    with profiler(options, ranks.rank) as tracing:
+        while step < steps and not stop:
+            mark = time.perf_counter()
+            with record_function("hpml.step"):
+                with record_function("hpml.data"):
+                    batch = data.batch_of(step)
+                waited = time.perf_counter() - mark
+                for group in run.optimizer.param_groups:
+                    group["lr"] = learning_rate(step, steps, options)
+                loss = train_step(run.model, run.optimizer, batch, run)
+            step += 1
+            epoch, place = divmod(step, data.steps_per_epoch)
+            is_due = step == steady or step % options.log_every == 0 or place == 0
+            if is_due:
+                loss = loss.cpu() / ranks.world_size  # waits for the GPU
+                dist.all_reduce(loss)
+                run.say(f"step {step}: loss {loss:.4f}")
+            took = time.perf_counter() - mark
+            if step > steady:
+                samples, seconds = samples + batch[2], seconds + took
+                rate = samples / seconds if is_due else rate  # else it may be ahead of the GPU
+            channel.gauge(loss=loss, epoch=epoch)
+            channel.count(
+                steps=1, samples=len(batch[1]), data_wait_seconds=waited, step_seconds=took
+            )
+            if tracing is not None:
+                tracing.step()
+            stop = agreement.exchange(channel.stop_requested())
+            if step == steps or (place == 0 and epoch % options.eval_every == 0):
+                with channel.timed("evaluation_seconds"):
+                    accuracy, *more = evaluate(run.network, data, run)
+                run.evaluations[epoch] = [time.perf_counter() - run.started, accuracy, *more]
+                channel.gauge(accuracy=accuracy)
+                channel.event("evaluation", accuracy=accuracy, epoch=epoch)
+                run.say(f"epoch {epoch}: test accuracy {accuracy:.4f}, loss {more[0]:.4f}")
+            if step % options.checkpoint_every == 0 and run.checkpoints:
+                save(run, saved := step)
+    if run.checkpoints and step > saved:
+        save(run, step)
+    if stop:
+        channel.event("stopping", step=step)
+    report(run, data, step, rate, stopped=step < steps)
+
+
+def report(run: Any, data: Data, step: int, rate: float | None, *, stopped: bool) -> None:
+    """Print, write and send the final figures."""
+    options, total, evaluated = run.options, time.perf_counter() - run.started, run.evaluations
+    target = options.target_accuracy
+    reached = [at for at, one, *_ in evaluated.values() if target and one >= target]
+    _, accuracy, loss, table = evaluated[max(evaluated)] if evaluated else [None] * 4
+    result = {
+        "model": options.model,
+        "test_accuracy": accuracy,
+        "test_loss": loss,
+        "target_accuracy": target,
+        "seconds_to_accuracy": min(reached, default=None),
+        "train_seconds": total,
+        "samples_per_second": rate,
+        "steps": step,
+        "world_size": run.ranks.world_size,
+        "batch_size_per_rank": options.batch_size,
+        "parameters": sum(one.numel() for one in run.network.parameters()),
+        "device": torch.cuda.get_device_name(run.device) if run.device.type == "cuda" else "cpu",
+        "amp": options.amp,
+        "stopped": stopped,
+    }
+    if run.ranks.rank == 0:
+        run.channel.result(**result)
+    if run.ranks.rank == 0 and options.output is not None:
+        curve = {epoch: values[:3] for epoch, values in evaluated.items()}
+        more = {"species": data.species, "confusion": table, "evaluations": curve}
+        aside = options.output / ".result.json.new"
+        aside.write_text(json.dumps({**result, **more}, indent=1))
+        aside.replace(options.output / "result.json")
+    verb, speed = ("stopped" if stopped else "done"), "-" if rate is None else f"{rate:.0f}"
+    run.say(f"{verb}: {step} steps in {total:.1f} s, {speed} trees/s")
+
+
+def choose_device(options: Namespace) -> torch.device:
+    """Return the GPU of this rank or the CPU, and replace `--amp auto` by what is fast there."""
+    device = torch.device("cpu")
+    if options.device != "cpu" and torch.cuda.is_available():
+        local_rank = int(os.environ.get("LOCAL_RANK", "0"))
+        device = torch.device("cuda", local_rank % torch.cuda.device_count())
+        torch.cuda.set_device(device)
+    elif options.device == "cuda":
+        raise ValueError("--device cuda: PyTorch sees no GPU here")
+    if options.amp == "auto":
+        is_fast = device.type == "cuda" and torch.cuda.get_device_capability() >= (8, 0)
+        options.amp = "bf16" if is_fast else "off"
+    return device
+
+
+def main(arguments: list[str] | None = None) -> NoReturn:
+    """Join the other ranks, train, and end with 0, or with 2 and a line that names the reason."""
+    options, channel, status = parse(arguments), Channel.from_env(), 0
+    channel.event("rendezvous")
+    if "RANK" not in os.environ:  # alone
+        alone = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "localhost", "MASTER_PORT": "0"}
+        os.environ.update(alone)
+    try:
+        device = choose_device(options)
+        dist.init_process_group("cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo")
+        train(options, channel, device)
+    except (CheckpointError, ValueError) as error:
+        status = 2
+        if not dist.is_initialized() or dist.get_rank() == 0:
+            print(f"{Path(sys.argv[0]).name}: error: {error}", file=sys.stderr)
+    channel.close()
+    if dist.is_initialized():
+        dist.all_reduce(torch.zeros(1))  # the ranks meet a last time
+        dist.destroy_process_group()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(status)  # at Python's own end threads of gloo may crash it (pytorch#190489)
+
+
+if __name__ == "__main__":
+    main()
