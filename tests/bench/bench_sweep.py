@@ -7,7 +7,7 @@ repeats. Memory is the largest resident set of the command. The goals of plannin
 report (20 s, 400 MB) are of processor seconds, which other work on the machine hardly changes.
 
 Planning and reporting need no cluster. The report is about N rows that this file writes, as if
-a training had reported its figures; there are no real runs. The peer parses the same
+a training had reported its figures; nothing was run. The peer parses the same
 lines with Python's json.
 
 Submitting needs root and a development Slurm, whose partition is down, so that nothing starts. The

@@ -1,6 +1,6 @@
 """Jobs of a real Slurm share a node; Prometheus shows the load that each of them generates.
 
-The GPUs are simulated; Slurm allocates them by their device files, as it does with real ones.
+The GPUs are simulated; Slurm allocates them by their device files, like real ones.
 Expected values come from the jobs' orders, from Slurm, from /proc and from the simulator's state.
 """
 
