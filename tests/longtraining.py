@@ -1,4 +1,4 @@
-"""A training of days whose ranks are heard by the real `ChannelReader`, in seconds."""
+"""A training of days, simulated in seconds, whose messages the real `ChannelReader` receives."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def pause_after(seconds: float) -> float:
 
 
 def counters(rank: int, seconds: float) -> dict[str, float]:
-    """Return what a rank has counted so many seconds after its start."""
+    """Return a rank's counters this many seconds after its start."""
     return {
         "samples_total": int(seconds * 1234.5),
         "steps_total": int(seconds * 4.8),

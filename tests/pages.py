@@ -54,7 +54,7 @@ class Block:
 
 @dataclass(frozen=True)
 class Command:
-    """A command of a console block, the status it shall have, and what it shall print."""
+    """A command of a console block with its expected status and output."""
 
     place: str
     text: str

@@ -202,7 +202,7 @@ _CONTENT: list[Panel | str] = [
         "GPUs",
         "count",
         {
-            # A node without Slurm's prolog may not know what it gave to the job.
+            # Without Slurm's prolog, a node's allocation to the job may be unknown.
             "allocated": f"(sum({_once('hpml_job_gpus_allocated')}) > max({_GPUS})) "
             f"or max({_GPUS})",
             "unused": or_zero(f"sum(hpml:job_gpus_unopened:count{_JOB})", _GPUS),

@@ -197,7 +197,7 @@ class _Grafana:
         self._asked = options.datasource or (_DATASOURCE if options.prometheus else "")
 
     def check(self) -> None:
-        """Refuse to start where no Grafana answers, or not to this token."""
+        """Refuse to start if no Grafana answers, or if it refuses this token."""
         health = self._ask(self._api.client.GET, "/health")
         if not isinstance(health, dict) or "database" not in health:
             raise HpmlError(f"{self._url} is not Grafana: /api/health gave {str(health)[:60]!r}")

@@ -302,7 +302,7 @@ class Stack:
                 node.gpus = simulator.write(state, node.state)
 
     def _settings(self, pids: list[int]) -> dict[str, Any]:
-        """What an H100 shows whose processes keep a core a tenth as busy."""
+        """Metrics of an H100 whose processes keep a core a tenth as busy."""
         share = min(1.0, 10 * sum(map(self._busy, pids)))
         return {
             "util": round(100 * share),

@@ -120,7 +120,7 @@ class Server:
 
 
 def _listen_in(namespace: str, address: str) -> socket.socket:
-    """A listening socket of a namespace; it stays there whoever uses it."""
+    """A listening socket of a namespace; it stays there, whichever process uses it."""
     found: list[socket.socket] = []
 
     def listen() -> None:

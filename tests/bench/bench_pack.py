@@ -76,7 +76,7 @@ def compiled(home: Path) -> dict[str, str]:
 
 
 def hpml(workers: int, environment: dict[str, str]) -> Callable[[Path, Path], None]:
-    """A pack, with so many processes."""
+    """A pack with this number of processes."""
 
     def run(source: Path, dest: Path) -> None:
         words: list[str | Path] = [

@@ -259,7 +259,7 @@ def large(disk: Path, shm: Path, size: int, *, runs: int, cold: bool) -> bool:
 
 
 def slow_opens(shm: Path, count: int, *, runs: int) -> bool:
-    """Race over a tree whose every open takes 1 ms longer."""
+    """Race over a tree in which each open takes 1 ms longer."""
     home = Path(tempfile.mkdtemp(prefix="hpml-bench-", dir=shm))
     try:
         shim, source = home / "latency.so", home / "tree"

@@ -118,14 +118,14 @@ class SlurmCluster:
         return sorted(path for path in found.stdout.split("\0") if path and path not in own)
 
     def jobs(self) -> list[dict[str, Any]]:
-        """Lists the jobs slurmctld knows (squeue --json), ended ones too; newest last."""
+        """Lists the jobs in slurmctld (squeue --json), ended ones too; newest last."""
         output = self.run("squeue", "--json", "--states=all").stdout
         jobs: list[dict[str, Any]] = json.loads(output)["jobs"]
         return sorted(jobs, key=lambda job: int(job["job_id"]))
 
 
 def require_cluster() -> None:
-    """Skips, or fails on CI, where no cluster can be booted; the reason names what is missing."""
+    """Skips, or fails on CI, if no cluster can be booted; the reason names what is missing."""
     missing = [name for name in _PROGRAMS if shutil.which(name, path=_SYSTEM_PATH) is None]
     if missing:
         hint = "deploy/devcluster/devcluster install"
@@ -190,7 +190,7 @@ def slurm_cluster() -> Iterator[SlurmCluster]:
 
 @pytest.fixture(autouse=True)
 def daemons_live(request: pytest.FixtureRequest) -> Iterator[None]:
-    """Fail at once, with a daemon's last words, where each test would wait for it in vain."""
+    """Fail at once with a dead daemon's last log lines, before each test waits for it in vain."""
 
     def check() -> None:
         for name, pid in cluster.pids.items():

@@ -119,7 +119,7 @@ def test_without_accounting_ends_are_kept(bare: Desk) -> None:
     eventually(lambda: started(bare, sid) == 3, what="1 and 3 run, 2 has failed")
     ended = bare.records / "runs" / f"{sid}.2" / "attempts" / "0" / "ended.json"
     eventually(ended.exists)
-    for index in (1, 3):  # a controller that reads its settings anew may refuse a step just then
+    for index in (1, 3):  # a controller may refuse a step while it reloads its settings
         output = bare.records / "runs" / f"{sid}.{index}" / "output.log"
         eventually(partial(says, output, "staged hello"))
     conf = bare.cluster.slurm_conf.read_text()

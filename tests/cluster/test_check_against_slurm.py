@@ -80,7 +80,7 @@ def submit(site: SlurmCluster, job: Job) -> tuple[str, str]:
 
 
 def states(site: SlurmCluster) -> dict[str, tuple[str, str]]:
-    """State and reason of each job that the controller knows."""
+    """State and reason of each job in the controller."""
     listed = site.run("squeue", "--noheader", "--states=all", "--format=%i|%T|%r").stdout
     rows = [line.split("|") for line in listed.splitlines()]
     return {job_id: (state, reason) for job_id, state, reason in rows}

@@ -224,7 +224,7 @@ def test_without_accounting_ends_are_told_apart(bare: Desk) -> None:
     assert (bad["state"], bad["exit_code"]) == ("FAILED", 3)
     checks = {check["check"]: check["result"] for check in bare.json("doctor")}
     assert (checks["Slurm"], checks["accounting"]) == ("ok", "none")
-    # what the job wrote down itself counts once the controller no longer knows it
+    # the job's own record is used once the controller has deleted the job
     record = Path(bad["submission"], "job.json")
     record.write_text(json.dumps({**json.loads(record.read_text()), "job_id": "4242"}))
     Path(bad["submission"], "final.json").unlink()

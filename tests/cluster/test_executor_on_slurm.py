@@ -59,7 +59,7 @@ def script(desk: Desk, text: str, **parameters: Any) -> dict[str, Any]:
 
 
 def test_a_function_on_two_nodes(desk: Desk) -> None:
-    """Every rank has its result; hpml has bound them, and knows the job by Slurm's id.
+    """Every rank has its result; hpml has bound them, and finds the job by Slurm's id.
 
     Slurm shows the user's own name and comment, whatever they are.
     """

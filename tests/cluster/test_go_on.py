@@ -68,7 +68,7 @@ def over(desk: Desk, job: dict[str, Any]) -> dict[str, Any]:
 
 
 def test_a_run_is_requeued_as_it_was_asked(desk: Desk) -> None:
-    """`hpml requeue` of a running run: the same job runs once more, and nodes may be left out."""
+    """`hpml requeue` of a running run: the same job runs again, and nodes may be excluded."""
     job = start(desk, "asked")
     started(desk, "asked", 1)
     (attempt,) = Path(job["directory"], "attempts").iterdir()

@@ -41,7 +41,7 @@ def stage_both(data: Path) -> list[dict[str, str]]:
 def at_its_limit(
     slurm_cluster: SlurmCluster, tmp_path_factory: pytest.TempPathFactory, data: Path
 ) -> Iterator[tuple[Desk, str]]:
-    """A job of one minute that wants to run for ten, started before everything else here.
+    """A job of ten minutes with a limit of one minute, started before everything else here.
 
     Slurm's limits are whole minutes: it runs during the other tests, which need not wait for it.
     """
@@ -146,7 +146,7 @@ def test_a_second_job_of_the_same_submission_ends_at_once(desk: Desk) -> None:
 
 
 def test_the_ranks_need_no_hpml_of_their_own(desk: Desk) -> None:
-    """In a virtual environment without hpml the ranks start, bound and recorded, all the same."""
+    """Even in a virtual environment without hpml the ranks start, bound and recorded."""
     venv = desk.directory / "bare venv"
     subprocess.run([PYTHON, "-m", "venv", "--without-pip", str(venv)], check=True, timeout=120)
     program = (

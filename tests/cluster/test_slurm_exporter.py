@@ -116,7 +116,7 @@ def test_how_jobs_end(desk: Desk, collector: SlurmCollector) -> None:
     # Refused once by a controller that was busy.
     eventually(lambda: desk.cluster.run(*end_now, check=False).returncode == 0)
     desk.slurm("scontrol", "update", "node=node2", "state=down", "reason=test")
-    # Refused where the node has come back by itself (ReturnToService).
+    # Refused if the node has returned by itself (ReturnToService).
     desk.cluster.run("scontrol", "update", "node=node2", "state=resume", check=False)
 
     def agree() -> bool:
@@ -143,7 +143,7 @@ def test_how_jobs_end(desk: Desk, collector: SlurmCollector) -> None:
 
 
 def test_a_user_of_a_cluster_lists_its_targets(desk: Desk) -> None:
-    """`hpml targets` prints all nodes, with what Slurm knows of them."""
+    """`hpml targets` prints all nodes with their properties in Slurm."""
     groups = json.loads(desk.hpml("targets", "--port", "9999").stdout)
     assert [group["labels"]["node"] for group in groups] == list(desk.cluster.nodes)
     assert all(group["targets"][0].endswith(":9999") for group in groups)

@@ -65,7 +65,7 @@ def desk(cluster: SlurmCluster, tmp_path: Path) -> Desk:
 
 
 def sweep_file(desk: Desk, points: int, seconds: float = 0.2, **fields: Any) -> Path:
-    """Write a grid of points whose tasks take that long."""
+    """Write a grid of points whose tasks take this many seconds."""
     desk.job(
         "task",
         command=["bash", "-c", TASK, "task"],

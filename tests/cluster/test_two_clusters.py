@@ -88,7 +88,7 @@ REFUSED = {
 
 
 def test_no_command_touches_a_job_of_the_other_cluster(clusters: Clusters) -> None:
-    """Neither the run of that name, nor the job with its id here."""
+    """It finds neither the run of that name, nor the job with its id here."""
     clusters.there.job("later", command=["true"])
     for command, code in REFUSED.items():
         done = clusters.there.hpml(*command.format(run=clusters.run["id"]).split(), code=code)

@@ -142,7 +142,7 @@ def openmetrics(dashboards: Iterable[dict[str, Any]]) -> str:
 
 
 def backfill(folder: Path, text: str) -> None:
-    """Write data of this form where a Prometheus that is booted in the folder finds it."""
+    """Write data of this form for a Prometheus that is booted in the folder."""
     folder.mkdir(parents=True, exist_ok=True)
     raw = folder / "data.txt"
     raw.write_text(text)

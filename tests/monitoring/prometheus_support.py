@@ -34,7 +34,7 @@ _LATE = "(up == 0) and on (job, instance) (scrape_duration_seconds > 0.9)"
 class Series(NamedTuple):
     """One element of an instant vector."""
 
-    labels: dict[str, str]  # `__name__` too, where the expression keeps it
+    labels: dict[str, str]  # `__name__` too, if the expression keeps it
     value: float
 
 

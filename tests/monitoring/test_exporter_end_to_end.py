@@ -190,7 +190,7 @@ def site(request: pytest.FixtureRequest, gpusim_library: Simulator) -> Iterator[
         prolog.write_text(f"#!/bin/sh\n{lines}", encoding="utf-8")
         prolog.chmod(0o755)
         lines = f"{LAYOUTS[request.param]}FirstJobId={first}\nTaskProlog={prolog}\n"
-        lines += f"PrologFlags=Alloc\n{install_prolog(disk)}"  # it knows which GPUs a job was given
+        lines += f"PrologFlags=Alloc\n{install_prolog(disk)}"  # it records each job's GPUs
         (disk / "own.conf").write_text(lines, encoding="utf-8")
         with booted(*options, "--slurm-conf", disk / "own.conf") as cluster:
             exporter: tuple[str, ...] = ("--root", f"run={disk}/run")
@@ -429,7 +429,7 @@ def usage_is_that_of_proc(server: Prometheus, writer: Job, holder: Job) -> None:
 
 
 def who_they_are(server: Prometheus, *jobs: Job) -> None:
-    """User, partition and name are those that Slurm knows."""
+    """User, partition and name are those in Slurm."""
     for job in jobs:
         (one,) = server.query(f'hpml_job_info{{jobid="{job.jobid}"}}')
         assert one.labels["user"] == getpass.getuser()

@@ -163,7 +163,7 @@ def test_busy_time_is_the_integral_of_utilization(
 
 @pytest.mark.parametrize(("gap", "added"), [(60, 60), (3600, 120)])
 def test_a_gap_is_filled_for_two_minutes(gpu_collector: Start, gap: int, added: int) -> None:
-    """A call that stalls for a minute must not look idle; nobody knows about an hour."""
+    """A call that stalls for a minute must not look idle; after an hour the use is unknown."""
     running = gpu_collector(State(gpus=(a100(0, util=100),)))
     running.sample()
     second = running.sample(ahead=1)

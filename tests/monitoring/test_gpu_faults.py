@@ -77,7 +77,7 @@ def test_a_lost_gpu_is_looked_for_ever_more_rarely(
 def test_a_gpu_that_comes_and_goes_is_no_endless_restart(
     gpu_collector: Start, gpusim_library: Simulator
 ) -> None:
-    """Each attempt finds it, each reading after it loses it: attempts become rare all the same."""
+    """Each attempt finds it and the next reading loses it: attempts still become rare."""
     state = State(gpus=(a100(0), a100(1)))
     lost = state.changed(1, lost=1)
     running = gpu_collector(state)

@@ -78,7 +78,7 @@ def test_instances_of_a_split_gpu_have_memory_activity_and_jobs(gpu_collector: S
 
 
 def test_instances_come_and_go(gpu_collector: Start, gpusim_library: Simulator) -> None:
-    """An administrator splits a GPU anew while we look."""
+    """An administrator repartitions a GPU between two readings."""
     plain = h100(0)
     running = gpu_collector(State(gpus=(plain, h100(1, power=111))), look=0.0)
     assert len(running.sample().all("hpml_gpu_info")) == 2

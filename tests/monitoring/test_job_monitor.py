@@ -72,7 +72,7 @@ def test_gpus_of_the_job_are_summed_up(
         process = monitor._process
         assert process is not None
         os.kill(process.pid, signal.SIGKILL)
-        eventually(lambda: told(attempt)["starts"] >= 2)  # on a busy machine it may start once more
+        eventually(lambda: told(attempt)["starts"] >= 2)  # on a busy machine it may start again
         before = busy_seconds(attempt)
         eventually(
             lambda: busy_seconds(attempt) > before

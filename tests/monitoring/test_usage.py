@@ -108,7 +108,7 @@ def test_users_accounts_and_time(server: Prometheus, tmp_path: Path) -> None:
     far = rows(hpml(*common, "--all-users", "--min-unused", "50"))
     assert [row[0] for row in far] == ["JOB", "2"]
     assert hpml(*common, "--user", "a.*") == ""  # and the reason on stderr
-    assert hpml(*common) == ""  # whoever runs the tests is none of them
+    assert hpml(*common) == ""  # the user who runs the tests has no jobs here
     told = json.loads(hpml(*common, "--user", "bob", "--json"))
     assert told["total"]["gpu_hours"] == pytest.approx(160)
     assert told["rows"][0]["name"] == "lm"

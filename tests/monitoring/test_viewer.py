@@ -74,7 +74,7 @@ def numbers(text: str) -> list[Shown]:
 
 @pytest.fixture(scope="module")
 def prometheus_with_data(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Prometheus]:
-    """A Prometheus that knows what every dashboard asks for."""
+    """A Prometheus with the series that the dashboards query."""
     folder = tmp_path_factory.mktemp("prometheus")
     backfill(folder, openmetrics(json.loads(path.read_text()) for path in DASHBOARDS))
     with booted_prometheus(folder, []) as booted:

@@ -145,7 +145,7 @@ def test_who_has_no_token_sees_nothing(
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user")
 def test_another_user_gets_403(viewer: ViewerServer) -> None:
-    """A process with another uid, which can connect but knows no token."""
+    """A process with another uid, which can connect but has no token."""
     code = (
         "import os, urllib.request, urllib.error, encodings.idna\nos.setuid(65534)\n"
         f"try: urllib.request.urlopen('http://127.0.0.1:{viewer.server_port}/api/dashboards')\n"

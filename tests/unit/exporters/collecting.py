@@ -37,7 +37,7 @@ class Probe:
     closed: int = 0
 
     def sample(self, now: float) -> Iterable[Metric]:
-        """Do what the test wants; what it returns by itself is the number of the call."""
+        """Run the test's action; by default, return the number of the call."""
         self.times.append(now)
         found = self.act(len(self.times))
         return (family(self.name, len(self.times)),) if found is None else found

@@ -121,7 +121,7 @@ def test_it_serves_until_told_to_end(start: Start, tmp_path: Path, number: signa
 def test_it_goes_on(
     start: Start, tmp_path: Path, around: list[str], numbers: tuple[signal.Signals, ...]
 ) -> None:
-    """After these signals, and without standard streams, whose numbers become no sockets."""
+    """After these signals, and without standard streams: sockets do not get their numbers."""
     process = start({"without": NOTHING}, command=[*around, *COMMAND], stdin=subprocess.DEVNULL)
     assert scraped(tmp_path)
     for number in numbers:
@@ -207,7 +207,7 @@ def test_a_stuck_driver_ends_the_process(start: Start, tmp_path: Path) -> None:
 
 
 def test_the_last_reading_of_a_job_counts(start: Start, tmp_path: Path) -> None:
-    """A job that lasted less than an interval is not lost: all is read once more at the end."""
+    """A job shorter than an interval is not lost: everything is read again at the end."""
     script = OWN.format(hangs=False, interval=60)
     process = start(summary_of(tmp_path), command=[sys.executable, "-c", script])
     eventually(lambda: scraped(tmp_path).get("hpml_train_samples_total{jobid=7}") == 100)

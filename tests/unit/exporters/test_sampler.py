@@ -44,7 +44,7 @@ class Pausing:
         self.clock, self.ended = clock, ended
 
     def wait(self, seconds: float) -> bool:
-        """Let so many seconds go by."""
+        """Advance by this many seconds."""
         self.clock.ahead += seconds
         return self.ended()
 
@@ -411,7 +411,7 @@ def test_a_thread_that_no_exit_would_end_ends_nothing(tmp_path: Path) -> None:
 
 
 def test_the_last_reading_of_a_short_job() -> None:
-    """Told so, everything is read once more at the end, and closed after it."""
+    """With this option everything is read again at the end, and then closed."""
     probe = Probe("job", interval=60)
     with sampling(probe) as sampler:
         eventually(lambda: probe.times)

@@ -37,7 +37,7 @@ def family(name: str, *samples: tuple[Any, ...]) -> Metric:
 
 
 def seen(seconds: float, *families: Metric) -> Snapshot:
-    """A snapshot so many seconds after the exporter began."""
+    """A snapshot this many seconds after the exporter started."""
     return Snapshot(families, EPOCH + seconds, START + seconds)
 
 
@@ -97,7 +97,7 @@ JOBS: dict[str, tuple[Looks, dict[str, float]]] = {
         ],
         {"cpu_seconds": 70, "mean_cpus": 7, "io_write_bytes": 2000, "oom_events": 1},
     ),
-    # What the kernel would give back counts in its own peak alone.
+    # Memory that the kernel could reclaim counts only in its own peak.
     "memory is the highest level without the page cache": (
         [
             (

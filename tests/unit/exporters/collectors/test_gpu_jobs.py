@@ -1,4 +1,4 @@
-"""Names of allocated GPUs, and whose the processes are: no driver is asked here."""
+"""Names of allocated GPUs, and the owners of processes, without a driver."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def test_every_way_to_name_a_gpu(name: str, uuids: list[str]) -> None:
 
 @pytest.mark.parametrize("name", ["7", "GPU-zz", "MIG-zz", "0000:99:00.0", "", "gpu", "-1", "²"])
 def test_names_that_mean_no_gpu_are_told_apart(name: str) -> None:
-    """They are allocated all the same, and never guessed."""
+    """They still count as allocated, and are never guessed."""
     assert resolve([name, "2"], NODE) == (["GPU-aa"], [name])
 
 
@@ -106,7 +106,7 @@ def test_the_gap_between_allocated_and_used() -> None:
 def test_what_is_not_known_is_absent(
     gpus: tuple[str, ...] | None, processes: Any, expected: dict[str, int]
 ) -> None:
-    """Never 0; a GPU whose list cannot be read has no numbers, nor one without its memory."""
+    """Never 0: an unreadable list gives no counts, and unknown memory no metric of memory."""
     job = JobSeen(JobFacts("5", gpus=gpus), pids=frozenset({70}))
     found = shown([job], everywhere(**processes))
     assert {

@@ -68,7 +68,7 @@ def facts(machine: Machine, finder: JobFinder | None = None, now: float = 0) -> 
 
 
 def test_what_the_prolog_says_wins(machine: Machine) -> None:
-    """The environment, which the user can change, only fills in; a requeued job is read anew."""
+    """The environment, which the user can change, only fills in; a requeued job is read again."""
     write(machine)
     machine.run.joinpath("jobs/78.json").write_text(json.dumps({**MAP, "jobid": "78"}))
     finder = JobFinder(machine.options)

@@ -142,7 +142,7 @@ def test_what_groups_count(
 
 
 def test_the_agents_facts_are_shown(machine: Machine) -> None:
-    """An exporter inside of a job knows its run."""
+    """An exporter inside a job has the job's run."""
     version_2(machine, {})
     options = machine.only(
         *(

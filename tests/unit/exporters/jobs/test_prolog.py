@@ -144,7 +144,7 @@ def test_values_of_any_kind(tmp_path: Path, shell: str, value: str) -> None:
     ],
 )
 def test_gpus(tmp_path: Path, shell: str, values: dict[str, str], gpus: list[str] | None) -> None:
-    """Slurm's numbers, UUIDs where Slurm gives them; what makes no sense is not known."""
+    """Slurm's numbers, or UUIDs if Slurm sets them; invalid values count as unknown."""
     if table := values.get("HPML_GPUS"):
         (tmp_path / "gpus").write_text(table)
     run(PROLOG, tmp_path, shell, **{**values, "HPML_GPUS": str(tmp_path / "gpus")})
@@ -208,7 +208,7 @@ def full(tmp_path: Path) -> Iterator[Path]:
 @needs_root
 @pytest.mark.parametrize("shell", SHELLS)
 def test_a_full_disk(full: Path, shell: str) -> None:
-    """Costs the map and nothing else; no half of one stays; nor does one that is read-only."""
+    """Only the map is lost, no incomplete one stays; a read-only disk does no other harm."""
     run(PROLOG, full, shell)
     assert list((full / "jobs").iterdir()) == []
     (full / "filler").unlink()

@@ -37,7 +37,7 @@ def place() -> Iterator[Path]:
 
 
 def job_bytes(place: Path, *users: int, samples: int = 1, **options: object) -> dict[str, float]:
-    """What the jobs 41, 42, ... of these users have after so many samples."""
+    """Bytes of the jobs 41, 42, ... of these users after this number of samples."""
     told = context(shm=place, **options)
     post(told.jobs, {str(41 + number): (uid, []) for number, uid in enumerate(users)})
     collector = make(told)
@@ -168,7 +168,7 @@ def test_a_local_run_has_its_own_data(place: Path) -> None:
 
 
 def test_jobs_that_are_not_fully_known(place: Path) -> None:
-    """No figure where the user is unknown; a job's own exporter counts only what was staged."""
+    """No value if the user is unknown; a job's own exporter counts only staged data."""
     put(place / "loose", 5 * MIB)
     stage(place, "cluster-41")
     assert set(job_bytes(place, UID, -1)) == {"41"}

@@ -344,7 +344,7 @@ class Agent:
         return self.process.pid
 
     def send(self, text: bytes, times: int = 1, flags: int = 0) -> int:
-        """Send a message so many times, and return how many of them were taken."""
+        """Send a message repeatedly, and return how many were accepted."""
         assert self.process.stdin is not None
         assert self.process.stdout is not None
         self.process.stdin.write(f"{(text, times, int(flags))!r}\n")
@@ -421,7 +421,7 @@ def test_a_job_that_just_began(
 def test_a_job_s_connections_have_a_bound(
     node: tuple[Context, TrainingCollector], run: Path
 ) -> None:
-    """A user who opens a thousand takes neither all descriptors nor another job's place."""
+    """A user who opens a thousand exhausts neither the descriptors nor another job's share."""
     told, collector = node
     post(told.jobs, {"7": (0, [os.getpid()])})
     opened = []

@@ -29,7 +29,7 @@ SLEPT = 0.05  # seconds per image
 # What all others sleep: a training that is over within a second is heard of once, and has no means.
 ALWAYS = 0.002
 PER_BATCH = BATCH * SLEPT
-# The training as it is, with one rank whose data come slowly.
+# The unchanged training, with slow data for one rank.
 SLOW = f"""
 import os, sys, time
 sys.path.insert(0, {str(JOBS)!r})

@@ -99,7 +99,7 @@ def scrape(
 
 
 def status(address: Address, context: ssl.SSLContext | None = None, **headers: str) -> int:
-    """The status of a scrape; 0 where the connection fails."""
+    """The status of a scrape; 0 if the connection fails."""
     try:
         return scrape(address, context=context, **headers).status
     except (OSError, http.client.HTTPException):
