@@ -241,11 +241,12 @@ def kill_engines(
     assert leftovers(base) == []
 
 
+@pytest.mark.parametrize("count", [5, pytest.param(100, marks=pytest.mark.slow)])
 def test_the_real_engine_is_killed_while_eight_wait(
-    base: Path, tmp_path: Path, start: Callable[..., ForkProcess]
+    base: Path, tmp_path: Path, start: Callable[..., ForkProcess], count: int
 ) -> None:
     """With its workers and all: each time another job begins anew, and the last one is right."""
-    kill_engines(base, tmp_path / "tree", start, 5)
+    kill_engines(base, tmp_path / "tree", start, count)
 
 
 def test_what_a_killed_copier_left_goes_with_the_next_job(

@@ -96,11 +96,12 @@ def kills(base: Path, crowd: Path, child: Callable[..., subprocess.Popen[str]], 
     assert sum(kill_once(base, crowd, child, chance.uniform(0, 0.7)) for _ in range(count)) > 0
 
 
+@pytest.mark.parametrize("count", [5, pytest.param(100, marks=pytest.mark.slow)])
 def test_a_stager_killed_at_any_moment(
-    base: Path, crowd: Path, child: Callable[..., subprocess.Popen[str]]
+    base: Path, crowd: Path, child: Callable[..., subprocess.Popen[str]], count: int
 ) -> None:
     """Whole data or none is published, its workers end with it, and the next one starts over."""
-    kills(base, crowd, child, 5)
+    kills(base, crowd, child, count)
 
 
 def test_workers_end_with_a_stager_that_is_killed(

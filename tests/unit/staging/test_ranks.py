@@ -139,11 +139,12 @@ def kill_stagers(base: Path, many: Path, rank: Callable[[], Rank], kills: int) -
     assert os.listdir(base) == []
 
 
+@pytest.mark.parametrize("count", [5, pytest.param(100, marks=pytest.mark.slow)])
 def test_ranks_wait_while_the_one_that_stages_is_killed(
-    base: Path, many: Path, rank: Callable[[], Rank]
+    base: Path, many: Path, rank: Callable[[], Rank], count: int
 ) -> None:
-    """Five times in the middle: one of those that wait takes over, and all have whole data."""
-    kill_stagers(base, many, rank, 5)
+    """Often, in the middle: one of those that wait takes over, and all have whole data."""
+    kill_stagers(base, many, rank, count)
 
 
 def test_ranks_that_wait_hear_how_far_it_is(
