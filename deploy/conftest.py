@@ -1,6 +1,6 @@
 """The tools' own tests run when a tool has changed since they last passed, or with HPML_TOOLS=1.
 
-`tests/TESTED` beside a tool's tests holds the digest of the tool with which they passed.
+`tests/TESTED` of each tool holds the digest of the version that last passed its tests.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def tested(tool: Path) -> Path:
 
 
 def pytest_ignore_collect(collection_path: Path) -> bool | None:
-    """Pass over the tests of a tool that has not changed."""
+    """Skip the tests of a tool that has not changed."""
     if collection_path.name != "tests" or collection_path.parent.parent != DEPLOY:
         return None
     stamp = tested(collection_path.parent)
@@ -44,7 +44,7 @@ def pytest_ignore_collect(collection_path: Path) -> bool | None:
 
 @pytest.hookimpl(trylast=True)
 def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
-    """Write the digests where a whole run, all tools' tests included, has passed."""
+    """Write the digests if a whole run, all tools' tests included, has passed."""
     config = session.config
     whole = config.args_source is pytest.Config.ArgsSource.TESTPATHS and not config.option.keyword
     if exitstatus == 0 and ALL and whole and not hasattr(config, "workerinput"):

@@ -45,7 +45,7 @@ def ignored_signals() -> Iterator[None]:
     """Let what tests start be interrupted, even where pytest was started with `&` or by nohup.
 
     Such a shell has SIGINT ignored, nohup SIGHUP, and programs inherit that. A handler they do not
-    inherit: they start with the default, and pytest itself goes on as before.
+    inherit: they start with the default, and pytest itself continues as before.
     """
     before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGHUP)}
     for number, handler in before.items():

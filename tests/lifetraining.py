@@ -132,7 +132,7 @@ class Training:
         }
 
     def load(self, step: int, state: dict[str, Any]) -> None:
-        """Go on where a checkpoint was made."""
+        """Continue from a checkpoint."""
         self.model.load_state_dict(state["model"])
         self.optimizer.load_state_dict(state["optimizer"])
         self.step, self.saved_used = step, state["used"]

@@ -1,4 +1,4 @@
-"""A training of days whose ranks are heard by the real `ChannelReader`, in seconds."""
+"""A training of days, simulated in seconds, whose messages the real `ChannelReader` receives."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def pause_after(seconds: float) -> float:
 
 
 def counters(rank: int, seconds: float) -> dict[str, float]:
-    """Return what a rank has counted so many seconds after its start."""
+    """Return a rank's counters this many seconds after its start."""
     return {
         "samples_total": int(seconds * 1234.5),
         "steps_total": int(seconds * 4.8),
@@ -54,7 +54,7 @@ def record_training(
         node: the node's name.
         ranks: how many it has.
         seconds: how long they train.
-        chatter: events that every rank reports beside each of its counters.
+        chatter: events that every rank reports with each of its counters.
     """
     clock = FakeClock(0.0)
     name = f"hpml/test/{uuid.uuid4().hex}"
@@ -79,6 +79,6 @@ def record_training(
                 for event in chatter:
                     say(rank, event, seconds=clock.now, note="x" * 100)
             eventually(lambda: reader.received >= sent, pause=0.0002)
-            time.sleep(0.0002)  # it writes what is due before the clock goes on
+            time.sleep(0.0002)  # it writes what is due before the clock advances
         say(0, "evaluation", final=True, test_accuracy=0.97)
     return reader

@@ -37,7 +37,7 @@ LIMIT_SECONDS = 300
 
 @dataclass(frozen=True)
 class Block:
-    """A fenced block: where it begins, its tag's words, its text."""
+    """A fenced block: its first line, its tag's words, its text."""
 
     page: str
     line: int
@@ -54,7 +54,7 @@ class Block:
 
 @dataclass(frozen=True)
 class Command:
-    """A command of a console block, the status it shall have, and what it shall print."""
+    """A command of a console block with its expected status and output."""
 
     place: str
     text: str
@@ -106,7 +106,7 @@ def commands(block: Block) -> Iterator[Command]:
 
 
 def fits(expected: Iterable[str], printed: Iterable[str]) -> bool:
-    """Whether output is what a block says; `…` is anything, alone on a line any number of lines."""
+    """Whether output matches a block; `…` is anything, alone on a line any number of lines."""
     pattern = ""
     for line in expected:
         parts = (re.escape(_blanks(part)) for part in f"{line}\n".split(ANYTHING))
@@ -119,11 +119,11 @@ def _blanks(line: str) -> str:
 
 
 class Reader:
-    """Somebody who follows a page in a directory of their own.
+    """Somebody who follows a page in a separate directory.
 
     Args:
         directory: is made; holds a copy of the training jobs.
-        environment: the complete environment, but for HOME, HPML_HOME and the like.
+        environment: the complete environment, except variables such as HOME and HPML_HOME.
     """
 
     def __init__(self, directory: Path, environment: Mapping[str, str]) -> None:
@@ -174,7 +174,7 @@ class Reader:
         assert done.returncode == command.status, f"exit status {done.returncode} of {story}"
         if command.output:
             printed = [line for line in done.stdout.splitlines() if line.strip()]
-            assert fits(command.output, printed), f"{story}--- the page says:\n" + "\n".join(
+            assert fits(command.output, printed), f"{story}--- the page has:\n" + "\n".join(
                 command.output
             )
 

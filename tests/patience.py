@@ -25,7 +25,7 @@ def eventually(
 
     Args:
         check: looked at again and again; the last look is made after the time is over.
-        what: told when it never becomes true.
+        what: message if it never becomes true.
         seconds: for how long.
         pause: seconds between two looks at least. Looks take a quarter of the time at most: one
             that starts a command would otherwise slow down what it waits for.

@@ -15,13 +15,13 @@ FOLDER = "/var/tmp"
 
 @contextmanager
 def stored_folder() -> Iterator[Path]:
-    """A new folder on the disk, where this machine has one."""
+    """A new folder on the disk, if this machine has one."""
     with tempfile.TemporaryDirectory(dir=FOLDER, prefix="hpml-test-") as folder:
         yield Path(folder)
 
 
 def in_memory(path: str | Path = FOLDER) -> bool:
-    """Whether what is written there reaches no disk, or one that cannot be told."""
+    """Whether files there are not stored on a disk, or on one that cannot be determined."""
     words = subprocess.run(
         ["stat", "-f", "-c", "%T", path], capture_output=True, text=True, check=True
     )

@@ -27,7 +27,7 @@ RULES = assets.path("deploy/prometheus/rules")
 UNUSED: Mapping[str, str] = {
     "for accounting": "hpml_gpu_energy_joules_total hpml_slurm_job_run_seconds "
     "hpml_slurm_account_jobs hpml_job_memory_peak_bytes",
-    "says less than what is shown instead": "hpml_gpu_utilization_ratio "
+    "less informative than what is shown instead": "hpml_gpu_utilization_ratio "
     "hpml_gpu_memory_utilization_ratio hpml_gpu_clock_max_hertz hpml_gpu_performance_state "
     "hpml_gpu_ecc_errors_lifetime_total hpml_gpu_retired_pages "
     "hpml_gpu_remapped_rows hpml_train_steps_total hpml_slurm_up "
@@ -84,7 +84,7 @@ def check(directory: Path = JSON, rules: Path = RULES) -> list[Finding]:
         rules: directory of Prometheus' rule files.
 
     Raises:
-        InputError: there are no dashboards, or no rule files.
+        InputError: no dashboards or no rule files were found.
     """
     findings: list[Finding] = []
     found = {path.stem: read_json(path) for path in sorted(directory.glob("hpml-*.json"))}

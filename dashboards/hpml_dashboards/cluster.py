@@ -58,7 +58,7 @@ GPU active: Share of time with a kernel on the GPUs that jobs have. Good: above 
     ask the owners of the jobs below, the largest waste first.
 GPUs wasted: Allocated GPUs less busy ones, in whole GPUs. Good: near 0. The table has the jobs.
 Jobs running: Jobs that run, in all partitions. A sudden drop: a file system or a switch.
-Jobs pending: Jobs that wait. Some are healthy; a growing number beside idle GPUs is not.
+Jobs pending: Jobs that wait. Some are healthy; a growing number while GPUs are idle is not.
 Median wait: Half of the jobs that started in the last 30 minutes waited less; if none did, of those
     since the exporter started. Rising: see the queue.
 Nodes down: Nodes that are down or drained. Good: 0. The reasons stand below.
@@ -67,18 +67,18 @@ Hardware faults: Alerts that fire in Prometheus: lost, hot and failing GPUs, lin
     Good: none. Drain the node first; each alert's runbook has the next step.
 Other alerts: The rest of hpml-alerts.yml. They need the rules in Prometheus, not only in Grafana.
 GPUs: GPUs that are busy, allocated but unused, and idle. Good: mostly busy. Much unused: see the
-    table. Much idle beside pending jobs: see the reasons for pending.
+    table. Many idle while jobs are pending: see the reasons for pending.
 Queue: Jobs that run and that wait. Pending rises while running stays: the cluster is full.
 Wait for the start: Waits that half and nine tenths of the jobs stayed below, of those that
-    started in the last 30 minutes; if none did, of those since the exporter started. Rising beside
-    idle GPUs: look at limits and priorities.
+    started in the last 30 minutes; if none did, of those since the exporter started. Rising while
+    GPUs are idle: look at limits and priorities.
 Jobs by what holds them back: Running jobs with each finding of hpml report, and the GPUs that
     they have; a job may have several. Many with one: storage, a node type or a habit to look at.
 Jobs that waste most GPUs: Running jobs by GPUs that they keep idle. Open one to see why.
 Partitions: GPUs of each partition's nodes, and its jobs. A node in several partitions counts in
-    each; By its jobs is what the partition's own jobs have. Idle beside pending: look at limits.
+    each; By its jobs is what the partition's own jobs have. Idle and pending: look at limits.
 Nodes with the most waste: Allocated GPUs less busy ones, on each node. Open one to see its jobs.
-Nodes that need somebody: Why nodes are down, in the words of whoever drained them. Good: none.
+Nodes that need somebody: Nodes that are down, and the reason that Slurm reports. Good: none.
 Nodes by state: Nodes as Slurm sees them. Good: allocated, mixed or idle.
 Pending by reason: Resources and Priority are normal; others are limits, dependencies, mistakes.
 Jobs ended: In each minute. Many failed or timed out at once: a file system or a node.

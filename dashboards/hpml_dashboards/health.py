@@ -33,7 +33,7 @@ Slurm figures: Their age. Good: below two minutes. Otherwise the controller does
 CPU: Mean share of a core that an exporter takes. Good: about 1 %. If more, raise the intervals.
 Memory: Most memory of an exporter. Good: about 40 MiB. If it grows, report it.
 Series: Series of all exporters. They decide what Prometheus costs: drop some if it is too much.
-Failing collectors: Where, and seconds since the last good reading. The reason stands in the
+Failing collectors: Where, and seconds since the last good reading. The reason is in the
     exporter's log: journalctl -u hpml-exporter-node.
 Targets that do not answer: Start the exporter there, or remove the target.
 Time of a reading: The slowest node of each collector. Good: far below its interval, 1 s for GPUs.

@@ -47,7 +47,7 @@ def _each(rule: str) -> str:
 
 
 def _ranks(metric: str, least: str, most: str) -> dict[str, str]:
-    """Return what a metric of ranks says of those that take least and most."""
+    """Return a metric of the ranks that take least and most time."""
     return {
         name: f"{of}({_this(f'hpml_train_rank_{metric}_seconds', which=name)})"
         for name, of in ((least, "min"), (most, "max"))
@@ -153,7 +153,7 @@ Memory bandwidth: Bandwidth of GPU memory against its peak (Hopper and later). N
     kernels wait for memory: fuse them, or use smaller types.
 CPUs busy: CPUs at work on each node, and those that the job is bound to. All busy with data wait:
     ask for more CPUs. Few busy: others could use them.
-Memory by kind: Memory of processes, of /dev/shm and the like, and the page cache, which the
+Memory by kind: Memory of processes, of shared memory (/dev/shm), and the page cache, which the
     kernel gives back when needed. The first two together must stay below the limit.
 Waiting for resources: Share of time in which a task waited for a CPU, memory or I/O. Good: below
     10 %. CPU: ask for more; memory: near the limit; I/O: stage the data.
@@ -169,10 +169,10 @@ NVLink and PCIe: Bytes between GPUs over NVLink, and to the host over PCIe. Grad
 Nodes of the job: The job on each of its nodes: the one that differs is the one to look at.
     Misbound are ranks on other CPUs or GPUs than planned; good: 0, else see hpml show.
 Clocks held down: Share of time in which a GPU had to run slower. The power limit is normal under
-    full load; for heat and power brakes, see the node and tell the administrators.
+    full load; for heat and power brakes, see the node and inform the administrators.
 Learning: Last loss, mean over ranks. Good: falling. A jump after a change of scale: warm-up.
 GPU errors (XID): Errors of the job's GPUs, also from before it. 13, 31 and 43 come from programs;
-    48, 62, 64, 74, 79, 95, 119 and 120 from hardware: tell the administrators.
+    48, 62, 64, 74, 79, 95, 119 and 120 from hardware: inform the administrators.
 Where the time goes: Mean share of a rank's time that is not computation: waiting for data, copying
     it to the device, waiting for other ranks, checkpoints, evaluation. The largest is the first to
     look at.
@@ -202,7 +202,7 @@ _CONTENT: list[Panel | str] = [
         "GPUs",
         "count",
         {
-            # A node without Slurm's prolog may not know what it gave to the job.
+            # Without Slurm's prolog, a node's allocation to the job may be unknown.
             "allocated": f"(sum({_once('hpml_job_gpus_allocated')}) > max({_GPUS})) "
             f"or max({_GPUS})",
             "unused": or_zero(f"sum(hpml:job_gpus_unopened:count{_JOB})", _GPUS),

@@ -47,7 +47,7 @@ class _Kind(NamedTuple):
 _GREEN, _RED = (None, "green"), (None, "red")
 _KINDS = {
     "count": _Kind("short"),
-    "amount": _Kind("short", decimals=1),  # of what is no whole number, such as busy GPUs
+    "amount": _Kind("short", decimals=1),  # not always a whole number, such as busy GPUs
     "faults": _Kind("short", (_GREEN, (1, "red"))),
     "share": _Kind("percentunit", top=1),
     "ratio": _Kind("percentunit"),
@@ -135,7 +135,7 @@ def select(metric: str, **labels: str) -> str:
 
 
 def each(series: str, label: str = "node") -> str:
-    """Return series as they are if they can be told apart, else their spread, named in a label."""
+    """Return series as they are if there are few, else their spread, named in a label."""
     few = f"{series} and on () (count({series}) <= {_MOST_LINES})"
     spread = (
         f'label_replace({value}, "{label}", "{name}", "", "") '
@@ -150,7 +150,7 @@ def each(series: str, label: str = "node") -> str:
 
 
 def or_zero(value: str, subject: str) -> str:
-    """Return a figure that is 0 where nothing is counted, but only of a subject that is known."""
+    """Return a value, or 0 if it has no series although the subject has some."""
     return f"({value} or 0 * max({subject}))"
 
 
@@ -248,12 +248,12 @@ def listing(
     Args:
         title: title.
         labels: names of the labels to show, first.
-        values: PromQL of the other columns by title, which says their kind, too; titles that begin
+        values: PromQL of the other columns by title, which also sets the kind; titles that begin
             with - are not shown.
         width: columns of the grid.
         height: rows of the grid.
         sort: title of the column with the largest values on top.
-        none: what stands there without rows.
+        none: text of the panel without rows.
     """
     panel = _panel(table.Panel(), title, "label", values, (width, height), now=True, rows=True)
     shown: dict[str, tuple[str, dict[str, Any]]] = {}  # title and properties by name of the field
@@ -290,7 +290,7 @@ def variable(name: str, label: str, values: str, *, newest: bool = False) -> Any
 
     Args:
         name: name in queries.
-        label: what stands before the choice; empty: the variable is not shown.
+        label: text in front of the choice; empty: the variable is not shown.
         values: the query.
         newest: largest number first.
     """

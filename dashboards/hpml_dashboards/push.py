@@ -1,8 +1,8 @@
 """Push the dashboards and alert rules to a Grafana through its HTTP API.
 
-A push can be repeated: what is there already is left alone, and so is what a person changed in
-Grafana. For dashboards Grafana's own history tells the two apart: each version has a message, and
-ours holds a digest of what was pushed.
+A push can be repeated: it leaves alone what is already there, and what a person changed in
+Grafana. For dashboards, Grafana's history shows who made a version: each version has a message,
+and ours contains a digest of what was pushed.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ class Push:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What became of one thing: created, updated, unchanged, kept (a person's) or failed."""
+    """The result for one object: created, updated, unchanged, kept (a person's) or failed."""
 
     action: str
     kind: str
@@ -103,13 +103,13 @@ def read_token(path: str) -> str:
 
 
 def push(options: Push) -> Iterator[Outcome]:
-    """Push all, and yield what became of each thing as soon as it is known.
+    """Push everything, and yield each object's result as soon as it is known.
 
     One thing that fails keeps no other from being pushed, except the folder.
 
     Raises:
         InputError: the address is none.
-        HpmlError: there is no Grafana, or it refuses the token or the folder.
+        HpmlError: Grafana is not at this address, or it refuses the token or the folder.
     """
     grafana = _Grafana(options)
     if options.prometheus:
@@ -197,10 +197,10 @@ class _Grafana:
         self._asked = options.datasource or (_DATASOURCE if options.prometheus else "")
 
     def check(self) -> None:
-        """Refuse to start where no Grafana answers, or not to this token."""
+        """Refuse to start if no Grafana answers, or if it refuses this token."""
         health = self._ask(self._api.client.GET, "/health")
         if not isinstance(health, dict) or "database" not in health:
-            raise HpmlError(f"{self._url} is no Grafana: /api/health says {str(health)[:60]!r}")
+            raise HpmlError(f"{self._url} is not Grafana: /api/health gave {str(health)[:60]!r}")
         self._ask(self._api.client.GET, "/folders?limit=1")
 
     def folder(self) -> Outcome:
@@ -331,7 +331,7 @@ class _Grafana:
         return str(versions[0].get("message", "")) if versions else ""
 
     def _prometheus(self) -> str:
-        """The uid of the data source to ask where none was named."""
+        """The uid of the data source to use if none was named."""
         sources = self._api.datasource.list_datasources()
         sources = [source for source in sources if source["type"] == "prometheus"]
         default = [source for source in sources if source.get("isDefault")]

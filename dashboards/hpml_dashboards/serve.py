@@ -57,7 +57,7 @@ _HEADERS = {
 
 
 class PrometheusError(Exception):
-    """Prometheus gave no usable answer; the message says what to do."""
+    """Prometheus gave no usable answer; the message names the remedy."""
 
     def __init__(self, message: str, status: HTTPStatus = HTTPStatus.BAD_GATEWAY) -> None:
         super().__init__(message)
@@ -72,7 +72,7 @@ class Prometheus:
         authorization: the header that it wants, from `spec.address.read_credentials`.
 
     Raises:
-        InputError: it is no address of HTTP.
+        InputError: it is not an HTTP address.
     """
 
     def __init__(self, url: str, authorization: str = "") -> None:
@@ -146,7 +146,7 @@ def _check_points(parameters: Mapping[str, list[str]]) -> None:
     """Refuse a range query with more points than Prometheus returns.
 
     Raises:
-        PrometheusError: its start, end or step is no number, or there are too many points.
+        PrometheusError: its start, end or step is not a number, or it asks for too many points.
     """
     try:
         start, end, step = (float(parameters[name][0]) for name in ("start", "end", "step"))
@@ -205,7 +205,7 @@ class _Handler(BaseHTTPRequestHandler):
         return morsel is not None and self._is_token(morsel.value)
 
     def _welcome(self, path: str, query: str) -> None:
-        """Keep the token in a cookie and go on without it in the address.
+        """Move the token from the address into a cookie.
 
         By `Refresh`, as a redirect would be a step of the foreign page with a link to here, and
         not bring a cookie of `SameSite=Strict`.

@@ -41,7 +41,7 @@ _WAITS = _of_runs("hpml:job_data_wait:ratio")
 _LOSS = _of_runs('avg by (cluster, jobid) (hpml_train_loss{cluster="$cluster"})')
 
 _ABOUT = """
-Runs: Runs that are running, and all that ran in the time range. Widen it to compare all.
+Runs: Runs that are running, and those that ran in the time range. Widen it to compare all.
 Most samples/s: Mean speed of the fastest run, while it ran in the time range.
 Largest speedup: Speed of the fastest run against the run with the fewest ranks, where numbers of
     ranks differ. Good: as many times as it has more ranks.
@@ -50,7 +50,7 @@ Lowest efficiency: Speedup against the number of ranks, of the run that scales w
 GPU active: Mean over the running runs. Good: above 60 %. If lower, see which run differs.
 Largest data wait: Share of a step that a running run waits. Good: below 10 %. Else stage the data.
 Runs side by side: Means of the time range, GPU active and data wait as they are now. Speedup is
-    against the run with the fewest ranks. Good: efficiency above 80 %. Open a run where it drops.
+    against the run with the fewest ranks. Good: efficiency above 80 %. If lower, open that run.
 Samples per second: Speed of each run. Runs should lie apart as their numbers of ranks do.
 Speedup: Speed against the run with the fewest ranks. Good: as many times as there are more ranks.
 Data wait: Share of a step. Rising with the number of ranks: too many share the storage, stage.

@@ -1,4 +1,4 @@
-"""A training of known load, for the monitoring demo: it computes, waits for data, and says so.
+"""A training of known load, for the monitoring demo: it computes, waits for data and reports both.
 
     python load.py --compute 0.2 --wait 0.05 --steps 1000
 
@@ -18,7 +18,7 @@ from hpml_channel import Channel
 
 
 def main() -> None:
-    """Step until told to stop."""
+    """Run steps until a signal stops the program."""
     parser = argparse.ArgumentParser(description="A training of known load.")
     parser.add_argument("--compute", type=float, default=0.2, help="seconds of each step")
     parser.add_argument("--wait", type=float, default=0.02, help="for data, in each step")

@@ -128,7 +128,7 @@ class Stack:
                 self.hpml("sweep", "cancel", "last")
         if self._runs and not self._wanted:  # the cluster ends its jobs itself
             self.hpml("cancel", *self._runs)
-            with contextlib.suppress(RuntimeError):  # says how they ended
+            with contextlib.suppress(RuntimeError):  # its output shows how they ended
                 self.hpml("wait", *self._runs)
         self._stop.set()
         if self._follower.is_alive():
@@ -199,7 +199,7 @@ class Stack:
         for number in range(1, self._wanted + 1):
             node = f"node{number}"
             enter = [*_DEVCLUSTER, "exec", *box, node, "--"]
-            # Each node has a /run/hpml of its own: there its exporter listens to the jobs' agents.
+            # Each node has a separate /run/hpml, where its exporter listens to the jobs' agents.
             # This machine's control groups are not the node's: here Slurm uses none.
             mount = "mount -t tmpfs -o size=1M,mode=755 none"
             words = f"mkdir -p /run/hpml && {mount} /run/hpml && {mount} /sys/fs/cgroup"
@@ -302,7 +302,7 @@ class Stack:
                 node.gpus = simulator.write(state, node.state)
 
     def _settings(self, pids: list[int]) -> dict[str, Any]:
-        """What an H100 shows whose processes keep a core a tenth as busy."""
+        """Metrics of an H100 whose processes keep a core a tenth as busy."""
         share = min(1.0, 10 * sum(map(self._busy, pids)))
         return {
             "util": round(100 * share),

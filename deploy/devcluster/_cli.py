@@ -56,7 +56,7 @@ def _parser() -> argparse.ArgumentParser:
 
     add("install", "Install the Debian packages that are missing.", box=False)
     _up_options(add("up", "Boot a cluster and wait until its first job has run."))
-    down = add("down", "Stop a cluster and all that runs on its nodes.", data=False)
+    down = add("down", "Stop a cluster and everything that runs on its nodes.", data=False)
     down.add_argument("--purge", action="store_true", help="remove the box with its logs as well")
     add("status", "Show the daemons and nodes; exit status 0: up, 1: partly, 3: not up.")
     add("env", "Print the line that points Slurm's commands to the cluster.")
@@ -138,7 +138,7 @@ def _install(options: argparse.Namespace) -> int:
 
 
 def _sizes(options: argparse.Namespace) -> dict[str, int]:
-    """Gives CPUs, GPUs and memory of a node: as asked for, else as the machine has."""
+    """Gives CPUs, GPUs and memory of a node: the options' values, else the machine's."""
     given = {
         name: value
         for name in ("cpus", "gpus", "memory")
@@ -186,7 +186,7 @@ def _up(options: argparse.Namespace) -> int:
 
 
 def _say(line: str) -> None:
-    # Nobody may be listening any more; that is no reason to give up a boot.
+    # The reader may have closed the pipe; that must not stop a boot.
     with contextlib.suppress(BrokenPipeError):
         print(line, file=sys.stderr, flush=True)
 

@@ -78,7 +78,7 @@ class State:
 
 
 def running(box: Path) -> State:
-    """Gives the state of a cluster that is up; raises where there is none."""
+    """Gives the state of a cluster that is up; raises if no cluster is up."""
     state = State.load(box)
     if state is None or len(state.dead()) == len(state.processes):
         raise DevclusterError(f"no cluster is up in {box}")
@@ -106,7 +106,7 @@ def require_root(what: str) -> None:
 
 
 def _ask(box: Path, *command: str, seconds: float = 10) -> str | None:
-    """Runs a short Slurm command; None where it does not answer."""
+    """Runs a short Slurm command; None if it does not answer."""
     environment = _procs.daemon_environment(SLURM_CONF=str(Layout(box).slurm_conf))
     try:
         result = subprocess.run(

@@ -172,7 +172,7 @@ def short_name() -> str:
 
 
 def node_address(index: int) -> str:
-    """Gives each node a loopback address of its own."""
+    """Gives each node a separate loopback address."""
     return f"127.0.17.{index + 1}"
 
 
@@ -270,7 +270,7 @@ class Files:
             "JobRequeue=1",
             "SelectType=select/cons_tres",
             "SelectTypeParameters=CR_Core_Memory",
-            # Without it a job takes all memory of its nodes, and no second one fits beside it.
+            # Without it a job takes all memory of its nodes, and no second job fits there.
             f"DefMemPerCPU={max(1, want.memory // want.cpus)}",
             "SchedulerType=sched/backfill",
             "SchedulerParameters=bf_interval=1,sched_interval=1,batch_sched_delay=0",
@@ -325,7 +325,7 @@ class Files:
         return lines
 
     def _gpus(self) -> dict[str, list[tuple[str, int]]]:
-        """Gives the types and numbers of each node's GPUs, as its line in slurm.conf says."""
+        """Gives the types and numbers of each node's GPUs from its line in slurm.conf."""
         lines = [line for line in self.slurm_conf().splitlines() if line.startswith("NodeName=")]
         words = [dict(word.split("=", 1) for word in line.split()) for line in lines]
         return {one["NodeName"]: _gpus_of(one.get("Gres", "")) for one in words}

@@ -22,7 +22,7 @@ class Device:
 
     @property
     def pci_class(self) -> int:
-        """The PCI class that the kernel tells."""
+        """The PCI class that the kernel reports."""
         if self.kind == "gpu":
             return 0x030200 if self.vendor == NVIDIA else 0x038000
         return 0x020700 if self.kind == "infiniband" else 0x020000
@@ -110,7 +110,7 @@ class Machine:
         return tuple(sorted(cpu for one in domains for cpu in self.domain_cpus(one)))
 
     def distances(self, domain: int) -> tuple[int, ...]:
-        """Gives how far a domain is from each one."""
+        """Gives a domain's distance to each domain."""
         return tuple(
             _LOCAL
             if other == domain

@@ -1,4 +1,4 @@
-"""A virtual node: entering namespaces of its own, and running a command inside of them.
+"""A virtual node: enters separate namespaces and runs a command inside them.
 
 Run as a program (`_nodes.py SPEC COMMAND...`) it makes the calling process a node: own host name,
 own /tmp and /dev/shm, own /etc/hosts; then it becomes COMMAND, which is slurmd. It keeps its
@@ -42,9 +42,9 @@ class NodeSpec:
     tag: str  # the cluster's random mark, see _procs.inside
     hosts: str  # file to be seen as /etc/hosts
     private: tuple[str, ...] = ()  # folders of which it has its own
-    visible: tuple[str, ...] = ()  # folders that stay to be seen below the private ones
+    visible: tuple[str, ...] = ()  # folders that remain visible below the private ones
     tmp_size: int = 0  # MiB, for each private folder
-    binds: tuple[tuple[str, str], ...] = ()  # real folders, and where else they are to be seen
+    binds: tuple[tuple[str, str], ...] = ()  # real folders, and where else they appear
     over: tuple[tuple[str, str], ...] = ()  # folders, and what they are laid over
     environment: dict[str, str] = field(default_factory=dict)  # added to that of the command
 
@@ -86,7 +86,7 @@ def _mount(source: str, target: str, kind: str, flags: int, data: str) -> None:
 def become(spec: NodeSpec) -> None:
     """Turns this process into the node: everything after runs in the node's namespaces."""
     libc = ctypes.CDLL(None, use_errno=True)
-    _check(libc.unshare(_CLONE_NEWNS | _CLONE_NEWUTS), "cannot have namespaces of its own")
+    _check(libc.unshare(_CLONE_NEWNS | _CLONE_NEWUTS), "cannot create separate namespaces")
     # First of all: no mount made here may travel back to the machine.
     _mount("none", "/", "", _MS_REC | _MS_PRIVATE, "")
     socket.sethostname(spec.name)
@@ -121,7 +121,7 @@ def _hide_cpusets() -> None:
 
 def enter(pid: int, command: Sequence[str], environment: dict[str, str]) -> NoReturn:
     """Replaces this process by a command in the namespaces of the process given."""
-    # Joining the mounts leaves the working directory at the root; go back where that is there.
+    # Joining the mounts leaves the working directory at the root; go back if it exists here.
     back = 'cd "$1" 2>/dev/null || cd /; shift; exec "$@"'
     arguments = ["nsenter", "--target", str(pid), "--mount", "--uts", "--"]
     arguments += ["/bin/sh", "-c", back, "sh", os.getcwd(), *command]

@@ -79,7 +79,7 @@ def install() -> list[str]:
     with _services_stay_off():
         result = _apt_get("install", "-y", "--no-install-recommends", *packages)
         if result.returncode != 0:
-            # Most often there are no package lists yet, or old ones.
+            # The usual cause: missing or outdated package lists.
             _apt_get("update")
             result = _apt_get("install", "-y", "--no-install-recommends", *packages)
     still = missing_packages()

@@ -49,7 +49,7 @@ def _start_time(pid: int) -> int | None:
 
 
 def identify(pid: int) -> Process | None:
-    """Gives the running process of that number, None where there is none."""
+    """Gives the running process with that pid, None if it does not exist."""
     start = _start_time(pid)
     return None if start is None else Process(pid, start)
 
@@ -110,7 +110,7 @@ def kill(processes: Iterable[Process]) -> None:
 
 def _reap_and_count(processes: list[Process]) -> int:
     for process in processes:
-        # Our own children (a failed 'up') would stay zombies; others are no children: fine.
+        # Our own children (a failed 'up') would stay zombies; for other processes this fails: fine.
         with contextlib.suppress(ChildProcessError):
             os.waitpid(process.pid, os.WNOHANG)
     return sum(process.alive() for process in processes)
@@ -120,7 +120,7 @@ def inside(tag: str) -> list[Process]:
     """Finds all processes that live in a virtual node's mounts, even those Slurm lost sight of.
 
     A node's private /tmp is mounted under a name that holds the cluster's random tag, so no
-    process outside of this very cluster can be taken for one of its own.
+    process outside of this cluster can be mistaken for one of its processes.
     """
     found = []
     for entry in Path("/proc").iterdir():

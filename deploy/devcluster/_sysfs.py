@@ -29,7 +29,7 @@ OVER = {
     "sys/bus/node/devices": "/sys/bus/node/devices",
     "proc/driver": "/proc/driver",
 }
-# Of these nothing real is to be seen.
+# Nothing of the real contents of these is shown.
 _REPLACED = {"devices/system/cpu", "devices/system/node", "class/infiniband", "class/net"}
 
 
@@ -182,7 +182,7 @@ def _write_driver(root: Path, gpu: Device) -> None:
 
 
 def _keep_virtual_interfaces(folder: Path) -> None:
-    """Keeps lo and its like; the machine's real card is none of the virtual one's."""
+    """Keeps virtual interfaces such as lo; the real network card is not part of the machine."""
     for link in Path("/sys/class/net").iterdir():
         if link.is_symlink() and "/devices/virtual/" in str(link.readlink()):
             (folder / link.name).symlink_to(link.readlink())

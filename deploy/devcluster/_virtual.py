@@ -48,7 +48,7 @@ def prepare(machine: Machine, root: Path, prolog: Path) -> Virtual:
 
 
 def preloaded(environment: dict[str, str], own: dict[str, str]) -> dict[str, str]:
-    """Adds what a node's processes need to an environment that may have preloads of its own."""
+    """Adds what a node's processes need to an environment that may already have preloads."""
     library, before = own.get("LD_PRELOAD"), environment.get("LD_PRELOAD")
     joined = environment | own
     if library and before:

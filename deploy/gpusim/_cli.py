@@ -74,7 +74,7 @@ def _arguments(words: Sequence[str] | None) -> argparse.Namespace:
 
 
 def _busy(gpu: Device, number: int) -> Device:
-    """Return a GPU at work: every figure moves, each GPU in a rhythm of its own."""
+    """Return a GPU at work: every value changes, for each GPU in a different rhythm."""
     moves: dict[str, Any] = {}
     for name, _, limits in (word.partition("=") for word in _RANGES):
         if name in gpu.settings:
@@ -110,10 +110,10 @@ def _with_process(state: State, pid: int) -> State:
 
 
 def _set(arguments: argparse.Namespace) -> None:
-    """Change GPUs of a state file; counters go on.
+    """Change GPUs of a state file; counters continue.
 
     Raises:
-        ValueError: a word is no setting, or the file no state.
+        ValueError: a word is not a setting, or the file is not a state file.
     """
     state = State.parse(arguments.file.read_text())
     pairs = [word.split("=", 1) for word in arguments.settings]

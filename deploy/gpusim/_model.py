@@ -67,7 +67,7 @@ class Fault:
 
     `field:165:17` is field 165 of link 17.
     `kind` is fault (`amount` is the code that it returns) or stuck (seconds that each call hangs,
-    at most as long as the state file says so).
+    but only while the state file demands it).
     """
 
     function: str
@@ -289,11 +289,11 @@ class State:
         return cls(tuple(devices), **head, faults=tuple(faults))
 
     def changed(self, index: int, **settings: Any) -> State:
-        """Return the state with other settings for one GPU; its counters go on from here."""
+        """Return the state with other settings for one GPU; its counters continue from here."""
         return self.replaced(index, self.gpus[index].changed(**settings))
 
     def replaced(self, index: int, gpu: Device) -> State:
-        """Return the state with another GPU in place of one; its counters go on from here."""
+        """Return the state with one GPU replaced; its counters continue from here."""
         t = max(0.0, time.time() - self.epoch)
         before = self.gpus[index]
         pairs = zip(gpu.mig, before.mig, strict=False)

@@ -82,7 +82,7 @@ class Simulator:
             The directory that holds libnvidia-ml.so.1, for LD_LIBRARY_PATH.
 
         Raises:
-            GpusimError: There is no compiler, or it fails; the message has what it said.
+            GpusimError: There is no compiler, or it fails; the message contains its output.
         """
         directory = self.cache / self._key()
         if (directory / _LIBRARY).exists():
@@ -137,7 +137,7 @@ class Simulator:
         """Variables that make programs find no NVML, also on a machine that has it."""
         directory = self.cache / "missing"
         directory.mkdir(parents=True, exist_ok=True)
-        (directory / _LIBRARY).touch()  # the dynamic linker stops at a file that is no library
+        (directory / _LIBRARY).touch()  # the dynamic linker stops at a file that is not a library
         return {"LD_LIBRARY_PATH": _library_path(directory)}
 
 

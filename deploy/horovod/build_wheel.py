@@ -36,7 +36,7 @@ SETTINGS = {
     "HOROVOD_WITH_MPI": "1",
 }
 TOOLS = {"cmake": "cmake", "g++": "g++", "make": "make", "mpicxx": "libopenmpi-dev"}
-MISSING = 69  # EX_UNAVAILABLE: `make` may go on without Horovod
+MISSING = 69  # EX_UNAVAILABLE: `make` may continue without Horovod
 MB_PER_COMPILER = 2000  # a file with all of PyTorch's headers took g++ 12 1,870 MB
 LOG_LINES_SHOWN = 20
 
@@ -59,7 +59,7 @@ shutil.which = lambda name, *more, **named: which(name, *more, **named) if name 
 os.path.exists = lambda path: path != "/usr/local/cuda" and exists(path)
 """
 
-# What the environment is, asked of its own Python; a line of JSON.
+# Describes the environment from its own Python, as a line of JSON.
 ASK = """
 import importlib.metadata as m, json, os, platform, sysconfig
 def version(name):
@@ -108,7 +108,7 @@ class Target:
 
     @property
     def key(self) -> str:
-        """The wheel's directory in the cache: all that a compiled Horovod depends on."""
+        """The wheel's directory in the cache, named after everything that the build depends on."""
         parts = [f"horovod-{VERSION}", f"torch-{self.torch}", self.abi, self.mpi, self.libc]
         chosen = sorted(
             f"{name}={value}"
@@ -195,12 +195,12 @@ def look_at(python: str) -> Target:
 
 
 def find(directory: Path) -> Path | None:
-    """Return the wheel in a directory of the cache; None where there is none."""
+    """Return the wheel in a directory of the cache; None if it has none."""
     return next(iter(sorted(directory.glob("*.whl"))), None)
 
 
 def build(target: Target, cache: Path) -> Path:
-    """Build the wheel beside its place in the cache, and rename it there when it is complete.
+    """Build the wheel in a temporary directory of the cache; rename it when it is complete.
 
     Raises:
         BuildError: a download or the compiler failed.
@@ -209,7 +209,7 @@ def build(target: Target, cache: Path) -> Path:
     place, log = cache / target.key, cache / f"{target.key}.log"
     print(
         f"build_wheel.py: building Horovod {VERSION} for PyTorch {target.torch}: takes 3 to 10"
-        f" minutes, once; what the compiler says goes to {log}",
+        f" minutes, once; the compiler's output goes to {log}",
         file=sys.stderr,
         flush=True,
     )

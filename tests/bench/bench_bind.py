@@ -1,4 +1,4 @@
-"""Start-up of `hpml-bind` beside taskset, numactl and a bare interpreter, and the files it opens.
+"""Start-up of `hpml-bind` vs. taskset, numactl and a bare interpreter, and the files it opens.
 
     python tests/bench/bench_bind.py [RUNS] [PYTHON]
 

@@ -120,7 +120,7 @@ class Server:
 
 
 def _listen_in(namespace: str, address: str) -> socket.socket:
-    """A listening socket of a namespace; it stays there whoever uses it."""
+    """A listening socket of a namespace; it stays there, whichever process uses it."""
     found: list[socket.socket] = []
 
     def listen() -> None:
@@ -170,7 +170,7 @@ def run(way: str, source: Path, root: Path, network: Network) -> tuple[float, fl
 
 
 def measured(files: int, size: int, nodes: int) -> dict[str, float]:
-    """What the model says of this bench's network."""
+    """The model's estimate for this benchmark's network."""
     link = LINK_MEGABITS * 1e6 / 8
     rates = Rates(
         shared_rate=link, link_rate=link, disk_rate=1e9,

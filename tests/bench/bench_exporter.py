@@ -9,13 +9,13 @@ connection that stays open, as Prometheus does; meanwhile its CPU time is taken 
 clock of the process. Then come timed scrapes, half a second apart. nvitop-exporter exports GPUs and
 their processes only, ours everything.
 
-Then a small training runs beside our exporter, which is stopped (SIGSTOP) in every other epoch, and
-epochs are compared with their neighbours. Nothing is pinned: the exporter has to find its time
-beside the training, as on a node that is full.
+Then a small training runs while our exporter is stopped (SIGSTOP) in every other epoch, and
+epochs are compared with their neighbours. Nothing is pinned: the exporter competes with
+the training for CPU time, as on a full node.
 
-On a busy machine a scrape waits for a CPU; the CPU time that it costs says then more than its
-duration. A goal that is missed is marked; the exit status is 0 all the same, since a busy machine
-may miss it. It is 1 where an exporter does not show what is there: then the figures mean nothing.
+On a busy machine a scrape waits for a CPU; its CPU time is then a better measure than its
+duration. A missed goal is marked; the exit status is still 0, since a busy machine may miss it.
+It is 1 if an exporter does not show the jobs and GPUs of the node: its figures mean nothing then.
 """
 
 from __future__ import annotations
@@ -263,7 +263,7 @@ def epochs_of(words: list[str], exporter: Exporter) -> tuple[list[float], list[f
             if number:  # the first one has the warm-up
                 times[number % 2].append(now - begun)
             number += 1
-            # when it goes on it reads at once what it has missed: nothing is spared
+            # on SIGCONT it catches up at once on missed readings: none is saved
             exporter.process.send_signal(signal.SIGCONT if number % 2 else signal.SIGSTOP)
             begun = time.monotonic()
     exporter.process.send_signal(signal.SIGCONT)
@@ -273,7 +273,7 @@ def epochs_of(words: list[str], exporter: Exporter) -> tuple[list[float], list[f
 
 
 def slowdown(load: Load, epochs: int) -> None:
-    """Trains beside our exporter, which is stopped in every other epoch; compares neighbours."""
+    """Trains while our exporter is stopped in every other epoch; compares neighbouring epochs."""
     data = load.scratch / "digits"
     jobs = ROOT / "training_jobs"
     make = [sys.executable, str(jobs / "make_digits.py"), str(data)]

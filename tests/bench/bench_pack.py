@@ -2,11 +2,11 @@
 
     python tests/bench/bench_pack.py [SOURCE [DEST [RUNS]]]
 
-SOURCE: a tree, by default this Python's library with all that is installed; DEST: a directory for
-the results, by default a new one beside the temporary files; RUNS: 5. Warm cache: the tree is read
-once before, and the ways take turns. Every way ends with its archives on the disk (fsync). The
+SOURCE: a tree, by default this Python's library with all packages; DEST: a directory for the
+results, by default a new one in the directory for temporary files; RUNS: 5. Warm cache: the tree is
+read once before, and the ways take turns. Every way ends with its archives on the disk (fsync). The
 peers are `tar cf` alone, and `tar cf` followed by `find | xargs` with a checksum of each file: with
-as many processes as CPUs, xxhsum (XXH3-128) where it is installed, else sha256sum. hpml is timed as
+as many processes as CPUs, xxhsum (XXH3-128) if installed, else sha256sum. hpml is timed as
 a process, start of Python and all, with its modules compiled as an installation has them. Digests
 of both results are compared with the tree's by unpacking them.
 """
@@ -76,7 +76,7 @@ def compiled(home: Path) -> dict[str, str]:
 
 
 def hpml(workers: int, environment: dict[str, str]) -> Callable[[Path, Path], None]:
-    """A pack, with so many processes."""
+    """A pack with this number of processes."""
 
     def run(source: Path, dest: Path) -> None:
         words: list[str | Path] = [

@@ -25,7 +25,7 @@ CORES, GPUS, THREADS = 256, 16, 2
 
 
 def machine(domains: int, places: list[int | None], *, told: bool = True) -> Topology:
-    """Two sockets with so many domains in all; one network card for each GPU."""
+    """Two sockets with this total of domains; one network card for each GPU."""
     per = CORES // domains
 
     def distance(one: int, other: int) -> int:
@@ -55,7 +55,7 @@ def machine(domains: int, places: list[int | None], *, told: bool = True) -> Top
 
 
 def milliseconds(work: Callable[[], object], runs: int) -> list[float]:
-    """Return the wall-clock times of so many runs, after one that does not count."""
+    """Return the wall-clock times of this number of runs, after an uncounted one."""
     work()
     times = []
     for _ in range(runs):

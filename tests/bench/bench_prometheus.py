@@ -91,8 +91,8 @@ def exporters(shown: dict[str, list[bytes]]) -> Iterator[dict[str, Any]]:
 
 
 def figures(server: Prometheus) -> dict[str, float]:
-    """Return what Prometheus says of itself."""
-    with urllib.request.urlopen(f"{server.url}/metrics") as answer:  # noqa: S310 - http of our own
+    """Return Prometheus' metrics about itself."""
+    with urllib.request.urlopen(f"{server.url}/metrics") as answer:  # noqa: S310 - our own server
         text = answer.read().decode()
     return {
         name: sum(

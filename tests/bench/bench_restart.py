@@ -97,7 +97,7 @@ def places(runs: int) -> list[int]:
 
 
 def steps_of(runs: int) -> int:
-    """Return the steps of a training that has room for so many stops."""
+    """Return the steps of a training long enough for this number of stops."""
     return (runs + 2) * EVERY_STEPS
 
 

@@ -1,4 +1,4 @@
-"""What the Slurm exporter costs: a large cluster's refresh, and a minute beside a naive exporter.
+"""Cost of the Slurm exporter: a large cluster's refresh, and a minute vs. a naive exporter.
 
     python tests/bench/bench_slurm_exporter.py [JOBS] [NODES]
     SLURM_CONF=... python tests/bench/bench_slurm_exporter.py --naive

@@ -3,13 +3,13 @@
     python tests/bench/bench_stage.py [--quick] [--cold] [--runs N] [--disk DIR] [SOURCE ...]
 
 SOURCE: trees, by default this Python's site-packages and /usr/share; DIR: where copies on a disk
-go, by default a new directory beside the temporary files. Copies go to /dev/shm and to DIR; one
-large file goes from one to the other; a tree whose every open takes 1 ms longer stands for a busy
+go, by default a new directory among the temporary files. Copies go to /dev/shm and to DIR; one
+large file goes from one to the other; a tree in which each open takes 1 ms longer simulates a busy
 metadata server (a test shim, `latency.c`, preloaded for the peers and for us alike).
 
 The ways take turns, N rounds (5), and medians are compared. The tree is read once before (warm), or
-dropped from the page cache before every copy (--cold: /proc/sys/vm/drop_caches where that may be
-written, else posix_fadvise on every file). Every way is timed as a process on the same CPUs, start
+dropped from the page cache before every copy (--cold: /proc/sys/vm/drop_caches if it is
+writable, else posix_fadvise on every file). Every way is timed as a process on the same CPUs, start
 of Python included. Nobody waits for the disk (no fsync) but for hpml's manifest. What every way
 made is compared with the source by XXH3-128 of every file, read back by code that is not hpml's.
 """
@@ -70,7 +70,7 @@ def digests(root: Path) -> dict[str, bytes]:
 
 
 def hpml(source: Path, kind: str, *, hashed: bool, threads: int = 0) -> Way:
-    """Staging by a process of its own; 0 threads: as many as it chooses."""
+    """Staging by a separate process; 0 threads: as many as it chooses."""
 
     def words(dest: Path) -> list[str]:
         how = "hash" if hashed else "plain"
@@ -106,7 +106,7 @@ def data_of(dest: Path) -> Path:
 
 
 def drop(source: Path) -> str:
-    """Drop the source from the page cache; says how."""
+    """Drop the source from the page cache; returns the method."""
     os.sync()
     try:
         Path("/proc/sys/vm/drop_caches").write_text("3", "ascii")
@@ -259,7 +259,7 @@ def large(disk: Path, shm: Path, size: int, *, runs: int, cold: bool) -> bool:
 
 
 def slow_opens(shm: Path, count: int, *, runs: int) -> bool:
-    """Race over a tree whose every open takes 1 ms longer."""
+    """Race over a tree in which each open takes 1 ms longer."""
     home = Path(tempfile.mkdtemp(prefix="hpml-bench-", dir=shm))
     try:
         shim, source = home / "latency.so", home / "tree"

@@ -47,7 +47,7 @@ def measure(command: list[str]) -> tuple[float, int]:
 
 
 def a_run(records: Path) -> Path:
-    """Run a small job on this machine, and return where its events lie."""
+    """Run a small job on this machine, and return the path of its events."""
     job = records.with_suffix(".yaml")
     job.write_text(json.dumps({"name": "bench", "command": ["true"], "launcher": "srun"}), "utf-8")
     command = [str(HPML), "--records", str(records), "run", str(job), "--backend", "local"]

@@ -1,4 +1,4 @@
-"""Planning, submitting, following and reporting a sweep of 10,000 points, beside other ways.
+"""Planning, submitting, following and reporting a sweep of 10,000 points, and alternatives.
 
     python tests/bench/bench_sweep.py [--points N] [--follow SECONDS] [--no-slurm]
 
@@ -6,8 +6,8 @@ A grid of N points (default 10,000) of one shape: N/100 values of one argument, 
 repeats. Memory is the largest resident set of the command. The goals of planning (3 s) and of the
 report (20 s, 400 MB) are of processor seconds, which other work on the machine hardly changes.
 
-Planning and reporting need no cluster. The report is of N rows that this file writes, as they are
-after a training that reported its figures; no run stands behind them. The peer parses the same
+Planning and reporting need no cluster. The report is about N rows that this file writes, as if
+a training had reported its figures; nothing was run. The peer parses the same
 lines with Python's json.
 
 Submitting needs root and a development Slurm, whose partition is down, so that nothing starts. The

@@ -5,10 +5,10 @@
 The same files as a pack, a tar and a zip (stored, and deflated at level 1), from and into RAM
 (--into: another place), with a warm cache. hpml runs as it does in a job: in a process that is
 there already, planning included, with as many workers as there are CPUs, making digests. Peers:
-GNU `tar xf` (of all archives, one behind the other), `unzip -q`, and Python's zipfile in a process
-of its own. Ways take turns; medians of RUNS (5).
-CPU seconds tell more than the clock where others use the machine. After the last run each tree is
-compared with the source by SHA-256, which hpml does not use.
+GNU `tar xf` (of all archives in sequence), `unzip -q`, and Python's zipfile in a separate
+process. Ways take turns; medians of RUNS (5).
+CPU seconds are a better measure than the clock if others use the machine. After the last run each
+tree is compared with the source by SHA-256, which hpml does not use.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ def hpml(source: Path) -> Way:
 
 
 def tool(*words: str | Path) -> Way:
-    """A program that is told the target behind its other words."""
+    """A program whose last argument is the target."""
 
     def run(target: Path) -> None:
         subprocess.run([*words, target], check=True)

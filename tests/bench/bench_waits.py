@@ -4,7 +4,7 @@
 
 Two ranks train two copies of a model over gloo, one with `measure_waits` and one without, in blocks
 of 50 steps that take turns, so that both meet the same load on the machine. The cost has two
-parts: the hook in each step, as CPU time (the wall-clock time on a shared machine says nothing of
+parts: the hook in each step, as CPU time (wall-clock time on a shared machine cannot resolve
 microseconds), and the longer duration of the few steps that are measured. Goal: 0.1 % together.
 """
 

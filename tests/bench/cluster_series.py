@@ -47,12 +47,12 @@ _VALUES = {
 """Values of labels that do not come from the node, the GPU or the job."""
 _OF_JOBS = ("user", "account", "partition", "qos", "name", "array_job", "array_task")
 _OF_RUNS = ("run", "sweep", "point")
-_RARE = 50  # one node in so many has had a GPU error or is down
+_RARE = 50  # one in this number of nodes has had a GPU error or is down
 
 
 @dataclass(frozen=True)
 class _Place:
-    """What has a series of its own: labels, and whether it is the cluster, a node, GPU or job."""
+    """An object with its own series: labels, and its kind (cluster, node, GPU or job)."""
 
     kind: str
     labels: dict[str, str]
@@ -60,7 +60,7 @@ class _Place:
 
 
 class Cluster:
-    """A cluster of so many nodes.
+    """A cluster with this number of nodes.
 
     Args:
         nodes: how many.

@@ -1,9 +1,9 @@
 """A node full of jobs for bench_exporter.py: simulated GPUs, real processes, real control groups.
 
-20 jobs on 8 GPUs with 500 processes, unless told otherwise; each job has one process on a GPU, the
-others stand for the workers that read its data. Control groups are those of version 1 where this
-user may make them (below a directory that no other exporter looks into), else a tree of files in
-the form of version 2, whose figures do not change.
+By default 20 jobs on 8 GPUs with 500 processes; each job has one process on a GPU, the others
+represent workers that read its data. Control groups are of version 1 if this user may create them
+(below a directory that no other exporter reads), else a tree of files in the form of version 2,
+whose values do not change.
 """
 
 from __future__ import annotations

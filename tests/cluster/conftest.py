@@ -50,7 +50,7 @@ def devcluster(*arguments: str | Path, seconds: float = 300) -> subprocess.Compl
 
 @dataclass(frozen=True)
 class SlurmCluster:
-    """A cluster that is up: where it is, and how to use and inspect it."""
+    """A cluster that is up: its directory, and functions to use and inspect it."""
 
     box: Path
     slurm_conf: Path
@@ -110,7 +110,7 @@ class SlurmCluster:
         self.pids[daemon] = json.loads(done.stdout)["pid"]
 
     def leftovers(self, node: str) -> list[str]:
-        """Lists all that lies in a node's own /tmp and /dev/shm, shared folders left out."""
+        """Lists the contents of a node's private /tmp and /dev/shm, without shared folders."""
         found = self.exec(node, "find", "/tmp", "/dev/shm", "-xdev", "-mindepth", "1", "-print0")
         assert found.returncode == 0, found.stderr
         # Mount points of shared folders, and the folders they lie in, are the cluster's own.
@@ -118,14 +118,14 @@ class SlurmCluster:
         return sorted(path for path in found.stdout.split("\0") if path and path not in own)
 
     def jobs(self) -> list[dict[str, Any]]:
-        """Lists the jobs slurmctld knows (squeue --json), ended ones too; newest last."""
+        """Lists the jobs in slurmctld (squeue --json), ended ones too; newest last."""
         output = self.run("squeue", "--json", "--states=all").stdout
         jobs: list[dict[str, Any]] = json.loads(output)["jobs"]
         return sorted(jobs, key=lambda job: int(job["job_id"]))
 
 
 def require_cluster() -> None:
-    """Skips, or fails on CI, where no cluster can be booted; the reason names what is missing."""
+    """Skips, or fails on CI, if no cluster can be booted; the reason names what is missing."""
     missing = [name for name in _PROGRAMS if shutil.which(name, path=_SYSTEM_PATH) is None]
     if missing:
         hint = "deploy/devcluster/devcluster install"
@@ -190,7 +190,7 @@ def slurm_cluster() -> Iterator[SlurmCluster]:
 
 @pytest.fixture(autouse=True)
 def daemons_live(request: pytest.FixtureRequest) -> Iterator[None]:
-    """Fail at once, with a daemon's last words, where each test would wait for it in vain."""
+    """Fail at once with a dead daemon's last log lines, before each test waits for it in vain."""
 
     def check() -> None:
         for name, pid in cluster.pids.items():
@@ -223,5 +223,5 @@ def desk(slurm_cluster: SlurmCluster, tmp_path: Path) -> Desk:
 
 @pytest.fixture
 def bare(bare_cluster: SlurmCluster, tmp_path: Path) -> Desk:
-    """A desk in front of a one-node cluster of its own, without accounting."""
+    """A desk in front of a separate one-node cluster without accounting."""
     return Desk(bare_cluster, tmp_path)

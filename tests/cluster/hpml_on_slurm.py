@@ -31,7 +31,7 @@ __all__ = [
 ]
 
 ROOT = Path(__file__).parents[2]
-# Open MPI wants to be told that it may run as root, as whom tests run.
+# Open MPI needs permission to run as root, and the tests do.
 MPIRUN_AS_ROOT = (
     {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
     if os.geteuid() == 0
@@ -48,7 +48,7 @@ exec {script}
 
 @dataclass
 class Desk:
-    """An ordinary user's desk: a directory, records of its own, and a cluster to send jobs to."""
+    """An ordinary user's desk: a directory, separate records, and a cluster for the jobs."""
 
     cluster: SlurmCluster
     directory: Path
@@ -61,7 +61,7 @@ class Desk:
         self.hand_over()
 
     def hand_over(self) -> None:
-        """Give what lies there to the user, files that a test has made too."""
+        """Make the user the owner of everything there, including files of the test."""
         if not self.as_root:
             hand_over(self.directory)
 
@@ -104,7 +104,7 @@ class Desk:
         """Call hpml as `call` does any command."""
         python = sys.executable if self.as_root else PYTHON
         done = self.call(python, "-m", "hpml_orchestrator.cli", *arguments, code=code)
-        # hpml's own: the output of the job stands there too, and torchrun may log one and go on.
+        # Only hpml's: the job's output is in it too, and torchrun may log one and continue.
         assert not re.search(r"Traceback[^\0]*hpml_orchestrator", done.stderr), done.stderr
         return done
 
@@ -131,7 +131,7 @@ class Desk:
         return self.cluster.run(*command).stdout
 
     def staged(self, job_id: str = "") -> list[str]:
-        """What of hpml's staging lies on the nodes, of one job or of all."""
+        """Files that hpml's staging left on the nodes, of one job or of all."""
         own = re.compile(rf"/hpml-{UID}.*-{job_id}(/|$)" if job_id else f"/hpml-{UID}")
         return [
             f"{node}:{path}"

@@ -12,7 +12,7 @@ from typing import Any
 from tests.cluster.conftest import SlurmCluster, booted, clean_environment
 
 USER = "games"
-# Two kinds of nodes, and a MIG profile beside whole GPUs on one of them.
+# Two kinds of nodes; one of them has a MIG profile as well as whole GPUs.
 CONFIGURATION = """\
 EnforcePartLimits=NO
 AccountingStorageEnforce=associations,limits,qos

@@ -52,7 +52,7 @@ def started(desk: Desk, sid: str) -> int:
 
 
 def test_an_array_with_a_failure_a_cancel_and_a_requeue(desk: Desk) -> None:
-    """Two at a time; one fails, one is cancelled, one requeued; the end tells of each."""
+    """Two at a time; one fails, one is cancelled, one requeued; the report shows each."""
     submitted = array(desk, "0-5%2")
     sid, job_id = submitted["id"], submitted["job_id"]
     assert [task["index"] for task in submitted["tasks"]] == list(range(6))
@@ -85,7 +85,7 @@ def test_an_array_with_a_failure_a_cancel_and_a_requeue(desk: Desk) -> None:
 
 
 def test_an_array_submitted_by_hand(desk: Desk) -> None:
-    """`sbatch job.sh` runs the same tasks; their records lie beside the script."""
+    """`sbatch job.sh` runs the same tasks; their records are next to the script."""
     job = desk.job("hand", array="3,7", command=["true"], resources=SMALL)
     desk.hpml("render", job, "-o", desk.directory / "by-hand")
     told = desk.call("sbatch", "--wait", "job.sh", cwd=desk.directory / "by-hand")
@@ -119,7 +119,7 @@ def test_without_accounting_ends_are_kept(bare: Desk) -> None:
     eventually(lambda: started(bare, sid) == 3, what="1 and 3 run, 2 has failed")
     ended = bare.records / "runs" / f"{sid}.2" / "attempts" / "0" / "ended.json"
     eventually(ended.exists)
-    for index in (1, 3):  # a controller that reads its settings anew may refuse a step just then
+    for index in (1, 3):  # a controller may refuse a step while it reloads its settings
         output = bare.records / "runs" / f"{sid}.{index}" / "output.log"
         eventually(partial(says, output, "staged hello"))
     conf = bare.cluster.slurm_conf.read_text()

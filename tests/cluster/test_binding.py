@@ -1,7 +1,7 @@
 """Binding on a real Slurm of two nodes that look like DGX A100s: plans, proof, and what breaks it.
 
 The machine is virtual (deploy/devcluster): Slurm, hpml and its ranks are real, the 256 CPUs of a
-node are not. What a rank may use is recorded by the development cluster when it is set, and told
+node are not. The development cluster records each rank's affinity when it is set, and shows it
 in /proc as the kernel would.
 """
 
@@ -83,7 +83,7 @@ def needs(launcher: str) -> None:
 
 
 def job(desk: Desk, launcher: str, **fields: Any) -> Path:
-    """A job of all GPUs on both nodes, half of the CPUs where it does not say otherwise."""
+    """A job with all GPUs of both nodes, and half of the CPUs unless `fields` differ."""
     resources = {"nodes": 2, "gpus": 8, "cpus_per_rank": 32, "time": "5", "exclusive": True}
     resources |= fields.pop("resources", {})
     whole = {"command": rank_command(desk, SECONDS), "resources": resources, **fields}
@@ -149,7 +149,7 @@ def test_every_rank_is_where_the_plan_says(desk: Desk, launcher: str) -> None:
 
 
 def test_lent_cores_are_right(desk: Desk) -> None:
-    """By default the domains without a GPU lend their cores, which is no fault even in strict."""
+    """By default the domains without a GPU lend their cores; strict accepts that, too."""
     desk.hpml("run", job(desk, "srun", binding={"verify": "strict"}))
     for proof in proofs(desk):
         assert proof["wrong"] == []
@@ -244,7 +244,7 @@ def test_a_launcher_that_binds_as_well_is_caught(desk: Desk, kind: str) -> None:
 
 
 def test_a_job_that_is_only_warned_goes_on(desk: Desk) -> None:
-    """The same fault with `warn` is told in the output and in `hpml show`; the job completes."""
+    """With `warn`, the output and `hpml show` report the same fault; the job completes."""
     command = in_a_shell(desk, '[[ $LOCAL_RANK != 3 ]] || exec taskset -c 24 "$@"; exec')
     made = job(
         desk,
@@ -259,5 +259,5 @@ def test_a_job_that_is_only_warned_goes_on(desk: Desk) -> None:
     assert "1 of 8 ranks WRONG" in shown
     logs = desk.hpml("logs", ran["id"]).stdout
     sentence = "runs on CPUs 24 alone, not on its own 24-31,152-159"
-    assert logs.count(sentence) == 1, "told while the ranks ran, and not again at the end"
+    assert logs.count(sentence) == 1, "reported while the ranks ran, and not again at the end"
     assert sentence in shown

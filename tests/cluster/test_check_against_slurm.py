@@ -1,4 +1,4 @@
-"""What the check says of a job is what a real Slurm does with it, in both directions."""
+"""The check accepts the jobs that a real Slurm runs, and refuses those that it refuses."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def submit(site: SlurmCluster, job: Job) -> tuple[str, str]:
 
 
 def states(site: SlurmCluster) -> dict[str, tuple[str, str]]:
-    """State and reason of each job that the controller knows."""
+    """State and reason of each job in the controller."""
     listed = site.run("squeue", "--noheader", "--states=all", "--format=%i|%T|%r").stdout
     rows = [line.split("|") for line in listed.splitlines()]
     return {job_id: (state, reason) for job_id, state, reason in rows}
@@ -104,7 +104,7 @@ def test_the_check_and_slurm_agree(site: SlurmCluster, how: str) -> None:
         now = states(site)
         return all(not job_id or now[job_id][0] != "PENDING" for job_id in good)
 
-    with contextlib.suppress(AssertionError):  # told below, job by job
+    with contextlib.suppress(AssertionError):  # reported below, job by job
         eventually(all_started)
     now = states(site)
     wrong = []
@@ -116,9 +116,9 @@ def test_the_check_and_slurm_agree(site: SlurmCluster, how: str) -> None:
         if starts == bool(errors):
             asked = job.resources.model_dump(exclude_defaults=True)
             wrong.append(f"{asked} {job.launcher}: {state} {reason}; found {[*map(str, errors)]}")
-    site.run("scancel", f"--user={USER}", check=False)  # 1 where none is left, from 24.11 on
+    site.run("scancel", f"--user={USER}", check=False)  # status 1 if none is left, from 24.11 on
     assert wrong == []
-    # The comparison is worth nothing where all jobs are alike.
+    # The comparison is worth nothing if all jobs are alike.
     assert outcomes["STARTED"] >= 30
     assert outcomes["REFUSED"] >= 30
     if how == "NO":

@@ -18,7 +18,7 @@ SHORT = {"time": "00:01:00"}
 
 @pytest.fixture
 def standing_still(slurm_cluster: SlurmCluster) -> Iterator[int]:
-    """The controller stopped in its tracks, and going on at the end in any case."""
+    """The controller, suspended; it always continues after the test."""
     pid = slurm_cluster.pids["slurmctld"]
     os.kill(pid, signal.SIGSTOP)
     yield pid
@@ -32,7 +32,7 @@ def last_job_id(desk: Desk) -> int:
 
 
 def test_a_bad_job_leaves_no_trace(desk: Desk) -> None:
-    """Refused with all that is wrong and status 2: no job, no id used up, no record."""
+    """Refused with every mistake and status 2: no job, no id used, no record."""
     bad = {"partition": "mian", "gpus": "h100:3", **SHORT}
     file = desk.job("bad", command=["true"], resources=bad)
     before = last_job_id(desk)
@@ -52,7 +52,7 @@ def test_a_bad_job_leaves_no_trace(desk: Desk) -> None:
 
 
 def test_a_controller_that_stands_still_delays_little(desk: Desk, standing_still: int) -> None:
-    """`check` gives up within seconds; `submit` warns, goes on, and the job is there in the end."""
+    """`check` gives up within seconds; `submit` warns, continues, and the job is submitted."""
     file = desk.job("late", command=["true"], resources=SHORT)
     began = time.monotonic()
     told = desk.hpml("check", file, code=5)

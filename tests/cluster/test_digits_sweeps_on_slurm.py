@@ -20,7 +20,7 @@ REPEATS = 6 if os.environ.get("HPML_LONG") else 2
 @pytest.mark.slow
 @pytest.mark.parametrize("mode", ["strong", "weak"])
 def test_a_sweep_of_the_digits_ends_in_a_true_report(mode: str, desk: Desk, tmp_path: Path) -> None:
-    """1, 2 and 4 ranks; one array per scale and repeat; Slurm knows each task once."""
+    """1, 2 and 4 ranks; one array per scale and repeat; Slurm has each task once."""
     jobs = ROOT / "training_jobs"
     for file in (*jobs.glob("*.py"), jobs / "digits.yaml"):
         shutil.copy(file, tmp_path)

@@ -1,4 +1,4 @@
-"""What the documentation says of Slurm is true on a real one."""
+"""The documentation's statements about Slurm, checked on a real one."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ pytestmark = TRAINS
 
 @pytest.fixture
 def reader(slurm_cluster: SlurmCluster, tmp_path: Path) -> Iterator[Reader]:
-    """A reader on the login node, who has written the digits as the tutorial says before."""
+    """A reader on the login node, after the tutorial's earlier step that writes the digits."""
     environment = {
         "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
         "SLURM_CONF": str(slurm_cluster.slurm_conf),

@@ -1,4 +1,4 @@
-"""Signals and ends on a real Slurm: what a signal leaves alone, and what a job says ended it."""
+"""Signals and job ends on a real Slurm: signals that do no harm, and the reported reasons."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def ended(job: dict[str, Any], attempt: int = 0) -> Any:
 def test_signals_for_the_ranks_reach_them_and_nothing_else(
     desk: Desk, data: dict[str, str], launcher: str
 ) -> None:
-    """The job goes on with its data, and its summary says which signals came."""
+    """The job continues with its data, and its summary lists the signals."""
     (desk.directory / "catch.py").write_text(CATCH)
     go = desk.directory / "go"
     desk.more = dict(MPIRUN_AS_ROOT)
@@ -105,7 +105,7 @@ def test_signals_for_the_ranks_reach_them_and_nothing_else(
 
 
 def test_every_end_is_called_by_its_name(desk: Desk) -> None:
-    """By Slurm's word and the job's own, which is all that is left once Slurm has forgotten."""
+    """From Slurm, and from the job's own record, which remains after Slurm deleted the job."""
     sleep = ["sh", "-c", "trap 'exit 3' TERM; echo begins; sleep 200 & wait"]
     crash = ["sh", "-c", 'echo begins; [ "$RANK" = 0 ] || exit 7; sleep 200']
     killed = ["sh", "-c", 'echo begins; [ "$RANK" = 0 ] || kill -SEGV $$; sleep 200']
@@ -172,7 +172,7 @@ def test_ranks_that_ignore_sigterm_keep_their_data_and_leave_none(
 
 
 def test_a_preempted_and_a_requeued_job_say_so(desk: Desk) -> None:
-    """The next attempt begins anew, and each tells its own end."""
+    """The next attempt starts again, and each records how it ended."""
     whole = {"nodes": 2, "cpus_per_rank": 4, "time": "5:00"}
     go = desk.directory / "go"
     wait = ["sh", "-c", f"echo begins; until [ -e {go} ]; do sleep 0.1; done"]
@@ -199,7 +199,7 @@ WAITS = (
 
 
 def test_a_job_whose_node_fails_starts_again(desk: Desk, data: dict[str, str]) -> None:
-    """Slurm starts the job again; the first attempt says why it ended."""
+    """Slurm starts the job again; the first attempt records why it ended."""
     command = [PYTHON, "-c", WAITS]
     job = desk.submit("victim", command=command, resources={"time": "5:00"}, stage=[data])
     eventually(Path(job["directory"], "tried").exists)
@@ -224,7 +224,7 @@ def test_without_accounting_ends_are_told_apart(bare: Desk) -> None:
     assert (bad["state"], bad["exit_code"]) == ("FAILED", 3)
     checks = {check["check"]: check["result"] for check in bare.json("doctor")}
     assert (checks["Slurm"], checks["accounting"]) == ("ok", "none")
-    # what the job wrote down itself counts once the controller no longer knows it
+    # the job's own record is used once the controller has deleted the job
     record = Path(bad["submission"], "job.json")
     record.write_text(json.dumps({**json.loads(record.read_text()), "job_id": "4242"}))
     Path(bad["submission"], "final.json").unlink()

@@ -51,7 +51,7 @@ def say(**facts):
 
 
 def script(desk: Desk, text: str, **parameters: Any) -> dict[str, Any]:
-    """Run a script of the user; returns what it says at its end."""
+    """Run a script of the user; returns what it prints last."""
     (desk.directory / "functions.py").write_text(SCRIPT + text)
     done = desk.call(PYTHON, "functions.py", json.dumps(parameters))
     answer: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
@@ -59,7 +59,7 @@ def script(desk: Desk, text: str, **parameters: Any) -> dict[str, Any]:
 
 
 def test_a_function_on_two_nodes(desk: Desk) -> None:
-    """Every rank has its result; hpml has bound them, and knows the job by Slurm's id.
+    """Every rank has its result; hpml has bound them, and finds the job by Slurm's id.
 
     Slurm shows the user's own name and comment, whatever they are.
     """

@@ -1,4 +1,4 @@
-"""A run goes on, exactly once, after its time limit, a preemption and the failure of a node."""
+"""A run continues, exactly once, after its time limit, a preemption and a node failure."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.cluster.hpml_on_slurm import HPML, Desk, eventually
 LONG = os.environ.get("HPML_LONG") == "1"
 KILLS = 10 if LONG else 1
 
-# Counts how often it was started; a program without the channel, which ends when told to.
+# Counts its starts; a program without the channel, which ends on request.
 PROGRAM = (
     "import os, signal, sys, time\n"
     "signal.signal(signal.SIGUSR1, lambda *_: sys.exit(0))\n"
@@ -68,7 +68,7 @@ def over(desk: Desk, job: dict[str, Any]) -> dict[str, Any]:
 
 
 def test_a_run_is_requeued_as_it_was_asked(desk: Desk) -> None:
-    """`hpml requeue` of a running run: the same job runs once more, and nodes may be left out."""
+    """`hpml requeue` of a running run: the same job runs again, and nodes may be excluded."""
     job = start(desk, "asked")
     started(desk, "asked", 1)
     (attempt,) = Path(job["directory"], "attempts").iterdir()

@@ -68,7 +68,7 @@ def test_a_look_finds_what_the_node_has(desk: Desk) -> None:
 
 
 def test_a_look_is_refused_where_slurm_refuses_it(desk: Desk) -> None:
-    """Drained nodes are not looked at, and the profile says so."""
+    """Drained nodes are not probed, and the profile mentions it."""
     nodes = ",".join(desk.cluster.nodes)
     desk.slurm("scontrol", "update", f"nodename={nodes}", "state=drain", "reason=fan = dead")
     try:

@@ -27,7 +27,7 @@ TaskPlugin=task/cgroup
 JobAcctGatherType=jobacct_gather/cgroup
 PrologFlags=Alloc,Contain
 """
-# Holds so many MiB, says so, and stays.
+# Allocates the given MiB, reports it, and keeps running.
 WORK = """\
 #!/bin/bash
 #SBATCH --output={where}/%j.out
@@ -42,7 +42,7 @@ END
 
 @dataclass
 class Site:
-    """A cluster, a folder on the real disk that its nodes see, and what the exporter is told."""
+    """A cluster, a folder on the real disk that its nodes see, and the exporter's options."""
 
     cluster: SlurmCluster
     where: Path
@@ -95,7 +95,7 @@ def grouped() -> Iterator[Site]:
         python = shutil.which("python3", path="/usr/local/bin:/usr/bin:/bin") or "python3"
         work = WORK.replace("{where}", str(where)).replace("{python}", python)
         (where / "work.sh").write_text(work)
-        # its jobs have other numbers than those of any cluster beside it
+        # its jobs have other numbers than those of any other cluster here
         first = f"FirstJobId={100_000 + time.time_ns() // 1000 % 60_000_000}\n"
         (where / "own.conf").write_text(GROUPS + install_prolog(where) + first)
         command = ("--nodes", "2", "--cpus", "4", "--gpus", "2", "--no-accounting")
@@ -104,7 +104,7 @@ def grouped() -> Iterator[Site]:
 
 
 def test_the_map_of_a_running_job(grouped: Site) -> None:
-    """The real prolog's file says what Slurm knows, and hides nothing of a job without GPUs.
+    """The real prolog's file has the facts from Slurm, and is complete for a job without GPUs.
 
     The real epilog removes it, and an old draft with it.
     """
@@ -117,9 +117,9 @@ def test_the_map_of_a_running_job(grouped: Site) -> None:
     os.utime(old, (time.time() - 720,) * 2)
     grouped.cancel(jobid)
     eventually(lambda: not old.exists() and not (jobs / f"{jobid}.json").exists())
-    new.unlink()  # raises where that was swept as well
+    new.unlink()  # raises if that was removed as well
     assert abs(value.pop("start") - time.time()) < 600
-    assert value.pop("qos") in {"", "normal"}, "where this Slurm tells it"
+    assert value.pop("qos") in {"", "normal"}, "if this Slurm passes it"
     end = value.pop("end")
     assert end == 0 or end > time.time(), "likewise"
     assert value == {

@@ -41,9 +41,9 @@ def stage_both(data: Path) -> list[dict[str, str]]:
 def at_its_limit(
     slurm_cluster: SlurmCluster, tmp_path_factory: pytest.TempPathFactory, data: Path
 ) -> Iterator[tuple[Desk, str]]:
-    """A job of one minute that wants to run for ten, started before everything else here.
+    """A job of ten minutes with a limit of one minute, started before everything else here.
 
-    Slurm's limits are whole minutes: it runs beside the other tests, which need not wait for it.
+    Slurm's limits are whole minutes: it runs during the other tests, which need not wait for it.
     """
     desk = Desk(slurm_cluster, tmp_path_factory.mktemp("limit"))
     short = {"nodes": 2, "time": 1}
@@ -120,7 +120,7 @@ def test_a_failing_rank_fails_the_job_and_its_data_goes(desk: Desk, data: Path) 
 
 
 def test_ranks_never_start_when_a_node_cannot_be_made_ready(desk: Desk) -> None:
-    """A source that is not there is told by node and path, and no rank has run."""
+    """A missing source is reported with node and path, and no rank has run."""
     gone = {"name": "gone", "source": "/no/such/data", "target": "local"}
     command = ["sh", "-c", "echo RANK RAN"]
     file = desk.job("no-source", command=command, resources={"nodes": 2}, stage=[gone])
@@ -146,7 +146,7 @@ def test_a_second_job_of_the_same_submission_ends_at_once(desk: Desk) -> None:
 
 
 def test_the_ranks_need_no_hpml_of_their_own(desk: Desk) -> None:
-    """In a virtual environment without hpml the ranks start, bound and recorded, all the same."""
+    """Even in a virtual environment without hpml the ranks start, bound and recorded."""
     venv = desk.directory / "bare venv"
     subprocess.run([PYTHON, "-m", "venv", "--without-pip", str(venv)], check=True, timeout=120)
     program = (
@@ -187,7 +187,7 @@ def test_the_queue_is_asked_in_words_for_people_and_programs(desk: Desk) -> None
     (listed,) = desk.json("list")
     assert (listed["state"], listed["backend"]) == ("COMPLETED", "slurm")
     assert desk.hpml("logs", ran["job_id"], "-n", "1").stdout == "two\n"
-    # what srun says to each --cpu-bind on a cluster without a task plugin, as this one
+    # srun's warning about each --cpu-bind on a cluster without a task plugin, such as this one
     assert "lacks support for cpu binding" not in Path(ran["output"]).read_text()
     checks: list[dict[str, Any]] = desk.json("doctor")
     assert {"check": "accounting", "result": "ok", "found": "sacct answers", "hint": ""} in checks

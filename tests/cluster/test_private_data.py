@@ -37,7 +37,7 @@ def test_what_cannot_be_seen_is_not_called_right(
     hide(kinds)
     wrong = {"nodes": 99, "gpus": 3, "time": "00:01:00"}
     told = desk.hpml("check", desk.job("wrong", command=["true"], resources=wrong), code=None)
-    assert told.returncode == (2 if kinds == "nodes" else 5)  # partitions tell how many they have
+    assert told.returncode == (2 if kinds == "nodes" else 5)  # partitions show their size
     assert f"not checked against the cluster: it shows you {unseen}" in told.stdout
     assert "OK" not in told.stdout
     told = desk.hpml("init", code=None)
@@ -54,7 +54,7 @@ def test_what_cannot_be_seen_is_not_called_right(
 def test_another_users_job_cannot_be_cancelled(
     desk: Desk, hide: Hide, tmp_path: Path, kinds: str
 ) -> None:
-    """The hint says who can, whether or not the cluster shows other users' jobs."""
+    """The hint states that only the owner can, even if other users' jobs are hidden."""
     hide(kinds)
     (tmp_path / "root").mkdir()
     root = Desk(desk.cluster, tmp_path / "root", as_root=True)

@@ -54,7 +54,7 @@ def test_a_user_without_accounts_has_none(slurm_cluster: SlurmCluster) -> None:
 
 
 def test_a_controller_that_is_not_there(slurm_cluster: SlurmCluster, tmp_path: Path) -> None:
-    """The same configuration with a port where nobody listens."""
+    """The same configuration with a port on which no process listens."""
     elsewhere = tmp_path / "slurm.conf"
     text = slurm_cluster.slurm_conf.read_text()
     elsewhere.write_text(re.sub(r"SlurmctldPort=\S+", "SlurmctldPort=1", text))

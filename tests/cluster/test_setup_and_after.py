@@ -8,7 +8,7 @@ SMALL = {"time": "5:00", "memory": "50M"}
 
 
 def test_setup_reaches_ranks_on_all_nodes_or_ends_the_job(desk: Desk) -> None:
-    """Exports, limits and directory are the ranks'; a line that fails is told, staged data gone."""
+    """Ranks get exports, limits and directory; a failing line is reported, staged data removed."""
     data = desk.directory / "data"
     data.mkdir()
     (data / "word").write_text("hello\n")
@@ -31,7 +31,7 @@ def test_setup_reaches_ranks_on_all_nodes_or_ends_the_job(desk: Desk) -> None:
 
 
 def test_jobs_wait_for_other_runs(desk: Desk) -> None:
-    """Each starts when its runs ended as wanted; one that never can is cancelled, and says why."""
+    """Each starts when its runs ended as wanted; one that never can is cancelled with a reason."""
     gate = desk.directory / "gate"
     until = f"while [ ! -e {gate} ]; do sleep 0.05; done; exit "
     ends = (["bash", "-c", f"{until} {status}"] for status in (0, 3))

@@ -44,7 +44,7 @@ def desk(slurm_cluster: SlurmCluster, tmp_path: Path) -> Desk:
 
 
 def test_a_job_through_a_profile_runs_as_the_site_wants_it(desk: Desk) -> None:
-    """Partition by default, GPUs under another option, no comment, staged where the site says."""
+    """The site's default partition, option for GPUs and staging directory are used; no comment."""
     job = desk.job(
         "sited",
         command=["sh", "-c", 'echo "$SITE_GREETING" {stage.d} $(cat {stage.d}/data)'],
@@ -79,7 +79,7 @@ def test_a_forbidden_option_is_refused_before_slurm_hears_of_it(desk: Desk) -> N
 
 
 def test_ranks_that_a_template_never_starts_end_the_job_at_once(desk: Desk) -> None:
-    """Where only the job can know it, the script says so and does not wait for its own agent."""
+    """If only the job can detect it, the script reports it and does not wait for its agent."""
     templates = desk.directory / "templates"
     templates.mkdir()
     (desk.directory / "hpml.toml").write_text(f'templates = "templates"\n{PROFILE}')

@@ -1,4 +1,4 @@
-"""What the Slurm exporter says of a real cluster, against squeue, sinfo, scontrol and sacct."""
+"""The Slurm exporter's metrics of a real cluster, against squeue, sinfo, scontrol and sacct."""
 
 from __future__ import annotations
 
@@ -108,7 +108,7 @@ def test_how_jobs_end(desk: Desk, collector: SlurmCollector) -> None:
         "withdrawn": submit("--nodes=2", "--exclusive"),
     }
     for job in (jobs["late"], jobs["lost"], jobs["stubborn"]):
-        # A second at least: Slurm says of one that never ran that it ended as it started.
+        # At least a second: for a job that never ran, Slurm reports its end as its start.
         eventually(partial(has_run, job))
     desk.slurm("scancel", jobs["withdrawn"], jobs["stubborn"])
     eventually(lambda: series(collector)["hpml_slurm_jobs"]["main", "normal", "completing"])
@@ -116,7 +116,7 @@ def test_how_jobs_end(desk: Desk, collector: SlurmCollector) -> None:
     # Refused once by a controller that was busy.
     eventually(lambda: desk.cluster.run(*end_now, check=False).returncode == 0)
     desk.slurm("scontrol", "update", "node=node2", "state=down", "reason=test")
-    # Refused where the node has come back by itself (ReturnToService).
+    # Refused if the node has returned by itself (ReturnToService).
     desk.cluster.run("scontrol", "update", "node=node2", "state=resume", check=False)
 
     def agree() -> bool:
@@ -143,7 +143,7 @@ def test_how_jobs_end(desk: Desk, collector: SlurmCollector) -> None:
 
 
 def test_a_user_of_a_cluster_lists_its_targets(desk: Desk) -> None:
-    """`hpml targets` prints all nodes, with what Slurm knows of them."""
+    """`hpml targets` prints all nodes with their properties in Slurm."""
     groups = json.loads(desk.hpml("targets", "--port", "9999").stdout)
     assert [group["labels"]["node"] for group in groups] == list(desk.cluster.nodes)
     assert all(group["targets"][0].endswith(":9999") for group in groups)
@@ -152,7 +152,7 @@ def test_a_user_of_a_cluster_lists_its_targets(desk: Desk) -> None:
 def test_licences_and_reservations(
     slurm_cluster: SlurmCluster, desk: Desk, collector: SlurmCollector
 ) -> None:
-    """Licences in total and in use, and when a reservation begins and ends, as scontrol says."""
+    """Licences in total and in use, and a reservation's start and end, as scontrol shows them."""
     with slurm_cluster.configured("Licenses=matlab:7"):
         words = ("reservation=maint", "starttime=now+1hour", "duration=30", "nodes=node1")
         slurm_cluster.run("scontrol", "create", *words, "users=root")
@@ -176,7 +176,7 @@ def test_licences_and_reservations(
 
 
 def test_a_controller_that_stops(slurm_cluster: SlurmCluster, collector: SlurmCollector) -> None:
-    """The last figures stay and the exporter is not up, until the controller goes on."""
+    """The last values stay and the exporter is not up, until the controller continues."""
     eventually(lambda: ("completing",) not in series(collector)["hpml_slurm_nodes"])
     before = series(collector)
     os.kill(slurm_cluster.pids["slurmctld"], signal.SIGSTOP)

@@ -22,7 +22,7 @@ def git(top: Path, *words: str) -> None:
 def test_the_code_of_the_submission_runs(desk: Desk, tmp_path: Path) -> None:
     """Held, edited, moved away, released: both nodes run the old code, with its uncommitted change.
 
-    The script, and what Slurm holds, are to the byte what `hpml render` prints.
+    The script, and Slurm's copy of it, equal the output of `hpml render` to the byte.
     """
     top = tmp_path / "my code"
     (top / "tools").mkdir(parents=True)
@@ -63,7 +63,7 @@ def test_the_code_of_the_submission_runs(desk: Desk, tmp_path: Path) -> None:
 
 
 def test_a_rendered_directory_runs_by_hand(desk: Desk, tmp_path: Path) -> None:
-    """`render -o` puts the code beside the script, and sbatch in that directory is all it takes.
+    """`render -o` puts the code next to the script; `sbatch` in that directory submits the job.
 
     The job stages its data, cleans up after it and records itself there.
     """

@@ -45,7 +45,7 @@ def run(desk: Desk, data: Path, *command: str, code: int = 0, **stage: Any) -> t
 
 
 def test_the_second_job_finds_what_the_first_kept(desk: Desk, data: Path) -> None:
-    """Each node copies once; the next job says that both had it, and ranks see all of it."""
+    """Each node copies once; the next job reports that both had it, and ranks see all of it."""
     first, _ = run(desk, data, keep=True, distribution="shared")
     (stage,) = first["summary"]["stages"]
     assert (stage["nodes"], stage["reused"], stage["kept"]) == (2, 0, 2)
@@ -58,14 +58,14 @@ def test_the_second_job_finds_what_the_first_kept(desk: Desk, data: Path) -> Non
 
 
 def test_ranks_of_a_step_stage_once(desk: Desk, data: Path) -> None:
-    """Each has a shell of its own, which calls hpml stage; a later step stages anew."""
+    """Each rank's shell calls hpml stage, and one copies; a later step stages again."""
     stage = f"{PYTHON} -m hpml_orchestrator.cli stage {data} --to shm --print reused; true"
     told = [desk.slurm("srun", "-N1", "-n3", "sh", "-c", stage) for _ in range(2)]
     assert [sorted(one.split()) for one in told] == [["no", "yes", "yes"]] * 2
 
 
 def test_a_chain_brings_it_to_both_nodes(desk: Desk, data: Path) -> None:
-    """The first node reads and passes on; both have the same digest, and the output says how."""
+    """The first node reads and passes on; digests are equal, and the output names the method."""
     ran, log = run(desk, data, *COUNT, distribution="chain")
     (stage,) = ran["summary"]["stages"]
     assert (stage["nodes"], stage["files"], stage["methods"]) == (2, 2 * FILES, ["chain"])

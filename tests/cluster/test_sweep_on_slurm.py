@@ -1,6 +1,6 @@
 """Sweeps on a real Slurm: controllers killed, limits of the site, a node down, lost answers.
 
-Whatever happens, every point has one task that runs, and one row that says what became of it.
+Whatever happens, every point has one task that runs, and one row with its result.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ AccountingStorageEnforce=associations,limits,qos
 """
 LONG = os.environ.get("HPML_LONG") == "1"
 KILLS = 20 if LONG else 3
-# Each task says that it runs, in one write, and leaves its point as the result.
+# Each task reports its start in one write, and leaves its point as the result.
 TASK = """\
 echo "$1" >> "$2"
 sleep "$3"
 echo "{\\"test_accuracy\\": 0.$1}" > "$4/result.json"
 """
-# A fake, and it says so: it hands over to the real sbatch, and loses the first answer.
+# A fake that names itself as one: it calls the real sbatch, and loses the first answer.
 FAKE_SBATCH = """\
 #!/bin/sh
 [ -e {seen} ] && exec {sbatch} "$@"
@@ -65,7 +65,7 @@ def desk(cluster: SlurmCluster, tmp_path: Path) -> Desk:
 
 
 def sweep_file(desk: Desk, points: int, seconds: float = 0.2, **fields: Any) -> Path:
-    """Write a grid of points whose tasks take that long."""
+    """Write a grid of points whose tasks take this many seconds."""
     desk.job(
         "task",
         command=["bash", "-c", TASK, "task"],
@@ -122,7 +122,7 @@ def carries_on(desk: Desk, pid: int) -> bool:
 
 
 def test_killed_controllers(desk: Desk) -> None:
-    """Killed by SIGKILL at any moment, the next one goes on; arrays are as large as may be."""
+    """After a SIGKILL at any moment, the next one continues; arrays have the largest size."""
     full = 3 if LONG else 1
     points = 8 * full + 6
     sweep = sweep_file(desk, points)

@@ -88,7 +88,7 @@ REFUSED = {
 
 
 def test_no_command_touches_a_job_of_the_other_cluster(clusters: Clusters) -> None:
-    """Neither the run of that name, nor the job with its id here."""
+    """It finds neither the run of that name, nor the job with its id here."""
     clusters.there.job("later", command=["true"])
     for command, code in REFUSED.items():
         done = clusters.there.hpml(*command.format(run=clusters.run["id"]).split(), code=code)
@@ -100,7 +100,7 @@ def test_no_command_touches_a_job_of_the_other_cluster(clusters: Clusters) -> No
 
 
 def test_a_job_id_names_the_runs_of_both(clusters: Clusters) -> None:
-    """The same id twice is refused; the id of the run says which is meant."""
+    """The same id twice is refused; the id of the run selects one."""
     done = clusters.there.hpml("cancel", clusters.run["job_id"], code=2)
     assert clusters.run["id"] in done.stderr
     assert clusters.other["id"] in done.stderr

@@ -1,7 +1,7 @@
 """An ordinary user, whom the tests' jobs belong to, and an hpml that this user can run.
 
-Where the tests run as root, as virtual nodes need, the Python and the checkout may lie where nobody
-else may look. So the user gets a virtual environment below /tmp, made of hard links.
+If the tests run as root, as virtual nodes need, other users may have no access to the directories
+of Python and the checkout. So the user gets a virtual environment below /tmp, made of hard links.
 """
 
 from __future__ import annotations
@@ -121,7 +121,7 @@ def _python() -> str:
 
 
 def _link(source: str | Path, target: Path) -> None:
-    """Copy a tree by hard links, or where that cannot be, its bytes."""
+    """Copy a tree with hard links, or its bytes if links are impossible."""
     for flags in ("-alf", "-af"):
         done = subprocess.run(
             ["cp", flags, str(source), str(target)], capture_output=True, timeout=600, check=False

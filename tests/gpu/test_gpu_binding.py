@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-# What CUDA itself says of the rank's device, and the kernel of its place.
+# The rank's device according to CUDA, and its location according to the kernel.
 RANK = """\
 import json, os, sys, time
 import torch

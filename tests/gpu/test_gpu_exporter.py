@@ -99,7 +99,7 @@ def collector() -> Iterator[Collector]:
 
 
 def test_numbers_agree_with_nvidia_smi(collector: Collector) -> None:
-    """What stands still is the same; what moves is near."""
+    """Constant values are equal; changing values are close."""
     for row in _smi():
         uuid, seen = row["uuid"], collector.sample()
         assert seen["up", uuid, ""] == 1

@@ -89,7 +89,7 @@ def test_mfu_is_that_of_the_device(text: Path, tmp_path: Path, more: list[object
 
 @pytest.fixture(scope="module")
 def equals(text: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """Result and output of DDP and of all that has to be equal; they run side by side."""
+    """Result and output of DDP and of all methods that must equal it; they run in parallel."""
     home = tmp_path_factory.mktemp("equal")
     started = {}
     for name, more in {"ddp": [], **EQUAL}.items():

@@ -1,6 +1,6 @@
 """Known data for every query of a dashboard: what its selectors want, of three jobs and nodes.
 
-Each job has a node, a user and a GPU of its own, so that joins on any of these labels find one
+Each job has a different node, user and GPU, so that joins on any of these labels find one
 partner.
 """
 
@@ -92,7 +92,7 @@ def _selectors(node: Any) -> Iterator[promql_parser.VectorSelector]:
 
 
 def _series(dashboards: Iterable[dict[str, Any]]) -> dict[str, set[frozenset[tuple[str, str]]]]:
-    """Metric -> the label values that its selectors ask for beside those of the jobs."""
+    """Metric -> the label values that its selectors use in addition to those of the jobs."""
     wanted: dict[str, set[frozenset[tuple[str, str]]]] = {}
     for text in itertools.chain.from_iterable(map(expressions, dashboards)):
         for selector in _selectors(promql_parser.parse(text)):
@@ -142,7 +142,7 @@ def openmetrics(dashboards: Iterable[dict[str, Any]]) -> str:
 
 
 def backfill(folder: Path, text: str) -> None:
-    """Write data of this form where a Prometheus that is booted in the folder finds it."""
+    """Write data of this form for a Prometheus that is booted in the folder."""
     folder.mkdir(parents=True, exist_ok=True)
     raw = folder / "data.txt"
     raw.write_text(text)

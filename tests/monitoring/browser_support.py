@@ -65,7 +65,7 @@ class Browser:
         )
 
     def prefer(self, scheme: str) -> None:
-        """Prefer light or dark, as a user's desktop says; empty is Chromium's own."""
+        """Emulate a desktop's preference for light or dark; empty is Chromium's default."""
         feature = {"name": "prefers-color-scheme", "value": scheme}
         self._call("Emulation.setEmulatedMedia", features=[feature])
 

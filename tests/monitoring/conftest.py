@@ -1,4 +1,4 @@
-"""What the tests of this folder share: each part lives in a module of its own."""
+"""Fixtures that the tests of this folder share; each is defined in a separate module."""
 
 from __future__ import annotations
 

@@ -74,7 +74,7 @@ class Exporter:
         return self.process.pid
 
     def scrape(self, *, accept: str = "") -> Answer:
-        """Ask it once, by a connection of its own."""
+        """Scrape it once, over a new connection."""
         with closing(HTTPConnection(self.address, timeout=60)) as connection:
             connection.request("GET", "/metrics", headers={"Accept": accept} if accept else {})
             response = connection.getresponse()
@@ -101,7 +101,7 @@ class Exporter:
         return last[0]
 
     def log(self) -> str:
-        """What it has told so far."""
+        """Its log output so far."""
         return self._log.read_text("utf-8")
 
     def status(self, field: str) -> int:

@@ -1,7 +1,7 @@
-"""A process with a GPU collector, told over its standard input what to do: one JSON per line.
+"""A process with a GPU collector; it reads commands from standard input, one JSON per line.
 
-NVML is loaded once per process and found through LD_LIBRARY_PATH, which counts from the start of a
-process; so every test of the collector has a process of its own.
+NVML is loaded once per process and found through LD_LIBRARY_PATH, which must be set before the
+process starts; so every test of the collector starts a new process.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class Child:
         began = time.time()
         try:
             families = self.collector.sample(time.monotonic() + ahead)
-        except Exception as error:  # noqa: BLE001 - told to the test
+        except Exception as error:  # noqa: BLE001 - passed to the test
             return {"error": type(error).__name__, "text": str(error)}
         return {
             "began": began,

@@ -1,4 +1,4 @@
-"""A GPU collector in a process of its own on simulated GPUs, and what it answered."""
+"""A GPU collector in a separate process on simulated GPUs, and its answers."""
 
 from __future__ import annotations
 

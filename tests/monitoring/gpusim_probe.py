@@ -1,6 +1,6 @@
 """A child process that calls NVML for tests: one expression a line in, its value as JSON out.
 
-The library has to be named in LD_LIBRARY_PATH before a process begins, hence a process of its own.
+LD_LIBRARY_PATH must contain the library before a process starts, hence a separate process.
 A call that NVML refuses gives {"error": CODE}.
 """
 
@@ -42,7 +42,7 @@ def raw(name: str, *arguments: Any) -> int:
 
 
 def fields(handle: Any, *ids: Any) -> list[Any]:
-    """Field values, None where one is refused."""
+    """Field values, None for those that are refused."""
     found = []
     for each in pynvml.nvmlDeviceGetFieldValues(handle, list(ids)):
         kinds = {0: "dVal", 1: "uiVal", 2: "ulVal", 3: "ullVal"}

@@ -40,7 +40,7 @@ class Gpusim:
         return dict(os.environ) | self.simulator.environment(self.path)
 
     def run(self, *words: str, **options: Any) -> subprocess.CompletedProcess[str]:
-        """Runs this Python with these words, and gives back what it said."""
+        """Runs this Python with these arguments and returns its output."""
         return subprocess.run(  # noqa: PLW1510 - the options have it
             [sys.executable, *words],
             **{
@@ -102,7 +102,7 @@ class Probe:
 
 @pytest.fixture(scope="session")
 def gpusim_library() -> Simulator:
-    """Builds the simulated driver; skips loudly where there is no C compiler."""
+    """Builds the simulated driver; skips with a clear reason if no C compiler is found."""
     simulator = Simulator()
     try:
         simulator.build()

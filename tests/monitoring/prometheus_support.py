@@ -34,7 +34,7 @@ _LATE = "(up == 0) and on (job, instance) (scrape_duration_seconds > 0.9)"
 class Series(NamedTuple):
     """One element of an instant vector."""
 
-    labels: dict[str, str]  # `__name__` too, where the expression keeps it
+    labels: dict[str, str]  # `__name__` too, if the expression keeps it
     value: float
 
 
@@ -57,15 +57,15 @@ class Prometheus:
         """The data that its HTTP API answers; a refusal fails with Prometheus' own words."""
         url = f"{self.url}/api/v1/{path}?{urllib.parse.urlencode(parameters)}"
         try:
-            with urllib.request.urlopen(url, timeout=120) as answer:  # noqa: S310 - http of our own
+            with urllib.request.urlopen(url, timeout=120) as answer:  # noqa: S310 - our own server
                 return json.load(answer)["data"]
         except urllib.error.HTTPError as error:
             raise AssertionError(f"{path} {parameters}: {error.read().decode()}") from error
 
     def query(self, promql: str, seconds: float = 240.0) -> list[Series]:
-        """Evaluate an expression now, but not where the last scrape of a target came too late.
+        """Evaluate an expression now, but not if the last scrape of a target came too late.
 
-        Such a one lets all its series go, of which nothing can be told then.
+        A late scrape makes all series of its target stale, and the result would miss them.
         """
         series: list[Series] = []
 
@@ -170,7 +170,7 @@ class Promtool(Protocol):
 
 
 def static(job: str, *addresses: str, **more: Any) -> dict[str, Any]:
-    """A scrape config of addresses that are known, each second unless `more` says otherwise."""
+    """A scrape config of fixed addresses, once per second unless `more` has another interval."""
     return {
         "job_name": job,
         "scrape_interval": "1s",

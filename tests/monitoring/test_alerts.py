@@ -213,7 +213,7 @@ def test_alerts_fire_when_they_should(promtool: Promtool, tmp_path: Path) -> Non
         ("TrainingWaitsForData", "waits-for-data", "critical"),
         ("TrainingRanksUneven", "slow-rank", "critical"),
         ("JobMemoryNearLimit", "memory-pressure", "critical"),
-        ("GpuThrottled", "throttled", "warn"),  # told to those who mend the node, not to its user
+        ("GpuThrottled", "throttled", "warn"),  # for administrators, not for the user
     ],
 )
 def test_the_limits_are_those_of_reports(alert: str, finding: str, level: str) -> None:

@@ -147,7 +147,7 @@ def test_every_rule_of_the_group_is_tested() -> None:
 
 DASHBOARDS = {path.stem: json.loads(path.read_text("utf-8")) for path in JSON.glob("*.json")}
 FAULTY = r"oom_events|xid|wrong_ranks|ecc_errors|unopened|slurm_jobs{|slurm_nodes.*state=\"(?!down)"
-ZERO = {  # where nothing is wrong and nothing waits
+ZERO = {  # if nothing is wrong and nothing waits
     ("hpml-job", "Faults", ""),
     ("hpml-job", "GPUs", "unused"),
     ("hpml-node", "GPU errors", ""),
@@ -162,7 +162,7 @@ Figures = dict[tuple[str, str, str], list[float]]
 
 @pytest.fixture(scope="module")
 def healthy(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Prometheus]:
-    """A Prometheus with all that the dashboards ask for, except faults and the queue."""
+    """A Prometheus with all series that the dashboards query, except faults and the queue."""
     folder = tmp_path_factory.mktemp("healthy")
     lines = openmetrics(DASHBOARDS.values()).splitlines()
     kept = "\n".join(line for line in lines if not re.search(FAULTY, line))

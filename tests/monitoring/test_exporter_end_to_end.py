@@ -1,6 +1,6 @@
-"""Jobs of a real Slurm share a node; what Prometheus says of them is what they were told to do.
+"""Jobs of a real Slurm share a node; Prometheus shows the load that each of them generates.
 
-The GPUs are simulated; Slurm hands them out by their device files, as it does with real ones.
+The GPUs are simulated; Slurm allocates them by their device files, like real ones.
 Expected values come from the jobs' orders, from Slurm, from /proc and from the simulator's state.
 """
 
@@ -50,7 +50,7 @@ LAYOUTS = {
     ),
 }
 
-# Holds 300 MiB, burns CPU time, and has a child write 64 MiB that ends when it is told to.
+# Holds 300 MiB, burns CPU time, and starts a child that writes 64 MiB and ends on request.
 WRITER = """
 import os, sys, time
 here = sys.argv[1]
@@ -146,7 +146,7 @@ class Node:
             self.cluster.run("scancel", "--full", "--signal=KILL", jobid, check=False)
 
     def gpu_numbers(self, job: Job) -> list[int]:
-        """Which GPUs a job has, as Slurm says: the numbers of their device files."""
+        """The GPUs of a job according to Slurm: the numbers of their device files."""
 
         def numbers() -> str:
             shown = self.cluster.run("scontrol", "show", "job", "-d", job.jobid).stdout
@@ -169,9 +169,9 @@ def node(site: Node) -> Node:
 def site(request: pytest.FixtureRequest, gpusim_library: Simulator) -> Iterator[Node]:
     """Boots a cluster of one node with 8 CPUs and 4 GPUs.
 
-    Its jobs have numbers of their own: clusters of other tests use the same control groups. Its
-    task prolog tells node agents another place than /run/hpml, and has the library of simulated
-    GPUs found: variables of hpml's own do not travel with a submission.
+    Its job numbers are unique, as clusters of other tests use the same control groups. Its
+    task prolog sets a directory other than /run/hpml for node agents, and the path of the library
+    of simulated GPUs: a submission does not pass on hpml's own variables.
     """
     if request.param == "cgroup" and not Path("/sys/fs/cgroup/freezer/tasks").exists():
         pytest.skip("HARDWARE: no control groups of version 1 here")
@@ -190,7 +190,7 @@ def site(request: pytest.FixtureRequest, gpusim_library: Simulator) -> Iterator[
         prolog.write_text(f"#!/bin/sh\n{lines}", encoding="utf-8")
         prolog.chmod(0o755)
         lines = f"{LAYOUTS[request.param]}FirstJobId={first}\nTaskProlog={prolog}\n"
-        lines += f"PrologFlags=Alloc\n{install_prolog(disk)}"  # it knows which GPUs a job was given
+        lines += f"PrologFlags=Alloc\n{install_prolog(disk)}"  # it records each job's GPUs
         (disk / "own.conf").write_text(lines, encoding="utf-8")
         with booted(*options, "--slurm-conf", disk / "own.conf") as cluster:
             exporter: tuple[str, ...] = ("--root", f"run={disk}/run")
@@ -319,12 +319,12 @@ def test_a_job_monitors_itself(
     node: Node, gpusim_library: Simulator, prometheus: BootPrometheus
 ) -> None:
     """Without anybody's leave: Prometheus finds it by a file, and a summary of it stays."""
-    gpusim = Gpusim(node.gpus, gpusim_library)  # nodes have a /tmp of their own
+    gpusim = Gpusim(node.gpus, gpusim_library)  # nodes have a private /tmp
     state = gpusim.write(four_gpus())
     server = prometheus([files("jobs", node.disk / "records/targets/*.json", honor_labels=True)])
     resources = {"ranks_per_node": RANKS, "gpus": RANKS, "time": "10:00"}
     with training(node, resources=resources, monitor=True) as (job, desk, run):
-        # which GPUs Slurm's numbers mean is not to be known without a prolog's map: use is
+        # without a prolog's map, Slurm's GPU numbers cannot be resolved, but use can be seen
         process = Process(int(job.told("rank0")), memory=5 << 30)
         gpusim.write(state.changed(2, processes=(process,)))
         training_is_told(server, job)
@@ -429,7 +429,7 @@ def usage_is_that_of_proc(server: Prometheus, writer: Job, holder: Job) -> None:
 
 
 def who_they_are(server: Prometheus, *jobs: Job) -> None:
-    """User, partition and name are those that Slurm knows."""
+    """User, partition and name are those in Slurm."""
     for job in jobs:
         (one,) = server.query(f'hpml_job_info{{jobid="{job.jobid}"}}')
         assert one.labels["user"] == getpass.getuser()

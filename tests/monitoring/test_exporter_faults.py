@@ -1,4 +1,4 @@
-"""What goes wrong under an exporter stays where it is: the others are scraped on, and all heals."""
+"""Faults of one exporter do not affect the others, and each exporter recovers."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def test_a_gpu_falls_off_the_bus_and_comes_back(
 
 
 def test_the_driver_goes_and_comes_back(exporter: StartExporter, gpusim: Gpusim) -> None:
-    """Unloaded and loaded anew, with all handles invalid: GPUs are shown again by themselves."""
+    """Unloaded and loaded again, with all handles invalid: GPUs are shown again automatically."""
     state = gpusim.write(two_gpus())
     here = exporter(gpus=gpusim)
     here.wait_for(lambda answer: powers(answer) == [200.0, 300.0])

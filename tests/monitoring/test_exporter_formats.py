@@ -19,7 +19,7 @@ SERIES_OF_A_NODE = 800
 
 
 def full_state() -> State:
-    """Eight GPUs with all that they can have: GPM, MIG, NVLink, an XID error, a process."""
+    """Eight GPUs with every feature: GPM, MIG, NVLink, an XID error, a process."""
     busy = h100(0, util=70, power=500, processes=(Process(1),))
     others = [h100(index, util=index * 10, power=100 * index) for index in range(1, 6)]
     return State(epoch=time.time(), gpus=(busy, *others, divided(a100(6), 1, 2, 3), a100(7)))
@@ -42,7 +42,7 @@ def full(exporter: StartExporter, gpusim: Gpusim) -> Exporter:
 
 
 def of_the_node(answer: Answer) -> dict[tuple[str, Labels], float]:
-    """What stands there of no job: those of other tests on this machine come and go."""
+    """Series without a job: jobs of other tests on this machine come and go."""
     return {key: value for key, value in answer.values().items() if "jobid" not in dict(key[1])}
 
 

@@ -35,7 +35,7 @@ def node(epoch: float, *processes: Process, events: tuple[Event, ...] = ()) -> S
 
 
 class Churn:
-    """Jobs of a laptop that come and go, and GPUs that have something to tell."""
+    """Local jobs that come and go, and GPUs with errors and changing load."""
 
     def __init__(self, gpusim: Gpusim) -> None:
         self.gpusim = gpusim

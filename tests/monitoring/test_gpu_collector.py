@@ -1,4 +1,4 @@
-"""What the GPU collector reads of simulated GPUs; right is what their state file says."""
+"""What the GPU collector reads from simulated GPUs, compared with their state file."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ import pytest
 from deploy.gpusim.gpusim import Simulator, Square, State, a100, integral, value
 from tests.monitoring.gpu_support import ALL, GIB, UP, Start
 
-# A reading stands for at most 2.5 intervals, and a machine that stands still makes longer gaps of
-# the tenths of a second between two readings here. The collector is told that it reads once a
-# minute, and asked more often.
+# A reading counts for at most 2.5 intervals, and on a stalled machine the tenths of a second
+# between two readings here become longer gaps. So the collector's interval is set to a minute,
+# and the tests read more often.
 NO_GAP_SECONDS = 60.0
 
 
@@ -123,7 +123,7 @@ def test_pcie_counters_that_wrap_are_added_up(
 ) -> None:
     """Before Hopper there is a counter of 32 bits: four times around in these readings.
 
-    It wraps after 715 s. Between two readings the state's time goes on by 300.
+    It wraps after 715 s. Between two readings the state's clock advances by 300 s.
     """
     state = State(gpus=(a100(0, pcie_tx=6_000_000, pcie_rx=1_000_000),), epoch=time.time())
     running = gpu_collector(state, options={"gpu_interval": NO_GAP_SECONDS})
@@ -144,8 +144,8 @@ def test_busy_time_is_the_integral_of_utilization(
 ) -> None:
     """A GPU that works in bursts: what aliases as a gauge is right as a total.
 
-    It is read once a minute, of which the seconds of this test are no part; each state is a still
-    of the curve at that moment.
+    It is read once per simulated minute, regardless of the time that the test takes; each state is
+    a snapshot of the curve at that moment.
     """
     bursts = Square(1800, 0, 100, 0, 0.5)
     state = State(gpus=(a100(0, util=0),))
@@ -163,7 +163,7 @@ def test_busy_time_is_the_integral_of_utilization(
 
 @pytest.mark.parametrize(("gap", "added"), [(60, 60), (3600, 120)])
 def test_a_gap_is_filled_for_two_minutes(gpu_collector: Start, gap: int, added: int) -> None:
-    """A call that stalls for a minute must not look idle; nobody knows about an hour."""
+    """A call that stalls for a minute must not look idle; after an hour the use is unknown."""
     running = gpu_collector(State(gpus=(a100(0, util=100),)))
     running.sample()
     second = running.sample(ahead=1)

@@ -16,7 +16,7 @@ from tests.monitoring.gpu_support import ALL, UP, Answer, Start, pci_device
 def test_a_lost_gpu_takes_no_other_down_and_comes_back(
     gpu_collector: Start, gpusim_library: Simulator
 ) -> None:
-    """Its numbers go, `up` says 0, the XID error that tells why stays; later it is there again."""
+    """Its values go, `up` is 0, the XID error with the cause remains; later the GPU is back."""
     state = State(gpus=(a100(0, util=100), a100(1, util=50), a100(2, util=25)))
     running = gpu_collector(state, retry=(0.0, 0.0), options={"gpu_interval": 0.1})
     running.do("jobs", jobs=[{"jobid": "1", "gpus": ["0", "1"], "pids": []}])
@@ -77,7 +77,7 @@ def test_a_lost_gpu_is_looked_for_ever_more_rarely(
 def test_a_gpu_that_comes_and_goes_is_no_endless_restart(
     gpu_collector: Start, gpusim_library: Simulator
 ) -> None:
-    """Each attempt finds it, each reading after it loses it: attempts become rare all the same."""
+    """Each attempt finds it and the next reading loses it: attempts still become rare."""
     state = State(gpus=(a100(0), a100(1)))
     lost = state.changed(1, lost=1)
     running = gpu_collector(state)
@@ -94,7 +94,7 @@ def test_a_gpu_that_comes_and_goes_is_no_endless_restart(
 def test_an_instance_of_a_job_is_lost_with_its_gpu(
     gpu_collector: Start, gpusim_library: Simulator
 ) -> None:
-    """A job has one instance: it is down, the neighbour's is not told, and it comes back."""
+    """A job has one instance: it is down, the neighbour's is not shown, and it comes back."""
     gpu = divided(h100(0), 3, 3)
     state = State(gpus=(gpu, h100(1)))
     own = gpu.mig[1].uuid
@@ -124,7 +124,7 @@ def test_a_gpu_without_a_handle_takes_no_other_down(gpu_collector: Start) -> Non
 
 
 def test_all_gpus_lost_and_back(gpu_collector: Start, gpusim_library: Simulator) -> None:
-    """One after the other, while the first is looked for: the exporter says which they were."""
+    """They are lost in turn, during the search for the first; the exporter logs which ones."""
     state = State(gpus=(a100(0), a100(1), a100(2)))
     running = gpu_collector(state, retry=(0.0, 0.0))
     running.sample()
@@ -147,7 +147,7 @@ def test_all_gpus_lost_and_back(gpu_collector: Start, gpusim_library: Simulator)
 def test_gpus_that_are_lost_from_the_beginning(
     gpu_collector: Start, gpusim_library: Simulator, tmp_path: Path, *, named: bool
 ) -> None:
-    """They have no UUID yet, but sysfs knows where they are; later they have both."""
+    """They have no UUID yet, but sysfs has their addresses; later they have both."""
     state = State(gpus=(a100(0), a100(1)))
     addresses = [f"0000{gpu.bus_id}".lower() for gpu in state.gpus]
     for gpu in state.gpus if named else ():
@@ -167,7 +167,7 @@ def test_gpus_that_are_lost_from_the_beginning(
 def test_looking_for_a_lost_gpu_hides_nothing_of_the_others(
     gpu_collector: Start, gpusim_library: Simulator
 ) -> None:
-    """The driver is opened anew for it; GPM, PCIe and instances of healthy GPUs go on."""
+    """The driver is reopened for it; GPM, PCIe and instances of healthy GPUs continue."""
     state = State(gpus=(ALL, divided(h100(1, minor=1), 3), a100(2, minor=2)))
     running = gpu_collector(state, retry=(2.0, 2.0))
     for ahead in range(3):
@@ -231,7 +231,7 @@ def test_what_fails_in_the_beginning_is_tried_again(
 def test_what_was_counted_outlives_the_driver(
     gpu_collector: Start, gpusim_library: Simulator
 ) -> None:
-    """Since the exporter started, as their help says: the XID error that led to it above all."""
+    """Counted since the exporter started, as in their help, with the XID error that led to it."""
     state = State(gpus=(a100(0, util=100),))
     running = gpu_collector(state)
     running.sample()

@@ -1,4 +1,4 @@
-"""Which job has and uses which simulated GPU; right is what the state file says."""
+"""Which job has and uses which simulated GPU, compared with the state file."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def test_instances_of_a_split_gpu_have_memory_activity_and_jobs(gpu_collector: S
 
 
 def test_instances_come_and_go(gpu_collector: Start, gpusim_library: Simulator) -> None:
-    """An administrator splits a GPU anew while we look."""
+    """An administrator repartitions a GPU between two readings."""
     plain = h100(0)
     running = gpu_collector(State(gpus=(plain, h100(1, power=111))), look=0.0)
     assert len(running.sample().all("hpml_gpu_info")) == 2
@@ -96,7 +96,7 @@ def test_instances_come_and_go(gpu_collector: Start, gpusim_library: Simulator) 
 
 
 def test_in_a_job_only_its_own_gpus_are_shown(gpu_collector: Start) -> None:
-    """An exporter that a user started tells nothing of his neighbours."""
+    """An exporter that a user started shows nothing about other users' jobs."""
     gpus = tuple(a100(index, minor=2 - index) for index in range(3))
     processes = (Process(51, GIB, ghost=True), Process(61, GIB, ghost=True))
     state = State(gpus=(gpus[0], replace(gpus[1], processes=processes), gpus[2]))
@@ -118,7 +118,7 @@ def test_in_a_job_only_its_own_gpus_are_shown(gpu_collector: Start) -> None:
 
 
 def test_a_job_whose_gpus_are_not_known_claims_those_it_uses(gpu_collector: Start) -> None:
-    """Nothing is told of the node's other GPUs."""
+    """The node's other GPUs are not shown."""
     gpus = (a100(0), a100(1, processes=(Process(51, GIB, ghost=True),)))
     running = gpu_collector(State(gpus=gpus), options={"job": {"jobid": "5"}})
     assert not [labels for _, labels, _ in running.sample().series if "uuid" in labels]
@@ -160,7 +160,7 @@ def test_process_lists_that_grow_while_they_are_read(
 
 
 def test_processes_that_end_are_gone(gpu_collector: Start) -> None:
-    """A real process that is killed is in no list any more."""
+    """A real process that was killed is no longer listed."""
     with subprocess.Popen(["sleep", "600"]) as sleeper:
         gpu = a100(0, processes=(Process(sleeper.pid, GIB),))
         running = gpu_collector(State(gpus=(gpu,)), options={"process_interval": 0.0})

@@ -11,7 +11,7 @@ import pytest
 from deploy.gpusim.gpusim import OLD_DRIVER, Fault, Process, Simulator, State, a100, h100
 from tests.monitoring.gpu_support import ALL, GIB, UP, Answer, Start
 
-# Metrics that go when a call is not supported, and for which there is no other source.
+# Metrics that are missing if a call is not supported, because they have no other source.
 GOES = {
     "nvmlDeviceGetUtilizationRates": {
         "utilization_ratio", "memory_utilization_ratio", "busy_seconds_total",
@@ -58,7 +58,7 @@ GOES = {
 
 
 def test_each_call_may_be_missing(gpu_collector: Start, gpusim_library: Simulator) -> None:
-    """Not supported, no permission, unknown: the others go on, fallbacks take over, no error."""
+    """Not supported, no permission, unknown: the others continue, fallbacks work, no error."""
     state = State(gpus=(ALL, a100(1)))
     running = gpu_collector(state)
 
@@ -91,7 +91,7 @@ def test_a_rate_that_gpm_does_not_have_is_counted_otherwise(gpu_collector: Start
         before = running.sample()
     time.sleep(0.4)
     after = running.sample()
-    assert after.one("hpml_gpu_sm_active_ratio") == 0.44, "the others of GPM go on"
+    assert after.one("hpml_gpu_sm_active_ratio") == 0.44, "the other GPM metrics continue"
     name = "hpml_gpu_pcie_bytes_total"
     for direction, rate in (("transmit", 3e6), ("receive", 5e6)):
         grown = [one.one(name, direction=direction) for one in (before, after)]
@@ -190,7 +190,7 @@ def test_activity_that_is_not_a_number_is_not_shown(
 def test_processes_that_cannot_be_read_are_not_zero(
     gpu_collector: Start, gpusim_library: Simulator, code: int
 ) -> None:
-    """Neither of the GPU nor of its job; they are back as soon as the driver tells them again."""
+    """Neither for the GPU nor for its job; they return once the driver reports them again."""
     gpus = (a100(0, processes=(Process(5, GIB, ghost=True),)), a100(1))
     state = State(gpus=gpus)
     running = gpu_collector(state, options={"process_interval": 10})
@@ -227,12 +227,12 @@ def test_an_old_driver(gpu_collector: Start) -> None:
     assert 1 <= throttled <= 1 + seen.ended - first.began
     assert seen.one("hpml_gpu_processes", owner="none") == 1
     running.do("close")
-    assert running.end() == "", "nvitop tells of each missing function"
+    assert running.end() == "", "nvitop warns about each missing function"
 
 
 @pytest.mark.parametrize("interval", [0.2, 5.0])
 def test_energy_from_power_is_whole_at_any_interval(gpu_collector: Start, interval: float) -> None:
-    """A reading stands for all the time since the one before, however rare readings are."""
+    """A reading covers the whole time since the previous one, however rare readings are."""
     faults = (Fault("field:83", 3), Fault("nvmlDeviceGetTotalEnergyConsumption", 3))
     state = State(gpus=(a100(0, power=200),), faults=faults)
     running = gpu_collector(state, options={"gpu_interval": interval})

@@ -72,7 +72,7 @@ def test_gpus_of_the_job_are_summed_up(
         process = monitor._process
         assert process is not None
         os.kill(process.pid, signal.SIGKILL)
-        eventually(lambda: told(attempt)["starts"] >= 2)  # on a busy machine it may start once more
+        eventually(lambda: told(attempt)["starts"] >= 2)  # on a busy machine it may start again
         before = busy_seconds(attempt)
         eventually(
             lambda: busy_seconds(attempt) > before
@@ -85,13 +85,13 @@ def test_gpus_of_the_job_are_summed_up(
     took = time.monotonic() - began
     used, idle = sorted(told(attempt)["gpus"], key=lambda one: -one["busy_seconds"])
     assert (used["uuid"], idle["uuid"]) == (state.gpus[0].uuid, state.gpus[1].uuid)
-    # of a gap that is longer than 2.5 s, as a machine that stands still makes it, the rest is idle
+    # if a stalled machine makes a gap longer than 2.5 s, the excess counts as idle
     assert 0.7 * BUSY / 100 <= used["utilization_ratio"] <= 1.1 * BUSY / 100
     assert idle["busy_seconds"] == 0
     for one in (used, idle):
         assert one["power_watts"] == pytest.approx(WATTS, rel=0.02)
-        # what was before the first reading is told by its power, until that was looked at: a
-        # reading is shown for five seconds at most
+        # before the first reading, energy is estimated from its power: a reading is shown for five
+        # seconds at most
         assert watched * WATTS * 0.99 <= one["energy_joules"] <= (took + 5) * WATTS
     assert used["memory_peak_bytes"] >= 9 * GIB > idle["memory_peak_bytes"]
     assert used["xid_errors"] == {"79": 1}

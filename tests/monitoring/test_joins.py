@@ -108,7 +108,7 @@ RIVALS = exporter("main", "n1", {"7": ADA}, scope="job", G1={"7": "1"}) | export
     "main", "n1", {"8": BOB}, scope="job", G1={"8": "1"}
 )
 RIVALS_ON_A_NODE = RIVALS | exporter("main", "n1", {"7": ADA, "8": BOB}, G1={"7": "0", "8": "1"})
-LOCAL_RUN = {  # job 7 of the local backend, whose GPUs nobody allocated
+LOCAL_RUN = {  # job 7 of the local backend, whose GPUs were not allocated
     name.replace('jobid="7"', 'jobid="local-3fa9c1-7"')
     .replace('allocated="1"', 'allocated=""')
     .replace("G1", "G2"): shown
@@ -234,7 +234,7 @@ RECORDED: dict[str, dict[str, float]] = {  # of 7 on both nodes and 8 on one, G1
 def test_rules_of_whole_clusters(
     promtool: Promtool, tmp_path: Path, rule: str, answers: dict[str, float]
 ) -> None:
-    """Each sum over jobs, partitions, nodes and the cluster, where a node is scraped twice."""
+    """Each sum over jobs, partitions, nodes and the cluster, if a node is scraped twice."""
     exact = {
         rule + (labels if labels.startswith("{") else f'{{cluster="main",{labels}}}'): value
         for labels, value in answers.items()

@@ -1,4 +1,4 @@
-"""`hpml top` shows what a real Prometheus with hpml's recording rules knows of jobs."""
+"""`hpml top` shows the jobs in a real Prometheus with hpml's recording rules."""
 
 from __future__ import annotations
 
@@ -127,7 +127,7 @@ def test_a_proxy_is_for_other_machines(server: Prometheus, monkeypatch: pytest.M
 
 
 def test_figures_and_bottlenecks_of_jobs(server: Prometheus, tmp_path: Path) -> None:
-    """Nothing counts twice where a node is scraped twice, and other users' jobs are left out."""
+    """Nothing counts twice if a node is scraped twice, and other users' jobs are left out."""
     jobs = LiveJobs(Store(tmp_path), prometheus=server, user="ada")
 
     def complete() -> dict[str, Any]:

@@ -80,7 +80,7 @@ def rows(text: str) -> list[list[str]]:
 
 
 def test_jobs_of_everybody_the_largest_waste_first(server: Prometheus, tmp_path: Path) -> None:
-    """A job whose activity is unknown is not called unused, and stands last."""
+    """A job whose activity is unknown is not called unused and is listed last."""
     text = Desk(tmp_path).hpml("usage", "--all-users", "--prometheus", server.url)
     assert text.startswith("4 jobs since ")
     assert "310 GPU-hours; 54% of that time a kernel ran; 138 GPU-hours unused; 123 kWh" in text
@@ -108,7 +108,7 @@ def test_users_accounts_and_time(server: Prometheus, tmp_path: Path) -> None:
     far = rows(hpml(*common, "--all-users", "--min-unused", "50"))
     assert [row[0] for row in far] == ["JOB", "2"]
     assert hpml(*common, "--user", "a.*") == ""  # and the reason on stderr
-    assert hpml(*common) == ""  # whoever runs the tests is none of them
+    assert hpml(*common) == ""  # the user who runs the tests has no jobs here
     told = json.loads(hpml(*common, "--user", "bob", "--json"))
     assert told["total"]["gpu_hours"] == pytest.approx(160)
     assert told["rows"][0]["name"] == "lm"

@@ -49,7 +49,7 @@ PREFIXES = {"n": -9, "µ": -6, "m": -3, "k": 3, "K": 3, "M": 6, "G": 9, "T": 12,
 
 
 class Shown(NamedTuple):
-    """A number on the page, and how far the one behind it may be from it."""
+    """A number on the page, and its largest difference from the number behind it."""
 
     value: float
     tolerance: float
@@ -74,7 +74,7 @@ def numbers(text: str) -> list[Shown]:
 
 @pytest.fixture(scope="module")
 def prometheus_with_data(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Prometheus]:
-    """A Prometheus that knows what every dashboard asks for."""
+    """A Prometheus with the series that the dashboards query."""
     folder = tmp_path_factory.mktemp("prometheus")
     backfill(folder, openmetrics(json.loads(path.read_text()) for path in DASHBOARDS))
     with booted_prometheus(folder, []) as booted:
@@ -190,7 +190,7 @@ def test_rows_fold_and_panels_repeat(go: Any, browser: Browser) -> None:
 
 
 def test_a_panel_says_why_it_is_empty(go: Any) -> None:
-    """What Prometheus says of a wrong query stands in the panel, and so does the lack of data."""
+    """The panel shows Prometheus' message about a wrong query, and also that data is missing."""
     texts = {one["id"]: (one["state"], one["text"]) for one in go("viewer-features")}
     assert texts[3][0] == "error"
     assert "many-to-many matching not allowed" in texts[3][1]
@@ -265,7 +265,7 @@ def test_a_hidden_variable_is_never_stale(go: Any, browser: Browser) -> None:
 def test_it_fits_and_everything_has_a_name(
     width: int, theme: str, go: Any, browser: Browser
 ) -> None:
-    """Nothing is wider than the window, and every control says to a screen reader what it is."""
+    """Nothing is wider than the window, and every control has a label for screen readers."""
     go("viewer-features", f"theme={theme}", width)
     assert browser.evaluate("document.documentElement.scrollWidth") <= width
     assert browser.evaluate(NAMELESS) == []

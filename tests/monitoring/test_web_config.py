@@ -23,7 +23,7 @@ VERIFY = {**ASKING, "client_auth_type": "RequireAndVerifyClientCert"}
 def test_prometheus_scrapes_with_tls_and_a_password(
     prometheus: BootPrometheus, tmp_path: Path
 ) -> None:
-    """And with a certificate of its own: every series arrives, all over one connection."""
+    """And with its own certificate: every series arrives, all over one connection."""
     make_certificates(tmp_path)
     path = tmp_path / "web.yml"
     tls = {**VERIFY, "client_allowed_sans": ["prometheus.example"]}
@@ -43,7 +43,7 @@ def test_prometheus_scrapes_with_tls_and_a_password(
         booted.wait_for('sum_over_time(up{job="hpml"}[5m]) >= 3')
         assert booted.value("max(hpml_gpu_busy_seconds_total)") == (SERIES - 1) * 1.5
         assert not booted.was_refused("hpml", "5m")
-        # Prometheus breaks the connection where a response comes too late.
+        # Prometheus closes the connection if a response comes too late.
         late = booted.value('sum_over_time((up{job="hpml"} == bool 0)[5m:1s])')
         assert server.counters.responses[200] >= 3
         assert server.counters.accepted <= 1 + late

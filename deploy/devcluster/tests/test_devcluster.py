@@ -197,7 +197,7 @@ def test_a_job_on_one_node_reaches_a_server_on_the_other_by_name(
 def test_a_batch_job_runs_its_steps_on_all_nodes_and_is_accounted(
     slurm_cluster: SlurmCluster, tmp_path: Path
 ) -> None:
-    """An srun inside of a batch job starts on both nodes, and sacct says COMPLETED."""
+    """An srun inside a batch job starts on both nodes, and sacct reports COMPLETED."""
     number = submit(slurm_cluster, tmp_path, "srun hostname", "-N2", "--wait", "-t1")
     assert sorted((tmp_path / "out.txt").read_text().split()) == ["node1", "node2"]
     assert state(slurm_cluster, number) == "COMPLETED"
@@ -272,7 +272,7 @@ def test_a_job_of_main_takes_the_nodes_from_a_job_of_low(
 
 
 def test_a_second_up_on_the_same_box_is_refused(slurm_cluster: SlurmCluster) -> None:
-    """A box that is in use is left as it is, with a message that says what to do."""
+    """A box in use is not changed, and the message names the remedy."""
     result = slurm_cluster.run(DEVCLUSTER, "up", "--box", slurm_cluster.box, check=False)
     assert result.returncode == 1
     assert "already up" in result.stderr
@@ -294,7 +294,7 @@ def _server_above_a_free_port() -> socket.socket:
 def test_a_port_in_use_is_named_and_nothing_is_started(
     slurm_cluster: SlurmCluster, small_box: Path
 ) -> None:
-    """A boot that cannot have its ports says which one, and starts no daemon."""
+    """A boot that cannot get its ports names the port and starts no daemon."""
     with _server_above_a_free_port() as server:
         port = server.getsockname()[1]
         result = slurm_cluster.run(
@@ -326,8 +326,8 @@ def test_down_leaves_no_process_behind(slurm_cluster: SlurmCluster, small_box: P
     )
     facts = json.loads(up.stdout)
     own = {"SLURM_CONF": facts["slurm_conf"]}
-    sleep = f"sleep 600.{os.getpid()}"  # no other one like it on the machine
-    # Two forks and a session of its own: Slurm no longer knows the process for the job's.
+    sleep = f"sleep 600.{os.getpid()}"  # unique on the machine
+    # Two forks and a new session: Slurm no longer recognizes the process as the job's.
     escape = "(setsid sleep 601 </dev/null >/dev/null 2>&1 & echo $! )"
     stray = int(slurm_cluster.run("srun", "-n1", "bash", "-c", escape, env=own).stdout)
     slurm_cluster.run(

@@ -21,7 +21,7 @@ from tests.cluster.conftest import DEVCLUSTER, SlurmCluster, booted
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-# Domain -> CPUs of a DGX A100, as NVIDIA's table of it says; written out, not computed.
+# Domain -> CPUs of a DGX A100, from NVIDIA's table; written out, not computed.
 DGX_CPUS = [
     "0-15,128-143",
     "16-31,144-159",
@@ -47,7 +47,7 @@ def dgx(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SlurmCluster]:
 
 @pytest.fixture
 def modules(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
-    """Imports the development cluster's modules, which are no package."""
+    """Imports the development cluster's modules, which are not a package."""
     monkeypatch.syspath_prepend(str(DEVCLUSTER.parent))
     before = set(sys.modules)
     yield importlib.import_module
@@ -189,7 +189,7 @@ def test_slurm_binds_each_task_to_exactly_the_domain_asked_for(dgx: SlurmCluster
 
 
 def test_a_job_gets_cores_on_the_socket_of_its_gpu(dgx: SlurmCluster) -> None:
-    """gres.conf tells Slurm the cores of each GPU, of which Slurm 22.05 takes the socket."""
+    """gres.conf lists the cores of each GPU; Slurm 22.05 uses only their socket."""
     part = ("-N1", "-n1", "--nodelist=node1", "--mem=100", "--gres-flags=enforce-binding")
     first = dgx.run(
         *("sbatch", "--parsable", "--output=/dev/null", "--gres=gpu:4", *part),
@@ -253,7 +253,7 @@ def test_mpirun_binds_to_the_virtual_cores_of_two_nodes(dgx: SlurmCluster, tmp_p
     output = batch(dgx, tmp_path, script)
     ranks = sorted(line for line in output.splitlines() if re.match("[0-9] node", line))
     assert ranks == ["0 node1 0,128", "1 node1 64,192", "2 node2 0,128", "3 node2 64,192"]
-    # version 4 tells the hardware threads as well; version 5 has other words for the same
+    # version 4 also prints the hardware threads; version 5 words it differently
     for rank, (socket, core) in enumerate(((0, 0), (1, 64)) * 2):
         old = rf"MCW rank {rank} bound to socket {socket}\[core {core}\[hwt 0-1\]\]"
         new = rf"Rank {rank} bound to package\[{socket}\]\[core:L?{core}\]"

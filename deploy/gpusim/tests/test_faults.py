@@ -30,12 +30,12 @@ TEMPERATURE = "nvmlDeviceGetTemperature(h({}), 0)"
 
 
 def node(*gpus: Device, **settings: object) -> State:
-    """Two idle GPUs unless told otherwise."""
+    """Two idle GPUs unless others are given."""
     return State(gpus=gpus or (a100(0), a100(1)), **settings)  # type: ignore[arg-type]
 
 
 def test_nothing_works_before_the_start(gpusim: Gpusim) -> None:
-    """Each start needs an end of its own; after the last end nothing works again."""
+    """Each start needs a matching shutdown; after the last shutdown nothing works."""
     gpusim.write(node())
     with gpusim.probe() as ask:
         assert ask("nvmlInit()") is None
@@ -102,7 +102,7 @@ def test_a_call_hangs_until_the_state_lets_it_go(gpusim: Gpusim) -> None:
 
 
 def test_the_driver_is_unloaded(gpusim: Gpusim) -> None:
-    """Without a state file there is no driver; a new file is a driver again."""
+    """Without a state file no driver is loaded; a new file loads it again."""
     gpusim.write(node())
     with gpusim.probe() as ask:
         gpusim.path.unlink()
@@ -113,7 +113,7 @@ def test_the_driver_is_unloaded(gpusim: Gpusim) -> None:
 
 
 def test_a_wrong_state_file_is_no_driver(gpusim: Gpusim) -> None:
-    """It says which line is wrong."""
+    """The message names the wrong line."""
     gpusim.path.write_text("hpml-gpusim 1\nepoch 0\ngpu\nutil sqare:1,2\n")
     done = gpusim.run("-c", "import pynvml; pynvml.nvmlInit()")
     assert "Driver Not Loaded" in done.stderr

@@ -181,7 +181,7 @@ ANSWERS: dict[str, tuple[tuple[Device, ...], dict[str, Any]]] = {
 
 @pytest.mark.parametrize(("gpus", "answers"), ANSWERS.values(), ids=ANSWERS)
 def test_answers(gpusim: Gpusim, gpus: tuple[Device, ...], answers: dict[str, Any]) -> None:
-    """What each call says about these GPUs, 1000 seconds after the epoch."""
+    """What each call returns for these GPUs, 1000 seconds after the epoch."""
     epoch = time.time() - 1000
     gpusim.write(State(gpus=gpus, driver="535.1.2", cuda=12020, epoch=epoch))
     with gpusim.probe() as ask:
@@ -230,7 +230,7 @@ def test_gpm_is_the_mean_between_two_samples(gpusim: Gpusim) -> None:
 
 
 def test_a_reason_is_on_in_its_share_of_the_seconds(gpusim: Gpusim) -> None:
-    """A program that reads the bits once a second counts the time that the state says."""
+    """A program that reads the bits once per second counts the share in the state file."""
     shares = {"throttle_sw_power": 0.3, "throttle_hw_thermal": 1, "throttle_idle": 0}
     names = ("CurrentClocksEventReasons", "CurrentClocksThrottleReasons")
     with gpusim.probe(start=False) as ask:

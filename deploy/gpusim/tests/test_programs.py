@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 GPUSIM = Path(__file__).parents[2] / "gpusim" / "gpusim"
 GIB = 1 << 30
 
-# What nvitop says about every device and every MIG device, as JSON.
+# What nvitop reports about every device and every MIG device, as JSON.
 NVITOP = """
 import json
 from nvitop import Device, libnvml
@@ -189,7 +189,7 @@ def test_a_signal_ends_the_commands_child(gpusim_library: Simulator, tmp_path: P
 
 
 def test_a_running_node_is_changed(gpusim: Gpusim) -> None:
-    """Activity, processes, an error and a lost GPU are seen with the next call; counters go on."""
+    """The next call shows activity, processes, an error and a lost GPU; counters continue."""
     path = gpusim.path
     made = command("state", path, "--gpus", "2", "--mig", "--idle", "--node", "n1")
     assert made.returncode == 0, made.stderr
@@ -233,7 +233,7 @@ def test_a_running_node_is_changed(gpusim: Gpusim) -> None:
 def test_a_wrong_change_changes_nothing(
     gpusim_library: Simulator, tmp_path: Path, words: list[str], message: str
 ) -> None:
-    """It says what is wrong."""
+    """The message names the mistake."""
     path = tmp_path / "node.txt"
     gpusim_library.write(State(gpus=(h100(0), h100(1))), path)
     text = path.read_text()

@@ -72,7 +72,7 @@ def test_another_pytorch_python_mpi_or_setting_is_another_wheel(
 
 
 def test_missing_tools_are_named_with_a_status_of_their_own(tmp_path: Path) -> None:
-    """`make` tells by it that tests have to skip; nothing was begun."""
+    """`make` then skips the tests; no build was started."""
     pytest.importorskip("torch", reason="a wheel is for an environment with PyTorch")
     done = call("--python", sys.executable, "--cache", tmp_path / "cache", PATH=str(tmp_path))
     assert done.returncode == 69

@@ -55,7 +55,7 @@ def node_exporter(tmp_path: Path) -> Iterator[str]:
 def test_prometheus_reads_what_an_exporter_tells(
     prometheus: BootPrometheus, node_exporter: str
 ) -> None:
-    """A value told by Debian's node exporter comes back from a query, now and over time."""
+    """A query returns a value of Debian's node exporter, now and over time."""
     began = time.time()
     server = prometheus([static("node", node_exporter)])
     found = server.wait_for("told")
@@ -81,7 +81,7 @@ def test_a_scrape_that_is_refused_is_told_from_a_late_one(
 
 
 def tell(folder: Path, text: str) -> None:
-    """Have the node exporter tell this from now on: all of it, or what was before."""
+    """Change the node exporter's metrics at once: a scrape sees the old text or the new one."""
     new = folder / "one.new"
     new.write_text(text, encoding="utf-8")
     new.replace(folder / "texts" / "one.prom")
@@ -90,7 +90,7 @@ def tell(folder: Path, text: str) -> None:
 def test_a_counter_that_falls_is_found(
     prometheus: BootPrometheus, node_exporter: str, tmp_path: Path
 ) -> None:
-    """Of those that only rise, none is told."""
+    """Counters that only rise are not reported."""
     text = (
         "# TYPE falls_total counter\nfalls_total {}\n# TYPE rises_total counter\nrises_total {}\n"
     )
@@ -129,7 +129,7 @@ def test_a_prometheus_ends_with_its_test(tmp_path: Path) -> None:
 
 
 def test_promtool_finds_a_name_that_breaks_the_rules(promtool: Promtool) -> None:
-    """A counter without `_total` is told; a good one passes in silence."""
+    """A counter without `_total` is reported; a good one passes without output."""
     bad = promtool("check", "metrics", text=b"# HELP hpml_a A.\n# TYPE hpml_a counter\nhpml_a 1\n")
     assert bad.returncode != 0
     assert "_total" in bad.stderr

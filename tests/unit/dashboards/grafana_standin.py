@@ -1,6 +1,6 @@
 """A stand-in for Grafana's HTTP API, because no Grafana server can be installed here.
 
-It is not Grafana: it knows only the calls that `hpml dashboards push` makes, as Grafana's
+It is not Grafana: it supports only the calls that `hpml dashboards push` makes, as Grafana's
 documentation of versions 10 to 12 describes them, and refuses what that refuses (401, 403, 404,
 409, 412). `fail` makes single calls answer otherwise.
 """

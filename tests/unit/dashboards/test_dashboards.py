@@ -1,4 +1,4 @@
-"""The built dashboards: current, valid, described, and asking only for what there is."""
+"""The built dashboards: current, valid, described, and without queries of unknown metrics."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def test_a_dashboard_is_valid_for_grafana(uid: str) -> None:
 
 @pytest.mark.parametrize("uid", UIDS)
 def test_the_first_screen_is_full_and_cuts_no_panel(uid: str) -> None:
-    """Panels up to the first row title fill 24 columns and end where the screen does."""
+    """Panels up to the first row title fill 24 columns and end at the bottom of the screen."""
     panels = dashboard(uid)["panels"]
     rows = [panel["gridPos"]["y"] for panel in panels if panel["type"] == "row"]
     first = [panel["gridPos"] for panel in panels if panel["gridPos"]["y"] < min(rows, default=99)]
@@ -107,7 +107,7 @@ def test_links_name_dashboards_and_variables_that_there_are(uid: str) -> None:
 
 
 def test_a_job_carries_its_user_sweep_and_node_to_the_other_dashboards() -> None:
-    """In variables that are not shown, of which each knows this job alone; a node carries a job."""
+    """Hidden variables hold only this job; a link from a node passes on the job."""
     for uid, names in (("hpml-job", {"user", "sweep", "node"}), ("hpml-node", {"jobid"})):
         variables = dashboard(uid)["templating"]["list"]
         hidden = {one["name"]: one["query"] for one in variables if one.get("hide")}
@@ -198,7 +198,7 @@ def test_every_query_of_a_job_is_of_that_job() -> None:
 
 
 def test_the_commands_write_and_check(tmp_path: Path) -> None:
-    """And the exit code says whether something is wrong."""
+    """The exit status is 1 if something is wrong."""
 
     def hpml(*words: str) -> tuple[int, str]:
         result = CliRunner().invoke(group, words)

@@ -108,7 +108,7 @@ def ask(
 
 
 def test_the_address_gives_a_cookie_and_forgets_the_token(viewer: ViewerServer) -> None:
-    """The cookie is for this server alone; the page's address goes on without the token."""
+    """The cookie is for this server alone; the page's new address has no token."""
     path = f"/d/hpml-one?token={viewer.token}&var-jobid=17"
     status, _, headers = ask(viewer, path, cookie=False)
     assert status == 200
@@ -145,7 +145,7 @@ def test_who_has_no_token_sees_nothing(
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user")
 def test_another_user_gets_403(viewer: ViewerServer) -> None:
-    """A process with another uid, which can connect but knows no token."""
+    """A process with another uid, which can connect but has no token."""
     code = (
         "import os, urllib.request, urllib.error, encodings.idna\nos.setuid(65534)\n"
         f"try: urllib.request.urlopen('http://127.0.0.1:{viewer.server_port}/api/dashboards')\n"
@@ -270,7 +270,7 @@ def test_long_queries_are_refused(
 def test_what_prometheus_cannot_answer(
     status: int, body: bytes, message: str, viewer: ViewerServer, source: FakePrometheus
 ) -> None:
-    """One message that says what to do."""
+    """One message that names the remedy."""
     source.answer = (status, body, "text/html")
     got, text, _ = ask(viewer, "/api/v1/query?query=up")
     assert got == 502

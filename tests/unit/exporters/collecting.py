@@ -1,4 +1,4 @@
-"""Collectors that do what a test tells them: stand-ins for faults that a machine cannot make."""
+"""Collectors controlled by tests: stand-ins for faults that cannot be produced on a machine."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ __all__ = ["Probe", "Turned", "family", "figures", "spec_of"]
 
 def spec_of(name: str) -> MetricSpec:
     """The gauge that a probe of that name shows."""
-    return MetricSpec(f"hpml_{name}_level", "gauge", "What a probe was told to show.", source="x")
+    return MetricSpec(f"hpml_{name}_level", "gauge", "The value given to a probe.", source="x")
 
 
 def family(name: str, value: float) -> Metric:
@@ -37,7 +37,7 @@ class Probe:
     closed: int = 0
 
     def sample(self, now: float) -> Iterable[Metric]:
-        """Do what the test wants; what it returns by itself is the number of the call."""
+        """Run the test's action; by default, return the number of the call."""
         self.times.append(now)
         found = self.act(len(self.times))
         return (family(self.name, len(self.times)),) if found is None else found
@@ -70,7 +70,7 @@ class Turned:
 
     Attributes:
         ahead: seconds that it goes before the real one.
-        still: the moment at which it stands; none: it goes on.
+        still: the moment at which it is stopped; none: it runs.
     """
 
     def __init__(self, still: float | None = None) -> None:

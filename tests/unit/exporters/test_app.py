@@ -1,4 +1,4 @@
-"""The exporter as a process: starts, says where, ends as it is told, and never stays stuck."""
+"""The exporter as a process: it starts, prints its address, ends on a signal, and never hangs."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ from hpml_exporters.core.sampler import Source
 from hpml_exporters.options import NodeOptions
 from tests.unit.exporters.collecting import Probe
 
-sampler._JOIN_SECONDS = 60  # a busy machine is not to cost the last reading
+sampler._JOIN_SECONDS = 60  # a busy machine must not cost the last reading
 spec = MetricSpec("hpml_train_samples_total", "counter", "X.", ("jobid",), source="x")
 
 def act(turn):
@@ -84,7 +84,7 @@ def ended(process: subprocess.Popen[str]) -> tuple[int, str]:
 
 
 def address(tmp_path: Path) -> str:
-    """Where the exporter says that it listens."""
+    """The address that the exporter wrote."""
     path = tmp_path / "address"
     eventually(path.exists)
     return path.read_text().strip()
@@ -98,7 +98,7 @@ def scraped(tmp_path: Path) -> dict[str, float]:
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
 def test_it_serves_until_told_to_end(start: Start, tmp_path: Path, number: signal.Signals) -> None:
-    """It says in one line where it is, answers there, and ends with 0 in a moment."""
+    """It prints its address in one line, answers there, and ends with 0 at once."""
     process = start({"without": NOTHING})
     now = scraped(tmp_path)
     assert now["hpml_exporter_open_connections"] == 1
@@ -121,7 +121,7 @@ def test_it_serves_until_told_to_end(start: Start, tmp_path: Path, number: signa
 def test_it_goes_on(
     start: Start, tmp_path: Path, around: list[str], numbers: tuple[signal.Signals, ...]
 ) -> None:
-    """After these signals, and without standard streams, whose numbers become no sockets."""
+    """After these signals, and without standard streams: sockets do not get their numbers."""
     process = start({"without": NOTHING}, command=[*around, *COMMAND], stdin=subprocess.DEVNULL)
     assert scraped(tmp_path)
     for number in numbers:
@@ -183,7 +183,7 @@ def test_it_says_when_it_speaks_tls(start: Start, tmp_path: Path) -> None:
 
 
 def test_a_port_that_is_taken_is_told(start: Start, tmp_path: Path) -> None:
-    """The second exporter on a port says so and ends with 2."""
+    """The second exporter on a port reports this and ends with 2."""
     start({"without": NOTHING})
     where = address(tmp_path)
     code, err = ended(start({"without": NOTHING, "listen": where}))
@@ -207,7 +207,7 @@ def test_a_stuck_driver_ends_the_process(start: Start, tmp_path: Path) -> None:
 
 
 def test_the_last_reading_of_a_job_counts(start: Start, tmp_path: Path) -> None:
-    """A job that lasted less than an interval is not lost: all is read once more at the end."""
+    """A job shorter than an interval is not lost: everything is read again at the end."""
     script = OWN.format(hangs=False, interval=60)
     process = start(summary_of(tmp_path), command=[sys.executable, "-c", script])
     eventually(lambda: scraped(tmp_path).get("hpml_train_samples_total{jobid=7}") == 100)

@@ -15,7 +15,7 @@ UNITS = sorted(SYSTEMD.glob("*.service"))
 
 
 def values(unit: Path, name: str) -> list[str]:
-    """What a unit says of a setting."""
+    """The values of a setting in a unit."""
     return re.findall(rf"^{name}=(.*)$", unit.read_text("utf-8"), re.MULTILINE)
 
 
@@ -49,7 +49,7 @@ def test_systemd_accepts_the_unit(unit: Path, tmp_path: Path) -> None:
 def test_a_unit_has_only_the_rights_that_it_needs(
     name: str, user: str, capabilities: str, hides: list[str]
 ) -> None:
-    """A user of its own; the node's exporter reaches GPUs and processes, that of Slurm does not."""
+    """A separate user; the node's exporter has access to GPUs and processes, Slurm's has not."""
     unit = SYSTEMD / f"{name}.service"
     assert values(unit, "User") == values(unit, "Group") == [user]
     assert values(unit, "AmbientCapabilities") == [capabilities]
@@ -89,7 +89,7 @@ def test_prometheus_takes_the_example(tmp_path: Path, *, whole: bool) -> None:
 
 @pytest.mark.parametrize("number", range(4))
 def test_prometheus_takes_what_docs_show(number: int, tmp_path: Path) -> None:
-    """Each prometheus.yml on the page about large clusters is valid as it stands."""
+    """Each prometheus.yml on the page about large clusters is valid without changes."""
     promtool = shutil.which("promtool")
     if promtool is None:
         pytest.skip("NOT TESTED: promtool is not installed (apt-get install prometheus)")

@@ -31,7 +31,7 @@ HANGS_SECONDS = 300.0  # a call that does not return, unless the test lets it
 
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Turned:
-    """A clock that stands unless the test puts it forward."""
+    """A clock that only the test moves."""
     made = Turned(still=1000.0)
     monkeypatch.setattr(sampler_module, "time", made)
     return made
@@ -44,7 +44,7 @@ class Pausing:
         self.clock, self.ended = clock, ended
 
     def wait(self, seconds: float) -> bool:
-        """Let so many seconds go by."""
+        """Advance by this many seconds."""
         self.clock.ahead += seconds
         return self.ended()
 
@@ -69,7 +69,7 @@ def shown(sampler: Sampler) -> dict[str, float]:
 
 
 def up(sampler: Sampler, name: str) -> float | None:
-    """Whether a collector is told to be well."""
+    """The value of hpml_exporter_up for a collector."""
     return shown(sampler).get(f"hpml_exporter_up{{collector={name}}}")
 
 
@@ -106,7 +106,7 @@ def test_each_collector_has_its_rhythm(clock: Turned) -> None:
 
 
 def test_a_failing_collector_harms_nobody(capfd: pytest.CaptureFixture[str]) -> None:
-    """Its series go, its errors are counted and told once, and the other's series stay."""
+    """Its series go, its errors are counted and logged once, and the other's series stay."""
     well = threading.Event()
 
     def fail(turn: int) -> None:
@@ -168,7 +168,7 @@ def test_a_family_that_cannot_be_rendered_is_a_failed_reading(
 
 
 def test_a_failed_reading_may_keep_the_last_figures(capfd: pytest.CaptureFixture[str]) -> None:
-    """As the cluster's, while Slurm does not answer: shown, and told to be down."""
+    """As the cluster's, while Slurm does not answer: they are shown, and `up` is 0."""
 
     def act(turn: int) -> list[Metric] | None:
         if turn > 1:
@@ -200,7 +200,7 @@ def test_values_that_are_none_and_names_of_any_bytes() -> None:
 
 
 def test_what_is_not_here_is_no_failure() -> None:
-    """It is told to be absent, asked again later, and shown once it is there."""
+    """It is reported as absent, tried again later, and shown once it is there."""
     there = threading.Event()
 
     def appear(turn: int) -> None:
@@ -222,7 +222,7 @@ def test_what_is_not_here_is_no_failure() -> None:
 
 
 def test_why_there_is_nothing_to_read_is_told_once(capfd: pytest.CaptureFixture[str]) -> None:
-    """Once for each reason, as a library that is not installed; it is no failure."""
+    """Once per reason, such as a library that is not installed; it is not a failure."""
 
     def miss(turn: int) -> None:
         raise NotHereError("no driver") if turn < 4 else ModuleNotFoundError("no nvitop")
@@ -291,7 +291,7 @@ def test_a_stuck_reading_is_dropped_and_others_go_on() -> None:
 
 
 def test_making_a_collector_is_watched_too() -> None:
-    """A driver that hangs at the start is stuck as one that hangs later; its end is told once."""
+    """A driver that hangs at the start counts as stuck, too; the end of it is logged once."""
     release = threading.Event()
     told: list[str] = []
     probe = Probe("gpu")
@@ -411,7 +411,7 @@ def test_a_thread_that_no_exit_would_end_ends_nothing(tmp_path: Path) -> None:
 
 
 def test_the_last_reading_of_a_short_job() -> None:
-    """Told so, everything is read once more at the end, and closed after it."""
+    """With this option everything is read again at the end, and then closed."""
     probe = Probe("job", interval=60)
     with sampling(probe) as sampler:
         eventually(lambda: probe.times)

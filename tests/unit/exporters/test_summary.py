@@ -24,7 +24,7 @@ EPOCH = 1.7e9
 def family(name: str, *samples: tuple[Any, ...]) -> Metric:
     """Series of a metric: labels, and at the end the value.
 
-    The label `cluster` is empty, and what is not given says yes.
+    The label `cluster` is empty, and labels that are not given are "1".
     """
     spec = SPECS[name]
     made = []
@@ -37,7 +37,7 @@ def family(name: str, *samples: tuple[Any, ...]) -> Metric:
 
 
 def seen(seconds: float, *families: Metric) -> Snapshot:
-    """A snapshot so many seconds after the exporter began."""
+    """A snapshot this many seconds after the exporter started."""
     return Snapshot(families, EPOCH + seconds, START + seconds)
 
 
@@ -97,7 +97,7 @@ JOBS: dict[str, tuple[Looks, dict[str, float]]] = {
         ],
         {"cpu_seconds": 70, "mean_cpus": 7, "io_write_bytes": 2000, "oom_events": 1},
     ),
-    # What the kernel would give back counts in its own peak alone.
+    # Memory that the kernel could reclaim counts only in its own peak.
     "memory is the highest level without the page cache": (
         [
             (
@@ -124,7 +124,7 @@ JOBS: dict[str, tuple[Looks, dict[str, float]]] = {
 
 @pytest.mark.parametrize(("looks", "figures"), JOBS.values(), ids=JOBS)
 def test_figures_of_a_job(summary: Summary, looks: Looks, figures: dict[str, float]) -> None:
-    """All that was told of it, and nothing else."""
+    """The figures are complete and contain nothing else."""
     for seconds, families in looks:
         summary.note(seen(seconds, *families))
     assert summary.to_json()["job"] == figures
@@ -155,7 +155,7 @@ GPUS: dict[str, tuple[Readings, dict[str, Any]]] = {
         [(0.5, {"sm_active_ratio": 0.7, BUSY: 0.25}, [])],
         {"sm_active_ratio": 0.7, "utilization_ratio": 0.5},
     ),
-    # The driver counts since it was loaded; before the first reading the power tells.
+    # The driver counts since it was loaded; before the first reading, power is used.
     "energy is what was used meanwhile": (
         [
             (5, {ENERGY: 1e9, "power_watts": 300.0}, []),
@@ -201,7 +201,7 @@ def test_figures_of_a_gpu(summary: Summary, readings: Readings, figures: dict[st
 
 @pytest.mark.parametrize("own", [["a"], []])
 def test_gpus_of_others_that_are_seen_before_the_jobs_are(tmp_path: Path, own: list[str]) -> None:
-    """The node's GPUs are read before anybody says whose they are, also after a restart."""
+    """The node's GPUs are read before their jobs are known, also after a restart."""
     path = tmp_path / "s.json"
     both = gpus(["a", "b"], power_watts=100.0)[1:]
     whose = family("hpml_job_gpu_info", *(("17", uuid, 1.0) for uuid in own))
@@ -248,14 +248,14 @@ def _labelled(spec: MetricSpec, value: float) -> list[tuple[Any, ...]]:
 def test_a_killed_exporter_loses_nothing(
     tmp_path: Path, name: str, first: float, second: float, total: float
 ) -> None:
-    """The next goes on from the file; nothing is counted twice."""
+    """The next continues from the file; nothing is counted twice."""
     told = told_twice(tmp_path / "s.json", first, second, name)
     figures = {**told["job"], **told["training"], **told["gpus"][0]}
     assert figures[{**JOB_METRICS, **TRAIN_METRICS, **GPU_METRICS}[name]] == total
 
 
 def test_a_collector_that_comes_late_after_a_restart(tmp_path: Path) -> None:
-    """What it tells later than the others is still a new exporter's first word: no new bytes."""
+    """Its first reading is late, but still the first of a new exporter: no new bytes."""
     path = tmp_path / "s.json"
     first = Summary(options(path), START)
     first.note(seen(1, family("hpml_job_io_read_bytes_total", ("17", 500.0))))

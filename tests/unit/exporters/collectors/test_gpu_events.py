@@ -25,7 +25,7 @@ def test_counts_and_times_by_kind() -> None:
 
 
 def test_series_of_a_mad_gpu_are_bounded() -> None:
-    """A thousand kinds of errors are no thousand series, and none is lost."""
+    """A thousand kinds of errors do not make a thousand series, and no error is lost."""
     log = XidLog()
     for xid in range(1000):
         log.add("GPU-aa", xid, float(xid))

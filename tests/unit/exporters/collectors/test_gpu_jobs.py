@@ -1,4 +1,4 @@
-"""Names of allocated GPUs, and whose the processes are: no driver is asked here."""
+"""Names of allocated GPUs, and the owners of processes, without a driver."""
 
 from __future__ import annotations
 
@@ -39,13 +39,13 @@ NODE = (
     ],
 )
 def test_every_way_to_name_a_gpu(name: str, uuids: list[str]) -> None:
-    """A number is the device file's; a split GPU stands for its instances."""
+    """A number is that of the device file; a split GPU means all of its instances."""
     assert resolve(name.split(","), NODE) == (uuids, [])
 
 
 @pytest.mark.parametrize("name", ["7", "GPU-zz", "MIG-zz", "0000:99:00.0", "", "gpu", "-1", "²"])
 def test_names_that_mean_no_gpu_are_told_apart(name: str) -> None:
-    """They are allocated all the same, and never guessed."""
+    """They still count as allocated, and are never guessed."""
     assert resolve([name, "2"], NODE) == (["GPU-aa"], [name])
 
 
@@ -70,7 +70,7 @@ def everywhere(**pids: dict[int, int | None] | None) -> Processes:
 
 
 def test_the_gap_between_allocated_and_used() -> None:
-    """Two allocated, one used; the unused one has a series that says 0."""
+    """Two allocated, one used; the series of the unused one has the value 0."""
     job = JobSeen(JobFacts("5", gpus=("0", "2")), pids=frozenset({70, 71}))
     processes = everywhere(GPU_aa={70: 100, 71: 200}, GPU_bb={99: 5})
     assert shown([job], processes) == {
@@ -89,14 +89,14 @@ def test_the_gap_between_allocated_and_used() -> None:
 @pytest.mark.parametrize(
     ("gpus", "processes", "expected"),
     [
-        # on the wrong GPU it uses none of its own
+        # on the wrong GPU it does not use its own
         (("0",), {"GPU_aa": {70: 1}}, {"allocated": 1, "used": 0, "foreign": 1}),
         # a list that cannot be read: its own, a neighbour's
         (("0", "2"), {"GPU_aa": None, "GPU_bb": {70: 1}}, {"allocated": 2, "foreign": 0}),
         (("0", "2"), {"MIG_c1": None, "GPU_bb": {70: 1}}, {"allocated": 2, "used": 1}),
         # lost before the exporter began
         (("0", "9"), {"GPU_bb": {70: 1}}, {"allocated": 2, "foreign": 0}),
-        # without rights on a split GPU the driver tells no memory
+        # without rights on a split GPU the driver reports no memory
         (("MIG-c1",), {"MIG_c1": {70: None}}, {"allocated": 1, "used": 1, "foreign": 0}),
         # most jobs of a mixed node
         ((), {"GPU_aa": {1: 1}}, {}),
@@ -106,7 +106,7 @@ def test_the_gap_between_allocated_and_used() -> None:
 def test_what_is_not_known_is_absent(
     gpus: tuple[str, ...] | None, processes: Any, expected: dict[str, int]
 ) -> None:
-    """Never 0; a GPU whose list cannot be read has no numbers, nor one without its memory."""
+    """Never 0: an unreadable list gives no counts, and unknown memory no metric of memory."""
     job = JobSeen(JobFacts("5", gpus=gpus), pids=frozenset({70}))
     found = shown([job], everywhere(**processes))
     assert {
@@ -131,7 +131,7 @@ def test_a_shared_gpu_has_one_owner(
 ) -> None:
     """Of those that were allocated it, else of those on it, the lowest number; 9 is below 10.
 
-    Where the allocation of a job is unknown, the label says neither 1 nor 0.
+    If the allocation of a job is unknown, the label is neither 1 nor 0.
     """
     seen = [
         JobSeen(JobFacts(jobid, gpus=gpus), pids=frozenset({int(jobid)}))
@@ -143,7 +143,7 @@ def test_a_shared_gpu_has_one_owner(
 
 
 def test_a_local_run_of_the_same_number() -> None:
-    """It has an id of its own, and GPUs of its own."""
+    """It has a different id and different GPUs."""
     jobs = {
         "5": JobSeen(JobFacts("5", gpus=("0",)), pids=frozenset({70})),
         "local-3fa9c1-5": JobSeen(JobFacts("5", cluster="local-3fa9c1"), pids=frozenset({71})),

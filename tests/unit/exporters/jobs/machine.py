@@ -1,4 +1,4 @@
-"""Trees of /proc and of control groups as the kernel and Slurm lay them out, from plain facts.
+"""Trees of /proc and of control groups in the kernel's and Slurm's layout, from plain facts.
 
 The shapes are those that a real 22.05 made in version 1 (seen with `find`), those that Slurm's
 documentation of cgroup/v2 shows, and for 26.05 those of its release notes (`s` and 13 letters).

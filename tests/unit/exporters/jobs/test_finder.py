@@ -121,7 +121,7 @@ def test_several_slurmd(machine: Machine) -> None:
 
 
 def test_a_controller_that_gets_the_job_later(machine: Machine) -> None:
-    """Slurm makes a job's groups one after the other."""
+    """Slurm creates a job's groups in sequence."""
     finder = JobFinder(machine.options)
     machine.step_1(V1, "0", 80, (81,), {"freezer": "freezer"})
     assert [set(one) for one in finder.look(0).by_id["77"].groups] == [{"freezer"}]
@@ -178,7 +178,7 @@ def empty(machine: Machine, job: str, content: str = "") -> None:
 
 
 def test_jobs_without_processes(machine: Machine) -> None:
-    """Groups that Slurm left behind are no job; a job between two steps stays for three looks."""
+    """Groups that Slurm left behind do not count; a job between two steps stays for three looks."""
     version_2(machine)
     machine.step_2(f"{SCOPE}/job_66", "0", 60, {0: (61,)})
     empty(machine, f"{SCOPE}/job_66")
@@ -191,7 +191,7 @@ def test_jobs_without_processes(machine: Machine) -> None:
 
 
 def test_inside_of_a_job_only_that_job_is_seen(machine: Machine) -> None:
-    """With what the agent said of it, which the kernel's user completes."""
+    """With the facts from the agent, and the user from the kernel."""
     version_2(machine, f"{SCOPE}/s5K1KKYAYG5D00", "77")
     version_2(machine, f"{SCOPE}/job_78", "78", 170)
     jobs = JobFinder(machine.only("77", run="r1", sweep="s", point="3")).look(0)
@@ -217,7 +217,7 @@ def test_without_control_groups(machine: Machine) -> None:
 def test_processes_change(machine: Machine) -> None:
     """One starts its program a moment after its fork; an id may come again, and a job's number.
 
-    Nothing of an earlier job is said of the next one of that number, which is another user's.
+    Facts of an earlier job are not shown for another user's job that gets the same number.
     """
     machine.process(Task(50, environment={"PATH": "/bin"}))
     finder = JobFinder(machine.options)
@@ -240,7 +240,7 @@ def local(pid: int, cluster: str = RUNS, **more: str) -> Task:
 
 
 def test_local_runs(machine: Machine) -> None:
-    """They have ids of their own, beside a job of Slurm and each other; the map is not theirs."""
+    """Their ids differ from those of Slurm's jobs and each other; the prolog's map is ignored."""
     version_2(machine)
     (machine.run / "jobs").mkdir(mode=0o755)
     (machine.run / "jobs/77.json").write_text(
@@ -298,7 +298,7 @@ def test_what_an_environment_must_say(
 
 
 def test_very_many_jobs(machine: Machine, capsys: pytest.CaptureFixture[str]) -> None:
-    """Each user's first ones are shown, in all four times as many, and that is said once."""
+    """Each user's first ones are shown, four times as many in total; one message reports it."""
     for user in range(6):
         for number in range(10_000 * (user + 1), 10_000 * (user + 1) + MOST_PER_USER + 1):
             environment = {"SLURM_JOB_ID": str(number)}
@@ -315,7 +315,7 @@ def test_very_many_jobs(machine: Machine, capsys: pytest.CaptureFixture[str]) ->
 def test_jobs_in_groups_end_the_look_at_environments(
     machine: Machine, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """What names a job in its environment, or outlived it, is none: that is said, once."""
+    """Processes that only have a job's variables, or outlived it, are not a job: logged once."""
     finder = JobFinder(machine.options)
     machine.unified()
     machine.group(f"{SCOPE}/system")

@@ -1,4 +1,4 @@
-"""Whose a job is: the prolog's map where it can be trusted, its processes and what they say."""
+"""The identity of a job: from the prolog's map if it can be trusted, and from its processes."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def facts(machine: Machine, finder: JobFinder | None = None, now: float = 0) -> 
 
 
 def test_what_the_prolog_says_wins(machine: Machine) -> None:
-    """The environment, which the user can change, only fills in; a requeued job is read anew."""
+    """The environment, which the user can change, only fills in; a requeued job is read again."""
     write(machine)
     machine.run.joinpath("jobs/78.json").write_text(json.dumps({**MAP, "jobid": "78"}))
     finder = JobFinder(machine.options)
@@ -128,7 +128,7 @@ AS_ROOT: dict[str, Callable[[Path], object]] = {
     ],
 )
 def test_maps_that_are_not_trusted(machine: Machine, spoil: Callable[[Path], object]) -> None:
-    """Anybody may have written them, or they are of another job or time; there is no error."""
+    """Anybody may have written them, or they are of another job or time; they are ignored."""
     path = write(machine)
     assert facts(machine).account == "vision"
     spoil(path)
@@ -143,7 +143,7 @@ def test_fields_that_make_no_sense(machine: Machine) -> None:
 
 
 def test_the_environment_fills_in(machine: Machine) -> None:
-    """What Slurm and hpml told the job; of a process that is of that job and that user."""
+    """The variables that Slurm and hpml set, from a process of that job and that user."""
     values = {
         **OF_77,
         "SLURM_JOB_ACCOUNT": "vision",
@@ -169,7 +169,7 @@ def test_the_environment_fills_in(machine: Machine) -> None:
     assert (found.array_job, found.array_task) == ("70", "7")
     assert (found.start, found.end) == (1790000000, 1790003600)
     assert (found.gpus, found.run, found.ranks) == (("GPU-1a", "GPU-3c"), "", 0)
-    # What are no numbers of ranks and times.
+    # Values that are not numbers of ranks or times.
     odd = {**values, "WORLD_SIZE": "9" * 40, "SLURM_JOB_START_TIME": "-1e300"}
     begin(machine, Task(72, environment=odd))
     assert (facts(machine).ranks, facts(machine).start) == (0, 0)
@@ -205,7 +205,7 @@ def test_gpus_of_the_environment(
     table: str,
     gpus: tuple[str, ...] | None,
 ) -> None:
-    """Numbers are translated as by the prolog; what is inherited of another node is not told."""
+    """Numbers are translated as in the prolog; values inherited from another node are not shown."""
     (machine.run / "gpus").write_text(table)
     monkeypatch.setenv("HPML_GPUS", str(machine.run / "gpus"))
     machine.ended(71)
@@ -233,7 +233,7 @@ def test_a_requeued_job_is_asked_again(machine: Machine) -> None:
 
 
 def test_a_task_that_is_still_root_s(machine: Machine) -> None:
-    """Slurmstepd's child becomes the user a moment later: until then the map says who."""
+    """Slurmstepd's child becomes the user a moment later: until then the map names the user."""
     finder = JobFinder(machine.options)
     begin(machine, Task(71, uid=0, environment={**OF_77, "SLURM_JOB_NAME": "stepd's"}))
     assert facts(machine, finder).uid == 0, "nobody else is seen"
@@ -258,7 +258,7 @@ def test_a_user_in_the_path_is_certain(machine: Machine) -> None:
 
 
 def test_user_names() -> None:
-    """Of the system, and the number where there is none; a slow directory service stops nothing."""
+    """Names from the system, else the number; a slow directory service does not block."""
     names = UserNames()
     eventually(lambda: names.name(0, 0.0) == "root")
     eventually(lambda: names.name(3999999, 0.0) == "3999999")

@@ -1,4 +1,4 @@
-"""The collector of jobs posts them for all, and shows what their groups counted, as it stands."""
+"""The collector of jobs posts them for the others, and shows their groups' counters unchanged."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ V1_REST: Files = {
 NO_MEMORY: Files = dict.fromkeys(("memory.stat", "memory.max", "memory.events"))
 GROUPS: dict[str, tuple[Callable[[Machine, Files], None], Files, Shown]] = {
     # how groups lie, files in them that are not as usual, series without hpml_job_ and the job
-    # What is not said (a limit, CPUs that Slurm set, what old kernels do not count) is no zero.
+    # A missing value (a limit, CPUs that Slurm set, what old kernels do not count) is not a zero.
     "version 2": (version_2, {}, USUAL),
     "the rest of version 2": (
         version_2,
@@ -142,7 +142,7 @@ def test_what_groups_count(
 
 
 def test_the_agents_facts_are_shown(machine: Machine) -> None:
-    """An exporter inside of a job knows its run."""
+    """An exporter inside a job has the job's run."""
     version_2(machine, {})
     options = machine.only(
         *(

@@ -26,8 +26,8 @@ WRITE = ("hpml_job_io_syscall_write_bytes_total", "c", "7")
 RSS = ("hpml_job_memory_bytes", "c", "7", "rss")
 STORED = ("hpml_job_io_write_bytes_total", "c", "7")
 
-# Does what it is told, line by line: write N bytes itself; write in a child and wait for it, or
-# leave it a zombie; burn CPU time; hold memory.
+# Executes commands, one per line: write N bytes itself; write in a child and wait for it, or leave
+# it a zombie; burn CPU time; hold memory.
 WORKER = """
 import os, signal, sys, time
 
@@ -153,7 +153,7 @@ def test_a_child_that_was_seen_and_waited_for(worker: Worker) -> None:
 def test_a_job_that_is_missed_once(
     tmp_path: Path, groups: tuple[dict[str, str], ...], second: int
 ) -> None:
-    """In control groups it goes on; without, it may be another local job of that number."""
+    """In control groups it continues; without, it may be another local job of that number."""
     machine = Machine(tmp_path)
     context = Context(machine.options)
     collector = processes.make(context)
@@ -289,7 +289,7 @@ def test_memory_that_forks_share_counts_once(worker: Worker) -> None:
 
 
 def test_many_processes_share_the_looks(tmp_path: Path) -> None:
-    """A look ends when its time is up; the next one goes on there, and none is left out."""
+    """A look ends when its time is up; the next one continues there, and none is left out."""
     machine = Machine(tmp_path)
     machine.process(Task(1, write_bytes=7))
     pids = frozenset(range(1000, 1010))
@@ -305,7 +305,7 @@ def test_many_processes_share_the_looks(tmp_path: Path) -> None:
 
 Seen = tuple[int, int, int, int]  # pid, parent, start, count
 
-# Looks at the processes of a job, one after the other, and what they add up to.
+# Successive looks at the processes of a job, and the sum after each.
 LIVES: dict[str, list[tuple[list[Seen], int]]] = {
     "two that grow": [([(1, 0, 1, 10), (2, 1, 2, 5)], 15), ([(1, 0, 1, 20), (2, 1, 2, 6)], 26)],
     "a child that is waited for": [

@@ -62,7 +62,7 @@ def facts(where: Path) -> JobFacts:
 
 
 def left(where: Path, jobid: str = "77") -> Any:
-    """What lies there for the job, and that nothing else does."""
+    """The job's map, after a check that the directory has no other file."""
     assert [path.name for path in (where / "jobs").iterdir()] == [f"{jobid}.json"]
     return json.loads((where / "jobs" / f"{jobid}.json").read_bytes())
 
@@ -138,13 +138,13 @@ def test_values_of_any_kind(tmp_path: Path, shell: str, value: str) -> None:
         ({"SLURM_JOB_GPUS": "0", "CUDA_VISIBLE_DEVICES": "GPU-1a,GPU-2b"}, ["GPU-1a", "GPU-2b"]),
         ({"SLURM_JOB_GPUS": "0", "CUDA_VISIBLE_DEVICES": "MIG-3c"}, ["MIG-3c"]),
         ({"CUDA_VISIBLE_DEVICES": 'GPU-"'}, None),
-        # Slurm's numbers are places in its list; the site's file says what is there.
+        # Slurm's numbers are positions in its list; the site's file has the GPUs there.
         ({"SLURM_JOB_GPUS": "0,1,2,3", "HPML_GPUS": TABLE}, ["5", "2", "MIG-9f", "0000:3b:00.0"]),
         ({"SLURM_JOB_GPUS": "0,4", "HPML_GPUS": TABLE}, None),
     ],
 )
 def test_gpus(tmp_path: Path, shell: str, values: dict[str, str], gpus: list[str] | None) -> None:
-    """Slurm's numbers, UUIDs where Slurm gives them; what makes no sense is not known."""
+    """Slurm's numbers, or UUIDs if Slurm sets them; invalid values count as unknown."""
     if table := values.get("HPML_GPUS"):
         (tmp_path / "gpus").write_text(table)
     run(PROLOG, tmp_path, shell, **{**values, "HPML_GPUS": str(tmp_path / "gpus")})
@@ -183,7 +183,7 @@ def test_odd_numbers(tmp_path: Path) -> None:
 def test_places_that_are_no_place(
     tmp_path: Path, shell: str, make: Callable[[Path], object]
 ) -> None:
-    """Whatever lies where the directory or the map should be, the job goes on."""
+    """Whatever is at the place of the directory or the map, the job continues."""
     make(tmp_path / "run")
     run(PROLOG, tmp_path / "run", shell)
     run(EPILOG, tmp_path / "run", shell)
@@ -208,7 +208,7 @@ def full(tmp_path: Path) -> Iterator[Path]:
 @needs_root
 @pytest.mark.parametrize("shell", SHELLS)
 def test_a_full_disk(full: Path, shell: str) -> None:
-    """Costs the map and nothing else; no half of one stays; nor does one that is read-only."""
+    """Only the map is lost, no incomplete one stays; a read-only disk does no other harm."""
     run(PROLOG, full, shell)
     assert list((full / "jobs").iterdir()) == []
     (full / "filler").unlink()
@@ -221,7 +221,7 @@ def test_a_full_disk(full: Path, shell: str) -> None:
 
 
 def killed_prolog(tmp_path: Path, where: Path) -> Path:
-    """The draft of a prolog that was killed in the middle: its `sed` waits for ever."""
+    """The draft of a prolog that was killed in the middle: its `sed` waits indefinitely."""
     tools = tmp_path / "bin"
     tools.mkdir(exist_ok=True)
     (tools / "sed").write_text("#!/bin/sh\nexec sleep 1000\n")
@@ -251,7 +251,7 @@ def aged(path: Path) -> Path:
 
 @pytest.mark.parametrize("shell", SHELLS)
 def test_what_a_killed_prolog_left_goes(tmp_path: Path, shell: str) -> None:
-    """At the end of any job of the node, once nobody can be writing it any more."""
+    """At the end of any job of the node, once no process can still be writing it."""
     draft = killed_prolog(tmp_path, tmp_path / "run")
     assert draft.name.startswith(".77.")
     run(EPILOG, tmp_path / "run", shell, SLURM_JOB_ID="78")
@@ -264,7 +264,7 @@ def test_what_a_killed_prolog_left_goes(tmp_path: Path, shell: str) -> None:
 
 @pytest.mark.parametrize("shell", SHELLS)
 def test_nothing_but_drafts_is_swept(tmp_path: Path, shell: str) -> None:
-    """However old: maps of jobs that run for months, other names, and what is no file."""
+    """Whatever their age, these stay: maps of jobs that run for months, other names, non-files."""
     jobs = tmp_path / "jobs"
     jobs.mkdir()
     names = ("12.json", ".12", ".12.", ".12.x", ".1x.2", ".notes.1", "1.2", ".1.2.json")

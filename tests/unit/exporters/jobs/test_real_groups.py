@@ -1,4 +1,4 @@
-"""Real control groups of version 1, with a process that uses what it is told to."""
+"""Real control groups of version 1, with a process that uses given amounts of resources."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ CGROUP = Path("/sys/fs/cgroup")
 CONTROLLERS = ("freezer", "memory", "cpuacct")
 MIB = 1 << 20
 
-# Holds 300 MiB of its own and 32 MiB of shared memory, burns 1 s, writes 64 MiB to the disk.
+# Holds 300 MiB of private and 32 MiB of shared memory, burns 1 s, writes 64 MiB to the disk.
 WORK = """
 import mmap, os, sys, time
 sys.stdin.readline()
@@ -49,7 +49,7 @@ pytestmark = pytest.mark.skipif(not _writable(), reason="needs root and control 
 
 @pytest.fixture
 def job() -> Iterator[str]:
-    """The id of a job whose groups are laid out as Slurm 22.05 does, in a root of its own."""
+    """The id of a job whose groups have the layout of Slurm 22.05, below a separate root."""
     jobid = str(10**9 + os.getpid())
     made = [CGROUP / name / f"slurm_test{jobid}" for name in CONTROLLERS]
     for root in made:
@@ -69,7 +69,7 @@ def enter(jobid: str, pid: int) -> None:
 
 
 def test_what_a_job_was_told_to_use(job: str) -> None:
-    """Memory by kind, CPU time and I/O are what the process was told."""
+    """Memory by kind, CPU time and I/O are the amounts that the process uses."""
     with stored_folder() as directory:
         worker = subprocess.Popen(
             [sys.executable, "-S", "-c", WORK, f"{directory}/file"],
@@ -96,7 +96,7 @@ def test_what_a_job_was_told_to_use(job: str) -> None:
             assert worker.stdout.readline() == "done\n"
             rss = ("hpml_job_memory_bytes", "c", job, "rss")
             looks = iter(range(10, 5000, 10))
-            # the kernel brings memory.stat up to date every 2 s, or later where it is busy
+            # the kernel updates memory.stat every 2 s, or later on a busy machine
             eventually(lambda: look(next(looks))[rss] - first[rss] >= 296 * MIB)
             second = look(next(looks))
         finally:

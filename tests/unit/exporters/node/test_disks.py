@@ -54,9 +54,9 @@ def test_disks(tmp_path: Path) -> None:
 
 
 def test_this_machine() -> None:
-    """Eight MiB that reached the disk are in its counters, and the root's size is what df says."""
+    """Eight MiB that reached the disk are in its counters, and the root's size agrees with df."""
     if in_memory():
-        pytest.skip(f"{FOLDER} is on no disk that can be told")
+        pytest.skip(f"cannot determine the disk of {FOLDER}")
     collector = make(context())
     before = sampled(collector)
     with stored_folder() as folder, (folder / "data").open("wb") as stream:
@@ -82,7 +82,7 @@ def test_no_diskstats_is_nothing_here(tmp_path: Path) -> None:
 
 
 def test_mount_points_over_time(tmp_path: Path) -> None:
-    """Private mounts of ever new jobs do not become new series for ever; first comers stay."""
+    """Private mounts of ever new jobs do not add series without limit; the first ones stay."""
     write(tmp_path, {"diskstats": ""})
     collector = make(context(proc=tmp_path))
     seen = set()
@@ -109,11 +109,12 @@ MOUNTS: dict[str, tuple[list[str], list[str]]] = {
     "fuse": ([ROOT, "30 20 0:50 / /m rw - fuse.sshfs x rw"], ["/"]),
     "autofs": ([ROOT, "30 20 0:50 / /m rw - autofs systemd-1 rw"], ["/"]),
     "a space": ([ROOT, "30 20 8:1 / /a\\040b rw - xfs /dev/sda1 rw"], ["/", "/a b"]),
-    # The kernel escapes the newline alone of all that may end a line: users choose such names.
+    # Of the characters that may end a line the kernel escapes only the newline; users may choose
+    # such names.
     "ends of lines": ([ROOT, f"30 20 8:1 / {ODD} rw - xfs /dev/sda1 rw"], ["/", ODD]),
     # The way to a local disk below a network's directory would wait for the server,
     "below nfs": ([ROOT, HOME, SCRATCH], ["/"]),
-    # also where the network's came later, and so is no parent in the kernel's tree.
+    # also if the network's came later, and so is not a parent in the kernel's tree.
     "below a later nfs": ([ROOT, SCRATCH, HOME], ["/"]),
     "a name that begins alike": (
         [ROOT, HOME, "31 20 8:1 / /home2 rw - xfs /dev/b rw"],

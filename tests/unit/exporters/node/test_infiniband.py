@@ -42,7 +42,7 @@ ROCE = """
 """
 EFA = "state 4: ACTIVE\nhw_counters/rx_bytes 12345\nhw_counters/tx_bytes 678"
 CASES = {
-    # Words of 4 bytes become bytes, Gb/s bytes per second; ticks are no events.
+    # Words of 4 bytes become bytes, Gb/s bytes per second; ticks are not events.
     "InfiniBand": (
         INFINIBAND,
         {
@@ -90,7 +90,7 @@ def test_a_port(tmp_path: Path, port: str, expected: dict[tuple[str, ...], float
 
 
 def test_devices_come_and_go(tmp_path: Path) -> None:
-    """A new device is seen at the next reading, and none at all is no failure."""
+    """A new device is seen at the next reading; a machine without devices is not a failure."""
     collector = make(context(sys=tmp_path))
     with pytest.raises(NotHereError):
         collector.sample(0.0)

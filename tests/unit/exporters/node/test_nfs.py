@@ -88,7 +88,7 @@ SHAPES = {
         {("n", "/a"): 1, ("n", "/b"): 2},
         2,
     ),
-    # exports of ever other directories: 32 of their own, and the rest
+    # many exported directories: series for 32 of them, and one for the rest
     "a thousand exports": (
         "".join(f"s:/{n}/data /{n} 0:{n} 1\n" for n in range(1000)),
         {**{("s", f"/{n}/data"): 1 for n in range(32)}, ("s", "*"): 1000 - 32},
@@ -126,9 +126,9 @@ def test_homes_that_come_and_go(tmp_path: Path) -> None:
 
 
 def test_a_mount_point_cannot_pretend_to_be_a_line(tmp_path: Path) -> None:
-    """Of all that may end a line the kernel escapes the newline alone; users choose such names.
+    """The kernel escapes only the newline, not other line ends; users may choose such names.
 
-    Lines that are torn are passed over.
+    Torn lines are skipped.
     """
     fake = (
         r"device x mounted on /a{0}device\040n9:/x\040mounted\040on\040/b with fstype fuse" + "\n"
@@ -145,7 +145,7 @@ def test_a_mount_point_cannot_pretend_to_be_a_line(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("stats", [{}, {"self/mountstats": "device proc mounted on /proc with"}])
 def test_a_node_without_nfs(tmp_path: Path, stats: dict[str, str]) -> None:
-    """Nothing to show is no failure."""
+    """A node without NFS mounts is not a failure."""
     write(tmp_path, stats)
     with pytest.raises(NotHereError):
         make(context(proc=tmp_path)).sample(0.0)

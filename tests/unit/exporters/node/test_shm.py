@@ -29,7 +29,7 @@ as_root = pytest.mark.skipif(UID != 0, reason="needs root to make files of other
 
 @pytest.fixture
 def place() -> Iterator[Path]:
-    """A directory of its own in the real /dev/shm."""
+    """A new directory in the real /dev/shm."""
     path = Path("/dev/shm") / f"hpml-test-{uuid.uuid4().hex}"
     path.mkdir()
     yield path
@@ -37,7 +37,7 @@ def place() -> Iterator[Path]:
 
 
 def job_bytes(place: Path, *users: int, samples: int = 1, **options: object) -> dict[str, float]:
-    """What the jobs 41, 42, ... of these users have after so many samples."""
+    """Bytes of the jobs 41, 42, ... of these users after this number of samples."""
     told = context(shm=place, **options)
     post(told.jobs, {str(41 + number): (uid, []) for number, uid in enumerate(users)})
     collector = make(told)
@@ -117,7 +117,7 @@ def theirs(place: Path) -> None:
 
 Case = tuple[Callable[[Path], object], tuple[int, ...], tuple[int, ...]]
 CASES: dict[str, Case] = {
-    # what lies there, users of the jobs 41, 42, ..., whole MiB of each job
+    # files there, users of the jobs 41, 42, ..., whole MiB of each job
     "files of one": (lambda place: put(place / "x"), (UID,), (1,)),
     "of a user with two jobs": (lambda place: put(place / "x"), (UID, UID), (0, 0)),
     "staged": (lambda place: stage(place, "cluster-41"), (UID, UID), (3, 0)),
@@ -168,7 +168,7 @@ def test_a_local_run_has_its_own_data(place: Path) -> None:
 
 
 def test_jobs_that_are_not_fully_known(place: Path) -> None:
-    """No figure where the user is unknown; a job's own exporter counts only what was staged."""
+    """No value if the user is unknown; a job's own exporter counts only staged data."""
     put(place / "loose", 5 * MIB)
     stage(place, "cluster-41")
     assert set(job_bytes(place, UID, -1)) == {"41"}
@@ -177,9 +177,9 @@ def test_jobs_that_are_not_fully_known(place: Path) -> None:
 
 
 def test_a_manifest_is_read_with_care(place: Path) -> None:
-    """It cannot claim more than there is; a pipe or a link in its place holds nobody up.
+    """It cannot claim more than the total; a pipe or a link in its place does not block.
 
-    The files themselves are counted where it is none.
+    If it is invalid, the files themselves are counted.
     """
     texts = '{"bytes": 1e300};{"bytes": -5};{"bytes": true};[1];é'
     lines = [*texts.encode("latin-1").split(b";"), b"[" * 60000]
@@ -198,7 +198,7 @@ def test_a_manifest_is_read_with_care(place: Path) -> None:
 
 
 def test_size_use_and_absence(place: Path, tmp_path: Path) -> None:
-    """The same as df says, to the files that come and go beside; without /dev/shm no failure."""
+    """The same as in df, except for other processes' files; a missing /dev/shm is not a failure."""
     put(place / "x")
     found = sampled(make(context(shm=place)))
     usage = shutil.disk_usage("/dev/shm")

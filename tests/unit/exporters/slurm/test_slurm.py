@@ -40,7 +40,7 @@ Values = dict[str, float]
 
 
 class FakeRunner:
-    """Canned answers by a command's first or last word; an exception is raised."""
+    """Canned answers by the first or last argument of a command; an exception is raised."""
 
     def __init__(self, answers: Mapping[str, str | Exception] = CAPTURED) -> None:
         self.answers = dict(answers)

@@ -33,7 +33,7 @@ SAMPLES = ("hpml_train_samples_total", *JOB)
 
 @pytest.fixture
 def run() -> Iterator[Path]:
-    """A directory that stands for /run/hpml, with a path short enough for sockets."""
+    """A directory used as /run/hpml, with a path short enough for sockets."""
     path = Path("/tmp") / f"hpml-{uuid.uuid4().hex[:12]}"
     path.mkdir()
     yield path
@@ -50,7 +50,7 @@ def node(run: Path) -> Iterator[tuple[Context, TrainingCollector]]:
 
 
 class Training:
-    """Ranks whose agent hands on what they say, and the collector of their own job."""
+    """Ranks whose agent passes on their messages, and the collector of their job."""
 
     def __init__(self) -> None:
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_DGRAM)
@@ -147,7 +147,7 @@ def test_what_is_not_told_is_no_series(training: Training) -> None:
 def test_the_spread_between_ranks(training: Training) -> None:
     """Of the last minute alone: a slow first batch, and who was slow before, are forgotten.
 
-    Steps of ranks that wait for each other last alike: the wait for data tells them apart.
+    Steps of ranks that wait for each other last equally long: the wait for data distinguishes them.
     """
     waited = dict.fromkeys((4, 5, 6), 30.0)
     seen = []
@@ -233,7 +233,7 @@ def test_silence(training: Training) -> None:
     assert shown(training.collector, 1041.0) == {}
     training.now = 1100.0
     training.say(0, 101, 11)
-    assert training.shown()[SAMPLES] == 101, "it goes on with its sums"
+    assert training.shown()[SAMPLES] == 101, "it continues with its sums"
 
 
 def test_labels_and_series_have_a_bound(training: Training) -> None:
@@ -301,7 +301,7 @@ def test_without_a_feed_nothing_is_here(tmp_path: Path) -> None:
         assert len(os.listdir("/proc/self/fd")) == before
 
 
-# A process of a job: sends what its lines say to the exporter's socket, as another user if told.
+# A process of a job: sends its input lines to the exporter's socket, as another user if given.
 SENDER = """
 import os, socket, sys
 path, uid = sys.argv[1], int(sys.argv[2])
@@ -344,7 +344,7 @@ class Agent:
         return self.process.pid
 
     def send(self, text: bytes, times: int = 1, flags: int = 0) -> int:
-        """Send a message so many times, and return how many of them were taken."""
+        """Send a message repeatedly, and return how many were accepted."""
         assert self.process.stdin is not None
         assert self.process.stdout is not None
         self.process.stdin.write(f"{(text, times, int(flags))!r}\n")
@@ -397,9 +397,9 @@ def test_a_job_is_known_by_its_process(
 def test_a_job_that_just_began(
     node: tuple[Context, TrainingCollector], agent: Callable[..., Agent]
 ) -> None:
-    """Its agent connects before the board knows it: what it says is taken once it does.
+    """Its agent connects before the board has the job: its messages are accepted afterwards.
 
-    A process of no job is refused after some samples, and counted.
+    A process that is not part of a job is refused after some samples, and counted.
     """
     told, collector = node
     ours = agent()
@@ -421,7 +421,7 @@ def test_a_job_that_just_began(
 def test_a_job_s_connections_have_a_bound(
     node: tuple[Context, TrainingCollector], run: Path
 ) -> None:
-    """A user who opens a thousand takes neither all descriptors nor another job's place."""
+    """A user who opens a thousand exhausts neither the descriptors nor another job's share."""
     told, collector = node
     post(told.jobs, {"7": (0, [os.getpid()])})
     opened = []
@@ -468,7 +468,7 @@ def test_strangers_who_connect_keep_no_job_out(
     before = len(os.listdir("/proc/self/fd"))
     for _ in range(2000):
         with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as one:
-            one.connect(str(run / "exporter.sock"))  # it waits for room: for ever, were none made
+            one.connect(str(run / "exporter.sock"))  # it blocks until the exporter reads
     ours = agent(NOBODY)
     ours.send(message(100))
     assert len(os.listdir("/proc/self/fd")) <= before + 16 + 1 + 3, "Popen's pipes are two more"
@@ -481,7 +481,7 @@ def test_strangers_who_connect_keep_no_job_out(
 
 
 def test_an_exporter_that_was_killed_leaves_nothing_in_the_way(run: Path) -> None:
-    """The next one takes the place of its socket, agents find it, and sums go on."""
+    """The next one replaces its socket, agents find it, and sums continue."""
     code = (
         "import sys, time; sys.path[:0] = sys.argv[2].split(':');"
         "from tests.unit.exporters.collectors.reading import context;"

@@ -29,7 +29,7 @@ SLEPT = 0.05  # seconds per image
 # What all others sleep: a training that is over within a second is heard of once, and has no means.
 ALWAYS = 0.002
 PER_BATCH = BATCH * SLEPT
-# The training as it is, with one rank whose data come slowly.
+# The unchanged training, with slow data for one rank.
 SLOW = f"""
 import os, sys, time
 sys.path.insert(0, {str(JOBS)!r})
@@ -86,8 +86,8 @@ def trained(tmp_path: Path, *command: object) -> list[Figures]:
 def test_a_training_of_two_ranks(tmp_path: Path, few: Path, slow: str, epochs: int) -> None:
     """Its figures are the run's own at its end, and the rank that holds the other up is known.
 
-    Its steps last as long as the other's, which waits for it: its own wait for data tells. The
-    bounds are half of what it slept for each batch, which no wait for a CPU comes near to.
+    Its steps last as long as the other's, which waits for it: only its own wait for data differs.
+    The bounds are half of its sleep per batch, far more than any wait for a CPU.
     """
     (tmp_path / "slow.py").write_text(SLOW)
     options = ["--data", few, "--epochs", epochs, "--batch-size", BATCH, "--workers", 0]
@@ -116,7 +116,7 @@ def test_a_training_of_two_ranks(tmp_path: Path, few: Path, slow: str, epochs: i
     shortest, longest = (figure("data_wait", rank) for rank in ("shortest", "longest"))
     fastest, slowest = (figure("step_duration", rank) for rank in ("fastest", "slowest"))
     assert shortest < PER_BATCH / 2
-    assert slowest - fastest < PER_BATCH / 2, "their steps do not tell"
+    assert slowest - fastest < PER_BATCH / 2, "their steps do not differ"
     ranks = [key[3] for key in series if key[0] == "hpml_train_longest_data_wait_info"]
     if slow == "none":
         assert longest < PER_BATCH / 2
@@ -128,7 +128,7 @@ def test_a_training_of_two_ranks(tmp_path: Path, few: Path, slow: str, epochs: i
 
 
 def test_the_agent_hands_over_a_socket(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As for the exporter of its own job: the last counters are there when the agent has ended."""
+    """As for the exporter of the job itself: the last counters are there after the agent's end."""
     node = Node(tmp_path)
     status, attempt, _ = node.claim("1")
     assert status == 0

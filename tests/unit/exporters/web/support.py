@@ -29,7 +29,7 @@ ROOT = Path(__file__).parents[4]
 GET = b"GET /metrics HTTP/1.1\r\nHost: x\r\n\r\n"
 SERIES = 1300
 WAIT_SECONDS = 60
-# A machine that stands still for some seconds must not turn a good client into a slow one.
+# A machine that stalls for some seconds must not turn a good client into a slow one.
 PATIENT = Limits(request_seconds=600, write_seconds=600)
 WATCHING = replace(PATIENT, watch_seconds=0.02)
 OPENMETRICS = "application/openmetrics-text; version=1.0.0; charset=utf-8"
@@ -84,7 +84,7 @@ def scrape(
     context: ssl.SSLContext | None = None,
     **headers: str,
 ) -> Answer:
-    """One request by the standard library's client, in a connection of its own."""
+    """One request by the standard library's client, over a new connection."""
     made = (
         http.client.HTTPSConnection(*address, context=context, timeout=WAIT_SECONDS)
         if context
@@ -99,7 +99,7 @@ def scrape(
 
 
 def status(address: Address, context: ssl.SSLContext | None = None, **headers: str) -> int:
-    """The status of a scrape; 0 where the connection fails."""
+    """The status of a scrape; 0 if the connection fails."""
     try:
         return scrape(address, context=context, **headers).status
     except (OSError, http.client.HTTPException):
@@ -126,7 +126,7 @@ def read_to_end(client: socket.socket) -> bytes:
 
 
 def exchange(address: Address, sent: bytes) -> bytes:
-    """Send bytes as they are, and return all that comes back until the end."""
+    """Send bytes as they are, and return the complete response."""
     with connect(address) as client:
         client.sendall(sent)
         return read_to_end(client)
@@ -212,7 +212,7 @@ def make_certificates(folder: Path, *, serial: str = "") -> Certificates:
 
 
 class Process:
-    """A server in a process of its own, as the exporter is one."""
+    """A server in a separate process, like the exporter."""
 
     def __init__(self, web_config: Path | str = "", limits: Limits = PATIENT) -> None:
         module = "tests.unit.exporters.web.support"

@@ -217,7 +217,7 @@ def test_a_changed_file_takes_effect_at_a_restart(
 
 
 def test_a_stricter_file_waits_too(certificates: Certificates) -> None:
-    """It is in force with the next server, and /healthz says until then that it is not."""
+    """It takes effect with the next server; until then /healthz reports that it has not."""
     path = certificates.write("web.yml", "")
     with serving(path, WATCHING) as (_, address):
         replace(path, USERS + TLS)

@@ -107,7 +107,7 @@ HALF_HELLO = b"\x16\x03\x01\x40\x00\x01" + b"\x00" * 100
     ids=["idle", "too-many", "half-a-head", "reads-nothing", "pipelined-garbage", "tls"],
 )
 def test_bad_clients_hold_nobody_up(count: int, sent: bytes, certificates: Certificates) -> None:
-    """The server bears with them for ten minutes; scrapes go on, and one more connection fits."""
+    """The server tolerates them for ten minutes; scrapes continue, one more connection fits."""
     path = certificates.write("web.yml", TLS) if sent == HALF_HELLO else ""
     context = certificates.context() if path else None
     with Process(path) as made:

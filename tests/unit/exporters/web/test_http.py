@@ -80,7 +80,7 @@ def test_health(healthy: tuple[bool, str], status: int) -> None:
     ids=range(21),
 )
 def test_every_request_gets_its_status(address: Address, request_text: bytes, status: int) -> None:
-    """Also where the client goes on sending: the response is not lost in a reset."""
+    """Also if the client continues to send: the response is not lost in a reset."""
     assert statuses(exchange(address, request_text + b"\r\n\r\n")) == [status]
 
 
@@ -119,7 +119,7 @@ def test_a_page_that_fails_is_a_response(capfd: pytest.CaptureFixture[str]) -> N
 
 
 def test_slow_and_idle_clients_are_closed_in_time() -> None:
-    """A byte now and then gains nothing; only a begun request is told why."""
+    """A byte now and then gains nothing; only a client that began a request gets a reason."""
     limits = Limits(request_seconds=0.3, idle_seconds=0.3, write_seconds=0.3)
     with serving(limits=limits, pages=StaticPages(b"x" * 20_000_000)) as (server, address):
         assert exchange(address, b"") == b""
