@@ -1,8 +1,4 @@
-"""Train a CNN or a ResNet-18 on folders of PNG files with Horovod; see docs/horovod.md.
-
-horovodrun --gloo -np 2 -H localhost:2 python horovod_images.py --data digits
-mpirun -np 4 --map-by ppr:2:node --bind-to none python horovod_images.py --data digits
-"""
+"""Train a CNN or a ResNet-18 on folders of PNG files with Horovod; see docs/horovod.md."""
 
 from __future__ import annotations
 
@@ -24,7 +20,7 @@ from torch.nn.functional import cross_entropy
 
 from hpml_channel import Channel
 from hpml_checkpoint import CheckpointError, Checkpoints, StopAgreement
-from hpml_waits import Waits
+from hpml_waits import Waits, trace_steps
 
 NUMBERS = {  # options that are numbers; images and learning rate are those of one rank
     "width": 16, "dropout": 0.2, "epochs": 12, "batch-size": 32, "lr": 0.05, "lr-warmup-epochs": 2,
@@ -39,6 +35,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     """Return the options of the command line; exits with 2 if they make no sense."""
     parser = argparse.ArgumentParser(description="Train on folders of images with Horovod.")
     add, saved = parser.add_argument, os.environ.get("HPML_CHECKPOINT_DIR") or None
+    traces = Path(os.environ.get("HPML_RUN_DIR", "."), "profile")
     for name, default in NUMBERS.items():
         add(f"--{name}", type=type(default), default=default, metavar="N", help="%(default)s")
     for name, least in TUNING.items():
@@ -49,6 +46,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     add("--target-accuracy", type=float, metavar="PART", help="report the seconds to reach it")
     add("--checkpoint", type=Path, default=saved, metavar="DIR", help="save and resume there")
     add("--output", type=Path, metavar="DIR", help="write result.json there")
+    add("--profile", type=Path, nargs="?", const=traces, metavar="DIR", help="trace five steps")
     options = parser.parse_args(arguments)
     for name, least in TUNING.items():
         if (value := getattr(options, name.replace("-", "_"))) is not None and value < least:
@@ -74,7 +72,7 @@ def train(options: Any, device: torch.device, channel: Channel) -> None:  # noqa
     ranks.gather = partial(hvd.allgather_object, name="gather")
     ranks.highest = lambda *values: highest(torch.tensor(values, dtype=torch.float64)).tolist()
     say: Any = partial(print, flush=True) if rank == 0 else lambda _: None
-    data = ImageData(options, ranks, device)
+    data, target = ImageData(options, ranks, device), options.target_accuracy or 2
     torch.manual_seed(options.seed + rank)  # all ranks get the weights of rank 0, below
     network = make_model(options, data.channels, data.classes, device)
     torch.manual_seed(options.seed * 1_000_003 + rank)  # each rank has its own dropout
@@ -100,40 +98,42 @@ def train(options: Any, device: torch.device, channel: Channel) -> None:  # noqa
     channel.event("training", step=at.step, total_steps=options.epochs * data.train_steps)
     started, stop, steps = time.perf_counter() - at.train_seconds, 0, data.train_steps
     agreement, waits = StopAgreement(ranks), Waits(channel, device=device, highest=highest)
-    while at.epochs < last and not stop:
-        batches, sums = data.train_batches(at.step), torch.tensor([0, 0, 1e-9])
-        network.train()
-        while at.step < (at.epochs + 1) * steps and not stop:
-            began = time.perf_counter()
-            images, labels = next(batches)
-            waited, count = time.perf_counter() - began, len(labels)
-            waits.step()
-            loss: Any = cross_entropy(network(images.to(device)), labels.to(device))
-            loss.backward()
-            waits.meet()
-            optimizer.param_groups[0]["lr"] = learning_rate(at.step, steps, size, options)
-            optimizer.step()  # averages the gradients
-            optimizer.zero_grad()
-            at.step, took = at.step + 1, time.perf_counter() - began
-            sums += torch.tensor([loss.item() * count, count, took])
-            channel.gauge(loss=loss.item(), epoch=at.epochs)
-            channel.count(steps=1, samples=count, data_wait_seconds=waited, step_seconds=took)
-            stop = agreement.exchange(channel.stop_requested())
-        if not (stop := stop or agreement.finish()):
-            with channel.timed("evaluation_seconds"):
-                at.test_accuracy = evaluate(network, data, device, ranks)
-            at.epochs += 1
-            channel.event("evaluation", accuracy=at.test_accuracy, epoch=at.epochs)
-            if not at.seconds_to_accuracy and at.test_accuracy >= (options.target_accuracy or 2):
-                at.seconds_to_accuracy = time.perf_counter() - started
-            total, samples, took = hvd.allreduce(sums, op=hvd.Sum).tolist()
-            at.samples_per_second = rate = size * samples / took
-            text = f"loss {total / max(samples, 1):.4f}, test accuracy {at.test_accuracy:.4f}"
-            say(f"epoch {at.epochs}/{options.epochs}: {text}, {rate:.0f} samples/s")
-        at.train_seconds = time.perf_counter() - started
-        if checkpoints:
-            state = {"network": network.state_dict(), "optimizer": optimizer.state_dict()}
-            checkpoints.save({**state, "position": vars(at)}, step=at.step)
+    with trace_steps(options.profile, rank, after=options.warm_up_steps) as tracing:
+        while at.epochs < last and not stop:
+            batches, sums = data.train_batches(at.step), torch.tensor([0, 0, 1e-9])
+            network.train()
+            while at.step < (at.epochs + 1) * steps and not stop:
+                began = time.perf_counter()
+                images, labels = next(batches)
+                waited, count = time.perf_counter() - began, len(labels)
+                waits.step()
+                loss: Any = cross_entropy(network(images.to(device)), labels.to(device))
+                loss.backward()
+                waits.meet()
+                optimizer.param_groups[0]["lr"] = learning_rate(at.step, steps, size, options)
+                optimizer.step()  # averages the gradients
+                optimizer.zero_grad()
+                at.step, took = at.step + 1, time.perf_counter() - began
+                sums += torch.tensor([loss.item() * count, count, took])
+                channel.gauge(loss=loss.item(), epoch=at.epochs)
+                tracing.step()
+                channel.count(steps=1, samples=count, data_wait_seconds=waited, step_seconds=took)
+                stop = agreement.exchange(channel.stop_requested())
+            if not (stop := stop or agreement.finish()):
+                with channel.timed("evaluation_seconds"):
+                    at.test_accuracy = evaluate(network, data, device, ranks)
+                at.epochs += 1
+                channel.event("evaluation", accuracy=at.test_accuracy, epoch=at.epochs)
+                if at.test_accuracy >= target and not at.seconds_to_accuracy:
+                    at.seconds_to_accuracy = time.perf_counter() - started
+                total, samples, took = hvd.allreduce(sums, op=hvd.Sum).tolist()
+                at.samples_per_second = rate = size * samples / took
+                text = f"loss {total / max(samples, 1):.4f}, test accuracy {at.test_accuracy:.4f}"
+                say(f"epoch {at.epochs}/{options.epochs}: {text}, {rate:.0f} samples/s")
+            at.train_seconds = time.perf_counter() - started
+            if checkpoints:
+                state = {"network": network.state_dict(), "optimizer": optimizer.state_dict()}
+                checkpoints.save({**state, "position": vars(at)}, step=at.step)
     if stop:
         channel.event("stopping", step=at.step)
     result = {
@@ -146,8 +146,8 @@ def train(options: Any, device: torch.device, channel: Channel) -> None:  # noqa
         channel.result(**result)
         if options.output is not None:
             (options.output / "result.json").write_text(json.dumps(result, indent=2) + "\n")
-    line = f"{'stopped' if stop else 'done'}: {at.epochs} epochs in {at.train_seconds:.1f} s"
-    say(f"{line}, {size} ranks on {device.type}")
+    end = "stopped" if stop else "done"
+    say(f"{end}: {at.epochs} epochs in {at.train_seconds:.1f} s, {size} ranks on {device.type}")
 
 
 def main(arguments: list[str] | None = None) -> NoReturn:

@@ -48,7 +48,7 @@ class Job:
     ...     Job(name="fit", command=["true"], resources={"node": 2})
     ... except InputError as error:
     ...     print(error)
-    resources.node: there is no such field; did you mean resources.nodes?
+    resources.node: unknown field; did you mean resources.nodes?
     """
 
     def __init__(self, **fields: Any) -> None:

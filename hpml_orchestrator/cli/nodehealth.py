@@ -7,9 +7,9 @@ from socket import gethostname
 from typing import TYPE_CHECKING
 
 import typer
-from hpml_exporters.node.fitness import Expected, examine_node
 
 from hpml_orchestrator.cli.common import print_json, print_table
+from hpml_orchestrator.cli.fitness import Expected, examine_node
 from hpml_orchestrator.cli.process import notice
 from hpml_orchestrator.errors import HpmlError
 from hpml_orchestrator.scheduler.command import SubprocessRunner
@@ -17,7 +17,7 @@ from hpml_orchestrator.scheduler.command import SubprocessRunner
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from hpml_exporters.node.fitness import NodeFinding
+    from hpml_orchestrator.cli.fitness import NodeFinding
 
 __all__ = ["check_node"]
 

@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 
+from hpml_orchestrator.diagnosis.profile import read_profile
 from hpml_orchestrator.node.channel import ChannelReader
 from hpml_orchestrator.records import events
 from tests.patience import eventually
@@ -70,7 +71,7 @@ def test_two_ranks_of_horovodrun_reach_the_accuracy_and_report_it(
     file, timeline = tmp_path / "events.jsonl", tmp_path / "timeline.json"
     command = [TRAIN, "--data", digits, "--epochs", 6, "--output", tmp_path]
     command += ["--target-accuracy", 0.95, "--checkpoint", tmp_path / "c"]
-    command += ["--fusion-threshold-mb", 8, "--cycle-time-ms", 2.5]
+    command += ["--fusion-threshold-mb", 8, "--cycle-time-ms", 2.5, "--profile", tmp_path / "p"]
     with ChannelReader(f"hpml/test/{uuid.uuid4().hex}", file, "n1") as reader:
         done = horovodrun(2, command, HPML_CHANNEL=reader.name, HOROVOD_TIMELINE=str(timeline))
     assert done.returncode == 0, done.stderr
@@ -80,6 +81,9 @@ def test_two_ranks_of_horovodrun_reach_the_accuracy_and_report_it(
     assert (result["world_size"], result["epochs"], result["controller"]) == (2, 6, "gloo")
     assert (result["fusion_threshold_mb"], result["cycle_time_ms"]) == (8, 2.5)
     assert fused(timeline)
+    traced = read_profile(tmp_path / "p")
+    assert traced is not None
+    assert (traced.steps, traced.ranks) == (5, (0, 1))
     found = list(events.read(file))
     assert reader.refused == 0
     for rank in (0, 1):

@@ -105,7 +105,7 @@ def test_a_training_of_two_ranks(tmp_path: Path, few: Path, slow: str, epochs: i
         == series[f"{durations}_bucket", "c", "1", "60.0"]
         == steps
     )
-    taken = result["step_seconds"] * RANKS  # of rank 0; that of both is about twice as much
+    taken = result["steady_seconds"] * RANKS  # of rank 0; that of both is about twice as much
     assert series[f"{durations}_sum", "c", "1"] == pytest.approx(taken, rel=0.5)
 
     def figure(name: str, rank: str) -> float:

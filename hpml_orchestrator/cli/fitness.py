@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 from hpml_exporters.core.procfs import text
 from hpml_exporters.node.health import Health, read_health
+
 from hpml_orchestrator.errors import counted
 from hpml_orchestrator.records.mounts import read_mounts
 from hpml_orchestrator.records.texts import first_few
