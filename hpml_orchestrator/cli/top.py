@@ -49,7 +49,7 @@ __all__ = ["draw", "top"]
 _KEY_SECONDS = 0.2
 _HEADER_LINES = 4
 _TEXTS = ("JOB", "CLUSTER", "NAME", "USER", "STATE", "BOTTLENECK")
-_MOST_ROOM = {"NAME": 18, "BOTTLENECK": 13}  # longer text is cut; 13 has room for `input-bound:`
+_MOST_ROOM = {"NAME": 18, "BOTTLENECK": 34}  # longer text is cut; 34 has room for one bottleneck
 
 
 def top(

@@ -70,7 +70,7 @@ RULES = (
     Rule("memory_ratio", _MEMORY, "memory: {:.0%} of the limit"),
     Rule("gpu_throttled_ratio", _HOT, "throttled: {:.0%} of the time", after_seconds=RATE_SECONDS),
     Rule("data_wait_ratio", _DATA, "input-bound: {:.0%} waiting for data"),
-    Rule("wait_spread_ratio", _SPREAD, "slow rank: waits {:.0%} of a step longer"),
+    Rule("wait_spread_ratio", _SPREAD, "slow rank{rank}: waits {:.0%} of a step longer"),
     Rule("step_spread_ratio", _SPREAD, "slow rank: the fastest takes {:.0%} less time"),
     Rule("gpu_busy_ratio", _IDLE, "GPU idle: {:.0%} busy", below=True, after_seconds=RATE_SECONDS),
     Rule("cpu_busy_ratio", _CPUS, "CPU-bound: {:.0%} of the CPUs busy"),
@@ -124,7 +124,9 @@ class LiveJob:
             every["gpus_unused"] = max(0.0, every["gpus_allocated"] - every["gpus_used"])
         age = math.inf if self.elapsed_seconds is None else self.elapsed_seconds
         found = [rule for rule in RULES if rule.holds(every, age)]
-        self.bottlenecks = [rule.text.format(every[rule.figure]) for rule in found]
+        slowest = every.get("longest_waiting_rank")
+        rank = "" if slowest is None else f" {slowest:.0f}"
+        self.bottlenecks = [rule.text.format(every[rule.figure], rank=rank) for rule in found]
         return self
 
 

@@ -85,6 +85,8 @@ _FIGURES = {
     f" / sum {_JOB} (rate(hpml_train_step_duration_seconds_sum{{$jobs}}{_RATE}))",
     "wait_spread_ratio": f'(max {_JOB} ({_WAITS}"longest"}})'
     f' - min {_JOB} ({_WAITS}"shortest"}})) / {_SLOWEST}',
+    "longest_waiting_rank": f"topk {_JOB} (1, hpml_train_longest_data_wait_info{{$jobs}}"
+    f' * on (instance, job, cluster, jobid) group_left () {_WAITS}"longest"}})',
     "step_spread_ratio": f'1 - min {_JOB} ({_STEPS}"fastest"}}) / {_SLOWEST}',
 }
 """Queries by the name of the figure, which docs/top.md explains; rates are over 5 min."""
@@ -192,7 +194,8 @@ class Prometheus:
         for labels, value in self._query(Template("\nor ".join(queries)).substitute(selectors)):
             measured = jobs.get((labels.get("cluster", ""), labels["jobid"]))
             if measured is not None:
-                measured.figures[labels["figure"]] = value
+                rank = labels.get("rank", "")  # of which the label and not the value counts
+                measured.figures[labels["figure"]] = float(rank) if rank.isdecimal() else value
         return list(jobs.values())
 
     def job_over(

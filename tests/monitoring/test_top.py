@@ -80,6 +80,7 @@ def node(
         f"hpml_job_gpus_allocated{{{job}}}": (len(gpus), 0),
         f"hpml_job_gpus_used{{{job}}}": (sum(map(bool, gpus.values())), 0),
     }
+    series[f'hpml_train_longest_data_wait_info{{{job},rank="3"}}'] = (1, 0)
     for which, seconds in waits:
         series[f'hpml_train_rank_data_wait_seconds{{{job},which="{which}"}}'] = (seconds, 0)
     for which, seconds in steps:
@@ -157,6 +158,7 @@ def test_figures_and_bottlenecks_of_jobs(server: Prometheus, tmp_path: Path) -> 
             "samples_per_second": 200,
             "data_wait_ratio": 0.7,
             "wait_spread_ratio": 0.3,
+            "longest_waiting_rank": 3,
             "step_spread_ratio": 0.1,
         },
         rel=0.02,
@@ -167,7 +169,7 @@ def test_figures_and_bottlenecks_of_jobs(server: Prometheus, tmp_path: Path) -> 
         "memory: 95% of the limit",
         "throttled: 10% of the time",
         "input-bound: 70% waiting for data",
-        "slow rank: waits 30% of a step longer",
+        "slow rank 3: waits 30% of a step longer",
     ]
     assert (found["17"].run, found["17"].name, found["17"].user) == ("run-17", "train", "ada")
     everybody = LiveJobs(Store(tmp_path), prometheus=server)

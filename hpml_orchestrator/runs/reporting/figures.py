@@ -68,8 +68,8 @@ def _trained(events: Iterable[Event], now: float) -> dict[str, float]:
         if event.event == "step" and now - event.time < _STALE_SECONDS:
             steps[event.rank].append(event)
     rate, waited, stepped = 0.0, 0.0, 0.0
-    waits, durations = [], []
-    for counters in steps.values():
+    waits, durations = dict[int | None, float](), []
+    for rank, counters in steps.items():
         last = counters[-1]
         earlier = [step for step in counters if step.time <= last.time - _WINDOW_SECONDS]
         first = (earlier[-1:] or counters)[0]
@@ -84,11 +84,14 @@ def _trained(events: Iterable[Event], now: float) -> dict[str, float]:
             durations.append(grown["step_seconds_total"] / count)
             if "data_wait_seconds_total" in grown:
                 waited += grown["data_wait_seconds_total"]
-                waits.append(grown["data_wait_seconds_total"] / count)
+                waits[rank] = grown["data_wait_seconds_total"] / count
     figures = {"samples_per_second": rate} if rate else {}
     if durations:
         figures["step_spread_ratio"] = 1 - min(durations) / max(durations)
     if waits:
         figures["data_wait_ratio"] = waited / stepped
-        figures["wait_spread_ratio"] = (max(waits) - min(waits)) / max(durations)
+        spread = max(waits.values()) - min(waits.values())
+        figures["wait_spread_ratio"] = spread / max(durations)
+        if (slowest := max(waits, key=waits.__getitem__)) is not None:
+            figures["longest_waiting_rank"] = float(slowest)
     return figures

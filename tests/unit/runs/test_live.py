@@ -111,6 +111,7 @@ def test_figures_from_records(world: World) -> None:
         "samples_per_second": 12.8,
         "data_wait_ratio": 0.4,
         "wait_spread_ratio": 0.6,
+        "longest_waiting_rank": 0,
         "step_spread_ratio": 0,
     }
     assert {name: found.figures[name] for name in figures} == pytest.approx(figures)
@@ -119,7 +120,7 @@ def test_figures_from_records(world: World) -> None:
         "memory",
         "throttled",
         "input-bound",
-        "slow rank",
+        "slow rank 0",
         "GPU idle",
         "CPU-bound",
     ]
