@@ -36,7 +36,7 @@ class Residual(nn.Module):
     def __init__(self, inputs: int, outputs: int, stride: int) -> None:
         super().__init__()
         layers = [*convolution(inputs, outputs, stride), *convolution(outputs, outputs)[:-1]]
-        nn.init.zeros_(layers[-1].weight)  # begin as the identity: it trains at higher rates
+        nn.init.zeros_(layers[-1].get_parameter("weight"))  # begin as the identity
         self.inner, self.shortcut = nn.Sequential(*layers), nn.Sequential()  # the input as it is
         if stride > 1 or inputs != outputs:
             self.shortcut.append(nn.Conv2d(inputs, outputs, 1, stride))
