@@ -66,7 +66,7 @@ _KINDS = {
     "age": _Kind("s", (_GREEN, (120, "orange"), (600, "red"))),
     "time": _Kind("dateTimeAsIso"),
     "watts": _Kind("watt"),
-    "energy": _Kind("kwatth"),
+    "energy": _Kind("watth"),
     "hertz": _Kind("hertz"),
     "heat": _Kind("celsius", (_GREEN, (75, "orange"), (84, "red"))),
     "label": _Kind("string"),

@@ -9,7 +9,7 @@ from hpml_dashboards.panels import Panel, build_dashboard, figure, lines, listin
 __all__ = ["usage"]
 
 _CHOSEN = '{cluster="$cluster"}'
-_HOUR, _KWH = 3600, 3.6e6
+_HOUR = 3600  # of seconds; a watt-hour has as many joules
 
 
 def _kept(figure: str) -> str:
@@ -37,14 +37,14 @@ def _columns(by: str) -> dict[str, str]:
     return {
         "GPU-hours": f"{_hours(_GPUS, by)} {worst}",
         "GPU active": f"sum by ({by}) ({_BUSY}) / sum by ({by}) ({_KNOWN}) {worst}",
-        "Energy": f"sum by ({by}) ({_JOULES}) / {_KWH:.0f} {worst}",
+        "Energy": f"sum by ({by}) ({_JOULES}) / {_HOUR} {worst}",
         "Unused": f"topk(25, {_unused(by)})",
     }
 
 
-def _per_day(name: str, divisor: float) -> str:
+def _per_day(name: str) -> str:
     series = f"hpml:job_{name}:increase1h{_CHOSEN}"
-    return f"sum(sum_over_time({series}[1d])) / {divisor:.0f}"
+    return f"sum(sum_over_time({series}[1d])) / {_HOUR}"
 
 
 _ABOUT = """
@@ -58,7 +58,7 @@ Accounts: Accounts by unused GPU-hours, for those who answer for a project.
 Jobs with most unused GPU-hours: Ended jobs too. Open one to see why, while Prometheus has its data.
 What held jobs back: Findings of hpml report by the hours that they lasted, over all jobs.
 GPU-hours per day: Of the 24 hours before each point. Used and unused together are what jobs had.
-Energy per day: The same for the energy of the GPUs, in kWh.
+Energy per day: The same for the energy of the GPUs.
 """
 
 _CONTENT: list[Panel | str] = [
@@ -66,7 +66,7 @@ _CONTENT: list[Panel | str] = [
     figure("GPU active", "use", f"sum({_BUSY}) / sum({_KNOWN})", width=5),
     figure("Unused", "amount", _unused(), width=5),
     figure("Jobs", "count", f"count(count by (cluster, jobid) ({_GPUS}))", width=5),
-    figure("Energy", "energy", f"sum({_JOULES}) / {_KWH:.0f}", width=5),
+    figure("Energy", "energy", f"sum({_JOULES}) / {_HOUR}", width=5),
     listing("Users", "user", _columns("user"), height=8, sort="Unused"),
     listing("Accounts", "account", _columns("account"), height=8, sort="Unused"),
     listing(
@@ -94,13 +94,13 @@ _CONTENT: list[Panel | str] = [
         "GPU-hours per day",
         "count",
         {
-            "busy": _per_day("gpu_busy_seconds", _HOUR),
-            "unused": f"{_per_day('gpu_seconds', _HOUR)} - {_per_day('gpu_busy_seconds', _HOUR)}",
+            "busy": _per_day("gpu_busy_seconds"),
+            "unused": f"{_per_day('gpu_seconds')} - {_per_day('gpu_busy_seconds')}",
         },
         width=16,
         stacked=True,
     ),
-    lines("Energy per day", "energy", {"GPUs": _per_day("gpu_energy_joules", _KWH)}, width=8),
+    lines("Energy per day", "energy", {"GPUs": _per_day("gpu_energy_joules")}, width=8),
 ]
 
 

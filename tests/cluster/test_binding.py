@@ -137,7 +137,6 @@ def test_every_rank_is_where_the_plan_says(desk: Desk, launcher: str) -> None:
         }
     assert [proof["node"] for proof in proofs(desk)] == ["node1", "node2"]
     for proof in proofs(desk):
-        assert proof["wrong"] == []
         assert proof["looks"] >= 1
         for place, rank in enumerate(proof["ranks"]):
             assert (rank["live"], rank["wrong"]) == (True, [])
@@ -152,7 +151,6 @@ def test_lent_cores_are_right(desk: Desk) -> None:
     """By default the domains without a GPU lend their cores; strict accepts that, too."""
     desk.hpml("run", job(desk, "srun", binding={"verify": "strict"}))
     for proof in proofs(desk):
-        assert proof["wrong"] == []
         for place, rank in enumerate(proof["ranks"]):
             assert rank["wrong"] == []
             assert rank["cores"] == 16

@@ -137,7 +137,7 @@ def test_a_full_disk_leaves_no_plan_behind(swept: list[str], shell: Shell) -> No
         ("plan nowhere.yaml --grid lr=1,2", 3, ["no such job file"]),
         ("plan nowhere.yaml", 3, ["no such sweep file"]),
         ("plan toy.yaml --strong nodes", 2, ["--strong: must be written as nodes=1,2,4"]),
-        ("plan toy.yaml --strong nods=1", 2, ["scale.nods", "no such field"]),
+        ("plan toy.yaml --strong nods=1", 2, ["scale.nods", "unknown field"]),
         ("plan toy.yaml --strong ranks=3", 2, ["batch.size", "cannot be divided over 3"]),
         ("plan toy.yaml --strong ranks=1 --weak ranks=1", 2, ["--weak", "only one"]),
         ("plan toy.yaml --grid nods.x=1,2", 2, ["axes.nods.x", "neither an argument nor a field"]),
