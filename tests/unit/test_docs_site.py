@@ -19,7 +19,7 @@ deploy/devcluster/README.md deploy/gpusim/README.md deploy/prometheus/prometheus
 deploy/prometheus/rules/hpml.yml deploy/prometheus/rules/hpml-alerts.yml deploy/grafana/README.md
 deploy/README.md deploy/prometheus/rules/optional/dcgm-exporter.yml
 deploy/prometheus/rules/optional/jobstats.yml exporters/README.md
-deploy/systemd/hpml-exporter-node.service
+deploy/systemd/hpml-exporter-node.service deploy/slurm/hpml-health.sh training_jobs/train.py
 """.split()
 
 

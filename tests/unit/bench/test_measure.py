@@ -83,6 +83,7 @@ def collect_in(place: Path) -> tuple[list[Any], list[Path]]:
     return collect(place / "run", "r1", None)
 
 
+@pytest.mark.alone  # its time limits are a fifth of the usual ones
 def test_a_hung_gpu_is_a_finding(place: Path) -> None:
     """The other GPU and the host are measured; the hung one is named, and nothing is left."""
     record = measure(place, "--gpus", "2", "--patience", "0.2", torch=STANDIN.read_text())
