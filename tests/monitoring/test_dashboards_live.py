@@ -51,6 +51,9 @@ NOT_HERE = {
     r"train_accuracy|train_mfu|comm_seconds|train_feed_refused": "the training reports none",
     r"mig|parent": "no GPU is split",
     r"job_gpus_unused": "a GPU is unused after ten minutes",
+    r":increase1h": "stored once per hour",
+    r"train_(transfer|save|evaluation|wait)_seconds_total": "the training reports none",
+    r"node_(temperature|memory_errors)|network_link": "a virtual machine has no such hardware",
 }
 """What a query may name to be allowed to return nothing here, and why."""
 
