@@ -47,7 +47,7 @@ class HpmlError(Exception):
     """Something went wrong in a way that hpml understands."""
 
     exit_code = 1
-    meaning = "an error without a class of its own"
+    meaning = "any other error"
 
     def __init__(self, message: str, *, hint: str = "") -> None:
         super().__init__(message)
@@ -101,13 +101,13 @@ def _as_written(value: object) -> str:
 
 
 class CapacityError(InputError):
-    """What was asked for does not fit where it would have to go."""
+    """The request does not fit this machine, or the room that is left."""
 
     meaning = "what was asked for does not fit this machine"
 
 
 class NotFoundError(HpmlError):
-    """There is no run, submission or file of that name."""
+    """No run, submission or file has that name."""
 
     exit_code = 3
     meaning = "no such run or file"

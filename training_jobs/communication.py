@@ -120,7 +120,7 @@ class Training:
             self.reached = {"seconds": self.elapsed, "steps": self.steps}
 
     def save(self) -> None:
-        """Write a checkpoint; each rank has parameters, errors and old gradients of its own."""
+        """Write a checkpoint; each rank has its own parameters, errors and old gradients."""
         if self.checkpoints is None:
             return
         queue = self.memory.get("queue", ())

@@ -213,7 +213,7 @@ class Channel:
 
 
 def _cpu_seconds(pid: int | str) -> float:
-    """Return the CPU time of a process and of all that its first threads started: its loaders."""
+    """Return the CPU time of a process and of its loaders, which its first threads started."""
     with open(f"/proc/{pid}/stat") as stat:
         fields = stat.read().rpartition(")")[2].split()
     seconds = sum(map(int, fields[11:15])) / os.sysconf("SC_CLK_TCK")

@@ -70,7 +70,7 @@ def find_images(data: Path) -> tuple[list[tuple[str, int]], list[tuple[str, int]
     or the place of the data.
 
     Raises:
-        JobError: there are no two folders with two PNG files.
+        JobError: fewer than two folders have two PNG files.
     """
     train: list[tuple[str, int]] = []
     test: list[tuple[str, int]] = []

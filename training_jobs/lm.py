@@ -5,7 +5,7 @@
 
 Runs alone, under torchrun, and under any launcher that sets RANK, WORLD_SIZE, LOCAL_RANK,
 MASTER_ADDR and MASTER_PORT, such as srun with hpml. Uses GPUs (NCCL) if there are any, otherwise
-the CPU (gloo). Needs PyTorch 2.6 or newer and, beside this file, lm_model.py, hpml_channel.py,
+the CPU (gloo). Needs PyTorch 2.6 or newer and, next to this file, lm_model.py, hpml_channel.py,
 hpml_checkpoint.py and hpml_waits.py. Losses are in bits per byte of text: blind guessing costs 8.
 """
 
@@ -325,7 +325,7 @@ def choose_device(options: Namespace) -> torch.device:
 
 
 def main(arguments: list[str] | None = None) -> NoReturn:
-    """Join the other ranks, train, and end with 0, or with 2 and a line that says why."""
+    """Join the other ranks, train, and end with 0, or with 2 and a line with the reason."""
     options, channel, status = parse(arguments), Channel.from_env(), 0
     channel.event("rendezvous")
     if "RANK" not in os.environ:  # alone

@@ -28,7 +28,7 @@ PEAKS = {  # TFLOP/s of dense matrix products by specification: float32 (not TF3
 
 
 class Block(nn.Module):
-    """Attention and a feed-forward network, each behind its norm and beside the residual."""
+    """Attention and a feed-forward network, each behind its norm and parallel to the residual."""
 
     def __init__(self, options: Namespace) -> None:
         super().__init__()

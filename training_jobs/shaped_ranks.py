@@ -2,7 +2,7 @@
 
     python shaped_ranks.py --ranks 2 --mbit 100 communication.py --method int8
 
-Each rank gets a network namespace of its own, with a virtual cable to a bridge; `tc` limits what it
+Each rank gets a separate network namespace, with a virtual cable to a bridge; `tc` limits what it
 sends. Nothing outside of these namespaces is touched, and they end with the ranks. It needs Linux
 with `ip`, `tc`, `unshare` and `nsenter`, and root or user namespaces. hpml's channel does not reach
 into the namespaces: the script has to write its figures to result.json.
@@ -53,7 +53,7 @@ def main() -> int:
 
 
 def _enter_namespace(parser: argparse.ArgumentParser) -> None:
-    """Run this program again in a network namespace of its own, unless it is in one."""
+    """Run this program again in a separate network namespace, unless it is in one."""
     missing = [tool for tool in ("ip", "tc", "unshare", "nsenter") if not shutil.which(tool)]
     if missing:
         parser.error(f"{', '.join(missing)}: not installed (Debian: iproute2, util-linux)")

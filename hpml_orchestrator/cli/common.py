@@ -25,6 +25,7 @@ __all__ = [
     "JsonOption",
     "LocalOption",
     "PrometheusAuthOption",
+    "PrometheusOption",
     "RunWord",
     "RunWords",
     "SetOption",
@@ -76,6 +77,16 @@ AfterOption = Annotated[
         metavar="RUN|any:RUN|notok:RUN",
         help="Start after that run has completed; with any: has ended, with notok: has failed. "
         "May be repeated; overrides `after` of the job file.",
+    ),
+]
+PrometheusOption = Annotated[
+    str,
+    typer.Option(
+        "--prometheus",
+        metavar="URL",
+        help="Prometheus with hpml's metrics and rules; `none` reads records only.",
+        envvar="PROMETHEUS_URL",
+        show_default="the site profile's",
     ),
 ]
 PrometheusAuthOption = Annotated[
@@ -184,7 +195,7 @@ def print_json(value: Any) -> None:
     text = json.dumps(value, indent=2, ensure_ascii=False, default=str)
     try:
         text.encode(getattr(sys.stdout, "encoding", None) or "utf-8")
-    except UnicodeEncodeError:  # a file name that is no text, or a terminal without Unicode
+    except UnicodeEncodeError:  # a file name that is not text, or a terminal without Unicode
         text = json.dumps(value, indent=2, default=str)
     typer.echo(text)
 

@@ -53,7 +53,7 @@ def parse_size(option: str, text: str) -> int:
     """Return the bytes of a value such as `16K` or `1G`.
 
     Raises:
-        InputError: it is no size; names the option.
+        InputError: it is not a size; names the option.
     """
     try:
         return parse_bytes(text)

@@ -240,7 +240,7 @@ def _option_names(**others: str) -> Iterator[None]:
 
 
 def _absolute(option: str, path: str | None) -> str:
-    """Return a path for the exporter's process; empty where none is given.
+    """Return a path for the exporter's process; empty if none is given.
 
     Raises:
         InputError: it is empty.

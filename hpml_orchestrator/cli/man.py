@@ -36,7 +36,7 @@ def man(
 ) -> None:
     """Show the manual page of a command.
 
-    Without man(1), or if the output is no terminal, this prints the command's help.
+    Without man(1), or if the output is not a terminal, this prints the command's help.
     """
     if output:
         if words:
@@ -57,7 +57,7 @@ def _find(context: Any, names: list[str]) -> tuple[Any, Any]:
     """Return a command and its context.
 
     Raises:
-        InputError: there is no such command; names the nearest.
+        InputError: the command is unknown; names the nearest.
     """
     command: Any = context.command
     for name in names:

@@ -211,7 +211,7 @@ def _job_of(script: str, target: Path) -> bytes:
     """Return a job file that starts a script as it is.
 
     Raises:
-        NotFoundError: there is no such file.
+        NotFoundError: the file does not exist.
         InputError: it cannot be read, or is neither Python nor executable.
     """
     path = Path(os.path.abspath(os.path.expanduser(script)))

@@ -12,6 +12,7 @@ from hpml_orchestrator.api.reporting import diagnose_run
 from hpml_orchestrator.cli.common import (
     JsonOption,
     PrometheusAuthOption,
+    PrometheusOption,
     RunWords,
     chosen_site,
     print_json,
@@ -49,16 +50,7 @@ def report(
     html: Annotated[
         str | None, typer.Option("--html", metavar="FILE", help="Write a page to this file.")
     ] = None,
-    prometheus: Annotated[
-        str,
-        typer.Option(
-            "--prometheus",
-            metavar="URL",
-            help="Prometheus for what the record lacks; `none` reads records only.",
-            envvar="PROMETHEUS_URL",
-            show_default="the site profile's",
-        ),
-    ] = "",
+    prometheus: PrometheusOption = "",
     prometheus_auth: PrometheusAuthOption = "",
     apply: Annotated[
         str | None,
@@ -146,7 +138,7 @@ def _compare(
 
 
 def _written(diagnosis: Diagnosis) -> Mapping[str, Any]:
-    """Return the fields of a job that are not the default; all that another version wrote."""
+    """Return the fields of a job without defaults; every field if another version wrote it."""
     from hpml_orchestrator.spec.job import Job  # noqa: PLC0415 - pydantic takes long
 
     job = diagnosis.facts.job
@@ -176,7 +168,7 @@ def _write(path: str, page: str) -> None:
 
 @dataclass(frozen=True)
 class Wanted:
-    """What is to be done with the changes: `--apply`, `--try` and their options."""
+    """What to do with the changes: `--apply`, `--try` and their options."""
 
     apply: str | None
     try_: bool

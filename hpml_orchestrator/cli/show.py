@@ -127,7 +127,7 @@ def _diagnosis(state: State, summary: Summary) -> str | None:
         if state.tasks or state.run.newest() is None:
             return None
         diagnosis = diagnose(gather(state, summary=summary))
-    except HpmlError:  # another user's, or damaged: the summary says what can be read
+    except HpmlError:  # another user's, or damaged: the summary lists what can be read
         return None
     return diagnosis.headline if diagnosis.findings else None
 

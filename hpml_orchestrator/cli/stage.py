@@ -55,7 +55,7 @@ _Field = Literal["path", "digest", "bytes", "files", "seconds", "reused", "targe
 
 
 class _GroupWithArguments(TyperGroup):
-    """A group with arguments of its own: `hpml stage data` beside `hpml stage verify`.
+    """A group that takes arguments: `hpml stage data` as well as `hpml stage verify`.
 
     A first word that is the name of a command is that command, so a file of that name is given as
     `./name`. Everything else, options too, is for the group's own callback.

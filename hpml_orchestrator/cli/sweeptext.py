@@ -1,4 +1,4 @@
-"""What the commands about sweeps print: the plan, how far it is, a table of its combinations."""
+"""What the commands about sweeps print: the plan, the progress, a table of its combinations."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _SHOWN_COMBINATIONS = 24
 
 
 def progress_line(progress: Progress) -> str:
-    """Return how far a sweep is, in one line."""
+    """Return the progress of a sweep, in one line."""
     parts = [f"{progress.done} of {progress.total} done", *_states(progress.counts)]
     if progress.gpu_hours:
         parts.append(f"{progress.gpu_hours:.2f} GPU-hours")
@@ -93,7 +93,7 @@ def _values(values: Mapping[str, Any]) -> str:
 
 
 def print_sweeps(entries: Sequence[tuple[SweepPlan, Progress]]) -> None:
-    """Print a table of sweeps and how far they are."""
+    """Print a table of sweeps with their progress."""
     rows = [
         (
             planned.id,

@@ -23,6 +23,7 @@ from rich.text import Text
 from hpml_orchestrator.cli.common import (
     JsonOption,
     PrometheusAuthOption,
+    PrometheusOption,
     RunWords,
     chosen_site,
     print_json,
@@ -55,16 +56,7 @@ _MOST_ROOM = {"NAME": 18, "BOTTLENECK": 34}  # longer text is cut; 34 has room f
 def top(
     context: typer.Context,
     runs: RunWords = [],
-    prometheus: Annotated[
-        str,
-        typer.Option(
-            "--prometheus",
-            metavar="URL",
-            help="Prometheus with hpml's metrics; `none` reads records only.",
-            envvar="PROMETHEUS_URL",
-            show_default="the site profile's",
-        ),
-    ] = "",
+    prometheus: PrometheusOption = "",
     prometheus_auth: PrometheusAuthOption = "",
     everybody: Annotated[
         bool, typer.Option("--all-users", help="Show all users' jobs that Prometheus knows.")

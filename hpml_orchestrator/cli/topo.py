@@ -176,7 +176,7 @@ def _check(given: Mapping[str, object]) -> None:
 
 @dataclass(frozen=True)
 class Request:
-    """What is to be planned on a node.
+    """What to plan on a node.
 
     Attributes:
         ranks: how many ranks it has.
@@ -254,7 +254,7 @@ def show_plan(
 
     Args:
         node: the node.
-        request: what is to be planned.
+        request: what to plan.
         allowed_cpus: the only CPUs to use, in the kernel's list format; empty for all usable ones.
         svg: file to write a picture to, if any; with - it takes the table's place.
         as_json: whether to print JSON.
@@ -320,7 +320,7 @@ def _allowed(topology: Topology, text: str) -> tuple[int, ...] | None:
 def _away_from_other_gpus(topology: Topology, request: Request) -> tuple[int, ...]:
     """Return the CPUs that are not next to GPUs of other jobs, for a job that gets part of a node.
 
-    Empty where that leaves out nothing, or leaves fewer CPUs than the job requests.
+    Empty if that leaves out nothing, or leaves fewer CPUs than the job requests.
     """
     if not request.gpus or request.cpus is None:
         return ()
@@ -335,12 +335,12 @@ def _away_from_other_gpus(topology: Topology, request: Request) -> tuple[int, ..
 
 
 def _note(topology: Topology, request: Request, cpus: str) -> str:
-    """Return which part of the node a job requests, where it is not all of it.
+    """Return which part of the node a job requests, if it is not the whole node.
 
     Args:
         topology: the node.
         request: what the job requests.
-        cpus: which CPUs the plan uses; empty where they were given.
+        cpus: which CPUs the plan uses; empty if they were given.
     """
     count = len(topology.devices)
     parts, used = [], [cpus] if cpus else []

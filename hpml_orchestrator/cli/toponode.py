@@ -79,8 +79,8 @@ def read_node(file: str | None) -> ShownNode:
     """Return the node of a topology file, of standard input (`-`), or this node.
 
     Raises:
-        InputError: there is no topology in it.
-        NotFoundError: there is no such file.
+        InputError: it contains no topology.
+        NotFoundError: the file does not exist.
     """
     if file is None:
         has_instances = os.path.isdir("/proc/driver/nvidia/capabilities")  # of MIG, perhaps
@@ -95,7 +95,7 @@ def read_node(file: str | None) -> ShownNode:
 
 
 def show_node(node: ShownNode, *, svg: str | None, as_json: bool) -> None:
-    """Print a node, and draw it; a picture on standard output stands there alone."""
+    """Print a node, and draw it; a picture on standard output is the only output."""
     topology = node.topology
     if svg is not None:
         write_picture(topology, svg, title=node.title)
@@ -115,7 +115,7 @@ def write_picture(
     Args:
         topology: the node.
         path: of the file, a pipe or a device; - for standard output.
-        title: stands above.
+        title: above the picture.
         ranks: the owners of its cores.
 
     Raises:
@@ -257,7 +257,7 @@ def show_run(store: Store, run: str, node: str, *, svg: str | None, as_json: boo
 
 
 def _node(attempt: Attempt, label: str, wanted: str, bound: BindingReport) -> str:
-    """Return the node to show, with a note where there are others."""
+    """Return the node to show, with a note if there are others."""
     directory = attempt.directory / "nodes"
     known = sorted(path.name.removesuffix(_SUFFIX) for path in directory.glob(f"*{_SUFFIX}"))
     if not known:

@@ -33,7 +33,7 @@ _TITLE, _HEADING, _DETAIL, _LABEL = 16, 11, 9, 8
 _CHARACTER = 0.73
 """Width of a character in parts of the font's size: generous, for fonts differ."""
 _TEXT_MAX, _WRONG_COLUMNS = 72, 48
-_TURN = 0.381966  # of the circle of colours: the next colour lies far from all before
+_TURN = 0.381966  # of the circle of colours: the next colour is far from the earlier ones
 _NEAR = ("PIX", "PXB", "PHB", "NODE")
 _STYLE = """
 text{font-family:'DejaVu Sans',Verdana,Arial,sans-serif;fill:#1f2933}
@@ -102,7 +102,7 @@ class RankBox:
 
 
 def boxes_of_plan(plan: Plan) -> list[RankBox]:
-    """Return the ranks of a plan; those that it does not bind have no CPUs of their own."""
+    """Return the ranks of a plan; those that it does not bind have no CPUs."""
     return [
         _rank_box(rank, rank.local_rank, cpus=rank.cpu_list(), own=plan.policy != "none")
         for rank in plan.ranks
@@ -227,11 +227,11 @@ def _rows(boxes: Sequence[_Box], length: int) -> list[Sequence[_Box]]:
 
 
 def picture(topology: Topology, *, title: str, ranks: Sequence[RankBox] = ()) -> str:
-    """Return the text of an SVG file: sockets, domains and cores, and their devices beside them.
+    """Return the text of an SVG file: sockets, domains and cores, and their devices next to them.
 
     Args:
         topology: the node.
-        title: stands above.
+        title: above the picture.
         ranks: the owners of its cores.
     """
     node = _Node(topology, ranks)

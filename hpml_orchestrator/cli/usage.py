@@ -14,6 +14,7 @@ import typer
 from hpml_orchestrator.cli.common import (
     JsonOption,
     PrometheusAuthOption,
+    PrometheusOption,
     chosen_site,
     print_json,
     print_table,
@@ -59,7 +60,8 @@ _ADVICE = {
 def usage(
     context: typer.Context,
     by: Annotated[
-        Literal["job", "user", "account"], typer.Option("--by", help="What a row stands for.")
+        Literal["job", "user", "account"],
+        typer.Option("--by", help="One row per job, user or account."),
     ] = "job",
     since: Annotated[
         str,
@@ -91,16 +93,7 @@ def usage(
         str | None,
         typer.Option("--mail", metavar="DIR", help="Write a letter to each user there; send none."),
     ] = None,
-    prometheus: Annotated[
-        str,
-        typer.Option(
-            "--prometheus",
-            metavar="URL",
-            help="Prometheus with hpml's recording rules; `none` reads records only.",
-            envvar="PROMETHEUS_URL",
-            show_default="the site profile's",
-        ),
-    ] = "",
+    prometheus: PrometheusOption = "",
     prometheus_auth: PrometheusAuthOption = "",
     as_json: JsonOption = False,
 ) -> None:

@@ -3,7 +3,7 @@
 FakeClock       time that passes only by `sleep`
 FakeRunner      a `scheduler.command.Runner` that answers from a table
 FakeScheduler   a `scheduler.model.Scheduler` in memory, with faults on request (`Fault`)
-Killed          raised where a fault stands for hpml being killed
+Killed          raised by a fault that simulates a killed hpml
 """
 
 from hpml_orchestrator.testing.clock import FakeClock

@@ -27,7 +27,7 @@ class Call:
 
 
 class FakeRunner:
-    """A `Runner` for tests: answers of each command in turn, the last one for ever.
+    """A `Runner` for tests: answers of each command in turn, the last one repeatedly.
 
     A key may name more than the command, `scontrol show node`: the longest that begins the call
     is the one that answers. An exception in place of an answer is raised. A command without

@@ -54,7 +54,7 @@ class FakeScheduler:
             `move`, forget a job with `del`.
         faults: what goes wrong in the next calls, one each; nothing when it is empty.
         delay_seconds: how long a request of KILLED_DURING is on its way.
-        unseen_delay_seconds: the same of BOTH_KILLED, whose sbatch is not seen any more.
+        unseen_delay_seconds: the same of BOTH_KILLED, whose sbatch is no longer visible.
         cluster_name: what `cluster` returns.
 
     >>> fake = FakeScheduler()

@@ -36,7 +36,7 @@ number() {
     esac
 }
 
-# Prints the name of the GPU at a position of Slurm's list, as /etc/hpml/gpus says.
+# Prints the name of the GPU at a position of Slurm's list, by /etc/hpml/gpus.
 gpu_at() {
     [ -r "$GPUS" ] || { printf '%s' "$1"; return 0; }
     sed -n -e '/^[[:space:]]*#/d' -e '/^[[:space:]]*$/d' -e p -- "$GPUS" |
