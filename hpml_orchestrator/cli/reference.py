@@ -207,7 +207,7 @@ _OTHERS = {
     "specification, or a part of it failed",
     EXIT_INTERNAL: "a bug in hpml; `--debug` shows the traceback",
     EXIT_NOT_WRITTEN: "standard output cannot be written; after a successful submission the exit "
-    "status is 0 all the same, and the job id goes to stderr",
+    "status is still 0, and the job id goes to stderr",
     EXIT_STUCK: "`hpml export node`: a driver call does not return; restart the exporter",
     EXIT_INTERRUPTED: "Ctrl-C; a submitted job continues, and its id is printed",
     EXIT_TERMINATED: "SIGTERM (129: SIGHUP)",
