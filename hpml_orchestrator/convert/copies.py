@@ -28,6 +28,11 @@ _UNPACK = re.compile(r"tar -?[a-z]*x[a-z]*f (\S+)(?: (?:-C |--directory[ =])(\S+
 _PLAIN_OPTION = re.compile(  # copies all of the source, as it is
     r"-[arRvzhPLtlpogdDWuHf]+|--(progress|archive|recursive|info=\S+|stats|partial|verbose)"
 )
+_OUTPUT = re.compile(  # options and variables whose values a program usually writes to
+    r"-{0,2}([\w-]*[_-])?(out|outputs?|saves?|ckpts?|checkpoints?|logs?|results?)"
+    r"([_-]?(dir|directory|path|folder|root|to))?",
+    re.IGNORECASE,
+)
 
 
 @dataclass
@@ -169,7 +174,16 @@ class Copies:
         results = [result.place for result in self.results]
         others = [*(self.path(path) for path in paths if self.is_local(path)), *results]
         around = any(e.place.startswith(f"{one}/") for e in self.staged for one in others)
-        written = any(f"{one}/".startswith(f"{e.place}/") for e in self.staged for one in results)
+        options = ["", *values]
+        outputs = [
+            self.path(path)
+            for before, value in zip(options, values, strict=False)
+            for option, path in [(before, value), value.partition("=")[::2]]
+            if path and _OUTPUT.fullmatch(option)
+        ]
+        written = any(
+            f"{one}/".startswith(f"{e.place}/") for e in self.staged for one in (*results, *outputs)
+        )
         if around or written or not all(entry.is_used for entry in self.staged):
             self.staged.clear()
 

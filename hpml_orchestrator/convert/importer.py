@@ -6,6 +6,7 @@ import os
 import re
 import shlex
 from dataclasses import dataclass
+from getpass import getuser
 from typing import TYPE_CHECKING, Any
 
 from pydantic import ValidationError
@@ -282,7 +283,7 @@ class _Import:
             if str(value) != str(Resources.model_fields[field].default):
                 self.put(f"resources.{field}", value, *_OPTIONS.get(field, field).split())
         if header.mail_on:
-            to = header.text("mail-user") or self.context.environment.get("USER", "")
+            to = header.text("mail-user") or self.context.environment.get("USER") or getuser()
             self.put("resources.mail", {"to": to, "on": header.mail_on}, "mail-user", "mail-type")
 
     def _put_checkpoint(self) -> None:

@@ -405,6 +405,22 @@ def test_an_archive_that_is_copied_and_unpacked_is_one_entry() -> None:
     assert made.job["args"] == ["--data", "{stage.set}/set"]
 
 
+@pytest.mark.parametrize(
+    ("copy", "arguments"),
+    [
+        ("cp train.py /tmp/out/", "--data data --out /tmp/out"),
+        ("cp -r /d/set $TMPDIR/", "--data $TMPDIR/set --save-dir=$TMPDIR/set/ckpt"),
+        ("cp -r /d/set $TMPDIR/", "--data $TMPDIR/set --log_dir $TMPDIR/set"),
+    ],
+)
+def test_a_directory_that_the_program_writes_to_is_not_staged(copy: str, arguments: str) -> None:
+    """Staged data are deleted at the end: the results would be, too."""
+    made = imported(copy, f"python t.py {arguments}")
+    assert "stage" not in made.fields
+    assert made.fields["environment"]["setup"].strip() == copy
+    assert "{stage" not in str(made.fields)
+
+
 def test_a_copy_that_srun_starts_on_every_node_is_staged() -> None:
     """As multi-node scripts do."""
     made = imported("srun -N2 --ntasks-per-node=1 cp -r /d/set $TMPDIR/", "python t.py $TMPDIR/set")
