@@ -416,9 +416,9 @@ def test_an_archive_that_is_copied_and_unpacked_is_one_entry() -> None:
 def test_a_directory_that_the_program_writes_to_is_not_staged(copy: str, arguments: str) -> None:
     """Staged data are deleted at the end: the results would be, too."""
     made = imported(copy, f"python t.py {arguments}")
-    assert "stage" not in made.fields
-    assert made.fields["environment"]["setup"].strip() == copy
-    assert "{stage" not in str(made.fields)
+    assert "stage" not in made.job
+    assert made.job["environment"]["setup"].strip() == copy
+    assert "{stage" not in str(made.job)
 
 
 def test_a_copy_that_srun_starts_on_every_node_is_staged() -> None:
