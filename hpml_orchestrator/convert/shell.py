@@ -7,6 +7,7 @@ searched for launch lines.
 from __future__ import annotations
 
 import re
+import subprocess
 from dataclasses import dataclass, field
 from functools import cache
 from itertools import pairwise, zip_longest
@@ -110,8 +111,8 @@ class Statement:
 
 
 @cache
-def _parser() -> Parser:
-    return Parser(Language(tree_sitter_bash.language()))
+def _language() -> Language:
+    return Language(tree_sitter_bash.language())
 
 
 def parse_script(text: str) -> list[Statement]:
@@ -125,7 +126,8 @@ def parse_script(text: str) -> list[Statement]:
             f"line {text.count(chr(10), 0, match.start()) + 1}: a blank after a \\",
             hint="at the end of a line remove it; elsewhere put the blank in quotes",
         )
-    root = _parser().parse(text.encode()).root_node
+    _refuse_invalid(text)  # first: the grammar's scanner may crash on here-documents without end
+    root = Parser(_language()).parse(text.encode()).root_node
     if root.has_error:
         raise _syntax_error(root)
     statements: list[Statement] = []
@@ -136,6 +138,26 @@ def parse_script(text: str) -> list[Statement]:
             statements[-1].background = True
             statements[-1].source += " &"
     return statements
+
+
+def _refuse_invalid(text: str) -> None:
+    """Refuse a script that bash would not start.
+
+    Raises:
+        InputError: names the line.
+    """
+    try:
+        done = subprocess.run(
+            ["bash", "-n"], input=text.encode(), capture_output=True, timeout=30, check=False
+        )
+    except (OSError, subprocess.TimeoutExpired):  # no bash here
+        return
+    said = done.stderr.decode(errors="replace")
+    lines = re.findall(r"line (\d+):", said)
+    if done.returncode or lines:  # a here-document without end is a warning of bash
+        raise InputError(
+            f"line {lines[-1] if lines else 1}: not valid bash", hint="see `bash -n SCRIPT`"
+        )
 
 
 def _text(node: Node) -> str:
