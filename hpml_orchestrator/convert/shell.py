@@ -6,6 +6,7 @@ searched for launch lines.
 
 from __future__ import annotations
 
+import os
 import re
 import subprocess
 from dataclasses import dataclass, field
@@ -39,6 +40,7 @@ _EXPANSIONS = frozenset(
     "ansi_c_string translated_string".split()
 )
 _MISSED = re.compile(r"\$[\w({@*#?$!-]", re.ASCII)  # an expansion that the grammar takes for text
+_OPEN_DOLLAR = re.compile(r"(?<!\\)(?:\\\\)*\$\Z")  # not escaped, at the end of a part
 _BLANKS = re.compile(r"(?:[ \t\r]|\\\n)+")
 _BLANK_AFTER_BACKSLASH = re.compile(r"(?<!\\)\\[ \t]+\n|(?<=[\s\"'`)}])\\[ \t]")
 
@@ -148,7 +150,12 @@ def _refuse_invalid(text: str) -> None:
     """
     try:
         done = subprocess.run(
-            ["bash", "-n"], input=text.encode(), capture_output=True, timeout=30, check=False
+            ["bash", "-n"],
+            env={**os.environ, "LC_ALL": "C", "BASH_ENV": ""},  # `line N:` in English
+            input=text.encode(),
+            capture_output=True,
+            timeout=30,
+            check=False,
         )
     except (OSError, subprocess.TimeoutExpired):  # no bash here
         return
@@ -264,7 +271,8 @@ def _parts(node: Node) -> Iterator[Part]:
         yield from _string_parts(node)
     elif node.type in ("concatenation", "command_name"):
         for child, after in zip_longest(node.children, node.children[1:]):
-            if after is not None and after.type == "string" and _text(child).endswith("$"):
+            is_dollar = _OPEN_DOLLAR.search(_text(child)) is not None
+            if is_dollar and after is not None and after.type == "string":
                 yield Part(f"${_text(after)}", is_expansion=True)  # `$"text"` is translated
             else:
                 yield from _parts(child)

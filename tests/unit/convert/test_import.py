@@ -358,6 +358,11 @@ def test_arguments_that_only_the_job_knows_are_variables_of_setup() -> None:
     ]
 
 
+def test_an_escaped_dollar_before_a_string_is_text() -> None:
+    """Without the backslash bash would translate the string."""
+    assert imported(r'python t.py ~/p\$"$A"').job["args"] == ["/home/ada/p${env.A}"]
+
+
 def test_variables_that_hpml_sets_after_setup_are_fields() -> None:
     """An export of OMP_NUM_THREADS in setup would have no effect; hpml's own value is left out."""
     line = "export OMP_NUM_THREADS=$SLURM_CPUS_PER_TASK PYTHONUNBUFFERED=0"
