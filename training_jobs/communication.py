@@ -27,11 +27,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.utils import parameters_to_vector, vector_to_parameters
-from torch.profiler import profile, record_function, schedule
+from torch.profiler import record_function
 
 from communication_methods import LOCAL_STEPS, METHODS, Wire, allreduce, synchronize
 from hpml_channel import Channel
 from hpml_checkpoint import CheckpointError, Checkpoints, StopAgreement
+from hpml_waits import trace_steps
 
 SAVED = ("steps", "elapsed", "accuracy", "reached", "vector")
 
@@ -155,19 +156,6 @@ class Training:
         self.wire.seconds = found.state["comm_seconds"]
 
 
-def profiler(options: argparse.Namespace, rank: int) -> Any:
-    """Return a profiler that traces five steps after the warm-up, or nothing."""
-    if options.profile is None:
-        return contextlib.nullcontext()
-
-    def write(trace: Any) -> None:
-        options.profile.mkdir(parents=True, exist_ok=True)
-        trace.export_chrome_trace(str(options.profile / f"trace-rank{rank}.json.gz"))
-
-    steps = schedule(wait=options.warm_up_steps, warmup=1, active=5, repeat=1)
-    return profile(schedule=steps, on_trace_ready=write)
-
-
 class Data:
     """scikit-learn's digits: every fifth is for testing."""
 
@@ -210,7 +198,7 @@ def train(options: argparse.Namespace, device: Any, channel: Channel) -> dict[st
     channel.event("warm-up", steps=options.warm_up_steps)
     channel.event("training", step=training.steps, total_steps=total)
     stop = bool(agreement.finish())
-    with profiler(options, wire.rank) as tracer:
+    with trace_steps(options.profile, wire.rank, after=options.warm_up_steps) as tracer:
         while training.steps < total and not stop and (options.run_on or not training.reached):
             began, waited = time.perf_counter(), wire.seconds
             with record_function("hpml.step"):
@@ -218,8 +206,7 @@ def train(options: argparse.Namespace, device: Any, channel: Channel) -> dict[st
                     batch = data.batch_of(training.steps)
                 loss = training.step(*batch)
                 synchronize()
-            if tracer:
-                tracer.step()
+            tracer.step()
             took = time.perf_counter() - began
             training.elapsed += took
             channel.gauge(loss=loss, comm_method=options.method)

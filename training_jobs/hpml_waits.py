@@ -221,6 +221,7 @@ def trace_steps(directory: Path | None, rank: int, *, after: int) -> Any:
     """
     if directory is None:
         return nullcontext(SimpleNamespace(step=lambda: None))
+    directory.mkdir(parents=True, exist_ok=True)
     trace = str(directory / f"trace-rank{rank}.json.gz")
     return profile(  # the CPU, and a GPU if there is one
         schedule=schedule(wait=after, warmup=1, active=5, repeat=1),

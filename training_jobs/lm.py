@@ -12,7 +12,6 @@ hpml_checkpoint.py and hpml_waits.py. Losses are in bits per byte of text: blind
 from __future__ import annotations
 
 import argparse
-import contextlib
 import json
 import math
 import os
@@ -31,11 +30,11 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
-from torch.profiler import profile, record_function, schedule
+from torch.profiler import record_function
 
 from hpml_channel import Channel
 from hpml_checkpoint import CheckpointError, Checkpoints, Ranks, StopAgreement
-from hpml_waits import measure_waits
+from hpml_waits import measure_waits, trace_steps
 from lm_model import GPT, flops_per_token, peak_flops
 
 NUMBERS = {  # options that are numbers
@@ -182,18 +181,6 @@ def load(checkpoints: Checkpoints, model: nn.Module, optimizer: Any) -> tuple[in
     return found.step, found.state
 
 
-def profiler(options: Namespace, rank: int) -> Any:
-    """Return what traces five steps after the warm-up for `hpml report`, if that is asked for."""
-    if options.profile is None:
-        return contextlib.nullcontext()
-    trace = options.profile / f"trace-rank{rank}.json.gz"
-    return profile(  # the CPU, and a GPU if there is one
-        schedule=schedule(wait=options.warm_up_steps, warmup=1, active=5, repeat=1),
-        on_trace_ready=lambda found: found.export_chrome_trace(str(trace)),
-        acc_events=True,
-    )
-
-
 # One loop to read from top to bottom, and to change.
 def train(options: Namespace, channel: Channel, device: Any) -> None:  # noqa: C901, PLR0912, PLR0915
     """Train from the newest checkpoint to the last step, or until asked to stop."""
@@ -235,7 +222,7 @@ def train(options: Namespace, channel: Channel, device: Any) -> None:  # noqa: C
     channel.event("training", step=step, total_steps=options.steps)
     agreement = StopAgreement(ranks)
     stop = agreement.exchange(channel.stop_requested()) or agreement.finish()
-    with profiler(options, ranks.rank) as tracing:
+    with trace_steps(options.profile, ranks.rank, after=options.warm_up_steps) as tracing:
         while True:
             is_last = step == options.steps
             is_due = is_last or step % options.eval_every == 0
@@ -278,8 +265,7 @@ def train(options: Namespace, channel: Channel, device: Any) -> None:  # noqa: C
             if is_due:
                 speed = f"{rate:,.0f} tokens/s, MFU {'-' if mfu is None else f'{mfu:.1%}'}"
                 say(f"step {step}: loss {loss:.4f}, rate {group['lr']:.2e}, {speed}")
-            if tracing is not None:
-                tracing.step()
+            tracing.step()
             stop = agreement.exchange(channel.stop_requested())
     if stop:
         channel.event("stopping", step=step)

@@ -11,7 +11,6 @@ the CPU (gloo). `hpml new trees DIR` copies it with the files that it needs.
 from __future__ import annotations
 
 import argparse
-import contextlib
 import json
 import math
 import os
@@ -26,11 +25,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
-from torch.profiler import profile, record_function, schedule
+from torch.profiler import record_function
 
 from hpml_channel import Channel
 from hpml_checkpoint import CheckpointError, Checkpoints, Ranks, StopAgreement
-from hpml_waits import measure_waits
+from hpml_waits import measure_waits, trace_steps
 from trees_data import Data, load_data
 from trees_model import MODELS
 
@@ -133,18 +132,6 @@ def load(run: Any) -> int:
     return int(found.step)
 
 
-def profiler(options: Namespace, rank: int) -> Any:
-    """Return what traces five steps after the warm-up for `hpml report`, if that is asked for."""
-    if options.profile is None:
-        return contextlib.nullcontext()
-    trace = options.profile / f"trace-rank{rank}.json.gz"
-    return profile(  # the CPU, and a GPU if there is one
-        schedule=schedule(wait=options.warm_up_steps, warmup=1, active=5, repeat=1),
-        on_trace_ready=lambda found: found.export_chrome_trace(str(trace)),
-        acc_events=True,
-    )
-
-
 def prepare(options: Namespace, channel: Channel, device: torch.device) -> tuple[Any, Data]:
     """Return what the loop works with, and the data; an error of one rank is raised on all."""
     data = load_data(options, ranks := Ranks())
@@ -179,7 +166,7 @@ def train(options: Namespace, channel: Channel, device: torch.device) -> None:
     channel.event("training", step=step, total_steps=steps)
     agreement = StopAgreement(ranks)
     stop = agreement.exchange(channel.stop_requested()) or agreement.finish()
-    with profiler(options, ranks.rank) as tracing:
+    with trace_steps(options.profile, ranks.rank, after=options.warm_up_steps) as tracing:
         while step < steps and not stop:
             mark = time.perf_counter()
             with record_function("hpml.step"):
@@ -204,8 +191,7 @@ def train(options: Namespace, channel: Channel, device: torch.device) -> None:
             channel.count(
                 steps=1, samples=len(batch[1]), data_wait_seconds=waited, step_seconds=took
             )
-            if tracing is not None:
-                tracing.step()
+            tracing.step()
             stop = agreement.exchange(channel.stop_requested())
             if step == steps or (place == 0 and epoch % options.eval_every == 0):
                 with channel.timed("evaluation_seconds"):

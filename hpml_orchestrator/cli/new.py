@@ -77,7 +77,7 @@ EXAMPLES = {
             "communication.yaml",
             "communication_sweep.yaml",
             "shaped_ranks.py",
-            *_HELPERS[:2],
+            *_HELPERS,
         ),
         ("hpml run communication.yaml", "hpml sweep run communication_sweep.yaml --local"),
     ),
