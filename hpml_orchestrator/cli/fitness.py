@@ -6,7 +6,7 @@ import os
 import re
 import subprocess
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -14,6 +14,7 @@ from hpml_exporters.core.procfs import text
 from hpml_exporters.node.health import Health, read_health
 
 from hpml_orchestrator.errors import counted
+from hpml_orchestrator.records.files import names_in
 from hpml_orchestrator.records.mounts import read_mounts
 from hpml_orchestrator.records.texts import first_few
 
@@ -134,7 +135,7 @@ def _on_bus(directory: str) -> int:
     return sum(
         text(f"{directory}/{entry}/vendor") == _NVIDIA
         and text(f"{directory}/{entry}/class").startswith(_DISPLAY)
-        for entry in _entries(directory)
+        for entry in names_in(directory)
     )
 
 
@@ -224,8 +225,8 @@ def _ports(directory: str) -> NodeFinding:
     """Judge InfiniBand ports: one with a cable that is not active is an error."""
 
     def ports() -> Iterator[tuple[str, str, str]]:
-        for device in _entries(directory):
-            for port in _entries(f"{directory}/{device}/ports"):
+        for device in names_in(directory):
+            for port in names_in(f"{directory}/{device}/ports"):
                 path = f"{directory}/{device}/ports/{port}"
                 yield f"{device}/{port}", text(f"{path}/state"), text(f"{path}/phys_state")
 
@@ -246,10 +247,3 @@ def _ports(directory: str) -> NodeFinding:
 
 def _word(state: str) -> str:
     return re.sub(r"^\d+: ", "", state) or "unknown"
-
-
-def _entries(directory: str) -> Iterable[str]:
-    try:
-        return sorted(os.listdir(directory))
-    except OSError:
-        return []

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from socket import gethostname
 from typing import TYPE_CHECKING
 
@@ -13,6 +12,8 @@ from hpml_orchestrator.cli.fitness import Expected, examine_node
 from hpml_orchestrator.cli.process import notice
 from hpml_orchestrator.errors import HpmlError
 from hpml_orchestrator.scheduler.command import SubprocessRunner
+from hpml_orchestrator.scheduler.slurm.ask import ask
+from hpml_orchestrator.scheduler.slurm.messages import clean
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -59,7 +60,7 @@ def _scontrol(*words: str) -> str:
     Raises:
         HpmlError: it fails.
     """
-    done = SubprocessRunner().run(["scontrol", *words], env=os.environ, timeout=_SECONDS)
+    done = ask(SubprocessRunner(), ["scontrol", *words], timeout=_SECONDS)
     if done.returncode != 0:
-        raise HpmlError(f"cannot drain this node: {done.stderr.strip() or done.stdout.strip()}")
+        raise HpmlError(f"cannot drain this node: {clean(done.stderr) or clean(done.stdout)}")
     return done.stdout

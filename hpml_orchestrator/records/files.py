@@ -130,7 +130,7 @@ def read_text(path: PathLike) -> str:
         raise _cannot("read", path, error) from error
 
 
-def names_in(directory: Path) -> list[str]:
+def names_in(directory: PathLike) -> list[str]:
     """Return the names in a directory, sorted; none if it is missing or may not be read."""
     try:
         return sorted(os.listdir(directory))

@@ -88,6 +88,7 @@ class Stat(NamedTuple):
     """Fields of /proc/PID/stat; times in clock ticks (`os.sysconf("SC_CLK_TCK")` per second).
 
     Attributes:
+        state: one letter, such as D for uninterruptible sleep.
         parent: process id of the parent.
         user: time in user mode, with that of ended children that were waited for.
         system: the same in the kernel.
@@ -95,6 +96,7 @@ class Stat(NamedTuple):
         start: time between boot and start; with the process id it names one process.
     """
 
+    state: str
     parent: int
     user: int
     system: int
@@ -110,6 +112,7 @@ def stat(proc: str, pid: int) -> Stat | None:
         fields = data[data.rindex(b")") + 2 :].split(None, 20)
         # proc(5) numbers the fields from 1 and has the parent as the fourth.
         return Stat(
+            state=fields[0].decode(),
             parent=int(fields[1]),
             user=int(fields[11]) + int(fields[13]),
             system=int(fields[12]) + int(fields[14]),

@@ -15,9 +15,10 @@ from prometheus_client.core import Metric
 
 from hpml_exporters.core.collector import NotHereError
 from hpml_exporters.core.metric import MetricSpec, Row, families, metric
-from hpml_exporters.core.procfs import process_ids, read, read_or_empty, text
+from hpml_exporters.core.procfs import process_ids, read_or_empty, stat, text
 from hpml_exporters.node.disks import local_mounts
 from hpml_exporters.options import Context
+from hpml_orchestrator.records.files import names_in
 from hpml_orchestrator.records.mounts import parse_mounts
 
 __all__ = ["SPECS", "Chip", "Health", "NodeHealth", "make", "read_health"]
@@ -117,7 +118,7 @@ class Health:
 
     synchronized: bool | None = None
     clock_error_seconds: float | None = None
-    sleeping: frozenset[tuple[int, bytes]] = frozenset()  # process ids with their start times
+    sleeping: frozenset[tuple[int, int]] = frozenset()  # process ids with their start times
     zombies: int = 0
     read_only: dict[tuple[str, str], bool] = field(default_factory=dict)
     corrected_errors: int | None = None
@@ -161,7 +162,7 @@ class NodeHealth:
     def __init__(self, context: Context) -> None:
         self.interval = context.options.node_interval
         self._roots = context.options.roots
-        self._before: frozenset[tuple[int, bytes]] = frozenset()
+        self._before: frozenset[tuple[int, int]] = frozenset()
 
     def sample(self, now: float) -> list[Metric]:  # noqa: ARG002
         """Return the families as they are now; see `Collector.sample`."""
@@ -211,36 +212,30 @@ def _clock() -> tuple[bool | None, float | None]:
     return (None, None) if failed else (not state.status & _STA_UNSYNC, state.maxerror / 1e6)
 
 
-def _processes(proc: str) -> tuple[list[tuple[int, bytes]], int]:
+def _processes(proc: str) -> tuple[list[tuple[int, int]], int]:
     """Return the processes in uninterruptible sleep, and the number of zombies."""
     sleeping, zombies = [], 0
     for pid in process_ids(proc):
-        try:
-            data = read(f"{proc}/{pid}/stat")
-            fields = data[data.rindex(b")") + 2 :].split(None, 20)
-            # proc(5) counts from 1: the state is the third field, the start the 22nd
-            state, start = fields[0], fields[19]
-        except (OSError, ValueError, IndexError):  # it has ended
-            continue
-        if state == b"D":
-            sleeping.append((pid, start))
-        zombies += state == b"Z"
+        found = stat(proc, pid)
+        if found is not None and found.state == "D":
+            sleeping.append((pid, found.start))
+        zombies += found is not None and found.state == "Z"
     return sleeping, zombies
 
 
 def _memory_errors(sys: str, file: str) -> int | None:
     """Return the sum over the memory controllers; None without one that the kernel watches."""
     directory = f"{sys}/devices/system/edac/mc"
-    counts = [text(f"{directory}/{name}/{file}") for name in _entries(directory)]
+    counts = [text(f"{directory}/{name}/{file}") for name in names_in(directory)]
     known = [int(count) for count in counts if count.isdecimal()]
     return sum(known) if known else None
 
 
 def _chips(directory: str) -> dict[str, Chip]:
     chips: dict[str, Chip] = {}
-    for entry in _entries(directory)[:_MAX_CHIPS]:
+    for entry in names_in(directory)[:_MAX_CHIPS]:
         name = text(f"{directory}/{entry}/name") or entry
-        for file in _entries(f"{directory}/{entry}"):
+        for file in names_in(f"{directory}/{entry}"):
             sensor = file.removesuffix("_input")
             value = text(f"{directory}/{entry}/{file}") if file.startswith("temp") else ""
             if sensor == file or not value.removeprefix("-").isdecimal():
@@ -257,17 +252,10 @@ def _link_losses(directory: str) -> dict[str, int]:
     """Return the counts of devices with hardware: no bridges, tunnels or jobs' namespaces."""
 
     def counts() -> Iterator[tuple[str, int]]:
-        for device in _entries(directory):
+        for device in names_in(directory):
             if os.path.exists(f"{directory}/{device}/device"):
                 count = text(f"{directory}/{device}/carrier_down_count")
                 if count.isdecimal():
                     yield device, int(count)
 
     return dict(list(counts())[:_MAX_DEVICES])
-
-
-def _entries(directory: str) -> list[str]:
-    try:
-        return sorted(os.listdir(directory))
-    except OSError:
-        return []

@@ -19,6 +19,7 @@ from hpml_exporters.core.collector import NotHereError
 from hpml_exporters.core.metric import MetricSpec, Row, families, metric
 from hpml_exporters.core.procfs import text
 from hpml_exporters.options import Context
+from hpml_orchestrator.records.files import names_in
 
 __all__ = ["SPECS", "Infiniband", "make"]
 
@@ -90,8 +91,8 @@ class Infiniband:
         """Return the families as they are now; see `Collector.sample`."""
         ports = [
             (device, port)
-            for device in _names(self._root)
-            for port in _names(f"{self._root}/{device}/ports")
+            for device in names_in(self._root)
+            for port in names_in(f"{self._root}/{device}/ports")
         ]
         if not ports:
             raise NotHereError("no RDMA device")
@@ -121,10 +122,3 @@ def _read_port(directory: str, port: tuple[str, str], rows: dict[MetricSpec, lis
     if unit_text.startswith("Gb/sec"):  # "100 Gb/sec (4X EDR)"
         rows[_RATE].append((port, float(gigabits) * 1e9 / 8))
     rows[_INFO].append(((*port, text(f"{directory}/link_layer"), rate), 1))
-
-
-def _names(directory: str) -> list[str]:
-    try:
-        return sorted(os.listdir(directory))
-    except OSError:
-        return []

@@ -7,7 +7,7 @@ records of one's own runs.
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from hpml_orchestrator.diagnosis.diagnose import diagnose
@@ -82,7 +82,8 @@ class Selection:
     Attributes:
         by: `job`, `user` or `account`.
         since, until: seconds since the epoch.
-        users, accounts: only jobs of these; of all when empty.
+        users, accounts: only jobs of these; of all when empty. Records have one's own runs only,
+            so `users` is for Prometheus.
         min_unused_hours: only rows with at least as many unused GPU-hours.
         number: how many rows, the largest waste first.
     """
@@ -148,13 +149,16 @@ def stored_usage(server: Prometheus, selection: Selection) -> tuple[list[Usage],
         found.setdefault(key, {})[name] = value
         if name == "held":
             findings[key] = answer.get("finding", "")
-    usages = {key: _usage(key[1:], labels, values) for key, values in found.items()}
-    usages = {key: replace(one, finding=findings.get(key, "")) for key, one in usages.items()}
+    usages = {
+        key: _usage(key[1:], labels, values, findings.get(key, "")) for key, values in found.items()
+    }
     total = usages.pop(("sum",), Usage())
     return _sorted(usages.values()), total
 
 
-def _usage(key: Sequence[str], labels: Sequence[str], values: Mapping[str, float]) -> Usage:
+def _usage(
+    key: Sequence[str], labels: Sequence[str], values: Mapping[str, float], finding: str
+) -> Usage:
     hours = {name: value / _SECONDS_PER_HOUR for name, value in values.items()}
     return Usage(
         labels=dict(zip(labels, map(printable, key), strict=True)) if key else {},
@@ -163,6 +167,7 @@ def _usage(key: Sequence[str], labels: Sequence[str], values: Mapping[str, float
         measured_hours=hours.get("measured", 0.0),
         busy_hours=hours.get("busy", 0.0),
         energy_kwh=values["joules"] / JOULES_PER_KWH if "joules" in values else None,
+        finding=finding,
         finding_hours=hours.get("held"),
     )
 
@@ -180,9 +185,7 @@ def recorded_usage(store: Store, selection: Selection) -> tuple[list[Usage], Usa
         for state in submitted.tasks or [submitted]:
             if (job := _of_run(state)) is None:
                 continue
-            labels = job.labels
-            wanted = not selection.users or labels["user"] in selection.users
-            if wanted and (not selection.accounts or labels["account"] in selection.accounts):
+            if not selection.accounts or job.labels["account"] in selection.accounts:
                 jobs.append(job)
     names = GROUPS[selection.by]
     grouped: dict[tuple[str, ...], list[Usage]] = {}
@@ -198,11 +201,10 @@ def _of_run(state: State) -> Usage | None:
     """Return the usage of a run over all of its attempts; None without GPUs, or if unreadable."""
     try:
         attempt = state.run.newest()
-        life = read_life(state)
-        if attempt is None or life is None:
+        if attempt is None or not (facts := gather(state)).gpu_count:
             return None
-        facts = gather(state)
-        if not facts.gpu_count:
+        life = read_life(state)
+        if life is None:
             return None
         seconds = measured = busy = joules = 0.0
         energy = False
@@ -212,8 +214,7 @@ def _of_run(state: State) -> Usage | None:
             gpus = [gpu for node in monitored_nodes(one) for gpu in node.gpus]
             if one.number == attempt.number:  # records of a killed job have no end, Slurm has
                 ended = state.ended or (ended if state.over else time.time())
-            last = ended or one.last_written or 0.0
-            asked = facts.gpu_count * max(0.0, last - started) if started else 0.0
+            asked = facts.gpu_count * max(0.0, (ended or 0.0) - started) if started else 0.0
             known = sum(gpu.seconds for gpu in gpus)
             seconds += max(asked, known)
             for gpu in gpus:
