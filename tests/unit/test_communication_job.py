@@ -162,7 +162,8 @@ train = communication.train
 
 def measured(options, device, channel):
     figures = train(options, device, channel)
-    print("sent", sent() - wires[-1].before, "counted", figures["bytes_sent"], flush=True)
+    line = "sent %d counted %d" % (sent() - wires[-1].before, figures["bytes_sent"])
+    sys.stdout.write(line + chr(10))  # at once: the ranks share the output
     return figures
 
 wires = []
