@@ -14,7 +14,7 @@ import pytest
 from hpml_orchestrator.diagnosis.profile import ProfileError, read_profile
 
 TRAINING = """
-import sys, time
+import os, sys, time
 import torch
 import torch.distributed as dist
 from torch.profiler import profile, record_function, schedule
@@ -38,6 +38,7 @@ with profile(schedule=schedule(wait=1, warmup=1, active=3), on_trace_ready=write
             dist.all_reduce(torch.ones(10))
         profiler.step()
 dist.destroy_process_group()
+os._exit(0)  # threads of gloo may crash Python's own end (pytorch#190489)
 """
 
 
