@@ -34,7 +34,7 @@ from hpml_orchestrator.staging.source import BLOCK_BYTES
 from hpml_orchestrator.staging.space import readers_for
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Generator, Iterator
     from concurrent.futures import ThreadPoolExecutor
 
     from hpml_orchestrator.staging.faults import Retry
@@ -59,7 +59,7 @@ _MOST_PROCESSES = 16
 _MOST_WORKERS = 64
 _SMALL_FILES = 400  # fewer are copied sooner than workers are there
 _SMALL_BYTES = 32 << 20
-_LARGE_BYTES = 64 << 20  # from here on a second thread hashes what is being written
+_LARGE_BYTES = 64 << 20  # from here on a second thread reads and hashes ahead
 _ZEROS = bytes(BLOCK_BYTES)
 
 
@@ -406,14 +406,13 @@ class _Worker:
         digest = self._how.new() if self._how is not None else None
         target = os.open(entry.path, CREATE, (entry.mode & 0o777) | 0o600, dir_fd=self._to)
         at = 0
+        blocks = self._hashed(entry, digest, pieces)
         try:
             try:
                 if entry.stored < entry.size:
                     os.ftruncate(target, entry.size)
-                for data in pieces:
-                    hashed = self._hash(entry, digest, data)
+                for data in blocks:
                     self._write(target, entry, data, at)
-                    hashed()
                     at += len(data)
                     tally.bytes += len(data)
                     tally.report_sometimes()
@@ -422,6 +421,7 @@ class _Worker:
                     raise SourceChangedError
                 os.utime(target, ns=(entry.mtime_ns, entry.mtime_ns))
             finally:
+                blocks.close()
                 os.close(target)
         except BaseException:
             os.unlink(entry.path, dir_fd=self._to)
@@ -429,18 +429,35 @@ class _Worker:
         if digest is not None:
             tally.digests.append((number, digest.digest()))
 
-    def _hash(self, entry: Entry, digest: Digest | None, data: Buffer) -> Callable[[], object]:
-        """Hash a block, of large files while it is written; what is returned waits for the end."""
-        if digest is None:
-            return bool
+    def _hashed(
+        self, entry: Entry, digest: Digest | None, pieces: Iterator[Buffer]
+    ) -> Generator[Buffer, None, None]:
+        """Yield the pieces of a file and hash them; of a large one while the one before is written.
+
+        Copying into the page cache takes about as long as reading from it and hashing.
+        """
+
+        def following() -> Buffer | None:
+            data = next(pieces, None)
+            if data is not None and digest is not None:
+                digest.update(data)
+            return data
+
         if entry.size < _LARGE_BYTES:
-            digest.update(data)
-            return bool
+            while (data := following()) is not None:
+                yield data
+            return
         if self._pool is None:
             from concurrent.futures import ThreadPoolExecutor  # noqa: PLC0415 - takes time
 
             self._pool = ThreadPoolExecutor()
-        return self._pool.submit(digest.update, data).result
+        ahead = self._pool.submit(following)
+        try:
+            while (data := ahead.result()) is not None:
+                ahead = self._pool.submit(following)
+                yield data
+        finally:
+            ahead.exception()  # waits: nobody may read when the caller closes the source
 
     @staticmethod
     def _write(target: int, entry: Entry, data: Buffer, at: int) -> None:

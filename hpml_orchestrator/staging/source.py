@@ -56,7 +56,7 @@ class Reader(Protocol):
     def read(self, number: int) -> Iterator[Buffer]:
         """Yield the bytes of `plan.files[number]`, at most BLOCK_BYTES at a time.
 
-        A buffer is valid until the next one is asked for. Exactly the file's bytes come, or an
+        A buffer is valid until the next but one is asked for. Exactly the file's bytes come, or an
         error.
 
         Raises:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import stat
 import threading
@@ -124,11 +125,13 @@ class _TreeReader:
         return os.open(path, READ, dir_fd=self._top)
 
     def _buffer(self) -> memoryview:
+        """Return one of this thread's two buffers: one may be read into while the other is used."""
         try:
-            found: memoryview = self._local.buffer
+            buffers: Iterator[memoryview] = self._local.buffers
         except AttributeError:
-            found = self._local.buffer = memoryview(bytearray(BLOCK_BYTES))
-        return found
+            two = [memoryview(bytearray(BLOCK_BYTES)) for _ in range(2)]
+            buffers = self._local.buffers = itertools.cycle(two)
+        return next(buffers)
 
     def _whole(self, entry: Entry) -> Buffer:
         """Return a small file; one comparison with the plan, after reading, is enough."""
