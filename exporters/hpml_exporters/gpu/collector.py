@@ -289,26 +289,27 @@ class GpuCollector:
     # What is shown ---------------------------------------------------------------------------
 
     def _families(self, session: Session) -> Iterable[Metric]:
-        """Return what is known now; the families of numbers are made when a scrape wants them."""
+        """Return what is known now; most families are made when a scrape wants them."""
         shown = {device.uuid for device in (*session.shown, *self._down.values())}
         shown |= {device.parent for device in session.shown}
-        others = [*self._identity(session), *self._log.families(shown), *self._job_families]
+        identity = (spec.family(rows) for spec, rows in self._identity(session))
+        others = [*self._log.families(shown), *self._job_families]
         values = [(each.device, dict(each.history.values)) for each in session.readers]
-        return chain(others, _numbers(values, self._made))
+        return chain(identity, others, _numbers(values, self._made))
 
-    def _identity(self, session: Session) -> list[Metric]:
-        """Return which GPUs there are and whether they answer."""
+    def _identity(self, session: Session) -> list[tuple[MetricSpec, list[Row]]]:
+        """Return the series that say which GPUs there are and whether they answer."""
         states = {
             reader.device.uuid: reader.up for reader in session.readers if not reader.device.parent
         }
         states |= dict.fromkeys(self._down, False)
         up = sum(states.values())
-        counts = [(("up",), up), (("lost",), len(states) - up + self._nameless)]
+        counts: list[Row] = [(("up",), up), (("lost",), len(states) - up + self._nameless)]
         return [
-            gpu.INFO.family((one.info, 1) for one in (*session.shown, *self._down.values())),
-            gpu.DRIVER.family([((session.driver,), 1)] if session.driver else ()),
-            gpu.UP.family(((uuid,), float(state)) for uuid, state in states.items()),
-            gpu.GPUS.family(counts),
+            (gpu.INFO, [(one.info, 1) for one in (*session.shown, *self._down.values())]),
+            (gpu.DRIVER, [((session.driver,), 1)] if session.driver else []),
+            (gpu.UP, [((uuid,), float(state)) for uuid, state in states.items()]),
+            (gpu.GPUS, counts),
         ]
 
     def _of_jobs(self, session: Session, jobs: Jobs) -> list[Metric]:

@@ -58,6 +58,8 @@ class XidLog:
             shown: UUIDs of GPUs that may be shown.
         """
         seen = [(key, value) for key, value in self._seen.items() if key[0] in shown]
+        if not seen:
+            return []
         return [
             XID_ERRORS.family((key, count) for key, (count, _) in seen),
             XID_LAST.family((key, when) for key, (_, when) in seen),

@@ -160,7 +160,7 @@ class NodeHealth:
     specs: Sequence[MetricSpec] = SPECS
 
     def __init__(self, context: Context) -> None:
-        self.interval = context.options.node_interval
+        self.interval = 3 * context.options.node_interval  # it looks at every process of the node
         self._roots = context.options.roots
         self._before: frozenset[tuple[int, int]] = frozenset()
 
