@@ -125,7 +125,7 @@ def test_the_installed_hpml_renders_and_runs(installed: Path, tmp_path: Path) ->
 @pytest.mark.parametrize(
     ("command", "output"),
     [
-        ("dashboards check", "all dashboards are as their code says"),
+        ("dashboards check", "all dashboards match their code"),
         ("dashboards build --output built", "built/hpml-job.json"),
         ("schema job", '"$defs"'),
         ("template list", "srun"),
