@@ -150,13 +150,12 @@ class _Notices:
             return
         self._state = state
         life = _life(state)
-        line = life.line if life else ""
+        place = life.place if life else ""
         if life and life.attempts[-1].trained_from:
             self._known = state.attempts
-        attempt = line.partition(", limit in ")[0]  # not printed again for the time left
-        if attempt not in ("", self._attempt):
-            self._attempt = attempt
-            notice(line)
+        if life and place not in ("", self._attempt):
+            self._attempt = place
+            notice(life.line)
 
 
 def _life(state: State) -> Life | None:

@@ -106,6 +106,7 @@ def _facts(state: State, summary: Summary | None, now: float) -> Facts:
         monitored=bool(job["monitor"]["enabled"]),
         reason=state.reason or (f"exit code {state.exit_code}" if state.exit_code else ""),
         on_slurm=state.backend == "slurm",
+        attempts=state.attempts,
     )
     attempt = state.run.newest()
     if attempt is None:

@@ -14,7 +14,7 @@ import pytest
 
 from hpml_orchestrator.node.channel import ChannelReader
 from hpml_orchestrator.records import events
-from hpml_orchestrator.runs.reporting.summary import Timeline, phases
+from hpml_orchestrator.runs.reporting.timeline import Timeline, phases
 from tests.patience import eventually
 from tests.unit.training_runs import (
     DIGITS,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import os
@@ -75,7 +76,9 @@ class Description:
         values: the point's values, by name.
         code: `commit`, `branch`, `dirty` and `snapshot`; None without a git repository.
         result: figures that the training reported, those of `result()` before those of the file.
+        result_attempt: number of the attempt that reported them; None without any.
         result_file: content of `result.json`; None without such a file.
+        result_file_attempt: number of the attempt that wrote it.
         result_error: why that file cannot be read.
         hours: None before it has started, and if its records cannot be read.
     """
@@ -88,7 +91,9 @@ class Description:
     values: dict[str, Any] = field(default_factory=dict)
     code: dict[str, Any] | None = None
     result: dict[str, Any] = field(default_factory=dict)
+    result_attempt: int | None = None
     result_file: dict[str, Any] | None = None
+    result_file_attempt: int | None = None
     result_error: str = ""
     hours: Hours | None = None
 
@@ -121,15 +126,20 @@ def describe(state: State, summary: Summary, *, now: float | None = None) -> Des
         return Description(**known, hours=hours)
     if summary.command:
         known |= {"command": summary.command, "received": True}
-    found, error = None, ""
+    found, error, path = None, "", state.run.directory / RESULT_FILE
     try:
-        found = read_result(state.run.directory / RESULT_FILE)
+        found = read_result(path)
     except RecordError as problem:
         error = str(problem)
+    # The file stays when the run continues: then it has the figures of an attempt that stopped.
+    writer = None if found is None else _writer(path, state)
+    number = summary.attempt if summary.result else writer
     return Description(
         **known,
-        result={**(found or {}), **summary.result},
+        result={**(found or {} if writer == number else {}), **summary.result},
+        result_attempt=number,
         result_file=found,
+        result_file_attempt=writer,
         result_error=error,
         hours=hours,
     )
@@ -204,6 +214,20 @@ def read_result(path: Path) -> dict[str, Any] | None:
         raise RecordError(f"{path} cannot be read: nested over {_RESULT_LEVELS} levels")
     result.pop("schema_version", None)
     return result
+
+
+def _writer(path: Path, state: State) -> int | None:
+    """Return the number of the attempt that wrote a file; of several the last that had begun.
+
+    Both times are of the file server, so that clocks of nodes do not matter.
+    """
+    attempts = state.run.attempts()
+    begun = attempts[:1]
+    with contextlib.suppress(OSError):
+        written = os.stat(path).st_mtime
+        for attempt in attempts[1:]:
+            begun += [attempt] * (os.stat(attempt.directory / "head.json").st_mtime <= written)
+    return begun[-1].number if begun else None
 
 
 def _finite(text: str) -> float | str:
