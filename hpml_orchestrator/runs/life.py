@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 from hpml_orchestrator.errors import HpmlError, counted
 from hpml_orchestrator.records.texts import seconds_text
 from hpml_orchestrator.runs.reporting.attempts import AttemptReport, attempt_reports
+from hpml_orchestrator.runs.request import recorded_job
 from hpml_orchestrator.scheduler.model import JobState
-from hpml_orchestrator.spec.values import parse_time
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -205,8 +205,8 @@ def seconds_left(state: State, now: float) -> float | None:
     if not state.started or state.over:
         return None
     try:
-        limit = parse_time(state.submission.record()["job"]["resources"]["time"])
-    except (HpmlError, LookupError, TypeError, ValueError):
+        limit = recorded_job(state.submission).limit_seconds
+    except HpmlError:
         return None
     return max(0.0, limit - max(0.0, now - state.started))
 
@@ -244,13 +244,13 @@ def read_life(
 
 def _limits_of(state: State) -> Limits:
     try:
-        job = state.submission.record()["job"]
-        limit, own = float(parse_time(job["resources"]["time"])), job.get("checkpoint") or {}
-        if not own.get("enabled") or not own["requeue"]:
-            return Limits(limit)
-        return Limits(limit, int(own["attempts"]), tuple(map(str, own["requeue"])))
-    except (HpmlError, AttributeError, LookupError, TypeError, ValueError):
+        job = recorded_job(state.submission)
+    except HpmlError:
         return Limits(math.inf)
+    own = job.checkpoint
+    if not own.requeue:
+        return Limits(job.limit_seconds)
+    return Limits(job.limit_seconds, own.attempts, own.requeue)
 
 
 def life_of(
@@ -293,9 +293,9 @@ def life_of(
         known.append(replace(one, ended=None if runs else one.ended, **lost))
     queued = _between(known[-1].ended, now) if waits else 0.0
     lost_seconds = math.fsum(one.lost_seconds for one in known) + queued
-    is_over = left_seconds is None and not waits
+    has_ended = left_seconds is None and not waits and known[-1].over
     paused = math.fsum(one.paused_seconds for one in known)
-    elapsed = _between(known[0].started, known[-1].ended if is_over else now)
+    elapsed = _between(known[0].started, known[-1].ended if has_ended else now)
     elapsed = max(0.0, elapsed - paused)
     life = Life(
         tuple(known),

@@ -20,6 +20,7 @@ from hpml_orchestrator.records.files import names_in, read_json
 from hpml_orchestrator.records.ids import stamp, stamp_of
 from hpml_orchestrator.records.run import Run, owner_name
 from hpml_orchestrator.records.submission import Submission
+from hpml_orchestrator.runs.request import recorded_job
 from hpml_orchestrator.runs.status import UNREADABLE, states
 from hpml_orchestrator.scheduler.model import JobState
 
@@ -131,9 +132,10 @@ def _saved_to(store: Store, chosen: Collection[str]) -> dict[str, str]:
     """Return the chosen submissions that hold checkpoints of others, each with one of those."""
     used = {}
     for submission in store.submissions():
-        with contextlib.suppress(HpmlError, AttributeError, KeyError, TypeError):
-            if submission.sid not in chosen:
-                directory = submission.record()["job"]["checkpoint"]["directory"]
+        with contextlib.suppress(HpmlError):
+            if submission.sid in chosen:
+                continue
+            if directory := recorded_job(submission).checkpoint.directory:
                 run = os.path.relpath(directory, store.runs_dir).partition(os.sep)[0]
                 used[re.sub(r"\.(\d+|\{array\.index\})$", "", run)] = submission.sid
     return {sid: used[sid] for sid in chosen if sid in used}

@@ -19,6 +19,7 @@ from hpml_orchestrator.records import targets
 from hpml_orchestrator.records.feed import is_number
 from hpml_orchestrator.records.files import read_json, write_json
 from hpml_orchestrator.records.store import Run
+from hpml_orchestrator.runs.request import recorded_job
 from hpml_orchestrator.scheduler.model import JobState, parse_state
 
 if TYPE_CHECKING:
@@ -152,11 +153,11 @@ def keep_ends(state: State) -> None:
         write_json(directory / _FINAL, {**end(state), **tasks})
         (directory / _ENDS).unlink(missing_ok=True)
     # Prometheus targets, which the agents could not withdraw if they were killed
-    with contextlib.suppress(HpmlError, KeyError, TypeError):
-        monitor = state.submission.record()["job"]["monitor"]
-        if monitor["enabled"]:
+    with contextlib.suppress(HpmlError):
+        job = recorded_job(state.submission)
+        if job.is_monitored:
             default = targets.default_directory(directory.parents[1])
-            targets.withdraw_run(Path(monitor["targets"] or default), state.submission.label)
+            targets.withdraw_run(Path(job.monitor_targets or default), state.submission.label)
 
 
 def reopen(submission: Submission, *, undo: bool = False) -> None:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from hpml_orchestrator.errors import HpmlError, RecordError
 from hpml_orchestrator.records.texts import human_bytes, printable
-from hpml_orchestrator.spec.values import parse_gpus
+from hpml_orchestrator.runs.request import recorded_job
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 
     from hpml_orchestrator.records.store import Attempt
     from hpml_orchestrator.runs.reporting.summary import Summary
+    from hpml_orchestrator.runs.request import RecordedJob
     from hpml_orchestrator.runs.state import State
 
 __all__ = [
@@ -119,7 +120,7 @@ def describe(state: State, summary: Summary, *, now: float | None = None) -> Des
             "code": _code(record["provenance"]),
             **_point(record, state),
         }
-        hours = hours_of(state, job, now=now)
+        hours = hours_of(state, recorded_job(state.submission), now=now)
     except (HpmlError, AttributeError, LookupError, TypeError, ValueError):
         return Description(result=summary.result)
     if state.tasks:
@@ -240,12 +241,12 @@ def _is_deep(value: Any, levels: int) -> bool:
     return levels < 0 or any(_is_deep(one, levels - 1) for one in inner)
 
 
-def hours_of(state: State, job: Mapping[str, Any], *, now: float | None = None) -> Hours | None:
+def hours_of(state: State, job: RecordedJob, *, now: float | None = None) -> Hours | None:
     """Return what all attempts of a run occupied, or of an array those of all tasks.
 
     Args:
         state: of the run.
-        job: the resolved job of its record.
+        job: what it asked for.
         now: seconds since the epoch; the clock when left out.
 
     Raises:
@@ -255,10 +256,7 @@ def hours_of(state: State, job: Mapping[str, Any], *, now: float | None = None) 
     if state.tasks:
         tasks = [hours for task in state.tasks if (hours := hours_of(task, job, now=now))]
         return _sum(tasks) if tasks else None
-    resources = job["resources"]
-    nodes, gpus = int(resources["nodes"]), parse_gpus(resources["gpus"]).count
-    ranks = int(resources["ranks_per_node"] or gpus * int(resources["ranks_per_gpu"]) or 1)
-    asked = nodes * gpus, nodes * ranks * int(resources["cpus_per_rank"])
+    asked = job.nodes * job.gpus, job.nodes * job.cores
     attempts = state.run.attempts()
     if not attempts:
         if state.started is None:

@@ -18,6 +18,7 @@ from hpml_orchestrator.runs.reporting.monitor import (
 )
 from hpml_orchestrator.runs.reporting.staging import Staged, collected_lines, staged_entries
 from hpml_orchestrator.runs.reporting.timeline import Phase, Timeline, phases
+from hpml_orchestrator.runs.request import recorded_job
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -108,9 +109,7 @@ def _summary(state: State, attempt: Attempt) -> Summary:
     told = {row["node"] for node in collected for row in node["entries"]}
     owing = [event.node for event in ready if event.data.get("collect")]
     silent = [node for node in owing if state.over and node not in told]
-    sources = []
-    if owing:
-        sources = [entry["source"] for entry in state.submission.record()["job"]["collect"]]
+    sources = recorded_job(state.submission).collected if owing else ()
     return Summary(
         attempt=attempt.number,
         phases=phases(
@@ -163,8 +162,8 @@ def binding_of(state: State, records: Sequence[Mapping[str, Any]] | None = None)
     if attempt is None:
         return BindingReport()
     try:
-        asked = state.submission.record()["job"]["binding"]
-    except (HpmlError, KeyError, TypeError):
+        asked = recorded_job(state.submission).binding
+    except HpmlError:
         asked = None
     return read_binding(attempt, asked, records)
 

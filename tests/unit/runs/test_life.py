@@ -329,3 +329,16 @@ def test_each_figure_names_its_attempt(training: Training) -> None:
     assert " of attempt 2" in training.lines()["ended"][0]
     facts = gather(training.world.state(training.submission), now=training.world.clock.now)
     assert "  attempt 2 of 2: FAILED in " in status_line(Diagnosis(facts))
+
+
+def test_an_attempt_that_is_ending_keeps_its_figures(training: Training) -> None:
+    """Slurm's epilog may take minutes; the attempt has left no record of its end yet."""
+    first = training.start()
+    training.train(first, 100, 100)
+    training.end(first, "preemption")
+    training.world.clock.sleep(20)
+    training.start(step=100, after=40)
+    training.world.scheduler.move("1", JobState.COMPLETING)
+    life = training.life()
+    assert life.elapsed_seconds == pytest.approx(100 + 100 + 20 + 40)
+    assert life.restarts.startswith("61.5% of the time lost to restarts: 2:40 of 4:20 ")
