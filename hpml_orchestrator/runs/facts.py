@@ -32,6 +32,7 @@ if TYPE_CHECKING:
 
     from hpml_orchestrator.records.store import Attempt
     from hpml_orchestrator.runs.prometheus import Prometheus
+    from hpml_orchestrator.runs.reporting.description import Code
     from hpml_orchestrator.runs.reporting.summary import Summary
     from hpml_orchestrator.runs.state import State
 
@@ -142,7 +143,7 @@ def _facts(state: State, summary: Summary | None, now: float) -> Facts:
         achieved_flops=_flops(summary, facts.gpu_count),
         accuracy=_accuracy(summary),
         values=described.values,
-        code=_code(described.code or {}),
+        code=_code(described.code),
     )
     if stages:
         files, size = (
@@ -152,7 +153,7 @@ def _facts(state: State, summary: Summary | None, now: float) -> Facts:
     return facts
 
 
-def _code(code: Mapping[str, Any]) -> str:
+def _code(code: Code | None) -> str:
     """Return the commit, and whether files were changed; empty without one."""
     return f"{code['commit'][:7]}{' + changes' if code['dirty'] else ''}" if code else ""
 

@@ -86,7 +86,7 @@ class Life:
     between_failures_seconds: float | None = None
     best_save_every_seconds: float | None = None
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> dict[str, object]:
         """Return it for programs."""
         rows = [attempt.to_json() for attempt in self.attempts]
         return {**asdict(replace(self, attempts=())), "attempts": rows}

@@ -13,7 +13,7 @@ import shutil
 import time
 from collections import Counter, defaultdict
 from dataclasses import asdict, dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from hpml_orchestrator.errors import HpmlError, RecordError
 from hpml_orchestrator.records.files import names_in, read_json
@@ -62,7 +62,7 @@ class Pruned:
     bytes: int = 0  # freed disk space, all together
     interrupted: bool = False  # by Ctrl-C; the next prune completes it
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> dict[str, object]:
         """Return it for programs."""
         kept = [{"id": sid, "reason": reason} for sid, reason in self.kept]
         removed = [asdict(submission) for submission in self.removed]

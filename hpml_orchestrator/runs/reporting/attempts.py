@@ -74,7 +74,7 @@ class AttemptReport:
         planned = self.why in _PLANNED or self.stopped
         return not planned and self.state not in _NO_FAILURE and self.error is None
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> dict[str, object]:
         """Return it for programs."""
         shown = asdict(self)
         error = str(self.error) if self.error else None
@@ -168,7 +168,7 @@ def _report(attempt: Attempt, timeline: Timeline, state: State, *, is_last: bool
     return AttemptReport(attempt.number, **known, **_training(timeline, attempt.number, end or {}))
 
 
-def _training(timeline: Timeline, number: int, end: Mapping[str, Any]) -> dict[str, Any]:
+def _training(timeline: Timeline, number: int, end: Mapping[str, object]) -> dict[str, Any]:
     """Return the steps, the rate and the checkpoints of an attempt."""
     began = total = None
     if (resumed := timeline.last.get("resumed")) is not None:
@@ -207,6 +207,6 @@ def _training(timeline: Timeline, number: int, end: Mapping[str, Any]) -> dict[s
     }
 
 
-def _whole(data: Mapping[str, Any], name: str) -> int | None:
+def _whole(data: Mapping[str, object], name: str) -> int | None:
     value = numbers(data).get(name)
     return None if value is None else int(value)

@@ -9,8 +9,8 @@ import os
 import shlex
 import stat
 import time
-from dataclasses import asdict, dataclass, field
-from typing import TYPE_CHECKING, Any
+from dataclasses import asdict, dataclass, field, replace
+from typing import TYPE_CHECKING, Any, TypedDict
 
 from hpml_orchestrator.errors import HpmlError, RecordError
 from hpml_orchestrator.records.texts import human_bytes, printable
@@ -63,6 +63,15 @@ class Hours:
     wall: float = 0.0
 
 
+class Code(TypedDict):
+    """The version of a run's code."""
+
+    commit: str
+    branch: str
+    dirty: bool | None  # None: not known
+    snapshot: bool
+
+
 @dataclass(frozen=True)
 class Description:
     """What a run was, as far as it was recorded.
@@ -89,16 +98,16 @@ class Description:
     received: bool = False
     sweep: str = ""
     point: int | None = None
-    values: dict[str, Any] = field(default_factory=dict)
-    code: dict[str, Any] | None = None
-    result: dict[str, Any] = field(default_factory=dict)
+    values: dict[str, object] = field(default_factory=dict)
+    code: Code | None = None
+    result: dict[str, object] = field(default_factory=dict)
     result_attempt: int | None = None
-    result_file: dict[str, Any] | None = None
+    result_file: dict[str, object] | None = None
     result_file_attempt: int | None = None
     result_error: str = ""
     hours: Hours | None = None
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> dict[str, object]:
         """Return it for programs."""
         return asdict(self)
 
@@ -114,19 +123,22 @@ def describe(state: State, summary: Summary, *, now: float | None = None) -> Des
     try:
         record = state.submission.record()
         job = record["job"]
-        known = {
-            "launcher": str(job["launcher"]),
-            "command": _command_of_job(job),
-            "code": _code(record["provenance"]),
-            **_point(record, state),
-        }
-        hours = hours_of(state, recorded_job(state.submission), now=now)
+        point, values = _point(record, state)
+        known = Description(
+            launcher=str(job["launcher"]),
+            command=_command_of_job(job),
+            sweep=str(record.get("sweep", "")),
+            point=point,
+            values=values,
+            code=_code(record["provenance"]),
+            hours=hours_of(state, recorded_job(state.submission), now=now),
+        )
     except (HpmlError, AttributeError, LookupError, TypeError, ValueError):
         return Description(result=summary.result)
     if state.tasks:
-        return Description(**known, hours=hours)
+        return known
     if summary.command:
-        known |= {"command": summary.command, "received": True}
+        known = replace(known, command=summary.command, received=True)
     found, error, path = None, "", state.run.directory / RESULT_FILE
     try:
         found = read_result(path)
@@ -135,14 +147,13 @@ def describe(state: State, summary: Summary, *, now: float | None = None) -> Des
     # The file stays when the run continues: then it has the figures of an attempt that stopped.
     writer = None if found is None else _writer(path, state)
     number = summary.attempt if summary.result else writer
-    return Description(
-        **known,
+    return replace(
+        known,
         result={**(found or {} if writer == number else {}), **summary.result},
         result_attempt=number,
         result_file=found,
         result_file_attempt=writer,
         result_error=error,
-        hours=hours,
     )
 
 
@@ -156,32 +167,29 @@ def _command_of_job(job: Mapping[str, Any]) -> list[str]:
     return [*program, *job["args"]]
 
 
-def _code(provenance: Mapping[str, Any]) -> dict[str, Any] | None:
+def _code(provenance: Mapping[str, Any]) -> Code | None:
     git, snapshot = provenance.get("git") or {}, provenance.get("snapshot")
     if not git and not snapshot:
         return None
     known = {"commit": "", "branch": "", "dirty": None, **git, **(snapshot or {})}
-    names = ("commit", "branch", "dirty")
-    return {**{name: known[name] for name in names}, "snapshot": bool(snapshot)}
+    return Code(
+        commit=known["commit"],
+        branch=known["branch"],
+        dirty=known["dirty"],
+        snapshot=bool(snapshot),
+    )
 
 
-def _point(record: Mapping[str, Any], state: State) -> dict[str, Any]:
-    """Return the point of a sweep that a run is."""
-    if "sweep" not in record:
-        return {}
-    sweep, place = {"sweep": str(record["sweep"])}, state.submission.index
-    points = record.get("points") or []
+def _point(record: Mapping[str, Any], state: State) -> tuple[int | None, dict[str, object]]:
+    """Return number and values of the point of a sweep that a run is; None without one."""
+    points, values = record.get("points") or [], record.get("values") or []
+    place = state.submission.index
     if place is None or place >= len(points):
-        return sweep
-    values = record.get("values") or []
-    return {
-        **sweep,
-        "point": int(points[place]),
-        "values": dict(values[place]) if place < len(values) else {},
-    }
+        return None, {}
+    return int(points[place]), dict(values[place]) if place < len(values) else {}
 
 
-def read_result(path: Path) -> dict[str, Any] | None:
+def read_result(path: Path) -> dict[str, object] | None:
     """Return what a training wrote to `result.json`; None if it wrote none.
 
     Any program may have written it, so that size and depth are limited.
@@ -236,7 +244,7 @@ def _finite(text: str) -> float | str:
     return value if math.isfinite(value) else text
 
 
-def _is_deep(value: Any, levels: int) -> bool:
+def _is_deep(value: object, levels: int) -> bool:
     inner = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
     return levels < 0 or any(_is_deep(one, levels - 1) for one in inner)
 
@@ -301,7 +309,7 @@ def _sum(parts: list[Hours]) -> Hours:
     )
 
 
-def figures(result: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, str]]:
+def figures(result: Mapping[str, object], prefix: str = "") -> Iterator[tuple[str, str]]:
     """Yield name and value of each figure of a result; nested names are joined with dots.
 
     >>> list(figures({"loss": 0.123456789, "best": {"epoch": 3, "of": [1, 2]}}))
@@ -315,7 +323,7 @@ def figures(result: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, 
             yield name, _figure(value)
 
 
-def _figure(value: Any) -> str:
+def _figure(value: object) -> str:
     if isinstance(value, bool) or value is None:
         return {True: "true", False: "false", None: "null"}[value]
     if isinstance(value, float):

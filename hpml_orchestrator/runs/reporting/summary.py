@@ -39,13 +39,15 @@ class Summary:
     staged_files: int = 0
     staging_seconds: float = 0.0  # of the slowest node
     stages: list[Staged] = field(default_factory=list)
-    collected: list[dict[str, Any]] = field(default_factory=list)  # entries of `collect`, by node
+    collected: list[dict[str, object]] = field(
+        default_factory=list
+    )  # entries of `collect`, by node
     collected_lines: list[str] = field(default_factory=list)  # the same as text
     nodes: int = 0  # that became ready
     ranks: int = 0  # that recorded their binding
     world_size: int = 0  # by those records; 0 without any
-    result: dict[str, Any] = field(default_factory=dict)  # what the training reported at its end
-    last_step: dict[str, Any] = field(default_factory=dict)  # rank 0's last counters
+    result: dict[str, object] = field(default_factory=dict)  # what the training reported at its end
+    last_step: dict[str, object] = field(default_factory=dict)  # rank 0's last counters
     # By rank: `rank`, `seconds` between the first and the last counters since the warm-up, and by
     # how much each counter (`samples`, `steps`, `wait_seconds`) grew; what was not counted is out.
     training: list[dict[str, float]] = field(default_factory=list)
@@ -61,7 +63,7 @@ class Summary:
     # Those that did not end the job, by name: how often, and when last, seconds since the epoch.
     signals: dict[str, tuple[int, float]] = field(default_factory=dict)
     command: list[str] = field(default_factory=list)  # as rank 0 received it; empty if not recorded
-    bindings: list[dict[str, Any]] = field(default_factory=list)  # of the ranks, as recorded
+    bindings: list[dict[str, object]] = field(default_factory=list)  # of the ranks, as recorded
     bound: BindingReport = field(
         default_factory=BindingReport
     )  # the same with what the nodes verified
