@@ -29,11 +29,13 @@ class RecordedCheckpoint:
 class RecordedJob:
     """The part of a recorded job that commands about runs need; sizes are per node."""
 
+    limit: str  # as it was written
     limit_seconds: float
     nodes: int
     gpus: int
     ranks: int
     cores: int
+    memory: str  # as it was written; empty without a request
     memory_bytes: float | None  # None: as the cluster gives it
     checkpoint: RecordedCheckpoint
     is_monitored: bool
@@ -41,6 +43,7 @@ class RecordedJob:
     binding: object  # a policy, or a mapping with `policy` and `verify`
     collected: tuple[str, ...]  # sources of `collect`
     has_submitit: bool  # whether submitit started it
+    after: tuple[tuple[str, str], ...]  # the runs that it waits for, and for which end of each
 
     @property
     def world_size(self) -> int:
@@ -55,8 +58,9 @@ def recorded_job(submission: Submission) -> RecordedJob:
         NotFoundError: it has no record.
         RecordError: its record cannot be read, or is damaged.
     """
-    job = submission.record()["job"]
+    record = submission.record()
     try:
+        job = record["job"]
         asked, saving, monitor = job["resources"], job.get("checkpoint") or {}, job["monitor"]
         gpus = parse_gpus(asked["gpus"]).count
         ranks = int(asked["ranks_per_node"] or gpus * int(asked["ranks_per_gpu"]) or 1)
@@ -71,11 +75,13 @@ def recorded_job(submission: Submission) -> RecordedJob:
                 avoid_failed_nodes=bool(saving.get("avoid_failed_nodes")),
             )
         return RecordedJob(
+            limit=str(asked["time"]),
             limit_seconds=float(parse_time(asked["time"])),
             nodes=int(asked["nodes"]),
             gpus=gpus,
             ranks=ranks,
             cores=ranks * int(asked["cpus_per_rank"]),
+            memory=str(memory or ""),
             memory_bytes=float(parse_mebibytes(str(memory)) * MIB) if memory else None,
             checkpoint=checkpoint,
             is_monitored=bool(monitor["enabled"]),
@@ -83,6 +89,7 @@ def recorded_job(submission: Submission) -> RecordedJob:
             binding=job["binding"],
             collected=tuple(str(entry["source"]) for entry in job["collect"]),
             has_submitit="SUBMITIT_EXECUTOR" in job["environment"]["variables"],
+            after=tuple((str(run["run"]), str(run["end"])) for run in record.get("after", ())),
         )
     except (HpmlError, AttributeError, LookupError, TypeError, ValueError) as error:
         path = submission.directory / "submit.json"

@@ -62,7 +62,7 @@ def requeue(
         raise _wrong(label, "is a job array: tasks continue one by one", hint)
     record = submission.record()
     scheduler = backends(state.backend, str(record["host"]))
-    if where := elsewhere(record, scheduler):
+    if where := elsewhere(state.cluster, scheduler):
         raise not_here(where, field="RUN", value=label)
     newest = run_of(submission).newest()
     if state.unfinished and state.job_id:

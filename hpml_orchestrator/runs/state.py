@@ -204,26 +204,33 @@ def reopen(submission: Submission, *, undo: bool = False) -> None:
         os.replace(*((ends, final) if undo else (final, ends)))
 
 
-def read_final(submission: Submission, record: Mapping[str, Any]) -> State | None:
-    """Return the last state of a submission that is known to be over, else None."""
+def read_final(base: State) -> State | None:
+    """Return the last state of a submission that is known to be over, else None.
+
+    Args:
+        base: the submission, without a job.
+    """
+    submission = base.submission
     ends = _read(submission.directory / _FINAL)
     final = ends.whole
     if final is None:
         return None
-    tasks = tuple(_tasks(submission, record, ends, final.job_id).values())
+    tasks = tuple(_tasks(base, ends, final.job_id).values())
     newest = (submission.job() or {}).get("job_id", final.job_id)
     if str(newest) != final.job_id or len(tasks) < len(ends.tasks):
         return None  # it continues: that was the end of an earlier job
-    return State.of(submission, record, over=True, tasks=tasks, **vars(final))
+    return replace(base, over=True, tasks=tasks, **vars(final))
 
 
-def read_ends(
-    submission: Submission, record: Mapping[str, Any], job_id: str
-) -> dict[int | None, State]:
-    """Return the tasks of an unfinished array that are recorded as ended, by index."""
-    directory = submission.directory
+def read_ends(base: State) -> dict[int | None, State]:
+    """Return the tasks of an unfinished array that are recorded as ended, by index.
+
+    Args:
+        base: the array, with its job.
+    """
+    directory = base.submission.directory
     ends = _read(directory / _ENDS)
-    return _tasks(submission, record, ends if ends.tasks else _read(directory / _FINAL), job_id)
+    return _tasks(base, ends if ends.tasks else _read(directory / _FINAL), base.job_id)
 
 
 def _read(path: Path) -> _Ends:
@@ -236,17 +243,15 @@ def _read(path: Path) -> _Ends:
         return _Ends()
 
 
-def _tasks(
-    submission: Submission, record: Mapping[str, Any], ends: _Ends, job_id: str
-) -> dict[int | None, State]:
+def _tasks(base: State, ends: _Ends, job_id: str) -> dict[int | None, State]:
     """Return what is known of the ends of tasks that have not been continued since."""
+    submission = base.submission
     continued = submission.continued() if ends.tasks else {}
     tasks: dict[int | None, State] = {}
     for index, end in sorted(ends.tasks.items()):
         if end.job_id == continued.get(index, f"{job_id}_{index}"):
-            tasks[index] = State.of(
-                replace(submission, index=index), record, over=True, **vars(end)
-            )
+            task = replace(submission, index=index)
+            tasks[index] = replace(base, submission=task, over=True, **vars(end))
     return tasks
 
 
