@@ -262,7 +262,8 @@ def main() -> None:
                 aside = chosen.output / ".result.json.new"
                 aside.write_text(json.dumps(figures, indent=2) + "\n")
                 aside.replace(chosen.output / "result.json")
-            print("done:", json.dumps(figures), flush=True)
+            end = "stopped" if figures["stopped"] else "done"
+            print(f"{end}: {json.dumps(figures)}", flush=True)
     except (CheckpointError, OSError) as error:
         print(f"communication.py: error: {error}", file=sys.stderr, flush=True)
         status = 2

@@ -245,8 +245,10 @@ def train(options: Any, device: torch.device, channel: Channel) -> None:  # noqa
             sums = zip(*ranks.gather((float(run.loss_sum), *run.sums.tolist())))  # noqa: B905
             loss, samples, took, waited = map(sum, sums)
             accuracy = f"{at.test_accuracy:.4f}" if is_due else "-"
-            speed = f"{size * samples / took:.0f} samples/s, data wait {waited / took:.0%}"
-            text = f"loss {loss / max(samples, 1):.4f}, test accuracy {accuracy}, {speed}"
+            text = f"test accuracy {accuracy}"
+            if samples:  # else the attempt before had trained this epoch, but not evaluated it
+                speed = f"{size * samples / took:.0f} samples/s, data wait {waited / took:.0%}"
+                text = f"loss {loss / samples:.4f}, {text}, {speed}"
             run.say(f"epoch {at.epochs}/{options.epochs}: {text}")
             if at.epochs % options.checkpoint_every == 0:
                 save(run)
@@ -271,7 +273,8 @@ def train(options: Any, device: torch.device, channel: Channel) -> None:  # noqa
     shown = "-" if at.test_accuracy is None else f"{at.test_accuracy:.4f}"
     text = f"{at.epochs} epochs in {at.train_seconds:.1f} s, test accuracy {shown}"
     speed = f"{rate:.0f}" if rate else "-"  # shorter than its warm-up
-    run.say(f"done: {text}, {speed} samples/s, {size} ranks on {name}")
+    text = f"{'stopped' if stopped else 'done'}: {text}"
+    run.say(f"{text}, {speed} samples/s, {size} ranks on {name}")
 
 
 def main(arguments: list[str] | None = None) -> NoReturn:

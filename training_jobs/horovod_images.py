@@ -127,9 +127,11 @@ def train(options: Any, device: torch.device, channel: Channel) -> None:  # noqa
                 if at.test_accuracy >= target and not at.seconds_to_accuracy:
                     at.seconds_to_accuracy = time.perf_counter() - started
                 total, samples, took = hvd.allreduce(sums, op=hvd.Sum).tolist()
-                at.samples_per_second = rate = size * samples / took
-                text = f"loss {total / max(samples, 1):.4f}, test accuracy {at.test_accuracy:.4f}"
-                say(f"epoch {at.epochs}/{options.epochs}: {text}, {rate:.0f} samples/s")
+                text = f"test accuracy {at.test_accuracy:.4f}"
+                if samples:  # else the attempt before had trained this epoch
+                    at.samples_per_second = rate = size * samples / took
+                    text = f"loss {total / samples:.4f}, {text}, {rate:.0f} samples/s"
+                say(f"epoch {at.epochs}/{options.epochs}: {text}")
             at.train_seconds = time.perf_counter() - started
             if checkpoints:
                 state = {"network": network.state_dict(), "optimizer": optimizer.state_dict()}

@@ -19,6 +19,7 @@ from hpml_orchestrator.runs.follow import (
     wait_until_over,
 )
 from hpml_orchestrator.runs.life import Life, read_life
+from hpml_orchestrator.runs.request import recorded_job
 from hpml_orchestrator.runs.select import one_run
 from hpml_orchestrator.runs.state import run_of
 from hpml_orchestrator.runs.status import State
@@ -150,21 +151,19 @@ class _Notices:
             return
         self._state = state
         life = _life(state)
-        line = life.line if life else ""
+        place = life.place if life else ""
         if life and life.attempts[-1].trained_from:
             self._known = state.attempts
-        attempt = line.partition(", limit in ")[0]  # not printed again for the time left
-        if attempt not in ("", self._attempt):
-            self._attempt = attempt
-            notice(line)
+        if life and place not in ("", self._attempt):
+            self._attempt = place
+            notice(life.line)
 
 
 def _life(state: State) -> Life | None:
     """Return a running job over all of its attempts; None if it is not restarted."""
     with contextlib.suppress(HpmlError):  # another user's
         if state.state == "RUNNING" and not state.tasks:
-            job = state.submission.record()["job"]
-            continues = (job.get("checkpoint") or {}).get("enabled")
+            continues = recorded_job(state.submission).checkpoint.enabled
             return read_life(state) if state.attempts > 1 or continues else None
     return None
 

@@ -25,12 +25,7 @@ from hpml_orchestrator.runs.follow import refuse_failed
 from hpml_orchestrator.runs.life import read_life
 from hpml_orchestrator.runs.reporting.description import describe
 from hpml_orchestrator.runs.reporting.summary import Summary, summarise
-from hpml_orchestrator.runs.reporting.text import (
-    array_lines,
-    attempt_reports,
-    summary_lines,
-    task_rows,
-)
+from hpml_orchestrator.runs.reporting.text import array_lines, summary_lines, task_rows
 from hpml_orchestrator.runs.status import UNREADABLE, states
 from hpml_orchestrator.topology.cpulist import format_list
 
@@ -74,10 +69,14 @@ def show(
 
 def _show(state: State, *, ranks: bool, as_json: bool, site: str) -> None:
     submission = state.submission
-    reports = attempt_reports(state)
-    summary, life = Summary(), None
-    if reports and reports[-1].error is None:
-        summary, life = summarise(state), read_life(state)
+    try:
+        state.run.newest()
+    except RecordError:  # of another user: raised below, after what can be read
+        summary = Summary()
+    else:
+        summary = summarise(state)
+    life = read_life(state, summary)
+    reports = life.attempts if life else ()
     if as_json:
         print_json(
             {
@@ -143,7 +142,8 @@ def print_summary(state: State, *, site: str, as_json: bool) -> None:
     Raises:
         JobFailedError: it did not complete.
     """
-    summary, life = summarise(state), read_life(state)
+    summary = summarise(state)
+    life = read_life(state, summary)
     lines = _lines(state, summary, life, site)
     if as_json:
         shown = {**state_json(state, chosen=site), "summary": summary.to_json()}

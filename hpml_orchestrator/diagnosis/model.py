@@ -157,6 +157,7 @@ class Facts:
     code: str = ""  # commit, and whether files were changed
     reason: str = ""  # why it failed, or waits
     on_slurm: bool = False
+    attempts: int = 1  # of the run; the facts are of the last
     node_cpus: int | None = None  # of the smallest node: CPUs that a job can have
     node_memory_bytes: float | None = None  # the same of memory
     memory_bytes: float | None = None  # that the job asked for per node, without staged data

@@ -59,7 +59,8 @@ def status_line(diagnosis: Diagnosis) -> str:
     took = ""
     if facts.elapsed_seconds:
         took = f"{' in' if facts.over else ' for'} {seconds_text(facts.elapsed_seconds)}"
-    parts = [f"{facts.run}  {facts.state}{took}{'' if facts.over else ' so far'}"]
+    number = f"attempt {facts.attempts} of {facts.attempts}: " if facts.attempts > 1 else ""
+    parts = [f"{facts.run}  {number}{facts.state}{took}{'' if facts.over else ' so far'}"]
     units, unit = (facts.gpu_count, "GPU") if facts.gpu_count else (facts.core_count, "core")
     if units:
         parts.append(counted(units, unit))
@@ -92,9 +93,15 @@ def _tail(diagnosis: Diagnosis) -> list[str]:
     return lines
 
 
-def _block(number: int, finding: Finding, diagnosis: Diagnosis) -> list[str]:
+def _cost_of_all(finding: Finding, diagnosis: Diagnosis) -> str:
+    """Return what a finding costs, and whether that is of a run or of one attempt of several."""
     cost = cost_text(finding, diagnosis.facts)
-    cost += " of this run" * bool(cost)
+    what = "attempt" if diagnosis.facts.attempts > 1 else "run"
+    return f"{cost} of this {what}" if cost else ""
+
+
+def _block(number: int, finding: Finding, diagnosis: Diagnosis) -> list[str]:
+    cost = _cost_of_all(finding, diagnosis)
     first, *rest = _wrapped(f"{finding.verdict} ({finding.level})", _MARGIN)
     lines = [f"{number}  {first}", *(f"   {part}" for part in rest)]
     if cost and len(lines[-1]) + len(cost) + 2 <= _WIDTH:
@@ -159,14 +166,14 @@ def _markdown(diagnosis: Diagnosis) -> Iterator[str]:
     if profile := diagnosis.facts.profile:
         yield from ("", f"Profile: {profile.text()}")
     for number, one in enumerate(diagnosis.findings, 1):
-        cost = cost_text(one, diagnosis.facts)
+        cost = _cost_of_all(one, diagnosis)
         yield ""
         yield f"## {number}. {one.verdict} ({one.level})"
         yield ""
         yield from (f"- {line}" for line in one.evidence)
         yield from (f"- change: {change_text(change)}" for change in one.changes)
         if one.gain is not None:
-            yield f"- gain: {gain_text(one)}{f', {cost} of this run' if cost else ''}"
+            yield f"- gain: {gain_text(one)}{f', {cost}' if cost else ''}"
     for title, lines in (
         ("Notes", [one.verdict for one in diagnosis.notes]),
         ("As it should be", diagnosis.healthy),

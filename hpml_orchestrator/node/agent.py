@@ -33,7 +33,7 @@ from hpml_orchestrator.node.feed import Feed, exporter_sockets
 from hpml_orchestrator.node.jobstate import kill_wait
 from hpml_orchestrator.node.monitor import Monitor
 from hpml_orchestrator.node.options import AgentOptions, BindOptions, parse_options
-from hpml_orchestrator.node.processes import RankRecords, is_alive, kill_families
+from hpml_orchestrator.node.processes import RankRecords, StartedRank, is_alive, kill_families
 from hpml_orchestrator.node.results import NodeResults, make_job_directories
 from hpml_orchestrator.node.stages import NodeStaging
 from hpml_orchestrator.node.startup import resolve
@@ -81,7 +81,7 @@ class Agent:
     _look_at: float = 0.0
     _note_at: float = math.inf
     _received: list[str] = field(default_factory=list)
-    _ranks: list[dict[str, Any]] = field(default_factory=list)
+    _ranks: list[StartedRank] = field(default_factory=list)
     _watch: Watch | None = None
     _stop: StopPath | None = None
     _channel: ChannelReader | None = None
@@ -133,7 +133,7 @@ class Agent:
     def _should_stop(self) -> bool:
         return self._asked_to_end or self._is_over()
 
-    def _started_ranks(self) -> list[dict[str, Any]]:
+    def _started_ranks(self) -> list[StartedRank]:
         """Return hpml-bind's records of this node's ranks so far."""
         self._ranks += self._records.new()
         return self._ranks
@@ -160,7 +160,7 @@ class Agent:
             if ready and self.options.collect:
                 self._collect()
         finally:
-            hang.remove_pipes(self._attempt, (record["rank"] for record in self._ranks))
+            hang.remove_pipes(self._attempt, (rank.rank for rank in self._ranks))
             if monitor is not None:
                 monitor.end()  # it ends while the node is cleaned up
             self._clean()
@@ -293,7 +293,7 @@ class Agent:
         kill_at = math.inf
         while True:
             now = time.monotonic()
-            ranks: list[dict[str, Any]] = []
+            ranks: list[StartedRank] = []
             if self._stop is not None or self._should_stop():  # otherwise the list is not needed
                 ranks = [*filter(is_alive, self._started_ranks())]
             if self._is_over():
@@ -314,7 +314,7 @@ class Agent:
             with contextlib.suppress(BlockingIOError):
                 os.read(self._wake[0], 4096)
 
-    def _stop_ranks(self, now: float, ranks: list[dict[str, Any]]) -> float:
+    def _stop_ranks(self, now: float, ranks: list[StartedRank]) -> float:
         """Stop the ranks if that is due; returns seconds until the next call is needed."""
         if self._stop is None:
             return self._pass_on_request(now)

@@ -10,9 +10,9 @@ import contextlib
 import os
 import stat as modes
 import time
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from hpml_orchestrator.node.processes import ProcessTable, catches, status_of
+from hpml_orchestrator.node.processes import ProcessTable, StartedRank, catches, status_of
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Mapping, Sequence
@@ -83,13 +83,11 @@ def recorder_stem(attempt: Path) -> str:
     return str(directory_of(attempt) / "nccl_rank_")
 
 
-def collect_stacks(
-    records: Sequence[Mapping[str, Any]], peers: Mapping[int, Peer], target: Path
-) -> None:
+def collect_stacks(ranks: Sequence[StartedRank], peers: Mapping[int, Peer], target: Path) -> None:
     """Write the stacks of ranks to a file, and trigger NCCL's flight recorder.
 
     Args:
-        records: of the live ranks, as hpml-bind wrote them.
+        ranks: that live.
         peers: the processes that use the channel, by pid.
         target: the file; its directory is made.
 
@@ -97,18 +95,17 @@ def collect_stacks(
         OSError: it cannot be written.
     """
     table = ProcessTable()
-    pids = {record["pid"] for record in records}
+    pids = {rank.pid for rank in ranks}
     target.parent.mkdir(parents=True, exist_ok=True)
     with open(target, "w", encoding="utf-8", errors="backslashreplace") as stream:
-        for record in sorted(records, key=lambda record: record["rank"]):
-            pid = record["pid"]
-            family = [stat.pid for stat in table.family(pid, pids - {pid})]
+        for rank in sorted(ranks, key=lambda rank: rank.rank):
+            family = [stat.pid for stat in table.family(rank.pid, pids - {rank.pid})]
             for member in family:
-                _trigger_flight_recorder(table.environment(member), record["rank"], member)
+                _trigger_flight_recorder(table.environment(member), rank.rank, member)
             known = [member for member in family if member in peers] or family[:1]
             for member in known:
                 text = _stacks(member, peers.get(member))
-                stream.write(f"rank {record['rank']}, process {member}\n{text.rstrip()}\n\n")
+                stream.write(f"rank {rank.rank}, process {member}\n{text.rstrip()}\n\n")
 
 
 def _stacks(pid: int, peer: Peer | None) -> str:

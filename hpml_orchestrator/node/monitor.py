@@ -19,7 +19,7 @@ import threading
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from hpml_orchestrator.errors import HpmlError
 from hpml_orchestrator.node.environment import integer, job_key
@@ -73,7 +73,7 @@ class Monitor:
         self._thread: threading.Thread | None = None
         self._process: subprocess.Popen[bytes] | None = None
         self._ending = threading.Event()
-        self._facts: dict[str, Any] = {}
+        self._facts: dict[str, object] = {}
         self._cpus: frozenset[int] = frozenset()
         self._address = self._published = ""
         self._renew_at = 0.0
@@ -180,7 +180,7 @@ class Monitor:
                 env={**self.environment},
             )
 
-    def _exporter_options(self, listen: str) -> dict[str, Any]:
+    def _exporter_options(self, listen: str) -> dict[str, object]:
         """Return the exporter's options, as `hpml_exporters.options` reads them."""
         interval = float(self.options.interval)
         return {
@@ -220,7 +220,7 @@ class Monitor:
         address = target_address(self._address, self.environment, self.node)
         if not address or (address == self._published and targets.renew(self.target)):
             return
-        labels = {name: self._facts[name] for name in ("jobid", "run", "user")}
+        labels = {name: str(self._facts[name]) for name in ("jobid", "run", "user")}
         scheme = "https" if _has_tls(self.options.web_config) else ""
         try:
             targets.publish(
@@ -254,7 +254,7 @@ class Monitor:
 
 def job_facts(
     environment: Mapping[str, str], run: str, gpus: Sequence[str] | None
-) -> dict[str, Any]:
+) -> dict[str, object]:
     """Return the facts about the job that the exporter labels its metrics with.
 
     A sweep sets `HPML_SWEEP` and `HPML_POINT` for its jobs.

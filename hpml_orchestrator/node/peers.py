@@ -7,7 +7,7 @@ import json
 import signal
 import threading
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from hpml_orchestrator.node.feed import amount
 
@@ -66,7 +66,7 @@ class Peers:
             peer = self._peers.setdefault(pid, Peer(rank))
             peer.rank, peer.address = rank, address or peer.address
 
-    def hello(self, pid: int, data: Mapping[str, Any]) -> None:
+    def hello(self, pid: int, data: Mapping[str, object]) -> None:
         """Record how to read the stacks of a process; invalid values are ignored.
 
         Only a real-time signal is accepted: another one could end a process without a handler.
@@ -77,7 +77,7 @@ class Peers:
                 peer = self._peers[pid]
                 peer.stacks_fd, peer.stacks_signal = descriptor, number
 
-    def take(self, pid: int, event: str, data: Mapping[str, Any]) -> None:
+    def take(self, pid: int, event: str, data: Mapping[str, object]) -> None:
         """Record the duration of steps and saves that an event reports."""
         with self._lock:
             if event == "checkpoint":
@@ -128,7 +128,7 @@ class Peers:
                         self._peers[pid].address = b""
 
 
-def _seconds(value: Any) -> float | None:
+def _seconds(value: object) -> float | None:
     seconds = amount(value)
     return seconds if seconds is not None and seconds < _MAX_SECONDS else None
 

@@ -6,6 +6,7 @@ import contextlib
 import json
 import os
 import signal
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from hpml_orchestrator.placement.gpus import VISIBLE_VARIABLES
@@ -20,12 +21,11 @@ if TYPE_CHECKING:
 __all__ = [
     "ProcessTable",
     "RankRecords",
+    "StartedRank",
     "catches",
     "is_alive",
     "kill_families",
     "openmp_of",
-    "seen_of_record",
-    "start_of",
     "status_of",
     "visible_of",
 ]
@@ -35,6 +35,24 @@ _PROCESSES_MAX = 256
 _WORK_SECONDS, _WORK_PART = 1.0, 10
 _CPUS = b"\nCpus_allowed_list:\t"
 _OPENMP = ("OMP_PROC_BIND", "OMP_PLACES", "GOMP_CPU_AFFINITY", "KMP_AFFINITY")
+
+
+@dataclass(frozen=True)
+class StartedRank:
+    """A rank that hpml-bind has started."""
+
+    seen: Seen  # as hpml-bind recorded it
+    start_ticks: int = -1  # when its process started, in clock ticks after boot; -1 if unknown
+
+    @property
+    def rank(self) -> int:
+        """Its number among all ranks."""
+        return self.seen.rank
+
+    @property
+    def pid(self) -> int:
+        """Its process."""
+        return self.seen.pid
 
 
 class RankRecords:
@@ -48,8 +66,8 @@ class RankRecords:
         self._path = path
         self._offset = 0
 
-    def new(self) -> list[dict[str, Any]]:
-        """Return the records of complete lines since the last call; often none."""
+    def new(self) -> list[StartedRank]:
+        """Return the ranks of complete lines since the last call; often none."""
         try:
             if os.stat(self._path).st_size <= self._offset:
                 return []
@@ -69,14 +87,14 @@ class RankRecords:
             if isinstance(record, dict) and all(
                 type(record.get(name)) is int for name in ("rank", "local_rank", "pid")
             ):
-                records.append(record)
+                records.append(_started_rank(record))
         return records
 
 
-def is_alive(record: Mapping[str, Any]) -> bool:
-    """Whether the process of a rank's record still runs."""
-    stat = read_stat(record["pid"])
-    return stat is not None and not stat.ended and stat.start_ticks == start_of(record)
+def is_alive(rank: StartedRank) -> bool:
+    """Whether the process of a rank still runs."""
+    stat = read_stat(rank.pid)
+    return stat is not None and not stat.ended and stat.start_ticks == rank.start_ticks
 
 
 def status_of(pid: int, proc_root: str = "/proc") -> dict[str, str]:
@@ -94,27 +112,20 @@ def catches(pid: int, number: int) -> bool:
     return bool(int(status_of(pid).get("SigCgt") or "0", 16) >> (number - 1) & 1)
 
 
-def kill_families(records: Collection[Mapping[str, Any]], number: int = signal.SIGKILL) -> None:
+def kill_families(ranks: Collection[StartedRank], number: int = signal.SIGKILL) -> None:
     """Send a signal to live ranks and to all processes that they started."""
     table = ProcessTable()
-    ranks = [record for record in records if table.lives(record["pid"], start_of(record))]
-    pids = {record["pid"] for record in ranks}
+    pids = {rank.pid for rank in ranks if table.lives(rank.pid, rank.start_ticks)}
     for pid in pids:
         for stat in table.family(pid, pids - {pid}):
             with contextlib.suppress(OSError):
                 os.kill(stat.pid, number)
 
 
-def start_of(record: Mapping[str, Any]) -> int:
-    """Return when a rank's process started, in clock ticks after boot; -1 if unknown."""
-    ticks = record.get("start_ticks")
-    return ticks if type(ticks) is int else -1
-
-
-def seen_of_record(record: Mapping[str, Any]) -> Seen:
+def _started_rank(record: Mapping[str, Any]) -> StartedRank:
     """Convert a rank's record; missing or damaged fields become unknown."""
-    visible, threads = record.get("visible"), record.get("threads")
-    return Seen(
+    visible, threads, ticks = (record.get(name) for name in ("visible", "threads", "start_ticks"))
+    seen = Seen(
         local_rank=record["local_rank"],
         rank=record["rank"],
         pid=record["pid"],
@@ -128,9 +139,10 @@ def seen_of_record(record: Mapping[str, Any]) -> Seen:
         error=str(record.get("error") or ""),
         note=str(record.get("note") or ""),
     )
+    return StartedRank(seen, ticks if type(ticks) is int else -1)
 
 
-def _cpus(value: Any) -> tuple[int, ...]:
+def _cpus(value: object) -> tuple[int, ...]:
     return tuple(sorted(_numbers(value))) if isinstance(value, str) else ()
 
 

@@ -18,13 +18,13 @@ import sys
 import threading
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from hpml_orchestrator.errors import HpmlError
 from hpml_orchestrator.node import hang, jobstate
 from hpml_orchestrator.node.environment import node_index
 from hpml_orchestrator.node.peers import Slowest
-from hpml_orchestrator.node.processes import ProcessTable, catches, kill_families
+from hpml_orchestrator.node.processes import ProcessTable, StartedRank, catches, kill_families
 from hpml_orchestrator.records import events
 from hpml_orchestrator.records.progress import end_margin, lead_seconds
 from hpml_orchestrator.records.run import Attempt, Run
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from hpml_orchestrator.node.channel import ChannelReader
     from hpml_orchestrator.node.environment import CheckpointOptions
 
-    Ranks = Sequence[Mapping[str, Any]]
+    Ranks = Sequence[StartedRank]
 
 __all__ = ["StopPath", "terminated"]
 
@@ -193,7 +193,7 @@ class StopPath:
         if not self.reason:
             self._begin(reason, asked, now)
 
-    def _begin(self, reason: str, asked: Any, now: float) -> None:
+    def _begin(self, reason: str, asked: object, now: float) -> None:
         """Begin to stop the ranks of this node; `asked` is in seconds since the epoch."""
         self.reason = reason
         with contextlib.suppress(HpmlError, OSError):  # a full disk ends no job
@@ -211,12 +211,12 @@ class StopPath:
     def _watch_hang(self, now: float, ranks: Ranks) -> None:
         """Request a stop if the ranks hang; save their stacks if they stop for that reason."""
         if self.reason != "hang":
-            seconds = self._hang.silence(now, [record["pid"] for record in ranks])
+            seconds = self._hang.silence(now, [rank.pid for rank in ranks])
             if not seconds:
                 return
             with contextlib.suppress(HpmlError, OSError):
                 log = self._records.directory / "events" / f"{self._node}.jsonl"
-                names = sorted(record["rank"] for record in ranks)
+                names = sorted(rank.rank for rank in ranks)
                 events.append(log, "hang", node=self._node, seconds=round(seconds), ranks=names)
             if not self.reason:
                 self._request("hang", now)
@@ -235,16 +235,16 @@ class StopPath:
     def _signal(self, ranks: Ranks) -> None:
         """Send the configured signal, once, to each rank: to its first process that handles it."""
         number = getattr(signal, f"SIG{self._options.signal}", 0) if self._options.signal else 0
-        waiting = [record for record in ranks if record["pid"] not in self._stopped]
+        waiting = [rank for rank in ranks if rank.pid not in self._stopped]
         if not number or not waiting:
             return
         table = ProcessTable()
-        for record in waiting:
-            for stat in table.family(record["pid"], {one["pid"] for one in ranks}):
+        for rank in waiting:
+            for stat in table.family(rank.pid, {one.pid for one in ranks}):
                 if catches(stat.pid, number):
                     with contextlib.suppress(OSError):
                         os.kill(stat.pid, number)
-                    self._stopped.add(record["pid"])
+                    self._stopped.add(rank.pid)
                     break
 
     def _end_ranks(self, now: float, ranks: Ranks) -> None:
@@ -256,11 +256,11 @@ class StopPath:
         self._kill_at = now + _PUSH_SECONDS
         to_kill = list(ranks)
         if self.state == "CANCELLED" and now < self._term_at + self._grace():
-            handling = [one for one in ranks if catches(one["pid"], signal.SIGTERM)]
-            asked = [one for one in handling if one["pid"] not in self._stopped]
+            handling = [one for one in ranks if catches(one.pid, signal.SIGTERM)]
+            asked = [one for one in handling if one.pid not in self._stopped]
             if asked:
                 self._kill(asked, signal.SIGTERM)
-            self._stopped.update(one["pid"] for one in asked)
+            self._stopped.update(one.pid for one in asked)
             to_kill = [one for one in ranks if one not in handling]
         if to_kill:
             self._kill(to_kill, signal.SIGKILL)

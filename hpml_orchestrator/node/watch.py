@@ -15,16 +15,10 @@ import signal
 import sys
 import time
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from hpml_orchestrator.errors import RecordError
-from hpml_orchestrator.node.processes import (
-    ProcessTable,
-    openmp_of,
-    seen_of_record,
-    start_of,
-    visible_of,
-)
+from hpml_orchestrator.node.processes import ProcessTable, openmp_of, visible_of
 from hpml_orchestrator.placement.proof import NodeProof, Process, Seen, proof_json
 from hpml_orchestrator.placement.report import node_line, table, wrong_rows
 from hpml_orchestrator.placement.verify import judge
@@ -36,6 +30,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from hpml_orchestrator.node.planning import NodePlan
+    from hpml_orchestrator.node.processes import StartedRank
     from hpml_orchestrator.records.process import ProcessStat
 
 __all__ = ["LOOKS_SECONDS", "Watch"]
@@ -64,7 +59,7 @@ class Watch:
         self._write = write or sys.stderr.write
         self._file = attempt / "binding" / f"{node_plan.context.node}.proof.json"
         self._taken = 0
-        self._ranks: dict[int, dict[str, Any]] = {}  # records by local rank
+        self._ranks: dict[int, StartedRank] = {}  # by local rank
         self._seen: dict[int, Seen] = {}
         self._due: list[float] = []
         self._looks = 0
@@ -75,12 +70,12 @@ class Watch:
         self.binding: tuple[int, int] | None = None
         """Ranks that are bound as planned, and ranks that are not; None before any started."""
 
-    def act(self, now: float, started: Sequence[dict[str, Any]]) -> float:
+    def act(self, now: float, started: Sequence[StartedRank]) -> float:
         """Do what is due; return the seconds until the next call is needed.
 
         Args:
             now: seconds on a monotonic clock.
-            started: hpml-bind's records of the ranks so far, in order.
+            started: the ranks so far, in order.
         """
         if self._take(started):
             self._save(self._judge())
@@ -97,18 +92,18 @@ class Watch:
             poll_at = math.inf
         return max(0.0, min([*self._due[:1], poll_at, self._kill_at]) - now)
 
-    def close(self, started: Sequence[dict[str, Any]]) -> None:
+    def close(self, started: Sequence[StartedRank]) -> None:
         """Read the last records, then write and report the final result."""
         self._take(started)
         self._conclude(math.inf)
 
-    def _take(self, started: Sequence[dict[str, Any]]) -> bool:
+    def _take(self, started: Sequence[StartedRank]) -> bool:
         """Read the new records; return whether there were any."""
         new = started[self._taken :]
         self._taken += len(new)
-        for record in new:  # of a rank that started again, the last counts
-            self._ranks[record["local_rank"]] = record
-            self._seen[record["local_rank"]] = seen_of_record(record)
+        for rank in new:  # of a rank that started again, the last counts
+            self._ranks[rank.seen.local_rank] = rank
+            self._seen[rank.seen.local_rank] = rank.seen
         return bool(new)
 
     def _look(self, now: float) -> None:
@@ -154,11 +149,11 @@ class Watch:
         return replace(process, load=round(seconds / (now - then), 3))
 
     def _family(self, processes: ProcessTable, local_rank: int) -> list[ProcessStat]:
-        record = self._ranks[local_rank]
-        if not processes.lives(record["pid"], start_of(record)):
+        rank = self._ranks[local_rank]
+        if not processes.lives(rank.pid, rank.start_ticks):
             return []
-        others = {other["pid"] for other in self._ranks.values() if other is not record}
-        return processes.family(record["pid"], others)
+        others = {other.pid for other in self._ranks.values() if other is not rank}
+        return processes.family(rank.pid, others)
 
     def _judge(self) -> NodeProof:
         """Return the proof from the latest observations."""

@@ -7,14 +7,12 @@ import shutil
 import socket
 from collections.abc import Callable
 from functools import cache
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, TypeAlias
 
 from hpml_orchestrator.errors import InputError, SchedulerUnavailable, did_you_mean
 from hpml_orchestrator.scheduler.model import Scheduler
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
-
     from hpml_orchestrator.records.store import Store
     from hpml_orchestrator.runs.state import State
     from hpml_orchestrator.spec.job import Job
@@ -79,19 +77,18 @@ def cluster_name(scheduler: Scheduler) -> str:
     return ""
 
 
-def elsewhere(record: Mapping[str, Any], scheduler: Scheduler) -> str:
+def elsewhere(cluster: str, scheduler: Scheduler) -> str:
     """Return where a submission is, if that is not the scheduler's cluster; empty if it is.
 
     A job id means another job there, or none.
 
     Args:
-        record: the submission's `submit.json`.
+        cluster: that the submission was made to; empty if that is not known.
         scheduler: the one that would be asked about it.
 
     Raises:
         SchedulerUnavailable: the scheduler does not say which cluster it is.
     """
-    cluster = str(record.get("cluster", ""))
     if not cluster or cluster == (here := scheduler.cluster()):
         return ""
     return f"on cluster {cluster}; this is {here}"

@@ -86,9 +86,10 @@ def _cancel(
             pending.append(submission)
             outcome = f"{NOT_CANCELLED}: it is being submitted ({state.reason})"
         else:
-            record = submission.record()
-            host = str(record["host"])
-            elsewhere(record, backends(state.backend, host))  # raises if that cannot be known
+            host = str(submission.record()["host"])
+            elsewhere(
+                state.cluster, backends(state.backend, host)
+            )  # raises if that cannot be known
             job_ids.setdefault((state.backend, host), []).append(state.job_id)
             outcome = f"cancelled job {state.job_id}"
             if state.state == "UNKNOWN":

@@ -24,7 +24,7 @@ from hpml_orchestrator.runs.dashboard import cluster_job
 from hpml_orchestrator.runs.reporting.description import describe
 from hpml_orchestrator.runs.reporting.monitor import Gpu, Monitored, numbers
 from hpml_orchestrator.runs.reporting.summary import summarise
-from hpml_orchestrator.spec.values import MIB, parse_gpus, parse_mebibytes, parse_time
+from hpml_orchestrator.runs.request import recorded_job
 from hpml_orchestrator.topology.cpulist import parse_list
 
 if TYPE_CHECKING:
@@ -32,6 +32,7 @@ if TYPE_CHECKING:
 
     from hpml_orchestrator.records.store import Attempt
     from hpml_orchestrator.runs.prometheus import Prometheus
+    from hpml_orchestrator.runs.reporting.description import Code
     from hpml_orchestrator.runs.reporting.summary import Summary
     from hpml_orchestrator.runs.state import State
 
@@ -89,23 +90,21 @@ def gather(
 
 def _facts(state: State, summary: Summary | None, now: float) -> Facts:
     job: Mapping[str, Any] = state.submission.record()["job"]
-    asked = job["resources"]
-    gpus = parse_gpus(asked["gpus"]).count
-    nodes, per_node = int(asked["nodes"]), asked["ranks_per_node"]
-    ranks = int(per_node or gpus * int(asked["ranks_per_gpu"]) or 1)
+    asked = recorded_job(state.submission)
     facts = Facts(
         run=state.submission.label,
         state=state.state,
         over=state.over,
         job=job,
-        limit_seconds=float(parse_time(asked["time"])),
-        node_count=nodes,
-        gpu_count=nodes * gpus,
-        core_count=nodes * ranks * int(asked["cpus_per_rank"]),
-        world_size=nodes * ranks,
-        monitored=bool(job["monitor"]["enabled"]),
+        limit_seconds=asked.limit_seconds,
+        node_count=asked.nodes,
+        gpu_count=asked.nodes * asked.gpus,
+        core_count=asked.nodes * asked.cores,
+        world_size=asked.world_size,
+        monitored=asked.is_monitored,
         reason=state.reason or (f"exit code {state.exit_code}" if state.exit_code else ""),
         on_slurm=state.backend == "slurm",
+        attempts=state.attempts,
     )
     attempt = state.run.newest()
     if attempt is None:
@@ -125,16 +124,14 @@ def _facts(state: State, summary: Summary | None, now: float) -> Facts:
     phases = {phase.name: phase.seconds for phase in summary.phases}
     described = describe(state, summary, now=now)
     stages = _stages(summary, job)
-    limit = own = None  # without a limit of the scheduler, the requested memory is the limit
-    if asked["memory"]:
-        in_ram = sum(stage.bytes or 0 for stage in stages if stage.target == "shm")
-        own = float(parse_mebibytes(str(asked["memory"])) * MIB)
-        limit = own + in_ram
+    limit = own = asked.memory_bytes  # without a limit of the scheduler, what was requested
+    if own is not None:
+        limit = own + sum(stage.bytes or 0 for stage in stages if stage.target == "shm")
     facts = replace(
         facts,
         phases={name: seconds for name, seconds in phases.items() if name != "queue"},
         elapsed_seconds=max(0.0, ended - started) if started and ended else None,
-        node_count=int(allocated.get("node_count", nodes)),
+        node_count=int(allocated.get("node_count", asked.nodes)),
         gpu_count=int(allocated.get("gpus", facts.gpu_count)),
         core_count=int(allocated.get("cpus", facts.core_count)),
         world_size=summary.world_size or facts.world_size,
@@ -146,7 +143,7 @@ def _facts(state: State, summary: Summary | None, now: float) -> Facts:
         achieved_flops=_flops(summary, facts.gpu_count),
         accuracy=_accuracy(summary),
         values=described.values,
-        code=_code(described.code or {}),
+        code=_code(described.code),
     )
     if stages:
         files, size = (
@@ -156,7 +153,7 @@ def _facts(state: State, summary: Summary | None, now: float) -> Facts:
     return facts
 
 
-def _code(code: Mapping[str, Any]) -> str:
+def _code(code: Code | None) -> str:
     """Return the commit, and whether files were changed; empty without one."""
     return f"{code['commit'][:7]}{' + changes' if code['dirty'] else ''}" if code else ""
 

@@ -4,74 +4,26 @@ from __future__ import annotations
 
 import math
 import time
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from hpml_orchestrator.errors import HpmlError, RecordError, counted
+from hpml_orchestrator.errors import HpmlError, counted
 from hpml_orchestrator.records.texts import seconds_text
-from hpml_orchestrator.runs.reporting.monitor import numbers
+from hpml_orchestrator.runs.reporting.attempts import AttemptReport, attempt_reports
+from hpml_orchestrator.runs.request import recorded_job
 from hpml_orchestrator.scheduler.model import JobState
-from hpml_orchestrator.spec.values import parse_time
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping, Sequence
+    from collections.abc import Iterable, Sequence
 
-    from hpml_orchestrator.records.events import Event
-    from hpml_orchestrator.records.store import Attempt
+    from hpml_orchestrator.runs.reporting.summary import Summary
     from hpml_orchestrator.runs.state import State
 
-__all__ = ["AttemptLife", "Life", "Limits", "life_of", "read_life", "seconds_left"]
+__all__ = ["Life", "Limits", "life_of", "read_life", "seconds_left"]
 
-_PLANNED = ("time_limit", "requested")
 _MINUTE, _HOUR = 60, 3600
-
-
-@dataclass(frozen=True)
-class AttemptLife:
-    """One attempt; times are seconds since the epoch, steps count over all attempts.
-
-    None means: not known. The seconds are 0 if nothing was lost.
-    """
-
-    number: int  # counted from 0
-    why: str = ""  # `time_limit`, `preemption`, `node_failure`, `hang`, `requested`, or empty
-    goes_on: bool = False  # whether its record announces another attempt
-    stays: str = ""  # why the run does not continue, although the end asked for it
-    started: float | None = None
-    ended: float | None = None  # of an attempt without a record of its end: its newest event
-    continued: float | None = None  # when its next attempt was queued; only if a user did that
-    trained_from: float | None = None  # its first counters
-    trained_until: float | None = None  # its last
-    began_step: int | None = None
-    resumed: bool = False  # whether it began with a checkpoint
-    step: int | None = None  # reached
-    total_steps: int | None = None
-    steps_per_second: float | None = None
-    saved_step: int | None = None  # of its last checkpoint
-    saved_at: float | None = None
-    saves: int = 0
-    saving_seconds: float = 0.0  # of the rank that spent most
-    stopped: bool = False  # whether its ranks saved and stopped when asked
-    queue_seconds: float = 0.0  # between the end of the attempt before and its start
-    startup_seconds: float = 0.0  # of every attempt but the first, until its first counters
-    unsaved_seconds: float = 0.0  # after its last checkpoint, if another attempt follows
-
-    @property
-    def lost_seconds(self) -> float:
-        """What restarts cost around this attempt."""
-        return self.queue_seconds + self.startup_seconds + self.unsaved_seconds
-
-    def __str__(self) -> str:
-        parts = []
-        if self.began_step is not None and self.step is not None:
-            parts.append(f"steps {self.began_step:,} to {self.step:,}")
-        elif self.resumed and self.began_step is not None:
-            parts.append(f"resumed at step {self.began_step:,}")
-        if self.saved_step is not None:
-            parts.append(f"saved at {self.saved_step:,}")
-        if self.lost_seconds >= 1:
-            parts.append(f"{seconds_text(self.lost_seconds)} lost")
-        return ", ".join(parts)
+_ADVICE_SECONDS = 300.0  # training that an advice about the saving interval needs
+_ADVICE_FACTOR = 1.5  # an interval that is nearer to the best is left alone
 
 
 @dataclass(frozen=True)
@@ -96,12 +48,15 @@ class Life:
     Attributes:
         attempts: in order.
         at_most: attempts that the job allows; None if it does not continue by itself.
-        elapsed_seconds: from the start of the first attempt to the end, or until now.
+        elapsed_seconds: from the start of the first attempt to the end, or until now, without
+            `paused_seconds`.
+        paused_seconds: the run had ended, until a user continued it.
         lost_seconds: of these, what restarts cost.
         lost_ratio: their share.
         saving_seconds: spent on checkpoints.
         queued_seconds: since the last attempt ended, if another one follows.
-        step, total_steps: progress of the training.
+        step, total_steps: progress of the training; before the newest attempt trains, the step
+            that it can resume from.
         steps_per_second: of the newest attempt that trained.
         left_seconds: until the time limit of a running attempt.
         needed_seconds: until the last step, at this rate.
@@ -112,9 +67,10 @@ class Life:
         best_save_every_seconds: interval between checkpoints that loses least (Young/Daly).
     """
 
-    attempts: tuple[AttemptLife, ...]
+    attempts: tuple[AttemptReport, ...]
     at_most: int | None = None
     elapsed_seconds: float = 0.0
+    paused_seconds: float = 0.0
     lost_seconds: float = 0.0
     lost_ratio: float | None = None
     saving_seconds: float = 0.0
@@ -130,16 +86,20 @@ class Life:
     between_failures_seconds: float | None = None
     best_save_every_seconds: float | None = None
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> dict[str, object]:
         """Return it for programs."""
-        told = asdict(self)
-        for row, attempt in zip(told["attempts"], self.attempts, strict=True):
-            row["lost_seconds"] = attempt.lost_seconds
-        return told
+        rows = [attempt.to_json() for attempt in self.attempts]
+        return {**asdict(replace(self, attempts=())), "attempts": rows}
 
     @property
     def line(self) -> str:
         """Where a run that has not ended is, in one line; empty if there is nothing to say."""
+        place, left = self.place, self.left_seconds
+        return f"{place}, time limit in {_about(left)}" if place and left is not None else place
+
+    @property
+    def place(self) -> str:
+        """The same without the time left, so that it does not change while an attempt runs."""
         newest = self.attempts[-1]
         parts = []
         if self.at_most is not None:
@@ -148,8 +108,6 @@ class Life:
             parts.append(f"attempt {newest.number + 1}")
         if newest.resumed and newest.began_step is not None:
             parts.append(f"resumed at step {newest.began_step:,}")
-        if parts and self.left_seconds is not None:
-            parts.append(f"time limit in {_about(self.left_seconds)}")
         return ", ".join(parts)
 
     @property
@@ -179,6 +137,9 @@ class Life:
                 f"{seconds_text(self.lost_seconds)} of {seconds_text(self.elapsed_seconds)} "
                 f"({of_what})"
             )
+        if self.paused_seconds >= 1:
+            pause = seconds_text(self.paused_seconds)
+            parts.append(f"not counted: {pause} until it was continued by hand")
         if self.saving_seconds:
             saves = counted(sum(one.saves for one in self.attempts), "checkpoint")
             parts.append(f"{saves} took {_precise(self.saving_seconds)}")
@@ -209,6 +170,8 @@ class Life:
         best, every = self.best_save_every_seconds, self.save_every_seconds
         save = self.save_seconds
         if best is None or every is None or save is None or self.between_failures_seconds is None:
+            return ""
+        if max(best / every, every / best) < _ADVICE_FACTOR:
             return ""
         return (
             f"save about every {_about(best)}, now every {_about(every)}: a checkpoint takes "
@@ -242,34 +205,36 @@ def seconds_left(state: State, now: float) -> float | None:
     if not state.started or state.over:
         return None
     try:
-        limit = parse_time(state.submission.record()["job"]["resources"]["time"])
-    except (HpmlError, LookupError, TypeError, ValueError):
+        limit = recorded_job(state.submission).limit_seconds
+    except HpmlError:
         return None
     return max(0.0, limit - max(0.0, now - state.started))
 
 
-def read_life(state: State, *, now: float | None = None) -> Life | None:
+def read_life(
+    state: State, summary: Summary | None = None, *, now: float | None = None
+) -> Life | None:
     """Return a run over all of its attempts; None before the first, and for an array as a whole.
 
     Args:
         state: of the run.
+        summary: of its last attempt, if it was read already.
         now: seconds since the epoch; the clock when left out.
 
     Raises:
-        RecordError: its records may not be read.
+        RecordError: the run's directory may not be read; a closed attempt has its `error`.
     """
     now = time.time() if now is None else now
-    attempts = [] if state.tasks else state.run.attempts()
-    if not attempts:
+    newest = summary.timeline if summary is not None else None
+    reports = [] if state.tasks else attempt_reports(state, newest)
+    if not reports:
         return None
-    attempts[-1].check_readable()
-    observed = [_observed(attempt) for attempt in attempts]
     # A requeued job runs for a moment before its script claims the next attempt.
-    runs = state.state == JobState.RUNNING and attempts[-1].ended is None
+    runs = state.state == JobState.RUNNING and not reports[-1].over
     left = seconds_left(state, now) if runs else None
-    waits = state.waits or (observed[-1].goes_on and left is None)
+    waits = state.waits or (reports[-1].goes_on and left is None)
     return life_of(
-        observed,
+        reports,
         limits=_limits_of(state),
         left_seconds=left,
         waits=waits and not state.over,
@@ -279,124 +244,17 @@ def read_life(state: State, *, now: float | None = None) -> Life | None:
 
 def _limits_of(state: State) -> Limits:
     try:
-        job = state.submission.record()["job"]
-        limit, own = float(parse_time(job["resources"]["time"])), job.get("checkpoint") or {}
-        if not own.get("enabled") or not own["requeue"]:
-            return Limits(limit)
-        return Limits(limit, int(own["attempts"]), tuple(map(str, own["requeue"])))
-    except (HpmlError, AttributeError, LookupError, TypeError, ValueError):
+        job = recorded_job(state.submission)
+    except HpmlError:
         return Limits(math.inf)
-
-
-@dataclass
-class _Observer:
-    """What an attempt's events say, gathered in one pass."""
-
-    first_step: float | None = None
-    last_step: float | None = None
-    counters: dict[int, tuple[Event, Event]] = field(default_factory=dict)  # first, last
-    resumed: Event | None = None
-    training: Event | None = None
-    saved: Event | None = None
-    steps: list[int] = field(default_factory=list)  # that were reached for certain
-    saved_steps: list[int] = field(default_factory=list)
-    saves: dict[int | None, list[float]] = field(default_factory=dict)
-    stopped: bool = False
-
-    def add(self, event: Event) -> None:
-        """Take in one event."""
-        name, step = event.event, _whole(event.data, "step")
-        if name == "step":
-            self.first_step = min(event.time, self.first_step or event.time)
-            self.last_step = max(event.time, self.last_step or event.time)
-            if event.rank is not None:
-                first, last = self.counters.get(event.rank, (event, event))
-                self.counters[event.rank] = (
-                    min(first, event, key=lambda one: one.time),
-                    max(event, last, key=lambda one: one.time),
-                )
-        elif name == "resumed":
-            self.resumed = _later(self.resumed, event)
-        elif name == "training":
-            self.training = _later(self.training, event)
-        elif name == "checkpoint":
-            self.saved = _later(self.saved, event)
-            seconds = numbers(event.data).get("seconds", 0.0)
-            self.saves.setdefault(event.rank, []).append(max(0.0, seconds))
-            self.saved_steps += [] if step is None else [step]
-        elif name == "stopping":
-            self.stopped = True
-        if name in ("checkpoint", "stopping", "resumed") and step is not None:
-            self.steps.append(step)
-
-
-def _later(known: Event | None, event: Event) -> Event:
-    return event if known is None or event.time >= known.time else known
-
-
-def _whole(data: Mapping[str, Any], name: str) -> int | None:
-    value = numbers(data).get(name)
-    return None if value is None else int(value)
-
-
-def _observed(attempt: Attempt) -> AttemptLife:
-    """Return what the records of one attempt say; only its number if they may not be read."""
-    try:
-        attempt.check_readable()
-    except RecordError:
-        return AttemptLife(attempt.number)
-    seen = _Observer()
-    for event in attempt.milestones():
-        seen.add(event)
-    begun, end = attempt.started, attempt.ended or {}
-    ended = numbers(end).get("time", attempt.last_written)
-    began = total = None
-    if seen.resumed is not None:
-        began = _whole(seen.resumed.data, "step")
-    if seen.training is not None:
-        began = _whole(seen.training.data, "step") or began
-        total = _whole(seen.training.data, "total_steps")
-    if began is None and (attempt.number == 0 or seen.training is not None):
-        began = 0
-    reached, rate = seen.steps, None
-    if seen.counters:
-        first, last = seen.counters[min(seen.counters)]
-        before, after = (numbers(one.data).get("steps_total", 0.0) for one in (first, last))
-        if began is not None and after:
-            reached = [*reached, began + int(after)]
-        if after > before and last.time > first.time:
-            rate = (after - before) / (last.time - first.time)
-    if total and reached:
-        reached = [min(total, max(reached))]
-    saves = max(seen.saves.values(), key=sum, default=[])
-    goes_on = end.get("goes_on") is True
-    return AttemptLife(
-        attempt.number,
-        why=str(end.get("why") or ""),
-        goes_on=goes_on,
-        stays=str(end.get("stays") or ""),
-        started=begun.time if begun else None,
-        ended=ended,
-        continued=None if goes_on else numbers(attempt.next or {}).get("time"),
-        trained_from=seen.first_step,
-        trained_until=seen.last_step,
-        began_step=began,
-        resumed=seen.resumed is not None or bool(began),
-        step=max(reached, default=None),
-        total_steps=total,
-        steps_per_second=rate,
-        saved_step=_whole(end, "step")
-        if "step" in numbers(end)
-        else max(seen.saved_steps, default=None),
-        saved_at=seen.saved.time if seen.saved else None,
-        saves=len(saves),
-        saving_seconds=math.fsum(saves),
-        stopped=seen.stopped,
-    )
+    own = job.checkpoint
+    if not own.requeue:
+        return Limits(job.limit_seconds)
+    return Limits(job.limit_seconds, own.attempts, own.requeue)
 
 
 def life_of(
-    attempts: Sequence[AttemptLife],
+    attempts: Sequence[AttemptReport],
     *,
     limits: Limits,
     left_seconds: float | None = None,
@@ -416,34 +274,39 @@ def life_of(
         now: seconds since the epoch.
     """
     trains = any(one.trained_from is not None for one in attempts)
-    known: list[AttemptLife] = []
+    known: list[AttemptReport] = []
     for place, one in enumerate(attempts):
         is_last = place == len(attempts) - 1
         runs = is_last and left_seconds is not None
         end = now if runs else one.ended
         lost: dict[str, Any] = {}
         if place:
-            before = attempts[place - 1]  # a run that waited for its user was not in the queue
+            before = attempts[place - 1]
+            lost["paused_seconds"] = _between(before.ended, before.continued)
             lost["queue_seconds"] = _between(before.continued or before.ended, one.started)
             if trains:
                 lost["startup_seconds"] = _between(one.started, one.trained_from or end)
         if trains and (waits or not is_last):
             began = one.trained_from or (end if place else one.started)
-            lost["unsaved_seconds"] = _between(max(one.saved_at or 0.0, began or 0.0), end)
+            if not _is_saved(one):
+                lost["unsaved_seconds"] = _between(max(one.saved_at or 0.0, began or 0.0), end)
         known.append(replace(one, ended=None if runs else one.ended, **lost))
     queued = _between(known[-1].ended, now) if waits else 0.0
     lost_seconds = math.fsum(one.lost_seconds for one in known) + queued
-    is_over = left_seconds is None and not waits
-    elapsed = _between(known[0].started, known[-1].ended if is_over else now)
+    has_ended = left_seconds is None and not waits and known[-1].over
+    paused = math.fsum(one.paused_seconds for one in known)
+    elapsed = _between(known[0].started, known[-1].ended if has_ended else now)
+    elapsed = max(0.0, elapsed - paused)
     life = Life(
         tuple(known),
         at_most=limits.attempts,
         elapsed_seconds=elapsed,
+        paused_seconds=paused,
         lost_seconds=lost_seconds,
         lost_ratio=min(1.0, lost_seconds / elapsed) if elapsed else None,
         saving_seconds=math.fsum(one.saving_seconds for one in known),
         queued_seconds=queued,
-        step=_newest(one.step for one in known),
+        step=_step(known),
         total_steps=_newest(one.total_steps for one in known),
         steps_per_second=_newest(one.steps_per_second for one in known),
         left_seconds=left_seconds,
@@ -453,6 +316,21 @@ def life_of(
 
 def _between(begin: float | None, end: float | None) -> float:
     return max(0.0, end - begin) if begin and end else 0.0
+
+
+def _is_saved(attempt: AttemptReport) -> bool:
+    """Whether nothing was trained after the last checkpoint; a hang after it costs time, too."""
+    saved, step = attempt.saved_step, attempt.step
+    return saved is not None and step is not None and saved >= step and attempt.why != "hang"
+
+
+def _step(attempts: Sequence[AttemptReport]) -> int | None:
+    """Return the step that a run has reached: what was not saved does not count any more."""
+    *earlier, newest = attempts
+    if newest.step is not None:
+        return newest.step
+    saved = [one.saved_step for one in earlier if one.saved_step is not None]
+    return saved[-1] if saved else _newest(one.step for one in earlier)
 
 
 def _newest(values: Iterable[Any]) -> Any:
@@ -476,20 +354,21 @@ def _forecast(life: Life, limits: Limits) -> dict[str, Any]:
     return {"needed_seconds": needed, "more_attempts": math.ceil((needed - left) / useful)}
 
 
-def _young_daly(attempts: Sequence[AttemptLife], *, waits: bool) -> dict[str, Any]:
+def _young_daly(attempts: Sequence[AttemptReport], *, waits: bool) -> dict[str, Any]:
     """Return sqrt(2 * duration of a checkpoint * time between failures), and what it is made of.
 
-    A failure is an end that gave the ranks no chance to save; the time limit is none.
+    A failure is an end that gave the ranks no chance to save. Neither the time limit is one, nor a
+    cancellation by the user.
     """
     followed = attempts if waits else attempts[:-1]
-    failures = sum(one.why not in _PLANNED and not one.stopped for one in followed)
+    failures = sum(one.failed for one in followed)
     trained = math.fsum(_between(one.trained_from, one.trained_until) for one in attempts)
     saves = sum(one.saves for one in attempts)
     if not saves or not trained:
         return {}
     save = math.fsum(one.saving_seconds for one in attempts) / saves
     known = {"save_seconds": save, "save_every_seconds": trained / saves}
-    if not failures or not save:
+    if not failures or not save or trained < _ADVICE_SECONDS:
         return known
     between = trained / failures
     return {

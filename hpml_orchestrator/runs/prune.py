@@ -13,13 +13,14 @@ import shutil
 import time
 from collections import Counter, defaultdict
 from dataclasses import asdict, dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from hpml_orchestrator.errors import HpmlError, RecordError
 from hpml_orchestrator.records.files import names_in, read_json
 from hpml_orchestrator.records.ids import stamp, stamp_of
 from hpml_orchestrator.records.run import Run, owner_name
 from hpml_orchestrator.records.submission import Submission
+from hpml_orchestrator.runs.request import recorded_job
 from hpml_orchestrator.runs.status import UNREADABLE, states
 from hpml_orchestrator.scheduler.model import JobState
 
@@ -61,7 +62,7 @@ class Pruned:
     bytes: int = 0  # freed disk space, all together
     interrupted: bool = False  # by Ctrl-C; the next prune completes it
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> dict[str, object]:
         """Return it for programs."""
         kept = [{"id": sid, "reason": reason} for sid, reason in self.kept]
         removed = [asdict(submission) for submission in self.removed]
@@ -131,9 +132,10 @@ def _saved_to(store: Store, chosen: Collection[str]) -> dict[str, str]:
     """Return the chosen submissions that hold checkpoints of others, each with one of those."""
     used = {}
     for submission in store.submissions():
-        with contextlib.suppress(HpmlError, AttributeError, KeyError, TypeError):
-            if submission.sid not in chosen:
-                directory = submission.record()["job"]["checkpoint"]["directory"]
+        with contextlib.suppress(HpmlError):
+            if submission.sid in chosen:
+                continue
+            if directory := recorded_job(submission).checkpoint.directory:
                 run = os.path.relpath(directory, store.runs_dir).partition(os.sep)[0]
                 used[re.sub(r"\.(\d+|\{array\.index\})$", "", run)] = submission.sid
     return {sid: used[sid] for sid in chosen if sid in used}

@@ -17,6 +17,7 @@ from hpml_orchestrator.errors import (
 )
 from hpml_orchestrator.records.progress import nodes_to_avoid
 from hpml_orchestrator.runs.backend import backends_of, elsewhere, not_here, refuse_elsewhere
+from hpml_orchestrator.runs.request import recorded_job
 from hpml_orchestrator.runs.resubmit import refuse_if_continued
 from hpml_orchestrator.runs.state import reopen, run_of
 from hpml_orchestrator.runs.status import state_of
@@ -61,7 +62,7 @@ def requeue(
         raise _wrong(label, "is a job array: tasks continue one by one", hint)
     record = submission.record()
     scheduler = backends(state.backend, str(record["host"]))
-    if where := elsewhere(record, scheduler):
+    if where := elsewhere(state.cluster, scheduler):
         raise not_here(where, field="RUN", value=label)
     newest = run_of(submission).newest()
     if state.unfinished and state.job_id:
@@ -82,7 +83,7 @@ def _ask_to_stop(state: State, newest: Attempt | None) -> dict[str, str]:
     label = state.submission.label
     if state.state not in ("RUNNING", "SUSPENDED", "STOPPED"):
         raise _wrong(label, f"is {state.state}, job {state.job_id}: it needs no requeue")
-    if not (state.submission.record()["job"].get("checkpoint") or {}).get("enabled"):
+    if not recorded_job(state.submission).checkpoint.enabled:
         raise _wrong(
             label,
             "runs without `checkpoint`: its ranks cannot be asked to save",
@@ -149,8 +150,8 @@ def _start(
     clock: Callable[[], float],
 ) -> str | None:
     """Call sbatch for a continuation and return the job's id; None if another hpml does so."""
-    checkpoint = submission.record()["job"].get("checkpoint") or {}
-    avoid = nodes_to_avoid(newest) if checkpoint.get("avoid_failed_nodes") else []
+    checkpoint = recorded_job(submission).checkpoint
+    avoid = nodes_to_avoid(newest) if checkpoint.avoid_failed_nodes else []
     request = replace(
         request_of(submission, environment),
         only=submission.index,

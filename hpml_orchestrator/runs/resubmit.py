@@ -8,10 +8,11 @@ from typing import TYPE_CHECKING, Any
 
 from hpml_orchestrator.errors import HpmlError, InputError
 from hpml_orchestrator.runs.backend import refuse_elsewhere
+from hpml_orchestrator.runs.request import recorded_job
 from hpml_orchestrator.runs.status import states
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
+    from collections.abc import Iterator
 
     from hpml_orchestrator.records.store import Store, Submission
     from hpml_orchestrator.runs.backend import Backends
@@ -35,18 +36,12 @@ def checkpoint_directory(state: State) -> str:
     Args:
         state: of a run, or of an array.
     """
-    own = _checkpoint(state.submission.record()["job"])
-    if not own:
+    own = recorded_job(state.submission).checkpoint
+    if not own.enabled:
         return ""
     run = f"{state.submission.sid}.{{array.index}}" if state.tasks else state.submission.label
-    directory = str(own["directory"]).removeprefix("{run.dir}/").replace("{run.id}", run)
+    directory = own.directory.removeprefix("{run.dir}/").replace("{run.id}", run)
     return os.path.normpath(os.path.join(state.run.directory.with_name(run), directory))
-
-
-def _checkpoint(job: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return the field `checkpoint` of a recorded job; empty if it is not enabled."""
-    own: Mapping[str, Any] = job.get("checkpoint") or {}
-    return own if own.get("enabled") else {}
 
 
 def refuse_to_resubmit(store: Store, state: State, *, backends: Backends | None = None) -> None:
@@ -117,7 +112,7 @@ def _started_by_others(state: State) -> tuple[str, str] | None:
     if record.get("sweep"):
         of_sweep = f"belongs to the sweep {record['sweep']}, which submits its points itself"
         return of_sweep, f"hpml sweep resume {record['sweep']}"
-    if "SUBMITIT_EXECUTOR" in record["job"]["environment"]["variables"]:
+    if recorded_job(submission).has_submitit:
         return "runs a Python function that submitit submitted", "submit the function again"
     if submission.index is not None:
         one = "is one task of a job array; only a whole array can be submitted again"
@@ -159,7 +154,7 @@ def _with_directory(
     """Yield the submissions, other than a run's own, that save to a directory, newest first."""
     for submission in store.submissions():
         with contextlib.suppress(HpmlError):
-            saves_to = str(_checkpoint(submission.record()["job"]).get("directory", ""))
+            saves_to = recorded_job(submission).checkpoint.directory
             if of is not None and of.index is not None:
                 saves_to = saves_to.replace("{array.index}", str(of.index))
             if saves_to == directory and (of is None or submission.sid != of.sid):

@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import os
 from collections import Counter
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,6 +19,7 @@ from hpml_orchestrator.records import targets
 from hpml_orchestrator.records.feed import is_number
 from hpml_orchestrator.records.files import read_json, write_json
 from hpml_orchestrator.records.store import Run
+from hpml_orchestrator.runs.request import recorded_job
 from hpml_orchestrator.scheduler.model import JobState, parse_state
 
 if TYPE_CHECKING:
@@ -30,7 +31,6 @@ __all__ = ["State", "array_state", "keep_ends", "read_ends", "read_final", "reop
 
 _FINAL, _ENDS = "final.json", "ends.json"
 _SHOWN = "job_id state reason nodes started ended exit_code attempts over".split()
-_KEPT = "state raw_state reason nodes started ended exit_code attempts".split()
 # An array that has ended has the state of its worst task, errors of the program first.
 _WORST_FIRST = (
     "FAILED OUT_OF_MEMORY TIMEOUT DEADLINE NODE_FAIL BOOT_FAIL PREEMPTED CANCELLED COMPLETED"
@@ -43,6 +43,48 @@ _COUNTED_AS = {
     "OUT_OF_MEMORY": "out of memory",
 }
 _COUNT_ORDER = ("running", "waiting", "unknown", "failed")
+
+
+@dataclass(frozen=True)
+class _End:
+    """The last state of a submission or a task as it is recorded, with the fields of `State`."""
+
+    job_id: str
+    state: str
+    raw_state: str = ""
+    reason: str = ""
+    nodes: str = ""
+    started: float | None = None
+    ended: float | None = None
+    exit_code: int | None = None
+    attempts: int = 0
+
+    @staticmethod
+    def of(state: State) -> _End:
+        """Return what is recorded of a state."""
+        return _End(**{one.name: getattr(state, one.name) for one in fields(_End)})
+
+    @staticmethod
+    def read(record: Mapping[str, Any]) -> _End:
+        """Return a recorded end.
+
+        Raises:
+            ValueError: a field is missing or has a wrong type.
+        """
+        known = {one.name: record[one.name] for one in fields(_End) if one.name in record}
+        for name, value in known.items():
+            is_text = name in ("job_id", "state", "raw_state", "reason", "nodes")
+            if not (isinstance(value, str) if is_text else value is None or is_number(value)):
+                raise ValueError(f"{name} is {value!r}")
+        return _End(**known)
+
+
+@dataclass(frozen=True)
+class _Ends:
+    """A record of ends: that of a submission, and those of the tasks of an array by index."""
+
+    whole: _End | None = None
+    tasks: Mapping[int, _End] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -136,27 +178,23 @@ def run_of(submission: Submission) -> Run:
 
 def keep_ends(state: State) -> None:
     """Record the end of a submission, or of those tasks of an array that have ended."""
-
-    def end(ended: State) -> dict[str, Any]:
-        return {"job_id": ended.job_id, **{name: getattr(ended, name) for name in _KEPT}}
-
     directory = state.submission.directory
     kept = [task for task in state.tasks if task.over and not task.interrupted]
-    over = {str(task.submission.index): end(task) for task in kept}
+    over = {str(task.submission.index): asdict(_End.of(task)) for task in kept}
     tasks = {"tasks": over} if over else {}
     # Another user's records, or a full disk: the scheduler is queried again next time.
     with contextlib.suppress(RecordError, OSError):
         if not state.over or len(kept) < len(state.tasks):
             write_json(directory / _ENDS, tasks)
             return
-        write_json(directory / _FINAL, {**end(state), **tasks})
+        write_json(directory / _FINAL, {**asdict(_End.of(state)), **tasks})
         (directory / _ENDS).unlink(missing_ok=True)
     # Prometheus targets, which the agents could not withdraw if they were killed
-    with contextlib.suppress(HpmlError, KeyError, TypeError):
-        monitor = state.submission.record()["job"]["monitor"]
-        if monitor["enabled"]:
+    with contextlib.suppress(HpmlError):
+        job = recorded_job(state.submission)
+        if job.is_monitored:
             default = targets.default_directory(directory.parents[1])
-            targets.withdraw_run(Path(monitor["targets"] or default), state.submission.label)
+            targets.withdraw_run(Path(job.monitor_targets or default), state.submission.label)
 
 
 def reopen(submission: Submission, *, undo: bool = False) -> None:
@@ -166,71 +204,55 @@ def reopen(submission: Submission, *, undo: bool = False) -> None:
         os.replace(*((ends, final) if undo else (final, ends)))
 
 
-def read_final(submission: Submission, record: Mapping[str, Any]) -> State | None:
-    """Return the last state of a submission that is known to be over, else None."""
-    final = _read(submission.directory / _FINAL)
-    if not final:
+def read_final(base: State) -> State | None:
+    """Return the last state of a submission that is known to be over, else None.
+
+    Args:
+        base: the submission, without a job.
+    """
+    submission = base.submission
+    ends = _read(submission.directory / _FINAL)
+    final = ends.whole
+    if final is None:
         return None
-    job_id = str(final["job_id"])
-    tasks = tuple(_tasks(submission, record, final, job_id).values())
-    job = submission.job() or final
-    if str(job["job_id"]) != job_id or len(tasks) < len(final.get("tasks", ())):
+    tasks = tuple(_tasks(base, ends, final.job_id).values())
+    newest = (submission.job() or {}).get("job_id", final.job_id)
+    if str(newest) != final.job_id or len(tasks) < len(ends.tasks):
         return None  # it continues: that was the end of an earlier job
-    return _ended(submission, record, final, job_id=job_id, tasks=tasks)
+    return replace(base, over=True, tasks=tasks, **vars(final))
 
 
-def read_ends(
-    submission: Submission, record: Mapping[str, Any], job_id: str
-) -> dict[int | None, State]:
-    """Return the tasks of an unfinished array that are recorded as ended, by index."""
-    directory = submission.directory
-    ends = _read(directory / _ENDS) or _read(directory / _FINAL)
-    return _tasks(submission, record, ends, job_id)
+def read_ends(base: State) -> dict[int | None, State]:
+    """Return the tasks of an unfinished array that are recorded as ended, by index.
+
+    Args:
+        base: the array, with its job.
+    """
+    directory = base.submission.directory
+    ends = _read(directory / _ENDS)
+    return _tasks(base, ends if ends.tasks else _read(directory / _FINAL), base.job_id)
 
 
-def _read(path: Path) -> dict[str, Any]:
-    """Return a record of ends; empty if missing or damaged: other records have the same."""
+def _read(path: Path) -> _Ends:
+    """Return a record of ends; an empty one if missing or damaged: other records have the same."""
     try:
-        record = dict(read_json(path))
-        tasks = record.get("tasks", {})
-        ends = [*tasks.values(), *([record] if path.name == _FINAL else [])]
-        is_whole = all(str(key).isdecimal() for key in tasks) and all(map(_is_end, ends))
-    except (NotFoundError, RecordError, AttributeError, TypeError):
-        return {}
-    return record if is_whole else {}
+        record = read_json(path)
+        tasks = {int(index): _End.read(end) for index, end in record.get("tasks", {}).items()}
+        return _Ends(_End.read(record) if path.name == _FINAL else None, tasks)
+    except (NotFoundError, RecordError, AttributeError, TypeError, ValueError):
+        return _Ends()
 
 
-def _is_end(end: Mapping[str, Any]) -> bool:
-    """Whether a record of an end has what a state is made of."""
-    numbers = [end.get(name) for name in ("started", "ended", "exit_code", "attempts")]
-    return (
-        all(isinstance(end.get(name), str) for name in ("job_id", "state"))
-        and all(isinstance(end.get(name, ""), str) for name in ("raw_state", "reason", "nodes"))
-        and all(number is None or is_number(number) for number in numbers)
-    )
-
-
-def _tasks(
-    submission: Submission, record: Mapping[str, Any], ends: Mapping[str, Any], job_id: str
-) -> dict[int | None, State]:
+def _tasks(base: State, ends: _Ends, job_id: str) -> dict[int | None, State]:
     """Return what is known of the ends of tasks that have not been continued since."""
-    known = {int(key): end for key, end in ends.get("tasks", {}).items()}
-    continued = submission.continued() if known else {}
+    submission = base.submission
+    continued = submission.continued() if ends.tasks else {}
     tasks: dict[int | None, State] = {}
-    for index, end in sorted(known.items()):
-        first = f"{job_id}_{index}"
-        task_id = str(end.get("job_id", first))
-        if task_id == continued.get(index, first):
+    for index, end in sorted(ends.tasks.items()):
+        if end.job_id == continued.get(index, f"{job_id}_{index}"):
             task = replace(submission, index=index)
-            tasks[index] = _ended(task, record, end, job_id=task_id)
+            tasks[index] = replace(base, submission=task, over=True, **vars(end))
     return tasks
-
-
-def _ended(
-    submission: Submission, record: Mapping[str, Any], end: Mapping[str, Any], **known: Any
-) -> State:
-    kept = {name: end[name] for name in _KEPT if name in end}
-    return State.of(submission, record, over=True, **kept, **known)
 
 
 def array_state(whole: State, tasks: Sequence[State]) -> State:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from hpml_orchestrator.errors import NotFoundError, RecordError, SchedulerUnavailable
 from hpml_orchestrator.runs.backend import backends_of, elsewhere
+from hpml_orchestrator.runs.request import recorded_job
 from hpml_orchestrator.runs.state import (
     State,
     array_state,
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
 
     from hpml_orchestrator.records.store import Attempt, Store, Submission
     from hpml_orchestrator.runs.backend import Backends
+    from hpml_orchestrator.runs.request import RecordedJob
     from hpml_orchestrator.scheduler.model import Scheduler
     from hpml_orchestrator.scheduler.recovery import Outcome
 
@@ -71,14 +73,15 @@ def states(
             record = submission.record()
             name = str(record["backend"])
             scheduler = name, str(record["host"]) if name == "local" else ""
+            base = State.of(submission, record, job_id="", state="UNKNOWN")
             state = (
-                read_final(submission, record)
-                or _elsewhere(submission, record, scheduler, backends, query_error_of)
-                or _without_job(store, submission, record, partial(backends, *scheduler), now())
+                read_final(base)
+                or _elsewhere(base, scheduler, backends, query_error_of)
+                or _without_job(store, base, partial(backends, *scheduler), now())
             )
             if state is None:
                 _find_next(store, submission, partial(backends, *scheduler), now())
-                unfinished.setdefault(scheduler, []).append(_Unfinished.read(submission, record))
+                unfinished.setdefault(scheduler, []).append(_Unfinished.read(base))
             else:
                 known[submission.sid] = state
         except (NotFoundError, RecordError) as error:
@@ -91,9 +94,9 @@ def states(
             answer, query_error = {}, str(error)
         for pending in group:
             try:
-                known[pending.submission.sid] = pending.state(answer, query_error, now())
+                known[pending.base.submission.sid] = pending.state(answer, query_error, now())
             except RecordError as error:
-                known[pending.submission.sid] = _unreadable(pending.submission, error)
+                known[pending.base.submission.sid] = _unreadable(pending.base.submission, error)
     return [_chosen(known[submission.sid], submission) for submission in wanted]
 
 
@@ -127,32 +130,27 @@ def _unreadable(submission: Submission, error: Exception) -> State:
 
 
 def _elsewhere(
-    submission: Submission,
-    record: Mapping[str, Any],
+    base: State,
     scheduler: tuple[str, str],
     backends: Backends,
     query_error_of: Callable[[tuple[str, str]], str],
 ) -> State | None:
     """Return the state of a submission of another cluster; None for one of the scheduler's own."""
-    if not record.get("cluster"):
+    if not base.cluster:
         return None
     query_error = query_error_of(scheduler)
-    where = query_error or elsewhere(record, backends(*scheduler))
+    where = query_error or elsewhere(base.cluster, backends(*scheduler))
     if not where:
         return None
-    job_id = str((submission.job() or {}).get("job_id", ""))
-    known = {"state": "UNKNOWN", "reason": where, "elsewhere": not query_error}
-    return State.of(submission, record, job_id=job_id, **known)
+    job_id = str((base.submission.job() or {}).get("job_id", ""))
+    return replace(base, job_id=job_id, reason=where, elsewhere=not query_error)
 
 
 def _without_job(
-    store: Store,
-    submission: Submission,
-    record: Mapping[str, Any],
-    scheduler: Callable[[], Scheduler],
-    now: float,
+    store: Store, base: State, scheduler: Callable[[], Scheduler], now: float
 ) -> State | None:
     """Return the state of a submission without a job (yet); None if it has one."""
+    submission = base.submission
     if submission.job() is not None:
         return None
     refused = submission.refused()
@@ -171,7 +169,7 @@ def _without_job(
         if not reason:
             state = "NOT SUBMITTED"
             reason = f"hpml was interrupted; `hpml submit --resume {submission.sid}` submits it"
-    return State.of(submission, record, job_id="", state=state, reason=reason, over=over)
+    return replace(base, state=state, reason=reason, over=over)
 
 
 def _find_next(
@@ -192,24 +190,24 @@ def _find_next(
 class _Unfinished:
     """A submission that has a job and is not known to be over."""
 
-    submission: Submission
-    record: Mapping[str, Any]
-    job_id: str
+    base: State  # with its job
+    asked: Callable[[], RecordedJob]  # read once for all tasks, and only if it is needed
     job_ids: dict[int | None, str]  # by the index of an array's task; of a single job by None
     ends: Mapping[int | None, State]  # of an array's tasks that are known to be over, by index
 
     @staticmethod
-    def read(submission: Submission, record: Mapping[str, Any]) -> _Unfinished:
+    def read(base: State) -> _Unfinished:
         """Read what its own records say."""
+        submission = base.submission
         job_id = str((submission.job() or {})["job_id"])
+        base, asked = replace(base, job_id=job_id), cache(partial(recorded_job, submission))
         if not submission.is_array():
-            return _Unfinished(submission, record, job_id, {None: job_id}, {})
+            return _Unfinished(base, asked, {None: job_id}, {})
         continued = submission.continued()
         job_ids: dict[int | None, str] = {
             index: continued.get(index, f"{job_id}_{index}") for index, _ in submission.runs()
         }
-        ends = read_ends(submission, record, job_id)
-        return _Unfinished(submission, record, job_id, job_ids, ends)
+        return _Unfinished(base, asked, job_ids, read_ends(base))
 
     @property
     def job_ids_to_query(self) -> list[str]:
@@ -229,7 +227,7 @@ class _Unfinished:
             job_id
             for job_id in self.job_ids.values()
             if job_id in answer
-            and PurePath(answer[job_id].directory).name not in ("", self.submission.sid)
+            and PurePath(answer[job_id].directory).name not in ("", self.base.submission.sid)
         }
         answer = {job_id: status for job_id, status in answer.items() if job_id not in others}
         any_known = bool(self.ends) or any(job_id in answer for job_id in self.job_ids.values())
@@ -238,15 +236,14 @@ class _Unfinished:
             if index in self.ends:
                 states.append(self.ends[index])
                 continue
-            status, run = answer.get(job_id), replace(self.submission, index=index)
+            status, run = answer.get(job_id), replace(self.base.submission, index=index)
             if status is None and any_known and not query_error and not run_of(run).attempts():
                 # Slurm keeps no record of a task that is cancelled while its array waits.
                 status = JobStatus(job_id, JobState.CANCELLED)
             states.append(
                 _merge_status(
-                    self.record,
-                    run,
-                    job_id,
+                    replace(self.base, submission=run, job_id=job_id),
+                    self.asked,
                     status,
                     query_error=query_error,
                     other=job_id in others,
@@ -255,8 +252,7 @@ class _Unfinished:
             )
         state = states[0]
         if None not in self.job_ids:
-            whole = State.of(self.submission, self.record, job_id=self.job_id, state="UNKNOWN")
-            state = array_state(whole, states)
+            state = array_state(self.base, states)
         ended = sum(task.over and not task.interrupted for task in state.tasks)
         if (state.over and not state.interrupted) or ended > len(self.ends):
             keep_ends(state)
@@ -264,9 +260,8 @@ class _Unfinished:
 
 
 def _merge_status(
-    record: Mapping[str, Any],
-    submission: Submission,
-    job_id: str,
+    base: State,
+    asked: Callable[[], RecordedJob],
     status: JobStatus | None,
     *,
     query_error: str,
@@ -276,14 +271,14 @@ def _merge_status(
     """Combine the scheduler's status of one job with the records of the job.
 
     Args:
-        record: the submission's.
-        submission: the submission, or one task of it.
-        job_id: the job's.
+        base: the submission, or one task of it, with its job.
+        asked: returns what it asked for.
         status: from the scheduler; None if it does not know the job.
         query_error: why the scheduler did not answer; empty if it did.
         other: whether another job has that id now.
         now: seconds since the epoch.
     """
+    submission, job_id = base.submission, base.job_id
     # A waiting task has recorded nothing, and there may be ten thousand of them.
     waits = submission.index is not None and status is not None and status.state.waiting
     attempts = [] if waits and status and not status.restarts else run_of(submission).attempts()
@@ -307,16 +302,11 @@ def _merge_status(
     if status.state is JobState.CANCELLED and status.started is None and own is None:
         exit_code = None
     over = status.state.over
-    reason = _exceeded(status, own, record) or _reason(status, own, record)
+    reason = _exceeded(status, own, asked) or _reason(status, own, asked)
     # A preempted job, and one whose node failed, passes through that state on its way back into
     # Slurm's queue; if it is not back after a while, that was its end.
     recent = status.ended is None or now - status.ended < _REQUEUE_SECONDS
-    if (
-        record["backend"] == "slurm"
-        and status.state in BEFORE_REQUEUE
-        and recent
-        and status.may_requeue
-    ):
+    if base.backend == "slurm" and status.state in BEFORE_REQUEUE and recent and status.may_requeue:
         over, reason = False, "it may be requeued"
     known: dict[str, Any] = {"job_id": job_id, "state": status.state.value, "over": over}
     if own is not None and status.state.over and status.state is not JobState.CANCELLED:
@@ -325,9 +315,8 @@ def _merge_status(
     over = known["over"]
     begun = own.started if own is not None else None
     nodes = "" if begun is None or status.state.waiting else str(begun.data.get("nodes", ""))
-    return State.of(
-        submission,
-        record,
+    return replace(
+        base,
         reason=reason,
         nodes=status.nodes or nodes,
         started=status.started or (begun.time if begun is not None else None),
@@ -362,10 +351,10 @@ def _between(own: Attempt, state: JobState, now: float) -> dict[str, Any]:
     }
 
 
-def _reason(status: JobStatus, own: Attempt | None, record: Mapping[str, Any]) -> str:
+def _reason(status: JobStatus, own: Attempt | None, asked: Callable[[], RecordedJob]) -> str:
     """Return why a job waits or ended; hpml's own records come before the scheduler's reason."""
     if status.reason.startswith("Dependency"):
-        runs = ", ".join(f"{run['run']} ({run['end']})" for run in record.get("after", ()))
+        runs = ", ".join(f"{run} ({end})" for run, end in asked().after)
         if runs and status.state.waiting:
             return f"waits for {runs}"
         if runs and status.state is JobState.CANCELLED:
@@ -386,20 +375,18 @@ def _reason(status: JobStatus, own: Attempt | None, record: Mapping[str, Any]) -
     return "" if status.reason == "None" else status.reason
 
 
-def _exceeded(status: JobStatus, own: Attempt | None, record: Mapping[str, Any]) -> str:
+def _exceeded(status: JobStatus, own: Attempt | None, asked: Callable[[], RecordedJob]) -> str:
     """Return which limit ended a job, what was requested and how to raise it; else nothing."""
     end = (own.ended if own is not None else None) or {}
     states = {status.state.value, str(end.get("state")) if status.state is JobState.FAILED else ""}
-    resources = record.get("job", {}).get("resources", {})
+    if not states & {"TIMEOUT", "OUT_OF_MEMORY"}:
+        return ""
     if "TIMEOUT" in states:
         words, field = "time limit", "time"
-        requested = f"{resources.get('time')} requested"
-    elif "OUT_OF_MEMORY" in states:
-        words, field = "out of memory", "memory"
-        memory = resources.get("memory")
-        requested = f"{memory} per node requested" if memory else "the job requested no amount"
+        requested = f"{asked().limit} requested"
     else:
-        return ""
+        words, field, memory = "out of memory", "memory", asked().memory
+        requested = f"{memory} per node requested" if memory else "the job requested no amount"
     if status.reason not in _SLURM_WORDS:
         words = status.reason  # the job's own record alone
     elif end.get("state") in states:

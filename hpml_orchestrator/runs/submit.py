@@ -149,7 +149,7 @@ def determine_outcome(
     """
     record = submission.record()
     try:
-        where = elsewhere(record, scheduler)
+        where = elsewhere(str(record.get("cluster", "")), scheduler)
     except SchedulerUnavailable as error:
         return Undecided(f"the scheduler gives no answer: {error}", UNAVAILABLE_SECONDS)
     if where:

@@ -353,7 +353,7 @@ def _check_cluster(plan: SweepPlan, scheduler: Scheduler) -> None:
         InputError: the sweep belongs to another cluster.
         SchedulerUnavailable: the scheduler does not report its cluster.
     """
-    where = elsewhere({"cluster": plan.cluster}, scheduler)
+    where = elsewhere(plan.cluster, scheduler)
     if where:
         raise not_here(where, field="SWEEP", value=plan.id)
 

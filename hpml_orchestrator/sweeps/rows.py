@@ -24,6 +24,7 @@ from hpml_orchestrator.runs.reporting.monitor import (
     numbers,
 )
 from hpml_orchestrator.runs.reporting.summary import Summary, binding_of, summarise
+from hpml_orchestrator.runs.request import recorded_job
 
 if TYPE_CHECKING:
     from hpml_orchestrator.records.store import Attempt, Submission
@@ -116,7 +117,7 @@ def row_of(plan: SweepPlan, shape: Shape, key: tuple[int, int], state: State) ->
     try:
         summary, attempts = summarise(state), state.run.attempts()
         placed = _placed(state, attempts[-1], shape) if attempts else {}
-        hours, life = hours_of(state, job, now=state.ended), read_life(state)
+        hours, life = hours_of(state, job, now=state.ended), read_life(state, summary)
     except RecordError as error:  # damaged: the row has the reason, and the sweep continues
         state = replace(state, reason=state.reason or str(error))
         summary, attempts, placed, life = Summary(), [], {}, None
@@ -332,7 +333,7 @@ def _read_described(submission: Submission) -> dict[str, Any]:
         code += f"+dirty-{digest}"
     parts = [record["job"]["environment"], record["provenance"]["python"]]
     return {
-        "job": record["job"],
+        "job": recorded_job(submission),
         "queued": submission.started_at(),
         "code": code,
         "environment": _digest(json.dumps(parts, sort_keys=True)),

@@ -111,6 +111,7 @@ def test_a_resumed_training_is_the_same_to_the_bit_but_not_a_deaf_one(
         every += [wanted(method, "part", ""), wanted(method, "deaf", DEAF)]
     printed = runs(tmp_path, *every)
     assert printed.count('"stopped": true') == len(methods)
+    assert printed.count("stopped: {") == len(methods)
     for method in methods:
         whole, part = newest(tmp_path / f"{method}whole"), newest(tmp_path / f"{method}part")
         assert whole.step == part.step == 44

@@ -14,7 +14,7 @@ import pytest
 
 from hpml_orchestrator.node.channel import ChannelReader
 from hpml_orchestrator.records import events
-from hpml_orchestrator.runs.reporting.summary import Timeline, phases
+from hpml_orchestrator.runs.reporting.timeline import Timeline, phases
 from tests.patience import eventually
 from tests.unit.training_runs import (
     DIGITS,
@@ -200,7 +200,10 @@ def test_a_training_that_was_interrupted_is_the_same_to_the_bit(
     attempts, checkpoints, errors = live(few, tmp_path, [*ends, WHOLE, WHOLE])
     for attempt, (how, _, _) in zip(attempts, [*ends, WHOLE], strict=False):
         assert ("statuses [0, 0]" in attempt) == (how != "kill"), (attempts, errors)
-        assert ("stopping in epoch" in attempt) == (how in {"start", "step", "evaluation"})
+        is_stopped = how in {"start", "step", "evaluation"}
+        assert ("stopping in epoch" in attempt, "\nstopped: " in attempt) == (is_stopped,) * 2
+        assert ("\ndone: " in attempt) == (not (is_stopped or how == "kill"))
+        assert "loss 0.0000" not in attempt, "of an epoch that an earlier attempt has trained"
     resumed = ["resumed from" in attempt for attempt in attempts]
     assert resumed == sorted(resumed)
     assert resumed.count(False) == (2 if ends[0][0] == "start" else 1)

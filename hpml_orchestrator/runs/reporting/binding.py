@@ -60,7 +60,7 @@ class BindingReport:
     unreadable: tuple[Unreadable, ...] = ()
     fatal: bool = False  # whether the job failed because of ranks in `places` that are wrong
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> dict[str, object]:
         """Return ranks, proofs and unreadable proofs for programs."""
         return {
             "ranks": [asdict(place) for place in self.places],

@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import os
 import shlex
 import stat
 import time
-from dataclasses import asdict, dataclass, field
-from typing import TYPE_CHECKING, Any
+from dataclasses import asdict, dataclass, field, replace
+from typing import TYPE_CHECKING, Any, TypedDict
 
 from hpml_orchestrator.errors import HpmlError, RecordError
 from hpml_orchestrator.records.texts import human_bytes, printable
-from hpml_orchestrator.spec.values import parse_gpus
+from hpml_orchestrator.runs.request import recorded_job
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
 
     from hpml_orchestrator.records.store import Attempt
     from hpml_orchestrator.runs.reporting.summary import Summary
+    from hpml_orchestrator.runs.request import RecordedJob
     from hpml_orchestrator.runs.state import State
 
 __all__ = [
@@ -61,6 +63,15 @@ class Hours:
     wall: float = 0.0
 
 
+class Code(TypedDict):
+    """The version of a run's code."""
+
+    commit: str
+    branch: str
+    dirty: bool | None  # None: not known
+    snapshot: bool
+
+
 @dataclass(frozen=True)
 class Description:
     """What a run was, as far as it was recorded.
@@ -75,7 +86,9 @@ class Description:
         values: the point's values, by name.
         code: `commit`, `branch`, `dirty` and `snapshot`; None without a git repository.
         result: figures that the training reported, those of `result()` before those of the file.
+        result_attempt: number of the attempt that reported them; None without any.
         result_file: content of `result.json`; None without such a file.
+        result_file_attempt: number of the attempt that wrote it.
         result_error: why that file cannot be read.
         hours: None before it has started, and if its records cannot be read.
     """
@@ -85,14 +98,16 @@ class Description:
     received: bool = False
     sweep: str = ""
     point: int | None = None
-    values: dict[str, Any] = field(default_factory=dict)
-    code: dict[str, Any] | None = None
-    result: dict[str, Any] = field(default_factory=dict)
-    result_file: dict[str, Any] | None = None
+    values: dict[str, object] = field(default_factory=dict)
+    code: Code | None = None
+    result: dict[str, object] = field(default_factory=dict)
+    result_attempt: int | None = None
+    result_file: dict[str, object] | None = None
+    result_file_attempt: int | None = None
     result_error: str = ""
     hours: Hours | None = None
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> dict[str, object]:
         """Return it for programs."""
         return asdict(self)
 
@@ -108,30 +123,37 @@ def describe(state: State, summary: Summary, *, now: float | None = None) -> Des
     try:
         record = state.submission.record()
         job = record["job"]
-        known = {
-            "launcher": str(job["launcher"]),
-            "command": _command_of_job(job),
-            "code": _code(record["provenance"]),
-            **_point(record, state),
-        }
-        hours = hours_of(state, job, now=now)
+        point, values = _point(record, state)
+        known = Description(
+            launcher=str(job["launcher"]),
+            command=_command_of_job(job),
+            sweep=str(record.get("sweep", "")),
+            point=point,
+            values=values,
+            code=_code(record["provenance"]),
+            hours=hours_of(state, recorded_job(state.submission), now=now),
+        )
     except (HpmlError, AttributeError, LookupError, TypeError, ValueError):
         return Description(result=summary.result)
     if state.tasks:
-        return Description(**known, hours=hours)
+        return known
     if summary.command:
-        known |= {"command": summary.command, "received": True}
-    found, error = None, ""
+        known = replace(known, command=summary.command, received=True)
+    found, error, path = None, "", state.run.directory / RESULT_FILE
     try:
-        found = read_result(state.run.directory / RESULT_FILE)
+        found = read_result(path)
     except RecordError as problem:
         error = str(problem)
-    return Description(
-        **known,
-        result={**(found or {}), **summary.result},
+    # The file stays when the run continues: then it has the figures of an attempt that stopped.
+    writer = None if found is None else _writer(path, state)
+    number = summary.attempt if summary.result else writer
+    return replace(
+        known,
+        result={**(found or {} if writer == number else {}), **summary.result},
+        result_attempt=number,
         result_file=found,
+        result_file_attempt=writer,
         result_error=error,
-        hours=hours,
     )
 
 
@@ -145,32 +167,29 @@ def _command_of_job(job: Mapping[str, Any]) -> list[str]:
     return [*program, *job["args"]]
 
 
-def _code(provenance: Mapping[str, Any]) -> dict[str, Any] | None:
+def _code(provenance: Mapping[str, Any]) -> Code | None:
     git, snapshot = provenance.get("git") or {}, provenance.get("snapshot")
     if not git and not snapshot:
         return None
     known = {"commit": "", "branch": "", "dirty": None, **git, **(snapshot or {})}
-    names = ("commit", "branch", "dirty")
-    return {**{name: known[name] for name in names}, "snapshot": bool(snapshot)}
+    return Code(
+        commit=known["commit"],
+        branch=known["branch"],
+        dirty=known["dirty"],
+        snapshot=bool(snapshot),
+    )
 
 
-def _point(record: Mapping[str, Any], state: State) -> dict[str, Any]:
-    """Return the point of a sweep that a run is."""
-    if "sweep" not in record:
-        return {}
-    sweep, place = {"sweep": str(record["sweep"])}, state.submission.index
-    points = record.get("points") or []
+def _point(record: Mapping[str, Any], state: State) -> tuple[int | None, dict[str, object]]:
+    """Return number and values of the point of a sweep that a run is; None without one."""
+    points, values = record.get("points") or [], record.get("values") or []
+    place = state.submission.index
     if place is None or place >= len(points):
-        return sweep
-    values = record.get("values") or []
-    return {
-        **sweep,
-        "point": int(points[place]),
-        "values": dict(values[place]) if place < len(values) else {},
-    }
+        return None, {}
+    return int(points[place]), dict(values[place]) if place < len(values) else {}
 
 
-def read_result(path: Path) -> dict[str, Any] | None:
+def read_result(path: Path) -> dict[str, object] | None:
     """Return what a training wrote to `result.json`; None if it wrote none.
 
     Any program may have written it, so that size and depth are limited.
@@ -206,22 +225,36 @@ def read_result(path: Path) -> dict[str, Any] | None:
     return result
 
 
+def _writer(path: Path, state: State) -> int | None:
+    """Return the number of the attempt that wrote a file; of several the last that had begun.
+
+    Both times are of the file server, so that clocks of nodes do not matter.
+    """
+    attempts = state.run.attempts()
+    begun = attempts[:1]
+    with contextlib.suppress(OSError):
+        written = os.stat(path).st_mtime
+        for attempt in attempts[1:]:
+            begun += [attempt] * (os.stat(attempt.directory / "head.json").st_mtime <= written)
+    return begun[-1].number if begun else None
+
+
 def _finite(text: str) -> float | str:
     value = float(text)
     return value if math.isfinite(value) else text
 
 
-def _is_deep(value: Any, levels: int) -> bool:
+def _is_deep(value: object, levels: int) -> bool:
     inner = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
     return levels < 0 or any(_is_deep(one, levels - 1) for one in inner)
 
 
-def hours_of(state: State, job: Mapping[str, Any], *, now: float | None = None) -> Hours | None:
+def hours_of(state: State, job: RecordedJob, *, now: float | None = None) -> Hours | None:
     """Return what all attempts of a run occupied, or of an array those of all tasks.
 
     Args:
         state: of the run.
-        job: the resolved job of its record.
+        job: what it asked for.
         now: seconds since the epoch; the clock when left out.
 
     Raises:
@@ -231,10 +264,7 @@ def hours_of(state: State, job: Mapping[str, Any], *, now: float | None = None) 
     if state.tasks:
         tasks = [hours for task in state.tasks if (hours := hours_of(task, job, now=now))]
         return _sum(tasks) if tasks else None
-    resources = job["resources"]
-    nodes, gpus = int(resources["nodes"]), parse_gpus(resources["gpus"]).count
-    ranks = int(resources["ranks_per_node"] or gpus * int(resources["ranks_per_gpu"]) or 1)
-    asked = nodes * gpus, nodes * ranks * int(resources["cpus_per_rank"])
+    asked = job.nodes * job.gpus, job.nodes * job.cores
     attempts = state.run.attempts()
     if not attempts:
         if state.started is None:
@@ -279,7 +309,7 @@ def _sum(parts: list[Hours]) -> Hours:
     )
 
 
-def figures(result: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, str]]:
+def figures(result: Mapping[str, object], prefix: str = "") -> Iterator[tuple[str, str]]:
     """Yield name and value of each figure of a result; nested names are joined with dots.
 
     >>> list(figures({"loss": 0.123456789, "best": {"epoch": 3, "of": [1, 2]}}))
@@ -293,7 +323,7 @@ def figures(result: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, 
             yield name, _figure(value)
 
 
-def _figure(value: Any) -> str:
+def _figure(value: object) -> str:
     if isinstance(value, bool) or value is None:
         return {True: "true", False: "false", None: "null"}[value]
     if isinstance(value, float):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, field
 from operator import mul
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from hpml_orchestrator.errors import NotFoundError, RecordError, counted
 from hpml_orchestrator.records.files import read_json
@@ -70,7 +70,7 @@ class Monitored:
     gpus: Sequence[Gpu] = ()
 
 
-def numbers(record: Any) -> dict[str, float]:
+def numbers(record: object) -> dict[str, float]:
     """Return the finite numbers of a mapping; of a record of another form none."""
     if not isinstance(record, dict):
         return {}
@@ -108,7 +108,7 @@ def monitored_nodes(attempt: Attempt) -> list[Monitored]:
     return nodes
 
 
-def _gpu(record: Mapping[str, Any]) -> Gpu:
+def _gpu(record: Mapping[str, object]) -> Gpu:
     figures = numbers(record)
     return Gpu(
         uuid=str(record.get("uuid", "")),

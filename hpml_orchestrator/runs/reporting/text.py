@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import contextlib
-from dataclasses import asdict, dataclass, replace
-from typing import TYPE_CHECKING, Any
+from dataclasses import replace
+from typing import TYPE_CHECKING
 
-from hpml_orchestrator.errors import HpmlError, RecordError, counted
+from hpml_orchestrator.errors import HpmlError, counted
 from hpml_orchestrator.records.texts import (
     clock_text,
     elapsed_text,
@@ -19,17 +19,15 @@ from hpml_orchestrator.runs.reporting.description import command_text, describe,
 from hpml_orchestrator.runs.reporting.monitor import numbers
 from hpml_orchestrator.runs.reporting.staging import staged_lines
 from hpml_orchestrator.runs.reporting.summary import Summary
-from hpml_orchestrator.scheduler.model import parse_state
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from hpml_orchestrator.records.store import Attempt
     from hpml_orchestrator.runs.life import Life
     from hpml_orchestrator.runs.reporting.description import Description
     from hpml_orchestrator.runs.state import State
 
-__all__ = ["AttemptReport", "array_lines", "attempt_reports", "summary_lines", "task_rows"]
+__all__ = ["array_lines", "summary_lines", "task_rows"]
 
 _SHORT_COMMIT = 7
 _SHOWN = 10
@@ -62,16 +60,21 @@ def summary_lines(
     # a reason that is about one rank is left out where `binding` counts all
     reason = "" if summary.binding_failed else state.reason
     described = describe(state, summary)
+    number = 0 if life is None or len(life.attempts) == 1 else len(life.attempts)
+    one_of_several = f"{number} of {number}: the figures below are of this attempt"
     return _lines(
         {
             "run": [f"{state.submission.label}  {state.state}"],
             "job": [f"{state.job_id or '-'} ({_scheduler(state)}){_ran_on(state, summary)}"],
             "reason": [reason] if reason else [],
             **_what(described),
-            **_when(state),
-            "attempts": _attempts(attempt_reports(state), state, life),
+            **_when(state, life),
+            "attempts": _attempts(state, life),
+            "stacks": _stacks(state),
             **_life(state, life),
+            **_hours(described),
             **_code(described),
+            "attempt": [one_of_several] if number else [],
             "staged": staged,
             "collected": summary.collected_lines,
             "binding": [summary.binding] if summary.binding else [],
@@ -79,10 +82,8 @@ def summary_lines(
             "training": _training(summary),
             "accuracy": _on_test_set(summary.result, "accuracy"),
             "loss": _on_test_set(summary.result, "loss"),
-            "result": _result(described),
-            **_hours(described),
+            "result": _result(described, summary),
             "signals": signals,
-            "stacks": _stacks(state),
             "monitor": summary.monitor_lines,
             "record": [str(state.run.directory)],
         }
@@ -127,20 +128,26 @@ def _what(described: Description) -> dict[str, list[str]]:
     return lines
 
 
-def _when(state: State) -> dict[str, list[str]]:
-    """Return the lines about the start and the end."""
+def _when(state: State, life: Life | None = None) -> dict[str, list[str]]:
+    """Return the lines about the start of the run and of its last attempt, and about the end."""
     if not state.started:
         lines = {"submitted": [zoned_text(state.created)]} if state.created else {}
         return lines | ({"ended": [zoned_text(state.ended)]} if state.ended else {})
+    began, within = zoned_text(state.started), ""
+    if life is not None and len(life.attempts) > 1:
+        number = len(life.attempts)
+        within = f" of attempt {number}"
+        if first := life.attempts[0].started:
+            began = f"{zoned_text(first)}; attempt {number} {began}"
     if not state.over or not state.ended:
         runs = "" if state.over else f", {elapsed_text(state.started, None)} ago"
-        return {"started": [f"{zoned_text(state.started)}{runs}"]}
+        return {"started": [f"{began}{runs}"]}
     took = max(0.0, state.ended - state.started)
     after = f"{took:.1f} s" if took < _SHORT_SECONDS else seconds_text(took)
     code = "" if state.exit_code is None else f", exit code {state.exit_code}"
     return {
-        "started": [zoned_text(state.started)],
-        "ended": [f"{zoned_text(state.ended)}, after {after}{code}"],
+        "started": [began],
+        "ended": [f"{zoned_text(state.ended)}, after {after}{within}{code}"],
     }
 
 
@@ -155,9 +162,12 @@ def _code(described: Description) -> dict[str, list[str]]:
     return {"code": [f"{commit}{changes}{' (snapshot)' if code['snapshot'] else where}"]}
 
 
-def _result(described: Description) -> list[str]:
+def _result(described: Description, summary: Summary) -> list[str]:
     """Return the figures of the result, several to a line."""
-    texts, other = [], dict(figures(described.result_file or {}))
+    texts: list[str] = []
+    other: dict[str, str] = {}
+    if described.result_attempt == described.result_file_attempt:
+        other = dict(figures(described.result_file or {}))
     for name, value in figures(described.result):
         differs = other.get(name, value) != value
         texts.append(f"{name} {value}{f' (result.json: {other[name]})' if differs else ''}")
@@ -170,6 +180,8 @@ def _result(described: Description) -> list[str]:
             lines.append(text)
     if more > 0:
         lines.append(f"… and {more} more: hpml show --json")
+    if described.result and described.result_attempt != summary.attempt:
+        lines.insert(0, f"of attempt {(described.result_attempt or 0) + 1}, from its result.json:")
     return [*lines, *([described.result_error] if described.result_error else [])]
 
 
@@ -252,62 +264,16 @@ def task_rows(state: State) -> list[tuple[str, ...]]:
     ]
 
 
-@dataclass(frozen=True)
-class AttemptReport:
-    """How one attempt went; times are seconds since the epoch, None where not known."""
-
-    number: int  # counted from 0
-    over: bool = True
-    # Why it ended, or its state now; empty if its end was not recorded, as
-    # when its node failed: then `last_written` has the time of its newest event.
-    reason: str = ""
-    nodes: str = ""  # node list
-    started: float | None = None
-    ended: float | None = None
-    last_written: float | None = None
-    exit_code: int | None = None  # of its script
-    error: RecordError | None = None  # why its records cannot be read
-
-    def to_json(self) -> dict[str, Any]:
-        """Return it for programs."""
-        return {**asdict(self), "error": str(self.error) if self.error else None}
-
-    def __str__(self) -> str:
-        number = self.number + 1
-        if self.error is not None:
-            return f"{number}: cannot be read"
-        where = f" on {self.nodes}" if self.nodes else ""
-        if not self.over:
-            since = f" since {clock_text(self.started)}" if self.started else ""
-            return f"{number}: {self.reason}{since}{where}"
-        text = self.reason or "left no record of its end; last event"
-        if self.reason == "failed" and self.exit_code is not None:
-            text += f" with exit code {self.exit_code}"
-        end = self.ended or self.last_written
-        after = f" after {seconds_text(max(0, end - self.started))}" if end and self.started else ""
-        return f"{number}: {text}{after}{where}{f', {clock_text(end)}' if end else ''}"
-
-
-def attempt_reports(state: State) -> list[AttemptReport]:
-    """Return how each attempt of a run went, in order.
-
-    Raises:
-        RecordError: the run's directory may not be read.
-    """
-    attempts = state.run.attempts()
-    return [_report(attempt, state, last=attempt is attempts[-1]) for attempt in attempts]
-
-
-def _attempts(reports: list[AttemptReport], state: State, life: Life | None) -> list[str]:
+def _attempts(state: State, life: Life | None) -> list[str]:
     """Return the lines about the attempts of a run that was or will be requeued."""
-    stays = life is not None and life.attempts[-1].stays
+    if life is None:
+        return []
+    reports, stays = life.attempts, life.attempts[-1].stays
     if len(reports) <= 1 and not state.waits and not stays:
         return []
-    lived = life.attempts if life is not None else ()
-    texts = {one.number: f"; {one}" if str(one) else "" for one in lived}
-    lines = [f"{report}{texts.get(report.number, '')}" for report in reports[-_SHOWN:]]
-    if life is not None and life.attempts[-1].stays not in reports[-1].reason:
-        lines[-1] += f"; does not continue: {life.attempts[-1].stays}"
+    lines = [str(report) for report in reports[-_SHOWN:]]
+    if stays not in reports[-1].reason:
+        lines[-1] += f"; does not continue: {stays}"
     if len(reports) > _SHOWN:
         lines.insert(0, f"{len(reports)}, of which the last {_SHOWN}:")
     return lines
@@ -335,24 +301,3 @@ def _stacks(state: State) -> list[str]:
     """Return the files with the stacks of ranks that hung."""
     found = [attempt.directory.glob("stacks/*.txt") for attempt in state.run.attempts()]
     return [str(path) for files in found for path in sorted(files)]
-
-
-def _report(attempt: Attempt, state: State, *, last: bool) -> AttemptReport:
-    try:
-        attempt.check_readable()
-    except RecordError as error:
-        return AttemptReport(attempt.number, error=error)
-    end, begun = attempt.ended, attempt.started
-    known: dict[str, Any] = {}
-    if begun is not None:
-        known = {"started": begun.time, "nodes": str(begun.data.get("nodes", ""))}
-    if end is not None:
-        known["reason"] = str(end.get("reason", ""))
-        known |= {"ended": float(end["time"]), "exit_code": int(end["exit_code"])}
-    elif not last or state.waits:
-        known["last_written"] = attempt.last_written
-    else:
-        known["over"] = parse_state(state.state).over
-        known["reason"] = state.state.lower().replace("_", " ")
-        known |= {"ended": state.ended, "exit_code": state.exit_code}
-    return AttemptReport(attempt.number, **known)

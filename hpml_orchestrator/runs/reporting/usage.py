@@ -19,6 +19,7 @@ from hpml_orchestrator.runs.facts import gather
 from hpml_orchestrator.runs.life import read_life
 from hpml_orchestrator.runs.prometheus import any_of
 from hpml_orchestrator.runs.reporting.monitor import JOULES_PER_KWH, monitored_nodes
+from hpml_orchestrator.runs.reporting.summary import summarise
 from hpml_orchestrator.runs.select import select
 
 if TYPE_CHECKING:
@@ -200,10 +201,10 @@ def recorded_usage(store: Store, selection: Selection) -> tuple[list[Usage], Usa
 def _of_run(state: State) -> Usage | None:
     """Return the usage of a run over all of its attempts; None without GPUs, or if unreadable."""
     try:
-        attempt = state.run.newest()
-        if attempt is None or not (facts := gather(state)).gpu_count:
+        attempt, summary = state.run.newest(), summarise(state)
+        if attempt is None or not (facts := gather(state, summary=summary)).gpu_count:
             return None
-        life = read_life(state)
+        life = read_life(state, summary)
         if life is None:
             return None
         seconds = measured = busy = joules = 0.0

@@ -88,10 +88,15 @@ def test_a_directory_of_checkpoints_has_one_run_at_a_time(
     assert hpml("submit", "--no-check", other).code == 0
 
 
+@pytest.mark.parametrize("trains", [True, False])
 def test_following_names_each_attempt_once(
-    shell: Shell, run: Path, slurm: FakeScheduler, hpml: Hpml, monkeypatch: pytest.MonkeyPatch
+    shell: Shell, run: Path, slurm: FakeScheduler, monkeypatch: pytest.MonkeyPatch, *, trains: bool
 ) -> None:
     """Also where the scheduler is asked again and again, and the time left gets less."""
+    monkeypatch.setattr("hpml_orchestrator.runs.life.time.time", slurm.clock.time)
+    if not trains:
+        log = run / "attempts" / "1" / "events" / "n1.jsonl"
+        log.write_text("".join(log.read_text().splitlines(keepends=True)[:2]))
     store = Store(shell.records)
     submission = store.resolve(run.name)
 

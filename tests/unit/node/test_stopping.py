@@ -26,8 +26,10 @@ from hpml_orchestrator.node.hang import collect_stacks
 from hpml_orchestrator.node.jobstate import JobState
 from hpml_orchestrator.node.options import AgentOptions, BindOptions
 from hpml_orchestrator.node.peers import Peers
+from hpml_orchestrator.node.processes import StartedRank
 from hpml_orchestrator.node.stopping import StopPath
 from hpml_orchestrator.placement import planfile
+from hpml_orchestrator.placement.proof import Seen
 from hpml_orchestrator.records.files import write_json
 from hpml_orchestrator.records.progress import end_margin, lead_seconds
 from hpml_orchestrator.records.run import PRUNED, Attempt
@@ -107,7 +109,7 @@ class Rig:
         return self.states.pop(0) if self.states else JobState()
 
     def _kill(self, ranks: Any, number: int) -> None:
-        self.killed.append((self.now, number, [rank["pid"] for rank in ranks]))
+        self.killed.append((self.now, number, [rank.pid for rank in ranks]))
 
     @property
     def requests(self) -> list[str]:
@@ -116,17 +118,17 @@ class Rig:
         lines = file.read_text("utf-8").splitlines() if file.exists() else []
         return [json.loads(line)["reason"] for line in lines]
 
-    def until(self, end: float, ranks: list[dict[str, Any]]) -> None:
+    def until(self, end: float, ranks: list[StartedRank]) -> None:
         """Let the agent's loop run until a time."""
         while self.now < end:
             self.now += min(max(self.path.act(self.now, ranks), 0.01), 1.0, end - self.now + 1e-9)
 
 
 @pytest.fixture
-def sleeper() -> Iterator[dict[str, Any]]:
+def sleeper() -> Iterator[StartedRank]:
     """A rank that uses no channel and handles no signal."""
     with subprocess.Popen(["sleep", "600"]) as process:
-        yield {"rank": 0, "local_rank": 0, "pid": process.pid}
+        yield StartedRank(Seen(0, 0, process.pid))
         process.kill()
 
 
@@ -145,7 +147,7 @@ def sleeper() -> Iterator[dict[str, Any]]:
 )
 def test_a_sigterm_is_judged_by_the_state_of_the_job(
     tmp_path: Path,
-    sleeper: dict[str, Any],
+    sleeper: StartedRank,
     states: list[str],
     requests: list[str],
     killed_at: float | None,
@@ -161,7 +163,7 @@ def test_a_sigterm_is_judged_by_the_state_of_the_job(
     assert [time for time, _, _ in rig.killed][:1] == (
         [] if killed_at is None else [pytest.approx(killed_at, abs=0.1)]
     )
-    assert {(number, *pids) for _, number, pids in rig.killed} <= {(signal.SIGKILL, sleeper["pid"])}
+    assert {(number, *pids) for _, number, pids in rig.killed} <= {(signal.SIGKILL, sleeper.pid)}
 
 
 def limits(seconds: float, **more: str) -> dict[str, str]:
@@ -183,7 +185,7 @@ def limits(seconds: float, **more: str) -> dict[str, str]:
 )
 def test_the_first_node_watches_the_limit(
     tmp_path: Path,
-    sleeper: dict[str, Any],
+    sleeper: StartedRank,
     node: str,
     answers: list[float | None],
     requested_at: float | None,
@@ -202,9 +204,7 @@ def test_the_first_node_watches_the_limit(
     )
 
 
-def test_the_other_nodes_ask_for_the_end_of_the_job(
-    tmp_path: Path, sleeper: dict[str, Any]
-) -> None:
+def test_the_other_nodes_ask_for_the_end_of_the_job(tmp_path: Path, sleeper: StartedRank) -> None:
     """A limit that was changed since the start counts for their ranks, too."""
     rig = Rig(tmp_path, environment=limits(1000, SLURM_NODEID="1"))
     rig.states = [JobState("RUNNING", NOW + 2000)]
@@ -217,9 +217,7 @@ def test_the_other_nodes_ask_for_the_end_of_the_job(
     assert rig.killed[0][0] == pytest.approx(1975, abs=0.1)
 
 
-def test_ranks_that_do_not_hear_a_request_are_ended(
-    tmp_path: Path, sleeper: dict[str, Any]
-) -> None:
+def test_ranks_that_do_not_hear_a_request_are_ended(tmp_path: Path, sleeper: StartedRank) -> None:
     """After `hpml requeue` they get as long as before a time limit."""
     rig = Rig(tmp_path, lead=40.0)
     with rig.channel:
@@ -227,7 +225,7 @@ def test_ranks_that_do_not_hear_a_request_are_ended(
         rig.until(39, [sleeper])
         assert not rig.killed
         rig.until(42, [sleeper])
-    assert rig.killed[0][1:] == (signal.SIGKILL, [sleeper["pid"]])
+    assert rig.killed[0][1:] == (signal.SIGKILL, [sleeper.pid])
 
 
 def test_the_lead_is_learned_from_earlier_attempts(tmp_path: Path) -> None:
@@ -257,7 +255,7 @@ def send(rank: socket.socket, name: str, kind: str, event: str, **data: Any) -> 
 def test_silence_after_a_step_is_a_hang(tmp_path: Path) -> None:
     """A datagram of any kind and a suspended job begin the time anew; a debugger does, too."""
     rig = Rig(tmp_path, hang=60)
-    me = {"rank": 3, "local_rank": 0, "pid": os.getpid()}
+    me = StartedRank(Seen(0, 3, os.getpid()))
 
     def hear(event: str) -> None:
         heard = rig.channel.peers.heard
@@ -504,8 +502,9 @@ def test_no_hello_can_have_a_process_killed(tmp_path: Path, trick: str) -> None:
         peers = Peers()
         peers.hear(process.pid, 0, b"")
         peers.hello(process.pid, hello)
-        record = {"rank": 0, "local_rank": 0, "pid": process.pid}
-        collect_stacks([record], peers.by_pid(), tmp_path / "stacks" / "n1.txt")
+        collect_stacks(
+            [StartedRank(Seen(0, 0, process.pid))], peers.by_pid(), tmp_path / "stacks" / "n1.txt"
+        )
         assert process.poll() is None
         process.kill()
     assert "no stacks" in (tmp_path / "stacks" / "n1.txt").read_text("utf-8")
@@ -520,8 +519,7 @@ def test_the_flight_recorder_is_triggered(tmp_path: Path) -> None:
     environment = {**os.environ, "TORCH_NCCL_DEBUG_INFO_PIPE_FILE": f"{tmp_path}/r_"}
     with subprocess.Popen(["sleep", "600"], env=environment) as process:
         for rank in range(3):
-            record = {"rank": rank, "local_rank": 0, "pid": process.pid}
-            collect_stacks([record], {}, tmp_path / "n1.txt")
+            collect_stacks([StartedRank(Seen(0, rank, process.pid))], {}, tmp_path / "n1.txt")
         process.kill()
     assert os.read(reader, 99) == b"1\n"
     os.close(reader)

@@ -16,7 +16,7 @@ import pytest
 
 from hpml_orchestrator.node.options import BindOptions
 from hpml_orchestrator.node.planning import NodePlan, prepare
-from hpml_orchestrator.node.processes import ProcessTable, RankRecords
+from hpml_orchestrator.node.processes import ProcessTable, RankRecords, StartedRank
 from hpml_orchestrator.node.watch import Watch
 from hpml_orchestrator.placement.proof import NodeProof, proof_of_json
 from hpml_orchestrator.records.process import read_stat
@@ -132,7 +132,7 @@ class Watching:
         self.now = 1000.0
         self.watch = Watch(attempt, self.node_plan, self.write)
         self._records = RankRecords(attempt / "binding" / "n1.jsonl")
-        self._started: list[dict[str, Any]] = []
+        self._started: list[StartedRank] = []
         self.file = attempt / "binding" / "n1.proof.json"
 
     def write(self, text: str) -> None:
@@ -147,7 +147,7 @@ class Watching:
                 self.watch.act(self.now, self.started())
                 return
 
-    def started(self) -> list[dict[str, Any]]:
+    def started(self) -> list[StartedRank]:
         """What the ranks have recorded so far."""
         self._started += self._records.new()
         return self._started

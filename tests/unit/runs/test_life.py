@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from hpml_orchestrator.diagnosis.model import Diagnosis
+from hpml_orchestrator.diagnosis.wording import status_line
 from hpml_orchestrator.records.files import write_json
-from hpml_orchestrator.runs.life import AttemptLife, Life, Limits, life_of, read_life
+from hpml_orchestrator.runs.facts import gather
+from hpml_orchestrator.runs.life import Life, Limits, life_of, read_life
+from hpml_orchestrator.runs.reporting.attempts import AttemptReport
 from hpml_orchestrator.runs.reporting.summary import summarise
 from hpml_orchestrator.runs.reporting.text import summary_lines
 from hpml_orchestrator.scheduler.model import JobState
@@ -120,8 +125,11 @@ def test_three_attempts_and_what_they_lost(training: Training) -> None:
     one, two, three = lines["attempts"]
     assert one.startswith("1: time limit after 35:10")
     assert one.endswith("; steps 0 to 2,000, saved at 2,000")
-    assert two.endswith("; steps 2,000 to 3,500, saved at 3,000, 14:20 lost")
-    assert three.endswith("; steps 3,000 to 3,100, 4:00 lost")
+    assert two.endswith(
+        "; steps 2,000 to 3,500, saved at 3,000, "
+        "14:20 lost (queue 5:00, start-up 1:00, unsaved work 8:20)"
+    )
+    assert three.endswith("; steps 3,000 to 3,100, 4:00 lost (queue 3:20, start-up 40 s)")
     lost = "25.5% of the time lost to restarts: 18:20 of 1:12:00 "
     kinds = "(unsaved work 8:20, queue 8:20, start-up 1:40); 2 checkpoints took 20.0 s"
     assert lines["restarts"] == [lost + kinds]
@@ -204,9 +212,9 @@ def test_a_job_without_checkpoints_has_its_progress(world: World) -> None:
 )
 def test_ends_without_a_warning(why: str, stopped: bool, failures: int) -> None:
     """Only those make checkpoints in between worth their time."""
-    one = AttemptLife(
+    one = AttemptReport(
         0,
-        why,
+        why=why,
         goes_on=True,
         started=1.0,
         ended=1001.0,
@@ -216,7 +224,121 @@ def test_ends_without_a_warning(why: str, stopped: bool, failures: int) -> None:
         saving_seconds=5.0,
         stopped=stopped,
     )
-    last = AttemptLife(1, started=1001.0, trained_from=1001.0, trained_until=2001.0)
+    last = AttemptReport(1, started=1001.0, trained_from=1001.0, trained_until=2001.0)
     life = life_of([one, last], limits=Limits(3600.0), left_seconds=10.0, now=2001.0)
     best = (2 * 5.0 * 2000.0) ** 0.5 if failures else None
     assert life.best_save_every_seconds == (best and pytest.approx(best))
+
+
+def test_the_time_until_a_user_continues_a_run_is_not_lost(training: Training) -> None:
+    """A run that was stopped on Monday and continued on Thursday did not wait in a queue."""
+    world = training.world
+    first = training.start()
+    training.train(first, 1000, 1000)
+    training.save(first, 1000, 10)
+    training.end(first, "", requeue=False, state="CANCELLED")
+    world.clock.sleep(3 * 86400)
+    following = {"how": "continuation", "job_id": "1", "exclude": []}
+    write_json(first / "next.json", {**following, "time": world.clock.now})
+    world.clock.sleep(20)
+    second = training.start(step=1000, after=40)
+    training.train(second, 100, 100)
+    life = training.life()
+    assert [one.lost_seconds for one in life.attempts] == [0, 20 + 40]
+    assert life.elapsed_seconds == pytest.approx(100 + 1000 + 10 + 20 + 40 + 100)
+    (cost,) = training.lines()["restarts"]
+    assert "; not counted: 3 d 0:00:00 until it was continued by hand; " in cost
+
+
+def test_work_that_was_saved_is_not_lost(training: Training) -> None:
+    """The last seconds of a job, after its last checkpoint, are no work."""
+    first = training.start()
+    training.train(first, 100, 100)
+    training.save(first, 100, 1)
+    training.world.clock.sleep(5)
+    training.end(first, "preemption")
+    training.start(step=100, after=40)
+    assert [one.unsaved_seconds for one in training.life().attempts] == [0, 0]
+
+
+def test_before_it_trains_a_run_is_where_it_was_saved(training: Training) -> None:
+    """Steps after the last checkpoint are done again, so that they do not count as progress."""
+    first = training.start()
+    training.train(first, 100, 100)
+    training.save(first, 100, 1)
+    training.train(first, 50, 150)
+    training.end(first, "preemption")
+    training.world.starts(training.submission, "1", 1)
+    training.world.scheduler.move("1", JobState.RUNNING)
+    assert training.life().progress.startswith("step 100 of 10,000 (1%)")
+
+
+@pytest.mark.parametrize(
+    ("state", "seconds", "every", "is_advised"),
+    [
+        ("FAILED", 2000.0, 500.0, True),
+        ("CANCELLED", 2000.0, 500.0, False),  # by a user, who may have waited for a checkpoint
+        ("COMPLETED", 2000.0, 500.0, False),
+        ("FAILED", 100.0, 25.0, False),  # too little data
+        ("FAILED", 2000.0, 125.0, False),  # near the best interval, 141 s
+    ],
+)
+def test_the_interval_is_advised_only_from_enough_data(
+    state: str, seconds: float, every: float, is_advised: bool
+) -> None:
+    """After a failure, from minutes of training, and if the interval is not good already."""
+    saves = round(seconds / every)
+    first = AttemptReport(
+        0,
+        state=state,
+        started=1.0,
+        ended=1.0 + seconds,
+        trained_from=1.0,
+        trained_until=1.0 + seconds,
+        saves=saves,
+        saving_seconds=5.0 * saves,
+    )
+    last = AttemptReport(1, started=1.0 + seconds)
+    life = life_of([first, last], limits=Limits(3600.0), left_seconds=10.0, now=2.0 + seconds)
+    assert bool(life.advice) == is_advised
+
+
+def test_each_figure_names_its_attempt(training: Training) -> None:
+    """Of a run with two attempts: the start of both, and which of them the figures are of."""
+    first = training.start()
+    training.train(first, 100, 100)
+    result = training.world.store.runs_dir / training.submission.label / "result.json"
+    write_json(first / "head.json", {"node": "n1"})
+    training.end(first, "time_limit")
+    write_json(result, {"test_accuracy": 0.5, "stopped": True})
+    os.utime(result, (1e9, 1e9))
+    os.utime(first / "head.json", (0.9e9, 0.9e9))
+    second = training.start(step=100, after=40)
+    write_json(second / "head.json", {"node": "n1"})
+    lines = training.lines()
+    assert "; attempt 2 2" in lines["started"][0]
+    assert lines["attempt"] == ["2 of 2: the figures below are of this attempt"]
+    assert [*lines].index("attempt") > [*lines].index("requested")
+    assert lines["result"] == [
+        "of attempt 1, from its result.json:",
+        "test_accuracy 0.5, stopped true",
+    ]
+    training.world.event(second, "evaluation", 0, final=True, test_accuracy=0.9)
+    assert training.lines()["result"] == ["test_accuracy 0.9"]
+    training.world.scheduler.move("1", JobState.FAILED)
+    assert " of attempt 2" in training.lines()["ended"][0]
+    facts = gather(training.world.state(training.submission), now=training.world.clock.now)
+    assert "  attempt 2 of 2: FAILED in " in status_line(Diagnosis(facts))
+
+
+def test_an_attempt_that_is_ending_keeps_its_figures(training: Training) -> None:
+    """Slurm's epilog may take minutes; the attempt has left no record of its end yet."""
+    first = training.start()
+    training.train(first, 100, 100)
+    training.end(first, "preemption")
+    training.world.clock.sleep(20)
+    training.start(step=100, after=40)
+    training.world.scheduler.move("1", JobState.COMPLETING)
+    life = training.life()
+    assert life.elapsed_seconds == pytest.approx(100 + 100 + 20 + 40)
+    assert life.restarts.startswith("61.5% of the time lost to restarts: 2:40 of 4:20 ")
