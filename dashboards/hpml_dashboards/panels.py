@@ -58,7 +58,7 @@ _KINDS = {
     "full": _Kind("percentunit", (_GREEN, (0.8, "orange"), (0.95, "red")), 1),
     "whole": _Kind("percentunit", (_RED, (1, "green")), 1),
     "cost": _Kind("percentunit", (_GREEN, (0.03, "orange"), (0.1, "red"))),
-    "times": _Kind("x", ((None, "blue"),)),
+    "times": _Kind("x", ((None, "blue"),), decimals=2),
     "bytes": _Kind("bytes"),
     "process": _Kind("bytes", (_GREEN, (100 << 20, "orange"), (300 << 20, "red"))),
     "rate": _Kind("Bps"),
@@ -75,10 +75,10 @@ _COLUMNS = {
     "use": ["GPU active", "Efficiency"],
     "wait": ["Data wait"],
     "full": ["Of limit", "Shm full"],
-    "share": ["Mean figure", "Of the time"],
+    "share": ["Mean", "Of the time"],
     "whole": ["PCIe", "NVLink", "Up"],
     "faults": ["Misbound", "Foreign GPUs", "ECC errors", "Bad rows", "Down"],
-    "bytes": ["Memory", "Shm"],
+    "bytes": ["Memory", "GPU memory", "Shm"],
     "amount": ["Wasted", "Unused", "GPU-hours", "Hours", "CPUs busy"],
     "energy": ["Energy"],
     "watts": ["GPU power", "Power", "Power limit"],
@@ -86,7 +86,7 @@ _COLUMNS = {
     "hertz": ["Clock"],
     "rate": ["Rate"],
     "seconds": ["Wait", "Last good"],
-    "time": ["Started", "Last"],
+    "time": ["Started", "Last", "Begins", "Ends"],
     "times": ["Speedup"],
 }
 _KIND_OF = {title: kind for kind, titles in _COLUMNS.items() for title in titles}
@@ -112,10 +112,12 @@ _DASHBOARDS = {
     "hpml-health": "Exporters",
 }
 _TITLES = {"jobid": "Job", "array": "Array task", "index": "GPU", "xid": "XID", "mig": "MIG"}
+_TITLES |= {"uuid": "GPU UUID", "alertname": "Alert", "license": "Licence"}
 _LINKED = {"jobid": "job", "node": "node", "sweep": "sweep", "user": "user"}
 """Labels whose values are links to the dashboard of what they name."""
 _WIDTHS = {"jobid": 124, "array": 124, "user": 100, "partition": 100, "point": 70}
-_WIDTHS |= {"finding": 150, "rank": 70, "index": 60, "xid": 60, "port": 60}
+_WIDTHS |= {"finding": 135, "rank": 55, "index": 60, "xid": 60, "port": 60}
+_NOT_ALWAYS = ("array", "run")  # a column that no row fills is left out
 _MOST_LINES = 32
 _UNKNOWN = models.SpecialValueMap(  # has no colour: it is neither good nor bad
     models.DashboardSpecialValueMapOptions(
@@ -258,8 +260,9 @@ def listing(
     panel = _panel(table.Panel(), title, "label", values, (width, height), now=True, rows=True)
     shown: dict[str, tuple[str, dict[str, Any]]] = {}  # title and properties by name of the field
     names = labels.split()
+    last = [name for name in names if name not in _NOT_ALWAYS][-1]
     for label in names:  # the last one takes the room that is left
-        properties = _label_properties(label, is_last=label == names[-1])
+        properties = _label_properties(label, is_last=label == last)
         shown[label] = (_TITLES.get(label, label.capitalize()), properties)
     for letter, name in zip(string.ascii_uppercase, values, strict=False):
         field = f"Value #{letter}" if len(values) > 1 else "Value"  # as Grafana calls them

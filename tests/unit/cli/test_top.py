@@ -159,3 +159,10 @@ def test_the_dashboard_of_a_run(shell: Shell, hpml: Hpml) -> None:
         assert address in hpml(*words).out
     assert hpml("status", "short", "--json").json()[0]["dashboard"] == address
     assert "DASHBOARD" not in hpml("--site", "none", "status", "short").out
+
+
+def test_credentials_are_read_for_a_prometheus_only(hpml: Hpml) -> None:
+    """Without a Prometheus the file is not opened, as a job's own machine may lack it."""
+    words = ("top", "--once", "--prometheus-auth", "nowhere")
+    assert hpml(*words, "--prometheus", "none").code == 0
+    assert "nowhere" in hpml(*words, "--prometheus", "http://127.0.0.1:1", code=2).err
