@@ -132,6 +132,10 @@ def test_without_a_terminal(hpml: Hpml, job: str) -> None:
 def test_refusals_and_problems(hpml: Hpml, shell: Shell, job: str) -> None:
     """What is not there is said in one line; jobs are shown where they can be."""
     assert hpml("top", "--all-users").refuses(2, "--all-users", "needs a Prometheus")
+    assert hpml("top", "--prometheus-auth", "nowhere").code == 0  # read for a Prometheus only
+    assert hpml("top", "--prometheus", "http://p", "--prometheus-auth", "nowhere").refuses(
+        2, "--prometheus-auth", "nowhere"
+    )
     assert hpml("top", "--prometheus", "prom:9090").refuses(2, "--prometheus", "http or https")
     down = hpml("top", "--prometheus", "http://u:word@127.0.0.1:1")
     assert (down.code, "endless" in down.out) == (0, True)
@@ -159,10 +163,3 @@ def test_the_dashboard_of_a_run(shell: Shell, hpml: Hpml) -> None:
         assert address in hpml(*words).out
     assert hpml("status", "short", "--json").json()[0]["dashboard"] == address
     assert "DASHBOARD" not in hpml("--site", "none", "status", "short").out
-
-
-def test_credentials_are_read_for_a_prometheus_only(hpml: Hpml) -> None:
-    """Without a Prometheus the file is not opened, as a job's own machine may lack it."""
-    words = ("top", "--once", "--prometheus-auth", "nowhere")
-    assert hpml(*words, "--prometheus", "none").code == 0
-    assert "nowhere" in hpml(*words, "--prometheus", "http://127.0.0.1:1", code=2).err
