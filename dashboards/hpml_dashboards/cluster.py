@@ -161,7 +161,7 @@ _CONTENT: list[Panel | str] = [
             "Pending": _sum("jobs", "partition", state="pending"),
         },
         width=12,
-        sort="Used",
+        sort="By its jobs",
     ),
     listing(
         "Nodes with the most waste",
@@ -182,7 +182,13 @@ _CONTENT: list[Panel | str] = [
         none="No node is down",
     ),
     lines("Nodes by state", "count", {"{{state}}": _sum("nodes", "state")}, width=8),
-    lines("Pending by reason", "count", {"{{reason}}": _sum("jobs_pending", "reason")}, width=8),
+    lines(
+        "Pending by reason",
+        "count",
+        {"{{reason}}": _sum("jobs_pending", "reason")},
+        width=8,
+        none="No job is pending",
+    ),
     lines(
         "Jobs ended",
         "count",
@@ -191,6 +197,7 @@ _CONTENT: list[Panel | str] = [
             f"(rate({_slurm('jobs_ended_total')}[$__rate_interval]))"
         },
         width=8,
+        none="None has ended",
     ),
     "Slurm",
     lines("GPUs in Slurm", "count", {"{{state}}": _sum("gpus", "state")}, width=6),

@@ -19,7 +19,7 @@ from hpml_dashboards.panels import (
 __all__ = ["job"]
 
 _JOB = '{cluster="$cluster", jobid="$jobid"}'
-_GPU = "{{node}} {{index}}"
+_GPU = "{{node}} GPU {{index}}"
 
 
 def _this(metric: str, **labels: str) -> str:
@@ -246,18 +246,34 @@ _CONTENT: list[Panel | str] = [
         {
             "-": f"max by (finding, rank, node) ({_RANK})",
             "Mean": f"max by (finding) (avg_over_time({_HOLDBACK}[$__range]))",
-            "Of the time": f"max by (finding) (count_over_time({_HOLDBACK}[$__range])) "
+            "Time": f"max by (finding) (count_over_time({_HOLDBACK}[$__range])) "
             f"/ on () group_left () max(count_over_time(hpml:job_info{_JOB}[$__range]))",
         },
-        sort="Of the time",
+        sort="Time",
         width=8,
         none="Nothing found",
     ),
     lines(
-        "Samples per second", "count", {"{{node}}": _each("hpml:train_samples:rate5m")}, height=6
+        "Samples per second",
+        "count",
+        {"{{node}}": _each("hpml:train_samples:rate5m")},
+        height=6,
+        none="Not reported by the training",
     ),
-    lines("Step time", "seconds", _ranks("step_duration", "fastest", "slowest"), height=6),
-    lines("Data wait per step", "seconds", _ranks("data_wait", "shortest", "longest"), height=6),
+    lines(
+        "Step time",
+        "seconds",
+        _ranks("step_duration", "fastest", "slowest"),
+        height=6,
+        none="Not reported by the training",
+    ),
+    lines(
+        "Data wait per step",
+        "seconds",
+        _ranks("data_wait", "shortest", "longest"),
+        height=6,
+        none="Not reported by the training",
+    ),
     "GPU memory and power",
     lines("GPU memory", "share", {_GPU: _each("hpml:gpu_memory_used:ratio")}),
     lines("GPU power", "watts", {_GPU: _each("hpml:gpu_power_watts:max")}),
@@ -290,6 +306,7 @@ _CONTENT: list[Panel | str] = [
             "{{resource}}": "max by (resource) "
             f"(rate(hpml_job_pressure_seconds_total{_JOB}[$__rate_interval]))"
         },
+        none="Not known: needs control groups v2",
     ),
     "Input, output and network",
     lines(
@@ -304,6 +321,7 @@ _CONTENT: list[Panel | str] = [
         "Shared file systems",
         "rate",
         {"{{node}} read": each(_shared("read")), "{{node}} written": each(_shared("written"))},
+        none="No NFS or Lustre on its nodes",
     ),
     lines("Staged data, /dev/shm", "bytes", {"{{node}}": each(_once("hpml_job_shm_bytes"))}),
     lines(
@@ -314,6 +332,7 @@ _CONTENT: list[Panel | str] = [
             "sent": f"sum({_of_nodes('hpml:node_network_transmitted_bytes:rate5m')})",
         },
         width=12,
+        none="No InfiniBand or RoCE on its nodes",
     ),
     lines(
         "NVLink and PCIe",
@@ -344,7 +363,13 @@ _CONTENT: list[Panel | str] = [
         none="No errors",
     ),
     lines("Clocks held down", "share", {_GPU: _each("hpml:gpu_throttled:rate2m")}, width=6),
-    lines("Learning", "count", {"loss": f"avg(hpml_train_loss{_JOB})"}, width=6),
+    lines(
+        "Learning",
+        "count",
+        {"loss": f"avg(hpml_train_loss{_JOB})"},
+        width=6,
+        none="Not reported by the training",
+    ),
     lines(
         "Where the time goes",
         "share",
@@ -353,6 +378,7 @@ _CONTENT: list[Panel | str] = [
             for name, metric in _PARTS.items()
         },
         width=6,
+        none="Not reported by the training",
     ),
     lines(
         "MFU, communication, accuracy",
@@ -365,6 +391,7 @@ _CONTENT: list[Panel | str] = [
             "accuracy": f"avg(hpml_train_accuracy_ratio{_JOB})",
         },
         width=6,
+        none="Not reported by the training",
     ),
 ]
 

@@ -196,7 +196,11 @@ _CONTENT: list[Panel | str] = [
     lines("Disks busy", "full", {"{{device}}": _rate("disk_busy_seconds", "device")}, width=6),
     bars("Local file systems", "full", {"{{mountpoint}}": f"1 - {_FREE}"}, width=6),
     lines(
-        "NFS and Lustre", "rate", _both("nfs", "server") | _both("lustre", "filesystem"), width=6
+        "NFS and Lustre",
+        "rate",
+        _both("nfs", "server") | _both("lustre", "filesystem"),
+        width=6,
+        none="No NFS or Lustre here",
     ),
     lines(
         "NFS answer time",
@@ -206,6 +210,7 @@ _CONTENT: list[Panel | str] = [
             f"({_rate('nfs_operations', 'server')} > 0)"
         },
         width=6,
+        none="No NFS here",
     ),
     lines(
         "Requests to file servers",
@@ -215,6 +220,7 @@ _CONTENT: list[Panel | str] = [
             "Lustre {{op}}": _rate("lustre_operations", "op"),
         },
         width=6,
+        none="No NFS or Lustre here",
     ),
     lines(
         "InfiniBand",
@@ -225,6 +231,7 @@ _CONTENT: list[Panel | str] = [
             "{{device}} waits": _rate("infiniband_transmit_wait_ticks", "device"),
         },
         width=6,
+        none="No InfiniBand or RoCE here",
     ),
     lines(
         "Host temperatures", "heat", {"{{chip}}": _own("hpml_node_temperature_celsius")}, width=6

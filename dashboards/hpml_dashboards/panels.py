@@ -48,6 +48,7 @@ _GREEN, _RED = (None, "green"), (None, "red")
 _KINDS = {
     "count": _Kind("short"),
     "amount": _Kind("short", decimals=1),  # not always a whole number, such as busy GPUs
+    "steps": _Kind("none", decimals=0),
     "faults": _Kind("short", (_GREEN, (1, "red"))),
     "share": _Kind("percentunit", top=1),
     "ratio": _Kind("percentunit"),
@@ -75,7 +76,7 @@ _COLUMNS = {
     "use": ["GPU active", "Efficiency"],
     "wait": ["Data wait"],
     "full": ["Of limit", "Shm full"],
-    "share": ["Mean", "Of the time"],
+    "share": ["Mean", "Time"],
     "whole": ["PCIe", "NVLink", "Up"],
     "faults": ["Misbound", "Foreign GPUs", "ECC errors", "Bad rows", "Down"],
     "bytes": ["Memory", "GPU memory", "Shm"],
@@ -88,6 +89,7 @@ _COLUMNS = {
     "seconds": ["Wait", "Last good"],
     "time": ["Started", "Last", "Begins", "Ends"],
     "times": ["Speedup"],
+    "steps": ["Steps"],
 }
 _KIND_OF = {title: kind for kind, titles in _COLUMNS.items() for title in titles}
 """Kinds of values by the titles of their columns; other columns are counts."""
@@ -116,8 +118,9 @@ _TITLES |= {"uuid": "GPU UUID", "alertname": "Alert", "license": "Licence"}
 _LINKED = {"jobid": "job", "node": "node", "sweep": "sweep", "user": "user"}
 """Labels whose values are links to the dashboard of what they name."""
 _WIDTHS = {"jobid": 124, "array": 124, "user": 100, "partition": 100, "point": 70}
-_WIDTHS |= {"finding": 135, "rank": 55, "index": 60, "xid": 60, "port": 60}
-_NOT_ALWAYS = ("array", "run")  # a column that no row fills is left out
+_WIDTHS |= {"finding": 135, "rank": 55, "index": 60, "xid": 60, "port": 60, "run": 290}
+_LEAST_WIDTH = 90  # of a column that takes the room that is left; Grafana's own least is 150
+_SHORT_UNITS = ("short", "none", "percentunit")
 _MOST_LINES = 32
 _UNKNOWN = models.SpecialValueMap(  # has no colour: it is neither good nor bad
     models.DashboardSpecialValueMapOptions(
@@ -187,10 +190,12 @@ def lines(
     width: int = 8,
     height: int = 7,
     stacked: bool = False,
+    none: str = "No data",
 ) -> Panel:
     """Return a panel of lines over time, with thresholds as dashed lines.
 
-    The names of the queries are those of the lines, with labels as in `{{node}}`.
+    The names of the queries are those of the lines, with labels as in `{{node}}`. `none` is the
+    text of a panel without lines.
     """
     panel = _panel(timeseries.Panel(), title, kind, queries, (width, height))
     for name in queries:
@@ -205,6 +210,7 @@ def lines(
     tooltip = common.VizTooltipOptions().mode(shapes.TooltipDisplayMode.MULTI)
     panel = (
         panel.min(0)
+        .no_value(none)
         .line_width(0 if stacked else 1.5)
         .fill_opacity(70 if stacked else 0 if many else 10)
         .show_points(shapes.VisibilityMode.NEVER)
@@ -260,9 +266,8 @@ def listing(
     panel = _panel(table.Panel(), title, "label", values, (width, height), now=True, rows=True)
     shown: dict[str, tuple[str, dict[str, Any]]] = {}  # title and properties by name of the field
     names = labels.split()
-    last = [name for name in names if name not in _NOT_ALWAYS][-1]
     for label in names:  # the last one takes the room that is left
-        properties = _label_properties(label, is_last=label == last)
+        properties = _label_properties(label, is_last=label == names[-1])
         shown[label] = (_TITLES.get(label, label.capitalize()), properties)
     for letter, name in zip(string.ascii_uppercase, values, strict=False):
         field = f"Value #{letter}" if len(values) > 1 else "Value"  # as Grafana calls them
@@ -401,6 +406,8 @@ def _label_properties(label: str, *, is_last: bool) -> dict[str, Any]:
         properties["links"] = [{"title": f"Open this {_LINKED[label]}", "url": url}]
     if label in _WIDTHS and not is_last:
         properties["custom.width"] = _WIDTHS[label]
+    else:
+        properties["custom.minWidth"] = _LEAST_WIDTH
     return properties
 
 
@@ -408,7 +415,7 @@ def _value_properties(title: str, *, is_sorted: bool) -> dict[str, Any]:
     kind = _KIND_OF.get(title, "count")
     unit, steps, _, decimals = _KINDS[kind]
     bar = kind in ("use", "scaling")
-    least = 165 if kind == "time" else 150 if bar else 64 if unit == "short" else 88
+    least = 165 if kind == "time" else 150 if bar else 64 if unit in _SHORT_UNITS else 88
     width = max(least, 20 + 8 * len(title) + (16 if is_sorted else 0))
     properties: dict[str, Any] = {"unit": unit, "custom.width": width}
     if decimals is not None:
