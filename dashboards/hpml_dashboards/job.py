@@ -223,8 +223,9 @@ _CONTENT: list[Panel | str] = [
         "share",
         f"sum(hpml:job_cpus_busy:rate5m{_JOB} and on (node) {_CPUS}) / (sum({_CPUS}) > 0)",
         calc="mean",
+        none="no cgroup",
     ),
-    figure("Memory", "full", f"max(hpml:job_memory_used:ratio{_JOB})", calc="max"),
+    figure("Memory", "full", f"max(hpml:job_memory_used:ratio{_JOB})", calc="max", none="no limit"),
     figure(
         "Time limit",
         "full",

@@ -234,7 +234,11 @@ _CONTENT: list[Panel | str] = [
         none="No InfiniBand or RoCE here",
     ),
     lines(
-        "Host temperatures", "heat", {"{{chip}}": _own("hpml_node_temperature_celsius")}, width=6
+        "Host temperatures",
+        "heat",
+        {"{{chip}}": _own("hpml_node_temperature_celsius")},
+        width=6,
+        none="No sensors",
     ),
     lines(
         "Links lost",
@@ -249,7 +253,7 @@ _CONTENT: list[Panel | str] = [
             "zombies": f"max({_own('hpml_node_zombies')})",
             "read-only": f"sum({_own('hpml_filesystem_read_only')})",
             "memory errors": f"sum({_own('hpml_node_memory_errors_total', error='uncorrected')})",
-            "clock off": f"max({_own('hpml_node_clock_error_seconds')} > 1 "
+            "clock off (s)": f"max({_own('hpml_node_clock_error_seconds')} > 1 "
             f"or 0 * {_own('hpml_node_clock_error_seconds')})",
         },
         width=8,
@@ -263,6 +267,7 @@ _CONTENT: list[Panel | str] = [
             "Errors/s": _rate("infiniband_events", "device, port"),
         },
         width=8,
+        none="No InfiniBand or RoCE here",
     ),
 ]
 

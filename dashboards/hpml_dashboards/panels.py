@@ -58,7 +58,7 @@ _KINDS = {
     "wait": _Kind("percentunit", (_GREEN, (0.1, "orange"), (0.2, "red")), 1),
     "full": _Kind("percentunit", (_GREEN, (0.8, "orange"), (0.95, "red")), 1),
     "whole": _Kind("percentunit", (_RED, (1, "green")), 1),
-    "cost": _Kind("percentunit", (_GREEN, (0.03, "orange"), (0.1, "red"))),
+    "cost": _Kind("percentunit", (_GREEN, (0.03, "orange"), (0.1, "red")), decimals=1),
     "times": _Kind("x", ((None, "blue"),), decimals=2),
     "bytes": _Kind("bytes"),
     "process": _Kind("bytes", (_GREEN, (100 << 20, "orange"), (300 << 20, "red"))),
@@ -119,7 +119,8 @@ _LINKED = {"jobid": "job", "node": "node", "sweep": "sweep", "user": "user"}
 """Labels whose values are links to the dashboard of what they name."""
 _WIDTHS = {"jobid": 124, "array": 124, "user": 100, "partition": 100, "point": 70}
 _WIDTHS |= {"finding": 135, "rank": 55, "index": 60, "xid": 60, "port": 60, "run": 290}
-_LEAST_WIDTH = 90  # of a column that takes the room that is left; Grafana's own least is 150
+_LEAST_WIDTHS = {"account": 90, "node": 90, "sweep": 90}
+"""Of columns that share the room that is left; Grafana's own least is 150."""
 _SHORT_UNITS = ("short", "none", "percentunit")
 _MOST_LINES = 32
 _UNKNOWN = models.SpecialValueMap(  # has no colour: it is neither good nor bad
@@ -226,13 +227,19 @@ def lines(
 
 
 def bars(
-    title: str, kind: str, queries: Mapping[str, str], *, width: int = 8, height: int = 7
+    title: str,
+    kind: str,
+    queries: Mapping[str, str],
+    *,
+    width: int = 8,
+    height: int = 7,
+    none: str = "-",
 ) -> Panel:
     """Return a panel of horizontal bars, one for each series, as they are now."""
     panel = _panel(bargauge.Panel(), title, kind, queries, (width, height), now=True)
     return (
         panel.min(0)
-        .no_value("-")
+        .no_value(none)
         .display_mode(shapes.BarGaugeDisplayMode.BASIC)
         .text(common.VizTextDisplayOptions().title_size(14).value_size(18))
         .max_viz_height(48)
@@ -406,8 +413,8 @@ def _label_properties(label: str, *, is_last: bool) -> dict[str, Any]:
         properties["links"] = [{"title": f"Open this {_LINKED[label]}", "url": url}]
     if label in _WIDTHS and not is_last:
         properties["custom.width"] = _WIDTHS[label]
-    else:
-        properties["custom.minWidth"] = _LEAST_WIDTH
+    elif label in _LEAST_WIDTHS:
+        properties["custom.minWidth"] = _LEAST_WIDTHS[label]
     return properties
 
 
