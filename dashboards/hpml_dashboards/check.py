@@ -25,32 +25,13 @@ RULES = assets.path("deploy/prometheus/rules")
 """Recording rules that the dashboards use."""
 
 UNUSED: Mapping[str, str] = {
-    "for accounting": "hpml_gpu_energy_joules_total hpml_slurm_job_run_seconds "
-    "hpml_slurm_account_jobs hpml_job_memory_peak_bytes",
-    "less informative than what is shown instead": "hpml_gpu_utilization_ratio "
-    "hpml_gpu_memory_utilization_ratio hpml_gpu_clock_max_hertz hpml_gpu_performance_state "
-    "hpml_gpu_ecc_errors_lifetime_total hpml_gpu_retired_pages "
-    "hpml_gpu_remapped_rows hpml_train_steps_total hpml_slurm_up "
-    "hpml_slurm_gpus hpml_job_io_syscall_read_bytes_total hpml_job_io_syscall_write_bytes_total "
-    "hpml_infiniband_info hpml_slurm_partition_nodes",
-    "for a closer look in Explore": "hpml_gpu_pcie_link_generation "
-    "hpml_gpu_pcie_link_generation_max hpml_gpu_fan_speed_ratio "
-    "hpml_gpu_encoder_utilization_ratio hpml_gpu_decoder_utilization_ratio hpml_gpu_driver_info "
-    "hpml_job_gpu_memory_used_bytes hpml_job_processes hpml_job_threads "
-    "hpml_job_unreadable_processes hpml_disk_operations_total hpml_nfs_mounts "
-    "hpml_disk_io_weighted_seconds_total hpml_nfs_retransmissions_total "
-    "hpml_lustre_operations_total hpml_train_feed_refused_total",
-    "for administrators of Slurm": "hpml_slurm_cpus hpml_slurm_memory_bytes "
-    "hpml_slurm_partition_cpus hpml_slurm_partition_memory_bytes hpml_slurm_source_info "
-    "hpml_slurm_refresh_duration_seconds hpml_slurm_refresh_failures_total hpml_slurm_licenses "
-    "hpml_slurm_licenses_used hpml_slurm_reservation_nodes "
-    "hpml_slurm_reservation_start_timestamp_seconds hpml_slurm_reservation_end_timestamp_seconds "
-    "hpml_slurm_scheduler_threads hpml_slurm_scheduler_agent_queue hpml_slurm_scheduler_dbd_queue "
-    "hpml_slurm_scheduler_jobs_submitted_total hpml_slurm_scheduler_jobs_started_total "
-    "hpml_slurm_scheduler_cycles_total hpml_slurm_scheduler_cycle_mean_seconds "
-    "hpml_slurm_scheduler_queue_length hpml_slurm_scheduler_backfilled_jobs_total "
-    "hpml_slurm_scheduler_backfill_cycles_total hpml_slurm_scheduler_backfill_cycle_mean_seconds "
-    "hpml_slurm_scheduler_backfill_depth",
+    "in the record of a run, for accounting": "hpml_gpu_energy_joules_total "
+    "hpml_job_memory_peak_bytes hpml_job_io_syscall_read_bytes_total "
+    "hpml_job_io_syscall_write_bytes_total",
+    "read by hpml top": "hpml_gpu_utilization_ratio",
+    "for dashboards of DCGM, see rules/optional": "hpml_gpu_memory_utilization_ratio "
+    "hpml_gpu_encoder_utilization_ratio hpml_gpu_decoder_utilization_ratio",
+    "why a job has no figures of its reads and writes": "hpml_job_unreadable_processes",
 }
 """Exported metrics that no dashboard shows and no alert watches, by the reason."""
 

@@ -82,7 +82,14 @@ Nodes that need somebody: Nodes that are down, and the reason that Slurm reports
 Nodes by state: Nodes as Slurm sees them. Good: allocated, mixed or idle.
 Pending by reason: Resources and Priority are normal; others are limits, dependencies, mistakes.
 Jobs ended: In each minute. Many failed or timed out at once: a file system or a node.
+GPUs in Slurm: GPUs by what Slurm has of them. Idle with pending jobs: see the reasons. Down: see
+    the nodes that need somebody.
+CPUs in Slurm: CPUs likewise. None idle with idle GPUs: jobs ask for too many CPUs per GPU.
 Scheduler cycles: Good: seconds. Minutes: too many pending jobs, see bf_max_job_test.
+Controller: Threads of slurmctld at work, and messages that wait. Good: few. Those to slurmdbd grow
+    while it is away: start it before jobs' records are lost.
+Reservations: Jobs whose time limit reaches into one do not start on its nodes.
+Licences: All in use with pending jobs: jobs wait for a licence, not for GPUs.
 """
 
 _CONTENT: list[Panel | str] = [
@@ -154,7 +161,7 @@ _CONTENT: list[Panel | str] = [
             "Pending": _sum("jobs", "partition", state="pending"),
         },
         width=12,
-        sort="Used",
+        sort="By its jobs",
     ),
     listing(
         "Nodes with the most waste",
@@ -168,9 +175,20 @@ _CONTENT: list[Panel | str] = [
         },
         sort="Wasted",
     ),
-    listing("Nodes that need somebody", "node state reason", {"-": _slurm("node_reason_info")}),
+    listing(
+        "Nodes that need somebody",
+        "node state reason",
+        {"-": _slurm("node_reason_info")},
+        none="No node is down",
+    ),
     lines("Nodes by state", "count", {"{{state}}": _sum("nodes", "state")}, width=8),
-    lines("Pending by reason", "count", {"{{reason}}": _sum("jobs_pending", "reason")}, width=8),
+    lines(
+        "Pending by reason",
+        "count",
+        {"{{reason}}": _sum("jobs_pending", "reason")},
+        width=8,
+        none="No job is pending",
+    ),
     lines(
         "Jobs ended",
         "count",
@@ -179,16 +197,47 @@ _CONTENT: list[Panel | str] = [
             f"(rate({_slurm('jobs_ended_total')}[$__rate_interval]))"
         },
         width=8,
+        none="None has ended",
     ),
-    lines("Wait for the start", "seconds", {"50 %": _wait(0.5), "90 %": _wait(0.9)}, width=12),
+    "Slurm",
+    lines("GPUs in Slurm", "count", {"{{state}}": _sum("gpus", "state")}, width=6),
+    lines("CPUs in Slurm", "count", {"{{state}}": _sum("cpus", "state")}, width=6),
+    lines("Wait for the start", "seconds", {"50 %": _wait(0.5), "90 %": _wait(0.9)}, width=6),
     lines(
         "Scheduler cycles",
         "seconds",
         {
-            "main": _slurm("scheduler_cycle_seconds"),
-            "backfill": _slurm("scheduler_backfill_cycle_seconds"),
+            "main": f"max({_slurm('scheduler_cycle_seconds')})",
+            "backfill": f"max({_slurm('scheduler_backfill_cycle_seconds')})",
         },
-        width=12,
+        width=6,
+    ),
+    lines(
+        "Controller",
+        "count",
+        {
+            "threads": f"max({_slurm('scheduler_threads')})",
+            "messages to nodes": f"max({_slurm('scheduler_agent_queue')})",
+            "messages to slurmdbd": f"max({_slurm('scheduler_dbd_queue')})",
+        },
+    ),
+    listing(
+        "Reservations",
+        "reservation",
+        {
+            "Nodes": _sum("reservation_nodes", "reservation"),
+            "Begins": "1000 * max by (reservation) "
+            f"({_slurm('reservation_start_timestamp_seconds')})",
+            "Ends": f"1000 * max by (reservation) ({_slurm('reservation_end_timestamp_seconds')})",
+        },
+        none="No reservation",
+    ),
+    listing(
+        "Licences",
+        "license",
+        {"Total": _sum("licenses", "license"), "In use": _sum("licenses_used", "license")},
+        width=4,
+        none="No licences",
     ),
 ]
 

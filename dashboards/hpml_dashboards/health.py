@@ -38,11 +38,14 @@ Failing collectors: Where, and seconds since the last good reading. The reason i
 Targets that do not answer: Start the exporter there, or remove the target.
 Time of a reading: The slowest node of each collector. Good: far below its interval, 1 s for GPUs.
     A rising line is a driver or file system that hangs.
-Failed and stuck readings: In each second. Good: 0. Otherwise see the exporter's log.
+Failed and stuck readings: In each second, and messages of trainings that were refused. Good: 0.
+    Otherwise see the exporter's log.
 Scrape time: Good: below 0.1 s. Slow on one node: it is overloaded.
 Web server: Answers and closed connections in each second, and open ones. Good: only 200. 401 is a
     wrong password, 503 a stuck collector; closed ones are scanners or broken clients.
 Versions: Exporters by version. Good: one. Otherwise update the older ones.
+GPU drivers: Exporters by the version of NVIDIA's driver. Good: one. Jobs over nodes with different
+    drivers may fail: update the older ones.
 """
 
 _CONTENT: list[Panel | str] = [
@@ -72,8 +75,11 @@ _CONTENT: list[Panel | str] = [
             "Errors": f"{_of('hpml_exporter_errors_total')} {_WHERE_FAILING}",
         },
         height=8,
+        none="None fails",
     ),
-    listing("Targets that do not answer", "job instance", {"-": "up == 0"}, height=8),
+    listing(
+        "Targets that do not answer", "job instance", {"-": "up == 0"}, height=8, none="All answer"
+    ),
     lines(
         "Time of a reading",
         "seconds",
@@ -87,7 +93,8 @@ _CONTENT: list[Panel | str] = [
         {
             "{{collector}}": "sum by (collector) "
             f"({_rate('hpml_exporter_errors_total')} + "
-            f"{_rate('hpml_exporter_stuck_readings_total')})"
+            f"{_rate('hpml_exporter_stuck_readings_total')})",
+            "training: {{reason}}": f"sum by (reason) ({_rate('hpml_train_feed_refused_total')})",
         },
         width=12,
         height=9,
@@ -100,6 +107,7 @@ _CONTENT: list[Panel | str] = [
             "slowest": f"max({_of('scrape_duration_seconds')})",
             "median": f"quantile(0.5, {_of('scrape_duration_seconds')})",
         },
+        width=6,
     ),
     lines(
         "Web server",
@@ -110,12 +118,19 @@ _CONTENT: list[Panel | str] = [
             f"({_rate('hpml_exporter_connections_dropped_total')})",
             "open": f"sum({_of('hpml_exporter_open_connections')})",
         },
+        width=6,
     ),
     listing(
         "Versions",
         "version python",
         {"Exporters": f"count by (version, python) ({_of('hpml_exporter_build_info')})"},
-        width=8,
+        width=6,
+    ),
+    listing(
+        "GPU drivers",
+        "version",
+        {"Exporters": f"count by (version) ({_of('hpml_gpu_driver_info')})"},
+        width=6,
     ),
 ]
 

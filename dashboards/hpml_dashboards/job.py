@@ -19,7 +19,7 @@ from hpml_dashboards.panels import (
 __all__ = ["job"]
 
 _JOB = '{cluster="$cluster", jobid="$jobid"}'
-_GPU = "{{node}} {{index}}"
+_GPU = "{{node}} GPU {{index}}"
 
 
 def _this(metric: str, **labels: str) -> str:
@@ -28,8 +28,7 @@ def _this(metric: str, **labels: str) -> str:
 
 def _once(metric: str, **labels: str) -> str:
     """Return series of the job's exporters with their node; where two show the job, of one."""
-    join = f"on (instance, job, cluster, jobid) group_left (node) hpml:job_exporter{_JOB}"
-    return f"{_this(metric, **labels)} * {join}"
+    return f"{_this(metric, **labels)} * {_ON_NODE} hpml:job_exporter{_JOB}"
 
 
 def _of_gpus(metric: str, by: str) -> str:
@@ -63,6 +62,12 @@ def _last(series: str) -> str:
     return f"last_over_time({series}{_JOB}[$__range])"
 
 
+_ON_NODE = "on (instance, job, cluster, jobid) group_left (node)"
+# Of all ranks; a node's exporter and the job's own count the same steps.
+_STEPS = (
+    "sum by (jobid) (max by (jobid, node) "
+    f"({_last('hpml_train_steps_total')} * {_ON_NODE} {_last('hpml:job_exporter')}))"
+)
 _XID = _of_gpus("hpml_gpu_xid_last_timestamp_seconds", "uuid, xid")
 _UNBOUND = _once("hpml_rank_binding_wrong_ranks")
 _FAULTS = (
@@ -114,7 +119,8 @@ def _shared(direction: str) -> str:
 
 
 _ABOUT = """
-Job $jobid: What the job is. Open the sweep to compare its runs, the user for their other jobs.
+Job $jobid: What the job is, and the steps that each rank has taken. Open the sweep to compare its
+    runs, the user for their other jobs.
 GPU active: Share of time with a kernel on the GPUs, mean of the time range. Good: above 60 %. If
     lower, look at data wait and CPU first, then at the batch size.
 Tensor active: Share of time with tensor cores at work, mean of the time range (Hopper and later).
@@ -167,7 +173,8 @@ Network of the nodes: InfiniBand and RoCE of the job's nodes, with other jobs th
 NVLink and PCIe: Bytes between GPUs over NVLink, and to the host over PCIe. Gradients over PCIe
     although there is NVLink: check NCCL's settings.
 Nodes of the job: The job on each of its nodes: the one that differs is the one to look at.
-    Misbound are ranks on other CPUs or GPUs than planned; good: 0, else see hpml show.
+    Many more threads than CPUs: set OMP_NUM_THREADS or fewer loader workers. Misbound are ranks on
+    other CPUs or GPUs than planned; good: 0, else see hpml show.
 Clocks held down: Share of time in which a GPU had to run slower. The power limit is normal under
     full load; for heat and power brakes, see the node and inform the administrators.
 Learning: Last loss, mean over ranks. Good: falling. A jump after a change of scale: warm-up.
@@ -189,6 +196,7 @@ _CONTENT: list[Panel | str] = [
             "-run": _ever("hpml:run_info", "run, sweep, point"),
             "Ranks": f"max by (jobid) ({_last('hpml_job_ranks')})",
             "Nodes": f"count by (jobid) (count by (jobid, node) ({_last('hpml:job_exporter')}))",
+            "Steps": f"{_STEPS} / max by (jobid) ({_last('hpml_job_ranks')})",
             "Samples/s": f"sum by (jobid) ({_last('hpml:job_samples:rate5m')})",
             "Started": f"1000 * max by (jobid) ({_last('hpml_job_start_timestamp_seconds')})",
         },
@@ -215,8 +223,9 @@ _CONTENT: list[Panel | str] = [
         "share",
         f"sum(hpml:job_cpus_busy:rate5m{_JOB} and on (node) {_CPUS}) / (sum({_CPUS}) > 0)",
         calc="mean",
+        none="no cgroup",
     ),
-    figure("Memory", "full", f"max(hpml:job_memory_used:ratio{_JOB})", calc="max"),
+    figure("Memory", "full", f"max(hpml:job_memory_used:ratio{_JOB})", calc="max", none="no limit"),
     figure(
         "Time limit",
         "full",
@@ -237,19 +246,35 @@ _CONTENT: list[Panel | str] = [
         "finding rank node",
         {
             "-": f"max by (finding, rank, node) ({_RANK})",
-            "Mean figure": f"max by (finding) (avg_over_time({_HOLDBACK}[$__range]))",
-            "Of the time": f"max by (finding) (count_over_time({_HOLDBACK}[$__range])) "
+            "Mean": f"max by (finding) (avg_over_time({_HOLDBACK}[$__range]))",
+            "Time": f"max by (finding) (count_over_time({_HOLDBACK}[$__range])) "
             f"/ on () group_left () max(count_over_time(hpml:job_info{_JOB}[$__range]))",
         },
-        sort="Of the time",
+        sort="Time",
         width=8,
         none="Nothing found",
     ),
     lines(
-        "Samples per second", "count", {"{{node}}": _each("hpml:train_samples:rate5m")}, height=6
+        "Samples per second",
+        "count",
+        {"{{node}}": _each("hpml:train_samples:rate5m")},
+        height=6,
+        none="Not reported by the training",
     ),
-    lines("Step time", "seconds", _ranks("step_duration", "fastest", "slowest"), height=6),
-    lines("Data wait per step", "seconds", _ranks("data_wait", "shortest", "longest"), height=6),
+    lines(
+        "Step time",
+        "seconds",
+        _ranks("step_duration", "fastest", "slowest"),
+        height=6,
+        none="Not reported by the training",
+    ),
+    lines(
+        "Data wait per step",
+        "seconds",
+        _ranks("data_wait", "shortest", "longest"),
+        height=6,
+        none="Not reported by the training",
+    ),
     "GPU memory and power",
     lines("GPU memory", "share", {_GPU: _each("hpml:gpu_memory_used:ratio")}),
     lines("GPU power", "watts", {_GPU: _each("hpml:gpu_power_watts:max")}),
@@ -282,6 +307,7 @@ _CONTENT: list[Panel | str] = [
             "{{resource}}": "max by (resource) "
             f"(rate(hpml_job_pressure_seconds_total{_JOB}[$__rate_interval]))"
         },
+        none="Not known: needs control groups v2",
     ),
     "Input, output and network",
     lines(
@@ -296,6 +322,7 @@ _CONTENT: list[Panel | str] = [
         "Shared file systems",
         "rate",
         {"{{node}} read": each(_shared("read")), "{{node}} written": each(_shared("written"))},
+        none="No NFS or Lustre on its nodes",
     ),
     lines("Staged data, /dev/shm", "bytes", {"{{node}}": each(_once("hpml_job_shm_bytes"))}),
     lines(
@@ -306,6 +333,7 @@ _CONTENT: list[Panel | str] = [
             "sent": f"sum({_of_nodes('hpml:node_network_transmitted_bytes:rate5m')})",
         },
         width=12,
+        none="No InfiniBand or RoCE on its nodes",
     ),
     lines(
         "NVLink and PCIe",
@@ -321,17 +349,27 @@ _CONTENT: list[Panel | str] = [
             "-": f"max by (node) (hpml:job_exporter{_JOB})",
             "GPU active": f"avg by (node) (hpml:gpu_busy:rate2m{_JOB})",
             "CPUs busy": f"sum by (node) (hpml:job_cpus_busy:rate5m{_JOB})",
+            "Threads": f"sum by (node) ({_once('hpml_job_threads')})",
             "Memory": f"sum by (node) (hpml:job_memory_bytes:sum{_JOB})",
             "Shm full": f"max by (node) ({_of_nodes('hpml:node_shm_used:ratio')})",
             "Misbound": f"max by (node) ({_UNBOUND})",
         },
+        width=16,
     ),
-    lines("Clocks held down", "share", {_GPU: _each("hpml:gpu_throttled:rate2m")}, width=6),
-    lines("Learning", "count", {"loss": f"avg(hpml_train_loss{_JOB})"}, width=6),
     listing(
         "GPU errors (XID)",
         "node index xid",
         {"Last": f"1000 * {_XID}", "Errors": _of_gpus("hpml_gpu_xid_errors_total", "uuid, xid")},
+        width=8,
+        none="No errors",
+    ),
+    lines("Clocks held down", "share", {_GPU: _each("hpml:gpu_throttled:rate2m")}, width=6),
+    lines(
+        "Learning",
+        "count",
+        {"loss": f"avg(hpml_train_loss{_JOB})"},
+        width=6,
+        none="Not reported by the training",
     ),
     lines(
         "Where the time goes",
@@ -341,6 +379,7 @@ _CONTENT: list[Panel | str] = [
             for name, metric in _PARTS.items()
         },
         width=6,
+        none="Not reported by the training",
     ),
     lines(
         "MFU, communication, accuracy",
@@ -353,6 +392,7 @@ _CONTENT: list[Panel | str] = [
             "accuracy": f"avg(hpml_train_accuracy_ratio{_JOB})",
         },
         width=6,
+        none="Not reported by the training",
     ),
 ]
 

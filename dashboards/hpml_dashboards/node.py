@@ -67,13 +67,16 @@ Jobs on this node: Jobs that run here. Open one to see what it waits for. Foreig
     allocated to somebody else: constrain devices in Slurm's cgroup.conf.
 Clocks held down: Time in which GPUs ran slower, by reason. power is the power limit, normal under
     full load; hw_thermal, hw_slowdown and power_brake are faults of cooling or supply.
-Link and memory errors: Repaired ones in each second. Good: 0. A rising rate announces a failure.
+Link and memory errors: Repaired ones in each second. Good: 0. A rising rate announces a failure;
+    NFS requests that are sent again point to the network or the server.
 GPU errors (XID): 48, 62, 64, 74, 79, 95, 119 and 120 come from hardware: drain the node. 13, 31
     and 43 mostly come from programs.
 Local disks: Bytes in each second. Steady reads: the data staged to disk fits into no cache.
 Disks busy: Above 90 % a disk limits the jobs: stage into memory, or read larger pieces.
 Local file systems: How full each is. Good: below 80 %. Otherwise delete leftovers of ended jobs.
 NFS and Lustre: Bytes in each second. The same reads in each epoch: stage the data.
+Requests to file servers: In each second. Thousands of opens and other requests: many small files.
+    Pack them, or stage the data.
 NFS answer time: Good: below 10 ms. Slow on all nodes: the server; on this one: its network.
 Host temperatures: Hottest sensor of each chip. Near its critical temperature, drain the node.
 Links lost: Losses in the last hour. More than one or two: exchange the cable.
@@ -131,11 +134,14 @@ _CONTENT: list[Panel | str] = [
             "GPU active": f'avg by (jobid) (hpml:gpu_busy:rate2m{_NODE[:-1]}, jobid!=""}})',
             "CPUs busy": f"sum by (jobid) (hpml:job_cpus_busy:rate5m{_NODE})",
             "Memory": f"sum by (jobid) (hpml:job_memory_bytes:sum{_NODE})",
+            "GPU memory": f"sum by (jobid) ({_own('hpml_job_gpu_memory_used_bytes')})",
+            "Processes": f"max by (jobid) ({_own('hpml_job_processes')})",
             "Shm": f"max by (jobid) ({_own('hpml_job_shm_bytes')})",
             "Foreign GPUs": f"max by (jobid) ({_own('hpml_job_gpus_foreign')})",
         },
         width=24,
         sort="GPUs",
+        none="No job",
     ),
     "GPU health",
     listing(
@@ -150,6 +156,7 @@ _CONTENT: list[Panel | str] = [
             "Clock": _gpu("hpml_gpu_clock_hertz", type="sm"),
             "Processes": f"sum by (uuid) ({_own('hpml_gpu_processes')})",
             "ECC errors": f"max by (uuid) ({_UNCORRECTED})",
+            "Remapped": f"sum by (uuid) ({_own('hpml_gpu_remapped_rows')})",
             "Bad rows": f"max by (uuid) ({' + '.join(map(_own, _BAD_ROWS))})",
             "PCIe": f"{_gpu('hpml_gpu_pcie_link_width')} / " + _gpu("hpml_gpu_pcie_link_width_max"),
             "NVLink": _NVLINK,
@@ -170,6 +177,7 @@ _CONTENT: list[Panel | str] = [
             "NVLink {{type}}": _rate("gpu_nvlink_errors", "type"),
             "PCIe replays": _rate("gpu_pcie_replays", ""),
             "ECC corrected": _rate("gpu_ecc_errors", "", error="corrected"),
+            "NFS sent again": _rate("nfs_retransmissions", ""),
         },
         width=8,
     ),
@@ -181,13 +189,18 @@ _CONTENT: list[Panel | str] = [
             "Errors": f"{_own('hpml_gpu_xid_errors_total')}{_INDEX}",
         },
         width=8,
+        none="No errors",
     ),
     "Storage",
     lines("Local disks", "rate", _both("disk", "device"), width=6),
     lines("Disks busy", "full", {"{{device}}": _rate("disk_busy_seconds", "device")}, width=6),
     bars("Local file systems", "full", {"{{mountpoint}}": f"1 - {_FREE}"}, width=6),
     lines(
-        "NFS and Lustre", "rate", _both("nfs", "server") | _both("lustre", "filesystem"), width=6
+        "NFS and Lustre",
+        "rate",
+        _both("nfs", "server") | _both("lustre", "filesystem"),
+        width=6,
+        none="No NFS or Lustre here",
     ),
     lines(
         "NFS answer time",
@@ -196,7 +209,18 @@ _CONTENT: list[Panel | str] = [
             "{{server}}": f"{_rate('nfs_round_trip_seconds', 'server')} / "
             f"({_rate('nfs_operations', 'server')} > 0)"
         },
-        width=8,
+        width=6,
+        none="No NFS here",
+    ),
+    lines(
+        "Requests to file servers",
+        "count",
+        {
+            "NFS {{op}}": _rate("nfs_operations", "op"),
+            "Lustre {{op}}": _rate("lustre_operations", "op"),
+        },
+        width=6,
+        none="No NFS or Lustre here",
     ),
     lines(
         "InfiniBand",
@@ -206,9 +230,16 @@ _CONTENT: list[Panel | str] = [
             "{{device}} sent": _rate("infiniband_transmitted_bytes", "device"),
             "{{device}} waits": _rate("infiniband_transmit_wait_ticks", "device"),
         },
-        width=8,
+        width=6,
+        none="No InfiniBand or RoCE here",
     ),
-    lines("Host temperatures", "heat", {"{{chip}}": _own("hpml_node_temperature_celsius")}),
+    lines(
+        "Host temperatures",
+        "heat",
+        {"{{chip}}": _own("hpml_node_temperature_celsius")},
+        width=6,
+        none="No sensors",
+    ),
     lines(
         "Links lost",
         "count",
@@ -222,7 +253,7 @@ _CONTENT: list[Panel | str] = [
             "zombies": f"max({_own('hpml_node_zombies')})",
             "read-only": f"sum({_own('hpml_filesystem_read_only')})",
             "memory errors": f"sum({_own('hpml_node_memory_errors_total', error='uncorrected')})",
-            "clock off": f"max({_own('hpml_node_clock_error_seconds')} > 1 "
+            "clock off (s)": f"max({_own('hpml_node_clock_error_seconds')} > 1 "
             f"or 0 * {_own('hpml_node_clock_error_seconds')})",
         },
         width=8,
@@ -236,6 +267,7 @@ _CONTENT: list[Panel | str] = [
             "Errors/s": _rate("infiniband_events", "device, port"),
         },
         width=8,
+        none="No InfiniBand or RoCE here",
     ),
 ]
 

@@ -48,6 +48,7 @@ _GREEN, _RED = (None, "green"), (None, "red")
 _KINDS = {
     "count": _Kind("short"),
     "amount": _Kind("short", decimals=1),  # not always a whole number, such as busy GPUs
+    "steps": _Kind("none", decimals=0),
     "faults": _Kind("short", (_GREEN, (1, "red"))),
     "share": _Kind("percentunit", top=1),
     "ratio": _Kind("percentunit"),
@@ -57,8 +58,8 @@ _KINDS = {
     "wait": _Kind("percentunit", (_GREEN, (0.1, "orange"), (0.2, "red")), 1),
     "full": _Kind("percentunit", (_GREEN, (0.8, "orange"), (0.95, "red")), 1),
     "whole": _Kind("percentunit", (_RED, (1, "green")), 1),
-    "cost": _Kind("percentunit", (_GREEN, (0.03, "orange"), (0.1, "red"))),
-    "times": _Kind("x", ((None, "blue"),)),
+    "cost": _Kind("percentunit", (_GREEN, (0.03, "orange"), (0.1, "red")), decimals=1),
+    "times": _Kind("x", ((None, "blue"),), decimals=2),
     "bytes": _Kind("bytes"),
     "process": _Kind("bytes", (_GREEN, (100 << 20, "orange"), (300 << 20, "red"))),
     "rate": _Kind("Bps"),
@@ -75,10 +76,10 @@ _COLUMNS = {
     "use": ["GPU active", "Efficiency"],
     "wait": ["Data wait"],
     "full": ["Of limit", "Shm full"],
-    "share": ["Mean figure", "Of the time"],
+    "share": ["Mean", "Time"],
     "whole": ["PCIe", "NVLink", "Up"],
     "faults": ["Misbound", "Foreign GPUs", "ECC errors", "Bad rows", "Down"],
-    "bytes": ["Memory", "Shm"],
+    "bytes": ["Memory", "GPU memory", "Shm"],
     "amount": ["Wasted", "Unused", "GPU-hours", "Hours", "CPUs busy"],
     "energy": ["Energy"],
     "watts": ["GPU power", "Power", "Power limit"],
@@ -86,8 +87,9 @@ _COLUMNS = {
     "hertz": ["Clock"],
     "rate": ["Rate"],
     "seconds": ["Wait", "Last good"],
-    "time": ["Started", "Last"],
+    "time": ["Started", "Last", "Begins", "Ends"],
     "times": ["Speedup"],
+    "steps": ["Steps"],
 }
 _KIND_OF = {title: kind for kind, titles in _COLUMNS.items() for title in titles}
 """Kinds of values by the titles of their columns; other columns are counts."""
@@ -112,10 +114,14 @@ _DASHBOARDS = {
     "hpml-health": "Exporters",
 }
 _TITLES = {"jobid": "Job", "array": "Array task", "index": "GPU", "xid": "XID", "mig": "MIG"}
+_TITLES |= {"uuid": "GPU UUID", "alertname": "Alert", "license": "Licence"}
 _LINKED = {"jobid": "job", "node": "node", "sweep": "sweep", "user": "user"}
 """Labels whose values are links to the dashboard of what they name."""
 _WIDTHS = {"jobid": 124, "array": 124, "user": 100, "partition": 100, "point": 70}
-_WIDTHS |= {"finding": 150, "rank": 70, "index": 60, "xid": 60, "port": 60}
+_WIDTHS |= {"finding": 135, "rank": 55, "index": 60, "xid": 60, "port": 60, "run": 290}
+_LEAST_WIDTHS = {"account": 90, "node": 90, "sweep": 90}
+"""Of columns that share the room that is left; Grafana's own least is 150."""
+_SHORT_UNITS = ("short", "none", "percentunit")
 _MOST_LINES = 32
 _UNKNOWN = models.SpecialValueMap(  # has no colour: it is neither good nor bad
     models.DashboardSpecialValueMapOptions(
@@ -185,10 +191,12 @@ def lines(
     width: int = 8,
     height: int = 7,
     stacked: bool = False,
+    none: str = "No data",
 ) -> Panel:
     """Return a panel of lines over time, with thresholds as dashed lines.
 
-    The names of the queries are those of the lines, with labels as in `{{node}}`.
+    The names of the queries are those of the lines, with labels as in `{{node}}`. `none` is the
+    text of a panel without lines.
     """
     panel = _panel(timeseries.Panel(), title, kind, queries, (width, height))
     for name in queries:
@@ -203,6 +211,7 @@ def lines(
     tooltip = common.VizTooltipOptions().mode(shapes.TooltipDisplayMode.MULTI)
     panel = (
         panel.min(0)
+        .no_value(none)
         .line_width(0 if stacked else 1.5)
         .fill_opacity(70 if stacked else 0 if many else 10)
         .show_points(shapes.VisibilityMode.NEVER)
@@ -218,13 +227,19 @@ def lines(
 
 
 def bars(
-    title: str, kind: str, queries: Mapping[str, str], *, width: int = 8, height: int = 7
+    title: str,
+    kind: str,
+    queries: Mapping[str, str],
+    *,
+    width: int = 8,
+    height: int = 7,
+    none: str = "-",
 ) -> Panel:
     """Return a panel of horizontal bars, one for each series, as they are now."""
     panel = _panel(bargauge.Panel(), title, kind, queries, (width, height), now=True)
     return (
         panel.min(0)
-        .no_value("-")
+        .no_value(none)
         .display_mode(shapes.BarGaugeDisplayMode.BASIC)
         .text(common.VizTextDisplayOptions().title_size(14).value_size(18))
         .max_viz_height(48)
@@ -398,6 +413,8 @@ def _label_properties(label: str, *, is_last: bool) -> dict[str, Any]:
         properties["links"] = [{"title": f"Open this {_LINKED[label]}", "url": url}]
     if label in _WIDTHS and not is_last:
         properties["custom.width"] = _WIDTHS[label]
+    elif label in _LEAST_WIDTHS:
+        properties["custom.minWidth"] = _LEAST_WIDTHS[label]
     return properties
 
 
@@ -405,7 +422,7 @@ def _value_properties(title: str, *, is_sorted: bool) -> dict[str, Any]:
     kind = _KIND_OF.get(title, "count")
     unit, steps, _, decimals = _KINDS[kind]
     bar = kind in ("use", "scaling")
-    least = 165 if kind == "time" else 150 if bar else 64 if unit == "short" else 88
+    least = 165 if kind == "time" else 150 if bar else 64 if unit in _SHORT_UNITS else 88
     width = max(least, 20 + 8 * len(title) + (16 if is_sorted else 0))
     properties: dict[str, Any] = {"unit": unit, "custom.width": width}
     if decimals is not None:

@@ -47,6 +47,8 @@ def _per_day(name: str) -> str:
     return f"sum(sum_over_time({series}[1d])) / {_HOUR}"
 
 
+_NONE = "None yet: figures are stored once per hour"
+
 _ABOUT = """
 GPU-hours: GPUs of all jobs times hours, in the time range. Jobs appear an hour after their start.
 GPU active: Share of these hours with a kernel. Good: above 60 %. If lower, see the jobs below.
@@ -67,12 +69,13 @@ _CONTENT: list[Panel | str] = [
     figure("Unused", "amount", _unused(), width=5),
     figure("Jobs", "count", f"count(count by (cluster, jobid) ({_GPUS}))", width=5),
     figure("Energy", "energy", f"sum({_JOULES}) / {_HOUR}", width=5),
-    listing("Users", "user", _columns("user"), height=8, sort="Unused"),
-    listing("Accounts", "account", _columns("account"), height=8, sort="Unused"),
+    listing("Users", "user", _columns("user"), height=8, sort="Unused", none=_NONE),
+    listing("Accounts", "account", _columns("account"), height=8, sort="Unused", none=_NONE),
     listing(
         "Jobs with most unused GPU-hours",
         "jobid user name",
         _columns("jobid, user, name"),
+        none=_NONE,
         width=16,
         height=9,
         sort="Unused",

@@ -146,7 +146,6 @@ def slurm(
     users: Annotated[
         bool, typer.Option("--users", help="Show jobs and fairshare by user.")
     ] = False,
-    accounts: Annotated[bool, typer.Option("--accounts", help="Show jobs by account.")] = False,
     address_file: _AddressFile = None,
 ) -> None:
     """Export the cluster's queue, nodes and resources as Slurm shows them.
@@ -161,7 +160,6 @@ def slurm(
             source=source,
             interval=interval,
             users=users,
-            accounts=accounts,
         )
         _check_server(options.server(), "metrics of the cluster", _SLURM_PAGE)
     become_exporter("hpml_exporters.slurm", options.to_json())

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
 import subprocess
 import time
 from collections.abc import Iterator, Sequence
@@ -113,7 +114,9 @@ def _gpus(expected: Expected) -> NodeFinding:
     query = f"--query-gpu=index,{','.join(_QUERY)}"
     answer = _output([expected.nvidia_smi, query, "--format=csv,noheader"], _COMMAND_SECONDS)
     if answer is None:
-        found = f"nvidia-smi fails or hangs; {on_bus} GPUs on the PCI bus"
+        missing = shutil.which(expected.nvidia_smi) is None
+        why = "nvidia-smi is not installed" if missing else "nvidia-smi fails or hangs"
+        found = f"0 of {wanted} answer: {why}; {on_bus} on the PCI bus"
         return NodeFinding("GPUs", "error", found)
     gpus = [line.split(", ") for line in answer.splitlines() if line.strip()]
     if len(gpus) < wanted:

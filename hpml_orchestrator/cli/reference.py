@@ -158,7 +158,7 @@ hpml export node
     For a remote Prometheus, with TLS: hpml export node --listen :9445 --web-config web.yml
 hpml export slurm
     Export the cluster's queue and nodes: hpml export slurm
-    Jobs by user and account, too: hpml export slurm --users --accounts
+    Jobs and fairshare by user, too: hpml export slurm --users
 hpml export metrics
     The whole catalogue as JSON: hpml export metrics --json
 hpml targets

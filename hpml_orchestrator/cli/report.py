@@ -21,14 +21,13 @@ from hpml_orchestrator.cli.common import (
     store_of,
 )
 from hpml_orchestrator.cli.process import notice
+from hpml_orchestrator.cli.prometheus import chosen_prometheus
 from hpml_orchestrator.diagnosis.wording import markdown, text, to_json
 from hpml_orchestrator.errors import InputError, RecordError
 from hpml_orchestrator.records.files import write_text
 from hpml_orchestrator.runs.prometheus import Prometheus
 from hpml_orchestrator.runs.select import one_run
 from hpml_orchestrator.runs.status import state_of
-from hpml_orchestrator.site.profile import prometheus_of_site
-from hpml_orchestrator.spec.address import read_credentials
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -94,9 +93,8 @@ def report(
     if len(runs) > _COMPARED:
         raise InputError("one run is reported, two are compared", field="RUN", value=" ".join(runs))
     store = store_of(context)
-    url = prometheus or prometheus_of_site(os.environ, chosen=chosen_site(context)) or "none"
-    server = None if url == "none" else Prometheus(url, read_credentials(prometheus_auth))
     site = chosen_site(context)
+    server = chosen_prometheus(context, prometheus, prometheus_auth)
     submissions = [
         one_run(store.resolve(word), field="RUN", has="report") for word in runs or ["last"]
     ]

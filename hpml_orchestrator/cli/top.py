@@ -31,14 +31,12 @@ from hpml_orchestrator.cli.common import (
     store_of,
 )
 from hpml_orchestrator.cli.process import Stop, notice
+from hpml_orchestrator.cli.prometheus import chosen_prometheus
 from hpml_orchestrator.cli.terminal import GAP, fitting
 from hpml_orchestrator.errors import InputError, counted
 from hpml_orchestrator.records.run import user_name
 from hpml_orchestrator.records.texts import human_bytes, seconds_text
 from hpml_orchestrator.runs.live import LiveJobs
-from hpml_orchestrator.runs.prometheus import Prometheus
-from hpml_orchestrator.site.profile import prometheus_of_site
-from hpml_orchestrator.spec.address import read_credentials
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -73,9 +71,7 @@ def top(
     shows all of your jobs. q ends it; without a terminal it prints once.
     """
     store = store_of(context)
-    url = prometheus or prometheus_of_site(os.environ, chosen=chosen_site(context)) or "none"
-    login = read_credentials(prometheus_auth)
-    server = None if url == "none" else Prometheus(url, login)
+    server = chosen_prometheus(context, prometheus, prometheus_auth)
     if everybody and server is None:
         raise InputError("needs a Prometheus", field="--all-users", hint="--prometheus URL")
     jobs = LiveJobs(

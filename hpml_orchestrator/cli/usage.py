@@ -15,7 +15,6 @@ from hpml_orchestrator.cli.common import (
     JsonOption,
     PrometheusAuthOption,
     PrometheusOption,
-    chosen_site,
     print_json,
     print_table,
     refuse_empty,
@@ -23,6 +22,7 @@ from hpml_orchestrator.cli.common import (
     store_of,
 )
 from hpml_orchestrator.cli.process import notice
+from hpml_orchestrator.cli.prometheus import chosen_prometheus
 from hpml_orchestrator.errors import HpmlError, InputError, counted
 from hpml_orchestrator.records.files import write_text
 from hpml_orchestrator.records.run import user_name
@@ -34,8 +34,6 @@ from hpml_orchestrator.runs.reporting.usage import (
     recorded_usage,
     stored_usage,
 )
-from hpml_orchestrator.site.profile import prometheus_of_site
-from hpml_orchestrator.spec.address import read_credentials
 from hpml_orchestrator.spec.ages import parse_since
 
 if TYPE_CHECKING:
@@ -69,7 +67,11 @@ def usage(
     ] = "4w",
     user: Annotated[
         list[str],
-        typer.Option("--user", metavar="NAME", help="Only this user's jobs; may be repeated."),
+        typer.Option(
+            "--user",
+            metavar="NAME",
+            help="Only this user's jobs, from Prometheus; may be repeated.",
+        ),
     ] = [],
     account: Annotated[
         list[str],
@@ -108,8 +110,7 @@ def usage(
         printed={"--json": as_json, "--by": by if by != "job" else ""},
     )
     now = time.time()
-    url = prometheus or prometheus_of_site(os.environ, chosen=chosen_site(context)) or "none"
-    server = None if url == "none" else Prometheus(url, read_credentials(prometheus_auth))
+    server = chosen_prometheus(context, prometheus, prometheus_auth)
     if server is None:
         for option, given in {"--all-users": everybody, "--mail": mail, "--user": user}.items():
             if given:
@@ -180,6 +181,7 @@ def _to_json(row: Usage) -> dict[str, object]:
     return {
         **row.labels,
         **{name: value for name, value in asdict(row).items() if name != "labels"},
+        "finding": row.finding or None,
         "unused_hours": row.unused_hours,
         "active": row.active,
     }

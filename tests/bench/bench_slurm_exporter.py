@@ -128,7 +128,7 @@ def main() -> None:
     print(f"host: {platform.platform()}, Python {platform.python_version()}")
     runner = GeneratedRunner(jobs, nodes)
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss >> 10
-    collector = SlurmCollector(Commands(runner), users=True, accounts=True)
+    collector = SlurmCollector(Commands(runner), users=True)
     for refresh in range(3):
         began = time.process_time()
         list(collector.sample(refresh * INTERVAL_MIN))

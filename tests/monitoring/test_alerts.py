@@ -78,6 +78,15 @@ CASES: dict[str, dict[str, tuple[str, str]]] = {
         f'hpml_gpus{{{ON},state="up"}}': ("8x9 7", "7"),
         f'hpml_gpus{{{ON},state="lost"}}': ("0", "1"),
     },
+    "GpusFewerThanInSlurm": {
+        'hpml_slurm_node_gpus{node="n1",instance="s1"}': ("8", "7"),
+        'hpml_slurm_node_gpus{node="n2",instance="s1"}': ("8", "8"),  # its exporter is elsewhere
+        # One GPU that is split into two, and five others.
+        **{
+            f'hpml_gpu_info{{{ON},uuid="G{number}",mig="{mig}"}}': ("1", "1")
+            for number, mig in enumerate(["enabled", "1g.10gb", "1g.10gb", *[""] * 5])
+        },
+    },
     "GpuNvlinkDown": {
         f"hpml_gpu_nvlink_links{{{GPU}}}": ("18", "18"),
         f"hpml_gpu_nvlink_links_active{{{GPU}}}": ("17", "18"),
@@ -203,6 +212,32 @@ def test_alerts_fire_when_they_should(promtool: Promtool, tmp_path: Path) -> Non
     tests = [scene(alert, which) for alert in CASES for which in (0, 1)]
     path = tmp_path / "test.yml"
     path.write_text(json.dumps({"rule_files": files, "tests": tests}))
+    done = promtool("test", "rules", path)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+@pytest.mark.parametrize("looks", [True, False], ids=["looks", "--no-gpu"])
+def test_a_node_without_any_gpu_has_fewer_than_slurm(
+    *, looks: bool, promtool: Promtool, tmp_path: Path
+) -> None:
+    """A node whose exporter looks for GPUs in vain lacks all of them."""
+    expected = [{"labels": '{cluster="main",node="n1"}', "value": 8}] if looks else []
+    series = CONSTANT | {
+        'hpml_slurm_node_gpus{node="n1",instance="s1"}': "8",
+        f'hpml_exporter_collector_present{{{ON},collector="gpu"}}': "0" if looks else "_",
+    }
+    test = {
+        "input_series": [{"series": name, "values": value} for name, value in series.items()],
+        "promql_expr_test": [
+            {
+                "expr": ALERTS["GpusFewerThanInSlurm"]["expr"],
+                "eval_time": "0m",
+                "exp_samples": expected,
+            }
+        ],
+    }
+    path = tmp_path / "test.yml"
+    path.write_text(json.dumps({"tests": [test]}))
     done = promtool("test", "rules", path)
     assert done.returncode == 0, done.stdout + done.stderr
 

@@ -45,7 +45,7 @@ NOT_HERE = {
         "jobs of this cluster are in no control group"
     ),
     r'kind="(cache|shmem)"': "the same",
-    r"reservation|licenses|account_jobs|node_reason": "Slurm has none",
+    r"reservation|licenses|node_reason": "Slurm has none",
     r"min\(max by": "all runs of the sweep have as many ranks",
     r"jobs_ended|job_run_seconds|job_wait": "needs jobs that end",
     r"train_accuracy|train_mfu|comm_seconds|train_feed_refused": "the training reports none",

@@ -17,9 +17,7 @@ from tests.monitoring.prometheus_support import BootPrometheus, Promtool, static
 from tests.patience import eventually
 
 WAITS = (30, 240)  # seconds, one job each; in the buckets (10, 60] and (60, 300]
-NODE = Node(
-    "n1", "n1", frozenset({"IDLE", "DRAIN"}), "fan", ("main",), 8, 0, 1 << 30, 0, {"a100": 4}, {}
-)
+NODE = Node("n1", "n1", frozenset({"IDLE", "DRAIN"}), "fan", ("main",), 8, 0, {"a100": 4}, {})
 
 
 class FakeSource:
@@ -34,7 +32,7 @@ class FakeSource:
         """Return all jobs so far."""
         self.looks += 1
         ended = [
-            Job(f"{look}{state}", state, "", "main", "normal", "ada", "lab", 1, 1000, start, 5000)
+            Job(f"{look}{state}", state, "", "main", "normal", "ada", 1, 1000, start, 5000)
             for look in range(self.looks)
             for state, start in (("FAILED", 1000 + WAITS[0]), ("COMPLETED", 1000 + WAITS[1]))
         ]
@@ -78,7 +76,7 @@ def test_names_and_units(promtool: Promtool, address: str) -> None:
 
     text = eventually(page)
     shown = {spec.name for spec in SPECS if f"# HELP {spec.name} ".encode() in text}
-    absent = {"jobs", "jobs_pending", "user_jobs", "account_jobs"}
+    absent = {"jobs", "jobs_pending", "user_jobs"}
     assert {spec.name for spec in SPECS} - shown == {f"hpml_slurm_{name}" for name in absent}
     done = promtool("check", "metrics", text=text)
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")

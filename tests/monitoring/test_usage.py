@@ -113,6 +113,7 @@ def test_users_accounts_and_time(server: Prometheus, tmp_path: Path) -> None:
     assert told["total"]["gpu_hours"] == pytest.approx(160)
     assert told["rows"][0]["name"] == "lm"
     assert told["rows"][0]["active"] == pytest.approx(0.95)
+    assert told["rows"][0]["finding"] is None
 
 
 def test_letters(server: Prometheus, tmp_path: Path) -> None:

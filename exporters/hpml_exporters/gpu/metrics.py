@@ -139,25 +139,11 @@ TEMPERATURE_LIMIT = _gauge(
     "nvmlDeviceGetTemperatureThreshold, slowdown and memory maximum",
     "sensor",
 )
-FAN = _gauge(
-    "fan_speed_ratio", "Speed that the fan is set to, against its highest.", "nvmlDeviceGetFanSpeed"
-)
 CLOCK = _gauge(
     "clock_hertz",
     "Clock rate now, of the multiprocessors (sm) and of memory.",
     "nvmlDeviceGetClockInfo",
     "type",
-)
-CLOCK_MAX = _gauge(
-    "clock_max_hertz",
-    "Highest clock rate, of the multiprocessors (sm) and of memory.",
-    "nvmlDeviceGetMaxClockInfo",
-    "type",
-)
-PSTATE = _gauge(
-    "performance_state",
-    "Performance state (P-state), from 0 for the highest to 15.",
-    "nvmlDeviceGetPerformanceState",
 )
 THROTTLED = _counter(
     "throttled_seconds",
@@ -177,18 +163,6 @@ ECC_ERRORS = _counter(
     "ecc_errors",
     "Memory errors since the driver was loaded, corrected or uncorrected.",
     "nvmlDeviceGetFieldValues, fields 3 and 4",
-    "error",
-)
-ECC_LIFETIME = _counter(
-    "ecc_errors_lifetime",
-    "Memory errors in the life of the GPU, those of hpml_gpu_ecc_errors_total included.",
-    "nvmlDeviceGetFieldValues, fields 5 and 6",
-    "error",
-)
-RETIRED_PAGES = _gauge(
-    "retired_pages",
-    "Pages of GPU memory out of use, by the kind of error; newer GPUs remap rows instead.",
-    "nvmlDeviceGetFieldValues, fields 29 and 30",
     "error",
 )
 RETIRED_PENDING = _gauge(
@@ -238,16 +212,6 @@ PCIE_REPLAYS = _counter(
 PCIE_WIDTH = _gauge("pcie_link_width", "PCIe lanes in use.", "nvmlDeviceGetCurrPcieLinkWidth")
 PCIE_WIDTH_MAX = _gauge(
     "pcie_link_width_max", "PCIe lanes that GPU and slot can use.", "nvmlDeviceGetMaxPcieLinkWidth"
-)
-PCIE_GENERATION = _gauge(
-    "pcie_link_generation",
-    "PCIe generation in use; an idle GPU may lower it.",
-    "nvmlDeviceGetCurrPcieLinkGeneration",
-)
-PCIE_GENERATION_MAX = _gauge(
-    "pcie_link_generation_max",
-    "PCIe generation that GPU and slot can use.",
-    "nvmlDeviceGetMaxPcieLinkGeneration",
 )
 NVLINK = _counter(
     "nvlink_bytes",

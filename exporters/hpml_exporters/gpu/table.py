@@ -22,7 +22,6 @@ Series = tuple[str, tuple[str, ...]]
 _ALL_LINKS = (0xFFFFFFFF,)
 _LINKS = tuple(range(18))
 _LINK_UP = (1, 2)  # active, and asleep until there is traffic; 0: inactive, 3: traffic is disabled
-_PSTATE_UNKNOWN = 32
 
 
 def _percent(number: float) -> float:
@@ -164,10 +163,6 @@ def _call(name: str, convert: Callable[[int], float | None] = float, **more: int
     return Call((name,), convert, **more)  # type: ignore[arg-type]
 
 
-def _known_state(number: int) -> float | None:
-    return None if number == _PSTATE_UNKNOWN else float(number)
-
-
 _MEMORY = (*_memory(gpu.MEMORY_USED, 4, 2), *_memory(gpu.MEMORY_TOTAL, 1, 0))
 _ACTIVITY = (
     Row(gpu.SM_ACTIVE, GpmMetric(2), 1),
@@ -218,25 +213,17 @@ GPU: Sequence[Row] = (
         )
         for kind, sensor in ((1, "core"), (2, "memory"))
     ),
-    Row(gpu.FAN, _call("nvmlDeviceGetFanSpeed", _percent)),
     Row(gpu.CLOCK, _call("nvmlDeviceGetClockInfo", _MEGA, selector=1), 5, ("sm",)),
     Row(gpu.CLOCK, _call("nvmlDeviceGetClockInfo", _MEGA, selector=2), 5, ("memory",)),
-    Row(gpu.CLOCK_MAX, _call("nvmlDeviceGetMaxClockInfo", _MEGA, selector=1), 300, ("sm",)),
-    Row(gpu.CLOCK_MAX, _call("nvmlDeviceGetMaxClockInfo", _MEGA, selector=2), 300, ("memory",)),
-    Row(gpu.PSTATE, _call("nvmlDeviceGetPerformanceState", _known_state), 5),
     *(_throttled(reason) for reason in _REASONS),
     Row(gpu.ENCODER, _call("nvmlDeviceGetEncoderUtilization", _percent, pointers=2), 5),
     Row(gpu.DECODER, _call("nvmlDeviceGetDecoderUtilization", _percent, pointers=2), 5),
     Row(gpu.ECC_ERRORS, Field(3), labels=("corrected",)),
     Row(gpu.ECC_ERRORS, Field(4), labels=("uncorrected",)),
-    Row(gpu.ECC_LIFETIME, Field(5), labels=("corrected",)),
-    Row(gpu.ECC_LIFETIME, Field(6), labels=("uncorrected",)),
     Row(gpu.REMAPPED_ROWS, Field(142), labels=("correctable",)),
     Row(gpu.REMAPPED_ROWS, Field(143), labels=("uncorrectable",)),
     Row(gpu.REMAPPED_PENDING, Field(144)),
     Row(gpu.REMAPPED_FAILED, Field(145)),
-    Row(gpu.RETIRED_PAGES, Field(29), labels=("corrected",)),
-    Row(gpu.RETIRED_PAGES, Field(30), labels=("uncorrected",)),
     Row(gpu.RETIRED_PENDING, Field(31)),
     Row(gpu.PCIE, GpmMetric(20, _MEBI), 1, ("transmit",), "rate"),
     Row(gpu.PCIE, Field(197), 1, ("transmit",), "wraps"),
@@ -245,8 +232,6 @@ GPU: Sequence[Row] = (
     Row(gpu.PCIE_REPLAYS, Field(94)),
     Row(gpu.PCIE_WIDTH, _call("nvmlDeviceGetCurrPcieLinkWidth")),
     Row(gpu.PCIE_WIDTH_MAX, _call("nvmlDeviceGetMaxPcieLinkWidth"), 300),
-    Row(gpu.PCIE_GENERATION, _call("nvmlDeviceGetCurrPcieLinkGeneration")),
-    Row(gpu.PCIE_GENERATION_MAX, _call("nvmlDeviceGetMaxPcieLinkGeneration"), 300),
     Row(gpu.NVLINK, Field(138, _KIBI, _ALL_LINKS), 1, ("transmit",)),
     Row(gpu.NVLINK, GpmMetric(61, _MEBI), 1, ("transmit",), "rate"),
     Row(gpu.NVLINK, Field(139, _KIBI, _ALL_LINKS), 1, ("receive",)),

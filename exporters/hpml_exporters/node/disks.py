@@ -25,19 +25,9 @@ from hpml_orchestrator.records.mounts import Mount, parse_mounts
 __all__ = ["SPECS", "Disks", "local_mounts", "make"]
 
 _of_disk = partial(metric, labels="device", source="/proc/diskstats")
-_OPERATIONS = _of_disk(
-    "hpml_disk_operations_total",
-    "Operations that a local disk has completed since boot: read, write.",
-    labels="device op",
-)
 _READ = _of_disk("hpml_disk_read_bytes_total", "Bytes read from a local disk since boot.")
 _WRITTEN = _of_disk("hpml_disk_written_bytes_total", "Bytes written to a local disk since boot.")
 _BUSY = _of_disk("hpml_disk_busy_seconds_total", "Time in which a local disk had operations to do.")
-_WEIGHTED = _of_disk(
-    "hpml_disk_io_weighted_seconds_total",
-    "Time that operations spent in a disk and its queue, summed over operations: its rate is "
-    "how many are in flight on average.",
-)
 _space = partial(
     metric,
     labels="mountpoint fstype",
@@ -47,16 +37,13 @@ _SIZE = _space("hpml_filesystem_size_bytes", "Size of a local file system.")
 _FREE = _space(
     "hpml_filesystem_free_bytes", "Space of a local file system that users can still take."
 )
-SPECS = (_OPERATIONS, _READ, _WRITTEN, _BUSY, _WEIGHTED, _SIZE, _FREE)
+SPECS = (_READ, _WRITTEN, _BUSY, _SIZE, _FREE)
 
-_COLUMNS: tuple[tuple[MetricSpec, tuple[str, ...], int, float], ...] = (
-    # metric, labels after the device, field of diskstats, unit of the field
-    (_OPERATIONS, ("read",), 3, 1),
-    (_OPERATIONS, ("write",), 7, 1),
-    (_READ, (), 5, 512),  # sectors have 512 bytes here, whatever the disk's own
-    (_WRITTEN, (), 9, 512),
-    (_BUSY, (), 12, 1e-3),
-    (_WEIGHTED, (), 13, 1e-3),
+_COLUMNS: tuple[tuple[MetricSpec, int, float], ...] = (
+    # metric, field of diskstats, unit of the field
+    (_READ, 5, 512),  # sectors have 512 bytes here, whatever the disk's own
+    (_WRITTEN, 9, 512),
+    (_BUSY, 12, 1e-3),
 )
 _FIELDS = 14
 _MAX_DISKS = 64
@@ -91,8 +78,8 @@ class Disks:
         rows: dict[MetricSpec, list[Row]] = {spec: [] for spec in SPECS}
         disks = [fields for line in lines if self._is_disk(fields := line.split())]
         for fields in disks[:_MAX_DISKS]:
-            for spec, labels, column, unit in _COLUMNS:
-                rows[spec].append(((fields[2], *labels), int(fields[column]) * unit))
+            for spec, column, unit in _COLUMNS:
+                rows[spec].append(((fields[2],), int(fields[column]) * unit))
         for mount in local_mounts(parse_mounts(os.fsdecode(read(self._mountinfo)))):
             self._add_space(mount, rows)
         return families(rows)

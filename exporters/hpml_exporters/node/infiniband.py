@@ -52,13 +52,7 @@ _RATE = _of_port(
     "What a port's link can carry in each direction.",
     source=f"{_SOURCE}/rate",
 )
-_INFO = metric(
-    "hpml_infiniband_info",
-    "What a port is: its link layer, and the rate in the kernel's words.",
-    "device port link_layer rate",
-    source=f"{_SOURCE}/link_layer",
-)
-SPECS = (_RECEIVED, _TRANSMITTED, _WAIT, _EVENTS, _UP, _RATE, _INFO)
+SPECS = (_RECEIVED, _TRANSMITTED, _WAIT, _EVENTS, _UP, _RATE)
 
 _EVENT_FILES = (
     "counters/symbol_error counters/link_error_recovery counters/link_downed "
@@ -117,8 +111,6 @@ def _read_port(directory: str, port: tuple[str, str], rows: dict[MetricSpec, lis
                 break
     if state := text(f"{directory}/state"):
         rows[_UP].append((port, state.startswith(_ACTIVE)))
-    rate = text(f"{directory}/rate")
-    gigabits, _, unit_text = rate.partition(" ")
+    gigabits, _, unit_text = text(f"{directory}/rate").partition(" ")
     if unit_text.startswith("Gb/sec"):  # "100 Gb/sec (4X EDR)"
         rows[_RATE].append((port, float(gigabits) * 1e9 / 8))
-    rows[_INFO].append(((*port, text(f"{directory}/link_layer"), rate), 1))

@@ -32,7 +32,6 @@ __all__ = ["SPECS", "Nfs", "make"]
 
 _SOURCE = "/proc/self/mountstats"
 _of_export = partial(metric, labels="server export", source=_SOURCE)
-_MOUNTS = metric("hpml_nfs_mounts", "NFS file systems that are mounted here.", source=_SOURCE)
 _READ = _of_export(
     "hpml_nfs_read_bytes_total",
     "Bytes that came from the server (reads from the page cache are not in).",
@@ -55,7 +54,7 @@ _TIMEOUTS = _of_export(
     "hpml_nfs_timeouts_total",
     "Requests that met a major time-out: the server did not answer any try.",
 )
-SPECS = (_MOUNTS, _READ, _WRITTEN, _OPERATIONS, _ROUND_TRIP, _RETRANSMISSIONS, _TIMEOUTS)
+SPECS = (_READ, _WRITTEN, _OPERATIONS, _ROUND_TRIP, _RETRANSMISSIONS, _TIMEOUTS)
 
 _OPS = ("read", "write", "open", "other")
 _OP_OF = {"READ:": 0, "WRITE:": 1, "OPEN:": 2, "OPEN_NOATTR:": 2}
@@ -148,7 +147,6 @@ class Nfs:
         rows = self._totals.update(
             (name, mount.device, mount.values) for name, mount in zip(names, mounted, strict=True)
         )
-        rows[_MOUNTS] = [((), len({mount.device for mount in mounted}))]
         return families(rows)
 
     def close(self) -> None:

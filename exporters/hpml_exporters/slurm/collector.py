@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from bisect import bisect_left
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, TypeAlias
 
 from prometheus_client.core import Metric
@@ -47,16 +47,14 @@ class SlurmCollector:
         *,
         interval: float = INTERVAL_MIN,
         users: bool = False,
-        accounts: bool = False,
     ) -> None:
         """Prepare; see SlurmOptions for the arguments."""
         self.interval = max(interval, INTERVAL_MIN)
         self._source = source
-        self._users, self._accounts = users, accounts
+        self._users = users
         self._history = _History()
         self._last: list[Metric] = []
-        self._refreshed = self._duration = 0.0
-        self._failures = self._in_a_row = 0
+        self._in_a_row = 0
         self._due = 0.0
         self._reason = ""
 
@@ -72,43 +70,28 @@ class SlurmCollector:
                 self._in_a_row = 0
             except SchedulerUnavailable as error:
                 self._reason = str(error)
-                self._failures += 1
                 self._in_a_row += 1
                 pause = min(self.interval * 2**self._in_a_row, _BACK_OFF_MAX)
                 self._due = now + pause - self.interval / 2
-        shown = [*self._last, *self._own()]
         if self._in_a_row:
-            raise StaleError(self._reason, shown)
-        return shown
+            raise StaleError(self._reason, self._last)
+        return self._last
 
     def close(self) -> None:
         """Nothing is open between two refreshes."""
 
     def _refresh(self) -> None:
-        began = time.monotonic()
         view = self._source.read()
         jobs = list(view.jobs)
         self._history.note(jobs)
         rows = self._job_rows(jobs) | self._history.rows()
+        rows[m.AGE] = [((), time.time())]
         self._last = families(rows | _node_rows(view.nodes) | _other_rows(view))
-        self._refreshed, self._duration = time.time(), time.monotonic() - began
-
-    def _own(self) -> list[Metric]:
-        rows: _Rows = {
-            m.UP: [((), self._in_a_row == 0)],
-            m.FAILURES: [((), self._failures)],
-            m.SOURCE: [((self._source.name,), 1)],
-        }
-        if self._refreshed:
-            rows[m.AGE] = [((), self._refreshed)]
-            rows[m.DURATION] = [((), self._duration)]
-        return families(rows)
 
     def _job_rows(self, jobs: list[Job]) -> _Rows:
         states: _Counts = Counter()
         reasons: _Counts = Counter()
         users: _Counts = Counter()
-        accounts: _Counts = Counter()
         for job in jobs:
             if job.state in ENDED:
                 continue
@@ -118,13 +101,10 @@ class SlurmCollector:
                 reasons[job.partition, job.reason] += job.tasks
             if self._users:
                 users[job.user, state] += job.tasks
-            if self._accounts:
-                accounts[job.account, state] += job.tasks
         return {
             m.JOBS: states.items(),
             m.REASONS: reasons.items(),
             m.USER_JOBS: _capped(users).items(),
-            m.ACCOUNT_JOBS: _capped(accounts).items(),
         }
 
 
@@ -136,7 +116,6 @@ class _History:
         self._ended_before: set[tuple[str, int]] = set()
         self._ended: _Counts = Counter()
         self._waited: dict[str, _Times] = defaultdict(_Times)
-        self._ran: dict[str, _Times] = defaultdict(_Times)
 
     def note(self, jobs: Iterable[Job]) -> None:
         """Compare the queue with that of the last refresh; the first one only sets the scene."""
@@ -155,8 +134,6 @@ class _History:
                 ended.add(over)
                 if not first and over not in self._ended_before:
                     self._ended[job.partition, job.state.lower()] += job.tasks
-                    if has_run:
-                        self._ran[job.partition].add(job.end - job.start)
         self._started, self._ended_before = now, ended
 
     def rows(self) -> _Rows:
@@ -164,7 +141,6 @@ class _History:
         return {
             m.ENDED_JOBS: self._ended.items(),
             m.WAIT: [((name,), times.histogram()) for name, times in self._waited.items()],
-            m.RUN: [((name,), times.histogram()) for name, times in self._ran.items()],
         }
 
 
@@ -201,28 +177,22 @@ def _node_rows(nodes: Iterable[Node]) -> _Rows:
     reasons: list[Row] = []
     for node in nodes:
         counts[m.NODES][(node.state,)] += 1
-        for partition in node.partitions:
-            counts[m.PARTITION_NODES][partition, node.state] += 1
-        for whole, parts, kind, total, allocated in _resources(node):
-            rest = "idle" if node.usable else "down"
+        rest = "idle" if node.usable else "down"
+        counts[m.CPUS][("allocated",)] += node.cpus_allocated
+        counts[m.CPUS][(rest,)] += max(node.cpus - node.cpus_allocated, 0)
+        if node.gpus:
+            counts[m.NODE_GPUS][(node.name,)] = sum(node.gpus.values())
+        # Slurm may give the type of GPUs in only one of its two fields.
+        every = sum(node.gpus_allocated.values()) if len(node.gpus) == 1 else 0
+        for kind, total in node.gpus.items():
+            allocated = node.gpus_allocated.get(kind, every)
             for state, amount in (("allocated", allocated), (rest, max(total - allocated, 0))):
-                counts[whole][*kind, state] += amount
+                counts[m.GPUS][kind, state] += amount
                 for partition in node.partitions:
-                    counts[parts][partition, *kind, state] += amount
+                    counts[m.PARTITION_GPUS][partition, kind, state] += amount
         if node.reason:
             reasons.append(((node.name, node.state, node.reason), 1))
     return {**{spec: found.items() for spec, found in counts.items()}, m.REASON: reasons}
-
-
-def _resources(node: Node) -> Iterator[tuple[MetricSpec, MetricSpec, tuple[str, ...], int, int]]:
-    """Yield metrics of cluster and partition, the GPU's type, total and allocated amounts."""
-    yield m.CPUS, m.PARTITION_CPUS, (), node.cpus, node.cpus_allocated
-    yield m.MEMORY, m.PARTITION_MEMORY, (), node.memory, node.memory_allocated
-    # Slurm may give the type of GPUs in only one of its two fields.
-    every = sum(node.gpus_allocated.values()) if len(node.gpus) == 1 else 0
-    for kind, total in node.gpus.items():
-        allocated = node.gpus_allocated.get(kind, every)
-        yield m.GPUS, m.PARTITION_GPUS, (kind,), total, allocated
 
 
 def _other_rows(view: View) -> _Rows:

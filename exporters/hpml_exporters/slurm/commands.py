@@ -17,18 +17,15 @@ from hpml_orchestrator.scheduler.command import Runner, SubprocessRunner
 from hpml_orchestrator.scheduler.slurm.ask import ask, slurm_error
 from hpml_orchestrator.scheduler.slurm.parse import parse_time
 from hpml_orchestrator.scheduler.slurm.records import node_states, parse_records, parse_rows
-from hpml_orchestrator.spec.values import MIB, read_gres
+from hpml_orchestrator.spec.values import read_gres
 
 __all__ = ["Commands", "count_tasks", "head_of_reason"]
 
 _UNIT, _RECORD = "\x1f", "\x1e"
 _JOB_FIELDS = (
-    "JobArrayID State Reason Partition QOS UserName Account EligibleTime StartTime EndTime".split()
+    "JobArrayID State Reason Partition QOS UserName EligibleTime StartTime EndTime".split()
 )
-_NODE_FIELDS = (
-    "NodeHost NodeAddr StateComplete Partition CPUsState AllocMem Memory Gres GresUsed "
-    "Reason".split()
-)
+_NODE_FIELDS = "NodeHost NodeAddr StateComplete Partition CPUsState Gres GresUsed Reason".split()
 _SHARE_FIELDS = "Account,User,FairShare"
 _TIMEOUT_SECONDS = 60.0
 Rare: TypeAlias = tuple[
@@ -44,17 +41,8 @@ _SDIAG = {
     "Server thread count": "server_thread_count",
     "Agent queue size": "agent_queue_size",
     "DBD Agent queue size": "dbd_agent_queue_size",
-    "Jobs submitted": "jobs_submitted",
-    "Jobs started": "jobs_started",
     "main Last cycle": "schedule_cycle_last",
-    "main Mean cycle": "schedule_cycle_mean",
-    "main Total cycles": "schedule_cycle_counter",
-    "main Last queue length": "schedule_queue_length",
-    "backfill Total backfilled jobs (since last slurm start)": "backfilled_jobs",
     "backfill Last cycle": "backfill_cycle_last",
-    "backfill Mean cycle": "backfill_cycle_mean",
-    "backfill Total cycles": "backfill_cycle_counter",
-    "backfill Last depth cycle": "backfill_last_depth",
 }
 _SDIAG_LINE = re.compile(r"^\s*([A-Z][^:]*):\s+(\d+)\s*$", re.ASCII)
 
@@ -128,7 +116,7 @@ def _jobs_of(text: str) -> Iterator[Job]:
         SchedulerUnavailable: the last row is cut off.
     """
     for fields in _rows(text, len(_JOB_FIELDS), "squeue"):
-        job_id, state, reason, partition, qos, user, account, eligible, start, end = fields
+        job_id, state, reason, partition, qos, user, eligible, start, end = fields
         pending = state == "PENDING"
         yield Job(
             job_id,
@@ -137,7 +125,6 @@ def _jobs_of(text: str) -> Iterator[Job]:
             partition,
             qos,
             user,
-            account,
             count_tasks(job_id) if "[" in job_id else 1,
             _seconds(eligible),
             0 if pending else _seconds(start),
@@ -158,7 +145,7 @@ def _nodes_of(text: str) -> list[Node]:
         first.setdefault(fields[0], fields)
     nodes = []
     for name, row in first.items():
-        _, address, states, _, cpus, allocated, memory, gres, used, reason = row
+        _, address, states, _, cpus, gres, used, reason = row
         counts = [_number(part) for part in cpus.split("/")]  # allocated/idle/other/total
         nodes.append(
             Node(
@@ -169,8 +156,6 @@ def _nodes_of(text: str) -> list[Node]:
                 partitions=tuple(dict.fromkeys(filter(None, partitions[name]))),
                 cpus=counts[-1],
                 cpus_allocated=counts[0],
-                memory=_number(memory) * MIB,
-                memory_allocated=_number(allocated) * MIB,
                 gpus=_gpus(gres),
                 gpus_allocated=_gpus(used),
             )

@@ -22,11 +22,7 @@ def _spec(
 
 _OWN, _SQUEUE, _SINFO, _SCONTROL = "exporter", "squeue", "sinfo", "scontrol"
 
-UP = _spec(_OWN, "up", "", "Whether the last refresh succeeded; if not, older figures are shown.")
 AGE = _spec(_OWN, "last_refresh_timestamp_seconds", "", "When the figures shown here were read.")
-DURATION = _spec(_OWN, "refresh_duration_seconds", "", "How long the last successful refresh took.")
-FAILURES = _spec(_OWN, "refresh_failures_total", "", "Refreshes that failed.")
-SOURCE = _spec(_OWN, "source_info", "source", "Where the figures come from.")
 
 JOBS = _spec(_SQUEUE, "jobs", "state partition qos", "Jobs that have not ended.")
 REASONS = _spec(
@@ -35,37 +31,21 @@ REASONS = _spec(
 USER_JOBS = _spec(
     _SQUEUE, "user_jobs", "user state", "Jobs of a user that have not ended (--users)."
 )
-ACCOUNT_JOBS = _spec(
-    _SQUEUE, "account_jobs", "account state", "Jobs of an account that have not ended (--accounts)."
-)
 ENDED_JOBS = _spec(_SQUEUE, "jobs_ended_total", "partition state", "Jobs that ended.")
 WAIT = _spec(
     *(_SQUEUE, "job_wait_seconds", "partition"),
     "Time from being eligible to the start, of jobs that started.",
     "histogram",
 )
-RUN = _spec(
-    *(_SQUEUE, "job_run_seconds", "partition"),
-    "Time from the start to the end, of jobs that ended.",
-    "histogram",
-)
 
 NODES = _spec(_SINFO, "nodes", "state", "Nodes by state.")
-PARTITION_NODES = _spec(
-    *(_SINFO, "partition_nodes", "partition state"),
-    "Nodes of a partition by state; a node may be in several.",
-)
 REASON = _spec(_SINFO, "node_reason_info", "node state reason", "Why a node is drained or down.")
 CPUS = _spec(_SINFO, "cpus", "state", "CPUs: allocated, idle, or down with their node.")
-PARTITION_CPUS = _spec(_SINFO, "partition_cpus", "partition state", "CPUs of a partition's nodes.")
-MEMORY = _spec(_SINFO, "memory_bytes", "state", "Memory: allocated, idle or down.")
-PARTITION_MEMORY = _spec(
-    _SINFO, "partition_memory_bytes", "partition state", "Memory of a partition's nodes."
-)
 GPUS = _spec(_SINFO, "gpus", "type state", "GPUs: allocated, idle, or down with their node.")
 PARTITION_GPUS = _spec(
     _SINFO, "partition_gpus", "partition type state", "GPUs of a partition's nodes."
 )
+NODE_GPUS = _spec(_SINFO, "node_gpus", "node", "GPUs of a node by its Gres in slurm.conf.")
 
 LICENSES = _spec(_SCONTROL, "licenses", "license", "Licences that there are.")
 LICENSES_USED = _spec(_SCONTROL, "licenses_used", "license", "Licences in use.")
@@ -90,24 +70,14 @@ STATISTICS = {
         ("server_thread_count", "threads", "Threads of slurmctld."),
         ("agent_queue_size", "agent_queue", "Messages that wait to be sent."),
         ("dbd_agent_queue_size", "dbd_queue", "Messages that wait for slurmdbd."),
-        ("jobs_submitted", "jobs_submitted_total", "Jobs submitted since sdiag's last reset."),
-        ("jobs_started", "jobs_started_total", "Jobs started since sdiag's last reset."),
-        ("schedule_cycle_counter", "cycles_total", "Cycles of the main scheduler since the reset."),
         ("schedule_cycle_last", "cycle_seconds", "Length of the last main cycle."),
-        ("schedule_cycle_mean", "cycle_mean_seconds", "Mean length of main cycles."),
-        ("schedule_queue_length", "queue_length", "Jobs that the last main cycle looked at."),
-        ("backfilled_jobs", "backfilled_jobs_total", "Jobs started by backfill."),
-        ("backfill_cycle_counter", "backfill_cycles_total", "Backfill cycles since the reset."),
         ("backfill_cycle_last", "backfill_cycle_seconds", "Length of the last backfill."),
-        ("backfill_cycle_mean", "backfill_cycle_mean_seconds", "Mean length of backfills."),
-        ("backfill_last_depth", "backfill_depth", "Jobs that the last backfill considered."),
     )
 }
 """Metrics of Slurm's statistics by pyslurm's names; Slurm gives times in microseconds."""
 
 SPECS: tuple[MetricSpec, ...] = (
-    *(UP, AGE, DURATION, FAILURES, SOURCE, JOBS, REASONS, USER_JOBS, ACCOUNT_JOBS, ENDED_JOBS),
-    *(WAIT, RUN, NODES, PARTITION_NODES, REASON, CPUS, PARTITION_CPUS, MEMORY, PARTITION_MEMORY),
-    *(GPUS, PARTITION_GPUS, LICENSES, LICENSES_USED, RESERVATION_NODES, RESERVATION_START),
-    *(RESERVATION_END, FAIRSHARE, *STATISTICS.values()),
+    *(AGE, JOBS, REASONS, USER_JOBS, ENDED_JOBS, WAIT, NODES, REASON, CPUS),
+    *(GPUS, PARTITION_GPUS, NODE_GPUS, LICENSES, LICENSES_USED, RESERVATION_NODES),
+    *(RESERVATION_START, RESERVATION_END, FAIRSHARE, *STATISTICS.values()),
 )

@@ -13,7 +13,6 @@ from hpml_exporters.slurm.view import Job, Node, View
 from hpml_orchestrator.errors import SchedulerUnavailable
 from hpml_orchestrator.scheduler.command import check_configuration
 from hpml_orchestrator.scheduler.slurm.records import node_states
-from hpml_orchestrator.spec.values import MIB
 
 __all__ = ["Native", "job_of", "node_of"]
 
@@ -62,7 +61,6 @@ def job_of(job: Any) -> Job:
         partition=job.partition or "",
         qos=job.qos or "",
         user=job.user_name or "",
-        account=job.account or "",
         tasks=count_tasks(job_id) if waiting else 1,
         eligible=job.eligible_time or 0,
         start=0 if pending else job.start_time or 0,
@@ -80,8 +78,6 @@ def node_of(node: Any) -> Node:
         partitions=tuple(node.partitions),
         cpus=node.total_cpus,
         cpus_allocated=node.allocated_cpus or 0,
-        memory=(node.real_memory or 0) * MIB,
-        memory_allocated=(node.allocated_memory or 0) * MIB,
         gpus=_gpus(node.configured_gres),
         gpus_allocated=_gpus(node.allocated_gres),
     )

@@ -29,7 +29,7 @@ class SlurmOptions:
         listen, web_config, address_file: as of a node's exporter.
         source: one of SOURCES; auto is pyslurm if it can be imported, else commands.
         interval: seconds between two refreshes, 30 at least.
-        users, accounts: show jobs by user, by account.
+        users: show jobs and fairshare by user.
     """
 
     listen: str = "127.0.0.1:9446"
@@ -38,7 +38,6 @@ class SlurmOptions:
     source: str = "auto"
     interval: float = INTERVAL_MIN
     users: bool = False
-    accounts: bool = False
 
     def __post_init__(self) -> None:
         """Refuse wrong values."""
@@ -82,9 +81,7 @@ class SlurmOptions:
             ImportError: pyslurm was asked for and cannot be imported.
             SchedulerUnavailable: it needs a slurm.conf that is not there.
         """
-        return SlurmCollector(
-            self._source(), interval=self.interval, users=self.users, accounts=self.accounts
-        )
+        return SlurmCollector(self._source(), interval=self.interval, users=self.users)
 
     def _source(self) -> Source:
         # Only the chosen source is imported: the exporter stays small.

@@ -32,7 +32,6 @@ class Job(NamedTuple):
     partition: str
     qos: str
     user: str
-    account: str
     tasks: int
     eligible: int
     start: int
@@ -41,7 +40,7 @@ class Job(NamedTuple):
 
 @dataclass(frozen=True)
 class Node:
-    """One node and what is allocated of it; memory in bytes, GPUs by type."""
+    """One node and what is allocated of it; GPUs by type."""
 
     name: str
     address: str
@@ -50,8 +49,6 @@ class Node:
     partitions: tuple[str, ...]
     cpus: int
     cpus_allocated: int
-    memory: int
-    memory_allocated: int
     gpus: Mapping[str, int]
     gpus_allocated: Mapping[str, int]
 

@@ -142,7 +142,7 @@ def test_a_fit_node(node: Path, smi: Path) -> None:
         ({"gpus.csv": "0, No, No, 0\n"}, "GPUs", "1 of 2 answer"),
         ({"gpus.csv": "0, Yes, No, 0\n1, No, No, 0\n"}, "GPUs", "GPU 0: a memory row could not"),
         ({"gpus.csv": "0, No, No, 0\n1, No, No, 3\n"}, "GPUs", "GPU 1: uncorrected memory"),
-        ({"smi": "#!/bin/sh\nexit 9\n"}, "GPUs", "nvidia-smi fails or hangs; 2 GPUs on the PCI"),
+        ({"smi": "#!/bin/sh\nexit 9\n"}, "GPUs", "0 of 2 answer: nvidia-smi fails or hangs; 2 on"),
         ({"sys/devices/system/edac/mc/mc1/ue_count": "1"}, "memory", "1 uncorrected error"),
         ({"sys/class/hwmon/hwmon0/temp2_input": "100000"}, "temperatures", "coretemp has 100 °C"),
         ({f"sys/{PORT.format(number=1)}/state": "1: DOWN"}, "InfiniBand", "mlx5_1/1 is DOWN"),
@@ -174,6 +174,14 @@ def test_warnings(node: Path, smi: Path) -> None:
     assert found["GPUs"][0] == "warning"
     assert found["InfiniBand"] == ("warning", "1 of 2 ports active")
     assert judged(node, gpus=8)["GPUs"] == ("error", "2 of 8 answer")
+
+
+def test_a_node_without_the_driver(node: Path) -> None:
+    """No GPU answers where nvidia-smi is not installed."""
+    assert judged(node, nvidia_smi=str(node / "none"), gpus=4)["GPUs"] == (
+        "error",
+        "0 of 4 answer: nvidia-smi is not installed; 2 on the PCI bus",
+    )
 
 
 def test_the_command(tmp_path: Path) -> None:

@@ -132,6 +132,10 @@ def test_without_a_terminal(hpml: Hpml, job: str) -> None:
 def test_refusals_and_problems(hpml: Hpml, shell: Shell, job: str) -> None:
     """What is missing is named in one line; jobs are shown if they can be."""
     assert hpml("top", "--all-users").refuses(2, "--all-users", "needs a Prometheus")
+    assert hpml("top", "--prometheus-auth", "nowhere").code == 0  # read for a Prometheus only
+    assert hpml("top", "--prometheus", "http://p", "--prometheus-auth", "nowhere").refuses(
+        2, "--prometheus-auth", "nowhere"
+    )
     assert hpml("top", "--prometheus", "prom:9090").refuses(2, "--prometheus", "http or https")
     down = hpml("top", "--prometheus", "http://u:word@127.0.0.1:1")
     assert (down.code, "endless" in down.out) == (0, True)
