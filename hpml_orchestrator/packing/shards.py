@@ -35,8 +35,7 @@ from hpml_orchestrator.staging.faults import (
 from hpml_orchestrator.staging.plan import scan_tree
 from hpml_orchestrator.staging.progress import Tally
 from hpml_orchestrator.staging.request import TREE_SHARD
-from hpml_orchestrator.staging.source import BLOCK_BYTES
-from hpml_orchestrator.staging.sources import TreeSource
+from hpml_orchestrator.staging.source import BLOCK_BYTES, TreeSource
 from hpml_orchestrator.staging.space import Need, check_room, file_system_type, room_at
 
 if TYPE_CHECKING:

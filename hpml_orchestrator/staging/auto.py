@@ -21,9 +21,9 @@ from hpml_orchestrator.staging.space import MEMORY_TYPES, file_system_type, fits
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from hpml_orchestrator.staging.source import Supply
     from hpml_orchestrator.staging.space import Need, Room
     from hpml_orchestrator.staging.stage import CopyStager
+    from hpml_orchestrator.staging.supply import Supply
 
 __all__ = ["Choice", "Outcome", "misfit", "own_storage", "stage_chosen"]
 
@@ -117,7 +117,7 @@ def _choose(
     faults = dict(refusals)
     fitting = {}
     for target in (one for one in _TARGETS if not refusals[one]):
-        if stager.has(replace(request, target=target), supply):
+        if stager.has(target, supply):
             there = f"a copy is at {target} already"
             return choice(target, "a copy is there already", {}, there)
     for target in (one for one in _TARGETS if not refusals[one]):

@@ -43,6 +43,7 @@ from hpml_orchestrator.staging.link import (
 )
 from hpml_orchestrator.staging.manifest import Listing, tree_digest
 from hpml_orchestrator.staging.space import readers_for
+from hpml_orchestrator.staging.supply import Supply
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -54,7 +55,8 @@ if TYPE_CHECKING:
     from hpml_orchestrator.staging.link import Place
     from hpml_orchestrator.staging.plan import Plan
     from hpml_orchestrator.staging.progress import Progress
-    from hpml_orchestrator.staging.sources import LocalSupply
+    from hpml_orchestrator.staging.request import StageRequest
+    from hpml_orchestrator.staging.supply import LocalSupply
 
 __all__ = ["Follower", "Head"]
 
@@ -70,17 +72,19 @@ class PeerFailedError(StagingError):
     """Another node of the chain ended; its reason is in the message."""
 
 
-class _Member:
-    """A node in the chain, and a `Supply`.
+class _Member(Supply):
+    """A node in the chain.
 
     Args:
+        request: what is staged.
         place: this node's.
         secret: the job's.
     """
 
     method = "chain"
 
-    def __init__(self, place: Place, secret: bytes) -> None:
+    def __init__(self, request: StageRequest, place: Place, secret: bytes) -> None:
+        super().__init__(request)
         self._place = place
         self._secret = secret
         self._inbox: queue.Queue[tuple[Any, str, Any, bytes]] = queue.Queue(_MOST_MESSAGES)
@@ -284,10 +288,14 @@ class Head(_Member):
     def __init__(
         self, local: LocalSupply, place: Place, secret: bytes, options: CopyOptions
     ) -> None:
-        super().__init__(place, secret)
+        super().__init__(local.request, place, secret)
         self._local = local
         self._options = dataclasses.replace(options, hash=True, processes=1)
-        self.kind = local.kind
+
+    @property
+    def kind(self) -> str:
+        """The source's kind."""
+        return self._local.kind
 
     def plan(self) -> Plan:
         """Look at the source, and pass the plan on; see `Supply`."""

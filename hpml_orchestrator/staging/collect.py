@@ -19,7 +19,7 @@ from hpml_orchestrator.staging.manifest import Listing, tree_digest
 from hpml_orchestrator.staging.plan import NO_FILE, scan_file, scan_tree
 from hpml_orchestrator.staging.progress import Progress
 from hpml_orchestrator.staging.request import StagingStopped
-from hpml_orchestrator.staging.sources import TreeSource
+from hpml_orchestrator.staging.source import TreeSource
 
 if TYPE_CHECKING:
     from hpml_orchestrator.staging.faults import Retry

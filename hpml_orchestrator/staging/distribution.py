@@ -19,7 +19,7 @@ from hpml_orchestrator.staging.copy import CopyOptions
 from hpml_orchestrator.staging.faults import Retry, shown, why
 from hpml_orchestrator.staging.link import SECRET_BYTES, START
 from hpml_orchestrator.staging.request import kind_of
-from hpml_orchestrator.staging.sources import LocalSupply, open_source
+from hpml_orchestrator.staging.supply import LocalSupply, open_source
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -27,7 +27,8 @@ if TYPE_CHECKING:
     from hpml_orchestrator.staging.link import Place
     from hpml_orchestrator.staging.plan import Plan
     from hpml_orchestrator.staging.request import StageRequest
-    from hpml_orchestrator.staging.source import Source, Supply
+    from hpml_orchestrator.staging.source import Source
+    from hpml_orchestrator.staging.supply import Supply
 
 __all__ = ["METHODS", "Rates", "Way", "choose", "seconds_of", "supply_for"]
 
@@ -170,14 +171,14 @@ def supply_for(
         told = place.start()
         method = str(told["method"])
         if method == "chain":
-            return Follower(place, bytes.fromhex(str(told["secret"])))
+            return Follower(request, place, bytes.fromhex(str(told["secret"])))
     reading = options or CopyOptions()
     asked = method
     try:
         if asked != "shared":
             place.post("0", node=place.node)
         source = _open(request, Retry(time.sleep, place.should_stop), most_bytes, reading)
-        supply = LocalSupply(source, options_of_all or reading)
+        supply = LocalSupply(request, source, options_of_all or reading)
         if method == "auto":
             method = _decide(request, supply.plan(), place.nodes, rates, tell)
         secret = secrets.token_bytes(SECRET_BYTES)

@@ -32,7 +32,7 @@ from hpml_orchestrator.staging import StageRequest
 from hpml_orchestrator.staging.copy import CopyOptions, copy
 from hpml_orchestrator.staging.faults import Retry
 from hpml_orchestrator.staging.progress import Progress
-from hpml_orchestrator.staging.sources import open_source
+from hpml_orchestrator.staging.supply import open_source
 
 CPUS = len(os.sched_getaffinity(0))
 Way = Callable[[Path], None]

@@ -24,7 +24,10 @@ from hpml_orchestrator.staging import (
 )
 from hpml_orchestrator.staging.area import JobArea
 from hpml_orchestrator.staging.faults import Retry
+from hpml_orchestrator.staging.files import NameLock
 from hpml_orchestrator.staging.manifest import Listing, Manifest, manifest_path
+from hpml_orchestrator.staging.source import TreeSource
+from hpml_orchestrator.staging.supply import LocalSupply
 from tests.patience import eventually
 
 if TYPE_CHECKING:
@@ -32,7 +35,6 @@ if TYPE_CHECKING:
     from multiprocessing.context import ForkProcess
 
     from hpml_orchestrator.staging.area import Entry
-    from hpml_orchestrator.staging.files import NameLock
     from hpml_orchestrator.staging.progress import OnProgress
 
 FORK = multiprocessing.get_context("fork")
@@ -347,12 +349,16 @@ CHANGES: dict[str, Callable[[Path], object]] = {
     "link": lambda root: (root / "link").symlink_to("one.bin"),
     "hard link": lambda root: (root / "again").hardlink_to(root / "one.bin"),
     "directory": lambda root: (root / "empty" / "new").mkdir(),
+    "mode of the top": lambda root: root.chmod(0o700),
+    "link's text": lambda root: os.replace(root / "a" / "new link", root / "a" / "old link"),
 }
 
 
 @pytest.mark.parametrize("change", CHANGES)
 def test_a_changed_source_is_another_entry(base: Path, source: Path, change: str) -> None:
     """Whatever changed, the old data is not taken for the new."""
+    (source / "a" / "old link").symlink_to("two.txt")
+    (source / "a" / "new link").symlink_to("deep")
     first, second = stager(base, "1.0"), stager(base, "2.0")
     first.stage(kept(source))
     CHANGES[change](source)
@@ -373,7 +379,7 @@ def test_kept_data_is_found_by_the_time_of_its_source(
     first.stage(wanted)
     os.utime(source / "a" / "two.txt", (5, 5))
     with monkeypatch.context() as blind:
-        blind.setattr("hpml_orchestrator.staging.sources.scan_tree", None)
+        blind.setattr("hpml_orchestrator.staging.source.scan_tree", None)
         assert second.stage(wanted).reused
     (source / "new").touch()
     third = stager(base, "3.0")
@@ -421,4 +427,18 @@ def test_contents_are_looked_at_after_a_crash_of_the_machine(
     assert contents(result.path) == contents(source)
     if change == "nothing":
         assert json.loads(record.read_text())["boot_id"] == owner["boot_id"]
+    later.cleanup()
+
+
+def test_a_chain_does_not_wait_for_another_jobs_copy(base: Path, source: Path) -> None:
+    """Two chains that wait for each other on two nodes would never end: it makes its own copy."""
+    earlier, later = stager(base, "1.0"), stager(base, "2.0")
+    earlier.stage(kept(source))
+    retry = Retry(lambda _seconds: None)
+    supply = LocalSupply(kept(source), TreeSource(str(source), retry))
+    supply.method = "chain"  # of one node
+    with NameLock(f"{entries(base)[0]}/.data.lock", retry):
+        result = later.stage(supply.request, supply)
+    assert (result.method, result.reused, result.kept) == ("chain", False, False)
+    earlier.cleanup()
     later.cleanup()

@@ -6,6 +6,7 @@ import errno
 import os
 import socket
 import stat
+import subprocess
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -71,15 +72,23 @@ def test_a_file_lies_in_a_directory(stager: CopyStager, source: Path) -> None:
     assert os.listdir(result.path) == ["link.bin"]
 
 
-def test_modes_lose_set_bits_and_umask(stager: CopyStager, source: Path) -> None:
+@pytest.mark.parametrize("kind", ["tree", "tar"])
+def test_modes_lose_set_bits_and_umask(
+    stager: CopyStager, source: Path, tmp_path: Path, kind: str
+) -> None:
     """No setuid, setgid or sticky; the umask holds; the owner can always read and write."""
     (source / "one.bin").chmod(0o6777)
     (source / "a" / "two.txt").chmod(0o444)
     (source / "a").chmod(0o3777)
     (source / "empty").chmod(0o555)
+    source.chmod(0o7755)
+    given = source
+    if kind == "tar":
+        given = tmp_path / "x.tar"
+        subprocess.run(["tar", "cf", given, "-C", source, "."], check=True)
     old = os.umask(0o027)
     try:
-        path = Path(stager.stage(shm(source)).path)
+        path = Path(stager.stage(shm(given)).path)
     finally:
         os.umask(old)
     modes = {name: node[1] for name, node in picture(path).items()}
@@ -87,7 +96,8 @@ def test_modes_lose_set_bits_and_umask(stager: CopyStager, source: Path) -> None
     assert modes["a/two.txt"] == 0o640
     assert modes["a"] == 0o750
     assert modes["empty"] == 0o750
-    assert stat.S_IMODE(os.stat(path / "a").st_mode) == 0o750
+    for top in (path, path / "a"):
+        assert stat.S_IMODE(os.stat(top).st_mode) == 0o750
 
 
 def test_links_inside_are_kept(stager: CopyStager, source: Path) -> None:

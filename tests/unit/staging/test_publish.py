@@ -18,7 +18,7 @@ from hpml_orchestrator.staging import Bases, CopyOptions, CopyStager, StageReque
 from hpml_orchestrator.staging.copy import copy
 from hpml_orchestrator.staging.faults import Retry
 from hpml_orchestrator.staging.progress import Progress
-from hpml_orchestrator.staging.sources import open_source
+from hpml_orchestrator.staging.supply import open_source
 
 
 def test_the_manifest_is_on_disk_before_the_data_have_their_name(

@@ -17,7 +17,7 @@ import hpml_orchestrator
 CHECKOUT = Path(hpml_orchestrator.__file__).parents[1]
 # Sources whose files come slowly: what happens meanwhile can be seen.
 SLOW_SOURCE = """
-import time, hpml_orchestrator.staging.sources as S
+import time, hpml_orchestrator.staging.source as S
 real = S._TreeReader.read
 def read(self, number):
     for data in real(self, number):

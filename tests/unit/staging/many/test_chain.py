@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 COUNT_OPENS = """
-import hpml_orchestrator.staging.sources as S
+import hpml_orchestrator.staging.source as S
 opened = os.path.join(told["attempt"], "..", f"opened{told['index']}")
 real = S._TreeReader.read
 def read(self, number):
