@@ -166,7 +166,7 @@ class _Member(Supply):
             self._later.clear()
 
     def _listen(self, seconds: float = 0.0) -> None:
-        """Wait for a message of the neighbours, and process all that have come.
+        """Wait for a message of the neighbours, and process those that have come.
 
         Raises:
             PeerFailedError: a node failed; the others have the reason.

@@ -229,7 +229,7 @@ class _Copier:
             self.processes,
             self._work_forked,
             range(len(self._batches)),
-            told=self._told,
+            on_report=self._reported,
             heartbeat=self._heartbeat,
         )
 
@@ -237,7 +237,7 @@ class _Copier:
         self._retry.check_stop()
         self._progress.add(0)
 
-    def _told(self, word: str, *values: Any) -> None:
+    def _reported(self, word: str, *values: Any) -> None:
         (self._done if word == "done" else self.problems.add)(*values)
 
     def _done(self, more_bytes: int, more_files: int, digests: list[tuple[int, bytes]]) -> None:

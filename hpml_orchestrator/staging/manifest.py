@@ -365,4 +365,4 @@ def _compare(
 
     heartbeat()
     count = max(1, min(workers, len(numbers)))
-    run_crew(count, work, numbers, told=report.add, heartbeat=heartbeat)
+    run_crew(count, work, numbers, on_report=report.add, heartbeat=heartbeat)

@@ -55,7 +55,7 @@ def stager(base: Path, tmp_path: Path) -> Iterator[CopyStager]:
 
 @pytest.fixture
 def small_tmpfs(tmp_path: Path) -> Iterator[Callable[[str], Path]]:
-    """Mount small tmpfs file systems by their options; skips where that is not allowed."""
+    """Mount small tmpfs file systems by their options; skips if that is not allowed."""
     mounted: list[Path] = []
 
     def mount(options: str) -> Path:
@@ -83,7 +83,7 @@ def small_tmpfs(tmp_path: Path) -> Iterator[Callable[[str], Path]]:
 
 @pytest.fixture
 def child() -> Iterator[Callable[..., subprocess.Popen[str]]]:
-    """Start Python code in a process of its own; it is killed when the test ends."""
+    """Start Python code in another process; it is killed when the test ends."""
     started: list[subprocess.Popen[str]] = []
 
     def start(code: str, *arguments: object) -> subprocess.Popen[str]:

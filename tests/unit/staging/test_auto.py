@@ -40,7 +40,7 @@ def bases(tmp_path: Path) -> Bases:
 
 
 def chosen(source: Path, bases: Bases, free: int = GIB, storage: str = "") -> Choice:
-    """Stage with so much free memory; the storage of the source stands for one far away."""
+    """Stage with so much free memory; the source counts as remote."""
 
     def room(path: str) -> Room:
         there = free if path == bases.shm else 64 * free
@@ -80,7 +80,7 @@ def test_places_that_cannot_be_used_are_named(tree: Path, tmp_path: Path) -> Non
 
 
 def test_archives_must_go_somewhere(tree: Path, tmp_path: Path, bases: Bases) -> None:
-    """They are never used where they are; without any place it is the request that is wrong."""
+    """They are never used in place; without any target the request is invalid."""
     archive = tmp_path / "a.tar"
     with tarfile.open(archive, "w") as tar:
         tar.add(tree, ".")

@@ -245,7 +245,7 @@ def children() -> list[str]:
 def test_a_worker_that_is_killed_is_an_error(
     wide: Path, base: Path, while_reading: Callable[..., Any]
 ) -> None:
-    """What killed it is told, and the other workers are gone too."""
+    """The signal is named, and the other workers are gone, too."""
     forked: list[int] = []
     main = threading.get_native_id()
 
@@ -263,7 +263,7 @@ def test_a_worker_that_is_killed_is_an_error(
 
 
 def two_of(found: list[str]) -> list[str]:
-    """What was found, where it is as much as two."""
+    """Return what was found if that is two, else nothing."""
     return found if len(found) == 2 else []
 
 

@@ -119,7 +119,7 @@ def test_workers_end_with_a_stager_that_is_killed(
 def test_what_cannot_be_read_is_listed(
     base: Path, crowd: Path, monkeypatch: pytest.MonkeyPatch, processes: int
 ) -> None:
-    """EACCES is final: the first 20 paths are told, the rest counted, nothing is published."""
+    """EACCES is final: the first 20 paths are listed, the rest counted, nothing is published."""
     real = os.open
 
     def closed(path: str, flags: int, *arguments: int, dir_fd: int | None = None) -> int:

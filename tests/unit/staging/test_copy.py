@@ -1,4 +1,4 @@
-"""What a copy keeps, refuses and tries again."""
+"""What a copy keeps, refuses and retries."""
 
 from __future__ import annotations
 
@@ -146,7 +146,7 @@ def test_device_nodes_are_refused(stager: CopyStager, source: Path) -> None:
 
 
 def test_source_and_target_stay_apart(stager: CopyStager, base: Path) -> None:
-    """A source that holds the target, or lies in it, is refused."""
+    """A source that contains the target, or is in it, is refused."""
     with pytest.raises(InputError, match="contains the other"):
         stager.stage(shm(base))
     inside = Path(stager.area("shm").path_of("data")) / "x"
@@ -229,7 +229,7 @@ def test_faults_that_stay_end_it(
     assert nothing_published(stager)
 
 
-def test_progress_is_told_at_most_once_a_second() -> None:
+def test_progress_is_reported_at_most_once_a_second() -> None:
     """Calls are a second apart by the clock, and the last one is complete."""
     now = iter(n / 4 for n in range(10**6))
     told: list[tuple[int, int, int, int]] = []
@@ -272,7 +272,7 @@ def test_unreadable_files_are_named(base: Path) -> None:
 
 
 def as_nobody(call: Callable[[], str]) -> str:
-    """Return what a call says in a process of an ordinary user."""
+    """Return the result of a call in a process of an ordinary user."""
     reading, writing = os.pipe()
     pid = os.fork()
     if pid == 0:  # pragma: no cover - another process

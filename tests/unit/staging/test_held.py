@@ -32,7 +32,7 @@ def stager(base: Path, key: str) -> CopyStager:
 
 
 def stage(job: CopyStager, source: Path, name: str, *, keep: bool = False) -> Path:
-    """Stage by some name; returns where the data really lies."""
+    """Stage under a name; return the real path of the data."""
     path = job.stage(StageRequest(name, str(source), target="shm", keep=keep)).path
     return Path(os.path.realpath(path))
 
@@ -43,7 +43,7 @@ def root(base: Path) -> Path:
 
 
 def test_all_that_is_staged_is_listed(base: Path, source: Path) -> None:
-    """Data of jobs and of the cache, each once, with whose it is and who uses it."""
+    """Data of jobs and of the cache, each once, with its owner and its users."""
     job = stager(base, "1.0")
     own, kept = stage(job, source, "own"), stage(job, source / "a", "kept", keep=True)
     half_path = own.parent / ".data.partial-1-aa"

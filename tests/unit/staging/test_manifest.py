@@ -1,4 +1,4 @@
-"""The manifest keeps every name and digest, and finds what is not as it says."""
+"""The manifest: the digest of a tree, and damage to the record."""
 
 from __future__ import annotations
 

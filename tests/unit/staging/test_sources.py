@@ -1,4 +1,4 @@
-"""A tree comes back the same from every kind of archive, and damage is told by name."""
+"""A tree comes back the same from every kind of archive, and damage is named."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ import io
 import os
 import random
 import shutil
-import stat
 import subprocess
 import tarfile
 import time
@@ -32,40 +31,18 @@ from hpml_orchestrator.staging import (
 from hpml_orchestrator.staging.copy import CopyOptions
 from hpml_orchestrator.staging.inventory import list_staged
 from hpml_orchestrator.staging.request import kind_of
+from tests.unit.packing.conftest import contents as pack_contents
 from tests.unit.packing.conftest import tree  # noqa: F401 - a fixture
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-Contents = dict[bytes, tuple[object, ...]]
 TOOLS = {"tar.zst": "zstd", "zip": "zip"}
 
 
-def contents(root: Path, *, inodes: bool = True) -> Contents:
-    """Everything that staging keeps, by name; the owner may always write."""
-    found: Contents = {}
-    first: dict[int, bytes] = {}
-    top = os.fsencode(root)
-    for parent, directories, files in os.walk(top):
-        for name in sorted(directories + files):
-            path = os.path.join(parent, name)
-            info = os.lstat(path)
-            key = os.path.relpath(path, top)
-            seconds = info.st_mtime_ns // 1_000_000_000
-            if stat.S_ISLNK(info.st_mode):
-                found[key] = ("link", os.readlink(path), seconds)
-            elif stat.S_ISDIR(info.st_mode):
-                found[key] = ("directory", info.st_mode & 0o777 | 0o700, seconds)
-            else:
-                data = Path(os.fsdecode(path)).read_bytes()
-                found[key] = ("file", info.st_mode & 0o777 | 0o600, seconds, data)
-                if inodes and info.st_nlink > 1:
-                    first[info.st_ino] = min(key, first.get(info.st_ino, key))
-                    found[key] += (info.st_ino,)
-    return {
-        key: (*value[:4], first[value[4]]) if len(value) > 4 else value  # type: ignore[index]
-        for key, value in found.items()
-    }
+def contents(root: Path) -> dict[bytes, tuple[object, ...]]:
+    """Return what staging keeps of a tree; the owner may always write."""
+    return pack_contents(root, more_mode=0o700)
 
 
 def archived(kind: str, source: Path, path: Path) -> Path:
@@ -153,13 +130,13 @@ def test_a_pack_is_staged_as_it_is_when_asked(
     ],
 )
 def test_kinds_are_recognised(tmp_path: Path, name: str, data: bytes, kind: str) -> None:
-    """The suffix says that it is an archive, the contents say which; .npz stays a file."""
+    """The suffix marks an archive, the contents decide which kind; .npz stays a file."""
     (tmp_path / name).write_bytes(data)
     assert kind_of(StageRequest("x", str(tmp_path / name))) == kind
 
 
 def test_a_directory_is_a_pack_by_its_names(tmp_path: Path) -> None:
-    """Of `hpml pack`; other shards are unpacked when that is said, and never with other files."""
+    """Of `hpml pack`; other shards are unpacked with kind pack, and never with other files."""
     assert kind_of(StageRequest("x", str(tmp_path))) == "tree"
     with pytest.raises(InputError, match="not a directory of tar shards alone: it is empty"):
         kind_of(StageRequest("x", str(tmp_path), kind="pack"))
@@ -185,7 +162,7 @@ TREES = st.dictionaries(
 
 
 def grow(root: Path, wanted: dict[tuple[str, ...], bytes | None]) -> None:
-    """Make a tree; None stands for a directory, and what cannot be made is left out."""
+    """Make a tree; None makes a directory, and what cannot be made is left out."""
     root.mkdir()
     for number, (parts, data) in enumerate(wanted.items()):
         path = root.joinpath(*parts)
@@ -199,7 +176,7 @@ def grow(root: Path, wanted: dict[tuple[str, ...], bytes | None]) -> None:
 
 
 def zipped(source: Path, path: Path) -> None:
-    """Write a zip, members by turns stored and deflated, directories told and implied."""
+    """Write a zip, members by turns stored and deflated, directories listed and implied."""
     with zipfile.ZipFile(path, "w") as target:
         for number, one in enumerate(sorted(source.rglob("*"))):
             info = zipfile.ZipInfo(str(one.relative_to(source)) + "/" * one.is_dir())
@@ -267,7 +244,7 @@ def test_damaged_and_compressed_shards_are_named(stager: CopyStager, tmp_path: P
 def test_many_shards_are_read_by_workers(
     stager: CopyStager, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The result is the same as by one; damage is told as well."""
+    """The result is the same as by one; damage is reported, too."""
     path = packed(tmp_path)
     plain = stage(stager, path)
     monkeypatch.setattr(archives, "_MANY_BYTES", 0)

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 COUNT_OPENS = """
 import hpml_orchestrator.staging.source as S
-opened = os.path.join(told["attempt"], "..", f"opened{told['index']}")
+opened = os.path.join(node["attempt"], "..", f"opened{node['index']}")
 real = S._TreeReader.read
 def read(self, number):
     with open(opened, "a") as stream:

@@ -58,7 +58,7 @@ def ends() -> Iterator[Ends]:
 
 
 def test_callers_that_are_not_expected_are_refused(ends: Ends) -> None:
-    """Another secret: the connector finds out before it has said anything. Another index."""
+    """Another secret: the connector notices before it sends its name. Another index."""
     with pytest.raises((StagingError, OSError)):
         ends.dial(secret=bytes(32))
     other = ends.dial(index=7)
@@ -96,7 +96,7 @@ def test_a_replayed_conversation_is_refused(ends: Ends) -> None:
 
 
 def test_many_silent_strangers_do_not_keep_a_node_out(ends: Ends) -> None:
-    """Each has a thread of its own that gives it up."""
+    """Each has its own thread, which gives up."""
     strangers = [socket.create_connection(("127.0.0.1", ends.listener.port)) for _ in range(100)]
     near = ends.dial()
     ends.inbox.get(timeout=60)[2][0].close()

@@ -40,7 +40,7 @@ def test_what_is_asked_for_is_taken() -> None:
 
 
 def test_the_page_prints_what_the_model_says() -> None:
-    """The line of docs/staging.md is that of these data, with rates that nobody has told."""
+    """The line of docs/staging.md is that of these data, with the default rates."""
     found = choose(size=round(137.6 * 2**30), files=1_281_167, nodes=16)
     page = (Path(__file__).parents[4] / "docs" / "staging.md").read_text(encoding="utf-8")
     assert f"hpml: images: {found.reason}" in page
