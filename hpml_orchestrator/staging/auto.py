@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from hpml_orchestrator.staging.stage import CopyStager
     from hpml_orchestrator.staging.supply import Supply
 
-__all__ = ["Choice", "Outcome", "misfit", "own_storage", "stage_chosen"]
+__all__ = ["Choice", "Outcome", "own_storage", "stage_chosen"]
 
 _TARGETS = ("shm", "local")
 """In the order of preference."""
@@ -123,7 +123,7 @@ def _choose(
     for target in (one for one in _TARGETS if not refusals[one]):
         room = stager.room_without_idle(target)
         need = plan.need(room.block_bytes, room.inode_bytes)
-        faults[target] = misfit(need, room)
+        faults[target] = _misfit(need, room)
         fitting[target] = (need, room)
     best = next((target for target in _TARGETS if not faults[target]), "")
     if best:
@@ -150,7 +150,7 @@ def _allowed(room: Room) -> Room:
     return dataclasses.replace(room, bytes=room.bytes // 2) if room.in_memory else room
 
 
-def misfit(need: Need, room: Room) -> str:
+def _misfit(need: Need, room: Room) -> str:
     """Return why data do not fit; "" if they do."""
     allowed = _allowed(room)
     if fits(need, allowed):

@@ -183,33 +183,6 @@ def while_reading(
     return act
 
 
-@pytest.mark.parametrize("change", ["grow", "shrink", "touch", "replace", "remove", "add"])
-def test_a_source_that_changes_under_forked_workers(
-    wide: Path, base: Path, while_reading: Callable[..., Any], change: str
-) -> None:
-    """Size, time, inode and directories are compared, and the path is named."""
-    last = wide / "zz"
-    last.mkdir()
-    for number in range(60):
-        (last / f"{number:02}").write_bytes(b"x")
-    victim = last / "59"
-    actions: dict[str, Callable[[], object]] = {
-        "grow": lambda: victim.write_bytes(b"xx"),
-        "shrink": lambda: victim.write_bytes(b""),
-        "touch": lambda: os.utime(victim, (9, 9)),
-        "replace": lambda: os.rename(shutil.copy2(victim, f"{victim}~"), victim),
-        "remove": victim.unlink,
-        "add": (last / "new").touch,
-    }
-    options = CopyOptions(processes=2, threads=1)
-    with (
-        while_reading(actions[change]),
-        pytest.raises(StagingError, match=r"changed while it was copied|No such file") as caught,
-    ):
-        copied(tree(wide), base / "to", options)
-    assert "zz" in str(caught.value)
-
-
 @pytest.mark.parametrize("processes", [1, 2])
 @pytest.mark.parametrize("one_file", [True, False])
 def test_a_stop_is_heard_within_a_second(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import shutil
 import socket
 import stat
 import subprocess
@@ -13,9 +14,8 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from hpml_orchestrator.errors import InputError, StagingError
-from hpml_orchestrator.staging import Bases, CopyStager, StageRequest
+from hpml_orchestrator.staging import Bases, CopyOptions, CopyStager, StageRequest
 from hpml_orchestrator.staging.inventory import list_staged
-from hpml_orchestrator.staging.progress import Progress
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -168,21 +168,28 @@ def _during(monkeypatch: pytest.MonkeyPatch, action: Callable[[], object]) -> No
     around_reading(monkeypatch, after)
 
 
-@pytest.mark.parametrize("change", ["grow", "shrink", "touch", "remove next", "add"])
+@pytest.mark.parametrize("processes", [1, 2])
+@pytest.mark.parametrize("change", ["grow", "shrink", "touch", "replace", "remove next", "add"])
 def test_a_source_that_changes_is_an_error(
-    stager: CopyStager, source: Path, monkeypatch: pytest.MonkeyPatch, change: str
+    stager: CopyStager,
+    source: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    change: str,
+    processes: int,
 ) -> None:
-    """Size, time and directory are compared before and after; nothing is published."""
+    """Size, time, inode and directory are compared before and after; nothing is published."""
     for name in ("first", "next"):
         (source / name).write_bytes(b"x" * (3 << 20))
     actions: dict[str, Callable[[], object]] = {
         "grow": lambda: os.truncate(source / "first", 4 << 20),
         "shrink": lambda: os.truncate(source / "first", 10),
         "touch": (source / "first").touch,
-        "remove next": lambda: os.unlink(source / "next"),
+        "replace": lambda: os.replace(shutil.copy2(source / "next", source / "~"), source / "next"),
+        "remove next": lambda: (source / "next").unlink(missing_ok=True),
         "add": (source / "new").touch,
     }
     _during(monkeypatch, actions[change])
+    stager.options = CopyOptions(processes=processes, threads=1)
     with pytest.raises(StagingError, match=r"changed while it was copied|No such file"):
         stager.stage(shm(source))
     assert nothing_published(stager)
@@ -227,20 +234,6 @@ def test_faults_that_stay_end_it(
     with pytest.raises(StagingError, match=os.strerror(code)):
         stager.stage(shm(source))
     assert nothing_published(stager)
-
-
-def test_progress_is_reported_at_most_once_a_second() -> None:
-    """Calls are a second apart by the clock, and the last one is complete."""
-    now = iter(n / 4 for n in range(10**6))
-    told: list[tuple[int, int, int, int]] = []
-    progress = Progress(lambda *figures: told.append(figures), clock=lambda: next(now))
-    progress.expect(200, 40)
-    for _ in range(40):
-        progress.add(5, 1)
-    progress.finish()
-    assert 2 < len(told) < 40
-    assert told[-1] == (200, 40, 200, 40)
-    assert told == sorted(told)
 
 
 def test_unreadable_files_are_named(base: Path) -> None:

@@ -116,22 +116,21 @@ def test_a_pack_is_staged_as_it_is_when_asked(
 
 
 @pytest.mark.parametrize(
-    ("name", "data", "kind"),
+    ("name", "kind"),
     [
-        ("x.tar", b"\x1f\x8b", "tar"),
-        ("x.TAR.ZST", b"\x28\xb5\x2f\xfd", "tar"),
-        ("x.tgz", b"", "tar"),
-        ("x.tar", b"PK\x03\x04", "zip"),
-        ("x.zip", bytes(257) + b"ustar", "tar"),
-        ("x.sqfs", b"hsqs", "file"),
-        ("x.npz", b"PK\x03\x04", "file"),
-        ("x.zst", b"\x28\xb5\x2f\xfd", "file"),
-        ("tar", bytes(257) + b"ustar", "file"),
+        ("x.tar", "tar"),
+        ("x.TAR.ZST", "tar"),
+        ("x.tgz", "tar"),
+        ("x.zip", "zip"),
+        ("x.sqfs", "file"),
+        ("x.npz", "file"),
+        ("x.zst", "file"),
+        ("tar", "file"),
     ],
 )
-def test_kinds_are_recognised(tmp_path: Path, name: str, data: bytes, kind: str) -> None:
-    """The suffix marks an archive, the contents decide which kind; .npz stays a file."""
-    (tmp_path / name).write_bytes(data)
+def test_kinds_are_recognised(tmp_path: Path, name: str, kind: str) -> None:
+    """By the suffix alone; .npz, which is a zip archive, stays a file."""
+    (tmp_path / name).touch()
     assert kind_of(StageRequest("x", str(tmp_path / name))) == kind
 
 
