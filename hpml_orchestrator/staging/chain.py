@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING, Any
 
 from hpml_orchestrator.errors import StagingError
 from hpml_orchestrator.staging.chunks import ChunkWriter, SendingSource
-from hpml_orchestrator.staging.copy import Copied, copy, make_directories, make_links
+from hpml_orchestrator.staging.copy import copy, make_directories, make_links
 from hpml_orchestrator.staging.faults import StagingStopped
 from hpml_orchestrator.staging.hashing import hashed, hashing, hashing_named
 from hpml_orchestrator.staging.link import (
@@ -308,14 +308,16 @@ class Head(_Member):
                 self._plan = plan
         return self._plan
 
-    def fill(self, plan: Plan, partial_dir: str, *, retry: Retry, progress: Progress) -> Copied:
+    def fill(
+        self, plan: Plan, partial_dir: str, *, retry: Retry, progress: Progress
+    ) -> list[bytes]:
         """Copy the source; what is read is sent, too. If any node fails, none publishes."""
         threads = self._options.threads or max(_FEWEST_THREADS, readers_for(plan.source_root))
         with self._failing():
             self._wait_for("ready")
             self._send(self._down, "go", True)
             source = self._sending()
-            copied = copy(
+            digests = copy(
                 plan,
                 source,
                 partial_dir,
@@ -323,8 +325,8 @@ class Head(_Member):
                 retry=retry.stopped_by(self._beat),
                 progress=progress,
             )
-            self._agree(plan, source, copied.digests)
-        return copied
+            self._agree(plan, source, digests)
+        return digests
 
     def reuse(self) -> None:
         """Send the source to the others, if any of them needs it; this node has it already."""
@@ -394,7 +396,9 @@ class Follower(_Member):
                 self._plan = plan
         return self._plan
 
-    def fill(self, plan: Plan, partial_dir: str, *, retry: Retry, progress: Progress) -> Copied:
+    def fill(
+        self, plan: Plan, partial_dir: str, *, retry: Retry, progress: Progress
+    ) -> list[bytes]:
         """Receive all files, write them and pass them on. If any node fails, none publishes."""
         with self._failing():
             fd = os.open(partial_dir, _DIRECTORY)
@@ -412,7 +416,7 @@ class Follower(_Member):
 
     def _receive(
         self, plan: Plan, fd: int, progress: Progress | None, retry: Retry | None
-    ) -> Copied:
+    ) -> list[bytes]:
         """Receive the data; without a descriptor nothing is written."""
         place, how = self._place, hashing_named(self._said["plan"][2])
         assert how is not None  # noqa: S101 - `plan` has looked
@@ -423,7 +427,7 @@ class Follower(_Member):
             if fd >= 0:
                 raise StagingError("the first node sends nothing, but this node has nothing")
             self._is_done = True
-            return Copied()
+            return []
         while "end" not in self._said:
             before = (writer.bytes, len(writer.digests))
             self._listen(_POLL_SECONDS)
@@ -444,4 +448,4 @@ class Follower(_Member):
         self._send(self._up, "done", digest)
         self._wait_for("commit")
         self._is_done = True
-        return Copied(digests)
+        return digests

@@ -410,7 +410,8 @@ def own_address(interfaces: Sequence[str] = (), *, towards: str = "") -> str:
     """Return the address to listen at.
 
     That of the first given interface which has one; else that of the host's name, if it is not the
-    loopback; else the one that packets to the other node would leave with.
+    loopback; else the one that packets to the other node would leave with; else that
+    of any interface.
 
     Args:
         interfaces: names of network interfaces, the best first.
@@ -420,9 +421,13 @@ def own_address(interfaces: Sequence[str] = (), *, towards: str = "") -> str:
         found = interface_address(name)
         if found:
             return found
-    for one in [*_resolved(socket.gethostname()), _route(towards or _NOWHERE)]:
+    for one in [*_resolved(socket.gethostname()), _route(towards), _route(_NOWHERE)]:
         if one and not _is_local(one):
             return one
+    for _, name in socket.if_nameindex():
+        found = interface_address(name)
+        if found and not _is_local(found):
+            return found
     return "127.0.0.1"
 
 
@@ -449,7 +454,7 @@ def _resolved(name: str) -> list[str]:
 
 def _route(towards: str) -> str:
     """Return the address that packets to another node leave with; none is sent."""
-    for one in _resolved(towards)[:1]:
+    for one in _resolved(towards)[:1] if towards else []:
         family = socket.AF_INET6 if ":" in one else socket.AF_INET
         with socket.socket(family, socket.SOCK_DGRAM) as probe, contextlib.suppress(OSError):
             probe.connect((one, 9))

@@ -116,7 +116,6 @@ class StageResult:
         digest: of all names, sizes and contents, as "xxh3_128:<hex>"; "" without hashing.
         kept: it stays in the node's cache after the job.
         private: why later jobs cannot find it, if the base belongs to this job alone.
-        workers: processes times threads that copied.
         evicted: sources of kept data that was removed to make room.
     """
 
@@ -130,7 +129,6 @@ class StageResult:
     digest: str = ""
     kept: bool = False
     private: str = ""
-    workers: int = 1
     evicted: tuple[str, ...] = ()
 
     @property

@@ -128,7 +128,7 @@ class CopyStager:
                     manifest = self._obtained(
                         supply, area, lock, keeps=request.keep and not private
                     )
-                if supply.copied is None:
+                if not supply.is_filled:
                     supply.reuse()
         except BaseException as error:
             known = error
@@ -143,7 +143,7 @@ class CopyStager:
         finally:
             if supply is not None:
                 supply.close()
-        path, copied = area.path_of(request.name), supply.copied
+        path = area.path_of(request.name)
         evicted, self._evicted = tuple(self._evicted), []
         return StageResult(
             name=request.name,
@@ -152,11 +152,10 @@ class CopyStager:
             files=manifest.files,
             seconds=time.monotonic() - begin,
             method=manifest.method,
-            reused=copied is None,
+            reused=not supply.is_filled,
             digest=manifest.digest,
             kept=not job_of(os.path.dirname(os.path.realpath(path))),
             private=private,
-            workers=copied.workers if copied else 1,
             evicted=evicted,
         )
 
@@ -303,8 +302,8 @@ class CopyStager:
         partial = f"{directory}/{PARTIAL}{os.getpid()}-{secrets.token_hex(4)}"
         try:
             os.mkdir(partial, (plan.top.mode & 0o777) | 0o700)
-            copied = supply.fill(plan, partial, retry=self._retry, progress=progress)
-            manifest = supply.manifest(copied)
+            digests = supply.fill(plan, partial, retry=self._retry, progress=progress)
+            manifest = supply.manifest(digests)
             manifest.write(manifest_path(target))
             self._retry.check_stop()
             with contextlib.suppress(FileNotFoundError):  # of earlier data of that name
@@ -316,7 +315,7 @@ class CopyStager:
             with contextlib.suppress(OSError):
                 remove_tree(partial)
             raise
-        supply.copied = copied
+        supply.is_filled = True
         return manifest
 
     def _report(self, locks: tuple[NameLock, ...], *figures: int) -> None:

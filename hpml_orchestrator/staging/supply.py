@@ -18,7 +18,6 @@ from hpml_orchestrator.staging.source import TreeSource
 from hpml_orchestrator.staging.zips import ZipSource
 
 if TYPE_CHECKING:
-    from hpml_orchestrator.staging.copy import Copied
     from hpml_orchestrator.staging.faults import Retry
     from hpml_orchestrator.staging.plan import Plan
     from hpml_orchestrator.staging.progress import Progress
@@ -66,14 +65,14 @@ class Supply(ABC):
     Attributes:
         request: what is staged.
         method: how the data comes: "copy", "unpack" or "chain".
-        copied: the result of the copy; None if nothing was copied.
+        is_filled: whether `fill` brought the data, which have been published.
     """
 
     method: str
 
     def __init__(self, request: StageRequest) -> None:
         self.request = request
-        self.copied: Copied | None = None
+        self.is_filled = False
 
     @property
     @abstractmethod
@@ -85,8 +84,13 @@ class Supply(ABC):
         """Return what will be made; the source is looked at once, and nothing is written."""
 
     @abstractmethod
-    def fill(self, plan: Plan, partial_dir: str, *, retry: Retry, progress: Progress) -> Copied:
-        """Make everything of the plan in an empty directory, which the caller removes on errors."""
+    def fill(
+        self, plan: Plan, partial_dir: str, *, retry: Retry, progress: Progress
+    ) -> list[bytes]:
+        """Make all of the plan in an empty directory; return the digests of its files.
+
+        The caller removes the directory on errors.
+        """
 
     @abstractmethod
     def reuse(self) -> None:
@@ -148,10 +152,10 @@ class Supply(ABC):
         same = os.path.realpath(manifest.source) == os.path.realpath(self.request.source)
         return same and manifest.kind == self.kind
 
-    def manifest(self, copied: Copied) -> Manifest:
-        """Return the record of what was copied."""
+    def manifest(self, digests: list[bytes]) -> Manifest:
+        """Return the record of what was copied, with the digests of its files."""
         request, plan = self.request, self.plan()
-        listing = Listing.of(plan, copied.digests)
+        listing = Listing.of(plan, digests)
         return Manifest(
             request.name,
             request.source,
@@ -189,7 +193,9 @@ class LocalSupply(Supply):
             self._plan = self.source.plan()
         return self._plan
 
-    def fill(self, plan: Plan, partial_dir: str, *, retry: Retry, progress: Progress) -> Copied:
+    def fill(
+        self, plan: Plan, partial_dir: str, *, retry: Retry, progress: Progress
+    ) -> list[bytes]:
         """Copy or unpack it."""
         options = self._options
         return copy(plan, self.source, partial_dir, options=options, retry=retry, progress=progress)

@@ -56,7 +56,7 @@ def hpml(source: Path) -> Way:
                 retry=retry,
                 progress=Progress(None),
             )
-            assert len(done.digests) == len(plan.files)
+            assert len(done) == len(plan.files)
         finally:
             opened.close()
 

@@ -21,6 +21,13 @@ if TYPE_CHECKING:
 CHECKOUT = Path(hpml_orchestrator.__file__).parents[1]
 
 
+def same(left: Path | str, right: Path | str) -> bool:
+    """Return whether two trees have the same names, types and contents (GNU diff)."""
+    trees = [Path(left).resolve(), Path(right).resolve()]  # of a job's link its target
+    words: list[str | Path] = ["diff", "-r", "-q", "--no-dereference", *trees]
+    return subprocess.run(words, check=False, capture_output=True).returncode == 0
+
+
 @pytest.fixture
 def source(tmp_path: Path) -> Path:
     """Give a small tree on disk."""

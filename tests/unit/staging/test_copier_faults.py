@@ -16,6 +16,7 @@ import pytest
 from hpml_orchestrator.errors import StagingError
 from hpml_orchestrator.staging import Bases, CopyOptions, CopyStager, StageRequest
 from tests.patience import eventually
+from tests.unit.staging.conftest import same
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -46,11 +47,6 @@ def crowd(tmp_path: Path) -> Path:
             (top / f"d{number}" / f"f{other}").write_bytes(b"%d" % other * 2000)
     (top / "large").write_bytes(os.urandom(24 * MIB))
     return top
-
-
-def same(left: Path, right: Path) -> bool:
-    """Compare two trees with diff."""
-    return subprocess.run(["diff", "-r", "-q", left, right], check=False).returncode == 0
 
 
 def alive(marker: str) -> list[str]:

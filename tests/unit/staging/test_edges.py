@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import shutil
-import subprocess
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -26,11 +25,11 @@ from hpml_orchestrator.staging.progress import Progress
 from hpml_orchestrator.staging.source import TreeSource
 from hpml_orchestrator.staging.space import room_at
 from hpml_orchestrator.staging.supply import open_source
+from tests.unit.staging.conftest import same
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from hpml_orchestrator.staging.copy import Copied
     from hpml_orchestrator.staging.plan import Plan
 
 MIB = 1 << 20
@@ -40,11 +39,6 @@ RETRY = Retry(lambda _seconds: None, lambda: False)
 def plain_room(path: str) -> Room:
     """The file system's own room: memory limits of this machine play no part."""
     return room_at(path, cgroup_root="/nonexistent")
-
-
-def same(left: Path | str, right: Path | str) -> bool:
-    """Compare two trees with diff."""
-    return subprocess.run(["diff", "-r", "-q", left, right], check=False).returncode == 0
 
 
 @pytest.mark.parametrize("processes", [1, 2])
@@ -74,7 +68,9 @@ class Meddled(LocalSupply):
         self._before = before
         self._after = after
 
-    def fill(self, plan: Plan, partial_dir: str, *, retry: Retry, progress: Progress) -> Copied:
+    def fill(
+        self, plan: Plan, partial_dir: str, *, retry: Retry, progress: Progress
+    ) -> list[bytes]:
         self.fills += 1
         if self.fills == 1:
             self._before()

@@ -16,6 +16,7 @@ import pytest
 
 from hpml_orchestrator.staging import Bases, CopyStager, StageRequest
 from tests.patience import eventually
+from tests.unit.staging.conftest import same
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -104,11 +105,6 @@ def copier(base: Path, ranks: dict[int, Rank]) -> int:
         return next((pid for pid in pids if pid in ranks), 0)
 
     return eventually(copying, pause=0.002)
-
-
-def same(left: Path, right: Path) -> bool:
-    """Compare two trees with diff."""
-    return subprocess.run(["diff", "-r", "-q", left, right], check=False).returncode == 0
 
 
 @pytest.mark.parametrize("count", [5, pytest.param(100, marks=pytest.mark.slow)])

@@ -200,9 +200,3 @@ def begun(nodes: Nodes, index: int) -> Callable[[], bool]:
             return False
 
     return some
-
-
-def same(first: Path, second: Path) -> bool:
-    """Return whether two trees have the same names, types and contents (GNU diff)."""
-    words: list[str | Path] = ["diff", "-r", "--no-dereference", first, second]
-    return subprocess.run(words, check=False, capture_output=True).returncode == 0

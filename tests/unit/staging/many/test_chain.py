@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING
 import pytest
 
 from tests.patience import eventually
-from tests.unit.staging.many.nodes import Nodes, same
+from tests.unit.staging.conftest import same
+from tests.unit.staging.many.nodes import Nodes
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING
 import pytest
 
 from tests.patience import eventually
+from tests.unit.staging.conftest import same
 from tests.unit.staging.many.networks import Network, NoNetworkError
-from tests.unit.staging.many.nodes import SLOW_SOURCE, Nodes, begun, same
+from tests.unit.staging.many.nodes import SLOW_SOURCE, Nodes, begun
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
