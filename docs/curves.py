@@ -26,7 +26,7 @@ MARKS = "osD^v*"
 
 
 def draw(picture: Path, directories: Sequence[Path]) -> None:
-    """Write a picture of the runs in these directories; its name says the format."""
+    """Write a picture of the runs in these directories; the suffix sets the format."""
     results = [json.loads((one / "result.json").read_text("utf-8")) for one in directories]
     figure = Figure(figsize=(6.4, 3.6), dpi=125, layout="constrained")
     axis = figure.subplots()

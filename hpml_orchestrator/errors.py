@@ -2,9 +2,9 @@
 
     HpmlError                     exit 1
     ├── InputError                exit 2   a value that the user gave is wrong
-    │   └── CapacityError         exit 2   what was asked for does not fit this machine
+    │   └── CapacityError         exit 2   the request does not fit this machine
     ├── NotFoundError             exit 3   no such run, submission or file
-    ├── SchedulerError            exit 4   the scheduler said no
+    ├── SchedulerError            exit 4   the scheduler refused
     │   └── SchedulerUnavailable  exit 5   the scheduler gave no usable answer: try again
     ├── JobFailedError            exit 6   the job ended, and not well
     ├── RecordError               exit 7   a record cannot be read or written
@@ -103,7 +103,7 @@ def _as_written(value: object) -> str:
 class CapacityError(InputError):
     """The request does not fit this machine, or the room that is left."""
 
-    meaning = "what was asked for does not fit this machine"
+    meaning = "the request does not fit this machine"
 
 
 class NotFoundError(HpmlError):

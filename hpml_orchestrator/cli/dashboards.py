@@ -79,7 +79,7 @@ def check(
         typer.echo(f"{where or 'metrics'}: {finding.message}")
     if findings:
         raise typer.Exit(1)
-    typer.echo("all dashboards are as their code says, and every query can be answered")
+    typer.echo("all dashboards match their code, and every query can be answered")
 
 
 @group.command()
@@ -186,7 +186,7 @@ def show(
         host, port = "", 0
     if host not in LOCAL_NAMES:
         hint = "--listen 8080; to reach it from elsewhere: ssh -L 8080:127.0.0.1:8080 THIS_MACHINE"
-        message = "must be a port, for it listens on this machine alone"
+        message = "must be a port: the server listens on this machine only"
         raise InputError(message, field="--listen", value=listen, hint=hint)
     authorization = read_credentials(prometheus_auth)
     named = "" if prometheus == "none" else prometheus  # as $PROMETHEUS_URL may be for `hpml top`

@@ -119,7 +119,7 @@ hpml template
 hpml template list
     As JSON: hpml template list --json
 hpml template eject
-    Start a template of your own: hpml template eject torchrun
+    Start your own template: hpml template eject torchrun
     Copy the whole template: hpml template eject base --whole
 hpml bench
     This machine: hpml bench --local

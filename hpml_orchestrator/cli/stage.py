@@ -287,7 +287,7 @@ def _check_source(path: str) -> None:
     """Refuse a source that is not there; it may be a mistyped subcommand.
 
     Raises:
-        NotFoundError: says so.
+        NotFoundError: it was not found.
         StagingError: a directory above is closed to this user.
     """
     try:

@@ -126,7 +126,7 @@ def clean(
     dry_run: Annotated[bool, typer.Option("--dry-run", help="List what would be removed.")] = False,
     as_json: JsonOption = False,
 ) -> None:
-    """Remove your staged data that is no longer used.
+    """Remove your unused staged data.
 
     This removes data of finished jobs and shells, and incomplete copies. Data staged with --keep is
     removed only with --older or --all; data in use is never removed.

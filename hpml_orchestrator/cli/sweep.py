@@ -165,7 +165,7 @@ def run(
 ) -> None:
     """Plan a sweep, check it, run it and write its report.
 
-    Closing it loses nothing: submitted points go on, and `hpml sweep resume last` continues, on
+    Closing it loses nothing: submitted points continue, and `hpml sweep resume last` continues, on
     this login node or another. Exit status 6 if points failed.
     """
     check_extra()
@@ -223,7 +223,7 @@ def status(
     ] = False,
     as_json: JsonOption = False,
 ) -> None:
-    """Show how far a sweep is, and what it cost so far.
+    """Show the progress of a sweep, and what it cost so far.
 
     Without SWEEP it lists all sweeps.
     """
@@ -321,7 +321,7 @@ def compare(
 ) -> None:
     """Compare two sweeps, such as before and after a change.
 
-    Prints Markdown, which says which differences can be distinguished from noise.
+    Prints Markdown that marks which differences can be distinguished from noise.
     """
     check_extra()
     store, pages = store_of(context), _load("sweeps.pages")
@@ -398,13 +398,13 @@ def drive_sweep(store: Store, planned: SweepPlan, *, detach: bool, as_json: bool
                 start_new_session=True,
             )
         typer.echo(planned.id)
-        notice(f"continues in the background; hpml sweep status {planned.id} shows how far it is")
+        notice(f"continues in the background; hpml sweep status {planned.id} shows its progress")
         return
     try:
         progress = _follow(store, planned)
     except KeyboardInterrupt:
         notice(
-            f"submitted points go on; `hpml sweep resume {planned.id}` continues the sweep, "
+            f"submitted points continue; `hpml sweep resume {planned.id}` continues the sweep, "
             f"`hpml sweep cancel {planned.id}` cancels it"
         )
         raise typer.Exit(EXIT_INTERRUPTED) from None

@@ -78,7 +78,7 @@ def topo(
             "--ranks",
             min=1,
             max=10_000,
-            help="Show where this many ranks would run.",
+            help="Show the CPUs and GPUs of this many ranks.",
             show_default=False,
         ),
     ] = None,

@@ -218,7 +218,7 @@ Policy = Literal["gpu-local", "socket", "numa", "spread", "none"]
 
 
 class Binding(Model):
-    """The cores and memory that each rank gets on its node, and the check of it."""
+    """Cores and memory of each rank on its node, and their check."""
 
     policy: Policy = "gpu-local"
     """`gpu-local`: cores next to each rank's GPU. `socket`, `numa`: those of one socket or NUMA

@@ -1,6 +1,6 @@
 """The ways to bring data to all nodes of a job: their times, which is best, and its `Supply`.
 
-The model is described in docs/staging.md, "Many nodes".
+The model is described in docs/staging-correctness.md, "How `auto` chooses".
 """
 
 from __future__ import annotations

@@ -14,23 +14,23 @@ import pytest
 from tests.cluster.conftest import SlurmCluster
 
 BIND = Path(sys.executable).with_name("hpml-bind")
-TELL = """\
+WHERE = """\
 import json, os, sys
 names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "OMP_NUM_THREADS")
-told = {name: os.environ.get(name) for name in names}
-told["cpus"] = sorted(os.sched_getaffinity(0))
+found = {name: os.environ.get(name) for name in names}
+found["cpus"] = sorted(os.sched_getaffinity(0))
 with open(os.path.join(sys.argv[1], f"{sys.argv[2]}-{os.getpid()}.json"), "w") as stream:
-    json.dump(told, stream)
+    json.dump(found, stream)
 """
 SCRIPT = """\
 #!/bin/bash
 #SBATCH --nodes=1 --ntasks-per-node=2 --cpus-per-task=1 --mem=500M --time=5 --wait
 unset OMP_NUM_THREADS
-{bind} -- {python} tell.py {out} batch
-srun --cpu-bind=none {bind} --show -- {python} tell.py {out} srun
+{bind} -- {python} where.py {out} batch
+srun --cpu-bind=none {bind} --show -- {python} where.py {out} srun
 if command -v mpirun >/dev/null; then
   mpirun --allow-run-as-root --oversubscribe --bind-to none -np 2 \\
-    {bind} -- {python} tell.py {out} mpirun
+    {bind} -- {python} where.py {out} mpirun
 fi
 """
 
@@ -43,7 +43,7 @@ def seen(
     if not BIND.exists():
         pytest.skip(f"not installed: {BIND}")
     directory = tmp_path_factory.mktemp("alone")
-    (directory / "tell.py").write_text(TELL)
+    (directory / "where.py").write_text(WHERE)
     (directory / "job.sh").write_text(
         SCRIPT.format(bind=BIND, python=sys.executable, out=directory)
     )

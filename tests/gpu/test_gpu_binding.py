@@ -16,11 +16,11 @@ RANK = """\
 import json, os, sys, time
 import torch
 torch.cuda.set_device(int(os.environ["LOCAL_RANK"]) % torch.cuda.device_count())
-told = torch.cuda.get_device_properties(torch.cuda.current_device())
-address = f"{told.pci_domain_id:04x}:{told.pci_bus_id:02x}:{told.pci_device_id:02x}.0"
+device = torch.cuda.get_device_properties(torch.cuda.current_device())
+address = f"{device.pci_domain_id:04x}:{device.pci_bus_id:02x}:{device.pci_device_id:02x}.0"
 with open(f"/sys/bus/pci/devices/{address}/local_cpulist") as stream:
     near = stream.read().strip()
-record = {"uuid": str(told.uuid), "address": address, "near": near,
+record = {"uuid": str(device.uuid), "address": address, "near": near,
           "cpus": sorted(os.sched_getaffinity(0))}
 with open(sys.argv[1], "w") as stream:
     json.dump(record, stream)
@@ -60,11 +60,11 @@ def test_the_record_of_a_rank_names_its_real_device(tmp_path: Path) -> None:
         check=False,
     )
     assert done.returncode == 0, done.stderr
-    told: dict[str, Any] = json.loads(seen.read_text())
+    reported: dict[str, Any] = json.loads(seen.read_text())
     (path,) = (tmp_path / "records").glob("runs/*/attempts/0/binding/*.proof.json")
     (rank,) = json.loads(path.read_text())["ranks"]
     assert rank["wrong"] == []
     assert rank["live"] is True
-    assert rank["gpu"] == told["address"]
-    assert rank["uuid"].removeprefix("GPU-") == told["uuid"].removeprefix("GPU-")
-    print(json.dumps({"seen": told, "proof": rank}))  # for the closing note, with -s
+    assert rank["gpu"] == reported["address"]
+    assert rank["uuid"].removeprefix("GPU-") == reported["uuid"].removeprefix("GPU-")
+    print(json.dumps({"seen": reported, "proof": rank}))  # for the closing note, with -s

@@ -161,7 +161,7 @@ def test_work_is_seen(collector: Collector, tmp_path: Path) -> None:
 
 def test_cost_on_this_driver_is_printed(collector: Collector) -> None:
     """CPU per reading of all GPUs, as this driver has it."""
-    told = collector.do("repeat", times=20, pause=0.2)
+    answer = collector.do("repeat", times=20, pause=0.2)
     gpus = len(_smi())
-    print(f"\n{gpus} GPU(s): {told['cpu'] * 1e3:.2f} ms of CPU per second at 1 Hz")
-    assert told["cpu"] < 1
+    print(f"\n{gpus} GPU(s): {answer['cpu'] * 1e3:.2f} ms of CPU per second at 1 Hz")
+    assert answer["cpu"] < 1

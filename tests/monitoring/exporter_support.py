@@ -143,9 +143,9 @@ def running(
     """Run one until the block ends."""
     folder.mkdir(parents=True)
     address = folder / "address"
-    told = folder / "exporter.log"
+    output = folder / "exporter.log"
     # an empty folder for maps and sockets: a socket's path has 107 bytes, a test's folder more
-    with tempfile.TemporaryDirectory(prefix="hpml-run-") as run, told.open("wb") as log:
+    with tempfile.TemporaryDirectory(prefix="hpml-run-") as run, output.open("wb") as log:
         listen = ("--listen", "127.0.0.1:0", "--address-file", address)
         process = subprocess.Popen(
             [HPML, "export", "node", "--root", f"run={run}", *listen, *options],
@@ -156,10 +156,10 @@ def running(
         )
         try:
             eventually(lambda: address.exists() or process.poll() is not None)
-            assert process.poll() is None, f"it does not start:\n{told.read_text('utf-8')}"
-            yield Exporter(process, address.read_text("utf-8").strip(), told)
+            assert process.poll() is None, f"it does not start:\n{output.read_text('utf-8')}"
+            yield Exporter(process, address.read_text("utf-8").strip(), output)
         finally:
-            Exporter(process, "", told).end()
+            Exporter(process, "", output).end()
 
 
 @pytest.fixture

@@ -42,9 +42,9 @@ def test_the_hot_path_makes_few_calls_and_no_slow_one(gpu_collector: Start) -> N
     running.do("jobs", jobs=[])
     running.sample()
     running.calls.write_text("")
-    told = running.do("repeat", times=20)
+    answer = running.do("repeat", times=20)
     made = running.calls.read_text().split()
-    print(f"8 GPUs: {told['cpu'] * 1e3:.3f} ms of CPU and {len(made) / 20:.1f} calls per sample")
+    print(f"8 GPUs: {answer['cpu'] * 1e3:.3f} ms of CPU and {len(made) / 20:.1f} calls per sample")
     never = {"nvmlDeviceGetPcieThroughput", "nvmlDeviceGetName", "nvmlDeviceGetUUID", "nvmlInit"}
     assert not never & set(made)
     assert len(made) / 20 <= 8 * 9

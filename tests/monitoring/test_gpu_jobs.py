@@ -160,7 +160,7 @@ def test_process_lists_that_grow_while_they_are_read(
 
 
 def test_processes_that_end_are_gone(gpu_collector: Start) -> None:
-    """A real process that was killed is no longer listed."""
+    """After a real process is killed, it disappears from the list."""
     with subprocess.Popen(["sleep", "600"]) as sleeper:
         gpu = a100(0, processes=(Process(sleeper.pid, GIB),))
         running = gpu_collector(State(gpus=(gpu,)), options={"process_interval": 0.0})

@@ -154,8 +154,8 @@ SCENES: dict[str, tuple[Series, str, dict[str, float]]] = {
         "sum(hpml:job_gpu_power_watts:sum)",
         {"{}": 100},
     ),
-    "threads of jobs with exporters of their own": (JOBS_ONLY, THREADS, {MAIN_7: 7, MAIN_8: 7}),
-    "GPUs of jobs with exporters of their own": (
+    "threads of jobs with their own exporters": (JOBS_ONLY, THREADS, {MAIN_7: 7, MAIN_8: 7}),
+    "GPUs of jobs with their own exporters": (
         JOBS_ONLY,
         "sum(hpml:job_gpus:count)",
         {"{}": 2},

@@ -1,4 +1,4 @@
-"""A user of the local backend: a directory with records of its own, in which hpml is called."""
+"""A user of the local backend: a directory with its own records, in which hpml is called."""
 
 from __future__ import annotations
 

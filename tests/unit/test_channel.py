@@ -139,7 +139,7 @@ def test_the_end_sends_what_came_after_the_last_count(
         channel.close()
     last = written(reader)[-1]
     assert last.data.items() >= {"steps_total": 1, "loss": 0.5, **news}.items()
-    assert last.time <= counted, "steps per second are not to count the evaluation"
+    assert last.time <= counted, "steps per second must not count the evaluation"
     assert channel.sent == 1 + len(news)
 
 
@@ -193,7 +193,7 @@ def test_the_rank_is_the_launchers(monkeypatch: pytest.MonkeyPatch, prefix: str)
     "name", [f"hpml/test/{uuid.uuid4().hex}", "x" * 500], ids=["nobody", "too long"]
 )
 def test_without_a_reader_nothing_is_raised(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
-    """A channel whose reader is gone, or can never have been, counts what is lost and goes on."""
+    """A channel whose reader is gone, or can never have been, counts what is lost and continues."""
     monkeypatch.setenv("HPML_CHANNEL", name)
     monkeypatch.setenv("RANK", "no number")
     channel = hpml_channel.Channel.from_env()
@@ -338,7 +338,7 @@ def test_only_the_agent_stops_a_rank(sender: str, datagram: bytes, stops: bool) 
         channel.close()
 
 
-# A rank that hangs, in a thread of its own, while the agent wants to know where.
+# A rank that hangs, in its own thread, while the agent asks where.
 HANGS = """
 import sys, threading, time
 sys.path.insert(0, sys.argv[1])
@@ -412,7 +412,7 @@ MALFORMED = [
 
 
 def test_malformed_datagrams_are_refused_and_counted(reader: ChannelReader) -> None:
-    """None of what is no event of a rank reaches the file, and the good ones around it do."""
+    """Only events of ranks reach the file, also those around bad datagrams."""
     with reader:
         send(reader.name, message(), *MALFORMED, message(rank=1))
     assert [event.rank for event in written(reader)] == [0, 1]
@@ -492,7 +492,7 @@ def test_descriptors_that_come_along_are_not_kept(reader: ChannelReader) -> None
         with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as sender:
             for _ in range(5):
                 sender.sendmsg([message()], ancillary, 0, "\0" + reader.name)
-        eventually(lambda: written(reader))  # on disk while the training goes on
+        eventually(lambda: written(reader))  # on disk while the training continues
         assert len(os.listdir("/proc/self/fd")) < before + 20
     assert reader.received == 5
 
@@ -540,7 +540,7 @@ def test_a_week_stays_small(tmp_path: Path, ranks: int) -> None:
 
 
 def test_a_rank_that_starts_again_leaves_its_last_count(reader: ChannelReader) -> None:
-    """Its counters begin anew: how far it came is written before it joins again."""
+    """Its counters begin anew: its progress is written before it joins again."""
     numbers = [*range(1, 9), 0, 1, 2, 3]
     names = ["step" if number else "rendezvous" for number in numbers]
     with reader:
@@ -573,7 +573,7 @@ def test_a_directory_that_cannot_be_written_loses_nothing(reader: ChannelReader)
 
 
 def test_a_taken_name_is_an_error_with_a_hint(reader: ChannelReader) -> None:
-    """Two agents of one attempt on one node: the second says so."""
+    """Two agents of one attempt on one node: the second reports it."""
     second = ChannelReader(reader.name, reader._file, "n1")
     with reader, pytest.raises(HpmlError) as caught:
         second.start()

@@ -1,4 +1,4 @@
-"""communication.py: every method converges, is exact where it promises to be, and resumes."""
+"""communication.py: every method converges, is exact if it promises to be, and resumes."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tests.unit.training_runs import JOBS, TRAINS, environment, load, result_of,
 pytestmark = TRAINS
 
 METHODS = ("allreduce", "fp16", "bf16", "powersgd", "int8", "topk", "localsgd", "stale", "ps")
-KEEPING = ("allreduce", "powersgd", "topk", "localsgd", "stale", "ps")  # each in a way of its own
+KEEPING = ("allreduce", "powersgd", "topk", "localsgd", "stale", "ps")  # each in its own way
 SHORT = ["--epochs=2", "--width=32", "--run-on"]  # 44 steps of two ranks
 # On the last rank a stop is requested at a step.
 STOP = """

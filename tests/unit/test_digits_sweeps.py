@@ -21,7 +21,7 @@ REPEATS = 6 if os.environ.get("HPML_LONG") else 2
 # The other mode of each scheduler is part of make test-long.
 @pytest.mark.parametrize("mode", ["strong", pytest.param("weak", marks=pytest.mark.slow)])
 def test_a_sweep_of_the_digits_ends_in_a_true_report(mode: str, few: Path, tmp_path: Path) -> None:
-    """1, 2 and 4 ranks; on two cores, four are marked, and no 95 % interval comes of two runs."""
+    """1, 2 and 4 ranks; on two cores, four are marked, and two runs give no 95 % interval."""
     for file in (*JOBS.glob("*.py"), JOBS / "digits.yaml"):
         shutil.copy(file, tmp_path)
     shutil.copytree(few, tmp_path / "digits")

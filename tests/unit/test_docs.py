@@ -75,7 +75,7 @@ def reader(tmp_path: Path) -> Iterator[Reader]:
 @pytest.mark.parametrize(
     "page",
     [
-        # these train: ranks are bound to cores, which the tests beside them would share
+        # these train: ranks are bound to cores, which concurrent tests would share
         pytest.param(page, marks=pytest.mark.alone if "make_digits" in read(page) else ())
         for page in pages_with("console")
     ],
@@ -273,7 +273,7 @@ def _anchors(text: str) -> set[str]:
 
 
 def test_every_page_of_docs_is_listed() -> None:
-    """Nothing is written where nobody finds it."""
+    """Every page is linked from another one."""
     for page in RUN_PAGES[1:]:
         assert page == "docs/pages.md" or f"]({Path(page).name})" in read("docs/pages.md"), page
 

@@ -1,4 +1,4 @@
-"""docs/binding.md tells the plans that hpml makes, and its picture is the one that it draws."""
+"""docs/binding.md shows the plans that hpml makes, and its picture is the one that it draws."""
 
 from __future__ import annotations
 

@@ -25,7 +25,7 @@ deploy/systemd/hpml-exporter-node.service deploy/slurm/hpml-health.sh training_j
 
 @pytest.fixture
 def copy(tmp_path: Path) -> Path:
-    """A copy of the documentation as it lies in the repository."""
+    """A copy of the documentation as it is in the repository."""
     root = tmp_path / "copy"
     shutil.copytree(ROOT / "docs", root / "docs", ignore=shutil.ignore_patterns("__pycache__"))
     for name in OUTSIDE:

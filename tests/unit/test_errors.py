@@ -56,7 +56,7 @@ def test_an_error_is_what_the_documentation_says(name: str, above: str, code: in
 
 
 def test_a_status_has_one_meaning() -> None:
-    """Only a kind of an error shares its status: then both are told alike."""
+    """Only a subclass shares the status of an error: then both are documented together."""
     first: dict[int, type[HpmlError]] = {}
     for error in classes():
         other = first.setdefault(error.exit_code, error)

@@ -46,7 +46,7 @@ HEAVY_AT_IMPORT = {"asyncio", "ssl", "concurrent", "multiprocessing", "subproces
 
 
 def imports(path: Path) -> set[str]:
-    """Full names of all that a file imports, inside functions and for types too."""
+    """Full names of everything that a file imports, inside functions and for types too."""
     found: set[str] = set()
     for node in ast.walk(ast.parse(path.read_text("utf-8"))):
         if isinstance(node, ast.Import):
@@ -123,7 +123,7 @@ def test_no_two_modules_import_each_other() -> None:
 
 
 def test_what_travels_is_standard_library_only() -> None:
-    """Records, staging and node run where nothing is installed."""
+    """Records, staging and node run without any installed package."""
     allowed = {*sys.stdlib_module_names, NAME}
     paths = [path for room in PLAIN for path in (PACKAGE / room).rglob("*.py")]
     for path in [PACKAGE / "errors.py", *paths]:

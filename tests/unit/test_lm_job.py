@@ -132,7 +132,7 @@ def test_the_job_reaches_its_target(tmp_path: Path) -> None:
 def test_compiled_and_recomputed_blocks_learn_the_same(
     learned: dict[str, Any], tmp_path: Path, parallel: str
 ) -> None:
-    """With two ranks; compiling takes minutes on busy cores, and is no hang."""
+    """With two ranks; compiling takes minutes on busy cores and must not hang."""
     more = ["--compile", "--recompute", f"--parallel={parallel}", f"--output={tmp_path}"]
     arguments = [*map(str, SMALL), f"--data={write_text(tmp_path)}", "--batch-size=4", *more]
     assert "compiles" in run_forked(tmp_path, "lm", [(2, arguments, "")])
@@ -187,7 +187,7 @@ def test_the_rate_continues_after_the_warm_up(script: Any) -> None:
 
 
 def test_peaks_are_those_of_the_reports(script: Any) -> None:
-    """lm_model.py travels without hpml, so it has a table of its own: with the same figures."""
+    """lm_model.py travels without hpml, so it has its own table, with the same figures."""
     peaks = sys.modules["lm_model"].PEAKS
     assert peaks["NVIDIA H100 80GB HBM3"] == (67, 989)
     for name, tflops in peaks.items():

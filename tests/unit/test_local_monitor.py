@@ -58,7 +58,7 @@ class Watched(Desk):
     def __init__(self, root: Path) -> None:
         super().__init__(root)
         (root / "rank.py").write_text(RANK)
-        self.jobs: list[Any] = []  # the last one is meant where none is named
+        self.jobs: list[Any] = []  # the last one if none is named
 
     def submit(self, **monitor: Any) -> None:
         """Submit a job."""
@@ -105,7 +105,7 @@ class Watched(Desk):
         }
 
     def exporter(self) -> int:
-        """The process id of this job's exporter; 0 where none runs."""
+        """The process id of this job's exporter; 0 if none runs."""
         for path in Path("/proc").glob("[0-9]*/cmdline"):
             try:
                 words = path.read_bytes().split(b"\0")
@@ -122,7 +122,7 @@ class Watched(Desk):
         return told
 
     def show(self) -> Any:
-        """What `hpml show --json` says."""
+        """The output of `hpml show --json`."""
         return self.json("show", self.last["id"])
 
     def end(self) -> None:
@@ -200,7 +200,7 @@ def test_an_exporter_that_hangs_does_not_hold_the_job(desk: Watched) -> None:
 
 
 def test_two_jobs_of_one_port_are_both_monitored(desk: Watched) -> None:
-    """The second takes another port and says so; both are found, and both have a summary."""
+    """The second takes another port and reports it; both are found, and both have a summary."""
     outputs, ports = [], {}
     with held_port() as port:
         for _ in range(2):
@@ -222,7 +222,7 @@ def test_two_jobs_of_one_port_are_both_monitored(desk: Watched) -> None:
 
 
 def test_what_the_exporter_refuses_is_a_line_in_the_output(desk: Watched) -> None:
-    """A web config that is none: told at submission and by the job, which completes."""
+    """A wrong web config: reported at submission and by the job, which completes."""
     desk.submit(web_config="none.yml")
     output = desk.run / "output.log"
     words = "the job's monitor ended (status 2: "

@@ -95,7 +95,7 @@ def test_more_ranks_train_what_one_does(
     assert (changed < 1e-4) == (lost != "gradients"), changed
     if not lost:
         assert accuracy == one_rank[1]
-    if lost == "accuracies":  # of its own half of the images, rank 0 can have no more than half
+    if lost == "accuracies":  # of its half of the images, rank 0 can have no more than half
         assert accuracy <= 0.5 < one_rank[1] or accuracy < one_rank[1]
 
 

@@ -121,7 +121,7 @@ def test_the_same_seed_gives_the_same_without_a_launcher(few: Path, tmp_path: Pa
 
 
 # Two ranks of the training as it is, forked for each attempt, which note the images of each step.
-# An attempt ends as LIVES says: "kill", "start", "step" or "evaluation", the rank and the step.
+# An attempt ends as given in LIVES: "kill", "start", "step" or "evaluation", the rank and the step.
 LIVES = f"""
 import json, os, signal, sys
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""A built wheel works where there is no checkout: its templates are found, its jobs run."""
+"""A built wheel works without a checkout: its templates are found, its jobs run."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def installed(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The directory of an environment's programs that has the wheel, and no checkout.
 
-    There is no network: the dependencies come from this environment's packages through a path
+    The network is not used: the dependencies come from this environment's packages through a path
     file. Path files of that directory are not read there, so its editable install of the checkout
     does not count.
     """
@@ -125,7 +125,7 @@ def test_the_installed_hpml_renders_and_runs(installed: Path, tmp_path: Path) ->
 @pytest.mark.parametrize(
     ("command", "output"),
     [
-        ("dashboards check", "all dashboards are as their code says"),
+        ("dashboards check", "all dashboards match their code"),
         ("dashboards build --output built", "built/hpml-job.json"),
         ("schema job", '"$defs"'),
         ("template list", "srun"),

@@ -26,7 +26,7 @@ TRAINS = pytest.mark.skipif(
     reason="the training jobs need the extra 'train'",
 )
 
-# Runs one after the other, whose ranks are forked: PyTorch is imported once. Of each: its number
+# Runs in sequence, whose ranks are forked: PyTorch is imported once. Of each: its number
 # of ranks, its arguments, and Python code that changes the script (`job`) on each `rank`.
 FORKED = f"""
 import gc, importlib, json, os, sys
@@ -80,7 +80,7 @@ def run_forked(
 
 
 def load(script: Path) -> ModuleType:
-    """Import a file as a module of its own."""
+    """Import a file as a separate module."""
     spec = importlib.util.spec_from_file_location(f"{script.stem}_under_test", script)
     assert spec is not None
     assert spec.loader is not None
@@ -134,7 +134,7 @@ def run_ranks(
 
 
 def start_ranks(count: int, command: Sequence[object], **more: str) -> list[subprocess.Popen[str]]:
-    """Start as srun would: one process per rank, told who it is by its environment.
+    """Start as srun would: one process per rank, which knows its rank from its environment.
 
     In the values of other variables, {rank} is replaced.
     """

@@ -1,7 +1,7 @@
 """The RAM file system /dev/shm: its size and use, and what of it is which job's.
 
 A job's are the directories that hpml staged for it (a cached dataset counts with each job that uses
-it), and all other files of its user, where that user has no other job here. The exporter of a
+it), and all other files of its user, if that user has no other job here. The exporter of a
 single job cannot know of others, and only counts what hpml staged. The kernel's own figure is
 `hpml_job_memory_bytes{kind="shmem"}`, of the job's control group: it includes files that are
 deleted but open, and leaves out a dataset that another job brought. Where Slurm gives each job a

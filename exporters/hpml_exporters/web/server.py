@@ -1,4 +1,4 @@
-"""The server: a thread per connection, and a limit on all that a client can hold or wait for.
+"""The server: a thread per connection, and limits on what a client can hold or wait for.
 
 prometheus_client's own server stops for good at one silent TLS client: it waits for its handshake
 where it accepts the next one.

@@ -35,7 +35,7 @@ GROUPS: Mapping[str, Sequence[str]] = {
     "user": ("user",),
     "account": ("account",),
 }
-"""Labels that tell the rows apart, by what a row stands for."""
+"""Labels that identify a row, by the kind of row."""
 
 _SECONDS_PER_HOUR = 3600.0
 
@@ -45,7 +45,7 @@ class Usage:
     """What one job, or all jobs of a user or an account, did with GPUs.
 
     Attributes:
-        labels: what it stands for, with the names in `GROUPS`.
+        labels: what the row is about, with the names in `GROUPS`.
         jobs: how many jobs it sums up.
         gpu_hours: number of GPUs times hours.
         measured_hours: GPU-hours of the jobs whose activity is known.

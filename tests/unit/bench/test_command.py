@@ -55,7 +55,7 @@ def test_results_are_kept_and_compared(tmp_path: Path) -> None:
     first = json.loads(done.stdout)
     (made,) = first["nodes"]
     assert done.returncode == status(made), done.stderr
-    desk.hpml("show", "last", code=3)  # there is no run but that of the benchmark
+    desk.hpml("show", "last", code=3)  # the benchmark's run is the only one
     names = {figure["name"] for figure in made["figures"]}
     assert {"host.memory.domain0", "disk.read", "shared.opens", "shm.read"} <= names
     assert made["not_measured"] == {"matmul, all-reduce": "needs PyTorch"}

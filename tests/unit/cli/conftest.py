@@ -1,4 +1,4 @@
-"""Fixtures of the tests of the command line: hpml in this process, in a shell of its own."""
+"""Fixtures of the tests of the command line: hpml in this process, with its own environment."""
 
 from __future__ import annotations
 

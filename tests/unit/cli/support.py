@@ -81,7 +81,7 @@ class Shell:
         return str(path)
 
     def start(self, *words: str, **more: Any) -> subprocess.Popen[str]:
-        """Start hpml as a process of its own."""
+        """Start hpml as a separate process."""
         return subprocess.Popen(
             [HPML, *words],
             env=self.environment(),
@@ -93,7 +93,7 @@ class Shell:
         )
 
     def hpml(self, *words: str) -> Result:
-        """Run hpml as a process of its own."""
+        """Run hpml as a separate process."""
         with self.start(*words) as process:
             out, err = process.communicate(timeout=120)
         return Result(process.returncode, out, err)
@@ -114,7 +114,7 @@ class Shell:
 
 @dataclass
 class Node:
-    """A node to stage to: a directory for memory, one for the disk, and a profile that says so."""
+    """A node to stage to: directories for memory and disk, and a profile that names both."""
 
     root: Path
     hpml: Hpml
@@ -133,7 +133,7 @@ class Node:
         return self.hpml(*self.first, "stage", *words)
 
     def start(self, *words: str, **more: Any) -> subprocess.Popen[str]:
-        """Start it as a process of its own."""
+        """Start it as a separate process."""
         return self.shell.start(*self.first, "stage", *words, **more)
 
     def script(self, *words: str) -> str:
@@ -170,7 +170,7 @@ def in_terminal(command: Sequence[str | Path], environment: Mapping[str, str]) -
         while True:
             try:
                 data = os.read(leader, 65_536)
-            except OSError:  # Linux's way to say that nobody writes there any more
+            except OSError:  # how Linux reports that the last writer has closed it
                 break
             if not data:
                 break

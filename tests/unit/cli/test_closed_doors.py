@@ -47,7 +47,7 @@ def test_a_closed_current_directory_has_no_profile(
 
 
 def test_a_closed_profile_is_an_error(shell: Shell, closed: Path, tmp_path: Path) -> None:
-    """What it says might change the job: it is not passed over."""
+    """Its contents might change the job: it is not ignored."""
     place = tmp_path / "project"
     place.mkdir()
     (place / "hpml.toml").symlink_to(closed / "hpml.toml")
@@ -90,7 +90,7 @@ def test_a_run_of_another_user(shell: Shell) -> None:
 def test_a_current_directory_that_is_gone(
     shell: Shell, tmp_path: Path, words: str, code: int
 ) -> None:
-    """Every command that needs one says so; the others work wherever one stands."""
+    """Every command that needs one reports it; the others work in any directory."""
     line = 'mkdir g && cd g && rmdir ../g && "$@"'
     ended = shell.bash(line, *words.split(), cwd=tmp_path)
     assert ended.code == code, ended.err

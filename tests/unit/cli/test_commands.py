@@ -117,7 +117,7 @@ def test_a_traceback_is_for_those_who_ask(shell: Shell) -> None:
 
 
 def test_a_bug_of_hpml_is_reported_as_such(hpml: Hpml, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What nobody foresaw is one line too, with a status of its own and what to do."""
+    """An unexpected error is one line too, with its own status and what to do."""
 
     def broken(*_: object) -> None:
         raise KeyError("oops")
@@ -129,7 +129,7 @@ def test_a_bug_of_hpml_is_reported_as_such(hpml: Hpml, monkeypatch: pytest.Monke
 
 
 def test_no_runs_yet(hpml: Hpml, tmp_path: Path) -> None:
-    """An empty store is no error: nothing on standard output, an empty list for programs."""
+    """An empty store is not an error: nothing on standard output, an empty list for programs."""
     for command in ("list", "status"):
         shown = hpml("--records", str(tmp_path), command)
         assert (shown.code, shown.out, shown.err) == (0, "", "no runs\n")

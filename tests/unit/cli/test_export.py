@@ -23,7 +23,7 @@ NOTHING = [f"--no-{name}" for name in SWITCHES]
 def handed_over(
     hpml: Hpml, monkeypatch: pytest.MonkeyPatch, *words: str
 ) -> tuple[dict[str, object], str]:
-    """The options that the lean process would get, and what was said before."""
+    """The options that the lean process would get, and what was printed before."""
     caught: list[tuple[str, list[str], dict[str, str]]] = []
     monkeypatch.setattr(os, "execve", lambda *given: caught.append(given))
     ended = hpml("export", "node", "--listen", "127.0.0.1:0", *words)
@@ -101,7 +101,7 @@ def test_an_unprotected_address_is_warned_of(
     config: str | None,
     warning: str,
 ) -> None:
-    """What counts is what the web-config file says, not that there is one; nothing is refused."""
+    """The contents of the web-config file count, not that it exists; nothing is refused."""
     words: list[str] = []
     if config is not None:
         (shell.root / "web.yml").write_text(config)
@@ -147,7 +147,7 @@ def a_sinfo(shell: Shell, monkeypatch: pytest.MonkeyPatch, text: str) -> None:
 def test_targets_where_there_is_no_slurm(
     hpml: Hpml, shell: Shell, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The hint says what helps here: a job's options and records do not."""
+    """The hint names what helps here: a job's options and records do not."""
     a_sinfo(
         shell, monkeypatch, "echo 'sinfo: fatal: Could not establish a configuration' >&2; exit 1"
     )
@@ -157,7 +157,7 @@ def test_targets_where_there_is_no_slurm(
 
 
 def test_without_nvitop_gpus_are_left_out(hpml: Hpml, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It is said with what to install; with `--no-gpu` nobody misses it."""
+    """The message names what to install; with `--no-gpu` it is not needed."""
     monkeypatch.setitem(sys.modules, "nvitop", None)
     err = handed_over(hpml, monkeypatch)[1]
     assert "no GPU metrics: nvitop is not installed\nhint: pip install 'hpml-orch" in err
@@ -181,7 +181,7 @@ def test_a_node_is_exported(shell: Shell) -> None:
 
 
 def test_the_catalogue_is_printed(hpml: Hpml) -> None:
-    """Every metric as a line, or as JSON with all that is known of it."""
+    """Every metric as a line, or as JSON with everything known about it."""
     lines = hpml("export", "metrics").out.splitlines()
     assert lines[0] == "METRIC\tTYPE\tLABELS\tMEANING"
     assert [line.split("\t")[0] for line in lines[1:]] == [metric.name for metric in ALL]

@@ -15,7 +15,7 @@ pytestmark = pytest.mark.xdist_group("local runs")
 
 @pytest.fixture(autouse=True)
 def open_mpi(shell: Shell) -> None:
-    """Skip without Open MPI, which starts nothing for root unless root's own shell says so."""
+    """Skip without Open MPI, which starts nothing for root unless root's environment allows it."""
     if "Open MPI" not in shell.bash("mpirun --version").out:
         pytest.skip("not installed: mpirun of Open MPI (Debian: openmpi-bin)")
     shell.variables["OMPI_ALLOW_RUN_AS_ROOT"] = "1"
@@ -33,7 +33,7 @@ def job(shell: Shell, name: str, code: str) -> str:
 
 
 def test_mpirun_starts_the_ranks(shell: Shell) -> None:
-    """As many as asked for, each with the job's environment; one that fails ends the job."""
+    """As many ranks as requested, each with the job's environment; a failed one ends the job."""
     code = (
         'echo "$OMPI_COMM_WORLD_RANK of $OMPI_COMM_WORLD_SIZE: $WORD, $PYTHONUNBUFFERED"\n'
         "[[ $OMPI_COMM_WORLD_RANK != 0 ]] || { sleep .1; touch said; sleep 300; }\n"

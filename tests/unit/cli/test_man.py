@@ -38,7 +38,7 @@ def test_a_page_is_correct_roff(linter: str) -> None:
 
 
 def test_man_in_a_pipe_and_on_a_terminal(hpml: Hpml, shell: Shell) -> None:
-    """The command's help where there is no terminal or no man(1); else the manual page."""
+    """The command's help without a terminal or without man(1); else the manual page."""
     shown = hpml("man", "submit")
     assert (shown.code, shown.err) == (0, "")
     assert "Submit a job and return immediately." in shown.out

@@ -1,4 +1,4 @@
-"""`hpml prune` removes what was chosen and is over, whole, and says to the byte what that freed."""
+"""`hpml prune` removes the chosen ended runs completely, and prints the bytes that it freed."""
 
 from __future__ import annotations
 

@@ -146,7 +146,7 @@ def nothing_done(place: Path, slurm: FakeScheduler) -> Iterator[None]:
 
 
 def refused(ended: Result, code: int, message: str, hint: str = "") -> None:
-    """One message that says what is wrong, and the right status."""
+    """One message that names the mistake, and the right status."""
     assert ended.refuses(code)
     lines = ended.err.splitlines()
     assert message in lines[0], ended.err
@@ -174,7 +174,7 @@ def test_an_option_without_a_word(hpml: Hpml, line: str, option: str) -> None:
 
 
 def test_several_faults_are_named_at_once(hpml: Hpml, place: Path) -> None:
-    """Each field on a line of its own."""
+    """Each field on its own line."""
     (place / "job.yaml").write_text("name: a b\nscript: x\nresorces: {}\nresources: {nodes: 0}\n")
     ended = hpml("render", "job.yaml")
     assert (ended.code, ended.out) == (2, "")

@@ -29,7 +29,7 @@ channel.close()
 
 @pytest.fixture(scope="module")
 def trained(shell: Shell) -> str:
-    """The id of a run that waits for data in half of its time, as it says."""
+    """The id of a run that reports waiting for data half of its time."""
     (shell.root / "train.py").write_text(TRAINING)
     job = shell.job("waits", command=["python3", str(shell.root / "train.py"), str(CHANNEL)])
     return str(shell.hpml("run", "--local", "--json", job).json()["id"])

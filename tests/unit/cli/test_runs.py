@@ -240,7 +240,7 @@ def test_ctrl_c_during_a_submission(
     code: int,
     message: str,
 ) -> None:
-    """It waits for the answer and names the job; a second one says how to find out."""
+    """It waits for the answer and names the job; a second one explains how to find out."""
     real = LocalScheduler.submit
 
     def interrupted(self: LocalScheduler, request: Any, arguments: Any = ()) -> str:
@@ -274,7 +274,7 @@ def prepared(shell: Shell, name: str) -> tuple[Store, Submission]:
 
 
 def test_resume(shell: Shell, hpml: Hpml) -> None:
-    """It makes the job where there is none, and finds it where it is not on record."""
+    """It makes the job if it is missing, and finds it if it is not on record."""
     store, submission = prepared(shell, "cut")
     (state,) = hpml("status", "--json", submission.sid).json()
     assert state["state"] == "NOT SUBMITTED"

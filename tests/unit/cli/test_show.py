@@ -130,7 +130,7 @@ def test_wrong_is_red_on_a_terminal(shell: Shell, attempt: Path) -> None:
 
 
 def test_a_node_of_a_run_with_its_ranks(shell: Shell, hpml: Hpml, attempt: Path) -> None:
-    """The node of the first rank, or the one that is named; ranks where they really ran."""
+    """The node of the first rank, or the named one; ranks on the CPUs that they really used."""
     prove(attempt, *cluster(2))
     for node in ("n0", "n1"):
         write_json(attempt / "nodes" / f"{node}.topology.json", topology_json(milan()))
@@ -150,7 +150,7 @@ def test_a_node_of_a_run_with_its_ranks(shell: Shell, hpml: Hpml, attempt: Path)
 
 
 def test_a_node_whose_ranks_have_not_started(hpml: Hpml, shell: Shell, attempt: Path) -> None:
-    """The agent's plan stands in for ranks that have no record."""
+    """The agent's plan is shown for ranks that have no record."""
     assert hpml("topo", "--run", "bound").refuses(3, "has recorded its topology")
     write_json(attempt / "nodes" / "n0.topology.json", topology_json(milan()))
     assert hpml("topo", "--run", "bound").out.endswith("no rank has recorded where it runs\n")

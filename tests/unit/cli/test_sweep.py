@@ -17,7 +17,7 @@ RESOURCES = {"nodes": 1, "ranks_per_node": 1, "time": "5:00"}
 
 @pytest.fixture(scope="module")
 def job(shell: Shell) -> str:
-    """A job whose program fails when it is told to."""
+    """A job whose program fails on request."""
     command = ["bash", "-c", WORK, "program"]
     return shell.job("toy", command=command, args=["--batch-size=8"], resources=RESOURCES)
 
@@ -44,7 +44,7 @@ def test_a_sweep_with_failed_points_says_where_to_look(swept: list[str], hpml: H
     assert markdown.startswith("# toy-grid\n")
     page = Path(hpml("sweep", "report", swept[1]).out.strip())
     assert page.read_text().startswith("<!doctype html>")
-    # a second resume has nothing to do, and says again how it ended
+    # a second resume has nothing to do, and reports again how it ended
     again = hpml("sweep", "resume", "last")
     assert again.code == 6
     assert "hpml logs " in again.err
@@ -86,7 +86,7 @@ def test_a_terminal_shows_a_bar(shell: Shell, job: str) -> None:
 
 
 def test_a_detached_sweep_goes_on_by_itself(shell: Shell, job: str) -> None:
-    """Its id is printed at once; `resume` beside it follows until the end."""
+    """Its id is printed at once; `resume` in another shell follows until the end."""
     words = ("--grid", "lr=5,6", "--repeats", "1", "--local", "--detach")
     started = shell.hpml("sweep", "run", job, *words)
     assert started.code == 0, started.err

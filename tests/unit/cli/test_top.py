@@ -26,7 +26,7 @@ pytestmark = pytest.mark.xdist_group("local runs")
 
 @pytest.fixture(scope="module")
 def job(shell: Shell) -> Iterator[str]:
-    """The id of a run that goes on."""
+    """The id of a running run."""
     file = shell.job("endless", command=["sleep", "600"], resources={"time": "20:00"})
     run = shell.hpml("submit", "--local", "--json", file).json()["id"]
     eventually(lambda: shell.hpml("status", run, "--json").json()[0]["attempts"], pause=0.2)
@@ -35,7 +35,7 @@ def job(shell: Shell) -> Iterator[str]:
 
 
 class Screen:
-    """hpml in a terminal of its own."""
+    """hpml in its own terminal."""
 
     def __init__(self, shell: Shell, *words: str, width: int = 100) -> None:
         self.leader, follower = pty.openpty()
@@ -130,7 +130,7 @@ def test_without_a_terminal(hpml: Hpml, job: str) -> None:
 
 
 def test_refusals_and_problems(hpml: Hpml, shell: Shell, job: str) -> None:
-    """What is not there is said in one line; jobs are shown where they can be."""
+    """What is missing is named in one line; jobs are shown if they can be."""
     assert hpml("top", "--all-users").refuses(2, "--all-users", "needs a Prometheus")
     assert hpml("top", "--prometheus", "prom:9090").refuses(2, "--prometheus", "http or https")
     down = hpml("top", "--prometheus", "http://u:word@127.0.0.1:1")

@@ -67,7 +67,7 @@ def test_a_file_as_tables_and_json(hpml: Hpml) -> None:
 
 
 def test_this_node_and_the_cpus_that_a_process_may_use(shell: Shell, hpml: Hpml) -> None:
-    """The kernel's CPUs; a plan has none that this process may not use, and a note says so."""
+    """The kernel's CPUs; a plan has only those that this process may use, and a note reports it."""
     domains = hpml("topo", "--json").json()["domains"]
     count = sum(len(parse_list(domain["cpus"])) for domain in domains)
     assert count == os.sysconf("SC_NPROCESSORS_ONLN")
@@ -189,7 +189,7 @@ def test_nothing_in_a_picture_overlaps(file: str, ranks: str) -> None:
 
 
 def test_a_core_of_several_ranks_is_grey() -> None:
-    """It says how many share it; rows of numbers in names are drawn together."""
+    """It shows how many share it; rows of numbers in names are drawn together."""
     machine = Topology(
         "", (Core(0, 0, 0, (0, 4)), Core(1, 0, 0, (1, 5))), (Domain(0, (0, 1, 4, 5)),)
     )
@@ -233,7 +233,7 @@ def test_a_jobs_plan(shell: Shell, hpml: Hpml, quad: str) -> None:
 
 
 def test_a_job_of_a_part_of_the_node(shell: Shell, hpml: Hpml, quad: str) -> None:
-    """A note says which part is planned; CPUs next to other jobs' GPUs are left where possible."""
+    """A note names the planned part; CPUs next to other jobs' GPUs are left where possible."""
     job = shell.job("part", resources={"gpus": 2, "cpus_per_rank": 4})
     shown = hpml("topo", quad, "--plan", job)
     cells = [line.split("\t")[1:3] for line in shown.out.splitlines()[1:]]

@@ -214,7 +214,7 @@ def test_scratch_is_slurms_directory_where_it_has_one(small: Cluster) -> None:
 
 
 def test_what_a_look_found_is_set_for_its_kind(small: Cluster) -> None:
-    """The largest local disk, the best network, the topology; the reason if there is no probe."""
+    """The largest local disk, the best network, the topology; the reason if no probe ran."""
     look = NodeProbe(
         "gpu1",
         places=(

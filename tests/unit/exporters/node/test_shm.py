@@ -38,9 +38,9 @@ def place() -> Iterator[Path]:
 
 def job_bytes(place: Path, *users: int, samples: int = 1, **options: object) -> dict[str, float]:
     """Bytes of the jobs 41, 42, ... of these users after this number of samples."""
-    told = context(shm=place, **options)
-    post(told.jobs, {str(41 + number): (uid, []) for number, uid in enumerate(users)})
-    collector = make(told)
+    given = context(shm=place, **options)
+    post(given.jobs, {str(41 + number): (uid, []) for number, uid in enumerate(users)})
+    collector = make(given)
     for _ in range(samples):
         found = sampled(collector)
     collector.close()
@@ -160,9 +160,9 @@ def test_whose_it_is(
 def test_a_local_run_has_its_own_data(place: Path) -> None:
     """Not those of a job of Slurm of the same user and number."""
     stage(place, "local-3fa9c1-41")
-    told = context(shm=place, cluster="main")
-    post(told.jobs, {"41": (UID, []), "local-3fa9c1-41": (UID, [])})
-    found = sampled(make(told))
+    given = context(shm=place, cluster="main")
+    post(given.jobs, {"41": (UID, []), "local-3fa9c1-41": (UID, [])})
+    found = sampled(make(given))
     sizes = {series[1:]: n // MIB for series, n in found.items() if "job" in series[0]}
     assert sizes == {("main", "41"): 0, ("main", "local-3fa9c1-41"): 3}
 
@@ -248,9 +248,9 @@ def mount(path):
         with open(f"{path}/x", "wb") as file:
             file.write(b"x" * (1 << 20))
 
-told = context(shm=place)
-post(told.jobs, {"41": (os.getuid(), [])})
-collector = shm.make(told)
+given = context(shm=place)
+post(given.jobs, {"41": (os.getuid(), [])})
+collector = shm.make(given)
 shm.ENTRIES = 5
 folder = "held"
 if when != "before":

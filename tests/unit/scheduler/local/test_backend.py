@@ -106,9 +106,9 @@ def test_srun_is_the_local_one(bench: Bench) -> None:
 def test_cancel_reaches_every_process_and_lets_them_answer(bench: Bench) -> None:
     """The shell and a stopped child get SIGTERM once; the shell's trap runs."""
     job_id = bench.submit(
-        "trap 'echo shell >> told; exit 5' TERM\n"
+        "trap 'echo shell >> stopped; exit 5' TERM\n"
         "python3 -c 'import signal,os,time\n"
-        'signal.signal(15, lambda *_: (open("told", "a").write("child\\n"), os._exit(0)))\n'
+        'signal.signal(15, lambda *_: (open("stopped", "a").write("child\\n"), os._exit(0)))\n'
         'open("pid", "w").write(str(os.getpid())); os.rename("pid", "up"); '
         # short sleeps: a signal that comes just before one is heard after it
         "os.kill(os.getpid(), 19); [time.sleep(.02) for _ in range(30000)]' &\n"
@@ -119,7 +119,7 @@ def test_cancel_reaches_every_process_and_lets_them_answer(bench: Bench) -> None
     bench.scheduler().cancel([job_id, "99"])
     status = bench.over(job_id)
     assert (status.state, status.exit_code) == (JobState.CANCELLED, 5)
-    assert sorted(bench.file("told").split()) == ["child", "shell"]
+    assert sorted(bench.file("stopped").split()) == ["child", "shell"]
     assert f"JOB {job_id} ON {os.uname().nodename} CANCELLED AT 20" in bench.output()
     bench.scheduler().cancel([job_id])
     assert bench.status(job_id) == status
@@ -127,12 +127,12 @@ def test_cancel_reaches_every_process_and_lets_them_answer(bench: Bench) -> None
 
 def test_srun_tasks_get_one_signal_on_cancel(bench: Bench) -> None:
     """The supervisor signals the tasks, and srun does not signal them again."""
-    body = "trap 'echo x >> told; sleep .2; exit 0' TERM; echo > up; while :; do sleep .05; done"
+    body = "trap 'echo x >> stopped; sleep .2; exit 0' TERM; echo > up; while :; do sleep .05; done"
     job_id = bench.submit(f'srun -n1 bash -c "{body}"')
     bench.file("up")
     bench.scheduler().cancel([job_id])
     bench.over(job_id)
-    assert bench.file("told") == "x\n"
+    assert bench.file("stopped") == "x\n"
 
 
 def test_jobs_take_turns_in_order(bench: Bench) -> None:
@@ -227,8 +227,8 @@ def test_warning_signal_comes_before_the_limit(bench: Bench, flag: str) -> None:
         "wait"
     )
     assert (status.state, status.exit_code) == (JobState.COMPLETED, 0)
-    told = {"shell", "step"} & set(bench.output().splitlines())
-    assert told == ({"shell"} if flag else {"step"})
+    stopped = {"shell", "step"} & set(bench.output().splitlines())
+    assert stopped == ({"shell"} if flag else {"step"})
 
 
 def test_what_escapes_is_ended_with_the_job(bench: Bench) -> None:
