@@ -174,7 +174,7 @@ class NodeStaging:
                     disk_rate=limits.disk_rate,
                     metadata_rate=limits.metadata_rate,
                 ),
-                tell=self.say,
+                report=self.say,
             )
         except OSError as error:
             raise StagingError(

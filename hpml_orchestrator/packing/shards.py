@@ -35,8 +35,7 @@ from hpml_orchestrator.staging.faults import (
 from hpml_orchestrator.staging.plan import scan_tree
 from hpml_orchestrator.staging.progress import Tally
 from hpml_orchestrator.staging.request import TREE_SHARD
-from hpml_orchestrator.staging.source import BLOCK_BYTES
-from hpml_orchestrator.staging.sources import TreeSource
+from hpml_orchestrator.staging.source import BLOCK_BYTES, TreeSource
 from hpml_orchestrator.staging.space import Need, check_room, file_system_type, room_at
 
 if TYPE_CHECKING:
@@ -268,7 +267,7 @@ def _write(
     numbers = {entry.path: number for number, entry in enumerate(tree.files)}
     sums = [0, 0]
 
-    def told(word: str, *values: Any) -> None:
+    def on_report(word: str, *values: Any) -> None:
         if word == "problem":
             problems.add(*values)
         else:
@@ -286,7 +285,7 @@ def _write(
 
     count = min(workers or len(os.sched_getaffinity(0)), len(shards))
     if shards:
-        run_crew(count, work, range(len(shards)), told=told, heartbeat=retry.check_stop)
+        run_crew(count, work, range(len(shards)), on_report=on_report, heartbeat=retry.check_stop)
     problems.raise_any("if the tree is being written, wait until it is complete")
     with _new_file(f"{directory}/{TREE_SHARD}") as out:
         for header in _tree_headers(tree):

@@ -158,8 +158,8 @@ def _bytes_in_ram(stage: Stage) -> int | None:
     """
     from hpml_orchestrator.staging.faults import Retry  # noqa: PLC0415
     from hpml_orchestrator.staging.request import StageRequest  # noqa: PLC0415
-    from hpml_orchestrator.staging.sources import open_source  # noqa: PLC0415
     from hpml_orchestrator.staging.space import INODE_BYTES  # noqa: PLC0415 - few stage
+    from hpml_orchestrator.staging.supply import open_source  # noqa: PLC0415
 
     request = StageRequest(stage.name, stage.source, stage.kind, outside_links=stage.outside_links)
     with contextlib.closing(open_source(request, Retry(), _ANY_BYTES)) as source:

@@ -17,10 +17,9 @@ from hpml_orchestrator.staging.request import (
     StagingStopped,
     target_path,
 )
-from hpml_orchestrator.staging.source import Supply
-from hpml_orchestrator.staging.sources import LocalSupply
 from hpml_orchestrator.staging.space import Need, Room, check_room, room_at
 from hpml_orchestrator.staging.stage import CopyStager
+from hpml_orchestrator.staging.supply import LocalSupply, Supply
 
 __all__ = [
     "Bases",

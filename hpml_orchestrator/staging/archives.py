@@ -175,10 +175,10 @@ class TarSource:
                 for at in range(0, len(rows), _ROWS_AT_ONCE):
                     tell(number, rows[at : at + _ROWS_AT_ONCE])
 
-        def told(number: int, rows: list[Row]) -> None:
+        def on_report(number: int, rows: list[Row]) -> None:
             found[number] += rows
 
-        run_crew(workers, work, numbers, told=told, heartbeat=self._retry.check_stop)
+        run_crew(workers, work, numbers, on_report=on_report, heartbeat=self._retry.check_stop)
         yield from enumerate(found)
 
     def _scan(self, number: int, members: Members | None) -> Iterator[Row]:

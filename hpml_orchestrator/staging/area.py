@@ -8,8 +8,9 @@ import os
 import secrets
 from typing import TYPE_CHECKING
 
-from hpml_orchestrator.errors import CapacityError, HpmlError, StagingError
+from hpml_orchestrator.errors import CapacityError, HpmlError, InputError, StagingError
 from hpml_orchestrator.records.owner import Owner, this_owner
+from hpml_orchestrator.staging.faults import StagingStopped, shown
 from hpml_orchestrator.staging.files import (
     CREATE_OR_OPEN,
     BusyError,
@@ -19,7 +20,7 @@ from hpml_orchestrator.staging.files import (
     unlock,
 )
 from hpml_orchestrator.staging.manifest import verify
-from hpml_orchestrator.staging.request import StagingStopped, check_job_key, target_path
+from hpml_orchestrator.staging.request import check_job_key, target_path
 from hpml_orchestrator.staging.store import (
     CACHE,
     DATA,
@@ -38,6 +39,7 @@ if TYPE_CHECKING:
     from hpml_orchestrator.staging.faults import Retry
     from hpml_orchestrator.staging.manifest import Manifest
     from hpml_orchestrator.staging.progress import OnProgress
+    from hpml_orchestrator.staging.request import StageRequest
 
     Fill = Callable[[str, NameLock], Manifest]
     # publishes data in an entry's directory, and leaves its progress in the lock
@@ -108,6 +110,15 @@ class JobArea:
         """Return where data of that name is published."""
         return f"{self.path}/{name}"
 
+    def check_apart(self, request: StageRequest) -> None:
+        """Refuse a request whose source contains the target, or is in it."""
+        source = os.path.realpath(request.source) + "/"
+        target = os.path.realpath(self.path) + "/"
+        published = f"{target}{request.name}/"
+        if target.startswith(source) or source.startswith(published):
+            message = "one of source and target contains the other; the target is "
+            raise InputError(message + shown(published), field="source", value=request.source)
+
     def owner(self) -> Owner:
         """Describe the process that answers for what this area makes."""
         return this_owner(self.job_key, self._owner_pid, proc_root=self.store.proc_root)
@@ -171,34 +182,22 @@ class JobArea:
         self.store.sweep(*filter(None, trash))
         return True
 
-    def remove_stale(self, is_alive: Callable[[Owner], bool] | None = None) -> list[str]:
+    def remove_stale(self) -> None:
         """Remove what dead jobs of this user left under this base.
 
         An area stays if its owner lives or cannot be judged, if a process holds its lease, or if it
         is this one. Of the entries only those go that a killed stager never completed, and those
         that go with a job which is gone.
-
-        Returns:
-            The job keys that were removed.
         """
-        store, alive = self.store, is_alive or self.store.is_alive
-        removed, trash = [], []
+        store = self.store
         with store.hold() as there:
-            trash.extend(store.leftovers() if there else [])
-            for area in store.areas() if there else []:
-                key, owner = os.path.basename(area), store.owner_of(area)
-                if key == self.job_key or owner is None or owner.job_key != key or alive(owner):
-                    continue
-                retired = store.retire(area)
-                if retired:
-                    removed.append(key)
-                    trash.append(retired)
-            jobs = {"", *map(os.path.basename, store.areas() if there else [])}
-            for entry in store.entries() if there else []:
-                if job_of(entry) not in jobs or not os.path.lexists(f"{entry}/{DATA}"):
-                    trash.extend(filter(None, [store.retire(entry)]))
+            trash = store.leftovers() if there else []
+            for group in store.groups() if there else []:
+                empty = [one for one in group if store.is_entry(one) and not _has_data(one)]
+                is_ours = os.path.basename(group[0]) == self.job_key
+                stays = is_ours or store.reason_to_keep(group[0], everything=group == empty)
+                trash += filter(None, map(store.retire, empty if stays else group))
         store.sweep(*trash)
-        return removed
 
     def take(self, key: str, *, create: bool) -> Entry | None:
         """Return an entry with a lease on it, or None if there is none; it may be empty.
@@ -333,7 +332,7 @@ class JobArea:
         trash = None
         with self.store.hold() as there:
             entry.release()
-            if there and os.path.lexists(entry.path) and not os.path.lexists(entry.data):
+            if there and os.path.lexists(entry.path) and not _has_data(entry.path):
                 trash = self.store.retire(entry.path)
         if trash:
             self.store.sweep(trash)
@@ -344,3 +343,7 @@ def _leased(directory: str) -> int:
     lease = os.open(f"{directory}/{LEASE}", CREATE_OR_OPEN, 0o600)
     fcntl.flock(lease, fcntl.LOCK_SH)
     return lease
+
+
+def _has_data(entry: str) -> bool:
+    return os.path.lexists(f"{entry}/{DATA}")

@@ -21,11 +21,11 @@ from hpml_orchestrator.staging.space import MEMORY_TYPES, file_system_type, fits
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from hpml_orchestrator.staging.source import Supply
     from hpml_orchestrator.staging.space import Need, Room
     from hpml_orchestrator.staging.stage import CopyStager
+    from hpml_orchestrator.staging.supply import Supply
 
-__all__ = ["Choice", "Outcome", "misfit", "own_storage", "stage_chosen"]
+__all__ = ["Choice", "Outcome", "own_storage", "stage_chosen"]
 
 _TARGETS = ("shm", "local")
 """In the order of preference."""
@@ -117,13 +117,13 @@ def _choose(
     faults = dict(refusals)
     fitting = {}
     for target in (one for one in _TARGETS if not refusals[one]):
-        if stager.has(replace(request, target=target), supply):
+        if stager.has(target, supply):
             there = f"a copy is at {target} already"
             return choice(target, "a copy is there already", {}, there)
     for target in (one for one in _TARGETS if not refusals[one]):
         room = stager.room_without_idle(target)
         need = plan.need(room.block_bytes, room.inode_bytes)
-        faults[target] = misfit(need, room)
+        faults[target] = _misfit(need, room)
         fitting[target] = (need, room)
     best = next((target for target in _TARGETS if not faults[target]), "")
     if best:
@@ -150,7 +150,7 @@ def _allowed(room: Room) -> Room:
     return dataclasses.replace(room, bytes=room.bytes // 2) if room.in_memory else room
 
 
-def misfit(need: Need, room: Room) -> str:
+def _misfit(need: Need, room: Room) -> str:
     """Return why data do not fit; "" if they do."""
     allowed = _allowed(room)
     if fits(need, allowed):

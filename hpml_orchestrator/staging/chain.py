@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING, Any
 
 from hpml_orchestrator.errors import StagingError
 from hpml_orchestrator.staging.chunks import ChunkWriter, SendingSource
-from hpml_orchestrator.staging.copy import Copied, copy, make_directories, make_links
+from hpml_orchestrator.staging.copy import copy, make_directories, make_links
 from hpml_orchestrator.staging.faults import StagingStopped
 from hpml_orchestrator.staging.hashing import hashed, hashing, hashing_named
 from hpml_orchestrator.staging.link import (
@@ -43,6 +43,7 @@ from hpml_orchestrator.staging.link import (
 )
 from hpml_orchestrator.staging.manifest import Listing, tree_digest
 from hpml_orchestrator.staging.space import readers_for
+from hpml_orchestrator.staging.supply import Supply
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -54,7 +55,8 @@ if TYPE_CHECKING:
     from hpml_orchestrator.staging.link import Place
     from hpml_orchestrator.staging.plan import Plan
     from hpml_orchestrator.staging.progress import Progress
-    from hpml_orchestrator.staging.sources import LocalSupply
+    from hpml_orchestrator.staging.request import StageRequest
+    from hpml_orchestrator.staging.supply import LocalSupply
 
 __all__ = ["Follower", "Head"]
 
@@ -70,17 +72,19 @@ class PeerFailedError(StagingError):
     """Another node of the chain ended; its reason is in the message."""
 
 
-class _Member:
-    """A node in the chain, and a `Supply`.
+class _Member(Supply):
+    """A node in the chain.
 
     Args:
+        request: what is staged.
         place: this node's.
         secret: the job's.
     """
 
     method = "chain"
 
-    def __init__(self, place: Place, secret: bytes) -> None:
+    def __init__(self, request: StageRequest, place: Place, secret: bytes) -> None:
+        super().__init__(request)
         self._place = place
         self._secret = secret
         self._inbox: queue.Queue[tuple[Any, str, Any, bytes]] = queue.Queue(_MOST_MESSAGES)
@@ -162,7 +166,7 @@ class _Member:
             self._later.clear()
 
     def _listen(self, seconds: float = 0.0) -> None:
-        """Wait for a message of the neighbours, and process all that have come.
+        """Wait for a message of the neighbours, and process those that have come.
 
         Raises:
             PeerFailedError: a node failed; the others have the reason.
@@ -284,10 +288,14 @@ class Head(_Member):
     def __init__(
         self, local: LocalSupply, place: Place, secret: bytes, options: CopyOptions
     ) -> None:
-        super().__init__(place, secret)
+        super().__init__(local.request, place, secret)
         self._local = local
         self._options = dataclasses.replace(options, hash=True, processes=1)
-        self.kind = local.kind
+
+    @property
+    def kind(self) -> str:
+        """The source's kind."""
+        return self._local.kind
 
     def plan(self) -> Plan:
         """Look at the source, and pass the plan on; see `Supply`."""
@@ -300,14 +308,16 @@ class Head(_Member):
                 self._plan = plan
         return self._plan
 
-    def fill(self, plan: Plan, partial_dir: str, *, retry: Retry, progress: Progress) -> Copied:
+    def fill(
+        self, plan: Plan, partial_dir: str, *, retry: Retry, progress: Progress
+    ) -> list[bytes]:
         """Copy the source; what is read is sent, too. If any node fails, none publishes."""
         threads = self._options.threads or max(_FEWEST_THREADS, readers_for(plan.source_root))
         with self._failing():
             self._wait_for("ready")
             self._send(self._down, "go", True)
             source = self._sending()
-            copied = copy(
+            digests = copy(
                 plan,
                 source,
                 partial_dir,
@@ -315,8 +325,8 @@ class Head(_Member):
                 retry=retry.stopped_by(self._beat),
                 progress=progress,
             )
-            self._agree(plan, source, copied.digests)
-        return copied
+            self._agree(plan, source, digests)
+        return digests
 
     def reuse(self) -> None:
         """Send the source to the others, if any of them needs it; this node has it already."""
@@ -386,7 +396,9 @@ class Follower(_Member):
                 self._plan = plan
         return self._plan
 
-    def fill(self, plan: Plan, partial_dir: str, *, retry: Retry, progress: Progress) -> Copied:
+    def fill(
+        self, plan: Plan, partial_dir: str, *, retry: Retry, progress: Progress
+    ) -> list[bytes]:
         """Receive all files, write them and pass them on. If any node fails, none publishes."""
         with self._failing():
             fd = os.open(partial_dir, _DIRECTORY)
@@ -404,7 +416,7 @@ class Follower(_Member):
 
     def _receive(
         self, plan: Plan, fd: int, progress: Progress | None, retry: Retry | None
-    ) -> Copied:
+    ) -> list[bytes]:
         """Receive the data; without a descriptor nothing is written."""
         place, how = self._place, hashing_named(self._said["plan"][2])
         assert how is not None  # noqa: S101 - `plan` has looked
@@ -415,7 +427,7 @@ class Follower(_Member):
             if fd >= 0:
                 raise StagingError("the first node sends nothing, but this node has nothing")
             self._is_done = True
-            return Copied()
+            return []
         while "end" not in self._said:
             before = (writer.bytes, len(writer.digests))
             self._listen(_POLL_SECONDS)
@@ -436,4 +448,4 @@ class Follower(_Member):
         self._send(self._up, "done", digest)
         self._wait_for("commit")
         self._is_done = True
-        return Copied(digests)
+        return digests

@@ -19,7 +19,7 @@ from hpml_orchestrator.staging.manifest import Listing, tree_digest
 from hpml_orchestrator.staging.plan import NO_FILE, scan_file, scan_tree
 from hpml_orchestrator.staging.progress import Progress
 from hpml_orchestrator.staging.request import StagingStopped
-from hpml_orchestrator.staging.sources import TreeSource
+from hpml_orchestrator.staging.source import TreeSource
 
 if TYPE_CHECKING:
     from hpml_orchestrator.staging.faults import Retry
@@ -81,7 +81,7 @@ def collect(source: str, directory: str, retry: Retry) -> Collected:
         else:
             plan = scan_file(source, retry)
         os.mkdir(partial, 0o700 | (plan.top.mode & 0o777))
-        copied = copy(
+        digests = copy(
             plan,
             reader,
             partial,
@@ -90,7 +90,7 @@ def collect(source: str, directory: str, retry: Retry) -> Collected:
             progress=Progress(None),
         )
         left_out.raise_any()
-        digest = tree_digest(Listing.of(plan, copied.digests), hashing())
+        digest = tree_digest(Listing.of(plan, digests), hashing())
     except StagingStopped:
         problem = "time ran out"
     except HpmlError as error:

@@ -14,7 +14,7 @@ import itertools
 import os
 import stat
 import threading
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from hpml_orchestrator.errors import StagingError
@@ -45,7 +45,6 @@ if TYPE_CHECKING:
 
 __all__ = [
     "CREATE",
-    "Copied",
     "CopyOptions",
     "check_directories",
     "copy",
@@ -82,19 +81,6 @@ class CopyOptions:
     goes_on: bool = False
 
 
-@dataclass(frozen=True)
-class Copied:
-    """The result of a copy.
-
-    Attributes:
-        digests: of each of the plan's files; empty without hashing.
-        workers: processes times threads.
-    """
-
-    digests: list[bytes] = field(default_factory=list)
-    workers: int = 1
-
-
 def copy(
     plan: Plan,
     source: Source,
@@ -103,8 +89,11 @@ def copy(
     options: CopyOptions,
     retry: Retry,
     progress: Progress,
-) -> Copied:
+) -> list[bytes]:
     """Fill an existing empty directory with what was planned; the caller removes it on errors.
+
+    Returns:
+        the digest of each of the plan's files; nothing without hashing.
 
     Raises:
         StagingError: a source cannot be read, is damaged or changed, the target is full, or a
@@ -128,7 +117,7 @@ def copy(
         problems.raise_any()
     finally:
         os.close(target)
-    return Copied(copier.digests if options.hash else [], threads)
+    return copier.digests if options.hash else []
 
 
 def make_directories(plan: Plan, dir_fd: int, retry: Retry) -> None:
@@ -229,7 +218,7 @@ class _Copier:
             self.processes,
             self._work_forked,
             range(len(self._batches)),
-            told=self._told,
+            on_report=self._reported,
             heartbeat=self._heartbeat,
         )
 
@@ -237,7 +226,7 @@ class _Copier:
         self._retry.check_stop()
         self._progress.add(0)
 
-    def _told(self, word: str, *values: Any) -> None:
+    def _reported(self, word: str, *values: Any) -> None:
         (self._done if word == "done" else self.problems.add)(*values)
 
     def _done(self, more_bytes: int, more_files: int, digests: list[tuple[int, bytes]]) -> None:

@@ -44,7 +44,7 @@ def run_crew(
     work: Work,
     numbers: Sequence[int],
     *,
-    told: Callable[..., None],
+    on_report: Callable[..., None],
     heartbeat: Callable[[], None],
 ) -> None:
     """Let forked workers work on numbers until none is left.
@@ -53,11 +53,12 @@ def run_crew(
         processes: how many.
         work: what a worker does.
         numbers: the queue.
-        told: called with what a worker reports, several plain values.
+        on_report: called with what a worker reports, several plain values.
         heartbeat: called about ten times a second; may raise.
 
     Raises:
-        StagingError: a worker died, or raised an HpmlError; or what `told` or `heartbeat` raise.
+        StagingError: a worker died, or raised an HpmlError.
+        Exception: what `on_report` and `heartbeat` raise.
         OSError: a worker raised it, or there can be no worker.
     """
     queue, feed = os.pipe()
@@ -78,7 +79,7 @@ def run_crew(
                         poll.unregister(feed)
                         os.close(feed)
                         feed = -1
-                elif not workers[fd].listen(told):
+                elif not workers[fd].listen(on_report):
                     poll.unregister(fd)
                     del workers[fd]
             heartbeat()
@@ -136,8 +137,8 @@ class _Worker:
             gc.unfreeze()
             os.close(theirs)
 
-    def listen(self, told: Callable[..., None]) -> bool:
-        """Call `told` with what the worker reported; False when it has ended well.
+    def listen(self, on_report: Callable[..., None]) -> bool:
+        """Call `on_report` with what the worker reported; False when it has ended well.
 
         Raises:
             StagingError: it died, or raised an HpmlError.
@@ -159,7 +160,7 @@ class _Worker:
             if word == "end":
                 self._has_ended = True
             else:
-                told(*values)
+                on_report(*values)
         if data:
             return True
         status = 0
@@ -234,7 +235,7 @@ class _Line:
         self._lock = threading.Lock()
 
     def __call__(self, *values: Any) -> None:
-        self.send("told", *values)
+        self.send("report", *values)
 
     def send(self, word: str, *values: Any) -> None:
         data = marshal.dumps((word, *values))

@@ -19,7 +19,7 @@ from hpml_orchestrator.staging.copy import CopyOptions
 from hpml_orchestrator.staging.faults import Retry, shown, why
 from hpml_orchestrator.staging.link import SECRET_BYTES, START
 from hpml_orchestrator.staging.request import kind_of
-from hpml_orchestrator.staging.sources import LocalSupply, open_source
+from hpml_orchestrator.staging.supply import LocalSupply, open_source
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -27,7 +27,8 @@ if TYPE_CHECKING:
     from hpml_orchestrator.staging.link import Place
     from hpml_orchestrator.staging.plan import Plan
     from hpml_orchestrator.staging.request import StageRequest
-    from hpml_orchestrator.staging.source import Source, Supply
+    from hpml_orchestrator.staging.source import Source
+    from hpml_orchestrator.staging.supply import Supply
 
 __all__ = ["METHODS", "Rates", "Way", "choose", "seconds_of", "supply_for"]
 
@@ -143,7 +144,7 @@ def supply_for(
     options: CopyOptions | None = None,
     options_of_all: CopyOptions | None = None,
     rates: Rates | None = None,
-    tell: Callable[[str], object] = _print,
+    report: Callable[[str], object] = _print,
 ) -> Supply:
     """Return what brings the data of a request to this node; called on all nodes alike.
 
@@ -155,7 +156,7 @@ def supply_for(
         options: how the first node copies where only it reads.
         options_of_all: how each node copies where all of them read; the same when left out.
         rates: what is known of file system, network and nodes, for "auto".
-        tell: prints one sentence; called on the first node.
+        report: prints one sentence; called on the first node.
 
     Raises:
         InputError: the method is none of these.
@@ -165,21 +166,21 @@ def supply_for(
     if method != "auto" or place.nodes == 1:
         method = choose(size=0, files=0, nodes=place.nodes, wanted=method).method
         if place.index == 0 and place.nodes > 1:
-            tell(f"{request.name} comes to {place.nodes} nodes by {method}, as requested")
+            report(f"{request.name} comes to {place.nodes} nodes by {method}, as requested")
     if place.index and method != "shared":
-        told = place.start()
-        method = str(told["method"])
+        start = place.start()
+        method = str(start["method"])
         if method == "chain":
-            return Follower(place, bytes.fromhex(str(told["secret"])))
+            return Follower(request, place, bytes.fromhex(str(start["secret"])))
     reading = options or CopyOptions()
     asked = method
     try:
         if asked != "shared":
             place.post("0", node=place.node)
         source = _open(request, Retry(time.sleep, place.should_stop), most_bytes, reading)
-        supply = LocalSupply(source, options_of_all or reading)
+        supply = LocalSupply(request, source, options_of_all or reading)
         if method == "auto":
-            method = _decide(request, supply.plan(), place.nodes, rates, tell)
+            method = _decide(request, supply.plan(), place.nodes, rates, report)
         secret = secrets.token_bytes(SECRET_BYTES)
         if asked != "shared":
             place.post(START, method=method, secret=secret.hex())
@@ -204,7 +205,7 @@ def _decide(
     plan: Plan,
     nodes: int,
     rates: Rates | None,
-    tell: Callable[[str], object],
+    report: Callable[[str], object],
 ) -> str:
     """Choose a way for what was found at the source."""
     choice = choose(
@@ -213,7 +214,7 @@ def _decide(
         nodes=nodes,
         rates=rates,
     )
-    tell(f"{request.name}: {choice.reason}")
+    report(f"{request.name}: {choice.reason}")
     return choice.method
 
 

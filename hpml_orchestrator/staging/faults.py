@@ -9,7 +9,7 @@ import threading
 import time
 from typing import TYPE_CHECKING, TypeVar
 
-from hpml_orchestrator.errors import StagingError
+from hpml_orchestrator.errors import HpmlError, InputError, StagingError
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -26,6 +26,7 @@ __all__ = [
     "StagingStopped",
     "brief",
     "is_directory",
+    "request_error",
     "shown",
     "why",
 ]
@@ -95,6 +96,20 @@ def is_directory(path: str) -> bool:
         ) from error
     except (OSError, ValueError):
         return False
+
+
+def request_error(name: str, source: str, error: BaseException) -> HpmlError:
+    """Return the error of a request that an error of the system, or of a record, becomes."""
+    if isinstance(error, (StagingError, InputError)):
+        return error
+    if not isinstance(error, OSError):
+        return StagingError(f"cannot stage {name}: {error}")
+    named = error.filename if isinstance(error.filename, (str, bytes)) else ""
+    path = shown(os.fsdecode(named) or source)
+    return StagingError(
+        f"cannot stage {name} from {shown(source)}: {path}: {why(error)}",
+        hint=UNREADABLE if isinstance(error, PermissionError) else "",
+    )
 
 
 class Retry:

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
-import time
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from hpml_orchestrator.errors import HpmlError
 from hpml_orchestrator.staging.faults import why
-from hpml_orchestrator.staging.manifest import is_whole, measure, published_manifest
+from hpml_orchestrator.staging.manifest import is_whole, published_manifest
+from hpml_orchestrator.staging.space import usage
 from hpml_orchestrator.staging.store import DATA, PARTIAL, Store, job_of, linked_key
 
 if TYPE_CHECKING:
@@ -85,7 +84,7 @@ def list_staged(bases: Sequence[str]) -> list[Staged]:
     for base in bases:
         store = Store(base)
         with store.hold() as there:
-            groups = _groups(store) if there else []
+            groups = store.groups() if there else []
             used = [(path, store.user_of(path)) for group in groups for path in group]
         for path, used_by in used:
             found.extend(_look(store, path, used_by))
@@ -124,7 +123,7 @@ def _clean(
 ) -> None:
     with store.hold() as there:
         aside = [([path], path, list[Staged]()) for path in (store.leftovers() if there else [])]
-        groups = _groups(store) if there else []
+        groups = store.groups() if there else []
     for group in groups:
         directory, retired = group[0], list[str]()
         # without the lock: others need not wait for it
@@ -133,8 +132,8 @@ def _clean(
         with store.hold() as there:
             if not there or not os.path.lexists(directory):
                 continue
-            reason = _reason_to_keep(
-                store, directory, everything=everything or not is_good, older_seconds=older_seconds
+            reason = store.reason_to_keep(
+                directory, everything=everything or not is_good, older_seconds=older_seconds
             )
             if not reason:
                 retired, reason = _retire(store, group, dry_run=dry_run)
@@ -168,32 +167,6 @@ def _retire(store: Store, group: list[str], *, dry_run: bool) -> tuple[list[str]
     return retired, ""
 
 
-def _groups(store: Store) -> list[list[str]]:
-    """Return the areas of jobs, each with the job's own entries, and all other entries."""
-    groups = {os.path.basename(area): [area] for area in store.areas()}
-    for entry in store.entries():
-        groups.setdefault(job_of(entry) or entry, []).append(entry)
-    return list(groups.values())
-
-
-def _reason_to_keep(
-    store: Store, directory: str, *, everything: bool, older_seconds: float | None
-) -> str:
-    """Return why a directory stays; "" if it may go; the store is held."""
-    used_by = store.user_of(directory)
-    if used_by:
-        return f"in use by {used_by}"
-    if not store.is_entry(directory):
-        owner = store.owner_of(directory)
-        known = owner is not None and owner.job_key == os.path.basename(directory)
-        return "" if known else "its owner is unknown"
-    everything = everything or bool(job_of(directory))
-    idle_seconds = max(0.0, time.time() - store.last_used(directory))
-    if everything or (older_seconds is not None and idle_seconds >= older_seconds):
-        return ""
-    return f"kept for later jobs, last used {_age(idle_seconds)} ago"
-
-
 def _look(store: Store, directory: str, used_by: str = "") -> list[Staged]:
     """Return what is in an area or entry, which may be removed meanwhile."""
     try:
@@ -224,26 +197,19 @@ def _look(store: Store, directory: str, used_by: str = "") -> list[Staged]:
 
 def _described(staged: Staged) -> Staged:
     """Add the manifest of data, and whether sizes and count are right."""
-    with contextlib.suppress(FileNotFoundError):
-        size, files = measure(staged.path)
-        staged = replace(staged, bytes=size, files=files)
-        manifest = published_manifest(staged.path)
-        if manifest is None:
-            return replace(staged, state="own") if staged.name in _OWN else staged
-        return replace(
-            staged,
-            name=manifest.name,
-            state="ok" if is_whole(staged.path, manifest) else "damaged",
-            digest=manifest.digest,
-            source=manifest.source,
-            kind=manifest.kind,
-            method=manifest.method,
-        )
-    return staged
-
-
-def _age(seconds: float) -> str:
-    for size, unit in ((86400, "d"), (3600, "h"), (60, "min")):
-        if seconds >= size:
-            return f"{seconds / size:.0f} {unit}"
-    return f"{seconds:.0f} s"
+    manifest = published_manifest(staged.path)
+    if manifest is None:
+        taken = usage(staged.path)
+        state = "own" if staged.name in _OWN else staged.state
+        return replace(staged, bytes=taken.bytes, files=taken.files, state=state)
+    return replace(
+        staged,
+        name=manifest.name,
+        state="ok" if is_whole(staged.path, manifest) else "damaged",
+        bytes=manifest.bytes,
+        files=manifest.files,
+        digest=manifest.digest,
+        source=manifest.source,
+        kind=manifest.kind,
+        method=manifest.method,
+    )

@@ -43,8 +43,6 @@ __all__ = [
     "damage_path",
     "is_whole",
     "manifest_path",
-    "measure",
-    "published_head",
     "published_manifest",
     "tree_digest",
     "verify",
@@ -240,16 +238,6 @@ def damage_path(data: str) -> str:
     return f"{os.path.dirname(data)}/.{os.path.basename(data)}.damaged"
 
 
-def published_head(data: str) -> dict[str, Any]:
-    """Read only the first line of a published manifest, whatever its length; {} without one."""
-    try:
-        with open(manifest_path(data), "rb") as stream:
-            head = json.loads(stream.readline())
-    except (OSError, ValueError, RecursionError):
-        return {}
-    return head if isinstance(head, dict) else {}
-
-
 def published_manifest(data: str) -> Manifest | None:
     """Read the manifest of published data, or of the entry that a job's link leads to."""
     return Manifest.read(manifest_path(data))
@@ -263,24 +251,6 @@ def is_whole(directory: str, manifest: Manifest) -> bool:
         return next(verify_tree(directory, manifest), None) is None
     except OSError:
         return False
-
-
-def measure(directory: str) -> tuple[int, int]:
-    """Return (bytes, files) below a directory, counted as in a manifest."""
-    total = files = 0
-    seen: set[tuple[int, int]] = set()
-    for parent, _, names in os.walk(directory):
-        for name in names:
-            info = os.lstat(os.path.join(parent, name))
-            if not stat.S_ISREG(info.st_mode):
-                continue
-            files += 1
-            inode = (info.st_dev, info.st_ino)
-            if info.st_nlink == 1 or inode not in seen:
-                total += info.st_size
-            if info.st_nlink > 1:
-                seen.add(inode)
-    return total, files
 
 
 @dataclass
@@ -395,4 +365,4 @@ def _compare(
 
     heartbeat()
     count = max(1, min(workers, len(numbers)))
-    run_crew(count, work, numbers, told=report.add, heartbeat=heartbeat)
+    run_crew(count, work, numbers, on_report=report.add, heartbeat=heartbeat)

@@ -88,7 +88,7 @@ class Plan:
         origins: source name of an entry that changes its name.
         stamps: size, time and inode of each archive.
         at_least: scanning stopped early because the data cannot fit.
-        told: the source's name in messages, if it is not `source_root`.
+        label: the source's name in messages, if it is not `source_root`.
     """
 
     source_root: str
@@ -100,12 +100,12 @@ class Plan:
     origins: dict[str, str] = field(default_factory=dict)
     stamps: list[tuple[int, int, int]] = field(default_factory=list)
     at_least: bool = False
-    told: str = ""
+    label: str = ""
 
     @property
     def name(self) -> str:
         """What the source is called in messages."""
-        return shown(self.told or self.source_root)
+        return shown(self.label or self.source_root)
 
     @property
     def bytes(self) -> int:
@@ -241,7 +241,7 @@ def scan_file(source: str, retry: Retry) -> Plan:
     real = os.path.realpath(source)
     info = retry(lambda: os.stat(real))
     name, origin = os.path.basename(source), os.path.basename(real)
-    plan = Plan(os.path.dirname(real), Entry("", 0o755, info.st_mtime_ns), told=source)
+    plan = Plan(os.path.dirname(real), Entry("", 0o755, info.st_mtime_ns), label=source)
     plan.files.append(_file_entry(name, real, info))
     plan.origins[name] = origin
     return plan

@@ -1,4 +1,4 @@
-"""Manners towards the shared file system: how fast it is asked, and when.
+"""Limits of the load on the shared file system: opens per second, and delays of array tasks.
 
 Metadata servers are shared by all jobs of a cluster; one job that opens a million files as fast as
 it can makes everybody's `ls` wait.
@@ -31,8 +31,6 @@ class TokenBucket:
 
     Args:
         rate: calls per second; 0 lets everything through at once.
-        burst: calls that may come at once after a pause; those of a fifth of a second when left
-            out.
         check_stop: called while waiting, several times a second; may raise to end the wait.
         clock: seconds that never go back.
         sleep: how to wait.
@@ -42,36 +40,28 @@ class TokenBucket:
         self,
         rate: float,
         *,
-        burst: float | None = None,
         check_stop: Callable[[], None] = lambda: None,
         clock: Callable[[], float] = time.monotonic,
         sleep: Callable[[float], None] = time.sleep,
     ) -> None:
         self.rate = max(0.0, rate)
-        calls = self.rate * _NAP_SECONDS if burst is None else max(1.0, burst)
-        self._ahead_seconds = calls / (self.rate or 1.0)
         self._check_stop = check_stop
         self._clock = clock
         self._sleep = sleep
         self._lock = threading.Lock()
         self._due = clock()
 
-    def take(self, count: float = 1) -> float:
-        """Wait until `count` more calls are on schedule.
-
-        Returns:
-            Seconds that it waited.
-        """
+    def take(self, count: float = 1) -> None:
+        """Wait until `count` more calls are on schedule; after a pause, those of 0.2 s at once."""
         if not self.rate or count <= 0:
-            return 0.0
+            return
         with self._lock:
             now = self._clock()
-            due = max(self._due, now - self._ahead_seconds)
+            due = max(self._due, now - _NAP_SECONDS)
             self._due = due + count / self.rate
         while (left := due - self._clock()) > 0:
             self._sleep(min(left, _NAP_SECONDS))
             self._check_stop()
-        return max(0.0, due - now)
 
 
 def open_rate(per_node: float, per_job: float, nodes: int) -> float:

@@ -42,16 +42,6 @@ TAR_SUFFIXES = tuple(
     ".tar .tar.gz .tgz .tar.xz .txz .tar.bz2 .tbz2 .tbz .tar.zst .tar.zstd .tzst".split()
 )
 SUFFIXES = {**dict.fromkeys(TAR_SUFFIXES, "tar"), ".zip": "zip"}
-_MAGIC = {
-    b"PK\x03\x04": "zip",
-    b"PK\x05\x06": "zip",
-    b"\x1f\x8b": "tar",
-    b"BZh": "tar",
-    b"\xfd7zXZ\0": "tar",
-    b"\x28\xb5\x2f\xfd": "tar",
-}
-_USTAR, _USTAR_AT = b"ustar", 257
-
 _WORDS = frozenset({AUTO, "shm", "local"})
 _NAME_CHARACTERS = 31
 _NAME = re.compile(r"[a-z][a-z0-9_]{0,30}")
@@ -67,11 +57,10 @@ class StageRequest:
         source: absolute path of a directory or a file.
         kind: "tree" or "file", which are copied as they are; "pack", "tar" or "zip", which are
             unpacked; or "auto". A "pack" is a directory of tar shards and nothing else. With "auto"
-            a directory that `hpml pack` wrote is unpacked, and so is a file with the suffix .zip or
-            one of TAR_SUFFIXES; its contents decide between the two. The suffix is needed because
-            .npz and .pt files are zip archives as well. Other files are "file", other directories
-            "tree": shards that a training reads itself, for example with webdataset, are not
-            touched.
+            a directory that `hpml pack` wrote is unpacked, and so is a file with one of SUFFIXES;
+            .npz and .pt files, which are zip archives as well, are not. Other files are "file",
+            other directories "tree": shards that a training reads itself, for example with
+            webdataset, are not touched.
         target: "shm" (RAM), "local" (the node's disk), an absolute directory on the node, or "auto"
             until one of these is chosen.
         keep: leave it in the node's cache for later jobs; else it is removed with the job.
@@ -127,7 +116,6 @@ class StageResult:
         digest: of all names, sizes and contents, as "xxh3_128:<hex>"; "" without hashing.
         kept: it stays in the node's cache after the job.
         private: why later jobs cannot find it, if the base belongs to this job alone.
-        workers: processes times threads that copied.
         evicted: sources of kept data that was removed to make room.
     """
 
@@ -141,7 +129,6 @@ class StageResult:
     digest: str = ""
     kept: bool = False
     private: str = ""
-    workers: int = 1
     evicted: tuple[str, ...] = ()
 
     @property
@@ -239,7 +226,8 @@ def kind_at(source: str, kind: str) -> str:
     if kind == "auto":
         if is_dir:
             return "pack" if _is_packed(source) else "tree"
-        return _kind_of_file(source)
+        name = source.lower()
+        return next((kind for end, kind in SUFFIXES.items() if name.endswith(end)), "file")
     if is_dir != (kind in {"tree", "pack"}):
         found = "a directory" if is_dir else "a file"
         raise InputError(f"kind {kind} but {found}", field="source", value=source)
@@ -253,17 +241,6 @@ def _is_packed(directory: str) -> bool:
     if not os.path.isfile(f"{directory}/{TREE_SHARD}"):
         return False
     return all(_SHARD.fullmatch(name) for name in os.listdir(directory))
-
-
-def _kind_of_file(path: str) -> str:
-    kind = next((kind for end, kind in SUFFIXES.items() if path.lower().endswith(end)), "file")
-    if kind == "file":
-        return kind
-    with open(path, "rb") as stream:
-        start = stream.read(512)
-    if start[_USTAR_AT:].startswith(_USTAR):
-        return "tar"
-    return next((found for magic, found in _MAGIC.items() if start.startswith(magic)), kind)
 
 
 def requests_for(

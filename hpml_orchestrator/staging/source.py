@@ -1,26 +1,35 @@
 """What data is staged from: one `Source` per kind, read by several workers at once.
 
 The copier (`copy.py`) asks a source for its plan, forks its workers, and lets each of them open a
-reader. A `Supply` brings the data of a request: this node reads the source, or others send it.
+reader. Directories and files are read here, archives in archives.py and zips.py.
 """
 
 from __future__ import annotations
 
+import itertools
+import os
+import stat
+import threading
 from typing import TYPE_CHECKING, Protocol
+
+from hpml_orchestrator.staging.faults import SourceChangedError
+from hpml_orchestrator.staging.plan import data_ranges, scan_file, scan_tree
+from hpml_orchestrator.staging.space import readers_for
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from hpml_orchestrator.staging.copy import Copied
     from hpml_orchestrator.staging.faults import Retry
     from hpml_orchestrator.staging.hashing import Buffer
-    from hpml_orchestrator.staging.plan import Plan
-    from hpml_orchestrator.staging.progress import Progress
+    from hpml_orchestrator.staging.plan import Entry, Plan
 
-__all__ = ["BLOCK_BYTES", "Reader", "Source", "Supply"]
+__all__ = ["BLOCK_BYTES", "Reader", "Source", "TreeSource"]
 
 BLOCK_BYTES = 1 << 20
 """What is read, hashed and written at a time: larger blocks leave the cache of a core."""
+
+_READ = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
+_ZEROS = bytes(BLOCK_BYTES)
 
 
 class Source(Protocol):
@@ -68,31 +77,149 @@ class Reader(Protocol):
         """Close what is open."""
 
 
-class Supply(Protocol):
-    """Brings the data of a request; all may raise StagingError and OSError but `fail`.
+class TreeSource:
+    """A directory, or one regular file.
 
-    Attributes:
-        kind: the source's, as in the manifest.
-        method: how the data comes: "copy", "unpack" or "chain".
+    Args:
+        path: of it.
+        retry: calls again after faults that pass.
+        kind: "tree" or "file".
+        outside_links: take symbolic links that leave the tree as they are.
+        rate: entries that are looked at per second at most; 0 for any.
     """
 
-    @property
-    def kind(self) -> str: ...  # noqa: D102 - see above
+    ordered = False
 
-    @property
-    def method(self) -> str: ...  # noqa: D102
+    def __init__(
+        self,
+        path: str,
+        retry: Retry,
+        kind: str = "tree",
+        *,
+        outside_links: bool = False,
+        rate: float = 0.0,
+    ) -> None:
+        self.kind = kind
+        self._path = path
+        self._retry = retry
+        self._outside_links = outside_links
+        self._rate = rate
 
     def plan(self) -> Plan:
-        """Return what will be made; nothing is written, and the room is checked by it."""
+        """Look at the tree."""
+        if self.kind == "file":
+            return scan_file(self._path, self._retry)
+        links = self._outside_links
+        return scan_tree(self._path, self._retry, outside_links=links, rate=self._rate)
 
-    def fill(self, plan: Plan, partial_dir: str, *, retry: Retry, progress: Progress) -> Copied:
-        """Make everything of the plan in an empty directory, which the caller removes on errors."""
-
-    def reuse(self) -> None:
-        """Do what other nodes need of this one, which has the data already; in place of `fill`."""
-
-    def fail(self, reason: str, hint: str = "") -> None:
-        """Give the other nodes the reason why this one ends."""
+    def reader(self, plan: Plan) -> Reader:
+        """Open for reading."""
+        return _TreeReader(plan, self._retry)
 
     def close(self) -> None:
-        """Give back what it holds; may be called again, also after errors."""
+        """Nothing is held."""
+
+
+class _TreeReader:
+    """Reads files of a directory, with few system calls for each."""
+
+    def __init__(self, plan: Plan, retry: Retry) -> None:
+        self._plan = plan
+        self._retry = retry
+        self._top = os.open(plan.source_root, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        # the node has its own copy then, and the source's pages would push out those of it
+        self._drops = readers_for(plan.source_root) > 1
+        self._local = threading.local()
+
+    def read(self, number: int) -> Iterator[Buffer]:
+        """Yield a file; see `Reader`."""
+        entry = self._plan.files[number]
+        if entry.size <= BLOCK_BYTES and entry.stored == entry.size:
+            return iter((self._whole(entry),))
+        return self._blocks(entry)
+
+    def _open(self, entry: Entry) -> int:
+        origins = self._plan.origins
+        path = origins.get(entry.path, entry.path) if origins else entry.path
+        return os.open(path, _READ, dir_fd=self._top)
+
+    def _buffer(self) -> memoryview:
+        """Return one of this thread's two buffers: one may be read into while the other is used."""
+        try:
+            buffers: Iterator[memoryview] = self._local.buffers
+        except AttributeError:
+            two = [memoryview(bytearray(BLOCK_BYTES)) for _ in range(2)]
+            buffers = self._local.buffers = itertools.cycle(two)
+        return next(buffers)
+
+    def _whole(self, entry: Entry) -> Buffer:
+        """Return a small file; one comparison with the plan, after reading, is enough."""
+        size = entry.size
+        view = self._buffer()[:size]
+        fd = self._open(entry)
+        try:
+            got = os.readv(fd, (view,)) if size else 0
+            while 0 < got < size:
+                more = os.readv(fd, (view[got:],))
+                got = got + more if more else -1
+            _check_same(entry, os.fstat(fd))
+            if got != size:
+                raise SourceChangedError
+            if not size:
+                _check_empty(fd)
+            if self._drops:
+                os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
+        finally:
+            os.close(fd)
+        return view
+
+    def _blocks(self, entry: Entry) -> Iterator[Buffer]:
+        """Yield a file block by block, and zeros for its holes."""
+        fd = self._open(entry)
+        try:
+            _check_same(entry, os.fstat(fd))
+            ranges = [(0, entry.size)]
+            if entry.stored < entry.size:
+                ranges = data_ranges(fd, entry.size)
+            at = 0
+            for start, stop in [*ranges, (entry.size, entry.size)]:
+                while at < start:
+                    yield memoryview(_ZEROS)[: min(BLOCK_BYTES, start - at)]
+                    at += min(BLOCK_BYTES, start - at)
+                while at < stop:
+                    view = self._buffer()[: min(BLOCK_BYTES, stop - at)]
+                    count = os.preadv(fd, (view,), at)
+                    if not count:
+                        raise SourceChangedError
+                    yield view[:count]
+                    at += count
+            _check_same(entry, os.fstat(fd))
+        finally:
+            if self._drops:
+                os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
+            os.close(fd)
+
+    def close(self) -> None:
+        """Close the directory."""
+        os.close(self._top)
+
+
+def _check_same(entry: Entry, info: os.stat_result) -> None:
+    """Refuse a source file that has changed since it was planned.
+
+    Raises:
+        SourceChangedError: its type, size, time or inode differs.
+    """
+    if (
+        info.st_mtime_ns != entry.mtime_ns
+        or info.st_size != entry.size
+        or info.st_ino != entry.inode
+        or not stat.S_ISREG(info.st_mode)
+    ):
+        raise SourceChangedError
+
+
+def _check_empty(fd: int) -> None:
+    """Refuse a file of size 0 that has contents, as in /proc."""
+    if os.read(fd, 1):
+        raise SourceChangedError("has size 0 but is not empty, as files of /proc")

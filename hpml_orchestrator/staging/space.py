@@ -6,9 +6,11 @@ killed when a limit of any cgroup above it is reached, however empty the tmpfs i
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
-from dataclasses import dataclass
+import stat
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, NamedTuple
 
 from hpml_orchestrator.errors import CapacityError
@@ -38,7 +40,9 @@ __all__ = [
     "readers_for",
     "reason_from",
     "room_at",
+    "room_without",
     "round_up",
+    "usage",
 ]
 
 MEMORY_TYPES = frozenset({"tmpfs", "devtmpfs", "ramfs"})
@@ -56,6 +60,7 @@ _UNKNOWN_TYPES = frozenset({"", "autofs"})
 INODE_BYTES = 1024
 """Inode and name on a tmpfs: 957 measured in a memory cgroup, Linux 6.18."""
 
+_STAT_BLOCK_BYTES = 512
 _FREE_SPACE = "free space"
 _UNLIMITED = 1 << 62
 _NO_LIMIT = 1 << 60  # version 1 shows "no limit" as 2^63 rounded down to a page
@@ -184,6 +189,46 @@ def fits(need: Need, room: Room) -> bool:
     (True, False)
     """
     return need.bytes <= room.bytes and (room.inodes is None or need.inodes <= room.inodes)
+
+
+def room_without(room: Room, directories: list[str]) -> Room:
+    """Return the room that there would be without some directories."""
+    held = [usage(one) for one in directories]
+    inodes = None if room.inodes is None else room.inodes + sum(one.inodes for one in held)
+    return replace(room, bytes=room.bytes + sum(one.taken_bytes for one in held), inodes=inodes)
+
+
+class Usage(NamedTuple):
+    """What a directory holds, and what it takes on its file system.
+
+    Attributes:
+        bytes: sum of the sizes of its regular files, each inode counted once.
+        files: number of names of regular files.
+        taken_bytes: in blocks of the file system.
+        inodes: with that of the directory itself.
+    """
+
+    bytes: int
+    files: int
+    taken_bytes: int
+    inodes: int
+
+
+def usage(directory: str) -> Usage:
+    """Return what a directory holds and takes; what is removed meanwhile may be missing."""
+    size = files = taken = 0
+    inodes = set()
+    for parent, directories, names in os.walk(directory):
+        for name in (*directories, *names):
+            with contextlib.suppress(OSError):
+                info = os.lstat(f"{parent}/{name}")
+                is_file = stat.S_ISREG(info.st_mode)
+                files += is_file
+                if info.st_ino not in inodes:
+                    inodes.add(info.st_ino)
+                    size += info.st_size * is_file
+                    taken += info.st_blocks * _STAT_BLOCK_BYTES
+    return Usage(size, files, taken, len(inodes) + 1)
 
 
 def check_room(need: Need, room: Room, *, name: str, where: str) -> None:

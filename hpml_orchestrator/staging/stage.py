@@ -18,12 +18,11 @@ from hpml_orchestrator.errors import HpmlError, InputError, StagingError
 from hpml_orchestrator.records.files import fsync_dir
 from hpml_orchestrator.staging.area import JobArea
 from hpml_orchestrator.staging.copy import CopyOptions
-from hpml_orchestrator.staging.faults import Retry, StagingStopped, shown, why
+from hpml_orchestrator.staging.faults import Retry, StagingStopped, request_error, shown, why
 from hpml_orchestrator.staging.files import BusyError, NameLock, remove_tree
 from hpml_orchestrator.staging.manifest import damage_path, manifest_path, published_manifest
 from hpml_orchestrator.staging.progress import Progress
 from hpml_orchestrator.staging.request import Bases, StageRequest, StageResult
-from hpml_orchestrator.staging.sources import LocalSupply, open_source
 from hpml_orchestrator.staging.space import (
     Need,
     Room,
@@ -33,7 +32,7 @@ from hpml_orchestrator.staging.space import (
     room_at,
 )
 from hpml_orchestrator.staging.store import DATA, PARTIAL, job_of, linked_key, own_key, whole
-from hpml_orchestrator.staging.work import SOURCE_KEY, Work, check_apart, request_error
+from hpml_orchestrator.staging.supply import SOURCE_KEY, LocalSupply, Supply, open_source
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -41,7 +40,6 @@ if TYPE_CHECKING:
     from hpml_orchestrator.staging.area import Entry
     from hpml_orchestrator.staging.manifest import Manifest
     from hpml_orchestrator.staging.progress import OnProgress
-    from hpml_orchestrator.staging.source import Supply
 
 __all__ = ["CopyStager"]
 
@@ -116,26 +114,26 @@ class CopyStager:
             self._retry.check_stop()
             unopened = self._unopened(request.target)
             unopened.store.check_base()
-            check_apart(request, unopened)
+            unopened.check_apart(request)
             area = self.area(request.target)
             if supply is None:
                 supply = self.local(request, request.target)
-            work = Work(request, supply, area, evicted=self._evicted)
-            self._evicted = []  # what was removed when the area was opened is reported once
             private = private_reason(area.store.base, self._job_id)
-            with self._lock_of(work) as lock:
-                if work.is_collective:
-                    work.plan  # noqa: B018 - see above
-                manifest = self._linked(work)
+            with self._lock_of(supply, area) as lock:
+                if supply.is_collective:
+                    supply.plan()  # see above
+                manifest = self._linked(supply, area)
                 if manifest is None:
                     lock.raise_reason("another process of this job failed")
-                    manifest = self._obtained(work, lock, keeps=request.keep and not private)
-                if work.copied is None:
+                    manifest = self._obtained(
+                        supply, area, lock, keeps=request.keep and not private
+                    )
+                if not supply.is_filled:
                     supply.reuse()
         except BaseException as error:
             known = error
             if isinstance(error, (OSError, HpmlError)):
-                known = request_error(request, error)
+                known = request_error(request.name, request.source, error)
             if supply is not None:
                 reason = str(known) or type(known).__name__
                 supply.fail(reason, str(getattr(known, "hint", "")))
@@ -145,7 +143,8 @@ class CopyStager:
         finally:
             if supply is not None:
                 supply.close()
-        path, copied = area.path_of(request.name), work.copied
+        path = area.path_of(request.name)
+        evicted, self._evicted = tuple(self._evicted), []
         return StageResult(
             name=request.name,
             path=path,
@@ -153,23 +152,22 @@ class CopyStager:
             files=manifest.files,
             seconds=time.monotonic() - begin,
             method=manifest.method,
-            reused=copied is None,
+            reused=not supply.is_filled,
             digest=manifest.digest,
             kept=not job_of(os.path.dirname(os.path.realpath(path))),
             private=private,
-            workers=copied.workers if copied else 1,
-            evicted=tuple(work.evicted),
+            evicted=evicted,
         )
 
     @contextlib.contextmanager
-    def _lock_of(self, work: Work) -> Iterator[NameLock]:
+    def _lock_of(self, supply: Supply, area: JobArea) -> Iterator[NameLock]:
         """Hold the lock of the job's name; whoever waits for it gets the reason of an error."""
-        request, area = work.request, work.area
+        request = supply.request
         lock = NameLock(
             f"{area.path}/.{request.name}.lock",
             self._retry,
             on_wait=self._on_progress,
-            most_seconds=_BUSY_SECONDS if work.is_collective else None,
+            most_seconds=_BUSY_SECONDS if supply.is_collective else None,
         )
         with contextlib.ExitStack() as stack:
             try:
@@ -182,33 +180,35 @@ class CopyStager:
                 ) from error
             try:
                 yield lock
+            except StagingStopped:
+                raise  # a process that waits for one that was only stopped takes over
             except BaseException as error:
-                # a process that waits for one that was only stopped takes over, as after a kill
-                if not lock.holders_reason and not isinstance(error, StagingStopped):
+                if not lock.holders_reason:
                     is_known = isinstance(error, (OSError, HpmlError))
-                    lock.fail(request_error(request, error) if is_known else error)
+                    lock.fail(
+                        request_error(request.name, request.source, error) if is_known else error
+                    )
                 raise
 
-    def _linked(self, work: Work) -> Manifest | None:
+    def _linked(self, supply: Supply, area: JobArea) -> Manifest | None:
         """Return the manifest of the complete data that the job's name links to.
 
         A link to nothing, to damaged data or to those of a source that has changed is removed.
         """
-        request, area = work.request, work.area
-        path = area.path_of(request.name)
+        path = area.path_of(supply.request.name)
         if not os.path.lexists(path):
             return None
         key = linked_key(path)
         manifest = published_manifest(path) if key and os.path.exists(path) else None
-        if manifest is not None and not work.is_source_of(manifest):
+        if manifest is not None and not supply.is_source_of(manifest):
             raise InputError(
                 f"this job or shell staged {shown(manifest.source)} ({manifest.kind}) by that name",
                 field="name",
-                value=request.name,
+                value=supply.request.name,
                 hint="give it another name (--name); `hpml stage clean --mine` removes what "
                 "this shell staged",
             )
-        if manifest is not None and not self._is_outdated(manifest, work):
+        if manifest is not None and not self._is_outdated(manifest, supply):
             entry = area.take(key, create=False)
             if entry is not None:
                 manifest = whole(entry.data)
@@ -219,21 +219,21 @@ class CopyStager:
         remove_tree(path)
         return None
 
-    def _obtained(self, work: Work, lock: NameLock, *, keeps: bool) -> Manifest:
+    def _obtained(self, supply: Supply, area: JobArea, lock: NameLock, *, keeps: bool) -> Manifest:
         """Link the job's name to an entry with the data: found, waited for, or made.
 
         The job's own entry is made if the data go with the job, if the kept ones are damaged but
         other jobs use them, and if waiting for another job could delay other nodes.
         """
-        name, area = work.request.name, work.area
+        request = supply.request
 
         def fill(directory: str, entry_lock: NameLock) -> Manifest:
-            return self._publish(work, directory, lock, entry_lock)
+            return self._publish(supply, area, directory, lock, entry_lock)
 
         keys = []
-        if work.request.trust_mtime or not work.plan.at_least:
-            keys = work.entry_keys(hashed=self.options.hash)
-        made = own = own_key(name, area.job_key)
+        if request.trust_mtime or not supply.plan().at_least:
+            keys = supply.entry_keys(hashed=self.options.hash)
+        made = own = own_key(request.name, area.job_key)
         if keeps and keys:
             made = keys[-1]
         for key in (*keys, own):
@@ -244,7 +244,7 @@ class CopyStager:
                 key,
                 fill if key in {made, own} else None,
                 self._retry,
-                waits=not work.is_collective,
+                waits=not supply.is_collective,
                 on_progress=self._on_progress,
             )
             if obtained is not None:
@@ -252,14 +252,14 @@ class CopyStager:
         assert obtained is not None  # noqa: S101 - a job always gets its own entry
         entry, manifest = obtained
         try:
-            entry.link_from(area.path_of(name))
+            entry.link_from(area.path_of(request.name))
         except BaseException:
             entry.release()
             raise
         self._hold(entry)
         return manifest
 
-    def _publish(self, work: Work, directory: str, *locks: NameLock) -> Manifest:
+    def _publish(self, supply: Supply, area: JobArea, directory: str, *locks: NameLock) -> Manifest:
         """Copy the data into an entry's directory; they appear when they are complete.
 
         The locks carry the progress, for processes that wait.
@@ -268,44 +268,42 @@ class CopyStager:
             CapacityError: it does not fit; found before a byte is copied.
             StagingError, RecordError, OSError: something else; nothing is left half-done.
         """
-        request, where = work.request, work.area.store.base
-        work.source_key()  # of the source as planned, whatever happens to it meanwhile
+        supply.source_key  # noqa: B018 - of the source as planned, whatever happens to it meanwhile
         there = self._room(directory)
-        need = work.plan.need(there.block_bytes, there.inode_bytes)
+        need = supply.plan().need(there.block_bytes, there.inode_bytes)
+        name, where = supply.request.name, area.store.base
         if need.at_least:  # the plan has only a part of the data, too large already
-            check_room(need, replace(there, bytes=0), name=request.name, where=where)
-        self._make_room(work, need, directory)
-        for again in (not work.is_collective, False):
+            check_room(need, replace(there, bytes=0), name=name, where=where)
+        self._make_room(area, need, directory)
+        for again in (not supply.is_collective, False):
             try:
-                return self._copy(work, need, directory, locks)
+                check_room(need, self._room(directory), name=name, where=where)
+                return self._copy(supply, directory, locks)
             except StagingStopped:
                 raise
             except (HpmlError, OSError):
                 # if something else took the room, unused kept data is removed for it, once
-                if not again or not self._make_room(work, need, directory):
+                if not again or not self._make_room(area, need, directory):
                     raise
         raise AssertionError
 
-    def _make_room(self, work: Work, need: Need, directory: str) -> bool:
+    def _make_room(self, area: JobArea, need: Need, directory: str) -> bool:
         """Remove unused kept data if a need takes it; returns whether any was removed."""
-        removed = work.area.store.make_room(need, lambda: self._room(directory))
-        work.evicted.extend(removed)
+        removed = area.store.make_room(need, lambda: self._room(directory))
+        self._evicted += removed
         return bool(removed)
 
-    def _copy(
-        self, work: Work, need: Need, directory: str, locks: tuple[NameLock, ...]
-    ) -> Manifest:
-        """Check the room, copy to a hidden name, and rename."""
-        request, plan = work.request, work.plan
-        check_room(need, self._room(directory), name=request.name, where=work.area.store.base)
+    def _copy(self, supply: Supply, directory: str, locks: tuple[NameLock, ...]) -> Manifest:
+        """Copy to a hidden name, and rename."""
+        plan = supply.plan()
         progress = Progress(functools.partial(self._report, locks))
         progress.expect(plan.bytes, len(plan.files))
         target = f"{directory}/{DATA}"
         partial = f"{directory}/{PARTIAL}{os.getpid()}-{secrets.token_hex(4)}"
         try:
             os.mkdir(partial, (plan.top.mode & 0o777) | 0o700)
-            copied = work.supply.fill(plan, partial, retry=self._retry, progress=progress)
-            manifest = work.manifest(copied)
+            digests = supply.fill(plan, partial, retry=self._retry, progress=progress)
+            manifest = supply.manifest(digests)
             manifest.write(manifest_path(target))
             self._retry.check_stop()
             with contextlib.suppress(FileNotFoundError):  # of earlier data of that name
@@ -317,7 +315,7 @@ class CopyStager:
             with contextlib.suppress(OSError):
                 remove_tree(partial)
             raise
-        work.copied = copied
+        supply.is_filled = True
         return manifest
 
     def _report(self, locks: tuple[NameLock, ...], *figures: int) -> None:
@@ -327,26 +325,25 @@ class CopyStager:
         if self._on_progress is not None:
             self._on_progress(*figures)
 
-    def _is_outdated(self, manifest: Manifest, work: Work) -> bool:
+    def _is_outdated(self, manifest: Manifest, supply: Supply) -> bool:
         """Return whether the source has changed since it was staged, or digests are missing."""
         if self.options.hash and not manifest.digest:
             return True
-        return manifest.options.get(SOURCE_KEY) != work.source_key()
+        return manifest.options.get(SOURCE_KEY) != supply.source_key
 
-    def has(self, request: StageRequest, supply: Supply) -> bool:
-        """Return whether a copy of a request's data is at its target already.
+    def has(self, target: str, supply: Supply) -> bool:
+        """Return whether a copy of a request's data is at a target already.
 
         Raises:
             StagingError, OSError: the source cannot be read.
         """
-        area = self._unopened(request.target)
-        work = Work(request, supply, area)
-        if work.plan.at_least:
+        if supply.plan().at_least:
             return False
-        manifest = published_manifest(area.path_of(request.name))
-        if manifest is not None and work.is_source_of(manifest):
-            return not self._is_outdated(manifest, work)
-        keys = work.entry_keys(hashed=self.options.hash)
+        area = self._unopened(target)
+        manifest = published_manifest(area.path_of(supply.request.name))
+        if manifest is not None and supply.is_source_of(manifest):
+            return not self._is_outdated(manifest, supply)
+        keys = supply.entry_keys(hashed=self.options.hash)
         return any(os.path.exists(f"{area.store.cache}/{key}/{DATA}") for key in keys)
 
     def refusal(self, target: str) -> str:
@@ -407,7 +404,7 @@ class CopyStager:
         most = max((capacity_at(self._bases.resolve(one)) for one in targets), default=0)
         rate = self.options.opens_per_second
         source = open_source(request, self._retry, most, opens_per_second=rate)
-        return LocalSupply(source, self.options)
+        return LocalSupply(request, source, self.options)
 
     def _hold(self, entry: Entry) -> None:
         """Keep one lease per entry."""

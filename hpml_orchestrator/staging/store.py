@@ -26,16 +26,17 @@ something continues without hpml.
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import errno
 import fcntl
 import os
 import secrets
 import stat
+import time
 from typing import TYPE_CHECKING
 
 from hpml_orchestrator.errors import HpmlError, InputError, StagingError
 from hpml_orchestrator.records.owner import Owner, owner_is_alive
+from hpml_orchestrator.records.texts import seconds_text
 from hpml_orchestrator.staging.faults import is_directory, shown, why
 from hpml_orchestrator.staging.files import (
     CREATE_OR_OPEN,
@@ -44,14 +45,14 @@ from hpml_orchestrator.staging.files import (
     try_lock,
     unlock,
 )
-from hpml_orchestrator.staging.manifest import is_whole, published_head, published_manifest
-from hpml_orchestrator.staging.space import SHARED_TYPES, Need, file_system_type, fits
+from hpml_orchestrator.staging.manifest import is_whole, published_manifest
+from hpml_orchestrator.staging.space import SHARED_TYPES, file_system_type, fits, room_without
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
     from hpml_orchestrator.staging.manifest import Manifest
-    from hpml_orchestrator.staging.space import Room
+    from hpml_orchestrator.staging.space import Need, Room
 
 __all__ = [
     "CACHE",
@@ -78,7 +79,6 @@ CACHE = ".cache"
 NEW, TRASH = ".new-", ".trash-"
 PARTIAL = f".{DATA}.partial-"
 _DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC | os.O_NOFOLLOW
-_STAT_BLOCK_BYTES = 512
 
 
 def base_above(path: str) -> str:
@@ -248,6 +248,13 @@ class Store:
             raise StagingError(f"{shown(self.cache)} is a link or a file: not used")
         return _directories(self.cache)
 
+    def groups(self) -> list[list[str]]:
+        """Return the areas of jobs, each with the job's own entries, and all other entries."""
+        groups = {os.path.basename(area): [area] for area in self.areas()}
+        for entry in self.entries():
+            groups.setdefault(job_of(entry) or entry, []).append(entry)
+        return list(groups.values())
+
     def is_entry(self, directory: str) -> bool:
         """Return whether a directory is an entry, and not an area."""
         return os.path.dirname(directory) == self.cache
@@ -272,6 +279,29 @@ class Store:
             if owner is not None and self.is_alive(owner):
                 return f"process {owner.pid}"
         return "a process" if is_locked(f"{directory}/{LEASE}") else ""
+
+    def reason_to_keep(
+        self, directory: str, *, everything: bool, older_seconds: float | None = None
+    ) -> str:
+        """Return why an area or entry stays; "" if it may go.
+
+        Args:
+            directory: of it.
+            everything: kept data may go, too.
+            older_seconds: kept data may go that was not used for so long.
+        """
+        used_by = self.user_of(directory)
+        if used_by:
+            return f"in use by {used_by}"
+        if not self.is_entry(directory):
+            owner = self.owner_of(directory)
+            known = owner is not None and owner.job_key == os.path.basename(directory)
+            return "" if known else "its owner is unknown"
+        idle_seconds = max(0.0, time.time() - self.last_used(directory))
+        is_old = older_seconds is not None and idle_seconds >= older_seconds
+        if everything or is_old or job_of(directory):
+            return ""
+        return f"kept for later jobs, last used {seconds_text(idle_seconds)} ago"
 
     def jobs_using(self, key: str, *, besides: str = "") -> list[str]:
         """Return the keys of the living jobs whose areas link to an entry."""
@@ -373,7 +403,7 @@ class Store:
         Raises:
             StagingError: the store cannot be used.
         """
-        return _grown(room, self.idle())
+        return room_without(room, self.idle())
 
     def make_room(self, need: Need, measure: Callable[[], Room]) -> list[str]:
         """Remove entries that nothing uses, least recently used first, until a need is met.
@@ -390,14 +420,14 @@ class Store:
         if fits(need, room):
             return []
         idle = self.idle()
-        if not fits(need, _grown(room, idle)):
+        if not fits(need, room_without(room, idle)):
             return []
         removed = []
         for entry in idle:
-            head = published_head(f"{entry}/{DATA}")
+            manifest = published_manifest(f"{entry}/{DATA}")
             with contextlib.suppress(StagingError):  # one that resists must not stop the others
                 if self.remove(entry):
-                    removed.append(str(head.get("source", os.path.basename(entry))))
+                    removed.append(manifest.source if manifest else os.path.basename(entry))
             if fits(need, measure()):
                 break
         return removed
@@ -435,29 +465,3 @@ def _links(area: str, key: str) -> bool:
     with contextlib.suppress(OSError), os.scandir(area) as entries:
         return any(one.is_symlink() and linked_key(one.path) == key for one in entries)
     return False
-
-
-def _grown(room: Room, directories: list[str]) -> Room:
-    """Return the room that there would be without some directories."""
-    held = [_usage(one) for one in directories]
-    inodes = None if room.inodes is None else room.inodes + sum(one.inodes for one in held)
-    return dataclasses.replace(
-        room, bytes=room.bytes + sum(one.bytes for one in held), inodes=inodes
-    )
-
-
-def _usage(directory: str) -> Need:
-    """Return what a directory takes on its file system."""
-    size = inodes = 0
-    seen: set[int] = set()
-    for parent, directories, files in os.walk(directory):
-        for name in (*directories, *files):
-            with contextlib.suppress(OSError):
-                info = os.lstat(f"{parent}/{name}")
-                if info.st_nlink > 1 and not stat.S_ISDIR(info.st_mode):
-                    if info.st_ino in seen:
-                        continue
-                    seen.add(info.st_ino)
-                size += info.st_blocks * _STAT_BLOCK_BYTES
-                inodes += 1
-    return Need(size, inodes + 1)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import bz2
 import contextlib
 import gzip
-import importlib
 import io
 import lzma
 import os
@@ -163,7 +162,7 @@ def decompressed(file: ArchiveFile, raw: Any) -> IO[bytes]:
     elif kind == "xz":
         opened = lzma.LZMAFile(raw)  # noqa: SIM115 - the caller closes it
     elif kind == "zstd":
-        opened = _zstd(file, raw)
+        opened = _zstd(file)
     else:
         raise StagingError(
             f"{shown(file.stamp.path)}: is compressed with {kind}, which is not supported",
@@ -172,23 +171,15 @@ def decompressed(file: ArchiveFile, raw: Any) -> IO[bytes]:
     return cast("IO[bytes]", opened)
 
 
-def _zstd(file: ArchiveFile, raw: Any) -> Any:
-    """Return a reader of zstd: the program, in a process, or a module."""
+def _zstd(file: ArchiveFile) -> Any:
+    """Return a reader of zstd: the output of its program, which clusters have."""
     program = shutil.which("zstd")
-    if program is not None:
-        return _Program([program, "-dcq", f"--long={_LARGEST_WINDOW_LOG}"], file)
-    with contextlib.suppress(ImportError):
-        module = importlib.import_module("compression.zstd")
-        window = {module.DecompressionParameter.window_log_max: _LARGEST_WINDOW_LOG}
-        return module.ZstdFile(raw, options=window)
-    with contextlib.suppress(ImportError):
-        module = importlib.import_module("zstandard")
-        zstd = module.ZstdDecompressor(max_window_size=1 << _LARGEST_WINDOW_LOG)
-        return zstd.stream_reader(raw, read_across_frames=True)
-    raise StagingError(
-        f"{shown(file.stamp.path)}: nothing here can decompress zstd",
-        hint="install the program zstd on the nodes (package zstd), or the Python module zstandard",
-    )
+    if program is None:
+        raise StagingError(
+            f"{shown(file.stamp.path)}: nothing here can decompress zstd",
+            hint="install the program zstd on the nodes (package zstd)",
+        )
+    return _Program([program, "-dcq", f"--long={_LARGEST_WINDOW_LOG}"], file)
 
 
 class _Program:

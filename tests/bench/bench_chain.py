@@ -48,7 +48,7 @@ WAYS = ("shared", "chain")
 REMOTE = """
 import socket, struct, threading
 import hpml_orchestrator.staging.distribution as D
-from hpml_orchestrator.staging.sources import TreeSource
+from hpml_orchestrator.staging.source import TreeSource
 RANGE = struct.Struct(">HQQ")
 class Remote(TreeSource):
     def reader(self, plan):

@@ -46,7 +46,7 @@ source, target, kind, hashed, threads = sys.argv[1:]
 options = CopyOptions(hash=hashed == "hash", threads=int(threads) or None)
 stager = CopyStager("bench", options=options)
 request = StageRequest("data", source, kind=kind, target=target, outside_links=True)
-print(stager.stage(request).workers)
+print(stager.stage(request).files)
 """
 COPYTREE = "import shutil, sys; shutil.copytree(sys.argv[1], sys.argv[2] + '/data', symlinks=True)"
 

@@ -32,7 +32,7 @@ from hpml_orchestrator.staging import StageRequest
 from hpml_orchestrator.staging.copy import CopyOptions, copy
 from hpml_orchestrator.staging.faults import Retry
 from hpml_orchestrator.staging.progress import Progress
-from hpml_orchestrator.staging.sources import open_source
+from hpml_orchestrator.staging.supply import open_source
 
 CPUS = len(os.sched_getaffinity(0))
 Way = Callable[[Path], None]
@@ -56,7 +56,7 @@ def hpml(source: Path) -> Way:
                 retry=retry,
                 progress=Progress(None),
             )
-            assert len(done.digests) == len(plan.files)
+            assert len(done) == len(plan.files)
         finally:
             opened.close()
 

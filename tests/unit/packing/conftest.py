@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 
-def contents(root: Path) -> dict[bytes, tuple[object, ...]]:
-    """Everything of a tree that a pack keeps, by name: mode, seconds, bytes, links."""
+def contents(root: Path, *, more_mode: int = 0) -> dict[bytes, tuple[object, ...]]:
+    """Return what a pack keeps of a tree by name: mode, seconds, bytes and links."""
     found: dict[bytes, tuple[object, ...]] = {}
     inodes: dict[int, bytes] = {}
     top = os.fsencode(root)
@@ -20,7 +20,7 @@ def contents(root: Path) -> dict[bytes, tuple[object, ...]]:
             path = os.path.join(parent, name)
             info = os.lstat(path)
             key = os.path.relpath(path, top)
-            mode, seconds = info.st_mode & 0o777, info.st_mtime_ns // 1_000_000_000
+            mode, seconds = info.st_mode & 0o777 | more_mode, info.st_mtime_ns // 1_000_000_000
             if stat.S_ISLNK(info.st_mode):
                 found[key] = ("link", os.readlink(path), seconds)
             elif stat.S_ISDIR(info.st_mode):
@@ -34,7 +34,7 @@ def contents(root: Path) -> dict[bytes, tuple[object, ...]]:
 
 
 def untar(pack: Path, target: Path) -> None:
-    """Unpack all archives in their order, as the documentation says."""
+    """Unpack all archives in their order, as in the documentation."""
     target.mkdir()
     for archive in sorted(pack.glob("*.tar")):
         done = subprocess.run(
@@ -51,7 +51,7 @@ def left(directory: Path) -> set[str]:
 
 
 def finished(pack: Path) -> bool:
-    """Whether a directory holds shards and nothing else, and none is beside it."""
+    """Return whether a directory has only shards, and no incomplete pack is next to it."""
     names = left(pack)
     shards = {name for name in names if name.startswith("data-") and name.endswith(".tar")}
     beside = {name for name in left(pack.parent) if ".packing-" in name}

@@ -21,6 +21,13 @@ if TYPE_CHECKING:
 CHECKOUT = Path(hpml_orchestrator.__file__).parents[1]
 
 
+def same(left: Path | str, right: Path | str) -> bool:
+    """Return whether two trees have the same names, types and contents (GNU diff)."""
+    trees = [Path(left).resolve(), Path(right).resolve()]  # of a job's link its target
+    words: list[str | Path] = ["diff", "-r", "-q", "--no-dereference", *trees]
+    return subprocess.run(words, check=False, capture_output=True).returncode == 0
+
+
 @pytest.fixture
 def source(tmp_path: Path) -> Path:
     """Give a small tree on disk."""
@@ -55,7 +62,7 @@ def stager(base: Path, tmp_path: Path) -> Iterator[CopyStager]:
 
 @pytest.fixture
 def small_tmpfs(tmp_path: Path) -> Iterator[Callable[[str], Path]]:
-    """Mount small tmpfs file systems by their options; skips where that is not allowed."""
+    """Mount small tmpfs file systems by their options; skips if that is not allowed."""
     mounted: list[Path] = []
 
     def mount(options: str) -> Path:
@@ -83,7 +90,7 @@ def small_tmpfs(tmp_path: Path) -> Iterator[Callable[[str], Path]]:
 
 @pytest.fixture
 def child() -> Iterator[Callable[..., subprocess.Popen[str]]]:
-    """Start Python code in a process of its own; it is killed when the test ends."""
+    """Start Python code in another process; it is killed when the test ends."""
     started: list[subprocess.Popen[str]] = []
 
     def start(code: str, *arguments: object) -> subprocess.Popen[str]:

@@ -8,6 +8,7 @@ import stat
 import struct
 import subprocess
 import sys
+import tarfile
 import zipfile
 from pathlib import Path
 
@@ -25,7 +26,7 @@ def stage(stager: CopyStager, path: Path, name: str = "data") -> StageResult:
 
 @pytest.mark.parametrize("keep", [False, True])
 def test_a_pack_made_anew_is_staged_anew(base: Path, tmp_path: Path, keep: bool) -> None:
-    """Of the same size within the same second: it tells no finer times, only digests."""
+    """Of the same size within the same second: its times are no finer, only the digests differ."""
     tree, packed = tmp_path / "tree", tmp_path / "packed"
     for text in ("first", "later"):
         tree.mkdir()
@@ -65,7 +66,7 @@ def test_a_hard_link_to_a_symbolic_link_arrives(stager: CopyStager, tmp_path: Pa
 def test_a_zip_written_into_a_pipe_may_tell_its_end_twice(
     stager: CopyStager, tmp_path: Path
 ) -> None:
-    """Info-ZIP then adds an end in 64 bits, and the one in 32 bits tells the same."""
+    """Info-ZIP then adds an end in 64 bits, and the one in 32 bits has the same numbers."""
     path = tmp_path / "x.zip"
     with zipfile.ZipFile(path, "w") as target:
         target.writestr("a", "text")
@@ -92,3 +93,20 @@ def test_a_file_that_a_zip_closes_to_all_stays_closed(stager: CopyStager, tmp_pa
     result = Path(stage(stager, path).path)
     modes = {one.name: stat.S_IMODE(one.stat().st_mode) for one in result.iterdir()}
     assert modes == {"closed": 0o600, "unsaid": 0o644}
+
+
+def test_implied_directories_and_odd_names(stager: CopyStager, tmp_path: Path) -> None:
+    """Directories that are not listed, repeated ones, `./` and odd bytes are all accepted."""
+    path = tmp_path / "x.tar"
+    with tarfile.open(path, "w", format=tarfile.PAX_FORMAT) as tar:
+        for name, kind, mode, mtime in (
+            ("./a//b/\udcff\n-rf", tarfile.REGTYPE, 0o644, 0),
+            ("a/b", tarfile.DIRTYPE, 0o750, 0),
+            ("a/b/", tarfile.DIRTYPE, 0o700, 77),
+        ):
+            info = tarfile.TarInfo(name)
+            info.type, info.mode, info.mtime = kind, mode, mtime
+            tar.addfile(info)
+    below = Path(stage(stager, path).path) / "a" / "b"
+    assert (below / "\udcff\n-rf").is_file()
+    assert (stat.S_IMODE(below.stat().st_mode), below.stat().st_mtime) == (0o700, 77)

@@ -10,7 +10,7 @@ import pytest
 
 from hpml_orchestrator.errors import CapacityError, InputError
 from hpml_orchestrator.staging import CopyStager
-from hpml_orchestrator.staging.auto import Choice, misfit, own_storage, stage_chosen
+from hpml_orchestrator.staging.auto import Choice, own_storage, stage_chosen
 from hpml_orchestrator.staging.request import (
     IN_PLACE,
     Bases,
@@ -18,7 +18,7 @@ from hpml_orchestrator.staging.request import (
     name_of,
     names_of,
 )
-from hpml_orchestrator.staging.space import Need, Room
+from hpml_orchestrator.staging.space import Room
 
 GIB = 1 << 30
 
@@ -40,7 +40,7 @@ def bases(tmp_path: Path) -> Bases:
 
 
 def chosen(source: Path, bases: Bases, free: int = GIB, storage: str = "") -> Choice:
-    """Stage with so much free memory; the storage of the source stands for one far away."""
+    """Stage with so much free memory; the source counts as remote."""
 
     def room(path: str) -> Room:
         there = free if path == bases.shm else 64 * free
@@ -80,7 +80,7 @@ def test_places_that_cannot_be_used_are_named(tree: Path, tmp_path: Path) -> Non
 
 
 def test_archives_must_go_somewhere(tree: Path, tmp_path: Path, bases: Bases) -> None:
-    """They are never used where they are; without any place it is the request that is wrong."""
+    """They are never used in place; without any target the request is invalid."""
     archive = tmp_path / "a.tar"
     with tarfile.open(archive, "w") as tar:
         tar.add(tree, ".")
@@ -90,32 +90,6 @@ def test_archives_must_go_somewhere(tree: Path, tmp_path: Path, bases: Bases) ->
     with pytest.raises(InputError, match="shm: .*no such directory.*; local: ") as caught:
         chosen(archive, Bases(str(tmp_path / "nowhere"), ""))
     assert not isinstance(caught.value, CapacityError)
-
-
-@pytest.mark.parametrize(
-    ("need", "room", "fault"),
-    [
-        (Need(GIB, 9), Room(2 * GIB, "a limit", None, 4096, in_memory=True), ""),
-        (
-            Need(GIB + 1, 9),
-            Room(2 * GIB, "a limit", None, 4096, in_memory=True),
-            "needs 1.0 GiB, and half of what is free is 1.0 GiB (a limit)",
-        ),
-        (
-            Need(2, 9, at_least=True),
-            Room(1, "a limit", None, 4096, in_memory=False),
-            "needs at least 2 bytes, and what is free is 1 bytes (a limit)",
-        ),
-        (
-            Need(1, 10),
-            Room(GIB, "a limit", 9, 4096, in_memory=False),
-            "needs 10 inodes, and 9 are free",
-        ),
-    ],
-)
-def test_what_does_not_fit(need: Need, room: Room, fault: str) -> None:
-    """Memory holds half of what is free, a disk all of it, and neither more than its inodes."""
-    assert misfit(need, room) == fault
 
 
 MOUNTS = """\

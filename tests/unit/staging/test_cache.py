@@ -6,8 +6,6 @@ import json
 import multiprocessing
 import os
 import shutil
-import signal
-import sys
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -24,20 +22,21 @@ from hpml_orchestrator.staging import (
 )
 from hpml_orchestrator.staging.area import JobArea
 from hpml_orchestrator.staging.faults import Retry
+from hpml_orchestrator.staging.files import NameLock
 from hpml_orchestrator.staging.manifest import Listing, Manifest, manifest_path
+from hpml_orchestrator.staging.source import TreeSource
+from hpml_orchestrator.staging.supply import LocalSupply
 from tests.patience import eventually
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator
+    from collections.abc import Callable, Iterator
     from multiprocessing.context import ForkProcess
 
     from hpml_orchestrator.staging.area import Entry
-    from hpml_orchestrator.staging.files import NameLock
     from hpml_orchestrator.staging.progress import OnProgress
 
 FORK = multiprocessing.get_context("fork")
 KEY = "0" * 32
-HPML = Path(sys.executable).with_name("hpml")
 FILES = 20
 
 
@@ -137,7 +136,7 @@ class Slow:
 
     def __init__(self, seconds: float, fault: str = "", doomed: int = 0) -> None:
         self.seconds = seconds
-        self.doomed = doomed  # so many copiers go on until they are killed
+        self.doomed = doomed  # this many copiers run until they are killed
         self.fault = fault
         self.begun = FORK.Value("i", 0)
         self.pid = FORK.Value("i", 0)
@@ -193,62 +192,6 @@ def begun(fill: Slow, times: int = 1) -> int:
     return int(fill.pid.value)
 
 
-def stage_and_stay(key: str, base: Path, source: Path, told: Any) -> None:
-    """A job that stages with the real engine, slowed by its own limit, then goes on."""
-    mine = stager(base, key)
-    mine.options = CopyOptions(opens_per_second=1000)
-    result = mine.stage(kept(source))
-    told.put((key, result.reused, contents(result.path) == contents(source)))
-    time.sleep(600)
-
-
-def copier(base: Path, alive: Iterable[int]) -> int:
-    """The process that copies now, by the name of the directory that it fills; 0: it is done."""
-
-    def copying() -> list[int]:
-        partial = base.glob("hpml-*/.cache/*/.data.partial-*")
-        pids = [int(path.name.split("-")[1]) for path in partial]
-        done = list(base.glob("hpml-*/.cache/*/data"))
-        return [0] if done else [pid for pid in pids if pid in alive]
-
-    return eventually(copying, pause=0.001)[0]
-
-
-def kill_engines(
-    base: Path, tree: Path, start: Callable[..., ForkProcess], most_kills: int
-) -> None:
-    """Kill whoever copies while eight wait, until that was often enough or one was faster."""
-    told = FORK.Queue()
-    tree.mkdir()
-    for number in range(2000):
-        (tree / str(number)).write_bytes(b"%d" % number * 100)
-    jobs: dict[int | None, ForkProcess] = {}
-    kills = 0
-    while len(jobs) < 9:
-        process = start(stage_and_stay, f"{len(jobs)}.0", base, tree, told)
-        jobs[process.pid] = process
-    while kills < most_kills and (pid := copier(base, [pid for pid in jobs if pid])):
-        os.kill(pid, signal.SIGKILL)
-        jobs.pop(pid).join()
-        kills += 1
-        process = start(stage_and_stay, f"{kills + 9}.0", base, tree, told)
-        jobs[process.pid] = process
-    assert kills
-    said = [told.get(timeout=120) for _ in jobs]
-    assert sorted(reused for _, reused, _ in said) == [False] + [True] * 8
-    assert all(is_right for _, _, is_right in said)
-    assert len(entries(base)) == 1
-    assert leftovers(base) == []
-
-
-@pytest.mark.parametrize("count", [5, pytest.param(100, marks=pytest.mark.slow)])
-def test_the_real_engine_is_killed_while_eight_wait(
-    base: Path, tmp_path: Path, start: Callable[..., ForkProcess], count: int
-) -> None:
-    """With its workers and all: each time another job begins anew, and the last one is right."""
-    kill_engines(base, tmp_path / "tree", start, count)
-
-
 def test_what_a_killed_copier_left_goes_with_the_next_job(
     base: Path, source: Path, start: Callable[..., ForkProcess]
 ) -> None:
@@ -295,7 +238,7 @@ def test_a_failed_copy_is_told_to_all_who_waited(
 def test_who_waits_is_told_how_far_the_copy_is(
     base: Path, start: Callable[..., ForkProcess]
 ) -> None:
-    """The waiter hears the copier's figures, so that it can tell copying from hanging."""
+    """A waiting job receives the progress, so a slow copy does not look like a hang."""
     fill, told = Slow(2.5), FORK.Queue()
     start(obtain, "0.0", base, fill, told)
     begun(fill)
@@ -347,12 +290,16 @@ CHANGES: dict[str, Callable[[Path], object]] = {
     "link": lambda root: (root / "link").symlink_to("one.bin"),
     "hard link": lambda root: (root / "again").hardlink_to(root / "one.bin"),
     "directory": lambda root: (root / "empty" / "new").mkdir(),
+    "mode of the top": lambda root: root.chmod(0o700),
+    "link's text": lambda root: os.replace(root / "a" / "new link", root / "a" / "old link"),
 }
 
 
 @pytest.mark.parametrize("change", CHANGES)
 def test_a_changed_source_is_another_entry(base: Path, source: Path, change: str) -> None:
     """Whatever changed, the old data is not taken for the new."""
+    (source / "a" / "old link").symlink_to("two.txt")
+    (source / "a" / "new link").symlink_to("deep")
     first, second = stager(base, "1.0"), stager(base, "2.0")
     first.stage(kept(source))
     CHANGES[change](source)
@@ -373,7 +320,7 @@ def test_kept_data_is_found_by_the_time_of_its_source(
     first.stage(wanted)
     os.utime(source / "a" / "two.txt", (5, 5))
     with monkeypatch.context() as blind:
-        blind.setattr("hpml_orchestrator.staging.sources.scan_tree", None)
+        blind.setattr("hpml_orchestrator.staging.source.scan_tree", None)
         assert second.stage(wanted).reused
     (source / "new").touch()
     third = stager(base, "3.0")
@@ -421,4 +368,18 @@ def test_contents_are_looked_at_after_a_crash_of_the_machine(
     assert contents(result.path) == contents(source)
     if change == "nothing":
         assert json.loads(record.read_text())["boot_id"] == owner["boot_id"]
+    later.cleanup()
+
+
+def test_a_chain_does_not_wait_for_another_jobs_copy(base: Path, source: Path) -> None:
+    """Two chains that wait for each other on two nodes would never end: it makes its own copy."""
+    earlier, later = stager(base, "1.0"), stager(base, "2.0")
+    earlier.stage(kept(source))
+    retry = Retry(lambda _seconds: None)
+    supply = LocalSupply(kept(source), TreeSource(str(source), retry))
+    supply.method = "chain"  # of one node
+    with NameLock(f"{entries(base)[0]}/.data.lock", retry):
+        result = later.stage(supply.request, supply)
+    assert (result.method, result.reused, result.kept) == ("chain", False, False)
+    earlier.cleanup()
     later.cleanup()

@@ -1,4 +1,4 @@
-"""Results come back whole, or by a name that says that something is missing."""
+"""Results come back complete, or under a name that marks them as incomplete."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def target(tmp_path: Path) -> Path:
 
 
 def bring(source: Path, target: Path, stop: Callable[[], bool] = lambda: False) -> Collected:
-    """Collect until `stop` says so, without waiting for faults that may pass."""
+    """Collect until `stop` returns True, without pauses between retries."""
     return collect(str(source), str(target), Retry(lambda _seconds: None, stop))
 
 
@@ -55,7 +55,7 @@ def test_a_directory_comes_as_it_is(source: Path, target: Path) -> None:
 
 
 def test_a_file_comes_by_its_name(source: Path, target: Path) -> None:
-    """Not in a directory of its own; and what is not there is no fault."""
+    """Without a directory around it; a missing source is not an error."""
     (source / "dead").symlink_to("nowhere")
     assert bring(source / "dead", target).problem == "is a link to nothing"
     found = bring(source / "one.bin", target)
@@ -102,7 +102,7 @@ def test_what_there_was_time_for_is_whole(tmp_path: Path, target: Path, *, large
 
 
 def test_one_that_cannot_be_read_keeps_no_other_away(source: Path, target: Path) -> None:
-    """Such as a file that another process goes on writing to; it is named, the rest is there."""
+    """For example a file that grows; it is named, and the others are copied."""
     grows = source / "a" / "log"
     grows.write_bytes(b"x" * 100)
     looks = 0
@@ -125,7 +125,7 @@ def test_one_that_cannot_be_read_keeps_no_other_away(source: Path, target: Path)
 
 
 def test_a_full_disk_keeps_what_fitted(tmp_path: Path, small_tmpfs: Callable[[str], Path]) -> None:
-    """And says that it is full."""
+    """The error names the full disk."""
     full = small_tmpfs("size=3m")
     source = tmp_path / "out"
     source.mkdir()

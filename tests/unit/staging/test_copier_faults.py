@@ -16,6 +16,7 @@ import pytest
 from hpml_orchestrator.errors import StagingError
 from hpml_orchestrator.staging import Bases, CopyOptions, CopyStager, StageRequest
 from tests.patience import eventually
+from tests.unit.staging.conftest import same
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -46,11 +47,6 @@ def crowd(tmp_path: Path) -> Path:
             (top / f"d{number}" / f"f{other}").write_bytes(b"%d" % other * 2000)
     (top / "large").write_bytes(os.urandom(24 * MIB))
     return top
-
-
-def same(left: Path, right: Path) -> bool:
-    """Compare two trees with diff."""
-    return subprocess.run(["diff", "-r", "-q", left, right], check=False).returncode == 0
 
 
 def alive(marker: str) -> list[str]:
@@ -119,7 +115,7 @@ def test_workers_end_with_a_stager_that_is_killed(
 def test_what_cannot_be_read_is_listed(
     base: Path, crowd: Path, monkeypatch: pytest.MonkeyPatch, processes: int
 ) -> None:
-    """EACCES is final: the first 20 paths are told, the rest counted, nothing is published."""
+    """EACCES is final: the first 20 paths are listed, the rest counted, nothing is published."""
     real = os.open
 
     def closed(path: str, flags: int, *arguments: int, dir_fd: int | None = None) -> int:

@@ -1,20 +1,21 @@
-"""What a copy keeps, refuses and tries again."""
+"""What a copy keeps, refuses and retries."""
 
 from __future__ import annotations
 
 import errno
 import os
+import shutil
 import socket
 import stat
+import subprocess
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
 from hpml_orchestrator.errors import InputError, StagingError
-from hpml_orchestrator.staging import Bases, CopyStager, StageRequest
+from hpml_orchestrator.staging import Bases, CopyOptions, CopyStager, StageRequest
 from hpml_orchestrator.staging.inventory import list_staged
-from hpml_orchestrator.staging.progress import Progress
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -71,15 +72,23 @@ def test_a_file_lies_in_a_directory(stager: CopyStager, source: Path) -> None:
     assert os.listdir(result.path) == ["link.bin"]
 
 
-def test_modes_lose_set_bits_and_umask(stager: CopyStager, source: Path) -> None:
+@pytest.mark.parametrize("kind", ["tree", "tar"])
+def test_modes_lose_set_bits_and_umask(
+    stager: CopyStager, source: Path, tmp_path: Path, kind: str
+) -> None:
     """No setuid, setgid or sticky; the umask holds; the owner can always read and write."""
     (source / "one.bin").chmod(0o6777)
     (source / "a" / "two.txt").chmod(0o444)
     (source / "a").chmod(0o3777)
     (source / "empty").chmod(0o555)
+    source.chmod(0o7755)
+    given = source
+    if kind == "tar":
+        given = tmp_path / "x.tar"
+        subprocess.run(["tar", "cf", given, "-C", source, "."], check=True)
     old = os.umask(0o027)
     try:
-        path = Path(stager.stage(shm(source)).path)
+        path = Path(stager.stage(shm(given)).path)
     finally:
         os.umask(old)
     modes = {name: node[1] for name, node in picture(path).items()}
@@ -87,7 +96,8 @@ def test_modes_lose_set_bits_and_umask(stager: CopyStager, source: Path) -> None
     assert modes["a/two.txt"] == 0o640
     assert modes["a"] == 0o750
     assert modes["empty"] == 0o750
-    assert stat.S_IMODE(os.stat(path / "a").st_mode) == 0o750
+    for top in (path, path / "a"):
+        assert stat.S_IMODE(os.stat(top).st_mode) == 0o750
 
 
 def test_links_inside_are_kept(stager: CopyStager, source: Path) -> None:
@@ -136,7 +146,7 @@ def test_device_nodes_are_refused(stager: CopyStager, source: Path) -> None:
 
 
 def test_source_and_target_stay_apart(stager: CopyStager, base: Path) -> None:
-    """A source that holds the target, or lies in it, is refused."""
+    """A source that contains the target, or is in it, is refused."""
     with pytest.raises(InputError, match="contains the other"):
         stager.stage(shm(base))
     inside = Path(stager.area("shm").path_of("data")) / "x"
@@ -158,21 +168,28 @@ def _during(monkeypatch: pytest.MonkeyPatch, action: Callable[[], object]) -> No
     around_reading(monkeypatch, after)
 
 
-@pytest.mark.parametrize("change", ["grow", "shrink", "touch", "remove next", "add"])
+@pytest.mark.parametrize("processes", [1, 2])
+@pytest.mark.parametrize("change", ["grow", "shrink", "touch", "replace", "remove next", "add"])
 def test_a_source_that_changes_is_an_error(
-    stager: CopyStager, source: Path, monkeypatch: pytest.MonkeyPatch, change: str
+    stager: CopyStager,
+    source: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    change: str,
+    processes: int,
 ) -> None:
-    """Size, time and directory are compared before and after; nothing is published."""
+    """Size, time, inode and directory are compared before and after; nothing is published."""
     for name in ("first", "next"):
         (source / name).write_bytes(b"x" * (3 << 20))
     actions: dict[str, Callable[[], object]] = {
         "grow": lambda: os.truncate(source / "first", 4 << 20),
         "shrink": lambda: os.truncate(source / "first", 10),
         "touch": (source / "first").touch,
-        "remove next": lambda: os.unlink(source / "next"),
+        "replace": lambda: os.replace(shutil.copy2(source / "next", source / "~"), source / "next"),
+        "remove next": lambda: (source / "next").unlink(missing_ok=True),
         "add": (source / "new").touch,
     }
     _during(monkeypatch, actions[change])
+    stager.options = CopyOptions(processes=processes, threads=1)
     with pytest.raises(StagingError, match=r"changed while it was copied|No such file"):
         stager.stage(shm(source))
     assert nothing_published(stager)
@@ -219,20 +236,6 @@ def test_faults_that_stay_end_it(
     assert nothing_published(stager)
 
 
-def test_progress_is_told_at_most_once_a_second() -> None:
-    """Calls are a second apart by the clock, and the last one is complete."""
-    now = iter(n / 4 for n in range(10**6))
-    told: list[tuple[int, int, int, int]] = []
-    progress = Progress(lambda *figures: told.append(figures), clock=lambda: next(now))
-    progress.expect(200, 40)
-    for _ in range(40):
-        progress.add(5, 1)
-    progress.finish()
-    assert 2 < len(told) < 40
-    assert told[-1] == (200, 40, 200, 40)
-    assert told == sorted(told)
-
-
 def test_unreadable_files_are_named(base: Path) -> None:
     """As an ordinary user, files and directories without permission are listed."""
     if os.getuid() != 0:
@@ -262,7 +265,7 @@ def test_unreadable_files_are_named(base: Path) -> None:
 
 
 def as_nobody(call: Callable[[], str]) -> str:
-    """Return what a call says in a process of an ordinary user."""
+    """Return the result of a call in a process of an ordinary user."""
     reading, writing = os.pipe()
     pid = os.fork()
     if pid == 0:  # pragma: no cover - another process

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import os
 import shutil
-import subprocess
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -20,18 +18,18 @@ from hpml_orchestrator.staging import (
     Room,
     StageRequest,
 )
-from hpml_orchestrator.staging.archives import TarSource
 from hpml_orchestrator.staging.copy import copy
 from hpml_orchestrator.staging.faults import Retry
-from hpml_orchestrator.staging.plan import HardLink, Symlink, scan_tree
+from hpml_orchestrator.staging.plan import scan_tree
 from hpml_orchestrator.staging.progress import Progress
-from hpml_orchestrator.staging.sources import TreeSource, open_source
+from hpml_orchestrator.staging.source import TreeSource
 from hpml_orchestrator.staging.space import room_at
+from hpml_orchestrator.staging.supply import open_source
+from tests.unit.staging.conftest import same
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from hpml_orchestrator.staging.copy import Copied
     from hpml_orchestrator.staging.plan import Plan
 
 MIB = 1 << 20
@@ -41,11 +39,6 @@ RETRY = Retry(lambda _seconds: None, lambda: False)
 def plain_room(path: str) -> Room:
     """The file system's own room: memory limits of this machine play no part."""
     return room_at(path, cgroup_root="/nonexistent")
-
-
-def same(left: Path | str, right: Path | str) -> bool:
-    """Compare two trees with diff."""
-    return subprocess.run(["diff", "-r", "-q", left, right], check=False).returncode == 0
 
 
 @pytest.mark.parametrize("processes", [1, 2])
@@ -66,16 +59,18 @@ class Meddled(LocalSupply):
 
     def __init__(
         self,
-        source: TreeSource | TarSource,
+        request: StageRequest,
         before: Callable[[], object] = bool,
         after: Callable[[], object] = bool,
     ) -> None:
-        super().__init__(source)
+        super().__init__(request, TreeSource(request.source, RETRY))
         self.fills = 0
         self._before = before
         self._after = after
 
-    def fill(self, plan: Plan, partial_dir: str, *, retry: Retry, progress: Progress) -> Copied:
+    def fill(
+        self, plan: Plan, partial_dir: str, *, retry: Retry, progress: Progress
+    ) -> list[bytes]:
         self.fills += 1
         if self.fills == 1:
             self._before()
@@ -109,11 +104,10 @@ def test_a_disk_that_fills_up_midway_takes_the_cache_first(
         (new / str(number)).write_bytes(os.urandom(MIB // 2))
     other = base / "of another user"
     size = 3 * MIB if has_cache else 6 * MIB
-    tree = TreeSource(str(new), RETRY)
-    supply = Meddled(tree, before=lambda: other.write_bytes(bytes(size)))
+    request = StageRequest("data", str(new), target="shm")
+    supply = Meddled(request, before=lambda: other.write_bytes(bytes(size)))
     supply._options = CopyOptions(processes=processes)
     job = CopyStager("2.0", bases=Bases(shm=str(base)), room=plain_room, job_id="")
-    request = StageRequest("data", str(new), target="shm")
     if has_cache:
         result = job.stage(request, supply)
         assert result.evicted == (str(tmp_path / "old"),)
@@ -136,9 +130,9 @@ def test_the_manifest_counts_as_room(small_tmpfs: Callable[[str], Path], tmp_pat
         (many / f"{number:0250d}").touch()
     base = small_tmpfs("size=512k")
     stager = CopyStager("1", bases=Bases(shm=str(base)), room=plain_room)
-    supply = Meddled(TreeSource(str(many), RETRY))
+    supply = Meddled(StageRequest("data", str(many), target="shm"))
     with pytest.raises(CapacityError):
-        stager.stage(StageRequest("data", str(many), target="shm"), supply)
+        stager.stage(supply.request, supply)
     assert supply.fills == 0
     need = scan_tree(str(many), RETRY).need(4096)
     roomy = CopyStager("1", bases=Bases(shm=str(small_tmpfs("size=64m"))), room=plain_room)
@@ -188,29 +182,6 @@ def test_a_change_behind_the_last_read_is_noticed(
     assert left == [0]
 
 
-@pytest.mark.parametrize("kind", ["tree", "tar"])
-def test_set_bits_never_arrive(base: Path, tmp_path: Path, kind: str) -> None:
-    """On nothing: the top, directories, files of a block, of several, of pieces."""
-    source = tmp_path / "source"
-    (source / "below").mkdir(parents=True)
-    for name, size in (("none", 0), ("small", 10), ("blocks", 3 * MIB // 2), ("pieces", 5 * MIB)):
-        (source / "below" / name).write_bytes(bytes(size))
-        (source / "below" / name).chmod(0o6755)
-    for path in (source / "below", source):
-        path.chmod(0o7755)
-    request = StageRequest("data", str(source), target="shm")
-    if kind == "tar":
-        archive = tmp_path / "x.tar"
-        subprocess.run(["tar", "cf", archive, "-C", source, "."], check=True)
-        request = StageRequest("data", str(archive), target="shm")
-    stager = CopyStager("1", bases=Bases(shm=str(base)))
-    path = Path(stager.stage(request).path)
-    found = {one: one.stat().st_mode & 0o7777 for one in (path, *path.rglob("*"))}
-    assert len(found) == 6
-    assert set(found.values()) == {0o755}
-    stager.cleanup()
-
-
 @pytest.mark.parametrize("name", ["x.tar", "x.tar.gz", "x.zip"])
 def test_an_archive_that_changes_behind_the_last_read_is_noticed(
     base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
@@ -222,7 +193,7 @@ def test_an_archive_that_changes_behind_the_last_read_is_noticed(
     archive = Path(shutil.make_archive(str(tmp_path / "x"), kind, tmp_path / "in"))
     stager = CopyStager("1", bases=Bases(shm=str(base)))
     request = StageRequest("data", str(archive), target="shm")
-    supply = LocalSupply(open_source(request, RETRY, 1 << 40))
+    supply = LocalSupply(request, open_source(request, RETRY, 1 << 40))
     supply.plan()
     real = os.readv
 
@@ -238,15 +209,3 @@ def test_an_archive_that_changes_behind_the_last_read_is_noticed(
         stager.stage(request, supply)
     assert "data" not in os.listdir(stager.area("shm").path)
     stager.cleanup()
-
-
-def test_everything_that_a_look_tells_is_in_the_key(source: Path) -> None:
-    """Links' texts and the top's mode too, whatever times say."""
-    scanned = scan_tree(str(source), RETRY)
-    plans = [
-        replace(scanned, symlinks=[Symlink("l", "a", 0)], hard_links=[HardLink("h", "one.bin")])
-    ]
-    plans.append(replace(plans[0], symlinks=[Symlink("l", "b", 0)]))
-    plans.append(replace(plans[0], hard_links=[HardLink("h", "a/two.txt")]))
-    plans.append(replace(plans[0], top=scanned.top._replace(mode=0o700)))
-    assert len({plan.fingerprint for plan in plans}) == 4

@@ -32,7 +32,7 @@ def stager(base: Path, key: str) -> CopyStager:
 
 
 def stage(job: CopyStager, source: Path, name: str, *, keep: bool = False) -> Path:
-    """Stage by some name; returns where the data really lies."""
+    """Stage under a name; return the real path of the data."""
     path = job.stage(StageRequest(name, str(source), target="shm", keep=keep)).path
     return Path(os.path.realpath(path))
 
@@ -43,7 +43,7 @@ def root(base: Path) -> Path:
 
 
 def test_all_that_is_staged_is_listed(base: Path, source: Path) -> None:
-    """Data of jobs and of the cache, each once, with whose it is and who uses it."""
+    """Data of jobs and of the cache, each once, with its owner and its users."""
     job = stager(base, "1.0")
     own, kept = stage(job, source, "own"), stage(job, source / "a", "kept", keep=True)
     half_path = own.parent / ".data.partial-1-aa"
@@ -106,7 +106,8 @@ def test_kept_data_goes_by_age_or_when_all_is_to_go(base: Path, source: Path) ->
     os.utime(old.parent / ".lease", (day_ago, day_ago))
     done = clean([str(base)])
     assert done.removed == []
-    assert dict(done.kept)[str(old.parent)] == "kept for later jobs, last used 1 d ago"
+    reason = dict(done.kept)[str(old.parent)]
+    assert reason.startswith("kept for later jobs, last used 1 d 0:00:0")
     assert [one.path for one in clean([str(base)], older_seconds=3600).removed] == [str(old)]
     assert [one.path for one in clean([str(base)], everything=True).removed] == [str(new)]
     assert os.listdir(base) == []

@@ -1,4 +1,4 @@
-"""Directories that are one job's own are told from those that later jobs see too."""
+"""Directories of one job alone differ from those that later jobs can use."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ ALONE = "/tmp belongs to job 2 alone (/var/spool/slurm/container/node1/2/.2 is m
     ("base", "job", "mine", "everyones", "reason"),
     [
         ("/tmp/x", "2", MINE, EVERYONES, f"{ALONE} and ends with it"),
-        # a tmpfs names no job: it is new beside what process 1 sees
+        # a tmpfs names no job: process 1 does not have it
         ("/dev/shm", "2", MINE, EVERYONES, SHM_ALONE),
         ("/scratch", "2", MINE, EVERYONES, ""),  # what Slurm did not mount over is the node's
         ("/", "2", MINE, EVERYONES, ""),
@@ -46,7 +46,7 @@ ALONE = "/tmp belongs to job 2 alone (/var/spool/slurm/container/node1/2/.2 is m
 def test_what_slurm_mounted_for_a_job_is_its_own(
     base: str, job: str, mine: list[Mount], everyones: list[Mount], reason: str
 ) -> None:
-    """By the directory that is mounted there, or as new beside what process 1 sees."""
+    """By the directory that is mounted there, or because process 1 does not have the mount."""
     assert reason_from(base, job, mine, everyones) == reason
 
 
@@ -62,7 +62,7 @@ def test_a_directory_named_after_the_job_is_its_own(base: str) -> None:
     "base", ["/scratch", "/nvme1", "/data-1", "/tmp/pytest-1", "/mnt/disk1", "/user1", "/11"]
 )
 def test_a_number_in_a_name_is_not_the_job(base: str) -> None:
-    """Numbers of disks, users and runs are no job's."""
+    """Numbers of disks, users and runs are not job ids."""
     assert reason_from(base, "1", [], []) == ""
 
 

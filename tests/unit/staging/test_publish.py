@@ -18,7 +18,7 @@ from hpml_orchestrator.staging import Bases, CopyOptions, CopyStager, StageReque
 from hpml_orchestrator.staging.copy import copy
 from hpml_orchestrator.staging.faults import Retry
 from hpml_orchestrator.staging.progress import Progress
-from hpml_orchestrator.staging.sources import open_source
+from hpml_orchestrator.staging.supply import open_source
 
 
 def test_the_manifest_is_on_disk_before_the_data_have_their_name(
@@ -87,7 +87,7 @@ def fill(path: Path, target: Path, processes: int) -> None:
 def test_nothing_is_written_through_what_somebody_planted(
     source: Path, tmp_path: Path, kind: str, planted: str, processes: int
 ) -> None:
-    """A link or file where a file is to be, a link where a directory is to be: all are refused."""
+    """A link or file in place of a file, a link in place of a directory: all are refused."""
     victim = tmp_path / "victim"
     (victim / "deep").mkdir(parents=True)
     (victim / "file").write_text("precious")

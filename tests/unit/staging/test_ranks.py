@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import random
 import signal
@@ -15,6 +16,7 @@ import pytest
 
 from hpml_orchestrator.staging import Bases, CopyStager, StageRequest
 from tests.patience import eventually
+from tests.unit.staging.conftest import same
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -28,15 +30,17 @@ def slow(*arguments):  # so that there is a middle on any machine: 300 files tak
     time.sleep(0.004)
     return real(*arguments)
 os.readv = slow
-def told(done, files, all_bytes, all_files):
+def report(done, files, all_bytes, all_files):
     print("heard", files, all_files, flush=True)
 stager = CopyStager(
-    "7.0",
+    sys.argv[3],
+    job_id="",
     bases=Bases(shm=sys.argv[1]),
-    on_progress=told,
+    on_progress=report,
     options=CopyOptions(processes=2, threads=1),
 )
-result = stager.stage(StageRequest("data", sys.argv[2], target="shm"))
+keep = sys.argv[3] != "7.0"
+result = stager.stage(StageRequest("data", sys.argv[2], target="shm", keep=keep))
 print("reused" if result.reused else "copied", flush=True)
 sys.stdin.read()
 """
@@ -56,15 +60,15 @@ def many(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def rank(base: Path, many: Path, tmp_path: Path) -> Iterator[Callable[[], Rank]]:
+def rank(base: Path, many: Path, tmp_path: Path) -> Iterator[Callable[..., Rank]]:
     """Start ranks of one job; they are killed when the test ends."""
     started: list[Rank] = []
 
-    def start() -> Rank:
+    def start(key: str = "7.0") -> Rank:
         log = tmp_path / f"rank{len(started)}"
         with log.open("w") as output:
             process = subprocess.Popen(
-                [sys.executable, "-c", RANK, str(base), str(many)],
+                [sys.executable, "-c", RANK, str(base), str(many), key],
                 stdin=subprocess.PIPE,
                 stdout=output,
             )
@@ -103,52 +107,45 @@ def copier(base: Path, ranks: dict[int, Rank]) -> int:
     return eventually(copying, pause=0.002)
 
 
-def same(left: Path, right: Path) -> bool:
-    """Compare two trees with diff."""
-    return subprocess.run(["diff", "-r", "-q", left, right], check=False).returncode == 0
-
-
-def kill_stagers(base: Path, many: Path, rank: Callable[[], Rank], kills: int) -> None:
-    """Kill whoever stages at random moments while eight ranks wait, then let one through."""
+@pytest.mark.parametrize("count", [5, pytest.param(100, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("jobs", ["one", "many"])
+def test_the_one_that_stages_is_killed_while_others_wait(
+    base: Path, many: Path, rank: Callable[..., Rank], jobs: str, count: int
+) -> None:
+    """Eight ranks of a job, or eight jobs: another one takes over, and all have whole data."""
     chance = random.Random(3)
-    root = base / f"hpml-{os.getuid()}" / "7.0"
-    ranks = {one[0].pid: one for one in (rank() for _ in range(RANKS))}
+    keys = (f"{number}.0" if jobs == "many" else "7.0" for number in itertools.count(10))
+    ranks = {one[0].pid: one for one in (rank(next(keys)) for _ in range(RANKS))}
     midway = 0
-    for _ in range(kills):
+    for _ in range(count):
         pid = copier(base, ranks)
         time.sleep(chance.uniform(0, 0.6))
-        whole = (root / "data").exists()
+        is_published = bool(list(base.glob("hpml-*/.cache/*/data")))
         os.kill(pid, signal.SIGKILL)
         ranks.pop(pid)[0].wait()
-        if whole:
+        if is_published:
             break
         midway += 1
-        another = rank()
+        another = rank(next(keys))
         ranks[another[0].pid] = another
     assert midway
-    said = sorted(end_of(one) for one in ranks.values())
-    assert said[1:] == ["reused"] * (len(ranks) - 1)
-    assert same(root / "data", many)
+    ends = sorted(end_of(one) for one in ranks.values())
+    assert ends[1:] == ["reused"] * (len(ranks) - 1)
+    (published,) = base.glob("hpml-*/.cache/*/data")
+    assert same(published, many)
     assert not list(base.glob("hpml-*/.cache/*/.data.partial-*"))
     for process, _ in ranks.values():
         process.kill()
         process.wait()
-    stager = CopyStager("7.0", bases=Bases(shm=str(base)))
+    key = next(keys)
+    stager = CopyStager(key, bases=Bases(shm=str(base)), job_id="")
     assert stager.stage(StageRequest("data", str(many), target="shm")).reused
     stager.cleanup()
-    assert os.listdir(base) == []
-
-
-@pytest.mark.parametrize("count", [5, pytest.param(100, marks=pytest.mark.slow)])
-def test_ranks_wait_while_the_one_that_stages_is_killed(
-    base: Path, many: Path, rank: Callable[[], Rank], count: int
-) -> None:
-    """Often, in the middle: one of those that wait takes over, and all have whole data."""
-    kill_stagers(base, many, rank, count)
+    assert os.listdir(base) == ([] if jobs == "one" else [f"hpml-{os.getuid()}"])
 
 
 def test_ranks_that_wait_hear_how_far_it_is(
-    base: Path, many: Path, rank: Callable[[], Rank]
+    base: Path, many: Path, rank: Callable[..., Rank]
 ) -> None:
     """Each that waits hears the figures of the one that copies: it is at work, not dead."""
     for number in range(700):
@@ -165,7 +162,7 @@ def test_ranks_that_wait_hear_how_far_it_is(
 
 
 def held_locks(pids: set[int]) -> set[tuple[int, int, int]]:
-    """Return (major, minor, inode) of the files on which the kernel says processes hold locks."""
+    """Return (major, minor, inode) of the files that processes have locked, by the kernel."""
     found = set()
     for line in Path("/proc/locks").read_text().splitlines():
         fields = line.split()
@@ -176,7 +173,7 @@ def held_locks(pids: set[int]) -> set[tuple[int, int, int]]:
 
 
 def test_no_lock_is_on_the_source_nor_in_named_memory(
-    base: Path, many: Path, rank: Callable[[], Rank]
+    base: Path, many: Path, rank: Callable[..., Rank]
 ) -> None:
     """In the middle of a copy all locks are on files of the target; no shared memory has a name."""
     one = rank()

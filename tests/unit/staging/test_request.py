@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     ],
 )
 def test_wrong_fields_are_named(field: str, values: dict[str, Any]) -> None:
-    """A request refuses a wrong value and says which field it was; what went, what to use."""
+    """A request refuses a wrong value and names its field; for a removed kind, what to use."""
     with pytest.raises(InputError) as caught:
         StageRequest(**{"name": "a", "source": "/data", **values})
     assert caught.value.field == field
@@ -61,7 +61,7 @@ def test_local_needs_a_directory() -> None:
 
 
 def test_kind_must_fit_the_source(tmp_path: Path) -> None:
-    """A directory is no file, a file no tree, and a device neither."""
+    """A directory is not a file, a file is not a tree, and a device is neither."""
     for source, kind in [(str(tmp_path), "tar"), ("/etc/passwd", "tree"), ("/dev/null", "auto")]:
         with pytest.raises(InputError):
             kind_of(StageRequest("a", source, kind=kind))

@@ -59,7 +59,7 @@ def test_damage_is_named(staged: Path, damage: object, problem: str) -> None:
 
 
 def test_data_without_digests_is_said_to_be_so(base: Path, source: Path) -> None:
-    """Names and sizes are compared; a flipped bit cannot be seen, and the report says that."""
+    """Names and sizes are compared; a flipped bit is not found, and the report shows that."""
     options = CopyOptions(hash=False)
     job = CopyStager("1.0", bases=Bases(shm=str(base)), options=options, job_id="")
     path = Path(job.stage(StageRequest("data", str(source), target="shm")).path)
@@ -71,7 +71,7 @@ def test_data_without_digests_is_said_to_be_so(base: Path, source: Path) -> None
 
 
 def test_only_what_was_staged_can_be_verified(staged: Path, tmp_path: Path) -> None:
-    """Paths without a manifest, and paths that are not there, are told apart."""
+    """Paths without a manifest and missing paths give different errors."""
     with pytest.raises(NotFoundError, match="is not staged data"):
         verify(str(tmp_path))
     with pytest.raises(NotFoundError, match="does not exist"):
@@ -94,7 +94,7 @@ def test_what_is_damaged_is_not_handed_out_again(staged: Path, base: Path, sourc
 
 
 def test_what_was_mended_counts_again(staged: Path) -> None:
-    """A comparison that finds no fault takes back what an earlier one said."""
+    """A comparison that finds no fault removes the mark of an earlier one."""
     flip_a_bit(staged / "one.bin")
     assert verify(str(staged)).count
     assert not is_whole(str(staged), published_manifest(str(staged)) or pytest.fail("no manifest"))

@@ -1,4 +1,4 @@
-"""Jobs of several nodes, each a process with a directory of its own in RAM."""
+"""Jobs of several nodes, each a process with its own directory in RAM."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def root() -> Iterator[Path]:
 
 @pytest.fixture
 def tree(root: Path) -> Path:
-    """Give a tree with all that a tree can have: odd names, links, holes, empty files."""
+    """Give a tree with every kind of entry: odd names, links, holes, empty files."""
     top = root / "source"
     (top / "a" / "deep").mkdir(parents=True)
     (top / "empty dir").mkdir()

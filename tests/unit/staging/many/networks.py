@@ -1,4 +1,4 @@
-"""Network namespaces that stand for nodes with a network of their own, joined by a bridge."""
+"""Network namespaces that act as nodes on a network, joined by a bridge."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ __all__ = ["Network", "NoNetworkError"]
 
 
 class NoNetworkError(Exception):
-    """Namespaces, or shaping of their links, cannot be had here; says why."""
+    """Namespaces, or shaping of their links, are not available here, for the given reason."""
 
 
 class Network:
@@ -34,14 +34,14 @@ class Network:
         return f"{self._name}n{index}"
 
     def prefix(self, index: int) -> tuple[str, ...]:
-        """Words before a command that is to run there."""
+        """Return the words that run a command in a namespace."""
         return ("ip", "netns", "exec", self.namespace(index))
 
     def address(self, index: int) -> str:
         return f"10.77.0.{index + 1}"
 
     def cut(self, index: int) -> None:
-        """Pull a node's cable: nothing arrives any more, and nothing says so."""
+        """Pull a node's cable: packets are lost without an error."""
         self._ip("-n", self._switch, "link", "set", f"p{index}", "down")
 
     @property

@@ -1,4 +1,4 @@
-"""Processes that stand for the nodes of a job: each stages for itself, as its agent would."""
+"""Processes that act as the nodes of a job; each stages as its agent would."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from typing import Any
 import hpml_orchestrator
 
 CHECKOUT = Path(hpml_orchestrator.__file__).parents[1]
-# Sources whose files come slowly: what happens meanwhile can be seen.
+# A source whose files arrive slowly, so that a test can act in the middle of a copy.
 SLOW_SOURCE = """
-import time, hpml_orchestrator.staging.sources as S
+import time, hpml_orchestrator.staging.source as S
 real = S._TreeReader.read
 def read(self, number):
     for data in real(self, number):
@@ -34,29 +34,29 @@ from hpml_orchestrator.staging.copy import CopyOptions
 from hpml_orchestrator.staging.distribution import supply_for
 from hpml_orchestrator.staging.distribution import Rates
 from hpml_orchestrator.staging.link import Place
-told = json.loads(sys.argv[1])
+node = json.loads(sys.argv[1])
 stop = []
 signal.signal(signal.SIGTERM, lambda *_: stop.append(1))
-if told["umask"] is not None:
-    os.umask(told["umask"])
+if node["umask"] is not None:
+    os.umask(node["umask"])
 def room(path):
     found = room_at(path)
-    return Room(told["room"], "a test", None, 4096, False) if told["room"] is not None else found
-exec(told["before"])
-stager = CopyStager("7.0", bases=Bases(shm=told["base"]), should_stop=lambda: bool(stop), room=room)
-request = StageRequest("data", told["source"], kind=told["kind"], target="shm")
+    return Room(node["room"], "a test", None, 4096, False) if node["room"] is not None else found
+exec(node["before"])
+stager = CopyStager("7.0", bases=Bases(shm=node["base"]), should_stop=lambda: bool(stop), room=room)
+request = StageRequest("data", node["source"], kind=node["kind"], target="shm")
 status = 0
 try:
     place = Place(
-        f"{told['attempt']}/chain/data", lambda: bool(stop), told["index"], told["nodes"],
-        f"n{told['index']}", interfaces=told["interfaces"], timeout=told["timeout"],
-        join_seconds=told["join_seconds"],
-        come_seconds=told.get("come_seconds", told["join_seconds"]),
+        f"{node['attempt']}/chain/data", lambda: bool(stop), node["index"], node["nodes"],
+        f"n{node['index']}", interfaces=node["interfaces"], timeout=node["timeout"],
+        join_seconds=node["join_seconds"],
+        come_seconds=node.get("come_seconds", node["join_seconds"]),
     )
     supply = supply_for(
-        request, told["method"], place, most_bytes=1 << 40,
-        options=CopyOptions(**told["options"]), rates=Rates(**told["rates"]),
-        tell=lambda line: print(json.dumps({"tell": line}), flush=True),
+        request, node["method"], place, most_bytes=1 << 40,
+        options=CopyOptions(**node["options"]), rates=Rates(**node["rates"]),
+        report=lambda line: print(json.dumps({"reported": line}), flush=True),
     )
     result = stager.stage(request, supply)
     print(json.dumps({
@@ -65,12 +65,12 @@ try:
         "seconds": result.seconds,
     }), flush=True)
 except HpmlError as error:
-    said = {"error": str(error), "hint": error.hint, "code": error.exit_code}
-    print(json.dumps(said), flush=True)
+    record = {"error": str(error), "hint": error.hint, "code": error.exit_code}
+    print(json.dumps(record), flush=True)
     status = error.exit_code
-if told["stay"]:
+if node["stay"]:
     sys.stdin.read()
-if told["clean"]:
+if node["clean"]:
     stager.cleanup()
 sys.exit(status)
 """
@@ -79,7 +79,7 @@ AT_HOME = f"import sys; sys.path.insert(0, {str(CHECKOUT)!r})\n"
 
 @dataclass
 class Nodes:
-    """A job of several nodes on this machine, each with a base of its own.
+    """A job of several nodes on this machine; each has its own base directory.
 
     Attributes:
         root: an empty directory.
@@ -97,20 +97,20 @@ class Nodes:
     python: tuple[str, ...] = (sys.executable,)
 
     def base(self, index: int) -> Path:
-        """The directory that a node stages to."""
+        """Return the directory that a node stages to."""
         return self.root / f"base{index}"
 
     def data(self, index: int) -> Path:
-        """Where a node's data lie: what the job's name leads to."""
+        """Return the directory of a node's data, which the job's name links to."""
         return (self.base(index) / f"hpml-{os.getuid()}" / "7.0" / "data").resolve()
 
     def start(self, *indices: int, prefix: tuple[str, ...] = (), **options: Any) -> None:
-        """Start nodes; all of them when none is named."""
+        """Start the named nodes, or all."""
         attempt = self.root / self.attempt
         attempt.mkdir(exist_ok=True)
         for index in indices or range(self.count):
             self.base(index).mkdir(exist_ok=True)
-            told = {
+            arguments = {
                 "index": index,
                 "nodes": self.count,
                 "source": str(self.source),
@@ -132,7 +132,7 @@ class Nodes:
                 **options,
             }
             self.started[index] = subprocess.Popen(
-                [*prefix, *self.python, "-c", AT_HOME + NODE, json.dumps(told)],
+                [*prefix, *self.python, "-c", AT_HOME + NODE, json.dumps(arguments)],
                 env={**os.environ, "PYTHONPATH": str(CHECKOUT)},
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
@@ -141,16 +141,16 @@ class Nodes:
             )
 
     def ends(self, *indices: int, seconds: float = 120) -> list[dict[str, Any]]:
-        """What nodes say at their end, in order; `status` is how they ended."""
+        """Wait for nodes to end; return what they printed, with their exit `status`."""
         found = []
         for index in indices or sorted(self.started):
             process = self.started[index]
             output, _ = process.communicate(timeout=seconds)
-            said: dict[str, Any] = {"status": process.returncode, "output": output}
+            end: dict[str, Any] = {"status": process.returncode, "output": output}
             for line in output.splitlines():
                 if line.startswith("{"):
-                    said.update(json.loads(line))
-            found.append(said)
+                    end.update(json.loads(line))
+            found.append(end)
         return found
 
     def signal(self, index: int, number: signal.Signals) -> None:
@@ -158,7 +158,7 @@ class Nodes:
         self.started[index].send_signal(number)
 
     def leftovers(self) -> list[str]:
-        """All that nodes left which is no published data: parts of copies, notices, processes."""
+        """Return what nodes left behind: incomplete copies, start records and processes."""
         found = [
             str(path.relative_to(self.root))
             for index in range(self.count)
@@ -169,14 +169,14 @@ class Nodes:
         return found + children_of(self.root)
 
     def close(self) -> None:
-        """Kill what still runs."""
+        """Kill the nodes that still run."""
         for process in self.started.values():
             process.kill()
             process.communicate()
 
 
 def children_of(root: Path) -> list[str]:
-    """Living processes that were started for a job in that directory, forked ones too."""
+    """Return the running processes of a job in a directory, forked workers included."""
     found = []
     for pid in filter(str.isdigit, os.listdir("/proc")):
         try:
@@ -189,20 +189,14 @@ def children_of(root: Path) -> list[str]:
 
 
 def begun(nodes: Nodes, index: int) -> Callable[[], bool]:
-    """Return what says whether files have come to a node."""
+    """Return a condition: files have arrived at a node."""
     base = nodes.base(index)
 
     def some() -> bool:
         try:
             found = list(base.glob("hpml-*/.cache/*/.data.partial-*/*"))
             return any(path.is_file() and path.stat().st_size for path in found)
-        except FileNotFoundError:  # published, or given up, in the midst of the look
+        except FileNotFoundError:  # published or removed during this look
             return False
 
     return some
-
-
-def same(first: Path, second: Path) -> bool:
-    """Whether two trees have the same names, types and contents (GNU diff)."""
-    words: list[str | Path] = ["diff", "-r", "--no-dereference", first, second]
-    return subprocess.run(words, check=False, capture_output=True).returncode == 0

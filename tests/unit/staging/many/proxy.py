@@ -16,7 +16,7 @@ C.connect = lambda address, port, *rest: _connect("127.0.0.1", {port}, *rest)
 
 
 class Proxy:
-    """Passes connections on to the node whose notice lies in a file, with one bit flipped.
+    """Passes connections on to the node whose address is in a file, with one bit flipped.
 
     Args:
         card: the notice, read when a connection comes.

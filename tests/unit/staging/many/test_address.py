@@ -1,4 +1,4 @@
-"""Which address of this machine the other nodes are told."""
+"""The address that a node publishes for the others."""
 
 from __future__ import annotations
 

@@ -12,15 +12,16 @@ from typing import TYPE_CHECKING
 import pytest
 
 from tests.patience import eventually
-from tests.unit.staging.many.nodes import Nodes, same
+from tests.unit.staging.conftest import same
+from tests.unit.staging.many.nodes import Nodes
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
 
 COUNT_OPENS = """
-import hpml_orchestrator.staging.sources as S
-opened = os.path.join(told["attempt"], "..", f"opened{told['index']}")
+import hpml_orchestrator.staging.source as S
+opened = os.path.join(node["attempt"], "..", f"opened{node['index']}")
 real = S._TreeReader.read
 def read(self, number):
     with open(opened, "a") as stream:

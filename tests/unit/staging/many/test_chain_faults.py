@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 @pytest.fixture
 def tmpfs(root: Path) -> Iterator[Callable[[Path, int], None]]:
-    """Mount small file systems; skips where that is not allowed."""
+    """Mount small file systems; skips if that is not allowed."""
     mounted: list[Path] = []
 
     def mount(point: Path, size: int) -> None:
@@ -129,7 +129,7 @@ def test_a_node_that_is_busy_with_other_data_is_waited_for(
 def test_nodes_with_one_directory_do_not_wait_for_each_other(
     job: Callable[..., Nodes], tree: Path
 ) -> None:
-    """A shared file system that looks like a node's own: one has the lock, the other says so."""
+    """A shared file system that looks like a node's own: one has the lock, the other reports it."""
     nodes = job(tree, 2, base=str(tree.parent / "base0"), join_seconds=10.0)
     soon = "import hpml_orchestrator.staging.stage as S\nS._BUSY_SECONDS = 0.5\n"
     nodes.start(before=soon)
@@ -162,7 +162,7 @@ def test_a_node_that_takes_long_to_make_links_does_not_hang(
 def test_one_node_without_room_ends_all_before_a_byte(
     job: Callable[..., Nodes], tree: Path
 ) -> None:
-    """The last node has too little room: everybody says so, and nothing was copied."""
+    """The last node has too little room: all nodes report it, and nothing was copied."""
     nodes = job(tree, 3)
     nodes.start(0, 1, before=SLOW_SOURCE)
     nodes.start(2, room=10_000)
@@ -181,7 +181,7 @@ def test_a_full_disk_ends_all(
     nodes = job(big, 3)
     tmpfs(nodes.base(1), 40 << 20)
     nodes.start(0, 2)
-    nodes.start(1, room=1 << 40)  # told more than there is
+    nodes.start(1, room=1 << 40)  # more than there is
     ends = nodes.ends()
     assert [end["status"] for end in ends] == [8, 8, 8], ends
     assert "No space left on device" in ends[1]["error"]

@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING
 import pytest
 
 from tests.patience import eventually
+from tests.unit.staging.conftest import same
 from tests.unit.staging.many.networks import Network, NoNetworkError
-from tests.unit.staging.many.nodes import SLOW_SOURCE, Nodes, begun, same
+from tests.unit.staging.many.nodes import SLOW_SOURCE, Nodes, begun
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -18,7 +19,7 @@ if TYPE_CHECKING:
 
 @pytest.fixture
 def network() -> Iterator[Network]:
-    """Give four joined namespaces; skips where they cannot be had."""
+    """Give four joined namespaces; skips if they are not available."""
     try:
         with Network(4) as made:
             yield made
@@ -63,7 +64,7 @@ def test_without_a_name_another_address_than_the_loopbacks_is_found(
 
 
 def test_a_pulled_cable_is_noticed(job: Callable[..., Nodes], big: Path, network: Network) -> None:
-    """Nothing arrives from a node any more: after the timeout all end, and name a neighbour."""
+    """Packets of a node are lost: after the timeout all nodes end and name a neighbour."""
     nodes = job(big, 4, timeout=2.0)
     start(nodes, network, before=SLOW_SOURCE)
     eventually(begun(nodes, 3))

@@ -18,26 +18,26 @@ if TYPE_CHECKING:
 def test_the_first_node_chooses_for_all(
     job: Callable[..., Nodes], big: Path, rate: float, method: str
 ) -> None:
-    """By the model; one sentence says what and why."""
+    """By the model; one line gives the choice and the reason."""
     nodes = job(big, 3, method="auto", rates={"shared_rate": rate, "metadata_rate": 1e9})
     nodes.start()
     ends = nodes.ends()
     assert [end["status"] for end in ends] == [0, 0, 0], ends
     assert {end["method"] for end in ends} == {method}
-    assert ends[0]["tell"].startswith("data: ")
-    assert "64.0 MiB in 16 files to 3 nodes, by the model shared" in ends[0]["tell"]
-    assert "tell" not in ends[1]
+    assert ends[0]["reported"].startswith("data: ")
+    assert "64.0 MiB in 16 files to 3 nodes, by the model shared" in ends[0]["reported"]
+    assert "reported" not in ends[1]
 
 
 def test_one_node_reads_for_itself(job: Callable[..., Nodes], tree: Path) -> None:
-    """Whatever was asked for; nothing is said."""
+    """Whatever was requested; nothing is printed."""
     for method in ("auto", "chain"):
         nodes = job(tree, 1, method=method)
         nodes.attempt = method
         nodes.start()
         end = nodes.ends()[0]
         assert end["status"] == 0
-        assert "tell" not in end
+        assert "reported" not in end
 
 
 def test_a_choice_that_fails_is_told(job: Callable[..., Nodes], tree: Path) -> None:
