@@ -6,7 +6,7 @@ import functools
 import re
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass
-from typing import Any, Literal
+from typing import Literal
 
 __all__ = ["Finding", "Level", "error", "errors_first", "warning"]
 
@@ -30,9 +30,9 @@ class Finding:
     level: Level
     code: str
     field: str
-    value: Any
+    value: object
     message: str
-    limit: Any = None
+    limit: object = None
     hint: str = ""
 
     def __str__(self) -> str:
@@ -42,7 +42,7 @@ class Finding:
         shown = "" if self.value is None or repeated else f" ({value})"
         return f"{self.field}{shown}: {self.message}"
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> dict[str, object]:
         """Return the finding for programs."""
         return asdict(self)
 

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from hpml_orchestrator.check.binding import (
     Shape,
@@ -92,7 +92,7 @@ class CheckReport:
         """The others."""
         return [finding for finding in self.findings if finding.level == "warning"]
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> dict[str, object]:
         """Return the report for programs."""
         return {
             "ok": not self.errors and not self.not_asked,
@@ -116,7 +116,7 @@ class DeadlineRunner:
             raise SchedulerUnavailable(f"no time was left for {argv[0]}")
         return self._run.run(argv, env=env, timeout=min(timeout, round(left, 1) or left))
 
-    def run_detached(self, *_: Any, **__: Any) -> int:
+    def run_detached(self, *_: object, **__: object) -> int:
         """A check submits nothing."""
         raise NotImplementedError
 

@@ -112,7 +112,7 @@ class Advice:
         known = [one for one in (self.host_fits, self.device_fits) if one is not None]
         return all(known) if known else None
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> dict[str, object]:
         """Return the advice for programs; sizes are bytes."""
         return {
             **asdict(self),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from hpml_orchestrator.check.finding import Finding, error
 from hpml_orchestrator.errors import counted
@@ -69,7 +69,7 @@ class JobRequest:
     shm_mib: int = 0
 
     def fault(
-        self, code: str, name: str, message: str, limit: Any = None, hint: str = ""
+        self, code: str, name: str, message: str, limit: object = None, hint: str = ""
     ) -> Finding:
         """Return an error about a field of `resources`, with its value in the job file."""
         value = self.job.resources.written(name)

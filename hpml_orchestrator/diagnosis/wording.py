@@ -183,7 +183,7 @@ def _markdown(diagnosis: Diagnosis) -> Iterator[str]:
             yield from ("", f"## {title}", "", *(f"- {line}" for line in lines))
 
 
-def to_json(diagnosis: Diagnosis) -> dict[str, Any]:
+def to_json(diagnosis: Diagnosis) -> dict[str, object]:
     """Return the diagnosis for programs; without the job file, which the record has."""
     value = asdict(diagnosis)
     del value["facts"]["job"]

@@ -39,7 +39,7 @@ from hpml_orchestrator.node.stages import NodeStaging
 from hpml_orchestrator.node.startup import resolve
 from hpml_orchestrator.node.stopping import StopPath
 from hpml_orchestrator.node.watch import Watch
-from hpml_orchestrator.placement.report import plan_figures
+from hpml_orchestrator.placement.report import PlanFigures, plan_figures
 from hpml_orchestrator.records import events
 from hpml_orchestrator.records.files import read_json, write_json
 from hpml_orchestrator.records.run import Attempt
@@ -237,7 +237,7 @@ class Agent:
         except Exception as error:  # noqa: BLE001 - no error of monitoring may end the job
             self._report(f"the job is not monitored: {type(error).__name__}: {error}")
 
-    def _plan(self, options: BindOptions, channel: str) -> dict[str, Any]:
+    def _plan(self, options: BindOptions, channel: str) -> PlanFigures:
         """Plan the node's ranks and write the plan; bind nothing if no plan is possible.
 
         Returns:

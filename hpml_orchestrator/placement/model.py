@@ -6,7 +6,6 @@ Standard library only, Python 3.9 or newer: it travels to the nodes.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 from hpml_orchestrator.topology.cpulist import format_list
 
@@ -51,7 +50,7 @@ class Plan:
     warnings: tuple[str, ...] = ()  # which rules could not be kept, one sentence each
 
 
-def plan_json(plan: Plan) -> dict[str, Any]:
+def plan_json(plan: Plan) -> dict[str, object]:
     """Return a plan as plain data, ready for `json.dumps`; CPUs are in the kernel's list format."""
     return {
         "ranks": [

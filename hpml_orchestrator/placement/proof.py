@@ -95,7 +95,7 @@ class NodeProof:
         return not any(rank.wrong for rank in self.ranks)
 
 
-def proof_json(proof: NodeProof) -> dict[str, Any]:
+def proof_json(proof: NodeProof) -> dict[str, object]:
     """Return a proof as plain data, ready for `json.dumps`."""
     return {"schema_version": SCHEMA_VERSION, **asdict(proof)}
 

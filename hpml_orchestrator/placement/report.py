@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, TypedDict
 
 from hpml_orchestrator.errors import counted
 from hpml_orchestrator.topology.cpulist import format_list
@@ -15,6 +15,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "COLUMNS",
+    "PlanFigures",
     "by_sentence",
     "node_line",
     "plan_figures",
@@ -30,7 +31,17 @@ _CELL_CHARS = 40
 _WARNINGS_MAX = 20
 
 
-def plan_figures(plan: Plan, *, sets_threads: bool) -> dict[str, Any]:
+class PlanFigures(TypedDict):
+    """The figures of a node's plan that `plan_lines` prints."""
+
+    policy: str
+    ranks: int  # how many the plan has
+    cores: list[int]  # the different counts of cores per rank, ascending
+    threads: list[int]  # the different values of OMP_NUM_THREADS; empty if hpml does not set it
+    warnings: list[str]
+
+
+def plan_figures(plan: Plan, *, sets_threads: bool) -> PlanFigures:
     """Return the figures of a node's plan that `plan_lines` prints, as plain data."""
     return {
         "policy": plan.policy,
@@ -41,15 +52,15 @@ def plan_figures(plan: Plan, *, sets_threads: bool) -> dict[str, Any]:
     }
 
 
-def plan_lines(figures: Sequence[tuple[str, dict[str, Any]]]) -> list[str]:
+def plan_lines(figures: Sequence[tuple[str, PlanFigures]]) -> list[str]:
     """Return a line about how the ranks of all nodes are bound, and the nodes' warnings."""
     lines = []
     bound = [plan for _, plan in figures if plan["policy"] != "none"]
     if bound:
         cores = [count for plan in bound for count in plan["cores"]]
         threads = [count for plan in bound for count in plan["threads"]]
-        policies = ", ".join(dict.fromkeys(str(plan["policy"]) for plan in bound))
-        ranks = sum(int(plan["ranks"]) for plan in bound)
+        policies = ", ".join(dict.fromkeys(plan["policy"] for plan in bound))
+        ranks = sum(plan["ranks"] for plan in bound)
         lines.append(f"{counted(ranks, 'rank')} bound ({policies}), {_each(cores, threads)}")
     warnings = by_sentence((node, plan["warnings"]) for node, plan in figures)
     lines += [f"warning: {warning}" for warning in warnings[:_WARNINGS_MAX]]

@@ -10,7 +10,7 @@ import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from hpml_orchestrator.errors import NotFoundError, RecordError
 from hpml_orchestrator.records.events import event_fault, parse_record
@@ -68,7 +68,7 @@ def find_damage(attempt: Path, *, is_growing: bool) -> Iterator[Damage]:
             yield from record_damage(path, fields)
 
 
-def record_damage(path: Path, fields: Mapping[str, Callable[[Any], bool]]) -> Iterator[Damage]:
+def record_damage(path: Path, fields: Mapping[str, Callable[[object], bool]]) -> Iterator[Damage]:
     """Yield the damage of a file that is one record; a missing file is not damaged."""
     try:
         why = field_fault(read_json(path), fields)
@@ -80,7 +80,9 @@ def record_damage(path: Path, fields: Mapping[str, Callable[[Any], bool]]) -> It
         yield Damage(path, why)
 
 
-def field_fault(record: Mapping[str, Any], fields: Mapping[str, Callable[[Any], bool]]) -> str:
+def field_fault(
+    record: Mapping[str, object], fields: Mapping[str, Callable[[object], bool]]
+) -> str:
     """Return which field of a record is missing or has a wrong value; empty if none."""
     for name, is_right in fields.items():
         if name not in record:
@@ -90,33 +92,33 @@ def field_fault(record: Mapping[str, Any], fields: Mapping[str, Callable[[Any], 
     return ""
 
 
-def _is_text(value: Any) -> bool:
+def _is_text(value: object) -> bool:
     return isinstance(value, str)
 
 
-def _is_whole(value: Any) -> bool:
+def _is_whole(value: object) -> bool:
     return type(value) is int
 
 
-def _are_entries(value: Any) -> bool:
+def _are_entries(value: object) -> bool:
     return isinstance(value, list) and all(
         isinstance(entry, dict) and all(name in entry for name in _ENTRY_FIELDS) for entry in value
     )
 
 
-END_FIELDS: dict[str, dict[str, Callable[[Any], bool]]] = {
+END_FIELDS: dict[str, dict[str, Callable[[object], bool]]] = {
     "ended.json": {"time": is_number, "exit_code": _is_whole},
     "next.json": {"time": is_number, "job_id": _is_text},
 }
 """What the records of an attempt's end must have."""
 
-RUN_FIELDS: dict[str, Callable[[Any], bool]] = {
+RUN_FIELDS: dict[str, Callable[[object], bool]] = {
     "rid": _is_text,
     "job": lambda job: isinstance(job, dict),
 }
 """What the plan of a run, `run.json`, must have."""
 
-_RECORDS: tuple[tuple[str, str, dict[str, Callable[[Any], bool]]], ...] = (
+_RECORDS: tuple[tuple[str, str, dict[str, Callable[[object], bool]]], ...] = (
     *(("", name, fields) for name, fields in END_FIELDS.items()),
     ("", "head.json", {"node": _is_text}),
     ("nodes", ".monitor.json", {"seconds": is_number, "updated": is_number}),

@@ -169,7 +169,7 @@ def _amount(value: Any) -> float:
     return float(value)
 
 
-def _count(value: Any) -> int:
+def _count(value: object) -> int:
     if type(value) is not int or not 0 <= value < _HIGHEST:
         raise ValueError("not a count")
     return value

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Union
 from hpml_orchestrator.errors import NotFoundError, RecordError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Mapping
 
 __all__ = [
     "SCHEMA_VERSION",
@@ -66,12 +66,12 @@ def write_users_file(path: PathLike, text: Union[str, bytes]) -> None:
     write_text(path, text, mode=0o666 & ~umask)
 
 
-def write_json(path: PathLike, record: Any) -> None:
+def write_json(path: PathLike, record: Mapping[str, object]) -> None:
     """Publish a mapping as indented JSON with `schema_version` in front."""
     write_text(path, _json_text(record))
 
 
-def create_json(path: PathLike, record: Any) -> bool:
+def create_json(path: PathLike, record: Mapping[str, object]) -> bool:
     """Publish a mapping durably unless the file exists: one of many callers succeeds.
 
     Returns:
@@ -110,7 +110,7 @@ def _written_sibling(target: Path, text: Union[str, bytes], mode: int) -> Iterat
                 os.unlink(temporary)
 
 
-def _json_text(record: Any) -> str:
+def _json_text(record: Mapping[str, object]) -> str:
     body = {"schema_version": SCHEMA_VERSION, **record}
     return json.dumps(body, indent=2, ensure_ascii=False, default=str) + "\n"
 

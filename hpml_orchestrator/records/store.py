@@ -10,7 +10,7 @@ import shutil
 import time
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from hpml_orchestrator.errors import InputError, NotFoundError, RecordError, nearest
 from hpml_orchestrator.records.files import fsync_dir, write_json, write_text
@@ -104,8 +104,8 @@ class Store:
         *,
         script: str,
         shared: Mapping[str, bytes],
-        submit: Mapping[str, Any],
-        runs: Mapping[int, Mapping[str, Any]],
+        submit: Mapping[str, object],
+        runs: Mapping[int, Mapping[str, object]],
         fill: Callable[[Path], None] = lambda _: None,
         array: bool = False,
     ) -> Submission:

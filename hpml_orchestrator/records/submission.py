@@ -29,10 +29,10 @@ STARTED_MARKER = "sbatch.started"
 _ROW = re.compile(r"([0-9]{1,9})\t([^\t\n]+)\n")
 _TASK_JOB = re.compile(r"job\.([0-9]{1,9})\.json")
 
-Fields = Mapping[str, Callable[[Any], bool]]
+Fields = Mapping[str, Callable[[object], bool]]
 
 
-def _is_text(value: Any) -> bool:
+def _is_text(value: object) -> bool:
     return isinstance(value, str) and bool(value)
 
 

@@ -9,7 +9,7 @@ import subprocess
 import tempfile
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from hpml_orchestrator import __version__, assets
 from hpml_orchestrator.errors import HpmlError, SchedulerUnavailable
@@ -45,7 +45,7 @@ class Finding:
     found: str
     hint: str = ""  # what to do, where something is missing
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> dict[str, object]:
         """Return the finding for programs."""
         return asdict(self)
 

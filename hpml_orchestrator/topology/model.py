@@ -101,7 +101,7 @@ class Topology:
         return next((domain for domain in self.domains if domain.number == number), None)
 
 
-def topology_json(topology: Topology) -> dict[str, Any]:
+def topology_json(topology: Topology) -> dict[str, object]:
     """Return a topology ready for `json.dumps`; sets of CPUs are lists in the kernel's format."""
     return {
         "source": topology.source,
@@ -115,7 +115,7 @@ def topology_json(topology: Topology) -> dict[str, Any]:
     }
 
 
-def _rows(parts: Iterable[Core | Domain | Gpu | Nic]) -> list[dict[str, Any]]:
+def _rows(parts: Iterable[Core | Domain | Gpu | Nic]) -> list[dict[str, object]]:
     rows = []
     for part in parts:
         row = {field.name: getattr(part, field.name) for field in fields(part)}
