@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from pydantic import ValidationError
 
 from hpml_orchestrator.convert.arguments import SIZES, Arguments, shell_word
-from hpml_orchestrator.convert.body import PROVIDED, SET_LATER, Body, Line, check_devices
+from hpml_orchestrator.convert.body import PROVIDED, SET_LATER, Line, check_devices, read_body
 from hpml_orchestrator.convert.files import job_text
 from hpml_orchestrator.convert.header import read_header
 from hpml_orchestrator.convert.launchers import PYTHON
@@ -116,7 +116,7 @@ class _Import:
         self.known["SLURM_SUBMIT_DIR"] = context.directory
         self.known["SLURM_JOB_NAME"] = self.header.text("job-name") or name
         start = os.path.normpath(os.path.join(context.directory, self.header.text("chdir")))
-        self.body = Body(text, Values(context.environment, self.known, start), self.report)
+        self.body = read_body(text, Values(context.environment, self.known, start), self.report)
         self.launch = self.body.launch
         add_srun_options(self.header, self.launch, self.report)
         given = allocation(self.header, self.report)
@@ -188,10 +188,15 @@ class _Import:
         # A program such as `bash -c '… $NAME'` also reads variables of setup.
         used |= set(re.findall(r"\$\{?(\w+)", " ".join(values)))
         exported = [v for li in body.lines if li.exported for v in li.assigned.values()]
-        copies.decline_unless_used([*values, *exported])
-        for line in body.lines:
-            if line.kind in ("keep", "venv") and body.is_on_node(line.source):
-                copies.staged.clear()  # a shell line works with the copies
+        values += exported
+        copies.decline_unless_used(values)
+        works_there = any(
+            line.kind in ("keep", "venv") and body.is_on_node(line.source) for line in body.lines
+        )
+        if works_there:
+            copies.staged.clear()
+        copied = not copies.staged and any(line.kind == "stage" for line in body.lines)
+        copies.move_results(values, shell_works_there=works_there or copied)
         for line in body.lines:
             if line.kind == "stage" and not copies.staged:
                 line.kind = "keep"
@@ -390,18 +395,18 @@ class _Import:
     def _put_variable(self, name: str, value: str, line: int, text: str) -> None:
         """Set a variable of the ranks; in setup if only the job can compute its value."""
         default = {"OMP_NUM_THREADS": str(self.size.cpus_per_rank), "PYTHONUNBUFFERED": "1"}
-        value = self.arguments.placed(value)
-        splits = re.search('\0(?!")[^\0]', value)  # without quotes it may become several words
+        placed = self.arguments.placed(value)
+        splits = re.search('\0(?!")[^\0]', placed)  # without quotes it may become several words
         if name == "CUDA_VISIBLE_DEVICES":
-            check_devices(self.body.values, line, value)
+            check_devices(self.body.values, line, placed)
         elif name in PROVIDED:
             return
-        elif name in SET_LATER and value == default[name]:
+        elif name in SET_LATER and placed == default[name]:
             self.report.add("dropped", line, text, f"hpml sets {name} itself")
-        elif has_hole(value) and name in SET_LATER:
+        elif has_hole(placed) and name in SET_LATER:
             raise _computed_later(line, text, name)
-        elif has_hole(value) and not splits:
-            self.arguments.exports[name] = f"export {name}={shell_word(value)}"
+        elif has_hole(placed) and not splits:
+            self.arguments.exports[name] = f"export {name}={shell_word(placed)}"
         else:
             if _SECRET.search(name):
                 why = "the value can be read in the job file and in the records of its runs"
@@ -416,9 +421,14 @@ class _Import:
         if copies.staged:
             self.put("stage", [one.entry(self.context.path(one.source)) for one in copies.staged])
         for result in copies.results:
-            entry = {"source": result.source, "target": self.context.path(result.target)}
-            where = f"{entry['target']}/RUN/NODE/{os.path.basename(result.source)}"
-            why = f"all of each node's {result.source} is copied back to {where}"
+            entry = {
+                "source": copies.collected(result.place),
+                "target": self.context.path(result.target),
+            }
+            where = f"{entry['target']}/RUN/NODE/{os.path.basename(entry['source'])}"
+            why = f"on each node, all of {shown(result.place)} is copied back to {where}"
+            if "dir}" in entry["source"]:
+                why = f"the program writes to {entry['source']}, which is copied back to {where}"
             self.report.changed(result.line, result.text, why)
             if entry not in results:
                 results.append(entry)

@@ -153,6 +153,7 @@ class Values:
         def given(match: re.Match[str]) -> str:
             name = hole_names(match[0])[0]
             fixed = name in self.variables or name in NODE_DIRECTORIES or self.sourced
+            fixed = fixed or name.startswith("SLURM")  # of the job that hpml import may run in
             return match[0] if fixed else self.environment.get(name, match[0])
 
         return HOLE.sub(given, value)

@@ -63,6 +63,16 @@ python train.py --run $RUN --day "$DAY" --home $HOME/x --user=$USER --to $SCRATC
 LR=0.1
 cd src && python ../train.py --lr $LR
 """,
+    "variables inside words": r"""
+#SBATCH --time=10
+ROOT=/scratch/models
+NAME=big
+RUN=$ROOT/$NAME/$SLURM_JOB_ID
+export WHERE=$ROOT/$NAME/w CACHE=$TMPDIR/$NAME/cache ID=$SLURM_JOB_ID.x
+ARGS=(--out $RUN/$NAME.pt # here
+  --x $ROOT/$NAME-a/b)
+python train.py ${ARGS[@]} $ROOT/$NAME/c "$ROOT/$NAME/d" a/\$NAME/$NAME/e $ROOT/$NAME/'f g'
+""",
     "home directories in a list": r"""
 #SBATCH --time=10
 DIRS=/data:~/data
@@ -381,6 +391,15 @@ cp $TMPDIR/*.pt results/
 TMPDIR=$(mktemp -d)
 python train.py --out $TMPDIR/out
 cp -r $TMPDIR/out results/
+""", 4, "cannot copy back"),
+    "results that other jobs may write to": (r"""
+python train.py
+cp -r $TMPDIR/out results
+""", 3, "may have files of other jobs"),
+    "results in a directory that only the job knows": (r"""
+OUT=$(mktemp -d)
+python train.py --out $OUT
+mv $OUT results
 """, 4, "cannot copy back"),
     "results to another machine": (r"""
 python train.py --out $TMPDIR/out

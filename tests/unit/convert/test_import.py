@@ -318,6 +318,8 @@ def test_other_lines_become_setup_as_they_stand(line: str) -> None:
         (["module load a", "module swap a b", "source v/bin/activate"],
          ["module swap a b", "source v/bin/activate"]),
         (["set -e", "module load a", "source v/bin/activate"], []),
+        # what is loaded when the job starts is removed before the others are loaded
+        (["module purge", "module load a"], ["module purge", "module load a"]),
         (["set -e", "date"], ["set -e", "date"]),
         (["#SBATCH --export=ALL,A=1", "./f $A"], ["export A=1", "./f $A"]),
         # `cd` after a line that may depend on the directory stays there
@@ -462,12 +464,75 @@ def test_options_of_the_interpreter_are_reported(first: str) -> None:
     assert ("login" in changed.todo) == ("-x" not in first)
 
 
-def test_results_in_memory_and_in_a_fixed_directory() -> None:
-    """Their paths are the same in the job file."""
-    made = imported("python t.py --out /dev/shm/out", "cp -r /dev/shm/out res", "mv /tmp/a.pt res")
-    assert made.job["args"] == ["--out", "/dev/shm/out"]
-    sources = [{"source": one, "target": "res"} for one in ("/dev/shm/out", "/tmp/a.pt")]
-    assert made.job["collect"] == sources
+@pytest.mark.parametrize(
+    ("lines", "argument", "entry"),
+    [
+        # What the script makes has its path; else other jobs of the node may write there, too.
+        ("mkdir -p $TMPDIR/out\npython t.py $TMPDIR/out\ncp -r $TMPDIR/out res",
+         "{env.TMPDIR}/out", "{env.TMPDIR}/out -> res"),
+        ("rm -rf /tmp/o\npython t.py /tmp/o/x\nrsync -a /tmp/o/x/ res",
+         "/tmp/o/x", "/tmp/o/x -> res"),
+        ("python t.py $SLURM_TMPDIR/out\ncp -r $SLURM_TMPDIR/out res",
+         "{env.SLURM_TMPDIR}/out", "{env.SLURM_TMPDIR}/out -> res"),
+        ("mkdir -p $TMPDIR\npython t.py $TMPDIR/out\ncp -r $TMPDIR/out res",
+         "{local.dir}/out", "{local.dir}/out -> res"),
+        ("O=/dev/shm/out\npython t.py --out=$O/a\ncp -r $O/* res",
+         "--out={shm.dir}/out/a", "{shm.dir}/out -> res"),
+        ("python t.py --root=/tmp\nmv /tmp/out res", "--root={local.dir}",
+         "{local.dir}/out -> res"),
+        # `collect` names a directory: `cp FILE FILE` has the second file's directory.
+        ("python t.py /tmp/a\ncp /tmp/a/m.pt res/best.pt", "{local.dir}/a",
+         "{local.dir}/a/m.pt -> res"),
+        ("python t.py /tmp/a\ncp /tmp/a/m.pt .", "{local.dir}/a", "{local.dir}/a/m.pt -> ."),
+        ("python t.py /tmp/a\ncp /tmp/a/m.pt m.pt", "{local.dir}/a", "{local.dir}/a/m.pt -> ."),
+        ("python t.py /tmp/a\nmv /tmp/a/LOG out/LOG", "{local.dir}/a", "{local.dir}/a/LOG -> out"),
+        ("python t.py /tmp/a\ncp /tmp/a/m.pt res", "{local.dir}/a", "{local.dir}/a/m.pt -> res"),
+        ("python t.py /tmp/a\ncp -r /tmp/a res_$SLURM_JOB_ID", "{local.dir}/a",
+         "{local.dir}/a -> ."),
+    ],
+)  # fmt: skip
+def test_results_on_the_node_are_collected(lines: str, argument: str, entry: str) -> None:
+    """The program writes to the place that is copied back, and no other job does."""
+    job = imported(*lines.split("\n")).job
+    assert job["args"] == [argument]
+    assert [f"{one['source']} -> {one['target']}" for one in job["collect"]] == [entry]
+
+
+def test_an_exported_directory_of_results_moves_with_them() -> None:
+    """The program reads the variable."""
+    job = imported("export OUT=$TMPDIR/out", "python t.py", "cp -r $OUT res").job
+    assert job["environment"]["variables"] == {"OUT": "{local.dir}/out"}
+    assert job["collect"] == [{"source": "{local.dir}/out", "target": "res"}]
+
+
+def test_every_line_after_the_launch_is_reported() -> None:
+    """By its number: hpml runs nothing after the program."""
+    rest = [
+        "A=1", "export B=2", "wait", "echo done", "mkdir -p plots", "cd ..", "conda deactivate",
+        "module unload a", "trap 'x' USR1", "rm -rf $TMPDIR/x", "mv out/best.pt results/",
+        "mv out results_$SLURM_JOB_ID", "tar czf out.tgz out", "scp out.tgz login1:",
+        "./postprocess.sh", "if true; then echo a; fi", "touch done", "set +x", "exit 0",
+    ]  # fmt: skip
+    made = imported("#SBATCH --time=1", "python t.py", *rest)
+    reported = {finding.line: finding for finding in made.findings if finding.line > 3}
+    assert sorted(reported) == list(range(4, 4 + len(rest)))
+    lost = [one.text for one in reported.values() if one.kind == "lost"]
+    assert lost == rest[9:17]
+    assert "collect" not in made.job
+
+
+def test_lines_after_the_launch_change_nothing_before_it() -> None:
+    """Directories, variables and files that are read later."""
+    before = ["#SBATCH --time=1", "LR=0.1", "export A=$LR", "python t.py --lr $LR"]
+    after = ["LR=0.2", "cd ..", "source env.sh", "cp /d/a /tmp/", "export A=$LR", "set -a"]
+    assert imported(*before, *after).job == imported(*before).job
+
+
+def test_a_job_id_of_the_callers_own_job_is_not_taken() -> None:
+    """`hpml import` may be called in an interactive job."""
+    context = ImportContext("/d", "/d", {"SLURM_JOB_ID": "7", "DATA": "/data"})
+    lines = ["cp $DATA/$SLURM_JOB_ID/a.txt /tmp/", "python t.py /tmp/a.txt"]
+    assert "7" not in str(imported(*lines, context=context).job)
 
 
 def test_secrets_are_reported() -> None:
