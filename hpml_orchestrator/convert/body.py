@@ -216,6 +216,8 @@ class Body:
         if (devices := assigned.pop("CUDA_VISIBLE_DEVICES", None)) is not None:
             check_devices(self.values, command.line, devices)
             line.kind = "set"
+            why = "the ranks see all GPUs of the job"
+            self.report.add("dropped", command.line, command.source, why)
 
     def _launch(self, command: Command) -> Launch | None:
         """Return what a simple command launches; None for other commands."""
@@ -223,6 +225,10 @@ class Body:
         if not words or words[0] in ("eval", "trap", "export"):
             return None
         assigned = [f"{one.name}={self.values.text(one.value)}" for one in command.assignments]
+        words = [
+            self.values.at_submission(word) if word.startswith("--container-") else word
+            for word in words
+        ]
         launch = Launch(command.line, command.source, assigned + words, self.values.directory)
         try:
             remove_launchers(launch)

@@ -22,6 +22,12 @@ LOCAL = re.compile(r"TMPDIR|LOCAL_?SCRATCH|LSCRATCH|JOBFS|/tmp\b|/dev/shm|/local
 """Matches a line that works on the node's own disk or in its RAM."""
 
 _ROOT = re.compile(r"/(tmp|dev/shm|local|localscratch|var/tmp)(?=/|$)")
+_HOLE_OF_JOB = re.compile(  # has no blanks, so that quotes do not matter
+    f'\0"?\\$\\{{?({"|".join(sorted(NODE_DIRECTORIES))}|SLURM_JOB_?ID)\\}}?"?\0'
+)
+_OF_JOB = re.compile(
+    rf"(\0\"\$TMPDIR\"\0|{_ROOT.pattern})(/[^/]+)*?/[^/]*\0\"?\$\{{?SLURM_JOB_?ID[^/]*"
+)
 _SHARED = '\0"$TMPDIR"\0'  # on many clusters /tmp; other variables name a directory of the job
 _RECURSIVE = re.compile(r"-[a-zA-Z]*[rRa]|--rec|--arch")
 _FILE = re.compile(r"\.(tar|tgz|zip|gz|bz2|xz|h5|hdf5|npz|pt|pth|ckpt|csv|json|txt|log)$")
@@ -88,13 +94,14 @@ class Copies:
         self.directory = ""
         self.moved: list[str] = []
         self._made: set[str] = set()  # what the script makes or removes before the launch
+        self._copied: set[str] = set()  # directories that it copies there
 
     def path(self, text: str) -> str:
         """Return an absolute path; it may start with the variable of a node's directory."""
+        text = self.values.at_submission(text)
         if not text.startswith(("\0", "/")):
             text = os.path.join(self.directory or self.values.directory, text)
-        text = re.sub('^\0"?\\$\\{?(\\w+)\\}?"?\0', '\0"$\\1"\0', text)
-        return os.path.normpath(text)
+        return os.path.normpath(_HOLE_OF_JOB.sub('\0"$\\1"\0', text))
 
     def is_local(self, text: str) -> bool:
         """Whether a path is on the node's own disk or in its RAM."""
@@ -159,6 +166,8 @@ class Copies:
         taken = {entry.name for entry in self.staged}
         unique = next(n for n in (name, *(f"{name}_{i}" for i in range(2, 99))) if n not in taken)
         self.staged.append(Staged(unique, source, kind, place, file))
+        if not file:
+            self._copied.add(place)
 
     def decline_unless_used(self, values: Sequence[str]) -> None:
         """Stage nothing unless arguments and exports name all of it, and only it.
@@ -198,18 +207,22 @@ class Copies:
             InputError: no argument or export names the results, so they cannot be moved.
         """
         paths = [self.path(v) for value in values for v in (value, value.partition("=")[2]) if v]
-        made = [path for path in self._made if path != _root(path)]
+        made = {path for path in self._made if path != _root(path)}
+        known = made | self._copied
         for result in self.results:
             place = result.place
+            is_own = _OF_JOB.match(place) is not None  # such as /tmp/$SLURM_JOB_ID
             is_shared = place.startswith(("/", _SHARED))
-            if not is_shared or any(_contains(one, place) for one in made):
+            if not is_shared or (not is_own and any(_contains(one, place) for one in known)):
                 continue
             named = any(_contains(path, place) or _contains(place, path) for path in paths)
-            if shell_works_there or not named:
-                problem = f"line {result.line}: {shown(result.text)}: the script does not make "
-                problem += f"{shown(place)}, so it may have files of other jobs"
+            if shell_works_there or not named or (is_own and made):
+                why = "other jobs may also write there, as the script does not make the directory"
                 hint = "write `mkdir` for it before the launch, or name it in an argument"
-                raise InputError(problem, hint=hint)
+                if is_own:
+                    why = "lines before the launch also work there"
+                    hint = "write a path without the job's id, such as $TMPDIR/out"
+                raise lost_results(result.line, result.text, why, hint)
             self.moved.append(place)
 
     def take_back(self, words: Sequence[str], line: int, text: str) -> bool:
@@ -227,9 +240,11 @@ class Copies:
         # A directory that is named after the job: collect makes one for each run.
         target = re.sub("(^|/)[^/]*\0[^\0]*JOB_?ID[^/]*", "", target.rstrip("/")) or "."
         plain = name in ("cp", "rsync", "mv") and all(map(_PLAIN_OPTION.fullmatch, options))
-        known = target.startswith("/") or self.values.directory
-        if not (plain and known) or has_hole(target) or ":" in target:
-            raise lost_results(line, text)
+        if has_hole(target) or not (target.startswith("/") or self.values.directory):
+            why = "only the job can compute where they go"
+            raise lost_results(line, text, why, "write the directory out")
+        if not plain or ":" in target:
+            raise lost_results(line, text, f"{name} does more than copy a file or directory")
         is_tree = any(map(_RECURSIVE.match, options))
         if len(sources) == 1 and not is_tree and _is_file_name(sources[0], paths[-1]):
             target = os.path.dirname(target)  # collect names a directory
@@ -238,9 +253,10 @@ class Copies:
             place = self.path(source.removesuffix("/."))
             root = _root(place)
             changed = {*hole_names(root)} & self.values.variables.keys()
-            # All of the root would bring what else is on the disk.
-            if place == root or changed or not root or has_hole(place[len(root) :]):
-                raise lost_results(line, text)
+            if place == root:
+                raise lost_results(line, text, "other files are there, too")
+            if changed or not root or has_hole(place[len(root) :]):
+                raise lost_results(line, text, "only the job can compute where they are")
             self.results.append(_Result(place, target, line, text))
         return True
 
@@ -292,15 +308,23 @@ def _is_file_name(source: str, target: str) -> bool:
 
 
 def _root(path: str) -> str:
-    """Return the part of a path that names the node's own disk or RAM; empty if it is elsewhere."""
-    if match := _ROOT.match(path):
+    """Return the part of a path that names the node's own disk or RAM; empty if it is elsewhere.
+
+    A directory there that has the job's id in its name is a part of it.
+    """
+    if match := _OF_JOB.match(path) or _ROOT.match(path):
         return match[0]
     match = HOLE.match(path)
     return match[0] if match and hole_names(match[0])[0] in NODE_DIRECTORIES else ""
 
 
-def lost_results(line: int, text: str) -> InputError:
+def lost_results(
+    line: int,
+    text: str,
+    why: str = "it copies them under a condition",
+    hint: str = "name one file or directory on the node's disk: `cp -r $TMPDIR/out results/`",
+) -> InputError:
     """Return the error about a line that copies results in a way that `collect` cannot."""
-    problem = f"line {line}: {shown(text)}: `collect` cannot copy back the same files"
-    hint = "name one file or directory on the node's disk: `cp -r $TMPDIR/out results/`"
-    return InputError(problem, hint=hint)
+    return InputError(
+        f"line {line}: {shown(text)}: `collect` cannot copy back the same files: {why}", hint=hint
+    )

@@ -363,6 +363,9 @@ class _Import:
     def _check_line(self, line: int, source: str) -> None:
         """Refuse a line that would find other values in `environment.setup` than in the script."""
         where = f"line {line}: {source.partition(chr(10))[0]}: "
+        if re.search(r"\bread\b.* -d ''", source) and "||" not in source:
+            problem = "`read -d ''` ends with status 1, which ends hpml's job"
+            raise InputError(where + problem, hint="write `|| :` behind it, before the <<")
         if _ARGUMENTS.search(re.sub(r"'[^']*'", "", source)):  # quoted text may be a program of awk
             problem = "needs the name or the arguments of the script, which hpml's job has not"
             raise InputError(where + problem, hint="write the values into it, as ${1:-VALUE}")
@@ -399,9 +402,7 @@ class _Import:
         splits = re.search('\0(?!")[^\0]', placed)  # without quotes it may become several words
         if name == "CUDA_VISIBLE_DEVICES":
             check_devices(self.body.values, line, placed)
-        elif name in PROVIDED:
-            return
-        elif name in SET_LATER and placed == default[name]:
+        elif name in PROVIDED or placed == default.get(name):
             self.report.add("dropped", line, text, f"hpml sets {name} itself")
         elif has_hole(placed) and name in SET_LATER:
             raise _computed_later(line, text, name)

@@ -350,7 +350,10 @@ def _srun_option(launch: Launch, option: Option) -> None:
             launch.lost(f"srun {option.shown}", *(ALL_GPUS if name in HIDES_GPUS else own))
     else:
         why = "a job file has no counterpart of this option"
-        raise launch.refused(f"srun {option.shown}", why, "remove it; `mpi` is none, pmix or pmi2")
+        hint = (
+            "use none, pmix or pmi2" if name == "mpi" else "remove it, or write `command` by hand"
+        )
+        raise launch.refused(f"srun {option.shown}", why, hint)
 
 
 def _refuse_binding(launch: Launch) -> None:

@@ -395,7 +395,19 @@ cp -r $TMPDIR/out results/
     "results that other jobs may write to": (r"""
 python train.py
 cp -r $TMPDIR/out results
-""", 3, "may have files of other jobs"),
+""", 3, "other jobs may also write there"),
+    "results in a job's directory with others that the script makes": (r"""
+WORK=/tmp/$USER/$SLURM_JOB_ID
+mkdir -p $WORK/out
+python train.py --out $WORK/out
+cp -r $WORK/out results
+""", 5, "lines before the launch also work there"),
+    "a text that ends at no character": (r"""
+read -r -d '' TEXT <<END
+python train.py
+END
+srun bash -c "$TEXT"
+""", 2, "ends with status 1"),
     "results in a directory that only the job knows": (r"""
 OUT=$(mktemp -d)
 python train.py --out $OUT
