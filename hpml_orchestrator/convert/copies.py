@@ -188,7 +188,9 @@ class Copies:
             if path and _OUTPUT.fullmatch(option)
         ]
         written = any(
-            f"{one}/".startswith(f"{e.place}/") for e in self.staged for one in (*results, *outputs)
+            one == e.place or _contains(os.path.join(e.place, e.file).rstrip("/"), one)
+            for e in self.staged
+            for one in (*results, *outputs)
         )
         if around or written or not all(entry.is_used for entry in self.staged):
             self.staged.clear()

@@ -333,8 +333,9 @@ class _Import:
                     todo = "hpml does not bind it: better write another job file for it"
                 self.report.changed(line.line, line.source, _IN_SETUP, todo)
                 lines.append(line.source)
-        if any("SLURM_SUBMIT_DIR" in line for line in lines):
-            lines.insert(0, f"SLURM_SUBMIT_DIR={shlex.quote(self.context.directory)}")
+        for name in ("SLURM_SUBMIT_DIR", "SLURM_JOB_NAME"):  # hpml's job has others
+            if any(name in line for line in lines):
+                lines.insert(0, f"{name}={shlex.quote(self.known[name])}")
         self._put_export(lines)
         for name, value in launch.variables.items():
             self._put_variable(name, value, launch.line, f"{name}={shown(value)}")
@@ -348,7 +349,7 @@ class _Import:
         """Set the variables that a line exports, and report it if it is left out."""
         placed = {name: self.arguments.placed(value) for name, value in line.assigned.items()}
         is_known = not any(map(has_hole, placed.values()))
-        if placed and is_known and SIZES.search(line.source):
+        if placed and is_known and (SIZES.search(line.source) or _ARGUMENTS.search(line.source)):
             words = (f"{name}={shell_word(value)}" for name, value in placed.items())
             line.source = "export " * line.exported + " ".join(words)
         if line.kind == "keep" and (match := _LATER.search(line.source)):

@@ -110,7 +110,10 @@ python train.py --lr "$LR"
 SEED=${SEED:-7}
 X=${X:-"a }b"}
 LR=${1:-0.3}
-python train.py --seed $SEED --lr=$LR --x "$X"
+export MOMENTUM=${2:-0.9}
+DIR=out/$SLURM_JOB_NAME
+ls -d $LR $DIR
+python train.py --seed $SEED --lr=$LR --x "$X" --dir $DIR
 """,
     "variables of one line": r"""
 #SBATCH --time=10

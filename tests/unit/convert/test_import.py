@@ -428,6 +428,21 @@ def test_a_directory_that_the_program_writes_to_is_not_staged(copy: str, argumen
     assert "{stage" not in str(made.job)
 
 
+def test_a_file_beside_the_results_is_staged() -> None:
+    """Both are in one directory; each is moved by itself."""
+    lines = ["cp d/set.h5 /tmp", "python t.py --data=/tmp/set.h5 --out=/tmp/out", "mv /tmp/out res"]
+    job = imported(*lines).job
+    assert job["stage"] == [{"name": "set", "source": "d/set.h5"}]
+    assert job["args"] == ["--data={stage.set}/set.h5", "--out={local.dir}/out"]
+
+
+def test_setup_has_the_name_of_the_scripts_job() -> None:
+    """Without --job-name sbatch takes the file's name; hpml's job has another."""
+    job = imported("D=out/$SLURM_JOB_NAME", "mkdir $D", "python t.py $D").job
+    assert job["args"] == ["out/job.sh"]
+    assert job["environment"]["setup"].startswith("SLURM_JOB_NAME=job.sh\n")
+
+
 def test_a_copy_that_srun_starts_on_every_node_is_staged() -> None:
     """As multi-node scripts do."""
     made = imported("srun -N2 --ntasks-per-node=1 cp -r /d/set $TMPDIR/", "python t.py $TMPDIR/set")
