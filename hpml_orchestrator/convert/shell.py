@@ -138,8 +138,11 @@ def parse_script(text: str) -> list[Statement]:
     # The grammar divides a word such as `$A/$B/c`, and not one with a mark in place of a `$`.
     marked = _INNER_NAME.sub(lambda match: match[1] or _MARK, text) if _MARK not in text else text
     root = Parser(_language()).parse(marked.encode()).root_node
+    node = root
+    while inner := next((child for child in node.children if child.has_error), None):
+        node = inner
     if root.has_error:
-        raise _syntax_error(root)
+        raise _unreadable(node.start_point.row + 1, _text(node))
     statements: list[Statement] = []
     for node in root.children:
         if node.is_named and node.type != "comment":
@@ -181,21 +184,6 @@ def _text(node: Node) -> str:
 
 def _decode(raw: bytes) -> str:
     return raw.decode(errors="replace").replace(_MARK, "$")
-
-
-def _syntax_error(root: Node) -> InputError:
-    """Return the error about the first node that the grammar could not place."""
-    node, parent = root, root
-    while inner := next((child for child in node.children if child.has_error), None):
-        node, parent = inner, node
-    if node.is_missing:
-        problem, node = f"`{node.type}` is missing", parent
-    else:
-        problem, node = "not valid bash", node.children[-1] if node.children else node
-    return InputError(
-        f"line {node.start_point.row + 1}: {problem}",
-        hint="`bash -n SCRIPT` checks the syntax; move what bash accepts into another script",
-    )
 
 
 def _statement(node: Node) -> Statement:
@@ -252,10 +240,14 @@ def _check_gaps(nodes: list[Node], line: int, blanks: re.Pattern[str] = _BLANKS)
         start = parent.start_byte if parent else 0
         gap = raw[before.end_byte - start : after.start_byte - start].decode(errors="replace")
         if not blanks.fullmatch(gap):
-            raise InputError(
-                f"line {line}: {_text(before)}: hpml cannot read this command",
-                hint="write one assignment or command on each line",
-            )
+            raise _unreadable(line, _text(before))
+
+
+def _unreadable(line: int, text: str) -> InputError:
+    return InputError(
+        f"line {line}: {text.partition(chr(10))[0]}: hpml cannot read this command",
+        hint="write one assignment or command on each line, or move it into another script",
+    )
 
 
 def _assignment(node: Node) -> Assignment:
@@ -277,7 +269,7 @@ def _parts(node: Node) -> Iterator[Part]:
     """Yield the parts of a word's node."""
     text = _text(node)
     if node.type in _EXPANSIONS:
-        yield from _expansion(text, quoted=False)
+        yield from _expansion(node, text, quoted=False)
     elif node.type == "raw_string":
         yield Part(text[1:-1], quoted=True)
     elif node.type == "string":
@@ -303,18 +295,16 @@ def _string_parts(node: Node) -> Iterator[Part]:
             source = _text(child).lstrip()
             end = child.end_byte - start
             yield from _literal(_decode(raw[position : end - len(source.encode())]), quoted=True)
-            yield from _expansion(source, quoted=True)
+            yield from _expansion(child, source, quoted=True)
             position = end
     yield from _literal(_decode(raw[position:-1]), quoted=True)
 
 
-def _expansion(text: str, *, quoted: bool) -> Iterator[Part]:
-    """Yield an expansion, and what the grammar wrongly adds to a name: `é` of `$NAMEé`."""
-    match = re.match(r"\$[A-Za-z_]\w*(?=[^\x00-\x7f])", text, re.ASCII)
-    end = match.end() if match else len(text)
-    yield Part(text[:end], is_expansion=True, quoted=quoted)
-    if text[end:]:
-        yield Part(text[end:], quoted=quoted)
+def _expansion(node: Node, text: str, *, quoted: bool) -> Iterator[Part]:
+    if node.type == "simple_expansion":
+        yield from _literal(text, quoted=quoted)  # the grammar adds `é` of `$NAMEé` to the name
+    else:
+        yield Part(text, is_expansion=True, quoted=quoted)
 
 
 def _literal(text: str, *, quoted: bool) -> Iterator[Part]:

@@ -112,7 +112,7 @@ X=${X:-"a }b"}
 LR=${1:-0.3}
 export MOMENTUM=${2:-0.9}
 DIR=out/$SLURM_JOB_NAME
-ls -d $LR $DIR
+echo $LR $DIR
 python train.py --seed $SEED --lr=$LR --x "$X" --dir $DIR
 """,
     "variables of one line": r"""
