@@ -37,7 +37,7 @@ _PLAIN_OPTION = re.compile(  # copies all of the source, as it is
     r"-[arRvzhPLtlpogdDWuHf]+|--(progress|archive|recursive|info=\S+|stats|partial|verbose)"
 )
 _OUTPUT = re.compile(  # options and variables whose values a program usually writes to
-    r"-{0,2}([\w-]*[_-])?(out|outputs?|saves?|ckpts?|checkpoints?|logs?|results?)"
+    r"-{0,2}([\w-]*[_-])?(out|outputs?|saves?|ckpts?|checkpoints?|logs?|results?|cache|tmp|temp|work)"
     r"([_-]?(dir|directory|path|folder|root|to))?",
     re.IGNORECASE,
 )
@@ -208,7 +208,6 @@ class Copies:
         Raises:
             InputError: no argument or export names the results, so they cannot be moved.
         """
-        paths = [self.path(v) for value in values for v in (value, value.partition("=")[2]) if v]
         made = {path for path in self._made if path != _root(path)}
         known = made | self._copied
         for result in self.results:
@@ -217,7 +216,9 @@ class Copies:
             is_shared = place.startswith(("/", _SHARED))
             if not is_shared or (not is_own and any(_contains(one, place) for one in known)):
                 continue
-            named = any(_contains(path, place) or _contains(place, path) for path in paths)
+            self.moved.append(place)
+            moved = [self.replaced(value) for value in values]
+            named = moved != [*values] and not any(shown(place) in shown(value) for value in moved)
             if shell_works_there or not named or (is_own and made):
                 why = "other jobs may also write there, as the script does not make the directory"
                 hint = "write `mkdir` for it before the launch, or name it in an argument"
@@ -225,7 +226,6 @@ class Copies:
                     why = "lines before the launch also work there"
                     hint = "write a path without the job's id, such as $TMPDIR/out"
                 raise lost_results(result.line, result.text, why, hint)
-            self.moved.append(place)
 
     def take_back(self, words: Sequence[str], line: int, text: str) -> bool:
         """Add a copy of results on the node; return False if they are on shared storage.
@@ -239,6 +239,9 @@ class Copies:
         name = os.path.basename(words[0])
         if not any(map(self._may_be_local, (*sources, target) if name == "tar" else sources)):
             return False
+        is_tree = any(map(_RECURSIVE.match, options))
+        if len(sources) == 1 and not is_tree and _is_file_name(sources[0], target):
+            target = os.path.dirname(target)  # collect names a directory
         # A directory that is named after the job: collect makes one for each run.
         target = re.sub("(^|/)[^/]*\0[^\0]*JOB_?ID[^/]*", "", target.rstrip("/")) or "."
         plain = name in ("cp", "rsync", "mv") and all(map(_PLAIN_OPTION.fullmatch, options))
@@ -247,9 +250,6 @@ class Copies:
             raise lost_results(line, text, why, "write the directory out")
         if not plain or ":" in target:
             raise lost_results(line, text, f"{name} does more than copy a file or directory")
-        is_tree = any(map(_RECURSIVE.match, options))
-        if len(sources) == 1 and not is_tree and _is_file_name(sources[0], paths[-1]):
-            target = os.path.dirname(target)  # collect names a directory
         target = os.path.normpath(os.path.join(self.values.directory, target))
         for source in sources:
             place = self.path(source.removesuffix("/."))
@@ -264,11 +264,10 @@ class Copies:
 
     def _may_be_local(self, path: str) -> bool:
         """Whether a path is on the node's own disk, or only the job can compute where it is."""
-        is_relative = not path.startswith(("\0", "/"))
-        if is_relative and not self.directory:
-            return not self.values.directory or path == ""
         hole = HOLE.match(path)
         unknown = hole is not None and hole_names(hole[0])[0] not in ("HOME", "USER")
+        if not path.startswith(("\0", "/")):
+            unknown = not (self.directory or self.values.directory)
         return self.is_local(path) or unknown
 
     def collected(self, place: str) -> str:
@@ -278,7 +277,7 @@ class Copies:
     def replaced(self, value: str) -> str:
         """Return a value with a placeholder in place of the path of staged data."""
         option, equals, path = value.partition("=")
-        if equals and re.fullmatch(r"-{0,2}[\w.-]+", option):
+        if equals and re.fullmatch(r"[-+~]{0,2}[\w./@-]+", option):
             return f"{option}={self.replaced(path)}"
         if "/" not in value and not value.startswith(("\0", ".")):
             return value
@@ -323,7 +322,7 @@ def _root(path: str) -> str:
 def lost_results(
     line: int,
     text: str,
-    why: str = "it copies them under a condition",
+    why: str = "hpml does not evaluate it",
     hint: str = "name one file or directory on the node's disk: `cp -r $TMPDIR/out results/`",
 ) -> InputError:
     """Return the error about a line that copies results in a way that `collect` cannot."""

@@ -399,6 +399,15 @@ cp -r $TMPDIR/out results/
 python train.py
 cp -r $TMPDIR/out results
 """, 3, "other jobs may also write there"),
+    "results by a relative path": (r"""
+cd /tmp
+python train.py --out out
+cp -r out /results
+""", 4, "other jobs may also write there"),
+    "results in a text and in an argument": (r"""
+srun python -c 'train("/tmp/out")' --out /tmp/out
+cp -r /tmp/out /results
+""", 3, "other jobs may also write there"),
     "results in a job's directory with others that the script makes": (r"""
 WORK=/tmp/$USER/$SLURM_JOB_ID
 mkdir -p $WORK/out

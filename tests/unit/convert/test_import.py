@@ -418,6 +418,7 @@ def test_an_archive_that_is_copied_and_unpacked_is_one_entry() -> None:
         ("cp train.py /tmp/out/", "--data data --out /tmp/out"),
         ("cp -r /d/set $TMPDIR/", "--data $TMPDIR/set --save-dir=$TMPDIR/set/ckpt"),
         ("cp -r /d/set $TMPDIR/", "--data $TMPDIR/set --log_dir $TMPDIR/set"),
+        ("tar xf /d/set.tar -C /dev/shm", "--data /dev/shm/set --cache-dir /dev/shm/cache"),
     ],
 )
 def test_a_directory_that_the_program_writes_to_is_not_staged(copy: str, arguments: str) -> None:
@@ -497,6 +498,10 @@ def test_options_of_the_interpreter_are_reported(first: str) -> None:
          "{local.dir}/out -> res"),
         ("W=/tmp/$USER/$SLURM_JOB_ID\npython t.py $W/out\nrsync -a $W/out res",
          "{local.dir}/out", "{local.dir}/out -> res"),
+        ("python t.py +run.dir=$TMPDIR/out\ncp -r $TMPDIR/out res",
+         "+run.dir={local.dir}/out", "{local.dir}/out -> res"),
+        ("python t.py /tmp/a\ncp /tmp/a/m.pt res/$SLURM_JOB_ID.pt", "{local.dir}/a",
+         "{local.dir}/a/m.pt -> res"),
         ("cp -r /d/code $TMPDIR\ncd $TMPDIR/code\npython t.py .\ncp result $HOME/x",
          ".", "{env.TMPDIR}/code/result -> ~/x"),
         # `collect` names a directory: `cp FILE FILE` has the second file's directory.
