@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING
 
 from hpml_orchestrator.convert.copies import LOCAL, Copies, lost_results
 from hpml_orchestrator.convert.launchers import PYTHON, Launch, remove_launchers
-from hpml_orchestrator.convert.report import OUTPUT, ImportReport
+from hpml_orchestrator.convert.report import OUTPUT, ImportReport, Kind
+from hpml_orchestrator.convert.resources import check_devices
 from hpml_orchestrator.convert.shell import Command, Part, Statement, Word, parse_script
 from hpml_orchestrator.convert.values import Values, has_hole, shown
 from hpml_orchestrator.errors import InputError
@@ -18,7 +19,7 @@ from hpml_orchestrator.errors import InputError
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-__all__ = ["PROVIDED", "SET_LATER", "Body", "Line", "check_devices", "read_body"]
+__all__ = ["PROVIDED", "SET_LATER", "Body", "Line", "read_body"]
 
 PROVIDED = frozenset(
     "MASTER_ADDR MASTER_PORT WORLD_SIZE RANK LOCAL_RANK LOCAL_WORLD_SIZE GROUP_RANK "
@@ -343,19 +344,6 @@ def _is_unknown(line: Line, placed: Callable[[str], str]) -> bool:
     return any(has_hole(placed(value)) for value in values)
 
 
-def check_devices(values: Values, line: int, devices: str) -> None:
-    """Check that CUDA_VISIBLE_DEVICES names all GPUs of the job: then Slurm sets the same.
-
-    Raises:
-        InputError: it names others.
-    """
-    count = int(values.known.get("SLURM_GPUS_ON_NODE") or 0)
-    if devices != ",".join(map(str, range(count))):
-        problem = f"line {line}: CUDA_VISIBLE_DEVICES={shown(devices)}: the header asks for {count}"
-        hint = "remove the line; write --gpus-per-node for the number of GPUs"
-        raise InputError(f"{problem} GPUs, and hpml shows the ranks all of them", hint=hint)
-
-
 def _name(command: Command) -> str:
     return os.path.basename(command.words[0].source) if command.words else ""
 
@@ -378,8 +366,9 @@ def _read_after(launch: Launch, command: Command, rest: list[Command]) -> None:
         elif name in _COPIES:
             hint = "write the copy on a separate line"
             launch.error = launch.error or launch.refused(text, _NO_EPILOGUE, hint)
-        elif name not in {*_PRINTS, "printf"}:
-            launch.report.lost(after.line, text, _NO_EPILOGUE)
+        else:
+            kind: Kind = "dropped" if name in {*_PRINTS, "printf"} else "lost"
+            launch.report.add(kind, after.line, text, _NO_EPILOGUE)
 
 
 def _whole(word: Word) -> Word:

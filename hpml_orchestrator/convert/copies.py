@@ -18,7 +18,9 @@ if TYPE_CHECKING:
 
 __all__ = ["LOCAL", "Copies", "Staged", "lost_results"]
 
-LOCAL = re.compile(r"TMPDIR|LOCAL_?SCRATCH|LSCRATCH|JOBFS|/tmp\b|/dev/shm|/localscratch")
+LOCAL = re.compile(
+    r"TMPDIR|LOCAL_?SCRATCH|LSCRATCH|JOBFS|/tmp\b|/dev/shm|(?<!\w)/local(scratch)?\b"
+)
 """Matches a line that works on the node's own disk or in its RAM."""
 
 _ROOT = re.compile(r"/(tmp|dev/shm|local|localscratch|var/tmp)(?=/|$)")

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from pydantic import ValidationError
 
 from hpml_orchestrator.convert.arguments import SIZES, Arguments, shell_word
-from hpml_orchestrator.convert.body import PROVIDED, SET_LATER, Line, check_devices, read_body
+from hpml_orchestrator.convert.body import PROVIDED, SET_LATER, Line, read_body
 from hpml_orchestrator.convert.files import job_text
 from hpml_orchestrator.convert.header import read_header
 from hpml_orchestrator.convert.launchers import PYTHON
@@ -20,6 +20,7 @@ from hpml_orchestrator.convert.report import ImportNote, ImportReport
 from hpml_orchestrator.convert.resources import (
     add_srun_options,
     allocation,
+    check_devices,
     job_size,
     known_variables,
 )
@@ -357,7 +358,8 @@ class _Import:
         for name, value in line.assigned.items() if line.exported else ():
             if not line.in_setup or name in SET_LATER:
                 self._put_variable(name, value, line.line, line.source)
-        if not line.in_setup and (line.kind == "dropped" or not is_known):
+        provided = not line.exported and line.assigned.keys() & PROVIDED
+        if not line.in_setup and (line.kind == "dropped" or provided or not is_known):
             why = "nothing else uses it, or hpml does itself what it was for"
             self.report.add("dropped", line.line, line.source, why)
 

@@ -40,7 +40,7 @@ _EXPANSIONS = frozenset(
     "ansi_c_string translated_string".split()
 )
 _MARK = "\x01"  # stands for the `$` of such a name while the grammar reads the script
-_INNER_NAME = re.compile(r"(\$\(\(.*?\)\))|(?<=[\w/.:,=@%~}-])\$(?=[A-Za-z_])", re.ASCII)
+_INNER_NAME = re.compile(r"(\(\(.*?\)\))|(?<=[\w/.:,=@%~}-])\$(?=[A-Za-z_])", re.ASCII)
 _LITERAL = re.compile(  # text in which the grammar may have missed expansions
     r"(?P<expansion>\$[A-Za-z_]\w*|\$[\d({@*#?$!-][^\\]*)|\\(?P<escaped>.)|[^\\$]+|[\\$]",
     re.ASCII | re.DOTALL,
@@ -138,6 +138,8 @@ def parse_script(text: str) -> list[Statement]:
     # The grammar divides a word such as `$A/$B/c`, and not one with a mark in place of a `$`.
     marked = _INNER_NAME.sub(lambda match: match[1] or _MARK, text) if _MARK not in text else text
     root = Parser(_language()).parse(marked.encode()).root_node
+    if root.has_error:  # not everywhere it takes a mark
+        root = Parser(_language()).parse(text.encode()).root_node
     node = root
     while inner := next((child for child in node.children if child.has_error), None):
         node = inner

@@ -297,6 +297,7 @@ def test_what_is_not_carried_over_is_reported(line: str, text: str) -> None:
         "export SLURM_CPU_FREQ_REQ=high",
         "source /opt/conda/etc/profile.d/conda.sh",
         "declare -a A=(1 2)",
+        "echo $[2/$N] > $A/$B/n",
     ],
 )
 def test_other_lines_become_setup_as_they_stand(line: str) -> None:
@@ -537,12 +538,21 @@ def test_every_line_after_the_launch_is_reported() -> None:
         "mv out results_$SLURM_JOB_ID", "tar czf out.tgz out", "scp out.tgz login1:",
         "./postprocess.sh", "if true; then echo a; fi", "touch done", "set +x", "exit 0",
     ]  # fmt: skip
-    made = imported("#SBATCH --time=1", "python t.py", *rest)
+    made = imported("#SBATCH --time=1", "python t.py", *rest, "# the end")
     reported = {finding.line: finding for finding in made.findings if finding.line > 3}
     assert sorted(reported) == list(range(4, 4 + len(rest)))
     lost = [one.text for one in reported.values() if one.kind == "lost"]
     assert lost == rest[9:17]
     assert "collect" not in made.job
+
+
+def test_lines_that_hpml_replaces_are_reported() -> None:
+    """What it sets itself, and what follows the program on its line."""
+    lines = ["export RANK=0", "MASTER_PORT=1", "export CUDA_VISIBLE_DEVICES=0"]
+    made = imported("#SBATCH --time=1 --gpus=1", *lines, "python t.py &&", "  echo done")
+    assert [(one.line, one.kind) for one in made.findings if one.kind == "dropped"] == [
+        (number, "dropped") for number in (3, 4, 5, 7)
+    ]
 
 
 def test_lines_after_the_launch_change_nothing_before_it() -> None:
