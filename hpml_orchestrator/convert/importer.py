@@ -334,9 +334,6 @@ class _Import:
                     todo = "hpml does not bind it: better write another job file for it"
                 self.report.changed(line.line, line.source, _IN_SETUP, todo)
                 lines.append(line.source)
-        for name in ("SLURM_SUBMIT_DIR", "SLURM_JOB_NAME"):  # hpml's job has others
-            if any(name in line for line in lines):
-                lines.insert(0, f"{name}={shlex.quote(self.known[name])}")
         self._put_export(lines)
         for name, value in launch.variables.items():
             self._put_variable(name, value, launch.line, f"{name}={shown(value)}")
@@ -344,7 +341,11 @@ class _Import:
             lines.append(f"cd {shlex.quote(launch.directory)}")
         for source in self.arguments.exports.values():
             self._check_line(launch.line, source)
-        return lines + list(self.arguments.exports.values())
+            lines.append(source)
+        for name in ("SLURM_SUBMIT_DIR", "SLURM_JOB_NAME"):  # hpml's job has others
+            if any(name in line for line in lines):
+                lines.insert(0, f"{name}={shlex.quote(self.known[name])}")
+        return lines
 
     def _read_line(self, line: Line) -> None:
         """Set the variables that a line exports, and report it if it is left out."""
@@ -366,7 +367,7 @@ class _Import:
     def _check_line(self, line: int, source: str) -> None:
         """Refuse a line that would find other values in `environment.setup` than in the script."""
         where = f"line {line}: {source.partition(chr(10))[0]}: "
-        if re.search(r"\bread\b.* -d ''", source) and "||" not in source:
+        if re.match(r"(?!.*\|\|).*\bread\b.* -d ''", source):
             problem = "`read -d ''` ends with status 1, which ends hpml's job"
             raise InputError(where + problem, hint="write `|| :` behind it, before the <<")
         if _ARGUMENTS.search(re.sub(r"'[^']*'", "", source)):  # quoted text may be a program of awk

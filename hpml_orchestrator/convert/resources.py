@@ -46,11 +46,6 @@ class Allocation:
     gpus: Gpus
     cpus: int
 
-    @property
-    def tasks_per_node(self) -> int:
-        """Tasks of each node, rounded up; 1 if the header does not say."""
-        return -(-self.tasks // self.nodes) if self.tasks else 1
-
 
 def allocation(header: Header, report: ImportReport) -> Allocation:
     """Return the allocation; if Slurm may choose the number of nodes, the fewest.

@@ -443,6 +443,8 @@ def test_setup_has_the_name_of_the_scripts_job() -> None:
     job = imported("D=out/$SLURM_JOB_NAME", "mkdir $D", "python t.py $D").job
     assert job["args"] == ["out/job.sh"]
     assert job["environment"]["setup"].startswith("SLURM_JOB_NAME=job.sh\n")
+    job = imported("python t.py ${SLURM_JOB_NAME%.sh}").job
+    assert job["environment"]["setup"].startswith("SLURM_JOB_NAME=job.sh\nARG_1=")
 
 
 def test_a_copy_that_srun_starts_on_every_node_is_staged() -> None:
