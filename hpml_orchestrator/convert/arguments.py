@@ -132,6 +132,7 @@ def shell_word(value: str) -> str:
     """Return a value as one word of a shell line, with variables in place of placeholders."""
     value = re.sub(r"\{stage\.(\w+)\}", lambda m: f'\0"$HPML_STAGE_{m[1].upper()}"\0', value)
     value = value.replace("{job.id}", '\0"$SLURM_JOB_ID"\0')
+    value = re.sub(r"\{(local|shm)\.dir\}", lambda m: f'\0"$HPML_{m[1].upper()}_DIR"\0', value)
     value = value.replace("{array.index}", '\0"$SLURM_ARRAY_TASK_ID"\0')
     value = re.sub(r"\{env\.(\w+)\}", r'\0"$\1"\0', value)
     parts = HOLE.split(value)

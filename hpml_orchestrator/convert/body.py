@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import os
 import re
+from copy import deepcopy
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
-from hpml_orchestrator.convert.copies import LOCAL, Copies
+from hpml_orchestrator.convert.copies import LOCAL, Copies, lost_results
 from hpml_orchestrator.convert.launchers import PYTHON, Launch, remove_launchers
-from hpml_orchestrator.convert.report import OUTPUT, ImportReport
+from hpml_orchestrator.convert.report import OUTPUT, ImportReport, Kind
+from hpml_orchestrator.convert.resources import check_devices
 from hpml_orchestrator.convert.shell import Command, Part, Statement, Word, parse_script
 from hpml_orchestrator.convert.values import Values, has_hole, shown
 from hpml_orchestrator.errors import InputError
@@ -17,7 +19,7 @@ from hpml_orchestrator.errors import InputError
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-__all__ = ["PROVIDED", "SET_LATER", "Body", "Line", "check_devices"]
+__all__ = ["PROVIDED", "SET_LATER", "Body", "Line", "read_body"]
 
 PROVIDED = frozenset(
     "MASTER_ADDR MASTER_PORT WORLD_SIZE RANK LOCAL_RANK LOCAL_WORLD_SIZE GROUP_RANK "
@@ -34,8 +36,8 @@ _PRINTS = frozenset(  # commands that print, test or wait
     "sinfo scontrol sacct nproc lspci ibstat ip numastat top ps wc sstat seff".split()
 )
 _TESTS = frozenset({"[", "[[", "test"})
-_COPIES = frozenset({"cp", "rsync", "mv", "scp", "tar"})
-_REMOVES = frozenset("rm rmdir mkdir unzip kill wait sleep exit true printf :".split())
+_COPIES = frozenset("cp rsync mv scp tar unzip".split())
+_REMOVES = frozenset("rm rmdir mkdir kill wait sleep exit true printf :".split())
 _NOT_PROGRAMS = {"", "printf", *_PRINTS, *_COPIES, *_REMOVES}
 _TRAINS = re.compile(r"train|fit|finetune|fine_tune|\brun\b|main|sft|ddp|learn", re.IGNORECASE)
 _NOT_STARTED = {"", *"-V --version - -c -mpip -mvenv -mensurepip -mvirtualenv".split()}
@@ -45,6 +47,7 @@ _NOT_FIELDS = re.compile(  # modules and activations change these, too; or no jo
     r"\w*PATH|ENV|NODE_RANK|_|"
     r"(SLURM|SBATCH|SRUN|HPML|PMI(?!X_MCA)|BASH|PRTE_(?!MCA)|OMPI_(?!MCA|ALLOW))\w*"
 )
+_CLEANS_UP = re.compile(r"((source|\.|conda|mamba|micromamba) +)?deactivate\b|(module|ml|unset)\b")
 _NO_EPILOGUE = "hpml runs nothing after the program"
 
 
@@ -60,6 +63,7 @@ class Line:
         launch: what it starts; `block` names the loop or condition around it.
         words: of a simple command, expanded.
         directories: its current directory, on the shared file system and on the node's disk.
+        statement: the number of its statement, from 1.
         in_setup: whether it becomes a line of `environment.setup`.
     """
 
@@ -67,6 +71,7 @@ class Line:
     line: int
     source: str
     directories: tuple[str, str]
+    statement: int
     value: str = ""
     assigned: dict[str, str] = field(default_factory=dict)
     exported: bool = False
@@ -74,6 +79,26 @@ class Line:
     block: str = ""
     words: tuple[str, ...] = ()
     in_setup: bool = False
+
+
+def read_body(text: str, values: Values, report: ImportReport) -> Body:
+    """Return the commands of a script before the launch; what follows it is reported.
+
+    Raises:
+        InputError: it starts no program, or a line of it cannot be carried over.
+    """
+    statements = parse_script(text)
+    whole = Body(deepcopy(values), ImportReport())
+    for statement in statements:
+        whole.read(statement)
+    chosen = _choose(whole.lines)
+    # Once more up to the launch: later lines must not change variables and directories.
+    body = Body(values, report)
+    for statement in statements[: chosen.statement]:
+        body.read(statement)
+    body.launch = body.lines.pop().launch or Launch(chosen.line, chosen.source, [], "")
+    body.read_rest(whole.lines[whole.lines.index(chosen) + 1 :])
+    return body
 
 
 class Body:
@@ -84,26 +109,24 @@ class Body:
         launch: the launch that becomes the job's program.
     """
 
-    def __init__(self, text: str, values: Values, report: ImportReport) -> None:
+    launch: Launch
+
+    def __init__(self, values: Values, report: ImportReport) -> None:
         self.values = values
         self.report = report
         self.copies = Copies(values)
         self.lines: list[Line] = []
         self.exports_all = False
         self.exported = set(values.environment)
-        for statement in parse_script(text):
-            self._read(statement)
-        chosen, self.launch = self._choose()
-        position = self.lines.index(chosen)
-        self._read_rest(self.lines[position + 1 :])
-        del self.lines[position:]
+        self.statements = 0
 
     def add(
         self, kind: str, part: Command | Statement, value: str = "", words: tuple[str, ...] = ()
     ) -> Line:
         """Append a line and return it."""
         directories = (self.values.directory, self.copies.directory)
-        self.lines.append(Line(kind, part.line, part.source, directories, value, words=words))
+        line = Line(kind, part.line, part.source, directories, self.statements, value, words=words)
+        self.lines.append(line)
         return self.lines[-1]
 
     def keep(self, part: Command | Statement, words: tuple[str, ...] = (), block: str = "") -> Line:
@@ -117,7 +140,9 @@ class Body:
             self.exported |= set(re.findall(r"\w+", part.source))
         return line
 
-    def _read(self, statement: Statement) -> None:
+    def read(self, statement: Statement) -> None:
+        """Read the next statement."""
+        self.statements += 1
         commands, source = statement.commands, statement.source
         is_simple = len(commands) == 1 and not (statement.block or statement.background)
         if any(map(self._launch, commands)):
@@ -192,6 +217,8 @@ class Body:
         if (devices := assigned.pop("CUDA_VISIBLE_DEVICES", None)) is not None:
             check_devices(self.values, command.line, devices)
             line.kind = "set"
+            why = "the ranks see all GPUs of the job"
+            self.report.add("dropped", command.line, command.source, why)
 
     def _launch(self, command: Command) -> Launch | None:
         """Return what a simple command launches; None for other commands."""
@@ -199,6 +226,10 @@ class Body:
         if not words or words[0] in ("eval", "trap", "export"):
             return None
         assigned = [f"{one.name}={self.values.text(one.value)}" for one in command.assignments]
+        words = [
+            self.values.at_submission(word) if word.startswith("--container-") else word
+            for word in words
+        ]
         launch = Launch(command.line, command.source, assigned + words, self.values.directory)
         try:
             remove_launchers(launch)
@@ -219,51 +250,29 @@ class Body:
             starts = "/" in "".join(launch.words[:1]) or words[0] == "exec"
         return launch if starts or launch.launcher not in ("", "srun") else None
 
-    def _choose(self) -> tuple[Line, Launch]:
-        """Return the job's program: the launch that looks like the training, else the last."""
-        launches = [(line, line.launch) for line in self.lines if line.launch]
-        if not launches:
-            raise InputError(
-                "no line starts a program",
-                hint="hpml recognizes srun, torchrun, mpirun, python …; write `srun` before yours",
-            )
-        chosen, launch = max(reversed(launches), key=lambda pair: _score(pair[1]))
-        where = f"line {launch.line}: {launch.source.partition(chr(10))[0][:60]}"
-        if chosen.block:
-            raise InputError(
-                f"{where}: starts the program in {chosen.block}, which hpml does not evaluate",
-                hint="write the launch on a separate line; for several runs use `--array`",
-            )
-        if launch.error:
-            raise launch.error
-        for line, other in launches:
-            if line is not chosen and _score(other) == _score(launch):
-                raise InputError(
-                    f"{where}: line {other.line} also starts a program; a job file runs one",
-                    hint="use `--array` and one launch, or write a script for each",
-                )
-        return chosen, launch
-
-    def _read_rest(self, lines: list[Line]) -> None:
+    def read_rest(self, lines: list[Line]) -> None:
         """Read the lines after the launch: copies of results, and what is lost."""
         directory = self.values.directory
         for line in lines:
             self.values.directory, self.copies.directory = line.directories
             name = os.path.basename("".join(line.words[:1]))
-            moved = any(has_hole(word) or self.copies.is_local(word) for word in line.words[1:])
-            copies = re.search(rf"\b({'|'.join(_COPIES)})\s", line.source)
-            if name in _COPIES and moved:
-                self.copies.take_back([*line.words], line.line, line.source)
-            elif copies and (line.directories[1] or self.is_on_node(line.source)):
-                self.copies.take_back([""], line.line, line.source)  # refused
-            elif name in ("rm", "rmdir"):
+            if name in _COPIES:
+                if self.copies.take_back(line.words, line.line, line.source):
+                    continue
+            elif re.search(rf"\b({'|'.join(_COPIES)})\s", line.source) and (
+                line.directories[1] or self.is_on_node(line.source)
+            ):
+                raise lost_results(line.line, line.source)
+            if name in ("rm", "rmdir"):
                 why = f"{_NO_EPILOGUE}; it removes what it staged"
                 self.report.lost(line.line, line.source, why, "remove the rest in another way")
-            elif line.kind == "keep" and name not in _REMOVES:
+            elif line.kind != "keep" or name in _REMOVES or _CLEANS_UP.match(line.source):
+                self.report.add("dropped", line.line, line.source, _NO_EPILOGUE)
+            else:
                 todo = "have the program write its results to shared storage, such as {run.dir}; "
                 todo += "do the rest in another job with `hpml submit --after`"
                 self.report.lost(line.line, line.source, _NO_EPILOGUE, todo)
-        self.values.directory = directory
+        self.values.directory, self.copies.directory = directory, ""
 
     def is_on_node(self, source: str) -> bool:
         """Whether a shell line names the node's own disk, also by a variable of the script."""
@@ -304,22 +313,35 @@ class Body:
                 line.in_setup = False  # shell options without a line that they apply to
 
 
+def _choose(lines: list[Line]) -> Line:
+    """Return the job's program: the launch that looks like the training, else the last."""
+    launches = [(line, line.launch) for line in lines if line.launch]
+    if not launches:
+        raise InputError(
+            "no line starts a program",
+            hint="hpml recognizes srun, torchrun, mpirun, python …; write `srun` before yours",
+        )
+    chosen, launch = max(reversed(launches), key=lambda pair: _score(pair[1]))
+    where = f"line {launch.line}: {launch.source.partition(chr(10))[0][:60]}"
+    if chosen.block:
+        raise InputError(
+            f"{where}: starts the program in {chosen.block}, which hpml does not evaluate",
+            hint="write the launch on a separate line; for several runs use `--array`",
+        )
+    if launch.error:
+        raise launch.error
+    for line, other in launches:
+        if line is not chosen and _score(other) == _score(launch):
+            raise InputError(
+                f"{where}: line {other.line} also starts a program; a job file runs one",
+                hint="use `--array` and one launch, or write a script for each",
+            )
+    return chosen
+
+
 def _is_unknown(line: Line, placed: Callable[[str], str]) -> bool:
     values = [value for name, value in line.assigned.items() if name not in PROVIDED]
     return any(has_hole(placed(value)) for value in values)
-
-
-def check_devices(values: Values, line: int, devices: str) -> None:
-    """Check that CUDA_VISIBLE_DEVICES names all GPUs of the job: then Slurm sets the same.
-
-    Raises:
-        InputError: it names others.
-    """
-    count = int(values.known.get("SLURM_GPUS_ON_NODE") or 0)
-    if devices != ",".join(map(str, range(count))):
-        problem = f"line {line}: CUDA_VISIBLE_DEVICES={shown(devices)}: the header asks for {count}"
-        hint = "remove the line; write --gpus-per-node for the number of GPUs"
-        raise InputError(f"{problem} GPUs, and hpml shows the ranks all of them", hint=hint)
 
 
 def _name(command: Command) -> str:
@@ -344,8 +366,9 @@ def _read_after(launch: Launch, command: Command, rest: list[Command]) -> None:
         elif name in _COPIES:
             hint = "write the copy on a separate line"
             launch.error = launch.error or launch.refused(text, _NO_EPILOGUE, hint)
-        elif name not in {*_PRINTS, "printf"}:
-            launch.report.lost(after.line, text, _NO_EPILOGUE)
+        else:
+            kind: Kind = "dropped" if name in {*_PRINTS, "printf"} else "lost"
+            launch.report.add(kind, after.line, text, _NO_EPILOGUE)
 
 
 def _whole(word: Word) -> Word:
@@ -381,12 +404,8 @@ def _module(body: Body, command: Command, words: list[str]) -> None:
     named = words[0] == "module" or rest[:1] in (["load"], ["add"])  # `ml NAME` loads, too
     verb = rest.pop(0) if rest and named else "load"
     is_plain = all(re.fullmatch(r"[A-Za-z0-9_][A-Za-z0-9_./+@:=~-]*", name) for name in rest)
-    before = [line for line in body.lines if line.kind not in ("set", "quiet")]
     if verb in ("load", "add") and rest and is_plain:
         body.add("module", command, " ".join(rest))
-    elif "purge" in (verb, *rest) and not (before or body.values.environment.get("LOADEDMODULES")):
-        why = "no module is loaded in the environment that you submit from"
-        body.report.add("dropped", command.line, command.source, why)
     else:
         body.keep(command)
 
@@ -456,6 +475,7 @@ def _trap(body: Body, command: Command, words: list[str]) -> None:
         raise InputError(problem, hint=hint)
     why, todo = "hpml sets its own traps; ranks get the signals", "handle the signal in the program"
     body.report.lost(command.line, command.source, why, todo)
+    body.add("trap", command)
 
 
 _HANDLERS: dict[str, Callable[[Body, Command, list[str]], None]] = {

@@ -12,16 +12,26 @@ from hpml_orchestrator.errors import InputError
 from hpml_orchestrator.spec.text import NODE_DIRECTORIES
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Sequence
 
     from hpml_orchestrator.convert.values import Values
 
-__all__ = ["LOCAL", "Copies", "Staged"]
+__all__ = ["LOCAL", "Copies", "Staged", "lost_results"]
 
-LOCAL = re.compile(r"TMPDIR|LOCAL_?SCRATCH|LSCRATCH|JOBFS|/tmp\b|/dev/shm|/localscratch")
+LOCAL = re.compile(
+    r"TMPDIR|LOCAL_?SCRATCH|LSCRATCH|JOBFS|/tmp\b|/dev/shm|(?<!\w)/local(scratch)?\b"
+)
 """Matches a line that works on the node's own disk or in its RAM."""
 
-_ROOT = re.compile(r"/(tmp|dev/shm|local|localscratch|var/tmp)(/|$)")
+_ROOT = re.compile(r"/(tmp|dev/shm|local|localscratch|var/tmp)(?=/|$)")
+_HOLE_OF_JOB = re.compile(  # has no blanks, so that quotes do not matter
+    f'\0"?\\$\\{{?({"|".join(sorted(NODE_DIRECTORIES))}|SLURM_JOB_?ID)\\}}?"?\0'
+)
+_OF_JOB = re.compile(
+    rf"(\0\"\$TMPDIR\"\0|{_ROOT.pattern})(/[^/]+)*?/[^/]*\0\"?\$\{{?SLURM_JOB_?ID[^/]*"
+)
+_SHARED = '\0"$TMPDIR"\0'  # on many clusters /tmp; other variables name a directory of the job
+_RECURSIVE = re.compile(r"-[a-zA-Z]*[rRa]|--rec|--arch")
 _FILE = re.compile(r"\.(tar|tgz|zip|gz|bz2|xz|h5|hdf5|npz|pt|pth|ckpt|csv|json|txt|log)$")
 _ARCHIVE = re.compile(r"\.(tar|tgz|tar\.\w+)$")
 _UNPACK = re.compile(r"tar -?[a-z]*x[a-z]*f (\S+)(?: (?:-C |--directory[ =])(\S+))?")
@@ -29,7 +39,7 @@ _PLAIN_OPTION = re.compile(  # copies all of the source, as it is
     r"-[arRvzhPLtlpogdDWuHf]+|--(progress|archive|recursive|info=\S+|stats|partial|verbose)"
 )
 _OUTPUT = re.compile(  # options and variables whose values a program usually writes to
-    r"-{0,2}([\w-]*[_-])?(out|outputs?|saves?|ckpts?|checkpoints?|logs?|results?)"
+    r"-{0,2}([\w-]*[_-])?(out|outputs?|saves?|ckpts?|checkpoints?|logs?|results?|cache|tmp|temp|work)"
     r"([_-]?(dir|directory|path|folder|root|to))?",
     re.IGNORECASE,
 )
@@ -68,11 +78,6 @@ class _Result:
     line: int
     text: str
 
-    @property
-    def source(self) -> str:
-        """Its path as `collect` has it."""
-        return HOLE.sub(lambda match: f"{{env.{match[1].strip(chr(34))[1:]}}}", self.place)
-
 
 class Copies:
     """What a script copies to its nodes and back.
@@ -81,6 +86,7 @@ class Copies:
         staged: entries of `stage`.
         results: what is copied back.
         directory: the script's current directory if that is on the node's own disk, else empty.
+        moved: results that the program writes to the job's own directory instead.
     """
 
     def __init__(self, values: Values) -> None:
@@ -88,19 +94,20 @@ class Copies:
         self.staged: list[Staged] = []
         self.results: list[_Result] = []
         self.directory = ""
-        self._made: set[str] = set()  # directories that the script makes
+        self.moved: list[str] = []
+        self._made: set[str] = set()  # what the script makes or removes before the launch
+        self._copied: set[str] = set()  # directories that it copies there
 
     def path(self, text: str) -> str:
         """Return an absolute path; it may start with the variable of a node's directory."""
+        text = self.values.at_submission(text)
         if not text.startswith(("\0", "/")):
             text = os.path.join(self.directory or self.values.directory, text)
-        text = re.sub('^\0"?\\$\\{?(\\w+)\\}?"?\0', '\0"$\\1"\0', text)
-        return os.path.normpath(text)
+        return os.path.normpath(_HOLE_OF_JOB.sub('\0"$\\1"\0', text))
 
     def is_local(self, text: str) -> bool:
         """Whether a path is on the node's own disk or in its RAM."""
-        path = self.path(text)
-        return bool(_ROOT.match(path) or _root_variable(path))
+        return _root(self.path(text)) != ""
 
     def take(self, words: Sequence[str]) -> bool:
         """Add entries for a copy to the node; return False for any other command."""
@@ -110,7 +117,7 @@ class Copies:
         options = [word for word in words[1:] if word.startswith("-")]
         paths = [word for word in words[1:] if not word.startswith("-")] or [""]
         *sources, target = map(self.values.at_submission, paths)
-        if name == "mkdir":
+        if name in ("mkdir", "rm"):
             self._made |= {self.path(path) for path in (*sources, target)}
         if name not in ("cp", "rsync") or not sources or not self.is_local(target):
             return False
@@ -120,9 +127,9 @@ class Copies:
         if not (known and all(map(_PLAIN_OPTION.fullmatch, options))):
             return False
         place = self.path(target)
-        tree = name == "rsync" or any(re.match(r"-[a-zA-Z]*[rRa]|--rec|--arch", o) for o in options)
+        tree = name == "rsync" or any(map(_RECURSIVE.match, options))
         into = len(sources) > 1 or target.endswith(("/", "/.")) or place in self._made
-        into = into or bool(_ROOT.fullmatch(place) or HOLE.fullmatch(place))
+        into = into or place == _root(place)
         names = [os.path.basename(source.rstrip("/")) for source in sources]
         files = [not tree or bool(_FILE.search(base)) for base in names]
         if any(files) and not into and names != [os.path.basename(place)]:
@@ -161,13 +168,14 @@ class Copies:
         taken = {entry.name for entry in self.staged}
         unique = next(n for n in (name, *(f"{name}_{i}" for i in range(2, 99))) if n not in taken)
         self.staged.append(Staged(unique, source, kind, place, file))
+        if not file:
+            self._copied.add(place)
 
-    def decline_unless_used(self, values: Iterable[str]) -> None:
+    def decline_unless_used(self, values: Sequence[str]) -> None:
         """Stage nothing unless arguments and exports name all of it, and only it.
 
         A program may also find data by a parent directory, or write results to the same directory.
         """
-        values = list(values)
         for value in values:
             self.replaced(value)
         paths = [value.partition("=")[2] or value for value in values if value[:1] != "-"]
@@ -182,44 +190,104 @@ class Copies:
             if path and _OUTPUT.fullmatch(option)
         ]
         written = any(
-            f"{one}/".startswith(f"{e.place}/") for e in self.staged for one in (*results, *outputs)
+            one == e.place or _contains(os.path.join(e.place, e.file).rstrip("/"), one)
+            for e in self.staged
+            for one in (*results, *outputs)
         )
         if around or written or not all(entry.is_used for entry in self.staged):
             self.staged.clear()
 
-    def take_back(self, words: list[str], line: int, text: str) -> None:
-        """Add a copy of results.
+    def move_results(self, values: Sequence[str], *, shell_works_there: bool) -> None:
+        """Move results that other jobs may also write to the job's own directory.
+
+        `/tmp` and often `$TMPDIR` are shared by the jobs of a node, so `collect` of a directory
+        that the script never makes could bring the files of others.
+
+        Args:
+            values: arguments and exports.
+            shell_works_there: whether lines of setup work on the node's disk.
+
+        Raises:
+            InputError: no argument or export names the results, so they cannot be moved.
+        """
+        made = {path for path in self._made if path != _root(path)}
+        known = made | self._copied
+        for result in self.results:
+            place = result.place
+            is_own = _OF_JOB.match(place) is not None  # such as /tmp/$SLURM_JOB_ID
+            is_shared = place.startswith(("/", _SHARED))
+            if not is_shared or (not is_own and any(_contains(one, place) for one in known)):
+                continue
+            self.moved.append(place)
+            moved = [self.replaced(value) for value in values]
+            named = moved != [*values] and not any(shown(place) in shown(value) for value in moved)
+            if shell_works_there or not named or (is_own and made):
+                why = "other jobs may also write there, as the script does not make the directory"
+                hint = "write `mkdir` for it before the launch, or name it in an argument"
+                if is_own:
+                    why = "lines before the launch also work there"
+                    hint = "write a path without the job's id, such as $TMPDIR/out"
+                raise lost_results(result.line, result.text, why, hint)
+
+    def take_back(self, words: Sequence[str], line: int, text: str) -> bool:
+        """Add a copy of results on the node; return False if they are on shared storage.
 
         Raises:
             InputError: `collect` cannot copy the same.
         """
         options = [word for word in words[1:] if word.startswith("-")]
-        *sources, target = [word for word in words[1:] if not word.startswith("-")] or [""]
+        paths = [word for word in words[1:] if not word.startswith("-")] or [""]
+        *sources, target = map(self.values.at_submission, paths)
+        name = os.path.basename(words[0])
+        if not any(map(self._may_be_local, (*sources, target) if name == "tar" else sources)):
+            return False
+        is_tree = any(map(_RECURSIVE.match, options))
+        if len(sources) == 1 and not is_tree and _is_file_name(sources[0], target):
+            target = os.path.dirname(target)  # collect names a directory
         # A directory that is named after the job: collect makes one for each run.
-        target = re.sub("/[^/]*\0[^\0]*JOB_?ID[^/]*", "", target.rstrip("/")) or "."
-        target = self.values.at_submission(target)
-        plain = words[0] in ("cp", "rsync", "mv") and all(map(_PLAIN_OPTION.fullmatch, options))
-        known = target.startswith("/") or self.values.directory
-        if not (plain and known and sources) or has_hole(target) or ":" in target:
-            raise _lost_results(line, text)
+        target = re.sub("(^|/)[^/]*\0[^\0]*JOB_?ID[^/]*", "", target.rstrip("/")) or "."
+        plain = name in ("cp", "rsync", "mv") and all(map(_PLAIN_OPTION.fullmatch, options))
+        if has_hole(target) or not (target.startswith("/") or self.values.directory):
+            why = "only the job can compute where they go"
+            raise lost_results(line, text, why, "write the directory out")
+        if not plain or ":" in target:
+            raise lost_results(line, text, f"{name} does more than copy a file or directory")
+        target = os.path.normpath(os.path.join(self.values.directory, target))
         for source in sources:
-            place = self.path(self.values.at_submission(source).removesuffix("/."))
-            variable = _root_variable(place)
-            is_root = place == variable or _ROOT.fullmatch(place)  # with all else on the disk
-            changed = {*hole_names(variable)} & self.values.variables.keys()
-            if is_root or changed or not self.is_local(place) or has_hole(place[len(variable) :]):
-                raise _lost_results(line, text)
-            target = os.path.normpath(os.path.join(self.values.directory, target))
+            place = self.path(source.removesuffix("/."))
+            root = _root(place)
+            changed = {*hole_names(root)} & self.values.variables.keys()
+            if place == root:
+                raise lost_results(line, text, "other files are there, too")
+            if changed or not root or has_hole(place[len(root) :]):
+                raise lost_results(line, text, "only the job can compute where they are")
             self.results.append(_Result(place, target, line, text))
+        return True
+
+    def _may_be_local(self, path: str) -> bool:
+        """Whether a path is on the node's own disk, or only the job can compute where it is."""
+        hole = HOLE.match(path)
+        unknown = hole is not None and hole_names(hole[0])[0] not in ("HOME", "USER")
+        if not path.startswith(("\0", "/")):
+            unknown = not (self.directory or self.values.directory)
+        return self.is_local(path) or unknown
+
+    def collected(self, place: str) -> str:
+        """Return the path of results as `collect` has it."""
+        return HOLE.sub(lambda m: f"{{env.{m[1].strip(chr(34))[1:]}}}", self.replaced(place))
 
     def replaced(self, value: str) -> str:
         """Return a value with a placeholder in place of the path of staged data."""
         option, equals, path = value.partition("=")
-        if equals and re.fullmatch(r"-{0,2}[\w.-]+", option):
+        if equals and re.fullmatch(r"[-+~]{0,2}[\w./@-]+", option):
             return f"{option}={self.replaced(path)}"
         if "/" not in value and not value.startswith(("\0", ".")):
             return value
         path = self.path(value)
+        for place in self.moved:
+            if _contains(path, place) or _contains(place, path):
+                own = "shm.dir" if path.startswith("/dev/shm") else "local.dir"  # noqa: S108
+                return f"{{{own}}}{path[len(_root(path)) :]}"
         inside = [e for e in self.staged if f"{path}/".startswith(f"{e.place}/")]
         exact = [e for e in inside if e.file and path == os.path.join(e.place, e.file)]
         trees = [e for e in inside if not e.file or path == e.place]
@@ -231,13 +299,35 @@ class Copies:
         return f"{{stage.{best.name}}}{rest}"
 
 
-def _root_variable(path: str) -> str:
-    """Return the variable of a node's directory that a path starts with; empty if none."""
+def _contains(directory: str, path: str) -> bool:
+    return f"{path}/".startswith(f"{directory}/")
+
+
+def _is_file_name(source: str, target: str) -> bool:
+    """Whether a copy of a file has a file's name as its target, not a directory."""
+    names = os.path.basename(source), os.path.basename(target)
+    endings = [os.path.splitext(name)[1] for name in names]
+    return names[0] == names[1] or (endings[0] == endings[1] != "")
+
+
+def _root(path: str) -> str:
+    """Return the part of a path that names the node's own disk or RAM; empty if it is elsewhere.
+
+    A directory there that has the job's id in its name is a part of it.
+    """
+    if match := _OF_JOB.match(path) or _ROOT.match(path):
+        return match[0]
     match = HOLE.match(path)
     return match[0] if match and hole_names(match[0])[0] in NODE_DIRECTORIES else ""
 
 
-def _lost_results(line: int, text: str) -> InputError:
-    problem = f"line {line}: {shown(text)}: `collect` cannot copy back the same files"
-    hint = "copy a file or directory below $TMPDIR, /tmp or /dev/shm with cp -r or rsync -a"
-    return InputError(problem, hint=hint)
+def lost_results(
+    line: int,
+    text: str,
+    why: str = "hpml does not evaluate it",
+    hint: str = "name one file or directory on the node's disk: `cp -r $TMPDIR/out results/`",
+) -> InputError:
+    """Return the error about a line that copies results in a way that `collect` cannot."""
+    return InputError(
+        f"line {line}: {shown(text)}: `collect` cannot copy back the same files: {why}", hint=hint
+    )

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from pydantic import ValidationError
 
 from hpml_orchestrator.convert.arguments import SIZES, Arguments, shell_word
-from hpml_orchestrator.convert.body import PROVIDED, SET_LATER, Body, Line, check_devices
+from hpml_orchestrator.convert.body import PROVIDED, SET_LATER, Line, read_body
 from hpml_orchestrator.convert.files import job_text
 from hpml_orchestrator.convert.header import read_header
 from hpml_orchestrator.convert.launchers import PYTHON
@@ -20,6 +20,7 @@ from hpml_orchestrator.convert.report import ImportNote, ImportReport
 from hpml_orchestrator.convert.resources import (
     add_srun_options,
     allocation,
+    check_devices,
     job_size,
     known_variables,
 )
@@ -116,7 +117,7 @@ class _Import:
         self.known["SLURM_SUBMIT_DIR"] = context.directory
         self.known["SLURM_JOB_NAME"] = self.header.text("job-name") or name
         start = os.path.normpath(os.path.join(context.directory, self.header.text("chdir")))
-        self.body = Body(text, Values(context.environment, self.known, start), self.report)
+        self.body = read_body(text, Values(context.environment, self.known, start), self.report)
         self.launch = self.body.launch
         add_srun_options(self.header, self.launch, self.report)
         given = allocation(self.header, self.report)
@@ -188,10 +189,15 @@ class _Import:
         # A program such as `bash -c '… $NAME'` also reads variables of setup.
         used |= set(re.findall(r"\$\{?(\w+)", " ".join(values)))
         exported = [v for li in body.lines if li.exported for v in li.assigned.values()]
-        copies.decline_unless_used([*values, *exported])
-        for line in body.lines:
-            if line.kind in ("keep", "venv") and body.is_on_node(line.source):
-                copies.staged.clear()  # a shell line works with the copies
+        values += exported
+        copies.decline_unless_used(values)
+        works_there = any(
+            line.kind in ("keep", "venv") and body.is_on_node(line.source) for line in body.lines
+        )
+        if works_there:
+            copies.staged.clear()
+        copied = not copies.staged and any(line.kind == "stage" for line in body.lines)
+        copies.move_results(values, shell_works_there=works_there or copied)
         for line in body.lines:
             if line.kind == "stage" and not copies.staged:
                 line.kind = "keep"
@@ -328,8 +334,6 @@ class _Import:
                     todo = "hpml does not bind it: better write another job file for it"
                 self.report.changed(line.line, line.source, _IN_SETUP, todo)
                 lines.append(line.source)
-        if any("SLURM_SUBMIT_DIR" in line for line in lines):
-            lines.insert(0, f"SLURM_SUBMIT_DIR={shlex.quote(self.context.directory)}")
         self._put_export(lines)
         for name, value in launch.variables.items():
             self._put_variable(name, value, launch.line, f"{name}={shown(value)}")
@@ -337,13 +341,17 @@ class _Import:
             lines.append(f"cd {shlex.quote(launch.directory)}")
         for source in self.arguments.exports.values():
             self._check_line(launch.line, source)
-        return lines + list(self.arguments.exports.values())
+            lines.append(source)
+        for name in ("SLURM_SUBMIT_DIR", "SLURM_JOB_NAME"):  # hpml's job has others
+            if any(name in line for line in lines):
+                lines.insert(0, f"{name}={shlex.quote(self.known[name])}")
+        return lines
 
     def _read_line(self, line: Line) -> None:
         """Set the variables that a line exports, and report it if it is left out."""
         placed = {name: self.arguments.placed(value) for name, value in line.assigned.items()}
         is_known = not any(map(has_hole, placed.values()))
-        if placed and is_known and SIZES.search(line.source):
+        if placed and is_known and (SIZES.search(line.source) or _ARGUMENTS.search(line.source)):
             words = (f"{name}={shell_word(value)}" for name, value in placed.items())
             line.source = "export " * line.exported + " ".join(words)
         if line.kind == "keep" and (match := _LATER.search(line.source)):
@@ -351,13 +359,17 @@ class _Import:
         for name, value in line.assigned.items() if line.exported else ():
             if not line.in_setup or name in SET_LATER:
                 self._put_variable(name, value, line.line, line.source)
-        if not line.in_setup and (line.kind == "dropped" or not is_known):
+        provided = not line.exported and line.assigned.keys() & PROVIDED
+        if not line.in_setup and (line.kind == "dropped" or provided or not is_known):
             why = "nothing else uses it, or hpml does itself what it was for"
             self.report.add("dropped", line.line, line.source, why)
 
     def _check_line(self, line: int, source: str) -> None:
         """Refuse a line that would find other values in `environment.setup` than in the script."""
         where = f"line {line}: {source.partition(chr(10))[0]}: "
+        if re.match(r"(?!.*\|\|).*\bread\b.* -d ''", source):
+            problem = "`read -d ''` ends with status 1, which ends hpml's job"
+            raise InputError(where + problem, hint="write `|| :` behind it, before the <<")
         if _ARGUMENTS.search(re.sub(r"'[^']*'", "", source)):  # quoted text may be a program of awk
             problem = "needs the name or the arguments of the script, which hpml's job has not"
             raise InputError(where + problem, hint="write the values into it, as ${1:-VALUE}")
@@ -390,18 +402,16 @@ class _Import:
     def _put_variable(self, name: str, value: str, line: int, text: str) -> None:
         """Set a variable of the ranks; in setup if only the job can compute its value."""
         default = {"OMP_NUM_THREADS": str(self.size.cpus_per_rank), "PYTHONUNBUFFERED": "1"}
-        value = self.arguments.placed(value)
-        splits = re.search('\0(?!")[^\0]', value)  # without quotes it may become several words
+        placed = self.arguments.placed(value)
+        splits = re.search('\0(?!")[^\0]', placed)  # without quotes it may become several words
         if name == "CUDA_VISIBLE_DEVICES":
-            check_devices(self.body.values, line, value)
-        elif name in PROVIDED:
-            return
-        elif name in SET_LATER and value == default[name]:
+            check_devices(self.body.values, line, placed)
+        elif name in PROVIDED or placed == default.get(name):
             self.report.add("dropped", line, text, f"hpml sets {name} itself")
-        elif has_hole(value) and name in SET_LATER:
+        elif has_hole(placed) and name in SET_LATER:
             raise _computed_later(line, text, name)
-        elif has_hole(value) and not splits:
-            self.arguments.exports[name] = f"export {name}={shell_word(value)}"
+        elif has_hole(placed) and not splits:
+            self.arguments.exports[name] = f"export {name}={shell_word(placed)}"
         else:
             if _SECRET.search(name):
                 why = "the value can be read in the job file and in the records of its runs"
@@ -416,9 +426,14 @@ class _Import:
         if copies.staged:
             self.put("stage", [one.entry(self.context.path(one.source)) for one in copies.staged])
         for result in copies.results:
-            entry = {"source": result.source, "target": self.context.path(result.target)}
-            where = f"{entry['target']}/RUN/NODE/{os.path.basename(result.source)}"
-            why = f"all of each node's {result.source} is copied back to {where}"
+            entry = {
+                "source": copies.collected(result.place),
+                "target": self.context.path(result.target),
+            }
+            where = f"{entry['target']}/RUN/NODE/{os.path.basename(entry['source'])}"
+            why = f"on each node, all of {shown(result.place)} is copied back to {where}"
+            if "dir}" in entry["source"]:
+                why = f"the program writes to {entry['source']}, which is copied back to {where}"
             self.report.changed(result.line, result.text, why)
             if entry not in results:
                 results.append(entry)

@@ -150,16 +150,15 @@ class _Launcher:
         launcher: the launcher in the job file.
         options: options with a value. hpml chooses that of a bare `NAME`; `NAME=SIZE` is one of
             the sizes of a launch, `NAME=$VARIABLE` sets a variable, `NAME=$` is followed by
-            VARIABLE=VALUE, and `NAME!` is reported as lost.
+            VARIABLE=VALUE, `NAME=$PREFIX_` by two values, of which the first ends a variable's
+            name, and `NAME!` is reported as lost.
         flags: options without a value; `!` as above.
-        pairs: options with two values, `NAME=$PREFIX`: the first value ends a variable's name.
         per_node: default number of ranks on each node.
     """
 
     launcher: str
     options: str
     flags: str
-    pairs: str = ""
     per_node: str = ""
 
 
@@ -189,10 +188,10 @@ _DEEPSPEED = _Launcher(
 _MPIRUN = _Launcher(
     "mpirun",
     "np=total n=total c=total npernode=per_node N=per_node x=$ hostfile=hosts machinefile=hosts "
-    "H=hosts host=hosts prefix default-hostfile display map-by! bind-to! rank-by! rf! rankfile!",
+    "H=hosts host=hosts prefix default-hostfile display map-by! bind-to! rank-by! rf! rankfile! "
+    "mca=$OMPI_MCA_ gmca=$OMPI_MCA_ pmixmca=$PMIX_MCA_ prtemca=$PRTE_MCA_",
     "oversubscribe allow-run-as-root report-bindings display-map tag-output v q verbose quiet "
     "nooversubscribe",
-    "mca=$OMPI_MCA_ gmca=$OMPI_MCA_ pmixmca=$PMIX_MCA_ prtemca=$PRTE_MCA_",
 )
 _HOROVODRUN = _Launcher(
     "horovodrun",
@@ -255,10 +254,8 @@ def _add_python(launch: Launch, names: set[str], who: str) -> None:
 
 def _read_options(launch: Launch, table: _Launcher, who: str) -> set[str]:
     """Remove the options of a launcher from the words and return their names."""
-    pairs = dict(option.split("=") for option in table.pairs.split())
     targets = dict(
-        option.replace("!", "=!").partition("=")[::2]
-        for option in [*table.options.split(), *table.pairs.split()]
+        option.replace("!", "=!").partition("=")[::2] for option in table.options.split()
     )
     flags = {flag.rstrip("!"): flag[-1] == "!" for flag in table.flags.split()}
     words, names = launch.words, set()
@@ -271,15 +268,15 @@ def _read_options(launch: Launch, table: _Launcher, who: str) -> set[str]:
             raise launch.refused(word, why, f"write the options of {who} and the program there")
         spelling, equals, value = word.lstrip("-").partition("=")
         name = spelling.replace("_", "-")
+        target = targets.get(name, "")
         if name in targets and not equals and words:
             value = words.pop(0)
-            value += f"={words.pop(0)}" if name in pairs and words else ""
+            value += f"={words.pop(0)}" if target.endswith("_") and words else ""
             word = f"{word} {value}"
         elif name not in targets and name not in flags:
             why = "hpml starts the ranks itself and has no counterpart of this option"
             raise launch.refused(f"{who} {word}", why, "remove it, or write the job file by hand")
         names.add(name)
-        target = targets.get(name, "")
         if (target == "!" and value not in ("none", "0")) or flags.get(name):
             why = f"hpml starts and binds the ranks itself, by {table.launcher}"
             launch.lost(f"{who} {word}", why, "check whether the training needs it")
@@ -350,7 +347,10 @@ def _srun_option(launch: Launch, option: Option) -> None:
             launch.lost(f"srun {option.shown}", *(ALL_GPUS if name in HIDES_GPUS else own))
     else:
         why = "a job file has no counterpart of this option"
-        raise launch.refused(f"srun {option.shown}", why, "remove it; `mpi` is none, pmix or pmi2")
+        hint = (
+            "use none, pmix or pmi2" if name == "mpi" else "remove it, or write `command` by hand"
+        )
+        raise launch.refused(f"srun {option.shown}", why, hint)
 
 
 def _refuse_binding(launch: Launch) -> None:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from hpml_orchestrator.convert.header import apply_option
 from hpml_orchestrator.convert.report import ALL_GPUS, HIDES_GPUS
-from hpml_orchestrator.convert.values import has_hole
+from hpml_orchestrator.convert.values import has_hole, shown
 from hpml_orchestrator.errors import InputError
 from hpml_orchestrator.spec.values import Gpus, size_text
 
@@ -16,8 +16,17 @@ if TYPE_CHECKING:
     from hpml_orchestrator.convert.header import Header
     from hpml_orchestrator.convert.launchers import Launch
     from hpml_orchestrator.convert.report import ImportReport
+    from hpml_orchestrator.convert.values import Values
 
-__all__ = ["Allocation", "Size", "add_srun_options", "allocation", "job_size", "known_variables"]
+__all__ = [
+    "Allocation",
+    "Size",
+    "add_srun_options",
+    "allocation",
+    "check_devices",
+    "job_size",
+    "known_variables",
+]
 
 _GPUS = ("gres", "gpus", "gpus-per-node", "gpus-per-task")
 _RANKS = ("nodes", "ntasks", "ntasks-per-node")  # job_size reads those of srun
@@ -36,11 +45,6 @@ class Allocation:
     tasks: int | None
     gpus: Gpus
     cpus: int
-
-    @property
-    def tasks_per_node(self) -> int:
-        """Tasks of each node, rounded up; 1 if the header does not say."""
-        return -(-self.tasks // self.nodes) if self.tasks else 1
 
 
 def allocation(header: Header, report: ImportReport) -> Allocation:
@@ -107,6 +111,19 @@ def known_variables(header: Header, given: Allocation) -> dict[str, str]:
     if given.tasks:
         known |= dict.fromkeys(("SLURM_NTASKS", "SLURM_NPROCS"), given.tasks)
     return {name: str(number or "") for name, number in known.items()}
+
+
+def check_devices(values: Values, line: int, devices: str) -> None:
+    """Check that CUDA_VISIBLE_DEVICES names all GPUs of the job: then Slurm sets the same.
+
+    Raises:
+        InputError: it names others.
+    """
+    count = int(values.known.get("SLURM_GPUS_ON_NODE") or 0)
+    if devices != ",".join(map(str, range(count))):
+        problem = f"line {line}: CUDA_VISIBLE_DEVICES={shown(devices)}: the header asks for {count}"
+        hint = "remove the line; write --gpus-per-node for the number of GPUs"
+        raise InputError(f"{problem} GPUs, and hpml shows the ranks all of them", hint=hint)
 
 
 def add_srun_options(header: Header, launch: Launch, report: ImportReport) -> None:

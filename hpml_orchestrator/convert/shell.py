@@ -39,9 +39,15 @@ _EXPANSIONS = frozenset(
     "simple_expansion expansion command_substitution arithmetic_expansion process_substitution "
     "ansi_c_string translated_string".split()
 )
-_MISSED = re.compile(r"\$[\w({@*#?$!-]", re.ASCII)  # an expansion that the grammar takes for text
+_MARK = "\x01"  # stands for the `$` of such a name while the grammar reads the script
+_INNER_NAME = re.compile(r"(\(\(.*?\)\))|(?<=[\w/.:,=@%~}-])\$(?=[A-Za-z_])", re.ASCII)
+_LITERAL = re.compile(  # text in which the grammar may have missed expansions
+    r"(?P<expansion>\$[A-Za-z_]\w*|\$[\d({@*#?$!-][^\\]*)|\\(?P<escaped>.)|[^\\$]+|[\\$]",
+    re.ASCII | re.DOTALL,
+)
 _OPEN_DOLLAR = re.compile(r"(?<!\\)(?:\\\\)*\$\Z")  # not escaped, at the end of a part
 _BLANKS = re.compile(r"(?:[ \t\r]|\\\n)+")
+_ARRAY_BLANKS = re.compile(r"(?:\s|\\\n|#.*)+")
 _BLANK_AFTER_BACKSLASH = re.compile(r"(?<!\\)\\[ \t]+\n|(?<=[\s\"'`)}])\\[ \t]")
 
 
@@ -129,9 +135,16 @@ def parse_script(text: str) -> list[Statement]:
             hint="at the end of a line remove it; elsewhere put the blank in quotes",
         )
     _refuse_invalid(text)  # first: the grammar's scanner may crash on here-documents without end
-    root = Parser(_language()).parse(text.encode()).root_node
+    # The grammar divides a word such as `$A/$B/c`, and not one with a mark in place of a `$`.
+    marked = _INNER_NAME.sub(lambda match: match[1] or _MARK, text) if _MARK not in text else text
+    root = Parser(_language()).parse(marked.encode()).root_node
+    if root.has_error:  # not everywhere it takes a mark
+        root = Parser(_language()).parse(text.encode()).root_node
+    node = root
+    while inner := next((child for child in node.children if child.has_error), None):
+        node = inner
     if root.has_error:
-        raise _syntax_error(root)
+        raise _unreadable(node.start_point.row + 1, _text(node))
     statements: list[Statement] = []
     for node in root.children:
         if node.is_named and node.type != "comment":
@@ -168,22 +181,11 @@ def _refuse_invalid(text: str) -> None:
 
 
 def _text(node: Node) -> str:
-    return (node.text or b"").decode(errors="replace")
+    return _decode(node.text or b"")
 
 
-def _syntax_error(root: Node) -> InputError:
-    """Return the error about the first node that the grammar could not place."""
-    node, parent = root, root
-    while inner := next((child for child in node.children if child.has_error), None):
-        node, parent = inner, node
-    if node.is_missing:
-        problem, node = f"`{node.type}` is missing", parent
-    else:
-        problem, node = "not valid bash", node.children[-1] if node.children else node
-    return InputError(
-        f"line {node.start_point.row + 1}: {problem}",
-        hint="`bash -n SCRIPT` checks the syntax; move what bash accepts into another script",
-    )
+def _decode(raw: bytes) -> str:
+    return raw.decode(errors="replace").replace(_MARK, "$")
 
 
 def _statement(node: Node) -> Statement:
@@ -200,7 +202,7 @@ def _statement(node: Node) -> Statement:
             found.commands[-1].redirects.append(_text(node))
             if node.type == "file_redirect":
                 source = raw[start - first : node.end_byte - first]
-                found.commands[-1].source = source.decode(errors="replace")
+                found.commands[-1].source = _decode(source)
         elif not node.is_named:
             operator = node.type if node.type in ("&&", "||", "|", "|&") else ""
         else:
@@ -215,7 +217,7 @@ def _command(node: Node, operator: str) -> Command:
     command = Command(operator, node.start_point.row + 1, _text(node).rstrip())
     nodes = [node] if node.type == "variable_assignment" else node.children
     if node.type != "test_command":
-        _check_gaps(nodes, command)
+        _check_gaps(nodes, command.line)
     words = []
     for child in nodes:
         if child.type == "variable_assignment" and child.children[0].type == "variable_name":
@@ -228,7 +230,7 @@ def _command(node: Node, operator: str) -> Command:
     return command
 
 
-def _check_gaps(nodes: list[Node], command: Command) -> None:
+def _check_gaps(nodes: list[Node], line: int, blanks: re.Pattern[str] = _BLANKS) -> None:
     """Check that blanks separate the words: the grammar joins some lines, and divides `$"text"`.
 
     Raises:
@@ -239,19 +241,24 @@ def _check_gaps(nodes: list[Node], command: Command) -> None:
         raw = (parent.text or b"") if parent else b""
         start = parent.start_byte if parent else 0
         gap = raw[before.end_byte - start : after.start_byte - start].decode(errors="replace")
-        if not _BLANKS.fullmatch(gap):
-            raise InputError(
-                f"line {command.line}: {_text(before)}: hpml cannot read this command",
-                hint="write one assignment or command on each line",
-            )
+        if not blanks.fullmatch(gap):
+            raise _unreadable(line, _text(before))
+
+
+def _unreadable(line: int, text: str) -> InputError:
+    return InputError(
+        f"line {line}: {text.partition(chr(10))[0]}: hpml cannot read this command",
+        hint="write one assignment or command on each line, or move it into another script",
+    )
 
 
 def _assignment(node: Node) -> Assignment:
     name, sign, *value = node.children
     items = None
     if value and value[0].type == "array":
-        inner = [child for child in value[0].children if child.is_named]
-        items = tuple(_word(child) for child in inner if child.type != "comment")
+        inner = [n for n in value[0].children if n.is_named and n.type != "comment"]
+        _check_gaps(inner, node.start_point.row + 1, _ARRAY_BLANKS)
+        items = tuple(map(_word, inner))
     word = _word(value[0]) if value else Word("", ())
     return Assignment(_text(name), sign.type == "+=", word, items)
 
@@ -264,7 +271,7 @@ def _parts(node: Node) -> Iterator[Part]:
     """Yield the parts of a word's node."""
     text = _text(node)
     if node.type in _EXPANSIONS:
-        yield from _expansion(text, quoted=False)
+        yield from _expansion(node, text, quoted=False)
     elif node.type == "raw_string":
         yield Part(text[1:-1], quoted=True)
     elif node.type == "string":
@@ -277,11 +284,7 @@ def _parts(node: Node) -> Iterator[Part]:
             else:
                 yield from _parts(child)
     else:
-        for match in re.finditer(r"\\(.?)|[^\\]+", text.replace("\\\n", ""), re.DOTALL):
-            if match[0][0] == "\\":
-                yield Part(match[1], quoted=True)
-            else:
-                yield Part(match[0], is_expansion=_MISSED.search(match[0]) is not None)
+        yield from _literal(text, quoted=False)
 
 
 def _string_parts(node: Node) -> Iterator[Part]:
@@ -293,23 +296,26 @@ def _string_parts(node: Node) -> Iterator[Part]:
         if child.type in _EXPANSIONS:
             source = _text(child).lstrip()
             end = child.end_byte - start
-            yield _literal(raw[position : end - len(source.encode())])
-            yield from _expansion(source, quoted=True)
+            yield from _literal(_decode(raw[position : end - len(source.encode())]), quoted=True)
+            yield from _expansion(child, source, quoted=True)
             position = end
-    yield _literal(raw[position:-1])
+    yield from _literal(_decode(raw[position:-1]), quoted=True)
 
 
-def _expansion(text: str, *, quoted: bool) -> Iterator[Part]:
-    """Yield an expansion, and what the grammar wrongly adds to a name: `é` of `$NAMEé`."""
-    match = re.match(r"\$[A-Za-z_]\w*(?=[^\x00-\x7f])", text, re.ASCII)
-    end = match.end() if match else len(text)
-    yield Part(text[:end], is_expansion=True, quoted=quoted)
-    if text[end:]:
-        yield Part(text[end:], quoted=quoted)
+def _expansion(node: Node, text: str, *, quoted: bool) -> Iterator[Part]:
+    if node.type == "simple_expansion":
+        yield from _literal(text, quoted=quoted)  # the grammar adds `é` of `$NAMEé` to the name
+    else:
+        yield Part(text, is_expansion=True, quoted=quoted)
 
 
-def _literal(raw: bytes) -> Part:
-    text = raw.decode(errors="replace").replace("\\\n", "")
-    if _MISSED.search(re.sub(r"\\.", "", text, flags=re.DOTALL)):
-        return Part(text, is_expansion=True, quoted=True)
-    return Part(re.sub(r'\\([$`"\\])', r"\1", text), quoted=True)
+def _literal(text: str, *, quoted: bool) -> Iterator[Part]:
+    """Yield the parts of text without its escapes."""
+    for match in _LITERAL.finditer(text.replace("\\\n", "")):
+        if match["expansion"]:
+            yield Part(match[0], is_expansion=True, quoted=quoted)
+        elif match["escaped"]:
+            is_kept = quoted and match["escaped"] not in '$`"\\'
+            yield Part(match[0] if is_kept else match["escaped"], quoted=True)
+        else:
+            yield Part(match[0], quoted=quoted)

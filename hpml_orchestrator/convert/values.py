@@ -24,7 +24,8 @@ __all__ = ["HOLE", "Values", "has_hole", "hole_names", "shown"]
 
 HOLE = re.compile("\0([^\0]*)\0")
 _STABLE = NODE_DIRECTORIES | frozenset(  # the same at every time of the job
-    "SLURM_JOB_ID SLURM_JOBID SLURM_ARRAY_JOB_ID SLURM_ARRAY_TASK_ID HOME USER".split()
+    "SLURM_JOB_ID SLURM_JOBID SLURM_ARRAY_JOB_ID SLURM_ARRAY_TASK_ID HOME USER "
+    "SCRATCH PSCRATCH WORK PROJECT STORE".split()
 )
 _SIMPLE = re.compile(r"\$(\w+|[@*#?$!-])|\$\{(\w+|[@*#])(?:\[[@*]\])?\}", re.ASCII)
 _DEFAULT = re.compile(r"\$\{(\w+):?[-=]([^{}$`\"'\\]*)\}", re.ASCII)
@@ -95,6 +96,10 @@ class Values:
         stable = "\0!" not in " ".join(items) or _LAUNCHER.search(value) is not None
         known = stable and before is not None and len(value) < _MAX_VALUE
         known = known and name not in self._functions
+        if name in _STABLE:  # no longer: values that contain it keep the earlier one
+            for other, parts in self.variables.items():
+                if name in hole_names(" ".join(parts or ())):
+                    self.variables[other] = None
         self.variables[name] = (*(before or ()), *items) if known else None
         return name, value if known else f'\0"${name}"\0'
 
@@ -153,6 +158,7 @@ class Values:
         def given(match: re.Match[str]) -> str:
             name = hole_names(match[0])[0]
             fixed = name in self.variables or name in NODE_DIRECTORIES or self.sourced
+            fixed = fixed or name.startswith("SLURM")  # of the job that hpml import may run in
             return match[0] if fixed else self.environment.get(name, match[0])
 
         return HOLE.sub(given, value)

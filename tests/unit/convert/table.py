@@ -63,6 +63,16 @@ python train.py --run $RUN --day "$DAY" --home $HOME/x --user=$USER --to $SCRATC
 LR=0.1
 cd src && python ../train.py --lr $LR
 """,
+    "variables inside words": r"""
+#SBATCH --time=10
+ROOT=/scratch/models
+NAME=big
+RUN=$ROOT/$NAME/$SLURM_JOB_ID
+export WHERE=$ROOT/$NAME/w CACHE=$TMPDIR/$NAME/cache ID=$SLURM_JOB_ID.x
+ARGS=(--out $RUN/$NAME.pt # here
+  --x $ROOT/$NAME-a/b)
+python train.py ${ARGS[@]} $ROOT/$NAME/c "$ROOT/$NAME/d" a/\$NAME/$NAME/e $ROOT/$NAME/'f g'
+""",
     "home directories in a list": r"""
 #SBATCH --time=10
 DIRS=/data:~/data
@@ -100,7 +110,10 @@ python train.py --lr "$LR"
 SEED=${SEED:-7}
 X=${X:-"a }b"}
 LR=${1:-0.3}
-python train.py --seed $SEED --lr=$LR --x "$X"
+export MOMENTUM=${2:-0.9}
+DIR=out/$SLURM_JOB_NAME
+echo $LR $DIR
+python train.py --seed $SEED --lr=$LR --x "$X" --dir $DIR
 """,
     "variables of one line": r"""
 #SBATCH --time=10
@@ -381,6 +394,36 @@ cp $TMPDIR/*.pt results/
 TMPDIR=$(mktemp -d)
 python train.py --out $TMPDIR/out
 cp -r $TMPDIR/out results/
+""", 4, "cannot copy back"),
+    "results that other jobs may write to": (r"""
+python train.py
+cp -r $TMPDIR/out results
+""", 3, "other jobs may also write there"),
+    "results by a relative path": (r"""
+cd /tmp
+python train.py --out out
+cp -r out /results
+""", 4, "other jobs may also write there"),
+    "results in a text and in an argument": (r"""
+srun python -c 'train("/tmp/out")' --out /tmp/out
+cp -r /tmp/out /results
+""", 3, "other jobs may also write there"),
+    "results in a job's directory with others that the script makes": (r"""
+WORK=/tmp/$USER/$SLURM_JOB_ID
+mkdir -p $WORK/out
+python train.py --out $WORK/out
+cp -r $WORK/out results
+""", 5, "lines before the launch also work there"),
+    "a text that ends at no character": (r"""
+read -r -d '' TEXT <<END
+python train.py
+END
+srun bash -c "$TEXT"
+""", 2, "ends with status 1"),
+    "results in a directory that only the job knows": (r"""
+OUT=$(mktemp -d)
+python train.py --out $OUT
+mv $OUT results
 """, 4, "cannot copy back"),
     "results to another machine": (r"""
 python train.py --out $TMPDIR/out

@@ -297,6 +297,7 @@ def test_what_is_not_carried_over_is_reported(line: str, text: str) -> None:
         "export SLURM_CPU_FREQ_REQ=high",
         "source /opt/conda/etc/profile.d/conda.sh",
         "declare -a A=(1 2)",
+        "echo $[2/$N] > $A/$B/n",
     ],
 )
 def test_other_lines_become_setup_as_they_stand(line: str) -> None:
@@ -318,6 +319,8 @@ def test_other_lines_become_setup_as_they_stand(line: str) -> None:
         (["module load a", "module swap a b", "source v/bin/activate"],
          ["module swap a b", "source v/bin/activate"]),
         (["set -e", "module load a", "source v/bin/activate"], []),
+        # what is loaded when the job starts is removed before the others are loaded
+        (["module purge", "module load a"], ["module purge", "module load a"]),
         (["set -e", "date"], ["set -e", "date"]),
         (["#SBATCH --export=ALL,A=1", "./f $A"], ["export A=1", "./f $A"]),
         # `cd` after a line that may depend on the directory stays there
@@ -416,6 +419,7 @@ def test_an_archive_that_is_copied_and_unpacked_is_one_entry() -> None:
         ("cp train.py /tmp/out/", "--data data --out /tmp/out"),
         ("cp -r /d/set $TMPDIR/", "--data $TMPDIR/set --save-dir=$TMPDIR/set/ckpt"),
         ("cp -r /d/set $TMPDIR/", "--data $TMPDIR/set --log_dir $TMPDIR/set"),
+        ("tar xf /d/set.tar -C /dev/shm", "--data /dev/shm/set --cache-dir /dev/shm/cache"),
     ],
 )
 def test_a_directory_that_the_program_writes_to_is_not_staged(copy: str, arguments: str) -> None:
@@ -424,6 +428,23 @@ def test_a_directory_that_the_program_writes_to_is_not_staged(copy: str, argumen
     assert "stage" not in made.job
     assert made.job["environment"]["setup"].strip() == copy
     assert "{stage" not in str(made.job)
+
+
+def test_a_file_beside_the_results_is_staged() -> None:
+    """Both are in one directory; each is moved by itself."""
+    lines = ["cp d/set.h5 /tmp", "python t.py --data=/tmp/set.h5 --out=/tmp/out", "mv /tmp/out res"]
+    job = imported(*lines).job
+    assert job["stage"] == [{"name": "set", "source": "d/set.h5"}]
+    assert job["args"] == ["--data={stage.set}/set.h5", "--out={local.dir}/out"]
+
+
+def test_setup_has_the_name_of_the_scripts_job() -> None:
+    """Without --job-name sbatch takes the file's name; hpml's job has another."""
+    job = imported("D=out/$SLURM_JOB_NAME", "mkdir $D", "python t.py $D").job
+    assert job["args"] == ["out/job.sh"]
+    assert job["environment"]["setup"].startswith("SLURM_JOB_NAME=job.sh\n")
+    job = imported("python t.py ${SLURM_JOB_NAME%.sh}").job
+    assert job["environment"]["setup"].startswith("SLURM_JOB_NAME=job.sh\nARG_1=")
 
 
 def test_a_copy_that_srun_starts_on_every_node_is_staged() -> None:
@@ -462,12 +483,92 @@ def test_options_of_the_interpreter_are_reported(first: str) -> None:
     assert ("login" in changed.todo) == ("-x" not in first)
 
 
-def test_results_in_memory_and_in_a_fixed_directory() -> None:
-    """Their paths are the same in the job file."""
-    made = imported("python t.py --out /dev/shm/out", "cp -r /dev/shm/out res", "mv /tmp/a.pt res")
-    assert made.job["args"] == ["--out", "/dev/shm/out"]
-    sources = [{"source": one, "target": "res"} for one in ("/dev/shm/out", "/tmp/a.pt")]
-    assert made.job["collect"] == sources
+@pytest.mark.parametrize(
+    ("lines", "argument", "entry"),
+    [
+        # What the script makes has its path; else other jobs of the node may write there, too.
+        ("mkdir -p $TMPDIR/out\npython t.py $TMPDIR/out\ncp -r $TMPDIR/out res",
+         "{env.TMPDIR}/out", "{env.TMPDIR}/out -> res"),
+        ("rm -rf /tmp/o\npython t.py /tmp/o/x\nrsync -a /tmp/o/x/ res",
+         "/tmp/o/x", "/tmp/o/x -> res"),
+        ("python t.py $SLURM_TMPDIR/out\ncp -r $SLURM_TMPDIR/out res",
+         "{env.SLURM_TMPDIR}/out", "{env.SLURM_TMPDIR}/out -> res"),
+        ("mkdir -p $TMPDIR\npython t.py $TMPDIR/out\ncp -r $TMPDIR/out res",
+         "{local.dir}/out", "{local.dir}/out -> res"),
+        ("O=/dev/shm/out\npython t.py --out=$O/a\ncp -r $O/* res",
+         "--out={shm.dir}/out/a", "{shm.dir}/out -> res"),
+        ("python t.py --root=/tmp\nmv /tmp/out res", "--root={local.dir}",
+         "{local.dir}/out -> res"),
+        ("W=/tmp/$USER/$SLURM_JOB_ID\npython t.py $W/out\nrsync -a $W/out res",
+         "{local.dir}/out", "{local.dir}/out -> res"),
+        ("python t.py +run.dir=$TMPDIR/out\ncp -r $TMPDIR/out res",
+         "+run.dir={local.dir}/out", "{local.dir}/out -> res"),
+        ("python t.py /tmp/a\ncp /tmp/a/m.pt res/$SLURM_JOB_ID.pt", "{local.dir}/a",
+         "{local.dir}/a/m.pt -> res"),
+        ("cp -r /d/code $TMPDIR\ncd $TMPDIR/code\npython t.py .\ncp result $HOME/x",
+         ".", "{env.TMPDIR}/code/result -> ~/x"),
+        # `collect` names a directory: `cp FILE FILE` has the second file's directory.
+        ("python t.py /tmp/a\ncp /tmp/a/m.pt res/best.pt", "{local.dir}/a",
+         "{local.dir}/a/m.pt -> res"),
+        ("python t.py /tmp/a\ncp /tmp/a/m.pt .", "{local.dir}/a", "{local.dir}/a/m.pt -> ."),
+        ("python t.py /tmp/a\ncp /tmp/a/m.pt m.pt", "{local.dir}/a", "{local.dir}/a/m.pt -> ."),
+        ("python t.py /tmp/a\nmv /tmp/a/LOG out/LOG", "{local.dir}/a", "{local.dir}/a/LOG -> out"),
+        ("python t.py /tmp/a\ncp /tmp/a/m.pt res", "{local.dir}/a", "{local.dir}/a/m.pt -> res"),
+        ("python t.py /tmp/a\ncp -r /tmp/a res_$SLURM_JOB_ID", "{local.dir}/a",
+         "{local.dir}/a -> ."),
+    ],
+)  # fmt: skip
+def test_results_on_the_node_are_collected(lines: str, argument: str, entry: str) -> None:
+    """The program writes to the place that is copied back, and no other job does."""
+    job = imported(*lines.split("\n")).job
+    assert (job.get("args") or job["command"])[-1] == argument
+    assert [f"{one['source']} -> {one['target']}" for one in job["collect"]] == [entry]
+
+
+def test_an_exported_directory_of_results_moves_with_them() -> None:
+    """The program reads the variable."""
+    job = imported("export OUT=$TMPDIR/out", "python t.py", "cp -r $OUT res").job
+    assert job["environment"]["variables"] == {"OUT": "{local.dir}/out"}
+    assert job["collect"] == [{"source": "{local.dir}/out", "target": "res"}]
+
+
+def test_every_line_after_the_launch_is_reported() -> None:
+    """By its number: hpml runs nothing after the program."""
+    rest = [
+        "A=1", "export B=2", "wait", "echo done", "mkdir -p plots", "cd ..", "conda deactivate",
+        "module unload a", "trap 'x' USR1", "rm -rf $TMPDIR/x", "mv out/best.pt results/",
+        "mv out results_$SLURM_JOB_ID", "tar czf out.tgz out", "scp out.tgz login1:",
+        "./postprocess.sh", "if true; then echo a; fi", "touch done", "set +x", "exit 0",
+    ]  # fmt: skip
+    made = imported("#SBATCH --time=1", "python t.py", *rest, "# the end")
+    reported = {finding.line: finding for finding in made.findings if finding.line > 3}
+    assert sorted(reported) == list(range(4, 4 + len(rest)))
+    lost = [one.text for one in reported.values() if one.kind == "lost"]
+    assert lost == rest[9:17]
+    assert "collect" not in made.job
+
+
+def test_lines_that_hpml_replaces_are_reported() -> None:
+    """What it sets itself, and what follows the program on its line."""
+    lines = ["export RANK=0", "MASTER_PORT=1", "export CUDA_VISIBLE_DEVICES=0"]
+    made = imported("#SBATCH --time=1 --gpus=1", *lines, "python t.py &&", "  echo done")
+    assert [(one.line, one.kind) for one in made.findings if one.kind == "dropped"] == [
+        (number, "dropped") for number in (3, 4, 5, 7)
+    ]
+
+
+def test_lines_after_the_launch_change_nothing_before_it() -> None:
+    """Directories, variables and files that are read later."""
+    before = ["#SBATCH --time=1", "LR=0.1", "export A=$LR", "python t.py --lr $LR"]
+    after = ["LR=0.2", "cd ..", "source env.sh", "cp /d/a /tmp/", "export A=$LR", "set -a"]
+    assert imported(*before, *after).job == imported(*before).job
+
+
+def test_a_job_id_of_the_callers_own_job_is_not_taken() -> None:
+    """`hpml import` may be called in an interactive job."""
+    context = ImportContext("/d", "/d", {"SLURM_JOB_ID": "7", "DATA": "/data"})
+    lines = ["cp $DATA/$SLURM_JOB_ID/a.txt /tmp/", "python t.py /tmp/a.txt"]
+    assert "7" not in str(imported(*lines, context=context).job)
 
 
 def test_secrets_are_reported() -> None:
