@@ -17,6 +17,7 @@ from hpml_orchestrator.records.texts import (
 )
 from hpml_orchestrator.runs.reporting.description import command_text, describe, figures
 from hpml_orchestrator.runs.reporting.monitor import numbers
+from hpml_orchestrator.runs.reporting.software import read_software, software_line
 from hpml_orchestrator.runs.reporting.staging import staged_lines
 from hpml_orchestrator.runs.reporting.summary import Summary
 from hpml_orchestrator.scheduler.model import parse_state
@@ -62,6 +63,7 @@ def summary_lines(
     # a reason that is about one rank is left out where `binding` counts all
     reason = "" if summary.binding_failed else state.reason
     described = describe(state, summary)
+    software = read_software(state)
     return _lines(
         {
             "run": [f"{state.submission.label}  {state.state}"],
@@ -72,6 +74,7 @@ def summary_lines(
             "attempts": _attempts(attempt_reports(state), state, life),
             **_life(state, life),
             **_code(described),
+            "software": [software_line(software)] if software else [],
             "staged": staged,
             "collected": summary.collected_lines,
             "binding": [summary.binding] if summary.binding else [],
