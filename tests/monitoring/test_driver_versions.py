@@ -10,7 +10,7 @@ CODE = "from hpml_orchestrator.node.software import nvidia_versions; print(nvidi
 
 def test_the_versions_of_the_driver(gpusim: Gpusim) -> None:
     """NVML gives the driver's version, and the newest CUDA that it supports."""
-    state = gpusim.write(State([a100(0)]))
+    state = gpusim.write(State((a100(0),)))
     done = gpusim.run("-c", CODE)
     cuda = f"{state.cuda // 1000}.{state.cuda % 1000 // 10}"
     assert done.stdout == f"{ {'nvidia_driver': state.driver, 'cuda': cuda} }\n", done.stderr

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from hpml_orchestrator.errors import HpmlError
 from hpml_orchestrator.runs.damaged import naming_damage
 from hpml_orchestrator.runs.reporting.binding import BindingReport, read_binding
+from hpml_orchestrator.runs.reporting.links import link_of
 from hpml_orchestrator.runs.reporting.monitor import (
     Monitored,
     aggregate_nodes,
@@ -71,6 +72,7 @@ class Summary:
     monitor_lines: list[str] = field(default_factory=list)  # both as text
     # Those that did not end the job, by name: how often, and when last, seconds since the epoch.
     signals: dict[str, tuple[int, float]] = field(default_factory=dict)
+    links: dict[str, str] = field(default_factory=dict)  # addresses that the training reported
     command: list[str] = field(default_factory=list)  # as rank 0 received it; empty if not recorded
     bindings: list[dict[str, Any]] = field(default_factory=list)  # of the ranks, as recorded
     bound: BindingReport = field(
@@ -152,6 +154,7 @@ def _summary(state: State, attempt: Attempt) -> Summary:
             monitored, ready=[event.node for event in ready], ended=script_ended
         ),
         signals=_signals(timeline.signals),
+        links=timeline.links,
         command=[*map(str, bindings[0].get("command", ()))] if bindings else [],
         bindings=bindings,
         bound=bound,
@@ -190,6 +193,7 @@ class Timeline:
         result: the last that a rank reported.
         trained: when a rank last reported counters or a result.
         steps: each rank's first and last counters in order, of every start of the rank.
+        links: addresses by name; of two with the same name, the last.
         signals: by name and node (`batch` for the script), how often it came, and when last.
     """
 
@@ -200,6 +204,7 @@ class Timeline:
         self.trained: float | None = None
         self.steps: dict[int, list[Event]] = {}
         self.signals: dict[str, dict[str, tuple[int, float]]] = {}
+        self.links: dict[str, str] = {}
         for event in events:
             self._add(event)
         self.steps = {rank: _ends(counters) for rank, counters in self.steps.items()}
@@ -218,6 +223,8 @@ class Timeline:
             came = self.signals.setdefault(str(event.data.get("name")), {})
             count, before = came.get(event.node, (0, time))
             came[event.node] = count + int(numbers(event.data).get("count", 0.0)), max(before, time)
+        if event.event == "link" and (link := link_of(event.data)):
+            self.links.update([link])
         if event.event == "step" and event.rank is not None:
             self.steps.setdefault(event.rank, []).append(event)
 

@@ -16,6 +16,7 @@ from hpml_orchestrator.records.texts import (
     zoned_text,
 )
 from hpml_orchestrator.runs.reporting.description import command_text, describe, figures
+from hpml_orchestrator.runs.reporting.links import read_links
 from hpml_orchestrator.runs.reporting.monitor import numbers
 from hpml_orchestrator.runs.reporting.software import read_software, software_line
 from hpml_orchestrator.runs.reporting.staging import staged_lines
@@ -83,6 +84,7 @@ def summary_lines(
             "accuracy": _on_test_set(summary.result, "accuracy"),
             "loss": _on_test_set(summary.result, "loss"),
             "result": _result(described),
+            "links": [f"{name}: {url}" for name, url in read_links(state, summary).items()],
             **_hours(described),
             "signals": signals,
             "stacks": _stacks(state),
