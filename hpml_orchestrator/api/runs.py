@@ -19,6 +19,7 @@ from hpml_orchestrator.runs.dashboard import state_json
 from hpml_orchestrator.runs.follow import read_output, refuse_failed, wait_until_over
 from hpml_orchestrator.runs.reporting.description import describe
 from hpml_orchestrator.runs.reporting.summary import summarise
+from hpml_orchestrator.runs.reporting.text import summary_html
 from hpml_orchestrator.runs.select import one_run, parse_states, select
 from hpml_orchestrator.runs.status import state_of
 from hpml_orchestrator.spec.ages import parse_since
@@ -78,6 +79,10 @@ class Run:
 
     def __repr__(self) -> str:
         return f"Run({self.id!r})"
+
+    def _repr_html_(self) -> str:
+        """Return the lines of `hpml show` as a table; a notebook displays it."""
+        return summary_html(self._state())
 
     def _state(self, has: str = "") -> State:
         """Return the state; `has`: names what only a task has."""

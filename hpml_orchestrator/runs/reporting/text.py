@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import html
+import re
 from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -20,7 +22,7 @@ from hpml_orchestrator.runs.reporting.links import read_links
 from hpml_orchestrator.runs.reporting.monitor import numbers
 from hpml_orchestrator.runs.reporting.software import read_software, software_line
 from hpml_orchestrator.runs.reporting.staging import staged_lines
-from hpml_orchestrator.runs.reporting.summary import Summary
+from hpml_orchestrator.runs.reporting.summary import Summary, summarise
 from hpml_orchestrator.scheduler.model import parse_state
 
 if TYPE_CHECKING:
@@ -31,7 +33,14 @@ if TYPE_CHECKING:
     from hpml_orchestrator.runs.reporting.description import Description
     from hpml_orchestrator.runs.state import State
 
-__all__ = ["AttemptReport", "array_lines", "attempt_reports", "summary_lines", "task_rows"]
+__all__ = [
+    "AttemptReport",
+    "array_lines",
+    "attempt_reports",
+    "summary_html",
+    "summary_lines",
+    "task_rows",
+]
 
 _SHORT_COMMIT = 7
 _SHOWN = 10
@@ -92,6 +101,24 @@ def summary_lines(
             "record": [str(state.run.directory)],
         }
     )
+
+
+def summary_html(state: State) -> str:
+    """Return a run's summary as an HTML table that needs no style sheet, for a notebook.
+
+    Raises:
+        RecordError: its records may not be read, or are damaged.
+    """
+    lines = array_lines(state) if state.tasks else summary_lines(state, summarise(state))
+    rows = []
+    for name, text in lines:
+        # every second part is an address
+        parts = [html.escape(part) for part in re.split(r"(https?://[^\s\"'<>,]+)", text)]
+        parts[1::2] = [f'<a href="{address}">{address}</a>' for address in parts[1::2]]
+        shown = "".join(parts)
+        cells = f'<th style="text-align:left">{name}</th><td style="text-align:left">{shown}</td>'
+        rows.append(f"<tr>{cells}</tr>")
+    return f"<table>{''.join(rows)}</table>"
 
 
 def _lines(sections: Mapping[str, Sequence[str]]) -> list[tuple[str, str]]:

@@ -108,6 +108,23 @@ def test_a_run_from_its_submission_to_its_results() -> None:
     assert done.cancel() == "is over already (COMPLETED)"
 
 
+def test_a_notebook_shows_a_run_as_a_table(tmp_path: Path) -> None:
+    """What the job wrote is text there, not HTML; addresses are links."""
+    (tmp_path / "out.json").write_text(
+        '{"note": "<b>bold</b>", "page": "https://example.org/?a&b"}'
+    )
+    done = run(shell('cp out.json "$HPML_RUN_DIR/result.json"'), local=True)
+    shown = done._repr_html_()
+    assert shown.startswith("<table>")
+    assert f">{done.id}  COMPLETED</td>" in shown
+    assert "<b>" not in shown
+    assert "&lt;b&gt;bold&lt;/b&gt;" in shown
+    link = '<a href="https://example.org/?a&amp;b">https://example.org/?a&amp;b</a>'
+    assert link in shown
+    array = run(shell("true", array="1-2"), local=True)
+    assert f">{array.id}  COMPLETED</td>" in array._repr_html_()
+
+
 def test_a_failed_job() -> None:
     """`wait` raises, unless the caller looks at the state itself."""
     failed = submit(shell("exit 3"), local=True)
