@@ -29,7 +29,7 @@ from typing import Any
 from hpml_orchestrator.errors import BindingError, HpmlError, NotFoundError, RecordError
 from hpml_orchestrator.node import hang, planning, software
 from hpml_orchestrator.node.channel import ChannelReader, attempt_channel
-from hpml_orchestrator.node.environment import node_name
+from hpml_orchestrator.node.environment import node_index, node_name
 from hpml_orchestrator.node.feed import Feed, exporter_sockets
 from hpml_orchestrator.node.jobstate import kill_wait
 from hpml_orchestrator.node.monitor import Monitor
@@ -86,7 +86,7 @@ class Agent:
     _watch: Watch | None = None
     _stop: StopPath | None = None
     _channel: ChannelReader | None = None
-    _software: subprocess.Popen[bytes] | None = None  # records what rank 0 runs in
+    _software: subprocess.Popen[bytes] | None = None  # records what the ranks run in
     _request_at: float = 0.0  # monotonic seconds of the next check for a stop request
     _node_plan: planning.NodePlan | None = None
     _feed: Feed = field(default_factory=lambda: Feed(exporter_sockets(os.environ)))
@@ -320,15 +320,14 @@ class Agent:
                 os.read(self._wake[0], 4096)
 
     def _record_software(self) -> None:
-        """Start to record what rank 0 runs in, once it has started on this node."""
+        """Start to record what the ranks run in, once the first of them runs on the first node."""
         if self._software is not None:
             self._software.poll()  # leaves no zombie
             return
-        for record in self._started_ranks():
-            if record["rank"] == 0:
+        if node_index(os.environ)[0] == 0:
+            for record in self._started_ranks()[:1]:
                 program = str(record.get("program", ""))
                 self._software = software.start(self._attempt, record["pid"], program)
-                return
 
     def _stop_ranks(self, now: float, ranks: list[dict[str, Any]]) -> float:
         """Stop the ranks if that is due; returns seconds until the next call is needed."""

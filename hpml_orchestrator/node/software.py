@@ -1,7 +1,8 @@
 """What a program runs in: its Python's packages, the loaded modules and the GPU driver.
 
-The agent of the node that has rank 0 starts this once per attempt, in a process of its own: neither
-a slow file system nor a driver that hangs may delay the job. The process ends itself.
+The agent of the job's first node starts this once per attempt, for a rank there, in a process of
+its own: neither a slow file system nor a driver that hangs may delay the job. The process ends
+itself.
 """
 
 from __future__ import annotations
