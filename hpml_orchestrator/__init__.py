@@ -9,8 +9,7 @@ __version__ = "0.1.0"
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from hpml_orchestrator.api.job import Job, run, submit
-    from hpml_orchestrator.api.reporting import Report
-    from hpml_orchestrator.api.runs import Run, list_runs
+    from hpml_orchestrator.api.runs import Report, Run, list_runs
     from hpml_orchestrator.errors import (
         HpmlError,
         InputError,
@@ -19,6 +18,7 @@ if TYPE_CHECKING:
         RecordError,
         SchedulerError,
         SchedulerUnavailable,
+        WaitTimeoutError,
     )
 
 __all__ = [
@@ -32,6 +32,7 @@ __all__ = [
     "Run",
     "SchedulerError",
     "SchedulerUnavailable",
+    "WaitTimeoutError",
     "__version__",
     "list_runs",
     "run",
@@ -40,7 +41,7 @@ __all__ = [
 
 _MODULES = {
     "Job": "api.job",
-    "Report": "api.reporting",
+    "Report": "api.runs",
     "Run": "api.runs",
     "list_runs": "api.runs",
     "run": "api.job",

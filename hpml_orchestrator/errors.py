@@ -1,6 +1,7 @@
 """Every error that hpml raises on purpose.
 
     HpmlError                     exit 1
+    ├── WaitTimeoutError          exit 1   the time to wait has passed, and the job continues
     ├── InputError                exit 2   a value that the user gave is wrong
     │   └── CapacityError         exit 2   the request does not fit this machine
     ├── NotFoundError             exit 3   no such run, submission or file
@@ -33,6 +34,7 @@ __all__ = [
     "SchedulerError",
     "SchedulerUnavailable",
     "StagingError",
+    "WaitTimeoutError",
     "counted",
     "did_you_mean",
     "nearest",
@@ -132,6 +134,10 @@ class JobFailedError(HpmlError):
 
     exit_code = 6
     meaning = "the job ended in another state than COMPLETED"
+
+
+class WaitTimeoutError(HpmlError, TimeoutError):
+    """The job has not ended in the time that the caller waits; it continues."""
 
 
 class RecordError(HpmlError):

@@ -89,8 +89,8 @@ class Channel:
 
         `rendezvous` (before the process group's start), `warm-up(steps=20)`, `training(step=,
         total_steps=)` (before the first step), `resumed(step=, checkpoint=)`, `evaluation`,
-        `checkpoint(step=, seconds=, size_bytes=)` or `stopping(step=)`. `step` counts optimizer
-        steps over all restarts. Counters are held back until the warm-up's steps are done.
+        `checkpoint(step=, seconds=, size_bytes=)`, `stopping(step=)` or `link(name=, url=)`. `step`
+        counts optimizer steps over all restarts. Counters wait until the warm-up's steps are done.
         """
         self._send("event", event, data)
         if event == "warm-up":

@@ -4,20 +4,19 @@ from __future__ import annotations
 
 import logging
 import os
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from hpml_orchestrator.api.runs import Run, open_store
-from hpml_orchestrator.api.submission import prepare_checked, scheduler_messages
+from hpml_orchestrator.api.runs import Run, expect, expect_seconds
+from hpml_orchestrator.check.submission import submit_checked
+from hpml_orchestrator.records.store import open_store
 from hpml_orchestrator.runs.backend import choose
 from hpml_orchestrator.runs.prepare import render_job
-from hpml_orchestrator.runs.submit import submit as submit_prepared
 from hpml_orchestrator.site.profile import site_for
 from hpml_orchestrator.spec.load import ResolvedJob, load_job, read_fields
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
-
     from hpml_orchestrator.spec.site import ResolvedSite
 
 __all__ = ["Job", "run", "submit"]
@@ -67,6 +66,9 @@ class Job:
             InputError: a field is wrong.
         """
         job = cls.__new__(cls)
+        expect(isinstance(path, str | Path), "path", path, "the path of a job file")
+        right = 'a dictionary such as {"resources.nodes": 4}'
+        expect(isinstance(settings or {}, Mapping), "settings", settings, right)
         source = Path(path).expanduser().absolute()
         cls._read(job, source, read_fields(source), settings or {})
         return job
@@ -89,7 +91,7 @@ class Job:
 
 
 def submit(
-    job: Job,
+    job: Job | str | Path,
     *,
     site: str | Path = "",
     local: bool = False,
@@ -99,7 +101,7 @@ def submit(
     """Submit a job as `hpml submit` does, and return its run once the scheduler has accepted it.
 
     Args:
-        job: the job.
+        job: the job, or the path of its job file.
         site: the only site profile to use, or `none`; default: as `hpml` finds profiles.
         local: whether to run it on this machine; default: on Slurm if `sbatch` is on PATH.
         check: whether to check the job first, as `hpml check` does.
@@ -112,22 +114,22 @@ def submit(
             again. `list_runs` finds it, `hpml submit --resume` completes its submission.
         RecordError: the records cannot be written.
     """
+    if not isinstance(job, Job):
+        expect(isinstance(job, str | Path), "job", job, "a Job, or the path of a job file")
+        job = Job.from_file(job)
     store = open_store(records)
     backend = choose("local" if local else "auto")
     chosen = str(site) or os.environ.get("HPML_SITE", "")
     profile = site_for(job.source, os.environ, chosen=chosen, backend=backend)
     rendered = render_job(job.resolve(profile), site=profile, here=backend == "local")
-    submission, scheduler = prepare_checked(
-        store, rendered, backend, checked=check, notice=lambda text: _log.warning("%s", text)
+    submission = submit_checked(
+        store, rendered, backend, checked=check, notice=_log.warning, unchecked="`check=False`"
     )
-    submit_prepared(submission, scheduler, environment=dict(os.environ))
-    for line in scheduler_messages(submission):
-        _log.warning("%s", line)
     return Run(submission, records=store.root)
 
 
 def run(
-    job: Job,
+    job: Job | str | Path,
     *,
     site: str | Path = "",
     local: bool = False,
@@ -138,7 +140,7 @@ def run(
     """Submit a job, wait until it has ended, and return its run.
 
     Args:
-        job: the job.
+        job: the job, or the path of its job file.
         site: as for `submit`.
         local: as for `submit`.
         check: as for `submit`.
@@ -147,9 +149,10 @@ def run(
 
     Raises:
         JobFailedError: it ended in another state than COMPLETED; `Run("last")` is the run.
-        TimeoutError: it has not ended in time; it continues.
+        WaitTimeoutError: it has not ended in time; it continues.
         HpmlError: as `submit`.
     """
+    expect_seconds(timeout)  # before there is a job
     submitted = submit(job, site=site, local=local, check=check, records=records)
     submitted.wait(timeout)
     return submitted

@@ -6,40 +6,48 @@ import logging
 import os
 import time
 from dataclasses import replace
-from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from hpml_orchestrator.api.reporting import Report, diagnose_run
-from hpml_orchestrator.errors import SchedulerUnavailable
-from hpml_orchestrator.records.store import Store, default_root
+from hpml_orchestrator.api.reporting import diagnose_run
+from hpml_orchestrator.diagnosis.report import Report
+from hpml_orchestrator.errors import InputError, SchedulerUnavailable, WaitTimeoutError
+from hpml_orchestrator.records.store import Submission, open_store
 from hpml_orchestrator.runs.cancel import NOT_CANCELLED
 from hpml_orchestrator.runs.cancel import cancel as cancel_runs
 from hpml_orchestrator.runs.dashboard import state_json
-from hpml_orchestrator.runs.follow import (
-    refuse_failed,
-    start_of_last,
-    wait_until_over,
-)
+from hpml_orchestrator.runs.follow import read_output, refuse_failed, wait_until_over
 from hpml_orchestrator.runs.reporting.description import describe
 from hpml_orchestrator.runs.reporting.summary import summarise
+from hpml_orchestrator.runs.reporting.text import summary_html
 from hpml_orchestrator.runs.select import one_run, parse_states, select
 from hpml_orchestrator.runs.status import state_of
 from hpml_orchestrator.spec.ages import parse_since
 
 if TYPE_CHECKING:
-    from hpml_orchestrator.records.store import Submission
+    from datetime import datetime
+
     from hpml_orchestrator.runs.state import State
 
-__all__ = ["Run", "list_runs", "open_store"]
+__all__ = ["Report", "Run", "expect", "expect_seconds", "list_runs"]
 
 _log = logging.getLogger("hpml_orchestrator")
 
 
-def open_store(records: str | Path | None) -> Store:
-    """Return the store of a directory of records; of `HPML_HOME` without one."""
-    chosen = {"HPML_HOME": str(records)} if records else {}
-    return Store(default_root({**os.environ, **chosen}))
+def expect(valid: bool, field: str, value: object, right: str) -> None:
+    """Refuse an argument that is not valid.
+
+    Raises:
+        InputError: names the argument, its value and what would be right.
+    """
+    if not valid:
+        raise InputError(f"must be {right}", field=field, value=value)
+
+
+def expect_seconds(timeout: float | None) -> None:
+    """Refuse a timeout that is not a number of seconds."""
+    valid = timeout is None or isinstance(timeout, int | float)
+    expect(valid, "timeout", timeout, "a number of seconds, or None")
 
 
 class Run:
@@ -62,15 +70,25 @@ class Run:
         self, word: str | Submission = "last", *, records: str | Path | None = None
     ) -> None:
         self._store = open_store(records)
-        self._submission = self._store.resolve(word) if isinstance(word, str) else word
+        if not isinstance(word, Submission):
+            right = "a text: a run's id, the name of its job, a job id or `last`"
+            expect(isinstance(word, str), "word", word, right)
+            word = self._store.resolve(word)
+        self._submission = word
         self.id = self._submission.label
 
     def __repr__(self) -> str:
         return f"Run({self.id!r})"
 
+    def _repr_html_(self) -> str:
+        """Return the lines of `hpml show` as a table; a notebook displays it."""
+        return summary_html(self._state())
+
     def _state(self, has: str = "") -> State:
         """Return the state; `has`: names what only a task has."""
-        submission = one_run(self._submission, field="Run", has=has) if has else self._submission
+        submission = self._submission
+        if has:
+            submission = one_run(submission, field="Run", has=has, choose="choose one of `tasks()`")
         return state_of(self._store, submission)
 
     def state(self) -> str:
@@ -96,13 +114,15 @@ class Run:
 
         Raises:
             JobFailedError: it did not complete.
-            TimeoutError: it has not ended in time; it continues.
+            WaitTimeoutError: it has not ended in time; it continues.
         """
+        expect_seconds(timeout)
         deadline = None if timeout is None else time.monotonic() + timeout
 
         def refuse_late(state: State) -> None:
             if deadline is not None and not state.over and time.monotonic() >= deadline:
-                raise TimeoutError(f"{self.id} is {state.state} after {timeout:g} s")
+                hint = f"it continues; `cancel()` or `hpml cancel {self.id}` cancels it"
+                raise WaitTimeoutError(f"{self.id} is {state.state} after {timeout:g} s", hint=hint)
 
         state = wait_until_over(self._store, self._submission, each=refuse_late)
         if must_complete:
@@ -138,12 +158,8 @@ class Run:
         Raises:
             InputError: it is a job array; choose one of `tasks()`.
         """
-        run = self._state("output").run
-        if not run.has_output():
-            return ""
-        with run.output.open("rb") as stream:
-            stream.seek(start_of_last(run.output, lines) if lines else 0)
-            return stream.read().decode("utf-8", "replace")
+        expect(isinstance(lines, int) and lines >= 0, "lines", lines, "a number of lines")
+        return read_output(self._state("output").run, lines)
 
     def results(self) -> dict[str, Any]:
         """Return what the training reported: its `result.json` and the results of the channel.
@@ -155,7 +171,7 @@ class Run:
         return describe(state, summarise(state)).result
 
     def events(self) -> list[dict[str, Any]]:
-        """Return the events of all attempts.
+        """Return the events of all attempts, in the order of their time.
 
         Each has `attempt` (from 0), `time` (seconds since the epoch), `event`, `node`, `rank` (None
         if the event is not about a rank) and the data of the event by name.
@@ -163,18 +179,12 @@ class Run:
         Raises:
             InputError: it is a job array; choose one of `tasks()`.
         """
-        return [
-            {
-                **event.data,
-                "attempt": attempt.number,
-                "time": event.time,
-                "event": event.event,
-                "node": event.node,
-                "rank": event.rank,
-            }
-            for attempt in self._state("events").run.attempts()
-            for event in attempt.events()
-        ]
+        rows = []
+        for attempt in self._state("events").run.attempts():
+            for event in sorted(attempt.events(), key=lambda event: event.time):
+                own = {name: value for name, value in vars(event).items() if name != "data"}
+                rows.append({**event.data, "attempt": attempt.number, **own})
+        return rows
 
     def report(self) -> Report:
         """Return why it is slow, and what to change, from its records.
@@ -209,13 +219,14 @@ def list_runs(
         InputError: a filter is wrong.
     """
     store = open_store(records)
-    moment = since.timestamp() if isinstance(since, datetime) else None
-    if isinstance(since, str):
-        moment = parse_since(since, field="since", now=time.time())
+    expect(isinstance(name, str), "name", name, "a name or a pattern")
+    expect(isinstance(state, str), "state", state, "a text such as `failed,timeout`")
+    valid = limit is None or (isinstance(limit, int) and limit >= 0)
+    expect(valid, "limit", limit, "a number of runs, or None")
     found = select(
         store,
         name=name,
-        since=moment,
+        since=None if since is None else parse_since(since, field="since", now=time.time()),
         in_states=parse_states(state, field="state") if state else (),
         limit=limit,
     )

@@ -24,7 +24,8 @@ from hpml_orchestrator.records.files import read_json, write_json
 from hpml_orchestrator.scheduler.nodelist import expand
 
 if TYPE_CHECKING:
-    from hpml_orchestrator.spec.site import Site
+    from hpml_orchestrator.diagnosis.model import Facts
+    from hpml_orchestrator.spec.site import ResolvedSite, Site
 
 __all__ = [
     "Figure",
@@ -36,6 +37,7 @@ __all__ = [
     "node_type",
     "parse",
     "peaks_for",
+    "peaks_of_run",
     "read_all",
 ]
 
@@ -304,6 +306,24 @@ def peaks_for(
         memory_bandwidth=measured.memory_bandwidth or specified.memory_bandwidth,
         host_to_device=measured.host_to_device or specified.host_to_device,
         origin=measured.origin + origin,
+    )
+
+
+def peaks_of_run(facts: Facts, *, records: Path, site: ResolvedSite | None) -> Peaks | None:
+    """Return what the nodes of a run can do, as far as it was measured or is specified.
+
+    Args:
+        facts: of the run.
+        records: the root of the user's records.
+        site: the site profile, if there is one.
+    """
+    named = [*(node.node for node in facts.nodes), *(rank.node for rank in facts.ranks)]
+    gpus = [gpu.name for node in facts.nodes for gpu in node.gpus]
+    return peaks_for(
+        list(dict.fromkeys(filter(None, named))),
+        gpus[0] if gpus else "",
+        directories=directories_of(records, site.sources if site else []),
+        site=site.site if site else None,
     )
 
 

@@ -12,16 +12,44 @@ from typing import TYPE_CHECKING
 from hpml_orchestrator.check.finding import Finding, warning
 from hpml_orchestrator.check.request import cpus_field
 from hpml_orchestrator.errors import counted
+from hpml_orchestrator.script.directives import effective_job
+from hpml_orchestrator.topology.recognise import read_topology_field
 
 if TYPE_CHECKING:
     from hpml_orchestrator.scheduler.cluster import Node
     from hpml_orchestrator.spec.job import Job
-    from hpml_orchestrator.spec.site import NodeType
+    from hpml_orchestrator.spec.site import NodeType, ResolvedSite
     from hpml_orchestrator.topology.model import Topology
 
-__all__ = ["Shape", "check_binding", "shape_of_kind", "shape_of_node"]
+__all__ = [
+    "Shape",
+    "check_binding",
+    "kinds_for",
+    "shape_of_kind",
+    "shape_of_node",
+    "topologies_of",
+]
 
 _RANKS = "resources.ranks_per_node"
+
+
+def kinds_for(job: Job, site: ResolvedSite) -> dict[str, NodeType]:
+    """Return the node types that a job may land on by the site's own rules, by name."""
+    return site.site.kinds_of(effective_job(job, site.site.directives).resources.partition)
+
+
+def topologies_of(job: Job, site: ResolvedSite | None) -> dict[str, Topology]:
+    """Return the topologies of the node types that a job may land on, by the type's name.
+
+    Raises:
+        InputError: a file of the profile does not exist or describes no node; names file and field.
+    """
+    found = {}
+    for name, kind in (kinds_for(job, site) if site else {}).items():
+        field = f"node_types.{name}.topology"
+        if kind.topology and site:
+            found[name] = read_topology_field(kind.topology, field=field, origin=site.origin(field))
+    return found
 
 
 @dataclass(frozen=True)

@@ -1,16 +1,19 @@
-"""Limits of a changed job: the size of the nodes that it ran on, and its data."""
+"""The facts of a report: what a run did, and the limits of a changed job."""
 
 from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from hpml_orchestrator.check.stages import check_stages
 from hpml_orchestrator.diagnosis.model import DataArgument
-from hpml_orchestrator.errors import HpmlError
+from hpml_orchestrator.diagnosis.profile import DIRECTORY, ProfileError, read_profile
+from hpml_orchestrator.errors import HpmlError, NotFoundError
+from hpml_orchestrator.runs.facts import gather
+from hpml_orchestrator.runs.prometheus import Prometheus, PrometheusError
 from hpml_orchestrator.runs.reporting.binding import node_topology
 from hpml_orchestrator.scheduler.local.resources import cpu_ids, memory_mb
 from hpml_orchestrator.spec.job import Job
@@ -22,7 +25,7 @@ if TYPE_CHECKING:
     from hpml_orchestrator.runs.state import State
     from hpml_orchestrator.spec.site import Site
 
-__all__ = ["data_argument", "with_limits"]
+__all__ = ["data_argument", "facts_for_report", "with_limits"]
 
 _DATA = re.compile(r"data\w*|train\w*|imagenet\w*|root|inputs?|images?")
 _NOT_DATA = re.compile(
@@ -36,6 +39,46 @@ _SYSTEM = ("/dev/", "/proc/", "/sys/")
 _SMALL_BYTES = 1 << 20  # a smaller file is a list of names, or settings
 _WALK_SECONDS = 1.0
 _RESERVED = 0.1  # of a node's memory: the scheduler keeps a part for the system
+
+
+def facts_for_report(
+    state: State,
+    site: Site | None,
+    *,
+    notice: Callable[[str], None],
+    prometheus: Prometheus | None = None,
+) -> Facts:
+    """Return the facts about a run that its report is based on, but for what its nodes can do.
+
+    Args:
+        state: of the run.
+        site: the site profile that applies to it.
+        notice: takes each line to show, such as a warning.
+        prometheus: asked for what the record lacks.
+
+    Raises:
+        NotFoundError: the run has not started.
+        RecordError: its records cannot be read.
+    """
+    label = state.submission.label
+    if state.run.newest() is None:
+        ended = "it never started" if state.over else f"it is {state.state} and has not started"
+        because = f": {state.reason}" if state.reason else ""
+        message = f"{label}: nothing to report, {ended}{because}"
+        raise NotFoundError(message, hint=f"hpml show {label}")
+    if not state.over:
+        notice(f"{label} is {state.text}: this is what is known so far")
+    try:
+        facts = gather(state, prometheus=prometheus)
+    except PrometheusError as error:
+        notice(f"warning: {error}; figures are from records")
+        facts = gather(state)
+    try:
+        traced = read_profile(state.run.directory / DIRECTORY)
+    except ProfileError as error:
+        notice(f"warning: {error}")
+        traced = None
+    return replace(with_limits(facts, state, site), profile=traced)
 
 
 def with_limits(facts: Facts, state: State, site: Site | None) -> Facts:

@@ -245,15 +245,20 @@ def check_local(job: Job, machine: Machine) -> Iterator[Finding]:
             yield error(f"local.{code}", place, value, message, most, _LOCAL_HINT)
 
 
-def refusal(errors: Sequence[Finding]) -> InputError:
-    """Return the error for a job that would not run: every finding with its hint."""
+def refusal(errors: Sequence[Finding], unchecked: str = "`--no-check`") -> InputError:
+    """Return the error for a job that would not run: every finding with its hint.
+
+    Args:
+        errors: what was found.
+        unchecked: what the caller can write to submit the job without the check.
+    """
     lines = []
     for finding in errors:
         lines.append(str(finding))
         if finding.hint:
             lines.append(f"  {finding.hint}")
     fault = InputError(
-        "\n".join(lines), hint="nothing was submitted; `--no-check` submits it as it is"
+        "\n".join(lines), hint=f"nothing was submitted; {unchecked} submits it as it is"
     )
     fault.field = errors[0].field
     fault.value = errors[0].value

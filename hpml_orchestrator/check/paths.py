@@ -126,7 +126,10 @@ def _software(software: Environment, environment: Mapping[str, str]) -> Iterator
     """Yield which environment, image or mount does not exist; or lacks what makes it one."""
     paths: list[tuple[Level, str, str, str, str, str]] = []
     if software.venv:
+        project = os.path.dirname(os.path.abspath(software.venv))
         hint = f"`python3 -m venv {software.venv}` creates one"
+        if os.path.exists(os.path.join(project, "uv.lock")):
+            hint = f"`uv sync --project {project}` creates it"
         paths.append(("error", "venv", "venv", software.venv, "bin/activate", hint))
     if software.conda and "/" in software.conda:
         hint = "`conda env list` lists your environments"

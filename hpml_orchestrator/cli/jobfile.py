@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from hpml_orchestrator.api.submission import check_rendered
 from hpml_orchestrator.check.job import invalid_job
+from hpml_orchestrator.check.submission import check_rendered
 from hpml_orchestrator.cli.common import (
     AfterOption,
     BackendOption,

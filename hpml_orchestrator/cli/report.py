@@ -22,7 +22,7 @@ from hpml_orchestrator.cli.common import (
 )
 from hpml_orchestrator.cli.process import notice
 from hpml_orchestrator.cli.prometheus import chosen_prometheus
-from hpml_orchestrator.diagnosis.wording import markdown, text, to_json
+from hpml_orchestrator.diagnosis.report import Report
 from hpml_orchestrator.errors import InputError, RecordError
 from hpml_orchestrator.records.files import write_text
 from hpml_orchestrator.runs.prometheus import Prometheus
@@ -108,14 +108,13 @@ def report(
 
         change(context, submissions[0], diagnosis, wanted, as_json=as_json)
         return
+    shown = Report(diagnosis)
     if html is not None:
-        from hpml_orchestrator.diagnosis.page import page  # noqa: PLC0415 - jinja2 takes long
-
-        _write(html, page(diagnosis))
+        _write(html, shown.html())
     elif as_json:
-        print_json(to_json(diagnosis))
+        print_json(shown.to_dict())
     else:
-        typer.echo(markdown(diagnosis).rstrip("\n") if as_markdown else text(diagnosis))
+        typer.echo(shown.markdown().rstrip("\n") if as_markdown else str(shown))
 
 
 def _compare(

@@ -24,6 +24,8 @@ from hpml_orchestrator.runs.facts import gather
 from hpml_orchestrator.runs.follow import refuse_failed
 from hpml_orchestrator.runs.life import read_life
 from hpml_orchestrator.runs.reporting.description import describe
+from hpml_orchestrator.runs.reporting.links import read_links
+from hpml_orchestrator.runs.reporting.software import read_software
 from hpml_orchestrator.runs.reporting.summary import Summary, summarise
 from hpml_orchestrator.runs.reporting.text import array_lines, summary_lines, task_rows
 from hpml_orchestrator.runs.status import UNREADABLE, states
@@ -85,6 +87,8 @@ def _show(state: State, *, ranks: bool, as_json: bool, site: str) -> None:
                 "history": [report.to_json() for report in reports],
                 "life": life.to_json() if life else None,
                 "summary": summary.to_json(),
+                "links": read_links(state, summary),
+                "software": read_software(state),
                 "diagnosis": _diagnosis(state, summary),
                 **summary.bound.to_json(),
                 "bindings": summary.bindings,

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
-from hpml_orchestrator.api.submission import prepare_checked, scheduler_messages
+from hpml_orchestrator.check.submission import prepare_checked, scheduler_messages
 from hpml_orchestrator.cli.common import print_json
 from hpml_orchestrator.cli.process import (
     EXIT_INTERRUPTED,

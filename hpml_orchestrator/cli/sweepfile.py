@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
-from hpml_orchestrator.api.submission import check_rendered
 from hpml_orchestrator.check.job import refusal
+from hpml_orchestrator.check.submission import check_rendered
 from hpml_orchestrator.cli.common import chosen_site, refuse_with
 from hpml_orchestrator.cli.jobfile import backend_name
 from hpml_orchestrator.cli.process import notice

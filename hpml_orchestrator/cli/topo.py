@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from hpml_orchestrator.check.binding import kinds_for, topologies_of
 from hpml_orchestrator.cli.common import (
     STANDARD_OUTPUT,
     JsonOption,
@@ -26,7 +27,7 @@ from hpml_orchestrator.errors import InputError, counted
 from hpml_orchestrator.placement.model import PLAN_COLUMNS, plan_json, plan_rows
 from hpml_orchestrator.placement.planner import plan
 from hpml_orchestrator.script.directives import effective_job, whole_nodes
-from hpml_orchestrator.site.profile import kinds_for, site_for, topologies_of
+from hpml_orchestrator.site.profile import site_for
 from hpml_orchestrator.spec.job import Policy
 from hpml_orchestrator.spec.load import load_job, parse_setting
 from hpml_orchestrator.topology.cpulist import format_list, parse_list

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING
 
 import typer
 
-from hpml_orchestrator.api.submission import check_rendered
 from hpml_orchestrator.check.job import refusal
+from hpml_orchestrator.check.submission import check_rendered
 from hpml_orchestrator.cli.common import chosen_site, store_of
 from hpml_orchestrator.cli.process import notice
 from hpml_orchestrator.cli.sweep import check_extra, drive_sweep

@@ -17,6 +17,7 @@ import os
 import select
 import signal
 import socket
+import subprocess
 import sys
 import threading
 import time
@@ -26,9 +27,9 @@ from types import FrameType
 from typing import Any
 
 from hpml_orchestrator.errors import BindingError, HpmlError, NotFoundError, RecordError
-from hpml_orchestrator.node import hang, planning
+from hpml_orchestrator.node import hang, planning, software
 from hpml_orchestrator.node.channel import ChannelReader, attempt_channel
-from hpml_orchestrator.node.environment import node_name
+from hpml_orchestrator.node.environment import node_index, node_name
 from hpml_orchestrator.node.feed import Feed, exporter_sockets
 from hpml_orchestrator.node.jobstate import kill_wait
 from hpml_orchestrator.node.monitor import Monitor
@@ -85,6 +86,7 @@ class Agent:
     _watch: Watch | None = None
     _stop: StopPath | None = None
     _channel: ChannelReader | None = None
+    _software: subprocess.Popen[bytes] | None = None  # records what the ranks run in
     _request_at: float = 0.0  # monotonic seconds of the next check for a stop request
     _node_plan: planning.NodePlan | None = None
     _feed: Feed = field(default_factory=lambda: Feed(exporter_sockets(os.environ)))
@@ -167,6 +169,8 @@ class Agent:
             if monitor is not None:
                 monitor.stop()
             self._feed.close()
+            if self._software is not None:
+                software.end(self._software)
         return 0 if ready else 1
 
     def _stop_path(self, channel: ChannelReader) -> StopPath | None:
@@ -308,11 +312,21 @@ class Agent:
                 return
             pause = min(self._note_signals(now), self._watch_ranks(), self._feed.act(now))
             pause = min(pause, self._stop_ranks(now, ranks))
+            self._record_software()
             if self._over or self._asked_to_end:
                 pause = min(pause, _RANK_LOOK_SECONDS)
             select.select([self._wake[0]], [], [], max(0.0, pause))
             with contextlib.suppress(BlockingIOError):
                 os.read(self._wake[0], 4096)
+
+    def _record_software(self) -> None:
+        """Start to record what the ranks run in, once the first of them runs on the first node."""
+        if self._software is not None:
+            self._software.poll()  # leaves no zombie
+            return
+        if node_index(os.environ)[0] == 0:
+            for rank in self._started_ranks()[:1]:
+                self._software = software.start(self._attempt, rank.pid, rank.program)
 
     def _stop_ranks(self, now: float, ranks: list[StartedRank]) -> float:
         """Stop the ranks if that is due; returns seconds until the next call is needed."""

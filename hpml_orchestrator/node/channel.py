@@ -59,6 +59,7 @@ RANK_EVENTS = (
     "evaluation",
     "checkpoint",
     "stopping",
+    "link",
 )
 """Events that a rank may report; the run and the node report the others."""
 

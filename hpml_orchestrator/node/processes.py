@@ -43,6 +43,7 @@ class StartedRank:
 
     seen: Seen  # as hpml-bind recorded it
     start_ticks: int = -1  # when its process started, in clock ticks after boot; -1 if unknown
+    program: str = ""  # the first word of its command
 
     @property
     def rank(self) -> int:
@@ -139,7 +140,8 @@ def _started_rank(record: Mapping[str, Any]) -> StartedRank:
         error=str(record.get("error") or ""),
         note=str(record.get("note") or ""),
     )
-    return StartedRank(seen, ticks if type(ticks) is int else -1)
+    program = str(record.get("program") or "")
+    return StartedRank(seen, ticks if type(ticks) is int else -1, program)
 
 
 def _cpus(value: object) -> tuple[int, ...]:

@@ -45,6 +45,7 @@ VOCABULARY = (
     "hang",  # no rank of a node gave a sign of life for too long
     "stop",  # a node was asked to stop the job; the reason is in `data.reason`
     "stopping",  # a rank stops as it was asked
+    "link",  # `data.url` of a page about the run, such as an experiment tracker's, and its `name`
     "ended",  # the attempt ended; how is in `data.reason`
 )
 """The only names that an event may have, in the order of a job's life."""

@@ -205,5 +205,5 @@ def read_json_lines(path: PathLike) -> Iterator[Any]:
 def _cannot(verb: str, path: PathLike, error: OSError) -> RecordError:
     return RecordError(
         f"cannot {verb} {path}: {error.strerror or error}",
-        hint="records live under $HPML_HOME (or --records DIR): is it there and writable?",
+        hint="records live under $HPML_HOME: is it there and writable?",
     )

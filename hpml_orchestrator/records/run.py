@@ -28,10 +28,14 @@ if TYPE_CHECKING:
 
     from hpml_orchestrator.records.events import Event
 
-__all__ = ["PRUNED", "Attempt", "Run", "owner_name", "task_output", "user_name"]
+__all__ = ["PRUNED", "SOFTWARE", "Attempt", "Run", "owner_name", "task_output", "user_name"]
 
 PRUNED = "pruned"
 """Reason of a search to stop a trial that it gives up; no run continues after it."""
+
+
+SOFTWARE = "software.json"
+"""What the ranks of an attempt run in: packages, modules and the GPU driver."""
 
 
 def user_name(uid: int) -> str:
@@ -134,6 +138,14 @@ class Attempt:
     def next(self) -> dict[str, Any] | None:
         """The job that follows: `how`, `job_id`, `time`, `exclude`; None if it is not certain."""
         return self._record("next.json")
+
+    @property
+    def software(self) -> dict[str, Any] | None:
+        """What its ranks run in, as `node/software.py` recorded it; None if it is not recorded."""
+        with contextlib.suppress(NotFoundError, RecordError):
+            record: dict[str, Any] = read_json(self.directory / SOFTWARE)
+            return record
+        return None
 
     def record_next(
         self, how: str, job_id: str, *, exclude: Sequence[str] = (), now: float

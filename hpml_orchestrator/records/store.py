@@ -22,7 +22,16 @@ from hpml_orchestrator.records.texts import first_few
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
 
-__all__ = ["RUN_TABLE", "Attempt", "Run", "Store", "Submission", "default_root", "ids_in"]
+__all__ = [
+    "RUN_TABLE",
+    "Attempt",
+    "Run",
+    "Store",
+    "Submission",
+    "default_root",
+    "ids_in",
+    "open_store",
+]
 
 _NEAR_RUNS = 1000
 _TEMPORARY = re.compile(r"\..+\.tmp")
@@ -44,6 +53,12 @@ def default_root(environment: Mapping[str, str]) -> Path:
     return Path(os.path.abspath(state)) / "hpml"
 
 
+def open_store(records: str | Path | None) -> Store:
+    """Return the store in a directory of records; without one in that of the environment."""
+    chosen = {"HPML_HOME": str(records)} if records else {}
+    return Store(default_root({**os.environ, **chosen}))
+
+
 def ids_in(directory: Path) -> list[str]:
     """Return the ids that entries of a directory have as names, newest first; none without it.
 
@@ -57,7 +72,7 @@ def ids_in(directory: Path) -> list[str]:
     except OSError as error:
         raise RecordError(
             f"cannot read {directory}: {error.strerror or error}",
-            hint="set HPML_HOME (or --records DIR) to the directory of your records",
+            hint="set HPML_HOME to the directory of your records",
         ) from error
     known = [name for name in names if ID_PATTERN.match(name)]
     return sorted(known, key=lambda name: (stamp_of(name), name), reverse=True)
@@ -162,7 +177,7 @@ class Store:
                 raise
             raise RecordError(
                 f"cannot write records under {self.root}: {error.strerror or error}",
-                hint="set HPML_HOME (or --records DIR) to a directory that the nodes see too",
+                hint="set HPML_HOME to a directory that the nodes see too",
             ) from error
         return Submission(target)
 

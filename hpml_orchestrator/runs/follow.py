@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from hpml_orchestrator.records.store import Run, Store, Submission
     from hpml_orchestrator.runs.backend import Backends
 
-__all__ = ["Tail", "refuse_failed", "start_of_last", "wait_until_over"]
+__all__ = ["Tail", "read_output", "refuse_failed", "start_of_last", "wait_until_over"]
 
 _BLOCK_BYTES = 1 << 20
 _LOST_ANSWERS = 3
@@ -127,6 +127,23 @@ def start_of_last(path: Path, count: int) -> int:
     # Not splitlines(): progress bars end theirs in \r. The last line may have no end yet.
     lines = data.removesuffix(b"\n").split(b"\n")[-count:]
     return size - len(b"\n".join(lines)) - data.endswith(b"\n")
+
+
+def read_output(run: Run, lines: int = 0) -> str:
+    """Return the output of a run so far; bytes that are not UTF-8 become U+FFFD.
+
+    Args:
+        run: whose output.
+        lines: only that many lines at the end; 0: all.
+
+    Raises:
+        RecordError: its output may not be read.
+    """
+    if not run.has_output():
+        return ""
+    with run.output.open("rb") as stream:
+        stream.seek(start_of_last(run.output, lines) if lines else 0)
+        return stream.read().decode("utf-8", "replace")
 
 
 def refuse_failed(state: State) -> None:

@@ -145,13 +145,16 @@ def unfinished(store: Store, pattern: str, *, backends: Backends | None = None) 
     return [state for state in every if state.unfinished and not state.elsewhere]
 
 
-def one_run(submission: Submission, *, field: str, has: str) -> Submission:
+def one_run(
+    submission: Submission, *, field: str, has: str, choose: str = "name one"
+) -> Submission:
     """Return a submission of one run; of a job array with several tasks, one must be named.
 
     Args:
         submission: what the user named.
         field: the argument or option that names it.
         has: what every task has, such as output.
+        choose: how the caller names a task.
 
     Raises:
         InputError: it is a job array and none of its tasks is named.
@@ -166,5 +169,5 @@ def one_run(submission: Submission, *, field: str, has: str) -> Submission:
         f"is a job array of {len(tasks)} tasks, each with its own {has}",
         field=field,
         value=submission.sid,
-        hint=f"name one: {first_few(names, _NAMED_TASKS)}",
+        hint=f"{choose}: {first_few(names, _NAMED_TASKS)}",
     )

@@ -1,4 +1,4 @@
-"""Which site profile counts for a job, its nodes' topologies, and where data is staged here."""
+"""Which site profile applies to a job, and where data is staged on this node."""
 
 from __future__ import annotations
 
@@ -6,23 +6,19 @@ import re
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
-from hpml_orchestrator.errors import InputError, NotFoundError
+from hpml_orchestrator.errors import InputError
 from hpml_orchestrator.spec.site_find import find_profiles
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from hpml_orchestrator.spec.job import Job
-    from hpml_orchestrator.spec.site import NodeType, ResolvedSite
-    from hpml_orchestrator.topology.model import Topology
+    from hpml_orchestrator.spec.site import ResolvedSite
 
 __all__ = [
     "NodePaths",
-    "kinds_for",
     "node_paths",
     "prometheus_of_site",
     "site_for",
-    "topologies_of",
     "topology_faults",
 ]
 
@@ -82,52 +78,21 @@ def prometheus_of_site(environment: Mapping[str, str], *, chosen: str = "") -> s
     return (site.site.monitoring.prometheus or "") if site else ""
 
 
-def kinds_for(job: Job, site: ResolvedSite) -> dict[str, NodeType]:
-    """Return the node types that a job may land on by the site's own rules, by name."""
-    from hpml_orchestrator.script.directives import effective_job  # noqa: PLC0415 - only with a profile
-
-    return site.site.kinds_of(effective_job(job, site.site.directives).resources.partition)
-
-
-def topologies_of(job: Job, site: ResolvedSite | None) -> dict[str, Topology]:
-    """Return the topologies of the node types that a job may land on, by the type's name.
-
-    Raises:
-        InputError: a file of the profile does not exist or describes no node; names file and field.
-    """
-    if site is None:
-        return {}
-    kinds = kinds_for(job, site)
-    return {name: _read(name, kind.topology, site) for name, kind in kinds.items() if kind.topology}
-
-
 def topology_faults(site: ResolvedSite) -> list[InputError]:
     """Return the errors of the topology files of all node types."""
+    from hpml_orchestrator.topology.recognise import (  # noqa: PLC0415 - only `hpml doctor` reads them
+        read_topology_field,
+    )
+
     faults = []
     for name, kind in site.site.node_types.items():
+        field = f"node_types.{name}.topology"
         try:
             if kind.topology:
-                _read(name, kind.topology, site)
+                read_topology_field(kind.topology, field=field, origin=site.origin(field))
         except InputError as error:
             faults.append(error)
     return faults
-
-
-def _read(name: str, path: str, site: ResolvedSite) -> Topology:
-    from hpml_orchestrator.topology.recognise import read_topology  # noqa: PLC0415 - as above
-
-    field = f"node_types.{name}.topology"
-    where = f"in {site.origin(field)}"
-    try:
-        topology = read_topology(Path(path))
-    except (InputError, NotFoundError) as error:
-        raise InputError(
-            str(error), field=field, hint=f"{where}; {error.hint}".rstrip("; ")
-        ) from None
-    if not topology.cores:
-        hint = f"{where}; `hpml topo --json` on such a node writes one"
-        raise InputError(f"{path}: describes no CPUs", field=field, hint=hint)
-    return topology
 
 
 def node_paths(directory: Path, environment: Mapping[str, str], *, chosen: str = "") -> NodePaths:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from datetime import datetime
 
 from hpml_orchestrator.errors import InputError
@@ -30,22 +29,25 @@ def parse_age(text: str, *, field: str) -> float:
     return seconds
 
 
-def parse_since(text: str, *, field: str, now: float) -> float:
+def parse_since(text: str | datetime, *, field: str, now: float) -> float:
     """Return the moment that an age such as 3d, or a date such as 2026-11-20, means.
 
     Args:
-        text: the age, or the local date with or without a time.
-        field: the option.
+        text: the age, or the local date with or without a time; or a datetime.
+        field: the option or argument.
         now: seconds since the epoch.
 
     Raises:
         InputError: it is in another form, or in the future; names the option.
     """
-    with contextlib.suppress(InputError):
-        return now - parse_age(text, field=field)
     try:
-        moment = datetime.fromisoformat(text.strip()).timestamp()
-    except (ValueError, OverflowError):
+        if isinstance(text, datetime):
+            moment = text.timestamp()
+        elif (age := read_span(text)) is not None:
+            moment = now - age
+        else:
+            moment = datetime.fromisoformat(text.strip()).timestamp()
+    except (AttributeError, TypeError, ValueError, OverflowError):
         raise InputError(
             "must be an age such as 2h or 3d, or a date such as 2026-11-20 or 2026-11-20T08:00",
             field=field,

@@ -27,7 +27,7 @@ from submitit.core.utils import DelayedSubmission, JobPaths
 
 from hpml_orchestrator.errors import HpmlError, InputError, SchedulerUnavailable, did_you_mean
 from hpml_orchestrator.records.ids import new_id
-from hpml_orchestrator.records.store import Store, Submission, default_root
+from hpml_orchestrator.records.store import Store, Submission, open_store
 from hpml_orchestrator.runs.after import pending_dependencies
 from hpml_orchestrator.runs.backend import choose, cluster_name, open_backend
 from hpml_orchestrator.runs.cancel import cancel
@@ -285,9 +285,7 @@ class HpmlExecutor(core.Executor):
         sid = new_id(job.name)
         suffixes = [f".{index}" for index in range(len(calls))] if job.array else [""]
         pickles = [call_pickle(self.folder, f"{sid}{suffix}") for suffix in suffixes]
-        records = self.parameters.get("records")
-        home = {"HPML_HOME": str(records)} if records else {}
-        store = Store(default_root({**os.environ, **home}))
+        store = open_store(self.parameters.get("records"))
         try:
             pickles[0].parent.mkdir(parents=True, exist_ok=True)
             for call, pickle in zip(calls, pickles, strict=True):

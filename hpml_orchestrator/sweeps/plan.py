@@ -234,7 +234,7 @@ def write(store: Store, plan: SweepPlan) -> Path:
     except OSError as error:
         raise RecordError(
             f"cannot write records under {store.root}: {error.strerror or error}",
-            hint="set HPML_HOME (or --records DIR) to a directory that the nodes see too",
+            hint="set HPML_HOME to a directory that the nodes see too",
         ) from error
     # A point holds plain values: asdict would copy each of them.
     lines = (json.dumps(vars(point), separators=(",", ":")) for point in plan.points)

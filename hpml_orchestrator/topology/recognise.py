@@ -13,7 +13,14 @@ from hpml_orchestrator.topology.nccl_xml import nccl_topology
 from hpml_orchestrator.topology.nvidia_smi import looks_like_nvidia_smi, read_nvidia_smi
 from hpml_orchestrator.topology.sysfs import read_sysfs
 
-__all__ = ["BYTES_MAX", "decode", "parse_xml", "read_topology", "topology_of_text"]
+__all__ = [
+    "BYTES_MAX",
+    "decode",
+    "parse_xml",
+    "read_topology",
+    "read_topology_field",
+    "topology_of_text",
+]
 
 BYTES_MAX = 64 * 1024 * 1024
 # Expat's codes for an end too early: no element, and unclosed token, character or section.
@@ -46,6 +53,30 @@ def read_topology(source: str | os.PathLike[str]) -> Topology:
         reason = error.strerror if isinstance(error, OSError) else error
         raise InputError(f"{path}: cannot be read: {reason}") from None
     return topology_of_text(decode(data, name=path), name=path)
+
+
+def read_topology_field(path: str, *, field: str, origin: object) -> Topology:
+    """Return the topology in a file that a field of a site profile names.
+
+    Args:
+        path: the file.
+        field: such as `node_types.big.topology`.
+        origin: the site profile.
+
+    Raises:
+        InputError: the file does not exist or describes no node; names file, field and profile.
+    """
+    where = f"in {origin}"
+    try:
+        topology = read_topology(path)
+    except (InputError, NotFoundError) as error:
+        raise InputError(
+            str(error), field=field, hint=f"{where}; {error.hint}".rstrip("; ")
+        ) from None
+    if not topology.cores:
+        hint = f"{where}; `hpml topo --json` on such a node writes one"
+        raise InputError(f"{path}: describes no CPUs", field=field, hint=hint)
+    return topology
 
 
 def decode(data: bytes, *, name: str) -> str:

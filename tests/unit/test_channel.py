@@ -608,3 +608,13 @@ def test_names_fit_and_differ(one: tuple[str, str, str], other: tuple[str, str, 
     assert name == name_of(one)
     same = (one[:2], one[2] or "k") == (other[:2], other[2] or "k")
     assert (name == name_of(other)) == same
+
+
+def test_a_link_to_a_page_about_the_run(reader: ChannelReader) -> None:
+    """Its name and address become an event."""
+    with reader:
+        channel = hpml_channel.Channel(reader.name)
+        channel.event("link", name="W&B", url="https://wandb.ai/ada/fit/runs/1")
+        channel.close()
+    (link,) = [event for event in written(reader) if event.event == "link"]
+    assert link.data == {"name": "W&B", "url": "https://wandb.ai/ada/fit/runs/1"}

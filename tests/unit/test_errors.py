@@ -20,6 +20,7 @@ TREE = [
     ("HpmlError", "Exception", 1),
     ("InputError", "HpmlError", 2),
     ("CapacityError", "InputError", 2),
+    ("WaitTimeoutError", "HpmlError", 1),
     ("NotFoundError", "HpmlError", 3),
     ("SchedulerError", "HpmlError", 4),
     ("SchedulerUnavailable", "SchedulerError", 5),

@@ -62,6 +62,7 @@ class Summary:
     monitor_lines: list[str] = field(default_factory=list)  # both as text
     # Those that did not end the job, by name: how often, and when last, seconds since the epoch.
     signals: dict[str, tuple[int, float]] = field(default_factory=dict)
+    links: dict[str, str] = field(default_factory=dict)  # addresses that the training reported
     command: list[str] = field(default_factory=list)  # as rank 0 received it; empty if not recorded
     bindings: list[dict[str, object]] = field(default_factory=list)  # of the ranks, as recorded
     bound: BindingReport = field(
@@ -143,6 +144,7 @@ def _summary(state: State, attempt: Attempt) -> Summary:
             monitored, ready=[event.node for event in ready], ended=script_ended
         ),
         signals=timeline.signals,
+        links=timeline.links,
         command=[*map(str, bindings[0].get("command", ()))] if bindings else [],
         bindings=bindings,
         bound=bound,

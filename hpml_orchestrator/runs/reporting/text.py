@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import html
+import re
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -16,9 +18,11 @@ from hpml_orchestrator.records.texts import (
     zoned_text,
 )
 from hpml_orchestrator.runs.reporting.description import command_text, describe, figures
+from hpml_orchestrator.runs.reporting.links import read_links
 from hpml_orchestrator.runs.reporting.monitor import numbers
+from hpml_orchestrator.runs.reporting.software import read_software, software_line
 from hpml_orchestrator.runs.reporting.staging import staged_lines
-from hpml_orchestrator.runs.reporting.summary import Summary
+from hpml_orchestrator.runs.reporting.summary import Summary, summarise
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -27,7 +31,7 @@ if TYPE_CHECKING:
     from hpml_orchestrator.runs.reporting.description import Description
     from hpml_orchestrator.runs.state import State
 
-__all__ = ["array_lines", "summary_lines", "task_rows"]
+__all__ = ["array_lines", "summary_html", "summary_lines", "task_rows"]
 
 _SHORT_COMMIT = 7
 _SHOWN = 10
@@ -62,6 +66,7 @@ def summary_lines(
     described = describe(state, summary)
     number = 0 if life is None or len(life.attempts) == 1 else len(life.attempts)
     one_of_several = f"{number} of {number}: the figures below are of this attempt"
+    software = read_software(state)
     return _lines(
         {
             "run": [f"{state.submission.label}  {state.state}"],
@@ -75,6 +80,7 @@ def summary_lines(
             **_hours(described),
             **_code(described),
             "attempt": [one_of_several] if number else [],
+            "software": [software_line(software)] if software else [],
             "staged": staged,
             "collected": summary.collected_lines,
             "binding": [summary.binding] if summary.binding else [],
@@ -83,11 +89,30 @@ def summary_lines(
             "accuracy": _on_test_set(summary.result, "accuracy"),
             "loss": _on_test_set(summary.result, "loss"),
             "result": _result(described, summary),
+            "links": [f"{name}: {url}" for name, url in read_links(state, summary).items()],
             "signals": signals,
             "monitor": summary.monitor_lines,
             "record": [str(state.run.directory)],
         }
     )
+
+
+def summary_html(state: State) -> str:
+    """Return a run's summary as an HTML table that needs no style sheet, for a notebook.
+
+    Raises:
+        RecordError: its records may not be read, or are damaged.
+    """
+    lines = array_lines(state) if state.tasks else summary_lines(state, summarise(state))
+    rows = []
+    for name, text in lines:
+        # every second part is an address
+        parts = [html.escape(part) for part in re.split(r"(https?://[^\s\"'<>,]+)", text)]
+        parts[1::2] = [f'<a href="{address}">{address}</a>' for address in parts[1::2]]
+        shown = "".join(parts)
+        cells = f'<th style="text-align:left">{name}</th><td style="text-align:left">{shown}</td>'
+        rows.append(f"<tr>{cells}</tr>")
+    return f"<table>{''.join(rows)}</table>"
 
 
 def _lines(sections: Mapping[str, Sequence[str]]) -> list[tuple[str, str]]:

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import TYPE_CHECKING
 
+from hpml_orchestrator.runs.reporting.links import link_of
 from hpml_orchestrator.runs.reporting.monitor import numbers
 
 if TYPE_CHECKING:
@@ -44,6 +45,7 @@ class Timeline:
         certain_steps: that checkpoints, resumed ranks and ranks that stopped have named.
         saved_steps: those of checkpoints.
         saves: the seconds of each checkpoint, by rank.
+        links: addresses by name; of two with the same name, the last.
     """
 
     def __init__(self, events: Iterable[Event]) -> None:
@@ -56,6 +58,7 @@ class Timeline:
         self.certain_steps: list[int] = []
         self.saved_steps: list[int] = []
         self.saves: dict[int | None, list[float]] = {}
+        self.links: dict[str, str] = {}
         self._signals: dict[str, dict[str, tuple[int, float]]] = {}
         for event in events:
             self._add(event)
@@ -73,6 +76,8 @@ class Timeline:
             self.result = event
         if event.event == "ready":
             self.ready.append(event)
+        if event.event == "link" and (link := link_of(event.data)):
+            self.links.update([link])
         if event.event == "signal":
             came = self._signals.setdefault(str(event.data.get("name")), {})
             count, before = came.get(event.node, (0, time))

@@ -325,7 +325,7 @@ class Home:
         except OSError as error:
             raise SchedulerUnavailable(
                 f"cannot read {self._jobs}: {error.strerror}",
-                hint="set HPML_HOME (or --records DIR) to the directory of your records",
+                hint="set HPML_HOME to the directory of your records",
             ) from error
 
     def jobs_of(self, number: int, index: int | None = None) -> list[Job]:

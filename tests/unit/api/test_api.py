@@ -18,6 +18,7 @@ from hpml_orchestrator import (
     JobFailedError,
     NotFoundError,
     Run,
+    WaitTimeoutError,
     list_runs,
     run,
     submit,
@@ -42,6 +43,11 @@ def records(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def shell(text: str, **fields: Any) -> Job:
     """A job that runs a shell program in one rank."""
     return Job(**{"name": "api", "launcher": "srun", "command": ["bash", "-c", text], **fields})
+
+
+def wrong(value: object) -> Any:
+    """A value of a type that the function does not take."""
+    return value
 
 
 def test_all_is_complete() -> None:
@@ -90,6 +96,8 @@ def test_a_run_from_its_submission_to_its_results() -> None:
     events = done.events()
     assert {"started", "ready", "ended"} <= {event["event"] for event in events}
     assert {(event["attempt"], event["rank"]) for event in events} == {(0, None)}
+    assert [event["time"] for event in events] == sorted(event["time"] for event in events)
+    assert [events[0]["event"], events[-1]["event"]] == ["queued", "ended"]
     report = done.report()
     assert report.headline in str(report)
     assert report.to_dict()["findings"] == report.findings
@@ -98,6 +106,23 @@ def test_a_run_from_its_submission_to_its_results() -> None:
     assert list_runs(state="failed") == list_runs(name="other-*") == []
     assert (Run().id, [task.id for task in Run(done.id).tasks()]) == (done.id, [done.id])
     assert done.cancel() == "is over already (COMPLETED)"
+
+
+def test_a_notebook_shows_a_run_as_a_table(tmp_path: Path) -> None:
+    """What the job wrote is text there, not HTML; addresses are links."""
+    (tmp_path / "out.json").write_text(
+        '{"note": "<b>bold</b>", "page": "https://example.org/?a&b"}'
+    )
+    done = run(shell('cp out.json "$HPML_RUN_DIR/result.json"'), local=True)
+    shown = done._repr_html_()
+    assert shown.startswith("<table>")
+    assert f">{done.id}  COMPLETED</td>" in shown
+    assert "<b>" not in shown
+    assert "&lt;b&gt;bold&lt;/b&gt;" in shown
+    link = '<a href="https://example.org/?a&amp;b">https://example.org/?a&amp;b</a>'
+    assert link in shown
+    array = run(shell("true", array="1-2"), local=True)
+    assert f">{array.id}  COMPLETED</td>" in array._repr_html_()
 
 
 def test_a_failed_job() -> None:
@@ -112,8 +137,10 @@ def test_a_failed_job() -> None:
 def test_wait_gives_up_and_cancel_ends_the_job() -> None:
     """The job continues after a time-out."""
     running = submit(shell("echo begun; sleep 600"), local=True)
-    with pytest.raises(TimeoutError, match="after 0 s"):
+    with pytest.raises(WaitTimeoutError, match="after 0 s") as raised:
         running.wait(0)
+    assert isinstance(raised.value, TimeoutError)
+    assert isinstance(raised.value, HpmlError)
     assert running.state() in {"PENDING", "CONFIGURING", "RUNNING"}
     assert running.cancel().startswith("cancelled job ")
     assert running.wait(LIMIT_SECONDS, must_complete=False) == "CANCELLED"
@@ -125,8 +152,26 @@ def test_a_job_array_has_a_run_per_task() -> None:
     array = run(job, local=True, timeout=LIMIT_SECONDS)
     assert [task.logs(lines=1) for task in array.tasks()] == ["task 3\n", "task 5\n"]
     assert [task["index"] for task in array.info()["tasks"]] == [3, 5]
-    with pytest.raises(InputError, match="is a job array of 2 tasks, each with its own results"):
+    with pytest.raises(InputError, match="array of 2 tasks, each with its own results") as raised:
         array.results()
+    assert raised.value.hint.startswith("choose one of `tasks()`: ")
+
+
+def test_a_job_file_is_run_by_its_path(tmp_path: Path) -> None:
+    """`run` and `submit` take the path of a job file in place of a job."""
+    (tmp_path / "job.yaml").write_text("name: fit\ncommand: [echo, hello]\nlauncher: srun\n")
+    assert run("job.yaml", local=True, timeout=LIMIT_SECONDS).logs(lines=1) == "hello\n"
+    done = submit(Path("job.yaml"), local=True)
+    assert done.wait(LIMIT_SECONDS) == "COMPLETED"
+    with pytest.raises(InputError, match="lines: must be a number of lines"):
+        done.logs(lines=-1)
+
+
+def test_a_hint_names_the_argument_of_the_function() -> None:
+    """It is `check=False`, not the option of the command."""
+    with pytest.raises(InputError, match="9999") as refused:
+        submit(shell("true", resources={"cpus_per_rank": 9999}), local=True)
+    assert refused.value.hint == "nothing was submitted; `check=False` submits it as it is"
 
 
 def test_a_job_file_and_its_changes(tmp_path: Path, records: Path) -> None:
@@ -152,7 +197,29 @@ def test_a_job_file_and_its_changes(tmp_path: Path, records: Path) -> None:
         (lambda: submit(shell("true"), local=True, site="no.toml"), NotFoundError, "no.toml"),
         (lambda: submit(shell("true", mpi="pmix"), local=True), InputError, "srun offers no pmix"),
         (lambda: submit(shell("true", after=["x"]), local=True), InputError, "no run 'x'"),
+        (lambda: run("none.yaml"), NotFoundError, "none.yaml"),
+        (lambda: submit(wrong(5)), InputError, r"job: must be a Job, or the path .* \(got 5\)"),
+        (
+            lambda: run(shell("true"), timeout=wrong("1m")),
+            InputError,
+            "timeout: must be .*got '1m'",
+        ),
+        (
+            lambda: Job.from_file(wrong(5)),
+            InputError,
+            r"path: must be the path .*\(got 5\)",
+        ),
+        (
+            lambda: Job.from_file("a.yaml", wrong(["a=1"])),
+            InputError,
+            "settings: must be a dictionary",
+        ),
         (lambda: Run("nothing"), NotFoundError, "no run 'nothing'"),
+        (lambda: Run(wrong(5)), InputError, r"word: must be a text: .* job id .*\(got 5\)"),
+        (lambda: list_runs(limit=-1), InputError, r"limit: must be .*\(got -1\)"),
+        (lambda: list_runs(name=wrong(None)), InputError, "name: must be a name"),
+        (lambda: list_runs(state=wrong(["failed"])), InputError, "state: must be a text"),
+        (lambda: list_runs(since=wrong(3)), InputError, "since: must be an age"),
         (lambda: list_runs(state="lost"), InputError, "unknown state"),
         (lambda: list_runs(since="soon"), InputError, "must be an age"),
     ],

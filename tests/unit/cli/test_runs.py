@@ -330,8 +330,8 @@ def test_a_broken_pipe_is_no_error(shell: Shell, completed: tuple[Result, str]) 
 @pytest.mark.parametrize(
     ("place", "presses", "message"),
     [
-        ("hpml_orchestrator.api.submission.check_rendered", 1, "hpml: nothing was submitted\n"),
-        ("hpml_orchestrator.api.submission.prepare", 1, "hpml: nothing was submitted\n"),
+        ("hpml_orchestrator.check.submission.check_rendered", 1, "hpml: nothing was submitted\n"),
+        ("hpml_orchestrator.check.submission.prepare", 1, "hpml: nothing was submitted\n"),
         (
             "hpml_orchestrator.records.submission.Submission.mark_started",
             2,

@@ -12,7 +12,7 @@ def test_the_vocabulary_is_the_house_s() -> None:
     """The names stand in records.md, in the same order."""
     names = (
         "queued started staging ready rendezvous resumed warm-up training step evaluation "
-        "checkpoint signal hang stop stopping ended"
+        "checkpoint signal hang stop stopping link ended"
     )
     assert list(VOCABULARY) == names.split()
 

@@ -1,4 +1,4 @@
-"""Check a job that was rendered and write its submission; the command and the API share it."""
+"""Check a job that was rendered, write its submission and submit it."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import os
 import sys
 from typing import TYPE_CHECKING, Any
 
+from hpml_orchestrator.check.binding import topologies_of
 from hpml_orchestrator.check.job import check_job, refusal
 from hpml_orchestrator.records.files import read_text_or_nothing
 from hpml_orchestrator.records.texts import printable
@@ -13,7 +14,7 @@ from hpml_orchestrator.runs.after import pending_dependencies
 from hpml_orchestrator.runs.backend import cluster_name, open_backend
 from hpml_orchestrator.runs.prepare import prepare
 from hpml_orchestrator.runs.resubmit import refuse_shared_checkpoints
-from hpml_orchestrator.site.profile import topologies_of
+from hpml_orchestrator.runs.submit import submit
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -23,7 +24,7 @@ if TYPE_CHECKING:
     from hpml_orchestrator.runs.prepare import Rendered
     from hpml_orchestrator.scheduler.model import Scheduler
 
-__all__ = ["check_rendered", "prepare_checked", "scheduler_messages"]
+__all__ = ["check_rendered", "prepare_checked", "scheduler_messages", "submit_checked"]
 
 _CLUSTER_SECONDS = 5.0  # while a submission waits
 
@@ -35,6 +36,7 @@ def prepare_checked(
     *,
     checked: bool,
     notice: Callable[[str], None],
+    unchecked: str = "`--no-check`",
     record: Mapping[str, Any] | None = None,
 ) -> tuple[Submission, Scheduler]:
     """Check a job and write its submission; return it with its scheduler, to be submitted.
@@ -45,6 +47,7 @@ def prepare_checked(
         backend: name of the scheduler.
         checked: whether to check the job first.
         notice: takes each line to show, such as a warning.
+        unchecked: what the caller can write to submit it without the check.
         record: more for `submit.json`.
 
     Raises:
@@ -55,7 +58,7 @@ def prepare_checked(
     refuse_shared_checkpoints(store, job)
     dependencies = pending_dependencies(store, job.after, backend=backend)
     if checked:
-        _refuse_unaccepted(rendered, backend, store, notice)
+        _refuse_unaccepted(rendered, backend, store, notice, unchecked)
     scheduler = open_backend(backend, store)
     submission = prepare(
         store,
@@ -71,6 +74,30 @@ def prepare_checked(
     return submission, scheduler
 
 
+def submit_checked(
+    store: Store,
+    rendered: Rendered,
+    backend: str,
+    *,
+    checked: bool,
+    notice: Callable[[str], None],
+    unchecked: str,
+) -> Submission:
+    """Check a job and submit it; arguments and errors are those of `prepare_checked`.
+
+    Raises:
+        SchedulerError: the scheduler refused it; no job exists.
+        SchedulerUnavailable: a job may exist; `hpml submit --resume` finds out.
+    """
+    submission, scheduler = prepare_checked(
+        store, rendered, backend, checked=checked, notice=notice, unchecked=unchecked
+    )
+    submit(submission, scheduler, environment=dict(os.environ))
+    for line in scheduler_messages(submission):
+        notice(line)
+    return submission
+
+
 def scheduler_messages(submission: Submission) -> list[str]:
     """Return what sbatch printed about a job that it accepted, such as a site's message."""
     lines = read_text_or_nothing(submission.directory / "sbatch.err").splitlines()
@@ -79,7 +106,11 @@ def scheduler_messages(submission: Submission) -> list[str]:
 
 
 def _refuse_unaccepted(
-    rendered: Rendered, backend: str, store: Store, notice: Callable[[str], None]
+    rendered: Rendered,
+    backend: str,
+    store: Store,
+    notice: Callable[[str], None],
+    unchecked: str,
 ) -> None:
     """Check a job that is about to be submitted.
 
@@ -97,7 +128,7 @@ def _refuse_unaccepted(
     # The submission itself reports a moment later that records cannot be written.
     errors = [finding for finding in report.errors if finding.code != "records.unwritable"]
     if errors:
-        raise refusal(errors)
+        raise refusal(errors, unchecked)
     for finding in report.warnings:
         if finding.code != "stage.partly":
             hint = f"; {finding.hint}" if finding.hint else ""

@@ -1,0 +1,54 @@
+"""A job on this machine: its record has what its program ran in."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.unit.local_runs import Desk
+
+# It ends when the record is there, so that no time has to be guessed; the limit ends it otherwise.
+WAIT = 'until [ -e "$HPML_ATTEMPT_DIR/software.json" ]; do sleep 0.1; done'
+
+
+def test_show_has_the_software_of_a_run(tmp_path: Path) -> None:
+    """Packages are those of the job's virtual environment, modules those that its ranks see."""
+    desk = Desk(tmp_path)
+    job = desk.job(
+        name="soft",
+        command=["bash", "-c", WAIT],
+        resources={"time": "2m"},
+        environment={"venv": sys.prefix, "variables": {"LOADEDMODULES": "gcc/12:cuda/12.4"}},
+    )
+    desk.hpml("run", "--local", job)
+    software = desk.json("show")["software"]
+    assert software["python"] == f"{sys.prefix}/bin/python"
+    assert software["packages"]["pytest"]
+    assert software["modules"] == ["gcc/12", "cuda/12.4"]
+    assert Path(software["file"]).is_file()
+    (line,) = [line for line in desk.hpml("show").splitlines() if line.startswith("software")]
+    assert "packages" in line
+    assert "modules gcc/12 and cuda/12.4" in line
+
+
+@pytest.mark.skipif(shutil.which("uv") is None, reason="uv is not installed")
+def test_the_environment_of_a_uv_project(tmp_path: Path) -> None:
+    """It is a virtual environment; without it the check names the command that creates it."""
+    desk = Desk(tmp_path)
+    code = "import os, sys; print(sys.prefix, os.environ['VIRTUAL_ENV'])"
+    job = desk.job(name="uv", command=["python", "-c", code], environment={"venv": ".venv"})
+    (tmp_path / "uv.lock").touch()
+    (finding,) = desk.json("check", "--local", job, code=2)["findings"]
+    assert (finding["code"], finding["hint"]) == (
+        "venv.missing",
+        f"`uv sync --project {tmp_path}` creates it",
+    )
+    words = ["uv", "venv", "--quiet", "--no-project", "--offline", "--python", sys.executable]
+    subprocess.run([*words, ".venv"], cwd=tmp_path, check=True)
+    desk.hpml("run", "--local", job)
+    place = tmp_path / ".venv"
+    assert f"{place} {place}\n" in desk.hpml("logs")
