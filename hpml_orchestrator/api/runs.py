@@ -17,6 +17,7 @@ from hpml_orchestrator.runs.cancel import NOT_CANCELLED
 from hpml_orchestrator.runs.cancel import cancel as cancel_runs
 from hpml_orchestrator.runs.dashboard import state_json
 from hpml_orchestrator.runs.follow import read_output, refuse_failed, wait_until_over
+from hpml_orchestrator.runs.life import read_life
 from hpml_orchestrator.runs.reporting.description import describe
 from hpml_orchestrator.runs.reporting.summary import summarise
 from hpml_orchestrator.runs.reporting.text import summary_html
@@ -82,7 +83,8 @@ class Run:
 
     def _repr_html_(self) -> str:
         """Return the lines of `hpml show` as a table; a notebook displays it."""
-        return summary_html(self._state())
+        state = self._state()
+        return summary_html(state, None if state.tasks else read_life(state))
 
     def _state(self, has: str = "") -> State:
         """Return the state; `has`: names what only a task has."""

@@ -97,13 +97,17 @@ def summary_lines(
     )
 
 
-def summary_html(state: State) -> str:
+def summary_html(state: State, life: Life | None = None) -> str:
     """Return a run's summary as an HTML table that needs no style sheet, for a notebook.
+
+    Args:
+        state: of the run.
+        life: the run over all of its attempts; None before the first, or for an array.
 
     Raises:
         RecordError: its records may not be read, or are damaged.
     """
-    lines = array_lines(state) if state.tasks else summary_lines(state, summarise(state))
+    lines = array_lines(state) if state.tasks else summary_lines(state, summarise(state), life)
     rows = []
     for name, text in lines:
         # every second part is an address
