@@ -137,9 +137,9 @@ def parse_script(text: str) -> list[Statement]:
     _refuse_invalid(text)  # first: the grammar's scanner may crash on here-documents without end
     # The grammar divides a word such as `$A/$B/c`, and not one with a mark in place of a `$`.
     marked = _INNER_NAME.sub(lambda match: match[1] or _MARK, text) if _MARK not in text else text
-    root = Parser(_language()).parse(marked.encode()).root_node
+    root = _tree(marked)
     if root.has_error:  # not everywhere it takes a mark
-        root = Parser(_language()).parse(text.encode()).root_node
+        root = _tree(text)
     node = root
     while inner := next((child for child in node.children if child.has_error), None):
         node = inner
@@ -153,6 +153,30 @@ def parse_script(text: str) -> list[Statement]:
             statements[-1].background = True
             statements[-1].source += " &"
     return statements
+
+
+def _tree(text: str) -> Node:
+    """Return the syntax tree of a script.
+
+    A copy of this process reads it first: the grammar's scanner looks up characters in a table of
+    libc without checking its bounds, and may crash on rare ones.
+
+    Raises:
+        InputError: the grammar crashed.
+    """
+    source = text.encode()
+    parser = Parser(_language())
+    child = os.fork()
+    if not child:
+        try:
+            parser.parse(source)
+        finally:
+            os._exit(0)
+    if os.waitpid(child, 0)[1]:
+        rare = re.search("[^\0-\uffff]", text)
+        line = text.count("\n", 0, rare.start()) + 1 if rare else 1
+        raise _unreadable(line, rare[0] if rare else "the script")
+    return parser.parse(source).root_node
 
 
 def _refuse_invalid(text: str) -> None:
