@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import shutil
 import subprocess
 import sys
 from pathlib import Path
-
-import pytest
 
 from tests.unit.local_runs import Desk
 
@@ -35,7 +32,6 @@ def test_show_has_the_software_of_a_run(tmp_path: Path) -> None:
     assert "modules gcc/12 and cuda/12.4" in line
 
 
-@pytest.mark.skipif(shutil.which("uv") is None, reason="uv is not installed")
 def test_the_environment_of_a_uv_project(tmp_path: Path) -> None:
     """It is a virtual environment; without it the check names the command that creates it."""
     desk = Desk(tmp_path)
@@ -47,7 +43,8 @@ def test_the_environment_of_a_uv_project(tmp_path: Path) -> None:
         "venv.missing",
         f"`uv sync --project {tmp_path}` creates it",
     )
-    words = ["uv", "venv", "--quiet", "--no-project", "--offline", "--python", sys.executable]
+    uv = str(Path(sys.executable).with_name("uv"))
+    words = [uv, "venv", "--quiet", "--no-project", "--offline", "--python", sys.executable]
     subprocess.run([*words, ".venv"], cwd=tmp_path, check=True)
     desk.hpml("run", "--local", job)
     place = tmp_path / ".venv"

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import importlib.util
 import os
 import re
 import subprocess
 import sys
 from pathlib import Path
-
-import pytest
 
 from hpml_orchestrator.records.store import Store
 
@@ -26,9 +23,6 @@ if __name__ == "__main__":
 """
 
 
-@pytest.mark.skipif(
-    importlib.util.find_spec("hydra") is None, reason="hydra-submitit-launcher is not installed"
-)
 def test_a_multirun_is_a_job_array(tmp_path: Path) -> None:
     """Each combination is a task; parameters of the launcher become fields of the job."""
     block = re.search(r"```python hpml_launcher.py\n(.*?)```", PAGE.read_text("utf-8"), re.DOTALL)
