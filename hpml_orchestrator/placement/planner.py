@@ -145,6 +145,9 @@ def _share(
     _warn_of_unknown(gpus, warnings)
     if not any(gpu.near for gpu in gpus):
         return chunks([machine.cores] if scarce else _units(machine, policy), len(gpus))
+    # Which domain each rank belongs to is decided first, then how the cores of a domain, or of
+    # several, are divided: a rank next to its GPU with few cores is faster than one with many
+    # cores that reaches its GPU across sockets.
     homes = _homes(machine, gpus)
     _warn_of_far_homes(gpus, homes, warnings)
     if scarce:
@@ -196,6 +199,9 @@ def _groups(
     for rank, home in enumerate(homes):
         ranks.setdefault(home, []).append(rank)
     if policy == "gpu-local":
+        # Domains without a GPU have nobody whose home they are, as on EPYC nodes in NPS4: their
+        # cores go to the nearest ranks. Domains next to an idle GPU lend nothing, because another
+        # job may come for that GPU.
         groups = {domain: Group([domain], {domain: ranks[domain]}) for domain in sorted(ranks)}
         idle = [domain for domain in machine.pool if domain in idle_domains and domain not in ranks]
         lend(machine, groups, idle)
@@ -218,6 +224,8 @@ def _rank(
     for core in cores:
         counts[machine.domain_of[core]] = counts.get(machine.domain_of[core], 0) + 1
 
+    # Memory comes from one domain: the one next to the GPU, through which transfers to it go;
+    # among equals that with most of the rank's cores.
     def cost(domain: int) -> tuple[int, int, int]:
         away = min((machine.distance(near, domain) for near in owned.near), default=0)
         return away, -counts[domain], domain
@@ -266,6 +274,8 @@ def _choose_nics(
             costs = {nic: cost(gpu, near, nic) for nic in places}
             nearest[key] = [nic for nic in costs if costs[nic] == min(costs.values())]
         equals.append(nearest[key])
+    # Greedy, ranks with the least choice first: whoever may take any card must not take the only
+    # one of another rank. Among its nearest each rank takes the card with fewest ranks so far.
     load = dict.fromkeys(places, 0)
     chosen: list[str | None] = [None] * len(gpus)
     for rank in sorted(range(len(gpus)), key=lambda rank: (len(equals[rank]), rank)):

@@ -91,6 +91,9 @@ def load_job(
     source = Path(os.path.abspath(path))
     fields = read_fields(path) if fields is None else copy.deepcopy(fields)
     data = {name: expand_shorthand(name, value) for name, value in fields.items()}
+    # `given` has the origin of each field, for `--explain`. It changes with `data`: a setting of
+    # the command line replaces whatever was at its place, also the fields below it, whose origins
+    # would otherwise be reported for values that are gone.
     given = dict.fromkeys(leaves(data, empty=False), "job file")
     for name, written in settings or []:
         value, field = expand_shorthand(name, written), name
@@ -108,6 +111,8 @@ def load_job(
             data[name] = {"enabled": True, **mapping}
             origins = {origin for field, origin in given.items() if overlaps(field, name)}
             given[f"{name}.enabled"] = min(origins, default="job file")
+    # The site comes last although it ranks lowest: which of its defaults apply depends on what the
+    # job says, as with `venv` of a site and `conda` of a job.
     if site is not None:
         below = _drop_conflicting_defaults(site.site.defaults, data)
         data = merged(below, data)
