@@ -22,7 +22,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any, Self
 
-from hpml_orchestrator.node.processes import is_alive
+from hpml_orchestrator.node.processes import RankRecords, is_alive
 from tests.cluster.hpml_on_slurm import PYTHON, ROOT, Desk, eventually
 from tests.cluster.user import VENV, install
 from tests.patience import PATIENCE_SECONDS
@@ -242,8 +242,7 @@ class Life:
     def ranks(self) -> list[int]:
         """Return the process ids of the newest attempt's ranks."""
         files = (self.place() / "binding").glob("*.jsonl")
-        records = [json.loads(line) for file in files for line in file.read_text().splitlines()]
-        return [record["pid"] for record in records if is_alive(record)]
+        return [rank.pid for file in files for rank in RankRecords(file).new() if is_alive(rank)]
 
     def agents(self) -> list[int]:
         """Return the process ids of the newest attempt's agents."""
