@@ -168,16 +168,17 @@ def test_a_program_that_cannot_be_measured(program: str, said: str, tmp_path: Pa
     assert os.listdir(work) == ["train.py"]
 
 
+def job_with_own_torch(tmp_path: Path) -> Job:
+    """A job that imports the torch.py of this directory."""
+    environment = {"python": sys.executable, "variables": {"PYTHONPATH": str(tmp_path)}}
+    return job_of(tmp_path, script=str(tmp_path / "train.py"), environment=environment)
+
+
 def test_a_python_without_torch(tmp_path: Path) -> None:
     """It is named, with the error of its import; the program is not started."""
     (tmp_path / "torch.py").write_text("raise ImportError('no such torch')")
     (tmp_path / "train.py").write_text("open('started', 'w')")
-    variables = {"PYTHONPATH": str(tmp_path)}
-    job = job_of(
-        tmp_path,
-        script=str(tmp_path / "train.py"),
-        environment={"python": sys.executable, "variables": variables},
-    )
+    job = job_with_own_torch(tmp_path)
     with pytest.raises(JobFailedError, match="no usable PyTorch .no such torch.") as caught:
         measured(job)
     assert sys.executable in str(caught.value)
@@ -191,12 +192,7 @@ def test_a_program_that_is_too_slow(tmp_path: Path) -> None:
         f"open({str(tmp_path / 'pid')!r}, 'w').write(str(child.pid)); time.sleep(600)"
     )
     (tmp_path / "train.py").touch()
-    variables = {"PYTHONPATH": str(tmp_path)}
-    job = job_of(
-        tmp_path,
-        script=str(tmp_path / "train.py"),
-        environment={"python": sys.executable, "variables": variables},
-    )
+    job = job_with_own_torch(tmp_path)
     with pytest.raises(JobFailedError, match="made 0 optimizer steps of 4 in") as caught:
         measured(job, seconds=5)
     assert "--time-limit 10" in caught.value.hint

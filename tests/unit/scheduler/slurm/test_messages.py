@@ -5,8 +5,6 @@ from __future__ import annotations
 import pytest
 
 from hpml_orchestrator.scheduler.slurm.messages import (
-    NOT_CONFIGURED,
-    NOT_CONFIGURED_HINT,
     clean,
     final_refusal,
     hint_for,
@@ -64,6 +62,11 @@ UNKNOWNS = [
     FAILED + "Unexpected message received\n",
     FAILED + "Communication connection failure\n",
     "sbatch: error: Slurm temporarily unable to accept job, sleeping and retrying\n",
+    # A client without slurm.conf whose slurmd or controller is down belongs to a cluster:
+    (
+        "sbatch: error: fetch_config: Unable to contact slurm controller (connect failure)\n"
+        "sbatch: fatal: Could not establish a configuration source\n"
+    ),
 ]  # fmt: skip
 
 
@@ -82,6 +85,7 @@ def test_refused_for_certain(text: str, hint: str) -> None:
 def test_nobody_knows(text: str) -> None:
     """After a lost answer no message counts as a refusal."""
     assert transport_fault(text)
+    assert not not_configured(text)
     assert final_refusal(text) is None
 
 
@@ -90,6 +94,7 @@ def test_nobody_knows(text: str) -> None:
     [
         "",
         FAILED + "Invalid account",  # torn
+        "sbatch: fatal: Could not establish a configuration source",  # torn
         "sbatch: error: some site's own remark\n",
         "sbatch: warning: can't run 1 processes on 2 nodes, setting nnodes to 1\n",
     ],
@@ -97,29 +102,6 @@ def test_nobody_knows(text: str) -> None:
 def test_not_certain(text: str) -> None:
     """A torn line, a remark or nothing at all is not a certain refusal."""
     assert final_refusal(text) is None
-
-
-NO_CONFIGURATION = """\
-sbatch: error: resolve_ctls_from_dns_srv: res_nsearch error: Unknown host
-sbatch: error: fetch_config: DNS SRV lookup failed
-sbatch: error: _establish_config_source: failed to fetch config
-sbatch: fatal: Could not establish a configuration source
-"""
-
-
-def test_no_configuration() -> None:
-    """Slurm's packages without a slurm.conf: a certain refusal, in words that help."""
-    assert not_configured(NO_CONFIGURATION)
-    assert not_configured(NO_CONFIGURATION.replace("sbatch:", "squeue:"))
-    assert final_refusal(NO_CONFIGURATION) == NOT_CONFIGURED
-    assert final_refusal(NO_CONFIGURATION.rstrip("\n")) != NOT_CONFIGURED, "torn"
-    assert hint_for(NO_CONFIGURATION) == hint_for(NOT_CONFIGURED) == NOT_CONFIGURED_HINT
-    assert "--local" in NOT_CONFIGURED_HINT
-    # A configless client whose slurmd or controller is down belongs to a cluster.
-    down = "sbatch: error: fetch_config: Unable to contact slurm controller (connect failure)\n"
-    down += "sbatch: fatal: Could not establish a configuration source\n"
-    assert not not_configured(down)
-    assert final_refusal(down) is None
 
 
 def test_no_such_job() -> None:
