@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import re
+from collections.abc import Mapping
 from dataclasses import fields, is_dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -384,7 +385,7 @@ def test_a_fault_is_found_and_nothing_else(name: str) -> None:
 def test_its_changes_make_a_job_file_that_loads(name: str, tmp_path: Path) -> None:
     """Every change with a field names a real one, with a value that is accepted."""
 
-    def load(document: dict[str, Any]) -> dict[str, Any]:
+    def load(document: Mapping[str, Any]) -> dict[str, Any]:
         (tmp_path / "job.yaml").write_text(json.dumps(document))
         return load_job(tmp_path / "job.yaml").job.model_dump(mode="json")
 
