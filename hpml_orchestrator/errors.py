@@ -130,7 +130,9 @@ class SchedulerUnavailable(SchedulerError):  # noqa: N818 - a state of the sched
 
 
 class JobFailedError(HpmlError):
-    """The job ended in a state other than COMPLETED."""
+    """The job ended in a state other than COMPLETED; `run` is its run's id, if that is known."""
+
+    run = ""
 
     exit_code = 6
     meaning = "the job ended in another state than COMPLETED"

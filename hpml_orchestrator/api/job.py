@@ -117,6 +117,8 @@ def submit(
     if not isinstance(job, Job):
         expect(isinstance(job, str | Path), "job", job, "a Job, or the path of a job file")
         job = Job.from_file(job)
+    for name, value in (("local", local), ("check", check)):
+        expect(isinstance(value, bool), name, value, "True or False")
     store = open_store(records)
     backend = choose("local" if local else "auto")
     chosen = str(site) or os.environ.get("HPML_SITE", "")
@@ -148,7 +150,7 @@ def run(
         timeout: seconds to wait; None: without limit.
 
     Raises:
-        JobFailedError: it ended in another state than COMPLETED; `Run("last")` is the run.
+        JobFailedError: it ended in another state than COMPLETED; the error's `run` is its id.
         WaitTimeoutError: it has not ended in time; it continues.
         HpmlError: as `submit`.
     """

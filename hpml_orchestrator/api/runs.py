@@ -11,7 +11,13 @@ from typing import TYPE_CHECKING, Any
 
 from hpml_orchestrator.api.reporting import diagnose_run
 from hpml_orchestrator.diagnosis.report import Report
-from hpml_orchestrator.errors import InputError, SchedulerUnavailable, WaitTimeoutError
+from hpml_orchestrator.errors import (
+    InputError,
+    JobFailedError,
+    NotFoundError,
+    SchedulerUnavailable,
+    WaitTimeoutError,
+)
 from hpml_orchestrator.records.store import Submission, open_store
 from hpml_orchestrator.runs.cancel import NOT_CANCELLED
 from hpml_orchestrator.runs.cancel import cancel as cancel_runs
@@ -47,8 +53,8 @@ def expect(valid: bool, field: str, value: object, right: str) -> None:
 
 def expect_seconds(timeout: float | None) -> None:
     """Refuse a timeout that is not a number of seconds."""
-    valid = timeout is None or isinstance(timeout, int | float)
-    expect(valid, "timeout", timeout, "a number of seconds, or None")
+    valid = timeout is None or (isinstance(timeout, int | float) and timeout >= 0)
+    expect(valid, "timeout", timeout, "a number of seconds from 0 on, or None")
 
 
 class Run:
@@ -115,7 +121,7 @@ class Run:
             must_complete: whether to raise an error if it ends in another state than COMPLETED.
 
         Raises:
-            JobFailedError: it did not complete.
+            JobFailedError: it did not complete; the error's `run` is the id.
             WaitTimeoutError: it has not ended in time; it continues.
         """
         expect_seconds(timeout)
@@ -128,7 +134,11 @@ class Run:
 
         state = wait_until_over(self._store, self._submission, each=refuse_late)
         if must_complete:
-            refuse_failed(state)
+            try:
+                refuse_failed(state)
+            except JobFailedError as error:
+                error.run = self.id
+                raise
         return state.state
 
     def cancel(self) -> str:
@@ -219,8 +229,12 @@ def list_runs(
 
     Raises:
         InputError: a filter is wrong.
+        NotFoundError: the directory of the records does not exist.
     """
     store = open_store(records)
+    if records is not None and not store.root.is_dir():
+        hint = "the first run with these records creates it"
+        raise NotFoundError(f"no such directory of records: {store.root}", hint=hint)
     expect(isinstance(name, str), "name", name, "a name or a pattern")
     expect(isinstance(state, str), "state", state, "a text such as `failed,timeout`")
     valid = limit is None or (isinstance(limit, int) and limit >= 0)

@@ -26,6 +26,7 @@ _PLACEHOLDERS = {
     },
 }
 _ONE_WORD = "[[ -n ${name} && ${name} != *[[:space:]*?[]* ]]  # {line} has it without quotes"
+_MANY_WORDS = re.compile(r"\$\{\w+(:?\+|:?[-=][^}]*\s)")  # without quotes: no word, or several
 _UNKNOWN_WORDS = "only the job can compute which words it becomes"
 _WRITE_OUT = "write it out, or have the program find it out"
 _REFUSED = (  # expansions that a placeholder cannot replace
@@ -100,7 +101,7 @@ class Arguments:
         for pattern, why, hint in _REFUSED:
             if pattern.match(text):
                 raise self.launch.refused(text, why, hint)
-        if source[0] == "!":
+        if source[0] == "!" or (not is_quoted and _MANY_WORDS.match(text)):
             raise self.launch.refused(text, _UNKNOWN_WORDS, _WRITE_OUT)
         name = hole_names(f"\0{text}\0")[0]
         own = name in self.values.variables
@@ -115,6 +116,8 @@ class Arguments:
         if not (is_quoted or is_number or plain):
             line = f"line {self.launch.line}"
             self.exports[f"{name} "] = _ONE_WORD.format(name=name, line=line)
+            why = "the job ends before the ranks start unless the value is exactly one word"
+            self.body.report.changed(self.launch.line, text, why, "write several words out")
         return f"{{env.{name}}}"
 
     def assign(self, source: str) -> str:

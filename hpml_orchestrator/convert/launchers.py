@@ -315,6 +315,9 @@ def _read_srun(launch: Launch) -> None:
     if launch.words and re.fullmatch(r'\0(?!"?\$\((which|command -v) )[^\0]*\0', launch.words[0]):
         why = "only the job can compute it, and it may be options of srun"
         raise launch.refused(launch.words[0], why, "write the options and the program there")
+    if ":" in launch.words:
+        why = "it starts several programs at once, a heterogeneous job step"
+        raise launch.refused("srun … : …", why, "write a script for each of them")
     for option in options:
         if option.name in _SRUN_SIZES:
             launch.sizes[_SRUN_SIZES[option.name]] = option.value.partition("-")[0]
@@ -332,6 +335,8 @@ def _srun_option(launch: Launch, option: Option) -> None:
         launch.mpi = value.partition("_")[0]
     elif name == "container-image" and plain:
         launch.container |= {"engine": "pyxis", "image": value}
+        why = "the program starts in the job's directory, not in that of the image"
+        launch.report.changed(launch.line, shown(f"srun {option.shown}"), why)
     elif name == "container-mounts" and plain and all(m.startswith("/") for m in mounts):
         launch.container["mounts"] = mounts
     elif name == "chdir" and plain and launch.directory:
@@ -342,15 +347,23 @@ def _srun_option(launch: Launch, option: Option) -> None:
     elif name in ("output", "error"):
         launch.report.changed(launch.line, shown(f"srun {option.shown}"), *OUTPUT)
     elif name in _SRUN_BINDING:
-        own = ("hpml binds the ranks itself", "see `binding`")
-        if value != "none":
-            launch.lost(f"srun {option.shown}", *(ALL_GPUS if name in HIDES_GPUS else own))
+        _ignore_binding(launch, option)
     else:
         why = "a job file has no counterpart of this option"
         hint = (
             "use none, pmix or pmi2" if name == "mpi" else "remove it, or write `command` by hand"
         )
         raise launch.refused(f"srun {option.shown}", why, hint)
+
+
+def _ignore_binding(launch: Launch, option: Option) -> None:
+    why, shown_option = "hpml binds the ranks itself", f"srun {option.shown}"
+    if option.value != "none":
+        own = (why, "see `binding`")
+        launch.lost(shown_option, *(ALL_GPUS if option.name in HIDES_GPUS else own))
+    elif option.name == "cpu-bind":
+        todo = "`binding: none` leaves all CPUs of the job to each rank"
+        launch.report.changed(launch.line, shown(shown_option), why, todo)
 
 
 def _refuse_binding(launch: Launch) -> None:

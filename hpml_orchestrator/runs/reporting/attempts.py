@@ -90,8 +90,9 @@ class AttemptReport:
             return f"{number}: cannot be read"
         where = f" on {self.nodes}" if self.nodes else ""
         if not self.over:
-            since = f" since {clock_text(self.started)}" if self.started else ""
-            return f"{number}: {self.reason}{since}{where}"
+            began = clock_text(self.started) if self.started else ""
+            word = " since" if self.reason == "running" else ", started"
+            return f"{number}: {self.reason}{f'{word} {began}' if began else ''}{where}"
         text, end = self.reason or "left no record of its end; last event", self.ended
         if self.reason == "failed" and self.exit_code is not None:
             text += f" with exit code {self.exit_code}"

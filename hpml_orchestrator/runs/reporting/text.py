@@ -23,6 +23,7 @@ from hpml_orchestrator.runs.reporting.monitor import numbers
 from hpml_orchestrator.runs.reporting.software import read_software, software_line
 from hpml_orchestrator.runs.reporting.staging import staged_lines
 from hpml_orchestrator.runs.reporting.summary import Summary, summarise
+from hpml_orchestrator.scheduler.model import JobState
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -322,7 +323,12 @@ def _life(state: State, life: Life | None) -> dict[str, list[str]]:
         cost: [life.restarts] if life.restarts else [],
         "progress": [life.progress] if life.progress and not state.over else [],
         "advice": [life.advice] if life.advice else [],
+        "next": [],
     }
+    saved = max((one.saved_step or 0 for one in life.attempts), default=0)
+    if saved and state.over and state.state != JobState.COMPLETED:
+        command = f"hpml requeue {state.submission.label}"
+        lines["next"] = [f"{command} continues from step {saved:,}"]
     return {name: text for name, text in lines.items() if text}
 
 

@@ -128,8 +128,9 @@ def test_a_notebook_shows_a_run_as_a_table(tmp_path: Path) -> None:
 def test_a_failed_job() -> None:
     """`wait` raises, unless the caller looks at the state itself."""
     failed = submit(shell("exit 3"), local=True)
-    with pytest.raises(JobFailedError, match="ended FAILED, exit code 3"):
+    with pytest.raises(JobFailedError, match="ended FAILED, exit code 3") as raised:
         failed.wait(LIMIT_SECONDS)
+    assert raised.value.run == failed.id
     assert failed.wait(must_complete=False) == "FAILED"
     assert failed.results() == {}
 
@@ -204,6 +205,10 @@ def test_a_job_file_and_its_changes(tmp_path: Path, records: Path) -> None:
             InputError,
             "timeout: must be .*got '1m'",
         ),
+        (lambda: run(shell("true"), timeout=float("nan")), InputError, "timeout: must be"),
+        (lambda: submit(shell("true"), local=wrong("yes")), InputError, "local: must be True"),
+        (lambda: submit(shell("true"), check=wrong("x")), InputError, "check: must be True"),
+        (lambda: list_runs(records="none"), NotFoundError, "no such directory of records"),
         (
             lambda: Job.from_file(wrong(5)),
             InputError,

@@ -302,6 +302,11 @@ srun ${AUTO_RESUME} -l "${ARGS[@]}" torchrun --nproc_per_node=4 train.py
     "a blank behind a backslash": ("""
 python train.py \\ \n  --lr 0.1
 """, 2, "a blank after a \\"),
+    "words that come only if a variable is set": (
+        "python train.py ${RESUME:+--resume $RESUME}", 2, "which words it becomes"
+    ),
+    "words that a variable is set to": ("python train.py ${MORE:---lr 1}", 2, "which words"),
+    "two programs at once": ("srun -n 2 python a.py : -n 1 python b.py", 2, "heterogeneous"),
     "a quote that is open": ("python train.py 'a", 2, "not valid bash"),
     "a number of ranks that only the job knows": (r"""
 #SBATCH --gres=gpu:4
