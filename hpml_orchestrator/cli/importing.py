@@ -48,7 +48,7 @@ def import_(
     The script is only read, never run.
     """
     directory = os.getcwd()
-    target = Path(os.path.abspath(output)) if output else None
+    target = None if output in ("", "-") else Path(os.path.abspath(output))
     if target is not None and target.suffix.lower() == ".toml":
         raise InputError("is written as YAML", field="--output", value=output, hint="job.yaml")
     if target is not None and not force and os.path.lexists(target):

@@ -28,6 +28,7 @@ def test_the_job_file_and_the_report(hpml: Hpml, script: str) -> None:
     assert "script: train.py\nargs: [--lr, '0.1']\nresources:\n  time: 00:05:00\n" in made.out
     assert made.err.startswith("job.sh:2: not carried over: --clusters=other\n    ")
     assert "job.sh:3: changed: echo hello\n    kept in environment.setup" in made.err
+    assert hpml("import", script, "-o", "-").out == made.out
     document = hpml("import", script, "--json").json()
     assert (document["output"], document["text"]) == (None, made.out)
     assert document["job"]["args"] == ["--lr", "0.1"]
