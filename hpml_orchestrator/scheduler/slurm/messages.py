@@ -98,10 +98,7 @@ _HINTS: tuple[tuple[str, str], ...] = (
     (r"reservation", "see what is reserved for you: `scontrol show reservation`"),
     (r"invalid node name", "see which nodes there are: `sinfo --Node`"),
     (r"job dependency|dependency problem", "the job that it depends on is no longer known"),
-    (
-        rf"^{re.escape(NOT_CONFIGURED)}|fatal: could not establish a configuration source",
-        NOT_CONFIGURED_HINT,
-    ),
+    (rf"^{re.escape(NOT_CONFIGURED)}", NOT_CONFIGURED_HINT),
     (
         r"configuration source|fetch config|slurm\.conf",
         "this machine is not a client of a Slurm cluster; is SLURM_CONF right?",
