@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import os
 import random
@@ -100,9 +101,11 @@ def copier(base: Path, ranks: dict[int, Rank]) -> int:
     """Return the rank that copies now, by the name of the directory that it fills."""
 
     def copying() -> int:
-        partial = base.glob("hpml-*/.cache/*/.data.partial-*")
-        pids = (int(path.name.split("-")[1]) for path in partial)
-        return next((pid for pid in pids if pid in ranks), 0)
+        with contextlib.suppress(FileNotFoundError):  # one that was listed is gone already
+            partial = base.glob("hpml-*/.cache/*/.data.partial-*")
+            pids = (int(path.name.split("-")[1]) for path in partial)
+            return next((pid for pid in pids if pid in ranks), 0)
+        return 0
 
     return eventually(copying, pause=0.002)
 
