@@ -132,10 +132,12 @@ class SchedulerUnavailable(SchedulerError):  # noqa: N818 - a state of the sched
 class JobFailedError(HpmlError):
     """The job ended in a state other than COMPLETED; `run` is its run's id, if that is known."""
 
-    run = ""
-
     exit_code = 6
     meaning = "the job ended in another state than COMPLETED"
+
+    def __init__(self, message: str, *, hint: str = "", run: str = "") -> None:
+        super().__init__(message, hint=hint)
+        self.run = run
 
 
 class WaitTimeoutError(HpmlError, TimeoutError):

@@ -13,7 +13,6 @@ from hpml_orchestrator.api.reporting import diagnose_run
 from hpml_orchestrator.diagnosis.report import Report
 from hpml_orchestrator.errors import (
     InputError,
-    JobFailedError,
     NotFoundError,
     SchedulerUnavailable,
     WaitTimeoutError,
@@ -134,11 +133,7 @@ class Run:
 
         state = wait_until_over(self._store, self._submission, each=refuse_late)
         if must_complete:
-            try:
-                refuse_failed(state)
-            except JobFailedError as error:
-                error.run = self.id
-                raise
+            refuse_failed(state)
         return state.state
 
     def cancel(self) -> str:

@@ -134,7 +134,7 @@ def parse_script(text: str) -> list[Statement]:
             f"line {text.count(chr(10), 0, match.start()) + 1}: a blank after a \\",
             hint="at the end of a line remove it; elsewhere put the blank in quotes",
         )
-    _refuse_invalid(text)  # first: the grammar's scanner may crash on here-documents without end
+    _refuse_invalid(text)  # first: bash names the line, which the grammar only guesses
     # The grammar divides a word such as `$A/$B/c`, and not one with a mark in place of a `$`.
     marked = _INNER_NAME.sub(lambda match: match[1] or _MARK, text) if _MARK not in text else text
     root = _tree(marked)

@@ -18,13 +18,17 @@ class Report:
 
     Attributes:
         headline: what holds the run back most, in one line.
-        findings: one dictionary per finding, as in `hpml report --json`.
     """
 
     def __init__(self, diagnosis: Diagnosis) -> None:
         self._diagnosis = diagnosis
         self.headline: str = diagnosis.headline
-        self.findings: list[dict[str, Any]] = self.to_dict()["findings"]
+
+    @property
+    def findings(self) -> list[dict[str, Any]]:
+        """One dictionary per finding, as in `hpml report --json`."""
+        found: list[dict[str, Any]] = self.to_dict()["findings"]
+        return found
 
     def __str__(self) -> str:
         return text(self._diagnosis)

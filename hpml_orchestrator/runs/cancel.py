@@ -87,9 +87,8 @@ def _cancel(
             outcome = f"{NOT_CANCELLED}: it is being submitted ({state.reason})"
         else:
             host = str(submission.record()["host"])
-            elsewhere(
-                state.cluster, backends(state.backend, host)
-            )  # raises if that cannot be known
+            # raises if the cluster cannot be known
+            elsewhere(state.cluster, backends(state.backend, host))
             job_ids.setdefault((state.backend, host), []).append(state.job_id)
             outcome = f"cancelled job {state.job_id}"
             if state.state == "UNKNOWN":

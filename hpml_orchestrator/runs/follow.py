@@ -150,7 +150,7 @@ def refuse_failed(state: State) -> None:
     """Refuse a run that has ended in another state than COMPLETED.
 
     Raises:
-        JobFailedError: names the state and the exit code.
+        JobFailedError: names the state, the exit code and the run.
     """
     if state.state == "COMPLETED":
         return
@@ -158,15 +158,16 @@ def refuse_failed(state: State) -> None:
     message = f"job {state.job_id or '-'} ended {state.state}{code}"
     if not state.over:
         message = f"it is not known how job {state.job_id or '-'} ended: {state.reason}"
+    label = state.submission.label
     if _failed_binding(state):
         raise JobFailedError(
-            f"{message}: {BindingError.meaning}", hint=f"hpml show {state.submission.label}"
+            f"{message}: {BindingError.meaning}", hint=f"hpml show {label}", run=label
         )
     # of an array, the first task that ended like this
     failed = [task for task in state.tasks if task.state == state.state] or [state]
     with_output = [one for one in failed if os.path.exists(one.run.output)]
     hint = f"hpml logs {with_output[0].submission.label}" if with_output else ""
-    raise JobFailedError(message, hint=hint)
+    raise JobFailedError(message, hint=hint, run=label)
 
 
 def _failed_binding(state: State) -> bool:

@@ -94,8 +94,10 @@ def _ask_to_stop(state: State, newest: Attempt | None) -> dict[str, str]:
     if newest.stop_request() is None:
         newest.request_stop("requested", by="hpml requeue", now=time.time())
     reason = str((newest.stop_request() or {}).get("reason", "requested"))
-    outcome = f"job {state.job_id} was asked to save and continue ({reason})"
-    outcome += "; it does so when its program reacts to the request"
+    outcome = (
+        f"job {state.job_id} was asked to save and continue ({reason}); it does so when its "
+        "program reacts to the request"
+    )
     return {"id": label, "job_id": state.job_id, "outcome": outcome}
 
 

@@ -98,12 +98,17 @@ def is_directory(path: str) -> bool:
         return False
 
 
-def request_error(name: str, source: str, error: BaseException) -> HpmlError:
-    """Return the error of a request that an error of the system, or of a record, becomes."""
+def request_error(name: str, source: str, error: BaseException) -> BaseException:
+    """Return the error of a request that an error of the system, or of a record, becomes.
+
+    Any other error stays what it is.
+    """
     if isinstance(error, (StagingError, InputError)):
         return error
-    if not isinstance(error, OSError):
+    if isinstance(error, HpmlError):
         return StagingError(f"cannot stage {name}: {error}")
+    if not isinstance(error, OSError):
+        return error
     named = error.filename if isinstance(error.filename, (str, bytes)) else ""
     path = shown(os.fsdecode(named) or source)
     return StagingError(

@@ -131,9 +131,7 @@ class CopyStager:
                 if not supply.is_filled:
                     supply.reuse()
         except BaseException as error:
-            known = error
-            if isinstance(error, (OSError, HpmlError)):
-                known = request_error(request.name, request.source, error)
+            known = request_error(request.name, request.source, error)
             if supply is not None:
                 reason = str(known) or type(known).__name__
                 supply.fail(reason, str(getattr(known, "hint", "")))
@@ -184,10 +182,7 @@ class CopyStager:
                 raise  # a process that waits for one that was only stopped takes over
             except BaseException as error:
                 if not lock.holders_reason:
-                    is_known = isinstance(error, (OSError, HpmlError))
-                    lock.fail(
-                        request_error(request.name, request.source, error) if is_known else error
-                    )
+                    lock.fail(request_error(request.name, request.source, error))
                 raise
 
     def _linked(self, supply: Supply, area: JobArea) -> Manifest | None:

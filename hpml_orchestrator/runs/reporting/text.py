@@ -316,6 +316,10 @@ def _life(state: State, life: Life | None) -> dict[str, list[str]]:
     continues = []
     with contextlib.suppress(HpmlError):
         continues = [str(run) for run in [state.submission.record().get("continues")] if run]
+    following = []
+    saved = max(one.saved_step or 0 for one in life.attempts)
+    if saved and state.over and state.state != JobState.COMPLETED:
+        following = [f"hpml requeue {state.submission.label} continues from step {saved:,}"]
     cost = "restarts" if len(life.attempts) > 1 else "saving"
     lines = {
         "continues": continues,
@@ -323,12 +327,8 @@ def _life(state: State, life: Life | None) -> dict[str, list[str]]:
         cost: [life.restarts] if life.restarts else [],
         "progress": [life.progress] if life.progress and not state.over else [],
         "advice": [life.advice] if life.advice else [],
-        "next": [],
+        "next": following,
     }
-    saved = max((one.saved_step or 0 for one in life.attempts), default=0)
-    if saved and state.over and state.state != JobState.COMPLETED:
-        command = f"hpml requeue {state.submission.label}"
-        lines["next"] = [f"{command} continues from step {saved:,}"]
     return {name: text for name, text in lines.items() if text}
 
 
