@@ -10,7 +10,6 @@ on the CPU (gloo). It needs images_data.py, images_model.py and the three hpml_*
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import sys
 import time
@@ -23,7 +22,7 @@ from typing import Any, NoReturn
 import images_model
 import torch
 import torch.distributed as dist
-from images_data import ImageData, JobError, raise_together
+from images_data import ImageData, JobError, raise_together, report
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.profiler import record_function
@@ -244,8 +243,7 @@ def train(options: Any, device: torch.device, channel: Channel) -> None:  # noqa
             at.epochs += 1
             sums = zip(*ranks.gather((float(run.loss_sum), *run.sums.tolist())))  # noqa: B905
             loss, samples, took, waited = map(sum, sums)
-            accuracy = f"{at.test_accuracy:.4f}" if is_due else "-"
-            text = f"test accuracy {accuracy}"
+            text = f"test accuracy {at.test_accuracy:.4f}" if is_due else "test accuracy -"
             if samples:  # else the attempt before had trained this epoch, but not evaluated it
                 speed = f"{size * samples / took:.0f} samples/s, data wait {waited / took:.0%}"
                 text = f"loss {loss / samples:.4f}, {text}, {speed}"
@@ -267,14 +265,11 @@ def train(options: Any, device: torch.device, channel: Channel) -> None:  # noqa
         **{name: getattr(options, name) for name in ("model", "seed", "amp", "target_accuracy")},
     }  # fmt: skip
     if ranks.rank == 0:
-        channel.result(**result)
-        if options.output is not None:
-            (options.output / "result.json").write_text(json.dumps(result, indent=2) + "\n")
+        report(result, channel, options.output)
     shown = "-" if at.test_accuracy is None else f"{at.test_accuracy:.4f}"
-    text = f"{at.epochs} epochs in {at.train_seconds:.1f} s, test accuracy {shown}"
     speed = f"{rate:.0f}" if rate else "-"  # shorter than its warm-up
-    text = f"{'stopped' if stopped else 'done'}: {text}"
-    run.say(f"{text}, {speed} samples/s, {size} ranks on {name}")
+    text = f"{'stopped' if stopped else 'done'}: {at.epochs} epochs in {at.train_seconds:.1f} s"
+    run.say(f"{text}, test accuracy {shown}, {speed} samples/s, {size} ranks on {name}")
 
 
 def main(arguments: list[str] | None = None) -> NoReturn:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import sys
 import time
@@ -14,7 +13,7 @@ from typing import Any, NoReturn
 
 import horovod.torch as hvd
 import torch
-from images_data import ImageData, JobError, raise_together
+from images_data import ImageData, JobError, raise_together, report
 from images_model import MODELS, choose_device, learning_rate, make_model, make_optimizer
 from torch.nn.functional import cross_entropy
 
@@ -145,9 +144,7 @@ def train(options: Any, device: torch.device, channel: Channel) -> None:  # noqa
         "train_images": data.train_images, "test_images": data.test_images,
     }  # fmt: skip
     if rank == 0:
-        channel.result(**result)
-        if options.output is not None:
-            (options.output / "result.json").write_text(json.dumps(result, indent=2) + "\n")
+        report(result, channel, options.output)
     end = "stopped" if stop else "done"
     say(f"{end}: {at.epochs} epochs in {at.train_seconds:.1f} s, {size} ranks on {device.type}")
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import hashlib
+import json
 import os
 from collections.abc import Iterator
 from functools import partial
@@ -27,6 +28,13 @@ def raise_together(ranks: Any, problem: str) -> None:
     """Raise a JobError on all ranks if one of them has a problem: otherwise the others wait."""
     if problems := [*filter(None, ranks.gather(problem))]:
         raise JobError(problems[0])
+
+
+def report(result: dict[str, Any], channel: Any, output: Path | None) -> None:
+    """Report the result of a training, and write it to result.json in a directory."""
+    channel.result(**result)
+    if output is not None:
+        (output / "result.json").write_text(json.dumps(result, indent=2) + "\n")
 
 
 class Images(Dataset[tuple[Tensor, int, str]]):
