@@ -30,6 +30,8 @@ from hpml_orchestrator.records.texts import beside, printable
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
 
+    from hpml_orchestrator.records.schema import Marker, ProofRecord
+
 __all__ = ["Ending", "ending", "finish", "note_signal", "verify_binding"]
 
 _READ_BYTES = 1024**2
@@ -360,7 +362,7 @@ def _has_result(attempt: Attempt) -> bool:
 
 
 def verify_binding(
-    plans: Mapping[str, str], proofs: Iterable[dict[str, Any]], *, completed: bool
+    plans: Mapping[str, str], proofs: Iterable[ProofRecord], *, completed: bool
 ) -> tuple[list[str], bool]:
     """Combine the proofs of all nodes.
 
@@ -408,9 +410,7 @@ def verify_binding(
     return [f"binding: {count}", *(table(rows) if rows else ())], failed
 
 
-def verify_results(
-    nodes: Iterable[Mapping[str, Any]], *, completed: bool
-) -> tuple[list[str], bool]:
+def verify_results(nodes: Iterable[Marker], *, completed: bool) -> tuple[list[str], bool]:
     """Look at what the nodes brought back.
 
     Args:
@@ -431,7 +431,7 @@ def verify_results(
     return lines, missing or bool(lines)
 
 
-def _proofs(proofs: Iterable[dict[str, Any]]) -> dict[str, NodeProof]:
+def _proofs(proofs: Iterable[ProofRecord]) -> dict[str, NodeProof]:
     """Return the proofs by node; damaged ones are left out."""
     judged = {}
     for record in proofs:

@@ -13,7 +13,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 from hpml_orchestrator.errors import (
     BindingError,
@@ -29,6 +29,9 @@ from hpml_orchestrator.records.files import read_json, read_text, write_json, wr
 from hpml_orchestrator.records.process import read_stat
 from hpml_orchestrator.records.run import task_output
 from hpml_orchestrator.records.store import RUN_TABLE, Attempt, Run, Submission
+
+if TYPE_CHECKING:
+    from hpml_orchestrator.records.schema import Marker, NextRecord
 
 __all__ = [
     "EXIT_DUPLICATE",
@@ -192,7 +195,7 @@ def _may_follow(last: Attempt, claimant: str, job_id: str, submitted_id: str) ->
         job_id: the job's own id.
         submitted_id: the one that sbatch printed for it.
     """
-    following = last.next or {}
+    following: NextRecord = last.next or {}
     if following.get("how") == "continuation":
         return submitted_id == str(following.get("job_id"))
     if claimant in ("", job_id):
@@ -288,7 +291,7 @@ def wait_ready(
         pause = min(pause * 1.5, _LONGEST_POLL_SECONDS)
 
 
-def _report_ready(ready: list[dict[str, Any]]) -> None:
+def _report_ready(ready: list[Marker]) -> None:
     size = sum(int(marker.get("bytes", 0)) for marker in ready)
     files = sum(int(marker.get("files", 0)) for marker in ready)
     slowest = max(float(marker.get("seconds", 0.0)) for marker in ready)

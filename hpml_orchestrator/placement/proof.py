@@ -6,7 +6,10 @@ Standard library only, Python 3.9 or newer: it travels to the nodes.
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass, fields
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
 
 __all__ = ["NodeProof", "Process", "RankProof", "Seen", "proof_json", "proof_of_json"]
 
@@ -100,7 +103,7 @@ def proof_json(proof: NodeProof) -> dict[str, object]:
     return {"schema_version": SCHEMA_VERSION, **asdict(proof)}
 
 
-def proof_of_json(data: dict[str, Any]) -> NodeProof:
+def proof_of_json(data: Mapping[str, Any]) -> NodeProof:
     """Return the proof that plain data hold; unknown fields are ignored.
 
     Raises:
@@ -113,7 +116,7 @@ def proof_of_json(data: dict[str, Any]) -> NodeProof:
         raise ValueError(f"not a proof of a node's binding: {error}") from None
 
 
-def _values(kind: Any, data: dict[str, Any]) -> dict[str, Any]:
+def _values(kind: Any, data: Mapping[str, Any]) -> dict[str, Any]:
     names = {field.name for field in fields(kind)} & set(data)
     return {
         name: tuple(data[name]) if isinstance(data[name], list) else data[name] for name in names

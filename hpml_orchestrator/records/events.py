@@ -82,7 +82,7 @@ class Event:
 
     def to_json(self) -> str:
         """Return the event as one line of JSON."""
-        body: dict[str, Any] = {
+        body: dict[str, object] = {
             "schema_version": SCHEMA_VERSION,
             "time": round(self.time, 6),
             "event": self.event,
@@ -102,7 +102,7 @@ def append(
     node: str,
     rank: int | None = None,
     now: float | None = None,
-    **data: Any,
+    **data: object,
 ) -> Event:
     """Append one event to a node's JSONL file and return it."""
     made = Event(time.time() if now is None else now, event, node, rank, data)
@@ -187,7 +187,7 @@ def event_fault(line: bytes) -> str:
     return ""
 
 
-def parse_record(line: bytes, newest: int) -> dict[str, Any] | str:
+def parse_record(line: bytes, newest: int) -> dict[str, object] | str:
     """Return a line's JSON object, or why it is not one of a schema up to `newest`."""
     try:
         record = json.loads(line.decode("utf-8", "surrogateescape"))

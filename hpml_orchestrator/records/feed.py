@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
+    from typing import TypeGuard
 
 __all__ = [
     "BUCKETS",
@@ -146,9 +147,11 @@ def decode(datagram: bytes) -> FeedMessage:
         raise ValueError(f"not a message of a training feed: {error}") from error
 
 
-def is_number(value: Any) -> bool:
+def is_number(value: object) -> TypeGuard[float]:
     """Return whether a parsed value is a number that a metric can have: no NaN, not infinite."""
-    return type(value) in {int, float} and abs(value) < _HIGHEST
+    if not isinstance(value, (int, float)) or isinstance(value, bool):
+        return False
+    return abs(value) < _HIGHEST
 
 
 def _rank(data: Any) -> RankFigures:
@@ -163,7 +166,7 @@ def _rank(data: Any) -> RankFigures:
     return RankFigures(_count(data["r"]), _amount(data["age"]), totals, buckets, method, gauges)
 
 
-def _amount(value: Any) -> float:
+def _amount(value: object) -> float:
     if not is_number(value) or value < 0:
         raise ValueError("not an amount")
     return float(value)

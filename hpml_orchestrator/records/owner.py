@@ -5,11 +5,14 @@ from __future__ import annotations
 import os
 import socket
 from dataclasses import asdict, dataclass, fields
-from typing import Any
+from typing import TYPE_CHECKING
 
 from hpml_orchestrator.errors import NotFoundError, RecordError
 from hpml_orchestrator.records.files import read_json, write_json
 from hpml_orchestrator.records.process import read_stat
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
 
 __all__ = ["Owner", "boot_id", "owner_is_alive", "this_owner"]
 
@@ -42,11 +45,24 @@ class Owner:
     def read(cls, path: str) -> Owner | None:
         """Read a record; None if there is none or it cannot be understood."""
         try:
-            record = read_json(path)
-            kinds = {field.name: int if field.type == "int" else str for field in fields(cls)}
-            values: dict[str, Any] = {name: kind(record[name]) for name, kind in kinds.items()}
-            return cls(**values)
-        except (NotFoundError, RecordError, KeyError, TypeError, ValueError, OverflowError):
+            return cls.parse(read_json(path))
+        except (NotFoundError, RecordError):
+            return None
+
+    @classmethod
+    def parse(cls, record: Mapping[str, object]) -> Owner | None:
+        """Return the owner that a record describes; None if it cannot be understood."""
+        try:
+            texts = {field.name: str(record[field.name]) for field in fields(cls)}
+            return cls(
+                job_key=texts["job_key"],
+                pid=int(texts["pid"]),
+                start_ticks=int(texts["start_ticks"]),
+                boot_id=texts["boot_id"],
+                hostname=texts["hostname"],
+                pid_namespace=texts["pid_namespace"],
+            )
+        except (KeyError, ValueError):
             return None
 
 

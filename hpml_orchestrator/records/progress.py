@@ -7,7 +7,7 @@ import math
 import os
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from hpml_orchestrator.records.feed import is_number
 
@@ -141,5 +141,5 @@ def written_since(directory: str, since: float) -> bool:
     return False
 
 
-def _number(value: Any) -> float | None:
+def _number(value: object) -> float | None:
     return float(value) if is_number(value) else None

@@ -8,13 +8,15 @@ import socket
 import subprocess
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from hpml_orchestrator import __version__
 from hpml_orchestrator.records.git import run_git
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
+
+    from hpml_orchestrator.records.schema import GitRecord, ProvenanceRecord
 
 __all__ = ["collect"]
 
@@ -29,7 +31,7 @@ def collect(
     argv: Sequence[str],
     environment: Mapping[str, str],
     own: Sequence[Path] = (),
-) -> tuple[dict[str, Any], bytes]:
+) -> tuple[ProvenanceRecord, bytes]:
     """Return the provenance of a submission and the diff of the uncommitted changes.
 
     Args:
@@ -43,7 +45,7 @@ def collect(
         tree is clean or not a git checkout, or the diff is over 4 MiB (`git.diff` notes that).
     """
     git, diff = _git(directory, own)
-    record = {
+    record: ProvenanceRecord = {
         "hpml": __version__,
         "python": platform.python_version(),
         "executable": sys.executable,
@@ -64,7 +66,7 @@ def _working_directory() -> str:
         return ""
 
 
-def _git(directory: str, own: Sequence[Path]) -> tuple[dict[str, Any] | None, bytes]:
+def _git(directory: str, own: Sequence[Path]) -> tuple[GitRecord | None, bytes]:
     place = _git_output(directory, "rev-parse", "HEAD", "--show-toplevel", "--abbrev-ref", "HEAD")
     if place is None:
         return None, b""
@@ -78,7 +80,7 @@ def _git(directory: str, own: Sequence[Path]) -> tuple[dict[str, Any] | None, by
         for line in (status or b"").decode(errors="replace").splitlines()
         if not (line.startswith("??") and _is_in(root / line[3:], own))
     ]
-    record: dict[str, Any] = {
+    record: GitRecord = {
         "commit": commit,
         "branch": branch,
         "top": str(root),

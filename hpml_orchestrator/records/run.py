@@ -27,6 +27,16 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
     from hpml_orchestrator.records.events import Event
+    from hpml_orchestrator.records.schema import (
+        BindingRecord,
+        EndRecord,
+        Marker,
+        NextRecord,
+        ProofRecord,
+        RunRecord,
+        SoftwareRecord,
+        StopRecord,
+    )
 
 __all__ = ["PRUNED", "SOFTWARE", "Attempt", "Run", "owner_name", "task_output", "user_name"]
 
@@ -65,13 +75,18 @@ def _files(directory: Path, ending: str) -> list[Path]:
     return [directory / name for name in names_in(directory) if name.endswith(ending)]
 
 
-def _records(directory: Path, ending: str) -> list[dict[str, Any]]:
+def _records(directory: Path, ending: str) -> list[Any]:
     """Return the JSON records with that ending, by name, without those that cannot be read."""
     records = []
     for path in _files(directory, ending):
         with contextlib.suppress(NotFoundError, RecordError):
             records.append(read_json(path))
     return records
+
+
+def _mappings(path: Path) -> Iterator[Any]:
+    """Yield the JSON objects among the lines of a file."""
+    return (line for line in read_json_lines(path) if isinstance(line, dict))
 
 
 def task_output(submission: Path, index: int | str) -> Path:
@@ -112,14 +127,15 @@ class Attempt:
             return ""
 
     @property
-    def ended(self) -> dict[str, Any] | None:
+    def ended(self) -> EndRecord | None:
         """The script's last record: `exit_code`, `reason`, `time`; None before, or if damaged."""
-        return self._record("ended.json")
+        record: EndRecord | None = self._record("ended.json")
+        return record
 
-    def _record(self, name: str) -> dict[str, Any] | None:
+    def _record(self, name: str) -> Any:
         """Return a record of a job's end; None without one, and if its fields are not right."""
         try:
-            record: dict[str, Any] = read_json(self.directory / name)
+            record = read_json(self.directory / name)
         except (NotFoundError, RecordError):
             return None
         return None if field_fault(record, END_FIELDS[name]) else record
@@ -132,18 +148,19 @@ class Attempt:
     @property
     def goes_on(self) -> bool:
         """Whether it ended before the run was done, and the run continues automatically."""
-        return bool((self.ended or {}).get("goes_on"))
+        return self.ended is not None and bool(self.ended.get("goes_on"))
 
     @property
-    def next(self) -> dict[str, Any] | None:
+    def next(self) -> NextRecord | None:
         """The job that follows: `how`, `job_id`, `time`, `exclude`; None if it is not certain."""
-        return self._record("next.json")
+        record: NextRecord | None = self._record("next.json")
+        return record
 
     @property
-    def software(self) -> dict[str, Any] | None:
+    def software(self) -> SoftwareRecord | None:
         """What its ranks run in, as `node/software.py` recorded it; None if it is not recorded."""
         with contextlib.suppress(NotFoundError, RecordError):
-            record: dict[str, Any] = read_json(self.directory / SOFTWARE)
+            record: SoftwareRecord = read_json(self.directory / SOFTWARE)
             return record
         return None
 
@@ -211,14 +228,13 @@ class Attempt:
         """The same, with only the first and last counters of each rank per node."""
         return read_milestones(self.directory / "events")
 
-    def stop_requests(self) -> list[dict[str, Any]]:
+    def stop_requests(self) -> list[StopRecord]:
         """Every request to stop, with `reason`, `time` and `by`, in order."""
         with contextlib.suppress(NotFoundError, RecordError):
-            lines = list(read_json_lines(self.directory / "stop"))
-            return [line for line in lines if isinstance(line, dict) and "reason" in line]
+            return [line for line in _mappings(self.directory / "stop") if "reason" in line]
         return []
 
-    def stop_request(self) -> dict[str, Any] | None:
+    def stop_request(self) -> StopRecord | None:
         """The first request to stop, which counts; None without one."""
         return next(iter(self.stop_requests()), None)
 
@@ -233,11 +249,11 @@ class Attempt:
         line = json.dumps({"reason": reason, "time": round(now, 6), "by": by})
         append_line(self.directory / "stop", line)
 
-    def markers(self, kind: str) -> list[dict[str, Any]]:
+    def markers(self, kind: str) -> list[Marker]:
         """What nodes reported of themselves, `ready` or `failed`, by node."""
         return _records(self.directory / "nodes", f".{kind}.json")
 
-    def proofs(self) -> list[dict[str, Any]]:
+    def proofs(self) -> list[ProofRecord]:
         """What the agents saw of the ranks' binding, by node."""
         return _records(self.directory / "binding", ".proof.json")
 
@@ -249,13 +265,13 @@ class Attempt:
                 plans[path.name[: -len(".txt")]] = read_text(path)
         return plans
 
-    def bindings(self) -> list[dict[str, Any]]:
+    def bindings(self) -> list[BindingRecord]:
         """Where each rank ran, by rank; the last start of one that started twice."""
-        ranks: dict[int, dict[str, Any]] = {}
+        ranks: dict[int, BindingRecord] = {}
         for path in _files(self.directory / "binding", ".jsonl"):
             with contextlib.suppress(NotFoundError, RecordError):
-                for line in read_json_lines(path):
-                    if isinstance(line, dict) and isinstance(line.get("rank"), int):
+                for line in _mappings(path):
+                    if isinstance(line.get("rank"), int):
                         ranks[line["rank"]] = line
         return [ranks[rank] for rank in sorted(ranks)]
 
@@ -283,9 +299,9 @@ class Run:
             return task_output(self.directory.parents[1] / "submissions" / sid, index)
         return path
 
-    def record(self) -> dict[str, Any]:
+    def record(self) -> RunRecord:
         """The plan of this run: `run.json`."""
-        record: dict[str, Any] = read_json(self.directory / "run.json")
+        record: RunRecord = read_json(self.directory / "run.json")
         return record
 
     def has_output(self) -> bool:

@@ -9,10 +9,10 @@ from __future__ import annotations
 
 import contextlib
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from hpml_orchestrator.errors import NotFoundError, RecordError
 from hpml_orchestrator.records.damage import field_fault
@@ -20,6 +20,9 @@ from hpml_orchestrator.records.feed import is_number
 from hpml_orchestrator.records.files import names_in, read_json, read_text, write_json
 from hpml_orchestrator.records.owner import owner_is_alive
 from hpml_orchestrator.records.starts import Start, mark_start, newest_start
+
+if TYPE_CHECKING:
+    from hpml_orchestrator.records.schema import RefusalRecord, ScheduledJob, SubmitRecord
 
 __all__ = ["RUN_TABLE", "SCRIPT", "STARTED_MARKER", "Submission"]
 
@@ -36,7 +39,7 @@ def _is_text(value: object) -> bool:
     return isinstance(value, str) and bool(value)
 
 
-_ANY: Fields = {}
+_NONE: Fields = {}
 _JOB: Fields = {"job_id": _is_text}
 _REQUEST: Fields = {
     "name": _is_text,
@@ -81,37 +84,42 @@ class Submission:
         except RecordError:
             return ""
 
-    def record(self) -> dict[str, Any]:
+    def record(self) -> SubmitRecord:
         """The request: `submit.json`.
 
         Raises:
             NotFoundError: there is none.
             RecordError: it cannot be read, or is damaged.
         """
-        return _checked(self.directory / "submit.json", _REQUEST)
+        record: SubmitRecord = _checked(self.directory / "submit.json", _REQUEST)
+        return record
 
-    def job(self) -> dict[str, Any] | None:
+    def job(self) -> ScheduledJob | None:
         """The scheduler's answer, `job.json`; None while it is not known.
 
         Of one task of an array its continuation, if it has one.
         """
-        own = None if self.index is None else self._optional(f"job.{self.index}.json", _JOB)
-        return own or self._optional("job.json", _JOB)
+        names = [] if self.index is None else [f"job.{self.index}.json"]
+        records: Iterator[ScheduledJob | None]
+        records = (self._optional(name, _JOB) for name in [*names, "job.json"])
+        return next(filter(None, records), None)
 
     def continued(self) -> dict[int, str]:
         """The newest job of each task of the array that was continued separately, by index."""
         jobs = {}
         for match in filter(None, map(_TASK_JOB.fullmatch, names_in(self.directory))):
             task = replace(self, index=int(match[1]))
-            with contextlib.suppress(RecordError, KeyError):
-                jobs[int(match[1])] = f"{(task.job() or {})['job_id']}_{match[1]}"
+            with contextlib.suppress(RecordError):
+                if job := task.job():
+                    jobs[int(match[1])] = f"{job['job_id']}_{match[1]}"
         return jobs
 
-    def refused(self) -> dict[str, Any] | None:
+    def refused(self) -> RefusalRecord | None:
         """Why the scheduler refused, `refused.json`; None if it did not, or is not known to."""
-        return self._optional("refused.json", {"reason": _is_text})
+        record: RefusalRecord | None = self._optional("refused.json", {"reason": _is_text})
+        return record
 
-    def _optional(self, name: str, fields: Fields = _ANY) -> dict[str, Any] | None:
+    def _optional(self, name: str, fields: Fields = _NONE) -> Any:
         try:
             return _checked(self.directory / name, fields)
         except NotFoundError:
@@ -170,10 +178,10 @@ class Submission:
 
     def record_continuation(self, job_id: str, *, now: float) -> None:
         """Record the next job of the run; of a task if one is meant."""
-        before = self.job() or {}
-        if before.get("job_id") == job_id:
+        before = self.job()
+        if before and before["job_id"] == job_id:
             return
-        earlier = [*before.get("earlier", ()), *filter(None, [before.get("job_id")])]
+        earlier = [*before.get("earlier", ()), before["job_id"]] if before else []
         record = {"job_id": job_id, "how": "continuation", "earlier": earlier, "recorded": now}
         name = "job.json" if self.index is None else f"job.{self.index}.json"
         write_json(self.directory / name, record)
@@ -231,13 +239,13 @@ class Submission:
         return bool(newest and newest.owner and not owner_is_alive(newest.owner))
 
 
-def _checked(path: Path, fields: Fields) -> dict[str, Any]:
+def _checked(path: Path, fields: Fields) -> Any:
     """Return a record that has its fields.
 
     Raises:
         RecordError: it cannot be read, or is damaged.
     """
-    record: dict[str, Any] = read_json(path)
+    record = read_json(path)
     if why := field_fault(record, fields):
         raise RecordError(f"{path} is damaged: {why}")
     return record

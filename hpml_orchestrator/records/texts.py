@@ -5,10 +5,12 @@ from __future__ import annotations
 import re
 import time
 from datetime import datetime
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping, Sequence
+    from collections.abc import Iterable, Sequence
+
+    from hpml_orchestrator.records.schema import CollectedEntry
 
 __all__ = [
     "beside",
@@ -122,7 +124,7 @@ def printable(text: str) -> str:
     return "".join(char for char in re.sub(r"\s", " ", text) if char.isprintable())
 
 
-def beside(rows: Iterable[Mapping[str, Any]]) -> str:
+def beside(rows: Iterable[CollectedEntry]) -> str:
     """Return what else was found at the place of the results, by rows of `collected.json`."""
     names = sorted({name for row in rows for name in row["beside"]})
     return f"; beside it: {', '.join(names)}" if names else ""

@@ -11,6 +11,7 @@ from hpml_orchestrator.runs.status import UNREADABLE, states
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from hpml_orchestrator.records.schema import WaitedRun
     from hpml_orchestrator.records.store import Store, Submission
     from hpml_orchestrator.runs.backend import Backends
 
@@ -21,7 +22,7 @@ _WANTED = {"ok": "completed", "notok": "failed"}
 
 def pending_dependencies(
     store: Store, dependencies: Sequence[str], *, backend: str, backends: Backends | None = None
-) -> list[dict[str, str]]:
+) -> list[WaitedRun]:
     """Return `run`, `end` and `job_id` of each run that must still be waited for.
 
     A run that is over is judged here, by its record: Slurm takes the id of a job that it has
@@ -38,7 +39,7 @@ def pending_dependencies(
             as required.
     """
     runs = [_resolve(store, dependency, backend) for dependency in dependencies]
-    waiting = []
+    waiting: list[WaitedRun] = []
     for dependency, state in zip(dependencies, states(store, runs, backends=backends), strict=True):
         end = dependency.rpartition(":")[0] or "ok"
         label = state.submission.label

@@ -10,7 +10,7 @@ import tempfile
 import time
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from hpml_orchestrator.errors import InputError, RecordError
 from hpml_orchestrator.records.files import write_text
@@ -19,16 +19,19 @@ from hpml_orchestrator.records.owner import this_owner
 from hpml_orchestrator.records.provenance import collect
 from hpml_orchestrator.records.targets import default_directory, remove_stale
 from hpml_orchestrator.runs.backend import check_backend
+from hpml_orchestrator.runs.request import job_fields
 from hpml_orchestrator.runs.snapshot import Snapshot, find
 from hpml_orchestrator.scheduler.environment import job_environment
 from hpml_orchestrator.scheduler.local.resources import memory_mb
 from hpml_orchestrator.script import Capabilities, archive, directives, render
 from hpml_orchestrator.script.directives import leaves_out
 from hpml_orchestrator.script.render import CODE_DIRECTORY, SnapshotPaths
+from hpml_orchestrator.spec.load import field_value
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
 
+    from hpml_orchestrator.records.schema import RunRecord, WaitedRun
     from hpml_orchestrator.records.store import Store, Submission
     from hpml_orchestrator.spec.load import ResolvedJob
     from hpml_orchestrator.spec.site import ResolvedSite
@@ -104,12 +107,12 @@ def prepare(
     cluster: str,
     argv: Sequence[str],
     environment: Mapping[str, str],
-    after: Sequence[Mapping[str, str]] = (),
+    after: Sequence[WaitedRun] = (),
     now: float | None = None,
     notice: Callable[[str], None] = lambda _: None,
     sid: str = "",
     fill: Callable[[Path], None] = lambda _: None,
-    record: Mapping[str, Any] | None = None,
+    record: Mapping[str, object] | None = None,
 ) -> Submission:
     """Write a submission and its runs completely; nothing is submitted yet.
 
@@ -139,12 +142,12 @@ def prepare(
         own.append(store.root)
     provenance, diff = collect(job.workdir, argv=argv, environment=environment, own=own)
     sid = sid or new_id(job.name, now=moment)
-    resolved = job.model_dump(mode="json")
-    plan: dict[str, Any] = {"name": job.name, "created": moment}
+    resolved = job_fields(job)
+    plan: RunRecord = {"name": job.name, "created": moment}
     if job.tasks is None:
-        runs = {0: {**plan, "job": resolved, "provenance": provenance}}
-    else:  # what all tasks share is kept once, in submit.json
-        runs = dict.fromkeys(job.tasks.indices, plan)
+        plan |= {"job": resolved, "provenance": provenance}
+    # what all tasks of an array share is kept once, in submit.json
+    runs = dict.fromkeys(job.tasks.indices if job.tasks else [0], plan)
 
     def fill_directory(directory: Path) -> None:
         fill(directory)
@@ -152,8 +155,9 @@ def prepare(
         if rendered.snapshot is not None:
             code = directory / CODE_DIRECTORY
             taken = rendered.snapshot.take(code, leave_out=store.places, notice=notice)
-            dirty = (provenance["git"] or {"dirty": taken["files"] > 0})["dirty"]
-            provenance["snapshot"] = {"top": rendered.snapshot.top, "dirty": dirty, **taken}
+            git = provenance["git"]
+            taken["dirty"] = git["dirty"] if git else taken["files"] > 0
+            provenance["snapshot"] = taken
 
     site = rendered.site
     no_comment = leaves_out(site.site.directives if site else {}, "comment")
@@ -189,16 +193,10 @@ def prepare(
     return submission
 
 
-def explained(resolved: ResolvedJob) -> list[tuple[str, Any, str]]:
+def explained(resolved: ResolvedJob) -> list[tuple[str, object, str]]:
     """Return field, value and origin of every value of a job, in the order of the model."""
     whole = resolved.job.model_dump()
-    rows = []
-    for name, origin in resolved.origins.items():
-        value: Any = whole
-        for part in name.split("."):
-            value = value[int(part)] if isinstance(value, list) else value[part]
-        rows.append((name, value, origin))
-    return rows
+    return [(name, field_value(whole, name), origin) for name, origin in resolved.origins.items()]
 
 
 def write_rendered(rendered: Rendered, directory: str, *, force: bool = False) -> Path:

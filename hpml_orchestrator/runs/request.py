@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from hpml_orchestrator.errors import HpmlError, RecordError
 from hpml_orchestrator.spec.values import MIB, parse_gpus, parse_mebibytes, parse_time
 
 if TYPE_CHECKING:
+    from hpml_orchestrator.records.schema import JobFields
     from hpml_orchestrator.records.store import Submission
+    from hpml_orchestrator.spec.job import Job
 
-__all__ = ["RecordedCheckpoint", "RecordedJob", "recorded_job"]
+__all__ = ["RecordedCheckpoint", "RecordedJob", "job_fields", "recorded_job"]
 
 
 @dataclass(frozen=True)
@@ -49,6 +51,13 @@ class RecordedJob:
     def world_size(self) -> int:
         """The number of ranks on all nodes."""
         return self.nodes * self.ranks
+
+
+def job_fields(job: Job) -> JobFields:
+    """Return a complete job as its record has it."""
+    fields: Any = job.model_dump(mode="json")
+    checked: JobFields = fields
+    return checked
 
 
 def recorded_job(submission: Submission) -> RecordedJob:

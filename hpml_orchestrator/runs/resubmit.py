@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from hpml_orchestrator.errors import HpmlError, InputError
 from hpml_orchestrator.runs.backend import refuse_elsewhere
@@ -14,6 +14,7 @@ from hpml_orchestrator.runs.status import states
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+    from hpml_orchestrator.records.schema import JobFields
     from hpml_orchestrator.records.store import Store, Submission
     from hpml_orchestrator.runs.backend import Backends
     from hpml_orchestrator.runs.state import State
@@ -133,13 +134,13 @@ def _not_over(state: State) -> tuple[str, str] | None:
     return f"is not over: {state.state}", f"{restart}; or `hpml cancel {label}` first"
 
 
-def fields_to_resubmit(state: State) -> dict[str, Any]:
+def fields_to_resubmit(state: State) -> JobFields:
     """Return the fields of a run's job as its record has them, to load and submit them again.
 
     A relative directory of checkpoints becomes the absolute one of this run. Runs that the job
     waited for are left out once it has started.
     """
-    job: dict[str, Any] = state.submission.record()["job"]
+    job = state.submission.record()["job"]
     directory = checkpoint_directory(state)
     if directory:
         job["checkpoint"] = {**job["checkpoint"], "directory": directory}

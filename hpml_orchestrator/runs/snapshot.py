@@ -10,7 +10,7 @@ import os
 import shutil
 import stat
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from hpml_orchestrator.errors import InputError
 from hpml_orchestrator.records.git import run_git
@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
     from pathlib import Path
 
+    from hpml_orchestrator.records.schema import SnapshotRecord
     from hpml_orchestrator.spec.job import Job
 
 __all__ = ["Snapshot", "find"]
@@ -57,7 +58,7 @@ class Snapshot:
         *,
         leave_out: Sequence[Path] = (),
         notice: Callable[[str], None] = lambda _: None,
-    ) -> dict[str, Any]:
+    ) -> SnapshotRecord:
         """Copy the working tree into a new directory that only its owner may read.
 
         Args:
@@ -66,7 +67,7 @@ class Snapshot:
             notice: takes one line to show before a large copy.
 
         Returns:
-            For the record: `commit` and `branch`, empty without one; the number of `files`
+            For the record: `top`; `commit` and `branch`, empty without one; the number of `files`
             (links included), their `bytes`, and how many of them are `untracked`.
 
         Raises:
@@ -90,21 +91,22 @@ class Snapshot:
             )
         copied = [size for size in sizes if size is not None]
         return {
-            "commit": version["commit"],
-            "branch": version["branch"],
+            "top": self.top,
+            "commit": str(version["commit"]),
+            "branch": str(version["branch"]),
             "files": len(copied),
             "bytes": sum(copied),
             "untracked": sum(not entry.tracked for entry in entries.values()),
         }
 
-    def _read(self, leave_out: Sequence[Path]) -> tuple[dict[str, _Entry], dict[str, Any]]:
+    def _read(self, leave_out: Sequence[Path]) -> tuple[dict[str, _Entry], dict[str, object]]:
         """Return the entries, and what a copy must be consistent with: HEAD and tracked files.
 
         Other files may be written to meanwhile, such as a log.
         """
         commit = _git(self.top, "rev-parse", "--verify", "--quiet", "HEAD", check=False)
         branch = _git(self.top, "symbolic-ref", "--short", "--quiet", "HEAD", check=False)
-        version: dict[str, Any] = {"commit": commit.strip(), "branch": branch.strip()}
+        version: dict[str, object] = {"commit": commit.strip(), "branch": branch.strip()}
         records = tuple(f"{place}/" for path in leave_out if (place := _relative(path, self.top)))
         entries = {}
         for path, entry in sorted(_list_entries(self.top).items()):

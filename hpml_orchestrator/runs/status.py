@@ -180,7 +180,7 @@ def _find_next(
         return  # `hpml requeue` looks for that of a task
     newest = run_of(submission).newest()
     start = newest.newest_start() if newest is not None else None
-    if newest is None or start is None or float((newest.next or {}).get("time", 0)) >= start.time:
+    if newest is None or start is None or (newest.next and newest.next["time"] >= start.time):
         return
     with contextlib.suppress(RecordError):  # another user's
         next_outcome(store, submission, newest, scheduler(), known=submission.job_ids(), now=now)

@@ -34,6 +34,7 @@ from hpml_orchestrator.scheduler.recovery import (
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Mapping, Sequence
 
+    from hpml_orchestrator.records.schema import WaitedRun
     from hpml_orchestrator.records.store import Attempt, Store, Submission
     from hpml_orchestrator.scheduler.model import Scheduler
 
@@ -72,7 +73,7 @@ def submit(
         SchedulerError: refused; the refusal is written down and no job exists.
         SchedulerUnavailable: not known; `resume` finds out.
     """
-    after = submission.record().get("after", ())
+    after = submission.record().get("after", [])
     job_id = _start(submission, scheduler, 1, after, environment, clock)
     if job_id is None:
         raise SchedulerUnavailable(
@@ -105,7 +106,7 @@ def _start(
     submission: Submission,
     scheduler: Scheduler,
     number: int,
-    after: Sequence[Mapping[str, str]],
+    after: Sequence[WaitedRun],
     environment: Mapping[str, str],
     clock: Callable[[], float],
 ) -> str | None:
@@ -169,7 +170,8 @@ def determine_outcome(
     if isinstance(outcome, Absent) and started is None:
         # The hpml that prepared it a moment ago may be about to call sbatch.
         recent = abs(now - created) < GRACE_SECONDS
-        if recent and "submitter" in record and owner_is_alive(Owner(**record["submitter"])):
+        submitter = Owner.parse(record.get("submitter", {}))
+        if recent and submitter and owner_is_alive(submitter):
             return Undecided("hpml is about to call sbatch", AGAIN_SECONDS)
     if isinstance(outcome, Absent) and outcome.refused:
         submission.record_refusal(outcome.refused, now=now)
@@ -200,9 +202,9 @@ def next_outcome(
         known: ids of earlier jobs.
         now: seconds since the epoch.
     """
-    start, following = attempt.newest_start(), attempt.next or {}
+    start, following = attempt.newest_start(), attempt.next
     # A start whose job is on record left nothing that could still appear.
-    answered = start is None or float(following.get("time", 0.0)) >= start.time
+    answered = start is None or bool(following and following["time"] >= start.time)
     gone = start is not None and bool(start.owner and not owner_is_alive(start.owner))
     outcome = recover(
         scheduler,
@@ -251,7 +253,7 @@ def resume(
     clock: Callable[[], float] = time.time,
     sleep: Callable[[float], None] = time.sleep,
     notice: Callable[[str], None] = lambda _: None,
-    after: Callable[[Sequence[str]], Sequence[Mapping[str, str]]] | None = None,
+    after: Callable[[Sequence[str]], list[WaitedRun]] | None = None,
 ) -> str:
     """Complete a submission that was interrupted, and return its job's id.
 
@@ -280,7 +282,7 @@ def resume(
         if isinstance(outcome, Absent) and outcome.refused:
             raise _was_refused(submission, outcome.refused, outcome.hint)
         if isinstance(outcome, Absent):
-            runs = submission.record().get("after", ())
+            runs = submission.record().get("after", [])
             if after is not None and runs:
                 runs = after([f"{run['end']}:{run['run']}" for run in runs])
             job_id = _start(submission, scheduler, starts + 1, runs, environment, clock)

@@ -14,21 +14,33 @@ from typing import TYPE_CHECKING, Any
 from hpml_orchestrator.diagnosis.apply import changed_job, differences
 from hpml_orchestrator.errors import HpmlError, InputError, RecordError
 from hpml_orchestrator.records.files import read_text_or_nothing, write_users_file
+from hpml_orchestrator.runs.request import job_fields
 from hpml_orchestrator.script.template import variable
 from hpml_orchestrator.spec.document import parse_yaml
-from hpml_orchestrator.spec.edit import CannotEditError, block_text, flow_text, set_field
+from hpml_orchestrator.spec.edit import (
+    CannotEditError,
+    block_text,
+    flow_text,
+    set_field,
+)
 from hpml_orchestrator.spec.job import Job, expand_shorthand
-from hpml_orchestrator.spec.load import ResolvedJob, load_job, make_absolute, read_fields
+from hpml_orchestrator.spec.load import (
+    ResolvedJob,
+    field_value,
+    load_job,
+    make_absolute,
+    read_fields,
+)
 
 if TYPE_CHECKING:
     from hpml_orchestrator.diagnosis.apply import Chosen, Made
+    from hpml_orchestrator.records.schema import JobFields, SubmitRecord
     from hpml_orchestrator.records.store import Submission
     from hpml_orchestrator.spec.site import ResolvedSite
 
 __all__ = ["Tuned", "job_of_run", "refuse_unchangeable", "tune", "write_tuned"]
 
 _POINT = re.compile(r"\{(point\.[^{}]+)\}")
-_WITH_POINTS = ("args", "command", "environment")
 
 
 @dataclass(frozen=True)
@@ -52,19 +64,20 @@ class Tuned:
     notes: tuple[str, ...] = ()
 
 
-def job_of_run(submission: Submission) -> dict[str, Any]:
+def job_of_run(submission: Submission) -> JobFields:
     """Return the complete job that a run was, with the values of a sweep's point filled in.
 
     A job array stays one: its tasks share the job file.
     """
     record = submission.record()
-    job: dict[str, Any] = copy.deepcopy(record["job"])
+    job = copy.deepcopy(record["job"])
     if not record.get("sweep"):
         return job
     job["array"] = None
     values = _point_values(submission)
-    for name in _WITH_POINTS:
-        job[name] = _filled(job.get(name), values)
+    job["args"] = _filled(job["args"], values)
+    job["command"] = _filled(job["command"], values)
+    job["environment"] = _filled(job["environment"], values)
     return job
 
 
@@ -86,7 +99,7 @@ def _filled(value: Any, values: Mapping[str, str]) -> Any:
     return [_filled(inner, values) for inner in value] if isinstance(value, list) else value
 
 
-def refuse_unchangeable(record: Mapping[str, Any], label: str, chosen: Chosen) -> None:
+def refuse_unchangeable(record: SubmitRecord, label: str, chosen: Chosen) -> None:
     """Refuse a run whose job file cannot be changed, or of which nothing has to change.
 
     Raises:
@@ -142,7 +155,7 @@ def tune(
             notes = (f"{target.name} is new; {source} cannot be changed as it is written: {error}",)
     whole = Job.model_validate({**ran, "after": []})
     text = block_text(_written_fields(whole))
-    base = whole.model_dump(mode="json")
+    base = job_fields(whole)
     try:
         return replace(writer.written(text, base, chosen.fields, reasons, old=text), notes=notes)
     except CannotEditError as error:
@@ -188,9 +201,9 @@ def _written_fields(job: Job) -> dict[str, Any]:
     return fields
 
 
-def _as_written(ran: dict[str, Any], now: Job) -> dict[str, Any]:
+def _as_written(ran: JobFields, now: Job) -> JobFields:
     """Return the job of a run with what hpml measured, or what concerned that run alone, undone."""
-    job, today = {**ran, "stage": copy.deepcopy(ran["stage"])}, now.model_dump(mode="json")
+    job, today = copy.deepcopy(ran), job_fields(now)
     job["after"] = today["after"]
     for entry, written in zip(job["stage"], today["stage"], strict=False):
         if written["target"] == "auto":
@@ -221,7 +234,7 @@ class _Writer:
         absolute.setdefault("workdir", ".")
         make_absolute(absolute, self._source.parent)
         for name, value in differences(absolute, fields):
-            is_kept = name == "script" or _value(fields, name).startswith("~")
+            is_kept = name == "script" or str(field_value(fields, name)).startswith("~")
             if not is_kept:
                 text = set_field(text, name, value)
         return text
@@ -229,8 +242,8 @@ class _Writer:
     def written(
         self,
         text: str,
-        base: dict[str, Any],
-        changes: Mapping[str, Any],
+        base: JobFields,
+        changes: Mapping[str, object],
         reasons: Mapping[str, str],
         *,
         old: str,
@@ -288,16 +301,6 @@ def _has_entry(entries: Any, inner: str) -> bool:
     return bool(isinstance(entries, list) and entries and index.isdecimal()) and (
         int(index) <= len(entries)
     )
-
-
-def _value(fields: Any, name: str) -> str:
-    """Return the text of a field; empty if it has none."""
-    for part in name.split("."):
-        if isinstance(fields, list):
-            fields = fields[int(part)] if int(part) < len(fields) else None
-        else:
-            fields = fields.get(part) if isinstance(fields, dict) else None
-    return fields if isinstance(fields, str) else ""
 
 
 def write_tuned(tuned: Tuned) -> None:

@@ -37,6 +37,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "ResolvedJob",
+    "field_value",
     "leaves",
     "load_job",
     "make_absolute",
@@ -392,6 +393,16 @@ def make_absolute(data: dict[str, Any], base: Path) -> None:
     container = environment.get("container") if isinstance(environment, dict) else None
     if isinstance(container, dict) and container.get("engine") == "apptainer":
         resolve(container, "image")
+
+
+def field_value(document: object, field: str) -> object:
+    """Return the value of a field such as `stage.0.target`; None if the document has none."""
+    for part in field.split("."):
+        if isinstance(document, list):
+            document = document[int(part)] if int(part) < len(document) else None
+        else:
+            document = document.get(part) if isinstance(document, dict) else None
+    return document
 
 
 def leaves(data: Any, prefix: str = "", *, empty: bool = True) -> list[str]:

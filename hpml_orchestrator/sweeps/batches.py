@@ -100,9 +100,10 @@ class Batch:
         submission = self.submission(store)
         if self.refusal:  # and its records may be gone
             return
-        self.job_id = str((submission.job() or {}).get("job_id", ""))
-        if not self.job_id:
-            self.refusal = str((submission.refused() or {}).get("reason", ""))
+        if job := submission.job():
+            self.job_id = job["job_id"]
+        elif refused := submission.refused():
+            self.refusal = refused["reason"]
 
     def indices(self, keys: Container[tuple[int, int]]) -> list[int]:
         """Return the array indices of its tasks that are among these; none if it was refused."""

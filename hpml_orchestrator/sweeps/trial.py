@@ -30,6 +30,7 @@ from hpml_orchestrator.sweeps.wording import accuracy_text
 
 if TYPE_CHECKING:
     from hpml_orchestrator.diagnosis.model import Facts
+    from hpml_orchestrator.records.schema import JobFields
     from hpml_orchestrator.records.store import Submission
     from hpml_orchestrator.sweeps.rows import Row
 
@@ -156,16 +157,18 @@ def make_trial(
     )
 
 
-def _single(job: dict[str, Any], index: int | None) -> dict[str, Any]:
+def _single(job: JobFields, index: int | None) -> JobFields:
     """Return the job of one run: no array, no mail, no results that are copied to the user."""
+    words = json.dumps(job)
     if job["array"] is not None:
-        words = json.dumps(job).replace("{array.index}", str(index or 0))
-        job = json.loads(words) | {"array": None}
-    resources = {**job["resources"], "mail": None}
-    return {**job, "resources": resources, "after": [], "collect": []}
+        words = words.replace("{array.index}", str(index or 0))
+    single: JobFields = json.loads(words)
+    single["array"], single["after"], single["collect"] = None, [], []
+    single["resources"]["mail"] = None
+    return single
 
 
-def _shortened(fields: dict[str, Any], facts: Facts, seconds: float) -> Job:
+def _shortened(fields: Mapping[str, object], facts: Facts, seconds: float) -> Job:
     """Return the job with a time limit that suits shortened runs, so that they start sooner."""
     job = Job.model_validate(fields)
     if not seconds:

@@ -15,6 +15,7 @@ from hpml_orchestrator.scheduler.model import parse_state
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
+    from hpml_orchestrator.records.schema import NextRecord
     from hpml_orchestrator.records.store import Attempt
     from hpml_orchestrator.runs.state import State
 
@@ -163,7 +164,7 @@ def _report(attempt: Attempt, timeline: Timeline, state: State, *, is_last: bool
         }
     if begun is not None:
         known |= {"started": begun.time, "nodes": str(begun.data.get("nodes", ""))}
-    following = attempt.next or {}
+    following: NextRecord = attempt.next or {}
     if following.get("job_id") and not known.get("goes_on"):
         known["continued"] = numbers(following).get("time")
     return AttemptReport(attempt.number, **known, **_training(timeline, attempt.number, end or {}))

@@ -23,6 +23,7 @@ from hpml_orchestrator.runs.request import recorded_job
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
+    from hpml_orchestrator.records.schema import BindingRecord, CollectedEntry
     from hpml_orchestrator.records.store import Attempt
     from hpml_orchestrator.runs.state import State
 
@@ -39,9 +40,7 @@ class Summary:
     staged_files: int = 0
     staging_seconds: float = 0.0  # of the slowest node
     stages: list[Staged] = field(default_factory=list)
-    collected: list[dict[str, object]] = field(
-        default_factory=list
-    )  # entries of `collect`, by node
+    collected: list[CollectedEntry] = field(default_factory=list)  # entries of `collect`, by node
     collected_lines: list[str] = field(default_factory=list)  # the same as text
     nodes: int = 0  # that became ready
     ranks: int = 0  # that recorded their binding
@@ -64,7 +63,7 @@ class Summary:
     signals: dict[str, tuple[int, float]] = field(default_factory=dict)
     links: dict[str, str] = field(default_factory=dict)  # addresses that the training reported
     command: list[str] = field(default_factory=list)  # as rank 0 received it; empty if not recorded
-    bindings: list[dict[str, object]] = field(default_factory=list)  # of the ranks, as recorded
+    bindings: list[BindingRecord] = field(default_factory=list)  # of the ranks, as recorded
     bound: BindingReport = field(
         default_factory=BindingReport
     )  # the same with what the nodes verified

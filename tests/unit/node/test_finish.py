@@ -366,13 +366,15 @@ def test_the_binding_over_all_nodes(
 ) -> None:
     """A line with the count and the table of who is wrong, or nothing."""
     plans = {"n1": plan(verify), "n2": plan(verify)}
-    proofs = [proof("n1", 0, 8), second]
+    proofs: Any = [proof("n1", 0, 8), second]
     assert verify_binding(plans, proofs, completed=completed) == (lines, failed)
 
 
 def test_nodes_without_a_proof() -> None:
     """What nobody saw is not proven; a policy that binds nothing and a damaged plan need none."""
-    for proofs in ([], [{"node": "n1", "ranks": 3}]):
+    damaged: Any = [{"node": "n1", "ranks": 3}]
+    nobody: Any = []
+    for proofs in (nobody, damaged):
         lines, failed = verify_binding({"n1": plan()}, proofs, completed=True)
         assert failed
         assert lines[-1].endswith("0 of its 8 ranks recorded their binding")

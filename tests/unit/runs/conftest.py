@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +12,7 @@ import pytest
 
 from hpml_orchestrator.records import events
 from hpml_orchestrator.records.files import write_json, write_text
+from hpml_orchestrator.records.schema import WaitedRun
 from hpml_orchestrator.records.store import Store, Submission
 from hpml_orchestrator.runs.prepare import prepare, render_job
 from hpml_orchestrator.runs.status import State, states
@@ -39,7 +40,7 @@ class World:
         self,
         name: str = "probe",
         backend: str = "slurm",
-        after: Sequence[Mapping[str, str]] = (),
+        after: Sequence[WaitedRun] = (),
         **fields: Any,
     ) -> Submission:
         """Prepare a submission of a small job."""

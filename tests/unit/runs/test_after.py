@@ -16,11 +16,12 @@ from hpml_orchestrator.testing import Fault, Killed
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from hpml_orchestrator.records.schema import WaitedRun
     from hpml_orchestrator.scheduler.model import SubmitRequest
     from tests.unit.runs.conftest import World
 
 
-def found(world: World, words: Sequence[str], backend: str = "slurm") -> list[dict[str, str]]:
+def found(world: World, words: Sequence[str], backend: str = "slurm") -> list[WaitedRun]:
     return pending_dependencies(world.store, words, backend=backend, backends=world.backends)
 
 

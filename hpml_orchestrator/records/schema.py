@@ -1,0 +1,391 @@
+"""What the record files hold: types of the JSON objects in `submit.json` and the other files.
+
+Each file has one reader, in `submission.py` or `run.py`. It checks the fields that every user of
+the record needs. Older versions of hpml did not write the fields of the classes with `total=False`.
+docs/records.md describes the files.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, TypedDict
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+__all__ = [
+    "BindingRecord",
+    "CollectedEntry",
+    "EndRecord",
+    "EnvironmentFields",
+    "GitRecord",
+    "JobFields",
+    "Marker",
+    "NextRecord",
+    "ProofRecord",
+    "ProvenanceRecord",
+    "RefusalRecord",
+    "ResourceFields",
+    "RunRecord",
+    "ScheduledJob",
+    "SnapshotRecord",
+    "SoftwareRecord",
+    "StageFields",
+    "StopRecord",
+    "SubmitRecord",
+    "WaitedRun",
+]
+
+
+# The complete job file of a submission, as `spec.job.Job.model_dump(mode="json")` writes it. A
+# test compares these classes with the models.
+
+
+class MailFields(TypedDict):
+    """The field `resources.mail`."""
+
+    to: str
+    on: list[str]
+
+
+class ResourceFields(TypedDict):
+    """The field `resources`."""
+
+    nodes: int
+    gpus: str
+    ranks_per_node: int | None
+    ranks_per_gpu: int
+    cpus_per_rank: int
+    memory: str | None
+    time: str
+    partition: str | None
+    account: str | None
+    qos: str | None
+    constraint: str | None
+    exclusive: bool
+    mail: MailFields | None
+    extra: list[str]
+
+
+class ContainerFields(TypedDict):
+    """The field `environment.container`."""
+
+    engine: str
+    image: str
+    mounts: list[str]
+
+
+class EnvironmentFields(TypedDict):
+    """The field `environment`."""
+
+    modules: list[str]
+    conda: str | None
+    venv: str | None
+    setup: str | None
+    python: str
+    variables: dict[str, str]
+    inherit: str
+    container: ContainerFields | None
+
+
+class StageFields(TypedDict):
+    """An entry of `stage`."""
+
+    name: str
+    source: str
+    kind: str
+    target: str
+    size: str | None
+    keep: bool
+    trust_mtime: bool
+    distribution: str
+    outside_links: bool
+    hash: bool
+
+
+class CollectFields(TypedDict):
+    """An entry of `collect`."""
+
+    source: str
+    target: str
+
+
+class BindingFields(TypedDict):
+    """The field `binding`."""
+
+    policy: str
+    verify: str
+    loader_workers: int
+    hardware_threads: bool
+
+
+class MonitorFields(TypedDict):
+    """The field `monitor`."""
+
+    enabled: bool
+    listen: str
+    web_config: str | None
+    targets: str | None
+    interval: int
+
+
+class CheckpointFields(TypedDict):
+    """The field `checkpoint`."""
+
+    enabled: bool
+    directory: str
+    lead: str
+    requeue: list[str]
+    attempts: int
+    hang: str
+    avoid_failed_nodes: bool
+    signal: str | None
+
+
+class JobFields(TypedDict):
+    """The job file."""
+
+    name: str
+    launcher: str
+    script: str | None
+    module: str | None
+    command: list[str] | None
+    args: list[str]
+    array: str | None
+    after: list[str]
+    mpi: str
+    workdir: str
+    snapshot: bool
+    resources: ResourceFields
+    environment: EnvironmentFields
+    stage: list[StageFields]
+    collect: list[CollectFields]
+    binding: BindingFields
+    monitor: MonitorFields
+    checkpoint: CheckpointFields
+
+
+# Of a submission.
+
+
+class GitRecord(TypedDict, total=False):
+    """The git repository of the job's code."""
+
+    commit: str
+    branch: str
+    top: str
+    dirty: bool | None  # None: git did not report it
+    untracked: list[str]
+    diff: str  # name of the file with the changes, or why there is none
+
+
+class SnapshotRecord(TypedDict, total=False):
+    """The copy of the repository that the run uses."""
+
+    top: str
+    dirty: bool | None
+    commit: str
+    branch: str
+    files: int
+    bytes: int
+    untracked: int
+
+
+class _Provenance(TypedDict):
+    hpml: str
+    python: str
+    executable: str
+    platform: str
+    host: str
+    user: str
+    command_line: list[str]
+    directory: str
+    git: GitRecord | None
+
+
+class ProvenanceRecord(_Provenance, total=False):
+    """Code, versions, host and command line of a submission."""
+
+    snapshot: SnapshotRecord
+
+
+class WaitedRun(TypedDict):
+    """A run that a submission waits for."""
+
+    run: str
+    end: str  # `ok`, `any` or `notok`
+    job_id: str
+
+
+class _Submit(TypedDict):
+    name: str
+    created: float  # seconds since the epoch
+    backend: str
+    cluster: str
+    host: str
+    comment: str
+    output: str
+    job_file: str
+    job: JobFields
+    provenance: ProvenanceRecord
+
+
+class SubmitRecord(_Submit, total=False):
+    """A request: `submit.json`."""
+
+    schema_version: int
+    sid: str
+    submitter: Mapping[str, object]
+    environment_names: list[str]
+    after: list[WaitedRun]
+    site: list[str]  # files of the site profile
+    job_name: str  # submitit's, which may be any text
+    started_by: str  # the command that submitted it for its own use
+    continues: str  # the submission that it repeats
+    sweep: str
+    points: list[int]  # numbers of the sweep's points, by array index
+    values: list[dict[str, object]]  # of the points
+
+
+class ScheduledJob(TypedDict, total=False):
+    """The scheduler's answer: `job.json`."""
+
+    job_id: str
+    how: str
+    earlier: list[str]  # ids of the jobs before it
+    recorded: float
+
+
+class RefusalRecord(TypedDict, total=False):
+    """Why the scheduler refused: `refused.json`."""
+
+    reason: str
+    recorded: float
+
+
+# Of a run and its attempts.
+
+
+class RunRecord(TypedDict, total=False):
+    """The plan of a run: `run.json`."""
+
+    rid: str
+    sid: str
+    index: int
+    name: str
+    created: float
+    job: JobFields
+    provenance: ProvenanceRecord
+
+
+class EndRecord(TypedDict, total=False):
+    """How an attempt ended: `ended.json`."""
+
+    exit_code: int
+    time: float
+    state: str
+    reason: str
+    goes_on: bool
+    why: str
+    stays: str
+    step: int | None
+    progress: bool
+    slowest_save: float | None
+    slowest_step: float | None
+
+
+class NextRecord(TypedDict, total=False):
+    """The job that follows: `next.json`."""
+
+    how: str
+    job_id: str
+    time: float
+    exclude: list[str]
+
+
+class StopRecord(TypedDict, total=False):
+    """A request to stop: a line of `stop`."""
+
+    reason: str
+    time: float
+    by: str
+
+
+class CollectedEntry(TypedDict):
+    """What became of an entry of `collect` on a node."""
+
+    source: str
+    node: str
+    path: str
+    files: int
+    bytes: int
+    problem: str
+    beside: list[str]
+
+
+class Marker(TypedDict, total=False):
+    """What a node reported of itself: `nodes/NODE.KIND.json`."""
+
+    node: str
+    host: str
+    pid: int
+    time: float
+    exit_code: int
+    message: str
+    hint: str
+    seconds: float  # that staging took
+    bytes: int
+    files: int
+    placed: Any  # figures of the plan, see `placement.report.PlanFigures`
+    resolves: Sequence[str]
+    entries: list[CollectedEntry]
+
+
+class BindingRecord(TypedDict, total=False):
+    """Where a rank ran: a line of `binding/NODE.jsonl`."""
+
+    rank: int
+    local_rank: int | None
+    world_size: int
+    node: str
+    host: str
+    pid: int
+    start_ticks: int | None
+    time: float
+    inherited: str
+    cpus: str
+    child_cpus: str | None
+    memory: str
+    visible: str | None
+    threads: int | None
+    nic: str | None
+    bound: bool
+    error: str
+    note: str
+    program: str
+    command: list[str]
+
+
+class RankProofFields(TypedDict, total=False):
+    """Whether the agent saw a rank run as planned."""
+
+    rank: int
+    wrong: list[str]
+
+
+class ProofRecord(TypedDict, total=False):
+    """What an agent saw of its ranks: `binding/NODE.proof.json`."""
+
+    node: str
+    ranks: list[RankProofFields]
+
+
+class SoftwareRecord(TypedDict, total=False):
+    """What the ranks of an attempt run in: `software.json`."""
+
+    node: str
+    python: str | None
+    packages: dict[str, str] | None
+    complete: bool
+    modules: list[str]
+    nvidia_driver: str
+    cuda: str
