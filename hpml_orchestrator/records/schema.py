@@ -30,6 +30,7 @@ __all__ = [
     "SnapshotRecord",
     "SoftwareRecord",
     "StageFields",
+    "StageRecord",
     "StopRecord",
     "SubmitRecord",
     "WaitedRun",
@@ -340,6 +341,26 @@ class Marker(TypedDict, total=False):
     entries: list[CollectedEntry]
 
 
+class _Stage(TypedDict):
+    name: str
+    path: str
+    bytes: int
+    files: int
+    seconds: float
+    bytes_per_second: float
+    method: str
+    reused: bool
+    kept: bool
+
+
+class StageRecord(_Stage, total=False):
+    """An entry of `stage` on one node, in its event `ready`."""
+
+    digest: str
+    private: str  # why later jobs cannot reuse it
+    evicted: list[str]  # sources that were removed to make room
+
+
 class BindingRecord(TypedDict, total=False):
     """Where a rank ran: a line of `binding/NODE.jsonl`."""
 
@@ -382,6 +403,7 @@ class ProofRecord(TypedDict, total=False):
 class SoftwareRecord(TypedDict, total=False):
     """What the ranks of an attempt run in: `software.json`."""
 
+    file: str  # path of the file, set by its reader
     node: str
     python: str | None
     packages: dict[str, str] | None

@@ -7,7 +7,7 @@ import os
 import socket
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from hpml_orchestrator.errors import HpmlError, InputError, RecordError
 from hpml_orchestrator.records.files import read_json
@@ -22,6 +22,7 @@ from hpml_orchestrator.script.render import CODE_DIRECTORY
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
+    from hpml_orchestrator.records.schema import JobFields, ProvenanceRecord
     from hpml_orchestrator.records.store import Attempt
     from hpml_orchestrator.runs.state import State
 
@@ -128,7 +129,7 @@ def attachment(
     return Attachment([*srun, *words], {**job_environment(environment, "all"), **known})
 
 
-def _directory(state: State, job: Mapping[str, Any], provenance: Mapping[str, Any]) -> Path:
+def _directory(state: State, job: JobFields, provenance: ProvenanceRecord) -> Path:
     """Return the directory that the ranks run in."""
     workdir = Path(job["workdir"])
     snapshot = provenance.get("snapshot")

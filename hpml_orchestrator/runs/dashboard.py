@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 from urllib.parse import urlencode
 
 from hpml_orchestrator.errors import HpmlError
@@ -48,13 +48,14 @@ def job_dashboard(state: State, *, chosen: str = "") -> str | None:
     return _address(state, _site_of(state, chosen)) if state.started else None
 
 
-def state_json(state: State, *, chosen: str = "") -> dict[str, Any]:
+def state_json(state: State, *, chosen: str = "") -> dict[str, object]:
     """Return a state for programs, with the address of its dashboard and of each task's."""
     site = _site_of(state, chosen) if state.started else None
-    shown = state.to_json()
-    for row, task in zip(shown["tasks"], state.tasks, strict=True):
-        row["dashboard"] = _address(task, site)
-    return {**shown, "dashboard": _address(state, site)}
+    tasks = [
+        {**row, "dashboard": _address(task, site)}
+        for row, task in zip(state.tasks_to_json(), state.tasks, strict=True)
+    ]
+    return {**state.to_json(), "tasks": tasks, "dashboard": _address(state, site)}
 
 
 def _site_of(state: State, chosen: str) -> Site | None:

@@ -30,6 +30,7 @@ from hpml_orchestrator.topology.cpulist import parse_list
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
+    from hpml_orchestrator.records.schema import JobFields
     from hpml_orchestrator.records.store import Attempt
     from hpml_orchestrator.runs.prometheus import Prometheus
     from hpml_orchestrator.runs.reporting.description import Code
@@ -89,7 +90,7 @@ def gather(
 
 
 def _facts(state: State, summary: Summary | None, now: float) -> Facts:
-    job: Mapping[str, Any] = state.submission.record()["job"]
+    job = state.submission.record()["job"]
     asked = recorded_job(state.submission)
     facts = Facts(
         run=state.submission.label,
@@ -263,13 +264,13 @@ def _gpu(gpu: Gpu) -> GpuFacts:
     )
 
 
-def _stages(summary: Summary, job: Mapping[str, Any]) -> list[StageFacts]:
+def _stages(summary: Summary, job: JobFields) -> list[StageFacts]:
     given = {entry["name"]: entry for entry in job["stage"]}
     return [
         StageFacts(
             name=one.name,
-            source=str(given.get(one.name, {}).get("source", "")),
-            target=str(given.get(one.name, {}).get("target", "")),
+            source=given[one.name]["source"] if one.name in given else "",
+            target=given[one.name]["target"] if one.name in given else "",
             seconds=one.seconds,
             bytes=one.bytes / max(1, one.nodes),
             files=one.files / max(1, one.nodes),

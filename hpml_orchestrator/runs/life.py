@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import time
 from dataclasses import asdict, dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, TypeVar
 
 from hpml_orchestrator.errors import HpmlError, counted
 from hpml_orchestrator.records.texts import seconds_text
@@ -18,6 +18,8 @@ if TYPE_CHECKING:
 
     from hpml_orchestrator.runs.reporting.summary import Summary
     from hpml_orchestrator.runs.state import State
+
+T = TypeVar("T")
 
 __all__ = ["Life", "Limits", "life_of", "read_life", "seconds_left"]
 
@@ -279,18 +281,20 @@ def life_of(
         is_last = place == len(attempts) - 1
         runs = is_last and left_seconds is not None
         end = now if runs else one.ended
-        lost: dict[str, Any] = {}
+        report = replace(one, ended=None if runs else one.ended)
         if place:
             before = attempts[place - 1]
-            lost["paused_seconds"] = _between(before.ended, before.continued)
-            lost["queue_seconds"] = _between(before.continued or before.ended, one.started)
-            if trains:
-                lost["startup_seconds"] = _between(one.started, one.trained_from or end)
-        if trains and (waits or not is_last):
+            report = replace(
+                report,
+                paused_seconds=_between(before.ended, before.continued),
+                queue_seconds=_between(before.continued or before.ended, one.started),
+                startup_seconds=_between(one.started, one.trained_from or end) if trains else 0.0,
+            )
+        if trains and (waits or not is_last) and not _is_saved(one):
             began = one.trained_from or (end if place else one.started)
-            if not _is_saved(one):
-                lost["unsaved_seconds"] = _between(max(one.saved_at or 0.0, began or 0.0), end)
-        known.append(replace(one, ended=None if runs else one.ended, **lost))
+            unsaved = _between(max(one.saved_at or 0.0, began or 0.0), end)
+            report = replace(report, unsaved_seconds=unsaved)
+        known.append(report)
     queued = _between(known[-1].ended, now) if waits else 0.0
     lost_seconds = math.fsum(one.lost_seconds for one in known) + queued
     has_ended = left_seconds is None and not waits and known[-1].over
@@ -311,7 +315,7 @@ def life_of(
         steps_per_second=_newest(one.steps_per_second for one in known),
         left_seconds=left_seconds,
     )
-    return replace(life, **_forecast(life, limits), **_young_daly(known, waits=waits))
+    return _with_save_interval(_with_forecast(life, limits), waits=waits)
 
 
 def _between(begin: float | None, end: float | None) -> float:
@@ -333,46 +337,45 @@ def _step(attempts: Sequence[AttemptReport]) -> int | None:
     return saved[-1] if saved else _newest(one.step for one in earlier)
 
 
-def _newest(values: Iterable[Any]) -> Any:
+def _newest(values: Iterable[T | None]) -> T | None:
     return next((value for value in reversed([*values]) if value is not None), None)
 
 
-def _forecast(life: Life, limits: Limits) -> dict[str, Any]:
-    """Return how long the rest takes, and how many attempts after the one that runs."""
+def _with_forecast(life: Life, limits: Limits) -> Life:
+    """Add how long the rest takes, and how many attempts after the one that runs."""
     left, rate = life.left_seconds, life.steps_per_second
     if left is None or not rate or life.step is None or not life.total_steps:
-        return {}
+        return life
     needed = max(0, life.total_steps - life.step) / rate
     if needed <= left:
-        return {"needed_seconds": needed, "more_attempts": 0}
+        return replace(life, needed_seconds=needed, more_attempts=0)
     startups = [
         _between(one.started, one.trained_from) for one in life.attempts if one.trained_from
     ]
     useful = limits.seconds - math.fsum(startups) / max(1, len(startups))
     if "time_limit" not in limits.continues or useful <= 0 or not math.isfinite(useful):
-        return {"needed_seconds": needed}
-    return {"needed_seconds": needed, "more_attempts": math.ceil((needed - left) / useful)}
+        return replace(life, needed_seconds=needed)
+    more = math.ceil((needed - left) / useful)
+    return replace(life, needed_seconds=needed, more_attempts=more)
 
 
-def _young_daly(attempts: Sequence[AttemptReport], *, waits: bool) -> dict[str, Any]:
-    """Return sqrt(2 * duration of a checkpoint * time between failures), and what it is made of.
+def _with_save_interval(life: Life, *, waits: bool) -> Life:
+    """Add the interval sqrt(2 * duration of a checkpoint * time between failures) and its parts.
 
     A failure is an end that gave the ranks no chance to save. Neither the time limit is one, nor a
     cancellation by the user.
     """
+    attempts = life.attempts
     followed = attempts if waits else attempts[:-1]
     failures = sum(one.failed for one in followed)
     trained = math.fsum(_between(one.trained_from, one.trained_until) for one in attempts)
     saves = sum(one.saves for one in attempts)
     if not saves or not trained:
-        return {}
+        return life
     save = math.fsum(one.saving_seconds for one in attempts) / saves
-    known = {"save_seconds": save, "save_every_seconds": trained / saves}
+    life = replace(life, save_seconds=save, save_every_seconds=trained / saves)
     if not failures or not save or trained < _ADVICE_SECONDS:
-        return known
+        return life
     between = trained / failures
-    return {
-        **known,
-        "between_failures_seconds": between,
-        "best_save_every_seconds": math.sqrt(2 * save * between),
-    }
+    best = math.sqrt(2 * save * between)
+    return replace(life, between_failures_seconds=between, best_save_every_seconds=best)

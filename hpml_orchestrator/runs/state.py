@@ -25,6 +25,7 @@ from hpml_orchestrator.scheduler.model import JobState, parse_state
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
+    from hpml_orchestrator.records.schema import SubmitRecord
     from hpml_orchestrator.records.store import Submission
 
 __all__ = ["State", "array_state", "keep_ends", "read_ends", "read_final", "reopen", "run_of"]
@@ -120,11 +121,17 @@ class State:
     tasks: tuple[State, ...] = ()  # of an array, one state per task, by index
 
     @staticmethod
-    def of(submission: Submission, record: Mapping[str, Any], **known: Any) -> State:
-        """Return the state of a submission: its record, and the other known fields."""
-        name, backend = str(record["name"]), str(record["backend"])
-        cluster, created = str(record.get("cluster", "")), float(record["created"])
-        return State(submission, name, backend, cluster=cluster, created=created, **known)
+    def of(submission: Submission, record: SubmitRecord) -> State:
+        """Return the state of a submission by its record alone: UNKNOWN, without a job."""
+        return State(
+            submission,
+            name=record["name"],
+            backend=record["backend"],
+            job_id="",
+            state="UNKNOWN",
+            cluster=record.get("cluster", ""),
+            created=record["created"],
+        )
 
     @property
     def run(self) -> Run:
@@ -146,7 +153,7 @@ class State:
         """Whether its job has not begun to run."""
         return parse_state(self.state).waiting
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> dict[str, object]:
         """Return the state for programs; `tasks` is empty unless it is an array."""
         return {
             "id": self.submission.label,
@@ -158,17 +165,21 @@ class State:
             "directory": None if self.tasks else str(self.run.directory),
             "submission": str(self.submission.directory),
             "output": None if self.tasks else str(self.run.output),
-            "tasks": [
-                {
-                    "index": task.submission.index,
-                    "run": task.run.rid,
-                    **{name: getattr(task, name) for name in _SHOWN},
-                    "directory": str(task.run.directory),
-                    "output": str(task.run.output),
-                }
-                for task in self.tasks
-            ],
+            "tasks": self.tasks_to_json(),
         }
+
+    def tasks_to_json(self) -> list[dict[str, object]]:
+        """Return the states of an array's tasks for programs."""
+        return [
+            {
+                "index": task.submission.index,
+                "run": task.run.rid,
+                **{name: getattr(task, name) for name in _SHOWN},
+                "directory": str(task.run.directory),
+                "output": str(task.run.output),
+            }
+            for task in self.tasks
+        ]
 
 
 def run_of(submission: Submission) -> Run:

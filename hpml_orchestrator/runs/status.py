@@ -7,7 +7,7 @@ import time
 from dataclasses import dataclass, replace
 from functools import cache, partial
 from pathlib import PurePath
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from hpml_orchestrator.errors import NotFoundError, RecordError, SchedulerUnavailable
 from hpml_orchestrator.runs.backend import backends_of, elsewhere
@@ -27,6 +27,7 @@ from hpml_orchestrator.scheduler.recovery import Absent, Found
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping
 
+    from hpml_orchestrator.records.schema import EndRecord
     from hpml_orchestrator.records.store import Attempt, Store, Submission
     from hpml_orchestrator.runs.backend import Backends
     from hpml_orchestrator.runs.request import RecordedJob
@@ -73,7 +74,7 @@ def states(
             record = submission.record()
             name = str(record["backend"])
             scheduler = name, str(record["host"]) if name == "local" else ""
-            base = State.of(submission, record, job_id="", state="UNKNOWN")
+            base = State.of(submission, record)
             state = (
                 read_final(base)
                 or _elsewhere(base, scheduler, backends, query_error_of)
@@ -308,47 +309,40 @@ def _merge_status(
     recent = status.ended is None or now - status.ended < _REQUEUE_SECONDS
     if base.backend == "slurm" and status.state in BEFORE_REQUEUE and recent and status.may_requeue:
         over, reason = False, "it may be requeued"
-    known: dict[str, Any] = {"job_id": job_id, "state": status.state.value, "over": over}
+    base = replace(base, state=status.state.value, over=over, reason=reason)
     if own is not None and status.state.over and status.state is not JobState.CANCELLED:
-        known |= _between(own, status.state, now)
-        reason = known.pop("reason", reason)
-    over = known["over"]
+        base = _between(base, own, status.state, now)
     begun = own.started if own is not None else None
     nodes = "" if begun is None or status.state.waiting else str(begun.data.get("nodes", ""))
     return replace(
         base,
-        reason=reason,
         nodes=status.nodes or nodes,
         started=status.started or (begun.time if begun is not None else None),
         ended=status.ended or (float(end["time"]) if end else None),
         exit_code=exit_code,
         attempts=len(attempts),
         lost=lost,
-        raw_state=status.raw_state if over else "",
-        **known,
+        raw_state=status.raw_state if base.over else "",
     )
 
 
-def _between(own: Attempt, state: JobState, now: float) -> dict[str, Any]:
+def _between(base: State, own: Attempt, state: JobState, now: float) -> State:
     """Return the state of a run between two jobs: the last has ended, the next is to follow."""
     start = own.newest_start()
     if not own.goes_on and (start is None or own.next is not None):
-        return {}
+        return base
     since = max(float((own.ended or {}).get("time", 0.0)), start.time if start else 0.0)
     if now - since < _NEXT_JOB_SECONDS:
-        return {
-            "job_id": "",
-            "state": "SUBMITTING",
-            "over": False,
-            "reason": "it continues in another job",
-        }
+        reason = "it continues in another job"
+        return replace(base, job_id="", state="SUBMITTING", over=False, reason=reason)
     rid = own.directory.parents[1].name
-    return {
-        "state": "FAILED" if state is JobState.COMPLETED else state.value,
-        "over": True,
-        "interrupted": True,
-        "reason": f"interrupted before it could continue: `hpml requeue {rid}`",
-    }
+    return replace(
+        base,
+        state="FAILED" if state is JobState.COMPLETED else state.value,
+        over=True,
+        interrupted=True,
+        reason=f"interrupted before it could continue: `hpml requeue {rid}`",
+    )
 
 
 def _reason(status: JobStatus, own: Attempt | None, asked: Callable[[], RecordedJob]) -> str:
@@ -410,7 +404,7 @@ def _binding_error(attempt: Attempt) -> str:
 def _own_status(
     submission: Submission,
     job_id: str,
-    end: Mapping[str, Any] | None,
+    end: EndRecord | None,
     query_error: str,
     now: float,
     *,

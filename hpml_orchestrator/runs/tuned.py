@@ -171,7 +171,7 @@ def _by_hand(made: Made) -> str:
     return ", ".join(f"{name}: {flow_text(value)}" for name, value in made.fields.items())
 
 
-def _document(source: Path) -> tuple[dict[str, Any] | None, str, tuple[str, ...]]:
+def _document(source: Path) -> tuple[dict[str, object] | None, str, tuple[str, ...]]:
     """Return the fields and the text of a job file; None with the reason if it is not there."""
     try:
         fields = read_fields(source)
@@ -195,10 +195,9 @@ def _plain(value: Any) -> Any:
     return value
 
 
-def _written_fields(job: Job) -> dict[str, Any]:
+def _written_fields(job: Job) -> dict[str, object]:
     """Return the fields of a job that are not the default."""
-    fields: dict[str, Any] = job.model_dump(mode="json", exclude_defaults=True)
-    return fields
+    return job.model_dump(mode="json", exclude_defaults=True)
 
 
 def _as_written(ran: JobFields, now: Job) -> JobFields:
@@ -226,7 +225,7 @@ class _Writer:
     def __init__(self, source: Path, target: Path, site: ResolvedSite | None, label: str) -> None:
         self._source, self._target, self._site, self._label = source, target, site, label
 
-    def moved(self, text: str, fields: dict[str, Any]) -> str:
+    def moved(self, text: str, fields: dict[str, object]) -> str:
         """Return the text with absolute paths for relative ones, if the directory is another."""
         if self._source.parent == self._target.parent:
             return text
@@ -283,7 +282,9 @@ class _Writer:
         fields = parse_yaml(text, str(self._target))
         return load_job(self._target, site=self._site, fields=fields)
 
-    def _set(self, text: str, name: str, value: Any, whole: dict[str, Any], comment: str) -> str:
+    def _set(
+        self, text: str, name: str, value: object, whole: Mapping[str, object], comment: str
+    ) -> str:
         """Return the text with a field of the complete job, in the form that the file has."""
         fields = parse_yaml(text, str(self._target))
         top, _, inner = name.partition(".")
@@ -295,12 +296,12 @@ class _Writer:
         return set_field(text, name, value, comment=comment)
 
 
-def _has_entry(entries: Any, inner: str) -> bool:
+def _has_entry(entries: object, inner: str) -> bool:
     """Return whether a list has that entry, or could have it next."""
+    if not isinstance(entries, list) or not entries:
+        return False
     index = inner.partition(".")[0]
-    return bool(isinstance(entries, list) and entries and index.isdecimal()) and (
-        int(index) <= len(entries)
-    )
+    return index.isdecimal() and int(index) <= len(entries)
 
 
 def write_tuned(tuned: Tuned) -> None:

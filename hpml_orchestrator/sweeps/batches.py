@@ -288,9 +288,18 @@ def completed(store: Store, batch: Batch, indices: Collection[int]) -> Iterator[
         end = attempt.ended if attempt else None
         if attempt and end and end.get("state") == JobState.COMPLETED and not end.get("goes_on"):
             begun = attempt.started
-            job = {"job_id": f"{batch.job_id}_{index}", "state": "COMPLETED", "over": True}
-            times = {"started": begun.time if begun else None, "ended": float(end["time"])}
-            yield index, State.of(task, record, nodes=attempt.nodes, **job, **times)
+            yield (
+                index,
+                replace(
+                    State.of(task, record),
+                    job_id=f"{batch.job_id}_{index}",
+                    state="COMPLETED",
+                    over=True,
+                    nodes=attempt.nodes,
+                    started=begun.time if begun else None,
+                    ended=end["time"],
+                ),
+            )
 
 
 def query(

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Any
+from dataclasses import asdict, dataclass, replace
+from typing import TYPE_CHECKING
 
 from hpml_orchestrator.errors import RecordError
 from hpml_orchestrator.records.texts import clock_text, seconds_text
@@ -15,7 +15,7 @@ from hpml_orchestrator.scheduler.model import parse_state
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from hpml_orchestrator.records.schema import NextRecord
+    from hpml_orchestrator.records.schema import EndRecord
     from hpml_orchestrator.records.store import Attempt
     from hpml_orchestrator.runs.state import State
 
@@ -149,36 +149,44 @@ def attempt_reports(state: State, newest: Timeline | None = None) -> list[Attemp
 
 def _report(attempt: Attempt, timeline: Timeline, state: State, *, is_last: bool) -> AttemptReport:
     begun, end = attempt.started, attempt.ended
-    known: dict[str, Any] = {"ended": attempt.last_written}
+    report = AttemptReport(attempt.number, ended=attempt.last_written)
     if end is not None:
-        known = {name: str(end.get(name) or "") for name in ("reason", "state", "why", "stays")}
-        known |= {"ended": float(end["time"]), "exit_code": int(end["exit_code"])}
-        known["goes_on"] = end.get("goes_on") is True
+        report = replace(
+            report,
+            reason=str(end.get("reason") or ""),
+            state=str(end.get("state") or ""),
+            why=str(end.get("why") or ""),
+            stays=str(end.get("stays") or ""),
+            ended=end["time"],
+            exit_code=end["exit_code"],
+            goes_on=end.get("goes_on") is True,
+        )
     elif is_last and not state.waits:
         over = parse_state(state.state).over
-        known = {
-            "over": over,
-            "reason": state.state.lower().replace("_", " "),
-            "ended": state.ended or (attempt.last_written if over else None),
-            "exit_code": state.exit_code,
-        }
+        report = replace(
+            report,
+            over=over,
+            reason=state.state.lower().replace("_", " "),
+            ended=state.ended or (attempt.last_written if over else None),
+            exit_code=state.exit_code,
+        )
     if begun is not None:
-        known |= {"started": begun.time, "nodes": str(begun.data.get("nodes", ""))}
-    following: NextRecord = attempt.next or {}
-    if following.get("job_id") and not known.get("goes_on"):
-        known["continued"] = numbers(following).get("time")
-    return AttemptReport(attempt.number, **known, **_training(timeline, attempt.number, end or {}))
+        report = replace(report, started=begun.time, nodes=str(begun.data.get("nodes", "")))
+    following = attempt.next
+    if following and not report.goes_on:
+        report = replace(report, continued=following["time"])
+    return _with_training(report, timeline, end or {})
 
 
-def _training(timeline: Timeline, number: int, end: Mapping[str, object]) -> dict[str, Any]:
-    """Return the steps, the rate and the checkpoints of an attempt."""
+def _with_training(report: AttemptReport, timeline: Timeline, end: EndRecord) -> AttemptReport:
+    """Return the report with the steps, the rate and the checkpoints of the attempt."""
     began = total = None
     if (resumed := timeline.last.get("resumed")) is not None:
         began = _whole(resumed.data, "step")
     if (training := timeline.last.get("training")) is not None:
         began = _whole(training.data, "step") or began
         total = _whole(training.data, "total_steps")
-    if began is None and (number == 0 or training is not None):
+    if began is None and (report.number == 0 or training is not None):
         began = 0
     reached, rate = timeline.certain_steps, None
     if timeline.steps:
@@ -193,20 +201,21 @@ def _training(timeline: Timeline, number: int, end: Mapping[str, object]) -> dic
         reached = [min(total, max(reached))]
     saved, saves = timeline.last.get("checkpoint"), timeline.saves.values()
     saves_of_slowest = max(saves, key=sum, default=[])
-    return {
-        "trained_from": timeline.first.get("step"),
-        "trained_until": timeline.last["step"].time if "step" in timeline.last else None,
-        "began_step": began,
-        "resumed": resumed is not None or bool(began),
-        "step": max(reached, default=None),
-        "total_steps": total,
-        "steps_per_second": rate,
-        "saved_step": _whole(end, "step") or max(timeline.saved_steps, default=None),
-        "saved_at": saved.time if saved else None,
-        "saves": len(saves_of_slowest),
-        "saving_seconds": math.fsum(saves_of_slowest),
-        "stopped": "stopping" in timeline.first,
-    }
+    return replace(
+        report,
+        trained_from=timeline.first.get("step"),
+        trained_until=timeline.last["step"].time if "step" in timeline.last else None,
+        began_step=began,
+        resumed=resumed is not None or bool(began),
+        step=max(reached, default=None),
+        total_steps=total,
+        steps_per_second=rate,
+        saved_step=_whole(end, "step") or max(timeline.saved_steps, default=None),
+        saved_at=saved.time if saved else None,
+        saves=len(saves_of_slowest),
+        saving_seconds=math.fsum(saves_of_slowest),
+        stopped="stopping" in timeline.first,
+    )
 
 
 def _whole(data: Mapping[str, object], name: str) -> int | None:

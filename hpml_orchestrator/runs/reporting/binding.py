@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass, fields
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from hpml_orchestrator.errors import HpmlError, counted
 from hpml_orchestrator.placement.proof import NodeProof, RankProof, proof_json, proof_of_json
@@ -12,9 +12,10 @@ from hpml_orchestrator.records.texts import first_few
 from hpml_orchestrator.topology.cpulist import parse_list
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Sequence
     from pathlib import Path
 
+    from hpml_orchestrator.records.schema import BindingRecord
     from hpml_orchestrator.records.store import Attempt
     from hpml_orchestrator.topology.model import Topology
 
@@ -70,7 +71,7 @@ class BindingReport:
 
 
 def read_binding(
-    attempt: Attempt, asked: object = None, records: Sequence[Mapping[str, Any]] | None = None
+    attempt: Attempt, asked: object = None, records: Sequence[BindingRecord] | None = None
 ) -> BindingReport:
     """Return what is known of an attempt's binding; damaged records are reported, never raised.
 
@@ -142,7 +143,7 @@ def _verified(proof: NodeProof, rank: RankProof) -> Place:
     return Place(node=proof.node, right=right, **common)
 
 
-def _recorded(record: Mapping[str, Any]) -> Place:
+def _recorded(record: BindingRecord) -> Place:
     """Return what hpml-bind recorded of a rank."""
     local_rank = record.get("local_rank")
     number = record["rank"] if local_rank is None else local_rank

@@ -10,7 +10,7 @@ import shlex
 import stat
 import time
 from dataclasses import asdict, dataclass, field, replace
-from typing import TYPE_CHECKING, Any, TypedDict
+from typing import TYPE_CHECKING, TypedDict
 
 from hpml_orchestrator.errors import HpmlError, RecordError
 from hpml_orchestrator.records.texts import human_bytes, printable
@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
     from pathlib import Path
 
+    from hpml_orchestrator.records.schema import JobFields, ProvenanceRecord, SubmitRecord
     from hpml_orchestrator.records.store import Attempt
     from hpml_orchestrator.runs.reporting.summary import Summary
     from hpml_orchestrator.runs.request import RecordedJob
@@ -157,30 +158,30 @@ def describe(state: State, summary: Summary, *, now: float | None = None) -> Des
     )
 
 
-def _command_of_job(job: Mapping[str, Any]) -> list[str]:
+def _command_of_job(job: JobFields) -> list[str]:
     """Return the command of the ranks, with the placeholders of the job file."""
     if job["command"]:
         program = list(job["command"])
     else:
-        named = ["-m", job["module"]] if job["module"] else [job["script"]]
+        named = ["-m", job["module"]] if job["module"] else [str(job["script"])]
         program = [job["environment"]["python"], *named]
     return [*program, *job["args"]]
 
 
-def _code(provenance: Mapping[str, Any]) -> Code | None:
-    git, snapshot = provenance.get("git") or {}, provenance.get("snapshot")
-    if not git and not snapshot:
+def _code(provenance: ProvenanceRecord) -> Code | None:
+    snapshot = provenance.get("snapshot")
+    known = snapshot or provenance["git"]
+    if not known:
         return None
-    known = {"commit": "", "branch": "", "dirty": None, **git, **(snapshot or {})}
     return Code(
-        commit=known["commit"],
-        branch=known["branch"],
-        dirty=known["dirty"],
+        commit=known.get("commit", ""),
+        branch=known.get("branch", ""),
+        dirty=known.get("dirty"),
         snapshot=bool(snapshot),
     )
 
 
-def _point(record: Mapping[str, Any], state: State) -> tuple[int | None, dict[str, object]]:
+def _point(record: SubmitRecord, state: State) -> tuple[int | None, dict[str, object]]:
     """Return number and values of the point of a sweep that a run is; None without one."""
     points, values = record.get("points") or [], record.get("values") or []
     place = state.submission.index

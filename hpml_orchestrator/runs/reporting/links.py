@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from itertools import islice
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
@@ -21,7 +21,7 @@ _LEVELS = 4
 _ITS_OWN = {"attempts", "checkpoints", "code"}
 
 
-def link_of(data: Mapping[str, Any]) -> tuple[str, str] | None:
+def link_of(data: Mapping[str, object]) -> tuple[str, str] | None:
     """Return name and address in the data of an event `link`; None if it is not a web address."""
     name, url = str(data.get("name") or "link"), data.get("url")
     if isinstance(url, str) and url.startswith(("https://", "http://")) and not url.split()[1:]:

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from hpml_orchestrator.errors import HpmlError, counted
 from hpml_orchestrator.records.run import SOFTWARE
 from hpml_orchestrator.records.texts import first_few
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
-
+    from hpml_orchestrator.records.schema import SoftwareRecord
     from hpml_orchestrator.runs.state import State
 
 __all__ = ["read_software", "software_line"]
@@ -20,17 +19,17 @@ _NAMED = ("torch", "tensorflow", "jax", "lightning", "transformers", "horovod", 
 _SHOWN_MODULES = 6
 
 
-def read_software(state: State) -> dict[str, Any] | None:
+def read_software(state: State) -> SoftwareRecord | None:
     """Return the record of the last attempt's software with its `file`; None without one."""
     try:
         attempt = None if state.tasks else state.run.newest()
         record = attempt.software if attempt else None
     except HpmlError:  # another user's
         return None
-    return {"file": str(attempt.directory / SOFTWARE), **record} if attempt and record else None
+    return {**record, "file": str(attempt.directory / SOFTWARE)} if attempt and record else None
 
 
-def software_line(software: Mapping[str, Any]) -> str:
+def software_line(software: SoftwareRecord) -> str:
     """Return Python, packages, modules and driver in one line."""
     parts = [str(software.get("python") or "Python unknown")]
     packages = software.get("packages")

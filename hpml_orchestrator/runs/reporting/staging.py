@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from hpml_orchestrator.errors import counted
 from hpml_orchestrator.records.texts import beside, human_bytes
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Sequence
 
     from hpml_orchestrator.records.events import Event
+    from hpml_orchestrator.records.schema import Marker, StageRecord
 
 __all__ = ["Staged", "collected_lines", "staged_entries", "staged_lines"]
 
@@ -39,31 +40,30 @@ class Staged:
 
 def staged_entries(ready: Sequence[Event]) -> list[Staged]:
     """Return the entries, in the job file's order, of the events of nodes that became ready."""
-    reports: dict[str, list[Mapping[str, Any]]] = {}
+    reports: dict[str, list[StageRecord]] = {}
     for event in ready:
         for report in event.data.get("stages", ()):
             reports.setdefault(report["name"], []).append(report)
     return [_combined(name, of_nodes) for name, of_nodes in reports.items()]
 
 
-def _combined(name: str, nodes: Sequence[Mapping[str, Any]]) -> Staged:
-    def given(key: str) -> list[Any]:
-        return [node[key] for node in nodes if node.get(key)]
-
+def _combined(name: str, nodes: Sequence[StageRecord]) -> Staged:
+    rates = filter(None, (node["bytes_per_second"] for node in nodes))
+    evicted = (source for node in nodes for source in node.get("evicted", ()))
     return Staged(
         name=name,
-        path=next(iter(given("path")), ""),
+        path=nodes[0]["path"],
         nodes=len(nodes),
-        bytes=sum(given("bytes")),
-        files=sum(given("files")),
-        seconds=float(max(given("seconds"), default=0)),
-        bytes_per_second=float(min(given("bytes_per_second"), default=0)),
-        methods=tuple(dict.fromkeys(given("method"))),
-        reused=len(given("reused")),
-        kept=len(given("kept")),
-        private=next(iter(given("private")), ""),
-        evicted=tuple(dict.fromkeys(source for sources in given("evicted") for source in sources)),
-        digests=tuple(dict.fromkeys(given("digest"))),
+        bytes=sum(node["bytes"] for node in nodes),
+        files=sum(node["files"] for node in nodes),
+        seconds=max(node["seconds"] for node in nodes),
+        bytes_per_second=float(min(rates, default=0)),
+        methods=tuple(dict.fromkeys(filter(None, (node["method"] for node in nodes)))),
+        reused=sum(node["reused"] for node in nodes),
+        kept=sum(node["kept"] for node in nodes),
+        private=next((node["private"] for node in nodes if "private" in node), ""),
+        evicted=tuple(dict.fromkeys(evicted)),
+        digests=tuple(dict.fromkeys(node["digest"] for node in nodes if "digest" in node)),
     )
 
 
@@ -90,7 +90,7 @@ def staged_lines(entries: Sequence[Staged]) -> list[str]:
 
 
 def collected_lines(
-    nodes: Sequence[Mapping[str, Any]], sources: Sequence[str], silent: Sequence[str]
+    nodes: Sequence[Marker], sources: Sequence[str], silent: Sequence[str]
 ) -> list[str]:
     """Return lines about the entries of `collect`.
 

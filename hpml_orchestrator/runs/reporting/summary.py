@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import asdict, dataclass, field, replace
 from statistics import fmean
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from hpml_orchestrator.errors import HpmlError
 from hpml_orchestrator.runs.damaged import naming_damage
@@ -69,7 +69,7 @@ class Summary:
     )  # the same with what the nodes verified
     timeline: Timeline | None = None  # its events; None before the first
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> dict[str, object]:
         """Return the summary for programs, without the binding of each rank and the events."""
         value = asdict(replace(self, bindings=[], bound=BindingReport(), timeline=None))
         del value["bindings"], value["bound"], value["timeline"]
@@ -151,7 +151,7 @@ def _summary(state: State, attempt: Attempt) -> Summary:
     )
 
 
-def binding_of(state: State, records: Sequence[Mapping[str, Any]] | None = None) -> BindingReport:
+def binding_of(state: State, records: Sequence[BindingRecord] | None = None) -> BindingReport:
     """Return the binding of the last attempt's ranks.
 
     Args:

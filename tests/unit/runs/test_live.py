@@ -251,7 +251,7 @@ def test_the_addresses_of_an_arrays_tasks(world: World) -> None:
     task = world.store.resolve(label)
     assert index == 1
     world.starts(task, "17")
-    shown = state_json(world.state(submission), chosen=site)
+    shown: Any = state_json(world.state(submission), chosen=site)
     assert shown["dashboard"] is None
     first, second = (row["dashboard"] for row in shown["tasks"])
     assert first is None

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 
+from hpml_orchestrator.records.schema import SoftwareRecord
 from hpml_orchestrator.runs.reporting.software import software_line
 
 TORCH = {"torch": "2.4.0", "zlib-ng": "1", "numpy": "2.0"}
@@ -30,6 +29,6 @@ TORCH = {"torch": "2.4.0", "zlib-ng": "1", "numpy": "2.0"}
         ({}, "Python unknown"),
     ],
 )
-def test_the_line(record: dict[str, Any], line: str) -> None:
+def test_the_line(record: SoftwareRecord, line: str) -> None:
     """It has what was recorded; older and damaged records lack some of it."""
     assert software_line(record) == line

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import time
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 from hypothesis import given
@@ -170,7 +170,8 @@ def test_a_run_in_figures(world: World, submitted: Submission) -> None:
     assert summary.result["test_accuracy"] == 0.9712
     assert "final" not in summary.result
     assert (summary.phases[0].name, summary.phases[0].seconds) == ("queue", 5)
-    assert summary.to_json()["phases"][0] == {"name": "queue", "seconds": 5}
+    shown: Any = summary.to_json()
+    assert shown["phases"][0] == {"name": "queue", "seconds": 5}
 
 
 def test_samples_per_second_from_the_counters(world: World, submitted: Submission) -> None:
