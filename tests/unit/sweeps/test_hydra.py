@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 from hpml_orchestrator.records.store import Store
+from tests.patience import eventually
 
 PAGE = Path(__file__).parents[3] / "docs" / "submitit.md"
 SCRIPT = """\
@@ -46,5 +47,7 @@ def test_a_multirun_is_a_job_array(tmp_path: Path) -> None:
     (submission,) = Store(tmp_path / "records").submissions()
     job = submission.record()["job"]
     assert (job["array"], job["binding"]["policy"]) == ("0-1%2", "none")
-    output = [path.read_text() for path in sorted((submission.directory / "output").iterdir())]
-    assert ["training with 0.1" in output[0], "training with 0.2" in output[1]] == [True, True]
+    outputs = submission.directory / "output"
+    # a task writes its result, for which Hydra waits, before the end of its output
+    eventually(lambda: "training with 0.1" in (outputs / "0.log").read_text())
+    eventually(lambda: "training with 0.2" in (outputs / "1.log").read_text())
