@@ -231,4 +231,4 @@ def _where(places: list[Place]) -> str:
     nodes = list(dict.fromkeys(place.node for place in places))
     at = nodes[0] if len(nodes) == 1 else f"{len(nodes)} nodes"
     ranks = format_list(place.rank for place in places if place.rank >= 0) or "?"
-    return f"rank{'s' * (len(places) > 1)} {ranks} ({at})"
+    return f"{'rank' if len(places) == 1 else 'ranks'} {ranks} ({at})"
