@@ -166,8 +166,8 @@ def _print_lines(lines: list[tuple[str, str]]) -> None:
         typer.echo(f"{name:<10} {text}")
 
 
-COLUMNS = tuple("RANK NODE GPU CPUS CORES NUMA DISTANCE NIC THREADS STATUS".split())
-_OPTIONAL = tuple("THREADS DISTANCE CORES NIC NUMA CPUS GPU".split())
+COLUMNS = ("RANK", "NODE", "GPU", "CPUS", "CORES", "NUMA", "DISTANCE", "NIC", "THREADS", "STATUS")
+_OPTIONAL = ("THREADS", "DISTANCE", "CORES", "NIC", "NUMA", "CPUS", "GPU")
 _ALL_RANKS = 16
 """With more ranks only those that are not bound as planned are shown."""
 
