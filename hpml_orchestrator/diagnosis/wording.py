@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import textwrap
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import TYPE_CHECKING
 
 from hpml_orchestrator.diagnosis.apply import next_step
@@ -185,6 +185,6 @@ def _markdown(diagnosis: Diagnosis) -> Iterator[str]:
 
 def to_json(diagnosis: Diagnosis) -> dict[str, object]:
     """Return the diagnosis for programs; without the job file, which the record has."""
-    value = asdict(diagnosis)
+    value = asdict(replace(diagnosis, findings=[*diagnosis.findings]))
     del value["facts"]["job"]
     return {"headline": diagnosis.headline, **value}
